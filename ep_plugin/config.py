@@ -1,0 +1,120 @@
+"""What a communicator is built from: MoECommunicatorConfig and the layouts that dispatch can return."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+
+from ep_plugin.errors import NotSupported
+
+MAX_TOPK = 128
+ROW_ALIGNMENT_BYTES = 16
+MODES = ("ht", "ll")
+
+# A rank may differ from its peers in these: they change neither what travels nor where it lands.
+_LOCAL_FIELDS = ("timeout_s", "dispatch_sms", "expand_sms", "combine_sms")
+
+
+class DispatchLayout(enum.Enum):
+    """How dispatch arranges the rows it returns (N rows received, H hidden size, K top-k, E_l local experts)."""
+
+    FLAT = "flat"
+    """``[N, H]``, one row per (token, local expert), grouped by local expert."""
+    TOKEN_MAJOR = "token_major"
+    """``[N, H]``, one row per token, ordered by (source rank, source token), with its local experts beside it."""
+    EXPERT_MAJOR = "expert_major"
+    """``[E_l, R * T_max, H]``, a fixed block per local expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoECommunicatorConfig:
+    """Settings of one MoECommunicator. Wrong values raise ValueError, unserved ones NotSupported, at construction.
+
+    num_experts: experts over all ranks; must be a multiple of the group's size.
+    hidden_size: elements of a row, the largest that will be dispatched.
+    topk: experts per token, the largest that will be dispatched; at most 128.
+    max_tokens_per_rank: most tokens that any rank dispatches at once; None lets the pools grow when they must.
+    mode: "ht", high throughput. ("ll", low latency, is not served in this release.)
+    layout: what dispatch returns; None is the mode's default, FLAT for "ht".
+    max_row_bytes: bytes of the widest row, a multiple of 16; None is hidden_size in the widest dtype used.
+    expert_alignment: each expert's group of FLAT rows is padded to a multiple of this.
+    timeout_s: seconds that a rank waits for its peers; None is the process group's own timeout.
+    dispatch_sms, expand_sms, combine_sms: SMs given to each kernel; None takes measured defaults.
+
+    All ranks must agree on everything except the timeout and the SM counts.
+    """
+
+    num_experts: int
+    hidden_size: int
+    topk: int
+    max_tokens_per_rank: int | None = None
+    mode: str = "ht"
+    layout: DispatchLayout | None = None
+    max_row_bytes: int | None = None
+    expert_alignment: int = 1
+    timeout_s: float | None = None
+    dispatch_sms: int | None = None
+    expand_sms: int | None = None
+    combine_sms: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "hidden_size", "topk", "expert_alignment"):
+            _check_positive(name, getattr(self, name))
+        for name in ("max_tokens_per_rank", "max_row_bytes", "dispatch_sms", "expand_sms", "combine_sms"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        if self.topk > MAX_TOPK:
+            raise ValueError(f"topk: expected at most {MAX_TOPK}, got {self.topk}")
+        if self.topk > self.num_experts:
+            raise ValueError(f"topk: expected at most num_experts ({self.num_experts}), got {self.topk}")
+        if self.max_row_bytes is not None and self.max_row_bytes % ROW_ALIGNMENT_BYTES:
+            raise ValueError(f"max_row_bytes: expected a multiple of {ROW_ALIGNMENT_BYTES}, got {self.max_row_bytes}")
+        _check_timeout(self.timeout_s)
+        _check_mode_and_layout(self.mode, self.layout)
+
+    @property
+    def resolved_layout(self) -> DispatchLayout:
+        """The layout that dispatch returns: the one asked for, or the mode's default."""
+        return self.layout if self.layout is not None else DispatchLayout.FLAT
+
+    def agreement_hash(self) -> int:
+        """A number below 2**63, equal on two ranks exactly when they agree on what all ranks must agree on."""
+        text = json.dumps(self._agreed_fields(), sort_keys=True)
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+    def describe(self) -> str:
+        """The fields that all ranks must agree on, on one line, for messages."""
+        return ", ".join(f"{name}={value}" for name, value in self._agreed_fields().items())
+
+    def _agreed_fields(self) -> dict[str, int | str | None]:
+        names = [field.name for field in dataclasses.fields(self) if field.name not in _LOCAL_FIELDS]
+        return {name: self.resolved_layout.name if name == "layout" else getattr(self, name) for name in names}
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
+
+
+def _check_timeout(value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"timeout_s: expected a finite number of seconds above 0, got {value!r}")
+
+
+def _check_mode_and_layout(mode: object, layout: object) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    if layout is not None and not isinstance(layout, DispatchLayout):
+        raise ValueError(f"layout: expected a DispatchLayout or None, got {layout!r}")
+    if mode == "ll":
+        raise NotSupported('mode="ll" (low latency) is not served in this release; use mode="ht".')
+    if layout is DispatchLayout.EXPERT_MAJOR:
+        raise NotSupported(
+            'layout=EXPERT_MAJOR belongs to mode="ll" and is not served in this release; use FLAT or TOKEN_MAJOR.'
+        )

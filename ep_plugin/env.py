@@ -1,0 +1,121 @@
+"""The environment, read in this one place.
+
+Variables of ep_plugin (all optional):
+
+=============================  ==================================================================================
+EP_PLUGIN_TRANSPORT            ``auto`` (default), ``shm`` or ``nvlink``: where peer-mapped memory comes from
+EP_PLUGIN_RANKS_PER_NODE       consecutive ranks that form a node, in place of what the hosts report
+EP_PLUGIN_CHECK_IDS            ``1``: validate expert ids on GPUs too; costs a synchronisation per dispatch
+EP_PLUGIN_PLAIN_KERNELS        ``1``: load/store kernels in place of the ones with bulk copies
+EP_PLUGIN_TEST_GATE            ``plan``, ``notify``, ``send``, ``expand`` or ``combine``: halt there (tests only)
+EP_PLUGIN_LOG                  ``1``: say on stderr what is chosen and allocated
+=============================  ==================================================================================
+
+``EP_PLUGIN`` itself, ``EP_PLUGIN_CUDA_ARCHS`` and ``EP_PLUGIN_BUILD_*`` belong to start-up and to the build. Any
+other ``EP_PLUGIN_*`` is ignored with one warning.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+
+TRANSPORTS = ("auto", "shm", "nvlink")
+TEST_GATES = ("plan", "notify", "send", "expand", "combine")
+
+_PREFIX = "EP_PLUGIN"
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_READ_HERE = ("TRANSPORT", "RANKS_PER_NODE", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG")
+_KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
+_OVERLAPPING_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the ``EP_PLUGIN_*`` variables say; the module's docstring explains each."""
+
+    transport: str = "auto"
+    ranks_per_node: int | None = None
+    check_ids: bool = False
+    plain_kernels: bool = False
+    test_gate: str | None = None
+    log: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """What the process launcher (torchrun and its like) says about this process; None where it says nothing."""
+
+    local_rank: int | None = None
+    local_world_size: int | None = None
+
+
+def settings() -> Settings:
+    """The settings as the environment has them now. A bad value raises ValueError naming variable and value."""
+    _warn_about_unknown()
+    return Settings(
+        transport=_choice("EP_PLUGIN_TRANSPORT", TRANSPORTS) or "auto",
+        ranks_per_node=_integer("EP_PLUGIN_RANKS_PER_NODE", at_least=1),
+        check_ids=_boolean("EP_PLUGIN_CHECK_IDS"),
+        plain_kernels=_boolean("EP_PLUGIN_PLAIN_KERNELS"),
+        test_gate=_choice("EP_PLUGIN_TEST_GATE", TEST_GATES),
+        log=_boolean("EP_PLUGIN_LOG"),
+    )
+
+
+def launcher() -> Launcher:
+    """The launcher's ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``."""
+    return Launcher(
+        local_rank=_integer("LOCAL_RANK", at_least=0),
+        local_world_size=_integer("LOCAL_WORLD_SIZE", at_least=1),
+    )
+
+
+def allow_overlapping_devices() -> None:
+    """Let PyTorch's symmetric memory map ranks whose device indices coincide, unless the user has decided already.
+
+    Two ranks may share a GPU, or each may see a different GPU under the index 0 (SLURM and Ray start them so).
+    PyTorch refuses both unless this variable is set when the memory is exchanged.
+    """
+    os.environ.setdefault(_OVERLAPPING_DEVICES, "1")
+
+
+def _warn_about_unknown() -> None:
+    for name in os.environ:
+        if name.startswith(f"{_PREFIX}_") and name not in _KNOWN and not name.startswith(f"{_PREFIX}_BUILD_"):
+            if name not in _warned:
+                _warned.add(name)
+                known = ", ".join(sorted(_KNOWN))
+                warnings.warn(f"{name} is set but not known to ep_plugin, and ignored; known: {known}", stacklevel=3)
+
+
+def _value(name: str) -> str | None:
+    """The variable without surrounding blanks; an empty one counts as not set."""
+    return os.environ.get(name, "").strip() or None
+
+
+def _choice(name: str, choices: tuple[str, ...]) -> str | None:
+    value = _value(name)
+    if value is None or value.lower() in choices:
+        return value and value.lower()
+    raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+
+
+def _boolean(name: str) -> bool:
+    value = _value(name)
+    if value is None:
+        return False
+    if value.lower() not in _BOOLEANS:
+        raise ValueError(f"{name}: expected one of {', '.join(_BOOLEANS)}, got {value!r}")
+    return _BOOLEANS[value.lower()]
+
+
+def _integer(name: str, *, at_least: int) -> int | None:
+    value = _value(name)
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdigit()) or int(value) < at_least:
+        raise ValueError(f"{name}: expected an integer of at least {at_least}, got {value!r}")
+    return int(value)
