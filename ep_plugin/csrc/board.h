@@ -1,0 +1,30 @@
+// What the host does with boards: read faults and totals, tell peers of an abort, wait for a notify.
+#pragma once
+#include <cstdint>
+#include <string>
+
+#include "api.h"
+
+namespace ep {
+
+enum WaitResult : int { kReady = 0, kFaulted = 1, kAbortedByPeer = 2, kOverdue = 3 };
+
+// Waits, spinning briefly and then sleeping, until the notify `ticket` has stored its totals, a fault is recorded,
+// a peer has aborted, or `timeout_ns` has passed.
+WaitResult wait_ticket(Address board, uint64_t ticket, int64_t timeout_ns);
+
+// Marks the board of a peer as aborted by `rank`; the first abort stays.
+void abort_board(Address board, int rank, const std::string& reason);
+
+void set_activity(Address board, const std::string& text);
+
+// Finds the first id outside [-1, num_experts) or repeated within its token. Returns false if there is none.
+struct BadId {
+  int64_t token;
+  int64_t k;
+  int64_t id;
+  bool repeated;
+};
+bool find_bad_id(Address ids, int id_bytes, int64_t num_tokens, int64_t topk, int64_t num_experts, BadId* found);
+
+}  // namespace ep

@@ -1,0 +1,71 @@
+#include "../board.h"
+
+#include <sched.h>
+
+#include <cstdio>
+#include <ctime>
+#include <vector>
+
+#include "sync.h"
+
+namespace ep {
+
+namespace {
+Board& board_at(Address address) { return *at<Board>(address); }
+
+template <class Id>
+bool find_bad_id_as(const Id* ids, int64_t num_tokens, int64_t topk, int64_t num_experts, BadId* found) {
+  std::vector<int64_t> last_token(static_cast<size_t>(num_experts), -1);
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    for (int64_t k = 0; k < topk; ++k) {
+      const int64_t id = ids[t * topk + k];
+      if (id == -1) continue;
+      const bool inside = id >= 0 && id < num_experts;
+      if (inside && last_token[id] != t) {
+        last_token[id] = t;
+        continue;
+      }
+      *found = BadId{t, k, id, inside};
+      return true;
+    }
+  }
+  return false;
+}
+}  // namespace
+
+WaitResult wait_ticket(Address address, uint64_t ticket, int64_t timeout_ns) {
+  Board& board = board_at(address);
+  const int64_t since = cpu::now_ns();
+  for (;;) {
+    if (__atomic_load_n(&board.ticket, __ATOMIC_ACQUIRE) >= ticket) return kReady;
+    if (__atomic_load_n(&board.fault_set, __ATOMIC_ACQUIRE) != 0) return kFaulted;
+    if (__atomic_load_n(&board.abort, __ATOMIC_ACQUIRE) != 0) return kAbortedByPeer;
+    const int64_t waited = cpu::now_ns() - since;
+    if (waited > timeout_ns) return kOverdue;
+    if (waited > 2'000'000) {
+      const timespec pause{0, 50'000};
+      nanosleep(&pause, nullptr);
+    } else if (waited > 50'000) {
+      sched_yield();
+    }
+  }
+}
+
+void abort_board(Address address, int rank, const std::string& reason) {
+  Board& board = board_at(address);
+  if (__atomic_load_n(&board.abort, __ATOMIC_ACQUIRE) != 0) return;
+  std::snprintf(board.reason, sizeof(board.reason), "%s", reason.c_str());
+  __atomic_store_n(&board.abort, static_cast<uint32_t>(rank + 1), __ATOMIC_RELEASE);
+}
+
+void set_activity(Address address, const std::string& text) {
+  Board& board = board_at(address);
+  std::snprintf(board.activity, sizeof(board.activity), "%s", text.c_str());
+}
+
+bool find_bad_id(Address ids, int id_bytes, int64_t num_tokens, int64_t topk, int64_t num_experts, BadId* found) {
+  return id_bytes == 8 ? find_bad_id_as(at<const int64_t>(ids), num_tokens, topk, num_experts, found)
+                       : find_bad_id_as(at<const int32_t>(ids), num_tokens, topk, num_experts, found);
+}
+
+}  // namespace ep

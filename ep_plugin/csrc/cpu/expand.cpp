@@ -1,0 +1,155 @@
+// Expand: received slots to the rows that the caller's experts take, source by source as their chunks arrive.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels.h"
+#include "sync.h"
+
+namespace ep::cpu {
+
+namespace {
+
+struct Output {
+  const ExpandArgs& args;
+  SlotLayout lay;
+  Meta meta;
+  int per_rank;
+  int64_t required;  // rows that the layout needs
+};
+
+void copy_row(const Output& out, const char* slot, int64_t row) {
+  const ExpandArgs& args = out.args;
+  std::memcpy(at<char>(args.tokens, row * args.header.row_bytes), slot, args.header.row_bytes);
+  if (args.header.scale_bytes != 0)
+    std::memcpy(at<char>(args.scales, row * args.header.scale_bytes), slot + out.lay.scales, args.header.scale_bytes);
+}
+
+// One slot to the FLAT rows of its record. Rows past the capacity are dropped.
+bool expand_flat(const Run& run, const Output& out, const char* slot, int32_t* recv_rows, int source) {
+  const ExpandArgs& args = out.args;
+  const int64_t wb = args.header.weight_bytes;
+  const int32_t* rows = reinterpret_cast<const int32_t*>(slot + out.lay.rows);
+  const int32_t* ids = reinterpret_cast<const int32_t*>(slot + out.lay.ids);
+  for (int k = 0; k < args.routing.topk; ++k) {
+    const int64_t row = rows[k];
+    if (row < -1 || row >= out.required || (row >= 0 && (ids[k] < 0 || ids[k] >= out.per_rank)))
+      return fail(run.comm, kBadData, run.step, source, k, out.required, row);
+    const bool kept = row >= 0 && row < args.capacity;
+    if (recv_rows != nullptr) recv_rows[k] = kept ? rows[k] : -1;
+    if (!kept) continue;
+    copy_row(out, slot, row);
+    if (wb != 0) std::memcpy(at<char>(args.weights, row * wb), slot + out.lay.weights + k * wb, wb);
+    at<int32_t>(args.row_expert_ids)[row] = ids[k];
+  }
+  return true;
+}
+
+bool expand_token_major(const Run& run, const Output& out, const char* slot, int32_t* recv_rows, int64_t index,
+                        int source) {
+  const ExpandArgs& args = out.args;
+  const int K = args.routing.topk;
+  const int64_t wb = args.header.weight_bytes;
+  const bool kept = index < args.capacity;
+  const int32_t* ids = reinterpret_cast<const int32_t*>(slot + out.lay.ids);
+  for (int k = 0; k < K; ++k) {
+    if (ids[k] < -1 || ids[k] >= out.per_rank)
+      return fail(run.comm, kBadData, run.step, source, k, out.per_rank, ids[k]);
+    if (recv_rows != nullptr) recv_rows[k] = kept && ids[k] >= 0 ? static_cast<int32_t>(index) : -1;
+  }
+  if (!kept) return true;
+  copy_row(out, slot, index);
+  if (wb != 0) std::memcpy(at<char>(args.weights, index * K * wb), slot + out.lay.weights, K * wb);
+  std::memcpy(at<int32_t>(args.topk_ids) + index * K, ids, K * sizeof(int32_t));
+  return true;
+}
+
+bool expand_source(const Run& run, const Output& out, int source) {
+  const ExpandArgs& args = out.args;
+  const Comm& comm = args.comm;
+  const int first = out.meta.recv_offset[source], rows = out.meta.recv_offset[source + 1] - first;
+  int begin = 0;
+  for (int c = 0; c < num_chunks(out.meta.src_tokens[source]); ++c) {
+    int end;
+    if (!wait_chunk(run, kDispatchPool, source, c, begin, rows, &end)) return false;
+    for (int64_t i = first + begin; i < first + end; ++i) {
+      const char* slot = at<char>(comm.pool[kDispatchPool][comm.rank], i * out.lay.bytes);
+      int32_t* recv_rows = args.fresh ? at<int32_t>(args.routing.recv_rows) + i * args.routing.topk : nullptr;
+      const bool ok = args.routing.layout == kFlat ? expand_flat(run, out, slot, recv_rows, source)
+                                                   : expand_token_major(run, out, slot, recv_rows, i, source);
+      if (!ok) return false;
+    }
+    if (args.fresh) out.meta.recv_chunk_end[source * kMaxChunks + c] = end;
+    begin = end;
+  }
+  return begin == rows || fail(comm, kBadData, run.step, source, 0, rows, begin);
+}
+
+void clear_rows(const Output& out, int64_t begin, int64_t end) {
+  const ExpandArgs& args = out.args;
+  end = std::min(end, args.capacity);
+  if (begin >= end) return;
+  const int K = args.routing.topk;
+  const int64_t rows = end - begin, weights = args.routing.layout == kFlat ? 1 : K;
+  const int64_t row_bytes = args.header.row_bytes, scale_bytes = args.header.scale_bytes;
+  const int64_t weight_bytes = args.header.weight_bytes * weights;
+  std::memset(at<char>(args.tokens, begin * row_bytes), 0, rows * row_bytes);
+  if (scale_bytes != 0) std::memset(at<char>(args.scales, begin * scale_bytes), 0, rows * scale_bytes);
+  if (weight_bytes != 0) std::memset(at<char>(args.weights, begin * weight_bytes), 0, rows * weight_bytes);
+  if (args.row_expert_ids != 0) std::fill_n(at<int32_t>(args.row_expert_ids) + begin, rows, -1);
+  if (args.topk_ids != 0) std::fill_n(at<int32_t>(args.topk_ids) + begin * K, rows * K, -1);
+}
+
+// What the caller reads besides rows; and zeros wherever no row was sent to.
+void finish_layout(const Output& out) {
+  const ExpandArgs& args = out.args;
+  const int64_t capacity = args.capacity;
+  const bool flat = args.routing.layout == kFlat;
+  for (int local = 0; local < out.per_rank; ++local) {
+    const int64_t offset = out.meta.expert_offset[local], rows = out.meta.expert_rows[local];
+    const int64_t present = flat ? std::clamp<int64_t>(capacity - offset, 0, rows) : rows;
+    at<int32_t>(args.expert_count)[local] = static_cast<int32_t>(present);
+    at<int32_t>(args.expert_offset)[local] = static_cast<int32_t>(flat ? std::min(offset, capacity) : offset);
+    if (flat) clear_rows(out, offset + rows, out.meta.expert_offset[local + 1]);
+  }
+  const int64_t last = out.meta.expert_offset[out.per_rank];
+  at<int32_t>(args.expert_offset)[out.per_rank] = static_cast<int32_t>(flat ? std::min(last, capacity) : last);
+  clear_rows(out, out.required, capacity);
+  if (args.overflow == 0) return;
+  at<int32_t>(args.overflow)[0] = out.required > capacity;
+  at<int32_t>(args.overflow)[1] = static_cast<int32_t>(out.required);
+}
+
+bool expand_all(const Run& run, const ExpandArgs& args) {
+  const Comm& comm = args.comm;
+  const Meta meta = meta_of(comm, args.routing);
+  const int R = comm.num_ranks, per_rank = local_experts(comm);
+  const int64_t slots = meta.recv_offset[R];
+  const bool flat = args.routing.layout == kFlat;
+  const Output out{args, slot_layout_of(args.header), meta, per_rank, flat ? meta.expert_offset[per_rank] : slots};
+  if (slots > args.routing.slots || slots * out.lay.bytes > comm.pool_bytes[kDispatchPool])
+    return fail(comm, kTooSmall, run.step, comm.rank, 1, args.routing.slots, slots);
+  for (int step = 0; step < R; ++step) {
+    const int source = (comm.rank + step) % R;
+    if (!open_source(run, kDispatchPool, source, args.header, meta.src_tokens[source])) return false;
+    if (!expand_source(run, out, source)) return false;
+    if (step == 0 && !gate(run)) return false;
+  }
+  finish_layout(out);
+  return true;
+}
+
+}  // namespace
+
+void expand(const ExpandArgs& args) {
+  const Comm& comm = args.comm;
+  Run run{comm, kExpand, 0, 0};
+  if (!begin(comm, kExpand, &run) || !expand_all(run, args)) {
+    std::memset(at<char>(args.tokens), 0xFF, args.capacity * args.header.row_bytes);
+    return;
+  }
+  for (int source = 0; source < comm.num_ranks; ++source)
+    signal(consumed_word(comm, source, kDispatchPool, comm.rank), run.epoch);
+  finish(run);
+}
+
+}  // namespace ep::cpu

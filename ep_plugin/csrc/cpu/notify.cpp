@@ -1,0 +1,135 @@
+// Notify: every rank tells every rank how many rows it will send; each then knows every slot and every FLAT row.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels.h"
+#include "sync.h"
+
+namespace ep::cpu {
+
+namespace {
+
+bool tell_peers(const Run& run, const NotifyArgs& args) {
+  const Comm& comm = run.comm;
+  const int R = comm.num_ranks, parity = static_cast<int>(run.epoch & 1);
+  const Meta meta = meta_of(comm, args.routing);
+  for (int peer = 0; peer < R; ++peer) {
+    const uint64_t free_at = run.epoch < 2 ? 0 : run.epoch - 2;  // two count rows per pair of ranks
+    if (!wait_at_least(run, consumed_word(comm, comm.rank, kConsumedCounts, peer), free_at, peer)) return false;
+  }
+  for (int peer = 0; peer < R; ++peer) {
+    *count_header(comm, peer, parity, comm.rank) = args.header;
+    std::memcpy(count_values(comm, peer, parity, comm.rank), meta.rank_count, 4 * (R + comm.num_experts));
+  }
+  if (!gate(run)) return false;
+  for (int peer = 0; peer < R; ++peer) signal(count_flag(comm, peer, parity, comm.rank), run.epoch);
+  return true;
+}
+
+// A count row is data from a peer: no loop bound or index comes from it unchecked.
+bool check_counts(const Run& run, int source) {
+  const Comm& comm = run.comm;
+  const int R = comm.num_ranks, E = comm.num_experts, parity = static_cast<int>(run.epoch & 1);
+  const int32_t* counts = count_values(comm, comm.rank, parity, source);
+  const int64_t tokens = count_header(comm, comm.rank, parity, source)->num_tokens;
+  if (tokens < 0 || tokens > INT32_MAX) return fail(comm, kBadData, kNotify, source, 0, 0, tokens);
+  for (int i = 0; i < R + E; ++i)
+    if (counts[i] < 0 || counts[i] > tokens) return fail(comm, kBadData, kNotify, source, i, tokens, counts[i]);
+  return true;
+}
+
+bool hear_peers(const Run& run, const NotifyArgs& args) {
+  const Comm& comm = run.comm;
+  const int parity = static_cast<int>(run.epoch & 1);
+  for (int source = 0; source < comm.num_ranks; ++source) {
+    if (!wait_at_least(run, count_flag(comm, comm.rank, parity, source), run.epoch, source)) return false;
+    const Header& theirs = *count_header(comm, comm.rank, parity, source);
+    const int field = header_mismatch(args.header, theirs);
+    if (field >= 0) {
+      const int64_t* ours = reinterpret_cast<const int64_t*>(&args.header);
+      return fail(comm, kDisagree, kNotify, source, field, ours[field],
+                  reinterpret_cast<const int64_t*>(&theirs)[field]);
+    }
+    if (!check_counts(run, source)) return false;
+  }
+  return true;
+}
+
+// The bases of this rank's rows at each destination, and the order of what it receives.
+void lay_out_ranks(const Run& run, const Meta& meta, int64_t* max_slots, int64_t* max_sent) {
+  const Comm& comm = run.comm;
+  const int R = comm.num_ranks, me = comm.rank, parity = static_cast<int>(run.epoch & 1);
+  auto count = [&](int source, int dest) { return count_values(comm, me, parity, source)[dest]; };
+  *max_slots = *max_sent = 0;
+  meta.recv_offset[0] = 0;
+  for (int a = 0; a < R; ++a) {
+    meta.src_tokens[a] = static_cast<int32_t>(count_header(comm, me, parity, a)->num_tokens);
+    meta.recv_offset[a + 1] = meta.recv_offset[a] + count(a, me);
+    meta.slot_base[a] = meta.send_base[a] = meta.push_base[a] = 0;
+    for (int before = 0; before < me; ++before) meta.slot_base[a] += count(before, a);
+    for (int before = 0; before < a; ++before) meta.send_base[a] += count(me, before);
+    for (int before = 0; before < me; ++before) meta.push_base[a] += count(a, before);
+    int64_t slots = 0, sent = 0;
+    for (int b = 0; b < R; ++b) {
+      slots += count(b, a);
+      sent += count(a, b);
+    }
+    *max_slots = std::max(*max_slots, slots);
+    *max_sent = std::max(*max_sent, sent);
+  }
+}
+
+// Where each expert's FLAT rows start at its rank, and where mine start among them.
+void lay_out_experts(const Run& run, const Meta& meta, int alignment) {
+  const Comm& comm = run.comm;
+  const int R = comm.num_ranks, me = comm.rank, per_rank = local_experts(comm), parity = static_cast<int>(run.epoch & 1);
+  for (int r = 0; r < R; ++r) {
+    int64_t offset = 0;
+    for (int local = 0; local < per_rank; ++local) {
+      const int expert = r * per_rank + local;
+      int32_t rows = 0, before_me = 0;
+      for (int source = 0; source < R; ++source) {
+        if (source == me) before_me = rows;
+        rows += count_values(comm, me, parity, source)[R + expert];
+      }
+      meta.flat_base[expert] = static_cast<int32_t>(offset) + before_me;
+      if (r == me) {
+        meta.expert_offset[local] = static_cast<int32_t>(offset);
+        meta.expert_rows[local] = rows;
+      }
+      offset += align_up(rows, alignment);
+    }
+    if (r == me) meta.expert_offset[per_rank] = static_cast<int32_t>(offset);
+  }
+}
+
+void tell_host(const NotifyArgs& args, const Meta& meta, int64_t max_slots, int64_t max_sent) {
+  const Comm& comm = args.comm;
+  const int per_rank = local_experts(comm);
+  int64_t* totals = board_totals(comm);
+  totals[kTotalSlots] = meta.recv_offset[comm.num_ranks];
+  totals[kTotalRows] = meta.expert_offset[per_rank];
+  totals[kTotalMaxSlots] = max_slots;
+  totals[kTotalMaxSent] = max_sent;
+  for (int local = 0; local < per_rank; ++local) totals[kTotals + local] = meta.expert_rows[local];
+  signal(&board_of(comm).ticket, args.ticket);
+}
+
+}  // namespace
+
+void notify(const NotifyArgs& args) {
+  const Comm& comm = args.comm;
+  Run run{comm, kNotify, 0, 0};
+  if (!begin(comm, kNotify, &run)) return;
+  if (!tell_peers(run, args) || !hear_peers(run, args)) return;
+  const Meta meta = meta_of(comm, args.routing);
+  int64_t max_slots, max_sent;
+  lay_out_ranks(run, meta, &max_slots, &max_sent);
+  lay_out_experts(run, meta, args.routing.layout == kFlat ? args.routing.alignment : 1);
+  for (int peer = 0; peer < comm.num_ranks; ++peer)
+    signal(consumed_word(comm, peer, kConsumedCounts, comm.rank), run.epoch);
+  finish(run);
+  if (args.ticket != 0) tell_host(args, meta, max_slots, max_sent);
+}
+
+}  // namespace ep::cpu

@@ -1,0 +1,205 @@
+// Where everything lies: the shared-memory blocks, the routing a handle owns, and the rows in a pool.
+//
+// Every offset and size is computed here and nowhere else, for host and device alike, so a layout mistake shows
+// in the CPU tests. Shapes: R ranks, T tokens of one rank, K experts per token, E experts, E_l = E / R,
+// C = kMaxChunks.
+#pragma once
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define EP_HD __host__ __device__ __forceinline__
+#else
+#define EP_HD inline
+#endif
+
+namespace ep {
+
+constexpr int kMaxRanks = 16;
+constexpr int kMaxTopk = 128;
+constexpr int kMaxChunks = 32;
+constexpr int64_t kRowAlign = 16;    // a row and its parts start here, so that bulk copies apply
+constexpr int64_t kSlotAlign = 128;  // a slot starts on its own cache line
+
+EP_HD constexpr int64_t align_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+EP_HD constexpr int64_t ceil_div(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
+
+// A chunk is a fixed block of source tokens: a function of T alone, never of the number of SMs.
+EP_HD constexpr int chunk_tokens(int num_tokens) {
+  return static_cast<int>(num_tokens == 0 ? 32 : align_up(ceil_div(num_tokens, kMaxChunks), 32));
+}
+EP_HD constexpr int num_chunks(int num_tokens) {
+  return static_cast<int>(ceil_div(num_tokens, chunk_tokens(num_tokens)));
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// What all ranks must say alike of one operation, and T, which may differ. Written by the sender, checked by the
+// reader before it touches a row.
+struct Header {
+  int64_t op;            // enum Op
+  int64_t row_bytes;     // payload of one row
+  int64_t scale_bytes;   // scales of one row, 0 without
+  int64_t weight_bytes;  // 4 or 8 for each weight that travels, 0 without
+  int64_t topk;
+  int64_t dtype;  // the caller's own code of the element type
+  int64_t layout;
+  int64_t config_hash;
+  int64_t num_tokens;  // T of the token owner; not compared
+};
+constexpr int kHeaderFields = 9;
+constexpr int kComparedFields = 8;
+static_assert(sizeof(Header) == kHeaderFields * 8, "Header is a plain list of words");
+
+enum Op : int64_t { kOpDispatch = 1, kOpCachedDispatch = 2, kOpCombine = 3 };
+enum Layout : int32_t { kFlat = 0, kTokenMajor = 1 };
+enum Pool : int32_t { kDispatchPool = 0, kCombinePool = 1 };
+enum Step : int32_t { kNoStep = 0, kPlan = 1, kNotify = 2, kSend = 3, kExpand = 4, kCombine = 5, kAdd = 6 };
+
+// ---------------------------------------------------------------------------------------------------------------
+// The control block: peer-mapped, one per rank, zero at birth, written by peers, never reset.
+struct Arrival {  // of one chunk of one source
+  uint64_t flag;  // epoch; stored last, with release
+  int32_t begin;  // the chunk's rows are [begin, end) of the source's rows here
+  int32_t end;
+};
+struct Opening {  // what a source says before its first row
+  uint64_t flag;
+  Header header;
+  int64_t pad[6];
+};
+static_assert(sizeof(Opening) == 128 && sizeof(Arrival) == 16, "peers write these whole");
+
+// A count row is a Header, then int32 num_rows_for_rank[R], num_rows_for_expert[E].
+EP_HD constexpr int64_t count_row_bytes(int R, int E) {
+  return align_up(static_cast<int64_t>(sizeof(Header)) + 4 * (static_cast<int64_t>(R) + E), 128);
+}
+
+struct ControlLayout {
+  int64_t consumed;    // u64 [3][R]: epoch up to which peer r has read what this rank wrote to it
+  int64_t count_flag;  // u64 [2][R]
+  int64_t opening;     // Opening [2 pools][R sources]
+  int64_t arrival;     // Arrival [2 pools][R sources][C]
+  int64_t count_rows;  // [2][R] count rows, double-buffered by epoch parity
+  int64_t bytes;
+};
+constexpr int kConsumedCounts = 2;  // index of the count rows beside the two pools
+
+EP_HD constexpr ControlLayout control_layout(int R, int E) {
+  ControlLayout at{};
+  at.consumed = 0;
+  at.count_flag = at.consumed + align_up(3 * 8 * R, 128);
+  at.opening = at.count_flag + align_up(2 * 8 * R, 128);
+  at.arrival = at.opening + static_cast<int64_t>(sizeof(Opening)) * 2 * R;
+  at.count_rows = at.arrival + static_cast<int64_t>(sizeof(Arrival)) * 2 * R * kMaxChunks;
+  at.bytes = at.count_rows + 2 * R * count_row_bytes(R, E);
+  return at;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Local to a rank, in its device's memory: epochs and the counters by which the CTAs of one kernel meet.
+struct State {
+  uint64_t epoch[6];  // finished operations, indexed by Step - 1 (kPlan unused)
+  uint64_t fault;     // nonzero: every later kernel leaves at once
+  uint64_t ctas_done[6];
+  uint64_t started;  // sends that have begun, for whoever must start after them
+  uint32_t chunk_done[2][kMaxRanks][kMaxChunks];
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// The board: host memory that every process of the group maps (and the device, too). One per rank; peers write
+// only `abort`. It outlives any kernel and any peer.
+enum FaultCode : int32_t { kNoFault = 0, kTimeout = 1, kAborted = 2, kDisagree = 3, kBadIds = 4, kBadData = 5, kTooSmall = 6 };
+
+struct Fault {
+  int32_t code;
+  int32_t step;
+  int32_t peer;
+  int32_t field;  // of the Header, for kDisagree; otherwise detail
+  int64_t expected;
+  int64_t seen;
+};
+constexpr int kTotals = 4;
+enum Total : int32_t { kTotalSlots = 0, kTotalRows = 1, kTotalMaxSlots = 2, kTotalMaxSent = 3 };
+
+struct Board {
+  uint32_t abort;         // rank + 1 of the one that aborted
+  uint32_t fault_set;     // stored after `fault`
+  Fault fault;            // the first fault seen on this rank
+  uint64_t ticket;        // stored after the totals: which notify they belong to
+  uint32_t gate_reached;  // test gates: the step that is held, and the word that lets it go
+  uint32_t gate_open;
+  char reason[384];    // of the abort
+  char activity[128];  // what this rank's host is doing, for others' error messages
+};
+// The totals follow the struct: int64 [kTotals], then the rows received for each local expert [E_l].
+EP_HD constexpr int64_t board_bytes(int local_experts) {
+  return static_cast<int64_t>(sizeof(Board)) + 8 * (kTotals + static_cast<int64_t>(local_experts));
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Routing metadata of one dispatch, int32 words, owned by the handle.
+struct MetaLayout {
+  int64_t rank_count;       // [R]     my tokens for each rank        (rank_count, expert_count: sent as they lie)
+  int64_t expert_count;     // [E]     my pairs for each expert
+  int64_t slot_base;        // [R]     my first slot in each rank's dispatch pool
+  int64_t send_base;        // [R]     where rank d's partial rows start in my combine pool
+  int64_t push_base;        // [R]     where my partial rows start in rank s's combine pool
+  int64_t recv_offset;      // [R+1]   my dispatch pool's slots by source
+  int64_t src_tokens;       // [R]     T of each source
+  int64_t flat_base;        // [E]     first FLAT row, at the expert's rank, of my pairs
+  int64_t expert_offset;    // [E_l+1] FLAT rows by local expert, aligned
+  int64_t expert_rows;      // [E_l]   rows received for each local expert
+  int64_t send_chunk_end;   // [R][C]  my rows for rank d up to the end of chunk c
+  int64_t recv_chunk_end;   // [R][C]  source s's rows here up to the end of its chunk c
+  int64_t words;
+};
+EP_HD constexpr MetaLayout meta_layout(int R, int E) {
+  MetaLayout at{};
+  at.rank_count = 0;
+  at.expert_count = at.rank_count + R;
+  at.slot_base = at.expert_count + E;
+  at.send_base = at.slot_base + R;
+  at.push_base = at.send_base + R;
+  at.recv_offset = at.push_base + R;
+  at.src_tokens = at.recv_offset + R + 1;
+  at.flat_base = at.src_tokens + R;
+  at.expert_offset = at.flat_base + E;
+  at.expert_rows = at.expert_offset + E / R + 1;
+  at.send_chunk_end = at.expert_rows + E / R;
+  at.recv_chunk_end = at.send_chunk_end + static_cast<int64_t>(R) * kMaxChunks;
+  at.words = at.recv_chunk_end + static_cast<int64_t>(R) * kMaxChunks;
+  return at;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// A slot of the dispatch pool: the row, its scales, then the record: weights[K], flat_rows[K], expert_ids[K].
+// Where a pair does not belong to the receiver, its ids and rows are -1 and its weight 0.
+struct SlotLayout {
+  int64_t scales;
+  int64_t weights;  // f32 or f64 [K]; absent when weight_bytes is 0
+  int64_t rows;     // int32 [K]: FLAT row at the receiver, -1 elsewhere
+  int64_t ids;      // int32 [K]: local expert id, -1 elsewhere
+  int64_t bytes;
+};
+EP_HD constexpr SlotLayout slot_layout(int64_t row_bytes, int64_t scale_bytes, int64_t weight_bytes, int64_t K) {
+  SlotLayout at{};
+  at.scales = align_up(row_bytes, kRowAlign);
+  at.weights = at.scales + align_up(scale_bytes, kRowAlign);
+  at.rows = at.weights + align_up(weight_bytes * K, kRowAlign);
+  at.ids = at.rows + align_up(4 * K, kRowAlign);
+  at.bytes = align_up(at.ids + align_up(4 * K, kRowAlign), kSlotAlign);
+  return at;
+}
+
+// A slot of the combine pool: the partial row, then the values that ride back per pair: extra[K].
+struct PartialLayout {
+  int64_t extra;  // f32 or f64 [K]; absent when weight_bytes is 0
+  int64_t bytes;
+};
+EP_HD constexpr PartialLayout partial_layout(int64_t row_bytes, int64_t weight_bytes, int64_t K) {
+  PartialLayout at{};
+  at.extra = align_up(row_bytes, kRowAlign);
+  at.bytes = align_up(at.extra + weight_bytes * K, kSlotAlign);
+  return at;
+}
+
+}  // namespace ep

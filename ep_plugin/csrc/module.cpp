@@ -1,0 +1,218 @@
+// Python's view of the kernels: argument structs made from keywords, one function per kernel and device, the board.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "api.h"
+#include "board.h"
+#include "views.h"
+#if defined(EP_WITH_CUDA)
+#include "cuda/host.h"
+#endif
+
+namespace py = pybind11;
+using namespace ep;
+
+namespace {
+
+// A struct whose fields are given by keyword; what is not given is zero, a name it lacks is an AttributeError.
+template <class Args>
+py::class_<Args> bind_struct(py::module_& m, const char* name) {
+  return py::class_<Args>(m, name).def(py::init([](const py::kwargs& fields) {
+    py::object made = py::cast(Args{});
+    for (auto field : fields) py::setattr(made, field.first, field.second);
+    return made.cast<Args>();
+  }));
+}
+
+void set_addresses(Address* to, const std::vector<Address>& from) {
+  if (from.size() > kMaxRanks)
+    throw py::value_error("ranks: expected at most " + std::to_string(kMaxRanks) + ", got " + std::to_string(from.size()));
+  std::copy(from.begin(), from.end(), to);
+}
+
+void bind_structs(py::module_& m) {
+  bind_struct<Comm>(m, "Comm")
+      .def_readwrite("rank", &Comm::rank)
+      .def_readwrite("num_ranks", &Comm::num_ranks)
+      .def_readwrite("num_experts", &Comm::num_experts)
+      .def_readwrite("gate", &Comm::gate)
+      .def_readwrite("plain", &Comm::plain)
+      .def_readwrite("timeout_ns", &Comm::timeout_ns)
+      .def_readwrite("state", &Comm::state)
+      .def_readwrite("board", &Comm::board)
+      .def("set_control", [](Comm& comm, const std::vector<Address>& ranks) { set_addresses(comm.control, ranks); })
+      .def("set_pool", [](Comm& comm, int pool, const std::vector<Address>& ranks, int64_t bytes) {
+        if (pool != kDispatchPool && pool != kCombinePool)
+          throw py::value_error("pool: expected 0 or 1, got " + std::to_string(pool));
+        set_addresses(comm.pool[pool], ranks);
+        comm.pool_bytes[pool] = bytes;
+      });
+  bind_struct<Routing>(m, "Routing")
+      .def_readwrite("num_tokens", &Routing::num_tokens)
+      .def_readwrite("topk", &Routing::topk)
+      .def_readwrite("layout", &Routing::layout)
+      .def_readwrite("alignment", &Routing::alignment)
+      .def_readwrite("topk_ids", &Routing::topk_ids)
+      .def_readwrite("send_pos", &Routing::send_pos)
+      .def_readwrite("pair_pos", &Routing::pair_pos)
+      .def_readwrite("meta", &Routing::meta)
+      .def_readwrite("recv_rows", &Routing::recv_rows)
+      .def_readwrite("slots", &Routing::slots);
+  bind_struct<Header>(m, "Header")
+      .def_readwrite("op", &Header::op)
+      .def_readwrite("row_bytes", &Header::row_bytes)
+      .def_readwrite("scale_bytes", &Header::scale_bytes)
+      .def_readwrite("weight_bytes", &Header::weight_bytes)
+      .def_readwrite("topk", &Header::topk)
+      .def_readwrite("dtype", &Header::dtype)
+      .def_readwrite("layout", &Header::layout)
+      .def_readwrite("config_hash", &Header::config_hash)
+      .def_readwrite("num_tokens", &Header::num_tokens);
+}
+
+void bind_dispatch_args(py::module_& m) {
+  bind_struct<PlanArgs>(m, "PlanArgs")
+      .def_readwrite("comm", &PlanArgs::comm)
+      .def_readwrite("routing", &PlanArgs::routing)
+      .def_readwrite("ids", &PlanArgs::ids)
+      .def_readwrite("id_bytes", &PlanArgs::id_bytes)
+      .def_readwrite("num_sms", &PlanArgs::num_sms)
+      .def_readwrite("stream", &PlanArgs::stream);
+  bind_struct<NotifyArgs>(m, "NotifyArgs")
+      .def_readwrite("comm", &NotifyArgs::comm)
+      .def_readwrite("routing", &NotifyArgs::routing)
+      .def_readwrite("header", &NotifyArgs::header)
+      .def_readwrite("ticket", &NotifyArgs::ticket)
+      .def_readwrite("stream", &NotifyArgs::stream);
+  bind_struct<SendArgs>(m, "SendArgs")
+      .def_readwrite("comm", &SendArgs::comm)
+      .def_readwrite("routing", &SendArgs::routing)
+      .def_readwrite("header", &SendArgs::header)
+      .def_readwrite("x", &SendArgs::x)
+      .def_readwrite("x_stride", &SendArgs::x_stride)
+      .def_readwrite("scales", &SendArgs::scales)
+      .def_readwrite("scale_stride", &SendArgs::scale_stride)
+      .def_readwrite("weights", &SendArgs::weights)
+      .def_readwrite("num_sms", &SendArgs::num_sms)
+      .def_readwrite("stream", &SendArgs::stream);
+  bind_struct<ExpandArgs>(m, "ExpandArgs")
+      .def_readwrite("comm", &ExpandArgs::comm)
+      .def_readwrite("routing", &ExpandArgs::routing)
+      .def_readwrite("header", &ExpandArgs::header)
+      .def_readwrite("tokens", &ExpandArgs::tokens)
+      .def_readwrite("scales", &ExpandArgs::scales)
+      .def_readwrite("weights", &ExpandArgs::weights)
+      .def_readwrite("topk_ids", &ExpandArgs::topk_ids)
+      .def_readwrite("row_expert_ids", &ExpandArgs::row_expert_ids)
+      .def_readwrite("expert_count", &ExpandArgs::expert_count)
+      .def_readwrite("expert_offset", &ExpandArgs::expert_offset)
+      .def_readwrite("overflow", &ExpandArgs::overflow)
+      .def_readwrite("capacity", &ExpandArgs::capacity)
+      .def_readwrite("num_sms", &ExpandArgs::num_sms)
+      .def_readwrite("fresh", &ExpandArgs::fresh)
+      .def_readwrite("stream", &ExpandArgs::stream);
+}
+
+void bind_combine_args(py::module_& m) {
+  bind_struct<PushArgs>(m, "PushArgs")
+      .def_readwrite("comm", &PushArgs::comm)
+      .def_readwrite("routing", &PushArgs::routing)
+      .def_readwrite("header", &PushArgs::header)
+      .def_readwrite("y", &PushArgs::y)
+      .def_readwrite("rows", &PushArgs::rows)
+      .def_readwrite("weights", &PushArgs::weights)
+      .def_readwrite("extra", &PushArgs::extra)
+      .def_readwrite("hidden", &PushArgs::hidden)
+      .def_readwrite("element", &PushArgs::element)
+      .def_readwrite("num_sms", &PushArgs::num_sms)
+      .def_readwrite("stream", &PushArgs::stream);
+  bind_struct<AddArgs>(m, "AddArgs")
+      .def_readwrite("comm", &AddArgs::comm)
+      .def_readwrite("routing", &AddArgs::routing)
+      .def_readwrite("header", &AddArgs::header)
+      .def_readwrite("out", &AddArgs::out)
+      .def_readwrite("bias", &AddArgs::bias)
+      .def_readwrite("extra", &AddArgs::extra)
+      .def_readwrite("hidden", &AddArgs::hidden)
+      .def_readwrite("element", &AddArgs::element)
+      .def_readwrite("num_sms", &AddArgs::num_sms)
+      .def_readwrite("stream", &AddArgs::stream);
+}
+
+void bind_table(py::module_& m, const char* name, const KernelTable& table) {
+  py::module_ sub = m.def_submodule(name);
+  sub.def("plan", table.plan, py::call_guard<py::gil_scoped_release>());
+  sub.def("notify", table.notify, py::call_guard<py::gil_scoped_release>());
+  sub.def("send", table.send, py::call_guard<py::gil_scoped_release>());
+  sub.def("expand", table.expand, py::call_guard<py::gil_scoped_release>());
+  sub.def("push", table.push, py::call_guard<py::gil_scoped_release>());
+  sub.def("add", table.add, py::call_guard<py::gil_scoped_release>());
+}
+
+py::object fault_of(Address address) {
+  const Board& board = *at<Board>(address);
+  if (__atomic_load_n(&board.fault_set, __ATOMIC_ACQUIRE) == 0) return py::none();
+  const Fault& f = board.fault;
+  return py::make_tuple(f.code, f.step, f.peer, f.field, f.expected, f.seen);
+}
+
+py::object abort_of(Address address) {
+  const Board& board = *at<Board>(address);
+  const uint32_t by = __atomic_load_n(&board.abort, __ATOMIC_ACQUIRE);
+  if (by == 0) return py::none();
+  return py::make_tuple(static_cast<int>(by) - 1, std::string(board.reason, strnlen(board.reason, sizeof(board.reason))));
+}
+
+void bind_board(py::module_& m) {
+  m.def("board_bytes", &board_bytes);
+  m.def("board_fault", &fault_of);
+  m.def("board_abort", &abort_of);
+  m.def("abort_board", &abort_board);
+  m.def("set_activity", &set_activity);
+  m.def("board_activity", [](Address address) {
+    const Board& board = *at<Board>(address);
+    return std::string(board.activity, strnlen(board.activity, sizeof(board.activity)));
+  });
+  m.def("wait_ticket", [](Address address, uint64_t ticket, int64_t timeout_ns) {
+    py::gil_scoped_release release;
+    return static_cast<int>(wait_ticket(address, ticket, timeout_ns));
+  });
+  m.def("board_totals", [](Address address, int local_experts) {
+    const int64_t* totals = at<int64_t>(address, sizeof(Board));
+    return std::vector<int64_t>(totals, totals + kTotals + local_experts);
+  });
+  m.def("gate_reached", [](Address address) { return __atomic_load_n(&at<Board>(address)->gate_reached, __ATOMIC_ACQUIRE); });
+  m.def("open_gate", [](Address address) { __atomic_store_n(&at<Board>(address)->gate_open, 1u, __ATOMIC_RELEASE); });
+  m.def("find_bad_id", [](Address ids, int id_bytes, int64_t num_tokens, int64_t topk, int64_t num_experts) -> py::object {
+    BadId bad;
+    if (!find_bad_id(ids, id_bytes, num_tokens, topk, num_experts, &bad)) return py::none();
+    return py::make_tuple(bad.token, bad.k, bad.id, bad.repeated);
+  });
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Kernels of ep_plugin: pointers and streams are integers.";
+  m.attr("max_ranks") = kMaxRanks;
+  m.attr("max_topk") = kMaxTopk;
+  m.attr("state_bytes") = sizeof(State);
+  m.def("control_bytes", [](int ranks, int experts) { return control_layout(ranks, experts).bytes; });
+  m.def("meta_words", [](int ranks, int experts) { return meta_layout(ranks, experts).words; });
+  m.def("slot_bytes", [](int64_t row_bytes, int64_t scale_bytes, int64_t weight_bytes, int64_t topk) {
+    return slot_layout(row_bytes, scale_bytes, weight_bytes, topk).bytes;
+  });
+  m.def("partial_bytes", [](int64_t row_bytes, int64_t weight_bytes, int64_t topk) {
+    return partial_layout(row_bytes, weight_bytes, topk).bytes;
+  });
+  bind_structs(m);
+  bind_dispatch_args(m);
+  bind_combine_args(m);
+  bind_board(m);
+  bind_table(m, "cpu", cpu_kernels());
+#if defined(EP_WITH_CUDA)
+  bind_table(m, "cuda", cuda_kernels());
+  m.def("register_host", &register_host);
+  m.def("unregister_host", &unregister_host);
+#endif
+}

@@ -1,0 +1,76 @@
+// Typed pointers into the blocks that layout.h lays out.
+#pragma once
+#include "api.h"
+
+namespace ep {
+
+template <class T>
+EP_HD T* at(Address base, int64_t offset = 0) {
+  return reinterpret_cast<T*>(static_cast<uintptr_t>(base) + static_cast<uintptr_t>(offset));
+}
+
+EP_HD int local_experts(const Comm& comm) { return comm.num_experts / comm.num_ranks; }
+
+EP_HD State& state_of(const Comm& comm) { return *at<State>(comm.state); }
+EP_HD Board& board_of(const Comm& comm) { return *at<Board>(comm.board); }
+EP_HD int64_t* board_totals(const Comm& comm) { return at<int64_t>(comm.board, sizeof(Board)); }
+
+// In rank `owner`'s control block: how far `peer` has read what `owner` wrote to it (kind: a Pool or kConsumedCounts).
+EP_HD uint64_t* consumed_word(const Comm& comm, int owner, int kind, int peer) {
+  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
+  return at<uint64_t>(comm.control[owner], lay.consumed) + static_cast<int64_t>(kind) * comm.num_ranks + peer;
+}
+EP_HD uint64_t* count_flag(const Comm& comm, int owner, int parity, int source) {
+  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
+  return at<uint64_t>(comm.control[owner], lay.count_flag) + static_cast<int64_t>(parity) * comm.num_ranks + source;
+}
+EP_HD Header* count_header(const Comm& comm, int owner, int parity, int source) {
+  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
+  const int64_t row = static_cast<int64_t>(parity) * comm.num_ranks + source;
+  return at<Header>(comm.control[owner], lay.count_rows + row * count_row_bytes(comm.num_ranks, comm.num_experts));
+}
+// num_rows_for_rank[R] then num_rows_for_expert[E]
+EP_HD int32_t* count_values(const Comm& comm, int owner, int parity, int source) {
+  return reinterpret_cast<int32_t*>(count_header(comm, owner, parity, source) + 1);
+}
+EP_HD Opening* opening(const Comm& comm, int owner, int pool, int source) {
+  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
+  return at<Opening>(comm.control[owner], lay.opening) + static_cast<int64_t>(pool) * comm.num_ranks + source;
+}
+EP_HD Arrival* arrival(const Comm& comm, int owner, int pool, int source, int chunk) {
+  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
+  const int64_t row = static_cast<int64_t>(pool) * comm.num_ranks + source;
+  return at<Arrival>(comm.control[owner], lay.arrival) + row * kMaxChunks + chunk;
+}
+
+// A handle's routing metadata with its parts named.
+struct Meta {
+  int32_t *rank_count, *expert_count, *slot_base, *send_base, *push_base, *recv_offset, *src_tokens, *flat_base,
+      *expert_offset, *expert_rows, *send_chunk_end, *recv_chunk_end;
+};
+EP_HD Meta meta_of(const Comm& comm, const Routing& routing) {
+  const MetaLayout lay = meta_layout(comm.num_ranks, comm.num_experts);
+  int32_t* words = at<int32_t>(routing.meta);
+  return Meta{words + lay.rank_count,    words + lay.expert_count,   words + lay.slot_base,
+              words + lay.send_base,     words + lay.push_base,      words + lay.recv_offset,
+              words + lay.src_tokens,    words + lay.flat_base,      words + lay.expert_offset,
+              words + lay.expert_rows,   words + lay.send_chunk_end, words + lay.recv_chunk_end};
+}
+
+EP_HD SlotLayout slot_layout_of(const Header& header) {
+  return slot_layout(header.row_bytes, header.scale_bytes, header.weight_bytes, header.topk);
+}
+EP_HD PartialLayout partial_layout_of(const Header& header) {
+  return partial_layout(header.row_bytes, header.weight_bytes, header.topk);
+}
+
+// Index of the first compared field in which two headers differ, or -1.
+EP_HD int header_mismatch(const Header& mine, const Header& theirs) {
+  const int64_t* a = reinterpret_cast<const int64_t*>(&mine);
+  const int64_t* b = reinterpret_cast<const int64_t*>(&theirs);
+  for (int field = 0; field < kComparedFields; ++field)
+    if (a[field] != b[field]) return field;
+  return -1;
+}
+
+}  // namespace ep
