@@ -1,0 +1,84 @@
+"""How much of a training step is spent bringing rows to the experts and their results back.
+
+Four marks surround the exchange of an expert-parallel implementation: where tokens enter it, where rows reach the
+experts, where the experts' rows leave them, and where the combined tokens come out. Each is the identity; it notes
+the time when the forward pass goes through it, and again when the backward pass does. Dispatch is entry to experts,
+combine is experts to exit; backward the same stretches are walked the other way. Time spent waiting for a slower
+peer inside the exchange counts, as it does in the step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import torch
+from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+
+_ENTER, _ROWS, _RESULTS, _EXIT = range(4)
+
+
+class ExchangeClock:
+    """Collects marks and turns them into seconds. On CUDA a mark is an event on the current stream."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._marks: list[tuple[int, float | torch.cuda.Event]] = []
+
+    def note(self, place: int) -> None:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append((place, event))
+        else:
+            self._marks.append((place, time.perf_counter()))
+
+    def take(self) -> float:
+        """Seconds in dispatch and combine since the last call. On CUDA the device must be idle."""
+        seconds, marks = 0.0, self._marks
+        for (first, start), (second, end) in itertools.pairwise(marks):
+            if {first, second} in ({_ENTER, _ROWS}, {_RESULTS, _EXIT}):
+                seconds += start.elapsed_time(end) / 1e3 if self._device.type == "cuda" else end - start
+        self._marks = []
+        return seconds
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, clock: ExchangeClock, place: int) -> torch.Tensor:
+        ctx.clock, ctx.place = clock, place
+        clock.note(place)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.clock.note(ctx.place)
+        return grad, None, None
+
+
+def register_timed(name: str, clock: ExchangeClock) -> str:
+    """Register the implementation ``name`` once more with marks around its exchange; returns the new name."""
+    base: type[EPImplementation] = EPImplementationInterface()[name]
+
+    class Timed(base):
+        def __init__(self, experts, ep_mesh, tp_mesh):
+            super().__init__(experts, ep_mesh, tp_mesh)
+            forward = self.experts_forward
+
+            def marked(rows, expert_ids, weights):
+                results = forward(_Mark.apply(rows, clock, _ROWS), expert_ids, weights)
+                return _Mark.apply(results, clock, _RESULTS)
+
+            self.experts_forward = marked
+
+        def __call__(self, hidden_states, top_k_index, top_k_weights):
+            hidden_states = _Mark.apply(hidden_states, clock, _ENTER)
+            output = super().__call__(hidden_states, top_k_index, top_k_weights)
+            clock.note(_EXIT)
+            if output.requires_grad:
+                # A hook and not a mark: FSDP wants the module's output to be no view.
+                output.register_hook(lambda grad: clock.note(_EXIT))
+            return output
+
+    EPImplementationInterface.register(f"timed {name}", Timed)
+    return f"timed {name}"

@@ -1,0 +1,57 @@
+"""What one arm of the example trains, and the presets that fill it in. Cheap to import: no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What one arm trains. ``batch`` and ``seq_len`` are per rank; paths are strings so that it travels as JSON."""
+
+    preset: str | None
+    model: str | None
+    layers: int
+    text: str | None
+    steps: int
+    seq_len: int
+    batch: int
+    lr: float
+    seed: int
+    dtype: str
+    ep_implementation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A model and the run that suits it; every value but the widths can be overridden on the command line."""
+
+    widths: dict[str, int]
+    layers: int
+    dtype: str
+    seq_len: int
+    batch: int
+    steps: int
+    lr: float
+
+
+PRESETS = {
+    # Small enough for four ranks on two cores, and still a real mixture: 16 experts, four of them per token.
+    "tiny": Preset(
+        widths={
+            "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512,
+            "moe_intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        },
+        layers=4, dtype="float32", seq_len=128, batch=4, steps=40, lr=2e-3,
+    ),
+    # The published widths of Qwen3-30B-A3B (48 layers there).
+    "30b-a3b": Preset(
+        widths={
+            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+            "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+            "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        },
+        layers=48, dtype="bfloat16", seq_len=4096, batch=1, steps=30, lr=1e-4,
+    ),
+}  # fmt: skip

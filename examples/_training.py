@@ -1,0 +1,132 @@
+"""One arm of the example on one rank: train a Qwen3-MoE through one exchange and write what was measured.
+
+Run by ``train_qwen3_moe.py`` as ``python _training.py OPTIONS_JSON RESULT_PATH`` under torchrun's environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from _clock import ExchangeClock, register_timed
+from _data import batch_at, read_text
+from _models import build_model
+from _options import TrainOptions
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
+
+WARMUP_STEPS = 5
+
+
+def train(options: TrainOptions) -> dict:
+    """Train and return, the same on every rank: losses (mean over ranks), step and exchange seconds (slowest rank)."""
+    device = _start_process_group()
+    if options.ep_implementation == "ep_plugin":
+        importlib.import_module("ep_plugin.integrations.transformers")
+    clock = ExchangeClock(device)
+    model = build_model(
+        preset=options.preset,
+        path=Path(options.model) if options.model else None,
+        layers=options.layers,
+        dtype=getattr(torch, options.dtype),
+        ep_implementation=register_timed(options.ep_implementation, clock),
+        seed=options.seed,
+    )
+    losses, step_seconds, exchange_seconds = _run_steps(model, options, device, clock)
+    dist.all_reduce(losses, op=dist.ReduceOp.SUM)
+    for seconds in (step_seconds, exchange_seconds):
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return {
+        "implementation": options.ep_implementation,
+        "backend": dist.get_backend(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "world_size": dist.get_world_size(),
+        "losses": (losses / dist.get_world_size()).tolist(),
+        "step_seconds": step_seconds.tolist(),
+        "exchange_seconds": exchange_seconds.tolist(),
+    }
+
+
+def _start_process_group() -> torch.device:
+    # Presets are initialised shard by shard afterwards (`build_model`), so what this warns of is overwritten.
+    warnings.filterwarnings("ignore", message="DTensor random operators")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        return device
+    dist.init_process_group("gloo")
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+    return torch.device("cpu")
+
+
+def _run_steps(
+    model: torch.nn.Module, options: TrainOptions, device: torch.device, clock: ExchangeClock
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This rank's loss, seconds and exchange seconds of every step: three float64 tensors ``[steps]``."""
+    text = read_text(Path(options.text) if options.text else None)
+    optimizer = torch.optim.AdamW(_groups_by_mesh(model), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
+    rank = dist.get_rank()
+    measured = torch.zeros(3, options.steps, dtype=torch.float64)
+    name = options.ep_implementation
+    bar = tqdm(range(options.steps), desc=name, unit="step", disable=rank != 0, mininterval=1)
+    for step in bar:
+        tokens = batch_at(
+            text, batch=options.batch, seq_len=options.seq_len, seed=options.seed, step=step, rank=rank
+        ).to(device)
+        start = time.perf_counter()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        value = loss.item()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        measured[:, step] = torch.tensor(
+            [value, time.perf_counter() - start, clock.take()], dtype=torch.float64
+        )
+        bar.set_postfix(loss=f"{value:.3f}", refresh=False)
+    losses, step_seconds, exchange_seconds = measured.to(device)
+    return losses, step_seconds, exchange_seconds
+
+
+def _groups_by_mesh(model: torch.nn.Module) -> list[dict]:
+    """One parameter group per device mesh: a fused update takes tensors of one mesh only."""
+    groups: dict[object, list[torch.nn.Parameter]] = {}
+    for parameter in model.parameters():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    return [{"params": parameters} for parameters in groups.values()]
+
+
+def write_result(options: TrainOptions, result_path: Path) -> None:
+    """Train, and let rank 0 write the result as JSON. Every rank leaves the process group closed."""
+    result = train(options)
+    if dist.get_rank() == 0:
+        result_path.write_text(json.dumps({"options": asdict(options), **result}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@record
+def main() -> None:
+    write_result(TrainOptions(**json.loads(sys.argv[1])), Path(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()
