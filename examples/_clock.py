@@ -1,10 +1,10 @@
 """How much of a training step is spent bringing rows to the experts and their results back.
 
-Four marks surround the exchange of an expert-parallel implementation: where tokens enter it, where rows reach the
-experts, where the experts' rows leave them, and where the combined tokens come out. Each is the identity; it notes
-the time when the forward pass goes through it, and again when the backward pass does. Dispatch is entry to experts,
-combine is experts to exit; backward the same stretches are walked the other way. Time spent waiting for a slower
-peer inside the exchange counts, as it does in the step.
+Four marks surround the exchange of an expert-parallel implementation: where tokens enter it, where rows reach
+the experts, where the experts' rows leave them, and where the combined tokens come out. Each is the identity;
+it notes the time when the forward pass goes through it, and again when the backward pass does. Dispatch is
+entry to experts, combine is experts to exit; backward the same stretches are walked the other way. Time spent
+waiting for a slower peer inside the exchange counts, as it does in the step.
 """
 
 from __future__ import annotations

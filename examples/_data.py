@@ -9,10 +9,11 @@ import torch
 
 
 def read_text(path: Path | None) -> torch.Tensor:
-    """Bytes of ``path`` (a file, or a folder whose ``.py``, ``.txt`` and ``.md`` files are joined), ``[bytes]`` uint8.
+    """The bytes of a file, or of the ``.py``, ``.txt`` and ``.md`` files of a folder, joined; uint8
+    ``[bytes]``.
 
-    ``None`` reads the source files of the Python standard library that runs this. Raises ``ValueError`` when fewer
-    than 2 bytes are found.
+    ``None`` reads the source files of the Python standard library that runs this. Raises ``ValueError`` when
+    fewer than 2 bytes are found.
     """
     if path is None:
         files = _standard_library_sources()

@@ -22,10 +22,10 @@ def build_model(
     ep_implementation: str,
     seed: int,
 ) -> PreTrainedModel:
-    """The model with experts spread over all ranks and everything else FSDP-sharded over them, in training mode.
+    """The model, experts spread over all ranks and everything else FSDP-sharded, in training mode.
 
-    A checkpoint is read from ``path``; a preset is initialised in place, each rank its own shards, so that no full
-    copy of it exists anywhere. ``torch.distributed`` must be initialised.
+    A checkpoint is read from ``path``; a preset is initialised in place, each rank its own shards, so that no
+    full copy of it exists anywhere. ``torch.distributed`` must be initialised.
     """
     world = dist.get_world_size()
     distributed = DistributedConfig(ep_size=world, fsdp_size=world, ep_implementation=ep_implementation)
@@ -53,8 +53,8 @@ def build_model(
 def _initialise_shards(model: PreTrainedModel, *, std: float, seed: int) -> None:
     """Overwrite every matrix with N(0, std), each shard from a stream of its own.
 
-    Without this, ranks that share a random seed would hold identical experts: random numbers are drawn per local
-    shard on CPUs.
+    Without this, ranks that share a random seed would hold identical experts: random numbers are drawn per
+    local shard on CPUs.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What one arm trains. ``batch`` and ``seq_len`` are per rank; paths are strings so that it travels as JSON."""
+    """What one arm trains. ``batch`` and ``seq_len`` are per rank; paths are strings, to travel as JSON."""
 
     preset: str | None
     model: str | None

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the numbers in ``metrics.json``, the curve in ``loss.png`` and a table on the screen."""
+"""What a run leaves behind: numbers in ``metrics.json``, the curve in ``loss.png``, a table on the screen."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _plot(metrics: dict, path: Path) -> None:
 def _table(metrics: dict) -> Table:
     table = Table(
         "exchange", "loss first", "loss last", "tokens/s", "ms/step", "in dispatch/combine",
-        title=f"{metrics['model']} on {metrics['world_size']} x {metrics['device']}, {metrics['steps']} steps",
+        title="{model} on {world_size} x {device}, {steps} steps".format(**metrics),
     )  # fmt: skip
     for name, losses in metrics["losses"].items():
         table.add_row(

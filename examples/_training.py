@@ -1,6 +1,7 @@
 """One arm of the example on one rank: train a Qwen3-MoE through one exchange and write what was measured.
 
-Run by ``train_qwen3_moe.py`` as ``python _training.py OPTIONS_JSON RESULT_PATH`` under torchrun's environment.
+Run by ``train_qwen3_moe.py`` as ``python _training.py OPTIONS_JSON RESULT_PATH`` under torchrun's
+environment.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WARMUP_STEPS = 5
 
 
 def train(options: TrainOptions) -> dict:
-    """Train and return, the same on every rank: losses (mean over ranks), step and exchange seconds (slowest rank)."""
+    """Train, and return the same on every rank: losses (mean over ranks), seconds (of the slowest rank)."""
     device = _start_process_group()
     if options.ep_implementation == "ep_plugin":
         importlib.import_module("ep_plugin.integrations.transformers")

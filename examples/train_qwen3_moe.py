@@ -3,8 +3,8 @@
     python examples/train_qwen3_moe.py --launch 4 --compare all_to_all --out runs/demo
     torchrun --nproc-per-node 4 examples/train_qwen3_moe.py --preset 30b-a3b --layers 4
 
-The first starts its ranks itself. With ``--compare`` both exchanges train on the same batches from the same weights,
-in fresh processes and in turn, so that neither inherits anything from the other.
+The first starts its ranks itself. With ``--compare`` both exchanges train on the same batches from the same
+weights, in fresh processes and in turn, so that neither inherits anything from the other.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ def main(
 
 
 def _resolve(
-    preset: str, model: Path | None, layers: int | None, text: Path | None, steps: int | None, seq_len: int | None,
-    batch: int | None, lr: float | None, dtype: str | None, seed: int, ep_implementation: str,
+    preset: str, model: Path | None, layers: int | None, text: Path | None, steps: int | None,
+    seq_len: int | None, batch: int | None, lr: float | None, dtype: str | None, seed: int,
+    ep_implementation: str,
 ) -> TrainOptions:  # fmt: skip
     """Fill in the preset's defaults and refuse what cannot work before any process is started."""
     if preset not in PRESETS:
@@ -145,9 +146,10 @@ def _run_under_torchrun(
 
 
 def _launch_arm(options: TrainOptions, ranks: int) -> dict:
-    """Train one arm in ``ranks`` fresh processes and return its result; exits non-zero when a rank fails.
+    """Train one arm in ``ranks`` fresh processes; exits non-zero when a rank fails.
 
-    The agent ends the other ranks as soon as one of them dies, and all of them when this process is interrupted.
+    The agent ends the other ranks as soon as one of them dies, and all of them when this process is
+    interrupted.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,0 +1,1 @@
+"""Thin adapters that translate each framework's words into ours; installed as ``ep_plugin.integrations``."""

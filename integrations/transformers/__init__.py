@@ -1,0 +1,29 @@
+"""Hugging Face transformers: importing this registers ``DistributedConfig(ep_implementation="ep_plugin")``.
+
+    import ep_plugin.integrations.transformers
+
+    config = DistributedConfig(ep_size=8, fsdp_size=8, ep_implementation="ep_plugin")
+    model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", distributed_config=config)
+
+Every mixture-of-experts model whose expert-parallel plan dispatches its experts takes it. Raises
+``ImportError`` for a transformers without that plan.
+"""
+
+from __future__ import annotations
+
+import transformers
+from packaging.version import Version
+
+if Version(transformers.__version__).release < (5, 23):
+    raise ImportError(
+        "ep_plugin.integrations.transformers: expected transformers 5.23 or newer, where the exchange of "
+        f"expert parallelism can be chosen, got {transformers.__version__}"
+    )
+
+from transformers.distributed.expert_parallel import EPImplementationInterface
+
+from ep_plugin.integrations.transformers.expert_parallel import EpPluginExpertParallel
+
+EPImplementationInterface.register("ep_plugin", EpPluginExpertParallel)
+
+__all__ = ["EpPluginExpertParallel"]

@@ -1,0 +1,67 @@
+"""Expert parallelism of transformers through MoECommunicator.
+
+Shapes: T tokens here, H hidden size, K experts per token, N rows this rank's experts run on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.distributed.expert_parallel import EPImplementation
+
+from ep_plugin import MoECommunicator
+
+
+class EpPluginExpertParallel(EPImplementation):
+    """One per experts module; all of a process share one communicator per expert group and shape.
+
+    The communicator is looked up at each call: transformers builds this object before weights are loaded, and
+    an object that holds no communication memory can be copied with its model.
+    """
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Weighted expert output ``[T, H]`` of tokens ``[T, H]`` with global ids and weights ``[T, K]``."""
+        num_tokens = hidden_states.size(0)
+        if self.tp_mesh.size() > 1:
+            hidden_states, top_k_index, top_k_weights = (
+                _slice_over(tensor, self.tp_mesh) for tensor in (hidden_states, top_k_index, top_k_weights)
+            )
+        output = self._exchange(hidden_states.contiguous(), top_k_index.contiguous(), top_k_weights)
+        return _gather_over(output, self.tp_mesh, num_tokens) if self.tp_mesh.size() > 1 else output
+
+    def _exchange(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        comm = MoECommunicator.shared(
+            self.ep_mesh.get_group(),
+            num_experts=self.num_local_experts * self.ep_mesh.size(),
+            hidden_size=x.size(1),
+            topk=topk_ids.size(1),
+        )
+        out, handle = comm.dispatch(x, topk_ids, topk_weights.float().contiguous())
+        rows, weights = out.tokens, out.weights.to(x.dtype).unsqueeze(1)
+        expert_ids = out.row_expert_ids.long().unsqueeze(1)
+        if rows.size(0) > 0:
+            results = self.experts_forward(rows, expert_ids, weights)
+        else:
+            # One row of zeros in place of none: without a call, the backward of FSDP's gather and of the
+            # dispatch would not run here while every peer waits for it.
+            row = rows.sum(dim=0, keepdim=True)
+            results = self.experts_forward(row, expert_ids.new_zeros(1, 1), weights.new_zeros(1, 1))[:0]
+        return comm.combine(results.contiguous(), handle)
+
+
+def _slice_over(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's rows of a tensor that every rank of ``mesh`` holds; backward gathers their gradients."""
+    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(mesh, [Shard(0)]).to_local()
+
+
+def _gather_over(rows: torch.Tensor, mesh: DeviceMesh, num_rows: int) -> torch.Tensor:
+    """All ``num_rows`` rows from the slices of the ranks of ``mesh``, which may be uneven or empty."""
+    shape = (num_rows, rows.size(1))
+    sliced = DTensor.from_local(
+        rows.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1)
+    )
+    return sliced.full_tensor()

@@ -1,0 +1,288 @@
+"""Parity of ``ep_implementation="ep_plugin"`` with the exchange built into transformers, in real processes.
+
+Every case loads one checkpoint twice, once per exchange, feeds both the same tokens, and compares logits,
+loss and the gradient of every parameter shard. A world of ranks is started once and runs all of its cases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+LAYERS, EXPERTS, TOPK = 2, 8, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """``seq_lens``: tokens of each data-parallel rank. ``checkpoint``: "even" or "skewed" routing."""
+
+    ep: int
+    fsdp: int
+    tp: int = 1
+    checkpoint: str = "even"
+    dtype: torch.dtype = torch.float32
+    seq_lens: tuple[int, ...] = (12, 12, 12, 12)
+    train: bool = True
+
+
+CASES = {
+    2: {
+        "ep2": Case(ep=2, fsdp=2),
+        "ep2-bf16": Case(ep=2, fsdp=2, dtype=torch.bfloat16),
+        "ep2-tp2-same-group": Case(ep=2, fsdp=1, tp=2, seq_lens=(13,)),
+        "ep2-tp2-eval": Case(ep=2, fsdp=1, tp=2, seq_lens=(13,), train=False),
+        "ep2-tp2-one-token": Case(ep=2, fsdp=1, tp=2, seq_lens=(1,)),
+        "ep2-tp2-skewed": Case(ep=2, fsdp=1, tp=2, seq_lens=(7,), checkpoint="skewed"),
+    },
+    4: {
+        "ep4": Case(ep=4, fsdp=4),
+        "ep4-ragged": Case(ep=4, fsdp=4, seq_lens=(3, 17, 1, 8)),
+        "ep4-ragged-eval": Case(ep=4, fsdp=4, seq_lens=(5, 1, 30, 2), train=False),
+        "ep4-skewed": Case(ep=4, fsdp=4, checkpoint="skewed"),
+        "ep2-efsdp2": Case(ep=2, fsdp=4),
+        "ep4-tp2": Case(ep=4, fsdp=2, tp=2, seq_lens=(11, 6)),
+        "ep4-tp2-skewed": Case(ep=4, fsdp=2, tp=2, seq_lens=(5, 5), checkpoint="skewed"),
+    },
+}
+NAMED = [(world, name) for world, cases in CASES.items() for name in cases]
+LIMITS = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the checkpoints of the cases and a second model's, ``other``."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)
+    _model(hidden_size=64, num_experts=EXPERTS, num_experts_per_tok=TOPK).save_pretrained(folder / "even")
+    _skew(_model(hidden_size=64, num_experts=EXPERTS, num_experts_per_tok=TOPK)).save_pretrained(
+        folder / "skewed"
+    )
+    _model(hidden_size=32, num_experts=4, num_experts_per_tok=3).save_pretrained(folder / "other")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_world(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory):
+    @functools.cache
+    def run(world: int) -> list[dict[str, dict]]:
+        """Results by case of every rank."""
+        folder = tmp_path_factory.mktemp(f"world{world}")
+        mp.spawn(_run_rank, args=(world, checkpoints, folder), nprocs=world)
+        return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
+
+    return run
+
+
+@pytest.mark.parametrize(("world", "name"), NAMED, ids=[name for _, name in NAMED])
+def test_matches_the_built_in_exchange(run_world, world: int, name: str) -> None:
+    case = CASES[world][name]
+    for rank, results in enumerate(run_world(world)):
+        difference = results[name]["difference"]
+        assert ("loss" in difference) and (len(difference) > 10) == case.train
+        worst = max(difference, key=difference.get)
+        assert difference[worst] <= LIMITS[case.dtype], f"rank {rank}: {worst} differs by {difference[worst]}"
+
+
+@pytest.mark.parametrize(("world", "name"), NAMED, ids=[name for _, name in NAMED])
+def test_every_layer_went_through_the_communicator(run_world, world: int, name: str) -> None:
+    for results in run_world(world):
+        assert results[name]["calls"] == {"dispatch": LAYERS, "combine": LAYERS}
+
+
+@pytest.mark.parametrize("name", ["ep4-skewed", "ep4-tp2-skewed"])
+def test_skewed_routing_leaves_ranks_without_rows(run_world, name: str) -> None:
+    rows = [results[name]["rows"] for results in run_world(4)]
+    assert min(rows[0]) > 0
+    assert rows[1:] == [[0] * LAYERS] * 3
+
+
+def test_the_layers_share_a_communicator(run_world) -> None:
+    for results in run_world(4):
+        assert results["ep4"]["communicators"] == 1
+
+
+def test_two_models_in_one_process(run_world) -> None:
+    for results in run_world(2):
+        difference = results["two models"]["difference"]
+        assert max(difference.values()) <= LIMITS[torch.float32], difference
+
+
+def test_older_transformers_is_refused_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.22.1")
+    monkeypatch.delitem(sys.modules, "ep_plugin.integrations.transformers", raising=False)
+    with pytest.raises(ImportError, match=r"expected transformers 5\.23 or newer.*got 5\.22\.1"):
+        importlib.import_module("ep_plugin.integrations.transformers")
+
+
+def _model(*, hidden_size: int, num_experts: int, num_experts_per_tok: int) -> torch.nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=hidden_size,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=num_experts,
+        num_experts_per_tok=num_experts_per_tok,
+        norm_topk_prob=True,
+        use_cache=False,
+        initializer_range=0.2,
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def _skew(model: torch.nn.Module) -> torch.nn.Module:
+    """Make every token choose the first TOPK experts: one large positive coordinate decides the router."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 30.0
+        for layer in model.model.layers:
+            layer.mlp.gate.weight[:, 0] = -5.0
+            layer.mlp.gate.weight[:TOPK, 0] = 5.0
+    return model
+
+
+class _Spy:
+    """Counts what one forward does with the communicator, and the rows that the experts run on."""
+
+    def __init__(self) -> None:
+        self.calls = {"dispatch": 0, "combine": 0}
+        self.rows: list[int] = []
+        self.communicators: set[int] = set()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        from ep_plugin import MoECommunicator
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in self.calls:
+                patch.setattr(MoECommunicator, name, self._counting(name, getattr(MoECommunicator, name)))
+            yield
+
+    def _counting(self, name: str, method: Callable) -> Callable:
+        @functools.wraps(method)
+        def counted(communicator, tensor, *args, **kwargs):
+            self.calls[name] += 1
+            self.communicators.add(id(communicator))
+            if name == "combine":
+                self.rows.append(tensor.size(0))
+            return method(communicator, tensor, *args, **kwargs)
+
+        return counted
+
+
+def _run_rank(rank: int, world: int, checkpoints: Path, folder: Path) -> None:
+    importlib.import_module("ep_plugin.integrations.transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    results = {name: _run_case(case, checkpoints, rank) for name, case in CASES[world].items()}
+    if world == 2:
+        results["two models"] = _run_two_models(checkpoints, rank)
+    torch.save(results, folder / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _load(checkpoints: Path, case: Case, exchange: str) -> torch.nn.Module:
+    from transformers.distributed import DistributedConfig
+
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(
+        checkpoints / case.checkpoint,
+        dtype=case.dtype,
+        distributed_config=DistributedConfig(
+            ep_size=case.ep, fsdp_size=case.fsdp, tp_size=case.tp, ep_implementation=exchange
+        ),
+    )
+    return model.train(case.train)
+
+
+def _tokens(case: Case, rank: int, seed: int = 0) -> torch.Tensor:
+    """The batch of this rank, which the ranks of a tensor-parallel group share."""
+    data_rank = rank // case.tp
+    generator = torch.Generator().manual_seed(1000 * seed + data_rank)
+    return torch.randint(64, (1, case.seq_lens[data_rank]), generator=generator)
+
+
+def _forward(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    # Labels are the tokens themselves, unshifted, so that a single token has a loss too.
+    logits = model(input_ids=tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+    return {"logits": logits, "loss": loss}
+
+
+def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.to_local() for name, parameter in model.named_parameters()}
+
+
+def _difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Largest difference of each tensor, relative to the largest value that the other holds."""
+    assert ours.keys() == theirs.keys()
+    return {
+        name: float(
+            (ours[name].float() - theirs[name].float()).abs().max()
+            / theirs[name].float().abs().max().clamp_min(1e-3)
+        )
+        for name in theirs
+        if theirs[name].numel()
+    }
+
+
+def _run_case(case: Case, checkpoints: Path, rank: int) -> dict:
+    tokens = _tokens(case, rank)
+    tensors, seen = {}, _Spy()
+    for exchange in ("all_to_all", "ep_plugin"):
+        model = _load(checkpoints, case, exchange)
+        with torch.set_grad_enabled(case.train), seen.watching():
+            results = _forward(model, tokens)
+        if case.train:
+            results["loss"].backward()
+            results |= _gradients(model)
+        tensors[exchange] = {name: tensor.detach() for name, tensor in results.items()}
+    return {
+        "difference": _difference(tensors["ep_plugin"], tensors["all_to_all"]),
+        "calls": seen.calls,
+        "rows": seen.rows,
+        "communicators": len(seen.communicators),
+    }
+
+
+def _run_two_models(checkpoints: Path, rank: int) -> dict:
+    """Two models of different shapes, their forwards and backwards interleaved."""
+    cases = [Case(ep=2, fsdp=2), Case(ep=2, fsdp=2, checkpoint="other", seq_lens=(4, 9))]
+    gradients = {}
+    for exchange in ("all_to_all", "ep_plugin"):
+        models = [_load(checkpoints, case, exchange) for case in cases]
+        losses = [
+            _forward(model, _tokens(case, rank, seed=1))["loss"]
+            for model, case in zip(models, cases, strict=True)
+        ]
+        for loss in losses:
+            loss.backward()
+        gradients[exchange] = {
+            f"{index}.{name}": gradient
+            for index, model in enumerate(models)
+            for name, gradient in _gradients(model).items()
+        }
+    return {"difference": _difference(gradients["ep_plugin"], gradients["all_to_all"])}
