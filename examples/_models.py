@@ -47,6 +47,8 @@ def build_model(
             None, config=config, state_dict={}, dtype=dtype, distributed_config=distributed
         )
         _initialise_shards(model, std=config.initializer_range, seed=seed)
+    if model.config.vocab_size < 256:
+        raise ValueError(f"model: expected a vocabulary of at least 256, got {model.config.vocab_size}")
     return model.train()
 
 

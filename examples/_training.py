@@ -30,7 +30,9 @@ WARMUP_STEPS = 5
 
 
 def train(options: TrainOptions) -> dict:
-    """Train, and return the same on every rank: losses (mean over ranks), seconds (of the slowest rank)."""
+    """Train, and return the same on every rank, per step: loss and seconds in the exchange (means over ranks),
+    seconds of the step (of the slowest rank).
+    """
     device = _start_process_group()
     if options.ep_implementation == "ep_plugin":
         importlib.import_module("ep_plugin.integrations.transformers")
@@ -44,9 +46,9 @@ def train(options: TrainOptions) -> dict:
         seed=options.seed,
     )
     losses, step_seconds, exchange_seconds = _run_steps(model, options, device, clock)
-    dist.all_reduce(losses, op=dist.ReduceOp.SUM)
-    for seconds in (step_seconds, exchange_seconds):
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    dist.all_reduce(step_seconds, op=dist.ReduceOp.MAX)
+    for summed in (losses, exchange_seconds):
+        dist.all_reduce(summed)
     return {
         "implementation": options.ep_implementation,
         "backend": dist.get_backend(),
@@ -54,7 +56,7 @@ def train(options: TrainOptions) -> dict:
         "world_size": dist.get_world_size(),
         "losses": (losses / dist.get_world_size()).tolist(),
         "step_seconds": step_seconds.tolist(),
-        "exchange_seconds": exchange_seconds.tolist(),
+        "exchange_seconds": (exchange_seconds / dist.get_world_size()).tolist(),
     }
 
 

@@ -39,7 +39,7 @@ class EpPluginExpertParallel(EPImplementation):
             hidden_size=x.size(1),
             topk=topk_ids.size(1),
         )
-        out, handle = comm.dispatch(x, topk_ids, topk_weights.float().contiguous())
+        out, handle = comm.dispatch(x, topk_ids, topk_weights)
         rows, weights = out.tokens, out.weights.to(x.dtype).unsqueeze(1)
         expert_ids = out.row_expert_ids.long().unsqueeze(1)
         if rows.size(0) > 0:

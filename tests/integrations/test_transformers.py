@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -233,7 +234,12 @@ def _forward(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Te
 
 
 def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad.to_local() for name, parameter in model.named_parameters()}
+    """This rank's shard of every gradient."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {
+        name: gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        for name, gradient in gradients.items()
+    }
 
 
 def _difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:

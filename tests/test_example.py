@@ -1,0 +1,152 @@
+"""The example as a user starts it: whole runs in processes of their own, short ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.23")
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+
+SCRIPT = str(Path(__file__).parents[1] / "examples" / "train_qwen3_moe.py")
+SMALL = ["--layers", "1", "--seq-len", "32", "--batch", "2", "--steps", "4"]
+
+
+def _run(*arguments: str, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess:
+    # No GPU: these runs are about the example, and must be the same on every machine.
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "NO_COLOR": "1", **environment}
+    command = [sys.executable, *launcher, SCRIPT, *arguments]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
+
+
+def test_help_names_the_options() -> None:
+    result = _run("--help")
+    assert result.returncode == 0
+    for option in ("--preset", "--model", "--text", "--compare", "--launch", "--out"):
+        assert option in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "/nowhere/model"), "/nowhere/model without config.json"),
+        (("--text", "/nowhere/text"), "/nowhere/text, which is not there"),
+        (("--preset", "large"), "expected one of tiny, 30b-a3b, got 'large'"),
+        (("--compare", "smoke"), "expected ep_plugin or all_to_all, got 'smoke'"),
+        (("--compare", "ep_plugin"), "expected another exchange than ep_plugin"),
+        (("--dtype", "int8"), "expected float32, bfloat16 or float16, got 'int8'"),
+    ],
+    ids=["model", "text", "preset", "compare-unknown", "compare-itself", "dtype"],
+)
+def test_bad_options_are_refused_before_anything_starts(arguments: tuple[str, str], message: str) -> None:
+    result = _run(*arguments)
+    assert result.returncode == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_compare_is_refused_under_torchrun() -> None:
+    result = _run("--compare", "all_to_all", WORLD_SIZE="1", RANK="0")
+    assert result.returncode == 2
+    assert "torchrun" in result.stderr
+
+
+def test_comparison_writes_metrics_and_picture(tmp_path: Path) -> None:
+    result = _run(*SMALL, "--launch", "2", "--compare", "all_to_all", "--out", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["backend"] == "cpu"
+    assert metrics["world_size"] == 2
+    assert metrics["steps"] == 4
+    assert metrics["model"] == "tiny, 1 layers"
+    assert metrics["loss_last"] < metrics["loss_first"]
+    assert metrics["compare"]["reference"] == "all_to_all"
+    assert metrics["compare"]["max_rel_diff"] <= 1e-4
+    assert set(metrics["tokens_per_s"]) == {"ep_plugin", "all_to_all"}
+    assert all(0 < share < 1 for share in metrics["share_dispatch_combine"].values())
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "all_to_all" in result.stdout and "tokens/s" in result.stdout
+
+
+def test_trains_a_checkpoint_on_a_text_under_torchrun(tmp_path: Path) -> None:
+    _save_checkpoint(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("to be, or not to be, that is the question. " * 50)
+    model, text, out = (str(tmp_path / name) for name in ("model", "text.txt", "out"))
+    result = _run(
+        "--model", model, "--text", text, "--out", out, "--seq-len", "32", "--batch", "2", "--steps", "2",
+        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["model"] == model
+    assert metrics["world_size"] == 2
+    assert metrics["compare"] is None
+    assert list(metrics["tokens_per_s"]) == ["ep_plugin"]
+
+
+def test_a_rank_that_raises_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("short")
+    result = _run(*SMALL, "--launch", "2", "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path))
+    assert result.returncode == 1
+    assert "expected at least seq_len=32 bytes, got 5" in result.stderr
+    assert not (tmp_path / "metrics.json").exists()
+
+
+def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
+    arguments = [
+        "--layers",
+        "1",
+        "--seq-len",
+        "32",
+        "--steps",
+        "100000",
+        "--launch",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
+    run = subprocess.Popen(
+        [sys.executable, SCRIPT, *arguments],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        # The progress bar shows a loss once the first step is done.
+        seen = ""
+        while "loss=" not in seen:
+            character = run.stderr.read(1)
+            assert character, f"the run ended before its first step: {seen}"
+            seen += character
+        ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        assert len(ranks) == 2
+        os.kill(int(ranks[1]), signal.SIGKILL)
+        run.communicate(timeout=60)
+        assert run.returncode == 1
+    finally:
+        run.terminate()
+        run.wait(timeout=60)
+
+
+def _save_checkpoint(folder: Path) -> None:
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
