@@ -30,8 +30,8 @@ WARMUP_STEPS = 5
 
 
 def train(options: TrainOptions) -> dict:
-    """Train, and return the same on every rank, per step: loss and seconds in the exchange (means over ranks),
-    seconds of the step (of the slowest rank).
+    """Train and return, equal on all ranks and per step: the loss and the seconds in the exchange (means over
+    ranks), the seconds of the step (of the slowest rank).
     """
     device = _start_process_group()
     if options.ep_implementation == "ep_plugin":

@@ -151,20 +151,21 @@ def _launch_arm(options: TrainOptions, ranks: int) -> dict:
     The agent ends the other ranks as soon as one of them dies, and all of them when this process is
     interrupted.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id="train_qwen3_moe",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-    )
     with tempfile.TemporaryDirectory() as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id="train_qwen3_moe",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
         result = Path(folder) / "result.json"
         worker = str(Path(__file__).with_name("_training.py"))
         try:

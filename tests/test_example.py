@@ -98,7 +98,10 @@ def test_a_rank_that_raises_ends_the_run(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics.json").exists()
 
 
-def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("victim", "signum", "status"), [("rank", signal.SIGKILL, 1), ("launcher", signal.SIGTERM, 143)]
+)
+def test_a_run_that_is_cut_short_ends(tmp_path: Path, victim: str, signum: int, status: int) -> None:
     arguments = [
         "--layers",
         "1",
@@ -111,11 +114,9 @@ def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
         "--out",
         str(tmp_path),
     ]
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.Popen(
-        [sys.executable, SCRIPT, *arguments],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, SCRIPT, *arguments], env=variables, stderr=subprocess.PIPE, text=True
     )
     try:
         # The progress bar shows a loss once the first step is done.
@@ -124,11 +125,12 @@ def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
             character = run.stderr.read(1)
             assert character, f"the run ended before its first step: {seen}"
             seen += character
-        ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        ranks = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
         assert len(ranks) == 2
-        os.kill(int(ranks[1]), signal.SIGKILL)
+        os.kill(ranks[1] if victim == "rank" else run.pid, signum)
         run.communicate(timeout=60)
-        assert run.returncode == 1
+        assert run.returncode == status
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     finally:
         run.terminate()
         run.wait(timeout=60)
