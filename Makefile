@@ -1,0 +1,57 @@
+# Every target sets up what it needs: `make test` and `make demo` work from an empty checkout, without a GPU.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+SUPPORTED := import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c '$(SUPPORTED)' 2>/dev/null && { echo $$python; break; }; done)
+CSRC = $(shell find ep_plugin/csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+
+.PHONY: venv build test demo lint format mutate gpu clean
+.DELETE_ON_ERROR:
+
+venv: $(VENV)/requirements.stamp
+
+$(VENV)/requirements.stamp: requirements/dev.txt requirements/constraints.txt
+	@test -x $(PY) || test -n "$(PYTHON)" || \
+		{ echo "make: expected Python 3.11 to 3.13, found $$(python3 --version 2>&1); set PYTHON=" >&2; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	touch $@
+
+# Editable: Python files take effect as they are, and `build` brings _C up to date.
+$(VENV)/install.stamp: $(VENV)/requirements.stamp setup.py pyproject.toml
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	touch $@
+
+build: $(VENV)/install.stamp
+	$(PY) setup.py --quiet build_ext --inplace
+
+test: build
+	@if test -f tests/gpu/receipt.py; then $(PY) tests/gpu/receipt.py --check || true; fi
+	$(PY) -m pytest $(PYTEST_FLAGS)
+
+demo: build
+	$(PY) examples/train_qwen3_moe.py --launch 4 --preset tiny --compare all_to_all --out runs/demo
+
+lint: venv
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(CSRC)
+	$(PY) -m mypy
+
+format: venv
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(CSRC)
+
+mutate: build
+	$(PY) tests/mutation/mutate.py
+
+gpu:
+	@test -f scripts/gpu.sh || { echo "make gpu: expected scripts/gpu.sh, found none" >&2; exit 1; }
+	bash scripts/gpu.sh
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info ep_plugin/_C.*.so .mypy_cache .pytest_cache .ruff_cache
+	find ep_plugin integrations examples tests -name __pycache__ -prune -exec rm -rf {} +
