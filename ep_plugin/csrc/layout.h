@@ -100,7 +100,8 @@ struct State {
   uint64_t epoch[6];  // finished operations, indexed by Step - 1 (kPlan unused)
   uint64_t fault;     // nonzero: every later kernel leaves at once
   uint64_t ctas_done[6];
-  uint64_t started;  // sends that have begun, for whoever must start after them
+  uint64_t started[2];       // by Pool: epoch of the latest sender whose CTAs all run; readers are let in after it
+  uint64_t ctas_started[2];  // by Pool
   uint32_t chunk_done[2][kMaxRanks][kMaxChunks];
 };
 

@@ -1,0 +1,63 @@
+"""ep_plugin: collectives for training mixture-of-experts models, under the frameworks people already use.
+
+The names below are imported when they are first used: ``import ep_plugin`` itself loads neither torch nor the kernels.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
+    from ep_plugin.errors import (
+        CommunicatorClosed,
+        DisagreementError,
+        EpPluginError,
+        NotSupported,
+        PeerAborted,
+        PeerTimeout,
+    )
+    from ep_plugin.moe.communicator import MoECommunicator
+    from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CommunicatorClosed": "ep_plugin.errors",
+    "DisagreementError": "ep_plugin.errors",
+    "DispatchHandle": "ep_plugin.moe.layout",
+    "DispatchLayout": "ep_plugin.config",
+    "DispatchOutput": "ep_plugin.moe.layout",
+    "EpPluginError": "ep_plugin.errors",
+    "MoECommunicator": "ep_plugin.moe.communicator",
+    "MoECommunicatorConfig": "ep_plugin.config",
+    "NotSupported": "ep_plugin.errors",
+    "PeerAborted": "ep_plugin.errors",
+    "PeerTimeout": "ep_plugin.errors",
+}
+
+__all__ = [
+    "CommunicatorClosed",
+    "DisagreementError",
+    "DispatchHandle",
+    "DispatchLayout",
+    "DispatchOutput",
+    "EpPluginError",
+    "MoECommunicator",
+    "MoECommunicatorConfig",
+    "NotSupported",
+    "PeerAborted",
+    "PeerTimeout",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ep_plugin' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,216 @@
+// How CUDA kernels wait for peers, tell peers, meet at their end, and fail.
+//
+// Waiting. Every wait for another rank goes through Patience: it ends by the value, by a fault that anyone on this
+// rank recorded, by an abort that a peer wrote to this rank's board, or by the deadline. A kernel that gives up
+// signals nothing to peers.
+// Meeting. The CTAs of one kernel never wait for each other. Each counts itself in when it is done, and the last one
+// does what must come after all of them: consumed words, the epoch, poisoned outputs. Epochs live in State, so that a
+// replayed CUDA graph moves on; every CTA reads its epoch before it counts itself in, and only the last one advances it.
+// Memory order. Rows, then a fence at system scope by each contributing warp, then its count at device scope; whoever
+// counts last stores the flag with release at system scope. Readers acquire the flag at system scope, join their warp
+// or CTA, and fence the async proxy before bulk loads of what peers wrote.
+#pragma once
+#include "../views.h"
+#include "ptx.cuh"
+
+namespace ep::cuda {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+constexpr uint64_t kAbortLookNs = 20'000;  // the abort word is host memory: look at it now and then only
+
+// One kernel's stay in its step. `ok` is the same for all threads of a CTA.
+struct Run {
+  const Comm& comm;
+  Step step;
+  uint64_t epoch;
+  bool ok;
+};
+
+__device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x % kWarp); }
+__device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x / kWarp); }
+
+// Consecutive indices lie on different SMs, so that a short chunk spreads over all of them.
+struct Team {
+  int64_t index;
+  int64_t size;
+};
+__device__ __forceinline__ Team team_of_warps() {
+  const int warps = static_cast<int>(blockDim.x / kWarp);
+  return Team{static_cast<int64_t>(warp_id()) * gridDim.x + blockIdx.x, static_cast<int64_t>(warps) * gridDim.x};
+}
+// The first number at or after `begin` that is this member's: numbers go round the team.
+__device__ __forceinline__ int64_t first_of(const Team& team, int64_t begin) {
+  const int64_t ahead = team.index - begin % team.size;
+  return begin + (ahead < 0 ? ahead + team.size : ahead);
+}
+
+__device__ __forceinline__ bool faulted(const Comm& comm) { return ptx::ld_relaxed_gpu(&state_of(comm).fault) != 0; }
+
+// Records the first fault of this communicator; later kernels leave at once. Always returns false.
+__device__ inline bool fail(const Comm& comm, FaultCode code, Step step, int peer, int field, int64_t expected,
+                            int64_t seen) {
+  if (ptx::atom_cas_relaxed_gpu(&state_of(comm).fault, 0, 1) == 0) {
+    Board& board = board_of(comm);
+    board.fault = Fault{code, step, peer, field, expected, seen};
+    ptx::fence_acq_rel_sys();
+    ptx::st_release_sys(&board.fault_set, 1u);
+  }
+  return false;
+}
+
+// One wait of one thread: ask keep_waiting() after every look that was in vain.
+struct Patience {
+  uint64_t since = 0;
+  uint64_t looked = 0;
+
+  __device__ bool keep_waiting(const Run& run, int peer, int detail, uint64_t expected, uint64_t seen) {
+    const Comm& comm = run.comm;
+    const uint64_t now = ptx::globaltimer();
+    if (since == 0) since = now;
+    if (faulted(comm)) return false;
+    if (now - looked > kAbortLookNs) {
+      looked = now;
+      const uint32_t by = ptx::ld_acquire_sys(&board_of(comm).abort);
+      if (by != 0) return fail(comm, kAborted, run.step, static_cast<int>(by) - 1, 0, 0, 0);
+    }
+    if (now - since > static_cast<uint64_t>(comm.timeout_ns))
+      return fail(comm, kTimeout, run.step, peer, detail, static_cast<int64_t>(expected), static_cast<int64_t>(seen));
+    __nanosleep(40);
+    return true;
+  }
+};
+
+// Waits until *word >= value, with acquire at system scope.
+__device__ inline bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int peer) {
+  Patience patience;
+  for (;;) {
+    const uint64_t seen = ptx::ld_acquire_sys(word);
+    if (seen >= value) return true;
+    if (!patience.keep_waiting(run, peer, 0, value, seen)) return false;
+  }
+}
+
+// Called by all threads of a CTA, first thing in a kernel.
+__device__ inline Run enter(const Comm& comm, Step step) {
+  Run run{comm, step, state_of(comm).epoch[step - 1] + 1, true};
+  run.ok = __syncthreads_or(faulted(comm)) == 0;
+  return run;
+}
+
+// Called by all threads of every CTA, when the CTA's own work is done: true in the CTA that comes last.
+__device__ inline bool last_to_finish(const Run& run) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    uint64_t* done = &state_of(run.comm).ctas_done[run.step - 1];
+    ptx::fence_acq_rel_gpu();
+    last = ptx::atom_add_acq_rel_gpu(done, 1) + 1 == gridDim.x;
+    if (last) *done = 0;
+  }
+  __syncthreads();
+  return last;
+}
+
+// The last CTA's end of a step that went well; called by all its threads. Only a reader has words to store.
+__device__ inline void advance(const Run& run) {
+  if (threadIdx.x == 0) state_of(run.comm).epoch[run.step - 1] = run.epoch;
+}
+__device__ inline void tell_consumed(const Run& run, int kind) {
+  const Comm& comm = run.comm;
+  const int source = static_cast<int>(threadIdx.x);
+  if (source < comm.num_ranks) ptx::st_release_sys(consumed_word(comm, source, kind, comm.rank), run.epoch);
+}
+
+// A sender says that all its CTAs run: whoever waits on SMs for its rows may now be let in.
+__device__ inline void tell_started(const Run& run, Pool pool) {
+  if (threadIdx.x != 0) return;
+  State& state = state_of(run.comm);
+  if (ptx::atom_add_acq_rel_gpu(&state.ctas_started[pool], 1) + 1 != gridDim.x) return;
+  state.ctas_started[pool] = 0;
+  ptx::st_release_sys(&state.started[pool], run.epoch);
+}
+
+// Holds a rank at its test gate; without one, returns true at once. One thread calls it.
+__device__ inline bool hold_at_gate(const Run& run) {
+  if (run.comm.gate != run.step) return true;
+  Board& board = board_of(run.comm);
+  ptx::st_release_sys(&board.gate_reached, static_cast<uint32_t>(run.step));
+  Patience patience;
+  while (ptx::ld_acquire_sys(&board.gate_open) == 0)
+    if (!patience.keep_waiting(run, run.comm.rank, 0, 1, 0)) return false;
+  return true;
+}
+
+// Waits until every destination has read the rows of the epoch before; CTA 0 then writes the Openings. All threads
+// call it, and it joins them.
+__device__ inline bool open_destinations(const Run& run, Pool pool, const Header& mine) {
+  const Comm& comm = run.comm;
+  const int dest = static_cast<int>(threadIdx.x);
+  bool ok = true;
+  if (dest < comm.num_ranks) {
+    ok = wait_at_least(run, consumed_word(comm, comm.rank, pool, dest), run.epoch - 1, dest);
+    if (ok && blockIdx.x == 0) {
+      Opening* word = opening(comm, dest, pool, comm.rank);
+      word->header = mine;
+      ptx::st_release_sys(&word->flag, run.epoch);
+    }
+  }
+  ok = __syncthreads_and(ok) != 0;
+  ptx::fence_proxy_async();  // bulk stores overwrite what those peers have read
+  return ok;
+}
+
+__device__ inline bool check_opening(const Run& run, const Opening* word, int source, const Header& mine,
+                                     int64_t expected_tokens) {
+  const int64_t* ours = reinterpret_cast<const int64_t*>(&mine);
+  const int64_t* theirs = reinterpret_cast<const int64_t*>(&word->header);
+  for (int field = 0; field < kComparedFields; ++field) {
+    const int64_t seen = ptx::ld_coherent(theirs + field);
+    if (seen != ours[field]) return fail(run.comm, kDisagree, run.step, source, field, ours[field], seen);
+  }
+  const int64_t tokens = ptx::ld_coherent(theirs + kComparedFields);
+  if (expected_tokens >= 0 && tokens != expected_tokens)
+    return fail(run.comm, kDisagree, run.step, source, kComparedFields, expected_tokens, tokens);
+  return true;
+}
+
+// Waits for every source's Opening and compares it with this rank's own header. `src_tokens` may be null. All threads
+// call it, and it joins them.
+__device__ inline bool open_sources(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
+  const Comm& comm = run.comm;
+  const int source = static_cast<int>(threadIdx.x);
+  bool ok = true;
+  if (source < comm.num_ranks) {
+    const Opening* word = opening(comm, comm.rank, pool, source);
+    ok = wait_at_least(run, &word->flag, run.epoch, source) &&
+         check_opening(run, word, source, mine, src_tokens == nullptr ? -1 : src_tokens[source]);
+  }
+  return __syncthreads_and(ok) != 0;
+}
+
+// Counts a warp in whose rows of a chunk are written; true, in all its lanes, for the last of `contributors`. Bulk
+// stores of the rows are complete. The counter is zero again for the next epoch.
+__device__ inline bool count_in(uint32_t* counter, int64_t contributors) {
+  ptx::fence_proxy_async();
+  __syncwarp();
+  int last = 0;
+  if (lane_id() == 0) {
+    ptx::fence_acq_rel_sys();
+    last = ptx::atom_add_acq_rel_gpu(counter, 1u) + 1 == static_cast<uint32_t>(contributors);
+    if (last) *counter = 0;
+  }
+  last = __shfl_sync(kAllLanes, last, 0);
+  __syncwarp();
+  return last != 0;
+}
+
+// Tells `owner` that rows [begin, end) of this rank's chunk lie there.
+__device__ inline void signal_chunk(const Run& run, Pool pool, int owner, int chunk, int begin, int end) {
+  Arrival* word = arrival(run.comm, owner, pool, run.comm.rank, chunk);
+  word->begin = begin;
+  word->end = end;
+  ptx::st_release_sys(&word->flag, run.epoch);
+}
+
+}  // namespace ep::cuda

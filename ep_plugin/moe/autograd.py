@@ -1,0 +1,91 @@
+"""Gradients: backward of dispatch is combine, backward of combine is a dispatch over the same routing.
+
+The gradient of ``topk_weights`` rides back beside the partial rows. Every rank must run backward for the same
+operations, since each is a collective.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ep_plugin.moe.validate import ELEMENTS, weight_dtype
+
+_RESULTS = 8  # of dispatch, before its routing
+
+
+def save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, topk_ids, weights, scales, previous, comm, _, _ = inputs
+    routing = tuple(previous) if previous else tuple(output[_RESULTS:])
+    ctx.save_for_backward(*routing)
+    ctx.comm = comm
+    ctx.num_previous = len(previous)
+    ctx.hidden, ctx.x_dtype = x.shape[1], x.dtype
+    ctx.weight_shape = None if weights is None else weights.shape
+    ctx.rows_shape = output[2].shape
+    ctx.num_rows = output[0].shape[0]
+    ctx.x_needs_grad = x.requires_grad
+    ctx.weights_need_grad = weights is not None and weights.requires_grad
+    ctx.set_materialize_grads(False)
+
+
+def dispatch_backward(ctx: Any, grad_tokens: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+    """Gradients of (x, topk_weights): a plain-sum combine of the rows' gradients; the weights' ride along."""
+    routing = list(ctx.saved_tensors)
+    grad_weights = grads[1]
+    grad_x: torch.Tensor | None = None
+    grad_topk_weights: torch.Tensor | None = None
+    if ctx.x_needs_grad or ctx.weights_need_grad:
+        y = _rows_to_send_back(ctx, grad_tokens, routing[0])
+        extra = None
+        if ctx.weights_need_grad:
+            dtype = weight_dtype(y.dtype)
+            extra = y.new_zeros(ctx.rows_shape, dtype=dtype) if grad_weights is None else grad_weights.to(dtype).contiguous()
+        rows, weights = torch.ops.ep_plugin.combine(y, None, None, extra, routing, ctx.comm, False)
+        grad_x = rows if ctx.x_needs_grad else None
+        grad_topk_weights = weights if ctx.weights_need_grad else None
+    return grad_x, None, grad_topk_weights, None, [None] * ctx.num_previous, None, None, None
+
+
+def _rows_to_send_back(ctx: Any, grad_tokens: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """The rows' gradients; when only the weights need one, the narrowest rows there are."""
+    if not ctx.x_needs_grad:
+        return like.new_zeros((ctx.num_rows, 8), dtype=ctx.x_dtype if ctx.x_dtype in ELEMENTS else torch.bfloat16)
+    if grad_tokens is None:
+        return like.new_zeros((ctx.num_rows, ctx.hidden), dtype=ctx.x_dtype)
+    return grad_tokens.contiguous()
+
+
+def save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    y, weights, bias, extra, routing, comm, _ = inputs
+    ctx.weighted = weights is not None
+    saved = (y, weights) if weights is not None else ()  # a plain sum does not keep y alive
+    ctx.save_for_backward(*routing, *saved)
+    ctx.num_routing = len(routing)
+    ctx.comm = comm
+    ctx.num_rows = y.shape[0]
+    ctx.has_bias = bias is not None
+    ctx.rows_need_grad = y.requires_grad or (weights is not None and weights.requires_grad)
+
+
+def combine_backward(ctx: Any, grad_out: torch.Tensor, grad_extra: torch.Tensor | None) -> tuple[Any, ...]:
+    """Gradients of (y, weights, bias): the output's gradient dispatched over the same routing."""
+    saved = list(ctx.saved_tensors)
+    routing, rest = saved[: ctx.num_routing], saved[ctx.num_routing :]
+    grad_y: torch.Tensor | None = None
+    grad_weights: torch.Tensor | None = None
+    if ctx.rows_need_grad:
+        rows = torch.ops.ep_plugin.dispatch(
+            grad_out.contiguous(), routing[0], None, None, routing, ctx.comm, ctx.num_rows, False
+        )[0]
+        grad_y = rows
+        if ctx.weighted:
+            y, weights = rest
+            token_major = weights.dim() == 2
+            factor = weights.sum(dim=1) if token_major else weights
+            grad_y = (rows * factor.unsqueeze(1)).to(y.dtype)
+            grad_weights = (y.to(weights.dtype) * rows.to(weights.dtype)).sum(dim=1)
+            if token_major:
+                grad_weights = grad_weights.unsqueeze(1).expand_as(weights)
+    return grad_y, grad_weights, grad_out if ctx.has_bias else None, None, [None] * ctx.num_routing, None, None

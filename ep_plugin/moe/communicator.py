@@ -1,0 +1,369 @@
+"""MoECommunicator: expert-parallel dispatch and combine over a process group.
+
+Shapes: T tokens on this rank, H hidden size, K experts per token, E experts in all, R ranks, E_l = E / R local
+experts, N rows received.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import weakref
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
+from ep_plugin.errors import CommunicatorClosed
+from ep_plugin.moe import high_throughput as ht
+from ep_plugin.moe.engine import Engine, abort_all
+from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
+from ep_plugin.moe.validate import check_combine, check_dispatch, weight_dtype
+
+_numbers = itertools.count(1)
+_communicators: weakref.WeakValueDictionary[int, MoECommunicator] = weakref.WeakValueDictionary()
+_shared: dict[tuple[Any, ...], MoECommunicator] = {}
+_shared_lock = threading.Lock()
+
+
+def communicator(number: int) -> MoECommunicator:
+    """The communicator with this number in this process; ValueError when it is gone."""
+    found = _communicators.get(number)
+    if found is None:
+        raise CommunicatorClosed(f"expected the number of an open communicator, got {number}")
+    return found
+
+
+class DispatchWork:
+    """A dispatch under way. `wait()` returns what `dispatch` would have; `done` says whether it was called."""
+
+    def __init__(self, comm: MoECommunicator, arguments: tuple[Any, ...]) -> None:
+        self._comm, self._arguments = comm, arguments
+        self._result: tuple[DispatchOutput, DispatchHandle] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._result is not None
+
+    def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
+        """Completes the dispatch and orders the caller's stream after it. May be called more than once."""
+        if self._result is None:
+            self._result = self._comm._dispatch(*self._arguments, pending=True)
+            self._comm._forget(self)
+        return self._result
+
+
+class CombineWork:
+    """A combine under way. `wait()` returns the ``[T, H]`` tokens."""
+
+    def __init__(self, comm: MoECommunicator, arguments: tuple[Any, ...]) -> None:
+        self._comm, self._arguments = comm, arguments
+        self._result: torch.Tensor | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._result is not None
+
+    def wait(self) -> torch.Tensor:
+        """Completes the combine and orders the caller's stream after it. May be called more than once."""
+        if self._result is None:
+            self._result = self._comm._combine(*self._arguments, pending=True)
+            self._comm._forget(self)
+        return self._result
+
+
+class MoECommunicator:
+    """Dispatch and combine for one group of ranks and one configuration.
+
+    Construction is collective. All ranks of the group call the same operations in the same order, and ranks that hold
+    several communicators on one device call all of them in one order. Raises ValueError (with the expected and the
+    actual value) before anything is launched, PeerTimeout and PeerAborted when peers fail; after such a fault every
+    call raises that first error again, and only `close` works.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        config: MoECommunicatorConfig,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """`group`: None is the default group. `device`: where tensors live; None is the CPU for a group without CUDA
+        ranks, else this process's current CUDA device."""
+        self.config = config
+        self.engine = Engine(group, config, _resolve_device(group, device))
+        self.number = next(_numbers)
+        self._under_way: DispatchWork | CombineWork | None = None
+        self._pending: ht.PendingDispatch | ht.PendingCombine | None = None
+        _communicators[self.number] = self
+        _abort_on_uncaught_exceptions()
+        import ep_plugin.ops  # noqa: F401  registers the operators that every method goes through
+
+    @classmethod
+    def shared(
+        cls,
+        group: dist.ProcessGroup | None,
+        config: MoECommunicatorConfig | None = None,
+        *,
+        device: torch.device | str | None = None,
+        **settings: Any,
+    ) -> MoECommunicator:
+        """The one communicator of this process for (group, device, configuration); made on first use, collectively.
+
+        `settings` are MoECommunicatorConfig's fields, in place of `config`.
+        """
+        config = config if config is not None else MoECommunicatorConfig(**settings)
+        key = (dist.group.WORLD if group is None else group, _resolve_device(group, device), config)
+        with _shared_lock:
+            found = _shared.get(key)
+            if found is None or found.engine.closed:
+                found = _shared[key] = cls(group, config, device)
+            return found
+
+    @property
+    def rank(self) -> int:
+        """This rank within the group."""
+        return self.engine.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group, R."""
+        return self.engine.size
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts on this rank, E_l; expert e lives on rank e // E_l."""
+        return self.engine.local_experts
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+        previous_handle: DispatchHandle | None = None,
+        capacity: int | None = None,
+    ) -> tuple[DispatchOutput, DispatchHandle]:
+        """Brings every token to the ranks that hold its experts.
+
+        x: ``[T, H]``, rows of a multiple of 16 bytes. topk_ids: int32 or int64 ``[T, K]``, global expert ids, -1:
+        dropped. topk_weights: ``[T, K]`` of any float dtype. scales: ``[T, S]``, travels with the rows unchanged.
+        previous_handle: reuse the routing of an earlier dispatch with the same topk_ids. capacity: rows of the output;
+        the host then waits for nothing, and ``overflow`` tells on the device when rows were dropped.
+
+        Returns the rows and the handle that `combine` needs. Differentiable in `x` and `topk_weights`.
+        """
+        return self._dispatch(x, topk_ids, topk_weights, scales, previous_handle, capacity)
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        handle: DispatchHandle,
+        weights: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Brings the experts' rows back and sums them per token, in float32: ``[T, H]`` of y's dtype.
+
+        y: ``[N, H]``, one row per dispatched row. weights: as dispatch returned them, applied to the rows; None: a
+        plain sum. In TOKEN_MAJOR a row's weights are summed over its local experts. bias: ``[T, H]``, added to the
+        result. Differentiable in `y`, `weights` and `bias`; without `weights`, `y` is not kept for backward.
+        """
+        return self._combine(y, handle, weights, bias)
+
+    def dispatch_async(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+        previous_handle: DispatchHandle | None = None,
+        capacity: int | None = None,
+    ) -> DispatchWork:
+        """Starts a dispatch; `.wait()` returns its result. The next operation completes one that nobody waited for."""
+        routing = self._routing_of(previous_handle)
+        weights = None if topk_weights is None else topk_weights.to(weight_dtype(x.dtype)).contiguous()
+        call = ht.DispatchCall(x.detach(), topk_ids, None if weights is None else weights.detach(), scales, routing, capacity)
+        self._complete()
+        check_dispatch(self.engine, call)
+        with self.engine.operation("dispatch"):
+            self._pending = ht.start_dispatch(self.engine, call)
+        work = DispatchWork(self, (x, topk_ids, topk_weights, scales, previous_handle, capacity))
+        self._under_way = work
+        return work
+
+    def combine_async(
+        self,
+        y: torch.Tensor,
+        handle: DispatchHandle,
+        weights: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> CombineWork:
+        """Starts a combine; `.wait()` returns its result. The next operation completes one that nobody waited for."""
+        routing = self._routing_of(handle)
+        assert routing is not None
+        rows = None if weights is None else weights.detach().to(weight_dtype(y.dtype)).contiguous()
+        self._complete()
+        check_combine(self.engine, y, rows, bias, None, routing)
+        with self.engine.operation("combine"):
+            self._pending = ht.start_combine(
+                self.engine, y.detach(), rows, None if bias is None else bias.detach(), None, routing
+            )
+        work = CombineWork(self, (y, handle, weights, bias))
+        self._under_way = work
+        return work
+
+    # -- faults and the end --------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises the first error of this communicator, if there is one. Costs no synchronisation."""
+        self.engine.check()
+
+    def abort(self, reason: str) -> None:
+        """Tells the peers that this rank has failed: their waits raise PeerAborted(rank, reason) at once."""
+        self.engine.abort(reason)
+
+    def close(self) -> None:
+        """Gives all memory back. Not collective: works after a fault and with dead peers. May be called again."""
+        self.engine.close()
+
+    def __enter__(self) -> MoECommunicator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    # -- what the operators call ---------------------------------------------------------------------------------
+
+    def run_dispatch(
+        self, call: ht.DispatchCall, pending: bool
+    ) -> tuple[ht.DispatchResult, ht.RoutingTensors]:
+        """The whole of a dispatch, or, when `pending`, the rest of the one that dispatch_async began."""
+        engine = self.engine
+        if pending:
+            begun = self._pending
+            self._pending = None
+            with engine.operation("dispatch"):
+                return ht.finish_dispatch(engine, cast(ht.PendingDispatch, begun))
+        self._complete()
+        check_dispatch(engine, call)
+        with engine.operation("dispatch"):
+            return ht.finish_dispatch(engine, ht.start_dispatch(engine, call))
+
+    def run_combine(
+        self,
+        y: torch.Tensor,
+        weights: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        extra: torch.Tensor | None,
+        routing: ht.RoutingTensors,
+        pending: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole of a combine, or, when `pending`, the rest of the one that combine_async began."""
+        engine = self.engine
+        if pending:
+            begun = self._pending
+            self._pending = None
+            with engine.operation("combine"):
+                return ht.finish_combine(engine, cast(ht.PendingCombine, begun))
+        self._complete()
+        check_combine(engine, y, weights, bias, extra, routing)
+        with engine.operation("combine"):
+            return ht.finish_combine(engine, ht.start_combine(engine, y, weights, bias, extra, routing))
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        scales: torch.Tensor | None,
+        previous_handle: DispatchHandle | None,
+        capacity: int | None,
+        pending: bool = False,
+    ) -> tuple[DispatchOutput, DispatchHandle]:
+        previous = self._routing_of(previous_handle)
+        weights = None if topk_weights is None else topk_weights.to(weight_dtype(x.dtype)).contiguous()
+        tensors = torch.ops.ep_plugin.dispatch(
+            x, topk_ids, weights, scales, list(previous or ()), self.number, capacity, pending
+        )
+        tokens, out_scales, out_weights, out_ids, row_ids, count, offset, overflow = tensors[:8]
+        routing = previous if previous is not None else ht.RoutingTensors(*tensors[8:])
+        flat = self.config.resolved_layout is DispatchLayout.FLAT
+        totals = routing.totals
+        out = DispatchOutput(
+            tokens=tokens,
+            scales=None if scales is None else out_scales,
+            weights=None if topk_weights is None else out_weights,
+            topk_ids=None if flat else out_ids,
+            row_expert_ids=row_ids if flat else None,
+            num_tokens_per_expert=count,
+            num_tokens_per_expert_cpu=totals[4:] if capacity is None else None,
+            expert_offsets=offset,
+            overflow=None if capacity is None else overflow[0],
+            required=None if capacity is None else overflow[1],
+        )
+        return out, DispatchHandle(*routing, self.number)
+
+    def _combine(
+        self,
+        y: torch.Tensor,
+        handle: DispatchHandle,
+        weights: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        pending: bool = False,
+    ) -> torch.Tensor:
+        routing = self._routing_of(handle)
+        assert routing is not None
+        rows = None if weights is None else weights.to(weight_dtype(y.dtype)).contiguous()
+        return torch.ops.ep_plugin.combine(y, rows, bias, None, list(routing), self.number, pending)[0]
+
+    def _routing_of(self, handle: DispatchHandle | None) -> ht.RoutingTensors | None:
+        if handle is None:
+            return None
+        if handle.comm != self.number:
+            raise ValueError(f"handle: expected one of communicator {self.number}, got one of communicator {handle.comm}")
+        return ht.RoutingTensors(*handle[:-1])
+
+    def _complete(self) -> None:
+        """Completes an operation that was started and not waited for."""
+        if self._under_way is not None:
+            self._under_way.wait()
+
+    def _forget(self, work: DispatchWork | CombineWork) -> None:
+        if self._under_way is work:
+            self._under_way = None
+
+
+def _resolve_device(group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
+    if device is None:
+        backends = str(dist.get_backend_config(group))
+        device = "cuda" if "cuda" in backends and torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+_hook_installed = False
+
+
+def _abort_on_uncaught_exceptions() -> None:
+    """A script that dies of an exception tells its peers, who would else wait until their deadline."""
+    global _hook_installed
+    if _hook_installed:
+        return
+    _hook_installed = True
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        abort_all(f"{kind.__name__}: {error}")
+        previous(kind, error, trace)
+
+    sys.excepthook = hook

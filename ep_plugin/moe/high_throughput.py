@@ -1,0 +1,368 @@
+"""The control path of throughput mode: what is launched, in which order, and what the host waits for.
+
+dispatch: plan, notify and send on the send lane; the host reads the totals while the send runs, allocates the output,
+and enqueues expand on the receive lane. combine: push on the send lane, add on the receive lane. The same path serves
+CPU and CUDA; only the kernel table and the lanes differ.
+
+Shapes: T tokens, K experts per token, R ranks, N output rows, S received slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.config import DispatchLayout
+from ep_plugin.moe.engine import COMBINE_POOL, DISPATCH_POOL, Engine
+from ep_plugin.moe.validate import DTYPES, ELEMENTS
+
+_DISPATCH, _CACHED, _COMBINE = 1, 2, 3
+_LAYOUTS = {DispatchLayout.FLAT: 0, DispatchLayout.TOKEN_MAJOR: 1}
+_TOTAL_SLOTS, _TOTAL_ROWS, _TOTAL_MAX_SLOTS, _TOTAL_MAX_SENT, _TOTALS = range(5)
+
+# SMs per kernel when the configuration names none.
+_DISPATCH_SMS, _EXPAND_SMS, _COMBINE_SMS, _ADD_SMS = 16, 48, 48, 24
+_PLAN_SMS = 64
+
+
+class RoutingTensors(NamedTuple):
+    """The tensors of a DispatchHandle, without the communicator's number."""
+
+    topk_ids: torch.Tensor
+    send_pos: torch.Tensor
+    pair_pos: torch.Tensor
+    meta: torch.Tensor
+    recv_rows: torch.Tensor
+    totals: torch.Tensor
+
+
+class DispatchResult(NamedTuple):
+    """What a dispatch returns, every field a tensor: empty where the layout or the call has none."""
+
+    tokens: torch.Tensor
+    scales: torch.Tensor
+    weights: torch.Tensor
+    topk_ids: torch.Tensor
+    row_expert_ids: torch.Tensor
+    expert_count: torch.Tensor
+    expert_offset: torch.Tensor
+    overflow: torch.Tensor
+
+
+class DispatchCall(NamedTuple):
+    """One dispatch as the caller asked for it, already validated."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    weights: torch.Tensor | None
+    scales: torch.Tensor | None
+    previous: RoutingTensors | None
+    capacity: int | None
+
+
+@dataclass
+class PendingDispatch:
+    """A dispatch whose rows are on their way. It holds every tensor that its kernels read."""
+
+    call: DispatchCall
+    header: Any
+    routing: RoutingTensors
+    notified: object
+    ticket: int
+    sent: bool = False
+
+
+@dataclass
+class PendingCombine:
+    """A combine whose partial rows are on their way."""
+
+    header: Any
+    y: torch.Tensor
+    weights: torch.Tensor | None
+    bias: torch.Tensor | None
+    extra: torch.Tensor | None
+    routing: RoutingTensors
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+# -- dispatch ------------------------------------------------------------------------------------------------------
+
+
+def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
+    """Plans, notifies and sends; the payload waits for the host only when the pool may have to grow."""
+    header = _dispatch_header(engine, call)
+    engine.lanes.fork()
+    if call.previous is not None:
+        pending = PendingDispatch(call, header, call.previous, engine.lanes.mark(), 0)
+    else:
+        routing = _empty_routing(engine, call)
+        ticket = 0 if call.capacity is not None else engine.next_ticket()
+        _launch_plan(engine, call, routing)
+        struct = _routing_struct(engine, routing, call.x.shape[0])
+        engine.kernels.notify(
+            _C.NotifyArgs(comm=engine.comm, routing=struct, header=header, ticket=ticket, stream=engine.lanes.send)
+        )
+        pending = PendingDispatch(call, header, routing, engine.lanes.mark(), ticket)
+    if engine.pool_bytes(DISPATCH_POOL) >= _known_pool_bytes(engine, pending):
+        _send(engine, pending)
+    return pending
+
+
+def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchResult, RoutingTensors]:
+    """Waits for the totals, grows the pool if it must, allocates the output and expands into it."""
+    call = pending.call
+    if pending.ticket:
+        pending.routing = pending.routing._replace(totals=engine.wait_totals(pending.ticket))
+    if not pending.sent:
+        needed = _known_pool_bytes(engine, pending)
+        if engine.pool_bytes(DISPATCH_POOL) < needed:
+            engine.grow(DISPATCH_POOL, needed)
+        _send(engine, pending)
+    rows, slots = _output_rows(engine, pending)
+    if call.previous is None:
+        K = call.topk_ids.shape[1]
+        recv_rows = torch.empty((slots, K), dtype=torch.int32, device=engine.device)
+        pending.routing = pending.routing._replace(recv_rows=recv_rows)
+    result = _empty_result(engine, call, rows)
+    engine.lanes.fork_receive(pending.notified)
+    _launch_expand(engine, pending, result)
+    engine.lanes.join()
+    engine.check()
+    return result, pending.routing
+
+
+def _dispatch_header(engine: Engine, call: DispatchCall) -> Any:
+    x, scales, weights = call.x, call.scales, call.weights
+    return _C.Header(
+        op=_DISPATCH if call.previous is None else _CACHED,
+        row_bytes=x.shape[1] * x.element_size(),
+        scale_bytes=0 if scales is None else scales.shape[1] * scales.element_size(),
+        weight_bytes=0 if weights is None else weights.element_size(),
+        topk=call.topk_ids.shape[1],
+        dtype=DTYPES.index(x.dtype),
+        layout=_LAYOUTS[engine.config.resolved_layout],
+        config_hash=engine.config.agreement_hash(),
+        num_tokens=x.shape[0],
+    )
+
+
+def _empty_routing(engine: Engine, call: DispatchCall) -> RoutingTensors:
+    T, K = call.topk_ids.shape
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=engine.device)
+
+    return RoutingTensors(
+        topk_ids=ints(T, K),
+        send_pos=ints(T, engine.size),
+        pair_pos=ints(T, K),
+        meta=ints(_C.meta_words(engine.size, engine.config.num_experts)),
+        recv_rows=ints(0, K),
+        totals=torch.empty(0, dtype=torch.int64),
+    )
+
+
+def _routing_struct(engine: Engine, routing: RoutingTensors, num_tokens: int) -> Any:
+    return _C.Routing(
+        num_tokens=num_tokens,
+        topk=routing.topk_ids.shape[1],
+        layout=_LAYOUTS[engine.config.resolved_layout],
+        alignment=engine.config.expert_alignment,
+        topk_ids=address(routing.topk_ids),
+        send_pos=address(routing.send_pos),
+        pair_pos=address(routing.pair_pos),
+        meta=address(routing.meta),
+        recv_rows=address(routing.recv_rows),
+        slots=routing.recv_rows.shape[0],
+    )
+
+
+def _launch_plan(engine: Engine, call: DispatchCall, routing: RoutingTensors) -> None:
+    engine.kernels.plan(
+        _C.PlanArgs(
+            comm=engine.comm,
+            routing=_routing_struct(engine, routing, call.x.shape[0]),
+            ids=address(call.topk_ids),
+            id_bytes=call.topk_ids.element_size(),
+            num_sms=_PLAN_SMS,
+            stream=engine.lanes.send,
+        )
+    )
+
+
+def _send(engine: Engine, pending: PendingDispatch) -> None:
+    call = pending.call
+    engine.kernels.send(
+        _C.SendArgs(
+            comm=engine.comm,
+            routing=_routing_struct(engine, pending.routing, call.x.shape[0]),
+            header=pending.header,
+            x=address(call.x),
+            x_stride=call.x.stride(0) * call.x.element_size(),
+            scales=address(call.scales),
+            scale_stride=0 if call.scales is None else call.scales.stride(0) * call.scales.element_size(),
+            weights=address(call.weights),
+            num_sms=engine.config.dispatch_sms or _DISPATCH_SMS,
+            stream=engine.lanes.send,
+        )
+    )
+    pending.sent = True
+
+
+def _known_pool_bytes(engine: Engine, pending: PendingDispatch) -> int:
+    """Bytes that the largest rank's pool needs: a bound from the configuration, else from this dispatch's totals.
+
+    Before those are known, one byte more than there is.
+    """
+    call, header, totals = pending.call, pending.header, pending.routing.totals
+    slot = _C.slot_bytes(header.row_bytes, header.scale_bytes, header.weight_bytes, header.topk)
+    if engine.config.max_tokens_per_rank is not None:
+        return engine.size * engine.config.max_tokens_per_rank * slot
+    if totals.numel() == 0:
+        assert call.capacity is None
+        return engine.pool_bytes(DISPATCH_POOL) + 1
+    return _roomy(int(totals[_TOTAL_MAX_SLOTS]) * slot, engine.pool_bytes(DISPATCH_POOL))
+
+
+def _roomy(needed: int, present: int) -> int:
+    """`needed` when it fits; else a quarter more, so that slowly growing batches do not grow the pool each time."""
+    return needed if needed <= present else max(needed + needed // 4, 4096)
+
+
+def _output_rows(engine: Engine, pending: PendingDispatch) -> tuple[int, int]:
+    """Rows of the output and received slots that the routing has room for."""
+    call, totals = pending.call, pending.routing.totals
+    flat = engine.config.resolved_layout is DispatchLayout.FLAT
+    if call.capacity is not None:
+        bound = engine.size * (engine.config.max_tokens_per_rank or 0)
+        return call.capacity, pending.routing.recv_rows.shape[0] if call.previous is not None else bound
+    return int(totals[_TOTAL_ROWS if flat else _TOTAL_SLOTS]), int(totals[_TOTAL_SLOTS])
+
+
+def _empty_result(engine: Engine, call: DispatchCall, rows: int) -> DispatchResult:
+    x, scales, weights = call.x, call.scales, call.weights
+    K = call.topk_ids.shape[1]
+    flat = engine.config.resolved_layout is DispatchLayout.FLAT
+    device = engine.device
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    return DispatchResult(
+        tokens=x.new_empty((rows, x.shape[1])),
+        scales=x.new_empty(0) if scales is None else scales.new_empty((rows, scales.shape[1])),
+        weights=x.new_empty(0) if weights is None else weights.new_empty((rows,) if flat else (rows, K)),
+        topk_ids=ints(0) if flat else ints(rows, K),
+        row_expert_ids=ints(rows) if flat else ints(0),
+        expert_count=ints(engine.local_experts),
+        expert_offset=ints(engine.local_experts + 1),
+        overflow=ints(2) if call.capacity is not None else ints(0),
+    )
+
+
+def _launch_expand(engine: Engine, pending: PendingDispatch, result: DispatchResult) -> None:
+    call = pending.call
+    engine.kernels.expand(
+        _C.ExpandArgs(
+            comm=engine.comm,
+            routing=_routing_struct(engine, pending.routing, call.x.shape[0]),
+            header=pending.header,
+            tokens=address(result.tokens),
+            scales=0 if call.scales is None else address(result.scales),
+            weights=0 if call.weights is None else address(result.weights),
+            topk_ids=address(result.topk_ids),
+            row_expert_ids=address(result.row_expert_ids),
+            expert_count=address(result.expert_count),
+            expert_offset=address(result.expert_offset),
+            overflow=address(result.overflow),
+            capacity=result.tokens.shape[0],
+            num_sms=engine.config.expand_sms or _EXPAND_SMS,
+            fresh=int(call.previous is None),
+            stream=engine.lanes.receive,
+        )
+    )
+
+
+# -- combine -------------------------------------------------------------------------------------------------------
+
+
+def start_combine(
+    engine: Engine,
+    y: torch.Tensor,
+    weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    extra: torch.Tensor | None,
+    routing: RoutingTensors,
+) -> PendingCombine:
+    """Reduces each slot's rows of `y` ``[N, H]`` and pushes the partial rows to the tokens' owners."""
+    header = _C.Header(
+        op=_COMBINE,
+        row_bytes=y.shape[1] * y.element_size(),
+        weight_bytes=0 if extra is None else extra.element_size(),
+        topk=routing.topk_ids.shape[1],
+        dtype=DTYPES.index(y.dtype),
+        layout=_LAYOUTS[engine.config.resolved_layout],
+        config_hash=engine.config.agreement_hash(),
+        num_tokens=routing.topk_ids.shape[0],
+    )
+    needed = _combine_pool_bytes(engine, header, routing)
+    if engine.pool_bytes(COMBINE_POOL) < needed:
+        engine.grow(COMBINE_POOL, needed)
+    engine.lanes.fork()
+    pending = PendingCombine(header, y, weights, bias, extra, routing)
+    engine.kernels.push(
+        _C.PushArgs(
+            comm=engine.comm,
+            routing=_routing_struct(engine, routing, routing.topk_ids.shape[0]),
+            header=header,
+            y=address(y),
+            rows=y.shape[0],
+            weights=address(weights),
+            extra=address(extra),
+            hidden=y.shape[1],
+            element=ELEMENTS[y.dtype],
+            num_sms=engine.config.combine_sms or _COMBINE_SMS,
+            stream=engine.lanes.send,
+        )
+    )
+    return pending
+
+
+def finish_combine(engine: Engine, pending: PendingCombine) -> tuple[torch.Tensor, torch.Tensor]:
+    """Adds the partial rows: ``[T, H]``, and the extra values ``[T, K]`` (empty when none rode back)."""
+    y, routing, extra = pending.y, pending.routing, pending.extra
+    T, K = routing.topk_ids.shape
+    out = y.new_empty((T, y.shape[1]))
+    extra_out = y.new_empty(0) if extra is None else extra.new_empty((T, K))
+    engine.lanes.fork_receive()
+    engine.kernels.add(
+        _C.AddArgs(
+            comm=engine.comm,
+            routing=_routing_struct(engine, routing, T),
+            header=pending.header,
+            out=address(out),
+            bias=address(pending.bias),
+            extra=0 if extra is None else address(extra_out),
+            hidden=y.shape[1],
+            element=ELEMENTS[y.dtype],
+            num_sms=_ADD_SMS,
+            stream=engine.lanes.receive,
+        )
+    )
+    engine.lanes.join()
+    engine.check()
+    return out, extra_out
+
+
+def _combine_pool_bytes(engine: Engine, header: Any, routing: RoutingTensors) -> int:
+    partial = _C.partial_bytes(header.row_bytes, header.weight_bytes, header.topk)
+    most = engine.config.max_tokens_per_rank
+    if most is not None:
+        return most * min(engine.size, header.topk) * partial
+    return _roomy(int(routing.totals[_TOTAL_MAX_SENT]) * partial, engine.pool_bytes(COMBINE_POOL))

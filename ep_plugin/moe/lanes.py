@@ -1,0 +1,90 @@
+"""Where kernels run and what orders them.
+
+CUDA: one send stream and one receive stream per device, shared by all communicators, so that at most one sending and
+one receiving kernel are resident; sends have the higher priority. Memory that a kernel touches is kept alive by whoever
+enqueued it until `join` has ordered the caller's stream after both lanes.
+CPU: kernels run to their end in the calling thread; the lanes are nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Protocol
+
+import torch
+
+
+class Lanes(Protocol):
+    """The order of one device's kernels; `send` and `receive` are stream handles as integers."""
+
+    send: int
+    receive: int
+
+    def fork(self) -> None:
+        """The send lane goes on from the caller's stream."""
+
+    def mark(self) -> object:
+        """A point in the send lane that the receive lane can be ordered after."""
+
+    def fork_receive(self, mark: object = None) -> None:
+        """The receive lane goes on from the caller's stream and, if given, `mark`."""
+
+    def join(self) -> None:
+        """The caller's stream goes on from both lanes."""
+
+    def drain(self) -> None:
+        """The host waits for both lanes."""
+
+    def capturing(self) -> bool:
+        """Whether the caller's stream is recording a CUDA graph."""
+
+
+class CpuLanes:
+    send = 0
+    receive = 0
+
+    def fork(self) -> None: ...
+    def mark(self) -> object: ...
+    def fork_receive(self, mark: object = None) -> None: ...
+    def join(self) -> None: ...
+    def drain(self) -> None: ...
+    def capturing(self) -> bool:
+        return False
+
+
+class CudaLanes:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._send = torch.cuda.Stream(device, priority=-1)
+        self._receive = torch.cuda.Stream(device, priority=0)
+        self.send = self._send.cuda_stream
+        self.receive = self._receive.cuda_stream
+
+    def fork(self) -> None:
+        self._send.wait_stream(torch.cuda.current_stream(self._device))
+
+    def mark(self) -> torch.cuda.Event:
+        return self._send.record_event()
+
+    def fork_receive(self, mark: object = None) -> None:
+        self._receive.wait_stream(torch.cuda.current_stream(self._device))
+        if isinstance(mark, torch.cuda.Event):
+            self._receive.wait_event(mark)
+
+    def join(self) -> None:
+        caller = torch.cuda.current_stream(self._device)
+        caller.wait_stream(self._send)
+        caller.wait_stream(self._receive)
+
+    def drain(self) -> None:
+        self._send.synchronize()
+        self._receive.synchronize()
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def lanes_of(device: torch.device) -> Lanes:
+    """The lanes of `device`, one pair per process."""
+    return CpuLanes() if device.type == "cpu" else CudaLanes(device)

@@ -1,0 +1,125 @@
+"""The oracles: what dispatch and combine compute, in plain torch, for all ranks at once in one process.
+
+Lists have one entry per rank. Shapes: T_r tokens of rank r, H hidden size, K experts per token, E experts in all,
+N_r rows that rank r receives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ep_plugin.config import DispatchLayout
+
+
+@dataclass(frozen=True)
+class ReferenceOutput:
+    """What one rank receives, in DispatchOutput's words, and where each row came from.
+
+    pair_token, pair_k: ``[pairs]``, for every (token, local expert) pair its token (counted over all ranks) and its
+    position in top-k; pair_row: the output row that holds it.
+    """
+
+    tokens: torch.Tensor
+    weights: torch.Tensor
+    topk_ids: torch.Tensor | None
+    row_expert_ids: torch.Tensor | None
+    num_tokens_per_expert: torch.Tensor
+    expert_offsets: torch.Tensor
+    pair_token: torch.Tensor
+    pair_k: torch.Tensor
+    pair_row: torch.Tensor
+
+
+def reference_dispatch(
+    x: list[torch.Tensor],
+    topk_ids: list[torch.Tensor],
+    topk_weights: list[torch.Tensor],
+    *,
+    num_experts: int,
+    layout: DispatchLayout = DispatchLayout.FLAT,
+    expert_alignment: int = 1,
+) -> list[ReferenceOutput]:
+    """x: ``[T_r, H]``, topk_ids: ``[T_r, K]`` global ids or -1, topk_weights: ``[T_r, K]``, each a list over ranks."""
+    all_x, all_ids, all_weights = torch.cat(x), torch.cat(topk_ids).long(), torch.cat(topk_weights)
+    per_rank = num_experts // len(x)
+    make = _flat if layout is DispatchLayout.FLAT else _token_major
+    return [
+        make(all_x, _local_ids(all_ids, rank, per_rank), all_weights, per_rank, expert_alignment)
+        for rank in range(len(x))
+    ]
+
+
+def reference_combine(
+    y: list[torch.Tensor],
+    received: list[ReferenceOutput],
+    tokens_per_rank: list[int],
+    weights: list[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """y: ``[N_r, H]`` rows as `received` has them; weights: ``[N_r]`` (FLAT) or ``[N_r, K]``, or None for a plain sum.
+
+    Sums in float64 and returns float64 ``[T_r, H]`` per rank.
+    """
+    total = torch.zeros(sum(tokens_per_rank), y[0].shape[1], dtype=torch.float64)
+    for rank, (rows, out) in enumerate(zip(y, received, strict=True)):
+        token, row, k = out.pair_token, out.pair_row, out.pair_k
+        if weights is not None:
+            beside = weights[rank].double()
+            factor = beside[row] if beside.dim() == 1 else beside[row, k]
+            total.index_add_(0, token, rows.double()[row] * factor.unsqueeze(1))
+        elif out.topk_ids is None:
+            total.index_add_(0, token, rows.double()[row])
+        else:  # TOKEN_MAJOR: one row per token, however many experts it has here
+            row, first = _first_of_each(row)
+            total.index_add_(0, token[first], rows.double()[row])
+    return list(total.split(tokens_per_rank))
+
+
+def _local_ids(ids: torch.Tensor, rank: int, per_rank: int) -> torch.Tensor:
+    local = ids - rank * per_rank
+    return torch.where((ids >= 0) & (local >= 0) & (local < per_rank), local, -1)
+
+
+def _flat(
+    x: torch.Tensor, local: torch.Tensor, weights: torch.Tensor, per_rank: int, alignment: int
+) -> ReferenceOutput:
+    token, k = (local >= 0).nonzero(as_tuple=True)
+    expert = local[token, k]
+    counts = torch.bincount(expert, minlength=per_rank)
+    padded = (counts + alignment - 1) // alignment * alignment
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), padded.cumsum(0)])
+    order = expert.argsort(stable=True)
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+    row = torch.empty_like(order)
+    row[order] = torch.arange(len(order)) - starts[expert[order]] + offsets[expert[order]]
+    rows = int(offsets[-1])
+    tokens = x.new_zeros((rows, x.shape[1]))
+    tokens[row] = x[token]
+    row_weights = weights.new_zeros(rows)
+    row_weights[row] = weights[token, k]
+    ids = torch.full((rows,), -1, dtype=torch.int32)
+    ids[row] = expert.int()
+    return ReferenceOutput(tokens, row_weights, None, ids, counts.int(), offsets.int(), token, k, row)
+
+
+def _token_major(
+    x: torch.Tensor, local: torch.Tensor, weights: torch.Tensor, per_rank: int, alignment: int
+) -> ReferenceOutput:
+    here = (local >= 0).any(dim=1)
+    slot = here.long().cumsum(0) - 1
+    token, k = (local >= 0).nonzero(as_tuple=True)
+    counts = torch.bincount(local[token, k], minlength=per_rank)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+    kept = torch.where(local >= 0, weights, torch.zeros_like(weights))[here]
+    return ReferenceOutput(
+        x[here], kept, local[here].int(), None, counts.int(), offsets.int(), token, k, slot[token]
+    )
+
+
+def _first_of_each(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distinct entries of an ascending vector, and where each first stands."""
+    if values.numel() == 0:
+        return values, values
+    first = torch.cat([torch.ones(1, dtype=torch.bool), values[1:] != values[:-1]]).nonzero().squeeze(1)
+    return values[first], first

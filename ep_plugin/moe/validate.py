@@ -1,0 +1,168 @@
+"""Arguments are checked here, before anything is launched: a ValueError with the expected and the actual value."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_plugin import _C, env
+
+if TYPE_CHECKING:
+    from ep_plugin.moe.engine import Engine
+    from ep_plugin.moe.high_throughput import DispatchCall, RoutingTensors
+
+ROW_ALIGNMENT = 16
+# Rows of these types can be summed; the numbers are csrc's Element.
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+# Rows of these types can travel; the position is what ranks compare.
+DTYPES = [
+    *ELEMENTS,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+]
+
+
+def weight_dtype(rows: torch.dtype) -> torch.dtype:
+    """The type in which weights travel beside rows of type `rows`."""
+    return torch.float64 if rows is torch.float64 else torch.float32
+
+
+def check_dispatch(engine: Engine, call: DispatchCall) -> None:
+    """x [T,H] of a known dtype, topk_ids [T,K], weights [T,K], scales [T,S], all here and matching."""
+    x, ids = call.x, call.topk_ids
+    _check_rows(engine, "x", x)
+    tokens = x.shape[0]
+    most = engine.config.max_tokens_per_rank
+    if most is not None and tokens > most:
+        raise ValueError(f"x: expected at most max_tokens_per_rank={most} tokens, got {tokens}")
+    if x.shape[1] > engine.config.hidden_size and engine.config.max_row_bytes is None:
+        raise ValueError(f"x: expected a hidden size of at most {engine.config.hidden_size}, got {x.shape[1]}")
+    row_bytes, limit = x.shape[1] * x.element_size(), engine.config.max_row_bytes
+    if limit is not None and row_bytes > limit:
+        raise ValueError(f"x: expected rows of at most max_row_bytes={limit} bytes, got {row_bytes}")
+    if x.shape[1] and tokens > 1 and x.stride(1) != 1:
+        raise ValueError(f"x: expected contiguous rows (stride 1 along H), got strides {tuple(x.stride())}")
+    _check_ids(engine, ids, tokens)
+    if call.weights is not None:
+        _check_beside("topk_weights", call.weights, tuple(ids.shape), engine)
+    if call.scales is not None:
+        _check_scales(engine, call.scales, tokens)
+    if call.capacity is not None:
+        _check_capacity(engine, call)
+    if call.previous is not None and tuple(call.previous.topk_ids.shape) != tuple(ids.shape):
+        raise ValueError(
+            f"topk_ids: expected the shape {tuple(call.previous.topk_ids.shape)} of previous_handle, got {tuple(ids.shape)}"
+        )
+
+
+def check_combine(
+    engine: Engine,
+    y: torch.Tensor,
+    weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    extra: torch.Tensor | None,
+    routing: RoutingTensors,
+) -> None:
+    """y [N,H] of a summable dtype, weights and extra as dispatch returned them, bias [T,H]."""
+    _check_rows(engine, "y", y)
+    if y.dtype not in ELEMENTS or (y.dtype is torch.float64 and engine.device.type == "cuda"):
+        known = ", ".join(str(dtype) for dtype in ELEMENTS if engine.device.type == "cpu" or dtype is not torch.float64)
+        raise ValueError(f"y: expected one of {known} on {engine.device.type}, got {y.dtype}")
+    if not y.is_contiguous():
+        raise ValueError(f"y: expected a contiguous tensor, got strides {tuple(y.stride())} for shape {tuple(y.shape)}")
+    if routing.totals.numel():
+        flat = engine.config.resolved_layout.name == "FLAT"
+        rows = int(routing.totals[1 if flat else 0])
+        if y.shape[0] < rows:
+            raise ValueError(f"y: expected the {rows} rows that dispatch returned, got {y.shape[0]}")
+    shape: tuple[int, ...] = (y.shape[0],)
+    if engine.config.resolved_layout.name == "TOKEN_MAJOR":
+        shape = (y.shape[0], routing.topk_ids.shape[1])
+    for name, beside in (("weights", weights), ("extra", extra)):
+        if beside is not None:
+            _check_beside(name, beside, shape, engine)
+            if beside.dtype is not weight_dtype(y.dtype):
+                raise ValueError(f"{name}: expected {weight_dtype(y.dtype)}, got {beside.dtype}")
+    if bias is not None:
+        _check_beside("bias", bias, (routing.topk_ids.shape[0], y.shape[1]), engine)
+        if bias.dtype is not y.dtype:
+            raise ValueError(f"bias: expected the dtype {y.dtype} of y, got {bias.dtype}")
+
+
+def _check_rows(engine: Engine, name: str, rows: torch.Tensor) -> None:
+    _check_device(engine, name, rows)
+    if rows.dim() != 2:
+        raise ValueError(f"{name}: expected 2 dimensions, got shape {tuple(rows.shape)}")
+    if rows.dtype not in DTYPES:
+        raise ValueError(f"{name}: expected one of {', '.join(map(str, DTYPES))}, got {rows.dtype}")
+    row_bytes = rows.shape[1] * rows.element_size()
+    if row_bytes == 0 or row_bytes % ROW_ALIGNMENT:
+        raise ValueError(
+            f"{name}: expected rows of a positive multiple of {ROW_ALIGNMENT} bytes, got {row_bytes} "
+            f"({rows.shape[1]} elements of {rows.dtype})"
+        )
+
+
+def _check_device(engine: Engine, name: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type == "cuda" and not hasattr(_C, "cuda"):
+        raise ValueError(f"{name}: expected a CPU tensor, since this build has no CUDA kernels, got {tensor.device}")
+    if tensor.device != engine.device:
+        raise ValueError(f"{name}: expected a tensor on {engine.device}, got {tensor.device}")
+
+
+def _check_beside(name: str, tensor: torch.Tensor, shape: tuple[int, ...], engine: Engine) -> None:
+    _check_device(engine, name, tensor)
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
+
+
+def _check_ids(engine: Engine, ids: torch.Tensor, tokens: int) -> None:
+    _check_device(engine, "topk_ids", ids)
+    if ids.dim() != 2 or ids.shape[0] != tokens:
+        raise ValueError(f"topk_ids: expected shape ({tokens}, K), got {tuple(ids.shape)}")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"topk_ids: expected torch.int32 or torch.int64, got {ids.dtype}")
+    if not 1 <= ids.shape[1] <= _C.max_topk:
+        raise ValueError(f"topk_ids: expected 1 to {_C.max_topk} experts per token, got {ids.shape[1]}")
+    if not ids.is_contiguous():
+        raise ValueError(f"topk_ids: expected a contiguous tensor, got strides {tuple(ids.stride())}")
+    if ids.device.type == "cpu" or env.settings().check_ids:
+        _check_id_values(engine, ids if ids.device.type == "cpu" else ids.cpu())
+
+
+def _check_id_values(engine: Engine, ids: torch.Tensor) -> None:
+    bad = _C.find_bad_id(ids.data_ptr(), ids.element_size(), ids.shape[0], ids.shape[1], engine.config.num_experts)
+    if bad is None:
+        return
+    token, k, expert, repeated = bad
+    if repeated:
+        raise ValueError(f"topk_ids: expected distinct experts per token, got expert {expert} twice at token {token}")
+    raise ValueError(
+        f"topk_ids: expected -1 or 0 to {engine.config.num_experts - 1}, got {expert} at token {token}, position {k}"
+    )
+
+
+def _check_scales(engine: Engine, scales: torch.Tensor, tokens: int) -> None:
+    _check_device(engine, "scales", scales)
+    if scales.dim() != 2 or scales.shape[0] != tokens:
+        raise ValueError(f"scales: expected shape ({tokens}, S), got {tuple(scales.shape)}")
+    if not scales.is_contiguous():
+        raise ValueError(f"scales: expected a contiguous tensor, got strides {tuple(scales.stride())}")
+
+
+def _check_capacity(engine: Engine, call: DispatchCall) -> None:
+    if call.capacity is None or call.capacity < 1:
+        raise ValueError(f"capacity: expected at least 1 row, got {call.capacity}")
+    if call.previous is None and engine.config.max_tokens_per_rank is None:
+        raise ValueError(
+            "capacity: expected a communicator with max_tokens_per_rank set, since pools cannot grow without the host, "
+            "got max_tokens_per_rank=None"
+        )

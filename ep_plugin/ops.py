@@ -1,0 +1,131 @@
+"""The operators that torch sees: ``ep_plugin::dispatch`` and ``ep_plugin::combine``, with their fakes.
+
+They return plain tensors (empty where a call has none), so that torch.compile, autograd and checkpointing need to know
+nothing else. ``comm`` is the communicator's number in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.config import DispatchLayout
+from ep_plugin.moe import autograd
+from ep_plugin.moe.communicator import communicator
+from ep_plugin.moe.high_throughput import DispatchCall, RoutingTensors
+
+_library = torch.library.Library("ep_plugin", "DEF")
+_library.define(
+    "dispatch(Tensor x, Tensor topk_ids, Tensor? topk_weights, Tensor? scales, Tensor[] previous, int comm, "
+    "SymInt? capacity, bool pending) -> (Tensor tokens, Tensor scales, Tensor weights, Tensor topk_ids, "
+    "Tensor row_expert_ids, Tensor expert_count, Tensor expert_offset, Tensor overflow, Tensor h_topk_ids, "
+    "Tensor h_send_pos, Tensor h_pair_pos, Tensor h_meta, Tensor h_recv_rows, Tensor h_totals)"
+)
+_library.define(
+    "combine(Tensor y, Tensor? weights, Tensor? bias, Tensor? extra, Tensor[] routing, int comm, bool pending) "
+    "-> (Tensor out, Tensor extra_out)"
+)
+
+
+def _dispatch(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    previous: Sequence[torch.Tensor],
+    comm: int,
+    capacity: int | None,
+    pending: bool,
+) -> tuple[torch.Tensor, ...]:
+    cached = RoutingTensors(*previous) if previous else None
+    call = DispatchCall(x, topk_ids, topk_weights, scales, cached, capacity)
+    result, routing = communicator(comm).run_dispatch(call, pending)
+    if cached is not None:  # an operator returns no input of its own
+        none = topk_ids.new_empty(0)
+        return *result, none, none, none, none, none, none
+    return *result, *routing
+
+
+def _combine(
+    y: torch.Tensor,
+    weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    extra: torch.Tensor | None,
+    routing: Sequence[torch.Tensor],
+    comm: int,
+    pending: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return communicator(comm).run_combine(y, weights, bias, extra, RoutingTensors(*routing), pending)
+
+
+def _fake_dispatch(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    previous: Sequence[torch.Tensor],
+    comm: int,
+    capacity: int | None,
+    pending: bool,
+) -> tuple[torch.Tensor, ...]:
+    engine = communicator(comm).engine
+    config, size = engine.config, engine.size
+    T, K = topk_ids.shape
+    flat = config.resolved_layout is DispatchLayout.FLAT
+
+    def ints(*shape: int) -> torch.Tensor:
+        return x.new_empty(shape, dtype=torch.int32)
+
+    most = config.max_tokens_per_rank
+    slots = size * most if capacity is not None and most is not None else torch.library.get_ctx().new_dynamic_size()
+    if capacity is not None:
+        rows = capacity
+    elif flat:
+        rows = torch.library.get_ctx().new_dynamic_size()
+    else:
+        rows = slots
+    weights_shape = (rows,) if flat else (rows, K)
+    local = engine.local_experts
+    result = (
+        x.new_empty((rows, x.shape[1])),
+        x.new_empty(0) if scales is None else scales.new_empty((rows, scales.shape[1])),
+        x.new_empty(0) if topk_weights is None else topk_weights.new_empty(weights_shape),
+        ints(0) if flat else ints(rows, K),
+        ints(rows) if flat else ints(0),
+        ints(local),
+        ints(local + 1),
+        ints(0) if capacity is None else ints(2),
+    )
+    if previous:
+        return *result, *(topk_ids.new_empty(0) for _ in range(6))
+    totals = torch.empty(0 if capacity is not None else 4 + local, dtype=torch.int64, device="cpu")
+    meta = ints(_C.meta_words(size, config.num_experts))
+    return *result, ints(T, K), ints(T, size), ints(T, K), meta, ints(slots, K), totals
+
+
+def _fake_combine(
+    y: torch.Tensor,
+    weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    extra: torch.Tensor | None,
+    routing: Sequence[torch.Tensor],
+    comm: int,
+    pending: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    T, K = routing[0].shape
+    return y.new_empty((T, y.shape[1])), y.new_empty(0) if extra is None else extra.new_empty((T, K))
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("dispatch", _dispatch, _key)
+    _library.impl("combine", _combine, _key)
+torch.library.register_fake("ep_plugin::dispatch", _fake_dispatch, lib=_library)
+torch.library.register_fake("ep_plugin::combine", _fake_combine, lib=_library)
+torch.library.register_autograd(
+    "ep_plugin::dispatch", autograd.dispatch_backward, setup_context=autograd.save_dispatch, lib=_library
+)
+torch.library.register_autograd(
+    "ep_plugin::combine", autograd.combine_backward, setup_context=autograd.save_combine, lib=_library
+)
