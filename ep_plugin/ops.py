@@ -24,8 +24,8 @@ _library.define(
     "Tensor h_send_pos, Tensor h_pair_pos, Tensor h_meta, Tensor h_recv_rows, Tensor h_totals)"
 )
 _library.define(
-    "combine(Tensor y, Tensor? weights, Tensor? bias, Tensor? extra, Tensor[] routing, int comm, bool pending) "
-    "-> (Tensor out, Tensor extra_out)"
+    "combine(Tensor y, Tensor? weights, Tensor? bias, Tensor? extra, Tensor[] routing, int comm, "
+    "bool pending) -> (Tensor out, Tensor extra_out)"
 )
 
 
@@ -75,17 +75,19 @@ def _fake_dispatch(
     T, K = topk_ids.shape
     flat = config.resolved_layout is DispatchLayout.FLAT
 
-    def ints(*shape: int) -> torch.Tensor:
+    def ints(*shape: int | torch.SymInt) -> torch.Tensor:
         return x.new_empty(shape, dtype=torch.int32)
 
+    def unknown() -> int | torch.SymInt:
+        return torch.library.get_ctx().new_dynamic_size()
+
     most = config.max_tokens_per_rank
-    slots = size * most if capacity is not None and most is not None else torch.library.get_ctx().new_dynamic_size()
+    slots = size * most if capacity is not None and most is not None else unknown()
+    rows: int | torch.SymInt
     if capacity is not None:
         rows = capacity
-    elif flat:
-        rows = torch.library.get_ctx().new_dynamic_size()
     else:
-        rows = slots
+        rows = unknown() if flat else slots
     weights_shape = (rows,) if flat else (rows, K)
     local = engine.local_experts
     result = (

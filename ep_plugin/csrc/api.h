@@ -17,29 +17,29 @@ struct Comm {
   int32_t rank;
   int32_t num_ranks;
   int32_t num_experts;
-  int32_t gate;         // Step held at its test gate, or kNoStep
-  int32_t plain;        // CUDA: 1 forces plain loads and stores where bulk copies exist
+  int32_t gate;   // Step held at its test gate, or kNoStep
+  int32_t plain;  // CUDA: 1 forces plain loads and stores where bulk copies exist
   int32_t reserved;
   int64_t timeout_ns;
-  int64_t pool_bytes[2];           // of every rank's pools, indexed by Pool
-  Address control[kMaxRanks];      // every rank's control block as mapped here
+  int64_t pool_bytes[2];       // of every rank's pools, indexed by Pool
+  Address control[kMaxRanks];  // every rank's control block as mapped here
   Address pool[2][kMaxRanks];
-  Address state;                   // State, local
-  Address board;                   // Board of this rank, as the kernel addresses it
+  Address state;  // State, local
+  Address board;  // Board of this rank, as the kernel addresses it
 };
 
 // The routing that a handle owns: int32 tensors on the communicator's device.
 struct Routing {
-  int32_t num_tokens;   // T
-  int32_t topk;         // K
+  int32_t num_tokens;  // T
+  int32_t topk;        // K
   int32_t layout;
-  int32_t alignment;    // FLAT: each expert's rows are padded to this
-  Address topk_ids;     // [T,K] global expert ids, -1: dropped
-  Address send_pos;     // [T,R] position among this rank's rows for rank r, -1: none
-  Address pair_pos;     // [T,K] position among this rank's pairs for the expert, -1: dropped
-  Address meta;         // [meta_layout.words]
-  Address recv_rows;    // [slots,K] per received slot: FLAT row (TOKEN_MAJOR: the slot) of each pair, -1: none
-  int64_t slots;        // rows of recv_rows
+  int32_t alignment;  // FLAT: each expert's rows are padded to this
+  Address topk_ids;   // [T,K] global expert ids, -1: dropped
+  Address send_pos;   // [T,R] position among this rank's rows for rank r, -1: none
+  Address pair_pos;   // [T,K] position among this rank's pairs for the expert, -1: dropped
+  Address meta;       // [meta_layout.words]
+  Address recv_rows;  // [slots,K] per received slot: FLAT row (TOKEN_MAJOR: the slot) of each pair, -1: none
+  int64_t slots;      // rows of recv_rows
 };
 
 // topk_ids -> Routing's topk_ids, send_pos, pair_pos; meta's rank_count, expert_count, send_chunk_end.
@@ -47,9 +47,9 @@ struct Routing {
 struct PlanArgs {
   Comm comm;
   Routing routing;
-  Address ids;          // [T,K] as the caller gave them
-  int32_t id_bytes;     // 4 or 8
-  int32_t num_sms;      // CUDA
+  Address ids;       // [T,K] as the caller gave them
+  int32_t id_bytes;  // 4 or 8
+  int32_t num_sms;   // CUDA
   Address stream;
 };
 
@@ -58,7 +58,7 @@ struct NotifyArgs {
   Comm comm;
   Routing routing;
   Header header;
-  uint64_t ticket;      // 0: the host does not wait
+  uint64_t ticket;  // 0: the host does not wait
   Address stream;
 };
 
@@ -67,12 +67,12 @@ struct SendArgs {
   Comm comm;
   Routing routing;
   Header header;
-  Address x;            // [T, row_bytes], rows x_stride bytes apart
+  Address x;  // [T, row_bytes], rows x_stride bytes apart
   int64_t x_stride;
-  Address scales;       // [T, scale_bytes] or 0
+  Address scales;  // [T, scale_bytes] or 0
   int64_t scale_stride;
-  Address weights;      // [T,K] contiguous, weight_bytes each, or 0
-  int32_t num_sms;      // CUDA
+  Address weights;  // [T,K] contiguous, weight_bytes each, or 0
+  int32_t num_sms;  // CUDA
   int32_t reserved;
   Address stream;
 };
@@ -83,17 +83,17 @@ struct ExpandArgs {
   Comm comm;
   Routing routing;
   Header header;
-  Address tokens;           // [capacity, row_bytes] contiguous
-  Address scales;           // [capacity, scale_bytes] or 0
-  Address weights;          // FLAT [capacity], TOKEN_MAJOR [capacity,K], or 0
-  Address topk_ids;         // TOKEN_MAJOR: int32 [capacity,K]; 0 in FLAT
-  Address row_expert_ids;   // FLAT: int32 [capacity]; 0 in TOKEN_MAJOR
-  Address expert_count;     // int32 [E_l]: rows of each local expert that are present in the output
-  Address expert_offset;    // int32 [E_l+1], no entry past capacity
-  Address overflow;         // int32 [2]: 1 if rows were dropped, rows required; or 0
-  int64_t capacity;         // rows of the output
-  int32_t num_sms;          // CUDA
-  int32_t fresh;            // 1: also writes the routing's recv_rows and recv_chunk_end; 0: a cached dispatch
+  Address tokens;          // [capacity, row_bytes] contiguous
+  Address scales;          // [capacity, scale_bytes] or 0
+  Address weights;         // FLAT [capacity], TOKEN_MAJOR [capacity,K], or 0
+  Address topk_ids;        // TOKEN_MAJOR: int32 [capacity,K]; 0 in FLAT
+  Address row_expert_ids;  // FLAT: int32 [capacity]; 0 in TOKEN_MAJOR
+  Address expert_count;    // int32 [E_l]: rows of each local expert that are present in the output
+  Address expert_offset;   // int32 [E_l+1], no entry past capacity
+  Address overflow;        // int32 [2]: 1 if rows were dropped, rows required; or 0
+  int64_t capacity;        // rows of the output
+  int32_t num_sms;         // CUDA
+  int32_t fresh;           // 1: also writes the routing's recv_rows and recv_chunk_end; 0: a cached dispatch
   Address stream;
 };
 
@@ -104,13 +104,13 @@ struct PushArgs {
   Comm comm;
   Routing routing;
   Header header;
-  Address y;            // [rows, hidden] contiguous
+  Address y;  // [rows, hidden] contiguous
   int64_t rows;
-  Address weights;      // FLAT [rows], TOKEN_MAJOR [rows,K], or 0: a plain sum; f64 for f64 elements, else f32
-  Address extra;        // same shape and type: values that ride back to the owner per pair, or 0
+  Address weights;  // FLAT [rows], TOKEN_MAJOR [rows,K], or 0: a plain sum; f64 for f64 elements, else f32
+  Address extra;    // same shape and type: values that ride back to the owner per pair, or 0
   int64_t hidden;
   int32_t element;
-  int32_t num_sms;      // CUDA
+  int32_t num_sms;  // CUDA
   Address stream;
 };
 
@@ -119,12 +119,12 @@ struct AddArgs {
   Comm comm;
   Routing routing;
   Header header;
-  Address out;          // [T, hidden] contiguous
-  Address bias;         // [T, hidden] contiguous or 0
-  Address extra;        // out: [T,K] or 0; 0 where nothing rode back
+  Address out;    // [T, hidden] contiguous
+  Address bias;   // [T, hidden] contiguous or 0
+  Address extra;  // out: [T,K] or 0; 0 where nothing rode back
   int64_t hidden;
   int32_t element;
-  int32_t num_sms;      // CUDA
+  int32_t num_sms;  // CUDA
   Address stream;
 };
 

@@ -108,7 +108,15 @@ struct State {
 // ---------------------------------------------------------------------------------------------------------------
 // The board: host memory that every process of the group maps (and the device, too). One per rank; peers write
 // only `abort`. It outlives any kernel and any peer.
-enum FaultCode : int32_t { kNoFault = 0, kTimeout = 1, kAborted = 2, kDisagree = 3, kBadIds = 4, kBadData = 5, kTooSmall = 6 };
+enum FaultCode : int32_t {
+  kNoFault = 0,
+  kTimeout = 1,
+  kAborted = 2,
+  kDisagree = 3,
+  kBadIds = 4,
+  kBadData = 5,
+  kTooSmall = 6
+};
 
 struct Fault {
   int32_t code;
@@ -139,18 +147,18 @@ EP_HD constexpr int64_t board_bytes(int local_experts) {
 // ---------------------------------------------------------------------------------------------------------------
 // Routing metadata of one dispatch, int32 words, owned by the handle.
 struct MetaLayout {
-  int64_t rank_count;       // [R]     my tokens for each rank        (rank_count, expert_count: sent as they lie)
-  int64_t expert_count;     // [E]     my pairs for each expert
-  int64_t slot_base;        // [R]     my first slot in each rank's dispatch pool
-  int64_t send_base;        // [R]     where rank d's partial rows start in my combine pool
-  int64_t push_base;        // [R]     where my partial rows start in rank s's combine pool
-  int64_t recv_offset;      // [R+1]   my dispatch pool's slots by source
-  int64_t src_tokens;       // [R]     T of each source
-  int64_t flat_base;        // [E]     first FLAT row, at the expert's rank, of my pairs
-  int64_t expert_offset;    // [E_l+1] FLAT rows by local expert, aligned
-  int64_t expert_rows;      // [E_l]   rows received for each local expert
-  int64_t send_chunk_end;   // [R][C]  my rows for rank d up to the end of chunk c
-  int64_t recv_chunk_end;   // [R][C]  source s's rows here up to the end of its chunk c
+  int64_t rank_count;      // [R]     my tokens for each rank        (rank_count, expert_count: sent as they lie)
+  int64_t expert_count;    // [E]     my pairs for each expert
+  int64_t slot_base;       // [R]     my first slot in each rank's dispatch pool
+  int64_t send_base;       // [R]     where rank d's partial rows start in my combine pool
+  int64_t push_base;       // [R]     where my partial rows start in rank s's combine pool
+  int64_t recv_offset;     // [R+1]   my dispatch pool's slots by source
+  int64_t src_tokens;      // [R]     T of each source
+  int64_t flat_base;       // [E]     first FLAT row, at the expert's rank, of my pairs
+  int64_t expert_offset;   // [E_l+1] FLAT rows by local expert, aligned
+  int64_t expert_rows;     // [E_l]   rows received for each local expert
+  int64_t send_chunk_end;  // [R][C]  my rows for rank d up to the end of chunk c
+  int64_t recv_chunk_end;  // [R][C]  source s's rows here up to the end of its chunk c
   int64_t words;
 };
 EP_HD constexpr MetaLayout meta_layout(int R, int E) {

@@ -26,7 +26,8 @@ py::class_<Args> bind_struct(py::module_& m, const char* name) {
 
 void set_addresses(Address* to, const std::vector<Address>& from) {
   if (from.size() > kMaxRanks)
-    throw py::value_error("ranks: expected at most " + std::to_string(kMaxRanks) + ", got " + std::to_string(from.size()));
+    throw py::value_error("ranks: expected at most " + std::to_string(kMaxRanks) + ", got " +
+                          std::to_string(from.size()));
   std::copy(from.begin(), from.end(), to);
 }
 
@@ -160,7 +161,8 @@ py::object abort_of(Address address) {
   const Board& board = *at<Board>(address);
   const uint32_t by = __atomic_load_n(&board.abort, __ATOMIC_ACQUIRE);
   if (by == 0) return py::none();
-  return py::make_tuple(static_cast<int>(by) - 1, std::string(board.reason, strnlen(board.reason, sizeof(board.reason))));
+  return py::make_tuple(static_cast<int>(by) - 1,
+                        std::string(board.reason, strnlen(board.reason, sizeof(board.reason))));
 }
 
 void bind_board(py::module_& m) {
@@ -181,13 +183,15 @@ void bind_board(py::module_& m) {
     const int64_t* totals = at<int64_t>(address, sizeof(Board));
     return std::vector<int64_t>(totals, totals + kTotals + local_experts);
   });
-  m.def("gate_reached", [](Address address) { return __atomic_load_n(&at<Board>(address)->gate_reached, __ATOMIC_ACQUIRE); });
+  m.def("gate_reached",
+        [](Address address) { return __atomic_load_n(&at<Board>(address)->gate_reached, __ATOMIC_ACQUIRE); });
   m.def("open_gate", [](Address address) { __atomic_store_n(&at<Board>(address)->gate_open, 1u, __ATOMIC_RELEASE); });
-  m.def("find_bad_id", [](Address ids, int id_bytes, int64_t num_tokens, int64_t topk, int64_t num_experts) -> py::object {
-    BadId bad;
-    if (!find_bad_id(ids, id_bytes, num_tokens, topk, num_experts, &bad)) return py::none();
-    return py::make_tuple(bad.token, bad.k, bad.id, bad.repeated);
-  });
+  m.def("find_bad_id",
+        [](Address ids, int id_bytes, int64_t num_tokens, int64_t topk, int64_t num_experts) -> py::object {
+          BadId bad;
+          if (!find_bad_id(ids, id_bytes, num_tokens, topk, num_experts, &bad)) return py::none();
+          return py::make_tuple(bad.token, bad.k, bad.id, bad.repeated);
+        });
 }
 
 }  // namespace

@@ -51,10 +51,10 @@ struct Meta {
 EP_HD Meta meta_of(const Comm& comm, const Routing& routing) {
   const MetaLayout lay = meta_layout(comm.num_ranks, comm.num_experts);
   int32_t* words = at<int32_t>(routing.meta);
-  return Meta{words + lay.rank_count,    words + lay.expert_count,   words + lay.slot_base,
-              words + lay.send_base,     words + lay.push_base,      words + lay.recv_offset,
-              words + lay.src_tokens,    words + lay.flat_base,      words + lay.expert_offset,
-              words + lay.expert_rows,   words + lay.send_chunk_end, words + lay.recv_chunk_end};
+  return Meta{words + lay.rank_count,  words + lay.expert_count,   words + lay.slot_base,
+              words + lay.send_base,   words + lay.push_base,      words + lay.recv_offset,
+              words + lay.src_tokens,  words + lay.flat_base,      words + lay.expert_offset,
+              words + lay.expert_rows, words + lay.send_chunk_end, words + lay.recv_chunk_end};
 }
 
 EP_HD SlotLayout slot_layout_of(const Header& header) {

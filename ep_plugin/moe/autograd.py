@@ -41,7 +41,11 @@ def dispatch_backward(ctx: Any, grad_tokens: torch.Tensor | None, *grads: torch.
         extra = None
         if ctx.weights_need_grad:
             dtype = weight_dtype(y.dtype)
-            extra = y.new_zeros(ctx.rows_shape, dtype=dtype) if grad_weights is None else grad_weights.to(dtype).contiguous()
+            extra = (
+                y.new_zeros(ctx.rows_shape, dtype=dtype)
+                if grad_weights is None
+                else grad_weights.to(dtype).contiguous()
+            )
         rows, weights = torch.ops.ep_plugin.combine(y, None, None, extra, routing, ctx.comm, False)
         grad_x = rows if ctx.x_needs_grad else None
         grad_topk_weights = weights if ctx.weights_need_grad else None

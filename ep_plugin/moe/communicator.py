@@ -10,6 +10,7 @@ import itertools
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, cast
 
@@ -40,8 +41,8 @@ def communicator(number: int) -> MoECommunicator:
 class DispatchWork:
     """A dispatch under way. `wait()` returns what `dispatch` would have; `done` says whether it was called."""
 
-    def __init__(self, comm: MoECommunicator, arguments: tuple[Any, ...]) -> None:
-        self._comm, self._arguments = comm, arguments
+    def __init__(self, comm: MoECommunicator, complete: Callable[[], tuple[DispatchOutput, DispatchHandle]]) -> None:
+        self._comm, self._complete = comm, complete
         self._result: tuple[DispatchOutput, DispatchHandle] | None = None
 
     @property
@@ -51,7 +52,7 @@ class DispatchWork:
     def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
         """Completes the dispatch and orders the caller's stream after it. May be called more than once."""
         if self._result is None:
-            self._result = self._comm._dispatch(*self._arguments, pending=True)
+            self._result = self._complete()
             self._comm._forget(self)
         return self._result
 
@@ -59,8 +60,8 @@ class DispatchWork:
 class CombineWork:
     """A combine under way. `wait()` returns the ``[T, H]`` tokens."""
 
-    def __init__(self, comm: MoECommunicator, arguments: tuple[Any, ...]) -> None:
-        self._comm, self._arguments = comm, arguments
+    def __init__(self, comm: MoECommunicator, complete: Callable[[], torch.Tensor]) -> None:
+        self._comm, self._complete = comm, complete
         self._result: torch.Tensor | None = None
 
     @property
@@ -70,7 +71,7 @@ class CombineWork:
     def wait(self) -> torch.Tensor:
         """Completes the combine and orders the caller's stream after it. May be called more than once."""
         if self._result is None:
-            self._result = self._comm._combine(*self._arguments, pending=True)
+            self._result = self._complete()
             self._comm._forget(self)
         return self._result
 
@@ -186,12 +187,15 @@ class MoECommunicator:
         """Starts a dispatch; `.wait()` returns its result. The next operation completes one that nobody waited for."""
         routing = self._routing_of(previous_handle)
         weights = None if topk_weights is None else topk_weights.to(weight_dtype(x.dtype)).contiguous()
-        call = ht.DispatchCall(x.detach(), topk_ids, None if weights is None else weights.detach(), scales, routing, capacity)
+        call = ht.DispatchCall(
+            x.detach(), topk_ids, None if weights is None else weights.detach(), scales, routing, capacity
+        )
         self._complete()
         check_dispatch(self.engine, call)
         with self.engine.operation("dispatch"):
             self._pending = ht.start_dispatch(self.engine, call)
-        work = DispatchWork(self, (x, topk_ids, topk_weights, scales, previous_handle, capacity))
+        arguments = (x, topk_ids, topk_weights, scales, previous_handle, capacity)
+        work = DispatchWork(self, lambda: self._dispatch(*arguments, pending=True))
         self._under_way = work
         return work
 
@@ -212,7 +216,7 @@ class MoECommunicator:
             self._pending = ht.start_combine(
                 self.engine, y.detach(), rows, None if bias is None else bias.detach(), None, routing
             )
-        work = CombineWork(self, (y, handle, weights, bias))
+        work = CombineWork(self, lambda: self._combine(y, handle, weights, bias, pending=True))
         self._under_way = work
         return work
 
@@ -233,16 +237,16 @@ class MoECommunicator:
     def __enter__(self) -> MoECommunicator:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
 
     # -- what the operators call ---------------------------------------------------------------------------------
 
-    def run_dispatch(
-        self, call: ht.DispatchCall, pending: bool
-    ) -> tuple[ht.DispatchResult, ht.RoutingTensors]:
+    def run_dispatch(self, call: ht.DispatchCall, pending: bool) -> tuple[ht.DispatchResult, ht.RoutingTensors]:
         """The whole of a dispatch, or, when `pending`, the rest of the one that dispatch_async began."""
         engine = self.engine
         if pending:
@@ -328,7 +332,9 @@ class MoECommunicator:
         if handle is None:
             return None
         if handle.comm != self.number:
-            raise ValueError(f"handle: expected one of communicator {self.number}, got one of communicator {handle.comm}")
+            raise ValueError(
+                f"handle: expected one of communicator {self.number}, got one of communicator {handle.comm}"
+            )
         return ht.RoutingTensors(*handle[:-1])
 
     def _complete(self) -> None:

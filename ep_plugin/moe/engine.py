@@ -59,7 +59,9 @@ class Engine:
         if self.size > _C.max_ranks:
             raise NotSupported(f"group: expected at most {_C.max_ranks} ranks on one node, got {self.size}")
         if config.num_experts % self.size:
-            raise ValueError(f"num_experts: expected a multiple of the group's {self.size} ranks, got {config.num_experts}")
+            raise ValueError(
+                f"num_experts: expected a multiple of the group's {self.size} ranks, got {config.num_experts}"
+            )
         mine = (config.describe(), self.device.type)
         for rank, theirs in enumerate(self.exchange.all_gather("agree on the config", list(mine))):
             if tuple(theirs) != mine:

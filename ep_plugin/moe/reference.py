@@ -112,9 +112,7 @@ def _token_major(
     counts = torch.bincount(local[token, k], minlength=per_rank)
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
     kept = torch.where(local >= 0, weights, torch.zeros_like(weights))[here]
-    return ReferenceOutput(
-        x[here], kept, local[here].int(), None, counts.int(), offsets.int(), token, k, slot[token]
-    )
+    return ReferenceOutput(x[here], kept, local[here].int(), None, counts.int(), offsets.int(), token, k, slot[token])
 
 
 def _first_of_each(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

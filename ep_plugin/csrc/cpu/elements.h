@@ -49,10 +49,14 @@ inline void narrow(float v, BFloat16* out) {  // round to nearest, ties to even;
 template <class Visit>
 void with_element(int32_t element, Visit visit) {
   switch (element) {
-    case kFloat32: return visit(float{});
-    case kBFloat16: return visit(BFloat16{});
-    case kFloat16: return visit(Float16{});
-    case kFloat64: return visit(double{});
+    case kFloat32:
+      return visit(float{});
+    case kBFloat16:
+      return visit(BFloat16{});
+    case kFloat16:
+      return visit(Float16{});
+    case kFloat64:
+      return visit(double{});
   }
   throw std::invalid_argument("element: expected one of Element, got " + std::to_string(element));
 }

@@ -82,7 +82,8 @@ void lay_out_ranks(const Run& run, const Meta& meta, int64_t* max_slots, int64_t
 // Where each expert's FLAT rows start at its rank, and where mine start among them.
 void lay_out_experts(const Run& run, const Meta& meta, int alignment) {
   const Comm& comm = run.comm;
-  const int R = comm.num_ranks, me = comm.rank, per_rank = local_experts(comm), parity = static_cast<int>(run.epoch & 1);
+  const int R = comm.num_ranks, me = comm.rank, per_rank = local_experts(comm),
+            parity = static_cast<int>(run.epoch & 1);
   for (int r = 0; r < R; ++r) {
     int64_t offset = 0;
     for (int local = 0; local < per_rank; ++local) {

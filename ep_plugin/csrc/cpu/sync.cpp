@@ -5,8 +5,8 @@
 namespace ep::cpu {
 
 namespace {
-constexpr int64_t kSpinNs = 50'000;     // then give the core away
-constexpr int64_t kYieldNs = 200'000;   // then sleep between looks: peers may share this core
+constexpr int64_t kSpinNs = 50'000;    // then give the core away
+constexpr int64_t kYieldNs = 200'000;  // then sleep between looks: peers may share this core
 constexpr int64_t kSleepNs = 50'000;
 
 uint64_t load_acquire(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
@@ -81,8 +81,7 @@ bool gate(const Run& run) {
   const int64_t since = now_ns();
   while (__atomic_load_n(&board.gate_open, __ATOMIC_ACQUIRE) == 0) {
     if (aborted(run)) return false;
-    if (now_ns() - since > run.comm.timeout_ns)
-      return fail(run.comm, kTimeout, run.step, run.comm.rank, 0, 1, 0);
+    if (now_ns() - since > run.comm.timeout_ns) return fail(run.comm, kTimeout, run.step, run.comm.rank, 0, 1, 0);
     rest(kYieldNs);
   }
   return true;

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# On a machine with GPUs: builds, runs the GPU tests (which write tests/gpu/receipt.json), and benches.
+#   scripts/gpu.sh [build] [tests] [sanitize] [stress] [bench] [train]     (default: build tests bench)
+# What it writes goes to $OUT too when that is set.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PYTHON=${PYTHON:-$( [ -x .venv/bin/python ] && echo .venv/bin/python || echo python3 )}
+GPUS=$(nvidia-smi -L | wc -l)
+RESULTS=benchmarks/results/h200x$GPUS
+export PYTHONUNBUFFERED=1
+
+build() { EP_PLUGIN_BUILD_CUDA=1 $PYTHON -m pip install -q --no-build-isolation --no-deps -e .; }
+
+tests() { $PYTHON -m pytest -m gpu tests/gpu -x -q; }
+
+# The same tests where launches block, where all streams share one hardware queue, and on the plain kernels.
+stress() {
+  CUDA_LAUNCH_BLOCKING=1 $PYTHON -m pytest -m gpu tests/gpu/test_moe.py -x -q -k grid
+  CUDA_DEVICE_MAX_CONNECTIONS=1 $PYTHON -m pytest -m gpu tests/gpu/test_moe.py -x -q -k grid
+  EP_PLUGIN_PLAIN_KERNELS=1 $PYTHON -m pytest -m gpu tests/gpu/test_moe.py -x -q -k grid
+}
+
+sanitize() {
+  for tool in memcheck racecheck; do
+    compute-sanitizer --tool $tool --target-processes all --error-exitcode 9 \
+      $PYTHON tests/gpu/small_case.py
+  done
+}
+
+bench() { $PYTHON -m ep_plugin.bench.cli moe --backend cuda --out "$RESULTS/moe_ht.json"; }
+
+train() {
+  $PYTHON examples/train_qwen3_moe.py --launch "$GPUS" --preset 30b-a3b --layers 4 --dtype bfloat16 \
+    --compare all_to_all --out runs/gpu
+  cp runs/gpu/metrics.json "$RESULTS/train_qwen3_30b_a3b_4_layers.json"
+}
+
+for step in "${@:-build tests bench}"; do for one in $step; do "$one"; done; done
+if [ -n "${OUT:-}" ]; then
+  cp tests/gpu/receipt.json "$OUT/" 2>/dev/null || true
+  cp "$RESULTS"/*.json "$OUT/" 2>/dev/null || true
+fi
