@@ -83,11 +83,8 @@ def _fake_dispatch(
 
     most = config.max_tokens_per_rank
     slots = size * most if capacity is not None and most is not None else unknown()
-    rows: int | torch.SymInt
-    if capacity is not None:
-        rows = capacity
-    else:
-        rows = unknown() if flat else slots
+    exact = unknown() if flat else slots
+    rows = exact if capacity is None else capacity
     weights_shape = (rows,) if flat else (rows, K)
     local = engine.local_experts
     result = (

@@ -16,7 +16,7 @@ _RESULTS = 8  # of dispatch, before its routing
 
 
 def save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, topk_ids, weights, scales, previous, comm, _, _ = inputs
+    x, _, weights, _, previous, comm, _, _ = inputs
     routing = tuple(previous) if previous else tuple(output[_RESULTS:])
     ctx.save_for_backward(*routing)
     ctx.comm = comm
@@ -62,7 +62,7 @@ def _rows_to_send_back(ctx: Any, grad_tokens: torch.Tensor | None, like: torch.T
 
 
 def save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    y, weights, bias, extra, routing, comm, _ = inputs
+    y, weights, bias, _, routing, comm, _ = inputs
     ctx.weighted = weights is not None
     saved = (y, weights) if weights is not None else ()  # a plain sum does not keep y alive
     ctx.save_for_backward(*routing, *saved)

@@ -98,8 +98,8 @@ class Engine:
         """
         if self.lanes.capturing():
             raise EpPluginError(
-                f"{self.name}: the {_POOL_NAMES[pool]} has {self.pool_bytes(pool)} bytes where {nbytes} are needed, and "
-                "a CUDA graph is being captured: run one step of this shape before capturing"
+                f"{self.name}: the {_POOL_NAMES[pool]} has {self.pool_bytes(pool)} bytes where {nbytes} are needed, "
+                "and a CUDA graph is being captured: run one step of this shape before capturing"
             )
         self.lanes.drain()
         sizes = self.exchange.all_gather(f"grow {_POOL_NAMES[pool]}", nbytes)

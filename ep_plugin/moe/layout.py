@@ -62,6 +62,8 @@ class DispatchHandle(NamedTuple):
     recv_rows: torch.Tensor
     """int32 ``[slots, K]``, the output row of each received pair, -1: none."""
     totals: torch.Tensor
-    """int64 on the host: slots, rows, the largest rank's slots and sent rows, rows per local expert; empty with capacity."""
+    """int64 on the host: slots, rows, the largest rank's slots and sent rows, rows per local expert.
+
+    Empty with ``capacity``."""
     comm: int
     """The number of the communicator that made it."""

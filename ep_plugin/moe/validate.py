@@ -55,10 +55,9 @@ def check_dispatch(engine: Engine, call: DispatchCall) -> None:
         _check_scales(engine, call.scales, tokens)
     if call.capacity is not None:
         _check_capacity(engine, call)
-    if call.previous is not None and tuple(call.previous.topk_ids.shape) != tuple(ids.shape):
-        raise ValueError(
-            f"topk_ids: expected the shape {tuple(call.previous.topk_ids.shape)} of previous_handle, got {tuple(ids.shape)}"
-        )
+    if call.previous is not None and call.previous.topk_ids.shape != ids.shape:
+        expected = tuple(call.previous.topk_ids.shape)
+        raise ValueError(f"topk_ids: expected the shape {expected} of previous_handle, got {tuple(ids.shape)}")
 
 
 def check_combine(
