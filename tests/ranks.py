@@ -1,83 +1,123 @@
-"""Ranks as real processes: spawned, joined into a gloo group, their results and errors brought back to the test."""
+"""Runs a function on several ranks, each a process of its own, and says how each one ended."""
 
 from __future__ import annotations
 
 import datetime
 import multiprocessing
 import os
-import signal
+import pickle
+import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-_PATIENCE_S = 120
+
+@dataclass
+class Outcome:
+    """How a rank ended: what it returned, or what it raised, or only its exit code."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+    exitcode: int | None = None
+    seconds: float = 0.0
 
 
-class RankFailed(AssertionError):
-    """A rank raised, or died without being told to; the message holds its traceback or exit code."""
+def run_ranks(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60,
+    env: dict[str, str] | None = None,
+    start: str = "forkserver",
+) -> list[Outcome]:
+    """Calls `function(rank, *args)` in `size` processes that share a gloo group, and returns how each ended.
 
-
-def die() -> None:
-    """Ends this rank as a crash would: SIGKILL, no clean-up of any kind."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def run_ranks(size: int, function: Callable[..., Any], *args: Any, killed: tuple[int, ...] = ()) -> list[Any]:
-    """Runs ``function(rank, size, *args)`` in ``size`` processes and returns what each returned, in rank order.
-
-    ``function`` is importable by name. The default group is gloo over a store that the calling process serves, so that
-    it outlives every rank. Ranks in ``killed`` must end by SIGKILL; their result is None.
+    `function` is importable by name. `start`: "spawn" where CUDA is used. The group's store lives in the calling
+    process, so it outlives every rank. Whoever is left at the deadline is killed, and its outcome then has neither a
+    value nor an error.
     """
+    context = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(["torch", "torch.distributed", "ep_plugin.ops"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    ends = [context.Pipe(duplex=False) for _ in range(size)]
-    processes = [
-        context.Process(target=_main, args=(rank, size, store.port, ends[rank][1], function, args), daemon=True)
-        for rank in range(size)
-    ]
-    for process in processes:
+    pipes, processes = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe(duplex=False)
+        target_args = (theirs, rank, size, store.port, env or {}, function, args, timeout_s)
+        process = context.Process(target=_rank_main, args=target_args, daemon=True)
         process.start()
-    for _, send_end in ends:
-        send_end.close()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
     try:
-        return [_result_of(rank, processes[rank], ends[rank][0], rank in killed) for rank in range(size)]
+        return _collect(pipes, processes, time.monotonic() + timeout_s)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _result_of(rank: int, process: multiprocessing.process.BaseProcess, end: Connection, killed: bool) -> Any:
-    try:
-        if not end.poll(_PATIENCE_S):
-            raise RankFailed(f"rank {rank} did not finish within {_PATIENCE_S} s")
-        succeeded, result = end.recv()
-    except EOFError:
-        process.join(_PATIENCE_S)
-        if killed and process.exitcode == -signal.SIGKILL:
-            return None
-        raise RankFailed(f"rank {rank} ended without a result, exit code {process.exitcode}") from None
-    if not succeeded:
-        raise RankFailed(f"rank {rank} raised:\n{result}")
-    process.join(_PATIENCE_S)
-    if process.exitcode != 0:
-        raise RankFailed(f"rank {rank} returned its result and then ended with exit code {process.exitcode}")
-    return result
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """What the ranks returned; an AssertionError with the trace of the first that failed."""
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is not None:
+            raise AssertionError(f"rank {rank}: {outcome.error!r}\n{outcome.trace}") from outcome.error
+        assert outcome.exitcode == 0, f"rank {rank} ended with exit code {outcome.exitcode} and no result"
+    return [outcome.value for outcome in outcomes]
 
 
-def _main(
-    rank: int, size: int, port: int, end: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+def _collect(pipes: list[Connection], processes: list[Any], deadline: float) -> list[Outcome]:
+    outcomes = [Outcome() for _ in processes]
+    for outcome, pipe in zip(outcomes, pipes, strict=True):
+        try:
+            if pipe.poll(max(0.0, deadline - time.monotonic())):
+                outcome.value, outcome.error, outcome.trace, outcome.seconds = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            pass  # it died without a word: its exit code says how
+    for outcome, process in zip(outcomes, processes, strict=True):
+        process.join(max(1.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+        outcome.exitcode = process.exitcode
+    return outcomes
+
+
+def _rank_main(
+    pipe: Connection,
+    rank: int,
+    size: int,
+    port: int,
+    env: dict[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout_s: float,
 ) -> None:
-    import torch
-
+    os.environ.update(env)
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    began = time.monotonic()
+    value, error, trace = None, None, ""
     try:
-        end.send((True, function(rank, size, *args)))
-    except BaseException:
-        end.send((False, traceback.format_exc()))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        value = function(rank, *args)
+    except BaseException as caught:
+        error, trace = caught, traceback.format_exc()
+    pipe.send_bytes(_pickled((value, error, trace, time.monotonic() - began)))
+    if error is None:
+        dist.destroy_process_group()
+
+
+def _pickled(result: tuple[Any, BaseException | None, str, float]) -> bytes:
+    value, error, trace, seconds = result
+    try:
+        return pickle.dumps(result)
+    except Exception as problem:
+        return pickle.dumps((None, RuntimeError(repr(error or problem)), f"{trace}\nnot picklable: {problem}", seconds))
