@@ -158,8 +158,8 @@ def _check_scales(engine: Engine, scales: torch.Tensor, tokens: int) -> None:
 
 
 def _check_capacity(engine: Engine, call: DispatchCall) -> None:
-    if call.capacity is None or call.capacity < 1:
-        raise ValueError(f"capacity: expected at least 1 row, got {call.capacity}")
+    if call.capacity is None or call.capacity < 0:
+        raise ValueError(f"capacity: expected at least 0 rows, got {call.capacity}")
     if call.previous is None and engine.config.max_tokens_per_rank is None:
         raise ValueError(
             "capacity: expected a communicator with max_tokens_per_rank set, since pools cannot grow without the host, "
