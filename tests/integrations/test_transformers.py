@@ -7,7 +7,6 @@ loss and the gradient of every parameter shard. A world of ranks is started once
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import importlib
 import sys
@@ -17,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
+
+from tests.ranks import run_ranks, values
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -68,23 +67,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     torch.manual_seed(0)
     _model(hidden_size=64, num_experts=EXPERTS, num_experts_per_tok=TOPK).save_pretrained(folder / "even")
-    _skew(_model(hidden_size=64, num_experts=EXPERTS, num_experts_per_tok=TOPK)).save_pretrained(
-        folder / "skewed"
-    )
+    _skew(_model(hidden_size=64, num_experts=EXPERTS, num_experts_per_tok=TOPK)).save_pretrained(folder / "skewed")
     _model(hidden_size=32, num_experts=4, num_experts_per_tok=3).save_pretrained(folder / "other")
     return folder
 
 
 @pytest.fixture(scope="module")
-def run_world(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory):
-    @functools.cache
-    def run(world: int) -> list[dict[str, dict]]:
-        """Results by case of every rank."""
-        folder = tmp_path_factory.mktemp(f"world{world}")
-        mp.spawn(_run_rank, args=(world, checkpoints, folder), nprocs=world)
-        return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
-
-    return run
+def run_world(checkpoints: Path) -> Callable[[int], list[dict[str, dict]]]:
+    """Results by case of every rank of a world, which runs once however many tests ask for it."""
+    return functools.cache(lambda world: values(run_ranks(world, _run_rank, world, checkpoints, timeout_s=240)))
 
 
 @pytest.mark.parametrize(("world", "name"), NAMED, ids=[name for _, name in NAMED])
@@ -122,7 +113,7 @@ def test_two_models_in_one_process(run_world) -> None:
 
 
 def test_older_transformers_is_refused_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.22.1")
+    monkeypatch.setattr("transformers.__version__", "5.22.1")
     monkeypatch.delitem(sys.modules, "ep_plugin.integrations.transformers", raising=False)
     with pytest.raises(ImportError, match=r"expected transformers 5\.23 or newer.*got 5\.22\.1"):
         importlib.import_module("ep_plugin.integrations.transformers")
@@ -186,24 +177,14 @@ class _Spy:
         return counted
 
 
-def _run_rank(rank: int, world: int, checkpoints: Path, folder: Path) -> None:
+def _run_rank(rank: int, world: int, checkpoints: Path) -> dict[str, dict]:
     importlib.import_module("ep_plugin.integrations.transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'store'}",
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=60),
-    )
     results = {name: _run_case(case, checkpoints, rank) for name, case in CASES[world].items()}
     if world == 2:
         results["two models"] = _run_two_models(checkpoints, rank)
-    torch.save(results, folder / f"rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 def _load(checkpoints: Path, case: Case, exchange: str) -> torch.nn.Module:
@@ -237,8 +218,7 @@ def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """This rank's shard of every gradient."""
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {
-        name: gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        for name, gradient in gradients.items()
+        name: gradient.to_local() if isinstance(gradient, DTensor) else gradient for name, gradient in gradients.items()
     }
 
 
@@ -247,8 +227,7 @@ def _difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
     assert ours.keys() == theirs.keys()
     return {
         name: float(
-            (ours[name].float() - theirs[name].float()).abs().max()
-            / theirs[name].float().abs().max().clamp_min(1e-3)
+            (ours[name].float() - theirs[name].float()).abs().max() / theirs[name].float().abs().max().clamp_min(1e-3)
         )
         for name in theirs
         if theirs[name].numel()
@@ -281,8 +260,7 @@ def _run_two_models(checkpoints: Path, rank: int) -> dict:
     for exchange in ("all_to_all", "ep_plugin"):
         models = [_load(checkpoints, case, exchange) for case in cases]
         losses = [
-            _forward(model, _tokens(case, rank, seed=1))["loss"]
-            for model, case in zip(models, cases, strict=True)
+            _forward(model, _tokens(case, rank, seed=1))["loss"] for model, case in zip(models, cases, strict=True)
         ]
         for loss in losses:
             loss.backward()
