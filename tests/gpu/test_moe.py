@@ -1,0 +1,43 @@
+"""MoECommunicator on GPUs, one process per rank; several ranks share a GPU where there are more ranks than GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu import checks
+from tests.ranks import run_ranks, values
+
+FEATURES = ("gradients", "same_bits", "scales_travel", "capacity", "outstanding", "graph")
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("size", range(1, 9))
+def test_grid(size: int) -> None:
+    done = values(run_ranks(size, checks.grid, size, start="spawn", timeout_s=280))
+    assert len(done[0]) >= len(checks.CASES) - 1
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature(feature: str, size: int) -> None:
+    values(run_ranks(size, getattr(checks, feature), size, start="spawn", timeout_s=200))
+
+
+@pytest.mark.gpu(2)
+def test_beside_nccl() -> None:
+    import torch
+
+    size = min(4, torch.cuda.device_count())
+    values(run_ranks(size, checks.beside_nccl, size, start="spawn", timeout_s=200))
+
+
+@pytest.mark.gpu(1)
+def test_more_than_two_gibibytes() -> None:
+    values(run_ranks(2, checks.large, 2, start="spawn", timeout_s=200))
+
+
+@pytest.mark.gpu(1)
+def test_plain_kernels() -> None:
+    done = values(run_ranks(2, checks.grid, 2, start="spawn", timeout_s=280, env={"EP_PLUGIN_PLAIN_KERNELS": "1"}))
+    assert len(done[0]) >= len(checks.CASES) - 1
