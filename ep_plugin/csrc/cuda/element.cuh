@@ -1,0 +1,67 @@
+// Element types as 16-byte vectors: widened to float32 to be summed, rounded to nearest once at the end.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace ep::cuda {
+
+struct Float32 {
+  static constexpr int kPerVector = 4;
+  static __device__ __forceinline__ void add(float* sum, int4 vector, float factor) {
+    sum[0] = fmaf(factor, __int_as_float(vector.x), sum[0]);
+    sum[1] = fmaf(factor, __int_as_float(vector.y), sum[1]);
+    sum[2] = fmaf(factor, __int_as_float(vector.z), sum[2]);
+    sum[3] = fmaf(factor, __int_as_float(vector.w), sum[3]);
+  }
+  static __device__ __forceinline__ int4 narrow(const float* sum) {
+    return make_int4(__float_as_int(sum[0]), __float_as_int(sum[1]), __float_as_int(sum[2]), __float_as_int(sum[3]));
+  }
+};
+
+// Two elements in a 32-bit word.
+struct BFloat16Pair {
+  static __device__ __forceinline__ float2 widen(int32_t word) {
+    return make_float2(__int_as_float(word << 16), __int_as_float(word & static_cast<int32_t>(0xFFFF0000u)));
+  }
+  static __device__ __forceinline__ int32_t narrow(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return static_cast<int32_t>(*reinterpret_cast<const uint32_t*>(&pair));
+  }
+};
+struct Float16Pair {
+  static __device__ __forceinline__ float2 widen(int32_t word) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&word));
+  }
+  static __device__ __forceinline__ int32_t narrow(float low, float high) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return static_cast<int32_t>(*reinterpret_cast<const uint32_t*>(&pair));
+  }
+};
+
+template <class Pair>
+struct Sixteen {
+  static constexpr int kPerVector = 8;
+  static __device__ __forceinline__ void add(float* sum, int4 vector, float factor) {
+    add_pair(sum + 0, vector.x, factor);
+    add_pair(sum + 2, vector.y, factor);
+    add_pair(sum + 4, vector.z, factor);
+    add_pair(sum + 6, vector.w, factor);
+  }
+  static __device__ __forceinline__ int4 narrow(const float* sum) {
+    return make_int4(Pair::narrow(sum[0], sum[1]), Pair::narrow(sum[2], sum[3]), Pair::narrow(sum[4], sum[5]),
+                     Pair::narrow(sum[6], sum[7]));
+  }
+
+ private:
+  static __device__ __forceinline__ void add_pair(float* sum, int32_t word, float factor) {
+    const float2 pair = Pair::widen(word);
+    sum[0] = fmaf(factor, pair.x, sum[0]);
+    sum[1] = fmaf(factor, pair.y, sum[1]);
+  }
+};
+using BFloat16 = Sixteen<BFloat16Pair>;
+using Float16 = Sixteen<Float16Pair>;
+
+}  // namespace ep::cuda

@@ -1,0 +1,206 @@
+// Notify: every rank tells every rank how many rows it will send; each then knows every slot and every FLAT row.
+//
+// Roles. One CTA, a warp for each rank. Warp p writes this rank's count row to peer p, then hears rank p's row, checks
+// it and leaves its rank counts in shared memory. Then warp 0 lays out slots and warp r the experts of rank r.
+// Memory order. Count rows, a barrier of the warp, the flag with release at system scope; the reader acquires it. There
+// are two count rows for each pair of ranks, used in turns: a row is overwritten only after its reader's consumed word
+// says epoch - 2. Totals are stored before the ticket, which has release order at system scope (host memory).
+// Nothing read from a count row is used as a bound or index before it is checked.
+#include "kernels.h"
+#include "launch.cuh"
+#include "sync.cuh"
+
+namespace ep::cuda {
+
+namespace {
+
+constexpr int kNotifyThreads = kMaxRanks * kWarp;
+
+struct Shared {
+  int32_t rank_count[kMaxRanks][kMaxRanks];  // [source][destination]
+  int64_t max_slots, max_sent;
+};
+
+__device__ int parity_of(const Run& run) { return static_cast<int>(run.epoch & 1); }
+
+// One warp: this rank's count row at `peer`, without its flag.
+__device__ bool write_counts(const Run& run, const NotifyArgs& args, int peer) {
+  const Comm& comm = run.comm;
+  const uint64_t free_at = run.epoch < 2 ? 0 : run.epoch - 2;
+  int ok = 1;
+  if (lane_id() == 0) ok = wait_at_least(run, consumed_word(comm, comm.rank, kConsumedCounts, peer), free_at, peer);
+  if (!__shfl_sync(kAllLanes, ok, 0)) return false;
+  __syncwarp();
+  int64_t* header = reinterpret_cast<int64_t*>(count_header(comm, peer, parity_of(run), comm.rank));
+  const int64_t* mine = reinterpret_cast<const int64_t*>(&args.header);
+  if (lane_id() < kHeaderFields) header[lane_id()] = mine[lane_id()];
+  const int32_t* counts = meta_of(comm, args.routing).rank_count;
+  int32_t* to = count_values(comm, peer, parity_of(run), comm.rank);
+  for (int i = lane_id(); i < comm.num_ranks + comm.num_experts; i += kWarp) to[i] = counts[i];
+  return true;
+}
+
+// One warp: every count of a source lies within [0, T of that source]. Keeps its rank counts in shared memory.
+__device__ bool check_counts(const Run& run, int source, Shared& shared) {
+  const Comm& comm = run.comm;
+  const int parity = parity_of(run);
+  const int32_t* counts = count_values(comm, comm.rank, parity, source);
+  const int64_t tokens = ptx::ld_coherent(&count_header(comm, comm.rank, parity, source)->num_tokens);
+  if (tokens < 0 || tokens > INT32_MAX) return fail(comm, kBadData, kNotify, source, 0, 0, tokens);
+  bool ok = true;
+  for (int i = lane_id(); i < comm.num_ranks + comm.num_experts; i += kWarp) {
+    const int32_t count = ptx::ld_coherent(counts + i);
+    if (count < 0 || count > tokens) ok = fail(comm, kBadData, kNotify, source, i, tokens, count);
+    if (i < comm.num_ranks) shared.rank_count[source][i] = count;
+  }
+  return __all_sync(kAllLanes, ok) != 0;
+}
+
+// One warp: waits for a source's count row and checks that it means the same operation as ours.
+__device__ bool hear(const Run& run, const NotifyArgs& args, int source, Shared& shared) {
+  const Comm& comm = run.comm;
+  int ok = 1;
+  if (lane_id() == 0) ok = wait_at_least(run, count_flag(comm, comm.rank, parity_of(run), source), run.epoch, source);
+  if (!__shfl_sync(kAllLanes, ok, 0)) return false;
+  __syncwarp();
+  const int64_t* mine = reinterpret_cast<const int64_t*>(&args.header);
+  const int64_t* theirs = reinterpret_cast<const int64_t*>(count_header(comm, comm.rank, parity_of(run), source));
+  const int field = lane_id();
+  const int64_t seen = field < kComparedFields ? ptx::ld_coherent(theirs + field) : 0;
+  const unsigned differ = __ballot_sync(kAllLanes, field < kComparedFields && seen != mine[min(field, kComparedFields - 1)]);
+  if (differ == 0) return check_counts(run, source, shared);
+  if (field == __ffs(differ) - 1) fail(comm, kDisagree, kNotify, source, field, mine[field], seen);
+  return false;
+}
+
+__device__ int64_t max_of_warp(int64_t value) {
+  for (int step = kWarp / 2; step > 0; step /= 2) value = max(value, __shfl_xor_sync(kAllLanes, value, step));
+  return value;
+}
+
+// Warp 0, a lane for each rank: the bases of this rank's rows at each destination, and the order of what it receives.
+__device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& shared) {
+  const Comm& comm = run.comm;
+  const Meta meta = meta_of(comm, args.routing);
+  const int R = comm.num_ranks, me = comm.rank, a = lane_id();
+  int64_t slot_base = 0, send_base = 0, push_base = 0, received = 0, slots = 0, sent = 0;
+  if (a < R) {
+    for (int b = 0; b < R; ++b) {
+      slot_base += b < me ? shared.rank_count[b][a] : 0;
+      send_base += b < a ? shared.rank_count[me][b] : 0;
+      push_base += b < me ? shared.rank_count[a][b] : 0;
+      received += b <= a ? shared.rank_count[b][me] : 0;
+      slots += shared.rank_count[b][a];
+      sent += shared.rank_count[a][b];
+    }
+  }
+  const int64_t max_slots = max_of_warp(slots), max_sent = max_of_warp(sent);
+  if (max(max_slots, max_sent) > INT32_MAX) {
+    if (a == 0) fail(comm, kTooSmall, kNotify, me, 0, INT32_MAX, max(max_slots, max_sent));
+    return false;
+  }
+  if (a < R) {
+    meta.slot_base[a] = static_cast<int32_t>(slot_base);
+    meta.send_base[a] = static_cast<int32_t>(send_base);
+    meta.push_base[a] = static_cast<int32_t>(push_base);
+    meta.recv_offset[a + 1] = static_cast<int32_t>(received);
+    meta.src_tokens[a] =
+        static_cast<int32_t>(ptx::ld_coherent(&count_header(comm, me, parity_of(run), a)->num_tokens));
+  }
+  if (a == 0) {
+    meta.recv_offset[0] = 0;
+    shared.max_slots = max_slots;
+    shared.max_sent = max_sent;
+  }
+  return true;
+}
+
+// Warp `rank`: where each of that rank's experts starts in its FLAT rows, and where this rank's rows start there.
+__device__ bool lay_out_experts(const Run& run, const NotifyArgs& args, int rank) {
+  const Comm& comm = run.comm;
+  const Meta meta = meta_of(comm, args.routing);
+  const int R = comm.num_ranks, me = comm.rank, per_rank = local_experts(comm);
+  const int64_t alignment = args.routing.layout == kFlat ? args.routing.alignment : 1;
+  int64_t offset = 0;
+  for (int base = 0; base < per_rank; base += kWarp) {
+    const int local = base + lane_id(), expert = rank * per_rank + local;
+    int64_t rows = 0, before_me = 0;
+    if (local < per_rank) {
+#pragma unroll 4
+      for (int source = 0; source < R; ++source) {
+        const int32_t count = ptx::ld_coherent(count_values(comm, me, parity_of(run), source) + R + expert);
+        before_me += source < me ? count : 0;
+        rows += count;
+      }
+    }
+    int64_t through = align_up(rows, alignment);
+    for (int step = 1; step < kWarp; step *= 2) {
+      const int64_t below = __shfl_up_sync(kAllLanes, through, step);
+      if (lane_id() >= step) through += below;
+    }
+    const int64_t start = offset + through - align_up(rows, alignment);
+    if (local < per_rank) {
+      meta.flat_base[expert] = static_cast<int32_t>(start + before_me);
+      if (rank == me) meta.expert_offset[local] = static_cast<int32_t>(start);
+      if (rank == me) meta.expert_rows[local] = static_cast<int32_t>(rows);
+    }
+    offset += __shfl_sync(kAllLanes, through, kWarp - 1);
+  }
+  if (lane_id() == 0 && rank == me) meta.expert_offset[per_rank] = static_cast<int32_t>(offset);
+  if (offset <= INT32_MAX) return true;
+  if (lane_id() == 0) fail(comm, kTooSmall, kNotify, rank, 1, INT32_MAX, offset);
+  return false;
+}
+
+// All threads: totals to the host, then the ticket that says whose they are.
+__device__ void tell_host(const NotifyArgs& args, const Shared& shared) {
+  const Comm& comm = args.comm;
+  const Meta meta = meta_of(comm, args.routing);
+  const int per_rank = local_experts(comm);
+  int64_t* totals = board_totals(comm);
+  for (int local = threadIdx.x; local < per_rank; local += blockDim.x) totals[kTotals + local] = meta.expert_rows[local];
+  if (threadIdx.x == 0) {
+    totals[kTotalSlots] = meta.recv_offset[comm.num_ranks];
+    totals[kTotalRows] = meta.expert_offset[per_rank];
+    totals[kTotalMaxSlots] = shared.max_slots;
+    totals[kTotalMaxSent] = shared.max_sent;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    ptx::fence_acq_rel_sys();
+    ptx::st_release_sys(&board_of(comm).ticket, args.ticket);
+  }
+}
+
+__global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_constant__ NotifyArgs args) {
+  __shared__ Shared shared;
+  const Comm& comm = args.comm;
+  const Run run = enter(comm, kNotify);
+  if (!run.ok) return;
+  const int peer = warp_id();
+  bool ok = peer >= comm.num_ranks || write_counts(run, args, peer);
+  if (threadIdx.x == 0 && ok) ok = hold_at_gate(run);
+  if (!__syncthreads_and(ok)) return;
+  if (peer < comm.num_ranks) {
+    if (lane_id() == 0) ptx::st_release_sys(count_flag(comm, peer, parity_of(run), comm.rank), run.epoch);
+    __syncwarp();
+    ok = hear(run, args, peer, shared);
+  }
+  if (!__syncthreads_and(ok)) return;
+  if (peer == 0) ok = lay_out_ranks(run, args, shared);
+  if (peer < comm.num_ranks) ok = lay_out_experts(run, args, peer) && ok;
+  if (!__syncthreads_and(ok)) return;
+  if (args.ticket != 0) tell_host(args, shared);
+  tell_consumed(run, kConsumedCounts);
+  advance(run);
+}
+
+}  // namespace
+
+void notify(const NotifyArgs& args) {
+  require_comm(args.comm);
+  require_routing(args.routing);
+  launch<notify_kernel>("notify", 1, kNotifyThreads, 0, args.stream, args);
+}
+
+}  // namespace ep::cuda

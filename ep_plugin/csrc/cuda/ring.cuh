@@ -1,0 +1,110 @@
+// One warp's ring of stages in shared memory, filled by bulk loads several units ahead of their use. A unit is a row,
+// or an equal piece of a row that is longer than a stage.
+//
+// Roles. Lane 0 issues the loads; all lanes wait for a stage, so that all may read it. A stage is refilled only after
+// the caller is done with what it held: ordinary readers have joined their warp, bulk stores from it are complete.
+// Memory order. The mbarrier of a stage makes the loaded bytes visible to whoever waited on it.
+#pragma once
+#include "sync.cuh"
+
+namespace ep::cuda {
+
+constexpr int kStages = 4;
+
+// How rows are cut and what a warp needs of shared memory; computed by the host from the launch's limits.
+struct Cut {
+  int64_t row_bytes;
+  int32_t pieces;       // of a row
+  int32_t piece_bytes;  // all but the last, a multiple of 16
+  int32_t stage_bytes;
+  int32_t list_entries;  // of the caller's list, per warp
+
+  EP_HD int64_t piece_begin(int piece) const { return static_cast<int64_t>(piece) * piece_bytes; }
+  EP_HD int64_t piece_size(int piece) const {
+    const int64_t left = row_bytes - piece_begin(piece);
+    return left < piece_bytes ? left : piece_bytes;
+  }
+};
+
+// A warp's shared memory: stages of all warps, then their barriers, then a list of 8-byte entries for each warp.
+EP_HD int64_t shared_bytes_of(const Cut& cut, int warps) {
+  return static_cast<int64_t>(warps) * (kStages * (static_cast<int64_t>(cut.stage_bytes) + 8) + 8 * cut.list_entries);
+}
+
+// The largest pieces up to `largest` bytes that leave each of `warps` its stages within `shared_bytes`. Without bulk
+// copies there are no stages, and a row is one piece.
+inline Cut make_cut(int64_t row_bytes, int64_t largest, int warps, int list_entries, int64_t shared_bytes, bool bulk) {
+  Cut cut{row_bytes, 1, static_cast<int32_t>(largest / kRowAlign * kRowAlign), 0, list_entries};
+  if (bulk) {
+    const int64_t room = (shared_bytes / warps - 8 * (kStages + list_entries)) / kStages / kSlotAlign * kSlotAlign;
+    if (room < largest) cut.piece_bytes = static_cast<int32_t>(room);
+  }
+  cut.pieces = static_cast<int32_t>(ceil_div(row_bytes, cut.piece_bytes));
+  cut.piece_bytes = static_cast<int32_t>(align_up(ceil_div(row_bytes, cut.pieces), kRowAlign));
+  if (bulk) cut.stage_bytes = static_cast<int32_t>(align_up(cut.piece_bytes, kSlotAlign));
+  return cut;
+}
+
+extern __shared__ __align__(128) char dynamic_shared[];
+
+__device__ __forceinline__ uint64_t* list_of_warp(const Cut& cut) {
+  const int warps = static_cast<int>(blockDim.x / kWarp);
+  char* lists = dynamic_shared + static_cast<int64_t>(warps) * kStages * (cut.stage_bytes + 8);
+  return reinterpret_cast<uint64_t*>(lists) + warp_id() * cut.list_entries;
+}
+
+struct Ring {
+  char* stages;
+  uint64_t* full;
+  int stage_bytes;
+  uint32_t issued = 0;  // units whose loads were issued
+  uint32_t taken = 0;   // units that the caller is done with
+
+  // One warp calls it; the barriers are its own, so its own join is enough.
+  __device__ explicit Ring(const Cut& cut) : stage_bytes(cut.stage_bytes) {
+    const int warps = static_cast<int>(blockDim.x / kWarp);
+    stages = dynamic_shared + static_cast<int64_t>(warp_id()) * kStages * stage_bytes;
+    full = reinterpret_cast<uint64_t*>(dynamic_shared + static_cast<int64_t>(warps) * kStages * stage_bytes) +
+           warp_id() * kStages;
+    if (lane_id() == 0) {
+      for (int s = 0; s < kStages; ++s) ptx::mbarrier_init(full + s, 1);
+      ptx::fence_mbarrier_init();
+      ptx::fence_proxy_async();
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ int loading() const { return static_cast<int>(issued - taken); }
+  __device__ __forceinline__ char* stage(uint32_t unit) const { return stages + unit % kStages * stage_bytes; }
+
+  __device__ __forceinline__ void load(const char* from, int64_t bytes) {
+    if (lane_id() == 0) {
+      uint64_t* barrier = full + issued % kStages;
+      ptx::mbarrier_arrive_expect_tx(barrier, static_cast<uint32_t>(bytes));
+      ptx::bulk_load(stage(issued), from, static_cast<uint32_t>(bytes), barrier);
+    }
+    ++issued;
+  }
+
+  // All lanes: the oldest unit that is not taken, loaded. A load of this device's memory ends by itself; should it not,
+  // the deadline does: null. Other faults do not end this wait, so that no CTA leaves with loads under way.
+  __device__ __forceinline__ char* wait(const Run& run) {
+    uint64_t* barrier = full + taken % kStages;
+    const uint32_t parity = taken / kStages % 2;
+    bool ok = true;
+    if (!ptx::mbarrier_try_wait(barrier, parity)) {
+      const uint64_t since = ptx::globaltimer();
+      while (ok && !ptx::mbarrier_try_wait(barrier, parity))
+        if (ptx::globaltimer() - since > static_cast<uint64_t>(run.comm.timeout_ns))
+          ok = fail(run.comm, kTimeout, run.step, run.comm.rank, 1, 1, 0);
+    }
+    ok = __all_sync(kAllLanes, ok) != 0;
+    __syncwarp();
+    return ok ? stage(taken) : nullptr;
+  }
+};
+
+// What asking for the next row may answer.
+enum Next { kRow, kNotYet, kEnd };
+
+}  // namespace ep::cuda
