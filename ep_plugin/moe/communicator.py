@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
-from ep_plugin.errors import CommunicatorClosed
+from ep_plugin.errors import CommunicatorClosed, EpPluginError
 from ep_plugin.moe import high_throughput as ht
 from ep_plugin.moe.engine import Engine, abort_all
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
@@ -41,8 +41,8 @@ def communicator(number: int) -> MoECommunicator:
 class DispatchWork:
     """A dispatch under way. `wait()` returns what `dispatch` would have; `done` says whether it was called."""
 
-    def __init__(self, comm: MoECommunicator, complete: Callable[[], tuple[DispatchOutput, DispatchHandle]]) -> None:
-        self._comm, self._complete = comm, complete
+    def __init__(self, complete: Callable[[], tuple[DispatchOutput, DispatchHandle]]) -> None:
+        self._complete = complete
         self._result: tuple[DispatchOutput, DispatchHandle] | None = None
 
     @property
@@ -53,15 +53,14 @@ class DispatchWork:
         """Completes the dispatch and orders the caller's stream after it. May be called more than once."""
         if self._result is None:
             self._result = self._complete()
-            self._comm._forget(self)
         return self._result
 
 
 class CombineWork:
     """A combine under way. `wait()` returns the ``[T, H]`` tokens."""
 
-    def __init__(self, comm: MoECommunicator, complete: Callable[[], torch.Tensor]) -> None:
-        self._comm, self._complete = comm, complete
+    def __init__(self, complete: Callable[[], torch.Tensor]) -> None:
+        self._complete = complete
         self._result: torch.Tensor | None = None
 
     @property
@@ -72,7 +71,6 @@ class CombineWork:
         """Completes the combine and orders the caller's stream after it. May be called more than once."""
         if self._result is None:
             self._result = self._complete()
-            self._comm._forget(self)
         return self._result
 
 
@@ -195,7 +193,7 @@ class MoECommunicator:
         with self.engine.operation("dispatch"):
             self._pending = ht.start_dispatch(self.engine, call)
         arguments = (x, topk_ids, topk_weights, scales, previous_handle, capacity)
-        work = DispatchWork(self, lambda: self._dispatch(*arguments, pending=True))
+        work = DispatchWork(lambda: self._dispatch(*arguments, pending=True))
         self._under_way = work
         return work
 
@@ -216,7 +214,7 @@ class MoECommunicator:
             self._pending = ht.start_combine(
                 self.engine, y.detach(), rows, None if bias is None else bias.detach(), None, routing
             )
-        work = CombineWork(self, lambda: self._combine(y, handle, weights, bias, pending=True))
+        work = CombineWork(lambda: self._combine(y, handle, weights, bias, pending=True))
         self._under_way = work
         return work
 
@@ -250,10 +248,8 @@ class MoECommunicator:
         """The whole of a dispatch, or, when `pending`, the rest of the one that dispatch_async began."""
         engine = self.engine
         if pending:
-            begun = self._pending
-            self._pending = None
             with engine.operation("dispatch"):
-                return ht.finish_dispatch(engine, cast(ht.PendingDispatch, begun))
+                return ht.finish_dispatch(engine, cast(ht.PendingDispatch, self._take_pending()))
         self._complete()
         check_dispatch(engine, call)
         with engine.operation("dispatch"):
@@ -271,10 +267,8 @@ class MoECommunicator:
         """The whole of a combine, or, when `pending`, the rest of the one that combine_async began."""
         engine = self.engine
         if pending:
-            begun = self._pending
-            self._pending = None
             with engine.operation("combine"):
-                return ht.finish_combine(engine, cast(ht.PendingCombine, begun))
+                return ht.finish_combine(engine, cast(ht.PendingCombine, self._take_pending()))
         self._complete()
         check_combine(engine, y, weights, bias, extra, routing)
         with engine.operation("combine"):
@@ -342,9 +336,12 @@ class MoECommunicator:
         if self._under_way is not None:
             self._under_way.wait()
 
-    def _forget(self, work: DispatchWork | CombineWork) -> None:
-        if self._under_way is work:
-            self._under_way = None
+    def _take_pending(self) -> ht.PendingDispatch | ht.PendingCombine:
+        """The operation that was started; whatever its completion meets, it is not started any more."""
+        begun, self._pending, self._under_way = self._pending, None, None
+        if begun is None:
+            raise EpPluginError("wait(): expected an operation under way, got one whose completion has failed before")
+        return begun
 
 
 def _resolve_device(group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
