@@ -7,8 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.gpu import checks  # noqa: E402
-from tests.ranks import run_ranks, values  # noqa: E402
+from tests.gpu import checks
+from tests.ranks import run_ranks, values
 
 
 def small(rank: int, size: int) -> None:

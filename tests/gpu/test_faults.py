@@ -1,0 +1,109 @@
+"""Ranks that die or fail while their GPUs work: the others say who and where, in time, and end cleanly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from ep_plugin import _C, PeerAborted, PeerTimeout
+from tests.gpu import checks
+from tests.ranks import run_ranks, values
+
+DEADLINE_S = 4.0
+VICTIM = 1
+
+
+def die_at_gate(comm_board: int) -> None:
+    """Kills this process, as a crash would, once its kernel is held at the gate."""
+
+    def watch() -> None:
+        while not _C.gate_reached(comm_board):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def survive(rank: int, size: int, gate: str) -> tuple[str, int | None, float]:
+    """The victim dies at `gate`; returns what a survivor was told, and how long it took."""
+    case = checks.Case(hidden=256, tokens=64)
+    given = checks.make_inputs(case, size, 1)
+    if rank == VICTIM:
+        os.environ["EP_PLUGIN_TEST_GATE"] = gate
+    comm = checks.MoECommunicator(None, checks.config_of(case, size, timeout_s=DEADLINE_S), checks.device_of(rank))
+    if rank == VICTIM:
+        die_at_gate(comm.engine.boards.address)
+    parts = [part[rank].to(comm.engine.device) for part in (given.x, given.ids, given.weights)]
+    began = time.monotonic()
+    try:
+        for _ in range(3):
+            out, handle = comm.dispatch(*parts)
+            z = comm.combine(out.tokens, handle, weights=out.weights)
+            torch.cuda.synchronize()
+            comm.check()
+    except PeerTimeout as error:
+        took = time.monotonic() - began
+        torch.cuda.synchronize()
+        with pytest.raises(PeerTimeout):
+            comm.dispatch(*parts)
+        comm.close()
+        return str(error), error.rank, took
+    raise AssertionError(f"nothing was raised; the last result is {z.sum().item()}")
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("gate", ["plan", "notify", "send", "expand", "combine"])
+def test_survivors_name_the_dead(gate: str) -> None:
+    outcomes = run_ranks(3, survive, 3, gate, start="spawn", timeout_s=90)
+    assert outcomes[VICTIM].exitcode == -signal.SIGKILL
+    for rank in (0, 2):
+        message, blamed, took = values([outcomes[rank]])[0]
+        assert blamed == VICTIM and f"rank {VICTIM}" in message and "at step" in message
+        assert took < DEADLINE_S + 5, f"rank {rank} took {took:.1f} s"
+
+
+def told_of_abort(rank: int, size: int) -> float:
+    case = checks.Case(hidden=256, tokens=64)
+    given = checks.make_inputs(case, size, 1)
+    with checks.communicator(case, rank, size, timeout_s=60) as comm:
+        parts = [part[rank].to(comm.engine.device) for part in (given.x, given.ids, given.weights)]
+        comm.dispatch(*parts)
+        if rank == VICTIM:
+            comm.abort("out of luck")
+            return 0.0
+        began = time.monotonic()
+        with pytest.raises(PeerAborted, match="out of luck") as caught:
+            comm.dispatch(*parts)
+        assert caught.value.rank == VICTIM
+        return time.monotonic() - began
+
+
+@pytest.mark.gpu(1)
+def test_an_abort_is_heard_at_once() -> None:
+    seconds = values(run_ranks(3, told_of_abort, 3, start="spawn", timeout_s=90))
+    assert max(seconds) < 1.0, seconds
+
+
+def bad_ids(rank: int, size: int) -> None:
+    """Without a check of ids, a bad one is found by the kernel and nothing is written out of bounds."""
+    case = checks.Case(hidden=256, tokens=64)
+    given = checks.make_inputs(case, size, 1)
+    with checks.communicator(case, rank, size, timeout_s=60) as comm:
+        parts = [part[rank].to(comm.engine.device) for part in (given.x, given.ids, given.weights)]
+        if rank == VICTIM:
+            parts[1][5, 0] = 10_000
+            with pytest.raises(ValueError, match="10000"):
+                comm.dispatch(*parts)
+        else:
+            with pytest.raises(PeerAborted):
+                comm.dispatch(*parts)
+
+
+@pytest.mark.gpu(1)
+def test_bad_ids() -> None:
+    values(run_ranks(2, bad_ids, 2, start="spawn", timeout_s=90))
