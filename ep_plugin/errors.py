@@ -43,5 +43,5 @@ class NotSupported(EpPluginError, NotImplementedError):
     """A feature that exists by name but that this release or machine does not serve."""
 
 
-class CommunicatorClosed(EpPluginError):
+class CommunicatorClosed(EpPluginError, ValueError):
     """The communicator, or memory that belongs to it, was used after it was closed."""

@@ -130,14 +130,16 @@ constexpr int kTotals = 4;
 enum Total : int32_t { kTotalSlots = 0, kTotalRows = 1, kTotalMaxSlots = 2, kTotalMaxSent = 3 };
 
 struct Board {
-  uint32_t abort;         // rank + 1 of the one that aborted
+  uint32_t abort;         // rank + 1 of the one that aborted; stored after the reason
+  uint32_t abort_claim;   // rank + 1 of the one that may write the reason
   uint32_t fault_set;     // stored after `fault`
   Fault fault;            // the first fault seen on this rank
   uint64_t ticket;        // stored after the totals: which notify they belong to
   uint32_t gate_reached;  // test gates: the step that is held, and the word that lets it go
   uint32_t gate_open;
-  char reason[384];    // of the abort
-  char activity[128];  // what this rank's host is doing, for others' error messages
+  uint64_t reserved_pools;  // how often this rank has found, or made, a pool large enough for an operation
+  char reason[384];         // of the abort
+  char activity[128];       // what this rank's host is doing, for others' error messages
 };
 // The totals follow the struct: int64 [kTotals], then the rows received for each local expert [E_l].
 EP_HD constexpr int64_t board_bytes(int local_experts) {

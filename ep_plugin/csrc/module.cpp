@@ -157,12 +157,17 @@ py::object fault_of(Address address) {
   return py::make_tuple(f.code, f.step, f.peer, f.field, f.expected, f.seen);
 }
 
+// Cut or torn text is still text: what is not UTF-8 is replaced.
+py::str text_of(const char* text, size_t size) {
+  return py::reinterpret_steal<py::str>(
+      PyUnicode_DecodeUTF8(text, static_cast<Py_ssize_t>(strnlen(text, size)), "replace"));
+}
+
 py::object abort_of(Address address) {
   const Board& board = *at<Board>(address);
   const uint32_t by = __atomic_load_n(&board.abort, __ATOMIC_ACQUIRE);
   if (by == 0) return py::none();
-  return py::make_tuple(static_cast<int>(by) - 1,
-                        std::string(board.reason, strnlen(board.reason, sizeof(board.reason))));
+  return py::make_tuple(static_cast<int>(by) - 1, text_of(board.reason, sizeof(board.reason)));
 }
 
 void bind_board(py::module_& m) {
@@ -173,7 +178,7 @@ void bind_board(py::module_& m) {
   m.def("set_activity", &set_activity);
   m.def("board_activity", [](Address address) {
     const Board& board = *at<Board>(address);
-    return std::string(board.activity, strnlen(board.activity, sizeof(board.activity)));
+    return text_of(board.activity, sizeof(board.activity));
   });
   m.def("wait_ticket", [](Address address, uint64_t ticket, int64_t timeout_ns) {
     py::gil_scoped_release release;
@@ -183,6 +188,11 @@ void bind_board(py::module_& m) {
     const int64_t* totals = at<int64_t>(address, sizeof(Board));
     return std::vector<int64_t>(totals, totals + kTotals + local_experts);
   });
+  m.def("set_reserved_pools", [](Address address, uint64_t count) {
+    __atomic_store_n(&at<Board>(address)->reserved_pools, count, __ATOMIC_RELEASE);
+  });
+  m.def("reserved_pools",
+        [](Address address) { return __atomic_load_n(&at<Board>(address)->reserved_pools, __ATOMIC_ACQUIRE); });
   m.def("gate_reached",
         [](Address address) { return __atomic_load_n(&at<Board>(address)->gate_reached, __ATOMIC_ACQUIRE); });
   m.def("open_gate", [](Address address) { __atomic_store_n(&at<Board>(address)->gate_open, 1u, __ATOMIC_RELEASE); });

@@ -6,6 +6,8 @@ boards of its peers. Host memory, so that it can be read whatever a device is do
 
 from __future__ import annotations
 
+import threading
+
 from ep_plugin import _C
 from ep_plugin.memory.exchange import Exchange
 from ep_plugin.memory.shm import ShmMemory
@@ -20,6 +22,9 @@ class Boards:
         self._rank = exchange.rank
         self._local_experts = local_experts
         self._registered = on_cuda
+        # Another thread may abort, or look at what a peer does, while this one closes.
+        self._guard = threading.Lock()
+        self._closed = False
         self.address: int = self._block.ptrs[self._rank]
         self.device_address: int = self.address
         if on_cuda:
@@ -27,23 +32,38 @@ class Boards:
 
     def fault(self) -> tuple[int, int, int, int, int, int] | None:
         """The first fault on this rank: (code, step, peer, field, expected, seen)."""
-        return _C.board_fault(self.address)
+        with self._guard:
+            return None if self._closed else _C.board_fault(self.address)
 
     def abort(self) -> tuple[int, str] | None:
         """The rank that aborted, and why."""
-        return _C.board_abort(self.address)
+        with self._guard:
+            return None if self._closed else _C.board_abort(self.address)
 
     def tell_abort(self, reason: str) -> None:
-        """Marks every peer's board: their waits end at once."""
-        for rank, address in enumerate(self._block.ptrs):
-            if rank != self._rank:
+        """Marks every rank's board, this one's too: all waits end at once."""
+        with self._guard:
+            for address in () if self._closed else self._block.ptrs:
                 _C.abort_board(address, self._rank, reason)
 
     def set_activity(self, text: str) -> None:
-        _C.set_activity(self.address, text)
+        with self._guard:
+            if not self._closed:
+                _C.set_activity(self.address, text)
 
     def activity_of(self, rank: int) -> str:
-        return _C.board_activity(self._block.ptrs[rank])
+        with self._guard:
+            return "" if self._closed else _C.board_activity(self._block.ptrs[rank])
+
+    def set_reserved_pools(self, count: int) -> None:
+        """Says how many operations of this rank have found their pool large enough, or made it so."""
+        with self._guard:
+            if not self._closed:
+                _C.set_reserved_pools(self.address, count)
+
+    def reserved_pools_of(self, rank: int) -> int:
+        with self._guard:
+            return 0 if self._closed else _C.reserved_pools(self._block.ptrs[rank])
 
     def wait_ticket(self, ticket: int, timeout_s: float) -> bool:
         """Waits for a notify's totals; False when a fault, an abort or the deadline came first."""
@@ -54,8 +74,12 @@ class Boards:
         return _C.board_totals(self.address, self._local_experts)
 
     def close(self) -> None:
-        if self._registered:
-            _C.unregister_host(self.address)
-            self._registered = False
-        self._block.close()
-        self._memory.close()
+        """Gives the memory back. May be called again."""
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True
+            if self._registered:
+                _C.unregister_host(self.address)
+            self._block.close()
+            self._memory.close()

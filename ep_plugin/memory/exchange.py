@@ -8,6 +8,7 @@ read it: a store holds at most two keys per rank and instance, however many exch
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted, PeerTimeout
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch.distributed as dist
 
 # The store is polled, since its own wait() keeps other threads from the store and logs each timeout.
@@ -55,6 +58,8 @@ class Exchange:
         self._count = 0
         self._lock = threading.Lock()
         self._error: EpPluginError | None = None
+        self.watch: Callable[[], None] | None = None
+        """Called while an exchange waits for peers: what it raises ends the wait."""
 
     def all_gather(self, step: str, value: Any = None) -> list[Any]:
         """Every rank's ``value``, in rank order. ``value`` is what JSON can hold: tuples come back as lists.
@@ -114,6 +119,8 @@ class Exchange:
                 return [posts[rank] for rank in range(self.size)]
             if time.monotonic() >= deadline:
                 raise self._late([rank for rank in range(self.size) if rank not in posts], step)
+            if self.watch is not None:
+                self.watch()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -155,10 +162,8 @@ class Exchange:
 
     def _delete(self, turn: int) -> None:
         """Best effort: a store that cannot delete, or is gone, must not fail an exchange that has succeeded."""
-        try:
+        with contextlib.suppress(RuntimeError):
             self._store.delete_key(self._key(turn, self.rank))
-        except RuntimeError:
-            pass
 
     def _store_gone(self, step: str, error: RuntimeError) -> PeerTimeout:
         return PeerTimeout(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +14,18 @@ import torch.distributed as dist
 
 from ep_plugin import _C, env
 from ep_plugin.config import MoECommunicatorConfig
-from ep_plugin.errors import CommunicatorClosed, DisagreementError, EpPluginError, NotSupported, PeerAborted
+from ep_plugin.errors import (
+    CommunicatorClosed,
+    DisagreementError,
+    EpPluginError,
+    NotSupported,
+    PeerAborted,
+    PeerTimeout,
+)
 from ep_plugin.memory.board import Boards
 from ep_plugin.memory.exchange import Exchange
-from ep_plugin.memory.peer import PeerBuffer, open_memory
-from ep_plugin.moe.faults import STEPS, error_of
+from ep_plugin.memory.peer import PeerBuffer, open_memory, transport_for
+from ep_plugin.moe.faults import STEPS, aborted_error, disagreement_on_pool, error_of
 from ep_plugin.moe.lanes import lanes_of
 
 DISPATCH_POOL, COMBINE_POOL = 0, 1
@@ -25,43 +33,58 @@ _POOL_NAMES = ("dispatch pool", "combine pool")
 
 _enqueue_locks: dict[torch.device, threading.RLock] = {}
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
+_live_lock = threading.Lock()
 
 
 class Engine:
     """What one communicator owns. Construction is collective over `group`; so is every growth of a pool."""
 
     def __init__(self, group: dist.ProcessGroup | None, config: MoECommunicatorConfig, device: torch.device) -> None:
+        self.closed = True  # nothing to give back so far
         self.config = config
         self.device = device
-        self.kernels = _kernels_for(device)
         self.exchange = Exchange(group, timeout_s=config.timeout_s)
+        self.name = f"communicator {self.exchange.name}"
         self.rank, self.size, self.timeout_s = self.exchange.rank, self.exchange.size, self.exchange.timeout_s
         self.lock = _enqueue_locks.setdefault(device, threading.RLock())
-        self.lanes = lanes_of(device)
-        self.closed = False
+        self._error: Exception | None = None
         self._tickets = 0
+        self.reserved = 0
+        self._pools: list[PeerBuffer | None] = [None, None]
+        self._resources = contextlib.ExitStack()
+        try:
+            self._construct(group)
+        except BaseException as error:
+            self.exchange.abort(f"{type(error).__name__}: {error}")
+            self._resources.close()
+            raise
+        self.closed = False
+        with _live_lock:
+            _live.add(self)
+
+    def _construct(self, group: dist.ProcessGroup | None) -> None:
+        config, device = self.config, self.device
+        self.kernels = _kernels_for(device)
+        self.lanes = lanes_of(device)
         self._agree(config)
-        self.name = f"communicator {self.exchange.name}"
         self.local_experts = config.num_experts // self.size
         self.boards = Boards(self.exchange, self.local_experts, device.type == "cuda")
+        self._resources.callback(self.boards.close)
         self.memory = open_memory(group, device, timeout_s=config.timeout_s)
+        self._resources.callback(self.memory.close)
         self._control = self.memory.allocate(_C.control_bytes(self.size, config.num_experts), "control")
-        self._pools: list[PeerBuffer | None] = [None, None]
         self._state = torch.zeros(_C.state_bytes, dtype=torch.uint8, device=device)
         self.comm = self._comm_struct()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self.exchange.barrier("construct communicator")
-        _live.add(self)
+        self.exchange.watch = self.memory.exchange.watch = _watch_of(self)
 
     def _agree(self, config: MoECommunicatorConfig) -> None:
         """Refuses, before anything is allocated, what this group cannot serve or does not agree on."""
         if self.size > _C.max_ranks:
             raise NotSupported(f"group: expected at most {_C.max_ranks} ranks on one node, got {self.size}")
-        if config.num_experts % self.size:
-            raise ValueError(
-                f"num_experts: expected a multiple of the group's {self.size} ranks, got {config.num_experts}"
-            )
+        transport_for(self.device)
         mine = (config.describe(), self.device.type)
         for rank, theirs in enumerate(self.exchange.all_gather("agree on the config", list(mine))):
             if tuple(theirs) != mine:
@@ -69,6 +92,10 @@ class Engine:
                     f"ranks disagree on the communicator: rank {self.rank} has {mine[0]} on {mine[1]}, "
                     f"rank {rank} has {theirs[0]} on {theirs[1]}"
                 )
+        if config.num_experts % self.size:
+            raise ValueError(
+                f"num_experts: expected a multiple of the group's {self.size} ranks, got {config.num_experts}"
+            )
 
     def _comm_struct(self) -> Any:
         settings = env.settings()
@@ -91,29 +118,37 @@ class Engine:
         block = self._pools[pool]
         return 0 if block is None else block.nbytes
 
-    def grow(self, pool: int, nbytes: int) -> None:
-        """Makes every rank's pool at least `nbytes` large. Collective: all ranks call it for the same operation.
+    def reserve(self, pool: int, nbytes: int) -> None:
+        """Makes every rank's pool at least `nbytes` large. All ranks call it once for each operation, before its send.
 
-        The old pool is given back only after every rank has finished whatever reads or writes it.
+        Growing is collective. A rank that goes on without it has been given rows of another size: whoever waits for it
+        then raises DisagreementError.
         """
+        if self.pool_bytes(pool) < nbytes:
+            self._grow(pool, nbytes)
+        self.reserved += 1
+        self.boards.set_reserved_pools(self.reserved)
+
+    def _grow(self, pool: int, nbytes: int) -> None:
+        """The old pool is given back only after every rank has finished whatever reads or writes it."""
+        name = _POOL_NAMES[pool]
         if self.lanes.capturing():
             raise EpPluginError(
-                f"{self.name}: the {_POOL_NAMES[pool]} has {self.pool_bytes(pool)} bytes where {nbytes} are needed, "
+                f"{self.name}: the {name} has {self.pool_bytes(pool)} bytes where {nbytes} are needed, "
                 "and a CUDA graph is being captured: run one step of this shape before capturing"
             )
         self.lanes.drain()
-        sizes = self.exchange.all_gather(f"grow {_POOL_NAMES[pool]}", nbytes)
+        self.exchange.watch = _watch_of(self, growing=(name, nbytes))
+        sizes = self.exchange.all_gather(f"grow {name}", nbytes)
+        self.exchange.watch = _watch_of(self)
         for rank, theirs in enumerate(sizes):
             if theirs != nbytes:
-                raise DisagreementError(
-                    f"{self.name}: ranks disagree on the {_POOL_NAMES[pool]}: {nbytes} bytes on rank {self.rank}, "
-                    f"{theirs} bytes on rank {rank}: the shapes or dtypes of this call differ"
-                )
+                raise disagreement_on_pool(self, name, nbytes, rank, f"{theirs}")
         old = self._pools[pool]
         if old is not None:
             self._pools[pool] = None
             old.close()
-        block = self.memory.allocate(nbytes, _POOL_NAMES[pool])
+        block = self.memory.allocate(nbytes, name)
         self._pools[pool] = block
         self.comm.set_pool(pool, list(block.ptrs), block.nbytes)
 
@@ -127,10 +162,8 @@ class Engine:
             _announce(self, what)
             try:
                 yield
-            except (EpPluginError, ValueError):
-                raise
             except BaseException as error:
-                self.abort(f"{type(error).__name__} in {what}: {error}")
+                self._fail(error, what)
                 raise
 
     def next_ticket(self) -> int:
@@ -148,16 +181,20 @@ class Engine:
     def check(self) -> None:
         """Raises the communicator's first error, if there is one; CommunicatorClosed after close."""
         if self.closed:
-            raise CommunicatorClosed(f"{self.name} is closed: expected an open communicator")
-        error = error_of(self)
-        if error is not None:
-            if not isinstance(error, EpPluginError):  # bad ids found on the device: the peers wait for this rank
-                self.boards.tell_abort(str(error))
-            raise error
+            raise CommunicatorClosed(f"{self.name}: expected an open communicator, got a closed one")
+        if self._error is None:
+            error = error_of(self)
+            if error is None:
+                return
+            self._remember(error)
+        assert self._error is not None
+        raise self._error.with_traceback(None)
 
     def abort(self, reason: str) -> None:
-        """Ends the peers' waits in this communicator with PeerAborted(this rank, reason)."""
-        if not self.closed and not isinstance(error_of(self), PeerAborted):
+        """Ends every wait in this communicator, here and on the peers, with PeerAborted(this rank, reason)."""
+        with contextlib.suppress(EpPluginError, ValueError):
+            self.check()  # after a fault the peers know, or find out by their own deadline
+            self._error = aborted_error(self, self.rank, reason)
             self.boards.tell_abort(reason)
 
     def close(self) -> None:
@@ -168,25 +205,64 @@ class Engine:
             self.closed = True
             with contextlib.suppress(Exception):  # every kernel ends by itself; a broken device has nothing to drain
                 self.lanes.drain()
-            for block in (*self._pools, self._control):
-                if block is not None:
-                    block.close()
             self._pools = [None, None]
-            self.memory.close()
-            self.boards.close()
+            self._resources.close()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # the end of the process gives everything back
+            with contextlib.suppress(Exception):
+                self.close()
+
+    def _fail(self, error: BaseException, what: str) -> None:
+        """An operation ends with `error` here: peers must not wait for the rest of it, nor later calls go on."""
+        if self.closed or self._error is not None:
+            return
+        if isinstance(error, EpPluginError):
+            self._remember(error)
+            return
+        reason = f"{type(error).__name__} in {what}: {error}"
+        self._error = EpPluginError(f"{self.name}: failed earlier on this rank: {reason}")
+        self.boards.tell_abort(reason)
+
+    def _remember(self, error: EpPluginError | ValueError) -> None:
+        """The first error stays. Peers are told of one that they cannot see for themselves."""
+        self._error = error
+        if not isinstance(error, (PeerTimeout, PeerAborted)):
+            self.boards.tell_abort(str(error))
+
+
+def _live_engines() -> list[Engine]:
+    with _live_lock:
+        return [engine for engine in _live if not engine.closed]
 
 
 def _announce(engine: Engine, what: str) -> None:
     """Says on the boards of all of this process's communicators what this rank is in, for their peers' messages."""
-    for other in list(_live):
-        if not other.closed:
-            other.boards.set_activity(f"in {what} of {engine.name}")
+    for other in _live_engines():
+        other.boards.set_activity(f"in {what} of {engine.name}")
 
 
 def abort_all(reason: str) -> None:
     """Tells the peers of every open communicator of this process that this rank has failed."""
-    for engine in list(_live):
+    for engine in _live_engines():
         engine.abort(reason)
+
+
+def _watch_of(engine: Engine, growing: tuple[str, int] | None = None) -> Callable[[], None]:
+    """What ends an exchange early: an abort, or, with (name, bytes) of a growing pool, a peer that does not grow."""
+    found = weakref.ref(engine)
+
+    def watch() -> None:
+        engine = found()
+        if engine is None:
+            return
+        engine.check()
+        if growing is not None:
+            for rank in range(engine.size):
+                if rank != engine.rank and engine.boards.reserved_pools_of(rank) > engine.reserved:
+                    raise disagreement_on_pool(engine, *growing, rank, "no more than there are")
+
+    return watch
 
 
 def _kernels_for(device: torch.device) -> Any:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 _TIMEOUT, _ABORTED, _DISAGREE, _BAD_IDS, _BAD_DATA, _TOO_SMALL = 1, 2, 3, 4, 5, 6
 STEPS = ("none", "plan", "notify", "send", "expand", "combine", "add")
 _FIELDS = ("operation", "row bytes", "scale bytes", "weight bytes", "top-k", "dtype", "layout", "config", "num_tokens")
+_DISAGREE_ON = "ranks disagree on"
 _OPERATIONS = {1: "dispatch", 2: "cached dispatch", 3: "combine"}
 
 
@@ -22,15 +23,14 @@ def error_of(engine: Engine) -> EpPluginError | ValueError | None:
         abort = engine.boards.abort()
         if abort is None:
             return None
-        rank, reason = abort
-        return PeerAborted(f"{engine.name}: rank {rank} aborted: {reason}", rank, reason)
+        return aborted_error(engine, *abort)
     code, step_index, peer, field, expected, seen = fault
     step = STEPS[step_index]
     if code == _TIMEOUT:
         return _timeout(engine, step, peer, expected, seen)
     if code == _DISAGREE:
         return DisagreementError(
-            f"{engine.name}: ranks disagree on one call at step {step}: {_FIELDS[field]} is "
+            f"{_DISAGREE_ON} one call of {engine.name} at step {step}: {_FIELDS[field]} is "
             f"{_value(field, expected)} on rank {engine.rank}, {_value(field, seen)} on rank {peer}"
         )
     if code == _BAD_IDS:
@@ -45,6 +45,21 @@ def error_of(engine: Engine) -> EpPluginError | ValueError | None:
     return EpPluginError(
         f"{engine.name}: step {step}: rank {peer} sent an index outside what was agreed: expected at most {expected}, "
         f"got {seen} (detail {field})"
+    )
+
+
+def aborted_error(engine: Engine, rank: int, reason: str) -> EpPluginError:
+    """What ranks raise when `rank` aborts. One that found a disagreement aborts with it: then all raise that alike."""
+    if reason.startswith(_DISAGREE_ON):
+        return DisagreementError(reason)
+    return PeerAborted(f"{engine.name}: rank {rank} aborted: {reason}", rank, reason)
+
+
+def disagreement_on_pool(engine: Engine, pool: str, nbytes: int, rank: int, theirs: str) -> DisagreementError:
+    """Two ranks need differently large pools for one operation."""
+    return DisagreementError(
+        f"{_DISAGREE_ON} one call of {engine.name}: the {pool} needs {nbytes} bytes on rank {engine.rank}, "
+        f"{theirs} on rank {rank}: the shapes or dtypes of their rows differ"
     )
 
 
@@ -64,9 +79,12 @@ def _activity(engine: Engine, rank: int) -> str:
 
 def _order_hint(engine: Engine, peer: int) -> str:
     theirs = engine.boards.activity_of(peer)
-    if not theirs or engine.name in theirs:
+    if not theirs or theirs.endswith(f" of {engine.name}"):
         return ""
-    return " All ranks must call communicators that share a device in the same order; these two are in different ones."
+    return (
+        " All ranks must call communicators that share a device in the same order; these two ranks were last in "
+        "different ones."
+    )
 
 
 def _value(field: int, value: int) -> str:

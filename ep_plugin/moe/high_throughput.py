@@ -120,9 +120,6 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
     if pending.ticket:
         pending.routing = pending.routing._replace(totals=engine.wait_totals(pending.ticket))
     if not pending.sent:
-        needed = _known_pool_bytes(engine, pending)
-        if engine.pool_bytes(DISPATCH_POOL) < needed:
-            engine.grow(DISPATCH_POOL, needed)
         _send(engine, pending)
     rows, slots = _output_rows(engine, pending)
     if call.previous is None:
@@ -198,6 +195,7 @@ def _launch_plan(engine: Engine, call: DispatchCall, routing: RoutingTensors) ->
 
 def _send(engine: Engine, pending: PendingDispatch) -> None:
     call = pending.call
+    engine.reserve(DISPATCH_POOL, _known_pool_bytes(engine, pending))
     engine.kernels.send(
         _C.SendArgs(
             comm=engine.comm,
@@ -311,9 +309,7 @@ def start_combine(
         config_hash=engine.config.agreement_hash(),
         num_tokens=routing.topk_ids.shape[0],
     )
-    needed = _combine_pool_bytes(engine, header, routing)
-    if engine.pool_bytes(COMBINE_POOL) < needed:
-        engine.grow(COMBINE_POOL, needed)
+    engine.reserve(COMBINE_POOL, _combine_pool_bytes(engine, header, routing))
     engine.lanes.fork()
     pending = PendingCombine(header, y, weights, bias, extra, routing)
     engine.kernels.push(

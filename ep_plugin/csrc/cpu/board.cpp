@@ -53,9 +53,11 @@ WaitResult wait_ticket(Address address, uint64_t ticket, int64_t timeout_ns) {
 
 void abort_board(Address address, int rank, const std::string& reason) {
   Board& board = board_at(address);
-  if (__atomic_load_n(&board.abort, __ATOMIC_ACQUIRE) != 0) return;
+  uint32_t nobody = 0;
+  const uint32_t me = static_cast<uint32_t>(rank + 1);
+  if (!__atomic_compare_exchange_n(&board.abort_claim, &nobody, me, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return;
   std::snprintf(board.reason, sizeof(board.reason), "%s", reason.c_str());
-  __atomic_store_n(&board.abort, static_cast<uint32_t>(rank + 1), __ATOMIC_RELEASE);
+  __atomic_store_n(&board.abort, me, __ATOMIC_RELEASE);
 }
 
 void set_activity(Address address, const std::string& text) {
