@@ -38,6 +38,7 @@ class EpPluginExpertParallel(EPImplementation):
             num_experts=self.num_local_experts * self.ep_mesh.size(),
             hidden_size=x.size(1),
             topk=topk_ids.size(1),
+            device=x.device,
         )
         out, handle = comm.dispatch(x, topk_ids, topk_weights)
         rows, weights = out.tokens, out.weights.to(x.dtype).unsqueeze(1)
