@@ -46,7 +46,7 @@ def check_dispatch(engine: Engine, call: DispatchCall) -> None:
     row_bytes, limit = x.shape[1] * x.element_size(), engine.config.max_row_bytes
     if limit is not None and row_bytes > limit:
         raise ValueError(f"x: expected rows of at most max_row_bytes={limit} bytes, got {row_bytes}")
-    if x.shape[1] and tokens > 1 and x.stride(1) != 1:
+    if tokens and x.stride(1) != 1:
         raise ValueError(f"x: expected contiguous rows (stride 1 along H), got strides {tuple(x.stride())}")
     _check_ids(engine, ids, tokens)
     if call.weights is not None:
