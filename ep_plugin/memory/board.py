@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 
+import torch
+
 from ep_plugin import _C
 from ep_plugin.memory.exchange import Exchange
 from ep_plugin.memory.shm import ShmMemory
@@ -16,19 +18,20 @@ from ep_plugin.memory.shm import ShmMemory
 class Boards:
     """The boards of a group, one per rank. ``device_address`` is this rank's own as its kernels address it."""
 
-    def __init__(self, exchange: Exchange, local_experts: int, on_cuda: bool) -> None:
+    def __init__(self, exchange: Exchange, local_experts: int, device: torch.device) -> None:
         self._memory = ShmMemory(exchange)
         self._block = self._memory.allocate(_C.board_bytes(local_experts), "board")
         self._rank = exchange.rank
         self._local_experts = local_experts
-        self._registered = on_cuda
+        self._registered = False
         # Another thread may abort, or look at what a peer does, while this one closes.
         self._guard = threading.Lock()
         self._closed = False
         self.address: int = self._block.ptrs[self._rank]
         self.device_address: int = self.address
-        if on_cuda:
-            self.device_address = _C.register_host(self.address, _C.board_bytes(local_experts))
+        if device.type == "cuda":
+            self.device_address = _C.register_host(self.address, _C.board_bytes(local_experts), device.index)
+            self._registered = True
 
     def fault(self) -> tuple[int, int, int, int, int, int] | None:
         """The first fault on this rank: (code, step, peer, field, expected, seen)."""

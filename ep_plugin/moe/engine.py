@@ -68,7 +68,7 @@ class Engine:
         self.lanes = lanes_of(device)
         self._agree(config)
         self.local_experts = config.num_experts // self.size
-        self.boards = Boards(self.exchange, self.local_experts, device.type == "cuda")
+        self.boards = Boards(self.exchange, self.local_experts, device)
         self._resources.callback(self.boards.close)
         self.memory = open_memory(group, device, timeout_s=config.timeout_s)
         self._resources.callback(self.memory.close)
