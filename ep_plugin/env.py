@@ -84,11 +84,11 @@ def allow_overlapping_devices() -> None:
 
 def _warn_about_unknown() -> None:
     for name in os.environ:
-        if name.startswith(f"{_PREFIX}_") and name not in _KNOWN and not name.startswith(f"{_PREFIX}_BUILD_"):
-            if name not in _warned:
-                _warned.add(name)
-                known = ", ".join(sorted(_KNOWN))
-                warnings.warn(f"{name} is set but not known to ep_plugin, and ignored; known: {known}", stacklevel=3)
+        if not name.startswith(f"{_PREFIX}_") or name.startswith(f"{_PREFIX}_BUILD_") or name in _KNOWN | _warned:
+            continue
+        _warned.add(name)
+        known = ", ".join(sorted(_KNOWN))
+        warnings.warn(f"{name} is set but not known to ep_plugin, and ignored; known: {known}", stacklevel=3)
 
 
 def _value(name: str) -> str | None:

@@ -68,7 +68,9 @@ def _result_of(rank: int, process: multiprocessing.process.BaseProcess, end: Con
     return result
 
 
-def _main(rank: int, size: int, port: int, end: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _main(
+    rank: int, size: int, port: int, end: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     import torch
 
     torch.set_num_threads(1)
