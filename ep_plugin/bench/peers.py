@@ -1,0 +1,220 @@
+"""What ep_plugin is compared with: the same exchanges over torch.distributed, as well as they can be written there.
+
+Rows travel as opaque 8-byte words, once per (token, expert), by `all_to_all_single` between a sort and a gather, as
+Megatron's all-to-all dispatcher does it: the counts go first and are read by the host while the rows are being
+gathered, what only indices need is computed while the rows are on the wire, and combine gathers and sums in one pass.
+The weights stay with the token's owner, which applies them in combine: less travels than in ep_plugin's dispatch.
+
+Shapes: R ranks, T tokens here, K experts per token, E_l experts per rank, N rows received.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ep_plugin.bench.workload import Batch, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """What a dispatch brought. counts: `[E_l]` rows per expert. ids, weights: `[N, K]`, TOKEN_MAJOR only.
+
+    state: what combine, and a dispatch over the same routing, need.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    state: object = None
+
+
+class Dispatcher(Protocol):
+    """One way to bring tokens to their experts. dedup: whether a token crosses once per rank, not once per expert."""
+
+    dedup: bool
+
+    def dispatch(self, batch: Batch, previous: object = None) -> Received:
+        """previous: the state of an earlier dispatch, whose routing is used again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """order: `[T*K]` pairs by (expert, token); position: its inverse `[T, K]`. to_flat: for each FLAT row the received
+    row, from_flat: the inverse. sent, received: rows per rank. weights: `[T, K]`."""
+
+    order: torch.Tensor
+    position: torch.Tensor
+    to_flat: torch.Tensor
+    from_flat: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    counts: torch.Tensor
+    weights: torch.Tensor
+
+
+class AllToAll:
+    """FLAT dispatch and combine over `all_to_all_single`."""
+
+    dedup = False
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        self._ranks, self._experts = workload.ranks, workload.experts
+        self._pinned = torch.empty(2, workload.ranks, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    def dispatch(self, batch: Batch, previous: object = None) -> Received:
+        """Rows of this rank's experts in FLAT order: by expert, source rank, source token."""
+        if isinstance(previous, Routing):
+            leaving = self.gather(batch, previous.order)
+            return self._finish(self._start_all(leaving, previous.sent, previous.received), batch, previous)
+        pair_ids = batch.ids.reshape(-1)
+        per_expert = torch.zeros(self._experts, dtype=torch.int64, device=pair_ids.device)
+        per_expert.scatter_add_(0, pair_ids, torch.ones_like(pair_ids))
+        arriving = torch.empty_like(per_expert)
+        dist.all_to_all_single(arriving, per_expert)
+        arriving = arriving.view(self._ranks, -1)
+        splits = _Splits(per_expert.view(self._ranks, -1).sum(1), arriving.sum(1), self._pinned)
+        # Experts are few: short keys make the radix sort of a GPU short.
+        order = torch.argsort(pair_ids.to(torch.int16), stable=True)
+        leaving = self.gather(batch, order)
+        sent, received = splits.read()
+        exchanges = self._start_all(leaving, sent, received)
+        to_flat, from_flat = _permutation(arriving, sum(received))
+        position = torch.empty_like(order)
+        position[order] = torch.arange(len(order), device=order.device)
+        routing = Routing(
+            order=order, position=position.view_as(batch.ids), to_flat=to_flat, from_flat=from_flat,
+            sent=sent, received=received, counts=arriving.sum(0), weights=batch.weights,
+        )  # fmt: skip
+        return self._finish(exchanges, batch, routing)
+
+    def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
+        """The weighted sum of each token's rows: `[T, H]`."""
+        assert isinstance(state, Routing)
+        back = _Exchange(_words(y).index_select(0, state.from_flat), state.received, state.sent).wait()
+        # Gathers and sums in one pass, in float32.
+        return torch.nn.functional.embedding_bag(
+            state.position, back.view(y.dtype), mode="sum", per_sample_weights=state.weights.to(y.dtype)
+        )
+
+    def gather(self, batch: Batch, order: torch.Tensor) -> list[torch.Tensor]:
+        """The rows, and their scales if they have some, in the order in which they leave."""
+        token = order // batch.ids.shape[1]
+        parts = [_words(batch.x)] if batch.scales is None else [_words(batch.x), batch.scales]
+        return [part.index_select(0, token) for part in parts]
+
+    def exchange(self, leaving: list[torch.Tensor], routing: Routing) -> list[torch.Tensor]:
+        """The bare exchange of what `gather` made, in the order in which it arrives."""
+        return [exchange.wait() for exchange in self._start_all(leaving, routing.sent, routing.received)]
+
+    def arrange(self, arrived: list[torch.Tensor], batch: Batch, routing: Routing) -> Received:
+        """What `exchange` returned, in FLAT order."""
+        tokens, *scales = [part.index_select(0, routing.to_flat) for part in arrived]
+        return Received(
+            tokens=tokens.view(batch.x.dtype),
+            scales=scales[0] if scales else None,
+            counts=routing.counts,
+            state=routing,
+        )
+
+    def _start_all(self, leaving: list[torch.Tensor], sent: list[int], received: list[int]) -> list[_Exchange]:
+        return [_Exchange(part, sent, received) for part in leaving]
+
+    def _finish(self, exchanges: list[_Exchange], batch: Batch, routing: Routing) -> Received:
+        return self.arrange([exchange.wait() for exchange in exchanges], batch, routing)
+
+
+class TokenMajorAllToAll:
+    """TOKEN_MAJOR dispatch: a token's row travels once per rank, its ids and weights beside it."""
+
+    dedup = True
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        self._ranks, self._local = workload.ranks, workload.experts // workload.ranks
+        self._pinned = torch.empty(2, workload.ranks, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    def dispatch(self, batch: Batch, previous: object = None) -> Received:
+        """Rows by (source rank, source token), which is the order in which they arrive."""
+        T, K = batch.ids.shape
+        goes = torch.zeros(T, self._ranks, dtype=torch.bool, device=batch.ids.device)
+        goes.scatter_(1, batch.ids // self._local, True)
+        leaving_counts = goes.sum(0)
+        arriving_counts = torch.empty_like(leaving_counts)
+        dist.all_to_all_single(arriving_counts, leaving_counts)
+        splits = _Splits(leaving_counts, arriving_counts, self._pinned)
+        by_rank = goes.t().reshape(-1)
+        place = torch.where(by_rank, by_rank.cumsum(0) - 1, by_rank.numel())
+        token = torch.arange(T, device=place.device).repeat(self._ranks)
+        order = torch.empty(by_rank.numel() + 1, dtype=torch.int64, device=place.device).scatter_(0, place, token)
+        beside = torch.cat((batch.ids.int(), batch.weights.view(torch.int32)), 1)
+        sent, received = splits.read()
+        order = order[: sum(sent)]
+        parts = [_words(batch.x), beside] if batch.scales is None else [_words(batch.x), beside, batch.scales]
+        exchanges = [_Exchange(part.index_select(0, order), sent, received) for part in parts]
+        tokens, beside, *scales = [exchange.wait() for exchange in exchanges]
+        ids = beside[:, :K] - dist.get_rank() * self._local
+        here = (ids >= 0) & (ids < self._local)
+        return Received(
+            tokens=tokens.view(batch.x.dtype),
+            scales=scales[0] if scales else None,
+            ids=torch.where(here, ids, -1),
+            weights=torch.where(here, beside[:, K:].view(torch.float32), 0.0),
+        )
+
+
+class _Exchange:
+    """Rows on their way: `sent` and `received` rows per rank."""
+
+    def __init__(self, leaving: torch.Tensor, sent: list[int], received: list[int]) -> None:
+        self._incoming = leaving.new_empty((sum(received), leaving.shape[1]))
+        work = dist.all_to_all_single(self._incoming, leaving, received, sent, async_op=True)
+        assert work is not None
+        self._work = work
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        return self._incoming
+
+
+class _Splits:
+    """Rows per rank on their way to the host: `[R]` leaving, `[R]` arriving. The copy is asynchronous when pinned."""
+
+    def __init__(self, leaving: torch.Tensor, arriving: torch.Tensor, host: torch.Tensor) -> None:
+        self._host = host
+        self._host.copy_(torch.stack((leaving, arriving)), non_blocking=True)
+        self._ready: torch.cuda.Event | None = None
+        if leaving.is_cuda:
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+
+    def read(self) -> tuple[list[int], list[int]]:
+        if self._ready is not None:
+            self._ready.synchronize()
+        leaving, arriving = self._host.tolist()
+        return leaving, arriving
+
+
+def _permutation(arriving: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """arriving: `[R, E_l]` rows. They arrive by (source, expert) and are wanted by (expert, source): for each wanted
+    row where it arrived, and the inverse."""
+    in_flat_order = arriving.t().contiguous()
+    shift = _exclusive(in_flat_order).t() - _exclusive(arriving)
+    every = torch.arange(rows, device=arriving.device)
+    to_flat = every - shift.t().reshape(-1).repeat_interleave(in_flat_order.view(-1), output_size=rows)
+    from_flat = every + shift.reshape(-1).repeat_interleave(arriving.reshape(-1), output_size=rows)
+    return to_flat, from_flat
+
+
+def _words(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(torch.int64)
+
+
+def _exclusive(counts: torch.Tensor) -> torch.Tensor:
+    """Where each entry's rows start when all entries lie one after the other."""
+    flat = counts.reshape(-1)
+    return (flat.cumsum(0) - flat).view_as(counts)

@@ -1,0 +1,83 @@
+"""What a result belongs to: the code, the hardware and the versions that produced it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHED = ("ep_plugin", "integrations")
+SOURCES = {".py", ".pyi", ".h", ".cuh", ".cpp", ".cu"}
+
+
+def hash_sources(folders: Iterable[str] = BENCHED, root: Path = ROOT) -> str:
+    """SHA-256, in hex, over the names and bytes of all source files below `folders` of `root`.
+
+    Files that are not sources (results, caches, built extensions) do not count, nor do links. A folder that is not
+    there counts as empty: an installed package has its integrations inside `ep_plugin`.
+    """
+    digest = hashlib.sha256()
+    names = {path.relative_to(root).as_posix(): path for folder in folders for path in _sources(root / folder)}
+    for name, path in sorted(names.items()):
+        content = path.read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    for parent, _, files in os.walk(folder, followlinks=False):
+        yield from (Path(parent, file) for file in files if Path(file).suffix in SOURCES)
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what a result depends on; None where this build has none."""
+    import torch
+
+    import ep_plugin
+
+    cuda = torch.version.cuda
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and torch.cuda.is_available() else None
+    return {
+        "torch": torch.__version__,
+        "ep_plugin": ep_plugin.__version__,
+        "nccl": nccl,
+        "cuda": cuda,
+        "python": platform.python_version(),
+    }
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def hardware(backend: str, ranks: int) -> str:
+    """What the ranks ran on, for readers: "4 x NVIDIA H200", "2 cores of AMD EPYC"."""
+    if backend == "cpu":
+        return f"{cores()} cores of {_cpu_name()}"
+    import torch
+
+    return f"{ranks} x {torch.cuda.get_device_name(0)}"
+
+
+def hardware_folder(backend: str, ranks: int) -> str:
+    """The folder of `benchmarks/results` for this hardware: "cpu2" (cores), "h200x4" (GPU and how many)."""
+    if backend == "cpu":
+        return f"cpu{cores()}"
+    import torch
+
+    name = torch.cuda.get_device_name(0).removeprefix("NVIDIA ").split(" ")[0]
+    return f"{re.sub('[^a-z0-9]+', '', name.lower())}x{ranks}"
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.machine()
