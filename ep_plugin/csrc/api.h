@@ -88,7 +88,7 @@ struct ExpandArgs {
   Address weights;         // FLAT [capacity], TOKEN_MAJOR [capacity,K], or 0
   Address topk_ids;        // TOKEN_MAJOR: int32 [capacity,K]; 0 in FLAT
   Address row_expert_ids;  // FLAT: int32 [capacity]; 0 in TOKEN_MAJOR
-  Address expert_count;    // int32 [E_l]: rows of each local expert that are present in the output
+  Address expert_count;    // int32 [E_l]: FLAT: rows that are present; TOKEN_MAJOR: rows received, dropped ones too
   Address expert_offset;   // int32 [E_l+1], no entry past capacity
   Address overflow;        // int32 [2]: 1 if rows were dropped, rows required; or 0
   int64_t capacity;        // rows of the output

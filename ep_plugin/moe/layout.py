@@ -25,7 +25,8 @@ class DispatchOutput(NamedTuple):
         when no weights were dispatched. Carries gradients back to ``topk_weights``.
     topk_ids: TOKEN_MAJOR: int32 ``[N, K]``, local expert ids, -1 where the expert is elsewhere; None in FLAT.
     row_expert_ids: FLAT: int32 ``[N]``, the local expert of each row, -1 for padding; None in TOKEN_MAJOR.
-    num_tokens_per_expert: int32 ``[E_l]`` on the device, without padding.
+    num_tokens_per_expert: int32 ``[E_l]`` on the device, without padding. Where ``capacity`` was too small: in FLAT the
+        rows that are present, in TOKEN_MAJOR those of dropped tokens too.
     num_tokens_per_expert_cpu: int64 ``[E_l]`` in host memory; None when ``capacity`` was given.
     expert_offsets: int32 ``[E_l + 1]`` on the device, where each expert's FLAT rows start, padding included.
     overflow: int32 ``[]``: 1 when rows were dropped because ``capacity`` was too small; None without ``capacity``.

@@ -55,6 +55,11 @@ def check_dispatch(engine: Engine, call: DispatchCall) -> None:
         _check_scales(engine, call.scales, tokens)
     if call.capacity is not None:
         _check_capacity(engine, call)
+    elif call.previous is not None and call.previous.totals.numel() == 0:
+        raise ValueError(
+            "capacity: expected a number of rows, since previous_handle was made with one and the host knows no other, "
+            "got None"
+        )
     if call.previous is not None and call.previous.topk_ids.shape != ids.shape:
         expected = tuple(call.previous.topk_ids.shape)
         raise ValueError(f"topk_ids: expected the shape {expected} of previous_handle, got {tuple(ids.shape)}")
@@ -129,8 +134,9 @@ def _check_ids(engine: Engine, ids: torch.Tensor, tokens: int) -> None:
         raise ValueError(f"topk_ids: expected shape ({tokens}, K), got {tuple(ids.shape)}")
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"topk_ids: expected torch.int32 or torch.int64, got {ids.dtype}")
-    if not 1 <= ids.shape[1] <= _C.max_topk:
-        raise ValueError(f"topk_ids: expected 1 to {_C.max_topk} experts per token, got {ids.shape[1]}")
+    most = engine.config.topk
+    if not 1 <= ids.shape[1] <= most:
+        raise ValueError(f"topk_ids: expected 1 to topk={most} experts per token, got {ids.shape[1]}")
     if not ids.is_contiguous():
         raise ValueError(f"topk_ids: expected a contiguous tensor, got strides {tuple(ids.stride())}")
     if ids.device.type == "cpu" or env.settings().check_ids:
