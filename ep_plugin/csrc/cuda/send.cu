@@ -159,7 +159,7 @@ void send(const SendArgs& args) {
   require_routing(args.routing);
   require_header(args.header, args.routing);
   require_sms(args.num_sms);
-  require_rows("x", args.x, args.x_stride);
+  require_rows("x", args.x, args.routing.num_tokens > 1 ? args.x_stride : 0);
   const Room room = room_for<send_kernel<true>>();
   const bool bulk = room.bulk && args.comm.plain == 0;
   const int64_t largest = std::min<int64_t>(args.header.row_bytes, kLargestPiece);

@@ -67,7 +67,7 @@ struct Patience {
   __device__ bool keep_waiting(const Run& run, int peer, int detail, uint64_t expected, uint64_t seen) {
     const Comm& comm = run.comm;
     const uint64_t now = ptx::globaltimer();
-    if (since == 0) since = now;
+    if (since == 0) since = looked = now;
     if (faulted(comm)) return false;
     if (now - looked > kAbortLookNs) {
       looked = now;
