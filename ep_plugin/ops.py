@@ -15,6 +15,7 @@ from ep_plugin.config import DispatchLayout
 from ep_plugin.moe import autograd
 from ep_plugin.moe.communicator import communicator
 from ep_plugin.moe.high_throughput import DispatchCall, RoutingTensors
+from ep_plugin.moe.validate import check_devices
 
 _library = torch.library.Library("ep_plugin", "DEF")
 _library.define(
@@ -71,6 +72,9 @@ def _fake_dispatch(
     pending: bool,
 ) -> tuple[torch.Tensor, ...]:
     engine = communicator(comm).engine
+    check_devices(
+        engine, x=x, topk_ids=topk_ids, topk_weights=topk_weights, scales=scales
+    )  # a meta tensor ends up here
     config, size = engine.config, engine.size
     T, K = topk_ids.shape
     flat = config.resolved_layout is DispatchLayout.FLAT
@@ -113,6 +117,7 @@ def _fake_combine(
     comm: int,
     pending: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    check_devices(communicator(comm).engine, y=y, weights=weights, bias=bias, extra=extra)
     T, K = routing[0].shape
     return y.new_empty((T, y.shape[1])), y.new_empty(0) if extra is None else extra.new_empty((T, K))
 

@@ -22,7 +22,7 @@ from ep_plugin.errors import CommunicatorClosed, EpPluginError
 from ep_plugin.moe import high_throughput as ht
 from ep_plugin.moe.engine import Engine, abort_all
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
-from ep_plugin.moe.validate import check_combine, check_dispatch, weight_dtype
+from ep_plugin.moe.validate import as_weights, check_combine, check_dispatch
 
 _numbers = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, MoECommunicator] = weakref.WeakValueDictionary()
@@ -184,7 +184,7 @@ class MoECommunicator:
     ) -> DispatchWork:
         """Starts a dispatch; `.wait()` returns its result. The next operation completes one that nobody waited for."""
         routing = self._routing_of(previous_handle)
-        weights = None if topk_weights is None else topk_weights.to(weight_dtype(x.dtype)).contiguous()
+        weights = as_weights("topk_weights", topk_weights, x)
         call = ht.DispatchCall(
             x.detach(), topk_ids, None if weights is None else weights.detach(), scales, routing, capacity
         )
@@ -207,7 +207,7 @@ class MoECommunicator:
         """Starts a combine; `.wait()` returns its result. The next operation completes one that nobody waited for."""
         routing = self._routing_of(handle)
         assert routing is not None
-        rows = None if weights is None else weights.detach().to(weight_dtype(y.dtype)).contiguous()
+        rows = as_weights("weights", None if weights is None else weights.detach(), y)
         self._complete()
         check_combine(self.engine, y, rows, bias, None, routing)
         with self.engine.operation("combine"):
@@ -287,7 +287,7 @@ class MoECommunicator:
         pending: bool = False,
     ) -> tuple[DispatchOutput, DispatchHandle]:
         previous = self._routing_of(previous_handle)
-        weights = None if topk_weights is None else topk_weights.to(weight_dtype(x.dtype)).contiguous()
+        weights = as_weights("topk_weights", topk_weights, x)
         tensors = torch.ops.ep_plugin.dispatch(
             x, topk_ids, weights, scales, list(previous or ()), self.number, capacity, pending
         )
@@ -319,7 +319,7 @@ class MoECommunicator:
     ) -> torch.Tensor:
         routing = self._routing_of(handle)
         assert routing is not None
-        rows = None if weights is None else weights.to(weight_dtype(y.dtype)).contiguous()
+        rows = as_weights("weights", weights, y)
         return torch.ops.ep_plugin.combine(y, rows, bias, None, list(routing), self.number, pending)[0]
 
     def _routing_of(self, handle: DispatchHandle | None) -> ht.RoutingTensors | None:

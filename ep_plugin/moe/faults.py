@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted, PeerTimeout
+from ep_plugin.moe.validate import DTYPES
 
 if TYPE_CHECKING:
     from ep_plugin.moe.engine import Engine
@@ -88,4 +89,6 @@ def _order_hint(engine: Engine, peer: int) -> str:
 
 
 def _value(field: int, value: int) -> str:
-    return _OPERATIONS.get(value, str(value)) if field == 0 else str(value)
+    if _FIELDS[field] == "operation":
+        return _OPERATIONS.get(value, str(value))
+    return str(DTYPES[value]) if _FIELDS[field] == "dtype" and 0 <= value < len(DTYPES) else str(value)

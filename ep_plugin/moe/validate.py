@@ -33,6 +33,22 @@ def weight_dtype(rows: torch.dtype) -> torch.dtype:
     return torch.float64 if rows is torch.float64 else torch.float32
 
 
+def as_weights(name: str, weights: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+    """`weights` as they travel beside `rows`: contiguous, float32 or float64. ValueError when they are no floats."""
+    if weights is None:
+        return None
+    if not weights.is_floating_point():
+        raise ValueError(f"{name}: expected a floating-point dtype, got {weights.dtype}")
+    return weights.to(weight_dtype(rows.dtype)).contiguous()
+
+
+def check_devices(engine: Engine, **tensors: torch.Tensor | None) -> None:
+    """All on the communicator's device."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            _check_device(engine, name, tensor)
+
+
 def check_dispatch(engine: Engine, call: DispatchCall) -> None:
     """x [T,H] of a known dtype, topk_ids [T,K], weights [T,K], scales [T,S], all here and matching."""
     x, ids = call.x, call.topk_ids

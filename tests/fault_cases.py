@@ -1,0 +1,91 @@
+"""What the fault tests share: small calls that work, ranks that die at a gate, and what a process has left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ep_plugin import _C, MoECommunicator, MoECommunicatorConfig
+
+HIDDEN, TOPK, EXPERTS_PER_RANK = 8, 2, 2
+
+
+def open_communicator(size: int, **settings: Any) -> MoECommunicator:
+    """A communicator of the default group with rows of HIDDEN float32 and TOPK experts per token."""
+    base = {"num_experts": EXPERTS_PER_RANK * size, "hidden_size": HIDDEN, "topk": TOPK}
+    return MoECommunicator(None, MoECommunicatorConfig(**(base | settings)))
+
+
+def tokens_for(rank: int, size: int, count: int, hidden: int = HIDDEN) -> tuple[torch.Tensor, ...]:
+    """x ``[T, H]``, ids ``[T, K]`` and weights ``[T, K]``: every token goes to two ranks, all ranks in turn."""
+    x = torch.arange(count * hidden, dtype=torch.float32).reshape(count, hidden) + 1000 * rank
+    first = torch.arange(count) % (EXPERTS_PER_RANK * size)
+    ids = torch.stack([first, (first + EXPERTS_PER_RANK) % (EXPERTS_PER_RANK * size)], dim=1)
+    return x, ids, torch.full((count, TOPK), 0.5)
+
+
+def round_trip(comm: MoECommunicator, count: int = 5) -> None:
+    """A dispatch and a combine that must give every token back: each of its two experts contributes a half."""
+    x, ids, weights = tokens_for(comm.rank, comm.size, count)
+    out, handle = comm.dispatch(x, ids, weights)
+    torch.testing.assert_close(comm.combine(out.tokens, handle, weights=out.weights), x)
+
+
+def die_at_gate(comm: MoECommunicator) -> None:
+    """Ends this process by SIGKILL, from a thread, as soon as a kernel is held at its test gate."""
+    board = comm.engine.boards.address
+
+    def watch() -> None:
+        while _C.gate_reached(board) == 0:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def record_outputs(comm: MoECommunicator) -> dict[str, bytes]:
+    """The bytes that the latest expand and add have left in their outputs, under their names."""
+    seen: dict[str, bytes] = {}
+
+    def expand(args: Any) -> None:
+        _C.cpu.expand(args)
+        seen["expand"] = ctypes.string_at(args.tokens, args.capacity * args.header.row_bytes)
+
+    def add(args: Any) -> None:
+        _C.cpu.add(args)
+        seen["add"] = ctypes.string_at(args.out, args.routing.num_tokens * args.header.row_bytes)
+
+    others = {name: getattr(_C.cpu, name) for name in ("plan", "notify", "send", "push")}
+    comm.engine.kernels = SimpleNamespace(**others, expand=expand, add=add)
+    return seen
+
+
+def nothing_left_behind() -> None:
+    """Fails if this process still has open files or mapped blocks of ours."""
+    files = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
+            files.append(os.readlink(entry))
+    files = [file for file in files if "ep_plugin-" in file]
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "ep_plugin-" in line]
+    assert not files and not maps, (files, maps)
+
+
+def orphaned_names() -> list[str]:
+    """Names of ours in shared memory that no living process holds."""
+    orphans = []
+    for path in Path("/dev/shm").glob("ep_plugin-*"):
+        with contextlib.suppress(OSError), path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            orphans.append(path.name)
+    return orphans

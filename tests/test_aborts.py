@@ -1,0 +1,322 @@
+"""Ranks that fail locally, and ranks that disagree: every rank raises at once, saying who and what."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_plugin import DispatchLayout
+from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted
+from ep_plugin.moe import high_throughput as ht
+from tests.fault_cases import nothing_left_behind, open_communicator, round_trip, tokens_for
+from tests.ranks import run_ranks, values
+
+SIZE = 3
+FAILS = 1  # the rank that fails, or differs
+PATIENCE_S = 30.0  # far more than any test here may take: nothing ends by a deadline
+AT_ONCE_S = 1.0
+QUICKLY_S = 5.0
+
+
+def _no_memory(*_: Any, **__: Any) -> None:
+    raise MemoryError("no room on this rank × " + "x" * 400)
+
+
+def _failing_dispatch(comm: Any, x: Any, ids: Any, weights: Any) -> None:
+    ht._empty_result = _no_memory
+    comm.dispatch(x, ids, weights)
+
+
+def _failing_combine(comm: Any, x: Any, ids: Any, weights: Any) -> None:
+    out, handle = comm.dispatch(x, ids, weights)
+    comm.engine.lanes.fork_receive = _no_memory
+    comm.combine(out.tokens, handle)
+
+
+def _failing_growth(comm: Any, x: Any, ids: Any, weights: Any) -> None:
+    os.posix_fallocate = _no_memory
+    comm.dispatch(torch.cat([x] * 50), torch.cat([ids] * 50))
+
+
+def _asked_to_abort(comm: Any, x: Any, ids: Any, weights: Any) -> None:
+    comm.abort("MemoryError: no room on this rank, and never was")
+    comm.check()
+
+
+def _abort_while_peers_grow(comm: Any, x: Any, ids: Any, weights: Any) -> None:
+    comm.dispatch(x, ids, weights)
+    comm.abort("MemoryError: no room on this rank, and never was")
+    comm.check()
+
+
+def _leaving_with(comm: Any, x: Any, ids: Any, weights: Any) -> None:
+    with comm:
+        comm.dispatch(x, ids, weights)
+        raise MemoryError("no room on this rank")
+
+
+FAILURES: dict[str, Callable[..., None]] = {
+    "allocation in dispatch": _failing_dispatch,
+    "allocation in combine": _failing_combine,
+    "growth of the pool": _failing_growth,
+    "abort": _asked_to_abort,
+    "abort while peers grow a pool": _abort_while_peers_grow,
+    "with block": _leaving_with,
+}
+
+
+def _failure(rank: int, how: str) -> tuple[Exception, float]:
+    comm = open_communicator(SIZE, timeout_s=PATIENCE_S)
+    other = open_communicator(SIZE, timeout_s=PATIENCE_S)
+    if how != "abort while peers grow a pool":
+        round_trip(comm)
+    dist.barrier()  # an abort also ends what a slower rank has not quite finished
+    x, ids, weights = tokens_for(rank, SIZE, 40)
+    try:
+        if rank == FAILS:
+            FAILURES[how](comm, x, ids, weights)
+        else:
+            _use(comm, x, ids, weights, 50 if how == "growth of the pool" else 1)
+    except Exception as error:
+        raised, at = error, time.monotonic()
+    if not comm.engine.closed:
+        with pytest.raises(EpPluginError) as again:
+            comm.dispatch(x, ids, weights)
+        assert "no room on this rank" in str(again.value)
+    comm.close()
+    if how not in ("growth of the pool", "allocation in dispatch", "allocation in combine"):  # those stay broken
+        round_trip(other, 60)
+    other.close()
+    nothing_left_behind()
+    return raised, at
+
+
+def _use(comm: Any, x: Any, ids: Any, weights: Any, times: int) -> None:
+    while True:
+        if times > 1:
+            comm.dispatch(torch.cat([x] * times), torch.cat([ids] * times))
+        out, handle = comm.dispatch(x, ids, weights)
+        comm.combine(out.tokens, handle)
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_local_failure_reaches_every_peer_within_a_second(how: str) -> None:
+    results = values(run_ranks(SIZE, _failure, how))
+    own, since = results[FAILS]
+    assert "no room on this rank" in str(own)
+    for error, at in (results[rank] for rank in range(SIZE) if rank != FAILS):
+        assert isinstance(error, PeerAborted) and error.rank == FAILS, repr(error)
+        assert "no room on this rank" in error.reason and "MemoryError" in error.reason
+        assert error.reason in str(error)
+        assert at - since < AT_ONCE_S
+
+
+def _abort_from_a_thread(rank: int) -> tuple[PeerAborted, float]:
+    comm = open_communicator(2, timeout_s=PATIENCE_S)
+    began = time.monotonic()
+    if rank == 0:
+        dist.distributed_c10d._get_default_store().wait(["rank 1 waits"])
+    else:
+
+        def watchdog() -> None:
+            while not comm.engine.boards.activity_of(1).startswith("in dispatch"):
+                time.sleep(0.001)
+            dist.distributed_c10d._get_default_store().set("rank 1 waits", "")
+            comm.abort("the watchdog bit")
+
+        threading.Thread(target=watchdog).start()
+    with pytest.raises(PeerAborted) as caught:
+        round_trip(comm)
+    comm.close()
+    return caught.value, time.monotonic() - began
+
+
+def test_abort_from_another_thread_ends_this_ranks_own_wait_too() -> None:
+    for error, took in values(run_ranks(2, _abort_from_a_thread)):
+        assert (error.rank, error.reason) == (1, "the watchdog bit")
+        assert took < QUICKLY_S
+
+
+SCRIPT = """
+import datetime, sys
+import torch, torch.distributed as dist
+from tests.fault_cases import open_communicator, round_trip
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+comm = open_communicator(2)
+round_trip(comm)
+if rank == 1:
+    raise LookupError("nothing to train on")
+round_trip(comm)
+"""
+
+
+def test_a_script_that_dies_of_an_exception_tells_its_peers() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    scripts = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), str(store.port)], stderr=subprocess.PIPE, text=True, cwd=_root()
+        )
+        for rank in range(2)
+    ]
+    errors = []
+    try:
+        errors = [script.communicate(timeout=60)[1] for script in scripts]
+    finally:
+        for script in scripts:
+            script.kill()
+            script.wait()
+    assert [script.returncode for script in scripts] == [1, 1]
+    assert "rank 1 aborted: LookupError: nothing to train on" in errors[0]
+    assert errors[1].rstrip().endswith("LookupError: nothing to train on")
+
+
+def _root() -> str:
+    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+# -- disagreement ----------------------------------------------------------------------------------------------------
+
+CONFIGS = {
+    "num_experts": {"num_experts": 12},
+    "num_experts that no ranks divide": {"num_experts": 13},
+    "hidden_size": {"hidden_size": 16},
+    "topk": {"topk": 3},
+    "layout": {"layout": DispatchLayout.TOKEN_MAJOR},
+    "expert_alignment": {"expert_alignment": 4},
+    "max_tokens_per_rank": {"max_tokens_per_rank": 100},
+    "max_row_bytes": {"max_row_bytes": 64},
+}
+
+
+def _configs_differ(rank: int) -> dict[str, str]:
+    said = {}
+    for name, settings in CONFIGS.items():
+        began = time.monotonic()
+        with pytest.raises(DisagreementError) as caught:
+            open_communicator(SIZE, timeout_s=PATIENCE_S, **(settings if rank == FAILS else {}))
+        assert time.monotonic() - began < QUICKLY_S
+        said[name] = str(caught.value)
+    nothing_left_behind()
+    with open_communicator(SIZE) as comm:
+        round_trip(comm)
+    return said
+
+
+def test_ranks_that_disagree_on_the_config() -> None:
+    for rank, said in enumerate(values(run_ranks(SIZE, _configs_differ))):
+        for name, text in said.items():
+            field, value = next(iter(CONFIGS[name].items()))
+            shown = value.name if isinstance(value, DispatchLayout) else value
+            assert f"{field}={shown}" in text
+            assert f"rank {rank} has" in text and f"rank {FAILS if rank != FAILS else 0} has" in text
+
+
+def _bad_device(rank: int) -> str:
+    from ep_plugin import MoECommunicator, MoECommunicatorConfig
+
+    config = MoECommunicatorConfig(num_experts=4, hidden_size=8, topk=2, timeout_s=PATIENCE_S)
+    with pytest.raises(ValueError if rank == FAILS else PeerAborted) as caught:
+        MoECommunicator(None, config, device="meta" if rank == FAILS else "cpu")
+    with open_communicator(2) as comm:
+        round_trip(comm)
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_construct_does_not_keep_its_peers_waiting() -> None:
+    began = time.monotonic()
+    texts = values(run_ranks(2, _bad_device))
+    assert texts == [
+        "rank 1 aborted: ValueError: device: expected cpu or cuda, got meta",
+        "device: expected cpu or cuda, got meta",
+    ]
+    assert time.monotonic() - began < PATIENCE_S
+
+
+def _dispatch(comm: Any, rank: int, hidden: int = 8, dtype: Any = None, k: int = 2, **beside: Any) -> Any:
+    x, ids, weights = tokens_for(rank, SIZE, 9, hidden)
+    given = {"topk_weights": weights} | beside
+    if given["topk_weights"] is not None:
+        given["topk_weights"] = weights[:, :k]
+    return comm.dispatch(x.to(dtype or x.dtype), ids[:, :k].contiguous(), **given)
+
+
+def _cached(comm: Any, rank: int, odd: bool, **differs: Any) -> None:
+    _, handle = _dispatch(comm, rank)
+    _dispatch(comm, rank, previous_handle=handle, **(differs if odd else {}))
+
+
+def _combine(comm: Any, rank: int, dtype: Any, hidden: int = 8) -> None:
+    _, handle = _dispatch(comm, rank)
+    comm.combine(torch.zeros(int(handle.totals[1]), hidden, dtype=dtype), handle)
+
+
+def _backward(comm: Any, rank: int, odd: bool, hidden: int) -> None:
+    x, ids, weights = tokens_for(rank, SIZE, 9, hidden)
+    out, _ = comm.dispatch(x.requires_grad_(), ids, weights.requires_grad_(not odd))
+    out.tokens.sum().backward()
+
+
+Call = Callable[[Any, int, bool], Any]
+CALLS: dict[str, tuple[str, Call]] = {
+    "dispatch: hidden size": ("row bytes is", lambda c, r, odd: _dispatch(c, r, hidden=16 if odd else 8)),
+    "dispatch: dtype": ("torch.int32 on rank 1", lambda c, r, odd: _dispatch(c, r, dtype=torch.int32 if odd else None)),
+    "dispatch: top-k": ("top-k is", lambda c, r, odd: _dispatch(c, r, k=1 if odd else 2)),
+    "dispatch: weights": (
+        "weight bytes is",
+        lambda c, r, odd: _dispatch(c, r, **({"topk_weights": None} if odd else {})),
+    ),
+    "dispatch: scales": ("scale bytes is", lambda c, r, odd: _dispatch(c, r, scales=torch.ones(9, 2) if odd else None)),
+    "dispatch: scales' width": ("scale bytes is", lambda c, r, odd: _dispatch(c, r, scales=torch.ones(9, 3 + odd))),
+    "cached dispatch: dtype": ("dtype is", lambda c, r, odd: _cached(c, r, odd, dtype=torch.int32)),
+    "cached dispatch: wider rows": ("dispatch pool needs", lambda c, r, odd: _cached(c, r, odd, hidden=128)),
+    "combine: dtype": ("dtype is", lambda c, r, odd: _combine(c, r, torch.float16 if odd else torch.bfloat16)),
+    "combine: wider rows on one": (
+        "combine pool needs",
+        lambda c, r, odd: _combine(c, r, torch.float64 if odd else torch.float32, hidden=64),
+    ),
+    "combine: wider rows on the others": (
+        "combine pool needs",
+        lambda c, r, odd: _combine(c, r, torch.float32 if odd else torch.float64, hidden=64),
+    ),
+    "backward: weights that ride back": ("weight bytes is", lambda c, r, odd: _backward(c, r, odd, 8)),
+    "backward: weights that make rows longer": ("combine pool needs", lambda c, r, odd: _backward(c, r, odd, 32)),
+}
+
+
+def _calls_differ(rank: int) -> list[tuple[str, str, float]]:
+    said = []
+    healthy = open_communicator(SIZE)
+    for name, (_, call) in CALLS.items():
+        comm = open_communicator(SIZE, hidden_size=128, timeout_s=PATIENCE_S)
+        _combine(comm, rank, torch.float32)  # pools of some size are there
+        dist.barrier()  # an abort also ends what a slower rank has not quite finished
+        began = time.monotonic()
+        with pytest.raises(DisagreementError) as caught:
+            call(comm, rank, rank == FAILS)
+        said.append((name, str(caught.value), time.monotonic() - began))
+        with pytest.raises(DisagreementError) as again:
+            round_trip(comm)
+        assert str(again.value) == str(caught.value)
+        comm.close()
+        round_trip(healthy)
+    return said
+
+
+def test_ranks_that_disagree_on_one_call() -> None:
+    for said in values(run_ranks(SIZE, _calls_differ, timeout_s=120)):
+        for name, text, took in said:
+            assert isinstance(text, str) and text.startswith("ranks disagree on one call of communicator"), (name, text)
+            assert CALLS[name][0] in text, (name, text)
+            assert f"on rank {FAILS}" in text and ("on rank 0" in text or "on rank 2" in text), (name, text)
+            assert took < QUICKLY_S, (name, took)
