@@ -17,8 +17,10 @@ other ``EP_PLUGIN_*`` is ignored with one warning.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 TRANSPORTS = ("auto", "shm", "nvlink")
@@ -28,7 +30,7 @@ _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _READ_HERE = ("TRANSPORT", "RANKS_PER_NODE", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG")
 _KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
-_OVERLAPPING_DEVICES = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+_SYMMETRIC_MEMORY = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _warned: set[str] = set()
 
 
@@ -73,13 +75,28 @@ def launcher() -> Launcher:
     )
 
 
-def allow_overlapping_devices() -> None:
-    """Let PyTorch's symmetric memory map ranks whose device indices coincide, unless the user has decided already.
+@contextlib.contextmanager
+def symmetric_memory_variables() -> Iterator[None]:
+    """The variables under which PyTorch's symmetric memory exchanges our blocks; as they were afterwards.
 
-    Two ranks may share a GPU, or each may see a different GPU under the index 0 (SLURM and Ray start them so).
-    PyTorch refuses both unless this variable is set when the memory is exchanged.
+    Two ranks may share a GPU, or each may see a different GPU under the index 0 (SLURM and Ray start them so): PyTorch
+    refuses both unless it is told to allow overlapping devices. Multicast mappings cost time and are never used.
     """
-    os.environ.setdefault(_OVERLAPPING_DEVICES, "1")
+    saved = {name: os.environ.get(name) for name in _SYMMETRIC_MEMORY}
+    os.environ.update(_SYMMETRIC_MEMORY)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def socket_directory() -> str:
+    """Where PyTorch's symmetric memory puts the sockets over which ranks hand each other descriptors."""
+    return next((os.environ[name] for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if name in os.environ), "/tmp")
 
 
 def _warn_about_unknown() -> None:

@@ -101,14 +101,25 @@ def test_launcher_variables(monkeypatch):
         env.launcher()
 
 
-def test_overlapping_devices_are_allowed_unless_the_user_decided(monkeypatch):
-    name = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-    monkeypatch.setenv(name, "0")
-    env.allow_overlapping_devices()
-    assert env.os.environ[name] == "0"
-    monkeypatch.delenv(name)
-    env.allow_overlapping_devices()
-    assert env.os.environ[name] == "1"
+def test_symmetric_memory_variables_are_set_for_a_while_and_then_as_before(monkeypatch):
+    overlapping, no_multicast = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    monkeypatch.setenv(overlapping, "0")
+    monkeypatch.delenv(no_multicast, raising=False)
+    with pytest.raises(KeyError), env.symmetric_memory_variables():
+        assert (env.os.environ[overlapping], env.os.environ[no_multicast]) == ("1", "1")
+        raise KeyError
+    assert env.os.environ[overlapping] == "0"
+    assert no_multicast not in env.os.environ
+
+
+def test_socket_directory_is_the_first_that_is_set(monkeypatch):
+    for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert env.socket_directory() == "/tmp"
+    monkeypatch.setenv("TEMP", "/third")
+    assert env.socket_directory() == "/third"
+    monkeypatch.setenv("TMPDIR", "/first")
+    assert env.socket_directory() == "/first"
 
 
 def test_config_defaults():

@@ -24,7 +24,7 @@ from ep_plugin.memory import shm
 from ep_plugin.memory.exchange import Exchange
 from ep_plugin.memory.peer import PeerBuffer, open_memory, transport_for
 from ep_plugin.memory.shm import ShmMemory
-from tests.spawned import die, run_ranks
+from tests.memory_ranks import die, run
 
 SIZES = (1, 4096, 5000, 3 << 20)
 
@@ -122,7 +122,7 @@ def _allocate_and_share(rank: int, size: int, prefix: str, named: bool) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_every_rank_sees_every_block(prefix, size):
-    run_ranks(size, _allocate_both_ways, prefix)
+    run(size, _allocate_both_ways, prefix)
 
 
 def _no_memfd(rank: int, size: int, prefix: str) -> None:
@@ -141,7 +141,7 @@ def _no_memfd(rank: int, size: int, prefix: str) -> None:
 
 
 def test_names_serve_where_a_rank_has_no_memfd(prefix):
-    run_ranks(2, _no_memfd, prefix)
+    run(2, _no_memfd, prefix)
 
 
 def _refused_both_ways(rank: int, size: int, prefix: str) -> None:
@@ -188,7 +188,7 @@ def _refusals(rank: int, size: int, prefix: str) -> None:
 
 
 def test_refused_allocations_leave_nothing_and_end_nothing(prefix):
-    run_ranks(3, _refused_both_ways, prefix)
+    run(3, _refused_both_ways, prefix)
 
 
 def _die_with_memory(rank: int, size: int, prefix: str, victims: tuple[int, ...]) -> None:
@@ -217,7 +217,7 @@ def _die_with_memory(rank: int, size: int, prefix: str, victims: tuple[int, ...]
 
 @pytest.mark.parametrize("victims", [(1,), (0, 1, 2)], ids=["one dies", "all die"])
 def test_nothing_stays_when_ranks_are_killed(prefix, victims):
-    run_ranks(3, _die_with_memory, prefix, victims, killed=victims)
+    run(3, _die_with_memory, prefix, victims, killed=victims)
 
 
 def _die_while_sharing(rank: int, size: int, prefix: str, moment: str, victims: tuple[int, ...]) -> None:
@@ -235,7 +235,7 @@ def _die_while_sharing(rank: int, size: int, prefix: str, moment: str, victims: 
 
 @pytest.mark.parametrize("moment", ["_reserve", "_open_all", "_map_all"])
 def test_survivors_remove_the_names_of_the_dead(prefix, moment):
-    run_ranks(3, _die_while_sharing, prefix, moment, (1,), killed=(1,))
+    run(3, _die_while_sharing, prefix, moment, (1,), killed=(1,))
 
 
 def _share_once(rank: int, size: int, prefix: str) -> None:
@@ -247,9 +247,9 @@ def _share_once(rank: int, size: int, prefix: str) -> None:
 
 
 def test_the_next_to_come_removes_the_names_of_those_who_all_died(prefix):
-    run_ranks(2, _die_while_sharing, prefix, "_open_all", (0, 1), killed=(0, 1))
+    run(2, _die_while_sharing, prefix, "_open_all", (0, 1), killed=(0, 1))
     assert len(names(prefix)) == 2
-    run_ranks(2, _share_once, prefix)
+    run(2, _share_once, prefix)
 
 
 def _open(rank: int, size: int) -> None:
@@ -265,7 +265,7 @@ def _open(rank: int, size: int) -> None:
 
 
 def test_open_memory_for_cpus():
-    run_ranks(2, _open)
+    run(2, _open)
 
 
 def test_transport_follows_the_device(monkeypatch):

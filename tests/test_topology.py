@@ -11,7 +11,7 @@ from ep_plugin import env
 from ep_plugin.errors import DisagreementError, NotSupported
 from ep_plugin.memory.exchange import Exchange
 from ep_plugin.topology import NodeMap, RankReport, build_node_map, check_peer_access, discover, host_identity
-from tests.spawned import run_ranks
+from tests.memory_ranks import run
 
 
 def cluster(hosts: list[str], **fields) -> list[RankReport]:
@@ -184,4 +184,4 @@ def _discover(rank: int, size: int) -> None:
 
 
 def test_discovery_on_this_machine():
-    run_ranks(4, _discover)
+    run(4, _discover)
