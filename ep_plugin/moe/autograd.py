@@ -80,16 +80,18 @@ def combine_backward(ctx: Any, grad_out: torch.Tensor, grad_extra: torch.Tensor 
     grad_y: torch.Tensor | None = None
     grad_weights: torch.Tensor | None = None
     if ctx.rows_need_grad:
-        rows = torch.ops.ep_plugin.dispatch(
+        dispatched = torch.ops.ep_plugin.dispatch(
             grad_out.contiguous(), routing[0], None, None, routing, ctx.comm, ctx.num_rows, False
-        )[0]
+        )
+        rows, local_ids = dispatched[0], dispatched[3]
         grad_y = rows
         if ctx.weighted:
             y, weights = rest
             token_major = weights.dim() == 2
-            factor = weights.sum(dim=1) if token_major else weights
+            here = local_ids >= 0  # in TOKEN_MAJOR the weights of experts elsewhere do not count
+            factor = torch.where(here, weights, 0).sum(dim=1) if token_major else weights
             grad_y = (rows * factor.unsqueeze(1)).to(y.dtype)
             grad_weights = (y.to(weights.dtype) * rows.to(weights.dtype)).sum(dim=1)
             if token_major:
-                grad_weights = grad_weights.unsqueeze(1).expand_as(weights)
+                grad_weights = grad_weights.unsqueeze(1) * here
     return grad_y, grad_weights, grad_out if ctx.has_bias else None, None, [None] * ctx.num_routing, None, None
