@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ep_plugin import _C, PeerAborted, PeerTimeout
 from tests.gpu import checks
@@ -73,6 +74,7 @@ def told_of_abort(rank: int, size: int) -> float:
     with checks.communicator(case, rank, size, timeout_s=60) as comm:
         parts = [part[rank].to(comm.engine.device) for part in (given.x, given.ids, given.weights)]
         comm.dispatch(*parts)
+        dist.barrier()  # nobody is still in the first dispatch
         if rank == VICTIM:
             comm.abort("out of luck")
             return 0.0
