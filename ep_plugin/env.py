@@ -18,6 +18,7 @@ other ``EP_PLUGIN_*`` is ignored with one warning.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Iterator
@@ -56,6 +57,12 @@ class Launcher:
 
 def settings() -> Settings:
     """The settings as the environment has them now. A bad value raises ValueError naming variable and value."""
+    return _parsed(tuple(os.environ.get(f"{_PREFIX}_{name}") for name in _READ_HERE))
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(values: tuple[str | None, ...]) -> Settings:
+    """Operations ask for the settings often: the environment is looked through once for given ``values``."""
     _warn_about_unknown()
     return Settings(
         transport=_choice("EP_PLUGIN_TRANSPORT", TRANSPORTS) or "auto",

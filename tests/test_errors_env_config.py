@@ -22,6 +22,7 @@ def clean_environment(monkeypatch):
         if name.startswith("EP_PLUGIN") or name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name)
     monkeypatch.setattr(env, "_warned", set())
+    env._parsed.cache_clear()
 
 
 def test_errors_say_what_they_carry_and_travel_between_processes():

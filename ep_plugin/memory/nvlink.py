@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, Store, _register_process_group, _unregister_process_group
 
 from ep_plugin import env
 from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported
@@ -104,21 +104,21 @@ class _HandleGroup:
     """A process group, for symmetric memory to find by ``name``, whose store is a _HandleStore."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self.name = f"ep_plugin/{exchange.name}/{next(_group_numbers)}"
+        self.name: Any = f"ep_plugin/{exchange.name}/{next(_group_numbers)}"
         self._store = _HandleStore(exchange)  # held here: torch keeps only the C++ half alive
-        self._group = dist.ProcessGroup(self._store, exchange.rank, exchange.size)
+        self._group = ProcessGroup(self._store, exchange.rank, exchange.size)
         self._group._set_group_name(self.name)
-        torch._C._distributed_c10d._register_process_group(self.name, self._group)
+        _register_process_group(self.name, self._group)
         self._registered = True
 
     def close(self) -> None:
         if self._registered:
             self._registered = False
             with contextlib.suppress(RuntimeError):  # destroy_process_group() may have dropped all names already
-                torch._C._distributed_c10d._unregister_process_group(self.name)
+                _unregister_process_group(self.name)
 
 
-class _HandleStore(dist.Store):
+class _HandleStore(Store):
     """A store that serves one pattern: every rank sets ``<step>/<its rank>`` and reads the keys of all ranks.
 
     Setting one's own key is the exchange: it returns when every rank has set its key of that turn, whatever the step
