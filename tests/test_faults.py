@@ -63,6 +63,8 @@ def _held(rank: int, gate: str, count: int, victim: int) -> tuple[str, PeerTimeo
     took = time.monotonic() - began
     assert error is not None, f"{what} passed without rank {victim}"
     assert took < DEADLINE_S + GRACE_S, f"{what} took {took:.1f} s"
+    if error.step == "notify":
+        assert set(outputs) == ({"expand", "add"} if what == "dispatch 2" else set()), "launched after the fault"
     poisoned = error.step not in outputs or set(outputs[error.step]) == {0xFF}
     _refuses_everything(comm, error, x, ids)
     comm.close()
