@@ -21,7 +21,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup, Store, _register_process_group, _unregister_process_group
@@ -104,7 +104,7 @@ class _HandleGroup:
     """A process group, for symmetric memory to find by ``name``, whose store is a _HandleStore."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self.name: Any = f"ep_plugin/{exchange.name}/{next(_group_numbers)}"
+        self.name = cast(Any, f"ep_plugin/{exchange.name}/{next(_group_numbers)}")  # torch wants a type of its own
         self._store = _HandleStore(exchange)  # held here: torch keeps only the C++ half alive
         self._group = ProcessGroup(self._store, exchange.rank, exchange.size)
         self._group._set_group_name(self.name)
