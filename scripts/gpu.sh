@@ -27,16 +27,16 @@ sanitize() {
   done
 }
 
-bench() { $PYTHON -m ep_plugin.bench.cli moe --backend cuda --out "$RESULTS/moe_ht.json"; }
+bench() { $PYTHON -m ep_plugin.bench.cli moe --backend cuda --out benchmarks/results/; }
 
 train() {
   $PYTHON examples/train_qwen3_moe.py --launch "$GPUS" --preset 30b-a3b --layers 4 --dtype bfloat16 \
     --compare all_to_all --out runs/gpu
-  cp runs/gpu/metrics.json "$RESULTS/train_qwen3_30b_a3b_4_layers.json"
+  mkdir -p "$RESULTS" && cp runs/gpu/metrics.json "$RESULTS/train_qwen3_30b_a3b_4_layers.json"
 }
 
 for step in "${@:-build tests bench}"; do for one in $step; do "$one"; done; done
 if [ -n "${OUT:-}" ]; then
-  cp tests/gpu/receipt.json "$OUT/" 2>/dev/null || true
+  cp tests/gpu/receipt.json tests/gpu/trace.json "$OUT/" 2>/dev/null || true
   cp "$RESULTS"/*.json "$OUT/" 2>/dev/null || true
 fi

@@ -356,3 +356,19 @@ def large(rank: int, size: int) -> None:
         assert (out.tokens.min(dim=1).values == out.tokens.max(dim=1).values).all()
         z = comm.combine(out.tokens, handle, weights=out.weights)
         assert torch.equal(z, x)
+
+
+FEATURES = {check.__name__: check for check in (gradients, same_bits, scales_travel, capacity, outstanding, graph)}
+
+
+def features(rank: int, size: int) -> list[str]:
+    """All of FEATURES in one group of processes. Returns the names of those that ran."""
+    done = []
+    for name, check in FEATURES.items():
+        try:
+            check(rank, size)
+        except Exception as error:
+            error.add_note(f"feature {name}, rank {rank} of {size}")
+            raise
+        done.append(name)
+    return done

@@ -1,0 +1,71 @@
+"""What the device does from router output to FLAT rows: our kernels, nothing else. Writes trace.json here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.gpu import checks
+from tests.ranks import run_ranks, values
+
+TRACE = Path(__file__).with_name("trace.json")
+KERNELS = ("plan_kernel", "notify_kernel", "send_kernel", "wait_started_kernel", "expand_kernel")
+ROWS_BYTES = 1 << 20  # an allocation of at least this holds rows; routing and tables are below
+
+
+def traced_dispatch(rank: int, size: int) -> dict[str, Any]:
+    case = checks.Case(tokens=4096, ragged=0, hidden=7168, topk=8, experts_per_rank=256 // size, dropped=0.0)
+    generator = torch.Generator().manual_seed(rank)
+    device = checks.device_of(rank)
+    x = torch.randn(case.tokens, case.hidden, generator=generator).to(case.dtype).to(device)
+    weights, ids = (part.to(device) for part in torch.rand(case.tokens, 256, generator=generator).topk(case.topk))
+    with checks.communicator(case, rank, size, timeout_s=60) as comm:
+        for _ in range(5):
+            comm.dispatch(x, ids, weights)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=True) as profiler:
+            out, _ = comm.dispatch(x, ids, weights)
+            torch.cuda.synchronize()
+        return {"rows": len(out.tokens), **summary(profiler)}
+
+
+def summary(profiler: Any) -> dict[str, Any]:
+    """Device work and allocations of row size, in microseconds from the first kernel."""
+    events = [event for event in profiler.profiler.kineto_results.events()]
+    work = [
+        event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
+    ]
+    work = [event for event in work if event.name() != "[memory]"]
+    first = min(event.start_ns() for event in work)
+    memory = [event for event in events if event.name() == "[memory]" and event.nbytes() >= ROWS_BYTES]
+    return {
+        "device": [
+            {
+                "name": event.name(),
+                "start_us": (event.start_ns() - first) / 1e3,
+                "duration_us": event.duration_ns() / 1e3,
+                "stream": event.device_resource_id(),
+            }
+            for event in sorted(work, key=lambda event: event.start_ns())
+        ],
+        "row_allocations": [{"at_us": (event.start_ns() - first) / 1e3, "bytes": event.nbytes()} for event in memory],
+    }
+
+
+@pytest.mark.gpu(2)
+def test_only_our_kernels_and_one_output_allocation() -> None:
+    size = min(4, torch.cuda.device_count())
+    traces = values(run_ranks(size, traced_dispatch, size, start="spawn", timeout_s=120))
+    for trace in traces:
+        names = [event["name"] for event in trace["device"]]
+        assert len(names) == len(KERNELS), names
+        for kernel in KERNELS:
+            assert sum(kernel in name for name in names) == 1, names
+        assert len(trace["row_allocations"]) == 1, trace["row_allocations"]
+    hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    TRACE.write_text(json.dumps({"hardware": hardware, "ranks": traces}, indent=1) + "\n")
