@@ -1,0 +1,91 @@
+"""What a peer wrote is checked before it becomes an index: one rank sends nonsense, its peers say so and go on."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ep_plugin import _C
+from ep_plugin.errors import EpPluginError
+from tests.fault_cases import EXPERTS_PER_RANK, nothing_left_behind, open_communicator, round_trip, tokens_for
+from tests.ranks import run_ranks, values
+
+SIZE, LIAR = 2, 1
+EXPERTS = EXPERTS_PER_RANK * SIZE
+PATIENCE_S = 30.0
+
+# Words of the routing metadata, as csrc/layout.h orders them.
+RANK_COUNT = 0
+SLOT_BASE = RANK_COUNT + SIZE + EXPERTS
+PUSH_BASE = SLOT_BASE + 2 * SIZE
+FLAT_BASE = PUSH_BASE + SIZE + (SIZE + 1) + SIZE
+SEND_CHUNK_END = FLAT_BASE + EXPERTS + (EXPERTS_PER_RANK + 1) + EXPERTS_PER_RANK
+RECV_CHUNK_END = SEND_CHUNK_END + SIZE * 32
+
+# What the liar changes in its metadata before which kernel, and what its peer says; rank 0 is the first of each pair.
+LIES: dict[str, tuple[str, int, int, str]] = {
+    "a negative count": ("notify", RANK_COUNT, -5, "step notify: rank 1 sent an index .* at most 40, got -5"),
+    "more rows than tokens": ("notify", RANK_COUNT, 41, "step notify: rank 1 sent an index .* at most 40, got 41"),
+    "an expert's rows": ("notify", SIZE, 2**30, "step notify: rank 1 sent an index .* at most 40, got 1073741824"),
+    "a row past the output": ("send", FLAT_BASE, 2**30, "step expand: rank 1 sent an index outside"),
+    "a negative row": ("send", FLAT_BASE, -7, "step expand: rank 1 sent an index outside .* got -7"),
+    "a chunk past the rows": ("send", SEND_CHUNK_END, 99, "step expand: rank 1 sent an index outside .* got 99"),
+    "a chunk that goes back": ("send", SEND_CHUNK_END, -1, "step expand: rank 1 sent an index outside .* got -1"),
+    "too few rows": ("send", SEND_CHUNK_END + 1, 39, "step expand: rank 1 sent an index .* at most 40, got 39"),
+    "a chunk of partial rows": ("push", RECV_CHUNK_END, 31, "step add: rank 1 sent an index outside"),
+}
+# A rank that would write past the end of a pool stops itself, and its peers with it.
+OVERRUNS: dict[str, tuple[str, int, int, str]] = {
+    "a slot past the pool": ("send", SLOT_BASE, 2**20, "step send: rows for rank 0 need"),
+    "a partial row past the pool": ("push", PUSH_BASE, 2**20, "step combine: rows for rank 0 need"),
+}
+
+
+def _lying(before: str, word: int, value: int) -> SimpleNamespace:
+    """The kernels, one of which finds `value` where its metadata has something else."""
+    table = {name: getattr(_C.cpu, name) for name in ("plan", "notify", "send", "expand", "push", "add")}
+    honest = table[before]
+
+    def lie(args: Any) -> None:
+        ctypes.c_int32.from_address(args.routing.meta + 4 * word).value = value
+        honest(args)
+
+    return SimpleNamespace(**(table | {before: lie}))
+
+
+def _hears(rank: int, case: tuple[str, int, int, str]) -> str:
+    comm, other = open_communicator(SIZE, timeout_s=PATIENCE_S), open_communicator(SIZE)
+    round_trip(comm, 40)
+    if rank == LIAR:
+        comm.engine.kernels = _lying(*case[:3])
+    x, ids, weights = tokens_for(rank, SIZE, 40)
+    with pytest.raises(EpPluginError) as caught:
+        out, handle = comm.dispatch(x, ids, weights)
+        comm.combine(out.tokens, handle)
+        comm.dispatch(x, ids, weights)
+    comm.close()
+    round_trip(other)
+    other.close()
+    nothing_left_behind()
+    return str(caught.value)
+
+
+def _check(case: tuple[str, int, int, str], run: Callable[..., Any]) -> None:
+    import re
+
+    for text in values(run_ranks(SIZE, run, case)):
+        assert re.search(case[3], text), text
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_nonsense_from_a_peer_is_refused(lie: str) -> None:
+    _check(LIES[lie], _hears)
+
+
+@pytest.mark.parametrize("overrun", OVERRUNS)
+def test_no_rank_writes_past_a_pool(overrun: str) -> None:
+    _check(OVERRUNS[overrun], _hears)
