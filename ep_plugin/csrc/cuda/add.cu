@@ -1,7 +1,7 @@
 // Add: the partial rows that every rank pushed -> this rank's tokens, summed in the order of those ranks, then bias.
 //
-// Roles. Warps take tokens in turn; a token's chunk must have arrived from every rank. The last CTA tells the ranks that
-// their rows are read. Launched behind a one-CTA kernel that waits until this rank's push runs on all its CTAs.
+// Roles. Warps take tokens in turn; a token's chunk must have arrived from every rank. The last CTA tells the ranks
+// that their rows are read. Launched behind a one-CTA kernel that waits until this rank's push runs on all its CTAs.
 // Memory order. A chunk's flags are acquired at system scope, the warp joins, and the async proxy is fenced before bulk
 // loads. Consumed words are stored with release after all CTAs' reads.
 // After a fault the outputs are filled with 0xFF bytes.
@@ -159,7 +159,8 @@ template <class Element>
 void launch_add(const AddArgs& args) {
   const Room room = room_for<add_kernel<Element, true>>();
   const bool bulk = room.bulk && args.comm.plain == 0;
-  const Cut cut = make_cut(args.header.row_bytes, kReduceBytes, kReduceWarps, 2 * args.comm.num_ranks, room.shared_bytes, bulk);
+  const Cut cut =
+      make_cut(args.header.row_bytes, kReduceBytes, kReduceWarps, 2 * args.comm.num_ranks, room.shared_bytes, bulk);
   const int64_t shared = shared_bytes_of(cut, kReduceWarps);
   if (bulk)
     launch<add_kernel<Element, true>>("add", args.num_sms, kReduceThreads, shared, args.stream, args, cut);
@@ -174,15 +175,22 @@ void add(const AddArgs& args) {
   require_routing(args.routing);
   require_header(args.header, args.routing);
   require_sms(args.num_sms);
+  require_elements(args.header, args.hidden, args.element);
+  require(args.extra == 0 || args.header.weight_bytes == 4, "weight_bytes", "4, as extra values ride back",
+          args.header.weight_bytes);
   require_rows("out", args.out);
   require_rows("bias", args.bias);
   wait_started(args.comm, kAdd, args.stream);
   switch (args.element) {
-    case kFloat32: return launch_add<Float32>(args);
-    case kBFloat16: return launch_add<BFloat16>(args);
-    case kFloat16: return launch_add<Float16>(args);
+    case kFloat32:
+      return launch_add<Float32>(args);
+    case kBFloat16:
+      return launch_add<BFloat16>(args);
+    case kFloat16:
+      return launch_add<Float16>(args);
   }
-  throw std::invalid_argument("element: expected float32, bfloat16 or float16 on CUDA, got code " + std::to_string(args.element));
+  throw std::invalid_argument("element: expected float32, bfloat16 or float16 on CUDA, got code " +
+                              std::to_string(args.element));
 }
 
 }  // namespace ep::cuda

@@ -39,7 +39,9 @@ class ArrivedRows {
   }
 
  private:
-  __device__ int source_of(int item) const { return (run_.comm.rank + item % run_.comm.num_ranks) % run_.comm.num_ranks; }
+  __device__ int source_of(int item) const {
+    return (run_.comm.rank + item % run_.comm.num_ranks) % run_.comm.num_ranks;
+  }
   __device__ int chunk_of(int item) const { return item / run_.comm.num_ranks; }
   __device__ const Arrival* word_of(int item) const {
     return arrival(run_.comm, run_.comm.rank, kDispatchPool, source_of(item), chunk_of(item));
@@ -86,10 +88,10 @@ class ArrivedRows {
   const Meta& meta_;
   const Team team_;
   Patience patience_;
-  int items_;                     // chunks of all sources
-  int item_ = 0;                  // the first whose rows were not taken up
+  int items_;                        // chunks of all sources
+  int item_ = 0;                     // the first whose rows were not taken up
   int64_t slot_ = 0, slot_end_ = 0;  // what is left of the item before it
-  int known_ = 0;                 // this lane's chunk has arrived: slots [begin_, end_)
+  int known_ = 0;                    // this lane's chunk has arrived: slots [begin_, end_)
   int32_t begin_ = 0, end_ = 0;
 };
 

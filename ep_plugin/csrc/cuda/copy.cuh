@@ -7,8 +7,8 @@
 //   void completed(uint32_t units)             so many units of this warp are written
 // all called by whole warps. A row is `cut.pieces` units on the bulk path, and one on the plain path.
 //
-// Bulk path: loads run up to two units ahead, across rows; a unit's stores are one bulk group, and the two latest groups
-// may be incomplete. Four stages hold these four units, so a stage that is loaded again has no reader left.
+// Bulk path: loads run up to two units ahead, across rows; a unit's stores are one bulk group, and the two latest
+// groups may be incomplete. Four stages hold these four units, so a stage that is loaded again has no reader left.
 #pragma once
 #include "ring.cuh"
 
@@ -56,7 +56,8 @@ __device__ inline void copy_row_plain(const char* from, const uint64_t* dests, i
     int4 held[kVectorsAtOnce];
 #pragma unroll
     for (int i = 0; i < kVectorsAtOnce; ++i)
-      if (base + i * kWarp < vectors) held[i] = ptx::ld_coherent(reinterpret_cast<const int4*>(from) + base + i * kWarp);
+      if (base + i * kWarp < vectors)
+        held[i] = ptx::ld_coherent(reinterpret_cast<const int4*>(from) + base + i * kWarp);
     for (int d = 0; d < num_dests; ++d)
 #pragma unroll
       for (int i = 0; i < kVectorsAtOnce; ++i)

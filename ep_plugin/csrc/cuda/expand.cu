@@ -89,7 +89,8 @@ class ExpandJob {
       if (args.fresh) recv_rows(slot)[k] = kept && sound && id >= 0 ? slot : -1;
       if (!kept) continue;
       at<int32_t>(args.topk_ids)[static_cast<int64_t>(slot) * K + k] = id;
-      if (args.header.weight_bytes != 0) at<float>(args.weights)[static_cast<int64_t>(slot) * K + k] = weight_in(from, k);
+      if (args.header.weight_bytes != 0)
+        at<float>(args.weights)[static_cast<int64_t>(slot) * K + k] = weight_in(from, k);
     }
     if (!kept) return 0;
     if (lane_id() == 0) dests[0] = args.tokens + slot * args.header.row_bytes;
@@ -199,8 +200,8 @@ __global__ void __launch_bounds__(kCopyThreads, 1)
     }
   }
   if (!last_to_finish(run)) return;
-  const bool sound = __syncthreads_or(faulted(args.comm)) == 0 &&
-                     chunks_cover(run, meta, args.fresh ? meta.recv_chunk_end : nullptr);
+  const bool sound =
+      __syncthreads_or(faulted(args.comm)) == 0 && chunks_cover(run, meta, args.fresh ? meta.recv_chunk_end : nullptr);
   if (!sound) return poison(args);
   tell_consumed(run, kDispatchPool);
   advance(run);

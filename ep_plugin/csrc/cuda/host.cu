@@ -42,7 +42,8 @@ void unregister_host(uint64_t address) {
 
 int device_sm_count(int device) {
   int count = 0;
-  cuda::throw_on_error(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  cuda::throw_on_error(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
+                       "cudaDeviceGetAttribute");
   return count;
 }
 

@@ -12,7 +12,8 @@
 namespace ep::cuda {
 
 inline void require(bool holds, const char* what, const char* expected, int64_t actual) {
-  if (!holds) throw std::invalid_argument(std::string(what) + ": expected " + expected + ", got " + std::to_string(actual));
+  if (!holds)
+    throw std::invalid_argument(std::string(what) + ": expected " + expected + ", got " + std::to_string(actual));
 }
 
 inline void throw_on_error(cudaError_t error, const char* what) {
@@ -41,8 +42,14 @@ inline void require_header(const Header& header, const Routing& routing) {
 }
 
 inline void require_rows(const char* what, Address address, int64_t stride = 0) {
-  require((address | static_cast<uint64_t>(stride)) % kRowAlign == 0, what, "an address (and stride) that is a multiple of 16",
+  require((address | static_cast<uint64_t>(stride)) % kRowAlign == 0, what,
+          "an address (and stride) that is a multiple of 16",
           static_cast<int64_t>(address % kRowAlign != 0 ? address : stride));
+}
+
+inline void require_elements(const Header& header, int64_t hidden, int32_t element) {
+  const int64_t bytes = element == kFloat32 ? 4 : element == kFloat64 ? 8 : 2;
+  require(header.row_bytes == hidden * bytes, "row_bytes", "hidden elements", header.row_bytes);
 }
 
 inline void require_sms(int num_sms) { require(num_sms >= 1, "num_sms", "1 or more", num_sms); }
@@ -69,9 +76,11 @@ Room room_for() {
     cudaFuncAttributes attributes;
     throw_on_error(cudaFuncGetAttributes(&attributes, kKernel), "cudaFuncGetAttributes");
     int limit = 0;
-    throw_on_error(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
+    throw_on_error(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+                   "cudaDeviceGetAttribute");
     limit = static_cast<int>((limit - static_cast<int64_t>(attributes.sharedSizeBytes)) / kSlotAlign * kSlotAlign);
-    throw_on_error(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limit), "cudaFuncSetAttribute");
+    throw_on_error(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limit),
+                   "cudaFuncSetAttribute");
     packed = limit + (attributes.ptxVersion >= 90 ? 1 : 0);
     if (entry != nullptr) entry->store(packed, std::memory_order_relaxed);
   }

@@ -67,7 +67,8 @@ __device__ bool hear(const Run& run, const NotifyArgs& args, int source, Shared&
   const int64_t* theirs = reinterpret_cast<const int64_t*>(count_header(comm, comm.rank, parity_of(run), source));
   const int field = lane_id();
   const int64_t seen = field < kComparedFields ? ptx::ld_coherent(theirs + field) : 0;
-  const unsigned differ = __ballot_sync(kAllLanes, field < kComparedFields && seen != mine[min(field, kComparedFields - 1)]);
+  const unsigned differ =
+      __ballot_sync(kAllLanes, field < kComparedFields && seen != mine[min(field, kComparedFields - 1)]);
   if (differ == 0) return check_counts(run, source, shared);
   if (field == __ffs(differ) - 1) fail(comm, kDisagree, kNotify, source, field, mine[field], seen);
   return false;
@@ -104,8 +105,7 @@ __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& sh
     meta.send_base[a] = static_cast<int32_t>(send_base);
     meta.push_base[a] = static_cast<int32_t>(push_base);
     meta.recv_offset[a + 1] = static_cast<int32_t>(received);
-    meta.src_tokens[a] =
-        static_cast<int32_t>(ptx::ld_coherent(&count_header(comm, me, parity_of(run), a)->num_tokens));
+    meta.src_tokens[a] = static_cast<int32_t>(ptx::ld_coherent(&count_header(comm, me, parity_of(run), a)->num_tokens));
   }
   if (a == 0) {
     meta.recv_offset[0] = 0;
@@ -158,7 +158,8 @@ __device__ void tell_host(const NotifyArgs& args, const Shared& shared) {
   const Meta meta = meta_of(comm, args.routing);
   const int per_rank = local_experts(comm);
   int64_t* totals = board_totals(comm);
-  for (int local = threadIdx.x; local < per_rank; local += blockDim.x) totals[kTotals + local] = meta.expert_rows[local];
+  for (int local = threadIdx.x; local < per_rank; local += blockDim.x)
+    totals[kTotals + local] = meta.expert_rows[local];
   if (threadIdx.x == 0) {
     totals[kTotalSlots] = meta.recv_offset[comm.num_ranks];
     totals[kTotalRows] = meta.expert_offset[per_rank];

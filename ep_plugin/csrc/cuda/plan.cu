@@ -104,7 +104,8 @@ __device__ void plan_rank(const Plan& plan, int rank) {
   const Part part = part_of_warp(plan.num_tokens);
   int32_t* send_pos = at<int32_t>(plan.args.routing.send_pos);
   int hits = 0, total;
-  for (int64_t token = part.begin + lane_id(); token < part.end; token += kWarp) hits += goes_to(plan, token, first, past);
+  for (int64_t token = part.begin + lane_id(); token < part.end; token += kWarp)
+    hits += goes_to(plan, token, first, past);
   hits = __reduce_add_sync(kAllLanes, hits);
   int position = hits_before(hits, &total);
   for (int64_t base = part.begin; base < part.end; base += kWarp) {
@@ -126,7 +127,8 @@ __device__ void copy_ids(const Plan& plan) {
   int32_t* ids = at<int32_t>(plan.args.routing.topk_ids);
   int32_t* pair_pos = at<int32_t>(plan.args.routing.pair_pos);
   const int64_t pairs = static_cast<int64_t>(plan.num_tokens) * plan.topk;
-  for (int64_t p = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; p < pairs; p += gridDim.x * blockDim.x) {
+  for (int64_t p = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; p < pairs;
+       p += gridDim.x * blockDim.x) {
     const int64_t id = plan.raw(p);
     const int expert = plan.expert(p);
     ids[p] = expert;
@@ -140,8 +142,12 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   const Run run = enter(args.comm, kPlan);
   if (!run.ok) return;
   if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
-  const Plan plan{args, meta_of(args.comm, args.routing), args.routing.num_tokens, args.routing.topk,
-                  args.comm.num_experts, args.comm.num_ranks};
+  const Plan plan{args,
+                  meta_of(args.comm, args.routing),
+                  args.routing.num_tokens,
+                  args.routing.topk,
+                  args.comm.num_experts,
+                  args.comm.num_ranks};
   copy_ids(plan);
   for (int key = blockIdx.x; key < plan.num_ranks + plan.num_experts; key += gridDim.x) {
     if (key < plan.num_ranks)

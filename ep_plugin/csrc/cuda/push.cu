@@ -208,7 +208,8 @@ template <class Element>
 void launch_push(const PushArgs& args) {
   const Room room = room_for<push_kernel<Element, true>>();
   const bool bulk = room.bulk && args.comm.plain == 0;
-  const Cut cut = make_cut(args.header.row_bytes, kReduceBytes, kReduceWarps, 2 * args.routing.topk, room.shared_bytes, bulk);
+  const Cut cut =
+      make_cut(args.header.row_bytes, kReduceBytes, kReduceWarps, 2 * args.routing.topk, room.shared_bytes, bulk);
   const int64_t shared = shared_bytes_of(cut, kReduceWarps);
   if (bulk)
     launch<push_kernel<Element, true>>("push", args.num_sms, kReduceThreads, shared, args.stream, args, cut);
@@ -223,13 +224,19 @@ void push(const PushArgs& args) {
   require_routing(args.routing);
   require_header(args.header, args.routing);
   require_sms(args.num_sms);
+  require_elements(args.header, args.hidden, args.element);
   require_rows("y", args.y);
+  require(args.header.weight_bytes == 0 || args.rows == 0 || args.extra != 0, "extra", "an address", 0);
   switch (args.element) {
-    case kFloat32: return launch_push<Float32>(args);
-    case kBFloat16: return launch_push<BFloat16>(args);
-    case kFloat16: return launch_push<Float16>(args);
+    case kFloat32:
+      return launch_push<Float32>(args);
+    case kBFloat16:
+      return launch_push<BFloat16>(args);
+    case kFloat16:
+      return launch_push<Float16>(args);
   }
-  throw std::invalid_argument("element: expected float32, bfloat16 or float16 on CUDA, got code " + std::to_string(args.element));
+  throw std::invalid_argument("element: expected float32, bfloat16 or float16 on CUDA, got code " +
+                              std::to_string(args.element));
 }
 
 }  // namespace ep::cuda

@@ -10,8 +10,8 @@
 //   void finish(const Row& row)                      the result is written, by ordinary stores of all lanes
 // all called by whole warps. A result is computed in pieces of up to 4 KiB, whose sums stay in registers.
 //
-// Bulk path: the terms of a piece come through the ring, loads running ahead to the end of the next result. Two lists of
-// terms are kept: of the result being summed, and of the next.
+// Bulk path: the terms of a piece come through the ring, loads running ahead to the end of the next result. Two lists
+// of terms are kept: of the result being summed, and of the next.
 #pragma once
 #include "element.cuh"
 #include "ring.cuh"

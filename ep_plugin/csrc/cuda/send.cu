@@ -43,8 +43,7 @@ class SendJob {
     if (lane < R && positions[lane] >= 0) slot = meta_.slot_base[lane] + positions[lane];
     const unsigned mask = __ballot_sync(kAllLanes, slot >= 0);
     __syncwarp();
-    if (slot >= 0)
-      dests[__popc(mask & ((1u << lane) - 1u))] = args_.comm.pool[kDispatchPool][lane] + slot * lay_.bytes;
+    if (slot >= 0) dests[__popc(mask & ((1u << lane) - 1u))] = args_.comm.pool[kDispatchPool][lane] + slot * lay_.bytes;
     __syncwarp();
     write_records(token, mask, slot);
     if (args_.header.scale_bytes != 0)
@@ -129,7 +128,8 @@ __device__ bool rows_fit(const Run& run, const SendArgs& args) {
   const int dest = static_cast<int>(threadIdx.x);
   bool ok = true;
   if (dest < comm.num_ranks && meta.rank_count[dest] > 0) {
-    const int64_t end = (static_cast<int64_t>(meta.slot_base[dest]) + meta.rank_count[dest]) * slot_layout_of(args.header).bytes;
+    const int64_t end =
+        (static_cast<int64_t>(meta.slot_base[dest]) + meta.rank_count[dest]) * slot_layout_of(args.header).bytes;
     if (end > comm.pool_bytes[kDispatchPool])
       ok = fail(comm, kTooSmall, kSend, dest, 0, comm.pool_bytes[kDispatchPool], end);
   }
@@ -160,6 +160,10 @@ void send(const SendArgs& args) {
   require_header(args.header, args.routing);
   require_sms(args.num_sms);
   require_rows("x", args.x, args.routing.num_tokens > 1 ? args.x_stride : 0);
+  if (args.routing.num_tokens > 0) {
+    require(args.header.weight_bytes == 0 || args.weights != 0, "weights", "an address", 0);
+    require(args.header.scale_bytes == 0 || args.scales != 0, "scales", "an address", 0);
+  }
   const Room room = room_for<send_kernel<true>>();
   const bool bulk = room.bulk && args.comm.plain == 0;
   const int64_t largest = std::min<int64_t>(args.header.row_bytes, kLargestPiece);

@@ -5,10 +5,10 @@
 // signals nothing to peers.
 // Meeting. The CTAs of one kernel never wait for each other. Each counts itself in when it is done, and the last one
 // does what must come after all of them: consumed words, the epoch, poisoned outputs. Epochs live in State, so that a
-// replayed CUDA graph moves on; every CTA reads its epoch before it counts itself in, and only the last one advances it.
-// Memory order. Rows, then a fence at system scope by each contributing warp, then its count at device scope; whoever
-// counts last stores the flag with release at system scope. Readers acquire the flag at system scope, join their warp
-// or CTA, and fence the async proxy before bulk loads of what peers wrote.
+// replayed CUDA graph moves on; every CTA reads its epoch before it counts itself in, and only the last one advances
+// it. Memory order. Rows, then a fence at system scope by each contributing warp, then its count at device scope;
+// whoever counts last stores the flag with release at system scope. Readers acquire the flag at system scope, join
+// their warp or CTA, and fence the async proxy before bulk loads of what peers wrote.
 #pragma once
 #include "../views.h"
 #include "ptx.cuh"

@@ -15,7 +15,8 @@ __global__ void wait_started_kernel(const __grid_constant__ Comm comm, Step step
 }  // namespace
 
 void wait_started(const Comm& comm, Step step, Address stream) {
-  launch<wait_started_kernel>("wait_started", 1, 1, 0, stream, comm, step, step == kExpand ? kDispatchPool : kCombinePool);
+  launch<wait_started_kernel>("wait_started", 1, 1, 0, stream, comm, step,
+                              step == kExpand ? kDispatchPool : kCombinePool);
 }
 
 }  // namespace cuda
