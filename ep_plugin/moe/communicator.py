@@ -39,15 +39,17 @@ def communicator(number: int) -> MoECommunicator:
 
 
 class DispatchWork:
-    """A dispatch under way. `wait()` returns what `dispatch` would have; `done` says whether it was called."""
+    """A dispatch under way. `wait()` returns what `dispatch` would have; `done`: it, or what came next, completed it."""
 
-    def __init__(self, complete: Callable[[], tuple[DispatchOutput, DispatchHandle]]) -> None:
-        self._complete = complete
+    def __init__(
+        self, begun: ht.PendingDispatch, complete: Callable[[], tuple[DispatchOutput, DispatchHandle]]
+    ) -> None:
+        self._begun, self._complete = begun, complete
         self._result: tuple[DispatchOutput, DispatchHandle] | None = None
 
     @property
     def done(self) -> bool:
-        return self._result is not None
+        return self._result is not None or self._begun.result is not None
 
     def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
         """Completes the dispatch and orders the caller's stream after it. May be called more than once."""
@@ -57,15 +59,15 @@ class DispatchWork:
 
 
 class CombineWork:
-    """A combine under way. `wait()` returns the ``[T, H]`` tokens."""
+    """A combine under way. `wait()` returns the ``[T, H]`` tokens; `done`: it, or what came next, completed it."""
 
-    def __init__(self, complete: Callable[[], torch.Tensor]) -> None:
-        self._complete = complete
+    def __init__(self, begun: ht.PendingCombine, complete: Callable[[], torch.Tensor]) -> None:
+        self._begun, self._complete = begun, complete
         self._result: torch.Tensor | None = None
 
     @property
     def done(self) -> bool:
-        return self._result is not None
+        return self._result is not None or self._begun.result is not None
 
     def wait(self) -> torch.Tensor:
         """Completes the combine and orders the caller's stream after it. May be called more than once."""
@@ -94,8 +96,8 @@ class MoECommunicator:
         self.config = config
         self.engine = Engine(group, config, _resolve_device(group, device))
         self.number = next(_numbers)
-        self._under_way: DispatchWork | CombineWork | None = None
-        self._pending: ht.PendingDispatch | ht.PendingCombine | None = None
+        self._under_way: ht.PendingDispatch | ht.PendingCombine | None = None
+        self._waited_for: ht.PendingDispatch | ht.PendingCombine | None = None
         _communicators[self.number] = self
         _abort_on_uncaught_exceptions()
         import ep_plugin.ops  # noqa: F401  registers the operators that every method goes through
@@ -191,11 +193,9 @@ class MoECommunicator:
         self._complete()
         check_dispatch(self.engine, call)
         with self.engine.operation("dispatch"):
-            self._pending = ht.start_dispatch(self.engine, call)
+            begun = self._under_way = ht.start_dispatch(self.engine, call)
         arguments = (x, topk_ids, topk_weights, scales, previous_handle, capacity)
-        work = DispatchWork(lambda: self._dispatch(*arguments, pending=True))
-        self._under_way = work
-        return work
+        return DispatchWork(begun, lambda: self._dispatch(*arguments, begun=begun))
 
     def combine_async(
         self,
@@ -211,12 +211,10 @@ class MoECommunicator:
         self._complete()
         check_combine(self.engine, y, rows, bias, None, routing)
         with self.engine.operation("combine"):
-            self._pending = ht.start_combine(
+            begun = self._under_way = ht.start_combine(
                 self.engine, y.detach(), rows, None if bias is None else bias.detach(), None, routing
             )
-        work = CombineWork(lambda: self._combine(y, handle, weights, bias, pending=True))
-        self._under_way = work
-        return work
+        return CombineWork(begun, lambda: self._combine(y, handle, weights, bias, begun=begun))
 
     # -- faults and the end --------------------------------------------------------------------------------------
 
@@ -245,11 +243,10 @@ class MoECommunicator:
     # -- what the operators call ---------------------------------------------------------------------------------
 
     def run_dispatch(self, call: ht.DispatchCall, pending: bool) -> tuple[ht.DispatchResult, ht.RoutingTensors]:
-        """The whole of a dispatch, or, when `pending`, the rest of the one that dispatch_async began."""
+        """The whole of a dispatch, or, when `pending`, the rest of the one that is being waited for."""
         engine = self.engine
         if pending:
-            with engine.operation("dispatch"):
-                return ht.finish_dispatch(engine, cast(ht.PendingDispatch, self._take_pending()))
+            return cast("tuple[ht.DispatchResult, ht.RoutingTensors]", self._collect())
         self._complete()
         check_dispatch(engine, call)
         with engine.operation("dispatch"):
@@ -264,11 +261,10 @@ class MoECommunicator:
         routing: ht.RoutingTensors,
         pending: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The whole of a combine, or, when `pending`, the rest of the one that combine_async began."""
+        """The whole of a combine, or, when `pending`, the rest of the one that is being waited for."""
         engine = self.engine
         if pending:
-            with engine.operation("combine"):
-                return ht.finish_combine(engine, cast(ht.PendingCombine, self._take_pending()))
+            return cast("tuple[torch.Tensor, torch.Tensor]", self._collect())
         self._complete()
         check_combine(engine, y, weights, bias, extra, routing)
         with engine.operation("combine"):
@@ -284,10 +280,13 @@ class MoECommunicator:
         scales: torch.Tensor | None,
         previous_handle: DispatchHandle | None,
         capacity: int | None,
-        pending: bool = False,
+        begun: ht.PendingDispatch | None = None,
     ) -> tuple[DispatchOutput, DispatchHandle]:
         previous = self._routing_of(previous_handle)
         weights = as_weights("topk_weights", topk_weights, x)
+        pending = begun is not None
+        if pending:
+            self._waited_for = begun
         tensors = torch.ops.ep_plugin.dispatch(
             x, topk_ids, weights, scales, list(previous or ()), self.number, capacity, pending
         )
@@ -315,11 +314,14 @@ class MoECommunicator:
         handle: DispatchHandle,
         weights: torch.Tensor | None,
         bias: torch.Tensor | None,
-        pending: bool = False,
+        begun: ht.PendingCombine | None = None,
     ) -> torch.Tensor:
         routing = self._routing_of(handle)
         assert routing is not None
         rows = as_weights("weights", weights, y)
+        pending = begun is not None
+        if pending:
+            self._waited_for = begun
         return torch.ops.ep_plugin.combine(y, rows, bias, None, list(routing), self.number, pending)[0]
 
     def _routing_of(self, handle: DispatchHandle | None) -> ht.RoutingTensors | None:
@@ -332,16 +334,32 @@ class MoECommunicator:
         return ht.RoutingTensors(*handle[:-1])
 
     def _complete(self) -> None:
-        """Completes an operation that was started and not waited for."""
-        if self._under_way is not None:
-            self._under_way.wait()
+        """Completes what was started and is not complete; its result stays there until somebody waits for it.
 
-    def _take_pending(self) -> ht.PendingDispatch | ht.PendingCombine:
-        """The operation that was started; whatever its completion meets, it is not started any more."""
-        begun, self._pending, self._under_way = self._pending, None, None
-        if begun is None:
+        This may happen below another operator or inside a backward, where autograd records nothing: that is left to
+        the wait().
+        """
+        begun, self._under_way = self._under_way, None
+        if isinstance(begun, ht.PendingDispatch):
+            with self.engine.operation("dispatch"):
+                begun.result = ht.finish_dispatch(self.engine, begun)
+        elif begun is not None:
+            with self.engine.operation("combine"):
+                begun.result = ht.finish_combine(self.engine, begun)
+
+    def _collect(self) -> object:
+        """The result of the operation that is being waited for, ordered before the caller's stream goes on."""
+        begun, self._waited_for = self._waited_for, None
+        assert begun is not None
+        if begun is self._under_way:
+            self._complete()
+        elif begun.result is None:
+            self.check()
             raise EpPluginError("wait(): expected an operation under way, got one whose completion has failed before")
-        return begun
+        else:
+            self.engine.lanes.join()
+        result, begun.result = begun.result, None
+        return result
 
 
 def _resolve_device(group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:

@@ -73,6 +73,7 @@ class PendingDispatch:
     notified: object
     ticket: int
     sent: bool = False
+    result: tuple[DispatchResult, RoutingTensors] | None = None
 
 
 @dataclass
@@ -85,6 +86,7 @@ class PendingCombine:
     bias: torch.Tensor | None
     extra: torch.Tensor | None
     routing: RoutingTensors
+    result: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def address(tensor: torch.Tensor | None) -> int:
