@@ -20,7 +20,7 @@ from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.ours import default_sms
 from ep_plugin.bench.timing import Timing, clock_of, time_in_turn
 from ep_plugin.bench.workload import DTYPES, Workload
-from ep_plugin.config import DispatchLayout
+from ep_plugin.config import ROW_ALIGNMENT_BYTES, DispatchLayout
 
 SUITE = "moe_ht"
 WARMUP = 3
@@ -42,6 +42,12 @@ class MoeSuite:
         _check_names("backend", ("cpu", "cuda"), (self.backend,))
         _check_names("dtype", tuple(DTYPES), self.dtypes)
         _check_names("layout", tuple(LAYOUT_CASES), self.layouts)
+        for name in self.dtypes:
+            row_bytes = self.workload.hidden * DTYPES[name].itemsize
+            if row_bytes % ROW_ALIGNMENT_BYTES:
+                raise ValueError(
+                    f"hidden: expected rows of a multiple of {ROW_ALIGNMENT_BYTES} bytes, got {row_bytes} with {name}"
+                )
         if self.iterations < 1:
             raise ValueError(f"iterations: expected at least 1, got {self.iterations}")
 

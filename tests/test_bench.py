@@ -1,0 +1,248 @@
+"""ep-bench: what it writes, that it refuses to time wrong results, and what it says about sources and samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ep_plugin.bench import suite_moe
+from ep_plugin.bench.cases import Peers
+from ep_plugin.bench.cli import main
+from ep_plugin.bench.peers import AllToAll, Received, Routing, TokenMajorAllToAll
+from ep_plugin.bench.provenance import hash_sources
+from ep_plugin.bench.suite_moe import MoeSuite
+from ep_plugin.bench.timing import summarise
+from ep_plugin.bench.workload import Batch, Workload, rows_on_the_wire
+from tests.ranks import run_ranks, values
+
+RANKS = 2
+SIZES = {"ranks": RANKS, "tokens": 40, "hidden": 128, "topk": 2, "experts": 6}
+ROW_KEYS = ["case", "impl", "median_us", "p10_us", "p90_us", "bytes_wire", "gb_s", "sms"]
+GLOO, GLOO_BARE = "gloo_all_to_all", "gloo_all_to_all_single"
+# Which implementations each case has, on CPUs.
+EXPECTED = {
+    "dispatch_flat_fp32": ["ep_plugin", GLOO, GLOO_BARE],
+    "dispatch_cached_fp32": ["ep_plugin", GLOO],
+    "combine_flat_fp32": ["ep_plugin", GLOO],
+    "roundtrip_flat_fp32": ["ep_plugin", GLOO],
+    "dispatch_token_major_fp32": ["ep_plugin", GLOO],
+    "dispatch_flat_fp8": ["ep_plugin", GLOO, GLOO_BARE],
+    "dispatch_cached_fp8": ["ep_plugin", GLOO],
+    "dispatch_token_major_fp8": ["ep_plugin", GLOO],
+}
+
+
+class SwappedRows(AllToAll):
+    """Two rows change places."""
+
+    def arrange(self, arrived: list[torch.Tensor], batch: Batch, routing: Routing) -> Received:
+        received = super().arrange(arrived, batch, routing)
+        received.tokens[[0, 1]] = received.tokens[[1, 0]]
+        return received
+
+
+class WrongScales(AllToAll):
+    """The scales of a row come from the row before it."""
+
+    def arrange(self, arrived: list[torch.Tensor], batch: Batch, routing: Routing) -> Received:
+        tokens, *scales = arrived
+        return super().arrange([tokens, *(part.roll(1, 0) for part in scales)], batch, routing)
+
+
+class PlainSum(AllToAll):
+    """Combine forgets the weights."""
+
+    def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
+        assert isinstance(state, Routing)
+        state.weights.fill_(1.0)
+        return super().combine(y, state)
+
+
+class NotANumber(AllToAll):
+    """One value of combine is NaN, which compares false with everything."""
+
+    def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
+        out = super().combine(y, state)
+        out[0, 0] = float("nan")
+        return out
+
+
+class WrongIds(TokenMajorAllToAll):
+    """A row's local experts are those of another rank."""
+
+    def dispatch(self, batch: Batch, previous: object = None) -> Received:
+        received = super().dispatch(batch, previous)
+        assert received.ids is not None
+        received.ids.add_(1)
+        return received
+
+
+def suite(dtype: str = "float32", layout: str = "flat", peers: Peers | None = None) -> MoeSuite:
+    return MoeSuite(
+        backend="cpu",
+        workload=Workload(**SIZES),
+        dtypes=(dtype,),
+        layouts=(layout,),
+        iterations=1,
+        peers=peers or Peers(),
+    )
+
+
+def measure(_: int, wanted: MoeSuite) -> dict[str, list[Any]]:
+    return suite_moe.measure(torch.device("cpu"), wanted)
+
+
+def moe_arguments(out: Path | str, *more: str) -> list[str]:
+    sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+    return ["moe", "--backend", "cpu", *sizes, "--iterations", "3", "--out", str(out), *more]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The result of a small run of the whole suite on CPUs."""
+    folder = tmp_path_factory.mktemp("results")
+    run = CliRunner().invoke(main, moe_arguments(f"{folder}/", "--dtype", "float32", "--dtype", "float8"))
+    assert run.exit_code == 0, run.output
+    (path,) = folder.rglob("*.json")
+    return path
+
+
+def test_a_result_names_what_it_belongs_to(written: Path) -> None:
+    result = json.loads(written.read_text())
+    assert list(result) == ["suite", "hardware", "versions", "code_hash", "command", "rows"]
+    assert result["suite"] == "moe_ht" and written.name == "moe_ht.json"
+    assert "cores of" in result["hardware"] and written.parent.name.startswith("cpu")
+    assert list(result["versions"]) == ["torch", "ep_plugin", "nccl", "cuda", "python"]
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["code_hash"] == hash_sources()
+    assert result["command"].startswith("ep-bench moe --backend cpu --ranks 2 --tokens 40 ")
+
+
+def test_every_case_has_every_implementation(written: Path) -> None:
+    rows = json.loads(written.read_text())["rows"]
+    assert all(list(row) == ROW_KEYS for row in rows)
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row["case"], []).append(row["impl"])
+    assert found == EXPECTED
+
+
+def test_rows_hold_sound_numbers(written: Path) -> None:
+    for row in json.loads(written.read_text())["rows"]:
+        assert 0 < row["p10_us"] <= row["median_us"] <= row["p90_us"], row
+        assert 0 < row["bytes_wire"] <= RANKS * SIZES["tokens"] * SIZES["topk"] * SIZES["hidden"] * 4, row
+        assert row["gb_s"] == pytest.approx(row["bytes_wire"] / row["median_us"] / 1e3, abs=0.006), row
+        assert row["sms"] is None
+
+
+def test_report_prints_the_ratios_of_a_run(written: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "bars.png"
+    run = CliRunner().invoke(main, ["report", str(written), "--plot", str(picture)])
+    assert run.exit_code == 0, run.output
+    rows = {(row["case"], row["impl"]): row["median_us"] for row in json.loads(written.read_text())["rows"]}
+    for (case, impl), median in rows.items():
+        (line,) = [line for line in run.output.splitlines() if line.startswith(f"| {case} | {impl} |")]
+        assert line.endswith(f" {median / rows[case, 'ep_plugin']:.2f} × |")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("content", ['{"rows": [{"case": "x"}]}', "[]", "not JSON"])
+def test_report_refuses_other_files(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    run = CliRunner().invoke(main, ["report", str(path)])
+    assert run.exit_code == 2
+    assert "other.json" in run.output and "expected" in run.output
+
+
+@pytest.mark.parametrize(
+    ("wanted", "case", "what"),
+    [
+        (suite(peers=Peers(flat=SwappedRows)), "dispatch_flat_fp32", "others in 2 of"),
+        (suite("float8", peers=Peers(flat=WrongScales)), "dispatch_flat_fp8", "scales:"),
+        (suite(peers=Peers(flat=PlainSum)), "combine_flat_fp32", "relative error"),
+        (suite(peers=Peers(flat=NotANumber)), "combine_flat_fp32", "got nan"),
+        (suite(layout="token_major", peers=Peers(token_major=WrongIds)), "dispatch_token_major_fp32", "ids:"),
+    ],
+    ids=["swapped rows", "wrong scales", "forgotten weights", "not a number", "wrong ids"],
+)
+def test_wrong_results_are_caught_on_every_rank(wanted: MoeSuite, case: str, what: str) -> None:
+    for found in values(run_ranks(RANKS, measure, wanted)):
+        assert found["rows"] == []
+        assert any(text.startswith(f"{case} by {GLOO}: rank 1: ") and what in text for text in found["wrong"])
+
+
+def test_a_wrong_result_ends_the_run_without_timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped, run_suite = Peers(flat=SwappedRows), suite_moe.run
+    monkeypatch.setattr(suite_moe, "run", lambda wanted: run_suite(dataclasses.replace(wanted, peers=swapped)))
+    out = tmp_path / "never.json"
+    run = CliRunner().invoke(main, moe_arguments(out))
+    assert run.exit_code == 1
+    assert "dispatch_flat_fp32 by gloo_all_to_all: rank 0: tokens" in run.output
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["wire"], "the suite 'wire' is not served in this release"),
+        (["allgather"], "the suite 'allgather' is not served in this release"),
+        (["moe", "--backend", "tpu"], "expected one of cpu, cuda, got 'tpu'"),
+        (["moe", "--backend", "cpu", "--dtype", "int4"], "dtype: expected one of float32"),
+        (["moe", "--backend", "cpu", "--layout", "ragged"], "layout: expected one of flat, token_major"),
+        (["moe", "--backend", "cpu", "--hidden", "6"], "hidden: expected rows of a multiple of 16 bytes, got 24"),
+        (["moe", "--backend", "cpu", "--experts", "30"], "experts: expected a multiple of the 4 ranks, got 30"),
+        (["moe", "--backend", "cpu", "--topk", "33"], "topk: expected at most the 32 experts, got 33"),
+        (["moe", "--backend", "cpu", "--iterations", "0"], "iterations: expected at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(arguments: list[str], says: str) -> None:
+    run = CliRunner(env={"COLUMNS": "400"}).invoke(main, arguments)
+    assert run.exit_code == 2
+    assert says in run.output
+
+
+def test_an_iteration_lasts_from_the_first_start_to_the_last_end() -> None:
+    early = [(0.0, 5.0), (100.0, 130.0)]
+    late = [(2.0, 12.0), (101.0, 110.0)]
+    timing = summarise([early, late])  # 12 and 30 µs
+    assert (timing.median_us, timing.p10_us, timing.p90_us) == (21.0, 13.8, 28.2)
+
+
+def test_bytes_are_those_of_the_busiest_rank_and_direction() -> None:
+    workload = Workload(ranks=3, tokens=2, hidden=8, topk=2, experts=6)
+    ids = [torch.tensor(rows) for rows in ([[2, 3], [2, 0]], [[2, 3], [0, 4]], [[4, 5], [3, 0]])]
+    # Arriving at rank 1: three pairs of rank 0 and one of rank 2; as tokens, two and one.
+    assert rows_on_the_wire(workload, ids, dedup=False) == 4
+    assert rows_on_the_wire(workload, ids, dedup=True) == 3
+
+
+def test_the_hash_covers_sources_and_nothing_else(tmp_path: Path) -> None:
+    source = tmp_path / "kernels" / "send.cu"
+    source.parent.mkdir()
+    source.write_text("one")
+    first = hash_sources(["kernels", "absent"], tmp_path)
+    (source.parent / "receipt.json").write_text("{}")
+    (source.parent / "send.pyc").write_bytes(b"")
+    assert hash_sources(["kernels", "absent"], tmp_path) == first
+    source.write_text("two")
+    changed = hash_sources(["kernels", "absent"], tmp_path)
+    source.rename(source.with_name("expand.cu"))
+    assert len({first, changed, hash_sources(["kernels", "absent"], tmp_path)}) == 3
+
+
+@pytest.mark.gpu(2)
+def test_the_suite_runs_on_gpus(tmp_path: Path) -> None:
+    out = tmp_path / "moe_ht.json"
+    sizes = ["--ranks", "2", "--tokens", "256", "--hidden", "1024", "--topk", "4", "--experts", "16"]
+    run = CliRunner().invoke(main, ["moe", "--backend", "cuda", *sizes, "--iterations", "5", "--out", str(out)])
+    assert run.exit_code == 0, run.output
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["case"] for row in rows} == {name.replace("fp32", "bf16") for name in EXPECTED}
+    assert all(row["sms"] for row in rows if row["impl"] == "ep_plugin")
