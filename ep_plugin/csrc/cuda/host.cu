@@ -6,17 +6,20 @@ namespace ep {
 
 namespace {
 
-// Makes a device current for a while.
+// Makes a device current for a while. Does nothing where it is already: setting a device creates its context.
 class OnDevice {
  public:
-  explicit OnDevice(int device) : before_(cuda::current_device()) {
-    cuda::throw_on_error(cudaSetDevice(device), "cudaSetDevice");
+  explicit OnDevice(int device) : device_(device), before_(cuda::current_device()) {
+    if (device_ != before_) cuda::throw_on_error(cudaSetDevice(device_), "cudaSetDevice");
   }
-  ~OnDevice() { cudaSetDevice(before_); }
+  ~OnDevice() {
+    if (device_ != before_) cudaSetDevice(before_);
+  }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
+  int device_;
   int before_;
 };
 
@@ -38,20 +41,6 @@ uint64_t register_host(uint64_t address, int64_t bytes, int device) {
 
 void unregister_host(uint64_t address) {
   cuda::throw_on_error(cudaHostUnregister(pointer(address)), "cudaHostUnregister");
-}
-
-int device_sm_count(int device) {
-  int count = 0;
-  cuda::throw_on_error(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
-                       "cudaDeviceGetAttribute");
-  return count;
-}
-
-void fill_device(uint64_t address, int value, int64_t bytes, uint64_t stream) {
-  if (bytes == 0) return;
-  cuda::throw_on_error(cudaMemsetAsync(pointer(address), value, static_cast<size_t>(bytes),
-                                       reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(stream))),
-                       "cudaMemsetAsync");
 }
 
 }  // namespace ep
