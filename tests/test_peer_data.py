@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from tests.ranks import run_ranks, values
 SIZE, LIAR = 2, 1
 EXPERTS = EXPERTS_PER_RANK * SIZE
 PATIENCE_S = 30.0
+MOST_TOKENS = 2**31 - 1
 
 # Words of the routing metadata, as csrc/layout.h orders them.
 RANK_COUNT = 0
@@ -38,8 +40,9 @@ LIES: dict[str, tuple[str, int, int, str]] = {
     "too few rows": ("send", SEND_CHUNK_END + 1, 39, "step expand: rank 1 sent an index .* at most 40, got 39"),
     "a chunk of partial rows": ("push", RECV_CHUNK_END, 31, "step add: rank 1 sent an index outside"),
 }
-# A rank that would write past the end of a pool stops itself, and its peers with it.
+# What a rank finds before it writes: rows beyond int32 or past a pool. It stops, and its peers with it.
 OVERRUNS: dict[str, tuple[str, int, int, str]] = {
+    "more rows than can be numbered": ("notify", RANK_COUNT, MOST_TOKENS, f"step notify: .* where {MOST_TOKENS} are"),
     "a slot past the pool": ("send", SLOT_BASE, 2**20, "step send: rows for rank 0 need"),
     "a partial row past the pool": ("push", PUSH_BASE, 2**20, "step combine: rows for rank 0 need"),
 }
@@ -52,6 +55,8 @@ def _lying(before: str, word: int, value: int) -> SimpleNamespace:
 
     def lie(args: Any) -> None:
         ctypes.c_int32.from_address(args.routing.meta + 4 * word).value = value
+        if value == MOST_TOKENS:
+            args.header.num_tokens = value
         honest(args)
 
     return SimpleNamespace(**(table | {before: lie}))
@@ -75,8 +80,6 @@ def _hears(rank: int, case: tuple[str, int, int, str]) -> str:
 
 
 def _check(case: tuple[str, int, int, str], run: Callable[..., Any]) -> None:
-    import re
-
     for text in values(run_ranks(SIZE, run, case)):
         assert re.search(case[3], text), text
 

@@ -55,8 +55,8 @@ bool hear_peers(const Run& run, const NotifyArgs& args) {
   return true;
 }
 
-// The bases of this rank's rows at each destination, and the order of what it receives.
-void lay_out_ranks(const Run& run, const Meta& meta, int64_t* max_slots, int64_t* max_sent) {
+// The bases of this rank's rows at each destination, and the order of what it receives. Rows are numbered by int32.
+bool lay_out_ranks(const Run& run, const Meta& meta, int64_t* max_slots, int64_t* max_sent) {
   const Comm& comm = run.comm;
   const int R = comm.num_ranks, me = comm.rank, parity = static_cast<int>(run.epoch & 1);
   auto count = [&](int source, int dest) { return count_values(comm, me, parity, source)[dest]; };
@@ -77,10 +77,12 @@ void lay_out_ranks(const Run& run, const Meta& meta, int64_t* max_slots, int64_t
     *max_slots = std::max(*max_slots, slots);
     *max_sent = std::max(*max_sent, sent);
   }
+  const int64_t most = std::max(*max_slots, *max_sent);
+  return most <= INT32_MAX || fail(comm, kTooSmall, kNotify, me, 0, INT32_MAX, most);
 }
 
 // Where each expert's FLAT rows start at its rank, and where mine start among them.
-void lay_out_experts(const Run& run, const Meta& meta, int alignment) {
+bool lay_out_experts(const Run& run, const Meta& meta, int alignment) {
   const Comm& comm = run.comm;
   const int R = comm.num_ranks, me = comm.rank, per_rank = local_experts(comm),
             parity = static_cast<int>(run.epoch & 1);
@@ -88,20 +90,22 @@ void lay_out_experts(const Run& run, const Meta& meta, int alignment) {
     int64_t offset = 0;
     for (int local = 0; local < per_rank; ++local) {
       const int expert = r * per_rank + local;
-      int32_t rows = 0, before_me = 0;
+      int64_t rows = 0, before_me = 0;
       for (int source = 0; source < R; ++source) {
         if (source == me) before_me = rows;
         rows += count_values(comm, me, parity, source)[R + expert];
       }
-      meta.flat_base[expert] = static_cast<int32_t>(offset) + before_me;
+      meta.flat_base[expert] = static_cast<int32_t>(offset + before_me);
       if (r == me) {
         meta.expert_offset[local] = static_cast<int32_t>(offset);
-        meta.expert_rows[local] = rows;
+        meta.expert_rows[local] = static_cast<int32_t>(rows);
       }
       offset += align_up(rows, alignment);
     }
+    if (offset > INT32_MAX) return fail(comm, kTooSmall, kNotify, r, 1, INT32_MAX, offset);
     if (r == me) meta.expert_offset[per_rank] = static_cast<int32_t>(offset);
   }
+  return true;
 }
 
 void tell_host(const NotifyArgs& args, const Meta& meta, int64_t max_slots, int64_t max_sent) {
@@ -125,8 +129,8 @@ void notify(const NotifyArgs& args) {
   if (!tell_peers(run, args) || !hear_peers(run, args)) return;
   const Meta meta = meta_of(comm, args.routing);
   int64_t max_slots, max_sent;
-  lay_out_ranks(run, meta, &max_slots, &max_sent);
-  lay_out_experts(run, meta, args.routing.layout == kFlat ? args.routing.alignment : 1);
+  if (!lay_out_ranks(run, meta, &max_slots, &max_sent)) return;
+  if (!lay_out_experts(run, meta, args.routing.layout == kFlat ? args.routing.alignment : 1)) return;
   for (int peer = 0; peer < comm.num_ranks; ++peer)
     signal(consumed_word(comm, peer, kConsumedCounts, comm.rank), run.epoch);
   finish(run);
