@@ -39,7 +39,7 @@ def communicator(number: int) -> MoECommunicator:
 
 
 class DispatchWork:
-    """A dispatch under way. `wait()` returns what `dispatch` would have; `done`: it, or what came next, completed it."""
+    """A dispatch under way. `wait()` returns what `dispatch` would have; `done`: it or a later call completed it."""
 
     def __init__(
         self, begun: ht.PendingDispatch, complete: Callable[[], tuple[DispatchOutput, DispatchHandle]]
@@ -59,7 +59,7 @@ class DispatchWork:
 
 
 class CombineWork:
-    """A combine under way. `wait()` returns the ``[T, H]`` tokens; `done`: it, or what came next, completed it."""
+    """A combine under way. `wait()` returns the ``[T, H]`` tokens; `done`: it or a later call completed it."""
 
     def __init__(self, begun: ht.PendingCombine, complete: Callable[[], torch.Tensor]) -> None:
         self._begun, self._complete = begun, complete
