@@ -27,9 +27,7 @@ def read_text(path: Path | None) -> torch.Tensor:
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
-def batch_at(
-    text: torch.Tensor, *, batch: int, seq_len: int, seed: int, step: int, rank: int
-) -> torch.Tensor:
+def batch_at(text: torch.Tensor, *, batch: int, seq_len: int, seed: int, step: int, rank: int) -> torch.Tensor:
     """``[batch, seq_len]`` int64 windows of ``text``, a pure function of (seed, step, rank)."""
     span = len(text) - seq_len
     if span < 0:

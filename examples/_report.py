@@ -61,9 +61,7 @@ def write(metrics: dict, out: Path) -> None:
     console = Console()
     console.print(_table(metrics))
     if metrics["compare"]:
-        console.print(
-            "largest relative difference of the loss: {max_rel_diff:.2e}".format(**metrics["compare"])
-        )
+        console.print("largest relative difference of the loss: {max_rel_diff:.2e}".format(**metrics["compare"]))
     console.print(f"wrote {out / 'metrics.json'} and {out / 'loss.png'}", soft_wrap=True)
 
 

@@ -14,6 +14,7 @@ import time
 import warnings
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -100,9 +101,7 @@ def _run_steps(
         value = loss.item()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        measured[:, step] = torch.tensor(
-            [value, time.perf_counter() - start, clock.take()], dtype=torch.float64
-        )
+        measured[:, step] = torch.tensor([value, time.perf_counter() - start, clock.take()], dtype=torch.float64)
         bar.set_postfix(loss=f"{value:.3f}", refresh=False)
     losses, step_seconds, exchange_seconds = measured.to(device)
     return losses, step_seconds, exchange_seconds
@@ -126,9 +125,22 @@ def write_result(options: TrainOptions, result_path: Path) -> None:
     dist.destroy_process_group()
 
 
+def leave() -> NoReturn:
+    """End a rank that has finished, without tearing the interpreter down, as multiprocessing ends its
+    workers.
+
+    A thread of gloo may be about to let go of the last collective's tensor. When it asks for the interpreter
+    lock while the interpreter is being torn down, the process aborts.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 @record
 def main() -> None:
     write_result(TrainOptions(**json.loads(sys.argv[1])), Path(sys.argv[2]))
+    leave()
 
 
 if __name__ == "__main__":

@@ -24,12 +24,8 @@ ROUNDS = 2  # each arm of a comparison runs this often, in turn: a slow minute o
 
 
 def main(
-    preset: Annotated[
-        str, typer.Option(help="tiny | 30b-a3b: widths and defaults of a run from scratch.")
-    ] = "tiny",
-    model: Annotated[
-        Path | None, typer.Option(help="Folder of a Qwen3-MoE checkpoint, instead of a preset.")
-    ] = None,
+    preset: Annotated[str, typer.Option(help="tiny | 30b-a3b: widths and defaults of a run from scratch.")] = "tiny",
+    model: Annotated[Path | None, typer.Option(help="Folder of a Qwen3-MoE checkpoint, instead of a preset.")] = None,
     layers: Annotated[
         int | None, typer.Option(min=1, help="Decoder layers. (default: the preset's or the checkpoint's)")
     ] = None,
@@ -38,12 +34,8 @@ def main(
         typer.Option(help="File or folder to train on, as bytes. (default: Python's standard library)"),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps. (default: the preset's)")] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(min=2, help="Bytes per sequence. (default: the preset's)")
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences per rank. (default: the preset's)")
-    ] = None,
+    seq_len: Annotated[int | None, typer.Option(min=2, help="Bytes per sequence. (default: the preset's)")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank. (default: the preset's)")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of AdamW. (default: the preset's)")] = None,
     dtype: Annotated[
         str | None,
@@ -52,9 +44,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the weights and of the batches.")] = 0,
     ep_implementation: Annotated[str, typer.Option(help="ep_plugin | all_to_all.")] = "ep_plugin",
     compare: Annotated[str | None, typer.Option(help="Train through this exchange too, and compare.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for metrics.json and loss.png.")] = Path(
-        "runs/train_qwen3_moe"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder for metrics.json and loss.png.")] = Path("runs/train_qwen3_moe"),
     launch: Annotated[
         int | None, typer.Option(min=1, help="Ranks to start. (default: one per GPU; 4 without GPUs)")
     ] = None,
@@ -80,22 +70,16 @@ def _resolve(
 ) -> TrainOptions:  # fmt: skip
     """Fill in the preset's defaults and refuse what cannot work before any process is started."""
     if preset not in PRESETS:
-        raise typer.BadParameter(
-            f"expected one of {', '.join(PRESETS)}, got {preset!r}", param_hint="--preset"
-        )
+        raise typer.BadParameter(f"expected one of {', '.join(PRESETS)}, got {preset!r}", param_hint="--preset")
     if model is not None and not (model / "config.json").is_file():
         raise typer.BadParameter(
             f"expected a folder with a Qwen3-MoE checkpoint, got {model} without config.json",
             param_hint="--model",
         )
     if text is not None and not text.exists():
-        raise typer.BadParameter(
-            f"expected a file or folder, got {text}, which is not there", param_hint="--text"
-        )
+        raise typer.BadParameter(f"expected a file or folder, got {text}, which is not there", param_hint="--text")
     if dtype not in (None, "float32", "bfloat16", "float16"):
-        raise typer.BadParameter(
-            f"expected float32, bfloat16 or float16, got {dtype!r}", param_hint="--dtype"
-        )
+        raise typer.BadParameter(f"expected float32, bfloat16 or float16, got {dtype!r}", param_hint="--dtype")
     defaults = PRESETS[preset]
     return TrainOptions(
         preset=None if model else preset,
@@ -117,9 +101,7 @@ def _check_exchanges(ep_implementation: str, compare: str | None) -> None:
         if exchange not in (None, "ep_plugin", "all_to_all"):
             raise typer.BadParameter(f"expected ep_plugin or all_to_all, got {exchange!r}", param_hint=hint)
     if compare == ep_implementation:
-        raise typer.BadParameter(
-            f"expected another exchange than {ep_implementation}", param_hint="--compare"
-        )
+        raise typer.BadParameter(f"expected another exchange than {ep_implementation}", param_hint="--compare")
 
 
 def _num_gpus() -> int:
@@ -128,10 +110,8 @@ def _num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _run_under_torchrun(
-    options: TrainOptions, name: str, compare: str | None, launch: int | None, out: Path
-) -> None:
-    from _training import write_result
+def _run_under_torchrun(options: TrainOptions, name: str, compare: str | None, launch: int | None, out: Path) -> None:
+    from _training import leave, write_result
 
     if compare is not None or launch is not None:
         raise typer.BadParameter(
@@ -143,6 +123,7 @@ def _run_under_torchrun(
         write_result(options, result)
         if os.environ["RANK"] == "0":
             _report([json.loads(result.read_text())], name, None, out)
+    leave()
 
 
 def _launch_arm(options: TrainOptions, ranks: int) -> dict:
