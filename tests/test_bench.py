@@ -24,16 +24,16 @@ from tests.ranks import run_ranks, values
 RANKS = 2
 SIZES = {"ranks": RANKS, "tokens": 40, "hidden": 128, "topk": 2, "experts": 6}
 ROW_KEYS = ["case", "impl", "median_us", "p10_us", "p90_us", "bytes_wire", "gb_s", "sms"]
-GLOO, GLOO_BARE = "gloo_all_to_all", "gloo_all_to_all_single"
+GLOO, GLOO_KEPT, GLOO_BARE = "gloo_all_to_all", "gloo_all_to_all_kept", "gloo_all_to_all_single"
 # Which implementations each case has, on CPUs.
 EXPECTED = {
-    "dispatch_flat_fp32": ["ep_plugin", GLOO, GLOO_BARE],
-    "dispatch_cached_fp32": ["ep_plugin", GLOO],
-    "combine_flat_fp32": ["ep_plugin", GLOO],
-    "roundtrip_flat_fp32": ["ep_plugin", GLOO],
+    "dispatch_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT, GLOO_BARE],
+    "dispatch_cached_fp32": ["ep_plugin", GLOO, GLOO_KEPT],
+    "combine_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT],
+    "roundtrip_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT],
     "dispatch_token_major_fp32": ["ep_plugin", GLOO],
-    "dispatch_flat_fp8": ["ep_plugin", GLOO, GLOO_BARE],
-    "dispatch_cached_fp8": ["ep_plugin", GLOO],
+    "dispatch_flat_fp8": ["ep_plugin", GLOO, GLOO_KEPT, GLOO_BARE],
+    "dispatch_cached_fp8": ["ep_plugin", GLOO, GLOO_KEPT],
     "dispatch_token_major_fp8": ["ep_plugin", GLOO],
 }
 

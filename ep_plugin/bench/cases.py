@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ep_plugin.bench.oracle import Oracle, wrong_combine
 from ep_plugin.bench.ours import EpPlugin
-from ep_plugin.bench.peers import AllToAll, Dispatcher, Routing, TokenMajorAllToAll
+from ep_plugin.bench.peers import AllToAll, AllToAllKept, Dispatcher, Routing, TokenMajorAllToAll
 from ep_plugin.bench.workload import (
     DTYPES,
     SHORT_NAMES,
@@ -79,7 +79,10 @@ def flat_cases(scene: Scene, peers: Peers) -> Iterator[Case]:
     mine, oracle, dtype = scene.mine, scene.oracle, scene.short_dtype
     with contextlib.closing(EpPlugin(scene.workload, scene.device, DispatchLayout.FLAT)) as ours:
         peer = peers.flat(scene.workload, scene.device)
+        kept = AllToAllKept(scene.workload, scene.device)
         impls: dict[str, Exchanger] = {"ep_plugin": ours, f"{scene.library}_all_to_all": peer}
+        if scene.library == "gloo":
+            impls["gloo_all_to_all_kept"] = kept
 
         def each(run: Callable[[str, Exchanger], T], wrong: Callable[[T], str | None]) -> list[Way]:
             return [
@@ -87,8 +90,7 @@ def flat_cases(scene: Scene, peers: Peers) -> Iterator[Case]:
             ]
 
         ways = each(lambda _, impl: impl.dispatch(mine), oracle.wrong_dispatch)
-        if isinstance(peer, AllToAll):
-            ways.append(_bare_exchange(scene, peer))
+        ways.append(_bare_exchange(scene, kept))
         yield Case(name=f"dispatch_flat_{dtype}", ways=ways)
 
         states = {name: impl.dispatch(mine).state for name, impl in impls.items()}
@@ -125,7 +127,7 @@ def _round_trip(impl: Exchanger, batch: Batch) -> torch.Tensor:
     return impl.combine(received.tokens, received.state)
 
 
-def _bare_exchange(scene: Scene, peer: AllToAll) -> Way:
+def _bare_exchange(scene: Scene, peer: AllToAllKept) -> Way:
     """all_to_all_single alone, its rows gathered and its counts known: what the peer cannot be faster than."""
     routing = peer.dispatch(scene.mine).state
     assert isinstance(routing, Routing)

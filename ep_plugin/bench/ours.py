@@ -9,12 +9,15 @@ import torch
 from ep_plugin.bench.peers import Received
 from ep_plugin.bench.workload import Batch, Workload
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
-from ep_plugin.moe import high_throughput as ht
 from ep_plugin.moe.communicator import MoECommunicator
+from ep_plugin.moe.engine import DEFAULT_SMS
 from ep_plugin.moe.layout import DispatchHandle
 
 # SMs of the kernels that move rows at once, by the first word of a case's name; a round trip is its larger half.
-_SMS = {"dispatch": ht._DISPATCH_SMS + ht._EXPAND_SMS, "combine": ht._COMBINE_SMS + ht._ADD_SMS}
+_SMS = {
+    "dispatch": DEFAULT_SMS["dispatch_sms"] + DEFAULT_SMS["expand_sms"],
+    "combine": DEFAULT_SMS["combine_sms"] + DEFAULT_SMS["add_sms"],
+}
 
 _State = tuple[DispatchHandle, torch.Tensor | None]
 

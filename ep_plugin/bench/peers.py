@@ -85,8 +85,7 @@ class AllToAll:
         sent, received = splits.read()
         exchanges = self._start_all(leaving, sent, received)
         to_flat, from_flat = _permutation(arriving, sum(received))
-        position = torch.empty_like(order)
-        position[order] = torch.arange(len(order), device=order.device)
+        position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         routing = Routing(
             order=order, position=position.view_as(batch.ids), to_flat=to_flat, from_flat=from_flat,
             sent=sent, received=received, counts=arriving.sum(0), weights=batch.weights,
@@ -96,17 +95,17 @@ class AllToAll:
     def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
         """The weighted sum of each token's rows: `[T, H]`."""
         assert isinstance(state, Routing)
-        back = _Exchange(_words(y).index_select(0, state.from_flat), state.received, state.sent).wait()
+        (back,) = self._start_all([self._select("leaving", _words(y), state.from_flat)], state.received, state.sent)
         # Gathers and sums in one pass, in float32.
         return torch.nn.functional.embedding_bag(
-            state.position, back.view(y.dtype), mode="sum", per_sample_weights=state.weights.to(y.dtype)
+            state.position, back.wait().view(y.dtype), mode="sum", per_sample_weights=state.weights.to(y.dtype)
         )
 
     def gather(self, batch: Batch, order: torch.Tensor) -> list[torch.Tensor]:
         """The rows, and their scales if they have some, in the order in which they leave."""
         token = order // batch.ids.shape[1]
-        parts = [_words(batch.x)] if batch.scales is None else [_words(batch.x), batch.scales]
-        return [part.index_select(0, token) for part in parts]
+        rows = self._select("leaving", _words(batch.x), token)
+        return [rows] if batch.scales is None else [rows, self._select("leaving scales", batch.scales, token)]
 
     def exchange(self, leaving: list[torch.Tensor], routing: Routing) -> list[torch.Tensor]:
         """The bare exchange of what `gather` made, in the order in which it arrives."""
@@ -123,10 +122,38 @@ class AllToAll:
         )
 
     def _start_all(self, leaving: list[torch.Tensor], sent: list[int], received: list[int]) -> list[_Exchange]:
-        return [_Exchange(part, sent, received) for part in leaving]
+        rows = sum(received)
+        arriving = [self._room(f"arriving {part}", rows, like) for part, like in enumerate(leaving)]
+        return [_Exchange(part, sent, received, into) for part, into in zip(leaving, arriving, strict=True)]
 
     def _finish(self, exchanges: list[_Exchange], batch: Batch, routing: Routing) -> Received:
         return self.arrange([exchange.wait() for exchange in exchanges], batch, routing)
+
+    def _select(self, what: str, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return torch.index_select(rows, 0, index, out=self._room(what, len(index), rows))
+
+    def _room(self, what: str, rows: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory for rows under way, `[rows, width]` of `like`'s width, type and device."""
+        return like.new_empty((rows, like.shape[1]))
+
+
+class AllToAllKept(AllToAll):
+    """The same with memory for rows under way that is kept from call to call, as no framework does it.
+
+    It matters on CPUs, where fresh memory of many megabytes costs more than the copies into it; torch's CUDA allocator
+    keeps memory by itself.
+    """
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        super().__init__(workload, device)
+        self._blocks: dict[str, torch.Tensor] = {}
+
+    def _room(self, what: str, rows: int, like: torch.Tensor) -> torch.Tensor:
+        numel = rows * like.shape[1]
+        block = self._blocks.get(what)
+        if block is None or block.dtype is not like.dtype or block.numel() < numel:
+            block = self._blocks[what] = like.new_empty(numel)
+        return block[:numel].view(rows, like.shape[1])
 
 
 class TokenMajorAllToAll:
@@ -155,7 +182,10 @@ class TokenMajorAllToAll:
         sent, received = splits.read()
         order = order[: sum(sent)]
         parts = [_words(batch.x), beside] if batch.scales is None else [_words(batch.x), beside, batch.scales]
-        exchanges = [_Exchange(part.index_select(0, order), sent, received) for part in parts]
+        exchanges = []
+        for part in parts:
+            arriving = part.new_empty((sum(received), part.shape[1]))
+            exchanges.append(_Exchange(part.index_select(0, order), sent, received, arriving))
         tokens, beside, *scales = [exchange.wait() for exchange in exchanges]
         ids = beside[:, :K] - dist.get_rank() * self._local
         here = (ids >= 0) & (ids < self._local)
@@ -170,15 +200,15 @@ class TokenMajorAllToAll:
 class _Exchange:
     """Rows on their way: `sent` and `received` rows per rank."""
 
-    def __init__(self, leaving: torch.Tensor, sent: list[int], received: list[int]) -> None:
-        self._incoming = leaving.new_empty((sum(received), leaving.shape[1]))
-        work = dist.all_to_all_single(self._incoming, leaving, received, sent, async_op=True)
+    def __init__(self, leaving: torch.Tensor, sent: list[int], received: list[int], arriving: torch.Tensor) -> None:
+        self._leaving, self._arriving = leaving, arriving
+        work = dist.all_to_all_single(arriving, leaving, received, sent, async_op=True)
         assert work is not None
         self._work = work
 
     def wait(self) -> torch.Tensor:
         self._work.wait()
-        return self._incoming
+        return self._arriving
 
 
 class _Splits:

@@ -53,8 +53,8 @@ class MoeSuite:
 
     @property
     def num_cases(self) -> int:
-        per_layout = {"flat": 4, "token_major": 1}
-        return len(self.dtypes) * sum(per_layout[layout] for layout in self.layouts)
+        flat = sum(2 if name == "float8" else 4 for name in self.dtypes)
+        return sum({"flat": flat, "token_major": len(self.dtypes)}[layout] for layout in self.layouts)
 
     def command(self) -> str:
         """What a user types for this run."""
@@ -116,7 +116,7 @@ def _judge(case: Case, device: torch.device) -> list[str]:
     """What is wrong with any way on any rank, a sentence each. Collective."""
     wrong = []
     for way in case.ways:
-        _poison(device, 2 * way.bytes_wire)
+        _poison(device, 2 * max(each.bytes_wire for each in case.ways))
         problem = way.wrong(way.run())
         if problem:
             wrong.append(f"{case.name} by {way.impl}: rank {dist.get_rank()}: {problem}")
