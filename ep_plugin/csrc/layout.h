@@ -102,6 +102,7 @@ struct State {
   uint64_t ctas_done[6];
   uint64_t started[2];       // by Pool: epoch of the latest sender whose CTAs all run; readers are let in after it
   uint64_t ctas_started[2];  // by Pool
+  uint64_t abort_look;       // when the next look at the board's abort word is due: one thread of the device takes it
   uint32_t chunk_done[2][kMaxRanks][kMaxChunks];
 };
 

@@ -67,7 +67,7 @@ class NvlinkMemory(PeerMemory):
             block, error = _attempt(_zeroed_block, nbytes, self.device, self._group.name)
             kept = _Kept(block)
             try:
-                raise_together(self.exchange, f"allocation of {what} ({nbytes} bytes on {self.device})", error)
+                raise_together(self.exchange, f"allocation of {what} ({nbytes} bytes of GPU memory)", error)
                 handle = self._rendezvous(block, what)
                 kept.add(handle)
                 ptrs = tuple(handle.buffer_ptrs)

@@ -29,11 +29,19 @@ from ep_plugin.moe.faults import STEPS, aborted_error, disagreement_on_pool, err
 from ep_plugin.moe.lanes import lanes_of
 
 DISPATCH_POOL, COMBINE_POOL = 0, 1
+# SMs of the sending and of the receiving kernel of each operation, and what they leave to others at least.
+DEFAULT_SMS = {"dispatch_sms": 16, "expand_sms": 48, "combine_sms": 48, "add_sms": 24}
+FREE_SMS = 32
 _POOL_NAMES = ("dispatch pool", "combine pool")
 
 _enqueue_locks: dict[torch.device, threading.RLock] = {}
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 _live_lock = threading.Lock()
+
+
+def _sms_of(config: MoECommunicatorConfig) -> dict[str, int]:
+    """SMs of each kernel: the configuration's, else the defaults."""
+    return {name: getattr(config, name, None) or default for name, default in DEFAULT_SMS.items()}
 
 
 class Engine:
@@ -65,6 +73,8 @@ class Engine:
     def _construct(self, group: dist.ProcessGroup | None) -> None:
         config, device = self.config, self.device
         self.kernels = _kernels_for(device)
+        self.sms = _sms_of(config)
+        _check_sms(config, device)
         self.lanes = lanes_of(device)
         self._agree(config)
         self.local_experts = config.num_experts // self.size
@@ -157,7 +167,7 @@ class Engine:
     @contextlib.contextmanager
     def operation(self, what: str) -> Iterator[None]:
         """One operation of this communicator: refused after a fault or a close, told to peers when it fails here."""
-        with self.lock:
+        with self.lock, _current(self.device):
             self.check()
             _announce(self, what)
             try:
@@ -263,6 +273,25 @@ def _watch_of(engine: Engine, growing: tuple[str, int] | None = None) -> Callabl
                     raise disagreement_on_pool(engine, *growing, rank, "no more than there are")
 
     return watch
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels are launched on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _check_sms(config: MoECommunicatorConfig, device: torch.device) -> None:
+    """A sending and a receiving kernel run at the same time, and leave SMs for whoever must run beside them."""
+    if device.type != "cuda":
+        return
+    present = torch.cuda.get_device_properties(device).multi_processor_count
+    sms = _sms_of(config)
+    for first, second in (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms")):
+        if sms[first] + sms[second] > present - FREE_SMS:
+            raise ValueError(
+                f"{first}: expected {first} + {second} to be at most {present - FREE_SMS}, which leaves {FREE_SMS} of "
+                f"{present} SMs free, got {sms[first]} + {sms[second]}"
+            )
 
 
 def _kernels_for(device: torch.device) -> Any:

@@ -23,9 +23,7 @@ _DISPATCH, _CACHED, _COMBINE = 1, 2, 3
 _LAYOUTS = {DispatchLayout.FLAT: 0, DispatchLayout.TOKEN_MAJOR: 1}
 _TOTAL_SLOTS, _TOTAL_ROWS, _TOTAL_MAX_SLOTS, _TOTAL_MAX_SENT, _TOTALS = range(5)
 
-# SMs per kernel when the configuration names none.
-_DISPATCH_SMS, _EXPAND_SMS, _COMBINE_SMS, _ADD_SMS = 16, 48, 48, 24
-_PLAN_SMS = 64
+_PLAN_SMS = 132  # plan waits for nobody, and is over before anything else of the operation runs
 
 
 class RoutingTensors(NamedTuple):
@@ -208,7 +206,7 @@ def _send(engine: Engine, pending: PendingDispatch) -> None:
             scales=address(call.scales),
             scale_stride=0 if call.scales is None else call.scales.stride(0) * call.scales.element_size(),
             weights=address(call.weights),
-            num_sms=engine.config.dispatch_sms or _DISPATCH_SMS,
+            num_sms=engine.sms["dispatch_sms"],
             stream=engine.lanes.send,
         )
     )
@@ -282,7 +280,7 @@ def _launch_expand(engine: Engine, pending: PendingDispatch, result: DispatchRes
             expert_offset=address(result.expert_offset),
             overflow=address(result.overflow),
             capacity=result.tokens.shape[0],
-            num_sms=engine.config.expand_sms or _EXPAND_SMS,
+            num_sms=engine.sms["expand_sms"],
             fresh=int(call.previous is None),
             stream=engine.lanes.receive,
         )
@@ -325,7 +323,7 @@ def start_combine(
             extra=address(extra),
             hidden=y.shape[1],
             element=ELEMENTS[y.dtype],
-            num_sms=engine.config.combine_sms or _COMBINE_SMS,
+            num_sms=engine.sms["combine_sms"],
             stream=engine.lanes.send,
         )
     )
@@ -349,7 +347,7 @@ def finish_combine(engine: Engine, pending: PendingCombine) -> tuple[torch.Tenso
             extra=0 if extra is None else address(extra_out),
             hidden=y.shape[1],
             element=ELEMENTS[y.dtype],
-            num_sms=_ADD_SMS,
+            num_sms=engine.sms["add_sms"],
             stream=engine.lanes.receive,
         )
     )

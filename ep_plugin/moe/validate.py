@@ -62,6 +62,10 @@ def check_dispatch(engine: Engine, call: DispatchCall) -> None:
     row_bytes, limit = x.shape[1] * x.element_size(), engine.config.max_row_bytes
     if limit is not None and row_bytes > limit:
         raise ValueError(f"x: expected rows of at most max_row_bytes={limit} bytes, got {row_bytes}")
+    if x.device.type == "cuda" and tokens > 1 and x.stride(0) * x.element_size() % ROW_ALIGNMENT:
+        raise ValueError(
+            f"x: expected rows a multiple of {ROW_ALIGNMENT} bytes apart, got {x.stride(0) * x.element_size()}"
+        )
     if tokens and x.stride(1) != 1:
         raise ValueError(f"x: expected contiguous rows (stride 1 along H), got strides {tuple(x.stride())}")
     _check_ids(engine, ids, tokens)
@@ -122,6 +126,11 @@ def _check_rows(engine: Engine, name: str, rows: torch.Tensor) -> None:
     if rows.dtype not in DTYPES:
         raise ValueError(f"{name}: expected one of {', '.join(map(str, DTYPES))}, got {rows.dtype}")
     row_bytes = rows.shape[1] * rows.element_size()
+    if rows.device.type == "cuda" and rows.data_ptr() % ROW_ALIGNMENT:
+        raise ValueError(
+            f"{name}: expected memory aligned to {ROW_ALIGNMENT} bytes, got an address {rows.data_ptr() % ROW_ALIGNMENT} "
+            "bytes past that"
+        )
     if row_bytes == 0 or row_bytes % ROW_ALIGNMENT:
         raise ValueError(
             f"{name}: expected rows of a positive multiple of {ROW_ALIGNMENT} bytes, got {row_bytes} "

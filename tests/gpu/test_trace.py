@@ -1,4 +1,4 @@
-"""What the device does from router output to FLAT rows: our kernels, nothing else. Writes trace.json here."""
+"""What the device does in a dispatch to FLAT rows and in a combine: our kernels, nothing else. Writes trace.json here."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tests.gpu import checks
 from tests.ranks import run_ranks, values
 
 TRACE = Path(__file__).with_name("trace.json")
-KERNELS = ("plan_kernel", "notify_kernel", "send_kernel", "wait_started_kernel", "expand_kernel")
+DISPATCH = ("plan_kernel", "notify_kernel", "send_kernel", "wait_started_kernel", "expand_kernel")
+COMBINE = ("push_kernel", "wait_started_kernel", "add_kernel")
 ROWS_BYTES = 1 << 20  # an allocation of at least this holds rows; routing and tables are below
 
 
-def traced_dispatch(rank: int, size: int) -> dict[str, Any]:
+def traced_round(rank: int, size: int) -> dict[str, Any]:
     case = checks.Case(tokens=4096, ragged=0, hidden=7168, topk=8, experts_per_rank=256 // size, dropped=0.0)
     generator = torch.Generator().manual_seed(rank)
     device = checks.device_of(rank)
@@ -26,12 +28,18 @@ def traced_dispatch(rank: int, size: int) -> dict[str, Any]:
     weights, ids = (part.to(device) for part in torch.rand(case.tokens, 256, generator=generator).topk(case.topk))
     with checks.communicator(case, rank, size, timeout_s=60) as comm:
         for _ in range(5):
-            comm.dispatch(x, ids, weights)
+            out, handle = comm.dispatch(x, ids, weights)
+            comm.combine(out.tokens, handle, weights=out.weights)
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=True) as profiler:
-            out, _ = comm.dispatch(x, ids, weights)
+        dist.barrier()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=True) as dispatch:
+            out, handle = comm.dispatch(x, ids, weights)
             torch.cuda.synchronize()
-        return {"rows": len(out.tokens), **summary(profiler)}
+        dist.barrier()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], profile_memory=True) as combine:
+            comm.combine(out.tokens, handle, weights=out.weights)
+            torch.cuda.synchronize()
+        return {"rows": len(out.tokens), "dispatch": summary(dispatch), "combine": summary(combine)}
 
 
 def summary(profiler: Any) -> dict[str, Any]:
@@ -60,12 +68,12 @@ def summary(profiler: Any) -> dict[str, Any]:
 @pytest.mark.gpu(2)
 def test_only_our_kernels_and_one_output_allocation() -> None:
     size = min(4, torch.cuda.device_count())
-    traces = values(run_ranks(size, traced_dispatch, size, start="spawn", timeout_s=120))
-    for trace in traces:
-        names = [event["name"] for event in trace["device"]]
-        assert len(names) == len(KERNELS), names
-        for kernel in KERNELS:
-            assert sum(kernel in name for name in names) == 1, names
-        assert len(trace["row_allocations"]) == 1, trace["row_allocations"]
+    traces = values(run_ranks(size, traced_round, size, start="spawn", timeout_s=120))
     hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     TRACE.write_text(json.dumps({"hardware": hardware, "ranks": traces}, indent=1) + "\n")
+    for trace in traces:
+        for operation, kernels in (("dispatch", DISPATCH), ("combine", COMBINE)):
+            names = [event["name"] for event in trace[operation]["device"]]
+            assert len(names) == len(kernels), names
+            assert all(any(kernel in name for name in names) for kernel in kernels), names
+            assert len(trace[operation]["row_allocations"]) == 1, trace[operation]["row_allocations"]

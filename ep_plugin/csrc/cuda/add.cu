@@ -89,8 +89,7 @@ class AddJob {
     for (;;) {
       uint64_t seen = 0;
       if (!here) {
-        seen = ptx::ld_acquire_sys(&word->flag);
-        here = seen >= run_.epoch;
+        here = has_reached(&word->flag, run_.epoch, &seen);
         if (here) go_on = check(word, rank, chunk);
       }
       if (__any_sync(kAllLanes, !go_on)) return kEnd;

@@ -50,12 +50,13 @@ class ArrivedRows {
   // Every lane at its own chunk of the 32 around item_.
   __device__ void look() {
     const int item = item_ / kWarp * kWarp + lane_id();
+    uint64_t seen;
     if (known_ == 0 && item < items_) {
       const int source = source_of(item), chunk = chunk_of(item);
       if (chunk >= num_chunks(meta_.src_tokens[source])) {
         known_ = 1;
         begin_ = end_ = 0;
-      } else if (ptx::ld_acquire_sys(&word_of(item)->flag) >= run_.epoch) {
+      } else if (has_reached(&word_of(item)->flag, run_.epoch, &seen)) {
         known_ = 1;
         take(word_of(item), source, chunk);
       }
@@ -80,7 +81,7 @@ class ArrivedRows {
     int go_on = 1;
     if (lane_id() == holder)
       go_on = patience_.keep_waiting(run_, source_of(item_), chunk_of(item_), run_.epoch,
-                                     ptx::ld_acquire_sys(&word_of(item_)->flag));
+                                     ptx::ld_relaxed_sys(&word_of(item_)->flag));
     return __shfl_sync(kAllLanes, go_on, holder) != 0;
   }
 

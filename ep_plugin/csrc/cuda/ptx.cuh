@@ -18,6 +18,11 @@ __device__ __forceinline__ uint32_t ld_acquire_sys(const uint32_t* from) {
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
+__device__ __forceinline__ uint64_t ld_relaxed_sys(const uint64_t* from) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
 __device__ __forceinline__ uint64_t ld_relaxed_gpu(const uint64_t* from) {
   uint64_t value;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");

@@ -59,18 +59,24 @@ __device__ inline bool fail(const Comm& comm, FaultCode code, Step step, int pee
   return false;
 }
 
+// Whether this thread is the one that looks at the abort word now. The word is host memory, and thousands of threads
+// that each read it would take the link from the rows: one thread of the device does, now and then.
+__device__ inline bool abort_look_is_mine(const Comm& comm, uint64_t now) {
+  uint64_t* due = &state_of(comm).abort_look;
+  const uint64_t at = ptx::ld_relaxed_gpu(due);
+  return now > at && ptx::atom_cas_relaxed_gpu(due, at, now + kAbortLookNs) == at;
+}
+
 // One wait of one thread: ask keep_waiting() after every look that was in vain.
 struct Patience {
   uint64_t since = 0;
-  uint64_t looked = 0;
 
   __device__ bool keep_waiting(const Run& run, int peer, int detail, uint64_t expected, uint64_t seen) {
     const Comm& comm = run.comm;
     const uint64_t now = ptx::globaltimer();
-    if (since == 0) since = looked = now;
+    if (since == 0) since = now;
     if (faulted(comm)) return false;
-    if (now - looked > kAbortLookNs) {
-      looked = now;
+    if (now - since > kAbortLookNs && abort_look_is_mine(comm, now)) {
       const uint32_t by = ptx::ld_acquire_sys(&board_of(comm).abort);
       if (by != 0) return fail(comm, kAborted, run.step, static_cast<int>(by) - 1, 0, 0, 0);
     }
@@ -81,14 +87,19 @@ struct Patience {
   }
 };
 
+// Whether *word >= value; then with acquire at system scope. A look in vain costs no more than a load.
+__device__ __forceinline__ bool has_reached(const uint64_t* word, uint64_t value, uint64_t* seen) {
+  *seen = ptx::ld_relaxed_sys(word);
+  return *seen >= value && ptx::ld_acquire_sys(word) >= value;
+}
+
 // Waits until *word >= value, with acquire at system scope.
 __device__ inline bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int peer) {
   Patience patience;
-  for (;;) {
-    const uint64_t seen = ptx::ld_acquire_sys(word);
-    if (seen >= value) return true;
+  uint64_t seen;
+  while (!has_reached(word, value, &seen))
     if (!patience.keep_waiting(run, peer, 0, value, seen)) return false;
-  }
+  return true;
 }
 
 // Called by all threads of a CTA, first thing in a kernel.
