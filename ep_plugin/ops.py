@@ -43,9 +43,8 @@ def _dispatch(
     cached = RoutingTensors(*previous) if previous else None
     call = DispatchCall(x, topk_ids, topk_weights, scales, cached, capacity)
     result, routing = communicator(comm).run_dispatch(call, pending)
-    if cached is not None:  # an operator returns no input of its own
-        none = topk_ids.new_empty(0)
-        return *result, none, none, none, none, none, none
+    if cached is not None:  # an operator returns none of its inputs, and no tensor twice
+        return *result, *(topk_ids.new_empty(0) for _ in cached)
     return *result, *routing
 
 
@@ -86,9 +85,12 @@ def _fake_dispatch(
         return torch.library.get_ctx().new_dynamic_size()
 
     most = config.max_tokens_per_rank
-    slots = size * most if capacity is not None and most is not None else unknown()
-    exact = unknown() if flat else slots
-    rows = exact if capacity is None else capacity
+    slots: int | torch.SymInt  # a size that no output has must not be asked for
+    if previous:
+        slots = previous[4].shape[0]
+    else:
+        slots = size * most if capacity is not None and most is not None else unknown()
+    rows: int | torch.SymInt = capacity if capacity is not None else (unknown() if flat else slots)
     weights_shape = (rows,) if flat else (rows, K)
     local = engine.local_experts
     result = (
@@ -102,7 +104,7 @@ def _fake_dispatch(
         ints(0) if capacity is None else ints(2),
     )
     if previous:
-        return *result, *(topk_ids.new_empty(0) for _ in range(6))
+        return *result, *(topk_ids.new_empty(0) for _ in previous)
     totals = torch.empty(0 if capacity is not None else 4 + local, dtype=torch.int64, device="cpu")
     meta = ints(_C.meta_words(size, config.num_experts))
     return *result, ints(T, K), ints(T, size), ints(T, K), meta, ints(slots, K), totals

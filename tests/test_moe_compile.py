@@ -1,0 +1,131 @@
+"""The operators under torch.compile and torch.library's own checks, on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch._inductor.config
+
+from ep_plugin import MoECommunicator
+from ep_plugin.moe.high_throughput import RoutingTensors
+from tests.moe_cases import FLAT, LAYOUTS, TOKEN_MAJOR, Case, communicator, make_inputs, named, on_ranks, poisoned
+
+
+class MoELayer(torch.nn.Module):
+    """A router, an exchange and experts of two matrices, as a user would write it."""
+
+    def __init__(self, comm: MoECommunicator, hidden: int, topk: int, capacity: int | None = None) -> None:
+        super().__init__()
+        self.comm, self.topk, self.capacity = comm, topk, capacity
+        self.router = torch.nn.Linear(hidden, comm.config.num_experts, bias=False)
+        self.scale = torch.nn.Parameter(torch.randn(comm.num_local_experts, hidden))
+        self.up = torch.nn.Linear(hidden, 2 * hidden)
+        self.down = torch.nn.Linear(2 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(self.topk)
+        out, handle = self.comm.dispatch(x, ids, weights, capacity=self.capacity)
+        if out.row_expert_ids is not None:
+            scale = self.scale[out.row_expert_ids.clamp(min=0).long()]
+        else:
+            here = (out.topk_ids >= 0).unsqueeze(2)
+            scale = (self.scale[out.topk_ids.clamp(min=0).long()] * here).sum(1)
+        y = self.down(torch.nn.functional.silu(self.up(out.tokens * scale)))
+        return x + self.comm.combine(y, handle, weights=out.weights)
+
+
+def _step(layer: MoELayer, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+    """The result and all gradients of one step of `run`, which is `layer` or a compiled `layer`."""
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    z = run(x)
+    (z * torch.cos(x.detach())).sum().backward()
+    return [z.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def _compiled(rank: int, size: int, backend: str, tokens_of_steps: list[int]) -> None:
+    torch.manual_seed(rank)
+    torch._inductor.config.compile_threads = 1  # no pool of workers for a handful of kernels
+    everything = ((FLAT, None), (TOKEN_MAJOR, None), (FLAT, 400))
+    for layout, capacity in everything if backend == "aot_eager" else everything[:1]:
+        case = Case(tokens=(1,) * size, num_experts=2 * size, hidden=16)
+        with communicator(case, layout, max_tokens_per_rank=None if capacity is None else 64) as comm:
+            layer = MoELayer(comm, 16, 2, capacity)
+            torch._dynamo.reset()
+            compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=True)
+            for tokens in tokens_of_steps:
+                x = torch.randn(max(0, tokens - 3 * rank), 16)
+                with named((layout, capacity, tokens)):
+                    expected = _step(layer, layer, x)
+                    for i, (got, plain) in enumerate(zip(_step(layer, compiled, x), expected, strict=True)):
+                        torch.testing.assert_close(got, plain, msg=lambda m, i=i: f"result {i}: {m}")
+            with torch.no_grad(), named((layout, capacity, "no_grad")):
+                torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_whole_layer_in_one_graph() -> None:
+    on_ranks(2, _compiled, "aot_eager", [20, 37, 3, 64])
+
+
+def test_whole_layer_through_the_code_generator() -> None:
+    on_ranks(2, _compiled, "inductor", [20, 37])
+
+
+def _library_checks(rank: int, size: int) -> None:
+    for layout in LAYOUTS:
+        case = Case(tokens=(6,), num_experts=4, hidden=8, dtype=torch.float64)
+        inputs = make_inputs(case)
+        x, ids, weights = inputs.x[0], inputs.ids[0], inputs.weights[0]
+        with communicator(case, layout, max_tokens_per_rank=8) as comm:
+            number = comm.number
+            out, handle = comm.dispatch(x, ids, weights)
+            routing = list(RoutingTensors(*handle[:-1]))
+            live, live_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            scales = torch.rand(6, 2)
+            y, row_weights = out.tokens.clone().requires_grad_(), out.weights.clone().requires_grad_()
+            calls = {
+                "dispatch": (torch.ops.ep_plugin.dispatch, (x, ids, weights, scales, [], number, None, False)),
+                "rows alone": (torch.ops.ep_plugin.dispatch, (x, ids.int(), None, None, [], number, None, False)),
+                "capacity": (torch.ops.ep_plugin.dispatch, (x, ids, weights, None, [], number, 20, False)),
+                "cached": (torch.ops.ep_plugin.dispatch, (x, ids, weights, None, routing, number, None, False)),
+                "dispatch, gradients": (
+                    torch.ops.ep_plugin.dispatch,
+                    (live, ids, live_weights, None, routing, number, None, False),
+                ),
+                "combine": (torch.ops.ep_plugin.combine, (out.tokens, None, None, None, routing, number, False)),
+                "combine, all of it": (
+                    torch.ops.ep_plugin.combine,
+                    (y, row_weights, live, out.weights, routing, number, False),
+                ),
+            }
+            for name, (op, args) in calls.items():
+                # Words of the routing that nobody reads are not written: poison makes them the same in each run.
+                with named((layout, name)), poisoned():
+                    torch.library.opcheck(op.default, args)
+
+
+def test_operators_pass_the_checks_of_torch_library() -> None:
+    on_ranks(1, _library_checks)
+
+
+def _cached_in_a_graph(rank: int, size: int) -> None:
+    """Two dispatches of one graph, of different rows over one routing."""
+    case = Case(tokens=(9,) * size, num_experts=2 * size, hidden=8)
+    inputs = make_inputs(case)
+    with communicator(case) as comm:
+
+        def twice(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            out, handle = comm.dispatch(x, ids)
+            again, handle = comm.dispatch(2 * x, ids, previous_handle=handle)
+            return comm.combine(out.tokens + again.tokens, handle)
+
+        x = inputs.x[rank]
+        count = (inputs.ids[rank] >= 0).sum(1, keepdim=True)
+        torch.testing.assert_close(
+            torch.compile(twice, fullgraph=True, backend="aot_eager")(x, inputs.ids[rank]), 3 * x * count
+        )
+
+
+def test_cached_dispatch_in_a_graph() -> None:
+    on_ranks(2, _cached_in_a_graph)
