@@ -15,15 +15,16 @@ tests() { $PYTHON -m pytest -m gpu tests/gpu -x -q; }
 
 # The same tests where launches block, where all streams share one hardware queue, and on the plain kernels.
 stress() {
-  CUDA_LAUNCH_BLOCKING=1 $PYTHON -m pytest -m gpu tests/gpu/test_moe.py -x -q -k grid
-  CUDA_DEVICE_MAX_CONNECTIONS=1 $PYTHON -m pytest -m gpu tests/gpu/test_moe.py -x -q -k grid
-  EP_PLUGIN_PLAIN_KERNELS=1 $PYTHON -m pytest -m gpu tests/gpu/test_moe.py -x -q -k grid
+  for setting in CUDA_LAUNCH_BLOCKING=1 CUDA_DEVICE_MAX_CONNECTIONS=1 EP_PLUGIN_PLAIN_KERNELS=1; do
+    echo "== $setting"
+    env $setting $PYTHON -m pytest -m gpu tests/gpu/test_moe.py -x -q -k "grid and (2 or 3) or features and 3"
+  done
 }
 
 sanitize() {
   for tool in memcheck racecheck; do
-    compute-sanitizer --tool $tool --target-processes all --error-exitcode 9 \
-      $PYTHON tests/gpu/small_case.py
+    echo "== compute-sanitizer --tool $tool"
+    compute-sanitizer --tool $tool --target-processes all --error-exitcode 9 $PYTHON tests/gpu/small_case.py
   done
 }
 

@@ -128,8 +128,8 @@ def _check_rows(engine: Engine, name: str, rows: torch.Tensor) -> None:
     row_bytes = rows.shape[1] * rows.element_size()
     if rows.device.type == "cuda" and rows.data_ptr() % ROW_ALIGNMENT:
         raise ValueError(
-            f"{name}: expected memory aligned to {ROW_ALIGNMENT} bytes, got an address {rows.data_ptr() % ROW_ALIGNMENT} "
-            "bytes past that"
+            f"{name}: expected memory aligned to {ROW_ALIGNMENT} bytes, got an address "
+            f"{rows.data_ptr() % ROW_ALIGNMENT} bytes past that"
         )
     if row_bytes == 0 or row_bytes % ROW_ALIGNMENT:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What the device does in a dispatch to FLAT rows and in a combine: our kernels, nothing else. Writes trace.json here."""
+"""What the device does in a dispatch and in a combine: our kernels, nothing else. Writes trace.json here."""
 
 from __future__ import annotations
 
