@@ -21,10 +21,20 @@ stress() {
   done
 }
 
+# Each rank under a sanitizer of its own: the tool does not follow the processes that a test starts.
 sanitize() {
+  local tool size rank pids
   for tool in memcheck racecheck; do
-    echo "== compute-sanitizer --tool $tool"
-    compute-sanitizer --tool $tool --target-processes all --error-exitcode 9 $PYTHON tests/gpu/small_case.py
+    for size in 1 2; do
+      echo "== compute-sanitizer --tool $tool, $size rank(s)"
+      local store; store=$(mktemp -u)
+      pids=()
+      for ((rank = 0; rank < size; rank++)); do
+        compute-sanitizer --tool $tool --error-exitcode 9 $PYTHON tests/gpu/small_case.py $rank $size "$store" &
+        pids+=($!)
+      done
+      for pid in "${pids[@]}"; do wait "$pid"; done
+    done
   done
 }
 
