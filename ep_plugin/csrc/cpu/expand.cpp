@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include <sys/mman.h>
+
 #include "kernels.h"
 #include "sync.h"
 
@@ -84,6 +86,14 @@ bool expand_source(const Run& run, const Output& out, int source) {
   return begin == rows || fail(comm, kBadData, run.step, source, 0, rows, begin);
 }
 
+// A fresh output of many megabytes costs more in page faults than in copies: huge pages take most of them away.
+void ask_for_huge_pages(Address memory, int64_t bytes) {
+  constexpr uintptr_t kHuge = 2u << 20;
+  const uintptr_t begin = (static_cast<uintptr_t>(memory) + kHuge - 1) / kHuge * kHuge;
+  const uintptr_t end = (static_cast<uintptr_t>(memory) + bytes) / kHuge * kHuge;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
 void clear_rows(const Output& out, int64_t begin, int64_t end) {
   const ExpandArgs& args = out.args;
   end = std::min(end, args.capacity);
@@ -128,6 +138,7 @@ bool expand_all(const Run& run, const ExpandArgs& args) {
   const Output out{args, slot_layout_of(args.header), meta, per_rank, flat ? meta.expert_offset[per_rank] : slots};
   if (slots > args.routing.slots || slots * out.lay.bytes > comm.pool_bytes[kDispatchPool])
     return fail(comm, kTooSmall, run.step, comm.rank, 1, args.routing.slots, slots);
+  ask_for_huge_pages(args.tokens, args.capacity * args.header.row_bytes);
   for (int step = 0; step < R; ++step) {
     const int source = (comm.rank + step) % R;
     if (!open_source(run, kDispatchPool, source, args.header, meta.src_tokens[source])) return false;
