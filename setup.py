@@ -60,9 +60,7 @@ def choose_nvcc() -> str | None:
         raise OptionError(f"EP_PLUGIN_BUILD_CUDA: expected 0, 1 or auto, got {wanted!r}")
     nvcc = None if wanted == "0" else find_nvcc()
     if nvcc is None and wanted == "1":
-        raise OptionError(
-            "EP_PLUGIN_BUILD_CUDA=1: expected nvcc under CUDA_HOME, CUDACXX or PATH, found none"
-        )
+        raise OptionError("EP_PLUGIN_BUILD_CUDA=1: expected nvcc under CUDA_HOME, CUDACXX or PATH, found none")
     if nvcc is None:
         reason = "EP_PLUGIN_BUILD_CUDA=0" if wanted == "0" else "found no nvcc; CUDA_HOME can name its folder"
         print(f"ep_plugin: building for CPU only ({reason})", file=sys.stderr, flush=True)
@@ -75,9 +73,7 @@ def arch_flags(archs: str) -> list[str]:
     for arch in filter(None, (entry.strip() for entry in archs.split(";"))):
         match = re.fullmatch(r"(\d+)\.?(\d[af]?)(\+PTX)?", arch)
         if match is None:
-            raise OptionError(
-                f'EP_PLUGIN_CUDA_ARCHS: expected entries such as "90" or "90+PTX", got {arch!r}'
-            )
+            raise OptionError(f'EP_PLUGIN_CUDA_ARCHS: expected entries such as "90" or "90+PTX", got {arch!r}')
         number = match[1] + match[2]
         flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
         if match[3]:
@@ -89,9 +85,7 @@ def arch_flags(archs: str) -> list[str]:
 
 def cudart_folders(nvcc: str) -> list[str]:
     """Folders with libcudart_static.a, asked of nvcc itself, which may be a wrapper that lies elsewhere."""
-    run = subprocess.run(
-        [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
-    )
+    run = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True, check=False)
     told = run.stdout + run.stderr
     folders = re.findall(r'"-L([^"]+)"', told)
     folders += [f"{top}/lib" for top in re.findall(r"^#\$ TOP=(.+)$", told, re.MULTILINE)]
@@ -146,9 +140,7 @@ def sources(with_cuda: bool) -> list[Path]:
 def compile_object(command: list[str], target: Path) -> None:
     """Run one compiler; the object appears under its name only when it is whole."""
     partial = target.with_suffix(".partial.o")
-    run = subprocess.run(
-        [*command, "-o", str(partial)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    run = subprocess.run([*command, "-o", str(partial)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if run.stdout:
         print(run.stdout, file=sys.stderr, end="", flush=True)
     if run.returncode != 0:

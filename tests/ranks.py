@@ -119,7 +119,7 @@ def _rank_main(
 
 
 def _pickled(result: tuple[Any, BaseException | None, str, float]) -> bytes:
-    value, error, trace, seconds = result
+    _, error, trace, seconds = result
     try:
         return pickle.dumps(result)
     except Exception as problem:

@@ -32,13 +32,9 @@ shutil.which = lambda name, *rest, **more: None if name.endswith("nvcc") else wh
 """
 
 
-def run(
-    *command: str | Path, cwd: Path, fails: bool = False, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, cwd: Path, fails: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command in `cwd` without the caller's EP_PLUGIN_* and PYTHONPATH; all it prints is in stdout."""
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(("EP_PLUGIN", "PYTHONPATH"))
-    }
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("EP_PLUGIN", "PYTHONPATH"))}
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
@@ -97,9 +93,7 @@ def wheel_names(wheel: tuple[Path, str]) -> set[str]:
 
 def expected_modules() -> set[str]:
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ep_plugin").rglob("*.py")}
-    integrations = {
-        f"ep_plugin/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "integrations").rglob("*.py")
-    }
+    integrations = {f"ep_plugin/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "integrations").rglob("*.py")}
     return package | integrations
 
 
@@ -128,9 +122,7 @@ def test_wheel_holds_types_and_no_sources(wheel_names: set[str]) -> None:
 
 def test_wheel_metadata(wheel: tuple[Path, str]) -> None:
     with zipfile.ZipFile(wheel[0]) as archive:
-        texts = {
-            Path(name).name: archive.read(name).decode() for name in archive.namelist() if "-info/" in name
-        }
+        texts = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if "-info/" in name}
     metadata = Parser().parsestr(texts["METADATA"])
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License"] == "Apache-2.0"
