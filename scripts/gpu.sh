@@ -11,7 +11,7 @@ export PYTHONUNBUFFERED=1
 
 build() { EP_PLUGIN_BUILD_CUDA=1 $PYTHON -m pip install -q --no-build-isolation --no-deps -e .; }
 
-tests() { $PYTHON -m pytest -m gpu tests/gpu -x -q; }
+tests() { $PYTHON -m pytest -m gpu tests/gpu -q -n 4 --dist loadgroup; }
 
 # The same tests where launches block, where all streams share one hardware queue, and on the plain kernels.
 stress() {
@@ -38,7 +38,10 @@ sanitize() {
   done
 }
 
-bench() { $PYTHON -m ep_plugin.bench.cli moe --backend cuda --out benchmarks/results/; }
+bench() {
+  $PYTHON -m ep_plugin.bench.cli moe --backend cuda --out benchmarks/results/
+  $PYTHON -m pytest -m gpu tests/gpu/test_trace.py -q # once more, on an idle machine
+}
 
 train() {
   $PYTHON examples/train_qwen3_moe.py --launch "$GPUS" --preset 30b-a3b --layers 4 --dtype bfloat16 \

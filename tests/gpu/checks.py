@@ -164,13 +164,13 @@ def check_round(comm: MoECommunicator, case: Case, seed: int) -> None:
 
 
 def grid(rank: int, size: int) -> list[str]:
-    """Every case, twice each with different inputs. Returns the names of the cases that ran."""
+    """Every case, on fresh inputs, twice where ranks are few. Returns the names of the cases that ran."""
     done = []
     for index, (name, case) in enumerate(CASES.items()):
         if case.topk > case.experts_per_rank * size:
             continue
         with communicator(case, rank, size, timeout_s=60) as comm:
-            for seed in (2 * index, 2 * index + 1):
+            for seed in (2 * index, 2 * index + 1)[: 2 if size <= 4 else 1]:
                 try:
                     check_round(comm, case, seed)
                 except Exception as error:
@@ -325,17 +325,18 @@ def graph(rank: int, size: int) -> None:
 
 
 def beside_nccl(rank: int, size: int) -> None:
-    """NCCL all-reduces between our operations, in their own stream order."""
+    """NCCL all-reduces between the operations of two communicators, on a stream of their own."""
     import torch.distributed as dist
 
     case = Case(hidden=1024, tokens=500)
     device = device_of(rank)
     nccl = dist.new_group(list(range(size)), backend="nccl")
-    with communicator(case, rank, size, timeout_s=60) as comm:
+    with communicator(case, rank, size, timeout_s=60) as first, communicator(case, rank, size, timeout_s=60) as second:
         for seed in range(5):
             numbers = torch.full((1 << 22,), float(rank + seed), device=device)
             work = dist.all_reduce(numbers, group=nccl, async_op=True)
-            check_round(comm, case, seed)
+            check_round(first, case, seed)
+            check_round(second, case, seed + 5)
             work.wait()
             assert (numbers == sum(r + seed for r in range(size))).all()
     torch.cuda.synchronize()

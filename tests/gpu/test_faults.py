@@ -15,6 +15,9 @@ from ep_plugin import _C, PeerAborted, PeerTimeout
 from tests.gpu import checks
 from tests.ranks import run_ranks, values
 
+# Their deadlines are real time: at most one of these runs at a time.
+pytestmark = pytest.mark.xdist_group("faults")
+
 DEADLINE_S = 4.0
 VICTIM = 1
 
