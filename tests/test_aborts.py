@@ -318,5 +318,6 @@ def test_ranks_that_disagree_on_one_call() -> None:
         for name, text, took in said:
             assert isinstance(text, str) and text.startswith("ranks disagree on one call of communicator"), (name, text)
             assert CALLS[name][0] in text, (name, text)
+            assert ("at step notify" in text) == name.startswith("dispatch: "), (name, text)
             assert f"on rank {FAILS}" in text and ("on rank 0" in text or "on rank 2" in text), (name, text)
             assert took < QUICKLY_S, (name, took)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -115,6 +117,35 @@ def _with_block(rank: int, victim: int) -> PeerTimeout:
 def test_survivors_that_leave_a_with_block_still_name_the_dead_rank() -> None:
     outcomes = run_ranks(SIZE, _with_block, 2)
     assert [(error.rank, error.step) for error in values(outcomes[:2])] == [(2, "notify")] * 2
+
+
+def _waits_for_work(rank: int, victim: int) -> tuple[PeerTimeout, bool]:
+    if rank == victim:
+        os.environ["EP_PLUGIN_TEST_GATE"] = "notify"
+    comm = open_communicator(SIZE, timeout_s=DEADLINE_S)
+    if rank == victim:
+        die_at_gate(comm)
+    x, ids, weights = tokens_for(rank, SIZE, THREE_CHUNKS)
+    payload = weakref.ref(x)
+    work = comm.dispatch_async(x, ids, weights)
+    with pytest.raises(PeerTimeout):
+        comm.check()
+    with pytest.raises(PeerTimeout) as caught:
+        work.wait()
+    error = str(caught.value)
+    with pytest.raises(PeerTimeout, match=re.escape(error)):
+        comm.combine(x, work.wait()[1])
+    said = PeerTimeout(error, caught.value.rank, caught.value.step)
+    del work, x, ids, weights, caught
+    comm.close()
+    gc.collect()
+    return said, payload() is None
+
+
+def test_an_asynchronous_operation_raises_in_wait_and_keeps_nothing_alive() -> None:
+    for error, freed in values(run_ranks(SIZE, _waits_for_work, 2)[:2]):
+        assert (error.rank, error.step) == (2, "notify")
+        assert freed
 
 
 def _stays_away(rank: int) -> tuple[PeerTimeout | None, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import threading
 import weakref
@@ -198,7 +199,7 @@ class Engine:
                 return
             self._remember(error)
         assert self._error is not None
-        raise self._error.with_traceback(None)
+        raise copy.copy(self._error)  # a raised one would keep its callers' tensors alive
 
     def abort(self, reason: str) -> None:
         """Ends every wait in this communicator, here and on the peers, with PeerAborted(this rank, reason)."""
@@ -236,7 +237,7 @@ class Engine:
 
     def _remember(self, error: EpPluginError | ValueError) -> None:
         """The first error stays. Peers are told of one that they cannot see for themselves."""
-        self._error = error
+        self._error = copy.copy(error)
         if not isinstance(error, (PeerTimeout, PeerAborted)):
             self.boards.tell_abort(str(error))
 
