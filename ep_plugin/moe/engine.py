@@ -74,6 +74,7 @@ class Engine:
     def _construct(self, group: dist.ProcessGroup | None) -> None:
         config, device = self.config, self.device
         self.kernels = _kernels_for(device)
+        self.config_hash = config.agreement_hash()
         self.sms = _sms_of(config)
         _check_sms(config, device)
         self.lanes = lanes_of(device)

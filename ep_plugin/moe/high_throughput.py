@@ -144,7 +144,7 @@ def _dispatch_header(engine: Engine, call: DispatchCall) -> Any:
         topk=call.topk_ids.shape[1],
         dtype=DTYPES.index(x.dtype),
         layout=_LAYOUTS[engine.config.resolved_layout],
-        config_hash=engine.config.agreement_hash(),
+        config_hash=engine.config_hash,
         num_tokens=x.shape[0],
     )
 
@@ -306,7 +306,7 @@ def start_combine(
         topk=routing.topk_ids.shape[1],
         dtype=DTYPES.index(y.dtype),
         layout=_LAYOUTS[engine.config.resolved_layout],
-        config_hash=engine.config.agreement_hash(),
+        config_hash=engine.config_hash,
         num_tokens=routing.topk_ids.shape[0],
     )
     engine.reserve(COMBINE_POOL, _combine_pool_bytes(engine, header, routing))
