@@ -76,9 +76,13 @@ def nothing_left_behind() -> None:
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
             files.append(os.readlink(entry))
-    files = [file for file in files if "ep_plugin-" in file]
-    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "ep_plugin-" in line]
+    files = [file for file in files if _is_ours(file)]
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if _is_ours(line)]
     assert not files and not maps, (files, maps)
+
+
+def _is_ours(listed: str) -> bool:
+    return "/memfd:ep_plugin-" in listed or "/dev/shm/ep_plugin-" in listed
 
 
 def orphaned_names() -> list[str]:

@@ -180,7 +180,8 @@ def check_base(base: Path, mutations: list[Mutation]) -> None:
     asked = tuple(test for test in asked if test.split("::")[0] not in whole_files or test in whole_files)
     status, output = run_tests(base, asked)
     if status != 0:
-        raise RuntimeError(f"expected the tests to pass without a mutation:\n{output}")
+        name, said = first_failure(output)
+        raise RuntimeError(f"expected the tests to pass without a mutation, {name} failed: {said}\n{output}")
 
 
 def table(verdicts: list[Verdict]) -> str:
