@@ -36,15 +36,16 @@ class Preset:
 
 
 PRESETS = {
-    # Small enough for four ranks on two cores, and still a real mixture: 16 experts, four of them per token. At
-    # four times this learning rate training is chaotic: differences in the last bit grow to per cents of the loss.
+    # Small enough for four ranks on two cores, and still a real mixture: 32 experts, eight of them per token.
+    # At four times this learning rate training is chaotic: differences in the last bit grow to per cents of
+    # the loss.
     "tiny": Preset(
         widths={
             "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512,
-            "moe_intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32, "num_experts": 32, "num_experts_per_tok": 8,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
         },
-        layers=4, dtype="float32", seq_len=128, batch=4, steps=40, lr=5e-4,
+        layers=4, dtype="float32", seq_len=128, batch=8, steps=30, lr=5e-4,
     ),
     # The published widths of Qwen3-30B-A3B (48 layers there).
     "30b-a3b": Preset(
