@@ -115,9 +115,7 @@ def test_a_run_that_is_cut_short_ends(tmp_path: Path, victim: str, signum: int, 
         str(tmp_path),
     ]
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.Popen(
-        [sys.executable, SCRIPT, *arguments], env=variables, stderr=subprocess.PIPE, text=True
-    )
+    run = subprocess.Popen([sys.executable, SCRIPT, *arguments], env=variables, stderr=subprocess.PIPE, text=True)
     try:
         # The progress bar shows a loss once the first step is done.
         seen = ""

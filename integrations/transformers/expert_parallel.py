@@ -62,7 +62,5 @@ def _slice_over(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 def _gather_over(rows: torch.Tensor, mesh: DeviceMesh, num_rows: int) -> torch.Tensor:
     """All ``num_rows`` rows from the slices of the ranks of ``mesh``, which may be uneven or empty."""
     shape = (num_rows, rows.size(1))
-    sliced = DTensor.from_local(
-        rows.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1)
-    )
+    sliced = DTensor.from_local(rows.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1))
     return sliced.full_tensor()
