@@ -15,7 +15,7 @@ from ep_plugin.config import DispatchLayout
 from ep_plugin.moe import autograd
 from ep_plugin.moe.communicator import communicator
 from ep_plugin.moe.high_throughput import DispatchCall, RoutingTensors
-from ep_plugin.moe.validate import check_devices
+from ep_plugin.moe.validate import bulk_ready, check_devices
 
 _library = torch.library.Library("ep_plugin", "DEF")
 _library.define(
@@ -41,7 +41,7 @@ def _dispatch(
     pending: bool,
 ) -> tuple[torch.Tensor, ...]:
     cached = RoutingTensors(*previous) if previous else None
-    call = DispatchCall(x, topk_ids, topk_weights, scales, cached, capacity)
+    call = DispatchCall(bulk_ready(x), topk_ids, topk_weights, scales, cached, capacity)
     result, routing = communicator(comm).run_dispatch(call, pending)
     if cached is not None:  # an operator returns none of its inputs, and no tensor twice
         return *result, *(topk_ids.new_empty(0) for _ in cached)
@@ -57,7 +57,8 @@ def _combine(
     comm: int,
     pending: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return communicator(comm).run_combine(y, weights, bias, extra, RoutingTensors(*routing), pending)
+    bias = None if bias is None else bulk_ready(bias)
+    return communicator(comm).run_combine(bulk_ready(y), weights, bias, extra, RoutingTensors(*routing), pending)
 
 
 def _fake_dispatch(
@@ -105,7 +106,7 @@ def _fake_dispatch(
     )
     if previous:
         return *result, *(topk_ids.new_empty(0) for _ in previous)
-    totals = torch.empty(0 if capacity is not None else 4 + local, dtype=torch.int64, device="cpu")
+    totals = torch.empty(1 if capacity is not None else 4 + local, dtype=torch.int64, device="cpu")
     meta = ints(_C.meta_words(size, config.num_experts))
     return *result, ints(T, K), ints(T, size), ints(T, K), meta, ints(slots, K), totals
 

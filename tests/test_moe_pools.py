@@ -136,7 +136,7 @@ def _many_rounds(rank: int, size: int) -> tuple[int, int]:
         with communicator(inputs.case) as comm:
             _train(comm, x, ids, weights)
     gc.collect()
-    assert _open_files() == files
+    assert _open_files() <= files, f"expected at most {files} open files, got {_open_files()}"
     assert _mappings() <= mappings + 4, f"expected about {mappings} mappings, got {_mappings()}"
     return grown
 

@@ -62,7 +62,7 @@ def _rows_to_send_back(ctx: Any, grad_tokens: torch.Tensor | None, like: torch.T
 
 
 def save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    y, weights, bias, _, routing, comm, _ = inputs
+    y, weights, bias, extra, routing, comm, _ = inputs
     ctx.weighted = weights is not None
     saved = (y, weights) if weights is not None else ()  # a plain sum does not keep y alive
     ctx.save_for_backward(*routing, *saved)
@@ -70,20 +70,24 @@ def save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, 
     ctx.comm = comm
     ctx.num_rows = y.shape[0]
     ctx.has_bias = bias is not None
-    ctx.rows_need_grad = y.requires_grad or (weights is not None and weights.requires_grad)
+    ctx.has_extra = extra is not None
+    ctx.rows_need_grad = any(tensor is not None and tensor.requires_grad for tensor in (y, weights, extra))
 
 
 def combine_backward(ctx: Any, grad_out: torch.Tensor, grad_extra: torch.Tensor | None) -> tuple[Any, ...]:
-    """Gradients of (y, weights, bias): the output's gradient dispatched over the same routing."""
+    """Gradients of (y, weights, bias, extra): the outputs' gradients dispatched over the same routing."""
     saved = list(ctx.saved_tensors)
     routing, rest = saved[: ctx.num_routing], saved[ctx.num_routing :]
     grad_y: torch.Tensor | None = None
     grad_weights: torch.Tensor | None = None
+    grad_rode_back: torch.Tensor | None = None
     if ctx.rows_need_grad:
+        beside = grad_extra.contiguous() if ctx.has_extra and grad_extra is not None else None
         dispatched = torch.ops.ep_plugin.dispatch(
-            grad_out.contiguous(), routing[0], None, None, routing, ctx.comm, ctx.num_rows, False
+            grad_out.contiguous(), routing[0], beside, None, routing, ctx.comm, ctx.num_rows, False
         )
         rows, local_ids = dispatched[0], dispatched[3]
+        grad_rode_back = None if beside is None else dispatched[2]
         grad_y = rows
         if ctx.weighted:
             y, weights = rest
@@ -94,4 +98,5 @@ def combine_backward(ctx: Any, grad_out: torch.Tensor, grad_extra: torch.Tensor 
             grad_weights = (y.to(weights.dtype) * rows.to(weights.dtype)).sum(dim=1)
             if token_major:
                 grad_weights = grad_weights.unsqueeze(1) * here
-    return grad_y, grad_weights, grad_out if ctx.has_bias else None, None, [None] * ctx.num_routing, None, None
+    grad_bias = grad_out if ctx.has_bias else None
+    return grad_y, grad_weights, grad_bias, grad_rode_back, [None] * ctx.num_routing, None, None

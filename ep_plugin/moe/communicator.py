@@ -7,6 +7,7 @@ experts, N rows received.
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import threading
 import weakref
@@ -22,7 +23,7 @@ from ep_plugin.errors import CommunicatorClosed, EpPluginError
 from ep_plugin.moe import high_throughput as ht
 from ep_plugin.moe.engine import Engine, abort_all
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
-from ep_plugin.moe.validate import as_weights, check_combine, check_dispatch
+from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch
 
 _numbers = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, MoECommunicator] = weakref.WeakValueDictionary()
@@ -91,8 +92,8 @@ class MoECommunicator:
         config: MoECommunicatorConfig,
         device: torch.device | str | None = None,
     ) -> None:
-        """`group`: None is the default group. `device`: where tensors live; None is the CPU for a group without CUDA
-        ranks, else this process's current CUDA device."""
+        """`group`: None is the default group. `device`: where tensors live; None is this process's current CUDA device
+        for a group with a backend of GPUs (NCCL), else the CPU."""
         self.config = config
         self.engine = Engine(group, config, _resolve_device(group, device))
         self.number = next(_numbers)
@@ -156,7 +157,8 @@ class MoECommunicator:
         previous_handle: reuse the routing of an earlier dispatch with the same topk_ids. capacity: rows of the output;
         the host then waits for nothing, and ``overflow`` tells on the device when rows were dropped.
 
-        Returns the rows and the handle that `combine` needs. Differentiable in `x` and `topk_weights`.
+        Returns the rows and the handle that `combine` needs. Differentiable in `x` and `topk_weights`; backward is
+        collective, so every rank must run it.
         """
         return self._dispatch(x, topk_ids, topk_weights, scales, previous_handle, capacity)
 
@@ -171,7 +173,8 @@ class MoECommunicator:
 
         y: ``[N, H]``, one row per dispatched row. weights: as dispatch returned them, applied to the rows; None: a
         plain sum. In TOKEN_MAJOR a row's weights are summed over its local experts. bias: ``[T, H]``, added to the
-        result. Differentiable in `y`, `weights` and `bias`; without `weights`, `y` is not kept for backward.
+        result. Differentiable in `y`, `weights` and `bias`; without `weights`, `y` is not kept for backward. Backward
+        is collective, so every rank must run it.
         """
         return self._combine(y, handle, weights, bias)
 
@@ -184,16 +187,19 @@ class MoECommunicator:
         previous_handle: DispatchHandle | None = None,
         capacity: int | None = None,
     ) -> DispatchWork:
-        """Starts a dispatch; `.wait()` returns its result. The next operation completes one that nobody waited for."""
+        """Starts a dispatch; `.wait()` returns its result. The next operation completes one that nobody waited for.
+
+        The arguments must not be written to before `.wait()`.
+        """
         routing = self._routing_of(previous_handle)
-        weights = as_weights("topk_weights", topk_weights, x)
-        call = ht.DispatchCall(
-            x.detach(), topk_ids, None if weights is None else weights.detach(), scales, routing, capacity
-        )
-        self._complete()
-        check_dispatch(self.engine, call)
-        with self.engine.operation("dispatch"):
-            begun = self._under_way = ht.start_dispatch(self.engine, call)
+        weights = as_weights("topk_weights", None if topk_weights is None else topk_weights.detach(), x)
+        call = ht.DispatchCall(bulk_ready(x.detach()), topk_ids, weights, scales, routing, capacity)
+        with self.engine.lock:
+            self._complete()
+            check_dispatch(self.engine, call)
+            with self.engine.operation("dispatch"):
+                begun = self._under_way = ht.start_dispatch(self.engine, call)
+                self.engine.lanes.record(x, topk_ids, weights, scales, call.x, *begun.routing)
         arguments = (x, topk_ids, topk_weights, scales, previous_handle, capacity)
         return DispatchWork(begun, lambda: self._dispatch(*arguments, begun=begun))
 
@@ -204,16 +210,20 @@ class MoECommunicator:
         weights: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
     ) -> CombineWork:
-        """Starts a combine; `.wait()` returns its result. The next operation completes one that nobody waited for."""
+        """Starts a combine; `.wait()` returns its result. The next operation completes one that nobody waited for.
+
+        The arguments must not be written to before `.wait()`.
+        """
         routing = self._routing_of(handle)
         assert routing is not None
         rows = as_weights("weights", None if weights is None else weights.detach(), y)
-        self._complete()
-        check_combine(self.engine, y, rows, bias, None, routing)
-        with self.engine.operation("combine"):
-            begun = self._under_way = ht.start_combine(
-                self.engine, y.detach(), rows, None if bias is None else bias.detach(), None, routing
-            )
+        kept = bulk_ready(y.detach()), None if bias is None else bulk_ready(bias.detach())
+        with self.engine.lock:
+            self._complete()
+            check_combine(self.engine, kept[0], rows, kept[1], None, routing)
+            with self.engine.operation("combine"):
+                begun = self._under_way = ht.start_combine(self.engine, kept[0], rows, kept[1], None, routing)
+                self.engine.lanes.record(*kept, rows, *routing)
         return CombineWork(begun, lambda: self._combine(y, handle, weights, bias, begun=begun))
 
     # -- faults and the end --------------------------------------------------------------------------------------
@@ -245,12 +255,13 @@ class MoECommunicator:
     def run_dispatch(self, call: ht.DispatchCall, pending: bool) -> tuple[ht.DispatchResult, ht.RoutingTensors]:
         """The whole of a dispatch, or, when `pending`, the rest of the one that is being waited for."""
         engine = self.engine
-        if pending:
-            return cast("tuple[ht.DispatchResult, ht.RoutingTensors]", self._collect())
-        self._complete()
-        check_dispatch(engine, call)
-        with engine.operation("dispatch"):
-            return ht.finish_dispatch(engine, ht.start_dispatch(engine, call))
+        with engine.lock:
+            if pending:
+                return cast("tuple[ht.DispatchResult, ht.RoutingTensors]", self._collect())
+            self._complete()
+            check_dispatch(engine, call)
+            with engine.operation("dispatch"):
+                return ht.finish_dispatch(engine, ht.start_dispatch(engine, call))
 
     def run_combine(
         self,
@@ -263,12 +274,13 @@ class MoECommunicator:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole of a combine, or, when `pending`, the rest of the one that is being waited for."""
         engine = self.engine
-        if pending:
-            return cast("tuple[torch.Tensor, torch.Tensor]", self._collect())
-        self._complete()
-        check_combine(engine, y, weights, bias, extra, routing)
-        with engine.operation("combine"):
-            return ht.finish_combine(engine, ht.start_combine(engine, y, weights, bias, extra, routing))
+        with engine.lock:
+            if pending:
+                return cast("tuple[torch.Tensor, torch.Tensor]", self._collect())
+            self._complete()
+            check_combine(engine, y, weights, bias, extra, routing)
+            with engine.operation("combine"):
+                return ht.finish_combine(engine, ht.start_combine(engine, y, weights, bias, extra, routing))
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -284,12 +296,13 @@ class MoECommunicator:
     ) -> tuple[DispatchOutput, DispatchHandle]:
         previous = self._routing_of(previous_handle)
         weights = as_weights("topk_weights", topk_weights, x)
-        pending = begun is not None
-        if pending:
-            self._waited_for = begun
-        tensors = torch.ops.ep_plugin.dispatch(
-            x, topk_ids, weights, scales, list(previous or ()), self.number, capacity, pending
-        )
+        arguments = (x, topk_ids, weights, scales, list(previous or ()), self.number, capacity)
+        if begun is None:
+            tensors = torch.ops.ep_plugin.dispatch(*arguments, False)
+        else:
+            with self.engine.lock:
+                self._waited_for = begun
+                tensors = torch.ops.ep_plugin.dispatch(*arguments, True)
         tokens, out_scales, out_weights, out_ids, row_ids, count, offset, overflow = tensors[:8]
         routing = previous if previous is not None else ht.RoutingTensors(*tensors[8:])
         flat = self.config.resolved_layout is DispatchLayout.FLAT
@@ -301,7 +314,7 @@ class MoECommunicator:
             topk_ids=None if flat else out_ids,
             row_expert_ids=row_ids if flat else None,
             num_tokens_per_expert=count,
-            num_tokens_per_expert_cpu=totals[4:] if capacity is None else None,
+            num_tokens_per_expert_cpu=totals[4:].clone() if capacity is None else None,
             expert_offsets=offset,
             overflow=None if capacity is None else overflow[0],
             required=None if capacity is None else overflow[1],
@@ -319,10 +332,12 @@ class MoECommunicator:
         routing = self._routing_of(handle)
         assert routing is not None
         rows = as_weights("weights", weights, y)
-        pending = begun is not None
-        if pending:
+        arguments = (y, rows, bias, None, list(routing), self.number)
+        if begun is None:
+            return torch.ops.ep_plugin.combine(*arguments, False)[0]
+        with self.engine.lock:
             self._waited_for = begun
-        return torch.ops.ep_plugin.combine(y, rows, bias, None, list(routing), self.number, pending)[0]
+            return torch.ops.ep_plugin.combine(*arguments, True)[0]
 
     def _routing_of(self, handle: DispatchHandle | None) -> ht.RoutingTensors | None:
         if handle is None:
@@ -364,8 +379,10 @@ class MoECommunicator:
 
 def _resolve_device(group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
     if device is None:
-        backends = str(dist.get_backend_config(group))
-        device = "cuda" if "cuda" in backends and torch.cuda.is_available() else "cpu"
+        backends = dict(entry.split(":", 1) for entry in str(dist.get_backend_config(group)).split(","))
+        # gloo and MPI call themselves a backend for CUDA tensors too.
+        on_gpus = backends.get("cuda") not in (None, "gloo", "mpi") and torch.cuda.is_available()
+        device = "cuda" if on_gpus else "cpu"
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -381,10 +398,11 @@ def _abort_on_uncaught_exceptions() -> None:
     if _hook_installed:
         return
     _hook_installed = True
-    previous = sys.excepthook
+    previous, owner = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        abort_all(f"{kind.__name__}: {error}")
+        if os.getpid() == owner:  # a forked child is not the rank
+            abort_all(f"{kind.__name__}: {error}")
         previous(kind, error, trace)
 
     sys.excepthook = hook

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +33,7 @@ from ep_plugin.moe.lanes import lanes_of
 DISPATCH_POOL, COMBINE_POOL = 0, 1
 # SMs of the sending and of the receiving kernel of each operation, and what they leave to others at least.
 DEFAULT_SMS = {"dispatch_sms": 16, "expand_sms": 48, "combine_sms": 48, "add_sms": 24}
+RUN_TOGETHER = (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms"))
 FREE_SMS = 32
 _POOL_NAMES = ("dispatch pool", "combine pool")
 
@@ -40,9 +42,15 @@ _live: weakref.WeakSet[Engine] = weakref.WeakSet()
 _live_lock = threading.Lock()
 
 
-def _sms_of(config: MoECommunicatorConfig) -> dict[str, int]:
-    """SMs of each kernel: the configuration's, else the defaults."""
-    return {name: getattr(config, name, None) or default for name, default in DEFAULT_SMS.items()}
+def _sms_of(config: MoECommunicatorConfig, device: torch.device) -> dict[str, int]:
+    """SMs of each kernel: the configuration's, else the defaults, cut to a device that has fewer."""
+    defaults = DEFAULT_SMS
+    if device.type == "cuda":
+        present = torch.cuda.get_device_properties(device).multi_processor_count
+        most = max(DEFAULT_SMS[first] + DEFAULT_SMS[second] for first, second in RUN_TOGETHER)
+        share = min(1.0, max(present - FREE_SMS, 2) / most)
+        defaults = {name: max(1, int(sms * share)) for name, sms in DEFAULT_SMS.items()}
+    return {name: getattr(config, name, None) or default for name, default in defaults.items()}
 
 
 class Engine:
@@ -60,6 +68,7 @@ class Engine:
         self._tickets = 0
         self.reserved = 0
         self._pools: list[PeerBuffer | None] = [None, None]
+        self._captured = False
         self._resources = contextlib.ExitStack()
         try:
             self._construct(group)
@@ -75,7 +84,7 @@ class Engine:
         config, device = self.config, self.device
         self.kernels = _kernels_for(device)
         self.config_hash = config.agreement_hash()
-        self.sms = _sms_of(config)
+        self.sms = _sms_of(config, device)
         _check_sms(config, device)
         self.lanes = lanes_of(device)
         self._agree(config)
@@ -156,9 +165,8 @@ class Engine:
         for rank, theirs in enumerate(sizes):
             if theirs != nbytes:
                 raise disagreement_on_pool(self, name, nbytes, rank, f"{theirs}")
-        old = self._pools[pool]
-        if old is not None:
-            self._pools[pool] = None
+        old, self._pools[pool] = self._pools[pool], None
+        if old is not None and not self._captured:  # a captured graph goes on writing to the pool it was captured with
             old.close()
         block = self.memory.allocate(nbytes, name)
         self._pools[pool] = block
@@ -172,9 +180,12 @@ class Engine:
         with self.lock, _current(self.device):
             self.check()
             _announce(self, what)
+            self._captured |= self.lanes.capturing()
             try:
                 yield
             except BaseException as error:
+                with contextlib.suppress(Exception):
+                    self.lanes.join()  # memory that kernels still use must not be given away meanwhile
                 self._fail(error, what)
                 raise
 
@@ -184,10 +195,10 @@ class Engine:
 
     def wait_totals(self, ticket: int) -> torch.Tensor:
         """The totals of notify `ticket`, int64 on the host. Raises what went wrong, or PeerTimeout at the deadline."""
-        grace_s = 5.0  # the kernel's own deadline comes first, and says more
-        if not self.boards.wait_ticket(ticket, self.timeout_s + grace_s):
+        most_s = 2 * self.timeout_s + 5.0  # the kernel's own deadline starts later, comes first, and says more
+        if not self.boards.wait_ticket(ticket, most_s):
             self.check()
-            raise EpPluginError(f"{self.name}: the device did not finish step notify in {self.timeout_s + grace_s:g} s")
+            raise EpPluginError(f"{self.name}: the device did not finish step notify in {most_s:g} s")
         return torch.tensor(self.boards.totals(), dtype=torch.int64)
 
     def check(self) -> None:
@@ -221,9 +232,13 @@ class Engine:
             self._resources.close()
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # the end of the process gives everything back
-            with contextlib.suppress(Exception):
-                self.close()
+        if self.closed or sys.is_finalizing():  # the end of the process gives everything back
+            return
+        if self.device.type == "cuda":  # giving back waits for the device: not from wherever garbage is collected
+            warnings.warn(f"{self.name} was dropped without close(); its memory is kept", ResourceWarning, stacklevel=1)
+            return
+        with contextlib.suppress(Exception):
+            self.close()
 
     def _fail(self, error: BaseException, what: str) -> None:
         """An operation ends with `error` here: peers must not wait for the rest of it, nor later calls go on."""
@@ -287,8 +302,8 @@ def _check_sms(config: MoECommunicatorConfig, device: torch.device) -> None:
     if device.type != "cuda":
         return
     present = torch.cuda.get_device_properties(device).multi_processor_count
-    sms = _sms_of(config)
-    for first, second in (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms")):
+    sms = _sms_of(config, device)
+    for first, second in RUN_TOGETHER:
         if sms[first] + sms[second] > present - FREE_SMS:
             raise ValueError(
                 f"{first}: expected {first} + {second} to be at most {present - FREE_SMS}, which leaves {FREE_SMS} of "

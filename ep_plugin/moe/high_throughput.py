@@ -122,6 +122,8 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
     if not pending.sent:
         _send(engine, pending)
     rows, slots = _output_rows(engine, pending)
+    if call.previous is None and call.capacity is not None:
+        pending.routing = pending.routing._replace(totals=torch.tensor([call.capacity]))
     if call.previous is None:
         K = call.topk_ids.shape[1]
         recv_rows = torch.empty((slots, K), dtype=torch.int32, device=engine.device)

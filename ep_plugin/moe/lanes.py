@@ -2,7 +2,8 @@
 
 CUDA: one send stream and one receive stream per device, shared by all communicators, so that at most one sending and
 one receiving kernel are resident; sends have the higher priority. Memory that a kernel touches is kept alive by whoever
-enqueued it until `join` has ordered the caller's stream after both lanes.
+enqueued it until `join` has ordered the caller's stream after both lanes; where that may happen on another stream, or
+not at all, `record` tells the allocator.
 CPU: kernels run to their end in the calling thread; the lanes are nothing.
 """
 
@@ -32,6 +33,9 @@ class Lanes(Protocol):
     def join(self) -> None:
         """The caller's stream goes on from both lanes."""
 
+    def record(self, *tensors: torch.Tensor | None) -> None:
+        """Keeps the memory of `tensors` from being used again before both lanes are done with it."""
+
     def drain(self) -> None:
         """The host waits for both lanes."""
 
@@ -47,6 +51,7 @@ class CpuLanes:
     def mark(self) -> object: ...
     def fork_receive(self, mark: object = None) -> None: ...
     def join(self) -> None: ...
+    def record(self, *tensors: torch.Tensor | None) -> None: ...
     def drain(self) -> None: ...
     def capturing(self) -> bool:
         return False
@@ -75,6 +80,12 @@ class CudaLanes:
         caller = torch.cuda.current_stream(self._device)
         caller.wait_stream(self._send)
         caller.wait_stream(self._receive)
+
+    def record(self, *tensors: torch.Tensor | None) -> None:
+        for tensor in tensors:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(self._send)
+                tensor.record_stream(self._receive)
 
     def drain(self) -> None:
         self._send.synchronize()

@@ -65,6 +65,6 @@ class DispatchHandle(NamedTuple):
     totals: torch.Tensor
     """int64 on the host: slots, rows, the largest rank's slots and sent rows, rows per local expert.
 
-    Empty with ``capacity``."""
+    With ``capacity``, that alone."""
     comm: int
     """The number of the communicator that made it."""

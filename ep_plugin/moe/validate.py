@@ -42,6 +42,14 @@ def as_weights(name: str, weights: torch.Tensor | None, rows: torch.Tensor) -> t
     return weights.to(weight_dtype(rows.dtype)).contiguous()
 
 
+def bulk_ready(rows: torch.Tensor) -> torch.Tensor:
+    """`rows`, or on CUDA a copy of rows that do not begin, or do not follow each other, at multiples of 16 bytes."""
+    if not rows.is_cuda or rows.dim() != 2:
+        return rows
+    apart = rows.stride(0) * rows.element_size() if rows.shape[0] > 1 else 0
+    return rows.clone(memory_format=torch.contiguous_format) if (rows.data_ptr() | apart) % ROW_ALIGNMENT else rows
+
+
 def check_devices(engine: Engine, **tensors: torch.Tensor | None) -> None:
     """All on the communicator's device."""
     for name, tensor in tensors.items():
@@ -62,25 +70,26 @@ def check_dispatch(engine: Engine, call: DispatchCall) -> None:
     row_bytes, limit = x.shape[1] * x.element_size(), engine.config.max_row_bytes
     if limit is not None and row_bytes > limit:
         raise ValueError(f"x: expected rows of at most max_row_bytes={limit} bytes, got {row_bytes}")
-    if x.device.type == "cuda" and tokens > 1 and x.stride(0) * x.element_size() % ROW_ALIGNMENT:
-        raise ValueError(
-            f"x: expected rows a multiple of {ROW_ALIGNMENT} bytes apart, got {x.stride(0) * x.element_size()}"
-        )
     if tokens and x.stride(1) != 1:
         raise ValueError(f"x: expected contiguous rows (stride 1 along H), got strides {tuple(x.stride())}")
     _check_ids(engine, ids, tokens)
     if call.weights is not None:
         _check_beside("topk_weights", call.weights, tuple(ids.shape), engine)
+        if x.dtype is torch.float64 and engine.device.type == "cuda":
+            raise ValueError("topk_weights: expected None beside rows of torch.float64 on cuda, got weights")
     if call.scales is not None:
         _check_scales(engine, call.scales, tokens)
     if call.capacity is not None:
         _check_capacity(engine, call)
-    elif call.previous is not None and call.previous.totals.numel() == 0:
+    elif call.previous is not None and call.previous.totals.numel() == 1:
         raise ValueError(
             "capacity: expected a number of rows, since previous_handle was made with one and the host knows no other, "
             "got None"
         )
-    if call.previous is not None and call.previous.topk_ids.shape != ids.shape:
+    if call.previous is None:
+        return
+    _check_routing(engine, "previous_handle", call.previous)
+    if call.previous.topk_ids.shape != ids.shape:
         expected = tuple(call.previous.topk_ids.shape)
         raise ValueError(f"topk_ids: expected the shape {expected} of previous_handle, got {tuple(ids.shape)}")
 
@@ -95,16 +104,15 @@ def check_combine(
 ) -> None:
     """y [N,H] of a summable dtype, weights and extra as dispatch returned them, bias [T,H]."""
     _check_rows(engine, "y", y)
+    _check_routing(engine, "handle", routing)
     if y.dtype not in ELEMENTS or (y.dtype is torch.float64 and engine.device.type == "cuda"):
         known = ", ".join(str(dtype) for dtype in ELEMENTS if engine.device.type == "cpu" or dtype is not torch.float64)
         raise ValueError(f"y: expected one of {known} on {engine.device.type}, got {y.dtype}")
     if not y.is_contiguous():
         raise ValueError(f"y: expected a contiguous tensor, got strides {tuple(y.stride())} for shape {tuple(y.shape)}")
-    if routing.totals.numel():
-        flat = engine.config.resolved_layout.name == "FLAT"
-        rows = int(routing.totals[1 if flat else 0])
-        if y.shape[0] < rows:
-            raise ValueError(f"y: expected the {rows} rows that dispatch returned, got {y.shape[0]}")
+    rows = rows_of(engine, routing)
+    if y.shape[0] < rows:
+        raise ValueError(f"y: expected the {rows} rows that dispatch returned, got {y.shape[0]}")
     shape: tuple[int, ...] = (y.shape[0],)
     if engine.config.resolved_layout.name == "TOKEN_MAJOR":
         shape = (y.shape[0], routing.topk_ids.shape[1])
@@ -119,6 +127,24 @@ def check_combine(
             raise ValueError(f"bias: expected the dtype {y.dtype} of y, got {bias.dtype}")
 
 
+def rows_of(engine: Engine, routing: RoutingTensors) -> int:
+    """Rows of the output that a handle's dispatch returned."""
+    if routing.totals.numel() == 1:  # the capacity
+        return int(routing.totals[0])
+    return int(routing.totals[1 if engine.config.resolved_layout.name == "FLAT" else 0])
+
+
+def _check_routing(engine: Engine, name: str, routing: RoutingTensors) -> None:
+    """A handle's tensors are where, and as, dispatch made them: kernels take their addresses."""
+    T, K = routing.topk_ids.shape
+    words = _C.meta_words(engine.size, engine.config.num_experts)
+    shapes = ((T, K), (T, engine.size), (T, K), (words,), (routing.recv_rows.shape[0], K))
+    for field, tensor, shape in zip(routing._fields, routing, shapes, strict=False):
+        _check_beside(f"{name}.{field}", tensor, shape, engine)
+        if tensor.dtype is not torch.int32:
+            raise ValueError(f"{name}.{field}: expected torch.int32, got {tensor.dtype}")
+
+
 def _check_rows(engine: Engine, name: str, rows: torch.Tensor) -> None:
     _check_device(engine, name, rows)
     if rows.dim() != 2:
@@ -126,11 +152,6 @@ def _check_rows(engine: Engine, name: str, rows: torch.Tensor) -> None:
     if rows.dtype not in DTYPES:
         raise ValueError(f"{name}: expected one of {', '.join(map(str, DTYPES))}, got {rows.dtype}")
     row_bytes = rows.shape[1] * rows.element_size()
-    if rows.device.type == "cuda" and rows.data_ptr() % ROW_ALIGNMENT:
-        raise ValueError(
-            f"{name}: expected memory aligned to {ROW_ALIGNMENT} bytes, got an address "
-            f"{rows.data_ptr() % ROW_ALIGNMENT} bytes past that"
-        )
     if row_bytes == 0 or row_bytes % ROW_ALIGNMENT:
         raise ValueError(
             f"{name}: expected rows of a positive multiple of {ROW_ALIGNMENT} bytes, got {row_bytes} "

@@ -208,6 +208,9 @@ void add(const AddArgs& args) {
     with_element(args.element, [&](auto type) { done = add_all<decltype(type)>(run, args); });
   if (!done) {
     std::memset(at<char>(args.out), 0xFF, args.routing.num_tokens * args.header.row_bytes);
+    if (args.extra != 0)
+      std::memset(at<char>(args.extra), 0xFF,
+                  static_cast<int64_t>(args.routing.num_tokens) * args.routing.topk * args.header.weight_bytes);
     return;
   }
   for (int d = 0; d < comm.num_ranks; ++d) signal(consumed_word(comm, d, kCombinePool, comm.rank), run.epoch);

@@ -149,14 +149,30 @@ bool expand_all(const Run& run, const ExpandArgs& args) {
   return true;
 }
 
+// After a fault: NaN bytes in the rows and what lies beside them, and counts of no rows.
+void poison(const ExpandArgs& args) {
+  const int64_t capacity = args.capacity, K = args.routing.topk, per_rank = local_experts(args.comm);
+  const int64_t weights = args.header.weight_bytes * (args.routing.layout == kFlat ? 1 : K);
+  auto fill = [](Address to, int64_t bytes, int value) {
+    if (to != 0) std::memset(at<char>(to), value, bytes);
+  };
+  fill(args.tokens, capacity * args.header.row_bytes, 0xFF);
+  fill(args.scales, capacity * args.header.scale_bytes, 0xFF);
+  fill(args.weights, capacity * weights, 0xFF);
+  fill(args.topk_ids, capacity * K * 4, 0xFF);
+  fill(args.row_expert_ids, capacity * 4, 0xFF);
+  fill(args.expert_count, per_rank * 4, 0);
+  fill(args.expert_offset, (per_rank + 1) * 4, 0);
+  fill(args.overflow, 8, 0);
+}
+
 }  // namespace
 
 void expand(const ExpandArgs& args) {
   const Comm& comm = args.comm;
   Run run{comm, kExpand, 0, 0};
   if (!begin(comm, kExpand, &run) || !expand_all(run, args)) {
-    std::memset(at<char>(args.tokens), 0xFF, args.capacity * args.header.row_bytes);
-    return;
+    return poison(args);
   }
   for (int source = 0; source < comm.num_ranks; ++source)
     signal(consumed_word(comm, source, kDispatchPool, comm.rank), run.epoch);
