@@ -15,9 +15,10 @@ tests() { $PYTHON -m pytest -m gpu tests/gpu -q -n 4 --dist loadgroup; }
 
 # The same tests where launches block, where all streams share one hardware queue, and on the plain kernels.
 stress() {
+  local some="grid and (2 or 3) or features and 3"
   for setting in CUDA_LAUNCH_BLOCKING=1 CUDA_DEVICE_MAX_CONNECTIONS=1 EP_PLUGIN_PLAIN_KERNELS=1; do
-    echo "== $setting"
-    env $setting $PYTHON -m pytest -m gpu tests/gpu/test_moe.py -x -q -k "grid and (2 or 3) or features and 3"
+    env $setting $PYTHON -m pytest -m gpu tests/gpu/test_moe.py -x -q -n 3 -k "$some"
+    $PYTHON tests/gpu/receipt.py --passed "$GPUS GPU(s), $setting: test_moe.py -k '$some'"
   done
 }
 
@@ -34,6 +35,7 @@ sanitize() {
         pids+=($!)
       done
       for pid in "${pids[@]}"; do wait "$pid"; done
+      $PYTHON tests/gpu/receipt.py --passed "compute-sanitizer --tool $tool: small_case.py, $size rank(s)"
     done
   done
 }

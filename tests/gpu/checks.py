@@ -6,10 +6,13 @@ Ranks may share a GPU: rank r uses device r modulo the number of devices.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 from ep_plugin import DispatchLayout, MoECommunicator, MoECommunicatorConfig
@@ -182,8 +185,8 @@ def grid(rank: int, size: int) -> list[str]:
 
 def gradients(rank: int, size: int) -> None:
     """Gradients of x, the weights and the experts' scale, against autograd through the oracle's arithmetic."""
-    for layout in (FLAT, TOKEN_MAJOR):
-        case = Case(dtype=torch.float32, hidden=64, tokens=90, layout=layout)
+    for layout, dtype in itertools.product((FLAT, TOKEN_MAJOR), (torch.float32, torch.bfloat16)):
+        case = Case(dtype=dtype, hidden=64, tokens=90, layout=layout)
         given = make_inputs(case, size, 7)
         with communicator(case, rank, size, timeout_s=60) as comm:
             device = comm.engine.device
@@ -192,7 +195,7 @@ def gradients(rank: int, size: int) -> None:
             out, handle = comm.dispatch(x, given.ids[rank].to(device), weights)
             z = comm.combine(torch.tanh(out.tokens), handle, weights=out.weights)
             target = torch.linspace(-1, 1, case.hidden, device=device)
-            (z * target).sum().backward()
+            (z * target).sum().backward()  # by way of gradients that are neither contiguous nor of the rows' dtype
 
             x_ref = given.x[rank].double().requires_grad_()
             w_ref = given.weights[rank].double().requires_grad_()
@@ -201,9 +204,9 @@ def gradients(rank: int, size: int) -> None:
             (z_ref * target.cpu().double()).sum().backward()
             assert x.grad is not None and weights.grad is not None
             assert x_ref.grad is not None and w_ref.grad is not None
-            assert_close(z, z_ref.detach(), torch.float32)
-            assert_close(x.grad, x_ref.grad, torch.float32)
-            assert_close(weights.grad, w_ref.grad, torch.float32)
+            assert_close(z, z_ref.detach(), dtype)
+            assert_close(x.grad, x_ref.grad, dtype)
+            assert_close(weights.grad, w_ref.grad, dtype)
 
 
 def same_bits(rank: int, size: int) -> None:
@@ -322,6 +325,8 @@ def graph(rank: int, size: int) -> None:
             assert_close(z, oracle[rank], torch.float32)
             if seed % 5 == 0:
                 check_round(comm, case, 100 + seed)
+            if seed == 12:  # wider rows grow the pools; what was captured goes on in those it was captured with
+                comm.dispatch(x, ids, weights, scales=torch.ones(len(x), 64, device=device), capacity=room)
 
 
 def beside_nccl(rank: int, size: int) -> None:
@@ -342,6 +347,55 @@ def beside_nccl(rank: int, size: int) -> None:
     torch.cuda.synchronize()
 
 
+def beside_a_full_device(rank: int, size: int) -> None:
+    """A kernel that holds every SM for 50 ms, while our operations are enqueued and run after it or around it."""
+    import cupy
+
+    source = """extern "C" __global__ void hold(long long ns) {
+      long long began, now;
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(began));
+      do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); while (now - began < ns);
+    }"""
+    case = Case(hidden=1024, tokens=300)
+    with communicator(case, rank, size, timeout_s=60) as comm:
+        hold = cupy.RawKernel(source, "hold")
+        hold.max_dynamic_shared_size_bytes = shared = 200 * 1024
+        sms = torch.cuda.get_device_properties(comm.engine.device).multi_processor_count
+        check_round(comm, case, 0)
+        side = torch.cuda.Stream()
+        for seed in range(1, 4):
+            with cupy.cuda.ExternalStream(side.cuda_stream):
+                hold((sms,), (1024,), (50_000_000,), shared_mem=shared)
+            check_round(comm, case, seed)
+        torch.cuda.synchronize()
+
+
+def misaligned(rank: int, size: int) -> None:
+    """Rows that do not begin at 16 bytes are copied, also as gradients; bad ids are found before a launch if asked."""
+    case = Case(dtype=torch.float32, hidden=64, tokens=40)
+    given = make_inputs(case, size, 9)
+    with communicator(case, rank, size, timeout_s=60) as comm:
+        device = comm.engine.device
+        ids, weights = given.ids[rank].to(device), given.weights[rank].to(device)
+        flat = torch.zeros(1 + given.x[rank].numel(), device=device)
+        flat[1:] = given.x[rank].flatten().to(device)
+        x = flat[1:].view(-1, case.hidden).requires_grad_()
+        out, handle = comm.dispatch(x, ids, weights)
+        assert_received(out, given.expected[rank])
+        z = comm.combine(out.tokens, handle, weights=out.weights)
+        torch.cat([torch.ones(1, device=device), z.flatten()]).square().sum().backward()
+        assert x.grad is not None and torch.isfinite(x.grad).all()
+
+        os.environ["EP_PLUGIN_CHECK_IDS"] = "1"
+        bad = ids.clone()
+        bad[:1, 0] = comm.config.num_experts
+        if len(bad):
+            with pytest.raises(ValueError, match="topk_ids: expected"):
+                comm.dispatch(x, bad, weights)
+        comm.dispatch(x, ids, weights)
+        del os.environ["EP_PLUGIN_CHECK_IDS"]
+
+
 def large(rank: int, size: int) -> None:
     """More than 2**31 bytes of rows in one dispatch, in the pool and in the output."""
     hidden, tokens, experts = 8192, 70_000, 2 * size
@@ -359,7 +413,8 @@ def large(rank: int, size: int) -> None:
         assert torch.equal(z, x)
 
 
-FEATURES = {check.__name__: check for check in (gradients, same_bits, scales_travel, capacity, outstanding, graph)}
+_CHECKS = (gradients, same_bits, scales_travel, capacity, outstanding, graph, misaligned, beside_a_full_device)
+FEATURES = {check.__name__: check for check in _CHECKS}
 
 
 def features(rank: int, size: int) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RECEIPT = Path(__file__).with_name("receipt.json")
+SETTINGS = ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "EP_PLUGIN_PLAIN_KERNELS")
 FOLDERS = ("ep_plugin", "integrations", "tests/gpu")
 
 
@@ -26,22 +28,32 @@ def code_hash() -> str:
     return hash_sources(FOLDERS)
 
 
-def record(counts: dict[str, int], seconds: float) -> None:
-    """Adds this run's counts under the number of devices present; entries over other code are dropped."""
-    import torch
-
+def read_or_begin() -> dict[str, Any]:
+    """The receipt of this code; an empty one when there is none, or only of other code."""
     now = code_hash()
     receipt = json.loads(RECEIPT.read_text()) if RECEIPT.exists() else {}
-    runs = receipt.get("runs", {}) if receipt.get("code_hash") == now else {}
+    return receipt if receipt.get("code_hash") == now else {"code_hash": now, "runs": {}, "also_passed": []}
+
+
+def write(receipt: dict[str, Any]) -> None:
+    RECEIPT.write_text(json.dumps(receipt, indent=2) + "\n")
+
+
+def record(counts: dict[str, int], seconds: float) -> None:
+    """Adds this run's counts under the number of devices and the settings it ran with."""
+    import torch
+
+    receipt = read_or_begin()
     devices = torch.cuda.device_count()
+    settings = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name in SETTINGS]
     entry: dict[str, Any] = {
         "hardware": f"{devices} x {torch.cuda.get_device_name(0)}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
         "counts": counts,
         "seconds": round(seconds, 1),
     }
-    runs[str(devices)] = entry
-    RECEIPT.write_text(json.dumps({"code_hash": now, "runs": runs}, indent=2) + "\n")
+    receipt["runs"][" ".join([f"{devices} GPU(s)", *settings])] = entry
+    write(receipt)
 
 
 def check() -> str | None:
@@ -56,8 +68,13 @@ def check() -> str | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", required=True)
-    parser.parse_args()
+    parser.add_argument("--check", action="store_true", help="say whether the receipt is of this code")
+    parser.add_argument("--passed", help="add a line about something else that passed, over this code")
+    arguments = parser.parse_args()
+    if arguments.passed:
+        receipt = read_or_begin()
+        receipt["also_passed"].append(arguments.passed)
+        write(receipt)
     problem = check()
     print(problem or f"{RECEIPT.relative_to(ROOT)} is of this code")
     return 0 if problem is None else 1
