@@ -24,7 +24,7 @@ LAYOUTS = [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR]
 
 def _pair(rank: int, layout: DispatchLayout) -> MoECommunicator:
     """The fast rank gives up soon; the slow one waits for as long as that takes."""
-    return open_communicator(SIZE, layout=layout, timeout_s=1 if rank == FAST else 30)
+    return open_communicator(SIZE, layout=layout, timeout_s=1 if rank == FAST else 15)
 
 
 def _tell(what: str) -> None:

@@ -24,8 +24,8 @@ DEADLINE_S = 4.0
 STEPS = {
     "plan": ("notify",),
     "notify": ("notify",),
-    "send": ("expand", "combine", "add", "notify"),
-    "expand": ("add", "send", "notify"),
+    "send": ("expand", "grow combine pool", "combine", "add", "notify"),
+    "expand": ("grow combine pool", "add", "send", "notify"),
     "combine": ("add", "notify"),
 }
 VICTIM = 1
@@ -76,7 +76,7 @@ def test_survivors_name_the_dead(gate: str) -> None:
     assert outcomes[VICTIM].exitcode == -signal.SIGKILL
     for rank in (0, 2):
         message, blamed, step, took = values([outcomes[rank]])[0]
-        assert blamed == VICTIM and f"rank {VICTIM}" in message and f"at step {step}" in message
+        assert blamed == VICTIM and f"rank {VICTIM}" in message and step in message
         assert step in STEPS[gate], f"the victim died in {gate}, rank {rank} gave up in {step}"
         assert took < DEADLINE_S + 5, f"rank {rank} took {took:.1f} s"
 
