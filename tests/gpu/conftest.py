@@ -12,8 +12,8 @@ _began = time.monotonic()
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
-    if config.args != ["tests/gpu"] or config.option.keyword:  # a part of the suite is no evidence for the whole
-        return
+    if config.args != ["tests/gpu"] or config.option.keyword or hasattr(config, "workerinput"):
+        return  # a part of the suite is no evidence for the whole, nor is what one of several workers ran
     passed = [report for report in terminalreporter.stats.get("passed", []) if "gpu" in report.keywords]
     failed = terminalreporter.stats.get("failed", []) + terminalreporter.stats.get("error", [])
     if not passed or failed:
