@@ -22,7 +22,7 @@ from tests.ranks import run_ranks, values
 
 SIZE = 3
 FAILS = 1  # the rank that fails, or differs
-PATIENCE_S = 30.0  # far more than any test here may take: nothing ends by a deadline
+PATIENCE_S = 20.0  # far more than any test here may take: nothing ends by a deadline
 AT_ONCE_S = 1.0
 QUICKLY_S = 5.0
 
@@ -153,7 +153,7 @@ from tests.fault_cases import open_communicator, round_trip
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, is_master=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
-comm = open_communicator(2)
+comm = open_communicator(2, timeout_s=20)
 round_trip(comm)
 if rank == 1:
     raise LookupError("nothing to train on")

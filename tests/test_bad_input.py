@@ -95,7 +95,7 @@ COMBINE: dict[str, tuple[Arguments, str]] = {
 
 
 def _wrong_calls(rank: int, layout: DispatchLayout) -> None:
-    comm = open_communicator(SIZE, layout=layout, max_tokens_per_rank=MOST)
+    comm = open_communicator(SIZE, layout=layout, max_tokens_per_rank=MOST, timeout_s=15)
     unbounded = open_communicator(SIZE, layout=layout)
     good = {"x": X, "topk_ids": IDS, "topk_weights": WEIGHTS}
     calls = (comm.dispatch, comm.dispatch_async)

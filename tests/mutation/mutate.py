@@ -93,6 +93,7 @@ def environment(tree: Path) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "EP_PLUGIN_BUILD_CUDA": "0",
         "CXXFLAGS": "-O1 -w",
+        "COLUMNS": "250",  # pytest cuts its summary to it
     }
 
 
