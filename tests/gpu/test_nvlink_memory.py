@@ -15,6 +15,8 @@ from ep_plugin.memory.peer import PeerBuffer, PeerMemory, open_memory
 from tests.memory_ranks import die, run
 
 MIB = 1 << 20
+# Free memory of a device says nothing where other tests take some of it at the same time.
+_ALONE = "PYTEST_XDIST_WORKER" not in env.os.environ
 
 
 def device_of(rank: int) -> torch.device:
@@ -81,12 +83,14 @@ def _allocate_grow_close(rank: int, size: int) -> None:
     free_before = torch.cuda.mem_get_info(device)[0]
     large = memory.allocate(512 * MIB, "large block")
     memory.exchange.barrier("all have the large block")
-    assert torch.cuda.mem_get_info(device)[0] <= free_before - 256 * MIB
+    if _ALONE:
+        assert torch.cuda.mem_get_info(device)[0] <= free_before - 256 * MIB
     memory.exchange.barrier("all have looked")
     large.close()
     large.close()
     memory.exchange.barrier("all have closed it")
-    assert torch.cuda.mem_get_info(device)[0] >= free_before - 256 * MIB
+    if _ALONE:
+        assert torch.cuda.mem_get_info(device)[0] >= free_before - 256 * MIB
     memory.close()
     memory.close()
     with pytest.raises(CommunicatorClosed):
