@@ -22,7 +22,8 @@ stress() {
   done
 }
 
-# Each rank under a sanitizer of its own: the tool does not follow the processes that a test starts.
+# Each rank under a sanitizer of its own: the tool does not follow the processes that a test starts. PyTorch's symmetric
+# memory finds out by a failing call whether the machine has fabric handles: failing calls are not reported.
 sanitize() {
   local tool size rank pids
   for tool in memcheck racecheck; do
@@ -31,7 +32,7 @@ sanitize() {
       local store; store=$(mktemp -u)
       pids=()
       for ((rank = 0; rank < size; rank++)); do
-        compute-sanitizer --tool $tool --error-exitcode 9 $PYTHON tests/gpu/small_case.py $rank $size "$store" &
+        compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 9 $PYTHON tests/gpu/small_case.py $rank $size "$store" &
         pids+=($!)
       done
       for pid in "${pids[@]}"; do wait "$pid"; done
