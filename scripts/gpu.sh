@@ -13,12 +13,11 @@ build() { EP_PLUGIN_BUILD_CUDA=1 $PYTHON -m pip install -q --no-build-isolation 
 
 tests() { $PYTHON -m pytest -m gpu tests/gpu -q -n 4 --dist loadgroup; }
 
-# The same tests where launches block, where all streams share one hardware queue, and on the plain kernels.
+# The same tests where launches block, where all streams share one hardware queue, and on the plain kernels. Each has an
+# entry of its own in the receipt.
 stress() {
-  local some="grid and (2 or 3) or features and 3"
   for setting in CUDA_LAUNCH_BLOCKING=1 CUDA_DEVICE_MAX_CONNECTIONS=1 EP_PLUGIN_PLAIN_KERNELS=1; do
-    env $setting $PYTHON -m pytest -m gpu tests/gpu/test_moe.py -x -q -n 3 -k "$some"
-    $PYTHON tests/gpu/receipt.py --passed "$GPUS GPU(s), $setting: test_moe.py -k '$some'"
+    (export "$setting"; tests)
   done
 }
 
