@@ -42,14 +42,16 @@ struct Routing {
   int64_t slots;      // rows of recv_rows
 };
 
-// topk_ids -> Routing's topk_ids, send_pos, pair_pos; meta's rank_count, expert_count, send_chunk_end.
-// An id outside [-1, E) is recorded as kBadIds (field: the token) and counts as dropped.
+// topk_ids -> Routing's topk_ids, send_pos, pair_pos; meta's rank_count, expert_count, send_chunk_end. CUDA: plan
+// writes topk_ids and the counts of each block of tokens, and notify the rest. An id outside [-1, E) is recorded as
+// kBadIds (field: the token) and counts as dropped.
 struct PlanArgs {
   Comm comm;
   Routing routing;
-  Address ids;       // [T,K] as the caller gave them
-  int32_t id_bytes;  // 4 or 8
-  int32_t num_sms;   // CUDA
+  Address ids;           // [T,K] as the caller gave them
+  Address block_counts;  // CUDA: int32 [plan_blocks(T), plan_block_words(R, E)]
+  int32_t id_bytes;      // 4 or 8
+  int32_t reserved;
   Address stream;
 };
 
@@ -58,11 +60,13 @@ struct NotifyArgs {
   Comm comm;
   Routing routing;
   Header header;
-  uint64_t ticket;  // 0: the host does not wait
+  Address block_counts;  // CUDA: as plan left them
+  uint64_t ticket;       // 0: the host does not wait
   Address stream;
 };
 
-// Rows, scales and records to their slots at their destinations, chunk by chunk.
+// Rows and what they expand to, to their slots at their destinations, chunk by chunk. Does nothing, on every rank
+// alike, when some rank's pool is too small for this dispatch.
 struct SendArgs {
   Comm comm;
   Routing routing;

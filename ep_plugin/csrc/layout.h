@@ -17,6 +17,7 @@ namespace ep {
 constexpr int kMaxRanks = 16;
 constexpr int kMaxTopk = 128;
 constexpr int kMaxChunks = 32;
+constexpr int kUnitTokens = 32;      // chunks and blocks are whole units
 constexpr int64_t kRowAlign = 16;    // a row and its parts start here, so that bulk copies apply
 constexpr int64_t kSlotAlign = 128;  // a slot starts on its own cache line
 
@@ -25,11 +26,22 @@ EP_HD constexpr int64_t ceil_div(int64_t value, int64_t unit) { return (value + 
 
 // A chunk is a fixed block of source tokens: a function of T alone, never of the number of SMs.
 EP_HD constexpr int chunk_tokens(int num_tokens) {
-  return static_cast<int>(num_tokens == 0 ? 32 : align_up(ceil_div(num_tokens, kMaxChunks), 32));
+  return static_cast<int>(num_tokens == 0 ? kUnitTokens : align_up(ceil_div(num_tokens, kMaxChunks), kUnitTokens));
 }
 EP_HD constexpr int num_chunks(int num_tokens) {
   return static_cast<int>(ceil_div(num_tokens, chunk_tokens(num_tokens)));
 }
+
+// On CUDA plan counts tokens in blocks of whole units, few enough that each may add up what all others counted.
+constexpr int kMaxBlocks = 128;
+EP_HD constexpr int block_tokens(int num_tokens) {
+  return static_cast<int>(num_tokens == 0 ? kUnitTokens : align_up(ceil_div(num_tokens, kMaxBlocks), kUnitTokens));
+}
+EP_HD constexpr int plan_blocks(int num_tokens) {
+  return static_cast<int>(num_tokens == 0 ? 1 : ceil_div(num_tokens, block_tokens(num_tokens)));
+}
+// A block's counts: int32 tokens for each rank, then pairs for each expert.
+EP_HD constexpr int64_t plan_block_words(int R, int E) { return align_up(static_cast<int64_t>(R) + E, 4); }
 
 // ---------------------------------------------------------------------------------------------------------------
 // What all ranks must say alike of one operation, and T, which may differ. Written by the sender, checked by the
@@ -103,7 +115,8 @@ struct State {
   uint64_t started[2];       // by Pool: epoch of the latest sender whose CTAs all run; readers are let in after it
   uint64_t ctas_started[2];  // by Pool
   uint64_t abort_look;       // when the next look at the board's abort word is due: one thread of the device takes it
-  uint32_t chunk_done[2][kMaxRanks][kMaxChunks];
+  unsigned long long next_row[2];      // by Pool: the first row that no warp of the sender has taken
+  uint32_t chunk_done[2][kMaxChunks];  // by Pool: CTAs whose rows of the chunk are written
 };
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -162,6 +175,7 @@ struct MetaLayout {
   int64_t expert_rows;     // [E_l]   rows received for each local expert
   int64_t send_chunk_end;  // [R][C]  my rows for rank d up to the end of chunk c
   int64_t recv_chunk_end;  // [R][C]  source s's rows here up to the end of its chunk c
+  int64_t max_slots;       // [1]     rows that the rank with the most receives
   int64_t words;
 };
 EP_HD constexpr MetaLayout meta_layout(int R, int E) {
@@ -178,27 +192,31 @@ EP_HD constexpr MetaLayout meta_layout(int R, int E) {
   at.expert_rows = at.expert_offset + E / R + 1;
   at.send_chunk_end = at.expert_rows + E / R;
   at.recv_chunk_end = at.send_chunk_end + static_cast<int64_t>(R) * kMaxChunks;
-  at.words = at.recv_chunk_end + static_cast<int64_t>(R) * kMaxChunks;
+  at.max_slots = at.recv_chunk_end + static_cast<int64_t>(R) * kMaxChunks;
+  at.words = at.max_slots + 1;
   return at;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// A slot of the dispatch pool: the row, its scales, then the record: weights[K], flat_rows[K], expert_ids[K].
-// Where a pair does not belong to the receiver, its ids and rows are -1 and its weight 0.
+// A slot of the dispatch pool: its head, which is ids[K], rows[K], weights[K] and the scales, then the row. The same
+// bytes go to every rank that a token goes to; each takes the pairs whose experts it holds.
 struct SlotLayout {
-  int64_t scales;
+  int64_t
+      rows;  // int32 [K]: FLAT row at the rank that holds the expert; the head begins with int32 ids[K], -1: dropped
   int64_t weights;  // f32 or f64 [K]; absent when weight_bytes is 0
-  int64_t rows;     // int32 [K]: FLAT row at the receiver, -1 elsewhere
-  int64_t ids;      // int32 [K]: local expert id, -1 elsewhere
+  int64_t scales;
+  int64_t row;    // where the head ends
+  int64_t image;  // bytes that travel: head and row
   int64_t bytes;
 };
 EP_HD constexpr SlotLayout slot_layout(int64_t row_bytes, int64_t scale_bytes, int64_t weight_bytes, int64_t K) {
   SlotLayout at{};
-  at.scales = align_up(row_bytes, kRowAlign);
-  at.weights = at.scales + align_up(scale_bytes, kRowAlign);
-  at.rows = at.weights + align_up(weight_bytes * K, kRowAlign);
-  at.ids = at.rows + align_up(4 * K, kRowAlign);
-  at.bytes = align_up(at.ids + align_up(4 * K, kRowAlign), kSlotAlign);
+  at.rows = align_up(4 * K, kRowAlign);
+  at.weights = at.rows + align_up(4 * K, kRowAlign);
+  at.scales = at.weights + align_up(weight_bytes * K, kRowAlign);
+  at.row = align_up(at.scales + scale_bytes, kSlotAlign);
+  at.image = align_up(at.row + row_bytes, kRowAlign);
+  at.bytes = align_up(at.image, kSlotAlign);
   return at;
 }
 

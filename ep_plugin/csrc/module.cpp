@@ -76,13 +76,14 @@ void bind_dispatch_args(py::module_& m) {
       .def_readwrite("comm", &PlanArgs::comm)
       .def_readwrite("routing", &PlanArgs::routing)
       .def_readwrite("ids", &PlanArgs::ids)
+      .def_readwrite("block_counts", &PlanArgs::block_counts)
       .def_readwrite("id_bytes", &PlanArgs::id_bytes)
-      .def_readwrite("num_sms", &PlanArgs::num_sms)
       .def_readwrite("stream", &PlanArgs::stream);
   bind_struct<NotifyArgs>(m, "NotifyArgs")
       .def_readwrite("comm", &NotifyArgs::comm)
       .def_readwrite("routing", &NotifyArgs::routing)
       .def_readwrite("header", &NotifyArgs::header)
+      .def_readwrite("block_counts", &NotifyArgs::block_counts)
       .def_readwrite("ticket", &NotifyArgs::ticket)
       .def_readwrite("stream", &NotifyArgs::stream);
   bind_struct<SendArgs>(m, "SendArgs")
@@ -213,6 +214,9 @@ PYBIND11_MODULE(_C, m) {
   m.attr("state_bytes") = sizeof(State);
   m.def("control_bytes", [](int ranks, int experts) { return control_layout(ranks, experts).bytes; });
   m.def("meta_words", [](int ranks, int experts) { return meta_layout(ranks, experts).words; });
+  m.def("block_count_words", [](int num_tokens, int ranks, int experts) {
+    return plan_blocks(num_tokens) * plan_block_words(ranks, experts);
+  });
   m.def("slot_bytes", [](int64_t row_bytes, int64_t scale_bytes, int64_t weight_bytes, int64_t topk) {
     return slot_layout(row_bytes, scale_bytes, weight_bytes, topk).bytes;
   });

@@ -46,7 +46,7 @@ EP_HD Arrival* arrival(const Comm& comm, int owner, int pool, int source, int ch
 // A handle's routing metadata with its parts named.
 struct Meta {
   int32_t *rank_count, *expert_count, *slot_base, *send_base, *push_base, *recv_offset, *src_tokens, *flat_base,
-      *expert_offset, *expert_rows, *send_chunk_end, *recv_chunk_end;
+      *expert_offset, *expert_rows, *send_chunk_end, *recv_chunk_end, *max_slots;
 };
 EP_HD Meta meta_of(const Comm& comm, const Routing& routing) {
   const MetaLayout lay = meta_layout(comm.num_ranks, comm.num_experts);
@@ -54,7 +54,8 @@ EP_HD Meta meta_of(const Comm& comm, const Routing& routing) {
   return Meta{words + lay.rank_count,  words + lay.expert_count,   words + lay.slot_base,
               words + lay.send_base,   words + lay.push_base,      words + lay.recv_offset,
               words + lay.src_tokens,  words + lay.flat_base,      words + lay.expert_offset,
-              words + lay.expert_rows, words + lay.send_chunk_end, words + lay.recv_chunk_end};
+              words + lay.expert_rows, words + lay.send_chunk_end, words + lay.recv_chunk_end,
+              words + lay.max_slots};
 }
 
 EP_HD SlotLayout slot_layout_of(const Header& header) {
@@ -62,6 +63,13 @@ EP_HD SlotLayout slot_layout_of(const Header& header) {
 }
 EP_HD PartialLayout partial_layout_of(const Header& header) {
   return partial_layout(header.row_bytes, header.weight_bytes, header.topk);
+}
+
+// Whether some rank's pool is too small for what this dispatch brings it. Pools are equally large on all ranks and all
+// know the largest count, so all find the same: none sends, and the hosts make the pools grow and launch the send
+// again.
+EP_HD bool pools_must_grow(const SendArgs& args, const Meta& meta) {
+  return *meta.max_slots * slot_layout_of(args.header).bytes > args.comm.pool_bytes[kDispatchPool];
 }
 
 // Index of the first compared field in which two headers differ, or -1.

@@ -199,7 +199,7 @@ class MoECommunicator:
             check_dispatch(self.engine, call)
             with self.engine.operation("dispatch"):
                 begun = self._under_way = ht.start_dispatch(self.engine, call)
-                self.engine.lanes.record(x, topk_ids, weights, scales, call.x, *begun.routing)
+                self.engine.lanes.record(x, topk_ids, weights, scales, call.x, begun.block_counts, *begun.routing)
         arguments = (x, topk_ids, topk_weights, scales, previous_handle, capacity)
         return DispatchWork(begun, lambda: self._dispatch(*arguments, begun=begun))
 

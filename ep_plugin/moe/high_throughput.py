@@ -23,8 +23,6 @@ _DISPATCH, _CACHED, _COMBINE = 1, 2, 3
 _LAYOUTS = {DispatchLayout.FLAT: 0, DispatchLayout.TOKEN_MAJOR: 1}
 _TOTAL_SLOTS, _TOTAL_ROWS, _TOTAL_MAX_SLOTS, _TOTAL_MAX_SENT, _TOTALS = range(5)
 
-_PLAN_SMS = 132  # plan waits for nobody, and is over before anything else of the operation runs
-
 
 class RoutingTensors(NamedTuple):
     """The tensors of a DispatchHandle, without the communicator's number."""
@@ -70,7 +68,8 @@ class PendingDispatch:
     routing: RoutingTensors
     notified: object
     ticket: int
-    sent: bool = False
+    block_counts: torch.Tensor | None = None
+    reserved: bool = False  # the pool is known to be large enough
     result: tuple[DispatchResult, RoutingTensors] | None = None
 
 
@@ -95,7 +94,7 @@ def address(tensor: torch.Tensor | None) -> int:
 
 
 def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
-    """Plans, notifies and sends; the payload waits for the host only when the pool may have to grow."""
+    """Plans, notifies and sends; the payload waits for the host only when the pool has to grow."""
     header = _dispatch_header(engine, call)
     engine.lanes.fork()
     if call.previous is not None:
@@ -103,14 +102,16 @@ def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
     else:
         routing = _empty_routing(engine, call)
         ticket = 0 if call.capacity is not None else engine.next_ticket()
-        _launch_plan(engine, call, routing)
-        struct = _routing_struct(engine, routing, call.x.shape[0])
-        engine.kernels.notify(
-            _C.NotifyArgs(comm=engine.comm, routing=struct, header=header, ticket=ticket, stream=engine.lanes.send)
-        )
-        pending = PendingDispatch(call, header, routing, engine.lanes.mark(), ticket)
-    if engine.pool_bytes(DISPATCH_POOL) >= _known_pool_bytes(engine, pending):
-        _send(engine, pending)
+        block_counts = _launch_plan_and_notify(engine, call, header, routing, ticket)
+        pending = PendingDispatch(call, header, routing, engine.lanes.mark(), ticket, block_counts)
+    needed = _known_pool_bytes(engine, pending)
+    if needed is not None:
+        engine.reserve(DISPATCH_POOL, needed)
+        pending.reserved = True
+    if pending.reserved or engine.pool_bytes(DISPATCH_POOL) > 0:
+        _send(
+            engine, pending
+        )  # where the pool turns out to be too small, the kernel leaves at once, on all ranks alike
     return pending
 
 
@@ -119,8 +120,12 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
     call = pending.call
     if pending.ticket:
         pending.routing = pending.routing._replace(totals=engine.wait_totals(pending.ticket))
-    if not pending.sent:
-        _send(engine, pending)
+    if not pending.reserved:
+        before, needed = engine.pool_bytes(DISPATCH_POOL), _known_pool_bytes(engine, pending)
+        assert needed is not None
+        engine.reserve(DISPATCH_POOL, needed)
+        if before == 0 or engine.pool_bytes(DISPATCH_POOL) > before:
+            _send(engine, pending)
     rows, slots = _output_rows(engine, pending)
     if call.previous is None and call.capacity is not None:
         pending.routing = pending.routing._replace(totals=torch.tensor([call.capacity]))
@@ -182,22 +187,39 @@ def _routing_struct(engine: Engine, routing: RoutingTensors, num_tokens: int) ->
     )
 
 
-def _launch_plan(engine: Engine, call: DispatchCall, routing: RoutingTensors) -> None:
+def _launch_plan_and_notify(
+    engine: Engine, call: DispatchCall, header: Any, routing: RoutingTensors, ticket: int
+) -> torch.Tensor:
+    """Returns what the kernels share, which must outlive them."""
+    T = call.x.shape[0]
+    words = _C.block_count_words(T, engine.size, engine.config.num_experts)
+    block_counts = torch.empty(words, dtype=torch.int32, device=engine.device)
+    struct = _routing_struct(engine, routing, T)
     engine.kernels.plan(
         _C.PlanArgs(
             comm=engine.comm,
-            routing=_routing_struct(engine, routing, call.x.shape[0]),
+            routing=struct,
             ids=address(call.topk_ids),
+            block_counts=address(block_counts),
             id_bytes=call.topk_ids.element_size(),
-            num_sms=_PLAN_SMS,
             stream=engine.lanes.send,
         )
     )
+    engine.kernels.notify(
+        _C.NotifyArgs(
+            comm=engine.comm,
+            routing=struct,
+            header=header,
+            block_counts=address(block_counts),
+            ticket=ticket,
+            stream=engine.lanes.send,
+        )
+    )
+    return block_counts
 
 
 def _send(engine: Engine, pending: PendingDispatch) -> None:
     call = pending.call
-    engine.reserve(DISPATCH_POOL, _known_pool_bytes(engine, pending))
     engine.kernels.send(
         _C.SendArgs(
             comm=engine.comm,
@@ -212,13 +234,12 @@ def _send(engine: Engine, pending: PendingDispatch) -> None:
             stream=engine.lanes.send,
         )
     )
-    pending.sent = True
 
 
-def _known_pool_bytes(engine: Engine, pending: PendingDispatch) -> int:
+def _known_pool_bytes(engine: Engine, pending: PendingDispatch) -> int | None:
     """Bytes that the largest rank's pool needs: a bound from the configuration, else from this dispatch's totals.
 
-    Before those are known, one byte more than there is.
+    None before those are known.
     """
     call, header, totals = pending.call, pending.header, pending.routing.totals
     slot = _C.slot_bytes(header.row_bytes, header.scale_bytes, header.weight_bytes, header.topk)
@@ -226,7 +247,7 @@ def _known_pool_bytes(engine: Engine, pending: PendingDispatch) -> int:
         return engine.size * engine.config.max_tokens_per_rank * slot
     if totals.numel() == 0:
         assert call.capacity is None
-        return engine.pool_bytes(DISPATCH_POOL) + 1
+        return None
     return _roomy(int(totals[_TOTAL_MAX_SLOTS]) * slot, engine.pool_bytes(DISPATCH_POOL))
 
 

@@ -21,27 +21,38 @@ struct Output {
 
 void copy_row(const Output& out, const char* slot, int64_t row) {
   const ExpandArgs& args = out.args;
-  std::memcpy(at<char>(args.tokens, row * args.header.row_bytes), slot, args.header.row_bytes);
+  std::memcpy(at<char>(args.tokens, row * args.header.row_bytes), slot + out.lay.row, args.header.row_bytes);
   if (args.header.scale_bytes != 0)
     std::memcpy(at<char>(args.scales, row * args.header.scale_bytes), slot + out.lay.scales, args.header.scale_bytes);
 }
 
-// One slot to the FLAT rows of its record. Rows past the capacity are dropped.
+// The pair's expert among this rank's own, or -1: another rank's, or nobody's. An id that no expert has is a fault.
+bool local_id(const Run& run, const Output& out, const char* slot, int k, int source, int32_t* local) {
+  const Comm& comm = run.comm;
+  const int32_t id = reinterpret_cast<const int32_t*>(slot)[k];
+  if (id < -1 || id >= comm.num_experts) return fail(comm, kBadData, run.step, source, k, comm.num_experts, id);
+  const int32_t first = comm.rank * out.per_rank;
+  *local = id >= first && id < first + out.per_rank ? id - first : -1;
+  return true;
+}
+
+// One slot to the FLAT rows of its pairs that are at home here. Rows past the capacity are dropped.
 bool expand_flat(const Run& run, const Output& out, const char* slot, int32_t* recv_rows, int source) {
   const ExpandArgs& args = out.args;
   const int64_t wb = args.header.weight_bytes;
   const int32_t* rows = reinterpret_cast<const int32_t*>(slot + out.lay.rows);
-  const int32_t* ids = reinterpret_cast<const int32_t*>(slot + out.lay.ids);
   for (int k = 0; k < args.routing.topk; ++k) {
-    const int64_t row = rows[k];
-    if (row < -1 || row >= out.required || (row >= 0 && (ids[k] < 0 || ids[k] >= out.per_rank)))
+    int32_t local = -1;
+    if (!local_id(run, out, slot, k, source, &local)) return false;
+    const int64_t row = local < 0 ? -1 : rows[k];
+    if (local >= 0 && (row < 0 || row >= out.required))
       return fail(run.comm, kBadData, run.step, source, k, out.required, row);
-    const bool kept = row >= 0 && row < args.capacity;
+    const bool kept = local >= 0 && row < args.capacity;
     if (recv_rows != nullptr) recv_rows[k] = kept ? rows[k] : -1;
     if (!kept) continue;
     copy_row(out, slot, row);
     if (wb != 0) std::memcpy(at<char>(args.weights, row * wb), slot + out.lay.weights + k * wb, wb);
-    at<int32_t>(args.row_expert_ids)[row] = ids[k];
+    at<int32_t>(args.row_expert_ids)[row] = local;
   }
   return true;
 }
@@ -52,16 +63,20 @@ bool expand_token_major(const Run& run, const Output& out, const char* slot, int
   const int K = args.routing.topk;
   const int64_t wb = args.header.weight_bytes;
   const bool kept = index < args.capacity;
-  const int32_t* ids = reinterpret_cast<const int32_t*>(slot + out.lay.ids);
   for (int k = 0; k < K; ++k) {
-    if (ids[k] < -1 || ids[k] >= out.per_rank)
-      return fail(run.comm, kBadData, run.step, source, k, out.per_rank, ids[k]);
-    if (recv_rows != nullptr) recv_rows[k] = kept && ids[k] >= 0 ? static_cast<int32_t>(index) : -1;
+    int32_t local = -1;
+    if (!local_id(run, out, slot, k, source, &local)) return false;
+    if (recv_rows != nullptr) recv_rows[k] = kept && local >= 0 ? static_cast<int32_t>(index) : -1;
+    if (!kept) continue;
+    at<int32_t>(args.topk_ids)[index * K + k] = local;
+    if (wb == 0) continue;
+    char* weight = at<char>(args.weights, (index * K + k) * wb);
+    if (local >= 0)
+      std::memcpy(weight, slot + out.lay.weights + k * wb, wb);
+    else
+      std::memset(weight, 0, wb);
   }
-  if (!kept) return true;
-  copy_row(out, slot, index);
-  if (wb != 0) std::memcpy(at<char>(args.weights, index * K * wb), slot + out.lay.weights, K * wb);
-  std::memcpy(at<int32_t>(args.topk_ids) + index * K, ids, K * sizeof(int32_t));
+  if (kept) copy_row(out, slot, index);
   return true;
 }
 

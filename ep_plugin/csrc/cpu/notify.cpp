@@ -78,6 +78,7 @@ bool lay_out_ranks(const Run& run, const Meta& meta, int64_t* max_slots, int64_t
     *max_sent = std::max(*max_sent, sent);
   }
   const int64_t most = std::max(*max_slots, *max_sent);
+  *meta.max_slots = static_cast<int32_t>(*max_slots);
   return most <= INT32_MAX || fail(comm, kTooSmall, kNotify, me, 0, INT32_MAX, most);
 }
 

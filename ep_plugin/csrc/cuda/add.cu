@@ -23,7 +23,7 @@ class AddJob {
         args_(args),
         meta_(meta_of(args.comm, args.routing)),
         lay_(partial_layout_of(args.header)),
-        team_(team_of_warps()),
+        team_(team_of_warps(kReduceWarps)),
         token_(team_.index) {}
 
   __device__ Next next(bool may_block, Row* token) {
@@ -158,13 +158,11 @@ template <class Element>
 void launch_add(const AddArgs& args) {
   const Room room = room_for<add_kernel<Element, true>>();
   const bool bulk = room.bulk && args.comm.plain == 0;
-  const Cut cut =
-      make_cut(args.header.row_bytes, kReduceBytes, kReduceWarps, 2 * args.comm.num_ranks, room.shared_bytes, bulk);
-  const int64_t shared = shared_bytes_of(cut, kReduceWarps);
+  const Cut cut = cut_for_sums(args.header.row_bytes, 2 * args.comm.num_ranks, room.shared_bytes, bulk);
   if (bulk)
-    launch<add_kernel<Element, true>>("add", args.num_sms, kReduceThreads, shared, args.stream, args, cut);
+    launch<add_kernel<Element, true>>("add", args.num_sms, kReduceThreads, cut.shared_bytes(), args.stream, args, cut);
   else
-    launch<add_kernel<Element, false>>("add", args.num_sms, kReduceThreads, shared, args.stream, args, cut);
+    launch<add_kernel<Element, false>>("add", args.num_sms, kReduceThreads, cut.shared_bytes(), args.stream, args, cut);
 }
 
 }  // namespace

@@ -8,7 +8,8 @@ namespace ep::cuda {
 class ArrivedRows {
  public:
   // `src_tokens` and `recv_offset` are this rank's own, already checked.
-  __device__ ArrivedRows(const Run& run, const Meta& meta) : run_(run), meta_(meta), team_(team_of_warps()) {
+  __device__ ArrivedRows(const Run& run, const Meta& meta, int warps)
+      : run_(run), meta_(meta), team_(team_of_warps(warps)) {
     int chunks = lane_id() < run.comm.num_ranks ? num_chunks(meta.src_tokens[lane_id()]) : 0;
     items_ = __reduce_max_sync(kAllLanes, chunks) * run.comm.num_ranks;
   }

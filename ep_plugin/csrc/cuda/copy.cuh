@@ -1,11 +1,12 @@
-// Copies rows, each from one place to several, and the small pieces of bytes beside them.
-//
-// A job says which row comes next and where it goes; send and expand are such jobs. A job has
-//   Next next(bool may_block, int32_t* row)    the warp's next row; kNotYet only if it may not block
-//   const char* source(int32_t row)
-//   int place(int32_t row, uint64_t* dests)    the addresses the row goes to; writes what goes beside the row
-//   void completed(uint32_t units)             so many units of this warp are written
-// all called by whole warps. A row is `cut.pieces` units on the bulk path, and one on the plain path.
+// Copies rows, each from one place to several; send and expand are such jobs. A job has
+//   Next next(bool may_block)                    finds the warp's next row; kNotYet only if it may not block
+//   void load(Ring& ring, int piece)             begins to fill the next stage with a piece of the row found last
+//   void store(const char* stage, int piece)     lane 0 begins the bulk stores of a piece, rows in the order found
+//   void copy_plain()                            plain path: copies the row found last, all lanes
+//   void completed(uint32_t rows)                so many rows of this warp are written
+//   static constexpr bool kTells                 whether anyone waits for that: stores are then waited for until they
+//                                                are written, and otherwise until their stage has been read
+// all called by whole warps. On the bulk path a row is `cut.pieces` units.
 //
 // Bulk path: loads run up to two units ahead, across rows; a unit's stores are one bulk group, and the two latest
 // groups may be incomplete. Four stages hold these four units, so a stage that is loaded again has no reader left.
@@ -14,9 +15,8 @@
 
 namespace ep::cuda {
 
-constexpr int kCopyThreads = 256;
-constexpr int kCopyWarps = kCopyThreads / kWarp;
-constexpr int64_t kLargestPiece = 1 << 16;
+constexpr int kCopyWarps = 8;
+constexpr int kLeastCopyWarps = 3;
 constexpr int kLoadsAhead = 2;
 constexpr int kStoresBehind = kStages - kLoadsAhead;
 constexpr int kVectorsAtOnce = 8;  // plain path: 16-byte loads in flight per lane
@@ -50,7 +50,9 @@ __device__ inline void fill_bytes(Address address, int64_t bytes, int value, int
   }
 }
 
-__device__ inline void copy_row_plain(const char* from, const uint64_t* dests, int num_dests, int64_t row_bytes) {
+// One warp copies a row to `offset` bytes past each destination.
+__device__ inline void copy_row_plain(const char* from, const uint64_t* dests, int num_dests, int64_t offset,
+                                      int64_t row_bytes) {
   const int64_t vectors = row_bytes / 16;
   for (int64_t base = lane_id(); base < vectors; base += kWarp * kVectorsAtOnce) {
     int4 held[kVectorsAtOnce];
@@ -61,71 +63,53 @@ __device__ inline void copy_row_plain(const char* from, const uint64_t* dests, i
     for (int d = 0; d < num_dests; ++d)
 #pragma unroll
       for (int i = 0; i < kVectorsAtOnce; ++i)
-        if (base + i * kWarp < vectors) reinterpret_cast<int4*>(dests[d])[base + i * kWarp] = held[i];
+        if (base + i * kWarp < vectors) reinterpret_cast<int4*>(dests[d] + offset)[base + i * kWarp] = held[i];
   }
 }
 
 template <class Job>
-__device__ void copy_rows_plain(Job& job, const Cut& cut) {
-  uint64_t* dests = list_of_warp(cut);
+__device__ void copy_rows_plain(Job& job) {
   uint32_t rows = 0;
-  int32_t row;
-  while (job.next(true, &row) == kRow) {
-    const int num_dests = job.place(row, dests);
-    copy_row_plain(job.source(row), dests, num_dests, cut.row_bytes);
+  while (job.next(true) == kRow) {
+    job.copy_plain();
     job.completed(++rows);
   }
+  job.completed(rows);
 }
 
-// Rows whose loads were issued and whose stores were not, oldest first; a lane keeps each.
-struct RowQueue {
-  int32_t kept = 0;
-  uint32_t pushed = 0, popped = 0;
-  __device__ void push(int32_t row) {
-    if (lane_id() == static_cast<int>(pushed % kWarp)) kept = row;
-    ++pushed;
+template <int kPending, class Job>
+__device__ __forceinline__ void wait_stores(const Job&) {
+  if (lane_id() == 0) {
+    if constexpr (Job::kTells)
+      ptx::bulk_wait<kPending>();
+    else
+      ptx::bulk_wait_read<kPending>();
   }
-  __device__ int32_t pop() { return __shfl_sync(kAllLanes, kept, static_cast<int>(popped++ % kWarp)); }
-};
+  __syncwarp();
+}
 
 template <class Job>
 __device__ void copy_rows_bulk(Job& job, const Run& run, const Cut& cut) {
   Ring ring(cut);
-  RowQueue queue;
-  uint64_t* dests = list_of_warp(cut);
-  const char* source = nullptr;
-  int load_piece = 0, store_piece = 0, num_dests = 0;
+  int load_piece = 0, store_piece = 0;
   for (;;) {
     while (ring.loading() < kLoadsAhead) {
-      if (load_piece == 0) {
-        int32_t row;
-        if (job.next(ring.loading() == 0, &row) != kRow) break;
-        queue.push(row);
-        source = job.source(row);
-      }
-      ring.load(source + cut.piece_begin(load_piece), cut.piece_size(load_piece));
+      if (load_piece == 0 && job.next(ring.loading() == 0) != kRow) break;
+      job.load(ring, load_piece);
       load_piece = load_piece + 1 == cut.pieces ? 0 : load_piece + 1;
     }
     if (ring.loading() == 0) break;
-    if (store_piece == 0) num_dests = job.place(queue.pop(), dests);
     const char* stage = ring.wait(run);
     if (stage == nullptr) break;
-    if (lane_id() == 0) {
-      for (int d = 0; d < num_dests; ++d)
-        ptx::bulk_store(reinterpret_cast<char*>(dests[d]) + cut.piece_begin(store_piece), stage,
-                        static_cast<uint32_t>(cut.piece_size(store_piece)));
-      ptx::bulk_commit();
-      ptx::bulk_wait<kStoresBehind>();
-    }
-    __syncwarp();
+    job.store(stage, store_piece);
+    if (lane_id() == 0) ptx::bulk_commit();
+    wait_stores<kStoresBehind>(job);
     ++ring.taken;
     store_piece = store_piece + 1 == cut.pieces ? 0 : store_piece + 1;
-    if (ring.taken > kStoresBehind) job.completed(ring.taken - kStoresBehind);
+    if (ring.taken > kStoresBehind) job.completed((ring.taken - kStoresBehind) / cut.pieces);
   }
-  if (lane_id() == 0) ptx::bulk_wait<0>();
-  __syncwarp();
-  ptx::fence_proxy_async();
-  job.completed(ring.taken);
+  wait_stores<0>(job);
+  job.completed(ring.taken / cut.pieces);
 }
 
 template <bool kBulk, class Job>
@@ -133,7 +117,7 @@ __device__ __forceinline__ void copy_rows(Job& job, const Run& run, const Cut& c
   if constexpr (kBulk)
     copy_rows_bulk(job, run, cut);
   else
-    copy_rows_plain(job, cut);
+    copy_rows_plain(job);
 }
 
 }  // namespace ep::cuda

@@ -1,11 +1,11 @@
 // Expand: received slots to the rows that the caller's experts take, as their chunks arrive.
 //
 // Roles. All warps first clear the rows that nothing is sent for; CTA 0 writes the tables. Then warps take slots in
-// turn: lane 0 moves the row (bulk: one load, one store for each FLAT row), all lanes the record. The last CTA checks
-// that the chunks cover every source's rows, and tells the sources that their rows are read.
-// Memory order. A chunk's flag is acquired at system scope, the warp joins, and the async proxy is fenced before bulk
-// loads. Consumed words are stored with release after all CTAs' reads.
-// After a fault every output but the tables is filled with 0xFF bytes, the tables with 0: counts of no rows.
+// turn: lane 0 moves the row (bulk: one load of the slot, one store for each FLAT row), all lanes read its head. The
+// last CTA checks that the chunks cover every source's rows, and tells the sources that their rows are read. Memory
+// order. A chunk's flag is acquired at system scope, the warp joins, and the async proxy is fenced before bulk loads.
+// Consumed words are stored with release after all CTAs' reads. After a fault every output but the tables is filled
+// with 0xFF bytes, the tables with 0: counts of no rows.
 #include "chunks.cuh"
 #include "copy.cuh"
 #include "kernels.h"
@@ -34,88 +34,135 @@ struct Output {
 
 class ExpandJob {
  public:
-  __device__ explicit ExpandJob(const Output& out) : out_(out), rows_(out.run, out.meta) {}
+  static constexpr bool kTells = false;
 
-  __device__ Next next(bool may_block, int32_t* slot) { return rows_.next(may_block, slot); }
+  __device__ ExpandJob(const Output& out, const Cut& cut)
+      : out_(out), cut_(cut), rows_(out.run, out.meta, cut.warps), dests_(list_of_warp(cut)) {}
 
-  __device__ const char* source(int32_t slot) const {
-    return at<char>(out_.args.comm.pool[kDispatchPool][out_.args.comm.rank], slot * out_.lay.bytes);
+  __device__ Next next(bool may_block) {
+    const Next found = rows_.next(may_block, &slot_);
+    if (found != kRow) return found;
+    if (lane_id() == static_cast<int>(found_ % kWarp)) kept_ = slot_;
+    ++found_;
+    return kRow;
   }
 
-  __device__ int place(int32_t slot, uint64_t* dests) const {
-    __syncwarp();
-    const int count = out_.flat ? place_flat(slot, source(slot), dests) : place_token(slot, source(slot), dests);
-    __syncwarp();
-    return count;
+  __device__ void load(Ring& ring, int piece) const {
+    ring.load(slot(slot_) + cut_.piece_begin(piece), cut_.piece_size(piece));
+  }
+
+  __device__ void store(const char* stage, int piece) {
+    const int64_t skip = piece == 0 ? out_.lay.row : 0;
+    if (piece == 0) {
+      const int32_t index = __shfl_sync(kAllLanes, kept_, static_cast<int>(stored_ % kWarp));
+      num_dests_ = place(index, stage);
+    }
+    if (lane_id() == 0)
+      for (int d = 0; d < num_dests_; ++d)
+        ptx::bulk_store(reinterpret_cast<char*>(dests_[d]) + (cut_.piece_begin(piece) + skip - out_.lay.row),
+                        stage + skip, static_cast<uint32_t>(cut_.piece_size(piece) - skip));
+    stored_ += piece + 1 == cut_.pieces;
+  }
+
+  __device__ void copy_plain() {
+    num_dests_ = place(slot_, slot(slot_));
+    copy_row_plain(slot(slot_) + out_.lay.row, dests_, num_dests_, 0, out_.args.header.row_bytes);
   }
 
   __device__ void completed(uint32_t) const {}
 
  private:
+  __device__ const char* slot(int32_t index) const {
+    return at<char>(out_.args.comm.pool[kDispatchPool][out_.args.comm.rank], index * out_.lay.bytes);
+  }
+
+  // Writes what goes beside the rows that a slot expands to, and lists their addresses. `head`: of the slot, in the
+  // pool or in shared memory.
+  __device__ int place(int32_t index, const char* head) const {
+    __syncwarp();
+    const int count = out_.flat ? place_flat(index, head) : place_token(index, head);
+    __syncwarp();
+    return count;
+  }
+
+  // The pair's expert among this rank's own, or -1: another rank's, or nobody's. An id that no expert has is a fault.
+  __device__ int32_t local_id(int32_t index, const char* head, int k) const {
+    const Comm& comm = out_.args.comm;
+    const int32_t id = ptx::ld_coherent(reinterpret_cast<const int32_t*>(head) + k);
+    if (id < -1 || id >= comm.num_experts) fail(comm, kBadData, kExpand, source_of(index), k, comm.num_experts, id);
+    const int32_t local = id - comm.rank * out_.per_rank;
+    return local >= 0 && local < out_.per_rank ? local : -1;
+  }
+
   // A lane for each pair: the FLAT rows it goes to. Rows past the capacity are dropped.
-  __device__ int place_flat(int32_t slot, const char* from, uint64_t* dests) const {
+  __device__ int place_flat(int32_t index, const char* head) const {
     const ExpandArgs& args = out_.args;
     const int K = args.routing.topk;
     int count = 0;
     for (int k = lane_id(); k - lane_id() < K; k += kWarp) {
-      const int32_t row = k < K ? ptx::ld_coherent(reinterpret_cast<const int32_t*>(from + out_.lay.rows) + k) : -1;
-      const int32_t id = k < K ? ptx::ld_coherent(reinterpret_cast<const int32_t*>(from + out_.lay.ids) + k) : -1;
-      const bool sound = row >= -1 && row < out_.required && (row < 0 || (id >= 0 && id < out_.per_rank));
-      if (!sound) fail(args.comm, kBadData, kExpand, source_of(slot), k, out_.required, row);
+      const int32_t local = k < K ? local_id(index, head, k) : -1;
+      const int32_t row =
+          local >= 0 ? ptx::ld_coherent(reinterpret_cast<const int32_t*>(head + out_.lay.rows) + k) : -1;
+      const bool sound = local < 0 || (row >= 0 && row < out_.required);
+      if (!sound) fail(args.comm, kBadData, kExpand, source_of(index), k, out_.required, row);
       const bool kept = sound && row >= 0 && row < args.capacity;
-      if (args.fresh && k < K) recv_rows(slot)[k] = kept ? row : -1;
+      if (args.fresh && k < K) recv_rows(index)[k] = kept ? row : -1;
       const unsigned mask = __ballot_sync(kAllLanes, kept);
       if (kept) {
-        dests[count + __popc(mask & ((1u << lane_id()) - 1u))] = args.tokens + row * args.header.row_bytes;
-        at<int32_t>(args.row_expert_ids)[row] = id;
-        if (args.header.weight_bytes != 0) at<float>(args.weights)[row] = weight_in(from, k);
+        dests_[count + __popc(mask & ((1u << lane_id()) - 1u))] = args.tokens + row * args.header.row_bytes;
+        at<int32_t>(args.row_expert_ids)[row] = local;
+        if (args.header.weight_bytes != 0) at<float>(args.weights)[row] = weight_in(head, k);
       }
       count += __popc(mask);
       if (args.header.scale_bytes == 0) continue;
       for (unsigned left = mask; left != 0; left &= left - 1)
-        copy_scales(from, __shfl_sync(kAllLanes, row, __ffs(left) - 1));
+        copy_scales(head, __shfl_sync(kAllLanes, row, __ffs(left) - 1));
     }
     return count;
   }
 
-  __device__ int place_token(int32_t slot, const char* from, uint64_t* dests) const {
+  __device__ int place_token(int32_t index, const char* head) const {
     const ExpandArgs& args = out_.args;
     const int K = args.routing.topk;
-    const bool kept = slot < args.capacity;
+    const bool kept = index < args.capacity;
     for (int k = lane_id(); k < K; k += kWarp) {
-      const int32_t id = ptx::ld_coherent(reinterpret_cast<const int32_t*>(from + out_.lay.ids) + k);
-      const bool sound = id >= -1 && id < out_.per_rank;
-      if (!sound) fail(args.comm, kBadData, kExpand, source_of(slot), k, out_.per_rank, id);
-      if (args.fresh) recv_rows(slot)[k] = kept && sound && id >= 0 ? slot : -1;
+      const int32_t local = local_id(index, head, k);
+      if (args.fresh) recv_rows(index)[k] = kept && local >= 0 ? index : -1;
       if (!kept) continue;
-      at<int32_t>(args.topk_ids)[static_cast<int64_t>(slot) * K + k] = id;
-      if (args.header.weight_bytes != 0)
-        at<float>(args.weights)[static_cast<int64_t>(slot) * K + k] = weight_in(from, k);
+      const int64_t pair = static_cast<int64_t>(index) * K + k;
+      at<int32_t>(args.topk_ids)[pair] = local;
+      if (args.header.weight_bytes != 0) at<float>(args.weights)[pair] = local < 0 ? 0.0f : weight_in(head, k);
     }
     if (!kept) return 0;
-    if (lane_id() == 0) dests[0] = args.tokens + slot * args.header.row_bytes;
-    if (args.header.scale_bytes != 0) copy_scales(from, slot);
+    if (lane_id() == 0) dests_[0] = args.tokens + index * args.header.row_bytes;
+    if (args.header.scale_bytes != 0) copy_scales(head, index);
     return 1;
   }
 
-  __device__ float weight_in(const char* slot, int k) const {
-    return ptx::ld_coherent(reinterpret_cast<const float*>(slot + out_.lay.weights) + k);
+  __device__ float weight_in(const char* head, int k) const {
+    return ptx::ld_coherent(reinterpret_cast<const float*>(head + out_.lay.weights) + k);
   }
-  __device__ int32_t* recv_rows(int32_t slot) const {
-    return at<int32_t>(out_.args.routing.recv_rows) + static_cast<int64_t>(slot) * out_.args.routing.topk;
+  __device__ int32_t* recv_rows(int32_t index) const {
+    return at<int32_t>(out_.args.routing.recv_rows) + static_cast<int64_t>(index) * out_.args.routing.topk;
   }
-  __device__ void copy_scales(const char* slot, int64_t row) const {
+  __device__ void copy_scales(const char* head, int64_t row) const {
     const int64_t bytes = out_.args.header.scale_bytes;
-    copy_bytes(at<char>(out_.args.scales, row * bytes), slot + out_.lay.scales, bytes);
+    copy_bytes(at<char>(out_.args.scales, row * bytes), head + out_.lay.scales, bytes);
   }
-  __device__ int source_of(int32_t slot) const {
+  __device__ int source_of(int32_t index) const {
     int source = 0;
-    while (source + 1 < out_.args.comm.num_ranks && slot >= out_.meta.recv_offset[source + 1]) ++source;
+    while (source + 1 < out_.args.comm.num_ranks && index >= out_.meta.recv_offset[source + 1]) ++source;
     return source;
   }
 
   const Output& out_;
+  const Cut& cut_;
   ArrivedRows rows_;
+  uint64_t* const dests_;
+  int num_dests_ = 0;
+  int32_t slot_ = 0;  // found last
+  int32_t kept_ = 0;  // of slots under way, a lane keeps each
+  uint32_t found_ = 0, stored_ = 0;
 };
 
 // One warp: row `row` of the output has nothing in it.
@@ -131,7 +178,7 @@ __device__ void clear_row(const Output& out, int64_t row) {
 }
 
 __device__ void clear_padding(const Output& out) {
-  const Team team = team_of_warps();
+  const Team team = team_of_warps(static_cast<int>(blockDim.x / kWarp));
   const int64_t capacity = out.args.capacity;
   for (int64_t local = team.index; out.flat && local < out.per_rank; local += team.size) {
     const int64_t begin = static_cast<int64_t>(out.meta.expert_offset[local]) + out.meta.expert_rows[local];
@@ -184,7 +231,7 @@ __device__ bool slots_fit(const Run& run, const ExpandArgs& args) {
 }
 
 template <bool kBulk>
-__global__ void __launch_bounds__(kCopyThreads, 1)
+__global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
     expand_kernel(const __grid_constant__ ExpandArgs args, const __grid_constant__ Cut cut) {
   Run run = enter(args.comm, kExpand);
   const Meta meta = meta_of(args.comm, args.routing);
@@ -195,7 +242,7 @@ __global__ void __launch_bounds__(kCopyThreads, 1)
     if (blockIdx.x == 0) write_tables(out);
     if (open_sources(run, kDispatchPool, args.header, meta.src_tokens)) {
       if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
-      ExpandJob job(out);
+      ExpandJob job(out, cut);
       copy_rows<kBulk>(job, run, cut);
     }
   }
@@ -205,6 +252,11 @@ __global__ void __launch_bounds__(kCopyThreads, 1)
   if (!sound) return poison(args);
   tell_consumed(run, kDispatchPool);
   advance(run);
+}
+
+template <bool kBulk>
+void launch_expand(const ExpandArgs& args, const Cut& cut) {
+  launch<expand_kernel<kBulk>>("expand", args.num_sms, cut.warps * kWarp, cut.shared_bytes(), args.stream, args, cut);
 }
 
 }  // namespace
@@ -221,15 +273,13 @@ void expand(const ExpandArgs& args) {
   }
   wait_started(args.comm, kExpand, args.stream);
   const Room room = room_for<expand_kernel<true>>();
-  const bool bulk = room.bulk && args.comm.plain == 0;
-  const int64_t largest = std::min<int64_t>(args.header.row_bytes, kLargestPiece);
   const int list = args.routing.layout == kFlat ? args.routing.topk : 1;
-  const Cut cut = make_cut(args.header.row_bytes, largest, kCopyWarps, list, room.shared_bytes, bulk);
-  const int64_t shared = shared_bytes_of(cut, kCopyWarps);
-  if (bulk)
-    launch<expand_kernel<true>>("expand", args.num_sms, kCopyThreads, shared, args.stream, args, cut);
+  const SlotLayout lay = slot_layout_of(args.header);
+  const Cut cut = cut_for_warps(lay.image, kLeastCopyWarps, kCopyWarps, list, room.shared_bytes);
+  if (room.bulk && args.comm.plain == 0 && lay.row < cut.piece_bytes)
+    launch_expand<true>(args, cut);
   else
-    launch<expand_kernel<false>>("expand", args.num_sms, kCopyThreads, shared, args.stream, args, cut);
+    launch_expand<false>(args, uncut(lay.image, kCopyWarps, list));
 }
 
 }  // namespace ep::cuda

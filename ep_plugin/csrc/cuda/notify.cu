@@ -1,14 +1,15 @@
 // Notify: every rank tells every rank how many rows it will send; each then knows every slot and every FLAT row.
 //
-// Roles. One CTA, a warp for each rank. Warp p writes this rank's count row to peer p, then hears rank p's row, checks
-// it and leaves its rank counts in shared memory. Then warp 0 lays out slots and warp r the experts of rank r.
+// Roles. CTA 0 exchanges, a warp for each rank: warp p writes this rank's count row to peer p, then hears rank p's row,
+// checks it and leaves its rank counts in shared memory. Then warp 0 lays out slots and warp r the experts of rank r.
+// The other CTAs meanwhile place this rank's tokens, see place.cuh; they wait for nobody.
 // Memory order. Count rows, a barrier of the warp, the flag with release at system scope; the reader acquires it. There
 // are two count rows for each pair of ranks, used in turns: a row is overwritten only after its reader's consumed word
 // says epoch - 2. Totals are stored before the ticket, which has release order at system scope (host memory).
 // Nothing read from a count row is used as a bound or index before it is checked.
 #include "kernels.h"
 #include "launch.cuh"
-#include "sync.cuh"
+#include "place.cuh"
 
 namespace ep::cuda {
 
@@ -34,7 +35,6 @@ __device__ bool write_counts(const Run& run, const NotifyArgs& args, int peer) {
   int64_t* header = reinterpret_cast<int64_t*>(count_header(comm, peer, parity_of(run), comm.rank));
   const int64_t* mine = reinterpret_cast<const int64_t*>(&args.header);
   if (lane_id() < kHeaderFields) header[lane_id()] = mine[lane_id()];
-  const int32_t* counts = meta_of(comm, args.routing).rank_count;
   int32_t* to = count_values(comm, peer, parity_of(run), comm.rank);
   for (int i = lane_id(); i < comm.num_ranks + comm.num_experts; i += kWarp) to[i] = counts[i];
   return true;
@@ -44,12 +44,12 @@ __device__ bool write_counts(const Run& run, const NotifyArgs& args, int peer) {
 __device__ bool check_counts(const Run& run, int source, Shared& shared) {
   const Comm& comm = run.comm;
   const int parity = parity_of(run);
-  const int32_t* counts = count_values(comm, comm.rank, parity, source);
+  const int32_t* values = count_values(comm, comm.rank, parity, source);
   const int64_t tokens = ptx::ld_coherent(&count_header(comm, comm.rank, parity, source)->num_tokens);
   if (tokens < 0 || tokens > INT32_MAX) return fail(comm, kBadData, kNotify, source, 0, 0, tokens);
   bool ok = true;
   for (int i = lane_id(); i < comm.num_ranks + comm.num_experts; i += kWarp) {
-    const int32_t count = ptx::ld_coherent(counts + i);
+    const int32_t count = ptx::ld_coherent(values + i);
     if (count < 0 || count > tokens) ok = fail(comm, kBadData, kNotify, source, i, tokens, count);
     if (i < comm.num_ranks) shared.rank_count[source][i] = count;
   }
@@ -109,6 +109,7 @@ __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& sh
   }
   if (a == 0) {
     meta.recv_offset[0] = 0;
+    *meta.max_slots = static_cast<int32_t>(max_slots);
     shared.max_slots = max_slots;
     shared.max_sent = max_sent;
   }
@@ -173,12 +174,18 @@ __device__ void tell_host(const NotifyArgs& args, const Shared& shared) {
   }
 }
 
-__global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_constant__ NotifyArgs args) {
-  __shared__ Shared shared;
+// All threads: this rank's counts, from those of its blocks, in shared memory and for the handle.
+__device__ void count_all(const NotifyArgs& args) {
+  add_up_blocks(args.comm, args.block_counts, plan_blocks(args.routing.num_tokens));
+  int32_t* rank_count = meta_of(args.comm, args.routing).rank_count;  // and those of the experts behind them
+  for (int i = threadIdx.x; i < num_keys(args.comm); i += blockDim.x) rank_count[i] = counts[i];
+}
+
+// All threads of CTA 0.
+__device__ void exchange(const NotifyArgs& args, const Run& run, Shared& shared) {
   const Comm& comm = args.comm;
-  const Run run = enter(comm, kNotify);
-  if (!run.ok) return;
   const int peer = warp_id();
+  count_all(args);
   bool ok = peer >= comm.num_ranks || write_counts(run, args, peer);
   if (threadIdx.x == 0 && ok) ok = hold_at_gate(run);
   if (!__syncthreads_and(ok)) return;
@@ -196,12 +203,25 @@ __global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_con
   advance(run);
 }
 
+__global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_constant__ NotifyArgs args) {
+  __shared__ Shared shared;
+  const Run run = enter(args.comm, kNotify);
+  if (!run.ok) return;
+  if (blockIdx.x == 0)
+    exchange(args, run, shared);
+  else
+    place_block(args.comm, args.routing, args.block_counts, static_cast<int>(blockIdx.x) - 1);
+}
+
 }  // namespace
 
 void notify(const NotifyArgs& args) {
   require_comm(args.comm);
   require_routing(args.routing);
-  launch<notify_kernel>("notify", 1, kNotifyThreads, 0, args.stream, args);
+  require_rows("block_counts", args.block_counts);
+  const int64_t words = plan_block_words(args.comm.num_ranks, args.comm.num_experts);
+  const int64_t ctas = 1 + static_cast<int64_t>(plan_blocks(args.routing.num_tokens));
+  launch<notify_kernel>("notify", ctas, kNotifyThreads, 4 * words, args.stream, args);
 }
 
 }  // namespace ep::cuda

@@ -55,35 +55,46 @@ __device__ __forceinline__ uint64_t atom_cas_relaxed_gpu(uint64_t* to, uint64_t 
 __device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// --- Data that peers write: ordinary loads that the compiler can neither move above an acquire nor turn into
-// non-coherent ones ---------------------------------------------------------------------------------------------
+// --- Words that the warps of one CTA share, in shared memory ----------------------------------------------------
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+__device__ __forceinline__ void st_release_cta(int32_t* to_shared, int32_t value) {
+  asm volatile("st.release.cta.shared::cta.s32 [%0], %1;" ::"r"(shared_address(to_shared)), "r"(value) : "memory");
+}
+__device__ __forceinline__ int32_t ld_acquire_cta(const int32_t* from_shared) {
+  int32_t value;
+  asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(value) : "r"(shared_address(from_shared)) : "memory");
+  return value;
+}
+
+// --- Data that peers write, in global memory or copied to shared: ordinary loads that the compiler can neither move
+// above an acquire nor turn into non-coherent ones ---------------------------------------------------------------
 
 __device__ __forceinline__ int4 ld_coherent(const int4* from) {
   int4 v;
-  asm volatile("ld.global.v4.s32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from)
-               : "memory");
+  asm volatile("ld.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
   return v;
 }
 __device__ __forceinline__ int64_t ld_coherent(const int64_t* from) {
   int64_t value;
-  asm volatile("ld.global.s64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  asm volatile("ld.s64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
   return value;
 }
 __device__ __forceinline__ int32_t ld_coherent(const int32_t* from) {
   int32_t value;
-  asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  asm volatile("ld.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
 __device__ __forceinline__ float ld_coherent(const float* from) {
   float value;
-  asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
+  asm volatile("ld.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
   return value;
 }
 __device__ __forceinline__ char ld_coherent(const char* from) {
   int32_t value;
-  asm volatile("ld.global.s8 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  asm volatile("ld.s8 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return static_cast<char>(value);
 }
 
@@ -96,10 +107,6 @@ __device__ __forceinline__ uint64_t globaltimer() {
 
 // --- Bulk copies between global and shared memory, done by the copy engine of the SM (the async proxy) ------------
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define EP_HAS_BULK 1
 #else
@@ -110,6 +117,12 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 __device__ __forceinline__ void fence_proxy_async() {
 #if EP_HAS_BULK
   asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+// The same for shared memory alone, and cheaper: what this thread wrote there may now be stored in bulk.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+#if EP_HAS_BULK
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 // Makes initialised mbarriers known to the async proxy.
@@ -174,6 +187,13 @@ template <int kPending>
 __device__ __forceinline__ void bulk_wait() {
 #if EP_HAS_BULK
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+// Waits until at most kPending of them have still to be read from shared memory: what they read may be overwritten.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+#if EP_HAS_BULK
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 #endif
 }
 

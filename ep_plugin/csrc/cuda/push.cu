@@ -1,58 +1,103 @@
 // Push: a received slot's expert rows -> one partial row, stored in the combine pool of the token's owner.
 //
-// Roles. Warps take slots in turn, chunk by chunk of the owners' tokens and all owners in turn, beginning with the next
-// rank so that no two ranks write to one owner in step. Expert rows come through shared memory (bulk) or registers;
-// the sum is stored at the owner straight from registers, with the values that ride back beside it.
-// Pushes wait only on consumed words, never on rows.
-// Memory order. When a warp's rows of a chunk are stored, it fences once at system scope and counts itself in; the
-// last warp stores the owner's arrival, flag last, with release at system scope.
-// A slot of the combine pool: [row | extra[K]], see PartialLayout.
+// Roles. Warps take slots as they come, chunk by chunk of the owners' tokens and all owners in turn, beginning with the
+// next rank so that no two ranks write to one owner in step. Expert rows come through shared memory (bulk) or
+// registers; the sum is stored at the owner straight from registers, with the values that ride back beside it. The last
+// warp of each CTA signals the chunks. Pushes wait only on consumed words, never on rows. Memory order. Rows are
+// written by ordinary stores; what owners may rely on is in signals.cuh. A slot of the combine pool: [row | extra[K]],
+// see PartialLayout.
 #include "kernels.h"
 #include "launch.cuh"
 #include "reduce.cuh"
+#include "signals.cuh"
 
 namespace ep::cuda {
 
 namespace {
 
-// What every warp looks up for each chunk.
-struct Chunks {
-  int32_t end[kMaxRanks][kMaxChunks];  // of the rows, by source
-  int32_t count[kMaxRanks];
+// The rows of a push in the order of their numbers: chunk by chunk of the owners' tokens, and in each all owners in
+// turn, beginning with the next rank. In shared memory.
+struct Order {
+  int32_t begin[kMaxChunks * kMaxRanks + 1];  // number of the first row of (chunk, owner's turn)
+  int32_t slot[kMaxChunks * kMaxRanks];       // its slot
+  int chunks;
+
+  // All threads; joins them.
+  __device__ void make(const Comm& comm, const Meta& meta) {
+    const int R = comm.num_ranks;
+    for (int i = threadIdx.x; i < kMaxChunks * R; i += blockDim.x) {
+      const int chunk = i / R, owner = owner_of(comm, i % R);
+      const int32_t* ends = meta.recv_chunk_end + owner * kMaxChunks;
+      const bool here = chunk < num_chunks(meta.src_tokens[owner]);
+      const int32_t first = here && chunk > 0 ? ends[chunk - 1] : 0;
+      slot[i] = meta.recv_offset[owner] + first;
+      begin[i + 1] = here ? ends[chunk] - first : 0;
+    }
+    __syncthreads();
+    if (warp_id() == 0) add_up(comm, meta);
+    __syncthreads();
+  }
+
+  static __device__ int owner_of(const Comm& comm, int turn) { return (comm.rank + 1 + turn) % comm.num_ranks; }
+
+ private:
+  __device__ void add_up(const Comm& comm, const Meta& meta) {
+    int32_t rows = 0;
+    for (int base = 0; base < kMaxChunks * comm.num_ranks; base += kWarp) {
+      int32_t through = begin[base + lane_id() + 1];
+      for (int step = 1; step < kWarp; step *= 2) {
+        const int32_t below = __shfl_up_sync(kAllLanes, through, step);
+        if (lane_id() >= step) through += below;
+      }
+      begin[base + lane_id() + 1] = rows + through;
+      rows += __shfl_sync(kAllLanes, through, kWarp - 1);
+    }
+    const int of_owner = lane_id() < comm.num_ranks ? num_chunks(meta.src_tokens[lane_id()]) : 0;
+    const int most = __reduce_max_sync(kAllLanes, of_owner);
+    if (lane_id() == 0) begin[0] = 0, chunks = most;
+  }
+};
+
+// A chunk's rows, of all owners together.
+struct PushedChunks {
+  const Run& run;
+  const Meta& meta;
+  const Order& order;
+
+  __device__ int count() const { return order.chunks; }
+  __device__ int32_t end(int chunk) const { return order.begin[(chunk + 1) * run.comm.num_ranks]; }
+  __device__ void signal(int owner, int chunk) const {
+    const int32_t* ends = meta.recv_chunk_end + owner * kMaxChunks;
+    if (chunk < num_chunks(meta.src_tokens[owner]))
+      signal_chunk(run, kCombinePool, owner, chunk, chunk == 0 ? 0 : ends[chunk - 1], ends[chunk]);
+  }
 };
 
 class PushJob {
  public:
   struct Row {
     int32_t slot;
-    int32_t owner, chunk;
-    int32_t begin, end;  // the chunk's slots
+    int32_t owner;
   };
 
-  __device__ PushJob(const Run& run, const PushArgs& args, const Chunks& chunks)
+  __device__ PushJob(const Run& run, const PushArgs& args, const Meta& meta, const Order& order, Progress& progress)
       : run_(run),
         args_(args),
-        meta_(meta_of(args.comm, args.routing)),
+        meta_(meta),
         lay_(partial_layout_of(args.header)),
-        chunks_(chunks),
-        team_(team_of_warps()),
+        order_(order),
+        rows_(run, kCombinePool, order.begin[kMaxChunks * run.comm.num_ranks], progress),
         flat_(args.routing.layout == kFlat) {}
 
   __device__ Next next(bool, Row* row) {
-    const int R = run_.comm.num_ranks;
-    while (slot_ >= end_) {
-      if (item_ == R * kMaxChunks) return kEnd;
-      chunk_ = item_ / R;
-      owner_ = (run_.comm.rank + 1 + item_ % R) % R;
-      ++item_;
-      if (chunk_ >= chunks_.count[owner_]) continue;
-      const int32_t first = meta_.recv_offset[owner_];
-      begin_ = first + (chunk_ == 0 ? 0 : chunks_.end[owner_][chunk_ - 1]);
-      end_ = first + chunks_.end[owner_][chunk_];
-      slot_ = first_of(team_, begin_);
+    const int32_t number = rows_.next();
+    if (number == kNoMore) {
+      rows_.written(finished_);
+      return kEnd;
     }
-    *row = Row{static_cast<int32_t>(slot_), owner_, chunk_, begin_, end_};
-    slot_ += team_.size;
+    while (number >= order_.begin[item_ + 1]) ++item_;
+    *row =
+        Row{order_.slot[item_] + number - order_.begin[item_], Order::owner_of(run_.comm, item_ % run_.comm.num_ranks)};
     return kRow;
   }
 
@@ -67,18 +112,11 @@ class PushJob {
     return at<char>(args_.comm.pool[kCombinePool][row.owner], index * lay_.bytes);
   }
 
-  __device__ void finish(const Row& row) const {
+  __device__ void finish(const Row& row) {
     if (args_.header.weight_bytes != 0) write_extra(row);
-    if (row.slot + team_.size < row.end) return;
-    const Comm& comm = run_.comm;
-    uint32_t* counter = &state_of(comm).chunk_done[kCombinePool][row.owner][row.chunk];
-    if (!count_in(counter, min(static_cast<int64_t>(row.end) - row.begin, team_.size)) || faulted(comm)) return;
-    if (lane_id() == 0) {
-      const int32_t first = meta_.recv_offset[row.owner];
-      signal_chunk(run_, kCombinePool, row.owner, row.chunk, row.begin - first, row.end - first);
-      if (row.chunk == 0) hold_at_gate(run_);
-    }
     __syncwarp();
+    if (lane_id() == 0) ptx::fence_proxy_async();
+    rows_.written(++finished_);
   }
 
  private:
@@ -137,15 +175,13 @@ class PushJob {
 
   const Run& run_;
   const PushArgs& args_;
-  const Meta meta_;
+  const Meta& meta_;
   const PartialLayout lay_;
-  const Chunks& chunks_;
-  const Team team_;
+  const Order& order_;
+  RowQueue rows_;
   const bool flat_;
-  int item_ = 0;  // the next chunk, of all owners
-  int owner_ = 0, chunk_ = 0;
-  int32_t begin_ = 0, end_ = 0;
-  int64_t slot_ = 0;  // the next of the chunk before item_
+  int item_ = 0;  // of order_, that the row found last belongs to
+  uint32_t finished_ = 0;
 };
 
 // All threads: the rows that this rank holds of every source end within the pools and lists they belong to.
@@ -165,56 +201,41 @@ __device__ bool rows_fit(const Run& run, const PushArgs& args) {
   return __syncthreads_and(ok) != 0;
 }
 
-__device__ void read_chunks(const PushArgs& args, Chunks& chunks) {
-  const Meta meta = meta_of(args.comm, args.routing);
-  for (int i = threadIdx.x; i < args.comm.num_ranks * kMaxChunks; i += blockDim.x)
-    chunks.end[i / kMaxChunks][i % kMaxChunks] = meta.recv_chunk_end[i];
-  if (threadIdx.x < args.comm.num_ranks) chunks.count[threadIdx.x] = num_chunks(meta.src_tokens[threadIdx.x]);
-  __syncthreads();
-}
-
-// CTA 0: chunks without rows here have no warp that could signal them.
-__device__ void signal_empty_chunks(const Run& run, const Chunks& chunks) {
-  for (int i = threadIdx.x; i < run.comm.num_ranks * kMaxChunks; i += blockDim.x) {
-    const int owner = i / kMaxChunks, chunk = i % kMaxChunks;
-    if (chunk >= chunks.count[owner]) continue;
-    const int32_t begin = chunk == 0 ? 0 : chunks.end[owner][chunk - 1], end = chunks.end[owner][chunk];
-    if (begin == end) signal_chunk(run, kCombinePool, owner, chunk, begin, end);
-  }
-}
-
 template <class Element, bool kBulk>
-__global__ void __launch_bounds__(kReduceThreads, 1)
+__global__ void __launch_bounds__(kReduceThreads + kWarp, 1)
     push_kernel(const __grid_constant__ PushArgs args, const __grid_constant__ Cut cut) {
-  __shared__ Chunks chunks;
+  __shared__ Order order;
+  __shared__ Progress progress;
   Run run = enter(args.comm, kCombine);
+  const Meta meta = meta_of(args.comm, args.routing);
+  progress.clear();
   if (run.ok) {
     tell_started(run, kCombinePool);
     run.ok = rows_fit(run, args) && open_destinations(run, kCombinePool, args.header);
   }
   if (run.ok) {
-    read_chunks(args, chunks);
-    if (blockIdx.x == 0) {
-      signal_empty_chunks(run, chunks);
-      if (threadIdx.x == 0 && meta_of(args.comm, args.routing).recv_offset[args.comm.num_ranks] == 0) hold_at_gate(run);
+    order.make(args.comm, meta);
+    if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks == 0) hold_at_gate(run);
+    if (warp_id() == kReduceWarps) {
+      signal_chunks(run, kCombinePool, progress, kReduceWarps, PushedChunks{run, meta, order});
+    } else {
+      PushJob job(run, args, meta, order, progress);
+      reduce_rows<Element, kBulk>(job, run, cut);
     }
-    PushJob job(run, args, chunks);
-    reduce_rows<Element, kBulk>(job, run, cut);
   }
-  if (last_to_finish(run) && !faulted(args.comm)) advance(run);
+  if (last_to_finish(run) && !faulted(args.comm)) finish_sending(run, kCombinePool);
 }
 
 template <class Element>
 void launch_push(const PushArgs& args) {
   const Room room = room_for<push_kernel<Element, true>>();
   const bool bulk = room.bulk && args.comm.plain == 0;
-  const Cut cut =
-      make_cut(args.header.row_bytes, kReduceBytes, kReduceWarps, 2 * args.routing.topk, room.shared_bytes, bulk);
-  const int64_t shared = shared_bytes_of(cut, kReduceWarps);
+  const Cut cut = cut_for_sums(args.header.row_bytes, 2 * args.routing.topk, room.shared_bytes, bulk);
+  const int threads = kReduceThreads + kWarp;
   if (bulk)
-    launch<push_kernel<Element, true>>("push", args.num_sms, kReduceThreads, shared, args.stream, args, cut);
+    launch<push_kernel<Element, true>>("push", args.num_sms, threads, cut.shared_bytes(), args.stream, args, cut);
   else
-    launch<push_kernel<Element, false>>("push", args.num_sms, kReduceThreads, shared, args.stream, args, cut);
+    launch<push_kernel<Element, false>>("push", args.num_sms, threads, cut.shared_bytes(), args.stream, args, cut);
 }
 
 }  // namespace

@@ -23,6 +23,15 @@ constexpr int kReduceWarps = kReduceThreads / kWarp;
 constexpr int kReduceBytes = 4096;  // of a piece, at most
 constexpr int kLaneVectors = kReduceBytes / 16 / kWarp;
 
+// Pieces whose sums fit in registers, and whose rings fit in shared memory. Without bulk copies there are no stages.
+inline Cut cut_for_sums(int64_t row_bytes, int list_entries, int64_t shared_bytes, bool bulk) {
+  const int64_t room = (shared_bytes / kReduceWarps - 8 * (kStages + list_entries)) / kStages / kSlotAlign * kSlotAlign;
+  const int64_t largest = bulk && room < kReduceBytes ? room : kReduceBytes;
+  Cut cut = cut_row(row_bytes, largest, kReduceWarps, list_entries);
+  if (!bulk) cut.stage_bytes = 0;
+  return cut;
+}
+
 struct Term {
   int32_t row;
   float factor;

@@ -13,7 +13,8 @@ constexpr int kStages = 4;
 
 // How rows are cut and what a warp needs of shared memory; computed by the host from the launch's limits.
 struct Cut {
-  int64_t row_bytes;
+  int64_t bytes;        // of a row, with what travels beside it
+  int32_t warps;        // of a CTA, that have a ring each
   int32_t pieces;       // of a row
   int32_t piece_bytes;  // all but the last, a multiple of 16
   int32_t stage_bytes;
@@ -21,35 +22,40 @@ struct Cut {
 
   EP_HD int64_t piece_begin(int piece) const { return static_cast<int64_t>(piece) * piece_bytes; }
   EP_HD int64_t piece_size(int piece) const {
-    const int64_t left = row_bytes - piece_begin(piece);
+    const int64_t left = bytes - piece_begin(piece);
     return left < piece_bytes ? left : piece_bytes;
   }
+  EP_HD int64_t bytes_of_warp() const { return kStages * (static_cast<int64_t>(stage_bytes) + 8) + 8 * list_entries; }
+  // A warp's shared memory: stages of all warps, then their barriers, then a list of 8-byte entries for each warp.
+  EP_HD int64_t shared_bytes() const { return warps * bytes_of_warp(); }
 };
 
-// A warp's shared memory: stages of all warps, then their barriers, then a list of 8-byte entries for each warp.
-EP_HD int64_t shared_bytes_of(const Cut& cut, int warps) {
-  return static_cast<int64_t>(warps) * (kStages * (static_cast<int64_t>(cut.stage_bytes) + 8) + 8 * cut.list_entries);
+// Cuts a row into equal pieces of at most `largest` bytes.
+inline Cut cut_row(int64_t bytes, int64_t largest, int warps, int list_entries) {
+  Cut cut{bytes, warps, static_cast<int32_t>(ceil_div(bytes, largest / kRowAlign * kRowAlign)), 0, 0, list_entries};
+  cut.piece_bytes = static_cast<int32_t>(align_up(ceil_div(bytes, cut.pieces), kRowAlign));
+  cut.stage_bytes = static_cast<int32_t>(align_up(cut.piece_bytes, kSlotAlign));
+  return cut;
 }
 
-// The largest pieces up to `largest` bytes that leave each of `warps` its stages within `shared_bytes`. Without bulk
-// copies there are no stages, and a row is one piece.
-inline Cut make_cut(int64_t row_bytes, int64_t largest, int warps, int list_entries, int64_t shared_bytes, bool bulk) {
-  Cut cut{row_bytes, 1, static_cast<int32_t>(largest / kRowAlign * kRowAlign), 0, list_entries};
-  if (bulk) {
-    const int64_t room = (shared_bytes / warps - 8 * (kStages + list_entries)) / kStages / kSlotAlign * kSlotAlign;
-    if (room < largest) cut.piece_bytes = static_cast<int32_t>(room);
-  }
-  cut.pieces = static_cast<int32_t>(ceil_div(row_bytes, cut.piece_bytes));
-  cut.piece_bytes = static_cast<int32_t>(align_up(ceil_div(row_bytes, cut.pieces), kRowAlign));
-  if (bulk) cut.stage_bytes = static_cast<int32_t>(align_up(cut.piece_bytes, kSlotAlign));
+// The fewest pieces with which at least `least` warps have their rings; then as many warps as fit, up to `most`.
+inline Cut cut_for_warps(int64_t bytes, int least, int most, int list_entries, int64_t shared_bytes) {
+  const int64_t room = (shared_bytes / least - 8 * (kStages + list_entries)) / kStages / kSlotAlign * kSlotAlign;
+  Cut cut = cut_row(bytes, room, least, list_entries);
+  cut.warps =
+      static_cast<int32_t>(shared_bytes / cut.bytes_of_warp() < most ? shared_bytes / cut.bytes_of_warp() : most);
   return cut;
+}
+
+// Without bulk copies there are no stages, and a row is one piece.
+inline Cut uncut(int64_t bytes, int warps, int list_entries) {
+  return Cut{bytes, warps, 1, static_cast<int32_t>(bytes), 0, list_entries};
 }
 
 extern __shared__ __align__(128) char dynamic_shared[];
 
 __device__ __forceinline__ uint64_t* list_of_warp(const Cut& cut) {
-  const int warps = static_cast<int>(blockDim.x / kWarp);
-  char* lists = dynamic_shared + static_cast<int64_t>(warps) * kStages * (cut.stage_bytes + 8);
+  char* lists = dynamic_shared + static_cast<int64_t>(cut.warps) * kStages * (cut.stage_bytes + 8);
   return reinterpret_cast<uint64_t*>(lists) + warp_id() * cut.list_entries;
 }
 
@@ -62,9 +68,8 @@ struct Ring {
 
   // One warp calls it; the barriers are its own, so its own join is enough.
   __device__ explicit Ring(const Cut& cut) : stage_bytes(cut.stage_bytes) {
-    const int warps = static_cast<int>(blockDim.x / kWarp);
     stages = dynamic_shared + static_cast<int64_t>(warp_id()) * kStages * stage_bytes;
-    full = reinterpret_cast<uint64_t*>(dynamic_shared + static_cast<int64_t>(warps) * kStages * stage_bytes) +
+    full = reinterpret_cast<uint64_t*>(dynamic_shared + static_cast<int64_t>(cut.warps) * kStages * stage_bytes) +
            warp_id() * kStages;
     if (lane_id() == 0) {
       for (int s = 0; s < kStages; ++s) ptx::mbarrier_init(full + s, 1);
@@ -77,11 +82,12 @@ struct Ring {
   __device__ __forceinline__ int loading() const { return static_cast<int>(issued - taken); }
   __device__ __forceinline__ char* stage(uint32_t unit) const { return stages + unit % kStages * stage_bytes; }
 
-  __device__ __forceinline__ void load(const char* from, int64_t bytes) {
+  // Begins to fill the next stage, from its byte `skip` on.
+  __device__ __forceinline__ void load(const char* from, int64_t bytes, int64_t skip = 0) {
     if (lane_id() == 0) {
       uint64_t* barrier = full + issued % kStages;
       ptx::mbarrier_arrive_expect_tx(barrier, static_cast<uint32_t>(bytes));
-      ptx::bulk_load(stage(issued), from, static_cast<uint32_t>(bytes), barrier);
+      ptx::bulk_load(stage(issued) + skip, from, static_cast<uint32_t>(bytes), barrier);
     }
     ++issued;
   }

@@ -1,130 +1,130 @@
-// Send: each row once to every rank that holds one of its experts, straight to its final slot, with a record of what it
-// expands to. Chunk by chunk, so that receivers start before the last row has left.
+// Send: each row once to every rank that holds one of its experts, straight to its final slot, behind a head that says
+// what it expands to. Chunk by chunk, so that receivers start before the last row has left.
 //
-// Roles. Warps take tokens in turn. Lane 0 moves the row (bulk: one load, one store per destination); all lanes write
-// the record and scales beside it with ordinary stores. Sends wait only on consumed words, never on rows.
-// Memory order. When a warp's rows of a chunk are written, it fences once at system scope and counts itself in; the
-// last warp of the chunk stores every destination's arrival, flag last, with release at system scope.
-// A slot: [row | scales | weights[K] | rows[K] | ids[K]], see SlotLayout.
+// Roles. Warps take tokens as they come. Lane 0 loads the row into shared memory, all lanes write the head before it,
+// and lane 0 stores both to each destination, one bulk store for each. The last warp of each CTA signals the chunks.
+// Sends wait only on consumed words, never on rows. Memory order. The head is written by ordinary stores to shared
+// memory: each lane fences the async proxy before lane 0 stores it. What peers may rely on is in signals.cuh. A slot:
+// [ids[K] | rows[K] | weights[K] | scales | row], see SlotLayout.
 #include "copy.cuh"
 #include "kernels.h"
 #include "launch.cuh"
+#include "signals.cuh"
 
 namespace ep::cuda {
 
 namespace {
 
+// The chunks of this rank's tokens; a row's number is its token.
+struct SentChunks {
+  const Run& run;
+  const Meta& meta;
+  int num_tokens;
+
+  __device__ int count() const { return num_chunks(num_tokens); }
+  __device__ int32_t end(int chunk) const { return min((chunk + 1) * chunk_tokens(num_tokens), num_tokens); }
+  __device__ void signal(int dest, int chunk) const {
+    const int32_t* ends = meta.send_chunk_end + dest * kMaxChunks;
+    signal_chunk(run, kDispatchPool, dest, chunk, chunk == 0 ? 0 : ends[chunk - 1], ends[chunk]);
+  }
+};
+
 class SendJob {
  public:
-  __device__ SendJob(const Run& run, const SendArgs& args, uint32_t units_per_row)
-      : run_(run),
-        args_(args),
-        meta_(meta_of(args.comm, args.routing)),
+  static constexpr bool kTells = true;
+
+  __device__ SendJob(const Run& run, const SendArgs& args, const Meta& meta, const Cut& cut, Progress& progress)
+      : args_(args),
+        meta_(meta),
+        cut_(cut),
         lay_(slot_layout_of(args.header)),
-        team_(team_of_warps()),
-        units_per_row_(units_per_row),
-        next_(team_.index) {
-    boundary_ = units_through(0);
+        lists_(list_of_warp(cut)),
+        tokens_(run, kDispatchPool, args.routing.num_tokens, progress) {}
+
+  __device__ Next next(bool) {
+    token_ = tokens_.next();
+    return token_ == kNoMore ? kEnd : kRow;
   }
 
-  __device__ Next next(bool, int32_t* token) {
-    if (next_ >= args_.routing.num_tokens) return kEnd;
-    *token = static_cast<int32_t>(next_);
-    next_ += team_.size;
-    return kRow;
-  }
-
-  __device__ const char* source(int32_t token) const { return at<char>(args_.x, token * args_.x_stride); }
-
-  __device__ int place(int32_t token, uint64_t* dests) const {
-    const int R = args_.comm.num_ranks, lane = lane_id();
-    const int32_t* positions = at<const int32_t>(args_.routing.send_pos) + static_cast<int64_t>(token) * R;
-    int32_t slot = -1;
-    if (lane < R && positions[lane] >= 0) slot = meta_.slot_base[lane] + positions[lane];
-    const unsigned mask = __ballot_sync(kAllLanes, slot >= 0);
+  __device__ void load(Ring& ring, int piece) {
+    const int64_t begin = cut_.piece_begin(piece), skip = piece == 0 ? lay_.row : 0;
+    char* stage = ring.stage(ring.issued);
+    ring.load(row() + (begin + skip - lay_.row), cut_.piece_size(piece) - skip, skip);
+    if (piece != 0) return;
+    list_destinations(list_of(loaded_++));
+    write_head(stage);
+    ptx::fence_proxy_async_shared();
     __syncwarp();
-    if (slot >= 0) dests[__popc(mask & ((1u << lane) - 1u))] = args_.comm.pool[kDispatchPool][lane] + slot * lay_.bytes;
-    __syncwarp();
-    write_records(token, mask, slot);
-    if (args_.header.scale_bytes != 0)
-      for (int d = 0; d < __popc(mask); ++d)
-        copy_bytes(at<char>(dests[d], lay_.scales), at<char>(args_.scales, token * args_.scale_stride),
-                   args_.header.scale_bytes);
-    return __popc(mask);
   }
 
-  // Signals the chunks of which this warp has now written all its rows.
-  __device__ void completed(uint32_t units) {
-    const int chunks = num_chunks(args_.routing.num_tokens);
-    while (chunk_ < chunks && boundary_ <= units) {
-      const bool took_part = chunk_ == 0 ? boundary_ > 0 : boundary_ > units_through(chunk_ - 1);
-      if (took_part) signal(chunk_);
-      boundary_ = units_through(++chunk_);
+  __device__ void store(const char* stage, int piece) {
+    if (lane_id() == 0) {
+      const uint64_t* list = list_of(stored_);
+      const uint32_t bytes = static_cast<uint32_t>(cut_.piece_size(piece));
+      for (uint64_t d = 1; d <= list[0]; ++d)
+        ptx::bulk_store(reinterpret_cast<char*>(list[d]) + cut_.piece_begin(piece), stage, bytes);
     }
+    stored_ += piece + 1 == cut_.pieces;
   }
+
+  __device__ void copy_plain() const {
+    list_destinations(lists_);
+    for (uint64_t d = 1; d <= lists_[0]; ++d) write_head(reinterpret_cast<char*>(lists_[d]));
+    copy_row_plain(row(), lists_ + 1, static_cast<int>(lists_[0]), lay_.row, args_.header.row_bytes);
+    __syncwarp();
+  }
+
+  __device__ void completed(uint32_t rows) { tokens_.written(rows); }
+
+  // A list: how many destinations the token has, then the addresses of its slots.
+  static __host__ __device__ int list_size(int num_ranks) { return num_ranks + 1; }
 
  private:
-  // Units of this warp in tokens up to the end of a chunk.
-  __device__ int64_t units_through(int chunk) const {
-    const int T = args_.routing.num_tokens;
-    const int64_t end = min(static_cast<int64_t>(chunk + 1) * chunk_tokens(T), static_cast<int64_t>(T));
-    return end <= team_.index ? 0 : ((end - team_.index - 1) / team_.size + 1) * units_per_row_;
-  }
+  __device__ uint64_t* list_of(uint32_t row) const { return lists_ + row % kStages * list_size(args_.comm.num_ranks); }
+  __device__ const char* row() const { return at<char>(args_.x, token_ * args_.x_stride); }
 
-  // A lane for each pair; each destination's record names the pairs that live there.
-  __device__ void write_records(int32_t token, unsigned mask, int32_t slot) const {
-    const int K = args_.routing.topk, per_rank = local_experts(args_.comm);
-    const bool flat = args_.routing.layout == kFlat, weighted = args_.header.weight_bytes != 0;
-    for (int k = lane_id(); k - lane_id() < K; k += kWarp) {
-      const int64_t pair = static_cast<int64_t>(token) * K + k;
-      const int32_t id = k < K ? at<const int32_t>(args_.routing.topk_ids)[pair] : -1;
-      const int32_t row = flat && id >= 0 ? meta_.flat_base[id] + at<const int32_t>(args_.routing.pair_pos)[pair] : -1;
-      const float weight = weighted && k < K ? at<const float>(args_.weights)[pair] : 0.0f;
-      for (unsigned left = mask; left != 0; left &= left - 1) {
-        const int dest = __ffs(left) - 1;
-        const int32_t index = __shfl_sync(kAllLanes, slot, dest);
-        const Address record = args_.comm.pool[kDispatchPool][dest] + index * lay_.bytes;
-        const int32_t local = id - dest * per_rank;
-        const bool here = id >= 0 && local >= 0 && local < per_rank;
-        if (k >= K) continue;
-        if (weighted) at<float>(record, lay_.weights)[k] = here ? weight : 0.0f;
-        at<int32_t>(record, lay_.rows)[k] = !here ? -1 : flat ? row : index;
-        at<int32_t>(record, lay_.ids)[k] = here ? local : -1;
-      }
-    }
-  }
-
-  __device__ void signal(int chunk) const {
-    const Comm& comm = args_.comm;
-    const int T = args_.routing.num_tokens, size = chunk_tokens(T);
-    const int64_t tokens = min(size, T - chunk * size);
-    uint32_t* counter = &state_of(comm).chunk_done[kDispatchPool][0][chunk];
-    if (!count_in(counter, min(tokens, team_.size)) || faulted(comm)) return;
-    const int dest = lane_id();
-    if (dest < comm.num_ranks) {
-      const int32_t* ends = meta_.send_chunk_end + dest * kMaxChunks;
-      signal_chunk(run_, kDispatchPool, dest, chunk, chunk == 0 ? 0 : ends[chunk - 1], ends[chunk]);
-    }
-    __syncwarp();
-    if (chunk == 0 && lane_id() == 0) hold_at_gate(run_);
+  __device__ void list_destinations(uint64_t* list) const {
+    const int R = args_.comm.num_ranks, lane = lane_id();
+    const int32_t* positions = at<const int32_t>(args_.routing.send_pos) + static_cast<int64_t>(token_) * R;
+    const int32_t position = lane < R ? positions[lane] : -1;
+    const unsigned mask = __ballot_sync(kAllLanes, position >= 0);
+    if (lane == 0) list[0] = __popc(mask);
+    if (position >= 0)
+      list[1 + __popc(mask & ((1u << lane) - 1u))] =
+          args_.comm.pool[kDispatchPool][lane] + (meta_.slot_base[lane] + static_cast<int64_t>(position)) * lay_.bytes;
     __syncwarp();
   }
 
-  const Run& run_;
+  // The same for every destination: all pairs of the token.
+  __device__ void write_head(char* to) const {
+    const int K = args_.routing.topk;
+    int32_t* ids = reinterpret_cast<int32_t*>(to);
+    for (int k = lane_id(); k < K; k += kWarp) {
+      const int64_t pair = static_cast<int64_t>(token_) * K + k;
+      const int32_t id = at<const int32_t>(args_.routing.topk_ids)[pair];
+      const int32_t position = at<const int32_t>(args_.routing.pair_pos)[pair];
+      ids[k] = id;
+      reinterpret_cast<int32_t*>(to + lay_.rows)[k] = id < 0 ? -1 : meta_.flat_base[id] + position;
+      if (args_.header.weight_bytes != 0)
+        reinterpret_cast<float*>(to + lay_.weights)[k] = at<const float>(args_.weights)[pair];
+    }
+    if (args_.header.scale_bytes != 0)
+      copy_bytes(to + lay_.scales, at<char>(args_.scales, token_ * args_.scale_stride), args_.header.scale_bytes);
+  }
+
   const SendArgs& args_;
-  const Meta meta_;
+  const Meta& meta_;
+  const Cut& cut_;
   const SlotLayout lay_;
-  const Team team_;
-  const uint32_t units_per_row_;
-  int64_t next_;          // token
-  int64_t boundary_ = 0;  // units of this warp through chunk_
-  int chunk_ = 0;         // the first that is not signalled
+  uint64_t* const lists_;  // one for each row under way
+  RowQueue tokens_;
+  int32_t token_ = 0;
+  uint32_t loaded_ = 0, stored_ = 0;  // rows
 };
 
 // All threads: this rank's rows end within every destination's pool.
-__device__ bool rows_fit(const Run& run, const SendArgs& args) {
+__device__ bool rows_fit(const Run& run, const SendArgs& args, const Meta& meta) {
   const Comm& comm = args.comm;
-  const Meta meta = meta_of(comm, args.routing);
   const int dest = static_cast<int>(threadIdx.x);
   bool ok = true;
   if (dest < comm.num_ranks && meta.rank_count[dest] > 0) {
@@ -136,20 +136,35 @@ __device__ bool rows_fit(const Run& run, const SendArgs& args) {
   return __syncthreads_and(ok) != 0;
 }
 
+constexpr int kMostThreads = (kCopyWarps + 1) * kWarp;
+
 template <bool kBulk>
-__global__ void __launch_bounds__(kCopyThreads, 1)
+__global__ void __launch_bounds__(kMostThreads, 1)
     send_kernel(const __grid_constant__ SendArgs args, const __grid_constant__ Cut cut) {
+  __shared__ Progress progress;
+  const Meta meta = meta_of(args.comm, args.routing);
+  if (pools_must_grow(args, meta)) return;
   Run run = enter(args.comm, kSend);
+  progress.clear();
   if (run.ok) {
     tell_started(run, kDispatchPool);
-    run.ok = rows_fit(run, args) && open_destinations(run, kDispatchPool, args.header);
+    run.ok = rows_fit(run, args, meta) && open_destinations(run, kDispatchPool, args.header);
   }
   if (run.ok) {
     if (args.routing.num_tokens == 0 && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
-    SendJob job(run, args, kBulk ? cut.pieces : 1);
-    copy_rows<kBulk>(job, run, cut);
+    if (warp_id() == cut.warps) {
+      signal_chunks(run, kDispatchPool, progress, cut.warps, SentChunks{run, meta, args.routing.num_tokens});
+    } else {
+      SendJob job(run, args, meta, cut, progress);
+      copy_rows<kBulk>(job, run, cut);
+    }
   }
-  if (last_to_finish(run) && !faulted(args.comm)) advance(run);
+  if (last_to_finish(run) && !faulted(args.comm)) finish_sending(run, kDispatchPool);
+}
+
+template <bool kBulk>
+void launch_send(const SendArgs& args, const Cut& cut) {
+  launch<send_kernel<kBulk>>("send", args.num_sms, (cut.warps + 1) * kWarp, cut.shared_bytes(), args.stream, args, cut);
 }
 
 }  // namespace
@@ -165,14 +180,13 @@ void send(const SendArgs& args) {
     require(args.header.scale_bytes == 0 || args.scales != 0, "scales", "an address", 0);
   }
   const Room room = room_for<send_kernel<true>>();
-  const bool bulk = room.bulk && args.comm.plain == 0;
-  const int64_t largest = std::min<int64_t>(args.header.row_bytes, kLargestPiece);
-  const Cut cut = make_cut(args.header.row_bytes, largest, kCopyWarps, args.comm.num_ranks, room.shared_bytes, bulk);
-  const int64_t shared = shared_bytes_of(cut, kCopyWarps);
-  if (bulk)
-    launch<send_kernel<true>>("send", args.num_sms, kCopyThreads, shared, args.stream, args, cut);
+  const int list = SendJob::list_size(args.comm.num_ranks);
+  const SlotLayout lay = slot_layout_of(args.header);
+  const Cut cut = cut_for_warps(lay.image, kLeastCopyWarps, kCopyWarps, kStages * list, room.shared_bytes);
+  if (room.bulk && args.comm.plain == 0 && lay.row < cut.piece_bytes)
+    launch_send<true>(args, cut);
   else
-    launch<send_kernel<false>>("send", args.num_sms, kCopyThreads, shared, args.stream, args, cut);
+    launch_send<false>(args, uncut(lay.image, kCopyWarps, list));
 }
 
 }  // namespace ep::cuda

@@ -6,9 +6,9 @@
 // Meeting. The CTAs of one kernel never wait for each other. Each counts itself in when it is done, and the last one
 // does what must come after all of them: consumed words, the epoch, poisoned outputs. Epochs live in State, so that a
 // replayed CUDA graph moves on; every CTA reads its epoch before it counts itself in, and only the last one advances
-// it. Memory order. Rows, then a fence at system scope by each contributing warp, then its count at device scope;
-// whoever counts last stores the flag with release at system scope. Readers acquire the flag at system scope, join
-// their warp or CTA, and fence the async proxy before bulk loads of what peers wrote.
+// it.
+// Memory order. How rows are told to peers is in signals.cuh. Readers acquire a flag at system scope, join their warp
+// or CTA, and fence the async proxy before bulk loads of what peers wrote.
 #pragma once
 #include "../views.h"
 #include "ptx.cuh"
@@ -35,8 +35,7 @@ struct Team {
   int64_t index;
   int64_t size;
 };
-__device__ __forceinline__ Team team_of_warps() {
-  const int warps = static_cast<int>(blockDim.x / kWarp);
+__device__ __forceinline__ Team team_of_warps(int warps) {
   return Team{static_cast<int64_t>(warp_id()) * gridDim.x + blockIdx.x, static_cast<int64_t>(warps) * gridDim.x};
 }
 // The first number at or after `begin` that is this member's: numbers go round the team.
@@ -198,30 +197,6 @@ __device__ inline bool open_sources(const Run& run, Pool pool, const Header& min
          check_opening(run, word, source, mine, src_tokens == nullptr ? -1 : src_tokens[source]);
   }
   return __syncthreads_and(ok) != 0;
-}
-
-// Counts a warp in whose rows of a chunk are written; true, in all its lanes, for the last of `contributors`. Bulk
-// stores of the rows are complete. The counter is zero again for the next epoch.
-__device__ inline bool count_in(uint32_t* counter, int64_t contributors) {
-  ptx::fence_proxy_async();
-  __syncwarp();
-  int last = 0;
-  if (lane_id() == 0) {
-    ptx::fence_acq_rel_sys();
-    last = ptx::atom_add_acq_rel_gpu(counter, 1u) + 1 == static_cast<uint32_t>(contributors);
-    if (last) *counter = 0;
-  }
-  last = __shfl_sync(kAllLanes, last, 0);
-  __syncwarp();
-  return last != 0;
-}
-
-// Tells `owner` that rows [begin, end) of this rank's chunk lie there.
-__device__ inline void signal_chunk(const Run& run, Pool pool, int owner, int chunk, int begin, int end) {
-  Arrival* word = arrival(run.comm, owner, pool, run.comm.rank, chunk);
-  word->begin = begin;
-  word->end = end;
-  ptx::st_release_sys(&word->flag, run.epoch);
 }
 
 }  // namespace ep::cuda

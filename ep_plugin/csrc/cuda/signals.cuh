@@ -1,0 +1,123 @@
+// How the warps of a sending kernel share its rows, and how it tells peers that the rows of a chunk are there.
+//
+// Rows are numbered in the order in which they are to arrive. Every warp takes the next number that nobody has taken:
+// SMs are not equally far from the links, and with equal shares the fastest are done when the slowest are half way.
+//
+// Roles. A warp that moves rows says, in its CTA's shared memory, up to which number all rows that it took are written.
+// One warp more per CTA waits until all of them are past the end of a chunk, chunk by chunk, and counts its CTA in for
+// the device; the last CTA tells the peers.
+// Memory order. A row is written before the warp says so (bulk stores: complete), with release order in the CTA; the
+// warp that waits for it acquires. It then fences once at system scope, for all rows of the chunk, and counts in with
+// release at device scope; the last one stores the flags with release at system scope. So a chunk costs one system
+// fence per CTA, and no warp that moves rows waits for it.
+#pragma once
+#include "sync.cuh"
+
+namespace ep::cuda {
+
+constexpr int32_t kNoMore = INT32_MAX;
+
+// Of each warp: the first number that it may have taken and not written. In shared memory.
+struct Progress {
+  int32_t first[kWarp];
+
+  // All threads, before the CTA's next barrier.
+  __device__ void clear() {
+    if (threadIdx.x < kWarp) first[threadIdx.x] = 0;
+  }
+};
+
+// One warp's rows. It has always taken one more than it was given, so that it need not wait for the counter.
+class RowQueue {
+ public:
+  __device__ RowQueue(const Run& run, Pool pool, int64_t rows, Progress& progress)
+      : counter_(&state_of(run.comm).next_row[pool]), rows_(rows), progress_(progress) {
+    take();
+  }
+
+  // The next row, or kNoMore.
+  __device__ int32_t next() {
+    const int32_t row = upcoming();
+    if (row == kNoMore) return kNoMore;
+    if (lane_id() == static_cast<int>(given_ % kWarp)) kept_ = row;
+    ++given_;
+    take();
+    return row;
+  }
+
+  // So many of the rows given are written.
+  __device__ void written(uint32_t rows) {
+    const int32_t first = rows < given_ ? __shfl_sync(kAllLanes, kept_, static_cast<int>(rows % kWarp)) : upcoming();
+    if (lane_id() == 0) ptx::st_release_cta(progress_.first + warp_id(), first);
+  }
+
+ private:
+  __device__ void take() {
+    if (lane_id() == 0) taken_ = atomicAdd(counter_, 1ull);
+  }
+  __device__ int32_t upcoming() const {
+    const int64_t row = static_cast<int64_t>(__shfl_sync(kAllLanes, taken_, 0));
+    return row < rows_ ? static_cast<int32_t>(row) : kNoMore;
+  }
+
+  unsigned long long* const counter_;
+  const int64_t rows_;
+  Progress& progress_;
+  unsigned long long taken_ = 0;
+  int32_t kept_ = 0;  // rows under way, a lane keeps each
+  uint32_t given_ = 0;
+};
+
+// Tells `owner` that rows [begin, end) of this rank's chunk lie there.
+__device__ inline void signal_chunk(const Run& run, Pool pool, int owner, int chunk, int begin, int end) {
+  Arrival* word = arrival(run.comm, owner, pool, run.comm.rank, chunk);
+  word->begin = begin;
+  word->end = end;
+  ptx::st_release_sys(&word->flag, run.epoch);
+}
+
+// One warp: waits until the `warps` others have written whatever they took of the rows before `end`. They end by
+// themselves, in a fault too.
+__device__ inline bool wait_written(const Run& run, const Progress& progress, int warps, int chunk, int32_t end) {
+  Patience patience;
+  for (;;) {
+    const int32_t first = lane_id() < warps ? ptx::ld_acquire_cta(progress.first + lane_id()) : kNoMore;
+    const int32_t least = __reduce_min_sync(kAllLanes, first);
+    if (least >= end) return true;
+    int go_on = 1;
+    if (lane_id() == 0) go_on = patience.keep_waiting(run, run.comm.rank, chunk, end, least);
+    if (!__shfl_sync(kAllLanes, go_on, 0)) return false;
+  }
+}
+
+// One warp of each CTA. Chunks has
+//   int count() const                       chunks of the kernel
+//   int32_t end(int chunk) const            the number after the chunk's last row
+//   void signal(int peer, int chunk) const  tells a peer; called by a lane for each peer
+template <class Chunks>
+__device__ void signal_chunks(const Run& run, Pool pool, const Progress& progress, int warps, const Chunks& chunks) {
+  for (int chunk = 0; chunk < chunks.count(); ++chunk) {
+    if (!wait_written(run, progress, warps, chunk, chunks.end(chunk))) return;
+    int last = 0;
+    if (lane_id() == 0) {
+      uint32_t* done = &state_of(run.comm).chunk_done[pool][chunk];
+      ptx::fence_acq_rel_sys();
+      last = ptx::atom_add_acq_rel_gpu(done, 1u) + 1 == gridDim.x;
+      if (last) *done = 0;
+    }
+    if (!__shfl_sync(kAllLanes, last, 0)) continue;
+    if (__any_sync(kAllLanes, faulted(run.comm))) return;
+    if (lane_id() < run.comm.num_ranks) chunks.signal(lane_id(), chunk);
+    __syncwarp();
+    if (chunk == 0 && lane_id() == 0) hold_at_gate(run);
+    __syncwarp();
+  }
+}
+
+// The last CTA's end of a sending kernel that went well.
+__device__ inline void finish_sending(const Run& run, Pool pool) {
+  if (threadIdx.x == 0) state_of(run.comm).next_row[pool] = 0;
+  advance(run);
+}
+
+}  // namespace ep::cuda
