@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, cast
 
@@ -24,6 +23,7 @@ from ep_plugin.moe import high_throughput as ht
 from ep_plugin.moe.engine import Engine, abort_all
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch
+from ep_plugin.moe.work import CombineWork, DispatchWork
 
 _numbers = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, MoECommunicator] = weakref.WeakValueDictionary()
@@ -37,44 +37,6 @@ def communicator(number: int) -> MoECommunicator:
     if found is None:
         raise CommunicatorClosed(f"expected the number of an open communicator, got {number}")
     return found
-
-
-class DispatchWork:
-    """A dispatch under way. `wait()` returns what `dispatch` would have; `done`: it or a later call completed it."""
-
-    def __init__(
-        self, begun: ht.PendingDispatch, complete: Callable[[], tuple[DispatchOutput, DispatchHandle]]
-    ) -> None:
-        self._begun, self._complete = begun, complete
-        self._result: tuple[DispatchOutput, DispatchHandle] | None = None
-
-    @property
-    def done(self) -> bool:
-        return self._result is not None or self._begun.result is not None
-
-    def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
-        """Completes the dispatch and orders the caller's stream after it. May be called more than once."""
-        if self._result is None:
-            self._result = self._complete()
-        return self._result
-
-
-class CombineWork:
-    """A combine under way. `wait()` returns the ``[T, H]`` tokens; `done`: it or a later call completed it."""
-
-    def __init__(self, begun: ht.PendingCombine, complete: Callable[[], torch.Tensor]) -> None:
-        self._begun, self._complete = begun, complete
-        self._result: torch.Tensor | None = None
-
-    @property
-    def done(self) -> bool:
-        return self._result is not None or self._begun.result is not None
-
-    def wait(self) -> torch.Tensor:
-        """Completes the combine and orders the caller's stream after it. May be called more than once."""
-        if self._result is None:
-            self._result = self._complete()
-        return self._result
 
 
 class MoECommunicator:
