@@ -2,6 +2,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <initializer_list>
+#include <iterator>
+#include <utility>
+
 #include "api.h"
 #include "board.h"
 #include "views.h"
@@ -24,12 +28,64 @@ py::class_<Args> bind_struct(py::module_& m, const char* name) {
   }));
 }
 
+// An enum as Python's IntEnum: its members are the numbers that structs and faults hold.
+void bind_enum(py::module_& m, const char* name, std::initializer_list<std::pair<const char*, int64_t>> members) {
+  py::dict named;
+  for (const auto& [member, value] : members) named[member] = value;
+  m.attr(name) = py::module_::import("enum").attr("IntEnum")(name, named, py::arg("module") = m.attr("__name__"));
+}
+
+void bind_constants(py::module_& m) {
+  m.attr("max_ranks") = kMaxRanks;
+  m.attr("max_topk") = kMaxTopk;
+  m.attr("row_align") = kRowAlign;
+  m.attr("num_totals") = kTotals;
+  m.attr("state_bytes") = sizeof(State);
+  bind_enum(m, "Op", {{"DISPATCH", kOpDispatch}, {"CACHED_DISPATCH", kOpCachedDispatch}, {"COMBINE", kOpCombine}});
+  bind_enum(m, "Layout", {{"FLAT", kFlat}, {"TOKEN_MAJOR", kTokenMajor}});
+  bind_enum(m, "Pool", {{"DISPATCH", kDispatchPool}, {"COMBINE", kCombinePool}});
+  bind_enum(m, "Step",
+            {{"NONE", kNoStep},
+             {"PLAN", kPlan},
+             {"NOTIFY", kNotify},
+             {"SEND", kSend},
+             {"EXPAND", kExpand},
+             {"COMBINE", kCombine},
+             {"ADD", kAdd}});
+  bind_enum(m, "FaultCode",
+            {{"NONE", kNoFault},
+             {"TIMEOUT", kTimeout},
+             {"ABORTED", kAborted},
+             {"DISAGREE", kDisagree},
+             {"BAD_IDS", kBadIds},
+             {"BAD_DATA", kBadData},
+             {"TOO_SMALL", kTooSmall}});
+  bind_enum(m, "Total",
+            {{"SLOTS", kTotalSlots}, {"ROWS", kTotalRows}, {"MAX_SLOTS", kTotalMaxSlots}, {"MAX_SENT", kTotalMaxSent}});
+  bind_enum(m, "Element",
+            {{"FLOAT32", kFloat32}, {"BFLOAT16", kBFloat16}, {"FLOAT16", kFloat16}, {"FLOAT64", kFloat64}});
+}
+
 void set_addresses(Address* to, const std::vector<Address>& from) {
   if (from.size() > kMaxRanks)
     throw py::value_error("ranks: expected at most " + std::to_string(kMaxRanks) + ", got " +
                           std::to_string(from.size()));
   std::copy(from.begin(), from.end(), to);
 }
+
+// In the order of the struct: a fault names a word of the header by its index.
+constexpr std::pair<const char*, int64_t Header::*> kHeaderWords[] = {
+    {"op", &Header::op},
+    {"row_bytes", &Header::row_bytes},
+    {"scale_bytes", &Header::scale_bytes},
+    {"weight_bytes", &Header::weight_bytes},
+    {"topk", &Header::topk},
+    {"dtype", &Header::dtype},
+    {"layout", &Header::layout},
+    {"config_hash", &Header::config_hash},
+    {"num_tokens", &Header::num_tokens},
+};
+static_assert(std::size(kHeaderWords) == kHeaderFields, "every word of the header has a name");
 
 void bind_structs(py::module_& m) {
   bind_struct<Comm>(m, "Comm")
@@ -59,16 +115,13 @@ void bind_structs(py::module_& m) {
       .def_readwrite("meta", &Routing::meta)
       .def_readwrite("recv_rows", &Routing::recv_rows)
       .def_readwrite("slots", &Routing::slots);
-  bind_struct<Header>(m, "Header")
-      .def_readwrite("op", &Header::op)
-      .def_readwrite("row_bytes", &Header::row_bytes)
-      .def_readwrite("scale_bytes", &Header::scale_bytes)
-      .def_readwrite("weight_bytes", &Header::weight_bytes)
-      .def_readwrite("topk", &Header::topk)
-      .def_readwrite("dtype", &Header::dtype)
-      .def_readwrite("layout", &Header::layout)
-      .def_readwrite("config_hash", &Header::config_hash)
-      .def_readwrite("num_tokens", &Header::num_tokens);
+  auto header = bind_struct<Header>(m, "Header");
+  py::list names;
+  for (const auto& [name, word] : kHeaderWords) {
+    header.def_readwrite(name, word);
+    names.append(name);
+  }
+  m.attr("header_fields") = py::tuple(names);
 }
 
 void bind_dispatch_args(py::module_& m) {
@@ -208,9 +261,7 @@ void bind_board(py::module_& m) {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Kernels of ep_plugin: pointers and streams are integers.";
-  m.attr("max_ranks") = kMaxRanks;
-  m.attr("max_topk") = kMaxTopk;
-  m.attr("state_bytes") = sizeof(State);
+  bind_constants(m);
   m.def("control_bytes", [](int ranks, int experts) { return control_layout(ranks, experts).bytes; });
   m.def("meta_words", [](int ranks, int experts) { return meta_layout(ranks, experts).words; });
   m.def("slot_bytes", [](int64_t row_bytes, int64_t scale_bytes, int64_t weight_bytes, int64_t topk) {

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from ep_plugin import _C
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
 from ep_plugin.errors import CommunicatorClosed, EpPluginError
 from ep_plugin.moe import high_throughput as ht
@@ -276,7 +277,7 @@ class MoECommunicator:
             topk_ids=None if flat else out_ids,
             row_expert_ids=row_ids if flat else None,
             num_tokens_per_expert=count,
-            num_tokens_per_expert_cpu=totals[4:].clone() if capacity is None else None,
+            num_tokens_per_expert_cpu=totals[_C.num_totals :].clone() if capacity is None else None,
             expert_offsets=offset,
             overflow=None if capacity is None else overflow[0],
             required=None if capacity is None else overflow[1],

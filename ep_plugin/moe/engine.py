@@ -27,15 +27,14 @@ from ep_plugin.errors import (
 from ep_plugin.memory.board import Boards
 from ep_plugin.memory.exchange import Exchange
 from ep_plugin.memory.peer import PeerBuffer, open_memory, transport_for
-from ep_plugin.moe.faults import STEPS, aborted_error, disagreement_on_pool, error_of
+from ep_plugin.moe.faults import aborted_error, disagreement_on_pool, error_of
 from ep_plugin.moe.lanes import lanes_of
 
-DISPATCH_POOL, COMBINE_POOL = 0, 1
+DISPATCH_POOL, COMBINE_POOL = _C.Pool.DISPATCH, _C.Pool.COMBINE
 # SMs of the sending and of the receiving kernel of each operation, and what they leave to others at least.
 DEFAULT_SMS = {"dispatch_sms": 16, "expand_sms": 48, "combine_sms": 48, "add_sms": 24}
 RUN_TOGETHER = (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms"))
 FREE_SMS = 32
-_POOL_NAMES = ("dispatch pool", "combine pool")
 
 _enqueue_locks: dict[torch.device, threading.RLock] = {}
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -124,7 +123,7 @@ class Engine:
             rank=self.rank,
             num_ranks=self.size,
             num_experts=self.config.num_experts,
-            gate=STEPS.index(settings.test_gate) if settings.test_gate else 0,
+            gate=_C.Step[(settings.test_gate or "none").upper()],
             plain=int(settings.plain_kernels),
             timeout_ns=int(self.timeout_s * 1e9),
             state=self._state.data_ptr(),
@@ -152,7 +151,7 @@ class Engine:
 
     def _grow(self, pool: int, nbytes: int) -> None:
         """The old pool is given back only after every rank has finished whatever reads or writes it."""
-        name = _POOL_NAMES[pool]
+        name = f"{_C.Pool(pool).name.lower()} pool"
         if self.lanes.capturing():
             raise EpPluginError(
                 f"{self.name}: the {name} has {self.pool_bytes(pool)} bytes where {nbytes} are needed, "
