@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,16 +42,25 @@ def round_trip(comm: MoECommunicator, count: int = 5) -> None:
     torch.testing.assert_close(comm.combine(out.tokens, handle, weights=out.weights), x)
 
 
-def die_at_gate(comm: MoECommunicator) -> None:
-    """Ends this process by SIGKILL, from a thread, as soon as a kernel is held at its test gate."""
+def at_gate(comm: MoECommunicator, act: Callable[[], None]) -> None:
+    """Calls `act` in a thread as soon as a kernel is held at its test gate."""
     board = comm.engine.boards.address
 
     def watch() -> None:
         while _C.gate_reached(board) == 0:
             time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGKILL)
+        act()
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def signal_self(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def die_at_gate(comm: MoECommunicator) -> None:
+    """Ends this process by SIGKILL as soon as a kernel is held at its test gate."""
+    at_gate(comm, lambda: signal_self(signal.SIGKILL))
 
 
 def record_outputs(comm: MoECommunicator) -> dict[str, bytes]:

@@ -49,7 +49,7 @@ def test_fields_of_a_header_have_their_names() -> None:
 
 
 def test_constants_that_the_configuration_knows_without_loading_the_kernels() -> None:
-    assert (config.MAX_TOPK, config.ROW_ALIGNMENT_BYTES) == (_C.max_topk, _C.row_align)
+    assert (_C.max_topk, _C.row_align) == (config.MAX_TOPK, config.ROW_ALIGNMENT_BYTES)
     assert {gate.upper() for gate in env.TEST_GATES} < set(_C.Step.__members__)
     assert {_C.Total(index).name for index in range(_C.num_totals)} == set(_C.Total.__members__)
     assert set(_C.Layout.__members__) < set(config.DispatchLayout.__members__)

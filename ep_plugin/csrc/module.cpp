@@ -1,6 +1,8 @@
 // Python's view of the kernels: argument structs made from keywords, one function per kernel and device, the board.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <initializer_list>
 #include <iterator>
@@ -193,14 +195,38 @@ void bind_combine_args(py::module_& m) {
       .def_readwrite("stream", &AddArgs::stream);
 }
 
+// Whether a signal handler has raised, such as Ctrl-C's: the exception then stays set for whoever called the wait.
+// Python handles signals on its main thread alone, so the others need not take the interpreter's lock.
+bool signal_has_raised() {
+  if (syscall(SYS_gettid) != getpid()) return false;
+  py::gil_scoped_acquire acquire;
+  return PyErr_CheckSignals() != 0;
+}
+
+void raise_interruption() {
+  if (PyErr_Occurred()) throw py::error_already_set();
+}
+
+// Kernels run, or are enqueued, without the interpreter's lock.
+template <class Args>
+void bind_kernel(py::module_& m, const char* name, void (*kernel)(const Args&)) {
+  m.def(name, [kernel](const Args& args) {
+    {
+      py::gil_scoped_release release;
+      kernel(args);
+    }
+    raise_interruption();
+  });
+}
+
 void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   py::module_ sub = m.def_submodule(name);
-  sub.def("plan", table.plan, py::call_guard<py::gil_scoped_release>());
-  sub.def("notify", table.notify, py::call_guard<py::gil_scoped_release>());
-  sub.def("send", table.send, py::call_guard<py::gil_scoped_release>());
-  sub.def("expand", table.expand, py::call_guard<py::gil_scoped_release>());
-  sub.def("push", table.push, py::call_guard<py::gil_scoped_release>());
-  sub.def("add", table.add, py::call_guard<py::gil_scoped_release>());
+  bind_kernel(sub, "plan", table.plan);
+  bind_kernel(sub, "notify", table.notify);
+  bind_kernel(sub, "send", table.send);
+  bind_kernel(sub, "expand", table.expand);
+  bind_kernel(sub, "push", table.push);
+  bind_kernel(sub, "add", table.add);
 }
 
 py::object fault_of(Address address) {
@@ -234,8 +260,13 @@ void bind_board(py::module_& m) {
     return text_of(board.activity, sizeof(board.activity));
   });
   m.def("wait_ticket", [](Address address, uint64_t ticket, int64_t timeout_ns) {
-    py::gil_scoped_release release;
-    return static_cast<int>(wait_ticket(address, ticket, timeout_ns));
+    WaitResult result;
+    {
+      py::gil_scoped_release release;
+      result = wait_ticket(address, ticket, timeout_ns);
+    }
+    raise_interruption();
+    return static_cast<int>(result);
   });
   m.def("board_totals", [](Address address, int local_experts) {
     const int64_t* totals = at<int64_t>(address, sizeof(Board));
@@ -261,6 +292,7 @@ void bind_board(py::module_& m) {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Kernels of ep_plugin: pointers and streams are integers.";
+  set_interruption(&signal_has_raised);
   bind_constants(m);
   m.def("control_bytes", [](int ranks, int experts) { return control_layout(ranks, experts).bytes; });
   m.def("meta_words", [](int ranks, int experts) { return meta_layout(ranks, experts).words; });

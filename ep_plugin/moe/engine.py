@@ -68,6 +68,8 @@ class Engine:
         self.reserved = 0
         self._pools: list[PeerBuffer | None] = [None, None]
         self._captured = False
+        self._running = False
+        self._to_close = False
         self._resources = contextlib.ExitStack()
         try:
             self._construct(group)
@@ -181,12 +183,17 @@ class Engine:
             _announce(self, what)
             self._captured |= self.lanes.capturing()
             try:
+                self._running = True
                 yield
             except BaseException as error:
                 with contextlib.suppress(Exception):
                     self.lanes.join()  # memory that kernels still use must not be given away meanwhile
                 self._fail(error, what)
                 raise
+            finally:
+                self._running = False
+                if self._to_close:
+                    self.close()
 
     def next_ticket(self) -> int:
         self._tickets += 1
@@ -224,6 +231,9 @@ class Engine:
         with self.lock:
             if self.closed:
                 return
+            if self._running:  # the caller is a signal's handler: the memory is in use until the operation has left
+                self._to_close = True
+                return self.abort("closed by a signal handler during an operation")
             self.closed = True
             with contextlib.suppress(Exception):  # every kernel ends by itself; a broken device has nothing to drain
                 self.lanes.drain()
@@ -246,7 +256,7 @@ class Engine:
         if isinstance(error, EpPluginError):
             self._remember(error)
             return
-        reason = f"{type(error).__name__} in {what}: {error}"
+        reason = f"{type(error).__name__} in {what}: {error}".removesuffix(": ")
         self._error = EpPluginError(f"{self.name}: failed earlier on this rank: {reason}")
         self.boards.tell_abort(reason)
 
