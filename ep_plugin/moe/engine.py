@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import os
 import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -80,6 +83,7 @@ class Engine:
         self.closed = False
         with _live_lock:
             _live.add(self)
+        _abort_on_uncaught_exceptions()
 
     def _construct(self, group: dist.ProcessGroup | None) -> None:
         config, device = self.config, self.device
@@ -282,6 +286,19 @@ def abort_all(reason: str) -> None:
     """Tells the peers of every open communicator of this process that this rank has failed."""
     for engine in _live_engines():
         engine.abort(reason)
+
+
+@functools.cache
+def _abort_on_uncaught_exceptions() -> None:
+    """A script that dies of an exception tells its peers, who would else wait until their deadline."""
+    previous, owner = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() == owner:  # a forked child is not the rank
+            abort_all(f"{kind.__name__}: {error}")
+        previous(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _watch_of(engine: Engine, growing: tuple[str, int] | None = None) -> Callable[[], None]:
