@@ -209,7 +209,7 @@ class Engine:
         if not self.boards.wait_ticket(ticket, most_s):
             self.check()
             raise EpPluginError(f"{self.name}: the device did not finish step notify in {most_s:g} s")
-        return torch.tensor(self.boards.totals(), dtype=torch.int64)
+        return torch.tensor(self.boards.totals(), dtype=torch.int64, device="cpu")
 
     def check(self) -> None:
         """Raises the communicator's first error, if there is one; CommunicatorClosed after close."""
