@@ -106,7 +106,9 @@ def _another_default_device(rank: int, size: int) -> None:
     inputs = make_inputs(Case(tokens=(9,) * size, num_experts=2 * size))
     expected = inputs.expected(FLAT)[rank]
     with communicator(inputs.case) as comm, torch.device("meta"):
-        out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+        work = comm.dispatch_async(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+        comm.dispatch_async(inputs.x[rank], inputs.ids[rank]).wait()  # completes the first outside of any operator
+        out, handle = work.wait()
         z = comm.combine(out.tokens, handle, weights=out.weights)
     same_bits("tokens", out.tokens, expected.tokens)
     assert handle.totals.device.type == z.device.type == "cpu"
