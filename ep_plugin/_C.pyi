@@ -1,10 +1,60 @@
-"""Types of the extension: see csrc/api.h for what each argument means. Addresses and streams are integers."""
+"""Types of the extension: see csrc/api.h for what each argument means; fields that are not given are 0.
+
+Addresses and streams are integers. Enums are those of csrc/layout.h and api.h."""
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 max_ranks: int
 max_topk: int
+row_align: int
+num_totals: int
 state_bytes: int
+header_fields: tuple[str, ...]
+"""Names of Header's words, by the index that a fault gives."""
+
+class Op(IntEnum):
+    DISPATCH = ...
+    CACHED_DISPATCH = ...
+    COMBINE = ...
+
+class Layout(IntEnum):
+    FLAT = ...
+    TOKEN_MAJOR = ...
+
+class Pool(IntEnum):
+    DISPATCH = ...
+    COMBINE = ...
+
+class Step(IntEnum):
+    NONE = ...
+    PLAN = ...
+    NOTIFY = ...
+    SEND = ...
+    EXPAND = ...
+    COMBINE = ...
+    ADD = ...
+
+class FaultCode(IntEnum):
+    NONE = ...
+    TIMEOUT = ...
+    ABORTED = ...
+    DISAGREE = ...
+    BAD_IDS = ...
+    BAD_DATA = ...
+    TOO_SMALL = ...
+
+class Total(IntEnum):
+    SLOTS = ...
+    ROWS = ...
+    MAX_SLOTS = ...
+    MAX_SENT = ...
+
+class Element(IntEnum):
+    FLOAT32 = ...
+    BFLOAT16 = ...
+    FLOAT16 = ...
+    FLOAT64 = ...
 
 def control_bytes(ranks: int, experts: int) -> int: ...
 def meta_words(ranks: int, experts: int) -> int: ...
@@ -20,7 +70,18 @@ class Comm:
     timeout_ns: int
     state: int
     board: int
-    def __init__(self, **fields: int) -> None: ...
+    def __init__(
+        self,
+        *,
+        rank: int = ...,
+        num_ranks: int = ...,
+        num_experts: int = ...,
+        gate: int = ...,
+        plain: int = ...,
+        timeout_ns: int = ...,
+        state: int = ...,
+        board: int = ...,
+    ) -> None: ...
     def set_control(self, ranks: Sequence[int]) -> None: ...
     def set_pool(self, pool: int, ranks: Sequence[int], nbytes: int) -> None: ...
 
@@ -35,7 +96,20 @@ class Routing:
     meta: int
     recv_rows: int
     slots: int
-    def __init__(self, **fields: int) -> None: ...
+    def __init__(
+        self,
+        *,
+        num_tokens: int = ...,
+        topk: int = ...,
+        layout: int = ...,
+        alignment: int = ...,
+        topk_ids: int = ...,
+        send_pos: int = ...,
+        pair_pos: int = ...,
+        meta: int = ...,
+        recv_rows: int = ...,
+        slots: int = ...,
+    ) -> None: ...
 
 class Header:
     op: int
@@ -47,25 +121,169 @@ class Header:
     layout: int
     config_hash: int
     num_tokens: int
-    def __init__(self, **fields: int) -> None: ...
+    def __init__(
+        self,
+        *,
+        op: int = ...,
+        row_bytes: int = ...,
+        scale_bytes: int = ...,
+        weight_bytes: int = ...,
+        topk: int = ...,
+        dtype: int = ...,
+        layout: int = ...,
+        config_hash: int = ...,
+        num_tokens: int = ...,
+    ) -> None: ...
 
 class PlanArgs:
-    def __init__(self, **fields: Comm | Routing | int) -> None: ...
+    comm: Comm
+    routing: Routing
+    ids: int
+    id_bytes: int
+    num_sms: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        comm: Comm = ...,
+        routing: Routing = ...,
+        ids: int = ...,
+        id_bytes: int = ...,
+        num_sms: int = ...,
+        stream: int = ...,
+    ) -> None: ...
 
 class NotifyArgs:
-    def __init__(self, **fields: Comm | Routing | Header | int) -> None: ...
+    comm: Comm
+    routing: Routing
+    header: Header
+    ticket: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        comm: Comm = ...,
+        routing: Routing = ...,
+        header: Header = ...,
+        ticket: int = ...,
+        stream: int = ...,
+    ) -> None: ...
 
 class SendArgs:
-    def __init__(self, **fields: Comm | Routing | Header | int) -> None: ...
+    comm: Comm
+    routing: Routing
+    header: Header
+    x: int
+    x_stride: int
+    scales: int
+    scale_stride: int
+    weights: int
+    num_sms: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        comm: Comm = ...,
+        routing: Routing = ...,
+        header: Header = ...,
+        x: int = ...,
+        x_stride: int = ...,
+        scales: int = ...,
+        scale_stride: int = ...,
+        weights: int = ...,
+        num_sms: int = ...,
+        stream: int = ...,
+    ) -> None: ...
 
 class ExpandArgs:
-    def __init__(self, **fields: Comm | Routing | Header | int) -> None: ...
+    comm: Comm
+    routing: Routing
+    header: Header
+    tokens: int
+    scales: int
+    weights: int
+    topk_ids: int
+    row_expert_ids: int
+    expert_count: int
+    expert_offset: int
+    overflow: int
+    capacity: int
+    num_sms: int
+    fresh: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        comm: Comm = ...,
+        routing: Routing = ...,
+        header: Header = ...,
+        tokens: int = ...,
+        scales: int = ...,
+        weights: int = ...,
+        topk_ids: int = ...,
+        row_expert_ids: int = ...,
+        expert_count: int = ...,
+        expert_offset: int = ...,
+        overflow: int = ...,
+        capacity: int = ...,
+        num_sms: int = ...,
+        fresh: int = ...,
+        stream: int = ...,
+    ) -> None: ...
 
 class PushArgs:
-    def __init__(self, **fields: Comm | Routing | Header | int) -> None: ...
+    comm: Comm
+    routing: Routing
+    header: Header
+    y: int
+    rows: int
+    weights: int
+    extra: int
+    hidden: int
+    element: int
+    num_sms: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        comm: Comm = ...,
+        routing: Routing = ...,
+        header: Header = ...,
+        y: int = ...,
+        rows: int = ...,
+        weights: int = ...,
+        extra: int = ...,
+        hidden: int = ...,
+        element: int = ...,
+        num_sms: int = ...,
+        stream: int = ...,
+    ) -> None: ...
 
 class AddArgs:
-    def __init__(self, **fields: Comm | Routing | Header | int) -> None: ...
+    comm: Comm
+    routing: Routing
+    header: Header
+    out: int
+    bias: int
+    extra: int
+    hidden: int
+    element: int
+    num_sms: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        comm: Comm = ...,
+        routing: Routing = ...,
+        header: Header = ...,
+        out: int = ...,
+        bias: int = ...,
+        extra: int = ...,
+        hidden: int = ...,
+        element: int = ...,
+        num_sms: int = ...,
+        stream: int = ...,
+    ) -> None: ...
 
 class _Kernels:
     """A device's kernel table; CPU kernels run to their end, CUDA kernels are enqueued."""

@@ -106,7 +106,7 @@ def _fake_dispatch(
     )
     if previous:
         return *result, *(topk_ids.new_empty(0) for _ in previous)
-    totals = torch.empty(1 if capacity is not None else 4 + local, dtype=torch.int64, device="cpu")
+    totals = torch.empty(1 if capacity is not None else _C.num_totals + local, dtype=torch.int64, device="cpu")
     meta = ints(_C.meta_words(size, config.num_experts))
     return *result, ints(T, K), ints(T, size), ints(T, K), meta, ints(slots, K), totals
 

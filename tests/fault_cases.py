@@ -9,29 +9,55 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from ep_plugin import _C, MoECommunicator, MoECommunicatorConfig
+from ep_plugin.errors import PeerTimeout
 
 HIDDEN, TOPK, EXPERTS_PER_RANK = 8, 2, 2
+
+
+_device = torch.device("cpu")
+
+
+def here() -> torch.device:
+    """Where this process's tensors and communicators live: the CPU, unless `on_cuda` has said otherwise."""
+    return _device
+
+
+def on_cuda(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Runs `function(rank, *args)` of a CPU test on a GPU; ranks share GPUs where there are fewer."""
+    global _device
+    _device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(_device)
+    return function(rank, *args)
+
+
+def finish(comm: MoECommunicator) -> None:
+    """Waits for what was enqueued, and raises what it found: on a GPU that is after the call has returned."""
+    if comm.engine.device.type == "cuda":
+        torch.cuda.synchronize()
+    comm.check()
 
 
 def open_communicator(size: int, **settings: Any) -> MoECommunicator:
     """A communicator of the default group with rows of HIDDEN float32 and TOPK experts per token."""
     base = {"num_experts": EXPERTS_PER_RANK * size, "hidden_size": HIDDEN, "topk": TOPK}
-    return MoECommunicator(None, MoECommunicatorConfig(**(base | settings)))
+    return MoECommunicator(None, MoECommunicatorConfig(**(base | settings)), here())
 
 
 def tokens_for(rank: int, size: int, count: int, hidden: int = HIDDEN) -> tuple[torch.Tensor, ...]:
     """x ``[T, H]``, ids ``[T, K]`` and weights ``[T, K]``: every token goes to two ranks, all ranks in turn."""
-    x = torch.arange(count * hidden, dtype=torch.float32).reshape(count, hidden) + 1000 * rank
-    first = torch.arange(count) % (EXPERTS_PER_RANK * size)
+    x = torch.arange(count * hidden, dtype=torch.float32, device=here()).reshape(count, hidden) + 1000 * rank
+    first = torch.arange(count, device=here()) % (EXPERTS_PER_RANK * size)
     ids = torch.stack([first, (first + EXPERTS_PER_RANK) % (EXPERTS_PER_RANK * size)], dim=1)
-    return x, ids, torch.full((count, TOPK), 0.5)
+    return x, ids, torch.full((count, TOPK), 0.5, device=here())
 
 
 def round_trip(comm: MoECommunicator, count: int = 5) -> None:
@@ -41,16 +67,43 @@ def round_trip(comm: MoECommunicator, count: int = 5) -> None:
     torch.testing.assert_close(comm.combine(out.tokens, handle, weights=out.weights), x)
 
 
-def die_at_gate(comm: MoECommunicator) -> None:
-    """Ends this process by SIGKILL, from a thread, as soon as a kernel is held at its test gate."""
+def different_order(rank: int, deadline_s: float) -> PeerTimeout:
+    """Two communicators, called in different order on two ranks; a third one goes on afterwards."""
+    pair = [open_communicator(2, timeout_s=deadline_s) for _ in range(2)]
+    third = open_communicator(2)
+    with pytest.raises(PeerTimeout) as caught:
+        round_trip(pair[rank])
+    round_trip(third)
+    for comm in (*pair, third):
+        comm.close()
+    return caught.value
+
+
+def assert_says_different_order(errors: list[PeerTimeout]) -> None:
+    for rank, error in enumerate(errors):
+        assert (error.rank, error.step) == (1 - rank, "notify")
+        assert "call communicators that share a device in the same order" in str(error)
+
+
+def at_gate(comm: MoECommunicator, act: Callable[[], None]) -> None:
+    """Calls `act` in a thread as soon as a kernel is held at its test gate."""
     board = comm.engine.boards.address
 
     def watch() -> None:
         while _C.gate_reached(board) == 0:
             time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGKILL)
+        act()
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def signal_self(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def die_at_gate(comm: MoECommunicator) -> None:
+    """Ends this process by SIGKILL as soon as a kernel is held at its test gate."""
+    at_gate(comm, lambda: signal_self(signal.SIGKILL))
 
 
 def record_outputs(comm: MoECommunicator) -> dict[str, bytes]:

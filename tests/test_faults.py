@@ -14,7 +14,9 @@ import pytest
 
 from ep_plugin.errors import EpPluginError, PeerTimeout
 from tests.fault_cases import (
+    assert_says_different_order,
     die_at_gate,
+    different_order,
     nothing_left_behind,
     open_communicator,
     orphaned_names,
@@ -176,19 +178,8 @@ def test_a_fault_leaves_another_communicator_of_the_same_ranks_usable() -> None:
     assert DEADLINE_S <= took < DEADLINE_S + GRACE_S
 
 
-def _different_order(rank: int) -> PeerTimeout:
-    pair = [open_communicator(2, timeout_s=DEADLINE_S) for _ in range(2)]
-    third = open_communicator(2)
-    with pytest.raises(PeerTimeout) as caught:
-        round_trip(pair[rank])
-    round_trip(third)
-    return caught.value
-
-
 def test_different_order_on_two_ranks_is_a_timeout_that_says_so() -> None:
-    for rank, error in enumerate(values(run_ranks(2, _different_order))):
-        assert (error.rank, error.step) == (1 - rank, "notify")
-        assert "call communicators that share a device in the same order" in str(error)
+    assert_says_different_order(values(run_ranks(2, different_order, DEADLINE_S)))
 
 
 def _dies_before_growing(rank: int) -> PeerTimeout | None:

@@ -100,3 +100,19 @@ def _default_device(rank: int, size: int) -> str:
 
 def test_a_gloo_group_is_on_the_cpu_also_where_there_are_gpus() -> None:
     assert on_ranks(2, _default_device) == ["cpu", "cpu"]
+
+
+def _another_default_device(rank: int, size: int) -> None:
+    inputs = make_inputs(Case(tokens=(9,) * size, num_experts=2 * size))
+    expected = inputs.expected(FLAT)[rank]
+    with communicator(inputs.case) as comm, torch.device("meta"):
+        work = comm.dispatch_async(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+        comm.dispatch_async(inputs.x[rank], inputs.ids[rank]).wait()  # completes the first outside of any operator
+        out, handle = work.wait()
+        z = comm.combine(out.tokens, handle, weights=out.weights)
+    same_bits("tokens", out.tokens, expected.tokens)
+    assert handle.totals.device.type == z.device.type == "cpu"
+
+
+def test_torchs_default_device_is_nothing_to_us() -> None:
+    on_ranks(2, _another_default_device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ep_plugin import CommunicatorClosed, MoECommunicator, MoECommunicatorConfig
+from tests.fault_cases import nothing_left_behind
 from tests.moe_cases import (
     FLAT,
     LAYOUTS,
@@ -198,3 +200,37 @@ def _shared(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_shared_is_one_per_group_device_and_configuration(size: int) -> None:
     on_ranks(size, _shared)
+
+
+def _num_mapped() -> int:
+    return sum("/memfd:ep_plugin-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def _destroyed(rank: int, size: int) -> None:
+    case = Case(tokens=ragged(size, 9, 1), num_experts=2 * size, seed=1)
+    settings = {"num_experts": case.num_experts, "hidden_size": case.hidden, "topk": case.topk}
+    inputs = make_inputs(case)
+    store = dist.distributed_c10d._get_default_store()
+    mapped, communicators = [], []
+    for turn in range(3):
+        part = dist.new_group(list(range(size)))
+        for group in (None, part):
+            comm = MoECommunicator.shared(group, **settings)
+            assert MoECommunicator.shared(group, **settings) is comm
+            round_trip(comm, inputs, inputs.expected(FLAT))
+            communicators.append(comm)
+        assert [comm.engine.closed for comm in communicators] == [True] * (2 * turn) + [False] * 2
+        mapped.append(_num_mapped())
+        dist.destroy_process_group()
+        with pytest.raises(ValueError, match="expected an initialised|has not been initialized"):
+            MoECommunicator.shared(part, **settings)
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"{turn}", store), rank=rank, world_size=size)
+        with pytest.raises(ValueError, match="group: expected a process group that has not been destroyed, got"):
+            MoECommunicator.shared(part, **settings)
+    assert len(set(mapped)) == 1, mapped
+    nothing_left_behind()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_shared_of_a_destroyed_group_is_closed_by_the_next_call(size: int) -> None:
+    on_ranks(size, _destroyed)

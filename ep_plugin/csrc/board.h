@@ -7,10 +7,14 @@
 
 namespace ep {
 
-enum WaitResult : int { kReady = 0, kFaulted = 1, kAbortedByPeer = 2, kOverdue = 3 };
+// Sets what every wait of the host, and of the CPU kernels, asks now and then in the thread that waits: true ends the
+// wait, as an abort by this rank does. Set once, before anything waits.
+void set_interruption(bool (*wanted)());
+
+enum WaitResult : int { kReady = 0, kFaulted = 1, kAbortedByPeer = 2, kOverdue = 3, kInterrupted = 4 };
 
 // Waits, spinning briefly and then sleeping, until the notify `ticket` has stored its totals, a fault is recorded,
-// a peer has aborted, or `timeout_ns` has passed.
+// a peer has aborted, the wait is interrupted, or `timeout_ns` has passed.
 WaitResult wait_ticket(Address board, uint64_t ticket, int64_t timeout_ns);
 
 // Marks the board of a peer as aborted by `rank`; the first abort stays.

@@ -1,6 +1,12 @@
 // Python's view of the kernels: argument structs made from keywords, one function per kernel and device, the board.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <initializer_list>
+#include <iterator>
+#include <utility>
 
 #include "api.h"
 #include "board.h"
@@ -24,12 +30,64 @@ py::class_<Args> bind_struct(py::module_& m, const char* name) {
   }));
 }
 
+// An enum as Python's IntEnum: its members are the numbers that structs and faults hold.
+void bind_enum(py::module_& m, const char* name, std::initializer_list<std::pair<const char*, int64_t>> members) {
+  py::dict named;
+  for (const auto& [member, value] : members) named[member] = value;
+  m.attr(name) = py::module_::import("enum").attr("IntEnum")(name, named, py::arg("module") = m.attr("__name__"));
+}
+
+void bind_constants(py::module_& m) {
+  m.attr("max_ranks") = kMaxRanks;
+  m.attr("max_topk") = kMaxTopk;
+  m.attr("row_align") = kRowAlign;
+  m.attr("num_totals") = kTotals;
+  m.attr("state_bytes") = sizeof(State);
+  bind_enum(m, "Op", {{"DISPATCH", kOpDispatch}, {"CACHED_DISPATCH", kOpCachedDispatch}, {"COMBINE", kOpCombine}});
+  bind_enum(m, "Layout", {{"FLAT", kFlat}, {"TOKEN_MAJOR", kTokenMajor}});
+  bind_enum(m, "Pool", {{"DISPATCH", kDispatchPool}, {"COMBINE", kCombinePool}});
+  bind_enum(m, "Step",
+            {{"NONE", kNoStep},
+             {"PLAN", kPlan},
+             {"NOTIFY", kNotify},
+             {"SEND", kSend},
+             {"EXPAND", kExpand},
+             {"COMBINE", kCombine},
+             {"ADD", kAdd}});
+  bind_enum(m, "FaultCode",
+            {{"NONE", kNoFault},
+             {"TIMEOUT", kTimeout},
+             {"ABORTED", kAborted},
+             {"DISAGREE", kDisagree},
+             {"BAD_IDS", kBadIds},
+             {"BAD_DATA", kBadData},
+             {"TOO_SMALL", kTooSmall}});
+  bind_enum(m, "Total",
+            {{"SLOTS", kTotalSlots}, {"ROWS", kTotalRows}, {"MAX_SLOTS", kTotalMaxSlots}, {"MAX_SENT", kTotalMaxSent}});
+  bind_enum(m, "Element",
+            {{"FLOAT32", kFloat32}, {"BFLOAT16", kBFloat16}, {"FLOAT16", kFloat16}, {"FLOAT64", kFloat64}});
+}
+
 void set_addresses(Address* to, const std::vector<Address>& from) {
   if (from.size() > kMaxRanks)
     throw py::value_error("ranks: expected at most " + std::to_string(kMaxRanks) + ", got " +
                           std::to_string(from.size()));
   std::copy(from.begin(), from.end(), to);
 }
+
+// In the order of the struct: a fault names a word of the header by its index.
+constexpr std::pair<const char*, int64_t Header::*> kHeaderWords[] = {
+    {"op", &Header::op},
+    {"row_bytes", &Header::row_bytes},
+    {"scale_bytes", &Header::scale_bytes},
+    {"weight_bytes", &Header::weight_bytes},
+    {"topk", &Header::topk},
+    {"dtype", &Header::dtype},
+    {"layout", &Header::layout},
+    {"config_hash", &Header::config_hash},
+    {"num_tokens", &Header::num_tokens},
+};
+static_assert(std::size(kHeaderWords) == kHeaderFields, "every word of the header has a name");
 
 void bind_structs(py::module_& m) {
   bind_struct<Comm>(m, "Comm")
@@ -59,16 +117,13 @@ void bind_structs(py::module_& m) {
       .def_readwrite("meta", &Routing::meta)
       .def_readwrite("recv_rows", &Routing::recv_rows)
       .def_readwrite("slots", &Routing::slots);
-  bind_struct<Header>(m, "Header")
-      .def_readwrite("op", &Header::op)
-      .def_readwrite("row_bytes", &Header::row_bytes)
-      .def_readwrite("scale_bytes", &Header::scale_bytes)
-      .def_readwrite("weight_bytes", &Header::weight_bytes)
-      .def_readwrite("topk", &Header::topk)
-      .def_readwrite("dtype", &Header::dtype)
-      .def_readwrite("layout", &Header::layout)
-      .def_readwrite("config_hash", &Header::config_hash)
-      .def_readwrite("num_tokens", &Header::num_tokens);
+  auto header = bind_struct<Header>(m, "Header");
+  py::list names;
+  for (const auto& [name, word] : kHeaderWords) {
+    header.def_readwrite(name, word);
+    names.append(name);
+  }
+  m.attr("header_fields") = py::tuple(names);
 }
 
 void bind_dispatch_args(py::module_& m) {
@@ -141,14 +196,38 @@ void bind_combine_args(py::module_& m) {
       .def_readwrite("stream", &AddArgs::stream);
 }
 
+// Whether a signal handler has raised, such as Ctrl-C's: the exception then stays set for whoever called the wait.
+// Python handles signals on its main thread alone, so the others need not take the interpreter's lock.
+bool signal_has_raised() {
+  if (syscall(SYS_gettid) != getpid()) return false;
+  py::gil_scoped_acquire acquire;
+  return PyErr_CheckSignals() != 0;
+}
+
+void raise_interruption() {
+  if (PyErr_Occurred()) throw py::error_already_set();
+}
+
+// Kernels run, or are enqueued, without the interpreter's lock.
+template <class Args>
+void bind_kernel(py::module_& m, const char* name, void (*kernel)(const Args&)) {
+  m.def(name, [kernel](const Args& args) {
+    {
+      py::gil_scoped_release release;
+      kernel(args);
+    }
+    raise_interruption();
+  });
+}
+
 void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   py::module_ sub = m.def_submodule(name);
-  sub.def("plan", table.plan, py::call_guard<py::gil_scoped_release>());
-  sub.def("notify", table.notify, py::call_guard<py::gil_scoped_release>());
-  sub.def("send", table.send, py::call_guard<py::gil_scoped_release>());
-  sub.def("expand", table.expand, py::call_guard<py::gil_scoped_release>());
-  sub.def("push", table.push, py::call_guard<py::gil_scoped_release>());
-  sub.def("add", table.add, py::call_guard<py::gil_scoped_release>());
+  bind_kernel(sub, "plan", table.plan);
+  bind_kernel(sub, "notify", table.notify);
+  bind_kernel(sub, "send", table.send);
+  bind_kernel(sub, "expand", table.expand);
+  bind_kernel(sub, "push", table.push);
+  bind_kernel(sub, "add", table.add);
 }
 
 py::object fault_of(Address address) {
@@ -182,8 +261,13 @@ void bind_board(py::module_& m) {
     return text_of(board.activity, sizeof(board.activity));
   });
   m.def("wait_ticket", [](Address address, uint64_t ticket, int64_t timeout_ns) {
-    py::gil_scoped_release release;
-    return static_cast<int>(wait_ticket(address, ticket, timeout_ns));
+    WaitResult result;
+    {
+      py::gil_scoped_release release;
+      result = wait_ticket(address, ticket, timeout_ns);
+    }
+    raise_interruption();
+    return static_cast<int>(result);
   });
   m.def("board_totals", [](Address address, int local_experts) {
     const int64_t* totals = at<int64_t>(address, sizeof(Board));
@@ -209,9 +293,8 @@ void bind_board(py::module_& m) {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Kernels of ep_plugin: pointers and streams are integers.";
-  m.attr("max_ranks") = kMaxRanks;
-  m.attr("max_topk") = kMaxTopk;
-  m.attr("state_bytes") = sizeof(State);
+  set_interruption(&signal_has_raised);
+  bind_constants(m);
   m.def("control_bytes", [](int ranks, int experts) { return control_layout(ranks, experts).bytes; });
   m.def("meta_words", [](int ranks, int experts) { return meta_layout(ranks, experts).words; });
   m.def("block_count_words", [](int num_tokens, int ranks, int experts) {

@@ -24,8 +24,8 @@ class Boards:
         self._rank = exchange.rank
         self._local_experts = local_experts
         self._registered = False
-        # Another thread may abort, or look at what a peer does, while this one closes.
-        self._guard = threading.Lock()
+        # Another thread, or a signal's handler, may abort or look at what a peer does while this one closes.
+        self._guard = threading.RLock()
         self._closed = False
         self.address: int = self._block.ptrs[self._rank]
         self.device_address: int = self.address

@@ -43,11 +43,7 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
         from torch.distributed import distributed_c10d as c10d
 
-        if not c10d.is_initialized():
-            raise ValueError("group: expected an initialised torch.distributed process group, got none")
-        group = c10d.GroupMember.WORLD if group is None else group
-        if not isinstance(group, c10d.ProcessGroup):  # new_group() returns a plain marker to ranks that it leaves out
-            raise ValueError(f"group: expected a process group that this rank belongs to, got {group!r}")
+        group = checked_group(group)
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.timeout_s: float = _timeout_of(group) if timeout_s is None else timeout_s
@@ -172,6 +168,30 @@ class Exchange:
             None,
             step,
         )
+
+
+def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """`group`, or the default group for None. ValueError unless it is there and this rank belongs to it."""
+    from torch.distributed import distributed_c10d as c10d
+
+    if not c10d.is_initialized():
+        raise ValueError("group: expected an initialised torch.distributed process group, got none")
+    group = c10d.GroupMember.WORLD if group is None else group
+    if not isinstance(group, c10d.ProcessGroup):  # new_group() returns a plain marker to ranks that it leaves out
+        raise ValueError(f"group: expected a process group that this rank belongs to, got {group!r}")
+    if not is_alive(group):
+        raise ValueError(f"group: expected a process group that has not been destroyed, got {group.group_name}")
+    return group
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether the process group has not been destroyed."""
+    from torch.distributed import get_process_group_ranks
+
+    try:
+        return bool(get_process_group_ranks(group))
+    except KeyError:
+        return False
 
 
 def _next_instance(group: dist.ProcessGroup) -> int:

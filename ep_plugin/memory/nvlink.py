@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import ProcessGroup, Store, _register_process_gr
 from ep_plugin import env
 from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported
 from ep_plugin.memory.exchange import Exchange
-from ep_plugin.memory.peer import PeerMemory, raise_together
+from ep_plugin.memory.peer import PeerMemory, attempt, raise_together
 from ep_plugin.topology import check_peer_access
 
 _ALIGNMENT = 128
@@ -53,7 +53,7 @@ class NvlinkMemory(PeerMemory):
             device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(exchange, device)
         check_peer_access(self._reports, self.node_map)
-        _, error = _attempt(_use_cuda_backend, device)
+        _, error = attempt(_use_cuda_backend, device)
         raise_together(exchange, "choice of PyTorch's symmetric memory backend", error)
         _agree_on_sockets(exchange)
         self._group = _HandleGroup(exchange)
@@ -64,7 +64,7 @@ class NvlinkMemory(PeerMemory):
 
     def _map_blocks(self, nbytes: int, what: str) -> tuple[tuple[int, ...], Callable[[], None]]:
         with _rendezvous_lock, torch.cuda.device(self.device):
-            block, error = _attempt(_zeroed_block, nbytes, self.device, self._group.name)
+            block, error = attempt(_zeroed_block, nbytes, self.device, self._group.name)
             kept = _Kept(block)
             try:
                 raise_together(self.exchange, f"allocation of {what} ({nbytes} bytes of GPU memory)", error)
@@ -232,11 +232,3 @@ def _remove_stale_socket() -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
-
-
-def _attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    """The function's result or its error: what peers must be told before it is raised."""
-    try:
-        return function(*args), None
-    except RuntimeError as error:
-        return None, error

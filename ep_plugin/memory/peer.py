@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ep_plugin import env
 from ep_plugin.errors import CommunicatorClosed, DisagreementError, EpPluginError, NotSupported, PeerAborted
@@ -106,6 +106,14 @@ class PeerMemory(ABC):
                     f"ranks disagree on an allocation: {what}, {nbytes} bytes on rank {self.exchange.rank}; "
                     f"{theirs[0]}, {theirs[1]} bytes on rank {rank}"
                 )
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
+    """The function's result, or the error of the system or of PyTorch that peers must be told before it is raised."""
+    try:
+        return function(*args), None
+    except (OSError, ValueError, OverflowError, MemoryError, RuntimeError) as error:
+        return None, error
 
 
 def raise_together(exchange: Exchange, step: str, error: Exception | None) -> None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ep_plugin.memory.exchange import Exchange
-from ep_plugin.memory.peer import PeerMemory, raise_together
+from ep_plugin.memory.peer import PeerMemory, attempt, raise_together
 
 _DIRECTORY = "/dev/shm"
 _PREFIX = "ep_plugin-"
@@ -77,9 +77,9 @@ class ShmMemory(PeerMemory):
         exchange = self.exchange
         unnamed = create is _create_anonymous
         # Compared by all before any rank takes its share.
-        _, error = _attempt(_check_available, nbytes * exchange.size)
+        _, error = attempt(_check_available, nbytes * exchange.size)
         raise_together(exchange, f"allocation of {what} ({nbytes} bytes of shared memory per rank)", error)
-        block, error = _attempt(create, nbytes)
+        block, error = attempt(create, nbytes)
         fds: list[int] = []
         try:
             offers = exchange.all_gather(f"share {what}", None if block is None else [block.path, block.token])
@@ -90,7 +90,7 @@ class ShmMemory(PeerMemory):
             if unnamed and any(exchange.all_gather(f"open {what}", error is not None)):
                 return None
             raise_together(exchange, f"opening of {what}", error)
-            ptrs, error = _attempt(_map_all, fds, nbytes)
+            ptrs, error = attempt(_map_all, fds, nbytes)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -224,14 +224,6 @@ def _sweep() -> None:
                 os.unlink(path)
             finally:
                 os.close(fd)
-
-
-def _attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    """The function's result or its error: what peers must be told before it is raised."""
-    try:
-        return function(*args), None
-    except (OSError, ValueError, OverflowError, MemoryError) as error:
-        return None, error
 
 
 def _is_refusal(error: Exception | None) -> bool:

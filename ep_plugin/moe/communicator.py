@@ -7,27 +7,28 @@ experts, N rows received.
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from ep_plugin import _C
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
 from ep_plugin.errors import CommunicatorClosed, EpPluginError
+from ep_plugin.memory.exchange import checked_group, is_alive
 from ep_plugin.moe import high_throughput as ht
-from ep_plugin.moe.engine import Engine, abort_all
+from ep_plugin.moe.engine import Engine
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch
+from ep_plugin.moe.work import CombineWork, DispatchWork
 
 _numbers = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, MoECommunicator] = weakref.WeakValueDictionary()
-_shared: dict[tuple[Any, ...], MoECommunicator] = {}
+_SharedKey = tuple["weakref.ref[dist.ProcessGroup]", torch.device, MoECommunicatorConfig]
+_shared: dict[_SharedKey, MoECommunicator] = {}
 _shared_lock = threading.Lock()
 
 
@@ -37,44 +38,6 @@ def communicator(number: int) -> MoECommunicator:
     if found is None:
         raise CommunicatorClosed(f"expected the number of an open communicator, got {number}")
     return found
-
-
-class DispatchWork:
-    """A dispatch under way. `wait()` returns what `dispatch` would have; `done`: it or a later call completed it."""
-
-    def __init__(
-        self, begun: ht.PendingDispatch, complete: Callable[[], tuple[DispatchOutput, DispatchHandle]]
-    ) -> None:
-        self._begun, self._complete = begun, complete
-        self._result: tuple[DispatchOutput, DispatchHandle] | None = None
-
-    @property
-    def done(self) -> bool:
-        return self._result is not None or self._begun.result is not None
-
-    def wait(self) -> tuple[DispatchOutput, DispatchHandle]:
-        """Completes the dispatch and orders the caller's stream after it. May be called more than once."""
-        if self._result is None:
-            self._result = self._complete()
-        return self._result
-
-
-class CombineWork:
-    """A combine under way. `wait()` returns the ``[T, H]`` tokens; `done`: it or a later call completed it."""
-
-    def __init__(self, begun: ht.PendingCombine, complete: Callable[[], torch.Tensor]) -> None:
-        self._begun, self._complete = begun, complete
-        self._result: torch.Tensor | None = None
-
-    @property
-    def done(self) -> bool:
-        return self._result is not None or self._begun.result is not None
-
-    def wait(self) -> torch.Tensor:
-        """Completes the combine and orders the caller's stream after it. May be called more than once."""
-        if self._result is None:
-            self._result = self._complete()
-        return self._result
 
 
 class MoECommunicator:
@@ -100,7 +63,6 @@ class MoECommunicator:
         self._under_way: ht.PendingDispatch | ht.PendingCombine | None = None
         self._waited_for: ht.PendingDispatch | ht.PendingCombine | None = None
         _communicators[self.number] = self
-        _abort_on_uncaught_exceptions()
         import ep_plugin.ops  # noqa: F401  registers the operators that every method goes through
 
     @classmethod
@@ -114,11 +76,13 @@ class MoECommunicator:
     ) -> MoECommunicator:
         """The one communicator of this process for (group, device, configuration); made on first use, collectively.
 
-        `settings` are MoECommunicatorConfig's fields, in place of `config`.
+        `settings` are MoECommunicatorConfig's fields, in place of `config`. Communicators of groups that have been
+        destroyed since are closed by the next call.
         """
         config = config if config is not None else MoECommunicatorConfig(**settings)
-        key = (dist.group.WORLD if group is None else group, _resolve_device(group, device), config)
         with _shared_lock:
+            _close_orphans()
+            key = (weakref.ref(checked_group(group)), _resolve_device(group, device), config)
             found = _shared.get(key)
             if found is None or found.engine.closed:
                 found = _shared[key] = cls(group, config, device)
@@ -314,7 +278,7 @@ class MoECommunicator:
             topk_ids=None if flat else out_ids,
             row_expert_ids=row_ids if flat else None,
             num_tokens_per_expert=count,
-            num_tokens_per_expert_cpu=totals[4:].clone() if capacity is None else None,
+            num_tokens_per_expert_cpu=totals[_C.num_totals :].clone() if capacity is None else None,
             expert_offsets=offset,
             overflow=None if capacity is None else overflow[0],
             required=None if capacity is None else overflow[1],
@@ -377,6 +341,14 @@ class MoECommunicator:
         return result
 
 
+def _close_orphans() -> None:
+    """Closes and drops the shared communicators whose groups have been destroyed: torch tells nobody when they are."""
+    for key in list(_shared):
+        group = key[0]()
+        if group is None or not is_alive(group):
+            _shared.pop(key).close()
+
+
 def _resolve_device(group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
     if device is None:
         backends = dict(entry.split(":", 1) for entry in str(dist.get_backend_config(group)).split(","))
@@ -387,22 +359,3 @@ def _resolve_device(group: dist.ProcessGroup | None, device: torch.device | str 
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-_hook_installed = False
-
-
-def _abort_on_uncaught_exceptions() -> None:
-    """A script that dies of an exception tells its peers, who would else wait until their deadline."""
-    global _hook_installed
-    if _hook_installed:
-        return
-    _hook_installed = True
-    previous, owner = sys.excepthook, os.getpid()
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() == owner:  # a forked child is not the rank
-            abort_all(f"{kind.__name__}: {error}")
-        previous(kind, error, trace)
-
-    sys.excepthook = hook

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import os
 import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,15 +30,14 @@ from ep_plugin.errors import (
 from ep_plugin.memory.board import Boards
 from ep_plugin.memory.exchange import Exchange
 from ep_plugin.memory.peer import PeerBuffer, open_memory, transport_for
-from ep_plugin.moe.faults import STEPS, aborted_error, disagreement_on_pool, error_of
+from ep_plugin.moe.faults import aborted_error, disagreement_on_pool, error_of
 from ep_plugin.moe.lanes import lanes_of
 
-DISPATCH_POOL, COMBINE_POOL = 0, 1
+DISPATCH_POOL, COMBINE_POOL = _C.Pool.DISPATCH, _C.Pool.COMBINE
 # SMs of the sending and of the receiving kernel of each operation, and what they leave to others at least.
 DEFAULT_SMS = {"dispatch_sms": 16, "expand_sms": 48, "combine_sms": 48, "add_sms": 24}
 RUN_TOGETHER = (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms"))
 FREE_SMS = 32
-_POOL_NAMES = ("dispatch pool", "combine pool")
 
 _enqueue_locks: dict[torch.device, threading.RLock] = {}
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -69,6 +71,8 @@ class Engine:
         self.reserved = 0
         self._pools: list[PeerBuffer | None] = [None, None]
         self._captured = False
+        self._running = False
+        self._to_close = False
         self._resources = contextlib.ExitStack()
         try:
             self._construct(group)
@@ -79,6 +83,7 @@ class Engine:
         self.closed = False
         with _live_lock:
             _live.add(self)
+        _abort_on_uncaught_exceptions()
 
     def _construct(self, group: dist.ProcessGroup | None) -> None:
         config, device = self.config, self.device
@@ -124,7 +129,7 @@ class Engine:
             rank=self.rank,
             num_ranks=self.size,
             num_experts=self.config.num_experts,
-            gate=STEPS.index(settings.test_gate) if settings.test_gate else 0,
+            gate=_C.Step[(settings.test_gate or "none").upper()],
             plain=int(settings.plain_kernels),
             timeout_ns=int(self.timeout_s * 1e9),
             state=self._state.data_ptr(),
@@ -152,7 +157,7 @@ class Engine:
 
     def _grow(self, pool: int, nbytes: int) -> None:
         """The old pool is given back only after every rank has finished whatever reads or writes it."""
-        name = _POOL_NAMES[pool]
+        name = f"{_C.Pool(pool).name.lower()} pool"
         if self.lanes.capturing():
             raise EpPluginError(
                 f"{self.name}: the {name} has {self.pool_bytes(pool)} bytes where {nbytes} are needed, "
@@ -182,12 +187,17 @@ class Engine:
             _announce(self, what)
             self._captured |= self.lanes.capturing()
             try:
+                self._running = True
                 yield
             except BaseException as error:
                 with contextlib.suppress(Exception):
                     self.lanes.join()  # memory that kernels still use must not be given away meanwhile
                 self._fail(error, what)
                 raise
+            finally:
+                self._running = False
+                if self._to_close:
+                    self.close()
 
     def next_ticket(self) -> int:
         self._tickets += 1
@@ -199,7 +209,7 @@ class Engine:
         if not self.boards.wait_ticket(ticket, most_s):
             self.check()
             raise EpPluginError(f"{self.name}: the device did not finish step notify in {most_s:g} s")
-        return torch.tensor(self.boards.totals(), dtype=torch.int64)
+        return torch.tensor(self.boards.totals(), dtype=torch.int64, device="cpu")
 
     def check(self) -> None:
         """Raises the communicator's first error, if there is one; CommunicatorClosed after close."""
@@ -225,6 +235,9 @@ class Engine:
         with self.lock:
             if self.closed:
                 return
+            if self._running:  # the caller is a signal's handler: the memory is in use until the operation has left
+                self._to_close = True
+                return self.abort("closed by a signal handler during an operation")
             self.closed = True
             with contextlib.suppress(Exception):  # every kernel ends by itself; a broken device has nothing to drain
                 self.lanes.drain()
@@ -247,7 +260,7 @@ class Engine:
         if isinstance(error, EpPluginError):
             self._remember(error)
             return
-        reason = f"{type(error).__name__} in {what}: {error}"
+        reason = f"{type(error).__name__} in {what}: {error}".removesuffix(": ")
         self._error = EpPluginError(f"{self.name}: failed earlier on this rank: {reason}")
         self.boards.tell_abort(reason)
 
@@ -273,6 +286,19 @@ def abort_all(reason: str) -> None:
     """Tells the peers of every open communicator of this process that this rank has failed."""
     for engine in _live_engines():
         engine.abort(reason)
+
+
+@functools.cache
+def _abort_on_uncaught_exceptions() -> None:
+    """A script that dies of an exception tells its peers, who would else wait until their deadline."""
+    previous, owner = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() == owner:  # a forked child is not the rank
+            abort_all(f"{kind.__name__}: {error}")
+        previous(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _watch_of(engine: Engine, growing: tuple[str, int] | None = None) -> Callable[[], None]:

@@ -4,45 +4,44 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ep_plugin import _C
+from ep_plugin._C import FaultCode
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted, PeerTimeout
 from ep_plugin.moe.validate import DTYPES
 
 if TYPE_CHECKING:
     from ep_plugin.moe.engine import Engine
 
-_TIMEOUT, _ABORTED, _DISAGREE, _BAD_IDS, _BAD_DATA, _TOO_SMALL = 1, 2, 3, 4, 5, 6
-STEPS = ("none", "plan", "notify", "send", "expand", "combine", "add")
-_FIELDS = ("operation", "row bytes", "scale bytes", "weight bytes", "top-k", "dtype", "layout", "config", "num_tokens")
+_FIELDS = {"op": "operation", "topk": "top-k", "config_hash": "config", "num_tokens": "number of tokens"}
 _DISAGREE_ON = "ranks disagree on"
-_OPERATIONS = {1: "dispatch", 2: "cached dispatch", 3: "combine"}
 
 
 def error_of(engine: Engine) -> EpPluginError | ValueError | None:
     """The exception for what this communicator's board shows, or None when it is well."""
     fault = engine.boards.fault()
-    if fault is None or fault[0] == _ABORTED:
+    if fault is None or fault[0] == FaultCode.ABORTED:
         abort = engine.boards.abort()
         if abort is None:
             return None
         return aborted_error(engine, *abort)
     code, step_index, peer, field, expected, seen = fault
-    step = STEPS[step_index]
-    if code == _TIMEOUT:
+    step = _C.Step(step_index).name.lower()
+    if code == FaultCode.TIMEOUT:
         return _timeout(engine, step, peer, expected, seen)
-    if code == _DISAGREE:
+    if code == FaultCode.DISAGREE:
         return DisagreementError(
-            f"{_DISAGREE_ON} one call of {engine.name} at step {step}: {_FIELDS[field]} is "
+            f"{_DISAGREE_ON} one call of {engine.name} at step {step}: {_words(_C.header_fields[field])} is "
             f"{_value(field, expected)} on rank {engine.rank}, {_value(field, seen)} on rank {peer}"
         )
-    if code == _BAD_IDS:
+    if code == FaultCode.BAD_IDS:
         return ValueError(
             f"topk_ids: expected -1 or an expert id below {expected}, got {seen} at token {field} of rank {peer}"
         )
-    if code == _TOO_SMALL:
+    if code == FaultCode.TOO_SMALL:
         return EpPluginError(
             f"{engine.name}: step {step}: rows for rank {peer} need {seen} where {expected} are allocated"
         )
-    assert code == _BAD_DATA, fault
+    assert code == FaultCode.BAD_DATA, fault
     return EpPluginError(
         f"{engine.name}: step {step}: rank {peer} sent an index outside what was agreed: expected at most {expected}, "
         f"got {seen} (detail {field})"
@@ -88,7 +87,15 @@ def _order_hint(engine: Engine, peer: int) -> str:
     )
 
 
+def _words(name: str) -> str:
+    return _FIELDS.get(name, name.replace("_", " ")).lower()
+
+
 def _value(field: int, value: int) -> str:
-    if _FIELDS[field] == "operation":
-        return _OPERATIONS.get(value, str(value))
-    return str(DTYPES[value]) if _FIELDS[field] == "dtype" and 0 <= value < len(DTYPES) else str(value)
+    """A header's word as a reader knows it; one that a peer has garbled as the number it is."""
+    name = _C.header_fields[field]
+    if name == "dtype" and 0 <= value < len(DTYPES):
+        return str(DTYPES[value])
+    if name == "op" and value in list(_C.Op):
+        return _words(_C.Op(value).name)
+    return str(value)

@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_plugin import _C, env
+from ep_plugin.config import ROW_ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     from ep_plugin.moe.engine import Engine
     from ep_plugin.moe.high_throughput import DispatchCall, RoutingTensors
 
-ROW_ALIGNMENT = 16
-# Rows of these types can be summed; the numbers are csrc's Element.
-ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+# Rows of these types can be summed.
+ELEMENTS = {
+    torch.float32: _C.Element.FLOAT32,
+    torch.bfloat16: _C.Element.BFLOAT16,
+    torch.float16: _C.Element.FLOAT16,
+    torch.float64: _C.Element.FLOAT64,
+}
 # Rows of these types can travel; the position is what ranks compare.
 DTYPES = [
     *ELEMENTS,
@@ -47,7 +52,9 @@ def bulk_ready(rows: torch.Tensor) -> torch.Tensor:
     if not rows.is_cuda or rows.dim() != 2:
         return rows
     apart = rows.stride(0) * rows.element_size() if rows.shape[0] > 1 else 0
-    return rows.clone(memory_format=torch.contiguous_format) if (rows.data_ptr() | apart) % ROW_ALIGNMENT else rows
+    return (
+        rows.clone(memory_format=torch.contiguous_format) if (rows.data_ptr() | apart) % ROW_ALIGNMENT_BYTES else rows
+    )
 
 
 def check_devices(engine: Engine, **tensors: torch.Tensor | None) -> None:
@@ -131,7 +138,8 @@ def rows_of(engine: Engine, routing: RoutingTensors) -> int:
     """Rows of the output that a handle's dispatch returned."""
     if routing.totals.numel() == 1:  # the capacity
         return int(routing.totals[0])
-    return int(routing.totals[1 if engine.config.resolved_layout.name == "FLAT" else 0])
+    flat = engine.config.resolved_layout.name == "FLAT"
+    return int(routing.totals[_C.Total.ROWS if flat else _C.Total.SLOTS])
 
 
 def _check_routing(engine: Engine, name: str, routing: RoutingTensors) -> None:
@@ -152,9 +160,9 @@ def _check_rows(engine: Engine, name: str, rows: torch.Tensor) -> None:
     if rows.dtype not in DTYPES:
         raise ValueError(f"{name}: expected one of {', '.join(map(str, DTYPES))}, got {rows.dtype}")
     row_bytes = rows.shape[1] * rows.element_size()
-    if row_bytes == 0 or row_bytes % ROW_ALIGNMENT:
+    if row_bytes == 0 or row_bytes % ROW_ALIGNMENT_BYTES:
         raise ValueError(
-            f"{name}: expected rows of a positive multiple of {ROW_ALIGNMENT} bytes, got {row_bytes} "
+            f"{name}: expected rows of a positive multiple of {ROW_ALIGNMENT_BYTES} bytes, got {row_bytes} "
             f"({rows.shape[1]} elements of {rows.dtype})"
         )
 

@@ -1,7 +1,8 @@
 """The receipt of the GPU tests: what passed, where, and over which code.
 
 `python tests/gpu/receipt.py --check` says whether the committed receipt is older than the code. The receipt itself is
-written by the test run (see conftest.py in this folder), one entry per number of devices.
+written by the test run (see conftest.py in this folder), one entry per number of devices and setting.
+`--merge FILE...` adds what runs on copies of this tree have written elsewhere.
 """
 
 from __future__ import annotations
@@ -56,6 +57,25 @@ def record(counts: dict[str, int], seconds: float) -> None:
     write(receipt)
 
 
+def merge(files: list[Path]) -> None:
+    """Adds the runs of other receipts of this code, made on the same kind of hardware; a later file's run replaces an
+    earlier one of the same setting. ValueError, before anything is written, names the file that does not fit."""
+    merged = read_or_begin()
+    device, since = None, RECEIPT
+    for file, receipt in [(RECEIPT, merged), *((file, json.loads(file.read_text())) for file in files)]:
+        if receipt.get("code_hash") != merged["code_hash"]:
+            raise ValueError(f"{file}: expected code_hash {merged['code_hash']}, got {receipt.get('code_hash')}")
+        for setting, run in receipt["runs"].items():
+            name = run["hardware"].split(" x ", 1)[-1]
+            if device not in (None, name):
+                raise ValueError(f"{file}: expected runs on {device} as in {since}, got {name} in {setting!r}")
+            device, since = name, file
+        merged["runs"] |= receipt["runs"]
+        merged["also_passed"] = list(dict.fromkeys([*merged["also_passed"], *receipt["also_passed"]]))
+    merged["runs"] = dict(sorted(merged["runs"].items()))
+    write(merged)
+
+
 def check() -> str | None:
     """What is wrong with the committed receipt, or None when it is of this code."""
     if not RECEIPT.exists():
@@ -70,7 +90,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="say whether the receipt is of this code")
     parser.add_argument("--passed", help="add a line about something else that passed, over this code")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="add the runs of other receipts")
     arguments = parser.parse_args()
+    if arguments.merge:
+        try:
+            merge(arguments.merge)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
     if arguments.passed:
         receipt = read_or_begin()
         receipt["also_passed"].append(arguments.passed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu import checks
+from tests.gpu import checks, features
 from tests.ranks import run_ranks, values
 
 
@@ -18,8 +18,8 @@ def test_grid(size: int) -> None:
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_features(size: int) -> None:
-    done = values(run_ranks(size, checks.features, size, start="spawn", timeout_s=200))
-    assert done[0] == list(checks.FEATURES)
+    done = values(run_ranks(size, features.features, size, start="spawn", timeout_s=200))
+    assert done[0] == list(features.FEATURES)
 
 
 @pytest.mark.gpu(2)
@@ -27,12 +27,12 @@ def test_beside_nccl() -> None:
     import torch
 
     size = min(4, torch.cuda.device_count())
-    values(run_ranks(size, checks.beside_nccl, size, start="spawn", timeout_s=200))
+    values(run_ranks(size, features.beside_nccl, size, start="spawn", timeout_s=200))
 
 
 @pytest.mark.gpu(1)
 def test_more_than_two_gibibytes() -> None:
-    values(run_ranks(2, checks.large, 2, start="spawn", timeout_s=200))
+    values(run_ranks(2, features.large, 2, start="spawn", timeout_s=200))
 
 
 @pytest.mark.gpu(1)

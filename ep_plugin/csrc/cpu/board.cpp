@@ -36,12 +36,14 @@ bool find_bad_id_as(const Id* ids, int64_t num_tokens, int64_t topk, int64_t num
 WaitResult wait_ticket(Address address, uint64_t ticket, int64_t timeout_ns) {
   Board& board = board_at(address);
   const int64_t since = cpu::now_ns();
+  int64_t asked = 0;
   for (;;) {
     if (__atomic_load_n(&board.ticket, __ATOMIC_ACQUIRE) >= ticket) return kReady;
     if (__atomic_load_n(&board.fault_set, __ATOMIC_ACQUIRE) != 0) return kFaulted;
     if (__atomic_load_n(&board.abort, __ATOMIC_ACQUIRE) != 0) return kAbortedByPeer;
     const int64_t waited = cpu::now_ns() - since;
     if (waited > timeout_ns) return kOverdue;
+    if (cpu::interrupted(waited, &asked)) return kInterrupted;
     if (waited > 2'000'000) {
       const timespec pause{0, 50'000};
       nanosleep(&pause, nullptr);

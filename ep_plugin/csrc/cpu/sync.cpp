@@ -2,12 +2,23 @@
 
 #include <sched.h>
 
-namespace ep::cpu {
+#include "../board.h"
+
+namespace ep {
+
+namespace {
+bool (*interruption_wanted)() = nullptr;
+}
+
+void set_interruption(bool (*wanted)()) { interruption_wanted = wanted; }
+
+namespace cpu {
 
 namespace {
 constexpr int64_t kSpinNs = 50'000;    // then give the core away
 constexpr int64_t kYieldNs = 200'000;  // then sleep between looks: peers may share this core
 constexpr int64_t kSleepNs = 50'000;
+constexpr int64_t kAskNs = 20'000'000;  // between questions to the host: each may need the interpreter's lock
 
 uint64_t load_acquire(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
@@ -17,6 +28,9 @@ bool aborted(const Run& run) {
   fail(run.comm, kAborted, run.step, static_cast<int>(by) - 1, 0, 0, 0);
   return true;
 }
+
+// The host then tells the peers why this rank leaves: here it has aborted itself.
+bool fail_interrupted(const Run& run) { return fail(run.comm, kAborted, run.step, run.comm.rank, 0, 0, 0); }
 
 void rest(int64_t waited_ns) {
   if (waited_ns < kSpinNs) {
@@ -34,6 +48,12 @@ int64_t now_ns() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+}
+
+bool interrupted(int64_t waited_ns, int64_t* asked_ns) {
+  if (interruption_wanted == nullptr || waited_ns - *asked_ns < kAskNs) return false;
+  *asked_ns = waited_ns;
+  return interruption_wanted();
 }
 
 bool begin(const Comm& comm, Step step, Run* run) {
@@ -61,6 +81,7 @@ bool fail(const Comm& comm, FaultCode code, Step step, int peer, int field, int6
 bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int peer) {
   if (load_acquire(word) >= value) return true;
   const int64_t since = now_ns();
+  int64_t asked = 0;
   for (;;) {
     const uint64_t seen = load_acquire(word);
     if (seen >= value) return true;
@@ -68,6 +89,7 @@ bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int pee
     const int64_t now = now_ns();
     if (now - since > run.comm.timeout_ns)
       return fail(run.comm, kTimeout, run.step, peer, 0, static_cast<int64_t>(value), static_cast<int64_t>(seen));
+    if (interrupted(now - since, &asked)) return fail_interrupted(run);
     rest(now - since);
   }
 }
@@ -79,9 +101,12 @@ bool gate(const Run& run) {
   Board& board = board_of(run.comm);
   __atomic_store_n(&board.gate_reached, static_cast<uint32_t>(run.step), __ATOMIC_RELEASE);
   const int64_t since = now_ns();
+  int64_t asked = 0;
   while (__atomic_load_n(&board.gate_open, __ATOMIC_ACQUIRE) == 0) {
     if (aborted(run)) return false;
-    if (now_ns() - since > run.comm.timeout_ns) return fail(run.comm, kTimeout, run.step, run.comm.rank, 0, 1, 0);
+    const int64_t waited = now_ns() - since;
+    if (waited > run.comm.timeout_ns) return fail(run.comm, kTimeout, run.step, run.comm.rank, 0, 1, 0);
+    if (interrupted(waited, &asked)) return fail_interrupted(run);
     rest(kYieldNs);
   }
   return true;
@@ -127,4 +152,6 @@ bool wait_chunk(const Run& run, Pool pool, int source, int chunk, int begin, int
   return true;
 }
 
-}  // namespace ep::cpu
+}  // namespace cpu
+
+}  // namespace ep

@@ -16,6 +16,9 @@ struct Run {
 
 int64_t now_ns();
 
+// Whether the host wants a wait to end that has lasted `waited_ns`. Asks now and then: `asked_ns` is when it last did.
+bool interrupted(int64_t waited_ns, int64_t* asked_ns);
+
 // False when an earlier kernel of this communicator has failed: the caller leaves at once.
 bool begin(const Comm& comm, Step step, Run* run);
 void finish(const Run& run);

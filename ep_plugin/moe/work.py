@@ -1,0 +1,36 @@
+"""What an asynchronous operation returns: its result comes with `wait()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeAlias, TypeVar
+
+import torch
+
+from ep_plugin.moe.high_throughput import PendingCombine, PendingDispatch
+from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
+
+T = TypeVar("T")
+
+
+class Work(Generic[T]):
+    """An operation under way. `wait()` returns what the plain call would have."""
+
+    def __init__(self, begun: PendingDispatch | PendingCombine, complete: Callable[[], T]) -> None:
+        self._begun, self._complete = begun, complete
+        self._result: T | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether this work's `wait()` or a later call has completed the operation."""
+        return self._result is not None or self._begun.result is not None
+
+    def wait(self) -> T:
+        """Completes the operation and orders the caller's stream after it. May be called more than once."""
+        if self._result is None:
+            self._result = self._complete()
+        return self._result
+
+
+DispatchWork: TypeAlias = Work[tuple[DispatchOutput, DispatchHandle]]
+CombineWork: TypeAlias = Work[torch.Tensor]

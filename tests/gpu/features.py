@@ -1,0 +1,237 @@
+"""What else must hold on GPUs: gradients, scales, capacities, several operations under way, company on the device."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+
+from ep_plugin import MoECommunicator, MoECommunicatorConfig
+from ep_plugin.moe.reference import reference_combine, reference_dispatch
+from tests.gpu.checks import (
+    CASES,
+    FLAT,
+    TOKEN_MAJOR,
+    Case,
+    assert_close,
+    assert_received,
+    check_round,
+    communicator,
+    device_of,
+    make_inputs,
+)
+
+
+def gradients(rank: int, size: int) -> None:
+    """Gradients of x, the weights and the experts' scale, against autograd through the oracle's arithmetic."""
+    for layout, dtype in itertools.product((FLAT, TOKEN_MAJOR), (torch.float32, torch.bfloat16)):
+        case = Case(dtype=dtype, hidden=64, tokens=90, layout=layout)
+        given = make_inputs(case, size, 7)
+        with communicator(case, rank, size, timeout_s=60) as comm:
+            device = comm.engine.device
+            x = given.x[rank].to(device).requires_grad_()
+            weights = given.weights[rank].to(device).requires_grad_()
+            out, handle = comm.dispatch(x, given.ids[rank].to(device), weights)
+            z = comm.combine(torch.tanh(out.tokens), handle, weights=out.weights)
+            target = torch.linspace(-1, 1, case.hidden, device=device)
+            (z * target).sum().backward()  # by way of gradients that are neither contiguous nor of the rows' dtype
+
+            x_ref = given.x[rank].double().requires_grad_()
+            w_ref = given.weights[rank].double().requires_grad_()
+            kept = (given.ids[rank] >= 0).double()
+            z_ref = torch.tanh(x_ref) * (w_ref * kept).sum(1, keepdim=True)
+            (z_ref * target.cpu().double()).sum().backward()
+            assert x.grad is not None and weights.grad is not None
+            assert x_ref.grad is not None and w_ref.grad is not None
+            assert_close(z, z_ref.detach(), dtype)
+            assert_close(x.grad, x_ref.grad, dtype)
+            assert_close(weights.grad, w_ref.grad, dtype)
+
+
+def same_bits(rank: int, size: int) -> None:
+    """Two runs, and runs with other SM counts, give identical bits."""
+    case = CASES["real_widths"]
+    given = make_inputs(case, size, 3)
+    results = []
+    for sms in ({}, {}, {"dispatch_sms": 4, "expand_sms": 7, "combine_sms": 5}):
+        with communicator(case, rank, size, timeout_s=60, **sms) as comm:
+            device = comm.engine.device
+            out, handle = comm.dispatch(*(part[rank].to(device) for part in (given.x, given.ids, given.weights)))
+            z = comm.combine(out.tokens.sin(), handle, weights=out.weights)
+            results.append((out.tokens.cpu(), z.cpu()))
+    for tokens, z in results[1:]:
+        assert torch.equal(tokens, results[0][0]) and torch.equal(z, results[0][1])
+
+
+def scales_travel(rank: int, size: int) -> None:
+    """FP8 rows and their scales come back as they were."""
+    case = Case(hidden=1024, dtype=torch.float32)
+    given = make_inputs(case, size, 11)
+    fp8 = [x.to(torch.float8_e4m3fn) for x in given.x]
+    generator = torch.Generator().manual_seed(12)
+    scales = [torch.rand(len(x), case.hidden // 128, generator=generator) for x in given.x]
+    kwargs = {"num_experts": case.experts_per_rank * size}
+    rows = reference_dispatch([x.view(torch.uint8) for x in fp8], given.ids, given.weights, **kwargs)
+    beside = reference_dispatch(scales, given.ids, given.weights, **kwargs)
+    with communicator(case, rank, size, timeout_s=60) as comm:
+        device = comm.engine.device
+        x, ids, beside_x = fp8[rank].to(device), given.ids[rank].to(device), scales[rank].to(device)
+        out, _ = comm.dispatch(x, ids, scales=beside_x)
+        assert out.weights is None and out.scales is not None
+        assert torch.equal(out.tokens.view(torch.uint8).cpu(), rows[rank].tokens)
+        assert torch.equal(out.scales.cpu(), beside[rank].tokens)
+
+
+def capacity(rank: int, size: int) -> None:
+    """Enough room: the oracle's rows, then zeros; too little: rows are dropped and counted."""
+    case = Case(dtype=torch.float32, tokens=50)
+    given = make_inputs(case, size, 5)
+    expected = given.expected[rank]
+    rows = len(expected.tokens)
+    with communicator(case, rank, size, timeout_s=60, max_tokens_per_rank=64) as comm:
+        device = comm.engine.device
+        x, ids, weights = (part[rank].to(device) for part in (given.x, given.ids, given.weights))
+        out, handle = comm.dispatch(x, ids, weights, capacity=rows + 40)
+        assert torch.equal(out.tokens[:rows].cpu(), expected.tokens) and not out.tokens[rows:].any()
+        assert out.row_expert_ids is not None and (out.row_expert_ids[rows:] == -1).all()
+        assert out.overflow is not None and out.required is not None
+        assert out.overflow.item() == 0 and out.required.item() == rows
+        comm.combine(out.tokens, handle, weights=out.weights)
+        small = max(1, rows // 2)
+        out, handle = comm.dispatch(x, ids, weights, capacity=small)
+        assert out.overflow is not None and out.required is not None
+        assert torch.equal(out.tokens.cpu(), expected.tokens[:small])
+        assert out.overflow.item() == int(rows > small) and out.required.item() == rows
+        assert int(out.expert_offsets.max()) <= small
+        assert torch.isfinite(comm.combine(out.tokens, handle, weights=out.weights)).all()
+
+
+def outstanding(rank: int, size: int) -> None:
+    """Several handles, two communicators, async operations waited for late or never, beside a busy device."""
+    case = Case(hidden=256, tokens=300)
+    inputs = [make_inputs(case, size, seed) for seed in range(4)]
+    with communicator(case, rank, size, timeout_s=60) as first, communicator(case, rank, size, timeout_s=60) as second:
+        device = first.engine.device
+        busy = torch.randn(4096, 4096, device=device)
+        for _ in range(100):
+            busy = torch.nn.functional.normalize(busy @ busy)
+        parts = [[part[rank].to(device) for part in (g.x, g.ids, g.weights)] for g in inputs]
+        works = [(first if i % 2 else second).dispatch_async(*parts[i]) for i in range(4)]
+        results = [work.wait() for work in works]
+        for (out, _), given in zip(results, inputs, strict=True):
+            assert_received(out, given.expected[rank])
+        for i in (2, 0, 3, 1):
+            out, handle = results[i]
+            comm = first if i % 2 else second
+            z = comm.combine_async(out.tokens, handle, weights=out.weights).wait()
+            rows = [e.tokens for e in inputs[i].expected]
+            oracle = reference_combine(
+                rows, inputs[i].expected, inputs[i].tokens, [e.weights for e in inputs[i].expected]
+            )
+            assert_close(z, oracle[rank], case.dtype)
+        first.dispatch_async(*parts[0])  # nobody waits: the next operation completes it
+        out, _ = first.dispatch(*parts[1])
+        assert_received(out, inputs[1].expected[rank])
+
+
+def beside_nccl(rank: int, size: int) -> None:
+    """NCCL all-reduces between the operations of two communicators, on a stream of their own."""
+    import torch.distributed as dist
+
+    case = Case(hidden=1024, tokens=500)
+    device = device_of(rank)
+    nccl = dist.new_group(list(range(size)), backend="nccl")
+    with communicator(case, rank, size, timeout_s=60) as first, communicator(case, rank, size, timeout_s=60) as second:
+        for seed in range(5):
+            numbers = torch.full((1 << 22,), float(rank + seed), device=device)
+            work = dist.all_reduce(numbers, group=nccl, async_op=True)
+            check_round(first, case, seed)
+            check_round(second, case, seed + 5)
+            work.wait()
+            assert (numbers == sum(r + seed for r in range(size))).all()
+    torch.cuda.synchronize()
+
+
+def beside_a_full_device(rank: int, size: int) -> None:
+    """A kernel that holds every SM for 50 ms, while our operations are enqueued and run after it or around it."""
+    import cupy
+
+    source = """extern "C" __global__ void hold(long long ns) {
+      long long began, now;
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(began));
+      do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)); while (now - began < ns);
+    }"""
+    case = Case(hidden=1024, tokens=300)
+    with communicator(case, rank, size, timeout_s=60) as comm:
+        hold = cupy.RawKernel(source, "hold")
+        hold.max_dynamic_shared_size_bytes = shared = 200 * 1024
+        sms = torch.cuda.get_device_properties(comm.engine.device).multi_processor_count
+        check_round(comm, case, 0)
+        side = torch.cuda.Stream()
+        for seed in range(1, 4):
+            with cupy.cuda.ExternalStream(side.cuda_stream):
+                hold((sms,), (1024,), (50_000_000,), shared_mem=shared)
+            check_round(comm, case, seed)
+        torch.cuda.synchronize()
+
+
+def misaligned(rank: int, size: int) -> None:
+    """Rows that do not begin at 16 bytes are copied, also as gradients; bad ids are found before a launch if asked."""
+    case = Case(dtype=torch.float32, hidden=64, tokens=40)
+    given = make_inputs(case, size, 9)
+    with communicator(case, rank, size, timeout_s=60) as comm:
+        device = comm.engine.device
+        ids, weights = given.ids[rank].to(device), given.weights[rank].to(device)
+        flat = torch.zeros(1 + given.x[rank].numel(), device=device)
+        flat[1:] = given.x[rank].flatten().to(device)
+        x = flat[1:].view(-1, case.hidden).requires_grad_()
+        out, handle = comm.dispatch(x, ids, weights)
+        assert_received(out, given.expected[rank])
+        z = comm.combine(out.tokens, handle, weights=out.weights)
+        torch.cat([torch.ones(1, device=device), z.flatten()]).square().sum().backward()
+        assert x.grad is not None and torch.isfinite(x.grad).all()
+
+        os.environ["EP_PLUGIN_CHECK_IDS"] = "1"
+        bad = ids.clone()
+        bad[:1, 0] = comm.config.num_experts
+        if len(bad):
+            with pytest.raises(ValueError, match="topk_ids: expected"):
+                comm.dispatch(x, bad, weights)
+        comm.dispatch(x, ids, weights)
+        del os.environ["EP_PLUGIN_CHECK_IDS"]
+
+
+def large(rank: int, size: int) -> None:
+    """More than 2**31 bytes of rows in one dispatch, in the pool and in the output."""
+    hidden, tokens, experts = 8192, 70_000, 2 * size
+    config = MoECommunicatorConfig(num_experts=experts, hidden_size=hidden, topk=2, timeout_s=60)
+    with MoECommunicator(None, config, device_of(rank)) as comm:
+        device = comm.engine.device
+        numbers = torch.arange(tokens, device=device)
+        x = (numbers % 251).unsqueeze(1).expand(tokens, hidden).to(torch.bfloat16) + rank
+        first = (numbers + rank) % experts
+        ids = torch.stack([first, (first + 1) % experts], dim=1)
+        out, handle = comm.dispatch(x.contiguous(), ids, torch.full((tokens, 2), 0.5, device=device))
+        assert out.tokens.numel() * 2 > 2**31
+        assert (out.tokens.min(dim=1).values == out.tokens.max(dim=1).values).all()
+        z = comm.combine(out.tokens, handle, weights=out.weights)
+        assert torch.equal(z, x)
+
+
+_CHECKS = (gradients, same_bits, scales_travel, capacity, outstanding, misaligned, beside_a_full_device)
+FEATURES = {check.__name__: check for check in _CHECKS}
+
+
+def features(rank: int, size: int) -> list[str]:
+    """All of FEATURES in one group of processes. Returns the names of those that ran."""
+    done = []
+    for name, check in FEATURES.items():
+        try:
+            check(rank, size)
+        except Exception as error:
+            error.add_note(f"feature {name}, rank {rank} of {size}")
+            raise
+        done.append(name)
+    return done

@@ -1,0 +1,142 @@
+"""One captured step (dispatch, experts, combine), replayed with new inputs and judged on the device.
+
+Shapes: R ranks, T tokens per rank, H hidden size, K experts per token, E_l experts per rank, P = R * T * K pairs. A
+graph's shapes are fixed: a rank has fewer tokens when the ids of the rest are -1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ep_plugin import DispatchOutput, MoECommunicator
+from tests.gpu.checks import TOKEN_MAJOR, Case, check_round, communicator
+
+REPLAYS = 1000
+EAGER_EVERY = 50
+CASE = Case(tokens=48, hidden=64, topk=4, experts_per_rank=8, dtype=torch.float32)
+OTHER = Case(tokens=60, hidden=128, topk=3, layout=TOKEN_MAJOR)
+JUDGED = ("tokens", "weights", "row_expert_ids", "num_tokens_per_expert", "overflow and required", "combine")
+
+
+class Batch(NamedTuple):
+    """x ``[R, T, H]``, ids ``[R, T, K]`` and weights ``[R, T, K]`` of all ranks."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+
+
+class Expected(NamedTuple):
+    """What one rank receives with a capacity of P rows, and its combined tokens in float64."""
+
+    tokens: torch.Tensor
+    weights: torch.Tensor
+    row_expert_ids: torch.Tensor
+    counts: torch.Tensor
+    z: torch.Tensor
+    magnitude: torch.Tensor
+
+
+def random_batch(size: int, generator: torch.Generator) -> Batch:
+    """The same on every rank, on the CPU. Each rank has its own number of valid tokens, from none to all."""
+    shape = (size, CASE.tokens, CASE.topk)
+    valid = torch.randint(0, CASE.tokens + 1, (size, 1, 1), generator=generator)
+    scores = torch.rand((size, CASE.tokens, CASE.experts_per_rank * size), generator=generator)
+    dropped = torch.rand(shape, generator=generator) < CASE.dropped
+    dropped |= torch.arange(CASE.tokens)[None, :, None] >= valid
+    return Batch(
+        x=torch.randn((size, CASE.tokens, CASE.hidden), generator=generator),
+        ids=scores.topk(CASE.topk, dim=2).indices.masked_fill(dropped, -1),
+        weights=torch.rand(shape, generator=generator),
+    )
+
+
+def factors(size: int) -> torch.Tensor:
+    """``[E]``: expert e multiplies its rows by factor[e]."""
+    experts = CASE.experts_per_rank * size
+    return 0.5 + torch.arange(experts) / experts
+
+
+def _room(size: int) -> int:
+    return size * CASE.tokens * CASE.topk
+
+
+def step(comm: MoECommunicator, given: Batch, factor: torch.Tensor) -> tuple[DispatchOutput, torch.Tensor]:
+    """What is captured. given: this rank's x ``[T, H]``, ids and weights ``[T, K]``."""
+    out, handle = comm.dispatch(given.x, given.ids, given.weights, capacity=_room(comm.size))
+    assert out.row_expert_ids is not None
+    mine = factor[comm.rank * CASE.experts_per_rank :]
+    y = out.tokens * mine[out.row_expert_ids.clamp(min=0).long()].unsqueeze(1)
+    return out, comm.combine(y, handle, weights=out.weights)
+
+
+def expected(batch: Batch, rank: int, factor: torch.Tensor) -> Expected:
+    """The oracle, in shapes that do not depend on the routing, so that the host waits for nothing."""
+    per_rank, topk = len(factor) // len(batch.ids), batch.ids.shape[2]
+    ids, local = batch.ids.flatten(0, 1), batch.ids.flatten(0, 1) - rank * per_rank
+    here = (ids >= 0) & (local >= 0) & (local < per_rank)
+    expert, order = torch.where(here, local, per_rank).flatten().sort(stable=True)  # pairs of other ranks come last
+    present = expert < per_rank
+    own = batch.ids[rank]
+    share = torch.where(own >= 0, batch.weights[rank].double() * factor.double()[own.clamp(min=0)], 0.0)
+    z = batch.x[rank].double() * share.sum(1, keepdim=True)
+    return Expected(
+        tokens=torch.where(present[:, None], batch.x.flatten(0, 1)[order // topk], 0.0),
+        weights=torch.where(present, batch.weights.flatten()[order], 0.0),
+        row_expert_ids=torch.where(present, expert, -1),
+        counts=(expert[:, None] == torch.arange(per_rank, device=expert.device)).sum(0),
+        z=z,
+        magnitude=z.abs(),
+    )
+
+
+def judge(wrong: torch.Tensor, out: DispatchOutput, z: torch.Tensor, oracle: Expected) -> None:
+    """Marks in `wrong`, bool ``[len(JUDGED)]``, what is not as the oracle says; enqueued, the host does not look."""
+    assert out.overflow is not None and out.required is not None
+    verdicts = (
+        (out.tokens != oracle.tokens).any(),
+        (out.weights != oracle.weights).any(),
+        (out.row_expert_ids != oracle.row_expert_ids).any(),
+        (out.num_tokens_per_expert != oracle.counts).any(),
+        (out.overflow != 0) | (out.required != oracle.counts.sum()),
+        (~((z.double() - oracle.z).abs() <= 1e-5 * oracle.magnitude)).any(),
+    )
+    wrong.logical_or_(torch.stack(verdicts))
+
+
+def replayed(rank: int, size: int) -> int:
+    """REPLAYS replays of one capture, with eager steps of this and of another communicator between them."""
+    generator = torch.Generator().manual_seed(size)
+    with (
+        communicator(CASE, rank, size, timeout_s=60, max_tokens_per_rank=CASE.tokens) as comm,
+        communicator(OTHER, rank, size, timeout_s=60) as other,
+    ):
+        device = comm.engine.device
+        factor = factors(size).to(device)
+        static = Batch(*(part[rank].to(device) for part in random_batch(size, generator)))
+        step(comm, static, factor)  # makes the pools, which cannot grow under a capture
+        torch.cuda.synchronize()
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
+            out, z = step(comm, static, factor)
+        wrong = torch.zeros((REPLAYS, len(JUDGED)), dtype=torch.bool, device=device)
+        for turn in range(REPLAYS):
+            batch = random_batch(size, generator)
+            for to, source in zip(static, batch, strict=True):
+                to.copy_(source[rank])
+            recorded.replay()
+            oracle = expected(Batch(*(part.to(device) for part in batch)), rank, factor)
+            judge(wrong[turn], out, z, oracle)
+            if turn % EAGER_EVERY == 0:
+                judge(wrong[turn], *step(comm, static, factor), oracle)
+                check_round(comm, CASE, turn)
+                check_round(other, OTHER, turn)
+            if turn == REPLAYS // 2:  # wider rows grow the pools; the graph goes on in those it was captured with
+                scales = torch.ones((CASE.tokens, 64), device=device)
+                comm.dispatch(static.x, static.ids, static.weights, scales=scales, capacity=_room(size))
+        failed = [(turn, JUDGED[what]) for turn, what in wrong.nonzero().tolist()]
+        assert not failed, f"{len(failed)} wrong results of {REPLAYS} replays, first {failed[:5]}"
+        comm.check()
+    return REPLAYS

@@ -1,0 +1,15 @@
+"""CUDA graphs: a whole step captured once. That it can be captured shows that the host waits for nothing in it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu import graphs
+from tests.ranks import run_ranks, values
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_captured_step_is_right_in_every_replay(size: int) -> None:
+    done = values(run_ranks(size, graphs.replayed, size, start="spawn", timeout_s=280))
+    assert done == [graphs.REPLAYS] * size

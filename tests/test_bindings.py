@@ -1,0 +1,55 @@
+"""The stub says what the extension has, and constants that Python holds itself are those of csrc."""
+
+from __future__ import annotations
+
+import ast
+import enum
+from pathlib import Path
+
+import pytest
+
+from ep_plugin import _C, config, env
+
+STUB = ast.parse(Path(_C.__file__).with_name("_C.pyi").read_text())
+CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
+STRUCTS = [name for name in CLASSES if hasattr(_C, name) and not issubclass(getattr(_C, name), enum.Enum)]
+ENUMS = [name for name, value in vars(_C).items() if isinstance(value, type) and issubclass(value, enum.Enum)]
+
+
+def test_every_public_name_is_in_the_stub() -> None:
+    functions = {node.name for node in STUB.body if isinstance(node, ast.FunctionDef)}
+    values = {node.target.id for node in STUB.body if isinstance(node, ast.AnnAssign)}
+    present = {name for name in vars(_C) if not name.startswith("__")}
+    only_with_cuda = {"cuda", "register_host", "unregister_host"}
+    known = functions | values | {name for name in CLASSES if not name.startswith("_")}
+    assert present | only_with_cuda == known
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_fields_of_a_struct(name: str) -> None:
+    body = CLASSES[name].body
+    fields = [node.target.id for node in body if isinstance(node, ast.AnnAssign)]
+    init = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    bound = {field for field, value in vars(getattr(_C, name)).items() if isinstance(value, property)}
+    assert set(fields) == bound
+    assert [argument.arg for argument in init.args.kwonlyargs] == fields
+    with pytest.raises(AttributeError):
+        getattr(_C, name)(no_such_field=1)
+
+
+@pytest.mark.parametrize("name", ENUMS)
+def test_members_of_an_enum(name: str) -> None:
+    members = [node.targets[0].id for node in CLASSES[name].body if isinstance(node, ast.Assign)]
+    assert members == list(getattr(_C, name).__members__)
+
+
+def test_fields_of_a_header_have_their_names() -> None:
+    header = _C.Header(**{name: index for index, name in enumerate(_C.header_fields)})
+    assert [getattr(header, name) for name in _C.header_fields] == list(range(len(_C.header_fields)))
+
+
+def test_constants_that_the_configuration_knows_without_loading_the_kernels() -> None:
+    assert (_C.max_topk, _C.row_align) == (config.MAX_TOPK, config.ROW_ALIGNMENT_BYTES)
+    assert {gate.upper() for gate in env.TEST_GATES} < set(_C.Step.__members__)
+    assert {_C.Total(index).name for index in range(_C.num_totals)} == set(_C.Total.__members__)
+    assert set(_C.Layout.__members__) < set(config.DispatchLayout.__members__)

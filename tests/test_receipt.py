@@ -1,0 +1,89 @@
+"""The receipt of the GPU tests: runs from several copies of one tree become one receipt, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import receipt
+
+
+def _run(hardware: str, passed: int) -> dict[str, Any]:
+    counts = {"passed": passed, "skipped": 0, "failed": 0}
+    return {"hardware": hardware, "versions": {}, "counts": counts, "seconds": 1.0}
+
+
+def _write(path: Path, runs: dict[str, Any], also: list[str], code_hash: str | None = None) -> Path:
+    path.write_text(
+        json.dumps({"code_hash": code_hash or receipt.code_hash(), "runs": runs, "also_passed": also}, indent=2)
+    )
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the tree's own receipt: one run of this code."""
+    code = receipt.code_hash()
+    monkeypatch.setattr(receipt, "ROOT", tmp_path)
+    monkeypatch.setattr(receipt, "RECEIPT", tmp_path / "receipt.json")
+    monkeypatch.setattr(receipt, "code_hash", lambda: code)
+    _write(tmp_path / "receipt.json", {"1 GPU(s)": _run("1 x NVIDIA H200", 30)}, ["memcheck"])
+    return tmp_path
+
+
+def _merge(monkeypatch: pytest.MonkeyPatch, *files: Path) -> int:
+    monkeypatch.setattr(sys, "argv", ["receipt.py", "--merge", *map(str, files)])
+    return receipt.main()
+
+
+def test_runs_are_merged_by_setting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = _write(folder / "two.json", {"2 GPU(s)": _run("2 x NVIDIA H200", 32)}, ["memcheck", "racecheck"])
+    blocking = {"1 GPU(s) CUDA_LAUNCH_BLOCKING=1": _run("1 x NVIDIA H200", 31), "2 GPU(s)": _run("2 x NVIDIA H200", 33)}
+    three = _write(folder / "three.json", blocking, [])
+    assert _merge(monkeypatch, two, three) == 0
+    merged = json.loads((folder / "receipt.json").read_text())
+    passed = {setting: run["counts"]["passed"] for setting, run in merged["runs"].items()}
+    assert passed == {"1 GPU(s)": 30, "1 GPU(s) CUDA_LAUNCH_BLOCKING=1": 31, "2 GPU(s)": 33}
+    assert merged["also_passed"] == ["memcheck", "racecheck"]
+
+
+def test_a_receipt_of_other_code_begins_afresh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(folder / "receipt.json", {"1 GPU(s)": _run("1 x NVIDIA A100", 1)}, ["old"], code_hash="0" * 64)
+    two = _write(folder / "two.json", {"2 GPU(s)": _run("2 x NVIDIA H200", 32)}, [])
+    assert _merge(monkeypatch, two) == 0
+    merged = json.loads((folder / "receipt.json").read_text())
+    assert list(merged["runs"]) == ["2 GPU(s)"] and merged["also_passed"] == []
+
+
+REFUSED = {
+    "other code": ({"2 GPU(s)": _run("2 x NVIDIA H200", 32)}, "0" * 64, "expected code_hash .*, got 0000"),
+    "other hardware": (
+        {"2 GPU(s)": _run("2 x NVIDIA A100", 32)},
+        None,
+        r"expected runs on NVIDIA H200 as in .*receipt\.json, got NVIDIA A100 in '2 GPU\(s\)'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, code_hash, says = REFUSED[name]
+    odd = _write(folder / "odd.json", runs, [], code_hash)
+    before = (folder / "receipt.json").read_text()
+    with pytest.raises(ValueError, match=f"odd.json: {says}"):
+        receipt.merge([odd])
+    with pytest.raises(SystemExit) as ended:
+        _merge(monkeypatch, odd)
+    assert ended.value.code == 2 and "odd.json: expected" in capsys.readouterr().err
+    assert (folder / "receipt.json").read_text() == before
+
+
+def test_a_file_that_is_missing_is_named(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="absent.json"):
+        receipt.merge([folder / "absent.json"])
