@@ -80,7 +80,8 @@ def _difference(got: torch.Tensor | None, expected: torch.Tensor | None) -> str 
         return None if got is expected else f"expected {'none' if expected is None else 'some'}, got the opposite"
     if got.shape != expected.shape:
         return f"expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
-    differing = (got != expected).reshape(got.shape[0], -1).any(1).nonzero()
+    wrong = got != expected
+    differing = (wrong if wrong.dim() == 1 else wrong.any(1)).nonzero()
     if len(differing) == 0:
         return None
     first = int(differing[0])
