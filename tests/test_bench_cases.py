@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from ep_plugin.bench import symm_mem
+from ep_plugin.bench.cli import main
 from ep_plugin.bench.peers import Fastest, bag_sum, gathered_sum
 from ep_plugin.bench.report import by_case, markdown, notes
 from ep_plugin.bench.results import floor_row
@@ -174,6 +179,41 @@ def test_tables_compare_with_the_floor_and_with_peers() -> None:
     assert notes(result)[0] == ("floor: 354.2 GB/s, the best rate of SM copies in this run (tma_store_c14336_sm132)")
     assert "memory beyond tensors: 4.0 MiB (pools 3.0 MiB, control 1.0 MiB), limit 64.0 MiB" in text
     assert "construction of a communicator: 0.250 s" in text
+
+
+def test_what_torchs_own_exchange_cannot_do_is_left_out_by_name() -> None:
+    rows = [_row("dispatch_flat_bf16", "ep_plugin", 500, 1000)]
+    after, left_out = symm_mem.add_rows(rows, gpu_specs(), 3)
+    assert after == rows
+    assert left_out == [
+        "torch_symm_mem left out of dispatch_flat_bf16: all_to_all_vdev_2d serves at most 16 experts per rank, this "
+        "workload has 64"
+    ]
+    assert symm_mem.why_not(replace(HEADLINE, experts=64)) != left_out[0]
+
+
+def test_every_suite_has_a_table_and_a_picture(tmp_path: Path) -> None:
+    about = {"hardware": "4 x GPU", "versions": {}, "code_hash": "0" * 64, "command": "c"}
+    results = [
+        {**about, "suite": "wire", "rows": [
+            _row("tma_store_c14336_sm4", "wire", 900, 10, 4), _row("tma_store_c14336_sm16", "wire", 500, 10, 16),
+            _row("store_sm132", "wire", 400, 10, 132), _row("ce_push", "wire", 300, 10)]},
+        {**about, "suite": "moe_sweep", "efficiency": {"dispatch_flat_bf16_headline": 1.0, "combine_flat_bf16_k1": 0.9},
+         "rows": [
+            _row("dispatch_flat_bf16_headline", "ep_plugin", 5, 10), _row("combine_flat_bf16_k1", "floor", 4, 10)]},
+        {**about, "suite": "beside", "base_case": "matmul_alone", "rows": [
+            _row("matmul_alone", "matmul", 1400, 0), _row("matmul_beside_hold_12sm", "matmul", 1540, 0, 12)]},
+    ]  # fmt: skip
+    picture = tmp_path / "all.png"
+    files = []
+    for result in results:
+        files.append(tmp_path / f"{result['suite']}.json")
+        files[-1].write_text(json.dumps(result))
+    run = CliRunner().invoke(main, ["report", *map(str, files), "--plot", str(picture)])
+    assert run.exit_code == 0, run.output
+    assert "| matmul_beside_hold_12sm | matmul | 1,540 | 1,540 | 1,540 | 12 | 1.100 × |" in run.output
+    assert "| dispatch_flat_bf16_headline | ep_plugin | 5 | 5 | 5 | 0.0 | 1.0 | 1.00 |  | 1.00 × |" in run.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_both_ways_to_sum_agree_and_the_chosen_one_stays() -> None:

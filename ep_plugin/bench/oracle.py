@@ -29,6 +29,11 @@ class Oracle:
                 ours = reference_dispatch(scales, ids, weights, num_experts=workload.experts, layout=layout)[rank]
                 self._scales = ours.tokens
 
+    @property
+    def rows(self) -> int:
+        """Rows that this rank receives."""
+        return self._all[self._rank].tokens.shape[0]
+
     def expert_rows(self) -> list[torch.Tensor]:
         """What the experts of each rank return: fresh rows, as many as the rank received."""
         rows = [out.tokens.shape[0] for out in self._all]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ep_plugin.bench import provenance
+from ep_plugin.bench import provenance, symm_mem
 from ep_plugin.bench.cases import Case, Peers, cases_of
 from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.ours import EpPlugin
@@ -90,6 +90,8 @@ def run(suite: MoeSuite) -> dict[str, Any]:
     """Runs the suite on ranks of its own and returns the result as design.md §9 has it. Raises WrongResult."""
     code_hash = provenance.hash_sources()
     found = run_on_ranks(suite.workload.ranks, suite.backend, measure, suite)
+    if suite.backend == "cuda" and not suite.own_only and not found["wrong"]:
+        found["rows"], found["left_out"] = symm_mem.add_rows(found["rows"], suite.specs(), suite.iterations)
     return result(SUITE, suite.backend, suite.workload.ranks, suite.command(), found, code_hash)
 
 
