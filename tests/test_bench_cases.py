@@ -138,6 +138,34 @@ def _row(case: str, impl: str, median: float, bytes_wire: int, sms: int | None =
     return {"case": case, "impl": impl, **times, "bytes_wire": bytes_wire, "gb_s": 1.0, "sms": sms}
 
 
+TINY = ["--ranks", "2", "--tokens", "40", "--hidden", "128", "--topk", "2", "--experts", "8", "--iterations", "2"]
+
+
+def test_a_sweep_on_cpus(tmp_path: Path) -> None:
+    out = tmp_path / "sweep.json"
+    chosen = ["--case", "*_k1", "--case", "dispatch_*_e64"]
+    run = CliRunner().invoke(main, ["sweep", "--backend", "cpu", *TINY, *chosen, "--out", str(out)])
+    assert run.exit_code == 0, run.output
+    result = json.loads(out.read_text())
+    cases = [f"{what}_flat_fp32_{change}" for change in ("headline", "k1") for what in ("dispatch", "combine")]
+    assert [row["case"] for row in result["rows"]] == [*cases, "dispatch_flat_fp32_e64"]
+    assert list(result["efficiency"]) == [row["case"] for row in result["rows"]]
+    for row in result["rows"]:
+        (base,) = (other for other in result["rows"] if other["case"] == f"{row['case'].rpartition('_')[0]}_headline")
+        efficiency = row["bytes_wire"] / row["median_us"] / (base["bytes_wire"] / base["median_us"])
+        assert result["efficiency"][row["case"]] == pytest.approx(efficiency, abs=1e-3)
+
+
+def test_selected_cases_without_peers(tmp_path: Path) -> None:
+    out = tmp_path / "tuned.json"
+    chosen = ["--case", "roundtrip_t128*", "--case", "combine*", "--own-only", "--sms", "combine=3"]
+    run = CliRunner().invoke(main, ["moe", "--backend", "cpu", *TINY, *chosen, "--out", str(out)])
+    assert run.exit_code == 0, run.output
+    rows = [(row["case"], row["impl"]) for row in json.loads(out.read_text())["rows"]]
+    assert rows == [(name, "ep_plugin") for name in ("combine_flat_fp32", "roundtrip_t128", "roundtrip_t128_host_wait")]
+    assert "SMs in place of the cases' own: combine=3" in run.output
+
+
 def test_efficiency_is_relative_to_the_headline_of_the_same_operation() -> None:
     rows = [
         _row("dispatch_flat_bf16_headline", "ep_plugin", 500, 1000),
