@@ -15,8 +15,9 @@ MAX_TOPK = 128
 ROW_ALIGNMENT_BYTES = 16
 MODES = ("ht", "ll")
 
+_SMS_FIELDS = ("dispatch_sms", "expand_sms", "combine_sms", "add_sms")
 # A rank may differ from its peers in these: they change neither what travels nor where it lands.
-_LOCAL_FIELDS = ("timeout_s", "dispatch_sms", "expand_sms", "combine_sms")
+_LOCAL_FIELDS = ("timeout_s", *_SMS_FIELDS)
 
 
 class DispatchLayout(enum.Enum):
@@ -43,7 +44,8 @@ class MoECommunicatorConfig:
     max_row_bytes: bytes of the widest row, a multiple of 16; None is hidden_size in the widest dtype used.
     expert_alignment: each expert's group of FLAT rows is padded to a multiple of this.
     timeout_s: seconds that a rank waits for its peers; None is the process group's own timeout.
-    dispatch_sms, expand_sms, combine_sms: SMs given to each kernel; None takes measured defaults.
+    dispatch_sms, expand_sms: SMs of dispatch's sending and receiving kernel; combine_sms, add_sms: of combine's. None
+        takes measured defaults.
 
     All ranks must agree on everything except the timeout and the SM counts.
     """
@@ -60,11 +62,12 @@ class MoECommunicatorConfig:
     dispatch_sms: int | None = None
     expand_sms: int | None = None
     combine_sms: int | None = None
+    add_sms: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "hidden_size", "topk", "expert_alignment"):
             _check_positive(name, getattr(self, name))
-        for name in ("max_tokens_per_rank", "max_row_bytes", "dispatch_sms", "expand_sms", "combine_sms"):
+        for name in ("max_tokens_per_rank", "max_row_bytes", *_SMS_FIELDS):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
         if self.topk > MAX_TOPK:

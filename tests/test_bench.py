@@ -32,6 +32,11 @@ EXPECTED = {
     "combine_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT],
     "roundtrip_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT],
     "dispatch_token_major_fp32": ["ep_plugin", GLOO],
+    "dispatch_flat_fp32_skew2": ["ep_plugin", GLOO, GLOO_KEPT],
+    "roundtrip_t512": ["ep_plugin", GLOO, GLOO_KEPT],
+    "roundtrip_t512_host_wait": ["ep_plugin", GLOO, GLOO_KEPT],
+    "roundtrip_t128": ["ep_plugin", GLOO, GLOO_KEPT],
+    "roundtrip_t128_host_wait": ["ep_plugin", GLOO, GLOO_KEPT],
     "dispatch_flat_fp8": ["ep_plugin", GLOO, GLOO_KEPT, GLOO_BARE],
     "dispatch_cached_fp8": ["ep_plugin", GLOO, GLOO_KEPT],
     "dispatch_token_major_fp8": ["ep_plugin", GLOO],
@@ -115,7 +120,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_result_names_what_it_belongs_to(written: Path) -> None:
     result = json.loads(written.read_text())
-    assert list(result) == ["suite", "hardware", "versions", "code_hash", "command", "rows"]
+    about = ["suite", "hardware", "versions", "code_hash", "command"]
+    assert list(result) == [*about, "rows", "memory", "construction_s"]
     assert result["suite"] == "moe_ht" and written.name == "moe_ht.json"
     assert "cores of" in result["hardware"] and written.parent.name.startswith("cpu")
     assert list(result["versions"]) == ["torch", "ep_plugin", "nccl", "cuda", "python"]
@@ -136,7 +142,9 @@ def test_every_case_has_every_implementation(written: Path) -> None:
 def test_rows_hold_sound_numbers(written: Path) -> None:
     for row in json.loads(written.read_text())["rows"]:
         assert 0 < row["p10_us"] <= row["median_us"] <= row["p90_us"], row
-        assert 0 < row["bytes_wire"] <= RANKS * SIZES["tokens"] * SIZES["topk"] * SIZES["hidden"] * 4, row
+        tokens = int(row["case"].split("_")[1][1:]) if row["case"].startswith("roundtrip_t") else SIZES["tokens"]
+        crossings = 2 if row["case"].startswith("roundtrip") else 1
+        assert 0 < row["bytes_wire"] <= crossings * tokens * SIZES["topk"] * SIZES["hidden"] * 4, row
         assert row["gb_s"] == pytest.approx(row["bytes_wire"] / row["median_us"] / 1e3, abs=0.006), row
         assert row["sms"] is None
 
@@ -191,8 +199,17 @@ def test_a_wrong_result_ends_the_run_without_timings(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["wire"], "the suite 'wire' is not served in this release"),
         (["allgather"], "the suite 'allgather' is not served in this release"),
+        (["reduce-scatter"], "the suite 'reduce-scatter' is not served in this release"),
+        (["overlap"], "the suite 'overlap' is not served in this release"),
+        (["fsdp2"], "the suite 'fsdp2' is not served in this release"),
+        (["beside", "--backend", "cpu"], "backend: expected cuda, got 'cpu'"),
+        (["wire", "--backend", "cpu", "--ranks", "1"], "ranks: expected at least 2, got 1"),
+        (["moe", "--backend", "cpu", "--case", "gather*"], "case: expected a pattern for dispatch_flat_fp32, "),
+        (["moe", "--backend", "cpu", "--sms", "send=4"], "sms: expected dispatch=N, expand=N, combine=N, add=N"),
+        (["moe", "--backend", "cpu", "--sms", "add=4", "--out", "x/"], "out: expected a file with --sms"),
+        (["moe", "--backend", "cpu", "--skew", "5"], "skew: expected at most 4 with these ranks and experts, got 5"),
+        (["moe", "--backend", "cpu", "--skew", "0.5"], "skew: expected at least 1, got 0.5"),
         (["moe", "--backend", "tpu"], "expected one of cpu, cuda, got 'tpu'"),
         (["moe", "--backend", "cpu", "--dtype", "int4"], "dtype: expected one of float32"),
         (["moe", "--backend", "cpu", "--layout", "ragged"], "layout: expected one of flat, token_major"),
@@ -244,5 +261,7 @@ def test_the_suite_runs_on_gpus(tmp_path: Path) -> None:
     run = CliRunner().invoke(main, ["moe", "--backend", "cuda", *sizes, "--iterations", "5", "--out", str(out)])
     assert run.exit_code == 0, run.output
     rows = json.loads(out.read_text())["rows"]
-    assert {row["case"] for row in rows} == {name.replace("fp32", "bf16") for name in EXPECTED}
+    cases = {row["case"] for row in rows}
+    assert {name.replace("fp32", "bf16") for name in EXPECTED} | {"roundtrip_t512_graph"} <= cases
+    assert {(row["case"]) for row in rows if row["impl"] == "floor"} == cases
     assert all(row["sms"] for row in rows if row["impl"] == "ep_plugin")

@@ -153,6 +153,7 @@ def test_config_defaults():
         ({"dispatch_sms": 0}, "dispatch_sms: expected an integer of at least 1, got 0"),
         ({"expand_sms": -1}, "expand_sms: expected an integer of at least 1, got -1"),
         ({"combine_sms": 2.5}, "combine_sms: expected an integer of at least 1, got 2.5"),
+        ({"add_sms": 0}, "add_sms: expected an integer of at least 1, got 0"),
         ({"mode": "fast"}, "mode: expected one of ht, ll, got 'fast'"),
         ({"layout": "flat"}, "layout: expected a DispatchLayout or None, got 'flat'"),
     ],
@@ -213,6 +214,7 @@ def test_agreement_hash_sees_what_ranks_must_agree_on(change):
         {"dispatch_sms": 8},
         {"expand_sms": 8},
         {"combine_sms": 8},
+        {"add_sms": 8},
         {"layout": DispatchLayout.FLAT},
     ],
 )

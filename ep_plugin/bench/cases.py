@@ -1,30 +1,25 @@
-"""The cases of the suite `moe`, each with the ways to do it: ep_plugin, the peer, and the peer's bare exchange."""
+"""From a Spec to what is run: the ways to do each case, and what judges them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ep_plugin.bench.oracle import Oracle, wrong_combine
-from ep_plugin.bench.ours import EpPlugin
+from ep_plugin.bench.ours import EpPlugin, Recorded
 from ep_plugin.bench.peers import AllToAll, AllToAllKept, Dispatcher, Routing, TokenMajorAllToAll
-from ep_plugin.bench.workload import (
-    DTYPES,
-    SHORT_NAMES,
-    Batch,
-    Workload,
-    batches,
-    rows_on_the_wire,
-)
-from ep_plugin.config import DispatchLayout
+from ep_plugin.bench.specs import CACHED, COMBINE, DISPATCH, FLAT, ROUNDTRIP, Sms, Spec
+from ep_plugin.bench.workload import DTYPES, Batch, Workload, batches, rows_on_the_wire, rows_received
 
 T = TypeVar("T")
+OURS = "ep_plugin"
+ROOM = 1.125  # of the mean rows per rank: what a bounded dispatch has room for, unless a rank receives more
 
 
 class Exchanger(Dispatcher, Protocol):
@@ -42,83 +37,139 @@ class Peers:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to do a case. wrong: what is wrong with what `run` returned, None when nothing is."""
+    """One way to do a case. wrong: what is wrong with what `run` returned, None when nothing is. sms: known SMs."""
 
     impl: str
     run: Callable[[], Any]
     wrong: Callable[[Any], str | None]
     bytes_wire: int
+    sms: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
+    """floor_bytes: of the rows that must cross, each once per rank that needs it."""
+
     name: str
     ways: list[Way]
+    floor_bytes: int
 
 
 class Scene:
-    """What the cases of one dtype and layout share: everyone's tokens, this rank's own, and the oracle."""
+    """What the cases of one workload, type and layout share: inputs, the oracle, communicators, routings."""
 
-    def __init__(self, workload: Workload, dtype: str, layout: DispatchLayout, device: torch.device) -> None:
-        self.workload, self.device = workload, device
-        self.short_dtype = SHORT_NAMES[dtype]
-        self.summable = dtype != "float8"
+    def __init__(self, workload: Workload, dtype: str, layout: Any, device: torch.device, peers: Peers) -> None:
+        self.workload, self.layout, self.device, self._peers = workload, layout, device, peers
         self.library = "nccl" if device.type == "cuda" else "gloo"
         everyone = batches(workload, DTYPES[dtype], device)
         self.mine = everyone[dist.get_rank()]
         self.oracle = Oracle(workload, everyone, layout, dist.get_rank())
         ids = [batch.ids for batch in everyone]
-        self._rows = {dedup: rows_on_the_wire(workload, ids, dedup) for dedup in (False, True)}
+        self.rows_wire = {dedup: rows_on_the_wire(workload, ids, dedup) for dedup in (False, True)}
+        self.most_rows = max(rows_received(workload, ids))
+        self._ours: dict[tuple[Sms, bool], EpPlugin] = {}
+        self._states: dict[int, tuple[Any, object]] = {}
+        self._open = contextlib.ExitStack()
 
-    def way(self, impl: str, dedup: bool, run: Callable[[], T], wrong: Callable[[T], str | None]) -> Way:
-        return Way(impl=impl, run=run, wrong=wrong, bytes_wire=self._rows[dedup] * self.mine.row_bytes)
+    @functools.cached_property
+    def peers(self) -> dict[str, Any]:
+        """By their names. On CPUs also the one that keeps its memory: fresh memory costs most there."""
+        make = self._peers.flat if self.layout is FLAT else self._peers.token_major
+        found: dict[str, Any] = {f"{self.library}_all_to_all": make(self.workload, self.device)}
+        if self.layout is FLAT and self.library == "gloo":
+            found["gloo_all_to_all_kept"] = self.kept
+        return found
+
+    @functools.cached_property
+    def kept(self) -> AllToAllKept:
+        return AllToAllKept(self.workload, self.device)
+
+    @functools.cached_property
+    def combine_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Expert rows of this rank, and what combining everyone's gives."""
+        everyones = self.oracle.expert_rows()
+        return everyones[dist.get_rank()], self.oracle.combined(everyones)
+
+    @functools.cached_property
+    def roundtrip(self) -> torch.Tensor:
+        """What experts that change nothing give."""
+        return self.oracle.combined(self.oracle.received_rows())
+
+    def ours(self, sms: Sms, bounded: bool) -> EpPlugin:
+        """The communicator with these SMs; bounded: its dispatches have a capacity."""
+        if (sms, bounded) not in self._ours:
+            mean = self.workload.tokens * self.workload.topk
+            room = max(self.most_rows, int(ROOM * mean)) if bounded else None
+            made = EpPlugin(self.workload, self.device, self.layout, sms, capacity=room)
+            self._ours[sms, bounded] = self._open.enter_context(contextlib.closing(made))
+        return self._ours[sms, bounded]
+
+    def state(self, impl: Any) -> object:
+        """The routing of a dispatch by `impl`."""
+        if id(impl) not in self._states:
+            self._states[id(impl)] = (impl, impl.dispatch(self.mine).state)
+        return self._states[id(impl)][1]
+
+    def close(self) -> None:
+        self._open.close()
 
 
-def flat_cases(scene: Scene, peers: Peers) -> Iterator[Case]:
-    """Dispatch to FLAT rows, the same over known routing, and, where rows can be summed, combine and the round trip."""
-    mine, oracle, dtype = scene.mine, scene.oracle, scene.short_dtype
-    with contextlib.closing(EpPlugin(scene.workload, scene.device, DispatchLayout.FLAT)) as ours:
-        peer = peers.flat(scene.workload, scene.device)
-        kept = AllToAllKept(scene.workload, scene.device)
-        impls: dict[str, Exchanger] = {"ep_plugin": ours, f"{scene.library}_all_to_all": peer}
-        if scene.library == "gloo":
-            impls["gloo_all_to_all_kept"] = kept
+def cases_of(specs: list[Spec], device: torch.device, peers: Peers, override: Sms) -> Iterator[Case]:
+    """The cases one by one; what they share is closed after the last that needs it. Collective.
 
-        def each(run: Callable[[str, Exchanger], T], wrong: Callable[[T], str | None]) -> list[Way]:
-            return [
-                scene.way(name, impl.dedup, functools.partial(run, name, impl), wrong) for name, impl in impls.items()
-            ]
-
-        ways = each(lambda _, impl: impl.dispatch(mine), oracle.wrong_dispatch)
-        ways.append(_bare_exchange(scene, kept))
-        yield Case(name=f"dispatch_flat_{dtype}", ways=ways)
-
-        states = {name: impl.dispatch(mine).state for name, impl in impls.items()}
-        ways = each(lambda name, impl: impl.dispatch(mine, states[name]), oracle.wrong_dispatch)
-        yield Case(name=f"dispatch_cached_{dtype}", ways=ways)
-        if not scene.summable:
-            return
-        everyones_y = oracle.expert_rows()
-        y, expected = everyones_y[dist.get_rank()], oracle.combined(everyones_y)
-        del everyones_y
-        ways = each(lambda name, impl: impl.combine(y, states[name]), functools.partial(wrong_combine, expected))
-        yield Case(name=f"combine_flat_{dtype}", ways=ways)
-
-        expected = oracle.combined(oracle.received_rows())
-        ways = each(lambda _, impl: _round_trip(impl, mine), functools.partial(wrong_combine, expected))
-        yield Case(name=f"roundtrip_flat_{dtype}", ways=ways)
+    override: SMs that go before those of the specs.
+    """
+    scene, key = None, None
+    try:
+        for spec in specs:
+            if key != (spec.workload, spec.dtype, spec.layout):
+                if scene is not None:
+                    scene.close()
+                scene = None  # its memory goes before the next one's comes
+                key = (spec.workload, spec.dtype, spec.layout)
+                scene = Scene(spec.workload, spec.dtype, spec.layout, device, peers)
+            assert scene is not None
+            yield _case(scene, replace(spec, sms=override.over(spec.sms)))
+    finally:
+        if scene is not None:
+            scene.close()
 
 
-def token_major_cases(scene: Scene, peers: Peers) -> Iterator[Case]:
-    """Dispatch to TOKEN_MAJOR rows."""
-    with contextlib.closing(EpPlugin(scene.workload, scene.device, DispatchLayout.TOKEN_MAJOR)) as ours:
-        peer = peers.token_major(scene.workload, scene.device)
-        impls: dict[str, Dispatcher] = {"ep_plugin": ours, f"{scene.library}_all_to_all": peer}
-        ways = [
-            scene.way(name, impl.dedup, functools.partial(impl.dispatch, scene.mine), scene.oracle.wrong_dispatch)
-            for name, impl in impls.items()
-        ]
-        yield Case(name=f"dispatch_token_major_{scene.short_dtype}", ways=ways)
+def _case(scene: Scene, spec: Spec) -> Case:
+    impls: dict[str, Any] = {OURS: scene.ours(spec.sms, spec.capacity)}
+    if spec.peers:
+        impls |= scene.peers
+    crossings = 2 if spec.what == ROUNDTRIP else 1
+    ways = [_way(scene, spec, name, impl, crossings) for name, impl in impls.items()]
+    if spec.peers and spec.what == DISPATCH and scene.layout is FLAT and spec.workload.skew == 1:
+        ways.append(_bare_exchange(scene))
+    floor = crossings * scene.rows_wire[True] * scene.mine.row_bytes
+    return Case(name=spec.name, ways=ways, floor_bytes=floor)
+
+
+def _way(scene: Scene, spec: Spec, name: str, impl: Any, crossings: int) -> Way:
+    mine, oracle = scene.mine, scene.oracle
+    run: Callable[[], Any]
+    wrong: Callable[[Any], str | None] = oracle.wrong_dispatch
+    if spec.what == DISPATCH:
+        run = functools.partial(impl.dispatch, mine)
+    elif spec.what == CACHED:
+        run = functools.partial(impl.dispatch, mine, scene.state(impl))
+    elif spec.what == COMBINE:
+        y, expected = scene.combine_rows
+        run, wrong = functools.partial(impl.combine, y, scene.state(impl)), functools.partial(wrong_combine, expected)
+    else:
+        run, wrong = functools.partial(_round_trip, impl, mine), functools.partial(wrong_combine, scene.roundtrip)
+    if spec.graph and name == OURS:
+        run()
+        run = Recorded(run)
+    return Way(
+        impl=name,
+        run=run,
+        wrong=wrong,
+        bytes_wire=crossings * scene.rows_wire[impl.dedup] * mine.row_bytes,
+        sms=impl.sms(spec.what) if name == OURS and scene.device.type == "cuda" else None,
+    )
 
 
 def _round_trip(impl: Exchanger, batch: Batch) -> torch.Tensor:
@@ -127,14 +178,15 @@ def _round_trip(impl: Exchanger, batch: Batch) -> torch.Tensor:
     return impl.combine(received.tokens, received.state)
 
 
-def _bare_exchange(scene: Scene, peer: AllToAllKept) -> Way:
+def _bare_exchange(scene: Scene) -> Way:
     """all_to_all_single alone, its rows gathered and its counts known: what the peer cannot be faster than."""
+    peer = scene.kept
     routing = peer.dispatch(scene.mine).state
     assert isinstance(routing, Routing)
     leaving = peer.gather(scene.mine, routing.order)
-    return scene.way(
-        f"{scene.library}_all_to_all_single",
-        peer.dedup,
-        lambda: peer.exchange(leaving, routing),
-        lambda got: scene.oracle.wrong_dispatch(peer.arrange(got, scene.mine, routing)),
+    return Way(
+        impl=f"{scene.library}_all_to_all_single",
+        run=lambda: peer.exchange(leaving, routing),
+        wrong=lambda got: scene.oracle.wrong_dispatch(peer.arrange(got, scene.mine, routing)),
+        bytes_wire=scene.rows_wire[peer.dedup] * scene.mine.row_bytes,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +20,30 @@ _SIZES: dict[str, dict[str, int | None]] = {
     "cuda": {"ranks": None, "tokens": 4096, "hidden": 7168, "topk": 8, "experts": 256},
 }
 _DTYPES = {"cpu": ["float32"], "cuda": ["bfloat16", "float8"]}
-_LATER = ("wire", "allgather", "reduce-scatter")
+_SERVED = ("moe", "sweep", "wire", "beside")
+_LATER = ("allgather", "reduce-scatter", "overlap", "fsdp2")
+
+Backend = Annotated[str, typer.Option(help="cpu: shared memory against gloo; cuda: NVLink against NCCL.")]
+Ranks = Annotated[int | None, typer.Option(help="Processes. Default: 4 on CPUs, every GPU on cuda.")]
+Tokens = Annotated[int | None, typer.Option(help="Tokens per rank, T. Default: 1024, or 4096 on cuda.")]
+Hidden = Annotated[int | None, typer.Option(help="Elements of a row, H. Default: 2048, or 7168 on cuda.")]
+Topk = Annotated[int | None, typer.Option(help="Experts per token, K. Default: 4, or 8 on cuda.")]
+Experts = Annotated[int | None, typer.Option(help="Experts in all, E. Default: 32, or 256 on cuda.")]
+Cases = Annotated[list[str] | None, typer.Option("--case", help="Pattern of case names, as a shell's; repeatable.")]
+Counts = Annotated[str | None, typer.Option("--sms", help="SMs in place of all cases' own: dispatch=16,expand=48,...")]
+Iterations = Annotated[int, typer.Option(help="Timed iterations of each case and implementation.")]
+Out = Annotated[
+    str | None, typer.Option(help="Where the JSON goes: a file, or a folder (ends in /) that has one per hardware.")
+]
 
 
 class _Suites(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in _LATER:
-            ctx.fail(f"the suite {cmd_name!r} is not served in this release; expected moe, or report for results.")
+            ctx.fail(
+                f"the suite {cmd_name!r} is not served in this release; expected {', '.join(_SERVED)}, or report for "
+                "results."
+            )
         return super().get_command(ctx, cmd_name)
 
 
@@ -38,48 +57,110 @@ def about() -> None:
 
 @main.command()
 def moe(
-    backend: Annotated[str, typer.Option(help="cpu: shared memory against gloo; cuda: NVLink against NCCL.")],
-    ranks: Annotated[int | None, typer.Option(help="Processes. Default: 4 on CPUs, every GPU on cuda.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens per rank, T. Default: 1024, or 4096 on cuda.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="Elements of a row, H. Default: 2048, or 7168 on cuda.")] = None,
-    topk: Annotated[int | None, typer.Option(help="Experts per token, K. Default: 4, or 8 on cuda.")] = None,
-    experts: Annotated[int | None, typer.Option(help="Experts in all, E. Default: 32, or 256 on cuda.")] = None,
+    backend: Backend,
+    ranks: Ranks = None,
+    tokens: Tokens = None,
+    hidden: Hidden = None,
+    topk: Topk = None,
+    experts: Experts = None,
+    skew: Annotated[float, typer.Option(help="Rows for rank 0's experts, as a multiple of the mean.")] = 1.0,
     dtype: Annotated[list[str] | None, typer.Option(help="float32, bfloat16, float16, float8; repeatable.")] = None,
     layout: Annotated[list[str] | None, typer.Option(help="flat, token_major; repeatable. Default: both.")] = None,
-    iterations: Annotated[int, typer.Option(help="Timed iterations of each case and implementation.")] = 30,
-    out: Annotated[
-        str | None, typer.Option(help="Where the JSON goes: a file, or a folder (ends in /) that has one per hardware.")
-    ] = None,
+    case: Cases = None,
+    sms: Counts = None,
+    own_only: Annotated[bool, typer.Option("--own-only", help="Without peers: a quick run while tuning.")] = False,
+    iterations: Iterations = 30,
+    out: Out = None,
 ) -> None:
     """Dispatch and combine of mixture-of-experts layers, against all-to-all with sort and index."""
-    from ep_plugin.bench import provenance, suite_moe
+    from ep_plugin.bench import suite_moe
     from ep_plugin.bench.workload import Workload
 
     given = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "topk": topk, "experts": experts}
-    try:
+    with _refusals():
         suite = suite_moe.MoeSuite(
             backend=backend,
-            workload=Workload(**_sizes(backend, given)),
+            workload=Workload(**_sizes(backend, given), skew=skew),
             dtypes=tuple(dtype or _DTYPES[backend]),
-            layouts=tuple(layout or ["flat", "token_major"]),
+            layouts=tuple(layout or suite_moe.LAYOUTS),
             iterations=iterations,
+            cases=tuple(case or ()),
+            sms=_counts(sms, out),
+            own_only=own_only,
         )
         result = suite_moe.run(suite)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    except suite_moe.WrongResult as error:
-        typer.echo(f"wrong results, so nothing was timed:\n{error}", err=True)
-        raise typer.Exit(1) from error
-    if out is not None:
-        folder = provenance.hardware_folder(backend, suite.workload.ranks)
-        _write(result, Path(out, folder, f"{suite_moe.SUITE}.json") if out.endswith("/") else Path(out))
-    _console().print(reports.rich_table(result))
+    _finish(result, out, backend, suite.workload.ranks)
+
+
+@main.command()
+def sweep(
+    backend: Backend,
+    ranks: Ranks = None,
+    tokens: Tokens = None,
+    hidden: Hidden = None,
+    topk: Topk = None,
+    experts: Experts = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="One that can be summed. Default: float32, bfloat16 on cuda.")
+    ] = None,
+    case: Cases = None,
+    sms: Counts = None,
+    iterations: Iterations = 10,
+    out: Out = None,
+) -> None:
+    """Dispatch and combine over H, K and E at equal bytes on the wire, against these sizes."""
+    from ep_plugin.bench import suite_sweep
+    from ep_plugin.bench.workload import Workload
+
+    given = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "topk": topk, "experts": experts}
+    with _refusals():
+        suite = suite_sweep.SweepSuite(
+            backend=backend,
+            workload=Workload(**_sizes(backend, given)),
+            dtype=dtype or _DTYPES[backend][0],
+            iterations=iterations,
+            cases=tuple(case or ()),
+            sms=_counts(sms, out),
+        )
+        result = suite_sweep.run(suite)
+    _finish(result, out, backend, suite.workload.ranks)
+
+
+@main.command()
+def wire(backend: Backend, ranks: Ranks = None, iterations: Iterations = 30, out: Out = None) -> None:
+    """What the links and the SMs give: stores, loads, TMA and copy engines, by SMs and chunk."""
+    from ep_plugin.bench import suite_wire
+
+    with _refusals():
+        found = _sizes(backend, {"ranks": ranks})["ranks"]
+        suite = suite_wire.WireSuite(backend=backend, ranks=found, iterations=iterations)
+        result = suite_wire.run(suite)
+    _finish(result, out, backend, found)
+
+
+@main.command()
+def beside(
+    backend: Annotated[str, typer.Option(help="cuda; a CPU has no SMs to share.")] = "cuda",
+    ranks: Ranks = None,
+    iterations: Iterations = 30,
+    out: Out = None,
+) -> None:
+    """A matrix product beside dispatch and combine, and beside a kernel that only holds SMs."""
+    from ep_plugin.bench import suite_beside
+    from ep_plugin.bench.workload import Workload
+
+    with _refusals():
+        if backend != "cuda":
+            raise ValueError(f"backend: expected cuda, got {backend!r}")
+        suite = suite_beside.BesideSuite(workload=Workload(**_sizes(backend, {"ranks": ranks})), iterations=iterations)
+        result = suite_beside.run(suite)
+    _finish(result, out, backend, suite.workload.ranks)
 
 
 @main.command()
 def report(
     files: Annotated[list[Path], typer.Argument(help="Results that ep-bench wrote.", exists=True, dir_okay=False)],
-    plot: Annotated[Path | None, typer.Option(help="Where a PNG with bars goes.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Where a PNG with a panel per result goes.")] = None,
 ) -> None:
     """Prints results as markdown tables with ratios."""
     try:
@@ -89,13 +170,41 @@ def report(
     for result in results:
         typer.echo(reports.markdown(result))
     if plot is not None:
-        reports.plot(results, plot)
+        from ep_plugin.bench import plots
+
+        plots.plot(results, plot)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What cannot be measured is a wrong parameter; wrong results end the command."""
+    from ep_plugin.bench.results import WrongResult
+
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except WrongResult as error:
+        typer.echo(f"wrong results, so nothing was timed:\n{error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _counts(sms: str | None, out: str | None) -> Any:
+    from ep_plugin.bench.specs import Sms, parse_sms
+
+    if sms is None:
+        return Sms()
+    if out is not None and out.endswith("/"):
+        raise ValueError(f"out: expected a file with --sms, since folders are for runs with the defaults, got {out!r}")
+    counts = parse_sms(sms)
+    typer.echo(f"SMs in place of the cases' own: {counts}", err=True)
+    return counts
 
 
 def _sizes(backend: str, given: dict[str, int | None]) -> dict[str, int]:
     if backend not in _SIZES:
         raise ValueError(f"backend: expected one of {', '.join(_SIZES)}, got {backend!r}")
-    sizes = {name: default if given[name] is None else given[name] for name, default in _SIZES[backend].items()}
+    sizes = {name: default if given.get(name) is None else given[name] for name, default in _SIZES[backend].items()}
     if backend == "cuda":
         import torch
 
@@ -105,16 +214,26 @@ def _sizes(backend: str, given: dict[str, int | None]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size is not None}
 
 
-def _write(result: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    typer.echo(f"wrote {path}", err=True)
+def _finish(result: dict[str, Any], out: str | None, backend: str, ranks: int) -> None:
+    """Writes the result and prints it."""
+    from ep_plugin.bench import provenance
+
+    if out is not None:
+        folder = provenance.hardware_folder(backend, ranks)
+        path = Path(out, folder, f"{result['suite']}.json") if out.endswith("/") else Path(out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=2) + "\n")
+        typer.echo(f"wrote {path}", err=True)
+    console = _console()
+    console.print(reports.rich_table(result))
+    for note in reports.notes(result):
+        console.print(note, highlight=False)
 
 
 def _console() -> Console:
     # Wide enough for the table where output is no terminal: cut cells are no use in a log.
     console = Console()
-    return console if console.is_terminal else Console(width=140)
+    return console if console.is_terminal else Console(width=160)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,11 @@ class Oracle:
                 ours = reference_dispatch(scales, ids, weights, num_experts=workload.experts, layout=layout)[rank]
                 self._scales = ours.tokens
 
+    @property
+    def rows(self) -> int:
+        """Rows that this rank receives."""
+        return self._all[self._rank].tokens.shape[0]
+
     def expert_rows(self) -> list[torch.Tensor]:
         """What the experts of each rank return: fresh rows, as many as the rank received."""
         rows = [out.tokens.shape[0] for out in self._all]
@@ -80,7 +85,8 @@ def _difference(got: torch.Tensor | None, expected: torch.Tensor | None) -> str 
         return None if got is expected else f"expected {'none' if expected is None else 'some'}, got the opposite"
     if got.shape != expected.shape:
         return f"expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
-    differing = (got != expected).reshape(got.shape[0], -1).any(1).nonzero()
+    wrong = got != expected
+    differing = (wrong if wrong.dim() == 1 else wrong.any(1)).nonzero()
     if len(differing) == 0:
         return None
     first = int(differing[0])

@@ -2,44 +2,66 @@
 
 from __future__ import annotations
 
-from typing import cast
+import time
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
+import ep_plugin.ops  # noqa: F401  imported here, so that no construction is charged with it
+from ep_plugin import _C
 from ep_plugin.bench.peers import Received
+from ep_plugin.bench.specs import CACHED, COMBINE, DISPATCH, ROUNDTRIP, Sms
 from ep_plugin.bench.workload import Batch, Workload
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
 from ep_plugin.moe.communicator import MoECommunicator
-from ep_plugin.moe.engine import DEFAULT_SMS
+from ep_plugin.moe.engine import COMBINE_POOL, DISPATCH_POOL
 from ep_plugin.moe.layout import DispatchHandle
 
-# SMs of the kernels that move rows at once, by the first word of a case's name; a round trip is its larger half.
-_SMS = {
-    "dispatch": DEFAULT_SMS["dispatch_sms"] + DEFAULT_SMS["expand_sms"],
-    "combine": DEFAULT_SMS["combine_sms"] + DEFAULT_SMS["add_sms"],
-}
-
+_MIB = 1 << 20
 _State = tuple[DispatchHandle, torch.Tensor | None]
 
 
 class EpPlugin:
-    """Dispatch and combine of one communicator. Making it is collective; close it."""
+    """Dispatch and combine of one communicator. Making it is collective; close it.
+
+    capacity: rows of every dispatch's output, fixed, so that the host waits for nothing; None: as many as there are.
+    construction_s: how long it took here.
+    """
 
     dedup = True
 
-    def __init__(self, workload: Workload, device: torch.device, layout: DispatchLayout) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device,
+        layout: DispatchLayout,
+        sms: Sms | None = None,
+        capacity: int | None = None,
+    ) -> None:
+        sms = sms or Sms()
         config = MoECommunicatorConfig(
             num_experts=workload.experts,
             hidden_size=workload.hidden,
             topk=workload.topk,
             max_tokens_per_rank=workload.tokens,
             layout=layout,
+            dispatch_sms=sms.dispatch,
+            expand_sms=sms.expand,
+            combine_sms=sms.combine,
+            add_sms=sms.add,
         )
-        self._comm = MoECommunicator(None, config, device)
+        dist.barrier()
+        began = time.perf_counter()
+        self.comm = MoECommunicator(None, config, device)
+        self.construction_s = time.perf_counter() - began
+        self._workload, self._capacity = workload, capacity
 
     def dispatch(self, batch: Batch, previous: object = None) -> Received:
         handle = None if previous is None else cast(_State, previous)[0]
-        out, handle = self._comm.dispatch(batch.x, batch.ids, batch.weights, batch.scales, previous_handle=handle)
+        out, handle = self.comm.dispatch(
+            batch.x, batch.ids, batch.weights, batch.scales, previous_handle=handle, capacity=self._capacity
+        )
         return Received(
             tokens=out.tokens,
             scales=out.scales,
@@ -51,12 +73,47 @@ class EpPlugin:
 
     def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
         handle, weights = cast(_State, state)
-        return self._comm.combine(y, handle, weights=weights)
+        return self.comm.combine(y, handle, weights=weights)
+
+    def sms(self, what: str) -> int:
+        """SMs of all kernels that move rows at once; of a round trip, those of its larger half."""
+        sms = self.comm.engine.sms
+        dispatch, combine = sms["dispatch_sms"] + sms["expand_sms"], sms["combine_sms"] + sms["add_sms"]
+        return {DISPATCH: dispatch, CACHED: dispatch, COMBINE: combine, ROUNDTRIP: max(dispatch, combine)}[what]
+
+    def memory(self, row_bytes: int) -> dict[str, int]:
+        """Bytes on this rank that are no tensor of the caller, and the limit: two pools of R * T rows, and 64 MiB.
+
+        The pools are there after the first dispatch and combine.
+        """
+        engine = self.comm.engine
+        pools = engine.pool_bytes(DISPATCH_POOL) + engine.pool_bytes(COMBINE_POOL)
+        control = _C.control_bytes(engine.size, engine.config.num_experts) + _C.state_bytes
+        rows = 2 * self._workload.ranks * self._workload.tokens
+        return {
+            "pool_bytes": pools,
+            "control_bytes": control,
+            "beyond_tensors_bytes": pools + control,
+            "limit_bytes": rows * row_bytes + 64 * _MIB,
+        }
 
     def close(self) -> None:
-        self._comm.close()
+        self.comm.close()
 
 
-def default_sms(case: str) -> int:
-    """SMs that ep_plugin occupies at most in a case when the configuration names none."""
-    return _SMS.get(case.split("_")[0], max(_SMS.values()))
+class Recorded:
+    """A CUDA graph of `step`, which has run before; calling it replays the graph and returns what `step` returned.
+
+    What it returns is the same memory each time.
+    """
+
+    def __init__(self, step: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # Other threads (NCCL's watchdog) go on asking for events, which a capture of all threads would not bear.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._result = step()
+
+    def __call__(self) -> torch.Tensor:
+        self._graph.replay()
+        return self._result

@@ -1,15 +1,18 @@
 """What ep_plugin is compared with: the same exchanges over torch.distributed, as well as they can be written there.
 
 Rows travel as opaque 8-byte words, once per (token, expert), by `all_to_all_single` between a sort and a gather, as
-Megatron's all-to-all dispatcher does it: the counts go first and are read by the host while the rows are being
-gathered, what only indices need is computed while the rows are on the wire, and combine gathers and sums in one pass.
-The weights stay with the token's owner, which applies them in combine: less travels than in ep_plugin's dispatch.
+Megatron's all-to-all dispatcher does it. The counts go first, travel beside the sort and the gather, and reach the host
+while the device gathers, so that the exchange of the rows is enqueued in time; what only indices need is computed while
+the rows are on the wire; combine gathers and sums, without atomic additions. The weights stay with the token's owner,
+which applies them in combine: less travels than in ep_plugin's dispatch.
 
 Shapes: R ranks, T tokens here, K experts per token, E_l experts per rank, N rows received.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,7 +68,10 @@ class AllToAll:
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self._ranks, self._experts = workload.ranks, workload.experts
-        self._pinned = torch.empty(2, workload.ranks, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._counts = _Counts(workload.ranks, device)
+        self._sum = Fastest(bag_sum, gathered_sum)
+        # Experts are few: short keys make the radix sort of a GPU short.
+        self._key = torch.uint8 if workload.experts <= 256 else torch.int16
 
     def dispatch(self, batch: Batch, previous: object = None) -> Received:
         """Rows of this rank's experts in FLAT order: by expert, source rank, source token."""
@@ -75,14 +81,10 @@ class AllToAll:
         pair_ids = batch.ids.reshape(-1)
         per_expert = torch.zeros(self._experts, dtype=torch.int64, device=pair_ids.device)
         per_expert.scatter_add_(0, pair_ids, torch.ones_like(pair_ids))
-        arriving = torch.empty_like(per_expert)
-        dist.all_to_all_single(arriving, per_expert)
-        arriving = arriving.view(self._ranks, -1)
-        splits = _Splits(per_expert.view(self._ranks, -1).sum(1), arriving.sum(1), self._pinned)
-        # Experts are few: short keys make the radix sort of a GPU short.
-        order = torch.argsort(pair_ids.to(torch.int16), stable=True)
+        self._counts.start(per_expert.view(self._ranks, -1))
+        order = torch.argsort(pair_ids.to(self._key), stable=True)
         leaving = self.gather(batch, order)
-        sent, received = splits.read()
+        arriving, sent, received = self._counts.read()
         exchanges = self._start_all(leaving, sent, received)
         to_flat, from_flat = _permutation(arriving, sum(received))
         position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -96,10 +98,7 @@ class AllToAll:
         """The weighted sum of each token's rows: `[T, H]`."""
         assert isinstance(state, Routing)
         (back,) = self._start_all([self._select("leaving", _words(y), state.from_flat)], state.received, state.sent)
-        # Gathers and sums in one pass, in float32.
-        return torch.nn.functional.embedding_bag(
-            state.position, back.wait().view(y.dtype), mode="sum", per_sample_weights=state.weights.to(y.dtype)
-        )
+        return self._sum(back.wait().view(y.dtype), state.position, state.weights.to(y.dtype))
 
     def gather(self, batch: Batch, order: torch.Tensor) -> list[torch.Tensor]:
         """The rows, and their scales if they have some, in the order in which they leave."""
@@ -163,37 +162,34 @@ class TokenMajorAllToAll:
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self._ranks, self._local = workload.ranks, workload.experts // workload.ranks
-        self._pinned = torch.empty(2, workload.ranks, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._counts = _Counts(workload.ranks, device)
 
     def dispatch(self, batch: Batch, previous: object = None) -> Received:
         """Rows by (source rank, source token), which is the order in which they arrive."""
         T, K = batch.ids.shape
         goes = torch.zeros(T, self._ranks, dtype=torch.bool, device=batch.ids.device)
         goes.scatter_(1, batch.ids // self._local, True)
-        leaving_counts = goes.sum(0)
-        arriving_counts = torch.empty_like(leaving_counts)
-        dist.all_to_all_single(arriving_counts, leaving_counts)
-        splits = _Splits(leaving_counts, arriving_counts, self._pinned)
+        self._counts.start(goes.sum(0).unsqueeze(1))
         by_rank = goes.t().reshape(-1)
         place = torch.where(by_rank, by_rank.cumsum(0) - 1, by_rank.numel())
         token = torch.arange(T, device=place.device).repeat(self._ranks)
         order = torch.empty(by_rank.numel() + 1, dtype=torch.int64, device=place.device).scatter_(0, place, token)
-        beside = torch.cat((batch.ids.int(), batch.weights.view(torch.int32)), 1)
-        sent, received = splits.read()
+        scales = [] if batch.scales is None else [batch.scales.view(torch.int32)]
+        beside = torch.cat((batch.ids.int(), batch.weights.view(torch.int32), *scales), 1)
+        _, sent, received = self._counts.read()
         order = order[: sum(sent)]
-        parts = [_words(batch.x), beside] if batch.scales is None else [_words(batch.x), beside, batch.scales]
         exchanges = []
-        for part in parts:
+        for part in (_words(batch.x), beside):
             arriving = part.new_empty((sum(received), part.shape[1]))
             exchanges.append(_Exchange(part.index_select(0, order), sent, received, arriving))
-        tokens, beside, *scales = [exchange.wait() for exchange in exchanges]
+        tokens, beside = [exchange.wait() for exchange in exchanges]
         ids = beside[:, :K] - dist.get_rank() * self._local
         here = (ids >= 0) & (ids < self._local)
         return Received(
             tokens=tokens.view(batch.x.dtype),
-            scales=scales[0] if scales else None,
+            scales=beside[:, 2 * K :].contiguous().view(torch.float32) if scales else None,
             ids=torch.where(here, ids, -1),
-            weights=torch.where(here, beside[:, K:].view(torch.float32), 0.0),
+            weights=torch.where(here, beside[:, K : 2 * K].view(torch.float32), 0.0),
         )
 
 
@@ -211,22 +207,84 @@ class _Exchange:
         return self._arriving
 
 
-class _Splits:
-    """Rows per rank on their way to the host: `[R]` leaving, `[R]` arriving. The copy is asynchronous when pinned."""
+class _Counts:
+    """The exchange of counts, `[R, n]` leaving and `[R, n]` arriving, and their sums by rank on their way to the host.
 
-    def __init__(self, leaving: torch.Tensor, arriving: torch.Tensor, host: torch.Tensor) -> None:
-        self._host = host
-        self._host.copy_(torch.stack((leaving, arriving)), non_blocking=True)
-        self._ready: torch.cuda.Event | None = None
-        if leaving.is_cuda:
-            self._ready = torch.cuda.Event()
-            self._ready.record()
+    On GPUs all of it runs beside what the caller enqueues meanwhile. One at a time.
+    """
 
-    def read(self) -> tuple[list[int], list[int]]:
-        if self._ready is not None:
+    def __init__(self, ranks: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._host = torch.empty(2, ranks, dtype=torch.int64, pin_memory=on_gpu)
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+
+    def start(self, leaving: torch.Tensor) -> None:
+        self._leaving, self._arriving = leaving, torch.empty_like(leaving)
+        self._work = dist.all_to_all_single(self._arriving, leaving, async_op=True)
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                self._fetch()
+                self._ready = self._stream.record_event()
+
+    def read(self) -> tuple[torch.Tensor, list[int], list[int]]:
+        """What arrives, and the rows that leave for and arrive from each rank. The host waits for the counts only."""
+        if self._stream is None:
+            self._fetch()
+        else:
             self._ready.synchronize()
-        leaving, arriving = self._host.tolist()
-        return leaving, arriving
+        sent, received = self._host.tolist()
+        return self._arriving, sent, received
+
+    def _fetch(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+        self._host.copy_(torch.stack((self._leaving, self._arriving)).sum(2), non_blocking=self._stream is not None)
+
+
+# What adds up a token's rows: rows `[N, H]`, position `[T, K]` in them, weights `[T, K]` of the rows' type -> `[T, H]`.
+Summation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def bag_sum(rows: torch.Tensor, position: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Gathers and sums in one pass."""
+    return torch.nn.functional.embedding_bag(position, rows, mode="sum", per_sample_weights=weights)
+
+
+def gathered_sum(rows: torch.Tensor, position: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Gathers with wide elements, then sums by a product of matrices."""
+    T, K = position.shape
+    gathered = _words(rows).index_select(0, position.reshape(-1)).view(rows.dtype).view(T, K, -1)
+    return torch.bmm(weights.unsqueeze(1), gathered).squeeze(1)
+
+
+class Fastest:
+    """Calls the candidate that was fastest here when it was called first: which one that is depends on the device."""
+
+    def __init__(self, *candidates: Summation) -> None:
+        self._candidates, self._chosen = candidates, candidates[0]
+        self._known = False
+
+    def __call__(self, rows: torch.Tensor, position: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if not self._known:
+            self._known = True
+            seconds = [_seconds(candidate, rows, position, weights) for candidate in self._candidates]
+            self._chosen = self._candidates[seconds.index(min(seconds))]
+        return self._chosen(rows, position, weights)
+
+
+def _seconds(run: Summation, rows: torch.Tensor, position: torch.Tensor, weights: torch.Tensor) -> float:
+    """Of some calls after the first."""
+
+    def finished() -> float:
+        if rows.is_cuda:
+            torch.cuda.synchronize(rows.device)
+        return time.perf_counter()
+
+    run(rows, position, weights)
+    began = finished()
+    for _ in range(3):
+        run(rows, position, weights)
+    return finished() - began
 
 
 def _permutation(arriving: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

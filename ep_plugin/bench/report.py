@@ -1,16 +1,18 @@
-"""Results as tables and plots. Ratios compare each row with ep_plugin's of the same case and run."""
+"""Results as tables. Ratios compare rows of one run: with the floor, with ep_plugin, or with a base case."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-HEADER = ("case", "implementation", "median µs", "p10", "p90", "MB on the wire", "GB/s", "time / ep_plugin's")
-OURS = "ep_plugin"
+OURS, FLOOR = "ep_plugin", "floor"
 _ROW_KEYS = {"case", "impl", "median_us", "p10_us", "p90_us", "bytes_wire", "gb_s", "sms"}
+_Row = dict[str, Any]
+_Column = tuple[str, Callable[[_Row], str]]
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -25,22 +27,88 @@ def load(path: Path) -> dict[str, Any]:
     return result
 
 
+def header(result: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name, _ in _columns(result))
+
+
 def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One line of text cells per row of the result, in HEADER's order."""
-    ours = {row["case"]: row["median_us"] for row in result["rows"] if row["impl"] == OURS}
-    return [
-        (
-            row["case"],
-            row["impl"],
-            f"{row['median_us']:,.0f}",
-            f"{row['p10_us']:,.0f}",
-            f"{row['p90_us']:,.0f}",
-            f"{row['bytes_wire'] / 1e6:.1f}",
-            f"{row['gb_s']:.1f}",
-            f"{row['median_us'] / ours[row['case']]:.2f} ×" if row["case"] in ours else "",
-        )
-        for row in result["rows"]
+    """One line of text cells per row of the result, in the order of `header`."""
+    columns = _columns(result)
+    return [tuple(cell(row) for _, cell in columns) for row in result["rows"]]
+
+
+def _columns(result: dict[str, Any]) -> list[_Column]:
+    """What is known of these rows: bytes where some crossed, ratios where there is something to compare with."""
+    rows = result["rows"]
+    columns: list[_Column] = [
+        ("case", lambda row: str(row["case"])),
+        ("implementation", lambda row: str(row["impl"])),
+        ("median µs", lambda row: f"{row['median_us']:,.0f}"),
+        ("p10", lambda row: f"{row['p10_us']:,.0f}"),
+        ("p90", lambda row: f"{row['p90_us']:,.0f}"),
     ]
+    if any(row["bytes_wire"] for row in rows):
+        columns.append(("MB on the wire", lambda row: f"{row['bytes_wire'] / 1e6:.1f}"))
+        columns.append(("GB/s", lambda row: f"{row['gb_s']:.1f}"))
+    if any(row["sms"] is not None for row in rows):
+        columns.append(("SMs", lambda row: "" if row["sms"] is None else str(row["sms"])))
+    if "efficiency" in result:
+        columns.append(("efficiency, relative", lambda row: _share(result["efficiency"].get(row["case"]), row)))
+    if "base_case" in result:
+        (base,) = (row["median_us"] for row in rows if row["case"] == result["base_case"])
+        columns.append((f"time / {result['base_case']}", lambda row: f"{row['median_us'] / base:.3f} ×"))
+    for impl, name in ((FLOOR, "time / floor"), (OURS, "time / ep_plugin's")):
+        medians = {row["case"]: row["median_us"] for row in rows if row["impl"] == impl}
+        if medians:
+            columns.append((name, lambda row, medians=medians: _ratio(row["median_us"], medians.get(row["case"]))))  # type: ignore[misc]
+    return columns
+
+
+def _share(efficiency: float | None, row: _Row) -> str:
+    return f"{efficiency:.2f}" if efficiency is not None and row["impl"] == OURS else ""
+
+
+def _ratio(mine: float, other: float | None) -> str:
+    return "" if other is None else f"{mine / other:.2f} ×"
+
+
+def by_case(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A line per case, header first: ep_plugin's median, its ratio to the floor, and how much longer others take.
+
+    Empty when nothing was compared with ep_plugin.
+    """
+    rows = {(row["case"], row["impl"]): row for row in result["rows"]}
+    cases = list(dict.fromkeys(case for case, impl in rows if impl == OURS))
+    others = list(dict.fromkeys(impl for _, impl in rows if impl != OURS))
+    if not cases or not others:
+        return []
+    found = [("case", "SMs", "ep_plugin µs", *(f"{impl} µs" for impl in others), *(f"/ {impl}" for impl in others))]
+    for case in cases:
+        ours = rows[case, OURS]
+        theirs = [rows.get((case, impl)) for impl in others]
+        medians = ["" if row is None else f"{row['median_us']:,.0f}" for row in theirs]
+        ratios = ["" if row is None else _ratio(ours["median_us"], row["median_us"]) for row in theirs]
+        sms = "" if ours["sms"] is None else str(ours["sms"])
+        found.append((case, sms, f"{ours['median_us']:,.0f}", *medians, *ratios))
+    return found
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Sentences on what the run found beside its rows."""
+    found = []
+    if "best_sm_copy" in result:
+        best = result["best_sm_copy"]
+        found.append(f"floor: {best['gb_s']:.1f} GB/s, the best rate of SM copies in this run ({best['case']})")
+    if "memory" in result:
+        memory = {name: f"{value / 2**20:,.1f} MiB" for name, value in result["memory"].items()}
+        found.append(
+            f"memory beyond tensors: {memory['beyond_tensors_bytes']} (pools {memory['pool_bytes']}, control "
+            f"{memory['control_bytes']}), limit {memory['limit_bytes']}"
+            + (f"; on the device {memory['device_bytes']}" if "device_bytes" in memory else "")
+        )
+    if "construction_s" in result:
+        found.append(f"construction of a communicator: {result['construction_s']:.3f} s")
+    return [*found, *result.get("left_out", [])]
 
 
 def title(result: dict[str, Any]) -> str:
@@ -49,11 +117,11 @@ def title(result: dict[str, Any]) -> str:
 
 def rich_table(result: dict[str, Any]) -> Table:
     table = Table(title=title(result))
-    for index, name in enumerate(HEADER):
+    for index, name in enumerate(header(result)):
         table.add_column(name, justify="left" if index < 2 else "right")
     previous = None
     for line in lines(result):
-        if previous not in (None, line[0]):
+        if previous not in (None, line[0]) and result["suite"] == "moe_ht":
             table.add_section()
         previous = line[0]
         table.add_row(*line)
@@ -61,43 +129,18 @@ def rich_table(result: dict[str, Any]) -> Table:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Title, table and what it belongs to."""
-    rows = [HEADER, ("---", "---", *["---:"] * (len(HEADER) - 2)), *lines(result)]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    """Title, tables, notes, and what they belong to."""
+    parts = [f"### {title(result)}", _table([header(result), *lines(result)], 2)]
+    compact = by_case(result)
+    if compact:
+        parts += ["By case:", _table(compact, 1)]
+    parts += [f"- {note}" for note in notes(result)]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
-    footer = f"`{result['command']}` · {versions} · code {result['code_hash'][:12]}"
-    return f"### {title(result)}\n\n{table}\n\n{footer}\n"
+    parts.append(f"`{result['command']}` · {versions} · code {result['code_hash'][:12]}")
+    return "\n\n".join(parts) + "\n"
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """A PNG with one panel per result: a bar per implementation and case, whiskers from p10 to p90."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    size = (9, 1 + sum(1 + 0.3 * len(result["rows"]) for result in results))
-    figure, panels = plt.subplots(len(results), figsize=size, layout="constrained", squeeze=False)
-    for axes, result in zip(panels[:, 0], results, strict=True):
-        _draw(axes, result)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def _draw(axes: Any, result: dict[str, Any]) -> None:
-    rows = result["rows"]
-    impls = sorted({row["impl"] for row in rows}, key=lambda impl: (impl != OURS, impl))
-    for index, impl in enumerate(impls):
-        places = [place for place, row in enumerate(rows) if row["impl"] == impl]
-        medians = [rows[place]["median_us"] for place in places]
-        whiskers = [
-            [rows[place]["median_us"] - rows[place]["p10_us"] for place in places],
-            [rows[place]["p90_us"] - rows[place]["median_us"] for place in places],
-        ]
-        axes.barh(places, medians, xerr=whiskers, label=impl, color=f"C{index}", error_kw={"linewidth": 1})
-    cases = [row["case"] for row in rows]
-    axes.set_yticks(range(len(rows)), [case if cases.index(case) == i else "" for i, case in enumerate(cases)])
-    axes.invert_yaxis()
-    axes.set(xlabel="µs, median and p10 to p90 (lower is better)", title=title(result))
-    axes.grid(axis="x", alpha=0.3)
-    axes.legend()
+def _table(rows: list[tuple[str, ...]], left: int) -> str:
+    """The first row is the header; the first `left` columns are text."""
+    rule = (*["---"] * left, *["---:"] * (len(rows[0]) - left))
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], rule, *rows[1:]])

@@ -1,47 +1,59 @@
 """The suite `moe`: dispatch, combine, both, and cached dispatch, of ep_plugin and of the same exchange by collectives.
 
 Every way to do a thing is judged by the oracle, on poisoned memory, before any is timed. `bytes_wire` counts the rows
-(and scales) that cross to or from the busiest rank in its busier direction; routing and records are left out.
+(and scales) that cross to or from the busiest rank in its busier direction; routing and records are left out. `floor`
+is how long the rows that must cross take at the best rate of SM copies that was measured just before, on GPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ep_plugin.bench import provenance
-from ep_plugin.bench.cases import Case, Peers, Scene, Way, flat_cases, token_major_cases
+from ep_plugin.bench import provenance, symm_mem
+from ep_plugin.bench.cases import Case, Peers, cases_of
 from ep_plugin.bench.launch import run_on_ranks
-from ep_plugin.bench.ours import default_sms
-from ep_plugin.bench.timing import Timing, clock_of, time_in_turn
-from ep_plugin.bench.workload import DTYPES, Workload
+from ep_plugin.bench.ours import EpPlugin
+from ep_plugin.bench.results import WrongResult, floor_row, result, row
+from ep_plugin.bench.specs import DEFAULT_SMS, Sms, Spec, select, specs_of
+from ep_plugin.bench.timing import clock_of, time_in_turn
+from ep_plugin.bench.wire import best_sm_copy_rate
+from ep_plugin.bench.workload import DTYPES, Workload, batches
 from ep_plugin.config import ROW_ALIGNMENT_BYTES, DispatchLayout
+
+__all__ = ["SUITE", "MoeSuite", "WrongResult", "measure", "run"]
 
 SUITE = "moe_ht"
 WARMUP = 3
-LAYOUT_CASES = {"flat": flat_cases, "token_major": token_major_cases}
+LAYOUTS = ("flat", "token_major")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSuite:
-    """What one run measures. dtypes: names of workload.DTYPES. layouts: names of DispatchLayout, in lower case."""
+    """What one run measures. dtypes: names of workload.DTYPES. layouts: names of DispatchLayout, in lower case.
+
+    cases: patterns of names; empty: all. sms: in place of the cases' own. own_only: without peers.
+    """
 
     backend: str
     workload: Workload
     dtypes: tuple[str, ...]
     layouts: tuple[str, ...]
     iterations: int
+    cases: tuple[str, ...] = ()
+    sms: Sms = DEFAULT_SMS
+    own_only: bool = False
     peers: Peers = field(default_factory=Peers)
 
     def __post_init__(self) -> None:
         _check_names("backend", ("cpu", "cuda"), (self.backend,))
         _check_names("dtype", tuple(DTYPES), self.dtypes)
-        _check_names("layout", tuple(LAYOUT_CASES), self.layouts)
+        _check_names("layout", LAYOUTS, self.layouts)
         for name in self.dtypes:
             row_bytes = self.workload.hidden * DTYPES[name].itemsize
             if row_bytes % ROW_ALIGNMENT_BYTES:
@@ -50,17 +62,21 @@ class MoeSuite:
                 )
         if self.iterations < 1:
             raise ValueError(f"iterations: expected at least 1, got {self.iterations}")
+        self.specs()
 
-    @property
-    def num_cases(self) -> int:
-        flat = sum(2 if name == "float8" else 4 for name in self.dtypes)
-        return sum({"flat": flat, "token_major": len(self.dtypes)}[layout] for layout in self.layouts)
+    def specs(self) -> list[Spec]:
+        """The cases that are measured. ValueError when a pattern matches none."""
+        layouts = tuple(DispatchLayout(name) for name in self.layouts)
+        return select(specs_of(self.workload, self.dtypes, layouts, self.backend == "cuda"), self.cases)
 
     def command(self) -> str:
         """What a user types for this run."""
-        sizes = {name: value for name, value in asdict(self.workload).items() if name != "seed"}
+        sizes = {name: value for name, value in asdict(self.workload).items() if name not in ("seed", "skew")}
         words = [f"--backend {self.backend}", *(f"--{name} {value}" for name, value in sizes.items())]
+        words += [f"--skew {self.workload.skew:g}"] if self.workload.skew != 1 else []
         words += [f"--dtype {name}" for name in self.dtypes] + [f"--layout {name}" for name in self.layouts]
+        words += [f"--case '{pattern}'" for pattern in self.cases] + ([f"--sms {self.sms}"] if str(self.sms) else [])
+        words += ["--own-only"] if self.own_only else []
         return " ".join(["ep-bench moe", *words, f"--iterations {self.iterations}"])
 
 
@@ -70,46 +86,83 @@ def _check_names(what: str, known: tuple[str, ...], given: tuple[str, ...]) -> N
             raise ValueError(f"{what}: expected one of {', '.join(known)}, got {name!r}")
 
 
-class WrongResult(RuntimeError):
-    """An implementation disagreed with the oracle, so nothing was timed."""
-
-
 def run(suite: MoeSuite) -> dict[str, Any]:
     """Runs the suite on ranks of its own and returns the result as design.md §9 has it. Raises WrongResult."""
     code_hash = provenance.hash_sources()
     found = run_on_ranks(suite.workload.ranks, suite.backend, measure, suite)
-    if found["wrong"]:
-        raise WrongResult("\n".join(found["wrong"]))
-    return {
-        "suite": SUITE,
-        "hardware": provenance.hardware(suite.backend, suite.workload.ranks),
-        "versions": provenance.versions(),
-        "code_hash": code_hash,
-        "command": suite.command(),
-        "rows": found["rows"],
-    }
+    if suite.backend == "cuda" and not suite.own_only and not found["wrong"]:
+        found["rows"], found["left_out"] = symm_mem.add_rows(found["rows"], suite.specs(), suite.iterations)
+    return result(SUITE, suite.backend, suite.workload.ranks, suite.command(), found, code_hash)
 
 
-def measure(device: torch.device, suite: MoeSuite) -> dict[str, list[Any]]:
+def measure(device: torch.device, suite: MoeSuite) -> dict[str, Any]:
     """One rank's part: the rows of the result, or what was wrong, the same on every rank. Collective."""
+    beside = footprint(device, suite.workload, suite.dtypes[0])
+    rate = best_sm_copy_rate(device) if device.type == "cuda" else None
+    specs = suite.specs()
+    if suite.own_only:
+        specs = [replace(spec, peers=False) for spec in specs]
+    cases = cases_of(specs, device, suite.peers, suite.sms)
+    found = time_cases(device, cases, len(specs), suite.iterations, None if rate is None else rate[0])
+    if rate is not None:
+        beside["best_sm_copy"] = {"gb_s": round(rate[0], 2), "case": rate[1]}
+    return {**found, **beside}
+
+
+def time_cases(
+    device: torch.device, cases: Iterator[Case], count: int, iterations: int, rate: float | None
+) -> dict[str, Any]:
+    """Judges and times cases: {"rows", "wrong"}. rate: GB/s of the floors, None without them. Collective."""
     clock, rows = clock_of(device), []
-    with tqdm(total=suite.num_cases, unit="case", disable=dist.get_rank() != 0, leave=False) as progress:
-        for case in _cases(device, suite):
+    with tqdm(total=count, unit="case", disable=dist.get_rank() != 0, leave=False) as progress:
+        for case in cases:
             progress.set_description(case.name)
             wrong = _judge(case, device)
             if wrong:
                 return {"rows": [], "wrong": wrong}
-            timings = time_in_turn(clock, {way.impl: way.run for way in case.ways}, suite.iterations, WARMUP)
-            rows += [_row(case.name, way, timings[way.impl], device) for way in case.ways]
+            timings = time_in_turn(clock, {way.impl: way.run for way in case.ways}, iterations, WARMUP)
+            rows += [row(case.name, way.impl, timings[way.impl], way.bytes_wire, way.sms) for way in case.ways]
+            if rate is not None:
+                rows.append(floor_row(case.name, case.floor_bytes, rate))
             progress.update()
+            del case  # what it holds goes before the next one's comes
     return {"rows": rows, "wrong": []}
 
 
-def _cases(device: torch.device, suite: MoeSuite) -> Iterator[Case]:
-    for dtype in suite.dtypes:
-        for layout in suite.layouts:
-            scene = Scene(suite.workload, dtype, DispatchLayout(layout), device)
-            yield from LAYOUT_CASES[layout](scene, suite.peers)
+def footprint(device: torch.device, workload: Workload, dtype: str) -> dict[str, Any]:
+    """Memory beyond tensors of a FLAT communicator that has dispatched and combined, and how long it took to make.
+
+    Collective. Of the rank with the most; on GPUs also what the device has less than before, tensors left out.
+    """
+    batch = batches(workload, DTYPES[dtype], device)[dist.get_rank()]
+    dist.barrier()
+    before = _device_use(device)
+    ours = EpPlugin(workload, device, DispatchLayout.FLAT)
+    try:
+        out = ours.dispatch(batch)
+        if dtype != "float8":
+            ours.combine(out.tokens, out.state)
+        memory = ours.memory(batch.row_bytes)
+        if device.type == "cuda":
+            memory["device_bytes"] = _device_use(device) - before
+    finally:
+        ours.close()
+    mine = {"memory": memory, "construction_s": round(ours.construction_s, 4)}
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return {
+        "memory": {name: max(theirs["memory"][name] for theirs in everyones) for name in memory},
+        "construction_s": max(theirs["construction_s"] for theirs in everyones),
+    }
+
+
+def _device_use(device: torch.device) -> int:
+    """Bytes of the device in use outside torch's allocator of tensors."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def _judge(case: Case, device: torch.device) -> list[str]:
@@ -119,18 +172,16 @@ def _judge(case: Case, device: torch.device) -> list[str]:
         _poison(device, 2 * max(each.bytes_wire for each in case.ways))
         problem = way.wrong(way.run())
         if problem:
-            wrong.append(f"{case.name} by {way.impl}: rank {dist.get_rank()}: {problem}")
-    everyones: list[list[str]] = [[]] * dist.get_world_size()
+            wrong.append((way.impl, problem))
+    everyones: list[list[tuple[str, str]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyones, wrong)
-    return [sentence for theirs in everyones for sentence in theirs]
+    return [
+        f"{case.name} by {impl}: rank {rank}: {problem}"
+        for rank, theirs in enumerate(everyones)
+        for impl, problem in theirs
+    ]
 
 
 def _poison(device: torch.device, nbytes: int) -> None:
     """Leaves bytes that no row holds where the allocator will place the next output."""
     torch.full((nbytes + 1,), 0xFF, dtype=torch.uint8, device=device)
-
-
-def _row(case: str, way: Way, timing: Timing, device: torch.device) -> dict[str, Any]:
-    sms = default_sms(case) if device.type == "cuda" and way.impl == "ep_plugin" else None
-    gb_s = round(way.bytes_wire / timing.median_us / 1e3, 2)
-    return {"case": case, "impl": way.impl, **asdict(timing), "bytes_wire": way.bytes_wire, "gb_s": gb_s, "sms": sms}

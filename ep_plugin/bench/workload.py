@@ -5,11 +5,13 @@ Shapes: R ranks, T tokens per rank, H hidden size, K experts per token, E expert
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 SCALE_BLOCK = 128  # elements of an FP8 row per scale
+HOT_RANK = 0  # of skewed routing
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -21,7 +23,11 @@ SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Sizes of one exchange. Routing is uniformly random, nothing is dropped, every rank has the same T."""
+    """Sizes of one exchange. Nothing is dropped, every rank has the same T.
+
+    skew: rows for the experts of HOT_RANK, as a multiple of the mean over ranks, from every source alike. 1: routing
+    is uniformly random.
+    """
 
     ranks: int
     tokens: int
@@ -29,6 +35,7 @@ class Workload:
     topk: int
     experts: int
     seed: int = 0
+    skew: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("ranks", "tokens", "hidden", "topk", "experts"):
@@ -38,6 +45,17 @@ class Workload:
             raise ValueError(f"experts: expected a multiple of the {self.ranks} ranks, got {self.experts}")
         if self.topk > self.experts:
             raise ValueError(f"topk: expected at most the {self.experts} experts, got {self.topk}")
+        if self.skew < 1:
+            raise ValueError(f"skew: expected at least 1, got {self.skew:g}")
+        if self.skew != 1 and self.topk - (self.experts - self.local_experts) > self.skew * self.topk / self.ranks:
+            raise ValueError(f"skew: expected more with {self.topk} of {self.experts} experts, got {self.skew:g}")
+        if self.skew != 1 and self.skew * self.topk / self.ranks > min(self.topk, self.local_experts):
+            most = min(self.topk, self.local_experts) * self.ranks / self.topk
+            raise ValueError(f"skew: expected at most {most:g} with these ranks and experts, got {self.skew:g}")
+
+    @property
+    def local_experts(self) -> int:
+        return self.experts // self.ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +80,32 @@ def batches(workload: Workload, dtype: torch.dtype, device: torch.device) -> lis
     for _ in range(workload.ranks):
         x = torch.randn(workload.tokens, workload.hidden, generator=random, device=device).to(dtype)
         scores = torch.rand(workload.tokens, workload.experts, generator=random, device=device)
-        weights, ids = scores.topk(workload.topk, dim=1)
+        ids = _chosen(workload, scores, random)
+        weights = scores.gather(1, ids)
         scales = None
         if dtype is DTYPES["float8"]:
             blocks = -(-workload.hidden // SCALE_BLOCK)
             scales = torch.rand(workload.tokens, blocks, generator=random, device=device)
         made.append(Batch(x=x, ids=ids, weights=weights / weights.sum(1, keepdim=True), scales=scales))
     return made
+
+
+def _chosen(workload: Workload, scores: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """The experts of each token, `[T, K]`: those with the highest scores, of the hot rank as many as the skew says."""
+    if workload.skew == 1:
+        return scores.topk(workload.topk, dim=1).indices
+    # An equal share of the hot rows for each token; what is left over goes to some tokens, one each.
+    T = workload.tokens
+    total = round(workload.skew * T * workload.topk / workload.ranks)
+    extra = torch.randperm(T, generator=random, device=scores.device) < total % T
+    share = total // T + extra.long()
+    local = workload.local_experts
+    first = HOT_RANK * local
+    standing = scores[:, first : first + local].argsort(1, descending=True).argsort(1)
+    hot = standing < share.unsqueeze(1)
+    biased = scores.clone()
+    biased[:, first : first + local] = torch.where(hot, 2.0, -1.0)  # before, and after, all others
+    return biased.topk(workload.topk, dim=1).indices
 
 
 def expert_rows(workload: Workload, rows: list[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
@@ -82,10 +119,25 @@ def rows_on_the_wire(workload: Workload, ids: list[torch.Tensor], dedup: bool) -
 
     dedup: a token crosses once per destination rank, however many of its experts live there.
     """
-    per_rank = workload.experts // workload.ranks
-    sent = torch.zeros(workload.ranks, workload.ranks, dtype=torch.int64)
-    for source, chosen in enumerate(ids):
-        pairs = torch.nn.functional.one_hot(chosen.cpu() // per_rank, workload.ranks).sum(1)  # [T, R]
-        sent[source] = (pairs.clamp(max=1) if dedup else pairs).sum(0)
+    sent = torch.stack([_rows_by_rank(workload, chosen, dedup) for chosen in ids])
     sent.fill_diagonal_(0)
     return int(torch.maximum(sent.sum(0), sent.sum(1)).max())
+
+
+def rows_received(workload: Workload, ids: list[torch.Tensor]) -> list[int]:
+    """FLAT rows of each rank."""
+    return torch.stack([_rows_by_rank(workload, chosen, dedup=False) for chosen in ids]).sum(0).tolist()
+
+
+def _rows_by_rank(workload: Workload, ids: torch.Tensor, dedup: bool) -> torch.Tensor:
+    """Rows that one source has for each rank, int64 `[R]` on the host."""
+    owner = ids // workload.local_experts  # [T, K]
+    pairs = torch.stack([(owner == rank).sum(1) for rank in range(workload.ranks)], 1)  # [T, R]
+    return (pairs.clamp(max=1) if dedup else pairs).sum(0).cpu()
+
+
+def crossing_per_token(workload: Workload) -> float:
+    """Rows that a token is expected to send to other ranks, with dedup and uniformly random routing."""
+    elsewhere = workload.experts - workload.local_experts
+    missed = math.comb(elsewhere, workload.topk) / math.comb(workload.experts, workload.topk)
+    return (workload.ranks - 1) * (1 - missed)

@@ -13,6 +13,7 @@
 #include "views.h"
 #if defined(EP_WITH_CUDA)
 #include "cuda/host.h"
+#include "wire.h"
 #endif
 
 namespace py = pybind11;
@@ -289,6 +290,33 @@ void bind_board(py::module_& m) {
         });
 }
 
+#if defined(EP_WITH_CUDA)
+void bind_wire(py::module_& m) {
+  bind_struct<WireArgs>(m, "WireArgs")
+      .def_readwrite("kind", &WireArgs::kind)
+      .def_readwrite("num_sms", &WireArgs::num_sms)
+      .def_readwrite("keep", &WireArgs::keep)
+      .def_readwrite("seed", &WireArgs::seed)
+      .def_readwrite("chunk_bytes", &WireArgs::chunk_bytes)
+      .def_readwrite("bytes", &WireArgs::bytes)
+      .def_readwrite("failed", &WireArgs::failed)
+      .def_readwrite("stream", &WireArgs::stream)
+      .def("set_pairs", [](WireArgs& args, const std::vector<Address>& from, const std::vector<Address>& to) {
+        if (from.size() != to.size()) throw py::value_error("pairs: expected as many sources as destinations");
+        set_addresses(args.from, from);
+        set_addresses(args.to, to);
+        args.num_pairs = static_cast<int32_t>(from.size());
+      });
+  bind_struct<HoldArgs>(m, "HoldArgs")
+      .def_readwrite("nanoseconds", &HoldArgs::nanoseconds)
+      .def_readwrite("num_sms", &HoldArgs::num_sms)
+      .def_readwrite("stop", &HoldArgs::stop)
+      .def_readwrite("stream", &HoldArgs::stream);
+  m.def("wire", &wire, py::call_guard<py::gil_scoped_release>());
+  m.def("hold", &hold, py::call_guard<py::gil_scoped_release>());
+}
+#endif
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -313,6 +341,7 @@ PYBIND11_MODULE(_C, m) {
   bind_table(m, "cpu", cpu_kernels());
 #if defined(EP_WITH_CUDA)
   bind_table(m, "cuda", cuda_kernels());
+  bind_wire(m);
   m.def("register_host", &register_host);
   m.def("unregister_host", &unregister_host);
 #endif

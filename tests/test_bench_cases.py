@@ -1,0 +1,274 @@
+"""ep-bench: which cases there are, how they are selected, what they route, and what their floors are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ep_plugin.bench import symm_mem
+from ep_plugin.bench.cli import main
+from ep_plugin.bench.peers import Fastest, bag_sum, gathered_sum
+from ep_plugin.bench.report import by_case, markdown, notes
+from ep_plugin.bench.results import floor_row
+from ep_plugin.bench.specs import FLAT, TOKEN_MAJOR, Sms, Spec, parse_sms, select, specs_of
+from ep_plugin.bench.suite_moe import MoeSuite
+from ep_plugin.bench.suite_sweep import SweepSuite, relative_efficiency
+from ep_plugin.bench.workload import HOT_RANK, Workload, batches, crossing_per_token, rows_on_the_wire, rows_received
+
+HEADLINE = Workload(ranks=4, tokens=4096, hidden=7168, topk=8, experts=256)
+SMALL = Workload(ranks=4, tokens=301, hidden=4, topk=8, experts=64)
+ON_GPUS = [
+    "dispatch_flat_bf16",
+    "dispatch_cached_bf16",
+    "combine_flat_bf16",
+    "roundtrip_flat_bf16",
+    "dispatch_flat_bf16_12sm",
+    "dispatch_flat_bf16_12total",
+    "combine_flat_bf16_12sm",
+    "combine_flat_bf16_12total",
+    "dispatch_token_major_bf16",
+    "dispatch_token_major_bf16_12sm",
+    "dispatch_flat_fp8",
+    "dispatch_cached_fp8",
+    "dispatch_flat_fp8_12sm",
+    "dispatch_token_major_fp8",
+    "dispatch_flat_bf16_skew2",
+    "roundtrip_t512",
+    "roundtrip_t512_graph",
+    "roundtrip_t512_host_wait",
+    "roundtrip_t128",
+    "roundtrip_t128_graph",
+    "roundtrip_t128_host_wait",
+]
+
+
+def gpu_specs() -> list[Spec]:
+    return specs_of(HEADLINE, ("bfloat16", "float8"), (FLAT, TOKEN_MAJOR), on_gpus=True)
+
+
+def test_the_cases_of_a_default_run_on_gpus() -> None:
+    assert [spec.name for spec in gpu_specs()] == ON_GPUS
+
+
+def test_bounded_cases_keep_their_bounds() -> None:
+    named = {spec.name: spec for spec in gpu_specs()}
+    assert named["dispatch_flat_bf16_12sm"].sms == Sms(dispatch=12, expand=48, combine=12, add=36)
+    in_all = named["dispatch_flat_bf16_12total"].sms
+    assert in_all.dispatch and in_all.expand and in_all.dispatch + in_all.expand == 12
+    assert in_all.combine and in_all.add and in_all.combine + in_all.add == 12
+    in_all = named["dispatch_token_major_bf16_12sm"].sms
+    assert in_all.dispatch and in_all.expand and in_all.dispatch + in_all.expand == 12
+    assert not any(spec.peers for spec in gpu_specs() if spec.name.endswith(("12sm", "12total")) or spec.graph)
+
+
+def test_patterns_select_cases() -> None:
+    chosen = select(gpu_specs(), ("combine_*", "*_12total"))
+    assert [spec.name for spec in chosen] == [
+        name for name in ON_GPUS if name.startswith("combine") or name.endswith("12total")
+    ]
+    assert select(gpu_specs(), ()) == gpu_specs()
+
+
+def test_given_sms_go_first() -> None:
+    given = parse_sms("dispatch=20, add=3")
+    assert given.over(Sms(dispatch=12, expand=48)) == Sms(dispatch=20, expand=48, add=3)
+    assert str(given) == "dispatch=20,add=3"
+
+
+@pytest.mark.parametrize("text", ["", "dispatch", "dispatch=", "dispatch=0", "dispatch=-4", "push=3", "add=1;expand=2"])
+def test_other_sms_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"sms: expected dispatch=N, expand=N, combine=N, add=N or some of them, got"):
+        parse_sms(text)
+
+
+@pytest.mark.parametrize("skew", [1.5, 2.0, 3.0])
+def test_the_hottest_rank_receives_exactly_its_multiple_of_the_mean(skew: float) -> None:
+    everyone = batches(replace(SMALL, skew=skew), torch.float32, torch.device("cpu"))
+    ids = [batch.ids for batch in everyone]
+    rows = rows_received(SMALL, ids)
+    mean = SMALL.tokens * SMALL.topk
+    assert sum(rows) == SMALL.ranks * mean
+    assert rows[HOT_RANK] == max(rows) == SMALL.ranks * round(skew * mean / SMALL.ranks)
+    assert max(rows[1:]) < 1.2 * min(rows[1:])
+    for batch in everyone:
+        assert all(len(set(chosen)) == SMALL.topk for chosen in batch.ids.tolist())
+        assert torch.allclose(batch.weights.sum(1), torch.ones(SMALL.tokens)) and bool((batch.weights > 0).all())
+
+
+def test_a_skewed_floor_is_the_hottest_ranks_own() -> None:
+    everyone = batches(replace(SMALL, skew=2.0), torch.float32, torch.device("cpu"))
+    ids = [batch.ids for batch in everyone]
+    local = SMALL.local_experts
+    arriving = sum(int((chosen // local == HOT_RANK).any(1).sum()) for rank, chosen in enumerate(ids) if rank)
+    assert rows_on_the_wire(SMALL, ids, dedup=True) == arriving
+
+
+def test_expected_crossings_are_those_of_random_routing() -> None:
+    ids = [batch.ids for batch in batches(replace(SMALL, tokens=4000), torch.float32, torch.device("cpu"))]
+    assert rows_on_the_wire(SMALL, ids, dedup=True) == pytest.approx(4000 * crossing_per_token(SMALL), rel=0.02)
+    assert crossing_per_token(replace(SMALL, topk=1)) == pytest.approx(0.75)
+    assert crossing_per_token(replace(SMALL, topk=64)) == 3
+
+
+def test_a_floor_is_bytes_over_rate() -> None:
+    row = floor_row("dispatch_flat_bf16", 159_000_000, 354.0)
+    assert (row["impl"], row["median_us"], row["bytes_wire"]) == ("floor", 449.2, 159_000_000)
+    assert row["median_us"] == row["p10_us"] == row["p90_us"] and row["gb_s"] == pytest.approx(354, abs=0.1)
+
+
+def test_a_sweep_changes_one_size_at_equal_bytes() -> None:
+    suite = SweepSuite(backend="cpu", workload=HEADLINE, dtype="bfloat16", iterations=1)
+    found = suite.workloads()
+    assert list(found)[:3] == ["headline", "h2048", "h2880"] and len(found) == 1 + 5 + 6 + 5
+    target = HEADLINE.tokens * crossing_per_token(HEADLINE) * HEADLINE.hidden
+    for change, sizes in found.items():
+        assert sizes.tokens * crossing_per_token(sizes) * sizes.hidden == pytest.approx(target, rel=1e-3), change
+    names = [spec.name for spec in replace(suite, cases=("*_k16",)).specs()]
+    head = ["dispatch_flat_bf16_headline", "combine_flat_bf16_headline"]
+    assert names == [*head, "dispatch_flat_bf16_k16", "combine_flat_bf16_k16"]
+
+
+def _row(case: str, impl: str, median: float, bytes_wire: int, sms: int | None = None) -> dict[str, object]:
+    times = {"median_us": median, "p10_us": median, "p90_us": median}
+    return {"case": case, "impl": impl, **times, "bytes_wire": bytes_wire, "gb_s": 1.0, "sms": sms}
+
+
+TINY = ["--ranks", "2", "--tokens", "40", "--hidden", "128", "--topk", "2", "--experts", "8", "--iterations", "2"]
+
+
+def test_a_sweep_on_cpus(tmp_path: Path) -> None:
+    out = tmp_path / "sweep.json"
+    chosen = ["--case", "*_k1", "--case", "dispatch_*_e64"]
+    run = CliRunner().invoke(main, ["sweep", "--backend", "cpu", *TINY, *chosen, "--out", str(out)])
+    assert run.exit_code == 0, run.output
+    result = json.loads(out.read_text())
+    cases = [f"{what}_flat_fp32_{change}" for change in ("headline", "k1") for what in ("dispatch", "combine")]
+    assert [row["case"] for row in result["rows"]] == [*cases, "dispatch_flat_fp32_e64"]
+    assert list(result["efficiency"]) == [row["case"] for row in result["rows"]]
+    for row in result["rows"]:
+        (base,) = (other for other in result["rows"] if other["case"] == f"{row['case'].rpartition('_')[0]}_headline")
+        efficiency = row["bytes_wire"] / row["median_us"] / (base["bytes_wire"] / base["median_us"])
+        assert result["efficiency"][row["case"]] == pytest.approx(efficiency, abs=1e-3)
+
+
+def test_selected_cases_without_peers(tmp_path: Path) -> None:
+    out = tmp_path / "tuned.json"
+    chosen = ["--case", "roundtrip_t128*", "--case", "combine*", "--own-only", "--sms", "combine=3"]
+    run = CliRunner().invoke(main, ["moe", "--backend", "cpu", *TINY, *chosen, "--out", str(out)])
+    assert run.exit_code == 0, run.output
+    rows = [(row["case"], row["impl"]) for row in json.loads(out.read_text())["rows"]]
+    assert rows == [(name, "ep_plugin") for name in ("combine_flat_fp32", "roundtrip_t128", "roundtrip_t128_host_wait")]
+    assert "SMs in place of the cases' own: combine=3" in run.output
+
+
+def test_efficiency_is_relative_to_the_headline_of_the_same_operation() -> None:
+    rows = [
+        _row("dispatch_flat_bf16_headline", "ep_plugin", 500, 1000),
+        _row("combine_flat_bf16_headline", "ep_plugin", 800, 1000),
+        _row("dispatch_flat_bf16_k1", "ep_plugin", 1000, 1000),
+        _row("dispatch_flat_bf16_k1", "floor", 400, 1000),
+        _row("combine_flat_bf16_k1", "ep_plugin", 800, 500),
+    ]
+    assert relative_efficiency(rows) == {
+        "dispatch_flat_bf16_headline": 1.0,
+        "combine_flat_bf16_headline": 1.0,
+        "dispatch_flat_bf16_k1": 0.5,
+        "combine_flat_bf16_k1": 0.5,
+    }
+
+
+def test_tables_compare_with_the_floor_and_with_peers() -> None:
+    result = {
+        "suite": "moe_ht", "hardware": "4 x GPU", "versions": {"torch": "2"}, "code_hash": "0" * 64, "command": "c",
+        "rows": [
+            _row("dispatch", "ep_plugin", 500, 10, 64),
+            _row("dispatch", "nccl_all_to_all", 1500, 20),
+            _row("dispatch", "floor", 400, 10),
+            _row("combine_12sm", "ep_plugin", 600, 10, 12),
+            _row("combine_12sm", "floor", 400, 10),
+        ],
+        "best_sm_copy": {"gb_s": 354.25, "case": "tma_store_c14336_sm132"},
+        "memory": {"pool_bytes": 3 << 20, "control_bytes": 1 << 20, "beyond_tensors_bytes": 4 << 20,
+                   "limit_bytes": 64 << 20},
+        "construction_s": 0.25,
+    }  # fmt: skip
+    assert by_case(result) == [
+        ("case", "SMs", "ep_plugin µs", "nccl_all_to_all µs", "floor µs", "/ nccl_all_to_all", "/ floor"),
+        ("dispatch", "64", "500", "1,500", "400", "0.33 ×", "1.25 ×"),
+        ("combine_12sm", "12", "600", "", "400", "", "1.50 ×"),
+    ]
+    text = markdown(result)
+    assert "| dispatch | nccl_all_to_all | 1,500 | 1,500 | 1,500 | 0.0 | 1.0 |  | 3.75 × | 3.00 × |" in text
+    assert notes(result)[0] == ("floor: 354.2 GB/s, the best rate of SM copies in this run (tma_store_c14336_sm132)")
+    assert "memory beyond tensors: 4.0 MiB (pools 3.0 MiB, control 1.0 MiB), limit 64.0 MiB" in text
+    assert "construction of a communicator: 0.250 s" in text
+
+
+def test_what_torchs_own_exchange_cannot_do_is_left_out_by_name() -> None:
+    rows = [_row("dispatch_flat_bf16", "ep_plugin", 500, 1000)]
+    after, left_out = symm_mem.add_rows(rows, gpu_specs(), 3)
+    assert after == rows
+    assert left_out == [
+        "torch_symm_mem left out of dispatch_flat_bf16: all_to_all_vdev_2d serves at most 16 experts per rank, this "
+        "workload has 64"
+    ]
+    assert symm_mem.why_not(replace(HEADLINE, experts=64)) != left_out[0]
+
+
+def test_every_suite_has_a_table_and_a_picture(tmp_path: Path) -> None:
+    about = {"hardware": "4 x GPU", "versions": {}, "code_hash": "0" * 64, "command": "c"}
+    results = [
+        {**about, "suite": "wire", "rows": [
+            _row("tma_store_c14336_sm4", "wire", 900, 10, 4), _row("tma_store_c14336_sm16", "wire", 500, 10, 16),
+            _row("store_sm132", "wire", 400, 10, 132), _row("ce_push", "wire", 300, 10)]},
+        {**about, "suite": "moe_sweep", "efficiency": {"dispatch_flat_bf16_headline": 1.0, "combine_flat_bf16_k1": 0.9},
+         "rows": [
+            _row("dispatch_flat_bf16_headline", "ep_plugin", 5, 10), _row("combine_flat_bf16_k1", "floor", 4, 10)]},
+        {**about, "suite": "beside", "base_case": "matmul_alone", "rows": [
+            _row("matmul_alone", "matmul", 1400, 0), _row("matmul_beside_hold_12sm", "matmul", 1540, 0, 12)]},
+    ]  # fmt: skip
+    picture = tmp_path / "all.png"
+    files = []
+    for result in results:
+        files.append(tmp_path / f"{result['suite']}.json")
+        files[-1].write_text(json.dumps(result))
+    run = CliRunner().invoke(main, ["report", *map(str, files), "--plot", str(picture)])
+    assert run.exit_code == 0, run.output
+    assert "| matmul_beside_hold_12sm | matmul | 1,540 | 1,540 | 1,540 | 12 | 1.100 × |" in run.output
+    assert "| dispatch_flat_bf16_headline | ep_plugin | 5 | 5 | 5 | 0.0 | 1.0 | 1.00 |  | 1.00 × |" in run.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_both_ways_to_sum_agree_and_the_chosen_one_stays() -> None:
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(12, 16, generator=random)
+    position = torch.randperm(12, generator=random).view(4, 3)
+    weights = torch.rand(4, 3, generator=random)
+    expected = (rows[position] * weights.unsqueeze(2)).sum(1)
+    calls = []
+
+    def slow(*given: torch.Tensor) -> torch.Tensor:
+        calls.append(len(given))
+        return torch.stack([gathered_sum(*given) for _ in range(2000)])[0]
+
+    chosen = Fastest(slow, bag_sum)
+    for _ in range(2):
+        assert torch.allclose(chosen(rows, position, weights), expected, atol=1e-6)
+    assert len(calls) == 4
+    assert torch.allclose(gathered_sum(rows, position, weights), expected, atol=1e-6)
+
+
+def test_a_command_says_all_that_was_asked_for() -> None:
+    suite = MoeSuite(
+        backend="cpu", workload=replace(SMALL, skew=2.0), dtypes=("float32",), layouts=("flat",), iterations=3,
+        cases=("dispatch*",), sms=Sms(expand=7), own_only=True,
+    )  # fmt: skip
+    assert suite.command() == (
+        "ep-bench moe --backend cpu --ranks 4 --tokens 301 --hidden 4 --topk 8 --experts 64 --skew 2 --dtype float32 "
+        "--layout flat --case 'dispatch*' --sms expand=7 --own-only --iterations 3"
+    )

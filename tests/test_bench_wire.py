@@ -1,0 +1,119 @@
+"""ep-bench wire: what it measures on CPUs, and that its checks on GPUs see bytes that went astray.
+
+There is no GPU here: the GPU's copies run on CPUs with kernels made of memory moves, over real peer memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ep_plugin import _C
+from ep_plugin.bench import suite_wire, wire
+from ep_plugin.bench.cli import main
+from ep_plugin.bench.suite_wire import WireSuite
+from ep_plugin.bench.wire import Copy, CpuWire, GpuWire, copies_on_gpus
+from tests.ranks import run_ranks, values
+
+RANKS = 3
+BYTES = 2 * 57344
+KINDS = ["store", "load", "tma_store", "tma_load", "tma_local", "tma_send", "ce_push", "ce_pull"]
+
+
+class MovedMemory:
+    """WireArgs, and what csrc/wire.h says that each kind does, in `run`; `shift`: bytes that every copy is off by."""
+
+    shift = 0
+
+    def __init__(self, **fields: int) -> None:
+        self.__dict__.update(fields)
+
+    def set_pairs(self, sources: list[int], destinations: list[int]) -> None:
+        self.pairs = list(zip(sources, destinations, strict=True))
+
+    def run(self: Any) -> None:
+        for source, destination in self.pairs:
+            first = ctypes.string_at(source, self.chunk_bytes)
+            for start in range(0, self.bytes, self.chunk_bytes):
+                unit = start // self.chunk_bytes
+                words = b"".join(word.to_bytes(4, "little", signed=True) for word in (unit, self.seed, ~unit, 0))
+                content = {0: words * (self.chunk_bytes // 16), 2: first}.get(self.kind)
+                if content is None:
+                    content = ctypes.string_at(source + start, self.chunk_bytes)
+                if self.kind not in (1, 3) or self.keep:
+                    off = self.shift if self.kind != 5 else 0
+                    ctypes.memmove(destination + start, content[off:] + content[:off], self.chunk_bytes)
+
+
+def check_gpu_copies(rank: int, shift: int) -> dict[str, str | None]:
+    MovedMemory.shift = shift
+    _C.WireArgs, _C.wire = MovedMemory, MovedMemory.run
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132)
+    torch.cuda.synchronize = lambda _=None: None
+    torch.cuda.current_stream = lambda _=None: SimpleNamespace(cuda_stream=0)
+    found = {}
+    copies = {copy.kind: copy for copy in copies_on_gpus(132)}
+    measured = GpuWire(torch.device("cpu"), BYTES)
+    for kind, copy in copies.items():
+        found[kind] = measured.wrong(copy)
+    measured.close()
+    return found
+
+
+def test_every_kind_of_copy_passes_its_check() -> None:
+    for found in values(run_ranks(RANKS, check_gpu_copies, 0)):
+        assert list(found) == KINDS
+        assert set(found.values()) == {None}
+
+
+def test_bytes_that_went_astray_are_found() -> None:
+    for found in values(run_ranks(RANKS, check_gpu_copies, 4)):
+        assert {kind for kind, problem in found.items() if problem is None} == {"ce_push", "ce_pull"}
+        assert all("got others in" in problem for problem in found.values() if problem)
+
+
+class LostPart(CpuWire):
+    def run(self, copy: Copy) -> None:
+        self._others = self._others[:-1]
+        super().run(copy)
+
+
+def measure_with_a_lost_part(rank: int) -> dict[str, Any]:
+    suite_wire.CpuWire = LostPart
+    return suite_wire.measure(torch.device("cpu"), WireSuite(backend="cpu", ranks=RANKS, iterations=1))
+
+
+def test_nothing_is_timed_when_bytes_are_missing() -> None:
+    for found in values(run_ranks(RANKS, measure_with_a_lost_part)):
+        assert found["rows"] == []
+        assert len(found["wrong"]) == RANKS
+        assert found["wrong"][0].startswith("rank 0: copy_c1048576: expected every peer's bytes")
+
+
+def test_rates_of_copies_between_processes(tmp_path: Path) -> None:
+    out = tmp_path / "wire.json"
+    run = CliRunner().invoke(main, ["wire", "--backend", "cpu", "--ranks", "2", "--iterations", "2", "--out", str(out)])
+    assert run.exit_code == 0, run.output
+    result = json.loads(out.read_text())
+    assert result["suite"] == "wire" and result["command"] == "ep-bench wire --backend cpu --ranks 2 --iterations 2"
+    assert [row["case"] for row in result["rows"]] == ["copy_c4096", "copy_c65536", "copy_c1048576"]
+    assert all(row["impl"] == "wire" and row["bytes_wire"] == wire.CPU_BYTES for row in result["rows"])
+
+
+def test_names_say_kind_chunk_and_sms() -> None:
+    names = [copy.name for copy in copies_on_gpus(132)]
+    assert len(set(names)) == len(names)
+    assert {"tma_store_c14336_sm16", "store_sm132", "ce_push", "ce_pull", "tma_local_c1024_sm4"} <= set(names)
+    assert not any("sm132" in copy.name for copy in copies_on_gpus(108))
+
+
+@pytest.mark.parametrize("chunk", [*wire.CHUNKS, wire.PIECE])
+def test_chunks_divide_what_is_copied(chunk: int) -> None:
+    assert wire.CUDA_BYTES % chunk == 0
