@@ -58,6 +58,7 @@ class Element(IntEnum):
 
 def control_bytes(ranks: int, experts: int) -> int: ...
 def meta_words(ranks: int, experts: int) -> int: ...
+def block_count_words(num_tokens: int, ranks: int, experts: int) -> int: ...
 def slot_bytes(row_bytes: int, scale_bytes: int, weight_bytes: int, topk: int) -> int: ...
 def partial_bytes(row_bytes: int, weight_bytes: int, topk: int) -> int: ...
 
@@ -139,8 +140,8 @@ class PlanArgs:
     comm: Comm
     routing: Routing
     ids: int
+    block_counts: int
     id_bytes: int
-    num_sms: int
     stream: int
     def __init__(
         self,
@@ -148,8 +149,8 @@ class PlanArgs:
         comm: Comm = ...,
         routing: Routing = ...,
         ids: int = ...,
+        block_counts: int = ...,
         id_bytes: int = ...,
-        num_sms: int = ...,
         stream: int = ...,
     ) -> None: ...
 
@@ -157,6 +158,7 @@ class NotifyArgs:
     comm: Comm
     routing: Routing
     header: Header
+    block_counts: int
     ticket: int
     stream: int
     def __init__(
@@ -165,6 +167,7 @@ class NotifyArgs:
         comm: Comm = ...,
         routing: Routing = ...,
         header: Header = ...,
+        block_counts: int = ...,
         ticket: int = ...,
         stream: int = ...,
     ) -> None: ...
@@ -179,6 +182,7 @@ class SendArgs:
     scale_stride: int
     weights: int
     num_sms: int
+    optimistic: int
     stream: int
     def __init__(
         self,
@@ -192,8 +196,15 @@ class SendArgs:
         scale_stride: int = ...,
         weights: int = ...,
         num_sms: int = ...,
+        optimistic: int = ...,
         stream: int = ...,
     ) -> None: ...
+
+class AdmitArgs:
+    comm: Comm
+    step: int
+    stream: int
+    def __init__(self, *, comm: Comm = ..., step: int = ..., stream: int = ...) -> None: ...
 
 class ExpandArgs:
     comm: Comm
@@ -291,6 +302,7 @@ class _Kernels:
     def plan(self, args: PlanArgs) -> None: ...
     def notify(self, args: NotifyArgs) -> None: ...
     def send(self, args: SendArgs) -> None: ...
+    def admit(self, args: AdmitArgs) -> None: ...
     def expand(self, args: ExpandArgs) -> None: ...
     def push(self, args: PushArgs) -> None: ...
     def add(self, args: AddArgs) -> None: ...
