@@ -35,7 +35,7 @@ from ep_plugin.moe.lanes import lanes_of
 
 DISPATCH_POOL, COMBINE_POOL = _C.Pool.DISPATCH, _C.Pool.COMBINE
 # SMs of the sending and of the receiving kernel of each operation, and what they leave to others at least.
-DEFAULT_SMS = {"dispatch_sms": 16, "expand_sms": 48, "combine_sms": 48, "add_sms": 24}
+DEFAULT_SMS = {"dispatch_sms": 12, "expand_sms": 64, "combine_sms": 28, "add_sms": 24}
 RUN_TOGETHER = (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms"))
 FREE_SMS = 32
 

@@ -6,11 +6,12 @@
 //   void completed(uint32_t rows)                so many rows of this warp are written
 //   static constexpr bool kTells                 whether anyone waits for that: stores are then waited for until they
 //                                                are written, and otherwise until their stage has been read
+//   static constexpr int kStages                 of a warp's ring
 // all called by whole warps. On the bulk path a row is `cut.pieces` units.
 //
-// Bulk path: loads run ahead as far as there are stages, across rows; the stores of a unit are over before those of the
-// next begin. More stores under way would not be faster: they would wait in the links' queues, and rows that others
-// wait for with them.
+// Bulk path: the stores of a unit are over before those of the next begin, and meanwhile loads run ahead as far as there
+// are stages, across rows. More stores under way would not be faster: they would wait in the links' queues, and rows that
+// others wait for with them.
 #pragma once
 #include "ring.cuh"
 
@@ -78,20 +79,22 @@ __device__ void copy_rows_plain(Job& job) {
 
 template <class Job>
 __device__ void copy_rows_bulk(Job& job, const Run& run, const Cut& cut) {
-  Ring ring(cut);
+  Ring<Job::kStages> ring(cut);
   int load_piece = 0, store_piece = 0;
-  for (;;) {
-    while (ring.loading() < kStages) {
-      if (load_piece == 0 && job.next(ring.loading() == 0) != kRow) break;
-      job.load(ring, load_piece);
-      load_piece = load_piece + 1 == cut.pieces ? 0 : load_piece + 1;
-    }
-    if (ring.loading() == 0) break;
+  const auto load_next = [&](bool may_block) {
+    if (load_piece == 0 && job.next(may_block) != kRow) return false;
+    job.load(ring, load_piece);
+    load_piece = load_piece + 1 == cut.pieces ? 0 : load_piece + 1;
+    return true;
+  };
+  while (ring.loading() > 0 || load_next(true)) {
     const char* stage = ring.wait(run);
     if (stage == nullptr) break;
     job.store(stage, store_piece);
+    if (lane_id() == 0) ptx::bulk_commit();
+    while (ring.loading() < Job::kStages && load_next(false)) {
+    }
     if (lane_id() == 0) {
-      ptx::bulk_commit();
       if constexpr (Job::kTells)
         ptx::bulk_wait<0>();
       else

@@ -35,6 +35,7 @@ struct Output {
 class ExpandJob {
  public:
   static constexpr bool kTells = false;
+  static constexpr int kStages = 4;
 
   __device__ ExpandJob(const Output& out, const Cut& cut)
       : out_(out), cut_(cut), rows_(out.run, out.meta, cut.warps), dests_(list_of_warp(cut)) {}
@@ -47,7 +48,7 @@ class ExpandJob {
     return kRow;
   }
 
-  __device__ void load(Ring& ring, int piece) const {
+  __device__ void load(Ring<kStages>& ring, int piece) const {
     ring.load(slot(slot_) + cut_.piece_begin(piece), cut_.piece_size(piece));
   }
 
@@ -274,7 +275,7 @@ void expand(const ExpandArgs& args) {
   const Room room = room_for<expand_kernel<true>>();
   const int list = args.routing.layout == kFlat ? args.routing.topk : 1;
   const SlotLayout lay = slot_layout_of(args.header);
-  const Cut cut = cut_for_warps(lay.image, kLeastCopyWarps, kCopyWarps, list, room.shared_bytes);
+  const Cut cut = cut_for_warps(lay.image, kLeastCopyWarps, kCopyWarps, ExpandJob::kStages, list, room.shared_bytes);
   if (room.bulk && args.comm.plain == 0 && lay.row < cut.piece_bytes)
     launch_expand<true>(args, cut);
   else

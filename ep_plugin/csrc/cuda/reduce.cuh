@@ -20,14 +20,15 @@ namespace ep::cuda {
 
 constexpr int kReduceThreads = 384;
 constexpr int kReduceWarps = kReduceThreads / kWarp;
+constexpr int kReduceStages = 4;
 constexpr int kReduceBytes = 4096;  // of a piece, at most
 constexpr int kLaneVectors = kReduceBytes / 16 / kWarp;
 
 // Pieces whose sums fit in registers, and whose rings fit in shared memory. Without bulk copies there are no stages.
 inline Cut cut_for_sums(int64_t row_bytes, int list_entries, int64_t shared_bytes, bool bulk) {
-  const int64_t room = (shared_bytes / kReduceWarps - 8 * (kStages + list_entries)) / kStages / kSlotAlign * kSlotAlign;
+  const int64_t room = (shared_bytes / kReduceWarps - 8 * (kReduceStages + list_entries)) / kReduceStages / kSlotAlign * kSlotAlign;
   const int64_t largest = bulk && room < kReduceBytes ? room : kReduceBytes;
-  Cut cut = cut_row(row_bytes, largest, kReduceWarps, list_entries);
+  Cut cut = cut_row(row_bytes, largest, kReduceWarps, kReduceStages, list_entries);
   if (!bulk) cut.stage_bytes = 0;
   return cut;
 }
@@ -138,7 +139,7 @@ class BulkReducer {
 
   // Issues loads while stages are free: of the row being summed, then of the next one, if it is known to be ready.
   __device__ void load_ahead() {
-    while (ring_.loading() < kStages) {
+    while (ring_.loading() < kReduceStages) {
       const int count = load_next_ ? next_count_ : count_;
       if (count == 0 || load_piece_ == cut_.pieces) {
         if (load_next_ || !find_next(false)) return;
@@ -158,7 +159,7 @@ class BulkReducer {
   Job& job_;
   const Run& run_;
   const Cut& cut_;
-  Ring ring_;
+  Ring<kReduceStages> ring_;
   TermLists lists_;
   typename Job::Row row_{}, next_row_{};
   int count_ = 0, next_count_ = 0;

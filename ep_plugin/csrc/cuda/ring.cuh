@@ -9,8 +9,6 @@
 
 namespace ep::cuda {
 
-constexpr int kStages = 3;
-
 // How rows are cut and what a warp needs of shared memory; computed by the host from the launch's limits.
 struct Cut {
   int64_t bytes;        // of a row, with what travels beside it
@@ -18,6 +16,7 @@ struct Cut {
   int32_t pieces;       // of a row
   int32_t piece_bytes;  // all but the last, a multiple of 16
   int32_t stage_bytes;
+  int32_t stages;        // of a warp
   int32_t list_entries;  // of the caller's list, per warp
 
   EP_HD int64_t piece_begin(int piece) const { return static_cast<int64_t>(piece) * piece_bytes; }
@@ -25,23 +24,23 @@ struct Cut {
     const int64_t left = bytes - piece_begin(piece);
     return left < piece_bytes ? left : piece_bytes;
   }
-  EP_HD int64_t bytes_of_warp() const { return kStages * (static_cast<int64_t>(stage_bytes) + 8) + 8 * list_entries; }
+  EP_HD int64_t bytes_of_warp() const { return stages * (static_cast<int64_t>(stage_bytes) + 8) + 8 * list_entries; }
   // A warp's shared memory: stages of all warps, then their barriers, then a list of 8-byte entries for each warp.
   EP_HD int64_t shared_bytes() const { return warps * bytes_of_warp(); }
 };
 
 // Cuts a row into equal pieces of at most `largest` bytes.
-inline Cut cut_row(int64_t bytes, int64_t largest, int warps, int list_entries) {
-  Cut cut{bytes, warps, static_cast<int32_t>(ceil_div(bytes, largest / kRowAlign * kRowAlign)), 0, 0, list_entries};
+inline Cut cut_row(int64_t bytes, int64_t largest, int warps, int stages, int list_entries) {
+  Cut cut{bytes, warps, static_cast<int32_t>(ceil_div(bytes, largest / kRowAlign * kRowAlign)), 0, 0, stages, list_entries};
   cut.piece_bytes = static_cast<int32_t>(align_up(ceil_div(bytes, cut.pieces), kRowAlign));
   cut.stage_bytes = static_cast<int32_t>(align_up(cut.piece_bytes, kSlotAlign));
   return cut;
 }
 
 // The fewest pieces with which at least `least` warps have their rings; then as many warps as fit, up to `most`.
-inline Cut cut_for_warps(int64_t bytes, int least, int most, int list_entries, int64_t shared_bytes) {
-  const int64_t room = (shared_bytes / least - 8 * (kStages + list_entries)) / kStages / kSlotAlign * kSlotAlign;
-  Cut cut = cut_row(bytes, room, least, list_entries);
+inline Cut cut_for_warps(int64_t bytes, int least, int most, int stages, int list_entries, int64_t shared_bytes) {
+  const int64_t room = (shared_bytes / least - 8 * (stages + list_entries)) / stages / kSlotAlign * kSlotAlign;
+  Cut cut = cut_row(bytes, room, least, stages, list_entries);
   cut.warps =
       static_cast<int32_t>(shared_bytes / cut.bytes_of_warp() < most ? shared_bytes / cut.bytes_of_warp() : most);
   return cut;
@@ -49,16 +48,17 @@ inline Cut cut_for_warps(int64_t bytes, int least, int most, int list_entries, i
 
 // Without bulk copies there are no stages, and a row is one piece.
 inline Cut uncut(int64_t bytes, int warps, int list_entries) {
-  return Cut{bytes, warps, 1, static_cast<int32_t>(bytes), 0, list_entries};
+  return Cut{bytes, warps, 1, static_cast<int32_t>(bytes), 0, 0, list_entries};
 }
 
 extern __shared__ __align__(128) char dynamic_shared[];
 
 __device__ __forceinline__ uint64_t* list_of_warp(const Cut& cut) {
-  char* lists = dynamic_shared + static_cast<int64_t>(cut.warps) * kStages * (cut.stage_bytes + 8);
+  char* lists = dynamic_shared + static_cast<int64_t>(cut.warps) * cut.stages * (cut.stage_bytes + 8);
   return reinterpret_cast<uint64_t*>(lists) + warp_id() * cut.list_entries;
 }
 
+template <int kStages>
 struct Ring {
   char* stages;
   uint64_t* full;

@@ -32,6 +32,7 @@ struct SentChunks {
 class SendJob {
  public:
   static constexpr bool kTells = true;
+  static constexpr int kStages = 2;  // a row that is taken early is sent late, and its chunk with it
 
   __device__ SendJob(const Run& run, const SendArgs& args, const Meta& meta, const Cut& cut, Progress& progress)
       : args_(args),
@@ -46,7 +47,7 @@ class SendJob {
     return token_ == kNoMore ? kEnd : kRow;
   }
 
-  __device__ void load(Ring& ring, int piece) {
+  __device__ void load(Ring<kStages>& ring, int piece) {
     const int64_t begin = cut_.piece_begin(piece), skip = piece == 0 ? lay_.row : 0;
     char* stage = ring.stage(ring.issued);
     ring.load(row() + (begin + skip - lay_.row), cut_.piece_size(piece) - skip, skip);
@@ -185,7 +186,7 @@ void send(const SendArgs& args) {
   const Room room = room_for<send_kernel<true>>();
   const int list = SendJob::list_size(args.comm.num_ranks);
   const SlotLayout lay = slot_layout_of(args.header);
-  const Cut cut = cut_for_warps(lay.image, kLeastCopyWarps, kCopyWarps, kStages * list, room.shared_bytes);
+  const Cut cut = cut_for_warps(lay.image, kLeastCopyWarps, kCopyWarps, SendJob::kStages, SendJob::kStages * list, room.shared_bytes);
   if (room.bulk && args.comm.plain == 0 && lay.row < cut.piece_bytes)
     launch_send<true>(args, cut);
   else

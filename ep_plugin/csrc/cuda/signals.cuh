@@ -27,45 +27,43 @@ struct Progress {
   }
 };
 
-// One warp's rows. It has always taken one more than it was given, so that it need not wait for the counter.
+// One warp's rows.
 class RowQueue {
  public:
   __device__ RowQueue(const Run& run, Pool pool, int64_t rows, Progress& progress)
-      : counter_(&state_of(run.comm).next_row[pool]), rows_(rows), progress_(progress) {
-    take();
-  }
+      : counter_(&state_of(run.comm).next_row[pool]), rows_(rows), progress_(progress) {}
 
   // The next row, or kNoMore.
   __device__ int32_t next() {
-    const int32_t row = upcoming();
-    if (row == kNoMore) return kNoMore;
-    if (lane_id() == static_cast<int>(given_ % kWarp)) kept_ = row;
+    if (ended_) return kNoMore;
+    unsigned long long taken = 0;
+    if (lane_id() == 0) taken = atomicAdd(counter_, 1ull);
+    const int64_t row = static_cast<int64_t>(__shfl_sync(kAllLanes, taken, 0));
+    ended_ = row >= rows_;
+    if (ended_) return kNoMore;
+    if (lane_id() == static_cast<int>(given_ % kWarp)) kept_ = static_cast<int32_t>(row);
     ++given_;
-    take();
-    return row;
+    return static_cast<int32_t>(row);
   }
 
-  // So many of the rows given are written.
+  // So many of the rows given are written. What this warp will take next is not known before it takes it: until then it
+  // answers for what comes after its last row.
   __device__ void written(uint32_t rows) {
-    const int32_t first = rows < given_ ? __shfl_sync(kAllLanes, kept_, static_cast<int>(rows % kWarp)) : upcoming();
+    int32_t first = kNoMore;
+    if (rows < given_)
+      first = __shfl_sync(kAllLanes, kept_, static_cast<int>(rows % kWarp));
+    else if (!ended_)
+      first = given_ == 0 ? 0 : 1 + __shfl_sync(kAllLanes, kept_, static_cast<int>((rows - 1) % kWarp));
     if (lane_id() == 0) ptx::st_release_cta(progress_.first + warp_id(), first);
   }
 
  private:
-  __device__ void take() {
-    if (lane_id() == 0) taken_ = atomicAdd(counter_, 1ull);
-  }
-  __device__ int32_t upcoming() const {
-    const int64_t row = static_cast<int64_t>(__shfl_sync(kAllLanes, taken_, 0));
-    return row < rows_ ? static_cast<int32_t>(row) : kNoMore;
-  }
-
   unsigned long long* const counter_;
   const int64_t rows_;
   Progress& progress_;
-  unsigned long long taken_ = 0;
   int32_t kept_ = 0;  // rows under way, a lane keeps each
   uint32_t given_ = 0;
+  bool ended_ = false;
 };
 
 // Tells `owner` that rows [begin, end) of this rank's chunk lie there.
