@@ -9,6 +9,7 @@ max_ranks: int
 max_topk: int
 row_align: int
 num_totals: int
+scale_block: int
 state_bytes: int
 header_fields: tuple[str, ...]
 """Names of Header's words, by the index that a fault gives."""
@@ -60,6 +61,8 @@ def control_bytes(ranks: int, experts: int) -> int: ...
 def meta_words(ranks: int, experts: int) -> int: ...
 def slot_bytes(row_bytes: int, scale_bytes: int, weight_bytes: int, topk: int) -> int: ...
 def partial_bytes(row_bytes: int, weight_bytes: int, topk: int) -> int: ...
+def e4m3(magnitude: float, scale: float) -> int:
+    """The seven bits that stand for magnitude / scale, by the arithmetic of GPUs; for tests."""
 
 class Comm:
     rank: int
@@ -179,6 +182,8 @@ class SendArgs:
     scale_stride: int
     weights: int
     num_sms: int
+    quantize: int
+    element: int
     stream: int
     def __init__(
         self,
@@ -192,6 +197,8 @@ class SendArgs:
         scale_stride: int = ...,
         weights: int = ...,
         num_sms: int = ...,
+        quantize: int = ...,
+        element: int = ...,
         stream: int = ...,
     ) -> None: ...
 
