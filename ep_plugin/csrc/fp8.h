@@ -35,20 +35,24 @@ EP_HD float e4m3_scale(float amax) {
   return scale == 0.0f ? 1.0f : scale;
 }
 
-// The e4m3 of a magnitude (or of NaN): 4 bits of exponent, bias 7, and 3 of mantissa. Without branches, so that
-// compilers make vectors of it.
+// The e4m3 of a magnitude (or of NaN): 4 bits of exponent, bias 7, and 3 of mantissa. Without a choice that compilers
+// could make a branch of, so that they make vectors of it.
 EP_HD uint32_t e4m3_magnitude(float value) {
-  constexpr float kSmallestNormal = 0.015625f;    // 2^-6
-  constexpr float kUnitsOfSubnormals = 16384.0f;  // the last bit of a float of this size is worth 2^-9, as theirs is
-  const float sum = value + kUnitsOfSubnormals;
-  uint32_t bits, sum_bits, base_bits;
+  constexpr uint32_t kSmallestNormal = 0x3C800000u;  // 2^-6 as a float
+  constexpr uint32_t kInfinity = 0x7F800000u;
+  constexpr uint32_t kMost = 0x7Eu;        // 448; one more is NaN
+  constexpr float kSubnormals = 16384.0f;  // the last bit of floats of this size is worth 2^-9, as that of subnormals
+  constexpr uint32_t kSubnormalsBits = 0x46800000u;
+  const float sum = value + kSubnormals;
+  uint32_t bits, sum_bits;
   std::memcpy(&bits, &value, 4);
   std::memcpy(&sum_bits, &sum, 4);
-  std::memcpy(&base_bits, &kUnitsOfSubnormals, 4);
   bits &= 0x7FFFFFFFu;
   const uint32_t normal = ((bits + 0x7FFFFu + (bits >> 20 & 1u)) >> 20) - ((127u - 7u) << 3);
-  const uint32_t finite = value < kSmallestNormal ? sum_bits - base_bits : normal < 0x7Eu ? normal : 0x7Eu;
-  return bits > 0x7F800000u ? 0x7Fu : finite;
+  const uint32_t is_normal = 0u - static_cast<uint32_t>(bits >= kSmallestNormal);
+  const uint32_t finite = (normal & is_normal) | ((sum_bits - kSubnormalsBits) & ~is_normal);
+  const uint32_t saturated = finite < kMost ? finite : kMost;
+  return saturated | static_cast<uint32_t>(bits > kInfinity);
 }
 
 // Division of many magnitudes by one scale: the reciprocal is found once, to twice the precision of a float. The

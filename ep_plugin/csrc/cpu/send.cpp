@@ -19,20 +19,29 @@ struct Payload {
   const char* scales;
 };
 
-// Quantises one row of `hidden` elements, as fp8.h says.
+// Quantises one row of `hidden` elements, as fp8.h says. The maximum is that of the magnitudes' bits: compilers make
+// vectors of it, and of floats that may be NaN they do not.
 template <class T>
 void quantize(const T* row, int64_t hidden, uint8_t* out, float* scales) {
   for (int64_t begin = 0; begin < hidden; begin += kScaleBlock) {
     const int count = static_cast<int>(hidden - begin < kScaleBlock ? hidden - begin : kScaleBlock);
-    float values[kScaleBlock], amax = 0.0f;
+    float values[kScaleBlock], amax;
+    int32_t most = 0;
+    for (int i = 0; i < count; ++i) values[i] = static_cast<float>(widen(row[begin + i]));
     for (int i = 0; i < count; ++i) {
-      values[i] = widen(row[begin + i]);
-      amax = std::fabs(values[i]) > amax ? std::fabs(values[i]) : amax;
+      int32_t bits;
+      std::memcpy(&bits, values + i, 4);
+      bits &= 0x7FFFFFFF;
+      const int32_t counted = bits > 0x7F800000 ? 0 : bits;
+      most = counted > most ? counted : most;
     }
+    std::memcpy(&amax, &most, 4);
     const float scale = scales[begin / kScaleBlock] = e4m3_scale(amax);
-    for (int i = 0; i < count; ++i)
-      out[begin + i] =
-          static_cast<uint8_t>(e4m3_magnitude(std::fabs(values[i]) / scale) | std::signbit(values[i]) << 7);
+    for (int i = 0; i < count; ++i) {
+      uint32_t bits;
+      std::memcpy(&bits, values + i, 4);
+      out[begin + i] = static_cast<uint8_t>(e4m3_magnitude(std::fabs(values[i]) / scale) | (bits >> 31 << 7));
+    }
   }
 }
 
