@@ -61,7 +61,8 @@ def reference_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     T, H = x.shape
     blocks = -(-H // 128)
     padded = torch.nn.functional.pad(x.float(), (0, blocks * 128 - H)).view(T, blocks, 128)
-    scales = padded.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=2) / 448
+    amax = padded.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=2)
+    scales = amax / torch.full_like(amax, 448)  # by a number, torch multiplies with its reciprocal on GPUs
     scales = torch.where(scales == 0, 1.0, scales)
     magnitudes = (padded.abs() / scales.unsqueeze(2)).clamp(max=448).to(torch.float8_e4m3fn).view(torch.uint8)
     codes = (magnitudes & 0x7F) | (padded.signbit().to(torch.uint8) << 7)  # the sign of a computed NaN is anybody's
