@@ -59,6 +59,7 @@ class Element(IntEnum):
 
 def control_bytes(ranks: int, experts: int) -> int: ...
 def meta_words(ranks: int, experts: int) -> int: ...
+def block_count_words(num_tokens: int, ranks: int, experts: int) -> int: ...
 def slot_bytes(row_bytes: int, scale_bytes: int, weight_bytes: int, topk: int) -> int: ...
 def partial_bytes(row_bytes: int, weight_bytes: int, topk: int) -> int: ...
 def e4m3(magnitude: float, scale: float) -> int:
@@ -142,8 +143,8 @@ class PlanArgs:
     comm: Comm
     routing: Routing
     ids: int
+    block_counts: int
     id_bytes: int
-    num_sms: int
     stream: int
     def __init__(
         self,
@@ -151,8 +152,8 @@ class PlanArgs:
         comm: Comm = ...,
         routing: Routing = ...,
         ids: int = ...,
+        block_counts: int = ...,
         id_bytes: int = ...,
-        num_sms: int = ...,
         stream: int = ...,
     ) -> None: ...
 
@@ -160,6 +161,7 @@ class NotifyArgs:
     comm: Comm
     routing: Routing
     header: Header
+    block_counts: int
     ticket: int
     stream: int
     def __init__(
@@ -168,6 +170,7 @@ class NotifyArgs:
         comm: Comm = ...,
         routing: Routing = ...,
         header: Header = ...,
+        block_counts: int = ...,
         ticket: int = ...,
         stream: int = ...,
     ) -> None: ...
@@ -182,6 +185,7 @@ class SendArgs:
     scale_stride: int
     weights: int
     num_sms: int
+    optimistic: int
     quantize: int
     element: int
     stream: int
@@ -197,10 +201,17 @@ class SendArgs:
         scale_stride: int = ...,
         weights: int = ...,
         num_sms: int = ...,
+        optimistic: int = ...,
         quantize: int = ...,
         element: int = ...,
         stream: int = ...,
     ) -> None: ...
+
+class AdmitArgs:
+    comm: Comm
+    step: int
+    stream: int
+    def __init__(self, *, comm: Comm = ..., step: int = ..., stream: int = ...) -> None: ...
 
 class ExpandArgs:
     comm: Comm
@@ -298,6 +309,7 @@ class _Kernels:
     def plan(self, args: PlanArgs) -> None: ...
     def notify(self, args: NotifyArgs) -> None: ...
     def send(self, args: SendArgs) -> None: ...
+    def admit(self, args: AdmitArgs) -> None: ...
     def expand(self, args: ExpandArgs) -> None: ...
     def push(self, args: PushArgs) -> None: ...
     def add(self, args: AddArgs) -> None: ...

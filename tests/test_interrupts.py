@@ -29,7 +29,7 @@ WAITS = {"notify": _C.Step.NOTIFY, "expand": _C.Step.SEND, "add": _C.Step.EXPAND
 
 def _interrupt_in(comm: Any, kernel: str, sent: list[float]) -> None:
     """Sends SIGINT to this process when its main thread is in `kernel`; notes when."""
-    kernels = {name: getattr(_C.cpu, name) for name in ("plan", "notify", "send", "expand", "push", "add")}
+    kernels = {name: getattr(_C.cpu, name) for name in ("plan", "notify", "send", "admit", "expand", "push", "add")}
     original, entered = kernels[kernel], threading.Event()
 
     def enter(args: Any) -> None:

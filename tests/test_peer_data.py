@@ -50,7 +50,7 @@ OVERRUNS: dict[str, tuple[str, int, int, str]] = {
 
 def _lying(before: str, word: int, value: int) -> SimpleNamespace:
     """The kernels, one of which finds `value` where its metadata has something else."""
-    table = {name: getattr(_C.cpu, name) for name in ("plan", "notify", "send", "expand", "push", "add")}
+    table = {name: getattr(_C.cpu, name) for name in ("plan", "notify", "send", "admit", "expand", "push", "add")}
     honest = table[before]
 
     def lie(args: Any) -> None:

@@ -65,8 +65,8 @@ struct NotifyArgs {
   Address stream;
 };
 
-// Rows and what they expand to, to their slots at their destinations, chunk by chunk. Does nothing, on every rank
-// alike, when some rank's pool is too small for this dispatch.
+// Rows and what they expand to, to their slots at their destinations, chunk by chunk. When some rank's pool is too
+// small for this dispatch, an optimistic send does nothing, on every rank alike; another one is a fault.
 struct SendArgs {
   Comm comm;
   Routing routing;
@@ -75,10 +75,19 @@ struct SendArgs {
   int64_t x_stride;
   Address scales;  // [T, scale_bytes] or 0
   int64_t scale_stride;
-  Address weights;   // [T,K] contiguous, weight_bytes each, or 0
-  int32_t num_sms;   // CUDA
-  int32_t quantize;  // 1: see fp8.h; the scales, as the header counts them, are made here, and `scales` is 0
-  int32_t element;   // of x where it is quantised: kFloat32, kBFloat16 or kFloat16
+  Address weights;     // [T,K] contiguous, weight_bytes each, or 0
+  int32_t num_sms;     // CUDA
+  int32_t optimistic;  // 1: the host does not know yet whether the pools are large enough
+  int32_t quantize;    // 1: see fp8.h; the scales, as the header counts them, are made here, and `scales` is 0
+  int32_t element;     // of x where it is quantised: kFloat32, kBFloat16 or kFloat16
+  Address stream;
+};
+
+// Holds `stream`, where `step` (kExpand or kAdd) comes next, until this rank's sender of the rows it reads runs on all
+// its CTAs: readers, who wait on SMs for peers, could otherwise keep it out. CPU: nothing.
+struct AdmitArgs {
+  Comm comm;
+  int32_t step;
   int32_t reserved;
   Address stream;
 };
@@ -138,6 +147,7 @@ struct KernelTable {
   void (*plan)(const PlanArgs&);
   void (*notify)(const NotifyArgs&);
   void (*send)(const SendArgs&);
+  void (*admit)(const AdmitArgs&);
   void (*expand)(const ExpandArgs&);
   void (*push)(const PushArgs&);
   void (*add)(const AddArgs&);

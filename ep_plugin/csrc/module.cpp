@@ -154,9 +154,14 @@ void bind_dispatch_args(py::module_& m) {
       .def_readwrite("scale_stride", &SendArgs::scale_stride)
       .def_readwrite("weights", &SendArgs::weights)
       .def_readwrite("num_sms", &SendArgs::num_sms)
+      .def_readwrite("optimistic", &SendArgs::optimistic)
       .def_readwrite("quantize", &SendArgs::quantize)
       .def_readwrite("element", &SendArgs::element)
       .def_readwrite("stream", &SendArgs::stream);
+  bind_struct<AdmitArgs>(m, "AdmitArgs")
+      .def_readwrite("comm", &AdmitArgs::comm)
+      .def_readwrite("step", &AdmitArgs::step)
+      .def_readwrite("stream", &AdmitArgs::stream);
   bind_struct<ExpandArgs>(m, "ExpandArgs")
       .def_readwrite("comm", &ExpandArgs::comm)
       .def_readwrite("routing", &ExpandArgs::routing)
@@ -230,6 +235,7 @@ void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   bind_kernel(sub, "plan", table.plan);
   bind_kernel(sub, "notify", table.notify);
   bind_kernel(sub, "send", table.send);
+  bind_kernel(sub, "admit", table.admit);
   bind_kernel(sub, "expand", table.expand);
   bind_kernel(sub, "push", table.push);
   bind_kernel(sub, "add", table.add);

@@ -66,8 +66,8 @@ EP_HD PartialLayout partial_layout_of(const Header& header) {
 }
 
 // Whether some rank's pool is too small for what this dispatch brings it. Pools are equally large on all ranks and all
-// know the largest count, so all find the same: none sends, and the hosts make the pools grow and launch the send
-// again.
+// know the largest count, so all find the same: none sends, and the hosts, who did not know, make the pools grow and
+// launch the send again.
 EP_HD bool pools_must_grow(const SendArgs& args, const Meta& meta) {
   return *meta.max_slots * slot_layout_of(args.header).bytes > args.comm.pool_bytes[kDispatchPool];
 }

@@ -346,6 +346,7 @@ class MoECommunicator:
             raise EpPluginError("wait(): expected an operation under way, got one whose completion has failed before")
         else:
             self.engine.lanes.join()
+            self.engine.lanes.hand_over(begun.result)
         result, begun.result = begun.result, None
         return result
 

@@ -19,10 +19,6 @@ from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.engine import COMBINE_POOL, DISPATCH_POOL, Engine
 from ep_plugin.moe.validate import DTYPES, ELEMENTS, QUANTIZED, num_scales
 
-_DISPATCH, _CACHED, _COMBINE = 1, 2, 3
-_LAYOUTS = {DispatchLayout.FLAT: 0, DispatchLayout.TOKEN_MAJOR: 1}
-_TOTAL_SLOTS, _TOTAL_ROWS, _TOTAL_MAX_SLOTS, _TOTAL_MAX_SENT, _TOTALS = range(5)
-
 
 class RoutingTensors(NamedTuple):
     """The tensors of a DispatchHandle, without the communicator's number."""
@@ -119,27 +115,40 @@ def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
 def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchResult, RoutingTensors]:
     """Waits for the totals, grows the pool if it must, allocates the output and expands into it."""
     call = pending.call
+    engine.lanes.fork_receive(pending.notified)
+    if pending.reserved:  # beside the host's wait
+        _admit(engine, _C.Step.EXPAND)
     if pending.ticket:
         pending.routing = pending.routing._replace(totals=engine.wait_totals(pending.ticket))
     if not pending.reserved:
-        before, needed = engine.pool_bytes(DISPATCH_POOL), _known_pool_bytes(engine, pending)
-        assert needed is not None
-        engine.reserve(DISPATCH_POOL, needed)
-        if before == 0 or engine.pool_bytes(DISPATCH_POOL) > before:
-            _send(engine, pending)
+        _make_room(engine, pending)
+        _admit(engine, _C.Step.EXPAND)
     rows, slots = _output_rows(engine, pending)
     if call.previous is None and call.capacity is not None:
-        pending.routing = pending.routing._replace(totals=torch.tensor([call.capacity]))
+        pending.routing = pending.routing._replace(totals=torch.tensor([call.capacity], device="cpu"))
     if call.previous is None:
         K = call.topk_ids.shape[1]
         recv_rows = torch.empty((slots, K), dtype=torch.int32, device=engine.device)
         pending.routing = pending.routing._replace(recv_rows=recv_rows)
     result = _empty_result(engine, call, rows)
-    engine.lanes.fork_receive(pending.notified)
     _launch_expand(engine, pending, result)
     engine.lanes.join()
     engine.check()
     return result, pending.routing
+
+
+def _make_room(engine: Engine, pending: PendingDispatch) -> None:
+    """After an optimistic send: where it found some rank's pool too small, pools grow and it is launched again."""
+    before, needed = engine.pool_bytes(DISPATCH_POOL), _known_pool_bytes(engine, pending)
+    assert needed is not None
+    engine.reserve(DISPATCH_POOL, needed)
+    pending.reserved = True
+    if before == 0 or engine.pool_bytes(DISPATCH_POOL) > before:
+        _send(engine, pending)
+
+
+def _admit(engine: Engine, step: Any) -> None:
+    engine.kernels.admit(_C.AdmitArgs(comm=engine.comm, step=step, stream=engine.lanes.receive))
 
 
 def _dispatch_header(engine: Engine, call: DispatchCall) -> Any:
@@ -149,13 +158,13 @@ def _dispatch_header(engine: Engine, call: DispatchCall) -> Any:
     if call.quantize is not None:
         dtype, scale_bytes = QUANTIZED[call.quantize], int(num_scales(x.shape[1])) * torch.float32.itemsize
     return _C.Header(
-        op=_DISPATCH if call.previous is None else _CACHED,
+        op=_C.Op.DISPATCH if call.previous is None else _C.Op.CACHED_DISPATCH,
         row_bytes=x.shape[1] * dtype.itemsize,
         scale_bytes=scale_bytes,
         weight_bytes=0 if weights is None else weights.element_size(),
         topk=call.topk_ids.shape[1],
         dtype=DTYPES.index(dtype),
-        layout=_LAYOUTS[engine.config.resolved_layout],
+        layout=_C.Layout[engine.config.resolved_layout.name],
         config_hash=engine.config_hash,
         num_tokens=x.shape[0],
     )
@@ -173,7 +182,7 @@ def _empty_routing(engine: Engine, call: DispatchCall) -> RoutingTensors:
         pair_pos=ints(T, K),
         meta=ints(_C.meta_words(engine.size, engine.config.num_experts)),
         recv_rows=ints(0, K),
-        totals=torch.empty(0, dtype=torch.int64),
+        totals=torch.empty(0, dtype=torch.int64, device="cpu"),
     )
 
 
@@ -181,7 +190,7 @@ def _routing_struct(engine: Engine, routing: RoutingTensors, num_tokens: int) ->
     return _C.Routing(
         num_tokens=num_tokens,
         topk=routing.topk_ids.shape[1],
-        layout=_LAYOUTS[engine.config.resolved_layout],
+        layout=_C.Layout[engine.config.resolved_layout.name],
         alignment=engine.config.expert_alignment,
         topk_ids=address(routing.topk_ids),
         send_pos=address(routing.send_pos),
@@ -236,6 +245,7 @@ def _send(engine: Engine, pending: PendingDispatch) -> None:
             scale_stride=0 if call.scales is None else call.scales.stride(0) * call.scales.element_size(),
             weights=address(call.weights),
             num_sms=engine.sms["dispatch_sms"],
+            optimistic=int(not pending.reserved),
             quantize=int(call.quantize is not None),
             element=ELEMENTS[call.x.dtype] if call.quantize is not None else 0,
             stream=engine.lanes.send,
@@ -255,7 +265,7 @@ def _known_pool_bytes(engine: Engine, pending: PendingDispatch) -> int | None:
     if totals.numel() == 0:
         assert call.capacity is None
         return None
-    return _roomy(int(totals[_TOTAL_MAX_SLOTS]) * slot, engine.pool_bytes(DISPATCH_POOL))
+    return _roomy(int(totals[_C.Total.MAX_SLOTS]) * slot, engine.pool_bytes(DISPATCH_POOL))
 
 
 def _roomy(needed: int, present: int) -> int:
@@ -270,7 +280,7 @@ def _output_rows(engine: Engine, pending: PendingDispatch) -> tuple[int, int]:
     if call.capacity is not None:
         bound = engine.size * (engine.config.max_tokens_per_rank or 0)
         return call.capacity, pending.routing.recv_rows.shape[0] if call.previous is not None else bound
-    return int(totals[_TOTAL_ROWS if flat else _TOTAL_SLOTS]), int(totals[_TOTAL_SLOTS])
+    return int(totals[_C.Total.ROWS if flat else _C.Total.SLOTS]), int(totals[_C.Total.SLOTS])
 
 
 def _empty_result(engine: Engine, call: DispatchCall, rows: int) -> DispatchResult:
@@ -342,12 +352,12 @@ def start_combine(
 ) -> PendingCombine:
     """Reduces each slot's rows of `y` ``[N, H]`` and pushes the partial rows to the tokens' owners."""
     header = _C.Header(
-        op=_COMBINE,
+        op=_C.Op.COMBINE,
         row_bytes=y.shape[1] * y.element_size(),
         weight_bytes=0 if extra is None else extra.element_size(),
         topk=routing.topk_ids.shape[1],
         dtype=DTYPES.index(y.dtype),
-        layout=_LAYOUTS[engine.config.resolved_layout],
+        layout=_C.Layout[engine.config.resolved_layout.name],
         config_hash=engine.config_hash,
         num_tokens=routing.topk_ids.shape[0],
     )
@@ -379,6 +389,7 @@ def finish_combine(engine: Engine, pending: PendingCombine) -> tuple[torch.Tenso
     out = y.new_empty((T, y.shape[1]))
     extra_out = y.new_empty(0) if extra is None else extra.new_empty((T, K))
     engine.lanes.fork_receive()
+    _admit(engine, _C.Step.ADD)
     engine.kernels.add(
         _C.AddArgs(
             comm=engine.comm,
@@ -403,4 +414,4 @@ def _combine_pool_bytes(engine: Engine, header: Any, routing: RoutingTensors) ->
     most = engine.config.max_tokens_per_rank
     if most is not None:
         return most * min(engine.size, header.topk) * partial
-    return _roomy(int(routing.totals[_TOTAL_MAX_SENT]) * partial, engine.pool_bytes(COMBINE_POOL))
+    return _roomy(int(routing.totals[_C.Total.MAX_SENT]) * partial, engine.pool_bytes(COMBINE_POOL))

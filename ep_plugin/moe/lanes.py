@@ -10,6 +10,7 @@ CPU: kernels run to their end in the calling thread; the lanes are nothing.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -36,6 +37,9 @@ class Lanes(Protocol):
     def record(self, *tensors: torch.Tensor | None) -> None:
         """Keeps the memory of `tensors` from being used again before both lanes are done with it."""
 
+    def hand_over(self, result: Iterable[object]) -> None:
+        """Keeps the memory of tensors (and tuples of them) that were made on another stream for the caller's."""
+
     def drain(self) -> None:
         """The host waits for both lanes."""
 
@@ -52,6 +56,7 @@ class CpuLanes:
     def fork_receive(self, mark: object = None) -> None: ...
     def join(self) -> None: ...
     def record(self, *tensors: torch.Tensor | None) -> None: ...
+    def hand_over(self, result: Iterable[object]) -> None: ...
     def drain(self) -> None: ...
     def capturing(self) -> bool:
         return False
@@ -86,6 +91,13 @@ class CudaLanes:
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(self._send)
                 tensor.record_stream(self._receive)
+
+    def hand_over(self, result: Iterable[object]) -> None:
+        for part in result:
+            if isinstance(part, tuple):
+                self.hand_over(part)
+            elif isinstance(part, torch.Tensor) and part.is_cuda:
+                part.record_stream(torch.cuda.current_stream(self._device))
 
     def drain(self) -> None:
         self._send.synchronize()

@@ -112,6 +112,10 @@ def check_dispatch(engine: Engine, call: DispatchCall) -> None:
         _check_scales(engine, call.scales, tokens)
     if call.capacity is not None:
         _check_capacity(engine, call)
+    elif call.previous is None and engine.lanes.capturing():
+        raise ValueError(
+            "capacity: expected a number of rows while a CUDA graph is captured, since the host cannot wait, got None"
+        )
     elif call.previous is not None and call.previous.totals.numel() == 1:
         raise ValueError(
             "capacity: expected a number of rows, since previous_handle was made with one and the host knows no other, "

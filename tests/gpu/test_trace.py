@@ -15,8 +15,8 @@ from tests.gpu import checks
 from tests.ranks import run_ranks, values
 
 TRACE = Path(__file__).with_name("trace.json")
-DISPATCH = ("plan_kernel", "notify_kernel", "send_kernel", "wait_started_kernel", "expand_kernel")
-COMBINE = ("push_kernel", "wait_started_kernel", "add_kernel")
+DISPATCH = ("plan_kernel", "notify_kernel", "send_kernel", "admit_kernel", "expand_kernel")
+COMBINE = ("push_kernel", "admit_kernel", "add_kernel")
 ROWS_BYTES = 1 << 20  # an allocation of at least this holds rows; routing and tables are below
 
 

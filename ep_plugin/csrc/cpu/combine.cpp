@@ -193,7 +193,7 @@ bool add_all(const Run& run, const AddArgs& args) {
 }  // namespace
 
 void push(const PushArgs& args) {
-  Run run{args.comm, kCombine, 0, 0};
+  Run run{args.comm, kCombine, 0};
   if (!begin(args.comm, kCombine, &run)) return;
   bool done = false;
   with_element(args.element, [&](auto type) { done = push_all<decltype(type)>(run, args); });
@@ -202,7 +202,7 @@ void push(const PushArgs& args) {
 
 void add(const AddArgs& args) {
   const Comm& comm = args.comm;
-  Run run{comm, kAdd, 0, 0};
+  Run run{comm, kAdd, 0};
   bool done = false;
   if (begin(comm, kAdd, &run))
     with_element(args.element, [&](auto type) { done = add_all<decltype(type)>(run, args); });

@@ -185,7 +185,7 @@ void poison(const ExpandArgs& args) {
 
 void expand(const ExpandArgs& args) {
   const Comm& comm = args.comm;
-  Run run{comm, kExpand, 0, 0};
+  Run run{comm, kExpand, 0};
   if (!begin(comm, kExpand, &run) || !expand_all(run, args)) {
     return poison(args);
   }

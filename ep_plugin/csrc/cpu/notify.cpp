@@ -94,7 +94,7 @@ bool lay_out_experts(const Run& run, const Meta& meta, int alignment) {
       int64_t rows = 0, before_me = 0;
       for (int source = 0; source < R; ++source) {
         if (source == me) before_me = rows;
-        rows += count_values(comm, me, parity, source)[R + expert];
+        rows += std::max(count_values(comm, me, parity, source)[R + expert], 0);
       }
       meta.flat_base[expert] = static_cast<int32_t>(offset + before_me);
       if (r == me) {
@@ -125,7 +125,7 @@ void tell_host(const NotifyArgs& args, const Meta& meta, int64_t max_slots, int6
 
 void notify(const NotifyArgs& args) {
   const Comm& comm = args.comm;
-  Run run{comm, kNotify, 0, 0};
+  Run run{comm, kNotify, 0};
   if (!begin(comm, kNotify, &run)) return;
   if (!tell_peers(run, args) || !hear_peers(run, args)) return;
   const Meta meta = meta_of(comm, args.routing);

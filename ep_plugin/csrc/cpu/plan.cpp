@@ -14,7 +14,7 @@ int64_t load_id(const PlanArgs& args, int64_t index) {
 
 void plan(const PlanArgs& args) {
   const Comm& comm = args.comm;
-  Run run{comm, kPlan, 0, 0};
+  Run run{comm, kPlan, 0};
   if (!begin(comm, kPlan, &run) || !gate(run)) return;
   const int R = comm.num_ranks, E = comm.num_experts, K = args.routing.topk, T = args.routing.num_tokens;
   const int per_rank = local_experts(comm);

@@ -106,9 +106,13 @@ void send(const SendArgs& args) {
   const Comm& comm = args.comm;
   Payloads payloads(args);
   const Meta meta = meta_of(comm, args.routing);
-  if (pools_must_grow(args, meta)) return;
-  Run run{comm, kSend, 0, 0};
+  Run run{comm, kSend, 0};
   if (!begin(comm, kSend, &run)) return;
+  if (pools_must_grow(args, meta)) {
+    if (args.optimistic == 0)
+      fail(comm, kTooSmall, kSend, comm.rank, 0, comm.pool_bytes[kDispatchPool], *meta.max_slots);
+    return;
+  }
   for (int dest = 0; dest < comm.num_ranks; ++dest)
     if (!open_destination(run, kDispatchPool, dest, args.header)) return;
 

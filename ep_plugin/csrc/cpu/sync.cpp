@@ -61,7 +61,6 @@ bool begin(const Comm& comm, Step step, Run* run) {
   if (__atomic_load_n(&state.fault, __ATOMIC_ACQUIRE) != 0) return false;
   run->step = step;
   run->epoch = state.epoch[step - 1] + 1;
-  run->started_ns = now_ns();
   return true;
 }
 

@@ -11,7 +11,6 @@ struct Run {
   const Comm& comm;
   Step step;
   uint64_t epoch;
-  int64_t started_ns;
 };
 
 int64_t now_ns();

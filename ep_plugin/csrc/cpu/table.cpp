@@ -3,7 +3,7 @@
 namespace ep {
 
 const KernelTable& cpu_kernels() {
-  static const KernelTable table{cpu::plan, cpu::notify, cpu::send, cpu::expand, cpu::push, cpu::add};
+  static const KernelTable table{cpu::plan, cpu::notify, cpu::send, cpu::admit, cpu::expand, cpu::push, cpu::add};
   return table;
 }
 

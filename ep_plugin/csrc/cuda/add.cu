@@ -1,7 +1,7 @@
 // Add: the partial rows that every rank pushed -> this rank's tokens, summed in the order of those ranks, then bias.
 //
 // Roles. Warps take tokens in turn; a token's chunk must have arrived from every rank. The last CTA tells the ranks
-// that their rows are read. Launched behind a one-CTA kernel that waits until this rank's push runs on all its CTAs.
+// that their rows are read. Launched behind admit.
 // Memory order. A chunk's flags are acquired at system scope, the warp joins, and the async proxy is fenced before bulk
 // loads. Consumed words are stored with release after all CTAs' reads.
 // After a fault the outputs are filled with 0xFF bytes.
@@ -177,7 +177,6 @@ void add(const AddArgs& args) {
           args.header.weight_bytes);
   require_rows("out", args.out);
   require_rows("bias", args.bias);
-  wait_started(args.comm, kAdd, args.stream);
   switch (args.element) {
     case kFloat32:
       return launch_add<Float32>(args);

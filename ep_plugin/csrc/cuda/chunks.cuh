@@ -109,6 +109,7 @@ __device__ inline bool chunks_cover(const Run& run, const Meta& meta, int32_t* r
     const int32_t begin = ptx::ld_coherent(&word->begin), end = ptx::ld_coherent(&word->end);
     const int32_t expected = chunk == 0 ? 0 : ptx::ld_coherent(&(word - 1)->end);
     const int32_t rows = meta.recv_offset[source + 1] - meta.recv_offset[source];
+    if (end < begin || end > rows) ok = fail(comm, kBadData, run.step, source, chunk, rows, end);
     if (begin != expected) ok = fail(comm, kBadData, run.step, source, chunk, expected, begin);
     if (chunk + 1 == chunks && end != rows) ok = fail(comm, kBadData, run.step, source, chunk, rows, end);
     if (recv_chunk_end != nullptr) recv_chunk_end[source * kMaxChunks + chunk] = end;

@@ -8,8 +8,9 @@
 //                                                are written, and otherwise until their stage has been read
 // all called by whole warps. On the bulk path a row is `cut.pieces` units.
 //
-// Bulk path: loads run up to two units ahead, across rows; a unit's stores are one bulk group, and the two latest
-// groups may be incomplete. Four stages hold these four units, so a stage that is loaded again has no reader left.
+// Bulk path: loads run ahead as far as there are stages, across rows; the stores of a unit are over before those of the
+// next begin. More stores under way would not be faster: they would wait in the links' queues, and rows that others
+// wait for with them.
 #pragma once
 #include "ring.cuh"
 
@@ -17,8 +18,6 @@ namespace ep::cuda {
 
 constexpr int kCopyWarps = 8;
 constexpr int kLeastCopyWarps = 3;
-constexpr int kLoadsAhead = 2;
-constexpr int kStoresBehind = kStages - kLoadsAhead;
 constexpr int kVectorsAtOnce = 8;  // plain path: 16-byte loads in flight per lane
 
 template <class Unit>
@@ -77,23 +76,12 @@ __device__ void copy_rows_plain(Job& job) {
   job.completed(rows);
 }
 
-template <int kPending, class Job>
-__device__ __forceinline__ void wait_stores(const Job&) {
-  if (lane_id() == 0) {
-    if constexpr (Job::kTells)
-      ptx::bulk_wait<kPending>();
-    else
-      ptx::bulk_wait_read<kPending>();
-  }
-  __syncwarp();
-}
-
 template <class Job>
 __device__ void copy_rows_bulk(Job& job, const Run& run, const Cut& cut) {
   Ring ring(cut);
   int load_piece = 0, store_piece = 0;
   for (;;) {
-    while (ring.loading() < kLoadsAhead) {
+    while (ring.loading() < kStages) {
       if (load_piece == 0 && job.next(ring.loading() == 0) != kRow) break;
       job.load(ring, load_piece);
       load_piece = load_piece + 1 == cut.pieces ? 0 : load_piece + 1;
@@ -102,13 +90,20 @@ __device__ void copy_rows_bulk(Job& job, const Run& run, const Cut& cut) {
     const char* stage = ring.wait(run);
     if (stage == nullptr) break;
     job.store(stage, store_piece);
-    if (lane_id() == 0) ptx::bulk_commit();
-    wait_stores<kStoresBehind>(job);
+    if (lane_id() == 0) {
+      ptx::bulk_commit();
+      if constexpr (Job::kTells)
+        ptx::bulk_wait<0>();
+      else
+        ptx::bulk_wait_read<0>();
+    }
+    __syncwarp();
     ++ring.taken;
     store_piece = store_piece + 1 == cut.pieces ? 0 : store_piece + 1;
-    if (ring.taken > kStoresBehind) job.completed((ring.taken - kStoresBehind) / cut.pieces);
+    job.completed(ring.taken / cut.pieces);
   }
-  wait_stores<0>(job);
+  if (lane_id() == 0) ptx::bulk_wait<0>();  // whoever comes after this kernel's last CTA finds all of it written
+  __syncwarp();
   job.completed(ring.taken / cut.pieces);
 }
 

@@ -178,7 +178,7 @@ __device__ void clear_row(const Output& out, int64_t row) {
 }
 
 __device__ void clear_padding(const Output& out) {
-  const Team team = team_of_warps(static_cast<int>(blockDim.x / kWarp));
+  const Team team = team_of_warps();
   const int64_t capacity = out.args.capacity;
   for (int64_t local = team.index; out.flat && local < out.per_rank; local += team.size) {
     const int64_t begin = static_cast<int64_t>(out.meta.expert_offset[local]) + out.meta.expert_rows[local];
@@ -271,7 +271,6 @@ void expand(const ExpandArgs& args) {
     require(args.header.weight_bytes == 0 || args.weights != 0, "weights", "an address", 0);
     require(args.header.scale_bytes == 0 || args.scales != 0, "scales", "an address", 0);
   }
-  wait_started(args.comm, kExpand, args.stream);
   const Room room = room_for<expand_kernel<true>>();
   const int list = args.routing.layout == kFlat ? args.routing.topk : 1;
   const SlotLayout lay = slot_layout_of(args.header);

@@ -18,7 +18,8 @@ namespace {
 constexpr int kNotifyThreads = kMaxRanks * kWarp;
 
 struct Shared {
-  int32_t rank_count[kMaxRanks][kMaxRanks];  // [source][destination]
+  int32_t rank_count[kMaxRanks][kMaxRanks];  // [source][destination], checked
+  int32_t num_tokens[kMaxRanks];             // of each source, checked
   int64_t max_slots, max_sent;
 };
 
@@ -47,6 +48,7 @@ __device__ bool check_counts(const Run& run, int source, Shared& shared) {
   const int32_t* values = count_values(comm, comm.rank, parity, source);
   const int64_t tokens = ptx::ld_coherent(&count_header(comm, comm.rank, parity, source)->num_tokens);
   if (tokens < 0 || tokens > INT32_MAX) return fail(comm, kBadData, kNotify, source, 0, 0, tokens);
+  if (lane_id() == 0) shared.num_tokens[source] = static_cast<int32_t>(tokens);
   bool ok = true;
   for (int i = lane_id(); i < comm.num_ranks + comm.num_experts; i += kWarp) {
     const int32_t count = ptx::ld_coherent(values + i);
@@ -105,7 +107,7 @@ __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& sh
     meta.send_base[a] = static_cast<int32_t>(send_base);
     meta.push_base[a] = static_cast<int32_t>(push_base);
     meta.recv_offset[a + 1] = static_cast<int32_t>(received);
-    meta.src_tokens[a] = static_cast<int32_t>(ptx::ld_coherent(&count_header(comm, me, parity_of(run), a)->num_tokens));
+    meta.src_tokens[a] = shared.num_tokens[a];
   }
   if (a == 0) {
     meta.recv_offset[0] = 0;
@@ -129,7 +131,7 @@ __device__ bool lay_out_experts(const Run& run, const NotifyArgs& args, int rank
     if (local < per_rank) {
 #pragma unroll 4
       for (int source = 0; source < R; ++source) {
-        const int32_t count = ptx::ld_coherent(count_values(comm, me, parity_of(run), source) + R + expert);
+        const int32_t count = max(ptx::ld_coherent(count_values(comm, me, parity_of(run), source) + R + expert), 0);
         before_me += source < me ? count : 0;
         rows += count;
       }
@@ -168,10 +170,7 @@ __device__ void tell_host(const NotifyArgs& args, const Shared& shared) {
     totals[kTotalMaxSent] = shared.max_sent;
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    ptx::fence_acq_rel_sys();
-    ptx::st_release_sys(&board_of(comm).ticket, args.ticket);
-  }
+  if (threadIdx.x == kWarp) ptx::st_release_sys(&board_of(comm).ticket, args.ticket);  // beside warp 0's consumed words
 }
 
 // All threads: this rank's counts, from those of its blocks, in shared memory and for the handle.

@@ -115,7 +115,8 @@ class PushJob {
   __device__ void finish(const Row& row) {
     if (args_.header.weight_bytes != 0) write_extra(row);
     __syncwarp();
-    if (lane_id() == 0) ptx::fence_proxy_async();
+    if (lane_id() == 0)
+      ptx::fence_proxy_async();  // lets the row leave first: more under way would queue, and all be late
     rows_.written(++finished_);
   }
 

@@ -9,7 +9,7 @@
 
 namespace ep::cuda {
 
-constexpr int kStages = 4;
+constexpr int kStages = 3;
 
 // How rows are cut and what a warp needs of shared memory; computed by the host from the launch's limits.
 struct Cut {

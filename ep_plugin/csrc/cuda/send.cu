@@ -170,13 +170,16 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     send_kernel(const __grid_constant__ SendArgs args, const __grid_constant__ Cut cut) {
   __shared__ Progress progress;
   const Meta meta = meta_of(args.comm, args.routing);
-  if (pools_must_grow(args, meta)) return;
   Run run = enter(args.comm, kSend);
-  progress.clear();
-  if (run.ok) {
-    tell_started(run, kDispatchPool);
-    run.ok = rows_fit(run, args, meta) && open_destinations(run, kDispatchPool, args.header);
+  if (!run.ok) return;
+  if (pools_must_grow(args, meta)) {
+    if (args.optimistic == 0 && blockIdx.x == 0 && threadIdx.x == 0)
+      fail(args.comm, kTooSmall, kSend, args.comm.rank, 0, args.comm.pool_bytes[kDispatchPool], *meta.max_slots);
+    return;
   }
+  progress.clear();
+  tell_started(run, kDispatchPool);
+  run.ok = rows_fit(run, args, meta) && open_destinations(run, kDispatchPool, args.header);
   if (run.ok) {
     if (args.routing.num_tokens == 0 && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
     if (warp_id() == cut.warps) {

@@ -76,40 +76,56 @@ __device__ inline void signal_chunk(const Run& run, Pool pool, int owner, int ch
   ptx::st_release_sys(&word->flag, run.epoch);
 }
 
-// One warp: waits until the `warps` others have written whatever they took of the rows before `end`. They end by
-// themselves, in a fault too.
-__device__ inline bool wait_written(const Run& run, const Progress& progress, int warps, int chunk, int32_t end) {
+// One warp: waits until the `warps` others have written whatever they took of the rows before `end`; then up to which
+// row they have. They end by themselves, in a fault too: -1.
+__device__ inline int32_t wait_written(const Run& run, const Progress& progress, int warps, int chunk, int32_t end) {
   Patience patience;
   for (;;) {
     const int32_t first = lane_id() < warps ? ptx::ld_acquire_cta(progress.first + lane_id()) : kNoMore;
     const int32_t least = __reduce_min_sync(kAllLanes, first);
-    if (least >= end) return true;
+    __syncwarp();  // what any lane has acquired, lane 0 may pass on
+    if (least >= end) return least;
     int go_on = 1;
     if (lane_id() == 0) go_on = patience.keep_waiting(run, run.comm.rank, chunk, end, least);
-    if (!__shfl_sync(kAllLanes, go_on, 0)) return false;
+    if (!__shfl_sync(kAllLanes, go_on, 0)) return -1;
   }
 }
 
-// One warp of each CTA. Chunks has
+// One warp: counts this CTA in for `chunks` chunks from `first` on, a lane each. A bit for each of which it is the
+// last.
+__device__ inline unsigned count_in(const Run& run, Pool pool, int first, int chunks) {
+  if (lane_id() == 0) ptx::fence_acq_rel_sys();
+  __syncwarp();
+  bool last = false;
+  if (lane_id() < chunks) {
+    uint32_t* done = &state_of(run.comm).chunk_done[pool][first + lane_id()];
+    last = ptx::atom_add_acq_rel_gpu(done, 1u) + 1 == gridDim.x;
+    if (last) *done = 0;
+  }
+  const unsigned lasts = __ballot_sync(kAllLanes, last);
+  __syncwarp();  // what the lanes have acquired from other CTAs, any lane may pass on
+  return lasts;
+}
+
+// One warp of each CTA. All chunks that are ready at a time share one fence; the first goes alone, for the test gate.
+// Chunks has
 //   int count() const                       chunks of the kernel
 //   int32_t end(int chunk) const            the number after the chunk's last row
-//   void signal(int peer, int chunk) const  tells a peer; called by a lane for each peer
+//   void signal(int peer, int chunk) const  tells a peer; called by a lane for each peer and chunk
 template <class Chunks>
 __device__ void signal_chunks(const Run& run, Pool pool, const Progress& progress, int warps, const Chunks& chunks) {
-  for (int chunk = 0; chunk < chunks.count(); ++chunk) {
-    if (!wait_written(run, progress, warps, chunk, chunks.end(chunk))) return;
-    int last = 0;
-    if (lane_id() == 0) {
-      uint32_t* done = &state_of(run.comm).chunk_done[pool][chunk];
-      ptx::fence_acq_rel_sys();
-      last = ptx::atom_add_acq_rel_gpu(done, 1u) + 1 == gridDim.x;
-      if (last) *done = 0;
-    }
-    if (!__shfl_sync(kAllLanes, last, 0)) continue;
+  const int count = chunks.count(), R = run.comm.num_ranks;
+  for (int first = 0, ready; first < count; first = ready) {
+    const int32_t least = wait_written(run, progress, warps, first, chunks.end(first));
+    if (least < 0) return;
+    for (ready = first + 1; first > 0 && ready < count && chunks.end(ready) <= least;) ++ready;
+    const unsigned last = count_in(run, pool, first, ready - first);
+    if (last == 0) continue;
     if (__any_sync(kAllLanes, faulted(run.comm))) return;
-    if (lane_id() < run.comm.num_ranks) chunks.signal(lane_id(), chunk);
+    for (int i = lane_id(); i < (ready - first) * R; i += kWarp)
+      if (last >> i / R & 1u) chunks.signal(i % R, first + i / R);
     __syncwarp();
-    if (chunk == 0 && lane_id() == 0) hold_at_gate(run);
+    if (first == 0 && lane_id() == 0) hold_at_gate(run);
     __syncwarp();
   }
 }

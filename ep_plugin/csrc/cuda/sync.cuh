@@ -38,6 +38,7 @@ struct Team {
 __device__ __forceinline__ Team team_of_warps(int warps) {
   return Team{static_cast<int64_t>(warp_id()) * gridDim.x + blockIdx.x, static_cast<int64_t>(warps) * gridDim.x};
 }
+__device__ __forceinline__ Team team_of_warps() { return team_of_warps(static_cast<int>(blockDim.x / kWarp)); }
 // The first number at or after `begin` that is this member's: numbers go round the team.
 __device__ __forceinline__ int64_t first_of(const Team& team, int64_t begin) {
   const int64_t ahead = team.index - begin % team.size;

@@ -8,21 +8,24 @@ namespace ep {
 namespace cuda {
 
 namespace {
-__global__ void wait_started_kernel(const __grid_constant__ Comm comm, Step step, Pool pool) {
-  const Run run = enter(comm, step);
-  if (run.ok) wait_at_least(run, &state_of(comm).started[pool], run.epoch, comm.rank);
+__global__ void admit_kernel(const __grid_constant__ AdmitArgs args, Pool pool) {
+  const Run run = enter(args.comm, static_cast<Step>(args.step));
+  if (run.ok) wait_at_least(run, &state_of(args.comm).started[pool], run.epoch, args.comm.rank);
 }
 }  // namespace
 
-void wait_started(const Comm& comm, Step step, Address stream) {
-  launch<wait_started_kernel>("wait_started", 1, 1, 0, stream, comm, step,
-                              step == kExpand ? kDispatchPool : kCombinePool);
+void admit(const AdmitArgs& args) {
+  require_comm(args.comm);
+  require(args.step == kExpand || args.step == kAdd, "step", "expand or add", args.step);
+  const Pool pool = args.step == kExpand ? kDispatchPool : kCombinePool;
+  launch<admit_kernel>("admit", 1, 1, 0, args.stream, args, pool);
 }
 
 }  // namespace cuda
 
 const KernelTable& cuda_kernels() {
-  static const KernelTable table{cuda::plan, cuda::notify, cuda::send, cuda::expand, cuda::push, cuda::add};
+  static const KernelTable table{cuda::plan,   cuda::notify, cuda::send, cuda::admit,
+                                 cuda::expand, cuda::push,   cuda::add};
   return table;
 }
 
