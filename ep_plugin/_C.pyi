@@ -9,6 +9,7 @@ max_ranks: int
 max_topk: int
 row_align: int
 num_totals: int
+scale_block: int
 state_bytes: int
 header_fields: tuple[str, ...]
 """Names of Header's words, by the index that a fault gives."""
@@ -61,6 +62,8 @@ def meta_words(ranks: int, experts: int) -> int: ...
 def block_count_words(num_tokens: int, ranks: int, experts: int) -> int: ...
 def slot_bytes(row_bytes: int, scale_bytes: int, weight_bytes: int, topk: int) -> int: ...
 def partial_bytes(row_bytes: int, weight_bytes: int, topk: int) -> int: ...
+def e4m3(magnitude: float, scale: float) -> int:
+    """The seven bits that stand for magnitude / scale, by the arithmetic of GPUs; for tests."""
 
 class Comm:
     rank: int
@@ -183,6 +186,8 @@ class SendArgs:
     weights: int
     num_sms: int
     optimistic: int
+    quantize: int
+    element: int
     stream: int
     def __init__(
         self,
@@ -197,6 +202,8 @@ class SendArgs:
         weights: int = ...,
         num_sms: int = ...,
         optimistic: int = ...,
+        quantize: int = ...,
+        element: int = ...,
         stream: int = ...,
     ) -> None: ...
 

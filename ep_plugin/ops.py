@@ -14,13 +14,13 @@ from ep_plugin import _C
 from ep_plugin.config import DispatchLayout
 from ep_plugin.moe import autograd
 from ep_plugin.moe.communicator import communicator
-from ep_plugin.moe.high_throughput import DispatchCall, RoutingTensors
+from ep_plugin.moe.high_throughput import DispatchCall, RoutingTensors, empty_payload
 from ep_plugin.moe.validate import bulk_ready, check_devices
 
 _library = torch.library.Library("ep_plugin", "DEF")
 _library.define(
     "dispatch(Tensor x, Tensor topk_ids, Tensor? topk_weights, Tensor? scales, Tensor[] previous, int comm, "
-    "SymInt? capacity, bool pending) -> (Tensor tokens, Tensor scales, Tensor weights, Tensor topk_ids, "
+    "SymInt? capacity, str? quantize, bool pending) -> (Tensor tokens, Tensor scales, Tensor weights, Tensor topk_ids, "
     "Tensor row_expert_ids, Tensor expert_count, Tensor expert_offset, Tensor overflow, Tensor h_topk_ids, "
     "Tensor h_send_pos, Tensor h_pair_pos, Tensor h_meta, Tensor h_recv_rows, Tensor h_totals)"
 )
@@ -38,10 +38,11 @@ def _dispatch(
     previous: Sequence[torch.Tensor],
     comm: int,
     capacity: int | None,
+    quantize: str | None,
     pending: bool,
 ) -> tuple[torch.Tensor, ...]:
     cached = RoutingTensors(*previous) if previous else None
-    call = DispatchCall(bulk_ready(x), topk_ids, topk_weights, scales, cached, capacity)
+    call = DispatchCall(bulk_ready(x), topk_ids, topk_weights, scales, cached, capacity, quantize)
     result, routing = communicator(comm).run_dispatch(call, pending)
     if cached is not None:  # an operator returns none of its inputs, and no tensor twice
         return *result, *(topk_ids.new_empty(0) for _ in cached)
@@ -69,6 +70,7 @@ def _fake_dispatch(
     previous: Sequence[torch.Tensor],
     comm: int,
     capacity: int | None,
+    quantize: str | None,
     pending: bool,
 ) -> tuple[torch.Tensor, ...]:
     engine = communicator(comm).engine
@@ -95,8 +97,7 @@ def _fake_dispatch(
     weights_shape = (rows,) if flat else (rows, K)
     local = engine.local_experts
     result = (
-        x.new_empty((rows, x.shape[1])),
-        x.new_empty(0) if scales is None else scales.new_empty((rows, scales.shape[1])),
+        *empty_payload(x, scales, quantize, rows),
         x.new_empty(0) if topk_weights is None else topk_weights.new_empty(weights_shape),
         ints(0) if flat else ints(rows, K),
         ints(rows) if flat else ints(0),

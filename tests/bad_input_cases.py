@@ -109,6 +109,14 @@ DISPATCH: dict[str, tuple[Wrong, str]] = {
         lambda g: {"scales": _zeros(6, 4)[:, ::2]},
         r"scales: expected a contiguous .*strides \(4, 2\)",
     ),
+    "an unknown way to quantise": (
+        lambda g: {"quantize": "e5m2"},
+        "quantize: expected None or 'e4m3', got 'e5m2'",
+    ),
+    "quantised rows of 8 bytes": (
+        lambda g: {"quantize": "e4m3"},
+        r"x: expected .* multiple of 16 bytes, got 8 \(8 elements of torch.float8_e4m3fn\)",
+    ),
     "negative capacity": (lambda g: {"capacity": -1}, "capacity: expected at least 0 rows, got -1"),
 }
 # The same for combine, in place of y: N rows were received, of 8 float32 each. Rows that lie apart by a multiple of 16

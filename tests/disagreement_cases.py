@@ -95,6 +95,10 @@ CALLS: dict[str, tuple[str, Call]] = {
         "scale bytes is",
         lambda c, r, odd: _dispatch(c, r, scales=torch.ones(9, 3 + odd, device=here())),
     ),
+    "dispatch: quantised rows": (
+        "row bytes is",
+        lambda c, r, odd: _dispatch(c, r, hidden=16, quantize="e4m3" if odd else None),
+    ),
     "cached dispatch: dtype": ("dtype is", lambda c, r, odd: _cached(c, r, odd, dtype=torch.int32)),
     "cached dispatch: wider rows": ("dispatch pool needs", lambda c, r, odd: _cached(c, r, odd, hidden=128)),
     "combine: dtype": ("dtype is", lambda c, r, odd: _combine(c, r, torch.float16 if odd else torch.bfloat16)),

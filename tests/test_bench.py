@@ -12,10 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from ep_plugin.bench import suite_moe
-from ep_plugin.bench.cases import Peers
+from ep_plugin.bench.cases import Peers, cases_of
 from ep_plugin.bench.cli import main
 from ep_plugin.bench.peers import AllToAll, Received, Routing, TokenMajorAllToAll
 from ep_plugin.bench.provenance import hash_sources
+from ep_plugin.bench.specs import Sms, select
 from ep_plugin.bench.suite_moe import MoeSuite
 from ep_plugin.bench.timing import summarise
 from ep_plugin.bench.workload import Batch, Workload, rows_on_the_wire
@@ -167,6 +168,20 @@ def test_report_refuses_other_files(tmp_path: Path, content: str) -> None:
     run = CliRunner().invoke(main, ["report", str(path)])
     assert run.exit_code == 2
     assert "other.json" in run.output and "expected" in run.output
+
+
+def _quantised(rank: int) -> list[tuple[str, int]]:
+    wanted = dataclasses.replace(suite(), dtypes=("bfloat16", "float8"))
+    specs = select(wanted.specs(), ("dispatch_flat_bf16_to_fp8",))
+    device = torch.device("cpu")
+    found = suite_moe.time_cases(device, cases_of(specs, device, Peers(), Sms()), len(specs), 1, None)
+    assert found["wrong"] == []
+    return [(row["impl"], row["bytes_wire"] % (128 + 4)) for row in found["rows"]]
+
+
+def test_rows_that_leave_as_fp8() -> None:
+    for found in values(run_ranks(RANKS, _quantised)):
+        assert found == [("ep_plugin", 0), (GLOO, 0), (GLOO_KEPT, 0)]
 
 
 @pytest.mark.parametrize(

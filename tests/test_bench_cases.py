@@ -37,6 +37,7 @@ ON_GPUS = [
     "dispatch_cached_fp8",
     "dispatch_flat_fp8_12sm",
     "dispatch_token_major_fp8",
+    "dispatch_flat_bf16_to_fp8",
     "dispatch_flat_bf16_skew2",
     "roundtrip_t512",
     "roundtrip_t512_graph",

@@ -77,7 +77,7 @@ def _library_checks(rank: int, size: int) -> None:
         case = Case(tokens=(6,), num_experts=4, hidden=8, dtype=torch.float64)
         inputs = make_inputs(case)
         x, ids, weights = inputs.x[0], inputs.ids[0], inputs.weights[0]
-        with communicator(case, layout, max_tokens_per_rank=8) as comm:
+        with communicator(case, layout, max_tokens_per_rank=8, hidden_size=144) as comm:
             number = comm.number
             out, handle = comm.dispatch(x, ids, weights)
             routing = list(RoutingTensors(*handle[:-1]))
@@ -85,13 +85,17 @@ def _library_checks(rank: int, size: int) -> None:
             scales = torch.rand(6, 2)
             y, row_weights = out.tokens.clone().requires_grad_(), out.weights.clone().requires_grad_()
             calls = {
-                "dispatch": (torch.ops.ep_plugin.dispatch, (x, ids, weights, scales, [], number, None, False)),
-                "rows alone": (torch.ops.ep_plugin.dispatch, (x, ids.int(), None, None, [], number, None, False)),
-                "capacity": (torch.ops.ep_plugin.dispatch, (x, ids, weights, None, [], number, 20, False)),
-                "cached": (torch.ops.ep_plugin.dispatch, (x, ids, weights, None, routing, number, None, False)),
+                "dispatch": (torch.ops.ep_plugin.dispatch, (x, ids, weights, scales, [], number, None, None, False)),
+                "rows alone": (torch.ops.ep_plugin.dispatch, (x, ids.int(), None, None, [], number, None, None, False)),
+                "capacity": (torch.ops.ep_plugin.dispatch, (x, ids, weights, None, [], number, 20, None, False)),
+                "cached": (torch.ops.ep_plugin.dispatch, (x, ids, weights, None, routing, number, None, None, False)),
                 "dispatch, gradients": (
                     torch.ops.ep_plugin.dispatch,
-                    (live, ids, live_weights, None, routing, number, None, False),
+                    (live, ids, live_weights, None, routing, number, None, None, False),
+                ),
+                "quantised": (
+                    torch.ops.ep_plugin.dispatch,
+                    (torch.rand(6, 144), ids, weights, None, [], number, None, "e4m3", False),
                 ),
                 "combine": (torch.ops.ep_plugin.combine, (out.tokens, None, None, None, routing, number, False)),
                 "combine, all of it": (

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ep_plugin.bench.oracle import Oracle, wrong_combine
 from ep_plugin.bench.ours import EpPlugin, Recorded
-from ep_plugin.bench.peers import AllToAll, AllToAllKept, Dispatcher, Routing, TokenMajorAllToAll
+from ep_plugin.bench.peers import AllToAll, AllToAllKept, Dispatcher, QuantizedFirst, Routing, TokenMajorAllToAll
 from ep_plugin.bench.specs import CACHED, COMBINE, DISPATCH, FLAT, ROUNDTRIP, Sms, Spec
 from ep_plugin.bench.workload import DTYPES, Batch, Workload, batches, rows_on_the_wire, rows_received
 
@@ -58,10 +58,18 @@ class Case:
 class Scene:
     """What the cases of one workload, type and layout share: inputs, the oracle, communicators, routings."""
 
-    def __init__(self, workload: Workload, dtype: str, layout: Any, device: torch.device, peers: Peers) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        dtype: str,
+        layout: Any,
+        device: torch.device,
+        peers: Peers,
+        quantize: bool = False,
+    ) -> None:
         self.workload, self.layout, self.device, self._peers = workload, layout, device, peers
         self.library = "nccl" if device.type == "cuda" else "gloo"
-        everyone = batches(workload, DTYPES[dtype], device)
+        everyone = [replace(batch, quantize=quantize) for batch in batches(workload, DTYPES[dtype], device)]
         self.mine = everyone[dist.get_rank()]
         self.oracle = Oracle(workload, everyone, layout, dist.get_rank())
         ids = [batch.ids for batch in everyone]
@@ -78,7 +86,7 @@ class Scene:
         found: dict[str, Any] = {f"{self.library}_all_to_all": make(self.workload, self.device)}
         if self.layout is FLAT and self.library == "gloo":
             found["gloo_all_to_all_kept"] = self.kept
-        return found
+        return {name: QuantizedFirst(peer) for name, peer in found.items()} if self.mine.quantize else found
 
     @functools.cached_property
     def kept(self) -> AllToAllKept:
@@ -122,12 +130,12 @@ def cases_of(specs: list[Spec], device: torch.device, peers: Peers, override: Sm
     scene, key = None, None
     try:
         for spec in specs:
-            if key != (spec.workload, spec.dtype, spec.layout):
+            if key != (spec.workload, spec.dtype, spec.layout, spec.quantize):
                 if scene is not None:
                     scene.close()
                 scene = None  # its memory goes before the next one's comes
-                key = (spec.workload, spec.dtype, spec.layout)
-                scene = Scene(spec.workload, spec.dtype, spec.layout, device, peers)
+                key = (spec.workload, spec.dtype, spec.layout, spec.quantize)
+                scene = Scene(spec.workload, spec.dtype, spec.layout, device, peers, spec.quantize)
             assert scene is not None
             yield _case(scene, replace(spec, sms=override.over(spec.sms)))
     finally:
@@ -141,7 +149,8 @@ def _case(scene: Scene, spec: Spec) -> Case:
         impls |= scene.peers
     crossings = 2 if spec.what == ROUNDTRIP else 1
     ways = [_way(scene, spec, name, impl, crossings) for name, impl in impls.items()]
-    if spec.peers and spec.what == DISPATCH and scene.layout is FLAT and spec.workload.skew == 1:
+    plain = spec.workload.skew == 1 and not spec.quantize
+    if spec.peers and spec.what == DISPATCH and scene.layout is FLAT and plain:
         ways.append(_bare_exchange(scene))
     floor = crossings * scene.rows_wire[True] * scene.mine.row_bytes
     return Case(name=spec.name, ways=ways, floor_bytes=floor)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ep_plugin.bench.peers import Received
 from ep_plugin.bench.workload import Batch, Workload, expert_rows
 from ep_plugin.config import DispatchLayout
-from ep_plugin.moe.reference import reference_combine, reference_dispatch
+from ep_plugin.moe.reference import reference_combine, reference_dispatch, reference_quantize
 
 # Largest error allowed in combine, relative to the largest value: some roundings of the rows' type.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -21,6 +23,7 @@ class Oracle:
         self._device = everyone[rank].x.device
         with self._device:  # the oracles make their own tensors on the default device
             ids, weights = [batch.ids for batch in everyone], [batch.weights for batch in everyone]
+            everyone = [_as_it_arrives(batch) for batch in everyone]
             rows = [batch.x.view(torch.int64) for batch in everyone]  # opaque, as any type
             self._all = reference_dispatch(rows, ids, weights, num_experts=workload.experts, layout=layout)
             self._scales: torch.Tensor | None = None
@@ -68,6 +71,13 @@ class Oracle:
             tokens = [batch.x.shape[0] for batch in self._everyone]
             weights = [out.weights for out in self._all]
             return reference_combine(y, self._all, tokens, weights)[self._rank]
+
+
+def _as_it_arrives(batch: Batch) -> Batch:
+    if not batch.quantize:
+        return batch
+    rows, scales = reference_quantize(batch.x)
+    return replace(batch, x=rows, scales=scales)
 
 
 def wrong_combine(expected: torch.Tensor, got: torch.Tensor) -> str | None:

@@ -60,7 +60,13 @@ class EpPlugin:
     def dispatch(self, batch: Batch, previous: object = None) -> Received:
         handle = None if previous is None else cast(_State, previous)[0]
         out, handle = self.comm.dispatch(
-            batch.x, batch.ids, batch.weights, batch.scales, previous_handle=handle, capacity=self._capacity
+            batch.x,
+            batch.ids,
+            batch.weights,
+            batch.scales,
+            previous_handle=handle,
+            capacity=self._capacity,
+            quantize="e4m3" if batch.quantize else None,
         )
         return Received(
             tokens=out.tokens,

@@ -58,7 +58,8 @@ def parse_sms(text: str) -> Sms:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One case. peers: others do it too. capacity: ep_plugin's host waits for nothing. graph: it is replayed."""
+    """One case. peers: others do it too. capacity: ep_plugin's host waits for nothing. quantize: rows leave as FP8
+    with scales, made on the way. graph: it is replayed."""
 
     name: str
     what: str
@@ -68,6 +69,7 @@ class Spec:
     sms: Sms = DEFAULT_SMS
     peers: bool = True
     capacity: bool = False
+    quantize: bool = False
     graph: bool = False
 
 
@@ -80,6 +82,8 @@ def specs_of(
         for layout in layouts:
             found += _plain(workload, dtype, layout)
             found += _bounded(workload, dtype, layout) if on_gpus else []
+    if FLAT in layouts and {"bfloat16", "float8"} <= set(dtypes):
+        found.append(_quantised(workload))
     summable = [dtype for dtype in dtypes if _summable(dtype)]
     if FLAT in layouts and summable:
         found += _skewed(workload, summable[0])
@@ -135,6 +139,11 @@ def _bounded(workload: Workload, dtype: str, layout: DispatchLayout) -> list[Spe
         if place is layout
         for word in listed.split()
     ]
+
+
+def _quantised(workload: Workload) -> Spec:
+    name = f"dispatch_flat_{SHORT_NAMES['bfloat16']}_to_{SHORT_NAMES['float8']}"
+    return Spec(name=name, what=DISPATCH, dtype="bfloat16", layout=FLAT, workload=workload, quantize=True)
 
 
 def _skewed(workload: Workload, dtype: str) -> list[Spec]:

@@ -43,7 +43,7 @@ def why_not(workload: Workload) -> str | None:
 def add_rows(rows: list[Row], specs: list[Spec], iterations: int) -> tuple[list[Row], list[str]]:
     """`rows` with this peer's beside those of the cases that it can do, and a sentence for what was left out."""
     wanted = [spec for spec in specs if spec.what == DISPATCH and spec.layout is FLAT and spec.peers]
-    wanted = [spec for spec in wanted if spec.dtype != "float8" and spec.workload.skew == 1]
+    wanted = [spec for spec in wanted if spec.dtype != "float8" and not spec.quantize and spec.workload.skew == 1]
     notes = []
     for spec in wanted:
         reason = why_not(spec.workload)

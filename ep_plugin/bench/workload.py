@@ -60,15 +60,22 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One rank's tokens. x: `[T, H]`, ids: int64 `[T, K]`, weights: float32 `[T, K]`, scales: `[T, S]` with FP8."""
+    """One rank's tokens. x: `[T, H]`, ids: int64 `[T, K]`, weights: float32 `[T, K]`, scales: `[T, S]` with FP8.
+
+    quantize: x is to arrive as FP8 with scales.
+    """
 
     x: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
     scales: torch.Tensor | None
+    quantize: bool = False
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a row and its scales, as they travel."""
+        if self.quantize:
+            return self.x.shape[1] + -(-self.x.shape[1] // SCALE_BLOCK) * torch.float32.itemsize
         scales = 0 if self.scales is None else self.scales.shape[1] * self.scales.element_size()
         return self.x.shape[1] * self.x.element_size() + scales
 

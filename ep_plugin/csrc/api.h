@@ -71,13 +71,15 @@ struct SendArgs {
   Comm comm;
   Routing routing;
   Header header;
-  Address x;  // [T, row_bytes], rows x_stride bytes apart
+  Address x;  // [T, row_bytes], rows x_stride bytes apart; quantised: [T, row_bytes] elements, which travel as e4m3
   int64_t x_stride;
   Address scales;  // [T, scale_bytes] or 0
   int64_t scale_stride;
   Address weights;     // [T,K] contiguous, weight_bytes each, or 0
   int32_t num_sms;     // CUDA
   int32_t optimistic;  // 1: the host does not know yet whether the pools are large enough
+  int32_t quantize;    // 1: see fp8.h; the scales, as the header counts them, are made here, and `scales` is 0
+  int32_t element;     // of x where it is quantised: kFloat32, kBFloat16 or kFloat16
   Address stream;
 };
 

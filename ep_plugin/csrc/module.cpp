@@ -10,6 +10,7 @@
 
 #include "api.h"
 #include "board.h"
+#include "fp8.h"
 #include "views.h"
 #if defined(EP_WITH_CUDA)
 #include "cuda/host.h"
@@ -43,6 +44,7 @@ void bind_constants(py::module_& m) {
   m.attr("max_topk") = kMaxTopk;
   m.attr("row_align") = kRowAlign;
   m.attr("num_totals") = kTotals;
+  m.attr("scale_block") = kScaleBlock;
   m.attr("state_bytes") = sizeof(State);
   bind_enum(m, "Op", {{"DISPATCH", kOpDispatch}, {"CACHED_DISPATCH", kOpCachedDispatch}, {"COMBINE", kOpCombine}});
   bind_enum(m, "Layout", {{"FLAT", kFlat}, {"TOKEN_MAJOR", kTokenMajor}});
@@ -153,6 +155,8 @@ void bind_dispatch_args(py::module_& m) {
       .def_readwrite("weights", &SendArgs::weights)
       .def_readwrite("num_sms", &SendArgs::num_sms)
       .def_readwrite("optimistic", &SendArgs::optimistic)
+      .def_readwrite("quantize", &SendArgs::quantize)
+      .def_readwrite("element", &SendArgs::element)
       .def_readwrite("stream", &SendArgs::stream);
   bind_struct<AdmitArgs>(m, "AdmitArgs")
       .def_readwrite("comm", &AdmitArgs::comm)
@@ -340,6 +344,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("partial_bytes", [](int64_t row_bytes, int64_t weight_bytes, int64_t topk) {
     return partial_layout(row_bytes, weight_bytes, topk).bytes;
   });
+  m.def("e4m3", [](float magnitude, float scale) { return e4m3_magnitude(Divisor(scale).divide(magnitude)); });
   bind_structs(m);
   bind_dispatch_args(m);
   bind_combine_args(m);

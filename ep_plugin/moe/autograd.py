@@ -16,7 +16,7 @@ _RESULTS = 8  # of dispatch, before its routing
 
 
 def save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, weights, _, previous, comm, _, _ = inputs
+    x, _, weights, _, previous, comm, *_ = inputs
     routing = tuple(previous) if previous else tuple(output[_RESULTS:])
     ctx.save_for_backward(*routing)
     ctx.comm = comm
@@ -49,7 +49,7 @@ def dispatch_backward(ctx: Any, grad_tokens: torch.Tensor | None, *grads: torch.
         rows, weights = torch.ops.ep_plugin.combine(y, None, None, extra, routing, ctx.comm, False)
         grad_x = rows if ctx.x_needs_grad else None
         grad_topk_weights = weights if ctx.weights_need_grad else None
-    return grad_x, None, grad_topk_weights, None, [None] * ctx.num_previous, None, None, None
+    return grad_x, None, grad_topk_weights, None, [None] * ctx.num_previous, None, None, None, None
 
 
 def _rows_to_send_back(ctx: Any, grad_tokens: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ def combine_backward(ctx: Any, grad_out: torch.Tensor, grad_extra: torch.Tensor 
     if ctx.rows_need_grad:
         beside = grad_extra.contiguous() if ctx.has_extra and grad_extra is not None else None
         dispatched = torch.ops.ep_plugin.dispatch(
-            grad_out.contiguous(), routing[0], beside, None, routing, ctx.comm, ctx.num_rows, False
+            grad_out.contiguous(), routing[0], beside, None, routing, ctx.comm, ctx.num_rows, None, False
         )
         rows, local_ids = dispatched[0], dispatched[3]
         grad_rode_back = None if beside is None else dispatched[2]

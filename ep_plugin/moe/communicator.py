@@ -22,7 +22,7 @@ from ep_plugin.memory.exchange import checked_group, is_alive
 from ep_plugin.moe import high_throughput as ht
 from ep_plugin.moe.engine import Engine
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
-from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch
+from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch, check_quantize
 from ep_plugin.moe.work import CombineWork, DispatchWork
 
 _numbers = itertools.count(1)
@@ -113,18 +113,23 @@ class MoECommunicator:
         scales: torch.Tensor | None = None,
         previous_handle: DispatchHandle | None = None,
         capacity: int | None = None,
+        quantize: str | None = None,
     ) -> tuple[DispatchOutput, DispatchHandle]:
         """Brings every token to the ranks that hold its experts.
 
         x: ``[T, H]``, rows of a multiple of 16 bytes. topk_ids: int32 or int64 ``[T, K]``, global expert ids, -1:
         dropped. topk_weights: ``[T, K]`` of any float dtype. scales: ``[T, S]``, travels with the rows unchanged.
         previous_handle: reuse the routing of an earlier dispatch with the same topk_ids. capacity: rows of the output;
-        the host then waits for nothing, and ``overflow`` tells on the device when rows were dropped.
+        the host then waits for nothing, and ``overflow`` tells on the device when rows were dropped. quantize: "e4m3"
+        sends BF16, FP16 or FP32 rows (H a multiple of 16) as float8_e4m3fn with a float32 scale for each 128 elements,
+        both made as the rows leave: ``scales`` comes back as ``[N, ceil(H / 128)]``, a row is about tokens * scales.
+        reference.reference_quantize is what it computes.
 
         Returns the rows and the handle that `combine` needs. Differentiable in `x` and `topk_weights`; backward is
-        collective, so every rank must run it.
+        collective, so every rank must run it. With `quantize` no gradient leads to `x`: one that requires some is
+        refused.
         """
-        return self._dispatch(x, topk_ids, topk_weights, scales, previous_handle, capacity)
+        return self._dispatch(x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
 
     def combine(
         self,
@@ -150,21 +155,23 @@ class MoECommunicator:
         scales: torch.Tensor | None = None,
         previous_handle: DispatchHandle | None = None,
         capacity: int | None = None,
+        quantize: str | None = None,
     ) -> DispatchWork:
         """Starts a dispatch; `.wait()` returns its result. The next operation completes one that nobody waited for.
 
         The arguments must not be written to before `.wait()`.
         """
+        check_quantize(x, quantize)
         routing = self._routing_of(previous_handle)
         weights = as_weights("topk_weights", None if topk_weights is None else topk_weights.detach(), x)
-        call = ht.DispatchCall(bulk_ready(x.detach()), topk_ids, weights, scales, routing, capacity)
+        call = ht.DispatchCall(bulk_ready(x.detach()), topk_ids, weights, scales, routing, capacity, quantize)
         with self.engine.lock:
             self._complete()
             check_dispatch(self.engine, call)
             with self.engine.operation("dispatch"):
                 begun = self._under_way = ht.start_dispatch(self.engine, call)
                 self.engine.lanes.record(x, topk_ids, weights, scales, call.x, begun.block_counts, *begun.routing)
-        arguments = (x, topk_ids, topk_weights, scales, previous_handle, capacity)
+        arguments = (x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
         return DispatchWork(begun, lambda: self._dispatch(*arguments, begun=begun))
 
     def combine_async(
@@ -256,11 +263,13 @@ class MoECommunicator:
         scales: torch.Tensor | None,
         previous_handle: DispatchHandle | None,
         capacity: int | None,
+        quantize: str | None,
         begun: ht.PendingDispatch | None = None,
     ) -> tuple[DispatchOutput, DispatchHandle]:
+        check_quantize(x, quantize)
         previous = self._routing_of(previous_handle)
         weights = as_weights("topk_weights", topk_weights, x)
-        arguments = (x, topk_ids, weights, scales, list(previous or ()), self.number, capacity)
+        arguments = (x, topk_ids, weights, scales, list(previous or ()), self.number, capacity, quantize)
         if begun is None:
             tensors = torch.ops.ep_plugin.dispatch(*arguments, False)
         else:
@@ -273,7 +282,7 @@ class MoECommunicator:
         totals = routing.totals
         out = DispatchOutput(
             tokens=tokens,
-            scales=None if scales is None else out_scales,
+            scales=None if scales is None and quantize is None else out_scales,
             weights=None if topk_weights is None else out_weights,
             topk_ids=None if flat else out_ids,
             row_expert_ids=row_ids if flat else None,

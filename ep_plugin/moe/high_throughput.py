@@ -17,7 +17,7 @@ import torch
 from ep_plugin import _C
 from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.engine import COMBINE_POOL, DISPATCH_POOL, Engine
-from ep_plugin.moe.validate import DTYPES, ELEMENTS
+from ep_plugin.moe.validate import DTYPES, ELEMENTS, QUANTIZED, num_scales
 
 
 class RoutingTensors(NamedTuple):
@@ -53,6 +53,7 @@ class DispatchCall(NamedTuple):
     scales: torch.Tensor | None
     previous: RoutingTensors | None
     capacity: int | None
+    quantize: str | None
 
 
 @dataclass
@@ -152,13 +153,17 @@ def _admit(engine: Engine, step: Any) -> None:
 
 def _dispatch_header(engine: Engine, call: DispatchCall) -> Any:
     x, scales, weights = call.x, call.scales, call.weights
+    dtype = x.dtype
+    scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
+    if call.quantize is not None:
+        dtype, scale_bytes = QUANTIZED[call.quantize], int(num_scales(x.shape[1])) * torch.float32.itemsize
     return _C.Header(
         op=_C.Op.DISPATCH if call.previous is None else _C.Op.CACHED_DISPATCH,
-        row_bytes=x.shape[1] * x.element_size(),
-        scale_bytes=0 if scales is None else scales.shape[1] * scales.element_size(),
+        row_bytes=x.shape[1] * dtype.itemsize,
+        scale_bytes=scale_bytes,
         weight_bytes=0 if weights is None else weights.element_size(),
         topk=call.topk_ids.shape[1],
-        dtype=DTYPES.index(x.dtype),
+        dtype=DTYPES.index(dtype),
         layout=_C.Layout[engine.config.resolved_layout.name],
         config_hash=engine.config_hash,
         num_tokens=x.shape[0],
@@ -241,6 +246,8 @@ def _send(engine: Engine, pending: PendingDispatch) -> None:
             weights=address(call.weights),
             num_sms=engine.sms["dispatch_sms"],
             optimistic=int(not pending.reserved),
+            quantize=int(call.quantize is not None),
+            element=ELEMENTS[call.x.dtype] if call.quantize is not None else 0,
             stream=engine.lanes.send,
         )
     )
@@ -285,9 +292,10 @@ def _empty_result(engine: Engine, call: DispatchCall, rows: int) -> DispatchResu
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
+    tokens, row_scales = empty_payload(x, scales, call.quantize, rows)
     return DispatchResult(
-        tokens=x.new_empty((rows, x.shape[1])),
-        scales=x.new_empty(0) if scales is None else scales.new_empty((rows, scales.shape[1])),
+        tokens=tokens,
+        scales=row_scales,
         weights=x.new_empty(0) if weights is None else weights.new_empty((rows,) if flat else (rows, K)),
         topk_ids=ints(0) if flat else ints(rows, K),
         row_expert_ids=ints(rows) if flat else ints(0),
@@ -295,6 +303,17 @@ def _empty_result(engine: Engine, call: DispatchCall, rows: int) -> DispatchResu
         expert_offset=ints(engine.local_experts + 1),
         overflow=ints(2) if call.capacity is not None else ints(0),
     )
+
+
+def empty_payload(
+    x: torch.Tensor, scales: torch.Tensor | None, quantize: str | None, rows: int | torch.SymInt
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `rows` rows of an output, and the scales beside them, are written to."""
+    shape = (rows, x.shape[1])
+    if quantize is not None:
+        row_scales = x.new_empty((rows, num_scales(x.shape[1])), dtype=torch.float32)
+        return x.new_empty(shape, dtype=QUANTIZED[quantize]), row_scales
+    return x.new_empty(shape), x.new_empty(0) if scales is None else scales.new_empty((rows, scales.shape[1]))
 
 
 def _launch_expand(engine: Engine, pending: PendingDispatch, result: DispatchResult) -> None:
@@ -305,7 +324,7 @@ def _launch_expand(engine: Engine, pending: PendingDispatch, result: DispatchRes
             routing=_routing_struct(engine, pending.routing, call.x.shape[0]),
             header=pending.header,
             tokens=address(result.tokens),
-            scales=0 if call.scales is None else address(result.scales),
+            scales=address(result.scales) if pending.header.scale_bytes else 0,
             weights=0 if call.weights is None else address(result.weights),
             topk_ids=address(result.topk_ids),
             row_expert_ids=address(result.row_expert_ids),

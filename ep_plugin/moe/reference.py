@@ -51,6 +51,24 @@ def reference_dispatch(
     ]
 
 
+def reference_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x: ``[T, H]``. Returns float8_e4m3fn ``[T, H]`` and float32 scales ``[T, ceil(H / 128)]``, bit for bit.
+
+    A block's scale is amax / 448 over its elements that are no NaN, or 1 where that is 0; an element is x / scale, both
+    divisions in float32, rounded to nearest even and saturated to 448. An infinity's block has an infinite scale: the
+    infinity is NaN there, and finite elements are 0. NaN is NaN. Every element keeps its sign.
+    """
+    T, H = x.shape
+    blocks = -(-H // 128)
+    padded = torch.nn.functional.pad(x.float(), (0, blocks * 128 - H)).view(T, blocks, 128)
+    amax = padded.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(dim=2)
+    scales = amax / torch.full_like(amax, 448)  # by a number, torch multiplies with its reciprocal on GPUs
+    scales = torch.where(scales == 0, 1.0, scales)
+    magnitudes = (padded.abs() / scales.unsqueeze(2)).clamp(max=448).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = (magnitudes & 0x7F) | (padded.signbit().to(torch.uint8) << 7)  # the sign of a computed NaN is anybody's
+    return codes.view(T, blocks * 128)[:, :H].contiguous().view(torch.float8_e4m3fn), scales
+
+
 def reference_combine(
     y: list[torch.Tensor],
     received: list[ReferenceOutput],

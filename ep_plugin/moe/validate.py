@@ -31,6 +31,14 @@ DTYPES = [
     torch.int32,
     torch.int64,
 ]
+# What `quantize` may name, and the rows that it can make of the types it takes.
+QUANTIZED = {"e4m3": torch.float8_e4m3fn}
+QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def num_scales(hidden: int | torch.SymInt) -> int | torch.SymInt:
+    """Scales of a quantised row."""
+    return (hidden + _C.scale_block - 1) // _C.scale_block
 
 
 def weight_dtype(rows: torch.dtype) -> torch.dtype:
@@ -57,6 +65,19 @@ def bulk_ready(rows: torch.Tensor) -> torch.Tensor:
     )
 
 
+def check_quantize(x: torch.Tensor, quantize: str | None) -> None:
+    """That `quantize` is known, and that nobody expects gradients of what it rounds."""
+    if quantize is None:
+        return
+    if not isinstance(quantize, str) or quantize not in QUANTIZED:
+        raise ValueError(f"quantize: expected None or {', '.join(map(repr, QUANTIZED))}, got {quantize!r}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"x: expected a tensor without gradients, such as x.detach(), with quantize={quantize!r}, since "
+            f"{QUANTIZED[quantize]} rows carry none, got requires_grad=True"
+        )
+
+
 def check_devices(engine: Engine, **tensors: torch.Tensor | None) -> None:
     """All on the communicator's device."""
     for name, tensor in tensors.items():
@@ -67,14 +88,17 @@ def check_devices(engine: Engine, **tensors: torch.Tensor | None) -> None:
 def check_dispatch(engine: Engine, call: DispatchCall) -> None:
     """x [T,H] of a known dtype, topk_ids [T,K], weights [T,K], scales [T,S], all here and matching."""
     x, ids = call.x, call.topk_ids
-    _check_rows(engine, "x", x)
+    dtype = x.dtype if call.quantize is None else QUANTIZED[call.quantize]
+    _check_rows(engine, "x", x, dtype)
+    if call.quantize is not None:
+        _check_quantizable(call)
     tokens = x.shape[0]
     most = engine.config.max_tokens_per_rank
     if most is not None and tokens > most:
         raise ValueError(f"x: expected at most max_tokens_per_rank={most} tokens, got {tokens}")
     if x.shape[1] > engine.config.hidden_size and engine.config.max_row_bytes is None:
         raise ValueError(f"x: expected a hidden size of at most {engine.config.hidden_size}, got {x.shape[1]}")
-    row_bytes, limit = x.shape[1] * x.element_size(), engine.config.max_row_bytes
+    row_bytes, limit = x.shape[1] * dtype.itemsize, engine.config.max_row_bytes
     if limit is not None and row_bytes > limit:
         raise ValueError(f"x: expected rows of at most max_row_bytes={limit} bytes, got {row_bytes}")
     if tokens and x.stride(1) != 1:
@@ -114,7 +138,7 @@ def check_combine(
     routing: RoutingTensors,
 ) -> None:
     """y [N,H] of a summable dtype, weights and extra as dispatch returned them, bias [T,H]."""
-    _check_rows(engine, "y", y)
+    _check_rows(engine, "y", y, y.dtype)
     _check_routing(engine, "handle", routing)
     if y.dtype not in ELEMENTS or (y.dtype is torch.float64 and engine.device.type == "cuda"):
         known = ", ".join(str(dtype) for dtype in ELEMENTS if engine.device.type == "cpu" or dtype is not torch.float64)
@@ -157,17 +181,28 @@ def _check_routing(engine: Engine, name: str, routing: RoutingTensors) -> None:
             raise ValueError(f"{name}.{field}: expected torch.int32, got {tensor.dtype}")
 
 
-def _check_rows(engine: Engine, name: str, rows: torch.Tensor) -> None:
+def _check_quantizable(call: DispatchCall) -> None:
+    if call.x.dtype not in QUANTIZABLE:
+        known = ", ".join(map(str, QUANTIZABLE))
+        raise ValueError(f"x: expected one of {known} with quantize={call.quantize!r}, got {call.x.dtype}")
+    if call.scales is not None:
+        raise ValueError(
+            f"scales: expected None with quantize={call.quantize!r}, which makes them, got shape "
+            f"{tuple(call.scales.shape)}"
+        )
+
+
+def _check_rows(engine: Engine, name: str, rows: torch.Tensor, travels_as: torch.dtype) -> None:
     _check_device(engine, name, rows)
     if rows.dim() != 2:
         raise ValueError(f"{name}: expected 2 dimensions, got shape {tuple(rows.shape)}")
     if rows.dtype not in DTYPES:
         raise ValueError(f"{name}: expected one of {', '.join(map(str, DTYPES))}, got {rows.dtype}")
-    row_bytes = rows.shape[1] * rows.element_size()
+    row_bytes = rows.shape[1] * travels_as.itemsize
     if row_bytes == 0 or row_bytes % ROW_ALIGNMENT_BYTES:
         raise ValueError(
             f"{name}: expected rows of a positive multiple of {ROW_ALIGNMENT_BYTES} bytes, got {row_bytes} "
-            f"({rows.shape[1]} elements of {rows.dtype})"
+            f"({rows.shape[1]} elements of {travels_as})"
         )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import unittest.mock
 
 import pytest
 import torch
 
 from ep_plugin import MoECommunicator, MoECommunicatorConfig
-from ep_plugin.moe.reference import reference_combine, reference_dispatch
+from ep_plugin.moe.reference import reference_combine, reference_dispatch, reference_quantize
 from tests.gpu.checks import (
     CASES,
     FLAT,
@@ -82,6 +83,60 @@ def scales_travel(rank: int, size: int) -> None:
         assert out.weights is None and out.scales is not None
         assert torch.equal(out.tokens.view(torch.uint8).cpu(), rows[rank].tokens)
         assert torch.equal(out.scales.cpu(), beside[rank].tokens)
+
+
+QUANTIZED = {
+    "bf16": Case(hidden=7168, tokens=300, topk=8),
+    "bf16_token_major": Case(hidden=7168, tokens=300, topk=8, layout=TOKEN_MAJOR),
+    "fp16": Case(hidden=2048, dtype=torch.float16),
+    "fp32": Case(hidden=4112, dtype=torch.float32, alignment=8),
+    "short_last_block": Case(hidden=272),
+    "narrow": Case(hidden=16, tokens=90),
+    "longer_than_a_stage": Case(hidden=60_016, tokens=40, topk=2, ragged=9),
+    "empty_ranks": Case(hidden=512, tokens=20, ragged=11),
+}
+
+
+def _to_quantise(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """`x` with blocks of very different magnitudes, zeros of either sign, whole blocks of them, and odd values."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, hidden = x.shape
+    powers = torch.randint(-12, 12, (tokens, -(-hidden // 128)), generator=generator)
+    factors = 2.0 ** powers.float() * (torch.rand(powers.shape, generator=generator) > 0.1)
+    x = (x.float() * factors.repeat_interleave(128, dim=1)[:, :hidden]).to(x.dtype)
+    odd = [torch.nan, -torch.nan, torch.inf, -torch.inf, torch.finfo(x.dtype).max, torch.finfo(x.dtype).tiny, 1e-45]
+    for token, value in zip(range(0, tokens, 2), odd, strict=False):
+        x[token, int(torch.randint(hidden, (1,), generator=generator))] = value
+    x[1:2] *= torch.finfo(x.dtype).tiny
+    return x
+
+
+def quantised(rank: int, size: int) -> None:
+    """Rows and scales made by the send are the oracle's bit for bit, by all kernels, and over a known routing."""
+    for plain, (seed, (name, case)) in itertools.product(("0", "1"), enumerate(QUANTIZED.items())):
+        given = make_inputs(case, size, seed)
+        x = [_to_quantise(rows, seed + r) for r, rows in enumerate(given.x)]
+        rows, scales = zip(*(reference_quantize(tokens) for tokens in x), strict=True)
+        kwargs = {
+            "num_experts": case.experts_per_rank * size,
+            "layout": case.layout,
+            "expert_alignment": case.alignment,
+        }
+        expected = reference_dispatch([r.view(torch.uint8) for r in rows], given.ids, given.weights, **kwargs)[rank]
+        beside = reference_dispatch(list(scales), given.ids, given.weights, **kwargs)[rank]
+        with (
+            unittest.mock.patch.dict(os.environ, EP_PLUGIN_PLAIN_KERNELS=plain),
+            communicator(case, rank, size, timeout_s=60) as comm,
+        ):
+            device = comm.engine.device
+            mine, ids, weights = (part[rank].to(device) for part in (x, given.ids, given.weights))
+            handle = None
+            for _ in range(3):
+                out, made = comm.dispatch(mine, ids, weights, previous_handle=handle, quantize="e4m3")
+                handle = handle or made
+                assert out.scales is not None and out.tokens.dtype is torch.float8_e4m3fn
+                assert torch.equal(out.scales.cpu(), beside.tokens), f"scales of {name}, plain={plain}"
+                assert_received(out._replace(tokens=out.tokens.view(torch.uint8)), expected)
 
 
 def capacity(rank: int, size: int) -> None:
@@ -220,7 +275,7 @@ def large(rank: int, size: int) -> None:
         assert torch.equal(z, x)
 
 
-_CHECKS = (gradients, same_bits, scales_travel, capacity, outstanding, misaligned, beside_a_full_device)
+_CHECKS = (gradients, same_bits, scales_travel, quantised, capacity, outstanding, misaligned, beside_a_full_device)
 FEATURES = {check.__name__: check for check in _CHECKS}
 
 

@@ -1,7 +1,11 @@
 // Send: each row once to every rank that holds one of its experts, straight to its final slot, behind a head that says
 // what it expands to. Chunk by chunk, so that receivers start before the last row has left.
+#include <cmath>
 #include <cstring>
+#include <vector>
 
+#include "../fp8.h"
+#include "elements.h"
 #include "kernels.h"
 #include "sync.h"
 
@@ -9,8 +13,65 @@ namespace ep::cpu {
 
 namespace {
 
+// What travels of one token beside its head's pairs.
+struct Payload {
+  const char* row;
+  const char* scales;
+};
+
+// Quantises one row of `hidden` elements, as fp8.h says. The maximum is that of the magnitudes' bits: compilers make
+// vectors of it, and of floats that may be NaN they do not.
+template <class T>
+void quantize(const T* row, int64_t hidden, uint8_t* out, float* scales) {
+  for (int64_t begin = 0; begin < hidden; begin += kScaleBlock) {
+    const int count = static_cast<int>(hidden - begin < kScaleBlock ? hidden - begin : kScaleBlock);
+    float values[kScaleBlock], amax;
+    int32_t most = 0;
+    for (int i = 0; i < count; ++i) values[i] = static_cast<float>(widen(row[begin + i]));
+    for (int i = 0; i < count; ++i) {
+      int32_t bits;
+      std::memcpy(&bits, values + i, 4);
+      bits &= 0x7FFFFFFF;
+      const int32_t counted = bits > 0x7F800000 ? 0 : bits;
+      most = counted > most ? counted : most;
+    }
+    std::memcpy(&amax, &most, 4);
+    const float scale = scales[begin / kScaleBlock] = e4m3_scale(amax);
+    for (int i = 0; i < count; ++i) {
+      uint32_t bits;
+      std::memcpy(&bits, values + i, 4);
+      out[begin + i] = static_cast<uint8_t>(e4m3_magnitude(std::fabs(values[i]) / scale) | (bits >> 31 << 7));
+    }
+  }
+}
+
+// Where each token's payload is: with the caller, or made of it here.
+class Payloads {
+ public:
+  explicit Payloads(const SendArgs& args) : args_(args) {
+    if (args.quantize == 0) return;
+    require_quantizable(args.header, args.element);
+    row_.resize(args.header.row_bytes);
+    scales_.resize(args.header.scale_bytes / kScaleBytes);
+  }
+
+  Payload of(int t) {
+    const char* row = at<char>(args_.x, t * args_.x_stride);
+    if (args_.quantize == 0) return {row, at<char>(args_.scales, t * args_.scale_stride)};
+    with_element(args_.element, [&](auto element) {
+      quantize(reinterpret_cast<const decltype(element)*>(row), args_.header.row_bytes, row_.data(), scales_.data());
+    });
+    return {reinterpret_cast<const char*>(row_.data()), reinterpret_cast<const char*>(scales_.data())};
+  }
+
+ private:
+  const SendArgs& args_;
+  std::vector<uint8_t> row_;
+  std::vector<float> scales_;
+};
+
 // What the token's rows and pairs are at their destinations: the same for all of them.
-void write_head(const SendArgs& args, const Meta& meta, int t, char* slot, const SlotLayout& lay) {
+void write_head(const SendArgs& args, const Meta& meta, int t, const char* scales, char* slot, const SlotLayout& lay) {
   const int K = args.routing.topk;
   const int64_t weight_bytes = args.header.weight_bytes * K;
   const int32_t* ids = at<const int32_t>(args.routing.topk_ids) + static_cast<int64_t>(t) * K;
@@ -19,11 +80,11 @@ void write_head(const SendArgs& args, const Meta& meta, int t, char* slot, const
   std::memcpy(slot, ids, K * sizeof(int32_t));
   for (int k = 0; k < K; ++k) rows[k] = ids[k] < 0 ? -1 : meta.flat_base[ids[k]] + positions[k];
   if (weight_bytes != 0) std::memcpy(slot + lay.weights, at<char>(args.weights, t * weight_bytes), weight_bytes);
-  if (args.header.scale_bytes != 0)
-    std::memcpy(slot + lay.scales, at<char>(args.scales, t * args.scale_stride), args.header.scale_bytes);
+  if (args.header.scale_bytes != 0) std::memcpy(slot + lay.scales, scales, args.header.scale_bytes);
 }
 
-bool send_token(const Run& run, const SendArgs& args, const Meta& meta, const SlotLayout& lay, int t) {
+bool send_token(const Run& run, const SendArgs& args, const Meta& meta, const SlotLayout& lay, const Payload& payload,
+                int t) {
   const Comm& comm = args.comm;
   const int32_t* positions = at<const int32_t>(args.routing.send_pos) + static_cast<int64_t>(t) * comm.num_ranks;
   for (int dest = 0; dest < comm.num_ranks; ++dest) {
@@ -33,8 +94,8 @@ bool send_token(const Run& run, const SendArgs& args, const Meta& meta, const Sl
     if (offset + lay.bytes > comm.pool_bytes[kDispatchPool])
       return fail(comm, kTooSmall, run.step, dest, 0, comm.pool_bytes[kDispatchPool], offset + lay.bytes);
     char* slot = at<char>(comm.pool[kDispatchPool][dest], offset);
-    write_head(args, meta, t, slot, lay);
-    std::memcpy(slot + lay.row, at<char>(args.x, t * args.x_stride), args.header.row_bytes);
+    write_head(args, meta, t, payload.scales, slot, lay);
+    std::memcpy(slot + lay.row, payload.row, args.header.row_bytes);
   }
   return true;
 }
@@ -43,6 +104,7 @@ bool send_token(const Run& run, const SendArgs& args, const Meta& meta, const Sl
 
 void send(const SendArgs& args) {
   const Comm& comm = args.comm;
+  Payloads payloads(args);
   const Meta meta = meta_of(comm, args.routing);
   Run run{comm, kSend, 0};
   if (!begin(comm, kSend, &run)) return;
@@ -58,7 +120,7 @@ void send(const SendArgs& args) {
   const SlotLayout lay = slot_layout_of(args.header);
   for (int c = 0; c < num_chunks(T); ++c) {
     for (int t = c * chunk; t < T && t < (c + 1) * chunk; ++t)
-      if (!send_token(run, args, meta, lay, t)) return;
+      if (!send_token(run, args, meta, lay, payloads.of(t), t)) return;
     for (int dest = 0; dest < comm.num_ranks; ++dest) {
       const int32_t* ends = meta.send_chunk_end + dest * kMaxChunks;
       signal_chunk(run, kDispatchPool, dest, c, c == 0 ? 0 : ends[c - 1], ends[c]);

@@ -9,9 +9,9 @@
 //   static constexpr int kStages                 of a warp's ring
 // all called by whole warps. On the bulk path a row is `cut.pieces` units.
 //
-// Bulk path: the stores of a unit are over before those of the next begin, and meanwhile loads run ahead as far as there
-// are stages, across rows. More stores under way would not be faster: they would wait in the links' queues, and rows that
-// others wait for with them.
+// Bulk path: the stores of a unit are over before those of the next begin, and meanwhile loads run ahead as far as
+// there are stages, across rows. More stores under way would not be faster: they would wait in the links' queues, and
+// rows that others wait for with them.
 #pragma once
 #include "ring.cuh"
 

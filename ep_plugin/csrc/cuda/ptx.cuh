@@ -4,6 +4,8 @@
 #pragma once
 #include <cstdint>
 
+#include "../fp8.h"
+
 namespace ep::ptx {
 
 // --- Words that other threads, CTAs or ranks write ------------------------------------------------------------
@@ -96,6 +98,18 @@ __device__ __forceinline__ char ld_coherent(const char* from) {
   int32_t value;
   asm volatile("ld.s8 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return static_cast<char>(value);
+}
+
+// Two magnitudes, rounded to nearest even and saturated, as e4m3 in the low 16 bits, `low` in the lowest 8; the sign of
+// a NaN's bits means nothing.
+__device__ __forceinline__ uint32_t to_e4m3x2(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return e4m3_magnitude(low) | e4m3_magnitude(high) << 8;
+#endif
 }
 
 // Nanoseconds of a clock that all SMs share.

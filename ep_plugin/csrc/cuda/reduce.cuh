@@ -26,7 +26,8 @@ constexpr int kLaneVectors = kReduceBytes / 16 / kWarp;
 
 // Pieces whose sums fit in registers, and whose rings fit in shared memory. Without bulk copies there are no stages.
 inline Cut cut_for_sums(int64_t row_bytes, int list_entries, int64_t shared_bytes, bool bulk) {
-  const int64_t room = (shared_bytes / kReduceWarps - 8 * (kReduceStages + list_entries)) / kReduceStages / kSlotAlign * kSlotAlign;
+  const int64_t room =
+      (shared_bytes / kReduceWarps - 8 * (kReduceStages + list_entries)) / kReduceStages / kSlotAlign * kSlotAlign;
   const int64_t largest = bulk && room < kReduceBytes ? room : kReduceBytes;
   Cut cut = cut_row(row_bytes, largest, kReduceWarps, kReduceStages, list_entries);
   if (!bulk) cut.stage_bytes = 0;

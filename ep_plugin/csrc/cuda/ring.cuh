@@ -31,7 +31,8 @@ struct Cut {
 
 // Cuts a row into equal pieces of at most `largest` bytes.
 inline Cut cut_row(int64_t bytes, int64_t largest, int warps, int stages, int list_entries) {
-  Cut cut{bytes, warps, static_cast<int32_t>(ceil_div(bytes, largest / kRowAlign * kRowAlign)), 0, 0, stages, list_entries};
+  Cut cut{bytes,  warps,       static_cast<int32_t>(ceil_div(bytes, largest / kRowAlign * kRowAlign)), 0, 0,
+          stages, list_entries};
   cut.piece_bytes = static_cast<int32_t>(align_up(ceil_div(bytes, cut.pieces), kRowAlign));
   cut.stage_bytes = static_cast<int32_t>(align_up(cut.piece_bytes, kSlotAlign));
   return cut;

@@ -6,9 +6,15 @@
 // Sends wait only on consumed words, never on rows. Memory order. The head is written by ordinary stores to shared
 // memory: each lane fences the async proxy before lane 0 stores it. What peers may rely on is in signals.cuh. A slot:
 // [ids[K] | rows[K] | weights[K] | scales | row], see SlotLayout.
+//
+// Quantised rows. All lanes make head, scales and row in a stage (quantize.cuh), fence and store as above. An image
+// that is longer than any stage takes the plain path.
+#include <type_traits>
+
 #include "copy.cuh"
 #include "kernels.h"
 #include "launch.cuh"
+#include "quantize.cuh"
 #include "signals.cuh"
 
 namespace ep::cuda {
@@ -75,6 +81,26 @@ class SendJob {
     __syncwarp();
   }
 
+  template <class From>
+  __device__ void make(char* stage) {
+    QuantizedRow<From> quantized(row(), args_.header.row_bytes);
+    list_destinations(list_of(loaded_++));
+    write_head(stage);
+    const uint64_t image = reinterpret_cast<uint64_t>(stage);
+    quantized.write(&image, 1, lay_);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+  }
+
+  template <class From>
+  __device__ void make_plain() const {
+    QuantizedRow<From> quantized(row(), args_.header.row_bytes);
+    list_destinations(lists_);
+    for (uint64_t d = 1; d <= lists_[0]; ++d) write_head(reinterpret_cast<char*>(lists_[d]));
+    quantized.write(lists_ + 1, static_cast<int>(lists_[0]), lay_);
+    __syncwarp();
+  }
+
   __device__ void completed(uint32_t rows) { tokens_.written(rows); }
 
   // A list: how many destinations the token has, then the addresses of its slots.
@@ -109,7 +135,7 @@ class SendJob {
       if (args_.header.weight_bytes != 0)
         reinterpret_cast<float*>(to + lay_.weights)[k] = at<const float>(args_.weights)[pair];
     }
-    if (args_.header.scale_bytes != 0)
+    if (args_.scales != 0)
       copy_bytes(to + lay_.scales, at<char>(args_.scales, token_ * args_.scale_stride), args_.header.scale_bytes);
   }
 
@@ -139,7 +165,8 @@ __device__ bool rows_fit(const Run& run, const SendArgs& args, const Meta& meta)
 
 constexpr int kMostThreads = (kCopyWarps + 1) * kWarp;
 
-template <bool kBulk>
+// From: void, or the type of the elements that are quantised.
+template <bool kBulk, class From>
 __global__ void __launch_bounds__(kMostThreads, 1)
     send_kernel(const __grid_constant__ SendArgs args, const __grid_constant__ Cut cut) {
   __shared__ Progress progress;
@@ -160,15 +187,34 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       signal_chunks(run, kDispatchPool, progress, cut.warps, SentChunks{run, meta, args.routing.num_tokens});
     } else {
       SendJob job(run, args, meta, cut, progress);
-      copy_rows<kBulk>(job, run, cut);
+      if constexpr (std::is_void_v<From>)
+        copy_rows<kBulk>(job, run, cut);
+      else
+        make_rows<kBulk, From>(job, cut);
     }
   }
   if (last_to_finish(run) && !faulted(args.comm)) finish_sending(run, kDispatchPool);
 }
 
-template <bool kBulk>
+template <bool kBulk, class From>
 void launch_send(const SendArgs& args, const Cut& cut) {
-  launch<send_kernel<kBulk>>("send", args.num_sms, (cut.warps + 1) * kWarp, cut.shared_bytes(), args.stream, args, cut);
+  launch<send_kernel<kBulk, From>>("send", args.num_sms, (cut.warps + 1) * kWarp, cut.shared_bytes(), args.stream, args,
+                                   cut);
+}
+
+// A quantised row must fit whole in a stage, and few warps with stages are better than none.
+template <class From>
+void send_rows(const SendArgs& args) {
+  const Room room = room_for<send_kernel<true, From>>();
+  const int list = SendJob::list_size(args.comm.num_ranks), least = std::is_void_v<From> ? kLeastCopyWarps : 1;
+  const SlotLayout lay = slot_layout_of(args.header);
+  constexpr int kStages = SendJob::kStages;
+  const Cut cut = cut_for_warps(lay.image, least, kCopyWarps, kStages, kStages * list, room.shared_bytes);
+  const bool fits = std::is_void_v<From> ? lay.row < cut.piece_bytes : cut.pieces == 1;
+  if (room.bulk && args.comm.plain == 0 && fits)
+    launch_send<true, From>(args, cut);
+  else
+    launch_send<false, From>(args, uncut(lay.image, kCopyWarps, list));
 }
 
 }  // namespace
@@ -181,16 +227,13 @@ void send(const SendArgs& args) {
   require_rows("x", args.x, args.routing.num_tokens > 1 ? args.x_stride : 0);
   if (args.routing.num_tokens > 0) {
     require(args.header.weight_bytes == 0 || args.weights != 0, "weights", "an address", 0);
-    require(args.header.scale_bytes == 0 || args.scales != 0, "scales", "an address", 0);
+    require(args.header.scale_bytes == 0 || args.quantize != 0 || args.scales != 0, "scales", "an address", 0);
   }
-  const Room room = room_for<send_kernel<true>>();
-  const int list = SendJob::list_size(args.comm.num_ranks);
-  const SlotLayout lay = slot_layout_of(args.header);
-  const Cut cut = cut_for_warps(lay.image, kLeastCopyWarps, kCopyWarps, SendJob::kStages, SendJob::kStages * list, room.shared_bytes);
-  if (room.bulk && args.comm.plain == 0 && lay.row < cut.piece_bytes)
-    launch_send<true>(args, cut);
-  else
-    launch_send<false>(args, uncut(lay.image, kCopyWarps, list));
+  if (args.quantize == 0) return send_rows<void>(args);
+  require_quantizable(args.header, args.element);
+  if (args.element == kBFloat16) return send_rows<FromBFloat16>(args);
+  if (args.element == kFloat16) return send_rows<FromFloat16>(args);
+  return send_rows<FromFloat32>(args);
 }
 
 }  // namespace ep::cuda
