@@ -118,7 +118,7 @@ def record_outputs(comm: MoECommunicator) -> dict[str, bytes]:
         _C.cpu.add(args)
         seen["add"] = ctypes.string_at(args.out, args.routing.num_tokens * args.header.row_bytes)
 
-    others = {name: getattr(_C.cpu, name) for name in ("plan", "notify", "send", "push")}
+    others = {name: getattr(_C.cpu, name) for name in ("plan", "notify", "send", "admit", "push")}
     comm.engine.kernels = SimpleNamespace(**others, expand=expand, add=add)
     return seen
 
