@@ -17,7 +17,7 @@ namespace ep::cuda {
 
 constexpr int32_t kNoMore = INT32_MAX;
 
-// Of each warp: the first number that it may have taken and not written. In shared memory.
+// Of each warp: the first number that it may have taken and not written, which only grows. In shared memory.
 struct Progress {
   int32_t first[kWarp];
 
@@ -54,7 +54,7 @@ class RowQueue {
       first = __shfl_sync(kAllLanes, kept_, static_cast<int>(rows % kWarp));
     else if (!ended_)
       first = given_ == 0 ? 0 : 1 + __shfl_sync(kAllLanes, kept_, static_cast<int>((rows - 1) % kWarp));
-    if (lane_id() == 0) ptx::st_release_cta(progress_.first + warp_id(), first);
+    if (lane_id() == 0) ptx::raise_release_cta(progress_.first + warp_id(), first);
   }
 
  private:
@@ -76,10 +76,10 @@ __device__ inline void signal_chunk(const Run& run, Pool pool, int owner, int ch
 
 // One warp: waits until the `warps` others have written whatever they took of the rows before `end`; then up to which
 // row they have. They end by themselves, in a fault too: -1.
-__device__ inline int32_t wait_written(const Run& run, const Progress& progress, int warps, int chunk, int32_t end) {
+__device__ inline int32_t wait_written(const Run& run, Progress& progress, int warps, int chunk, int32_t end) {
   Patience patience;
   for (;;) {
-    const int32_t first = lane_id() < warps ? ptx::ld_acquire_cta(progress.first + lane_id()) : kNoMore;
+    const int32_t first = lane_id() < warps ? ptx::read_acquire_cta(progress.first + lane_id()) : kNoMore;
     const int32_t least = __reduce_min_sync(kAllLanes, first);
     __syncwarp();  // what any lane has acquired, lane 0 may pass on
     if (least >= end) return least;
@@ -111,7 +111,7 @@ __device__ inline unsigned count_in(const Run& run, Pool pool, int first, int ch
 //   int32_t end(int chunk) const            the number after the chunk's last row
 //   void signal(int peer, int chunk) const  tells a peer; called by a lane for each peer and chunk
 template <class Chunks>
-__device__ void signal_chunks(const Run& run, Pool pool, const Progress& progress, int warps, const Chunks& chunks) {
+__device__ void signal_chunks(const Run& run, Pool pool, Progress& progress, int warps, const Chunks& chunks) {
   const int count = chunks.count(), R = run.comm.num_ranks;
   for (int first = 0, ready; first < count; first = ready) {
     const int32_t least = wait_written(run, progress, warps, first, chunks.end(first));
