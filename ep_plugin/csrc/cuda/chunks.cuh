@@ -7,9 +7,9 @@ namespace ep::cuda {
 
 class ArrivedRows {
  public:
-  // `src_tokens` and `recv_offset` are this rank's own, already checked.
-  __device__ ArrivedRows(const Run& run, const Meta& meta, int warps)
-      : run_(run), meta_(meta), team_(team_of_warps(warps)) {
+  // `src_tokens` and `recv_offset` are this rank's own, already checked. `skips_own`: without this rank's own rows.
+  __device__ ArrivedRows(const Run& run, const Meta& meta, const Team& team, bool skips_own)
+      : run_(run), meta_(meta), team_(team), skips_own_(skips_own) {
     int chunks = lane_id() < run.comm.num_ranks ? num_chunks(meta.src_tokens[lane_id()]) : 0;
     items_ = __reduce_max_sync(kAllLanes, chunks) * run.comm.num_ranks;
   }
@@ -54,7 +54,7 @@ class ArrivedRows {
     uint64_t seen;
     if (known_ == 0 && item < items_) {
       const int source = source_of(item), chunk = chunk_of(item);
-      if (chunk >= num_chunks(meta_.src_tokens[source])) {
+      if (chunk >= num_chunks(meta_.src_tokens[source]) || (skips_own_ && source == run_.comm.rank)) {
         known_ = 1;
         begin_ = end_ = 0;
       } else if (has_reached(&word_of(item)->flag, run_.epoch, &seen)) {
@@ -89,6 +89,7 @@ class ArrivedRows {
   const Run& run_;
   const Meta& meta_;
   const Team team_;
+  const bool skips_own_;
   Patience patience_;
   int items_;                        // chunks of all sources
   int item_ = 0;                     // the first whose rows were not taken up

@@ -172,8 +172,7 @@ __device__ void make_rows(Job& job, const Cut& cut) {
   uint32_t rows = 0;
   while (job.next(true) == kRow) {
     if constexpr (kBulk) {
-      char* stage =
-          dynamic_shared + (static_cast<int64_t>(warp_id()) * Job::kStages + rows % Job::kStages) * cut.stage_bytes;
+      char* stage = stages_of_warp(cut) + static_cast<int64_t>(rows % Job::kStages) * cut.stage_bytes;
       job.template make<From>(stage);
       wait_until_written();
       job.completed(rows);

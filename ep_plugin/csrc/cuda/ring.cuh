@@ -16,8 +16,10 @@ struct Cut {
   int32_t pieces;       // of a row
   int32_t piece_bytes;  // all but the last, a multiple of 16
   int32_t stage_bytes;
-  int32_t stages;        // of a warp
-  int32_t list_entries;  // of the caller's list, per warp
+  int32_t stages;            // of a warp
+  int32_t list_entries;      // of the caller's list, per warp
+  int32_t first_warp = 0;    // of the CTA's, with a ring of this cut
+  int64_t shared_begin = 0;  // where its shared memory begins, a multiple of kSlotAlign
 
   EP_HD int64_t piece_begin(int piece) const { return static_cast<int64_t>(piece) * piece_bytes; }
   EP_HD int64_t piece_size(int piece) const {
@@ -54,9 +56,16 @@ inline Cut uncut(int64_t bytes, int warps, int list_entries) {
 
 extern __shared__ __align__(128) char dynamic_shared[];
 
+// This warp's number among those with a ring of this cut.
+__device__ __forceinline__ int warp_in(const Cut& cut) { return warp_id() - cut.first_warp; }
+
+__device__ __forceinline__ char* stages_of_warp(const Cut& cut) {
+  return dynamic_shared + cut.shared_begin + static_cast<int64_t>(warp_in(cut)) * cut.stages * cut.stage_bytes;
+}
 __device__ __forceinline__ uint64_t* list_of_warp(const Cut& cut) {
-  char* lists = dynamic_shared + static_cast<int64_t>(cut.warps) * cut.stages * (cut.stage_bytes + 8);
-  return reinterpret_cast<uint64_t*>(lists) + warp_id() * cut.list_entries;
+  char* lists =
+      dynamic_shared + cut.shared_begin + static_cast<int64_t>(cut.warps) * cut.stages * (cut.stage_bytes + 8);
+  return reinterpret_cast<uint64_t*>(lists) + warp_in(cut) * cut.list_entries;
 }
 
 template <int kStages>
@@ -68,10 +77,9 @@ struct Ring {
   uint32_t taken = 0;   // units that the caller is done with
 
   // One warp calls it; the barriers are its own, so its own join is enough.
-  __device__ explicit Ring(const Cut& cut) : stage_bytes(cut.stage_bytes) {
-    stages = dynamic_shared + static_cast<int64_t>(warp_id()) * kStages * stage_bytes;
-    full = reinterpret_cast<uint64_t*>(dynamic_shared + static_cast<int64_t>(cut.warps) * kStages * stage_bytes) +
-           warp_id() * kStages;
+  __device__ explicit Ring(const Cut& cut) : stages(stages_of_warp(cut)), stage_bytes(cut.stage_bytes) {
+    char* barriers = dynamic_shared + cut.shared_begin + static_cast<int64_t>(cut.warps) * kStages * stage_bytes;
+    full = reinterpret_cast<uint64_t*>(barriers) + warp_in(cut) * kStages;
     if (lane_id() == 0) {
       for (int s = 0; s < kStages; ++s) ptx::mbarrier_init(full + s, 1);
       ptx::fence_mbarrier_init();

@@ -35,9 +35,11 @@ struct Team {
   int64_t index;
   int64_t size;
 };
-__device__ __forceinline__ Team team_of_warps(int warps) {
-  return Team{static_cast<int64_t>(warp_id()) * gridDim.x + blockIdx.x, static_cast<int64_t>(warps) * gridDim.x};
+__device__ __forceinline__ Team team_of_warps(int first_warp, int warps) {
+  return Team{static_cast<int64_t>(warp_id() - first_warp) * gridDim.x + blockIdx.x,
+              static_cast<int64_t>(warps) * gridDim.x};
 }
+__device__ __forceinline__ Team team_of_warps(int warps) { return team_of_warps(0, warps); }
 __device__ __forceinline__ Team team_of_warps() { return team_of_warps(static_cast<int>(blockDim.x / kWarp)); }
 // The first number at or after `begin` that is this member's: numbers go round the team.
 __device__ __forceinline__ int64_t first_of(const Team& team, int64_t begin) {
@@ -186,18 +188,24 @@ __device__ inline bool check_opening(const Run& run, const Opening* word, int so
   return true;
 }
 
-// Waits for every source's Opening and compares it with this rank's own header. `src_tokens` may be null. All threads
-// call it, and it joins them.
-__device__ inline bool open_sources(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
-  const Comm& comm = run.comm;
-  const int source = static_cast<int>(threadIdx.x);
-  bool ok = true;
-  if (source < comm.num_ranks) {
-    const Opening* word = opening(comm, comm.rank, pool, source);
-    ok = wait_at_least(run, &word->flag, run.epoch, source) &&
+// Waits for a source's Opening and compares it with this rank's own header.
+__device__ inline bool open_source(const Run& run, Pool pool, int source, const Header& mine,
+                                   const int32_t* src_tokens) {
+  const Opening* word = opening(run.comm, run.comm.rank, pool, source);
+  return wait_at_least(run, &word->flag, run.epoch, source) &&
          check_opening(run, word, source, mine, src_tokens == nullptr ? -1 : src_tokens[source]);
-  }
-  return __syncthreads_and(ok) != 0;
+}
+
+// Every source's. `src_tokens` may be null. All threads call it, and it joins them.
+__device__ inline bool open_sources(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
+  const int source = static_cast<int>(threadIdx.x);
+  return __syncthreads_and(source >= run.comm.num_ranks || open_source(run, pool, source, mine, src_tokens)) != 0;
+}
+// The same for one warp of a kernel whose other warps do something else.
+__device__ inline bool open_sources_of_warp(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
+  const int source = lane_id();
+  const bool ok = source >= run.comm.num_ranks || open_source(run, pool, source, mine, src_tokens);
+  return __all_sync(kAllLanes, ok) != 0;
 }
 
 }  // namespace ep::cuda

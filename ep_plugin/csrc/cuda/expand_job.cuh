@@ -1,0 +1,273 @@
+// What a warp of expand does with received slots, and what the kernels that expand do before and after. Roles and
+// memory order are in expand.cu.
+#pragma once
+#include "chunks.cuh"
+#include "copy.cuh"
+#include "launch.cuh"
+
+namespace ep::cuda {
+
+struct Output {
+  const Run& run;
+  const ExpandArgs& args;
+  Meta meta;
+  SlotLayout lay;
+  bool flat;
+  int per_rank;
+  int64_t required;  // rows that the layout needs
+
+  __device__ Output(const Run& run, const ExpandArgs& args)
+      : run(run), args(args), meta(meta_of(args.comm, args.routing)), lay(slot_layout_of(args.header)) {
+    flat = args.routing.layout == kFlat;
+    per_rank = local_experts(args.comm);
+    required = flat ? meta.expert_offset[per_rank] : meta.recv_offset[args.comm.num_ranks];
+  }
+};
+
+// Expands slots whose heads can be read. One warp's.
+class Placer {
+ public:
+  static constexpr bool kDirect = true;
+
+  // `dests`: room for list_size() addresses.
+  __device__ Placer(const Output& out, uint64_t* dests) : out_(out), dests_(dests) {}
+
+  static __host__ __device__ int list_size(const Routing& routing) {
+    return routing.layout == kFlat ? routing.topk : 1;
+  }
+
+  // All lanes: a piece of slot `index`, whose first piece came before it. Lane 0 begins the bulk stores.
+  __device__ void store(int32_t index, const char* stage, int piece, const Cut& cut) {
+    const int64_t skip = piece == 0 ? out_.lay.row : 0;
+    if (piece == 0) num_dests_ = place(index, stage);
+    if (lane_id() == 0)
+      for (int d = 0; d < num_dests_; ++d)
+        ptx::bulk_store(reinterpret_cast<char*>(dests_[d]) + (cut.piece_begin(piece) + skip - out_.lay.row),
+                        stage + skip, static_cast<uint32_t>(cut.piece_size(piece) - skip));
+  }
+
+  // All lanes: the whole of slot `index`, which lies at `slot`.
+  __device__ void copy_plain(int32_t index, const char* slot) {
+    num_dests_ = place(index, slot);
+    copy_row_plain(slot + out_.lay.row, dests_, num_dests_, 0, out_.args.header.row_bytes);
+  }
+
+ private:
+  // Writes what goes beside the rows that a slot expands to, and lists their addresses. `head`: of the slot, in the
+  // pool or in shared memory.
+  __device__ int place(int32_t index, const char* head) const {
+    __syncwarp();
+    const int count = out_.flat ? place_flat(index, head) : place_token(index, head);
+    __syncwarp();
+    return count;
+  }
+
+  // The pair's expert among this rank's own, or -1: another rank's, or nobody's. An id that no expert has is a fault.
+  __device__ int32_t local_id(int32_t index, const char* head, int k) const {
+    const Comm& comm = out_.args.comm;
+    const int32_t id = ptx::ld_coherent(reinterpret_cast<const int32_t*>(head) + k);
+    if (id < -1 || id >= comm.num_experts) fail(comm, kBadData, kExpand, source_of(index), k, comm.num_experts, id);
+    const int32_t local = id - comm.rank * out_.per_rank;
+    return local >= 0 && local < out_.per_rank ? local : -1;
+  }
+
+  // A lane for each pair: the FLAT rows it goes to. Rows past the capacity are dropped.
+  __device__ int place_flat(int32_t index, const char* head) const {
+    const ExpandArgs& args = out_.args;
+    const int K = args.routing.topk;
+    int count = 0;
+    for (int k = lane_id(); k - lane_id() < K; k += kWarp) {
+      const int32_t local = k < K ? local_id(index, head, k) : -1;
+      const int32_t row =
+          local >= 0 ? ptx::ld_coherent(reinterpret_cast<const int32_t*>(head + out_.lay.rows) + k) : -1;
+      const bool sound = local < 0 || (row >= 0 && row < out_.required);
+      if (!sound) fail(args.comm, kBadData, kExpand, source_of(index), k, out_.required, row);
+      const bool kept = sound && row >= 0 && row < args.capacity;
+      if (args.fresh && k < K) recv_rows(index)[k] = kept ? row : -1;
+      const unsigned mask = __ballot_sync(kAllLanes, kept);
+      if (kept) {
+        dests_[count + __popc(mask & ((1u << lane_id()) - 1u))] = args.tokens + row * args.header.row_bytes;
+        at<int32_t>(args.row_expert_ids)[row] = local;
+        if (args.header.weight_bytes != 0) at<float>(args.weights)[row] = weight_in(head, k);
+      }
+      count += __popc(mask);
+      if (args.header.scale_bytes == 0) continue;
+      for (unsigned left = mask; left != 0; left &= left - 1)
+        copy_scales(head, __shfl_sync(kAllLanes, row, __ffs(left) - 1));
+    }
+    return count;
+  }
+
+  __device__ int place_token(int32_t index, const char* head) const {
+    const ExpandArgs& args = out_.args;
+    const int K = args.routing.topk;
+    const bool kept = index < args.capacity;
+    for (int k = lane_id(); k < K; k += kWarp) {
+      const int32_t local = local_id(index, head, k);
+      if (args.fresh) recv_rows(index)[k] = kept && local >= 0 ? index : -1;
+      if (!kept) continue;
+      const int64_t pair = static_cast<int64_t>(index) * K + k;
+      at<int32_t>(args.topk_ids)[pair] = local;
+      if (args.header.weight_bytes != 0) at<float>(args.weights)[pair] = local < 0 ? 0.0f : weight_in(head, k);
+    }
+    if (!kept) return 0;
+    if (lane_id() == 0) dests_[0] = args.tokens + index * args.header.row_bytes;
+    if (args.header.scale_bytes != 0) copy_scales(head, index);
+    return 1;
+  }
+
+  __device__ float weight_in(const char* head, int k) const {
+    return ptx::ld_coherent(reinterpret_cast<const float*>(head + out_.lay.weights) + k);
+  }
+  __device__ int32_t* recv_rows(int32_t index) const {
+    return at<int32_t>(out_.args.routing.recv_rows) + static_cast<int64_t>(index) * out_.args.routing.topk;
+  }
+  __device__ void copy_scales(const char* head, int64_t row) const {
+    const int64_t bytes = out_.args.header.scale_bytes;
+    copy_bytes(at<char>(out_.args.scales, row * bytes), head + out_.lay.scales, bytes);
+  }
+  __device__ int source_of(int32_t index) const {
+    int source = 0;
+    while (source + 1 < out_.args.comm.num_ranks && index >= out_.meta.recv_offset[source + 1]) ++source;
+    return source;
+  }
+
+  const Output& out_;
+  uint64_t* const dests_;
+  int num_dests_ = 0;
+};
+
+// `skips_own`: this rank's own rows do not come through the pool.
+class ExpandJob {
+ public:
+  static constexpr bool kTells = false;
+  static constexpr int kStages = 4;
+
+  __device__ ExpandJob(const Output& out, const Cut& cut, bool skips_own)
+      : out_(out),
+        cut_(cut),
+        rows_(out.run, out.meta, team_of_warps(cut.first_warp, cut.warps), skips_own),
+        placer_(out, list_of_warp(cut)) {}
+
+  __device__ Next next(bool may_block) {
+    const Next found = rows_.next(may_block, &slot_);
+    if (found != kRow) return found;
+    if (lane_id() == static_cast<int>(found_ % kWarp)) kept_ = slot_;
+    ++found_;
+    return kRow;
+  }
+
+  __device__ void load(Ring<kStages>& ring, int piece) const {
+    ring.load(slot(slot_) + cut_.piece_begin(piece), cut_.piece_size(piece));
+  }
+
+  __device__ void store(const char* stage, int piece) {
+    placer_.store(__shfl_sync(kAllLanes, kept_, static_cast<int>(stored_ % kWarp)), stage, piece, cut_);
+    stored_ += piece + 1 == cut_.pieces;
+  }
+
+  __device__ void copy_plain() { placer_.copy_plain(slot_, slot(slot_)); }
+
+  __device__ void completed(uint32_t) const {}
+
+ private:
+  __device__ const char* slot(int32_t index) const {
+    return at<char>(out_.args.comm.pool[kDispatchPool][out_.args.comm.rank], index * out_.lay.bytes);
+  }
+
+  const Output& out_;
+  const Cut& cut_;
+  ArrivedRows rows_;
+  Placer placer_;
+  int32_t slot_ = 0;  // found last
+  int32_t kept_ = 0;  // of slots under way, a lane keeps each
+  uint32_t found_ = 0, stored_ = 0;
+};
+
+// One warp: row `row` of the output has nothing in it.
+__device__ inline void clear_row(const Output& out, int64_t row) {
+  const ExpandArgs& args = out.args;
+  const int64_t row_bytes = args.header.row_bytes, scale_bytes = args.header.scale_bytes, K = args.routing.topk;
+  const int64_t weight_bytes = args.header.weight_bytes * (out.flat ? 1 : K);
+  fill_bytes(args.tokens + row * row_bytes, row_bytes, 0, lane_id(), kWarp);
+  if (scale_bytes != 0) fill_bytes(args.scales + row * scale_bytes, scale_bytes, 0, lane_id(), kWarp);
+  if (weight_bytes != 0) fill_bytes(args.weights + row * weight_bytes, weight_bytes, 0, lane_id(), kWarp);
+  if (args.row_expert_ids != 0) fill_bytes(args.row_expert_ids + row * 4, 4, 0xFF, lane_id(), kWarp);
+  if (args.topk_ids != 0) fill_bytes(args.topk_ids + row * 4 * K, 4 * K, 0xFF, lane_id(), kWarp);
+}
+
+// A team of warps.
+__device__ inline void clear_padding(const Output& out, const Team& team) {
+  const int64_t capacity = out.args.capacity;
+  for (int64_t local = team.index; out.flat && local < out.per_rank; local += team.size) {
+    const int64_t begin = static_cast<int64_t>(out.meta.expert_offset[local]) + out.meta.expert_rows[local];
+    const int64_t end = min(static_cast<int64_t>(out.meta.expert_offset[local + 1]), capacity);
+    for (int64_t row = begin; row < end; ++row) clear_row(out, row);
+  }
+  for (int64_t row = out.required + team.index; row < capacity; row += team.size) clear_row(out, row);
+}
+
+// What the caller reads besides rows: `step` threads, of which this is number `first`.
+__device__ inline void write_tables(const Output& out, int first, int step) {
+  const ExpandArgs& args = out.args;
+  const int64_t capacity = args.capacity;
+  int32_t* count = at<int32_t>(args.expert_count);
+  int32_t* offsets = at<int32_t>(args.expert_offset);
+  for (int local = first; local <= out.per_rank; local += step) {
+    const int64_t offset = out.meta.expert_offset[local];
+    offsets[local] = static_cast<int32_t>(out.flat ? min(offset, capacity) : offset);
+    if (local == out.per_rank) continue;
+    const int64_t rows = out.meta.expert_rows[local];
+    count[local] = static_cast<int32_t>(out.flat ? max(min(capacity - offset, rows), static_cast<int64_t>(0)) : rows);
+  }
+  if (first != 0 || args.overflow == 0) return;
+  at<int32_t>(args.overflow)[0] = out.required > capacity;
+  at<int32_t>(args.overflow)[1] = static_cast<int32_t>(out.required);
+}
+
+// One CTA, after all others have finished.
+__device__ inline void poison(const ExpandArgs& args) {
+  const int64_t first = threadIdx.x, step = blockDim.x, capacity = args.capacity, K = args.routing.topk;
+  const int64_t weights = args.header.weight_bytes * (args.routing.layout == kFlat ? 1 : K);
+  const int64_t experts = local_experts(args.comm);
+  fill_bytes(args.tokens, capacity * args.header.row_bytes, 0xFF, first, step);
+  fill_bytes(args.scales, capacity * args.header.scale_bytes, 0xFF, first, step);
+  fill_bytes(args.weights, capacity * weights, 0xFF, first, step);
+  fill_bytes(args.topk_ids, capacity * K * 4, 0xFF, first, step);
+  fill_bytes(args.row_expert_ids, capacity * 4, 0xFF, first, step);
+  fill_bytes(args.expert_count, experts * 4, 0, first, step);
+  fill_bytes(args.expert_offset, (experts + 1) * 4, 0, first, step);
+  fill_bytes(args.overflow, 8, 0, first, step);
+}
+
+// Every CTA finds the same, and one records it.
+__device__ inline bool slots_fit(const Run& run, const ExpandArgs& args) {
+  const int64_t slots = meta_of(args.comm, args.routing).recv_offset[args.comm.num_ranks];
+  const int64_t bytes = slots * slot_layout_of(args.header).bytes;
+  if (slots <= args.routing.slots && bytes <= args.comm.pool_bytes[kDispatchPool]) return true;
+  if (threadIdx.x == 0) fail(args.comm, kTooSmall, run.step, args.comm.rank, 1, args.routing.slots, slots);
+  return false;
+}
+
+// The last CTA's end, all threads.
+__device__ inline void finish_expanding(const Run& run, const ExpandArgs& args, const Meta& meta) {
+  const bool sound =
+      __syncthreads_or(faulted(args.comm)) == 0 && chunks_cover(run, meta, args.fresh ? meta.recv_chunk_end : nullptr);
+  if (!sound) return poison(args);
+  tell_consumed(run, kDispatchPool);
+  advance(run);
+}
+
+inline void require_expand(const ExpandArgs& args) {
+  require_comm(args.comm);
+  require_routing(args.routing);
+  require_header(args.header, args.routing);
+  require_sms(args.num_sms);
+  require_rows("tokens", args.tokens);
+  if (args.capacity > 0) {
+    require(args.header.weight_bytes == 0 || args.weights != 0, "weights", "an address", 0);
+    require(args.header.scale_bytes == 0 || args.scales != 0, "scales", "an address", 0);
+  }
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,207 @@
+// What a sending warp does with this rank's tokens, and what the kernels that send ask beforehand. Roles and memory
+// order are in send.cu.
+#pragma once
+#include <type_traits>
+
+#include "copy.cuh"
+#include "launch.cuh"
+#include "quantize.cuh"
+#include "signals.cuh"
+
+namespace ep::cuda {
+
+// A rank's own rows go to its own pool, like those of others.
+struct ThroughPool {
+  static constexpr bool kDirect = false;
+};
+
+// The chunks of this rank's tokens; a row's number is its token.
+struct SentChunks {
+  const Run& run;
+  const Meta& meta;
+  int num_tokens;
+
+  __device__ int count() const { return num_chunks(num_tokens); }
+  __device__ int32_t end(int chunk) const { return min((chunk + 1) * chunk_tokens(num_tokens), num_tokens); }
+  __device__ void signal(int dest, int chunk) const {
+    const int32_t* ends = meta.send_chunk_end + dest * kMaxChunks;
+    signal_chunk(run, kDispatchPool, dest, chunk, chunk == 0 ? 0 : ends[chunk - 1], ends[chunk]);
+  }
+};
+
+// Own: what becomes of a rank's rows for itself on the bulk path. ThroughPool, or, with kDirect, something with
+//   void store(int32_t slot, const char* stage, int piece, const Cut& cut)
+// all lanes: as ExpandJob would do with the slot, from the stage that others' pools are written from.
+template <class Own>
+class SendJob {
+ public:
+  static constexpr bool kTells = true;
+  static constexpr int kStages = 2;  // a row that is taken early is sent late, and its chunk with it
+
+  __device__ SendJob(const Run& run, const SendArgs& args, const Meta& meta, const Cut& cut, Progress& progress,
+                     Own own = Own{})
+      : args_(args),
+        meta_(meta),
+        cut_(cut),
+        lay_(slot_layout_of(args.header)),
+        lists_(list_of_warp(cut)),
+        tokens_(run, kDispatchPool, args.routing.num_tokens, progress),
+        own_(own) {}
+
+  __device__ Next next(bool) {
+    token_ = tokens_.next();
+    return token_ == kNoMore ? kEnd : kRow;
+  }
+
+  __device__ void load(Ring<kStages>& ring, int piece) {
+    const int64_t begin = cut_.piece_begin(piece), skip = piece == 0 ? lay_.row : 0;
+    char* stage = ring.stage(ring.issued);
+    ring.load(row() + (begin + skip - lay_.row), cut_.piece_size(piece) - skip, skip);
+    if (piece != 0) return;
+    list_destinations(list_of(loaded_++));
+    write_head(stage);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+  }
+
+  __device__ void store(const char* stage, int piece) {
+    const uint64_t* list = list_of(stored_);
+    if (lane_id() == 0) {
+      const uint32_t bytes = static_cast<uint32_t>(cut_.piece_size(piece));
+      for (uint64_t d = 1; d <= list[0]; ++d)
+        ptx::bulk_store(reinterpret_cast<char*>(list[d]) + cut_.piece_begin(piece), stage, bytes);
+    }
+    if constexpr (Own::kDirect) {
+      const int32_t slot = static_cast<int32_t>(list[list_size(args_.comm.num_ranks) - 1]);
+      if (slot >= 0) own_.store(slot, stage, piece, cut_);
+    }
+    stored_ += piece + 1 == cut_.pieces;
+  }
+
+  __device__ void copy_plain() const {
+    list_destinations(lists_);
+    for (uint64_t d = 1; d <= lists_[0]; ++d) write_head(reinterpret_cast<char*>(lists_[d]));
+    copy_row_plain(row(), lists_ + 1, static_cast<int>(lists_[0]), lay_.row, args_.header.row_bytes);
+    __syncwarp();
+  }
+
+  template <class From>
+  __device__ void make(char* stage) {
+    QuantizedRow<From> quantized(row(), args_.header.row_bytes);
+    list_destinations(list_of(loaded_++));
+    write_head(stage);
+    const uint64_t image = reinterpret_cast<uint64_t>(stage);
+    quantized.write(&image, 1, lay_);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+  }
+
+  template <class From>
+  __device__ void make_plain() const {
+    QuantizedRow<From> quantized(row(), args_.header.row_bytes);
+    list_destinations(lists_);
+    for (uint64_t d = 1; d <= lists_[0]; ++d) write_head(reinterpret_cast<char*>(lists_[d]));
+    quantized.write(lists_ + 1, static_cast<int>(lists_[0]), lay_);
+    __syncwarp();
+  }
+
+  __device__ void completed(uint32_t rows) { tokens_.written(rows); }
+
+  // A list: how many destinations the token has, then the addresses of its slots; last, where own rows go by
+  // themselves, this rank's own slot or -1.
+  static __host__ __device__ int list_size(int num_ranks) { return num_ranks + 1 + Own::kDirect; }
+
+ private:
+  __device__ uint64_t* list_of(uint32_t row) const { return lists_ + row % kStages * list_size(args_.comm.num_ranks); }
+  __device__ const char* row() const { return at<char>(args_.x, token_ * args_.x_stride); }
+
+  __device__ void list_destinations(uint64_t* list) const {
+    const int R = args_.comm.num_ranks, lane = lane_id();
+    const int32_t* positions = at<const int32_t>(args_.routing.send_pos) + static_cast<int64_t>(token_) * R;
+    int32_t position = lane < R ? positions[lane] : -1;
+    if (Own::kDirect && lane == args_.comm.rank) {
+      list[list_size(R) - 1] = static_cast<uint64_t>(position < 0 ? -1 : meta_.slot_base[lane] + position);
+      position = -1;
+    }
+    const unsigned mask = __ballot_sync(kAllLanes, position >= 0);
+    if (lane == 0) list[0] = __popc(mask);
+    if (position >= 0)
+      list[1 + __popc(mask & ((1u << lane) - 1u))] =
+          args_.comm.pool[kDispatchPool][lane] + (meta_.slot_base[lane] + static_cast<int64_t>(position)) * lay_.bytes;
+    __syncwarp();
+  }
+
+  // The same for every destination: all pairs of the token.
+  __device__ void write_head(char* to) const {
+    const int K = args_.routing.topk;
+    int32_t* ids = reinterpret_cast<int32_t*>(to);
+    for (int k = lane_id(); k < K; k += kWarp) {
+      const int64_t pair = static_cast<int64_t>(token_) * K + k;
+      const int32_t id = at<const int32_t>(args_.routing.topk_ids)[pair];
+      const int32_t position = at<const int32_t>(args_.routing.pair_pos)[pair];
+      ids[k] = id;
+      reinterpret_cast<int32_t*>(to + lay_.rows)[k] = id < 0 ? -1 : meta_.flat_base[id] + position;
+      if (args_.header.weight_bytes != 0)
+        reinterpret_cast<float*>(to + lay_.weights)[k] = at<const float>(args_.weights)[pair];
+    }
+    if (args_.scales != 0)
+      copy_bytes(to + lay_.scales, at<char>(args_.scales, token_ * args_.scale_stride), args_.header.scale_bytes);
+  }
+
+  const SendArgs& args_;
+  const Meta& meta_;
+  const Cut& cut_;
+  const SlotLayout lay_;
+  uint64_t* const lists_;  // one for each row under way
+  RowQueue tokens_;
+  int32_t token_ = 0;
+  uint32_t loaded_ = 0, stored_ = 0;  // rows
+  Own own_;
+};
+
+// All threads: this rank's rows end within every destination's pool.
+__device__ inline bool sends_fit(const Run& run, const SendArgs& args, const Meta& meta) {
+  const Comm& comm = args.comm;
+  const int dest = static_cast<int>(threadIdx.x);
+  bool ok = true;
+  if (dest < comm.num_ranks && meta.rank_count[dest] > 0) {
+    const int64_t end =
+        (static_cast<int64_t>(meta.slot_base[dest]) + meta.rank_count[dest]) * slot_layout_of(args.header).bytes;
+    if (end > comm.pool_bytes[kDispatchPool])
+      ok = fail(comm, kTooSmall, kSend, dest, 0, comm.pool_bytes[kDispatchPool], end);
+  }
+  return __syncthreads_and(ok) != 0;
+}
+
+// One warp: the whole of a sending warp's part. From: void, or the type of the elements that are quantised.
+template <bool kBulk, class From, class Job>
+__device__ __forceinline__ void send_rows(Job& job, const Run& run, const Cut& cut) {
+  if constexpr (std::is_void_v<From>)
+    copy_rows<kBulk>(job, run, cut);
+  else
+    make_rows<kBulk, From>(job, cut);
+}
+
+// Whether rows can be moved in bulk with this cut. A quantised row must fit whole in a stage, and few warps with stages
+// are better than none.
+template <class From>
+constexpr int kLeastSendWarps = std::is_void_v<From> ? kLeastCopyWarps : 1;
+template <class From>
+bool sends_in_bulk(const SlotLayout& lay, const Cut& cut) {
+  return std::is_void_v<From> ? lay.row < cut.piece_bytes : cut.pieces == 1;
+}
+
+inline void require_send(const SendArgs& args) {
+  require_comm(args.comm);
+  require_routing(args.routing);
+  require_header(args.header, args.routing);
+  require_sms(args.num_sms);
+  require_rows("x", args.x, args.routing.num_tokens > 1 ? args.x_stride : 0);
+  if (args.routing.num_tokens > 0) {
+    require(args.header.weight_bytes == 0 || args.weights != 0, "weights", "an address", 0);
+    require(args.header.scale_bytes == 0 || args.quantize != 0 || args.scales != 0, "scales", "an address", 0);
+  }
+  if (args.quantize != 0) require_quantizable(args.header, args.element);
+}
+
+}  // namespace ep::cuda
