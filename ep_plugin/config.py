@@ -16,6 +16,7 @@ ROW_ALIGNMENT_BYTES = 16
 MODES = ("ht", "ll")
 
 _SMS_FIELDS = ("dispatch_sms", "expand_sms", "combine_sms", "add_sms")
+LEAST_SMS = {"expand_sms": 0}  # 0: none of their own
 # A rank may differ from its peers in these: they change neither what travels nor where it lands.
 _LOCAL_FIELDS = ("timeout_s", *_SMS_FIELDS)
 
@@ -45,7 +46,8 @@ class MoECommunicatorConfig:
     expert_alignment: each expert's group of FLAT rows is padded to a multiple of this.
     timeout_s: seconds that a rank waits for its peers; None is the process group's own timeout.
     dispatch_sms, expand_sms: SMs of dispatch's sending and receiving kernel; combine_sms, add_sms: of combine's. None
-        takes measured defaults.
+        takes measured defaults. expand_sms=0: the SMs that send also receive, in one kernel; for few SMs. Without
+        capacity= or previous_handle= the host then waits for the totals before anything is sent.
 
     All ranks must agree on everything except the timeout and the SM counts.
     """
@@ -66,10 +68,10 @@ class MoECommunicatorConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "hidden_size", "topk", "expert_alignment"):
-            _check_positive(name, getattr(self, name))
+            _check_at_least(1, name, getattr(self, name))
         for name in ("max_tokens_per_rank", "max_row_bytes", *_SMS_FIELDS):
             if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
+                _check_at_least(LEAST_SMS.get(name, 1), name, getattr(self, name))
         if self.topk > MAX_TOPK:
             raise ValueError(f"topk: expected at most {MAX_TOPK}, got {self.topk}")
         if self.topk > self.num_experts:
@@ -98,9 +100,9 @@ class MoECommunicatorConfig:
         return {name: self.resolved_layout.name if name == "layout" else getattr(self, name) for name in names}
 
 
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
+def _check_at_least(least: int, name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
 
 
 def _check_timeout(value: object) -> None:

@@ -60,10 +60,10 @@ def test_bounded_cases_keep_their_bounds() -> None:
     named = {spec.name: spec for spec in gpu_specs()}
     assert named["dispatch_flat_bf16_12sm"].sms == Sms(dispatch=12, expand=48, combine=12, add=36)
     in_all = named["dispatch_flat_bf16_12total"].sms
-    assert in_all.dispatch and in_all.expand and in_all.dispatch + in_all.expand == 12
+    assert (in_all.dispatch, in_all.expand) == (12, 0)
     assert in_all.combine and in_all.add and in_all.combine + in_all.add == 12
     in_all = named["dispatch_token_major_bf16_12sm"].sms
-    assert in_all.dispatch and in_all.expand and in_all.dispatch + in_all.expand == 12
+    assert (in_all.dispatch, in_all.expand) == (12, 0)
     assert not any(spec.peers for spec in gpu_specs() if spec.name.endswith(("12sm", "12total")) or spec.graph)
 
 
@@ -76,6 +76,7 @@ def test_patterns_select_cases() -> None:
 
 
 def test_given_sms_go_first() -> None:
+    assert parse_sms("expand=0") == Sms(expand=0)
     given = parse_sms("dispatch=20, add=3")
     assert given.over(Sms(dispatch=12, expand=48)) == Sms(dispatch=20, expand=48, add=3)
     assert str(given) == "dispatch=20,add=3"

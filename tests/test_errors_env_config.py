@@ -151,7 +151,7 @@ def test_config_defaults():
         ({"timeout_s": float("inf")}, "timeout_s: expected a finite number of seconds above 0, got inf"),
         ({"timeout_s": "1"}, "timeout_s: expected a finite number of seconds above 0, got '1'"),
         ({"dispatch_sms": 0}, "dispatch_sms: expected an integer of at least 1, got 0"),
-        ({"expand_sms": -1}, "expand_sms: expected an integer of at least 1, got -1"),
+        ({"expand_sms": -1}, "expand_sms: expected an integer of at least 0, got -1"),
         ({"combine_sms": 2.5}, "combine_sms: expected an integer of at least 1, got 2.5"),
         ({"add_sms": 0}, "add_sms: expected an integer of at least 1, got 0"),
         ({"mode": "fast"}, "mode: expected one of ht, ll, got 'fast'"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 
 from ep_plugin.bench.workload import SHORT_NAMES, Workload
-from ep_plugin.config import DispatchLayout
+from ep_plugin.config import LEAST_SMS, DispatchLayout
 
 DISPATCH, CACHED, COMBINE, ROUNDTRIP = "dispatch", "cached", "combine", "roundtrip"
 FLAT, TOKEN_MAJOR = DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR
@@ -39,8 +39,8 @@ DEFAULT_SMS = Sms()
 # How the SMs of a case with a bounded number are split, by the case's last word and layout.
 SPLITS: dict[tuple[str, DispatchLayout], Sms] = {
     ("12sm", FLAT): Sms(dispatch=12, expand=48, combine=12, add=36),
-    ("12sm", TOKEN_MAJOR): Sms(dispatch=7, expand=5),
-    ("12total", FLAT): Sms(dispatch=5, expand=7, combine=7, add=5),
+    ("12sm", TOKEN_MAJOR): Sms(dispatch=12, expand=0),
+    ("12total", FLAT): Sms(dispatch=12, expand=0, combine=7, add=5),
 }
 
 
@@ -50,7 +50,7 @@ def parse_sms(text: str) -> Sms:
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
-        if name not in known or not value.isdigit() or int(value) < 1:
+        if name not in known or not value.isdigit() or int(value) < LEAST_SMS.get(f"{name}_sms", 1):
             raise ValueError(f"sms: expected {', '.join(f'{each}=N' for each in known)} or some of them, got {text!r}")
         found[name] = int(value)
     return Sms(**found)

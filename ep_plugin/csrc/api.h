@@ -151,6 +151,8 @@ struct KernelTable {
   void (*expand)(const ExpandArgs&);
   void (*push)(const PushArgs&);
   void (*add)(const AddArgs&);
+  // CUDA: in one kernel of send's num_sms, on one stream and without admit. A send that is not optimistic.
+  void (*send_and_expand)(const SendArgs&, const ExpandArgs&);
 };
 
 const KernelTable& cpu_kernels();

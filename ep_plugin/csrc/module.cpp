@@ -219,12 +219,12 @@ void raise_interruption() {
 }
 
 // Kernels run, or are enqueued, without the interpreter's lock.
-template <class Args>
-void bind_kernel(py::module_& m, const char* name, void (*kernel)(const Args&)) {
-  m.def(name, [kernel](const Args& args) {
+template <class... Args>
+void bind_kernel(py::module_& m, const char* name, void (*kernel)(const Args&...)) {
+  m.def(name, [kernel](const Args&... args) {
     {
       py::gil_scoped_release release;
-      kernel(args);
+      kernel(args...);
     }
     raise_interruption();
   });
@@ -239,6 +239,7 @@ void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   bind_kernel(sub, "expand", table.expand);
   bind_kernel(sub, "push", table.push);
   bind_kernel(sub, "add", table.add);
+  bind_kernel(sub, "send_and_expand", table.send_and_expand);
 }
 
 py::object fault_of(Address address) {

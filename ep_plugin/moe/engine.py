@@ -52,7 +52,8 @@ def _sms_of(config: MoECommunicatorConfig, device: torch.device) -> dict[str, in
         most = max(DEFAULT_SMS[first] + DEFAULT_SMS[second] for first, second in RUN_TOGETHER)
         share = min(1.0, max(present - FREE_SMS, 2) / most)
         defaults = {name: max(1, int(sms * share)) for name, sms in DEFAULT_SMS.items()}
-    return {name: getattr(config, name, None) or default for name, default in defaults.items()}
+    asked = {name: getattr(config, name) for name in defaults}
+    return {name: default if asked[name] is None else asked[name] for name, default in defaults.items()}
 
 
 class Engine:

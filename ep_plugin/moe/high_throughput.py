@@ -66,6 +66,7 @@ class PendingDispatch:
     notified: object
     ticket: int
     block_counts: torch.Tensor | None = None
+    made: DispatchResult | None = None  # what the rows go to, where it was there before they were sent
     reserved: bool = False  # the pool is known to be large enough
     result: tuple[DispatchResult, RoutingTensors] | None = None
 
@@ -91,7 +92,10 @@ def address(tensor: torch.Tensor | None) -> int:
 
 
 def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
-    """Plans, notifies and sends; the payload waits for the host only when the pool has to grow."""
+    """Plans, notifies and sends; the payload waits for the host only when the pool has to grow.
+
+    Where the same SMs send and receive, all is enqueued here, and the host waits for what it must know first.
+    """
     header = _dispatch_header(engine, call)
     engine.lanes.fork()
     if call.previous is not None:
@@ -101,6 +105,9 @@ def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
         ticket = 0 if call.capacity is not None else engine.next_ticket()
         block_counts = _launch_plan_and_notify(engine, call, header, routing, ticket)
         pending = PendingDispatch(call, header, routing, engine.lanes.mark(), ticket, block_counts)
+    if engine.sms["expand_sms"] == 0:
+        _send_and_expand(engine, pending)
+        return pending
     needed = _known_pool_bytes(engine, pending)
     if needed is not None:
         engine.reserve(DISPATCH_POOL, needed)
@@ -114,7 +121,11 @@ def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
 
 def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchResult, RoutingTensors]:
     """Waits for the totals, grows the pool if it must, allocates the output and expands into it."""
-    call = pending.call
+    if pending.made is not None:
+        engine.lanes.join()
+        engine.lanes.hand_over((pending.made, pending.routing))
+        engine.check()
+        return pending.made, pending.routing
     engine.lanes.fork_receive(pending.notified)
     if pending.reserved:  # beside the host's wait
         _admit(engine, _C.Step.EXPAND)
@@ -123,6 +134,31 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
     if not pending.reserved:
         _make_room(engine, pending)
         _admit(engine, _C.Step.EXPAND)
+    result = _allocate(engine, pending)
+    engine.kernels.expand(_expand_args(engine, pending, result, engine.sms["expand_sms"], engine.lanes.receive))
+    engine.lanes.join()
+    engine.check()
+    return result, pending.routing
+
+
+def _send_and_expand(engine: Engine, pending: PendingDispatch) -> None:
+    """The rest of a dispatch whose output is there before it is sent."""
+    if pending.ticket:
+        pending.routing = pending.routing._replace(totals=engine.wait_totals(pending.ticket))
+    needed = _known_pool_bytes(engine, pending)
+    assert needed is not None
+    engine.reserve(DISPATCH_POOL, needed)
+    pending.reserved = True
+    pending.made = _allocate(engine, pending)
+    sms, stream = engine.sms["dispatch_sms"], engine.lanes.send
+    engine.kernels.send_and_expand(
+        _send_args(engine, pending), _expand_args(engine, pending, pending.made, sms, stream)
+    )
+
+
+def _allocate(engine: Engine, pending: PendingDispatch) -> DispatchResult:
+    """The output, and in the routing what expand writes there."""
+    call = pending.call
     rows, slots = _output_rows(engine, pending)
     if call.previous is None and call.capacity is not None:
         pending.routing = pending.routing._replace(totals=torch.tensor([call.capacity], device="cpu"))
@@ -130,11 +166,7 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
         K = call.topk_ids.shape[1]
         recv_rows = torch.empty((slots, K), dtype=torch.int32, device=engine.device)
         pending.routing = pending.routing._replace(recv_rows=recv_rows)
-    result = _empty_result(engine, call, rows)
-    _launch_expand(engine, pending, result)
-    engine.lanes.join()
-    engine.check()
-    return result, pending.routing
+    return _empty_result(engine, call, rows)
 
 
 def _make_room(engine: Engine, pending: PendingDispatch) -> None:
@@ -233,23 +265,25 @@ def _launch_plan_and_notify(
 
 
 def _send(engine: Engine, pending: PendingDispatch) -> None:
+    engine.kernels.send(_send_args(engine, pending))
+
+
+def _send_args(engine: Engine, pending: PendingDispatch) -> Any:
     call = pending.call
-    engine.kernels.send(
-        _C.SendArgs(
-            comm=engine.comm,
-            routing=_routing_struct(engine, pending.routing, call.x.shape[0]),
-            header=pending.header,
-            x=address(call.x),
-            x_stride=call.x.stride(0) * call.x.element_size(),
-            scales=address(call.scales),
-            scale_stride=0 if call.scales is None else call.scales.stride(0) * call.scales.element_size(),
-            weights=address(call.weights),
-            num_sms=engine.sms["dispatch_sms"],
-            optimistic=int(not pending.reserved),
-            quantize=int(call.quantize is not None),
-            element=ELEMENTS[call.x.dtype] if call.quantize is not None else 0,
-            stream=engine.lanes.send,
-        )
+    return _C.SendArgs(
+        comm=engine.comm,
+        routing=_routing_struct(engine, pending.routing, call.x.shape[0]),
+        header=pending.header,
+        x=address(call.x),
+        x_stride=call.x.stride(0) * call.x.element_size(),
+        scales=address(call.scales),
+        scale_stride=0 if call.scales is None else call.scales.stride(0) * call.scales.element_size(),
+        weights=address(call.weights),
+        num_sms=engine.sms["dispatch_sms"],
+        optimistic=int(not pending.reserved),
+        quantize=int(call.quantize is not None),
+        element=ELEMENTS[call.x.dtype] if call.quantize is not None else 0,
+        stream=engine.lanes.send,
     )
 
 
@@ -316,26 +350,24 @@ def empty_payload(
     return x.new_empty(shape), x.new_empty(0) if scales is None else scales.new_empty((rows, scales.shape[1]))
 
 
-def _launch_expand(engine: Engine, pending: PendingDispatch, result: DispatchResult) -> None:
+def _expand_args(engine: Engine, pending: PendingDispatch, result: DispatchResult, sms: int, stream: int) -> Any:
     call = pending.call
-    engine.kernels.expand(
-        _C.ExpandArgs(
-            comm=engine.comm,
-            routing=_routing_struct(engine, pending.routing, call.x.shape[0]),
-            header=pending.header,
-            tokens=address(result.tokens),
-            scales=address(result.scales) if pending.header.scale_bytes else 0,
-            weights=0 if call.weights is None else address(result.weights),
-            topk_ids=address(result.topk_ids),
-            row_expert_ids=address(result.row_expert_ids),
-            expert_count=address(result.expert_count),
-            expert_offset=address(result.expert_offset),
-            overflow=address(result.overflow),
-            capacity=result.tokens.shape[0],
-            num_sms=engine.sms["expand_sms"],
-            fresh=int(call.previous is None),
-            stream=engine.lanes.receive,
-        )
+    return _C.ExpandArgs(
+        comm=engine.comm,
+        routing=_routing_struct(engine, pending.routing, call.x.shape[0]),
+        header=pending.header,
+        tokens=address(result.tokens),
+        scales=address(result.scales) if pending.header.scale_bytes else 0,
+        weights=0 if call.weights is None else address(result.weights),
+        topk_ids=address(result.topk_ids),
+        row_expert_ids=address(result.row_expert_ids),
+        expert_count=address(result.expert_count),
+        expert_offset=address(result.expert_offset),
+        overflow=address(result.overflow),
+        capacity=result.tokens.shape[0],
+        num_sms=sms,
+        fresh=int(call.previous is None),
+        stream=stream,
     )
 
 

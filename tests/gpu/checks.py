@@ -54,6 +54,9 @@ CASES = {
 }
 
 
+ONE_KERNEL = {"dispatch_sms": 5, "expand_sms": 0}
+
+
 def device_of(rank: int) -> torch.device:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -163,13 +166,18 @@ def check_round(comm: MoECommunicator, case: Case, seed: int) -> None:
     assert_received(cached, expected[rank])
 
 
-def grid(rank: int, size: int) -> list[str]:
+def grid_in_one_kernel(rank: int, size: int) -> list[str]:
+    """The same where the SMs that send also receive."""
+    return grid(rank, size, **ONE_KERNEL)
+
+
+def grid(rank: int, size: int, **settings: Any) -> list[str]:
     """Every case, on fresh inputs, twice where ranks are few. Returns the names of the cases that ran."""
     done = []
     for index, (name, case) in enumerate(CASES.items()):
         if case.topk > case.experts_per_rank * size:
             continue
-        with communicator(case, rank, size, timeout_s=60) as comm:
+        with communicator(case, rank, size, timeout_s=60, **settings) as comm:
             for seed in (2 * index, 2 * index + 1)[: 2 if size <= 4 else 1]:
                 try:
                     check_round(comm, case, seed)

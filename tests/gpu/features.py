@@ -14,6 +14,7 @@ from ep_plugin.moe.reference import reference_combine, reference_dispatch, refer
 from tests.gpu.checks import (
     CASES,
     FLAT,
+    ONE_KERNEL,
     TOKEN_MAJOR,
     Case,
     assert_close,
@@ -56,7 +57,7 @@ def same_bits(rank: int, size: int) -> None:
     case = CASES["real_widths"]
     given = make_inputs(case, size, 3)
     results = []
-    for sms in ({}, {}, {"dispatch_sms": 4, "expand_sms": 7, "combine_sms": 5}):
+    for sms in ({}, {}, {"dispatch_sms": 4, "expand_sms": 7, "combine_sms": 5}, ONE_KERNEL):
         with communicator(case, rank, size, timeout_s=60, **sms) as comm:
             device = comm.engine.device
             out, handle = comm.dispatch(*(part[rank].to(device) for part in (given.x, given.ids, given.weights)))
@@ -111,7 +112,11 @@ def _to_quantise(x: torch.Tensor, seed: int) -> torch.Tensor:
     return x
 
 
-def quantised(rank: int, size: int) -> None:
+def quantised_in_one_kernel(rank: int, size: int) -> None:
+    quantised(rank, size, **ONE_KERNEL)
+
+
+def quantised(rank: int, size: int, **sms: int) -> None:
     """Rows and scales made by the send are the oracle's bit for bit, by all kernels, and over a known routing."""
     for plain, (seed, (name, case)) in itertools.product(("0", "1"), enumerate(QUANTIZED.items())):
         given = make_inputs(case, size, seed)
@@ -126,7 +131,7 @@ def quantised(rank: int, size: int) -> None:
         beside = reference_dispatch(list(scales), given.ids, given.weights, **kwargs)[rank]
         with (
             unittest.mock.patch.dict(os.environ, EP_PLUGIN_PLAIN_KERNELS=plain),
-            communicator(case, rank, size, timeout_s=60) as comm,
+            communicator(case, rank, size, timeout_s=60, **sms) as comm,
         ):
             device = comm.engine.device
             mine, ids, weights = (part[rank].to(device) for part in (x, given.ids, given.weights))
@@ -139,13 +144,17 @@ def quantised(rank: int, size: int) -> None:
                 assert_received(out._replace(tokens=out.tokens.view(torch.uint8)), expected)
 
 
-def capacity(rank: int, size: int) -> None:
+def capacity_in_one_kernel(rank: int, size: int) -> None:
+    capacity(rank, size, **ONE_KERNEL)
+
+
+def capacity(rank: int, size: int, **sms: int) -> None:
     """Enough room: the oracle's rows, then zeros; too little: rows are dropped and counted."""
     case = Case(dtype=torch.float32, tokens=50)
     given = make_inputs(case, size, 5)
     expected = given.expected[rank]
     rows = len(expected.tokens)
-    with communicator(case, rank, size, timeout_s=60, max_tokens_per_rank=64) as comm:
+    with communicator(case, rank, size, timeout_s=60, max_tokens_per_rank=64, **sms) as comm:
         device = comm.engine.device
         x, ids, weights = (part[rank].to(device) for part in (given.x, given.ids, given.weights))
         out, handle = comm.dispatch(x, ids, weights, capacity=rows + 40)
@@ -275,7 +284,18 @@ def large(rank: int, size: int) -> None:
         assert torch.equal(z, x)
 
 
-_CHECKS = (gradients, same_bits, scales_travel, quantised, capacity, outstanding, misaligned, beside_a_full_device)
+_CHECKS = (
+    gradients,
+    same_bits,
+    scales_travel,
+    quantised,
+    quantised_in_one_kernel,
+    capacity,
+    capacity_in_one_kernel,
+    outstanding,
+    misaligned,
+    beside_a_full_device,
+)
 FEATURES = {check.__name__: check for check in _CHECKS}
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ep_plugin import DispatchOutput, MoECommunicator
-from tests.gpu.checks import TOKEN_MAJOR, Case, check_round, communicator
+from tests.gpu.checks import ONE_KERNEL, TOKEN_MAJOR, Case, check_round, communicator
 
 REPLAYS = 1000
 EAGER_EVERY = 50
@@ -106,11 +106,16 @@ def judge(wrong: torch.Tensor, out: DispatchOutput, z: torch.Tensor, oracle: Exp
     wrong.logical_or_(torch.stack(verdicts))
 
 
-def replayed(rank: int, size: int) -> int:
+def replayed_in_one_kernel(rank: int, size: int) -> int:
+    """The same where the SMs that send also receive."""
+    return replayed(rank, size, **ONE_KERNEL)
+
+
+def replayed(rank: int, size: int, **sms: int) -> int:
     """REPLAYS replays of one capture, with eager steps of this and of another communicator between them."""
     generator = torch.Generator().manual_seed(size)
     with (
-        communicator(CASE, rank, size, timeout_s=60, max_tokens_per_rank=CASE.tokens) as comm,
+        communicator(CASE, rank, size, timeout_s=60, max_tokens_per_rank=CASE.tokens, **sms) as comm,
         communicator(OTHER, rank, size, timeout_s=60) as other,
     ):
         device = comm.engine.device

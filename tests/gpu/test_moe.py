@@ -16,6 +16,15 @@ def test_grid(size: int) -> None:
 
 
 @pytest.mark.gpu(1)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("plain", ["0", "1"])
+def test_grid_in_one_kernel(size: int, plain: str) -> None:
+    environment = {"EP_PLUGIN_PLAIN_KERNELS": plain}
+    done = values(run_ranks(size, checks.grid_in_one_kernel, size, start="spawn", timeout_s=280, env=environment))
+    assert len(done[0]) >= len(checks.CASES) - 1
+
+
+@pytest.mark.gpu(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_features(size: int) -> None:
     done = values(run_ranks(size, features.features, size, start="spawn", timeout_s=200))

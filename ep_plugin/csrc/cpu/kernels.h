@@ -10,4 +10,8 @@ inline void admit(const AdmitArgs&) {}  // a sender here has run to its end
 void expand(const ExpandArgs& args);
 void push(const PushArgs& args);
 void add(const AddArgs& args);
+inline void send_and_expand(const SendArgs& send_args, const ExpandArgs& expand_args) {
+  send(send_args);
+  expand(expand_args);
+}
 }  // namespace ep::cpu

@@ -11,4 +11,5 @@ void admit(const AdmitArgs& args);
 void expand(const ExpandArgs& args);
 void push(const PushArgs& args);
 void add(const AddArgs& args);
+void send_and_expand(const SendArgs& send, const ExpandArgs& expand);
 }  // namespace ep::cuda

@@ -87,11 +87,29 @@ Room room_for() {
   return Room{packed % 2 == 1, packed / 2 * 2};
 }
 
+inline cudaStream_t stream_of(Address stream) { return reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(stream)); }
+
 template <auto kKernel, class... Args>
 void launch(const char* name, int64_t ctas, int threads, int64_t shared_bytes, Address stream, const Args&... args) {
-  kKernel<<<static_cast<unsigned>(ctas), threads, static_cast<size_t>(shared_bytes),
-            reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(stream))>>>(args...);
+  kKernel<<<static_cast<unsigned>(ctas), threads, static_cast<size_t>(shared_bytes), stream_of(stream)>>>(args...);
   throw_on_error(cudaGetLastError(), name);
+}
+
+// All CTAs run at the same time, or none.
+template <auto kKernel, class... Args>
+void launch_cooperatively(const char* name, int64_t ctas, int threads, int64_t shared_bytes, Address stream,
+                          const Args&... args) {
+  cudaLaunchAttribute cooperative{};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(ctas));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream_of(stream);
+  config.attrs = &cooperative;
+  config.numAttrs = 1;
+  throw_on_error(cudaLaunchKernelEx(&config, kKernel, args...), name);
 }
 
 }  // namespace ep::cuda

@@ -25,7 +25,7 @@ void admit(const AdmitArgs& args) {
 
 const KernelTable& cuda_kernels() {
   static const KernelTable table{cuda::plan,   cuda::notify, cuda::send, cuda::admit,
-                                 cuda::expand, cuda::push,   cuda::add};
+                                 cuda::expand, cuda::push,   cuda::add,  cuda::send_and_expand};
   return table;
 }
 

@@ -1,0 +1,67 @@
+"""Dispatch and combine where the SMs that send also receive: here the path through the host, which is the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.moe_cases import (
+    LAYOUTS,
+    Case,
+    check_dispatch,
+    communicator,
+    make_inputs,
+    named,
+    on_ranks,
+    poisoned,
+    ragged,
+    round_trip,
+    same_bits,
+)
+
+ONE_KERNEL = {"expand_sms": 0}
+
+
+def _rounds(rank: int, size: int) -> None:
+    """Ranks need not agree on it. Pools grow, are of a fixed size, or serve a routing that is known."""
+    for layout in LAYOUTS:
+        for most in (None, 60):
+            settings: dict[str, Any] = {"max_tokens_per_rank": most, **(ONE_KERNEL if rank % 3 != 1 else {})}
+            first = Case(tokens=ragged(size, 20, 1), num_experts=2 * size)
+            with communicator(first, layout, **settings) as comm, named((layout, most)), poisoned():
+                for seed, largest in ((1, 20), (2, 60), (3, 5)):
+                    inputs = make_inputs(replace(first, tokens=ragged(size, largest, seed), seed=seed))
+                    round_trip(comm, inputs, inputs.expected(layout))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_rounds(size: int) -> None:
+    on_ranks(size, _rounds)
+
+
+def _without_the_host(rank: int, size: int) -> None:
+    """Started now and waited for later, with room for more rows than come, and over the same routing again."""
+    case = Case(tokens=ragged(size, 30, 4), num_experts=2 * size)
+    inputs = make_inputs(case)
+    for layout in LAYOUTS:
+        expected = inputs.expected(layout)[rank]
+        rows = len(expected.tokens)
+        arguments = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
+        with communicator(case, layout, max_tokens_per_rank=30, **ONE_KERNEL) as comm, named(layout), poisoned():
+            work = comm.dispatch_async(*arguments, capacity=rows + 3)
+            assert not work.done
+            out, handle = work.wait()
+            same_bits("tokens", out.tokens[:rows], expected.tokens)
+            assert not out.tokens[rows:].any() and int(out.required) == rows
+            again, _ = comm.dispatch(*arguments, previous_handle=handle, capacity=rows + 3)
+            same_bits("cached", again.tokens, out.tokens)
+            begun = comm.dispatch_async(*arguments)
+            comm.combine(out.tokens, handle, weights=out.weights)
+            check_dispatch(begun.wait()[0], expected)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_without_the_host(size: int) -> None:
+    on_ranks(size, _without_the_host)
