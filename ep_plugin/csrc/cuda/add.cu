@@ -17,6 +17,7 @@ namespace {
 class AddJob {
  public:
   using Row = int32_t;  // a token
+  static constexpr bool kBulkStores = false;
 
   __device__ AddJob(const Run& run, const AddArgs& args)
       : run_(run),
@@ -57,6 +58,10 @@ class AddJob {
     return args_.bias == 0 ? nullptr : at<char>(args_.bias, token * args_.header.row_bytes);
   }
   __device__ char* target(const Row& token) const { return at<char>(args_.out, token * args_.header.row_bytes); }
+
+  __device__ void settle(const Row&, Term*) const {}
+  __device__ void ahead(int, int) const {}
+  __device__ void completed(uint32_t) const {}
 
   // What rode back with each pair, from the rank that holds its expert.
   __device__ void finish(const Row& token) const {
@@ -136,7 +141,7 @@ __device__ bool partials_fit(const Run& run, const AddArgs& args) {
 }
 
 template <class Element, bool kBulk>
-__global__ void __launch_bounds__(kReduceThreads, 1)
+__global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
     add_kernel(const __grid_constant__ AddArgs args, const __grid_constant__ Cut cut) {
   const Run run = enter(args.comm, kAdd);
   if (run.ok && partials_fit(run, args) && open_sources(run, kCombinePool, args.header, nullptr)) {
@@ -158,11 +163,13 @@ template <class Element>
 void launch_add(const AddArgs& args) {
   const Room room = room_for<add_kernel<Element, true>>();
   const bool bulk = room.bulk && args.comm.plain == 0;
-  const Cut cut = cut_for_sums(args.header.row_bytes, 2 * args.comm.num_ranks, room.shared_bytes, bulk);
+  const Cut cut =
+      cut_for_sums<AddJob>(args.header.row_bytes, kReduceWarps, 2 * args.comm.num_ranks, room.shared_bytes, bulk);
+  const int threads = kReduceWarps * kWarp;
   if (bulk)
-    launch<add_kernel<Element, true>>("add", args.num_sms, kReduceThreads, cut.shared_bytes(), args.stream, args, cut);
+    launch<add_kernel<Element, true>>("add", args.num_sms, threads, cut.shared_bytes(), args.stream, args, cut);
   else
-    launch<add_kernel<Element, false>>("add", args.num_sms, kReduceThreads, cut.shared_bytes(), args.stream, args, cut);
+    launch<add_kernel<Element, false>>("add", args.num_sms, threads, cut.shared_bytes(), args.stream, args, cut);
 }
 
 }  // namespace

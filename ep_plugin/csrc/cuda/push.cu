@@ -1,11 +1,13 @@
 // Push: a received slot's expert rows -> one partial row, stored in the combine pool of the token's owner.
 //
 // Roles. Warps take slots as they come, chunk by chunk of the owners' tokens and all owners in turn, beginning with the
-// next rank so that no two ranks write to one owner in step. Expert rows come through shared memory (bulk) or
-// registers; the sum is stored at the owner straight from registers, with the values that ride back beside it. The last
-// warp of each CTA signals the chunks. Pushes wait only on consumed words, never on rows. Memory order. Rows are
-// written by ordinary stores; what owners may rely on is in signals.cuh. A slot of the combine pool: [row | extra[K]],
-// see PartialLayout.
+// next rank so that no two ranks write to one owner in step. Expert rows come, and sums leave, through shared memory
+// (bulk) or registers; lanes store the values that ride back beside them. The last warp of each CTA signals the chunks.
+// Pushes wait only on consumed words, never on rows. Which row is next, what it is the sum of, and with which weights,
+// are three loads that depend on each other and together take as long as half a row: on the bulk path each goes on
+// while rows are summed.
+// Memory order. What a warp's lanes have stored they join before the warp says so, and bulk stores are complete; what
+// owners may rely on is in signals.cuh. A slot of the combine pool: [row | extra[K]], see PartialLayout.
 #include "kernels.h"
 #include "launch.cuh"
 #include "reduce.cuh"
@@ -14,6 +16,8 @@
 namespace ep::cuda {
 
 namespace {
+
+constexpr int kPushWarps = kReduceWarps - 1;
 
 // The rows of a push in the order of their numbers: chunk by chunk of the owners' tokens, and in each all owners in
 // turn, beginning with the next rank. In shared memory.
@@ -75,6 +79,8 @@ struct PushedChunks {
 
 class PushJob {
  public:
+  static constexpr bool kBulkStores = true;
+
   struct Row {
     int32_t slot;
     int32_t owner;
@@ -89,20 +95,27 @@ class PushJob {
         rows_(run, kCombinePool, order.begin[kMaxChunks * run.comm.num_ranks], progress),
         flat_(args.routing.layout == kFlat) {}
 
-  __device__ Next next(bool, Row* row) {
-    const int32_t number = rows_.next();
-    if (number == kNoMore) {
-      rows_.written(finished_);
-      return kEnd;
-    }
-    while (number >= order_.begin[item_ + 1]) ++item_;
-    *row =
-        Row{order_.slot[item_] + number - order_.begin[item_], Order::owner_of(run_.comm, item_ % run_.comm.num_ranks)};
+  __device__ Next next(bool may_block, Row* row) {
+    if (!may_block && !looked_) return kNotYet;
+    look();
+    if (!found_) return kEnd;
+    *row = next_;
+    looked_ = false;
     return kRow;
   }
 
-  __device__ int describe(const Row& row, Term* terms) const {
+  __device__ void ahead(int piece, int pieces) {
+    if (piece == 0) rows_.ask();
+    if (piece == min(1, pieces - 1)) look();
+  }
+
+  // For the row found last, and before the next is looked for; so is settle.
+  __device__ int describe(const Row& row, Term* terms) {
     return flat_ ? describe_flat(row, terms) : describe_token(row, terms);
+  }
+  __device__ void settle(const Row& row, Term* terms) const {
+    if (!flat_) return settle_token(row, terms);
+    if (place_ >= 0) terms[place_].factor = weight_;
   }
 
   __device__ const char* source(int32_t term_row) const { return at<char>(args_.y, term_row * args_.header.row_bytes); }
@@ -112,15 +125,25 @@ class PushJob {
     return at<char>(args_.comm.pool[kCombinePool][row.owner], index * lay_.bytes);
   }
 
-  __device__ void finish(const Row& row) {
+  __device__ void finish(const Row& row) const {
     if (args_.header.weight_bytes != 0) write_extra(row);
-    __syncwarp();
-    if (lane_id() == 0)
-      ptx::fence_proxy_async();  // lets the row leave first: more under way would queue, and all be late
-    rows_.written(++finished_);
   }
+  __device__ void completed(uint32_t results) { rows_.written(results); }
 
  private:
+  // Finds the next row, and begins to load its first pairs.
+  __device__ void look() {
+    if (looked_) return;
+    looked_ = true;
+    const int32_t number = rows_.next();
+    found_ = number != kNoMore;
+    if (!found_) return;
+    while (number >= order_.begin[item_ + 1]) ++item_;
+    next_ =
+        Row{order_.slot[item_] + number - order_.begin[item_], Order::owner_of(run_.comm, item_ % run_.comm.num_ranks)};
+    from_ = lane_id() < args_.routing.topk ? recv_row(next_, lane_id()) : -1;
+  }
+
   __device__ int32_t recv_row(const Row& row, int k) const {
     return at<const int32_t>(args_.routing.recv_rows)[static_cast<int64_t>(row.slot) * args_.routing.topk + k];
   }
@@ -129,39 +152,58 @@ class PushJob {
     return from < args_.rows || fail(run_.comm, kBadData, kCombine, run_.comm.rank, k, args_.rows, from);
   }
 
-  // A term for each pair that came here.
-  __device__ int describe_flat(const Row& row, Term* terms) const {
+  // Where the row of pair k lies, or -1: it did not come here.
+  __device__ int32_t term_of(const Row& row, int k) const {
+    const int32_t from = k < kWarp ? from_ : k < args_.routing.topk ? recv_row(row, k) : -1;
+    return from >= 0 && sound(row, k, from) ? from : -1;
+  }
+
+  // A term for each pair that came here. The weights of the first pairs are on their way until settle.
+  __device__ int describe_flat(const Row& row, Term* terms) {
     const int K = args_.routing.topk;
     int count = 0;
     for (int k = lane_id(); k - lane_id() < K; k += kWarp) {
-      const int32_t from = k < K ? recv_row(row, k) : -1;
-      const bool here = from >= 0 && sound(row, k, from);
-      const float factor = here && args_.weights != 0 ? at<const float>(args_.weights)[from] : 1.0f;
-      const unsigned mask = __ballot_sync(kAllLanes, here);
-      if (here) terms[count + __popc(mask & ((1u << lane_id()) - 1u))] = Term{from, factor};
+      const int32_t from = term_of(row, k);
+      const float factor = from >= 0 && args_.weights != 0 ? at<const float>(args_.weights)[from] : 1.0f;
+      const unsigned mask = __ballot_sync(kAllLanes, from >= 0);
+      const int place = count + __popc(mask & ((1u << lane_id()) - 1u));
+      if (from >= 0) terms[place].row = from;
+      if (k < kWarp) {
+        place_ = from >= 0 ? place : -1;
+        weight_ = factor;
+      } else if (from >= 0) {
+        terms[place].factor = factor;
+      }
       count += __popc(mask);
     }
     return count;
   }
 
-  // One term, whose factor is the sum of the weights of the pairs that came here, in their order.
-  __device__ int describe_token(const Row& row, Term* terms) const {
-    const int K = args_.routing.topk;
-    const bool weighted = args_.weights != 0;
+  // One term, if any pair came here.
+  __device__ int describe_token(const Row& row, Term* terms) {
     bool any = false;
+    for (int k = lane_id(); k - lane_id() < args_.routing.topk; k += kWarp) any |= term_of(row, k) >= 0;
+    weight_ = weight_of_token(row, lane_id());
+    any = __any_sync(kAllLanes, any) != 0;
+    if (any && lane_id() == 0) terms[0].row = row.slot;
+    return any ? 1 : 0;
+  }
+
+  // Its factor is the sum of the weights of the pairs that came here, in their order.
+  __device__ void settle_token(const Row& row, Term* terms) const {
+    const bool weighted = args_.weights != 0;
     float factor = weighted ? 0.0f : 1.0f;
-    for (int k = lane_id(); k - lane_id() < K; k += kWarp) {
-      const int32_t from = k < K ? recv_row(row, k) : -1;
-      const bool here = from >= 0 && sound(row, k, from);
-      const int64_t pair = static_cast<int64_t>(row.slot) * K + k;
-      const float weight = here && weighted ? at<const float>(args_.weights)[pair] : 0.0f;
-      const unsigned mask = __ballot_sync(kAllLanes, here);
-      any |= mask != 0;
-      for (unsigned left = weighted ? mask : 0; left != 0; left &= left - 1)
+    for (int k = lane_id(); weighted && k - lane_id() < args_.routing.topk; k += kWarp) {
+      const float weight = k < kWarp ? weight_ : weight_of_token(row, k);
+      for (unsigned left = __ballot_sync(kAllLanes, term_of(row, k) >= 0); left != 0; left &= left - 1)
         factor += __shfl_sync(kAllLanes, weight, __ffs(left) - 1);
     }
-    if (any && lane_id() == 0) terms[0] = Term{row.slot, factor};
-    return any ? 1 : 0;
+    if (lane_id() == 0) terms[0].factor = factor;
+  }
+
+  __device__ float weight_of_token(const Row& row, int k) const {
+    const int K = args_.routing.topk;
+    return k < K && args_.weights != 0 ? at<const float>(args_.weights)[static_cast<int64_t>(row.slot) * K + k] : 0.0f;
   }
 
   __device__ void write_extra(const Row& row) const {
@@ -182,7 +224,11 @@ class PushJob {
   RowQueue rows_;
   const bool flat_;
   int item_ = 0;  // of order_, that the row found last belongs to
-  uint32_t finished_ = 0;
+  bool looked_ = false, found_ = false;
+  Row next_{};         // found last
+  int32_t from_ = -1;  // recv_row of this lane's pair of it
+  int place_ = -1;     // of this lane's pair among its terms
+  float weight_ = 0.0f;
 };
 
 // All threads: the rows that this rank holds of every source end within the pools and lists they belong to.
@@ -203,7 +249,7 @@ __device__ bool rows_fit(const Run& run, const PushArgs& args) {
 }
 
 template <class Element, bool kBulk>
-__global__ void __launch_bounds__(kReduceThreads + kWarp, 1)
+__global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
     push_kernel(const __grid_constant__ PushArgs args, const __grid_constant__ Cut cut) {
   __shared__ Order order;
   __shared__ Progress progress;
@@ -217,8 +263,8 @@ __global__ void __launch_bounds__(kReduceThreads + kWarp, 1)
   if (run.ok) {
     order.make(args.comm, meta);
     if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks == 0) hold_at_gate(run);
-    if (warp_id() == kReduceWarps) {
-      signal_chunks(run, kCombinePool, progress, kReduceWarps, PushedChunks{run, meta, order});
+    if (warp_id() == cut.warps) {
+      signal_chunks(run, kCombinePool, progress, cut.warps, PushedChunks{run, meta, order});
     } else {
       PushJob job(run, args, meta, order, progress);
       reduce_rows<Element, kBulk>(job, run, cut);
@@ -231,8 +277,9 @@ template <class Element>
 void launch_push(const PushArgs& args) {
   const Room room = room_for<push_kernel<Element, true>>();
   const bool bulk = room.bulk && args.comm.plain == 0;
-  const Cut cut = cut_for_sums(args.header.row_bytes, 2 * args.routing.topk, room.shared_bytes, bulk);
-  const int threads = kReduceThreads + kWarp;
+  const Cut cut =
+      cut_for_sums<PushJob>(args.header.row_bytes, kPushWarps, 2 * args.routing.topk, room.shared_bytes, bulk);
+  const int threads = kReduceWarps * kWarp;
   if (bulk)
     launch<push_kernel<Element, true>>("push", args.num_sms, threads, cut.shared_bytes(), args.stream, args, cut);
   else

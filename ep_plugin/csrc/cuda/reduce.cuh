@@ -7,29 +7,35 @@
 //   const char* source(int32_t term_row)
 //   char* target(const Row& row)
 //   const char* bias(const Row& row)                 added last, or null
-//   void finish(const Row& row)                      the result is written, by ordinary stores of all lanes
+//   void settle(const Row& row, Term* terms)         the last moment for the factors of its terms
+//   void ahead(int piece, int pieces)                bulk path, before each piece: it may look for the next result
+//   void finish(const Row& row)                      the result is summed: stores what goes beside it
+//   void completed(uint32_t results)                 so many results of this warp are written
+//   static constexpr bool kBulkStores                bulk path: results leave through shared memory
 // all called by whole warps. A result is computed in pieces of up to 4 KiB, whose sums stay in registers.
 //
 // Bulk path: the terms of a piece come through the ring, loads running ahead to the end of the next result. Two lists
-// of terms are kept: of the result being summed, and of the next.
+// of terms are kept: of the result being summed, and of the next. With kBulkStores the sums of a piece go to a stage of
+// their own, which is stored while the next piece is summed. All of a result is written before any of the next is
+// stored: more under way would queue in the links, and all be late.
 #pragma once
 #include "element.cuh"
 #include "ring.cuh"
 
 namespace ep::cuda {
 
-constexpr int kReduceThreads = 384;
-constexpr int kReduceWarps = kReduceThreads / kWarp;
+constexpr int kReduceWarps = 12;  // of a CTA, with those that do something else: more would have too few registers
 constexpr int kReduceStages = 4;
 constexpr int kReduceBytes = 4096;  // of a piece, at most
 constexpr int kLaneVectors = kReduceBytes / 16 / kWarp;
 
 // Pieces whose sums fit in registers, and whose rings fit in shared memory. Without bulk copies there are no stages.
-inline Cut cut_for_sums(int64_t row_bytes, int list_entries, int64_t shared_bytes, bool bulk) {
-  const int64_t room =
-      (shared_bytes / kReduceWarps - 8 * (kReduceStages + list_entries)) / kReduceStages / kSlotAlign * kSlotAlign;
+template <class Job>
+Cut cut_for_sums(int64_t row_bytes, int warps, int list_entries, int64_t shared_bytes, bool bulk) {
+  const int stages = kReduceStages + (Job::kBulkStores ? 1 : 0);
+  const int64_t room = (shared_bytes / warps - 8 * (stages + list_entries)) / stages / kSlotAlign * kSlotAlign;
   const int64_t largest = bulk && room < kReduceBytes ? room : kReduceBytes;
-  Cut cut = cut_row(row_bytes, largest, kReduceWarps, kReduceStages, list_entries);
+  Cut cut = cut_row(row_bytes, largest, warps, stages, list_entries);
   if (!bulk) cut.stage_bytes = 0;
   return cut;
 }
@@ -53,15 +59,21 @@ struct Sums {
   // `vectors` 16-byte vectors of a row, in shared or (kGlobal) global memory. All loads before the first use.
   template <bool kGlobal>
   __device__ __forceinline__ void add(const char* from, int vectors, float factor) {
-    const int4* row = reinterpret_cast<const int4*>(from);
+    const int4* row = reinterpret_cast<const int4*>(from) + lane_id();
     int4 held[kLaneVectors];
 #pragma unroll
     for (int v = 0; v < kLaneVectors; ++v) {
-      const int at = v * kWarp + lane_id();
-      held[v] = at >= vectors ? make_int4(0, 0, 0, 0) : kGlobal ? ptx::ld_coherent(row + at) : row[at];
+      if (v * kWarp >= vectors) break;  // the same for all lanes
+      if ((v + 1) * kWarp <= vectors)
+        held[v] = load<kGlobal>(row + v * kWarp);
+      else
+        held[v] = v * kWarp + lane_id() < vectors ? load<kGlobal>(row + v * kWarp) : make_int4(0, 0, 0, 0);
     }
 #pragma unroll
-    for (int v = 0; v < kLaneVectors; ++v) Element::add(of[v], held[v], factor);
+    for (int v = 0; v < kLaneVectors; ++v) {
+      if (v * kWarp >= vectors) break;
+      Element::add(of[v], held[v], factor);
+    }
   }
   __device__ __forceinline__ void store(char* to, int vectors) const {
 #pragma unroll
@@ -70,16 +82,25 @@ struct Sums {
       if (at < vectors) reinterpret_cast<int4*>(to)[at] = Element::narrow(of[v]);
     }
   }
+
+ private:
+  template <bool kGlobal>
+  static __device__ __forceinline__ int4 load(const int4* from) {
+    if constexpr (kGlobal)
+      return ptx::ld_coherent(from);
+    else
+      return *from;
+  }
 };
 
-// Adds the bias and stores a piece.
+// Adds the bias and writes a piece to `to`.
 template <class Element, class Job>
 __device__ __forceinline__ void write_piece(const Job& job, const typename Job::Row& row, const Cut& cut, int piece,
-                                            Sums<Element>& sums) {
+                                            Sums<Element>& sums, char* to) {
   const int vectors = static_cast<int>(cut.piece_size(piece) / 16);
   const char* bias = job.bias(row);
   if (bias != nullptr) sums.template add<true>(bias + cut.piece_begin(piece), vectors, 1.0f);
-  sums.store(job.target(row) + cut.piece_begin(piece), vectors);
+  sums.store(to, vectors);
 }
 
 // A warp's two lists of terms, used in turns.
@@ -105,10 +126,17 @@ class BulkReducer {
       turn_ ^= 1;
       if (!load_next_) load_piece_ = load_term_ = 0;
       load_next_ = false;
-      for (int piece = 0; piece < cut_.pieces; ++piece)
-        if (!sum_piece(piece)) return;
+      job_.settle(row_, lists_.of(turn_));
+      __syncwarp();
+      for (int piece = 0; piece < cut_.pieces; ++piece) {
+        job_.ahead(piece, cut_.pieces);
+        if (!sum_piece(piece)) return wait_until_written();
+      }
       job_.finish(row_);
+      ++results_;
     }
+    wait_until_written();
+    job_.completed(results_);
   }
 
  private:
@@ -134,8 +162,36 @@ class BulkReducer {
       __syncwarp();
       ++ring_.taken;
     }
-    write_piece(job_, row_, cut_, piece, sums);
+    if constexpr (Job::kBulkStores)
+      store_piece(piece, sums);
+    else
+      write_piece(job_, row_, cut_, piece, sums, job_.target(row_) + cut_.piece_begin(piece));
     return true;
+  }
+
+  __device__ __forceinline__ void store_piece(int piece, Sums<Element>& sums) {
+    char* const stage = stages_of_warp(cut_) + static_cast<int64_t>(kReduceStages) * cut_.stage_bytes;
+    if (piece == 0) {
+      wait_until_written();
+      job_.completed(results_);
+    } else {
+      if (lane_id() == 0) ptx::bulk_wait_read<0>();
+      __syncwarp();
+    }
+    write_piece(job_, row_, cut_, piece, sums, stage);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane_id() == 0) {
+      char* to = job_.target(row_) + cut_.piece_begin(piece);
+      ptx::bulk_store(to, stage, static_cast<uint32_t>(cut_.piece_size(piece)));
+      ptx::bulk_commit();
+    }
+  }
+
+  // What this warp has stored in bulk.
+  __device__ void wait_until_written() const {
+    if (Job::kBulkStores && lane_id() == 0) ptx::bulk_wait<0>();
+    __syncwarp();
   }
 
   // Issues loads while stages are free: of the row being summed, then of the next one, if it is known to be ready.
@@ -166,6 +222,7 @@ class BulkReducer {
   int count_ = 0, next_count_ = 0;
   int load_piece_ = 0, load_term_ = 0;
   int turn_ = 0;
+  uint32_t results_ = 0;  // summed
   bool has_next_ = false;
   bool load_next_ = false;  // loads have moved on to the next row
 };
@@ -174,9 +231,11 @@ template <class Element, class Job>
 __device__ void reduce_rows_plain(Job& job, const Cut& cut) {
   Term* terms = TermLists(cut).of(0);
   typename Job::Row row{};
+  uint32_t results = 0;
   while (job.next(true, &row) == kRow) {
     __syncwarp();
     const int count = job.describe(row, terms);
+    job.settle(row, terms);
     __syncwarp();
     for (int piece = 0; piece < cut.pieces; ++piece) {
       Sums<Element> sums;
@@ -184,10 +243,13 @@ __device__ void reduce_rows_plain(Job& job, const Cut& cut) {
       const int vectors = static_cast<int>(cut.piece_size(piece) / 16);
       for (int t = 0; t < count; ++t)
         sums.template add<true>(job.source(terms[t].row) + cut.piece_begin(piece), vectors, terms[t].factor);
-      write_piece(job, row, cut, piece, sums);
+      write_piece(job, row, cut, piece, sums, job.target(row) + cut.piece_begin(piece));
     }
     job.finish(row);
+    __syncwarp();
+    job.completed(++results);
   }
+  job.completed(results);
 }
 
 template <class Element, bool kBulk, class Job>

@@ -16,7 +16,7 @@ struct Cut {
   int32_t pieces;       // of a row
   int32_t piece_bytes;  // all but the last, a multiple of 16
   int32_t stage_bytes;
-  int32_t stages;            // of a warp
+  int32_t stages;            // of a warp: its ring's, and others that the caller fills
   int32_t list_entries;      // of the caller's list, per warp
   int32_t first_warp = 0;    // of the CTA's, with a ring of this cut
   int64_t shared_begin = 0;  // where its shared memory begins, a multiple of kSlotAlign
@@ -78,8 +78,8 @@ struct Ring {
 
   // One warp calls it; the barriers are its own, so its own join is enough.
   __device__ explicit Ring(const Cut& cut) : stages(stages_of_warp(cut)), stage_bytes(cut.stage_bytes) {
-    char* barriers = dynamic_shared + cut.shared_begin + static_cast<int64_t>(cut.warps) * kStages * stage_bytes;
-    full = reinterpret_cast<uint64_t*>(barriers) + warp_in(cut) * kStages;
+    char* barriers = dynamic_shared + cut.shared_begin + static_cast<int64_t>(cut.warps) * cut.stages * stage_bytes;
+    full = reinterpret_cast<uint64_t*>(barriers) + warp_in(cut) * cut.stages;
     if (lane_id() == 0) {
       for (int s = 0; s < kStages; ++s) ptx::mbarrier_init(full + s, 1);
       ptx::fence_mbarrier_init();

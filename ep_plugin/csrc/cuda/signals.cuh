@@ -33,12 +33,19 @@ class RowQueue {
   __device__ RowQueue(const Run& run, Pool pool, int64_t rows, Progress& progress)
       : counter_(&state_of(run.comm).next_row[pool]), rows_(rows), progress_(progress) {}
 
+  // Begins to ask for the next row. The answer takes its time, and nobody waits for it before next().
+  __device__ void ask() {
+    if (ended_ || asked_) return;
+    if (lane_id() == 0) answer_ = atomicAdd(counter_, 1ull);
+    asked_ = true;
+  }
+
   // The next row, or kNoMore.
   __device__ int32_t next() {
+    ask();
     if (ended_) return kNoMore;
-    unsigned long long taken = 0;
-    if (lane_id() == 0) taken = atomicAdd(counter_, 1ull);
-    const int64_t row = static_cast<int64_t>(__shfl_sync(kAllLanes, taken, 0));
+    const int64_t row = static_cast<int64_t>(__shfl_sync(kAllLanes, answer_, 0));
+    asked_ = false;
     ended_ = row >= rows_;
     if (ended_) return kNoMore;
     if (lane_id() == static_cast<int>(given_ % kWarp)) kept_ = static_cast<int32_t>(row);
@@ -63,6 +70,8 @@ class RowQueue {
   Progress& progress_;
   int32_t kept_ = 0;  // rows under way, a lane keeps each
   uint32_t given_ = 0;
+  unsigned long long answer_ = 0;  // lane 0
+  bool asked_ = false;
   bool ended_ = false;
 };
 
