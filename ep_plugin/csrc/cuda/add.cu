@@ -5,158 +5,22 @@
 // Memory order. A chunk's flags are acquired at system scope, the warp joins, and the async proxy is fenced before bulk
 // loads. Consumed words are stored with release after all CTAs' reads.
 // After a fault the outputs are filled with 0xFF bytes.
-#include "copy.cuh"
+#include "add_job.cuh"
 #include "kernels.h"
-#include "launch.cuh"
-#include "reduce.cuh"
 
 namespace ep::cuda {
 
 namespace {
-
-class AddJob {
- public:
-  using Row = int32_t;  // a token
-  static constexpr bool kBulkStores = false;
-
-  __device__ AddJob(const Run& run, const AddArgs& args)
-      : run_(run),
-        args_(args),
-        meta_(meta_of(args.comm, args.routing)),
-        lay_(partial_layout_of(args.header)),
-        team_(team_of_warps(kReduceWarps)),
-        token_(team_.index) {}
-
-  __device__ Next next(bool may_block, Row* token) {
-    const int T = args_.routing.num_tokens;
-    if (token_ >= T) return kEnd;
-    const int chunk = static_cast<int>(token_ / chunk_tokens(T));
-    if (chunk != ready_chunk_) {
-      const Next found = chunk_ready(chunk, may_block);
-      if (found == kEnd) token_ = T;
-      if (found != kRow) return found;
-      ready_chunk_ = chunk;
-    }
-    *token = static_cast<int32_t>(token_);
-    token_ += team_.size;
-    return kRow;
-  }
-
-  // A term for each rank that the token went to, in their order.
-  __device__ int describe(const Row& token, Term* terms) const {
-    const int lane = lane_id();
-    const int32_t slot = lane < run_.comm.num_ranks ? slot_from(token, lane) : -1;
-    const unsigned mask = __ballot_sync(kAllLanes, slot >= 0);
-    if (slot >= 0) terms[__popc(mask & ((1u << lane) - 1u))] = Term{slot, 1.0f};
-    return __popc(mask);
-  }
-
-  __device__ const char* source(int32_t slot) const {
-    return at<char>(run_.comm.pool[kCombinePool][run_.comm.rank], slot * lay_.bytes);
-  }
-  __device__ const char* bias(const Row& token) const {
-    return args_.bias == 0 ? nullptr : at<char>(args_.bias, token * args_.header.row_bytes);
-  }
-  __device__ char* target(const Row& token) const { return at<char>(args_.out, token * args_.header.row_bytes); }
-
-  __device__ void settle(const Row&, Term*) const {}
-  __device__ void ahead(int, int) const {}
-  __device__ void completed(uint32_t) const {}
-
-  // What rode back with each pair, from the rank that holds its expert.
-  __device__ void finish(const Row& token) const {
-    if (args_.extra == 0) return;
-    const int K = args_.routing.topk, per_rank = local_experts(run_.comm);
-    for (int k = lane_id(); k < K; k += kWarp) {
-      const int64_t pair = static_cast<int64_t>(token) * K + k;
-      const int32_t id = at<const int32_t>(args_.routing.topk_ids)[pair];
-      const int32_t slot = id < 0 ? -1 : slot_from(token, id / per_rank);
-      at<float>(args_.extra)[pair] =
-          slot < 0 ? 0.0f : ptx::ld_coherent(reinterpret_cast<const float*>(source(slot) + lay_.extra) + k);
-    }
-  }
-
- private:
-  // Where the token's partial row from `rank` lies in this rank's pool, or -1.
-  __device__ int32_t slot_from(int32_t token, int rank) const {
-    const int32_t position =
-        at<const int32_t>(args_.routing.send_pos)[static_cast<int64_t>(token) * run_.comm.num_ranks + rank];
-    return position < 0 ? -1 : meta_.send_base[rank] + position;
-  }
-
-  // A lane for each rank. kEnd: a fault.
-  __device__ Next chunk_ready(int chunk, bool may_block) const {
-    const int rank = lane_id();
-    const bool waits = rank < run_.comm.num_ranks;
-    const Arrival* word = arrival(run_.comm, run_.comm.rank, kCombinePool, waits ? rank : 0, chunk);
-    bool here = !waits, go_on = true;
-    Patience patience;
-    for (;;) {
-      uint64_t seen = 0;
-      if (!here) {
-        here = has_reached(&word->flag, run_.epoch, &seen);
-        if (here) go_on = check(word, rank, chunk);
-      }
-      if (__any_sync(kAllLanes, !go_on)) return kEnd;
-      if (__all_sync(kAllLanes, here)) break;
-      if (!may_block) return kNotYet;
-      if (!here) go_on = patience.keep_waiting(run_, rank, chunk, run_.epoch, seen);
-    }
-    __syncwarp();
-    ptx::fence_proxy_async();
-    return kRow;
-  }
-
-  // The chunk's rows are those that this rank sent there.
-  __device__ bool check(const Arrival* word, int rank, int chunk) const {
-    const int32_t* ends = meta_.send_chunk_end + rank * kMaxChunks;
-    const int32_t begin = ptx::ld_coherent(&word->begin), end = ptx::ld_coherent(&word->end);
-    const int32_t expected = chunk == 0 ? 0 : ends[chunk - 1];
-    if (begin != expected) return fail(run_.comm, kBadData, kAdd, rank, chunk, expected, begin);
-    return end == ends[chunk] || fail(run_.comm, kBadData, kAdd, rank, chunk, ends[chunk], end);
-  }
-
-  const Run& run_;
-  const AddArgs& args_;
-  const Meta meta_;
-  const PartialLayout lay_;
-  const Team team_;
-  int64_t token_;
-  int ready_chunk_ = -1;
-};
-
-// All threads: the partial rows of every rank end within this rank's pool.
-__device__ bool partials_fit(const Run& run, const AddArgs& args) {
-  const Comm& comm = args.comm;
-  const Meta meta = meta_of(comm, args.routing);
-  const int rank = static_cast<int>(threadIdx.x);
-  bool ok = true;
-  if (rank < comm.num_ranks) {
-    const int64_t rows = static_cast<int64_t>(meta.send_base[rank]) + meta.rank_count[rank];
-    const int64_t end = rows * partial_layout_of(args.header).bytes;
-    if (end > comm.pool_bytes[kCombinePool])
-      ok = fail(comm, kTooSmall, kAdd, rank, 0, comm.pool_bytes[kCombinePool], end);
-  }
-  return __syncthreads_and(ok) != 0;
-}
 
 template <class Element, bool kBulk>
 __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
     add_kernel(const __grid_constant__ AddArgs args, const __grid_constant__ Cut cut) {
   const Run run = enter(args.comm, kAdd);
   if (run.ok && partials_fit(run, args) && open_sources(run, kCombinePool, args.header, nullptr)) {
-    AddJob job(run, args);
+    AddJob job(run, args, team_of_warps(cut.warps));
     reduce_rows<Element, kBulk>(job, run, cut);
   }
-  if (!last_to_finish(run)) return;
-  if (__syncthreads_or(faulted(args.comm))) {
-    const int64_t tokens = args.routing.num_tokens;
-    fill_bytes(args.out, tokens * args.header.row_bytes, 0xFF, threadIdx.x, blockDim.x);
-    fill_bytes(args.extra, tokens * args.routing.topk * 4, 0xFF, threadIdx.x, blockDim.x);
-    return;
-  }
-  tell_consumed(run, kCombinePool);
-  advance(run);
+  if (last_to_finish(run)) finish_adding(run, args);
 }
 
 template <class Element>
@@ -175,15 +39,7 @@ void launch_add(const AddArgs& args) {
 }  // namespace
 
 void add(const AddArgs& args) {
-  require_comm(args.comm);
-  require_routing(args.routing);
-  require_header(args.header, args.routing);
-  require_sms(args.num_sms);
-  require_elements(args.header, args.hidden, args.element);
-  require(args.extra == 0 || args.header.weight_bytes == 4, "weight_bytes", "4, as extra values ride back",
-          args.header.weight_bytes);
-  require_rows("out", args.out);
-  require_rows("bias", args.bias);
+  require_add(args);
   switch (args.element) {
     case kFloat32:
       return launch_add<Float32>(args);
