@@ -16,7 +16,7 @@ ROW_ALIGNMENT_BYTES = 16
 MODES = ("ht", "ll")
 
 _SMS_FIELDS = ("dispatch_sms", "expand_sms", "combine_sms", "add_sms")
-LEAST_SMS = {"expand_sms": 0}  # 0: none of their own
+LEAST_SMS = {"expand_sms": 0, "add_sms": 0}  # 0: none of their own
 # A rank may differ from its peers in these: they change neither what travels nor where it lands.
 _LOCAL_FIELDS = ("timeout_s", *_SMS_FIELDS)
 
@@ -46,8 +46,8 @@ class MoECommunicatorConfig:
     expert_alignment: each expert's group of FLAT rows is padded to a multiple of this.
     timeout_s: seconds that a rank waits for its peers; None is the process group's own timeout.
     dispatch_sms, expand_sms: SMs of dispatch's sending and receiving kernel; combine_sms, add_sms: of combine's. None
-        takes measured defaults. expand_sms=0: the SMs that send also receive, in one kernel; for few SMs. Without
-        capacity= or previous_handle= the host then waits for the totals before anything is sent.
+        takes measured defaults. expand_sms=0, add_sms=0: the SMs that send also receive, in one kernel; for few SMs.
+        A dispatch without capacity= or previous_handle= then sends after the host has learnt the totals.
 
     All ranks must agree on everything except the timeout and the SM counts.
     """

@@ -153,7 +153,7 @@ def test_config_defaults():
         ({"dispatch_sms": 0}, "dispatch_sms: expected an integer of at least 1, got 0"),
         ({"expand_sms": -1}, "expand_sms: expected an integer of at least 0, got -1"),
         ({"combine_sms": 2.5}, "combine_sms: expected an integer of at least 1, got 2.5"),
-        ({"add_sms": 0}, "add_sms: expected an integer of at least 1, got 0"),
+        ({"add_sms": -1}, "add_sms: expected an integer of at least 0, got -1"),
         ({"mode": "fast"}, "mode: expected one of ht, ll, got 'fast'"),
         ({"layout": "flat"}, "layout: expected a DispatchLayout or None, got 'flat'"),
     ],

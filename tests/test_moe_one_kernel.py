@@ -21,7 +21,7 @@ from tests.moe_cases import (
     same_bits,
 )
 
-ONE_KERNEL = {"expand_sms": 0}
+ONE_KERNEL = {"expand_sms": 0, "add_sms": 0}
 
 
 def _rounds(rank: int, size: int) -> None:

@@ -40,7 +40,7 @@ DEFAULT_SMS = Sms()
 SPLITS: dict[tuple[str, DispatchLayout], Sms] = {
     ("12sm", FLAT): Sms(dispatch=12, expand=48, combine=12, add=36),
     ("12sm", TOKEN_MAJOR): Sms(dispatch=12, expand=0),
-    ("12total", FLAT): Sms(dispatch=12, expand=0, combine=7, add=5),
+    ("12total", FLAT): Sms(dispatch=12, expand=0, combine=12, add=0),
 }
 
 

@@ -151,8 +151,9 @@ struct KernelTable {
   void (*expand)(const ExpandArgs&);
   void (*push)(const PushArgs&);
   void (*add)(const AddArgs&);
-  // CUDA: in one kernel of send's num_sms, on one stream and without admit. A send that is not optimistic.
+  // CUDA: two in one kernel of num_sms in all, on one stream and without admit. The send is not optimistic.
   void (*send_and_expand)(const SendArgs&, const ExpandArgs&);
+  void (*push_and_add)(const PushArgs&, const AddArgs&);
 };
 
 const KernelTable& cpu_kernels();

@@ -240,6 +240,7 @@ void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   bind_kernel(sub, "push", table.push);
   bind_kernel(sub, "add", table.add);
   bind_kernel(sub, "send_and_expand", table.send_and_expand);
+  bind_kernel(sub, "push_and_add", table.push_and_add);
 }
 
 py::object fault_of(Address address) {

@@ -81,6 +81,7 @@ class PendingCombine:
     bias: torch.Tensor | None
     extra: torch.Tensor | None
     routing: RoutingTensors
+    made: tuple[torch.Tensor, torch.Tensor] | None = None  # as in PendingDispatch
     result: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -396,49 +397,72 @@ def start_combine(
     engine.reserve(COMBINE_POOL, _combine_pool_bytes(engine, header, routing))
     engine.lanes.fork()
     pending = PendingCombine(header, y, weights, bias, extra, routing)
-    engine.kernels.push(
-        _C.PushArgs(
-            comm=engine.comm,
-            routing=_routing_struct(engine, routing, routing.topk_ids.shape[0]),
-            header=header,
-            y=address(y),
-            rows=y.shape[0],
-            weights=address(weights),
-            extra=address(extra),
-            hidden=y.shape[1],
-            element=ELEMENTS[y.dtype],
-            num_sms=engine.sms["combine_sms"],
-            stream=engine.lanes.send,
-        )
-    )
+    push = _push_args(engine, pending)
+    if engine.sms["add_sms"] == 0:
+        pending.made = _empty_sums(pending)
+        sms, stream = engine.sms["combine_sms"], engine.lanes.send
+        engine.kernels.push_and_add(push, _add_args(engine, pending, pending.made, sms, stream))
+    else:
+        engine.kernels.push(push)
     return pending
 
 
 def finish_combine(engine: Engine, pending: PendingCombine) -> tuple[torch.Tensor, torch.Tensor]:
     """Adds the partial rows: ``[T, H]``, and the extra values ``[T, K]`` (empty when none rode back)."""
-    y, routing, extra = pending.y, pending.routing, pending.extra
-    T, K = routing.topk_ids.shape
-    out = y.new_empty((T, y.shape[1]))
-    extra_out = y.new_empty(0) if extra is None else extra.new_empty((T, K))
-    engine.lanes.fork_receive()
-    _admit(engine, _C.Step.ADD)
-    engine.kernels.add(
-        _C.AddArgs(
-            comm=engine.comm,
-            routing=_routing_struct(engine, routing, T),
-            header=pending.header,
-            out=address(out),
-            bias=address(pending.bias),
-            extra=0 if extra is None else address(extra_out),
-            hidden=y.shape[1],
-            element=ELEMENTS[y.dtype],
-            num_sms=engine.sms["add_sms"],
-            stream=engine.lanes.receive,
-        )
-    )
-    engine.lanes.join()
+    made = pending.made
+    if made is None:
+        made = _empty_sums(pending)
+        engine.lanes.fork_receive()
+        _admit(engine, _C.Step.ADD)
+        engine.kernels.add(_add_args(engine, pending, made, engine.sms["add_sms"], engine.lanes.receive))
+        engine.lanes.join()
+    else:
+        engine.lanes.join()
+        engine.lanes.hand_over(made)
     engine.check()
-    return out, extra_out
+    return made
+
+
+def _empty_sums(pending: PendingCombine) -> tuple[torch.Tensor, torch.Tensor]:
+    y, extra = pending.y, pending.extra
+    T, K = pending.routing.topk_ids.shape
+    return y.new_empty((T, y.shape[1])), y.new_empty(0) if extra is None else extra.new_empty((T, K))
+
+
+def _push_args(engine: Engine, pending: PendingCombine) -> Any:
+    y, routing = pending.y, pending.routing
+    return _C.PushArgs(
+        comm=engine.comm,
+        routing=_routing_struct(engine, routing, routing.topk_ids.shape[0]),
+        header=pending.header,
+        y=address(y),
+        rows=y.shape[0],
+        weights=address(pending.weights),
+        extra=address(pending.extra),
+        hidden=y.shape[1],
+        element=ELEMENTS[y.dtype],
+        num_sms=engine.sms["combine_sms"],
+        stream=engine.lanes.send,
+    )
+
+
+def _add_args(
+    engine: Engine, pending: PendingCombine, made: tuple[torch.Tensor, torch.Tensor], sms: int, stream: int
+) -> Any:
+    y, routing = pending.y, pending.routing
+    out, extra = made
+    return _C.AddArgs(
+        comm=engine.comm,
+        routing=_routing_struct(engine, routing, routing.topk_ids.shape[0]),
+        header=pending.header,
+        out=address(out),
+        bias=address(pending.bias),
+        extra=0 if pending.extra is None else address(extra),
+        hidden=y.shape[1],
+        element=ELEMENTS[y.dtype],
+        num_sms=sms,
+        stream=stream,
+    )
 
 
 def _combine_pool_bytes(engine: Engine, header: Any, routing: RoutingTensors) -> int:

@@ -54,7 +54,7 @@ CASES = {
 }
 
 
-ONE_KERNEL = {"dispatch_sms": 5, "expand_sms": 0}
+ONE_KERNEL = {"dispatch_sms": 5, "expand_sms": 0, "combine_sms": 6, "add_sms": 0}
 
 
 def device_of(rank: int) -> torch.device:

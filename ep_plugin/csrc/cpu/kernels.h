@@ -14,4 +14,8 @@ inline void send_and_expand(const SendArgs& send_args, const ExpandArgs& expand_
   send(send_args);
   expand(expand_args);
 }
+inline void push_and_add(const PushArgs& push_args, const AddArgs& add_args) {
+  push(push_args);
+  add(add_args);
+}
 }  // namespace ep::cpu

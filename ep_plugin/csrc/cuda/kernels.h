@@ -12,4 +12,5 @@ void expand(const ExpandArgs& args);
 void push(const PushArgs& args);
 void add(const AddArgs& args);
 void send_and_expand(const SendArgs& send, const ExpandArgs& expand);
+void push_and_add(const PushArgs& push, const AddArgs& add);
 }  // namespace ep::cuda
