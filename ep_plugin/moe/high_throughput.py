@@ -63,7 +63,6 @@ class PendingDispatch:
     call: DispatchCall
     header: Any
     routing: RoutingTensors
-    notified: object
     ticket: int
     block_counts: torch.Tensor | None = None
     made: DispatchResult | None = None  # what the rows go to, where it was there before they were sent
@@ -100,12 +99,12 @@ def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
     header = _dispatch_header(engine, call)
     engine.lanes.fork()
     if call.previous is not None:
-        pending = PendingDispatch(call, header, call.previous, engine.lanes.mark(), 0)
+        pending = PendingDispatch(call, header, call.previous, 0)
     else:
         routing = _empty_routing(engine, call)
         ticket = 0 if call.capacity is not None else engine.next_ticket()
         block_counts = _launch_plan_and_notify(engine, call, header, routing, ticket)
-        pending = PendingDispatch(call, header, routing, engine.lanes.mark(), ticket, block_counts)
+        pending = PendingDispatch(call, header, routing, ticket, block_counts)
     if engine.sms["expand_sms"] == 0:
         _send_and_expand(engine, pending)
         return pending
@@ -127,7 +126,7 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
         engine.lanes.hand_over((pending.made, pending.routing))
         engine.check()
         return pending.made, pending.routing
-    engine.lanes.fork_receive(pending.notified)
+    engine.lanes.fork_receive()
     if pending.reserved:  # beside the host's wait
         _admit(engine, _C.Step.EXPAND)
     if pending.ticket:

@@ -25,11 +25,8 @@ class Lanes(Protocol):
     def fork(self) -> None:
         """The send lane goes on from the caller's stream."""
 
-    def mark(self) -> object:
-        """A point in the send lane that the receive lane can be ordered after."""
-
-    def fork_receive(self, mark: object = None) -> None:
-        """The receive lane goes on from the caller's stream and, if given, `mark`."""
+    def fork_receive(self) -> None:
+        """The receive lane goes on from the caller's stream. (The kernel admit orders it after a sender.)"""
 
     def join(self) -> None:
         """The caller's stream goes on from both lanes."""
@@ -52,8 +49,7 @@ class CpuLanes:
     receive = 0
 
     def fork(self) -> None: ...
-    def mark(self) -> object: ...
-    def fork_receive(self, mark: object = None) -> None: ...
+    def fork_receive(self) -> None: ...
     def join(self) -> None: ...
     def record(self, *tensors: torch.Tensor | None) -> None: ...
     def hand_over(self, result: Iterable[object]) -> None: ...
@@ -73,13 +69,8 @@ class CudaLanes:
     def fork(self) -> None:
         self._send.wait_stream(torch.cuda.current_stream(self._device))
 
-    def mark(self) -> torch.cuda.Event:
-        return self._send.record_event()
-
-    def fork_receive(self, mark: object = None) -> None:
+    def fork_receive(self) -> None:
         self._receive.wait_stream(torch.cuda.current_stream(self._device))
-        if isinstance(mark, torch.cuda.Event):
-            self._receive.wait_event(mark)
 
     def join(self) -> None:
         caller = torch.cuda.current_stream(self._device)

@@ -62,7 +62,7 @@ inline int current_device() {
 
 // What this build's code for `kKernel` may use on the current device. Found once for each device.
 struct Room {
-  bool bulk;             // compiled for an architecture with bulk copies
+  bool bulk;             // compiled for an architecture with bulk copies, and with launch_early
   int64_t shared_bytes;  // dynamic shared memory that a CTA may take
 };
 template <auto kKernel>
@@ -95,6 +95,20 @@ void launch(const char* name, int64_t ctas, int threads, int64_t shared_bytes, A
   throw_on_error(cudaGetLastError(), name);
 }
 
+template <auto kKernel, class... Args>
+void launch_with(const cudaLaunchAttribute& attribute, const char* name, int64_t ctas, int threads,
+                 int64_t shared_bytes, Address stream, const Args&... args) {
+  cudaLaunchAttribute attributes[1] = {attribute};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(ctas));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream_of(stream);
+  config.attrs = attributes;
+  config.numAttrs = 1;
+  throw_on_error(cudaLaunchKernelEx(&config, kKernel, args...), name);
+}
+
 // All CTAs run at the same time, or none.
 template <auto kKernel, class... Args>
 void launch_cooperatively(const char* name, int64_t ctas, int threads, int64_t shared_bytes, Address stream,
@@ -102,14 +116,19 @@ void launch_cooperatively(const char* name, int64_t ctas, int threads, int64_t s
   cudaLaunchAttribute cooperative{};
   cooperative.id = cudaLaunchAttributeCooperative;
   cooperative.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ctas));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream_of(stream);
-  config.attrs = &cooperative;
-  config.numAttrs = 1;
-  throw_on_error(cudaLaunchKernelEx(&config, kKernel, args...), name);
+  launch_with<kKernel>(cooperative, name, ctas, threads, shared_bytes, stream, args...);
+}
+
+// CTAs start as soon as the kernel ahead in the stream lets them (ptx::let_next_kernel_in), and wait for its end by
+// themselves: what a launch takes passes meanwhile. Only code that can wait so is launched like this.
+template <auto kKernel, class... Args>
+void launch_early(const char* name, int64_t ctas, int threads, int64_t shared_bytes, Address stream,
+                  const Args&... args) {
+  if (!room_for<kKernel>().bulk) return launch<kKernel>(name, ctas, threads, shared_bytes, stream, args...);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  launch_with<kKernel>(early, name, ctas, threads, shared_bytes, stream, args...);
 }
 
 }  // namespace ep::cuda

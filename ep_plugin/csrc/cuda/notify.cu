@@ -194,6 +194,7 @@ __device__ void exchange(const NotifyArgs& args, const Run& run, Shared& shared)
     ok = hear(run, args, peer, shared);
   }
   if (!__syncthreads_and(ok)) return;
+  ptx::let_next_kernel_in();  // not before, as its CTAs would hold SMs for nothing while peers are late
   if (peer == 0) ok = lay_out_ranks(run, args, shared);
   if (peer < comm.num_ranks) ok = lay_out_experts(run, args, peer) && ok;
   if (!__syncthreads_and(ok)) return;
@@ -204,12 +205,12 @@ __device__ void exchange(const NotifyArgs& args, const Run& run, Shared& shared)
 
 __global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_constant__ NotifyArgs args) {
   __shared__ Shared shared;
+  ptx::wait_for_kernel_ahead();
   const Run run = enter(args.comm, kNotify);
   if (!run.ok) return;
-  if (blockIdx.x == 0)
-    exchange(args, run, shared);
-  else
-    place_block(args.comm, args.routing, args.block_counts, static_cast<int>(blockIdx.x) - 1);
+  if (blockIdx.x == 0) return exchange(args, run, shared);
+  ptx::let_next_kernel_in();
+  place_block(args.comm, args.routing, args.block_counts, static_cast<int>(blockIdx.x) - 1);
 }
 
 }  // namespace
@@ -220,7 +221,7 @@ void notify(const NotifyArgs& args) {
   require_rows("block_counts", args.block_counts);
   const int64_t words = plan_block_words(args.comm.num_ranks, args.comm.num_experts);
   const int64_t ctas = 1 + static_cast<int64_t>(plan_blocks(args.routing.num_tokens));
-  launch<notify_kernel>("notify", ctas, kNotifyThreads, 4 * words, args.stream, args);
+  launch_early<notify_kernel>("notify", ctas, kNotifyThreads, 4 * words, args.stream, args);
 }
 
 }  // namespace ep::cuda

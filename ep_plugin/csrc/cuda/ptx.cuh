@@ -125,13 +125,29 @@ __device__ __forceinline__ uint64_t globaltimer() {
   return now;
 }
 
-// --- Bulk copies between global and shared memory, done by the copy engine of the SM (the async proxy) ------------
-
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define EP_HAS_BULK 1
 #else
 #define EP_HAS_BULK 0
 #endif
+
+// --- Kernels that follow each other (launch.cuh: launch_early) ----------------------------------------------------
+
+// Waits until the kernel ahead in the stream has ended and its writes can be seen. Every thread of a kernel that was
+// launched early calls it before it touches memory, or the one behind it would not wait for the one before it.
+__device__ __forceinline__ void wait_for_kernel_ahead() {
+#if EP_HAS_BULK
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// From when every CTA has said so, or ended, a kernel behind this one that is launched early may take its SMs.
+__device__ __forceinline__ void let_next_kernel_in() {
+#if EP_HAS_BULK
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// --- Bulk copies between global and shared memory, done by the copy engine of the SM (the async proxy) ------------
 
 // Orders this thread's ordinary accesses against bulk copies, both ways.
 __device__ __forceinline__ void fence_proxy_async() {

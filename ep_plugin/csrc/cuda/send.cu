@@ -23,6 +23,7 @@ template <bool kBulk, class From>
 __global__ void __launch_bounds__(kMostThreads, 1)
     send_kernel(const __grid_constant__ SendArgs args, const __grid_constant__ Cut cut) {
   __shared__ Progress progress;
+  ptx::wait_for_kernel_ahead();
   const Meta meta = meta_of(args.comm, args.routing);
   Run run = enter(args.comm, kSend);
   if (!run.ok) return;
@@ -46,10 +47,13 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   if (last_to_finish(run) && !faulted(args.comm)) finish_sending(run, kDispatchPool);
 }
 
+// Behind its notify it is launched early.
 template <bool kBulk, class From>
 void launch_send(const SendArgs& args, const Cut& cut) {
-  launch<send_kernel<kBulk, From>>("send", args.num_sms, (cut.warps + 1) * kWarp, cut.shared_bytes(), args.stream, args,
-                                   cut);
+  constexpr auto kKernel = send_kernel<kBulk, From>;
+  const auto launch_it =
+      args.header.op == kOpDispatch ? launch_early<kKernel, SendArgs, Cut> : launch<kKernel, SendArgs, Cut>;
+  launch_it("send", args.num_sms, (cut.warps + 1) * kWarp, cut.shared_bytes(), args.stream, args, cut);
 }
 
 template <class From>

@@ -1,4 +1,6 @@
 // The table itself, and the one-CTA kernel by which readers are let in after their sender.
+#include <algorithm>
+
 #include "kernels.h"
 #include "launch.cuh"
 #include "sync.cuh"
@@ -14,7 +16,10 @@ __global__ void admit_kernel(const __grid_constant__ AdmitArgs args, Pool pool) 
 }
 }  // namespace
 
-void admit(const AdmitArgs& args) {
+// Three times the deadline: notify, ahead of the sender, waits for peers twice, and knows whom to name.
+void admit(const AdmitArgs& asked) {
+  AdmitArgs args = asked;
+  args.comm.timeout_ns = 3 * std::min(args.comm.timeout_ns, INT64_MAX / 3);
   require_comm(args.comm);
   require(args.step == kExpand || args.step == kAdd, "step", "expand or add", args.step);
   const Pool pool = args.step == kExpand ? kDispatchPool : kCombinePool;
