@@ -16,8 +16,8 @@
 //
 // Bulk path: the terms of a piece come through the ring, loads running ahead to the end of the next result. Two lists
 // of terms are kept: of the result being summed, and of the next. With kBulkStores the sums of a piece go to a stage of
-// their own, which is stored while the next piece is summed. All of a result is written before any of the next is
-// stored: more under way would queue in the links, and all be late.
+// their own, which is stored while the next piece is summed. A result is written before more than one piece of the next
+// is stored: more under way would queue in the links, and all be late.
 #pragma once
 #include "element.cuh"
 #include "ring.cuh"
@@ -171,13 +171,16 @@ class BulkReducer {
 
   __device__ __forceinline__ void store_piece(int piece, Sums<Element>& sums) {
     char* const stage = stages_of_warp(cut_) + static_cast<int64_t>(kReduceStages) * cut_.stage_bytes;
-    if (piece == 0) {
+    if (piece == 1) {
+      if (lane_id() == 0) ptx::bulk_wait<1>();  // all but the piece before this one
+      __syncwarp();
+      job_.completed(results_);
+    } else if (cut_.pieces == 1) {
       wait_until_written();
       job_.completed(results_);
-    } else {
-      if (lane_id() == 0) ptx::bulk_wait_read<0>();
-      __syncwarp();
     }
+    if (lane_id() == 0) ptx::bulk_wait_read<0>();
+    __syncwarp();
     write_piece(job_, row_, cut_, piece, sums, stage);
     ptx::fence_proxy_async_shared();
     __syncwarp();
