@@ -4,7 +4,7 @@
 # What it writes goes to $OUT too when that is set.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-PYTHON=${PYTHON:-$( [ -x .venv/bin/python ] && echo .venv/bin/python || echo python3 )}
+PYTHON=${PYTHON:-$( [ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || echo python3 )}
 GPUS=$(nvidia-smi -L | wc -l)
 RESULTS=benchmarks/results/h200x$GPUS
 export PYTHONUNBUFFERED=1
