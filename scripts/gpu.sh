@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # On a machine with GPUs: builds, runs the GPU tests (which write tests/gpu/receipt.json), and benches.
-#   scripts/gpu.sh [build] [tests] [sanitize] [stress] [bench] [train]     (default: build tests bench)
+#   scripts/gpu.sh [build] [tests] [sanitize] [stress] [evidence] [bench] [more] [train]    (default: build tests bench)
 # What it writes goes to $OUT too when that is set.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-PYTHON=${PYTHON:-$( [ -x .venv/bin/python ] && echo .venv/bin/python || echo python3 )}
+PYTHON=${PYTHON:-$( [ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || echo python3 )}
 GPUS=$(nvidia-smi -L | wc -l)
 RESULTS=benchmarks/results/h200x$GPUS
 export PYTHONUNBUFFERED=1
@@ -40,9 +40,40 @@ sanitize() {
   done
 }
 
+# On four GPUs: what one and two of them show, the stress settings and the sanitizers, side by side, each in a copy of the
+# tree, since a run writes its own receipt; then four GPUs together.
+evidence() {
+  local place; place=$(mktemp -d)
+  in_copy() {  # name, setting..., command
+    local name=$1; shift
+    mkdir -p "$place/$name" && cp -r ep_plugin integrations tests scripts examples pyproject.toml "$place/$name/"
+    rm -f "$place/$name/tests/gpu/receipt.json"
+    (cd "$place/$name" && env PYTHONPATH="$PWD" OUT= PYTHON="$PYTHON" "$@" > "$place/$name.txt" 2>&1) ||
+      echo "failed: $name" | tee -a "$place/failed"
+    tail -1 "$place/$name.txt"
+  }
+  (in_copy two CUDA_VISIBLE_DEVICES=0,1 bash scripts/gpu.sh tests
+   in_copy plain CUDA_VISIBLE_DEVICES=0 EP_PLUGIN_PLAIN_KERNELS=1 bash scripts/gpu.sh tests) &
+  (in_copy blocking CUDA_VISIBLE_DEVICES=2 CUDA_LAUNCH_BLOCKING=1 bash scripts/gpu.sh tests
+   in_copy one CUDA_VISIBLE_DEVICES=2 bash scripts/gpu.sh tests) &
+  (in_copy connection CUDA_VISIBLE_DEVICES=3 CUDA_DEVICE_MAX_CONNECTIONS=1 bash scripts/gpu.sh tests
+   in_copy sanitize CUDA_VISIBLE_DEVICES=3 bash scripts/gpu.sh sanitize) &
+  wait
+  tests
+  $PYTHON tests/gpu/receipt.py --merge "$place"/*/tests/gpu/receipt.json
+  if [ -n "${OUT:-}" ]; then cp "$place"/*.txt "$OUT/"; fi
+  test ! -e "$place/failed"
+}
+
 bench() {
   $PYTHON -m ep_plugin.bench.cli moe --backend cuda --out benchmarks/results/
   $PYTHON -m pytest -m gpu tests/gpu/test_trace.py -q # once more, on an idle machine
+}
+
+more() {
+  local suite
+  for suite in wire sweep; do $PYTHON -m ep_plugin.bench.cli $suite --backend cuda --out benchmarks/results/; done
+  $PYTHON -m ep_plugin.bench.cli beside --out benchmarks/results/
 }
 
 train() {

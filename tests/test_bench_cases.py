@@ -219,7 +219,8 @@ def test_what_torchs_own_exchange_cannot_do_is_left_out_by_name() -> None:
         "torch_symm_mem left out of dispatch_flat_bf16: all_to_all_vdev_2d serves at most 16 experts per rank, this "
         "workload has 64"
     ]
-    assert symm_mem.why_not(replace(HEADLINE, experts=64)) != left_out[0]
+    few = symm_mem.why_not(replace(HEADLINE, experts=64)) or ""
+    assert "16 experts per rank" not in few
 
 
 def test_every_suite_has_a_table_and_a_picture(tmp_path: Path) -> None:
