@@ -135,6 +135,7 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
         _make_room(engine, pending)
         _admit(engine, _C.Step.EXPAND)
     result = _allocate(engine, pending)
+    engine.lanes.fork_receive()  # other threads may have used that memory on the caller's stream during the wait
     engine.kernels.expand(_expand_args(engine, pending, result, engine.sms["expand_sms"], engine.lanes.receive))
     engine.lanes.join()
     engine.check()
