@@ -131,6 +131,7 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
         recv_rows = torch.empty((slots, K), dtype=torch.int32, device=engine.device)
         pending.routing = pending.routing._replace(recv_rows=recv_rows)
     result = _empty_result(engine, call, rows)
+    engine.lanes.fork_receive()  # other threads may have used that memory on the caller's stream during the wait
     _launch_expand(engine, pending, result)
     engine.lanes.join()
     engine.check()

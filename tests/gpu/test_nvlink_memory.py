@@ -204,8 +204,8 @@ def _device_fails(rank: int, size: int) -> None:
     memory.exchange.barrier("allocated")
     if rank == 0:
         out_of_bounds = torch.full((1,), 1 << 40, dtype=torch.int64, device=memory.device)
-        torch.zeros(4, device=memory.device).gather(0, out_of_bounds)  # a device-side assertion: the context is lost
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError):  # at the launch where CUDA_LAUNCH_BLOCKING is set
+            torch.zeros(4, device=memory.device).gather(0, out_of_bounds)  # a device-side assertion: no context is left
             torch.cuda.synchronize()
     buffer.close()
     memory.close()
