@@ -321,11 +321,41 @@ cuda: _Kernels
 class WireArgs:
     """csrc/wire.h. This class and the next, and their functions: absent from a build without CUDA."""
 
-    def __init__(self, **fields: int) -> None: ...
+    kind: int
+    num_sms: int
+    keep: int
+    seed: int
+    chunk_bytes: int
+    bytes: int
+    failed: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        kind: int = ...,
+        num_sms: int = ...,
+        keep: int = ...,
+        seed: int = ...,
+        chunk_bytes: int = ...,
+        bytes: int = ...,
+        failed: int = ...,
+        stream: int = ...,
+    ) -> None: ...
     def set_pairs(self, sources: Sequence[int], destinations: Sequence[int]) -> None: ...
 
 class HoldArgs:
-    def __init__(self, **fields: int) -> None: ...
+    nanoseconds: int
+    num_sms: int
+    stop: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        nanoseconds: int = ...,
+        num_sms: int = ...,
+        stop: int = ...,
+        stream: int = ...,
+    ) -> None: ...
 
 def wire(args: WireArgs) -> None: ...
 def hold(args: HoldArgs) -> None: ...

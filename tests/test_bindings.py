@@ -31,10 +31,8 @@ def test_fields_of_a_struct(name: str) -> None:
     fields = [node.target.id for node in body if isinstance(node, ast.AnnAssign)]
     init = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     bound = {field for field, value in vars(getattr(_C, name)).items() if isinstance(value, property)}
-    if init.args.kwarg is None:  # the stub names the fields
-        assert set(fields) == bound
-        assert [argument.arg for argument in init.args.kwonlyargs] == fields
-    assert bound
+    assert set(fields) == bound
+    assert [argument.arg for argument in init.args.kwonlyargs] == fields
     with pytest.raises(AttributeError):
         getattr(_C, name)(no_such_field=1)
 
