@@ -118,12 +118,13 @@ class MoECommunicator:
         """Brings every token to the ranks that hold its experts.
 
         x: ``[T, H]``, rows of a multiple of 16 bytes. topk_ids: int32 or int64 ``[T, K]``, global expert ids, -1:
-        dropped. topk_weights: ``[T, K]`` of any float dtype. scales: ``[T, S]``, travels with the rows unchanged.
+        dropped; a token names an expert once (checked on CPUs, and on GPUs with EP_PLUGIN_CHECK_IDS=1). topk_weights:
+        ``[T, K]`` of any float dtype. scales: ``[T, S]``, travels with the rows unchanged.
         previous_handle: reuse the routing of an earlier dispatch with the same topk_ids. capacity: rows of the output;
         the host then waits for nothing, and ``overflow`` tells on the device when rows were dropped. quantize: "e4m3"
         sends BF16, FP16 or FP32 rows (H a multiple of 16) as float8_e4m3fn with a float32 scale for each 128 elements,
         both made as the rows leave: ``scales`` comes back as ``[N, ceil(H / 128)]``, a row is about tokens * scales.
-        reference.reference_quantize is what it computes.
+        reference.reference_quantize is what it computes; multiplied out, a block with an infinity is NaN.
 
         Returns the rows and the handle that `combine` needs. Differentiable in `x` and `topk_weights`; backward is
         collective, so every rank must run it. With `quantize` no gradient leads to `x`: one that requires some is

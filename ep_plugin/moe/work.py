@@ -17,7 +17,8 @@ class Work(Generic[T]):
     """An operation under way. `wait()` returns what the plain call would have."""
 
     def __init__(self, begun: PendingDispatch | PendingCombine, complete: Callable[[], T]) -> None:
-        self._begun, self._complete = begun, complete
+        self._begun = begun
+        self._complete: Callable[[], T] | None = complete
         self._result: T | None = None
 
     @property
@@ -28,7 +29,9 @@ class Work(Generic[T]):
     def wait(self) -> T:
         """Completes the operation and orders the caller's stream after it. May be called more than once."""
         if self._result is None:
+            assert self._complete is not None
             self._result = self._complete()
+            self._complete = None  # it holds the arguments
         return self._result
 
 

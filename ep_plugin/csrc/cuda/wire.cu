@@ -62,7 +62,7 @@ __global__ void load_kernel(const __grid_constant__ WireArgs args) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) mixed ^= values[v].x ^ values[v].y ^ values[v].z ^ values[v].w;
   }
-  // Never so with `failed` null; without a use the loads would be left out.
+  // Never so, since `failed` is never null; without a use the loads would be left out.
   if (mixed == 0x5EED5EED && args.failed == 0) *at<int>(args.to[0]) = mixed;
 }
 
