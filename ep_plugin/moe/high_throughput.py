@@ -151,6 +151,7 @@ def _send_and_expand(engine: Engine, pending: PendingDispatch) -> None:
     engine.reserve(DISPATCH_POOL, needed)
     pending.reserved = True
     pending.made = _allocate(engine, pending)
+    engine.lanes.fork_receive()  # nothing runs there; a join, which waits for both lanes, may be captured
     sms, stream = engine.sms["dispatch_sms"], engine.lanes.send
     engine.kernels.send_and_expand(
         _send_args(engine, pending), _expand_args(engine, pending, pending.made, sms, stream)
@@ -399,6 +400,7 @@ def start_combine(
     pending = PendingCombine(header, y, weights, bias, extra, routing)
     push = _push_args(engine, pending)
     if engine.sms["add_sms"] == 0:
+        engine.lanes.fork_receive()  # nothing runs there; a join, which waits for both lanes, may be captured
         pending.made = _empty_sums(pending)
         sms, stream = engine.sms["combine_sms"], engine.lanes.send
         engine.kernels.push_and_add(push, _add_args(engine, pending, pending.made, sms, stream))

@@ -27,8 +27,7 @@ template <class Element>
 void launch_add(const AddArgs& args) {
   const Room room = room_for<add_kernel<Element, true>>();
   const bool bulk = room.bulk && args.comm.plain == 0;
-  const Cut cut =
-      cut_for_sums<AddJob>(args.header.row_bytes, kReduceWarps, 2 * args.comm.num_ranks, room.shared_bytes, bulk);
+  const Cut cut = cut_for_sums(args.header.row_bytes, kReduceWarps, 2 * args.comm.num_ranks, room.shared_bytes, bulk);
   const int threads = kReduceWarps * kWarp;
   if (bulk)
     launch<add_kernel<Element, true>>("add", args.num_sms, threads, cut.shared_bytes(), args.stream, args, cut);

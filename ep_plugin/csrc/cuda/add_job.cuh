@@ -10,8 +10,6 @@ namespace ep::cuda {
 class AddJob {
  public:
   using Row = int32_t;  // a token
-  static constexpr bool kBulkStores = false;
-
   __device__ AddJob(const Run& run, const AddArgs& args, const Team& team)
       : run_(run),
         args_(args),

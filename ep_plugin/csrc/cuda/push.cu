@@ -1,12 +1,11 @@
 // Push: a received slot's expert rows -> one partial row, stored in the combine pool of the token's owner.
 //
 // Roles. Warps take slots as they come, chunk by chunk of the owners' tokens and all owners in turn, beginning with the
-// next rank so that no two ranks write to one owner in step. Expert rows come, and sums leave, through shared memory
-// (bulk) or registers; lanes store the values that ride back beside them. The last warp of each CTA signals the chunks.
-// Pushes wait only on consumed words, never on rows. Which row is next, what it is the sum of, and with which weights,
-// are three loads that depend on each other and together take as long as half a row: on the bulk path each goes on
-// while rows are summed.
-// Memory order. What a warp's lanes have stored they join before the warp says so, and bulk stores are complete; what
+// next rank so that no two ranks write to one owner in step. Expert rows come through shared memory (bulk) or
+// registers; lanes store the sums and the values that ride back beside them. The last warp of each CTA signals the
+// chunks. Pushes wait only on consumed words, never on rows. Which row is next, what it is the sum of, and with which
+// weights, are three loads that depend on each other and together take as long as half a row: on the bulk path each
+// goes on while rows are summed. Memory order. What a warp's lanes have stored they join before the warp says so; what
 // owners may rely on is in signals.cuh. A slot of the combine pool: [row | extra[K]], see PartialLayout.
 #include "kernels.h"
 #include "push_job.cuh"
@@ -46,8 +45,7 @@ template <class Element>
 void launch_push(const PushArgs& args) {
   const Room room = room_for<push_kernel<Element, true>>();
   const bool bulk = room.bulk && args.comm.plain == 0;
-  const Cut cut =
-      cut_for_sums<PushJob>(args.header.row_bytes, kPushWarps, 2 * args.routing.topk, room.shared_bytes, bulk);
+  const Cut cut = cut_for_sums(args.header.row_bytes, kPushWarps, 2 * args.routing.topk, room.shared_bytes, bulk);
   const int threads = kReduceWarps * kWarp;
   if (bulk)
     launch<push_kernel<Element, true>>("push", args.num_sms, threads, cut.shared_bytes(), args.stream, args, cut);

@@ -14,7 +14,7 @@ namespace ep::cuda {
 namespace {
 
 // An expert's rows are about twice as many as partial rows.
-constexpr int kPushWarps = 7;
+constexpr int kPushWarps = 10;
 constexpr int kAddWarps = kReduceWarps - 1 - kPushWarps;
 
 template <class Element, bool kBulk>
@@ -55,13 +55,11 @@ template <class Element>
 void launch_both(const PushArgs& push, const AddArgs& add) {
   const Room room = room_for<push_and_add_kernel<Element, true>>();
   const bool bulk = room.bulk && push.comm.plain == 0;
-  const int64_t stages_of_pushes = kPushWarps * (kReduceStages + 1), stages_of_adds = kAddWarps * kReduceStages;
-  const int64_t for_pushes = room.shared_bytes * stages_of_pushes / (stages_of_pushes + stages_of_adds);
-  const Cut push_cut =
-      cut_for_sums<PushJob>(push.header.row_bytes, kPushWarps, 2 * push.routing.topk, for_pushes, bulk);
+  const int64_t for_pushes = room.shared_bytes * kPushWarps / (kPushWarps + kAddWarps);
+  const Cut push_cut = cut_for_sums(push.header.row_bytes, kPushWarps, 2 * push.routing.topk, for_pushes, bulk);
   const int64_t shared_begin = align_up(push_cut.shared_bytes(), kSlotAlign);
-  Cut add_cut = cut_for_sums<AddJob>(add.header.row_bytes, kAddWarps, 2 * add.comm.num_ranks,
-                                     room.shared_bytes - shared_begin, bulk);
+  Cut add_cut =
+      cut_for_sums(add.header.row_bytes, kAddWarps, 2 * add.comm.num_ranks, room.shared_bytes - shared_begin, bulk);
   add_cut.first_warp = kPushWarps + 1;
   add_cut.shared_begin = shared_begin;
   const int threads = kReduceWarps * kWarp;

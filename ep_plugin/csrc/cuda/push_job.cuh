@@ -67,8 +67,6 @@ struct PushedChunks {
 
 class PushJob {
  public:
-  static constexpr bool kBulkStores = true;
-
   struct Row {
     int32_t slot;
     int32_t owner;

@@ -10,32 +10,31 @@
 //   void settle(const Row& row, Term* terms)         the last moment for the factors of its terms
 //   void ahead(int piece, int pieces)                bulk path, before each piece: it may look for the next result
 //   void finish(const Row& row)                      the result is summed: stores what goes beside it
-//   void completed(uint32_t results)                 so many results of this warp are written
-//   static constexpr bool kBulkStores                bulk path: results leave through shared memory
+//   void completed(uint32_t results)                 so many results of this warp are written, all lanes joined
 // all called by whole warps. A result is computed in pieces of up to 4 KiB, whose sums stay in registers.
 //
 // Bulk path: the terms of a piece come through the ring, loads running ahead to the end of the next result. Two lists
-// of terms are kept: of the result being summed, and of the next. With kBulkStores the sums of a piece go to a stage of
-// their own, which is stored while the next piece is summed. A result is written before more than one piece of the next
-// is stored: more under way would queue in the links, and all be late.
+// of terms are kept: of the result being summed, and of the next. Sums leave by ordinary stores: bulk stores would wait
+// in the copy engine behind the loads that run ahead.
 #pragma once
 #include "element.cuh"
 #include "ring.cuh"
 
 namespace ep::cuda {
 
-constexpr int kReduceWarps = 12;  // of a CTA, with those that do something else: more would have too few registers
+constexpr int kReduceWarps = 16;  // of a CTA, with those that do something else: more would have too few registers
 constexpr int kReduceStages = 4;
-constexpr int kReduceBytes = 4096;  // of a piece, at most
-constexpr int kLaneVectors = kReduceBytes / 16 / kWarp;
+constexpr int kVectorBytes = 16;
+constexpr int kLaneVectors = 7;  // of a piece, at most
+constexpr int kLanesBytes = kWarp * kVectorBytes;
 
-// Pieces whose sums fit in registers, and whose rings fit in shared memory. Without bulk copies there are no stages.
-template <class Job>
-Cut cut_for_sums(int64_t row_bytes, int warps, int list_entries, int64_t shared_bytes, bool bulk) {
-  const int stages = kReduceStages + (Job::kBulkStores ? 1 : 0);
-  const int64_t room = (shared_bytes / warps - 8 * (stages + list_entries)) / stages / kSlotAlign * kSlotAlign;
-  const int64_t largest = bulk && room < kReduceBytes ? room : kReduceBytes;
-  Cut cut = cut_row(row_bytes, largest, warps, stages, list_entries);
+// Pieces whose sums fit in registers, and whose rings fit in shared memory; all but the last are as many vectors for
+// every lane. Without bulk copies there are no stages.
+inline Cut cut_for_sums(int64_t row_bytes, int warps, int list_entries, int64_t shared_bytes, bool bulk) {
+  const int64_t room =
+      (shared_bytes / warps - 8 * (kReduceStages + list_entries)) / kReduceStages / kLanesBytes * kLanesBytes;
+  const int64_t largest = bulk && room < kLaneVectors * kLanesBytes ? room : kLaneVectors * kLanesBytes;
+  Cut cut = cut_row(row_bytes, largest, warps, kReduceStages, list_entries, kLanesBytes);
   if (!bulk) cut.stage_bytes = 0;
   return cut;
 }
@@ -46,13 +45,15 @@ struct Term {
 };
 static_assert(sizeof(Term) == 8, "a list entry of a warp");
 
-template <class Element>
+// Of one piece. kExact: how many vectors each lane has; 0: it is not known, and not the same for all.
+template <class Element, int kExact>
 struct Sums {
-  float of[kLaneVectors][Element::kPerVector];
+  static constexpr int kMost = kExact != 0 ? kExact : kLaneVectors;
+  float of[kMost][Element::kPerVector];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int v = 0; v < kLaneVectors; ++v)
+    for (int v = 0; v < kMost; ++v)
 #pragma unroll
       for (int i = 0; i < Element::kPerVector; ++i) of[v][i] = 0.0f;
   }
@@ -60,30 +61,22 @@ struct Sums {
   template <bool kGlobal>
   __device__ __forceinline__ void add(const char* from, int vectors, float factor) {
     const int4* row = reinterpret_cast<const int4*>(from) + lane_id();
-    int4 held[kLaneVectors];
+    int4 held[kMost];
 #pragma unroll
-    for (int v = 0; v < kLaneVectors; ++v) {
-      if (v * kWarp >= vectors) break;  // the same for all lanes
-      if ((v + 1) * kWarp <= vectors)
-        held[v] = load<kGlobal>(row + v * kWarp);
-      else
-        held[v] = v * kWarp + lane_id() < vectors ? load<kGlobal>(row + v * kWarp) : make_int4(0, 0, 0, 0);
-    }
+    for (int v = 0; v < kMost; ++v) held[v] = has(v, vectors) ? load<kGlobal>(row + v * kWarp) : make_int4(0, 0, 0, 0);
 #pragma unroll
-    for (int v = 0; v < kLaneVectors; ++v) {
-      if (v * kWarp >= vectors) break;
-      Element::add(of[v], held[v], factor);
-    }
+    for (int v = 0; v < kMost; ++v) Element::add(of[v], held[v], factor);
   }
   __device__ __forceinline__ void store(char* to, int vectors) const {
 #pragma unroll
-    for (int v = 0; v < kLaneVectors; ++v) {
-      const int at = v * kWarp + lane_id();
-      if (at < vectors) reinterpret_cast<int4*>(to)[at] = Element::narrow(of[v]);
-    }
+    for (int v = 0; v < kMost; ++v)
+      if (has(v, vectors)) reinterpret_cast<int4*>(to)[v * kWarp + lane_id()] = Element::narrow(of[v]);
   }
 
  private:
+  static __device__ __forceinline__ bool has(int v, int vectors) {
+    return kExact != 0 || v * kWarp + lane_id() < vectors;
+  }
   template <bool kGlobal>
   static __device__ __forceinline__ int4 load(const int4* from) {
     if constexpr (kGlobal)
@@ -93,14 +86,14 @@ struct Sums {
   }
 };
 
-// Adds the bias and writes a piece to `to`.
-template <class Element, class Job>
+// Adds the bias and writes a piece.
+template <class Element, int kExact, class Job>
 __device__ __forceinline__ void write_piece(const Job& job, const typename Job::Row& row, const Cut& cut, int piece,
-                                            Sums<Element>& sums, char* to) {
+                                            Sums<Element, kExact>& sums) {
   const int vectors = static_cast<int>(cut.piece_size(piece) / 16);
   const char* bias = job.bias(row);
   if (bias != nullptr) sums.template add<true>(bias + cut.piece_begin(piece), vectors, 1.0f);
-  sums.store(to, vectors);
+  sums.store(job.target(row) + cut.piece_begin(piece), vectors);
 }
 
 // A warp's two lists of terms, used in turns.
@@ -124,18 +117,18 @@ class BulkReducer {
       count_ = next_count_;
       has_next_ = false;
       turn_ ^= 1;
-      if (!load_next_) load_piece_ = load_term_ = 0;
+      if (!load_next_) begin_loads(count_, turn_);
       load_next_ = false;
       job_.settle(row_, lists_.of(turn_));
       __syncwarp();
       for (int piece = 0; piece < cut_.pieces; ++piece) {
         job_.ahead(piece, cut_.pieces);
-        if (!sum_piece(piece)) return wait_until_written();
+        if (!sum_piece(piece)) return;
       }
       job_.finish(row_);
-      ++results_;
+      __syncwarp();
+      job_.completed(++results_);
     }
-    wait_until_written();
     job_.completed(results_);
   }
 
@@ -149,71 +142,63 @@ class BulkReducer {
     return has_next_ = true;
   }
 
-  __device__ bool sum_piece(int piece) {
-    Sums<Element> sums;
+  // Widths in use are cut into pieces of these many vectors for each lane.
+  __device__ __forceinline__ bool sum_piece(int piece) {
+    const int64_t bytes = cut_.piece_size(piece);
+    if (bytes == 7 * kLanesBytes) return sum_exactly<7>(piece);
+    if (bytes == 6 * kLanesBytes) return sum_exactly<6>(piece);
+    if (bytes == 4 * kLanesBytes) return sum_exactly<4>(piece);
+    return sum_exactly<0>(piece);
+  }
+
+  template <int kExact>
+  __device__ __forceinline__ bool sum_exactly(int piece) {
+    Sums<Element, kExact> sums;
     sums.clear();
-    const int vectors = static_cast<int>(cut_.piece_size(piece) / 16);
+    const int vectors = static_cast<int>(cut_.piece_size(piece) / kVectorBytes);
     const Term* terms = lists_.of(turn_);
+    load_ahead();
     for (int t = 0; t < count_; ++t) {
-      load_ahead();
+      if (ring_.loading() == 0) load_ahead();
       const char* stage = ring_.wait(run_);
       if (stage == nullptr) return false;
       sums.template add<false>(stage, vectors, terms[t].factor);
       __syncwarp();
       ++ring_.taken;
     }
-    if constexpr (Job::kBulkStores)
-      store_piece(piece, sums);
-    else
-      write_piece(job_, row_, cut_, piece, sums, job_.target(row_) + cut_.piece_begin(piece));
+    write_piece(job_, row_, cut_, piece, sums);
     return true;
   }
 
-  __device__ __forceinline__ void store_piece(int piece, Sums<Element>& sums) {
-    char* const stage = stages_of_warp(cut_) + static_cast<int64_t>(kReduceStages) * cut_.stage_bytes;
-    if (piece == 1) {
-      if (lane_id() == 0) ptx::bulk_wait<1>();  // all but the piece before this one
-      __syncwarp();
-      job_.completed(results_);
-    } else if (cut_.pieces == 1) {
-      wait_until_written();
-      job_.completed(results_);
-    }
-    if (lane_id() == 0) ptx::bulk_wait_read<0>();
-    __syncwarp();
-    write_piece(job_, row_, cut_, piece, sums, stage);
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    if (lane_id() == 0) {
-      char* to = job_.target(row_) + cut_.piece_begin(piece);
-      ptx::bulk_store(to, stage, static_cast<uint32_t>(cut_.piece_size(piece)));
-      ptx::bulk_commit();
-    }
-  }
-
-  // What this warp has stored in bulk.
-  __device__ void wait_until_written() const {
-    if (Job::kBulkStores && lane_id() == 0) ptx::bulk_wait<0>();
-    __syncwarp();
-  }
-
-  // Issues loads while stages are free: of the row being summed, then of the next one, if it is known to be ready.
-  __device__ void load_ahead() {
-    while (ring_.loading() < kReduceStages) {
-      const int count = load_next_ ? next_count_ : count_;
-      if (count == 0 || load_piece_ == cut_.pieces) {
+  // Begins to fill the free stages, a lane each: of the row being summed, then of the next one, if it is known by then.
+  __device__ __forceinline__ void load_ahead() {
+    for (int room; (room = kReduceStages - ring_.loading()) > 0;) {
+      if (load_left_ == 0) {
         if (load_next_ || !find_next(false)) return;
         load_next_ = true;
-        load_piece_ = load_term_ = 0;
+        begin_loads(next_count_, turn_ ^ 1);
         continue;
       }
-      const int32_t from = lists_.of(load_next_ ? turn_ ^ 1 : turn_)[load_term_].row;
-      ring_.load(job_.source(from) + cut_.piece_begin(load_piece_), cut_.piece_size(load_piece_));
-      if (++load_term_ == count) {
-        load_term_ = 0;
-        ++load_piece_;
+      const int units = min(room, load_left_);
+      if (lane_id() < units) {
+        const uint32_t unit = load_unit_ + lane_id();
+        const uint32_t piece = load_count_ == 1 ? unit : __umulhi(unit, load_inverse_);
+        const int64_t begin = cut_.piece_begin(static_cast<int>(piece)), left = cut_.bytes - begin;
+        const Term& term = load_terms_[unit - piece * load_count_];
+        ring_.fill(ring_.issued + lane_id(), job_.source(term.row) + begin, min(left, int64_t{cut_.piece_bytes}));
       }
+      __syncwarp();
+      ring_.issued += units;
+      load_unit_ += units;
+      load_left_ -= units;
     }
+  }
+  __device__ __forceinline__ void begin_loads(int count, int turn) {
+    load_terms_ = lists_.of(turn);
+    load_count_ = count;
+    load_left_ = count * cut_.pieces;
+    load_unit_ = 0;
+    if (count > 1) load_inverse_ = UINT32_MAX / count + 1;  // units are few enough for it to be exact
   }
 
   Job& job_;
@@ -223,9 +208,12 @@ class BulkReducer {
   TermLists lists_;
   typename Job::Row row_{}, next_row_{};
   int count_ = 0, next_count_ = 0;
-  int load_piece_ = 0, load_term_ = 0;
+  const Term* load_terms_ = nullptr;            // of the row being loaded, whose units are piece by piece its terms'
+  uint32_t load_count_ = 0, load_inverse_ = 0;  // of terms
+  uint32_t load_unit_ = 0;
+  int load_left_ = 0;  // units
   int turn_ = 0;
-  uint32_t results_ = 0;  // summed
+  uint32_t results_ = 0;  // written
   bool has_next_ = false;
   bool load_next_ = false;  // loads have moved on to the next row
 };
@@ -241,12 +229,12 @@ __device__ void reduce_rows_plain(Job& job, const Cut& cut) {
     job.settle(row, terms);
     __syncwarp();
     for (int piece = 0; piece < cut.pieces; ++piece) {
-      Sums<Element> sums;
+      Sums<Element, 0> sums;
       sums.clear();
       const int vectors = static_cast<int>(cut.piece_size(piece) / 16);
       for (int t = 0; t < count; ++t)
         sums.template add<true>(job.source(terms[t].row) + cut.piece_begin(piece), vectors, terms[t].factor);
-      write_piece(job, row, cut, piece, sums, job.target(row) + cut.piece_begin(piece));
+      write_piece(job, row, cut, piece, sums);
     }
     job.finish(row);
     __syncwarp();

@@ -1,7 +1,7 @@
 // One warp's ring of stages in shared memory, filled by bulk loads several units ahead of their use. A unit is a row,
 // or an equal piece of a row that is longer than a stage.
 //
-// Roles. Lane 0 issues the loads; all lanes wait for a stage, so that all may read it. A stage is refilled only after
+// Roles. One lane issues a load; all lanes wait for a stage, so that all may read it. A stage is refilled only after
 // the caller is done with what it held: ordinary readers have joined their warp, bulk stores from it are complete.
 // Memory order. The mbarrier of a stage makes the loaded bytes visible to whoever waited on it.
 #pragma once
@@ -31,11 +31,10 @@ struct Cut {
   EP_HD int64_t shared_bytes() const { return warps * bytes_of_warp(); }
 };
 
-// Cuts a row into equal pieces of at most `largest` bytes.
-inline Cut cut_row(int64_t bytes, int64_t largest, int warps, int stages, int list_entries) {
-  Cut cut{bytes,  warps,       static_cast<int32_t>(ceil_div(bytes, largest / kRowAlign * kRowAlign)), 0, 0,
-          stages, list_entries};
-  cut.piece_bytes = static_cast<int32_t>(align_up(ceil_div(bytes, cut.pieces), kRowAlign));
+// Cuts a row into equal pieces of at most `largest` bytes, a multiple of `unit`.
+inline Cut cut_row(int64_t bytes, int64_t largest, int warps, int stages, int list_entries, int64_t unit = kRowAlign) {
+  Cut cut{bytes, warps, static_cast<int32_t>(ceil_div(bytes, largest / unit * unit)), 0, 0, stages, list_entries};
+  cut.piece_bytes = static_cast<int32_t>(align_up(ceil_div(bytes, cut.pieces), unit));
   cut.stage_bytes = static_cast<int32_t>(align_up(cut.piece_bytes, kSlotAlign));
   return cut;
 }
@@ -91,13 +90,15 @@ struct Ring {
   __device__ __forceinline__ int loading() const { return static_cast<int>(issued - taken); }
   __device__ __forceinline__ char* stage(uint32_t unit) const { return stages + unit % kStages * stage_bytes; }
 
-  // Begins to fill the next stage, from its byte `skip` on.
+  // One lane: begins to fill the stage of a unit, from its byte `skip` on.
+  __device__ __forceinline__ void fill(uint32_t unit, const char* from, int64_t bytes, int64_t skip = 0) const {
+    uint64_t* barrier = full + unit % kStages;
+    ptx::mbarrier_arrive_expect_tx(barrier, static_cast<uint32_t>(bytes));
+    ptx::bulk_load(stage(unit) + skip, from, static_cast<uint32_t>(bytes), barrier);
+  }
+  // All lanes: the next unit.
   __device__ __forceinline__ void load(const char* from, int64_t bytes, int64_t skip = 0) {
-    if (lane_id() == 0) {
-      uint64_t* barrier = full + issued % kStages;
-      ptx::mbarrier_arrive_expect_tx(barrier, static_cast<uint32_t>(bytes));
-      ptx::bulk_load(stage(issued) + skip, from, static_cast<uint32_t>(bytes), barrier);
-    }
+    if (lane_id() == 0) fill(issued, from, bytes, skip);
     ++issued;
   }
 
@@ -106,16 +107,19 @@ struct Ring {
   __device__ __forceinline__ char* wait(const Run& run) {
     uint64_t* barrier = full + taken % kStages;
     const uint32_t parity = taken / kStages % 2;
+    if (__all_sync(kAllLanes, ptx::mbarrier_try_wait(barrier, parity)) || wait_longer(run, barrier, parity))
+      return stage(taken);
+    return nullptr;
+  }
+
+ private:
+  static __device__ bool wait_longer(const Run& run, uint64_t* barrier, uint32_t parity) {
+    const uint64_t since = ptx::globaltimer();
     bool ok = true;
-    if (!ptx::mbarrier_try_wait(barrier, parity)) {
-      const uint64_t since = ptx::globaltimer();
-      while (ok && !ptx::mbarrier_try_wait(barrier, parity))
-        if (ptx::globaltimer() - since > static_cast<uint64_t>(run.comm.timeout_ns))
-          ok = fail(run.comm, kTimeout, run.step, run.comm.rank, 1, 1, 0);
-    }
-    ok = __all_sync(kAllLanes, ok) != 0;
-    __syncwarp();
-    return ok ? stage(taken) : nullptr;
+    while (ok && !ptx::mbarrier_try_wait(barrier, parity))
+      if (ptx::globaltimer() - since > static_cast<uint64_t>(run.comm.timeout_ns))
+        ok = fail(run.comm, kTimeout, run.step, run.comm.rank, 1, 1, 0);
+    return __all_sync(kAllLanes, ok) != 0;
   }
 };
 
