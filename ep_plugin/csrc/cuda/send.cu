@@ -16,7 +16,9 @@ namespace ep::cuda {
 
 namespace {
 
-constexpr int kMostThreads = (kCopyWarps + 1) * kWarp;
+constexpr int kMostWarps = 12;
+constexpr int kMostThreads = (kMostWarps + 1) * kWarp;
+constexpr int64_t kBytesUnderWay = 64 * 1024;  // of a CTA's rows: more would wait in the links' queues
 
 // From: void, or the type of the elements that are quantised.
 template <bool kBulk, class From>
@@ -56,18 +58,26 @@ void launch_send(const SendArgs& args, const Cut& cut) {
   launch_it("send", args.num_sms, (cut.warps + 1) * kWarp, cut.shared_bytes(), args.stream, args, cut);
 }
 
+// A warp has one row under way. Those that quantise are busy otherwise for most of the time.
+template <class From>
+int most_warps(const SlotLayout& lay) {
+  const int64_t busy = ceil_div(kBytesUnderWay, lay.image);
+  if (!std::is_void_v<From> || busy > kMostWarps) return kMostWarps;
+  return busy < kLeastCopyWarps ? kLeastCopyWarps : static_cast<int>(busy);
+}
+
 template <class From>
 void choose_send(const SendArgs& args) {
   using Job = SendJob<ThroughPool>;
   const Room room = room_for<send_kernel<true, From>>();
   const int list = Job::list_size(args.comm.num_ranks);
   const SlotLayout lay = slot_layout_of(args.header);
-  const Cut cut =
-      cut_for_warps(lay.image, kLeastSendWarps<From>, kCopyWarps, Job::kStages, Job::kStages * list, room.shared_bytes);
+  const Cut cut = cut_for_warps(lay.image, kLeastSendWarps<From>, most_warps<From>(lay), Job::kStages,
+                                Job::kStages * list, room.shared_bytes);
   if (room.bulk && args.comm.plain == 0 && sends_in_bulk<From>(lay, cut))
     launch_send<true, From>(args, cut);
   else
-    launch_send<false, From>(args, uncut(lay.image, kCopyWarps, list));
+    launch_send<false, From>(args, uncut(lay.image, kMostWarps, list));
 }
 
 }  // namespace

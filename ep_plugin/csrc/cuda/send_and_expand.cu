@@ -84,14 +84,14 @@ void launch_both(const SendArgs& send, const ExpandArgs& expand, const Cut& send
                                                             send.stream, send, expand, send_cut, expand_cut);
 }
 
-// Those who expand get more of the shared memory where rows have several places to go to here.
+// Those who send and those who expand get half of the shared memory each.
 template <class From>
 void choose_both(const SendArgs& send, const ExpandArgs& expand) {
   using Job = SendJob<Placer>;
   const Room room = room_for<send_and_expand_kernel<true, From>>();
   const SlotLayout lay = slot_layout_of(send.header);
   const int places = Placer::list_size(expand.routing);
-  const int64_t for_sends = room.shared_bytes * (expand.routing.layout == kFlat ? 2 : 3) / 5;
+  const int64_t for_sends = room.shared_bytes / 2;
   const Cut send_cut = cut_for_warps(lay.image, kLeastSendWarps<From>, kMostWarps, Job::kStages,
                                      Job::kStages * Job::list_size(send.comm.num_ranks) + places, for_sends);
   const Cut expand_cut = cut_for_warps(lay.image, kLeastCopyWarps, kMostWarps, ExpandJob::kStages, places,
