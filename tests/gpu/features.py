@@ -38,8 +38,8 @@ def gradients(rank: int, size: int) -> None:
         given = make_inputs(case, size, 7)
         with communicator(case, rank, size, timeout_s=60) as comm:
             device = comm.engine.device
-            x = given.x[rank].to(device).requires_grad_()
-            weights = given.weights[rank].to(device).requires_grad_()
+            x = given.x[rank].to(device, copy=True).requires_grad_()
+            weights = given.weights[rank].to(device, copy=True).requires_grad_()
             out, handle = comm.dispatch(x, given.ids[rank].to(device), weights)
             z = comm.combine(torch.tanh(out.tokens), handle, weights=out.weights)
             target = torch.linspace(-1, 1, case.hidden, device=device)
