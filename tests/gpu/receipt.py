@@ -99,7 +99,7 @@ def main() -> int:
             parser.error(str(error))
     if arguments.passed:
         receipt = read_or_begin()
-        receipt["also_passed"].append(arguments.passed)
+        receipt["also_passed"] = list(dict.fromkeys([*receipt["also_passed"], arguments.passed]))
         write(receipt)
     problem = check()
     print(problem or f"{RECEIPT.relative_to(ROOT)} is of this code")
