@@ -14,7 +14,8 @@ from ep_plugin import _C
 from ep_plugin.config import DispatchLayout
 from ep_plugin.moe import autograd
 from ep_plugin.moe.communicator import communicator
-from ep_plugin.moe.high_throughput import DispatchCall, RoutingTensors, empty_payload
+from ep_plugin.moe.dispatch import DispatchCall, empty_payload
+from ep_plugin.moe.routing import RoutingTensors
 from ep_plugin.moe.validate import bulk_ready, check_devices
 
 _library = torch.library.Library("ep_plugin", "DEF")

@@ -19,9 +19,11 @@ from ep_plugin import _C
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
 from ep_plugin.errors import CommunicatorClosed, EpPluginError
 from ep_plugin.memory.exchange import checked_group, is_alive
-from ep_plugin.moe import high_throughput as ht
+from ep_plugin.moe.combine import PendingCombine, finish_combine, start_combine
+from ep_plugin.moe.dispatch import DispatchCall, DispatchResult, PendingDispatch, finish_dispatch, start_dispatch
 from ep_plugin.moe.engine import Engine
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
+from ep_plugin.moe.routing import RoutingTensors
 from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch, check_quantize
 from ep_plugin.moe.work import CombineWork, DispatchWork
 
@@ -60,8 +62,8 @@ class MoECommunicator:
         self.config = config
         self.engine = Engine(group, config, _resolve_device(group, device))
         self.number = next(_numbers)
-        self._under_way: ht.PendingDispatch | ht.PendingCombine | None = None
-        self._waited_for: ht.PendingDispatch | ht.PendingCombine | None = None
+        self._under_way: PendingDispatch | PendingCombine | None = None
+        self._waited_for: PendingDispatch | PendingCombine | None = None
         _communicators[self.number] = self
         import ep_plugin.ops  # noqa: F401  registers the operators that every method goes through
 
@@ -165,12 +167,12 @@ class MoECommunicator:
         check_quantize(x, quantize)
         routing = self._routing_of(previous_handle)
         weights = as_weights("topk_weights", None if topk_weights is None else topk_weights.detach(), x)
-        call = ht.DispatchCall(bulk_ready(x.detach()), topk_ids, weights, scales, routing, capacity, quantize)
+        call = DispatchCall(bulk_ready(x.detach()), topk_ids, weights, scales, routing, capacity, quantize)
         with self.engine.lock:
             self._complete()
             check_dispatch(self.engine, call)
             with self.engine.operation("dispatch"):
-                begun = self._under_way = ht.start_dispatch(self.engine, call)
+                begun = self._under_way = start_dispatch(self.engine, call)
                 self.engine.lanes.record(x, topk_ids, weights, scales, call.x, begun.block_counts, *begun.routing)
         arguments = (x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
         return DispatchWork(begun, lambda: self._dispatch(*arguments, begun=begun))
@@ -194,7 +196,7 @@ class MoECommunicator:
             self._complete()
             check_combine(self.engine, kept[0], rows, kept[1], None, routing)
             with self.engine.operation("combine"):
-                begun = self._under_way = ht.start_combine(self.engine, kept[0], rows, kept[1], None, routing)
+                begun = self._under_way = start_combine(self.engine, kept[0], rows, kept[1], None, routing)
                 self.engine.lanes.record(*kept, rows, *routing)
         return CombineWork(begun, lambda: self._combine(y, handle, weights, bias, begun=begun))
 
@@ -224,16 +226,16 @@ class MoECommunicator:
 
     # -- what the operators call ---------------------------------------------------------------------------------
 
-    def run_dispatch(self, call: ht.DispatchCall, pending: bool) -> tuple[ht.DispatchResult, ht.RoutingTensors]:
+    def run_dispatch(self, call: DispatchCall, pending: bool) -> tuple[DispatchResult, RoutingTensors]:
         """The whole of a dispatch, or, when `pending`, the rest of the one that is being waited for."""
         engine = self.engine
         with engine.lock:
             if pending:
-                return cast("tuple[ht.DispatchResult, ht.RoutingTensors]", self._collect())
+                return cast("tuple[DispatchResult, RoutingTensors]", self._collect())
             self._complete()
             check_dispatch(engine, call)
             with engine.operation("dispatch"):
-                return ht.finish_dispatch(engine, ht.start_dispatch(engine, call))
+                return finish_dispatch(engine, start_dispatch(engine, call))
 
     def run_combine(
         self,
@@ -241,7 +243,7 @@ class MoECommunicator:
         weights: torch.Tensor | None,
         bias: torch.Tensor | None,
         extra: torch.Tensor | None,
-        routing: ht.RoutingTensors,
+        routing: RoutingTensors,
         pending: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole of a combine, or, when `pending`, the rest of the one that is being waited for."""
@@ -252,7 +254,7 @@ class MoECommunicator:
             self._complete()
             check_combine(engine, y, weights, bias, extra, routing)
             with engine.operation("combine"):
-                return ht.finish_combine(engine, ht.start_combine(engine, y, weights, bias, extra, routing))
+                return finish_combine(engine, start_combine(engine, y, weights, bias, extra, routing))
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -265,7 +267,7 @@ class MoECommunicator:
         previous_handle: DispatchHandle | None,
         capacity: int | None,
         quantize: str | None,
-        begun: ht.PendingDispatch | None = None,
+        begun: PendingDispatch | None = None,
     ) -> tuple[DispatchOutput, DispatchHandle]:
         check_quantize(x, quantize)
         previous = self._routing_of(previous_handle)
@@ -278,7 +280,7 @@ class MoECommunicator:
                 self._waited_for = begun
                 tensors = torch.ops.ep_plugin.dispatch(*arguments, True)
         tokens, out_scales, out_weights, out_ids, row_ids, count, offset, overflow = tensors[:8]
-        routing = previous if previous is not None else ht.RoutingTensors(*tensors[8:])
+        routing = previous if previous is not None else RoutingTensors(*tensors[8:])
         flat = self.config.resolved_layout is DispatchLayout.FLAT
         totals = routing.totals
         out = DispatchOutput(
@@ -301,7 +303,7 @@ class MoECommunicator:
         handle: DispatchHandle,
         weights: torch.Tensor | None,
         bias: torch.Tensor | None,
-        begun: ht.PendingCombine | None = None,
+        begun: PendingCombine | None = None,
     ) -> torch.Tensor:
         routing = self._routing_of(handle)
         assert routing is not None
@@ -313,14 +315,14 @@ class MoECommunicator:
             self._waited_for = begun
             return torch.ops.ep_plugin.combine(*arguments, True)[0]
 
-    def _routing_of(self, handle: DispatchHandle | None) -> ht.RoutingTensors | None:
+    def _routing_of(self, handle: DispatchHandle | None) -> RoutingTensors | None:
         if handle is None:
             return None
         if handle.comm != self.number:
             raise ValueError(
                 f"handle: expected one of communicator {self.number}, got one of communicator {handle.comm}"
             )
-        return ht.RoutingTensors(*handle[:-1])
+        return RoutingTensors(*handle[:-1])
 
     def _complete(self) -> None:
         """Completes what was started and is not complete; its result stays there until somebody waits for it.
@@ -329,12 +331,12 @@ class MoECommunicator:
         the wait().
         """
         begun, self._under_way = self._under_way, None
-        if isinstance(begun, ht.PendingDispatch):
+        if isinstance(begun, PendingDispatch):
             with self.engine.operation("dispatch"):
-                begun.result = ht.finish_dispatch(self.engine, begun)
+                begun.result = finish_dispatch(self.engine, begun)
         elif begun is not None:
             with self.engine.operation("combine"):
-                begun.result = ht.finish_combine(self.engine, begun)
+                begun.result = finish_combine(self.engine, begun)
 
     def _collect(self) -> object:
         """The result of the operation that is being waited for, ordered before the caller's stream goes on."""

@@ -10,8 +10,9 @@ from ep_plugin import _C, env
 from ep_plugin.config import ROW_ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
+    from ep_plugin.moe.dispatch import DispatchCall
     from ep_plugin.moe.engine import Engine
-    from ep_plugin.moe.high_throughput import DispatchCall, RoutingTensors
+    from ep_plugin.moe.routing import RoutingTensors
 
 # Rows of these types can be summed.
 ELEMENTS = {

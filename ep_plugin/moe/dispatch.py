@@ -1,8 +1,7 @@
-"""The control path of throughput mode: what is launched, in which order, and what the host waits for.
+"""The control path of dispatch: what is launched, in which order, and what the host waits for.
 
-dispatch: plan, notify and send on the send lane; the host reads the totals while the send runs, allocates the output,
-and enqueues expand on the receive lane. combine: push on the send lane, add on the receive lane. The same path serves
-CPU and CUDA; only the kernel table and the lanes differ.
+Plan, notify and send go to the send lane; the host reads the totals while the send runs, allocates the output, and
+enqueues expand on the receive lane. The same path serves CPU and CUDA; only the kernel table and the lanes differ.
 
 Shapes: T tokens, K experts per token, R ranks, N output rows, S received slots.
 """
@@ -16,19 +15,9 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.config import DispatchLayout
-from ep_plugin.moe.engine import COMBINE_POOL, DISPATCH_POOL, Engine
+from ep_plugin.moe.engine import DISPATCH_POOL, Engine
+from ep_plugin.moe.routing import RoutingTensors, address, admit, roomy, routing_struct
 from ep_plugin.moe.validate import DTYPES, ELEMENTS, QUANTIZED, num_scales
-
-
-class RoutingTensors(NamedTuple):
-    """The tensors of a DispatchHandle, without the communicator's number."""
-
-    topk_ids: torch.Tensor
-    send_pos: torch.Tensor
-    pair_pos: torch.Tensor
-    meta: torch.Tensor
-    recv_rows: torch.Tensor
-    totals: torch.Tensor
 
 
 class DispatchResult(NamedTuple):
@@ -70,27 +59,6 @@ class PendingDispatch:
     result: tuple[DispatchResult, RoutingTensors] | None = None
 
 
-@dataclass
-class PendingCombine:
-    """A combine whose partial rows are on their way."""
-
-    header: Any
-    y: torch.Tensor
-    weights: torch.Tensor | None
-    bias: torch.Tensor | None
-    extra: torch.Tensor | None
-    routing: RoutingTensors
-    made: tuple[torch.Tensor, torch.Tensor] | None = None  # as in PendingDispatch
-    result: tuple[torch.Tensor, torch.Tensor] | None = None
-
-
-def address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-# -- dispatch ------------------------------------------------------------------------------------------------------
-
-
 def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
     """Plans, notifies and sends; the payload waits for the host only when the pool has to grow.
 
@@ -128,12 +96,12 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
         return pending.made, pending.routing
     engine.lanes.fork_receive()
     if pending.reserved:  # beside the host's wait
-        _admit(engine, _C.Step.EXPAND)
+        admit(engine, _C.Step.EXPAND)
     if pending.ticket:
         pending.routing = pending.routing._replace(totals=engine.wait_totals(pending.ticket))
     if not pending.reserved:
         _make_room(engine, pending)
-        _admit(engine, _C.Step.EXPAND)
+        admit(engine, _C.Step.EXPAND)
     result = _allocate(engine, pending)
     engine.lanes.fork_receive()  # other threads may have used that memory on the caller's stream during the wait
     engine.kernels.expand(_expand_args(engine, pending, result, engine.sms["expand_sms"], engine.lanes.receive))
@@ -180,10 +148,6 @@ def _make_room(engine: Engine, pending: PendingDispatch) -> None:
         _send(engine, pending)
 
 
-def _admit(engine: Engine, step: Any) -> None:
-    engine.kernels.admit(_C.AdmitArgs(comm=engine.comm, step=step, stream=engine.lanes.receive))
-
-
 def _dispatch_header(engine: Engine, call: DispatchCall) -> Any:
     x, scales, weights = call.x, call.scales, call.weights
     dtype = x.dtype
@@ -219,21 +183,6 @@ def _empty_routing(engine: Engine, call: DispatchCall) -> RoutingTensors:
     )
 
 
-def _routing_struct(engine: Engine, routing: RoutingTensors, num_tokens: int) -> Any:
-    return _C.Routing(
-        num_tokens=num_tokens,
-        topk=routing.topk_ids.shape[1],
-        layout=_C.Layout[engine.config.resolved_layout.name],
-        alignment=engine.config.expert_alignment,
-        topk_ids=address(routing.topk_ids),
-        send_pos=address(routing.send_pos),
-        pair_pos=address(routing.pair_pos),
-        meta=address(routing.meta),
-        recv_rows=address(routing.recv_rows),
-        slots=routing.recv_rows.shape[0],
-    )
-
-
 def _launch_plan_and_notify(
     engine: Engine, call: DispatchCall, header: Any, routing: RoutingTensors, ticket: int
 ) -> torch.Tensor:
@@ -241,7 +190,7 @@ def _launch_plan_and_notify(
     T = call.x.shape[0]
     words = _C.block_count_words(T, engine.size, engine.config.num_experts)
     block_counts = torch.empty(words, dtype=torch.int32, device=engine.device)
-    struct = _routing_struct(engine, routing, T)
+    struct = routing_struct(engine, routing, T)
     engine.kernels.plan(
         _C.PlanArgs(
             comm=engine.comm,
@@ -273,7 +222,7 @@ def _send_args(engine: Engine, pending: PendingDispatch) -> Any:
     call = pending.call
     return _C.SendArgs(
         comm=engine.comm,
-        routing=_routing_struct(engine, pending.routing, call.x.shape[0]),
+        routing=routing_struct(engine, pending.routing, call.x.shape[0]),
         header=pending.header,
         x=address(call.x),
         x_stride=call.x.stride(0) * call.x.element_size(),
@@ -300,12 +249,7 @@ def _known_pool_bytes(engine: Engine, pending: PendingDispatch) -> int | None:
     if totals.numel() == 0:
         assert call.capacity is None
         return None
-    return _roomy(int(totals[_C.Total.MAX_SLOTS]) * slot, engine.pool_bytes(DISPATCH_POOL))
-
-
-def _roomy(needed: int, present: int) -> int:
-    """`needed` when it fits; else a quarter more, so that slowly growing batches do not grow the pool each time."""
-    return needed if needed <= present else max(needed + needed // 4, 4096)
+    return roomy(int(totals[_C.Total.MAX_SLOTS]) * slot, engine.pool_bytes(DISPATCH_POOL))
 
 
 def _output_rows(engine: Engine, pending: PendingDispatch) -> tuple[int, int]:
@@ -355,7 +299,7 @@ def _expand_args(engine: Engine, pending: PendingDispatch, result: DispatchResul
     call = pending.call
     return _C.ExpandArgs(
         comm=engine.comm,
-        routing=_routing_struct(engine, pending.routing, call.x.shape[0]),
+        routing=routing_struct(engine, pending.routing, call.x.shape[0]),
         header=pending.header,
         tokens=address(result.tokens),
         scales=address(result.scales) if pending.header.scale_bytes else 0,
@@ -370,104 +314,3 @@ def _expand_args(engine: Engine, pending: PendingDispatch, result: DispatchResul
         fresh=int(call.previous is None),
         stream=stream,
     )
-
-
-# -- combine -------------------------------------------------------------------------------------------------------
-
-
-def start_combine(
-    engine: Engine,
-    y: torch.Tensor,
-    weights: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    extra: torch.Tensor | None,
-    routing: RoutingTensors,
-) -> PendingCombine:
-    """Reduces each slot's rows of `y` ``[N, H]`` and pushes the partial rows to the tokens' owners."""
-    header = _C.Header(
-        op=_C.Op.COMBINE,
-        row_bytes=y.shape[1] * y.element_size(),
-        weight_bytes=0 if extra is None else extra.element_size(),
-        topk=routing.topk_ids.shape[1],
-        dtype=DTYPES.index(y.dtype),
-        layout=_C.Layout[engine.config.resolved_layout.name],
-        config_hash=engine.config_hash,
-        num_tokens=routing.topk_ids.shape[0],
-    )
-    engine.reserve(COMBINE_POOL, _combine_pool_bytes(engine, header, routing))
-    engine.lanes.fork()
-    pending = PendingCombine(header, y, weights, bias, extra, routing)
-    push = _push_args(engine, pending)
-    if engine.sms["add_sms"] == 0:
-        pending.made = _empty_sums(pending)
-        sms, stream = engine.sms["combine_sms"], engine.lanes.send
-        engine.kernels.push_and_add(push, _add_args(engine, pending, pending.made, sms, stream))
-    else:
-        engine.kernels.push(push)
-    return pending
-
-
-def finish_combine(engine: Engine, pending: PendingCombine) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds the partial rows: ``[T, H]``, and the extra values ``[T, K]`` (empty when none rode back)."""
-    made = pending.made
-    if made is None:
-        made = _empty_sums(pending)
-        engine.lanes.fork_receive()
-        _admit(engine, _C.Step.ADD)
-        engine.kernels.add(_add_args(engine, pending, made, engine.sms["add_sms"], engine.lanes.receive))
-        engine.lanes.join()
-    else:
-        engine.lanes.join()
-        engine.lanes.hand_over(made)
-    engine.check()
-    return made
-
-
-def _empty_sums(pending: PendingCombine) -> tuple[torch.Tensor, torch.Tensor]:
-    y, extra = pending.y, pending.extra
-    T, K = pending.routing.topk_ids.shape
-    return y.new_empty((T, y.shape[1])), y.new_empty(0) if extra is None else extra.new_empty((T, K))
-
-
-def _push_args(engine: Engine, pending: PendingCombine) -> Any:
-    y, routing = pending.y, pending.routing
-    return _C.PushArgs(
-        comm=engine.comm,
-        routing=_routing_struct(engine, routing, routing.topk_ids.shape[0]),
-        header=pending.header,
-        y=address(y),
-        rows=y.shape[0],
-        weights=address(pending.weights),
-        extra=address(pending.extra),
-        hidden=y.shape[1],
-        element=ELEMENTS[y.dtype],
-        num_sms=engine.sms["combine_sms"],
-        stream=engine.lanes.send,
-    )
-
-
-def _add_args(
-    engine: Engine, pending: PendingCombine, made: tuple[torch.Tensor, torch.Tensor], sms: int, stream: int
-) -> Any:
-    y, routing = pending.y, pending.routing
-    out, extra = made
-    return _C.AddArgs(
-        comm=engine.comm,
-        routing=_routing_struct(engine, routing, routing.topk_ids.shape[0]),
-        header=pending.header,
-        out=address(out),
-        bias=address(pending.bias),
-        extra=0 if pending.extra is None else address(extra),
-        hidden=y.shape[1],
-        element=ELEMENTS[y.dtype],
-        num_sms=sms,
-        stream=stream,
-    )
-
-
-def _combine_pool_bytes(engine: Engine, header: Any, routing: RoutingTensors) -> int:
-    partial = _C.partial_bytes(header.row_bytes, header.weight_bytes, header.topk)
-    most = engine.config.max_tokens_per_rank
-    if most is not None:
-        return most * min(engine.size, header.topk) * partial
-    return _roomy(int(routing.totals[_C.Total.MAX_SENT]) * partial, engine.pool_bytes(COMBINE_POOL))
