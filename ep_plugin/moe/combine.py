@@ -13,14 +13,17 @@ import torch
 from ep_plugin import _C
 from ep_plugin.moe.engine import COMBINE_POOL, Engine
 from ep_plugin.moe.routing import RoutingTensors, address, admit, roomy, routing_struct
-from ep_plugin.moe.validate import DTYPES, ELEMENTS
+from ep_plugin.moe.validate import DTYPE_CODES, ELEMENTS
+
+_COMBINE, _ADD, _MAX_SENT = _C.Op.COMBINE, _C.Step.ADD, _C.Total.MAX_SENT
 
 
 @dataclass
 class PendingCombine:
-    """A combine whose partial rows are on their way."""
+    """A combine whose partial rows are on their way. It holds every tensor that its kernels read."""
 
     header: Any
+    struct: Any
     y: torch.Tensor
     weights: torch.Tensor | None
     bias: torch.Tensor | None
@@ -39,20 +42,24 @@ def start_combine(
     routing: RoutingTensors,
 ) -> PendingCombine:
     """Reduces each slot's rows of `y` ``[N, H]`` and pushes the partial rows to the tokens' owners."""
+    T, K = routing.topk_ids.shape
+    row_bytes = y.shape[1] * y.element_size()
+    weight_bytes = 0 if extra is None else extra.element_size()
     header = _C.Header(
-        op=_C.Op.COMBINE,
-        row_bytes=y.shape[1] * y.element_size(),
-        weight_bytes=0 if extra is None else extra.element_size(),
-        topk=routing.topk_ids.shape[1],
-        dtype=DTYPES.index(y.dtype),
-        layout=_C.Layout[engine.config.resolved_layout.name],
+        op=_COMBINE,
+        row_bytes=row_bytes,
+        weight_bytes=weight_bytes,
+        topk=K,
+        dtype=DTYPE_CODES[y.dtype],
+        layout=engine.layout,
         config_hash=engine.config_hash,
-        num_tokens=routing.topk_ids.shape[0],
+        num_tokens=T,
     )
-    engine.reserve(COMBINE_POOL, _combine_pool_bytes(engine, header, routing))
-    engine.lanes.fork()
-    pending = PendingCombine(header, y, weights, bias, extra, routing)
+    engine.reserve(COMBINE_POOL, _pool_bytes(engine, routing, _C.partial_bytes(row_bytes, weight_bytes, K)))
+    struct = routing_struct(engine, routing.topk_ids, routing.plan, routing.recv_rows)
+    pending = PendingCombine(header, struct, y, weights, bias, extra, routing)
     push = _push_args(engine, pending)
+    engine.lanes.fork()
     if engine.sms["add_sms"] == 0:
         pending.made = _empty_sums(pending)
         sms, stream = engine.sms["combine_sms"], engine.lanes.send
@@ -68,7 +75,7 @@ def finish_combine(engine: Engine, pending: PendingCombine) -> tuple[torch.Tenso
     if made is None:
         made = _empty_sums(pending)
         engine.lanes.fork_receive()
-        admit(engine, _C.Step.ADD)
+        admit(engine, _ADD)
         engine.kernels.add(_add_args(engine, pending, made, engine.sms["add_sms"], engine.lanes.receive))
         engine.lanes.join()
     else:
@@ -85,12 +92,12 @@ def _empty_sums(pending: PendingCombine) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _push_args(engine: Engine, pending: PendingCombine) -> Any:
-    y, routing = pending.y, pending.routing
+    y = pending.y
     return _C.PushArgs(
         comm=engine.comm,
-        routing=routing_struct(engine, routing, routing.topk_ids.shape[0]),
+        routing=pending.struct,
         header=pending.header,
-        y=address(y),
+        y=y.data_ptr(),
         rows=y.shape[0],
         weights=address(pending.weights),
         extra=address(pending.extra),
@@ -104,15 +111,15 @@ def _push_args(engine: Engine, pending: PendingCombine) -> Any:
 def _add_args(
     engine: Engine, pending: PendingCombine, made: tuple[torch.Tensor, torch.Tensor], sms: int, stream: int
 ) -> Any:
-    y, routing = pending.y, pending.routing
+    y = pending.y
     out, extra = made
     return _C.AddArgs(
         comm=engine.comm,
-        routing=routing_struct(engine, routing, routing.topk_ids.shape[0]),
+        routing=pending.struct,
         header=pending.header,
-        out=address(out),
+        out=out.data_ptr(),
         bias=address(pending.bias),
-        extra=0 if pending.extra is None else address(extra),
+        extra=0 if pending.extra is None else extra.data_ptr(),
         hidden=y.shape[1],
         element=ELEMENTS[y.dtype],
         num_sms=sms,
@@ -120,9 +127,8 @@ def _add_args(
     )
 
 
-def _combine_pool_bytes(engine: Engine, header: Any, routing: RoutingTensors) -> int:
-    partial = _C.partial_bytes(header.row_bytes, header.weight_bytes, header.topk)
+def _pool_bytes(engine: Engine, routing: RoutingTensors, partial: int) -> int:
     most = engine.config.max_tokens_per_rank
     if most is not None:
-        return most * min(engine.size, header.topk) * partial
-    return roomy(int(routing.totals[_C.Total.MAX_SENT]) * partial, engine.pool_bytes(COMBINE_POOL))
+        return most * min(engine.size, routing.topk_ids.shape[1]) * partial
+    return roomy(routing.totals.tolist()[_MAX_SENT] * partial, engine.pool_bytes(COMBINE_POOL))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
+from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.errors import CommunicatorClosed, EpPluginError
 from ep_plugin.memory.exchange import checked_group, is_alive
 from ep_plugin.moe.combine import PendingCombine, finish_combine, start_combine
@@ -171,9 +171,7 @@ class MoECommunicator:
         with self.engine.lock:
             self._complete()
             check_dispatch(self.engine, call)
-            with self.engine.operation("dispatch"):
-                begun = self._under_way = start_dispatch(self.engine, call)
-                self.engine.lanes.record(x, topk_ids, weights, scales, call.x, begun.block_counts, *begun.routing)
+            begun = self.engine.run("dispatch", self._begin_dispatch, call)
         arguments = (x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
         return DispatchWork(begun, lambda: self._dispatch(*arguments, begun=begun))
 
@@ -195,9 +193,7 @@ class MoECommunicator:
         with self.engine.lock:
             self._complete()
             check_combine(self.engine, kept[0], rows, kept[1], None, routing)
-            with self.engine.operation("combine"):
-                begun = self._under_way = start_combine(self.engine, kept[0], rows, kept[1], None, routing)
-                self.engine.lanes.record(*kept, rows, *routing)
+            begun = self.engine.run("combine", self._begin_combine, kept[0], rows, kept[1], routing)
         return CombineWork(begun, lambda: self._combine(y, handle, weights, bias, begun=begun))
 
     # -- faults and the end --------------------------------------------------------------------------------------
@@ -234,8 +230,7 @@ class MoECommunicator:
                 return cast("tuple[DispatchResult, RoutingTensors]", self._collect())
             self._complete()
             check_dispatch(engine, call)
-            with engine.operation("dispatch"):
-                return finish_dispatch(engine, start_dispatch(engine, call))
+            return engine.run("dispatch", _whole_dispatch, call)
 
     def run_combine(
         self,
@@ -253,10 +248,26 @@ class MoECommunicator:
                 return cast("tuple[torch.Tensor, torch.Tensor]", self._collect())
             self._complete()
             check_combine(engine, y, weights, bias, extra, routing)
-            with engine.operation("combine"):
-                return finish_combine(engine, start_combine(engine, y, weights, bias, extra, routing))
+            return engine.run("combine", _whole_combine, y, weights, bias, extra, routing)
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _begin_dispatch(self, engine: Engine, call: DispatchCall) -> PendingDispatch:
+        begun = self._under_way = start_dispatch(engine, call)
+        engine.lanes.record(*call[:4], begun.topk_ids, begun.plan, begun.block_counts, *(call.previous or ()))
+        return begun
+
+    def _begin_combine(
+        self,
+        engine: Engine,
+        y: torch.Tensor,
+        weights: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        routing: RoutingTensors,
+    ) -> PendingCombine:
+        begun = self._under_way = start_combine(engine, y, weights, bias, None, routing)
+        engine.lanes.record(y, weights, bias, *routing)
+        return begun
 
     def _dispatch(
         self,
@@ -279,21 +290,20 @@ class MoECommunicator:
             with self.engine.lock:
                 self._waited_for = begun
                 tensors = torch.ops.ep_plugin.dispatch(*arguments, True)
-        tokens, out_scales, out_weights, out_ids, row_ids, count, offset, overflow = tensors[:8]
-        routing = previous if previous is not None else RoutingTensors(*tensors[8:])
-        flat = self.config.resolved_layout is DispatchLayout.FLAT
-        totals = routing.totals
+        tokens, out_scales, out_weights, ids, counts = tensors[:5]
+        routing = previous if previous is not None else RoutingTensors(*tensors[5:])
+        flat, local = self.engine.flat, self.engine.local_experts
         out = DispatchOutput(
             tokens=tokens,
             scales=None if scales is None and quantize is None else out_scales,
             weights=None if topk_weights is None else out_weights,
-            topk_ids=None if flat else out_ids,
-            row_expert_ids=row_ids if flat else None,
-            num_tokens_per_expert=count,
-            num_tokens_per_expert_cpu=totals[_C.num_totals :].clone() if capacity is None else None,
-            expert_offsets=offset,
-            overflow=None if capacity is None else overflow[0],
-            required=None if capacity is None else overflow[1],
+            topk_ids=None if flat else ids,
+            row_expert_ids=ids if flat else None,
+            num_tokens_per_expert=counts[:local],
+            num_tokens_per_expert_cpu=routing.totals[_C.num_totals :].clone() if capacity is None else None,
+            expert_offsets=counts[local : 2 * local + 1],
+            overflow=None if capacity is None else counts[-2],
+            required=None if capacity is None else counts[-1],
         )
         return out, DispatchHandle(*routing, self.number)
 
@@ -332,11 +342,9 @@ class MoECommunicator:
         """
         begun, self._under_way = self._under_way, None
         if isinstance(begun, PendingDispatch):
-            with self.engine.operation("dispatch"):
-                begun.result = finish_dispatch(self.engine, begun)
+            begun.result = self.engine.run("dispatch", finish_dispatch, begun)
         elif begun is not None:
-            with self.engine.operation("combine"):
-                begun.result = finish_combine(self.engine, begun)
+            begun.result = self.engine.run("combine", finish_combine, begun)
 
     def _collect(self) -> object:
         """The result of the operation that is being waited for, ordered before the caller's stream goes on."""
@@ -349,9 +357,18 @@ class MoECommunicator:
             raise EpPluginError("wait(): expected an operation under way, got one whose completion has failed before")
         else:
             self.engine.lanes.join()
-            self.engine.lanes.hand_over(begun.result)
+        assert begun.result is not None
+        self.engine.lanes.hand_over(begun.result)  # parts of it were made on the stream on which it was started
         result, begun.result = begun.result, None
         return result
+
+
+def _whole_dispatch(engine: Engine, call: DispatchCall) -> tuple[DispatchResult, RoutingTensors]:
+    return finish_dispatch(engine, start_dispatch(engine, call))
+
+
+def _whole_combine(engine: Engine, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return finish_combine(engine, start_combine(engine, *call))
 
 
 def _close_orphans() -> None:

@@ -2,8 +2,9 @@
 
 Plan, notify and send go to the send lane; the host reads the totals while the send runs, allocates the output, and
 enqueues expand on the receive lane. The same path serves CPU and CUDA; only the kernel table and the lanes differ.
+Between the totals and expand the device idles in small batches, so what does not need them is done before.
 
-Shapes: T tokens, K experts per token, R ranks, N output rows, S received slots.
+Shapes: T tokens, K experts per token, R ranks, E_l local experts, N output rows, S received slots.
 """
 
 from __future__ import annotations
@@ -14,23 +15,26 @@ from typing import Any, NamedTuple
 import torch
 
 from ep_plugin import _C
-from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.engine import DISPATCH_POOL, Engine
-from ep_plugin.moe.routing import RoutingTensors, address, admit, roomy, routing_struct
-from ep_plugin.moe.validate import DTYPES, ELEMENTS, QUANTIZED, num_scales
+from ep_plugin.moe.routing import WORD_BYTES, RoutingTensors, address, admit, roomy, routing_struct
+from ep_plugin.moe.validate import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
+
+_DISPATCH, _CACHED_DISPATCH, _EXPAND = _C.Op.DISPATCH, _C.Op.CACHED_DISPATCH, _C.Step.EXPAND
+_SLOTS, _ROWS, _MAX_SLOTS = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_SLOTS
 
 
 class DispatchResult(NamedTuple):
-    """What a dispatch returns, every field a tensor: empty where the layout or the call has none."""
+    """What a dispatch returns, every field a tensor: empty where the call has none.
+
+    ids: int32, FLAT: row_expert_ids ``[N]``, TOKEN_MAJOR: topk_ids ``[N, K]``. counts: int32, expert_count ``[E_l]``,
+    expert_offset ``[E_l + 1]`` and, with a capacity, overflow ``[2]``, one after the other.
+    """
 
     tokens: torch.Tensor
     scales: torch.Tensor
     weights: torch.Tensor
-    topk_ids: torch.Tensor
-    row_expert_ids: torch.Tensor
-    expert_count: torch.Tensor
-    expert_offset: torch.Tensor
-    overflow: torch.Tensor
+    ids: torch.Tensor
+    counts: torch.Tensor
 
 
 class DispatchCall(NamedTuple):
@@ -51,11 +55,14 @@ class PendingDispatch:
 
     call: DispatchCall
     header: Any
-    routing: RoutingTensors
-    ticket: int
-    block_counts: torch.Tensor | None = None
-    made: DispatchResult | None = None  # what the rows go to, where it was there before they were sent
+    struct: Any
+    topk_ids: torch.Tensor
+    plan: torch.Tensor
+    block_counts: torch.Tensor | None
+    ticket: int = 0  # what the host waits for, or 0
+    numbers: list[int] | None = None  # the totals, once the host knows them
     reserved: bool = False  # the pool is known to be large enough
+    made: tuple[DispatchResult, RoutingTensors] | None = None  # what the rows go to, if that was there before the send
     result: tuple[DispatchResult, RoutingTensors] | None = None
 
 
@@ -64,15 +71,10 @@ def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
 
     Where the same SMs send and receive, all is enqueued here, and the host waits for what it must know first.
     """
-    header = _dispatch_header(engine, call)
+    pending = _pending(engine, call)
     engine.lanes.fork()
-    if call.previous is not None:
-        pending = PendingDispatch(call, header, call.previous, 0)
-    else:
-        routing = _empty_routing(engine, call)
-        ticket = 0 if call.capacity is not None else engine.next_ticket()
-        block_counts = _launch_plan_and_notify(engine, call, header, routing, ticket)
-        pending = PendingDispatch(call, header, routing, ticket, block_counts)
+    if call.previous is None:
+        _plan_and_notify(engine, pending)
     if engine.sms["expand_sms"] == 0:
         _send_and_expand(engine, pending)
         return pending
@@ -81,9 +83,8 @@ def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
         engine.reserve(DISPATCH_POOL, needed)
         pending.reserved = True
     if pending.reserved or engine.pool_bytes(DISPATCH_POOL) > 0:
-        _send(
-            engine, pending
-        )  # where the pool turns out to be too small, the kernel leaves at once, on all ranks alike
+        # Where the pool turns out to be too small, the kernel leaves at once, on all ranks alike.
+        engine.kernels.send(_send_args(engine, pending))
     return pending
 
 
@@ -91,61 +92,45 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
     """Waits for the totals, grows the pool if it must, allocates the output and expands into it."""
     if pending.made is not None:
         engine.lanes.join()
-        engine.lanes.hand_over((pending.made, pending.routing))
+        engine.lanes.hand_over(pending.made)
         engine.check()
-        return pending.made, pending.routing
-    engine.lanes.fork_receive()
-    if pending.reserved:  # beside the host's wait
-        admit(engine, _C.Step.EXPAND)
+        return pending.made
+    args, counts = _expand_args(engine, pending, engine.sms["expand_sms"], engine.lanes.receive)
+    admitted = False
     if pending.ticket:
-        pending.routing = pending.routing._replace(totals=engine.wait_totals(pending.ticket))
+        if pending.reserved:  # beside the host's wait
+            engine.lanes.fork_receive()
+            admit(engine, _EXPAND)
+            admitted = True
+        pending.numbers = engine.wait_totals(pending.ticket)
     if not pending.reserved:
         _make_room(engine, pending)
-        admit(engine, _C.Step.EXPAND)
-    result = _allocate(engine, pending)
+    result, recv_rows = _allocate(engine, pending, args, counts)
     engine.lanes.fork_receive()  # other threads may have used that memory on the caller's stream during the wait
-    engine.kernels.expand(_expand_args(engine, pending, result, engine.sms["expand_sms"], engine.lanes.receive))
+    if not admitted:
+        admit(engine, _EXPAND)
+    engine.kernels.expand(args)
     engine.lanes.join()
+    routing = _routing(pending, recv_rows)
     engine.check()
-    return result, pending.routing
+    return result, routing
 
 
-def _send_and_expand(engine: Engine, pending: PendingDispatch) -> None:
-    """The rest of a dispatch whose output is there before it is sent."""
-    if pending.ticket:
-        pending.routing = pending.routing._replace(totals=engine.wait_totals(pending.ticket))
-    needed = _known_pool_bytes(engine, pending)
-    assert needed is not None
-    engine.reserve(DISPATCH_POOL, needed)
-    pending.reserved = True
-    pending.made = _allocate(engine, pending)
-    sms, stream = engine.sms["dispatch_sms"], engine.lanes.send
-    engine.kernels.send_and_expand(
-        _send_args(engine, pending), _expand_args(engine, pending, pending.made, sms, stream)
-    )
-
-
-def _allocate(engine: Engine, pending: PendingDispatch) -> DispatchResult:
-    """The output, and in the routing what expand writes there."""
-    call = pending.call
-    rows, slots = _output_rows(engine, pending)
-    if call.previous is None and call.capacity is not None:
-        pending.routing = pending.routing._replace(totals=torch.tensor([call.capacity], device="cpu"))
-    if call.previous is None:
-        K = call.topk_ids.shape[1]
-        recv_rows = torch.empty((slots, K), dtype=torch.int32, device=engine.device)
-        pending.routing = pending.routing._replace(recv_rows=recv_rows)
-    return _empty_result(engine, call, rows)
-
-
-def _make_room(engine: Engine, pending: PendingDispatch) -> None:
-    """After an optimistic send: where it found some rank's pool too small, pools grow and it is launched again."""
-    before, needed = engine.pool_bytes(DISPATCH_POOL), _known_pool_bytes(engine, pending)
-    assert needed is not None
-    engine.reserve(DISPATCH_POOL, needed)
-    pending.reserved = True
-    if before == 0 or engine.pool_bytes(DISPATCH_POOL) > before:
-        _send(engine, pending)
+def _pending(engine: Engine, call: DispatchCall) -> PendingDispatch:
+    previous = call.previous
+    header = _dispatch_header(engine, call)
+    if previous is not None:
+        struct = routing_struct(engine, previous.topk_ids, previous.plan, previous.recv_rows)
+        return PendingDispatch(
+            call, header, struct, previous.topk_ids, previous.plan, None, numbers=previous.totals.tolist()
+        )
+    T, K = call.topk_ids.shape
+    plan = torch.empty(engine.plan_words(T, K), dtype=torch.int32, device=engine.device)
+    topk_ids = plan.new_empty((T, K))
+    block_counts = plan.new_empty(_C.block_count_words(T, engine.size, engine.config.num_experts))
+    ticket = 0 if call.capacity is not None else engine.next_ticket()
+    struct = routing_struct(engine, topk_ids, plan, None)
+    return PendingDispatch(call, header, struct, topk_ids, plan, block_counts, ticket)
 
 
 def _dispatch_header(engine: Engine, call: DispatchCall) -> Any:
@@ -155,86 +140,129 @@ def _dispatch_header(engine: Engine, call: DispatchCall) -> Any:
     if call.quantize is not None:
         dtype, scale_bytes = QUANTIZED[call.quantize], int(num_scales(x.shape[1])) * torch.float32.itemsize
     return _C.Header(
-        op=_C.Op.DISPATCH if call.previous is None else _C.Op.CACHED_DISPATCH,
+        op=_DISPATCH if call.previous is None else _CACHED_DISPATCH,
         row_bytes=x.shape[1] * dtype.itemsize,
         scale_bytes=scale_bytes,
         weight_bytes=0 if weights is None else weights.element_size(),
         topk=call.topk_ids.shape[1],
-        dtype=DTYPES.index(dtype),
-        layout=_C.Layout[engine.config.resolved_layout.name],
+        dtype=DTYPE_CODES[dtype],
+        layout=engine.layout,
         config_hash=engine.config_hash,
         num_tokens=x.shape[0],
     )
 
 
-def _empty_routing(engine: Engine, call: DispatchCall) -> RoutingTensors:
-    T, K = call.topk_ids.shape
-
-    def ints(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=engine.device)
-
-    return RoutingTensors(
-        topk_ids=ints(T, K),
-        send_pos=ints(T, engine.size),
-        pair_pos=ints(T, K),
-        meta=ints(_C.meta_words(engine.size, engine.config.num_experts)),
-        recv_rows=ints(0, K),
-        totals=torch.empty(0, dtype=torch.int64, device="cpu"),
-    )
-
-
-def _launch_plan_and_notify(
-    engine: Engine, call: DispatchCall, header: Any, routing: RoutingTensors, ticket: int
-) -> torch.Tensor:
-    """Returns what the kernels share, which must outlive them."""
-    T = call.x.shape[0]
-    words = _C.block_count_words(T, engine.size, engine.config.num_experts)
-    block_counts = torch.empty(words, dtype=torch.int32, device=engine.device)
-    struct = routing_struct(engine, routing, T)
+def _plan_and_notify(engine: Engine, pending: PendingDispatch) -> None:
+    ids, block_counts, stream = pending.call.topk_ids, address(pending.block_counts), engine.lanes.send
     engine.kernels.plan(
         _C.PlanArgs(
             comm=engine.comm,
-            routing=struct,
-            ids=address(call.topk_ids),
-            block_counts=address(block_counts),
-            id_bytes=call.topk_ids.element_size(),
-            stream=engine.lanes.send,
+            routing=pending.struct,
+            ids=ids.data_ptr(),
+            block_counts=block_counts,
+            id_bytes=ids.element_size(),
+            stream=stream,
         )
     )
     engine.kernels.notify(
         _C.NotifyArgs(
             comm=engine.comm,
-            routing=struct,
-            header=header,
-            block_counts=address(block_counts),
-            ticket=ticket,
-            stream=engine.lanes.send,
+            routing=pending.struct,
+            header=pending.header,
+            block_counts=block_counts,
+            ticket=pending.ticket,
+            stream=stream,
         )
     )
-    return block_counts
 
 
-def _send(engine: Engine, pending: PendingDispatch) -> None:
-    engine.kernels.send(_send_args(engine, pending))
+def _send_and_expand(engine: Engine, pending: PendingDispatch) -> None:
+    """The rest of a dispatch whose output is there before it is sent."""
+    pending.reserved = True  # before the launch
+    send = _send_args(engine, pending)
+    expand, counts = _expand_args(engine, pending, engine.sms["dispatch_sms"], engine.lanes.send)
+    if pending.ticket:
+        pending.numbers = engine.wait_totals(pending.ticket)
+    needed = _known_pool_bytes(engine, pending)
+    assert needed is not None
+    engine.reserve(DISPATCH_POOL, needed)
+    send.comm = engine.comm
+    result, recv_rows = _allocate(engine, pending, expand, counts)
+    engine.lanes.fork()  # as in finish_dispatch
+    engine.kernels.send_and_expand(send, expand)
+    pending.made = result, _routing(pending, recv_rows)
+
+
+def _make_room(engine: Engine, pending: PendingDispatch) -> None:
+    """After an optimistic send: where it found some rank's pool too small, pools grow and it is launched again."""
+    before, needed = engine.pool_bytes(DISPATCH_POOL), _known_pool_bytes(engine, pending)
+    assert needed is not None
+    engine.reserve(DISPATCH_POOL, needed)
+    pending.reserved = True
+    if before == 0 or engine.pool_bytes(DISPATCH_POOL) > before:
+        engine.kernels.send(_send_args(engine, pending))
 
 
 def _send_args(engine: Engine, pending: PendingDispatch) -> Any:
     call = pending.call
+    x, scales = call.x, call.scales
     return _C.SendArgs(
         comm=engine.comm,
-        routing=routing_struct(engine, pending.routing, call.x.shape[0]),
+        routing=pending.struct,
         header=pending.header,
-        x=address(call.x),
-        x_stride=call.x.stride(0) * call.x.element_size(),
-        scales=address(call.scales),
-        scale_stride=0 if call.scales is None else call.scales.stride(0) * call.scales.element_size(),
+        x=x.data_ptr(),
+        x_stride=x.stride(0) * x.element_size(),
+        scales=address(scales),
+        scale_stride=0 if scales is None else scales.stride(0) * scales.element_size(),
         weights=address(call.weights),
         num_sms=engine.sms["dispatch_sms"],
         optimistic=int(not pending.reserved),
         quantize=int(call.quantize is not None),
-        element=ELEMENTS[call.x.dtype] if call.quantize is not None else 0,
+        element=ELEMENTS[x.dtype] if call.quantize is not None else 0,
         stream=engine.lanes.send,
     )
+
+
+def _expand_args(engine: Engine, pending: PendingDispatch, sms: int, stream: int) -> tuple[Any, torch.Tensor]:
+    """All of expand's arguments that the totals do not decide, and DispatchResult.counts."""
+    local, limited = engine.local_experts, pending.call.capacity is not None
+    counts = pending.plan.new_empty(2 * local + (3 if limited else 1))
+    count = counts.data_ptr()
+    args = _C.ExpandArgs(
+        routing=pending.struct,
+        header=pending.header,
+        expert_count=count,
+        expert_offset=count + WORD_BYTES * local,
+        overflow=count + WORD_BYTES * (2 * local + 1) if limited else 0,
+        num_sms=sms,
+        fresh=int(pending.call.previous is None),
+        stream=stream,
+    )
+    return args, counts
+
+
+def _allocate(
+    engine: Engine, pending: PendingDispatch, args: Any, counts: torch.Tensor
+) -> tuple[DispatchResult, torch.Tensor]:
+    """The output and the routing's recv_rows, and both in expand's `args`, beside the pools as they are now."""
+    call = pending.call
+    rows, slots = _output_rows(engine, pending)
+    result = _empty_result(engine, call, rows, counts)
+    args.comm = engine.comm
+    args.tokens = result.tokens.data_ptr()
+    args.scales = result.scales.data_ptr()
+    args.weights = result.weights.data_ptr()
+    if engine.flat:
+        args.row_expert_ids = result.ids.data_ptr()
+    else:
+        args.topk_ids = result.ids.data_ptr()
+    args.capacity = rows
+    if call.previous is not None:
+        return result, call.previous.recv_rows
+    recv_rows = counts.new_empty((slots, call.topk_ids.shape[1]))
+    args.routing.recv_rows = recv_rows.data_ptr()
+    args.routing.slots = slots
+    return result, recv_rows
 
 
 def _known_pool_bytes(engine: Engine, pending: PendingDispatch) -> int | None:
@@ -242,45 +270,35 @@ def _known_pool_bytes(engine: Engine, pending: PendingDispatch) -> int | None:
 
     None before those are known.
     """
-    call, header, totals = pending.call, pending.header, pending.routing.totals
+    header = pending.header
     slot = _C.slot_bytes(header.row_bytes, header.scale_bytes, header.weight_bytes, header.topk)
     if engine.config.max_tokens_per_rank is not None:
         return engine.size * engine.config.max_tokens_per_rank * slot
-    if totals.numel() == 0:
-        assert call.capacity is None
+    if pending.numbers is None:
+        assert pending.call.capacity is None
         return None
-    return roomy(int(totals[_C.Total.MAX_SLOTS]) * slot, engine.pool_bytes(DISPATCH_POOL))
+    return roomy(pending.numbers[_MAX_SLOTS] * slot, engine.pool_bytes(DISPATCH_POOL))
 
 
 def _output_rows(engine: Engine, pending: PendingDispatch) -> tuple[int, int]:
     """Rows of the output and received slots that the routing has room for."""
-    call, totals = pending.call, pending.routing.totals
-    flat = engine.config.resolved_layout is DispatchLayout.FLAT
-    if call.capacity is not None:
-        bound = engine.size * (engine.config.max_tokens_per_rank or 0)
-        return call.capacity, pending.routing.recv_rows.shape[0] if call.previous is not None else bound
-    return int(totals[_C.Total.ROWS if flat else _C.Total.SLOTS]), int(totals[_C.Total.SLOTS])
+    capacity, numbers = pending.call.capacity, pending.numbers
+    if capacity is not None:
+        return capacity, engine.size * (engine.config.max_tokens_per_rank or 0)
+    assert numbers is not None
+    return numbers[_ROWS if engine.flat else _SLOTS], numbers[_SLOTS]
 
 
-def _empty_result(engine: Engine, call: DispatchCall, rows: int) -> DispatchResult:
-    x, scales, weights = call.x, call.scales, call.weights
-    K = call.topk_ids.shape[1]
-    flat = engine.config.resolved_layout is DispatchLayout.FLAT
-    device = engine.device
-
-    def ints(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
-    tokens, row_scales = empty_payload(x, scales, call.quantize, rows)
+def _empty_result(engine: Engine, call: DispatchCall, rows: int, counts: torch.Tensor) -> DispatchResult:
+    x, weights = call.x, call.weights
+    beside = (rows,) if engine.flat else (rows, call.topk_ids.shape[1])
+    tokens, scales = empty_payload(x, call.scales, call.quantize, rows)
     return DispatchResult(
-        tokens=tokens,
-        scales=row_scales,
-        weights=x.new_empty(0) if weights is None else weights.new_empty((rows,) if flat else (rows, K)),
-        topk_ids=ints(0) if flat else ints(rows, K),
-        row_expert_ids=ints(rows) if flat else ints(0),
-        expert_count=ints(engine.local_experts),
-        expert_offset=ints(engine.local_experts + 1),
-        overflow=ints(2) if call.capacity is not None else ints(0),
+        tokens,
+        scales,
+        x.new_empty(0) if weights is None else weights.new_empty(beside),
+        counts.new_empty(beside),
+        counts,
     )
 
 
@@ -295,22 +313,11 @@ def empty_payload(
     return x.new_empty(shape), x.new_empty(0) if scales is None else scales.new_empty((rows, scales.shape[1]))
 
 
-def _expand_args(engine: Engine, pending: PendingDispatch, result: DispatchResult, sms: int, stream: int) -> Any:
+def _routing(pending: PendingDispatch, recv_rows: torch.Tensor) -> RoutingTensors:
     call = pending.call
-    return _C.ExpandArgs(
-        comm=engine.comm,
-        routing=routing_struct(engine, pending.routing, call.x.shape[0]),
-        header=pending.header,
-        tokens=address(result.tokens),
-        scales=address(result.scales) if pending.header.scale_bytes else 0,
-        weights=0 if call.weights is None else address(result.weights),
-        topk_ids=address(result.topk_ids),
-        row_expert_ids=address(result.row_expert_ids),
-        expert_count=address(result.expert_count),
-        expert_offset=address(result.expert_offset),
-        overflow=address(result.overflow),
-        capacity=result.tokens.shape[0],
-        num_sms=sms,
-        fresh=int(call.previous is None),
-        stream=stream,
+    if call.previous is not None:
+        return call.previous
+    totals = pending.numbers if call.capacity is None else [call.capacity]
+    return RoutingTensors(
+        pending.topk_ids, pending.plan, recv_rows, torch.tensor(totals, dtype=torch.int64, device="cpu")
     )

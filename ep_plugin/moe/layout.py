@@ -55,12 +55,9 @@ class DispatchHandle(NamedTuple):
 
     topk_ids: torch.Tensor
     """int32 ``[T, K]``, global expert ids, -1: dropped."""
-    send_pos: torch.Tensor
-    """int32 ``[T, R]``, position among this rank's rows for each rank, -1: none."""
-    pair_pos: torch.Tensor
-    """int32 ``[T, K]``, position among this rank's pairs for the expert, -1: dropped."""
-    meta: torch.Tensor
-    """int32, bases and counts."""
+    plan: torch.Tensor
+    """int32, one after the other: bases and counts; ``[T, R]``, position among this rank's rows for each rank, -1:
+    none; ``[T, K]``, position among this rank's pairs for the expert, -1: dropped."""
     recv_rows: torch.Tensor
     """int32 ``[slots, K]``, the output row of each received pair, -1: none."""
     totals: torch.Tensor

@@ -1,4 +1,7 @@
-"""What dispatch and combine share: the routing that a handle owns, as tensors and as kernels see it."""
+"""What dispatch and combine share: the routing that a handle owns, as tensors and as kernels see it.
+
+Shapes: T tokens, K experts per token, R ranks, S received slots.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ import torch
 from ep_plugin import _C
 from ep_plugin.moe.engine import Engine
 
+WORD_BYTES = 4
+
 
 class RoutingTensors(NamedTuple):
     """The tensors of a DispatchHandle, without the communicator's number."""
 
     topk_ids: torch.Tensor
-    send_pos: torch.Tensor
-    pair_pos: torch.Tensor
-    meta: torch.Tensor
+    plan: torch.Tensor
     recv_rows: torch.Tensor
     totals: torch.Tensor
 
@@ -25,18 +28,22 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def routing_struct(engine: Engine, routing: RoutingTensors, num_tokens: int) -> Any:
+def routing_struct(engine: Engine, topk_ids: torch.Tensor, plan: torch.Tensor, recv_rows: torch.Tensor | None) -> Any:
+    """The routing as kernels see it; without `recv_rows`, as it is before dispatch has made them."""
+    T, K = topk_ids.shape
+    meta = plan.data_ptr()
+    send_pos = meta + WORD_BYTES * engine.meta_words
     return _C.Routing(
-        num_tokens=num_tokens,
-        topk=routing.topk_ids.shape[1],
-        layout=_C.Layout[engine.config.resolved_layout.name],
+        num_tokens=T,
+        topk=K,
+        layout=engine.layout,
         alignment=engine.config.expert_alignment,
-        topk_ids=address(routing.topk_ids),
-        send_pos=address(routing.send_pos),
-        pair_pos=address(routing.pair_pos),
-        meta=address(routing.meta),
-        recv_rows=address(routing.recv_rows),
-        slots=routing.recv_rows.shape[0],
+        topk_ids=topk_ids.data_ptr(),
+        send_pos=send_pos,
+        pair_pos=send_pos + WORD_BYTES * T * engine.size,
+        meta=meta,
+        recv_rows=address(recv_rows),
+        slots=0 if recv_rows is None else recv_rows.shape[0],
     )
 
 
