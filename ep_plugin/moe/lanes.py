@@ -65,17 +65,27 @@ class CudaLanes:
         self._receive = torch.cuda.Stream(device, priority=0)
         self.send = self._send.cuda_stream
         self.receive = self._receive.cuda_stream
+        # Recorded anew for each use: a wait is for what the event stood for when the wait was enqueued.
+        self._called, self._sent, self._received = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
 
     def fork(self) -> None:
-        self._send.wait_stream(torch.cuda.current_stream(self._device))
+        self._order(self._send, torch.cuda.current_stream(self._device), self._called)
 
     def fork_receive(self) -> None:
-        self._receive.wait_stream(torch.cuda.current_stream(self._device))
+        self._order(self._receive, torch.cuda.current_stream(self._device), self._called)
 
     def join(self) -> None:
         caller = torch.cuda.current_stream(self._device)
-        caller.wait_stream(self._send)
-        caller.wait_stream(self._receive)
+        self._order(caller, self._send, self._sent)
+        self._order(caller, self._receive, self._received)
+
+    def _order(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """`later` goes on after what is on `earlier` now. Making an event each time would cost as much as the rest."""
+        if self.capturing():  # the event would belong to the graph
+            later.wait_stream(earlier)
+        else:
+            event.record(earlier)
+            later.wait_event(event)
 
     def record(self, *tensors: torch.Tensor | None) -> None:
         for tensor in tensors:
