@@ -7,7 +7,6 @@ experts, N rows received.
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from types import TracebackType
 from typing import Any, cast
@@ -18,20 +17,17 @@ import torch.distributed as dist
 from ep_plugin import _C
 from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.errors import CommunicatorClosed, EpPluginError
-from ep_plugin.memory.exchange import checked_group, is_alive
 from ep_plugin.moe.combine import PendingCombine, finish_combine, start_combine
 from ep_plugin.moe.dispatch import DispatchCall, DispatchResult, PendingDispatch, finish_dispatch, start_dispatch
 from ep_plugin.moe.engine import Engine
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 from ep_plugin.moe.routing import RoutingTensors
+from ep_plugin.moe.shared import shared_communicator
 from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch, check_quantize
 from ep_plugin.moe.work import CombineWork, DispatchWork
 
 _numbers = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, MoECommunicator] = weakref.WeakValueDictionary()
-_SharedKey = tuple["weakref.ref[dist.ProcessGroup]", torch.device, MoECommunicatorConfig]
-_shared: dict[_SharedKey, MoECommunicator] = {}
-_shared_lock = threading.Lock()
 
 
 def communicator(number: int) -> MoECommunicator:
@@ -79,16 +75,13 @@ class MoECommunicator:
         """The one communicator of this process for (group, device, configuration); made on first use, collectively.
 
         `settings` are MoECommunicatorConfig's fields, in place of `config`. Communicators of groups that have been
-        destroyed since are closed by the next call.
+        destroyed since are closed by the next call, which only warns of what goes wrong then. Threads may make those of
+        different groups in any order.
         """
         config = config if config is not None else MoECommunicatorConfig(**settings)
-        with _shared_lock:
-            _close_orphans()
-            key = (weakref.ref(checked_group(group)), _resolve_device(group, device), config)
-            found = _shared.get(key)
-            if found is None or found.engine.closed:
-                found = _shared[key] = cls(group, config, device)
-            return found
+        return shared_communicator(
+            group, lambda: _resolve_device(group, device), config, lambda: cls(group, config, device)
+        )
 
     @property
     def rank(self) -> int:
@@ -369,14 +362,6 @@ def _whole_dispatch(engine: Engine, call: DispatchCall) -> tuple[DispatchResult,
 
 def _whole_combine(engine: Engine, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return finish_combine(engine, start_combine(engine, *call))
-
-
-def _close_orphans() -> None:
-    """Closes and drops the shared communicators whose groups have been destroyed: torch tells nobody when they are."""
-    for key in list(_shared):
-        group = key[0]()
-        if group is None or not is_alive(group):
-            _shared.pop(key).close()
 
 
 def _resolve_device(group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
