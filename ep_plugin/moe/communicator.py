@@ -119,11 +119,12 @@ class MoECommunicator:
         the host then waits for nothing, and ``overflow`` tells on the device when rows were dropped. quantize: "e4m3"
         sends BF16, FP16 or FP32 rows (H a multiple of 16) as float8_e4m3fn with a float32 scale for each 128 elements,
         both made as the rows leave: ``scales`` comes back as ``[N, ceil(H / 128)]``, a row is about tokens * scales.
-        reference.reference_quantize is what it computes; multiplied out, a block with an infinity is NaN.
+        reference.reference_quantize is what it computes; multiplied out, a block with an infinity is NaN, and one whose
+        largest magnitude is below 2**-137 is up to a third off, or 0.
 
         Returns the rows and the handle that `combine` needs. Differentiable in `x` and `topk_weights`; backward is
         collective, so every rank must run it. With `quantize` no gradient leads to `x`: one that requires some is
-        refused.
+        refused. Gradients that reach the returned `scales`, or FP8 tokens, lead nowhere, without a word.
         """
         return self._dispatch(x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
 
