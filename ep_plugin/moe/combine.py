@@ -59,13 +59,14 @@ def start_combine(
     struct = routing_struct(engine, routing.topk_ids, routing.plan, routing.recv_rows)
     pending = PendingCombine(header, struct, y, weights, bias, extra, routing)
     push = _push_args(engine, pending)
-    engine.lanes.fork()
-    if engine.sms["add_sms"] == 0:
-        pending.made = _empty_sums(pending)
-        sms, stream = engine.sms["combine_sms"], engine.lanes.send
-        engine.kernels.push_and_add(push, _add_args(engine, pending, pending.made, sms, stream))
-    else:
+    if engine.sms["add_sms"] > 0:
+        engine.lanes.fork()
         engine.kernels.push(push)
+        return pending
+    pending.made = _empty_sums(pending)
+    add = _add_args(engine, pending, pending.made, engine.sms["combine_sms"], engine.lanes.send)
+    engine.lanes.fork()
+    engine.kernels.push_and_add(push, add)
     return pending
 
 
