@@ -74,6 +74,11 @@ def _parsed(values: tuple[str | None, ...]) -> Settings:
     )
 
 
+def check_ids() -> bool:
+    """settings().check_ids by itself: dispatches on GPUs ask each time, and looking up a variable costs 1 us."""
+    return _boolean("EP_PLUGIN_CHECK_IDS")
+
+
 def launcher() -> Launcher:
     """The launcher's ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``."""
     return Launcher(

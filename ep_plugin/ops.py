@@ -11,18 +11,17 @@ from collections.abc import Sequence
 import torch
 
 from ep_plugin import _C
-from ep_plugin.config import DispatchLayout
 from ep_plugin.moe import autograd
 from ep_plugin.moe.communicator import communicator
-from ep_plugin.moe.high_throughput import DispatchCall, RoutingTensors, empty_payload
+from ep_plugin.moe.dispatch import DispatchCall, empty_payload
+from ep_plugin.moe.routing import RoutingTensors
 from ep_plugin.moe.validate import bulk_ready, check_devices
 
 _library = torch.library.Library("ep_plugin", "DEF")
 _library.define(
     "dispatch(Tensor x, Tensor topk_ids, Tensor? topk_weights, Tensor? scales, Tensor[] previous, int comm, "
-    "SymInt? capacity, str? quantize, bool pending) -> (Tensor tokens, Tensor scales, Tensor weights, Tensor topk_ids, "
-    "Tensor row_expert_ids, Tensor expert_count, Tensor expert_offset, Tensor overflow, Tensor h_topk_ids, "
-    "Tensor h_send_pos, Tensor h_pair_pos, Tensor h_meta, Tensor h_recv_rows, Tensor h_totals)"
+    "SymInt? capacity, str? quantize, bool pending) -> (Tensor tokens, Tensor scales, Tensor weights, Tensor ids, "
+    "Tensor counts, Tensor h_topk_ids, Tensor h_plan, Tensor h_recv_rows, Tensor h_totals)"
 )
 _library.define(
     "combine(Tensor y, Tensor? weights, Tensor? bias, Tensor? extra, Tensor[] routing, int comm, "
@@ -79,7 +78,7 @@ def _fake_dispatch(
     )  # a meta tensor ends up here
     config, size = engine.config, engine.size
     T, K = topk_ids.shape
-    flat = config.resolved_layout is DispatchLayout.FLAT
+    flat = engine.flat
 
     def ints(*shape: int | torch.SymInt) -> torch.Tensor:
         return x.new_empty(shape, dtype=torch.int32)
@@ -90,26 +89,22 @@ def _fake_dispatch(
     most = config.max_tokens_per_rank
     slots: int | torch.SymInt  # a size that no output has must not be asked for
     if previous:
-        slots = previous[4].shape[0]
+        slots = previous[2].shape[0]
     else:
         slots = size * most if capacity is not None and most is not None else unknown()
     rows: int | torch.SymInt = capacity if capacity is not None else (unknown() if flat else slots)
-    weights_shape = (rows,) if flat else (rows, K)
+    beside = (rows,) if flat else (rows, K)
     local = engine.local_experts
     result = (
         *empty_payload(x, scales, quantize, rows),
-        x.new_empty(0) if topk_weights is None else topk_weights.new_empty(weights_shape),
-        ints(0) if flat else ints(rows, K),
-        ints(rows) if flat else ints(0),
-        ints(local),
-        ints(local + 1),
-        ints(0) if capacity is None else ints(2),
+        x.new_empty(0) if topk_weights is None else topk_weights.new_empty(beside),
+        ints(*beside),
+        ints(2 * local + (1 if capacity is None else 3)),
     )
     if previous:
         return *result, *(topk_ids.new_empty(0) for _ in previous)
     totals = torch.empty(1 if capacity is not None else _C.num_totals + local, dtype=torch.int64, device="cpu")
-    meta = ints(_C.meta_words(size, config.num_experts))
-    return *result, ints(T, K), ints(T, size), ints(T, K), meta, ints(slots, K), totals
+    return *result, ints(T, K), ints(engine.plan_words(T, K)), ints(slots, K), totals
 
 
 def _fake_combine(
@@ -131,9 +126,9 @@ for _key in ("CPU", "CUDA"):
     _library.impl("combine", _combine, _key)
 torch.library.register_fake("ep_plugin::dispatch", _fake_dispatch, lib=_library)
 torch.library.register_fake("ep_plugin::combine", _fake_combine, lib=_library)
-torch.library.register_autograd(
-    "ep_plugin::dispatch", autograd.dispatch_backward, setup_context=autograd.save_dispatch, lib=_library
-)
-torch.library.register_autograd(
-    "ep_plugin::combine", autograd.combine_backward, setup_context=autograd.save_combine, lib=_library
-)
+for _name, _save, _backward in (
+    ("dispatch", autograd.save_dispatch, autograd.dispatch_backward),
+    ("combine", autograd.save_combine, autograd.combine_backward),
+):
+    _operator = getattr(torch.ops.ep_plugin, _name).default
+    _library.impl(_name, autograd.autograd_kernel(_operator, _save, _backward), "Autograd", with_keyset=True)

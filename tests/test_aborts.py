@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.errors import EpPluginError, PeerAborted
-from ep_plugin.moe import high_throughput as ht
+from ep_plugin.moe import dispatch
 from tests.disagreement_cases import assert_calls_named, assert_configs_named, calls_differ, configs_differ
 from tests.fault_cases import nothing_left_behind, open_communicator, round_trip, tokens_for
 from tests.ranks import run_ranks, values
@@ -32,7 +32,7 @@ def _no_memory(*_: Any, **__: Any) -> None:
 
 
 def _failing_dispatch(comm: Any, x: Any, ids: Any, weights: Any) -> None:
-    ht._empty_result = _no_memory
+    dispatch._empty_result = _no_memory
     comm.dispatch(x, ids, weights)
 
 

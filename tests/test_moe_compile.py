@@ -8,7 +8,7 @@ import torch
 import torch._inductor.config
 
 from ep_plugin import MoECommunicator
-from ep_plugin.moe.high_throughput import RoutingTensors
+from ep_plugin.moe.routing import RoutingTensors
 from tests.moe_cases import FLAT, LAYOUTS, TOKEN_MAJOR, Case, communicator, make_inputs, named, on_ranks, poisoned
 
 

@@ -19,9 +19,8 @@ def _changed_handles(rank: int, size: int) -> None:
         out, handle = comm.dispatch(x, ids, weights)
         wrong = {
             "recv_rows": handle.recv_rows.long(),
-            "meta": handle.meta[:-1],
-            "send_pos": handle.send_pos[:, :1].contiguous() if size > 1 else handle.send_pos.long(),
-            "pair_pos": handle.pair_pos.double(),
+            "plan": handle.plan[:-1],
+            "topk_ids": handle.topk_ids.double(),
         }
         for field, tensor in wrong.items():
             with named(field), pytest.raises(ValueError, match="expected"):

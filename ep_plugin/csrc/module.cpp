@@ -4,9 +4,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <functional>
 #include <initializer_list>
 #include <iterator>
+#include <memory>
 #include <utility>
+#include <vector>
 
 #include "api.h"
 #include "board.h"
@@ -22,15 +25,50 @@ using namespace ep;
 
 namespace {
 
-// A struct whose fields are given by keyword; what is not given is zero, a name it lacks is an AttributeError.
+// A struct whose fields are given by keyword; what is not given is zero, a name it lacks is an AttributeError. One is
+// made for every launch, so each value goes straight to its field.
 template <class Args>
-py::class_<Args> bind_struct(py::module_& m, const char* name) {
-  return py::class_<Args>(m, name).def(py::init([](const py::kwargs& fields) {
-    py::object made = py::cast(Args{});
-    for (auto field : fields) py::setattr(made, field.first, field.second);
-    return made.cast<Args>();
-  }));
-}
+class Struct : public py::class_<Args> {
+ public:
+  Struct(py::module_& m, const char* name) : py::class_<Args>(m, name), fields_(std::make_shared<Fields>()) {
+    this->def(py::init([fields = fields_](const py::kwargs& given) {
+      Args args{};
+      size_t guess = 0;  // callers name fields in the struct's order
+      for (auto [name, value] : given) {
+        const size_t at = index_of(*fields, name, guess);
+        (*fields)[at].read(args, value);
+        guess = at + 1;
+      }
+      return args;
+    }));
+  }
+
+  template <class Value>
+  Struct& field(const char* name, Value Args::* member) {
+    this->def_readwrite(name, member);
+    auto read = [member](Args& args, py::handle value) { args.*member = value.cast<Value>(); };
+    fields_->push_back({py::str(name).release().ptr(), std::move(read)});
+    PyUnicode_InternInPlace(&fields_->back().name);
+    return *this;
+  }
+
+ private:
+  struct Field {
+    PyObject* name;  // interned, as keywords are; never given back, since classes live as long as the process
+    std::function<void(Args&, py::handle)> read;
+  };
+  using Fields = std::vector<Field>;
+
+  static size_t index_of(const Fields& fields, py::handle name, size_t guess) {
+    for (size_t i = 0; i < fields.size(); ++i)
+      if (const size_t at = (guess + i) % fields.size(); fields[at].name == name.ptr()) return at;
+    for (size_t at = 0; at < fields.size(); ++at)
+      if (PyUnicode_Compare(fields[at].name, name.ptr()) == 0) return at;
+    throw py::attribute_error("no field " + name.cast<std::string>());
+  }
+
+  const std::shared_ptr<Fields> fields_;
+};
 
 // An enum as Python's IntEnum: its members are the numbers that structs and faults hold.
 void bind_enum(py::module_& m, const char* name, std::initializer_list<std::pair<const char*, int64_t>> members) {
@@ -93,15 +131,15 @@ constexpr std::pair<const char*, int64_t Header::*> kHeaderWords[] = {
 static_assert(std::size(kHeaderWords) == kHeaderFields, "every word of the header has a name");
 
 void bind_structs(py::module_& m) {
-  bind_struct<Comm>(m, "Comm")
-      .def_readwrite("rank", &Comm::rank)
-      .def_readwrite("num_ranks", &Comm::num_ranks)
-      .def_readwrite("num_experts", &Comm::num_experts)
-      .def_readwrite("gate", &Comm::gate)
-      .def_readwrite("plain", &Comm::plain)
-      .def_readwrite("timeout_ns", &Comm::timeout_ns)
-      .def_readwrite("state", &Comm::state)
-      .def_readwrite("board", &Comm::board)
+  Struct<Comm>(m, "Comm")
+      .field("rank", &Comm::rank)
+      .field("num_ranks", &Comm::num_ranks)
+      .field("num_experts", &Comm::num_experts)
+      .field("gate", &Comm::gate)
+      .field("plain", &Comm::plain)
+      .field("timeout_ns", &Comm::timeout_ns)
+      .field("state", &Comm::state)
+      .field("board", &Comm::board)
       .def("set_control", [](Comm& comm, const std::vector<Address>& ranks) { set_addresses(comm.control, ranks); })
       .def("set_pool", [](Comm& comm, int pool, const std::vector<Address>& ranks, int64_t bytes) {
         if (pool != kDispatchPool && pool != kCombinePool)
@@ -109,101 +147,101 @@ void bind_structs(py::module_& m) {
         set_addresses(comm.pool[pool], ranks);
         comm.pool_bytes[pool] = bytes;
       });
-  bind_struct<Routing>(m, "Routing")
-      .def_readwrite("num_tokens", &Routing::num_tokens)
-      .def_readwrite("topk", &Routing::topk)
-      .def_readwrite("layout", &Routing::layout)
-      .def_readwrite("alignment", &Routing::alignment)
-      .def_readwrite("topk_ids", &Routing::topk_ids)
-      .def_readwrite("send_pos", &Routing::send_pos)
-      .def_readwrite("pair_pos", &Routing::pair_pos)
-      .def_readwrite("meta", &Routing::meta)
-      .def_readwrite("recv_rows", &Routing::recv_rows)
-      .def_readwrite("slots", &Routing::slots);
-  auto header = bind_struct<Header>(m, "Header");
+  Struct<Routing>(m, "Routing")
+      .field("num_tokens", &Routing::num_tokens)
+      .field("topk", &Routing::topk)
+      .field("layout", &Routing::layout)
+      .field("alignment", &Routing::alignment)
+      .field("topk_ids", &Routing::topk_ids)
+      .field("send_pos", &Routing::send_pos)
+      .field("pair_pos", &Routing::pair_pos)
+      .field("meta", &Routing::meta)
+      .field("recv_rows", &Routing::recv_rows)
+      .field("slots", &Routing::slots);
+  auto header = Struct<Header>(m, "Header");
   py::list names;
   for (const auto& [name, word] : kHeaderWords) {
-    header.def_readwrite(name, word);
+    header.field(name, word);
     names.append(name);
   }
   m.attr("header_fields") = py::tuple(names);
 }
 
 void bind_dispatch_args(py::module_& m) {
-  bind_struct<PlanArgs>(m, "PlanArgs")
-      .def_readwrite("comm", &PlanArgs::comm)
-      .def_readwrite("routing", &PlanArgs::routing)
-      .def_readwrite("ids", &PlanArgs::ids)
-      .def_readwrite("block_counts", &PlanArgs::block_counts)
-      .def_readwrite("id_bytes", &PlanArgs::id_bytes)
-      .def_readwrite("stream", &PlanArgs::stream);
-  bind_struct<NotifyArgs>(m, "NotifyArgs")
-      .def_readwrite("comm", &NotifyArgs::comm)
-      .def_readwrite("routing", &NotifyArgs::routing)
-      .def_readwrite("header", &NotifyArgs::header)
-      .def_readwrite("block_counts", &NotifyArgs::block_counts)
-      .def_readwrite("ticket", &NotifyArgs::ticket)
-      .def_readwrite("stream", &NotifyArgs::stream);
-  bind_struct<SendArgs>(m, "SendArgs")
-      .def_readwrite("comm", &SendArgs::comm)
-      .def_readwrite("routing", &SendArgs::routing)
-      .def_readwrite("header", &SendArgs::header)
-      .def_readwrite("x", &SendArgs::x)
-      .def_readwrite("x_stride", &SendArgs::x_stride)
-      .def_readwrite("scales", &SendArgs::scales)
-      .def_readwrite("scale_stride", &SendArgs::scale_stride)
-      .def_readwrite("weights", &SendArgs::weights)
-      .def_readwrite("num_sms", &SendArgs::num_sms)
-      .def_readwrite("optimistic", &SendArgs::optimistic)
-      .def_readwrite("quantize", &SendArgs::quantize)
-      .def_readwrite("element", &SendArgs::element)
-      .def_readwrite("stream", &SendArgs::stream);
-  bind_struct<AdmitArgs>(m, "AdmitArgs")
-      .def_readwrite("comm", &AdmitArgs::comm)
-      .def_readwrite("step", &AdmitArgs::step)
-      .def_readwrite("stream", &AdmitArgs::stream);
-  bind_struct<ExpandArgs>(m, "ExpandArgs")
-      .def_readwrite("comm", &ExpandArgs::comm)
-      .def_readwrite("routing", &ExpandArgs::routing)
-      .def_readwrite("header", &ExpandArgs::header)
-      .def_readwrite("tokens", &ExpandArgs::tokens)
-      .def_readwrite("scales", &ExpandArgs::scales)
-      .def_readwrite("weights", &ExpandArgs::weights)
-      .def_readwrite("topk_ids", &ExpandArgs::topk_ids)
-      .def_readwrite("row_expert_ids", &ExpandArgs::row_expert_ids)
-      .def_readwrite("expert_count", &ExpandArgs::expert_count)
-      .def_readwrite("expert_offset", &ExpandArgs::expert_offset)
-      .def_readwrite("overflow", &ExpandArgs::overflow)
-      .def_readwrite("capacity", &ExpandArgs::capacity)
-      .def_readwrite("num_sms", &ExpandArgs::num_sms)
-      .def_readwrite("fresh", &ExpandArgs::fresh)
-      .def_readwrite("stream", &ExpandArgs::stream);
+  Struct<PlanArgs>(m, "PlanArgs")
+      .field("comm", &PlanArgs::comm)
+      .field("routing", &PlanArgs::routing)
+      .field("ids", &PlanArgs::ids)
+      .field("block_counts", &PlanArgs::block_counts)
+      .field("id_bytes", &PlanArgs::id_bytes)
+      .field("stream", &PlanArgs::stream);
+  Struct<NotifyArgs>(m, "NotifyArgs")
+      .field("comm", &NotifyArgs::comm)
+      .field("routing", &NotifyArgs::routing)
+      .field("header", &NotifyArgs::header)
+      .field("block_counts", &NotifyArgs::block_counts)
+      .field("ticket", &NotifyArgs::ticket)
+      .field("stream", &NotifyArgs::stream);
+  Struct<SendArgs>(m, "SendArgs")
+      .field("comm", &SendArgs::comm)
+      .field("routing", &SendArgs::routing)
+      .field("header", &SendArgs::header)
+      .field("x", &SendArgs::x)
+      .field("x_stride", &SendArgs::x_stride)
+      .field("scales", &SendArgs::scales)
+      .field("scale_stride", &SendArgs::scale_stride)
+      .field("weights", &SendArgs::weights)
+      .field("num_sms", &SendArgs::num_sms)
+      .field("optimistic", &SendArgs::optimistic)
+      .field("quantize", &SendArgs::quantize)
+      .field("element", &SendArgs::element)
+      .field("stream", &SendArgs::stream);
+  Struct<AdmitArgs>(m, "AdmitArgs")
+      .field("comm", &AdmitArgs::comm)
+      .field("step", &AdmitArgs::step)
+      .field("stream", &AdmitArgs::stream);
+  Struct<ExpandArgs>(m, "ExpandArgs")
+      .field("comm", &ExpandArgs::comm)
+      .field("routing", &ExpandArgs::routing)
+      .field("header", &ExpandArgs::header)
+      .field("tokens", &ExpandArgs::tokens)
+      .field("scales", &ExpandArgs::scales)
+      .field("weights", &ExpandArgs::weights)
+      .field("topk_ids", &ExpandArgs::topk_ids)
+      .field("row_expert_ids", &ExpandArgs::row_expert_ids)
+      .field("expert_count", &ExpandArgs::expert_count)
+      .field("expert_offset", &ExpandArgs::expert_offset)
+      .field("overflow", &ExpandArgs::overflow)
+      .field("capacity", &ExpandArgs::capacity)
+      .field("num_sms", &ExpandArgs::num_sms)
+      .field("fresh", &ExpandArgs::fresh)
+      .field("stream", &ExpandArgs::stream);
 }
 
 void bind_combine_args(py::module_& m) {
-  bind_struct<PushArgs>(m, "PushArgs")
-      .def_readwrite("comm", &PushArgs::comm)
-      .def_readwrite("routing", &PushArgs::routing)
-      .def_readwrite("header", &PushArgs::header)
-      .def_readwrite("y", &PushArgs::y)
-      .def_readwrite("rows", &PushArgs::rows)
-      .def_readwrite("weights", &PushArgs::weights)
-      .def_readwrite("extra", &PushArgs::extra)
-      .def_readwrite("hidden", &PushArgs::hidden)
-      .def_readwrite("element", &PushArgs::element)
-      .def_readwrite("num_sms", &PushArgs::num_sms)
-      .def_readwrite("stream", &PushArgs::stream);
-  bind_struct<AddArgs>(m, "AddArgs")
-      .def_readwrite("comm", &AddArgs::comm)
-      .def_readwrite("routing", &AddArgs::routing)
-      .def_readwrite("header", &AddArgs::header)
-      .def_readwrite("out", &AddArgs::out)
-      .def_readwrite("bias", &AddArgs::bias)
-      .def_readwrite("extra", &AddArgs::extra)
-      .def_readwrite("hidden", &AddArgs::hidden)
-      .def_readwrite("element", &AddArgs::element)
-      .def_readwrite("num_sms", &AddArgs::num_sms)
-      .def_readwrite("stream", &AddArgs::stream);
+  Struct<PushArgs>(m, "PushArgs")
+      .field("comm", &PushArgs::comm)
+      .field("routing", &PushArgs::routing)
+      .field("header", &PushArgs::header)
+      .field("y", &PushArgs::y)
+      .field("rows", &PushArgs::rows)
+      .field("weights", &PushArgs::weights)
+      .field("extra", &PushArgs::extra)
+      .field("hidden", &PushArgs::hidden)
+      .field("element", &PushArgs::element)
+      .field("num_sms", &PushArgs::num_sms)
+      .field("stream", &PushArgs::stream);
+  Struct<AddArgs>(m, "AddArgs")
+      .field("comm", &AddArgs::comm)
+      .field("routing", &AddArgs::routing)
+      .field("header", &AddArgs::header)
+      .field("out", &AddArgs::out)
+      .field("bias", &AddArgs::bias)
+      .field("extra", &AddArgs::extra)
+      .field("hidden", &AddArgs::hidden)
+      .field("element", &AddArgs::element)
+      .field("num_sms", &AddArgs::num_sms)
+      .field("stream", &AddArgs::stream);
 }
 
 // Whether a signal handler has raised, such as Ctrl-C's: the exception then stays set for whoever called the wait.
@@ -304,26 +342,26 @@ void bind_board(py::module_& m) {
 
 #if defined(EP_WITH_CUDA)
 void bind_wire(py::module_& m) {
-  bind_struct<WireArgs>(m, "WireArgs")
-      .def_readwrite("kind", &WireArgs::kind)
-      .def_readwrite("num_sms", &WireArgs::num_sms)
-      .def_readwrite("keep", &WireArgs::keep)
-      .def_readwrite("seed", &WireArgs::seed)
-      .def_readwrite("chunk_bytes", &WireArgs::chunk_bytes)
-      .def_readwrite("bytes", &WireArgs::bytes)
-      .def_readwrite("failed", &WireArgs::failed)
-      .def_readwrite("stream", &WireArgs::stream)
+  Struct<WireArgs>(m, "WireArgs")
+      .field("kind", &WireArgs::kind)
+      .field("num_sms", &WireArgs::num_sms)
+      .field("keep", &WireArgs::keep)
+      .field("seed", &WireArgs::seed)
+      .field("chunk_bytes", &WireArgs::chunk_bytes)
+      .field("bytes", &WireArgs::bytes)
+      .field("failed", &WireArgs::failed)
+      .field("stream", &WireArgs::stream)
       .def("set_pairs", [](WireArgs& args, const std::vector<Address>& from, const std::vector<Address>& to) {
         if (from.size() != to.size()) throw py::value_error("pairs: expected as many sources as destinations");
         set_addresses(args.from, from);
         set_addresses(args.to, to);
         args.num_pairs = static_cast<int32_t>(from.size());
       });
-  bind_struct<HoldArgs>(m, "HoldArgs")
-      .def_readwrite("nanoseconds", &HoldArgs::nanoseconds)
-      .def_readwrite("num_sms", &HoldArgs::num_sms)
-      .def_readwrite("stop", &HoldArgs::stop)
-      .def_readwrite("stream", &HoldArgs::stream);
+  Struct<HoldArgs>(m, "HoldArgs")
+      .field("nanoseconds", &HoldArgs::nanoseconds)
+      .field("num_sms", &HoldArgs::num_sms)
+      .field("stop", &HoldArgs::stop)
+      .field("stream", &HoldArgs::stream);
   m.def("wire", &wire, py::call_guard<py::gil_scoped_release>());
   m.def("hold", &hold, py::call_guard<py::gil_scoped_release>());
 }

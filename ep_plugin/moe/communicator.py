@@ -7,7 +7,6 @@ experts, N rows received.
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from types import TracebackType
 from typing import Any, cast
@@ -16,20 +15,19 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
+from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.errors import CommunicatorClosed, EpPluginError
-from ep_plugin.memory.exchange import checked_group, is_alive
-from ep_plugin.moe import high_throughput as ht
+from ep_plugin.moe.combine import PendingCombine, finish_combine, start_combine
+from ep_plugin.moe.dispatch import DispatchCall, DispatchResult, PendingDispatch, finish_dispatch, start_dispatch
 from ep_plugin.moe.engine import Engine
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
+from ep_plugin.moe.routing import RoutingTensors
+from ep_plugin.moe.shared import shared_communicator
 from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch, check_quantize
 from ep_plugin.moe.work import CombineWork, DispatchWork
 
 _numbers = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, MoECommunicator] = weakref.WeakValueDictionary()
-_SharedKey = tuple["weakref.ref[dist.ProcessGroup]", torch.device, MoECommunicatorConfig]
-_shared: dict[_SharedKey, MoECommunicator] = {}
-_shared_lock = threading.Lock()
 
 
 def communicator(number: int) -> MoECommunicator:
@@ -60,8 +58,8 @@ class MoECommunicator:
         self.config = config
         self.engine = Engine(group, config, _resolve_device(group, device))
         self.number = next(_numbers)
-        self._under_way: ht.PendingDispatch | ht.PendingCombine | None = None
-        self._waited_for: ht.PendingDispatch | ht.PendingCombine | None = None
+        self._under_way: PendingDispatch | PendingCombine | None = None
+        self._waited_for: PendingDispatch | PendingCombine | None = None
         _communicators[self.number] = self
         import ep_plugin.ops  # noqa: F401  registers the operators that every method goes through
 
@@ -77,16 +75,13 @@ class MoECommunicator:
         """The one communicator of this process for (group, device, configuration); made on first use, collectively.
 
         `settings` are MoECommunicatorConfig's fields, in place of `config`. Communicators of groups that have been
-        destroyed since are closed by the next call.
+        destroyed since are closed by the next call, which only warns of what goes wrong then. Threads may make those of
+        different groups in any order.
         """
         config = config if config is not None else MoECommunicatorConfig(**settings)
-        with _shared_lock:
-            _close_orphans()
-            key = (weakref.ref(checked_group(group)), _resolve_device(group, device), config)
-            found = _shared.get(key)
-            if found is None or found.engine.closed:
-                found = _shared[key] = cls(group, config, device)
-            return found
+        return shared_communicator(
+            group, lambda: _resolve_device(group, device), config, lambda: cls(group, config, device)
+        )
 
     @property
     def rank(self) -> int:
@@ -124,11 +119,12 @@ class MoECommunicator:
         the host then waits for nothing, and ``overflow`` tells on the device when rows were dropped. quantize: "e4m3"
         sends BF16, FP16 or FP32 rows (H a multiple of 16) as float8_e4m3fn with a float32 scale for each 128 elements,
         both made as the rows leave: ``scales`` comes back as ``[N, ceil(H / 128)]``, a row is about tokens * scales.
-        reference.reference_quantize is what it computes; multiplied out, a block with an infinity is NaN.
+        reference.reference_quantize is what it computes; multiplied out, a block with an infinity is NaN, and one whose
+        largest magnitude is below 2**-137 is up to a third off, or 0.
 
         Returns the rows and the handle that `combine` needs. Differentiable in `x` and `topk_weights`; backward is
         collective, so every rank must run it. With `quantize` no gradient leads to `x`: one that requires some is
-        refused.
+        refused. Gradients that reach the returned `scales`, or FP8 tokens, lead nowhere, without a word.
         """
         return self._dispatch(x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
 
@@ -165,13 +161,11 @@ class MoECommunicator:
         check_quantize(x, quantize)
         routing = self._routing_of(previous_handle)
         weights = as_weights("topk_weights", None if topk_weights is None else topk_weights.detach(), x)
-        call = ht.DispatchCall(bulk_ready(x.detach()), topk_ids, weights, scales, routing, capacity, quantize)
+        call = DispatchCall(bulk_ready(x.detach()), topk_ids, weights, scales, routing, capacity, quantize)
         with self.engine.lock:
             self._complete()
             check_dispatch(self.engine, call)
-            with self.engine.operation("dispatch"):
-                begun = self._under_way = ht.start_dispatch(self.engine, call)
-                self.engine.lanes.record(x, topk_ids, weights, scales, call.x, begun.block_counts, *begun.routing)
+            begun = self.engine.run("dispatch", self._begin_dispatch, call)
         arguments = (x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
         return DispatchWork(begun, lambda: self._dispatch(*arguments, begun=begun))
 
@@ -193,9 +187,7 @@ class MoECommunicator:
         with self.engine.lock:
             self._complete()
             check_combine(self.engine, kept[0], rows, kept[1], None, routing)
-            with self.engine.operation("combine"):
-                begun = self._under_way = ht.start_combine(self.engine, kept[0], rows, kept[1], None, routing)
-                self.engine.lanes.record(*kept, rows, *routing)
+            begun = self.engine.run("combine", self._begin_combine, kept[0], rows, kept[1], routing)
         return CombineWork(begun, lambda: self._combine(y, handle, weights, bias, begun=begun))
 
     # -- faults and the end --------------------------------------------------------------------------------------
@@ -224,16 +216,15 @@ class MoECommunicator:
 
     # -- what the operators call ---------------------------------------------------------------------------------
 
-    def run_dispatch(self, call: ht.DispatchCall, pending: bool) -> tuple[ht.DispatchResult, ht.RoutingTensors]:
+    def run_dispatch(self, call: DispatchCall, pending: bool) -> tuple[DispatchResult, RoutingTensors]:
         """The whole of a dispatch, or, when `pending`, the rest of the one that is being waited for."""
         engine = self.engine
         with engine.lock:
             if pending:
-                return cast("tuple[ht.DispatchResult, ht.RoutingTensors]", self._collect())
+                return cast("tuple[DispatchResult, RoutingTensors]", self._collect())
             self._complete()
             check_dispatch(engine, call)
-            with engine.operation("dispatch"):
-                return ht.finish_dispatch(engine, ht.start_dispatch(engine, call))
+            return engine.run("dispatch", _whole_dispatch, call)
 
     def run_combine(
         self,
@@ -241,7 +232,7 @@ class MoECommunicator:
         weights: torch.Tensor | None,
         bias: torch.Tensor | None,
         extra: torch.Tensor | None,
-        routing: ht.RoutingTensors,
+        routing: RoutingTensors,
         pending: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The whole of a combine, or, when `pending`, the rest of the one that is being waited for."""
@@ -251,10 +242,26 @@ class MoECommunicator:
                 return cast("tuple[torch.Tensor, torch.Tensor]", self._collect())
             self._complete()
             check_combine(engine, y, weights, bias, extra, routing)
-            with engine.operation("combine"):
-                return ht.finish_combine(engine, ht.start_combine(engine, y, weights, bias, extra, routing))
+            return engine.run("combine", _whole_combine, y, weights, bias, extra, routing)
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _begin_dispatch(self, engine: Engine, call: DispatchCall) -> PendingDispatch:
+        begun = self._under_way = start_dispatch(engine, call)
+        engine.lanes.record(*call[:4], begun.topk_ids, begun.plan, begun.block_counts, *(call.previous or ()))
+        return begun
+
+    def _begin_combine(
+        self,
+        engine: Engine,
+        y: torch.Tensor,
+        weights: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        routing: RoutingTensors,
+    ) -> PendingCombine:
+        begun = self._under_way = start_combine(engine, y, weights, bias, None, routing)
+        engine.lanes.record(y, weights, bias, *routing)
+        return begun
 
     def _dispatch(
         self,
@@ -265,7 +272,7 @@ class MoECommunicator:
         previous_handle: DispatchHandle | None,
         capacity: int | None,
         quantize: str | None,
-        begun: ht.PendingDispatch | None = None,
+        begun: PendingDispatch | None = None,
     ) -> tuple[DispatchOutput, DispatchHandle]:
         check_quantize(x, quantize)
         previous = self._routing_of(previous_handle)
@@ -277,21 +284,20 @@ class MoECommunicator:
             with self.engine.lock:
                 self._waited_for = begun
                 tensors = torch.ops.ep_plugin.dispatch(*arguments, True)
-        tokens, out_scales, out_weights, out_ids, row_ids, count, offset, overflow = tensors[:8]
-        routing = previous if previous is not None else ht.RoutingTensors(*tensors[8:])
-        flat = self.config.resolved_layout is DispatchLayout.FLAT
-        totals = routing.totals
+        tokens, out_scales, out_weights, ids, counts = tensors[:5]
+        routing = previous if previous is not None else RoutingTensors(*tensors[5:])
+        flat, local = self.engine.flat, self.engine.local_experts
         out = DispatchOutput(
             tokens=tokens,
             scales=None if scales is None and quantize is None else out_scales,
             weights=None if topk_weights is None else out_weights,
-            topk_ids=None if flat else out_ids,
-            row_expert_ids=row_ids if flat else None,
-            num_tokens_per_expert=count,
-            num_tokens_per_expert_cpu=totals[_C.num_totals :].clone() if capacity is None else None,
-            expert_offsets=offset,
-            overflow=None if capacity is None else overflow[0],
-            required=None if capacity is None else overflow[1],
+            topk_ids=None if flat else ids,
+            row_expert_ids=ids if flat else None,
+            num_tokens_per_expert=counts[:local],
+            num_tokens_per_expert_cpu=routing.totals[_C.num_totals :].clone() if capacity is None else None,
+            expert_offsets=counts[local : 2 * local + 1],
+            overflow=None if capacity is None else counts[-2],
+            required=None if capacity is None else counts[-1],
         )
         return out, DispatchHandle(*routing, self.number)
 
@@ -301,7 +307,7 @@ class MoECommunicator:
         handle: DispatchHandle,
         weights: torch.Tensor | None,
         bias: torch.Tensor | None,
-        begun: ht.PendingCombine | None = None,
+        begun: PendingCombine | None = None,
     ) -> torch.Tensor:
         routing = self._routing_of(handle)
         assert routing is not None
@@ -313,14 +319,14 @@ class MoECommunicator:
             self._waited_for = begun
             return torch.ops.ep_plugin.combine(*arguments, True)[0]
 
-    def _routing_of(self, handle: DispatchHandle | None) -> ht.RoutingTensors | None:
+    def _routing_of(self, handle: DispatchHandle | None) -> RoutingTensors | None:
         if handle is None:
             return None
         if handle.comm != self.number:
             raise ValueError(
                 f"handle: expected one of communicator {self.number}, got one of communicator {handle.comm}"
             )
-        return ht.RoutingTensors(*handle[:-1])
+        return RoutingTensors(*handle[:-1])
 
     def _complete(self) -> None:
         """Completes what was started and is not complete; its result stays there until somebody waits for it.
@@ -329,12 +335,10 @@ class MoECommunicator:
         the wait().
         """
         begun, self._under_way = self._under_way, None
-        if isinstance(begun, ht.PendingDispatch):
-            with self.engine.operation("dispatch"):
-                begun.result = ht.finish_dispatch(self.engine, begun)
+        if isinstance(begun, PendingDispatch):
+            begun.result = self.engine.run("dispatch", finish_dispatch, begun)
         elif begun is not None:
-            with self.engine.operation("combine"):
-                begun.result = ht.finish_combine(self.engine, begun)
+            begun.result = self.engine.run("combine", finish_combine, begun)
 
     def _collect(self) -> object:
         """The result of the operation that is being waited for, ordered before the caller's stream goes on."""
@@ -347,17 +351,18 @@ class MoECommunicator:
             raise EpPluginError("wait(): expected an operation under way, got one whose completion has failed before")
         else:
             self.engine.lanes.join()
-            self.engine.lanes.hand_over(begun.result)
+        assert begun.result is not None
+        self.engine.lanes.hand_over(begun.result)  # parts of it were made on the stream on which it was started
         result, begun.result = begun.result, None
         return result
 
 
-def _close_orphans() -> None:
-    """Closes and drops the shared communicators whose groups have been destroyed: torch tells nobody when they are."""
-    for key in list(_shared):
-        group = key[0]()
-        if group is None or not is_alive(group):
-            _shared.pop(key).close()
+def _whole_dispatch(engine: Engine, call: DispatchCall) -> tuple[DispatchResult, RoutingTensors]:
+    return finish_dispatch(engine, start_dispatch(engine, call))
+
+
+def _whole_combine(engine: Engine, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return finish_combine(engine, start_combine(engine, *call))
 
 
 def _resolve_device(group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:

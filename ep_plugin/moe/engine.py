@@ -10,15 +10,15 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, env
-from ep_plugin.config import MoECommunicatorConfig
+from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
 from ep_plugin.errors import (
     CommunicatorClosed,
     DisagreementError,
@@ -39,8 +39,11 @@ DEFAULT_SMS = {"dispatch_sms": 12, "expand_sms": 64, "combine_sms": 28, "add_sms
 RUN_TOGETHER = (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms"))
 FREE_SMS = 32
 
+_NOTHING_TO_DO = contextlib.nullcontext()
+
+T = TypeVar("T")
 _enqueue_locks: dict[torch.device, threading.RLock] = {}
-_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+_live: tuple[weakref.ref[Engine], ...] = ()  # replaced as a whole, under the lock; may be read without it
 _live_lock = threading.Lock()
 
 
@@ -82,19 +85,21 @@ class Engine:
             self._resources.close()
             raise
         self.closed = False
-        with _live_lock:
-            _live.add(self)
+        _add_to_live(self)
         _abort_on_uncaught_exceptions()
 
     def _construct(self, group: dist.ProcessGroup | None) -> None:
         config, device = self.config, self.device
         self.kernels = _kernels_for(device)
         self.config_hash = config.agreement_hash()
+        self.flat = config.resolved_layout is DispatchLayout.FLAT
+        self.layout = _C.Layout[config.resolved_layout.name]
         self.sms = _sms_of(config, device)
         _check_sms(config, device)
         self.lanes = lanes_of(device)
         self._agree(config)
         self.local_experts = config.num_experts // self.size
+        self.meta_words = _C.meta_words(self.size, config.num_experts)
         self.boards = Boards(self.exchange, self.local_experts, device)
         self._resources.callback(self.boards.close)
         self.memory = open_memory(group, device, timeout_s=config.timeout_s)
@@ -180,16 +185,15 @@ class Engine:
 
     # -- operations ----------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def operation(self, what: str) -> Iterator[None]:
-        """One operation of this communicator: refused after a fault or a close, told to peers when it fails here."""
+    def run(self, what: str, operation: Callable[..., T], *args: Any) -> T:
+        """operation(self, *args): refused after a fault or a close, told to peers when it fails here."""
         with self.lock, _current(self.device):
             self.check()
             _announce(self, what)
             self._captured |= self.lanes.capturing()
             try:
                 self._running = True
-                yield
+                return operation(self, *args)
             except BaseException as error:
                 with contextlib.suppress(Exception):
                     self.lanes.join()  # memory that kernels still use must not be given away meanwhile
@@ -200,17 +204,21 @@ class Engine:
                 if self._to_close:
                     self.close()
 
+    def plan_words(self, num_tokens: int, topk: int) -> int:
+        """Words of a handle's plan: meta, then send_pos [T,R], then pair_pos [T,K]."""
+        return self.meta_words + num_tokens * (self.size + topk)
+
     def next_ticket(self) -> int:
         self._tickets += 1
         return self._tickets
 
-    def wait_totals(self, ticket: int) -> torch.Tensor:
-        """The totals of notify `ticket`, int64 on the host. Raises what went wrong, or PeerTimeout at the deadline."""
+    def wait_totals(self, ticket: int) -> list[int]:
+        """The totals of notify `ticket`, see Boards.totals. Raises what went wrong, or PeerTimeout at the deadline."""
         most_s = 2 * self.timeout_s + 5.0  # the kernel's own deadline starts later, comes first, and says more
         if not self.boards.wait_ticket(ticket, most_s):
             self.check()
             raise EpPluginError(f"{self.name}: the device did not finish step notify in {most_s:g} s")
-        return torch.tensor(self.boards.totals(), dtype=torch.int64, device="cpu")
+        return self.boards.totals()
 
     def check(self) -> None:
         """Raises the communicator's first error, if there is one; CommunicatorClosed after close."""
@@ -272,15 +280,21 @@ class Engine:
             self.boards.tell_abort(str(error))
 
 
-def _live_engines() -> list[Engine]:
+def _add_to_live(engine: Engine) -> None:
+    global _live
     with _live_lock:
-        return [engine for engine in _live if not engine.closed]
+        _live = (*(ref for ref in _live if ref() is not None), weakref.ref(engine))
+
+
+def _live_engines() -> list[Engine]:
+    return [engine for ref in _live if (engine := ref()) is not None and not engine.closed]
 
 
 def _announce(engine: Engine, what: str) -> None:
     """Says on the boards of all of this process's communicators what this rank is in, for their peers' messages."""
+    activity = f"in {what} of {engine.name}"
     for other in _live_engines():
-        other.boards.set_activity(f"in {what} of {engine.name}")
+        other.boards.set_activity(activity)
 
 
 def abort_all(reason: str) -> None:
@@ -321,7 +335,9 @@ def _watch_of(engine: Engine, growing: tuple[str, int] | None = None) -> Callabl
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Kernels are launched on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type == "cpu" or torch.cuda.current_device() == device.index:
+        return _NOTHING_TO_DO
+    return torch.cuda.device(device)
 
 
 def _check_sms(config: MoECommunicatorConfig, device: torch.device) -> None:

@@ -10,6 +10,7 @@ CPU: kernels run to their end in the calling thread; the lanes are nothing.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -28,8 +29,8 @@ class Lanes(Protocol):
     def fork_receive(self) -> None:
         """The receive lane goes on from the caller's stream. (The kernel admit orders it after a sender.)"""
 
-    def join(self) -> None:
-        """The caller's stream goes on from both lanes."""
+    def join(self, received: bool = True) -> None:
+        """The caller's stream goes on from the send lane and, if anything was `received`, from the receive lane."""
 
     def record(self, *tensors: torch.Tensor | None) -> None:
         """Keeps the memory of `tensors` from being used again before both lanes are done with it."""
@@ -50,7 +51,7 @@ class CpuLanes:
 
     def fork(self) -> None: ...
     def fork_receive(self) -> None: ...
-    def join(self) -> None: ...
+    def join(self, received: bool = True) -> None: ...
     def record(self, *tensors: torch.Tensor | None) -> None: ...
     def hand_over(self, result: Iterable[object]) -> None: ...
     def drain(self) -> None: ...
@@ -65,17 +66,31 @@ class CudaLanes:
         self._receive = torch.cuda.Stream(device, priority=0)
         self.send = self._send.cuda_stream
         self.receive = self._receive.cuda_stream
+        # Recorded anew for each use: a wait is for what the event stood for when the wait was enqueued. Threads that
+        # use different communicators share the lanes, so no other thread may record it in between.
+        self._called, self._sent, self._received = torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
+        self._recording = threading.Lock()
 
     def fork(self) -> None:
-        self._send.wait_stream(torch.cuda.current_stream(self._device))
+        self._order(self._send, torch.cuda.current_stream(self._device), self._called)
 
     def fork_receive(self) -> None:
-        self._receive.wait_stream(torch.cuda.current_stream(self._device))
+        self._order(self._receive, torch.cuda.current_stream(self._device), self._called)
 
-    def join(self) -> None:
+    def join(self, received: bool = True) -> None:
         caller = torch.cuda.current_stream(self._device)
-        caller.wait_stream(self._send)
-        caller.wait_stream(self._receive)
+        self._order(caller, self._send, self._sent)
+        if received:
+            self._order(caller, self._receive, self._received)
+
+    def _order(self, later: torch.cuda.Stream, earlier: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """`later` goes on after what is on `earlier` now. Making an event each time would cost as much as the rest."""
+        if self.capturing():  # the event would belong to the graph
+            later.wait_stream(earlier)
+        else:
+            with self._recording:
+                event.record(earlier)
+                later.wait_event(event)
 
     def record(self, *tensors: torch.Tensor | None) -> None:
         for tensor in tensors:

@@ -21,7 +21,7 @@ class DispatchOutput(NamedTuple):
     tokens: ``[N, H]``, the dtype of ``x``, or what it was quantised to. FLAT: one row per (token, local expert),
         grouped by local expert, each group padded with zero rows to ``expert_alignment``. TOKEN_MAJOR: one row per
         token.
-    scales: ``[N, S]``, the scales that came with the rows, given or made, or None.
+    scales: ``[N, S]``, the scales that came with the rows, given or made, or None. No gradient leads back from them.
     weights: FLAT ``[N]``, TOKEN_MAJOR ``[N, K]``; float32 (float64 for float64 rows), 0 where there is no pair; None
         when no weights were dispatched. Carries gradients back to ``topk_weights``.
     topk_ids: TOKEN_MAJOR: int32 ``[N, K]``, local expert ids, -1 where the expert is elsewhere; None in FLAT.
@@ -55,12 +55,9 @@ class DispatchHandle(NamedTuple):
 
     topk_ids: torch.Tensor
     """int32 ``[T, K]``, global expert ids, -1: dropped."""
-    send_pos: torch.Tensor
-    """int32 ``[T, R]``, position among this rank's rows for each rank, -1: none."""
-    pair_pos: torch.Tensor
-    """int32 ``[T, K]``, position among this rank's pairs for the expert, -1: dropped."""
-    meta: torch.Tensor
-    """int32, bases and counts."""
+    plan: torch.Tensor
+    """int32, one after the other: bases and counts; ``[T, R]``, position among this rank's rows for each rank, -1:
+    none; ``[T, K]``, position among this rank's pairs for the expert, -1: dropped."""
     recv_rows: torch.Tensor
     """int32 ``[slots, K]``, the output row of each received pair, -1: none."""
     totals: torch.Tensor

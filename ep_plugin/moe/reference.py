@@ -56,7 +56,9 @@ def reference_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     A block's scale is amax / 448 over its elements that are no NaN, or 1 where that is 0; an element is x / scale, both
     divisions in float32, rounded to nearest even and saturated to 448. An infinity's block has an infinite scale: the
-    infinity is NaN there, and finite elements are 0. NaN is NaN. Every element keeps its sign.
+    infinity is NaN there, and finite elements are 0 (all are NaN once multiplied by the scale). NaN is NaN. Every
+    element keeps its sign. Where amax is below 2**-137 the scale is a coarse subnormal: quotients may saturate, and
+    elements are up to a third too small; below about 2**-141 they are 0.
     """
     T, H = x.shape
     blocks = -(-H // 128)

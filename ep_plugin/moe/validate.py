@@ -10,9 +10,11 @@ from ep_plugin import _C, env
 from ep_plugin.config import ROW_ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
+    from ep_plugin.moe.dispatch import DispatchCall
     from ep_plugin.moe.engine import Engine
-    from ep_plugin.moe.high_throughput import DispatchCall, RoutingTensors
+    from ep_plugin.moe.routing import RoutingTensors
 
+_ROWS, _SLOTS = _C.Total.ROWS, _C.Total.SLOTS
 # Rows of these types can be summed.
 ELEMENTS = {
     torch.float32: _C.Element.FLOAT32,
@@ -31,6 +33,7 @@ DTYPES = [
     torch.int32,
     torch.int64,
 ]
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 # What `quantize` may name, and the rows that it can make of the types it takes.
 QUANTIZED = {"e4m3": torch.float8_e4m3fn}
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
@@ -149,7 +152,7 @@ def check_combine(
     if y.shape[0] < rows:
         raise ValueError(f"y: expected the {rows} rows that dispatch returned, got {y.shape[0]}")
     shape: tuple[int, ...] = (y.shape[0],)
-    if engine.config.resolved_layout.name == "TOKEN_MAJOR":
+    if not engine.flat:
         shape = (y.shape[0], routing.topk_ids.shape[1])
     for name, beside in (("weights", weights), ("extra", extra)):
         if beside is not None:
@@ -164,17 +167,17 @@ def check_combine(
 
 def rows_of(engine: Engine, routing: RoutingTensors) -> int:
     """Rows of the output that a handle's dispatch returned."""
-    if routing.totals.numel() == 1:  # the capacity
-        return int(routing.totals[0])
-    flat = engine.config.resolved_layout.name == "FLAT"
-    return int(routing.totals[_C.Total.ROWS if flat else _C.Total.SLOTS])
+    totals = routing.totals.tolist()
+    if len(totals) == 1:  # the capacity
+        return int(totals[0])
+    return int(totals[_ROWS if engine.flat else _SLOTS])
 
 
 def _check_routing(engine: Engine, name: str, routing: RoutingTensors) -> None:
     """A handle's tensors are where, and as, dispatch made them: kernels take their addresses."""
     T, K = routing.topk_ids.shape
-    words = _C.meta_words(engine.size, engine.config.num_experts)
-    shapes = ((T, K), (T, engine.size), (T, K), (words,), (routing.recv_rows.shape[0], K))
+    words = engine.plan_words(T, K)
+    shapes = ((T, K), (words,), (routing.recv_rows.shape[0], K))
     for field, tensor, shape in zip(routing._fields, routing, shapes, strict=False):
         _check_beside(f"{name}.{field}", tensor, shape, engine)
         if tensor.dtype is not torch.int32:
@@ -196,7 +199,7 @@ def _check_rows(engine: Engine, name: str, rows: torch.Tensor, travels_as: torch
     _check_device(engine, name, rows)
     if rows.dim() != 2:
         raise ValueError(f"{name}: expected 2 dimensions, got shape {tuple(rows.shape)}")
-    if rows.dtype not in DTYPES:
+    if rows.dtype not in DTYPE_CODES:
         raise ValueError(f"{name}: expected one of {', '.join(map(str, DTYPES))}, got {rows.dtype}")
     row_bytes = rows.shape[1] * travels_as.itemsize
     if row_bytes == 0 or row_bytes % ROW_ALIGNMENT_BYTES:
@@ -207,15 +210,17 @@ def _check_rows(engine: Engine, name: str, rows: torch.Tensor, travels_as: torch
 
 
 def _check_device(engine: Engine, name: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type == "cuda" and not hasattr(_C, "cuda"):
-        raise ValueError(f"{name}: expected a CPU tensor, since this build has no CUDA kernels, got {tensor.device}")
-    if tensor.device != engine.device:
-        raise ValueError(f"{name}: expected a tensor on {engine.device}, got {tensor.device}")
+    device = tensor.device
+    if device == engine.device:
+        return
+    if device.type == "cuda" and not hasattr(_C, "cuda"):
+        raise ValueError(f"{name}: expected a CPU tensor, since this build has no CUDA kernels, got {device}")
+    raise ValueError(f"{name}: expected a tensor on {engine.device}, got {device}")
 
 
 def _check_beside(name: str, tensor: torch.Tensor, shape: tuple[int, ...], engine: Engine) -> None:
     _check_device(engine, name, tensor)
-    if tuple(tensor.shape) != shape:
+    if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
@@ -232,8 +237,9 @@ def _check_ids(engine: Engine, ids: torch.Tensor, tokens: int) -> None:
         raise ValueError(f"topk_ids: expected 1 to topk={most} experts per token, got {ids.shape[1]}")
     if not ids.is_contiguous():
         raise ValueError(f"topk_ids: expected a contiguous tensor, got strides {tuple(ids.stride())}")
-    if ids.device.type == "cpu" or env.settings().check_ids:
-        _check_id_values(engine, ids if ids.device.type == "cpu" else ids.cpu())
+    on_cpu = engine.device.type == "cpu"
+    if on_cpu or env.check_ids():
+        _check_id_values(engine, ids if on_cpu else ids.cpu())
 
 
 def _check_id_values(engine: Engine, ids: torch.Tensor) -> None:

@@ -7,7 +7,8 @@ from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
-from ep_plugin.moe.high_throughput import PendingCombine, PendingDispatch
+from ep_plugin.moe.combine import PendingCombine
+from ep_plugin.moe.dispatch import PendingDispatch
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 
 T = TypeVar("T")

@@ -1,0 +1,323 @@
+"""The control path of dispatch: what is launched, in which order, and what the host waits for.
+
+Plan, notify and send go to the send lane; the host reads the totals while the send runs, allocates the output, and
+enqueues expand on the receive lane. The same path serves CPU and CUDA; only the kernel table and the lanes differ.
+Between the totals and expand the device idles in small batches, so what does not need them is done before.
+
+Shapes: T tokens, K experts per token, R ranks, E_l local experts, N output rows, S received slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.moe.engine import DISPATCH_POOL, Engine
+from ep_plugin.moe.routing import WORD_BYTES, RoutingTensors, address, admit, roomy, routing_struct
+from ep_plugin.moe.validate import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
+
+_DISPATCH, _CACHED_DISPATCH, _EXPAND = _C.Op.DISPATCH, _C.Op.CACHED_DISPATCH, _C.Step.EXPAND
+_SLOTS, _ROWS, _MAX_SLOTS = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_SLOTS
+
+
+class DispatchResult(NamedTuple):
+    """What a dispatch returns, every field a tensor: empty where the call has none.
+
+    ids: int32, FLAT: row_expert_ids ``[N]``, TOKEN_MAJOR: topk_ids ``[N, K]``. counts: int32, expert_count ``[E_l]``,
+    expert_offset ``[E_l + 1]`` and, with a capacity, overflow ``[2]``, one after the other.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+    counts: torch.Tensor
+
+
+class DispatchCall(NamedTuple):
+    """One dispatch as the caller asked for it, already validated."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    weights: torch.Tensor | None
+    scales: torch.Tensor | None
+    previous: RoutingTensors | None
+    capacity: int | None
+    quantize: str | None
+
+
+@dataclass
+class PendingDispatch:
+    """A dispatch whose rows are on their way. It holds every tensor that its kernels read."""
+
+    call: DispatchCall
+    header: Any
+    struct: Any
+    topk_ids: torch.Tensor
+    plan: torch.Tensor
+    block_counts: torch.Tensor | None
+    ticket: int = 0  # what the host waits for, or 0
+    numbers: list[int] | None = None  # the totals, once the host knows them
+    reserved: bool = False  # the pool is known to be large enough
+    made: tuple[DispatchResult, RoutingTensors] | None = None  # what the rows go to, if that was there before the send
+    result: tuple[DispatchResult, RoutingTensors] | None = None
+
+
+def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
+    """Plans, notifies and sends; the payload waits for the host only when the pool has to grow.
+
+    Where the same SMs send and receive, all is enqueued here, and the host waits for what it must know first.
+    """
+    pending = _pending(engine, call)
+    engine.lanes.fork()
+    if call.previous is None:
+        _plan_and_notify(engine, pending)
+    if engine.sms["expand_sms"] == 0:
+        _send_and_expand(engine, pending)
+        return pending
+    needed = _known_pool_bytes(engine, pending)
+    if needed is not None:
+        engine.reserve(DISPATCH_POOL, needed)
+        pending.reserved = True
+    if pending.reserved or engine.pool_bytes(DISPATCH_POOL) > 0:
+        # Where the pool turns out to be too small, the kernel leaves at once, on all ranks alike.
+        engine.kernels.send(_send_args(engine, pending))
+    return pending
+
+
+def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchResult, RoutingTensors]:
+    """Waits for the totals, grows the pool if it must, allocates the output and expands into it."""
+    if pending.made is not None:
+        engine.lanes.join(received=False)
+        engine.lanes.hand_over(pending.made)
+        engine.check()
+        return pending.made
+    args, counts = _expand_args(engine, pending, engine.sms["expand_sms"], engine.lanes.receive)
+    admitted = False
+    if pending.ticket:
+        if pending.reserved:  # beside the host's wait
+            engine.lanes.fork_receive()
+            admit(engine, _EXPAND)
+            admitted = True
+        pending.numbers = engine.wait_totals(pending.ticket)
+    if not pending.reserved:
+        _make_room(engine, pending)
+    result, recv_rows = _allocate(engine, pending, args, counts)
+    engine.lanes.fork_receive()  # other threads may have used that memory on the caller's stream during the wait
+    if not admitted:
+        admit(engine, _EXPAND)
+    engine.kernels.expand(args)
+    engine.lanes.join()
+    routing = _routing(pending, recv_rows)
+    engine.check()
+    return result, routing
+
+
+def _pending(engine: Engine, call: DispatchCall) -> PendingDispatch:
+    previous = call.previous
+    header = _dispatch_header(engine, call)
+    if previous is not None:
+        struct = routing_struct(engine, previous.topk_ids, previous.plan, previous.recv_rows)
+        return PendingDispatch(
+            call, header, struct, previous.topk_ids, previous.plan, None, numbers=previous.totals.tolist()
+        )
+    T, K = call.topk_ids.shape
+    plan = torch.empty(engine.plan_words(T, K), dtype=torch.int32, device=engine.device)
+    topk_ids = plan.new_empty((T, K))
+    block_counts = plan.new_empty(_C.block_count_words(T, engine.size, engine.config.num_experts))
+    ticket = 0 if call.capacity is not None else engine.next_ticket()
+    struct = routing_struct(engine, topk_ids, plan, None)
+    return PendingDispatch(call, header, struct, topk_ids, plan, block_counts, ticket)
+
+
+def _dispatch_header(engine: Engine, call: DispatchCall) -> Any:
+    x, scales, weights = call.x, call.scales, call.weights
+    dtype = x.dtype
+    scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
+    if call.quantize is not None:
+        dtype, scale_bytes = QUANTIZED[call.quantize], int(num_scales(x.shape[1])) * torch.float32.itemsize
+    return _C.Header(
+        op=_DISPATCH if call.previous is None else _CACHED_DISPATCH,
+        row_bytes=x.shape[1] * dtype.itemsize,
+        scale_bytes=scale_bytes,
+        weight_bytes=0 if weights is None else weights.element_size(),
+        topk=call.topk_ids.shape[1],
+        dtype=DTYPE_CODES[dtype],
+        layout=engine.layout,
+        config_hash=engine.config_hash,
+        num_tokens=x.shape[0],
+    )
+
+
+def _plan_and_notify(engine: Engine, pending: PendingDispatch) -> None:
+    ids, block_counts, stream = pending.call.topk_ids, address(pending.block_counts), engine.lanes.send
+    engine.kernels.plan(
+        _C.PlanArgs(
+            comm=engine.comm,
+            routing=pending.struct,
+            ids=ids.data_ptr(),
+            block_counts=block_counts,
+            id_bytes=ids.element_size(),
+            stream=stream,
+        )
+    )
+    engine.kernels.notify(
+        _C.NotifyArgs(
+            comm=engine.comm,
+            routing=pending.struct,
+            header=pending.header,
+            block_counts=block_counts,
+            ticket=pending.ticket,
+            stream=stream,
+        )
+    )
+
+
+def _send_and_expand(engine: Engine, pending: PendingDispatch) -> None:
+    """The rest of a dispatch whose output is there before it is sent."""
+    pending.reserved = True  # before the launch
+    send = _send_args(engine, pending)
+    expand, counts = _expand_args(engine, pending, engine.sms["dispatch_sms"], engine.lanes.send)
+    if pending.ticket:
+        pending.numbers = engine.wait_totals(pending.ticket)
+    needed = _known_pool_bytes(engine, pending)
+    assert needed is not None
+    engine.reserve(DISPATCH_POOL, needed)
+    send.comm = engine.comm
+    result, recv_rows = _allocate(engine, pending, expand, counts)
+    engine.lanes.fork()  # as in finish_dispatch
+    engine.kernels.send_and_expand(send, expand)
+    pending.made = result, _routing(pending, recv_rows)
+
+
+def _make_room(engine: Engine, pending: PendingDispatch) -> None:
+    """After an optimistic send: where it found some rank's pool too small, pools grow and it is launched again."""
+    before, needed = engine.pool_bytes(DISPATCH_POOL), _known_pool_bytes(engine, pending)
+    assert needed is not None
+    engine.reserve(DISPATCH_POOL, needed)
+    pending.reserved = True
+    if before == 0 or engine.pool_bytes(DISPATCH_POOL) > before:
+        engine.kernels.send(_send_args(engine, pending))
+
+
+def _send_args(engine: Engine, pending: PendingDispatch) -> Any:
+    call = pending.call
+    x, scales = call.x, call.scales
+    return _C.SendArgs(
+        comm=engine.comm,
+        routing=pending.struct,
+        header=pending.header,
+        x=x.data_ptr(),
+        x_stride=x.stride(0) * x.element_size(),
+        scales=address(scales),
+        scale_stride=0 if scales is None else scales.stride(0) * scales.element_size(),
+        weights=address(call.weights),
+        num_sms=engine.sms["dispatch_sms"],
+        optimistic=int(not pending.reserved),
+        quantize=int(call.quantize is not None),
+        element=ELEMENTS[x.dtype] if call.quantize is not None else 0,
+        stream=engine.lanes.send,
+    )
+
+
+def _expand_args(engine: Engine, pending: PendingDispatch, sms: int, stream: int) -> tuple[Any, torch.Tensor]:
+    """All of expand's arguments that the totals do not decide, and DispatchResult.counts."""
+    local, limited = engine.local_experts, pending.call.capacity is not None
+    counts = pending.plan.new_empty(2 * local + (3 if limited else 1))
+    count = counts.data_ptr()
+    args = _C.ExpandArgs(
+        routing=pending.struct,
+        header=pending.header,
+        expert_count=count,
+        expert_offset=count + WORD_BYTES * local,
+        overflow=count + WORD_BYTES * (2 * local + 1) if limited else 0,
+        num_sms=sms,
+        fresh=int(pending.call.previous is None),
+        stream=stream,
+    )
+    return args, counts
+
+
+def _allocate(
+    engine: Engine, pending: PendingDispatch, args: Any, counts: torch.Tensor
+) -> tuple[DispatchResult, torch.Tensor]:
+    """The output and the routing's recv_rows, and both in expand's `args`, beside the pools as they are now."""
+    call = pending.call
+    rows, slots = _output_rows(engine, pending)
+    result = _empty_result(engine, call, rows, counts)
+    args.comm = engine.comm
+    args.tokens = result.tokens.data_ptr()
+    args.scales = result.scales.data_ptr()
+    args.weights = result.weights.data_ptr()
+    if engine.flat:
+        args.row_expert_ids = result.ids.data_ptr()
+    else:
+        args.topk_ids = result.ids.data_ptr()
+    args.capacity = rows
+    if call.previous is not None:
+        return result, call.previous.recv_rows
+    recv_rows = counts.new_empty((slots, call.topk_ids.shape[1]))
+    args.routing.recv_rows = recv_rows.data_ptr()
+    args.routing.slots = slots
+    return result, recv_rows
+
+
+def _known_pool_bytes(engine: Engine, pending: PendingDispatch) -> int | None:
+    """Bytes that the largest rank's pool needs: a bound from the configuration, else from this dispatch's totals.
+
+    None before those are known.
+    """
+    header = pending.header
+    slot = _C.slot_bytes(header.row_bytes, header.scale_bytes, header.weight_bytes, header.topk)
+    if engine.config.max_tokens_per_rank is not None:
+        return engine.size * engine.config.max_tokens_per_rank * slot
+    if pending.numbers is None:
+        assert pending.call.capacity is None
+        return None
+    return roomy(pending.numbers[_MAX_SLOTS] * slot, engine.pool_bytes(DISPATCH_POOL))
+
+
+def _output_rows(engine: Engine, pending: PendingDispatch) -> tuple[int, int]:
+    """Rows of the output and received slots that the routing has room for."""
+    capacity, numbers = pending.call.capacity, pending.numbers
+    if capacity is not None:
+        return capacity, engine.size * (engine.config.max_tokens_per_rank or 0)
+    assert numbers is not None
+    return numbers[_ROWS if engine.flat else _SLOTS], numbers[_SLOTS]
+
+
+def _empty_result(engine: Engine, call: DispatchCall, rows: int, counts: torch.Tensor) -> DispatchResult:
+    x, weights = call.x, call.weights
+    beside = (rows,) if engine.flat else (rows, call.topk_ids.shape[1])
+    tokens, scales = empty_payload(x, call.scales, call.quantize, rows)
+    return DispatchResult(
+        tokens,
+        scales,
+        x.new_empty(0) if weights is None else weights.new_empty(beside),
+        counts.new_empty(beside),
+        counts,
+    )
+
+
+def empty_payload(
+    x: torch.Tensor, scales: torch.Tensor | None, quantize: str | None, rows: int | torch.SymInt
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `rows` rows of an output, and the scales beside them, are written to."""
+    shape = (rows, x.shape[1])
+    if quantize is not None:
+        row_scales = x.new_empty((rows, num_scales(x.shape[1])), dtype=torch.float32)
+        return x.new_empty(shape, dtype=QUANTIZED[quantize]), row_scales
+    return x.new_empty(shape), x.new_empty(0) if scales is None else scales.new_empty((rows, scales.shape[1]))
+
+
+def _routing(pending: PendingDispatch, recv_rows: torch.Tensor) -> RoutingTensors:
+    call = pending.call
+    if call.previous is not None:
+        return call.previous
+    totals = pending.numbers if call.capacity is None else [call.capacity]
+    return RoutingTensors(
+        pending.topk_ids, pending.plan, recv_rows, torch.tensor(totals, dtype=torch.int64, device="cpu")
+    )
