@@ -180,7 +180,7 @@ def _send_and_expand(engine: Engine, pending: PendingDispatch) -> None:
     """The rest of a dispatch whose output is there before it is sent."""
     pending.reserved = True  # before the launch
     send = _send_args(engine, pending)
-    expand, counts = _expand_args(engine, pending, engine.sms["dispatch_sms"], engine.lanes.send)
+    expand, counts = _expand_args(engine, pending, _sending_sms(engine, pending.call), engine.lanes.send)
     if pending.ticket:
         pending.numbers = engine.wait_totals(pending.ticket)
     needed = _known_pool_bytes(engine, pending)
@@ -215,12 +215,16 @@ def _send_args(engine: Engine, pending: PendingDispatch) -> Any:
         scales=address(scales),
         scale_stride=0 if scales is None else scales.stride(0) * scales.element_size(),
         weights=address(call.weights),
-        num_sms=engine.sms["dispatch_sms"],
+        num_sms=_sending_sms(engine, call),
         optimistic=int(not pending.reserved),
         quantize=int(call.quantize is not None),
         element=ELEMENTS[x.dtype] if call.quantize is not None else 0,
         stream=engine.lanes.send,
     )
+
+
+def _sending_sms(engine: Engine, call: DispatchCall) -> int:
+    return engine.sms["dispatch_sms" if call.quantize is None else "quantize_sms"]
 
 
 def _expand_args(engine: Engine, pending: PendingDispatch, sms: int, stream: int) -> tuple[Any, torch.Tensor]:

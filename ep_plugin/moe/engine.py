@@ -35,8 +35,9 @@ from ep_plugin.moe.lanes import lanes_of
 
 DISPATCH_POOL, COMBINE_POOL = _C.Pool.DISPATCH, _C.Pool.COMBINE
 # SMs of the sending and of the receiving kernel of each operation, and what they leave to others at least.
-DEFAULT_SMS = {"dispatch_sms": 12, "expand_sms": 64, "combine_sms": 28, "add_sms": 24}
-RUN_TOGETHER = (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms"))
+# quantize_sms: of a send that quantises, which computes for longer than it stores; dispatch_sms goes before it.
+DEFAULT_SMS = {"dispatch_sms": 12, "quantize_sms": 20, "expand_sms": 64, "combine_sms": 20, "add_sms": 24}
+RUN_TOGETHER = (("dispatch_sms", "expand_sms"), ("quantize_sms", "expand_sms"), ("combine_sms", "add_sms"))
 FREE_SMS = 32
 
 _NOTHING_TO_DO = contextlib.nullcontext()
@@ -55,7 +56,7 @@ def _sms_of(config: MoECommunicatorConfig, device: torch.device) -> dict[str, in
         most = max(DEFAULT_SMS[first] + DEFAULT_SMS[second] for first, second in RUN_TOGETHER)
         share = min(1.0, max(present - FREE_SMS, 2) / most)
         defaults = {name: max(1, int(sms * share)) for name, sms in DEFAULT_SMS.items()}
-    asked = {name: getattr(config, name) for name in defaults}
+    asked = {name: getattr(config, "dispatch_sms" if name == "quantize_sms" else name) for name in defaults}
     return {name: default if asked[name] is None else asked[name] for name, default in defaults.items()}
 
 
