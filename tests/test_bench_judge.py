@@ -14,6 +14,7 @@ from ep_plugin.bench.cases import Peers, cases_of
 from ep_plugin.bench.ours import Recorded
 from ep_plugin.bench.peers import AllToAll, Received, Routing, TokenMajorAllToAll
 from ep_plugin.bench.peers_dedup import DedupAllToAll, DedupRouting
+from ep_plugin.bench.poison import poisoned
 from ep_plugin.bench.specs import Sms
 from ep_plugin.bench.suite_moe import MoeSuite
 from ep_plugin.bench.workload import Batch, Workload
@@ -230,6 +231,16 @@ def test_graphs_are_judged_on_inputs_that_they_have_not_seen(recorded: type[Reco
         assert bool(found["rows"]) == (wrong is None)
         assert len(found["wrong"]) == (RANKS if wrong else 0)
         assert all(text.startswith("roundtrip_t128 by ep_plugin: ") and wrong in text for text in found["wrong"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_fresh_memory_holds_nan_until_it_is_written(dtype: torch.dtype) -> None:
+    before = torch.get_deterministic_debug_mode()
+    with poisoned():
+        fresh = [torch.empty(1000, dtype=dtype), torch.zeros(8).to(dtype).new_empty(1000)]
+        assert int(torch.empty(1000, dtype=torch.int32).amin()) == torch.iinfo(torch.int32).max
+    assert all(bool(each.float().isnan().all()) for each in fresh)
+    assert torch.get_deterministic_debug_mode() == before == 0
 
 
 def test_a_wrong_sum_by_rank_is_caught() -> None:

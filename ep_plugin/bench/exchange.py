@@ -62,12 +62,11 @@ def spread(arrived: torch.Tensor, index: torch.Tensor, into: Piece) -> None:
 
 
 class Exchange:
-    """Rows on their way: `sent` and `received` rows per rank. As bytes, which every library takes."""
+    """Rows of words on their way: `sent` and `received` rows per rank."""
 
     def __init__(self, leaving: torch.Tensor, sent: list[int], received: list[int], arriving: torch.Tensor) -> None:
         self._leaving, self._arriving = leaving, arriving
-        into, rows = arriving.view(torch.uint8), leaving.view(torch.uint8)
-        work = dist.all_to_all_single(into, rows, received, sent, async_op=True)
+        work = dist.all_to_all_single(arriving, leaving, received, sent, async_op=True)
         assert work is not None
         self._work = work
 

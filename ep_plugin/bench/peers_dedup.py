@@ -80,7 +80,9 @@ class DedupAllToAll:
             scales=scales,
             counts=arrivals.counts,
             weights=arrivals.weights,
-            state=DedupRouting(goes=goes, position=places.t(), sent=sent, received=received, arrivals=arrivals),
+            state=DedupRouting(
+                goes=goes, position=places.t().contiguous(), sent=sent, received=received, arrivals=arrivals
+            ),
         )
 
     def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
