@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,23 +13,23 @@ from typer.testing import CliRunner
 from ep_plugin.bench import suite_moe
 from ep_plugin.bench.cases import Peers, cases_of
 from ep_plugin.bench.cli import main
-from ep_plugin.bench.peers import AllToAll, Received, Routing, TokenMajorAllToAll
 from ep_plugin.bench.provenance import hash_sources
 from ep_plugin.bench.specs import Sms, select
-from ep_plugin.bench.suite_moe import MoeSuite
 from ep_plugin.bench.timing import summarise
-from ep_plugin.bench.workload import Batch, Workload, rows_on_the_wire
+from ep_plugin.bench.workload import Workload, rows_on_the_wire
 from tests.ranks import run_ranks, values
+from tests.test_bench_judge import SwappedRows, suite
 
 RANKS = 2
 SIZES = {"ranks": RANKS, "tokens": 40, "hidden": 128, "topk": 2, "experts": 6}
 ROW_KEYS = ["case", "impl", "median_us", "p10_us", "p90_us", "bytes_wire", "gb_s", "sms"]
 GLOO, GLOO_KEPT, GLOO_BARE = "gloo_all_to_all", "gloo_all_to_all_kept", "gloo_all_to_all_single"
+GLOO_DEDUP = "gloo_all_to_all_dedup"
 # Which implementations each case has, on CPUs.
 EXPECTED = {
-    "dispatch_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT, GLOO_BARE],
+    "dispatch_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT, GLOO_DEDUP, GLOO_BARE],
     "dispatch_cached_fp32": ["ep_plugin", GLOO, GLOO_KEPT],
-    "combine_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT],
+    "combine_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT, GLOO_DEDUP],
     "roundtrip_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT],
     "dispatch_token_major_fp32": ["ep_plugin", GLOO],
     "dispatch_flat_fp32_skew2": ["ep_plugin", GLOO, GLOO_KEPT],
@@ -38,70 +37,10 @@ EXPECTED = {
     "roundtrip_t512_host_wait": ["ep_plugin", GLOO, GLOO_KEPT],
     "roundtrip_t128": ["ep_plugin", GLOO, GLOO_KEPT],
     "roundtrip_t128_host_wait": ["ep_plugin", GLOO, GLOO_KEPT],
-    "dispatch_flat_fp8": ["ep_plugin", GLOO, GLOO_KEPT, GLOO_BARE],
+    "dispatch_flat_fp8": ["ep_plugin", GLOO, GLOO_KEPT, GLOO_DEDUP, GLOO_BARE],
     "dispatch_cached_fp8": ["ep_plugin", GLOO, GLOO_KEPT],
     "dispatch_token_major_fp8": ["ep_plugin", GLOO],
 }
-
-
-class SwappedRows(AllToAll):
-    """Two rows change places."""
-
-    def arrange(self, arrived: list[torch.Tensor], batch: Batch, routing: Routing) -> Received:
-        received = super().arrange(arrived, batch, routing)
-        received.tokens[[0, 1]] = received.tokens[[1, 0]]
-        return received
-
-
-class WrongScales(AllToAll):
-    """The scales of a row come from the row before it."""
-
-    def arrange(self, arrived: list[torch.Tensor], batch: Batch, routing: Routing) -> Received:
-        tokens, *scales = arrived
-        return super().arrange([tokens, *(part.roll(1, 0) for part in scales)], batch, routing)
-
-
-class PlainSum(AllToAll):
-    """Combine forgets the weights."""
-
-    def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
-        assert isinstance(state, Routing)
-        state.weights.fill_(1.0)
-        return super().combine(y, state)
-
-
-class NotANumber(AllToAll):
-    """One value of combine is NaN, which compares false with everything."""
-
-    def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
-        out = super().combine(y, state)
-        out[0, 0] = float("nan")
-        return out
-
-
-class WrongIds(TokenMajorAllToAll):
-    """A row's local experts are those of another rank."""
-
-    def dispatch(self, batch: Batch, previous: object = None) -> Received:
-        received = super().dispatch(batch, previous)
-        assert received.ids is not None
-        received.ids.add_(1)
-        return received
-
-
-def suite(dtype: str = "float32", layout: str = "flat", peers: Peers | None = None) -> MoeSuite:
-    return MoeSuite(
-        backend="cpu",
-        workload=Workload(**SIZES),
-        dtypes=(dtype,),
-        layouts=(layout,),
-        iterations=1,
-        peers=peers or Peers(),
-    )
-
-
-def measure(_: int, wanted: MoeSuite) -> dict[str, list[Any]]:
-    return suite_moe.measure(torch.device("cpu"), wanted)
 
 
 def moe_arguments(out: Path | str, *more: str) -> list[str]:
@@ -122,7 +61,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_result_names_what_it_belongs_to(written: Path) -> None:
     result = json.loads(written.read_text())
     about = ["suite", "hardware", "versions", "code_hash", "command"]
-    assert list(result) == [*about, "rows", "memory", "construction_s"]
+    assert list(result) == [*about, "rows", "sms_are", "memory", "construction_s"]
     assert result["suite"] == "moe_ht" and written.name == "moe_ht.json"
     assert "cores of" in result["hardware"] and written.parent.name.startswith("cpu")
     assert list(result["versions"]) == ["torch", "ep_plugin", "nccl", "cuda", "python"]
@@ -182,23 +121,6 @@ def _quantised(rank: int) -> list[tuple[str, int]]:
 def test_rows_that_leave_as_fp8() -> None:
     for found in values(run_ranks(RANKS, _quantised)):
         assert found == [("ep_plugin", 0), (GLOO, 0), (GLOO_KEPT, 0)]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "case", "what"),
-    [
-        (suite(peers=Peers(flat=SwappedRows)), "dispatch_flat_fp32", "others in 2 of"),
-        (suite("float8", peers=Peers(flat=WrongScales)), "dispatch_flat_fp8", "scales:"),
-        (suite(peers=Peers(flat=PlainSum)), "combine_flat_fp32", "relative error"),
-        (suite(peers=Peers(flat=NotANumber)), "combine_flat_fp32", "got nan"),
-        (suite(layout="token_major", peers=Peers(token_major=WrongIds)), "dispatch_token_major_fp32", "ids:"),
-    ],
-    ids=["swapped rows", "wrong scales", "forgotten weights", "not a number", "wrong ids"],
-)
-def test_wrong_results_are_caught_on_every_rank(wanted: MoeSuite, case: str, what: str) -> None:
-    for found in values(run_ranks(RANKS, measure, wanted)):
-        assert found["rows"] == []
-        assert any(text.startswith(f"{case} by {GLOO}: rank 1: ") and what in text for text in found["wrong"])
 
 
 def test_a_wrong_result_ends_the_run_without_timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from ep_plugin.bench import symm_mem
 from ep_plugin.bench.cli import main
-from ep_plugin.bench.peers import Fastest, bag_sum, gathered_sum
 from ep_plugin.bench.report import by_case, markdown, notes
 from ep_plugin.bench.results import floor_row
 from ep_plugin.bench.specs import FLAT, TOKEN_MAJOR, Sms, Spec, parse_sms, select, specs_of
@@ -99,7 +98,7 @@ def test_the_hottest_rank_receives_exactly_its_multiple_of_the_mean(skew: float)
     assert max(rows[1:]) < 1.2 * min(rows[1:])
     for batch in everyone:
         assert all(len(set(chosen)) == SMALL.topk for chosen in batch.ids.tolist())
-        assert torch.allclose(batch.weights.sum(1), torch.ones(SMALL.tokens)) and bool((batch.weights > 0).all())
+        assert bool((batch.weights >= 0.1).all()) and float(batch.weights.sum(1).std()) > 0.5
 
 
 def test_a_skewed_floor_is_the_hottest_ranks_own() -> None:
@@ -206,9 +205,9 @@ def test_tables_compare_with_the_floor_and_with_peers() -> None:
     ]
     text = markdown(result)
     assert "| dispatch | nccl_all_to_all | 1,500 | 1,500 | 1,500 | 0.0 | 1.0 |  | 3.75 × | 3.00 × |" in text
-    assert notes(result)[0] == ("floor: 354.2 GB/s, the best rate of SM copies in this run (tma_store_c14336_sm132)")
+    assert notes(result)[0] == ("floor: 354.2 GB/s, the best rate of SM stores in this run (tma_store_c14336_sm132)")
     assert "memory beyond tensors: 4.0 MiB (pools 3.0 MiB, control 1.0 MiB), limit 64.0 MiB" in text
-    assert "construction of a communicator: 0.250 s" in text
+    assert "construction of a communicator, before its pools: 0.250 s" in text
 
 
 def test_what_torchs_own_exchange_cannot_do_is_left_out_by_name() -> None:
@@ -247,23 +246,34 @@ def test_every_suite_has_a_table_and_a_picture(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_both_ways_to_sum_agree_and_the_chosen_one_stays() -> None:
-    random = torch.Generator().manual_seed(0)
-    rows = torch.randn(12, 16, generator=random)
-    position = torch.randperm(12, generator=random).view(4, 3)
-    weights = torch.rand(4, 3, generator=random)
-    expected = (rows[position] * weights.unsqueeze(2)).sum(1)
-    calls = []
-
-    def slow(*given: torch.Tensor) -> torch.Tensor:
-        calls.append(len(given))
-        return torch.stack([gathered_sum(*given) for _ in range(2000)])[0]
-
-    chosen = Fastest(slow, bag_sum)
-    for _ in range(2):
-        assert torch.allclose(chosen(rows, position, weights), expected, atol=1e-6)
-    assert len(calls) == 4
-    assert torch.allclose(gathered_sum(rows, position, weights), expected, atol=1e-6)
+def test_a_report_of_some_cases(tmp_path: Path) -> None:
+    about = {"hardware": "4 x GPU", "versions": {}, "code_hash": "0" * 64, "command": "c"}
+    moe = {
+        **about,
+        "suite": "moe_ht",
+        "sms_are": "of some kernels",
+        "rows": [
+            _row("dispatch_flat_bf16", "ep_plugin", 500, 10, 76),
+            _row("combine_flat_bf16", "ep_plugin", 600, 10, 52),
+        ],
+    }
+    beside = {**about, "suite": "beside", "base_case": "matmul_alone", "rows": [
+        _row("matmul_alone", "matmul", 1400, 0), _row("matmul_beside_hold_12sm", "matmul", 1540, 0, 12)]}  # fmt: skip
+    files = []
+    for result in (moe, beside):
+        files.append(str(tmp_path / f"{result['suite']}.json"))
+        Path(files[-1]).write_text(json.dumps(result))
+    picture = tmp_path / "some.png"
+    run = CliRunner().invoke(main, ["report", *files, "--case", "dispatch*", "--plot", str(picture)])
+    assert run.exit_code == 0, run.output
+    assert "| dispatch_flat_bf16 | ep_plugin | 500 |" in run.output and "SMs that move rows" in run.output
+    assert "combine" not in run.output and "matmul" not in run.output and "- SMs: of some kernels" in run.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    run = CliRunner().invoke(main, ["report", *files, "--case", "*hold*"])
+    assert "| matmul_beside_hold_12sm | matmul | 1,540 | 1,540 | 1,540 | 12 | 1.100 × |" in run.output
+    run = CliRunner(env={"COLUMNS": "400"}).invoke(main, ["report", *files, "--case", "dispatch*", "--case", "gather"])
+    assert run.exit_code == 2
+    assert "case: expected a pattern for dispatch_flat_bf16, combine_flat_bf16, matmul_alone, " in run.output
 
 
 def test_a_command_says_all_that_was_asked_for() -> None:

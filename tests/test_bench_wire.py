@@ -52,12 +52,16 @@ class MovedMemory:
                     ctypes.memmove(destination + start, content[off:] + content[:off], self.chunk_bytes)
 
 
-def check_gpu_copies(rank: int, shift: int) -> dict[str, str | None]:
+def without_gpus(shift: int) -> None:
     MovedMemory.shift = shift
     _C.WireArgs, _C.wire = MovedMemory, MovedMemory.run
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132)
     torch.cuda.synchronize = lambda _=None: None
     torch.cuda.current_stream = lambda _=None: SimpleNamespace(cuda_stream=0)
+
+
+def check_gpu_copies(rank: int, shift: int) -> dict[str, str | None]:
+    without_gpus(shift)
     found = {}
     copies = {copy.kind: copy for copy in copies_on_gpus(132)}
     measured = GpuWire(torch.device("cpu"), BYTES)
@@ -77,6 +81,27 @@ def test_bytes_that_went_astray_are_found() -> None:
     for found in values(run_ranks(RANKS, check_gpu_copies, 4)):
         assert {kind for kind, problem in found.items() if problem is None} == {"ce_push", "ce_pull"}
         assert all("got others in" in problem for problem in found.values() if problem)
+
+
+def floor_rate(rank: int, shift: int) -> wire.StoreRate:
+    without_gpus(shift)
+    wire.GpuWire.__init__.__defaults__ = (BYTES,)
+    return wire.best_sm_store_rate(torch.device("cpu"), iterations=1)
+
+
+def test_the_floors_rate_is_that_of_the_best_store() -> None:
+    found = values(run_ranks(RANKS, floor_rate, 0))
+    assert found[0] == found[1] == found[2]
+    assert found[0].gb_s > 0 and found[0].wrong == []
+    assert found[0].case in {"tma_store_c14336_sm16", "tma_store_c14336_sm48", "tma_store_c14336_sm132", "store_sm132"}
+
+
+def test_stores_that_went_astray_give_no_floor() -> None:
+    for found in values(run_ranks(RANKS, floor_rate, 4)):
+        assert found.gb_s == 0 and len(found.wrong) == 4 * RANKS
+        assert found.wrong[0].startswith(
+            "rank 0: tma_store_c14336_sm16: what rank 1 stored: expected the sender's bytes"
+        )
 
 
 class LostPart(CpuWire):

@@ -1,4 +1,8 @@
-"""From a Spec to what is run: the ways to do each case, and what judges them."""
+"""From a Spec to what is run: the ways to do each case, and what judges them.
+
+Every judgement is of rows (and routes, where those are not given) that no call has moved before, into memory that holds
+NaN: what an earlier call left behind, anywhere, is wrong.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +10,62 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ep_plugin.bench.oracle import Oracle, wrong_combine
 from ep_plugin.bench.ours import EpPlugin, Recorded
-from ep_plugin.bench.peers import AllToAll, AllToAllKept, Dispatcher, QuantizedFirst, Routing, TokenMajorAllToAll
+from ep_plugin.bench.peers import (
+    AllToAll,
+    AllToAllKept,
+    Dispatcher,
+    Exchanger,
+    InPieces,
+    QuantizedFirst,
+    Received,
+    Routing,
+    TokenMajorAllToAll,
+    quantized,
+    tune,
+)
+from ep_plugin.bench.peers_dedup import DedupAllToAll
+from ep_plugin.bench.poison import poisoned
 from ep_plugin.bench.specs import CACHED, COMBINE, DISPATCH, FLAT, ROUNDTRIP, Sms, Spec
-from ep_plugin.bench.workload import DTYPES, Batch, Workload, batches, rows_on_the_wire, rows_received
+from ep_plugin.bench.workload import (
+    DTYPES,
+    Batch,
+    Workload,
+    batches,
+    expert_factors,
+    expert_rows,
+    other_rows,
+    rows_on_the_wire,
+    rows_received,
+)
 
-T = TypeVar("T")
 OURS = "ep_plugin"
 ROOM = 1.125  # of the mean rows per rank: what a bounded dispatch has room for, unless a rank receives more
-
-
-class Exchanger(Dispatcher, Protocol):
-    def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
-        """Weighted sum of each token's rows; state: of the dispatch that brought them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
     """What makes the peers, by layout. Fields are importable by name: they are sent to the ranks."""
 
-    flat: Callable[[Workload, torch.device], Exchanger] = AllToAll
+    flat: Callable[[Workload, torch.device], InPieces] = AllToAll
+    dedup: Callable[[Workload, torch.device], InPieces] = DedupAllToAll
     token_major: Callable[[Workload, torch.device], Dispatcher] = TokenMajorAllToAll
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to do a case. wrong: what is wrong with what `run` returned, None when nothing is. sms: known SMs."""
+    """One way to do a case. run: is timed. judge: does the same to rows that no call has moved before and says what is
+    wrong with the result, None when nothing is; collective. sms: SMs of the kernels that move rows, where known."""
 
     impl: str
     run: Callable[[], Any]
-    wrong: Callable[[Any], str | None]
+    judge: Callable[[], str | None]
     bytes_wire: int
     sms: int | None = None
 
@@ -69,39 +93,58 @@ class Scene:
     ) -> None:
         self.workload, self.layout, self.device, self._peers = workload, layout, device, peers
         self.library = "nccl" if device.type == "cuda" else "gloo"
-        everyone = [replace(batch, quantize=quantize) for batch in batches(workload, DTYPES[dtype], device)]
-        self.mine = everyone[dist.get_rank()]
-        self.oracle = Oracle(workload, everyone, layout, dist.get_rank())
-        ids = [batch.ids for batch in everyone]
+        self._everyone = [replace(batch, quantize=quantize) for batch in batches(workload, DTYPES[dtype], device)]
+        self.mine = self._everyone[dist.get_rank()]
+        self.rows = Oracle(workload, self._everyone, layout, dist.get_rank()).rows()
+        ids = [batch.ids for batch in self._everyone]
         self.rows_wire = {dedup: rows_on_the_wire(workload, ids, dedup) for dedup in (False, True)}
         self.most_rows = max(rows_received(workload, ids))
+        self._turn = 0
         self._ours: dict[tuple[Sms, bool], EpPlugin] = {}
         self._states: dict[int, tuple[Any, object]] = {}
         self._open = contextlib.ExitStack()
 
+    def others(self, reroute: bool = True) -> tuple[Batch, Oracle]:
+        """What this rank brings instead of `mine`, others each time, and the oracle for what everyone brings.
+
+        The rows that cross are as many as with `mine`. reroute: otherwise the ids stay. All ranks ask alike.
+        """
+        self._turn += 1
+        everyone = other_rows(self._everyone, self._turn, reroute)
+        return everyone[dist.get_rank()], Oracle(self.workload, everyone, self.layout, dist.get_rank())
+
+    def expert_rows(self, rank: int, rows: int) -> torch.Tensor:
+        """What the experts of `rank` might return, `[rows, H]`; others after each call of `others`."""
+        return expert_rows(self.workload, rank, rows, self._turn, self.mine.x.dtype, self.device)
+
+    @functools.cached_property
+    def factors(self) -> torch.Tensor:
+        return expert_factors(self.workload, self.mine.x.dtype, self.device)
+
     @functools.cached_property
     def peers(self) -> dict[str, Any]:
         """By their names. On CPUs also the one that keeps its memory: fresh memory costs most there."""
-        make = self._peers.flat if self.layout is FLAT else self._peers.token_major
-        found: dict[str, Any] = {f"{self.library}_all_to_all": make(self.workload, self.device)}
-        if self.layout is FLAT and self.library == "gloo":
+        if self.layout is not FLAT:
+            return {f"{self.library}_all_to_all": self._peers.token_major(self.workload, self.device)}
+        found: dict[str, Any] = {f"{self.library}_all_to_all": self._tuned(self._peers.flat)}
+        if self.library == "gloo":
             found["gloo_all_to_all_kept"] = self.kept
         return {name: QuantizedFirst(peer) for name, peer in found.items()} if self.mine.quantize else found
 
     @functools.cached_property
+    def dedup(self) -> dict[str, Any]:
+        """The peer that sends each row once per rank, by its name."""
+        return {f"{self.library}_all_to_all_dedup": self._tuned(self._peers.dedup)}
+
+    def _tuned(self, make: Callable[[Workload, torch.device], InPieces]) -> InPieces:
+        peer = make(self.workload, self.device)
+        if self.device.type == "cuda":  # where gathers and exchanges can overlap
+            tune(peer, quantized(self.mine) if self.mine.quantize else self.mine, self.device)
+        return peer
+
+    @functools.cached_property
     def kept(self) -> AllToAllKept:
         return AllToAllKept(self.workload, self.device)
-
-    @functools.cached_property
-    def combine_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expert rows of this rank, and what combining everyone's gives."""
-        everyones = self.oracle.expert_rows()
-        return everyones[dist.get_rank()], self.oracle.combined(everyones)
-
-    @functools.cached_property
-    def roundtrip(self) -> torch.Tensor:
-        """What experts that change nothing give."""
-        return self.oracle.combined(self.oracle.received_rows())
 
     def ours(self, sms: Sms, bounded: bool) -> EpPlugin:
         """The communicator with these SMs; bounded: its dispatches have a capacity."""
@@ -147,44 +190,104 @@ def _case(scene: Scene, spec: Spec) -> Case:
     impls: dict[str, Any] = {OURS: scene.ours(spec.sms, spec.capacity)}
     if spec.peers:
         impls |= scene.peers
+    plain = spec.peers and scene.layout is FLAT and spec.workload.skew == 1 and not spec.quantize
+    if plain and spec.what in (DISPATCH, COMBINE):
+        impls |= scene.dedup
     crossings = 2 if spec.what == ROUNDTRIP else 1
     ways = [_way(scene, spec, name, impl, crossings) for name, impl in impls.items()]
-    plain = spec.workload.skew == 1 and not spec.quantize
-    if spec.peers and spec.what == DISPATCH and scene.layout is FLAT and plain:
+    if plain and spec.what == DISPATCH:
         ways.append(_bare_exchange(scene))
     floor = crossings * scene.rows_wire[True] * scene.mine.row_bytes
     return Case(name=spec.name, ways=ways, floor_bytes=floor)
 
 
 def _way(scene: Scene, spec: Spec, name: str, impl: Any, crossings: int) -> Way:
-    mine, oracle = scene.mine, scene.oracle
     run: Callable[[], Any]
-    wrong: Callable[[Any], str | None] = oracle.wrong_dispatch
+    judge: Callable[[], str | None]
     if spec.what == DISPATCH:
-        run = functools.partial(impl.dispatch, mine)
+        run, judge = functools.partial(impl.dispatch, scene.mine), functools.partial(_judge_dispatch, scene, impl)
     elif spec.what == CACHED:
-        run = functools.partial(impl.dispatch, mine, scene.state(impl))
+        state = scene.state(impl)
+        run = functools.partial(impl.dispatch, scene.mine, state)
+        judge = functools.partial(_judge_dispatch, scene, impl, state)
     elif spec.what == COMBINE:
-        y, expected = scene.combine_rows
-        run, wrong = functools.partial(impl.combine, y, scene.state(impl)), functools.partial(wrong_combine, expected)
+        run = functools.partial(impl.combine, scene.expert_rows(dist.get_rank(), scene.rows), scene.state(impl))
+        judge = functools.partial(_judge_combine, scene, impl)
     else:
-        run, wrong = functools.partial(_round_trip, impl, mine), functools.partial(wrong_combine, scene.roundtrip)
-    if spec.graph and name == OURS:
-        run()
-        run = Recorded(run)
+        run, judge = _round_trips(scene, impl, spec.graph and name == OURS)
+    if spec.what in (COMBINE, ROUNDTRIP):
+        run()  # a peer chooses how to sum when it is first called, which is not to be in poisoned memory
     return Way(
         impl=name,
         run=run,
-        wrong=wrong,
-        bytes_wire=crossings * scene.rows_wire[impl.dedup] * mine.row_bytes,
+        judge=judge,
+        bytes_wire=crossings * scene.rows_wire[impl.dedup] * scene.mine.row_bytes,
         sms=impl.sms(spec.what) if name == OURS and scene.device.type == "cuda" else None,
     )
 
 
-def _round_trip(impl: Exchanger, batch: Batch) -> torch.Tensor:
-    """Experts that return what they receive."""
+def _judge_dispatch(scene: Scene, impl: Dispatcher, previous: object = None) -> str | None:
+    """previous: the routing of scene.mine, to be used again."""
+    batch, oracle = scene.others(reroute=previous is None)
+    with poisoned():
+        received = impl.dispatch(batch, previous)
+    return oracle.wrong_dispatch(received)
+
+
+def _judge_combine(scene: Scene, impl: Exchanger) -> str | None:
+    """With routes and weights of a dispatch of its own."""
+    batch, oracle = scene.others()
+    state = impl.dispatch(batch).state
+    y = scene.expert_rows(dist.get_rank(), oracle.rows())
+    with poisoned():
+        z = impl.combine(y, state)
+    return wrong_combine(oracle.combined(lambda rank: scene.expert_rows(rank, oracle.rows(rank))), z)
+
+
+def _round_trips(scene: Scene, impl: Exchanger, graph: bool) -> tuple[Callable[[], Any], Callable[[], str | None]]:
+    """What is timed, with experts that return what they receive, and what judges it.
+
+    Judged with experts that can be told apart. A graph has its experts in it: both are judged, that with such experts
+    and the one that is timed.
+    """
+    steps: list[Callable[[Batch], torch.Tensor]] = [
+        functools.partial(_round_trip, impl, factors) for factors in (scene.factors, None)
+    ]
+    recorded = [Recorded(step, scene.mine) for step in steps] if graph else []
+    run = recorded[1] if graph else functools.partial(steps[1], scene.mine)
+
+    def judge() -> str | None:
+        if not graph:
+            return _judge_round_trip(scene, steps[0], scene.factors)
+        # Both on every rank, whatever the first says: they are collective.
+        told_apart = _judge_round_trip(scene, recorded[0].of, scene.factors)
+        timed = _judge_round_trip(scene, recorded[1].of, torch.ones_like(scene.factors))
+        return told_apart or timed
+
+    return run, judge
+
+
+def _judge_round_trip(scene: Scene, step: Callable[[Batch], torch.Tensor], factors: torch.Tensor) -> str | None:
+    batch, oracle = scene.others()
+    with poisoned():
+        z = step(batch)
+    return wrong_combine(oracle.combined(lambda rank: oracle.scaled_rows(rank, factors)), z)
+
+
+def _round_trip(impl: Exchanger, factors: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+    """factors: `[E]`, what each expert multiplies its rows by; None: experts return what they receive."""
     received = impl.dispatch(batch)
-    return impl.combine(received.tokens, received.state)
+    y = received.tokens if factors is None else received.tokens * _of_rows(factors, received).unsqueeze(1)
+    return impl.combine(y, received.state)
+
+
+def _of_rows(factors: torch.Tensor, received: Received) -> torch.Tensor:
+    """The factor of each FLAT row. Rows that were not received have any."""
+    local = factors.view(dist.get_world_size(), -1)[dist.get_rank()]
+    if received.row_experts is not None:
+        return local[received.row_experts.clamp(min=0).long()]
+    assert received.counts is not None
+    return local.repeat_interleave(received.counts.long(), output_size=len(received.tokens))
 
 
 def _bare_exchange(scene: Scene) -> Way:
@@ -192,10 +295,17 @@ def _bare_exchange(scene: Scene) -> Way:
     peer = scene.kept
     routing = peer.dispatch(scene.mine).state
     assert isinstance(routing, Routing)
-    leaving = peer.gather(scene.mine, routing.order)
+    leaving = peer.leaving(scene.mine, routing).clone()
+
+    def judge() -> str | None:
+        batch, oracle = scene.others(reroute=False)
+        with poisoned():
+            arrived = peer.exchange(peer.leaving(batch, routing), routing)
+        return oracle.wrong_dispatch(peer.arrange([arrived], batch, routing))
+
     return Way(
         impl=f"{scene.library}_all_to_all_single",
         run=lambda: peer.exchange(leaving, routing),
-        wrong=lambda got: scene.oracle.wrong_dispatch(peer.arrange(got, scene.mine, routing)),
+        judge=judge,
         bytes_wire=scene.rows_wire[peer.dedup] * scene.mine.row_bytes,
     )

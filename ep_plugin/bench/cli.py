@@ -105,7 +105,7 @@ def sweep(
     ] = None,
     case: Cases = None,
     sms: Counts = None,
-    iterations: Iterations = 10,
+    iterations: Iterations = 30,
     out: Out = None,
 ) -> None:
     """Dispatch and combine over H, K and E at equal bytes on the wire, against these sizes."""
@@ -161,10 +161,11 @@ def beside(
 def report(
     files: Annotated[list[Path], typer.Argument(help="Results that ep-bench wrote.", exists=True, dir_okay=False)],
     plot: Annotated[Path | None, typer.Option(help="Where a PNG with a panel per result goes.")] = None,
+    case: Cases = None,
 ) -> None:
     """Prints results as markdown tables with ratios."""
     try:
-        results = [reports.load(path) for path in files]
+        results = reports.of_cases([reports.load(path) for path in files], tuple(case or ()))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     for result in results:

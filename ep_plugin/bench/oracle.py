@@ -1,62 +1,60 @@
-"""What every way to exchange a workload must return, by the oracles of ep_plugin.moe.reference."""
+"""What every way to exchange a workload must return, by the oracles of ep_plugin.moe.reference.
+
+The oracle holds routes, not rows: where each row came from. Rows are looked up when they are compared.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 from ep_plugin.bench.peers import Received
-from ep_plugin.bench.workload import Batch, Workload, expert_rows
+from ep_plugin.bench.workload import Batch, Workload
 from ep_plugin.config import DispatchLayout
-from ep_plugin.moe.reference import reference_combine, reference_dispatch, reference_quantize
+from ep_plugin.moe.reference import ReferenceOutput, reference_combine, reference_dispatch, reference_quantize
 
-# Largest error allowed in combine, relative to the largest value: some roundings of the rows' type.
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+@dataclass(frozen=True)
+class Sum:
+    """A combine in float64, `[T, H]`: exact, and magnitude: the sum of its terms' magnitudes."""
+
+    exact: torch.Tensor
+    magnitude: torch.Tensor
 
 
 class Oracle:
-    """The expectations of one rank. `everyone`: the batches of all ranks."""
+    """The expectations of one rank. `everyone`: the batches of all ranks, each of T tokens."""
 
     def __init__(self, workload: Workload, everyone: list[Batch], layout: DispatchLayout, rank: int) -> None:
         self._workload, self._everyone, self._rank = workload, everyone, rank
-        self._device = everyone[rank].x.device
+        self._device, T = everyone[rank].x.device, len(everyone[rank].x)
         with self._device:  # the oracles make their own tensors on the default device
             ids, weights = [batch.ids for batch in everyone], [batch.weights for batch in everyone]
-            everyone = [_as_it_arrives(batch) for batch in everyone]
-            rows = [batch.x.view(torch.int64) for batch in everyone]  # opaque, as any type
-            self._all = reference_dispatch(rows, ids, weights, num_experts=workload.experts, layout=layout)
-            self._scales: torch.Tensor | None = None
-            scales = [batch.scales for batch in everyone if batch.scales is not None]
-            if scales:
-                ours = reference_dispatch(scales, ids, weights, num_experts=workload.experts, layout=layout)[rank]
-                self._scales = ours.tokens
+            numbers = list(torch.arange(len(everyone) * T).unsqueeze(1).split(T))
+            self._all = reference_dispatch(numbers, ids, weights, num_experts=workload.experts, layout=layout)
 
-    @property
-    def rows(self) -> int:
-        """Rows that this rank receives."""
-        return self._all[self._rank].tokens.shape[0]
-
-    def expert_rows(self) -> list[torch.Tensor]:
-        """What the experts of each rank return: fresh rows, as many as the rank received."""
-        rows = [out.tokens.shape[0] for out in self._all]
-        return expert_rows(self._workload, rows, self._everyone[0].x.dtype, self._device)
-
-    def received_rows(self) -> list[torch.Tensor]:
-        """What each rank received: what experts return that change nothing."""
-        return [out.tokens.view(self._everyone[0].x.dtype) for out in self._all]
+    def rows(self, rank: int | None = None) -> int:
+        """Rows that a rank receives, this one by default."""
+        return len(self._all[self._rank if rank is None else rank].tokens)
 
     def wrong_dispatch(self, got: Received) -> str | None:
         """How `got` differs from what this rank should have received, bit for bit; None when it does not.
 
-        Weights are compared when they travelled with the rows.
+        Weights and row_experts are compared when they are there.
         """
         expected = self._all[self._rank]
+        arriving = [_as_it_arrives(batch) for batch in self._everyone]
+        source = expected.tokens.squeeze(1)
+        rows = [batch.x.view(torch.int64) for batch in arriving]  # opaque, as any type
+        scales = [batch.scales for batch in arriving if batch.scales is not None]
         pairs = {
-            "tokens": (got.tokens.view(torch.int64), expected.tokens),
-            "scales": (got.scales, self._scales),
+            "tokens": (got.tokens.view(torch.int64), torch.cat(rows)[source]),
+            "scales": (got.scales, torch.cat(scales)[source] if scales else None),
             "ids": (got.ids, expected.topk_ids),
             "weights": (got.weights, expected.weights if got.weights is not None else None),
+            "row_experts": (got.row_experts, expected.row_expert_ids if got.row_experts is not None else None),
             "counts": (got.counts, expected.num_tokens_per_expert if got.counts is not None else None),
         }
         for name, (mine, theirs) in pairs.items():
@@ -65,12 +63,37 @@ class Oracle:
                 return f"{name}: {problem}"
         return None
 
-    def combined(self, y: list[torch.Tensor]) -> torch.Tensor:
-        """This rank's tokens from all ranks' expert rows, weights applied: float64 `[T, H]`."""
+    def combined(self, rows_of: Callable[[int], torch.Tensor]) -> Sum:
+        """This rank's tokens from the rows `[N, H]` of each rank's experts, weights applied. FLAT only."""
+        batch = self._everyone[self._rank]
+        T, sums = len(batch.x), []
         with self._device:
-            tokens = [batch.x.shape[0] for batch in self._everyone]
-            weights = [out.weights for out in self._all]
-            return reference_combine(y, self._all, tokens, weights)[self._rank]
+            for rank, out in enumerate(self._all):
+                y, part = _pairs_of(out, rows_of(rank), self._rank * T, T)
+                sums += [[reference_combine([rows], [part], [T], [part.weights])[0] for rows in (y, y.abs())]]
+        return Sum(*(torch.stack(each).sum(0) for each in zip(*sums, strict=True)))
+
+    def scaled_rows(self, rank: int, factors: torch.Tensor) -> torch.Tensor:
+        """`[N, H]`: what the experts of `rank` return that multiply what they received by their factor. FLAT only."""
+        out = self._all[rank]
+        assert out.row_expert_ids is not None
+        rows = torch.cat([batch.x for batch in self._everyone])[out.tokens.squeeze(1)]
+        experts = rank * self._workload.local_experts + out.row_expert_ids.long()
+        return rows * factors[experts].unsqueeze(1)
+
+
+def _pairs_of(out: ReferenceOutput, y: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, ReferenceOutput]:
+    """What concerns `count` tokens from `first` on: their rows of `y`, and those rows' routes and weights."""
+    mine = ((out.pair_token >= first) & (out.pair_token < first + count)).nonzero().squeeze(1)
+    rows = out.pair_row[mine]
+    part = replace(
+        out,
+        weights=out.weights[rows],
+        pair_token=out.pair_token[mine] - first,
+        pair_k=out.pair_k[mine],
+        pair_row=torch.arange(len(mine)),
+    )
+    return y[rows].double(), part
 
 
 def _as_it_arrives(batch: Batch) -> Batch:
@@ -80,14 +103,22 @@ def _as_it_arrives(batch: Batch) -> Batch:
     return replace(batch, x=rows, scales=scales)
 
 
-def wrong_combine(expected: torch.Tensor, got: torch.Tensor) -> str | None:
-    """How `[T, H]` differs from the float64 expectation; None when it is within roundings of it."""
-    if got.shape != expected.shape:
-        return f"expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
-    error = float((got.double() - expected).abs().max() / expected.abs().max())
-    allowed = _TOLERANCE[got.dtype]
-    # Written so that NaN is wrong.
-    return None if error <= allowed else f"expected a relative error of at most {allowed:g}, got {error:g}"
+def wrong_combine(expected: Sum, got: torch.Tensor) -> str | None:
+    """How `[T, H]` differs from the expectation; None when every element is within roundings of it.
+
+    Allowed are four roundings to the rows' type (of weights, of a rank's sum, of the result, and one of a product), and
+    those of sums in float32, of the magnitude of what is summed.
+    """
+    if got.shape != expected.exact.shape:
+        return f"expected shape {tuple(expected.exact.shape)}, got {tuple(got.shape)}"
+    allowed = 2 * torch.finfo(got.dtype).eps + 32 * torch.finfo(torch.float32).eps
+    least = torch.finfo(got.dtype).smallest_normal
+    errors = (got.double() - expected.exact).abs() / (expected.magnitude + least)
+    wrong = ~(errors <= allowed)  # written so that NaN is wrong
+    if not bool(wrong.any()):
+        return None
+    worst, rows = float(errors.max()), int(wrong.any(1).sum())
+    return f"expected relative errors of at most {allowed:g}, got {worst:g}, and more in {rows} of {len(got)} rows"
 
 
 def _difference(got: torch.Tensor | None, expected: torch.Tensor | None) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any, cast
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -74,6 +76,7 @@ class EpPlugin:
             counts=out.num_tokens_per_expert,
             ids=out.topk_ids,
             weights=out.weights,
+            row_experts=out.row_expert_ids,
             state=(handle, out.weights),
         )
 
@@ -82,7 +85,10 @@ class EpPlugin:
         return self.comm.combine(y, handle, weights=weights)
 
     def sms(self, what: str) -> int:
-        """SMs of all kernels that move rows at once; of a round trip, those of its larger half."""
+        """SMs of all kernels that move rows at once; of a round trip, those of its larger half.
+
+        Kernels that work out where rows go run before those, for some microseconds, on SMs that are not counted.
+        """
         sms = self.comm.engine.sms
         dispatch, combine = sms["dispatch_sms"] + sms["expand_sms"], sms["combine_sms"] + sms["add_sms"]
         return {DISPATCH: dispatch, CACHED: dispatch, COMBINE: combine, ROUNDTRIP: max(dispatch, combine)}[what]
@@ -108,18 +114,34 @@ class EpPlugin:
 
 
 class Recorded:
-    """A CUDA graph of `step`, which has run before; calling it replays the graph and returns what `step` returned.
+    """A CUDA graph of `step`, of a batch of its own that starts as a copy of `batch`; calling it replays the graph.
 
-    What it returns is the same memory each time.
+    What it returns is the same memory each time. Making it is collective when `step` is: it runs once before.
     """
 
-    def __init__(self, step: Any) -> None:
+    def __init__(self, step: Callable[[Batch], torch.Tensor], batch: Batch) -> None:
+        self._batch = replace(batch, x=batch.x.clone(), ids=batch.ids.clone(), weights=batch.weights.clone())
+        step(self._batch)
+        self._capture(step)
+
+    def _capture(self, step: Callable[[Batch], torch.Tensor]) -> None:
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         # Other threads (NCCL's watchdog) go on asking for events, which a capture of all threads would not bear.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._result = step()
+            self._result = step(self._batch)
 
     def __call__(self) -> torch.Tensor:
-        self._graph.replay()
+        self._replay()
         return self._result
+
+    def of(self, batch: Batch) -> torch.Tensor:
+        """A replay with the rows, ids and weights of `batch`, which stay for later calls, into NaN."""
+        self._batch.x.copy_(batch.x)
+        self._batch.ids.copy_(batch.ids)
+        self._batch.weights.copy_(batch.weights)
+        self._result.fill_(torch.nan)
+        return self()
+
+    def _replay(self) -> None:
+        self._graph.replay()

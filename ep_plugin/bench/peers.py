@@ -1,30 +1,47 @@
 """What ep_plugin is compared with: the same exchanges over torch.distributed, as well as they can be written there.
 
-Rows travel as opaque 8-byte words, once per (token, expert), by `all_to_all_single` between a sort and a gather, as
-Megatron's all-to-all dispatcher does it. The counts go first, travel beside the sort and the gather, and reach the host
-while the device gathers, so that the exchange of the rows is enqueued in time; what only indices need is computed while
-the rows are on the wire; combine gathers and sums, without atomic additions. The weights stay with the token's owner,
-which applies them in combine: less travels than in ep_plugin's dispatch.
+`AllToAll` sends a row per (token, expert) by `all_to_all_single`, between a sort and a gather, as Megatron's all-to-all
+dispatcher does it; peers_dedup.py has one that sends a row per (token, rank). The counts go first, are exchanged beside
+the sort and the gather, and reach the host while the device gathers, so that the exchange of the rows is enqueued in
+time. Scales travel in the exchange of their rows. What only indices need is computed while rows are on the wire, and
+where that is faster (`tune`) rows go in pieces, one gathered while another is under way. Combine gathers and sums,
+without atomic additions. The weights stay with the token's owner, which applies them in combine.
 
 Shapes: R ranks, T tokens here, K experts per token, E_l experts per rank, N rows received.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from ep_plugin.bench.exchange import (
+    Early,
+    Exchange,
+    Piece,
+    columns,
+    gather,
+    pieces_of,
+    spread,
+    width_of,
+    words,
+)
+from ep_plugin.bench.sums import Fastest, bag_sum, chunked_sum, gathered_sum
+from ep_plugin.bench.timing import Run, clock_of, time_in_turn
 from ep_plugin.bench.workload import SCALE_BLOCK, Batch, Workload
+
+PIECES = (1, 2, 4)  # that `tune` tries
 
 
 @dataclass(frozen=True, kw_only=True)
 class Received:
-    """What a dispatch brought. counts: `[E_l]` rows per expert. ids, weights: `[N, K]`, TOKEN_MAJOR only.
+    """What a dispatch brought. counts: `[E_l]` rows per expert. ids: `[N, K]`, TOKEN_MAJOR only. weights: `[N, K]`, in
+    FLAT `[N]`, where they travel. row_experts: `[N]` local experts where the way tells them, -1: no row.
 
     state: what combine, and a dispatch over the same routing, need.
     """
@@ -34,6 +51,7 @@ class Received:
     counts: torch.Tensor | None = None
     ids: torch.Tensor | None = None
     weights: torch.Tensor | None = None
+    row_experts: torch.Tensor | None = None
     state: object = None
 
 
@@ -44,6 +62,37 @@ class Dispatcher(Protocol):
 
     def dispatch(self, batch: Batch, previous: object = None) -> Received:
         """previous: the state of an earlier dispatch, whose routing is used again."""
+
+
+class Exchanger(Dispatcher, Protocol):
+    def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
+        """Weighted sum of each token's rows; state: of the dispatch that brought them."""
+
+
+class InPieces(Exchanger, Protocol):
+    """One whose rows go in pieces, as many as these say."""
+
+    dispatch_pieces: int
+    combine_pieces: int
+
+
+def tune(peer: InPieces, batch: Batch, device: torch.device, choices: tuple[int, ...] = PIECES) -> None:
+    """Chooses the pieces that are fastest here, the same on all ranks. Collective."""
+    clock = clock_of(device)
+
+    def fastest(what: str, run: Callable[[], Any]) -> int:
+        def in_pieces(count: int) -> None:
+            setattr(peer, what, count)
+            run()
+
+        runs: dict[str, Run] = {str(count): functools.partial(in_pieces, count) for count in choices}
+        found = time_in_turn(clock, runs, iterations=7, warmup=2)
+        return min(choices, key=lambda count: found[str(count)].median_us)
+
+    peer.dispatch_pieces = fastest("dispatch_pieces", lambda: peer.dispatch(batch))
+    if batch.scales is None:
+        received = peer.dispatch(batch)
+        peer.combine_pieces = fastest("combine_pieces", lambda: peer.combine(received.tokens, received.state))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,72 +117,91 @@ class AllToAll:
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self._ranks, self._experts = workload.ranks, workload.experts
-        self._counts = _Counts(workload.ranks, device)
-        self._sum = Fastest(bag_sum, gathered_sum)
-        # Experts are few: short keys make the radix sort of a GPU short.
-        self._key = torch.uint8 if workload.experts <= 256 else torch.int16
+        self._early = Early(device)
+        self._sum = Fastest(bag_sum, gathered_sum, chunked_sum)
+        self.dispatch_pieces = self.combine_pieces = 1
 
     def dispatch(self, batch: Batch, previous: object = None) -> Received:
         """Rows of this rank's experts in FLAT order: by expert, source rank, source token."""
-        if isinstance(previous, Routing):
-            leaving = self.gather(batch, previous.order)
-            return self._finish(self._start_all(leaving, previous.sent, previous.received), batch, previous)
+        known = previous if isinstance(previous, Routing) else None
+        pieces = pieces_of(batch.x, batch.scales, self.dispatch_pieces)
+        if known is not None:
+            token = known.order // batch.ids.shape[1]
+            under_way = self._start_all(pieces, token, known.sent, known.received)
+            return self._finish(under_way, batch, replace(known, weights=batch.weights))
         pair_ids = batch.ids.reshape(-1)
-        per_expert = torch.zeros(self._experts, dtype=torch.int64, device=pair_ids.device)
-        per_expert.scatter_add_(0, pair_ids, torch.ones_like(pair_ids))
-        self._counts.start(per_expert.view(self._ranks, -1))
-        order = torch.argsort(pair_ids.to(self._key), stable=True)
-        leaving = self.gather(batch, order)
-        arriving, sent, received = self._counts.read()
-        exchanges = self._start_all(leaving, sent, received)
+        self._early.start(functools.partial(self._exchange_counts, pair_ids), _rows_by_rank)
+        order = torch.argsort(short_keys(pair_ids, self._experts), stable=True)
+        token = order // batch.ids.shape[1]
+        first = self._gather(0, pieces[0], token)
+        (sent, received), (_, arriving) = self._early.read()
+        under_way = self._start_all(pieces, token, sent, received, first)
         to_flat, from_flat = _permutation(arriving, sum(received))
         position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         routing = Routing(
             order=order, position=position.view_as(batch.ids), to_flat=to_flat, from_flat=from_flat,
             sent=sent, received=received, counts=arriving.sum(0), weights=batch.weights,
         )  # fmt: skip
-        return self._finish(exchanges, batch, routing)
+        return self._finish(under_way, batch, routing)
 
     def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
         """The weighted sum of each token's rows: `[T, H]`."""
         assert isinstance(state, Routing)
-        (back,) = self._start_all([self._select("leaving", _words(y), state.from_flat)], state.received, state.sent)
-        return self._sum(back.wait().view(y.dtype), state.position, state.weights.to(y.dtype))
+        pieces = pieces_of(y, None, self.combine_pieces)
+        under_way = self._start_all(pieces, state.from_flat, state.received, state.sent)
+        weights = state.weights.to(y.dtype)
+        sums = (self._sum(rows.wait().view(y.dtype), state.position, weights) for rows in under_way)
+        return side_by_side(sums, y, len(weights), self.combine_pieces)
 
-    def gather(self, batch: Batch, order: torch.Tensor) -> list[torch.Tensor]:
-        """The rows, and their scales if they have some, in the order in which they leave."""
-        token = order // batch.ids.shape[1]
-        rows = self._select("leaving", _words(batch.x), token)
-        return [rows] if batch.scales is None else [rows, self._select("leaving scales", batch.scales, token)]
+    def leaving(self, batch: Batch, routing: Routing) -> torch.Tensor:
+        """All rows, and their scales beside them if they have some, in the order in which they leave."""
+        (piece,) = pieces_of(batch.x, batch.scales, 1)
+        return self._gather(0, piece, routing.order // batch.ids.shape[1])
 
-    def exchange(self, leaving: list[torch.Tensor], routing: Routing) -> list[torch.Tensor]:
-        """The bare exchange of what `gather` made, in the order in which it arrives."""
-        return [exchange.wait() for exchange in self._start_all(leaving, routing.sent, routing.received)]
+    def exchange(self, leaving: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """The bare exchange of what `leaving` made, in the order in which it arrives."""
+        return self._start(0, leaving, routing.sent, routing.received).wait()
 
-    def arrange(self, arrived: list[torch.Tensor], batch: Batch, routing: Routing) -> Received:
-        """What `exchange` returned, in FLAT order."""
-        tokens, *scales = [part.index_select(0, routing.to_flat) for part in arrived]
-        return Received(
-            tokens=tokens.view(batch.x.dtype),
-            scales=scales[0] if scales else None,
-            counts=routing.counts,
-            state=routing,
-        )
+    def arrange(self, arrived: Iterable[torch.Tensor], batch: Batch, routing: Routing, pieces: int = 1) -> Received:
+        """What arrived, by piece, in FLAT order."""
+        tokens, scales = in_order(arrived, batch, routing.to_flat, pieces)
+        return Received(tokens=tokens, scales=scales, counts=routing.counts, state=routing)
 
-    def _start_all(self, leaving: list[torch.Tensor], sent: list[int], received: list[int]) -> list[_Exchange]:
-        rows = sum(received)
-        arriving = [self._room(f"arriving {part}", rows, like) for part, like in enumerate(leaving)]
-        return [_Exchange(part, sent, received, into) for part, into in zip(leaving, arriving, strict=True)]
+    def _finish(self, under_way: list[Exchange], batch: Batch, routing: Routing) -> Received:
+        return self.arrange((rows.wait() for rows in under_way), batch, routing, len(under_way))
 
-    def _finish(self, exchanges: list[_Exchange], batch: Batch, routing: Routing) -> Received:
-        return self.arrange([exchange.wait() for exchange in exchanges], batch, routing)
+    def _exchange_counts(self, pair_ids: torch.Tensor) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
+        per_expert = torch.zeros(self._experts, dtype=torch.int64, device=pair_ids.device)
+        leaving = per_expert.scatter_add_(0, pair_ids, torch.ones_like(pair_ids)).view(self._ranks, -1)
+        arriving = torch.empty_like(leaving)
+        return dist.all_to_all_single(arriving, leaving, async_op=True), (leaving, arriving)
 
-    def _select(self, what: str, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        return torch.index_select(rows, 0, index, out=self._room(what, len(index), rows))
+    def _start_all(
+        self,
+        pieces: list[Piece],
+        index: torch.Tensor,
+        sent: list[int],
+        received: list[int],
+        first: torch.Tensor | None = None,
+    ) -> list[Exchange]:
+        """Gathers and sends the pieces, one after the other. first: the first one's, gathered already."""
+        under_way = []
+        for number, piece in enumerate(pieces):
+            leaving = first if number == 0 and first is not None else self._gather(number, piece, index)
+            under_way.append(self._start(number, leaving, sent, received))
+        return under_way
 
-    def _room(self, what: str, rows: int, like: torch.Tensor) -> torch.Tensor:
-        """Memory for rows under way, `[rows, width]` of `like`'s width, type and device."""
-        return like.new_empty((rows, like.shape[1]))
+    def _start(self, number: int, leaving: torch.Tensor, sent: list[int], received: list[int]) -> Exchange:
+        arriving = self._room(f"arriving {number}", sum(received), leaving.shape[1], leaving)
+        return Exchange(leaving, sent, received, arriving)
+
+    def _gather(self, number: int, piece: Piece, index: torch.Tensor) -> torch.Tensor:
+        room = self._room(f"leaving {number}", len(index), width_of(piece), piece[0])
+        return gather(piece, index, room)
+
+    def _room(self, what: str, rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
+        """Memory for rows under way, `[rows, width]` of `like`'s type and device."""
+        return like.new_empty((rows, width))
 
 
 class AllToAllKept(AllToAll):
@@ -147,28 +215,33 @@ class AllToAllKept(AllToAll):
         super().__init__(workload, device)
         self._blocks: dict[str, torch.Tensor] = {}
 
-    def _room(self, what: str, rows: int, like: torch.Tensor) -> torch.Tensor:
-        numel = rows * like.shape[1]
+    def _room(self, what: str, rows: int, width: int, like: torch.Tensor) -> torch.Tensor:
+        numel = rows * width
         block = self._blocks.get(what)
         if block is None or block.dtype is not like.dtype or block.numel() < numel:
             block = self._blocks[what] = like.new_empty(numel)
-        return block[:numel].view(rows, like.shape[1])
+        return block[:numel].view(rows, width)
 
 
 class QuantizedFirst:
-    """Another way to dispatch, of rows that torch quantises before: for each block of 128 by its largest magnitude."""
+    """Another way to dispatch, of rows that torch quantises before, operation by operation, in float32."""
 
     def __init__(self, way: Dispatcher) -> None:
         self._way, self.dedup = way, way.dedup
 
     def dispatch(self, batch: Batch, previous: object = None) -> Received:
-        T, H = batch.x.shape
-        whole = torch.nn.functional.pad(batch.x, (0, -H % SCALE_BLOCK)).view(T, -1, SCALE_BLOCK).float()
-        amax = whole.abs().amax(2)
-        scales = amax / torch.full_like(amax, torch.finfo(torch.float8_e4m3fn).max)  # a number: a product on GPUs
-        scales = torch.where(scales == 0, 1.0, scales)
-        rows = (whole / scales.unsqueeze(2)).to(torch.float8_e4m3fn).view(T, -1)
-        return self._way.dispatch(replace(batch, x=rows[:, :H].contiguous(), scales=scales, quantize=False), previous)
+        return self._way.dispatch(quantized(batch), previous)
+
+
+def quantized(batch: Batch) -> Batch:
+    """Rows as FP8 with scales, for each block of 128 by its largest magnitude."""
+    T, H = batch.x.shape
+    whole = torch.nn.functional.pad(batch.x, (0, -H % SCALE_BLOCK)).view(T, -1, SCALE_BLOCK).float()
+    amax = whole.abs().amax(2)
+    scales = amax / torch.full_like(amax, torch.finfo(torch.float8_e4m3fn).max)  # a number: a product on GPUs
+    scales = torch.where(scales == 0, 1.0, scales)
+    rows = (whole / scales.unsqueeze(2)).to(torch.float8_e4m3fn).view(T, -1)
+    return replace(batch, x=rows[:, :H].contiguous(), scales=scales, quantize=False)
 
 
 class TokenMajorAllToAll:
@@ -178,26 +251,24 @@ class TokenMajorAllToAll:
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self._ranks, self._local = workload.ranks, workload.experts // workload.ranks
-        self._counts = _Counts(workload.ranks, device)
+        self._early = Early(device)
 
     def dispatch(self, batch: Batch, previous: object = None) -> Received:
         """Rows by (source rank, source token), which is the order in which they arrive."""
         T, K = batch.ids.shape
         goes = torch.zeros(T, self._ranks, dtype=torch.bool, device=batch.ids.device)
         goes.scatter_(1, batch.ids // self._local, True)
-        self._counts.start(goes.sum(0).unsqueeze(1))
+        self._early.start(functools.partial(self._exchange_counts, goes), _rows_by_rank)
         by_rank = goes.t().reshape(-1)
-        place = torch.where(by_rank, by_rank.cumsum(0) - 1, by_rank.numel())
-        token = torch.arange(T, device=place.device).repeat(self._ranks)
-        order = torch.empty(by_rank.numel() + 1, dtype=torch.int64, device=place.device).scatter_(0, place, token)
+        order = true_places(by_rank, len(by_rank)) % T
         scales = [] if batch.scales is None else [batch.scales.view(torch.int32)]
         beside = torch.cat((batch.ids.int(), batch.weights.view(torch.int32), *scales), 1)
-        _, sent, received = self._counts.read()
+        (sent, received), _ = self._early.read()
         order = order[: sum(sent)]
         exchanges = []
-        for part in (_words(batch.x), beside):
+        for part in (words(batch.x), beside):
             arriving = part.new_empty((sum(received), part.shape[1]))
-            exchanges.append(_Exchange(part.index_select(0, order), sent, received, arriving))
+            exchanges.append(Exchange(part.index_select(0, order), sent, received, arriving))
         tokens, beside = [exchange.wait() for exchange in exchanges]
         ids = beside[:, :K] - dist.get_rank() * self._local
         here = (ids >= 0) & (ids < self._local)
@@ -208,99 +279,50 @@ class TokenMajorAllToAll:
             weights=torch.where(here, beside[:, K : 2 * K].view(torch.float32), 0.0),
         )
 
-
-class _Exchange:
-    """Rows on their way: `sent` and `received` rows per rank."""
-
-    def __init__(self, leaving: torch.Tensor, sent: list[int], received: list[int], arriving: torch.Tensor) -> None:
-        self._leaving, self._arriving = leaving, arriving
-        work = dist.all_to_all_single(arriving, leaving, received, sent, async_op=True)
-        assert work is not None
-        self._work = work
-
-    def wait(self) -> torch.Tensor:
-        self._work.wait()
-        return self._arriving
+    def _exchange_counts(self, goes: torch.Tensor) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
+        leaving = goes.sum(0).unsqueeze(1)
+        arriving = torch.empty_like(leaving)
+        return dist.all_to_all_single(arriving, leaving, async_op=True), (leaving, arriving)
 
 
-class _Counts:
-    """The exchange of counts, `[R, n]` leaving and `[R, n]` arriving, and their sums by rank on their way to the host.
-
-    On GPUs all of it runs beside what the caller enqueues meanwhile. One at a time.
-    """
-
-    def __init__(self, ranks: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self._host = torch.empty(2, ranks, dtype=torch.int64, pin_memory=on_gpu)
-        self._stream = torch.cuda.Stream(device) if on_gpu else None
-
-    def start(self, leaving: torch.Tensor) -> None:
-        self._leaving, self._arriving = leaving, torch.empty_like(leaving)
-        self._work = dist.all_to_all_single(self._arriving, leaving, async_op=True)
-        if self._stream is not None:
-            with torch.cuda.stream(self._stream):
-                self._fetch()
-                self._ready = self._stream.record_event()
-
-    def read(self) -> tuple[torch.Tensor, list[int], list[int]]:
-        """What arrives, and the rows that leave for and arrive from each rank. The host waits for the counts only."""
-        if self._stream is None:
-            self._fetch()
-        else:
-            self._ready.synchronize()
-        sent, received = self._host.tolist()
-        return self._arriving, sent, received
-
-    def _fetch(self) -> None:
-        assert self._work is not None
-        self._work.wait()
-        self._host.copy_(torch.stack((self._leaving, self._arriving)).sum(2), non_blocking=self._stream is not None)
+def in_order(
+    arrived: Iterable[torch.Tensor], batch: Batch, order: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tokens and scales, row `order[i]` of what arrived as row i. arrived: `count` pieces as `pieces_of` makes them."""
+    tokens = batch.x.new_empty((len(order), batch.x.shape[1]))
+    scales = None if batch.scales is None else batch.scales.new_empty((len(order), batch.scales.shape[1]))
+    for rows, piece in zip(arrived, pieces_of(tokens, scales, count), strict=True):
+        spread(rows, order, piece)
+    return tokens, scales
 
 
-# What adds up a token's rows: rows `[N, H]`, position `[T, K]` in them, weights `[T, K]` of the rows' type -> `[T, H]`.
-Summation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+def side_by_side(parts: Iterable[torch.Tensor], like: torch.Tensor, rows: int, count: int) -> torch.Tensor:
+    """`count` pieces of columns as rows of `like`'s width and type."""
+    if count == 1:
+        (whole,) = parts
+        return whole
+    out = like.new_empty((rows, like.shape[1]))
+    cuts = columns(words(out), count)
+    for part, first, last in zip(parts, cuts[:-1], cuts[1:], strict=True):
+        words(out)[:, first:last].copy_(words(part))
+    return out
 
 
-def bag_sum(rows: torch.Tensor, position: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Gathers and sums in one pass."""
-    return torch.nn.functional.embedding_bag(position, rows, mode="sum", per_sample_weights=weights)
+def short_keys(ids: torch.Tensor, most: int) -> torch.Tensor:
+    """ids up to `most` in the shortest type that holds them: it makes the radix sort of a GPU short."""
+    return ids.to(torch.uint8 if most <= 255 else torch.int16)
 
 
-def gathered_sum(rows: torch.Tensor, position: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Gathers with wide elements, then sums by a product of matrices."""
-    T, K = position.shape
-    gathered = _words(rows).index_select(0, position.reshape(-1)).view(rows.dtype).view(T, K, -1)
-    return torch.bmm(weights.unsqueeze(1), gathered).squeeze(1)
+def true_places(mask: torch.Tensor, most: int) -> torch.Tensor:
+    """Where the mask `[n]` is true, in order: `[most]`, of which no more are defined than are true. No host waits."""
+    place = torch.where(mask, mask.cumsum(0) - 1, most)
+    found = torch.zeros(most + 1, dtype=torch.int64, device=mask.device)
+    return found.scatter_(0, place, torch.arange(len(mask), device=mask.device))[:most]
 
 
-class Fastest:
-    """Calls the candidate that was fastest here when it was called first: which one that is depends on the device."""
-
-    def __init__(self, *candidates: Summation) -> None:
-        self._candidates, self._chosen = candidates, candidates[0]
-        self._known = False
-
-    def __call__(self, rows: torch.Tensor, position: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if not self._known:
-            self._known = True
-            seconds = [_seconds(candidate, rows, position, weights) for candidate in self._candidates]
-            self._chosen = self._candidates[seconds.index(min(seconds))]
-        return self._chosen(rows, position, weights)
-
-
-def _seconds(run: Summation, rows: torch.Tensor, position: torch.Tensor, weights: torch.Tensor) -> float:
-    """Of some calls after the first."""
-
-    def finished() -> float:
-        if rows.is_cuda:
-            torch.cuda.synchronize(rows.device)
-        return time.perf_counter()
-
-    run(rows, position, weights)
-    began = finished()
-    for _ in range(3):
-        run(rows, position, weights)
-    return finished() - began
+def _rows_by_rank(leaving: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+    """Counts `[R, n]` that leave and arrive, as rows `[2, R]`."""
+    return torch.stack((leaving, arriving)).sum(2)
 
 
 def _permutation(arriving: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -312,10 +334,6 @@ def _permutation(arriving: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch
     to_flat = every - shift.t().reshape(-1).repeat_interleave(in_flat_order.view(-1), output_size=rows)
     from_flat = every + shift.reshape(-1).repeat_interleave(arriving.reshape(-1), output_size=rows)
     return to_flat, from_flat
-
-
-def _words(rows: torch.Tensor) -> torch.Tensor:
-    return rows.view(torch.int64)
 
 
 def _exclusive(counts: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,30 @@ def load(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: expected a result that ep-bench wrote, got {error!r}") from error
     return result
+
+
+def of_cases(results: list[dict[str, Any]], patterns: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The results with only those cases whose names match any pattern of a shell, and without those that have none.
+
+    What the others are compared with stays. ValueError when a pattern matches nothing.
+    """
+    for pattern in patterns:
+        cases = dict.fromkeys(row["case"] for result in results for row in result["rows"])
+        if not fnmatch.filter(cases, pattern):
+            raise ValueError(f"case: expected a pattern for {', '.join(cases)}, got {pattern!r}")
+    return [_of_cases(result, patterns) for result in results if _matching(result, patterns)] if patterns else results
+
+
+def _matching(result: dict[str, Any], patterns: tuple[str, ...]) -> set[str]:
+    return {row["case"] for row in result["rows"] if any(fnmatch.fnmatchcase(row["case"], each) for each in patterns)}
+
+
+def _of_cases(result: dict[str, Any], patterns: tuple[str, ...]) -> dict[str, Any]:
+    wanted = _matching(result, patterns) | {result.get("base_case")}
+    chosen = {**result, "rows": [row for row in result["rows"] if row["case"] in wanted]}
+    if "efficiency" in result:
+        chosen["efficiency"] = {case: found for case, found in result["efficiency"].items() if case in wanted}
+    return chosen
 
 
 def header(result: dict[str, Any]) -> tuple[str, ...]:
@@ -51,7 +76,7 @@ def _columns(result: dict[str, Any]) -> list[_Column]:
         columns.append(("MB on the wire", lambda row: f"{row['bytes_wire'] / 1e6:.1f}"))
         columns.append(("GB/s", lambda row: f"{row['gb_s']:.1f}"))
     if any(row["sms"] is not None for row in rows):
-        columns.append(("SMs", lambda row: "" if row["sms"] is None else str(row["sms"])))
+        columns.append((_sms_name(result), lambda row: "" if row["sms"] is None else str(row["sms"])))
     if "efficiency" in result:
         columns.append(("efficiency, relative", lambda row: _share(result["efficiency"].get(row["case"]), row)))
     if "base_case" in result:
@@ -62,6 +87,10 @@ def _columns(result: dict[str, Any]) -> list[_Column]:
         if medians:
             columns.append((name, lambda row, medians=medians: _ratio(row["median_us"], medians.get(row["case"]))))  # type: ignore[misc]
     return columns
+
+
+def _sms_name(result: dict[str, Any]) -> str:
+    return "SMs that move rows" if "sms_are" in result else "SMs"
 
 
 def _share(efficiency: float | None, row: _Row) -> str:
@@ -82,7 +111,15 @@ def by_case(result: dict[str, Any]) -> list[tuple[str, ...]]:
     others = list(dict.fromkeys(impl for _, impl in rows if impl != OURS))
     if not cases or not others:
         return []
-    found = [("case", "SMs", "ep_plugin µs", *(f"{impl} µs" for impl in others), *(f"/ {impl}" for impl in others))]
+    found = [
+        (
+            "case",
+            _sms_name(result),
+            "ep_plugin µs",
+            *(f"{impl} µs" for impl in others),
+            *(f"/ {impl}" for impl in others),
+        )
+    ]
     for case in cases:
         ours = rows[case, OURS]
         theirs = [rows.get((case, impl)) for impl in others]
@@ -98,7 +135,9 @@ def notes(result: dict[str, Any]) -> list[str]:
     found = []
     if "best_sm_copy" in result:
         best = result["best_sm_copy"]
-        found.append(f"floor: {best['gb_s']:.1f} GB/s, the best rate of SM copies in this run ({best['case']})")
+        found.append(f"floor: {best['gb_s']:.1f} GB/s, the best rate of SM stores in this run ({best['case']})")
+    if "sms_are" in result:
+        found.append(f"SMs: {result['sms_are']}")
     if "memory" in result:
         memory = {name: f"{value / 2**20:,.1f} MiB" for name, value in result["memory"].items()}
         found.append(
@@ -107,7 +146,7 @@ def notes(result: dict[str, Any]) -> list[str]:
             + (f"; on the device {memory['device_bytes']}" if "device_bytes" in memory else "")
         )
     if "construction_s" in result:
-        found.append(f"construction of a communicator: {result['construction_s']:.3f} s")
+        found.append(f"construction of a communicator, before its pools: {result['construction_s']:.3f} s")
     return [*found, *result.get("left_out", [])]
 
 

@@ -11,6 +11,7 @@ from ep_plugin.bench import provenance
 from ep_plugin.bench.timing import Timing
 
 Row = dict[str, Any]
+SMS_ARE = "of the kernels that move rows; plan, notify and admission run on others, for some microseconds"
 
 
 class WrongResult(RuntimeError):
@@ -24,7 +25,7 @@ def row(case: str, impl: str, timing: Timing, bytes_wire: int, sms: int | None) 
 
 
 def floor_row(case: str, bytes_wire: int, rate_gb_s: float) -> Row:
-    """How long `bytes_wire` take at the best rate that SM copies reached in the same run."""
+    """How long `bytes_wire` take at the best rate that SM stores reached in the same run."""
     us = round(bytes_wire / rate_gb_s / 1e3, 1)
     return row(case, "floor", Timing(median_us=us, p10_us=us, p90_us=us), bytes_wire, None)
 

@@ -1,8 +1,9 @@
 """The suite `moe`: dispatch, combine, both, and cached dispatch, of ep_plugin and of the same exchange by collectives.
 
-Every way to do a thing is judged by the oracle, on poisoned memory, before any is timed. `bytes_wire` counts the rows
-(and scales) that cross to or from the busiest rank in its busier direction; routing and records are left out. `floor`
-is how long the rows that must cross take at the best rate of SM copies that was measured just before, on GPUs.
+Every way to do a thing is judged by the oracle before any is timed, and once more after: each time with rows that no
+call has moved before, into poisoned memory. `bytes_wire` counts the rows (and scales) that cross to or from the busiest
+rank in its busier direction; routing and records are left out. `floor` is how long the rows that must cross take at the
+best rate of SM stores that was measured, and judged, just before, on GPUs. `sms` are those of kernels that move rows.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from ep_plugin.bench import provenance, symm_mem
 from ep_plugin.bench.cases import Case, Peers, cases_of
 from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.ours import EpPlugin
-from ep_plugin.bench.results import WrongResult, floor_row, result, row
+from ep_plugin.bench.results import SMS_ARE, WrongResult, floor_row, result, row
 from ep_plugin.bench.specs import DEFAULT_SMS, Sms, Spec, select, specs_of
 from ep_plugin.bench.timing import clock_of, time_in_turn
-from ep_plugin.bench.wire import best_sm_copy_rate
+from ep_plugin.bench.wire import best_sm_store_rate
 from ep_plugin.bench.workload import DTYPES, Workload, batches
 from ep_plugin.config import ROW_ALIGNMENT_BYTES, DispatchLayout
 
@@ -98,15 +99,17 @@ def run(suite: MoeSuite) -> dict[str, Any]:
 def measure(device: torch.device, suite: MoeSuite) -> dict[str, Any]:
     """One rank's part: the rows of the result, or what was wrong, the same on every rank. Collective."""
     beside = footprint(device, suite.workload, suite.dtypes[0])
-    rate = best_sm_copy_rate(device) if device.type == "cuda" else None
+    rate = best_sm_store_rate(device) if device.type == "cuda" else None
+    if rate is not None and rate.wrong:
+        return {"rows": [], "wrong": rate.wrong}
     specs = suite.specs()
     if suite.own_only:
         specs = [replace(spec, peers=False) for spec in specs]
     cases = cases_of(specs, device, suite.peers, suite.sms)
-    found = time_cases(device, cases, len(specs), suite.iterations, None if rate is None else rate[0])
+    found = time_cases(device, cases, len(specs), suite.iterations, None if rate is None else rate.gb_s)
     if rate is not None:
-        beside["best_sm_copy"] = {"gb_s": round(rate[0], 2), "case": rate[1]}
-    return {**found, **beside}
+        beside["best_sm_copy"] = {"gb_s": round(rate.gb_s, 2), "case": rate.case}
+    return {**found, "sms_are": SMS_ARE, **beside}
 
 
 def time_cases(
@@ -117,10 +120,13 @@ def time_cases(
     with tqdm(total=count, unit="case", disable=dist.get_rank() != 0, leave=False) as progress:
         for case in cases:
             progress.set_description(case.name)
-            wrong = _judge(case, device)
+            wrong = _judge(case)
             if wrong:
                 return {"rows": [], "wrong": wrong}
             timings = time_in_turn(clock, {way.impl: way.run for way in case.ways}, iterations, WARMUP)
+            wrong = _judge(case, " (after the timing)")
+            if wrong:
+                return {"rows": [], "wrong": wrong}
             rows += [row(case.name, way.impl, timings[way.impl], way.bytes_wire, way.sms) for way in case.ways]
             if rate is not None:
                 rows.append(floor_row(case.name, case.floor_bytes, rate))
@@ -165,23 +171,13 @@ def _device_use(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def _judge(case: Case, device: torch.device) -> list[str]:
+def _judge(case: Case, when: str = "") -> list[str]:
     """What is wrong with any way on any rank, a sentence each. Collective."""
-    wrong = []
-    for way in case.ways:
-        _poison(device, 2 * max(each.bytes_wire for each in case.ways))
-        problem = way.wrong(way.run())
-        if problem:
-            wrong.append((way.impl, problem))
+    wrong = [(way.impl, problem) for way in case.ways if (problem := way.judge())]
     everyones: list[list[tuple[str, str]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyones, wrong)
     return [
-        f"{case.name} by {impl}: rank {rank}: {problem}"
+        f"{case.name} by {impl}: rank {rank}: {problem}{when}"
         for rank, theirs in enumerate(everyones)
         for impl, problem in theirs
     ]
-
-
-def _poison(device: torch.device, nbytes: int) -> None:
-    """Leaves bytes that no row holds where the allocator will place the next output."""
-    torch.full((nbytes + 1,), 0xFF, dtype=torch.uint8, device=device)

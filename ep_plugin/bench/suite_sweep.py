@@ -10,10 +10,10 @@ import torch
 from ep_plugin.bench import provenance
 from ep_plugin.bench.cases import Peers, cases_of
 from ep_plugin.bench.launch import run_on_ranks
-from ep_plugin.bench.results import Row, result
+from ep_plugin.bench.results import SMS_ARE, Row, result
 from ep_plugin.bench.specs import COMBINE, DEFAULT_SMS, DISPATCH, FLAT, Sms, Spec, select
 from ep_plugin.bench.suite_moe import time_cases
-from ep_plugin.bench.wire import best_sm_copy_rate
+from ep_plugin.bench.wire import best_sm_store_rate
 from ep_plugin.bench.workload import SHORT_NAMES, Workload, crossing_per_token
 
 SUITE = "moe_sweep"
@@ -95,10 +95,12 @@ def run(suite: SweepSuite) -> dict[str, Any]:
 
 def measure(device: torch.device, suite: SweepSuite) -> dict[str, Any]:
     """One rank's part, the same on every rank. Collective."""
-    rate = best_sm_copy_rate(device)[0] if device.type == "cuda" else None
-    specs = suite.specs()
-    found = time_cases(device, cases_of(specs, device, Peers(), suite.sms), len(specs), suite.iterations, rate)
-    return {**found, "efficiency": relative_efficiency(found["rows"])}
+    rate = best_sm_store_rate(device) if device.type == "cuda" else None
+    if rate is not None and rate.wrong:
+        return {"rows": [], "wrong": rate.wrong}
+    specs, gb_s = suite.specs(), None if rate is None else rate.gb_s
+    found = time_cases(device, cases_of(specs, device, Peers(), suite.sms), len(specs), suite.iterations, gb_s)
+    return {**found, "sms_are": SMS_ARE, "efficiency": relative_efficiency(found["rows"])}
 
 
 def relative_efficiency(rows: list[Row]) -> dict[str, float]:

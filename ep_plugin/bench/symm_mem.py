@@ -68,12 +68,21 @@ def measure(device: torch.device, spec: Spec, iterations: int) -> dict[str, Any]
     symmetric.set_backend("NVSHMEM")
     scene = Scene(spec.workload, spec.dtype, FLAT, device, Peers())
     peer = SymmMem(scene, symmetric)
-    problem = scene.oracle.wrong_dispatch(peer.dispatch(scene.mine))
-    wrong = everyones_wrong([problem] if problem else [])
+    wrong = _wrong(scene, peer)
     if wrong:
         return {"rows": [], "wrong": wrong}
     timing = time_in_turn(clock_of(device), {IMPL: lambda: peer.dispatch(scene.mine)}, iterations, _WARMUP)[IMPL]
+    wrong = _wrong(scene, peer)
+    if wrong:
+        return {"rows": [], "wrong": wrong}
     return {"rows": [row(spec.name, IMPL, timing, scene.rows_wire[False] * scene.mine.row_bytes, None)], "wrong": []}
+
+
+def _wrong(scene: Scene, peer: SymmMem) -> list[str]:
+    """What is wrong on any rank with rows that no call has moved before. Collective."""
+    batch, oracle = scene.others()
+    problem = oracle.wrong_dispatch(peer.dispatch(batch))
+    return everyones_wrong([problem] if problem else [])
 
 
 class SymmMem:
@@ -84,7 +93,7 @@ class SymmMem:
         world = dist.group.WORLD
         assert world is not None
         self._group = world.group_name
-        self._rows = scene.oracle.rows
+        self._rows = scene.rows
         pairs, width = scene.workload.tokens * scene.workload.topk, scene.mine.row_bytes // 8
 
         def shared(*shape: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
+from ep_plugin.bench.results import everyones_wrong
 from ep_plugin.bench.timing import Timing, clock_of, time_in_turn
 from ep_plugin.memory.peer import open_memory
 
@@ -233,15 +234,31 @@ def measure_copies(
     return found
 
 
-def best_sm_copy_rate(device: torch.device, iterations: int = 20) -> tuple[float, str]:
-    """GB/s per GPU and direction of the best way to copy to all peers by SMs, and its name. Collective, CUDA."""
+@dataclass(frozen=True, kw_only=True)
+class StoreRate:
+    """GB/s per GPU and direction of the best way, and its name. wrong: what was wrong with any, on any rank."""
+
+    gb_s: float
+    case: str
+    wrong: list[str]
+
+
+def best_sm_store_rate(device: torch.device, iterations: int = 30) -> StoreRate:
+    """The best way to store to all peers by SMs: from registers or shared memory, nothing is read. Collective, CUDA.
+
+    Every way is judged before any is timed.
+    """
     wire = GpuWire(device)
     try:
         wanted = [Copy(kind="tma_store", chunk=CHUNKS[-1], sms=sms) for sms in (16, 48, 132) if sms <= wire.present]
         wanted.append(Copy(kind="store", sms=min(132, wire.present)))
+        judged = [(copy.name, wire.wrong(copy)) for copy in wanted]
+        wrong = everyones_wrong([f"{name}: {problem}" for name, problem in judged if problem])
+        if wrong:
+            return StoreRate(gb_s=0.0, case="", wrong=wrong)
         timings = measure_copies(wire, device, wanted, iterations, lambda _: None)
         rates = {copy.name: wire.moved(copy) / timings[copy.name].median_us / 1e3 for copy in wanted}
     finally:
         wire.close()
     best = max(rates, key=lambda name: rates[name])
-    return rates[best], best
+    return StoreRate(gb_s=rates[best], case=best, wrong=[])

@@ -6,12 +6,13 @@ Shapes: R ranks, T tokens per rank, H hidden size, K experts per token, E expert
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 SCALE_BLOCK = 128  # elements of an FP8 row per scale
 HOT_RANK = 0  # of skewed routing
+_GOLDEN = 0.6180339887  # whose multiples' fractions lie far apart
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -62,6 +63,7 @@ class Workload:
 class Batch:
     """One rank's tokens. x: `[T, H]`, ids: int64 `[T, K]`, weights: float32 `[T, K]`, scales: `[T, S]` with FP8.
 
+    Weights are 0.1 to 1.1 and sum to anything, so that a result without them, or with others, is plainly wrong.
     quantize: x is to arrive as FP8 with scales.
     """
 
@@ -88,12 +90,12 @@ def batches(workload: Workload, dtype: torch.dtype, device: torch.device) -> lis
         x = torch.randn(workload.tokens, workload.hidden, generator=random, device=device).to(dtype)
         scores = torch.rand(workload.tokens, workload.experts, generator=random, device=device)
         ids = _chosen(workload, scores, random)
-        weights = scores.gather(1, ids)
+        weights = torch.rand(ids.shape, generator=random, device=device) + 0.1
         scales = None
         if dtype is DTYPES["float8"]:
             blocks = -(-workload.hidden // SCALE_BLOCK)
             scales = torch.rand(workload.tokens, blocks, generator=random, device=device)
-        made.append(Batch(x=x, ids=ids, weights=weights / weights.sum(1, keepdim=True), scales=scales))
+        made.append(Batch(x=x, ids=ids, weights=weights, scales=scales))
     return made
 
 
@@ -115,10 +117,37 @@ def _chosen(workload: Workload, scores: torch.Tensor, random: torch.Generator) -
     return biased.topk(workload.topk, dim=1).indices
 
 
-def expert_rows(workload: Workload, rows: list[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    """`rows[r]` rows of width H for each rank, as its experts might return them; the same on every rank."""
-    random = torch.Generator(device).manual_seed(workload.seed + 1)
-    return [torch.randn(n, workload.hidden, generator=random, device=device).to(dtype) for n in rows]
+def other_rows(everyone: list[Batch], turn: int, reroute: bool) -> list[Batch]:
+    """The batches with each rank's rows (with weights and scales) in another order for each turn, on every rank alike.
+
+    reroute: the routes too, in an order of their own. Every rank receives as many rows as before for each expert.
+    """
+    random = torch.Generator(everyone[0].x.device).manual_seed(turn)
+    return [_reordered(batch, random, reroute) for batch in everyone]
+
+
+def _reordered(batch: Batch, random: torch.Generator, reroute: bool) -> Batch:
+    rows, routes = (torch.randperm(len(batch.x), generator=random, device=batch.x.device) for _ in range(2))
+    return replace(
+        batch,
+        x=batch.x.view(torch.int64)[rows].view(batch.x.dtype),
+        ids=batch.ids[routes] if reroute else batch.ids,
+        weights=batch.weights[rows],
+        scales=None if batch.scales is None else batch.scales[rows],
+    )
+
+
+def expert_rows(
+    workload: Workload, rank: int, rows: int, turn: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """`[rows, H]` as the experts of `rank` might return them, others for each turn, on every rank alike."""
+    random = torch.Generator(device).manual_seed((workload.seed + 1 + turn) * workload.ranks + rank)
+    return torch.randn(rows, workload.hidden, generator=random, device=device).to(dtype)
+
+
+def expert_factors(workload: Workload, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`[E]`, 0.5 to 1.5: what each expert multiplies its rows by, so that it can be told from others, the next most."""
+    return (0.5 + (torch.arange(workload.experts, dtype=torch.float64, device=device) * _GOLDEN) % 1).to(dtype)
 
 
 def rows_on_the_wire(workload: Workload, ids: list[torch.Tensor], dedup: bool) -> int:
