@@ -222,7 +222,7 @@ def _way(scene: Scene, spec: Spec, name: str, impl: Any, crossings: int) -> Way:
         run=run,
         judge=judge,
         bytes_wire=crossings * scene.rows_wire[impl.dedup] * scene.mine.row_bytes,
-        sms=impl.sms(spec.what) if name == OURS and scene.device.type == "cuda" else None,
+        sms=impl.sms(spec.what, spec.quantize) if name == OURS and scene.device.type == "cuda" else None,
     )
 
 

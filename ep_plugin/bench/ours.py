@@ -84,13 +84,14 @@ class EpPlugin:
         handle, weights = cast(_State, state)
         return self.comm.combine(y, handle, weights=weights)
 
-    def sms(self, what: str) -> int:
+    def sms(self, what: str, quantize: bool = False) -> int:
         """SMs of all kernels that move rows at once; of a round trip, those of its larger half.
 
         Kernels that work out where rows go run before those, for some microseconds, on SMs that are not counted.
         """
         sms = self.comm.engine.sms
-        dispatch, combine = sms["dispatch_sms"] + sms["expand_sms"], sms["combine_sms"] + sms["add_sms"]
+        dispatch = sms["quantize_sms" if quantize else "dispatch_sms"] + sms["expand_sms"]
+        combine = sms["combine_sms"] + sms["add_sms"]
         return {DISPATCH: dispatch, CACHED: dispatch, COMBINE: combine, ROUNDTRIP: max(dispatch, combine)}[what]
 
     def memory(self, row_bytes: int) -> dict[str, int]:
