@@ -104,7 +104,7 @@ def test_report_prints_the_ratios_of_a_run(written: Path, tmp_path: Path) -> Non
 def test_report_refuses_other_files(tmp_path: Path, content: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
-    run = CliRunner().invoke(main, ["report", str(path)])
+    run = CliRunner(env={"COLUMNS": "400"}).invoke(main, ["report", str(path)])
     assert run.exit_code == 2
     assert "other.json" in run.output and "expected" in run.output
 
