@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from ep_plugin.moe.lanes import CpuLanes
 from tests.moe_cases import (
     LAYOUTS,
     Case,
@@ -65,3 +67,33 @@ def _without_the_host(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_without_the_host(size: int) -> None:
     on_ranks(size, _without_the_host)
+
+
+class _RecordingLanes(CpuLanes):
+    """Lanes that remember which memory they were told to keep."""
+
+    def __init__(self) -> None:
+        self.kept: set[int] = set()
+
+    def record(self, *tensors: torch.Tensor | None) -> None:
+        self.kept |= {tensor.data_ptr() for tensor in tensors if tensor is not None}
+
+
+def _outputs_are_kept(rank: int, size: int) -> None:
+    """A fault may keep the caller from ever joining the lanes: then the lanes must know what is still written to."""
+    case = Case(tokens=ragged(size, 30, 4), num_experts=2 * size)
+    inputs = make_inputs(case)
+    with communicator(case, LAYOUTS[0], **ONE_KERNEL) as comm:
+        lanes = comm.engine.lanes = _RecordingLanes()
+        work = comm.dispatch_async(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+        kept = set(lanes.kept)
+        out, handle = work.wait()
+        for tensor in (out.tokens, out.weights, out.row_expert_ids, out.num_tokens_per_expert, handle.recv_rows):
+            assert tensor is not None and tensor.data_ptr() in kept
+        begun = comm.combine_async(out.tokens, handle, weights=out.weights)
+        kept = set(lanes.kept)
+        assert begun.wait().data_ptr() in kept
+
+
+def test_outputs_under_way_are_kept_whatever_happens() -> None:
+    on_ranks(2, _outputs_are_kept)

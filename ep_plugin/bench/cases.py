@@ -1,7 +1,7 @@
 """From a Spec to what is run: the ways to do each case, and what judges them.
 
 Every judgement is of rows (and routes, where those are not given) that no call has moved before, into memory that holds
-NaN: what an earlier call left behind, anywhere, is wrong.
+NaN (of a graph, whose memory is its own, the result): what an earlier call left behind, anywhere, is wrong.
 """
 
 from __future__ import annotations

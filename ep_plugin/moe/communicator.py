@@ -156,7 +156,8 @@ class MoECommunicator:
     ) -> DispatchWork:
         """Starts a dispatch; `.wait()` returns its result. The next operation completes one that nobody waited for.
 
-        The arguments must not be written to before `.wait()`.
+        The arguments must not be written to before `.wait()`. With ``expand_sms=0``, and neither `capacity` nor
+        `previous_handle`, the host waits here until every rank has told how many rows it sends.
         """
         check_quantize(x, quantize)
         routing = self._routing_of(previous_handle)
@@ -249,6 +250,8 @@ class MoECommunicator:
     def _begin_dispatch(self, engine: Engine, call: DispatchCall) -> PendingDispatch:
         begun = self._under_way = start_dispatch(engine, call)
         engine.lanes.record(*call[:4], begun.topk_ids, begun.plan, begun.block_counts, *(call.previous or ()))
+        if begun.made is not None:
+            engine.lanes.record(*begun.made[0], *begun.made[1])  # a fault may keep it from ever being joined
         return begun
 
     def _begin_combine(
@@ -260,7 +263,7 @@ class MoECommunicator:
         routing: RoutingTensors,
     ) -> PendingCombine:
         begun = self._under_way = start_combine(engine, y, weights, bias, None, routing)
-        engine.lanes.record(y, weights, bias, *routing)
+        engine.lanes.record(y, weights, bias, *routing, *(begun.made or ()))
         return begun
 
     def _dispatch(

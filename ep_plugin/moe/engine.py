@@ -37,7 +37,7 @@ DISPATCH_POOL, COMBINE_POOL = _C.Pool.DISPATCH, _C.Pool.COMBINE
 # SMs of the sending and of the receiving kernel of each operation, and what they leave to others at least.
 # quantize_sms: of a send that quantises, which computes for longer than it stores; dispatch_sms goes before it.
 DEFAULT_SMS = {"dispatch_sms": 12, "quantize_sms": 20, "expand_sms": 64, "combine_sms": 20, "add_sms": 24}
-RUN_TOGETHER = (("dispatch_sms", "expand_sms"), ("quantize_sms", "expand_sms"), ("combine_sms", "add_sms"))
+RUN_TOGETHER = (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms"))
 FREE_SMS = 32
 
 _NOTHING_TO_DO = contextlib.nullcontext()
@@ -50,14 +50,18 @@ _live_lock = threading.Lock()
 
 def _sms_of(config: MoECommunicatorConfig, device: torch.device) -> dict[str, int]:
     """SMs of each kernel: the configuration's, else the defaults, cut to a device that has fewer."""
-    defaults = DEFAULT_SMS
-    if device.type == "cuda":
-        present = torch.cuda.get_device_properties(device).multi_processor_count
-        most = max(DEFAULT_SMS[first] + DEFAULT_SMS[second] for first, second in RUN_TOGETHER)
-        share = min(1.0, max(present - FREE_SMS, 2) / most)
-        defaults = {name: max(1, int(sms * share)) for name, sms in DEFAULT_SMS.items()}
-    asked = {name: getattr(config, "dispatch_sms" if name == "quantize_sms" else name) for name in defaults}
-    return {name: default if asked[name] is None else asked[name] for name, default in defaults.items()}
+    asked = {name: getattr(config, "dispatch_sms" if name == "quantize_sms" else name) for name in DEFAULT_SMS}
+    if device.type != "cuda":
+        return {name: default if asked[name] is None else asked[name] for name, default in DEFAULT_SMS.items()}
+    usable = max(torch.cuda.get_device_properties(device).multi_processor_count - FREE_SMS, 2)
+    share = min(1.0, usable / max(DEFAULT_SMS[first] + DEFAULT_SMS[second] for first, second in RUN_TOGETHER))
+    sms = {
+        name: max(1, int(default * share)) if asked[name] is None else asked[name]
+        for name, default in DEFAULT_SMS.items()
+    }
+    if config.dispatch_sms is None:
+        sms["quantize_sms"] = max(1, min(sms["quantize_sms"], usable - sms["expand_sms"]))
+    return sms
 
 
 class Engine:

@@ -110,7 +110,10 @@ class CudaLanes:
         self._receive.synchronize()
 
     def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        if torch.cuda.current_device() == self._device.index:  # which it nearly always is
+            return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

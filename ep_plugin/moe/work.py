@@ -18,21 +18,21 @@ class Work(Generic[T]):
     """An operation under way. `wait()` returns what the plain call would have."""
 
     def __init__(self, begun: PendingDispatch | PendingCombine, complete: Callable[[], T]) -> None:
-        self._begun = begun
+        self._begun: PendingDispatch | PendingCombine | None = begun
         self._complete: Callable[[], T] | None = complete
         self._result: T | None = None
 
     @property
     def done(self) -> bool:
         """Whether this work's `wait()` or a later call has completed the operation."""
-        return self._result is not None or self._begun.result is not None
+        return self._begun is None or self._begun.result is not None
 
     def wait(self) -> T:
         """Completes the operation and orders the caller's stream after it. May be called more than once."""
         if self._result is None:
             assert self._complete is not None
             self._result = self._complete()
-            self._complete = None  # it holds the arguments
+            self._complete = self._begun = None  # they hold the arguments
         return self._result
 
 

@@ -11,7 +11,7 @@
 //   void ahead(int piece, int pieces)                bulk path, before each piece: it may look for the next result
 //   void finish(const Row& row)                      the result is summed: stores what goes beside it
 //   void completed(uint32_t results)                 so many results of this warp are written, all lanes joined
-// all called by whole warps. A result is computed in pieces of up to 4 KiB, whose sums stay in registers.
+// all called by whole warps. A result is computed in pieces of up to 3.5 KiB, whose sums stay in registers.
 //
 // Bulk path: the terms of a piece come through the ring, loads running ahead to the end of the next result. Two lists
 // of terms are kept: of the result being summed, and of the next. Sums leave by ordinary stores: bulk stores would wait
