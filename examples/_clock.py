@@ -3,8 +3,9 @@
 Four marks surround the exchange of an expert-parallel implementation: where tokens enter it, where rows reach
 the experts, where the experts' rows leave them, and where the combined tokens come out. Each is the identity;
 it notes the time when the forward pass goes through it, and again when the backward pass does. Dispatch is
-entry to experts, combine is experts to exit; backward the same stretches are walked the other way. Time spent
-waiting for a slower peer inside the exchange counts, as it does in the step.
+entry to experts, combine is experts to exit; backward the same stretches are walked the other way. A rank's stretch
+includes its wait for slower peers, as the step does; the rank that comes last waits for nobody, so the shortest of all
+ranks is what the exchange itself takes.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ class ExchangeClock:
         else:
             self._marks.append((place, time.perf_counter()))
 
-    def take(self) -> float:
-        """Seconds in dispatch and combine since the last call. On CUDA the device must be idle."""
-        seconds, marks = 0.0, self._marks
-        for (first, start), (second, end) in itertools.pairwise(marks):
-            if {first, second} in ({_ENTER, _ROWS}, {_RESULTS, _EXIT}):
-                seconds += start.elapsed_time(end) / 1e3 if self._device.type == "cuda" else end - start
-        self._marks = []
-        return seconds
+    def take(self) -> list[float]:
+        """Seconds of each dispatch and combine since the last call, in the order they ran, which is the same on all
+        ranks. On CUDA the device must be idle.
+        """
+        marks, self._marks = self._marks, []
+        return [
+            start.elapsed_time(end) / 1e3 if self._device.type == "cuda" else end - start
+            for (first, start), (second, end) in itertools.pairwise(marks)
+            if {first, second} in ({_ENTER, _ROWS}, {_RESULTS, _EXIT})
+        ]
 
 
 class _Mark(torch.autograd.Function):

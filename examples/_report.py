@@ -46,7 +46,8 @@ def summarise(arms: list[dict], *, model: str, reference: str | None) -> dict:
         "compare": compare,
         "tokens_per_s": {name: tokens / _median_step(runs) for name, runs in by_name.items()},
         "step_ms": {name: 1e3 * _median_step(runs) for name, runs in by_name.items()},
-        "share_dispatch_combine": {name: _exchange_share(runs) for name, runs in by_name.items()},
+        "share_dispatch_combine": {name: _share(runs, "exchange_seconds") for name, runs in by_name.items()},
+        "exchange_ms": {name: _exchange_ms(runs) for name, runs in by_name.items()},
         "losses": {name: runs[0]["losses"] for name, runs in by_name.items()},
         "options": {key: value for key, value in options.items() if key != "ep_implementation"},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -78,8 +79,14 @@ def _median_step(runs: list[dict]) -> float:
     return statistics.median(_timed(runs, "step_seconds"))
 
 
-def _exchange_share(runs: list[dict]) -> float:
-    return sum(_timed(runs, "exchange_seconds")) / sum(_timed(runs, "step_seconds"))
+def _share(runs: list[dict], key: str) -> float:
+    return sum(_timed(runs, key)) / sum(_timed(runs, "step_seconds"))
+
+
+def _exchange_ms(runs: list[dict]) -> dict[str, float]:
+    """Of a median step: ``with_waiting``, the mean of the ranks; ``alone``, without what they wait for slower ones."""
+    keys = {"with_waiting": "exchange_seconds", "alone": "exchange_alone_seconds"}
+    return {name: 1e3 * statistics.median(_timed(runs, key)) for name, key in keys.items()}
 
 
 def _plot(metrics: dict, path: Path) -> None:
@@ -100,7 +107,7 @@ def _plot(metrics: dict, path: Path) -> None:
 
 def _table(metrics: dict) -> Table:
     table = Table(
-        "exchange", "loss first", "loss last", "tokens/s", "ms/step", "in dispatch/combine",
+        "exchange", "loss first", "loss last", "tokens/s", "ms/step", "in dispatch/combine", "ms without waiting",
         title="{model} on {world_size} x {device}, {steps} steps".format(**metrics),
     )  # fmt: skip
     for name, losses in metrics["losses"].items():
@@ -111,5 +118,6 @@ def _table(metrics: dict) -> Table:
             f"{metrics['tokens_per_s'][name]:,.0f}",
             f"{metrics['step_ms'][name]:.1f}",
             f"{metrics['share_dispatch_combine'][name]:.0%}",
+            f"{metrics['exchange_ms'][name]['alone']:.1f}",
         )
     return table

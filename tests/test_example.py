@@ -70,6 +70,7 @@ def test_comparison_writes_metrics_and_picture(tmp_path: Path) -> None:
     assert metrics["compare"]["max_rel_diff"] <= 1e-4
     assert set(metrics["tokens_per_s"]) == {"ep_plugin", "all_to_all"}
     assert all(0 < share < 1 for share in metrics["share_dispatch_combine"].values())
+    assert all(0 < took["alone"] <= took["with_waiting"] for took in metrics["exchange_ms"].values())
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "all_to_all" in result.stdout and "tokens/s" in result.stdout
 
