@@ -107,13 +107,13 @@ def _plot(metrics: dict, path: Path) -> None:
 
 def _table(metrics: dict) -> Table:
     table = Table(
-        "exchange", "loss", "tokens/s", "ms/step", "in dispatch/combine", "without waiting",
+        "exchange", "loss", "tokens/s", "ms/step", "in dispatch / combine", "without waiting",
         title="{model} on {world_size} x {device}, {steps} steps".format(**metrics),
     )  # fmt: skip
     for name, losses in metrics["losses"].items():
         table.add_row(
             name,
-            f"{losses[0]:.4f} → {losses[-1]:.4f}",
+            f"{losses[0]:.2f} → {losses[-1]:.2f}",
             f"{metrics['tokens_per_s'][name]:,.0f}",
             f"{metrics['step_ms'][name]:.1f}",
             f"{metrics['share_dispatch_combine'][name]:.0%}",
