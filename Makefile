@@ -48,9 +48,8 @@ format: venv
 mutate: build
 	$(PY) tests/mutation/mutate.py
 
-gpu:
-	@test -f scripts/gpu.sh || { echo "make gpu: expected scripts/gpu.sh, found none" >&2; exit 1; }
-	bash scripts/gpu.sh
+gpu: venv
+	PYTHON=$(CURDIR)/$(PY) bash scripts/gpu.sh
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info ep_plugin/_C.*.so .mypy_cache .pytest_cache .ruff_cache

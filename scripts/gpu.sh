@@ -5,7 +5,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-$( [ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || echo python3 )}
-GPUS=$(nvidia-smi -L | wc -l)
+GPUS=$(nvidia-smi -L 2>/dev/null | wc -l) || true
+if [ "$GPUS" = 0 ]; then echo "gpu.sh: expected NVIDIA GPUs, found none that nvidia-smi lists" >&2; exit 1; fi
 RESULTS=benchmarks/results/h200x$GPUS
 export PYTHONUNBUFFERED=1
 
