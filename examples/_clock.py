@@ -5,7 +5,7 @@ the experts, where the experts' rows leave them, and where the combined tokens c
 it notes the time when the forward pass goes through it, and again when the backward pass does. Dispatch is
 entry to experts, combine is experts to exit; backward the same stretches are walked the other way. A rank's stretch
 includes its wait for slower peers, as the step does; the rank that comes last waits for nobody, so the shortest of all
-ranks is what the exchange itself takes.
+ranks is the exchange itself, or a little less where that rank has fewer rows.
 """
 
 from __future__ import annotations

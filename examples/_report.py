@@ -46,7 +46,7 @@ def summarise(arms: list[dict], *, model: str, reference: str | None) -> dict:
         "compare": compare,
         "tokens_per_s": {name: tokens / _median_step(runs) for name, runs in by_name.items()},
         "step_ms": {name: 1e3 * _median_step(runs) for name, runs in by_name.items()},
-        "share_dispatch_combine": {name: _share(runs, "exchange_seconds") for name, runs in by_name.items()},
+        "share_dispatch_combine": {name: _exchange_share(runs) for name, runs in by_name.items()},
         "exchange_ms": {name: _exchange_ms(runs) for name, runs in by_name.items()},
         "losses": {name: runs[0]["losses"] for name, runs in by_name.items()},
         "options": {key: value for key, value in options.items() if key != "ep_implementation"},
@@ -79,8 +79,8 @@ def _median_step(runs: list[dict]) -> float:
     return statistics.median(_timed(runs, "step_seconds"))
 
 
-def _share(runs: list[dict], key: str) -> float:
-    return sum(_timed(runs, key)) / sum(_timed(runs, "step_seconds"))
+def _exchange_share(runs: list[dict]) -> float:
+    return sum(_timed(runs, "exchange_seconds")) / sum(_timed(runs, "step_seconds"))
 
 
 def _exchange_ms(runs: list[dict]) -> dict[str, float]:
