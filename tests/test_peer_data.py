@@ -26,7 +26,8 @@ SLOT_BASE = RANK_COUNT + SIZE + EXPERTS
 PUSH_BASE = SLOT_BASE + 2 * SIZE
 FLAT_BASE = PUSH_BASE + SIZE + (SIZE + 1) + SIZE
 SEND_CHUNK_END = FLAT_BASE + EXPERTS + (EXPERTS_PER_RANK + 1) + EXPERTS_PER_RANK
-RECV_CHUNK_END = SEND_CHUNK_END + SIZE * 32
+# What is left are the chunks' ends, for each rank as many sent as received, and one word more.
+RECV_CHUNK_END = SEND_CHUNK_END + (_C.meta_words(SIZE, EXPERTS) - SEND_CHUNK_END - 1) // 2
 
 # What the liar changes in its metadata before which kernel, and what its peer says; rank 0 is the first of each pair.
 LIES: dict[str, tuple[str, int, int, str]] = {

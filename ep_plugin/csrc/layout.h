@@ -16,7 +16,8 @@ namespace ep {
 
 constexpr int kMaxRanks = 16;
 constexpr int kMaxTopk = 128;
-constexpr int kMaxChunks = 32;
+constexpr int kMaxChunks = 40;
+constexpr int kShortChunks = 4;      // the last ones: what comes last should be told soon
 constexpr int kUnitTokens = 32;      // chunks and blocks are whole units
 constexpr int64_t kRowAlign = 16;    // a row and its parts start here, so that bulk copies apply
 constexpr int64_t kSlotAlign = 128;  // a slot starts on its own cache line
@@ -24,13 +25,31 @@ constexpr int64_t kSlotAlign = 128;  // a slot starts on its own cache line
 EP_HD constexpr int64_t align_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 EP_HD constexpr int64_t ceil_div(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
 
-// A chunk is a fixed block of source tokens: a function of T alone, never of the number of SMs.
-EP_HD constexpr int chunk_tokens(int num_tokens) {
-  return static_cast<int>(num_tokens == 0 ? kUnitTokens : align_up(ceil_div(num_tokens, kMaxChunks), kUnitTokens));
+// A chunk is a fixed block of source tokens: a function of T alone, never of the number of SMs. The last kShortChunks
+// are a unit each, those before them equally many units.
+struct Chunks {
+  int num_tokens;
+  int count;
+  int long_units;  // of each long chunk
+  int long_end;    // units in long chunks
+
+  EP_HD constexpr int begin(int chunk) const {
+    const int of_long = chunk * long_units, num_long = (long_end + long_units - 1) / long_units;
+    return (chunk < num_long ? of_long : long_end + chunk - num_long) * kUnitTokens;
+  }
+  EP_HD constexpr int end(int chunk) const { return chunk + 1 < count ? begin(chunk + 1) : num_tokens; }
+  EP_HD constexpr int of(int token) const {
+    const int unit = token / kUnitTokens, num_long = (long_end + long_units - 1) / long_units;
+    return unit < long_end ? unit / long_units : num_long + unit - long_end;
+  }
+};
+EP_HD constexpr Chunks chunks_of(int num_tokens) {
+  const int units = static_cast<int>(ceil_div(num_tokens, kUnitTokens));
+  const int last = units < kShortChunks ? units : kShortChunks, rest = units - last;
+  const int per_chunk = rest == 0 ? 1 : static_cast<int>(ceil_div(rest, kMaxChunks - kShortChunks));
+  return Chunks{num_tokens, static_cast<int>(ceil_div(rest, per_chunk)) + last, per_chunk, rest};
 }
-EP_HD constexpr int num_chunks(int num_tokens) {
-  return static_cast<int>(ceil_div(num_tokens, chunk_tokens(num_tokens)));
-}
+EP_HD constexpr int num_chunks(int num_tokens) { return chunks_of(num_tokens).count; }
 
 // On CUDA plan counts tokens in blocks of whole units, few enough that each may add up what all others counted.
 constexpr int kMaxBlocks = 64;
@@ -68,9 +87,9 @@ enum Step : int32_t { kNoStep = 0, kPlan = 1, kNotify = 2, kSend = 3, kExpand = 
 
 // ---------------------------------------------------------------------------------------------------------------
 // The control block: peer-mapped, one per rank, zero at birth, written by peers, never reset.
-struct Arrival {  // of one chunk of one source
-  uint64_t flag;  // epoch; stored last, with release
-  int32_t begin;  // the chunk's rows are [begin, end) of the source's rows here
+struct alignas(16) Arrival {  // of one chunk of one source; on CUDA stored in one piece
+  uint64_t flag;              // epoch; otherwise stored last, with release
+  int32_t begin;              // the chunk's rows are [begin, end) of the source's rows here
   int32_t end;
 };
 struct Opening {  // what a source says before its first row
@@ -80,14 +99,19 @@ struct Opening {  // what a source says before its first row
 };
 static_assert(sizeof(Opening) == 128 && sizeof(Arrival) == 16, "peers write these whole");
 
-// A count row is a Header, then int32 num_rows_for_rank[R], num_rows_for_expert[E].
+// A count row is 64-bit words: the halves of a Header, lower ones first, then num_rows_for_rank[R] and
+// num_rows_for_expert[E]. Each word carries in its higher half whose it is, the lower half of the epoch, and needs no
+// flag beside it: a reader waits for the words themselves.
+constexpr int kHeaderWords = 2 * kHeaderFields;
+EP_HD constexpr int count_row_words(int R, int E) { return kHeaderWords + R + E; }
+EP_HD constexpr uint64_t tagged(uint64_t epoch, uint32_t value) { return epoch << 32 | value; }
+EP_HD constexpr bool has_tag(uint64_t word, uint64_t epoch) { return ((word >> 32 ^ epoch) & UINT32_MAX) == 0; }
 EP_HD constexpr int64_t count_row_bytes(int R, int E) {
-  return align_up(static_cast<int64_t>(sizeof(Header)) + 4 * (static_cast<int64_t>(R) + E), 128);
+  return align_up(8 * static_cast<int64_t>(count_row_words(R, E)), 128);
 }
 
 struct ControlLayout {
   int64_t consumed;    // u64 [3][R]: epoch up to which peer r has read what this rank wrote to it
-  int64_t count_flag;  // u64 [2][R]
   int64_t opening;     // Opening [2 pools][R sources]
   int64_t arrival;     // Arrival [2 pools][R sources][C]
   int64_t count_rows;  // [2][R] count rows, double-buffered by epoch parity
@@ -98,8 +122,7 @@ constexpr int kConsumedCounts = 2;  // index of the count rows beside the two po
 EP_HD constexpr ControlLayout control_layout(int R, int E) {
   ControlLayout at{};
   at.consumed = 0;
-  at.count_flag = at.consumed + align_up(3 * 8 * R, 128);
-  at.opening = at.count_flag + align_up(2 * 8 * R, 128);
+  at.opening = at.consumed + align_up(3 * 8 * R, 128);
   at.arrival = at.opening + static_cast<int64_t>(sizeof(Opening)) * 2 * R;
   at.count_rows = at.arrival + static_cast<int64_t>(sizeof(Arrival)) * 2 * R * kMaxChunks;
   at.bytes = at.count_rows + 2 * R * count_row_bytes(R, E);
@@ -115,7 +138,7 @@ struct State {
   uint64_t started[2];       // by Pool: epoch of the latest sender whose CTAs all run; readers are let in after it
   uint64_t ctas_started[2];  // by Pool
   uint64_t abort_look;       // when the next look at the board's abort word is due: one thread of the device takes it
-  unsigned long long next_row[2];      // by Pool: the first row that no warp of the sender has taken
+  uint32_t next_row[2];      // by Pool: how many rows warps of the sender took beyond their first
   uint32_t chunk_done[2][kMaxChunks];  // by Pool: CTAs whose rows of the chunk are written
 };
 
@@ -198,23 +221,27 @@ EP_HD constexpr MetaLayout meta_layout(int R, int E) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// A slot of the dispatch pool: its head, which is ids[K], rows[K], weights[K] and the scales, then the row. The same
-// bytes go to every rank that a token goes to; each takes the pairs whose experts it holds.
+// A slot of the dispatch pool: its head, which is ids[K], rows[K], weights[K] and the scales, then the row. The head
+// ends where the row begins, on a cache line. The same bytes go to every rank that a token goes to; each takes the
+// pairs whose experts it holds.
 struct SlotLayout {
-  int64_t
-      rows;  // int32 [K]: FLAT row at the rank that holds the expert; the head begins with int32 ids[K], -1: dropped
+  int64_t ids;      // int32 [K], -1: dropped; where what travels begins
+  int64_t rows;     // int32 [K]: FLAT row at the rank that holds the expert
   int64_t weights;  // f32 or f64 [K]; absent when weight_bytes is 0
   int64_t scales;
   int64_t row;    // where the head ends
-  int64_t image;  // bytes that travel: head and row
+  int64_t image;  // where what travels ends
   int64_t bytes;
 };
 EP_HD constexpr SlotLayout slot_layout(int64_t row_bytes, int64_t scale_bytes, int64_t weight_bytes, int64_t K) {
+  const int64_t ids = align_up(4 * K, kRowAlign), weights = align_up(weight_bytes * K, kRowAlign);
+  const int64_t head = 2 * ids + weights + align_up(scale_bytes, kRowAlign);
   SlotLayout at{};
-  at.rows = align_up(4 * K, kRowAlign);
-  at.weights = at.rows + align_up(4 * K, kRowAlign);
-  at.scales = at.weights + align_up(weight_bytes * K, kRowAlign);
-  at.row = align_up(at.scales + scale_bytes, kSlotAlign);
+  at.row = align_up(head, kSlotAlign);
+  at.ids = at.row - head;
+  at.rows = at.ids + ids;
+  at.weights = at.rows + ids;
+  at.scales = at.weights + weights;
   at.image = align_up(at.row + row_bytes, kRowAlign);
   at.bytes = align_up(at.image, kSlotAlign);
   return at;

@@ -20,18 +20,10 @@ EP_HD uint64_t* consumed_word(const Comm& comm, int owner, int kind, int peer) {
   const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
   return at<uint64_t>(comm.control[owner], lay.consumed) + static_cast<int64_t>(kind) * comm.num_ranks + peer;
 }
-EP_HD uint64_t* count_flag(const Comm& comm, int owner, int parity, int source) {
-  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
-  return at<uint64_t>(comm.control[owner], lay.count_flag) + static_cast<int64_t>(parity) * comm.num_ranks + source;
-}
-EP_HD Header* count_header(const Comm& comm, int owner, int parity, int source) {
+EP_HD uint64_t* count_words(const Comm& comm, int owner, int parity, int source) {
   const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
   const int64_t row = static_cast<int64_t>(parity) * comm.num_ranks + source;
-  return at<Header>(comm.control[owner], lay.count_rows + row * count_row_bytes(comm.num_ranks, comm.num_experts));
-}
-// num_rows_for_rank[R] then num_rows_for_expert[E]
-EP_HD int32_t* count_values(const Comm& comm, int owner, int parity, int source) {
-  return reinterpret_cast<int32_t*>(count_header(comm, owner, parity, source) + 1);
+  return at<uint64_t>(comm.control[owner], lay.count_rows + row * count_row_bytes(comm.num_ranks, comm.num_experts));
 }
 EP_HD Opening* opening(const Comm& comm, int owner, int pool, int source) {
   const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);

@@ -167,7 +167,8 @@ void collect_extra(const AddArgs& args, const Meta& meta, const PartialLayout& l
 template <class T>
 bool add_all(const Run& run, const AddArgs& args) {
   const Comm& comm = args.comm;
-  const int R = comm.num_ranks, T_own = args.routing.num_tokens, chunk = chunk_tokens(T_own);
+  const int R = comm.num_ranks;
+  const Chunks chunks = chunks_of(args.routing.num_tokens);
   const Meta meta = meta_of(comm, args.routing);
   const PartialLayout lay = partial_layout_of(args.header);
   for (int d = 0; d < R; ++d) {
@@ -175,14 +176,14 @@ bool add_all(const Run& run, const AddArgs& args) {
     if ((meta.send_base[d] + static_cast<int64_t>(meta.rank_count[d])) * lay.bytes > comm.pool_bytes[kCombinePool])
       return fail(comm, kTooSmall, run.step, d, 0, comm.pool_bytes[kCombinePool], lay.bytes);
   }
-  for (int c = 0; c < num_chunks(T_own); ++c) {
+  for (int c = 0; c < chunks.count; ++c) {
     for (int d = 0; d < R; ++d) {
       const int32_t* ends = meta.send_chunk_end + d * kMaxChunks;
       int end;
       if (!wait_chunk(run, kCombinePool, d, c, c == 0 ? 0 : ends[c - 1], ends[c], &end)) return false;
       if (end != ends[c]) return fail(comm, kBadData, run.step, d, c, ends[c], end);
     }
-    for (int t = c * chunk; t < T_own && t < (c + 1) * chunk; ++t) {
+    for (int t = chunks.begin(c); t < chunks.end(c); ++t) {
       add_token<T>(args, meta, lay, t);
       if (args.extra != 0) collect_extra(args, meta, lay, t);
     }

@@ -29,7 +29,7 @@ void copy_row(const Output& out, const char* slot, int64_t row) {
 // The pair's expert among this rank's own, or -1: another rank's, or nobody's. An id that no expert has is a fault.
 bool local_id(const Run& run, const Output& out, const char* slot, int k, int source, int32_t* local) {
   const Comm& comm = run.comm;
-  const int32_t id = reinterpret_cast<const int32_t*>(slot)[k];
+  const int32_t id = reinterpret_cast<const int32_t*>(slot + out.lay.ids)[k];
   if (id < -1 || id >= comm.num_experts) return fail(comm, kBadData, run.step, source, k, comm.num_experts, id);
   const int32_t first = comm.rank * out.per_rank;
   *local = id >= first && id < first + out.per_rank ? id - first : -1;

@@ -1,6 +1,6 @@
 // Notify: every rank tells every rank how many rows it will send; each then knows every slot and every FLAT row.
 #include <algorithm>
-#include <cstring>
+#include <vector>
 
 #include "kernels.h"
 #include "sync.h"
@@ -8,6 +8,9 @@
 namespace ep::cpu {
 
 namespace {
+
+// What this rank has heard, checked: rows for each rank and pairs for each expert, by source. [R, R + E]
+using Counts = std::vector<int32_t>;
 
 bool tell_peers(const Run& run, const NotifyArgs& args) {
   const Comm& comm = run.comm;
@@ -17,53 +20,57 @@ bool tell_peers(const Run& run, const NotifyArgs& args) {
     const uint64_t free_at = run.epoch < 2 ? 0 : run.epoch - 2;  // two count rows per pair of ranks
     if (!wait_at_least(run, consumed_word(comm, comm.rank, kConsumedCounts, peer), free_at, peer)) return false;
   }
-  for (int peer = 0; peer < R; ++peer) {
-    *count_header(comm, peer, parity, comm.rank) = args.header;
-    std::memcpy(count_values(comm, peer, parity, comm.rank), meta.rank_count, 4 * (R + comm.num_experts));
-  }
   if (!gate(run)) return false;
-  for (int peer = 0; peer < R; ++peer) signal(count_flag(comm, peer, parity, comm.rank), run.epoch);
+  const uint32_t* header = reinterpret_cast<const uint32_t*>(&args.header);
+  for (int peer = 0; peer < R; ++peer) {
+    uint64_t* words = count_words(comm, peer, parity, comm.rank);
+    for (int i = 0; i < count_row_words(R, comm.num_experts); ++i)
+      signal(words + i, tagged(run.epoch, i < kHeaderWords ? header[i] : meta.rank_count[i - kHeaderWords]));
+  }
   return true;
 }
 
 // A count row is data from a peer: no loop bound or index comes from it unchecked.
-bool check_counts(const Run& run, int source) {
+bool check_counts(const Run& run, int source, int64_t tokens, const int32_t* counts) {
   const Comm& comm = run.comm;
-  const int R = comm.num_ranks, E = comm.num_experts, parity = static_cast<int>(run.epoch & 1);
-  const int32_t* counts = count_values(comm, comm.rank, parity, source);
-  const int64_t tokens = count_header(comm, comm.rank, parity, source)->num_tokens;
   if (tokens < 0 || tokens > INT32_MAX) return fail(comm, kBadData, kNotify, source, 0, 0, tokens);
-  for (int i = 0; i < R + E; ++i)
+  for (int i = 0; i < comm.num_ranks + comm.num_experts; ++i)
     if (counts[i] < 0 || counts[i] > tokens) return fail(comm, kBadData, kNotify, source, i, tokens, counts[i]);
   return true;
 }
 
-bool hear_peers(const Run& run, const NotifyArgs& args) {
+bool hear_peers(const Run& run, const NotifyArgs& args, Counts* counts) {
   const Comm& comm = run.comm;
-  const int parity = static_cast<int>(run.epoch & 1);
-  for (int source = 0; source < comm.num_ranks; ++source) {
-    if (!wait_at_least(run, count_flag(comm, comm.rank, parity, source), run.epoch, source)) return false;
-    const Header& theirs = *count_header(comm, comm.rank, parity, source);
+  const Meta meta = meta_of(comm, args.routing);
+  const int R = comm.num_ranks, keys = R + comm.num_experts;
+  for (int source = 0; source < R; ++source) {
+    const uint64_t* words = count_words(comm, comm.rank, static_cast<int>(run.epoch & 1), source);
+    Header theirs{};
+    int32_t* values = counts->data() + static_cast<int64_t>(source) * keys;
+    for (int i = 0; i < kHeaderWords; ++i)
+      if (!wait_tagged(run, words + i, source, reinterpret_cast<uint32_t*>(&theirs) + i)) return false;
+    for (int i = 0; i < keys; ++i)
+      if (!wait_tagged(run, words + kHeaderWords + i, source, reinterpret_cast<uint32_t*>(values) + i)) return false;
     const int field = header_mismatch(args.header, theirs);
     if (field >= 0) {
       const int64_t* ours = reinterpret_cast<const int64_t*>(&args.header);
       return fail(comm, kDisagree, kNotify, source, field, ours[field],
                   reinterpret_cast<const int64_t*>(&theirs)[field]);
     }
-    if (!check_counts(run, source)) return false;
+    if (!check_counts(run, source, theirs.num_tokens, values)) return false;
+    meta.src_tokens[source] = static_cast<int32_t>(theirs.num_tokens);
   }
   return true;
 }
 
 // The bases of this rank's rows at each destination, and the order of what it receives. Rows are numbered by int32.
-bool lay_out_ranks(const Run& run, const Meta& meta, int64_t* max_slots, int64_t* max_sent) {
+bool lay_out_ranks(const Run& run, const Meta& meta, const Counts& counts, int64_t* max_slots, int64_t* max_sent) {
   const Comm& comm = run.comm;
-  const int R = comm.num_ranks, me = comm.rank, parity = static_cast<int>(run.epoch & 1);
-  auto count = [&](int source, int dest) { return count_values(comm, me, parity, source)[dest]; };
+  const int R = comm.num_ranks, me = comm.rank, keys = R + comm.num_experts;
+  auto count = [&](int source, int dest) { return counts[source * keys + dest]; };
   *max_slots = *max_sent = 0;
   meta.recv_offset[0] = 0;
   for (int a = 0; a < R; ++a) {
-    meta.src_tokens[a] = static_cast<int32_t>(count_header(comm, me, parity, a)->num_tokens);
     meta.recv_offset[a + 1] = meta.recv_offset[a] + count(a, me);
     meta.slot_base[a] = meta.send_base[a] = meta.push_base[a] = 0;
     for (int before = 0; before < me; ++before) meta.slot_base[a] += count(before, a);
@@ -83,10 +90,9 @@ bool lay_out_ranks(const Run& run, const Meta& meta, int64_t* max_slots, int64_t
 }
 
 // Where each expert's FLAT rows start at its rank, and where mine start among them.
-bool lay_out_experts(const Run& run, const Meta& meta, int alignment) {
+bool lay_out_experts(const Run& run, const Meta& meta, const Counts& counts, int alignment) {
   const Comm& comm = run.comm;
-  const int R = comm.num_ranks, me = comm.rank, per_rank = local_experts(comm),
-            parity = static_cast<int>(run.epoch & 1);
+  const int R = comm.num_ranks, me = comm.rank, per_rank = local_experts(comm), keys = R + comm.num_experts;
   for (int r = 0; r < R; ++r) {
     int64_t offset = 0;
     for (int local = 0; local < per_rank; ++local) {
@@ -94,7 +100,7 @@ bool lay_out_experts(const Run& run, const Meta& meta, int alignment) {
       int64_t rows = 0, before_me = 0;
       for (int source = 0; source < R; ++source) {
         if (source == me) before_me = rows;
-        rows += std::max(count_values(comm, me, parity, source)[R + expert], 0);
+        rows += counts[source * keys + R + expert];
       }
       meta.flat_base[expert] = static_cast<int32_t>(offset + before_me);
       if (r == me) {
@@ -127,11 +133,12 @@ void notify(const NotifyArgs& args) {
   const Comm& comm = args.comm;
   Run run{comm, kNotify, 0};
   if (!begin(comm, kNotify, &run)) return;
-  if (!tell_peers(run, args) || !hear_peers(run, args)) return;
+  Counts counts(static_cast<size_t>(comm.num_ranks) * (comm.num_ranks + comm.num_experts));
+  if (!tell_peers(run, args) || !hear_peers(run, args, &counts)) return;
   const Meta meta = meta_of(comm, args.routing);
   int64_t max_slots, max_sent;
-  if (!lay_out_ranks(run, meta, &max_slots, &max_sent)) return;
-  if (!lay_out_experts(run, meta, args.routing.layout == kFlat ? args.routing.alignment : 1)) return;
+  if (!lay_out_ranks(run, meta, counts, &max_slots, &max_sent)) return;
+  if (!lay_out_experts(run, meta, counts, args.routing.layout == kFlat ? args.routing.alignment : 1)) return;
   for (int peer = 0; peer < comm.num_ranks; ++peer)
     signal(consumed_word(comm, peer, kConsumedCounts, comm.rank), run.epoch);
   finish(run);

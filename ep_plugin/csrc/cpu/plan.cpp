@@ -18,7 +18,7 @@ void plan(const PlanArgs& args) {
   if (!begin(comm, kPlan, &run) || !gate(run)) return;
   const int R = comm.num_ranks, E = comm.num_experts, K = args.routing.topk, T = args.routing.num_tokens;
   const int per_rank = local_experts(comm);
-  const int chunk = chunk_tokens(T);
+  const Chunks chunks = chunks_of(T);
   const Meta meta = meta_of(comm, args.routing);
   int32_t* ids = at<int32_t>(args.routing.topk_ids);
   int32_t* send_pos = at<int32_t>(args.routing.send_pos);
@@ -42,8 +42,9 @@ void plan(const PlanArgs& args) {
       const int r = static_cast<int>(id) / per_rank;
       if (to[r] < 0) to[r] = meta.rank_count[r]++;
     }
-    if ((t + 1) % chunk == 0 || t + 1 == T)
-      for (int r = 0; r < R; ++r) meta.send_chunk_end[r * kMaxChunks + t / chunk] = meta.rank_count[r];
+    const int chunk = chunks.of(t);
+    if (t + 1 == chunks.end(chunk))
+      for (int r = 0; r < R; ++r) meta.send_chunk_end[r * kMaxChunks + chunk] = meta.rank_count[r];
   }
   finish(run);
 }

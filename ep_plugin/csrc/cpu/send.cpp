@@ -77,7 +77,7 @@ void write_head(const SendArgs& args, const Meta& meta, int t, const char* scale
   const int32_t* ids = at<const int32_t>(args.routing.topk_ids) + static_cast<int64_t>(t) * K;
   const int32_t* positions = at<const int32_t>(args.routing.pair_pos) + static_cast<int64_t>(t) * K;
   int32_t* rows = reinterpret_cast<int32_t*>(slot + lay.rows);
-  std::memcpy(slot, ids, K * sizeof(int32_t));
+  std::memcpy(slot + lay.ids, ids, K * sizeof(int32_t));
   for (int k = 0; k < K; ++k) rows[k] = ids[k] < 0 ? -1 : meta.flat_base[ids[k]] + positions[k];
   if (weight_bytes != 0) std::memcpy(slot + lay.weights, at<char>(args.weights, t * weight_bytes), weight_bytes);
   if (args.header.scale_bytes != 0) std::memcpy(slot + lay.scales, scales, args.header.scale_bytes);
@@ -116,10 +116,11 @@ void send(const SendArgs& args) {
   for (int dest = 0; dest < comm.num_ranks; ++dest)
     if (!open_destination(run, kDispatchPool, dest, args.header)) return;
 
-  const int T = args.routing.num_tokens, chunk = chunk_tokens(T);
+  const int T = args.routing.num_tokens;
+  const Chunks chunks = chunks_of(T);
   const SlotLayout lay = slot_layout_of(args.header);
-  for (int c = 0; c < num_chunks(T); ++c) {
-    for (int t = c * chunk; t < T && t < (c + 1) * chunk; ++t)
+  for (int c = 0; c < chunks.count; ++c) {
+    for (int t = chunks.begin(c); t < chunks.end(c); ++t)
       if (!send_token(run, args, meta, lay, payloads.of(t), t)) return;
     for (int dest = 0; dest < comm.num_ranks; ++dest) {
       const int32_t* ends = meta.send_chunk_end + dest * kMaxChunks;

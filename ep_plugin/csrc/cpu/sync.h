@@ -24,6 +24,8 @@ void finish(const Run& run);
 
 // Waits until *word >= value. On a deadline or an abort: records the fault (blaming `peer`) and returns false.
 bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int peer);
+// Likewise until *word has this epoch's tag; `value` is the rest of it.
+bool wait_tagged(const Run& run, const uint64_t* word, int peer, uint32_t* value);
 
 // Stores with release order, so that whoever acquires the value sees all that was written before.
 void signal(uint64_t* word, uint64_t value);

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
     add_kernel(const __grid_constant__ AddArgs args, const __grid_constant__ Cut cut) {
   const Run run = enter(args.comm, kAdd);
   if (run.ok && partials_fit(run, args) && open_sources(run, kCombinePool, args.header, nullptr)) {
-    AddJob job(run, args, team_of_warps(cut.warps));
+    AddJob job(run, args, cut);
     reduce_rows<Element, kBulk>(job, run, cut);
   }
   if (last_to_finish(run)) finish_adding(run, args);
@@ -27,7 +27,8 @@ template <class Element>
 void launch_add(const AddArgs& args) {
   const Room room = room_for<add_kernel<Element, true>>();
   const bool bulk = room.bulk && args.comm.plain == 0;
-  const Cut cut = cut_for_sums(args.header.row_bytes, kReduceWarps, 2 * args.comm.num_ranks, room.shared_bytes, bulk);
+  const Cut cut = cut_for_sums(args.header.row_bytes, args.routing.num_tokens, kReduceWarps, 2 * args.comm.num_ranks,
+                               room.shared_bytes, bulk);
   const int threads = kReduceWarps * kWarp;
   if (bulk)
     launch<add_kernel<Element, true>>("add", args.num_sms, threads, cut.shared_bytes(), args.stream, args, cut);

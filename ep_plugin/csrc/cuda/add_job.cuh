@@ -4,39 +4,45 @@
 #include "copy.cuh"
 #include "launch.cuh"
 #include "reduce.cuh"
+#include "signals.cuh"
 
 namespace ep::cuda {
 
 class AddJob {
  public:
-  using Row = int32_t;  // a token
-  __device__ AddJob(const Run& run, const AddArgs& args, const Team& team)
+  struct Row {
+    int32_t token;
+    int32_t piece;
+  };
+  __device__ AddJob(const Run& run, const AddArgs& args, const Cut& cut)
       : run_(run),
         args_(args),
         meta_(meta_of(args.comm, args.routing)),
         lay_(partial_layout_of(args.header)),
-        team_(team),
-        token_(team_.index) {}
+        chunks_(chunks_of(args.routing.num_tokens)),
+        parts_(cut.parts),
+        team_(team_of_warps(cut.first_warp, cut.warps)),
+        part_(static_cast<uint32_t>(team_.index)) {}
 
-  __device__ Next next(bool may_block, Row* token) {
-    const int T = args_.routing.num_tokens;
-    if (token_ >= T) return kEnd;
-    const int chunk = static_cast<int>(token_ / chunk_tokens(T));
+  __device__ Next next(bool may_block, Row* row) {
+    const uint32_t token = parts_ == 1 ? part_ : part_ / parts_;
+    if (token >= static_cast<uint32_t>(chunks_.num_tokens)) return kEnd;
+    const int chunk = chunks_.of(static_cast<int>(token));
     if (chunk != ready_chunk_) {
       const Next found = chunk_ready(chunk, may_block);
-      if (found == kEnd) token_ = T;
+      if (found == kEnd) part_ = UINT32_MAX;
       if (found != kRow) return found;
       ready_chunk_ = chunk;
     }
-    *token = static_cast<int32_t>(token_);
-    token_ += team_.size;
+    *row = Row{static_cast<int32_t>(token), parts_ == 1 ? 0 : static_cast<int32_t>(part_ % parts_)};
+    part_ += static_cast<uint32_t>(team_.size);
     return kRow;
   }
 
   // A term for each rank that the token went to, in their order.
-  __device__ int describe(const Row& token, Term* terms) const {
+  __device__ int describe(const Row& row, Term* terms) const {
     const int lane = lane_id();
-    const int32_t slot = lane < run_.comm.num_ranks ? slot_from(token, lane) : -1;
+    const int32_t slot = lane < run_.comm.num_ranks ? slot_from(row.token, lane) : -1;
     const unsigned mask = __ballot_sync(kAllLanes, slot >= 0);
     if (slot >= 0) terms[__popc(mask & ((1u << lane) - 1u))] = Term{slot, 1.0f};
     return __popc(mask);
@@ -45,23 +51,23 @@ class AddJob {
   __device__ const char* source(int32_t slot) const {
     return at<char>(run_.comm.pool[kCombinePool][run_.comm.rank], slot * lay_.bytes);
   }
-  __device__ const char* bias(const Row& token) const {
-    return args_.bias == 0 ? nullptr : at<char>(args_.bias, token * args_.header.row_bytes);
+  __device__ const char* bias(const Row& row) const {
+    return args_.bias == 0 ? nullptr : at<char>(args_.bias, row.token * args_.header.row_bytes);
   }
-  __device__ char* target(const Row& token) const { return at<char>(args_.out, token * args_.header.row_bytes); }
+  __device__ char* target(const Row& row) const { return at<char>(args_.out, row.token * args_.header.row_bytes); }
 
   __device__ void settle(const Row&, Term*) const {}
   __device__ void ahead(int, int) const {}
   __device__ void completed(uint32_t) const {}
 
   // What rode back with each pair, from the rank that holds its expert.
-  __device__ void finish(const Row& token) const {
-    if (args_.extra == 0) return;
+  __device__ void finish(const Row& row) const {
+    if (args_.extra == 0 || row.piece != 0) return;
     const int K = args_.routing.topk, per_rank = local_experts(run_.comm);
     for (int k = lane_id(); k < K; k += kWarp) {
-      const int64_t pair = static_cast<int64_t>(token) * K + k;
+      const int64_t pair = static_cast<int64_t>(row.token) * K + k;
       const int32_t id = at<const int32_t>(args_.routing.topk_ids)[pair];
-      const int32_t slot = id < 0 ? -1 : slot_from(token, id / per_rank);
+      const int32_t slot = id < 0 ? -1 : slot_from(row.token, id / per_rank);
       at<float>(args_.extra)[pair] =
           slot < 0 ? 0.0f : ptx::ld_coherent(reinterpret_cast<const float*>(source(slot) + lay_.extra) + k);
     }
@@ -85,8 +91,9 @@ class AddJob {
     for (;;) {
       uint64_t seen = 0;
       if (!here) {
-        here = has_reached(&word->flag, run_.epoch, &seen);
-        if (here) go_on = check(word, rank, chunk);
+        int32_t begin, end;
+        here = has_arrived(run_, word, &seen, &begin, &end);
+        if (here) go_on = check(begin, end, rank, chunk);
       }
       if (__any_sync(kAllLanes, !go_on)) return kEnd;
       if (__all_sync(kAllLanes, here)) break;
@@ -99,9 +106,8 @@ class AddJob {
   }
 
   // The chunk's rows are those that this rank sent there.
-  __device__ bool check(const Arrival* word, int rank, int chunk) const {
+  __device__ bool check(int32_t begin, int32_t end, int rank, int chunk) const {
     const int32_t* ends = meta_.send_chunk_end + rank * kMaxChunks;
-    const int32_t begin = ptx::ld_coherent(&word->begin), end = ptx::ld_coherent(&word->end);
     const int32_t expected = chunk == 0 ? 0 : ends[chunk - 1];
     if (begin != expected) return fail(run_.comm, kBadData, kAdd, rank, chunk, expected, begin);
     return end == ends[chunk] || fail(run_.comm, kBadData, kAdd, rank, chunk, ends[chunk], end);
@@ -111,8 +117,10 @@ class AddJob {
   const AddArgs& args_;
   const Meta meta_;
   const PartialLayout lay_;
+  const Chunks chunks_;
+  const uint32_t parts_;  // of a row
   const Team team_;
-  int64_t token_;
+  uint32_t part_;  // the next to take
   int ready_chunk_ = -1;
 };
 

@@ -2,24 +2,26 @@
 // turn, this rank's own first. A warp looks at the arrival words of 32 chunks at once and keeps them, a lane each.
 #pragma once
 #include "ring.cuh"
+#include "signals.cuh"
 
 namespace ep::cuda {
 
 class ArrivedRows {
  public:
-  // `src_tokens` and `recv_offset` are this rank's own, already checked. `skips_own`: without this rank's own rows.
-  __device__ ArrivedRows(const Run& run, const Meta& meta, const Team& team, bool skips_own)
-      : run_(run), meta_(meta), team_(team), skips_own_(skips_own) {
+  // `src_tokens` and `recv_offset` are this rank's own, already checked. `parts`: of a row, which are found one by one.
+  // `skips_own`: without this rank's own rows.
+  __device__ ArrivedRows(const Run& run, const Meta& meta, const Team& team, int parts, bool skips_own)
+      : run_(run), meta_(meta), team_(team), parts_(parts), skips_own_(skips_own) {
     int chunks = lane_id() < run.comm.num_ranks ? num_chunks(meta.src_tokens[lane_id()]) : 0;
     items_ = __reduce_max_sync(kAllLanes, chunks) * run.comm.num_ranks;
   }
 
-  // The next slot of this warp, whose row has arrived.
-  __device__ Next next(bool may_block, int32_t* slot) {
+  // The next slot of this warp, whose row has arrived; with several parts, part p of slot s is s * parts + p.
+  __device__ Next next(bool may_block, int32_t* part) {
     for (;;) {
-      if (slot_ < slot_end_) {
-        *slot = static_cast<int32_t>(slot_);
-        slot_ += team_.size;
+      if (part_ < part_end_) {
+        *part = static_cast<int32_t>(part_);
+        part_ += team_.size;
         return kRow;
       }
       if (item_ >= items_) return kEnd;
@@ -32,8 +34,8 @@ class ArrivedRows {
           continue;
         }
       }
-      slot_ = first_of(team_, __shfl_sync(kAllLanes, begin_, holder));
-      slot_end_ = __shfl_sync(kAllLanes, end_, holder);
+      part_ = first_of(team_, static_cast<int64_t>(__shfl_sync(kAllLanes, begin_, holder)) * parts_);
+      part_end_ = static_cast<int64_t>(__shfl_sync(kAllLanes, end_, holder)) * parts_;
       patience_ = Patience{};
       if (++item_ % kWarp == 0) known_ = 0;
     }
@@ -52,22 +54,22 @@ class ArrivedRows {
   __device__ void look() {
     const int item = item_ / kWarp * kWarp + lane_id();
     uint64_t seen;
+    int32_t begin, end;
     if (known_ == 0 && item < items_) {
       const int source = source_of(item), chunk = chunk_of(item);
       if (chunk >= num_chunks(meta_.src_tokens[source]) || (skips_own_ && source == run_.comm.rank)) {
         known_ = 1;
         begin_ = end_ = 0;
-      } else if (has_reached(&word_of(item)->flag, run_.epoch, &seen)) {
+      } else if (has_arrived(run_, word_of(item), &seen, &begin, &end)) {
         known_ = 1;
-        take(word_of(item), source, chunk);
+        take(source, chunk, begin, end);
       }
     }
     __syncwarp();
     ptx::fence_proxy_async();
   }
 
-  __device__ void take(const Arrival* word, int source, int chunk) {
-    const int32_t begin = ptx::ld_coherent(&word->begin), end = ptx::ld_coherent(&word->end);
+  __device__ void take(int source, int chunk, int32_t begin, int32_t end) {
     const int32_t first = meta_.recv_offset[source], rows = meta_.recv_offset[source + 1] - first;
     begin_ = end_ = 0;
     if (begin < 0 || begin > end || end > rows) {
@@ -89,11 +91,12 @@ class ArrivedRows {
   const Run& run_;
   const Meta& meta_;
   const Team team_;
+  const int parts_;
   const bool skips_own_;
   Patience patience_;
   int items_;                        // chunks of all sources
   int item_ = 0;                     // the first whose rows were not taken up
-  int64_t slot_ = 0, slot_end_ = 0;  // what is left of the item before it
+  int64_t part_ = 0, part_end_ = 0;  // what is left of the item before it
   int known_ = 0;                    // this lane's chunk has arrived: slots [begin_, end_)
   int32_t begin_ = 0, end_ = 0;
 };

@@ -1,13 +1,14 @@
 // Copies rows, each from one place to several; send and expand are such jobs. A job has
 //   Next next(bool may_block)                    finds the warp's next row; kNotYet only if it may not block
-//   void load(Ring& ring, int piece)             begins to fill the next stage with a piece of the row found last
-//   void store(const char* stage, int piece)     lane 0 begins the bulk stores of a piece, rows in the order found
+//   void load(Ring& ring, int unit)              begins to fill the next stage with a unit of the row found last
+//   void store(const char* stage, int unit)      lane 0 begins the bulk stores of a unit, rows in the order found
 //   void copy_plain()                            plain path: copies the row found last, all lanes
 //   void completed(uint32_t rows)                so many rows of this warp are written
 //   static constexpr bool kTells                 whether anyone waits for that: stores are then waited for until they
 //                                                are written, and otherwise until their stage has been read
 //   static constexpr int kStages                 of a warp's ring
-// all called by whole warps. On the bulk path a row is `cut.pieces` units.
+// all called by whole warps. On the bulk path what `next` finds is `cut.units()` units: a row, or a part of one; where
+// rows are said here, parts are meant too.
 //
 // Bulk path: the stores of a unit are over before those of the next begin, and meanwhile loads run ahead as far as
 // there are stages, across rows. More stores under way would not be faster: they would wait in the links' queues, and
@@ -80,17 +81,17 @@ __device__ void copy_rows_plain(Job& job) {
 template <class Job>
 __device__ void copy_rows_bulk(Job& job, const Run& run, const Cut& cut) {
   Ring<Job::kStages> ring(cut);
-  int load_piece = 0, store_piece = 0;
+  const int units = cut.units();
+  int load_unit = 0, store_unit = 0;
   const auto load_next = [&](bool may_block) {
-    if (load_piece == 0 && job.next(may_block) != kRow) return false;
-    job.load(ring, load_piece);
-    load_piece = load_piece + 1 == cut.pieces ? 0 : load_piece + 1;
+    if (load_unit == 0 && job.next(may_block) != kRow) return false;
+    job.load(ring, load_unit);
+    load_unit = load_unit + 1 == units ? 0 : load_unit + 1;
     return true;
   };
   while (ring.loading() > 0 || load_next(true)) {
-    const char* stage = ring.wait(run);
-    if (stage == nullptr) break;
-    job.store(stage, store_piece);
+    if (!ring.wait(run)) break;
+    job.store(ring.stage(ring.taken), store_unit);
     if (lane_id() == 0) ptx::bulk_commit();
     while (ring.loading() < Job::kStages && load_next(false)) {
     }
@@ -102,12 +103,12 @@ __device__ void copy_rows_bulk(Job& job, const Run& run, const Cut& cut) {
     }
     __syncwarp();
     ++ring.taken;
-    store_piece = store_piece + 1 == cut.pieces ? 0 : store_piece + 1;
-    job.completed(ring.taken / cut.pieces);
+    store_unit = store_unit + 1 == units ? 0 : store_unit + 1;
+    job.completed(ring.taken / units);
   }
   if (lane_id() == 0) ptx::bulk_wait<0>();  // whoever comes after this kernel's last CTA finds all of it written
   __syncwarp();
-  job.completed(ring.taken / cut.pieces);
+  job.completed(ring.taken / units);
 }
 
 template <bool kBulk, class Job>

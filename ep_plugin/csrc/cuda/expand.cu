@@ -44,7 +44,10 @@ void expand(const ExpandArgs& args) {
   const Room room = room_for<expand_kernel<true>>();
   const int list = Placer::list_size(args.routing);
   const SlotLayout lay = slot_layout_of(args.header);
-  const Cut cut = cut_for_warps(lay.image, kLeastCopyWarps, kCopyWarps, ExpandJob::kStages, list, room.shared_bytes);
+  const Cut cut =
+      args.routing.num_tokens <= kTokensInParts
+          ? cut_in_parts(lay.image, lay.row, kCopyWarps, ExpandJob::kStages, list, room.shared_bytes)
+          : cut_for_warps(lay.image, kLeastCopyWarps, kCopyWarps, ExpandJob::kStages, list, room.shared_bytes);
   if (room.bulk && args.comm.plain == 0 && lay.row < cut.piece_bytes)
     launch_expand<true>(args, cut);
   else

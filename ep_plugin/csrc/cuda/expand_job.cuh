@@ -36,10 +36,11 @@ class Placer {
     return routing.layout == kFlat ? routing.topk : 1;
   }
 
-  // All lanes: a piece of slot `index`, whose first piece came before it. Lane 0 begins the bulk stores.
-  __device__ void store(int32_t index, const char* stage, int piece, const Cut& cut) {
+  // All lanes: a piece of slot `index`, the `unit`th of those that this warp stores of it, in order. Lane 0 begins the
+  // bulk stores. `head`: of the slot.
+  __device__ void store(int32_t index, const char* head, const char* stage, int piece, int unit, const Cut& cut) {
     const int64_t skip = piece == 0 ? out_.lay.row : 0;
-    if (piece == 0) num_dests_ = place(index, stage);
+    if (unit == 0) num_dests_ = place(index, head, piece == 0);
     if (lane_id() == 0)
       for (int d = 0; d < num_dests_; ++d)
         ptx::bulk_store(reinterpret_cast<char*>(dests_[d]) + (cut.piece_begin(piece) + skip - out_.lay.row),
@@ -48,16 +49,16 @@ class Placer {
 
   // All lanes: the whole of slot `index`, which lies at `slot`.
   __device__ void copy_plain(int32_t index, const char* slot) {
-    num_dests_ = place(index, slot);
+    num_dests_ = place(index, slot, true);
     copy_row_plain(slot + out_.lay.row, dests_, num_dests_, 0, out_.args.header.row_bytes);
   }
 
  private:
-  // Writes what goes beside the rows that a slot expands to, and lists their addresses. `head`: of the slot, in the
-  // pool or in shared memory.
-  __device__ int place(int32_t index, const char* head) const {
+  // Lists the addresses of the rows that a slot expands to; if `writes`, also writes what goes beside them. `head`: of
+  // the slot, in the pool or in shared memory.
+  __device__ int place(int32_t index, const char* head, bool writes) const {
     __syncwarp();
-    const int count = out_.flat ? place_flat(index, head) : place_token(index, head);
+    const int count = out_.flat ? place_flat(index, head, writes) : place_token(index, head, writes);
     __syncwarp();
     return count;
   }
@@ -65,14 +66,14 @@ class Placer {
   // The pair's expert among this rank's own, or -1: another rank's, or nobody's. An id that no expert has is a fault.
   __device__ int32_t local_id(int32_t index, const char* head, int k) const {
     const Comm& comm = out_.args.comm;
-    const int32_t id = ptx::ld_coherent(reinterpret_cast<const int32_t*>(head) + k);
+    const int32_t id = ptx::ld_coherent(reinterpret_cast<const int32_t*>(head + out_.lay.ids) + k);
     if (id < -1 || id >= comm.num_experts) fail(comm, kBadData, kExpand, source_of(index), k, comm.num_experts, id);
     const int32_t local = id - comm.rank * out_.per_rank;
     return local >= 0 && local < out_.per_rank ? local : -1;
   }
 
   // A lane for each pair: the FLAT rows it goes to. Rows past the capacity are dropped.
-  __device__ int place_flat(int32_t index, const char* head) const {
+  __device__ int place_flat(int32_t index, const char* head, bool writes) const {
     const ExpandArgs& args = out_.args;
     const int K = args.routing.topk;
     int count = 0;
@@ -83,26 +84,26 @@ class Placer {
       const bool sound = local < 0 || (row >= 0 && row < out_.required);
       if (!sound) fail(args.comm, kBadData, kExpand, source_of(index), k, out_.required, row);
       const bool kept = sound && row >= 0 && row < args.capacity;
-      if (args.fresh && k < K) recv_rows(index)[k] = kept ? row : -1;
+      if (writes && args.fresh && k < K) recv_rows(index)[k] = kept ? row : -1;
       const unsigned mask = __ballot_sync(kAllLanes, kept);
       if (kept) {
         dests_[count + __popc(mask & ((1u << lane_id()) - 1u))] = args.tokens + row * args.header.row_bytes;
-        at<int32_t>(args.row_expert_ids)[row] = local;
-        if (args.header.weight_bytes != 0) at<float>(args.weights)[row] = weight_in(head, k);
+        if (writes) at<int32_t>(args.row_expert_ids)[row] = local;
+        if (writes && args.header.weight_bytes != 0) at<float>(args.weights)[row] = weight_in(head, k);
       }
       count += __popc(mask);
-      if (args.header.scale_bytes == 0) continue;
+      if (!writes || args.header.scale_bytes == 0) continue;
       for (unsigned left = mask; left != 0; left &= left - 1)
         copy_scales(head, __shfl_sync(kAllLanes, row, __ffs(left) - 1));
     }
     return count;
   }
 
-  __device__ int place_token(int32_t index, const char* head) const {
+  __device__ int place_token(int32_t index, const char* head, bool writes) const {
     const ExpandArgs& args = out_.args;
     const int K = args.routing.topk;
     const bool kept = index < args.capacity;
-    for (int k = lane_id(); k < K; k += kWarp) {
+    for (int k = lane_id(); writes && k < K; k += kWarp) {
       const int32_t local = local_id(index, head, k);
       if (args.fresh) recv_rows(index)[k] = kept && local >= 0 ? index : -1;
       if (!kept) continue;
@@ -112,7 +113,7 @@ class Placer {
     }
     if (!kept) return 0;
     if (lane_id() == 0) dests_[0] = args.tokens + index * args.header.row_bytes;
-    if (args.header.scale_bytes != 0) copy_scales(head, index);
+    if (writes && args.header.scale_bytes != 0) copy_scales(head, index);
     return 1;
   }
 
@@ -146,31 +147,37 @@ class ExpandJob {
   __device__ ExpandJob(const Output& out, const Cut& cut, bool skips_own)
       : out_(out),
         cut_(cut),
-        rows_(out.run, out.meta, team_of_warps(cut.first_warp, cut.warps), skips_own),
+        rows_(out.run, out.meta, team_of_warps(cut.first_warp, cut.warps), cut.parts, skips_own),
         placer_(out, list_of_warp(cut)) {}
 
   __device__ Next next(bool may_block) {
-    const Next found = rows_.next(may_block, &slot_);
+    const Next found = rows_.next(may_block, &part_);
     if (found != kRow) return found;
-    if (lane_id() == static_cast<int>(found_ % kWarp)) kept_ = slot_;
+    if (lane_id() == static_cast<int>(found_ % kWarp)) kept_ = part_;
     ++found_;
     return kRow;
   }
 
-  __device__ void load(Ring<kStages>& ring, int piece) const {
-    ring.load(slot(slot_) + cut_.piece_begin(piece), cut_.piece_size(piece));
+  __device__ void load(Ring<kStages>& ring, int unit) const {
+    const int piece = first_piece(part_) + unit;
+    const int64_t begin = cut_.piece_begin(piece), skip = piece == 0 ? out_.lay.ids : 0;
+    ring.load(slot(slot_of(part_)) + (begin + skip), cut_.piece_size(piece) - skip, skip);
   }
 
-  __device__ void store(const char* stage, int piece) {
-    placer_.store(__shfl_sync(kAllLanes, kept_, static_cast<int>(stored_ % kWarp)), stage, piece, cut_);
-    stored_ += piece + 1 == cut_.pieces;
+  __device__ void store(const char* stage, int unit) {
+    const int32_t part = __shfl_sync(kAllLanes, kept_, static_cast<int>(stored_ % kWarp));
+    const int piece = first_piece(part) + unit;
+    placer_.store(slot_of(part), first_piece(part) == 0 ? stage : slot(slot_of(part)), stage, piece, unit, cut_);
+    stored_ += unit + 1 == cut_.units();
   }
 
-  __device__ void copy_plain() { placer_.copy_plain(slot_, slot(slot_)); }
+  __device__ void copy_plain() { placer_.copy_plain(part_, slot(part_)); }
 
   __device__ void completed(uint32_t) const {}
 
  private:
+  __device__ int32_t slot_of(int32_t part) const { return cut_.parts == 1 ? part : part / cut_.parts; }
+  __device__ int first_piece(int32_t part) const { return cut_.parts == 1 ? 0 : part % cut_.parts; }
   __device__ const char* slot(int32_t index) const {
     return at<char>(out_.args.comm.pool[kDispatchPool][out_.args.comm.rank], index * out_.lay.bytes);
   }
@@ -179,8 +186,8 @@ class ExpandJob {
   const Cut& cut_;
   ArrivedRows rows_;
   Placer placer_;
-  int32_t slot_ = 0;  // found last
-  int32_t kept_ = 0;  // of slots under way, a lane keeps each
+  int32_t part_ = 0;  // found last: a slot, or a part of one
+  int32_t kept_ = 0;  // of those under way, a lane keeps each
   uint32_t found_ = 0, stored_ = 0;
 };
 

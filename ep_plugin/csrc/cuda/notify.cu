@@ -3,9 +3,9 @@
 // Roles. CTA 0 exchanges, a warp for each rank: warp p writes this rank's count row to peer p, then hears rank p's row,
 // checks it and leaves its rank counts in shared memory. Then warp 0 lays out slots and warp r the experts of rank r.
 // The other CTAs meanwhile place this rank's tokens, see place.cuh; they wait for nobody.
-// Memory order. Count rows, a barrier of the warp, the flag with release at system scope; the reader acquires it. There
-// are two count rows for each pair of ranks, used in turns: a row is overwritten only after its reader's consumed word
-// says epoch - 2. Totals are stored before the ticket, which has release order at system scope (host memory).
+// Memory order. A count row is words that carry their epoch: what is read is what was written, and no flag is needed.
+// There are two count rows for each pair of ranks, used in turns: a row is overwritten only after its reader's consumed
+// word says epoch - 2. Totals are stored before the ticket, which has release order at system scope (host memory).
 // Nothing read from a count row is used as a bound or index before it is checked.
 #include "kernels.h"
 #include "launch.cuh"
@@ -25,55 +25,79 @@ struct Shared {
 
 __device__ int parity_of(const Run& run) { return static_cast<int>(run.epoch & 1); }
 
-// One warp: this rank's count row at `peer`, without its flag.
+constexpr int kWordsAtOnce = 8;  // of a count row, that a lane has under way
+
+// One warp: this rank's count row to `peer`.
 __device__ bool write_counts(const Run& run, const NotifyArgs& args, int peer) {
   const Comm& comm = run.comm;
   const uint64_t free_at = run.epoch < 2 ? 0 : run.epoch - 2;
-  int ok = 1;
-  if (lane_id() == 0) ok = wait_at_least(run, consumed_word(comm, comm.rank, kConsumedCounts, peer), free_at, peer);
-  if (!__shfl_sync(kAllLanes, ok, 0)) return false;
-  __syncwarp();
-  int64_t* header = reinterpret_cast<int64_t*>(count_header(comm, peer, parity_of(run), comm.rank));
-  const int64_t* mine = reinterpret_cast<const int64_t*>(&args.header);
-  if (lane_id() < kHeaderFields) header[lane_id()] = mine[lane_id()];
-  int32_t* to = count_values(comm, peer, parity_of(run), comm.rank);
-  for (int i = lane_id(); i < comm.num_ranks + comm.num_experts; i += kWarp) to[i] = counts[i];
+  if (!wait_at_least(run, consumed_word(comm, comm.rank, kConsumedCounts, peer), free_at, peer)) return false;
+  const uint32_t* header = reinterpret_cast<const uint32_t*>(&args.header);
+  uint64_t* to = count_words(comm, peer, parity_of(run), comm.rank);
+  for (int i = lane_id(); i < count_row_words(comm.num_ranks, comm.num_experts); i += kWarp)
+    ptx::st_relaxed_sys(to + i, tagged(run.epoch, i < kHeaderWords ? header[i] : counts[i - kHeaderWords]));
   return true;
 }
 
-// One warp: every count of a source lies within [0, T of that source]. Keeps its rank counts in shared memory.
-__device__ bool check_counts(const Run& run, int source, Shared& shared) {
-  const Comm& comm = run.comm;
-  const int parity = parity_of(run);
-  const int32_t* values = count_values(comm, comm.rank, parity, source);
-  const int64_t tokens = ptx::ld_coherent(&count_header(comm, comm.rank, parity, source)->num_tokens);
-  if (tokens < 0 || tokens > INT32_MAX) return fail(comm, kBadData, kNotify, source, 0, 0, tokens);
-  if (lane_id() == 0) shared.num_tokens[source] = static_cast<int32_t>(tokens);
-  bool ok = true;
-  for (int i = lane_id(); i < comm.num_ranks + comm.num_experts; i += kWarp) {
-    const int32_t count = ptx::ld_coherent(values + i);
-    if (count < 0 || count > tokens) ok = fail(comm, kBadData, kNotify, source, i, tokens, count);
-    if (i < comm.num_ranks) shared.rank_count[source][i] = count;
-  }
-  return __all_sync(kAllLanes, ok) != 0;
+// Whether the header in a count row's first words, a lane each, means the same operation as ours. Finds that rank's T.
+__device__ bool check_header(const Run& run, const NotifyArgs& args, int source, uint32_t word, int64_t* tokens) {
+  const uint32_t* mine = reinterpret_cast<const uint32_t*>(&args.header);
+  const uint64_t low = __shfl_sync(kAllLanes, word, lane_id() & ~1), high = __shfl_sync(kAllLanes, word, lane_id() | 1);
+  const int64_t seen = static_cast<int64_t>(high << 32 | low);
+  *tokens = __shfl_sync(kAllLanes, seen, 2 * kComparedFields);
+  const bool compared = lane_id() < 2 * kComparedFields;
+  const unsigned differ = __ballot_sync(kAllLanes, compared && word != mine[compared ? lane_id() : 0]);
+  if (differ == 0) return true;
+  const int first = __ffs(differ) - 1, field = first / 2;
+  if (lane_id() == first)
+    fail(run.comm, kDisagree, kNotify, source, field, reinterpret_cast<const int64_t*>(&args.header)[field], seen);
+  return false;
 }
 
-// One warp: waits for a source's count row and checks that it means the same operation as ours.
+// Each lane: its words of a count row, `kWordsAtOnce` from `first` on, kWarp apart; -1 past the end.
+__device__ bool read_words(const Run& run, const uint64_t* row, int words, int first, int source, int32_t* values) {
+  uint64_t held[kWordsAtOnce];
+#pragma unroll
+  for (int j = 0; j < kWordsAtOnce; ++j) {
+    const int i = first + j * kWarp;
+    held[j] = i < words ? ptx::ld_relaxed_sys(row + i) : tagged(run.epoch, UINT32_MAX);
+  }
+  Patience patience;
+#pragma unroll
+  for (int j = 0; j < kWordsAtOnce; ++j) {
+    while (!has_tag(held[j], run.epoch)) {
+      if (!patience.keep_waiting(run, source, 0, run.epoch & UINT32_MAX, held[j] >> 32)) return false;
+      held[j] = ptx::ld_relaxed_sys(row + first + j * kWarp);
+    }
+    values[j] = static_cast<int32_t>(static_cast<uint32_t>(held[j]));
+  }
+  return true;
+}
+
+// One warp: waits for a source's count row and checks it: the same operation as ours, and every count within [0, T of
+// that source]. Keeps its rank counts and T in shared memory.
 __device__ bool hear(const Run& run, const NotifyArgs& args, int source, Shared& shared) {
   const Comm& comm = run.comm;
-  int ok = 1;
-  if (lane_id() == 0) ok = wait_at_least(run, count_flag(comm, comm.rank, parity_of(run), source), run.epoch, source);
-  if (!__shfl_sync(kAllLanes, ok, 0)) return false;
-  __syncwarp();
-  const int64_t* mine = reinterpret_cast<const int64_t*>(&args.header);
-  const int64_t* theirs = reinterpret_cast<const int64_t*>(count_header(comm, comm.rank, parity_of(run), source));
-  const int field = lane_id();
-  const int64_t seen = field < kComparedFields ? ptx::ld_coherent(theirs + field) : 0;
-  const unsigned differ =
-      __ballot_sync(kAllLanes, field < kComparedFields && seen != mine[min(field, kComparedFields - 1)]);
-  if (differ == 0) return check_counts(run, source, shared);
-  if (field == __ffs(differ) - 1) fail(comm, kDisagree, kNotify, source, field, mine[field], seen);
-  return false;
+  const int R = comm.num_ranks, words = count_row_words(R, comm.num_experts);
+  const uint64_t* row = count_words(comm, comm.rank, parity_of(run), source);
+  int64_t tokens = 0;
+  for (int base = 0; base < words; base += kWordsAtOnce * kWarp) {
+    int32_t values[kWordsAtOnce];
+    if (!__all_sync(kAllLanes, read_words(run, row, words, base + lane_id(), source, values))) return false;
+    if (base == 0 && !check_header(run, args, source, static_cast<uint32_t>(values[0]), &tokens)) return false;
+    bool ok = tokens >= 0 && tokens <= INT32_MAX;
+    if (!ok) fail(comm, kBadData, kNotify, source, 0, 0, tokens);
+#pragma unroll
+    for (int j = 0; j < kWordsAtOnce; ++j) {
+      const int i = base + j * kWarp + lane_id() - kHeaderWords;
+      if (i < 0 || i >= R + comm.num_experts) continue;
+      if (values[j] < 0 || values[j] > tokens) ok = fail(comm, kBadData, kNotify, source, i, tokens, values[j]);
+      if (i < R) shared.rank_count[source][i] = values[j];
+    }
+    if (!__all_sync(kAllLanes, ok)) return false;
+  }
+  if (lane_id() == 0) shared.num_tokens[source] = static_cast<int32_t>(tokens);
+  return true;
 }
 
 __device__ int64_t max_of_warp(int64_t value) {
@@ -131,7 +155,8 @@ __device__ bool lay_out_experts(const Run& run, const NotifyArgs& args, int rank
     if (local < per_rank) {
 #pragma unroll 4
       for (int source = 0; source < R; ++source) {
-        const int32_t count = max(ptx::ld_coherent(count_values(comm, me, parity_of(run), source) + R + expert), 0);
+        const uint64_t* words = count_words(comm, me, parity_of(run), source) + kHeaderWords + R;
+        const int32_t count = max(static_cast<int32_t>(ptx::ld_relaxed_sys(words + expert)), 0);
         before_me += source < me ? count : 0;
         rows += count;
       }
@@ -185,13 +210,11 @@ __device__ void exchange(const NotifyArgs& args, const Run& run, Shared& shared)
   const Comm& comm = args.comm;
   const int peer = warp_id();
   count_all(args);
-  bool ok = peer >= comm.num_ranks || write_counts(run, args, peer);
-  if (threadIdx.x == 0 && ok) ok = hold_at_gate(run);
-  if (!__syncthreads_and(ok)) return;
-  if (peer < comm.num_ranks) {
-    if (lane_id() == 0) ptx::st_release_sys(count_flag(comm, peer, parity_of(run), comm.rank), run.epoch);
-    __syncwarp();
-    ok = hear(run, args, peer, shared);
+  bool ok = true;
+  if (comm.gate == kNotify) ok = __syncthreads_and(threadIdx.x != 0 || hold_at_gate(run)) != 0;
+  if (ok && peer < comm.num_ranks) {
+    ok = __all_sync(kAllLanes, write_counts(run, args, peer)) != 0;
+    ok = ok && hear(run, args, peer, shared);
   }
   if (!__syncthreads_and(ok)) return;
   ptx::let_next_kernel_in();  // not before, as its CTAs would hold SMs for nothing while peers are late

@@ -60,7 +60,8 @@ __device__ inline void place_tokens(const Step32& step, int R, unsigned bits, bo
 __device__ inline void place_in_order(const Comm& comm, const Routing& routing, const Block& block) {
   const Step32 step(comm, routing.topk);
   const Meta meta = meta_of(comm, routing);
-  const int R = comm.num_ranks, K = routing.topk, chunk = chunk_tokens(routing.num_tokens);
+  const int R = comm.num_ranks, K = routing.topk;
+  const Chunks chunks = chunks_of(routing.num_tokens);
   const int32_t* ids = at<const int32_t>(routing.topk_ids);
   int tokens = lane_id() < R ? counts[lane_id()] : 0;
   for (int unit = block.begin; unit < block.end; unit += kUnitTokens) {
@@ -78,8 +79,8 @@ __device__ inline void place_in_order(const Comm& comm, const Routing& routing, 
       }
       place_tokens(step, R, step.bits_of_token(bits), here, at<int32_t>(routing.send_pos) + token * R, &tokens);
     }
-    if (lane_id() < R && (unit_end % chunk == 0 || unit_end == routing.num_tokens))
-      meta.send_chunk_end[lane_id() * kMaxChunks + unit / chunk] = tokens;
+    const int chunk = chunks.of(unit);
+    if (lane_id() < R && unit_end == chunks.end(chunk)) meta.send_chunk_end[lane_id() * kMaxChunks + chunk] = tokens;
   }
 }
 

@@ -36,6 +36,31 @@ __device__ __forceinline__ void st_release_sys(uint64_t* to, uint64_t value) {
 __device__ __forceinline__ void st_release_sys(uint32_t* to, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
+// 16 bytes in one piece, aligned to as many.
+__device__ __forceinline__ void st_release_sys(void* to, uint64_t low, uint64_t high) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 both;\n"
+      "mov.b128 both, {%1, %2};\n"
+      "st.release.sys.global.b128 [%0], both;\n"
+      "}\n" ::"l"(to),
+      "l"(low), "l"(high)
+      : "memory");
+}
+__device__ __forceinline__ void ld_acquire_sys(const void* from, uint64_t* low, uint64_t* high) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 both;\n"
+      "ld.acquire.sys.global.b128 both, [%2];\n"
+      "mov.b128 {%0, %1}, both;\n"
+      "}\n"
+      : "=l"(*low), "=l"(*high)
+      : "l"(from)
+      : "memory");
+}
+__device__ __forceinline__ void st_relaxed_sys(uint64_t* to, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
 __device__ __forceinline__ uint64_t atom_add_acq_rel_gpu(uint64_t* to, uint64_t value) {
   uint64_t before;
   asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(to), "l"(value) : "memory");

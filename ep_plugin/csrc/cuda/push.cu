@@ -26,15 +26,16 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
   progress.clear();
   if (run.ok) {
     tell_started(run, kCombinePool);
-    run.ok = pushes_fit(run, args) && open_destinations(run, kCombinePool, args.header);
+    order.make(args.comm, meta);
+    run.ok = wait_for_destinations(run, kCombinePool, pushes_fit(args, meta));
   }
   if (run.ok) {
-    order.make(args.comm, meta);
     if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks == 0) hold_at_gate(run);
     if (warp_id() == cut.warps) {
-      signal_chunks(run, kCombinePool, progress, cut.warps, PushedChunks{run, meta, order});
+      open_destinations(run, kCombinePool, args.header);
+      signal_chunks(run, kCombinePool, progress, cut.warps, PushedChunks{run, meta, order, cut.parts});
     } else {
-      PushJob job(run, args, meta, order, progress);
+      PushJob job(run, args, meta, order, cut, progress);
       reduce_rows<Element, kBulk>(job, run, cut);
     }
   }
@@ -45,7 +46,8 @@ template <class Element>
 void launch_push(const PushArgs& args) {
   const Room room = room_for<push_kernel<Element, true>>();
   const bool bulk = room.bulk && args.comm.plain == 0;
-  const Cut cut = cut_for_sums(args.header.row_bytes, kPushWarps, 2 * args.routing.topk, room.shared_bytes, bulk);
+  const Cut cut = cut_for_sums(args.header.row_bytes, args.routing.num_tokens, kPushWarps, 2 * args.routing.topk,
+                               room.shared_bytes, bulk);
   const int threads = kReduceWarps * kWarp;
   if (bulk)
     launch<push_kernel<Element, true>>("push", args.num_sms, threads, cut.shared_bytes(), args.stream, args, cut);

@@ -30,20 +30,21 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
   progress.clear();
   if (ok) {
     tell_started(pushing, kCombinePool);
-    ok =
-        pushes_fit(pushing, push) && partials_fit(adding, add) && open_destinations(pushing, kCombinePool, push.header);
+    order.make(comm, meta);
+    ok = partials_fit(adding, add) && wait_for_destinations(pushing, kCombinePool, pushes_fit(push, meta));
   }
   if (ok) {
-    order.make(comm, meta);
     if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks == 0) hold_at_gate(pushing);
     __syncwarp();
     if (warp_id() < push_cut.warps) {
-      PushJob job(pushing, push, meta, order, progress);
+      PushJob job(pushing, push, meta, order, push_cut, progress);
       reduce_rows<Element, kBulk>(job, pushing, push_cut);
     } else if (warp_id() == push_cut.warps) {
-      signal_chunks(pushing, kCombinePool, progress, push_cut.warps, PushedChunks{pushing, meta, order});
+      open_destinations(pushing, kCombinePool, push.header);
+      signal_chunks(pushing, kCombinePool, progress, push_cut.warps,
+                    PushedChunks{pushing, meta, order, push_cut.parts});
     } else if (open_sources_of_warp(adding, kCombinePool, add.header, nullptr)) {
-      AddJob job(adding, add, team_of_warps(add_cut.first_warp, add_cut.warps));
+      AddJob job(adding, add, add_cut);
       reduce_rows<Element, kBulk>(job, adding, add_cut);
     }
   }
@@ -56,10 +57,11 @@ void launch_both(const PushArgs& push, const AddArgs& add) {
   const Room room = room_for<push_and_add_kernel<Element, true>>();
   const bool bulk = room.bulk && push.comm.plain == 0;
   const int64_t for_pushes = room.shared_bytes * kPushWarps / (kPushWarps + kAddWarps);
-  const Cut push_cut = cut_for_sums(push.header.row_bytes, kPushWarps, 2 * push.routing.topk, for_pushes, bulk);
+  const int tokens = push.routing.num_tokens;
+  const Cut push_cut = cut_for_sums(push.header.row_bytes, tokens, kPushWarps, 2 * push.routing.topk, for_pushes, bulk);
   const int64_t shared_begin = align_up(push_cut.shared_bytes(), kSlotAlign);
-  Cut add_cut =
-      cut_for_sums(add.header.row_bytes, kAddWarps, 2 * add.comm.num_ranks, room.shared_bytes - shared_begin, bulk);
+  Cut add_cut = cut_for_sums(add.header.row_bytes, tokens, kAddWarps, 2 * add.comm.num_ranks,
+                             room.shared_bytes - shared_begin, bulk);
   add_cut.first_warp = kPushWarps + 1;
   add_cut.shared_begin = shared_begin;
   const int threads = kReduceWarps * kWarp;

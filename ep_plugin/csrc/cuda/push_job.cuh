@@ -35,13 +35,15 @@ struct Order {
  private:
   __device__ void add_up(const Comm& comm, const Meta& meta) {
     int32_t rows = 0;
-    for (int base = 0; base < kMaxChunks * comm.num_ranks; base += kWarp) {
-      int32_t through = begin[base + lane_id() + 1];
+    const int items = kMaxChunks * comm.num_ranks;
+    for (int base = 0; base < items; base += kWarp) {
+      const int item = base + lane_id();
+      int32_t through = item < items ? begin[item + 1] : 0;
       for (int step = 1; step < kWarp; step *= 2) {
         const int32_t below = __shfl_up_sync(kAllLanes, through, step);
         if (lane_id() >= step) through += below;
       }
-      begin[base + lane_id() + 1] = rows + through;
+      if (item < items) begin[item + 1] = rows + through;
       rows += __shfl_sync(kAllLanes, through, kWarp - 1);
     }
     const int of_owner = lane_id() < comm.num_ranks ? num_chunks(meta.src_tokens[lane_id()]) : 0;
@@ -55,9 +57,10 @@ struct PushedChunks {
   const Run& run;
   const Meta& meta;
   const Order& order;
+  const int parts;  // of a row
 
   __device__ int count() const { return order.chunks; }
-  __device__ int32_t end(int chunk) const { return order.begin[(chunk + 1) * run.comm.num_ranks]; }
+  __device__ int32_t end(int chunk) const { return order.begin[(chunk + 1) * run.comm.num_ranks] * parts; }
   __device__ void signal(int owner, int chunk) const {
     const int32_t* ends = meta.recv_chunk_end + owner * kMaxChunks;
     if (chunk < num_chunks(meta.src_tokens[owner]))
@@ -70,15 +73,19 @@ class PushJob {
   struct Row {
     int32_t slot;
     int32_t owner;
+    int32_t piece;
   };
 
-  __device__ PushJob(const Run& run, const PushArgs& args, const Meta& meta, const Order& order, Progress& progress)
+  __device__ PushJob(const Run& run, const PushArgs& args, const Meta& meta, const Order& order, const Cut& cut,
+                     Progress& progress)
       : run_(run),
         args_(args),
         meta_(meta),
         lay_(partial_layout_of(args.header)),
         order_(order),
-        rows_(run, kCombinePool, order.begin[kMaxChunks * run.comm.num_ranks], progress),
+        parts_(cut.parts),
+        rows_(run, kCombinePool, order.begin[kMaxChunks * run.comm.num_ranks] * parts_,
+              team_of_warps(cut.first_warp, cut.warps), progress),
         flat_(args.routing.layout == kFlat) {}
 
   __device__ Next next(bool may_block, Row* row) {
@@ -90,9 +97,9 @@ class PushJob {
     return kRow;
   }
 
-  __device__ void ahead(int piece, int pieces) {
-    if (piece == 0) rows_.ask();
-    if (piece == min(1, pieces - 1)) look();
+  __device__ void ahead(int unit, int units) {
+    if (unit == 0) rows_.ask();
+    if (unit == min(1, units - 1)) look();
   }
 
   // For the row found last, and before the next is looked for; so is settle.
@@ -112,7 +119,7 @@ class PushJob {
   }
 
   __device__ void finish(const Row& row) const {
-    if (args_.header.weight_bytes != 0) write_extra(row);
+    if (args_.header.weight_bytes != 0 && row.piece == 0) write_extra(row);
   }
   __device__ void completed(uint32_t results) { rows_.written(results); }
 
@@ -121,12 +128,13 @@ class PushJob {
   __device__ void look() {
     if (looked_) return;
     looked_ = true;
-    const int32_t number = rows_.next();
-    found_ = number != kNoMore;
+    const int32_t part = rows_.next();
+    found_ = part != kNoMore;
     if (!found_) return;
+    const int32_t number = parts_ == 1 ? part : part / parts_;
     while (number >= order_.begin[item_ + 1]) ++item_;
-    next_ =
-        Row{order_.slot[item_] + number - order_.begin[item_], Order::owner_of(run_.comm, item_ % run_.comm.num_ranks)};
+    next_ = Row{order_.slot[item_] + number - order_.begin[item_],
+                Order::owner_of(run_.comm, item_ % run_.comm.num_ranks), parts_ == 1 ? 0 : part % parts_};
     from_ = lane_id() < args_.routing.topk ? recv_row(next_, lane_id()) : -1;
   }
 
@@ -207,6 +215,7 @@ class PushJob {
   const Meta& meta_;
   const PartialLayout lay_;
   const Order& order_;
+  const int parts_;  // of a row
   RowQueue rows_;
   const bool flat_;
   int item_ = 0;  // of order_, that the row found last belongs to
@@ -217,10 +226,9 @@ class PushJob {
   float weight_ = 0.0f;
 };
 
-// All threads: the rows that this rank holds of every source end within the pools and lists they belong to.
-__device__ inline bool pushes_fit(const Run& run, const PushArgs& args) {
+// A thread for each owner: the rows that this rank holds of it end within the pools and lists they belong to.
+__device__ inline bool pushes_fit(const PushArgs& args, const Meta& meta) {
   const Comm& comm = args.comm;
-  const Meta meta = meta_of(comm, args.routing);
   const int owner = static_cast<int>(threadIdx.x);
   bool ok = true;
   if (owner < comm.num_ranks) {
@@ -231,7 +239,7 @@ __device__ inline bool pushes_fit(const Run& run, const PushArgs& args) {
     if (meta.recv_offset[owner + 1] > args.routing.slots)
       ok = fail(comm, kTooSmall, kCombine, owner, 1, args.routing.slots, meta.recv_offset[owner + 1]);
   }
-  return __syncthreads_and(ok) != 0;
+  return ok;
 }
 
 inline void require_push(const PushArgs& args) {

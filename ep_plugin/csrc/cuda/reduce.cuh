@@ -1,17 +1,18 @@
 // Sums rows, each result from several, in float32 and in a fixed order.
 //
 // A job says which result comes next, its terms and where it goes; push and add are such jobs. A job has
-//   struct Row                                       what it must remember of a result
+//   struct Row                                       what it must remember of a result; its `piece` is the first to sum
 //   Next next(bool may_block, Row* row)              the warp's next result; kNotYet only if it may not block
 //   int describe(const Row& row, Term* terms)        its terms, in the order in which they are summed
 //   const char* source(int32_t term_row)
 //   char* target(const Row& row)
 //   const char* bias(const Row& row)                 added last, or null
 //   void settle(const Row& row, Term* terms)         the last moment for the factors of its terms
-//   void ahead(int piece, int pieces)                bulk path, before each piece: it may look for the next result
+//   void ahead(int unit, int units)                  bulk path, before each piece: it may look for the next result
 //   void finish(const Row& row)                      the result is summed: stores what goes beside it
 //   void completed(uint32_t results)                 so many results of this warp are written, all lanes joined
-// all called by whole warps. A result is computed in pieces of up to 3.5 KiB, whose sums stay in registers.
+// all called by whole warps. A result is computed in pieces of up to 3.5 KiB, whose sums stay in registers. In small
+// batches warps take pieces one by one, and what is said here of results is meant of them.
 //
 // Bulk path: the terms of a piece come through the ring, loads running ahead to the end of the next result. Two lists
 // of terms are kept: of the result being summed, and of the next. Sums leave by ordinary stores: bulk stores would wait
@@ -30,12 +31,14 @@ constexpr int kLanesBytes = kWarp * kVectorBytes;
 
 // Pieces whose sums fit in registers, and whose rings fit in shared memory; all but the last are as many vectors for
 // every lane. Without bulk copies there are no stages.
-inline Cut cut_for_sums(int64_t row_bytes, int warps, int list_entries, int64_t shared_bytes, bool bulk) {
+inline Cut cut_for_sums(int64_t row_bytes, int num_tokens, int warps, int list_entries, int64_t shared_bytes,
+                        bool bulk) {
   const int64_t room =
       (shared_bytes / warps - 8 * (kReduceStages + list_entries)) / kReduceStages / kLanesBytes * kLanesBytes;
   const int64_t largest = bulk && room < kLaneVectors * kLanesBytes ? room : kLaneVectors * kLanesBytes;
   Cut cut = cut_row(row_bytes, largest, warps, kReduceStages, list_entries, kLanesBytes);
   if (!bulk) cut.stage_bytes = 0;
+  if (num_tokens <= kTokensInParts) cut.parts = cut.pieces;
   return cut;
 }
 
@@ -117,13 +120,14 @@ class BulkReducer {
       count_ = next_count_;
       has_next_ = false;
       turn_ ^= 1;
-      if (!load_next_) begin_loads(count_, turn_);
+      if (!load_next_) begin_loads(row_, count_, turn_);
       load_next_ = false;
       job_.settle(row_, lists_.of(turn_));
       __syncwarp();
-      for (int piece = 0; piece < cut_.pieces; ++piece) {
-        job_.ahead(piece, cut_.pieces);
-        if (!sum_piece(piece)) return;
+      const int units = cut_.units();
+      for (int unit = 0; unit < units; ++unit) {
+        job_.ahead(unit, units);
+        if (!sum_piece(row_.piece + unit)) return;
       }
       job_.finish(row_);
       __syncwarp();
@@ -153,16 +157,15 @@ class BulkReducer {
 
   template <int kExact>
   __device__ __forceinline__ bool sum_exactly(int piece) {
+    load_ahead();
     Sums<Element, kExact> sums;
     sums.clear();
     const int vectors = static_cast<int>(cut_.piece_size(piece) / kVectorBytes);
     const Term* terms = lists_.of(turn_);
-    load_ahead();
     for (int t = 0; t < count_; ++t) {
-      if (ring_.loading() == 0) load_ahead();
-      const char* stage = ring_.wait(run_);
-      if (stage == nullptr) return false;
-      sums.template add<false>(stage, vectors, terms[t].factor);
+      if (ring_.loading() == 0) fill_stages();
+      if (!ring_.wait(run_)) return false;
+      sums.template add<false>(ring_.stage(ring_.taken), vectors, terms[t].factor);
       __syncwarp();
       ++ring_.taken;
     }
@@ -170,33 +173,35 @@ class BulkReducer {
     return true;
   }
 
-  // Begins to fill the free stages, a lane each: of the row being summed, then of the next one, if it is known by then.
+  // Begins to fill the free stages: of the row being summed, then of the next one, if it is known by then. Called when
+  // no sums are held, which leave no registers to find a row in.
   __device__ __forceinline__ void load_ahead() {
-    for (int room; (room = kReduceStages - ring_.loading()) > 0;) {
-      if (load_left_ == 0) {
-        if (load_next_ || !find_next(false)) return;
-        load_next_ = true;
-        begin_loads(next_count_, turn_ ^ 1);
-        continue;
-      }
-      const int units = min(room, load_left_);
-      if (lane_id() < units) {
-        const uint32_t unit = load_unit_ + lane_id();
-        const uint32_t piece = load_count_ == 1 ? unit : __umulhi(unit, load_inverse_);
-        const int64_t begin = cut_.piece_begin(static_cast<int>(piece)), left = cut_.bytes - begin;
-        const Term& term = load_terms_[unit - piece * load_count_];
-        ring_.fill(ring_.issued + lane_id(), job_.source(term.row) + begin, min(left, int64_t{cut_.piece_bytes}));
-      }
-      __syncwarp();
-      ring_.issued += units;
-      load_unit_ += units;
-      load_left_ -= units;
-    }
+    fill_stages();
+    if (load_left_ > 0 || load_next_ || !find_next(false)) return;
+    load_next_ = true;
+    begin_loads(next_row_, next_count_, turn_ ^ 1);
+    fill_stages();
   }
-  __device__ __forceinline__ void begin_loads(int count, int turn) {
+  // A lane each, as many as are free and known.
+  __device__ __forceinline__ void fill_stages() {
+    const int units = min(kReduceStages - ring_.loading(), load_left_);
+    if (lane_id() < units) {
+      const uint32_t unit = load_unit_ + lane_id();
+      const uint32_t turn = load_count_ == 1 ? unit : __umulhi(unit, load_inverse_);
+      const int64_t begin = cut_.piece_begin(load_piece_ + static_cast<int>(turn)), left = cut_.bytes - begin;
+      const Term& term = load_terms_[unit - turn * load_count_];
+      ring_.fill(ring_.issued + lane_id(), job_.source(term.row) + begin, min(left, int64_t{cut_.piece_bytes}));
+    }
+    __syncwarp();
+    ring_.issued += units;
+    load_unit_ += units;
+    load_left_ -= units;
+  }
+  __device__ __forceinline__ void begin_loads(const typename Job::Row& row, int count, int turn) {
     load_terms_ = lists_.of(turn);
+    load_piece_ = row.piece;
     load_count_ = count;
-    load_left_ = count * cut_.pieces;
+    load_left_ = count * cut_.units();
     load_unit_ = 0;
     if (count > 1) load_inverse_ = UINT32_MAX / count + 1;  // units are few enough for it to be exact
   }
@@ -210,6 +215,7 @@ class BulkReducer {
   int count_ = 0, next_count_ = 0;
   const Term* load_terms_ = nullptr;            // of the row being loaded, whose units are piece by piece its terms'
   uint32_t load_count_ = 0, load_inverse_ = 0;  // of terms
+  int load_piece_ = 0;                          // its first
   uint32_t load_unit_ = 0;
   int load_left_ = 0;  // units
   int turn_ = 0;
@@ -228,7 +234,7 @@ __device__ void reduce_rows_plain(Job& job, const Cut& cut) {
     const int count = job.describe(row, terms);
     job.settle(row, terms);
     __syncwarp();
-    for (int piece = 0; piece < cut.pieces; ++piece) {
+    for (int piece = row.piece; piece < row.piece + cut.units(); ++piece) {
       Sums<Element, 0> sums;
       sums.clear();
       const int vectors = static_cast<int>(cut.piece_size(piece) / 16);

@@ -1,5 +1,5 @@
 // One warp's ring of stages in shared memory, filled by bulk loads several units ahead of their use. A unit is a row,
-// or an equal piece of a row that is longer than a stage.
+// or an equal piece of a row that is longer than a stage, or that several warps share.
 //
 // Roles. One lane issues a load; all lanes wait for a stage, so that all may read it. A stage is refilled only after
 // the caller is done with what it held: ordinary readers have joined their warp, bulk stores from it are complete.
@@ -20,7 +20,9 @@ struct Cut {
   int32_t list_entries;      // of the caller's list, per warp
   int32_t first_warp = 0;    // of the CTA's, with a ring of this cut
   int64_t shared_begin = 0;  // where its shared memory begins, a multiple of kSlotAlign
+  int32_t parts = 1;         // of a row, which warps take one by one: 1, or as many as pieces
 
+  EP_HD int units() const { return pieces / parts; }  // of a part
   EP_HD int64_t piece_begin(int piece) const { return static_cast<int64_t>(piece) * piece_bytes; }
   EP_HD int64_t piece_size(int piece) const {
     const int64_t left = bytes - piece_begin(piece);
@@ -45,6 +47,21 @@ inline Cut cut_for_warps(int64_t bytes, int least, int most, int stages, int lis
   Cut cut = cut_row(bytes, room, least, stages, list_entries);
   cut.warps =
       static_cast<int32_t>(shared_bytes / cut.bytes_of_warp() < most ? shared_bytes / cut.bytes_of_warp() : most);
+  return cut;
+}
+
+// Batches of so many tokens have fewer rows than warps that could move them: their rows are moved in parts.
+constexpr int kTokensInParts = 1024;
+constexpr int64_t kPartBytes = 4096;  // smaller ones keep an SM busier than the links
+
+// A row in parts of about kPartBytes, the first of which holds the head. Unlike rows, they take room for most warps.
+inline Cut cut_in_parts(int64_t bytes, int64_t head, int most, int stages, int list_entries, int64_t shared_bytes) {
+  const int64_t parts = bytes / kPartBytes < 1 ? 1 : bytes / kPartBytes;
+  const int64_t largest = align_up(ceil_div(bytes, parts), kSlotAlign);
+  Cut cut =
+      cut_row(bytes, largest > head ? largest : align_up(head + 1, kSlotAlign), most, stages, list_entries, kSlotAlign);
+  cut.parts = cut.pieces;
+  if (cut.shared_bytes() > shared_bytes) cut.warps = static_cast<int32_t>(shared_bytes / cut.bytes_of_warp());
   return cut;
 }
 
@@ -102,14 +119,13 @@ struct Ring {
     ++issued;
   }
 
-  // All lanes: the oldest unit that is not taken, loaded. A load of this device's memory ends by itself; should it not,
-  // the deadline does: null. Other faults do not end this wait, so that no CTA leaves with loads under way.
-  __device__ __forceinline__ char* wait(const Run& run) {
+  // All lanes: waits until the oldest unit that is not taken lies in its stage. A load of this device's memory ends by
+  // itself; should it not, the deadline does: false. Other faults do not end this wait, so that no CTA leaves with
+  // loads under way.
+  __device__ __forceinline__ bool wait(const Run& run) const {
     uint64_t* barrier = full + taken % kStages;
     const uint32_t parity = taken / kStages % 2;
-    if (__all_sync(kAllLanes, ptx::mbarrier_try_wait(barrier, parity)) || wait_longer(run, barrier, parity))
-      return stage(taken);
-    return nullptr;
+    return __all_sync(kAllLanes, ptx::mbarrier_try_wait(barrier, parity)) || wait_longer(run, barrier, parity);
   }
 
  private:

@@ -5,7 +5,7 @@
 // and lane 0 stores both to each destination, one bulk store for each. The last warp of each CTA signals the chunks.
 // Sends wait only on consumed words, never on rows. Memory order. The head is written by ordinary stores to shared
 // memory: each lane fences the async proxy before lane 0 stores it. What peers may rely on is in signals.cuh. A slot:
-// [ids[K] | rows[K] | weights[K] | scales | row], see SlotLayout.
+// [pad | ids[K] | rows[K] | weights[K] | scales | row], see SlotLayout.
 //
 // Quantised rows. All lanes make head, scales and row in a stage (quantize.cuh), fence and store as above. An image
 // that is longer than any stage takes the plain path.
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kMostWarps = 12;
 constexpr int kMostThreads = (kMostWarps + 1) * kWarp;
-constexpr int64_t kBytesUnderWay = 64 * 1024;  // of a CTA's rows: more would wait in the links' queues
+constexpr int64_t kBytesUnderWay = 256 * 1024;  // of a CTA's rows: more would wait in the links' queues
 
 // From: void, or the type of the elements that are quantised.
 template <bool kBulk, class From>
@@ -36,11 +36,12 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   }
   progress.clear();
   tell_started(run, kDispatchPool);
-  run.ok = sends_fit(run, args, meta) && open_destinations(run, kDispatchPool, args.header);
+  run.ok = wait_for_destinations(run, kDispatchPool, sends_fit(args, meta));
   if (run.ok) {
     if (args.routing.num_tokens == 0 && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
     if (warp_id() == cut.warps) {
-      signal_chunks(run, kDispatchPool, progress, cut.warps, SentChunks{run, meta, args.routing.num_tokens});
+      open_destinations(run, kDispatchPool, args.header);
+      signal_chunks(run, kDispatchPool, progress, cut.warps, SentChunks(run, meta, args.routing.num_tokens, cut.parts));
     } else {
       SendJob<ThroughPool> job(run, args, meta, cut, progress);
       send_rows<kBulk, From>(job, run, cut);
@@ -72,8 +73,11 @@ void choose_send(const SendArgs& args) {
   const Room room = room_for<send_kernel<true, From>>();
   const int list = Job::list_size(args.comm.num_ranks);
   const SlotLayout lay = slot_layout_of(args.header);
-  const Cut cut = cut_for_warps(lay.image, kLeastSendWarps<From>, most_warps<From>(lay), Job::kStages,
-                                Job::kStages * list, room.shared_bytes);
+  const bool in_parts = std::is_void_v<From> && args.routing.num_tokens <= kTokensInParts;
+  const Cut cut =
+      in_parts ? cut_in_parts(lay.image, lay.row, kMostWarps, Job::kStages, Job::kStages * list, room.shared_bytes)
+               : cut_for_warps(lay.image, kLeastSendWarps<From>, most_warps<From>(lay), Job::kStages,
+                               Job::kStages * list, room.shared_bytes);
   if (room.bulk && args.comm.plain == 0 && sends_in_bulk<From>(lay, cut))
     launch_send<true, From>(args, cut);
   else

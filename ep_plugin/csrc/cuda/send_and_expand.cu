@@ -56,19 +56,20 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   progress.clear();
   if (ok) {
     tell_started(sending, kDispatchPool);
-    ok = sends_fit(sending, send, meta) && slots_fit(receiving, expand) &&
-         open_destinations(sending, kDispatchPool, send.header);
+    ok = wait_for_destinations(sending, kDispatchPool, sends_fit(send, meta) && slots_fit(receiving, expand));
   }
   if (ok) {
     if (send.routing.num_tokens == 0 && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(sending);
     __syncwarp();
     if (warp_id() < send_cut.warps)
       send_rows_of_warp<kBulk, From>(sending, send, meta, send_cut, progress, Output(receiving, expand));
-    else if (warp_id() == send_cut.warps)
-      signal_chunks(sending, kDispatchPool, progress, send_cut.warps,
-                    SentChunks{sending, meta, send.routing.num_tokens});
-    else
+    else if (warp_id() > send_cut.warps)
       receive<kBulk>(receiving, expand, meta, expand_cut);
+    else {
+      open_destinations(sending, kDispatchPool, send.header);
+      signal_chunks(sending, kDispatchPool, progress, send_cut.warps,
+                    SentChunks(sending, meta, send.routing.num_tokens, 1));
+    }
   }
   if (last_to_finish(sending) && !faulted(comm)) finish_sending(sending, kDispatchPool);
   if (last_to_finish(receiving)) finish_expanding(receiving, expand, meta);

@@ -19,10 +19,14 @@ struct ThroughPool {
 struct SentChunks {
   const Run& run;
   const Meta& meta;
-  int num_tokens;
+  const Chunks chunks;
+  const int parts;  // of a row
 
-  __device__ int count() const { return num_chunks(num_tokens); }
-  __device__ int32_t end(int chunk) const { return min((chunk + 1) * chunk_tokens(num_tokens), num_tokens); }
+  __device__ SentChunks(const Run& run, const Meta& meta, int num_tokens, int parts)
+      : run(run), meta(meta), chunks(chunks_of(num_tokens)), parts(parts) {}
+
+  __device__ int count() const { return chunks.count; }
+  __device__ int32_t end(int chunk) const { return chunks.end(chunk) * parts; }
   __device__ void signal(int dest, int chunk) const {
     const int32_t* ends = meta.send_chunk_end + dest * kMaxChunks;
     signal_chunk(run, kDispatchPool, dest, chunk, chunk == 0 ? 0 : ends[chunk - 1], ends[chunk]);
@@ -45,43 +49,50 @@ class SendJob {
         cut_(cut),
         lay_(slot_layout_of(args.header)),
         lists_(list_of_warp(cut)),
-        tokens_(run, kDispatchPool, args.routing.num_tokens, progress),
+        tokens_(run, kDispatchPool, args.routing.num_tokens * cut.parts, team_of_warps(cut.first_warp, cut.warps),
+                progress),
         own_(own) {}
 
   __device__ Next next(bool) {
-    token_ = tokens_.next();
-    return token_ == kNoMore ? kEnd : kRow;
+    const int32_t found = tokens_.next();
+    if (found == kNoMore) return kEnd;
+    token_ = cut_.parts == 1 ? found : found / cut_.parts;
+    part_ = cut_.parts == 1 ? 0 : found % cut_.parts;
+    return kRow;
   }
 
-  __device__ void load(Ring<kStages>& ring, int piece) {
+  __device__ void load(Ring<kStages>& ring, int unit) {
+    const int piece = part_ + unit;
     const int64_t begin = cut_.piece_begin(piece), skip = piece == 0 ? lay_.row : 0;
     char* stage = ring.stage(ring.issued);
     ring.load(row() + (begin + skip - lay_.row), cut_.piece_size(piece) - skip, skip);
+    if (unit == 0) list_destinations(list_of(loaded_++));
     if (piece != 0) return;
-    list_destinations(list_of(loaded_++));
     write_head(stage);
     ptx::fence_proxy_async_shared();
     __syncwarp();
   }
 
-  __device__ void store(const char* stage, int piece) {
+  __device__ void store(const char* stage, int unit) {
     const uint64_t* list = list_of(stored_);
+    const int piece = static_cast<int>(list[0] >> 32) + unit;
     if (lane_id() == 0) {
-      const uint32_t bytes = static_cast<uint32_t>(cut_.piece_size(piece));
-      for (uint64_t d = 1; d <= list[0]; ++d)
-        ptx::bulk_store(reinterpret_cast<char*>(list[d]) + cut_.piece_begin(piece), stage, bytes);
+      const int64_t begin = cut_.piece_begin(piece), skip = piece == 0 ? lay_.ids : 0;
+      const uint32_t bytes = static_cast<uint32_t>(cut_.piece_size(piece) - skip);
+      for (int d = 1; d <= num_listed(list); ++d)
+        ptx::bulk_store(reinterpret_cast<char*>(list[d]) + (begin + skip), stage + skip, bytes);
     }
     if constexpr (Own::kDirect) {
       const int32_t slot = static_cast<int32_t>(list[list_size(args_.comm.num_ranks) - 1]);
-      if (slot >= 0) own_.store(slot, stage, piece, cut_);
+      if (slot >= 0) own_.store(slot, stage, stage, piece, unit, cut_);
     }
-    stored_ += piece + 1 == cut_.pieces;
+    stored_ += unit + 1 == cut_.units();
   }
 
   __device__ void copy_plain() const {
     list_destinations(lists_);
-    for (uint64_t d = 1; d <= lists_[0]; ++d) write_head(reinterpret_cast<char*>(lists_[d]));
-    copy_row_plain(row(), lists_ + 1, static_cast<int>(lists_[0]), lay_.row, args_.header.row_bytes);
+    for (int d = 1; d <= num_listed(lists_); ++d) write_head(reinterpret_cast<char*>(lists_[d]));
+    copy_row_plain(row(), lists_ + 1, num_listed(lists_), lay_.row, args_.header.row_bytes);
     __syncwarp();
   }
 
@@ -100,19 +111,20 @@ class SendJob {
   __device__ void make_plain() const {
     QuantizedRow<From> quantized(row(), args_.header.row_bytes);
     list_destinations(lists_);
-    for (uint64_t d = 1; d <= lists_[0]; ++d) write_head(reinterpret_cast<char*>(lists_[d]));
-    quantized.write(lists_ + 1, static_cast<int>(lists_[0]), lay_);
+    for (int d = 1; d <= num_listed(lists_); ++d) write_head(reinterpret_cast<char*>(lists_[d]));
+    quantized.write(lists_ + 1, num_listed(lists_), lay_);
     __syncwarp();
   }
 
   __device__ void completed(uint32_t rows) { tokens_.written(rows); }
 
-  // A list: how many destinations the token has, then the addresses of its slots; last, where own rows go by
-  // themselves, this rank's own slot or -1.
+  // A list: how many destinations the token has and, in the higher half, which part of its row is meant; then the
+  // addresses of its slots; last, where own rows go by themselves, this rank's own slot or -1.
   static __host__ __device__ int list_size(int num_ranks) { return num_ranks + 1 + Own::kDirect; }
 
  private:
   __device__ uint64_t* list_of(uint32_t row) const { return lists_ + row % kStages * list_size(args_.comm.num_ranks); }
+  static __device__ int num_listed(const uint64_t* list) { return static_cast<int>(static_cast<uint32_t>(list[0])); }
   __device__ const char* row() const { return at<char>(args_.x, token_ * args_.x_stride); }
 
   __device__ void list_destinations(uint64_t* list) const {
@@ -124,7 +136,7 @@ class SendJob {
       position = -1;
     }
     const unsigned mask = __ballot_sync(kAllLanes, position >= 0);
-    if (lane == 0) list[0] = __popc(mask);
+    if (lane == 0) list[0] = static_cast<uint64_t>(part_) << 32 | static_cast<uint32_t>(__popc(mask));
     if (position >= 0)
       list[1 + __popc(mask & ((1u << lane) - 1u))] =
           args_.comm.pool[kDispatchPool][lane] + (meta_.slot_base[lane] + static_cast<int64_t>(position)) * lay_.bytes;
@@ -134,7 +146,7 @@ class SendJob {
   // The same for every destination: all pairs of the token.
   __device__ void write_head(char* to) const {
     const int K = args_.routing.topk;
-    int32_t* ids = reinterpret_cast<int32_t*>(to);
+    int32_t* ids = reinterpret_cast<int32_t*>(to + lay_.ids);
     for (int k = lane_id(); k < K; k += kWarp) {
       const int64_t pair = static_cast<int64_t>(token_) * K + k;
       const int32_t id = at<const int32_t>(args_.routing.topk_ids)[pair];
@@ -154,23 +166,20 @@ class SendJob {
   const SlotLayout lay_;
   uint64_t* const lists_;  // one for each row under way
   RowQueue tokens_;
-  int32_t token_ = 0;
+  int32_t token_ = 0, part_ = 0;
   uint32_t loaded_ = 0, stored_ = 0;  // rows
   Own own_;
 };
 
-// All threads: this rank's rows end within every destination's pool.
-__device__ inline bool sends_fit(const Run& run, const SendArgs& args, const Meta& meta) {
+// A thread for each destination: this rank's rows end within its pool.
+__device__ inline bool sends_fit(const SendArgs& args, const Meta& meta) {
   const Comm& comm = args.comm;
   const int dest = static_cast<int>(threadIdx.x);
-  bool ok = true;
-  if (dest < comm.num_ranks && meta.rank_count[dest] > 0) {
-    const int64_t end =
-        (static_cast<int64_t>(meta.slot_base[dest]) + meta.rank_count[dest]) * slot_layout_of(args.header).bytes;
-    if (end > comm.pool_bytes[kDispatchPool])
-      ok = fail(comm, kTooSmall, kSend, dest, 0, comm.pool_bytes[kDispatchPool], end);
-  }
-  return __syncthreads_and(ok) != 0;
+  if (dest >= comm.num_ranks || meta.rank_count[dest] == 0) return true;
+  const int64_t end =
+      (static_cast<int64_t>(meta.slot_base[dest]) + meta.rank_count[dest]) * slot_layout_of(args.header).bytes;
+  return end <= comm.pool_bytes[kDispatchPool] ||
+         fail(comm, kTooSmall, kSend, dest, 0, comm.pool_bytes[kDispatchPool], end);
 }
 
 // One warp: the whole of a sending warp's part. From: void, or the type of the elements that are quantised.

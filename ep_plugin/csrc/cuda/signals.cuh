@@ -1,7 +1,8 @@
 // How the warps of a sending kernel share its rows, and how it tells peers that the rows of a chunk are there.
 //
-// Rows are numbered in the order in which they are to arrive. Every warp takes the next number that nobody has taken:
-// SMs are not equally far from the links, and with equal shares the fastest are done when the slowest are half way.
+// Rows are numbered in the order in which they are to arrive; in small batches, where warps are more than rows, the
+// parts of rows are. Every warp begins with one of its own and then takes the next number that nobody has taken: SMs
+// are not equally far from the links, and with equal shares the fastest are done when the slowest are half way.
 //
 // Roles. A warp that moves rows says, in its CTA's shared memory, up to which number all rows that it took are written.
 // One warp more per CTA waits until all of them are past the end of a chunk, chunk by chunk, and counts its CTA in for
@@ -30,13 +31,17 @@ struct Progress {
 // One warp's rows.
 class RowQueue {
  public:
-  __device__ RowQueue(const Run& run, Pool pool, int64_t rows, Progress& progress)
-      : counter_(&state_of(run.comm).next_row[pool]), rows_(rows), progress_(progress) {}
+  __device__ RowQueue(const Run& run, Pool pool, int64_t rows, const Team& team, Progress& progress)
+      : counter_(&state_of(run.comm).next_row[pool]),
+        rows_(static_cast<uint32_t>(rows)),
+        given_first_(static_cast<uint32_t>(team.size)),
+        progress_(progress),
+        answer_(static_cast<uint32_t>(team.index)) {}
 
   // Begins to ask for the next row. The answer takes its time, and nobody waits for it before next().
   __device__ void ask() {
     if (ended_ || asked_) return;
-    if (lane_id() == 0) answer_ = atomicAdd(counter_, 1ull);
+    if (lane_id() == 0) answer_ = given_first_ + atomicAdd(counter_, 1u);
     asked_ = true;
   }
 
@@ -44,7 +49,7 @@ class RowQueue {
   __device__ int32_t next() {
     ask();
     if (ended_) return kNoMore;
-    const int64_t row = static_cast<int64_t>(__shfl_sync(kAllLanes, answer_, 0));
+    const uint32_t row = __shfl_sync(kAllLanes, answer_, 0);
     asked_ = false;
     ended_ = row >= rows_;
     if (ended_) return kNoMore;
@@ -65,22 +70,34 @@ class RowQueue {
   }
 
  private:
-  unsigned long long* const counter_;
-  const int64_t rows_;
+  uint32_t* const counter_;
+  const uint32_t rows_;
+  const uint32_t given_first_;  // rows that warps begin with
   Progress& progress_;
   int32_t kept_ = 0;  // rows under way, a lane keeps each
   uint32_t given_ = 0;
-  unsigned long long answer_ = 0;  // lane 0
-  bool asked_ = false;
+  uint32_t answer_;  // lane 0
+  bool asked_ = true;
   bool ended_ = false;
 };
 
 // Tells `owner` that rows [begin, end) of this rank's chunk lie there.
 __device__ inline void signal_chunk(const Run& run, Pool pool, int owner, int chunk, int begin, int end) {
   Arrival* word = arrival(run.comm, owner, pool, run.comm.rank, chunk);
-  word->begin = begin;
-  word->end = end;
-  ptx::st_release_sys(&word->flag, run.epoch);
+  const uint64_t range = static_cast<uint64_t>(static_cast<uint32_t>(end)) << 32 | static_cast<uint32_t>(begin);
+  ptx::st_release_sys(word, run.epoch, range);
+}
+
+// Whether the chunk of `word` has arrived; then with acquire at system scope, and its rows are [begin, end).
+__device__ __forceinline__ bool has_arrived(const Run& run, const Arrival* word, uint64_t* seen, int32_t* begin,
+                                            int32_t* end) {
+  *seen = ptx::ld_relaxed_sys(&word->flag);
+  if (*seen < run.epoch) return false;
+  uint64_t range;
+  ptx::ld_acquire_sys(word, seen, &range);
+  *begin = static_cast<int32_t>(range);
+  *end = static_cast<int32_t>(range >> 32);
+  return true;
 }
 
 // One warp: waits until the `warps` others have written whatever they took of the rows before `end`; then up to which
@@ -125,7 +142,7 @@ __device__ void signal_chunks(const Run& run, Pool pool, Progress& progress, int
   for (int first = 0, ready; first < count; first = ready) {
     const int32_t least = wait_written(run, progress, warps, first, chunks.end(first));
     if (least < 0) return;
-    for (ready = first + 1; first > 0 && ready < count && chunks.end(ready) <= least;) ++ready;
+    for (ready = first + 1; first > 0 && ready < count && ready - first < kWarp && chunks.end(ready) <= least;) ++ready;
     const unsigned last = count_in(run, pool, first, ready - first);
     if (last == 0) continue;
     if (__any_sync(kAllLanes, faulted(run.comm))) return;

@@ -97,6 +97,7 @@ __device__ __forceinline__ bool has_reached(const uint64_t* word, uint64_t value
 
 // Waits until *word >= value, with acquire at system scope.
 __device__ inline bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int peer) {
+  if (ptx::ld_acquire_sys(word) >= value) return true;  // as is usual where it was written long ago
   Patience patience;
   uint64_t seen;
   while (!has_reached(word, value, &seen))
@@ -155,23 +156,27 @@ __device__ inline bool hold_at_gate(const Run& run) {
   return true;
 }
 
-// Waits until every destination has read the rows of the epoch before; CTA 0 then writes the Openings. All threads
-// call it, and it joins them.
-__device__ inline bool open_destinations(const Run& run, Pool pool, const Header& mine) {
+// Waits until every destination has read the rows of the epoch before. All threads call it, and it joins them; false
+// unless `sound` holds for all.
+__device__ inline bool wait_for_destinations(const Run& run, Pool pool, bool sound) {
   const Comm& comm = run.comm;
   const int dest = static_cast<int>(threadIdx.x);
-  bool ok = true;
-  if (dest < comm.num_ranks) {
-    ok = wait_at_least(run, consumed_word(comm, comm.rank, pool, dest), run.epoch - 1, dest);
-    if (ok && blockIdx.x == 0) {
-      Opening* word = opening(comm, dest, pool, comm.rank);
-      word->header = mine;
-      ptx::st_release_sys(&word->flag, run.epoch);
-    }
-  }
-  ok = __syncthreads_and(ok) != 0;
+  if (sound && dest < comm.num_ranks)
+    sound = wait_at_least(run, consumed_word(comm, comm.rank, pool, dest), run.epoch - 1, dest);
+  sound = __syncthreads_and(sound) != 0;
   ptx::fence_proxy_async();  // bulk stores overwrite what those peers have read
-  return ok;
+  return sound;
+}
+
+// One warp of CTA 0, after that: what every destination hears before the first row.
+__device__ inline void open_destinations(const Run& run, Pool pool, const Header& mine) {
+  const Comm& comm = run.comm;
+  if (blockIdx.x == 0 && lane_id() < comm.num_ranks) {
+    Opening* word = opening(comm, lane_id(), pool, comm.rank);
+    word->header = mine;
+    ptx::st_release_sys(&word->flag, run.epoch);
+  }
+  __syncwarp();
 }
 
 __device__ inline bool check_opening(const Run& run, const Opening* word, int source, const Header& mine,
