@@ -6,8 +6,10 @@ experts, N rows received.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import weakref
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, cast
 
@@ -26,7 +28,7 @@ from ep_plugin.moe.shared import shared_communicator
 from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch, check_quantize
 from ep_plugin.moe.work import CombineWork, DispatchWork
 
-_numbers = itertools.count(1)
+_counts: dict[int, Iterator[int]] = {}  # of the communicators whose numbers have one hash
 _communicators: weakref.WeakValueDictionary[int, MoECommunicator] = weakref.WeakValueDictionary()
 
 
@@ -36,6 +38,17 @@ def communicator(number: int) -> MoECommunicator:
     if found is None:
         raise CommunicatorClosed(f"expected the number of an open communicator, got {number}")
     return found
+
+
+def _next_number(engine: Engine) -> int:
+    """A number that no other communicator of this process has had, equal for equal ones in other processes.
+
+    Of a communicator, compiled code that torch keeps on disk is known by this alone: so it stands for all that the
+    operators' output sizes depend on, and the same program finds its code again.
+    """
+    sizes = f"{engine.config_hash} {engine.size} {engine.meta_words} {_C.num_totals}"
+    hashed = int.from_bytes(hashlib.sha256(sizes.encode()).digest()[:5], "little")
+    return (hashed << 20) + next(_counts.setdefault(hashed, itertools.count(1)))  # below 2**61
 
 
 class MoECommunicator:
@@ -57,7 +70,7 @@ class MoECommunicator:
         for a group with a backend of GPUs (NCCL), else the CPU."""
         self.config = config
         self.engine = Engine(group, config, _resolve_device(group, device))
-        self.number = next(_numbers)
+        self.number = _next_number(self.engine)
         self._under_way: PendingDispatch | PendingCombine | None = None
         self._waited_for: PendingDispatch | PendingCombine | None = None
         _communicators[self.number] = self
