@@ -1,12 +1,16 @@
 """The operators that torch sees: ``ep_plugin::dispatch`` and ``ep_plugin::combine``, with their fakes.
 
 They return plain tensors (empty where a call has none), so that torch.compile, autograd and checkpointing need to know
-nothing else. ``comm`` is the communicator's number in this process.
+nothing else. ``comm`` is the communicator's number in this process. The functions of the same names call them, or,
+where nobody watches what operators are called, do the same without torch's dispatcher, which takes longer than
+all checks.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -121,14 +125,44 @@ def _fake_combine(
     return y.new_empty((T, y.shape[1])), y.new_empty(0) if extra is None else extra.new_empty((T, K))
 
 
+def dispatch(*inputs: Any) -> Any:
+    """The operator's results for its arguments."""
+    if _watched(inputs):
+        return torch.ops.ep_plugin.dispatch(*inputs)
+    return _differentiable_dispatch(_dispatch, *inputs)
+
+
+def combine(*inputs: Any) -> Any:
+    """The operator's results for its arguments."""
+    if _watched(inputs):
+        return torch.ops.ep_plugin.combine(*inputs)
+    return _differentiable_combine(_combine, *inputs)
+
+
+def _watched(inputs: tuple[Any, ...]) -> bool:
+    """Whether somebody must see the operator called: a compiler, a mode, a transform, a profiler, a kind of tensor."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._autograd._profiler_enabled()
+    ):
+        return True
+    return any(type(tensor) not in _PLAIN for tensor in inputs[: autograd.NUM_TENSORS])
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
+_differentiable_dispatch = autograd.differentiable(
+    autograd.save_dispatch, functools.partial(autograd.dispatch_backward, combine)
+)
+_differentiable_combine = autograd.differentiable(
+    autograd.save_combine, functools.partial(autograd.combine_backward, dispatch)
+)
 for _key in ("CPU", "CUDA"):
     _library.impl("dispatch", _dispatch, _key)
     _library.impl("combine", _combine, _key)
 torch.library.register_fake("ep_plugin::dispatch", _fake_dispatch, lib=_library)
 torch.library.register_fake("ep_plugin::combine", _fake_combine, lib=_library)
-for _name, _save, _backward in (
-    ("dispatch", autograd.save_dispatch, autograd.dispatch_backward),
-    ("combine", autograd.save_combine, autograd.combine_backward),
-):
+for _name, _call in (("dispatch", _differentiable_dispatch), ("combine", _differentiable_combine)):
     _operator = getattr(torch.ops.ep_plugin, _name).default
-    _library.impl(_name, autograd.autograd_kernel(_operator, _save, _backward), "Autograd", with_keyset=True)
+    _library.impl(_name, autograd.autograd_kernel(_operator, _call), "Autograd", with_keyset=True)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch._inductor.config
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from ep_plugin.moe.routing import RoutingTensors
@@ -171,3 +174,54 @@ def _numbers(rank: int) -> list[int]:
     for comm in made:
         comm.close()
     return [comm.number for comm in made]
+
+
+def _calls_seen(rank: int, size: int) -> None:
+    case = Case(tokens=(9,), num_experts=4, hidden=8)
+    inputs = make_inputs(case)
+    with communicator(case) as comm:
+
+        def round_trip(x: torch.Tensor) -> torch.Tensor:
+            out, handle = comm.dispatch(x, inputs.ids[0], inputs.weights[0])
+            return comm.combine(out.tokens, handle, weights=out.weights)
+
+        plain = round_trip(inputs.x[0])
+        with profile(activities=[ProfilerActivity.CPU]) as run:
+            x = inputs.x[0].clone().requires_grad_()
+            round_trip(x).sum().backward()
+        names = [event.name for event in run.events()]
+        assert names.count("ep_plugin::dispatch") == names.count("ep_plugin::combine") == 2
+        with _Operators() as seen:
+            torch.testing.assert_close(round_trip(inputs.x[0]), plain, rtol=0, atol=0)
+        assert [name for name in seen.names if "ep_plugin" in name] == ["ep_plugin::dispatch", "ep_plugin::combine"]
+        round_trip(torch.nn.Parameter(inputs.x[0]))
+        with pytest.raises(NotImplementedError, match="ep_plugin.dispatch"):
+            round_trip(_Kind(inputs.x[0]))
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class _Kind(torch.Tensor):
+    """A kind of tensor that refuses every operator, and must be asked."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor):  # type: ignore[no-untyped-def]
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype, strides=data.stride())
+
+    def __init__(self, data: torch.Tensor) -> None: ...
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        raise NotImplementedError(str(func))
+
+
+def test_whoever_watches_operators_sees_them() -> None:
+    on_ranks(1, _calls_seen)

@@ -14,24 +14,16 @@ import torch
 from ep_plugin.moe.validate import ELEMENTS, weight_dtype
 
 _RESULTS = 5  # of dispatch, before its routing
-_TENSORS = 4  # arguments of each operator that may require gradients; the first ones
+NUM_TENSORS = 4  # arguments of each operator that may require gradients; the first ones
 
 
-def autograd_kernel(op: Any, save: Callable[..., None], backward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
-    """The kernel of `op` for torch's Autograd key, which is given the dispatcher's keys first.
-
-    It does what that of torch.library.register_autograd does (torch 2.11 to 2.13), which looks through the schema for
-    defaults at each call: 30 to 50 us.
-    """
-
-    def below(keyset: Any, *inputs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+def differentiable(save: Callable[..., None], backward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    """A function of (compute, *inputs) that returns compute(*inputs) and, where an input requires it, gradients."""
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keyset: Any, *inputs: Any) -> Any:
-            output = below(keyset, *inputs)
+        def forward(ctx: Any, compute: Callable[..., Any], *inputs: Any) -> Any:
+            output = compute(*inputs)
             save(ctx, inputs, output)
             return output
 
@@ -39,9 +31,29 @@ def autograd_kernel(op: Any, save: Callable[..., None], backward: Callable[..., 
         def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
             return None, *backward(ctx, *grads)
 
+    def call(compute: Callable[..., Any], *inputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            for tensor in inputs[:NUM_TENSORS]:
+                if tensor is not None and tensor.requires_grad:
+                    return Differentiable.apply(compute, *inputs)
+        return compute(*inputs)
+
+    return call
+
+
+def autograd_kernel(op: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of `op` for torch's Autograd key, which is given the dispatcher's keys first; `call`: differentiable.
+
+    It does what that of torch.library.register_autograd does (torch 2.11 to 2.13), which looks through the schema for
+    defaults at each call: 30 to 50 us.
+    """
+
     def kernel(keyset: Any, *inputs: Any) -> Any:
-        live = (tensor is not None and tensor.requires_grad for tensor in inputs[:_TENSORS])
-        return (Differentiable.apply if torch.is_grad_enabled() and any(live) else below)(keyset, *inputs)
+        def below(*inputs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+
+        return call(below, *inputs)
 
     return kernel
 
@@ -60,8 +72,10 @@ def save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor,
     ctx.set_materialize_grads(False)
 
 
-def dispatch_backward(ctx: Any, grad_tokens: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-    """Gradients of (x, topk_weights): a plain-sum combine of the rows' gradients; the weights' ride along."""
+def dispatch_backward(
+    combine: Callable[..., Any], ctx: Any, grad_tokens: torch.Tensor | None, *grads: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """Gradients of (x, topk_weights): a plain-sum `combine` of the rows' gradients; the weights' ride along."""
     routing = list(ctx.saved_tensors)
     grad_weights = grads[1]
     grad_x: torch.Tensor | None = None
@@ -76,7 +90,7 @@ def dispatch_backward(ctx: Any, grad_tokens: torch.Tensor | None, *grads: torch.
                 if grad_weights is None
                 else grad_weights.to(dtype).contiguous()
             )
-        rows, weights = torch.ops.ep_plugin.combine(y, None, None, extra, routing, ctx.comm, False)
+        rows, weights = combine(y, None, None, extra, routing, ctx.comm, False)
         grad_x = rows if ctx.x_needs_grad else None
         grad_topk_weights = weights if ctx.weights_need_grad else None
     return grad_x, None, grad_topk_weights, None, None, None, None, None, None
@@ -104,8 +118,10 @@ def save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, 
     ctx.rows_need_grad = any(tensor is not None and tensor.requires_grad for tensor in (y, weights, extra))
 
 
-def combine_backward(ctx: Any, grad_out: torch.Tensor, grad_extra: torch.Tensor | None) -> tuple[Any, ...]:
-    """Gradients of (y, weights, bias, extra): the outputs' gradients dispatched over the same routing."""
+def combine_backward(
+    dispatch: Callable[..., Any], ctx: Any, grad_out: torch.Tensor, grad_extra: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """Gradients of (y, weights, bias, extra): the outputs' gradients, by `dispatch` over the same routing."""
     saved = list(ctx.saved_tensors)
     routing, rest = saved[: ctx.num_routing], saved[ctx.num_routing :]
     grad_y: torch.Tensor | None = None
@@ -113,7 +129,7 @@ def combine_backward(ctx: Any, grad_out: torch.Tensor, grad_extra: torch.Tensor 
     grad_rode_back: torch.Tensor | None = None
     if ctx.rows_need_grad:
         beside = grad_extra.contiguous() if ctx.has_extra and grad_extra is not None else None
-        dispatched = torch.ops.ep_plugin.dispatch(
+        dispatched = dispatch(
             grad_out.contiguous(), routing[0], beside, None, routing, ctx.comm, ctx.num_rows, None, False
         )
         rows = dispatched[0]

@@ -74,7 +74,9 @@ class MoECommunicator:
         self._under_way: PendingDispatch | PendingCombine | None = None
         self._waited_for: PendingDispatch | PendingCombine | None = None
         _communicators[self.number] = self
-        import ep_plugin.ops  # noqa: F401  registers the operators that every method goes through
+        from ep_plugin import ops  # it needs this module
+
+        self._operators = ops
 
     @classmethod
     def shared(
@@ -295,11 +297,11 @@ class MoECommunicator:
         weights = as_weights("topk_weights", topk_weights, x)
         arguments = (x, topk_ids, weights, scales, list(previous or ()), self.number, capacity, quantize)
         if begun is None:
-            tensors = torch.ops.ep_plugin.dispatch(*arguments, False)
+            tensors = self._operators.dispatch(*arguments, False)
         else:
             with self.engine.lock:
                 self._waited_for = begun
-                tensors = torch.ops.ep_plugin.dispatch(*arguments, True)
+                tensors = self._operators.dispatch(*arguments, True)
         tokens, out_scales, out_weights, ids, counts = tensors[:5]
         routing = previous if previous is not None else RoutingTensors(*tensors[5:])
         flat, local = self.engine.flat, self.engine.local_experts
@@ -330,10 +332,10 @@ class MoECommunicator:
         rows = as_weights("weights", weights, y)
         arguments = (y, rows, bias, None, list(routing), self.number)
         if begun is None:
-            return torch.ops.ep_plugin.combine(*arguments, False)[0]
+            return self._operators.combine(*arguments, False)[0]
         with self.engine.lock:
             self._waited_for = begun
-            return torch.ops.ep_plugin.combine(*arguments, True)[0]
+            return self._operators.combine(*arguments, True)[0]
 
     def _routing_of(self, handle: DispatchHandle | None) -> RoutingTensors | None:
         if handle is None:
