@@ -9,16 +9,16 @@ all checks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ep_plugin import _C
 from ep_plugin.moe import autograd
+from ep_plugin.moe.combine import Sums
 from ep_plugin.moe.communicator import communicator
 from ep_plugin.moe.dispatch import DispatchCall, empty_payload
-from ep_plugin.moe.routing import RoutingTensors
+from ep_plugin.moe.routing import RoutingTensors, known_routing
 from ep_plugin.moe.validate import bulk_ready, check_devices
 
 _library = torch.library.Library("ep_plugin", "DEF")
@@ -43,13 +43,12 @@ def _dispatch(
     capacity: int | None,
     quantize: str | None,
     pending: bool,
-) -> tuple[torch.Tensor, ...]:
-    cached = RoutingTensors(*previous) if previous else None
+) -> tuple[torch.Tensor | None, ...]:
+    here = communicator(comm)
+    cached = known_routing(here.engine, "previous_handle", RoutingTensors(*previous)) if previous else None
     call = DispatchCall(bulk_ready(x), topk_ids, topk_weights, scales, cached, capacity, quantize)
-    result, routing = communicator(comm).run_dispatch(call, pending)
-    if cached is not None:  # an operator returns none of its inputs, and no tensor twice
-        return *result, *(topk_ids.new_empty(0) for _ in cached)
-    return *result, *routing
+    result, routing = here.run_dispatch(call, pending)
+    return result if cached is not None else (*result, *routing)
 
 
 def _combine(
@@ -60,9 +59,11 @@ def _combine(
     routing: Sequence[torch.Tensor],
     comm: int,
     pending: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Sums:
+    here = communicator(comm)
+    known = known_routing(here.engine, "handle", RoutingTensors(*routing))
     bias = None if bias is None else bulk_ready(bias)
-    return communicator(comm).run_combine(bulk_ready(y), weights, bias, extra, RoutingTensors(*routing), pending)
+    return here.run_combine(bulk_ready(y), weights, bias, extra, known, pending)
 
 
 def _fake_dispatch(
@@ -75,7 +76,7 @@ def _fake_dispatch(
     capacity: int | None,
     quantize: str | None,
     pending: bool,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor | None, ...]:
     engine = communicator(comm).engine
     check_devices(
         engine, x=x, topk_ids=topk_ids, topk_weights=topk_weights, scales=scales
@@ -101,13 +102,13 @@ def _fake_dispatch(
     local = engine.local_experts
     result = (
         *empty_payload(x, scales, quantize, rows),
-        x.new_empty(0) if topk_weights is None else topk_weights.new_empty(beside),
+        None if topk_weights is None else topk_weights.new_empty(beside),
         ints(*beside),
         ints(2 * local + (1 if capacity is None else 3)),
     )
     if previous:
-        return *result, *(topk_ids.new_empty(0) for _ in previous)
-    totals = torch.empty(1 if capacity is not None else _C.num_totals + local, dtype=torch.int64, device="cpu")
+        return result
+    totals = torch.empty(1 if capacity is not None else engine.num_totals, dtype=torch.int64, device="cpu")
     return *result, ints(T, K), ints(engine.plan_words(T, K)), ints(slots, K), totals
 
 
@@ -119,10 +120,21 @@ def _fake_combine(
     routing: Sequence[torch.Tensor],
     comm: int,
     pending: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Sums:
     check_devices(communicator(comm).engine, y=y, weights=weights, bias=bias, extra=extra)
     T, K = routing[0].shape
-    return y.new_empty((T, y.shape[1])), y.new_empty(0) if extra is None else extra.new_empty((T, K))
+    return y.new_empty((T, y.shape[1])), None if extra is None else extra.new_empty((T, K))
+
+
+def _as_operator(compute: Callable[..., tuple[torch.Tensor | None, ...]], results: int) -> Callable[..., Any]:
+    """`compute` as an operator, which returns `results` tensors, none of its inputs, and no tensor twice."""
+
+    def kernel(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        made = compute(*inputs)
+        missing = (None,) * (results - len(made))
+        return tuple(inputs[0].new_empty(0) if part is None else part for part in (*made, *missing))
+
+    return kernel
 
 
 def dispatch(*inputs: Any) -> Any:
@@ -159,10 +171,10 @@ _differentiable_combine = autograd.differentiable(
     autograd.save_combine, functools.partial(autograd.combine_backward, dispatch)
 )
 for _key in ("CPU", "CUDA"):
-    _library.impl("dispatch", _dispatch, _key)
-    _library.impl("combine", _combine, _key)
-torch.library.register_fake("ep_plugin::dispatch", _fake_dispatch, lib=_library)
-torch.library.register_fake("ep_plugin::combine", _fake_combine, lib=_library)
+    _library.impl("dispatch", _as_operator(_dispatch, 9), _key)
+    _library.impl("combine", _as_operator(_combine, 2), _key)
+torch.library.register_fake("ep_plugin::dispatch", _as_operator(_fake_dispatch, 9), lib=_library)
+torch.library.register_fake("ep_plugin::combine", _as_operator(_fake_combine, 2), lib=_library)
 for _name, _call in (("dispatch", _differentiable_dispatch), ("combine", _differentiable_combine)):
     _operator = getattr(torch.ops.ep_plugin, _name).default
     _library.impl(_name, autograd.autograd_kernel(_operator, _call), "Autograd", with_keyset=True)

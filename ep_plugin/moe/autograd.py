@@ -58,14 +58,14 @@ def autograd_kernel(op: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-def save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     x, _, weights, _, previous, comm, *_ = inputs
     routing = tuple(previous) if previous else tuple(output[_RESULTS:])
     ctx.save_for_backward(*routing)
     ctx.comm = comm
     ctx.hidden, ctx.x_dtype = x.shape[1], x.dtype
     ctx.weight_shape = None if weights is None else weights.shape
-    ctx.rows_shape = output[2].shape
+    ctx.rows_shape = None if output[2] is None else output[2].shape
     ctx.num_rows = output[0].shape[0]
     ctx.x_needs_grad = x.requires_grad
     ctx.weights_need_grad = weights is not None and weights.requires_grad
@@ -105,7 +105,7 @@ def _rows_to_send_back(ctx: Any, grad_tokens: torch.Tensor | None, like: torch.T
     return grad_tokens.contiguous()
 
 
-def save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     y, weights, bias, extra, routing, comm, _ = inputs
     ctx.weighted = weights is not None
     saved = (y, weights) if weights is not None else ()  # a plain sum does not keep y alive

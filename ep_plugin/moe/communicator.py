@@ -19,11 +19,11 @@ import torch.distributed as dist
 from ep_plugin import _C
 from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.errors import CommunicatorClosed, EpPluginError
-from ep_plugin.moe.combine import PendingCombine, finish_combine, start_combine
+from ep_plugin.moe.combine import PendingCombine, Sums, finish_combine, start_combine
 from ep_plugin.moe.dispatch import DispatchCall, DispatchResult, PendingDispatch, finish_dispatch, start_dispatch
 from ep_plugin.moe.engine import Engine
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
-from ep_plugin.moe.routing import RoutingTensors
+from ep_plugin.moe.routing import KnownRouting, RoutingTensors, known_routing
 from ep_plugin.moe.shared import shared_communicator
 from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch, check_quantize
 from ep_plugin.moe.work import CombineWork, DispatchWork
@@ -175,7 +175,7 @@ class MoECommunicator:
         `previous_handle`, the host waits here until every rank has told how many rows it sends.
         """
         check_quantize(x, quantize)
-        routing = self._routing_of(previous_handle)
+        routing = self._known_routing("previous_handle", previous_handle)
         weights = as_weights("topk_weights", None if topk_weights is None else topk_weights.detach(), x)
         call = DispatchCall(bulk_ready(x.detach()), topk_ids, weights, scales, routing, capacity, quantize)
         with self.engine.lock:
@@ -196,7 +196,7 @@ class MoECommunicator:
 
         The arguments must not be written to before `.wait()`.
         """
-        routing = self._routing_of(handle)
+        routing = self._known_routing("handle", handle)
         assert routing is not None
         rows = as_weights("weights", None if weights is None else weights.detach(), y)
         kept = bulk_ready(y.detach()), None if bias is None else bulk_ready(bias.detach())
@@ -248,14 +248,14 @@ class MoECommunicator:
         weights: torch.Tensor | None,
         bias: torch.Tensor | None,
         extra: torch.Tensor | None,
-        routing: RoutingTensors,
+        routing: KnownRouting,
         pending: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Sums:
         """The whole of a combine, or, when `pending`, the rest of the one that is being waited for."""
         engine = self.engine
         with engine.lock:
             if pending:
-                return cast("tuple[torch.Tensor, torch.Tensor]", self._collect())
+                return cast("Sums", self._collect())
             self._complete()
             check_combine(engine, y, weights, bias, extra, routing)
             return engine.run("combine", _whole_combine, y, weights, bias, extra, routing)
@@ -264,7 +264,7 @@ class MoECommunicator:
 
     def _begin_dispatch(self, engine: Engine, call: DispatchCall) -> PendingDispatch:
         begun = self._under_way = start_dispatch(engine, call)
-        engine.lanes.record(*call[:4], begun.topk_ids, begun.plan, begun.block_counts, *(call.previous or ()))
+        engine.lanes.record(*call[:4], begun.topk_ids, begun.plan, begun.block_counts, *_tensors_of(call.previous))
         if begun.made is not None:
             engine.lanes.record(*begun.made[0], *begun.made[1])  # a fault may keep it from ever being joined
         return begun
@@ -275,10 +275,10 @@ class MoECommunicator:
         y: torch.Tensor,
         weights: torch.Tensor | None,
         bias: torch.Tensor | None,
-        routing: RoutingTensors,
+        routing: KnownRouting,
     ) -> PendingCombine:
         begun = self._under_way = start_combine(engine, y, weights, bias, None, routing)
-        engine.lanes.record(y, weights, bias, *routing, *(begun.made or ()))
+        engine.lanes.record(y, weights, bias, *_tensors_of(routing), *(begun.made or ()))
         return begun
 
     def _dispatch(
@@ -346,6 +346,10 @@ class MoECommunicator:
             )
         return RoutingTensors(*handle[:-1])
 
+    def _known_routing(self, name: str, handle: DispatchHandle | None) -> KnownRouting | None:
+        tensors = self._routing_of(handle)
+        return None if tensors is None else known_routing(self.engine, name, tensors)
+
     def _complete(self) -> None:
         """Completes what was started and is not complete; its result stays there until somebody waits for it.
 
@@ -379,7 +383,11 @@ def _whole_dispatch(engine: Engine, call: DispatchCall) -> tuple[DispatchResult,
     return finish_dispatch(engine, start_dispatch(engine, call))
 
 
-def _whole_combine(engine: Engine, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _tensors_of(routing: KnownRouting | None) -> tuple[torch.Tensor, ...]:
+    return () if routing is None else routing.tensors
+
+
+def _whole_combine(engine: Engine, *call: Any) -> Sums:
     return finish_combine(engine, start_combine(engine, *call))
 
 
