@@ -160,10 +160,10 @@ def _watched(inputs: tuple[Any, ...]) -> bool:
         or torch._C._autograd._profiler_enabled()
     ):
         return True
-    return any(type(tensor) not in _PLAIN for tensor in inputs[: autograd.NUM_TENSORS])
+    return not _PLAIN.issuperset(map(type, inputs[: autograd.NUM_TENSORS]))
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _differentiable_dispatch = autograd.differentiable(
     autograd.save_dispatch, functools.partial(autograd.dispatch_backward, combine)
 )

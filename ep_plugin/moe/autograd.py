@@ -13,6 +13,7 @@ import torch
 
 from ep_plugin.moe.validate import ELEMENTS, weight_dtype
 
+_WIDE_ELEMENTS = 1 << 23  # of rows that are made wider at once: 32 MiB in float32
 _RESULTS = 5  # of dispatch, before its routing
 NUM_TENSORS = 4  # arguments of each operator that may require gradients; the first ones
 
@@ -138,11 +139,25 @@ def combine_backward(
         if ctx.weighted:
             y, weights = rest
             factor = weights
-            grad_weights = (y.to(weights.dtype) * rows.to(weights.dtype)).sum(dim=1)
+            grad_weights = _row_dots(y, rows, weights.dtype)
             if weights.dim() == 2:  # in TOKEN_MAJOR the weights of experts elsewhere do not count
                 here = dispatched[3] >= 0
                 factor = torch.where(here, weights, 0).sum(dim=1)
                 grad_weights = grad_weights.unsqueeze(1) * here
-            grad_y = (rows * factor.unsqueeze(1)).to(y.dtype)
+            factor = factor.unsqueeze(1)
+            grad_y = (rows * factor).to(y.dtype) if torch.is_grad_enabled() else rows.mul_(factor)
     grad_bias = grad_out if ctx.has_bias else None
     return grad_y, grad_weights, grad_bias, grad_rode_back, None, None, None
+
+
+def _row_dots(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[N]``: each row of `a` ``[N, H]`` times that of `b`, summed in `dtype`; few rows exist in that at once."""
+    if type(b) is not torch.Tensor or torch.is_grad_enabled():  # compiled into one loop, or differentiated again
+        return (a * b.to(dtype)).sum(dim=1)
+    num_rows, hidden = a.shape
+    dots = a.new_empty(num_rows, dtype=dtype)
+    step = max(1, _WIDE_ELEMENTS // hidden)
+    for begin in range(0, num_rows, step):
+        part = slice(begin, begin + step)
+        torch.sum(a[part] * b[part].to(dtype), dim=1, out=dots[part])
+    return dots

@@ -50,12 +50,11 @@ def known_routing(engine: Engine, name: str, tensors: RoutingTensors) -> KnownRo
     Those of the latest dispatch, as they mostly are, need no further look.
     """
     latest = engine.latest_routing
-    if (
-        latest is not None
-        and all(ref() is tensor for ref, tensor in zip(latest.tensors, tensors, strict=True))
-        and latest.addresses == _addresses(tensors)
-    ):
-        return KnownRouting(tensors, latest.struct, latest.totals)
+    if latest is not None and latest.addresses == _addresses(tensors):
+        topk_ids, plan, recv_rows, totals = latest.tensors
+        same = tensors.topk_ids is topk_ids() and tensors.plan is plan() and tensors.recv_rows is recv_rows()
+        if same and tensors.totals is totals():
+            return KnownRouting(tensors, latest.struct, latest.totals)
     check_routing(engine, name, tensors)
     struct = routing_struct(engine, tensors.topk_ids, tensors.plan, tensors.recv_rows)
     return KnownRouting(tensors, struct, tensors.totals.tolist())
@@ -63,7 +62,7 @@ def known_routing(engine: Engine, name: str, tensors: RoutingTensors) -> KnownRo
 
 def remember_routing(engine: Engine, made: KnownRouting) -> None:
     """Keeps what is known of a routing that this rank has just made."""
-    refs = tuple(weakref.ref(tensor) for tensor in made.tensors)
+    refs = tuple(map(weakref.ref, made.tensors))
     engine.latest_routing = LatestRouting(refs, _addresses(made.tensors), made.struct, made.totals)
 
 
