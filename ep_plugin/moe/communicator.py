@@ -6,49 +6,24 @@ experts, N rows received.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import weakref
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from ep_plugin import _C
+from ep_plugin import _C, ops
 from ep_plugin.config import MoECommunicatorConfig
-from ep_plugin.errors import CommunicatorClosed, EpPluginError
+from ep_plugin.errors import EpPluginError
 from ep_plugin.moe.combine import PendingCombine, Sums, finish_combine, start_combine
 from ep_plugin.moe.dispatch import DispatchCall, DispatchResult, PendingDispatch, finish_dispatch, start_dispatch
 from ep_plugin.moe.engine import Engine
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
+from ep_plugin.moe.numbers import register
 from ep_plugin.moe.routing import KnownRouting, RoutingTensors, known_routing
 from ep_plugin.moe.shared import shared_communicator
 from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch, check_quantize
 from ep_plugin.moe.work import CombineWork, DispatchWork
-
-_counts: dict[int, Iterator[int]] = {}  # of the communicators whose numbers have one hash
-_communicators: weakref.WeakValueDictionary[int, MoECommunicator] = weakref.WeakValueDictionary()
-
-
-def communicator(number: int) -> MoECommunicator:
-    """The communicator with this number in this process; ValueError when it is gone."""
-    found = _communicators.get(number)
-    if found is None:
-        raise CommunicatorClosed(f"expected the number of an open communicator, got {number}")
-    return found
-
-
-def _next_number(engine: Engine) -> int:
-    """A number that no other communicator of this process has had, equal for equal ones in other processes.
-
-    Of a communicator, compiled code that torch keeps on disk is known by this alone: so it stands for all that the
-    operators' output sizes depend on, and the same program finds its code again.
-    """
-    sizes = f"{engine.config_hash} {engine.size} {engine.meta_words} {_C.num_totals}"
-    hashed = int.from_bytes(hashlib.sha256(sizes.encode()).digest()[:5], "little")
-    return (hashed << 20) + next(_counts.setdefault(hashed, itertools.count(1)))  # below 2**61
 
 
 class MoECommunicator:
@@ -70,13 +45,9 @@ class MoECommunicator:
         for a group with a backend of GPUs (NCCL), else the CPU."""
         self.config = config
         self.engine = Engine(group, config, _resolve_device(group, device))
-        self.number = _next_number(self.engine)
+        self.number = register(self)
         self._under_way: PendingDispatch | PendingCombine | None = None
         self._waited_for: PendingDispatch | PendingCombine | None = None
-        _communicators[self.number] = self
-        from ep_plugin import ops  # it needs this module
-
-        self._operators = ops
 
     @classmethod
     def shared(
@@ -297,23 +268,24 @@ class MoECommunicator:
         weights = as_weights("topk_weights", topk_weights, x)
         arguments = (x, topk_ids, weights, scales, list(previous or ()), self.number, capacity, quantize)
         if begun is None:
-            tensors = self._operators.dispatch(*arguments, False)
+            tensors = ops.dispatch(*arguments, False)
         else:
             with self.engine.lock:
                 self._waited_for = begun
-                tensors = self._operators.dispatch(*arguments, True)
+                tensors = ops.dispatch(*arguments, True)
         tokens, out_scales, out_weights, ids, counts = tensors[:5]
         routing = previous if previous is not None else RoutingTensors(*tensors[5:])
         flat, local = self.engine.flat, self.engine.local_experts
+        per_expert, offsets, _ = counts.split_with_sizes((local, local + 1, 0 if capacity is None else 2))
         out = DispatchOutput(
             tokens=tokens,
             scales=None if scales is None and quantize is None else out_scales,
             weights=None if topk_weights is None else out_weights,
             topk_ids=None if flat else ids,
             row_expert_ids=ids if flat else None,
-            num_tokens_per_expert=counts[:local],
-            num_tokens_per_expert_cpu=routing.totals[_C.num_totals :].clone() if capacity is None else None,
-            expert_offsets=counts[local : 2 * local + 1],
+            num_tokens_per_expert=per_expert,
+            num_tokens_per_expert_cpu=routing.totals.narrow_copy(0, _C.num_totals, local) if capacity is None else None,
+            expert_offsets=offsets,
             overflow=None if capacity is None else counts[-2],
             required=None if capacity is None else counts[-1],
         )
@@ -332,10 +304,10 @@ class MoECommunicator:
         rows = as_weights("weights", weights, y)
         arguments = (y, rows, bias, None, list(routing), self.number)
         if begun is None:
-            return self._operators.combine(*arguments, False)[0]
+            return ops.combine(*arguments, False)[0]
         with self.engine.lock:
             self._waited_for = begun
-            return self._operators.combine(*arguments, True)[0]
+            return ops.combine(*arguments, True)[0]
 
     def _routing_of(self, handle: DispatchHandle | None) -> RoutingTensors | None:
         if handle is None:
