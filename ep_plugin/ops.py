@@ -1,20 +1,24 @@
 """The operators that torch sees: ``ep_plugin::dispatch`` and ``ep_plugin::combine``, with their fakes.
 
 They return plain tensors (empty where a call has none), so that torch.compile, autograd and checkpointing need to know
-nothing else. ``comm`` is the communicator's number in this process.
+nothing else. ``comm`` is the communicator's number in this process. The functions of the same names call them, or,
+where nobody watches what operators are called, do the same without torch's dispatcher, which takes longer than
+all checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from ep_plugin import _C
 from ep_plugin.moe import autograd
-from ep_plugin.moe.communicator import communicator
+from ep_plugin.moe.combine import Sums
 from ep_plugin.moe.dispatch import DispatchCall, empty_payload
-from ep_plugin.moe.routing import RoutingTensors
+from ep_plugin.moe.numbers import communicator
+from ep_plugin.moe.routing import RoutingTensors, known_routing
 from ep_plugin.moe.validate import bulk_ready, check_devices
 
 _library = torch.library.Library("ep_plugin", "DEF")
@@ -39,13 +43,12 @@ def _dispatch(
     capacity: int | None,
     quantize: str | None,
     pending: bool,
-) -> tuple[torch.Tensor, ...]:
-    cached = RoutingTensors(*previous) if previous else None
+) -> tuple[torch.Tensor | None, ...]:
+    here = communicator(comm)
+    cached = known_routing(here.engine, "previous_handle", RoutingTensors(*previous)) if previous else None
     call = DispatchCall(bulk_ready(x), topk_ids, topk_weights, scales, cached, capacity, quantize)
-    result, routing = communicator(comm).run_dispatch(call, pending)
-    if cached is not None:  # an operator returns none of its inputs, and no tensor twice
-        return *result, *(topk_ids.new_empty(0) for _ in cached)
-    return *result, *routing
+    result, routing = here.run_dispatch(call, pending)
+    return result if cached is not None else (*result, *routing)
 
 
 def _combine(
@@ -56,9 +59,11 @@ def _combine(
     routing: Sequence[torch.Tensor],
     comm: int,
     pending: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Sums:
+    here = communicator(comm)
+    known = known_routing(here.engine, "handle", RoutingTensors(*routing))
     bias = None if bias is None else bulk_ready(bias)
-    return communicator(comm).run_combine(bulk_ready(y), weights, bias, extra, RoutingTensors(*routing), pending)
+    return here.run_combine(bulk_ready(y), weights, bias, extra, known, pending)
 
 
 def _fake_dispatch(
@@ -71,7 +76,7 @@ def _fake_dispatch(
     capacity: int | None,
     quantize: str | None,
     pending: bool,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor | None, ...]:
     engine = communicator(comm).engine
     check_devices(
         engine, x=x, topk_ids=topk_ids, topk_weights=topk_weights, scales=scales
@@ -97,13 +102,13 @@ def _fake_dispatch(
     local = engine.local_experts
     result = (
         *empty_payload(x, scales, quantize, rows),
-        x.new_empty(0) if topk_weights is None else topk_weights.new_empty(beside),
+        None if topk_weights is None else topk_weights.new_empty(beside),
         ints(*beside),
         ints(2 * local + (1 if capacity is None else 3)),
     )
     if previous:
-        return *result, *(topk_ids.new_empty(0) for _ in previous)
-    totals = torch.empty(1 if capacity is not None else _C.num_totals + local, dtype=torch.int64, device="cpu")
+        return result
+    totals = torch.empty(1 if capacity is not None else engine.num_totals, dtype=torch.int64, device="cpu")
     return *result, ints(T, K), ints(engine.plan_words(T, K)), ints(slots, K), totals
 
 
@@ -115,20 +120,61 @@ def _fake_combine(
     routing: Sequence[torch.Tensor],
     comm: int,
     pending: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Sums:
     check_devices(communicator(comm).engine, y=y, weights=weights, bias=bias, extra=extra)
     T, K = routing[0].shape
-    return y.new_empty((T, y.shape[1])), y.new_empty(0) if extra is None else extra.new_empty((T, K))
+    return y.new_empty((T, y.shape[1])), None if extra is None else extra.new_empty((T, K))
 
 
+def _as_operator(compute: Callable[..., tuple[torch.Tensor | None, ...]], results: int) -> Callable[..., Any]:
+    """`compute` as an operator, which returns `results` tensors, none of its inputs, and no tensor twice."""
+
+    def kernel(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        made = compute(*inputs)
+        missing = (None,) * (results - len(made))
+        return tuple(inputs[0].new_empty(0) if part is None else part for part in (*made, *missing))
+
+    return kernel
+
+
+def dispatch(*inputs: Any) -> Any:
+    """The operator's results for its arguments."""
+    if _watched(inputs):
+        return torch.ops.ep_plugin.dispatch(*inputs)
+    return _differentiable_dispatch(_dispatch, *inputs)
+
+
+def combine(*inputs: Any) -> Any:
+    """The operator's results for its arguments."""
+    if _watched(inputs):
+        return torch.ops.ep_plugin.combine(*inputs)
+    return _differentiable_combine(_combine, *inputs)
+
+
+def _watched(inputs: tuple[Any, ...]) -> bool:
+    """Whether somebody must see the operator called: a compiler, a mode, a transform, a profiler, a kind of tensor."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._autograd._profiler_enabled()
+    ):
+        return True
+    return not _PLAIN.issuperset(map(type, inputs[: autograd.NUM_TENSORS]))
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+_differentiable_dispatch = autograd.differentiable(
+    autograd.save_dispatch, functools.partial(autograd.dispatch_backward, combine)
+)
+_differentiable_combine = autograd.differentiable(
+    autograd.save_combine, functools.partial(autograd.combine_backward, dispatch)
+)
 for _key in ("CPU", "CUDA"):
-    _library.impl("dispatch", _dispatch, _key)
-    _library.impl("combine", _combine, _key)
-torch.library.register_fake("ep_plugin::dispatch", _fake_dispatch, lib=_library)
-torch.library.register_fake("ep_plugin::combine", _fake_combine, lib=_library)
-for _name, _save, _backward in (
-    ("dispatch", autograd.save_dispatch, autograd.dispatch_backward),
-    ("combine", autograd.save_combine, autograd.combine_backward),
-):
+    _library.impl("dispatch", _as_operator(_dispatch, 9), _key)
+    _library.impl("combine", _as_operator(_combine, 2), _key)
+torch.library.register_fake("ep_plugin::dispatch", _as_operator(_fake_dispatch, 9), lib=_library)
+torch.library.register_fake("ep_plugin::combine", _as_operator(_fake_combine, 2), lib=_library)
+for _name, _call in (("dispatch", _differentiable_dispatch), ("combine", _differentiable_combine)):
     _operator = getattr(torch.ops.ep_plugin, _name).default
-    _library.impl(_name, autograd.autograd_kernel(_operator, _save, _backward), "Autograd", with_keyset=True)
+    _library.impl(_name, autograd.autograd_kernel(_operator, _call), "Autograd", with_keyset=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ep_plugin import _C, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import PeerTimeout
@@ -71,6 +72,7 @@ def different_order(rank: int, deadline_s: float) -> PeerTimeout:
     """Two communicators, called in different order on two ranks; a third one goes on afterwards."""
     pair = [open_communicator(2, timeout_s=deadline_s) for _ in range(2)]
     third = open_communicator(2)
+    dist.barrier()  # the ranks begin together: the deadline is for what follows
     with pytest.raises(PeerTimeout) as caught:
         round_trip(pair[rank])
     round_trip(third)

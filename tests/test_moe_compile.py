@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import torch
 import torch._inductor.config
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ep_plugin import MoECommunicator
+from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from ep_plugin.moe.routing import RoutingTensors
 from tests.moe_cases import FLAT, LAYOUTS, TOKEN_MAJOR, Case, communicator, make_inputs, named, on_ranks, poisoned
+from tests.ranks import run_ranks, values
 
 
 class MoELayer(torch.nn.Module):
@@ -133,3 +138,90 @@ def _cached_in_a_graph(rank: int, size: int) -> None:
 
 def test_cached_dispatch_in_a_graph() -> None:
     on_ranks(2, _cached_in_a_graph)
+
+
+def _round_trip_in_a_graph(rank: int, size: int, num_experts: int) -> None:
+    """The same code for any number of experts, while the sizes of what dispatch hands to combine depend on it."""
+    case = Case(tokens=(9,) * size, num_experts=num_experts, hidden=8)
+    inputs = make_inputs(case)
+    with communicator(case) as comm:
+
+        def there_and_back(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            out, handle = comm.dispatch(x, ids)
+            return comm.combine(out.tokens, handle)
+
+        x, ids = inputs.x[rank], inputs.ids[rank]
+        compiled = torch.compile(there_and_back, fullgraph=True)
+        torch.testing.assert_close(compiled(x, ids), x * (ids >= 0).sum(1, keepdim=True))
+
+
+def test_code_kept_on_disk_is_not_taken_for_a_communicator_of_other_sizes(tmp_path: Path) -> None:
+    """Each process makes its first communicator, and compiles the same function."""
+    on_disk = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for num_experts in (8, 16):
+        values(run_ranks(1, _round_trip_in_a_graph, 1, num_experts, timeout_s=120, env=on_disk))
+
+
+def test_the_same_program_finds_its_code_again(tmp_path: Path) -> None:
+    numbers = [values(run_ranks(2, _numbers))[0] for _ in range(2)]
+    assert numbers[0] == numbers[1] and len(set(numbers[0])) == 3
+
+
+def _numbers(rank: int) -> list[int]:
+    """Of two communicators of one kind and one of another."""
+    configs = [MoECommunicatorConfig(num_experts=8, hidden_size=hidden, topk=2) for hidden in (8, 8, 16)]
+    made = [MoECommunicator(None, config) for config in configs]
+    for comm in made:
+        comm.close()
+    return [comm.number for comm in made]
+
+
+def _calls_seen(rank: int, size: int) -> None:
+    case = Case(tokens=(9,), num_experts=4, hidden=8)
+    inputs = make_inputs(case)
+    with communicator(case) as comm:
+
+        def round_trip(x: torch.Tensor) -> torch.Tensor:
+            out, handle = comm.dispatch(x, inputs.ids[0], inputs.weights[0])
+            return comm.combine(out.tokens, handle, weights=out.weights)
+
+        plain = round_trip(inputs.x[0])
+        with profile(activities=[ProfilerActivity.CPU]) as run:
+            x = inputs.x[0].clone().requires_grad_()
+            round_trip(x).sum().backward()
+        names = [event.name for event in run.events()]
+        assert names.count("ep_plugin::dispatch") == names.count("ep_plugin::combine") == 2
+        with _Operators() as seen:
+            torch.testing.assert_close(round_trip(inputs.x[0]), plain, rtol=0, atol=0)
+        assert [name for name in seen.names if "ep_plugin" in name] == ["ep_plugin::dispatch", "ep_plugin::combine"]
+        round_trip(torch.nn.Parameter(inputs.x[0]))
+        with pytest.raises(NotImplementedError, match="ep_plugin.dispatch"):
+            round_trip(_Kind(inputs.x[0]))
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class _Kind(torch.Tensor):
+    """A kind of tensor that refuses every operator, and must be asked."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor):  # type: ignore[no-untyped-def]
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=data.dtype, strides=data.stride())
+
+    def __init__(self, data: torch.Tensor) -> None: ...
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        raise NotImplementedError(str(func))
+
+
+def test_whoever_watches_operators_sees_them() -> None:
+    on_ranks(1, _calls_seen)

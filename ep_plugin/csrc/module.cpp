@@ -301,8 +301,14 @@ py::object abort_of(Address address) {
   return py::make_tuple(static_cast<int>(by) - 1, text_of(board.reason, sizeof(board.reason)));
 }
 
+bool is_quiet(Address address) {
+  const Board& board = *at<Board>(address);
+  return __atomic_load_n(&board.fault_set, __ATOMIC_ACQUIRE) == 0 && __atomic_load_n(&board.abort, __ATOMIC_ACQUIRE) == 0;
+}
+
 void bind_board(py::module_& m) {
   m.def("board_bytes", &board_bytes);
+  m.def("board_quiet", &is_quiet);
   m.def("board_fault", &fault_of);
   m.def("board_abort", &abort_of);
   m.def("abort_board", &abort_board);
@@ -320,8 +326,9 @@ void bind_board(py::module_& m) {
     raise_interruption();
     return static_cast<int>(result);
   });
-  m.def("board_totals", [](Address address, int local_experts) {
+  m.def("board_totals", [](Address address, int local_experts, Address copy) {
     const int64_t* totals = at<int64_t>(address, sizeof(Board));
+    std::copy_n(totals, kTotals + local_experts, at<int64_t>(copy));
     return std::vector<int64_t>(totals, totals + kTotals + local_experts);
   });
   m.def("set_reserved_pools", [](Address address, uint64_t count) {
@@ -395,5 +402,7 @@ PYBIND11_MODULE(_C, m) {
   bind_wire(m);
   m.def("register_host", &register_host);
   m.def("unregister_host", &unregister_host);
+  m.def("order_streams", &order_streams, py::call_guard<py::gil_scoped_release>());
+  m.def("stream_capturing", &stream_capturing);
 #endif
 }

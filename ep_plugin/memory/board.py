@@ -33,6 +33,11 @@ class Boards:
             self.device_address = _C.register_host(self.address, _C.board_bytes(local_experts), device.index)
             self._registered = True
 
+    def quiet(self) -> bool:
+        """Whether there is neither a fault nor an abort."""
+        with self._guard:
+            return self._closed or _C.board_quiet(self.address)
+
     def fault(self) -> tuple[int, int, int, int, int, int] | None:
         """The first fault on this rank: (code, step, peer, field, expected, seen)."""
         with self._guard:
@@ -72,9 +77,9 @@ class Boards:
         """Waits for a notify's totals; False when a fault, an abort or the deadline came first."""
         return _C.wait_ticket(self.address, ticket, int(timeout_s * 1e9)) == 0
 
-    def totals(self) -> list[int]:
-        """Slots, rows, the largest rank's slots and sent rows, then the rows of each local expert."""
-        return _C.board_totals(self.address, self._local_experts)
+    def totals(self, copy: torch.Tensor) -> list[int]:
+        """Slots, rows, the largest rank's slots and sent rows, then the rows of each local expert; also to `copy`."""
+        return _C.board_totals(self.address, self._local_experts, copy.data_ptr())
 
     def close(self) -> None:
         """Gives the memory back. May be called again."""

@@ -13,25 +13,18 @@ import torch
 
 from ep_plugin.moe.validate import ELEMENTS, weight_dtype
 
+_WIDE_ELEMENTS = 1 << 23  # of rows that are made wider at once: 32 MiB in float32
 _RESULTS = 5  # of dispatch, before its routing
-_TENSORS = 4  # arguments of each operator that may require gradients; the first ones
+NUM_TENSORS = 4  # arguments of each operator that may require gradients; the first ones
 
 
-def autograd_kernel(op: Any, save: Callable[..., None], backward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
-    """The kernel of `op` for torch's Autograd key, which is given the dispatcher's keys first.
-
-    It does what that of torch.library.register_autograd does (torch 2.11 to 2.13), which looks through the schema for
-    defaults at each call: 30 to 50 us.
-    """
-
-    def below(keyset: Any, *inputs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+def differentiable(save: Callable[..., None], backward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    """A function of (compute, *inputs) that returns compute(*inputs) and, where an input requires it, gradients."""
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, keyset: Any, *inputs: Any) -> Any:
-            output = below(keyset, *inputs)
+        def forward(ctx: Any, compute: Callable[..., Any], *inputs: Any) -> Any:
+            output = compute(*inputs)
             save(ctx, inputs, output)
             return output
 
@@ -39,29 +32,51 @@ def autograd_kernel(op: Any, save: Callable[..., None], backward: Callable[..., 
         def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
             return None, *backward(ctx, *grads)
 
+    def call(compute: Callable[..., Any], *inputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            for tensor in inputs[:NUM_TENSORS]:
+                if tensor is not None and tensor.requires_grad:
+                    return Differentiable.apply(compute, *inputs)
+        return compute(*inputs)
+
+    return call
+
+
+def autograd_kernel(op: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of `op` for torch's Autograd key, which is given the dispatcher's keys first; `call`: differentiable.
+
+    It does what that of torch.library.register_autograd does (torch 2.11 to 2.13), which looks through the schema for
+    defaults at each call: 30 to 50 us.
+    """
+
     def kernel(keyset: Any, *inputs: Any) -> Any:
-        live = (tensor is not None and tensor.requires_grad for tensor in inputs[:_TENSORS])
-        return (Differentiable.apply if torch.is_grad_enabled() and any(live) else below)(keyset, *inputs)
+        def below(*inputs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+
+        return call(below, *inputs)
 
     return kernel
 
 
-def save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     x, _, weights, _, previous, comm, *_ = inputs
     routing = tuple(previous) if previous else tuple(output[_RESULTS:])
     ctx.save_for_backward(*routing)
     ctx.comm = comm
     ctx.hidden, ctx.x_dtype = x.shape[1], x.dtype
     ctx.weight_shape = None if weights is None else weights.shape
-    ctx.rows_shape = output[2].shape
+    ctx.rows_shape = None if output[2] is None else output[2].shape
     ctx.num_rows = output[0].shape[0]
     ctx.x_needs_grad = x.requires_grad
     ctx.weights_need_grad = weights is not None and weights.requires_grad
     ctx.set_materialize_grads(False)
 
 
-def dispatch_backward(ctx: Any, grad_tokens: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-    """Gradients of (x, topk_weights): a plain-sum combine of the rows' gradients; the weights' ride along."""
+def dispatch_backward(
+    combine: Callable[..., Any], ctx: Any, grad_tokens: torch.Tensor | None, *grads: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """Gradients of (x, topk_weights): a plain-sum `combine` of the rows' gradients; the weights' ride along."""
     routing = list(ctx.saved_tensors)
     grad_weights = grads[1]
     grad_x: torch.Tensor | None = None
@@ -76,7 +91,7 @@ def dispatch_backward(ctx: Any, grad_tokens: torch.Tensor | None, *grads: torch.
                 if grad_weights is None
                 else grad_weights.to(dtype).contiguous()
             )
-        rows, weights = torch.ops.ep_plugin.combine(y, None, None, extra, routing, ctx.comm, False)
+        rows, weights = combine(y, None, None, extra, routing, ctx.comm, False)
         grad_x = rows if ctx.x_needs_grad else None
         grad_topk_weights = weights if ctx.weights_need_grad else None
     return grad_x, None, grad_topk_weights, None, None, None, None, None, None
@@ -91,7 +106,7 @@ def _rows_to_send_back(ctx: Any, grad_tokens: torch.Tensor | None, like: torch.T
     return grad_tokens.contiguous()
 
 
-def save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     y, weights, bias, extra, routing, comm, _ = inputs
     ctx.weighted = weights is not None
     saved = (y, weights) if weights is not None else ()  # a plain sum does not keep y alive
@@ -104,8 +119,10 @@ def save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, 
     ctx.rows_need_grad = any(tensor is not None and tensor.requires_grad for tensor in (y, weights, extra))
 
 
-def combine_backward(ctx: Any, grad_out: torch.Tensor, grad_extra: torch.Tensor | None) -> tuple[Any, ...]:
-    """Gradients of (y, weights, bias, extra): the outputs' gradients dispatched over the same routing."""
+def combine_backward(
+    dispatch: Callable[..., Any], ctx: Any, grad_out: torch.Tensor, grad_extra: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """Gradients of (y, weights, bias, extra): the outputs' gradients, by `dispatch` over the same routing."""
     saved = list(ctx.saved_tensors)
     routing, rest = saved[: ctx.num_routing], saved[ctx.num_routing :]
     grad_y: torch.Tensor | None = None
@@ -113,7 +130,7 @@ def combine_backward(ctx: Any, grad_out: torch.Tensor, grad_extra: torch.Tensor 
     grad_rode_back: torch.Tensor | None = None
     if ctx.rows_need_grad:
         beside = grad_extra.contiguous() if ctx.has_extra and grad_extra is not None else None
-        dispatched = torch.ops.ep_plugin.dispatch(
+        dispatched = dispatch(
             grad_out.contiguous(), routing[0], beside, None, routing, ctx.comm, ctx.num_rows, None, False
         )
         rows = dispatched[0]
@@ -122,11 +139,25 @@ def combine_backward(ctx: Any, grad_out: torch.Tensor, grad_extra: torch.Tensor 
         if ctx.weighted:
             y, weights = rest
             factor = weights
-            grad_weights = (y.to(weights.dtype) * rows.to(weights.dtype)).sum(dim=1)
+            grad_weights = _row_dots(y, rows, weights.dtype)
             if weights.dim() == 2:  # in TOKEN_MAJOR the weights of experts elsewhere do not count
                 here = dispatched[3] >= 0
                 factor = torch.where(here, weights, 0).sum(dim=1)
                 grad_weights = grad_weights.unsqueeze(1) * here
-            grad_y = (rows * factor.unsqueeze(1)).to(y.dtype)
+            factor = factor.unsqueeze(1)
+            grad_y = (rows * factor).to(y.dtype) if torch.is_grad_enabled() else rows.mul_(factor)
     grad_bias = grad_out if ctx.has_bias else None
     return grad_y, grad_weights, grad_bias, grad_rode_back, None, None, None
+
+
+def _row_dots(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``[N]``: each row of `a` ``[N, H]`` times that of `b`, summed in `dtype`; few rows exist in that at once."""
+    if type(b) is not torch.Tensor or torch.is_grad_enabled():  # compiled into one loop, or differentiated again
+        return (a * b.to(dtype)).sum(dim=1)
+    num_rows, hidden = a.shape
+    dots = a.new_empty(num_rows, dtype=dtype)
+    step = max(1, _WIDE_ELEMENTS // hidden)
+    for begin in range(0, num_rows, step):
+        part = slice(begin, begin + step)
+        torch.sum(a[part] * b[part].to(dtype), dim=1, out=dots[part])
+    return dots

@@ -6,15 +6,16 @@ Shapes: T tokens, K experts per token, N rows of the dispatch's output, H hidden
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ep_plugin import _C
 from ep_plugin.moe.engine import COMBINE_POOL, Engine
-from ep_plugin.moe.routing import RoutingTensors, address, admit, roomy, routing_struct
-from ep_plugin.moe.validate import DTYPE_CODES, ELEMENTS
+from ep_plugin.moe.routing import KnownRouting, address, admit, header_of, roomy
+from ep_plugin.moe.validate import ELEMENTS
 
+Sums: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 _COMBINE, _ADD, _MAX_SENT = _C.Op.COMBINE, _C.Step.ADD, _C.Total.MAX_SENT
 
 
@@ -23,14 +24,13 @@ class PendingCombine:
     """A combine whose partial rows are on their way. It holds every tensor that its kernels read."""
 
     header: Any
-    struct: Any
     y: torch.Tensor
     weights: torch.Tensor | None
     bias: torch.Tensor | None
     extra: torch.Tensor | None
-    routing: RoutingTensors
-    made: tuple[torch.Tensor, torch.Tensor] | None = None  # the sums, where they were there before the rows were sent
-    result: tuple[torch.Tensor, torch.Tensor] | None = None
+    routing: KnownRouting
+    made: Sums | None = None  # the sums, where they were there before the rows were sent
+    result: Sums | None = None
 
 
 def start_combine(
@@ -39,25 +39,15 @@ def start_combine(
     weights: torch.Tensor | None,
     bias: torch.Tensor | None,
     extra: torch.Tensor | None,
-    routing: RoutingTensors,
+    routing: KnownRouting,
 ) -> PendingCombine:
     """Reduces each slot's rows of `y` ``[N, H]`` and pushes the partial rows to the tokens' owners."""
-    T, K = routing.topk_ids.shape
+    T, K = routing.tensors.topk_ids.shape
     row_bytes = y.shape[1] * y.element_size()
     weight_bytes = 0 if extra is None else extra.element_size()
-    header = _C.Header(
-        op=_COMBINE,
-        row_bytes=row_bytes,
-        weight_bytes=weight_bytes,
-        topk=K,
-        dtype=DTYPE_CODES[y.dtype],
-        layout=engine.layout,
-        config_hash=engine.config_hash,
-        num_tokens=T,
-    )
+    header = header_of(_COMBINE, row_bytes, 0, weight_bytes, K, y.dtype, engine.layout, engine.config_hash, T)
     engine.reserve(COMBINE_POOL, _pool_bytes(engine, routing, _C.partial_bytes(row_bytes, weight_bytes, K)))
-    struct = routing_struct(engine, routing.topk_ids, routing.plan, routing.recv_rows)
-    pending = PendingCombine(header, struct, y, weights, bias, extra, routing)
+    pending = PendingCombine(header, y, weights, bias, extra, routing)
     push = _push_args(engine, pending)
     if engine.sms["add_sms"] > 0:
         engine.lanes.fork()
@@ -70,8 +60,8 @@ def start_combine(
     return pending
 
 
-def finish_combine(engine: Engine, pending: PendingCombine) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds the partial rows: ``[T, H]``, and the extra values ``[T, K]`` (empty when none rode back)."""
+def finish_combine(engine: Engine, pending: PendingCombine) -> Sums:
+    """Adds the partial rows: ``[T, H]``, and the extra values ``[T, K]`` (None when none rode back)."""
     made = pending.made
     if made is None:
         made = _empty_sums(pending)
@@ -86,17 +76,17 @@ def finish_combine(engine: Engine, pending: PendingCombine) -> tuple[torch.Tenso
     return made
 
 
-def _empty_sums(pending: PendingCombine) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_sums(pending: PendingCombine) -> Sums:
     y, extra = pending.y, pending.extra
-    T, K = pending.routing.topk_ids.shape
-    return y.new_empty((T, y.shape[1])), y.new_empty(0) if extra is None else extra.new_empty((T, K))
+    T, K = pending.routing.tensors.topk_ids.shape
+    return y.new_empty((T, y.shape[1])), None if extra is None else extra.new_empty((T, K))
 
 
 def _push_args(engine: Engine, pending: PendingCombine) -> Any:
     y = pending.y
     return _C.PushArgs(
         comm=engine.comm,
-        routing=pending.struct,
+        routing=pending.routing.struct,
         header=pending.header,
         y=y.data_ptr(),
         rows=y.shape[0],
@@ -109,18 +99,16 @@ def _push_args(engine: Engine, pending: PendingCombine) -> Any:
     )
 
 
-def _add_args(
-    engine: Engine, pending: PendingCombine, made: tuple[torch.Tensor, torch.Tensor], sms: int, stream: int
-) -> Any:
+def _add_args(engine: Engine, pending: PendingCombine, made: Sums, sms: int, stream: int) -> Any:
     y = pending.y
     out, extra = made
     return _C.AddArgs(
         comm=engine.comm,
-        routing=pending.struct,
+        routing=pending.routing.struct,
         header=pending.header,
         out=out.data_ptr(),
         bias=address(pending.bias),
-        extra=0 if pending.extra is None else extra.data_ptr(),
+        extra=address(extra),
         hidden=y.shape[1],
         element=ELEMENTS[y.dtype],
         num_sms=sms,
@@ -128,8 +116,8 @@ def _add_args(
     )
 
 
-def _pool_bytes(engine: Engine, routing: RoutingTensors, partial: int) -> int:
+def _pool_bytes(engine: Engine, routing: KnownRouting, partial: int) -> int:
     most = engine.config.max_tokens_per_rank
     if most is not None:
-        return most * min(engine.size, routing.topk_ids.shape[1]) * partial
-    return roomy(routing.totals.tolist()[_MAX_SENT] * partial, engine.pool_bytes(COMBINE_POOL))
+        return most * min(engine.size, routing.tensors.topk_ids.shape[1]) * partial
+    return roomy(routing.totals[_MAX_SENT] * partial, engine.pool_bytes(COMBINE_POOL))

@@ -6,36 +6,24 @@ experts, N rows received.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from types import TracebackType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from ep_plugin import _C
+from ep_plugin import _C, ops
 from ep_plugin.config import MoECommunicatorConfig
-from ep_plugin.errors import CommunicatorClosed, EpPluginError
-from ep_plugin.moe.combine import PendingCombine, finish_combine, start_combine
+from ep_plugin.errors import EpPluginError
+from ep_plugin.moe.combine import PendingCombine, Sums, finish_combine, start_combine
 from ep_plugin.moe.dispatch import DispatchCall, DispatchResult, PendingDispatch, finish_dispatch, start_dispatch
 from ep_plugin.moe.engine import Engine
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
-from ep_plugin.moe.routing import RoutingTensors
+from ep_plugin.moe.numbers import register
+from ep_plugin.moe.routing import KnownRouting, RoutingTensors, known_routing
 from ep_plugin.moe.shared import shared_communicator
 from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch, check_quantize
 from ep_plugin.moe.work import CombineWork, DispatchWork
-
-_numbers = itertools.count(1)
-_communicators: weakref.WeakValueDictionary[int, MoECommunicator] = weakref.WeakValueDictionary()
-
-
-def communicator(number: int) -> MoECommunicator:
-    """The communicator with this number in this process; ValueError when it is gone."""
-    found = _communicators.get(number)
-    if found is None:
-        raise CommunicatorClosed(f"expected the number of an open communicator, got {number}")
-    return found
 
 
 class MoECommunicator:
@@ -57,11 +45,9 @@ class MoECommunicator:
         for a group with a backend of GPUs (NCCL), else the CPU."""
         self.config = config
         self.engine = Engine(group, config, _resolve_device(group, device))
-        self.number = next(_numbers)
+        self.number = register(self)
         self._under_way: PendingDispatch | PendingCombine | None = None
         self._waited_for: PendingDispatch | PendingCombine | None = None
-        _communicators[self.number] = self
-        import ep_plugin.ops  # noqa: F401  registers the operators that every method goes through
 
     @classmethod
     def shared(
@@ -160,7 +146,7 @@ class MoECommunicator:
         `previous_handle`, the host waits here until every rank has told how many rows it sends.
         """
         check_quantize(x, quantize)
-        routing = self._routing_of(previous_handle)
+        routing = self._known_routing("previous_handle", previous_handle)
         weights = as_weights("topk_weights", None if topk_weights is None else topk_weights.detach(), x)
         call = DispatchCall(bulk_ready(x.detach()), topk_ids, weights, scales, routing, capacity, quantize)
         with self.engine.lock:
@@ -181,7 +167,7 @@ class MoECommunicator:
 
         The arguments must not be written to before `.wait()`.
         """
-        routing = self._routing_of(handle)
+        routing = self._known_routing("handle", handle)
         assert routing is not None
         rows = as_weights("weights", None if weights is None else weights.detach(), y)
         kept = bulk_ready(y.detach()), None if bias is None else bulk_ready(bias.detach())
@@ -233,14 +219,14 @@ class MoECommunicator:
         weights: torch.Tensor | None,
         bias: torch.Tensor | None,
         extra: torch.Tensor | None,
-        routing: RoutingTensors,
+        routing: KnownRouting,
         pending: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Sums:
         """The whole of a combine, or, when `pending`, the rest of the one that is being waited for."""
         engine = self.engine
         with engine.lock:
             if pending:
-                return cast("tuple[torch.Tensor, torch.Tensor]", self._collect())
+                return cast("Sums", self._collect())
             self._complete()
             check_combine(engine, y, weights, bias, extra, routing)
             return engine.run("combine", _whole_combine, y, weights, bias, extra, routing)
@@ -249,7 +235,7 @@ class MoECommunicator:
 
     def _begin_dispatch(self, engine: Engine, call: DispatchCall) -> PendingDispatch:
         begun = self._under_way = start_dispatch(engine, call)
-        engine.lanes.record(*call[:4], begun.topk_ids, begun.plan, begun.block_counts, *(call.previous or ()))
+        engine.lanes.record(*call[:4], begun.topk_ids, begun.plan, begun.block_counts, *_tensors_of(call.previous))
         if begun.made is not None:
             engine.lanes.record(*begun.made[0], *begun.made[1])  # a fault may keep it from ever being joined
         return begun
@@ -260,10 +246,10 @@ class MoECommunicator:
         y: torch.Tensor,
         weights: torch.Tensor | None,
         bias: torch.Tensor | None,
-        routing: RoutingTensors,
+        routing: KnownRouting,
     ) -> PendingCombine:
         begun = self._under_way = start_combine(engine, y, weights, bias, None, routing)
-        engine.lanes.record(y, weights, bias, *routing, *(begun.made or ()))
+        engine.lanes.record(y, weights, bias, *_tensors_of(routing), *(begun.made or ()))
         return begun
 
     def _dispatch(
@@ -282,23 +268,24 @@ class MoECommunicator:
         weights = as_weights("topk_weights", topk_weights, x)
         arguments = (x, topk_ids, weights, scales, list(previous or ()), self.number, capacity, quantize)
         if begun is None:
-            tensors = torch.ops.ep_plugin.dispatch(*arguments, False)
+            tensors = ops.dispatch(*arguments, False)
         else:
             with self.engine.lock:
                 self._waited_for = begun
-                tensors = torch.ops.ep_plugin.dispatch(*arguments, True)
+                tensors = ops.dispatch(*arguments, True)
         tokens, out_scales, out_weights, ids, counts = tensors[:5]
         routing = previous if previous is not None else RoutingTensors(*tensors[5:])
         flat, local = self.engine.flat, self.engine.local_experts
+        per_expert, offsets, _ = counts.split_with_sizes((local, local + 1, 0 if capacity is None else 2))
         out = DispatchOutput(
             tokens=tokens,
             scales=None if scales is None and quantize is None else out_scales,
             weights=None if topk_weights is None else out_weights,
             topk_ids=None if flat else ids,
             row_expert_ids=ids if flat else None,
-            num_tokens_per_expert=counts[:local],
-            num_tokens_per_expert_cpu=routing.totals[_C.num_totals :].clone() if capacity is None else None,
-            expert_offsets=counts[local : 2 * local + 1],
+            num_tokens_per_expert=per_expert,
+            num_tokens_per_expert_cpu=routing.totals.narrow_copy(0, _C.num_totals, local) if capacity is None else None,
+            expert_offsets=offsets,
             overflow=None if capacity is None else counts[-2],
             required=None if capacity is None else counts[-1],
         )
@@ -317,10 +304,10 @@ class MoECommunicator:
         rows = as_weights("weights", weights, y)
         arguments = (y, rows, bias, None, list(routing), self.number)
         if begun is None:
-            return torch.ops.ep_plugin.combine(*arguments, False)[0]
+            return ops.combine(*arguments, False)[0]
         with self.engine.lock:
             self._waited_for = begun
-            return torch.ops.ep_plugin.combine(*arguments, True)[0]
+            return ops.combine(*arguments, True)[0]
 
     def _routing_of(self, handle: DispatchHandle | None) -> RoutingTensors | None:
         if handle is None:
@@ -330,6 +317,10 @@ class MoECommunicator:
                 f"handle: expected one of communicator {self.number}, got one of communicator {handle.comm}"
             )
         return RoutingTensors(*handle[:-1])
+
+    def _known_routing(self, name: str, handle: DispatchHandle | None) -> KnownRouting | None:
+        tensors = self._routing_of(handle)
+        return None if tensors is None else known_routing(self.engine, name, tensors)
 
     def _complete(self) -> None:
         """Completes what was started and is not complete; its result stays there until somebody waits for it.
@@ -364,7 +355,11 @@ def _whole_dispatch(engine: Engine, call: DispatchCall) -> tuple[DispatchResult,
     return finish_dispatch(engine, start_dispatch(engine, call))
 
 
-def _whole_combine(engine: Engine, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _tensors_of(routing: KnownRouting | None) -> tuple[torch.Tensor, ...]:
+    return () if routing is None else routing.tensors
+
+
+def _whole_combine(engine: Engine, *call: Any) -> Sums:
     return finish_combine(engine, start_combine(engine, *call))
 
 

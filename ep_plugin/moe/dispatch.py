@@ -10,29 +10,39 @@ Shapes: T tokens, K experts per token, R ranks, E_l local experts, N output rows
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from ep_plugin import _C
 from ep_plugin.moe.engine import DISPATCH_POOL, Engine
-from ep_plugin.moe.routing import WORD_BYTES, RoutingTensors, address, admit, roomy, routing_struct
-from ep_plugin.moe.validate import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
+from ep_plugin.moe.routing import (
+    WORD_BYTES,
+    KnownRouting,
+    RoutingTensors,
+    address,
+    admit,
+    header_of,
+    remember_routing,
+    roomy,
+    routing_struct,
+)
+from ep_plugin.moe.validate import ELEMENTS, QUANTIZED, num_scales
 
 _DISPATCH, _CACHED_DISPATCH, _EXPAND = _C.Op.DISPATCH, _C.Op.CACHED_DISPATCH, _C.Step.EXPAND
 _SLOTS, _ROWS, _MAX_SLOTS = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_SLOTS
 
 
 class DispatchResult(NamedTuple):
-    """What a dispatch returns, every field a tensor: empty where the call has none.
+    """What a dispatch returns; None where the call has none.
 
     ids: int32, FLAT: row_expert_ids ``[N]``, TOKEN_MAJOR: topk_ids ``[N, K]``. counts: int32, expert_count ``[E_l]``,
     expert_offset ``[E_l + 1]`` and, with a capacity, overflow ``[2]``, one after the other.
     """
 
     tokens: torch.Tensor
-    scales: torch.Tensor
-    weights: torch.Tensor
+    scales: torch.Tensor | None
+    weights: torch.Tensor | None
     ids: torch.Tensor
     counts: torch.Tensor
 
@@ -44,7 +54,7 @@ class DispatchCall(NamedTuple):
     topk_ids: torch.Tensor
     weights: torch.Tensor | None
     scales: torch.Tensor | None
-    previous: RoutingTensors | None
+    previous: KnownRouting | None
     capacity: int | None
     quantize: str | None
 
@@ -59,11 +69,16 @@ class PendingDispatch:
     topk_ids: torch.Tensor
     plan: torch.Tensor
     block_counts: torch.Tensor | None
+    totals: torch.Tensor | None  # int64 on the host, of the routing that this makes
     ticket: int = 0  # what the host waits for, or 0
     numbers: list[int] | None = None  # the totals, once the host knows them
     reserved: bool = False  # the pool is known to be large enough
     made: tuple[DispatchResult, RoutingTensors] | None = None  # what the rows go to, if that was there before the send
     result: tuple[DispatchResult, RoutingTensors] | None = None
+
+    def wait_totals(self, engine: Engine) -> None:
+        assert self.totals is not None
+        self.numbers = engine.wait_totals(self.ticket, self.totals)
 
 
 def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
@@ -102,7 +117,7 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
             engine.lanes.fork_receive()
             admit(engine, _EXPAND)
             admitted = True
-        pending.numbers = engine.wait_totals(pending.ticket)
+        pending.wait_totals(engine)
     if not pending.reserved:
         _make_room(engine, pending)
     result, recv_rows = _allocate(engine, pending, args, counts)
@@ -111,7 +126,7 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
         admit(engine, _EXPAND)
     engine.kernels.expand(args)
     engine.lanes.join()
-    routing = _routing(pending, recv_rows)
+    routing = _routing(engine, pending, recv_rows)
     engine.check()
     return result, routing
 
@@ -120,17 +135,18 @@ def _pending(engine: Engine, call: DispatchCall) -> PendingDispatch:
     previous = call.previous
     header = _dispatch_header(engine, call)
     if previous is not None:
-        struct = routing_struct(engine, previous.topk_ids, previous.plan, previous.recv_rows)
-        return PendingDispatch(
-            call, header, struct, previous.topk_ids, previous.plan, None, numbers=previous.totals.tolist()
-        )
+        ids, plan, *_ = previous.tensors
+        return PendingDispatch(call, header, previous.struct, ids, plan, None, None, numbers=previous.totals)
     T, K = call.topk_ids.shape
     plan = torch.empty(engine.plan_words(T, K), dtype=torch.int32, device=engine.device)
     topk_ids = plan.new_empty((T, K))
     block_counts = plan.new_empty(_C.block_count_words(T, engine.size, engine.config.num_experts))
-    ticket = 0 if call.capacity is not None else engine.next_ticket()
+    if call.capacity is None:
+        totals, ticket = torch.empty(engine.num_totals, dtype=torch.int64, device="cpu"), engine.next_ticket()
+    else:
+        totals, ticket = torch.full((1,), call.capacity, dtype=torch.int64, device="cpu"), 0
     struct = routing_struct(engine, topk_ids, plan, None)
-    return PendingDispatch(call, header, struct, topk_ids, plan, block_counts, ticket)
+    return PendingDispatch(call, header, struct, topk_ids, plan, block_counts, totals, ticket)
 
 
 def _dispatch_header(engine: Engine, call: DispatchCall) -> Any:
@@ -139,16 +155,16 @@ def _dispatch_header(engine: Engine, call: DispatchCall) -> Any:
     scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
     if call.quantize is not None:
         dtype, scale_bytes = QUANTIZED[call.quantize], int(num_scales(x.shape[1])) * torch.float32.itemsize
-    return _C.Header(
-        op=_DISPATCH if call.previous is None else _CACHED_DISPATCH,
-        row_bytes=x.shape[1] * dtype.itemsize,
-        scale_bytes=scale_bytes,
-        weight_bytes=0 if weights is None else weights.element_size(),
-        topk=call.topk_ids.shape[1],
-        dtype=DTYPE_CODES[dtype],
-        layout=engine.layout,
-        config_hash=engine.config_hash,
-        num_tokens=x.shape[0],
+    return header_of(
+        _DISPATCH if call.previous is None else _CACHED_DISPATCH,
+        x.shape[1] * dtype.itemsize,
+        scale_bytes,
+        0 if weights is None else weights.element_size(),
+        call.topk_ids.shape[1],
+        dtype,
+        engine.layout,
+        engine.config_hash,
+        x.shape[0],
     )
 
 
@@ -182,7 +198,7 @@ def _send_and_expand(engine: Engine, pending: PendingDispatch) -> None:
     send = _send_args(engine, pending)
     expand, counts = _expand_args(engine, pending, _sending_sms(engine, pending.call), engine.lanes.send)
     if pending.ticket:
-        pending.numbers = engine.wait_totals(pending.ticket)
+        pending.wait_totals(engine)
     needed = _known_pool_bytes(engine, pending)
     assert needed is not None
     engine.reserve(DISPATCH_POOL, needed)
@@ -190,7 +206,7 @@ def _send_and_expand(engine: Engine, pending: PendingDispatch) -> None:
     result, recv_rows = _allocate(engine, pending, expand, counts)
     engine.lanes.fork()  # as in finish_dispatch
     engine.kernels.send_and_expand(send, expand)
-    pending.made = result, _routing(pending, recv_rows)
+    pending.made = result, _routing(engine, pending, recv_rows)
 
 
 def _make_room(engine: Engine, pending: PendingDispatch) -> None:
@@ -254,18 +270,19 @@ def _allocate(
     result = _empty_result(engine, call, rows, counts)
     args.comm = engine.comm
     args.tokens = result.tokens.data_ptr()
-    args.scales = result.scales.data_ptr()
-    args.weights = result.weights.data_ptr()
+    args.scales = address(result.scales)
+    args.weights = address(result.weights)
     if engine.flat:
         args.row_expert_ids = result.ids.data_ptr()
     else:
         args.topk_ids = result.ids.data_ptr()
     args.capacity = rows
     if call.previous is not None:
-        return result, call.previous.recv_rows
+        return result, call.previous.tensors.recv_rows
     recv_rows = counts.new_empty((slots, call.topk_ids.shape[1]))
-    args.routing.recv_rows = recv_rows.data_ptr()
-    args.routing.slots = slots
+    pending.struct.recv_rows = recv_rows.data_ptr()
+    pending.struct.slots = slots
+    args.routing = pending.struct
     return result, recv_rows
 
 
@@ -300,7 +317,7 @@ def _empty_result(engine: Engine, call: DispatchCall, rows: int, counts: torch.T
     return DispatchResult(
         tokens,
         scales,
-        x.new_empty(0) if weights is None else weights.new_empty(beside),
+        None if weights is None else weights.new_empty(beside),
         counts.new_empty(beside),
         counts,
     )
@@ -308,20 +325,20 @@ def _empty_result(engine: Engine, call: DispatchCall, rows: int, counts: torch.T
 
 def empty_payload(
     x: torch.Tensor, scales: torch.Tensor | None, quantize: str | None, rows: int | torch.SymInt
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `rows` rows of an output, and the scales beside them, are written to."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `rows` rows of an output, and the scales beside them, are written to; None without scales."""
     shape = (rows, x.shape[1])
     if quantize is not None:
         row_scales = x.new_empty((rows, num_scales(x.shape[1])), dtype=torch.float32)
         return x.new_empty(shape, dtype=QUANTIZED[quantize]), row_scales
-    return x.new_empty(shape), x.new_empty(0) if scales is None else scales.new_empty((rows, scales.shape[1]))
+    return x.new_empty(shape), None if scales is None else scales.new_empty((rows, scales.shape[1]))
 
 
-def _routing(pending: PendingDispatch, recv_rows: torch.Tensor) -> RoutingTensors:
+def _routing(engine: Engine, pending: PendingDispatch, recv_rows: torch.Tensor) -> RoutingTensors:
     call = pending.call
     if call.previous is not None:
-        return call.previous
-    totals = pending.numbers if call.capacity is None else [call.capacity]
-    return RoutingTensors(
-        pending.topk_ids, pending.plan, recv_rows, torch.tensor(totals, dtype=torch.int64, device="cpu")
-    )
+        return call.previous.tensors
+    assert pending.totals is not None
+    routing = RoutingTensors(pending.topk_ids, pending.plan, recv_rows, pending.totals)
+    remember_routing(engine, KnownRouting(routing, pending.struct, pending.numbers or [cast(int, call.capacity)]))
+    return routing

@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from ep_plugin.memory.exchange import Exchange
 from ep_plugin.memory.peer import PeerBuffer, open_memory, transport_for
 from ep_plugin.moe.faults import aborted_error, disagreement_on_pool, error_of
 from ep_plugin.moe.lanes import lanes_of
+
+if TYPE_CHECKING:
+    from ep_plugin.moe.routing import LatestRouting
 
 DISPATCH_POOL, COMBINE_POOL = _C.Pool.DISPATCH, _C.Pool.COMBINE
 # SMs of the sending and of the receiving kernel of each operation, and what they leave to others at least.
@@ -78,6 +81,7 @@ class Engine:
         self._error: Exception | None = None
         self._tickets = 0
         self.reserved = 0
+        self.latest_routing: LatestRouting | None = None
         self._pools: list[PeerBuffer | None] = [None, None]
         self._captured = False
         self._running = False
@@ -104,6 +108,7 @@ class Engine:
         self.lanes = lanes_of(device)
         self._agree(config)
         self.local_experts = config.num_experts // self.size
+        self.num_totals = _C.num_totals + self.local_experts
         self.meta_words = _C.meta_words(self.size, config.num_experts)
         self.boards = Boards(self.exchange, self.local_experts, device)
         self._resources.callback(self.boards.close)
@@ -217,21 +222,23 @@ class Engine:
         self._tickets += 1
         return self._tickets
 
-    def wait_totals(self, ticket: int) -> list[int]:
+    def wait_totals(self, ticket: int, copy: torch.Tensor) -> list[int]:
         """The totals of notify `ticket`, see Boards.totals. Raises what went wrong, or PeerTimeout at the deadline."""
         most_s = 2 * self.timeout_s + 5.0  # the kernel's own deadline starts later, comes first, and says more
         if not self.boards.wait_ticket(ticket, most_s):
             self.check()
             raise EpPluginError(f"{self.name}: the device did not finish step notify in {most_s:g} s")
-        return self.boards.totals()
+        return self.boards.totals(copy)
 
     def check(self) -> None:
         """Raises the communicator's first error, if there is one; CommunicatorClosed after close."""
         if self.closed:
             raise CommunicatorClosed(f"{self.name}: expected an open communicator, got a closed one")
         if self._error is None:
+            if self.boards.quiet():
+                return
             error = error_of(self)
-            if error is None:
+            if error is None:  # closed meanwhile
                 return
             self._remember(error)
         assert self._error is not None

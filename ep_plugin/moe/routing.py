@@ -5,12 +5,15 @@ Shapes: T tokens, K experts per token, R ranks, S received slots.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any, NamedTuple
 
 import torch
 
 from ep_plugin import _C
 from ep_plugin.moe.engine import Engine
+from ep_plugin.moe.validate import DTYPE_CODES, check_routing
 
 WORD_BYTES = 4
 
@@ -22,6 +25,49 @@ class RoutingTensors(NamedTuple):
     plan: torch.Tensor
     recv_rows: torch.Tensor
     totals: torch.Tensor
+
+
+class KnownRouting(NamedTuple):
+    """A routing whose tensors are sound, as kernels see it, and its `totals` as a list."""
+
+    tensors: RoutingTensors
+    struct: Any
+    totals: list[int]
+
+
+class LatestRouting(NamedTuple):
+    """What is known of the routing that a communicator made last; its tensors may be gone."""
+
+    tensors: tuple[weakref.ref[torch.Tensor], ...]
+    addresses: list[int]
+    struct: Any
+    totals: list[int]
+
+
+def known_routing(engine: Engine, name: str, tensors: RoutingTensors) -> KnownRouting:
+    """`tensors`, which the caller's `name` holds. ValueError where they are not as dispatch made them.
+
+    Those of the latest dispatch, as they mostly are, need no further look.
+    """
+    latest = engine.latest_routing
+    if latest is not None and latest.addresses == _addresses(tensors):
+        topk_ids, plan, recv_rows, totals = latest.tensors
+        same = tensors.topk_ids is topk_ids() and tensors.plan is plan() and tensors.recv_rows is recv_rows()
+        if same and tensors.totals is totals():
+            return KnownRouting(tensors, latest.struct, latest.totals)
+    check_routing(engine, name, tensors)
+    struct = routing_struct(engine, tensors.topk_ids, tensors.plan, tensors.recv_rows)
+    return KnownRouting(tensors, struct, tensors.totals.tolist())
+
+
+def remember_routing(engine: Engine, made: KnownRouting) -> None:
+    """Keeps what is known of a routing that this rank has just made."""
+    refs = tuple(map(weakref.ref, made.tensors))
+    engine.latest_routing = LatestRouting(refs, _addresses(made.tensors), made.struct, made.totals)
+
+
+def _addresses(tensors: RoutingTensors) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -44,6 +90,32 @@ def routing_struct(engine: Engine, topk_ids: torch.Tensor, plan: torch.Tensor, r
         meta=meta,
         recv_rows=address(recv_rows),
         slots=0 if recv_rows is None else recv_rows.shape[0],
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def header_of(
+    op: int,
+    row_bytes: int,
+    scale_bytes: int,
+    weight_bytes: int,
+    topk: int,
+    dtype: torch.dtype,
+    layout: int,
+    config_hash: int,
+    num_tokens: int,
+) -> Any:
+    """What ranks compare at each operation. Most calls are like an earlier one: it is made once, and never changed."""
+    return _C.Header(
+        op=op,
+        row_bytes=row_bytes,
+        scale_bytes=scale_bytes,
+        weight_bytes=weight_bytes,
+        topk=topk,
+        dtype=DTYPE_CODES[dtype],
+        layout=layout,
+        config_hash=config_hash,
+        num_tokens=num_tokens,
     )
 
 

@@ -12,7 +12,7 @@ from ep_plugin.config import ROW_ALIGNMENT_BYTES
 if TYPE_CHECKING:
     from ep_plugin.moe.dispatch import DispatchCall
     from ep_plugin.moe.engine import Engine
-    from ep_plugin.moe.routing import RoutingTensors
+    from ep_plugin.moe.routing import KnownRouting, RoutingTensors
 
 _ROWS, _SLOTS = _C.Total.ROWS, _C.Total.SLOTS
 # Rows of these types can be summed.
@@ -55,7 +55,9 @@ def as_weights(name: str, weights: torch.Tensor | None, rows: torch.Tensor) -> t
         return None
     if not weights.is_floating_point():
         raise ValueError(f"{name}: expected a floating-point dtype, got {weights.dtype}")
-    return weights.to(weight_dtype(rows.dtype)).contiguous()
+    if weights.dtype is not weight_dtype(rows.dtype):
+        weights = weights.to(weight_dtype(rows.dtype))
+    return weights if weights.is_contiguous() else weights.contiguous()
 
 
 def bulk_ready(rows: torch.Tensor) -> torch.Tensor:
@@ -119,16 +121,13 @@ def check_dispatch(engine: Engine, call: DispatchCall) -> None:
         raise ValueError(
             "capacity: expected a number of rows while a CUDA graph is captured, since the host cannot wait, got None"
         )
-    elif call.previous is not None and call.previous.totals.numel() == 1:
+    elif call.previous is not None and len(call.previous.totals) == 1:
         raise ValueError(
             "capacity: expected a number of rows, since previous_handle was made with one and the host knows no other, "
             "got None"
         )
-    if call.previous is None:
-        return
-    _check_routing(engine, "previous_handle", call.previous)
-    if call.previous.topk_ids.shape != ids.shape:
-        expected = tuple(call.previous.topk_ids.shape)
+    if call.previous is not None and call.previous.tensors.topk_ids.shape != ids.shape:
+        expected = tuple(call.previous.tensors.topk_ids.shape)
         raise ValueError(f"topk_ids: expected the shape {expected} of previous_handle, got {tuple(ids.shape)}")
 
 
@@ -138,11 +137,10 @@ def check_combine(
     weights: torch.Tensor | None,
     bias: torch.Tensor | None,
     extra: torch.Tensor | None,
-    routing: RoutingTensors,
+    routing: KnownRouting,
 ) -> None:
     """y [N,H] of a summable dtype, weights and extra as dispatch returned them, bias [T,H]."""
     _check_rows(engine, "y", y, y.dtype)
-    _check_routing(engine, "handle", routing)
     if y.dtype not in ELEMENTS or (y.dtype is torch.float64 and engine.device.type == "cuda"):
         known = ", ".join(str(dtype) for dtype in ELEMENTS if engine.device.type == "cpu" or dtype is not torch.float64)
         raise ValueError(f"y: expected one of {known} on {engine.device.type}, got {y.dtype}")
@@ -153,27 +151,27 @@ def check_combine(
         raise ValueError(f"y: expected the {rows} rows that dispatch returned, got {y.shape[0]}")
     shape: tuple[int, ...] = (y.shape[0],)
     if not engine.flat:
-        shape = (y.shape[0], routing.topk_ids.shape[1])
+        shape = (y.shape[0], routing.struct.topk)
     for name, beside in (("weights", weights), ("extra", extra)):
         if beside is not None:
             _check_beside(name, beside, shape, engine)
             if beside.dtype is not weight_dtype(y.dtype):
                 raise ValueError(f"{name}: expected {weight_dtype(y.dtype)}, got {beside.dtype}")
     if bias is not None:
-        _check_beside("bias", bias, (routing.topk_ids.shape[0], y.shape[1]), engine)
+        _check_beside("bias", bias, (routing.struct.num_tokens, y.shape[1]), engine)
         if bias.dtype is not y.dtype:
             raise ValueError(f"bias: expected the dtype {y.dtype} of y, got {bias.dtype}")
 
 
-def rows_of(engine: Engine, routing: RoutingTensors) -> int:
+def rows_of(engine: Engine, routing: KnownRouting) -> int:
     """Rows of the output that a handle's dispatch returned."""
-    totals = routing.totals.tolist()
+    totals = routing.totals
     if len(totals) == 1:  # the capacity
-        return int(totals[0])
-    return int(totals[_ROWS if engine.flat else _SLOTS])
+        return totals[0]
+    return totals[_ROWS if engine.flat else _SLOTS]
 
 
-def _check_routing(engine: Engine, name: str, routing: RoutingTensors) -> None:
+def check_routing(engine: Engine, name: str, routing: RoutingTensors) -> None:
     """A handle's tensors are where, and as, dispatch made them: kernels take their addresses."""
     T, K = routing.topk_ids.shape
     words = engine.plan_words(T, K)

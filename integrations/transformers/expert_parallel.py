@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
-from ep_plugin import MoECommunicator
+from ep_plugin import DispatchOutput, MoECommunicator
+from ep_plugin.integrations.transformers.sorted_experts import is_grouped, sorted_experts, takes_sorted_rows
 
 
 class EpPluginExpertParallel(EPImplementation):
@@ -19,10 +20,15 @@ class EpPluginExpertParallel(EPImplementation):
     The communicator is looked up at each call: transformers builds this object before weights are loaded, and
     an object that holds no communication memory can be copied with its model.
 
-    The experts get FLAT rows, one per (token, local expert), in the order that they sort them into anyway.
-    TOKEN_MAJOR rows were measured slower on CPUs: the experts then gather a row for each of a token's K
-    choices, whether that expert is here or not.
+    The experts get FLAT rows, one per (token, local expert), grouped by expert. Where they run as transformers' grouped
+    products they multiply these as they are, and combine applies the weights. Other implementations of experts, such as
+    eager or quantised ones, get the rows through the experts' own forward, which brings them into its order.
     """
+
+    def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.experts = experts
+        self.takes_sorted_rows = takes_sorted_rows(experts)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -45,16 +51,33 @@ class EpPluginExpertParallel(EPImplementation):
             device=x.device,
         )
         out, handle = comm.dispatch(x, topk_ids, topk_weights)
-        rows, weights = out.tokens, out.weights.to(x.dtype).unsqueeze(1)
+        if self.takes_sorted_rows and is_grouped(self.experts):
+            return comm.combine(self._run_sorted(out), handle, weights=out.weights)
+        return comm.combine(self._run(out), handle)
+
+    def _run_sorted(self, out: DispatchOutput) -> torch.Tensor:
+        """What the experts make of the dispatched rows, not weighted: ``[N, H]``."""
+        rows, expert_ids, ends = out.tokens, out.row_expert_ids, out.expert_offsets[1:]
+        if rows.size(0) > 0:
+            return sorted_experts(self.experts, rows, expert_ids, ends)
+        return sorted_experts(self.experts, _one_for_none(rows), torch.zeros_like(ends[:1]), torch.ones_like(ends))[:0]
+
+    def _run(self, out: DispatchOutput) -> torch.Tensor:
+        """What the experts' own forward makes of the dispatched rows, weighted: ``[N, H]``."""
+        rows, weights = out.tokens, out.weights.to(out.tokens.dtype).unsqueeze(1)
         expert_ids = out.row_expert_ids.long().unsqueeze(1)
         if rows.size(0) > 0:
-            results = self.experts_forward(rows, expert_ids, weights)
-        else:
-            # One row of zeros in place of none: without a call, the backward of FSDP's gather and of the
-            # dispatch would not run here while every peer waits for it.
-            row = rows.sum(dim=0, keepdim=True)
-            results = self.experts_forward(row, expert_ids.new_zeros(1, 1), weights.new_zeros(1, 1))[:0]
-        return comm.combine(results.contiguous(), handle)
+            return self.experts_forward(rows, expert_ids, weights).contiguous()
+        return self.experts_forward(_one_for_none(rows), expert_ids.new_zeros(1, 1), weights.new_zeros(1, 1))[:0]
+
+
+def _one_for_none(rows: torch.Tensor) -> torch.Tensor:
+    """One row of zeros in place of none.
+
+    Without a call of the experts, the backward of FSDP's gather and of the dispatch would not run here while every peer
+    waits for it.
+    """
+    return rows.sum(dim=0, keepdim=True)
 
 
 def _slice_over(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

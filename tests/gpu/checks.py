@@ -6,11 +6,13 @@ Ranks may share a GPU: rank r uses device r modulo the number of devices.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ep_plugin import DispatchLayout, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.moe.reference import ReferenceOutput, reference_combine, reference_dispatch
@@ -79,6 +81,17 @@ def config_of(case: Case, size: int, **settings: Any) -> MoECommunicatorConfig:
 def communicator(case: Case, rank: int, size: int, **settings: Any) -> Iterator[MoECommunicator]:
     with MoECommunicator(None, config_of(case, size, **settings), device_of(rank)) as comm:
         yield comm
+
+
+def started(comm: MoECommunicator) -> float:
+    """The time, once every rank of the default group has come here with its GPU idle.
+
+    What follows begins on all ranks together: on an overloaded host they reach it further apart than the deadlines of
+    fault tests.
+    """
+    torch.cuda.synchronize(comm.engine.device)
+    dist.barrier()
+    return time.monotonic()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ep_plugin import _C, PeerAborted, PeerTimeout
 from tests.gpu import checks
@@ -52,7 +51,7 @@ def survive(rank: int, size: int, gate: str) -> tuple[str, int | None, str, floa
     if rank == VICTIM:
         die_at_gate(comm.engine.boards.address)
     parts = [part[rank].to(comm.engine.device) for part in (given.x, given.ids, given.weights)]
-    began = time.monotonic()
+    began = checks.started(comm)
     try:
         for _ in range(3):
             out, handle = comm.dispatch(*parts)
@@ -87,11 +86,10 @@ def told_of_abort(rank: int, size: int) -> float:
     with checks.communicator(case, rank, size, timeout_s=60) as comm:
         parts = [part[rank].to(comm.engine.device) for part in (given.x, given.ids, given.weights)]
         comm.dispatch(*parts)
-        dist.barrier()  # nobody is still in the first dispatch
+        began = checks.started(comm)  # nobody is still in the first dispatch
         if rank == VICTIM:
             comm.abort("out of luck")
             return 0.0
-        began = time.monotonic()
         with pytest.raises(PeerAborted, match="out of luck") as caught:
             comm.dispatch(*parts)
         assert caught.value.rank == VICTIM

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
 from tests.ranks import run_ranks, values
 
@@ -27,7 +28,7 @@ LAYERS, EXPERTS, TOPK = 2, 8, 2
 
 @dataclass(frozen=True)
 class Case:
-    """``seq_lens``: tokens of each data-parallel rank. ``checkpoint``: "even" or "skewed" routing."""
+    """``seq_lens``: tokens of each data-parallel rank. ``experts``: how transformers runs them."""
 
     ep: int
     fsdp: int
@@ -36,12 +37,18 @@ class Case:
     dtype: torch.dtype = torch.float32
     seq_lens: tuple[int, ...] = (12, 12, 12, 12)
     train: bool = True
+    experts: str = "grouped_mm"
 
 
 CASES = {
     2: {
         "ep2": Case(ep=2, fsdp=2),
         "ep2-bf16": Case(ep=2, fsdp=2, dtype=torch.bfloat16),
+        "ep2-eager": Case(ep=2, fsdp=2, experts="eager"),
+        "ep2-batched": Case(ep=2, fsdp=2, experts="batched_mm"),
+        "ep2-deepseek": Case(ep=2, fsdp=2, checkpoint="deepseek"),
+        "ep2-deepseek-bf16": Case(ep=2, fsdp=2, checkpoint="deepseek", dtype=torch.bfloat16),
+        "ep2-gpt-oss": Case(ep=2, fsdp=2, checkpoint="gpt_oss"),
         "ep2-tp2-same-group": Case(ep=2, fsdp=1, tp=2, seq_lens=(13,)),
         "ep2-tp2-eval": Case(ep=2, fsdp=1, tp=2, seq_lens=(13,), train=False),
         "ep2-tp2-one-token": Case(ep=2, fsdp=1, tp=2, seq_lens=(1,)),
@@ -53,6 +60,7 @@ CASES = {
         "ep4-ragged-eval": Case(ep=4, fsdp=4, seq_lens=(5, 1, 30, 2), train=False),
         "ep4-skewed": Case(ep=4, fsdp=4, checkpoint="skewed"),
         "ep2-efsdp2": Case(ep=2, fsdp=4),
+        "ep4-deepseek": Case(ep=4, fsdp=4, checkpoint="deepseek", seq_lens=(9, 1, 2, 14)),
         "ep4-tp2": Case(ep=4, fsdp=2, tp=2, seq_lens=(11, 6)),
         "ep4-tp2-skewed": Case(ep=4, fsdp=2, tp=2, seq_lens=(5, 5), checkpoint="skewed"),
     },
@@ -69,6 +77,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _model(hidden_size=64, num_experts=EXPERTS, num_experts_per_tok=TOPK).save_pretrained(folder / "even")
     _skew(_model(hidden_size=64, num_experts=EXPERTS, num_experts_per_tok=TOPK)).save_pretrained(folder / "skewed")
     _model(hidden_size=32, num_experts=4, num_experts_per_tok=3).save_pretrained(folder / "other")
+    _deepseek().save_pretrained(folder / "deepseek")
+    _gpt_oss().save_pretrained(folder / "gpt_oss")
     return folder
 
 
@@ -92,6 +102,13 @@ def test_matches_the_built_in_exchange(run_world, world: int, name: str) -> None
 def test_every_layer_went_through_the_communicator(run_world, world: int, name: str) -> None:
     for results in run_world(world):
         assert results[name]["calls"] == {"dispatch": LAYERS, "combine": LAYERS}
+
+
+@pytest.mark.parametrize(("world", "name"), NAMED, ids=[name for _, name in NAMED])
+def test_nothing_is_sorted(run_world, world: int, name: str) -> None:
+    for results in run_world(world):
+        assert results[name]["sorts"]["ep_plugin"] == 0
+        assert results[name]["sorts"]["all_to_all"] >= LAYERS  # or such a sort would not be seen
 
 
 @pytest.mark.parametrize("name", ["ep4-skewed", "ep4-tp2-skewed"])
@@ -136,6 +153,54 @@ def _model(*, hidden_size: int, num_experts: int, num_experts_per_tok: int) -> t
         initializer_range=0.2,
     )
     return transformers.Qwen3MoeForCausalLM(config)
+
+
+def _deepseek() -> torch.nn.Module:
+    """Float32 weights of another order, groups of experts, and an expert that all tokens share."""
+    config = transformers.DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=TOPK,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=0,
+        use_cache=False,
+        initializer_range=0.2,
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def _gpt_oss() -> torch.nn.Module:
+    """Experts with biases, transposed matrices, and a gate of their own."""
+    config = transformers.GptOssConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=TOPK,
+        use_cache=False,
+        initializer_range=0.2,
+    )
+    model = transformers.GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.mlp.experts.gate_up_proj_bias)
+        torch.nn.init.normal_(layer.mlp.experts.down_proj_bias)
+    return model
 
 
 def _skew(model: torch.nn.Module) -> torch.nn.Module:
@@ -190,9 +255,10 @@ def _run_rank(rank: int, world: int, checkpoints: Path) -> dict[str, dict]:
 def _load(checkpoints: Path, case: Case, exchange: str) -> torch.nn.Module:
     from transformers.distributed import DistributedConfig
 
-    model = transformers.Qwen3MoeForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoints / case.checkpoint,
         dtype=case.dtype,
+        experts_implementation=case.experts,
         distributed_config=DistributedConfig(
             ep_size=case.ep, fsdp_size=case.fsdp, tp_size=case.tp, ep_implementation=exchange
         ),
@@ -236,19 +302,23 @@ def _difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 
 def _run_case(case: Case, checkpoints: Path, rank: int) -> dict:
     tokens = _tokens(case, rank)
-    tensors, seen = {}, _Spy()
+    tensors, sorts, seen = {}, {}, _Spy()
     for exchange in ("all_to_all", "ep_plugin"):
         model = _load(checkpoints, case, exchange)
-        with torch.set_grad_enabled(case.train), seen.watching():
-            results = _forward(model, tokens)
+        with profile(activities=[ProfilerActivity.CPU]) as run:
+            with torch.set_grad_enabled(case.train), seen.watching():
+                results = _forward(model, tokens)
+            if case.train:
+                results["loss"].backward()
         if case.train:
-            results["loss"].backward()
             results |= _gradients(model)
         tensors[exchange] = {name: tensor.detach() for name, tensor in results.items()}
+        sorts[exchange] = sum(event.name == "aten::sort" for event in run.events())
     return {
         "difference": _difference(tensors["ep_plugin"], tensors["all_to_all"]),
         "calls": seen.calls,
         "rows": seen.rows,
+        "sorts": sorts,
         "communicators": len(seen.communicators),
     }
 

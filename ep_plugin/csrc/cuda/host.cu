@@ -1,5 +1,8 @@
 #include "host.h"
 
+#include <map>
+#include <mutex>
+
 #include "launch.cuh"
 
 namespace ep {
@@ -25,6 +28,42 @@ class OnDevice {
 
 void* pointer(uint64_t address) { return reinterpret_cast<void*>(static_cast<uintptr_t>(address)); }
 
+cudaStream_t stream_of(uint64_t handle) { return static_cast<cudaStream_t>(pointer(handle)); }
+
+bool capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cuda::throw_on_error(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+cudaEvent_t make_event() {
+  cudaEvent_t event = nullptr;
+  cuda::throw_on_error(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  return event;
+}
+
+void order(cudaStream_t later, cudaStream_t earlier, cudaEvent_t event) {
+  cuda::throw_on_error(cudaEventRecord(event, earlier), "cudaEventRecord");
+  cuda::throw_on_error(cudaStreamWaitEvent(later, event, 0), "cudaStreamWaitEvent");
+}
+
+// One event per device, recorded anew for each use: a wait is for what it stood for when the wait was enqueued, so no
+// other thread may record it in between. Never destroyed: at the end of the process there may be no driver left.
+std::mutex recording;
+std::map<int, cudaEvent_t>& events() {
+  static auto* made = new std::map<int, cudaEvent_t>;
+  return *made;
+}
+
+// What a capture records belongs to its graph: an event of its own.
+void order_captured(cudaStream_t later, cudaStream_t earlier) {
+  struct Event {
+    cudaEvent_t made = make_event();
+    ~Event() { cudaEventDestroy(made); }
+  } event;
+  order(later, earlier, event.made);
+}
+
 }  // namespace
 
 uint64_t register_host(uint64_t address, int64_t bytes, int device) {
@@ -41,6 +80,20 @@ uint64_t register_host(uint64_t address, int64_t bytes, int device) {
 
 void unregister_host(uint64_t address) {
   cuda::throw_on_error(cudaHostUnregister(pointer(address)), "cudaHostUnregister");
+}
+
+void order_streams(uint64_t later, uint64_t earlier, int device) {
+  const OnDevice on(device);
+  if (capturing(stream_of(earlier))) return order_captured(stream_of(later), stream_of(earlier));
+  const std::lock_guard<std::mutex> lock(recording);
+  cudaEvent_t& event = events()[device];
+  if (event == nullptr) event = make_event();
+  order(stream_of(later), stream_of(earlier), event);
+}
+
+bool stream_capturing(uint64_t stream, int device) {
+  const OnDevice on(device);
+  return capturing(stream_of(stream));
 }
 
 }  // namespace ep

@@ -10,4 +10,11 @@ namespace ep {
 uint64_t register_host(uint64_t address, int64_t bytes, int device);
 void unregister_host(uint64_t address);
 
+// The stream `later` goes on after what is on `earlier` now; both are of `device`. Under capture too, where `earlier`
+// is recorded. The current device stays as it was.
+void order_streams(uint64_t later, uint64_t earlier, int device);
+
+// Whether a stream of `device` is recording a CUDA graph.
+bool stream_capturing(uint64_t stream, int device);
+
 }  // namespace ep
