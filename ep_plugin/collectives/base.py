@@ -35,7 +35,7 @@ class Collective:
         self._closed = False
 
     def allocate(
-        self, size: int | Sequence[int], *, dtype: torch.dtype, device: torch.device | str | None = None
+        self, size: int | Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None
     ) -> torch.Tensor:
         """An uninitialised tensor of `size` that peers have mapped, so that operations on it copy nothing twice.
 
