@@ -1,4 +1,4 @@
-"""The legs between nodes: shards to and from the ranks of the same index on other nodes, over the group's own backend."""
+"""The legs between nodes: shards to and from the ranks of one index on all nodes, over the group's own backend."""
 
 from __future__ import annotations
 
