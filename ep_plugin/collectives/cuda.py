@@ -25,7 +25,18 @@ CONTROL_BYTES = _C.device_control_bytes
 SM_BELOW_BYTES = 16 << 20  # gathered
 STAGING_BYTES = 32 << 20
 _BYTES_PER_CTA = 16 << 10  # of a shard
-_SCATTER_CTAS = 32
+
+
+def gather_ctas(path: str, nbytes: int, node_size: int) -> int:
+    """CTAs of the kernel that pushes shards of `nbytes` bytes; 0: copy engines do it."""
+    if path == "copy_engine" or (path == "auto" and nbytes * node_size >= SM_BELOW_BYTES):
+        return 0
+    return scatter_ctas(nbytes)
+
+
+def scatter_ctas(nbytes: int) -> int:
+    """CTAs of the kernel that sums shards of `nbytes` bytes."""
+    return max(1, min(_C.most_ctas, nbytes // _BYTES_PER_CTA))
 
 
 class StreamLanes:
@@ -133,10 +144,10 @@ class CudaNode:
     ) -> None:
         engine, nbytes = self._engine, len(shard)
         stream, captured = self._lanes.enter(), self._lanes.capturing()
-        small = self._path == "sm" or (self._path == "auto" and nbytes * engine.node_size < SM_BELOW_BYTES)
-        ctas = max(1, min(_C.most_ctas, nbytes // _BYTES_PER_CTA)) if small else 0
+        ctas = gather_ctas(self._path, nbytes, engine.node_size)
+        by_streams = ctas == 0 and not captured
         targets[engine.index] = 0  # it lies there
-        if not small and not captured:
+        if by_streams:
             self.number += 1
             finished = int(self.words[1])
             while self.pending and self.pending[0][0] <= finished:
@@ -160,7 +171,7 @@ class CudaNode:
         args.set_targets(targets)
         args.set_outputs([output.data_ptr() for output in outputs])
         engine.kernels.push_shard(args)
-        if not small and not captured:
+        if by_streams:
             watchdog.wake()
 
     def _pull(self, out: torch.Tensor, sources: list[int], place: int, element: int, scale: float) -> None:
@@ -172,7 +183,7 @@ class CudaNode:
             place=place,
             scale=scale,
             element=element,
-            num_ctas=max(1, min(_SCATTER_CTAS, len(out) // _BYTES_PER_CTA)),
+            num_ctas=scatter_ctas(len(out)),
             stream=self._lanes.enter(),
         )
         args.set_sources(sources)
