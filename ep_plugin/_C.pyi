@@ -11,6 +11,15 @@ row_align: int
 num_totals: int
 scale_block: int
 state_bytes: int
+collective_control_bytes: int
+device_control_bytes: int
+staging_block: int
+most_ctas: int
+fault_offset: int
+max_blocks: int
+request_ring_bytes: int
+offer_fields: tuple[str, ...]
+"""Names of Offer's words, by the index that a fault gives."""
 header_fields: tuple[str, ...]
 """Names of Header's words, by the index that a fault gives."""
 
@@ -35,6 +44,8 @@ class Step(IntEnum):
     EXPAND = ...
     COMBINE = ...
     ADD = ...
+    GATHER = ...
+    SCATTER = ...
 
 class FaultCode(IntEnum):
     NONE = ...
@@ -303,6 +314,108 @@ class AddArgs:
         stream: int = ...,
     ) -> None: ...
 
+class CollectiveOp(IntEnum):
+    ALL_GATHER = ...
+    REDUCE_SCATTER = ...
+
+class Piece:
+    """csrc/collectives.h, as the two classes that follow."""
+
+    bytes: int
+    block: int
+    num_blocks: int
+    blocks: int
+    block_bytes: int
+    def __init__(
+        self,
+        *,
+        bytes: int = ...,
+        block: int = ...,
+        num_blocks: int = ...,
+        blocks: int = ...,
+        block_bytes: int = ...,
+    ) -> None: ...
+    def set_offset(self, ranks: Sequence[int]) -> None: ...
+
+class GatherArgs:
+    comm: Comm
+    piece: Piece
+    input: int
+    def __init__(self, *, comm: Comm = ..., piece: Piece = ..., input: int = ...) -> None: ...
+    def set_outputs(self, ranks: Sequence[int]) -> None: ...
+
+class ScatterArgs:
+    comm: Comm
+    piece: Piece
+    output: int
+    scale: float
+    element: int
+    def __init__(
+        self,
+        *,
+        comm: Comm = ...,
+        piece: Piece = ...,
+        output: int = ...,
+        scale: float = ...,
+        element: int = ...,
+    ) -> None: ...
+    def set_inputs(self, ranks: Sequence[int]) -> None: ...
+
+class PushShardArgs:
+    comm: Comm
+    input: int
+    bytes: int
+    landing: int
+    place: int
+    block: int
+    num_ctas: int
+    captured: int
+    number: int
+    begun: int
+    finished: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        comm: Comm = ...,
+        input: int = ...,
+        bytes: int = ...,
+        landing: int = ...,
+        place: int = ...,
+        block: int = ...,
+        num_ctas: int = ...,
+        captured: int = ...,
+        number: int = ...,
+        begun: int = ...,
+        finished: int = ...,
+        stream: int = ...,
+    ) -> None: ...
+    def set_targets(self, ranks: Sequence[int]) -> None: ...
+    def set_outputs(self, ranks: Sequence[int]) -> None: ...
+
+class PullShardsArgs:
+    comm: Comm
+    output: int
+    bytes: int
+    place: int
+    scale: float
+    element: int
+    num_ctas: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        comm: Comm = ...,
+        output: int = ...,
+        bytes: int = ...,
+        place: int = ...,
+        scale: float = ...,
+        element: int = ...,
+        num_ctas: int = ...,
+        stream: int = ...,
+    ) -> None: ...
+    def set_sources(self, ranks: Sequence[int]) -> None: ...
+
 class _Kernels:
     """A device's kernel table; CPU kernels run to their end, CUDA kernels are enqueued."""
 
@@ -315,6 +428,12 @@ class _Kernels:
     def add(self, args: AddArgs) -> None: ...
     def send_and_expand(self, send: SendArgs, expand: ExpandArgs) -> None: ...
     def push_and_add(self, push: PushArgs, add: AddArgs) -> None: ...
+    def gather(self, args: GatherArgs) -> None:
+        """On CPUs, as scatter; the next two on GPUs."""
+
+    def scatter(self, args: ScatterArgs) -> None: ...
+    def push_shard(self, args: PushShardArgs) -> None: ...
+    def pull_shards(self, args: PullShardsArgs) -> None: ...
 
 cpu: _Kernels
 cuda: _Kernels
@@ -368,6 +487,14 @@ def abort_board(address: int, rank: int, reason: str) -> None: ...
 def set_activity(address: int, text: str) -> None: ...
 def board_activity(address: int) -> str: ...
 def wait_ticket(address: int, ticket: int, timeout_ns: int) -> int: ...
+def place_word(block: int, offset: int) -> int: ...
+def device_words(block: int) -> tuple[int, int, int]:
+    """Offsets in DeviceControl of a block's words, ready and done, and of the end of all such words."""
+
+def fault_board(address: int, code: int, step: int, peer: int, expected: int, seen: int) -> None: ...
+def post_request(ring: int, number: int, nbytes: int, free: int) -> None: ...
+def read_request(ring: int, number: int) -> tuple[int, int]: ...
+def wait_requests(rings: Sequence[int], number: int, board: int, timeout_ns: int) -> int: ...
 def board_totals(address: int, local_experts: int, copy: int) -> list[int]: ...
 def board_quiet(address: int) -> bool: ...
 def set_reserved_pools(address: int, count: int) -> None: ...

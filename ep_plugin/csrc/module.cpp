@@ -13,6 +13,7 @@
 
 #include "api.h"
 #include "board.h"
+#include "collectives.h"
 #include "fp8.h"
 #include "views.h"
 #if defined(EP_WITH_CUDA)
@@ -94,7 +95,9 @@ void bind_constants(py::module_& m) {
              {"SEND", kSend},
              {"EXPAND", kExpand},
              {"COMBINE", kCombine},
-             {"ADD", kAdd}});
+             {"ADD", kAdd},
+             {"GATHER", kGather},
+             {"SCATTER", kScatter}});
   bind_enum(m, "FaultCode",
             {{"NONE", kNoFault},
              {"TIMEOUT", kTimeout},
@@ -281,6 +284,104 @@ void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   bind_kernel(sub, "push_and_add", table.push_and_add);
 }
 
+// A list of numbers as the field of a struct that is an array.
+template <class Args, class Word>
+auto array_of(Word (Args::*member)[kMaxRanks]) {
+  return [member](Args& args, const std::vector<Word>& from) {
+    if (from.size() > kMaxRanks)
+      throw py::value_error("ranks: expected at most " + std::to_string(kMaxRanks) + ", got " +
+                            std::to_string(from.size()));
+    std::copy(from.begin(), from.end(), args.*member);
+  };
+}
+
+void bind_collectives(py::module_& m) {
+  m.attr("collective_control_bytes") = sizeof(CollectiveControl);
+  m.attr("max_blocks") = kMaxPeerBlocks;
+  m.attr("request_ring_bytes") = sizeof(Request) * kRequests;
+  bind_enum(m, "CollectiveOp", {{"ALL_GATHER", kOpAllGather}, {"REDUCE_SCATTER", kOpReduceScatter}});
+  m.attr("offer_fields") = py::make_tuple("op", "bytes", "element");
+  Struct<Piece>(m, "Piece")
+      .field("bytes", &Piece::bytes)
+      .field("block", &Piece::block)
+      .field("num_blocks", &Piece::num_blocks)
+      .field("blocks", &Piece::blocks)
+      .field("block_bytes", &Piece::block_bytes)
+      .def("set_offset", array_of(&Piece::offset));
+  Struct<GatherArgs>(m, "GatherArgs")
+      .field("comm", &GatherArgs::comm)
+      .field("piece", &GatherArgs::piece)
+      .field("input", &GatherArgs::input)
+      .def("set_outputs", array_of(&GatherArgs::outputs));
+  Struct<ScatterArgs>(m, "ScatterArgs")
+      .field("comm", &ScatterArgs::comm)
+      .field("piece", &ScatterArgs::piece)
+      .field("output", &ScatterArgs::output)
+      .field("scale", &ScatterArgs::scale)
+      .field("element", &ScatterArgs::element)
+      .def("set_inputs", array_of(&ScatterArgs::inputs));
+  py::module_ cpu = m.attr("cpu");
+  bind_kernel(cpu, "gather", &cpu::gather);
+  bind_kernel(cpu, "scatter", &cpu::scatter);
+  m.attr("device_control_bytes") = sizeof(DeviceControl);
+  m.attr("staging_block") = kStagingBlock;
+  m.attr("most_ctas") = kMostCtas;
+  Struct<PushShardArgs>(m, "PushShardArgs")
+      .field("comm", &PushShardArgs::comm)
+      .field("input", &PushShardArgs::input)
+      .field("bytes", &PushShardArgs::bytes)
+      .field("landing", &PushShardArgs::landing)
+      .field("place", &PushShardArgs::place)
+      .field("block", &PushShardArgs::block)
+      .field("num_ctas", &PushShardArgs::num_ctas)
+      .field("captured", &PushShardArgs::captured)
+      .field("number", &PushShardArgs::number)
+      .field("begun", &PushShardArgs::begun)
+      .field("finished", &PushShardArgs::finished)
+      .field("stream", &PushShardArgs::stream)
+      .def("set_targets", array_of(&PushShardArgs::targets))
+      .def("set_outputs", array_of(&PushShardArgs::outputs));
+  Struct<PullShardsArgs>(m, "PullShardsArgs")
+      .field("comm", &PullShardsArgs::comm)
+      .field("output", &PullShardsArgs::output)
+      .field("bytes", &PullShardsArgs::bytes)
+      .field("place", &PullShardsArgs::place)
+      .field("scale", &PullShardsArgs::scale)
+      .field("element", &PullShardsArgs::element)
+      .field("num_ctas", &PullShardsArgs::num_ctas)
+      .field("stream", &PullShardsArgs::stream)
+      .def("set_sources", array_of(&PullShardsArgs::sources));
+  m.def("place_word", &place_word);
+  m.def("device_words", [](int block) {  // offsets of a block's words, ready and done, in DeviceControl
+    return py::make_tuple(offsetof(DeviceControl, ready) + block * sizeof(uint64_t) * kMaxRanks,
+                          offsetof(DeviceControl, done) + block * sizeof(uint64_t) * kMaxRanks,
+                          offsetof(DeviceControl, signs));
+  });
+#if defined(EP_WITH_CUDA)
+  py::module_ cuda = m.attr("cuda");
+  bind_kernel(cuda, "push_shard", &cuda::push_shard);
+  bind_kernel(cuda, "pull_shards", &cuda::pull_shards);
+#endif
+  m.attr("fault_offset") = offsetof(State, fault);
+  m.def("fault_board", &fault_board);
+  m.def("post_request", &post_request);
+  m.def("read_request", [](Address ring, uint64_t number) {
+    const Request& row = at<Request>(ring)[number % kRequests];
+    return py::make_tuple(row.bytes, row.free);
+  });
+  // Whether every ring of `rings` has reached request `number`; else the index of the first that has not.
+  m.def("wait_requests", [](const std::vector<Address>& rings, uint64_t number, Address board, int64_t timeout_ns) {
+    size_t ring = 0;
+    {
+      py::gil_scoped_release release;
+      const Address row = (number % kRequests) * sizeof(Request);
+      while (ring < rings.size() && wait_word(rings[ring] + row, number, board, timeout_ns) == kReady) ++ring;
+    }
+    raise_interruption();
+    return ring;
+  });
+}
+
 py::object fault_of(Address address) {
   const Board& board = *at<Board>(address);
   if (__atomic_load_n(&board.fault_set, __ATOMIC_ACQUIRE) == 0) return py::none();
@@ -405,4 +506,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("order_streams", &order_streams, py::call_guard<py::gil_scoped_release>());
   m.def("stream_capturing", &stream_capturing);
 #endif
+  bind_collectives(m);
 }

@@ -2,6 +2,7 @@
 
 #include <sched.h>
 
+#include <cstddef>
 #include <cstdio>
 #include <ctime>
 #include <vector>
@@ -34,11 +35,15 @@ bool find_bad_id_as(const Id* ids, int64_t num_tokens, int64_t topk, int64_t num
 }  // namespace
 
 WaitResult wait_ticket(Address address, uint64_t ticket, int64_t timeout_ns) {
-  Board& board = board_at(address);
+  return wait_word(address + offsetof(Board, ticket), ticket, address, timeout_ns);
+}
+
+WaitResult wait_word(Address word, uint64_t value, Address address, int64_t timeout_ns) {
+  const Board& board = board_at(address);
   const int64_t since = cpu::now_ns();
   int64_t asked = 0;
   for (;;) {
-    if (__atomic_load_n(&board.ticket, __ATOMIC_ACQUIRE) >= ticket) return kReady;
+    if (__atomic_load_n(at<uint64_t>(word), __ATOMIC_ACQUIRE) >= value) return kReady;
     if (__atomic_load_n(&board.fault_set, __ATOMIC_ACQUIRE) != 0) return kFaulted;
     if (__atomic_load_n(&board.abort, __ATOMIC_ACQUIRE) != 0) return kAbortedByPeer;
     const int64_t waited = cpu::now_ns() - since;
@@ -60,6 +65,13 @@ void abort_board(Address address, int rank, const std::string& reason) {
   if (!__atomic_compare_exchange_n(&board.abort_claim, &nobody, me, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return;
   std::snprintf(board.reason, sizeof(board.reason), "%s", reason.c_str());
   __atomic_store_n(&board.abort, me, __ATOMIC_RELEASE);
+}
+
+void fault_board(Address address, int code, int step, int peer, int64_t expected, int64_t seen) {
+  Board& board = board_at(address);
+  if (__atomic_load_n(&board.fault_set, __ATOMIC_ACQUIRE) != 0) return;
+  board.fault = Fault{code, step, peer, 0, expected, seen};
+  __atomic_store_n(&board.fault_set, 1u, __ATOMIC_RELEASE);
 }
 
 void set_activity(Address address, const std::string& text) {

@@ -77,37 +77,35 @@ bool fail(const Comm& comm, FaultCode code, Step step, int peer, int field, int6
   return false;
 }
 
-namespace {
-// Until looked(&seen): `seen` is what the message says there was instead of `expected`.
-template <class Look>
-bool wait_until(const Run& run, int peer, uint64_t expected, const Look& looked) {
-  uint64_t seen = 0;
-  if (looked(&seen)) return true;
-  const int64_t since = now_ns();
-  int64_t asked = 0;
-  for (;;) {
-    if (looked(&seen)) return true;
-    if (aborted(run)) return false;
-    const int64_t now = now_ns();
-    if (now - since > run.comm.timeout_ns)
-      return fail(run.comm, kTimeout, run.step, peer, 0, static_cast<int64_t>(expected), static_cast<int64_t>(seen));
-    if (interrupted(now - since, &asked)) return fail_interrupted(run);
-    rest(now - since);
-  }
+bool Patience::keep_waiting(const Run& run, int peer, uint64_t expected, uint64_t seen) {
+  const int64_t now = now_ns();
+  if (since_ == 0) since_ = now;
+  const int64_t waited = now - since_;
+  if (aborted(run)) return false;
+  if (waited > run.comm.timeout_ns)
+    return fail(run.comm, kTimeout, run.step, peer, 0, static_cast<int64_t>(expected), static_cast<int64_t>(seen));
+  if (interrupted(waited, &asked_)) return fail_interrupted(run);
+  rest(waited);
+  return true;
 }
-}  // namespace
 
 bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int peer) {
-  return wait_until(run, peer, value, [&](uint64_t* seen) { return (*seen = load_acquire(word)) >= value; });
+  Patience patience;
+  for (;;) {
+    const uint64_t seen = load_acquire(word);
+    if (seen >= value) return true;
+    if (!patience.keep_waiting(run, peer, value, seen)) return false;
+  }
 }
 
 bool wait_tagged(const Run& run, const uint64_t* word, int peer, uint32_t* value) {
-  return wait_until(run, peer, run.epoch & UINT32_MAX, [&](uint64_t* seen) {
-    const uint64_t found = load_acquire(word);
-    *value = static_cast<uint32_t>(found);
-    *seen = found >> 32;
-    return has_tag(found, run.epoch);
-  });
+  Patience patience;
+  for (;;) {
+    const uint64_t seen = load_acquire(word);
+    *value = static_cast<uint32_t>(seen);
+    if (has_tag(seen, run.epoch)) return true;
+    if (!patience.keep_waiting(run, peer, run.epoch & UINT32_MAX, seen >> 32)) return false;
+  }
 }
 
 void signal(uint64_t* word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
