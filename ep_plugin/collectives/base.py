@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from ep_plugin.collectives.work import CollectiveWork
 from ep_plugin.errors import CommunicatorClosed
 from ep_plugin.memory.exchange import checked_group
 
+C = TypeVar("C", bound="Collective")
 PATHS = ("auto", "copy_engine", "sm")
 
 
@@ -27,7 +29,8 @@ class Collective:
 
         `group`: None is the default group. `num_buffers`: blocks of one size that `allocate` makes before it would
         rather wait for the peers' hosts to learn that one is free; ValueError unless it is a positive integer.
-        `path`: how gathers go inside a node on GPUs, "copy_engine" or "sm"; "auto" decides by the size.
+        `path`: how gathers go inside a node on GPUs, "copy_engine" or "sm"; "auto" decides by the size. CPUs
+        have one way.
         """
         if path not in PATHS:
             raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")
@@ -81,7 +84,7 @@ class Collective:
         if self._engine is not None:
             self._engine.close()
 
-    def __enter__(self) -> Collective:
+    def __enter__(self: C) -> C:
         return self
 
     def __exit__(

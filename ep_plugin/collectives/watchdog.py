@@ -68,6 +68,9 @@ def _look_if_there(node: CudaNode) -> bool:
         return _look(node)
     except ReferenceError:  # its engine has just been dropped
         return False
+    except RuntimeError:  # the device has failed: no stream of it waits any more
+        _nodes.discard(node)
+        return False
 
 
 def _look(node: CudaNode) -> bool:
