@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ep_plugin.collectives.all_gather import HierarchicalAllGather
+    from ep_plugin.collectives.reduce_scatter import HierarchicalReduceScatter
     from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
     from ep_plugin.errors import (
         CommunicatorClosed,
@@ -30,6 +32,8 @@ _HOMES = {
     "DispatchLayout": "ep_plugin.config",
     "DispatchOutput": "ep_plugin.moe.layout",
     "EpPluginError": "ep_plugin.errors",
+    "HierarchicalAllGather": "ep_plugin.collectives.all_gather",
+    "HierarchicalReduceScatter": "ep_plugin.collectives.reduce_scatter",
     "MoECommunicator": "ep_plugin.moe.communicator",
     "MoECommunicatorConfig": "ep_plugin.config",
     "NotSupported": "ep_plugin.errors",
@@ -44,6 +48,8 @@ __all__ = [
     "DispatchLayout",
     "DispatchOutput",
     "EpPluginError",
+    "HierarchicalAllGather",
+    "HierarchicalReduceScatter",
     "MoECommunicator",
     "MoECommunicatorConfig",
     "NotSupported",

@@ -64,7 +64,17 @@ static_assert(sizeof(Header) == kHeaderFields * 8, "Header is a plain list of wo
 enum Op : int64_t { kOpDispatch = 1, kOpCachedDispatch = 2, kOpCombine = 3 };
 enum Layout : int32_t { kFlat = 0, kTokenMajor = 1 };
 enum Pool : int32_t { kDispatchPool = 0, kCombinePool = 1 };
-enum Step : int32_t { kNoStep = 0, kPlan = 1, kNotify = 2, kSend = 3, kExpand = 4, kCombine = 5, kAdd = 6 };
+enum Step : int32_t {
+  kNoStep = 0,
+  kPlan = 1,
+  kNotify = 2,
+  kSend = 3,
+  kExpand = 4,
+  kCombine = 5,
+  kAdd = 6,
+  kGather = 7,
+  kScatter = 8
+};
 
 // ---------------------------------------------------------------------------------------------------------------
 // The control block: peer-mapped, one per rank, zero at birth, written by peers, never reset.

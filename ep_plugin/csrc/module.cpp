@@ -13,6 +13,7 @@
 
 #include "api.h"
 #include "board.h"
+#include "collectives.h"
 #include "fp8.h"
 #include "views.h"
 #if defined(EP_WITH_CUDA)
@@ -94,7 +95,9 @@ void bind_constants(py::module_& m) {
              {"SEND", kSend},
              {"EXPAND", kExpand},
              {"COMBINE", kCombine},
-             {"ADD", kAdd}});
+             {"ADD", kAdd},
+             {"GATHER", kGather},
+             {"SCATTER", kScatter}});
   bind_enum(m, "FaultCode",
             {{"NONE", kNoFault},
              {"TIMEOUT", kTimeout},
@@ -281,6 +284,63 @@ void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   bind_kernel(sub, "push_and_add", table.push_and_add);
 }
 
+// A list of numbers as the field of a struct that is an array.
+template <class Args, class Word>
+auto array_of(Word (Args::*member)[kMaxRanks]) {
+  return [member](Args& args, const std::vector<Word>& from) {
+    if (from.size() > kMaxRanks)
+      throw py::value_error("ranks: expected at most " + std::to_string(kMaxRanks) + ", got " +
+                            std::to_string(from.size()));
+    std::copy(from.begin(), from.end(), args.*member);
+  };
+}
+
+void bind_collectives(py::module_& m) {
+  m.attr("collective_control_bytes") = sizeof(CollectiveControl);
+  m.attr("max_blocks") = kMaxPeerBlocks;
+  m.attr("request_ring_bytes") = sizeof(Request) * kRequests;
+  bind_enum(m, "CollectiveOp", {{"ALL_GATHER", kOpAllGather}, {"REDUCE_SCATTER", kOpReduceScatter}});
+  m.attr("offer_fields") = py::make_tuple("op", "bytes", "element");
+  Struct<Piece>(m, "Piece")
+      .field("bytes", &Piece::bytes)
+      .field("block", &Piece::block)
+      .field("num_blocks", &Piece::num_blocks)
+      .field("blocks", &Piece::blocks)
+      .field("block_bytes", &Piece::block_bytes)
+      .def("set_offset", array_of(&Piece::offset));
+  Struct<GatherArgs>(m, "GatherArgs")
+      .field("comm", &GatherArgs::comm)
+      .field("piece", &GatherArgs::piece)
+      .field("input", &GatherArgs::input)
+      .def("set_outputs", array_of(&GatherArgs::outputs));
+  Struct<ScatterArgs>(m, "ScatterArgs")
+      .field("comm", &ScatterArgs::comm)
+      .field("piece", &ScatterArgs::piece)
+      .field("output", &ScatterArgs::output)
+      .field("scale", &ScatterArgs::scale)
+      .field("element", &ScatterArgs::element)
+      .def("set_inputs", array_of(&ScatterArgs::inputs));
+  py::module_ cpu = m.attr("cpu");
+  bind_kernel(cpu, "gather", &cpu::gather);
+  bind_kernel(cpu, "scatter", &cpu::scatter);
+  m.def("post_request", &post_request);
+  m.def("read_request", [](Address ring, uint64_t number) {
+    const Request& row = at<Request>(ring)[number % kRequests];
+    return py::make_tuple(row.bytes, row.free);
+  });
+  // Whether every ring of `rings` has reached request `number`; else the index of the first that has not.
+  m.def("wait_requests", [](const std::vector<Address>& rings, uint64_t number, Address board, int64_t timeout_ns) {
+    size_t ring = 0;
+    {
+      py::gil_scoped_release release;
+      const Address row = (number % kRequests) * sizeof(Request);
+      while (ring < rings.size() && wait_word(rings[ring] + row, number, board, timeout_ns) == kReady) ++ring;
+    }
+    raise_interruption();
+    return ring;
+  });
+}
+
 py::object fault_of(Address address) {
   const Board& board = *at<Board>(address);
   if (__atomic_load_n(&board.fault_set, __ATOMIC_ACQUIRE) == 0) return py::none();
@@ -390,6 +450,7 @@ PYBIND11_MODULE(_C, m) {
   bind_combine_args(m);
   bind_board(m);
   bind_table(m, "cpu", cpu_kernels());
+  bind_collectives(m);
 #if defined(EP_WITH_CUDA)
   bind_table(m, "cuda", cuda_kernels());
   bind_wire(m);

@@ -16,18 +16,18 @@ from ep_plugin.memory.shm import ShmMemory
 
 
 class Boards:
-    """The boards of a group, one per rank. ``device_address`` is this rank's own as its kernels address it."""
+    """The boards of a group, one per rank. ``device_address`` is this rank's own, ``index`` of them, to its kernels."""
 
     def __init__(self, exchange: Exchange, local_experts: int, device: torch.device) -> None:
         self._memory = ShmMemory(exchange)
         self._block = self._memory.allocate(_C.board_bytes(local_experts), "board")
-        self._rank = exchange.rank
+        self.index = exchange.rank
         self._local_experts = local_experts
         self._registered = False
         # Another thread, or a signal's handler, may abort or look at what a peer does while this one closes.
         self._guard = threading.RLock()
         self._closed = False
-        self.address: int = self._block.ptrs[self._rank]
+        self.address: int = self._block.ptrs[self.index]
         self.device_address: int = self.address
         if device.type == "cuda":
             self.device_address = _C.register_host(self.address, _C.board_bytes(local_experts), device.index)
@@ -47,7 +47,7 @@ class Boards:
         """Marks every rank's board, this one's too: all waits end at once."""
         with self._guard:
             for address in () if self._closed else self._block.ptrs:
-                _C.abort_board(address, self._rank, reason)
+                _C.abort_board(address, self.index, reason)
 
     def set_activity(self, text: str) -> None:
         with self._guard:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted, PeerTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
 
@@ -31,26 +31,32 @@ _instances_lock = threading.Lock()
 
 
 class Exchange:
-    """One rank's end of a sequence of exchanges over ``group`` (None: the default group).
+    """One rank's end of a sequence of exchanges over ``group`` (None: the default group), or between ``ranks`` of it.
 
     The instances of one group pair up in the order in which each rank creates them. Creating one talks to nobody.
     ``timeout_s`` is how long an exchange waits for its peers; None takes the process group's own timeout.
 
-    ``rank`` and ``size`` are this rank's place in the group and the group's size. ``name`` tells the instances of a
-    process apart, in messages, and is the same on every rank.
+    ``rank`` and ``size`` are this rank's place in the group (or in ``ranks``) and the number of ranks. ``name``
+    tells the instances of a process apart, in messages, and is the same on every rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         from torch.distributed import distributed_c10d as c10d
 
         group = checked_group(group)
-        self.rank: int = group.rank()
-        self.size: int = group.size()
+        self.rank: int = group.rank() if ranks is None else ranks.index(group.rank())
+        self.size: int = group.size() if ranks is None else len(ranks)
         self.timeout_s: float = _timeout_of(group) if timeout_s is None else timeout_s
         instance = _next_instance(group)
         self.name = f"{group.group_name}.{instance}"
         self._store = c10d._get_process_group_store(group)
-        self._prefix = f"ep_plugin/{instance}"
+        # Ranks of several parts of a group are in instances of one number.
+        self._prefix = f"ep_plugin/{instance}" if ranks is None else f"ep_plugin/{instance}/from{ranks[0]}"
         self._count = 0
         self._lock = threading.Lock()
         self._error: EpPluginError | None = None

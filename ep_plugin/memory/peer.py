@@ -88,6 +88,10 @@ class PeerMemory(ABC):
         self._open = [*(other for other in self._open if not other.closed), buffer]
         return buffer
 
+    def disown(self, buffer: PeerBuffer) -> None:
+        """Leaves `buffer` open when this object is closed: whoever still uses it closes it."""
+        self._open = [other for other in self._open if other is not buffer]
+
     def close(self) -> None:
         """Closes every buffer that is still open. Talks to nobody; idempotent."""
         self._closed = True
@@ -150,8 +154,13 @@ def open_memory(
     import torch
 
     device = torch.device(device)
+    transport_for(device)
+    return open_memory_of(Exchange(group, timeout_s), device)
+
+
+def open_memory_of(exchange: Exchange, device: torch.device) -> PeerMemory:
+    """The same for the ranks of an exchange, which becomes the memory's own."""
     transport = transport_for(device)
-    exchange = Exchange(group, timeout_s)
     for rank, theirs in enumerate(exchange.all_gather("open memory", transport)):
         if theirs != transport:
             raise DisagreementError(

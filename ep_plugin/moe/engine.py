@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
-import os
-import sys
-import threading
-import warnings
 import weakref
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, env
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
-from ep_plugin.errors import (
-    CommunicatorClosed,
-    DisagreementError,
-    EpPluginError,
-    NotSupported,
-    PeerAborted,
-    PeerTimeout,
-)
+from ep_plugin.engine import BaseEngine, kernels_for
+from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported
+from ep_plugin.faults import error_of
 from ep_plugin.memory.board import Boards
 from ep_plugin.memory.exchange import Exchange
 from ep_plugin.memory.peer import PeerBuffer, open_memory, transport_for
-from ep_plugin.moe.faults import aborted_error, disagreement_on_pool, error_of
-from ep_plugin.moe.lanes import lanes_of
+from ep_plugin.moe.faults import described, disagreement_on_pool
+from ep_plugin.moe.lanes import Lanes, lanes_of
 
 DISPATCH_POOL, COMBINE_POOL = _C.Pool.DISPATCH, _C.Pool.COMBINE
 # SMs of the sending and of the receiving kernel of each operation, and what they leave to others at least.
@@ -39,13 +26,6 @@ DISPATCH_POOL, COMBINE_POOL = _C.Pool.DISPATCH, _C.Pool.COMBINE
 DEFAULT_SMS = {"dispatch_sms": 12, "quantize_sms": 20, "expand_sms": 64, "combine_sms": 20, "add_sms": 24}
 RUN_TOGETHER = (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms"))
 FREE_SMS = 32
-
-_NOTHING_TO_DO = contextlib.nullcontext()
-
-T = TypeVar("T")
-_enqueue_locks: dict[torch.device, threading.RLock] = {}
-_live: tuple[weakref.ref[Engine], ...] = ()  # replaced as a whole, under the lock; may be read without it
-_live_lock = threading.Lock()
 
 
 def _sms_of(config: MoECommunicatorConfig, device: torch.device) -> dict[str, int]:
@@ -64,38 +44,21 @@ def _sms_of(config: MoECommunicatorConfig, device: torch.device) -> dict[str, in
     return sms
 
 
-class Engine:
+class Engine(BaseEngine):
     """What one communicator owns. Construction is collective over `group`; so is every growth of a pool."""
 
+    lanes: Lanes
+
     def __init__(self, group: dist.ProcessGroup | None, config: MoECommunicatorConfig, device: torch.device) -> None:
-        self.closed = True  # nothing to give back so far
         self.config = config
-        self.device = device
-        self.exchange = Exchange(group, timeout_s=config.timeout_s)
-        self.name = f"communicator {self.exchange.name}"
-        self.rank, self.size, self.timeout_s = self.exchange.rank, self.exchange.size, self.exchange.timeout_s
-        self.lock = _enqueue_locks.setdefault(device, threading.RLock())
-        self._error: Exception | None = None
         self._tickets = 0
         self.reserved = 0
         self._pools: list[PeerBuffer | None] = [None, None]
-        self._captured = False
-        self._running = False
-        self._to_close = False
-        self._resources = contextlib.ExitStack()
-        try:
-            self._construct(group)
-        except BaseException as error:
-            self.exchange.abort(f"{type(error).__name__}: {error}")
-            self._resources.close()
-            raise
-        self.closed = False
-        _add_to_live(self)
-        _abort_on_uncaught_exceptions()
+        super().__init__(Exchange(group, timeout_s=config.timeout_s), device, group)
 
     def _construct(self, group: dist.ProcessGroup | None) -> None:
         config, device = self.config, self.device
-        self.kernels = _kernels_for(device)
+        self.kernels = kernels_for(device)
         self.config_hash = config.agreement_hash()
         self.flat = config.resolved_layout is DispatchLayout.FLAT
         self.layout = _C.Layout[config.resolved_layout.name]
@@ -109,6 +72,7 @@ class Engine:
         self._resources.callback(self.boards.close)
         self.memory = open_memory(group, device, timeout_s=config.timeout_s)
         self._resources.callback(self.memory.close)
+        self._resources.callback(self._forget_pools)
         self._control = self.memory.allocate(_C.control_bytes(self.size, config.num_experts), "control")
         self._state = torch.zeros(_C.state_bytes, dtype=torch.uint8, device=device)
         self.comm = self._comm_struct()
@@ -190,25 +154,6 @@ class Engine:
 
     # -- operations ----------------------------------------------------------------------------------------------
 
-    def run(self, what: str, operation: Callable[..., T], *args: Any) -> T:
-        """operation(self, *args): refused after a fault or a close, told to peers when it fails here."""
-        with self.lock, _current(self.device):
-            self.check()
-            _announce(self, what)
-            self._captured |= self.lanes.capturing()
-            try:
-                self._running = True
-                return operation(self, *args)
-            except BaseException as error:
-                with contextlib.suppress(Exception):
-                    self.lanes.join()  # memory that kernels still use must not be given away meanwhile
-                self._fail(error, what)
-                raise
-            finally:
-                self._running = False
-                if self._to_close:
-                    self.close()
-
     def plan_words(self, num_tokens: int, topk: int) -> int:
         """Words of a handle's plan: meta, then send_pos [T,R], then pair_pos [T,K]."""
         return self.meta_words + num_tokens * (self.size + topk)
@@ -225,100 +170,14 @@ class Engine:
             raise EpPluginError(f"{self.name}: the device did not finish step notify in {most_s:g} s")
         return self.boards.totals()
 
-    def check(self) -> None:
-        """Raises the communicator's first error, if there is one; CommunicatorClosed after close."""
-        if self.closed:
-            raise CommunicatorClosed(f"{self.name}: expected an open communicator, got a closed one")
-        if self._error is None:
-            error = error_of(self)
-            if error is None:
-                return
-            self._remember(error)
-        assert self._error is not None
-        raise copy.copy(self._error)  # a raised one would keep its callers' tensors alive
+    def found_error(self) -> EpPluginError | ValueError | None:
+        return error_of(self)
 
-    def abort(self, reason: str) -> None:
-        """Ends every wait in this communicator, here and on the peers, with PeerAborted(this rank, reason)."""
-        with contextlib.suppress(EpPluginError, ValueError):
-            self.check()  # after a fault the peers know, or find out by their own deadline
-            self._error = aborted_error(self, self.rank, reason)
-            self.boards.tell_abort(reason)
+    def described(self, field: int, value: int) -> tuple[str, str]:
+        return described(field, value)
 
-    def close(self) -> None:
-        """Gives everything back; works whatever state this rank, the device or the peers are in."""
-        with self.lock:
-            if self.closed:
-                return
-            if self._running:  # the caller is a signal's handler: the memory is in use until the operation has left
-                self._to_close = True
-                return self.abort("closed by a signal handler during an operation")
-            self.closed = True
-            with contextlib.suppress(Exception):  # every kernel ends by itself; a broken device has nothing to drain
-                self.lanes.drain()
-            self._pools = [None, None]
-            self._resources.close()
-
-    def __del__(self) -> None:
-        if self.closed or sys.is_finalizing():  # the end of the process gives everything back
-            return
-        if self.device.type == "cuda":  # giving back waits for the device: not from wherever garbage is collected
-            warnings.warn(f"{self.name} was dropped without close(); its memory is kept", ResourceWarning, stacklevel=1)
-            return
-        with contextlib.suppress(Exception):
-            self.close()
-
-    def _fail(self, error: BaseException, what: str) -> None:
-        """An operation ends with `error` here: peers must not wait for the rest of it, nor later calls go on."""
-        if self.closed or self._error is not None:
-            return
-        if isinstance(error, EpPluginError):
-            self._remember(error)
-            return
-        reason = f"{type(error).__name__} in {what}: {error}".removesuffix(": ")
-        self._error = EpPluginError(f"{self.name}: failed earlier on this rank: {reason}")
-        self.boards.tell_abort(reason)
-
-    def _remember(self, error: EpPluginError | ValueError) -> None:
-        """The first error stays. Peers are told of one that they cannot see for themselves."""
-        self._error = copy.copy(error)
-        if not isinstance(error, (PeerTimeout, PeerAborted)):
-            self.boards.tell_abort(str(error))
-
-
-def _add_to_live(engine: Engine) -> None:
-    global _live
-    with _live_lock:
-        _live = (*(ref for ref in _live if ref() is not None), weakref.ref(engine))
-
-
-def _live_engines() -> list[Engine]:
-    return [engine for ref in _live if (engine := ref()) is not None and not engine.closed]
-
-
-def _announce(engine: Engine, what: str) -> None:
-    """Says on the boards of all of this process's communicators what this rank is in, for their peers' messages."""
-    activity = f"in {what} of {engine.name}"
-    for other in _live_engines():
-        other.boards.set_activity(activity)
-
-
-def abort_all(reason: str) -> None:
-    """Tells the peers of every open communicator of this process that this rank has failed."""
-    for engine in _live_engines():
-        engine.abort(reason)
-
-
-@functools.cache
-def _abort_on_uncaught_exceptions() -> None:
-    """A script that dies of an exception tells its peers, who would else wait until their deadline."""
-    previous, owner = sys.excepthook, os.getpid()
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() == owner:  # a forked child is not the rank
-            abort_all(f"{kind.__name__}: {error}")
-        previous(kind, error, trace)
-
-    sys.excepthook = hook
+    def _forget_pools(self) -> None:
+        self._pools = [None, None]
 
 
 def _watch_of(engine: Engine, growing: tuple[str, int] | None = None) -> Callable[[], None]:
@@ -338,13 +197,6 @@ def _watch_of(engine: Engine, growing: tuple[str, int] | None = None) -> Callabl
     return watch
 
 
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Kernels are launched on the current device."""
-    if device.type == "cpu" or torch.cuda.current_device() == device.index:
-        return _NOTHING_TO_DO
-    return torch.cuda.device(device)
-
-
 def _check_sms(config: MoECommunicatorConfig, device: torch.device) -> None:
     """A sending and a receiving kernel run at the same time, and leave SMs for whoever must run beside them."""
     if device.type != "cuda":
@@ -357,16 +209,3 @@ def _check_sms(config: MoECommunicatorConfig, device: torch.device) -> None:
                 f"{first}: expected {first} + {second} to be at most {present - FREE_SMS}, which leaves {FREE_SMS} of "
                 f"{present} SMs free, got {sms[first]} + {sms[second]}"
             )
-
-
-def _kernels_for(device: torch.device) -> Any:
-    if device.type == "cpu":
-        return _C.cpu
-    if device.type != "cuda":
-        raise ValueError(f"device: expected cpu or cuda, got {device}")
-    if not hasattr(_C, "cuda"):
-        raise ValueError(
-            "device: expected cpu, since this build of ep_plugin has no CUDA kernels (no nvcc was found when it was "
-            f"built), got {device}"
-        )
-    return _C.cuda

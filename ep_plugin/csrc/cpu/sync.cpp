@@ -77,19 +77,24 @@ bool fail(const Comm& comm, FaultCode code, Step step, int peer, int field, int6
   return false;
 }
 
+bool Patience::keep_waiting(const Run& run, int peer, uint64_t expected, uint64_t seen) {
+  const int64_t now = now_ns();
+  if (since_ == 0) since_ = now;
+  const int64_t waited = now - since_;
+  if (aborted(run)) return false;
+  if (waited > run.comm.timeout_ns)
+    return fail(run.comm, kTimeout, run.step, peer, 0, static_cast<int64_t>(expected), static_cast<int64_t>(seen));
+  if (interrupted(waited, &asked_)) return fail_interrupted(run);
+  rest(waited);
+  return true;
+}
+
 bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int peer) {
-  if (load_acquire(word) >= value) return true;
-  const int64_t since = now_ns();
-  int64_t asked = 0;
+  Patience patience;
   for (;;) {
     const uint64_t seen = load_acquire(word);
     if (seen >= value) return true;
-    if (aborted(run)) return false;
-    const int64_t now = now_ns();
-    if (now - since > run.comm.timeout_ns)
-      return fail(run.comm, kTimeout, run.step, peer, 0, static_cast<int64_t>(value), static_cast<int64_t>(seen));
-    if (interrupted(now - since, &asked)) return fail_interrupted(run);
-    rest(now - since);
+    if (!patience.keep_waiting(run, peer, value, seen)) return false;
   }
 }
 

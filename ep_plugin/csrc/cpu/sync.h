@@ -22,6 +22,17 @@ bool interrupted(int64_t waited_ns, int64_t* asked_ns);
 bool begin(const Comm& comm, Step step, Run* run);
 void finish(const Run& run);
 
+// One wait: ask keep_waiting() after every look that was in vain.
+class Patience {
+ public:
+  // False, with the fault recorded (blaming `peer`), on a deadline, an abort or an interruption; else rests a little.
+  bool keep_waiting(const Run& run, int peer, uint64_t expected, uint64_t seen);
+
+ private:
+  int64_t since_ = 0;
+  int64_t asked_ = 0;
+};
+
 // Waits until *word >= value. On a deadline or an abort: records the fault (blaming `peer`) and returns false.
 bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int peer);
 

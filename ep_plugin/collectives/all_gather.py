@@ -1,0 +1,116 @@
+"""HierarchicalAllGather: every rank's shard on every rank, bit for bit.
+
+Inside a node ranks read each other's shards in peer memory. Across nodes each rank sends its own shard, and nothing
+else, to the ranks of its index on the other nodes, `(N - 1) * shard` bytes in all, in chunks; what has landed is
+gathered inside the node while the next chunk is under way.
+
+Shapes: R ranks, N nodes, n elements of a rank's shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ep_plugin import _C
+from ep_plugin.collectives.base import Collective, as_bytes, check_alike
+from ep_plugin.collectives.engine import CollectiveEngine
+from ep_plugin.collectives.work import CollectiveWork
+
+RAIL_CHUNK_BYTES = 1 << 20
+
+
+class HierarchicalAllGather(Collective):
+    """All-gather over one process group, in the form that FSDP2's `set_custom_all_gather` takes.
+
+    Outputs from `allocate` are mapped by the peers; any other costs a copy. Raises ValueError (with the expected and
+    the actual value) before anything is launched, PeerTimeout, PeerAborted and DisagreementError when peers fail or
+    call something else; after such an error every call raises it again, and only `close` works.
+    """
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> CollectiveWork | None:
+        """output_tensor: R*n elements, the shards in rank order. input_tensor: n elements, of the same dtype and device;
+        it may be this rank's part of the output. Both contiguous, of any shape and dtype. group: the one that this
+        object was made for, or None. With async_op a Work, else None; the result is ordered on the caller's stream.
+        """
+        self._check_group(group)
+        check_alike("output_tensor", output_tensor, "input_tensor", input_tensor)
+        size = self.group.size()
+        if output_tensor.numel() != size * input_tensor.numel():
+            raise ValueError(
+                f"output_tensor: expected {size} x {input_tensor.numel()} elements, one input_tensor of each rank, got "
+                f"{output_tensor.numel()}"
+            )
+        shard, whole = as_bytes("input_tensor", input_tensor), as_bytes("output_tensor", output_tensor)
+        self._gather(shard, list(whole.chunk(size)) if len(whole) else [])
+        return self._done([output_tensor], async_op)
+
+    def all_gather(
+        self, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool = False
+    ) -> CollectiveWork | None:
+        """The list form: tensor_list holds R contiguous tensors of n elements each, one for each rank's `tensor`."""
+        size = self.group.size()
+        if len(tensor_list) != size:
+            raise ValueError(f"tensor_list: expected {size} tensors, one of each rank, got {len(tensor_list)}")
+        for rank, output in enumerate(tensor_list):
+            check_alike(f"tensor_list[{rank}]", output, "tensor", tensor)
+            if output.numel() != tensor.numel():
+                raise ValueError(f"tensor_list[{rank}]: expected {tensor.numel()} elements, got {output.numel()}")
+        outputs = [as_bytes(f"tensor_list[{rank}]", output) for rank, output in enumerate(tensor_list)]
+        self._gather(as_bytes("tensor", tensor), outputs)
+        return self._done(list(tensor_list), async_op)
+
+    def _gather(self, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+        if len(shard) == 0:
+            self.check()
+        elif self.group.size() == 1:
+            self.check()
+            if outputs[0].data_ptr() != shard.data_ptr():
+                outputs[0].copy_(shard)
+        else:
+            engine = self.engine_on(shard.device)
+            engine.run("all-gather", gather, shard, outputs)
+            engine.check()
+
+
+def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+    """shard: uint8 ``[bytes]``; outputs: one such tensor for each rank of the group."""
+    if outputs[engine.rank].data_ptr() != shard.data_ptr():
+        outputs[engine.rank].copy_(shard)
+    rails, node_map = engine.rails, engine.node_map
+    chunks = range(0, len(shard), RAIL_CHUNK_BYTES) if rails.nodes else ()
+    landing = {node: outputs[node_map.node_ranks(node)[engine.index]] for node in rails.nodes}
+    under_way = [
+        rails.start(
+            [(node, shard[begin : begin + RAIL_CHUNK_BYTES]) for node in rails.nodes],
+            [(node, into[begin : begin + RAIL_CHUNK_BYTES]) for node, into in landing.items()],
+        )
+        for begin in chunks
+    ]
+    gather_in_node(engine, outputs[engine.rank], [outputs[rank] for rank in engine.node_ranks])
+    for begin, works in zip(chunks, under_way, strict=True):
+        rails.wait(works)
+        for node in sorted(rails.nodes):
+            parts = [outputs[rank][begin : begin + RAIL_CHUNK_BYTES] for rank in node_map.node_ranks(node)]
+            gather_in_node(engine, parts[engine.index], parts)
+
+
+def gather_in_node(engine: CollectiveEngine, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+    """`shard`, which is outputs[engine.index], to every rank of the node; outputs: one for each of them."""
+    if engine.node_size == 1:
+        return
+    args = _C.GatherArgs(
+        comm=engine.comm,
+        piece=engine.piece(len(shard), shard, (0,)),
+        input=shard.data_ptr(),
+    )
+    args.set_outputs([output.data_ptr() for output in outputs])
+    engine.kernels.gather(args)

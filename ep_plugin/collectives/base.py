@@ -1,0 +1,134 @@
+"""What HierarchicalAllGather and HierarchicalReduceScatter have in common: a group, an engine made late, a close."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from ep_plugin.collectives.blocks import tensor_of
+from ep_plugin.collectives.engine import CollectiveEngine
+from ep_plugin.collectives.work import CollectiveWork
+from ep_plugin.errors import CommunicatorClosed
+from ep_plugin.memory.exchange import checked_group
+
+
+class Collective:
+    """One operation over one process group. All ranks of the group call its methods in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, num_buffers: int = 2) -> None:
+        """Talks to nobody: the first `allocate` or operation is collective, and decides the device.
+
+        `group`: None is the default group. `num_buffers`: blocks of one size that `allocate` makes before it would
+        rather wait for the peers' hosts to learn that one is free; ValueError unless it is a positive integer.
+        """
+        if not isinstance(num_buffers, int) or isinstance(num_buffers, bool) or num_buffers < 1:
+            raise ValueError(f"num_buffers: expected an integer of at least 1, got {num_buffers!r}")
+        self.group = checked_group(group)
+        self._num_buffers = num_buffers
+        self._engine: CollectiveEngine | None = None
+        self._making = threading.RLock()
+        self._closed = False
+
+    def allocate(
+        self, size: int | Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        """An uninitialised tensor of `size` that peers have mapped, so that operations on it copy nothing twice.
+
+        All ranks call it with the same size in bytes. It belongs to whoever holds it, like any other tensor; when none
+        of its views is left on any rank, a later call may return the same memory. `device`: None is the group's.
+        """
+        shape = (size,) if isinstance(size, int) else tuple(int(extent) for extent in size)
+        if any(extent < 0 for extent in shape):
+            raise ValueError(f"size: expected no negative extent, got {shape}")
+        device = self._device_of(device)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes == 0 or self.group.size() == 1:
+            return torch.empty(shape, dtype=dtype, device=device)
+        engine = self.engine_on(device)
+        _, owner = engine.run("allocate", lambda _: engine.blocks.allocate(nbytes))
+        return tensor_of(owner, nbytes, device).view(dtype).view(shape)
+
+    @property
+    def rail_bytes_sent(self) -> int:
+        """Bytes that this rank has sent to other nodes, over all operations so far."""
+        return 0 if self._engine is None else self._engine.rails.bytes_sent
+
+    def check(self) -> None:
+        """Raises the first error of this object, if there is one. Costs no synchronisation."""
+        if self._engine is not None:
+            self._engine.check()
+        elif self._closed:
+            raise CommunicatorClosed("expected an open communicator, got a closed one")
+
+    def abort(self, reason: str) -> None:
+        """Tells the peers that this rank has failed: their waits raise PeerAborted(rank, reason) at once."""
+        if self._engine is not None:
+            self._engine.abort(reason)
+
+    def close(self) -> None:
+        """Gives the memory back but for tensors that are still held. Not collective; works after a fault, and again."""
+        self._closed = True
+        if self._engine is not None:
+            self._engine.close()
+
+    def __enter__(self) -> Collective:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    def engine_on(self, device: torch.device) -> CollectiveEngine:
+        """The engine, made on first use; ValueError when it is on another device."""
+        engine = self._engine
+        if engine is None:
+            with self._making:
+                if self._closed:
+                    raise CommunicatorClosed("expected an open communicator, got a closed one")
+                if self._engine is None:
+                    self._engine = CollectiveEngine(checked_group(self.group), device, self._num_buffers)
+                engine = self._engine
+        if engine.device != device:
+            raise ValueError(f"device: expected {engine.device} as in the first call, got {device}")
+        return engine
+
+    def _device_of(self, device: torch.device | str | None) -> torch.device:
+        if device is None:
+            cuda = any(kind.type == "cuda" for kind in self.group._device_types)
+            device = "cuda" if cuda and torch.cuda.is_available() else "cpu"
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return device
+
+    def _check_group(self, group: dist.ProcessGroup | None) -> None:
+        if group is not None and group is not self.group:
+            raise ValueError(f"group: expected {self.group.group_name}, which this object serves, got {group}")
+
+    def _done(self, outputs: list[torch.Tensor], async_op: bool) -> CollectiveWork | None:
+        return CollectiveWork(outputs, self.check) if async_op else None
+
+
+def as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as uint8 ``[bytes]`` in the same memory; ValueError unless it is contiguous."""
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def check_alike(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor) -> None:
+    """ValueError unless both have one dtype and one device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.dtype != like.dtype:
+        raise ValueError(f"{name}: expected dtype {like.dtype} as of {other}, got {tensor.dtype}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device} as of {other}, got {tensor.device}")

@@ -1,0 +1,229 @@
+"""The blocks of peer memory that `allocate` hands out as tensors, and when a block may be handed out again.
+
+Every rank of a node has each block mapped, so ranks must pick the same one for the same call. Why reuse is safe:
+
+- A block belongs to the tensor that was made of it, its views included: while that storage is alive on a rank, the rank
+  does not offer the block. No order of copy-ins, copy-outs, prefetches or pipeline stages is assumed.
+- A block is picked only when every rank of the node has offered it. Each `allocate` posts, in host memory that all of
+  them map, the blocks that nothing on this rank refers to, and reads what its peers posted in the `allocate` before
+  this one; so all ranks pick from the same lists and agree without asking, and no rank waits unless a peer's host is a
+  whole call behind. Only where that would mean more than `num_buffers` blocks of one size does it wait for this call's
+  posts instead; and where these offer none either, all ranks make another block together.
+- That a storage is dead says that its last reader has been enqueued, on this rank, before the `allocate` that takes the
+  block again; as with any tensor, what reads it on another stream is joined with the stream that allocates next. On top
+  of it each operation begins with a handshake on the stream: no rank writes to a peer's block before the peer's stream
+  has come to that operation, and so past everything that it had read the block with.
+- A tensor may outlive its communicator: then the block stays mapped until the tensor is gone.
+
+Blocks are made once per size and tensor alive at a time. In the steady state there is no exchange between ranks beyond
+those posts. A block that no call has used for long is given back when another is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.errors import DisagreementError, EpPluginError, PeerTimeout
+from ep_plugin.faults import DISAGREE_ON
+from ep_plugin.memory.exchange import Exchange
+from ep_plugin.memory.peer import PeerBuffer, PeerMemory
+from ep_plugin.memory.shm import ShmMemory
+
+if TYPE_CHECKING:
+    from ep_plugin.collectives.engine import CollectiveEngine
+
+_MOST_WASTE = 2  # a block serves what needs at least so small a part of it
+_IDLE_CALLS = 512
+_GRAIN = 4096  # blocks are whole pages
+
+
+@dataclass
+class Block:
+    """One block on every rank of the node; `owner` is what the tensors made of it on this rank keep alive."""
+
+    buffer: PeerBuffer
+    address: int
+    owner: weakref.ref[Any] | None = None
+    used: int = 0
+
+    @property
+    def free(self) -> bool:
+        return self.owner is None or self.owner() is None
+
+
+class Blocks:
+    """The blocks of one communicator, by number; `table` and `sizes` are how kernels know them."""
+
+    def __init__(self, engine: CollectiveEngine, memory: PeerMemory, node: Exchange, num_buffers: int) -> None:
+        self._engine = weakref.proxy(engine)
+        self._memory = memory
+        self._num_buffers = num_buffers
+        self._blocks: list[Block | None] = []
+        self._by_address: dict[int, int] = {}
+        self._calls = 0
+        self._last = -1
+        self._posts = ShmMemory(node)
+        self._rings: tuple[int, ...] = self._posts.allocate(_C.request_ring_bytes, "requests").ptrs
+        self._own = node.rank
+        self._peers = [ring for index, ring in enumerate(self._rings) if index != node.rank]
+        self.table = torch.zeros((_C.max_blocks, _C.max_ranks), dtype=torch.int64)
+        self.sizes = torch.zeros(_C.max_blocks, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Number of the block that `tensor` lies in and its offset there; None for any other memory."""
+        number = self._by_address.get(tensor.untyped_storage().data_ptr())
+        if number is None:
+            return None
+        block = self._blocks[number]
+        assert block is not None
+        return number, tensor.data_ptr() - block.address
+
+    def address_at(self, rank_index: int, number: int) -> int:
+        """Where block `number` of the node's rank of this index is mapped here."""
+        block = self._blocks[number]
+        assert block is not None
+        return block.buffer.ptrs[rank_index]
+
+    def allocate(self, nbytes: int) -> tuple[int, Any]:
+        """A block of at least `nbytes` bytes, the same on all ranks: its number, and a buffer of its bytes here."""
+        number = self._choose(nbytes)
+        block = self._blocks[number]
+        assert block is not None
+        block.used, self._last = self._calls, number
+        owner = _owner(block.address, block.buffer.nbytes, self._engine.device)
+        block.owner = weakref.ref(owner)
+        return number, owner
+
+    def close(self) -> None:
+        """Gives back what no tensor refers to; the rest goes with the last tensor, on GPUs with the process."""
+        for block in filter(None, self._blocks):
+            owner = None if block.owner is None else block.owner()
+            if owner is not None:
+                self._memory.disown(block.buffer)
+                if self._engine.device.type == "cpu":
+                    weakref.finalize(owner, block.buffer.close)
+        self._blocks, self._by_address = [], {}
+        self._posts.close()
+
+    # -- which block ---------------------------------------------------------------------------------------------
+
+    def _choose(self, nbytes: int) -> int:
+        """All ranks come to the same number, since they decide by what all of them have read."""
+        self._calls += 1
+        call = self._calls
+        _C.post_request(self._rings[self._own], call, nbytes, self._mask(lambda block: block.free))
+        fitting = self._mask(lambda block: nbytes <= block.buffer.nbytes <= max(_MOST_WASTE * nbytes, _GRAIN))
+        offered = self._offered(call - 1, None) if call > 1 else 0
+        if self._last >= 0:
+            offered &= ~(1 << self._last)  # it was handed out after those posts
+        if not fitting & offered and fitting.bit_count() >= self._num_buffers:
+            offered = self._offered(call, nbytes)
+        if fitting & offered:
+            return self._smallest(fitting & offered)
+        return self._make(nbytes, call)
+
+    def _offered(self, call: int, nbytes: int | None) -> int:
+        """The blocks that all ranks offered in their `call`-th call, once all have posted it."""
+        engine = self._engine
+        late = _C.wait_requests(self._peers, call, engine.boards.address, int(engine.timeout_s * 1e9))
+        if late < len(self._peers):
+            engine.check()
+            peer = engine.group_rank(late + (late >= self._own))
+            raise PeerTimeout(
+                f"{engine.name}: rank {engine.rank} waited {engine.timeout_s:g} s for rank {peer} at step allocate "
+                f"(call {call})",
+                peer,
+                "allocate",
+            )
+        offered = -1
+        for index, ring in enumerate(self._rings):
+            theirs, free = _C.read_request(ring, call)
+            if nbytes is not None and theirs != nbytes:
+                raise DisagreementError(
+                    f"{DISAGREE_ON} one call of {engine.name} at step allocate: bytes is {nbytes} on rank "
+                    f"{engine.rank}, {theirs} on rank {engine.group_rank(index)}"
+                )
+            offered &= free
+        return offered
+
+    def _make(self, nbytes: int, call: int) -> int:
+        """Collective: another block, under the first number that is not in use."""
+        engine = self._engine
+        if engine.lanes.capturing():
+            raise EpPluginError(
+                f"{engine.name}: expected a free block of {nbytes} bytes, got none, and a CUDA graph is being "
+                "captured: run one step of this shape before capturing"
+            )
+        offered = self._offered(call, nbytes)
+        self._give_back(offered, call)
+        free = [number for number, block in enumerate(self._blocks) if block is None]
+        number = free[0] if free else len(self._blocks)
+        if number >= _C.max_blocks:
+            raise EpPluginError(
+                f"{engine.name}: expected at most {_C.max_blocks} outputs alive at a time, got one more; drop tensors "
+                "that allocate() has returned"
+            )
+        buffer = self._memory.allocate((nbytes + _GRAIN - 1) // _GRAIN * _GRAIN, "output")
+        block = Block(buffer, buffer.ptrs[self._own])
+        if number == len(self._blocks):
+            self._blocks.append(block)
+        else:
+            self._blocks[number] = block
+        self._by_address[block.address] = number
+        self.table[number, : len(buffer.ptrs)] = torch.tensor(buffer.ptrs, dtype=torch.int64)
+        self.sizes[number] = buffer.nbytes
+        return number
+
+    def _give_back(self, offered: int, call: int) -> None:
+        """Closes blocks that all ranks offer and that have been idle for long; with all numbers in use, the idlest."""
+        idle = [(block.used, n) for n, block in enumerate(self._blocks) if block is not None and offered >> n & 1]
+        full = len(self._blocks) == _C.max_blocks and None not in self._blocks
+        for used, number in sorted(idle):
+            if call - used <= _IDLE_CALLS and not full:
+                break
+            full = False
+            block = self._blocks[number]
+            assert block is not None
+            self._blocks[number] = None
+            del self._by_address[block.address]
+            self.table[number] = 0
+            block.buffer.close()
+
+    def _mask(self, holds: Callable[[Block], bool]) -> int:
+        return sum(1 << number for number, block in enumerate(self._blocks) if block is not None and holds(block))
+
+    def _smallest(self, numbers: int) -> int:
+        sizes = {n: b.buffer.nbytes for n, b in enumerate(self._blocks) if b is not None and numbers >> n & 1}
+        return min(sizes, key=lambda number: (sizes[number], number))
+
+
+class _DeviceBytes:
+    """GPU memory as PyTorch takes it from others: it keeps this object alive for as long as its storage lives."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
+
+
+def _owner(address: int, nbytes: int, device: torch.device) -> Any:
+    if device.type == "cuda":
+        return _DeviceBytes(address, nbytes)
+    return (ctypes.c_ubyte * nbytes).from_address(address)
+
+
+def tensor_of(owner: Any, nbytes: int, device: torch.device) -> torch.Tensor:
+    """The first `nbytes` bytes of a block as a tensor, which keeps the block's owner alive: uint8 ``[nbytes]``."""
+    if device.type == "cuda":
+        return torch.as_tensor(owner, device=device)[:nbytes]
+    return torch.frombuffer(owner, dtype=torch.uint8, count=nbytes)
+
+

@@ -1,0 +1,56 @@
+"""The legs between nodes: shards to and from the ranks of the same index on other nodes, over the group's own backend."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_plugin.errors import PeerTimeout
+from ep_plugin.topology import NodeMap
+
+_TAG = 0x4550  # of messages between ranks that may exchange others of their own
+
+
+class Rails:
+    """This rank's end of its rail. `bytes_sent` counts what it has sent to other nodes since it was made."""
+
+    def __init__(self, group: dist.ProcessGroup, node_map: NodeMap, rank: int, timeout_s: float) -> None:
+        self._group = group
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self.bytes_sent = 0
+        ranks = node_map.rail(node_map.local_rank_of(rank))
+        own = node_map.node_of(rank)
+        # The next node first, so that no two nodes send to one at a time.
+        self.nodes = [(own + step) % node_map.num_nodes for step in range(1, node_map.num_nodes)]
+        self._rank_on = dict(enumerate(ranks))
+
+    def start(self, sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]]) -> Any:
+        """Begins to send and receive uint8 tensors, (node, tensor) each; what `wait` takes."""
+        operations = []
+        for node, tensor in sends:
+            operations.append(self._operation(dist.isend, tensor, node))
+            self.bytes_sent += tensor.numel()
+        operations.extend(self._operation(dist.irecv, tensor, node) for node, tensor in receives)
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self, works: Any) -> None:
+        """Until those have arrived: on GPUs the caller's stream waits, else the host, with a deadline."""
+        for work in works:
+            try:
+                work.wait(timeout=datetime.timedelta(seconds=self._timeout_s))
+            except RuntimeError as error:
+                others = [self._rank_on[node] for node in self.nodes]
+                raise PeerTimeout(
+                    f"rank {self._rank} waited {self._timeout_s:g} s for rank{'s' if len(others) > 1 else ''} "
+                    f"{', '.join(map(str, others))} at step rail: {error}",
+                    others[0],
+                    "rail",
+                ) from error
+
+    def _operation(self, kind: Any, tensor: torch.Tensor, node: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, group=self._group, tag=_TAG, group_peer=self._rank_on[node])

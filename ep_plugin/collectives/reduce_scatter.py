@@ -1,0 +1,162 @@
+"""HierarchicalReduceScatter: the sum of all ranks' shards for this one, in a fixed order.
+
+Inside a node ranks read each other's inputs in peer memory and sum in float32, in rank order. Across nodes it is the
+all-gather backwards: the ranks of a node sum what they have for a rank of another node, and the one of the same index
+sends it there, `(N - 1) * shard` bytes per rank in all; the sums of the nodes, rounded to the dtype as they travel, are
+then added in float32 in node order. The same inputs give the same bits, run after run.
+
+Shapes: R ranks, N nodes, n elements of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_plugin import _C
+from ep_plugin.collectives.all_gather import RAIL_CHUNK_BYTES
+from ep_plugin.collectives.base import Collective, as_bytes, check_alike
+from ep_plugin.collectives.engine import CollectiveEngine
+from ep_plugin.collectives.work import CollectiveWork
+from ep_plugin.moe.validate import ELEMENTS
+
+_REDUCE = dist.ReduceOp
+
+
+class HierarchicalReduceScatter(Collective):
+    """Reduce-scatter over one process group, in the form that FSDP2's `set_custom_reduce_scatter` takes.
+
+    Inputs from `allocate` are read by the peers as they lie; any other costs a copy. Outputs are whatever the caller
+    brings, ordinary tensors: no peer maps them. Errors are as those of HierarchicalAllGather.
+    """
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup | None = None,
+        op: Any = _REDUCE.SUM,
+        async_op: bool = False,
+    ) -> CollectiveWork | None:
+        """output_tensor: n elements. input_tensor: R*n elements, a shard for each rank in rank order; its own shard may
+        be the output. Both contiguous, BF16, FP16, FP32 or (on CPUs) FP64. op: SUM, AVG or PREMUL_SUM. With async_op a
+        Work, else None; the result is ordered on the caller's stream.
+        """
+        self._check_group(group)
+        check_alike("input_tensor", input_tensor, "output_tensor", output_tensor)
+        size = self.group.size()
+        if input_tensor.numel() != size * output_tensor.numel():
+            raise ValueError(
+                f"input_tensor: expected {size} x {output_tensor.numel()} elements, one output_tensor for each rank, "
+                f"got {input_tensor.numel()}"
+            )
+        whole, out = as_bytes("input_tensor", input_tensor), as_bytes("output_tensor", output_tensor)
+        self._scatter(out, list(whole.chunk(size)) if len(whole) else [], output_tensor.dtype, op)
+        return self._done([output_tensor], async_op)
+
+    def reduce_scatter(
+        self, output: torch.Tensor, input_list: Sequence[torch.Tensor], op: Any = _REDUCE.SUM, async_op: bool = False
+    ) -> CollectiveWork | None:
+        """The list form: input_list holds R contiguous tensors of n elements each, one for each rank's `output`."""
+        size = self.group.size()
+        if len(input_list) != size:
+            raise ValueError(f"input_list: expected {size} tensors, one for each rank, got {len(input_list)}")
+        for rank, shard in enumerate(input_list):
+            check_alike(f"input_list[{rank}]", shard, "output", output)
+            if shard.numel() != output.numel():
+                raise ValueError(f"input_list[{rank}]: expected {output.numel()} elements, got {shard.numel()}")
+        shards = [as_bytes(f"input_list[{rank}]", shard) for rank, shard in enumerate(input_list)]
+        self._scatter(as_bytes("output", output), shards, output.dtype, op)
+        return self._done([output], async_op)
+
+    def _scatter(self, out: torch.Tensor, shards: list[torch.Tensor], dtype: torch.dtype, op: Any) -> None:
+        if dtype not in ELEMENTS:
+            names = ", ".join(str(known) for known in ELEMENTS)
+            raise ValueError(f"dtype: expected one of {names}, got {dtype}")
+        scale = _scale_of(op, self.group.size())
+        if len(out) == 0:
+            self.check()
+        elif self.group.size() == 1:
+            self.check()
+            total = shards[0].view(dtype)
+            out.view(dtype).copy_(total if scale == 1 else (_wide(total) * scale))
+        else:
+            engine = self.engine_on(out.device)
+            engine.run("reduce-scatter", scatter, out, shards, dtype, scale)
+            engine.check()
+
+
+def scatter(
+    engine: CollectiveEngine, out: torch.Tensor, shards: list[torch.Tensor], dtype: torch.dtype, scale: float
+) -> None:
+    """out: uint8 ``[bytes]``; shards: one such tensor for each rank of the group."""
+    rails, node_map = engine.rails, engine.node_map
+    if not rails.nodes:
+        return scatter_in_node(engine, out, shards, dtype, scale)
+    sums = {node: torch.empty_like(out) for node in range(node_map.num_nodes)}
+    partial = {node: torch.empty_like(out) for node in rails.nodes}
+    chunks = [slice(begin, begin + RAIL_CHUNK_BYTES) for begin in range(0, len(out), RAIL_CHUNK_BYTES)]
+    arriving = [rails.start((), [(node, sums[node][chunk]) for node in rails.nodes]) for chunk in chunks]
+    leaving = []
+    for chunk in chunks:
+        for node in _in_turn(engine):
+            parts = [shards[rank][chunk] for rank in node_map.node_ranks(node)]
+            into = sums[node] if node == engine.node else partial[node]
+            scatter_in_node(engine, into[chunk], parts, dtype, scale)
+            if node != engine.node:
+                leaving.append(rails.start([(node, into[chunk])], ()))
+    for chunk, works in zip(chunks, arriving, strict=True):
+        rails.wait(works)
+        total = _wide(sums[0][chunk].view(dtype))
+        for node in range(1, node_map.num_nodes):
+            total += sums[node][chunk].view(dtype)
+        out[chunk].view(dtype).copy_(total)
+    for works in leaving:
+        rails.wait(works)
+
+
+def scatter_in_node(
+    engine: CollectiveEngine, out: torch.Tensor, shards: list[torch.Tensor], dtype: torch.dtype, scale: float
+) -> None:
+    """out = scale * the sum over the node's ranks of their shards for this one; shards: one for each of them."""
+    if engine.node_size == 1:
+        total = shards[0].view(dtype)
+        out.view(dtype).copy_(total if scale == 1 else (_wide(total) * scale))
+        return
+    first = shards[0]
+    args = _C.ScatterArgs(
+        comm=engine.comm,
+        piece=engine.piece(len(out), first, [shard.data_ptr() - first.data_ptr() for shard in shards]),
+        output=out.data_ptr(),
+        scale=scale,
+        element=ELEMENTS[dtype],
+    )
+    args.set_inputs([shard.data_ptr() for shard in shards])
+    engine.kernels.scatter(args)
+
+
+def _in_turn(engine: CollectiveEngine) -> list[int]:
+    """The nodes whose sums are made, the same order for all ranks of this node: its own last, for nobody waits for it."""
+    return [*engine.rails.nodes, engine.node]
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in which sums are kept."""
+    return tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32, copy=True)
+
+
+def _scale_of(op: Any, size: int) -> float:
+    """What the sum is multiplied by. ValueError for an operation that is not a sum."""
+    if op == _REDUCE.SUM:
+        return 1.0
+    if op == _REDUCE.AVG:
+        return 1.0 / size
+    state: Any = op.__getstate__() if isinstance(op, _REDUCE) else (op, None)
+    if state[0] == _REDUCE.PREMUL_SUM and isinstance(state[1], float):
+        return state[1]
+    if state[0] == _REDUCE.PREMUL_SUM:
+        raise ValueError(f"op: expected PREMUL_SUM with a number as its factor, got {type(state[1]).__name__}")
+    raise ValueError(f"op: expected SUM, AVG or PREMUL_SUM, got {op}")

@@ -1,0 +1,93 @@
+// All-gather and reduce-scatter between the ranks of one node: what they share in memory, and their arguments.
+//
+// A piece is what one rank contributes: to all-gather its shard, to reduce-scatter one shard for each rank. Pieces move
+// in chunks, as many for each rank, numbered through over all operations of a communicator. A piece in memory that
+// peers map (a block) is offered as it lies; any other goes through the slots of its rank's control block.
+#pragma once
+#include <cstdint>
+
+#include "api.h"
+
+namespace ep {
+
+constexpr int kSlots = 8;  // chunks that peers may lag behind
+constexpr int64_t kSlotBytes = 256 * 1024;
+constexpr int kMaxPeerBlocks = 64;  // blocks of a communicator are numbered below this: the bits of a word
+constexpr int kRequests = 4;        // that a rank's host may be ahead of another's reading them, and one more
+
+enum CollectiveOp : int64_t { kOpAllGather = 1, kOpReduceScatter = 2 };
+
+// What a rank says of its piece before the first chunk. The first words must be alike on all ranks.
+struct Offer {
+  int64_t op;
+  int64_t bytes;              // of a shard
+  int64_t element;            // of a sum, 0 without
+  int64_t block;              // that holds the piece, or -1: it goes through the slots
+  int64_t offset[kMaxRanks];  // in the block: of the shard, or of the shard for each rank
+};
+constexpr int kOfferFields = 3;
+
+// The control block: one per rank, zero at birth, counters that only grow.
+struct CollectiveControl {
+  alignas(128) uint64_t posted;  // chunks that this rank has made available
+  struct alignas(64) Word {
+    uint64_t value;
+  };
+  alignas(128) Word consumed[kMaxRanks];  // chunks of this rank's that peer r has read; written by r
+  alignas(128) uint64_t chunks;           // of all operations that are over, and how many those are; this rank's own
+  uint64_t operations;
+  alignas(
+      128) Offer offers[kSlots];  // by the operation's number: an old one is read no more when its slot's turn comes
+  alignas(128) char slots[kSlots][kSlotBytes];
+};
+
+// The chunks of a shard of `bytes`: all-gather fills a slot with one, reduce-scatter with one for each rank.
+EP_HD constexpr int64_t gather_chunk_bytes() { return kSlotBytes; }
+EP_HD constexpr int64_t scatter_chunk_bytes(int ranks) { return kSlotBytes / ranks / 64 * 64; }
+
+// A rank's piece, and where peers find it.
+struct Piece {
+  int64_t bytes;  // of a shard
+  int32_t block;  // that holds it, or -1
+  int32_t num_blocks;
+  int64_t offset[kMaxRanks];  // in the block, as in Offer
+  Address blocks;             // u64 [num_blocks][kMaxRanks]: every rank's blocks as mapped here, 0: closed
+  Address block_bytes;        // i64 [num_blocks]
+};
+
+// outputs[r]: where rank r's shard goes, in this rank's memory. This rank's own may be the input itself.
+struct GatherArgs {
+  Comm comm;
+  Piece piece;
+  Address input;
+  Address outputs[kMaxRanks];
+};
+
+// output = scale * the sum of all ranks' shards for this one, in float32 (float64 for float64) and in rank order.
+// inputs[r]: this rank's shard for rank r. The output may be this rank's own shard in there.
+struct ScatterArgs {
+  Comm comm;
+  Piece piece;
+  Address inputs[kMaxRanks];
+  Address output;
+  double scale;
+  int32_t element;
+  int32_t reserved;
+};
+
+// --- What hosts tell each other before they choose a block: rows of host memory, one ring for each rank -------------
+struct Request {
+  uint64_t number;  // stored last
+  int64_t bytes;    // asked for
+  uint64_t free;    // a bit for each block that nothing on this rank refers to any more
+  uint64_t reserved;
+};
+
+void post_request(Address ring, uint64_t number, int64_t bytes, uint64_t free);
+
+namespace cpu {
+void gather(const GatherArgs& args);
+void scatter(const ScatterArgs& args);
+}  // namespace cpu
+
+}  // namespace ep

@@ -1,0 +1,226 @@
+"""What every communicator is made of: one lock per device, a first error that stays, peers that are told, a close.
+
+A subclass brings its peer memory, kernels and operations, and what a fault on its board means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import sys
+import threading
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerAborted, PeerTimeout
+from ep_plugin.faults import aborted_error
+from ep_plugin.memory.board import Boards
+from ep_plugin.memory.exchange import Exchange
+
+_NOTHING_TO_DO = contextlib.nullcontext()
+
+T = TypeVar("T")
+_enqueue_locks: dict[torch.device, threading.RLock] = {}
+_live: tuple[weakref.ref[BaseEngine], ...] = ()  # replaced as a whole, under the lock; may be read without it
+_live_lock = threading.Lock()
+
+
+class Lanes(Protocol):
+    """Where a communicator's kernels run, as far as its life and death need to know."""
+
+    def join(self) -> None:
+        """The caller's stream goes on after what has been enqueued."""
+
+    def drain(self) -> None:
+        """The host waits for what has been enqueued."""
+
+    def capturing(self) -> bool:
+        """Whether the caller's stream is recording a CUDA graph."""
+
+
+class BaseEngine(ABC):
+    """What one communicator owns. A subclass's `_construct` sets `boards` and `lanes`, and fills `_resources`."""
+
+    boards: Boards
+    lanes: Lanes
+    closed = True  # nothing to give back so far
+
+    def __init__(self, exchange: Exchange, device: torch.device, *given: Any) -> None:
+        """`given` goes on to `_construct`, and is not kept."""
+        self.device = device
+        self.exchange = exchange
+        self.name = f"communicator {exchange.name}"
+        self.rank, self.size, self.timeout_s = exchange.rank, exchange.size, exchange.timeout_s
+        self.lock = _enqueue_locks.setdefault(device, threading.RLock())
+        self._error: Exception | None = None
+        self._captured = False
+        self._running = False
+        self._to_close = False
+        self._resources = contextlib.ExitStack()
+        try:
+            self._construct(*given)
+        except BaseException as error:
+            self.exchange.abort(f"{type(error).__name__}: {error}")
+            self._resources.close()
+            raise
+        self.closed = False
+        _add_to_live(self)
+        _abort_on_uncaught_exceptions()
+
+    @abstractmethod
+    def _construct(self, *given: Any) -> None:
+        """Collective: makes what the communicator owns. What it puts on `_resources` is closed at the end."""
+
+    @abstractmethod
+    def found_error(self) -> EpPluginError | ValueError | None:
+        """The exception for what this communicator's board shows, or None when it is well."""
+
+    @abstractmethod
+    def described(self, field: int, value: int) -> tuple[str, str]:
+        """The name of a word that ranks must say alike, and `value` as a reader knows it."""
+
+    def group_rank(self, index: int) -> int:
+        """The rank within the group of whoever has the board of this index."""
+        return index
+
+    def run(self, what: str, operation: Callable[..., T], *args: Any) -> T:
+        """operation(self, *args): refused after a fault or a close, told to peers when it fails here."""
+        with self.lock, _current(self.device):
+            self.check()
+            _announce(self, what)
+            self._captured |= self.lanes.capturing()
+            try:
+                self._running = True
+                return operation(self, *args)
+            except BaseException as error:
+                with contextlib.suppress(Exception):
+                    self.lanes.join()  # memory that kernels still use must not be given away meanwhile
+                self._fail(error, what)
+                raise
+            finally:
+                self._running = False
+                if self._to_close:
+                    self.close()
+
+    def check(self) -> None:
+        """Raises the communicator's first error, if there is one; CommunicatorClosed after close."""
+        if self.closed:
+            raise CommunicatorClosed(f"{self.name}: expected an open communicator, got a closed one")
+        if self._error is None:
+            error = self.found_error()
+            if error is None:
+                return
+            self._remember(error)
+        assert self._error is not None
+        raise copy.copy(self._error)  # a raised one would keep its callers' tensors alive
+
+    def abort(self, reason: str) -> None:
+        """Ends every wait in this communicator, here and on the peers, with PeerAborted(this rank, reason)."""
+        with contextlib.suppress(EpPluginError, ValueError):
+            self.check()  # after a fault the peers know, or find out by their own deadline
+            self._error = aborted_error(self, self.rank, reason)
+            self.boards.tell_abort(reason)
+
+    def close(self) -> None:
+        """Gives everything back; works whatever state this rank, the device or the peers are in."""
+        with self.lock:
+            if self.closed:
+                return
+            if self._running:  # the caller is a signal's handler: the memory is in use until the operation has left
+                self._to_close = True
+                return self.abort("closed by a signal handler during an operation")
+            self.closed = True
+            with contextlib.suppress(Exception):  # every kernel ends by itself; a broken device has nothing to drain
+                self.lanes.drain()
+            self._resources.close()
+
+    def __del__(self) -> None:
+        if self.closed or sys.is_finalizing():  # the end of the process gives everything back
+            return
+        if self.device.type == "cuda":  # giving back waits for the device: not from wherever garbage is collected
+            warnings.warn(f"{self.name} was dropped without close(); its memory is kept", ResourceWarning, stacklevel=1)
+            return
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def _fail(self, error: BaseException, what: str) -> None:
+        """An operation ends with `error` here: peers must not wait for the rest of it, nor later calls go on."""
+        if self.closed or self._error is not None:
+            return
+        if isinstance(error, EpPluginError):
+            self._remember(error)
+            return
+        reason = f"{type(error).__name__} in {what}: {error}".removesuffix(": ")
+        self._error = EpPluginError(f"{self.name}: failed earlier on this rank: {reason}")
+        self.boards.tell_abort(reason)
+
+    def _remember(self, error: EpPluginError | ValueError) -> None:
+        """The first error stays. Peers are told of one that they cannot see for themselves."""
+        self._error = copy.copy(error)
+        if not isinstance(error, (PeerTimeout, PeerAborted)):
+            self.boards.tell_abort(str(error))
+
+
+def _add_to_live(engine: BaseEngine) -> None:
+    global _live
+    with _live_lock:
+        _live = (*(ref for ref in _live if ref() is not None), weakref.ref(engine))
+
+
+def _live_engines() -> list[BaseEngine]:
+    return [engine for ref in _live if (engine := ref()) is not None and not engine.closed]
+
+
+def _announce(engine: BaseEngine, what: str) -> None:
+    """Says on the boards of all of this process's communicators what this rank is in, for their peers' messages."""
+    activity = f"in {what} of {engine.name}"
+    for other in _live_engines():
+        other.boards.set_activity(activity)
+
+
+def abort_all(reason: str) -> None:
+    """Tells the peers of every open communicator of this process that this rank has failed."""
+    for engine in _live_engines():
+        engine.abort(reason)
+
+
+@functools.cache
+def _abort_on_uncaught_exceptions() -> None:
+    """A script that dies of an exception tells its peers, who would else wait until their deadline."""
+    previous, owner = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() == owner:  # a forked child is not the rank
+            abort_all(f"{kind.__name__}: {error}")
+        previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels are launched on the current device."""
+    if device.type == "cpu" or torch.cuda.current_device() == device.index:
+        return _NOTHING_TO_DO
+    return torch.cuda.device(device)
+
+
+def kernels_for(device: torch.device) -> Any:
+    if device.type == "cpu":
+        return _C.cpu
+    if device.type != "cuda":
+        raise ValueError(f"device: expected cpu or cuda, got {device}")
+    if not hasattr(_C, "cuda"):
+        raise ValueError(
+            "device: expected cpu, since this build of ep_plugin has no CUDA kernels (no nvcc was found when it was "
+            f"built), got {device}"
+        )
+    return _C.cuda
