@@ -23,12 +23,13 @@ class PluginAllGather(AllGather):
     def __init__(self, parameter_group: Any, replaced: AllGather) -> None:
         self._parameter_group = parameter_group
         self.replaced = replaced
+        self.user = communicators.new_user()
         self.launches = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Uninitialised, one-dimensional; memory that peers write into where there is some free."""
-        gather = communicators.of(self, self._parameter_group._all_gather_process_group, device).all_gather
-        return gather.allocate(math.prod(int(extent) for extent in size), dtype, device)
+        """Uninitialised and one-dimensional; see ``Pair.allocate``."""
+        pair = communicators.of(self.user, self._parameter_group._all_gather_process_group, device)
+        return pair.allocate(self.user, math.prod(int(extent) for extent in size), dtype)
 
     def __call__(
         self,
@@ -37,17 +38,17 @@ class PluginAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        gather = communicators.of(self, group, output_tensor.device).all_gather
+        pair = communicators.of(self.user, group, output_tensor.device)
         self.launches += 1
-        return gather(output_tensor, input_tensor, async_op=async_op)
+        return pair.all_gather(output_tensor, input_tensor, async_op=async_op)
 
 
 class PluginReduceScatter(ReduceScatter):
     """Reduces one parameter group's gradients; the attributes are as PluginAllGather's."""
 
-    def __init__(self, parameter_group: Any, replaced: ReduceScatter) -> None:
-        self._parameter_group = parameter_group
+    def __init__(self, _: Any, replaced: ReduceScatter) -> None:
         self.replaced = replaced
+        self.user = communicators.new_user()
         self.launches = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -62,6 +63,6 @@ class PluginReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        reduce = communicators.of(self, group, output_tensor.device).reduce_scatter
+        pair = communicators.of(self.user, group, output_tensor.device)
         self.launches += 1
-        return reduce(output_tensor, input_tensor, op=op, async_op=async_op)
+        return pair.reduce_scatter(output_tensor, input_tensor, op=op, async_op=async_op)

@@ -104,7 +104,7 @@ def _take_out(group: Any, *places: str) -> None:
         present = getattr(group, place)
         if isinstance(present, _PLACES[place]):
             setattr(group, place, present.replaced)
-            communicators.leave(present)
+            communicators.leave(present.user)
 
 
 def _is_served(group: Any) -> bool:

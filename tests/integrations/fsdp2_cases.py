@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.utils.checkpoint import checkpoint
 
-WIDTH, LAYERS, STEPS = 40, 4, 3
+LAYERS, STEPS = 4, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,9 @@ class Case:
     divide: float | None = None
     sums: bool = False
     grouped: bool = False
+    vocabulary: int = 61
+    sequences: int = 5
+    width: int = 40
     limit: float = 1e-6
 
 
@@ -72,13 +76,14 @@ class Block(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH + 3)
-        self.down = nn.Linear(2 * WIDTH + 3, WIDTH)
+        width, inner = case.width, 2 * case.width + 3
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
         self.checkpointing = case.checkpointing
         self.scale = None
         if case.frozen is not None:
-            self.scale = nn.Parameter((torch.rand(WIDTH) + 0.5).to(case.frozen), requires_grad=False)
+            self.scale = nn.Parameter((torch.rand(width) + 0.5).to(case.frozen), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.checkpointing:
@@ -93,9 +98,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.embed = nn.Embedding(61, WIDTH)
+        self.embed = nn.Embedding(case.vocabulary, case.width)
         self.blocks = nn.ModuleList(Block(case) for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, 61)
+        self.head = nn.Linear(case.width, 61)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
@@ -104,15 +109,15 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def build(case: Case, *, gloo_reduces: bool = False) -> Model:
-    """The sharded model, equal whenever it is built."""
+def build(case: Case, *, gloo_reduces: bool = False, mesh: DeviceMesh | None = None) -> Model:
+    """The sharded model, equal whenever it is built. ``mesh``: None is one over all ranks."""
     torch.manual_seed(0)
     model = Model(case)
     world = dist.get_world_size()
     shape, names = ((world,), ("shard",))
     if case.replicas > 1:
         shape, names = (case.replicas, world // case.replicas), ("replicate", "shard")
-    options = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names), **case.fully_shard}
+    options = {"mesh": mesh or init_device_mesh("cpu", shape, mesh_dim_names=names), **case.fully_shard}
     if case.grouped:
         for first in range(0, LAYERS, 2):
             fully_shard([model.blocks[first], model.blocks[first + 1]], **options)
@@ -178,7 +183,7 @@ def train(case: Case, model: Model, *, steps: int = STEPS) -> Trained:
 
 def _backward(case: Case, model: Model, *, seed: int) -> float:
     generator = torch.Generator().manual_seed(10_000 * seed + dist.get_rank())
-    ids = torch.randint(61, (5, 7), generator=generator)
+    ids = torch.randint(61, (case.sequences, 7), generator=generator)
     if case.unshard:
         handle = model.unshard(async_op=case.unshard == "async")
         pending = [block.unshard(async_op=case.unshard == "async") for block in model.blocks[:2]]
@@ -221,6 +226,16 @@ def counting_stock_calls() -> Iterator[StockCalls]:
     finally:
         for name, stock in types.items():
             stock.__call__ = saved[name]
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """The most that PyTorch's CPU allocator had given out at once while ``run()`` ran, beyond what it had before."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))
 
 
 def collectives_of(model: nn.Module) -> list[object]:
