@@ -101,6 +101,29 @@ def broadcast_times() -> dict[str, Any]:
     return seconds
 
 
+def train_fsdp2() -> dict[str, Any]:
+    """FSDP2 over all ranks of all nodes, through its own collectives and through ours."""
+    import torch.distributed as dist
+
+    from ep_plugin.integrations import fsdp2
+    from ep_plugin.integrations.fsdp2 import communicators
+    from tests.integrations import fsdp2_cases as cases
+
+    dist.init_process_group("gloo")
+    case = cases.CASES["plain"]
+    stock = cases.train(case, cases.build(case))
+    differences = {}
+    for reduces in (False, True):
+        model = cases.build(case)
+        fsdp2.enable(model, reduce_scatter=reduces)
+        differences[str(reduces)] = cases.difference(cases.train(case, model), stock)
+    pairs = list(communicators._pairs.values())
+    result = {"differences": differences, "rails": [pair.all_gather.rail_bytes_sent for pair in pairs]}
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
 if __name__ == "__main__":
     result = globals()[sys.argv[1]]()
     if result is not None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -279,6 +283,21 @@ def _die_in_backward(rank: int) -> None:
     if rank == 1:
         model.blocks[1].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     cases.train(case, model, steps=1)
+
+
+def test_over_two_nodes() -> None:
+    """Emulated: in network namespaces where this machine allows them."""
+    script = str(Path(__file__).parents[1] / "node_ranks.py")
+    command = [sys.executable, "-m", "ep_plugin.testing.nodes", "--device", "cpu", "--", sys.executable, script]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([*command, "train_fsdp2"], env=variables, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    ranks = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(ranks) == 4
+    for rank in ranks:
+        assert rank["differences"]["False"] == {"losses": 0.0, "parameters": 0.0}
+        assert rank["differences"]["True"]["losses"] <= 1e-6
+        assert all(sent > 0 for sent in rank["rails"])
 
 
 def test_after_accelerate_has_wrapped_the_model() -> None:
