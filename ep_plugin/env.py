@@ -8,7 +8,8 @@ EP_PLUGIN_RANKS_PER_NODE       consecutive ranks that form a node, in place of w
 EP_PLUGIN_HOST                 this process's host by another name: one machine is then as many as it has names
 EP_PLUGIN_CHECK_IDS            ``1``: validate expert ids on GPUs too; costs a synchronisation per dispatch
 EP_PLUGIN_PLAIN_KERNELS        ``1``: load/store kernels in place of the ones with bulk copies
-EP_PLUGIN_TEST_GATE            ``plan``, ``notify``, ``send``, ``expand`` or ``combine``: halt there (tests only)
+EP_PLUGIN_TEST_GATE            ``plan``, ``notify``, ``send``, ``expand``, ``combine``, ``gather`` or ``scatter``:
+                               halt there (tests only)
 EP_PLUGIN_LOG                  ``1``: say on stderr what is chosen and allocated
 =============================  ==================================================================================
 
@@ -26,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 TRANSPORTS = ("auto", "shm", "nvlink")
-TEST_GATES = ("plan", "notify", "send", "expand", "combine")
+TEST_GATES = ("plan", "notify", "send", "expand", "combine", "gather", "scatter")
 
 _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}

@@ -16,7 +16,8 @@ Every rank of a node has each block mapped, so ranks must pick the same one for 
 - A tensor may outlive its communicator: then the block stays mapped until the tensor is gone.
 
 Blocks are made once per size and tensor alive at a time. In the steady state there is no exchange between ranks beyond
-those posts. A block that no call has used for long is given back when another is made.
+those posts. A block that no call has used for long, or one of several of nearly the size that is needed, is given back
+when another is made.
 """
 
 from __future__ import annotations
@@ -84,21 +85,16 @@ class Blocks:
         number = self._by_address.get(tensor.untyped_storage().data_ptr())
         if number is None:
             return None
-        block = self._blocks[number]
-        assert block is not None
-        return number, tensor.data_ptr() - block.address
+        return number, tensor.data_ptr() - self._block(number).address
 
     def address_at(self, rank_index: int, number: int) -> int:
         """Where block `number` of the node's rank of this index is mapped here."""
-        block = self._blocks[number]
-        assert block is not None
-        return block.buffer.ptrs[rank_index]
+        return self._block(number).buffer.ptrs[rank_index]
 
     def allocate(self, nbytes: int) -> tuple[int, Any]:
         """A block of at least `nbytes` bytes, the same on all ranks: its number, and a buffer of its bytes here."""
         number = self._choose(nbytes)
-        block = self._blocks[number]
-        assert block is not None
+        block = self._block(number)
         block.used, self._last = self._calls, number
         owner = _owner(block.address, block.buffer.nbytes, self._engine.device)
         block.owner = weakref.ref(owner)
@@ -165,7 +161,7 @@ class Blocks:
                 "captured: run one step of this shape before capturing"
             )
         offered = self._offered(call, nbytes)
-        self._give_back(offered, call)
+        self._give_back(offered, nbytes, call)
         free = [number for number, block in enumerate(self._blocks) if block is None]
         number = free[0] if free else len(self._blocks)
         if number >= _C.max_blocks:
@@ -184,27 +180,39 @@ class Blocks:
         self.sizes[number] = buffer.nbytes
         return number
 
-    def _give_back(self, offered: int, call: int) -> None:
-        """Closes blocks that all ranks offer and that have been idle for long; with all numbers in use, the idlest."""
-        idle = [(block.used, n) for n, block in enumerate(self._blocks) if block is not None and offered >> n & 1]
+    def _give_back(self, offered: int, nbytes: int, call: int) -> None:
+        """Closes blocks that all ranks offer: those idle for long, those that a block of `nbytes` replaces when there
+        are many of about its size, and the idlest when all numbers are in use."""
+        near = self._mask(lambda block: nbytes <= _MOST_WASTE * block.buffer.nbytes <= _MOST_WASTE**2 * nbytes)
+        surplus = near.bit_count() - 2 * self._num_buffers + 1
         full = len(self._blocks) == _C.max_blocks and None not in self._blocks
-        for used, number in sorted(idle):
-            if call - used <= _IDLE_CALLS and not full:
-                break
-            full = False
-            block = self._blocks[number]
-            assert block is not None
-            self._blocks[number] = None
-            del self._by_address[block.address]
-            self.table[number] = 0
-            block.buffer.close()
+        for number in sorted(self._numbers(offered), key=lambda number: self._block(number).used):
+            replaced = surplus > 0 and near >> number & 1
+            if call - self._block(number).used > _IDLE_CALLS or replaced or full:
+                surplus -= near >> number & 1
+                full = False
+                self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        block = self._block(number)
+        self._blocks[number] = None
+        del self._by_address[block.address]
+        self.table[number] = 0
+        block.buffer.close()
 
     def _mask(self, holds: Callable[[Block], bool]) -> int:
         return sum(1 << number for number, block in enumerate(self._blocks) if block is not None and holds(block))
 
     def _smallest(self, numbers: int) -> int:
-        sizes = {n: b.buffer.nbytes for n, b in enumerate(self._blocks) if b is not None and numbers >> n & 1}
-        return min(sizes, key=lambda number: (sizes[number], number))
+        return min(self._numbers(numbers), key=lambda number: (self._block(number).buffer.nbytes, number))
+
+    def _numbers(self, mask: int) -> list[int]:
+        return [number for number, block in enumerate(self._blocks) if block is not None and mask >> number & 1]
+
+    def _block(self, number: int) -> Block:
+        block = self._blocks[number]
+        assert block is not None
+        return block
 
 
 class _DeviceBytes:

@@ -16,7 +16,7 @@ from ep_plugin import _C, env
 from ep_plugin.collectives.blocks import Blocks
 from ep_plugin.collectives.rails import Rails
 from ep_plugin.engine import BaseEngine, kernels_for
-from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported
+from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerTimeout
 from ep_plugin.faults import error_of
 from ep_plugin.memory.board import Boards
 from ep_plugin.memory.exchange import Exchange
@@ -116,6 +116,12 @@ class CollectiveEngine(BaseEngine):
         name = _C.offer_fields[field]
         known = {"op": _OPERATIONS, "element": _ELEMENTS}.get(name, {})
         return {"op": "operation", "bytes": "bytes of a shard"}.get(name, name), known.get(value, str(value))
+
+    def _remember(self, error: EpPluginError | ValueError) -> None:
+        """The ranks of this node wait for this one, which alone knows that its rail is broken."""
+        super()._remember(error)
+        if isinstance(error, PeerTimeout) and error.step == "rail":
+            self.boards.tell_abort(str(error))
 
     def group_rank(self, index: int) -> int:
         return self.node_ranks[index]

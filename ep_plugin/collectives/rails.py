@@ -36,7 +36,10 @@ class Rails:
             operations.append(self._operation(dist.isend, tensor, node))
             self.bytes_sent += tensor.numel()
         operations.extend(self._operation(dist.irecv, tensor, node) for node, tensor in receives)
-        return dist.batch_isend_irecv(operations) if operations else []
+        try:
+            return dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
     def wait(self, works: Any) -> None:
         """Until those have arrived: on GPUs the caller's stream waits, else the host, with a deadline."""
@@ -44,13 +47,17 @@ class Rails:
             try:
                 work.wait(timeout=datetime.timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
-                others = [self._rank_on[node] for node in self.nodes]
-                raise PeerTimeout(
-                    f"rank {self._rank} waited {self._timeout_s:g} s for rank{'s' if len(others) > 1 else ''} "
-                    f"{', '.join(map(str, others))} at step rail: {error}",
-                    others[0],
-                    "rail",
-                ) from error
+                raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> PeerTimeout:
+        """Backends do not say which of their peers is gone, and raise one kind of error for all that goes wrong."""
+        others = [self._rank_on[node] for node in self.nodes]
+        return PeerTimeout(
+            f"rank {self._rank} waited at most {self._timeout_s:g} s for rank{'s' if len(others) > 1 else ''} "
+            f"{', '.join(map(str, others))} at step rail: {error}",
+            others[0],
+            "rail",
+        )
 
     def _operation(self, kind: Any, tensor: torch.Tensor, node: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, group=self._group, tag=_TAG, group_peer=self._rank_on[node])

@@ -154,9 +154,10 @@ def _scale_of(op: Any, size: int) -> float:
         return 1.0
     if op == _REDUCE.AVG:
         return 1.0 / size
-    state: Any = op.__getstate__() if isinstance(op, _REDUCE) else (op, None)
-    if state[0] == _REDUCE.PREMUL_SUM and isinstance(state[1], float):
-        return state[1]
-    if state[0] == _REDUCE.PREMUL_SUM:
-        raise ValueError(f"op: expected PREMUL_SUM with a number as its factor, got {type(state[1]).__name__}")
+    if op == _REDUCE.PREMUL_SUM:
+        state = op.__getstate__()  # (operation, factor); of the bare name a number
+        factor = state[1] if isinstance(state, tuple) else None
+        if isinstance(factor, float):
+            return factor
+        raise ValueError(f"op: expected PREMUL_SUM with a number as its factor, got {type(factor).__name__}")
     raise ValueError(f"op: expected SUM, AVG or PREMUL_SUM, got {op}")

@@ -9,13 +9,16 @@ namespace {
 class Gather {
  public:
   Gather(const Run& run, const GatherArgs& args)
-      : args_(args),
+      : run_(run),
+        args_(args),
         comm_(args.comm),
         pieces_(run, args.piece, kOpAllGather, 0, gather_chunk_bytes()),
         offered_(0),
         left_(comm_.num_ranks - 1) {}
 
   bool run() {
+    offer();
+    if (!gate(run_)) return false;
     Patience patience;
     while (offered_ < pieces_.count() || left_ > 0) {
       bool moved = offer();
@@ -67,6 +70,7 @@ class Gather {
     return pieces_.keep_waiting_for_reader(patience, offered_);
   }
 
+  const Run& run_;
   const GatherArgs& args_;
   const Comm& comm_;
   Pieces pieces_;
@@ -81,7 +85,7 @@ void gather(const GatherArgs& args) {
   const Comm& comm = args.comm;
   const Run run{comm, kGather, 0};
   const int64_t bytes = args.piece.bytes;
-  if (is_well(comm) && gate(run)) {
+  if (is_well(comm)) {
     if (args.outputs[comm.rank] != args.input)
       std::memmove(at<char>(args.outputs[comm.rank]), at<char>(args.input), static_cast<size_t>(bytes));
     if (Gather(run, args).run()) return;

@@ -29,12 +29,15 @@ template <class T>
 class Scatter {
  public:
   Scatter(const Run& run, const ScatterArgs& args)
-      : args_(args),
+      : run_(run),
+        args_(args),
         comm_(args.comm),
         part_(scatter_chunk_bytes(comm_.num_ranks)),
         pieces_(run, args.piece, kOpReduceScatter, args.element, part_) {}
 
   bool run() {
+    offer();
+    if (!gate(run_)) return false;
     Patience patience;
     while (offered_ < pieces_.count() || summed_ < pieces_.count()) {
       const bool moved = offer();
@@ -92,6 +95,7 @@ class Scatter {
     return true;
   }
 
+  const Run& run_;
   const ScatterArgs& args_;
   const Comm& comm_;
   const int64_t part_;
@@ -106,8 +110,7 @@ void scatter(const ScatterArgs& args) {
   const Comm& comm = args.comm;
   const Run run{comm, kScatter, 0};
   bool done = false;
-  if (is_well(comm) && gate(run))
-    with_element(args.element, [&](auto type) { done = Scatter<decltype(type)>(run, args).run(); });
+  if (is_well(comm)) with_element(args.element, [&](auto type) { done = Scatter<decltype(type)>(run, args).run(); });
   if (!done) std::memset(at<char>(args.output), 0xFF, static_cast<size_t>(args.piece.bytes));
 }
 

@@ -1,0 +1,52 @@
+"""What the tests of all-gather and reduce-scatter share: inputs that every rank can work out, and their oracles."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+# Elements of a shard: one byte to many chunks, on and beside the sizes of slots and rail chunks.
+SIZES = (1, 3, 16, 129, 4097, 65536, 262143, 600_001)
+DTYPES = (torch.uint8, torch.bool, torch.int16, BF16, FP32, FP64, torch.complex64, torch.float8_e4m3fn)
+
+
+def shard(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rank's shard ``[count]``: random bytes of `dtype`, for sums small random numbers."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if dtype in (BF16, FP16, FP32, FP64):
+        return torch.randn(count, generator=generator, dtype=FP64).to(dtype)
+    high = 2 if dtype == torch.bool else 256
+    return torch.randint(0, high, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
+
+
+def gathered_by_gloo(mine: torch.Tensor) -> torch.Tensor:
+    """The oracle of an all-gather, over bytes since gloo does not know all dtypes."""
+    parts = [torch.empty(mine.numel() * mine.itemsize, dtype=torch.uint8) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine.reshape(-1).view(torch.uint8))
+    return torch.cat(parts).view(mine.dtype)
+
+
+def reduced(whole: list[torch.Tensor], rank: int, per_node: int, scale: float) -> torch.Tensor:
+    """The oracle of a reduce-scatter. whole: every rank's input ``[R, n]``; sums as documented, so bit for bit."""
+    wide = FP64 if whole[0].dtype == FP64 else FP32
+    sums = []
+    for first in range(0, len(whole), per_node):
+        total = whole[first][rank].to(wide)
+        for other in range(first + 1, first + per_node):
+            total = total + whole[other][rank]
+        sums.append((total * scale if scale != 1 else total).to(whole[0].dtype))
+    if len(sums) == 1:
+        return sums[0]
+    total = sums[0].to(wide)
+    for part in sums[1:]:
+        total = total + part
+    return total.to(whole[0].dtype)
+
+
+def poisoned(count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((count * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype)

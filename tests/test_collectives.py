@@ -1,0 +1,213 @@
+"""All-gather bit for bit and reduce-scatter against its oracle: sizes, dtypes, world sizes, emulated nodes, forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
+from ep_plugin.collectives.all_gather import RAIL_CHUNK_BYTES
+from tests.collective_cases import (
+    BF16,
+    DTYPES,
+    FP16,
+    FP32,
+    FP64,
+    SIZES,
+    gathered_by_gloo,
+    poisoned,
+    reduced,
+    same_bits,
+    shard,
+)
+from tests.fault_cases import nothing_left_behind
+from tests.ranks import run_ranks, values
+
+# Ranks, and ranks of an emulated node (None: all of them).
+WORLDS = [(1, None), (2, None), (3, None), (5, None), (6, None), (4, 2), (6, 3), (3, 1)]
+LARGE = RAIL_CHUNK_BYTES + 4097  # bytes of a shard: more than one rail chunk, and not a whole number of them
+
+
+def _env(per_node: int | None) -> dict[str, str]:
+    return {} if per_node is None else {"EP_PLUGIN_RANKS_PER_NODE": str(per_node)}
+
+
+def _gathers(rank: int, size: int) -> int:
+    cases = [(count, dtype) for count in SIZES for dtype in (torch.uint8, BF16)]
+    cases += [(129, dtype) for dtype in DTYPES] + [(LARGE, torch.uint8)]
+    with HierarchicalAllGather() as gather:
+        for seed, (count, dtype) in enumerate(cases):
+            mine = shard(seed, rank, count, dtype)
+            expected = gathered_by_gloo(mine)
+            foreign = poisoned(size * count, dtype)
+            assert gather(foreign, mine) is None
+            assert same_bits(foreign, expected), f"foreign output, {count} of {dtype}"
+            ours = gather.allocate((size * count,), dtype=dtype, device=torch.device("cpu"))
+            ours.copy_(poisoned(size * count, dtype))
+            gather(ours, mine)
+            assert same_bits(ours, expected), f"allocated output, {count} of {dtype}"
+            ours.copy_(poisoned(size * count, dtype))
+            part = ours.narrow(0, rank * count, count)
+            part.copy_(mine)
+            gather(output_tensor=ours, input_tensor=part, group=gather.group, async_op=False)
+            assert same_bits(ours, expected), f"in place, {count} of {dtype}"
+            listed = [poisoned(count, dtype) for _ in range(size)]
+            gather.all_gather(listed, mine)
+            assert same_bits(torch.cat(listed), expected), f"list, {count} of {dtype}"
+        return gather.rail_bytes_sent
+
+
+@pytest.mark.parametrize(("size", "per_node"), WORLDS)
+def test_all_gather_is_bit_exact(size: int, per_node: int | None) -> None:
+    values(run_ranks(size, _gathers, size, timeout_s=200, env=_env(per_node)))
+
+
+def _sums(rank: int, size: int, per_node: int) -> None:
+    premul = dist._make_nccl_premul_sum(0.375)
+    operations = [(dist.ReduceOp.SUM, 1.0), (dist.ReduceOp.AVG, 1.0 / size), (premul, 0.375)]
+    cases = [(count, dtype) for count in (1, 5, 4097, 70_001) for dtype in (BF16, FP16, FP32, FP64)]
+    cases += [(RAIL_CHUNK_BYTES // 2 + 13, BF16)]
+    with HierarchicalReduceScatter() as scatter:
+        for seed, (count, dtype) in enumerate(cases):
+            whole = [shard(seed, source, size * count, dtype).view(size, count) for source in range(size)]
+            for op, scale in operations:
+                expected = reduced(whole, rank, per_node, scale)
+                what = f"{op}, {count} of {dtype}"
+                out = poisoned(count, dtype)
+                assert scatter(out, whole[rank].flatten(), op=op) is None
+                assert same_bits(out, expected), f"foreign input, {what}"
+                ours = scatter.allocate(size * count, dtype=dtype, device="cpu")
+                ours.copy_(whole[rank].flatten())
+                out = poisoned(count, dtype)
+                scatter(output_tensor=out, input_tensor=ours, group=scatter.group, op=op)
+                assert same_bits(out, expected), f"allocated input, {what}"
+                scatter(ours.narrow(0, rank * count, count), ours, op=op)
+                assert same_bits(ours.narrow(0, rank * count, count), expected), f"in place, {what}"
+                out = poisoned(count, dtype)
+                scatter.reduce_scatter(out, list(whole[rank].unbind()), op=op)
+                assert same_bits(out, expected), f"list, {what}"
+
+
+@pytest.mark.parametrize(("size", "per_node"), WORLDS)
+def test_reduce_scatter_is_its_oracle_to_the_bit(size: int, per_node: int | None) -> None:
+    values(run_ranks(size, _sums, size, per_node or size, timeout_s=200, env=_env(per_node)))
+
+
+def _rail_bytes(rank: int, size: int, count: int) -> tuple[int, int]:
+    with HierarchicalAllGather() as gather, HierarchicalReduceScatter() as scatter:
+        gather(torch.empty(size * count, dtype=BF16), torch.zeros(count, dtype=BF16))
+        scatter(torch.empty(count, dtype=BF16), torch.zeros(size * count, dtype=BF16))
+        return gather.rail_bytes_sent, scatter.rail_bytes_sent
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(4, 2), (6, 3), (3, 1), (2, None)])
+def test_rails_carry_each_shard_once_per_other_node(size: int, per_node: int | None) -> None:
+    count = RAIL_CHUNK_BYTES // 2 + 5
+    expected = (size // (per_node or size) - 1) * count * BF16.itemsize
+    sent = values(run_ranks(size, _rail_bytes, size, count, env=_env(per_node)))
+    assert sent == [(expected, expected)] * size
+
+
+def _works(rank: int, size: int) -> None:
+    with HierarchicalAllGather() as gather, HierarchicalReduceScatter() as scatter:
+        out, total = torch.empty(size * 7), torch.empty(7)
+        for work, output in (
+            (gather(out, torch.full((7,), float(rank)), async_op=True), out),
+            (gather.all_gather(list(out.chunk(size)), torch.full((7,), float(rank)), async_op=True), out),
+            (scatter(total, torch.ones(size * 7), async_op=True), total),
+        ):
+            assert isinstance(work, dist.Work)
+            assert work.wait() is True and work.is_completed() and work.is_success()
+            assert work.get_future().wait()[0].data_ptr() == output.data_ptr()
+        assert out.tolist() == [float(source) for source in range(size) for _ in range(7)]
+        assert total.tolist() == [float(size)] * 7
+
+
+def test_async_op_returns_a_work_of_torch() -> None:
+    values(run_ranks(3, _works, 3))
+
+
+def _two_groups(rank: int, size: int, calls: int) -> None:
+    """Every rank is in the group of all and in one of two: their operations alternate, with outputs old and new."""
+    halves = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
+    half = halves[rank % 2]
+    peers = dist.get_process_group_ranks(half)
+    with HierarchicalAllGather() as all_ranks, HierarchicalAllGather(half) as some:
+        base = torch.arange(4, dtype=torch.int32)
+        kept: list[Any] = []
+        for call in range(calls):
+            for gather, members in ((all_ranks, range(size)), (some, peers)):
+                mine = base + (call * size + rank)
+                out = gather.allocate(4 * len(members), torch.int32)
+                gather(out, mine)
+                if call % 97 == 0:
+                    kept = [*kept[-3:], (out, [int(base[j]) + call * size + m for m in members for j in range(4)])]
+        for out, expected in kept:
+            assert out.tolist() == expected
+        assert all(len(gather.engine_on(torch.device("cpu")).blocks) <= 6 for gather in (all_ranks, some))
+        kept.clear()
+        del out
+    nothing_left_behind()
+
+
+@pytest.mark.slow
+def test_very_many_small_gathers_of_two_groups_lose_and_leak_nothing() -> None:
+    values(run_ranks(4, _two_groups, 4, 10_000, timeout_s=600))
+
+
+def _uneven_lifetimes(rank: int, size: int) -> int:
+    """Ranks drop their outputs at different times: none is ever written while a rank still holds it."""
+    held: list[tuple[torch.Tensor, int]] = []
+    with HierarchicalAllGather() as gather:
+        for call in range(200):
+            out = gather.allocate(size * 1000, torch.int32)
+            gather(out, torch.full((1000,), call * size + rank, dtype=torch.int32))
+            held.append((out, call))
+            while len(held) > (call * 7 + rank * 3) % 5:
+                kept, made = held.pop(0)
+                assert kept.view(size, 1000).eq(made * size + torch.arange(size)[:, None]).all(), f"call {made}"
+        held.clear()
+        return len(gather.engine_on(torch.device("cpu")).blocks)
+
+
+def test_an_output_is_reused_only_when_no_rank_holds_it() -> None:
+    counts = values(run_ranks(3, _uneven_lifetimes, 3))
+    assert len(set(counts)) == 1 and counts[0] <= 8
+
+
+def _outlives(rank: int) -> None:
+    gather = HierarchicalAllGather()
+    out = gather.allocate(20, torch.int64)
+    view = out[5:]
+    gather(out, torch.full((10,), rank))
+    gather.close()
+    gather.close()
+    with pytest.raises(ValueError, match="expected an open communicator, got a closed one"):
+        gather(out, torch.full((10,), rank))
+    del out
+    assert view.tolist() == [0] * 5 + [1] * 10
+    del view
+    nothing_left_behind()
+
+
+def test_an_output_outlives_its_communicator() -> None:
+    values(run_ranks(2, _outlives))
+
+
+def _changing_sizes(rank: int, size: int) -> int:
+    with HierarchicalAllGather() as gather:
+        for turn in range(3):
+            for count in range(1, 120):
+                out = gather.allocate(size * count * 5000, torch.uint8)
+                gather(out, torch.full((count * 5000,), count % 251, dtype=torch.uint8))
+                assert out[0] == out[-1] == count % 251, f"turn {turn}, {count}"
+                del out
+        blocks = gather.engine_on(torch.device("cpu")).blocks
+        return len(blocks)
+
+
+def test_outputs_of_many_sizes_need_few_blocks() -> None:
+    assert max(values(run_ranks(2, _changing_sizes, 2))) <= 32

@@ -1,0 +1,302 @@
+"""Gathers and scatters with wrong arguments, ranks that disagree, and ranks that die: who raises what, and when."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter, topology
+from ep_plugin.collectives.base import Collective
+from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerAborted, PeerTimeout
+from tests.fault_cases import die_at_gate, nothing_left_behind, orphaned_names
+from tests.ranks import run_ranks, values
+
+SIZE = 3
+DEADLINE_S = 2.0
+GRACE_S = 5.0
+CPU = torch.device("cpu")
+BIG = 300_000  # elements: several chunks
+
+
+def _quick_group() -> dist.ProcessGroup:
+    return dist.new_group(timeout=datetime.timedelta(seconds=DEADLINE_S))
+
+
+def _gather(comm: Collective, count: int) -> torch.Tensor:
+    assert isinstance(comm, HierarchicalAllGather)
+    out = torch.empty(comm.group.size() * count)
+    comm(out, torch.ones(count))
+    return out
+
+
+def _scatter(comm: Collective, count: int) -> torch.Tensor:
+    assert isinstance(comm, HierarchicalReduceScatter)
+    out = torch.empty(count)
+    comm(out, torch.ones(comm.group.size() * count))
+    return out
+
+
+OPERATIONS: dict[str, tuple[type[Collective], Callable[[Collective, int], torch.Tensor]]] = {
+    "gather": (HierarchicalAllGather, _gather),
+    "scatter": (HierarchicalReduceScatter, _scatter),
+}
+
+
+def _killed(rank: int, name: str, victim: int) -> PeerTimeout:
+    kind, operation = OPERATIONS[name]
+    comm = kind(_quick_group())
+    operation(comm, 10)
+    if rank == victim:
+        engine = comm.engine_on(CPU)
+        engine.comm.gate = _C.Step[name.upper()]
+        die_at_gate(_Held(engine))
+    began = time.monotonic()
+    with pytest.raises(PeerTimeout) as caught:
+        for _ in range(3):
+            operation(comm, BIG)
+    assert time.monotonic() - began < DEADLINE_S + GRACE_S
+    for call in (comm.check, lambda: operation(comm, 10), lambda: comm.allocate(5, torch.float32)):
+        with pytest.raises(PeerTimeout) as again:
+            call()
+        assert str(again.value) == str(caught.value)
+    comm.close()
+    comm.close()
+    nothing_left_behind()
+    return caught.value
+
+
+class _Held:
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_rank_killed_in_an_operation_is_named_by_every_survivor(name: str) -> None:
+    victim = 1
+    outcomes = run_ranks(SIZE, _killed, name, victim)
+    assert outcomes[victim].exitcode == -signal.SIGKILL
+    for rank in (0, 2):
+        (error,) = values([outcomes[rank]])
+        assert (error.rank, error.step) == (victim, name)
+        assert f"rank {rank} waited {DEADLINE_S:g} s for rank {victim} at step {name}" in str(error)
+    assert not orphaned_names()
+
+
+def _killed_before_allocate(rank: int) -> PeerTimeout:
+    gather = HierarchicalAllGather(_quick_group(), num_buffers=1)
+    kept = [gather.allocate(100, torch.float32)]
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerTimeout) as caught:
+        for _ in range(3):
+            kept.append(gather.allocate(100, torch.float32))
+    gather.close()
+    kept.clear()
+    nothing_left_behind()
+    return caught.value
+
+
+def test_a_rank_that_dies_before_it_allocates_is_named() -> None:
+    outcomes = run_ranks(SIZE, _killed_before_allocate)
+    for error in values([outcomes[0], outcomes[2]]):
+        assert (error.rank, error.step) == (1, "allocate")
+
+
+def _killed_on_another_node(rank: int, name: str) -> EpPluginError:
+    kind, operation = OPERATIONS[name]
+    comm = kind(_quick_group())
+    operation(comm, 10)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(EpPluginError) as caught:
+        for _ in range(3):
+            operation(comm, BIG)
+    assert time.monotonic() - began < 2 * DEADLINE_S + GRACE_S
+    comm.close()
+    nothing_left_behind()
+    return caught.value
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_rank_that_dies_on_another_node_ends_the_operation(name: str) -> None:
+    outcomes = run_ranks(4, _killed_on_another_node, name, env={"EP_PLUGIN_RANKS_PER_NODE": "2"})
+    rail = values([outcomes[1]])[0]
+    assert isinstance(rail, PeerTimeout) and (rail.rank, rail.step) == (3, "rail"), repr(rail)
+    neighbour = values([outcomes[2]])[0]
+    assert isinstance(neighbour, PeerTimeout) and neighbour.rank == 3, repr(neighbour)
+    other = values([outcomes[0]])[0]
+    assert isinstance(other, (PeerTimeout, PeerAborted)), repr(other)
+
+
+def _aborts(rank: int) -> str:
+    gather = HierarchicalAllGather()
+    _gather(gather, 10)
+    dist.barrier()
+    if rank == 1:
+        gather.abort("MemoryError: no room")
+        with pytest.raises(PeerAborted):
+            gather.check()
+        return ""
+    began = time.monotonic()
+    with pytest.raises(PeerAborted, match="rank 1 aborted: MemoryError: no room") as caught:
+        _gather(gather, 10)
+    assert time.monotonic() - began < 5 and caught.value.rank == 1
+    gather.close()
+    nothing_left_behind()
+    return str(caught.value)
+
+
+def test_an_abort_reaches_every_peer_at_once() -> None:
+    assert all(values(run_ranks(SIZE, _aborts))[::2])
+
+
+def _different_sizes(rank: int, what: str) -> str:
+    gather, scatter = HierarchicalAllGather(), HierarchicalReduceScatter()
+    _gather(gather, 10)
+    _scatter(scatter, 10)
+    with pytest.raises((DisagreementError, PeerAborted)) as caught:
+        if what == "bytes of a shard":
+            _gather(gather, 20 if rank == 1 else 10)
+        elif what == "element":
+            dtype = torch.float16 if rank == 1 else torch.bfloat16
+            scatter(torch.empty(8, dtype=dtype), torch.ones(8 * SIZE, dtype=dtype))
+        else:
+            kept = [gather.allocate(50 if rank == 1 else 60, torch.uint8) for _ in range(3)]
+            del kept
+    gather.close()
+    scatter.close()
+    nothing_left_behind()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["bytes of a shard", "element", "bytes"])
+def test_ranks_that_disagree_on_one_call(what: str) -> None:
+    for said in values(run_ranks(SIZE, _different_sizes, what)):
+        assert "ranks disagree on" in said and f"{what} is" in said and "on rank 1" in said, said
+
+
+def _different_objects(rank: int) -> str:
+    with pytest.raises(DisagreementError) as caught:
+        HierarchicalAllGather(num_buffers=2 if rank else 3).allocate(10, torch.uint8)
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_on_the_object() -> None:
+    for said in values(run_ranks(2, _different_objects)):
+        assert "ranks disagree on the device and num_buffers: cpu and" in said
+
+
+def _unknown_host(rank: int) -> str:
+    if rank == 1:
+        topology.host_identity = lambda: "localhost"
+    with pytest.raises(ValueError) as caught:
+        _gather(HierarchicalAllGather(), 10)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_know_its_host() -> None:
+    for said in values(run_ranks(2, _unknown_host)):
+        assert "expected ranks that know their host, got rank 1 on 'localhost'" in said
+        assert "set EP_PLUGIN_RANKS_PER_NODE" in said
+
+
+def _uneven_nodes(rank: int) -> str:
+    topology.host_identity = lambda: f"machine{rank // 2}/boot"
+    with pytest.raises(NotSupported) as caught:
+        _gather(HierarchicalAllGather(), 10)
+    return str(caught.value)
+
+
+def test_nodes_of_different_sizes_are_refused_by_name() -> None:
+    for said in values(run_ranks(3, _uneven_nodes)):
+        assert "nodes with different numbers of ranks are not supported" in said and "machine1" in said
+
+
+# What is passed in place of the good arguments of a gather (output, input) of 2 ranks, and what the error says.
+F32, META = torch.float32, torch.device("meta")
+BAD_GATHERS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
+    "output too small": (lambda: (torch.empty(9), torch.ones(5)), "output_tensor: expected 2 x 5 elements.*got 9"),
+    "output too large": (lambda: (torch.empty(11), torch.ones(5)), "output_tensor: expected 2 x 5 elements.*got 11"),
+    "dtypes that differ": (
+        lambda: (torch.empty(10, dtype=torch.int32), torch.ones(5)),
+        "output_tensor: expected dtype torch.float32 as of input_tensor, got torch.int32",
+    ),
+    "devices that differ": (
+        lambda: (torch.empty(10, device=META), torch.ones(5)),
+        "output_tensor: expected device cpu as of input_tensor, got meta",
+    ),
+    "another device": (
+        lambda: (torch.empty(10, device=META), torch.ones(5, device=META)),
+        "device: expected cpu as in the first call, got meta",
+    ),
+    "output with gaps": (lambda: (torch.empty(20)[::2], torch.ones(5)), "output_tensor: expected a contiguous tensor"),
+    "input with gaps": (lambda: (torch.empty(10), torch.ones(10)[::2]), "input_tensor: expected a contiguous tensor"),
+    "no tensor": (lambda: ([], torch.ones(5)), "output_tensor: expected a tensor, got list"),
+}
+
+
+def _bad_gathers(rank: int) -> None:
+    gather = HierarchicalAllGather()
+    _gather(gather, 5)
+    for name, (make, said) in BAD_GATHERS.items():
+        with pytest.raises(ValueError, match=said):
+            gather(*make())
+            raise AssertionError(name)
+    with pytest.raises(ValueError, match="tensor_list: expected 2 tensors, one of each rank, got 3"):
+        gather.all_gather([torch.empty(5)] * 3, torch.ones(5))
+    with pytest.raises(ValueError, match=r"tensor_list\[1\]: expected 5 elements, got 6"):
+        gather.all_gather([torch.empty(5), torch.empty(6)], torch.ones(5))
+    with pytest.raises(ValueError, match="group: expected .*, which this object serves"):
+        gather(torch.empty(10), torch.ones(5), group=dist.new_group())
+    with pytest.raises(ValueError, match=r"size: expected no negative extent, got \(-1,\)"):
+        gather.allocate(-1, torch.uint8)
+    with pytest.raises(ValueError, match="device: expected cpu as in the first call, got meta"):
+        gather.allocate(10, torch.uint8, META)
+    assert _gather(gather, 5).tolist() == [1.0] * 10  # nothing was launched
+
+
+def test_bad_gathers_say_what_was_expected_and_launch_nothing() -> None:
+    values(run_ranks(2, _bad_gathers))
+
+
+def _bad_scatters(rank: int) -> None:
+    scatter = HierarchicalReduceScatter()
+    _scatter(scatter, 5)
+    whole, out = torch.ones(10), torch.empty(5)
+    for given, said in (
+        ((torch.empty(6), whole), "input_tensor: expected 2 x 6 elements, one output_tensor for each rank, got 10"),
+        ((out.to(torch.int32), whole.to(torch.int32)), "dtype: expected one of torch.float32, .*got torch.int32"),
+        ((out, whole.double()), "input_tensor: expected dtype torch.float32 as of output_tensor, got torch.float64"),
+        ((out, whole.to(META)), "input_tensor: expected device cpu as of output_tensor, got meta"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            scatter(*given)
+    with pytest.raises(ValueError, match="op: expected SUM, AVG or PREMUL_SUM, got RedOpType.MAX"):
+        scatter(out, whole, op=dist.ReduceOp.MAX)
+    with pytest.raises(ValueError, match="op: expected PREMUL_SUM with a number as its factor, got Tensor"):
+        scatter(out, whole, op=dist._make_nccl_premul_sum(torch.ones(1)))
+    assert _scatter(scatter, 5).tolist() == [2.0] * 5
+
+
+def test_bad_scatters_say_what_was_expected_and_launch_nothing() -> None:
+    values(run_ranks(2, _bad_scatters))
+
+
+@pytest.mark.parametrize("given", [0, -1, True, 1.5, None])
+def test_bad_num_buffers(given: Any) -> None:
+    with pytest.raises(ValueError, match="num_buffers: expected an integer of at least 1, got"):
+        HierarchicalAllGather(num_buffers=given)
+
+
+def test_no_process_group() -> None:
+    with pytest.raises(ValueError, match="group: expected an initialised torch.distributed process group, got none"):
+        HierarchicalAllGather()
