@@ -10,14 +10,16 @@
 ``EP_PLUGIN=fsdp2`` in the environment does it for every module that an unmodified script shards.
 
 Why memory may be used again
-    FSDP2 drops its last reference to a gathered buffer only after it has made its all-gather streams wait for the
-    copy out of that buffer; so does its use of PyTorch's allocator, which relies on it. A buffer of ours is handed out
-    again under the same condition: when its storage has no user left, to the stream that had it. Which layers are
-    gathered ahead (implicit or explicit prefetch, pipelines) therefore does not matter; whoever needs more buffers at
-    once than there are gets ordinary memory, and the gather copies. What a peer still reads of this rank's memory, or
-    has yet to be told, is the collective's own handshake, in the stream.
-    The input and the output of a reduce-scatter are ordinary tensors: gradients are views of the output, which live
-    until the optimizer drops them.
+    FSDP2 drops its last reference to a gathered buffer only after it has made its all-gather streams wait for the copy
+    out of that buffer: its use of PyTorch's allocator rests on the same. A buffer of ours is handed out again when no
+    tensor is left in it, on any rank of the node (ep_plugin/collectives/blocks.py), and before a rank writes to a
+    peer's, that peer's stream has come to the same gather. So it does not matter which layers are gathered ahead
+    (implicitly, by explicit prefetch, in pipelines): whoever holds more at once gets more.
+    What a reduce-scatter reads and writes are ordinary tensors, each owned by FSDP2: gradients are views of the output,
+    at offsets from its storage's start, until the optimizer drops them.
+Why ranks agree
+    What is made and closed when, and which buffers are mapped, follows from the calls that all ranks make in one order,
+    never from when Python collects garbage.
 """
 
 from __future__ import annotations

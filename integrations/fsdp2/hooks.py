@@ -36,7 +36,7 @@ def enable(model: torch.nn.Module, *, all_gather: bool = True, reduce_scatter: b
     Call it on every rank, between steps, after ``fully_shard`` (after ``accelerator.prepare()``). What is not asked for
     is PyTorch's own. A gather moves bytes and changes no bit of any result; a reduction adds in float32 and in a fixed
     order, which differs from other libraries' in the last bits. The collectives are made, with the ranks of each group,
-    by the first forward; those of one set of ranks are shared by all models.
+    by the first forward; those of one set of ranks are shared by all models, and are open until ``disable``.
 
     Raises ValueError for a model without FSDP2 modules, NotSupported for a PyTorch whose FSDP2 has no place for them.
     """
@@ -141,7 +141,7 @@ def _check_places(group: Any) -> None:
         if not hasattr(group, place):
             raise NotSupported(
                 f"FSDP2 of PyTorch {torch.__version__} is not supported: expected parameter groups with {place}, as in "
-                "2.11 to 2.13"
+                "2.11 to 2.15"
             )
 
 

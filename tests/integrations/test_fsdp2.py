@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,6 +210,18 @@ def _without_the_places(rank: int) -> str:
     with pytest.raises(NotSupported) as caught:
         fsdp2.enable(model)
     return str(caught.value)
+
+
+def test_the_one_parameter_group_of_older_versions() -> None:
+    """PyTorch 2.11: a state has one parameter group, or None, and no list of them."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    from ep_plugin.integrations.fsdp2 import hooks
+
+    group = SimpleNamespace(mesh_info=FSDPMeshInfo.__new__(FSDPMeshInfo))
+    for present, expected in ((group, [group]), (None, [])):
+        state = SimpleNamespace(_fsdp_param_group=present)
+        assert list(hooks._groups_of(SimpleNamespace(_get_fsdp_state=lambda state=state: state))) == expected
 
 
 def test_switched_on_for_whatever_is_sharded_later() -> None:
