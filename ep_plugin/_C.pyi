@@ -12,6 +12,10 @@ num_totals: int
 scale_block: int
 state_bytes: int
 collective_control_bytes: int
+device_control_bytes: int
+staging_block: int
+most_ctas: int
+fault_offset: int
 max_blocks: int
 request_ring_bytes: int
 offer_fields: tuple[str, ...]
@@ -357,6 +361,61 @@ class ScatterArgs:
     ) -> None: ...
     def set_inputs(self, ranks: Sequence[int]) -> None: ...
 
+class PushShardArgs:
+    comm: Comm
+    input: int
+    bytes: int
+    landing: int
+    place: int
+    block: int
+    num_ctas: int
+    captured: int
+    number: int
+    begun: int
+    finished: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        comm: Comm = ...,
+        input: int = ...,
+        bytes: int = ...,
+        landing: int = ...,
+        place: int = ...,
+        block: int = ...,
+        num_ctas: int = ...,
+        captured: int = ...,
+        number: int = ...,
+        begun: int = ...,
+        finished: int = ...,
+        stream: int = ...,
+    ) -> None: ...
+    def set_targets(self, ranks: Sequence[int]) -> None: ...
+    def set_outputs(self, ranks: Sequence[int]) -> None: ...
+
+class PullShardsArgs:
+    comm: Comm
+    output: int
+    bytes: int
+    place: int
+    scale: float
+    element: int
+    num_ctas: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        comm: Comm = ...,
+        output: int = ...,
+        bytes: int = ...,
+        place: int = ...,
+        scale: float = ...,
+        element: int = ...,
+        num_ctas: int = ...,
+        stream: int = ...,
+    ) -> None: ...
+    def set_sources(self, ranks: Sequence[int]) -> None: ...
+
 class _Kernels:
     """A device's kernel table; CPU kernels run to their end, CUDA kernels are enqueued."""
 
@@ -369,8 +428,12 @@ class _Kernels:
     def add(self, args: AddArgs) -> None: ...
     def send_and_expand(self, send: SendArgs, expand: ExpandArgs) -> None: ...
     def push_and_add(self, push: PushArgs, add: AddArgs) -> None: ...
-    def gather(self, args: GatherArgs) -> None: ...
+    def gather(self, args: GatherArgs) -> None:
+        """On CPUs, as scatter; the next two on GPUs."""
+
     def scatter(self, args: ScatterArgs) -> None: ...
+    def push_shard(self, args: PushShardArgs) -> None: ...
+    def pull_shards(self, args: PullShardsArgs) -> None: ...
 
 cpu: _Kernels
 cuda: _Kernels
@@ -424,6 +487,11 @@ def abort_board(address: int, rank: int, reason: str) -> None: ...
 def set_activity(address: int, text: str) -> None: ...
 def board_activity(address: int) -> str: ...
 def wait_ticket(address: int, ticket: int, timeout_ns: int) -> int: ...
+def place_word(block: int, offset: int) -> int: ...
+def device_words(block: int) -> tuple[int, int, int]:
+    """Offsets in DeviceControl of a block's words, ready and done, and of the end of all such words."""
+
+def fault_board(address: int, code: int, step: int, peer: int, expected: int, seen: int) -> None: ...
 def post_request(ring: int, number: int, nbytes: int, free: int) -> None: ...
 def read_request(ring: int, number: int) -> tuple[int, int]: ...
 def wait_requests(rings: Sequence[int], number: int, board: int, timeout_ns: int) -> int: ...

@@ -136,8 +136,6 @@ def test_a_wrong_result_ends_the_run_without_timings(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["allgather"], "the suite 'allgather' is not served in this release"),
-        (["reduce-scatter"], "the suite 'reduce-scatter' is not served in this release"),
         (["overlap"], "the suite 'overlap' is not served in this release"),
         (["fsdp2"], "the suite 'fsdp2' is not served in this release"),
         (["beside", "--backend", "cpu"], "backend: expected cuda, got 'cpu'"),

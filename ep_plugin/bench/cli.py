@@ -20,8 +20,8 @@ _SIZES: dict[str, dict[str, int | None]] = {
     "cuda": {"ranks": None, "tokens": 4096, "hidden": 7168, "topk": 8, "experts": 256},
 }
 _DTYPES = {"cpu": ["float32"], "cuda": ["bfloat16", "float8"]}
-_SERVED = ("moe", "sweep", "wire", "beside")
-_LATER = ("allgather", "reduce-scatter", "overlap", "fsdp2")
+_SERVED = ("moe", "sweep", "wire", "beside", "allgather", "reduce-scatter")
+_LATER = ("overlap", "fsdp2")
 
 Backend = Annotated[str, typer.Option(help="cpu: shared memory against gloo; cuda: NVLink against NCCL.")]
 Ranks = Annotated[int | None, typer.Option(help="Processes. Default: 4 on CPUs, every GPU on cuda.")]
@@ -32,6 +32,8 @@ Experts = Annotated[int | None, typer.Option(help="Experts in all, E. Default: 3
 Cases = Annotated[list[str] | None, typer.Option("--case", help="Pattern of case names, as a shell's; repeatable.")]
 Counts = Annotated[str | None, typer.Option("--sms", help="SMs in place of all cases' own: dispatch=16,expand=48,...")]
 Iterations = Annotated[int, typer.Option(help="Timed iterations of each case and implementation.")]
+Nodes = Annotated[int, typer.Option(help="Nodes that the ranks of this machine stand for.")]
+Sizes = Annotated[list[int] | None, typer.Option("--size", help="Bytes; repeatable. Default: 64 KiB and more.")]
 Out = Annotated[
     str | None, typer.Option(help="Where the JSON goes: a file, or a folder (ends in /) that has one per hardware.")
 ]
@@ -135,6 +137,51 @@ def wire(backend: Backend, ranks: Ranks = None, iterations: Iterations = 30, out
         found = _sizes(backend, {"ranks": ranks})["ranks"]
         suite = suite_wire.WireSuite(backend=backend, ranks=found, iterations=iterations)
         result = suite_wire.run(suite)
+    _finish(result, out, backend, found)
+
+
+@main.command()
+def allgather(
+    backend: Backend,
+    ranks: Ranks = None,
+    nodes: Nodes = 1,
+    size: Sizes = None,
+    iterations: Iterations = 30,
+    out: Out = None,
+) -> None:
+    """All-gather, by size in bytes of the gathered output."""
+    _collective("allgather", backend, ranks, nodes, size, iterations, out)
+
+
+@main.command()
+def reduce_scatter(
+    backend: Backend,
+    ranks: Ranks = None,
+    nodes: Nodes = 1,
+    size: Sizes = None,
+    iterations: Iterations = 30,
+    out: Out = None,
+) -> None:
+    """Reduce-scatter, by size in bytes of each rank's input."""
+    _collective("reduce_scatter", backend, ranks, nodes, size, iterations, out)
+
+
+def _collective(
+    what: str, backend: str, ranks: int | None, nodes: int, sizes: list[int] | None, iterations: int, out: str | None
+) -> None:
+    from ep_plugin.bench import suite_collectives
+
+    with _refusals():
+        found = _sizes(backend, {"ranks": ranks})["ranks"]
+        suite = suite_collectives.CollectiveSuite(
+            what=what,
+            backend=backend,
+            ranks=found,
+            nodes=nodes,
+            sizes=tuple(sizes or suite_collectives.SIZES[backend]),
+            iterations=iterations,
+        )
+        result = suite_collectives.run(suite)
     _finish(result, out, backend, found)
 
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ep_plugin import _C
 from ep_plugin.collectives.base import Collective, as_bytes, check_alike
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.work import CollectiveWork
@@ -37,9 +36,10 @@ class HierarchicalAllGather(Collective):
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> CollectiveWork | None:
-        """output_tensor: R*n elements, the shards in rank order. input_tensor: n elements, of the same dtype and device;
-        it may be this rank's part of the output. Both contiguous, of any shape and dtype. group: the one that this
-        object was made for, or None. With async_op a Work, else None; the result is ordered on the caller's stream.
+        """output_tensor: R*n elements, the shards in rank order. input_tensor: n elements, of the same dtype and
+        device; it may be this rank's part of the output. Both contiguous, of any shape and dtype. group: the one that
+        this object was made for, or None. With async_op a Work, else None; the result is ordered on the caller's
+        stream.
         """
         self._check_group(group)
         check_alike("output_tensor", output_tensor, "input_tensor", input_tensor)
@@ -105,12 +105,5 @@ def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: list[torch.Te
 
 def gather_in_node(engine: CollectiveEngine, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
     """`shard`, which is outputs[engine.index], to every rank of the node; outputs: one for each of them."""
-    if engine.node_size == 1:
-        return
-    args = _C.GatherArgs(
-        comm=engine.comm,
-        piece=engine.piece(len(shard), shard, (0,)),
-        input=shard.data_ptr(),
-    )
-    args.set_outputs([output.data_ptr() for output in outputs])
-    engine.kernels.gather(args)
+    if engine.node_size > 1:
+        engine.inside.gather(shard, outputs)

@@ -16,20 +16,25 @@ from ep_plugin.collectives.work import CollectiveWork
 from ep_plugin.errors import CommunicatorClosed
 from ep_plugin.memory.exchange import checked_group
 
+PATHS = ("auto", "copy_engine", "sm")
+
 
 class Collective:
     """One operation over one process group. All ranks of the group call its methods in the same order."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, num_buffers: int = 2) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, num_buffers: int = 2, path: str = "auto") -> None:
         """Talks to nobody: the first `allocate` or operation is collective, and decides the device.
 
         `group`: None is the default group. `num_buffers`: blocks of one size that `allocate` makes before it would
         rather wait for the peers' hosts to learn that one is free; ValueError unless it is a positive integer.
+        `path`: how gathers go inside a node on GPUs, "copy_engine" or "sm"; "auto" decides by the size.
         """
+        if path not in PATHS:
+            raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")
         if not isinstance(num_buffers, int) or isinstance(num_buffers, bool) or num_buffers < 1:
             raise ValueError(f"num_buffers: expected an integer of at least 1, got {num_buffers!r}")
         self.group = checked_group(group)
-        self._num_buffers = num_buffers
+        self._num_buffers, self._path = num_buffers, path
         self._engine: CollectiveEngine | None = None
         self._making = threading.RLock()
         self._closed = False
@@ -94,7 +99,7 @@ class Collective:
                 if self._closed:
                     raise CommunicatorClosed("expected an open communicator, got a closed one")
                 if self._engine is None:
-                    self._engine = CollectiveEngine(checked_group(self.group), device, self._num_buffers)
+                    self._engine = CollectiveEngine(checked_group(self.group), device, self._num_buffers, self._path)
                 engine = self._engine
         if engine.device != device:
             raise ValueError(f"device: expected {engine.device} as in the first call, got {device}")
@@ -114,7 +119,13 @@ class Collective:
             raise ValueError(f"group: expected {self.group.group_name}, which this object serves, got {group}")
 
     def _done(self, outputs: list[torch.Tensor], async_op: bool) -> CollectiveWork | None:
-        return CollectiveWork(outputs, self.check) if async_op else None
+        if not async_op:
+            return None
+        event = None
+        if outputs[0].is_cuda:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(outputs[0].device))
+        return CollectiveWork(outputs, self.check, event)
 
 
 def as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:

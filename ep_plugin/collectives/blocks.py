@@ -52,6 +52,7 @@ class Block:
     buffer: PeerBuffer
     address: int
     owner: weakref.ref[Any] | None = None
+    stream: Any = None  # on which it was last handed out
     used: int = 0
 
     @property
@@ -96,6 +97,7 @@ class Blocks:
         number = self._choose(nbytes)
         block = self._block(number)
         block.used, self._last = self._calls, number
+        block.stream = self._engine.lanes.follow(block.stream)
         owner = _owner(block.address, block.buffer.nbytes, self._engine.device)
         block.owner = weakref.ref(owner)
         return number, owner
@@ -228,10 +230,13 @@ def _owner(address: int, nbytes: int, device: torch.device) -> Any:
     return (ctypes.c_ubyte * nbytes).from_address(address)
 
 
+def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """GPU memory that others own as a tensor, uint8 ``[nbytes]``."""
+    return torch.as_tensor(_DeviceBytes(address, nbytes), device=device)
+
+
 def tensor_of(owner: Any, nbytes: int, device: torch.device) -> torch.Tensor:
     """The first `nbytes` bytes of a block as a tensor, which keeps the block's owner alive: uint8 ``[nbytes]``."""
     if device.type == "cuda":
         return torch.as_tensor(owner, device=device)[:nbytes]
     return torch.frombuffer(owner, dtype=torch.uint8, count=nbytes)
-
-

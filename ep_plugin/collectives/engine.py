@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, env
+from ep_plugin.collectives import cpu, cuda
 from ep_plugin.collectives.blocks import Blocks
+from ep_plugin.collectives.cpu import CallLanes, CpuNode
+from ep_plugin.collectives.cuda import CudaNode, StreamLanes
 from ep_plugin.collectives.rails import Rails
 from ep_plugin.engine import BaseEngine, kernels_for
 from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerTimeout
@@ -21,26 +24,28 @@ from ep_plugin.faults import error_of
 from ep_plugin.memory.board import Boards
 from ep_plugin.memory.exchange import Exchange
 from ep_plugin.memory.peer import open_memory_of, transport_for
-from ep_plugin.moe.lanes import CpuLanes
 from ep_plugin.topology import RankReport, discover
 
 _OPERATIONS = {int(op): op.name.lower().replace("_", "-") for op in _C.CollectiveOp}
+_FIELDS = {"op": "operation", "bytes": "bytes of a shard", "place": "place in peer memory"}
 _ELEMENTS = {int(element): element.name.lower() for element in _C.Element}
 
 
 class CollectiveEngine(BaseEngine):
     """Construction is collective over `group`; so is making another block."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_buffers: int) -> None:
-        self.num_buffers = num_buffers
+    lanes: CallLanes | StreamLanes
+    inside: CpuNode | CudaNode
+    """The operations between the ranks of the node; absent where it has only one."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_buffers: int, path: str) -> None:
+        self.num_buffers, self.path = num_buffers, path
         super().__init__(Exchange(group), device, group)
 
     def _construct(self, group: dist.ProcessGroup) -> None:
         device = self.device
         self.kernels = kernels_for(device)
-        if device.type == "cuda":
-            raise NotSupported("all-gather and reduce-scatter on GPUs are not in this release: expected cpu, got cuda")
-        self.lanes = CpuLanes()
+        lanes = self.lanes = CallLanes() if device.type == "cpu" else StreamLanes(device)
         self._agree()
         self.node_map, reports = discover(self.exchange, device)
         _check_hosts(reports)
@@ -50,72 +55,65 @@ class CollectiveEngine(BaseEngine):
         self.node_size = len(self.node_ranks)
         if self.node_size > _C.max_ranks:
             raise NotSupported(f"group: expected at most {_C.max_ranks} ranks on one node, got {self.node_size}")
-        self.rails = Rails(group, self.node_map, self.rank, self.timeout_s)
-        nodes = [Exchange(group, ranks=self.node_ranks) for _ in range(2)]
+        self.rails = Rails(group, self.node_map, self.rank, device, self.timeout_s)
+        host, peers = (Exchange(group, ranks=self.node_ranks) for _ in range(2))
         try:
-            self._construct_node(*nodes)
+            self._construct_node(host, peers, lanes)
         except BaseException as error:
-            for exchange in nodes:
+            for exchange in (host, peers):
                 exchange.abort(f"{type(error).__name__}: {error}")
             raise
         self.exchange.barrier("construct communicator")
         watch = _watch_of(self)
-        for exchange in (self.exchange, *nodes):
+        for exchange in (self.exchange, host, peers):
             exchange.watch = watch
 
-    def _construct_node(self, host: Exchange, peers: Exchange) -> None:
+    def _construct_node(self, host: Exchange, peers: Exchange, lanes: CallLanes | StreamLanes) -> None:
         device = self.device
         self.boards = Boards(host, 0, device)
         self._resources.callback(self.boards.close)
         self.memory = open_memory_of(peers, device)
         self._resources.callback(self.memory.close)
-        self._control = self.memory.allocate(_C.collective_control_bytes, "control")
+        control_bytes = cpu.CONTROL_BYTES if device.type == "cpu" else cuda.CONTROL_BYTES
+        self._control = self.memory.allocate(control_bytes, "control")
+        self.control_address = self._control.ptrs[self.index]
         self.blocks = Blocks(self, self.memory, host, self.num_buffers)
         self._resources.callback(self.blocks.close)
-        self._state = torch.zeros(_C.state_bytes, dtype=torch.uint8, device=device)
+        self.state = torch.zeros(_C.state_bytes, dtype=torch.uint8, device=device)
         self.comm = _C.Comm(
             rank=self.index,
             num_ranks=self.node_size,
             num_experts=self.node_size,
             gate=_C.Step[(env.settings().test_gate or "none").upper()],
             timeout_ns=int(self.timeout_s * 1e9),
-            state=self._state.data_ptr(),
+            state=self.state.data_ptr(),
             board=self.boards.device_address,
         )
         self.comm.set_control(list(self._control.ptrs))
+        if self.node_size > 1:
+            self.inside = CudaNode(self, lanes, self.path) if isinstance(lanes, StreamLanes) else CpuNode(self)
+            self._resources.callback(self.inside.close)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def _agree(self) -> None:
         """Refuses, before anything is allocated, what ranks do not agree on."""
         transport_for(self.device)
-        mine = [self.device.type, self.num_buffers]
+        mine = [self.device.type, self.num_buffers, self.path]
         for rank, theirs in enumerate(self.exchange.all_gather("agree on the device", mine)):
             if theirs != mine:
                 raise DisagreementError(
-                    f"ranks disagree on the device and num_buffers: {mine[0]} and {mine[1]} on rank {self.rank}, "
-                    f"{theirs[0]} and {theirs[1]} on rank {rank}"
+                    f"ranks disagree on the device, num_buffers and path: {', '.join(map(str, mine))} on rank "
+                    f"{self.rank}, {', '.join(map(str, theirs))} on rank {rank}"
                 )
-
-    def piece(self, nbytes: int, tensor: torch.Tensor, offsets: Sequence[int]) -> Any:
-        """What this rank offers: shards of `nbytes` bytes, `offsets` bytes into `tensor`."""
-        place = self.blocks.place_of(tensor)
-        piece = _C.Piece(
-            bytes=nbytes,
-            block=-1 if place is None else place[0],
-            num_blocks=len(self.blocks),
-            blocks=self.blocks.table.data_ptr(),
-            block_bytes=self.blocks.sizes.data_ptr(),
-        )
-        if place is not None:
-            piece.set_offset([place[1] + offset for offset in offsets])
-        return piece
 
     def found_error(self) -> EpPluginError | ValueError | None:
         return error_of(self)
 
     def described(self, field: int, value: int) -> tuple[str, str]:
-        name = _C.offer_fields[field]
+        name = _C.offer_fields[field] if field < len(_C.offer_fields) else "place"
         known = {"op": _OPERATIONS, "element": _ELEMENTS}.get(name, {})
-        return {"op": "operation", "bytes": "bytes of a shard"}.get(name, name), known.get(value, str(value))
+        return _FIELDS.get(name, name), known.get(value, str(value))
 
     def _remember(self, error: EpPluginError | ValueError) -> None:
         """The ranks of this node wait for this one, which alone knows that its rail is broken."""

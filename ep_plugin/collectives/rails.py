@@ -1,4 +1,4 @@
-"""The legs between nodes: shards to and from the ranks of the same index on other nodes, over the group's own backend."""
+"""The legs between nodes: shards to and from the ranks of one index on all nodes, over the group's own backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_plugin.errors import PeerTimeout
+from ep_plugin.errors import NotSupported, PeerTimeout
 from ep_plugin.topology import NodeMap
 
 _TAG = 0x4550  # of messages between ranks that may exchange others of their own
@@ -18,8 +18,14 @@ _TAG = 0x4550  # of messages between ranks that may exchange others of their own
 class Rails:
     """This rank's end of its rail. `bytes_sent` counts what it has sent to other nodes since it was made."""
 
-    def __init__(self, group: dist.ProcessGroup, node_map: NodeMap, rank: int, timeout_s: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, node_map: NodeMap, rank: int, device: torch.device, timeout_s: float
+    ) -> None:
+        """NotSupported when the group's backend cannot send from the memory of `device`."""
         self._group = group
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu and node_map.spans_nodes:
+            _check_backend(group, device)
         self._rank = rank
         self._timeout_s = timeout_s
         self.bytes_sent = 0
@@ -45,7 +51,10 @@ class Rails:
         """Until those have arrived: on GPUs the caller's stream waits, else the host, with a deadline."""
         for work in works:
             try:
-                work.wait(timeout=datetime.timedelta(seconds=self._timeout_s))
+                if self._on_gpu:
+                    work.wait()  # with a timeout the host would wait too; NCCL watches its own
+                else:
+                    work.wait(timeout=datetime.timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
                 raise self._lost(error) from error
 
@@ -61,3 +70,12 @@ class Rails:
 
     def _operation(self, kind: Any, tensor: torch.Tensor, node: int) -> dist.P2POp:
         return dist.P2POp(kind, tensor, group=self._group, tag=_TAG, group_peer=self._rank_on[node])
+
+
+def _check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
+    kinds = [kind.type for kind in group._device_types]
+    name = group._get_backend(device).name() if "cuda" in kinds else "none"
+    if name in ("none", "gloo"):
+        raise NotSupported(
+            f"group: expected a backend that sends GPU memory between nodes, such as NCCL, got {name} for {device}"
+        )

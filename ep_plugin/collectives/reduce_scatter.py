@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_plugin import _C
 from ep_plugin.collectives.all_gather import RAIL_CHUNK_BYTES
 from ep_plugin.collectives.base import Collective, as_bytes, check_alike
 from ep_plugin.collectives.engine import CollectiveEngine
@@ -76,6 +75,8 @@ class HierarchicalReduceScatter(Collective):
         if dtype not in ELEMENTS:
             names = ", ".join(str(known) for known in ELEMENTS)
             raise ValueError(f"dtype: expected one of {names}, got {dtype}")
+        if out.is_cuda and dtype == torch.float64:
+            raise ValueError(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16 on GPUs, got {dtype}")
         scale = _scale_of(op, self.group.size())
         if len(out) == 0:
             self.check()
@@ -126,20 +127,11 @@ def scatter_in_node(
         total = shards[0].view(dtype)
         out.view(dtype).copy_(total if scale == 1 else (_wide(total) * scale))
         return
-    first = shards[0]
-    args = _C.ScatterArgs(
-        comm=engine.comm,
-        piece=engine.piece(len(out), first, [shard.data_ptr() - first.data_ptr() for shard in shards]),
-        output=out.data_ptr(),
-        scale=scale,
-        element=ELEMENTS[dtype],
-    )
-    args.set_inputs([shard.data_ptr() for shard in shards])
-    engine.kernels.scatter(args)
+    engine.inside.scatter(out, shards, ELEMENTS[dtype], scale)
 
 
 def _in_turn(engine: CollectiveEngine) -> list[int]:
-    """The nodes whose sums are made, the same order for all ranks of this node: its own last, for nobody waits for it."""
+    """The nodes whose sums are made, in one order for all ranks of this node: its own last, for nobody waits for it."""
     return [*engine.rails.nodes, engine.node]
 
 

@@ -23,6 +23,9 @@ WaitResult wait_word(Address word, uint64_t value, Address board, int64_t timeou
 // Marks the board of a peer as aborted by `rank`; the first abort stays.
 void abort_board(Address board, int rank, const std::string& reason);
 
+// Records a fault that the host has found on this rank's board; the first fault stays.
+void fault_board(Address board, int code, int step, int peer, int64_t expected, int64_t seen);
+
 void set_activity(Address board, const std::string& text);
 
 // Finds the first id outside [-1, num_experts) or repeated within its token. Returns false if there is none.

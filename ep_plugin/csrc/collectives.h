@@ -85,6 +85,75 @@ struct Request {
 
 void post_request(Address ring, uint64_t number, int64_t bytes, uint64_t free);
 
+// --- CUDA ------------------------------------------------------------------------------------------------------------
+// Ranks push their shards into their peers' outputs, which all have at the same place of the same block. The last
+// number stands for the staging block, through which other outputs and inputs go.
+constexpr int kStagingBlock = kMaxPeerBlocks;
+constexpr int kMostCtas = 32;
+
+// What one CTA of a peer says to the CTA of the same index here.
+struct Sign {
+  uint64_t ready;  // epoch; stored after the next two
+  int64_t bytes;   // of a shard
+  int64_t place;   // block and offset, see place_word
+  uint64_t done;   // epoch
+};
+
+// The control block in device memory: one per rank, zero at birth, words that only grow.
+struct DeviceControl {
+  // Stream memory operations, by block and peer: the number of the operation for which the peer's block may be written,
+  // and of the one whose shard the peer has written here. Their values are the host's: eager operations alone.
+  alignas(128) uint64_t ready[kMaxPeerBlocks + 1][kMaxRanks];
+  alignas(128) uint64_t done[kMaxPeerBlocks + 1][kMaxRanks];
+  // Kernels, by CTA and peer. Their values are epochs, which live here, so that a replayed graph moves on.
+  alignas(128) Sign signs[kMostCtas][kMaxRanks];
+  alignas(128) uint64_t epoch;  // kernels' operations that are over; this rank's own
+  uint64_t ctas_done;
+};
+
+EP_HD constexpr int64_t place_word(int block, int64_t offset) { return static_cast<int64_t>(block) << 48 | offset; }
+
+// targets[r]: where this rank's shard goes at rank r of the node, in a block; this rank's own is 0 where the shard lies
+// there already. landing: 0, or where rank 0's shard lands in this rank's staging block, the others' following in
+// order; outputs[r] are then where they go from there.
+struct PushShardArgs {
+  Comm comm;  // control: DeviceControl of each rank
+  Address input;
+  int64_t bytes;
+  Address targets[kMaxRanks];
+  Address landing;
+  Address outputs[kMaxRanks];
+  int64_t place;  // of rank 0's shard in the block
+  int32_t block;
+  int32_t num_ctas;  // the kernel's; else 0: copy engines
+  int32_t captured;  // copy engines: 1: kernels shake hands, since a graph would keep the values of stream operations
+  int32_t reserved;
+  uint64_t number;   // of the operation; copy engines outside of a graph
+  Address begun;     // u64 in host memory: the number of the latest operation that the stream has come to, ...
+  Address finished;  // ... and of the latest that is over
+  Address stream;
+};
+
+// sources[r]: this rank's shard in rank r's input, in a block; output and scale as in ScatterArgs.
+struct PullShardsArgs {
+  Comm comm;
+  Address sources[kMaxRanks];
+  Address output;
+  int64_t bytes;
+  int64_t place;
+  double scale;
+  int32_t element;
+  int32_t num_ctas;
+  Address stream;
+};
+
+#if defined(EP_WITH_CUDA)
+namespace cuda {
+void push_shard(const PushShardArgs& args);
+void pull_shards(const PullShardsArgs& args);
+}  // namespace cuda
+#endif
+
 namespace cpu {
 void gather(const GatherArgs& args);
 void scatter(const ScatterArgs& args);

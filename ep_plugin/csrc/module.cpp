@@ -323,6 +323,47 @@ void bind_collectives(py::module_& m) {
   py::module_ cpu = m.attr("cpu");
   bind_kernel(cpu, "gather", &cpu::gather);
   bind_kernel(cpu, "scatter", &cpu::scatter);
+  m.attr("device_control_bytes") = sizeof(DeviceControl);
+  m.attr("staging_block") = kStagingBlock;
+  m.attr("most_ctas") = kMostCtas;
+  Struct<PushShardArgs>(m, "PushShardArgs")
+      .field("comm", &PushShardArgs::comm)
+      .field("input", &PushShardArgs::input)
+      .field("bytes", &PushShardArgs::bytes)
+      .field("landing", &PushShardArgs::landing)
+      .field("place", &PushShardArgs::place)
+      .field("block", &PushShardArgs::block)
+      .field("num_ctas", &PushShardArgs::num_ctas)
+      .field("captured", &PushShardArgs::captured)
+      .field("number", &PushShardArgs::number)
+      .field("begun", &PushShardArgs::begun)
+      .field("finished", &PushShardArgs::finished)
+      .field("stream", &PushShardArgs::stream)
+      .def("set_targets", array_of(&PushShardArgs::targets))
+      .def("set_outputs", array_of(&PushShardArgs::outputs));
+  Struct<PullShardsArgs>(m, "PullShardsArgs")
+      .field("comm", &PullShardsArgs::comm)
+      .field("output", &PullShardsArgs::output)
+      .field("bytes", &PullShardsArgs::bytes)
+      .field("place", &PullShardsArgs::place)
+      .field("scale", &PullShardsArgs::scale)
+      .field("element", &PullShardsArgs::element)
+      .field("num_ctas", &PullShardsArgs::num_ctas)
+      .field("stream", &PullShardsArgs::stream)
+      .def("set_sources", array_of(&PullShardsArgs::sources));
+  m.def("place_word", &place_word);
+  m.def("device_words", [](int block) {  // offsets of a block's words, ready and done, in DeviceControl
+    return py::make_tuple(offsetof(DeviceControl, ready) + block * sizeof(uint64_t) * kMaxRanks,
+                          offsetof(DeviceControl, done) + block * sizeof(uint64_t) * kMaxRanks,
+                          offsetof(DeviceControl, signs));
+  });
+#if defined(EP_WITH_CUDA)
+  py::module_ cuda = m.attr("cuda");
+  bind_kernel(cuda, "push_shard", &cuda::push_shard);
+  bind_kernel(cuda, "pull_shards", &cuda::pull_shards);
+#endif
+  m.attr("fault_offset") = offsetof(State, fault);
+  m.def("fault_board", &fault_board);
   m.def("post_request", &post_request);
   m.def("read_request", [](Address ring, uint64_t number) {
     const Request& row = at<Request>(ring)[number % kRequests];
@@ -450,11 +491,11 @@ PYBIND11_MODULE(_C, m) {
   bind_combine_args(m);
   bind_board(m);
   bind_table(m, "cpu", cpu_kernels());
-  bind_collectives(m);
 #if defined(EP_WITH_CUDA)
   bind_table(m, "cuda", cuda_kernels());
   bind_wire(m);
   m.def("register_host", &register_host);
   m.def("unregister_host", &unregister_host);
 #endif
+  bind_collectives(m);
 }

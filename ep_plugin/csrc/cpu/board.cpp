@@ -67,6 +67,13 @@ void abort_board(Address address, int rank, const std::string& reason) {
   __atomic_store_n(&board.abort, me, __ATOMIC_RELEASE);
 }
 
+void fault_board(Address address, int code, int step, int peer, int64_t expected, int64_t seen) {
+  Board& board = board_at(address);
+  if (__atomic_load_n(&board.fault_set, __ATOMIC_ACQUIRE) != 0) return;
+  board.fault = Fault{code, step, peer, 0, expected, seen};
+  __atomic_store_n(&board.fault_set, 1u, __ATOMIC_RELEASE);
+}
+
 void set_activity(Address address, const std::string& text) {
   Board& board = board_at(address);
   std::snprintf(board.activity, sizeof(board.activity), "%s", text.c_str());

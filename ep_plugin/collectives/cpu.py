@@ -1,0 +1,73 @@
+"""Inside a node on CPUs: ranks copy from each other's memory, in the calling thread, to the end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ep_plugin import _C
+
+if TYPE_CHECKING:
+    from ep_plugin.collectives.engine import CollectiveEngine
+
+CONTROL_BYTES = _C.collective_control_bytes
+
+
+class CallLanes:
+    """Operations are over when they return."""
+
+    def join(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def capturing(self) -> bool:
+        return False
+
+    def follow(self, earlier: None) -> None:
+        """No stream."""
+
+
+class CpuNode:
+    """The operations of one communicator. `shards` and `outputs`: uint8 ``[bytes]``, one for each rank of the node."""
+
+    def __init__(self, engine: CollectiveEngine) -> None:
+        self._engine = weakref.proxy(engine)
+
+    def gather(self, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+        """`shard`, which is this rank's of `outputs`, to every rank."""
+        args = _C.GatherArgs(comm=self._engine.comm, piece=self._piece(len(shard), shard, (0,)), input=shard.data_ptr())
+        args.set_outputs([output.data_ptr() for output in outputs])
+        self._engine.kernels.gather(args)
+
+    def scatter(self, out: torch.Tensor, shards: list[torch.Tensor], element: int, scale: float) -> None:
+        """out = scale * the sum over the ranks of their shards for this one."""
+        first = shards[0]
+        args = _C.ScatterArgs(
+            comm=self._engine.comm,
+            piece=self._piece(len(out), first, [shard.data_ptr() - first.data_ptr() for shard in shards]),
+            output=out.data_ptr(),
+            scale=scale,
+            element=element,
+        )
+        args.set_inputs([shard.data_ptr() for shard in shards])
+        self._engine.kernels.scatter(args)
+
+    def close(self) -> None: ...
+
+    def _piece(self, nbytes: int, tensor: torch.Tensor, offsets: Sequence[int]) -> Any:
+        """What this rank offers: shards of `nbytes` bytes, `offsets` bytes into `tensor`."""
+        blocks = self._engine.blocks
+        place = blocks.place_of(tensor)
+        piece = _C.Piece(
+            bytes=nbytes,
+            block=-1 if place is None else place[0],
+            num_blocks=len(blocks),
+            blocks=blocks.table.data_ptr(),
+            block_bytes=blocks.sizes.data_ptr(),
+        )
+        if place is not None:
+            piece.set_offset([place[1] + offset for offset in offsets])
+        return piece

@@ -1,0 +1,193 @@
+"""Inside a node on GPUs: shards are pushed into the peers' outputs, and pulled from their inputs to be summed.
+
+Everything is enqueued on the caller's stream; the host waits for nothing. Operations of one communicator on several
+streams follow each other in the order in which they are called. Gathers of SM_BELOW_BYTES and more go by copy engines,
+which leave all SMs to the model; smaller ones take a kernel of few CTAs, which is done sooner. Outputs and inputs that
+peers have not mapped go through a staging block, piece by piece.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.collectives import watchdog
+from ep_plugin.collectives.blocks import bytes_at
+
+if TYPE_CHECKING:
+    from ep_plugin.collectives.engine import CollectiveEngine
+
+CONTROL_BYTES = _C.device_control_bytes
+SM_BELOW_BYTES = 16 << 20  # gathered
+STAGING_BYTES = 32 << 20
+_BYTES_PER_CTA = 16 << 10  # of a shard
+
+
+def gather_ctas(path: str, nbytes: int, node_size: int) -> int:
+    """CTAs of the kernel that pushes shards of `nbytes` bytes; 0: copy engines do it."""
+    if path == "copy_engine" or (path == "auto" and nbytes * node_size >= SM_BELOW_BYTES):
+        return 0
+    return scatter_ctas(nbytes)
+
+
+def scatter_ctas(nbytes: int) -> int:
+    """CTAs of the kernel that sums shards of `nbytes` bytes."""
+    return max(1, min(_C.most_ctas, nbytes // _BYTES_PER_CTA))
+
+
+class StreamLanes:
+    """The caller's streams, one operation after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: torch.cuda.Stream | None = None
+
+    def join(self) -> None: ...
+
+    def drain(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def follow(self, earlier: torch.cuda.Stream | None) -> torch.cuda.Stream:
+        """The caller's stream, which goes on after `earlier`. A stream that records a graph waits for none outside."""
+        current = torch.cuda.current_stream(self._device)
+        if earlier is not None and earlier != current and not self.capturing():
+            current.wait_stream(earlier)
+        return current
+
+    def enter(self) -> int:
+        """The caller's stream as kernels take it, after this communicator's earlier operations."""
+        self._last = self.follow(self._last)
+        return self._last.cuda_stream
+
+
+class CudaNode:
+    """The operations of one communicator. `shards` and `outputs` are uint8 ``[bytes]``, one for each rank of the node.
+
+    All ranks pass outputs (inputs) of the same place in the same block, or all pass other memory: kernels compare what
+    ranks pass, copy engines wait for a peer that does otherwise until the deadline.
+    """
+
+    def __init__(self, engine: CollectiveEngine, lanes: StreamLanes, path: str) -> None:
+        self._engine = weakref.proxy(engine)
+        self._lanes = lanes
+        self._path = path
+        self.staging = engine.memory.allocate(STAGING_BYTES, "staging")
+        self._step = STAGING_BYTES // engine.node_size // 16 * 16
+        self.number = 0  # of operations by copy engines outside of graphs
+        self.words = torch.zeros(2, dtype=torch.int64, pin_memory=True)  # begun and finished, see PushShardArgs
+        self.pending: deque[tuple[int, int, int, int]] = deque()  # of each: number, block, address and bytes
+        watchdog.add(self)
+
+    @property
+    def engine(self) -> CollectiveEngine:
+        return self._engine
+
+    def gather(self, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+        """`shard`, which is this rank's of `outputs`, to every rank."""
+        engine, nbytes = self._engine, len(shard)
+        place = self._place_of(outputs)
+        if place is not None:
+            block, first, mine = place
+            targets = [engine.blocks.address_at(index, block) + mine for index in range(engine.node_size)]
+            self._push(shard, outputs, targets, block, first, 0)
+            return
+        for begin in range(0, nbytes, self._step):
+            part = shard[begin : begin + self._step]
+            targets = [address + engine.index * len(part) for address in self.staging.ptrs]
+            parts = [output[begin : begin + self._step] for output in outputs]
+            self._push(part, parts, targets, _C.staging_block, 0, self.staging.ptrs[engine.index])
+
+    def scatter(self, out: torch.Tensor, shards: list[torch.Tensor], element: int, scale: float) -> None:
+        """out = scale * the sum over the ranks of their shards for this one."""
+        engine = self._engine
+        place = self._place_of(shards)
+        if place is not None:
+            block, first, mine = place
+            sources = [engine.blocks.address_at(index, block) + mine for index in range(engine.node_size)]
+            self._pull(out, sources, _C.place_word(block, first), element, scale)
+            return
+        for begin in range(0, len(out), self._step):
+            part = out[begin : begin + self._step]
+            for index, shard in enumerate(shards):
+                if index != engine.index:
+                    self._staged(index * len(part), len(part)).copy_(shard[begin : begin + self._step])
+            sources = [address + engine.index * len(part) for address in self.staging.ptrs]
+            sources[engine.index] = shards[engine.index].data_ptr() + begin
+            self._pull(part, sources, _C.place_word(_C.staging_block, 0), element, scale)
+
+    def close(self) -> None:
+        watchdog.remove(self)
+
+    def _place_of(self, parts: list[torch.Tensor]) -> tuple[int, int, int] | None:
+        """The block that all `parts` lie in, the offsets of the first and of this rank's; None for other memory."""
+        places = [self._engine.blocks.place_of(part) for part in parts]
+        first, mine = places[0], places[self._engine.index]
+        if first is None or mine is None or any(place is None or place[0] != first[0] for place in places):
+            return None
+        return first[0], first[1], mine[1]
+
+    def _push(
+        self,
+        shard: torch.Tensor,
+        outputs: list[torch.Tensor],
+        targets: list[int],
+        block: int,
+        offset: int,
+        landing: int,
+    ) -> None:
+        engine, nbytes = self._engine, len(shard)
+        stream, captured = self._lanes.enter(), self._lanes.capturing()
+        ctas = gather_ctas(self._path, nbytes, engine.node_size)
+        by_streams = ctas == 0 and not captured
+        targets[engine.index] = 0  # it lies there
+        if by_streams:
+            self.number += 1
+            finished = int(self.words[1])
+            while self.pending and self.pending[0][0] <= finished:
+                self.pending.popleft()
+            first = landing or engine.blocks.address_at(engine.index, block) + offset
+            self.pending.append((self.number, block, first, nbytes * engine.node_size))
+        args = _C.PushShardArgs(
+            comm=engine.comm,
+            input=shard.data_ptr(),
+            bytes=nbytes,
+            landing=landing,
+            place=_C.place_word(block, offset),
+            block=block,
+            num_ctas=ctas,
+            captured=int(captured),
+            number=self.number,
+            begun=self.words.data_ptr(),
+            finished=self.words.data_ptr() + 8,
+            stream=stream,
+        )
+        args.set_targets(targets)
+        args.set_outputs([output.data_ptr() for output in outputs])
+        engine.kernels.push_shard(args)
+        if by_streams:
+            watchdog.wake()
+
+    def _pull(self, out: torch.Tensor, sources: list[int], place: int, element: int, scale: float) -> None:
+        engine = self._engine
+        args = _C.PullShardsArgs(
+            comm=engine.comm,
+            output=out.data_ptr(),
+            bytes=len(out),
+            place=place,
+            scale=scale,
+            element=element,
+            num_ctas=scatter_ctas(len(out)),
+            stream=self._lanes.enter(),
+        )
+        args.set_sources(sources)
+        engine.kernels.pull_shards(args)
+
+    def _staged(self, offset: int, nbytes: int) -> torch.Tensor:
+        return bytes_at(self.staging.ptrs[self._engine.index] + offset, nbytes, self._engine.device)

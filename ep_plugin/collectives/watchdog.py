@@ -1,0 +1,126 @@
+"""Ends stream waits that are overdue: a stream that waits for a dead peer's word would wait for ever.
+
+Kernels have deadlines of their own; stream memory operations have none. One thread of the process looks at the words in
+host memory by which streams say which operation they have come to. When an operation has lasted longer than its
+communicator's timeout, or a fault or an abort stands on its board, the thread records who was waited for, fills the
+output with NaN bytes and writes a value into the awaited words that no operation reaches, from a stream of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.collectives.blocks import bytes_at
+
+if TYPE_CHECKING:
+    from ep_plugin.collectives.cuda import CudaNode
+
+_LOOK_S = 0.02
+RELEASED = 1 << 62
+
+_nodes: weakref.WeakSet[CudaNode] = weakref.WeakSet()
+_lock = threading.Lock()
+_work = threading.Event()
+_thread: threading.Thread | None = None
+_since: weakref.WeakKeyDictionary[CudaNode, tuple[int, float]] = weakref.WeakKeyDictionary()
+
+
+def add(node: CudaNode) -> None:
+    """Watches `node` until it is gone or removed."""
+    global _thread
+    with _lock:
+        _nodes.add(node)
+        if _thread is None:
+            _thread = threading.Thread(target=_watch, name="ep_plugin watchdog", daemon=True)
+            _thread.start()
+
+
+def remove(node: CudaNode) -> None:
+    with _lock:
+        _nodes.discard(node)
+
+
+def wake() -> None:
+    """There is something to watch."""
+    if not _work.is_set():
+        _work.set()
+
+
+def _watch() -> None:
+    while True:
+        _work.wait()
+        time.sleep(_LOOK_S)
+        _work.clear()
+        with _lock:
+            busy = [_look_if_there(node) for node in list(_nodes)]
+        if any(busy):
+            _work.set()
+
+
+def _look_if_there(node: CudaNode) -> bool:
+    try:
+        return _look(node)
+    except ReferenceError:  # its engine has just been dropped
+        return False
+    except RuntimeError:  # the device has failed: no stream of it waits any more
+        _nodes.discard(node)
+        return False
+
+
+def _look(node: CudaNode) -> bool:
+    """Whether operations of `node` are under way. Releases the one that its stream has come to, if it is overdue."""
+    begun, finished = node.words.tolist()
+    if begun > finished:
+        number, since = _since.get(node, (0, 0.0))
+        if number != begun:
+            since = time.monotonic()
+            _since[node] = (begun, since)
+        boards = node.engine.boards
+        failed = boards.fault() is not None or boards.abort() is not None
+        if failed or time.monotonic() - since > node.engine.timeout_s:
+            _release(node, begun)
+    return node.number > finished
+
+
+def _release(node: CudaNode, number: int) -> None:
+    engine = node.engine
+    block, address, nbytes = next((rest for n, *rest in list(node.pending) if n == number), (0, 0, 0))
+    with torch.cuda.device(engine.device), torch.cuda.stream(_side_stream(engine.device)):
+        control = bytes_at(engine.control_address, _C.device_control_bytes, engine.device)
+        ready, done, end = _C.device_words(block)
+        seen = [control[at : at + 8 * engine.node_size].view(torch.int64).cpu().tolist() for at in (ready, done)]
+        _record(node, number, *seen)
+        if nbytes:
+            bytes_at(address, nbytes, engine.device).fill_(0xFF)
+        state = engine.state[_C.fault_offset : _C.fault_offset + 8].view(torch.int64)
+        state.copy_(torch.ones(1, dtype=torch.int64))
+        words = control[:end].view(torch.int64)
+        words.copy_(torch.full((len(words),), RELEASED, dtype=torch.int64))
+        torch.cuda.current_stream().synchronize()
+
+
+def _record(node: CudaNode, number: int, ready: list[int], done: list[int]) -> None:
+    engine = node.engine
+    if engine.boards.fault() is not None or engine.boards.abort() is not None:
+        return
+    for seen in (ready, done):
+        for peer, value in enumerate(seen):
+            if peer != engine.index and value < number:
+                address = engine.boards.address
+                _C.fault_board(address, _C.FaultCode.TIMEOUT, _C.Step.GATHER, peer, number, value)
+                return
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]

@@ -1,0 +1,185 @@
+// All-gather inside a node: each rank pushes its shard into its peers' outputs.
+//
+// Two ways. Copy engines: whole shards, the next rank first, so that no two ranks hit one receiver at a time;
+// handshakes by stream memory operations, no SM at all; in a graph, whose values would be frozen, by a kernel of one
+// CTA. Small shards: one kernel, a part of the shard for each CTA; see rendezvous.cuh. An output that peers have not
+// mapped is copied from the staging block, by the kernel or the copy engine.
+#include "rendezvous.cuh"
+#include "stream_words.h"
+
+namespace ep::cuda {
+
+namespace {
+
+constexpr int kThreads = 512;
+
+template <class Unit>
+struct Span {
+  int64_t begin, end;
+};
+
+// The units of a shard that are this CTA's.
+template <class Unit>
+__device__ Span<Unit> span_of(int64_t bytes) {
+  const int64_t units = bytes / static_cast<int64_t>(sizeof(Unit));
+  return {units * blockIdx.x / gridDim.x, units * (blockIdx.x + 1) / gridDim.x};
+}
+
+template <class Unit>
+__device__ void poison(const PushShardArgs& args) {
+  const Comm& comm = args.comm;
+  for (int r = 0; r < comm.num_ranks; ++r) {
+    if (r == comm.rank) continue;
+    unsigned char* to = at<unsigned char>(args.outputs[r]);
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < args.bytes;
+         i += static_cast<int64_t>(gridDim.x) * kThreads)
+      to[i] = 0xFF;
+  }
+}
+
+template <class Unit>
+__device__ void push_span(const PushShardArgs& args) {
+  const Comm& comm = args.comm;
+  const Span<Unit> span = span_of<Unit>(args.bytes);
+  const Unit* from = at<const Unit>(args.input);
+  for (int64_t i = span.begin + threadIdx.x; i < span.end; i += kThreads) {
+    const Unit value = from[i];
+    for (int step = 1; step <= comm.num_ranks; ++step) {
+      const Address to = args.targets[(comm.rank + step) % comm.num_ranks];
+      if (to != 0) at<Unit>(to)[i] = value;
+    }
+  }
+}
+
+// Peers have written the staging block: loads that the compiler cannot make non-coherent.
+template <class Unit>
+__device__ void fetch_span(const PushShardArgs& args) {
+  const Comm& comm = args.comm;
+  const Span<Unit> span = span_of<Unit>(args.bytes);
+  for (int r = 0; r < comm.num_ranks; ++r) {
+    if (r == comm.rank) continue;
+    const volatile Unit* from = at<const volatile Unit>(args.landing, r * args.bytes);
+    for (int64_t i = span.begin + threadIdx.x; i < span.end; i += kThreads) at<Unit>(args.outputs[r])[i] = from[i];
+  }
+}
+template <>
+__device__ void fetch_span<int4>(const PushShardArgs& args) {
+  const Comm& comm = args.comm;
+  const Span<int4> span = span_of<int4>(args.bytes);
+  for (int r = 0; r < comm.num_ranks; ++r) {
+    if (r == comm.rank) continue;
+    const int4* from = at<const int4>(args.landing, r * args.bytes);
+    for (int64_t i = span.begin + threadIdx.x; i < span.end; i += kThreads)
+      at<int4>(args.outputs[r])[i] = ptx::ld_coherent(from + i);
+  }
+}
+
+template <class Unit>
+__global__ void __launch_bounds__(kThreads) push_kernel(const __grid_constant__ PushShardArgs args) {
+  const int cta = static_cast<int>(blockIdx.x);
+  const Run run = enter_collective(args.comm, kGather);
+  bool ok = run.ok && meet_before(run, cta, args.bytes, args.place);
+  if (ok) {
+    push_span<Unit>(args);
+    ok = meet_after(run, cta);
+  }
+  if (ok && args.landing != 0) fetch_span<Unit>(args);
+  if (!ok) poison<Unit>(args);
+  leave_collective(run, ok);
+}
+
+// In a graph, before and after the copies: one CTA, one thread for each peer.
+__global__ void open_kernel(const __grid_constant__ PushShardArgs args) {
+  const Run run = enter_collective(args.comm, kGather);
+  if (run.ok) meet_before(run, 0, args.bytes, args.place);
+}
+__global__ void close_kernel(const __grid_constant__ PushShardArgs args) {
+  const Run run = enter_collective(args.comm, kGather);
+  const bool ok = run.ok && meet_after(run, 0);
+  if (!ok) poison<unsigned char>(args);
+  leave_collective(run, ok);
+}
+
+void copy(Address to, Address from, int64_t bytes, Address stream) {
+  throw_on_error(cudaMemcpyAsync(at<char>(to), at<const char>(from), static_cast<size_t>(bytes),
+                                 cudaMemcpyDeviceToDevice, stream_of(stream)),
+                 "cudaMemcpyAsync");
+}
+
+void copy_to_peers(const PushShardArgs& args) {
+  const Comm& comm = args.comm;
+  for (int step = 1; step <= comm.num_ranks; ++step) {
+    const Address to = args.targets[(comm.rank + step) % comm.num_ranks];
+    if (to != 0) copy(to, args.input, args.bytes, args.stream);
+  }
+}
+
+void copy_from_staging(const PushShardArgs& args) {
+  if (args.landing == 0) return;
+  for (int r = 0; r < args.comm.num_ranks; ++r)
+    if (r != args.comm.rank)
+      copy(args.outputs[r], args.landing + static_cast<uint64_t>(r * args.bytes), args.bytes, args.stream);
+}
+
+Address word_at(const PushShardArgs& args, int owner, bool done, int peer) {
+  const DeviceControl* control = at<DeviceControl>(args.comm.control[owner]);
+  const uint64_t* word = done ? &control->done[args.block][peer] : &control->ready[args.block][peer];
+  return static_cast<Address>(reinterpret_cast<uintptr_t>(word));
+}
+
+// Words of this operation at all peers, then the same words from all of them.
+void shake_hands(const PushShardArgs& args, bool done) {
+  const Comm& comm = args.comm;
+  StreamWords words;
+  if (!done) words.write(args.begun, args.number);
+  for (int step = 1; step < comm.num_ranks; ++step)
+    words.write(word_at(args, (comm.rank + step) % comm.num_ranks, done, comm.rank), args.number);
+  for (int step = 1; step < comm.num_ranks; ++step)
+    words.wait(word_at(args, comm.rank, done, (comm.rank + step) % comm.num_ranks), args.number);
+  if (done) words.write(args.finished, args.number);
+  words.enqueue(stream_of(args.stream));
+}
+
+void push_by_engines(const PushShardArgs& args) {
+  if (args.captured != 0)
+    launch<open_kernel>("open gather", 1, kWarp, 0, args.stream, args);
+  else
+    shake_hands(args, false);
+  copy_to_peers(args);
+  if (args.captured != 0)
+    launch<close_kernel>("close gather", 1, kThreads, 0, args.stream, args);
+  else
+    shake_hands(args, true);
+  copy_from_staging(args);
+}
+
+template <class Unit>
+void push_by_kernel(const PushShardArgs& args) {
+  launch_cooperatively<push_kernel<Unit>>("gather", args.num_ctas, kThreads, 0, args.stream, args);
+}
+
+}  // namespace
+
+void push_shard(const PushShardArgs& args) {
+  require_node(args.comm);
+  require(args.bytes > 0, "bytes", "1 or more", args.bytes);
+  require(args.block >= 0 && args.block <= kStagingBlock, "block", "0 to 64", args.block);
+  require(args.num_ctas >= 0 && args.num_ctas <= kMostCtas, "num_ctas", "0 to 32", args.num_ctas);
+  if (args.num_ctas == 0) return push_by_engines(args);
+  uint64_t bits = args.input | static_cast<uint64_t>(args.bytes) | args.landing;
+  for (int r = 0; r < args.comm.num_ranks; ++r) bits |= args.targets[r] | args.outputs[r];
+  switch (unit_of(bits)) {
+    case 16:
+      return push_by_kernel<int4>(args);
+    case 8:
+      return push_by_kernel<uint64_t>(args);
+    case 4:
+      return push_by_kernel<uint32_t>(args);
+    case 2:
+      return push_by_kernel<uint16_t>(args);
+    default:
+      return push_by_kernel<unsigned char>(args);
+  }
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,203 @@
+"""What ranks on GPUs do in the tests of all-gather and reduce-scatter. The oracle is plain torch: every rank can work
+out every other's input (tests.collective_cases)."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter, PeerTimeout
+from tests.collective_cases import BF16, DTYPES, FP16, FP32, reduced, same_bits, shard
+from tests.gpu.checks import device_of
+
+# Elements of a shard: one byte to several pieces of the staging block, on and beside sixteen bytes.
+SIZES = (1, 3, 16, 129, 4096, 65_537, 1 << 20, (1 << 22) + 16)
+LARGE = 40 << 20
+PATHS = ("auto", "copy_engine", "sm")
+DEADLINE_S = 4.0
+
+
+def _poisoned(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((count * dtype.itemsize,), 0xA5, dtype=torch.uint8, device=device).view(dtype)
+
+
+def gathers(rank: int, size: int, path: str) -> int:
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    cases = [(count, torch.uint8) for count in SIZES] + [(129, dtype) for dtype in DTYPES] + [(LARGE, torch.uint8)]
+    with HierarchicalAllGather(path=path) as gather:
+        for seed, (count, dtype) in enumerate(cases):
+            expected = torch.cat([shard(seed, source, count, dtype) for source in range(size)]).to(device)
+            mine = shard(seed, rank, count, dtype).to(device)
+            foreign = _poisoned(size * count, dtype, device)
+            gather(foreign, mine)
+            assert same_bits(foreign, expected), f"foreign output, {count} of {dtype}"
+            ours = gather.allocate((size * count,), dtype=dtype, device=device)
+            ours.copy_(_poisoned(size * count, dtype, device))
+            part = ours.narrow(0, rank * count, count)
+            part.copy_(mine)
+            gather(output_tensor=ours, input_tensor=part, group=gather.group, async_op=False)
+            assert same_bits(ours, expected), f"in place, {count} of {dtype}"
+            ours.copy_(_poisoned(size * count, dtype, device))
+            work = gather(ours, mine, async_op=True)
+            assert isinstance(work, dist.Work) and work.wait()
+            assert same_bits(ours, expected), f"allocated output, {count} of {dtype}"
+            listed = [_poisoned(count, dtype, device) for _ in range(size)]
+            gather.all_gather(listed, mine)
+            assert same_bits(torch.cat(listed), expected), f"list, {count} of {dtype}"
+        torch.cuda.synchronize()
+        gather.check()
+    return len(cases)
+
+
+def scatters(rank: int, size: int) -> int:
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    premul = dist._make_nccl_premul_sum(0.375)
+    operations = [(dist.ReduceOp.SUM, 1.0), (dist.ReduceOp.AVG, 1.0 / size), (premul, 0.375)]
+    cases = [(count, dtype) for count in (1, 5, 4096, 70_001, 1 << 21) for dtype in (BF16, FP16, FP32)]
+    with HierarchicalReduceScatter() as scatter:
+        for seed, (count, dtype) in enumerate(cases):
+            whole = [shard(seed, source, size * count, dtype).view(size, count) for source in range(size)]
+            mine = whole[rank].flatten().to(device)
+            for op, scale in operations:
+                expected = reduced(whole, rank, size, scale).to(device)
+                what = f"{op}, {count} of {dtype}"
+                out = _poisoned(count, dtype, device)
+                scatter(out, mine, op=op)
+                assert torch.equal(out, expected), f"foreign input, {what}"
+                ours = scatter.allocate(size * count, dtype=dtype, device=device)
+                ours.copy_(mine)
+                again = _poisoned(count, dtype, device)
+                scatter(output_tensor=again, input_tensor=ours, group=scatter.group, op=op)
+                assert same_bits(again, out), f"allocated input, {what}"
+        torch.cuda.synchronize()
+        scatter.check()
+        with pytest.raises(ValueError, match="on GPUs, got torch.float64"):
+            scatter(torch.empty(2, device=device).double(), torch.empty(2 * size, device=device).double())
+    return len(cases)
+
+
+def replayed(rank: int, size: int, path: str) -> int:
+    """A captured gather and scatter, replayed with new data, with eager ones between."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    count, replays = 4096 + 16, 200
+    with HierarchicalAllGather(path=path) as gather, HierarchicalReduceScatter() as scatter:
+        out = gather.allocate(size * count, FP32, device)
+        whole = scatter.allocate(size * count, FP32, device)
+        other = gather.allocate(size * 64, FP32, device)
+        mine, total = torch.zeros(count, device=device), torch.zeros(count, device=device)
+
+        def step() -> None:
+            gather(out, mine)
+            whole.copy_(out)
+            scatter(total, whole)
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            step()
+        wrong = torch.zeros(replays, dtype=torch.bool, device=device)
+        for turn in range(replays):
+            mine.fill_(turn * size + rank)
+            graph.replay()
+            sources = turn * size + torch.arange(size, device=device, dtype=FP32)
+            wrong[turn] |= (out.view(size, count) != sources[:, None]).any()
+            wrong[turn] |= (total != size * (turn * size + rank)).any()
+            if turn % 10 == 0:
+                gather(other, torch.full((64,), float(turn + rank), device=device))
+                wrong[turn] |= (other.view(size, 64)[:, 0] != sources - turn * size + turn).any()
+        failed = wrong.nonzero().flatten().tolist()
+        assert not failed, f"{len(failed)} wrong replays of {replays}, first {failed[:5]}"
+        gather.check()
+    return replays
+
+
+def two_groups(rank: int, size: int, calls: int) -> int:
+    """The group of all and one of two halves: their gathers alternate, by kernels and by copy engines."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    halves = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
+    half = halves[rank % 2]
+    members = {None: list(range(size)), half: dist.get_process_group_ranks(half)}
+    with HierarchicalAllGather() as every, HierarchicalAllGather(half, path="copy_engine") as some:
+        wrong = torch.zeros((), dtype=torch.bool, device=device)
+        for call in range(calls):
+            for gather, ranks in ((every, members[None]), (some, members[half])):
+                out = gather.allocate(len(ranks) * 256, torch.int32, device)
+                gather(out, torch.full((256,), call * size + rank, dtype=torch.int32, device=device))
+                sources = torch.tensor(ranks, dtype=torch.int32).to(device) + call * size
+                wrong |= (out.view(len(ranks), 256) != sources[:, None]).any()
+        assert not wrong.item()
+        assert all(len(gather.engine_on(device).blocks) <= 6 for gather in (every, some))
+    return calls
+
+
+def without_sms(rank: int, size: int) -> bool:
+    """A gather by copy engines is over while a kernel of the user's holds every SM."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    with HierarchicalAllGather(path="copy_engine") as gather:
+        count = 1 << 20
+        out = gather.allocate(size * count, torch.uint8, device)
+        part = out.narrow(0, rank * count, count)
+        part.fill_(rank + 1)
+        gather(out, part)
+        out.fill_(0)
+        part.fill_(rank + 1)
+        stop = torch.zeros(1, dtype=torch.int64, device=device)
+        one = torch.ones(1, dtype=torch.int64).pin_memory()
+        held, beside = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        torch.cuda.synchronize()
+        dist.barrier()
+        nanoseconds = 900_000_000
+        hold = _C.HoldArgs(nanoseconds=nanoseconds, num_sms=sms, stop=stop.data_ptr(), stream=held.cuda_stream)
+        _C.hold(hold)
+        began = time.monotonic()
+        with torch.cuda.stream(beside):
+            gather(out, part)
+            done = torch.cuda.Event()
+            done.record()
+        done.synchronize()
+        took = time.monotonic() - began
+        still_held = not held.query()
+        with torch.cuda.stream(beside):
+            stop.copy_(one, non_blocking=True)
+        torch.cuda.synchronize()
+        assert out.view(size, count).eq(torch.arange(1, size + 1, device=device)[:, None]).all()
+        assert still_held, f"the gather took {took:.3f} s and was over after the kernel"
+    return still_held
+
+
+def survive(rank: int, path: str, victim: int) -> tuple[int | None, str, float]:
+    """What a survivor is told when `victim` dies, and after how long."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=DEADLINE_S))
+    gather = HierarchicalAllGather(group, path=path)
+    count = 1 << 16
+    out = gather.allocate(group.size() * count, torch.uint8, device)
+    gather(out, torch.ones(count, dtype=torch.uint8, device=device))
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(PeerTimeout) as caught:
+        gather(out, torch.ones(count, dtype=torch.uint8, device=device))
+        torch.cuda.synchronize()
+        gather.check()
+    took = time.monotonic() - began
+    with pytest.raises(PeerTimeout):
+        gather(out, torch.ones(count, dtype=torch.uint8, device=device))
+    gather.close()
+    return caught.value.rank, caught.value.step, took

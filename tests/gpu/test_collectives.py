@@ -1,0 +1,51 @@
+"""All-gather and reduce-scatter on GPUs; several ranks share a GPU where there are more ranks than GPUs."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.gpu import collectives
+from tests.ranks import run_ranks, values
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("path", collectives.PATHS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_gather_is_bit_exact(size: int, path: str) -> None:
+    values(run_ranks(size, collectives.gathers, size, path, start="spawn", timeout_s=200))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_reduce_scatter_is_its_oracle(size: int) -> None:
+    values(run_ranks(size, collectives.scatters, size, start="spawn", timeout_s=200))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("path", collectives.PATHS)
+def test_captured_operations_are_right_in_every_replay(path: str) -> None:
+    values(run_ranks(2, collectives.replayed, 2, path, start="spawn", timeout_s=200))
+
+
+@pytest.mark.gpu(1)
+def test_gathers_of_two_groups_alternate() -> None:
+    values(run_ranks(4, collectives.two_groups, 4, 1000, start="spawn", timeout_s=250))
+
+
+@pytest.mark.gpu(2)
+def test_a_gather_by_copy_engines_needs_no_sm() -> None:
+    assert all(values(run_ranks(2, collectives.without_sms, 2, start="spawn", timeout_s=100)))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.xdist_group("faults")
+@pytest.mark.parametrize("path", collectives.PATHS)
+def test_a_dead_rank_is_named_by_every_survivor(path: str) -> None:
+    victim = 1
+    outcomes = run_ranks(3, collectives.survive, path, victim, start="spawn", timeout_s=100)
+    assert outcomes[victim].exitcode == -signal.SIGKILL
+    for rank, step, took in values([outcomes[0], outcomes[2]]):
+        assert (rank, step) == (victim, "gather")
+        assert took < collectives.DEADLINE_S + 10

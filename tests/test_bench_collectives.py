@@ -1,0 +1,83 @@
+"""`ep-bench allgather` and `reduce-scatter`: what they measure on CPUs, and that wrong results are not timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ep_plugin.bench import cli, suite_collectives
+from ep_plugin.bench.suite_collectives import GATHER, SCATTER, CollectiveSuite
+from tests.ranks import run_ranks, values
+
+RANKS = 2
+CASES = {
+    "allgather": {"ep_plugin", "ep_plugin, foreign output", "gloo"},
+    "reduce-scatter": {"ep_plugin", "ep_plugin, foreign input", "gloo"},
+}
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("command", CASES)
+def test_a_result_has_every_implementation_at_every_size(command: str, nodes: int, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    arguments = [command, "--backend", "cpu", "--ranks", str(RANKS), "--nodes", str(nodes), "--iterations", "2"]
+    done = CliRunner().invoke(cli.main, [*arguments, "--size", "64", "--size", "80000", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    result = json.loads(out.read_text())
+    name = command.replace("-", "_")
+    assert result["suite"] == (name if nodes == 1 else f"{name}_2_nodes")
+    assert result["command"] == " ".join(["ep-bench", *arguments[:7], "--size 64 --size 80000", *arguments[7:]])
+    found = {(row["case"], row["impl"]) for row in result["rows"]}
+    assert found == {(size, impl) for size in ("64", "80000") for impl in CASES[command]}
+    for row in result["rows"]:
+        assert row["bytes_wire"] == int(row["case"]) // 2 and row["median_us"] > 0
+
+
+class _Wrong:
+    """An all-gather that loses the last element."""
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype)
+
+    def __call__(self, out: torch.Tensor, source: torch.Tensor) -> None:
+        if out.numel() > source.numel():
+            torch.distributed.all_gather(list(out.chunk(RANKS)), source.clone())
+        out[-1] = 0
+
+    def close(self) -> None: ...
+
+
+def _judged(rank: int) -> list[str]:
+    suite_collectives.HierarchicalAllGather = _Wrong  # type: ignore[assignment, misc]
+    suite = CollectiveSuite(what=GATHER, backend="cpu", ranks=RANKS, nodes=1, sizes=(64,), iterations=1)
+    found = suite_collectives.measure(torch.device("cpu"), suite)
+    assert not found["rows"]
+    return found["wrong"]
+
+
+def test_nothing_is_timed_when_a_gather_is_wrong() -> None:
+    for wrong in values(run_ranks(RANKS, _judged)):
+        assert "rank 0: 64 by ep_plugin: not what plain torch makes of the same inputs" in wrong
+        assert not any("gloo" in sentence for sentence in wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"ranks": 1}, "ranks: expected at least 2, got 1"),
+        ({"nodes": 3}, "nodes: expected a divisor of 2 ranks, got 3"),
+        ({"iterations": 0}, "iterations: expected at least 1, got 0"),
+        ({"sizes": (12,)}, "size: expected a multiple of 8 bytes, an element for each rank, got 12"),
+    ],
+)
+def test_what_cannot_be_measured(given: dict[str, Any], says: str) -> None:
+    good: dict[str, Any] = {"what": SCATTER, "backend": "cpu", "ranks": 2, "nodes": 1, "sizes": (64,), "iterations": 1}
+    with pytest.raises(ValueError, match=says):
+        CollectiveSuite(**(good | given))
