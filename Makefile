@@ -32,7 +32,7 @@ test: build
 	$(PY) -m pytest $(PYTEST_FLAGS)
 
 demo: build
-	$(PY) examples/train_qwen3_moe.py --launch 4 --preset tiny --compare all_to_all --out runs/demo
+	$(PY) examples/train_qwen3_moe.py --launch 4 --preset tiny --fsdp2 ep_plugin --compare all_to_all --out runs/demo
 
 lint: venv
 	$(PY) -m ruff check .

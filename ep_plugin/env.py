@@ -5,6 +5,7 @@ Variables of ep_plugin (all optional):
 =============================  ==================================================================================
 EP_PLUGIN_TRANSPORT            ``auto`` (default), ``shm`` or ``nvlink``: where peer-mapped memory comes from
 EP_PLUGIN_RANKS_PER_NODE       consecutive ranks that form a node, in place of what the hosts report
+EP_PLUGIN_HOST                 this process's host by another name: one machine is then as many as it has names
 EP_PLUGIN_CHECK_IDS            ``1``: validate expert ids on GPUs too; costs a synchronisation per dispatch
 EP_PLUGIN_PLAIN_KERNELS        ``1``: load/store kernels in place of the ones with bulk copies
 EP_PLUGIN_TEST_GATE            ``plan``, ``notify``, ``send``, ``expand``, ``combine``, ``gather`` or ``scatter``:
@@ -30,7 +31,7 @@ TEST_GATES = ("plan", "notify", "send", "expand", "combine", "gather", "scatter"
 
 _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_READ_HERE = ("TRANSPORT", "RANKS_PER_NODE", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG")
+_READ_HERE = ("TRANSPORT", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG")
 _KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
 _SYMMETRIC_MEMORY = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _warned: set[str] = set()
@@ -42,6 +43,7 @@ class Settings:
 
     transport: str = "auto"
     ranks_per_node: int | None = None
+    host: str | None = None
     check_ids: bool = False
     plain_kernels: bool = False
     test_gate: str | None = None
@@ -68,6 +70,7 @@ def _parsed(values: tuple[str | None, ...]) -> Settings:
     return Settings(
         transport=_choice("EP_PLUGIN_TRANSPORT", TRANSPORTS) or "auto",
         ranks_per_node=_integer("EP_PLUGIN_RANKS_PER_NODE", at_least=1),
+        host=_value("EP_PLUGIN_HOST"),
         check_ids=_boolean("EP_PLUGIN_CHECK_IDS"),
         plain_kernels=_boolean("EP_PLUGIN_PLAIN_KERNELS"),
         test_gate=_choice("EP_PLUGIN_TEST_GATE", TEST_GATES),

@@ -135,7 +135,7 @@ def report_of(rank: int, device: torch.device) -> RankReport:
     device_id, unreachable = _gpu_identity(device) if device.type == "cuda" else ("", ())
     return RankReport(
         rank=rank,
-        host=host_identity(),
+        host=host_identity(env.settings().host),
         local_rank=launcher.local_rank,
         local_world_size=launcher.local_world_size,
         device=str(device),
@@ -145,11 +145,17 @@ def report_of(rank: int, device: torch.device) -> RankReport:
     )
 
 
-def host_identity() -> str:
+def host_identity(alias: str | None = None) -> str:
     """A name that two processes share only on one running machine: the host's name and an id of its boot or disk.
 
-    Machines cloned from one image share names, and containers on one machine share its boot: it takes both.
+    Machines cloned from one image share names, and containers on one machine share its boot: it takes both. ``alias``
+    sets apart processes of one machine that stand for several hosts.
     """
+    own = _machine_identity()
+    return own if alias is None else f"{alias}@{own}"
+
+
+def _machine_identity() -> str:
     for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
         try:
             with open(path) as file:

@@ -1,38 +1,37 @@
-"""The Qwen3-MoE models that the example trains: presets, or a checkpoint on disk, sharded over every rank."""
+"""The Qwen3 models, dense or MoE, that the examples train: presets, or a checkpoint on disk, sharded over all ranks."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _options import PRESETS
+from _options import DENSE_PRESETS, MOE_PRESETS, TrainOptions
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
 
 
-def build_model(
-    *,
-    preset: str | None,
-    path: Path | None,
-    layers: int,
-    dtype: torch.dtype,
-    ep_implementation: str,
-    seed: int,
-) -> PreTrainedModel:
+def build_model(options: TrainOptions, *, ep_implementation: str | None) -> PreTrainedModel:
     """The model, experts spread over all ranks and everything else FSDP-sharded, in training mode.
 
-    A checkpoint is read from ``path``; a preset is initialised in place, each rank its own shards, so that no
-    full copy of it exists anywhere. ``torch.distributed`` must be initialised.
+    ``ep_implementation`` is the exchange by its registered name; None builds a dense model. A checkpoint is read from
+    its folder; a preset is initialised in place, each rank its own shards, so that no full copy of it exists anywhere.
+    ``torch.distributed`` must be initialised.
     """
-    world = dist.get_world_size()
-    distributed = DistributedConfig(ep_size=world, fsdp_size=world, ep_implementation=ep_implementation)
-    if path is not None:
-        overrides = {"num_hidden_layers": layers} if layers else {}
-        model = Qwen3MoeForCausalLM.from_pretrained(
-            path,
+    world, dtype = dist.get_world_size(), getattr(torch, options.dtype)
+    if ep_implementation is None:
+        model_type, make_config, presets = Qwen3ForCausalLM, Qwen3Config, DENSE_PRESETS
+        distributed = DistributedConfig(fsdp_size=world)
+    else:
+        model_type, presets = Qwen3MoeForCausalLM, MOE_PRESETS
+        make_config = functools.partial(Qwen3MoeConfig, norm_topk_prob=True)
+        distributed = DistributedConfig(ep_size=world, fsdp_size=world, ep_implementation=ep_implementation)
+    if options.model is not None:
+        overrides = {"num_hidden_layers": options.layers} if options.layers else {}
+        model = model_type.from_pretrained(
+            options.model,
             dtype=dtype,
             distributed_config=distributed,
             local_files_only=True,
@@ -40,13 +39,11 @@ def build_model(
             **overrides,
         )
     else:
-        config = Qwen3MoeConfig(
-            **PRESETS[preset].widths, num_hidden_layers=layers, norm_topk_prob=True, use_cache=False
-        )
-        model = Qwen3MoeForCausalLM.from_pretrained(
+        config = make_config(**presets[options.preset].widths, num_hidden_layers=options.layers, use_cache=False)
+        model = model_type.from_pretrained(
             None, config=config, state_dict={}, dtype=dtype, distributed_config=distributed
         )
-        _initialise_shards(model, std=config.initializer_range, seed=seed)
+        _initialise_shards(model, std=config.initializer_range, seed=options.seed)
     if model.config.vocab_size < 256:
         raise ValueError(f"model: expected a vocabulary of at least 256, got {model.config.vocab_size}")
     return model.train()

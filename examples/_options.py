@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What one arm trains. ``batch`` and ``seq_len`` are per rank; paths are strings, to travel as JSON."""
+    """What one arm trains. ``batch`` and ``seq_len`` are per rank; paths are strings, to travel as JSON.
+
+    ep_implementation: who exchanges tokens between experts, None for a dense model. fsdp2: who gathers parameters and
+    reduces gradients, "ep_plugin" or "stock".
+    """
 
     preset: str | None
     model: str | None
@@ -19,7 +23,13 @@ class TrainOptions:
     lr: float
     seed: int
     dtype: str
-    ep_implementation: str
+    ep_implementation: str | None
+    fsdp2: str
+
+    @property
+    def arm(self) -> str:
+        """What a comparison calls it."""
+        return self.ep_implementation or self.fsdp2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +45,7 @@ class Preset:
     lr: float
 
 
-PRESETS = {
+MOE_PRESETS = {
     # Small enough for four ranks on two cores, and still a real mixture: 32 experts, eight of them per token.
     # At four times this learning rate training is chaotic: differences in the last bit grow to per cents of
     # the loss.
@@ -55,5 +65,23 @@ PRESETS = {
             "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
         },
         layers=48, dtype="bfloat16", seq_len=4096, batch=1, steps=30, lr=1e-4,
+    ),
+}  # fmt: skip
+
+DENSE_PRESETS = {
+    "tiny": Preset(
+        widths={
+            "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        },
+        layers=6, dtype="float32", seq_len=64, batch=2, steps=30, lr=5e-4,
+    ),
+    # The published widths of Qwen3-4B (36 layers there), whose output projection is the embedding.
+    "4b": Preset(
+        widths={
+            "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        },
+        layers=36, dtype="bfloat16", seq_len=4096, batch=1, steps=50, lr=1e-4,
     ),
 }  # fmt: skip

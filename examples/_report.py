@@ -46,10 +46,10 @@ def summarise(arms: list[dict], *, model: str, reference: str | None) -> dict:
         "compare": compare,
         "tokens_per_s": {name: tokens / _median_step(runs) for name, runs in by_name.items()},
         "step_ms": {name: 1e3 * _median_step(runs) for name, runs in by_name.items()},
-        "share_dispatch_combine": {name: _exchange_share(runs) for name, runs in by_name.items()},
-        "exchange_ms": {name: _exchange_ms(runs) for name, runs in by_name.items()},
+        **(_exchange(by_name) if "exchange_seconds" in main else {}),
+        "fsdp2_launches": {name: runs[0].get("fsdp2_launches") for name, runs in by_name.items()},
         "losses": {name: runs[0]["losses"] for name, runs in by_name.items()},
-        "options": {key: value for key, value in options.items() if key != "ep_implementation"},
+        "options": {key: value for key, value in options.items() if key not in ("ep_implementation", "fsdp2")},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
@@ -64,6 +64,13 @@ def write(metrics: dict, out: Path) -> None:
     if metrics["compare"]:
         console.print("largest relative difference of the loss: {max_rel_diff:.2e}".format(**metrics["compare"]))
     console.print(f"wrote {out / 'metrics.json'} and {out / 'loss.png'}", soft_wrap=True)
+
+
+def _exchange(by_name: dict[str, list[dict]]) -> dict:
+    return {
+        "share_dispatch_combine": {name: _exchange_share(runs) for name, runs in by_name.items()},
+        "exchange_ms": {name: _exchange_ms(runs) for name, runs in by_name.items()},
+    }
 
 
 def _rel_diff(ours: dict, theirs: dict) -> float:
@@ -106,17 +113,15 @@ def _plot(metrics: dict, path: Path) -> None:
 
 
 def _table(metrics: dict) -> Table:
-    table = Table(
-        "exchange", "loss", "tokens/s", "ms/step", "in dispatch / combine", "without waiting",
-        title="{model} on {world_size} x {device}, {steps} steps".format(**metrics),
-    )  # fmt: skip
+    exchange = metrics.get("exchange_ms")
+    title = "{model} on {world_size} x {device}, {steps} steps".format(**metrics)
+    table = Table("exchange" if exchange else "collectives", "loss", "tokens/s", "ms/step", title=title)
+    for column in ("in dispatch / combine", "without waiting") if exchange else ():
+        table.add_column(column)
     for name, losses in metrics["losses"].items():
-        table.add_row(
-            name,
-            f"{losses[0]:.2f} → {losses[-1]:.2f}",
-            f"{metrics['tokens_per_s'][name]:,.0f}",
-            f"{metrics['step_ms'][name]:.1f}",
-            f"{metrics['share_dispatch_combine'][name]:.0%}",
-            f"{metrics['exchange_ms'][name]['alone']:.1f} ms",
-        )
+        row = [f"{losses[0]:.2f} → {losses[-1]:.2f}", f"{metrics['tokens_per_s'][name]:,.0f}"]
+        row += [f"{metrics['step_ms'][name]:.1f}"]
+        if exchange:
+            row += [f"{metrics['share_dispatch_combine'][name]:.0%}", f"{exchange[name]['alone']:.1f} ms"]
+        table.add_row(name, *row)
     return table

@@ -1,6 +1,6 @@
-"""One arm of the example on one rank: train a Qwen3-MoE through one exchange and write what was measured.
+"""One arm of an example on one rank: train a Qwen3 through one set of collectives and write what was measured.
 
-Run by ``train_qwen3_moe.py`` as ``python _training.py OPTIONS_JSON RESULT_PATH`` under torchrun's
+Run by ``_launch.py`` as ``python _training.py OPTIONS_JSON RESULT_PATH`` under torchrun's
 environment.
 """
 
@@ -27,41 +27,44 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
+from ep_plugin.integrations import fsdp2
+
 WARMUP_STEPS = 5
 
 
 def train(options: TrainOptions) -> dict:
-    """Train and return, equal on all ranks and per step: the loss and the seconds in the exchange (means over
-    ranks), the seconds of the exchange without waiting for slower ranks, the seconds of the step (of the slowest rank).
+    """Train and return, equal on all ranks and per step: the loss (mean over ranks) and the seconds of the step (of the
+    slowest rank); where tokens are exchanged also the seconds of that (mean over ranks, and without waiting for slower
+    ranks); where FSDP2 is served by ep_plugin, what ran there.
     """
     device = _start_process_group()
-    if options.ep_implementation == "ep_plugin":
-        importlib.import_module("ep_plugin.integrations.transformers")
     clock = ExchangeClock(device)
-    model = build_model(
-        preset=options.preset,
-        path=Path(options.model) if options.model else None,
-        layers=options.layers,
-        dtype=getattr(torch, options.dtype),
-        ep_implementation=register_timed(options.ep_implementation, clock),
-        seed=options.seed,
-    )
+    exchange = options.ep_implementation
+    if exchange == "ep_plugin":
+        importlib.import_module("ep_plugin.integrations.transformers")
+    model = build_model(options, ep_implementation=register_timed(exchange, clock) if exchange else None)
+    if options.fsdp2 == "ep_plugin":
+        fsdp2.enable(model)
     losses, step_seconds, exchanges = _run_steps(model, options, device, clock)
-    shortest, exchange_seconds = exchanges.clone(), exchanges.sum(dim=1)
     dist.all_reduce(step_seconds, op=dist.ReduceOp.MAX)
-    dist.all_reduce(shortest, op=dist.ReduceOp.MIN)
-    for summed in (losses, exchange_seconds):
-        dist.all_reduce(summed)
-    return {
-        "implementation": options.ep_implementation,
+    dist.all_reduce(losses)
+    result = {
+        "implementation": options.arm,
         "backend": dist.get_backend(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "world_size": dist.get_world_size(),
         "losses": (losses / dist.get_world_size()).tolist(),
         "step_seconds": step_seconds.tolist(),
-        "exchange_seconds": (exchange_seconds / dist.get_world_size()).tolist(),
-        "exchange_alone_seconds": shortest.sum(dim=1).tolist(),
     }
+    if exchange:
+        shortest, exchange_seconds = exchanges.clone(), exchanges.sum(dim=1)
+        dist.all_reduce(shortest, op=dist.ReduceOp.MIN)
+        dist.all_reduce(exchange_seconds)
+        result["exchange_seconds"] = (exchange_seconds / dist.get_world_size()).tolist()
+        result["exchange_alone_seconds"] = shortest.sum(dim=1).tolist()
+    if options.fsdp2 == "ep_plugin":
+        result["fsdp2_launches"] = asdict(fsdp2.launches(model))
+    return result
 
 
 def _start_process_group() -> torch.device:
@@ -92,8 +95,7 @@ def _run_steps(
     rank = dist.get_rank()
     measured = torch.zeros(2, options.steps, dtype=torch.float64)
     exchanges: list[list[float]] = []
-    name = options.ep_implementation
-    bar = tqdm(range(options.steps), desc=name, unit="step", disable=rank != 0, mininterval=1)
+    bar = tqdm(range(options.steps), desc=options.arm, unit="step", disable=rank != 0, mininterval=1)
     for step in bar:
         tokens = batch_at(
             text, batch=options.batch, seq_len=options.seq_len, seed=options.seed, step=step, rank=rank

@@ -15,14 +15,18 @@ pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
-SCRIPT = str(Path(__file__).parents[1] / "examples" / "train_qwen3_moe.py")
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPT = str(EXAMPLES / "train_qwen3_moe.py")
+DENSE = str(EXAMPLES / "train_fsdp2.py")
 SMALL = ["--layers", "1", "--seq-len", "32", "--batch", "2", "--steps", "4"]
 
 
-def _run(*arguments: str, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess:
+def _run(
+    *arguments: str, launcher: tuple[str, ...] = (), script: str = SCRIPT, **environment: str
+) -> subprocess.CompletedProcess:
     # No GPU: these runs are about the example, and must be the same on every machine.
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200", "NO_COLOR": "1", **environment}
-    command = [sys.executable, *launcher, SCRIPT, *arguments]
+    command = [sys.executable, *launcher, script, *arguments]
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
 
 
@@ -42,13 +46,44 @@ def test_help_names_the_options() -> None:
         (("--compare", "smoke"), "expected ep_plugin or all_to_all, got 'smoke'"),
         (("--compare", "ep_plugin"), "expected another exchange than ep_plugin"),
         (("--dtype", "int8"), "expected float32, bfloat16 or float16, got 'int8'"),
+        (("--fsdp2", "nccl"), "expected ep_plugin or stock, got 'nccl'"),
     ],
-    ids=["model", "text", "preset", "compare-unknown", "compare-itself", "dtype"],
+    ids=["model", "text", "preset", "compare-unknown", "compare-itself", "dtype", "fsdp2"],
 )
 def test_bad_options_are_refused_before_anything_starts(arguments: tuple[str, str], message: str) -> None:
     result = _run(*arguments)
     assert result.returncode == 2
     assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--preset", "30b-a3b"), "expected one of tiny, 4b, got '30b-a3b'"),
+        (("--compare", "ep_plugin"), "expected other collectives than ep_plugin"),
+        (("--collectives", "nccl"), "expected ep_plugin or stock, got 'nccl'"),
+    ],
+    ids=["preset", "compare-itself", "collectives"],
+)
+def test_bad_options_of_the_dense_example(arguments: tuple[str, str], message: str) -> None:
+    result = _run(*arguments, script=DENSE)
+    assert result.returncode == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_dense_comparison_with_stock_fsdp2(tmp_path: Path) -> None:
+    result = _run(*SMALL, "--launch", "2", "--compare", "stock", "--out", str(tmp_path), script=DENSE)
+    assert result.returncode == 0, result.stderr
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["loss_last"] < metrics["loss_first"]
+    assert metrics["compare"]["reference"] == "stock"
+    assert metrics["compare"]["max_rel_diff"] <= 1e-5
+    assert set(metrics["tokens_per_s"]) == {"ep_plugin", "stock"}
+    assert metrics["fsdp2_launches"]["stock"] is None
+    assert metrics["fsdp2_launches"]["ep_plugin"]["all_gathers"] > 0
+    assert metrics["fsdp2_launches"]["ep_plugin"]["reduce_scatters"] > 0
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "stock" in result.stdout and "tokens/s" in result.stdout
 
 
 def test_compare_is_refused_under_torchrun() -> None:
@@ -58,7 +93,8 @@ def test_compare_is_refused_under_torchrun() -> None:
 
 
 def test_comparison_writes_metrics_and_picture(tmp_path: Path) -> None:
-    result = _run(*SMALL, "--launch", "2", "--compare", "all_to_all", "--out", str(tmp_path))
+    hooks = ["--fsdp2", "ep_plugin", "--compare", "all_to_all"]
+    result = _run(*SMALL, "--launch", "2", *hooks, "--out", str(tmp_path))
     assert result.returncode == 0, result.stderr
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["backend"] == "cpu"
@@ -69,6 +105,8 @@ def test_comparison_writes_metrics_and_picture(tmp_path: Path) -> None:
     assert metrics["compare"]["reference"] == "all_to_all"
     assert metrics["compare"]["max_rel_diff"] <= 1e-4
     assert set(metrics["tokens_per_s"]) == {"ep_plugin", "all_to_all"}
+    assert metrics["fsdp2_launches"]["ep_plugin"]["all_gathers"] > 0
+    assert metrics["fsdp2_launches"]["all_to_all"] is None
     assert all(0 < share < 1 for share in metrics["share_dispatch_combine"].values())
     assert all(0 < took["alone"] <= took["with_waiting"] for took in metrics["exchange_ms"].values())
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

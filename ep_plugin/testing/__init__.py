@@ -1,0 +1,1 @@
+"""What stands in for a cluster where there is one machine."""

@@ -1,0 +1,238 @@
+"""Runs a command as the ranks of several nodes, on one machine.
+
+    python -m ep_plugin.testing.nodes --nodes 2 --ranks 2 --rate 1gbit -- python train.py --steps 10
+
+Each of the nodes x ranks processes gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
+torchrun sets them, and EP_PLUGIN_HOST, which tells ep_plugin the nodes apart: what needs peers' memory refuses a group
+that spans them, as on real hosts. What separates the nodes' networks:
+
+- CPUs: a network namespace per node (namespaces.py), whose link ``--rate`` bounds each way; the nodes then reach each
+  other and nothing else. Where the machine does not allow it the ranks share the loopback device, which stderr says;
+  ``--rate`` is then refused.
+- GPUs: the ranks share the loopback device. A node sees its own GPUs only, and NCCL takes the nodes for hosts that only
+  sockets join. ``--rate`` is refused.
+
+The ranks end with the launcher, whatever ends it. The first rank that fails decides the exit status (128 + the signal
+that killed it); the others have ``--grace`` seconds to find out by themselves before they are ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import functools
+import glob
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from types import FrameType
+
+from ep_plugin.testing.namespaces import INTERFACE, Network, NoNamespaces, create_network
+
+_POLL_S = 0.02
+_TERMINATE_S = 5.0
+_PORT = 29500  # of a namespace of our own, where every port is free
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_SET_DEATH_SIGNAL = 1  # prctl's
+_NCCL_OVER_SOCKETS = {
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What to emulate. ``gpus``: the CUDA devices, by the names that CUDA_VISIBLE_DEVICES takes; None for CPUs.
+
+    ``network``: None where the ranks share the loopback device.
+    """
+
+    nodes: int
+    ranks: int
+    gpus: list[str] | None = None
+    network: Network | None = None
+
+
+def run(cluster: Cluster, command: list[str], grace_s: float) -> int:
+    """Runs ``command`` on every rank and returns the exit status of the first that failed, 0 when none did.
+
+    No rank is left when it returns or raises.
+    """
+    port = _PORT if cluster.network else _free_port()
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(cluster.nodes * cluster.ranks):
+            variables = {**os.environ, **variables_of(rank, cluster, port)}
+            start = functools.partial(_before_exec, os.getpid(), cluster.network, rank // cluster.ranks)
+            ranks.append(subprocess.Popen(command, env=variables, preexec_fn=start, start_new_session=True))
+        return _wait(ranks, grace_s)
+    finally:
+        _end(ranks)
+
+
+def variables_of(rank: int, cluster: Cluster, port: int) -> dict[str, str]:
+    """What the environment of ``rank`` has beyond the launcher's own."""
+    node, local_rank = divmod(rank, cluster.ranks)
+    interface = INTERFACE if cluster.network else "lo"
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(cluster.nodes * cluster.ranks),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(cluster.ranks),
+        "MASTER_ADDR": cluster.network.address(0) if cluster.network else "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "EP_PLUGIN_HOST": f"node{node}",
+        "GLOO_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
+    }
+    if cluster.gpus is not None:
+        own = cluster.gpus[node * cluster.ranks : (node + 1) * cluster.ranks]
+        variables |= {**_NCCL_OVER_SOCKETS, "NCCL_HOSTID": f"node{node}", "CUDA_VISIBLE_DEVICES": ",".join(own)}
+    return variables
+
+
+def parse_rate(text: str) -> int:
+    """Bits per second of "100mbit", "1gbit" or "2.5gbit"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"rate: expected a number and kbit, mbit or gbit, such as 1gbit, got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], grace_s: float) -> int:
+    status, deadline = 0, float("inf")
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        if status == 0:
+            status = _first_failure(ranks)
+            deadline = time.monotonic() + grace_s if status else deadline
+        time.sleep(_POLL_S)
+    return status or _first_failure(ranks)
+
+
+def _first_failure(ranks: list[subprocess.Popen[bytes]]) -> int:
+    for number, rank in enumerate(ranks):
+        code = rank.poll()
+        if code:
+            said = f"exited with status {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+            print(f"nodes: rank {number} {said}", file=sys.stderr, flush=True)
+            return code if code > 0 else 128 - code
+    return 0
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Ends every rank and what it started, first politely."""
+    for signum, patience_s in ((signal.SIGTERM, _TERMINATE_S), (signal.SIGKILL, _TERMINATE_S)):
+        deadline = time.monotonic() + patience_s
+        for rank in ranks:
+            _signal_group(rank.pid, signum)
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+
+def _signal_group(leader: int, signum: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+        os.killpg(leader, signum)
+
+
+def _before_exec(launcher: int, network: Network | None, node: int) -> None:
+    """In the child: enters its node, and from then on dies with the launcher."""
+    if network is not None:
+        network.enter(node)
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)  # entering a user namespace would undo it
+    if os.getppid() != launcher:
+        os._exit(1)  # it died before the line above
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _visible_gpus() -> list[str]:
+    """The CUDA devices, as CUDA_VISIBLE_DEVICES names them; in a process of its own, since torch starts threads."""
+    if not glob.glob("/dev/nvidia[0-9]*"):
+        return []
+    listed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    code = "import torch; print(torch.cuda.device_count())"
+    count = int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+    return listed[:count] if listed else [str(index) for index in range(count)]
+
+
+def _choose(options: argparse.Namespace, rate: int | None) -> Cluster:
+    """The cluster that the options ask for. ValueError where this machine cannot be it."""
+    sizes = {"nodes": options.nodes, "ranks": options.ranks}
+    gpus = _visible_gpus() if options.device in ("auto", "cuda") else []
+    if gpus or options.device == "cuda":
+        needed = options.nodes * options.ranks
+        if len(gpus) < needed:
+            raise ValueError(f"GPUs: expected one per rank, {needed}, found {len(gpus)}; --device cpu needs none")
+        if rate:
+            raise ValueError("rate: expected none with GPUs, whose ranks share the loopback device")
+        return Cluster(**sizes, gpus=gpus)
+    if options.network == "loopback":
+        problem = "--network loopback"
+    else:
+        try:
+            return Cluster(**sizes, network=create_network(options.nodes, rate))
+        except NoNamespaces as error:
+            problem = str(error)
+    if rate:
+        raise ValueError(f"rate: expected network namespaces, whose links can be bounded, got none: {problem}")
+    if options.network == "namespaces":
+        raise ValueError(f"network: expected to make namespaces, got: {problem}")
+    print(f"nodes: the ranks share the loopback device, only the node map is emulated ({problem})", file=sys.stderr)
+    return Cluster(**sizes)
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, int | None]:
+    parser = argparse.ArgumentParser(
+        prog="python -m ep_plugin.testing.nodes", description="Run a command as the ranks of several emulated nodes."
+    )
+    parser.add_argument("--nodes", type=int, default=2, help="nodes to emulate (2)")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks on each node (2)")
+    parser.add_argument("--rate", help="of each node's link, each way, such as 1gbit (none)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs where there are")
+    parser.add_argument(
+        "--network", choices=("auto", "namespaces", "loopback"), default="auto", help="of ranks on CPUs (auto)"
+    )
+    parser.add_argument("--grace", type=float, default=10.0, help="seconds left to the others when a rank fails (10)")
+    parser.add_argument("command", nargs="+", help="what each rank runs, after --")
+    options = parser.parse_args(arguments)
+    for name in ("nodes", "ranks"):
+        if not 1 <= getattr(options, name) <= 64:
+            parser.error(f"--{name}: expected 1 to 64, got {getattr(options, name)}")
+    try:
+        return options, parse_rate(options.rate) if options.rate else None
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _stop(signum: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options, rate = _parse(sys.argv[1:] if arguments is None else arguments)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _stop)
+    try:
+        return run(_choose(options, rate), options.command, options.grace)
+    except ValueError as error:
+        print(f"nodes: {error}", file=sys.stderr)
+        return 2
+    except FileNotFoundError as error:
+        print(f"nodes: command not found: {error.filename}", file=sys.stderr)
+        return 127
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""What the examples share of starting a run: filling in options, starting ranks, collecting what the arms measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+from _options import Preset, TrainOptions
+
+ROUNDS = 2  # each arm of a comparison runs this often, in turn: a slow minute of the machine then hits both
+
+
+def resolve(
+    presets: dict[str, Preset], preset: str, model: Path | None, layers: int | None, text: Path | None,
+    steps: int | None, seq_len: int | None, batch: int | None, lr: float | None, dtype: str | None, seed: int,
+    ep_implementation: str | None, fsdp2: str,
+) -> TrainOptions:  # fmt: skip
+    """Fill in the preset's defaults and refuse what cannot work before any process is started."""
+    if preset not in presets:
+        raise typer.BadParameter(f"expected one of {', '.join(presets)}, got {preset!r}", param_hint="--preset")
+    if model is not None and not (model / "config.json").is_file():
+        raise typer.BadParameter(
+            f"expected a folder with a checkpoint, got {model} without config.json",
+            param_hint="--model",
+        )
+    if text is not None and not text.exists():
+        raise typer.BadParameter(f"expected a file or folder, got {text}, which is not there", param_hint="--text")
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise typer.BadParameter(f"expected float32, bfloat16 or float16, got {dtype!r}", param_hint="--dtype")
+    defaults = presets[preset]
+    return TrainOptions(
+        preset=None if model else preset,
+        model=str(model.resolve()) if model else None,
+        layers=layers or (0 if model else defaults.layers),
+        text=str(text.resolve()) if text else None,
+        steps=steps or defaults.steps,
+        seq_len=seq_len or defaults.seq_len,
+        batch=batch or defaults.batch,
+        lr=lr or defaults.lr,
+        seed=seed,
+        dtype=dtype or (defaults.dtype if num_gpus() else "float32"),
+        ep_implementation=ep_implementation,
+        fsdp2=fsdp2,
+    )
+
+
+def run(options: TrainOptions, name: str, other: TrainOptions | None, launch: int | None, out: Path) -> None:
+    """Train, under torchrun as one of its ranks, else in ranks started here; through ``other`` too where it is given.
+
+    Writes the report of the model ``name`` into the folder ``out``.
+    """
+    if "WORLD_SIZE" in os.environ:
+        _run_under_torchrun(options, name, other is not None, launch, out)
+        return
+    arms = [options] if other is None else [options, other] * ROUNDS
+    results = [_launch_arm(arm, launch or num_gpus() or 4) for arm in arms]
+    _report(results, name, other.arm if other else None, out)
+
+
+def num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _run_under_torchrun(options: TrainOptions, name: str, compare: bool, launch: int | None, out: Path) -> None:
+    from _training import leave, write_result
+
+    if compare or launch is not None:
+        raise typer.BadParameter(
+            "expected to start the ranks itself, got torchrun's environment; start it with plain python",
+            param_hint="--compare" if compare else "--launch",
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        write_result(options, result)
+        if os.environ["RANK"] == "0":
+            _report([json.loads(result.read_text())], name, None, out)
+    leave()
+
+
+def _launch_arm(options: TrainOptions, ranks: int) -> dict:
+    """Train one arm in ``ranks`` fresh processes; exits non-zero when a rank fails.
+
+    The agent ends the other ranks as soon as one of them dies, and all of them when this process is
+    interrupted.
+    """
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id="example",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        result = Path(folder) / "result.json"
+        worker = str(Path(__file__).with_name("_training.py"))
+        try:
+            elastic_launch(config, sys.executable)("-u", worker, json.dumps(asdict(options)), str(result))
+        except ChildFailedError as error:
+            print(error, file=sys.stderr)
+            raise typer.Exit(1) from None
+        except SignalException as error:
+            print(f"stopped: {error}", file=sys.stderr)
+            raise typer.Exit(128 + error.sigval) from None
+        return json.loads(result.read_text())
+
+
+def _report(results: list[dict], name: str, compare: str | None, out: Path) -> None:
+    import _report as report
+
+    report.write(report.summarise(results, model=name, reference=compare), out)

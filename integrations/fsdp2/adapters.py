@@ -1,0 +1,68 @@
+"""FSDP2's two communication interfaces, served by the collectives of ep_plugin. One object per parameter group.
+
+A parameter group gathers over its shard group, and in backward, with ``reshard_after_forward=int``, over a smaller one:
+FSDP2 names the group in the call but not in ``allocate``, so the adapter asks its parameter group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from ep_plugin.integrations.fsdp2 import communicators
+
+
+class PluginAllGather(AllGather):
+    """Gathers one parameter group's shards. ``replaced`` is what served the group before; ``launches`` counts calls."""
+
+    def __init__(self, parameter_group: Any, replaced: AllGather) -> None:
+        self._parameter_group = parameter_group
+        self.replaced = replaced
+        self.user = communicators.new_user()
+        self.launches = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Uninitialised and one-dimensional; see ``Pair.allocate``."""
+        pair = communicators.of(self.user, self._parameter_group._all_gather_process_group, device)
+        return pair.allocate(self.user, math.prod(int(extent) for extent in size), dtype)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        pair = communicators.of(self.user, group, output_tensor.device)
+        self.launches += 1
+        return pair.all_gather(output_tensor, input_tensor, async_op=async_op)
+
+
+class PluginReduceScatter(ReduceScatter):
+    """Reduces one parameter group's gradients; the attributes are as PluginAllGather's."""
+
+    def __init__(self, _: Any, replaced: ReduceScatter) -> None:
+        self.replaced = replaced
+        self.user = communicators.new_user()
+        self.launches = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Ordinary memory, input or output: gradients are views of the output, at offsets from its storage's start."""
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        pair = communicators.of(self.user, group, output_tensor.device)
+        self.launches += 1
+        return pair.reduce_scatter(output_tensor, input_tensor, op=op, async_op=async_op)

@@ -1,0 +1,351 @@
+"""FSDP2 through ep_plugin against FSDP2's own collectives: real processes on CPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ep_plugin.errors import EpPluginError
+from tests.integrations import fsdp2_cases as cases
+from tests.ranks import run_ranks, values
+
+WORLD = 4
+
+
+@pytest.fixture(scope="module")
+def results() -> Callable[[], list[dict[str, dict]]]:
+    """Results by case of every rank; the ranks run once however many tests ask."""
+    return functools.cache(lambda: values(run_ranks(WORLD, _run_cases, timeout_s=280)))
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_gathering_through_us_changes_no_bit(results, name: str) -> None:
+    for rank in results():
+        assert rank[name]["all_gather only"] == {"losses": 0.0, "parameters": 0.0}
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_reducing_through_us_changes_the_last_bits_only(results, name: str) -> None:
+    for rank in results():
+        assert rank[name]["both"]["losses"] <= cases.CASES[name].limit
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_every_collective_went_through_us(results, name: str) -> None:
+    for rank in results():
+        ours, theirs = rank[name]["launches"], rank[name]["stock"]
+        assert ours["all_gathers"] == theirs["all_gathers"] > 0
+        assert ours["reduce_scatters"] == theirs["reduce_scatters"] > 0
+        assert rank[name]["left to stock"] == {"all_gathers": 0, "reduce_scatters": 0}
+
+
+def _run_cases(rank: int) -> dict[str, dict[str, Any]]:
+    return {name: _run_case(case) for name, case in cases.CASES.items()}
+
+
+def _run_case(case: cases.Case) -> dict[str, Any]:
+    from ep_plugin.integrations import fsdp2
+
+    with cases.counting_stock_calls() as stock:
+        theirs = cases.train(case, cases.build(case, gloo_reduces=True))
+    model = cases.build(case, gloo_reduces=True)
+    fsdp2.enable(model, reduce_scatter=False)
+    gathered = cases.train(case, model)
+    fsdp2.disable(model)
+    model = cases.build(case)
+    fsdp2.enable(model)
+    with cases.counting_stock_calls() as left:
+        both = cases.train(case, model)
+    ran = fsdp2.launches(model)
+    fsdp2.disable(model)
+    return {
+        "all_gather only": cases.difference(gathered, theirs),
+        "both": cases.difference(both, theirs),
+        "launches": cases.as_dict(ran),
+        "stock": cases.as_dict(stock),
+        "left to stock": cases.as_dict(left),
+    }
+
+
+def test_switching_it_on_and_off_between_steps() -> None:
+    for ours, stock in values(run_ranks(2, _switch_between_steps)):
+        assert ours["losses"] == stock["losses"]
+        assert ours["counts"] == [(0, 0), (2 * cases.LAYERS + 1, cases.LAYERS + 1), (0, 0), (2 * cases.LAYERS + 1, 0)]
+
+
+def _switch_between_steps(rank: int) -> tuple[dict, dict]:
+    """Steps through stock, ours, stock; each brings back the very objects that were there."""
+    from ep_plugin.integrations import fsdp2
+
+    case = cases.Case()
+    results = []
+    for switching in (True, False):
+        model = cases.build(case)
+        before = cases.collectives_of(model)
+        losses, counts = [], []
+        for turn in range(4):
+            if switching and turn in (1, 3):
+                assert fsdp2.enable(model, reduce_scatter=turn == 1) == 5
+                assert fsdp2.enable(model, reduce_scatter=turn == 1) == 5  # again changes nothing
+            losses += cases.train(case, model, steps=1).losses
+            if switching:
+                ran = fsdp2.launches(model)
+                counts.append((ran.all_gathers, ran.reduce_scatters))
+                fsdp2.disable(model)
+                assert all(now is then for now, then in zip(cases.collectives_of(model), before, strict=True))
+                assert fsdp2.launches(model).parameter_groups == 0
+        results.append({"losses": losses, "counts": counts})
+    return results[0], results[1]
+
+
+def test_one_rank_gathers_nothing() -> None:
+    (losses,) = values(run_ranks(1, _train_alone))
+    assert losses["ours"] == losses["stock"]
+    assert losses["launches"] == (0, 0)
+
+
+def _train_alone(rank: int) -> dict[str, Any]:
+    from ep_plugin.integrations import fsdp2
+
+    case, model = cases.Case(), cases.build(cases.Case())
+    fsdp2.enable(model)
+    ours = cases.train(case, model).losses
+    ran = fsdp2.launches(model)
+    stock = cases.train(case, cases.build(case)).losses
+    return {"ours": ours, "stock": stock, "launches": (ran.all_gathers, ran.reduce_scatters)}
+
+
+def test_every_group_of_a_module_with_several() -> None:
+    """From PyTorch 2.12 on a module's parameters may be sharded over different meshes."""
+    for result in values(run_ranks(WORLD, _train_two_meshes)):
+        assert result["groups"] == 2
+        assert result["all_gather only"] == {"losses": 0.0, "parameters": 0.0}
+        assert result["left"] == {"all_gathers": 0, "reduce_scatters": 0}
+
+
+def _train_two_meshes(rank: int) -> dict[str, Any]:
+    from ep_plugin.integrations import fsdp2
+
+    trained = {}
+    for arm in ("stock", "all_gather only", "both"):
+        model = cases.build_on_two_meshes()
+        if arm != "stock":
+            groups = fsdp2.enable(model, reduce_scatter=arm == "both")
+        with cases.counting_stock_calls() as left:
+            trained[arm] = cases.train(cases.Case(), model)
+    return {
+        "groups": groups,
+        "all_gather only": cases.difference(trained["all_gather only"], trained["stock"]),
+        "left": cases.as_dict(left),
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            nn.Linear(2, 2),
+            "expected modules wrapped by FSDP2, got Linear without any; call torch.distributed.fsdp.fully",
+        ),
+        (nn.Linear(2, 2).parameters(), "expected a torch.nn.Module, got generator"),
+    ],
+    ids=["not wrapped", "no module"],
+)
+@pytest.mark.parametrize("call", ["enable", "disable", "launches"])
+def test_a_model_that_is_not_sharded_is_refused(model: Any, message: str, call: str) -> None:
+    from ep_plugin.integrations import fsdp2
+
+    with pytest.raises(ValueError, match=message):
+        getattr(fsdp2, call)(model)
+
+
+def test_other_wrappers_are_refused_by_name() -> None:
+    (messages,) = values(run_ranks(1, _refusals))
+    assert "FullyShardedDataParallel, which is FSDP1; use torch.distributed.fsdp.fully_shard" in messages[0]
+    assert "DistributedDataParallel, which replicates and gathers nothing" in messages[1]
+
+
+def _refusals(rank: int) -> list[str]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from ep_plugin.integrations import fsdp2
+
+    fsdp1 = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # its constructor wants a GPU
+    nn.Module.__init__(fsdp1)
+    messages = []
+    for wrapped in (fsdp1, nn.parallel.DistributedDataParallel(nn.Linear(2, 2))):
+        with pytest.raises(ValueError) as caught:
+            fsdp2.enable(wrapped)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_an_fsdp2_without_the_places_is_refused_by_version() -> None:
+    (message,) = values(run_ranks(1, _without_the_places))
+    assert message.startswith(f"FSDP2 of PyTorch {torch.__version__} is not supported: expected parameter groups with")
+
+
+def _without_the_places(rank: int) -> str:
+    from ep_plugin.errors import NotSupported
+    from ep_plugin.integrations import fsdp2
+
+    model = cases.build(cases.Case())
+    del model._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm
+    with pytest.raises(NotSupported) as caught:
+        fsdp2.enable(model)
+    return str(caught.value)
+
+
+def test_the_one_parameter_group_of_older_versions() -> None:
+    """PyTorch 2.11: a state has one parameter group, or None, and no list of them."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    from ep_plugin.integrations.fsdp2 import hooks
+
+    group = SimpleNamespace(mesh_info=FSDPMeshInfo.__new__(FSDPMeshInfo))
+    for present, expected in ((group, [group]), (None, [])):
+        state = SimpleNamespace(_fsdp_param_group=present)
+        assert list(hooks._groups_of(SimpleNamespace(_get_fsdp_state=lambda state=state: state))) == expected
+
+
+def test_switched_on_for_whatever_is_sharded_later() -> None:
+    for result in values(run_ranks(2, _switched_on)):
+        assert result["before"] == 0
+        assert result["after"] == {"parameter_groups": 5, "all_gathers": 3 * 9, "reduce_scatters": 3 * 5}
+        assert result["left"] == {"all_gathers": 0, "reduce_scatters": 0}
+
+
+def _switched_on(rank: int) -> dict[str, Any]:
+    from ep_plugin.integrations import fsdp2
+
+    case = cases.Case()
+    earlier = cases.build(case)
+    assert fsdp2.switch_on() == fsdp2.switch_on()  # a reload of the framework does it again
+    model = cases.build(case)
+    with cases.counting_stock_calls() as left:
+        cases.train(case, model)
+    return {
+        "before": fsdp2.launches(earlier).parameter_groups,
+        "after": cases.as_dict(fsdp2.launches(model)),
+        "left": cases.as_dict(left),
+    }
+
+
+@pytest.mark.parametrize("name", ["plain", "kept after forward", "checkpointed", "mixed precision", "large embedding"])
+def test_memory_is_at_most_a_layer_above_stock(name: str) -> None:
+    """With activations that outweigh a layer, as in training. Where FSDP2 keeps what it gathered it is two layers: it
+    then gathers nothing in backward, where its peak is.
+    """
+    layers = 2 if name == "kept after forward" else 1
+    for rank in values(run_ranks(2, _measure_memory, name)):
+        assert rank["mapped"] > 0
+        assert rank["ours"] + rank["mapped"] <= rank["stock"] + layers * (rank["layer"] + 4096), rank
+
+
+def _measure_memory(rank: int, name: str) -> dict[str, int]:
+    from ep_plugin.integrations import fsdp2
+    from ep_plugin.integrations.fsdp2 import communicators
+
+    case = cases.CASES.get(name, cases.Case(vocabulary=9000))
+    case = dataclasses.replace(case, sequences=60, width=160)
+    peaks = {}
+    for arm in ("stock", "ours"):
+        model = cases.build(case)
+        if arm == "ours":
+            fsdp2.enable(model)
+        cases.train(case, model, steps=2)
+        peaks[arm] = cases.peak_bytes(functools.partial(cases.train, case, model, steps=2))
+    engines = [pair.all_gather._engine for pair in communicators._pairs.values()]
+    mapped = sum(int(engine.blocks.sizes.sum()) for engine in engines)
+    layer = sum(whole.numel() * whole.element_size() for whole in model.blocks[0].parameters())
+    return {**peaks, "layer": layer, "mapped": mapped}
+
+
+def test_a_rank_that_dies_makes_the_others_raise() -> None:
+    outcomes = run_ranks(3, _die_in_backward, timeout_s=120)
+    assert outcomes[1].exitcode == -9
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome.error, EpPluginError), outcome
+        assert outcome.seconds < 60
+
+
+def _die_in_backward(rank: int) -> None:
+    from ep_plugin.integrations import fsdp2
+
+    case = cases.Case()
+    group = dist.new_group(timeout=datetime.timedelta(seconds=8))
+    model = cases.build(case, mesh=DeviceMesh.from_group(group, "cpu"))
+    fsdp2.enable(model)
+    cases.train(case, model, steps=1)
+    if rank == 1:
+        model.blocks[1].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    cases.train(case, model, steps=1)
+
+
+def test_over_two_nodes() -> None:
+    """Emulated: in network namespaces where this machine allows them."""
+    script = str(Path(__file__).parents[1] / "node_ranks.py")
+    command = [sys.executable, "-m", "ep_plugin.testing.nodes", "--device", "cpu", "--", sys.executable, script]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([*command, "train_fsdp2"], env=variables, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    ranks = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(ranks) == 4
+    for rank in ranks:
+        assert rank["differences"]["False"] == {"losses": 0.0, "parameters": 0.0}
+        assert rank["differences"]["True"]["losses"] <= 1e-6
+        assert all(sent > 0 for sent in rank["rails"])
+
+
+def test_after_accelerate_has_wrapped_the_model() -> None:
+    pytest.importorskip("accelerate")
+    for result in values(run_ranks(2, _prepared_by_accelerate)):
+        assert result["ours"] == result["stock"]
+        assert result["launches"]["all_gathers"] > 0 and result["launches"]["parameter_groups"] == cases.LAYERS + 1
+
+
+def _prepared_by_accelerate(rank: int) -> dict[str, Any]:
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+
+    from ep_plugin.integrations import fsdp2
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+    )
+    losses = {}
+    for arm in ("stock", "ours"):
+        # It offers FSDP on accelerators only, and prepare() takes it back; what it does to a model is the same.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        torch.manual_seed(0)
+        model = cases.Model(cases.Case())
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        if arm == "ours":
+            fsdp2.enable(model, reduce_scatter=False)
+        losses[arm] = []
+        for step in range(3):
+            ids = torch.randint(61, (5, 7), generator=torch.Generator().manual_seed(10 * step + rank))
+            loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[arm].append(float(loss.detach()))
+    return {**losses, "launches": cases.as_dict(fsdp2.launches(model))}

@@ -1,0 +1,176 @@
+"""Emulated nodes: real launches, on network namespaces where this machine allows them and on the loopback device."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_plugin.testing.nodes import Cluster, parse_rate, variables_of
+
+RANKS = str(Path(__file__).with_name("node_ranks.py"))
+LAUNCHER = [sys.executable, "-m", "ep_plugin.testing.nodes", "--device", "cpu"]
+
+
+def launch(*options: str, run: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    command = [*LAUNCHER, *options, "--", sys.executable, RANKS, run]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+
+
+def results(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@functools.cache
+def why_no_namespaces() -> str:
+    """Empty where this machine allows them."""
+    done = subprocess.run([*LAUNCHER, "--network", "namespaces", "--", "true"], capture_output=True, text=True)
+    return done.stderr.strip() if done.returncode else ""
+
+
+@pytest.fixture(params=["namespaces", "loopback"])
+def network(request: pytest.FixtureRequest) -> tuple[str, str]:
+    if request.param == "namespaces" and why_no_namespaces():
+        pytest.skip(why_no_namespaces())
+    return "--network", request.param
+
+
+def test_ranks_know_their_places(network) -> None:
+    ranks = sorted(results(launch("--nodes", "3", "--ranks", "2", *network, run="where")), key=lambda r: int(r["RANK"]))
+    assert [rank["RANK"] for rank in ranks] == list("012345")
+    assert [rank["LOCAL_RANK"] for rank in ranks] == list("010101")
+    assert [rank["EP_PLUGIN_HOST"] for rank in ranks] == [f"node{rank // 2}" for rank in range(6)]
+    assert {(rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) for rank in ranks} == {("6", "2")}
+    assert len({rank["MASTER_ADDR"] for rank in ranks}) == 1
+    networks = [rank["network"] for rank in ranks]
+    if network[1] == "namespaces":
+        assert len(set(networks)) == 3 and networks[0::2] == networks[1::2]
+    else:
+        assert set(networks) == {os.readlink("/proc/self/ns/net")}
+
+
+def test_memory_of_peers_ends_at_the_node(network) -> None:
+    for rank in results(launch(*network, run="topology")):
+        assert rank["nodes"] == [[0, 1], [2, 3]]
+        assert rank["reached"] == 2
+        assert len(rank["refused"]) == 2
+        assert all("node0@" in refusal and "node1@" in refusal for refusal in rank["refused"])
+
+
+@pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces())
+def test_the_rate_bounds_the_link_and_only_the_link() -> None:
+    times = {}
+    for rank in results(launch("--network", "namespaces", "--rate", "20mbit", run="broadcast_times")):
+        times |= rank
+    least_s = (2**21 - 2**18) * 8 / 20e6  # what is not in the buckets of the two ends
+    assert least_s < times["across"] < 20 * least_s
+    assert times["inside"] < least_s
+
+
+@pytest.mark.parametrize(("how", "status"), [("7", 7), ("killed", 137)])
+def test_a_rank_that_fails_ends_the_run(network, how: str, status: int) -> None:
+    done = launch("--grace", "0.1", *network, run="fail", VICTIM="2", HOW=how)
+    assert done.returncode == status
+    assert "nodes: rank 2 " in done.stderr
+
+
+def test_the_others_have_time_to_find_out(network) -> None:
+    done = launch("--grace", "60", *network, run="fail_by_itself_later")
+    assert done.returncode == 137
+    assert sorted(json.loads(line)["raised"] for line in done.stdout.splitlines()) == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("signum", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)],
+    ids=["terminated", "interrupted", "killed"],
+)
+def test_nothing_is_left_of_a_launcher_that_is_ended(network, signum: int, status: int) -> None:
+    command = [*LAUNCHER, *network, "--", sys.executable, RANKS, "wait_for_ever"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        ranks = [json.loads(run.stdout.readline()) for _ in range(4)]
+        networks = {rank["network"] for rank in ranks} - {os.readlink("/proc/self/ns/net")}
+        assert len(networks) == (2 if network[1] == "namespaces" else 0)
+        assert networks <= _networks_in_use()
+        run.send_signal(signum)
+        assert run.wait(timeout=60) == status
+        run.stdout.read()  # ends when the last rank has closed its end
+    deadline = time.monotonic() + 30
+    while networks & _networks_in_use() or any(_is_running(rank["pid"]) for rank in ranks):
+        assert time.monotonic() < deadline, "ranks or namespaces are left"
+    assert not any(text in Path("/proc/mounts").read_text() for text in networks)
+
+
+def test_without_iproute2_the_loopback_is_used_and_said(tmp_path: Path) -> None:
+    done = launch("--nodes", "2", "--ranks", "1", run="where", PATH=str(tmp_path))
+    assert len(results(done)) == 2
+    assert "the ranks share the loopback device" in done.stderr and "'ip' is not installed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--network", "loopback", "--rate", "1gbit"], "expected network namespaces, whose links can be bounded"),
+        (["--rate", "fast"], "expected a number and kbit, mbit or gbit, such as 1gbit, got 'fast'"),
+        (["--nodes", "0"], "--nodes: expected 1 to 64, got 0"),
+        (["--ranks", "65"], "--ranks: expected 1 to 64, got 65"),
+        (["--device", "cuda", "--nodes", "64"], "expected one per rank, 128, found"),
+    ],
+    ids=["rate-without-namespaces", "rate", "nodes", "ranks", "gpus"],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(options: list[str], message: str) -> None:
+    done = launch(*options, run="where")
+    assert done.returncode == 2
+    assert message in done.stderr and not done.stdout
+
+
+def test_a_command_that_is_not_there(network) -> None:
+    done = subprocess.run([*LAUNCHER, *network, "--", "no-such-program"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 127
+    assert "no-such-program" in done.stderr
+
+
+def test_nodes_with_gpus_are_hosts_that_only_sockets_join() -> None:
+    cluster = Cluster(nodes=2, ranks=2, gpus=["4", "5", "6", "7"])
+    ranks = [variables_of(rank, cluster, 1234) for rank in range(4)]
+    assert [rank["CUDA_VISIBLE_DEVICES"] for rank in ranks] == ["4,5", "4,5", "6,7", "6,7"]
+    assert [rank["NCCL_HOSTID"] for rank in ranks] == ["node0", "node0", "node1", "node1"]
+    assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1", "0", "1"]
+    assert {(rank["NCCL_NET"], rank["NCCL_SOCKET_IFNAME"]) for rank in ranks} == {("Socket", "lo")}
+
+
+def test_rates() -> None:
+    assert [parse_rate(text) for text in ("100mbit", "1gbit", "2.5Gbit")] == [10**8, 10**9, 25 * 10**8]
+
+
+def _networks_in_use() -> set[str]:
+    """The network namespaces that processes are in, or hold open."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            links = [process / "ns/net", *(process / "fd").iterdir()]
+        except OSError:
+            continue
+        for link in links:
+            try:
+                found.add(os.readlink(link))
+            except OSError:
+                continue
+    return found
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
