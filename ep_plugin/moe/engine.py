@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import os
 import sys
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, env
-from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
+from ep_plugin.config import SMS_FIELDS, DispatchLayout, MoECommunicatorConfig
 from ep_plugin.errors import (
     CommunicatorClosed,
     DisagreementError,
@@ -79,6 +80,7 @@ class Engine:
         self._tickets = 0
         self.reserved = 0
         self._pools: list[PeerBuffer | None] = [None, None]
+        self.asked_sms: dict[str, int | None] = {}
         self._captured = False
         self._running = False
         self._to_close = False
@@ -116,6 +118,16 @@ class Engine:
             torch.cuda.synchronize(device)
         self.exchange.barrier("construct communicator")
         self.exchange.watch = self.memory.exchange.watch = _watch_of(self)
+
+    def set_sms(self, sms: dict[str, int | None]) -> None:
+        """The SM counts of later operations: `sms` where it has them, else the configuration's."""
+        unknown = set(sms) - set(SMS_FIELDS)
+        if unknown:
+            raise ValueError(f"set_sms: expected names among {', '.join(SMS_FIELDS)}, got {', '.join(sorted(unknown))}")
+        given = {name: count for name, count in sms.items() if count is not None}
+        config = dataclasses.replace(self.config, **given)  # type: ignore[arg-type]
+        _check_sms(config, self.device)
+        self.sms, self.asked_sms = _sms_of(config, self.device), sms
 
     def _agree(self, config: MoECommunicatorConfig) -> None:
         """Refuses, before anything is allocated, what this group cannot serve or does not agree on."""
