@@ -15,10 +15,10 @@ MAX_TOPK = 128
 ROW_ALIGNMENT_BYTES = 16
 MODES = ("ht", "ll")
 
-_SMS_FIELDS = ("dispatch_sms", "expand_sms", "combine_sms", "add_sms")
+SMS_FIELDS = ("dispatch_sms", "expand_sms", "combine_sms", "add_sms")
 LEAST_SMS = {"expand_sms": 0, "add_sms": 0}  # 0: none of their own
 # A rank may differ from its peers in these: they change neither what travels nor where it lands.
-_LOCAL_FIELDS = ("timeout_s", *_SMS_FIELDS)
+_LOCAL_FIELDS = ("timeout_s", *SMS_FIELDS)
 
 
 class DispatchLayout(enum.Enum):
@@ -69,7 +69,7 @@ class MoECommunicatorConfig:
     def __post_init__(self) -> None:
         for name in ("num_experts", "hidden_size", "topk", "expert_alignment"):
             _check_at_least(1, name, getattr(self, name))
-        for name in ("max_tokens_per_rank", "max_row_bytes", *_SMS_FIELDS):
+        for name in ("max_tokens_per_rank", "max_row_bytes", *SMS_FIELDS):
             if getattr(self, name) is not None:
                 _check_at_least(LEAST_SMS.get(name, 1), name, getattr(self, name))
         if self.topk > MAX_TOPK:

@@ -3,6 +3,7 @@
 Variables of ep_plugin (all optional):
 
 =============================  ==================================================================================
+EP_PLUGIN                      names of integrations, separated by commas, to switch on when torch is imported
 EP_PLUGIN_TRANSPORT            ``auto`` (default), ``shm`` or ``nvlink``: where peer-mapped memory comes from
 EP_PLUGIN_RANKS_PER_NODE       consecutive ranks that form a node, in place of what the hosts report
 EP_PLUGIN_HOST                 this process's host by another name: one machine is then as many as it has names
@@ -13,8 +14,8 @@ EP_PLUGIN_TEST_GATE            ``plan``, ``notify``, ``send``, ``expand``, ``com
 EP_PLUGIN_LOG                  ``1``: say on stderr what is chosen and allocated
 =============================  ==================================================================================
 
-``EP_PLUGIN`` itself, ``EP_PLUGIN_CUDA_ARCHS`` and ``EP_PLUGIN_BUILD_*`` belong to start-up and to the build. Any
-other ``EP_PLUGIN_*`` is ignored with one warning.
+``EP_PLUGIN_CUDA_ARCHS`` and ``EP_PLUGIN_BUILD_*`` belong to the build. Any other ``EP_PLUGIN_*`` is ignored with one
+warning. Every ``import torch`` loads this module, so nothing in it may take long.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ import functools
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ep_plugin.settings import Launcher, Settings
 
 TRANSPORTS = ("auto", "shm", "nvlink")
 TEST_GATES = ("plan", "notify", "send", "expand", "combine", "gather", "scatter")
@@ -37,25 +41,10 @@ _SYMMETRIC_MEMORY = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYM
 _warned: set[str] = set()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the ``EP_PLUGIN_*`` variables say; the module's docstring explains each."""
-
-    transport: str = "auto"
-    ranks_per_node: int | None = None
-    host: str | None = None
-    check_ids: bool = False
-    plain_kernels: bool = False
-    test_gate: str | None = None
-    log: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launcher:
-    """What the process launcher (torchrun and its like) says about this process; None where it says nothing."""
-
-    local_rank: int | None = None
-    local_world_size: int | None = None
+def integrations() -> tuple[str, ...]:
+    """The names in ``EP_PLUGIN``, in their order, each once; whoever serves them refuses those it does not know."""
+    names = (name.strip() for name in os.environ.get(_PREFIX, "").split(","))
+    return tuple(dict.fromkeys(name for name in names if name))
 
 
 def settings() -> Settings:
@@ -66,6 +55,8 @@ def settings() -> Settings:
 @functools.lru_cache(maxsize=8)
 def _parsed(values: tuple[str | None, ...]) -> Settings:
     """Operations ask for the settings often: the environment is looked through once for given ``values``."""
+    from ep_plugin.settings import Settings
+
     _warn_about_unknown()
     return Settings(
         transport=_choice("EP_PLUGIN_TRANSPORT", TRANSPORTS) or "auto",
@@ -85,6 +76,8 @@ def check_ids() -> bool:
 
 def launcher() -> Launcher:
     """The launcher's ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``."""
+    from ep_plugin.settings import Launcher
+
     return Launcher(
         local_rank=_integer("LOCAL_RANK", at_least=0),
         local_world_size=_integer("LOCAL_WORLD_SIZE", at_least=1),

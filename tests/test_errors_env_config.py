@@ -12,6 +12,7 @@ import pytest
 from ep_plugin import env
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
 from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerAborted, PeerTimeout
+from ep_plugin.settings import Launcher, Settings
 
 SMALL = {"num_experts": 8, "hidden_size": 64, "topk": 2}
 
@@ -38,7 +39,7 @@ def test_errors_can_be_caught_as_what_they_mean():
 
 
 def test_settings_without_variables_are_the_defaults():
-    assert env.settings() == env.Settings()
+    assert env.settings() == Settings()
 
 
 def test_settings_read_every_variable_afresh(monkeypatch):
@@ -48,7 +49,7 @@ def test_settings_read_every_variable_afresh(monkeypatch):
     monkeypatch.setenv("EP_PLUGIN_PLAIN_KERNELS", "true")
     monkeypatch.setenv("EP_PLUGIN_TEST_GATE", "send")
     monkeypatch.setenv("EP_PLUGIN_LOG", "on")
-    expected = env.Settings(
+    expected = Settings(
         transport="shm", ranks_per_node=4, check_ids=True, plain_kernels=True, test_gate="send", log=True
     )
     assert env.settings() == expected
@@ -93,10 +94,10 @@ def test_start_up_and_build_variables_do_not_warn(monkeypatch, name):
 
 
 def test_launcher_variables(monkeypatch):
-    assert env.launcher() == env.Launcher()
+    assert env.launcher() == Launcher()
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert env.launcher() == env.Launcher(local_rank=0, local_world_size=8)
+    assert env.launcher() == Launcher(local_rank=0, local_world_size=8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "-1")
     with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE: expected an integer of at least 1, got '-1'"):
         env.launcher()

@@ -97,3 +97,29 @@ def _outputs_are_kept(rank: int, size: int) -> None:
 
 def test_outputs_under_way_are_kept_whatever_happens() -> None:
     on_ranks(2, _outputs_are_kept)
+
+
+def _sms_change(rank: int, size: int) -> None:
+    """Under way on some SMs, changed in between, and other ranks have others: the same rows."""
+    case = Case(tokens=ragged(size, 30, 4), num_experts=2 * size)
+    inputs = make_inputs(case)
+    expected = inputs.expected(LAYOUTS[0])
+    arguments = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
+    with communicator(case, LAYOUTS[0]) as comm:
+        first = comm.dispatch_async(*arguments)
+        if rank == 0:
+            comm.set_sms(**ONE_KERNEL)
+            assert comm.engine.sms["expand_sms"] == 0
+        check_dispatch(first.wait()[0], expected[rank])
+        round_trip(comm, inputs, expected)
+        comm.set_sms()
+        assert comm.engine.sms["expand_sms"] > 0
+        round_trip(comm, inputs, expected)
+        with pytest.raises(ValueError, match=r"set_sms: expected names among dispatch_sms, .*, got send_sms"):
+            comm.set_sms(send_sms=4)
+        with pytest.raises(ValueError, match="combine_sms: expected an integer of at least 1, got 0"):
+            comm.set_sms(combine_sms=0)
+
+
+def test_sms_may_change_between_operations() -> None:
+    on_ranks(2, _sms_change)

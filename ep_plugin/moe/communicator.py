@@ -177,6 +177,17 @@ class MoECommunicator:
             begun = self.engine.run("combine", self._begin_combine, kept[0], rows, kept[1], routing)
         return CombineWork(begun, lambda: self._combine(y, handle, weights, bias, begun=begun))
 
+    def set_sms(self, **sms: int | None) -> None:
+        """SMs of the operations from here on: the configuration's ``dispatch_sms``, ``expand_sms``, ``combine_sms`` and
+        ``add_sms``, None (or left out): what the configuration says. Other ranks may have others.
+
+        Completes an operation that nobody has waited for. Raises ValueError as the configuration does.
+        """
+        with self.engine.lock:
+            if sms != self.engine.asked_sms:
+                self._complete()
+                self.engine.set_sms(sms)
+
     # -- faults and the end --------------------------------------------------------------------------------------
 
     def check(self) -> None:

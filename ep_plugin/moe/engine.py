@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, env
-from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
+from ep_plugin.config import SMS_FIELDS, DispatchLayout, MoECommunicatorConfig
 from ep_plugin.engine import BaseEngine, kernels_for
 from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported
 from ep_plugin.faults import error_of
@@ -58,6 +59,7 @@ class Engine(BaseEngine):
         self.reserved = 0
         self.latest_routing: LatestRouting | None = None
         self._pools: list[PeerBuffer | None] = [None, None]
+        self.asked_sms: dict[str, int | None] = {}
         super().__init__(Exchange(group, timeout_s=config.timeout_s), device, group)
 
     def _construct(self, group: dist.ProcessGroup | None) -> None:
@@ -85,6 +87,16 @@ class Engine(BaseEngine):
             torch.cuda.synchronize(device)
         self.exchange.barrier("construct communicator")
         self.exchange.watch = self.memory.exchange.watch = _watch_of(self)
+
+    def set_sms(self, sms: dict[str, int | None]) -> None:
+        """The SM counts of later operations: `sms` where it has them, else the configuration's."""
+        unknown = set(sms) - set(SMS_FIELDS)
+        if unknown:
+            raise ValueError(f"set_sms: expected names among {', '.join(SMS_FIELDS)}, got {', '.join(sorted(unknown))}")
+        given = {name: count for name, count in sms.items() if count is not None}
+        config = dataclasses.replace(self.config, **given)  # type: ignore[arg-type]
+        _check_sms(config, self.device)
+        self.sms, self.asked_sms = _sms_of(config, self.device), sms
 
     def _agree(self, config: MoECommunicatorConfig) -> None:
         """Refuses, before anything is allocated, what this group cannot serve or does not agree on."""

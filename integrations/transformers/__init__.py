@@ -5,7 +5,8 @@
     config = DistributedConfig(ep_size=8, fsdp_size=8, ep_implementation="ep_plugin")
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", distributed_config=config)
 
-Every mixture-of-experts model whose expert-parallel plan dispatches its experts takes it. Raises
+Every mixture-of-experts model whose expert-parallel plan dispatches its experts takes it. With
+``EP_PLUGIN=transformers`` in the environment the default, ``ep_implementation="auto"``, takes it too. Raises
 ``ImportError`` for a transformers without that plan.
 """
 
@@ -22,8 +23,17 @@ if Version(transformers.__version__).release < (5, 23):
 
 from transformers.distributed.expert_parallel import EPImplementationInterface
 
-from ep_plugin.integrations.transformers.expert_parallel import EpPluginExpertParallel
+from ep_plugin import hooks
+from ep_plugin.integrations.transformers.expert_parallel import AutoEpPlugin, EpPluginExpertParallel
 
 EPImplementationInterface.register("ep_plugin", EpPluginExpertParallel)
+hooks.record("transformers", "on", 'ep_implementation="ep_plugin" is registered')
 
-__all__ = ["EpPluginExpertParallel"]
+__all__ = ["AutoEpPlugin", "EpPluginExpertParallel", "switch_on"]
+
+
+def switch_on() -> str:
+    """Makes "auto", the default, exchange tokens through ep_plugin; what a script names itself keeps its meaning."""
+    EPImplementationInterface.register("ep_plugin", EpPluginExpertParallel)
+    EPImplementationInterface.register("auto", AutoEpPlugin)
+    return 'ep_implementation="auto", the default, and "ep_plugin" exchange tokens through MoECommunicator'

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers.distributed.expert_parallel import EPImplementation
+from transformers.distributed.expert_parallel import AutoEP, EPImplementation
 
 from ep_plugin import DispatchOutput, MoECommunicator
 from ep_plugin.integrations.transformers.sorted_experts import is_grouped, sorted_experts, takes_sorted_rows
@@ -78,6 +78,18 @@ def _one_for_none(rows: torch.Tensor) -> torch.Tensor:
     waits for it.
     """
     return rows.sum(dim=0, keepdim=True)
+
+
+class AutoEpPlugin(AutoEP):
+    """transformers' default, with the exchange of tokens replaced.
+
+    What it decides beside that stays: where ranks share a batch and no gradients are wanted, an all-reduce; Mega MoE
+    experts, whose kernel exchanges tokens itself.
+    """
+
+    def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.all_to_all = EpPluginExpertParallel(experts, ep_mesh, tp_mesh)
 
 
 def _slice_over(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -1,0 +1,19 @@
+"""DeepEP's throughput interface over MoECommunicator, for everything written against ``deep_ep.Buffer``.
+
+    import ep_plugin.deep_ep as deep_ep     # or EP_PLUGIN=deep_ep and the script's own import deep_ep
+
+Source of the interface: DeepEP 1.x, its README and the docstrings of ``deep_ep/buffer.py``. Any number of ranks that a
+group of MoECommunicator may have, any hidden size and top-k, on GPUs and on CPUs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ep_plugin.deep_ep.buffer import Buffer
+from ep_plugin.deep_ep.config import Config
+from ep_plugin.deep_ep.utils import EventHandle, EventOverlap
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]
+
+topk_idx_t = torch.int64

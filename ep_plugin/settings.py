@@ -1,0 +1,26 @@
+"""What `env.py` finds in the environment. Apart from it, since every ``import torch`` loads that module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the ``EP_PLUGIN_*`` variables say; the docstring of `ep_plugin.env` explains each."""
+
+    transport: str = "auto"
+    ranks_per_node: int | None = None
+    host: str | None = None
+    check_ids: bool = False
+    plain_kernels: bool = False
+    test_gate: str | None = None
+    log: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """What the process launcher (torchrun and its like) says about this process; None where it says nothing."""
+
+    local_rank: int | None = None
+    local_world_size: int | None = None

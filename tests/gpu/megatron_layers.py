@@ -1,0 +1,78 @@
+"""Megatron's own MoE layers on GPUs, one rank on each; the cases of the CPU tests that GPUs can tell apart."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integrations.megatron_cpu import initialise, make_config, make_layer, without_transformer_engine
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "capacity": {"moe_expert_capacity_factor": 0.5},
+    "drop-and-pad": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+    "deterministic": {"deterministic_mode": True},
+    "deepseek": {
+        "moe_router_topk": 4,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_topk_scaling_factor": 2.5,
+        "moe_router_enable_expert_bias": True,
+        "moe_shared_expert_intermediate_size": 64,
+    },
+}
+
+
+def parity(rank: int, size: int, tp: int) -> dict[str, dict[str, float]]:
+    """Relative differences of outputs and gradients, by case and tensor."""
+    torch.cuda.set_device(rank)
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    dist.init_process_group("nccl", store=dist.PrefixStore("megatron", store), rank=rank, world_size=size)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    without_transformer_engine()
+    import megatron.core.transformer.moe.moe_layer  # noqa: F401  there before the hook: served at once
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    import ep_plugin.hooks
+
+    ep_plugin.hooks.switch_on(["megatron"])
+    initialise(tp, size // tp)
+    model_parallel_cuda_manual_seed(1)
+    found = {name: _differences(rank, size, tp, options) for name, options in CASES.items()}
+    found["bf16"] = _differences(rank, size, tp, {"bf16": True, "params_dtype": torch.bfloat16})
+    return found
+
+
+def _differences(rank: int, size: int, tp: int, options: dict[str, Any]) -> dict[str, float]:
+    settings = {"hidden_size": 256, "moe_ffn_hidden_size": 128, "ffn_hidden_size": 512} | options
+    dtype = settings.get("params_dtype", torch.float32)
+    backend = "hybridep" if "moe_pad_expert_input_to_capacity" in options else "deepep"
+    layers = {}
+    for dispatcher in ("alltoall", "flex"):
+        config = make_config(dispatcher, tp, size // tp, moe_flex_dispatcher_backend=backend, **settings)
+        layers[dispatcher] = make_layer(config).cuda().to(dtype)
+    assert type(layers["flex"].token_dispatcher).__name__ == "EpPluginTokenDispatcher"
+    layers["flex"].load_state_dict(layers["alltoall"].state_dict())
+    results = {}
+    torch.use_deterministic_algorithms(bool(options.get("deterministic_mode")))
+    for dispatcher, layer in layers.items():
+        generator = torch.Generator("cuda").manual_seed(rank)
+        shape = (64, 2, settings["hidden_size"])
+        x = torch.randn(shape, generator=generator, device="cuda").to(dtype).requires_grad_()
+        y, _ = layer(x)
+        y.backward(torch.randn(shape, generator=generator, device="cuda").to(dtype))
+        grads = {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
+        results[dispatcher] = {"y": y.detach(), "x.grad": x.grad} | grads
+    torch.use_deterministic_algorithms(False)
+    assert results["flex"].keys() == results["alltoall"].keys()
+    return {name: _relative(results["flex"][name], theirs) for name, theirs in results["alltoall"].items()}
+
+
+def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp_min(1e-3))

@@ -1,0 +1,42 @@
+"""Runs a script as it is and writes how often it exchanged tokens, as torch's profiler saw it: ours and the stock ways.
+
+python -m tests.integrations.counted COUNTS_JSON SCRIPT [ARGUMENTS]. COUNTS_JSON gets the rank's number as a suffix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from collections import Counter
+from pathlib import Path
+
+OURS = ("ep_plugin::dispatch", "ep_plugin::combine")
+STOCK = ("alltoall", "all_to_all")
+
+
+def main() -> None:
+    import torch
+
+    counts_path, script, *arguments = sys.argv[1:]
+    sys.argv = [script, *arguments]
+    torch.set_num_threads(1)
+    if "megatron" in Path(script).name:  # it asks CUDA for more than it needs
+        from tests.integrations.megatron_cpu import make_megatron_run_here
+
+        make_megatron_run_here()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        runpy.run_path(script, run_name="__main__")
+    calls: Counter[str] = Counter()
+    for event in profile.events():
+        calls.update([event.name] if event.name in OURS else [])
+        calls.update(["stock"] if any(name in event.name for name in STOCK) else [])
+    Path(f"{counts_path}.{os.environ['RANK']}").write_text(json.dumps(calls))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a thread of gloo may hold the last collective's tensors while the interpreter is torn down
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Megatron's own MoE layer through our dispatcher and through its alltoall, on 4 CPU ranks: outputs, all gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_plugin.errors import NotSupported
+from tests.integrations.megatron_cpu import initialise, make_config, make_layer, make_megatron_run_here
+from tests.ranks import run_ranks, values
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+WORLD = 4
+LIMIT = 1e-5
+PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer. options: of both configurations; ours: beside them, of the one with our dispatcher."""
+
+    tp: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
+    tokens: int = 7
+
+
+DEEPSEEK = {
+    "moe_router_topk": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 24,
+}
+RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+CASES = {
+    "ep4": Case(),
+    "tp2-ep2": Case(tp=2),
+    "tp4": Case(tp=4),
+    "capacity": Case(options={"moe_expert_capacity_factor": 0.5}),
+    "capacity-tp2": Case(tp=2, options={"moe_expert_capacity_factor": 0.5}),
+    "drop-and-pad": Case(options=PADDED, ours={"moe_flex_dispatcher_backend": "hybridep"}, tokens=16),
+    "drop-and-pad-tp2": Case(tp=2, options=PADDED, ours={"moe_flex_dispatcher_backend": "hybridep"}, tokens=16),
+    "deepseek": Case(options=DEEPSEEK),
+    "deepseek-tp2": Case(tp=2, options=DEEPSEEK),
+    "recompute": Case(options=RECOMPUTE),
+    "fp64-router": Case(options={"moe_router_dtype": "fp64"}),
+    "one-expert-a-rank": Case(options={"num_moe_experts": 4, "moe_router_topk": 1, "moe_router_pre_softmax": True}),
+    "few-sms": Case(ours={"moe_deepep_num_sms": 6}),
+    "one-token": Case(tokens=1),
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> Callable[[], list[dict[str, Any]]]:
+    """What every rank found; the world runs once, all of its cases."""
+    return functools.cache(lambda: values(run_ranks(WORLD, _run_rank, timeout_s=240)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_alltoall(results, name: str) -> None:
+    for rank, found in enumerate(results()):
+        difference = found[name]["difference"]
+        assert len(difference) >= 5
+        worst = max(difference, key=difference.get)
+        assert difference[worst] <= LIMIT, f"rank {rank}: {worst} differs by {difference[worst]}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_exchange_is_ours(results, name: str) -> None:
+    recomputed = name == "recompute"
+    for found in results():
+        assert found[name]["ours"] == {
+            "dispatch": 2 if recomputed else 1,
+            "combine": 2 if recomputed else 1,
+            "stock": 0,
+        }
+        assert found[name]["theirs"]["dispatch"] == 0
+        assert (found[name]["theirs"]["stock"] > 0) == (CASES[name].tp < WORLD)  # over tensor parallel ranks it gathers
+
+
+def test_what_is_not_served_is_refused_when_the_layer_is_built(results) -> None:
+    expected = {
+        "shared expert overlap": "moe_shared_expert_overlap: expected False with the flex dispatcher",
+        "top-k": "moe_router_topk: expected at most 128 times 1/2 .* got 65",
+        "drop-and-pad": "num_moe_experts: expected at most 128 times 1/2 .*padded expert may take any token, got 128",
+        "whole graphs": "cuda_graph_scope: expected scopes without whole MoE layers.*got moe with",
+    }
+    for found in results():
+        assert found["refused"].keys() == expected.keys()
+        for name, message in expected.items():
+            with pytest.raises(NotSupported, match=message):
+                raise found["refused"][name]
+
+
+def test_padding_for_quantisation_the_schedules_copies_and_graph_attributes(results) -> None:
+    for found in results():
+        parts = found["parts"]
+        assert parts["counts"] == [16 * -(-count // 16) for count in parts["unpadded"]]
+        assert parts["padding is zero"] and parts["host"]
+        assert parts["freed rows are copied"] and parts["kept rows are not"]
+        assert parts["graph attributes"] == ["token_indices"]
+        assert parts["manager"]
+
+
+def test_megatrons_deepep_functions_work_on_our_deep_ep(results) -> None:
+    for found in results():
+        assert found["fused_a2a"] <= LIMIT
+
+
+def _run_rank(rank: int) -> dict[str, Any]:
+    make_megatron_run_here()
+    import megatron.core.transformer.moe.moe_layer  # noqa: F401  there before the hook: served at once
+
+    import ep_plugin.hooks
+
+    ep_plugin.hooks.switch_on(["megatron", "deep_ep"])
+    found: dict[str, Any] = {}
+    tp = 0
+    for name, case in sorted(CASES.items(), key=lambda item: item[1].tp):
+        if case.tp != tp:
+            tp = case.tp
+            initialise(tp, WORLD // tp)
+        found[name] = _run_case(rank, case)
+        if tp == 1 and "parts" not in found:
+            found["parts"] = _run_parts(rank)
+            found["fused_a2a"] = _run_fused_a2a(rank)
+        if tp == 2 and "refused" not in found:
+            found["refused"] = _run_refusals()
+    return found
+
+
+def _run_case(rank: int, case: Case) -> dict[str, Any]:
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: F401
+
+    ep = WORLD // case.tp
+    layers = {}
+    for dispatcher, more in (("alltoall", {}), ("flex", case.ours)):
+        torch.manual_seed(11)
+        layers[dispatcher] = make_layer(make_config(dispatcher, case.tp, ep, **case.options, **more))
+    assert type(layers["flex"].token_dispatcher).__name__ == "EpPluginTokenDispatcher"
+    layers["flex"].load_state_dict(layers["alltoall"].state_dict())
+    results, counts = {}, {}
+    for dispatcher, layer in layers.items():
+        generator = torch.Generator().manual_seed(100 + rank)
+        x = torch.randn((case.tokens, 2, 32), generator=generator).requires_grad_()
+        with _counting() as counts[dispatcher]:
+            y, bias = layer(x)
+            y.backward(torch.randn(y.shape, generator=generator))
+        assert bias is None
+        results[dispatcher] = {"y": y.detach(), "x.grad": x.grad} | {
+            name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None
+        }
+    assert results["flex"].keys() == results["alltoall"].keys()
+    return {
+        "difference": {name: _relative(results["flex"][name], theirs) for name, theirs in results["alltoall"].items()},
+        "ours": counts["flex"],
+        "theirs": counts["alltoall"],
+    }
+
+
+def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-3)) if theirs.numel() else 0.0
+
+
+class _counting:
+    """Calls of our operators, and of torch's all-to-all, in a forward (and what it recomputes in backward)."""
+
+    def __enter__(self) -> dict[str, int]:
+        from ep_plugin import MoECommunicator
+
+        self.counts = {"dispatch": 0, "combine": 0, "stock": 0}
+        self.patch = pytest.MonkeyPatch()
+        for owner, name, key in (
+            (MoECommunicator, "dispatch", "dispatch"),
+            (MoECommunicator, "combine", "combine"),
+            (dist, "all_to_all_single", "stock"),
+        ):
+            self.patch.setattr(owner, name, self._counted(getattr(owner, name), key))
+        return self.counts
+
+    def _counted(self, function: Callable[..., Any], key: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.counts[key] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    def __exit__(self, *error: object) -> None:
+        self.patch.undo()
+
+
+def _dispatcher(config: Any) -> Any:
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    from ep_plugin.integrations.megatron import EpPluginTokenDispatcher
+
+    return EpPluginTokenDispatcher(
+        config.num_moe_experts // config.expert_model_parallel_size, [], config, get_default_pg_collection()
+    )
+
+
+def _run_parts(rank: int) -> dict[str, Any]:
+    """The dispatcher by itself: a quantised configuration, the overlapping schedule, and partial graphs."""
+    config = make_config("flex", 1, WORLD)
+    # What TransformerConfig itself accepts only where TransformerEngine is.
+    config.fp8, config.fp8_recipe, config.moe_router_padding_for_quantization = "e4m3", "delayed", True
+    dispatcher = _dispatcher(config)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn((9, 1, 32), generator=generator)
+    probs = torch.rand((9, 8), generator=generator)
+    chosen = torch.zeros(9, 8, dtype=torch.bool).scatter_(1, probs.topk(3).indices, True)
+    rows, some = dispatcher.dispatch_preprocess(x, chosen, probs * chosen)
+    dispatcher._comm_manager.token_probs = some.detach()  # as the schedule does
+    tokens, weights = dispatcher.token_dispatch(rows, some)
+    again, counts, _ = dispatcher.dispatch_postprocess(tokens, weights)
+    kept = again is tokens
+    config.overlap_moe_expert_parallel_comm = True
+    copied = dispatcher.dispatch_postprocess(tokens, weights)[0]
+    config.moe_flex_dispatcher_backend = "hybridep"
+    kept &= dispatcher.dispatch_postprocess(tokens, weights)[0] is tokens
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, chosen)
+    unpadded = torch.cat(everyone).sum(0).view(WORLD, -1)[rank].tolist()
+    padding = torch.cat([part[count:] for part, count in zip(tokens.split(counts.tolist()), unpadded, strict=True)])
+    out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(tokens)))
+    assert out.shape == x.shape and dispatcher.handle is None
+    return {
+        "counts": counts.tolist(),
+        "unpadded": unpadded,
+        "host": counts.device.type == "cpu" and counts.dtype is torch.int64,
+        "padding is zero": not padding.any() and len(padding) == sum(counts) - sum(unpadded),
+        "freed rows are copied": copied is not tokens and torch.equal(copied, tokens),
+        "kept rows are not": kept,
+        "graph attributes": [name for name in dispatcher.cudagraph_attrs if torch.is_tensor(getattr(dispatcher, name))],
+        "manager": dispatcher._comm_manager.get_number_of_tokens_per_expert() is counts,
+    }
+
+
+def _run_refusals() -> dict[str, Exception]:
+    layer = SimpleNamespace(use_shared_expert_gate=False)
+    changes = {
+        "top-k": {"moe_router_topk": 65},
+        "drop-and-pad": {"moe_pad_expert_input_to_capacity": True, "num_moe_experts": 128},
+        "whole graphs": {"cuda_graph_impl": "local", "cuda_graph_scope": [SimpleNamespace(name="moe")]},
+    }
+    found: dict[str, Exception] = {}
+    for name, options in changes.items():
+        config = make_config("flex", 2, 2)
+        for option, value in options.items():
+            setattr(config, option, value)
+        with pytest.raises(NotSupported) as caught:
+            _dispatcher(config)
+        found[name] = caught.value
+    with pytest.raises(NotSupported) as caught:
+        _dispatcher(make_config("flex", 2, 2)).set_shared_experts(layer)
+    found["shared expert overlap"] = caught.value
+    return found
+
+
+def _run_fused_a2a(rank: int) -> float:
+    """Megatron's autograd functions over `import deep_ep`: a round trip and its gradients."""
+    import importlib
+
+    from megatron.core.transformer.moe import fused_a2a
+
+    fused_a2a = importlib.reload(fused_a2a)
+    assert fused_a2a.HAVE_DEEP_EP and not fused_a2a.HAVE_HYBRIDEP
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn((11, 32), generator=generator).requires_grad_()
+    probs, ids = torch.rand((11, 8), generator=generator).topk(3)
+    probs.requires_grad_()
+    fused_a2a.set_deepep_num_sms(20)
+    rows, local, weights, counts, handle = fused_a2a.fused_dispatch(x, ids, probs, 8, dist.group.WORLD, True, True)
+    assert counts.tolist() == [int((local == expert).sum()) for expert in range(2)]
+    factor = weights.masked_fill(local < 0, 0).sum(1, keepdim=True)
+    y, _ = fused_a2a.fused_combine(rows * factor, dist.group.WORLD, handle, True, True)
+    (y * x.detach().sin()).sum().backward()
+    exact = x.detach() * probs.detach().sum(1, keepdim=True)
+    grad_x = x.detach().sin() * probs.detach().sum(1, keepdim=True)
+    grad_probs = (x.detach().sin() * x.detach()).sum(1, keepdim=True).expand_as(probs)
+    pairs = ((y, exact), (x.grad, grad_x), (probs.grad, grad_probs))
+    return max(_relative(ours.detach(), theirs) for ours, theirs in pairs)

@@ -1,0 +1,198 @@
+"""Scripts that know nothing of us, switched over by EP_PLUGIN: they train as before, and every exchange is ours."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+transformers = pytest.importorskip("transformers", minversion="5.23")
+
+ROOT, WORLD, STEPS = Path(__file__).parents[2], 2, 4
+SCRIPTS = Path(__file__).parent / "scripts"
+MODELS = ("deepseek_v3", "qwen3_moe")
+LOSS_LIMIT = 1e-4
+EXCHANGES = {"ep_plugin::dispatch", "ep_plugin::combine"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one launch left: its folder, and the exchanges of each rank."""
+
+    out: Path
+    counts: list[Counter[str]]
+
+
+def launch(out: Path, script: str, *arguments: str | Path, switched_on: str = "") -> Run:
+    """Runs a script on WORLD ranks, as torchrun would."""
+    out.mkdir(parents=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("EP_PLUGIN")}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment |= {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "PYTHONPATH": str(ROOT)}
+    # The frameworks are large: what one process has compiled, the next one reads.
+    environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(out.parents[1] / "compiled")}
+    environment |= {"EP_PLUGIN": switched_on} if switched_on else {}
+    command = [sys.executable, "-m", "tests.integrations.counted", out / "counts", SCRIPTS / script, *arguments]
+    ranks = [
+        subprocess.Popen(
+            [str(word) for word in command],
+            cwd=out,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=(out / f"log.{rank}").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        codes = [rank.wait(timeout=200) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert codes == [0] * WORLD, "\n".join((out / f"log.{rank}").read_text()[-3000:] for rank in range(WORLD))
+    return Run(out, [Counter(json.loads((out / f"counts.{rank}").read_text())) for rank in range(WORLD)])
+
+
+def losses_of(run: Run, name: str) -> list[float]:
+    losses = [float(loss) for loss in json.loads((run.out / name).read_text())]
+    assert len(losses) == STEPS
+    return losses
+
+
+def every_exchange_is_ours(run: Run) -> None:
+    for counts in run.counts:
+        assert counts.keys() == EXCHANGES and min(counts.values()) > 0, counts
+
+
+# -- transformers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DeepSeek-V3 and a tiny Qwen3-MoE."""
+    folder = tmp_path_factory.mktemp("models")
+    shared = dict(vocab_size=64, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, use_cache=False)
+    shared |= dict(num_attention_heads=4, num_experts_per_tok=3, initializer_range=0.1)
+    deepseek = transformers.DeepseekV3Config(
+        **shared,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+    )
+    qwen = transformers.Qwen3MoeConfig(
+        **shared, num_hidden_layers=2, num_key_value_heads=2, head_dim=16, num_experts=8, norm_topk_prob=True
+    )
+    torch.manual_seed(0)
+    transformers.DeepseekV3ForCausalLM(deepseek).save_pretrained(folder / "deepseek_v3")
+    transformers.Qwen3MoeForCausalLM(qwen).save_pretrained(folder / "qwen3_moe")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run]:
+    """The run of (script, what is switched on); each is made once and trains all models."""
+
+    @functools.cache
+    def run(script: str, switched_on: str) -> Run:
+        out = tmp_path_factory.mktemp("runs") / "out"
+        return launch(out, script, out, *(checkpoints / name for name in MODELS), switched_on=switched_on)
+
+    return run
+
+
+@pytest.mark.parametrize("script", ["train_trainer.py", "train_accelerate.py"])
+def test_transformers_scripts_exchange_through_us(trained, script: str) -> None:
+    every_exchange_is_ours(trained(script, "transformers"))
+    for counts in trained(script, "").counts:
+        assert counts.keys() == {"stock"} and counts["stock"] > 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("script", ["train_trainer.py", "train_accelerate.py"])
+def test_losses_are_those_of_the_built_in_exchange(trained, script: str, model: str) -> None:
+    ours, theirs = (losses_of(trained(script, name), f"{model}/losses.json") for name in ("transformers", ""))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert abs(mine - other) <= LOSS_LIMIT * other
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("script", ["train_trainer.py", "train_accelerate.py"])
+def test_stock_transformers_reads_the_checkpoint(trained, checkpoints: Path, script: str, model: str) -> None:
+    out = trained(script, "transformers").out / model
+    expected = torch.load(out / "logits.pt")
+    restored, started = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (out / "checkpoint", checkpoints / model)
+    )
+    with torch.no_grad():
+        logits = restored(input_ids=expected["input_ids"]).logits
+        before = started(input_ids=expected["input_ids"]).logits
+    torch.testing.assert_close(logits, expected["logits"], rtol=1e-4, atol=1e-4)
+    assert (before - logits).abs().max() > 1e-2  # it was trained
+
+
+# -- Megatron and DeepEP ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+def test_a_megatron_script_trains_as_with_alltoall(tmp_path: Path) -> None:
+    theirs = launch(tmp_path / "stock", "train_megatron.py", tmp_path / "stock", "alltoall")
+    ours = launch(tmp_path / "ours", "train_megatron.py", tmp_path / "ours", "flex", switched_on="megatron")
+    every_exchange_is_ours(ours)
+    for rank in range(WORLD):
+        assert theirs.counts[rank].keys() == {"stock"}
+        name = f"losses.{rank}.json"
+        assert losses_of(ours, name) == pytest.approx(losses_of(theirs, name), rel=LOSS_LIMIT)
+
+
+def test_a_deep_ep_script_trains_as_dense_experts_do(tmp_path: Path) -> None:
+    run = launch(tmp_path / "out", "train_deep_ep.py", tmp_path / "out", switched_on="deep_ep")
+    every_exchange_is_ours(run)
+    found = [losses_of(run, f"losses.{rank}.json") for rank in range(WORLD)]
+    for step, expected in enumerate(_dense_losses()):
+        assert [losses[step] for losses in found] == pytest.approx(expected, rel=LOSS_LIMIT)
+
+
+def _dense_losses() -> list[list[float]]:
+    """The training of scripts/train_deep_ep.py in one process, every expert on every token."""
+    experts, topk, hidden, tokens = 8, 2, 32, 24
+    generator = torch.Generator().manual_seed(7)
+    router = (torch.randn((hidden, experts), generator=generator) / 8).requires_grad_()
+    weight = (torch.randn((experts, hidden, hidden), generator=generator) / 8).requires_grad_()
+    data = torch.randn((STEPS, WORLD, tokens, hidden), generator=generator)
+    steps = []
+    for step in range(STEPS):
+        losses = []
+        for x in data[step]:
+            values, ids = (x @ router).softmax(dim=1).topk(topk, dim=1)
+            gates = torch.zeros((tokens, experts)).scatter(1, ids, values)
+            z = torch.einsum("te,teh->th", gates, torch.einsum("tk,ekh->teh", x, weight))
+            losses.append((z - x.roll(1, dims=1)).square().mean())
+        router.grad, weight.grad = None, None
+        torch.stack(losses).sum().backward()
+        with torch.no_grad():
+            router -= 0.5 * router.grad
+            weight -= 0.5 * weight.grad
+        steps.append([loss.item() for loss in losses])
+    return steps

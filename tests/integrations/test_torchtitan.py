@@ -1,0 +1,206 @@
+"""torchtitan's routed experts with our dispatcher and with its all-to-all, on 4 CPU ranks; how ours gets there."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks, values
+
+pytest.importorskip("torchtitan.models.qwen3", reason="needs torchtitan", exc_type=ImportError)
+
+WORLD, LIMIT = 4, 2e-2  # its experts compute in BF16
+EXACT = 1e-5
+OVERRIDE = "ep_plugin.integrations.torchtitan.token_dispatcher"
+
+
+@pytest.fixture(scope="module")
+def results() -> Callable[[], list[dict[str, Any]]]:
+    return functools.cache(lambda: values(run_ranks(WORLD, _run_rank, timeout_s=200)))
+
+
+@pytest.mark.parametrize("tokens", [(24, 24, 24, 24), (5, 0, 17, 1)], ids=["even", "ragged"])
+def test_dispatch_and_combine_match_the_all_to_all(results, tokens: tuple[int, ...]) -> None:
+    for rank, found in enumerate(results()):
+        difference = found[str(tokens)]
+        assert difference.keys() == {"rows", "counts", "out", "x.grad", "scores.grad"}
+        assert max(difference.values()) <= EXACT, f"rank {rank}: {difference}"
+
+
+def test_the_routed_experts_of_the_debug_model_match(results) -> None:
+    for rank, found in enumerate(results()):
+        difference = found["experts"]
+        assert len(difference) == 6
+        assert max(difference.values()) <= LIMIT, f"rank {rank}: {difference}"
+
+
+def test_quantised_experts_get_padded_groups(results) -> None:
+    for found in results():
+        assert found["padded"] == {"counts": True, "sum": True, "out": True}
+
+
+def test_the_override_reaches_every_layer_of_the_debug_model() -> None:
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+    from torchtitan.models.qwen3 import model_registry
+
+    spec = model_registry("debugmodel_moe")
+    assert {type(layer.moe.routed_experts.token_dispatcher).__qualname__ for layer in spec.model.layers} == {
+        "AllToAllTokenDispatcher.Config"
+    }
+    said = apply_overrides(OverrideConfig(imports=[OVERRIDE]), spec)
+    assert len(said) == len(spec.model.layers)
+    for layer in spec.model.layers:
+        config = layer.moe.routed_experts.token_dispatcher
+        assert type(config).__qualname__ == "EpPluginTokenDispatcher.Config"
+        assert (config.num_experts, config.top_k) == (64, 8)
+
+
+def test_the_variable_alone_switches_it_on() -> None:
+    code = """
+import json, torch
+from torchtitan.models.qwen3 import model_registry
+from torchtitan.components.quantization.utils import swap_token_dispatcher
+import ep_plugin.integrations
+experts = model_registry("debugmodel_moe").model.layers[0].moe.routed_experts
+names = [type(experts.token_dispatcher).__qualname__]
+swap_token_dispatcher(experts, 16)
+names += [type(experts.token_dispatcher).__qualname__, type(experts.token_dispatcher.build()).__name__]
+states = {row.name: row.state for row in ep_plugin.integrations.status()}
+print(json.dumps([names, experts.token_dispatcher.pad_multiple, states]))
+"""
+    environment = os.environ | {"EP_PLUGIN": "torchtitan"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    names, pad, states = json.loads(done.stdout.splitlines()[-1])
+    padded = "EpPluginPaddedTokenDispatcher"
+    assert names == ["EpPluginTokenDispatcher.Config", f"{padded}.Config", padded]
+    assert pad == 16 and states["torchtitan"] == "on"
+
+
+def test_quantised_experts_without_expert_parallelism_are_refused() -> None:
+    from ep_plugin.errors import NotSupported
+    from ep_plugin.integrations.torchtitan import EpPluginTokenDispatcher
+
+    dispatcher = EpPluginTokenDispatcher.Config(num_experts=8, top_k=2, pad_multiple=16).build()
+    with pytest.raises(NotSupported, match="expert_parallel_degree: expected more than 1 for quantised experts.*got 1"):
+        dispatcher.wire_meshes(ep_mesh=None)
+
+
+def test_without_expert_parallelism_tokens_stay_here() -> None:
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    from ep_plugin.integrations.torchtitan import EpPluginTokenDispatcher
+
+    x, scores, ids = _inputs(6, 0)
+    outs = []
+    for cls in (LocalTokenDispatcher, EpPluginTokenDispatcher):
+        dispatcher = cls.Config(num_experts=8, top_k=3).build()
+        dispatcher.wire_meshes(ep_mesh=None)
+        rows, counts, metadata = dispatcher.dispatch(x, scores, ids, ids.flatten().bincount(minlength=8))
+        outs.append(dispatcher.combine(_scaled(rows, counts, 0), metadata, x))
+    assert torch.equal(outs[0], outs[1])
+
+
+def _inputs(tokens: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 + rank)
+    x = torch.randn((tokens, 32), generator=generator).requires_grad_()
+    scores, ids = torch.rand((tokens, 8), generator=generator).topk(3, dim=1)
+    return x, scores.detach().requires_grad_(), ids
+
+
+def _scaled(rows: torch.Tensor, counts: torch.Tensor, first: int) -> torch.Tensor:
+    """Experts that can be told apart: number i multiplies by i + 1."""
+    return rows * torch.arange(first + 1, first + 1 + len(counts)).repeat_interleave(counts.long()).unsqueeze(1)
+
+
+def _dispatchers(pad_multiple: int | None = None) -> list[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    from ep_plugin.integrations.torchtitan import EpPluginTokenDispatcher
+
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ep",))
+    stock = AllToAllTokenDispatcher.Config(num_experts=8, top_k=3).build()
+    ours = EpPluginTokenDispatcher.Config(num_experts=8, top_k=3, pad_multiple=pad_multiple).build()
+    for dispatcher in (stock, ours):
+        dispatcher.wire_meshes(ep_mesh=mesh)
+    return [stock, ours]
+
+
+def _run_rank(rank: int) -> dict[str, Any]:
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    set_spmd_backend("default")  # the all-to-all then goes over the mesh that it was given
+    found: dict[str, Any] = {}
+    for tokens in ((24, 24, 24, 24), (5, 0, 17, 1)):
+        results = []
+        for dispatcher in _dispatchers():
+            x, scores, ids = _inputs(tokens[rank], rank)
+            rows, counts, metadata = dispatcher.dispatch(x, scores, ids, ids.flatten().bincount(minlength=8))
+            out = dispatcher.combine(_scaled(rows, counts, 2 * rank), metadata, x)
+            (out * x.detach().cos()).sum().backward()
+            result = {"rows": rows, "counts": counts, "out": out, "x.grad": x.grad, "scores.grad": scores.grad}
+            results.append({name: tensor.detach().double() for name, tensor in result.items()})
+        found[str(tokens)] = {name: _relative(results[1][name], theirs) for name, theirs in results[0].items()}
+    found["experts"] = _run_experts(rank)
+    found["padded"] = _run_padded(rank)
+    return found
+
+
+def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-3)) if theirs.numel() else 0.0
+
+
+def _run_padded(rank: int) -> dict[str, bool]:
+    stock, ours = _dispatchers(pad_multiple=16)
+    x, scores, ids = _inputs(9, rank)
+    given = (x, scores, ids, ids.flatten().bincount(minlength=8))
+    _, counts, metadata = stock.dispatch(*given)
+    rows, padded, kept = ours.dispatch(*given)
+    expected = stock.combine(_scaled(_, counts, 2 * rank), metadata, x)
+    out = ours.combine(_scaled(rows, padded, 2 * rank), kept, x)
+    return {
+        "counts": padded.tolist() == [16 * -(-count // 16) for count in counts.tolist()],
+        "sum": int(padded.sum()) == len(rows),
+        "out": torch.allclose(out, expected, rtol=1e-5, atol=1e-5),
+    }
+
+
+def _run_experts(rank: int) -> dict[str, float]:
+    """RoutedExperts as the debug model configures them, on this rank's slice of the experts."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.models.qwen3 import model_registry
+
+    from ep_plugin.integrations.torchtitan import token_dispatcher
+
+    config = model_registry("debugmodel_moe").model.layers[0].moe.routed_experts
+    config.inner_experts.num_experts //= WORLD
+    replaced = copy.copy(config)
+    replaced.token_dispatcher = token_dispatcher(config.token_dispatcher)
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ep",))
+    results = []
+    for one in (config, replaced):
+        experts = one.build()
+        generator = torch.Generator().manual_seed(rank)
+        for parameter in experts.parameters():
+            parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+        experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
+        x = torch.randn((2, 10, 256), generator=generator).requires_grad_()
+        scores, ids = torch.rand((2, 10, 64), generator=generator).topk(8, dim=-1)
+        scores.requires_grad_()
+        out = experts(x, scores, ids, ids.flatten().bincount(minlength=64))
+        (out * x.detach().cos()).sum().backward()
+        grads = {name: parameter.grad for name, parameter in experts.named_parameters()}
+        results.append({"out": out.detach(), "x.grad": x.grad, "scores.grad": scores.grad} | grads)
+    assert results[0].keys() == results[1].keys()
+    return {name: _relative(results[1][name], theirs) for name, theirs in results[0].items()}
