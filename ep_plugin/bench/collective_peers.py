@@ -15,6 +15,7 @@ import torch.distributed as dist
 Made = tuple[torch.Tensor, torch.Tensor, Callable[[], object]]
 Maker = Callable[[int, int, torch.dtype, torch.device], Made]
 
+_WINDOW_BYTES = 1 << 30
 _zero_cta: list[Any] = []
 # By the names that PyTorch 2.13 prefers, or by those that it had before.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -38,26 +39,30 @@ def _backend_scatter(whole: int, count: int, dtype: torch.dtype, device: torch.d
 
 
 def _zero_cta_gather(whole: int, count: int, dtype: torch.dtype, device: torch.device) -> Made:
-    """NCCL on symmetric windows, told to use copy engines where it can."""
-    group, pool = _zero_cta_group(device)
-    with torch.cuda.use_mem_pool(pool):
-        out = torch.empty(whole, dtype=dtype, device=device)
-    group._get_backend(device).register_mem_pool(pool, symm=True)
+    """NCCL on a symmetric window, told to use copy engines where it can."""
+    group, window = _zero_cta_window(device)
+    out = window[: whole * dtype.itemsize].view(dtype)
+    if len(out) != whole:
+        raise ValueError(f"whole: expected at most {len(window)} bytes, got {whole * dtype.itemsize}")
     source = out.narrow(0, dist.get_rank() * count, count)
     return source, out, lambda: _all_gather(out, source, group=group)
 
 
-def _zero_cta_group(device: torch.device) -> Any:
+def _zero_cta_window(device: torch.device) -> Any:
+    """The group and one window for all sizes: NCCL refuses memory that is registered twice."""
     if not _zero_cta:
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
         group = dist.new_group(backend="nccl", pg_options=options, device_id=device)
-        backend = group._get_backend(device)
-        pool = torch.cuda.MemPool(backend.mem_allocator)
-        _zero_cta.extend([group, pool])
+        backend: Any = group._get_backend(device)
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return _zero_cta
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(pool):
+            window = torch.empty(_WINDOW_BYTES, dtype=torch.uint8, device=device)
+        backend.register_mem_pool(pool, symm=True)
+        _zero_cta.extend([group, window, pool])
+    return _zero_cta[:2]
 
 
 def _low_contention_gather(whole: int, count: int, dtype: torch.dtype, device: torch.device) -> Made:

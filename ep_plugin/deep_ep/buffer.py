@@ -23,7 +23,8 @@ from ep_plugin.deep_ep.streams import comm_stream, ordered
 from ep_plugin.deep_ep.utils import EventHandle, EventOverlap
 from ep_plugin.errors import CommunicatorClosed, NotSupported
 from ep_plugin.memory.exchange import checked_group
-from ep_plugin.moe.communicator import MoECommunicator, communicator
+from ep_plugin.moe.communicator import MoECommunicator
+from ep_plugin.moe.numbers import communicator
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 

@@ -14,7 +14,7 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Loc
 
 from ep_plugin import DispatchHandle, MoECommunicator
 from ep_plugin.errors import NotSupported
-from ep_plugin.moe.communicator import communicator
+from ep_plugin.moe.numbers import communicator
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,10 @@
 // Reduce-scatter inside a node: each rank loads its shard from all inputs and sums in float32, in rank order.
 //
-// Every CTA has a part of the shard; see rendezvous.cuh for how it meets the CTAs of its index. What it loads lies in
-// peers' memory: several vectors of one source are under way before the first is added, and sources follow each other.
-#include "element.cuh"
+// Every CTA has parts of the shard; see rendezvous.cuh for how it meets the CTAs of its index. What it loads lies in
+// peers' memory, and must be many bytes at a time: rows of a shard that lies on 16 bytes come through shared memory in
+// bulk (reduce.cuh), a row's term from each rank. The rest, and other shards, are loaded by threads, several words of one
+// source under way before the first is added.
+#include "reduce.cuh"
 #include "rendezvous.cuh"
 
 namespace ep::cuda {
@@ -11,6 +13,49 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kAhead = 4;  // vectors of one thread under way
+constexpr int64_t kRowBytes = kLaneVectors * kLanesBytes;
+
+// The whole rows of a shard, in turns over all warps. A term's row says which row of the shard and, as the rest, of
+// which rank.
+class PullJob {
+ public:
+  static constexpr bool kScales = true;
+  struct Row {
+    int32_t index;
+    int32_t piece;
+  };
+
+  __device__ PullJob(const PullShardsArgs& args, const Cut& cut)
+      : args_(args), team_(team_of_warps(cut.warps)), next_(team_.index) {}
+
+  __device__ Next next(bool, Row* row) {
+    if (next_ >= args_.bytes / kRowBytes) return kEnd;
+    *row = Row{static_cast<int32_t>(next_), 0};
+    next_ += team_.size;
+    return kRow;
+  }
+  __device__ int describe(const Row& row, Term* terms) const {
+    const int R = args_.comm.num_ranks;
+    if (lane_id() < R) terms[lane_id()] = Term{row.index * R + lane_id(), 1.0f};
+    return R;
+  }
+  __device__ const char* source(int32_t term) const {
+    const int R = args_.comm.num_ranks;
+    return at<const char>(args_.sources[term % R], term / R * kRowBytes);
+  }
+  __device__ char* target(const Row& row) const { return at<char>(args_.output, row.index * kRowBytes); }
+  __device__ const char* bias(const Row&) const { return nullptr; }
+  __device__ float scale() const { return static_cast<float>(args_.scale); }
+  __device__ void settle(const Row&, Term*) const {}
+  __device__ void ahead(int, int) const {}
+  __device__ void finish(const Row&) const {}
+  __device__ void completed(uint32_t) const {}
+
+ private:
+  const PullShardsArgs& args_;
+  const Team team_;
+  int64_t next_;
+};
 
 // One element as the lowest of a vector, for shards that do not lie on 16 bytes.
 template <class Element>
@@ -31,11 +76,13 @@ struct Whole {
   static __device__ __forceinline__ void store(int4* to, const float* sum) { *to = Element::narrow(sum); }
 };
 
+// From byte `from` of the shard on.
 template <class Element, class Access>
-__device__ void sum_span(const PullShardsArgs& args) {
+__device__ void sum_span(const PullShardsArgs& args, int64_t from_byte) {
   using Word = typename Access::Word;
-  const int64_t words = args.bytes / static_cast<int64_t>(sizeof(Word));
-  const int64_t begin = words * blockIdx.x / gridDim.x, end = words * (blockIdx.x + 1) / gridDim.x;
+  const int64_t before = from_byte / static_cast<int64_t>(sizeof(Word));
+  const int64_t words = args.bytes / static_cast<int64_t>(sizeof(Word)) - before;
+  const int64_t begin = before + words * blockIdx.x / gridDim.x, end = before + words * (blockIdx.x + 1) / gridDim.x;
   const float scale = static_cast<float>(args.scale);
   for (int64_t first = begin + threadIdx.x; first < end; first += kAhead * kThreads) {
     float sums[kAhead][Element::kPerVector] = {};
@@ -62,13 +109,20 @@ __device__ void sum_span(const PullShardsArgs& args) {
   }
 }
 
-template <class Element, class Access>
-__global__ void __launch_bounds__(kThreads) pull_kernel(const __grid_constant__ PullShardsArgs args) {
+// kBulk: whole rows in bulk.
+template <class Element, class Access, bool kBulk>
+__global__ void __launch_bounds__(kThreads, 1)
+    pull_kernel(const __grid_constant__ PullShardsArgs args, const __grid_constant__ Cut cut) {
   const int cta = static_cast<int>(blockIdx.x);
   const Run run = enter_collective(args.comm, kScatter);
   bool ok = run.ok && meet_before(run, cta, args.bytes, args.place);
   if (ok) {
-    sum_span<Element, Access>(args);
+    if constexpr (kBulk) {
+      ptx::fence_proxy_async();
+      PullJob job(args, cut);
+      reduce_rows<Element, true>(job, run, cut);
+    }
+    sum_span<Element, Access>(args, kBulk ? args.bytes / kRowBytes * kRowBytes : 0);
     ok = meet_after(run, cta);
   }
   if (!ok) {
@@ -80,16 +134,21 @@ __global__ void __launch_bounds__(kThreads) pull_kernel(const __grid_constant__ 
   leave_collective(run, ok);
 }
 
+template <auto kKernel>
+void launch_pull(const PullShardsArgs& args, const Cut& cut) {
+  launch_cooperatively<kKernel>("reduce-scatter", args.num_ctas, kThreads, cut.shared_bytes(), args.stream, args, cut);
+}
+
 template <class Element>
 void pull(const PullShardsArgs& args) {
   uint64_t bits = args.output | static_cast<uint64_t>(args.bytes);
   for (int r = 0; r < args.comm.num_ranks; ++r) bits |= args.sources[r];
-  if (unit_of(bits) == 16)
-    launch_cooperatively<pull_kernel<Element, Whole<Element>>>("reduce-scatter", args.num_ctas, kThreads, 0,
-                                                               args.stream, args);
-  else
-    launch_cooperatively<pull_kernel<Element, Single<Element>>>("reduce-scatter", args.num_ctas, kThreads, 0,
-                                                                args.stream, args);
+  if (unit_of(bits) != 16) return launch_pull<pull_kernel<Element, Single<Element>, false>>(args, Cut{});
+  constexpr auto kBulk = pull_kernel<Element, Whole<Element>, true>;
+  const Room room = room_for<kBulk>();
+  if (!room.bulk) return launch_pull<pull_kernel<Element, Whole<Element>, false>>(args, Cut{});
+  const int terms = 2 * args.comm.num_ranks;
+  launch_pull<kBulk>(args, cut_for_sums(kRowBytes, INT32_MAX, kThreads / kWarp, terms, room.shared_bytes, true));
 }
 
 }  // namespace
