@@ -404,7 +404,8 @@ py::object abort_of(Address address) {
 
 bool is_quiet(Address address) {
   const Board& board = *at<Board>(address);
-  return __atomic_load_n(&board.fault_set, __ATOMIC_ACQUIRE) == 0 && __atomic_load_n(&board.abort, __ATOMIC_ACQUIRE) == 0;
+  return __atomic_load_n(&board.fault_set, __ATOMIC_ACQUIRE) == 0 &&
+         __atomic_load_n(&board.abort, __ATOMIC_ACQUIRE) == 0;
 }
 
 void bind_board(py::module_& m) {
