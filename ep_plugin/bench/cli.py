@@ -20,8 +20,8 @@ _SIZES: dict[str, dict[str, int | None]] = {
     "cuda": {"ranks": None, "tokens": 4096, "hidden": 7168, "topk": 8, "experts": 256},
 }
 _DTYPES = {"cpu": ["float32"], "cuda": ["bfloat16", "float8"]}
-_SERVED = ("moe", "sweep", "wire", "beside", "allgather", "reduce-scatter")
-_LATER = ("overlap", "fsdp2")
+_SERVED = ("moe", "sweep", "wire", "beside", "allgather", "reduce-scatter", "fsdp2")
+_LATER = ("overlap",)
 
 Backend = Annotated[str, typer.Option(help="cpu: shared memory against gloo; cuda: NVLink against NCCL.")]
 Ranks = Annotated[int | None, typer.Option(help="Processes. Default: 4 on CPUs, every GPU on cuda.")]
@@ -202,6 +202,33 @@ def beside(
         suite = suite_beside.BesideSuite(workload=Workload(**_sizes(backend, {"ranks": ranks})), iterations=iterations)
         result = suite_beside.run(suite)
     _finish(result, out, backend, suite.workload.ranks)
+
+
+@main.command()
+def fsdp2(
+    backend: Backend,
+    ranks: Ranks = None,
+    layers: Annotated[int | None, typer.Option(help="Decoder layers. Default: 4, or 36 on cuda.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens per rank and step. Default: 128, or 4096 on cuda.")] = None,
+    judged: Annotated[int, typer.Option(help="Steps whose losses are compared before anything is timed.")] = 5,
+    iterations: Iterations = 30,
+    out: Out = None,
+) -> None:
+    """A training step of a dense Qwen3 under FSDP2: its own collectives, ours, and none."""
+    from ep_plugin.bench import suite_fsdp2
+
+    with _refusals():
+        found = _sizes(backend, {"ranks": ranks})["ranks"]
+        suite = suite_fsdp2.Fsdp2Suite(
+            backend=backend,
+            ranks=found,
+            layers=layers or {"cpu": 4, "cuda": 36}[backend],
+            tokens=tokens or {"cpu": 128, "cuda": 4096}[backend],
+            judged=judged,
+            iterations=iterations,
+        )
+        result = suite_fsdp2.run(suite)
+    _finish(result, out, backend, found)
 
 
 @main.command()

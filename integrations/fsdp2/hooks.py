@@ -18,7 +18,7 @@ from ep_plugin.integrations.fsdp2 import communicators
 from ep_plugin.integrations.fsdp2.adapters import PluginAllGather, PluginReduceScatter
 
 # FSDP2's attribute of a parameter group that holds its collective, and our adapter for it.
-_PLACES = {"_all_gather_comm": PluginAllGather, "_reduce_scatter_comm": PluginReduceScatter}
+PLACES = {"_all_gather_comm": PluginAllGather, "_reduce_scatter_comm": PluginReduceScatter}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ def enable(model: torch.nn.Module, *, all_gather: bool = True, reduce_scatter: b
 
     Raises ValueError for a model without FSDP2 modules, NotSupported for a PyTorch whose FSDP2 has no place for them.
     """
-    groups = _checked_groups(model)
+    groups = groups_of(model)
     for group in groups:
         _put_in(group, all_gather=all_gather, reduce_scatter=reduce_scatter)
     return len(groups)
@@ -51,16 +51,16 @@ def disable(model: torch.nn.Module) -> None:
 
     Call it on every rank, between steps. Raises as `enable` does; a model that is not enabled stays as it is.
     """
-    for group in _checked_groups(model):
+    for group in groups_of(model):
         _take_out(group)
 
 
 def launches(model: torch.nn.Module) -> Launches:
     """Counts of what ran through ep_plugin: the way to see that it is on. Raises as `enable` does."""
-    groups = _checked_groups(model)
+    groups = groups_of(model)
     counts = {
         place: sum(comm.launches for group in groups if isinstance(comm := getattr(group, place), adapter))
-        for place, adapter in _PLACES.items()
+        for place, adapter in PLACES.items()
     }
     enabled = [group for group in groups if _is_served(group)]
     return Launches(
@@ -91,7 +91,7 @@ def _serving(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _put_in(group: Any, *, all_gather: bool, reduce_scatter: bool) -> None:
-    for (place, adapter), wanted in zip(_PLACES.items(), (all_gather, reduce_scatter), strict=True):
+    for (place, adapter), wanted in zip(PLACES.items(), (all_gather, reduce_scatter), strict=True):
         present = getattr(group, place)
         if wanted and not isinstance(present, adapter):
             setattr(group, place, adapter(group, present))
@@ -100,31 +100,32 @@ def _put_in(group: Any, *, all_gather: bool, reduce_scatter: bool) -> None:
 
 
 def _take_out(group: Any, *places: str) -> None:
-    for place in places or _PLACES:
+    for place in places or PLACES:
         present = getattr(group, place)
-        if isinstance(present, _PLACES[place]):
+        if isinstance(present, PLACES[place]):
             setattr(group, place, present.replaced)
             communicators.leave(present.user)
 
 
 def _is_served(group: Any) -> bool:
-    return any(isinstance(getattr(group, place), adapter) for place, adapter in _PLACES.items())
+    return any(isinstance(getattr(group, place), adapter) for place, adapter in PLACES.items())
 
 
-def _checked_groups(model: torch.nn.Module) -> list[Any]:
+def groups_of(model: torch.nn.Module) -> list[Any]:
+    """FSDP2's sharded parameter groups of all modules of ``model``, each once. Raises as `enable` does."""
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise ValueError(f"model: expected modules wrapped by FSDP2, got {_described(model)}")
     # Modules that were sharded as a list share their groups.
-    groups = list({id(group): group for module in modules for group in _groups_of(module)}.values())
+    groups = list({id(group): group for module in modules for group in _groups_of_module(module)}.values())
     for group in groups:
         _check_places(group)
     return groups
 
 
-def _groups_of(module: FSDPModule) -> Iterator[Any]:
+def _groups_of_module(module: FSDPModule) -> Iterator[Any]:
     """The sharded parameter groups of one FSDP module: at most one in PyTorch 2.11, any number from 2.12 on.
 
     A module that only replicates its parameters has nothing to gather.
@@ -137,7 +138,7 @@ def _groups_of(module: FSDPModule) -> Iterator[Any]:
 
 
 def _check_places(group: Any) -> None:
-    for place in _PLACES:
+    for place in PLACES:
         if not hasattr(group, place):
             raise NotSupported(
                 f"FSDP2 of PyTorch {torch.__version__} is not supported: expected parameter groups with {place}, as in "

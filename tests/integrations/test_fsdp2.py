@@ -221,7 +221,7 @@ def test_the_one_parameter_group_of_older_versions() -> None:
     group = SimpleNamespace(mesh_info=FSDPMeshInfo.__new__(FSDPMeshInfo))
     for present, expected in ((group, [group]), (None, [])):
         state = SimpleNamespace(_fsdp_param_group=present)
-        assert list(hooks._groups_of(SimpleNamespace(_get_fsdp_state=lambda state=state: state))) == expected
+        assert list(hooks._groups_of_module(SimpleNamespace(_get_fsdp_state=lambda state=state: state))) == expected
 
 
 def test_switched_on_for_whatever_is_sharded_later() -> None:
