@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T", "Sent", "Received")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,20 @@ def make(case: Case) -> Sent:
     return Sent(x=x, scales=scales, ids=ids, weights=weights, in_rank=in_rank)
 
 
+def on(device: str, what: T) -> T:
+    """`what`, its tensors on another device."""
+    moved = {
+        field.name: [tensor.to(device) for tensor in value]
+        if isinstance(value, list) and value and torch.is_tensor(value[0])
+        else value.to(device)
+        if torch.is_tensor(value)
+        else value
+        for field in dataclasses.fields(what)
+        for value in (getattr(what, field.name),)
+    }
+    return dataclasses.replace(what, **moved)
+
+
 def goes(ids: torch.Tensor, rank: int, case: Case) -> bool:
     """Whether a token with these expert ids is sent to `rank`."""
     return any(expert >= 0 and expert // case.experts_per_rank == rank for expert in ids.tolist())
@@ -106,7 +124,7 @@ def received(case: Case, sent: Sent, rank: int) -> Received:
 
 def combined(case: Case, everyone: list[Received], values: list[torch.Tensor], rank: int) -> torch.Tensor:
     """Float64 sums, over the ranks that a token went to, of `values` (one row per received row, for each rank)."""
-    total = torch.zeros((case.tokens[rank], values[0].shape[1]), dtype=torch.float64)
+    total = torch.zeros((case.tokens[rank], values[0].shape[1]), dtype=torch.float64, device=values[0].device)
     for got, rows in zip(everyone, values, strict=True):
         for row, (origin, token) in enumerate(got.source):
             if origin == rank:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from ep_plugin import deep_ep
 from ep_plugin.errors import CommunicatorClosed, NotSupported
-from tests.deep_ep_cases import Case, Received, Sent, combined, make, received
+from tests.deep_ep_cases import Case, Received, Sent, combined, make, on, received
 from tests.moe_cases import named, on_ranks, poisoned
 
 CASES = {
@@ -40,14 +41,16 @@ def test_every_call_gives_what_the_oracle_says(size: int) -> None:
     on_ranks(size, _all_calls, CASES[size])
 
 
-def _all_calls(rank: int, size: int, cases: list[Case]) -> None:
+def _all_calls(rank: int, size: int, cases: list[Case], device: str = "cpu") -> None:
     buffer = deep_ep.Buffer(dist.group.WORLD, 1 << 30)
+    memory = poisoned if device == "cpu" else contextlib.nullcontext
     assert (buffer.rank, buffer.group_size, buffer.group) == (rank, size, dist.group.WORLD)
     for case in cases:
         sent = make(case)
-        everyone = [received(case, sent, other) for other in range(size)]
+        everyone = [on(device, received(case, sent, other)) for other in range(size)]
+        sent = on(device, sent)
         for call in (_with_topk, _rank_only, _fp8, _worst_case, _asynchronous, _few_sms):
-            with named((call.__name__, case)), poisoned():
+            with named((call.__name__, case)), memory():
                 call(buffer, case, sent, everyone)
 
 
@@ -144,9 +147,10 @@ def _combines(
     """Combine with and without bias, and of weights that are not 0 where the expert is elsewhere."""
     rank = buffer.rank
     generator = torch.Generator().manual_seed(case.seed + 100)
-    y = [torch.randn((len(got.source), case.hidden), generator=generator).to(case.dtype) for got in everyone]
-    beside = [torch.rand((len(got.source), case.topk), generator=generator) for got in everyone]
-    bias = [torch.randn((case.tokens[rank], case.hidden), generator=generator).to(case.dtype) for _ in range(2)]
+    device = everyone[rank].x.device
+    y = [torch.randn((len(got.source), case.hidden), generator=generator).to(device, case.dtype) for got in everyone]
+    beside = [torch.rand((len(got.source), case.topk), generator=generator).to(device) for got in everyone]
+    bias = [torch.randn((case.tokens[rank], case.hidden), generator=generator).to(device, case.dtype) for _ in range(2)]
     mine = torch.nn.functional.pad(y[rank], (0, 0, 0, extra_rows), value=float("nan"))
     my_weights = torch.nn.functional.pad(beside[rank], (0, 0, 0, extra_rows), value=float("nan"))
     exact = combined(case, everyone, y, rank)

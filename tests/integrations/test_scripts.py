@@ -152,6 +152,17 @@ def test_stock_transformers_reads_the_checkpoint(trained, checkpoints: Path, scr
     assert (before - logits).abs().max() > 1e-2  # it was trained
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("ep_plugin.integrations.fsdp2") is None, reason="needs ep_plugin.integrations.fsdp2"
+)
+def test_losses_are_the_same_with_the_collectives_of_fsdp_replaced_too(trained) -> None:
+    both = trained("train_accelerate.py", "transformers,fsdp2")
+    every_exchange_is_ours(both)
+    for model in MODELS:
+        ours, theirs = (losses_of(run, f"{model}/losses.json") for run in (both, trained("train_accelerate.py", "")))
+        assert ours == pytest.approx(theirs, rel=LOSS_LIMIT)
+
+
 # -- Megatron and DeepEP ---------------------------------------------------------------------------------------------
 
 
