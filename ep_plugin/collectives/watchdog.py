@@ -34,6 +34,8 @@ _since: weakref.WeakKeyDictionary[CudaNode, tuple[int, float]] = weakref.WeakKey
 def add(node: CudaNode) -> None:
     """Watches `node` until it is gone or removed."""
     global _thread
+    if node.engine.device.type == "cuda":  # tests put CPU tensors in place of a device
+        _warm_up(node.engine.device)
     with _lock:
         _nodes.add(node)
         if _thread is None:
@@ -58,8 +60,8 @@ def _watch() -> None:
         time.sleep(_LOOK_S)
         _work.clear()
         with _lock:
-            busy = [_look_if_there(node) for node in list(_nodes)]
-        if any(busy):
+            nodes = list(_nodes)
+        if any([_look_if_there(node) for node in nodes]):
             _work.set()
 
 
@@ -124,3 +126,12 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return _streams[device]
+
+
+def _warm_up(device: torch.device) -> None:
+    """What `_release` does, once: making a stream and loading a kernel wait for streams that wait for a dead peer."""
+    with torch.cuda.device(device), torch.cuda.stream(_side_stream(device)):
+        words = torch.zeros(2, dtype=torch.int64, device=device)
+        words.view(torch.uint8).fill_(0xFF)
+        words.copy_(torch.full((2,), RELEASED, dtype=torch.int64))
+        words.cpu()
