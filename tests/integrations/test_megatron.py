@@ -241,7 +241,7 @@ def _run_parts(rank: int) -> dict[str, Any]:
         "unpadded": unpadded,
         "host": counts.device.type == "cpu" and counts.dtype is torch.int64,
         "padding is zero": not padding.any() and len(padding) == sum(counts) - sum(unpadded),
-        "freed rows are copied": copied is not tokens and torch.equal(copied, tokens),
+        "freed rows are copied": copied.data_ptr() != tokens.data_ptr() and torch.equal(copied, tokens),
         "kept rows are not": kept,
         "graph attributes": [name for name in dispatcher.cudagraph_attrs if torch.is_tensor(getattr(dispatcher, name))],
         "manager": dispatcher._comm_manager.get_number_of_tokens_per_expert() is counts,
