@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ep_plugin import _C
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerAborted, PeerTimeout
@@ -224,3 +225,16 @@ def kernels_for(device: torch.device) -> Any:
             f"built), got {device}"
         )
     return _C.cuda
+
+
+def resolve_device(group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
+    """`device`, with its index; None: this process's CUDA device for a group with a backend of GPUs, else the CPU."""
+    if device is None:
+        backends = dict(entry.split(":", 1) for entry in str(dist.get_backend_config(group)).split(","))
+        # gloo and MPI call themselves a backend for CUDA tensors too.
+        on_gpus = backends.get("cuda") not in (None, "gloo", "mpi") and torch.cuda.is_available()
+        device = "cuda" if on_gpus else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

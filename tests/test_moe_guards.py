@@ -94,7 +94,7 @@ def test_gradients_of_gradients(size: int) -> None:
 def _default_device(rank: int, size: int) -> str:
     torch.cuda.is_available = lambda: True  # as on a machine with GPUs
     assert "cuda" in str(dist.get_backend_config(None))
-    return str(module._resolve_device(None, None))
+    return str(module.resolve_device(None, None))
 
 
 def test_a_gloo_group_is_on_the_cpu_also_where_there_are_gpus() -> None:

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from ep_plugin.collectives.blocks import tensor_of
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.work import CollectiveWork
+from ep_plugin.engine import resolve_device
 from ep_plugin.errors import CommunicatorClosed
 from ep_plugin.memory.exchange import checked_group
 
+C = TypeVar("C", bound="Collective")
 PATHS = ("auto", "copy_engine", "sm")
 
 
@@ -27,7 +30,8 @@ class Collective:
 
         `group`: None is the default group. `num_buffers`: blocks of one size that `allocate` makes before it would
         rather wait for the peers' hosts to learn that one is free; ValueError unless it is a positive integer.
-        `path`: how gathers go inside a node on GPUs, "copy_engine" or "sm"; "auto" decides by the size.
+        `path`: how gathers go inside a node on GPUs, "copy_engine" or "sm"; "auto" decides by the size. CPUs
+        have one way.
         """
         if path not in PATHS:
             raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")
@@ -45,12 +49,13 @@ class Collective:
         """An uninitialised tensor of `size` that peers have mapped, so that operations on it copy nothing twice.
 
         All ranks call it with the same size in bytes. It belongs to whoever holds it, like any other tensor; when none
-        of its views is left on any rank, a later call may return the same memory. `device`: None is the group's.
+        of its views is left on any rank, a later call may return the same memory. `device`: None is the current
+        CUDA device for a group with a backend of GPUs (NCCL), else the CPU.
         """
         shape = (size,) if isinstance(size, int) else tuple(int(extent) for extent in size)
         if any(extent < 0 for extent in shape):
             raise ValueError(f"size: expected no negative extent, got {shape}")
-        device = self._device_of(device)
+        device = resolve_device(self.group, device)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0 or self.group.size() == 1:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -81,7 +86,7 @@ class Collective:
         if self._engine is not None:
             self._engine.close()
 
-    def __enter__(self) -> Collective:
+    def __enter__(self: C) -> C:
         return self
 
     def __exit__(
@@ -104,15 +109,6 @@ class Collective:
         if engine.device != device:
             raise ValueError(f"device: expected {engine.device} as in the first call, got {device}")
         return engine
-
-    def _device_of(self, device: torch.device | str | None) -> torch.device:
-        if device is None:
-            cuda = any(kind.type == "cuda" for kind in self.group._device_types)
-            device = "cuda" if cuda and torch.cuda.is_available() else "cpu"
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        return device
 
     def _check_group(self, group: dist.ProcessGroup | None) -> None:
         if group is not None and group is not self.group:

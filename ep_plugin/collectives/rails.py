@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ep_plugin.engine import resolve_device
 from ep_plugin.errors import NotSupported, PeerTimeout
 from ep_plugin.topology import NodeMap
 
@@ -73,9 +74,8 @@ class Rails:
 
 
 def _check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
-    kinds = [kind.type for kind in group._device_types]
-    name = group._get_backend(device).name() if "cuda" in kinds else "none"
-    if name in ("none", "gloo"):
+    if resolve_device(group, None).type != "cuda":
         raise NotSupported(
-            f"group: expected a backend that sends GPU memory between nodes, such as NCCL, got {name} for {device}"
+            "group: expected a backend that sends GPU memory between nodes, such as NCCL, got "
+            f"{dist.get_backend_config(group)} for {device}"
         )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ep_plugin import _C
 from ep_plugin.config import MoECommunicatorConfig
+from ep_plugin.engine import resolve_device
 from ep_plugin.errors import CommunicatorClosed, EpPluginError
 from ep_plugin.moe.combine import PendingCombine, finish_combine, start_combine
 from ep_plugin.moe.dispatch import DispatchCall, DispatchResult, PendingDispatch, finish_dispatch, start_dispatch
@@ -56,7 +57,7 @@ class MoECommunicator:
         """`group`: None is the default group. `device`: where tensors live; None is this process's current CUDA device
         for a group with a backend of GPUs (NCCL), else the CPU."""
         self.config = config
-        self.engine = Engine(group, config, _resolve_device(group, device))
+        self.engine = Engine(group, config, resolve_device(group, device))
         self.number = next(_numbers)
         self._under_way: PendingDispatch | PendingCombine | None = None
         self._waited_for: PendingDispatch | PendingCombine | None = None
@@ -80,7 +81,7 @@ class MoECommunicator:
         """
         config = config if config is not None else MoECommunicatorConfig(**settings)
         return shared_communicator(
-            group, lambda: _resolve_device(group, device), config, lambda: cls(group, config, device)
+            group, lambda: resolve_device(group, device), config, lambda: cls(group, config, device)
         )
 
     @property
@@ -366,15 +367,3 @@ def _whole_dispatch(engine: Engine, call: DispatchCall) -> tuple[DispatchResult,
 
 def _whole_combine(engine: Engine, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return finish_combine(engine, start_combine(engine, *call))
-
-
-def _resolve_device(group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
-    if device is None:
-        backends = dict(entry.split(":", 1) for entry in str(dist.get_backend_config(group)).split(","))
-        # gloo and MPI call themselves a backend for CUDA tensors too.
-        on_gpus = backends.get("cuda") not in (None, "gloo", "mpi") and torch.cuda.is_available()
-        device = "cuda" if on_gpus else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter, PeerTimeout
+from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter, NotSupported, PeerTimeout
 from tests.collective_cases import BF16, DTYPES, FP16, FP32, reduced, same_bits, shard
 from tests.gpu.checks import device_of
 
@@ -27,11 +27,13 @@ def _poisoned(count: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
     return torch.full((count * dtype.itemsize,), 0xA5, dtype=torch.uint8, device=device).view(dtype)
 
 
-def gathers(rank: int, size: int, path: str) -> int:
+def gathers(rank: int, size: int, path: str, backend: str | None = None) -> int:
+    """Over the default group, or over one of all ranks with this `backend`."""
     device = device_of(rank)
     torch.cuda.set_device(device)
     cases = [(count, torch.uint8) for count in SIZES] + [(129, dtype) for dtype in DTYPES] + [(LARGE, torch.uint8)]
-    with HierarchicalAllGather(path=path) as gather:
+    group = None if backend is None else dist.new_group(backend=backend)
+    with HierarchicalAllGather(group, path=path) as gather:
         for seed, (count, dtype) in enumerate(cases):
             expected = torch.cat([shard(seed, source, count, dtype) for source in range(size)]).to(device)
             mine = shard(seed, rank, count, dtype).to(device)
@@ -56,18 +58,19 @@ def gathers(rank: int, size: int, path: str) -> int:
     return len(cases)
 
 
-def scatters(rank: int, size: int) -> int:
+def scatters(rank: int, size: int, per_node: int, backend: str | None = None) -> int:
     device = device_of(rank)
     torch.cuda.set_device(device)
     premul = dist._make_nccl_premul_sum(0.375)
     operations = [(dist.ReduceOp.SUM, 1.0), (dist.ReduceOp.AVG, 1.0 / size), (premul, 0.375)]
     cases = [(count, dtype) for count in (1, 5, 4096, 70_001, 1 << 21) for dtype in (BF16, FP16, FP32)]
-    with HierarchicalReduceScatter() as scatter:
+    group = None if backend is None else dist.new_group(backend=backend)
+    with HierarchicalReduceScatter(group) as scatter:
         for seed, (count, dtype) in enumerate(cases):
             whole = [shard(seed, source, size * count, dtype).view(size, count) for source in range(size)]
             mine = whole[rank].flatten().to(device)
             for op, scale in operations:
-                expected = reduced(whole, rank, size, scale).to(device)
+                expected = reduced(whole, rank, per_node, scale).to(device)
                 what = f"{op}, {count} of {dtype}"
                 out = _poisoned(count, dtype, device)
                 scatter(out, mine, op=op)
@@ -176,6 +179,13 @@ def without_sms(rank: int, size: int) -> bool:
         assert out.view(size, count).eq(torch.arange(1, size + 1, device=device)[:, None]).all()
         assert still_held, f"the gather took {took:.3f} s and was over after the kernel"
     return still_held
+
+
+def refused(rank: int) -> str:
+    device = device_of(rank)
+    with pytest.raises(NotSupported) as caught:
+        HierarchicalAllGather().allocate(10, torch.uint8, device)
+    return str(caught.value)
 
 
 def survive(rank: int, path: str, victim: int) -> tuple[int | None, str, float]:

@@ -20,7 +20,21 @@ def test_all_gather_is_bit_exact(size: int, path: str) -> None:
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_reduce_scatter_is_its_oracle(size: int) -> None:
-    values(run_ranks(size, collectives.scatters, size, start="spawn", timeout_s=200))
+    values(run_ranks(size, collectives.scatters, size, size, start="spawn", timeout_s=200))
+
+
+@pytest.mark.gpu(4)
+def test_two_nodes_of_two_over_nccl() -> None:
+    environment = {"EP_PLUGIN_RANKS_PER_NODE": "2"}
+    values(run_ranks(4, collectives.gathers, 4, "auto", "nccl", start="spawn", timeout_s=200, env=environment))
+    values(run_ranks(4, collectives.scatters, 4, 2, "nccl", start="spawn", timeout_s=200, env=environment))
+
+
+@pytest.mark.gpu(1)
+def test_rails_of_gpus_over_gloo_are_refused_by_name() -> None:
+    environment = {"EP_PLUGIN_RANKS_PER_NODE": "1"}
+    for said in values(run_ranks(2, collectives.refused, start="spawn", timeout_s=100, env=environment)):
+        assert "expected a backend that sends GPU memory between nodes, such as NCCL, got" in said
 
 
 @pytest.mark.gpu(1)

@@ -12,6 +12,7 @@ namespace ep::cuda {
 namespace {
 
 constexpr int kThreads = 512;
+constexpr int kAhead = 4;  // units of one thread under way
 
 template <class Unit>
 struct Span {
@@ -25,7 +26,6 @@ __device__ Span<Unit> span_of(int64_t bytes) {
   return {units * blockIdx.x / gridDim.x, units * (blockIdx.x + 1) / gridDim.x};
 }
 
-template <class Unit>
 __device__ void poison(const PushShardArgs& args) {
   const Comm& comm = args.comm;
   for (int r = 0; r < comm.num_ranks; ++r) {
@@ -38,40 +38,47 @@ __device__ void poison(const PushShardArgs& args) {
 }
 
 template <class Unit>
-__device__ void push_span(const PushShardArgs& args) {
-  const Comm& comm = args.comm;
+__device__ __forceinline__ Unit load(const Unit* from) {
+  const volatile Unit* word = from;
+  return *word;
+}
+template <>
+__device__ __forceinline__ int4 load<int4>(const int4* from) {
+  return ptx::ld_coherent(from);
+}
+
+// Copies this CTA's units from `from` to every address that `to` (an int index below `count`) gives; 0: none. Several
+// units of a thread are under way before the first is stored. Peers may have written the source.
+template <class Unit, class To>
+__device__ void copy_span(const PushShardArgs& args, const Unit* from, int count, To to) {
   const Span<Unit> span = span_of<Unit>(args.bytes);
-  const Unit* from = at<const Unit>(args.input);
-  for (int64_t i = span.begin + threadIdx.x; i < span.end; i += kThreads) {
-    const Unit value = from[i];
-    for (int step = 1; step <= comm.num_ranks; ++step) {
-      const Address to = args.targets[(comm.rank + step) % comm.num_ranks];
-      if (to != 0) at<Unit>(to)[i] = value;
+  for (int64_t first = span.begin + threadIdx.x; first < span.end; first += kAhead * kThreads) {
+    Unit values[kAhead] = {};
+#pragma unroll
+    for (int v = 0; v < kAhead; ++v)
+      if (first + v * kThreads < span.end) values[v] = load(from + first + v * kThreads);
+    for (int index = 0; index < count; ++index) {
+      const Address address = to(index);
+      if (address == 0) continue;
+#pragma unroll
+      for (int v = 0; v < kAhead; ++v)
+        if (first + v * kThreads < span.end) at<Unit>(address)[first + v * kThreads] = values[v];
     }
   }
 }
 
-// Peers have written the staging block: loads that the compiler cannot make non-coherent.
+template <class Unit>
+__device__ void push_span(const PushShardArgs& args) {
+  const Comm& comm = args.comm;
+  copy_span(args, at<const Unit>(args.input), comm.num_ranks,
+            [&](int index) { return args.targets[(comm.rank + 1 + index) % comm.num_ranks]; });
+}
+
 template <class Unit>
 __device__ void fetch_span(const PushShardArgs& args) {
-  const Comm& comm = args.comm;
-  const Span<Unit> span = span_of<Unit>(args.bytes);
-  for (int r = 0; r < comm.num_ranks; ++r) {
-    if (r == comm.rank) continue;
-    const volatile Unit* from = at<const volatile Unit>(args.landing, r * args.bytes);
-    for (int64_t i = span.begin + threadIdx.x; i < span.end; i += kThreads) at<Unit>(args.outputs[r])[i] = from[i];
-  }
-}
-template <>
-__device__ void fetch_span<int4>(const PushShardArgs& args) {
-  const Comm& comm = args.comm;
-  const Span<int4> span = span_of<int4>(args.bytes);
-  for (int r = 0; r < comm.num_ranks; ++r) {
-    if (r == comm.rank) continue;
-    const int4* from = at<const int4>(args.landing, r * args.bytes);
-    for (int64_t i = span.begin + threadIdx.x; i < span.end; i += kThreads)
-      at<int4>(args.outputs[r])[i] = ptx::ld_coherent(from + i);
-  }
+  for (int r = 0; r < args.comm.num_ranks; ++r)
+    if (r != args.comm.rank)
+      copy_span(args, at<const Unit>(args.landing, r * args.bytes), 1, [&](int) { return args.outputs[r]; });
 }
 
 template <class Unit>
@@ -84,7 +91,7 @@ __global__ void __launch_bounds__(kThreads) push_kernel(const __grid_constant__ 
     ok = meet_after(run, cta);
   }
   if (ok && args.landing != 0) fetch_span<Unit>(args);
-  if (!ok) poison<Unit>(args);
+  if (!ok) poison(args);
   leave_collective(run, ok);
 }
 
@@ -96,7 +103,7 @@ __global__ void open_kernel(const __grid_constant__ PushShardArgs args) {
 __global__ void close_kernel(const __grid_constant__ PushShardArgs args) {
   const Run run = enter_collective(args.comm, kGather);
   const bool ok = run.ok && meet_after(run, 0);
-  if (!ok) poison<unsigned char>(args);
+  if (!ok) poison(args);
   leave_collective(run, ok);
 }
 

@@ -1,0 +1,174 @@
+"""The control path of gathers and scatters on GPUs, on CPUs: kernels that do what the arguments say, in plain copies.
+
+It is where shards are pushed to and pulled from, the staging block and its pieces, and what goes which way, that is
+judged here; kernels, streams and handshakes are judged in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter
+from ep_plugin.collectives import cuda
+from ep_plugin.collectives.base import Collective
+from ep_plugin.collectives.cuda import CudaNode, gather_ctas
+from tests.collective_cases import BF16, FP32, gathered_by_gloo, poisoned, reduced, same_bits, shard
+from tests.ranks import run_ranks, values
+
+STAGING_BYTES = 1000 * 16
+DTYPES = {_C.Element.FLOAT32: FP32, _C.Element.BFLOAT16: BF16}
+
+
+class _Arguments(SimpleNamespace):
+    """Any kernel's arguments, lists too."""
+
+    def __getattr__(self, name: str) -> Any:
+        assert name.startswith("set_"), name
+        return lambda ranks: setattr(self, name.removeprefix("set_"), list(ranks))
+
+
+class _Kernels:
+    """What the two kernels do, between barriers of the node in place of handshakes."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.pushed: list[_Arguments] = []
+
+    def push_shard(self, args: _Arguments) -> None:
+        self.pushed.append(args)
+        dist.barrier(self._group)
+        for target in filter(None, args.targets):
+            ctypes.memmove(target, args.input, args.bytes)
+        dist.barrier(self._group)
+        if args.landing:
+            for rank, output in enumerate(args.outputs):
+                if rank != args.comm.rank:
+                    ctypes.memmove(output, args.landing + rank * args.bytes, args.bytes)
+
+    def pull_shards(self, args: _Arguments) -> None:
+        dist.barrier(self._group)
+        dtype = DTYPES[args.element]
+        parts = [_memory(source, args.bytes).view(dtype) for source in args.sources]
+        total = parts[0].to(FP32)
+        for part in parts[1:]:
+            total = total + part
+        _memory(args.output, args.bytes).view(dtype).copy_(total * args.scale if args.scale != 1 else total)
+        dist.barrier(self._group)
+
+
+def _memory(address: int, nbytes: int, _: Any = None) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def _as_on_gpus(made: Collective, path: str, per_node: int) -> _Kernels:
+    """Gives the object's engine the node that serves GPUs."""
+    groups = [
+        dist.new_group(list(range(first, first + per_node))) for first in range(0, dist.get_world_size(), per_node)
+    ]
+    names = ("place_word", "staging_block", "most_ctas")
+    cuda._C = SimpleNamespace(
+        PushShardArgs=_Arguments, PullShardsArgs=_Arguments, **{name: getattr(_C, name) for name in names}
+    )
+    cuda.bytes_at = _memory
+    engine = made.engine_on(torch.device("cpu"))
+    node = CudaNode.__new__(CudaNode)
+    node._engine, node._path = weakref.proxy(engine), path
+    node._lanes = SimpleNamespace(enter=lambda: 0, capturing=lambda: False)
+    node.staging = engine.memory.allocate(STAGING_BYTES, "staging")
+    node._step = STAGING_BYTES // engine.node_size // 16 * 16
+    node.number, node.words, node.pending = 0, torch.zeros(2, dtype=torch.int64), deque()
+    engine.inside = node
+    engine.kernels = _Kernels(groups[dist.get_rank() // per_node])
+    return engine.kernels
+
+
+def _gathers(rank: int, size: int, per_node: int, path: str) -> None:
+    gather = HierarchicalAllGather()
+    kernels = _as_on_gpus(gather, path, per_node)
+    for seed, count in enumerate((1, 17, 4096, 20_001)):
+        mine = shard(seed, rank, count, BF16)
+        expected = gathered_by_gloo(mine)
+        foreign = poisoned(size * count, BF16)
+        gather(foreign, mine)
+        assert same_bits(foreign, expected), f"foreign output, {count}"
+        kernels.pushed.clear()
+        ours = gather.allocate(size * count, BF16)
+        ours.copy_(poisoned(size * count, BF16))
+        part = ours.narrow(0, rank * count, count)
+        part.copy_(mine)
+        gather(ours, part)
+        assert same_bits(ours, expected), f"in place, {count}"
+        assert all(args.landing == 0 for args in kernels.pushed), "an allocated output went through the staging block"
+        ours.copy_(poisoned(size * count, BF16))
+        gather.all_gather(list(ours.chunk(size)), mine)
+        assert same_bits(ours, expected), f"parts of an allocated output, {count}"
+        listed = [poisoned(count, BF16) for _ in range(size)]
+        gather.all_gather(listed, mine)
+        assert same_bits(torch.cat(listed), expected), f"list, {count}"
+    assert {args.num_ctas > 0 for args in kernels.pushed} == {path != "copy_engine"}
+    numbers = [args.number for args in kernels.pushed]
+    assert numbers == (sorted(set(numbers)) if path == "copy_engine" else [0] * len(numbers))
+    gather.close()
+
+
+@pytest.mark.parametrize(("size", "per_node", "path"), [(2, 2, "auto"), (3, 3, "copy_engine"), (4, 2, "sm")])
+def test_shards_are_pushed_where_they_belong(size: int, per_node: int, path: str) -> None:
+    environment = {"EP_PLUGIN_RANKS_PER_NODE": str(per_node)}
+    values(run_ranks(size, _gathers, size, per_node, path, env=environment))
+
+
+def _scatters(rank: int, size: int, per_node: int) -> None:
+    scatter = HierarchicalReduceScatter()
+    _as_on_gpus(scatter, "auto", per_node)
+    for seed, count in enumerate((1, 17, 4096, 20_001)):
+        for dtype in (BF16, FP32):
+            whole = [shard(seed, source, size * count, dtype).view(size, count) for source in range(size)]
+            expected = reduced(whole, rank, per_node, 1 / size)
+            out = poisoned(count, dtype)
+            scatter(out, whole[rank].flatten(), op=dist.ReduceOp.AVG)
+            assert same_bits(out, expected), f"foreign input, {count} of {dtype}"
+            ours = scatter.allocate(size * count, dtype)
+            ours.copy_(whole[rank].flatten())
+            out = poisoned(count, dtype)
+            scatter(out, ours, op=dist.ReduceOp.AVG)
+            assert same_bits(out, expected), f"allocated input, {count} of {dtype}"
+    scatter.close()
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(2, 2), (3, 3), (4, 2)])
+def test_shards_are_pulled_from_where_they_lie(size: int, per_node: int) -> None:
+    values(run_ranks(size, _scatters, size, per_node, env={"EP_PLUGIN_RANKS_PER_NODE": str(per_node)}))
+
+
+@pytest.mark.parametrize(
+    ("path", "nbytes", "ranks", "ctas"),
+    [
+        ("auto", 16, 4, 1),
+        ("auto", 1 << 20, 4, 32),
+        ("auto", cuda.SM_BELOW_BYTES // 4, 4, 0),
+        ("auto", cuda.SM_BELOW_BYTES // 4 - 16, 4, 32),
+        ("sm", 1 << 30, 4, 32),
+        ("sm", 3 * (16 << 10), 8, 3),
+        ("copy_engine", 16, 2, 0),
+    ],
+)
+def test_which_way_a_gather_goes(path: str, nbytes: int, ranks: int, ctas: int) -> None:
+    assert gather_ctas(path, nbytes, ranks) == ctas
+
+
+@pytest.mark.parametrize("given", ["", "copy-engine", None])
+def test_bad_path(given: Any) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="path: expected one of auto, copy_engine, sm, got"):
+            HierarchicalAllGather(path=given)
+    finally:
+        dist.destroy_process_group()
