@@ -89,7 +89,7 @@ class EpPlugin:
 
         Kernels that work out where rows go run before those, for some microseconds, on SMs that are not counted.
         """
-        sms = self.comm.engine.sms
+        sms = self.comm.engine.sms_for(self._workload.tokens)
         dispatch = sms["quantize_sms" if quantize else "dispatch_sms"] + sms["expand_sms"]
         combine = sms["combine_sms"] + sms["add_sms"]
         return {DISPATCH: dispatch, CACHED: dispatch, COMBINE: combine, ROUNDTRIP: max(dispatch, combine)}[what]

@@ -29,6 +29,7 @@ class PendingCombine:
     bias: torch.Tensor | None
     extra: torch.Tensor | None
     routing: KnownRouting
+    sms: dict[str, int]
     made: Sums | None = None  # the sums, where they were there before the rows were sent
     result: Sums | None = None
 
@@ -47,14 +48,14 @@ def start_combine(
     weight_bytes = 0 if extra is None else extra.element_size()
     header = header_of(_COMBINE, row_bytes, 0, weight_bytes, K, y.dtype, engine.layout, engine.config_hash, T)
     engine.reserve(COMBINE_POOL, _pool_bytes(engine, routing, _C.partial_bytes(row_bytes, weight_bytes, K)))
-    pending = PendingCombine(header, y, weights, bias, extra, routing)
+    pending = PendingCombine(header, y, weights, bias, extra, routing, engine.sms_for(T))
     push = _push_args(engine, pending)
-    if engine.sms["add_sms"] > 0:
+    if pending.sms["add_sms"] > 0:
         engine.lanes.fork()
         engine.kernels.push(push)
         return pending
     pending.made = _empty_sums(pending)
-    add = _add_args(engine, pending, pending.made, engine.sms["combine_sms"], engine.lanes.send)
+    add = _add_args(engine, pending, pending.made, pending.sms["combine_sms"], engine.lanes.send)
     engine.lanes.fork()
     engine.kernels.push_and_add(push, add)
     return pending
@@ -67,7 +68,7 @@ def finish_combine(engine: Engine, pending: PendingCombine) -> Sums:
         made = _empty_sums(pending)
         engine.lanes.fork_receive()
         admit(engine, _ADD)
-        engine.kernels.add(_add_args(engine, pending, made, engine.sms["add_sms"], engine.lanes.receive))
+        engine.kernels.add(_add_args(engine, pending, made, pending.sms["add_sms"], engine.lanes.receive))
         engine.lanes.join()
     else:
         engine.lanes.join(received=False)
@@ -94,7 +95,7 @@ def _push_args(engine: Engine, pending: PendingCombine) -> Any:
         extra=address(pending.extra),
         hidden=y.shape[1],
         element=ELEMENTS[y.dtype],
-        num_sms=engine.sms["combine_sms"],
+        num_sms=pending.sms["combine_sms"],
         stream=engine.lanes.send,
     )
 

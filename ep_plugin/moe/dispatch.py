@@ -66,6 +66,7 @@ class PendingDispatch:
     call: DispatchCall
     header: Any
     struct: Any
+    sms: dict[str, int]
     topk_ids: torch.Tensor
     plan: torch.Tensor
     block_counts: torch.Tensor | None
@@ -90,7 +91,7 @@ def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
     engine.lanes.fork()
     if call.previous is None:
         _plan_and_notify(engine, pending)
-    if engine.sms["expand_sms"] == 0:
+    if pending.sms["expand_sms"] == 0:
         _send_and_expand(engine, pending)
         return pending
     needed = _known_pool_bytes(engine, pending)
@@ -110,7 +111,7 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
         engine.lanes.hand_over(pending.made)
         engine.check()
         return pending.made
-    args, counts = _expand_args(engine, pending, engine.sms["expand_sms"], engine.lanes.receive)
+    args, counts = _expand_args(engine, pending, pending.sms["expand_sms"], engine.lanes.receive)
     admitted = False
     if pending.ticket:
         if pending.reserved:  # beside the host's wait
@@ -133,10 +134,10 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
 
 def _pending(engine: Engine, call: DispatchCall) -> PendingDispatch:
     previous = call.previous
-    header = _dispatch_header(engine, call)
+    header, sms = _dispatch_header(engine, call), engine.sms_for(call.x.shape[0])
     if previous is not None:
         ids, plan, *_ = previous.tensors
-        return PendingDispatch(call, header, previous.struct, ids, plan, None, None, numbers=previous.totals)
+        return PendingDispatch(call, header, previous.struct, sms, ids, plan, None, None, numbers=previous.totals)
     T, K = call.topk_ids.shape
     plan = torch.empty(engine.plan_words(T, K), dtype=torch.int32, device=engine.device)
     topk_ids = plan.new_empty((T, K))
@@ -146,7 +147,7 @@ def _pending(engine: Engine, call: DispatchCall) -> PendingDispatch:
     else:
         totals, ticket = torch.full((1,), call.capacity, dtype=torch.int64, device="cpu"), 0
     struct = routing_struct(engine, topk_ids, plan, None)
-    return PendingDispatch(call, header, struct, topk_ids, plan, block_counts, totals, ticket)
+    return PendingDispatch(call, header, struct, sms, topk_ids, plan, block_counts, totals, ticket)
 
 
 def _dispatch_header(engine: Engine, call: DispatchCall) -> Any:
@@ -196,7 +197,7 @@ def _send_and_expand(engine: Engine, pending: PendingDispatch) -> None:
     """The rest of a dispatch whose output is there before it is sent."""
     pending.reserved = True  # before the launch
     send = _send_args(engine, pending)
-    expand, counts = _expand_args(engine, pending, _sending_sms(engine, pending.call), engine.lanes.send)
+    expand, counts = _expand_args(engine, pending, _sending_sms(pending), engine.lanes.send)
     if pending.ticket:
         pending.wait_totals(engine)
     needed = _known_pool_bytes(engine, pending)
@@ -231,7 +232,7 @@ def _send_args(engine: Engine, pending: PendingDispatch) -> Any:
         scales=address(scales),
         scale_stride=0 if scales is None else scales.stride(0) * scales.element_size(),
         weights=address(call.weights),
-        num_sms=_sending_sms(engine, call),
+        num_sms=_sending_sms(pending),
         optimistic=int(not pending.reserved),
         quantize=int(call.quantize is not None),
         element=ELEMENTS[x.dtype] if call.quantize is not None else 0,
@@ -239,8 +240,8 @@ def _send_args(engine: Engine, pending: PendingDispatch) -> Any:
     )
 
 
-def _sending_sms(engine: Engine, call: DispatchCall) -> int:
-    return engine.sms["dispatch_sms" if call.quantize is None else "quantize_sms"]
+def _sending_sms(pending: PendingDispatch) -> int:
+    return pending.sms["dispatch_sms" if pending.call.quantize is None else "quantize_sms"]
 
 
 def _expand_args(engine: Engine, pending: PendingDispatch, sms: int, stream: int) -> tuple[Any, torch.Tensor]:

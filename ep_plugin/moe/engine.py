@@ -26,22 +26,24 @@ if TYPE_CHECKING:
 
 DISPATCH_POOL, COMBINE_POOL = _C.Pool.DISPATCH, _C.Pool.COMBINE
 # SMs of the sending and of the receiving kernel of each operation, and what they leave to others at least.
-# quantize_sms: of a send that quantises, which computes for longer than it stores; dispatch_sms goes before it.
-DEFAULT_SMS = {"dispatch_sms": 12, "quantize_sms": 20, "expand_sms": 64, "combine_sms": 20, "add_sms": 24}
+# quantize_sms: of a send that quantises, which computes for longer than it stores; dispatch_sms goes before it. Batches of
+# at most SMALL_BATCH_TOKENS do not fill the links, and are done sooner the more warps they have.
+DEFAULT_SMS = {"dispatch_sms": 10, "quantize_sms": 20, "expand_sms": 64, "combine_sms": 24, "add_sms": 24}
+SMALL_BATCH_SMS = {"dispatch_sms": 32, "quantize_sms": 32, "expand_sms": 64, "combine_sms": 40, "add_sms": 48}
+SMALL_BATCH_TOKENS = 1024
 RUN_TOGETHER = (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms"))
 FREE_SMS = 32
 
 
-def _sms_of(config: MoECommunicatorConfig, device: torch.device) -> dict[str, int]:
-    """SMs of each kernel: the configuration's, else the defaults, cut to a device that has fewer."""
-    asked = {name: getattr(config, "dispatch_sms" if name == "quantize_sms" else name) for name in DEFAULT_SMS}
+def _sms_of(config: MoECommunicatorConfig, device: torch.device, defaults: dict[str, int]) -> dict[str, int]:
+    """SMs of each kernel: the configuration's, else `defaults`, cut to what others leave and the device has."""
+    asked = {name: getattr(config, "dispatch_sms" if name == "quantize_sms" else name) for name in defaults}
     if device.type != "cuda":
-        return {name: default if asked[name] is None else asked[name] for name, default in DEFAULT_SMS.items()}
+        return {name: default if asked[name] is None else asked[name] for name, default in defaults.items()}
     usable = max(torch.cuda.get_device_properties(device).multi_processor_count - FREE_SMS, 2)
-    share = min(1.0, usable / max(DEFAULT_SMS[first] + DEFAULT_SMS[second] for first, second in RUN_TOGETHER))
+    share = min(1.0, usable / max(defaults[first] + defaults[second] for first, second in RUN_TOGETHER))
     sms = {
-        name: max(1, int(default * share)) if asked[name] is None else asked[name]
-        for name, default in DEFAULT_SMS.items()
+        name: max(1, int(default * share)) if asked[name] is None else asked[name] for name, default in defaults.items()
     }
     if config.dispatch_sms is None:
         sms["quantize_sms"] = max(1, min(sms["quantize_sms"], usable - sms["expand_sms"]))
@@ -68,8 +70,7 @@ class Engine(BaseEngine):
         self.config_hash = config.agreement_hash()
         self.flat = config.resolved_layout is DispatchLayout.FLAT
         self.layout = _C.Layout[config.resolved_layout.name]
-        self.sms = _sms_of(config, device)
-        _check_sms(config, device)
+        self._use_sms(config)
         self.lanes = lanes_of(device)
         self._agree(config)
         self.local_experts = config.num_experts // self.size
@@ -94,9 +95,19 @@ class Engine(BaseEngine):
         if unknown:
             raise ValueError(f"set_sms: expected names among {', '.join(SMS_FIELDS)}, got {', '.join(sorted(unknown))}")
         given = {name: count for name, count in sms.items() if count is not None}
-        config = dataclasses.replace(self.config, **given)  # type: ignore[arg-type]
-        _check_sms(config, self.device)
-        self.sms, self.asked_sms = _sms_of(config, self.device), sms
+        self._use_sms(dataclasses.replace(self.config, **given))  # type: ignore[arg-type]
+        self.asked_sms = sms
+
+    def sms_for(self, num_tokens: int) -> dict[str, int]:
+        """SMs of each kernel for an operation on so many tokens of this rank. Ranks may differ."""
+        return self._small_batch_sms if num_tokens <= SMALL_BATCH_TOKENS else self.sms
+
+    def _use_sms(self, config: MoECommunicatorConfig) -> None:
+        sms = _sms_of(config, self.device, DEFAULT_SMS)
+        _check_sms(sms, self.device)
+        asks_none = all(getattr(config, name) is None for name in SMS_FIELDS)
+        self.sms = sms
+        self._small_batch_sms = _sms_of(config, self.device, SMALL_BATCH_SMS) if asks_none else sms
 
     def _agree(self, config: MoECommunicatorConfig) -> None:
         """Refuses, before anything is allocated, what this group cannot serve or does not agree on."""
@@ -214,12 +225,11 @@ def _watch_of(engine: Engine, growing: tuple[str, int] | None = None) -> Callabl
     return watch
 
 
-def _check_sms(config: MoECommunicatorConfig, device: torch.device) -> None:
+def _check_sms(sms: dict[str, int], device: torch.device) -> None:
     """A sending and a receiving kernel run at the same time, and leave SMs for whoever must run beside them."""
     if device.type != "cuda":
         return
     present = torch.cuda.get_device_properties(device).multi_processor_count
-    sms = _sms_of(config, device)
     for first, second in RUN_TOGETHER:
         if sms[first] + sms[second] > present - FREE_SMS:
             raise ValueError(
