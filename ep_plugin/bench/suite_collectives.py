@@ -154,7 +154,9 @@ def _ways(
             peer()
         except (AttributeError, ImportError, RuntimeError, TypeError) as error:
             reason = str(error).splitlines()
-            left_out.append(f"{name} is left out: {type(error).__name__}: {reason[0]} {reason[-1] if reason[1:] else ''}")
+            left_out.append(
+                f"{name} is left out: {type(error).__name__}: {reason[0]} {reason[-1] if reason[1:] else ''}"
+            )
             continue
         yield Way(impl=name, run=peer, source=source, out=out)
 

@@ -2,8 +2,8 @@
 //
 // Every CTA has parts of the shard; see rendezvous.cuh for how it meets the CTAs of its index. What it loads lies in
 // peers' memory, and must be many bytes at a time: rows of a shard that lies on 16 bytes come through shared memory in
-// bulk (reduce.cuh), a row's term from each rank. The rest, and other shards, are loaded by threads, several words of one
-// source under way before the first is added.
+// bulk (reduce.cuh), a row's term from each rank. The rest, and other shards, are loaded by threads, several words of
+// one source under way before the first is added.
 #include "reduce.cuh"
 #include "rendezvous.cuh"
 
