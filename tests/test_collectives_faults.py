@@ -199,7 +199,7 @@ def test_ranks_that_disagree_on_the_object() -> None:
 
 def _unknown_host(rank: int) -> str:
     if rank == 1:
-        topology.host_identity = lambda: "localhost"
+        topology.host_identity = lambda *_: "localhost"
     with pytest.raises(ValueError) as caught:
         _gather(HierarchicalAllGather(), 10)
     return str(caught.value)
@@ -212,7 +212,7 @@ def test_a_rank_that_does_not_know_its_host() -> None:
 
 
 def _uneven_nodes(rank: int) -> str:
-    topology.host_identity = lambda: f"machine{rank // 2}/boot"
+    topology.host_identity = lambda *_: f"machine{rank // 2}/boot"
     with pytest.raises(NotSupported) as caught:
         _gather(HierarchicalAllGather(), 10)
     return str(caught.value)

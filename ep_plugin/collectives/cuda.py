@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ep_plugin.collectives.engine import CollectiveEngine
 
 CONTROL_BYTES = _C.device_control_bytes
-SM_BELOW_BYTES = 16 << 20  # gathered
+SM_BELOW_BYTES = 32 << 20  # gathered
 STAGING_BYTES = 32 << 20
 _BYTES_PER_CTA = 16 << 10  # of a shard
 

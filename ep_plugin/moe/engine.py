@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,11 @@ SMALL_BATCH_SMS = {"dispatch_sms": 32, "quantize_sms": 32, "expand_sms": 64, "co
 SMALL_BATCH_TOKENS = 1024
 RUN_TOGETHER = (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms"))
 FREE_SMS = 32
+
+
+def _default_dispatch_sms(ranks: int) -> int:
+    """SMs whose stores fill the links: one stores a seventh of what they take, and rows that stay here are stored too."""
+    return max(DEFAULT_SMS["dispatch_sms"], math.ceil(7.2 * ranks / max(ranks - 1, 1)))
 
 
 def _sms_of(config: MoECommunicatorConfig, device: torch.device, defaults: dict[str, int]) -> dict[str, int]:
@@ -103,7 +109,7 @@ class Engine(BaseEngine):
         return self._small_batch_sms if num_tokens <= SMALL_BATCH_TOKENS else self.sms
 
     def _use_sms(self, config: MoECommunicatorConfig) -> None:
-        sms = _sms_of(config, self.device, DEFAULT_SMS)
+        sms = _sms_of(config, self.device, DEFAULT_SMS | {"dispatch_sms": _default_dispatch_sms(self.size)})
         _check_sms(sms, self.device)
         asks_none = all(getattr(config, name) is None for name in SMS_FIELDS)
         self.sms = sms

@@ -46,14 +46,25 @@ class PluginAllGather(AllGather):
 class PluginReduceScatter(ReduceScatter):
     """Reduces one parameter group's gradients; the attributes are as PluginAllGather's."""
 
-    def __init__(self, _: Any, replaced: ReduceScatter) -> None:
+    def __init__(self, parameter_group: Any, replaced: ReduceScatter) -> None:
+        self._parameter_group = parameter_group
         self.replaced = replaced
         self.user = communicators.new_user()
         self.launches = 0
+        self._input_numel = 0  # of an input that was asked for, and its output not yet
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Ordinary memory, input or output: gradients are views of the output, at offsets from its storage's start."""
-        return torch.empty(tuple(size), dtype=dtype, device=device)
+        """Uninitialised and one-dimensional. FSDP2 asks for an input and then for its output, a rank's share of it.
+
+        Peers map the input. The output is ordinary memory: gradients are views of it, and live as long as they do.
+        """
+        numel = math.prod(int(extent) for extent in size)
+        group = self._parameter_group._reduce_scatter_process_group
+        if self._input_numel == numel * group.size():
+            self._input_numel = 0
+            return torch.empty(numel, dtype=dtype, device=device)
+        self._input_numel = numel
+        return communicators.of(self.user, group, device).allocate_input(self.user, numel, dtype)
 
     def __call__(
         self,

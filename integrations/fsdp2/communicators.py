@@ -23,7 +23,9 @@ class Pair:
         self.group, self.device = group, device
         self.all_gather = HierarchicalAllGather(group)
         self.reduce_scatter = HierarchicalReduceScatter(group)
+        # By user: bytes of its gathers, and of its reductions' inputs.
         self._sizes: dict[int, int] = {}
+        self._input_sizes: dict[int, int] = {}
 
     def allocate(self, user: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """``[numel]``, uninitialised, for ``user``'s next gather: memory that peers map, if others gather as much.
@@ -32,14 +34,29 @@ class Pair:
         FSDP2 needs at its peak; what only one module needs, such as a large embedding, would add to that peak, so it is
         ordinary memory, and the gather copies.
         """
+        return self._allocate(self.all_gather, self._sizes, user, numel, dtype)
+
+    def allocate_input(self, user: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The same for ``user``'s next reduction: the previous layer's input is alive until the next one's is reduced."""
+        return self._allocate(self.reduce_scatter, self._input_sizes, user, numel, dtype)
+
+    def _allocate(
+        self,
+        collective: HierarchicalAllGather | HierarchicalReduceScatter,
+        sizes: dict[int, int],
+        user: int,
+        numel: int,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
         nbytes = numel * dtype.itemsize
-        self._sizes[user] = nbytes
-        if any(other != user and nbytes <= 2 * size and size <= 2 * nbytes for other, size in self._sizes.items()):
-            return self.all_gather.allocate(numel, dtype=dtype, device=self.device)
+        sizes[user] = nbytes
+        if any(other != user and nbytes <= 2 * size and size <= 2 * nbytes for other, size in sizes.items()):
+            return collective.allocate(numel, dtype=dtype, device=self.device)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def forget(self, user: int) -> None:
         self._sizes.pop(user, None)
+        self._input_sizes.pop(user, None)
 
     def close(self) -> None:
         self.all_gather.close()
