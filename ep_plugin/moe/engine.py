@@ -37,7 +37,7 @@ FREE_SMS = 32
 
 
 def _default_dispatch_sms(ranks: int) -> int:
-    """SMs whose stores fill the links: one stores a seventh of what they take, and rows that stay here are stored too."""
+    """SMs whose stores fill the links, of which one fills a seventh: rows that stay here are stored too."""
     return max(DEFAULT_SMS["dispatch_sms"], math.ceil(7.2 * ranks / max(ranks - 1, 1)))
 
 

@@ -37,7 +37,7 @@ class Pair:
         return self._allocate(self.all_gather, self._sizes, user, numel, dtype)
 
     def allocate_input(self, user: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same for ``user``'s next reduction: the previous layer's input is alive until the next one's is reduced."""
+        """The same for the input of ``user``'s next reduction, which lives until the next layer's is reduced."""
         return self._allocate(self.reduce_scatter, self._input_sizes, user, numel, dtype)
 
     def _allocate(
