@@ -70,8 +70,9 @@ class StreamLanes:
 class CudaNode:
     """The operations of one communicator. `shards` and `outputs` are uint8 ``[bytes]``, one for each rank of the node.
 
-    All ranks pass outputs (inputs) of the same place in the same block, or all pass other memory: kernels compare what
-    ranks pass, copy engines wait for a peer that does otherwise until the deadline.
+    All ranks pass outputs (inputs) of the same place in the same block, or all pass other memory. Kernels compare what
+    ranks pass. Copy engines cannot: a peer that passes another block is waited for until the deadline, and other sizes
+    in one block are not noticed.
     """
 
     def __init__(self, engine: CollectiveEngine, lanes: StreamLanes, path: str) -> None:
@@ -82,7 +83,8 @@ class CudaNode:
         self._step = STAGING_BYTES // engine.node_size // 16 * 16
         self.number = 0  # of operations by copy engines outside of graphs
         self.words = torch.zeros(2, dtype=torch.int64, pin_memory=True)  # begun and finished, see PushShardArgs
-        self.pending: deque[tuple[int, int, int, int]] = deque()  # of each: number, block, address and bytes
+        # Of each: number, block, addresses of what it fills here, and bytes of each.
+        self.pending: deque[tuple[int, int, list[int], int]] = deque()
         watchdog.add(self)
 
     @property
@@ -107,6 +109,7 @@ class CudaNode:
     def scatter(self, out: torch.Tensor, shards: list[torch.Tensor], element: int, scale: float) -> None:
         """out = scale * the sum over the ranks of their shards for this one."""
         engine = self._engine
+        self._lanes.enter()  # the staging block may still be read
         place = self._place_of(shards)
         if place is not None:
             block, first, mine = place
@@ -152,8 +155,11 @@ class CudaNode:
             finished = int(self.words[1])
             while self.pending and self.pending[0][0] <= finished:
                 self.pending.popleft()
-            first = landing or engine.blocks.address_at(engine.index, block) + offset
-            self.pending.append((self.number, block, first, nbytes * engine.node_size))
+            filled = [output.data_ptr() for output in outputs]
+            if landing:
+                filled = [landing + index * nbytes for index in range(engine.node_size)]
+            del filled[engine.index]
+            self.pending.append((self.number, block, filled, nbytes))
         args = _C.PushShardArgs(
             comm=engine.comm,
             input=shard.data_ptr(),

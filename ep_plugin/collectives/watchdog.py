@@ -92,14 +92,16 @@ def _look(node: CudaNode) -> bool:
 
 def _release(node: CudaNode, number: int) -> None:
     engine = node.engine
-    block, address, nbytes = next((rest for n, *rest in list(node.pending) if n == number), (0, 0, 0))
+    waiting = [entry for entry in list(node.pending) if entry[0] >= number]
+    block = waiting[0][1] if waiting else 0
     with torch.cuda.device(engine.device), torch.cuda.stream(_side_stream(engine.device)):
         control = bytes_at(engine.control_address, _C.device_control_bytes, engine.device)
         ready, done, end = _C.device_words(block)
         seen = [control[at : at + 8 * engine.node_size].view(torch.int64).cpu().tolist() for at in (ready, done)]
         _record(node, number, *seen)
-        if nbytes:
-            bytes_at(address, nbytes, engine.device).fill_(0xFF)
+        for _, _, addresses, nbytes in waiting:  # those behind it run too, once it is released
+            for address in addresses:
+                bytes_at(address, nbytes, engine.device).fill_(0xFF)
         state = engine.state[_C.fault_offset : _C.fault_offset + 8].view(torch.int64)
         state.copy_(torch.ones(1, dtype=torch.int64))
         words = control[:end].view(torch.int64)

@@ -48,7 +48,7 @@ void expand(const ExpandArgs& args) {
       args.routing.num_tokens <= kTokensInParts
           ? cut_in_parts(lay.image, lay.row, kCopyWarps, ExpandJob::kStages, list, room.shared_bytes)
           : cut_for_warps(lay.image, kLeastCopyWarps, kCopyWarps, ExpandJob::kStages, list, room.shared_bytes);
-  if (room.bulk && args.comm.plain == 0 && lay.row < cut.piece_bytes)
+  if (room.bulk && args.comm.plain == 0 && cut.warps >= 1 && lay.row < cut.piece_bytes)
     launch_expand<true>(args, cut);
   else
     launch_expand<false>(args, uncut(lay.image, kCopyWarps, list));

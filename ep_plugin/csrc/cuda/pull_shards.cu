@@ -4,6 +4,7 @@
 // peers' memory, and must be many bytes at a time: rows of a shard that lies on 16 bytes come through shared memory in
 // bulk (reduce.cuh), a row's term from each rank. The rest, and other shards, are loaded by threads, several words of
 // one source under way before the first is added.
+#include "copy.cuh"
 #include "reduce.cuh"
 #include "rendezvous.cuh"
 
@@ -125,12 +126,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     sum_span<Element, Access>(args, kBulk ? args.bytes / kRowBytes * kRowBytes : 0);
     ok = meet_after(run, cta);
   }
-  if (!ok) {
-    unsigned char* to = at<unsigned char>(args.output);
-    for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < args.bytes;
-         i += static_cast<int64_t>(gridDim.x) * kThreads)
-      to[i] = 0xFF;
-  }
+  if (!ok) fill_bytes(args.output, args.bytes, 0xFF, threadIdx.x, blockDim.x);  // each CTA that fails: others may not
   leave_collective(run, ok);
 }
 

@@ -4,6 +4,7 @@
 // handshakes by stream memory operations, no SM at all; in a graph, whose values would be frozen, by a kernel of one
 // CTA. Small shards: one kernel, a part of the shard for each CTA; see rendezvous.cuh. An output that peers have not
 // mapped is copied from the staging block, by the kernel or the copy engine.
+#include "copy.cuh"
 #include "rendezvous.cuh"
 #include "stream_words.h"
 
@@ -19,21 +20,25 @@ struct Span {
   int64_t begin, end;
 };
 
-// The units of a shard that are this CTA's.
+// The units of a shard that are this CTA's: the same bytes on every rank, whatever units their addresses allow, since a
+// CTA has met those of its index alone.
 template <class Unit>
 __device__ Span<Unit> span_of(int64_t bytes) {
-  const int64_t units = bytes / static_cast<int64_t>(sizeof(Unit));
-  return {units * blockIdx.x / gridDim.x, units * (blockIdx.x + 1) / gridDim.x};
+  constexpr int64_t kLargest = 16, kSize = sizeof(Unit);
+  const int64_t parts = ceil_div(bytes, kLargest);
+  const int64_t begin = kLargest * (parts * blockIdx.x / gridDim.x);
+  const int64_t end = kLargest * (parts * (blockIdx.x + 1) / gridDim.x);
+  return {begin / kSize, min(end, bytes) / kSize};
 }
 
+// By every CTA that fails: others may not. Where outputs are copied from the staging block later, that too.
 __device__ void poison(const PushShardArgs& args) {
   const Comm& comm = args.comm;
   for (int r = 0; r < comm.num_ranks; ++r) {
     if (r == comm.rank) continue;
-    unsigned char* to = at<unsigned char>(args.outputs[r]);
-    for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < args.bytes;
-         i += static_cast<int64_t>(gridDim.x) * kThreads)
-      to[i] = 0xFF;
+    fill_bytes(args.outputs[r], args.bytes, 0xFF, threadIdx.x, blockDim.x);
+    if (args.landing != 0)
+      fill_bytes(args.landing + static_cast<uint64_t>(r * args.bytes), args.bytes, 0xFF, threadIdx.x, blockDim.x);
   }
 }
 

@@ -78,7 +78,7 @@ void choose_send(const SendArgs& args) {
       in_parts ? cut_in_parts(lay.image, lay.row, kMostWarps, Job::kStages, Job::kStages * list, room.shared_bytes)
                : cut_for_warps(lay.image, kLeastSendWarps<From>, most_warps<From>(lay), Job::kStages,
                                Job::kStages * list, room.shared_bytes);
-  if (room.bulk && args.comm.plain == 0 && sends_in_bulk<From>(lay, cut))
+  if (room.bulk && args.comm.plain == 0 && cut.warps >= 1 && sends_in_bulk<From>(lay, cut))
     launch_send<true, From>(args, cut);
   else
     launch_send<false, From>(args, uncut(lay.image, kMostWarps, list));
