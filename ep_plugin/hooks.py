@@ -105,7 +105,7 @@ def record(name: str, state: str, detail: str) -> None:
 
 def _wait_for(name: str, integration: Integration) -> None:
     record(name, "waiting", f"{integration.module} has not been imported")
-    if integration.package:
+    if integration.package and not _is_being_imported(integration.package):
         _after_import(integration.package, lambda: _check_version(name, integration))
     _after_import(integration.module, lambda: _put_in(name, integration))
 
@@ -124,15 +124,20 @@ def _serve_alias(name: str) -> None:
 def _after_import(module: str, callback: Callable[[], None]) -> None:
     """Calls back after `module` was executed; at once where that has been."""
     _finder.callbacks.setdefault(module, []).append(callback)
-    present = sys.modules.get(module)
-    if present is None:
+    if module not in sys.modules:
         return
-    if getattr(getattr(present, "__spec__", None), "_initializing", False) and not hasattr(present, "__version__"):
+    if _is_being_imported(module):
         raise EpPluginError(
             f"EP_PLUGIN: expected torch to be imported before {module}, which is being imported now; "
             "put `import torch` first"
         )
     callback()
+
+
+def _is_being_imported(module: str) -> bool:
+    """Whether the script has begun to import `module`, which imports torch, and not come to its version yet."""
+    present = sys.modules.get(module)
+    return getattr(getattr(present, "__spec__", None), "_initializing", False) and not hasattr(present, "__version__")
 
 
 def _check_version(name: str, integration: Integration) -> None:
@@ -149,11 +154,14 @@ def _check_version(name: str, integration: Integration) -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])
+    numbers = [int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3]]
+    return (*numbers, *[0] * (3 - len(numbers)))
 
 
 def _put_in(name: str, integration: Integration) -> None:
     module, _, function = integration.function.partition(":")
+    if integration.package:
+        _check_version(name, integration)
     try:
         said = getattr(importlib.import_module(module), function)()
     except Exception as error:

@@ -48,9 +48,10 @@ class Collective:
     ) -> torch.Tensor:
         """An uninitialised tensor of `size` that peers have mapped, so that operations on it copy nothing twice.
 
-        All ranks call it with the same size in bytes. It belongs to whoever holds it, like any other tensor; when none
-        of its views is left on any rank, a later call may return the same memory. `device`: None is the current
-        CUDA device for a group with a backend of GPUs (NCCL), else the CPU.
+        All ranks call it with the same size in bytes. It belongs to whoever holds it; when none of its views is left on
+        any rank, a later call may return the same memory, on a stream that follows the one of this call: whoever reads
+        it on another joins the two before dropping it, since `record_stream` does nothing for it. `device`: None is the
+        current CUDA device for a group with a backend of GPUs (NCCL), else the CPU.
         """
         shape = (size,) if isinstance(size, int) else tuple(int(extent) for extent in size)
         if any(extent < 0 for extent in shape):

@@ -71,6 +71,7 @@ class Blocks:
         self._by_address: dict[int, int] = {}
         self._calls = 0
         self._last = -1
+        self._captured: list[Any] = []  # owners of blocks that a graph writes to or reads, which may be replayed
         self._posts = ShmMemory(node)
         self._rings: tuple[int, ...] = self._posts.allocate(_C.request_ring_bytes, "requests").ptrs
         self._own = node.rank
@@ -100,7 +101,15 @@ class Blocks:
         block.stream = self._engine.lanes.follow(block.stream)
         owner = _owner(block.address, block.buffer.nbytes, self._engine.device)
         block.owner = weakref.ref(owner)
+        self.keep_if_captured(number)
         return number, owner
+
+    def keep_if_captured(self, number: int) -> None:
+        """A block that a CUDA graph uses belongs to the graph, of whose end nobody is told: it is never given again."""
+        block = self._block(number)
+        owner = None if block.owner is None else block.owner()
+        if owner is not None and self._engine.lanes.capturing():
+            self._captured.append(owner)
 
     def close(self) -> None:
         """Gives back what no tensor refers to; the rest goes with the last tensor, on GPUs with the process."""

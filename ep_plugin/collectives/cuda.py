@@ -97,6 +97,7 @@ class CudaNode:
         place = self._place_of(outputs)
         if place is not None:
             block, first, mine = place
+            engine.blocks.keep_if_captured(block)
             targets = [engine.blocks.address_at(index, block) + mine for index in range(engine.node_size)]
             self._push(shard, outputs, targets, block, first, 0)
             return
@@ -113,6 +114,7 @@ class CudaNode:
         place = self._place_of(shards)
         if place is not None:
             block, first, mine = place
+            engine.blocks.keep_if_captured(block)
             sources = [engine.blocks.address_at(index, block) + mine for index in range(engine.node_size)]
             self._pull(out, sources, _C.place_word(block, first), element, scale)
             return

@@ -100,23 +100,22 @@ def scatter(
     sums = {node: torch.empty_like(out) for node in range(node_map.num_nodes)}
     partial = {node: torch.empty_like(out) for node in rails.nodes}
     chunks = [slice(begin, begin + RAIL_CHUNK_BYTES) for begin in range(0, len(out), RAIL_CHUNK_BYTES)]
-    arriving = [rails.start((), [(node, sums[node][chunk]) for node in rails.nodes]) for chunk in chunks]
-    leaving = []
+    under_way = []
     for chunk in chunks:
-        for node in _in_turn(engine):
+        for node in rails.nodes:
             parts = [shards[rank][chunk] for rank in node_map.node_ranks(node)]
-            into = sums[node] if node == engine.node else partial[node]
-            scatter_in_node(engine, into[chunk], parts, dtype, scale)
-            if node != engine.node:
-                leaving.append(rails.start([(node, into[chunk])], ()))
-    for chunk, works in zip(chunks, arriving, strict=True):
+            scatter_in_node(engine, partial[node][chunk], parts, dtype, scale)
+        # Both ways at once: a backend may begin nothing that was asked for later before these receives are over.
+        leaving = [(node, partial[node][chunk]) for node in rails.nodes]
+        under_way.append(rails.start(leaving, [(node, sums[node][chunk]) for node in rails.nodes]))
+        parts = [shards[rank][chunk] for rank in engine.node_ranks]
+        scatter_in_node(engine, sums[engine.node][chunk], parts, dtype, scale)
+    for chunk, works in zip(chunks, under_way, strict=True):
         rails.wait(works)
         total = _wide(sums[0][chunk].view(dtype))
         for node in range(1, node_map.num_nodes):
             total += sums[node][chunk].view(dtype)
         out[chunk].view(dtype).copy_(total)
-    for works in leaving:
-        rails.wait(works)
 
 
 def scatter_in_node(
@@ -128,11 +127,6 @@ def scatter_in_node(
         out.view(dtype).copy_(total if scale == 1 else (_wide(total) * scale))
         return
     engine.inside.scatter(out, shards, ELEMENTS[dtype], scale)
-
-
-def _in_turn(engine: CollectiveEngine) -> list[int]:
-    """The nodes whose sums are made, in one order for all ranks of this node: its own last, for nobody waits for it."""
-    return [*engine.rails.nodes, engine.node]
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

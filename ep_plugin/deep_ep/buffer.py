@@ -6,8 +6,9 @@ received, ordered by (source rank, source token).
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import weakref
+import itertools
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
@@ -31,7 +32,10 @@ Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 # Limits of the communicators, not sizes: what is allocated follows from the rows that are sent.
 _MOST_HIDDEN = 1 << 24
 
-_buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()
+# Buffers that use a communicator, by its number. Counted, not looked for: ranks collect garbage at different times, and
+# must close alike. One that is never destroyed keeps its communicators open.
+_users: dict[int, set[int]] = {}
+_tokens = itertools.count()
 
 
 class Buffer:
@@ -70,19 +74,20 @@ class Buffer:
         self.rank, self.group_size = self.group.rank(), self.group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        self._used: set[int] = set()
+        self._token = next(_tokens)
         self._destroyed = False
-        _buffers.add(self)
 
     def destroy(self) -> None:
         """Gives back the memory of the communicators that no other Buffer has used. Needs explicitly_destroy=True."""
         if not self.explicitly_destroy:
             raise ValueError("destroy(): expected a Buffer made with explicitly_destroy=True, got False")
         self._destroyed = True
-        others = {number for buffer in _buffers if buffer is not self for number in buffer._used}
-        for number in self._used - others:
-            communicator(number).close()
-        self._used = set()
+        for number in [number for number, users in _users.items() if self._token in users]:
+            _users[number].discard(self._token)
+            if not _users[number]:
+                del _users[number]
+                with contextlib.suppress(CommunicatorClosed):  # with its group
+                    communicator(number).close()
 
     # -- tuning --------------------------------------------------------------------------------------------------
 
@@ -226,7 +231,7 @@ class Buffer:
 
     def __getattr__(self, name: str) -> Any:
         if "low_latency" in name:
-            _refuse(f"Buffer.{name}")
+            raise _NoLowLatency(_LOW_LATENCY.format(f"Buffer.{name}"))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- inside --------------------------------------------------------------------------------------------------
@@ -248,7 +253,7 @@ class Buffer:
             max_tokens_per_rank=num_worst_tokens // self.group_size if num_worst_tokens else None,
         )
         comm = MoECommunicator.shared(self.group, config, device=device)
-        self._used.add(comm.number)
+        _users.setdefault(comm.number, set()).add(self._token)
         return comm
 
     def _dispatch(
@@ -373,5 +378,12 @@ def _whole(scales: torch.Tensor | None) -> torch.Tensor | None:
     return None if scales is None else scales.contiguous()
 
 
+_LOW_LATENCY = '{}: low-latency calls need mode="ll", which is not there yet; use dispatch and combine'
+
+
+class _NoLowLatency(NotSupported, AttributeError):
+    """Also for hasattr(), by which callers find out what there is."""
+
+
 def _refuse(name: str) -> NoReturn:
-    raise NotSupported(f'{name}: low-latency calls need mode="ll", which is not there yet; use dispatch and combine')
+    raise NotSupported(_LOW_LATENCY.format(name))

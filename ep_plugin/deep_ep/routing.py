@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ep_plugin import env
 from ep_plugin.moe.layout import DispatchHandle
 
 
@@ -27,7 +28,11 @@ def layout_of(
     check_experts(num_experts, size)
     check_topk(topk_idx)
     ids = topk_idx.long()
-    dropped = ids < 0
+    if ids.numel() and (ids.device.type == "cpu" or env.check_ids()):
+        least, most = int(ids.min()), int(ids.max())
+        if least < -1 or most >= num_experts:
+            raise ValueError(f"topk_idx: expected ids from -1 to {num_experts - 1}, got {least} to {most}")
+    dropped = (ids < 0) | (ids >= num_experts)  # dispatch says so of ids that no expert has
     owner = (ids // (num_experts // size)).masked_fill(dropped, size)
     in_rank = torch.zeros((ids.shape[0], size + 1), dtype=torch.bool, device=ids.device)
     in_rank = in_rank.scatter_(1, owner, True)[:, :size].contiguous()

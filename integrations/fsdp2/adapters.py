@@ -74,6 +74,14 @@ class PluginReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        if not _is_summed(output_tensor):
+            return self.replaced(output_tensor, input_tensor, group, op, async_op)
         pair = communicators.of(self.user, group, output_tensor.device)
         self.launches += 1
         return pair.reduce_scatter(output_tensor, input_tensor, op=op, async_op=async_op)
+
+
+def _is_summed(gradients: torch.Tensor) -> bool:
+    """Whether ours sums gradients of this dtype on their device; what it does not, stock reduces."""
+    wide = () if gradients.is_cuda else (torch.float64,)
+    return gradients.dtype in (torch.bfloat16, torch.float16, torch.float32, *wide)
