@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import deep_ep
+from ep_plugin.deep_ep.buffer import _users
 from ep_plugin.errors import CommunicatorClosed, NotSupported
 from tests.deep_ep_cases import Case, Received, Sent, combined, make, on, received
 from tests.moe_cases import named, on_ranks, poisoned
@@ -192,13 +193,14 @@ def _destroyed(rank: int, size: int) -> None:
     first, second = (deep_ep.Buffer(explicitly_destroy=True) for _ in range(2))
     _with_topk(first, case, sent, everyone)
     _with_topk(second, case, sent, everyone)
-    assert first._used == second._used and len(first._used) == 1
+    assert [len(users) for users in _users.values()] == [2]
     first.destroy()
     _with_topk(second, case, sent, everyone)
     with pytest.raises(CommunicatorClosed, match="expected one that is in use, got one after destroy"):
         first.get_dispatch_layout(sent.ids[rank], case.num_experts)
     dist.barrier()
     second.destroy()
+    assert not _users
     _with_topk(deep_ep.Buffer(), case, sent, everyone)
     with pytest.raises(ValueError, match="expected a Buffer made with explicitly_destroy=True, got False"):
         deep_ep.Buffer().destroy()
