@@ -1,4 +1,4 @@
-"""One arm of an example on one rank: train a Qwen3 through one set of collectives and write what was measured.
+"""One arm of an example on one rank: train a model through one set of collectives and write what was measured.
 
 Run by ``_launch.py`` as ``python _training.py OPTIONS_JSON RESULT_PATH`` under torchrun's
 environment.
