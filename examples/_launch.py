@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -121,7 +123,8 @@ def _launch_arm(options: TrainOptions, ranks: int) -> dict:
         result = Path(folder) / "result.json"
         worker = str(Path(__file__).with_name("_training.py"))
         try:
-            elastic_launch(config, sys.executable)("-u", worker, json.dumps(asdict(options)), str(result))
+            with _switched_on(options.switched_on):
+                elastic_launch(config, sys.executable)("-u", worker, json.dumps(asdict(options)), str(result))
         except ChildFailedError as error:
             print(error, file=sys.stderr)
             raise typer.Exit(1) from None
@@ -129,6 +132,20 @@ def _launch_arm(options: TrainOptions, ranks: int) -> dict:
             print(f"stopped: {error}", file=sys.stderr)
             raise typer.Exit(128 + error.sigval) from None
         return json.loads(result.read_text())
+
+
+@contextlib.contextmanager
+def _switched_on(names: str | None) -> Iterator[None]:
+    """Processes started meanwhile have EP_PLUGIN set to ``names``; None leaves it as it is."""
+    before = os.environ.get("EP_PLUGIN")
+    if names is not None:
+        os.environ["EP_PLUGIN"] = names
+    try:
+        yield
+    finally:
+        os.environ.pop("EP_PLUGIN", None)
+        if before is not None:
+            os.environ["EP_PLUGIN"] = before
 
 
 def _report(results: list[dict], name: str, compare: str | None, out: Path) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """What one arm trains. ``batch`` and ``seq_len`` are per rank; paths are strings, to travel as JSON.
 
-    architecture: transformers' name of it, a key of PRESETS. ep_implementation: who exchanges tokens between experts,
-    None for a dense model. fsdp2: who gathers parameters and reduces gradients, "ep_plugin" or "stock".
+    architecture: a key of PRESETS, transformers' name or MEGATRON. ep_implementation: who exchanges tokens between
+    experts, None for a dense model; of Megatron's the type of dispatcher. fsdp2: who gathers parameters and reduces
+    gradients, "ep_plugin" or "stock". switched_on: what EP_PLUGIN is in the ranks; None leaves it as it is.
     """
 
     architecture: str
@@ -26,6 +27,7 @@ class TrainOptions:
     dtype: str
     ep_implementation: str | None
     fsdp2: str
+    switched_on: str | None = None
 
     @property
     def arm(self) -> str:
@@ -113,4 +115,13 @@ DEEPSEEK_PRESETS = {
     ),
 }  # fmt: skip
 
-PRESETS = {"qwen3": DENSE_PRESETS, "qwen3_moe": MOE_PRESETS, "deepseek_v3": DEEPSEEK_PRESETS}
+MEGATRON = "deepseek_v3 of megatron"
+# Here every rank holds all but the experts, so that one mixture fewer fits.
+MEGATRON_PRESETS = {name: replace(preset, layers=3) for name, preset in DEEPSEEK_PRESETS.items()}
+
+PRESETS = {
+    "qwen3": DENSE_PRESETS,
+    "qwen3_moe": MOE_PRESETS,
+    "deepseek_v3": DEEPSEEK_PRESETS,
+    MEGATRON: MEGATRON_PRESETS,
+}

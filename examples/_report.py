@@ -115,7 +115,7 @@ def _plot(metrics: dict, path: Path) -> None:
 def _table(metrics: dict) -> Table:
     exchange = metrics.get("exchange_ms")
     title = "{model} on {world_size} x {device}, {steps} steps".format(**metrics)
-    table = Table("exchange" if exchange else "collectives", "loss", "tokens/s", "ms/step", title=title)
+    table = Table("through", "loss", "tokens/s", "ms/step", title=title)
     for column in ("in dispatch / combine", "without waiting") if exchange else ():
         table.add_column(column)
     for name, losses in metrics["losses"].items():
