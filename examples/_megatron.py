@@ -31,6 +31,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 OURS = "EpPluginTokenDispatcher"
@@ -42,9 +43,12 @@ class MegatronDeepseek(torch.nn.Module):
     def __init__(self, config: MLATransformerConfig, vocab_size: int, seq_len: int) -> None:
         super().__init__()
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+        spec.layer_norm = WrappedTorchNorm  # with Apex it would be one that knows no RMSNorm
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = CausalAttention
         self.gpt = GPTModel(config, spec, vocab_size, seq_len, position_embedding_type="rope")
+        # Norms of PyTorch are made in its own default dtype, on CPUs.
+        self.to(device=torch.cuda.current_device(), dtype=config.params_dtype)
         for parameter in self.parameters():
             parameter.register_post_accumulate_grad_hook(_average)
 
@@ -126,8 +130,6 @@ def _config(options: TrainOptions, widths: dict[str, int]) -> MLATransformerConf
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         perform_initialization=False,
-        # Without GPUs it is built by tests only.
-        use_cpu_initialization=not torch.cuda.is_available(),
     )
 
 

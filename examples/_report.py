@@ -49,7 +49,7 @@ def summarise(arms: list[dict], *, model: str, reference: str | None) -> dict:
         **(_exchange(by_name) if "exchange_seconds" in main else {}),
         "fsdp2_launches": {name: runs[0].get("fsdp2_launches") for name, runs in by_name.items()},
         "losses": {name: runs[0]["losses"] for name, runs in by_name.items()},
-        "options": {key: value for key, value in options.items() if key not in ("ep_implementation", "fsdp2")},
+        "options": {key: value for key, value in options.items() if key not in ("ep_implementation", "fsdp2", "switched_on")},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
