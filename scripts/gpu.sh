@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with GPUs: builds, runs the GPU tests (which write tests/gpu/receipt.json), and benches.
-#   scripts/gpu.sh [build] [tests] [sanitize] [stress] [evidence] [bench] [more] [train] [deepseek]    (default: build tests bench)
+#   scripts/gpu.sh [build] [tests] [sanitize] [stress] [evidence] [bench] [more] [train] [deepseek]
+# Default: build tests bench.
 # What it writes goes to $OUT too when that is set.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
