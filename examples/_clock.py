@@ -74,6 +74,11 @@ def register_timed(name: str, clock: ExchangeClock) -> str:
 
             self.experts_forward = marked
 
+        def _run_sorted(self, out):
+            # Where ep_plugin multiplies rows as they arrive, grouped by expert, experts_forward is not called.
+            results = super()._run_sorted(out._replace(tokens=_Mark.apply(out.tokens, clock, _ROWS)))
+            return _Mark.apply(results, clock, _RESULTS)
+
         def __call__(self, hidden_states, top_k_index, top_k_weights):
             hidden_states = _Mark.apply(hidden_states, clock, _ENTER)
             output = super().__call__(hidden_states, top_k_index, top_k_weights)

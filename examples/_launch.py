@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import typer
-from _options import Preset, TrainOptions
+from _options import PRESETS, TrainOptions
 
 ROUNDS = 2  # each arm of a comparison runs this often, in turn: a slow minute of the machine then hits both
 
 
 def resolve(
-    presets: dict[str, Preset], preset: str, model: Path | None, layers: int | None, text: Path | None,
+    architecture: str, preset: str, model: Path | None, layers: int | None, text: Path | None,
     steps: int | None, seq_len: int | None, batch: int | None, lr: float | None, dtype: str | None, seed: int,
     ep_implementation: str | None, fsdp2: str,
 ) -> TrainOptions:  # fmt: skip
     """Fill in the preset's defaults and refuse what cannot work before any process is started."""
+    presets = PRESETS[architecture]
     if preset not in presets:
         raise typer.BadParameter(f"expected one of {', '.join(presets)}, got {preset!r}", param_hint="--preset")
     if model is not None and not (model / "config.json").is_file():
@@ -34,6 +37,7 @@ def resolve(
         raise typer.BadParameter(f"expected float32, bfloat16 or float16, got {dtype!r}", param_hint="--dtype")
     defaults = presets[preset]
     return TrainOptions(
+        architecture=architecture,
         preset=None if model else preset,
         model=str(model.resolve()) if model else None,
         layers=layers or (0 if model else defaults.layers),
@@ -47,6 +51,17 @@ def resolve(
         ep_implementation=ep_implementation,
         fsdp2=fsdp2,
     )
+
+
+def check_exchanges(ep_implementation: str, compare: str | None, fsdp2: str) -> None:
+    """Refuse names of exchanges and collectives that the examples with experts do not know."""
+    for hint, exchange in (("--ep-implementation", ep_implementation), ("--compare", compare)):
+        if exchange not in (None, "ep_plugin", "all_to_all"):
+            raise typer.BadParameter(f"expected ep_plugin or all_to_all, got {exchange!r}", param_hint=hint)
+    if compare == ep_implementation:
+        raise typer.BadParameter(f"expected another exchange than {ep_implementation}", param_hint="--compare")
+    if fsdp2 not in ("ep_plugin", "stock"):
+        raise typer.BadParameter(f"expected ep_plugin or stock, got {fsdp2!r}", param_hint="--fsdp2")
 
 
 def run(options: TrainOptions, name: str, other: TrainOptions | None, launch: int | None, out: Path) -> None:
@@ -108,7 +123,8 @@ def _launch_arm(options: TrainOptions, ranks: int) -> dict:
         result = Path(folder) / "result.json"
         worker = str(Path(__file__).with_name("_training.py"))
         try:
-            elastic_launch(config, sys.executable)("-u", worker, json.dumps(asdict(options)), str(result))
+            with _switched_on(options.switched_on):
+                elastic_launch(config, sys.executable)("-u", worker, json.dumps(asdict(options)), str(result))
         except ChildFailedError as error:
             print(error, file=sys.stderr)
             raise typer.Exit(1) from None
@@ -116,6 +132,20 @@ def _launch_arm(options: TrainOptions, ranks: int) -> dict:
             print(f"stopped: {error}", file=sys.stderr)
             raise typer.Exit(128 + error.sigval) from None
         return json.loads(result.read_text())
+
+
+@contextlib.contextmanager
+def _switched_on(names: str | None) -> Iterator[None]:
+    """Processes started meanwhile have EP_PLUGIN set to ``names``; None leaves it as it is."""
+    before = os.environ.get("EP_PLUGIN")
+    if names is not None:
+        os.environ["EP_PLUGIN"] = names
+    try:
+        yield
+    finally:
+        os.environ.pop("EP_PLUGIN", None)
+        if before is not None:
+            os.environ["EP_PLUGIN"] = before
 
 
 def _report(results: list[dict], name: str, compare: str | None, out: Path) -> None:

@@ -1,16 +1,22 @@
-"""The Qwen3 models, dense or MoE, that the examples train: presets, or a checkpoint on disk, sharded over all ranks."""
+"""The models that the examples train: presets, or a checkpoint on disk, sharded over all ranks."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 
 import torch
 import torch.distributed as dist
-from _options import DENSE_PRESETS, MOE_PRESETS, TrainOptions
+from _options import PRESETS, TrainOptions
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import DeepseekV3ForCausalLM, PreTrainedModel, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
+
+# Each with what its presets set beside widths.
+MODELS = {
+    "qwen3": (Qwen3ForCausalLM, {}),
+    "qwen3_moe": (Qwen3MoeForCausalLM, {"norm_topk_prob": True}),
+    "deepseek_v3": (DeepseekV3ForCausalLM, {"num_mtp_layers": 0}),
+}
 
 
 def build_model(options: TrainOptions, *, ep_implementation: str | None) -> PreTrainedModel:
@@ -21,12 +27,10 @@ def build_model(options: TrainOptions, *, ep_implementation: str | None) -> PreT
     ``torch.distributed`` must be initialised.
     """
     world, dtype = dist.get_world_size(), getattr(torch, options.dtype)
+    model_type, settings = MODELS[options.architecture]
     if ep_implementation is None:
-        model_type, make_config, presets = Qwen3ForCausalLM, Qwen3Config, DENSE_PRESETS
         distributed = DistributedConfig(fsdp_size=world)
     else:
-        model_type, presets = Qwen3MoeForCausalLM, MOE_PRESETS
-        make_config = functools.partial(Qwen3MoeConfig, norm_topk_prob=True)
         distributed = DistributedConfig(ep_size=world, fsdp_size=world, ep_implementation=ep_implementation)
     if options.model is not None:
         overrides = {"num_hidden_layers": options.layers} if options.layers else {}
@@ -39,7 +43,8 @@ def build_model(options: TrainOptions, *, ep_implementation: str | None) -> PreT
             **overrides,
         )
     else:
-        config = make_config(**presets[options.preset].widths, num_hidden_layers=options.layers, use_cache=False)
+        widths = PRESETS[options.architecture][options.preset].widths
+        config = model_type.config_class(**widths, **settings, num_hidden_layers=options.layers, use_cache=False)
         model = model_type.from_pretrained(
             None, config=config, state_dict={}, dtype=dtype, distributed_config=distributed
         )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """What one arm trains. ``batch`` and ``seq_len`` are per rank; paths are strings, to travel as JSON.
 
-    ep_implementation: who exchanges tokens between experts, None for a dense model. fsdp2: who gathers parameters and
-    reduces gradients, "ep_plugin" or "stock".
+    architecture: a key of PRESETS, transformers' name or MEGATRON. ep_implementation: who exchanges tokens between
+    experts, None for a dense model; of Megatron's the type of dispatcher. fsdp2: who gathers parameters and reduces
+    gradients, "ep_plugin" or "stock". switched_on: what EP_PLUGIN is in the ranks; None leaves it as it is.
     """
 
+    architecture: str
     preset: str | None
     model: str | None
     layers: int
@@ -25,6 +27,7 @@ class TrainOptions:
     dtype: str
     ep_implementation: str | None
     fsdp2: str
+    switched_on: str | None = None
 
     @property
     def arm(self) -> str:
@@ -85,3 +88,40 @@ DENSE_PRESETS = {
         layers=36, dtype="bfloat16", seq_len=4096, batch=1, steps=50, lr=1e-4,
     ),
 }  # fmt: skip
+
+DEEPSEEK_PRESETS = {
+    # What is particular of the large one, small: queries and keys through latents, one expert for every token, and 8 of
+    # 32 experts by sigmoid from 4 of 8 groups. One dense layer, and three mixtures.
+    "tiny": Preset(
+        widths={
+            "vocab_size": 256, "hidden_size": 256, "intermediate_size": 512,
+            "moe_intermediate_size": 32, "n_routed_experts": 32, "num_experts_per_tok": 8, "n_shared_experts": 1,
+            "n_group": 8, "topk_group": 4, "first_k_dense_replace": 1,
+            "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+        },
+        layers=4, dtype="float32", seq_len=128, batch=8, steps=30, lr=5e-4,
+    ),
+    # The published widths of DeepSeek-V3 with 4 of its 61 layers: one of its three dense ones, three mixtures.
+    "v3": Preset(
+        widths={
+            "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+            "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+            "n_group": 8, "topk_group": 4, "first_k_dense_replace": 1,
+            "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        },
+        layers=4, dtype="bfloat16", seq_len=4096, batch=1, steps=50, lr=1e-4,
+    ),
+}  # fmt: skip
+
+MEGATRON = "deepseek_v3 of megatron"
+# Here every rank holds all but the experts, so that one mixture fewer fits.
+MEGATRON_PRESETS = {name: replace(preset, layers=3) for name, preset in DEEPSEEK_PRESETS.items()}
+
+PRESETS = {
+    "qwen3": DENSE_PRESETS,
+    "qwen3_moe": MOE_PRESETS,
+    "deepseek_v3": DEEPSEEK_PRESETS,
+    MEGATRON: MEGATRON_PRESETS,
+}

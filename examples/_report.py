@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 WARMUP = 3  # steps left out of every speed: pools grow and caches fill in them
+_OF_AN_ARM = ("ep_implementation", "fsdp2", "switched_on")  # options in which the arms of a comparison differ
 
 
 def summarise(arms: list[dict], *, model: str, reference: str | None) -> dict:
@@ -49,7 +50,7 @@ def summarise(arms: list[dict], *, model: str, reference: str | None) -> dict:
         **(_exchange(by_name) if "exchange_seconds" in main else {}),
         "fsdp2_launches": {name: runs[0].get("fsdp2_launches") for name, runs in by_name.items()},
         "losses": {name: runs[0]["losses"] for name, runs in by_name.items()},
-        "options": {key: value for key, value in options.items() if key not in ("ep_implementation", "fsdp2")},
+        "options": {key: value for key, value in options.items() if key not in _OF_AN_ARM},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
@@ -115,7 +116,7 @@ def _plot(metrics: dict, path: Path) -> None:
 def _table(metrics: dict) -> Table:
     exchange = metrics.get("exchange_ms")
     title = "{model} on {world_size} x {device}, {steps} steps".format(**metrics)
-    table = Table("exchange" if exchange else "collectives", "loss", "tokens/s", "ms/step", title=title)
+    table = Table("through", "loss", "tokens/s", "ms/step", title=title)
     for column in ("in dispatch / combine", "without waiting") if exchange else ():
         table.add_column(column)
     for name, losses in metrics["losses"].items():

@@ -1,4 +1,4 @@
-"""One arm of an example on one rank: train a Qwen3 through one set of collectives and write what was measured.
+"""One arm of an example on one rank: train a model through one set of collectives and write what was measured.
 
 Run by ``_launch.py`` as ``python _training.py OPTIONS_JSON RESULT_PATH`` under torchrun's
 environment.
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from _clock import ExchangeClock, register_timed
 from _data import batch_at, read_text
 from _models import build_model
-from _options import TrainOptions
+from _options import MEGATRON, TrainOptions
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
@@ -34,15 +34,15 @@ WARMUP_STEPS = 5
 
 def train(options: TrainOptions) -> dict:
     """Train and return, equal on all ranks and per step: the loss (mean over ranks) and the seconds of the step (of the
-    slowest rank); where tokens are exchanged also the seconds of that (mean over ranks, and without waiting for slower
+    slowest rank); where an exchange is timed, its seconds too (mean over ranks, and without waiting for slower
     ranks); where FSDP2 is served by ep_plugin, what ran there.
     """
     device = _start_process_group()
     clock = ExchangeClock(device)
-    exchange = options.ep_implementation
-    if exchange == "ep_plugin":
-        importlib.import_module("ep_plugin.integrations.transformers")
-    model = build_model(options, ep_implementation=register_timed(exchange, clock) if exchange else None)
+    if options.architecture == MEGATRON:
+        model, timed = importlib.import_module("_megatron").build_model(options), False
+    else:
+        model, timed = _of_transformers(options, clock), options.ep_implementation is not None
     if options.fsdp2 == "ep_plugin":
         fsdp2.enable(model)
     losses, step_seconds, exchanges = _run_steps(model, options, device, clock)
@@ -56,7 +56,7 @@ def train(options: TrainOptions) -> dict:
         "losses": (losses / dist.get_world_size()).tolist(),
         "step_seconds": step_seconds.tolist(),
     }
-    if exchange:
+    if timed:
         shortest, exchange_seconds = exchanges.clone(), exchanges.sum(dim=1)
         dist.all_reduce(shortest, op=dist.ReduceOp.MIN)
         dist.all_reduce(exchange_seconds)
@@ -65,6 +65,13 @@ def train(options: TrainOptions) -> dict:
     if options.fsdp2 == "ep_plugin":
         result["fsdp2_launches"] = asdict(fsdp2.launches(model))
     return result
+
+
+def _of_transformers(options: TrainOptions, clock: ExchangeClock) -> torch.nn.Module:
+    exchange = options.ep_implementation
+    if exchange == "ep_plugin":
+        importlib.import_module("ep_plugin.integrations.transformers")
+    return build_model(options, ep_implementation=register_timed(exchange, clock) if exchange else None)
 
 
 def _start_process_group() -> torch.device:

@@ -15,7 +15,6 @@ from typing import Annotated
 
 import typer
 from _launch import resolve, run
-from _options import DENSE_PRESETS
 
 
 def main(
@@ -51,7 +50,7 @@ def main(
     if compare == collectives:
         raise typer.BadParameter(f"expected other collectives than {collectives}", param_hint="--compare")
     options = resolve(
-        DENSE_PRESETS, preset, model, layers, text, steps, seq_len, batch, lr, dtype, seed, None, collectives
+        "qwen3", preset, model, layers, text, steps, seq_len, batch, lr, dtype, seed, None, collectives
     )  # fmt: skip
     name = str(model) if model else f"{preset}, {options.layers} layers"
     run(options, name, replace(options, fsdp2=compare) if compare else None, launch, out)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from _launch import resolve, run
-from _options import MOE_PRESETS
+from _launch import check_exchanges, resolve, run
 
 
 def main(
@@ -49,22 +48,12 @@ def main(
 ) -> None:
     """Train a Qwen3-MoE with expert parallelism and FSDP over all ranks, and report loss and speed."""
     options = resolve(
-        MOE_PRESETS, preset, model, layers, text, steps, seq_len, batch, lr, dtype, seed, ep_implementation, fsdp2
+        "qwen3_moe", preset, model, layers, text, steps, seq_len, batch, lr, dtype, seed, ep_implementation, fsdp2
     )  # fmt: skip
-    _check_exchanges(ep_implementation, compare)
-    if fsdp2 not in ("ep_plugin", "stock"):
-        raise typer.BadParameter(f"expected ep_plugin or stock, got {fsdp2!r}", param_hint="--fsdp2")
+    check_exchanges(ep_implementation, compare, fsdp2)
     name = str(model) if model else f"{preset}, {options.layers} layers"
     other = replace(options, ep_implementation=compare, fsdp2="stock") if compare else None
     run(options, name, other, launch, out)
-
-
-def _check_exchanges(ep_implementation: str, compare: str | None) -> None:
-    for hint, exchange in (("--ep-implementation", ep_implementation), ("--compare", compare)):
-        if exchange not in (None, "ep_plugin", "all_to_all"):
-            raise typer.BadParameter(f"expected ep_plugin or all_to_all, got {exchange!r}", param_hint=hint)
-    if compare == ep_implementation:
-        raise typer.BadParameter(f"expected another exchange than {ep_implementation}", param_hint="--compare")
 
 
 if __name__ == "__main__":

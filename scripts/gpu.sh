@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with GPUs: builds, runs the GPU tests (which write tests/gpu/receipt.json), and benches.
-#   scripts/gpu.sh [build] [tests] [sanitize] [stress] [evidence] [bench] [more] [train]    (default: build tests bench)
+#   scripts/gpu.sh [build] [tests] [sanitize] [stress] [evidence] [bench] [more] [train] [deepseek]
+# Default: build tests bench.
 # What it writes goes to $OUT too when that is set.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -81,6 +82,13 @@ train() {
   $PYTHON examples/train_qwen3_moe.py --launch "$GPUS" --preset 30b-a3b --layers 4 --dtype bfloat16 \
     --compare all_to_all --out runs/gpu
   mkdir -p "$RESULTS" && cp runs/gpu/metrics.json "$RESULTS/train_qwen3_30b_a3b_4_layers.json"
+}
+
+deepseek() {
+  $PYTHON examples/train_deepseek_hf.py --launch "$GPUS" --preset v3 --compare all_to_all --out runs/deepseek_hf
+  $PYTHON examples/train_deepseek_megatron.py --launch "$GPUS" --compare alltoall --out runs/deepseek_megatron
+  mkdir -p "$RESULTS"
+  for name in hf megatron; do cp runs/deepseek_$name/metrics.json "$RESULTS/train_deepseek_v3_$name.json"; done
 }
 
 for step in "${@:-build tests bench}"; do for one in $step; do "$one"; done; done

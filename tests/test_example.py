@@ -18,6 +18,7 @@ pytest.importorskip("matplotlib")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPT = str(EXAMPLES / "train_qwen3_moe.py")
 DENSE = str(EXAMPLES / "train_fsdp2.py")
+DEEPSEEK = str(EXAMPLES / "train_deepseek_hf.py")
 SMALL = ["--layers", "1", "--seq-len", "32", "--batch", "2", "--steps", "4"]
 
 
@@ -84,6 +85,47 @@ def test_dense_comparison_with_stock_fsdp2(tmp_path: Path) -> None:
     assert metrics["fsdp2_launches"]["ep_plugin"]["reduce_scatters"] > 0
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "stock" in result.stdout and "tokens/s" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--preset", "30b-a3b"), "expected one of tiny, v3, got '30b-a3b'"),
+        (("--layers", "1"), "expected more than 1, the first 1 being dense, got 1"),
+        (("--compare", "ep_plugin"), "expected another exchange than ep_plugin"),
+    ],
+    ids=["preset", "only-dense-layers", "compare-itself"],
+)
+def test_bad_options_of_the_deepseek_example(arguments: tuple[str, str], message: str) -> None:
+    result = _run(*arguments, script=DEEPSEEK)
+    assert result.returncode == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_deepseek_example_refuses_another_architecture(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    result = _run("--model", str(tmp_path), script=DEEPSEEK)
+    assert result.returncode == 2
+    assert "expected a deepseek_v3, got a qwen3_moe" in " ".join(result.stderr.split())
+
+
+def test_deepseek_comparison_with_the_built_in_exchange(tmp_path: Path) -> None:
+    arguments = [*SMALL, "--layers", "2", "--launch", "2", "--compare", "all_to_all", "--out", str(tmp_path)]
+    result = _run(*arguments, script=DEEPSEEK)
+    assert result.returncode == 0, result.stderr
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["model"] == "DeepSeek-V3 tiny, 2 layers"
+    assert metrics["loss_last"] < metrics["loss_first"]
+    assert metrics["compare"]["reference"] == "all_to_all"
+    assert metrics["compare"]["max_rel_diff"] <= 1e-4
+    assert len(metrics["losses"]["ep_plugin"]) == len(metrics["losses"]["all_to_all"]) == 4
+    assert all(speed > 0 for speed in metrics["tokens_per_s"].values())
+    assert metrics["fsdp2_launches"]["ep_plugin"]["all_gathers"] > 0
+    assert metrics["fsdp2_launches"]["all_to_all"] is None
+    assert all(0 < share < 1 for share in metrics["share_dispatch_combine"].values())
+    assert all(0 < took["alone"] <= took["with_waiting"] for took in metrics["exchange_ms"].values())
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "all_to_all" in result.stdout and "tokens/s" in result.stdout
 
 
 def test_compare_is_refused_under_torchrun() -> None:
