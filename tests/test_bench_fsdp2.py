@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from ep_plugin.bench import suite_fsdp2
 from ep_plugin.bench.cli import main
-from ep_plugin.bench.suite_fsdp2 import BOTH, GATHER, NONE, STOCK, Fsdp2Suite
+from ep_plugin.bench.suite_fsdp2 import BOTH, GATHER, NONE, STOCK, STOCK_AGAIN, Fsdp2Suite
 
 
 def test_a_step_through_each_arm() -> None:
@@ -28,11 +28,15 @@ def test_a_step_through_each_arm() -> None:
 @pytest.mark.parametrize(
     ("losses", "message"),
     [
+        (
+            {STOCK: [2.0], STOCK_AGAIN: [2.1], GATHER: [2.0], BOTH: [2.0]},
+            "losses of stock: expected the same from run to",
+        ),
         ({STOCK: [2.0], GATHER: [2.0000001], BOTH: [2.0]}, "with our gathers alone: expected stock's, bit for bit"),
         ({STOCK: [2.0], GATHER: [2.0], BOTH: [2.01]}, "with our reductions: expected stock's within 0.001"),
         ({STOCK: [2.0], GATHER: [2.0], BOTH: [float("nan")]}, "with our reductions: expected stock's within 0.001"),
     ],
-    ids=["gathers", "reductions", "nan"],
+    ids=["stock", "gathers", "reductions", "nan"],
 )
 def test_losses_that_differ_are_not_timed(losses: dict[str, list[float]], message: str) -> None:
     (sentence,) = suite_fsdp2._judge(losses)
