@@ -25,6 +25,9 @@ def test_a_step_through_each_arm() -> None:
     assert {row["bytes_wire"] for row in found["rows"] if row["impl"] != NONE} == {3 * found["parameters"] * 4 // 2}
 
 
+STOCK_TWICE = {STOCK: [2.0], STOCK_AGAIN: [2.0]}
+
+
 @pytest.mark.parametrize(
     ("losses", "message"),
     [
@@ -32,9 +35,9 @@ def test_a_step_through_each_arm() -> None:
             {STOCK: [2.0], STOCK_AGAIN: [2.1], GATHER: [2.0], BOTH: [2.0]},
             "losses of stock: expected the same from run to",
         ),
-        ({STOCK: [2.0], GATHER: [2.0000001], BOTH: [2.0]}, "with our gathers alone: expected stock's, bit for bit"),
-        ({STOCK: [2.0], GATHER: [2.0], BOTH: [2.01]}, "with our reductions: expected stock's within 0.001"),
-        ({STOCK: [2.0], GATHER: [2.0], BOTH: [float("nan")]}, "with our reductions: expected stock's within 0.001"),
+        ({**STOCK_TWICE, GATHER: [2.0000001], BOTH: [2.0]}, "with our gathers alone: expected stock's, bit for bit"),
+        ({**STOCK_TWICE, GATHER: [2.0], BOTH: [2.01]}, "with our reductions: expected stock's within 0.001"),
+        ({**STOCK_TWICE, GATHER: [2.0], BOTH: [float("nan")]}, "with our reductions: expected stock's within 0.001"),
     ],
     ids=["stock", "gathers", "reductions", "nan"],
 )

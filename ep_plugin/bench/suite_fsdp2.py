@@ -241,7 +241,7 @@ def _step(
 
 def _judge(losses: dict[str, list[float]]) -> list[str]:
     found = []
-    if losses.get(STOCK_AGAIN, losses[STOCK]) != losses[STOCK]:
+    if losses[STOCK_AGAIN] != losses[STOCK]:
         found.append(f"losses of stock: expected the same from run to run, or no other can be judged, got {losses}")
     if losses[GATHER] != losses[STOCK]:
         found.append(f"losses with our gathers alone: expected stock's, bit for bit, got {losses}")
