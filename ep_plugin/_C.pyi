@@ -15,6 +15,7 @@ collective_control_bytes: int
 device_control_bytes: int
 staging_block: int
 most_ctas: int
+small_bytes: int
 fault_offset: int
 max_blocks: int
 request_ring_bytes: int
@@ -416,6 +417,29 @@ class PullShardsArgs:
     ) -> None: ...
     def set_sources(self, ranks: Sequence[int]) -> None: ...
 
+class SmallShardsArgs:
+    comm: Comm
+    bytes: int
+    scale: float
+    element: int
+    num_ctas: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        comm: Comm = ...,
+        bytes: int = ...,
+        scale: float = ...,
+        element: int = ...,
+        num_ctas: int = ...,
+        stream: int = ...,
+    ) -> None: ...
+    def set_words(self, ranks: Sequence[int]) -> None: ...
+    def set_inputs(self, ranks: Sequence[int]) -> None: ...
+    def set_outputs(self, ranks: Sequence[int]) -> None: ...
+
+def small_words_bytes(ranks: int) -> int: ...
+
 class _Kernels:
     """A device's kernel table; CPU kernels run to their end, CUDA kernels are enqueued."""
 
@@ -429,11 +453,12 @@ class _Kernels:
     def send_and_expand(self, send: SendArgs, expand: ExpandArgs) -> None: ...
     def push_and_add(self, push: PushArgs, add: AddArgs) -> None: ...
     def gather(self, args: GatherArgs) -> None:
-        """On CPUs, as scatter; the next two on GPUs."""
+        """On CPUs, as scatter; the next three on GPUs."""
 
     def scatter(self, args: ScatterArgs) -> None: ...
     def push_shard(self, args: PushShardArgs) -> None: ...
     def pull_shards(self, args: PullShardsArgs) -> None: ...
+    def small_shards(self, args: SmallShardsArgs) -> None: ...
 
 cpu: _Kernels
 cuda: _Kernels

@@ -140,7 +140,8 @@ def _ways(
             yield Way(impl=impl, run=_call(made, out, source), source=source, out=out, sms=sms)
         else:
             source, out = allocated, empty(count)
-            sms = scatter_ctas(count * dtype.itemsize) if device.type == "cuda" else None
+            per_node = suite.ranks // suite.nodes
+            sms = scatter_ctas("auto", count * dtype.itemsize, per_node) if device.type == "cuda" else None
             yield Way(impl=impl, run=_call(made, out, source), source=source, out=out, sms=sms)
     ours = objects["ep_plugin"]
     source, out = (empty(count), empty(whole)) if suite.what == GATHER else (empty(whole), empty(count))

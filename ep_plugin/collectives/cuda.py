@@ -3,7 +3,8 @@
 Everything is enqueued on the caller's stream; the host waits for nothing. Operations of one communicator on several
 streams follow each other in the order in which they are called. Gathers of SM_BELOW_BYTES and more go by copy engines,
 which leave all SMs to the model; smaller ones take a kernel of few CTAs, which is done sooner. Outputs and inputs that
-peers have not mapped go through a staging block, piece by piece.
+peers have not mapped go through a staging block, piece by piece. Up to SMALL_BYTES, of all ranks together, each word
+carries a flag, and any memory will do.
 """
 
 from __future__ import annotations
@@ -23,20 +24,31 @@ if TYPE_CHECKING:
 
 CONTROL_BYTES = _C.device_control_bytes
 SM_BELOW_BYTES = 32 << 20  # gathered
+SMALL_BYTES = _C.small_bytes  # gathered, or of the input that is scattered
 STAGING_BYTES = 32 << 20
 _BYTES_PER_CTA = 16 << 10  # of a shard
+_SMALL_BYTES_PER_CTA = 8 << 10  # to or from all peers
+
+
+def is_small(path: str, nbytes: int, node_size: int) -> bool:
+    """Whether words with flags carry shards of `nbytes` bytes."""
+    return path == "auto" and nbytes * node_size <= SMALL_BYTES
 
 
 def gather_ctas(path: str, nbytes: int, node_size: int) -> int:
-    """CTAs of the kernel that pushes shards of `nbytes` bytes; 0: copy engines do it."""
+    """CTAs of the kernel that gathers shards of `nbytes` bytes; 0: copy engines do it."""
     if path == "copy_engine" or (path == "auto" and nbytes * node_size >= SM_BELOW_BYTES):
         return 0
-    return scatter_ctas(nbytes)
+    return scatter_ctas(path, nbytes, node_size)
 
 
-def scatter_ctas(nbytes: int) -> int:
+def scatter_ctas(path: str, nbytes: int, node_size: int) -> int:
     """CTAs of the kernel that sums shards of `nbytes` bytes."""
-    return max(1, min(_C.most_ctas, nbytes // _BYTES_PER_CTA))
+    if is_small(path, nbytes, node_size):
+        share = nbytes * (node_size - 1) // _SMALL_BYTES_PER_CTA
+    else:
+        share = nbytes // _BYTES_PER_CTA
+    return max(1, min(_C.most_ctas, share))
 
 
 class StreamLanes:
@@ -81,6 +93,7 @@ class CudaNode:
         self._path = path
         self.staging = engine.memory.allocate(STAGING_BYTES, "staging")
         self._step = STAGING_BYTES // engine.node_size // 16 * 16
+        self._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
         self.number = 0  # of operations by copy engines outside of graphs
         self.words = torch.zeros(2, dtype=torch.int64, pin_memory=True)  # begun and finished, see PushShardArgs
         # Of each: number, block, addresses of what it fills here, and bytes of each.
@@ -94,6 +107,9 @@ class CudaNode:
     def gather(self, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
         """`shard`, which is this rank's of `outputs`, to every rank."""
         engine, nbytes = self._engine, len(shard)
+        if is_small(self._path, nbytes, engine.node_size):
+            self._exchange_words([shard] * engine.node_size, outputs, -1, 1.0)
+            return
         place = self._place_of(outputs)
         if place is not None:
             block, first, mine = place
@@ -110,6 +126,9 @@ class CudaNode:
     def scatter(self, out: torch.Tensor, shards: list[torch.Tensor], element: int, scale: float) -> None:
         """out = scale * the sum over the ranks of their shards for this one."""
         engine = self._engine
+        if is_small(self._path, len(out), engine.node_size):
+            self._exchange_words(shards, [out] * engine.node_size, element, scale)
+            return
         self._lanes.enter()  # the staging block may still be read
         place = self._place_of(shards)
         if place is not None:
@@ -191,11 +210,29 @@ class CudaNode:
             place=place,
             scale=scale,
             element=element,
-            num_ctas=scatter_ctas(len(out)),
+            num_ctas=scatter_ctas(self._path, len(out), engine.node_size),
             stream=self._lanes.enter(),
         )
         args.set_sources(sources)
         engine.kernels.pull_shards(args)
+
+    def _exchange_words(
+        self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], element: int, scale: float
+    ) -> None:
+        """inputs: this rank's shard for each rank. outputs: where theirs go, or this rank's sum. element -1: gather."""
+        engine, nbytes = self._engine, len(inputs[0])
+        args = _C.SmallShardsArgs(
+            comm=engine.comm,
+            bytes=nbytes,
+            scale=scale,
+            element=element,
+            num_ctas=scatter_ctas(self._path, nbytes, engine.node_size),
+            stream=self._lanes.enter(),
+        )
+        args.set_words(list(self._words.ptrs))
+        args.set_inputs([tensor.data_ptr() for tensor in inputs])
+        args.set_outputs([tensor.data_ptr() for tensor in outputs])
+        engine.kernels.small_shards(args)
 
     def _staged(self, offset: int, nbytes: int) -> torch.Tensor:
         return bytes_at(self.staging.ptrs[self._engine.index] + offset, nbytes, self._engine.device)

@@ -147,10 +147,41 @@ struct PullShardsArgs {
   Address stream;
 };
 
+// 8 bytes of a small shard as they travel: in one store with what says that they are there. Until a reader finds that
+// flag the word is an older operation's, or zero.
+struct alignas(16) FlaggedWord {
+  uint64_t value;
+  uint64_t flag;  // epoch << kFlagBits, and what must be alike on all ranks
+};
+constexpr int64_t kWordBytes = sizeof(uint64_t);
+constexpr int64_t kSmallBytes = 1 << 20;  // of all ranks' shards: what two operations may have under way
+constexpr int kElementShift = 21;         // of a flag: below it the bytes of a shard, at most kSmallBytes ...
+constexpr int kFlagBits = 24;             // ... and from there the element of a sum, counted from 1
+EP_HD constexpr int64_t words_of(int64_t bytes) { return (bytes + kWordBytes - 1) / kWordBytes; }
+EP_HD constexpr int64_t small_capacity(int ranks) { return words_of(kSmallBytes / ranks); }  // words of one shard
+EP_HD constexpr int64_t small_words_bytes(int ranks) {
+  return 2 * ranks * small_capacity(ranks) * static_cast<int64_t>(sizeof(FlaggedWord));
+}
+
+// Gathers, or sums, shards of a few bytes. words[r]: FlaggedWord [2][num_ranks][capacity] of each rank, by the epoch's
+// parity and the shard's source. inputs[r]: this rank's shard for rank r; to gather, the same for all.
+struct SmallShardsArgs {
+  Comm comm;
+  Address words[kMaxRanks];
+  Address inputs[kMaxRanks];
+  Address outputs[kMaxRanks];  // where each rank's shard goes; this rank's own lies there, or is where the sum goes
+  int64_t bytes;               // of a shard
+  double scale;                // of the sum
+  int32_t element;             // of the sum, -1: gather
+  int32_t num_ctas;
+  Address stream;
+};
+
 #if defined(EP_WITH_CUDA)
 namespace cuda {
 void push_shard(const PushShardArgs& args);
 void pull_shards(const PullShardsArgs& args);
+void small_shards(const SmallShardsArgs& args);
 }  // namespace cuda
 #endif
 

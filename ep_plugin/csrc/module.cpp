@@ -351,6 +351,18 @@ void bind_collectives(py::module_& m) {
       .field("num_ctas", &PullShardsArgs::num_ctas)
       .field("stream", &PullShardsArgs::stream)
       .def("set_sources", array_of(&PullShardsArgs::sources));
+  m.attr("small_bytes") = kSmallBytes;
+  m.def("small_words_bytes", &small_words_bytes);
+  Struct<SmallShardsArgs>(m, "SmallShardsArgs")
+      .field("comm", &SmallShardsArgs::comm)
+      .field("bytes", &SmallShardsArgs::bytes)
+      .field("scale", &SmallShardsArgs::scale)
+      .field("element", &SmallShardsArgs::element)
+      .field("num_ctas", &SmallShardsArgs::num_ctas)
+      .field("stream", &SmallShardsArgs::stream)
+      .def("set_words", array_of(&SmallShardsArgs::words))
+      .def("set_inputs", array_of(&SmallShardsArgs::inputs))
+      .def("set_outputs", array_of(&SmallShardsArgs::outputs));
   m.def("place_word", &place_word);
   m.def("device_words", [](int block) {  // offsets of a block's words, ready and done, in DeviceControl
     return py::make_tuple(offsetof(DeviceControl, ready) + block * sizeof(uint64_t) * kMaxRanks,
@@ -360,6 +372,7 @@ void bind_collectives(py::module_& m) {
 #if defined(EP_WITH_CUDA)
   py::module_ cuda = m.attr("cuda");
   bind_kernel(cuda, "push_shard", &cuda::push_shard);
+  bind_kernel(cuda, "small_shards", &cuda::small_shards);
   bind_kernel(cuda, "pull_shards", &cuda::pull_shards);
 #endif
   m.attr("fault_offset") = offsetof(State, fault);
