@@ -105,6 +105,7 @@ def _as_on_gpus(made: Collective, path: str, per_node: int) -> _Kernels:
     node.staging = engine.memory.allocate(STAGING_BYTES, "staging")
     node._step = STAGING_BYTES // engine.node_size // 16 * 16
     node._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
+    node.stream_words = SimpleNamespace(addresses=[])
     node.number, node.words, node.pending = 0, torch.zeros(2, dtype=torch.int64), deque()
     engine.inside = node
     engine.kernels = _Kernels(groups[dist.get_rank() // per_node])

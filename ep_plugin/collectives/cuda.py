@@ -18,6 +18,8 @@ import torch
 from ep_plugin import _C
 from ep_plugin.collectives import watchdog
 from ep_plugin.collectives.blocks import bytes_at
+from ep_plugin.collectives.stream_words import StreamWords
+from ep_plugin.memory.exchange import Exchange
 
 if TYPE_CHECKING:
     from ep_plugin.collectives.engine import CollectiveEngine
@@ -87,13 +89,14 @@ class CudaNode:
     in one block are not noticed.
     """
 
-    def __init__(self, engine: CollectiveEngine, lanes: StreamLanes, path: str) -> None:
+    def __init__(self, engine: CollectiveEngine, lanes: StreamLanes, path: str, node: Exchange) -> None:
         self._engine = weakref.proxy(engine)
         self._lanes = lanes
         self._path = path
         self.staging = engine.memory.allocate(STAGING_BYTES, "staging")
         self._step = STAGING_BYTES // engine.node_size // 16 * 16
         self._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
+        self.stream_words = StreamWords(node, engine.device)
         self.number = 0  # of operations by copy engines outside of graphs
         self.words = torch.zeros(2, dtype=torch.int64, pin_memory=True)  # begun and finished, see PushShardArgs
         # Of each: number, block, addresses of what it fills here, and bytes of each.
@@ -148,6 +151,7 @@ class CudaNode:
 
     def close(self) -> None:
         watchdog.remove(self)
+        self.stream_words.close()
 
     def _place_of(self, parts: list[torch.Tensor]) -> tuple[int, int, int] | None:
         """The block that all `parts` lie in, the offsets of the first and of this rank's; None for other memory."""
@@ -196,6 +200,7 @@ class CudaNode:
             stream=stream,
         )
         args.set_targets(targets)
+        args.set_stream_words(self.stream_words.addresses)
         args.set_outputs([output.data_ptr() for output in outputs])
         engine.kernels.push_shard(args)
         if by_streams:

@@ -99,13 +99,17 @@ struct Sign {
   uint64_t done;   // epoch
 };
 
-// The control block in device memory: one per rank, zero at birth, words that only grow.
+// Handshakes by stream memory operations, by block and peer: the number of the operation for which the peer's block may
+// be written, and of the one whose shard the peer has written here. One per rank, in host memory: only there can the
+// host end a wait while all of the device's queues stand behind it. The values are the host's: eager operations alone.
+struct StreamWords {
+  uint64_t ready[kMaxPeerBlocks + 1][kMaxRanks];
+  uint64_t done[kMaxPeerBlocks + 1][kMaxRanks];
+};
+
+// The control block in device memory: one per rank, zero at birth, words that only grow. By CTA and peer; the values
+// are epochs, which live here, so that a replayed graph moves on.
 struct DeviceControl {
-  // Stream memory operations, by block and peer: the number of the operation for which the peer's block may be written,
-  // and of the one whose shard the peer has written here. Their values are the host's: eager operations alone.
-  alignas(128) uint64_t ready[kMaxPeerBlocks + 1][kMaxRanks];
-  alignas(128) uint64_t done[kMaxPeerBlocks + 1][kMaxRanks];
-  // Kernels, by CTA and peer. Their values are epochs, which live here, so that a replayed graph moves on.
   alignas(128) Sign signs[kMostCtas][kMaxRanks];
   alignas(128) uint64_t epoch;  // kernels' operations that are over; this rank's own
   uint64_t ctas_done;
@@ -128,7 +132,8 @@ struct PushShardArgs {
   int32_t num_ctas;  // the kernel's; else 0: copy engines
   int32_t captured;  // copy engines: 1: kernels shake hands, since a graph would keep the values of stream operations
   int32_t reserved;
-  uint64_t number;   // of the operation; copy engines outside of a graph
+  uint64_t number;                  // of the operation; copy engines outside of a graph
+  Address stream_words[kMaxRanks];  // StreamWords of each rank, as this device maps them
   Address begun;     // u64 in host memory: the number of the latest operation that the stream has come to, ...
   Address finished;  // ... and of the latest that is over
   Address stream;

@@ -340,6 +340,7 @@ void bind_collectives(py::module_& m) {
       .field("finished", &PushShardArgs::finished)
       .field("stream", &PushShardArgs::stream)
       .def("set_targets", array_of(&PushShardArgs::targets))
+      .def("set_stream_words", array_of(&PushShardArgs::stream_words))
       .def("set_outputs", array_of(&PushShardArgs::outputs));
   Struct<PullShardsArgs>(m, "PullShardsArgs")
       .field("comm", &PullShardsArgs::comm)
@@ -364,11 +365,8 @@ void bind_collectives(py::module_& m) {
       .def("set_inputs", array_of(&SmallShardsArgs::inputs))
       .def("set_outputs", array_of(&SmallShardsArgs::outputs));
   m.def("place_word", &place_word);
-  m.def("device_words", [](int block) {  // offsets of a block's words, ready and done, in DeviceControl
-    return py::make_tuple(offsetof(DeviceControl, ready) + block * sizeof(uint64_t) * kMaxRanks,
-                          offsetof(DeviceControl, done) + block * sizeof(uint64_t) * kMaxRanks,
-                          offsetof(DeviceControl, signs));
-  });
+  m.attr("stream_words_shape") = py::make_tuple(2, kMaxPeerBlocks + 1, kMaxRanks);  // ready and done
+  m.attr("stream_words_bytes") = sizeof(StreamWords);
 #if defined(EP_WITH_CUDA)
   py::module_ cuda = m.attr("cuda");
   bind_kernel(cuda, "push_shard", &cuda::push_shard);
