@@ -178,9 +178,9 @@ def test_shards_are_pulled_from_where_they_lie(size: int, per_node: int, path: s
 @pytest.mark.parametrize(
     ("path", "nbytes", "ranks", "ctas"),
     [
-        ("auto", 16, 4, 1),
-        ("auto", 32 << 10, 2, 4),
-        ("auto", cuda.SMALL_BYTES // 4, 4, 32),
+        ("auto", 16, 4, 3),
+        ("auto", 32 << 10, 2, 8),
+        ("auto", cuda.SMALL_BYTES // 4, 4, 63),
         ("auto", 1 << 20, 4, 32),
         ("auto", cuda.SM_BELOW_BYTES // 4, 4, 0),
         ("auto", cuda.SM_BELOW_BYTES // 4 - 16, 4, 32),

@@ -29,7 +29,8 @@ SM_BELOW_BYTES = 32 << 20  # gathered
 SMALL_BYTES = _C.small_bytes  # gathered, or of the input that is scattered
 STAGING_BYTES = 32 << 20
 _BYTES_PER_CTA = 16 << 10  # of a shard
-_SMALL_BYTES_PER_CTA = 8 << 10  # to or from all peers
+_SMALL_BYTES_PER_CTA = 4 << 10  # to or from one peer
+_MOST_SMALL_CTAS = 64
 
 
 def is_small(path: str, nbytes: int, node_size: int) -> bool:
@@ -47,10 +48,9 @@ def gather_ctas(path: str, nbytes: int, node_size: int) -> int:
 def scatter_ctas(path: str, nbytes: int, node_size: int) -> int:
     """CTAs of the kernel that sums shards of `nbytes` bytes."""
     if is_small(path, nbytes, node_size):
-        share = nbytes * (node_size - 1) // _SMALL_BYTES_PER_CTA
-    else:
-        share = nbytes // _BYTES_PER_CTA
-    return max(1, min(_C.most_ctas, share))
+        peers = node_size - 1
+        return peers * max(1, min(_MOST_SMALL_CTAS // peers, nbytes // _SMALL_BYTES_PER_CTA))
+    return max(1, min(_C.most_ctas, nbytes // _BYTES_PER_CTA))
 
 
 class StreamLanes:
