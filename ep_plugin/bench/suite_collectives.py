@@ -24,7 +24,7 @@ from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.results import everyones_wrong, result, row
 from ep_plugin.bench.timing import clock_of, time_in_turn
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
-from ep_plugin.collectives.cuda import gather_ctas, scatter_ctas
+from ep_plugin.collectives.cuda import gather_sms, scatter_sms
 
 GATHER, SCATTER = "allgather", "reduce_scatter"
 KIB, MIB = 1 << 10, 1 << 20
@@ -141,7 +141,7 @@ def _ways(
         else:
             source, out = allocated, empty(count)
             per_node = suite.ranks // suite.nodes
-            sms = scatter_ctas("auto", count * dtype.itemsize, per_node) if device.type == "cuda" else None
+            sms = scatter_sms("auto", count * dtype.itemsize, per_node) if device.type == "cuda" else None
             yield Way(impl=impl, run=_call(made, out, source), source=source, out=out, sms=sms)
     ours = objects["ep_plugin"]
     source, out = (empty(count), empty(whole)) if suite.what == GATHER else (empty(whole), empty(count))
@@ -168,7 +168,7 @@ def _call(made: Any, out: torch.Tensor, source: torch.Tensor) -> Callable[[], ob
 
 def _gather_sms(impl: str, size: int, suite: CollectiveSuite) -> int:
     path = {"ep_plugin": "auto", "ep_plugin sm": "sm"}.get(impl, "copy_engine")
-    return gather_ctas(path, size // suite.ranks, suite.ranks // suite.nodes)
+    return gather_sms(path, size // suite.ranks, suite.ranks // suite.nodes)
 
 
 def _judge(suite: CollectiveSuite, size: int, ways: list[Way]) -> list[str]:
