@@ -38,7 +38,7 @@ class Collective:
         if not isinstance(num_buffers, int) or isinstance(num_buffers, bool) or num_buffers < 1:
             raise ValueError(f"num_buffers: expected an integer of at least 1, got {num_buffers!r}")
         self.group = checked_group(group)
-        self._num_buffers, self._path = num_buffers, path
+        self._num_buffers, self.path = num_buffers, path
         self._engine: CollectiveEngine | None = None
         self._making = threading.RLock()
         self._closed = False
@@ -105,7 +105,7 @@ class Collective:
                 if self._closed:
                     raise CommunicatorClosed("expected an open communicator, got a closed one")
                 if self._engine is None:
-                    self._engine = CollectiveEngine(checked_group(self.group), device, self._num_buffers, self._path)
+                    self._engine = CollectiveEngine(checked_group(self.group), device, self._num_buffers, self.path)
                 engine = self._engine
         if engine.device != device:
             raise ValueError(f"device: expected {engine.device} as in the first call, got {device}")
