@@ -18,6 +18,7 @@ most_ctas: int
 fault_offset: int
 max_blocks: int
 request_ring_bytes: int
+call_ring_bytes: int
 offer_fields: tuple[str, ...]
 """Names of Offer's words, by the index that a fault gives."""
 header_fields: tuple[str, ...]
@@ -494,6 +495,11 @@ def device_words(block: int) -> tuple[int, int, int]:
 def fault_board(address: int, code: int, step: int, peer: int, expected: int, seen: int) -> None: ...
 def post_request(ring: int, number: int, nbytes: int, free: int) -> None: ...
 def read_request(ring: int, number: int) -> tuple[int, int]: ...
+def post_call(
+    rings: Sequence[int], rank: int, number: int, words: tuple[int, int, int, int]
+) -> tuple[int, int, int, int] | None:
+    """Posts Offer's words and the place of this rank's call; how a peer's differs: (peer, field, mine, theirs)."""
+
 def wait_requests(rings: Sequence[int], number: int, board: int, timeout_ns: int) -> int: ...
 def board_totals(address: int, local_experts: int, copy: int) -> list[int]: ...
 def board_quiet(address: int) -> bool: ...

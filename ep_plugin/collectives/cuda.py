@@ -17,6 +17,7 @@ import torch
 from ep_plugin import _C
 from ep_plugin.collectives import watchdog
 from ep_plugin.collectives.blocks import bytes_at
+from ep_plugin.collectives.calls import Calls
 
 if TYPE_CHECKING:
     from ep_plugin.collectives.engine import CollectiveEngine
@@ -70,9 +71,8 @@ class StreamLanes:
 class CudaNode:
     """The operations of one communicator. `shards` and `outputs` are uint8 ``[bytes]``, one for each rank of the node.
 
-    All ranks pass outputs (inputs) of the same place in the same block, or all pass other memory. Kernels compare what
-    ranks pass. Copy engines cannot: a peer that passes another block is waited for until the deadline, and other sizes
-    in one block are not noticed.
+    All ranks pass outputs (inputs) of the same place in the same block, or all pass other memory. What they pass is
+    compared by the hosts as they call, and in graphs by the kernels; copy engines compare nothing.
     """
 
     def __init__(self, engine: CollectiveEngine, lanes: StreamLanes, path: str) -> None:
@@ -81,6 +81,7 @@ class CudaNode:
         self._path = path
         self.staging = engine.memory.allocate(STAGING_BYTES, "staging")
         self._step = STAGING_BYTES // engine.node_size // 16 * 16
+        self._calls = Calls(engine)
         self.number = 0  # of operations by copy engines outside of graphs
         self.words = torch.zeros(2, dtype=torch.int64, pin_memory=True)  # begun and finished, see PushShardArgs
         # Of each: number, block, addresses of what it fills here, and bytes of each.
@@ -95,6 +96,7 @@ class CudaNode:
         """`shard`, which is this rank's of `outputs`, to every rank."""
         engine, nbytes = self._engine, len(shard)
         place = self._place_of(outputs)
+        self._compare(_C.Step.GATHER, _C.CollectiveOp.ALL_GATHER, nbytes, 0, place)
         if place is not None:
             block, first, mine = place
             engine.blocks.keep_if_captured(block)
@@ -110,8 +112,9 @@ class CudaNode:
     def scatter(self, out: torch.Tensor, shards: list[torch.Tensor], element: int, scale: float) -> None:
         """out = scale * the sum over the ranks of their shards for this one."""
         engine = self._engine
-        self._lanes.enter()  # the staging block may still be read
         place = self._place_of(shards)
+        self._compare(_C.Step.SCATTER, _C.CollectiveOp.REDUCE_SCATTER, len(out), element, place)
+        self._lanes.enter()  # the staging block may still be read
         if place is not None:
             block, first, mine = place
             engine.blocks.keep_if_captured(block)
@@ -129,6 +132,14 @@ class CudaNode:
 
     def close(self) -> None:
         watchdog.remove(self)
+
+    def _compare(
+        self, step: _C.Step, op: _C.CollectiveOp, nbytes: int, element: int, place: tuple[int, int, int] | None
+    ) -> None:
+        """Raises DisagreementError when a peer has called something else; a graph's calls are no host's."""
+        if not self._lanes.capturing():
+            block, first = (_C.staging_block, 0) if place is None else place[:2]
+            self._calls.compare(step, (op, nbytes, element, _C.place_word(block, first)))
 
     def _place_of(self, parts: list[torch.Tensor]) -> tuple[int, int, int] | None:
         """The block that all `parts` lie in, the offsets of the first and of this rank's; None for other memory."""

@@ -24,6 +24,7 @@ from ep_plugin.faults import error_of
 from ep_plugin.memory.board import Boards
 from ep_plugin.memory.exchange import Exchange
 from ep_plugin.memory.peer import open_memory_of, transport_for
+from ep_plugin.memory.shm import ShmMemory
 from ep_plugin.topology import RankReport, discover
 
 _OPERATIONS = {int(op): op.name.lower().replace("_", "-") for op in _C.CollectiveOp}
@@ -77,7 +78,9 @@ class CollectiveEngine(BaseEngine):
         control_bytes = cpu.CONTROL_BYTES if device.type == "cpu" else cuda.CONTROL_BYTES
         self._control = self.memory.allocate(control_bytes, "control")
         self.control_address = self._control.ptrs[self.index]
-        self.blocks = Blocks(self, self.memory, host, self.num_buffers)
+        self.posts = ShmMemory(host)
+        self._resources.callback(self.posts.close)
+        self.blocks = Blocks(self, self.memory, self.posts, self.num_buffers)
         self._resources.callback(self.blocks.close)
         self.state = torch.zeros(_C.state_bytes, dtype=torch.uint8, device=device)
         self.comm = _C.Comm(

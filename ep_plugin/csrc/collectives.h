@@ -4,7 +4,9 @@
 // in chunks, as many for each rank, numbered through over all operations of a communicator. A piece in memory that
 // peers map (a block) is offered as it lies; any other goes through the slots of its rank's control block.
 #pragma once
+#include <array>
 #include <cstdint>
+#include <vector>
 
 #include "api.h"
 
@@ -84,6 +86,30 @@ struct Request {
 };
 
 void post_request(Address ring, uint64_t number, int64_t bytes, uint64_t free);
+
+// --- What hosts tell each other of the operations that they enqueue on devices: likewise a ring for each rank --------
+// Copy engines compare nothing. So hosts post their calls, and whoever posts a call second compares: nobody waits.
+constexpr int kCallFields = kOfferFields + 1;  // as in Offer, and the place in peer memory
+using CallWords = std::array<int64_t, kCallFields>;
+// More than a host can be ahead of another: a stream that waits for a peer takes no more before its host has to wait.
+constexpr int kCalls = 1024;
+
+struct Call {
+  uint64_t number;  // stored last; 0 while the others change
+  int64_t words[kCallFields];
+};
+
+struct CallDifference {
+  int peer;
+  int field;
+  int64_t mine;
+  int64_t theirs;
+};
+
+// Posts this rank's call of this number, and compares it with those of the peers that have posted theirs. True when one
+// differs. rings: one for each rank.
+bool post_call(const std::vector<Address>& rings, int rank, uint64_t number, const CallWords& words,
+               CallDifference* found);
 
 // --- CUDA ------------------------------------------------------------------------------------------------------------
 // Ranks push their shards into their peers' outputs, which all have at the same place of the same block. The last

@@ -3,6 +3,7 @@ out every other's input (tests.collective_cases)."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter, NotSupported, PeerTimeout
+from ep_plugin.errors import DisagreementError
 from tests.collective_cases import BF16, DTYPES, FP16, FP32, reduced, same_bits, shard
 from tests.gpu.checks import device_of
 
@@ -185,6 +187,36 @@ def refused(rank: int) -> str:
     device = device_of(rank)
     with pytest.raises(NotSupported) as caught:
         HierarchicalAllGather().allocate(10, torch.uint8, device)
+    return str(caught.value)
+
+
+# What rank 1 passes otherwise than its peers.
+DIFFERENT = {"bytes": "bytes of a shard is", "memory": "place in peer memory is"}
+
+
+def differ(rank: int, path: str, what: str) -> str:
+    """What every rank is told when rank 1 gathers other bytes, or into memory of another kind."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    gather = HierarchicalAllGather(path=path)
+    size, count = gather.group.size(), 1 << 16
+    out = gather.allocate(size * count, torch.uint8, device)
+    mine, foreign = torch.ones(count, dtype=torch.uint8, device=device), torch.empty_like(out)
+    gather(out, mine)
+    torch.cuda.synchronize()
+    dist.barrier()
+    odd = rank == 1
+    with contextlib.suppress(DisagreementError):  # those that call first learn of it later
+        if what == "bytes":
+            its = count - 16 if odd else count
+            gather(foreign[: size * its], mine[:its])
+        else:
+            gather(foreign if odd else out, mine)
+    torch.cuda.synchronize()
+    dist.barrier()
+    with pytest.raises(DisagreementError) as caught:
+        gather.check()
+    gather.close()
     return str(caught.value)
 
 

@@ -54,6 +54,14 @@ def test_a_gather_by_copy_engines_needs_no_sm() -> None:
 
 
 @pytest.mark.gpu(1)
+@pytest.mark.parametrize("path", collectives.PATHS)
+@pytest.mark.parametrize("what", collectives.DIFFERENT)
+def test_ranks_that_disagree_on_one_gather_are_told_so(what: str, path: str) -> None:
+    for said in values(run_ranks(3, collectives.differ, path, what, start="spawn", timeout_s=100)):
+        assert "ranks disagree on" in said and collectives.DIFFERENT[what] in said and "on rank 1" in said, said
+
+
+@pytest.mark.gpu(1)
 @pytest.mark.xdist_group("faults")
 @pytest.mark.parametrize("path", collectives.PATHS)
 def test_a_dead_rank_is_named_by_every_survivor(path: str) -> None:
