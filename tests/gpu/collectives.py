@@ -190,6 +190,18 @@ def refused(rank: int) -> str:
     return str(caught.value)
 
 
+def wait_after_close(rank: int, path: str) -> bool:
+    """A Work of an operation that close has waited for."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    gather, count = HierarchicalAllGather(path=path), 1 << 16
+    out = _poisoned(gather.group.size() * count, torch.uint8, device)
+    work = gather(out, torch.full((count,), rank, dtype=torch.uint8, device=device), async_op=True)
+    gather.close()
+    assert work is not None and work.wait() is True
+    return bool((out.view(-1, count) == torch.arange(len(out) // count, device=device)[:, None]).all())
+
+
 # What rank 1 passes otherwise than its peers.
 DIFFERENT = {"bytes": "bytes of a shard is", "memory": "place in peer memory is"}
 
@@ -233,13 +245,16 @@ def survive(rank: int, path: str, victim: int) -> tuple[int | None, str, float]:
     dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
+    began, work = time.monotonic(), None
     with pytest.raises(PeerTimeout) as caught:
-        gather(out, torch.ones(count, dtype=torch.uint8, device=device))
+        work = gather(out, torch.ones(count, dtype=torch.uint8, device=device), async_op=True)
         torch.cuda.synchronize()
         gather.check()
     took = time.monotonic() - began
     with pytest.raises(PeerTimeout):
         gather(out, torch.ones(count, dtype=torch.uint8, device=device))
     gather.close()
+    if work is not None:  # the call itself may have learnt of the death
+        with pytest.raises(PeerTimeout):
+            work.wait()
     return caught.value.rank, caught.value.step, took

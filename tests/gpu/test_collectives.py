@@ -55,6 +55,12 @@ def test_a_gather_by_copy_engines_needs_no_sm() -> None:
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("path", collectives.PATHS)
+def test_a_gather_can_be_waited_for_after_close(path: str) -> None:
+    assert all(values(run_ranks(2, collectives.wait_after_close, path, start="spawn", timeout_s=100)))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("path", collectives.PATHS)
 @pytest.mark.parametrize("what", collectives.DIFFERENT)
 def test_ranks_that_disagree_on_one_gather_are_told_so(what: str, path: str) -> None:
     for said in values(run_ranks(3, collectives.differ, path, what, start="spawn", timeout_s=100)):
