@@ -152,6 +152,46 @@ def test_shards_are_pulled_from_where_they_lie(size: int, per_node: int) -> None
     values(run_ranks(size, _scatters, size, per_node, env={"EP_PLUGIN_RANKS_PER_NODE": str(per_node)}))
 
 
+class _Late(_Kernels):
+    """A kernel runs when the next operation is ordered after it, as on a stream that is busy."""
+
+    waiting: _Arguments | None = None
+
+    def pull_shards(self, args: _Arguments) -> None:
+        self.waiting = args
+
+    def run(self) -> int:
+        args, self.waiting = self.waiting, None
+        if args is not None:
+            super().pull_shards(args)
+        return 0
+
+
+def _scatters_of_two_streams(rank: int, size: int) -> None:
+    """Foreign inputs, all through the one staging block, whose readers are late."""
+    scatter, count = HierarchicalReduceScatter(), STAGING_BYTES // size // FP32.itemsize // 4 * 4
+    _as_on_gpus(scatter, "auto", size)
+    engine = scatter.engine_on(torch.device("cpu"))
+    late = engine.kernels = _Late(dist.new_group())
+    engine.inside._lanes = SimpleNamespace(enter=late.run, capturing=lambda: False)
+    inputs, outs, expected = [], [], []
+    for seed in range(6):
+        whole = [shard(seed, source, size * count, FP32).view(size, count) for source in range(size)]
+        inputs.append(whole[rank].flatten())
+        outs.append(poisoned(count, FP32))
+        expected.append(reduced(whole, rank, size, 1.0))
+        scatter(outs[-1], inputs[-1])
+    late.run()
+    for turn, (out, right) in enumerate(zip(outs, expected, strict=True)):
+        assert same_bits(out, right), f"operation {turn}"
+    scatter.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_staging_is_not_written_before_the_operation_before_has_read_it(size: int) -> None:
+    values(run_ranks(size, _scatters_of_two_streams, size))
+
+
 class _Device:
     """It takes whatever is enqueued, and does nothing; the host goes on."""
 

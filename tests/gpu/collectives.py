@@ -89,6 +89,33 @@ def scatters(rank: int, size: int, per_node: int, backend: str | None = None) ->
     return len(cases)
 
 
+def scatters_of_two_streams(rank: int, size: int, rounds: int) -> int:
+    """Foreign inputs, which all go through one staging block, in turn from two streams, of which one is often busy."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    count = 5 << 20  # some pieces of the staging block
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    wholes = [torch.empty(size * count, device=device) for _ in streams]
+    outs = [_poisoned(count, FP32, device) for _ in streams]
+    wrong = torch.zeros((rounds, len(streams)), dtype=torch.bool, device=device)
+    torch.cuda.synchronize()
+    with HierarchicalReduceScatter() as scatter:
+        for turn in range(rounds):
+            for index, (stream, whole, out) in enumerate(zip(streams, wholes, outs, strict=True)):
+                with torch.cuda.stream(stream):
+                    if (turn + index) % 2 == 0:
+                        torch.cuda._sleep(2_000_000)
+                    whole.fill_(10.0 * turn + 5 * index + rank)
+                    scatter(out, whole)
+                    total = size * (10.0 * turn + 5 * index) + size * (size - 1) / 2
+                    wrong[turn, index] = (out != total).any()
+        torch.cuda.synchronize()
+        failed = wrong.nonzero().tolist()
+        assert not failed, f"{len(failed)} wrong of {wrong.numel()}, first (turn, stream) {failed[:5]}"
+        scatter.check()
+    return rounds
+
+
 def replayed(rank: int, size: int, path: str) -> int:
     """A captured gather and scatter, replayed with new data, with eager ones between."""
     device = device_of(rank)

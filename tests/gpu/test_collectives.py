@@ -23,6 +23,12 @@ def test_reduce_scatter_is_its_oracle(size: int) -> None:
     values(run_ranks(size, collectives.scatters, size, size, start="spawn", timeout_s=200))
 
 
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("size", [2, 3])
+def test_reduce_scatters_of_two_streams_take_turns_in_the_staging_block(size: int) -> None:
+    values(run_ranks(size, collectives.scatters_of_two_streams, size, 20, start="spawn", timeout_s=100))
+
+
 @pytest.mark.gpu(4)
 def test_two_nodes_of_two_over_nccl() -> None:
     environment = {"EP_PLUGIN_RANKS_PER_NODE": "2"}
