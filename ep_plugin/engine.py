@@ -147,8 +147,7 @@ class BaseEngine(ABC):
                 return self.abort("closed by a signal handler during an operation")
             self.closed = True
             error = self._drained()
-            if self._error is None and error is not None:
-                self._error = copy.copy(error)
+            self._error = self._error or error
             self._resources.close()
 
     def _drained(self) -> Exception | None:
