@@ -27,6 +27,7 @@ from tests.collective_cases import BF16, FP32, gathered_by_gloo, poisoned, reduc
 from tests.ranks import run_ranks, values
 
 STAGING_BYTES = 1000 * 16
+COUNTS = (1, 17, 4096, 20_001, 300_001)  # with path="auto" the last goes another way than the others
 DTYPES = {_C.Element.FLOAT32: FP32, _C.Element.BFLOAT16: BF16}
 
 
@@ -39,11 +40,12 @@ class _Arguments(SimpleNamespace):
 
 
 class _Kernels:
-    """What the two kernels do, between barriers of the node in place of handshakes."""
+    """What the three kernels do, between barriers of the node in place of handshakes and flags."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.pushed: list[_Arguments] = []
+        self.pulled = self.small = 0
 
     def push_shard(self, args: _Arguments) -> None:
         self.pushed.append(args)
@@ -57,14 +59,33 @@ class _Kernels:
                     ctypes.memmove(output, args.landing + rank * args.bytes, args.bytes)
 
     def pull_shards(self, args: _Arguments) -> None:
+        self.pulled += 1
         dist.barrier(self._group)
+        self._sum(args.sources, args.output, args)
+        dist.barrier(self._group)
+
+    def small_shards(self, args: _Arguments) -> None:
+        self.small += 1
+        rank, ranks = args.comm.rank, range(args.comm.num_ranks)
+        dist.barrier(self._group)
+        for peer in ranks:
+            ctypes.memmove(args.words[peer] + rank * args.bytes, args.inputs[peer], args.bytes)
+        dist.barrier(self._group)
+        landed = [args.words[rank] + source * args.bytes for source in ranks]
+        if args.element >= 0:
+            self._sum(landed, args.outputs[rank], args)
+            return
+        for source in ranks:
+            if source != rank:
+                ctypes.memmove(args.outputs[source], landed[source], args.bytes)
+
+    def _sum(self, sources: list[int], output: int, args: _Arguments) -> None:
         dtype = DTYPES[args.element]
-        parts = [_memory(source, args.bytes).view(dtype) for source in args.sources]
+        parts = [_memory(source, args.bytes).view(dtype) for source in sources]
         total = parts[0].to(FP32)
         for part in parts[1:]:
             total = total + part
-        _memory(args.output, args.bytes).view(dtype).copy_(total * args.scale if args.scale != 1 else total)
-        dist.barrier(self._group)
+        _memory(output, args.bytes).view(dtype).copy_(total * args.scale if args.scale != 1 else total)
 
 
 def _memory(address: int, nbytes: int, _: Any = None) -> torch.Tensor:
@@ -77,9 +98,8 @@ def _as_on_gpus(made: Collective, path: str, per_node: int) -> _Kernels:
         dist.new_group(list(range(first, first + per_node))) for first in range(0, dist.get_world_size(), per_node)
     ]
     names = ("place_word", "staging_block", "most_ctas", "Step", "CollectiveOp")
-    cuda._C = SimpleNamespace(
-        PushShardArgs=_Arguments, PullShardsArgs=_Arguments, **{name: getattr(_C, name) for name in names}
-    )
+    arguments = ("PushShardArgs", "PullShardsArgs", "SmallShardsArgs")
+    cuda._C = SimpleNamespace(**dict.fromkeys(arguments, _Arguments), **{name: getattr(_C, name) for name in names})
     cuda.bytes_at = _memory
     engine = made.engine_on(torch.device("cpu"))
     node = CudaNode.__new__(CudaNode)
@@ -88,6 +108,8 @@ def _as_on_gpus(made: Collective, path: str, per_node: int) -> _Kernels:
     node.staging = engine.memory.allocate(STAGING_BYTES, "staging")
     node._step = STAGING_BYTES // engine.node_size // 16 * 16
     node._calls = Calls(engine)
+    node._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
+    node.stream_words = SimpleNamespace(addresses=[])
     node.number, node.words, node.pending = 0, torch.zeros(2, dtype=torch.int64), deque()
     engine.inside = node
     engine.kernels = _Kernels(groups[dist.get_rank() // per_node])
@@ -97,7 +119,7 @@ def _as_on_gpus(made: Collective, path: str, per_node: int) -> _Kernels:
 def _gathers(rank: int, size: int, per_node: int, path: str) -> None:
     gather = HierarchicalAllGather()
     kernels = _as_on_gpus(gather, path, per_node)
-    for seed, count in enumerate((1, 17, 4096, 20_001)):
+    for seed, count in enumerate(COUNTS):
         mine = shard(seed, rank, count, BF16)
         expected = gathered_by_gloo(mine)
         foreign = poisoned(size * count, BF16)
@@ -118,21 +140,25 @@ def _gathers(rank: int, size: int, per_node: int, path: str) -> None:
         gather.all_gather(listed, mine)
         assert same_bits(torch.cat(listed), expected), f"list, {count}"
     assert {args.num_ctas > 0 for args in kernels.pushed} == {path != "copy_engine"}
+    if per_node == size:
+        assert kernels.small == (4 * (len(COUNTS) - 1) if path == "auto" else 0)
     numbers = [args.number for args in kernels.pushed]
     assert numbers == (sorted(set(numbers)) if path == "copy_engine" else [0] * len(numbers))
     gather.close()
 
 
-@pytest.mark.parametrize(("size", "per_node", "path"), [(2, 2, "auto"), (3, 3, "copy_engine"), (4, 2, "sm")])
+@pytest.mark.parametrize(
+    ("size", "per_node", "path"), [(2, 2, "auto"), (3, 3, "copy_engine"), (3, 3, "auto"), (4, 2, "sm")]
+)
 def test_shards_are_pushed_where_they_belong(size: int, per_node: int, path: str) -> None:
     environment = {"EP_PLUGIN_RANKS_PER_NODE": str(per_node)}
     values(run_ranks(size, _gathers, size, per_node, path, env=environment))
 
 
-def _scatters(rank: int, size: int, per_node: int) -> None:
+def _scatters(rank: int, size: int, per_node: int, path: str) -> None:
     scatter = HierarchicalReduceScatter()
-    _as_on_gpus(scatter, "auto", per_node)
-    for seed, count in enumerate((1, 17, 4096, 20_001)):
+    kernels = _as_on_gpus(scatter, path, per_node)
+    for seed, count in enumerate(COUNTS):
         for dtype in (BF16, FP32):
             whole = [shard(seed, source, size * count, dtype).view(size, count) for source in range(size)]
             expected = reduced(whole, rank, per_node, 1 / size)
@@ -144,12 +170,13 @@ def _scatters(rank: int, size: int, per_node: int) -> None:
             out = poisoned(count, dtype)
             scatter(out, ours, op=dist.ReduceOp.AVG)
             assert same_bits(out, expected), f"allocated input, {count} of {dtype}"
+    assert kernels.pulled > 0 and (kernels.small > 0) == (path == "auto")
     scatter.close()
 
 
-@pytest.mark.parametrize(("size", "per_node"), [(2, 2), (3, 3), (4, 2)])
-def test_shards_are_pulled_from_where_they_lie(size: int, per_node: int) -> None:
-    values(run_ranks(size, _scatters, size, per_node, env={"EP_PLUGIN_RANKS_PER_NODE": str(per_node)}))
+@pytest.mark.parametrize(("size", "per_node", "path"), [(2, 2, "sm"), (3, 3, "auto"), (3, 3, "sm"), (4, 2, "auto")])
+def test_shards_are_pulled_from_where_they_lie(size: int, per_node: int, path: str) -> None:
+    values(run_ranks(size, _scatters, size, per_node, path, env={"EP_PLUGIN_RANKS_PER_NODE": str(per_node)}))
 
 
 class _Late(_Kernels):
@@ -170,7 +197,7 @@ class _Late(_Kernels):
 def _scatters_of_two_streams(rank: int, size: int) -> None:
     """Foreign inputs, all through the one staging block, whose readers are late."""
     scatter, count = HierarchicalReduceScatter(), STAGING_BYTES // size // FP32.itemsize // 4 * 4
-    _as_on_gpus(scatter, "auto", size)
+    _as_on_gpus(scatter, "sm", size)
     engine = scatter.engine_on(torch.device("cpu"))
     late = engine.kernels = _Late(dist.new_group())
     engine.inside._lanes = SimpleNamespace(enter=late.run, capturing=lambda: False)
@@ -197,11 +224,11 @@ class _Device:
 
     def push_shard(self, args: _Arguments) -> None: ...
 
-    pull_shards = push_shard
+    pull_shards = small_shards = push_shard
 
 
-def _on_a_device(made: Collective) -> Collective:
-    _as_on_gpus(made, "copy_engine", dist.get_world_size())
+def _on_a_device(made: Collective, path: str = "copy_engine") -> Collective:
+    _as_on_gpus(made, path, dist.get_world_size())
     made.engine_on(torch.device("cpu")).kernels = _Device()
     return made
 
@@ -227,6 +254,16 @@ DIFFERENT: dict[str, tuple[type[Collective], Callable[[Any, bool], None], str]] 
         lambda gather, odd: _gather_of(gather, 40_000 if odd else 20_000),
         "at step gather: bytes of a shard is ",
     ),
+    "sizes that go different ways": (
+        HierarchicalAllGather,
+        lambda gather, odd: _gather_of(gather, 3_000_000 if odd else 10),
+        "at step gather: bytes of a shard is ",
+    ),
+    "small sums": (
+        HierarchicalReduceScatter,
+        lambda scatter, odd: _scatter_of(scatter, torch.float16 if odd else BF16),
+        "at step scatter: element is",
+    ),
     "a block and other memory": (
         HierarchicalAllGather,
         lambda gather, odd: _gather_of(gather, 10, allocated=not odd),
@@ -243,7 +280,7 @@ DIFFERENT: dict[str, tuple[type[Collective], Callable[[Any, bool], None], str]] 
 def _differs(rank: int, name: str) -> list[str]:
     """What a rank is told by its call, if it was not the first to make it, and by its next checks."""
     kind, operation, _ = DIFFERENT[name]
-    made = _on_a_device(kind())
+    made = _on_a_device(kind(), "auto" if name in ("sizes that go different ways", "small sums") else "copy_engine")
     if name == "a block and other memory" and rank == 1:
         made.allocate(30, FP32)  # which all ranks call
     said = []
@@ -312,6 +349,8 @@ def test_posts_that_change_as_they_are_read_are_no_disagreement() -> None:
     ("path", "nbytes", "ranks", "ctas"),
     [
         ("auto", 16, 4, 1),
+        ("auto", 32 << 10, 2, 4),
+        ("auto", cuda.SMALL_BYTES // 4, 4, 32),
         ("auto", 1 << 20, 4, 32),
         ("auto", cuda.SM_BELOW_BYTES // 4, 4, 0),
         ("auto", cuda.SM_BELOW_BYTES // 4 - 16, 4, 32),

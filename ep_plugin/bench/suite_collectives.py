@@ -178,7 +178,7 @@ def most_sms(suite: CollectiveSuite, size: int, path: str) -> int:
         return 0  # all that there is goes over the rails
     chunk = min(shard, RAIL_CHUNK_BYTES)
     if suite.what == SCATTER:
-        return scatter_ctas(shard if suite.nodes == 1 else chunk)
+        return scatter_ctas(path, shard if suite.nodes == 1 else chunk, per_node)
     pieces = [shard] if suite.nodes == 1 else [shard, chunk]  # what the rails bring is gathered by chunks
     return max(gather_ctas(path, piece, per_node) for piece in pieces)
 

@@ -242,6 +242,11 @@ def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(_DeviceBytes(address, nbytes), device=device)
 
 
+def host_bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    """Host memory that others own as a tensor, uint8 ``[nbytes]``."""
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+
+
 def tensor_of(owner: Any, nbytes: int, device: torch.device) -> torch.Tensor:
     """The first `nbytes` bytes of a block as a tensor, which keeps the block's owner alive: uint8 ``[nbytes]``."""
     if device.type == "cuda":

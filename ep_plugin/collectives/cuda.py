@@ -3,7 +3,8 @@
 Everything is enqueued on the caller's stream; the host waits for nothing. Operations of one communicator on several
 streams follow each other in the order in which they are called. Gathers of SM_BELOW_BYTES and more go by copy engines,
 which leave all SMs to the model; smaller ones take a kernel of few CTAs, which is done sooner. Outputs and inputs that
-peers have not mapped go through a staging block, piece by piece.
+peers have not mapped go through a staging block, piece by piece. Up to SMALL_BYTES, of all ranks together, each word
+carries a flag, and any memory will do.
 """
 
 from __future__ import annotations
@@ -18,26 +19,39 @@ from ep_plugin import _C
 from ep_plugin.collectives import watchdog
 from ep_plugin.collectives.blocks import bytes_at
 from ep_plugin.collectives.calls import Calls
+from ep_plugin.collectives.stream_words import StreamWords
+from ep_plugin.memory.exchange import Exchange
 
 if TYPE_CHECKING:
     from ep_plugin.collectives.engine import CollectiveEngine
 
 CONTROL_BYTES = _C.device_control_bytes
 SM_BELOW_BYTES = 32 << 20  # gathered
+SMALL_BYTES = _C.small_bytes  # gathered, or of the input that is scattered
 STAGING_BYTES = 32 << 20
 _BYTES_PER_CTA = 16 << 10  # of a shard
+_SMALL_BYTES_PER_CTA = 8 << 10  # to or from all peers
+
+
+def is_small(path: str, nbytes: int, node_size: int) -> bool:
+    """Whether words with flags carry shards of `nbytes` bytes."""
+    return path == "auto" and nbytes * node_size <= SMALL_BYTES
 
 
 def gather_ctas(path: str, nbytes: int, node_size: int) -> int:
-    """CTAs of the kernel that pushes shards of `nbytes` bytes; 0: copy engines do it."""
+    """CTAs of the kernel that gathers shards of `nbytes` bytes; 0: copy engines do it."""
     if path == "copy_engine" or (path == "auto" and nbytes * node_size >= SM_BELOW_BYTES):
         return 0
-    return scatter_ctas(nbytes)
+    return scatter_ctas(path, nbytes, node_size)
 
 
-def scatter_ctas(nbytes: int) -> int:
+def scatter_ctas(path: str, nbytes: int, node_size: int) -> int:
     """CTAs of the kernel that sums shards of `nbytes` bytes."""
-    return max(1, min(_C.most_ctas, nbytes // _BYTES_PER_CTA))
+    if is_small(path, nbytes, node_size):
+        share = nbytes * (node_size - 1) // _SMALL_BYTES_PER_CTA
+    else:
+        share = nbytes // _BYTES_PER_CTA
+    return max(1, min(_C.most_ctas, share))
 
 
 class StreamLanes:
@@ -75,13 +89,15 @@ class CudaNode:
     compared by the hosts as they call, and in graphs by the kernels; copy engines compare nothing.
     """
 
-    def __init__(self, engine: CollectiveEngine, lanes: StreamLanes, path: str) -> None:
+    def __init__(self, engine: CollectiveEngine, lanes: StreamLanes, path: str, node: Exchange) -> None:
         self._engine = weakref.proxy(engine)
         self._lanes = lanes
         self._path = path
         self.staging = engine.memory.allocate(STAGING_BYTES, "staging")
         self._step = STAGING_BYTES // engine.node_size // 16 * 16
         self._calls = Calls(engine)
+        self._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
+        self.stream_words = StreamWords(node, engine.device)
         self.number = 0  # of operations by copy engines outside of graphs
         self.words = torch.zeros(2, dtype=torch.int64, pin_memory=True)  # begun and finished, see PushShardArgs
         # Of each: number, block, addresses of what it fills here, and bytes of each.
@@ -95,6 +111,10 @@ class CudaNode:
     def gather(self, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
         """`shard`, which is this rank's of `outputs`, to every rank."""
         engine, nbytes = self._engine, len(shard)
+        if is_small(self._path, nbytes, engine.node_size):
+            self._compare(_C.Step.GATHER, _C.CollectiveOp.ALL_GATHER, nbytes, 0, None)
+            self._exchange_words([shard] * engine.node_size, outputs, -1, 1.0)
+            return
         place = self._place_of(outputs)
         self._compare(_C.Step.GATHER, _C.CollectiveOp.ALL_GATHER, nbytes, 0, place)
         if place is not None:
@@ -112,6 +132,10 @@ class CudaNode:
     def scatter(self, out: torch.Tensor, shards: list[torch.Tensor], element: int, scale: float) -> None:
         """out = scale * the sum over the ranks of their shards for this one."""
         engine = self._engine
+        if is_small(self._path, len(out), engine.node_size):
+            self._compare(_C.Step.SCATTER, _C.CollectiveOp.REDUCE_SCATTER, len(out), element, None)
+            self._exchange_words(shards, [out] * engine.node_size, element, scale)
+            return
         place = self._place_of(shards)
         self._compare(_C.Step.SCATTER, _C.CollectiveOp.REDUCE_SCATTER, len(out), element, place)
         self._lanes.enter()  # the staging block may still be read
@@ -132,6 +156,7 @@ class CudaNode:
 
     def close(self) -> None:
         watchdog.remove(self)
+        self.stream_words.close()
 
     def _compare(
         self, step: _C.Step, op: _C.CollectiveOp, nbytes: int, element: int, place: tuple[int, int, int] | None
@@ -188,6 +213,7 @@ class CudaNode:
             stream=stream,
         )
         args.set_targets(targets)
+        args.set_stream_words(self.stream_words.addresses)
         args.set_outputs([output.data_ptr() for output in outputs])
         engine.kernels.push_shard(args)
         if by_streams:
@@ -202,11 +228,29 @@ class CudaNode:
             place=place,
             scale=scale,
             element=element,
-            num_ctas=scatter_ctas(len(out)),
+            num_ctas=scatter_ctas(self._path, len(out), engine.node_size),
             stream=self._lanes.enter(),
         )
         args.set_sources(sources)
         engine.kernels.pull_shards(args)
+
+    def _exchange_words(
+        self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], element: int, scale: float
+    ) -> None:
+        """inputs: this rank's shard for each rank. outputs: where theirs go, or this rank's sum. element -1: gather."""
+        engine, nbytes = self._engine, len(inputs[0])
+        args = _C.SmallShardsArgs(
+            comm=engine.comm,
+            bytes=nbytes,
+            scale=scale,
+            element=element,
+            num_ctas=scatter_ctas(self._path, nbytes, engine.node_size),
+            stream=self._lanes.enter(),
+        )
+        args.set_words(list(self._words.ptrs))
+        args.set_inputs([tensor.data_ptr() for tensor in inputs])
+        args.set_outputs([tensor.data_ptr() for tensor in outputs])
+        engine.kernels.small_shards(args)
 
     def _staged(self, offset: int, nbytes: int) -> torch.Tensor:
         return bytes_at(self.staging.ptrs[self._engine.index] + offset, nbytes, self._engine.device)

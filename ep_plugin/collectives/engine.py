@@ -94,7 +94,7 @@ class CollectiveEngine(BaseEngine):
         )
         self.comm.set_control(list(self._control.ptrs))
         if self.node_size > 1:
-            self.inside = CudaNode(self, lanes, self.path) if isinstance(lanes, StreamLanes) else CpuNode(self)
+            self.inside = _node_of(self, lanes, host)
             self._resources.callback(self.inside.close)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -126,6 +126,10 @@ class CollectiveEngine(BaseEngine):
 
     def group_rank(self, index: int) -> int:
         return self.node_ranks[index]
+
+
+def _node_of(engine: CollectiveEngine, lanes: CallLanes | StreamLanes, host: Exchange) -> CpuNode | CudaNode:
+    return CudaNode(engine, lanes, engine.path, host) if isinstance(lanes, StreamLanes) else CpuNode(engine)
 
 
 def _watch_of(engine: CollectiveEngine) -> Any:

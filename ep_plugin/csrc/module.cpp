@@ -341,6 +341,7 @@ void bind_collectives(py::module_& m) {
       .field("finished", &PushShardArgs::finished)
       .field("stream", &PushShardArgs::stream)
       .def("set_targets", array_of(&PushShardArgs::targets))
+      .def("set_stream_words", array_of(&PushShardArgs::stream_words))
       .def("set_outputs", array_of(&PushShardArgs::outputs));
   Struct<PullShardsArgs>(m, "PullShardsArgs")
       .field("comm", &PullShardsArgs::comm)
@@ -352,15 +353,25 @@ void bind_collectives(py::module_& m) {
       .field("num_ctas", &PullShardsArgs::num_ctas)
       .field("stream", &PullShardsArgs::stream)
       .def("set_sources", array_of(&PullShardsArgs::sources));
+  m.attr("small_bytes") = kSmallBytes;
+  m.def("small_words_bytes", &small_words_bytes);
+  Struct<SmallShardsArgs>(m, "SmallShardsArgs")
+      .field("comm", &SmallShardsArgs::comm)
+      .field("bytes", &SmallShardsArgs::bytes)
+      .field("scale", &SmallShardsArgs::scale)
+      .field("element", &SmallShardsArgs::element)
+      .field("num_ctas", &SmallShardsArgs::num_ctas)
+      .field("stream", &SmallShardsArgs::stream)
+      .def("set_words", array_of(&SmallShardsArgs::words))
+      .def("set_inputs", array_of(&SmallShardsArgs::inputs))
+      .def("set_outputs", array_of(&SmallShardsArgs::outputs));
   m.def("place_word", &place_word);
-  m.def("device_words", [](int block) {  // offsets of a block's words, ready and done, in DeviceControl
-    return py::make_tuple(offsetof(DeviceControl, ready) + block * sizeof(uint64_t) * kMaxRanks,
-                          offsetof(DeviceControl, done) + block * sizeof(uint64_t) * kMaxRanks,
-                          offsetof(DeviceControl, signs));
-  });
+  m.attr("stream_words_shape") = py::make_tuple(2, kMaxPeerBlocks + 1, kMaxRanks);  // ready and done
+  m.attr("stream_words_bytes") = sizeof(StreamWords);
 #if defined(EP_WITH_CUDA)
   py::module_ cuda = m.attr("cuda");
   bind_kernel(cuda, "push_shard", &cuda::push_shard);
+  bind_kernel(cuda, "small_shards", &cuda::small_shards);
   bind_kernel(cuda, "pull_shards", &cuda::pull_shards);
 #endif
   m.attr("fault_offset") = offsetof(State, fault);

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter, NotSupported, PeerTimeout
-from ep_plugin.errors import DisagreementError
+from ep_plugin.errors import DisagreementError, PeerAborted
 from tests.collective_cases import BF16, DTYPES, FP16, FP32, reduced, same_bits, shard
 from tests.gpu.checks import device_of
 
@@ -60,14 +60,14 @@ def gathers(rank: int, size: int, path: str, backend: str | None = None) -> int:
     return len(cases)
 
 
-def scatters(rank: int, size: int, per_node: int, backend: str | None = None) -> int:
+def scatters(rank: int, size: int, per_node: int, path: str = "auto", backend: str | None = None) -> int:
     device = device_of(rank)
     torch.cuda.set_device(device)
     premul = dist._make_nccl_premul_sum(0.375)
     operations = [(dist.ReduceOp.SUM, 1.0), (dist.ReduceOp.AVG, 1.0 / size), (premul, 0.375)]
-    cases = [(count, dtype) for count in (1, 5, 4096, 70_001, 1 << 21) for dtype in (BF16, FP16, FP32)]
+    cases = [(count, dtype) for count in (1, 5, 4096, 70_001, 600_001, 1 << 21) for dtype in (BF16, FP16, FP32)]
     group = None if backend is None else dist.new_group(backend=backend)
-    with HierarchicalReduceScatter(group) as scatter:
+    with HierarchicalReduceScatter(group, path=path) as scatter:
         for seed, (count, dtype) in enumerate(cases):
             whole = [shard(seed, source, size * count, dtype).view(size, count) for source in range(size)]
             mine = whole[rank].flatten().to(device)
@@ -121,7 +121,7 @@ def replayed(rank: int, size: int, path: str) -> int:
     device = device_of(rank)
     torch.cuda.set_device(device)
     count, replays = 4096 + 16, 200
-    with HierarchicalAllGather(path=path) as gather, HierarchicalReduceScatter() as scatter:
+    with HierarchicalAllGather(path=path) as gather, HierarchicalReduceScatter(path=path) as scatter:
         out = gather.allocate(size * count, FP32, device)
         whole = scatter.allocate(size * count, FP32, device)
         other = gather.allocate(size * 64, FP32, device)
@@ -238,7 +238,7 @@ def differ(rank: int, path: str, what: str) -> str:
     device = device_of(rank)
     torch.cuda.set_device(device)
     gather = HierarchicalAllGather(path=path)
-    size, count = gather.group.size(), 1 << 16
+    size, count = gather.group.size(), 1 << 20  # more than small gathers, which may go to any memory
     out = gather.allocate(size * count, torch.uint8, device)
     mine, foreign = torch.ones(count, dtype=torch.uint8, device=device), torch.empty_like(out)
     gather(out, mine)
@@ -256,6 +256,30 @@ def differ(rank: int, path: str, what: str) -> str:
     with pytest.raises(DisagreementError) as caught:
         gather.check()
     gather.close()
+    return str(caught.value)
+
+
+def disagree(rank: int, odd: int, kinds: list[str]) -> str:
+    """What a rank is told when `odd` gathers another size, or sums another dtype, than the others."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    kind = kinds[rank == odd]
+    size = dist.get_world_size()
+    count = {"small": 1000, "smaller": 40, "large": 1 << 20, "halves": 2000}[kind]
+    dtype = BF16 if kind == "halves" else FP32
+    sums = "halves" in kinds
+    made = HierarchicalReduceScatter() if sums else HierarchicalAllGather()
+    with pytest.raises((DisagreementError, PeerAborted)) as caught:
+        whole, part = (
+            torch.zeros(size * count, dtype=dtype, device=device),
+            torch.zeros(count, dtype=dtype, device=device),
+        )
+        made(*((part, whole) if sums else (whole, part)))
+        for _ in range(200):
+            torch.cuda.synchronize()
+            made.check()
+            time.sleep(0.05)
+    made.close()
     return str(caught.value)
 
 
