@@ -10,6 +10,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
+
 from ep_plugin import _C
 from ep_plugin.faults import disagreement
 
@@ -22,17 +24,16 @@ class Calls:
 
     def __init__(self, engine: CollectiveEngine) -> None:
         self._engine = weakref.proxy(engine)
-        self._rings = engine.posts.allocate(_C.call_ring_bytes, "calls").ptrs
+        self._rings = torch.tensor(engine.posts.allocate(_C.call_ring_bytes, "calls").ptrs)
+        self._who = (self._rings.data_ptr(), engine.node_size, engine.index)
         self._number = 0
 
-    def compare(self, step: _C.Step, words: tuple[int, int, int, int]) -> None:
-        """words: this call's operation, bytes of a shard, element of a sum, and place in peer memory.
+    def compare(self, step: _C.Step, nbytes: int, element: int, place: int) -> None:
+        """nbytes: of a shard. element: of a sum, 0 without. place: in peer memory, see place_word.
 
-        Raises DisagreementError, naming this rank and the first whose call of this number has other words.
+        Raises DisagreementError, naming this rank and the first whose call of this number says otherwise.
         """
         self._number += 1
-        engine = self._engine
-        found = _C.post_call(self._rings, engine.index, self._number, words)
+        found = _C.post_call(*self._who, self._number, nbytes, element, place)
         if found is not None:
-            peer, field, mine, theirs = found
-            raise disagreement(engine, step.name.lower(), peer, field, mine, theirs)
+            raise disagreement(self._engine, step.name.lower(), *found)

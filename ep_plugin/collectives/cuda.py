@@ -29,6 +29,7 @@ CONTROL_BYTES = _C.device_control_bytes
 SM_BELOW_BYTES = 32 << 20  # gathered
 SMALL_BYTES = _C.small_bytes  # gathered, or of the input that is scattered
 STAGING_BYTES = 32 << 20
+_STAGED = _C.place_word(_C.staging_block, 0)
 _BYTES_PER_CTA = 16 << 10  # of a shard
 _SMALL_BYTES_PER_CTA = 8 << 10  # to or from all peers
 
@@ -112,11 +113,11 @@ class CudaNode:
         """`shard`, which is this rank's of `outputs`, to every rank."""
         engine, nbytes = self._engine, len(shard)
         if is_small(self._path, nbytes, engine.node_size):
-            self._compare(_C.Step.GATHER, _C.CollectiveOp.ALL_GATHER, nbytes, 0, None)
+            self._compare(_C.Step.GATHER, nbytes, 0, None)
             self._exchange_words([shard] * engine.node_size, outputs, -1, 1.0)
             return
         place = self._place_of(outputs)
-        self._compare(_C.Step.GATHER, _C.CollectiveOp.ALL_GATHER, nbytes, 0, place)
+        self._compare(_C.Step.GATHER, nbytes, 0, place)
         if place is not None:
             block, first, mine = place
             engine.blocks.keep_if_captured(block)
@@ -133,11 +134,11 @@ class CudaNode:
         """out = scale * the sum over the ranks of their shards for this one."""
         engine = self._engine
         if is_small(self._path, len(out), engine.node_size):
-            self._compare(_C.Step.SCATTER, _C.CollectiveOp.REDUCE_SCATTER, len(out), element, None)
+            self._compare(_C.Step.SCATTER, len(out), element, None)
             self._exchange_words(shards, [out] * engine.node_size, element, scale)
             return
         place = self._place_of(shards)
-        self._compare(_C.Step.SCATTER, _C.CollectiveOp.REDUCE_SCATTER, len(out), element, place)
+        self._compare(_C.Step.SCATTER, len(out), element, place)
         self._lanes.enter()  # the staging block may still be read
         if place is not None:
             block, first, mine = place
@@ -158,13 +159,10 @@ class CudaNode:
         watchdog.remove(self)
         self.stream_words.close()
 
-    def _compare(
-        self, step: _C.Step, op: _C.CollectiveOp, nbytes: int, element: int, place: tuple[int, int, int] | None
-    ) -> None:
+    def _compare(self, step: _C.Step, nbytes: int, element: int, place: tuple[int, int, int] | None) -> None:
         """Raises DisagreementError when a peer has called something else; a graph's calls are no host's."""
         if not self._lanes.capturing():
-            block, first = (_C.staging_block, 0) if place is None else place[:2]
-            self._calls.compare(step, (op, nbytes, element, _C.place_word(block, first)))
+            self._calls.compare(step, nbytes, element, _STAGED if place is None else _C.place_word(*place[:2]))
 
     def _place_of(self, parts: list[torch.Tensor]) -> tuple[int, int, int] | None:
         """The block that all `parts` lie in, the offsets of the first and of this rank's; None for other memory."""

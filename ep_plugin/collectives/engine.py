@@ -116,7 +116,8 @@ class CollectiveEngine(BaseEngine):
     def described(self, field: int, value: int) -> tuple[str, str]:
         name = _C.offer_fields[field] if field < len(_C.offer_fields) else "place"
         known = {"op": _OPERATIONS, "element": _ELEMENTS}.get(name, {})
-        return _FIELDS.get(name, name), known.get(value, str(value))
+        text = _place(value) if name == "place" else str(value)
+        return _FIELDS.get(name, name), known.get(value, text)
 
     def _remember(self, error: EpPluginError | ValueError) -> None:
         """The ranks of this node wait for this one, which alone knows that its rail is broken."""
@@ -130,6 +131,11 @@ class CollectiveEngine(BaseEngine):
 
 def _node_of(engine: CollectiveEngine, lanes: CallLanes | StreamLanes, host: Exchange) -> CpuNode | CudaNode:
     return CudaNode(engine, lanes, engine.path, host) if isinstance(lanes, StreamLanes) else CpuNode(engine)
+
+
+def _place(word: int) -> str:
+    block, offset = divmod(word, _C.place_word(1, 0))
+    return "none (not from allocate)" if block == _C.staging_block else f"byte {offset} of block {block}"
 
 
 def _watch_of(engine: CollectiveEngine) -> Any:

@@ -6,7 +6,6 @@
 #pragma once
 #include <array>
 #include <cstdint>
-#include <vector>
 
 #include "api.h"
 
@@ -89,8 +88,8 @@ void post_request(Address ring, uint64_t number, int64_t bytes, uint64_t free);
 
 // --- What hosts tell each other of the operations that they enqueue on devices: likewise a ring for each rank --------
 // Copy engines compare nothing. So hosts post their calls, and whoever posts a call second compares: nobody waits.
-constexpr int kCallFields = kOfferFields + 1;  // as in Offer, and the place in peer memory
-using CallWords = std::array<int64_t, kCallFields>;
+constexpr int kCallFields = 3;
+using CallWords = std::array<int64_t, kCallFields>;  // bytes of a shard, element of a sum, place in peer memory
 // More than a host can be ahead of another: a stream that waits for a peer takes no more before its host has to wait.
 constexpr int kCalls = 1024;
 
@@ -101,15 +100,14 @@ struct Call {
 
 struct CallDifference {
   int peer;
-  int field;
+  int field;  // as in Offer
   int64_t mine;
   int64_t theirs;
 };
 
 // Posts this rank's call of this number, and compares it with those of the peers that have posted theirs. True when one
-// differs. rings: one for each rank.
-bool post_call(const std::vector<Address>& rings, int rank, uint64_t number, const CallWords& words,
-               CallDifference* found);
+// differs. rings: Address [num_ranks].
+bool post_call(Address rings, int num_ranks, int rank, uint64_t number, const CallWords& words, CallDifference* found);
 
 // --- CUDA ------------------------------------------------------------------------------------------------------------
 // Ranks push their shards into their peers' outputs, which all have at the same place of the same block. The last

@@ -383,9 +383,10 @@ void bind_collectives(py::module_& m) {
   });
   // None, or how a peer's call differs: (peer, field, mine, theirs).
   m.def("post_call",
-        [](const std::vector<Address>& rings, int rank, uint64_t number, const CallWords& words) -> py::object {
+        [](Address rings, int num_ranks, int rank, uint64_t number, int64_t bytes, int64_t element,
+           int64_t place) -> py::object {
           CallDifference found;
-          if (!post_call(rings, rank, number, words, &found)) return py::none();
+          if (!post_call(rings, num_ranks, rank, number, {bytes, element, place}, &found)) return py::none();
           return py::make_tuple(found.peer, found.field, found.mine, found.theirs);
         });
   // Whether every ring of `rings` has reached request `number`; else the index of the first that has not.

@@ -25,16 +25,16 @@ bool read(const Call& row, uint64_t number, CallWords* words) {
 
 }  // namespace
 
-bool post_call(const std::vector<Address>& rings, int rank, uint64_t number, const CallWords& words,
-               CallDifference* found) {
-  post(row_of(rings[rank], number), number, words);
+bool post_call(Address rings, int num_ranks, int rank, uint64_t number, const CallWords& words, CallDifference* found) {
+  const Address* ring = at<const Address>(rings);
+  post(row_of(ring[rank], number), number, words);
   __atomic_thread_fence(__ATOMIC_SEQ_CST);  // of two ranks that post at once, one sees the other's
-  for (int peer = 0; peer < static_cast<int>(rings.size()); ++peer) {
+  for (int peer = 0; peer < num_ranks; ++peer) {
     CallWords theirs;
-    if (peer == rank || !read(row_of(rings[peer], number), number, &theirs)) continue;
+    if (peer == rank || !read(row_of(ring[peer], number), number, &theirs)) continue;
     for (int field = 0; field < kCallFields; ++field) {
       if (theirs[field] == words[field]) continue;
-      *found = CallDifference{peer, field, words[field], theirs[field]};
+      *found = CallDifference{peer, field + 1, words[field], theirs[field]};
       return true;
     }
   }
