@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
 
 from ep_plugin.bench import report as reports
 
@@ -20,8 +19,6 @@ _SIZES: dict[str, dict[str, int | None]] = {
     "cuda": {"ranks": None, "tokens": 4096, "hidden": 7168, "topk": 8, "experts": 256},
 }
 _DTYPES = {"cpu": ["float32"], "cuda": ["bfloat16", "float8"]}
-_SERVED = ("moe", "sweep", "wire", "beside", "allgather", "reduce-scatter", "fsdp2")
-_LATER = ("overlap",)
 
 Backend = Annotated[str, typer.Option(help="cpu: shared memory against gloo; cuda: NVLink against NCCL.")]
 Ranks = Annotated[int | None, typer.Option(help="Processes. Default: 4 on CPUs, every GPU on cuda.")]
@@ -39,17 +36,7 @@ Out = Annotated[
 ]
 
 
-class _Suites(TyperGroup):
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in _LATER:
-            ctx.fail(
-                f"the suite {cmd_name!r} is not served in this release; expected {', '.join(_SERVED)}, or report for "
-                "results."
-            )
-        return super().get_command(ctx, cmd_name)
-
-
-main = typer.Typer(cls=_Suites, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+main = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @main.callback()
@@ -202,6 +189,31 @@ def beside(
         suite = suite_beside.BesideSuite(workload=Workload(**_sizes(backend, {"ranks": ranks})), iterations=iterations)
         result = suite_beside.run(suite)
     _finish(result, out, backend, suite.workload.ranks)
+
+
+@main.command()
+def overlap(
+    backend: Annotated[str, typer.Option(help="cuda; products on a CPU take the cores that gather.")] = "cuda",
+    ranks: Ranks = None,
+    size: Annotated[
+        list[int] | None, typer.Option("--size", help="Bytes gathered; repeatable. Default: 256 and 512 MiB.")
+    ] = None,
+    iterations: Iterations = 30,
+    out: Out = None,
+) -> None:
+    """What an all-gather adds to the time of two matrix products that it runs beside."""
+    from ep_plugin.bench import suite_overlap
+
+    with _refusals():
+        if backend != "cuda":
+            raise ValueError(
+                "backend: expected cuda, since on a CPU the cores that multiply are those that gather (ep-bench "
+                f"allgather --backend cpu times the gather alone), got {backend!r}"
+            )
+        found = _sizes(backend, {"ranks": ranks})["ranks"]
+        suite = suite_overlap.OverlapSuite(ranks=found, sizes=tuple(size or suite_overlap.SIZES), iterations=iterations)
+        result = suite_overlap.run(suite)
+    _finish(result, out, backend, found)
 
 
 @main.command()

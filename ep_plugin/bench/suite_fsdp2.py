@@ -43,7 +43,7 @@ Arm = list[tuple[Any, str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Fsdp2Suite:
-    """What one run measures. tokens: per rank and step. judged: steps whose losses are compared. compiled: blocks are."""
+    """What one run measures. tokens: per rank and step. judged: steps whose losses are compared."""
 
     backend: str
     ranks: int

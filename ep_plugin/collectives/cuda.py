@@ -18,6 +18,7 @@ import torch
 from ep_plugin import _C
 from ep_plugin.collectives import watchdog
 from ep_plugin.collectives.blocks import bytes_at
+from ep_plugin.collectives.calls import Calls
 from ep_plugin.collectives.stream_words import StreamWords
 from ep_plugin.memory.exchange import Exchange
 
@@ -28,6 +29,7 @@ CONTROL_BYTES = _C.device_control_bytes
 SM_BELOW_BYTES = 32 << 20  # gathered
 SMALL_BYTES = _C.small_bytes  # gathered, or of the input that is scattered
 STAGING_BYTES = 32 << 20
+_STAGED = _C.place_word(_C.staging_block, 0)
 _BYTES_PER_CTA = 16 << 10  # of a shard
 _SMALL_BYTES_PER_CTA = 4 << 10  # to or from one peer
 _MOST_SMALL_CTAS = 64
@@ -98,9 +100,8 @@ class StreamLanes:
 class CudaNode:
     """The operations of one communicator. `shards` and `outputs` are uint8 ``[bytes]``, one for each rank of the node.
 
-    All ranks pass outputs (inputs) of the same place in the same block, or all pass other memory. Kernels compare what
-    ranks pass. Copy engines cannot: a peer that passes another block is waited for until the deadline, and other sizes
-    in one block are not noticed.
+    All ranks pass outputs (inputs) of the same place in the same block, or all pass other memory. What they pass is
+    compared by the hosts as they call, and in graphs by the kernels; copy engines compare nothing.
     """
 
     def __init__(self, engine: CollectiveEngine, lanes: StreamLanes, path: str, node: Exchange) -> None:
@@ -109,6 +110,7 @@ class CudaNode:
         self._path = path
         self.staging = engine.memory.allocate(STAGING_BYTES, "staging")
         self._step = STAGING_BYTES // engine.node_size // 16 * 16
+        self._calls = Calls(engine)
         self._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
         self.stream_words = StreamWords(node, engine.device)
         self.number = 0  # of operations by copy engines outside of graphs
@@ -125,9 +127,11 @@ class CudaNode:
         """`shard`, which is this rank's of `outputs`, to every rank."""
         engine, nbytes = self._engine, len(shard)
         if is_small(self._path, nbytes, engine.node_size):
+            self._compare(_C.Step.GATHER, nbytes, 0, None)
             self._exchange_words([shard] * engine.node_size, outputs, -1, 1.0)
             return
         place = self._place_of(outputs)
+        self._compare(_C.Step.GATHER, nbytes, 0, place)
         if place is not None:
             block, first, mine = place
             engine.blocks.keep_if_captured(block)
@@ -144,10 +148,12 @@ class CudaNode:
         """out = scale * the sum over the ranks of their shards for this one."""
         engine = self._engine
         if is_small(self._path, len(out), engine.node_size):
+            self._compare(_C.Step.SCATTER, len(out), element, None)
             self._exchange_words(shards, [out] * engine.node_size, element, scale)
             return
-        self._lanes.enter()  # the staging block may still be read
         place = self._place_of(shards)
+        self._compare(_C.Step.SCATTER, len(out), element, place)
+        self._lanes.enter()  # the staging block may still be read
         if place is not None:
             block, first, mine = place
             engine.blocks.keep_if_captured(block)
@@ -166,6 +172,11 @@ class CudaNode:
     def close(self) -> None:
         watchdog.remove(self)
         self.stream_words.close()
+
+    def _compare(self, step: _C.Step, nbytes: int, element: int, place: tuple[int, int, int] | None) -> None:
+        """Raises DisagreementError when a peer has called something else; a graph's calls are no host's."""
+        if not self._lanes.capturing():
+            self._calls.compare(step, nbytes, element, _STAGED if place is None else _C.place_word(*place[:2]))
 
     def _place_of(self, parts: list[torch.Tensor]) -> tuple[int, int, int] | None:
         """The block that all `parts` lie in, the offsets of the first and of this rank's; None for other memory."""

@@ -4,6 +4,7 @@
 // in chunks, as many for each rank, numbered through over all operations of a communicator. A piece in memory that
 // peers map (a block) is offered as it lies; any other goes through the slots of its rank's control block.
 #pragma once
+#include <array>
 #include <cstdint>
 
 #include "api.h"
@@ -84,6 +85,29 @@ struct Request {
 };
 
 void post_request(Address ring, uint64_t number, int64_t bytes, uint64_t free);
+
+// --- What hosts tell each other of the operations that they enqueue on devices: likewise a ring for each rank --------
+// Copy engines compare nothing. So hosts post their calls, and whoever posts a call second compares: nobody waits.
+constexpr int kCallFields = 3;
+using CallWords = std::array<int64_t, kCallFields>;  // bytes of a shard, element of a sum, place in peer memory
+// More than a host can be ahead of another: a stream that waits for a peer takes no more before its host has to wait.
+constexpr int kCalls = 1024;
+
+struct Call {
+  uint64_t number;  // stored last; 0 while the others change
+  int64_t words[kCallFields];
+};
+
+struct CallDifference {
+  int peer;
+  int field;  // as in Offer
+  int64_t mine;
+  int64_t theirs;
+};
+
+// Posts this rank's call of this number, and compares it with those of the peers that have posted theirs. True when one
+// differs. rings: Address [num_ranks].
+bool post_call(Address rings, int num_ranks, int rank, uint64_t number, const CallWords& words, CallDifference* found);
 
 // --- CUDA ------------------------------------------------------------------------------------------------------------
 // Ranks push their shards into their peers' outputs, which all have at the same place of the same block. The last

@@ -299,6 +299,7 @@ void bind_collectives(py::module_& m) {
   m.attr("collective_control_bytes") = sizeof(CollectiveControl);
   m.attr("max_blocks") = kMaxPeerBlocks;
   m.attr("request_ring_bytes") = sizeof(Request) * kRequests;
+  m.attr("call_ring_bytes") = sizeof(Call) * kCalls;
   bind_enum(m, "CollectiveOp", {{"ALL_GATHER", kOpAllGather}, {"REDUCE_SCATTER", kOpReduceScatter}});
   m.attr("offer_fields") = py::make_tuple("op", "bytes", "element");
   Struct<Piece>(m, "Piece")
@@ -380,6 +381,14 @@ void bind_collectives(py::module_& m) {
     const Request& row = at<Request>(ring)[number % kRequests];
     return py::make_tuple(row.bytes, row.free);
   });
+  // None, or how a peer's call differs: (peer, field, mine, theirs).
+  m.def("post_call",
+        [](Address rings, int num_ranks, int rank, uint64_t number, int64_t bytes, int64_t element,
+           int64_t place) -> py::object {
+          CallDifference found;
+          if (!post_call(rings, num_ranks, rank, number, {bytes, element, place}, &found)) return py::none();
+          return py::make_tuple(found.peer, found.field, found.mine, found.theirs);
+        });
   // Whether every ring of `rings` has reached request `number`; else the index of the first that has not.
   m.def("wait_requests", [](const std::vector<Address>& rings, uint64_t number, Address board, int64_t timeout_ns) {
     size_t ring = 0;

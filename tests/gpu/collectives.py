@@ -3,6 +3,7 @@ out every other's input (tests.collective_cases)."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
@@ -86,6 +87,33 @@ def scatters(rank: int, size: int, per_node: int, path: str = "auto", backend: s
         with pytest.raises(ValueError, match="on GPUs, got torch.float64"):
             scatter(torch.empty(2, device=device).double(), torch.empty(2 * size, device=device).double())
     return len(cases)
+
+
+def scatters_of_two_streams(rank: int, size: int, rounds: int) -> int:
+    """Foreign inputs, which all go through one staging block, in turn from two streams, of which one is often busy."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    count = 5 << 20  # some pieces of the staging block
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    wholes = [torch.empty(size * count, device=device) for _ in streams]
+    outs = [_poisoned(count, FP32, device) for _ in streams]
+    wrong = torch.zeros((rounds, len(streams)), dtype=torch.bool, device=device)
+    torch.cuda.synchronize()
+    with HierarchicalReduceScatter() as scatter:
+        for turn in range(rounds):
+            for index, (stream, whole, out) in enumerate(zip(streams, wholes, outs, strict=True)):
+                with torch.cuda.stream(stream):
+                    if (turn + index) % 2 == 0:
+                        torch.cuda._sleep(2_000_000)
+                    whole.fill_(10.0 * turn + 5 * index + rank)
+                    scatter(out, whole)
+                    total = size * (10.0 * turn + 5 * index) + size * (size - 1) / 2
+                    wrong[turn, index] = (out != total).any()
+        torch.cuda.synchronize()
+        failed = wrong.nonzero().tolist()
+        assert not failed, f"{len(failed)} wrong of {wrong.numel()}, first (turn, stream) {failed[:5]}"
+        scatter.check()
+    return rounds
 
 
 def replayed(rank: int, size: int, path: str) -> int:
@@ -189,6 +217,48 @@ def refused(rank: int) -> str:
     return str(caught.value)
 
 
+def wait_after_close(rank: int, path: str) -> bool:
+    """A Work of an operation that close has waited for."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    gather, count = HierarchicalAllGather(path=path), 1 << 16
+    out = _poisoned(gather.group.size() * count, torch.uint8, device)
+    work = gather(out, torch.full((count,), rank, dtype=torch.uint8, device=device), async_op=True)
+    gather.close()
+    assert work is not None and work.wait() is True
+    return bool((out.view(-1, count) == torch.arange(len(out) // count, device=device)[:, None]).all())
+
+
+# What rank 1 passes otherwise than its peers.
+DIFFERENT = {"bytes": "bytes of a shard is", "memory": "place in peer memory is"}
+
+
+def differ(rank: int, path: str, what: str) -> str:
+    """What every rank is told when rank 1 gathers other bytes, or into memory of another kind."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    gather = HierarchicalAllGather(path=path)
+    size, count = gather.group.size(), 1 << 20  # more than small gathers, which may go to any memory
+    out = gather.allocate(size * count, torch.uint8, device)
+    mine, foreign = torch.ones(count, dtype=torch.uint8, device=device), torch.empty_like(out)
+    gather(out, mine)
+    torch.cuda.synchronize()
+    dist.barrier()
+    odd = rank == 1
+    with contextlib.suppress(DisagreementError):  # those that call first learn of it later
+        if what == "bytes":
+            its = count - 16 if odd else count
+            gather(foreign[: size * its], mine[:its])
+        else:
+            gather(foreign if odd else out, mine)
+    torch.cuda.synchronize()
+    dist.barrier()
+    with pytest.raises(DisagreementError) as caught:
+        gather.check()
+    gather.close()
+    return str(caught.value)
+
+
 def disagree(rank: int, odd: int, kinds: list[str]) -> str:
     """What a rank is told when `odd` gathers another size, or sums another dtype, than the others."""
     device = device_of(rank)
@@ -226,13 +296,16 @@ def survive(rank: int, path: str, victim: int) -> tuple[int | None, str, float]:
     dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
+    began, work = time.monotonic(), None
     with pytest.raises(PeerTimeout) as caught:
-        gather(out, torch.ones(count, dtype=torch.uint8, device=device))
+        work = gather(out, torch.ones(count, dtype=torch.uint8, device=device), async_op=True)
         torch.cuda.synchronize()
         gather.check()
     took = time.monotonic() - began
     with pytest.raises(PeerTimeout):
         gather(out, torch.ones(count, dtype=torch.uint8, device=device))
     gather.close()
+    if work is not None:  # the call itself may have learnt of the death
+        with pytest.raises(PeerTimeout):
+            work.wait()
     return caught.value.rank, caught.value.step, took
