@@ -86,7 +86,10 @@ def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: list[torch.Te
     if outputs[engine.rank].data_ptr() != shard.data_ptr():
         outputs[engine.rank].copy_(shard)
     rails, node_map = engine.rails, engine.node_map
-    chunks = range(0, len(shard), RAIL_CHUNK_BYTES) if rails.nodes else ()
+    if not rails.nodes:
+        gather_in_node(engine, outputs[engine.rank], outputs)
+        return
+    chunks = range(0, len(shard), RAIL_CHUNK_BYTES)
     landing = {node: outputs[node_map.node_ranks(node)[engine.index]] for node in rails.nodes}
     under_way = [
         rails.start(

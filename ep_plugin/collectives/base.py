@@ -137,7 +137,9 @@ def as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as uint8 ``[bytes]`` in the same memory; ValueError unless it is contiguous."""
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    if tensor.requires_grad or tensor.dim() != 1:
+        tensor = tensor.detach().reshape(-1)
+    return tensor.view(torch.uint8)
 
 
 def check_alike(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor) -> None:
