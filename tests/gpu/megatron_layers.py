@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.integrations.megatron_cpu import initialise, make_config, make_layer, without_transformer_engine
+from ep_plugin.testing.megatron import without_transformer_engine
+from tests.integrations.megatron_layers import initialise, make_config, make_layer
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
