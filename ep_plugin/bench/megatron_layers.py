@@ -105,7 +105,7 @@ def _grouped_product(
 ) -> torch.Tensor:
     """rows ``[N, I]`` in groups of `counts` ``[E_l]``, each times its own of weights ``[E_l, I, O]``: ``[N, O]``."""
     assert not trans_b
-    ends = counts.cumsum(0).to(device=rows.device, dtype=torch.int32)
+    ends = counts.cumsum(0).to(torch.int32).to(rows.device, non_blocking=True)  # the host goes on
     return torch.nn.functional.grouped_mm(rows, weights, offs=ends)
 
 

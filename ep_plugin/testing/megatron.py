@@ -33,6 +33,9 @@ def make_megatron_run_here() -> None:
     cuda.Stream = cuda.Event = _Anything
     cuda.current_stream = lambda *args: _Anything()
     cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args: None
+    tensor: Any = torch.Tensor
+    tensor.record_stream = lambda self, stream: None
     distributed: Any = dist
     distributed.all_to_all_single = _with_lists(dist.all_to_all_single)
     distributed.all_gather = functools.partial(_all_gather, dist.all_gather)
