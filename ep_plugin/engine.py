@@ -116,6 +116,10 @@ class BaseEngine(ABC):
         """Raises the communicator's first error, if there is one; CommunicatorClosed after close."""
         if self.closed:
             raise CommunicatorClosed(f"{self.name}: expected an open communicator, got a closed one")
+        self.check_enqueued()
+
+    def check_enqueued(self) -> None:
+        """Raises the first error of what was enqueued, also after close, which has waited for the end of all of it."""
         if self._error is None:
             if self.boards.quiet():
                 return
@@ -142,9 +146,17 @@ class BaseEngine(ABC):
                 self._to_close = True
                 return self.abort("closed by a signal handler during an operation")
             self.closed = True
-            with contextlib.suppress(Exception):  # every kernel ends by itself; a broken device has nothing to drain
-                self.lanes.drain()
+            error = self._drained()
+            self._error = self._error or error
             self._resources.close()
+
+    def _drained(self) -> Exception | None:
+        """What went wrong with what was enqueued, now that all of it is over: every kernel ends by itself."""
+        try:
+            self.lanes.drain()
+            return self.found_error()
+        except Exception as error:  # a broken device has nothing to drain, and must not keep anything open
+            return EpPluginError(f"{self.name}: closed before what was enqueued was over: {error}")
 
     def __del__(self) -> None:
         if self.closed or sys.is_finalizing():  # the end of the process gives everything back

@@ -28,11 +28,7 @@ def error_of(engine: BaseEngine) -> EpPluginError | ValueError | None:
     if code == FaultCode.TIMEOUT:
         return _timeout(engine, step, index, expected, seen)
     if code == FaultCode.DISAGREE:
-        name, mine = engine.described(field, expected)
-        return DisagreementError(
-            f"{DISAGREE_ON} one call of {engine.name} at step {step}: {name} is "
-            f"{mine} on rank {engine.rank}, {engine.described(field, seen)[1]} on rank {peer}"
-        )
+        return disagreement(engine, step, index, field, expected, seen)
     if code == FaultCode.BAD_IDS:
         return ValueError(
             f"topk_ids: expected -1 or an expert id below {expected}, got {seen} at token {field} of rank {peer}"
@@ -45,6 +41,15 @@ def error_of(engine: BaseEngine) -> EpPluginError | ValueError | None:
     return EpPluginError(
         f"{engine.name}: step {step}: rank {peer} sent an index outside what was agreed: expected at most {expected}, "
         f"got {seen} (detail {field})"
+    )
+
+
+def disagreement(engine: BaseEngine, step: str, index: int, field: int, mine: int, theirs: int) -> DisagreementError:
+    """This rank and the one of board `index` say `mine` and `theirs` for a word that they must say alike."""
+    name, described = engine.described(field, mine)
+    return DisagreementError(
+        f"{DISAGREE_ON} one call of {engine.name} at step {step}: {name} is "
+        f"{described} on rank {engine.rank}, {engine.described(field, theirs)[1]} on rank {engine.group_rank(index)}"
     )
 
 

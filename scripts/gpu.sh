@@ -74,7 +74,7 @@ bench() {
 
 more() {
   local suite
-  for suite in wire sweep allgather reduce-scatter fsdp2; do $PYTHON -m ep_plugin.bench.cli $suite --backend cuda --out benchmarks/results/; done
+  for suite in wire sweep allgather reduce-scatter overlap fsdp2; do $PYTHON -m ep_plugin.bench.cli $suite --backend cuda --out benchmarks/results/; done
   $PYTHON -m ep_plugin.bench.cli beside --out benchmarks/results/
 }
 

@@ -136,7 +136,6 @@ def test_a_wrong_result_ends_the_run_without_timings(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["overlap"], "the suite 'overlap' is not served in this release"),
         (["beside", "--backend", "cpu"], "backend: expected cuda, got 'cpu'"),
         (["wire", "--backend", "cpu", "--ranks", "1"], "ranks: expected at least 2, got 1"),
         (["moe", "--backend", "cpu", "--case", "gather*"], "case: expected a pattern for dispatch_flat_fp32, "),

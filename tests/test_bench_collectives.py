@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from ep_plugin.bench import cli, suite_collectives
 from ep_plugin.bench.suite_collectives import GATHER, SCATTER, CollectiveSuite
+from ep_plugin.collectives.all_gather import RAIL_CHUNK_BYTES
+from ep_plugin.collectives.cuda import SM_BELOW_BYTES, gather_sms, scatter_sms
 from tests.ranks import run_ranks, values
 
 RANKS = 2
@@ -66,6 +68,30 @@ def test_nothing_is_timed_when_a_gather_is_wrong() -> None:
     for wrong in values(run_ranks(RANKS, _judged)):
         assert "rank 0: 64 by ep_plugin: not what plain torch makes of the same inputs" in wrong
         assert not any("gloo" in sentence for sentence in wrong)
+
+
+LARGE, SMALL = 2 * SM_BELOW_BYTES, 256 << 10
+OF_CHUNKS = gather_sms("sm", RAIL_CHUNK_BYTES, 2)
+
+
+@pytest.mark.parametrize(
+    ("what", "ranks", "nodes", "size", "path", "sms"),
+    [
+        (GATHER, 4, 1, LARGE, "auto", 0),
+        (GATHER, 4, 1, SMALL, "auto", gather_sms("auto", SMALL // 4, 4)),
+        (GATHER, 4, 2, LARGE, "auto", OF_CHUNKS),  # what the rails bring goes by chunks, which take a kernel
+        (GATHER, 4, 2, SMALL, "auto", gather_sms("auto", SMALL // 4, 2)),
+        (GATHER, 4, 2, LARGE, "copy_engine", 0),
+        (GATHER, 2, 2, LARGE, "sm", 0),  # a node of one rank has nobody to gather with
+        (SCATTER, 4, 1, LARGE, "auto", 32),
+        (SCATTER, 4, 2, SMALL, "auto", scatter_sms("auto", SMALL // 4, 2)),
+        (SCATTER, 2, 2, LARGE, "auto", 0),
+    ],
+)
+def test_sms_are_those_of_the_largest_kernel(what: str, ranks: int, nodes: int, size: int, path: str, sms: int) -> None:
+    suite = CollectiveSuite(what=what, backend="cuda", ranks=ranks, nodes=nodes, sizes=(size,), iterations=1)
+    assert OF_CHUNKS > 0
+    assert suite_collectives.most_sms(suite, size, path) == sms
 
 
 @pytest.mark.parametrize(

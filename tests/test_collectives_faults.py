@@ -15,7 +15,15 @@ import torch.distributed as dist
 
 from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter, topology
 from ep_plugin.collectives.base import Collective
-from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerAborted, PeerTimeout
+from ep_plugin.collectives.work import CollectiveWork
+from ep_plugin.errors import (
+    CommunicatorClosed,
+    DisagreementError,
+    EpPluginError,
+    NotSupported,
+    PeerAborted,
+    PeerTimeout,
+)
 from tests.fault_cases import die_at_gate, nothing_left_behind, orphaned_names
 from tests.ranks import run_ranks, values
 
@@ -159,6 +167,83 @@ def _aborts(rank: int) -> str:
 
 def test_an_abort_reaches_every_peer_at_once() -> None:
     assert all(values(run_ranks(SIZE, _aborts))[::2])
+
+
+def _waits_after_close(rank: int) -> None:
+    gather, scatter = HierarchicalAllGather(), HierarchicalReduceScatter()
+    out, total = torch.empty(2 * 5), torch.empty(5)
+    works = [
+        gather(out, torch.full((5,), float(rank)), async_op=True),
+        scatter(total, torch.ones(10), async_op=True),
+        gather(torch.empty(0), torch.empty(0), async_op=True),
+    ]
+    gather.close()
+    scatter.close()
+    for work in works:
+        assert work is not None and work.wait() is True
+    assert out.tolist() == [0.0] * 5 + [1.0] * 5 and total.tolist() == [2.0] * 5
+    with pytest.raises(CommunicatorClosed):
+        gather(out, torch.ones(5))
+
+
+def test_what_was_over_before_close_can_be_waited_for_after_it() -> None:
+    values(run_ranks(2, _waits_after_close))
+
+
+class _Stream:
+    """The current stream, and an event, of a device that is not there."""
+
+    def __init__(self) -> None:
+        self.waited_for: list[Any] = []
+
+    def wait_event(self, event: Any) -> None:
+        self.waited_for.append(event)
+
+
+def _fails(engine: Any) -> None:
+    raise RuntimeError("the device has failed")
+
+
+def _times_out(engine: Any) -> None:
+    _C.fault_board(engine.boards.address, _C.FaultCode.TIMEOUT, _C.Step.GATHER, 1 - engine.index, 7, 6)
+
+
+# What happens on the device while close waits for it, and what a wait for the operation raises afterwards.
+ENDS: dict[str, tuple[Callable[[Any], None], type[Exception] | None, str]] = {
+    "over": (lambda engine: None, None, ""),
+    "overdue": (_times_out, PeerTimeout, "waited .* s for rank .* at step gather .expected epoch 7, seen 6"),
+    "lost": (_fails, EpPluginError, "closed before what was enqueued was over: the device has failed"),
+}
+
+
+def _closed_as_on_gpus(rank: int, name: str) -> None:
+    end, error, said = ENDS[name]
+    stream = _Stream()
+    torch.cuda.current_stream = lambda device=None: stream  # type: ignore[assignment, return-value]
+    gather = HierarchicalAllGather()
+    out = torch.empty(10)
+    gather(out, torch.ones(5))
+    dist.barrier()
+    work = CollectiveWork([out], gather._check_enqueued, event="event")
+    assert work.wait() and stream.waited_for == ["event"]
+    engine = gather.engine_on(CPU)
+    engine.lanes.drain = lambda: end(engine)  # type: ignore[method-assign]
+    gather.close()
+    if error is None:
+        assert work.wait() and stream.waited_for == ["event"] * 2
+    else:
+        for _ in range(2):
+            with pytest.raises(error, match=said):
+                work.wait()
+        assert stream.waited_for == ["event"]
+    with pytest.raises(CommunicatorClosed):
+        gather.check()
+    nothing_left_behind()
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_wait_after_close_says_how_the_operation_ended(name: str) -> None:
+    values(run_ranks(2, _closed_as_on_gpus, name))
 
 
 def _different_sizes(rank: int, what: str) -> str:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
 
 from ep_plugin.bench import report as reports
 
@@ -25,8 +24,6 @@ _LAYER_SIZES: dict[str, dict[str, int | None]] = {
     "cpu": {"ranks": 2, "tokens": 256, "hidden": 512, "topk": 4, "experts": 16, "ffn": 128},
     "cuda": _SIZES["cuda"] | {"ffn": 2048},
 }
-_SERVED = ("moe", "sweep", "wire", "beside", "allgather", "reduce-scatter", "fsdp2", "megatron")
-_LATER = ("overlap",)
 
 Backend = Annotated[str, typer.Option(help="cpu: shared memory against gloo; cuda: NVLink against NCCL.")]
 Ranks = Annotated[int | None, typer.Option(help="Processes. Default: 4 on CPUs, every GPU on cuda.")]
@@ -44,17 +41,7 @@ Out = Annotated[
 ]
 
 
-class _Suites(TyperGroup):
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in _LATER:
-            ctx.fail(
-                f"the suite {cmd_name!r} is not served in this release; expected {', '.join(_SERVED)}, or report for "
-                "results."
-            )
-        return super().get_command(ctx, cmd_name)
-
-
-main = typer.Typer(cls=_Suites, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+main = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @main.callback()
@@ -210,6 +197,31 @@ def beside(
 
 
 @main.command()
+def overlap(
+    backend: Annotated[str, typer.Option(help="cuda; products on a CPU take the cores that gather.")] = "cuda",
+    ranks: Ranks = None,
+    size: Annotated[
+        list[int] | None, typer.Option("--size", help="Bytes gathered; repeatable. Default: 256 and 512 MiB.")
+    ] = None,
+    iterations: Iterations = 30,
+    out: Out = None,
+) -> None:
+    """What an all-gather adds to the time of two matrix products that it runs beside."""
+    from ep_plugin.bench import suite_overlap
+
+    with _refusals():
+        if backend != "cuda":
+            raise ValueError(
+                "backend: expected cuda, since on a CPU the cores that multiply are those that gather (ep-bench "
+                f"allgather --backend cpu times the gather alone), got {backend!r}"
+            )
+        found = _sizes(backend, {"ranks": ranks})["ranks"]
+        suite = suite_overlap.OverlapSuite(ranks=found, sizes=tuple(size or suite_overlap.SIZES), iterations=iterations)
+        result = suite_overlap.run(suite)
+    _finish(result, out, backend, found)
+
+
+@main.command()
 def fsdp2(
     backend: Backend,
     ranks: Ranks = None,
@@ -217,6 +229,7 @@ def fsdp2(
     tokens: Annotated[int | None, typer.Option(help="Tokens per rank and step. Default: 128, or 4096 on cuda.")] = None,
     judged: Annotated[int, typer.Option(help="Steps whose losses are compared before anything is timed.")] = 5,
     iterations: Iterations = 30,
+    compiled: Annotated[bool, typer.Option("--compile", help="Decoder layers by torch.compile.")] = False,
     out: Out = None,
 ) -> None:
     """A training step of a dense Qwen3 under FSDP2: its own collectives, ours, and none."""
@@ -231,6 +244,7 @@ def fsdp2(
             tokens=tokens or {"cpu": 128, "cuda": 4096}[backend],
             judged=judged,
             iterations=iterations,
+            compiled=compiled,
         )
         result = suite_fsdp2.run(suite)
     _finish(result, out, backend, found)

@@ -55,6 +55,18 @@ def _draw_bars(axes: Any, result: dict[str, Any]) -> None:
     axes.set(xlabel="µs, median and p10 to p90 (lower is better)")
 
 
+def _draw_excess(axes: Any, result: dict[str, Any]) -> None:
+    """The same bars, of what each adds to the base case."""
+    (base,) = (row["median_us"] for row in result["rows"] if row["case"] == result["base_case"])
+    rows = [
+        row | {name: row[name] - base for name in ("median_us", "p10_us", "p90_us")}
+        for row in result["rows"]
+        if row["case"] != result["base_case"]
+    ]
+    _draw_bars(axes, result | {"rows": rows})
+    axes.set(xlabel=f"µs above {result['base_case']}, median and p10 to p90 (lower is better)")
+
+
 def _draw_wire(axes: Any, result: dict[str, Any]) -> None:
     """A line per kind of copy and chunk, over SMs; what uses none is a level."""
     curves: dict[str, list[tuple[int, float]]] = {}
@@ -84,4 +96,4 @@ def _draw_sweep(axes: Any, result: dict[str, Any]) -> None:
     axes.set(ylabel="floor / time, relative to the headline's")
 
 
-_DRAWN = {"wire": _draw_wire, "moe_sweep": _draw_sweep}
+_DRAWN = {"wire": _draw_wire, "moe_sweep": _draw_sweep, "overlap": _draw_excess}

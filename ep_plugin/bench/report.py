@@ -47,8 +47,8 @@ def _matching(result: dict[str, Any], patterns: tuple[str, ...]) -> set[str]:
 def _of_cases(result: dict[str, Any], patterns: tuple[str, ...]) -> dict[str, Any]:
     wanted = _matching(result, patterns) | {result.get("base_case")}
     chosen = {**result, "rows": [row for row in result["rows"] if row["case"] in wanted]}
-    if "efficiency" in result:
-        chosen["efficiency"] = {case: found for case, found in result["efficiency"].items() if case in wanted}
+    for name in {"efficiency", "excess_us"} & result.keys():
+        chosen[name] = {case: found for case, found in result[name].items() if case in wanted}
     return chosen
 
 
@@ -82,6 +82,9 @@ def _columns(result: dict[str, Any]) -> list[_Column]:
     if "base_case" in result:
         (base,) = (row["median_us"] for row in rows if row["case"] == result["base_case"])
         columns.append((f"time / {result['base_case']}", lambda row: f"{row['median_us'] / base:.3f} ×"))
+    if "excess_us" in result:
+        columns.append((_excess_name(result), lambda row: _whole(_excess(result, row))))
+        columns.append(("excess / ep_plugin's", lambda row: _ratio(_excess(result, row), _excess(result, row, OURS))))
     for impl, name in ((FLOOR, "time / floor"), (OURS, "time / ep_plugin's")):
         medians = {row["case"]: row["median_us"] for row in rows if row["impl"] == impl}
         if medians:
@@ -97,36 +100,57 @@ def _share(efficiency: float | None, row: _Row) -> str:
     return f"{efficiency:.2f}" if efficiency is not None and row["impl"] == OURS else ""
 
 
-def _ratio(mine: float, other: float | None) -> str:
-    return "" if other is None else f"{mine / other:.2f} ×"
+def _excess_name(result: dict[str, Any]) -> str:
+    return f"µs above {result['base_case']}"
+
+
+def _excess(result: dict[str, Any], row: _Row, impl: str | None = None) -> float | None:
+    """What the row's implementation, or `impl`, adds to the base case."""
+    found: dict[str, float] = result["excess_us"].get(row["case"], {})
+    return found.get(impl or row["impl"])
+
+
+def _whole(number: float | None) -> str:
+    return "" if number is None else f"{number:,.0f}"
+
+
+def _ratio(mine: float | None, other: float | None) -> str:
+    """Nothing where either is not known, or nothing was left to compare with."""
+    return "" if mine is None or other is None or other <= 0 else f"{mine / other:.2f} ×"
 
 
 def by_case(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A line per case, header first: ep_plugin's median, its ratio to the floor, and how much longer others take.
+    """A line per case, header first: ep_plugin's median, those of others, and what part of these it is.
 
-    Empty when nothing was compared with ep_plugin.
+    Of the excess where the result has one. Empty when nothing was compared with ep_plugin.
     """
     rows = {(row["case"], row["impl"]): row for row in result["rows"]}
+    with_excess = "excess_us" in result
+    unit = _excess_name(result) if with_excess else "µs"
+
+    def of(row: _Row) -> float | None:
+        return _excess(result, row) if with_excess else row["median_us"]
+
     cases = list(dict.fromkeys(case for case, impl in rows if impl == OURS))
-    others = list(dict.fromkeys(impl for _, impl in rows if impl != OURS))
+    others = list(dict.fromkeys(impl for case, impl in rows if impl != OURS and case != result.get("base_case")))
     if not cases or not others:
         return []
     found = [
         (
             "case",
             _sms_name(result),
-            "ep_plugin µs",
-            *(f"{impl} µs" for impl in others),
+            f"ep_plugin {unit}",
+            *(f"{impl} {unit}" for impl in others),
             *(f"/ {impl}" for impl in others),
         )
     ]
     for case in cases:
         ours = rows[case, OURS]
         theirs = [rows.get((case, impl)) for impl in others]
-        medians = ["" if row is None else f"{row['median_us']:,.0f}" for row in theirs]
-        ratios = ["" if row is None else _ratio(ours["median_us"], row["median_us"]) for row in theirs]
+        medians = ["" if row is None else _whole(of(row)) for row in theirs]
+        ratios = ["" if row is None else _ratio(of(ours), of(row)) for row in theirs]
         sms = "" if ours["sms"] is None else str(ours["sms"])
-        found.append((case, sms, f"{ours['median_us']:,.0f}", *medians, *ratios))
+        found.append((case, sms, _whole(of(ours)), *medians, *ratios))
     return found
 
 

@@ -21,6 +21,7 @@ from ep_plugin import _C
 from ep_plugin.bench import provenance
 from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.ours import EpPlugin
+from ep_plugin.bench.product import Product
 from ep_plugin.bench.results import Row, everyones_wrong, result, row
 from ep_plugin.bench.specs import FLAT, SPLITS, TOKEN_MAJOR, Sms
 from ep_plugin.bench.timing import Timing, clock_of, summarise, time_in_turn
@@ -28,7 +29,6 @@ from ep_plugin.bench.workload import Batch, Workload, batches, rows_received
 
 SUITE = "beside"
 ALONE = "matmul_alone"
-SIZE = 8192
 HELD = (12, 24, 48, 64)
 BUDGETS = (12, 24, 48)  # of expand and of add, beside 12 for the other half
 _GATE_CYCLES = 10_000_000  # some 5 ms: the hosts enqueue everything meanwhile
@@ -74,7 +74,8 @@ def run(suite: BesideSuite) -> dict[str, Any]:
 def measure(device: torch.device, suite: BesideSuite) -> dict[str, Any]:
     """One rank's part, the same on every rank. Collective."""
     stage = Stage(device)
-    wrong = everyones_wrong(stage.wrong())
+    stage.product()
+    wrong = everyones_wrong(stage.product.wrong())
     if wrong:
         return {"rows": [], "wrong": wrong}
     alone = stage.time(None, suite.iterations)
@@ -138,23 +139,11 @@ class Stage:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        random = torch.Generator(device).manual_seed(0)
-        self._a, self._b = (
-            torch.randn(SIZE, SIZE, generator=random, device=device, dtype=torch.bfloat16) for _ in range(2)
-        )
-        self._out = torch.empty_like(self._a)
+        self.product = Product(device)
         self._stop = torch.zeros(1, dtype=torch.int64, device=device)
         self._token = torch.zeros(1, device=device)
-        self._gate, self._product, self._beside = (torch.cuda.Stream(device) for _ in range(3))
+        self._gate, self._multiplying, self._beside = (torch.cuda.Stream(device) for _ in range(3))
         torch.cuda.synchronize(device)
-
-    def wrong(self) -> list[str]:
-        """What is wrong with the product in some rows and columns, judged in float64."""
-        torch.mm(self._a, self._b, out=self._out)
-        some = slice(None, None, SIZE // 64)
-        expected = self._a[some].double() @ self._b[:, some].double()
-        error = float((self._out[some][:, some].double() - expected).abs().max() / expected.abs().max())
-        return [] if error <= 1e-2 else [f"matmul: expected a relative error of at most 1e-2, got {error:g}"]
 
     def hold(self, sms: int) -> None:
         stream = torch.cuda.current_stream(self._device).cuda_stream
@@ -183,16 +172,16 @@ class Stage:
         with torch.cuda.stream(self._gate):
             torch.cuda._sleep(_GATE_CYCLES)
             dist.all_reduce(self._token)
-        self._product.wait_stream(self._gate)
+        self._multiplying.wait_stream(self._gate)
         self._beside.wait_stream(self._gate)
         with torch.cuda.stream(self._beside):
             for _ in range(count):
                 assert neighbour is not None
                 neighbour.enqueue()
-        with torch.cuda.stream(self._product):
+        with torch.cuda.stream(self._multiplying):
             torch.cuda._sleep(_SETTLE_CYCLES)
             start.record()
-            torch.mm(self._a, self._b, out=self._out)
+            self.product()
             end.record()
             self._stop.fill_(1)
         torch.cuda.synchronize(self._device)

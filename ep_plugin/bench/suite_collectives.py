@@ -2,7 +2,8 @@
 
 A case is a size in bytes: of the gathered output, or of the input that is scattered. Every way to do it is judged by
 plain torch before any is timed, and once more after, each time into poisoned memory. `bytes_wire` are those that any
-way must bring to a rank: from its peers, or with several nodes over its rail. `sms` are those of ep_plugin's kernels.
+way must bring to a rank: from its peers, or with several nodes over its rail. `sms` are the most that one of
+ep_plugin's kernels takes; what the backend takes for its rails is not in it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.results import everyones_wrong, result, row
 from ep_plugin.bench.timing import clock_of, time_in_turn
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
-from ep_plugin.collectives.cuda import gather_ctas, scatter_ctas
+from ep_plugin.collectives.all_gather import RAIL_CHUNK_BYTES
+from ep_plugin.collectives.cuda import gather_sms, scatter_sms
 
 GATHER, SCATTER = "allgather", "reduce_scatter"
 KIB, MIB = 1 << 10, 1 << 20
@@ -65,6 +67,9 @@ class CollectiveSuite:
     def suite(self) -> str:
         return self.what if self.nodes == 1 else f"{self.what}_{self.nodes}_nodes"
 
+    def bytes_wire(self, size: int) -> int:
+        return size // self.ranks * (self.ranks - 1 if self.nodes == 1 else self.nodes - 1)
+
     def command(self) -> str:
         words = [f"--backend {self.backend}", f"--ranks {self.ranks}", f"--nodes {self.nodes}"]
         words += [f"--size {size}" for size in self.sizes] + [f"--iterations {self.iterations}"]
@@ -98,14 +103,14 @@ def measure(device: torch.device, suite: CollectiveSuite) -> dict[str, Any]:
     objects = _objects(suite, device)
     try:
         for size in tqdm(suite.sizes, unit="size", disable=dist.get_rank() != 0, leave=False):
-            ways = list(_ways(suite, device, size, objects, left_out))
-            wrong = everyones_wrong(_judge(suite, size, ways))
+            ways = list(ways_of(suite, device, size, objects, left_out))
+            wrong = everyones_wrong(judge(suite, size, ways))
             if not wrong:
                 timings = time_in_turn(clock, {way.impl: way.run for way in ways}, suite.iterations, WARMUP)
-                wrong = everyones_wrong(_judge(suite, size, ways))
+                wrong = everyones_wrong(judge(suite, size, ways))
             if wrong:
                 return {"rows": [], "wrong": wrong}
-            wire = size // suite.ranks * (suite.ranks - 1 if suite.nodes == 1 else suite.nodes - 1)
+            wire = suite.bytes_wire(size)
             rows += [row(str(size), way.impl, timings[way.impl], wire, way.sms) for way in ways]
             del ways
     finally:
@@ -123,9 +128,12 @@ def _objects(suite: CollectiveSuite, device: torch.device) -> dict[str, Any]:
     return {impl: HierarchicalAllGather(path=path) for impl, path in paths.items()}
 
 
-def _ways(
+def ways_of(
     suite: CollectiveSuite, device: torch.device, size: int, objects: dict[str, Any], left_out: list[str]
 ) -> Iterator[Way]:
+    """By each of `objects`, by the one called ep_plugin into memory that peers have not mapped, and by every peer that
+    runs here; `left_out` is given a sentence for each that does not. Collective.
+    """
     dtype, rank = DTYPES[suite.backend], dist.get_rank()
     whole, count = size // dtype.itemsize, size // dtype.itemsize // suite.ranks
 
@@ -136,12 +144,10 @@ def _ways(
         allocated = made.allocate(whole, dtype, device)
         if suite.what == GATHER:
             source, out = allocated.narrow(0, rank * count, count), allocated
-            sms = _gather_sms(impl, size, suite) if device.type == "cuda" else None
-            yield Way(impl=impl, run=_call(made, out, source), source=source, out=out, sms=sms)
         else:
             source, out = allocated, empty(count)
-            sms = scatter_ctas(count * dtype.itemsize) if device.type == "cuda" else None
-            yield Way(impl=impl, run=_call(made, out, source), source=source, out=out, sms=sms)
+        sms = most_sms(suite, size, made.path) if device.type == "cuda" else None
+        yield Way(impl=impl, run=_call(made, out, source), source=source, out=out, sms=sms)
     ours = objects["ep_plugin"]
     source, out = (empty(count), empty(whole)) if suite.what == GATHER else (empty(whole), empty(count))
     impl = "ep_plugin, foreign output" if suite.what == GATHER else "ep_plugin, foreign input"
@@ -152,7 +158,7 @@ def _ways(
         try:
             source, out, peer = make(whole, count, dtype, device)
             peer()
-        except (AttributeError, ImportError, RuntimeError, TypeError) as error:
+        except (AttributeError, ImportError, RuntimeError, TypeError, ValueError) as error:
             reason = str(error).splitlines()
             left_out.append(
                 f"{name} is left out: {type(error).__name__}: {reason[0]} {reason[-1] if reason[1:] else ''}"
@@ -165,12 +171,19 @@ def _call(made: Any, out: torch.Tensor, source: torch.Tensor) -> Callable[[], ob
     return lambda: made(out, source)
 
 
-def _gather_sms(impl: str, size: int, suite: CollectiveSuite) -> int:
-    path = {"ep_plugin": "auto", "ep_plugin sm": "sm"}.get(impl, "copy_engine")
-    return gather_ctas(path, size // suite.ranks, suite.ranks // suite.nodes)
+def most_sms(suite: CollectiveSuite, size: int, path: str) -> int:
+    """SMs of the largest of ep_plugin's kernels for `size` bytes in memory from `allocate`."""
+    per_node, shard = suite.ranks // suite.nodes, size // suite.ranks
+    if per_node == 1:
+        return 0  # all that there is goes over the rails
+    chunk = min(shard, RAIL_CHUNK_BYTES)
+    if suite.what == SCATTER:
+        return scatter_sms(path, shard if suite.nodes == 1 else chunk, per_node)
+    pieces = [shard] if suite.nodes == 1 else [shard, chunk]  # what the rails bring is gathered by chunks
+    return max(gather_sms(path, piece, per_node) for piece in pieces)
 
 
-def _judge(suite: CollectiveSuite, size: int, ways: list[Way]) -> list[str]:
+def judge(suite: CollectiveSuite, size: int, ways: list[Way]) -> list[str]:
     """What is wrong with any way on this rank, with data that none has moved before. Collective."""
     found, seed = [], next(_seeds)
     for way in ways:

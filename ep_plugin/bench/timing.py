@@ -7,14 +7,15 @@ start (CUDA). An iteration took from the first start to the last end: on CUDA th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 Run = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
 _FLUSH_FACTOR = 4  # times the L2 cache: what is written to empty it
 _LEAD_CYCLES = 1_000_000  # of the device's clock, about half a millisecond
 
@@ -77,16 +78,16 @@ class Timing:
     p90_us: float
 
 
-def time_in_turn(clock: Clock, runs: dict[str, Run], iterations: int, warmup: int) -> dict[str, Timing]:
+def time_in_turn(clock: Clock, runs: dict[Name, Run], iterations: int, warmup: int) -> dict[Name, Timing]:
     """Times several ways to do one thing, in turns, each in the reverse order of the last one. Collective."""
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    samples: dict[Name, list[tuple[float, float]]] = {name: [] for name in runs}
     names = list(runs)
     for turn in range(warmup + iterations):
         for name in names if turn % 2 == 0 else reversed(names):
             sample = clock.measure(runs[name])
             if turn >= warmup:
                 samples[name].append(sample)
-    everyone: list[dict[str, list[tuple[float, float]]]] = [{}] * dist.get_world_size()
+    everyone: list[dict[Name, list[tuple[float, float]]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, samples)
     return {name: summarise([theirs[name] for theirs in everyone]) for name in names}
 

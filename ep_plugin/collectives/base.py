@@ -38,7 +38,7 @@ class Collective:
         if not isinstance(num_buffers, int) or isinstance(num_buffers, bool) or num_buffers < 1:
             raise ValueError(f"num_buffers: expected an integer of at least 1, got {num_buffers!r}")
         self.group = checked_group(group)
-        self._num_buffers, self._path = num_buffers, path
+        self._num_buffers, self.path = num_buffers, path
         self._engine: CollectiveEngine | None = None
         self._making = threading.RLock()
         self._closed = False
@@ -76,13 +76,21 @@ class Collective:
         elif self._closed:
             raise CommunicatorClosed("expected an open communicator, got a closed one")
 
+    def _check_enqueued(self) -> None:
+        """Raises the first error of operations that were enqueued, whether this object is open or closed."""
+        if self._engine is not None:
+            self._engine.check_enqueued()
+
     def abort(self, reason: str) -> None:
         """Tells the peers that this rank has failed: their waits raise PeerAborted(rank, reason) at once."""
         if self._engine is not None:
             self._engine.abort(reason)
 
     def close(self) -> None:
-        """Gives the memory back but for tensors that are still held. Not collective; works after a fault, and again."""
+        """Gives the memory back but for tensors that are still held. Not collective; works after a fault, and again.
+
+        It returns when what was enqueued is over: a Work may be waited for after it as before.
+        """
         self._closed = True
         if self._engine is not None:
             self._engine.close()
@@ -105,7 +113,7 @@ class Collective:
                 if self._closed:
                     raise CommunicatorClosed("expected an open communicator, got a closed one")
                 if self._engine is None:
-                    self._engine = CollectiveEngine(checked_group(self.group), device, self._num_buffers, self._path)
+                    self._engine = CollectiveEngine(checked_group(self.group), device, self._num_buffers, self.path)
                 engine = self._engine
         if engine.device != device:
             raise ValueError(f"device: expected {engine.device} as in the first call, got {device}")
@@ -122,7 +130,7 @@ class Collective:
         if outputs[0].is_cuda:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(outputs[0].device))
-        return CollectiveWork(outputs, self.check, event)
+        return CollectiveWork(outputs, self._check_enqueued, event)
 
 
 def as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:

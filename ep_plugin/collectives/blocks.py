@@ -33,7 +33,6 @@ import torch
 from ep_plugin import _C
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerTimeout
 from ep_plugin.faults import DISAGREE_ON
-from ep_plugin.memory.exchange import Exchange
 from ep_plugin.memory.peer import PeerBuffer, PeerMemory
 from ep_plugin.memory.shm import ShmMemory
 
@@ -63,7 +62,8 @@ class Block:
 class Blocks:
     """The blocks of one communicator, by number; `table` and `sizes` are how kernels know them."""
 
-    def __init__(self, engine: CollectiveEngine, memory: PeerMemory, node: Exchange, num_buffers: int) -> None:
+    def __init__(self, engine: CollectiveEngine, memory: PeerMemory, posts: ShmMemory, num_buffers: int) -> None:
+        """posts: host memory of the same ranks."""
         self._engine = weakref.proxy(engine)
         self._memory = memory
         self._num_buffers = num_buffers
@@ -72,10 +72,9 @@ class Blocks:
         self._calls = 0
         self._last = -1
         self._captured: list[Any] = []  # owners of blocks that a graph writes to or reads, which may be replayed
-        self._posts = ShmMemory(node)
-        self._rings: tuple[int, ...] = self._posts.allocate(_C.request_ring_bytes, "requests").ptrs
-        self._own = node.rank
-        self._peers = [ring for index, ring in enumerate(self._rings) if index != node.rank]
+        self._rings: tuple[int, ...] = posts.allocate(_C.request_ring_bytes, "requests").ptrs
+        self._own = posts.exchange.rank
+        self._peers = [ring for index, ring in enumerate(self._rings) if index != self._own]
         self.table = torch.zeros((_C.max_blocks, _C.max_ranks), dtype=torch.int64)
         self.sizes = torch.zeros(_C.max_blocks, dtype=torch.int64)
 
@@ -120,7 +119,6 @@ class Blocks:
                 if self._engine.device.type == "cpu":
                     weakref.finalize(owner, block.buffer.close)
         self._blocks, self._by_address = [], {}
-        self._posts.close()
 
     # -- which block ---------------------------------------------------------------------------------------------
 
@@ -242,6 +240,11 @@ def _owner(address: int, nbytes: int, device: torch.device) -> Any:
 def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     """GPU memory that others own as a tensor, uint8 ``[nbytes]``."""
     return torch.as_tensor(_DeviceBytes(address, nbytes), device=device)
+
+
+def host_bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    """Host memory that others own as a tensor, uint8 ``[nbytes]``."""
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def tensor_of(owner: Any, nbytes: int, device: torch.device) -> torch.Tensor:

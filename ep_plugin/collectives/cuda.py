@@ -3,7 +3,8 @@
 Everything is enqueued on the caller's stream; the host waits for nothing. Operations of one communicator on several
 streams follow each other in the order in which they are called. Gathers of SM_BELOW_BYTES and more go by copy engines,
 which leave all SMs to the model; smaller ones take a kernel of few CTAs, which is done sooner. Outputs and inputs that
-peers have not mapped go through a staging block, piece by piece.
+peers have not mapped go through a staging block, piece by piece. Up to SMALL_BYTES, of all ranks together, each word
+carries a flag, and any memory will do.
 """
 
 from __future__ import annotations
@@ -17,26 +18,55 @@ import torch
 from ep_plugin import _C
 from ep_plugin.collectives import watchdog
 from ep_plugin.collectives.blocks import bytes_at
+from ep_plugin.collectives.calls import Calls
+from ep_plugin.collectives.stream_words import StreamWords
+from ep_plugin.memory.exchange import Exchange
 
 if TYPE_CHECKING:
     from ep_plugin.collectives.engine import CollectiveEngine
 
 CONTROL_BYTES = _C.device_control_bytes
 SM_BELOW_BYTES = 32 << 20  # gathered
+SMALL_BYTES = _C.small_bytes  # gathered, or of the input that is scattered
 STAGING_BYTES = 32 << 20
+_STAGED = _C.place_word(_C.staging_block, 0)
 _BYTES_PER_CTA = 16 << 10  # of a shard
+_SMALL_BYTES_PER_CTA = 4 << 10  # to or from one peer
+_MOST_SMALL_CTAS = 64
 
 
-def gather_ctas(path: str, nbytes: int, node_size: int) -> int:
+def is_small(path: str, nbytes: int, node_size: int) -> bool:
+    """Whether words with flags carry shards of `nbytes` bytes."""
+    return path == "auto" and nbytes * node_size <= SMALL_BYTES
+
+
+def small_ctas(nbytes: int, node_size: int) -> int:
+    """CTAs of the kernel that exchanges shards of `nbytes` bytes as words with flags: as many for each peer."""
+    peers = node_size - 1
+    return peers * max(1, min(_MOST_SMALL_CTAS // peers, nbytes // _SMALL_BYTES_PER_CTA))
+
+
+def push_ctas(path: str, nbytes: int, node_size: int) -> int:
     """CTAs of the kernel that pushes shards of `nbytes` bytes; 0: copy engines do it."""
     if path == "copy_engine" or (path == "auto" and nbytes * node_size >= SM_BELOW_BYTES):
         return 0
-    return scatter_ctas(nbytes)
+    return pull_ctas(nbytes)
 
 
-def scatter_ctas(nbytes: int) -> int:
+def pull_ctas(nbytes: int) -> int:
     """CTAs of the kernel that sums shards of `nbytes` bytes."""
     return max(1, min(_C.most_ctas, nbytes // _BYTES_PER_CTA))
+
+
+def gather_sms(path: str, nbytes: int, node_size: int) -> int:
+    """SMs that a gather of shards of `nbytes` bytes takes, at most."""
+    if is_small(path, nbytes, node_size):
+        return small_ctas(nbytes, node_size)
+    return push_ctas(path, nbytes, node_size)
+
+
+def scatter_sms(path: str, nbytes: int, node_size: int) -> int:
+    return small_ctas(nbytes, node_size) if is_small(path, nbytes, node_size) else pull_ctas(nbytes)
 
 
 class StreamLanes:
@@ -70,17 +100,19 @@ class StreamLanes:
 class CudaNode:
     """The operations of one communicator. `shards` and `outputs` are uint8 ``[bytes]``, one for each rank of the node.
 
-    All ranks pass outputs (inputs) of the same place in the same block, or all pass other memory. Kernels compare what
-    ranks pass. Copy engines cannot: a peer that passes another block is waited for until the deadline, and other sizes
-    in one block are not noticed.
+    All ranks pass outputs (inputs) of the same place in the same block, or all pass other memory. What they pass is
+    compared by the hosts as they call, and in graphs by the kernels; copy engines compare nothing.
     """
 
-    def __init__(self, engine: CollectiveEngine, lanes: StreamLanes, path: str) -> None:
+    def __init__(self, engine: CollectiveEngine, lanes: StreamLanes, path: str, node: Exchange) -> None:
         self._engine = weakref.proxy(engine)
         self._lanes = lanes
         self._path = path
         self.staging = engine.memory.allocate(STAGING_BYTES, "staging")
         self._step = STAGING_BYTES // engine.node_size // 16 * 16
+        self._calls = Calls(engine)
+        self._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
+        self.stream_words = StreamWords(node, engine.device)
         self.number = 0  # of operations by copy engines outside of graphs
         self.words = torch.zeros(2, dtype=torch.int64, pin_memory=True)  # begun and finished, see PushShardArgs
         # Of each: number, block, addresses of what it fills here, and bytes of each.
@@ -94,7 +126,12 @@ class CudaNode:
     def gather(self, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
         """`shard`, which is this rank's of `outputs`, to every rank."""
         engine, nbytes = self._engine, len(shard)
+        if is_small(self._path, nbytes, engine.node_size):
+            self._compare(_C.Step.GATHER, nbytes, 0, None)
+            self._exchange_words([shard] * engine.node_size, outputs, -1, 1.0)
+            return
         place = self._place_of(outputs)
+        self._compare(_C.Step.GATHER, nbytes, 0, place)
         if place is not None:
             block, first, mine = place
             engine.blocks.keep_if_captured(block)
@@ -110,8 +147,13 @@ class CudaNode:
     def scatter(self, out: torch.Tensor, shards: list[torch.Tensor], element: int, scale: float) -> None:
         """out = scale * the sum over the ranks of their shards for this one."""
         engine = self._engine
-        self._lanes.enter()  # the staging block may still be read
+        if is_small(self._path, len(out), engine.node_size):
+            self._compare(_C.Step.SCATTER, len(out), element, None)
+            self._exchange_words(shards, [out] * engine.node_size, element, scale)
+            return
         place = self._place_of(shards)
+        self._compare(_C.Step.SCATTER, len(out), element, place)
+        self._lanes.enter()  # the staging block may still be read
         if place is not None:
             block, first, mine = place
             engine.blocks.keep_if_captured(block)
@@ -129,6 +171,12 @@ class CudaNode:
 
     def close(self) -> None:
         watchdog.remove(self)
+        self.stream_words.close()
+
+    def _compare(self, step: _C.Step, nbytes: int, element: int, place: tuple[int, int, int] | None) -> None:
+        """Raises DisagreementError when a peer has called something else; a graph's calls are no host's."""
+        if not self._lanes.capturing():
+            self._calls.compare(step, nbytes, element, _STAGED if place is None else _C.place_word(*place[:2]))
 
     def _place_of(self, parts: list[torch.Tensor]) -> tuple[int, int, int] | None:
         """The block that all `parts` lie in, the offsets of the first and of this rank's; None for other memory."""
@@ -149,7 +197,7 @@ class CudaNode:
     ) -> None:
         engine, nbytes = self._engine, len(shard)
         stream, captured = self._lanes.enter(), self._lanes.capturing()
-        ctas = gather_ctas(self._path, nbytes, engine.node_size)
+        ctas = push_ctas(self._path, nbytes, engine.node_size)
         by_streams = ctas == 0 and not captured
         targets[engine.index] = 0  # it lies there
         if by_streams:
@@ -177,6 +225,7 @@ class CudaNode:
             stream=stream,
         )
         args.set_targets(targets)
+        args.set_stream_words(self.stream_words.addresses)
         args.set_outputs([output.data_ptr() for output in outputs])
         engine.kernels.push_shard(args)
         if by_streams:
@@ -191,11 +240,29 @@ class CudaNode:
             place=place,
             scale=scale,
             element=element,
-            num_ctas=scatter_ctas(len(out)),
+            num_ctas=pull_ctas(len(out)),
             stream=self._lanes.enter(),
         )
         args.set_sources(sources)
         engine.kernels.pull_shards(args)
+
+    def _exchange_words(
+        self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], element: int, scale: float
+    ) -> None:
+        """inputs: this rank's shard for each rank. outputs: where theirs go, or this rank's sum. element -1: gather."""
+        engine, nbytes = self._engine, len(inputs[0])
+        args = _C.SmallShardsArgs(
+            comm=engine.comm,
+            bytes=nbytes,
+            scale=scale,
+            element=element,
+            num_ctas=small_ctas(nbytes, engine.node_size),
+            stream=self._lanes.enter(),
+        )
+        args.set_words(list(self._words.ptrs))
+        args.set_inputs([tensor.data_ptr() for tensor in inputs])
+        args.set_outputs([tensor.data_ptr() for tensor in outputs])
+        engine.kernels.small_shards(args)
 
     def _staged(self, offset: int, nbytes: int) -> torch.Tensor:
         return bytes_at(self.staging.ptrs[self._engine.index] + offset, nbytes, self._engine.device)

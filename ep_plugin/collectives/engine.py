@@ -24,6 +24,7 @@ from ep_plugin.faults import error_of
 from ep_plugin.memory.board import Boards
 from ep_plugin.memory.exchange import Exchange
 from ep_plugin.memory.peer import open_memory_of, transport_for
+from ep_plugin.memory.shm import ShmMemory
 from ep_plugin.topology import RankReport, discover
 
 _OPERATIONS = {int(op): op.name.lower().replace("_", "-") for op in _C.CollectiveOp}
@@ -77,7 +78,9 @@ class CollectiveEngine(BaseEngine):
         control_bytes = cpu.CONTROL_BYTES if device.type == "cpu" else cuda.CONTROL_BYTES
         self._control = self.memory.allocate(control_bytes, "control")
         self.control_address = self._control.ptrs[self.index]
-        self.blocks = Blocks(self, self.memory, host, self.num_buffers)
+        self.posts = ShmMemory(host)
+        self._resources.callback(self.posts.close)
+        self.blocks = Blocks(self, self.memory, self.posts, self.num_buffers)
         self._resources.callback(self.blocks.close)
         self.state = torch.zeros(_C.state_bytes, dtype=torch.uint8, device=device)
         self.comm = _C.Comm(
@@ -91,7 +94,7 @@ class CollectiveEngine(BaseEngine):
         )
         self.comm.set_control(list(self._control.ptrs))
         if self.node_size > 1:
-            self.inside = CudaNode(self, lanes, self.path) if isinstance(lanes, StreamLanes) else CpuNode(self)
+            self.inside = _node_of(self, lanes, host)
             self._resources.callback(self.inside.close)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -113,7 +116,8 @@ class CollectiveEngine(BaseEngine):
     def described(self, field: int, value: int) -> tuple[str, str]:
         name = _C.offer_fields[field] if field < len(_C.offer_fields) else "place"
         known = {"op": _OPERATIONS, "element": _ELEMENTS}.get(name, {})
-        return _FIELDS.get(name, name), known.get(value, str(value))
+        text = _place(value) if name == "place" else str(value)
+        return _FIELDS.get(name, name), known.get(value, text)
 
     def _remember(self, error: EpPluginError | ValueError) -> None:
         """The ranks of this node wait for this one, which alone knows that its rail is broken."""
@@ -123,6 +127,15 @@ class CollectiveEngine(BaseEngine):
 
     def group_rank(self, index: int) -> int:
         return self.node_ranks[index]
+
+
+def _node_of(engine: CollectiveEngine, lanes: CallLanes | StreamLanes, host: Exchange) -> CpuNode | CudaNode:
+    return CudaNode(engine, lanes, engine.path, host) if isinstance(lanes, StreamLanes) else CpuNode(engine)
+
+
+def _place(word: int) -> str:
+    block, offset = divmod(word, _C.place_word(1, 0))
+    return "none (not from allocate)" if block == _C.staging_block else f"byte {offset} of block {block}"
 
 
 def _watch_of(engine: CollectiveEngine) -> Any:

@@ -2,8 +2,9 @@
 
 Kernels have deadlines of their own; stream memory operations have none. One thread of the process looks at the words in
 host memory by which streams say which operation they have come to. When an operation has lasted longer than its
-communicator's timeout, or a fault or an abort stands on its board, the thread records who was waited for, fills the
-output with NaN bytes and writes a value into the awaited words that no operation reaches, from a stream of its own.
+communicator's timeout, or a fault or an abort stands on its board, the thread records who was waited for, has the
+outputs filled with NaN bytes by a stream of its own, and writes a value into the awaited words that no operation
+reaches.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ep_plugin.collectives.cuda import CudaNode
 
 _LOOK_S = 0.02
+_POISON_S = 1.0
 RELEASED = 1 << 62
 
 _nodes: weakref.WeakSet[CudaNode] = weakref.WeakSet()
@@ -91,22 +93,30 @@ def _look(node: CudaNode) -> bool:
 
 
 def _release(node: CudaNode, number: int) -> None:
-    engine = node.engine
+    """Ends the waits that a stream stands at, from the host: where all streams of the device share one queue
+    (``CUDA_DEVICE_MAX_CONNECTIONS=1``) nothing that is enqueued now would run before them.
+    """
     waiting = [entry for entry in list(node.pending) if entry[0] >= number]
-    block = waiting[0][1] if waiting else 0
+    words = node.stream_words.own
+    ready, done = words[:, waiting[0][1] if waiting else 0, : node.engine.node_size].tolist()
+    _record(node, number, ready, done)
+    _poison(node, [(address, nbytes) for _, _, addresses, nbytes in waiting for address in addresses])
+    words.fill_(RELEASED)
+
+
+def _poison(node: CudaNode, outputs: list[tuple[int, int]]) -> None:
+    """Outputs become NaN bytes, and later kernels leave at once: before the stream goes on, if the device lets them."""
+    engine = node.engine
     with torch.cuda.device(engine.device), torch.cuda.stream(_side_stream(engine.device)):
-        control = bytes_at(engine.control_address, _C.device_control_bytes, engine.device)
-        ready, done, end = _C.device_words(block)
-        seen = [control[at : at + 8 * engine.node_size].view(torch.int64).cpu().tolist() for at in (ready, done)]
-        _record(node, number, *seen)
-        for _, _, addresses, nbytes in waiting:  # those behind it run too, once it is released
-            for address in addresses:
-                bytes_at(address, nbytes, engine.device).fill_(0xFF)
+        for address, nbytes in outputs:  # those of the operations behind it run too, once it is released
+            bytes_at(address, nbytes, engine.device).fill_(0xFF)
         state = engine.state[_C.fault_offset : _C.fault_offset + 8].view(torch.int64)
-        state.copy_(torch.ones(1, dtype=torch.int64))
-        words = control[:end].view(torch.int64)
-        words.copy_(torch.full((len(words),), RELEASED, dtype=torch.int64))
-        torch.cuda.current_stream().synchronize()
+        state.fill_(1)
+        over = torch.cuda.Event()
+        over.record()
+    deadline = time.monotonic() + _POISON_S
+    while not over.query() and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
 
 
 def _record(node: CudaNode, number: int, ready: list[int], done: list[int]) -> None:
@@ -131,9 +141,10 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _warm_up(device: torch.device) -> None:
-    """What `_release` does, once: making a stream and loading a kernel wait for streams that wait for a dead peer."""
+    """What `_poison` does, once: making a stream and loading a kernel wait for streams that wait for a dead peer."""
     with torch.cuda.device(device), torch.cuda.stream(_side_stream(device)):
         words = torch.zeros(2, dtype=torch.int64, device=device)
         words.view(torch.uint8).fill_(0xFF)
-        words.copy_(torch.full((2,), RELEASED, dtype=torch.int64))
-        words.cpu()
+        words.fill_(1)
+        torch.cuda.Event().record()
+        torch.cuda.current_stream().synchronize()

@@ -13,8 +13,8 @@ from torch.distributed.distributed_c10d import Work
 class CollectiveWork(Work):
     """An operation that has been enqueued, on CPUs one that is over.
 
-    ``wait()`` orders the caller's stream after it, and raises what went wrong with it as far as that is known by then;
-    ``result`` are its outputs, which it keeps alive.
+    ``wait()`` orders the caller's stream after it, and raises what went wrong with it as far as that is known by then,
+    also after the communicator's close; ``result`` are its outputs, which it keeps alive.
     """
 
     def __init__(self, outputs: list[torch.Tensor], check: Callable[[], None], event: Any = None) -> None:
@@ -24,8 +24,8 @@ class CollectiveWork(Work):
         self._event = event
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        self._check()
         if self._event is not None:
+            self._check()
             torch.cuda.current_stream(self._outputs[0].device).wait_event(self._event)
         return True
 

@@ -4,6 +4,7 @@
 // in chunks, as many for each rank, numbered through over all operations of a communicator. A piece in memory that
 // peers map (a block) is offered as it lies; any other goes through the slots of its rank's control block.
 #pragma once
+#include <array>
 #include <cstdint>
 
 #include "api.h"
@@ -85,6 +86,29 @@ struct Request {
 
 void post_request(Address ring, uint64_t number, int64_t bytes, uint64_t free);
 
+// --- What hosts tell each other of the operations that they enqueue on devices: likewise a ring for each rank --------
+// Copy engines compare nothing. So hosts post their calls, and whoever posts a call second compares: nobody waits.
+constexpr int kCallFields = 3;
+using CallWords = std::array<int64_t, kCallFields>;  // bytes of a shard, element of a sum, place in peer memory
+// More than a host can be ahead of another: a stream that waits for a peer takes no more before its host has to wait.
+constexpr int kCalls = 1024;
+
+struct Call {
+  uint64_t number;  // stored last; 0 while the others change
+  int64_t words[kCallFields];
+};
+
+struct CallDifference {
+  int peer;
+  int field;  // as in Offer
+  int64_t mine;
+  int64_t theirs;
+};
+
+// Posts this rank's call of this number, and compares it with those of the peers that have posted theirs. True when one
+// differs. rings: Address [num_ranks].
+bool post_call(Address rings, int num_ranks, int rank, uint64_t number, const CallWords& words, CallDifference* found);
+
 // --- CUDA ------------------------------------------------------------------------------------------------------------
 // Ranks push their shards into their peers' outputs, which all have at the same place of the same block. The last
 // number stands for the staging block, through which other outputs and inputs go.
@@ -99,13 +123,17 @@ struct Sign {
   uint64_t done;   // epoch
 };
 
-// The control block in device memory: one per rank, zero at birth, words that only grow.
+// Handshakes by stream memory operations, by block and peer: the number of the operation for which the peer's block may
+// be written, and of the one whose shard the peer has written here. One per rank, in host memory: only there can the
+// host end a wait while all of the device's queues stand behind it. The values are the host's: eager operations alone.
+struct StreamWords {
+  uint64_t ready[kMaxPeerBlocks + 1][kMaxRanks];
+  uint64_t done[kMaxPeerBlocks + 1][kMaxRanks];
+};
+
+// The control block in device memory: one per rank, zero at birth, words that only grow. By CTA and peer; the values
+// are epochs, which live here, so that a replayed graph moves on.
 struct DeviceControl {
-  // Stream memory operations, by block and peer: the number of the operation for which the peer's block may be written,
-  // and of the one whose shard the peer has written here. Their values are the host's: eager operations alone.
-  alignas(128) uint64_t ready[kMaxPeerBlocks + 1][kMaxRanks];
-  alignas(128) uint64_t done[kMaxPeerBlocks + 1][kMaxRanks];
-  // Kernels, by CTA and peer. Their values are epochs, which live here, so that a replayed graph moves on.
   alignas(128) Sign signs[kMostCtas][kMaxRanks];
   alignas(128) uint64_t epoch;  // kernels' operations that are over; this rank's own
   uint64_t ctas_done;
@@ -128,7 +156,8 @@ struct PushShardArgs {
   int32_t num_ctas;  // the kernel's; else 0: copy engines
   int32_t captured;  // copy engines: 1: kernels shake hands, since a graph would keep the values of stream operations
   int32_t reserved;
-  uint64_t number;   // of the operation; copy engines outside of a graph
+  uint64_t number;                  // of the operation; copy engines outside of a graph
+  Address stream_words[kMaxRanks];  // StreamWords of each rank, as this device maps them
   Address begun;     // u64 in host memory: the number of the latest operation that the stream has come to, ...
   Address finished;  // ... and of the latest that is over
   Address stream;
@@ -147,10 +176,41 @@ struct PullShardsArgs {
   Address stream;
 };
 
+// 8 bytes of a small shard as they travel: in one store with what says that they are there. Until a reader finds that
+// flag the word is an older operation's, or zero.
+struct alignas(16) FlaggedWord {
+  uint64_t value;
+  uint64_t flag;  // epoch << kFlagBits, and what must be alike on all ranks
+};
+constexpr int64_t kWordBytes = sizeof(uint64_t);
+constexpr int64_t kSmallBytes = 1 << 20;  // of all ranks' shards: what two operations may have under way
+constexpr int kElementShift = 21;         // of a flag: below it the bytes of a shard, at most kSmallBytes ...
+constexpr int kFlagBits = 24;             // ... and from there the element of a sum, counted from 1
+EP_HD constexpr int64_t words_of(int64_t bytes) { return (bytes + kWordBytes - 1) / kWordBytes; }
+EP_HD constexpr int64_t small_capacity(int ranks) { return words_of(kSmallBytes / ranks); }  // words of one shard
+EP_HD constexpr int64_t small_words_bytes(int ranks) {
+  return 2 * ranks * small_capacity(ranks) * static_cast<int64_t>(sizeof(FlaggedWord));
+}
+
+// Gathers, or sums, shards of a few bytes. words[r]: FlaggedWord [2][num_ranks][capacity] of each rank, by the epoch's
+// parity and the shard's source. inputs[r]: this rank's shard for rank r; to gather, the same for all.
+struct SmallShardsArgs {
+  Comm comm;
+  Address words[kMaxRanks];
+  Address inputs[kMaxRanks];
+  Address outputs[kMaxRanks];  // where each rank's shard goes; this rank's own lies there, or is where the sum goes
+  int64_t bytes;               // of a shard
+  double scale;                // of the sum
+  int32_t element;             // of the sum, -1: gather
+  int32_t num_ctas;            // as many for each peer
+  Address stream;
+};
+
 #if defined(EP_WITH_CUDA)
 namespace cuda {
 void push_shard(const PushShardArgs& args);
 void pull_shards(const PullShardsArgs& args);
+void small_shards(const SmallShardsArgs& args);
 }  // namespace cuda
 #endif
 

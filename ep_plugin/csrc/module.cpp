@@ -299,6 +299,7 @@ void bind_collectives(py::module_& m) {
   m.attr("collective_control_bytes") = sizeof(CollectiveControl);
   m.attr("max_blocks") = kMaxPeerBlocks;
   m.attr("request_ring_bytes") = sizeof(Request) * kRequests;
+  m.attr("call_ring_bytes") = sizeof(Call) * kCalls;
   bind_enum(m, "CollectiveOp", {{"ALL_GATHER", kOpAllGather}, {"REDUCE_SCATTER", kOpReduceScatter}});
   m.attr("offer_fields") = py::make_tuple("op", "bytes", "element");
   Struct<Piece>(m, "Piece")
@@ -340,6 +341,7 @@ void bind_collectives(py::module_& m) {
       .field("finished", &PushShardArgs::finished)
       .field("stream", &PushShardArgs::stream)
       .def("set_targets", array_of(&PushShardArgs::targets))
+      .def("set_stream_words", array_of(&PushShardArgs::stream_words))
       .def("set_outputs", array_of(&PushShardArgs::outputs));
   Struct<PullShardsArgs>(m, "PullShardsArgs")
       .field("comm", &PullShardsArgs::comm)
@@ -351,15 +353,25 @@ void bind_collectives(py::module_& m) {
       .field("num_ctas", &PullShardsArgs::num_ctas)
       .field("stream", &PullShardsArgs::stream)
       .def("set_sources", array_of(&PullShardsArgs::sources));
+  m.attr("small_bytes") = kSmallBytes;
+  m.def("small_words_bytes", &small_words_bytes);
+  Struct<SmallShardsArgs>(m, "SmallShardsArgs")
+      .field("comm", &SmallShardsArgs::comm)
+      .field("bytes", &SmallShardsArgs::bytes)
+      .field("scale", &SmallShardsArgs::scale)
+      .field("element", &SmallShardsArgs::element)
+      .field("num_ctas", &SmallShardsArgs::num_ctas)
+      .field("stream", &SmallShardsArgs::stream)
+      .def("set_words", array_of(&SmallShardsArgs::words))
+      .def("set_inputs", array_of(&SmallShardsArgs::inputs))
+      .def("set_outputs", array_of(&SmallShardsArgs::outputs));
   m.def("place_word", &place_word);
-  m.def("device_words", [](int block) {  // offsets of a block's words, ready and done, in DeviceControl
-    return py::make_tuple(offsetof(DeviceControl, ready) + block * sizeof(uint64_t) * kMaxRanks,
-                          offsetof(DeviceControl, done) + block * sizeof(uint64_t) * kMaxRanks,
-                          offsetof(DeviceControl, signs));
-  });
+  m.attr("stream_words_shape") = py::make_tuple(2, kMaxPeerBlocks + 1, kMaxRanks);  // ready and done
+  m.attr("stream_words_bytes") = sizeof(StreamWords);
 #if defined(EP_WITH_CUDA)
   py::module_ cuda = m.attr("cuda");
   bind_kernel(cuda, "push_shard", &cuda::push_shard);
+  bind_kernel(cuda, "small_shards", &cuda::small_shards);
   bind_kernel(cuda, "pull_shards", &cuda::pull_shards);
 #endif
   m.attr("fault_offset") = offsetof(State, fault);
@@ -369,6 +381,14 @@ void bind_collectives(py::module_& m) {
     const Request& row = at<Request>(ring)[number % kRequests];
     return py::make_tuple(row.bytes, row.free);
   });
+  // None, or how a peer's call differs: (peer, field, mine, theirs).
+  m.def("post_call",
+        [](Address rings, int num_ranks, int rank, uint64_t number, int64_t bytes, int64_t element,
+           int64_t place) -> py::object {
+          CallDifference found;
+          if (!post_call(rings, num_ranks, rank, number, {bytes, element, place}, &found)) return py::none();
+          return py::make_tuple(found.peer, found.field, found.mine, found.theirs);
+        });
   // Whether every ring of `rings` has reached request `number`; else the index of the first that has not.
   m.def("wait_requests", [](const std::vector<Address>& rings, uint64_t number, Address board, int64_t timeout_ns) {
     size_t ring = 0;

@@ -1,7 +1,8 @@
 """FSDP2's two communication interfaces, served by the collectives of ep_plugin. One object per parameter group.
 
 A parameter group gathers over its shard group, and in backward, with ``reshard_after_forward=int``, over a smaller one:
-FSDP2 names the group in the call but not in ``allocate``, so the adapter asks its parameter group.
+FSDP2 names the group in the call but not in ``allocate``, so the adapter asks its parameter group. All parameter groups
+under one root share its ``comm_ctx`` from the first forward on: it stands for the model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from ep_plugin.integrations.fsdp2 import communicators
+from ep_plugin.integrations.fsdp2.communicators import User
 
 
 class PluginAllGather(AllGather):
@@ -23,13 +24,15 @@ class PluginAllGather(AllGather):
     def __init__(self, parameter_group: Any, replaced: AllGather) -> None:
         self._parameter_group = parameter_group
         self.replaced = replaced
-        self.user = communicators.new_user()
+        self.user = User()
         self.launches = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Uninitialised and one-dimensional; see ``Pair.allocate``."""
-        pair = communicators.of(self.user, self._parameter_group._all_gather_process_group, device)
-        return pair.allocate(self.user, math.prod(int(extent) for extent in size), dtype)
+        pair = self.user.pair(self._parameter_group._all_gather_process_group, device)
+        return pair.allocate(
+            self.user, self._parameter_group.comm_ctx, math.prod(int(extent) for extent in size), dtype
+        )
 
     def __call__(
         self,
@@ -38,7 +41,7 @@ class PluginAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        pair = communicators.of(self.user, group, output_tensor.device)
+        pair = self.user.pair(group, output_tensor.device)
         self.launches += 1
         return pair.all_gather(output_tensor, input_tensor, async_op=async_op)
 
@@ -49,7 +52,7 @@ class PluginReduceScatter(ReduceScatter):
     def __init__(self, parameter_group: Any, replaced: ReduceScatter) -> None:
         self._parameter_group = parameter_group
         self.replaced = replaced
-        self.user = communicators.new_user()
+        self.user = User()
         self.launches = 0
         self._input_numel = 0  # of an input that was asked for, and its output not yet
 
@@ -64,7 +67,8 @@ class PluginReduceScatter(ReduceScatter):
             self._input_numel = 0
             return torch.empty(numel, dtype=dtype, device=device)
         self._input_numel = numel
-        return communicators.of(self.user, group, device).allocate_input(self.user, numel, dtype)
+        model = self._parameter_group.comm_ctx
+        return self.user.pair(group, device).allocate_input(self.user, model, numel, dtype)
 
     def __call__(
         self,
@@ -76,7 +80,7 @@ class PluginReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         if not _is_summed(output_tensor):
             return self.replaced(output_tensor, input_tensor, group, op, async_op)
-        pair = communicators.of(self.user, group, output_tensor.device)
+        pair = self.user.pair(group, output_tensor.device)
         self.launches += 1
         return pair.reduce_scatter(output_tensor, input_tensor, op=op, async_op=async_op)
 

@@ -2,12 +2,17 @@
 
 Not for each process group: with ``reshard_after_forward=int`` every FSDP module brings a process group of its own over
 the same ranks, and memory for each of them would be memory for each layer.
+
+What is remembered of a model goes with it. But ranks collect garbage at different times, so nothing that they must do
+alike, as mapping a buffer or closing a pair, may depend on whether a model that was dropped is gone yet: sizes are
+compared within one model, and pairs count whoever has used them and has not left.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
+import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,84 +20,92 @@ import torch.distributed as dist
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.memory.exchange import is_alive
 
+# Bytes that each user asks for, by what stands for its model.
+_Sizes = weakref.WeakKeyDictionary[Any, dict["User", int]]
+
 
 class Pair:
     """The collectives over ``group`` on ``device``. Making it talks to nobody; the first use of each is collective."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_users: int = 0) -> None:
+        self.group, self.device, self.num_users = group, device, num_users
         self.all_gather = HierarchicalAllGather(group)
         self.reduce_scatter = HierarchicalReduceScatter(group)
-        # By user: bytes of its gathers, and of its reductions' inputs.
-        self._sizes: dict[int, int] = {}
-        self._input_sizes: dict[int, int] = {}
+        self._sizes: _Sizes = weakref.WeakKeyDictionary()
+        self._input_sizes: _Sizes = weakref.WeakKeyDictionary()
 
-    def allocate(self, user: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, user: User, model: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """``[numel]``, uninitialised, for ``user``'s next gather: memory that peers map, if others gather as much.
 
         Such memory is kept from step to step. Two layers' worth, which layers of one size use in turn, is what stock
         FSDP2 needs at its peak; what only one module needs, such as a large embedding, would add to that peak, so it is
-        ordinary memory, and the gather copies.
+        ordinary memory, and the gather copies. ``model``: any object that the parameter groups of one model share, and
+        that lives as long as they do.
         """
-        return self._allocate(self.all_gather, self._sizes, user, numel, dtype)
+        return self._allocate(self.all_gather, self._sizes, user, model, numel, dtype)
 
-    def allocate_input(self, user: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate_input(self, user: User, model: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The same for the input of ``user``'s next reduction, which lives until the next layer's is reduced."""
-        return self._allocate(self.reduce_scatter, self._input_sizes, user, numel, dtype)
+        return self._allocate(self.reduce_scatter, self._input_sizes, user, model, numel, dtype)
 
     def _allocate(
         self,
         collective: HierarchicalAllGather | HierarchicalReduceScatter,
-        sizes: dict[int, int],
-        user: int,
+        all_sizes: _Sizes,
+        user: User,
+        model: Any,
         numel: int,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        nbytes = numel * dtype.itemsize
+        nbytes, sizes = numel * dtype.itemsize, all_sizes.setdefault(model, {})
         sizes[user] = nbytes
-        if any(other != user and nbytes <= 2 * size and size <= 2 * nbytes for other, size in sizes.items()):
+        if any(other is not user and nbytes <= 2 * size and size <= 2 * nbytes for other, size in sizes.items()):
             return collective.allocate(numel, dtype=dtype, device=self.device)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def forget(self, user: int) -> None:
-        self._sizes.pop(user, None)
-        self._input_sizes.pop(user, None)
+    def forget(self, user: User) -> None:
+        for sizes in (*self._sizes.values(), *self._input_sizes.values()):
+            sizes.pop(user, None)
 
     def close(self) -> None:
         self.all_gather.close()
         self.reduce_scatter.close()
 
 
-_pairs: dict[tuple[tuple[int, ...], torch.device], Pair] = {}
-_users: dict[int, set[tuple[tuple[int, ...], torch.device]]] = {}
-_numbers = itertools.count()
+_Key = tuple[tuple[int, ...], torch.device]
+_pairs: dict[_Key, Pair] = {}
 _lock = threading.Lock()  # backward runs in a thread of autograd's
 
 
-def new_user() -> int:
-    """A number for who uses the pairs: never a weak reference, since ranks may collect garbage at different times."""
-    return next(_numbers)
+class User:
+    """Who uses pairs: each stays open for this user until it leaves, also when it is dropped without that."""
 
+    def __init__(self) -> None:
+        self._keys: set[_Key] = set()
 
-def of(user: int, group: dist.ProcessGroup, device: torch.device) -> Pair:
-    """The pair that serves ``group`` on ``device``; it stays open for ``user`` until `leave`."""
-    key = (tuple(dist.get_process_group_ranks(group)), device)
-    with _lock:
-        pair = _pairs.get(key)
-        if pair is not None and not is_alive(pair.group):
-            pair.close()
-            pair = None
-        if pair is None:
-            pair = _pairs[key] = Pair(group, device)
-        _users.setdefault(user, set()).add(key)
-        return pair
+    def pair(self, group: dist.ProcessGroup, device: torch.device) -> Pair:
+        """The pair that serves ``group`` on ``device``."""
+        key = (tuple(dist.get_process_group_ranks(group)), device)
+        with _lock:
+            pair = _pairs.get(key)
+            if pair is None:
+                pair = _pairs[key] = Pair(group, device)
+            elif not is_alive(pair.group):
+                pair.close()
+                pair = _pairs[key] = Pair(group, device, pair.num_users)
+            if key not in self._keys:
+                self._keys.add(key)
+                pair.num_users += 1
+            return pair
 
-
-def leave(user: int) -> None:
-    """Closes the pairs that nobody but ``user`` still uses."""
-    with _lock:
-        left = _users.pop(user, set())
-        for key in left.difference(*_users.values()):
-            _pairs.pop(key).close()
-        for key in left & _pairs.keys():
-            _pairs[key].forget(user)
+    def leave(self) -> None:
+        """Closes the pairs that nobody else uses."""
+        with _lock:
+            for key in self._keys:
+                pair = _pairs[key]
+                pair.num_users -= 1
+                if pair.num_users == 0:
+                    _pairs.pop(key).close()
+                else:
+                    pair.forget(self)
+            self._keys.clear()

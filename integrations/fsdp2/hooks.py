@@ -14,11 +14,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_plugin.errors import NotSupported
-from ep_plugin.integrations.fsdp2 import communicators
 from ep_plugin.integrations.fsdp2.adapters import PluginAllGather, PluginReduceScatter
 
 # FSDP2's attribute of a parameter group that holds its collective, and our adapter for it.
 PLACES = {"_all_gather_comm": PluginAllGather, "_reduce_scatter_comm": PluginReduceScatter}
+_MODEL = "comm_ctx"  # what the parameter groups of one model share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def _take_out(group: Any, *places: str) -> None:
         present = getattr(group, place)
         if isinstance(present, PLACES[place]):
             setattr(group, place, present.replaced)
-            communicators.leave(present.user)
+            present.user.leave()
 
 
 def _is_served(group: Any) -> bool:
@@ -138,7 +138,7 @@ def _groups_of_module(module: FSDPModule) -> Iterator[Any]:
 
 
 def _check_places(group: Any) -> None:
-    for place in PLACES:
+    for place in (*PLACES, _MODEL):
         if not hasattr(group, place):
             raise NotSupported(
                 f"FSDP2 of PyTorch {torch.__version__} is not supported: expected parameter groups with {place}, as in "

@@ -3,6 +3,7 @@ out every other's input (tests.collective_cases)."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import signal
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter, NotSupported, PeerTimeout
+from ep_plugin.errors import DisagreementError, PeerAborted
 from tests.collective_cases import BF16, DTYPES, FP16, FP32, reduced, same_bits, shard
 from tests.gpu.checks import device_of
 
@@ -58,14 +60,14 @@ def gathers(rank: int, size: int, path: str, backend: str | None = None) -> int:
     return len(cases)
 
 
-def scatters(rank: int, size: int, per_node: int, backend: str | None = None) -> int:
+def scatters(rank: int, size: int, per_node: int, path: str = "auto", backend: str | None = None) -> int:
     device = device_of(rank)
     torch.cuda.set_device(device)
     premul = dist._make_nccl_premul_sum(0.375)
     operations = [(dist.ReduceOp.SUM, 1.0), (dist.ReduceOp.AVG, 1.0 / size), (premul, 0.375)]
-    cases = [(count, dtype) for count in (1, 5, 4096, 70_001, 1 << 21) for dtype in (BF16, FP16, FP32)]
+    cases = [(count, dtype) for count in (1, 5, 4096, 70_001, 600_001, 1 << 21) for dtype in (BF16, FP16, FP32)]
     group = None if backend is None else dist.new_group(backend=backend)
-    with HierarchicalReduceScatter(group) as scatter:
+    with HierarchicalReduceScatter(group, path=path) as scatter:
         for seed, (count, dtype) in enumerate(cases):
             whole = [shard(seed, source, size * count, dtype).view(size, count) for source in range(size)]
             mine = whole[rank].flatten().to(device)
@@ -87,12 +89,39 @@ def scatters(rank: int, size: int, per_node: int, backend: str | None = None) ->
     return len(cases)
 
 
+def scatters_of_two_streams(rank: int, size: int, rounds: int) -> int:
+    """Foreign inputs, which all go through one staging block, in turn from two streams, of which one is often busy."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    count = 5 << 20  # some pieces of the staging block
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    wholes = [torch.empty(size * count, device=device) for _ in streams]
+    outs = [_poisoned(count, FP32, device) for _ in streams]
+    wrong = torch.zeros((rounds, len(streams)), dtype=torch.bool, device=device)
+    torch.cuda.synchronize()
+    with HierarchicalReduceScatter() as scatter:
+        for turn in range(rounds):
+            for index, (stream, whole, out) in enumerate(zip(streams, wholes, outs, strict=True)):
+                with torch.cuda.stream(stream):
+                    if (turn + index) % 2 == 0:
+                        torch.cuda._sleep(2_000_000)
+                    whole.fill_(10.0 * turn + 5 * index + rank)
+                    scatter(out, whole)
+                    total = size * (10.0 * turn + 5 * index) + size * (size - 1) / 2
+                    wrong[turn, index] = (out != total).any()
+        torch.cuda.synchronize()
+        failed = wrong.nonzero().tolist()
+        assert not failed, f"{len(failed)} wrong of {wrong.numel()}, first (turn, stream) {failed[:5]}"
+        scatter.check()
+    return rounds
+
+
 def replayed(rank: int, size: int, path: str) -> int:
     """A captured gather and scatter, replayed with new data, with eager ones between."""
     device = device_of(rank)
     torch.cuda.set_device(device)
     count, replays = 4096 + 16, 200
-    with HierarchicalAllGather(path=path) as gather, HierarchicalReduceScatter() as scatter:
+    with HierarchicalAllGather(path=path) as gather, HierarchicalReduceScatter(path=path) as scatter:
         out = gather.allocate(size * count, FP32, device)
         whole = scatter.allocate(size * count, FP32, device)
         other = gather.allocate(size * 64, FP32, device)
@@ -188,6 +217,72 @@ def refused(rank: int) -> str:
     return str(caught.value)
 
 
+def wait_after_close(rank: int, path: str) -> bool:
+    """A Work of an operation that close has waited for."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    gather, count = HierarchicalAllGather(path=path), 1 << 16
+    out = _poisoned(gather.group.size() * count, torch.uint8, device)
+    work = gather(out, torch.full((count,), rank, dtype=torch.uint8, device=device), async_op=True)
+    gather.close()
+    assert work is not None and work.wait() is True
+    return bool((out.view(-1, count) == torch.arange(len(out) // count, device=device)[:, None]).all())
+
+
+# What rank 1 passes otherwise than its peers.
+DIFFERENT = {"bytes": "bytes of a shard is", "memory": "place in peer memory is"}
+
+
+def differ(rank: int, path: str, what: str) -> str:
+    """What every rank is told when rank 1 gathers other bytes, or into memory of another kind."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    gather = HierarchicalAllGather(path=path)
+    size, count = gather.group.size(), 1 << 20  # more than small gathers, which may go to any memory
+    out = gather.allocate(size * count, torch.uint8, device)
+    mine, foreign = torch.ones(count, dtype=torch.uint8, device=device), torch.empty_like(out)
+    gather(out, mine)
+    torch.cuda.synchronize()
+    dist.barrier()
+    odd = rank == 1
+    with contextlib.suppress(DisagreementError):  # those that call first learn of it later
+        if what == "bytes":
+            its = count - 16 if odd else count
+            gather(foreign[: size * its], mine[:its])
+        else:
+            gather(foreign if odd else out, mine)
+    torch.cuda.synchronize()
+    dist.barrier()
+    with pytest.raises(DisagreementError) as caught:
+        gather.check()
+    gather.close()
+    return str(caught.value)
+
+
+def disagree(rank: int, odd: int, kinds: list[str]) -> str:
+    """What a rank is told when `odd` gathers another size, or sums another dtype, than the others."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    kind = kinds[rank == odd]
+    size = dist.get_world_size()
+    count = {"small": 1000, "smaller": 40, "large": 1 << 20, "halves": 2000}[kind]
+    dtype = BF16 if kind == "halves" else FP32
+    sums = "halves" in kinds
+    made = HierarchicalReduceScatter() if sums else HierarchicalAllGather()
+    with pytest.raises((DisagreementError, PeerAborted)) as caught:
+        whole, part = (
+            torch.zeros(size * count, dtype=dtype, device=device),
+            torch.zeros(count, dtype=dtype, device=device),
+        )
+        made(*((part, whole) if sums else (whole, part)))
+        for _ in range(200):
+            torch.cuda.synchronize()
+            made.check()
+            time.sleep(0.05)
+    made.close()
+    return str(caught.value)
+
+
 def survive(rank: int, path: str, victim: int) -> tuple[int | None, str, float]:
     """What a survivor is told when `victim` dies, and after how long."""
     device = device_of(rank)
@@ -201,13 +296,16 @@ def survive(rank: int, path: str, victim: int) -> tuple[int | None, str, float]:
     dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
+    began, work = time.monotonic(), None
     with pytest.raises(PeerTimeout) as caught:
-        gather(out, torch.ones(count, dtype=torch.uint8, device=device))
+        work = gather(out, torch.ones(count, dtype=torch.uint8, device=device), async_op=True)
         torch.cuda.synchronize()
         gather.check()
     took = time.monotonic() - began
     with pytest.raises(PeerTimeout):
         gather(out, torch.ones(count, dtype=torch.uint8, device=device))
     gather.close()
+    if work is not None:  # the call itself may have learnt of the death
+        with pytest.raises(PeerTimeout):
+            work.wait()
     return caught.value.rank, caught.value.step, took

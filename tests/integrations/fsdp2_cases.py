@@ -68,6 +68,7 @@ CASES: dict[str, Case] = {
     "divided by a factor": Case(divide=3.0),
     "sums only": Case(sums=True),
     "two blocks in a group": Case(grouped=True),
+    "fewer rows than ranks": Case(width=2),
 }  # fmt: skip
 
 

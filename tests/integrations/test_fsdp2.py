@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -275,6 +277,49 @@ def _measure_memory(rank: int, name: str) -> dict[str, int]:
     mapped = sum(int(engine.blocks.sizes.sum()) for engine in engines)
     layer = sum(whole.numel() * whole.element_size() for whole in model.blocks[0].parameters())
     return {**peaks, "layer": layer, "mapped": mapped}
+
+
+def test_what_is_remembered_of_a_model_goes_with_it() -> None:
+    """A hundred models after one another, dropped without `disable`, on ranks that collect garbage when they like."""
+    first, second = values(run_ranks(2, _many_models, 100, timeout_s=280))
+    assert first["mapped"] == second["mapped"] == first["mapped by one"] > 0
+    assert first["remembered"] == 1, "of the model that is still there"
+    assert second["remembered"] == 100
+    assert first["sizes after disable"] == 0
+    # What ranks do when one of many models is disabled cannot depend on which of the others are gone.
+    assert first["open after disable"] and second["open after disable"]
+
+
+def _many_models(rank: int, models: int) -> dict[str, Any]:
+    """Rank 0 has each model freed before the next one is made, rank 1 keeps them all."""
+    from ep_plugin.integrations import fsdp2
+    from ep_plugin.integrations.fsdp2 import communicators
+
+    # What one module alone gathers is ordinary memory, however many models had such a one.
+    case, kept, mapped = cases.Case(vocabulary=2000), [], []
+    gc.disable()
+    for _ in range(models):
+        if rank == 0:
+            model = None
+            gc.collect()
+        model = cases.build(case)
+        kept.append(weakref.ref(model) if rank == 0 else model)
+        fsdp2.enable(model)
+        cases.train(case, model, steps=2)
+        (pair,) = communicators._pairs.values()
+        blocks = [collective._engine.blocks for collective in (pair.all_gather, pair.reduce_scatter)]
+        mapped.append(sum(int(each.sizes.sum()) for each in blocks))
+    if rank == 0:
+        assert [each() for each in kept[:-1]] == [None] * (models - 1)
+    remembered = len(pair._sizes)
+    fsdp2.disable(model)
+    return {
+        "mapped by one": mapped[0],
+        "mapped": max(mapped),
+        "remembered": remembered,
+        "sizes after disable": sum(len(sizes) for sizes in pair._sizes.values()),
+        "open after disable": list(communicators._pairs.values()) == [pair],
+    }
 
 
 def test_a_rank_that_dies_makes_the_others_raise() -> None:

@@ -58,6 +58,27 @@ __device__ __forceinline__ void ld_acquire_sys(const void* from, uint64_t* low, 
       : "l"(from)
       : "memory");
 }
+__device__ __forceinline__ void st_relaxed_sys(void* to, uint64_t low, uint64_t high) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 both;\n"
+      "mov.b128 both, {%1, %2};\n"
+      "st.relaxed.sys.global.b128 [%0], both;\n"
+      "}\n" ::"l"(to),
+      "l"(low), "l"(high)
+      : "memory");
+}
+__device__ __forceinline__ void ld_relaxed_sys(const void* from, uint64_t* low, uint64_t* high) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 both;\n"
+      "ld.relaxed.sys.global.b128 both, [%2];\n"
+      "mov.b128 {%0, %1}, both;\n"
+      "}\n"
+      : "=l"(*low), "=l"(*high)
+      : "l"(from)
+      : "memory");
+}
 __device__ __forceinline__ void st_relaxed_sys(uint64_t* to, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }

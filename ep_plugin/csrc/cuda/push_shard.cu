@@ -4,6 +4,8 @@
 // handshakes by stream memory operations, no SM at all; in a graph, whose values would be frozen, by a kernel of one
 // CTA. Small shards: one kernel, a part of the shard for each CTA; see rendezvous.cuh. An output that peers have not
 // mapped is copied from the staging block, by the kernel or the copy engine.
+#include <cstddef>
+
 #include "copy.cuh"
 #include "rendezvous.cuh"
 #include "stream_words.h"
@@ -134,15 +136,15 @@ void copy_from_staging(const PushShardArgs& args) {
 }
 
 Address word_at(const PushShardArgs& args, int owner, bool done, int peer) {
-  const DeviceControl* control = at<DeviceControl>(args.comm.control[owner]);
-  const uint64_t* word = done ? &control->done[args.block][peer] : &control->ready[args.block][peer];
-  return static_cast<Address>(reinterpret_cast<uintptr_t>(word));
+  const int64_t words = done ? offsetof(StreamWords, done) : offsetof(StreamWords, ready);
+  return args.stream_words[owner] + static_cast<uint64_t>(words) +
+         sizeof(uint64_t) * static_cast<uint64_t>(args.block * kMaxRanks + peer);
 }
 
 // Words of this operation at all peers, then the same words from all of them.
 void shake_hands(const PushShardArgs& args, bool done) {
   const Comm& comm = args.comm;
-  StreamWords words;
+  StreamOperations words;
   if (!done) words.write(args.begun, args.number);
   for (int step = 1; step < comm.num_ranks; ++step)
     words.write(word_at(args, (comm.rank + step) % comm.num_ranks, done, comm.rank), args.number);

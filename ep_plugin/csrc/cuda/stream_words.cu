@@ -32,7 +32,7 @@ BatchMemOp batch_mem_op() {
 
 }  // namespace
 
-void StreamWords::write(uint64_t address, uint64_t value) {
+void StreamOperations::write(uint64_t address, uint64_t value) {
   require(count_ < kMost, "stream memory operations", "at most 64 at a time", count_);
   CUstreamBatchMemOpParams& one = list_[count_++];
   one.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
@@ -41,7 +41,7 @@ void StreamWords::write(uint64_t address, uint64_t value) {
   one.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
 }
 
-void StreamWords::wait(uint64_t address, uint64_t value) {
+void StreamOperations::wait(uint64_t address, uint64_t value) {
   require(count_ < kMost, "stream memory operations", "at most 64 at a time", count_);
   CUstreamBatchMemOpParams& one = list_[count_++];
   one.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
@@ -50,7 +50,7 @@ void StreamWords::wait(uint64_t address, uint64_t value) {
   one.waitValue.flags = CU_STREAM_WAIT_VALUE_GEQ;
 }
 
-void StreamWords::enqueue(cudaStream_t stream) {
+void StreamOperations::enqueue(cudaStream_t stream) {
   if (count_ == 0) return;
   const CUresult error = batch_mem_op()(stream, count_, list_, 0);
   if (error != CUDA_SUCCESS)

@@ -9,7 +9,7 @@ namespace ep::cuda {
 
 // A list of such operations, enqueued at once and done in order. Writes come after all earlier work of the stream, with
 // a system-wide fence; waits are for *address >= value.
-class StreamWords {
+class StreamOperations {
  public:
   void write(uint64_t address, uint64_t value);
   void wait(uint64_t address, uint64_t value);

@@ -1,0 +1,36 @@
+"""The words by which streams of a node's ranks shake hands, in host memory that every rank and every device maps."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.collectives.blocks import host_bytes_at
+from ep_plugin.memory.exchange import Exchange
+from ep_plugin.memory.shm import ShmMemory
+
+
+class StreamWords:
+    """Collective over the node. `addresses`: of each rank's words, for this device. `own`: this rank's, int64
+    ``[2 (ready and done), blocks, ranks]``; see StreamWords in collectives.h.
+    """
+
+    def __init__(self, node: Exchange, device: torch.device) -> None:
+        self._resources = ExitStack()
+        memory = ShmMemory(node)
+        self._resources.callback(memory.close)
+        block = memory.allocate(_C.stream_words_bytes, "stream words")
+        self._resources.callback(block.close)
+        self.addresses = [self._mapped(address, device) for address in block.ptrs]
+        own = host_bytes_at(block.ptrs[node.rank], _C.stream_words_bytes)
+        self.own = own.view(torch.int64).view(_C.stream_words_shape)
+
+    def _mapped(self, address: int, device: torch.device) -> int:
+        mapped = _C.register_host(address, _C.stream_words_bytes, device.index)
+        self._resources.callback(_C.unregister_host, address)
+        return mapped
+
+    def close(self) -> None:
+        self._resources.close()

@@ -1,0 +1,257 @@
+// All-gather and reduce-scatter of small shards inside a node: one kernel, and no handshake.
+//
+// Every 8 bytes travel in one store of 16 with a flag that says of which operation they are, so that a reader needs
+// nothing but the word itself. Words land in memory that only this kernel uses, never in outputs: there is nothing to
+// ask a peer for before, and outputs need not be mapped by anyone.
+// Reuse. Words of one parity of the epoch are overwritten by the operation after the next. A rank that begins it has
+// heard, in the operation between, from every peer; and a peer begins that one when its own kernel of the operation
+// before it is over, whose words it has then read.
+// Agreement. The flag also holds the size and the element. To and from a peer whose shard is not small, a Sign says the
+// size.
+// Co-residency. It both sends and waits, and is launched cooperatively.
+// Memory order. None beyond the single word: stores and loads of 16 bytes are relaxed, and in one piece.
+#include "copy.cuh"
+#include "element.cuh"
+#include "rendezvous.cuh"
+
+namespace ep::cuda {
+
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kAhead = 2;   // words of one thread under way
+constexpr int kTerms = 4;   // of a sum
+constexpr int kLooks = 16;  // in vain, before a thread asks whether to go on
+
+// A gather sums nothing.
+struct NoSum {};
+
+// A word of a shard, 8 bytes at a time; of the last one as many as there are.
+__device__ __forceinline__ uint64_t load_word(Address shard, int word, int64_t bytes) {
+  const int64_t begin = word * kWordBytes, end = min(begin + kWordBytes, bytes);
+  if (shard % kWordBytes == 0 && end - begin == kWordBytes) return *at<const uint64_t>(shard, begin);
+  uint64_t value = 0;
+  for (int64_t i = begin; i < end; ++i)
+    value |= static_cast<uint64_t>(*at<const unsigned char>(shard, i)) << 8 * (i - begin);
+  return value;
+}
+__device__ __forceinline__ void store_word(Address shard, int word, int64_t bytes, uint64_t value) {
+  const int64_t begin = word * kWordBytes, end = min(begin + kWordBytes, bytes);
+  if (shard % kWordBytes == 0 && end - begin == kWordBytes) {
+    *at<uint64_t>(shard, begin) = value;
+    return;
+  }
+  for (int64_t i = begin; i < end; ++i)
+    *at<unsigned char>(shard, i) = static_cast<unsigned char>(value >> 8 * (i - begin));
+}
+
+// A word from a peer. source -1: none.
+struct Item {
+  int source;
+  int word;
+};
+
+// One operation's view of the words, `count` of which make a shard. Every CTA sends to and gathers from one peer; the
+// CTAs of a peer take its words in turns, `step` of them at a time.
+struct Words {
+  const SmallShardsArgs& args;
+  const Run& run;
+  const int count;
+  const int peer;
+  const int first;
+  const int step;
+  const uint64_t flag;
+
+  __device__ Words(const SmallShardsArgs& args, const Run& run)
+      : args(args),
+        run(run),
+        count(static_cast<int>(words_of(args.bytes))),
+        peer((args.comm.rank + 1 + static_cast<int>(blockIdx.x) % (args.comm.num_ranks - 1)) % args.comm.num_ranks),
+        first(static_cast<int>(blockIdx.x) / (args.comm.num_ranks - 1) * kThreads + static_cast<int>(threadIdx.x)),
+        step(static_cast<int>(gridDim.x) / (args.comm.num_ranks - 1) * kThreads),
+        flag(run.epoch << kFlagBits | static_cast<uint64_t>(args.element + 1) << kElementShift |
+             static_cast<uint64_t>(args.bytes)) {}
+
+  __device__ FlaggedWord* at_rank(int owner, int source) const {
+    const int R = args.comm.num_ranks;
+    return at<FlaggedWord>(args.words[owner]) + (static_cast<int64_t>(run.epoch % 2) * R + source) * small_capacity(R);
+  }
+
+  // Whether `seen` is this operation's flag. It may be an older one's; another of this epoch is a disagreement.
+  __device__ bool is_there(uint64_t seen, int source, bool* ok) const {
+    if (seen == flag) return true;
+    if (seen >> kFlagBits == run.epoch) {
+      const int64_t bytes = static_cast<int64_t>(seen & ((uint64_t{1} << kElementShift) - 1));
+      const int64_t element = static_cast<int64_t>((seen & ((uint64_t{1} << kFlagBits) - 1)) >> kElementShift) - 1;
+      *ok = bytes != args.bytes ? fail(run.comm, kDisagree, run.step, source, 1, args.bytes, bytes)
+                                : fail(run.comm, kDisagree, run.step, source, 2, args.element, element);
+    }
+    return false;
+  }
+
+  // False if a peer came to this operation with another size, be it one that is not small.
+  __device__ bool is_alike(int peer) const {
+    const Sign& sign = device_control(args.comm, args.comm.rank).signs[0][peer];
+    if (ptx::ld_acquire_sys(&sign.ready) != run.epoch) return true;
+    const int64_t bytes = ptx::ld_coherent(&sign.bytes);
+    return bytes == args.bytes || fail(run.comm, kDisagree, run.step, peer, 1, args.bytes, bytes);
+  }
+
+  // What peers sent of these items; false if it does not come.
+  template <int kItems>
+  __device__ bool receive(const Item (&items)[kItems], uint64_t (&values)[kItems], Patience* patience) const {
+    for (int looks = 1;; ++looks) {
+      uint64_t seen[kItems];
+#pragma unroll
+      for (int v = 0; v < kItems; ++v) {
+        seen[v] = flag;
+        if (items[v].source >= 0)
+          ptx::ld_relaxed_sys(at_rank(args.comm.rank, items[v].source) + items[v].word, &values[v], &seen[v]);
+      }
+      bool there = true, ok = true;
+      int missing = 0;
+#pragma unroll
+      for (int v = 0; v < kItems; ++v) {
+        if (is_there(seen[v], items[v].source, &ok)) continue;
+        there = false;
+        missing = items[v].source;
+      }
+      if (there) return true;
+      if (!ok) return false;
+      if (looks % kLooks == 0 && (!is_alike(missing) || !patience->keep_waiting(run, missing, 0, run.epoch, 0)))
+        return false;
+    }
+  }
+};
+
+__device__ void send_words(const Words& words) {
+  const SmallShardsArgs& args = words.args;
+  const Address shard = args.inputs[words.peer];
+  FlaggedWord* to = words.at_rank(words.peer, args.comm.rank);
+  for (int first = words.first; first < words.count; first += kAhead * words.step) {
+    uint64_t values[kAhead] = {};
+#pragma unroll
+    for (int v = 0; v < kAhead; ++v)
+      if (first + v * words.step < words.count) values[v] = load_word(shard, first + v * words.step, args.bytes);
+#pragma unroll
+    for (int v = 0; v < kAhead; ++v)
+      if (first + v * words.step < words.count) ptx::st_relaxed_sys(to + first + v * words.step, values[v], words.flag);
+  }
+}
+
+// For a peer whose shard is not small, and which waits for this rank's first CTA.
+__device__ void tell_size(const Words& words) {
+  const Comm& comm = words.args.comm;
+  const int peer = static_cast<int>(threadIdx.x);
+  if (blockIdx.x == 0 && peer < comm.num_ranks && peer != comm.rank)
+    ptx::st_relaxed_sys(&device_control(comm, peer).signs[0][comm.rank], words.run.epoch,
+                        static_cast<uint64_t>(words.args.bytes));
+}
+
+__device__ bool gather_words(const Words& words) {
+  const SmallShardsArgs& args = words.args;
+  const Address shard = args.outputs[words.peer];
+  Patience patience;
+  for (int first = words.first; first < words.count; first += kAhead * words.step) {
+    Item items[kAhead];
+    uint64_t values[kAhead];
+#pragma unroll
+    for (int v = 0; v < kAhead; ++v) {
+      const int word = first + v * words.step;
+      items[v] = Item{word < words.count ? words.peer : -1, word};
+    }
+    if (!words.receive(items, values, &patience)) return false;
+#pragma unroll
+    for (int v = 0; v < kAhead; ++v)
+      if (items[v].source >= 0) store_word(shard, items[v].word, args.bytes, values[v]);
+  }
+  return true;
+}
+
+// A word from kTerms ranks at a time, summed in rank order, so that the same inputs give the same bits.
+template <class Element>
+__device__ bool sum_words(const Words& words) {
+  const SmallShardsArgs& args = words.args;
+  const int R = args.comm.num_ranks, rank = args.comm.rank;
+  const float scale = static_cast<float>(args.scale);
+  Patience patience;
+  const int begin = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  for (int word = begin; word < words.count; word += static_cast<int>(gridDim.x * kThreads)) {
+    float sums[Element::kPerVector] = {};
+    const uint64_t mine = load_word(args.inputs[rank], word, args.bytes);
+    for (int first = 0; first < R; first += kTerms) {
+      Item items[kTerms];
+      uint64_t values[kTerms];
+#pragma unroll
+      for (int v = 0; v < kTerms; ++v) items[v] = Item{first + v < R && first + v != rank ? first + v : -1, word};
+      if (!words.receive(items, values, &patience)) return false;
+#pragma unroll
+      for (int v = 0; v < kTerms; ++v) {
+        if (first + v >= R) continue;
+        const uint64_t term = first + v == rank ? mine : values[v];
+        Element::add(sums, make_int4(static_cast<int>(term), static_cast<int>(term >> 32), 0, 0), 1.0f);
+      }
+    }
+    if (scale != 1.0f)
+      for (float& sum : sums) sum *= scale;
+    const int4 sum = Element::narrow(sums);
+    store_word(args.outputs[rank], word, args.bytes,
+               static_cast<uint64_t>(static_cast<uint32_t>(sum.y)) << 32 | static_cast<uint32_t>(sum.x));
+  }
+  return true;
+}
+
+// By every CTA that fails: others may not.
+__device__ void poison(const SmallShardsArgs& args) {
+  for (int r = 0; r < args.comm.num_ranks; ++r)
+    if ((r == args.comm.rank) == (args.element >= 0))
+      fill_bytes(args.outputs[r], args.bytes, 0xFF, threadIdx.x, blockDim.x);
+}
+
+template <class Sum>
+__global__ void __launch_bounds__(kThreads) small_kernel(const __grid_constant__ SmallShardsArgs args) {
+  constexpr bool kGathers = std::is_same<Sum, NoSum>::value;
+  const Run run = enter_collective(args.comm, kGathers ? kGather : kScatter);
+  bool ok = run.ok;
+  if (ok) {
+    const Words words(args, run);
+    send_words(words);
+    tell_size(words);
+    if constexpr (kGathers)
+      ok = gather_words(words);
+    else
+      ok = sum_words<Sum>(words);
+  }
+  ok = __syncthreads_and(ok) != 0;
+  if (!ok) poison(args);
+  leave_collective(run, ok);
+}
+
+template <class Sum>
+void launch_small(const SmallShardsArgs& args) {
+  launch_cooperatively<small_kernel<Sum>>("small shards", args.num_ctas, kThreads, 0, args.stream, args);
+}
+
+}  // namespace
+
+void small_shards(const SmallShardsArgs& args) {
+  require_node(args.comm);
+  require(args.bytes > 0 && args.bytes <= kSmallBytes / args.comm.num_ranks, "bytes", "at most a rank's share of 1 MiB",
+          args.bytes);
+  require(args.num_ctas >= 1 && args.num_ctas % (args.comm.num_ranks - 1) == 0, "num_ctas", "as many for each peer",
+          args.num_ctas);
+  switch (args.element) {
+    case -1:
+      return launch_small<NoSum>(args);
+    case kFloat32:
+      return launch_small<Float32>(args);
+    case kBFloat16:
+      return launch_small<BFloat16>(args);
+    case kFloat16:
+      return launch_small<Float16>(args);
+    default:
+      require(false, "element", "-1 to 2 on CUDA", args.element);
+  }
+}
+
+}  // namespace ep::cuda
