@@ -12,11 +12,12 @@ CSRC = $(shell find ep_plugin/csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp'
 
 venv: $(VENV)/requirements.stamp
 
-$(VENV)/requirements.stamp: requirements/dev.txt requirements/constraints.txt
+$(VENV)/requirements.stamp: requirements/dev.txt requirements/constraints.txt requirements/no-deps.txt
 	@test -x $(PY) || test -n "$(PYTHON)" || \
 		{ echo "make: expected Python 3.11 to 3.13, found $$(python3 --version 2>&1); set PYTHON=" >&2; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/no-deps.txt
 	touch $@
 
 # Editable: Python files take effect as they are, and `build` brings _C up to date.

@@ -89,6 +89,7 @@ deepseek() {
   $PYTHON examples/train_deepseek_megatron.py --launch "$GPUS" --compare alltoall --out runs/deepseek_megatron
   mkdir -p "$RESULTS"
   for name in hf megatron; do cp runs/deepseek_$name/metrics.json "$RESULTS/train_deepseek_v3_$name.json"; done
+  $PYTHON -m ep_plugin.bench.cli megatron --backend cuda --out benchmarks/results/
 }
 
 for step in "${@:-build tests bench}"; do for one in $step; do "$one"; done; done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPT = str(EXAMPLES / "train_qwen3_moe.py")
 DENSE = str(EXAMPLES / "train_fsdp2.py")
 DEEPSEEK = str(EXAMPLES / "train_deepseek_hf.py")
+ACCELERATE = str(EXAMPLES / "train_accelerate.py")
 SMALL = ["--layers", "1", "--seq-len", "32", "--batch", "2", "--steps", "4"]
 
 
@@ -85,6 +87,25 @@ def test_dense_comparison_with_stock_fsdp2(tmp_path: Path) -> None:
     assert metrics["fsdp2_launches"]["ep_plugin"]["reduce_scatters"] > 0
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "stock" in result.stdout and "tokens/s" in result.stdout
+
+
+def test_a_plain_accelerate_loop_gathers_and_reduces_through_us() -> None:
+    pytest.importorskip("accelerate")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    printed = {}
+    for arm in ((), ("--stock",)):
+        result = _run("--steps", "6", *arm, launcher=launcher, script=ACCELERATE)
+        assert result.returncode == 0, result.stderr
+        *losses, printed[arm] = result.stdout.splitlines()
+        printed[arm] = [*(float(line.split()[-1]) for line in losses), printed[arm]]
+    *ours, launches = printed[()]
+    *stock, said = printed["--stock",]
+    assert said == "stock collectives"
+    assert len(ours) == 2 and ours[-1] < ours[0]
+    assert ours == pytest.approx(stock, rel=1e-5)
+    counts = {name: int(count) for name, count in re.findall(r"(\w+)=(\d+)", launches)}
+    assert counts["all_gathers"] >= 6 * counts["parameter_groups"] > 6
+    assert counts["reduce_scatters"] == 6 * counts["parameter_groups"]
 
 
 @pytest.mark.parametrize(

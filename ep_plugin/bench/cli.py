@@ -19,6 +19,11 @@ _SIZES: dict[str, dict[str, int | None]] = {
     "cuda": {"ranks": None, "tokens": 4096, "hidden": 7168, "topk": 8, "experts": 256},
 }
 _DTYPES = {"cpu": ["float32"], "cuda": ["bfloat16", "float8"]}
+# The suite `megatron`'s: DeepSeek-V3's widths, and some that two cores can multiply.
+_LAYER_SIZES: dict[str, dict[str, int | None]] = {
+    "cpu": {"ranks": 2, "tokens": 256, "hidden": 512, "topk": 4, "experts": 16, "ffn": 128},
+    "cuda": _SIZES["cuda"] | {"ffn": 2048},
+}
 
 Backend = Annotated[str, typer.Option(help="cpu: shared memory against gloo; cuda: NVLink against NCCL.")]
 Ranks = Annotated[int | None, typer.Option(help="Processes. Default: 4 on CPUs, every GPU on cuda.")]
@@ -246,6 +251,37 @@ def fsdp2(
 
 
 @main.command()
+def megatron(
+    backend: Backend,
+    ranks: Annotated[int | None, typer.Option(help="Processes. Default: 2 on CPUs, every GPU on cuda.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens per rank, T. Default: 256, or 4096 on cuda.")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Elements of a row, H. Default: 512, or 7168 on cuda.")] = None,
+    topk: Topk = None,
+    experts: Annotated[int | None, typer.Option(help="Experts in all, E. Default: 16, or 256 on cuda.")] = None,
+    ffn: Annotated[int | None, typer.Option(help="Experts' intermediate size. Default: 128, or 2048 on cuda.")] = None,
+    sequential: Annotated[bool, typer.Option("--sequential", help="SequentialMLP: no grouped GEMM.")] = False,
+    iterations: Iterations = 30,
+    out: Out = None,
+) -> None:
+    """Megatron-core's MoE layer, forward and backward: its alltoall dispatcher, ours, and its experts alone."""
+    from ep_plugin.bench import suite_megatron
+    from ep_plugin.bench.workload import Workload
+
+    given = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "topk": topk, "experts": experts, "ffn": ffn}
+    with _refusals():
+        sizes = _sizes(backend, given, _LAYER_SIZES)
+        suite = suite_megatron.MegatronSuite(
+            backend=backend,
+            ffn=sizes.pop("ffn"),
+            workload=Workload(**sizes),
+            grouped=not sequential,
+            iterations=iterations,
+        )
+        result = suite_megatron.run(suite)
+    _finish(result, out, backend, suite.workload.ranks)
+
+
+@main.command()
 def report(
     files: Annotated[list[Path], typer.Argument(help="Results that ep-bench wrote.", exists=True, dir_okay=False)],
     plot: Annotated[Path | None, typer.Option(help="Where a PNG with a panel per result goes.")] = None,
@@ -290,10 +326,12 @@ def _counts(sms: str | None, out: str | None) -> Any:
     return counts
 
 
-def _sizes(backend: str, given: dict[str, int | None]) -> dict[str, int]:
-    if backend not in _SIZES:
-        raise ValueError(f"backend: expected one of {', '.join(_SIZES)}, got {backend!r}")
-    sizes = {name: default if given.get(name) is None else given[name] for name, default in _SIZES[backend].items()}
+def _sizes(
+    backend: str, given: dict[str, int | None], defaults: dict[str, dict[str, int | None]] = _SIZES
+) -> dict[str, int]:
+    if backend not in defaults:
+        raise ValueError(f"backend: expected one of {', '.join(defaults)}, got {backend!r}")
+    sizes = {name: default if given.get(name) is None else given[name] for name, default in defaults[backend].items()}
     if backend == "cuda":
         import torch
 

@@ -171,6 +171,11 @@ def notes(result: dict[str, Any]) -> list[str]:
         )
     if "construction_s" in result:
         found.append(f"construction of a communicator, before its pools: {result['construction_s']:.3f} s")
+    if "above_experts_us" in result:
+        above = ", ".join(f"{impl} {took:,.0f} µs" for impl, took in result["above_experts_us"].items())
+        found.append(f"experts: {result['experts']}")
+        ratio = "" if result["above_ratio"] is None else f"; ratio {result['above_ratio']:.2f}"
+        found.append(f"above the experts' own compute: {above}{ratio}")
     return [*found, *result.get("left_out", [])]
 
 

@@ -3,16 +3,25 @@
     --override.imports ep_plugin.integrations.torchtitan.token_dispatcher
 
 is the line to add to a training command; or EP_PLUGIN=torchtitan in the environment, and no line at all. Both take the
-place of the default ("standard") communication backend. torchtitan 0.3.0 or newer.
+place of the default ("standard") communication backend. torchtitan 0.3.0, or a newer one whose dispatchers are called
+in the same way; another is refused by name when this is imported.
 """
 
 from __future__ import annotations
 
+import torchtitan
 from torchtitan.config import override
 from torchtitan.models.common import token_dispatcher as stock
 
 from ep_plugin import hooks
-from ep_plugin.integrations.torchtitan.dispatcher import EpPluginPaddedTokenDispatcher, EpPluginTokenDispatcher
+from ep_plugin.integrations.torchtitan.checks import check_dispatchers
+
+check_dispatchers(stock, torchtitan.__version__)
+
+from ep_plugin.integrations.torchtitan.dispatcher import (  # noqa: E402  their bases have been checked
+    EpPluginPaddedTokenDispatcher,
+    EpPluginTokenDispatcher,
+)
 
 __all__ = ["EpPluginPaddedTokenDispatcher", "EpPluginTokenDispatcher", "switch_on", "token_dispatcher"]
 

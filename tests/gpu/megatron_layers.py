@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.integrations.megatron_cpu import initialise, make_config, make_layer, without_transformer_engine
+from ep_plugin.testing.megatron import without_transformer_engine
+from tests.integrations import megatron_schedule
+from tests.integrations.megatron_layers import initialise, make_config, make_layer
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -30,6 +32,20 @@ CASES: dict[str, dict[str, Any]] = {
 
 def parity(rank: int, size: int, tp: int) -> dict[str, dict[str, float]]:
     """Relative differences of outputs and gradients, by case and tensor."""
+    _start(rank, size, tp)
+    found = {name: _differences(rank, size, tp, options) for name, options in CASES.items()}
+    found["bf16"] = _differences(rank, size, tp, {"bf16": True, "params_dtype": torch.bfloat16})
+    return found
+
+
+def overlapped_schedule(rank: int, size: int) -> dict[str, Any]:
+    """What the schedule that overlaps exchanges gives with each dispatcher."""
+    _start(rank, size, 1)
+    return megatron_schedule.run(rank, size, torch.device("cuda", rank))
+
+
+def _start(rank: int, size: int, tp: int) -> None:
+    """NCCL, Megatron's groups, and our dispatcher in the place of its own."""
     torch.cuda.set_device(rank)
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
@@ -44,9 +60,6 @@ def parity(rank: int, size: int, tp: int) -> dict[str, dict[str, float]]:
     ep_plugin.hooks.switch_on(["megatron"])
     initialise(tp, size // tp)
     model_parallel_cuda_manual_seed(1)
-    found = {name: _differences(rank, size, tp, options) for name, options in CASES.items()}
-    found["bf16"] = _differences(rank, size, tp, {"bf16": True, "params_dtype": torch.bfloat16})
-    return found
 
 
 def _differences(rank: int, size: int, tp: int, options: dict[str, Any]) -> dict[str, float]:

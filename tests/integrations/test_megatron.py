@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.errors import NotSupported
-from tests.integrations.megatron_cpu import initialise, make_config, make_layer, make_megatron_run_here
+from ep_plugin.testing.megatron import make_megatron_run_here
+from tests.integrations.megatron_layers import initialise, make_config, make_layer
 from tests.ranks import run_ranks, values
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")

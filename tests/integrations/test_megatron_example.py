@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integrations.megatron_cpu import make_megatron_run_here
+from ep_plugin.testing.megatron import make_megatron_run_here
 from tests.ranks import run_ranks, values
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")

@@ -9,15 +9,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.integrations.torchtitan_cpu import without_triton
 from tests.ranks import run_ranks, values
 
+without_triton()
 pytest.importorskip("torchtitan.models.qwen3", reason="needs torchtitan", exc_type=ImportError)
 
+ROOT = Path(__file__).parents[2]
 WORLD, LIMIT = 4, 2e-2  # its experts compute in BF16
 EXACT = 1e-5
 OVERRIDE = "ep_plugin.integrations.torchtitan.token_dispatcher"
@@ -67,6 +71,8 @@ def test_the_override_reaches_every_layer_of_the_debug_model() -> None:
 def test_the_variable_alone_switches_it_on() -> None:
     code = """
 import json, torch
+from tests.integrations.torchtitan_cpu import without_triton
+without_triton()
 from torchtitan.models.qwen3 import model_registry
 from torchtitan.components.quantization.utils import swap_token_dispatcher
 import ep_plugin.integrations
@@ -77,13 +83,62 @@ names += [type(experts.token_dispatcher).__qualname__, type(experts.token_dispat
 states = {row.name: row.state for row in ep_plugin.integrations.status()}
 print(json.dumps([names, experts.token_dispatcher.pad_multiple, states]))
 """
-    environment = os.environ | {"EP_PLUGIN": "torchtitan"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = _switched_on(code)
     assert done.returncode == 0, done.stderr
     names, pad, states = json.loads(done.stdout.splitlines()[-1])
     padded = "EpPluginPaddedTokenDispatcher"
     assert names == ["EpPluginTokenDispatcher.Config", f"{padded}.Config", padded]
     assert pad == 16 and states["torchtitan"] == "on"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "def dispatch(self, x_TD, topk_expert_ids_TK, topk_scores_TK, num_local_tokens_per_expert_E): ...\n"
+            "module.AllToAllTokenDispatcher.dispatch = dispatch",
+            "expected AllToAllTokenDispatcher.dispatch(self, x_TD, topk_scores_TK, topk_expert_ids_TK, "
+            "num_local_tokens_per_expert_E), as in 0.3.0, got (self, x_TD, topk_expert_ids_TK, topk_scores_TK,",
+        ),
+        (
+            "@dataclasses.dataclass(kw_only=True)\n"
+            "class Config(module.TorchAOTokenDispatcher.Config):\n    rows_first: bool = False\n"
+            "module.TorchAOTokenDispatcher.Config = Config",
+            "expected TorchAOTokenDispatcher.Config(num_experts, top_k, pad_multiple), as in 0.3.0, got (num_experts, "
+            "top_k, pad_multiple, rows_first)",
+        ),
+        (
+            "del module.BaseEPTokenDispatcher",
+            "expected BaseEPTokenDispatcher.dispatch(self, x_TD, topk_scores_TK, topk_expert_ids_TK, "
+            "num_local_tokens_per_expert_E), as in 0.3.0, got none",
+        ),
+    ],
+    ids=["other-order", "new-setting", "gone"],
+)
+def test_a_version_whose_dispatchers_are_called_otherwise_is_refused(change: str, message: str) -> None:
+    """The hook sees a torchtitan 0.9.0 whose module of dispatchers ends with `change`."""
+    code = f"""
+import torch, torchtitan
+from tests.integrations.torchtitan_cpu import without_triton
+without_triton()
+torchtitan.__version__ = "0.9.0"
+import ep_plugin.hooks as hooks
+hooks._finder.callbacks["torchtitan.models.common.token_dispatcher"].insert(0, lambda: exec({change!r}, {{
+    "module": __import__("sys").modules["torchtitan.models.common.token_dispatcher"],
+    "dataclasses": __import__("dataclasses"),
+}}))
+from torchtitan.models.qwen3 import model_registry
+"""
+    done = _switched_on(code)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ep_plugin.errors.NotSupported: torchtitan 0.9.0: " + message)
+    assert last.endswith("leave torchtitan out of EP_PLUGIN and ep_plugin out of the overrides")
+
+
+def _switched_on(code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"EP_PLUGIN": "torchtitan", "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
 
 def test_quantised_experts_without_expert_parallelism_are_refused() -> None:

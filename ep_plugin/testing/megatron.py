@@ -1,0 +1,90 @@
+"""Megatron-core where it does not run by itself: without TransformerEngine, and its MoE layers on CPU ranks.
+
+What these functions replace is replaced in this process, for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def without_transformer_engine() -> None:
+    """Megatron-core 0.16.1 compares None with a version, and reads an undefined name in the router."""
+    import megatron.core.utils
+    from packaging.version import Version
+
+    if megatron.core.utils._te_version is None:
+        megatron.core.utils._te_version = Version("0.0.0")
+        import megatron.core.transformer.moe.moe_utils as moe_utils
+
+        if not hasattr(moe_utils, "te_general_gemm"):
+            moe_utils.te_general_gemm = None
+
+
+def make_megatron_run_here() -> None:
+    """Answers for the CPU the calls of torch.cuda that MoE layers make without need, and what gloo does not take."""
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.Stream = cuda.Event = _Anything
+    cuda.current_stream = lambda *args: _Anything()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args: None
+    tensor: Any = torch.Tensor
+    tensor.record_stream = lambda self, stream: None
+    distributed: Any = dist
+    distributed.all_to_all_single = _with_lists(dist.all_to_all_single)
+    distributed.all_gather = functools.partial(_all_gather, dist.all_gather)
+    distributed.reduce_scatter = _reduce_scatter
+    import megatron.core.tensor_parallel.random as random
+
+    random._get_cuda_rng_state = lambda *args, **kwargs: None
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
+    without_transformer_engine()
+    import megatron.core.transformer.moe.experts as experts
+
+    experts.jit_fuser = lambda function: function  # a compiler's minute for a tiny activation
+
+
+class _Anything:
+    """A stream or an event: every method does nothing and returns another."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: _Anything()
+
+
+def _with_lists(all_to_all_single: Any) -> Any:
+    """Split sizes that were on a GPU have become lists; those on CPUs are still tensors."""
+
+    @functools.wraps(all_to_all_single)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        for name, value in kwargs.items():
+            if name.endswith("_split_sizes") and torch.is_tensor(value):
+                kwargs[name] = value.tolist()
+        return all_to_all_single(*args, **kwargs)
+
+    return called
+
+
+def _all_gather(all_gather: Any, outputs: list[torch.Tensor], mine: torch.Tensor, group: Any = None) -> None:
+    """Of uneven pieces too, which gloo does not take and Megatron's alltoall has under tensor parallelism."""
+    most = max(len(output) for output in outputs)
+    padded = [mine.new_empty((most, *mine.shape[1:])) for _ in outputs]
+    all_gather(padded, torch.cat([mine, mine.new_zeros((most - len(mine), *mine.shape[1:]))]), group=group)
+    for output, whole in zip(outputs, padded, strict=True):
+        output.copy_(whole[: len(output)])
+
+
+def _reduce_scatter(output: torch.Tensor, pieces: list[torch.Tensor], group: Any = None) -> None:
+    """Of uneven pieces too."""
+    for rank, piece in enumerate(pieces):
+        total = piece.clone()
+        dist.all_reduce(total, group=group)
+        if rank == group.rank():
+            output.copy_(total)

@@ -1,0 +1,206 @@
+"""Megatron's 1F1B schedule that overlaps exchanges: two micro batches of a small GPT of MoE layers, on CPUs or GPUs.
+
+Experts of a token are two, so that the sums of its rows in BF16 are the same in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.integrations.megatron_layers import make_config
+
+MICRO_BATCHES, LAYERS = 2, 2
+VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
+# Dispatcher and backend; with "deepep" the schedule frees the rows under the experts, with "hybridep" it does not.
+ARMS = {"alltoall": ("alltoall", "deepep"), "deepep": ("flex", "deepep"), "hybridep": ("flex", "hybridep")}
+
+
+def run(rank: int, size: int, device: torch.device) -> dict[str, Any]:
+    """By arm: the losses of the micro batches, how far they and the gradients are, relatively, from those of alltoall
+    without the schedule, and what was called. Megatron's groups are initialised, and our dispatcher is in its place.
+    """
+    reference = _model("alltoall", "deepep", size, device, overlap=False)
+    expected = _in_turn(reference, rank, device)
+    found: dict[str, Any] = {}
+    for name, (dispatcher, backend) in ARMS.items():
+        model = _model(dispatcher, backend, size, device, overlap=True)
+        model.load_state_dict(reference.state_dict())
+        counts: Counter[str] = Counter()
+        with _watched(counts):
+            losses = _overlapped(model, rank, device)
+        found[name] = {
+            "losses": losses,
+            "difference": {
+                "loss": max(abs(a - b) / b for a, b in zip(losses, expected["losses"], strict=True)),
+                **_differences(_gradients(model), expected["gradients"]),
+            },
+            "calls": dict(counts),
+        }
+    return found
+
+
+def every_exchange_is_as_named(found: dict[str, Any]) -> None:
+    """Asserts that each arm overlapped its layers, and exchanged in its own way only."""
+    exchanges = MICRO_BATCHES * LAYERS
+    for name, arm in found.items():
+        calls = arm["calls"]
+        assert calls.pop("overlapped") == (MICRO_BATCHES - 1) * LAYERS
+        if name == "alltoall":
+            assert calls.keys() == {"stock"}
+        else:
+            assert calls == {"dispatch": exchanges, "combine": exchanges}
+
+
+class _Attention(torch.nn.Module):
+    """PyTorch's in the place of Megatron's, which asks CUDA for random numbers."""
+
+    def __init__(self, config: Any, **unused: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *unused: Any, **more: Any
+    ) -> torch.Tensor:
+        """``[S, B, N, D]`` each: ``[S, B, N * D]``."""
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+
+def _model(dispatcher: str, backend: str, size: int, device: torch.device, overlap: bool) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    config = make_config(
+        dispatcher,
+        1,
+        size,
+        num_layers=LAYERS,
+        hidden_size=64,
+        moe_ffn_hidden_size=32,
+        moe_router_topk=2,
+        moe_flex_dispatcher_backend=backend,
+        overlap_moe_expert_parallel_comm=overlap,
+        normalization="RMSNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    spec.layer_norm = WrappedTorchNorm
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = _Attention
+    torch.manual_seed(5)
+    model = GPTModel(
+        config,
+        spec,
+        VOCABULARY,
+        SEQUENCE,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    return model.to(device=device, dtype=torch.bfloat16).train()
+
+
+def _batches(rank: int, device: torch.device) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(rank)
+    positions = torch.arange(SEQUENCE, device=device).expand(BATCH, SEQUENCE)
+    found = []
+    for _ in range(MICRO_BATCHES):
+        ids = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator).to(device)
+        labels = ids.roll(-1, dims=1)
+        found.append({"input_ids": ids, "position_ids": positions, "attention_mask": None, "labels": labels})
+    return found
+
+
+def _in_turn(model: Any, rank: int, device: torch.device) -> dict[str, Any]:
+    """Forward and backward of one micro batch after the other."""
+    losses = []
+    for batch in _batches(rank, device):
+        loss = model(**batch).float().mean()
+        (loss / MICRO_BATCHES).backward()
+        losses.append(float(loss.detach()))
+    return {"losses": losses, "gradients": _gradients(model)}
+
+
+def _overlapped(model: Any, rank: int, device: torch.device) -> list[float]:
+    """The same by Megatron's schedule, which runs the backward of each micro batch beside the next one's forward."""
+    from megatron.core.pipeline_parallel.combined_1f1b import combined_1f1b_schedule_for_no_pipelining
+
+    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        loss = output.float().mean()
+        return loss, {"loss": float(loss.detach())}
+
+    def forward_step(batches: Any, model: Any, return_schedule_plan: bool) -> tuple[Any, Any]:
+        assert return_schedule_plan
+        return model.build_schedule_plan(**next(batches)), loss_of
+
+    stored, _ = combined_1f1b_schedule_for_no_pipelining(
+        forward_step,
+        iter(_batches(rank, device)),
+        model,
+        MICRO_BATCHES,
+        None,
+        None,
+        [],
+        model.config,
+        False,
+        None,
+        False,
+        contextlib.nullcontext,
+        torch.zeros([], dtype=torch.int),
+        lambda first: first,
+    )
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return [each["loss"] for each in stored]
+
+
+@contextlib.contextmanager
+def _watched(counts: Counter[str]) -> Iterator[None]:
+    """Counts our exchanges, torch's, and the layers whose forward ran beside another micro batch's backward."""
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
+
+    from ep_plugin import MoECommunicator
+
+    def counted(key: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[key] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    run_layers = TransformerLayerSchedulePlan.run
+
+    def run(f_layer: Any, b_layer: Any, **more: Any) -> Any:
+        counts["overlapped"] += f_layer is not None and b_layer is not None
+        return run_layers(f_layer, b_layer, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformerLayerSchedulePlan, "run", staticmethod(run))
+        patch.setattr(dist, "all_to_all_single", counted("stock", dist.all_to_all_single))
+        for name in ("dispatch", "combine"):
+            patch.setattr(MoECommunicator, name, counted(name, getattr(MoECommunicator, name)))
+        yield
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The largest of each gradient over the largest value of theirs."""
+    assert ours.keys() == theirs.keys()
+    return {
+        name: float((ours[name].double() - other.double()).abs().max() / other.double().abs().max().clamp_min(1e-6))
+        for name, other in theirs.items()
+    }

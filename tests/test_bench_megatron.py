@@ -1,0 +1,89 @@
+"""ep-bench megatron: small runs of Megatron's own layer, what it refuses to time, and how its report reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+from ep_plugin.bench import report, suite_megatron
+from ep_plugin.bench.cli import main
+from ep_plugin.bench.suite_megatron import EXPERTS, LIMIT, OURS, ROUTER, STOCK, MegatronSuite
+from ep_plugin.bench.workload import Workload
+
+SMALL = Workload(ranks=2, tokens=9, hidden=32, topk=3, experts=8)
+EXPERTS_ARE = {
+    True: "GroupedMLP, products of torch.nn.functional.grouped_mm",
+    False: "SequentialMLP: one expert after the other",
+}
+
+
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "sequential"])
+def test_both_dispatchers_and_the_experts_alone(grouped: bool) -> None:
+    suite = MegatronSuite(backend="cpu", workload=SMALL, ffn=16, grouped=grouped, iterations=1)
+    found = suite_megatron.run(suite)
+    rows = {row["impl"]: row for row in found["rows"]}
+    assert list(rows) == [STOCK, OURS, EXPERTS, ROUTER]
+    assert all(row["median_us"] > 0 for row in rows.values())
+    assert found["experts"] == EXPERTS_ARE[grouped]
+    assert 0 < found["max_rel_diff"] <= LIMIT
+    for impl in (STOCK, OURS):
+        above = rows[impl]["median_us"] - rows[EXPERTS]["median_us"]
+        assert found["above_experts_us"][impl] == pytest.approx(above, abs=0.1)
+    # A row of ours crosses once for all experts of a rank.
+    assert 0 < rows[OURS]["bytes_wire"] < rows[STOCK]["bytes_wire"]
+    assert rows[OURS]["bytes_wire"] % (4 * SMALL.hidden * 2) == 0
+    assert rows[EXPERTS]["bytes_wire"] == 0
+    assert ("--sequential" in found["command"]) is not grouped
+
+
+def _differences(**changes: torch.Tensor) -> dict[str, float]:
+    theirs = {"y": torch.ones(4, 2), "x.grad": torch.ones(4, 2)}
+    return suite_megatron.differences(theirs | changes, theirs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({}, None),
+        ({"y": torch.ones(4, 2) * (1 + LIMIT / 2)}, None),
+        ({"y": torch.tensor([[1.0, 1.0]] * 3 + [[1.0, 1.1]])}, "y"),
+        ({"x.grad": torch.full((4, 2), float("nan"))}, "x.grad"),
+        ({"x.grad": torch.ones(4, 1)}, "x.grad"),
+        ({"experts.weight1.grad": torch.ones(1)}, "experts.weight1.grad"),
+    ],
+    ids=["same", "rounding", "one-element", "nan", "shape", "not-in-theirs"],
+)
+def test_what_differs_is_not_timed(changes: dict[str, torch.Tensor], wrong: str | None) -> None:
+    sentences = suite_megatron.judge(_differences(**changes))
+    assert [sentence.split(":")[0] for sentence in sentences] == ([wrong] if wrong else [])
+
+
+def test_the_report_says_what_is_above_the_experts() -> None:
+    result: dict[str, Any] = {"rows": [], "experts": "made of wood", "above_ratio": 0.25}
+    result |= {"above_experts_us": {STOCK: 2000.0, OURS: 500.0}}
+    assert report.notes(result) == [
+        "experts: made of wood",
+        "above the experts' own compute: alltoall 2,000 µs, ep_plugin 500 µs; ratio 0.25",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "1"], "ranks: expected at least 2, got 1"),
+        (["--hidden", "36"], "hidden: expected a multiple of 8"),
+        (["--experts", "9"], "experts: expected a multiple of the 2 ranks, got 9"),
+        (["--ffn", "0"], "ffn: expected at least 1, got 0"),
+    ],
+)
+def test_sizes_are_checked_before_anything_starts(arguments: list[str], message: str) -> None:
+    done = CliRunner().invoke(main, ["megatron", "--backend", "cpu", *arguments])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
