@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ep_plugin.bench import cli, suite_collectives
 from ep_plugin.bench.suite_collectives import GATHER, SCATTER, CollectiveSuite
 from ep_plugin.collectives.all_gather import RAIL_CHUNK_BYTES
-from ep_plugin.collectives.cuda import SM_BELOW_BYTES, gather_ctas, scatter_ctas
+from ep_plugin.collectives.cuda import SM_BELOW_BYTES, gather_sms, scatter_sms
 from tests.ranks import run_ranks, values
 
 RANKS = 2
@@ -71,20 +71,20 @@ def test_nothing_is_timed_when_a_gather_is_wrong() -> None:
 
 
 LARGE, SMALL = 2 * SM_BELOW_BYTES, 256 << 10
-OF_CHUNKS = gather_ctas("sm", RAIL_CHUNK_BYTES, 2)
+OF_CHUNKS = gather_sms("sm", RAIL_CHUNK_BYTES, 2)
 
 
 @pytest.mark.parametrize(
     ("what", "ranks", "nodes", "size", "path", "sms"),
     [
         (GATHER, 4, 1, LARGE, "auto", 0),
-        (GATHER, 4, 1, SMALL, "auto", gather_ctas("auto", SMALL // 4, 4)),
+        (GATHER, 4, 1, SMALL, "auto", gather_sms("auto", SMALL // 4, 4)),
         (GATHER, 4, 2, LARGE, "auto", OF_CHUNKS),  # what the rails bring goes by chunks, which take a kernel
-        (GATHER, 4, 2, SMALL, "auto", gather_ctas("auto", SMALL // 4, 2)),
+        (GATHER, 4, 2, SMALL, "auto", gather_sms("auto", SMALL // 4, 2)),
         (GATHER, 4, 2, LARGE, "copy_engine", 0),
         (GATHER, 2, 2, LARGE, "sm", 0),  # a node of one rank has nobody to gather with
         (SCATTER, 4, 1, LARGE, "auto", 32),
-        (SCATTER, 4, 2, SMALL, "auto", scatter_ctas("auto", SMALL // 4, 2)),
+        (SCATTER, 4, 2, SMALL, "auto", scatter_sms("auto", SMALL // 4, 2)),
         (SCATTER, 2, 2, LARGE, "auto", 0),
     ],
 )

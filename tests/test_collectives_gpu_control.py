@@ -21,12 +21,12 @@ from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives import cuda
 from ep_plugin.collectives.base import Collective
 from ep_plugin.collectives.calls import Calls
-from ep_plugin.collectives.cuda import CudaNode, gather_ctas
+from ep_plugin.collectives.cuda import CudaNode, gather_sms
 from ep_plugin.errors import DisagreementError
 from tests.collective_cases import BF16, FP32, gathered_by_gloo, poisoned, reduced, same_bits, shard
 from tests.ranks import run_ranks, values
 
-STAGING_BYTES = 1000 * 16
+STAGING_BYTES = 20_000 * 16
 COUNTS = (1, 17, 4096, 20_001, 300_001)  # with path="auto" the last goes another way than the others
 DTYPES = {_C.Element.FLOAT32: FP32, _C.Element.BFLOAT16: BF16}
 
@@ -140,6 +140,7 @@ def _gathers(rank: int, size: int, per_node: int, path: str) -> None:
         gather.all_gather(listed, mine)
         assert same_bits(torch.cat(listed), expected), f"list, {count}"
     assert {args.num_ctas > 0 for args in kernels.pushed} == {path != "copy_engine"}
+    assert max(args.num_ctas for args in kernels.pushed) <= _C.most_ctas
     if per_node == size:
         assert kernels.small == (4 * (len(COUNTS) - 1) if path == "auto" else 0)
     numbers = [args.number for args in kernels.pushed]
@@ -346,11 +347,11 @@ def test_posts_that_change_as_they_are_read_are_no_disagreement() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "nbytes", "ranks", "ctas"),
+    ("path", "nbytes", "ranks", "sms"),
     [
-        ("auto", 16, 4, 1),
-        ("auto", 32 << 10, 2, 4),
-        ("auto", cuda.SMALL_BYTES // 4, 4, 32),
+        ("auto", 16, 4, 3),
+        ("auto", 32 << 10, 2, 8),
+        ("auto", cuda.SMALL_BYTES // 4, 4, 63),
         ("auto", 1 << 20, 4, 32),
         ("auto", cuda.SM_BELOW_BYTES // 4, 4, 0),
         ("auto", cuda.SM_BELOW_BYTES // 4 - 16, 4, 32),
@@ -359,8 +360,8 @@ def test_posts_that_change_as_they_are_read_are_no_disagreement() -> None:
         ("copy_engine", 16, 2, 0),
     ],
 )
-def test_which_way_a_gather_goes(path: str, nbytes: int, ranks: int, ctas: int) -> None:
-    assert gather_ctas(path, nbytes, ranks) == ctas
+def test_which_way_a_gather_goes(path: str, nbytes: int, ranks: int, sms: int) -> None:
+    assert gather_sms(path, nbytes, ranks) == sms
 
 
 @pytest.mark.parametrize("given", ["", "copy-engine", None])

@@ -224,6 +224,7 @@ def fsdp2(
     tokens: Annotated[int | None, typer.Option(help="Tokens per rank and step. Default: 128, or 4096 on cuda.")] = None,
     judged: Annotated[int, typer.Option(help="Steps whose losses are compared before anything is timed.")] = 5,
     iterations: Iterations = 30,
+    compiled: Annotated[bool, typer.Option("--compile", help="Decoder layers by torch.compile.")] = False,
     out: Out = None,
 ) -> None:
     """A training step of a dense Qwen3 under FSDP2: its own collectives, ours, and none."""
@@ -238,6 +239,7 @@ def fsdp2(
             tokens=tokens or {"cpu": 128, "cuda": 4096}[backend],
             judged=judged,
             iterations=iterations,
+            compiled=compiled,
         )
         result = suite_fsdp2.run(suite)
     _finish(result, out, backend, found)

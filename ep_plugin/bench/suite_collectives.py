@@ -26,7 +26,7 @@ from ep_plugin.bench.results import everyones_wrong, result, row
 from ep_plugin.bench.timing import clock_of, time_in_turn
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.all_gather import RAIL_CHUNK_BYTES
-from ep_plugin.collectives.cuda import gather_ctas, scatter_ctas
+from ep_plugin.collectives.cuda import gather_sms, scatter_sms
 
 GATHER, SCATTER = "allgather", "reduce_scatter"
 KIB, MIB = 1 << 10, 1 << 20
@@ -178,9 +178,9 @@ def most_sms(suite: CollectiveSuite, size: int, path: str) -> int:
         return 0  # all that there is goes over the rails
     chunk = min(shard, RAIL_CHUNK_BYTES)
     if suite.what == SCATTER:
-        return scatter_ctas(path, shard if suite.nodes == 1 else chunk, per_node)
+        return scatter_sms(path, shard if suite.nodes == 1 else chunk, per_node)
     pieces = [shard] if suite.nodes == 1 else [shard, chunk]  # what the rails bring is gathered by chunks
-    return max(gather_ctas(path, piece, per_node) for piece in pieces)
+    return max(gather_sms(path, piece, per_node) for piece in pieces)
 
 
 def judge(suite: CollectiveSuite, size: int, ways: list[Way]) -> list[str]:

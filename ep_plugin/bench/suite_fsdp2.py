@@ -51,6 +51,7 @@ class Fsdp2Suite:
     tokens: int
     judged: int
     iterations: int
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 2), ("layers", 2), ("tokens", 2), ("judged", 1), ("iterations", 1)):
@@ -63,12 +64,13 @@ class Fsdp2Suite:
 
     @property
     def case(self) -> str:
-        return f"dense Qwen3, {self.layers} layers, {self.tokens} tokens per rank"
+        compiled = ", compiled" if self.compiled else ""
+        return f"dense Qwen3, {self.layers} layers{compiled}, {self.tokens} tokens per rank"
 
     def command(self) -> str:
         words = [f"--backend {self.backend}", f"--ranks {self.ranks}", f"--layers {self.layers}"]
         words += [f"--tokens {self.tokens}", f"--judged {self.judged}", f"--iterations {self.iterations}"]
-        return " ".join(["ep-bench fsdp2", *words])
+        return " ".join(["ep-bench fsdp2", *words, *(["--compile"] if self.compiled else [])])
 
 
 def run(suite: Fsdp2Suite) -> dict[str, Any]:
@@ -138,6 +140,8 @@ def _build(suite: Fsdp2Suite, device: torch.device) -> tuple[Any, int]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     mesh = init_device_mesh(device.type, (suite.ranks,))
     for layer in model.model.layers:
+        if suite.compiled:
+            layer.compile()
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model, parameters
@@ -171,7 +175,7 @@ class _Nothing:
 
 
 def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
 def _train(suite: Fsdp2Suite, model: torch.nn.Module, arm: Arm, device: torch.device) -> list[float]:

@@ -31,7 +31,8 @@ SMALL_BYTES = _C.small_bytes  # gathered, or of the input that is scattered
 STAGING_BYTES = 32 << 20
 _STAGED = _C.place_word(_C.staging_block, 0)
 _BYTES_PER_CTA = 16 << 10  # of a shard
-_SMALL_BYTES_PER_CTA = 8 << 10  # to or from all peers
+_SMALL_BYTES_PER_CTA = 4 << 10  # to or from one peer
+_MOST_SMALL_CTAS = 64
 
 
 def is_small(path: str, nbytes: int, node_size: int) -> bool:
@@ -39,20 +40,33 @@ def is_small(path: str, nbytes: int, node_size: int) -> bool:
     return path == "auto" and nbytes * node_size <= SMALL_BYTES
 
 
-def gather_ctas(path: str, nbytes: int, node_size: int) -> int:
-    """CTAs of the kernel that gathers shards of `nbytes` bytes; 0: copy engines do it."""
+def small_ctas(nbytes: int, node_size: int) -> int:
+    """CTAs of the kernel that exchanges shards of `nbytes` bytes as words with flags: as many for each peer."""
+    peers = node_size - 1
+    return peers * max(1, min(_MOST_SMALL_CTAS // peers, nbytes // _SMALL_BYTES_PER_CTA))
+
+
+def push_ctas(path: str, nbytes: int, node_size: int) -> int:
+    """CTAs of the kernel that pushes shards of `nbytes` bytes; 0: copy engines do it."""
     if path == "copy_engine" or (path == "auto" and nbytes * node_size >= SM_BELOW_BYTES):
         return 0
-    return scatter_ctas(path, nbytes, node_size)
+    return pull_ctas(nbytes)
 
 
-def scatter_ctas(path: str, nbytes: int, node_size: int) -> int:
+def pull_ctas(nbytes: int) -> int:
     """CTAs of the kernel that sums shards of `nbytes` bytes."""
+    return max(1, min(_C.most_ctas, nbytes // _BYTES_PER_CTA))
+
+
+def gather_sms(path: str, nbytes: int, node_size: int) -> int:
+    """SMs that a gather of shards of `nbytes` bytes takes, at most."""
     if is_small(path, nbytes, node_size):
-        share = nbytes * (node_size - 1) // _SMALL_BYTES_PER_CTA
-    else:
-        share = nbytes // _BYTES_PER_CTA
-    return max(1, min(_C.most_ctas, share))
+        return small_ctas(nbytes, node_size)
+    return push_ctas(path, nbytes, node_size)
+
+
+def scatter_sms(path: str, nbytes: int, node_size: int) -> int:
+    return small_ctas(nbytes, node_size) if is_small(path, nbytes, node_size) else pull_ctas(nbytes)
 
 
 class StreamLanes:
@@ -183,7 +197,7 @@ class CudaNode:
     ) -> None:
         engine, nbytes = self._engine, len(shard)
         stream, captured = self._lanes.enter(), self._lanes.capturing()
-        ctas = gather_ctas(self._path, nbytes, engine.node_size)
+        ctas = push_ctas(self._path, nbytes, engine.node_size)
         by_streams = ctas == 0 and not captured
         targets[engine.index] = 0  # it lies there
         if by_streams:
@@ -226,7 +240,7 @@ class CudaNode:
             place=place,
             scale=scale,
             element=element,
-            num_ctas=scatter_ctas(self._path, len(out), engine.node_size),
+            num_ctas=pull_ctas(len(out)),
             stream=self._lanes.enter(),
         )
         args.set_sources(sources)
@@ -242,7 +256,7 @@ class CudaNode:
             bytes=nbytes,
             scale=scale,
             element=element,
-            num_ctas=scatter_ctas(self._path, nbytes, engine.node_size),
+            num_ctas=small_ctas(nbytes, engine.node_size),
             stream=self._lanes.enter(),
         )
         args.set_words(list(self._words.ptrs))

@@ -202,7 +202,7 @@ struct SmallShardsArgs {
   int64_t bytes;               // of a shard
   double scale;                // of the sum
   int32_t element;             // of the sum, -1: gather
-  int32_t num_ctas;
+  int32_t num_ctas;            // as many for each peer
   Address stream;
 };
 

@@ -19,7 +19,8 @@ namespace ep::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kAhead = 4;   // words of one thread under way
+constexpr int kAhead = 2;   // words of one thread under way
+constexpr int kTerms = 4;   // of a sum
 constexpr int kLooks = 16;  // in vain, before a thread asks whether to go on
 
 // A gather sums nothing.
@@ -44,18 +45,20 @@ __device__ __forceinline__ void store_word(Address shard, int word, int64_t byte
     *at<unsigned char>(shard, i) = static_cast<unsigned char>(value >> 8 * (i - begin));
 }
 
-// A word from or for a peer. rank -1: none.
+// A word from a peer. source -1: none.
 struct Item {
-  int rank;
+  int source;
   int word;
 };
 
-// One operation's view of the words; `count` of them make a shard.
+// One operation's view of the words, `count` of which make a shard. Every CTA sends to and gathers from one peer; the
+// CTAs of a peer take its words in turns, `step` of them at a time.
 struct Words {
   const SmallShardsArgs& args;
   const Run& run;
   const int count;
-  const int first;  // item of this thread, in turns over all threads
+  const int peer;
+  const int first;
   const int step;
   const uint64_t flag;
 
@@ -63,22 +66,15 @@ struct Words {
       : args(args),
         run(run),
         count(static_cast<int>(words_of(args.bytes))),
-        first(static_cast<int>(blockIdx.x * kThreads + threadIdx.x)),
-        step(static_cast<int>(gridDim.x * kThreads)),
+        peer((args.comm.rank + 1 + static_cast<int>(blockIdx.x) % (args.comm.num_ranks - 1)) % args.comm.num_ranks),
+        first(static_cast<int>(blockIdx.x) / (args.comm.num_ranks - 1) * kThreads + static_cast<int>(threadIdx.x)),
+        step(static_cast<int>(gridDim.x) / (args.comm.num_ranks - 1) * kThreads),
         flag(run.epoch << kFlagBits | static_cast<uint64_t>(args.element + 1) << kElementShift |
              static_cast<uint64_t>(args.bytes)) {}
 
-  __device__ FlaggedWord* at_rank(int owner, int source, int word) const {
+  __device__ FlaggedWord* at_rank(int owner, int source) const {
     const int R = args.comm.num_ranks;
-    return at<FlaggedWord>(args.words[owner]) + (static_cast<int64_t>(run.epoch % 2) * R + source) * small_capacity(R) +
-           word;
-  }
-
-  // All words of all peers, numbered, the next rank's first.
-  __device__ Item item(int number) const {
-    const int R = args.comm.num_ranks, peer = number / count;
-    if (peer >= R - 1) return Item{-1, 0};
-    return Item{(args.comm.rank + 1 + peer) % R, number % count};
+    return at<FlaggedWord>(args.words[owner]) + (static_cast<int64_t>(run.epoch % 2) * R + source) * small_capacity(R);
   }
 
   // Whether `seen` is this operation's flag. It may be an older one's; another of this epoch is a disagreement.
@@ -102,22 +98,23 @@ struct Words {
   }
 
   // What peers sent of these items; false if it does not come.
-  __device__ bool receive(const Item (&items)[kAhead], uint64_t (&values)[kAhead], Patience* patience) const {
+  template <int kItems>
+  __device__ bool receive(const Item (&items)[kItems], uint64_t (&values)[kItems], Patience* patience) const {
     for (int looks = 1;; ++looks) {
-      uint64_t seen[kAhead];
+      uint64_t seen[kItems];
 #pragma unroll
-      for (int v = 0; v < kAhead; ++v) {
+      for (int v = 0; v < kItems; ++v) {
         seen[v] = flag;
-        if (items[v].rank >= 0)
-          ptx::ld_relaxed_sys(at_rank(args.comm.rank, items[v].rank, items[v].word), &values[v], &seen[v]);
+        if (items[v].source >= 0)
+          ptx::ld_relaxed_sys(at_rank(args.comm.rank, items[v].source) + items[v].word, &values[v], &seen[v]);
       }
       bool there = true, ok = true;
       int missing = 0;
 #pragma unroll
-      for (int v = 0; v < kAhead; ++v) {
-        if (is_there(seen[v], items[v].rank, &ok)) continue;
+      for (int v = 0; v < kItems; ++v) {
+        if (is_there(seen[v], items[v].source, &ok)) continue;
         there = false;
-        missing = items[v].rank;
+        missing = items[v].source;
       }
       if (there) return true;
       if (!ok) return false;
@@ -127,21 +124,18 @@ struct Words {
   }
 };
 
-// Every word of every shard to the peer that it is for.
 __device__ void send_words(const Words& words) {
   const SmallShardsArgs& args = words.args;
-  for (int first = words.first; words.item(first).rank >= 0; first += kAhead * words.step) {
-    Item items[kAhead];
+  const Address shard = args.inputs[words.peer];
+  FlaggedWord* to = words.at_rank(words.peer, args.comm.rank);
+  for (int first = words.first; first < words.count; first += kAhead * words.step) {
     uint64_t values[kAhead] = {};
 #pragma unroll
-    for (int v = 0; v < kAhead; ++v) {
-      items[v] = words.item(first + v * words.step);
-      if (items[v].rank >= 0) values[v] = load_word(args.inputs[items[v].rank], items[v].word, args.bytes);
-    }
+    for (int v = 0; v < kAhead; ++v)
+      if (first + v * words.step < words.count) values[v] = load_word(shard, first + v * words.step, args.bytes);
 #pragma unroll
     for (int v = 0; v < kAhead; ++v)
-      if (items[v].rank >= 0)
-        ptx::st_relaxed_sys(words.at_rank(items[v].rank, args.comm.rank, items[v].word), values[v], words.flag);
+      if (first + v * words.step < words.count) ptx::st_relaxed_sys(to + first + v * words.step, values[v], words.flag);
   }
 }
 
@@ -156,38 +150,43 @@ __device__ void tell_size(const Words& words) {
 
 __device__ bool gather_words(const Words& words) {
   const SmallShardsArgs& args = words.args;
+  const Address shard = args.outputs[words.peer];
   Patience patience;
-  for (int first = words.first; words.item(first).rank >= 0; first += kAhead * words.step) {
+  for (int first = words.first; first < words.count; first += kAhead * words.step) {
     Item items[kAhead];
     uint64_t values[kAhead];
 #pragma unroll
-    for (int v = 0; v < kAhead; ++v) items[v] = words.item(first + v * words.step);
+    for (int v = 0; v < kAhead; ++v) {
+      const int word = first + v * words.step;
+      items[v] = Item{word < words.count ? words.peer : -1, word};
+    }
     if (!words.receive(items, values, &patience)) return false;
 #pragma unroll
     for (int v = 0; v < kAhead; ++v)
-      if (items[v].rank >= 0) store_word(args.outputs[items[v].rank], items[v].word, args.bytes, values[v]);
+      if (items[v].source >= 0) store_word(shard, items[v].word, args.bytes, values[v]);
   }
   return true;
 }
 
-// A word from kAhead ranks at a time, summed in rank order, so that the same inputs give the same bits.
+// A word from kTerms ranks at a time, summed in rank order, so that the same inputs give the same bits.
 template <class Element>
 __device__ bool sum_words(const Words& words) {
   const SmallShardsArgs& args = words.args;
   const int R = args.comm.num_ranks, rank = args.comm.rank;
   const float scale = static_cast<float>(args.scale);
   Patience patience;
-  for (int word = words.first; word < words.count; word += words.step) {
+  const int begin = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  for (int word = begin; word < words.count; word += static_cast<int>(gridDim.x * kThreads)) {
     float sums[Element::kPerVector] = {};
     const uint64_t mine = load_word(args.inputs[rank], word, args.bytes);
-    for (int first = 0; first < R; first += kAhead) {
-      Item items[kAhead];
-      uint64_t values[kAhead];
+    for (int first = 0; first < R; first += kTerms) {
+      Item items[kTerms];
+      uint64_t values[kTerms];
 #pragma unroll
-      for (int v = 0; v < kAhead; ++v) items[v] = Item{first + v < R && first + v != rank ? first + v : -1, word};
+      for (int v = 0; v < kTerms; ++v) items[v] = Item{first + v < R && first + v != rank ? first + v : -1, word};
       if (!words.receive(items, values, &patience)) return false;
 #pragma unroll
-      for (int v = 0; v < kAhead; ++v) {
+      for (int v = 0; v < kTerms; ++v) {
         if (first + v >= R) continue;
         const uint64_t term = first + v == rank ? mine : values[v];
         Element::add(sums, make_int4(static_cast<int>(term), static_cast<int>(term >> 32), 0, 0), 1.0f);
@@ -239,7 +238,8 @@ void small_shards(const SmallShardsArgs& args) {
   require_node(args.comm);
   require(args.bytes > 0 && args.bytes <= kSmallBytes / args.comm.num_ranks, "bytes", "at most a rank's share of 1 MiB",
           args.bytes);
-  require(args.num_ctas >= 1 && args.num_ctas <= kMostCtas, "num_ctas", "1 to 32", args.num_ctas);
+  require(args.num_ctas >= 1 && args.num_ctas % (args.comm.num_ranks - 1) == 0, "num_ctas", "as many for each peer",
+          args.num_ctas);
   switch (args.element) {
     case -1:
       return launch_small<NoSum>(args);
