@@ -119,6 +119,7 @@ def _as_on_gpus(made: Collective, path: str, per_node: int) -> _Kernels:
 def _gathers(rank: int, size: int, per_node: int, path: str) -> None:
     gather = HierarchicalAllGather()
     kernels = _as_on_gpus(gather, path, per_node)
+    cuda.SM_BELOW_BYTES = cuda.SMALL_BYTES
     for seed, count in enumerate(COUNTS):
         mine = shard(seed, rank, count, BF16)
         expected = gathered_by_gloo(mine)
@@ -139,12 +140,14 @@ def _gathers(rank: int, size: int, per_node: int, path: str) -> None:
         listed = [poisoned(count, BF16) for _ in range(size)]
         gather.all_gather(listed, mine)
         assert same_bits(torch.cat(listed), expected), f"list, {count}"
-    assert {args.num_ctas > 0 for args in kernels.pushed} == {path != "copy_engine"}
+    by_engines = [args for args in kernels.pushed if args.num_ctas == 0]
+    assert all(path == "copy_engine" or (path == "auto" and args.landing == 0) for args in by_engines)
+    assert bool(by_engines) == (path != "sm")
+    numbers = [args.number for args in by_engines]
+    assert numbers == sorted(set(numbers))
     assert max(args.num_ctas for args in kernels.pushed) <= _C.most_ctas
     if per_node == size:
         assert kernels.small == (4 * (len(COUNTS) - 1) if path == "auto" else 0)
-    numbers = [args.number for args in kernels.pushed]
-    assert numbers == (sorted(set(numbers)) if path == "copy_engine" else [0] * len(numbers))
     gather.close()
 
 

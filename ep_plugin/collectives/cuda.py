@@ -3,8 +3,8 @@
 Everything is enqueued on the caller's stream; the host waits for nothing. Operations of one communicator on several
 streams follow each other in the order in which they are called. Gathers of SM_BELOW_BYTES and more go by copy engines,
 which leave all SMs to the model; smaller ones take a kernel of few CTAs, which is done sooner. Outputs and inputs that
-peers have not mapped go through a staging block, piece by piece. Up to SMALL_BYTES, of all ranks together, each word
-carries a flag, and any memory will do.
+peers have not mapped go through a staging block, piece by piece, by such kernels. Up to SMALL_BYTES, of all ranks
+together, each word carries a flag, and any memory will do.
 """
 
 from __future__ import annotations
@@ -197,7 +197,9 @@ class CudaNode:
     ) -> None:
         engine, nbytes = self._engine, len(shard)
         stream, captured = self._lanes.enter(), self._lanes.capturing()
-        ctas = push_ctas(self._path, nbytes, engine.node_size)
+        # What lands in the staging block is copied on, which the same kernel does sooner than copy engines.
+        path = "sm" if landing and self._path == "auto" else self._path
+        ctas = push_ctas(path, nbytes, engine.node_size)
         by_streams = ctas == 0 and not captured
         targets[engine.index] = 0  # it lies there
         if by_streams:

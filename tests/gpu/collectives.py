@@ -116,6 +116,21 @@ def scatters_of_two_streams(rank: int, size: int, rounds: int) -> int:
     return rounds
 
 
+def gather_and_scatter_once(rank: int, size: int, path: str) -> None:
+    """A gather and a reduction of a few odd bytes, and of some that path "auto" takes another way."""
+    device = device_of(rank)
+    torch.cuda.set_device(device)
+    with HierarchicalAllGather(path=path) as gather, HierarchicalReduceScatter(path=path) as scatter:
+        for count in (1001, (1 << 18) + 8):
+            whole = [shard(count, source, size * count, BF16).view(size, count) for source in range(size)]
+            out = _poisoned(size * count, BF16, device)
+            gather(out, whole[rank][0].to(device))
+            assert same_bits(out.cpu(), torch.cat([theirs[0] for theirs in whole])), f"gather of {count}"
+            total = _poisoned(count, BF16, device)
+            scatter(total, whole[rank].flatten().to(device))
+            assert torch.equal(total.cpu(), reduced(whole, rank, size, 1.0)), f"sum of {count}"
+
+
 def replayed(rank: int, size: int, path: str) -> int:
     """A captured gather and scatter, replayed with new data, with eager ones between."""
     device = device_of(rank)

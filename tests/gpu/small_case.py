@@ -1,4 +1,5 @@
-"""One rank of a small dispatch and combine, for compute-sanitizer, which watches the process it starts.
+"""One rank of a small dispatch and combine, gather and reduction, for compute-sanitizer, which
+watches the process it starts.
 
 `python tests/gpu/small_case.py RANK SIZE STORE`, where STORE is a file that all ranks name and none has used before.
 """
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.gpu import checks
+from tests.gpu import checks, collectives
 
 
 def small(rank: int, size: int) -> None:
@@ -21,6 +22,9 @@ def small(rank: int, size: int) -> None:
         case = checks.Case(tokens=70, hidden=256, topk=3, experts_per_rank=4, layout=layout)
         with checks.communicator(case, rank, size, timeout_s=120) as comm:
             checks.check_round(comm, case, seed=1)
+    if size > 1:
+        for path in collectives.PATHS:
+            collectives.gather_and_scatter_once(rank, size, path)
 
 
 if __name__ == "__main__":
