@@ -12,6 +12,7 @@ EP_PLUGIN_PLAIN_KERNELS        ``1``: load/store kernels in place of the ones wi
 EP_PLUGIN_TEST_GATE            ``plan``, ``notify``, ``send``, ``expand``, ``combine``, ``gather`` or ``scatter``:
                                halt there (tests only)
 EP_PLUGIN_LOG                  ``1``: say on stderr what is chosen and allocated
+EP_PLUGIN_EMULATION            what ``ep_plugin.testing.nodes`` makes of this machine; `ep-bench` puts it into results
 =============================  ==================================================================================
 
 ``EP_PLUGIN_CUDA_ARCHS`` and ``EP_PLUGIN_BUILD_*`` belong to the build. Any other ``EP_PLUGIN_*`` is ignored with one
@@ -35,7 +36,7 @@ TEST_GATES = ("plan", "notify", "send", "expand", "combine", "gather", "scatter"
 
 _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_READ_HERE = ("TRANSPORT", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG")
+_READ_HERE = ("TRANSPORT", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG", "EMULATION")
 _KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
 _SYMMETRIC_MEMORY = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _warned: set[str] = set()
@@ -66,6 +67,7 @@ def _parsed(values: tuple[str | None, ...]) -> Settings:
         plain_kernels=_boolean("EP_PLUGIN_PLAIN_KERNELS"),
         test_gate=_choice("EP_PLUGIN_TEST_GATE", TEST_GATES),
         log=_boolean("EP_PLUGIN_LOG"),
+        emulation=_value("EP_PLUGIN_EMULATION"),
     )
 
 
@@ -75,10 +77,12 @@ def check_ids() -> bool:
 
 
 def launcher() -> Launcher:
-    """The launcher's ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``."""
+    """The launcher's ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``."""
     from ep_plugin.settings import Launcher
 
     return Launcher(
+        rank=_integer("RANK", at_least=0),
+        world_size=_integer("WORLD_SIZE", at_least=1),
         local_rank=_integer("LOCAL_RANK", at_least=0),
         local_world_size=_integer("LOCAL_WORLD_SIZE", at_least=1),
     )

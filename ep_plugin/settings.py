@@ -16,11 +16,14 @@ class Settings:
     plain_kernels: bool = False
     test_gate: str | None = None
     log: bool = False
+    emulation: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
     """What the process launcher (torchrun and its like) says about this process; None where it says nothing."""
 
+    rank: int | None = None
+    world_size: int | None = None
     local_rank: int | None = None
     local_world_size: int | None = None

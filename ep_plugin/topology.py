@@ -151,11 +151,11 @@ def host_identity(alias: str | None = None) -> str:
     Machines cloned from one image share names, and containers on one machine share its boot: it takes both. ``alias``
     sets apart processes of one machine that stand for several hosts.
     """
-    own = _machine_identity()
+    own = machine_identity()
     return own if alias is None else f"{alias}@{own}"
 
 
-def _machine_identity() -> str:
+def machine_identity() -> str:
     for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
         try:
             with open(path) as file:

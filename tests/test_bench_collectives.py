@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,9 @@ class _Wrong:
     """An all-gather that loses the last element."""
 
     def __init__(self, **_: Any) -> None: ...
+
+    def engine_on(self, device: torch.device) -> Any:
+        return SimpleNamespace(node_map=SimpleNamespace(num_nodes=1))
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype)

@@ -140,6 +140,33 @@ def test_a_command_that_is_not_there(network) -> None:
     assert "no-such-program" in done.stderr
 
 
+def _bench(*options: str, out: Path) -> subprocess.CompletedProcess[str]:
+    arguments = ["allgather", "--backend", "cpu", *options, "--size", "64", "--iterations", "1", "--out", str(out)]
+    command = [*LAUNCHER, "--network", "loopback", "--", sys.executable, "-m", "ep_plugin.bench.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_bench_runs_on_the_ranks_of_its_launcher(tmp_path: Path) -> None:
+    done = _bench("--ranks", "4", "--nodes", "2", out=tmp_path / "found.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("emulated: 2 nodes of 2 ranks on the loopback device") == 1
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["suite"] == "allgather_2_nodes"
+    assert found["emulation"] == "2 nodes of 2 ranks on the loopback device"
+    assert {row["impl"] for row in found["rows"]} == {"ep_plugin", "ep_plugin, foreign output", "gloo"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "message"),
+    [("2", "2", "ranks: expected 4, which the launcher has started, got 2"), ("4", "1", "nodes: expected 2, which")],
+)
+def test_a_bench_refuses_another_launch(ranks: str, nodes: str, message: str, tmp_path: Path) -> None:
+    done = _bench("--ranks", ranks, "--nodes", nodes, out=tmp_path / "found.json")
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert not (tmp_path / "found.json").exists()
+
+
 def test_nodes_with_gpus_are_hosts_that_only_sockets_join() -> None:
     cluster = Cluster(nodes=2, ranks=2, gpus=["4", "5", "6", "7"])
     ranks = [variables_of(rank, cluster, 1234) for rank in range(4)]

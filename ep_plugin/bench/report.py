@@ -156,7 +156,7 @@ def by_case(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Sentences on what the run found beside its rows."""
-    found = []
+    found = [f"emulated: {result['emulation']}"] if "emulation" in result else []
     if "best_sm_copy" in result:
         best = result["best_sm_copy"]
         found.append(f"floor: {best['gb_s']:.1f} GB/s, the best rate of SM stores in this run ({best['case']})")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ep_plugin import env
 from ep_plugin.bench import provenance
 from ep_plugin.bench.timing import Timing
 
@@ -50,5 +51,6 @@ def result(suite: str, backend: str, ranks: int, command: str, found: dict[str, 
         "versions": provenance.versions(),
         "code_hash": code_hash,
         "command": command,
+        **({"emulation": emulation} if (emulation := env.settings().emulation) else {}),
         **{name: value for name, value in found.items() if name != "wrong"},
     }

@@ -102,6 +102,10 @@ def measure(device: torch.device, suite: CollectiveSuite) -> dict[str, Any]:
     clock = clock_of(device)
     objects = _objects(suite, device)
     try:
+        for made in objects.values():
+            nodes = made.engine_on(device).node_map.num_nodes
+            if nodes != suite.nodes:
+                raise ValueError(f"nodes: expected {nodes}, which the ranks are on, got {suite.nodes}")
         for size in tqdm(suite.sizes, unit="size", disable=dist.get_rank() != 0, leave=False):
             ways = list(ways_of(suite, device, size, objects, left_out))
             wrong = everyones_wrong(judge(suite, size, ways))

@@ -53,13 +53,19 @@ _NCCL_OVER_SOCKETS = {
 class Cluster:
     """What to emulate. ``gpus``: the CUDA devices, by the names that CUDA_VISIBLE_DEVICES takes; None for CPUs.
 
-    ``network``: None where the ranks share the loopback device.
+    ``network``: None where the ranks share the loopback device. ``rate``: of each node's link, as it was given.
     """
 
     nodes: int
     ranks: int
     gpus: list[str] | None = None
     network: Network | None = None
+    rate: str | None = None
+
+    def described(self) -> str:
+        network = "network namespaces" if self.network else "the loopback device"
+        links = f", links of {self.rate}" if self.rate else ""
+        return f"{self.nodes} nodes of {self.ranks} ranks on {network}{links}"
 
 
 def run(cluster: Cluster, command: list[str], grace_s: float) -> int:
@@ -91,6 +97,7 @@ def variables_of(rank: int, cluster: Cluster, port: int) -> dict[str, str]:
         "MASTER_ADDR": cluster.network.address(0) if cluster.network else "127.0.0.1",
         "MASTER_PORT": str(port),
         "EP_PLUGIN_HOST": f"node{node}",
+        "EP_PLUGIN_EMULATION": cluster.described(),
         "GLOO_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,
     }
@@ -182,7 +189,7 @@ def _choose(options: argparse.Namespace, rate: int | None) -> Cluster:
         problem = "--network loopback"
     else:
         try:
-            return Cluster(**sizes, network=create_network(options.nodes, rate))
+            return Cluster(**sizes, network=create_network(options.nodes, rate), rate=options.rate)
         except NoNamespaces as error:
             problem = str(error)
     if rate:
