@@ -27,7 +27,7 @@ _POISON_S = 1.0
 RELEASED = 1 << 62
 
 _nodes: weakref.WeakSet[CudaNode] = weakref.WeakSet()
-_lock = threading.Lock()
+_lock = threading.RLock()  # held for each look: whoever closes a node waits for the end of one that is under way
 _work = threading.Event()
 _thread: threading.Thread | None = None
 _since: weakref.WeakKeyDictionary[CudaNode, tuple[int, float]] = weakref.WeakKeyDictionary()
@@ -46,6 +46,7 @@ def add(node: CudaNode) -> None:
 
 
 def remove(node: CudaNode) -> None:
+    """From here on no thread looks at `node`: its memory may be given back."""
     with _lock:
         _nodes.discard(node)
 
@@ -68,13 +69,16 @@ def _watch() -> None:
 
 
 def _look_if_there(node: CudaNode) -> bool:
-    try:
-        return _look(node)
-    except ReferenceError:  # its engine has just been dropped
-        return False
-    except RuntimeError:  # the device has failed: no stream of it waits any more
-        _nodes.discard(node)
-        return False
+    with _lock:
+        if node not in _nodes:
+            return False
+        try:
+            return _look(node)
+        except ReferenceError:  # its engine has just been dropped
+            return False
+        except RuntimeError:  # the device has failed: no stream of it waits any more
+            _nodes.discard(node)
+            return False
 
 
 def _look(node: CudaNode) -> bool:
