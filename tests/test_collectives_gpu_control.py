@@ -220,6 +220,31 @@ def test_staging_is_not_written_before_the_operation_before_has_read_it(size: in
     values(run_ranks(size, _scatters_of_two_streams, size))
 
 
+def _captured(rank: int, size: int, path: str) -> None:
+    """Blocks that a graph uses are not handed out again when the tensors made of them are gone."""
+    gather, scatter = HierarchicalAllGather(num_buffers=1), HierarchicalReduceScatter(num_buffers=1)
+    used = []
+    for made in (gather, scatter):
+        _as_on_gpus(made, path, size)
+        engine = made.engine_on(torch.device("cpu"))
+        whole, part = made.allocate(size * 100, FP32), torch.ones(100)
+        whole.fill_(1.0)
+        used.append(whole.data_ptr())
+        engine.lanes.capturing = engine.inside._lanes.capturing = lambda: True
+        made(*((whole, part) if made is gather else (part, whole)))
+        engine.lanes.capturing = engine.inside._lanes.capturing = lambda: False
+        del whole
+        dist.barrier()
+        later = [made.allocate(size * 100, FP32) for _ in range(3)]
+        assert used[-1] not in [tensor.data_ptr() for tensor in later]
+        made.close()
+
+
+@pytest.mark.parametrize("path", ["auto", "sm"])
+def test_blocks_of_a_graph_are_not_handed_out_again(path: str) -> None:
+    values(run_ranks(2, _captured, 2, path))
+
+
 class _Device:
     """It takes whatever is enqueued, and does nothing; the host goes on."""
 
