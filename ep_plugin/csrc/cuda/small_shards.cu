@@ -94,8 +94,7 @@ struct Words {
     uint64_t epoch, theirs;  // in one piece: the peer may be at the next operation by now, and say its size
     ptx::ld_relaxed_sys(&device_control(args.comm, args.comm.rank).signs[0][peer], &epoch, &theirs);
     const int64_t bytes = static_cast<int64_t>(theirs);
-    return epoch != run.epoch || bytes == args.bytes ||
-           fail(run.comm, kDisagree, run.step, peer, 1, args.bytes, bytes);
+    return epoch != run.epoch || bytes == args.bytes || fail(run.comm, kDisagree, run.step, peer, 1, args.bytes, bytes);
   }
 
   // What peers sent of these items; false if it does not come.
