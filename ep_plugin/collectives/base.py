@@ -137,8 +137,8 @@ def as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as uint8 ``[bytes]`` in the same memory; ValueError unless it is contiguous."""
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
-    if tensor.requires_grad or tensor.dim() != 1:
-        tensor = tensor.detach().reshape(-1)
+    if tensor.requires_grad or tensor.dim() != 1 or tensor.stride(0) != 1:  # of one element it may be anything
+        tensor = tensor.detach().as_strided((tensor.numel(),), (1,))
     return tensor.view(torch.uint8)
 
 
