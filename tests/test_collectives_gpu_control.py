@@ -245,6 +245,28 @@ def test_blocks_of_a_graph_are_not_handed_out_again(path: str) -> None:
     values(run_ranks(2, _captured, 2, path))
 
 
+@pytest.mark.parametrize(
+    ("earlier", "current", "waits"),
+    [("eager", "eager", True), ("eager", "recording", False), ("recording", "recording", True)],
+)
+def test_streams_of_one_graph_follow_each_other(
+    earlier: str, current: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[Any] = []
+    before, now = (
+        SimpleNamespace(cuda_stream=kind, wait_stream=waited.append, number=number)
+        for number, kind in enumerate((earlier, current))
+    )
+    monkeypatch.setattr(cuda._C, "stream_capturing", lambda stream, _: stream == "recording", raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current == "recording")
+    lanes = cuda.StreamLanes(torch.device("cuda", 0))
+    lanes._last = before  # type: ignore[assignment]
+    assert lanes.enter() == now.cuda_stream
+    assert waited == ([before] if waits else [])
+    assert lanes.enter() == now.cuda_stream and len(waited) == waits
+
+
 class _Device:
     """It takes whatever is enqueued, and does nothing; the host goes on."""
 

@@ -30,8 +30,8 @@ class Collective:
 
         `group`: None is the default group. `num_buffers`: blocks of one size that `allocate` makes before it would
         rather wait for the peers' hosts to learn that one is free; ValueError unless it is a positive integer.
-        `path`: how gathers go inside a node on GPUs, "copy_engine" or "sm"; "auto" decides by the size. CPUs
-        have one way.
+        `path`: how gathers go inside a node on GPUs, "copy_engine" or "sm"; "auto" decides by the size, and takes a
+        kernel of its own for small gathers and sums. CPUs have one way.
         """
         if path not in PATHS:
             raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")

@@ -87,7 +87,9 @@ class StreamLanes:
     def follow(self, earlier: torch.cuda.Stream | None) -> torch.cuda.Stream:
         """The caller's stream, which goes on after `earlier`. A stream that records a graph waits for none outside."""
         current = torch.cuda.current_stream(self._device)
-        if earlier is not None and earlier != current and not self.capturing():
+        if earlier is None or earlier == current:
+            return current
+        if not self.capturing() or _C.stream_capturing(earlier.cuda_stream, self._device.index):
             current.wait_stream(earlier)
         return current
 
