@@ -130,6 +130,27 @@ def test_async_op_returns_a_work_of_torch() -> None:
     values(run_ranks(3, _works, 3))
 
 
+def _one_element(rank: int) -> None:
+    """Tensors of one element and of none are contiguous whatever their strides are."""
+    gather, scatter = HierarchicalAllGather(), HierarchicalReduceScatter()
+    spaced = torch.full((4,), float(rank + 1))
+    out = torch.zeros(2)
+    gather(out, spaced[::4])
+    assert out.tolist() == [1.0, 2.0]
+    total = torch.zeros(4)
+    scatter(total[::4], torch.ones(2))
+    assert total.tolist() == [2.0, 0.0, 0.0, 0.0]
+    gather(torch.empty(0), spaced[4::4])
+    gather.all_gather([total[:1], total[3::4]], spaced[:1].clone().squeeze().requires_grad_().reshape(1))
+    assert total.tolist() == [1.0, 0.0, 0.0, 2.0]
+    gather.close()
+    scatter.close()
+
+
+def test_strides_of_one_element_mean_nothing() -> None:
+    values(run_ranks(2, _one_element))
+
+
 def _two_groups(rank: int, size: int, calls: int) -> None:
     """Every rank is in the group of all and in one of two: their operations alternate, with outputs old and new."""
     halves = [dist.new_group(list(range(first, size, 2))) for first in range(2)]

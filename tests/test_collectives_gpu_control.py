@@ -223,6 +223,53 @@ def test_staging_is_not_written_before_the_operation_before_has_read_it(size: in
     values(run_ranks(size, _scatters_of_two_streams, size))
 
 
+def _captured(rank: int, size: int, path: str) -> None:
+    """Blocks that a graph uses are not handed out again when the tensors made of them are gone."""
+    gather, scatter = HierarchicalAllGather(num_buffers=1), HierarchicalReduceScatter(num_buffers=1)
+    used = []
+    for made in (gather, scatter):
+        _as_on_gpus(made, path, size)
+        engine = made.engine_on(torch.device("cpu"))
+        whole, part = made.allocate(size * 100, FP32), torch.ones(100)
+        whole.fill_(1.0)
+        used.append(whole.data_ptr())
+        engine.lanes.capturing = engine.inside._lanes.capturing = lambda: True
+        made(*((whole, part) if made is gather else (part, whole)))
+        engine.lanes.capturing = engine.inside._lanes.capturing = lambda: False
+        del whole
+        dist.barrier()
+        later = [made.allocate(size * 100, FP32) for _ in range(3)]
+        assert used[-1] not in [tensor.data_ptr() for tensor in later]
+        made.close()
+
+
+@pytest.mark.parametrize("path", ["auto", "sm"])
+def test_blocks_of_a_graph_are_not_handed_out_again(path: str) -> None:
+    values(run_ranks(2, _captured, 2, path))
+
+
+@pytest.mark.parametrize(
+    ("earlier", "current", "waits"),
+    [("eager", "eager", True), ("eager", "recording", False), ("recording", "recording", True)],
+)
+def test_streams_of_one_graph_follow_each_other(
+    earlier: str, current: str, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[Any] = []
+    before, now = (
+        SimpleNamespace(cuda_stream=kind, wait_stream=waited.append, number=number)
+        for number, kind in enumerate((earlier, current))
+    )
+    monkeypatch.setattr(cuda._C, "stream_capturing", lambda stream, _: stream == "recording", raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current == "recording")
+    lanes = cuda.StreamLanes(torch.device("cuda", 0))
+    lanes._last = before  # type: ignore[assignment]
+    assert lanes.enter() == now.cuda_stream
+    assert waited == ([before] if waits else [])
+    assert lanes.enter() == now.cuda_stream and len(waited) == waits
+
+
 class _Device:
     """It takes whatever is enqueued, and does nothing; the host goes on."""
 

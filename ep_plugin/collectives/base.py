@@ -30,8 +30,8 @@ class Collective:
 
         `group`: None is the default group. `num_buffers`: blocks of one size that `allocate` makes before it would
         rather wait for the peers' hosts to learn that one is free; ValueError unless it is a positive integer.
-        `path`: how gathers go inside a node on GPUs, "copy_engine" or "sm"; "auto" decides by the size. CPUs
-        have one way.
+        `path`: how gathers go inside a node on GPUs, "copy_engine" or "sm"; "auto" decides by the size, and takes a
+        kernel of its own for small gathers and sums. CPUs have one way.
         """
         if path not in PATHS:
             raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")
@@ -137,8 +137,8 @@ def as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as uint8 ``[bytes]`` in the same memory; ValueError unless it is contiguous."""
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
-    if tensor.requires_grad or tensor.dim() != 1:
-        tensor = tensor.detach().reshape(-1)
+    if tensor.requires_grad or tensor.dim() != 1 or tensor.stride(0) != 1:  # of one element it may be anything
+        tensor = tensor.detach().as_strided((tensor.numel(),), (1,))
     return tensor.view(torch.uint8)
 
 

@@ -87,7 +87,9 @@ class StreamLanes:
     def follow(self, earlier: torch.cuda.Stream | None) -> torch.cuda.Stream:
         """The caller's stream, which goes on after `earlier`. A stream that records a graph waits for none outside."""
         current = torch.cuda.current_stream(self._device)
-        if earlier is not None and earlier != current and not self.capturing():
+        if earlier is None or earlier == current:
+            return current
+        if not self.capturing() or _C.stream_capturing(earlier.cuda_stream, self._device.index):
             current.wait_stream(earlier)
         return current
 
@@ -127,14 +129,13 @@ class CudaNode:
         """`shard`, which is this rank's of `outputs`, to every rank."""
         engine, nbytes = self._engine, len(shard)
         if is_small(self._path, nbytes, engine.node_size):
-            self._compare(_C.Step.GATHER, nbytes, 0, None)
+            self._compare(_C.Step.GATHER, nbytes, 0, None, outputs)
             self._exchange_words([shard] * engine.node_size, outputs, -1, 1.0)
             return
         place = self._place_of(outputs)
-        self._compare(_C.Step.GATHER, nbytes, 0, place)
+        self._compare(_C.Step.GATHER, nbytes, 0, place, outputs)
         if place is not None:
             block, first, mine = place
-            engine.blocks.keep_if_captured(block)
             targets = [engine.blocks.address_at(index, block) + mine for index in range(engine.node_size)]
             self._push(shard, outputs, targets, block, first, 0)
             return
@@ -148,15 +149,14 @@ class CudaNode:
         """out = scale * the sum over the ranks of their shards for this one."""
         engine = self._engine
         if is_small(self._path, len(out), engine.node_size):
-            self._compare(_C.Step.SCATTER, len(out), element, None)
+            self._compare(_C.Step.SCATTER, len(out), element, None, shards)
             self._exchange_words(shards, [out] * engine.node_size, element, scale)
             return
         place = self._place_of(shards)
-        self._compare(_C.Step.SCATTER, len(out), element, place)
+        self._compare(_C.Step.SCATTER, len(out), element, place, shards)
         self._lanes.enter()  # the staging block may still be read
         if place is not None:
             block, first, mine = place
-            engine.blocks.keep_if_captured(block)
             sources = [engine.blocks.address_at(index, block) + mine for index in range(engine.node_size)]
             self._pull(out, sources, _C.place_word(block, first), element, scale)
             return
@@ -173,10 +173,22 @@ class CudaNode:
         watchdog.remove(self)
         self.stream_words.close()
 
-    def _compare(self, step: _C.Step, nbytes: int, element: int, place: tuple[int, int, int] | None) -> None:
-        """Raises DisagreementError when a peer has called something else; a graph's calls are no host's."""
+    def _compare(
+        self,
+        step: _C.Step,
+        nbytes: int,
+        element: int,
+        place: tuple[int, int, int] | None,
+        parts: list[torch.Tensor],
+    ) -> None:
+        """Raises DisagreementError when a peer has called something else. A graph's calls are no host's, but keep the
+        blocks that `parts` lie in."""
         if not self._lanes.capturing():
             self._calls.compare(step, nbytes, element, _STAGED if place is None else _C.place_word(*place[:2]))
+            return
+        blocks = self._engine.blocks
+        for block in {found[0] for part in parts if (found := blocks.place_of(part)) is not None}:
+            blocks.keep_if_captured(block)
 
     def _place_of(self, parts: list[torch.Tensor]) -> tuple[int, int, int] | None:
         """The block that all `parts` lie in, the offsets of the first and of this rank's; None for other memory."""

@@ -27,7 +27,7 @@ _POISON_S = 1.0
 RELEASED = 1 << 62
 
 _nodes: weakref.WeakSet[CudaNode] = weakref.WeakSet()
-_lock = threading.Lock()
+_lock = threading.RLock()  # held for each look: whoever closes a node waits for the end of one that is under way
 _work = threading.Event()
 _thread: threading.Thread | None = None
 _since: weakref.WeakKeyDictionary[CudaNode, tuple[int, float]] = weakref.WeakKeyDictionary()
@@ -46,8 +46,12 @@ def add(node: CudaNode) -> None:
 
 
 def remove(node: CudaNode) -> None:
+    """From here on nobody looks at `node`, nor fills what it has: its memory may be given back."""
     with _lock:
         _nodes.discard(node)
+        poisoning = _poisonings.pop(node, None)
+    if poisoning is not None:
+        poisoning.join()
 
 
 def wake() -> None:
@@ -68,13 +72,16 @@ def _watch() -> None:
 
 
 def _look_if_there(node: CudaNode) -> bool:
-    try:
-        return _look(node)
-    except ReferenceError:  # its engine has just been dropped
-        return False
-    except RuntimeError:  # the device has failed: no stream of it waits any more
-        _nodes.discard(node)
-        return False
+    with _lock:
+        if node not in _nodes:
+            return False
+        try:
+            return _look(node)
+        except ReferenceError:  # its engine has just been dropped
+            return False
+        except RuntimeError:  # the device has failed: no stream of it waits any more
+            _nodes.discard(node)
+            return False
 
 
 def _look(node: CudaNode) -> bool:
@@ -100,8 +107,38 @@ def _release(node: CudaNode, number: int) -> None:
     words = node.stream_words.own
     ready, done = words[:, waiting[0][1] if waiting else 0, : node.engine.node_size].tolist()
     _record(node, number, ready, done)
-    _poison(node, [(address, nbytes) for _, _, addresses, nbytes in waiting for address in addresses])
+    poisoning = _poisonings.get(node)
+    if poisoning is None or not poisoning.is_alive():
+        outputs = [(address, nbytes) for _, _, addresses, nbytes in waiting for address in addresses]
+        poisoning = _poisonings[node] = _Poisoning(node, outputs)
+        poisoning.start()
+    poisoning.join(_POISON_S)
     words.fill_(RELEASED)
+    if poisoning.error is not None:
+        raise poisoning.error
+
+
+class _Poisoning(threading.Thread):
+    """`_poison`, in a thread of its own: a launch may wait for room in a queue that is full of what stands behind the
+    wait, and so for the release."""
+
+    def __init__(self, node: CudaNode, outputs: list[tuple[int, int]]) -> None:
+        super().__init__(name="ep_plugin poison", daemon=True)
+        self._node, self._outputs = node, outputs
+        self.error: RuntimeError | None = None
+
+    def run(self) -> None:
+        try:
+            _poison(self._node, self._outputs)
+        except ReferenceError:  # as _look_if_there
+            return
+        except RuntimeError as error:
+            self.error = error
+        finally:
+            del self._node, self._outputs
+
+
+_poisonings: weakref.WeakKeyDictionary[CudaNode, _Poisoning] = weakref.WeakKeyDictionary()
 
 
 def _poison(node: CudaNode, outputs: list[tuple[int, int]]) -> None:
@@ -114,8 +151,7 @@ def _poison(node: CudaNode, outputs: list[tuple[int, int]]) -> None:
         state.fill_(1)
         over = torch.cuda.Event()
         over.record()
-    deadline = time.monotonic() + _POISON_S
-    while not over.query() and time.monotonic() < deadline:
+    while not over.query():
         time.sleep(_LOOK_S)
 
 

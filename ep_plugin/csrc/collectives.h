@@ -116,9 +116,9 @@ constexpr int kStagingBlock = kMaxPeerBlocks;
 constexpr int kMostCtas = 32;
 
 // What one CTA of a peer says to the CTA of the same index here.
-struct Sign {
-  uint64_t ready;  // epoch; stored after the next two
-  int64_t bytes;   // of a shard
+struct alignas(16) Sign {
+  uint64_t ready;  // epoch; stored after the place, and in one piece with ...
+  int64_t bytes;   // ... those of a shard
   int64_t place;   // block and offset, see place_word
   uint64_t done;   // epoch
 };

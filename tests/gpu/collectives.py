@@ -298,8 +298,8 @@ def disagree(rank: int, odd: int, kinds: list[str]) -> str:
     return str(caught.value)
 
 
-def survive(rank: int, path: str, victim: int) -> tuple[int | None, str, float]:
-    """What a survivor is told when `victim` dies, and after how long."""
+def survive(rank: int, path: str, victim: int, behind: int = 0) -> tuple[int | None, str, float]:
+    """What a survivor is told when `victim` dies, and after how long. behind: kernels that its host enqueues next."""
     device = device_of(rank)
     torch.cuda.set_device(device)
     group = dist.new_group(timeout=datetime.timedelta(seconds=DEADLINE_S))
@@ -311,9 +311,11 @@ def survive(rank: int, path: str, victim: int) -> tuple[int | None, str, float]:
     dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    began, work = time.monotonic(), None
+    began, work, later = time.monotonic(), None, torch.zeros(1, device=device)
     with pytest.raises(PeerTimeout) as caught:
         work = gather(out, torch.ones(count, dtype=torch.uint8, device=device), async_op=True)
+        for _ in range(behind):
+            later.add_(1)
         torch.cuda.synchronize()
         gather.check()
     took = time.monotonic() - began

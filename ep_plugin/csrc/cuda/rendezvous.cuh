@@ -38,9 +38,8 @@ __device__ inline bool meet_before(const Run& run, int cta, int64_t bytes, int64
   bool ok = true;
   if (peer < comm.num_ranks && peer != comm.rank) {
     Sign& there = device_control(comm, peer).signs[cta][comm.rank];
-    there.bytes = bytes;
     there.place = place;
-    ptx::st_release_sys(&there.ready, run.epoch);
+    ptx::st_release_sys(&there, run.epoch, static_cast<uint64_t>(bytes));
     const Sign& here = device_control(comm, comm.rank).signs[cta][peer];
     ok = wait_at_least(run, &here.ready, run.epoch, peer) && check_sign(run, here, peer, bytes, place);
   }

@@ -91,10 +91,10 @@ struct Words {
 
   // False if a peer came to this operation with another size, be it one that is not small.
   __device__ bool is_alike(int peer) const {
-    const Sign& sign = device_control(args.comm, args.comm.rank).signs[0][peer];
-    if (ptx::ld_acquire_sys(&sign.ready) != run.epoch) return true;
-    const int64_t bytes = ptx::ld_coherent(&sign.bytes);
-    return bytes == args.bytes || fail(run.comm, kDisagree, run.step, peer, 1, args.bytes, bytes);
+    uint64_t epoch, theirs;  // in one piece: the peer may be at the next operation by now, and say its size
+    ptx::ld_relaxed_sys(&device_control(args.comm, args.comm.rank).signs[0][peer], &epoch, &theirs);
+    const int64_t bytes = static_cast<int64_t>(theirs);
+    return epoch != run.epoch || bytes == args.bytes || fail(run.comm, kDisagree, run.step, peer, 1, args.bytes, bytes);
   }
 
   // What peers sent of these items; false if it does not come.
