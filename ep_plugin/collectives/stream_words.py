@@ -18,19 +18,21 @@ class StreamWords:
     """
 
     def __init__(self, node: Exchange, device: torch.device) -> None:
-        self._resources = ExitStack()
-        memory = ShmMemory(node)
-        self._resources.callback(memory.close)
-        block = memory.allocate(_C.stream_words_bytes, "stream words")
-        self._resources.callback(block.close)
-        self.addresses = [self._mapped(address, device) for address in block.ptrs]
+        with ExitStack() as made:
+            memory = ShmMemory(node)
+            made.callback(memory.close)
+            block = memory.allocate(_C.stream_words_bytes, "stream words")
+            made.callback(block.close)
+            self.addresses = [_mapped(made, address, device) for address in block.ptrs]
+            self._resources = made.pop_all()
         own = host_bytes_at(block.ptrs[node.rank], _C.stream_words_bytes)
         self.own = own.view(torch.int64).view(_C.stream_words_shape)
 
-    def _mapped(self, address: int, device: torch.device) -> int:
-        mapped = _C.register_host(address, _C.stream_words_bytes, device.index)
-        self._resources.callback(_C.unregister_host, address)
-        return mapped
-
     def close(self) -> None:
         self._resources.close()
+
+
+def _mapped(made: ExitStack, address: int, device: torch.device) -> int:
+    mapped = _C.register_host(address, _C.stream_words_bytes, device.index)
+    made.callback(_C.unregister_host, address)
+    return mapped
