@@ -140,7 +140,9 @@ def test_a_rank_that_dies_on_another_node_ends_the_operation(name: str) -> None:
     rail = values([outcomes[1]])[0]
     assert isinstance(rail, PeerTimeout) and (rail.rank, rail.step) == (3, "rail"), repr(rail)
     neighbour = values([outcomes[2]])[0]
-    assert isinstance(neighbour, PeerTimeout) and neighbour.rank == 3, repr(neighbour)
+    # Rank 0, told by rank 1, may be gone before rank 3 is overdue: then the rail ends first.
+    assert isinstance(neighbour, PeerTimeout), repr(neighbour)
+    assert neighbour.rank == 3 or (neighbour.rank, neighbour.step) == (0, "rail"), repr(neighbour)
     other = values([outcomes[0]])[0]
     assert isinstance(other, (PeerTimeout, PeerAborted)), repr(other)
     if name == "gather":  # its own rail is whole; its neighbour tells it what has become of the other one
