@@ -222,6 +222,19 @@ def test_what_torchs_own_exchange_cannot_do_is_left_out_by_name() -> None:
     assert "16 experts per rank" not in few
 
 
+def test_a_launchers_ranks_cannot_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    rows = [_row("dispatch_flat_bf16", "ep_plugin", 500, 1000)]
+    specs = [replace(spec, workload=replace(spec.workload, experts=64)) for spec in gpu_specs()]
+    after, left_out = symm_mem.add_rows(rows, specs, 3)
+    assert after == rows
+    assert left_out == [
+        "torch_symm_mem left out of dispatch_flat_bf16: it takes ranks of its own, and a launcher has started one set; "
+        "run ep-bench without it"
+    ]
+
+
 def test_every_suite_has_a_table_and_a_picture(tmp_path: Path) -> None:
     about = {"hardware": "4 x GPU", "versions": {}, "code_hash": "0" * 64, "command": "c"}
     results = [

@@ -29,18 +29,28 @@ def run_on_ranks(ranks: int, backend: str, function: Callable[..., Any], *args: 
 
     `backend`: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank). `function` is importable by name. Raises
     torch.multiprocessing.ProcessRaisedException with the traceback of the first rank that fails; the others are ended.
-    Under a launcher only rank 0 returns: the other processes end here. ValueError when it has started another number.
+    Under a launcher only rank 0 returns: the other processes end here, so it serves one call. ValueError when it has
+    started another number.
     """
-    started = env.launcher()
-    if started.rank is not None and started.world_size is not None:
-        if started.world_size != ranks:
-            raise ValueError(f"ranks: expected {started.world_size}, which the launcher has started, got {ranks}")
-        return _as_one_of(started.rank, ranks, started.local_rank or 0, backend, function, args)
+    place = launched()
+    if place is not None:
+        rank, size, local_rank = place
+        if size != ranks:
+            raise ValueError(f"ranks: expected {size}, which the launcher has started, got {ranks}")
+        return _as_one_of(rank, ranks, local_rank, backend, function, args)
     if backend == "cuda" and ranks > torch.cuda.device_count():
         raise ValueError(f"ranks: expected at most one per GPU ({torch.cuda.device_count()} found), got {ranks}")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn(_rank_main, args=(ranks, store.port, backend, function, args), nprocs=ranks)
     return json.loads(store.get(_RESULT))
+
+
+def launched() -> tuple[int, int, int] | None:
+    """This process's rank, their number, and its rank on this node, when it is one of a launcher's."""
+    started = env.launcher()
+    if started.rank is None or started.world_size is None:
+        return None
+    return started.rank, started.world_size, started.local_rank or 0
 
 
 def _as_one_of(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.bench.cases import Peers, Scene
-from ep_plugin.bench.launch import run_on_ranks
+from ep_plugin.bench.launch import launched, run_on_ranks
 from ep_plugin.bench.peers import Received
 from ep_plugin.bench.results import Row, everyones_wrong, row
 from ep_plugin.bench.specs import DISPATCH, FLAT, Spec
@@ -33,6 +33,8 @@ def why_not(workload: Workload) -> str | None:
             f"all_to_all_vdev_2d serves at most {MOST_LOCAL_EXPERTS} experts per rank, this workload has "
             f"{workload.local_experts}"
         )
+    if launched() is not None:
+        return "it takes ranks of its own, and a launcher has started one set; run ep-bench without it"
     try:
         from torch.distributed._symmetric_memory import is_nvshmem_available
     except ImportError:
