@@ -6,10 +6,6 @@ judged here; kernels, streams and handshakes are judged in tests/gpu.
 
 from __future__ import annotations
 
-import ctypes
-import weakref
-from collections import deque
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,106 +15,17 @@ import torch.distributed as dist
 
 from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives import cuda
-from ep_plugin.collectives.base import Collective
-from ep_plugin.collectives.calls import Calls
-from ep_plugin.collectives.cuda import CudaNode, gather_sms
-from ep_plugin.errors import DisagreementError
+from ep_plugin.collectives.cuda import gather_sms
 from tests.collective_cases import BF16, FP32, gathered_by_gloo, poisoned, reduced, same_bits, shard
+from tests.gpu_stand_in import STAGING_BYTES, Arguments, Kernels, as_on_gpus
 from tests.ranks import run_ranks, values
 
-STAGING_BYTES = 20_000 * 16
 COUNTS = (1, 17, 4096, 20_001, 300_001)  # with path="auto" the last goes another way than the others
-DTYPES = {_C.Element.FLOAT32: FP32, _C.Element.BFLOAT16: BF16}
-
-
-class _Arguments(SimpleNamespace):
-    """Any kernel's arguments, lists too."""
-
-    def __getattr__(self, name: str) -> Any:
-        assert name.startswith("set_"), name
-        return lambda ranks: setattr(self, name.removeprefix("set_"), list(ranks))
-
-
-class _Kernels:
-    """What the three kernels do, between barriers of the node in place of handshakes and flags."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.pushed: list[_Arguments] = []
-        self.pulled = self.small = 0
-
-    def push_shard(self, args: _Arguments) -> None:
-        self.pushed.append(args)
-        dist.barrier(self._group)
-        for target in filter(None, args.targets):
-            ctypes.memmove(target, args.input, args.bytes)
-        dist.barrier(self._group)
-        if args.landing:
-            for rank, output in enumerate(args.outputs):
-                if rank != args.comm.rank:
-                    ctypes.memmove(output, args.landing + rank * args.bytes, args.bytes)
-
-    def pull_shards(self, args: _Arguments) -> None:
-        self.pulled += 1
-        dist.barrier(self._group)
-        self._sum(args.sources, args.output, args)
-        dist.barrier(self._group)
-
-    def small_shards(self, args: _Arguments) -> None:
-        self.small += 1
-        rank, ranks = args.comm.rank, range(args.comm.num_ranks)
-        dist.barrier(self._group)
-        for peer in ranks:
-            ctypes.memmove(args.words[peer] + rank * args.bytes, args.inputs[peer], args.bytes)
-        dist.barrier(self._group)
-        landed = [args.words[rank] + source * args.bytes for source in ranks]
-        if args.element >= 0:
-            self._sum(landed, args.outputs[rank], args)
-            return
-        for source in ranks:
-            if source != rank:
-                ctypes.memmove(args.outputs[source], landed[source], args.bytes)
-
-    def _sum(self, sources: list[int], output: int, args: _Arguments) -> None:
-        dtype = DTYPES[args.element]
-        parts = [_memory(source, args.bytes).view(dtype) for source in sources]
-        total = parts[0].to(FP32)
-        for part in parts[1:]:
-            total = total + part
-        _memory(output, args.bytes).view(dtype).copy_(total * args.scale if args.scale != 1 else total)
-
-
-def _memory(address: int, nbytes: int, _: Any = None) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
-
-
-def _as_on_gpus(made: Collective, path: str, per_node: int) -> _Kernels:
-    """Gives the object's engine the node that serves GPUs."""
-    groups = [
-        dist.new_group(list(range(first, first + per_node))) for first in range(0, dist.get_world_size(), per_node)
-    ]
-    names = ("place_word", "staging_block", "most_ctas", "Step")
-    arguments = ("PushShardArgs", "PullShardsArgs", "SmallShardsArgs")
-    cuda._C = SimpleNamespace(**dict.fromkeys(arguments, _Arguments), **{name: getattr(_C, name) for name in names})
-    cuda.bytes_at = _memory
-    engine = made.engine_on(torch.device("cpu"))
-    node = CudaNode.__new__(CudaNode)
-    node._engine, node._path = weakref.proxy(engine), path
-    node._lanes = SimpleNamespace(enter=lambda: 0, capturing=lambda: False)
-    node.staging = engine.memory.allocate(STAGING_BYTES, "staging")
-    node._step = STAGING_BYTES // engine.node_size // 16 * 16
-    node._calls = Calls(engine)
-    node._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
-    node.stream_words = SimpleNamespace(addresses=[])
-    node.number, node.words, node.pending = 0, torch.zeros(2, dtype=torch.int64), deque()
-    engine.inside = node
-    engine.kernels = _Kernels(groups[dist.get_rank() // per_node])
-    return engine.kernels
 
 
 def _gathers(rank: int, size: int, per_node: int, path: str) -> None:
     gather = HierarchicalAllGather()
-    kernels = _as_on_gpus(gather, path, per_node)
+    kernels = as_on_gpus(gather, path, per_node)
     cuda.SM_BELOW_BYTES = cuda.SMALL_BYTES
     for seed, count in enumerate(COUNTS):
         mine = shard(seed, rank, count, BF16)
@@ -161,7 +68,7 @@ def test_shards_are_pushed_where_they_belong(size: int, per_node: int, path: str
 
 def _scatters(rank: int, size: int, per_node: int, path: str) -> None:
     scatter = HierarchicalReduceScatter()
-    kernels = _as_on_gpus(scatter, path, per_node)
+    kernels = as_on_gpus(scatter, path, per_node)
     for seed, count in enumerate(COUNTS):
         for dtype in (BF16, FP32):
             whole = [shard(seed, source, size * count, dtype).view(size, count) for source in range(size)]
@@ -183,12 +90,12 @@ def test_shards_are_pulled_from_where_they_lie(size: int, per_node: int, path: s
     values(run_ranks(size, _scatters, size, per_node, path, env={"EP_PLUGIN_RANKS_PER_NODE": str(per_node)}))
 
 
-class _Late(_Kernels):
+class _Late(Kernels):
     """A kernel runs when the next operation is ordered after it, as on a stream that is busy."""
 
-    waiting: _Arguments | None = None
+    waiting: Arguments | None = None
 
-    def pull_shards(self, args: _Arguments) -> None:
+    def pull_shards(self, args: Arguments) -> None:
         self.waiting = args
 
     def run(self) -> int:
@@ -201,7 +108,7 @@ class _Late(_Kernels):
 def _scatters_of_two_streams(rank: int, size: int) -> None:
     """Foreign inputs, all through the one staging block, whose readers are late."""
     scatter, count = HierarchicalReduceScatter(), STAGING_BYTES // size // FP32.itemsize // 4 * 4
-    _as_on_gpus(scatter, "sm", size)
+    as_on_gpus(scatter, "sm", size)
     engine = scatter.engine_on(torch.device("cpu"))
     late = engine.kernels = _Late(dist.new_group())
     engine.inside._lanes = SimpleNamespace(enter=late.run, capturing=lambda: False)
@@ -228,7 +135,7 @@ def _captured(rank: int, size: int, path: str) -> None:
     gather, scatter = HierarchicalAllGather(num_buffers=1), HierarchicalReduceScatter(num_buffers=1)
     used = []
     for made in (gather, scatter):
-        _as_on_gpus(made, path, size)
+        as_on_gpus(made, path, size)
         engine = made.engine_on(torch.device("cpu"))
         whole, part = made.allocate(size * 100, FP32), torch.ones(100)
         whole.fill_(1.0)
@@ -268,132 +175,6 @@ def test_streams_of_one_graph_follow_each_other(
     assert lanes.enter() == now.cuda_stream
     assert waited == ([before] if waits else [])
     assert lanes.enter() == now.cuda_stream and len(waited) == waits
-
-
-class _Device:
-    """It takes whatever is enqueued, and does nothing; the host goes on."""
-
-    def push_shard(self, args: _Arguments) -> None: ...
-
-    pull_shards = small_shards = push_shard
-
-
-def _on_a_device(made: Collective, path: str = "copy_engine") -> Collective:
-    _as_on_gpus(made, path, dist.get_world_size())
-    made.engine_on(torch.device("cpu")).kernels = _Device()
-    return made
-
-
-def _gather_of(gather: Any, count: int, dtype: torch.dtype = FP32, allocated: bool = False) -> None:
-    size = gather.group.size() * count
-    gather(gather.allocate(size, dtype) if allocated else torch.empty(size, dtype=dtype), torch.ones(count).to(dtype))
-
-
-def _scatter_of(scatter: Any, dtype: torch.dtype) -> None:
-    scatter(torch.empty(8, dtype=dtype), torch.ones(8 * scatter.group.size(), dtype=dtype))
-
-
-# What is made, what all call of which rank 1 calls it otherwise, and what the error says.
-DIFFERENT: dict[str, tuple[type[Collective], Callable[[Any, bool], None], str]] = {
-    "sizes": (
-        HierarchicalAllGather,
-        lambda gather, odd: _gather_of(gather, 11 if odd else 10),
-        "at step gather: bytes of a shard is 4",
-    ),
-    "pieces of the staging block": (
-        HierarchicalAllGather,
-        lambda gather, odd: _gather_of(gather, 40_000 if odd else 20_000),
-        "at step gather: bytes of a shard is ",
-    ),
-    "sizes that go different ways": (
-        HierarchicalAllGather,
-        lambda gather, odd: _gather_of(gather, 3_000_000 if odd else 10),
-        "at step gather: bytes of a shard is ",
-    ),
-    "small sums": (
-        HierarchicalReduceScatter,
-        lambda scatter, odd: _scatter_of(scatter, torch.float16 if odd else BF16),
-        "at step scatter: element is",
-    ),
-    "a block and other memory": (
-        HierarchicalAllGather,
-        lambda gather, odd: _gather_of(gather, 10, allocated=not odd),
-        "none (not from allocate) on rank 1",
-    ),
-    "elements of a sum": (
-        HierarchicalReduceScatter,
-        lambda scatter, odd: _scatter_of(scatter, torch.float16 if odd else BF16),
-        "at step scatter: element is",
-    ),
-}
-
-
-def _differs(rank: int, name: str) -> list[str]:
-    """What a rank is told by its call, if it was not the first to make it, and by its next checks."""
-    kind, operation, _ = DIFFERENT[name]
-    made = _on_a_device(kind(), "auto" if name in ("sizes that go different ways", "small sums") else "copy_engine")
-    if name == "a block and other memory" and rank == 1:
-        made.allocate(30, FP32)  # which all ranks call
-    said = []
-    try:
-        operation(made, rank == 1)
-    except DisagreementError as error:
-        said.append(str(error))
-    dist.barrier()
-    for _ in range(2):
-        with pytest.raises(DisagreementError) as caught:
-            made.check()
-        said.append(str(caught.value))
-    with pytest.raises(DisagreementError):
-        operation(made, False)
-    made.close()
-    return said
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_hosts_compare_what_copy_engines_do_not(name: str) -> None:
-    for said in values(run_ranks(3, _differs, name)):
-        for sentence in said:
-            assert "ranks disagree on one call of communicator" in sentence, sentence
-            assert DIFFERENT[name][2] in sentence and "on rank 1" in sentence, sentence
-
-
-def _far_apart(rank: int) -> None:
-    """One rank's host is further ahead than calls are remembered, then the other; then they differ."""
-    gather = _on_a_device(HierarchicalAllGather())
-    for ahead in (0, 1):
-        for turn in range(2):
-            if (turn == 0) == (rank == ahead):
-                for call in range(1500):
-                    _gather_of(gather, 1 + call % 7)
-            dist.barrier()
-    if rank == 1:
-        _gather_of(gather, 5)
-    dist.barrier()
-    if rank == 0:
-        with pytest.raises(DisagreementError, match="bytes of a shard is 24 on rank 0, 20 on rank 1"):
-            _gather_of(gather, 6)
-    dist.barrier()
-    with pytest.raises(DisagreementError, match="bytes of a shard is 24 on rank 0, 20 on rank 1"):
-        gather.check()
-
-
-def test_a_host_that_is_far_ahead_is_no_disagreement() -> None:
-    values(run_ranks(2, _far_apart))
-
-
-def _at_once(rank: int, calls: int) -> int:
-    """Hosts call freely, so that posts are read while they change."""
-    gather = _on_a_device(HierarchicalAllGather())
-    for call in range(calls):
-        _gather_of(gather, 1 + call % 5)
-    dist.barrier()
-    gather.check()
-    return calls
-
-
-def test_posts_that_change_as_they_are_read_are_no_disagreement() -> None:
-    values(run_ranks(3, _at_once, 20_000))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+"""The node that serves GPUs, put into collectives of CPU ranks; its kernels do what the arguments say, in copies."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_plugin import _C
+from ep_plugin.collectives import cuda
+from ep_plugin.collectives.base import Collective
+from ep_plugin.collectives.calls import Calls
+from ep_plugin.collectives.cuda import CudaNode
+from tests.collective_cases import BF16, FP32
+
+STAGING_BYTES = 20_000 * 16
+DTYPES = {_C.Element.FLOAT32: FP32, _C.Element.BFLOAT16: BF16}
+
+
+class Arguments(SimpleNamespace):
+    """Any kernel's arguments, lists too."""
+
+    def __getattr__(self, name: str) -> Any:
+        assert name.startswith("set_"), name
+        return lambda ranks: setattr(self, name.removeprefix("set_"), list(ranks))
+
+
+class Kernels:
+    """What the three kernels do, between barriers of the node in place of handshakes and flags."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.pushed: list[Arguments] = []
+        self.pulled = self.small = 0
+
+    def push_shard(self, args: Arguments) -> None:
+        self.pushed.append(args)
+        dist.barrier(self._group)
+        for target in filter(None, args.targets):
+            ctypes.memmove(target, args.input, args.bytes)
+        dist.barrier(self._group)
+        if args.landing:
+            for rank, output in enumerate(args.outputs):
+                if rank != args.comm.rank:
+                    ctypes.memmove(output, args.landing + rank * args.bytes, args.bytes)
+
+    def pull_shards(self, args: Arguments) -> None:
+        self.pulled += 1
+        dist.barrier(self._group)
+        self._sum(args.sources, args.output, args)
+        dist.barrier(self._group)
+
+    def small_shards(self, args: Arguments) -> None:
+        self.small += 1
+        rank, ranks = args.comm.rank, range(args.comm.num_ranks)
+        dist.barrier(self._group)
+        for peer in ranks:
+            ctypes.memmove(args.words[peer] + rank * args.bytes, args.inputs[peer], args.bytes)
+        dist.barrier(self._group)
+        landed = [args.words[rank] + source * args.bytes for source in ranks]
+        if args.element >= 0:
+            self._sum(landed, args.outputs[rank], args)
+            return
+        for source in ranks:
+            if source != rank:
+                ctypes.memmove(args.outputs[source], landed[source], args.bytes)
+
+    def _sum(self, sources: list[int], output: int, args: Arguments) -> None:
+        dtype = DTYPES[args.element]
+        parts = [_memory(source, args.bytes).view(dtype) for source in sources]
+        total = parts[0].to(FP32)
+        for part in parts[1:]:
+            total = total + part
+        _memory(output, args.bytes).view(dtype).copy_(total * args.scale if args.scale != 1 else total)
+
+
+def _memory(address: int, nbytes: int, _: Any = None) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
+    """Gives the object's engine the node that serves GPUs."""
+    groups = [
+        dist.new_group(list(range(first, first + per_node))) for first in range(0, dist.get_world_size(), per_node)
+    ]
+    names = ("place_word", "staging_block", "most_ctas", "Step")
+    arguments = ("PushShardArgs", "PullShardsArgs", "SmallShardsArgs")
+    cuda._C = SimpleNamespace(**dict.fromkeys(arguments, Arguments), **{name: getattr(_C, name) for name in names})
+    cuda.bytes_at = _memory
+    engine = made.engine_on(torch.device("cpu"))
+    node = CudaNode.__new__(CudaNode)
+    node._engine, node._path = weakref.proxy(engine), path
+    node._lanes = SimpleNamespace(enter=lambda: 0, capturing=lambda: False)
+    node.staging = engine.memory.allocate(STAGING_BYTES, "staging")
+    node._step = STAGING_BYTES // engine.node_size // 16 * 16
+    node._calls = Calls(engine)
+    node._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
+    node.stream_words = SimpleNamespace(addresses=[])
+    node.number, node.words, node.pending = 0, torch.zeros(2, dtype=torch.int64), deque()
+    engine.inside = node
+    engine.kernels = Kernels(groups[dist.get_rank() // per_node])
+    return engine.kernels
