@@ -6,12 +6,13 @@ import dataclasses
 import enum
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 
 from ep_plugin.errors import NotSupported
 
 MAX_TOPK = 128
+MAX_ALIGNMENT = 1 << 20
+MAX_TIMEOUT_S = 1e9
 ROW_ALIGNMENT_BYTES = 16
 MODES = ("ht", "ll")
 
@@ -43,8 +44,8 @@ class MoECommunicatorConfig:
     mode: "ht", high throughput. ("ll", low latency, is not served in this release.)
     layout: what dispatch returns; None is the mode's default, FLAT for "ht".
     max_row_bytes: bytes of the widest row, a multiple of 16; None is hidden_size in the widest dtype used.
-    expert_alignment: each expert's group of FLAT rows is padded to a multiple of this.
-    timeout_s: seconds that a rank waits for its peers; None is the process group's own timeout.
+    expert_alignment: each expert's group of FLAT rows is padded to a multiple of this, at most 2**20.
+    timeout_s: seconds that a rank waits for its peers, at most 1e9; None is the process group's own timeout.
     dispatch_sms, expand_sms: SMs of dispatch's sending and receiving kernel; combine_sms, add_sms: of combine's. None
         takes measured defaults, larger ones for small batches where all four are None. expand_sms=0, add_sms=0: the
         SMs that send also receive, in one kernel; for few SMs. A dispatch without capacity= or previous_handle= then
@@ -79,6 +80,8 @@ class MoECommunicatorConfig:
             raise ValueError(f"topk: expected at most num_experts ({self.num_experts}), got {self.topk}")
         if self.max_row_bytes is not None and self.max_row_bytes % ROW_ALIGNMENT_BYTES:
             raise ValueError(f"max_row_bytes: expected a multiple of {ROW_ALIGNMENT_BYTES}, got {self.max_row_bytes}")
+        if self.expert_alignment > MAX_ALIGNMENT:
+            raise ValueError(f"expert_alignment: expected at most {MAX_ALIGNMENT}, got {self.expert_alignment}")
         _check_timeout(self.timeout_s)
         _check_mode_and_layout(self.mode, self.layout)
 
@@ -109,8 +112,8 @@ def _check_at_least(least: int, name: str, value: object) -> None:
 def _check_timeout(value: object) -> None:
     if value is None:
         return
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"timeout_s: expected a finite number of seconds above 0, got {value!r}")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= MAX_TIMEOUT_S:
+        raise ValueError(f"timeout_s: expected a number of seconds above 0, at most {MAX_TIMEOUT_S:g}, got {value!r}")
 
 
 def _check_mode_and_layout(mode: object, layout: object) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerAborted, PeerTimeout
+from ep_plugin.errors import CaptureRefused, CommunicatorClosed, EpPluginError, PeerAborted, PeerTimeout
 from ep_plugin.faults import aborted_error
 from ep_plugin.memory.board import Boards
 from ep_plugin.memory.exchange import Exchange
@@ -62,6 +62,7 @@ class BaseEngine(ABC):
         self.name = f"communicator {exchange.name}"
         self.rank, self.size, self.timeout_s = exchange.rank, exchange.size, exchange.timeout_s
         self.lock = _enqueue_locks.setdefault(device, threading.RLock())
+        self._owner = os.getpid()
         self._error: Exception | None = None
         self._captured = False
         self._running = False
@@ -132,6 +133,8 @@ class BaseEngine(ABC):
 
     def abort(self, reason: str) -> None:
         """Ends every wait in this communicator, here and on the peers, with PeerAborted(this rank, reason)."""
+        if os.getpid() != self._owner:  # a forked child is not the rank
+            return
         with contextlib.suppress(EpPluginError, ValueError):
             self.check()  # after a fault the peers know, or find out by their own deadline
             self._error = aborted_error(self, self.rank, reason)
@@ -169,7 +172,7 @@ class BaseEngine(ABC):
 
     def _fail(self, error: BaseException, what: str) -> None:
         """An operation ends with `error` here: peers must not wait for the rest of it, nor later calls go on."""
-        if self.closed or self._error is not None:
+        if self.closed or self._error is not None or isinstance(error, CaptureRefused):
             return
         if isinstance(error, EpPluginError):
             self._remember(error)
@@ -202,6 +205,20 @@ def _announce(engine: BaseEngine, what: str) -> None:
         other.boards.set_activity(activity)
 
 
+class _Closable(Protocol):
+    def abort(self, reason: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def leave(comm: _Closable, error: BaseException | None) -> None:
+    """The end of a ``with`` block by `error`: peers are told of a failure, which the end of a generator or a script's
+    ``sys.exit(0)`` is not."""
+    clean = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
+    if error is not None and not clean:
+        comm.abort(f"{type(error).__name__}: {error}")
+    comm.close()
+
+
 def abort_all(reason: str) -> None:
     """Tells the peers of every open communicator of this process that this rank has failed."""
     for engine in _live_engines():
@@ -211,11 +228,10 @@ def abort_all(reason: str) -> None:
 @functools.cache
 def _abort_on_uncaught_exceptions() -> None:
     """A script that dies of an exception tells its peers, who would else wait until their deadline."""
-    previous, owner = sys.excepthook, os.getpid()
+    previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() == owner:  # a forked child is not the rank
-            abort_all(f"{kind.__name__}: {error}")
+        abort_all(f"{kind.__name__}: {error}")
         previous(kind, error, trace)
 
     sys.excepthook = hook

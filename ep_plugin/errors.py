@@ -43,5 +43,10 @@ class NotSupported(EpPluginError, NotImplementedError):
     """A feature that exists by name but that this release or machine does not serve."""
 
 
+class CaptureRefused(EpPluginError):
+    """A CUDA graph's capture needs memory that is not there yet. Nothing was enqueued, and the communicator is well:
+    run one step of this shape before capturing."""
+
+
 class CommunicatorClosed(EpPluginError, ValueError):
     """The communicator, or memory that belongs to it, was used after it was closed."""

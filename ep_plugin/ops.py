@@ -160,7 +160,13 @@ def _watched(inputs: tuple[Any, ...]) -> bool:
         or torch._C._autograd._profiler_enabled()
     ):
         return True
-    return not _PLAIN.issuperset(map(type, inputs[: autograd.NUM_TENSORS]))
+    tensors = inputs[: autograd.NUM_TENSORS]
+    return not _PLAIN.issuperset(map(type, tensors)) or any(map(_is_lazy, tensors))
+
+
+def _is_lazy(tensor: torch.Tensor | None) -> bool:
+    """Whether a sign, or that all is zero, is yet to be written to its memory; the operator's dispatch does that."""
+    return tensor is not None and (tensor.is_neg() or tensor._is_zerotensor())
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))

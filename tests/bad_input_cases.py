@@ -117,7 +117,18 @@ DISPATCH: dict[str, tuple[Wrong, str]] = {
         lambda g: {"quantize": "e4m3"},
         r"x: expected .* multiple of 16 bytes, got 8 \(8 elements of torch.float8_e4m3fn\)",
     ),
-    "negative capacity": (lambda g: {"capacity": -1}, "capacity: expected at least 0 rows, got -1"),
+    "negative capacity": (lambda g: {"capacity": -1}, "capacity: expected an integer of at least 0, rows, got -1"),
+    "capacity that is no integer": (
+        lambda g: {"capacity": 20.0},
+        "capacity: expected an integer of at least 0, rows, got 20.0",
+    ),
+    "capacity that is a truth": (lambda g: {"capacity": True}, "capacity: expected an integer .* got True"),
+    "no x": (lambda g: {"x": None}, "x: expected a tensor, got NoneType"),
+    "ids in a list": (lambda g: {"topk_ids": g.ids.tolist()}, "topk_ids: expected a tensor, got list"),
+    "a handle that is a tensor": (
+        lambda g: {"previous_handle": g.ids},
+        "previous_handle: expected a DispatchHandle, got Tensor",
+    ),
 }
 # The same for combine, in place of y: N rows were received, of 8 float32 each. Rows that lie apart by a multiple of 16
 # bytes are not copied on their way.
@@ -134,6 +145,8 @@ COMBINE: dict[str, tuple[WrongRows, str]] = {
         lambda y, away: {"y": torch.cat([y, y], 1)[:, ::2]},
         r"y: expected a contiguous tensor, got strides \(16, 2\) for shape \(12, 8\)",
     ),
+    "no y": (lambda y, away: {"y": None}, "y: expected a tensor, got NoneType"),
+    "no handle": (lambda y, away: {"handle": None}, "handle: expected a DispatchHandle, got NoneType"),
     "too few rows": (lambda y, away: {"y": y[:-1]}, "y: expected the 12 rows that dispatch returned, got 11"),
     "weights of another shape": (
         lambda y, away: {"weights": _zeros(11)},

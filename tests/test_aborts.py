@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ep_plugin import HierarchicalAllGather
 from ep_plugin.errors import EpPluginError, PeerAborted
 from ep_plugin.moe import dispatch
 from tests.disagreement_cases import assert_calls_named, assert_configs_named, calls_differ, configs_differ
@@ -179,6 +181,64 @@ def test_a_script_that_dies_of_an_exception_tells_its_peers() -> None:
     assert [script.returncode for script in scripts] == [1, 1]
     assert "rank 1 aborted: LookupError: nothing to train on" in errors[0]
     assert errors[1].rstrip().endswith("LookupError: nothing to train on")
+
+
+def _ends_cleanly(rank: int) -> None:
+    """What leaves a ``with`` block says of no failure: peers go on."""
+
+    def rows() -> Iterator[int]:
+        with open_communicator(2, timeout_s=PATIENCE_S) as comm:
+            round_trip(comm)
+            yield 1
+
+    for end in (SystemExit(), SystemExit(0)):
+        comm, gather = open_communicator(2, timeout_s=PATIENCE_S), HierarchicalAllGather()
+        round_trip(comm)
+        gather(torch.empty(2), torch.ones(1))
+        if rank == 1:
+            with contextlib.suppress(SystemExit), comm, gather:
+                raise end
+        dist.barrier()
+        if rank == 0:
+            for made in (comm, gather):
+                made.check()
+                made.close()
+    generator = rows()
+    assert next(generator) == 1
+    generator.close()
+    with open_communicator(2, timeout_s=PATIENCE_S) as comm:
+        round_trip(comm)
+        child = os.fork() if rank == 1 else 0
+        if rank == 1 and child == 0:
+            with contextlib.suppress(LookupError), comm:
+                raise LookupError("in a child, which is no rank")
+            os._exit(0)
+        if rank == 1:
+            os.waitpid(child, 0)
+        dist.barrier()
+        round_trip(comm)
+
+
+def test_a_clean_end_and_a_forked_child_tell_peers_nothing() -> None:
+    values(run_ranks(2, _ends_cleanly))
+
+
+def _ends_with(rank: int, code: object) -> str:
+    comm = open_communicator(2, timeout_s=PATIENCE_S)
+    round_trip(comm)
+    if rank == 1:
+        with contextlib.suppress(SystemExit), comm:
+            sys.exit(code)
+        return ""
+    with pytest.raises(PeerAborted) as caught:
+        round_trip(comm)
+    comm.close()
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("code", [1, "no data"])
+def test_an_exit_that_says_of_a_failure_reaches_the_peers(code: object) -> None:
+    assert values(run_ranks(2, _ends_with, code))[0] == f"SystemExit: {code}"
 
 
 def _root() -> str:

@@ -157,6 +157,11 @@ def test_a_sweep_on_cpus(tmp_path: Path) -> None:
         assert result["efficiency"][row["case"]] == pytest.approx(efficiency, abs=1e-3)
 
 
+def test_a_sweep_of_one_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match="ranks: expected at least 2, whose rows cross between them, got 1"):
+        SweepSuite(backend="cpu", workload=replace(HEADLINE, ranks=1), dtype="bfloat16", iterations=1)
+
+
 def test_selected_cases_without_peers(tmp_path: Path) -> None:
     out = tmp_path / "tuned.json"
     chosen = ["--case", "roundtrip_t128*", "--case", "combine*", "--own-only", "--sms", "combine=3"]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives import cuda
 from ep_plugin.collectives.cuda import gather_sms
+from ep_plugin.errors import CaptureRefused
 from tests.collective_cases import BF16, FP32, gathered_by_gloo, poisoned, reduced, same_bits, shard
 from tests.gpu_stand_in import STAGING_BYTES, Arguments, Kernels, as_on_gpus
 from tests.ranks import run_ranks, values
@@ -146,6 +147,11 @@ def _captured(rank: int, size: int, path: str) -> None:
         del whole
         dist.barrier()
         later = [made.allocate(size * 100, FP32) for _ in range(3)]
+        engine.lanes.capturing = lambda: True
+        with pytest.raises(CaptureRefused, match="expected a free block of .* run one step of this shape"):
+            made.allocate(size * 100, FP32)
+        engine.lanes.capturing = lambda: False
+        later.append(made.allocate(size * 100, FP32))
         assert used[-1] not in [tensor.data_ptr() for tensor in later]
         made.close()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
 from ep_plugin.moe.reference import reference_combine
+from ep_plugin.moe.work import DispatchWork
 from tests.moe_cases import (
     FLAT,
     LAYOUTS,
@@ -155,6 +158,26 @@ def _overtaken_with_gradients(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_gradients_whoever_completes_it(size: int) -> None:
     on_ranks(size, _overtaken_with_gradients)
+
+
+def _waited_for_by_two(rank: int) -> None:
+    inputs = _inputs(2, 8)
+    with communicator(inputs.case) as comm:
+        for _ in range(50):
+            work = comm.dispatch_async(inputs.x[rank], inputs.ids[rank])
+            together = threading.Barrier(2)
+
+            def wait(work: DispatchWork = work, together: threading.Barrier = together) -> object:
+                together.wait()
+                return work.wait()
+
+            with ThreadPoolExecutor(2) as threads:
+                first, second = (thread.result() for thread in [threads.submit(wait) for _ in range(2)])
+            assert first is second
+
+
+def test_two_threads_may_wait_for_one_work() -> None:
+    on_ranks(2, _waited_for_by_two)
 
 
 def _interleaved(rank: int, size: int) -> None:

@@ -147,11 +147,23 @@ def _refused(rank: int, size: int) -> None:
     inputs = make_inputs(Case(tokens=(5,) * size, num_experts=2 * size))
     x, ids = inputs.x[rank], inputs.ids[rank]
     with communicator(inputs.case, max_tokens_per_rank=5) as comm:
-        with pytest.raises(ValueError, match=r"capacity: expected at least 0 rows, got -1"):
+        with pytest.raises(ValueError, match=r"capacity: expected an integer of at least 0, rows, got -1"):
             comm.dispatch(x, ids, capacity=-1)
         _, handle = comm.dispatch(x, ids, capacity=20)
         with pytest.raises(ValueError, match=r"capacity: expected a number of rows.*got None"):
             comm.dispatch(x, ids, previous_handle=handle)
+        for other in (19, 21):
+            with pytest.raises(ValueError, match=f"capacity: expected 20 rows, which previous_handle has, got {other}"):
+                comm.dispatch(x, ids, previous_handle=handle, capacity=other)
+            with pytest.raises(ValueError, match=f"y: expected the 20 rows that dispatch returned, got {other}"):
+                comm.combine(torch.zeros(other, x.shape[1]), handle)
+        out, unbounded = comm.dispatch(x, ids)
+        rows = len(out.tokens)
+        with pytest.raises(ValueError, match=f"capacity: expected at least {rows} rows, which .*, got {rows - 1}"):
+            comm.dispatch(x, ids, previous_handle=unbounded, capacity=rows - 1)
+        wide, handle = comm.dispatch(x, ids, previous_handle=unbounded, capacity=rows + 2)
+        same_bits("rows", wide.tokens[:rows], out.tokens)
+        same_bits("sums", comm.combine(wide.tokens, handle), comm.combine(out.tokens, unbounded))
     with communicator(inputs.case) as comm, pytest.raises(ValueError, match=r"max_tokens_per_rank=None"):
         comm.dispatch(x, ids, capacity=20)
 

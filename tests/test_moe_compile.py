@@ -197,6 +197,9 @@ def _calls_seen(rank: int, size: int) -> None:
         round_trip(torch.nn.Parameter(inputs.x[0]))
         with pytest.raises(NotImplementedError, match="ep_plugin.dispatch"):
             round_trip(_Kind(inputs.x[0]))
+        torch.testing.assert_close(round_trip(torch._neg_view(inputs.x[0])), -plain, rtol=0, atol=0)
+        nothing = torch._efficientzerotensor(inputs.x[0].shape, dtype=inputs.x[0].dtype)
+        torch.testing.assert_close(round_trip(nothing), plain * 0, rtol=0, atol=0)
 
 
 class _Operators(TorchDispatchMode):

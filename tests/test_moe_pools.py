@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from ep_plugin import MoECommunicator
+from ep_plugin.errors import CaptureRefused
 from ep_plugin.moe.engine import COMBINE_POOL, DISPATCH_POOL
+from ep_plugin.moe.lanes import CpuLanes
 from tests.moe_cases import (
     FLAT,
     LAYOUTS,
@@ -75,6 +77,37 @@ def _slowly(rank: int, size: int) -> int:
 
 def test_slow_growth_does_not_replace_the_pools_each_time() -> None:
     assert max(on_ranks(2, _slowly)) <= 8
+
+
+def _captured_too_early(rank: int, size: int) -> None:
+    """A graph's capture finds a pool too small: it is refused, by name, and the communicator goes on."""
+    case = Case(tokens=(6,) * size, num_experts=2 * size, dtype=torch.float32)
+    inputs = make_inputs(case)
+    arguments = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
+    for settings in ({}, {"expand_sms": 0, "add_sms": 0}):
+        with communicator(case, max_tokens_per_rank=6, **settings) as comm:
+            capturing = CpuLanes()
+            capturing.capturing = lambda: True
+            eager, comm.engine.lanes = comm.engine.lanes, capturing
+            with pytest.raises(CaptureRefused, match="dispatch pool has 0 bytes where .* run one step of this shape"):
+                comm.dispatch(*arguments, capacity=40)
+            comm.engine.lanes = eager
+            out, handle = comm.dispatch(*arguments, capacity=40)
+            comm.engine.lanes = capturing
+            with pytest.raises(CaptureRefused, match="combine pool has 0 bytes where .* run one step of this shape"):
+                comm.combine(out.tokens, handle)
+            comm.engine.lanes = eager
+            round_trip(comm, inputs, inputs.expected(FLAT))
+            comm.engine.lanes = capturing
+            again, handle = comm.dispatch(*arguments, capacity=40)
+            same_bits("tokens", again.tokens, out.tokens)
+            comm.combine(again.tokens, handle)
+            comm.engine.lanes = eager
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_capture_that_comes_too_early_breaks_nothing(size: int) -> None:
+    on_ranks(size, _captured_too_early)
 
 
 def _fixed(rank: int, size: int) -> None:

@@ -38,6 +38,8 @@ class SweepSuite:
     sms: Sms = DEFAULT_SMS
 
     def __post_init__(self) -> None:
+        if self.workload.ranks < 2:
+            raise ValueError(f"ranks: expected at least 2, whose rows cross between them, got {self.workload.ranks}")
         if self.iterations < 1:
             raise ValueError(f"iterations: expected at least 1, got {self.iterations}")
         self.specs()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ep_plugin.collectives.blocks import tensor_of
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.work import CollectiveWork
-from ep_plugin.engine import resolve_device
+from ep_plugin.engine import leave, resolve_device
 from ep_plugin.errors import CommunicatorClosed
 from ep_plugin.memory.exchange import checked_group
 
@@ -101,9 +101,7 @@ class Collective:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.abort(f"{type(error).__name__}: {error}")
-        self.close()
+        leave(self, error)
 
     def engine_on(self, device: torch.device) -> CollectiveEngine:
         """The engine, made on first use; ValueError when it is on another device."""

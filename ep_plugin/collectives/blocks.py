@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_plugin import _C
-from ep_plugin.errors import DisagreementError, EpPluginError, PeerTimeout
+from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError, PeerTimeout
 from ep_plugin.faults import DISAGREE_ON
 from ep_plugin.memory.peer import PeerBuffer, PeerMemory
 from ep_plugin.memory.shm import ShmMemory
@@ -165,7 +165,7 @@ class Blocks:
         """Collective: another block, under the first number that is not in use."""
         engine = self._engine
         if engine.lanes.capturing():
-            raise EpPluginError(
+            raise CaptureRefused(
                 f"{engine.name}: expected a free block of {nbytes} bytes, got none, and a CUDA graph is being "
                 "captured: run one step of this shape before capturing"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import contextlib
 
 import torch
 
@@ -18,7 +18,7 @@ class StreamWords:
     """
 
     def __init__(self, node: Exchange, device: torch.device) -> None:
-        with ExitStack() as made:
+        with contextlib.ExitStack() as made:
             memory = ShmMemory(node)
             made.callback(memory.close)
             block = memory.allocate(_C.stream_words_bytes, "stream words")
@@ -32,7 +32,12 @@ class StreamWords:
         self._resources.close()
 
 
-def _mapped(made: ExitStack, address: int, device: torch.device) -> int:
+def _mapped(made: contextlib.ExitStack, address: int, device: torch.device) -> int:
     mapped = _C.register_host(address, _C.stream_words_bytes, device.index)
-    made.callback(_C.unregister_host, address)
+    made.callback(_unmap, address)
     return mapped
+
+
+def _unmap(address: int) -> None:
+    with contextlib.suppress(RuntimeError):  # a broken device has forgotten it
+        _C.unregister_host(address)

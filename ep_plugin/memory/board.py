@@ -6,6 +6,7 @@ boards of its peers. Host memory, so that it can be read whatever a device is do
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import torch
@@ -30,7 +31,11 @@ class Boards:
         self.address: int = self._block.ptrs[self.index]
         self.device_address: int = self.address
         if device.type == "cuda":
-            self.device_address = _C.register_host(self.address, _C.board_bytes(local_experts), device.index)
+            try:
+                self.device_address = _C.register_host(self.address, _C.board_bytes(local_experts), device.index)
+            except BaseException:
+                self.close()
+                raise
             self._registered = True
 
     def quiet(self) -> bool:
@@ -88,6 +93,7 @@ class Boards:
                 return
             self._closed = True
             if self._registered:
-                _C.unregister_host(self.address)
+                with contextlib.suppress(RuntimeError):  # a broken device has forgotten it
+                    _C.unregister_host(self.address)
             self._block.close()
             self._memory.close()

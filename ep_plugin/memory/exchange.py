@@ -15,6 +15,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from ep_plugin.config import MAX_TIMEOUT_S
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted, PeerTimeout
 
 if TYPE_CHECKING:
@@ -216,4 +217,4 @@ def _timeout_of(group: dist.ProcessGroup) -> float:
         timeout = getattr(options, "_timeout", None)
         if timeout is not None:
             timeouts.append(timeout.total_seconds())
-    return min(timeouts) if timeouts else c10d.default_pg_timeout.total_seconds()
+    return min(*timeouts, MAX_TIMEOUT_S) if timeouts else c10d.default_pg_timeout.total_seconds()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ep_plugin import _C, ops
 from ep_plugin.config import MoECommunicatorConfig
-from ep_plugin.engine import resolve_device
+from ep_plugin.engine import leave, resolve_device
 from ep_plugin.errors import EpPluginError
 from ep_plugin.moe.combine import PendingCombine, Sums, finish_combine, start_combine
 from ep_plugin.moe.dispatch import DispatchCall, DispatchResult, PendingDispatch, finish_dispatch, start_dispatch
@@ -23,7 +23,7 @@ from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 from ep_plugin.moe.numbers import register
 from ep_plugin.moe.routing import KnownRouting, RoutingTensors, known_routing
 from ep_plugin.moe.shared import shared_communicator
-from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch, check_quantize
+from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch, check_quantize, check_tensors
 from ep_plugin.moe.work import CombineWork, DispatchWork
 
 
@@ -62,8 +62,8 @@ class MoECommunicator:
         """The one communicator of this process for (group, device, configuration); made on first use, collectively.
 
         `settings` are MoECommunicatorConfig's fields, in place of `config`. Communicators of groups that have been
-        destroyed since are closed by the next call, which only warns of what goes wrong then. Threads may make those of
-        different groups in any order.
+        destroyed since are closed by the next call, which only warns of what goes wrong then. On CPUs threads may make
+        those of different groups in any order; on GPUs, where PyTorch maps one block at a time, ranks keep to one.
         """
         config = config if config is not None else MoECommunicatorConfig(**settings)
         return shared_communicator(
@@ -146,8 +146,9 @@ class MoECommunicator:
         The arguments must not be written to before `.wait()`. With ``expand_sms=0``, and neither `capacity` nor
         `previous_handle`, the host waits here until every rank has told how many rows it sends.
         """
+        check_tensors(x=x, topk_ids=topk_ids)
         check_quantize(x, quantize)
-        routing = self._known_routing("previous_handle", previous_handle)
+        routing = None if previous_handle is None else self._known_routing("previous_handle", previous_handle)
         weights = as_weights("topk_weights", None if topk_weights is None else topk_weights.detach(), x)
         call = DispatchCall(bulk_ready(x.detach()), topk_ids, weights, scales, routing, capacity, quantize)
         with self.engine.lock:
@@ -168,8 +169,8 @@ class MoECommunicator:
 
         The arguments must not be written to before `.wait()`.
         """
+        check_tensors(y=y)
         routing = self._known_routing("handle", handle)
-        assert routing is not None
         rows = as_weights("weights", None if weights is None else weights.detach(), y)
         kept = bulk_ready(y.detach()), None if bias is None else bulk_ready(bias.detach())
         with self.engine.lock:
@@ -209,9 +210,7 @@ class MoECommunicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.abort(f"{type(error).__name__}: {error}")
-        self.close()
+        leave(self, error)
 
     # -- what the operators call ---------------------------------------------------------------------------------
 
@@ -275,8 +274,9 @@ class MoECommunicator:
         quantize: str | None,
         begun: PendingDispatch | None = None,
     ) -> tuple[DispatchOutput, DispatchHandle]:
+        check_tensors(x=x, topk_ids=topk_ids)
         check_quantize(x, quantize)
-        previous = self._routing_of(previous_handle)
+        previous = None if previous_handle is None else self._routing_of("previous_handle", previous_handle)
         weights = as_weights("topk_weights", topk_weights, x)
         arguments = (x, topk_ids, weights, scales, list(previous or ()), self.number, capacity, quantize)
         if begun is None:
@@ -311,8 +311,8 @@ class MoECommunicator:
         bias: torch.Tensor | None,
         begun: PendingCombine | None = None,
     ) -> torch.Tensor:
-        routing = self._routing_of(handle)
-        assert routing is not None
+        check_tensors(y=y)
+        routing = self._routing_of("handle", handle)
         rows = as_weights("weights", weights, y)
         arguments = (y, rows, bias, None, list(routing), self.number)
         if begun is None:
@@ -321,18 +321,17 @@ class MoECommunicator:
             self._waited_for = begun
             return ops.combine(*arguments, True)[0]
 
-    def _routing_of(self, handle: DispatchHandle | None) -> RoutingTensors | None:
-        if handle is None:
-            return None
+    def _routing_of(self, name: str, handle: DispatchHandle) -> RoutingTensors:
+        if not isinstance(handle, DispatchHandle):
+            raise ValueError(f"{name}: expected a DispatchHandle, got {type(handle).__name__}")
         if handle.comm != self.number:
             raise ValueError(
-                f"handle: expected one of communicator {self.number}, got one of communicator {handle.comm}"
+                f"{name}: expected one of communicator {self.number}, got one of communicator {handle.comm}"
             )
         return RoutingTensors(*handle[:-1])
 
-    def _known_routing(self, name: str, handle: DispatchHandle | None) -> KnownRouting | None:
-        tensors = self._routing_of(handle)
-        return None if tensors is None else known_routing(self.engine, name, tensors)
+    def _known_routing(self, name: str, handle: DispatchHandle) -> KnownRouting:
+        return known_routing(self.engine, name, self._routing_of(name, handle))
 
     def _complete(self) -> None:
         """Completes what was started and is not complete; its result stays there until somebody waits for it.

@@ -88,16 +88,16 @@ def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
     Where the same SMs send and receive, all is enqueued here, and the host waits for what it must know first.
     """
     pending = _pending(engine, call)
+    needed = _known_pool_bytes(engine, pending)
+    if needed is not None:
+        engine.reserve(DISPATCH_POOL, needed)  # before anything is enqueued: a graph's capture may refuse it
+        pending.reserved = True
     engine.lanes.fork()
     if call.previous is None:
         _plan_and_notify(engine, pending)
     if pending.sms["expand_sms"] == 0:
         _send_and_expand(engine, pending)
         return pending
-    needed = _known_pool_bytes(engine, pending)
-    if needed is not None:
-        engine.reserve(DISPATCH_POOL, needed)
-        pending.reserved = True
     if pending.reserved or engine.pool_bytes(DISPATCH_POOL) > 0:
         # Where the pool turns out to be too small, the kernel leaves at once, on all ranks alike.
         engine.kernels.send(_send_args(engine, pending))
@@ -195,15 +195,17 @@ def _plan_and_notify(engine: Engine, pending: PendingDispatch) -> None:
 
 def _send_and_expand(engine: Engine, pending: PendingDispatch) -> None:
     """The rest of a dispatch whose output is there before it is sent."""
+    roomy = pending.reserved
     pending.reserved = True  # before the launch
     send = _send_args(engine, pending)
     expand, counts = _expand_args(engine, pending, _sending_sms(pending), engine.lanes.send)
     if pending.ticket:
         pending.wait_totals(engine)
-    needed = _known_pool_bytes(engine, pending)
-    assert needed is not None
-    engine.reserve(DISPATCH_POOL, needed)
-    send.comm = engine.comm
+    if not roomy:
+        needed = _known_pool_bytes(engine, pending)
+        assert needed is not None
+        engine.reserve(DISPATCH_POOL, needed)
+        send.comm = engine.comm
     result, recv_rows = _allocate(engine, pending, expand, counts)
     engine.lanes.fork()  # as in finish_dispatch
     engine.kernels.send_and_expand(send, expand)

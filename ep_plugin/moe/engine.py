@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ep_plugin import _C, env
 from ep_plugin.config import SMS_FIELDS, DispatchLayout, MoECommunicatorConfig
 from ep_plugin.engine import BaseEngine, kernels_for
-from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported
+from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError, NotSupported
 from ep_plugin.faults import error_of
 from ep_plugin.memory.board import Boards
 from ep_plugin.memory.exchange import Exchange
@@ -168,7 +168,7 @@ class Engine(BaseEngine):
         """The old pool is given back only after every rank has finished whatever reads or writes it."""
         name = f"{_C.Pool(pool).name.lower()} pool"
         if self.lanes.capturing():
-            raise EpPluginError(
+            raise CaptureRefused(
                 f"{self.name}: the {name} has {self.pool_bytes(pool)} bytes where {nbytes} are needed, "
                 "and a CUDA graph is being captured: run one step of this shape before capturing"
             )

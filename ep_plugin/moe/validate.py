@@ -70,6 +70,13 @@ def bulk_ready(rows: torch.Tensor) -> torch.Tensor:
     )
 
 
+def check_tensors(**given: object) -> None:
+    """That each is a tensor."""
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
+
+
 def check_quantize(x: torch.Tensor, quantize: str | None) -> None:
     """That `quantize` is known, and that nobody expects gradients of what it rounds."""
     if quantize is None:
@@ -121,7 +128,7 @@ def check_dispatch(engine: Engine, call: DispatchCall) -> None:
         raise ValueError(
             "capacity: expected a number of rows while a CUDA graph is captured, since the host cannot wait, got None"
         )
-    elif call.previous is not None and len(call.previous.totals) == 1:
+    elif call.previous is not None and is_bounded(call.previous):
         raise ValueError(
             "capacity: expected a number of rows, since previous_handle was made with one and the host knows no other, "
             "got None"
@@ -147,7 +154,7 @@ def check_combine(
     if not y.is_contiguous():
         raise ValueError(f"y: expected a contiguous tensor, got strides {tuple(y.stride())} for shape {tuple(y.shape)}")
     rows = rows_of(engine, routing)
-    if y.shape[0] < rows:
+    if y.shape[0] < rows or (is_bounded(routing) and y.shape[0] > rows):
         raise ValueError(f"y: expected the {rows} rows that dispatch returned, got {y.shape[0]}")
     shape: tuple[int, ...] = (y.shape[0],)
     if not engine.flat:
@@ -166,9 +173,14 @@ def check_combine(
 def rows_of(engine: Engine, routing: KnownRouting) -> int:
     """Rows of the output that a handle's dispatch returned."""
     totals = routing.totals
-    if len(totals) == 1:  # the capacity
+    if is_bounded(routing):
         return totals[0]
     return totals[_ROWS if engine.flat else _SLOTS]
+
+
+def is_bounded(routing: KnownRouting) -> bool:
+    """Whether its dispatch had a capacity, which then is all that the host knows of its totals."""
+    return len(routing.totals) == 1
 
 
 def check_routing(engine: Engine, name: str, routing: RoutingTensors) -> None:
@@ -236,7 +248,7 @@ def _check_ids(engine: Engine, ids: torch.Tensor, tokens: int) -> None:
     if not ids.is_contiguous():
         raise ValueError(f"topk_ids: expected a contiguous tensor, got strides {tuple(ids.stride())}")
     on_cpu = engine.device.type == "cpu"
-    if on_cpu or env.check_ids():
+    if on_cpu or (env.check_ids() and not engine.lanes.capturing()):
         _check_id_values(engine, ids if on_cpu else ids.cpu())
 
 
@@ -261,10 +273,20 @@ def _check_scales(engine: Engine, scales: torch.Tensor, tokens: int) -> None:
 
 
 def _check_capacity(engine: Engine, call: DispatchCall) -> None:
-    if call.capacity is None or call.capacity < 0:
-        raise ValueError(f"capacity: expected at least 0 rows, got {call.capacity}")
-    if call.previous is None and engine.config.max_tokens_per_rank is None:
+    capacity, previous = call.capacity, call.previous
+    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
+        raise ValueError(f"capacity: expected an integer of at least 0, rows, got {capacity!r}")
+    if previous is None:
+        if engine.config.max_tokens_per_rank is None:
+            raise ValueError(
+                "capacity: expected a communicator with max_tokens_per_rank set, since pools cannot grow without the "
+                "host, got max_tokens_per_rank=None"
+            )
+        return
+    rows = rows_of(engine, previous)
+    if capacity < rows or (is_bounded(previous) and capacity > rows):
+        at_least = "" if is_bounded(previous) else "at least "
         raise ValueError(
-            "capacity: expected a communicator with max_tokens_per_rank set, since pools cannot grow without the host, "
-            "got max_tokens_per_rank=None"
+            f"capacity: expected {at_least}{rows} rows, which previous_handle has, got {capacity}; without "
+            "previous_handle it may be any number"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Generic, TypeAlias, TypeVar
 
@@ -21,19 +22,22 @@ class Work(Generic[T]):
         self._begun: PendingDispatch | PendingCombine | None = begun
         self._complete: Callable[[], T] | None = complete
         self._result: T | None = None
+        self._waiting = threading.RLock()
 
     @property
     def done(self) -> bool:
         """Whether this work's `wait()` or a later call has completed the operation."""
-        return self._begun is None or self._begun.result is not None
+        begun = self._begun
+        return begun is None or begun.result is not None
 
     def wait(self) -> T:
-        """Completes the operation and orders the caller's stream after it. May be called more than once."""
-        if self._result is None:
-            assert self._complete is not None
-            self._result = self._complete()
-            self._complete = self._begun = None  # they hold the arguments
-        return self._result
+        """Completes the operation and orders the caller's stream after it. May be called again, and by more threads."""
+        with self._waiting:
+            if self._result is None:
+                assert self._complete is not None
+                self._result = self._complete()
+                self._complete = self._begun = None  # they hold the arguments
+            return self._result
 
 
 DispatchWork: TypeAlias = Work[tuple[DispatchOutput, DispatchHandle]]
