@@ -160,8 +160,8 @@ def test_gradients_whoever_completes_it(size: int) -> None:
     on_ranks(size, _overtaken_with_gradients)
 
 
-def _waited_for_by_two(rank: int) -> None:
-    inputs = _inputs(2, 8)
+def _waited_for_by_two(rank: int, size: int) -> None:
+    inputs = _inputs(size, 8)
     with communicator(inputs.case) as comm:
         for _ in range(50):
             work = comm.dispatch_async(inputs.x[rank], inputs.ids[rank])
