@@ -110,12 +110,20 @@ def _rank_main(
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        _wait_for_all(store, size)
         value = function(rank, *args)
     except BaseException as caught:
         error, trace = caught, traceback.format_exc()
     pipe.send_bytes(_pickled((value, error, trace, time.monotonic() - began)))
     if error is None:
         dist.destroy_process_group()
+
+
+def _wait_for_all(store: dist.Store, size: int) -> None:
+    """Until all ranks have connected to each other: one that ends or dies at once would end that of the others too."""
+    if store.add("tests/connected", 1) == size:
+        store.set("tests/all connected", "")
+    store.wait(["tests/all connected"])
 
 
 def _pickled(result: tuple[Any, BaseException | None, str, float]) -> bytes:
