@@ -72,9 +72,23 @@ def run(options: TrainOptions, name: str, other: TrainOptions | None, launch: in
     if "WORLD_SIZE" in os.environ:
         _run_under_torchrun(options, name, other is not None, launch, out)
         return
+    _make_folder(out)
     arms = [options] if other is None else [options, other] * ROUNDS
     results = [_launch_arm(arm, launch or num_gpus() or 4) for arm in arms]
     _report(results, name, other.arm if other else None, out)
+
+
+def _make_folder(out: Path) -> None:
+    """Refuse a folder that the report could not be written into, before anything is trained."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"expected a folder, or where one can be made, got {out}: {error}", param_hint="--out"
+        ) from None
+    for path in (out / "metrics.json", out / "loss.png"):
+        if path.is_dir() or not os.access(path if path.exists() else out, os.W_OK):
+            raise typer.BadParameter(f"expected a file that can be written, got {path}", param_hint="--out")
 
 
 def num_gpus() -> int:
@@ -91,10 +105,13 @@ def _run_under_torchrun(options: TrainOptions, name: str, compare: bool, launch:
             "expected to start the ranks itself, got torchrun's environment; start it with plain python",
             param_hint="--compare" if compare else "--launch",
         )
+    reports = os.environ["RANK"] == "0"
+    if reports:
+        _make_folder(out)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         write_result(options, result)
-        if os.environ["RANK"] == "0":
+        if reports:
             _report([json.loads(result.read_text())], name, None, out)
     leave()
 

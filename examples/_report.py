@@ -56,14 +56,13 @@ def summarise(arms: list[dict], *, model: str, reference: str | None) -> dict:
 
 
 def write(metrics: dict, out: Path) -> None:
-    """Write ``metrics.json`` and ``loss.png`` into the folder ``out`` and print the table."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    _plot(metrics, out / "loss.png")
+    """Print the table, and write ``metrics.json`` and ``loss.png`` into the folder ``out``."""
     console = Console()
     console.print(_table(metrics))
     if metrics["compare"]:
         console.print("largest relative difference of the loss: {max_rel_diff:.2e}".format(**metrics["compare"]))
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    _plot(metrics, out / "loss.png")
     console.print(f"wrote {out / 'metrics.json'} and {out / 'loss.png'}", soft_wrap=True)
 
 

@@ -59,6 +59,16 @@ def test_bad_options_are_refused_before_anything_starts(arguments: tuple[str, st
     assert message in " ".join(result.stderr.split())
 
 
+@pytest.mark.parametrize("where", ["file", "file/below", "folder"], ids=["a-file", "below-a-file", "folder-in-the-way"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(where: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder" / "metrics.json").mkdir(parents=True)
+    result = _run(*SMALL, "--launch", "1", "--out", str(tmp_path / where))
+    assert result.returncode == 2
+    said = " ".join(result.stderr.split())
+    assert "--out" in said and "expected a f" in said and "step" not in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

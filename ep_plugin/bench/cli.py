@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,8 +83,9 @@ def moe(
             sms=_counts(sms, out),
             own_only=own_only,
         )
+        place = _place(out, suite_moe.SUITE, backend, suite.workload.ranks)
         result = suite_moe.run(suite)
-    _finish(result, out, backend, suite.workload.ranks)
+    _finish(result, place)
 
 
 @main.command()
@@ -116,8 +118,9 @@ def sweep(
             cases=tuple(case or ()),
             sms=_counts(sms, out),
         )
+        place = _place(out, suite_sweep.SUITE, backend, suite.workload.ranks)
         result = suite_sweep.run(suite)
-    _finish(result, out, backend, suite.workload.ranks)
+    _finish(result, place)
 
 
 @main.command()
@@ -128,8 +131,9 @@ def wire(backend: Backend, ranks: Ranks = None, iterations: Iterations = 30, out
     with _refusals():
         found = _sizes(backend, {"ranks": ranks})["ranks"]
         suite = suite_wire.WireSuite(backend=backend, ranks=found, iterations=iterations)
+        place = _place(out, suite_wire.SUITE, backend, found)
         result = suite_wire.run(suite)
-    _finish(result, out, backend, found)
+    _finish(result, place)
 
 
 @main.command()
@@ -173,8 +177,9 @@ def _collective(
             sizes=tuple(sizes or suite_collectives.SIZES[backend]),
             iterations=iterations,
         )
+        place = _place(out, suite.suite, backend, found)
         result = suite_collectives.run(suite)
-    _finish(result, out, backend, found)
+    _finish(result, place)
 
 
 @main.command()
@@ -192,8 +197,9 @@ def beside(
         if backend != "cuda":
             raise ValueError(f"backend: expected cuda, got {backend!r}")
         suite = suite_beside.BesideSuite(workload=Workload(**_sizes(backend, {"ranks": ranks})), iterations=iterations)
+        place = _place(out, suite_beside.SUITE, backend, suite.workload.ranks)
         result = suite_beside.run(suite)
-    _finish(result, out, backend, suite.workload.ranks)
+    _finish(result, place)
 
 
 @main.command()
@@ -217,8 +223,9 @@ def overlap(
             )
         found = _sizes(backend, {"ranks": ranks})["ranks"]
         suite = suite_overlap.OverlapSuite(ranks=found, sizes=tuple(size or suite_overlap.SIZES), iterations=iterations)
+        place = _place(out, suite_overlap.SUITE, backend, found)
         result = suite_overlap.run(suite)
-    _finish(result, out, backend, found)
+    _finish(result, place)
 
 
 @main.command()
@@ -246,8 +253,9 @@ def fsdp2(
             iterations=iterations,
             compiled=compiled,
         )
+        place = _place(out, suite_fsdp2.SUITE, backend, found)
         result = suite_fsdp2.run(suite)
-    _finish(result, out, backend, found)
+    _finish(result, place)
 
 
 @main.command()
@@ -277,8 +285,9 @@ def megatron(
             grouped=not sequential,
             iterations=iterations,
         )
+        place = _place(out, suite_megatron.SUITE, backend, suite.workload.ranks)
         result = suite_megatron.run(suite)
-    _finish(result, out, backend, suite.workload.ranks)
+    _finish(result, place)
 
 
 @main.command()
@@ -288,10 +297,10 @@ def report(
     case: Cases = None,
 ) -> None:
     """Prints results as markdown tables with ratios."""
-    try:
+    with _refusals():
         results = reports.of_cases([reports.load(path) for path in files], tuple(case or ()))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        if plot is not None:
+            _check_writable("plot", plot)
     for result in results:
         typer.echo(reports.markdown(result))
     if plot is not None:
@@ -341,20 +350,40 @@ def _sizes(
     return {name: size for name, size in sizes.items() if size is not None}
 
 
-def _finish(result: dict[str, Any], out: str | None, backend: str, ranks: int) -> None:
-    """Writes the result and prints it."""
+def _place(out: str | None, suite: str, backend: str, ranks: int) -> Path | None:
+    """Where the result goes. ValueError when it cannot be written there: asked before anything is measured."""
     from ep_plugin.bench import provenance
 
-    if out is not None:
-        folder = provenance.hardware_folder(backend, ranks)
-        path = Path(out, folder, f"{result['suite']}.json") if out.endswith("/") else Path(out)
+    if out is None:
+        return None
+    path = Path(out)
+    if out.endswith("/"):
+        path = path / provenance.hardware_folder(backend, ranks) / f"{suite}.json"
+    _check_writable("out", path)
+    return path
+
+
+def _check_writable(option: str, path: Path) -> None:
+    """Makes the folder of `path`. ValueError, naming the option, when no file can be written there."""
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n")
-        typer.echo(f"wrote {path}", err=True)
+    except OSError as error:
+        raise ValueError(f"{option}: expected a folder that can be made for {path}, got: {error}") from error
+    if path.is_dir():
+        raise ValueError(f"{option}: expected a file, or a folder that ends in /, got the folder {path}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option}: expected a place that can be written, got {path}")
+
+
+def _finish(result: dict[str, Any], place: Path | None) -> None:
+    """Prints the result, and writes it."""
     console = _console()
     console.print(reports.rich_table(result))
     for note in reports.notes(result):
         console.print(note, highlight=False)
+    if place is not None:
+        place.write_text(json.dumps(result, indent=2) + "\n")
+        typer.echo(f"wrote {place}", err=True)
 
 
 def _console() -> Console:
