@@ -35,17 +35,19 @@ def resolve(
         raise typer.BadParameter(f"expected a file or folder, got {text}, which is not there", param_hint="--text")
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise typer.BadParameter(f"expected float32, bfloat16 or float16, got {dtype!r}", param_hint="--dtype")
+    if lr is not None and not lr >= 0:
+        raise typer.BadParameter(f"expected at least 0, got {lr:g}", param_hint="--lr")
     defaults = presets[preset]
     return TrainOptions(
         architecture=architecture,
         preset=None if model else preset,
         model=str(model.resolve()) if model else None,
-        layers=layers or (0 if model else defaults.layers),
+        layers=(0 if model else defaults.layers) if layers is None else layers,
         text=str(text.resolve()) if text else None,
-        steps=steps or defaults.steps,
-        seq_len=seq_len or defaults.seq_len,
-        batch=batch or defaults.batch,
-        lr=lr or defaults.lr,
+        steps=defaults.steps if steps is None else steps,
+        seq_len=defaults.seq_len if seq_len is None else seq_len,
+        batch=defaults.batch if batch is None else batch,
+        lr=defaults.lr if lr is None else lr,
         seed=seed,
         dtype=dtype or (defaults.dtype if num_gpus() else "float32"),
         ep_implementation=ep_implementation,

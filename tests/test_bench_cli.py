@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -27,6 +28,24 @@ def a_result(suite: str = "wire", sms: int | None = None) -> dict[str, Any]:
     rows = [row("copy_c64", "wire", Timing(median_us=2.0, p10_us=1.0, p90_us=3.0), 64, sms)]
     about = {"hardware": "2 cores", "versions": {}, "code_hash": "0" * 64, "command": f"ep-bench {suite}"}
     return {"suite": suite, **about, "rows": rows, "sms_are": "of kernels"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("fsdp2 --backend cpu --layers 0", "layers: expected at least 2, got 0"),
+        ("fsdp2 --backend cpu --tokens 0", "tokens: expected at least 2, got 0"),
+        ("wire --backend cuda --ranks 0", "ranks: expected at least 2, got 0"),
+        ("moe --backend cuda --ranks 0", "ranks: expected at least 1, got 0"),
+    ],
+)
+def test_zero_is_no_default(arguments: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    run = invoke(*arguments.split())
+    assert run.exit_code == 2
+    assert says in run.output
 
 
 @pytest.mark.parametrize("case", ["a folder", "a file as a folder", "a file on the way", "a folder by that name"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -57,6 +58,19 @@ def test_bad_options_are_refused_before_anything_starts(arguments: tuple[str, st
     result = _run(*arguments)
     assert result.returncode == 2
     assert message in " ".join(result.stderr.split())
+
+
+def test_a_learning_rate_of_zero_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    import typer
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    resolve = importlib.import_module("_launch").resolve
+    given = {"architecture": "qwen3", "preset": "tiny", "seed": 0, "fsdp2": "stock"}
+    given |= dict.fromkeys(("model", "layers", "text", "steps", "seq_len", "batch", "dtype", "ep_implementation"))
+    assert resolve(**given, lr=None).lr > 0
+    assert resolve(**given, lr=0.0).lr == 0
+    with pytest.raises(typer.BadParameter, match="expected at least 0, got -1"):
+        resolve(**given, lr=-1.0)
 
 
 @pytest.mark.parametrize("where", ["file", "file/below", "folder"], ids=["a-file", "below-a-file", "folder-in-the-way"])

@@ -247,8 +247,8 @@ def fsdp2(
         suite = suite_fsdp2.Fsdp2Suite(
             backend=backend,
             ranks=found,
-            layers=layers or {"cpu": 4, "cuda": 36}[backend],
-            tokens=tokens or {"cpu": 128, "cuda": 4096}[backend],
+            layers={"cpu": 4, "cuda": 36}[backend] if layers is None else layers,
+            tokens={"cpu": 128, "cuda": 4096}[backend] if tokens is None else tokens,
             judged=judged,
             iterations=iterations,
             compiled=compiled,
@@ -346,7 +346,7 @@ def _sizes(
 
         if not torch.cuda.is_available():
             raise ValueError("backend: expected a machine with GPUs for cuda, found none")
-        sizes["ranks"] = sizes["ranks"] or torch.cuda.device_count()
+        sizes["ranks"] = torch.cuda.device_count() if sizes["ranks"] is None else sizes["ranks"]
     return {name: size for name, size in sizes.items() if size is not None}
 
 
