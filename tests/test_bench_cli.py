@@ -1,21 +1,35 @@
-"""The command line of ep-bench around the suites: where results go, before and after anything is measured."""
+"""The command line of ep-bench around the suites: what it asks of them, and where their results go."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import Result
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from ep_plugin.bench import provenance, suite_wire
 from ep_plugin.bench.cli import main
 from ep_plugin.bench.results import row
+from ep_plugin.bench.specs import Sms
+from ep_plugin.bench.suite_beside import BesideSuite
+from ep_plugin.bench.suite_collectives import GATHER, SCATTER, CollectiveSuite
+from ep_plugin.bench.suite_fsdp2 import Fsdp2Suite
+from ep_plugin.bench.suite_megatron import MegatronSuite
+from ep_plugin.bench.suite_moe import MoeSuite
+from ep_plugin.bench.suite_overlap import OverlapSuite
+from ep_plugin.bench.suite_sweep import SweepSuite
 from ep_plugin.bench.timing import Timing
+from ep_plugin.bench.workload import Workload
 
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 WIRE = ["wire", "--backend", "cpu", "--ranks", "2"]
 
 
@@ -46,6 +60,63 @@ def test_zero_is_no_default(arguments: str, says: str, monkeypatch: pytest.Monke
     run = invoke(*arguments.split())
     assert run.exit_code == 2
     assert says in run.output
+
+
+WORKLOAD = Workload(ranks=2, tokens=48, hidden=64, topk=3, experts=8)
+# One of each suite, none of whose values is a default.
+SUITES: dict[str, tuple[type, dict[str, Any]]] = {
+    "moe": (
+        MoeSuite,
+        {"backend": "cpu", "workload": replace(WORKLOAD, skew=1.25), "dtypes": ("bfloat16", "float8"),
+         "layouts": ("flat",), "cases": ("*flat*", "*fp8"), "own_only": True},
+    ),
+    "moe with SMs": (
+        MoeSuite,
+        {"backend": "cuda", "workload": WORKLOAD, "dtypes": ("float16",), "layouts": ("token_major",),
+         "sms": Sms(dispatch=16, add=4)},
+    ),
+    "sweep": (SweepSuite, {"backend": "cpu", "workload": WORKLOAD, "dtype": "bfloat16", "cases": ("*_h*", "*_k2")}),
+    "wire": (suite_wire.WireSuite, {"backend": "cpu", "ranks": 3}),
+    "allgather": (CollectiveSuite, {"backend": "cpu", "what": GATHER, "ranks": 4, "nodes": 2, "sizes": (64, 128)}),
+    "reduce_scatter": (CollectiveSuite, {"backend": "cpu", "what": SCATTER, "ranks": 4, "nodes": 1, "sizes": (64,)}),
+    "beside": (BesideSuite, {"workload": WORKLOAD}),
+    "overlap": (OverlapSuite, {"ranks": 2, "sizes": (64, 128)}),
+    "fsdp2": (Fsdp2Suite, {"backend": "cpu", "ranks": 3, "layers": 5, "tokens": 9, "judged": 2, "compiled": True}),
+    "megatron": (MegatronSuite, {"backend": "cpu", "workload": WORKLOAD, "ffn": 24, "grouped": False}),
+}  # fmt: skip
+NEEDS = {"fsdp2": "transformers", "megatron": "megatron.core"}
+
+
+class _Asked(Exception):
+    """In place of a run, with the suite that was to be run."""
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_the_command_that_a_result_records_asks_for_the_same_suite(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    kind, given = SUITES[name]
+    suite = kind(**given, iterations=7)
+
+    def run(asked: object) -> None:
+        raise _Asked(asked)
+
+    monkeypatch.setattr(sys.modules[type(suite).__module__], "run", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    program, *arguments = shlex.split(suite.command())
+    asked = invoke(*arguments)
+    assert program == "ep-bench"
+    assert isinstance(asked.exception, _Asked), asked.output
+    assert asked.exception.args == (suite,)
+
+
+def test_the_commands_of_committed_results_can_be_typed() -> None:
+    results = [json.loads(path.read_text()) for path in RESULTS.rglob("*.json")]
+    commands = [result["command"] for result in results if "command" in result]  # examples record their options
+    assert commands
+    for command in commands:
+        _, suite, *arguments = shlex.split(command)
+        get_command(main).commands[suite].make_context(suite, arguments)
 
 
 @pytest.mark.parametrize("case", ["a folder", "a file as a folder", "a file on the way", "a folder by that name"])

@@ -186,6 +186,10 @@ def _collective(
 def beside(
     backend: Annotated[str, typer.Option(help="cuda; a CPU has no SMs to share.")] = "cuda",
     ranks: Ranks = None,
+    tokens: Tokens = None,
+    hidden: Hidden = None,
+    topk: Topk = None,
+    experts: Experts = None,
     iterations: Iterations = 30,
     out: Out = None,
 ) -> None:
@@ -193,10 +197,11 @@ def beside(
     from ep_plugin.bench import suite_beside
     from ep_plugin.bench.workload import Workload
 
+    given = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "topk": topk, "experts": experts}
     with _refusals():
         if backend != "cuda":
             raise ValueError(f"backend: expected cuda, got {backend!r}")
-        suite = suite_beside.BesideSuite(workload=Workload(**_sizes(backend, {"ranks": ranks})), iterations=iterations)
+        suite = suite_beside.BesideSuite(workload=Workload(**_sizes(backend, given)), iterations=iterations)
         place = _place(out, suite_beside.SUITE, backend, suite.workload.ranks)
         result = suite_beside.run(suite)
     _finish(result, place)
