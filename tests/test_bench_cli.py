@@ -159,3 +159,29 @@ def test_a_result_is_written_where_folders_are_missing(tmp_path: Path, monkeypat
     (path,) = tmp_path.rglob("*.json")
     assert path == tmp_path / "new" / provenance.hardware_folder("cpu", 2) / "wire.json"
     assert json.loads(path.read_text()) == a_result()
+
+
+def test_a_report_names_what_is_no_result_and_goes_on(tmp_path: Path) -> None:
+    result, other, torn = (tmp_path / name for name in ("wire.json", "demo.json", "torn.json"))
+    result.write_text(json.dumps(a_result()))
+    other.write_text('{"losses": {}, "options": {}}')
+    torn.write_text(json.dumps(a_result() | {"rows": [1]}))
+    run = invoke("report", str(other), str(result), str(torn))
+    assert run.exit_code == 2
+    assert "| copy_c64 | wire |" in run.output
+    assert f"{other}: expected a result that ep-bench wrote, got JSON without code_hash, command," in run.output
+    assert f"{torn}: expected rows of" in run.output
+
+
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (result := tmp_path / "wire.json").write_text(json.dumps(a_result()))
+    for place in (result / "below.png", tmp_path):
+        run = invoke("report", str(result), "--plot", str(place))
+        assert run.exit_code == 2
+        assert "plot: expected a f" in run.output
+
+
+@pytest.mark.parametrize("sms", [None, 16])
+def test_sms_are_explained_where_there_are_any(sms: int | None, tmp_path: Path) -> None:
+    (path := tmp_path / "wire.json").write_text(json.dumps(a_result(sms=sms)))
+    assert ("SMs: of kernels" in invoke("report", str(path)).output) is (sms is not None)

@@ -80,7 +80,7 @@ def moe(
             layouts=tuple(layout or suite_moe.LAYOUTS),
             iterations=iterations,
             cases=tuple(case or ()),
-            sms=_counts(sms, out),
+            sms=_counts(sms, out, backend),
             own_only=own_only,
         )
         place = _place(out, suite_moe.SUITE, backend, suite.workload.ranks)
@@ -116,7 +116,7 @@ def sweep(
             dtype=dtype or _DTYPES[backend][0],
             iterations=iterations,
             cases=tuple(case or ()),
-            sms=_counts(sms, out),
+            sms=_counts(sms, out, backend),
         )
         place = _place(out, suite_sweep.SUITE, backend, suite.workload.ranks)
         result = suite_sweep.run(suite)
@@ -301,17 +301,27 @@ def report(
     plot: Annotated[Path | None, typer.Option(help="Where a PNG with a panel per result goes.")] = None,
     case: Cases = None,
 ) -> None:
-    """Prints results as markdown tables with ratios."""
+    """Prints results as markdown tables with ratios. Exit status 2 when a file was none, which is named."""
+    loaded, refused = [], []
+    for path in files:
+        try:
+            loaded.append(reports.load(path))
+        except ValueError as error:
+            refused.append(str(error))
     with _refusals():
-        results = reports.of_cases([reports.load(path) for path in files], tuple(case or ()))
         if plot is not None:
             _check_writable("plot", plot)
+        results = reports.of_cases(loaded, tuple(case or ())) if loaded else []
     for result in results:
         typer.echo(reports.markdown(result))
-    if plot is not None:
+    if plot is not None and results:
         from ep_plugin.bench import plots
 
         plots.plot(results, plot)
+    for sentence in refused:
+        typer.echo(sentence, err=True)
+    if refused:
+        raise typer.Exit(2)
 
 
 @contextmanager
@@ -328,7 +338,7 @@ def _refusals() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def _counts(sms: str | None, out: str | None) -> Any:
+def _counts(sms: str | None, out: str | None, backend: str) -> Any:
     from ep_plugin.bench.specs import Sms, parse_sms
 
     if sms is None:
@@ -336,6 +346,8 @@ def _counts(sms: str | None, out: str | None) -> Any:
     if out is not None and out.endswith("/"):
         raise ValueError(f"out: expected a file with --sms, since folders are for runs with the defaults, got {out!r}")
     counts = parse_sms(sms)
+    if backend == "cpu":
+        raise ValueError(f"sms: expected none with cpu, whose kernels run on no SMs, got {sms!r}")
     typer.echo(f"SMs in place of the cases' own: {counts}", err=True)
     return counts
 
