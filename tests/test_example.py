@@ -132,6 +132,15 @@ def test_a_plain_accelerate_loop_gathers_and_reduces_through_us() -> None:
     assert counts["reduce_scatters"] == 6 * counts["parameter_groups"]
 
 
+def test_a_plain_accelerate_loop_asks_for_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    monkeypatch.delenv("RANK", raising=False)
+    result = _run("--steps", "1", script=ACCELERATE)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("expected a launcher, such as torchrun ")
+    assert "Traceback" not in result.stderr and not result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
