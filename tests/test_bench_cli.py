@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,23 @@ def test_the_commands_of_committed_results_can_be_typed() -> None:
     for command in commands:
         _, suite, *arguments = shlex.split(command)
         get_command(main).commands[suite].make_context(suite, arguments)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "status", "says"),
+    [
+        ("typer", 2, "ep-bench: expected typer, found none: pip install 'ep_plugin[bench]'\n"),
+        ("rich", 2, "ep-bench: expected rich, found none: pip install 'ep_plugin[bench]'\n"),
+        ("ep_plugin.bench.report", 1, "Traceback"),
+        ("antigravity", 0, ""),
+    ],
+)
+def test_what_is_not_installed_is_named(hidden: str, status: int, says: str) -> None:
+    start = f"import sys; sys.modules[{hidden!r}] = None; sys.argv = ['ep-bench', '--help']"
+    code = f"{start}; from ep_plugin.bench.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == status
+    assert done.stderr.startswith(says) and (status or "Usage: ep-bench" in done.stdout)
 
 
 @pytest.mark.parametrize("case", ["a folder", "a file as a folder", "a file on the way", "a folder by that name"])
