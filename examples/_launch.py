@@ -14,6 +14,8 @@ from pathlib import Path
 import typer
 from _options import PRESETS, TrainOptions
 
+from ep_plugin.bench.provenance import hash_sources
+
 ROUNDS = 2  # each arm of a comparison runs this often, in turn: a slow minute of the machine then hits both
 
 
@@ -75,9 +77,10 @@ def run(options: TrainOptions, name: str, other: TrainOptions | None, launch: in
         _run_under_torchrun(options, name, other is not None, launch, out)
         return
     _make_folder(out)
+    code_hash = hash_sources()
     arms = [options] if other is None else [options, other] * ROUNDS
     results = [_launch_arm(arm, launch or num_gpus() or 4) for arm in arms]
-    _report(results, name, other.arm if other else None, out)
+    _report(results, name, other.arm if other else None, code_hash, out)
 
 
 def _make_folder(out: Path) -> None:
@@ -110,11 +113,12 @@ def _run_under_torchrun(options: TrainOptions, name: str, compare: bool, launch:
     reports = os.environ["RANK"] == "0"
     if reports:
         _make_folder(out)
+        code_hash = hash_sources()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         write_result(options, result)
         if reports:
-            _report([json.loads(result.read_text())], name, None, out)
+            _report([json.loads(result.read_text())], name, None, code_hash, out)
     leave()
 
 
@@ -167,7 +171,7 @@ def _switched_on(names: str | None) -> Iterator[None]:
             os.environ["EP_PLUGIN"] = before
 
 
-def _report(results: list[dict], name: str, compare: str | None, out: Path) -> None:
+def _report(results: list[dict], name: str, compare: str | None, code_hash: str, out: Path) -> None:
     import _report as report
 
-    report.write(report.summarise(results, model=name, reference=compare), out)
+    report.write(report.summarise(results, model=name, reference=compare, code_hash=code_hash), out)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from ep_plugin.bench.provenance import hash_sources
+
 pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
@@ -193,6 +195,7 @@ def test_comparison_writes_metrics_and_picture(tmp_path: Path) -> None:
     result = _run(*SMALL, "--launch", "2", *hooks, "--out", str(tmp_path))
     assert result.returncode == 0, result.stderr
     metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["code_hash"] == hash_sources()
     assert metrics["backend"] == "cpu"
     assert metrics["world_size"] == 2
     assert metrics["steps"] == 4
@@ -219,6 +222,7 @@ def test_trains_a_checkpoint_on_a_text_under_torchrun(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["code_hash"] == hash_sources()
     assert metrics["model"] == model
     assert metrics["world_size"] == 2
     assert metrics["compare"] is None
