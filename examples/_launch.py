@@ -14,6 +14,8 @@ from pathlib import Path
 import typer
 from _options import PRESETS, TrainOptions
 
+from ep_plugin.bench.provenance import hash_sources
+
 ROUNDS = 2  # each arm of a comparison runs this often, in turn: a slow minute of the machine then hits both
 
 
@@ -35,17 +37,19 @@ def resolve(
         raise typer.BadParameter(f"expected a file or folder, got {text}, which is not there", param_hint="--text")
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise typer.BadParameter(f"expected float32, bfloat16 or float16, got {dtype!r}", param_hint="--dtype")
+    if lr is not None and not lr >= 0:
+        raise typer.BadParameter(f"expected at least 0, got {lr:g}", param_hint="--lr")
     defaults = presets[preset]
     return TrainOptions(
         architecture=architecture,
         preset=None if model else preset,
         model=str(model.resolve()) if model else None,
-        layers=layers or (0 if model else defaults.layers),
+        layers=(0 if model else defaults.layers) if layers is None else layers,
         text=str(text.resolve()) if text else None,
-        steps=steps or defaults.steps,
-        seq_len=seq_len or defaults.seq_len,
-        batch=batch or defaults.batch,
-        lr=lr or defaults.lr,
+        steps=defaults.steps if steps is None else steps,
+        seq_len=defaults.seq_len if seq_len is None else seq_len,
+        batch=defaults.batch if batch is None else batch,
+        lr=defaults.lr if lr is None else lr,
         seed=seed,
         dtype=dtype or (defaults.dtype if num_gpus() else "float32"),
         ep_implementation=ep_implementation,
@@ -72,9 +76,24 @@ def run(options: TrainOptions, name: str, other: TrainOptions | None, launch: in
     if "WORLD_SIZE" in os.environ:
         _run_under_torchrun(options, name, other is not None, launch, out)
         return
+    _make_folder(out)
+    code_hash = hash_sources()
     arms = [options] if other is None else [options, other] * ROUNDS
     results = [_launch_arm(arm, launch or num_gpus() or 4) for arm in arms]
-    _report(results, name, other.arm if other else None, out)
+    _report(results, name, other.arm if other else None, code_hash, out)
+
+
+def _make_folder(out: Path) -> None:
+    """Refuse a folder that the report could not be written into, before anything is trained."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"expected a folder, or where one can be made, got {out}: {error}", param_hint="--out"
+        ) from None
+    for path in (out / "metrics.json", out / "loss.png"):
+        if path.is_dir() or not os.access(path if path.exists() else out, os.W_OK):
+            raise typer.BadParameter(f"expected a file that can be written, got {path}", param_hint="--out")
 
 
 def num_gpus() -> int:
@@ -91,11 +110,15 @@ def _run_under_torchrun(options: TrainOptions, name: str, compare: bool, launch:
             "expected to start the ranks itself, got torchrun's environment; start it with plain python",
             param_hint="--compare" if compare else "--launch",
         )
+    reports = os.environ["RANK"] == "0"
+    if reports:
+        _make_folder(out)
+        code_hash = hash_sources()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         write_result(options, result)
-        if os.environ["RANK"] == "0":
-            _report([json.loads(result.read_text())], name, None, out)
+        if reports:
+            _report([json.loads(result.read_text())], name, None, code_hash, out)
     leave()
 
 
@@ -148,7 +171,7 @@ def _switched_on(names: str | None) -> Iterator[None]:
             os.environ["EP_PLUGIN"] = before
 
 
-def _report(results: list[dict], name: str, compare: str | None, out: Path) -> None:
+def _report(results: list[dict], name: str, compare: str | None, code_hash: str, out: Path) -> None:
     import _report as report
 
-    report.write(report.summarise(results, model=name, reference=compare), out)
+    report.write(report.summarise(results, model=name, reference=compare, code_hash=code_hash), out)

@@ -19,11 +19,12 @@ WARMUP = 3  # steps left out of every speed: pools grow and caches fill in them
 _OF_AN_ARM = ("ep_implementation", "fsdp2", "switched_on")  # options in which the arms of a comparison differ
 
 
-def summarise(arms: list[dict], *, model: str, reference: str | None) -> dict:
+def summarise(arms: list[dict], *, model: str, reference: str | None, code_hash: str) -> dict:
     """The metrics of one run from its arms' results, in the order they ran.
 
     Speeds are tokens of all ranks per second at the median step, the first three steps of every arm left out.
-    ``max_rel_diff`` is the largest |a - b| / |b| of the loss over all steps and all pairs of arms.
+    ``max_rel_diff`` is the largest |a - b| / |b| of the loss over all steps and all pairs of arms. ``code_hash``: of
+    ep_plugin before the run, as ep-bench's results have it.
     """
     main = arms[0]
     options = main["options"]
@@ -52,18 +53,18 @@ def summarise(arms: list[dict], *, model: str, reference: str | None) -> dict:
         "losses": {name: runs[0]["losses"] for name, runs in by_name.items()},
         "options": {key: value for key, value in options.items() if key not in _OF_AN_ARM},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "code_hash": code_hash,
     }
 
 
 def write(metrics: dict, out: Path) -> None:
-    """Write ``metrics.json`` and ``loss.png`` into the folder ``out`` and print the table."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    _plot(metrics, out / "loss.png")
+    """Print the table, and write ``metrics.json`` and ``loss.png`` into the folder ``out``."""
     console = Console()
     console.print(_table(metrics))
     if metrics["compare"]:
         console.print("largest relative difference of the loss: {max_rel_diff:.2e}".format(**metrics["compare"]))
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    _plot(metrics, out / "loss.png")
     console.print(f"wrote {out / 'metrics.json'} and {out / 'loss.png'}", soft_wrap=True)
 
 

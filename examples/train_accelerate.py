@@ -8,6 +8,7 @@ is accelerate as it is.
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import torch
@@ -25,6 +26,9 @@ def main(
     stock: Annotated[bool, typer.Option("--stock", help="Leave the collectives to PyTorch.")] = False,
 ) -> None:
     """Train, and print the loss of every fifth step and what ran through ep_plugin."""
+    if "RANK" not in os.environ:
+        typer.echo("expected a launcher, such as torchrun --nproc-per-node 2 or accelerate launch", err=True)
+        raise typer.Exit(2)
     preset, text = PRESETS["qwen3"]["tiny"], read_text(None)
     torch.manual_seed(0)
     config = Qwen3Config(**preset.widths, num_hidden_layers=preset.layers, use_cache=False)

@@ -1,10 +1,40 @@
 #!/usr/bin/env bash
-# On a machine with GPUs: builds, runs the GPU tests (which write tests/gpu/receipt.json), and benches.
-#   scripts/gpu.sh [build] [tests] [sanitize] [stress] [evidence] [bench] [more] [train] [deepseek]
-# Default: build tests bench.
-# What it writes goes to $OUT too when that is set.
+# On a machine with GPUs: builds, runs the GPU tests (which write tests/gpu/receipt.json), and benches. --help says more.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+usage() {
+  cat <<'END'
+scripts/gpu.sh [step]...    default: build tests bench
+
+build     the extension with its CUDA kernels
+tests     the GPU tests, and tests/gpu/receipt.json
+sanitize  a small case under compute-sanitizer
+stress    the tests once under each of three settings
+evidence  all of these tests on one, two and four of four GPUs
+bench     ep-bench moe
+more      ep-bench's other suites but megatron
+train     a Qwen3-MoE of 30B-A3B's widths through both exchanges
+deepseek  DeepSeek-V3 of transformers and of Megatron-core, and ep-bench megatron
+
+PYTHON    the interpreter (.venv/bin/python where there is one)
+OUT       a folder that gets what is written, too
+LAYERS    decoder layers of what trains, in place of 36 (more: fsdp2), 4 (train), 4 and 3 (deepseek)
+STEPS     optimizer steps of train and deepseek, in place of their presets'
+
+benchmarks/results/h200x2 has fsdp2.json of LAYERS=8 and train_deepseek_v3_hf_2_layers.json of LAYERS=2 STEPS=8.
+Repetitions are in a result's `command`.
+END
+}
+
+read -ra steps <<<"${*:-build tests bench}"
+for step in "${steps[@]}"; do
+  case $step in
+    build | tests | sanitize | stress | evidence | bench | more | train | deepseek) ;;
+    -h | --help) usage; exit 0 ;;
+    *) echo "gpu.sh: expected a step, got '$step'" >&2; usage >&2; exit 2 ;;
+  esac
+done
 PYTHON=${PYTHON:-$( [ -x .venv/bin/python ] && echo "$PWD/.venv/bin/python" || echo python3 )}
 GPUS=$(nvidia-smi -L 2>/dev/null | wc -l) || true
 if [ "$GPUS" = 0 ]; then echo "gpu.sh: expected NVIDIA GPUs, found none that nvidia-smi lists" >&2; exit 1; fi
@@ -74,25 +104,31 @@ bench() {
 
 more() {
   local suite
-  for suite in wire sweep allgather reduce-scatter overlap fsdp2; do $PYTHON -m ep_plugin.bench.cli $suite --backend cuda --out benchmarks/results/; done
-  $PYTHON -m ep_plugin.bench.cli beside --out benchmarks/results/
+  for suite in wire sweep allgather reduce-scatter overlap beside "fsdp2 ${LAYERS:+--layers $LAYERS}"; do
+    $PYTHON -m ep_plugin.bench.cli $suite --backend cuda --out benchmarks/results/
+  done
+}
+
+# The name of its result, the script and its options.
+train_one() {
+  local name=$1; shift
+  $PYTHON examples/"$@" --launch "$GPUS" ${STEPS:+--steps "$STEPS"} --out "runs/$name"
+  mkdir -p "$RESULTS" && cp "runs/$name/metrics.json" "$RESULTS/$name.json"
 }
 
 train() {
-  $PYTHON examples/train_qwen3_moe.py --launch "$GPUS" --preset 30b-a3b --layers 4 --dtype bfloat16 \
-    --compare all_to_all --out runs/gpu
-  mkdir -p "$RESULTS" && cp runs/gpu/metrics.json "$RESULTS/train_qwen3_30b_a3b_4_layers.json"
+  train_one "train_qwen3_30b_a3b_${LAYERS:-4}_layers" train_qwen3_moe.py --preset 30b-a3b --layers "${LAYERS:-4}" \
+    --dtype bfloat16 --compare all_to_all
 }
 
 deepseek() {
-  $PYTHON examples/train_deepseek_hf.py --launch "$GPUS" --preset v3 --compare all_to_all --out runs/deepseek_hf
-  $PYTHON examples/train_deepseek_megatron.py --launch "$GPUS" --compare alltoall --out runs/deepseek_megatron
-  mkdir -p "$RESULTS"
-  for name in hf megatron; do cp runs/deepseek_$name/metrics.json "$RESULTS/train_deepseek_v3_$name.json"; done
+  local layers=${LAYERS:+_${LAYERS}_layers}
+  train_one "train_deepseek_v3_hf$layers" train_deepseek_hf.py --preset v3 ${LAYERS:+--layers "$LAYERS"} --compare all_to_all
+  train_one "train_deepseek_v3_megatron$layers" train_deepseek_megatron.py ${LAYERS:+--layers "$LAYERS"} --compare alltoall
   $PYTHON -m ep_plugin.bench.cli megatron --backend cuda --out benchmarks/results/
 }
 
-for step in "${@:-build tests bench}"; do for one in $step; do "$one"; done; done
+for step in "${steps[@]}"; do "$step"; done
 if [ -n "${OUT:-}" ]; then
   cp tests/gpu/receipt.json tests/gpu/trace.json "$OUT/" 2>/dev/null || true
   cp "$RESULTS"/*.json "$OUT/" 2>/dev/null || true

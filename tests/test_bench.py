@@ -100,7 +100,7 @@ def test_report_prints_the_ratios_of_a_run(written: Path, tmp_path: Path) -> Non
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("content", ['{"rows": [{"case": "x"}]}', "[]", "not JSON"])
+@pytest.mark.parametrize("content", ['{"rows": [{"case": "x"}]}', "[]", "not JSON", '{"losses": {}}'])
 def test_report_refuses_other_files(tmp_path: Path, content: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
@@ -141,10 +141,15 @@ def test_a_wrong_result_ends_the_run_without_timings(tmp_path: Path, monkeypatch
         (["moe", "--backend", "cpu", "--case", "gather*"], "case: expected a pattern for dispatch_flat_fp32, "),
         (["moe", "--backend", "cpu", "--sms", "send=4"], "sms: expected dispatch=N, expand=N, combine=N, add=N"),
         (["moe", "--backend", "cpu", "--sms", "add=4", "--out", "x/"], "out: expected a file with --sms"),
+        (["moe", "--backend", "cpu", "--sms", "add=4"], "sms: expected none with cpu, whose kernels run on no SMs"),
         (["moe", "--backend", "cpu", "--skew", "5"], "skew: expected at most 4 with these ranks and experts, got 5"),
         (["moe", "--backend", "cpu", "--skew", "0.5"], "skew: expected at least 1, got 0.5"),
         (["moe", "--backend", "tpu"], "expected one of cpu, cuda, got 'tpu'"),
         (["moe", "--backend", "cpu", "--dtype", "int4"], "dtype: expected one of float32"),
+        (
+            ["sweep", "--backend", "cpu", "--dtype", "float8"],
+            "float32, bfloat16, float16, which can be summed",
+        ),
         (["moe", "--backend", "cpu", "--layout", "ragged"], "layout: expected one of flat, token_major"),
         (["moe", "--backend", "cpu", "--hidden", "6"], "hidden: expected rows of a multiple of 16 bytes, got 24"),
         (["moe", "--backend", "cpu", "--experts", "30"], "experts: expected a multiple of the 4 ranks, got 30"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -11,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from ep_plugin.bench.provenance import hash_sources
 
 pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("typer")
@@ -57,6 +60,29 @@ def test_bad_options_are_refused_before_anything_starts(arguments: tuple[str, st
     result = _run(*arguments)
     assert result.returncode == 2
     assert message in " ".join(result.stderr.split())
+
+
+def test_a_learning_rate_of_zero_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    import typer
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    resolve = importlib.import_module("_launch").resolve
+    given = {"architecture": "qwen3", "preset": "tiny", "seed": 0, "fsdp2": "stock"}
+    given |= dict.fromkeys(("model", "layers", "text", "steps", "seq_len", "batch", "dtype", "ep_implementation"))
+    assert resolve(**given, lr=None).lr > 0
+    assert resolve(**given, lr=0.0).lr == 0
+    with pytest.raises(typer.BadParameter, match="expected at least 0, got -1"):
+        resolve(**given, lr=-1.0)
+
+
+@pytest.mark.parametrize("where", ["file", "file/below", "folder"], ids=["a-file", "below-a-file", "folder-in-the-way"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(where: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder" / "metrics.json").mkdir(parents=True)
+    result = _run(*SMALL, "--launch", "1", "--out", str(tmp_path / where))
+    assert result.returncode == 2
+    said = " ".join(result.stderr.split())
+    assert "--out" in said and "expected a f" in said and "step" not in said
 
 
 @pytest.mark.parametrize(
@@ -106,6 +132,15 @@ def test_a_plain_accelerate_loop_gathers_and_reduces_through_us() -> None:
     counts = {name: int(count) for name, count in re.findall(r"(\w+)=(\d+)", launches)}
     assert counts["all_gathers"] >= 6 * counts["parameter_groups"] > 6
     assert counts["reduce_scatters"] == 6 * counts["parameter_groups"]
+
+
+def test_a_plain_accelerate_loop_asks_for_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    monkeypatch.delenv("RANK", raising=False)
+    result = _run("--steps", "1", script=ACCELERATE)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("expected a launcher, such as torchrun ")
+    assert "Traceback" not in result.stderr and not result.stdout
 
 
 @pytest.mark.parametrize(
@@ -160,6 +195,7 @@ def test_comparison_writes_metrics_and_picture(tmp_path: Path) -> None:
     result = _run(*SMALL, "--launch", "2", *hooks, "--out", str(tmp_path))
     assert result.returncode == 0, result.stderr
     metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["code_hash"] == hash_sources()
     assert metrics["backend"] == "cpu"
     assert metrics["world_size"] == 2
     assert metrics["steps"] == 4
@@ -186,6 +222,7 @@ def test_trains_a_checkpoint_on_a_text_under_torchrun(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["code_hash"] == hash_sources()
     assert metrics["model"] == model
     assert metrics["world_size"] == 2
     assert metrics["compare"] is None

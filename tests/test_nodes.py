@@ -124,9 +124,11 @@ def test_without_iproute2_the_loopback_is_used_and_said(tmp_path: Path) -> None:
         (["--rate", "fast"], "expected a number and kbit, mbit or gbit, such as 1gbit, got 'fast'"),
         (["--nodes", "0"], "--nodes: expected 1 to 64, got 0"),
         (["--ranks", "65"], "--ranks: expected 1 to 64, got 65"),
+        (["--grace", "-1"], "--grace: expected 0 or more seconds, got -1"),
+        (["--grace", "inf"], "--grace: expected 0 or more seconds, got inf"),
         (["--device", "cuda", "--nodes", "64"], "expected one per rank, 128, found"),
     ],
-    ids=["rate-without-namespaces", "rate", "nodes", "ranks", "gpus"],
+    ids=["rate-without-namespaces", "rate", "nodes", "ranks", "grace", "endless-grace", "gpus"],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(options: list[str], message: str) -> None:
     done = launch(*options, run="where")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -124,13 +126,28 @@ def test_wheel_metadata(wheel: tuple[Path, str]) -> None:
     with zipfile.ZipFile(wheel[0]) as archive:
         texts = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if "-info/" in name}
     metadata = Parser().parsestr(texts["METADATA"])
-    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License"] == "Apache-2.0"
     unconditional = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
     assert unconditional == ["torch>=2.11"]
-    assert "ep-bench = ep_plugin.bench.cli:main" in texts["entry_points.txt"]
+    assert "ep-bench = ep_plugin.bench.__main__:main" in texts["entry_points.txt"]
     assert "[torch.backends]\nep_plugin = ep_plugin.autoload:start" in texts["entry_points.txt"]
     assert "Apache License" in texts["LICENSE"]
+
+
+def test_sdist_holds_what_its_pages_point_to(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    unwanted = shutil.ignore_patterns(".*", "*.egg-info", "*.so", "__pycache__", "build", "dist", "runs")
+    shutil.copytree(ROOT, tree, ignore=unwanted)
+    run(sys.executable, "setup.py", "-q", "sdist", cwd=tree)
+    (path,) = (tree / "dist").glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}  # folders too
+    pages = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+    words = {word.rstrip("./") for word in re.findall(r"[\w.-]+/[\w./-]*", pages)}
+    pointed = {word for word in words if (ROOT / word).exists() and not word.startswith(".")}
+    assert {"docs/fsdp2.md", "tests/ranks.py", "scripts/gpu.sh", "benchmarks/results", "requirements"} <= pointed
+    assert (pointed | {"Makefile"}) - names == set()
 
 
 def test_installed_wheel_imports(wheel: tuple[Path, str], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,11 +80,12 @@ def moe(
             layouts=tuple(layout or suite_moe.LAYOUTS),
             iterations=iterations,
             cases=tuple(case or ()),
-            sms=_counts(sms, out),
+            sms=_counts(sms, out, backend),
             own_only=own_only,
         )
+        place = _place(out, suite_moe.SUITE, backend, suite.workload.ranks)
         result = suite_moe.run(suite)
-    _finish(result, out, backend, suite.workload.ranks)
+    _finish(result, place)
 
 
 @main.command()
@@ -114,10 +116,11 @@ def sweep(
             dtype=dtype or _DTYPES[backend][0],
             iterations=iterations,
             cases=tuple(case or ()),
-            sms=_counts(sms, out),
+            sms=_counts(sms, out, backend),
         )
+        place = _place(out, suite_sweep.SUITE, backend, suite.workload.ranks)
         result = suite_sweep.run(suite)
-    _finish(result, out, backend, suite.workload.ranks)
+    _finish(result, place)
 
 
 @main.command()
@@ -128,8 +131,9 @@ def wire(backend: Backend, ranks: Ranks = None, iterations: Iterations = 30, out
     with _refusals():
         found = _sizes(backend, {"ranks": ranks})["ranks"]
         suite = suite_wire.WireSuite(backend=backend, ranks=found, iterations=iterations)
+        place = _place(out, suite_wire.SUITE, backend, found)
         result = suite_wire.run(suite)
-    _finish(result, out, backend, found)
+    _finish(result, place)
 
 
 @main.command()
@@ -173,14 +177,19 @@ def _collective(
             sizes=tuple(sizes or suite_collectives.SIZES[backend]),
             iterations=iterations,
         )
+        place = _place(out, suite.suite, backend, found)
         result = suite_collectives.run(suite)
-    _finish(result, out, backend, found)
+    _finish(result, place)
 
 
 @main.command()
 def beside(
     backend: Annotated[str, typer.Option(help="cuda; a CPU has no SMs to share.")] = "cuda",
     ranks: Ranks = None,
+    tokens: Tokens = None,
+    hidden: Hidden = None,
+    topk: Topk = None,
+    experts: Experts = None,
     iterations: Iterations = 30,
     out: Out = None,
 ) -> None:
@@ -188,12 +197,14 @@ def beside(
     from ep_plugin.bench import suite_beside
     from ep_plugin.bench.workload import Workload
 
+    given = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "topk": topk, "experts": experts}
     with _refusals():
         if backend != "cuda":
             raise ValueError(f"backend: expected cuda, got {backend!r}")
-        suite = suite_beside.BesideSuite(workload=Workload(**_sizes(backend, {"ranks": ranks})), iterations=iterations)
+        suite = suite_beside.BesideSuite(workload=Workload(**_sizes(backend, given)), iterations=iterations)
+        place = _place(out, suite_beside.SUITE, backend, suite.workload.ranks)
         result = suite_beside.run(suite)
-    _finish(result, out, backend, suite.workload.ranks)
+    _finish(result, place)
 
 
 @main.command()
@@ -217,8 +228,9 @@ def overlap(
             )
         found = _sizes(backend, {"ranks": ranks})["ranks"]
         suite = suite_overlap.OverlapSuite(ranks=found, sizes=tuple(size or suite_overlap.SIZES), iterations=iterations)
+        place = _place(out, suite_overlap.SUITE, backend, found)
         result = suite_overlap.run(suite)
-    _finish(result, out, backend, found)
+    _finish(result, place)
 
 
 @main.command()
@@ -240,14 +252,15 @@ def fsdp2(
         suite = suite_fsdp2.Fsdp2Suite(
             backend=backend,
             ranks=found,
-            layers=layers or {"cpu": 4, "cuda": 36}[backend],
-            tokens=tokens or {"cpu": 128, "cuda": 4096}[backend],
+            layers={"cpu": 4, "cuda": 36}[backend] if layers is None else layers,
+            tokens={"cpu": 128, "cuda": 4096}[backend] if tokens is None else tokens,
             judged=judged,
             iterations=iterations,
             compiled=compiled,
         )
+        place = _place(out, suite_fsdp2.SUITE, backend, found)
         result = suite_fsdp2.run(suite)
-    _finish(result, out, backend, found)
+    _finish(result, place)
 
 
 @main.command()
@@ -277,8 +290,9 @@ def megatron(
             grouped=not sequential,
             iterations=iterations,
         )
+        place = _place(out, suite_megatron.SUITE, backend, suite.workload.ranks)
         result = suite_megatron.run(suite)
-    _finish(result, out, backend, suite.workload.ranks)
+    _finish(result, place)
 
 
 @main.command()
@@ -287,17 +301,27 @@ def report(
     plot: Annotated[Path | None, typer.Option(help="Where a PNG with a panel per result goes.")] = None,
     case: Cases = None,
 ) -> None:
-    """Prints results as markdown tables with ratios."""
-    try:
-        results = reports.of_cases([reports.load(path) for path in files], tuple(case or ()))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    """Prints results as markdown tables with ratios. Exit status 2 when a file was none, which is named."""
+    loaded, refused = [], []
+    for path in files:
+        try:
+            loaded.append(reports.load(path))
+        except ValueError as error:
+            refused.append(str(error))
+    with _refusals():
+        if plot is not None:
+            _check_writable("plot", plot)
+        results = reports.of_cases(loaded, tuple(case or ())) if loaded else []
     for result in results:
         typer.echo(reports.markdown(result))
-    if plot is not None:
+    if plot is not None and results:
         from ep_plugin.bench import plots
 
         plots.plot(results, plot)
+    for sentence in refused:
+        typer.echo(sentence, err=True)
+    if refused:
+        raise typer.Exit(2)
 
 
 @contextmanager
@@ -314,7 +338,7 @@ def _refusals() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def _counts(sms: str | None, out: str | None) -> Any:
+def _counts(sms: str | None, out: str | None, backend: str) -> Any:
     from ep_plugin.bench.specs import Sms, parse_sms
 
     if sms is None:
@@ -322,6 +346,8 @@ def _counts(sms: str | None, out: str | None) -> Any:
     if out is not None and out.endswith("/"):
         raise ValueError(f"out: expected a file with --sms, since folders are for runs with the defaults, got {out!r}")
     counts = parse_sms(sms)
+    if backend == "cpu":
+        raise ValueError(f"sms: expected none with cpu, whose kernels run on no SMs, got {sms!r}")
     typer.echo(f"SMs in place of the cases' own: {counts}", err=True)
     return counts
 
@@ -337,24 +363,44 @@ def _sizes(
 
         if not torch.cuda.is_available():
             raise ValueError("backend: expected a machine with GPUs for cuda, found none")
-        sizes["ranks"] = sizes["ranks"] or torch.cuda.device_count()
+        sizes["ranks"] = torch.cuda.device_count() if sizes["ranks"] is None else sizes["ranks"]
     return {name: size for name, size in sizes.items() if size is not None}
 
 
-def _finish(result: dict[str, Any], out: str | None, backend: str, ranks: int) -> None:
-    """Writes the result and prints it."""
+def _place(out: str | None, suite: str, backend: str, ranks: int) -> Path | None:
+    """Where the result goes. ValueError when it cannot be written there: asked before anything is measured."""
     from ep_plugin.bench import provenance
 
-    if out is not None:
-        folder = provenance.hardware_folder(backend, ranks)
-        path = Path(out, folder, f"{result['suite']}.json") if out.endswith("/") else Path(out)
+    if out is None:
+        return None
+    path = Path(out)
+    if out.endswith("/"):
+        path = path / provenance.hardware_folder(backend, ranks) / f"{suite}.json"
+    _check_writable("out", path)
+    return path
+
+
+def _check_writable(option: str, path: Path) -> None:
+    """Makes the folder of `path`. ValueError, naming the option, when no file can be written there."""
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n")
-        typer.echo(f"wrote {path}", err=True)
+    except OSError as error:
+        raise ValueError(f"{option}: expected a folder that can be made for {path}, got: {error}") from error
+    if path.is_dir():
+        raise ValueError(f"{option}: expected a file, or a folder that ends in /, got the folder {path}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option}: expected a place that can be written, got {path}")
+
+
+def _finish(result: dict[str, Any], place: Path | None) -> None:
+    """Prints the result, and writes it."""
     console = _console()
     console.print(reports.rich_table(result))
     for note in reports.notes(result):
         console.print(note, highlight=False)
+    if place is not None:
+        place.write_text(json.dumps(result, indent=2) + "\n")
+        typer.echo(f"wrote {place}", err=True)
 
 
 def _console() -> Console:

@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 OURS, FLOOR = "ep_plugin", "floor"
+_KEYS = {"suite", "hardware", "versions", "code_hash", "command", "rows"}
 _ROW_KEYS = {"case", "impl", "median_us", "p10_us", "p90_us", "bytes_wire", "gb_s", "sms"}
 _Row = dict[str, Any]
 _Column = tuple[str, Callable[[_Row], str]]
@@ -20,11 +21,16 @@ def load(path: Path) -> dict[str, Any]:
     """A result as `ep-bench` wrote it; ValueError when it is something else."""
     try:
         result = json.loads(path.read_text())
-        for row in result["rows"]:
-            if row.keys() != _ROW_KEYS:
-                raise ValueError(f"{path}: expected rows of {sorted(_ROW_KEYS)}, got {sorted(row)}")
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: expected a result that ep-bench wrote, got {error!r}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: expected a result that ep-bench wrote, got no JSON: {error}") from error
+    missing = _KEYS - result.keys() if isinstance(result, dict) else _KEYS
+    if missing:
+        raise ValueError(
+            f"{path}: expected a result that ep-bench wrote, got JSON without {', '.join(sorted(missing))}"
+        )
+    for row in result["rows"]:
+        if not isinstance(row, dict) or row.keys() != _ROW_KEYS:
+            raise ValueError(f"{path}: expected rows of {sorted(_ROW_KEYS)}, got {row!r}")
     return result
 
 
@@ -160,7 +166,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     if "best_sm_copy" in result:
         best = result["best_sm_copy"]
         found.append(f"floor: {best['gb_s']:.1f} GB/s, the best rate of SM stores in this run ({best['case']})")
-    if "sms_are" in result:
+    if "sms_are" in result and any(row["sms"] is not None for row in result["rows"]):
         found.append(f"SMs: {result['sms_are']}")
     if "memory" in result:
         memory = {name: f"{value / 2**20:,.1f} MiB" for name, value in result["memory"].items()}

@@ -18,6 +18,7 @@ from ep_plugin.bench.workload import SHORT_NAMES, Workload, crossing_per_token
 
 SUITE = "moe_sweep"
 HEADLINE = "headline"
+SUMMABLE = tuple(name for name in SHORT_NAMES if name != "float8")
 VALUES = {
     "hidden": (2048, 2880, 4096, 5120, 7168, 8192),
     "topk": (1, 2, 4, 6, 8, 10, 16),
@@ -38,6 +39,8 @@ class SweepSuite:
     sms: Sms = DEFAULT_SMS
 
     def __post_init__(self) -> None:
+        if self.dtype not in SUMMABLE:
+            raise ValueError(f"dtype: expected one of {', '.join(SUMMABLE)}, which can be summed, got {self.dtype!r}")
         if self.workload.ranks < 2:
             raise ValueError(f"ranks: expected at least 2, whose rows cross between them, got {self.workload.ranks}")
         if self.iterations < 1:

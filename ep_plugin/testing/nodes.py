@@ -217,6 +217,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, int | None]:
     for name in ("nodes", "ranks"):
         if not 1 <= getattr(options, name) <= 64:
             parser.error(f"--{name}: expected 1 to 64, got {getattr(options, name)}")
+    if not 0 <= options.grace < float("inf"):
+        parser.error(f"--grace: expected 0 or more seconds, got {options.grace:g}")
     try:
         return options, parse_rate(options.rate) if options.rate else None
     except ValueError as error:

@@ -1,0 +1,205 @@
+"""The command line of ep-bench around the suites: what it asks of them, and where their results go."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from ep_plugin.bench import provenance, suite_wire
+from ep_plugin.bench.cli import main
+from ep_plugin.bench.results import row
+from ep_plugin.bench.specs import Sms
+from ep_plugin.bench.suite_beside import BesideSuite
+from ep_plugin.bench.suite_collectives import GATHER, SCATTER, CollectiveSuite
+from ep_plugin.bench.suite_fsdp2 import Fsdp2Suite
+from ep_plugin.bench.suite_megatron import MegatronSuite
+from ep_plugin.bench.suite_moe import MoeSuite
+from ep_plugin.bench.suite_overlap import OverlapSuite
+from ep_plugin.bench.suite_sweep import SweepSuite
+from ep_plugin.bench.timing import Timing
+from ep_plugin.bench.workload import Workload
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+WIRE = ["wire", "--backend", "cpu", "--ranks", "2"]
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "400"}).invoke(main, list(arguments))
+
+
+def a_result(suite: str = "wire", sms: int | None = None) -> dict[str, Any]:
+    """As a suite returns it, of one row."""
+    rows = [row("copy_c64", "wire", Timing(median_us=2.0, p10_us=1.0, p90_us=3.0), 64, sms)]
+    about = {"hardware": "2 cores", "versions": {}, "code_hash": "0" * 64, "command": f"ep-bench {suite}"}
+    return {"suite": suite, **about, "rows": rows, "sms_are": "of kernels"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("fsdp2 --backend cpu --layers 0", "layers: expected at least 2, got 0"),
+        ("fsdp2 --backend cpu --tokens 0", "tokens: expected at least 2, got 0"),
+        ("wire --backend cuda --ranks 0", "ranks: expected at least 2, got 0"),
+        ("moe --backend cuda --ranks 0", "ranks: expected at least 1, got 0"),
+    ],
+)
+def test_zero_is_no_default(arguments: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    run = invoke(*arguments.split())
+    assert run.exit_code == 2
+    assert says in run.output
+
+
+WORKLOAD = Workload(ranks=2, tokens=48, hidden=64, topk=3, experts=8)
+# One of each suite, none of whose values is a default.
+SUITES: dict[str, tuple[type, dict[str, Any]]] = {
+    "moe": (
+        MoeSuite,
+        {"backend": "cpu", "workload": replace(WORKLOAD, skew=1.25), "dtypes": ("bfloat16", "float8"),
+         "layouts": ("flat",), "cases": ("*flat*", "*fp8"), "own_only": True},
+    ),
+    "moe with SMs": (
+        MoeSuite,
+        {"backend": "cuda", "workload": WORKLOAD, "dtypes": ("float16",), "layouts": ("token_major",),
+         "sms": Sms(dispatch=16, add=4)},
+    ),
+    "sweep": (SweepSuite, {"backend": "cpu", "workload": WORKLOAD, "dtype": "bfloat16", "cases": ("*_h*", "*_k2")}),
+    "wire": (suite_wire.WireSuite, {"backend": "cpu", "ranks": 3}),
+    "allgather": (CollectiveSuite, {"backend": "cpu", "what": GATHER, "ranks": 4, "nodes": 2, "sizes": (64, 128)}),
+    "reduce_scatter": (CollectiveSuite, {"backend": "cpu", "what": SCATTER, "ranks": 4, "nodes": 1, "sizes": (64,)}),
+    "beside": (BesideSuite, {"workload": WORKLOAD}),
+    "overlap": (OverlapSuite, {"ranks": 2, "sizes": (64, 128)}),
+    "fsdp2": (Fsdp2Suite, {"backend": "cpu", "ranks": 3, "layers": 5, "tokens": 9, "judged": 2, "compiled": True}),
+    "megatron": (MegatronSuite, {"backend": "cpu", "workload": WORKLOAD, "ffn": 24, "grouped": False}),
+}  # fmt: skip
+NEEDS = {"fsdp2": "transformers", "megatron": "megatron.core"}
+
+
+class _Asked(Exception):
+    """In place of a run, with the suite that was to be run."""
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_the_command_that_a_result_records_asks_for_the_same_suite(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    kind, given = SUITES[name]
+    suite = kind(**given, iterations=7)
+
+    def run(asked: object) -> None:
+        raise _Asked(asked)
+
+    monkeypatch.setattr(sys.modules[type(suite).__module__], "run", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    program, *arguments = shlex.split(suite.command())
+    asked = invoke(*arguments)
+    assert program == "ep-bench"
+    assert isinstance(asked.exception, _Asked), asked.output
+    assert asked.exception.args == (suite,)
+
+
+def test_the_commands_of_committed_results_can_be_typed() -> None:
+    results = [json.loads(path.read_text()) for path in RESULTS.rglob("*.json")]
+    commands = [result["command"] for result in results if "command" in result]  # examples record their options
+    assert commands
+    for command in commands:
+        _, suite, *arguments = shlex.split(command)
+        get_command(main).commands[suite].make_context(suite, arguments)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "status", "says"),
+    [
+        ("typer", 2, "ep-bench: expected typer, found none: pip install 'ep_plugin[bench]'\n"),
+        ("rich", 2, "ep-bench: expected rich, found none: pip install 'ep_plugin[bench]'\n"),
+        ("ep_plugin.bench.report", 1, "Traceback"),
+        ("antigravity", 0, ""),
+    ],
+)
+def test_what_is_not_installed_is_named(hidden: str, status: int, says: str) -> None:
+    start = f"import sys; sys.modules[{hidden!r}] = None; sys.argv = ['ep-bench', '--help']"
+    code = f"{start}; from ep_plugin.bench.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == status
+    assert done.stderr.startswith(says) and (status or "Usage: ep-bench" in done.stdout)
+
+
+@pytest.mark.parametrize("case", ["a folder", "a file as a folder", "a file on the way", "a folder by that name"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite_wire, "run", lambda suite: pytest.fail("it has run"))
+    (tmp_path / "file").touch()
+    (tmp_path / "results" / provenance.hardware_folder("cpu", 2) / "wire.json").mkdir(parents=True)
+    out = {
+        "a folder": f"{tmp_path}",
+        "a file as a folder": f"{tmp_path}/file/",
+        "a file on the way": f"{tmp_path}/file/below/found.json",
+        "a folder by that name": f"{tmp_path}/results/",
+    }[case]
+    run = invoke(*WIRE, "--out", out)
+    assert run.exit_code == 2, run.output
+    assert "out: expected a f" in run.output and str(tmp_path) in run.output
+
+
+def test_the_table_is_printed_though_the_file_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "found.json"
+
+    def run_and_block(suite: object) -> dict[str, Any]:
+        out.mkdir()
+        return a_result()
+
+    monkeypatch.setattr(suite_wire, "run", run_and_block)
+    run = invoke(*WIRE, "--out", str(out))
+    assert run.exit_code == 1
+    assert "copy_c64" in run.output
+
+
+def test_a_result_is_written_where_folders_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite_wire, "run", lambda suite: a_result())
+    run = invoke(*WIRE, "--out", f"{tmp_path}/new/")
+    assert run.exit_code == 0, run.output
+    (path,) = tmp_path.rglob("*.json")
+    assert path == tmp_path / "new" / provenance.hardware_folder("cpu", 2) / "wire.json"
+    assert json.loads(path.read_text()) == a_result()
+
+
+def test_a_report_names_what_is_no_result_and_goes_on(tmp_path: Path) -> None:
+    result, other, torn = (tmp_path / name for name in ("wire.json", "demo.json", "torn.json"))
+    result.write_text(json.dumps(a_result()))
+    other.write_text('{"losses": {}, "options": {}}')
+    torn.write_text(json.dumps(a_result() | {"rows": [1]}))
+    run = invoke("report", str(other), str(result), str(torn))
+    assert run.exit_code == 2
+    assert "| copy_c64 | wire |" in run.output
+    assert f"{other}: expected a result that ep-bench wrote, got JSON without code_hash, command," in run.output
+    assert f"{torn}: expected rows of" in run.output
+
+
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (result := tmp_path / "wire.json").write_text(json.dumps(a_result()))
+    for place in (result / "below.png", tmp_path):
+        run = invoke("report", str(result), "--plot", str(place))
+        assert run.exit_code == 2
+        assert "plot: expected a f" in run.output
+
+
+@pytest.mark.parametrize("sms", [None, 16])
+def test_sms_are_explained_where_there_are_any(sms: int | None, tmp_path: Path) -> None:
+    (path := tmp_path / "wire.json").write_text(json.dumps(a_result(sms=sms)))
+    assert ("SMs: of kernels" in invoke("report", str(path)).output) is (sms is not None)

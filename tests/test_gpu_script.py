@@ -1,0 +1,94 @@
+"""scripts/gpu.sh without a GPU: which steps it knows, and what it asks programs for, with stand-ins for these."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu.sh"
+# Writes down how it was called, and an example's metrics where it was asked for them.
+PYTHON = """#!/bin/sh
+echo "$@" >> "$CALLS"
+while [ $# -gt 0 ]; do
+  case $1 in --out) case $2 in runs/*) mkdir -p "$2"; echo "{}" > "$2/metrics.json";; esac;; esac
+  shift
+done
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The script alone, and two GPUs that nvidia-smi lists."""
+    (tmp_path / "bin").mkdir()
+    for name, content in (("python", PYTHON), ("nvidia-smi", "#!/bin/sh\necho GPU 0; echo GPU 1\n")):
+        (tmp_path / "bin" / name).write_text(content)
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(SCRIPT, tmp_path / "scripts")
+    return tmp_path
+
+
+def run(tree: Path, *steps: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """What it said, and the calls of Python."""
+    calls = tree / "calls"
+    inherited = {name: value for name, value in os.environ.items() if name not in ("LAYERS", "STEPS", "OUT")}
+    places = {"PATH": f"{tree}/bin:{os.environ['PATH']}", "PYTHON": f"{tree}/bin/python", "CALLS": str(calls)}
+    command = ["bash", str(tree / "scripts" / "gpu.sh"), *steps]
+    done = subprocess.run(command, env=inherited | places | variables, capture_output=True, text=True, timeout=60)
+    return done, calls.read_text().splitlines() if calls.exists() else []
+
+
+def test_usage_names_every_step(tree: Path) -> None:
+    done, calls = run(tree, "--help", PATH="/usr/bin:/bin")
+    assert done.returncode == 0 and not calls
+    (known,) = re.findall(r"^    (build .*)\) ;;$", SCRIPT.read_text(), re.MULTILINE)
+    assert re.findall(r"^([a-z]+)  ", done.stdout, re.MULTILINE) == known.split(" | ")
+
+
+@pytest.mark.parametrize("steps", [("usage",), ("bench", "rm"), ("bench rm",), ("*",)])
+def test_other_words_are_refused_before_any_step(tree: Path, steps: tuple[str, ...]) -> None:
+    done, calls = run(tree, *steps)
+    assert done.returncode == 2 and not calls
+    assert "gpu.sh: expected a step, got '" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("step", "variables", "wanted"),
+    [
+        ("more", {}, "fsdp2 --backend cuda"),
+        ("more", {"LAYERS": "8"}, "fsdp2 --layers 8 --backend cuda"),
+        ("train", {}, "train_qwen3_moe.py --preset 30b-a3b --layers 4 "),
+        ("deepseek", {}, "train_deepseek_hf.py --preset v3 --compare all_to_all --launch 2 --out runs/"),
+        ("deepseek", {"LAYERS": "2", "STEPS": "8"}, "train_deepseek_megatron.py --layers 2 --compare alltoall"),
+    ],
+)
+def test_layers_are_those_of_what_trains(tree: Path, step: str, variables: dict[str, str], wanted: str) -> None:
+    done, calls = run(tree, step, **variables)
+    assert done.returncode == 0, done.stderr
+    assert len([call for call in calls if wanted in call]) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "variables", "names"),
+    [
+        (
+            "deepseek",
+            {"LAYERS": "2", "STEPS": "8"},
+            "deepseek_v3_hf_2_layers deepseek_v3_megatron_2_layers",
+        ),
+        ("deepseek", {}, "deepseek_v3_hf deepseek_v3_megatron"),
+        ("train", {}, "qwen3_30b_a3b_4_layers"),
+    ],
+)
+def test_a_result_is_named_after_its_layers(tree: Path, step: str, variables: dict[str, str], names: str) -> None:
+    done, calls = run(tree, step, **variables)
+    assert done.returncode == 0, done.stderr
+    results = sorted(path.stem for path in (tree / "benchmarks/results/h200x2").glob("*.json"))
+    assert results == [f"train_{name}" for name in names.split()]
+    trained = [call for call in calls if call.startswith("examples/")]
+    assert all(("--steps 8" in call) is ("STEPS" in variables) for call in trained)
