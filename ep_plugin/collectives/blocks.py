@@ -60,7 +60,7 @@ class Block:
 
 
 class Blocks:
-    """The blocks of one communicator, by number; `table` and `sizes` are how kernels know them."""
+    """The blocks of one communicator, by number; `table`, int64 ``[blocks][ranks]``, and `sizes` are for kernels."""
 
     def __init__(self, engine: CollectiveEngine, memory: PeerMemory, posts: ShmMemory, num_buffers: int) -> None:
         """posts: host memory of the same ranks."""
@@ -75,8 +75,9 @@ class Blocks:
         self._rings: tuple[int, ...] = posts.allocate(_C.request_ring_bytes, "requests").ptrs
         self._own = posts.exchange.rank
         self._peers = [ring for index, ring in enumerate(self._rings) if index != self._own]
-        self.table = torch.zeros((_C.max_blocks, _C.max_ranks), dtype=torch.int64)
-        self.sizes = torch.zeros(_C.max_blocks, dtype=torch.int64)
+        # No tensors, which would be where and what the caller's modes say (default device, inference).
+        self.table = (ctypes.c_int64 * (_C.max_blocks * _C.max_ranks))()
+        self.sizes = (ctypes.c_int64 * _C.max_blocks)()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -185,7 +186,7 @@ class Blocks:
         else:
             self._blocks[number] = block
         self._by_address[block.address] = number
-        self.table[number, : len(buffer.ptrs)] = torch.tensor(buffer.ptrs, dtype=torch.int64)
+        self._set_row(number, buffer.ptrs)
         self.sizes[number] = buffer.nbytes
         return number
 
@@ -206,8 +207,12 @@ class Blocks:
         block = self._block(number)
         self._blocks[number] = None
         del self._by_address[block.address]
-        self.table[number] = 0
+        self._set_row(number, (0,) * len(block.buffer.ptrs))
         block.buffer.close()
+
+    def _set_row(self, number: int, addresses: tuple[int, ...]) -> None:
+        first = number * _C.max_ranks
+        self.table[first : first + len(addresses)] = list(addresses)
 
     def _mask(self, holds: Callable[[Block], bool]) -> int:
         return sum(1 << number for number, block in enumerate(self._blocks) if block is not None and holds(block))

@@ -7,10 +7,9 @@ and its abort ends what the others have enqueued.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from typing import TYPE_CHECKING
-
-import torch
 
 from ep_plugin import _C
 from ep_plugin.faults import disagreement
@@ -24,8 +23,8 @@ class Calls:
 
     def __init__(self, engine: CollectiveEngine) -> None:
         self._engine = weakref.proxy(engine)
-        self._rings = torch.tensor(engine.posts.allocate(_C.call_ring_bytes, "calls").ptrs)
-        self._who = (self._rings.data_ptr(), engine.node_size, engine.index)
+        self._rings = (ctypes.c_int64 * engine.node_size)(*engine.posts.allocate(_C.call_ring_bytes, "calls").ptrs)
+        self._who = (ctypes.addressof(self._rings), engine.node_size, engine.index)
         self._number = 0
 
     def compare(self, step: _C.Step, nbytes: int, element: int, place: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -65,8 +66,8 @@ class CpuNode:
             bytes=nbytes,
             block=-1 if place is None else place[0],
             num_blocks=len(blocks),
-            blocks=blocks.table.data_ptr(),
-            block_bytes=blocks.sizes.data_ptr(),
+            blocks=ctypes.addressof(blocks.table),
+            block_bytes=ctypes.addressof(blocks.sizes),
         )
         if place is not None:
             piece.set_offset([place[1] + offset for offset in offsets])

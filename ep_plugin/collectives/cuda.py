@@ -116,7 +116,9 @@ class CudaNode:
         self._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
         self.stream_words = StreamWords(node, engine.device)
         self.number = 0  # of operations by copy engines outside of graphs
-        self.words = torch.zeros(2, dtype=torch.int64, pin_memory=True)  # begun and finished, see PushShardArgs
+        self.words = torch.zeros(
+            2, dtype=torch.int64, device="cpu", pin_memory=True
+        )  # begun and finished, see PushShardArgs
         # Of each: number, block, addresses of what it fills here, and bytes of each.
         self.pending: deque[tuple[int, int, list[int], int]] = deque()
         watchdog.add(self)

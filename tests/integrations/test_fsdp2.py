@@ -274,7 +274,7 @@ def _measure_memory(rank: int, name: str) -> dict[str, int]:
         cases.train(case, model, steps=2)
         peaks[arm] = cases.peak_bytes(functools.partial(cases.train, case, model, steps=2))
     engines = [pair.all_gather._engine for pair in communicators._pairs.values()]
-    mapped = sum(int(engine.blocks.sizes.sum()) for engine in engines)
+    mapped = sum(sum(engine.blocks.sizes) for engine in engines)
     layer = sum(whole.numel() * whole.element_size() for whole in model.blocks[0].parameters())
     return {**peaks, "layer": layer, "mapped": mapped}
 
@@ -308,7 +308,7 @@ def _many_models(rank: int, models: int) -> dict[str, Any]:
         cases.train(case, model, steps=2)
         (pair,) = communicators._pairs.values()
         blocks = [collective._engine.blocks for collective in (pair.all_gather, pair.reduce_scatter)]
-        mapped.append(sum(int(each.sizes.sum()) for each in blocks))
+        mapped.append(sum(sum(each.sizes) for each in blocks))
     if rank == 0:
         assert [each() for each in kept[:-1]] == [None] * (models - 1)
     remembered = len(pair._sizes)
