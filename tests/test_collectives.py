@@ -130,6 +130,26 @@ def test_async_op_returns_a_work_of_torch() -> None:
     values(run_ranks(3, _works, 3))
 
 
+def _lists_of_any_memory(rank: int, size: int) -> None:
+    """Any of a list may be made by `allocate`, each lies in a block of its own, and ranks may differ in which are."""
+    with HierarchicalAllGather() as gather, HierarchicalReduceScatter() as scatter:
+        for count in (5, 300_001):
+            for mapped in ({0}, {rank}, {(rank + 1) % size}, set(range(size)), {1, 2}, set()):
+                making = [gather.allocate if source in mapped else torch.empty for source in range(size)]
+                outs = [make(count, dtype=FP32, device="cpu").fill_(-1) for make in making]
+                gather.all_gather(outs, torch.full((count,), float(rank)))
+                assert [out.unique().tolist() for out in outs] == [[float(source)] for source in range(size)]
+                making = [scatter.allocate if source in mapped else torch.empty for source in range(size)]
+                ins = [make(count, dtype=FP32, device="cpu").fill_(10 * rank + to) for to, make in enumerate(making)]
+                total = torch.empty(count)
+                scatter.reduce_scatter(total, ins)
+                assert total.unique().tolist() == [float(sum(10 * source + rank for source in range(size)))]
+
+
+def test_lists_of_tensors_from_anywhere() -> None:
+    values(run_ranks(3, _lists_of_any_memory, 3))
+
+
 def _one_element(rank: int) -> None:
     """Tensors of one element and of none are contiguous whatever their strides are."""
     gather, scatter = HierarchicalAllGather(), HierarchicalReduceScatter()

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,12 +82,15 @@ class Blocks:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Number of the block that `tensor` lies in and its offset there; None for any other memory."""
-        number = self._by_address.get(tensor.untyped_storage().data_ptr())
+    def place_of(self, parts: Sequence[torch.Tensor]) -> tuple[int, list[int]] | None:
+        """Number of the block that all `parts` lie in, and their offsets there; None unless there is one."""
+        number = self._by_address.get(parts[0].untyped_storage().data_ptr())
         if number is None:
             return None
-        return number, tensor.data_ptr() - self._block(number).address
+        address = self._block(number).address
+        if any(part.untyped_storage().data_ptr() != address for part in parts):
+            return None
+        return number, [part.data_ptr() - address for part in parts]
 
     def address_at(self, rank_index: int, number: int) -> int:
         """Where block `number` of the node's rank of this index is mapped here."""

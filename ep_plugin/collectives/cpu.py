@@ -39,16 +39,15 @@ class CpuNode:
 
     def gather(self, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
         """`shard`, which is this rank's of `outputs`, to every rank."""
-        args = _C.GatherArgs(comm=self._engine.comm, piece=self._piece(len(shard), shard, (0,)), input=shard.data_ptr())
+        args = _C.GatherArgs(comm=self._engine.comm, piece=self._piece([shard]), input=shard.data_ptr())
         args.set_outputs([output.data_ptr() for output in outputs])
         self._engine.kernels.gather(args)
 
     def scatter(self, out: torch.Tensor, shards: list[torch.Tensor], element: int, scale: float) -> None:
         """out = scale * the sum over the ranks of their shards for this one."""
-        first = shards[0]
         args = _C.ScatterArgs(
             comm=self._engine.comm,
-            piece=self._piece(len(out), first, [shard.data_ptr() - first.data_ptr() for shard in shards]),
+            piece=self._piece(shards),
             output=out.data_ptr(),
             scale=scale,
             element=element,
@@ -58,17 +57,17 @@ class CpuNode:
 
     def close(self) -> None: ...
 
-    def _piece(self, nbytes: int, tensor: torch.Tensor, offsets: Sequence[int]) -> Any:
-        """What this rank offers: shards of `nbytes` bytes, `offsets` bytes into `tensor`."""
+    def _piece(self, shards: Sequence[torch.Tensor]) -> Any:
+        """What this rank offers: as it lies if all of it is in one block."""
         blocks = self._engine.blocks
-        place = blocks.place_of(tensor)
+        place = blocks.place_of(shards)
         piece = _C.Piece(
-            bytes=nbytes,
+            bytes=len(shards[0]),
             block=-1 if place is None else place[0],
             num_blocks=len(blocks),
             blocks=ctypes.addressof(blocks.table),
             block_bytes=ctypes.addressof(blocks.sizes),
         )
         if place is not None:
-            piece.set_offset([place[1] + offset for offset in offsets])
+            piece.set_offset(place[1])
         return piece

@@ -116,9 +116,8 @@ class CudaNode:
         self._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
         self.stream_words = StreamWords(node, engine.device)
         self.number = 0  # of operations by copy engines outside of graphs
-        self.words = torch.zeros(
-            2, dtype=torch.int64, device="cpu", pin_memory=True
-        )  # begun and finished, see PushShardArgs
+        # Begun and finished, see PushShardArgs.
+        self.words = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
         # Of each: number, block, addresses of what it fills here, and bytes of each.
         self.pending: deque[tuple[int, int, list[int], int]] = deque()
         watchdog.add(self)
@@ -189,16 +188,16 @@ class CudaNode:
             self._calls.compare(step, nbytes, element, _STAGED if place is None else _C.place_word(*place[:2]))
             return
         blocks = self._engine.blocks
-        for block in {found[0] for part in parts if (found := blocks.place_of(part)) is not None}:
+        for block in {found[0] for part in parts if (found := blocks.place_of([part])) is not None}:
             blocks.keep_if_captured(block)
 
     def _place_of(self, parts: list[torch.Tensor]) -> tuple[int, int, int] | None:
         """The block that all `parts` lie in, the offsets of the first and of this rank's; None for other memory."""
-        places = [self._engine.blocks.place_of(part) for part in parts]
-        first, mine = places[0], places[self._engine.index]
-        if first is None or mine is None or any(place is None or place[0] != first[0] for place in places):
+        found = self._engine.blocks.place_of(parts)
+        if found is None:
             return None
-        return first[0], first[1], mine[1]
+        block, offsets = found
+        return block, offsets[0], offsets[self._engine.index]
 
     def _push(
         self,
