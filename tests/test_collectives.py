@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
+from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.all_gather import RAIL_CHUNK_BYTES
 from tests.collective_cases import (
     BF16,
@@ -217,6 +217,33 @@ def _uneven_lifetimes(rank: int, size: int) -> int:
 def test_an_output_is_reused_only_when_no_rank_holds_it() -> None:
     counts = values(run_ranks(3, _uneven_lifetimes, 3))
     assert len(set(counts)) == 1 and counts[0] <= 8
+
+
+def _many_held(rank: int) -> list[bool]:
+    """More than there are blocks, all but one of which rank 1 drops; then all are dropped, and as many made again."""
+    with HierarchicalAllGather() as gather:
+        mapped: list[bool] = []
+        held: list[tuple[int, torch.Tensor]] = []
+        for call in range(2 * _C.max_blocks):
+            if call == _C.max_blocks + 9:
+                held.clear()
+            out = gather.allocate(200, torch.int32)
+            gather(out, torch.full((100,), 2 * call + rank, dtype=torch.int32))
+            mapped.append(gather.engine_on(torch.device("cpu")).blocks.place_of([out]) is not None)
+            if rank == 0 or call != 3:
+                held.append((call, out))
+            if call in (_C.max_blocks + 8, 2 * _C.max_blocks - 1):
+                for made, kept in held:
+                    assert kept.tolist() == [2 * made] * 100 + [2 * made + 1] * 100
+        del out, kept
+        held.clear()
+        return mapped
+
+
+def test_more_outputs_than_blocks_are_ordinary_memory_on_all_ranks() -> None:
+    first, second = values(run_ranks(2, _many_held))
+    most = _C.max_blocks
+    assert first == second == [True] * most + [False] * 9 + [True] * (most - 9)
 
 
 def _outlives(rank: int) -> None:

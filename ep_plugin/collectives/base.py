@@ -50,8 +50,9 @@ class Collective:
 
         All ranks call it with the same size in bytes. It belongs to whoever holds it; when none of its views is left on
         any rank, a later call may return the same memory, on a stream that follows the one of this call: whoever reads
-        it on another joins the two before dropping it, since `record_stream` does nothing for it. `device`: None is the
-        current CUDA device for a group with a backend of GPUs (NCCL), else the CPU.
+        it on another joins the two before dropping it, since `record_stream` does nothing for it. While 64 such tensors
+        are held, more of them are ordinary ones. `device`: None is the current CUDA device for a group with a backend
+        of GPUs (NCCL), else the CPU.
         """
         shape = (size,) if isinstance(size, int) else tuple(int(extent) for extent in size)
         if any(extent < 0 for extent in shape):
@@ -61,8 +62,10 @@ class Collective:
         if nbytes == 0 or self.group.size() == 1:
             return torch.empty(shape, dtype=dtype, device=device)
         engine = self.engine_on(device)
-        _, owner = engine.run("allocate", lambda _: engine.blocks.allocate(nbytes))
-        return tensor_of(owner, nbytes, device).view(dtype).view(shape)
+        found = engine.run("allocate", lambda _: engine.blocks.allocate(nbytes))
+        if found is None:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return tensor_of(found[1], nbytes, device).view(dtype).view(shape)
 
     @property
     def rail_bytes_sent(self) -> int:

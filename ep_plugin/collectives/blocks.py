@@ -17,7 +17,8 @@ Every rank of a node has each block mapped, so ranks must pick the same one for 
 
 Blocks are made once per size and tensor alive at a time. In the steady state there is no exchange between ranks beyond
 those posts. A block that no call has used for long, or one of several of nearly the size that is needed, is given back
-when another is made.
+when another is made. Numbers are the bits of a post: whoever holds tensors in 64 blocks gets ordinary memory, and since
+they decide by the same posts, all ranks do.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_plugin import _C
-from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError, PeerTimeout
+from ep_plugin.errors import CaptureRefused, DisagreementError, PeerTimeout
 from ep_plugin.faults import DISAGREE_ON
 from ep_plugin.memory.peer import PeerBuffer, PeerMemory
 from ep_plugin.memory.shm import ShmMemory
@@ -96,9 +97,14 @@ class Blocks:
         """Where block `number` of the node's rank of this index is mapped here."""
         return self._block(number).buffer.ptrs[rank_index]
 
-    def allocate(self, nbytes: int) -> tuple[int, Any]:
-        """A block of at least `nbytes` bytes, the same on all ranks: its number, and a buffer of its bytes here."""
+    def allocate(self, nbytes: int) -> tuple[int, Any] | None:
+        """A block of at least `nbytes` bytes, the same on all ranks: its number, and a buffer of its bytes here.
+
+        None, on all ranks, while tensors are held in as many blocks as there are numbers.
+        """
         number = self._choose(nbytes)
+        if number is None:
+            return None
         block = self._block(number)
         block.used, self._last = self._calls, number
         block.stream = self._engine.lanes.follow(block.stream)
@@ -126,7 +132,7 @@ class Blocks:
 
     # -- which block ---------------------------------------------------------------------------------------------
 
-    def _choose(self, nbytes: int) -> int:
+    def _choose(self, nbytes: int) -> int | None:
         """All ranks come to the same number, since they decide by what all of them have read."""
         self._calls += 1
         call = self._calls
@@ -165,8 +171,8 @@ class Blocks:
             offered &= free
         return offered
 
-    def _make(self, nbytes: int, call: int) -> int:
-        """Collective: another block, under the first number that is not in use."""
+    def _make(self, nbytes: int, call: int) -> int | None:
+        """Collective: another block, under the first number that is not in use; None when there is no such number."""
         engine = self._engine
         if engine.lanes.capturing():
             raise CaptureRefused(
@@ -178,10 +184,7 @@ class Blocks:
         free = [number for number, block in enumerate(self._blocks) if block is None]
         number = free[0] if free else len(self._blocks)
         if number >= _C.max_blocks:
-            raise EpPluginError(
-                f"{engine.name}: expected at most {_C.max_blocks} outputs alive at a time, got one more; drop tensors "
-                "that allocate() has returned"
-            )
+            return None
         buffer = self._memory.allocate((nbytes + _GRAIN - 1) // _GRAIN * _GRAIN, "output")
         block = Block(buffer, buffer.ptrs[self._own])
         if number == len(self._blocks):

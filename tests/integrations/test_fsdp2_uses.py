@@ -1,0 +1,183 @@
+"""What scripts do with sharded models beside training them: each with our collectives as with stock, to the bit.
+
+Two ranks: their sums have one order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils import _pytree as pytree
+
+from ep_plugin import _C
+from tests.ranks import run_ranks, values
+
+Gradients = list[torch.Tensor]
+
+
+def _build(enabled: bool, *, layers: int = 3, width: int = 8, wrap: Callable[[torch.Tensor], Any] | None = None) -> Any:
+    """`layers` linear layers, each sharded; `wrap` makes another kind of tensor of their weights."""
+    from ep_plugin.integrations import fsdp2
+
+    torch.manual_seed(width)
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+    for layer in model:
+        if wrap is not None:
+            layer.weight = nn.Parameter(wrap(layer.weight.detach()))
+        fully_shard(layer)
+    fully_shard(model)
+    if enabled:
+        fsdp2.enable(model)
+    return model
+
+
+def _loss(model: Any, seed: int = 0) -> torch.Tensor:
+    rows = torch.randn(4, model[0].in_features, generator=torch.Generator().manual_seed(seed))
+    return model(rows * (torch.distributed.get_rank() + 1)).pow(2).mean()
+
+
+def _taken(model: Any) -> Gradients:
+    """This rank's gradients, which the model then has no more."""
+    gradients = [torch.as_tensor(parameter.grad.to_local()).clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return gradients
+
+
+def _step(model: Any, seed: int = 0) -> Gradients:
+    _loss(model, seed).backward()
+    return _taken(model)
+
+
+def _everything_unsharded_ahead(enabled: bool) -> Gradients:
+    """More layers at once than there are blocks."""
+    model = _build(enabled, layers=_C.max_blocks + 6)
+    first = _step(model)
+    for layer in model:
+        layer.unshard(async_op=True)
+    return first + _step(model)
+
+
+def _inference_first(enabled: bool) -> Gradients:
+    """After a forward that is stock's: FSDP2's own very first must not be in inference mode."""
+    from ep_plugin.integrations import fsdp2
+
+    model = _build(False, layers=4)
+    with torch.no_grad():
+        _loss(model)
+    if enabled:
+        fsdp2.enable(model)
+    with torch.inference_mode():
+        _loss(model)
+    gradients = _step(model)
+    with torch.inference_mode():
+        _loss(model)
+    return gradients + _step(model)
+
+
+class _SentAsFp8(torch.Tensor):
+    """A weight that travels as FP8 bytes and a number, as torchao's FP8 weights do."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=inner.device,
+            requires_grad=inner.requires_grad,
+        )
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(_SentAsFp8, lambda tensor: tensor.inner, (args, kwargs or {}))
+        return pytree.tree_map_only(torch.Tensor, _SentAsFp8, function(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, *_: Any) -> Any:
+        rank = torch.full((1,), float(torch.distributed.get_rank()))
+        return (self.inner.to(torch.float8_e4m3fn).view(torch.uint8), rank), None
+
+    def fsdp_post_all_gather(self, gathered: Any, meta: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        rows, ranks = gathered
+        assert ranks.tolist() == [0.0, 1.0]
+        whole = rows.view(torch.float8_e4m3fn).to(dtype)
+        if out is None:
+            return whole, (rows,)
+        with torch.autograd._unsafe_preserve_version_counter(out), torch.no_grad():
+            out.copy_(whole)
+
+
+def _fp8_weights(enabled: bool) -> Gradients:
+    model = _build(enabled, wrap=_SentAsFp8)
+    return _step(model) + _step(model, 1)
+
+
+def _two_models_in_turns(enabled: bool) -> Gradients:
+    models = [_build(enabled, layers=4, width=width) for width in (8, 12)]
+    gradients = []
+    for seed in range(2):
+        losses = [_loss(model, seed) for model in models]
+        for loss in losses:
+            loss.backward()
+        gradients += [gradient for model in models for gradient in _taken(model)]
+    return gradients
+
+
+def _disabled_with_work_outstanding(enabled: bool) -> Gradients:
+    from ep_plugin.integrations import fsdp2
+
+    model = _build(enabled, layers=4)
+    gradients = _step(model)
+    for layer in model:
+        layer.unshard(async_op=True)
+    fsdp2.disable(model)
+    gradients += _step(model, 1)
+    if enabled:
+        fsdp2.enable(model)
+    loss = _loss(model, 2)
+    fsdp2.disable(model)
+    loss.backward()
+    return gradients + _taken(model)
+
+
+USES: dict[str, Callable[[bool], Gradients]] = {
+    "everything unsharded ahead": _everything_unsharded_ahead,
+    "inference first": _inference_first,
+    "weights that travel as fp8": _fp8_weights,
+    "two models in turns": _two_models_in_turns,
+    "disabled with work outstanding": _disabled_with_work_outstanding,
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> Callable[[], list[dict[str, Any]]]:
+    """Of every rank, by use: whether all gradients are stock's, or what was raised; the ranks run once."""
+    return functools.cache(lambda: values(run_ranks(2, _run_uses, timeout_s=200)))
+
+
+def _run_uses(rank: int) -> dict[str, Any]:
+    return {name: _is_as_stock(use) for name, use in USES.items()}
+
+
+def _is_as_stock(use: Callable[[bool], Gradients]) -> Any:
+    try:
+        return all(torch.equal(ours, stock) for ours, stock in zip(use(True), use(False), strict=True))
+    except Exception as error:
+        return repr(error)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_as_with_stock(results, name: str) -> None:
+    for rank in results():
+        assert rank[name] is True
