@@ -69,7 +69,8 @@ class BaseEngine(ABC):
         self._to_close = False
         self._resources = contextlib.ExitStack()
         try:
-            self._construct(*given)
+            with torch.inference_mode(False):  # what is made now may be written outside of the caller's mode
+                self._construct(*given)
         except BaseException as error:
             self.exchange.abort(f"{type(error).__name__}: {error}")
             self._resources.close()

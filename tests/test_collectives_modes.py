@@ -43,3 +43,20 @@ def _another_default_device(rank: int) -> None:
 
 def test_torchs_default_device_is_nothing_to_us() -> None:
     values(run_ranks(2, _another_default_device))
+
+
+def _first_used_in_inference_mode(rank: int) -> None:
+    with torch.inference_mode():
+        gather, scatter = _both(rank, 5, allocated=True)
+    engine = gather.engine_on(CPU)
+    engine.state.fill_(0)  # as the watchdog does, in a thread of its own
+    for count in (5, 70_000):  # the second makes blocks, which are entered into what the first call has made
+        _gather_and_sum(rank, count, gather, scatter, allocated=True)
+    with torch.inference_mode():
+        _gather_and_sum(rank, 300_000, gather, scatter, allocated=True)
+    gather.close()
+    scatter.close()
+
+
+def test_first_used_in_inference_mode() -> None:
+    values(run_ranks(2, _first_used_in_inference_mode))
