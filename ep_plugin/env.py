@@ -5,7 +5,7 @@ Variables of ep_plugin (all optional):
 =============================  ==================================================================================
 EP_PLUGIN                      names of integrations, separated by commas, to switch on when torch is imported
 EP_PLUGIN_TRANSPORT            ``auto`` (default), ``shm`` or ``nvlink``: where peer-mapped memory comes from
-EP_PLUGIN_RANKS_PER_NODE       consecutive ranks that form a node, in place of what the hosts report
+EP_PLUGIN_RANKS_PER_NODE       splits hosts: so many consecutive ranks of the job are a node, in all groups
 EP_PLUGIN_HOST                 this process's host by another name: one machine is then as many as it has names
 EP_PLUGIN_CHECK_IDS            ``1``: validate expert ids on GPUs too; costs a synchronisation per dispatch
 EP_PLUGIN_PLAIN_KERNELS        ``1``: load/store kernels in place of the ones with bulk copies

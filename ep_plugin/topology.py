@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ep_plugin import env
 from ep_plugin.errors import DisagreementError, NotSupported
+from ep_plugin.settings import Launcher
 
 if TYPE_CHECKING:
     import torch
@@ -28,11 +29,12 @@ if TYPE_CHECKING:
 class RankReport:
     """What one rank says about where it runs.
 
-    rank: its place in the group. host: a name that only processes of one running machine share.
-    local_rank, local_world_size: what the launcher said, None where it said nothing.
+    rank: its place in the group. host: a name that only processes of one running machine share, and of one part of it
+    where the user says how many consecutive ranks of the whole job a node has.
+    local_rank, local_world_size: what the launcher said, None where it said nothing or the user says more.
     device: the device as this process numbers it, "cpu" or "cuda:1". device_id: the GPU's identity on its host, empty
     for a CPU. unreachable: identities of the GPUs that this rank's GPU is known not to reach as a peer.
-    ranks_per_node: the user's override, None when there is none.
+    ranks_per_node: what the user says, None for nothing.
     """
 
     rank: int
@@ -90,14 +92,14 @@ class NodeMap:
 def build_node_map(reports: Sequence[RankReport]) -> NodeMap:
     """The node map of a group from the reports of all its ranks, in rank order.
 
-    Ranks of one host form a node, unless the launcher says that it started several whole nodes on that host, or the
-    reports carry an override. Raises NotSupported, naming the nodes, when they hold different numbers of ranks,
-    ValueError for an override that does not fit the group, and DisagreementError when ranks override differently.
+    Ranks of one host form a node, unless the launcher says that it started several whole nodes on that host. Raises
+    NotSupported, naming the nodes, when they hold different numbers of ranks, and DisagreementError when ranks do not
+    say the same of their number.
     """
     if [report.rank for report in reports] != list(range(len(reports))) or not reports:
         raise ValueError(f"reports: expected one of each rank, in order, got {[report.rank for report in reports]}")
-    override = _agreed_override(reports)
-    nodes = _nodes_by_launch(reports) if override is None else _nodes_by_override(reports, override)
+    _check_override(reports)
+    nodes = _nodes_by_launch(reports)
     if len({len(ranks) for ranks in nodes}) > 1:
         listing = ", ".join(
             f"node {node} ({reports[ranks[0]].host}) has {len(ranks)}" for node, ranks in enumerate(nodes)
@@ -131,17 +133,22 @@ def discover(exchange: Exchange, device: torch.device) -> tuple[NodeMap, list[Ra
 
 def report_of(rank: int, device: torch.device) -> RankReport:
     """This process's own report, for the group's rank ``rank`` that works on ``device``."""
-    launcher = env.launcher()
+    from torch.distributed import get_rank
+
+    settings, launcher = env.settings(), env.launcher()
+    host, per_node = host_identity(settings.host), settings.ranks_per_node
+    if per_node is not None:  # by the rank in the job, so that all of its groups see the same nodes
+        host, launcher = f"{host}, node {get_rank() // per_node} of {per_node} ranks", Launcher()
     device_id, unreachable = _gpu_identity(device) if device.type == "cuda" else ("", ())
     return RankReport(
         rank=rank,
-        host=host_identity(env.settings().host),
+        host=host,
         local_rank=launcher.local_rank,
         local_world_size=launcher.local_world_size,
         device=str(device),
         device_id=device_id,
         unreachable=unreachable,
-        ranks_per_node=env.settings().ranks_per_node,
+        ranks_per_node=per_node,
     )
 
 
@@ -165,7 +172,7 @@ def machine_identity() -> str:
     return socket.gethostname()
 
 
-def _agreed_override(reports: Sequence[RankReport]) -> int | None:
+def _check_override(reports: Sequence[RankReport]) -> None:
     override = reports[0].ranks_per_node
     for report in reports:
         if report.ranks_per_node != override:
@@ -173,25 +180,6 @@ def _agreed_override(reports: Sequence[RankReport]) -> int | None:
                 f"ranks disagree on EP_PLUGIN_RANKS_PER_NODE: {override} on rank 0, {report.ranks_per_node} on rank "
                 f"{report.rank}"
             )
-    return override
-
-
-def _nodes_by_override(reports: Sequence[RankReport], ranks_per_node: int) -> list[list[int]]:
-    """Consecutive ranks, as many as the override says. It may split a host, but not join two."""
-    size = len(reports)
-    if size % ranks_per_node:
-        raise ValueError(
-            f"EP_PLUGIN_RANKS_PER_NODE: expected a divisor of the group's {size} ranks, got {ranks_per_node}"
-        )
-    nodes = [list(range(first, first + ranks_per_node)) for first in range(0, size, ranks_per_node)]
-    for ranks in nodes:
-        for rank in ranks:
-            if reports[rank].host != reports[ranks[0]].host:
-                raise ValueError(
-                    f"EP_PLUGIN_RANKS_PER_NODE: expected nodes within one host, got {ranks_per_node}, which joins rank "
-                    f"{ranks[0]} ({reports[ranks[0]].host}) and rank {rank} ({reports[rank].host})"
-                )
-    return nodes
 
 
 def _nodes_by_launch(reports: Sequence[RankReport]) -> list[list[int]]:

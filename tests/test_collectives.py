@@ -111,6 +111,25 @@ def test_rails_carry_each_shard_once_per_other_node(size: int, per_node: int | N
     assert sent == [(expected, expected)] * size
 
 
+def _parts_of_nodes(rank: int) -> list[int]:
+    """As hybrid sharding has them: groups inside the nodes, and groups across them."""
+    groups = [dist.new_group(members) for members in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    sent = []
+    for group in groups:
+        members = dist.get_process_group_ranks(group)
+        if rank in members:
+            with HierarchicalAllGather(group) as gather:
+                out = torch.empty(20)
+                gather(out, torch.full((10,), float(rank)))
+                assert out.tolist() == [float(member) for member in members for _ in range(10)]
+                sent.append(gather.rail_bytes_sent)
+    return sent
+
+
+def test_groups_across_nodes_are_seen_as_such() -> None:
+    assert values(run_ranks(4, _parts_of_nodes, env=_env(2))) == [[0, 40]] * 4
+
+
 def _works(rank: int, size: int) -> None:
     with HierarchicalAllGather() as gather, HierarchicalReduceScatter() as scatter:
         out, total = torch.empty(size * 7), torch.empty(7)

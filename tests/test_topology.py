@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ep_plugin import env
 from ep_plugin.errors import DisagreementError, NotSupported
@@ -71,30 +72,6 @@ def test_uneven_nodes_are_refused_by_name_and_count():
     reports = cluster(["a"] * 8 + ["b"] * 8 + ["c"] * 7)
     with pytest.raises(NotSupported, match=r"node 0 \(a\) has 8, node 1 \(b\) has 8, node 2 \(c\) has 7"):
         build_node_map(reports)
-
-
-@pytest.mark.parametrize("ranks_per_node, nodes", [(1, 8), (2, 4), (4, 2), (8, 1)])
-def test_override_splits_one_host(ranks_per_node, nodes):
-    reports = cluster(["a"] * 8, ranks_per_node=ranks_per_node)
-    node_map = build_node_map(reports)
-    check_consistent(node_map, reports)
-    assert (node_map.num_nodes, node_map.ranks_per_node) == (nodes, ranks_per_node)
-    assert node_map.node_ranks(nodes - 1) == tuple(range(8 - ranks_per_node, 8))
-
-
-def test_override_that_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="EP_PLUGIN_RANKS_PER_NODE: expected a divisor of the group's 6 ranks, got 4"):
-        build_node_map(cluster(["a"] * 6, ranks_per_node=4))
-
-
-def test_override_cannot_join_hosts():
-    with pytest.raises(ValueError, match=r"got 4, which joins rank 0 \(a\) and rank 2 \(b\)"):
-        build_node_map(cluster(["a", "a", "b", "b"], ranks_per_node=4))
-
-
-def test_override_makes_uneven_hosts_even():
-    reports = cluster(["a"] * 4 + ["b"] * 2, ranks_per_node=2)
-    assert build_node_map(reports).nodes == ((0, 1), (2, 3), (4, 5))
 
 
 def test_override_must_be_the_same_everywhere():
@@ -176,6 +153,28 @@ def _discover(rank: int, size: int) -> None:
     env.os.environ["EP_PLUGIN_RANKS_PER_NODE"] = "2"
     node_map, _ = discover(exchange, torch.device("cpu"))
     assert node_map.nodes == ((0, 1), (2, 3)) and node_map.spans_nodes
+
+    # The same nodes in every group, whichever ranks it has, and whatever the launcher says.
+    env.os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    for members, nodes in ([0, 2], ((0,), (1,))), ([2, 3], ((0, 1),)), ([3, 0, 2, 1], ((0, 2), (1, 3))):
+        group = dist.new_group(members, sort_ranks=False)
+        if rank in members:
+            assert discover(Exchange(group), torch.device("cpu"))[0].nodes == nodes
+    uneven = dist.new_group([0, 1, 2])
+    if rank < 3:
+        with pytest.raises(
+            NotSupported, match="node 0 .* node 0 of 2 ranks.* has 2, node 1 .* node 1 of 2 ranks.* has 1"
+        ):
+            discover(Exchange(uneven), torch.device("cpu"))
+
+    env.os.environ["EP_PLUGIN_RANKS_PER_NODE"] = "1" if rank else "2"
+    with pytest.raises(DisagreementError, match="EP_PLUGIN_RANKS_PER_NODE: 2 on rank 0, 1 on rank 1"):
+        discover(exchange, torch.device("cpu"))
+
+    env.os.environ.update(EP_PLUGIN_RANKS_PER_NODE="4", EP_PLUGIN_HOST=f"half{rank // 2}")
+    node_map, _ = discover(exchange, torch.device("cpu"))
+    assert node_map.nodes == ((0, 1), (2, 3)), "it splits hosts, and joins none"
+    del env.os.environ["EP_PLUGIN_HOST"]
 
     del env.os.environ["EP_PLUGIN_RANKS_PER_NODE"]
     env.os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
