@@ -67,6 +67,10 @@ class Collective:
             return torch.empty(shape, dtype=dtype, device=device)
         return tensor_of(found[1], nbytes, device).view(dtype).view(shape)
 
+    def maps(self, tensor: torch.Tensor) -> bool:
+        """Whether peers have mapped what `tensor` lies in, as they have most of what `allocate` returns."""
+        return self._engine is not None and self._engine.blocks.place_of([tensor]) is not None
+
     @property
     def rail_bytes_sent(self) -> int:
         """Bytes that this rank has sent to other nodes, over all operations so far."""

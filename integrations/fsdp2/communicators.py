@@ -34,17 +34,17 @@ class Pair:
         self._sizes: _Sizes = weakref.WeakKeyDictionary()
         self._input_sizes: _Sizes = weakref.WeakKeyDictionary()
 
-    def allocate(self, user: User, model: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """``[numel]``, uninitialised, for ``user``'s next gather: memory that peers map, if others gather as much.
+    def allocate(self, user: User, model: Any, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """``[numel]``, uninitialised, for ``user``'s next gather, which peers map; None unless others gather as much.
 
         Such memory is kept from step to step. Two layers' worth, which layers of one size use in turn, is what stock
-        FSDP2 needs at its peak; what only one module needs, such as a large embedding, would add to that peak, so it is
-        ordinary memory, and the gather copies. ``model``: any object that the parameter groups of one model share, and
-        that lives as long as they do.
+        FSDP2 needs at its peak; what only one module needs, such as a large embedding, would add to that peak: any
+        other memory serves it, and costs a copy. ``model``: any object that the parameter groups of one model share,
+        and that lives as long as they do.
         """
         return self._allocate(self.all_gather, self._sizes, user, model, numel, dtype)
 
-    def allocate_input(self, user: User, model: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate_input(self, user: User, model: Any, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """The same for the input of ``user``'s next reduction, which lives until the next layer's is reduced."""
         return self._allocate(self.reduce_scatter, self._input_sizes, user, model, numel, dtype)
 
@@ -56,12 +56,12 @@ class Pair:
         model: Any,
         numel: int,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         nbytes, sizes = numel * dtype.itemsize, all_sizes.setdefault(model, {})
         sizes[user] = nbytes
         if any(other is not user and nbytes <= 2 * size and size <= 2 * nbytes for other, size in sizes.items()):
             return collective.allocate(numel, dtype=dtype, device=self.device)
-        return torch.empty(numel, dtype=dtype, device=self.device)
+        return None
 
     def forget(self, user: User) -> None:
         for sizes in (*self._sizes.values(), *self._input_sizes.values()):

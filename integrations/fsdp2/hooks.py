@@ -34,9 +34,10 @@ def enable(model: torch.nn.Module, *, all_gather: bool = True, reduce_scatter: b
     """Serves the collectives of every FSDP2 module in ``model`` from now on; returns the number of parameter groups.
 
     Call it on every rank, between steps, after ``fully_shard`` (after ``accelerator.prepare()``). What is not asked for
-    is PyTorch's own. A gather moves bytes and changes no bit of any result; a reduction adds in float32 and in a fixed
-    order, which differs from other libraries' in the last bits. The collectives are made, with the ranks of each group,
-    by the first forward; those of one set of ranks are shared by all models, and are open until ``disable``.
+    is PyTorch's own, and so is what it does better (`ep_plugin.integrations.fsdp2` says which). A gather moves bytes
+    and changes no bit of any result; a reduction adds in float32 and in a fixed order, which differs from other
+    libraries' in the last bits. The collectives are made, with the ranks of each group, by the first forward; those of
+    one set of ranks are shared by all models, and are open until ``disable``.
 
     Raises ValueError for a model without FSDP2 modules, NotSupported for a PyTorch whose FSDP2 has no place for them.
     """

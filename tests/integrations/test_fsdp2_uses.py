@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils import _pytree as pytree
 
 from ep_plugin import _C
+from tests.integrations import fsdp2_cases as cases
 from tests.ranks import run_ranks, values
 
 Gradients = list[torch.Tensor]
@@ -181,3 +182,29 @@ def _is_as_stock(use: Callable[[bool], Gradients]) -> Any:
 def test_as_with_stock(results, name: str) -> None:
     for rank in results():
         assert rank[name] is True
+
+
+def _large_root(rank: int) -> dict[str, Any]:
+    """With the limit of GPUs' lowered to below the root's size, for CPUs."""
+    from ep_plugin.integrations import fsdp2
+    from ep_plugin.integrations.fsdp2 import adapters
+
+    adapters.STOCK_FROM_BYTES = {"cpu": 100_000}
+    case = cases.Case(vocabulary=2000)
+    stock = cases.train(case, cases.build(case))
+    model = cases.build(case)
+    fsdp2.enable(model)
+    with cases.counting_stock_calls() as left:
+        ours = cases.train(case, model)
+    return {**cases.difference(ours, stock), "ran": cases.as_dict(fsdp2.launches(model)), "left": cases.as_dict(left)}
+
+
+def test_large_groups_that_peers_do_not_map_are_left_to_stock() -> None:
+    for rank in values(run_ranks(2, _large_root)):
+        assert rank["losses"] == rank["parameters"] == 0.0
+        assert rank["left"] == {"all_gathers": cases.STEPS, "reduce_scatters": cases.STEPS}
+        assert rank["ran"] == {
+            "parameter_groups": cases.LAYERS + 1,
+            "all_gathers": 2 * cases.LAYERS * cases.STEPS,
+            "reduce_scatters": cases.LAYERS * cases.STEPS,
+        }
