@@ -37,10 +37,10 @@ class Pair:
     def allocate(self, user: User, model: Any, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """``[numel]``, uninitialised, for ``user``'s next gather, which peers map; None unless others gather as much.
 
-        Such memory is kept from step to step. Two layers' worth, which layers of one size use in turn, is what stock
-        FSDP2 needs at its peak; what only one module needs, such as a large embedding, would add to that peak: any
-        other memory serves it, and costs a copy. ``model``: any object that the parameter groups of one model share,
-        and that lives as long as they do.
+        Such memory is kept from step to step, two layers' worth, which layers of one size use in turn. Kept for what
+        only one module needs, such as a large embedding, it would add to stock's peak as much again: any other memory
+        serves that, and costs a copy. ``model``: any object that the parameter groups of one model share, and that
+        lives as long as they do.
         """
         return self._allocate(self.all_gather, self._sizes, user, model, numel, dtype)
 

@@ -250,14 +250,14 @@ def _switched_on(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["plain", "kept after forward", "checkpointed", "mixed precision", "large embedding"])
-def test_memory_is_at_most_a_layer_above_stock(name: str) -> None:
-    """With activations that outweigh a layer, as in training. Where FSDP2 keeps what it gathered it is two layers: it
-    then gathers nothing in backward, where its peak is.
+def test_memory_is_at_most_four_buffers_above_stock(name: str) -> None:
+    """Two of what a layer gathers and two of what it reduces, also beside a larger module. Stock holds up to three of
+    these itself at its peak; how many, and so what is left, changes from run to run.
     """
-    layers = 2 if name == "kept after forward" else 1
     for rank in values(run_ranks(2, _measure_memory, name)):
-        assert rank["mapped"] > 0
-        assert rank["ours"] + rank["mapped"] <= rank["stock"] + layers * (rank["layer"] + 4096), rank
+        assert rank["gathered"] > 0 and rank["reduced"] > 0
+        buffers = 2 * (rank["layer"] + rank["layer"] // (2 if name == "mixed precision" else 1)) + 4 * 4096
+        assert rank["ours"] + rank["gathered"] + rank["reduced"] <= rank["stock"] + buffers, rank
 
 
 def _measure_memory(rank: int, name: str) -> dict[str, int]:
@@ -273,10 +273,10 @@ def _measure_memory(rank: int, name: str) -> dict[str, int]:
             fsdp2.enable(model)
         cases.train(case, model, steps=2)
         peaks[arm] = cases.peak_bytes(functools.partial(cases.train, case, model, steps=2))
-    engines = [pair.all_gather._engine for pair in communicators._pairs.values()]
-    mapped = sum(sum(engine.blocks.sizes) for engine in engines)
+    (pair,) = communicators._pairs.values()
     layer = sum(whole.numel() * whole.element_size() for whole in model.blocks[0].parameters())
-    return {**peaks, "layer": layer, "mapped": mapped}
+    gathered, reduced = (sum(each._engine.blocks.sizes) for each in (pair.all_gather, pair.reduce_scatter))
+    return {**peaks, "layer": layer, "gathered": gathered, "reduced": reduced}
 
 
 def test_what_is_remembered_of_a_model_goes_with_it() -> None:
