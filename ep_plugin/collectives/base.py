@@ -19,6 +19,7 @@ from ep_plugin.errors import CommunicatorClosed
 from ep_plugin.memory.exchange import checked_group
 
 C = TypeVar("C", bound="Collective")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 PATHS = ("auto", "copy_engine", "sm")
 
 
@@ -139,7 +140,14 @@ class Collective:
 
 
 def as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as uint8 ``[bytes]`` in the same memory; ValueError unless it is contiguous."""
+    """`tensor` as uint8 ``[bytes]`` in the same memory; ValueError unless it is contiguous, and all there."""
+    if type(tensor) not in _PLAIN and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ValueError(f"{name}: expected a tensor with memory of its own, got {type(tensor).__name__}")
+    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        raise ValueError(
+            f"{name}: expected a tensor that is in memory as it is, got one whose conjugation, sign or zeros are "
+            "pending; pass its resolve_conj(), resolve_neg() or clone()"
+        )
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
     if tensor.requires_grad or tensor.dim() != 1 or tensor.stride(0) != 1:  # of one element it may be anything
@@ -148,9 +156,10 @@ def as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_alike(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor) -> None:
-    """ValueError unless both have one dtype and one device."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    """ValueError unless both are tensors of one dtype and one device."""
+    for named, value in ((name, tensor), (other, like)):
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{named}: expected a tensor, got {type(value).__name__}")
     if tensor.dtype != like.dtype:
         raise ValueError(f"{name}: expected dtype {like.dtype} as of {other}, got {tensor.dtype}")
     if tensor.device != like.device:

@@ -61,7 +61,7 @@ class Block:
 
 
 class Blocks:
-    """The blocks of one communicator, by number; `table`, int64 ``[blocks][ranks]``, and `sizes` are for kernels."""
+    """The blocks of one communicator, by number; kernels have their table, int64 ``[blocks][ranks]``, and sizes."""
 
     def __init__(self, engine: CollectiveEngine, memory: PeerMemory, posts: ShmMemory, num_buffers: int) -> None:
         """posts: host memory of the same ranks."""
@@ -79,6 +79,7 @@ class Blocks:
         # No tensors, which would be where and what the caller's modes say (default device, inference).
         self.table = (ctypes.c_int64 * (_C.max_blocks * _C.max_ranks))()
         self.sizes = (ctypes.c_int64 * _C.max_blocks)()
+        self.addresses = ctypes.addressof(self.table), ctypes.addressof(self.sizes)
 
     def __len__(self) -> int:
         return len(self._blocks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -61,12 +60,13 @@ class CpuNode:
         """What this rank offers: as it lies if all of it is in one block."""
         blocks = self._engine.blocks
         place = blocks.place_of(shards)
+        table, sizes = blocks.addresses
         piece = _C.Piece(
             bytes=len(shards[0]),
             block=-1 if place is None else place[0],
             num_blocks=len(blocks),
-            blocks=ctypes.addressof(blocks.table),
-            block_bytes=ctypes.addressof(blocks.sizes),
+            blocks=table,
+            block_bytes=sizes,
         )
         if place is not None:
             piece.set_offset(place[1])
