@@ -237,6 +237,8 @@ def _closed_as_on_gpus(rank: int, name: str) -> None:
         for _ in range(2):
             with pytest.raises(error, match=said):
                 work.wait()
+            with pytest.raises(error, match=said):
+                work.get_future()
         assert stream.waited_for == ["event"]
     with pytest.raises(CommunicatorClosed):
         gather.check()

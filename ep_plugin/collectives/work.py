@@ -45,6 +45,7 @@ class CollectiveWork(Work):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        self.wait()  # what it is made on goes on after the operation
         devices: list[int | str | torch.device] = [self._outputs[0].device] if self._event is not None else []
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         future.set_result(self._outputs)
