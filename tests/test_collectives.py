@@ -180,6 +180,7 @@ def _one_element(rank: int) -> None:
     scatter(total[::4], torch.ones(2))
     assert total.tolist() == [2.0, 0.0, 0.0, 0.0]
     gather(torch.empty(0), spaced[4::4])
+    scatter(torch.empty(0), torch.empty(0))
     gather.all_gather([total[:1], total[3::4]], spaced[:1].clone().squeeze().requires_grad_().reshape(1))
     assert total.tolist() == [1.0, 0.0, 0.0, 2.0]
     gather.close()

@@ -36,8 +36,8 @@ def _gather_of(gather: Any, count: int, dtype: torch.dtype = FP32, allocated: bo
     gather(gather.allocate(size, dtype) if allocated else torch.empty(size, dtype=dtype), torch.ones(count).to(dtype))
 
 
-def _scatter_of(scatter: Any, dtype: torch.dtype) -> None:
-    scatter(torch.empty(8, dtype=dtype), torch.ones(8 * scatter.group.size(), dtype=dtype))
+def _scatter_of(scatter: Any, dtype: torch.dtype, count: int = 8) -> None:
+    scatter(torch.empty(count, dtype=dtype), torch.ones(count * scatter.group.size(), dtype=dtype))
 
 
 # What is made, what all call of which rank 1 calls it otherwise, and what the error says.
@@ -56,6 +56,16 @@ DIFFERENT: dict[str, tuple[type[Collective], Callable[[Any, bool], None], str]] 
         HierarchicalAllGather,
         lambda gather, odd: _gather_of(gather, 3_000_000 if odd else 10),
         "at step gather: bytes of a shard is ",
+    ),
+    "nothing to gather": (
+        HierarchicalAllGather,
+        lambda gather, odd: _gather_of(gather, 0 if odd else 10),
+        "at step gather: bytes of a shard is ",
+    ),
+    "nothing to sum": (
+        HierarchicalReduceScatter,
+        lambda scatter, odd: _scatter_of(scatter, BF16, 0 if odd else 8),
+        "at step scatter: bytes of a shard is ",
     ),
     "small sums": (
         HierarchicalReduceScatter,

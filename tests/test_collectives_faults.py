@@ -257,6 +257,10 @@ def _different_sizes(rank: int, what: str) -> str:
     with pytest.raises((DisagreementError, PeerAborted)) as caught:
         if what == "bytes of a shard":
             _gather(gather, 20 if rank == 1 else 10)
+        elif what == "nothing to gather":
+            _gather(gather, 0 if rank == 1 else BIG)
+        elif what == "nothing to sum":
+            _scatter(scatter, 0 if rank == 1 else 10)
         elif what == "element":
             dtype = torch.float16 if rank == 1 else torch.bfloat16
             scatter(torch.empty(8, dtype=dtype), torch.ones(8 * SIZE, dtype=dtype))
@@ -269,10 +273,11 @@ def _different_sizes(rank: int, what: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["bytes of a shard", "element", "bytes"])
+@pytest.mark.parametrize("what", ["bytes of a shard", "element", "bytes", "nothing to gather", "nothing to sum"])
 def test_ranks_that_disagree_on_one_call(what: str) -> None:
     for said in values(run_ranks(SIZE, _different_sizes, what)):
-        assert "ranks disagree on" in said and f"{what} is" in said and "on rank 1" in said, said
+        field = "bytes of a shard" if "nothing" in what else what
+        assert "ranks disagree on" in said and f"{field} is" in said and "on rank 1" in said, said
 
 
 def _different_objects(rank: int) -> str:

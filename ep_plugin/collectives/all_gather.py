@@ -50,7 +50,7 @@ class HierarchicalAllGather(Collective):
                 f"{output_tensor.numel()}"
             )
         shard, whole = as_bytes("input_tensor", input_tensor), as_bytes("output_tensor", output_tensor)
-        self._gather(shard, list(whole.chunk(size)) if len(whole) else [])
+        self._gather(shard, list(whole.chunk(size)))
         return self._done([output_tensor], async_op)
 
     def all_gather(
@@ -69,9 +69,7 @@ class HierarchicalAllGather(Collective):
         return self._done(list(tensor_list), async_op)
 
     def _gather(self, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
-        if len(shard) == 0:
-            self.check()
-        elif self.group.size() == 1:
+        if self.group.size() == 1:
             self.check()
             if outputs[0].data_ptr() != shard.data_ptr():
                 outputs[0].copy_(shard)

@@ -129,6 +129,8 @@ class CudaNode:
     def gather(self, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
         """`shard`, which is this rank's of `outputs`, to every rank."""
         engine, nbytes = self._engine, len(shard)
+        if nbytes == 0:
+            return self._compare(_C.Step.GATHER, 0, 0, None, [])
         if is_small(self._path, nbytes, engine.node_size):
             self._compare(_C.Step.GATHER, nbytes, 0, None, outputs)
             self._exchange_words([shard] * engine.node_size, outputs, -1, 1.0)
@@ -149,6 +151,8 @@ class CudaNode:
     def scatter(self, out: torch.Tensor, shards: list[torch.Tensor], element: int, scale: float) -> None:
         """out = scale * the sum over the ranks of their shards for this one."""
         engine = self._engine
+        if len(out) == 0:
+            return self._compare(_C.Step.SCATTER, 0, element, None, [])
         if is_small(self._path, len(out), engine.node_size):
             self._compare(_C.Step.SCATTER, len(out), element, None, shards)
             self._exchange_words(shards, [out] * engine.node_size, element, scale)

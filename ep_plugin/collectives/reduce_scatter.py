@@ -53,7 +53,7 @@ class HierarchicalReduceScatter(Collective):
                 f"got {input_tensor.numel()}"
             )
         whole, out = as_bytes("input_tensor", input_tensor), as_bytes("output_tensor", output_tensor)
-        self._scatter(out, list(whole.chunk(size)) if len(whole) else [], output_tensor.dtype, op)
+        self._scatter(out, list(whole.chunk(size)), output_tensor.dtype, op)
         return self._done([output_tensor], async_op)
 
     def reduce_scatter(
@@ -78,9 +78,7 @@ class HierarchicalReduceScatter(Collective):
         if out.is_cuda and dtype == torch.float64:
             raise ValueError(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16 on GPUs, got {dtype}")
         scale = _scale_of(op, self.group.size())
-        if len(out) == 0:
-            self.check()
-        elif self.group.size() == 1:
+        if self.group.size() == 1:
             self.check()
             total = shards[0].view(dtype)
             out.view(dtype).copy_(total if scale == 1 else (_wide(total) * scale))
@@ -95,8 +93,8 @@ def scatter(
 ) -> None:
     """out: uint8 ``[bytes]``; shards: one such tensor for each rank of the group."""
     rails, node_map = engine.rails, engine.node_map
-    if not rails.nodes:
-        return scatter_in_node(engine, out, shards, dtype, scale)
+    if not rails.nodes or len(out) == 0:
+        return scatter_in_node(engine, out, [shards[rank] for rank in engine.node_ranks], dtype, scale)
     sums = {node: torch.empty_like(out) for node in range(node_map.num_nodes)}
     partial = {node: torch.empty_like(out) for node in rails.nodes}
     chunks = [slice(begin, begin + RAIL_CHUNK_BYTES) for begin in range(0, len(out), RAIL_CHUNK_BYTES)]

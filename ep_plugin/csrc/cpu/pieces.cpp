@@ -22,7 +22,7 @@ Pieces::Pieces(const Run& run, const Piece& piece, CollectiveOp op, int64_t elem
       op_(op),
       element_(element),
       chunk_bytes_(chunk_bytes),
-      count_(ceil_div(piece.bytes, chunk_bytes)),
+      count_(std::max<int64_t>(1, ceil_div(piece.bytes, chunk_bytes))),
       base_(control_of(run.comm, run.comm.rank).chunks),
       offer_(control_of(run.comm, run.comm.rank).operations % kSlots) {}
 

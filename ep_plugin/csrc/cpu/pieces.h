@@ -10,7 +10,8 @@ namespace ep::cpu {
 
 inline CollectiveControl& control_of(const Comm& comm, int rank) { return *at<CollectiveControl>(comm.control[rank]); }
 
-// One rank's side of one operation of `count` chunks, `chunk_bytes` of a shard each.
+// One rank's side of one operation of `count` chunks, `chunk_bytes` of a shard each; of nothing it is one, since ranks
+// compare what they offer.
 class Pieces {
  public:
   Pieces(const Run& run, const Piece& piece, CollectiveOp op, int64_t element, int64_t chunk_bytes);
