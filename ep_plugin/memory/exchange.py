@@ -52,7 +52,7 @@ class Exchange:
         group = checked_group(group)
         self.rank: int = group.rank() if ranks is None else ranks.index(group.rank())
         self.size: int = group.size() if ranks is None else len(ranks)
-        self.timeout_s: float = _timeout_of(group) if timeout_s is None else timeout_s
+        self.timeout_s: float = timeout_of(group) if timeout_s is None else timeout_s
         instance = _next_instance(group)
         self.name = f"{group.group_name}.{instance}"
         self._store = c10d._get_process_group_store(group)
@@ -207,7 +207,7 @@ def _next_instance(group: dist.ProcessGroup) -> int:
         return _instances[group]
 
 
-def _timeout_of(group: dist.ProcessGroup) -> float:
+def timeout_of(group: dist.ProcessGroup) -> float:
     """The group's timeout in seconds: the shortest of its backends', torch's default if none has one."""
     from torch.distributed import distributed_c10d as c10d
 

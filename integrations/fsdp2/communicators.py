@@ -1,4 +1,4 @@
-"""The collectives that the parameter groups of a process share: one pair for each set of ranks and device.
+"""The collectives that the parameter groups of a process share: a pair for each set of ranks, timeout and device.
 
 Not for each process group: with ``reshard_after_forward=int`` every FSDP module brings a process group of its own over
 the same ranks, and memory for each of them would be memory for each layer.
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
-from ep_plugin.memory.exchange import is_alive
+from ep_plugin.memory.exchange import is_alive, timeout_of
 
 # Bytes that each user asks for, by what stands for its model.
 _Sizes = weakref.WeakKeyDictionary[Any, dict["User", int]]
@@ -72,8 +72,10 @@ class Pair:
         self.reduce_scatter.close()
 
 
-_Key = tuple[tuple[int, ...], torch.device]
+_Key = tuple[tuple[int, ...], float, torch.device]
 _pairs: dict[_Key, Pair] = {}
+# As it was when the group came: scripts that change it after their first step go on with the pair that they have.
+_timeouts: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()  # backward runs in a thread of autograd's
 
 
@@ -85,8 +87,10 @@ class User:
 
     def pair(self, group: dist.ProcessGroup, device: torch.device) -> Pair:
         """The pair that serves ``group`` on ``device``."""
-        key = (tuple(dist.get_process_group_ranks(group)), device)
         with _lock:
+            if group not in _timeouts:
+                _timeouts[group] = timeout_of(group)
+            key = (tuple(dist.get_process_group_ranks(group)), _timeouts[group], device)
             pair = _pairs.get(key)
             if pair is None:
                 pair = _pairs[key] = Pair(group, device)

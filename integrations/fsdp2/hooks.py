@@ -95,17 +95,25 @@ def _put_in(group: Any, *, all_gather: bool, reduce_scatter: bool) -> None:
     for (place, adapter), wanted in zip(PLACES.items(), (all_gather, reduce_scatter), strict=True):
         present = getattr(group, place)
         if wanted and not isinstance(present, adapter):
-            setattr(group, place, adapter(group, present))
+            _take_out(group, place)
+            made = _adapters_of(group)[place] = adapter(group, present)
+            setattr(group, place, made)
         elif not wanted:
             _take_out(group, place)
 
 
 def _take_out(group: Any, *places: str) -> None:
     for place in places or PLACES:
-        present = getattr(group, place)
-        if isinstance(present, PLACES[place]):
-            setattr(group, place, present.replaced)
-            present.user.leave()
+        made = _adapters_of(group).pop(place, None)
+        if made is not None:
+            if getattr(group, place) is made:  # or the script has set another of its own
+                setattr(group, place, made.replaced)
+            made.user.leave()
+
+
+def _adapters_of(group: Any) -> dict[str, Any]:
+    """Ours, by place, whoever serves the group now: each is open until it is taken out."""
+    return vars(group).setdefault("_ep_plugin_adapters", {})
 
 
 def _is_served(group: Any) -> bool:

@@ -5,12 +5,14 @@ Two ranks: their sums have one order.
 
 from __future__ import annotations
 
+import datetime
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils import _pytree as pytree
@@ -40,7 +42,7 @@ def _build(enabled: bool, *, layers: int = 3, width: int = 8, wrap: Callable[[to
 
 def _loss(model: Any, seed: int = 0) -> torch.Tensor:
     rows = torch.randn(4, model[0].in_features, generator=torch.Generator().manual_seed(seed))
-    return model(rows * (torch.distributed.get_rank() + 1)).pow(2).mean()
+    return model(rows * (dist.get_rank() + 1)).pow(2).mean()
 
 
 def _taken(model: Any) -> Gradients:
@@ -106,7 +108,7 @@ class _SentAsFp8(torch.Tensor):
         return pytree.tree_map_only(torch.Tensor, _SentAsFp8, function(*args, **kwargs))
 
     def fsdp_pre_all_gather(self, *_: Any) -> Any:
-        rank = torch.full((1,), float(torch.distributed.get_rank()))
+        rank = torch.full((1,), float(dist.get_rank()))
         return (self.inner.to(torch.float8_e4m3fn).view(torch.uint8), rank), None
 
     def fsdp_post_all_gather(self, gathered: Any, meta: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
@@ -208,3 +210,52 @@ def test_large_groups_that_peers_do_not_map_are_left_to_stock() -> None:
             "all_gathers": 2 * cases.LAYERS * cases.STEPS,
             "reduce_scatters": cases.LAYERS * cases.STEPS,
         }
+
+
+def _replaced_by_the_script(rank: int) -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+    from ep_plugin.integrations import fsdp2
+    from ep_plugin.integrations.fsdp2 import communicators
+
+    model = _build(True)
+    _step(model)
+    (pair,) = communicators._pairs.values()
+    own = DefaultAllGather()
+    for layer in model:
+        layer.set_custom_all_gather(own)
+    fsdp2.disable(model)
+    assert communicators._pairs == {}, pair.num_users
+    assert all(layer._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm is own for layer in model)
+    fsdp2.enable(model)
+    _step(model)
+    model[0].set_custom_all_gather(own)
+    fsdp2.enable(model)  # takes its place again
+    _step(model)
+    assert fsdp2.launches(model).all_gathers > 0
+    fsdp2.disable(model)
+    assert communicators._pairs == {}
+
+
+def test_collectives_that_the_script_has_replaced_are_closed_too() -> None:
+    values(run_ranks(2, _replaced_by_the_script))
+
+
+def _of_their_own_timeout(rank: int) -> tuple[list[float], bool]:
+    from ep_plugin.integrations.fsdp2.communicators import User
+
+    first, again, other = (dist.new_group(timeout=datetime.timedelta(seconds=seconds)) for seconds in (50, 50, 3))
+    user, timeouts = User(), []
+    for group in (first, other):
+        pair = user.pair(group, torch.device("cpu"))
+        pair.all_gather(torch.empty(2), torch.ones(1))
+        timeouts.append(pair.all_gather.engine_on(torch.device("cpu")).timeout_s)
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=7), first)
+    same = user.pair(first, torch.device("cpu")) is user.pair(again, torch.device("cpu"))
+    user.leave()
+    return timeouts, same
+
+
+def test_groups_wait_as_long_as_they_say() -> None:
+    """Those of the same ranks share their collectives if they wait as long, also when that is changed later."""
+    assert values(run_ranks(2, _of_their_own_timeout)) == [([50.0, 3.0], True)] * 2
