@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 LAYERS, STEPS = 4, 3
@@ -58,6 +59,9 @@ CASES: dict[str, Case] = {
     "frozen fp8": Case(frozen=torch.float8_e4m3fn),
     "mixed types as bytes": Case(frozen=torch.bfloat16),
     "hybrid": Case(replicas=2),
+    "hybrid, accumulated": Case(replicas=2, micro_batches=2),
+    "sharded over columns": Case(fully_shard={"shard_placement_fn": lambda whole: _columns(whole)}),
+    "parameters on the host": Case(fully_shard={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "explicit prefetch": Case(prefetch=3),
     "accumulated unsharded": Case(micro_batches=2),
     "accumulated sharded": Case(micro_batches=2, sync_each=True),
@@ -70,6 +74,10 @@ CASES: dict[str, Case] = {
     "two blocks in a group": Case(grouped=True),
     "fewer rows than ranks": Case(width=2),
 }  # fmt: skip
+
+
+def _columns(whole: torch.Tensor) -> Shard | None:
+    return Shard(1) if whole.dim() > 1 and whole.size(1) % dist.get_world_size() == 0 else None
 
 
 class Block(nn.Module):
