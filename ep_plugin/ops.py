@@ -176,11 +176,13 @@ _differentiable_dispatch = autograd.differentiable(
 _differentiable_combine = autograd.differentiable(
     autograd.save_combine, functools.partial(autograd.combine_backward, dispatch)
 )
+# torch.compile calls operators whose sizes it cannot know between its graphs, and would trace their Python like a user's.
+_untraced = torch._disable_dynamo
 for _key in ("CPU", "CUDA"):
-    _library.impl("dispatch", _as_operator(_dispatch, 9), _key)
-    _library.impl("combine", _as_operator(_combine, 2), _key)
+    _library.impl("dispatch", _untraced(_as_operator(_dispatch, 9)), _key)
+    _library.impl("combine", _untraced(_as_operator(_combine, 2)), _key)
 torch.library.register_fake("ep_plugin::dispatch", _as_operator(_fake_dispatch, 9), lib=_library)
 torch.library.register_fake("ep_plugin::combine", _as_operator(_fake_combine, 2), lib=_library)
 for _name, _call in (("dispatch", _differentiable_dispatch), ("combine", _differentiable_combine)):
     _operator = getattr(torch.ops.ep_plugin, _name).default
-    _library.impl(_name, autograd.autograd_kernel(_operator, _call), "Autograd", with_keyset=True)
+    _library.impl(_name, _untraced(autograd.autograd_kernel(_operator, _call)), "Autograd", with_keyset=True)

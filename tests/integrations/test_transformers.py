@@ -129,6 +129,11 @@ def test_two_models_in_one_process(run_world) -> None:
         assert max(difference.values()) <= LIMITS[torch.float32], difference
 
 
+def test_a_compiled_model_has_the_loss_and_gradients_of_the_built_in_exchange(checkpoints: Path) -> None:
+    for difference in values(run_ranks(2, _run_compiled, checkpoints, timeout_s=280)):
+        assert max(difference.values()) <= LIMITS[torch.float32], difference
+
+
 def test_older_transformers_is_refused_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.__version__", "5.22.1")
     monkeypatch.delitem(sys.modules, "ep_plugin.integrations.transformers", raising=False)
@@ -321,6 +326,20 @@ def _run_case(case: Case, checkpoints: Path, rank: int) -> dict:
         "sorts": sorts,
         "communicators": len(seen.communicators),
     }
+
+
+def _run_compiled(rank: int, checkpoints: Path) -> dict[str, float]:
+    """torch.compile(model) as people call it, against the built-in exchange as it is."""
+    importlib.import_module("ep_plugin.integrations.transformers")
+    transformers.utils.logging.disable_progress_bar()
+    case, found = Case(ep=2, fsdp=2), {}
+    for exchange in ("all_to_all", "ep_plugin"):
+        model = _load(checkpoints, case, exchange)
+        run = torch.compile(model, backend="aot_eager") if exchange == "ep_plugin" else model
+        results = _forward(run, _tokens(case, rank))
+        results["loss"].backward()
+        found[exchange] = {name: tensor.detach() for name, tensor in (results | _gradients(model)).items()}
+    return _difference(found["ep_plugin"], found["all_to_all"])
 
 
 def _run_two_models(checkpoints: Path, rank: int) -> dict:
