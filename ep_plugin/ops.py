@@ -176,7 +176,7 @@ _differentiable_dispatch = autograd.differentiable(
 _differentiable_combine = autograd.differentiable(
     autograd.save_combine, functools.partial(autograd.combine_backward, dispatch)
 )
-# torch.compile calls operators whose sizes it cannot know between its graphs, and would trace their Python like a user's.
+# torch.compile calls operators whose sizes it cannot know between its graphs, and would trace their Python as a user's.
 _untraced = torch._disable_dynamo
 for _key in ("CPU", "CUDA"):
     _library.impl("dispatch", _untraced(_as_operator(_dispatch, 9)), _key)

@@ -73,6 +73,10 @@ class MoECommunicator:
             group, lambda: resolve_device(group, device), config, lambda: cls(group, config, device)
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoECommunicator:
+        """Itself: a copy of a model exchanges over the same memory."""
+        return self
+
     @property
     def rank(self) -> int:
         """This rank within the group."""

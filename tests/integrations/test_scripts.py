@@ -181,14 +181,15 @@ def test_a_megatron_script_trains_as_with_alltoall(tmp_path: Path) -> None:
 def test_a_torchtitan_script_trains_as_with_the_all_to_all(tmp_path: Path) -> None:
     # Both with our collectives: torchtitan asks FSDP2 for a reduction (PREMUL_SUM) that gloo does not know.
     theirs = launch(tmp_path / "stock", "train_torchtitan.py", tmp_path / "stock", switched_on="fsdp2")
-    ours = launch(tmp_path / "ours", "train_torchtitan.py", tmp_path / "ours", switched_on="torchtitan,fsdp2")
-    every_exchange_is_ours(ours)
-    for rank in range(WORLD):
-        assert theirs.counts[rank].keys() == {"stock"}
-        name = f"losses.{rank}.json"
-        losses = losses_of(ours, name)
-        assert losses == pytest.approx(losses_of(theirs, name), rel=LOSS_LIMIT)
-        assert losses[-1] < losses[0]
+    for way, backend in (("ours", []), ("compiled", ["aot_eager"])):
+        ours = launch(tmp_path / way, "train_torchtitan.py", tmp_path / way, *backend, switched_on="torchtitan,fsdp2")
+        every_exchange_is_ours(ours)
+        for rank in range(WORLD):
+            assert theirs.counts[rank].keys() == {"stock"}
+            name = f"losses.{rank}.json"
+            losses = losses_of(ours, name)
+            assert losses == pytest.approx(losses_of(theirs, name), rel=LOSS_LIMIT)
+            assert losses[-1] < losses[0]
 
 
 def test_a_deep_ep_script_trains_as_dense_experts_do(tmp_path: Path) -> None:
