@@ -206,6 +206,24 @@ def _destroyed(rank: int, size: int) -> None:
         deep_ep.Buffer().destroy()
 
 
+def test_bounds_of_many_sizes_share_communicators() -> None:
+    on_ranks(2, _many_bounds)
+
+
+def _many_bounds(rank: int, size: int) -> None:
+    buffer = deep_ep.Buffer(explicitly_destroy=True)
+    for tokens in ((40, 40), (41, 40), (64, 50), (3, 100), (129, 129), (250, 200)):
+        case = Case(tokens=tokens, hidden=16, experts_per_rank=2, topk=2, seed=tokens[0])
+        sent = make(case)
+        mine = received(case, sent, rank)
+        layout = _layout(buffer, case, sent)
+        bound = size * max(tokens) + 2 * rank  # each rank names its own, and both are enough
+        x = buffer.dispatch(sent.x[rank], **layout, topk_idx=sent.ids[rank], num_worst_tokens=bound)[0]
+        assert len(x) == bound
+        _same(x[: len(mine.source)], mine.x)
+    assert len(_users) == 2  # for up to 128 tokens a rank, and for up to 256
+
+
 def test_wrong_arguments_are_refused_with_expected_and_actual() -> None:
     on_ranks(2, _refusals)
 

@@ -31,6 +31,9 @@ Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
 # Limits of the communicators, not sizes: what is allocated follows from the rows that are sent.
 _MOST_HIDDEN = 1 << 24
+# Tokens per rank that the pools of calls with num_worst_tokens have room for, at least: a power of two, so that callers
+# who name another number at every call, or at every rank, share a few communicators.
+_LEAST_BOUND = 128
 
 # Buffers that use a communicator, by its number. Counted, not looked for: ranks collect garbage at different times, and
 # must close alike. One that is never destroyed keeps its communicators open.
@@ -175,7 +178,8 @@ class Buffer:
         dispatch's routing; topk_idx and topk_weights must be None, and only the rows and the event are returned. Else
         the first, the third and the fourth result of `get_dispatch_layout` are needed; topk_idx int64 ``[T, K]`` and
         topk_weights float32 ``[T, K]`` travel with the rows, and without topk_idx is_token_in_rank decides.
-        num_worst_tokens: rows of the result, at least R times any rank's T; the host then waits for nothing.
+        num_worst_tokens: rows of the result, at least R times any rank's T; the host then waits for nothing. A share of
+        num_worst_tokens / R is rounded up to a power of two from 128 on, which must be the same on all ranks.
 
         Returns the rows ``[N, H]`` (or the pair); topk_idx int64 ``[N, K]``, local ids, -1: not here (also where
         num_worst_tokens leaves rows over); topk_weights float32 ``[N, K]``, 0 where -1; the rows of each local expert
@@ -250,7 +254,7 @@ class Buffer:
             hidden_size=_MOST_HIDDEN,
             topk=min(num_experts, MAX_TOPK),
             layout=DispatchLayout.TOKEN_MAJOR,
-            max_tokens_per_rank=num_worst_tokens // self.group_size if num_worst_tokens else None,
+            max_tokens_per_rank=_bound_of(num_worst_tokens // self.group_size) if num_worst_tokens else None,
         )
         comm = MoECommunicator.shared(self.group, config, device=device)
         _users.setdefault(comm.number, set()).add(self._token)
@@ -334,6 +338,11 @@ class Buffer:
         K = topk_weights.shape[1]
         padded = torch.nn.functional.pad(topk_weights, (0, -K % 4)).contiguous()
         return out, comm.combine(padded, handle.routing)[:, :K].contiguous()
+
+
+def _bound_of(tokens: int) -> int:
+    """Tokens per rank that a communicator is made for where `tokens` are the most."""
+    return max(_LEAST_BOUND, 1 << (tokens - 1).bit_length())
 
 
 def _layout_given(*given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
