@@ -134,6 +134,12 @@ def test_a_compiled_model_has_the_loss_and_gradients_of_the_built_in_exchange(ch
         assert max(difference.values()) <= LIMITS[torch.float32], difference
 
 
+def test_other_experts_get_unit_weights_and_the_real_ones_stay_in_float32() -> None:
+    for found in values(run_ranks(2, _run_bf16_experts)):
+        assert found["units"]
+        assert found["out"] < 4e-3 and found["weights.grad"] < 1e-6, found
+
+
 def test_older_transformers_is_refused_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.__version__", "5.22.1")
     monkeypatch.delitem(sys.modules, "ep_plugin.integrations.transformers", raising=False)
@@ -325,6 +331,43 @@ def _run_case(case: Case, checkpoints: Path, rank: int) -> dict:
         "rows": seen.rows,
         "sorts": sorts,
         "communicators": len(seen.communicators),
+    }
+
+
+class _Identity(torch.nn.Module):
+    """Experts of no implementation that we know, which return their rows times their weights."""
+
+    num_experts = EXPERTS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, rows: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        self.seen.append(weights)
+        return rows * weights.sum(1, keepdim=True)
+
+
+def _run_bf16_experts(rank: int) -> dict[str, float | bool]:
+    """BF16 rows with float32 weights: errors relative to float64."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from ep_plugin.integrations.transformers import EpPluginExpertParallel
+
+    meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "tp"))
+    experts = _Identity()
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn((100, 64), generator=generator).bfloat16()
+    weights, ids = torch.rand((100, EXPERTS), generator=generator).topk(TOPK)
+    weights.requires_grad_()
+    out = EpPluginExpertParallel(experts, meshes["ep"], meshes["tp"])(x, ids, weights)
+    out.float().sum().backward()
+    exact = x.double() * weights.detach().double().sum(1, keepdim=True)
+    exact_grad = x.double().sum(1, keepdim=True).expand(-1, TOPK)
+    return {
+        "units": bool((experts.seen[0] == 1).all()),
+        "out": float((out.double() - exact).norm() / exact.norm()),
+        "weights.grad": float((weights.grad.double() - exact_grad).norm() / exact_grad.norm()),
     }
 
 
