@@ -280,13 +280,15 @@ def _not_there(rank: int, size: int) -> None:
 
 
 def test_configs_hints_and_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deep_ep.Buffer, "num_sms", None)
+    monkeypatch.setattr(deep_ep.Buffer, "num_sms", deep_ep.Buffer.num_sms)  # both as they are, also afterwards
+    monkeypatch.setattr(deep_ep.Buffer, "_asked_sms", None)
+    assert deep_ep.Buffer.num_sms == 20  # DeepEP's: callers subtract it from the SMs that there are
     for ranks in (1, 3, 24):
         for config in (deep_ep.Buffer.get_dispatch_config(ranks), deep_ep.Buffer.get_combine_config(ranks)):
             assert config == deep_ep.Config()
             assert config.get_nvl_buffer_size_hint(14336, ranks) == config.get_rdma_buffer_size_hint(14336, ranks) == 0
     deep_ep.Buffer.set_num_sms(24)
-    assert deep_ep.Buffer.get_combine_config(8).num_sms == 24
+    assert deep_ep.Buffer.get_combine_config(8).num_sms == deep_ep.Buffer.num_sms == 24
     with pytest.raises(ValueError, match="new_num_sms: expected an even number of at least 2, got 7"):
         deep_ep.Buffer.set_num_sms(7)
     with pytest.raises(ValueError, match="num_sms: expected an integer of at least 1 or None, got 0"):

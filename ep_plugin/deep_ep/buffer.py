@@ -50,8 +50,9 @@ class Buffer:
     MoECommunicator raises.
     """
 
-    num_sms: int | None = None
-    """SMs of calls whose config names none; None: measured defaults. See `set_num_sms`."""
+    num_sms: int = 20
+    """DeepEP's default, for callers that compute with it. SMs are measured defaults until `set_num_sms` names others."""
+    _asked_sms: int | None = None
 
     def __init__(
         self,
@@ -99,17 +100,17 @@ class Buffer:
         """SMs of later calls of all Buffers: those that send also receive, in one kernel. An even number."""
         if not isinstance(new_num_sms, int) or new_num_sms < 2 or new_num_sms % 2:
             raise ValueError(f"new_num_sms: expected an even number of at least 2, got {new_num_sms!r}")
-        Buffer.num_sms = new_num_sms
+        Buffer.num_sms = Buffer._asked_sms = new_num_sms
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """The config of a dispatch that is given none, for any number of ranks."""
-        return Config(Buffer.num_sms)
+        return Config(Buffer._asked_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
         """The config of a combine that is given none, for any number of ranks."""
-        return Config(Buffer.num_sms)
+        return Config(Buffer._asked_sms)
 
     @staticmethod
     def is_sm90_compiled() -> bool:
