@@ -51,7 +51,7 @@ class Buffer:
     """
 
     num_sms: int = 20
-    """DeepEP's default, for callers that compute with it. SMs are measured defaults until `set_num_sms` names others."""
+    """DeepEP's default, for callers that compute with it; calls take measured defaults until `set_num_sms`."""
     _asked_sms: int | None = None
 
     def __init__(
