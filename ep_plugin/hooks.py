@@ -144,7 +144,7 @@ def _check_version(name: str, integration: Integration) -> None:
     """Refuses a framework that is too old, before it is used."""
     package, least = integration.package, integration.at_least
     version = getattr(sys.modules[package], "__version__", None)
-    if version is None or _release(version) >= _release(least):
+    if version is None or release(version) >= release(least):
         return
     record(name, "failed", f"{package} is {version}")
     raise NotSupported(
@@ -153,7 +153,8 @@ def _check_version(name: str, integration: Integration) -> None:
     )
 
 
-def _release(version: str) -> tuple[int, ...]:
+def release(version: str) -> tuple[int, ...]:
+    """The three numbers of a release, for comparisons."""
     numbers = [int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3]]
     return (*numbers, *[0] * (3 - len(numbers)))
 

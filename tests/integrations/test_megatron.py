@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -104,6 +106,49 @@ def test_what_is_not_served_is_refused_when_the_layer_is_built(results) -> None:
                 raise found["refused"][name]
 
 
+def test_padding_that_inference_switches_on_later_changes_nothing(results) -> None:
+    for found in results():
+        assert found["padded decode"] <= LIMIT
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("core.__version__ = '0.15.3'", "megatron-core: expected 0.16.1 or newer, got 0.15.3; install megatron-core 0"),
+        (
+            "module.MoEFlexTokenDispatcher.token_dispatch = lambda self, hidden_states, probs, stream: None",
+            "megatron-core 0.16.1: expected MoEFlexTokenDispatcher.token_dispatch(self, hidden_states, probs, "
+            "async_finish, allocate_on_comm_stream), as in 0.16.1, got (self, hidden_states, probs, stream); install",
+        ),
+        (
+            "del module.MoEFlexTokenDispatcher",
+            "megatron-core 0.16.1: expected MoEFlexTokenDispatcher.__init__(self, num_local_experts, "
+            "local_expert_indices, config, pg_collection), as in 0.16.1, got none; install",
+        ),
+        (
+            "del TransformerConfig.__dataclass_fields__['moe_router_dtype']",
+            "megatron-core 0.16.1: expected TransformerConfig.moe_router_dtype, as in 0.16.1, got none; install",
+        ),
+    ],
+    ids=["old", "other-call", "gone", "no-option"],
+)
+def test_another_megatron_is_refused_when_a_script_switches_it_on_itself(change: str, message: str) -> None:
+    code = f"""
+from ep_plugin.testing.megatron import make_megatron_run_here
+make_megatron_run_here()
+import megatron.core as core
+import megatron.core.transformer.moe.moe_layer
+import megatron.core.transformer.moe.token_dispatcher as module
+from megatron.core.transformer.transformer_config import TransformerConfig
+{change}
+import ep_plugin.integrations.megatron
+ep_plugin.integrations.megatron.switch_on()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert done.stderr.strip().splitlines()[-1].startswith(f"ep_plugin.errors.NotSupported: {message}")
+
+
 def test_padding_for_quantisation_the_schedules_copies_and_graph_attributes(results) -> None:
     for found in results():
         parts = found["parts"]
@@ -136,6 +181,7 @@ def _run_rank(rank: int) -> dict[str, Any]:
         if tp == 1 and "parts" not in found:
             found["parts"] = _run_parts(rank)
             found["fused_a2a"] = _run_fused_a2a(rank)
+            found["padded decode"] = _run_padded_decode(rank)
         if tp == 2 and "refused" not in found:
             found["refused"] = _run_refusals()
     return found
@@ -200,6 +246,19 @@ class _counting:
 
     def __exit__(self, *error: object) -> None:
         self.patch.undo()
+
+
+def _run_padded_decode(rank: int) -> float:
+    """Megatron's inference pads between calls what a layer was built without, dropping nothing."""
+    from megatron.core.inference.utils import set_decode_expert_padding
+
+    layer = make_layer(make_config("flex", 1, WORLD)).eval()
+    x = torch.randn((7, 2, 32), generator=torch.Generator().manual_seed(rank))
+    with torch.no_grad():
+        plain = layer(x)[0]
+        set_decode_expert_padding(layer, True, capacity_factor=layer.config.num_moe_experts / 3)
+        padded = layer(x)[0]
+    return _relative(padded, plain)
 
 
 def _dispatcher(config: Any) -> Any:
