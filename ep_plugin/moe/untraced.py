@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -17,7 +18,7 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
     torch.compiler.disable would load the compiler here, which takes seconds, and cost every call a microsecond.
     """
-    disabled = torch._disable_dynamo(function)
+    disabled = _disable_dynamo(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
