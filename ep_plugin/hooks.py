@@ -191,7 +191,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname not in self.callbacks:
             return None
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            find = None if finder is self else getattr(finder, "find_spec", None)  # Python skips those without it too
+            spec = find and find(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _CallbackLoader(spec.loader, self.callbacks[fullname])

@@ -137,6 +137,15 @@ def test_the_hook_runs_after_the_module_and_again_when_it_is_reloaded(framework:
     assert importlib.reload(layer).layer == "ours"
 
 
+def test_finders_without_find_spec_are_passed_over(framework: Path) -> None:
+    class OfTheOldKind:
+        def find_module(self, fullname: str, path: object = None) -> None: ...
+
+    hooks.switch_on(["toy"])
+    sys.meta_path.insert(0, OfTheOldKind())  # type: ignore[arg-type]
+    assert importlib.import_module("toyframe.layer").layer == "ours"
+
+
 def test_a_module_that_is_there_already_is_served_at_once(framework: Path) -> None:
     layer = importlib.import_module("toyframe.layer")
     hooks.switch_on(["toy"])
