@@ -7,7 +7,7 @@ R rows received.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalTokenDispatcher
@@ -26,11 +26,27 @@ class DispatchMetadata:
     scores_R: torch.Tensor
 
 
+class _NoGraphTrainer(NotSupported, AttributeError):
+    """Also for hasattr()."""
+
+
+class _Step:
+    """One of the all-to-all's own steps, which torchtitan's experimental graph_trainer marks for its passes."""
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise _NoGraphTrainer(
+            "graph_trainer: expected AllToAllTokenDispatcher, whose steps it marks for its passes, got "
+            f"{owner.__name__}; leave torchtitan out of EP_PLUGIN and ep_plugin out of the overrides"
+        )
+
+
 class EpPluginTokenDispatcher(BaseEPTokenDispatcher):
     """One for each layer; those of a group share a communicator, made when the mesh is known, collectively.
 
     It is made then and held, since torchtitan compiles whole blocks, where nothing can be made or looked up.
     """
+
+    _token_count_exchange = _Step()
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseEPTokenDispatcher.Config):

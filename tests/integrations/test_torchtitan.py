@@ -136,6 +136,20 @@ from torchtitan.models.qwen3 import model_registry
     assert last.endswith("leave torchtitan out of EP_PLUGIN and ep_plugin out of the overrides")
 
 
+def test_the_experimental_graph_trainer_is_refused_by_name() -> None:
+    code = """
+import torch
+from tests.integrations.torchtitan_cpu import without_triton
+without_triton()
+import torchtitan.models.qwen3
+from torchtitan.experiments.graph_trainer.common_utils import annotate_moe_ep_regions
+annotate_moe_ep_regions()
+"""
+    done = _switched_on(code)
+    assert done.returncode != 0
+    assert "graph_trainer: expected AllToAllTokenDispatcher, whose steps it marks" in done.stderr.splitlines()[-1]
+
+
 def _switched_on(code: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"EP_PLUGIN": "torchtitan", "PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
