@@ -256,6 +256,21 @@ def _refusals(rank: int, size: int) -> None:
         buffer.dispatch(x, handle=handle, topk_idx=ids)
     with pytest.raises(ValueError, match=r"topk_weights: expected float32 of shape"):
         buffer.combine(x, handle, topk_weights=weights[: tokens - 1])
+    refused("x: expected a tensor, or a tuple of rows and scales, got a list of .Tensor, Tensor.", x=[x, weights])
+    refused("x: expected a tensor, or a tuple of rows and scales, got a tuple of .Tensor.", x=(x,))
+    refused("x: expected a tensor, or a tuple of rows and scales, got NoneType", x=None)
+    biases = {
+        r"a tensor or a tuple of two, got a tuple of .Tensor.": (x,),
+        r"a tensor or a tuple of two, got a tuple of .Tensor, NoneType.": (x, None),
+        r"a tensor or a tuple of two, got a list of .Tensor, Tensor.": [x, x],
+        rf"bfloat16 of shape .{tokens}, 128., got torch.float32 of shape": (x, x.float()),
+        rf"bfloat16 of shape .{tokens}, 128., got torch.bfloat16 of shape .1, 128.": (x, x[:1]),
+    }
+    for message, bias in biases.items():
+        with pytest.raises(ValueError, match=rf"bias: expected .*{message}"):
+            buffer.combine(x, handle, bias=bias)
+    with pytest.raises(ValueError, match="x: expected a tensor, got NoneType"):
+        buffer.combine(None, handle)
 
 
 def test_low_latency_and_what_else_is_not_there_is_refused_by_name() -> None:
@@ -271,12 +286,17 @@ def _not_there(rank: int, size: int) -> None:
     for name in ("low_latency_dispatch", "low_latency_combine", "clean_low_latency_buffer"):
         with pytest.raises(NotSupported, match=rf"Buffer\.{name}: low-latency calls need"):
             getattr(buffer, name)
+        with pytest.raises(NotSupported, match=rf"Buffer\.{name}: low-latency calls need"):
+            getattr(deep_ep.Buffer, name)
+        assert not hasattr(deep_ep.Buffer, name)
     with pytest.raises(NotSupported, match=r"Buffer\.get_low_latency_rdma_size_hint: low-latency"):
         deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
     with pytest.raises(NotSupported, match="get_local_buffer_tensor is not served"):
         buffer.get_local_buffer_tensor(torch.uint8)
     with pytest.raises(AttributeError, match="internode"):
         buffer.internode  # noqa: B018
+    with pytest.raises(AttributeError, match="internode"):
+        deep_ep.Buffer.internode  # noqa: B018
 
 
 def test_configs_hints_and_sms(monkeypatch: pytest.MonkeyPatch) -> None:
