@@ -13,17 +13,17 @@ is imported. What is not supported is refused by name when the model is built.
 
 from __future__ import annotations
 
-import megatron.core
+from megatron.core import package_info  # megatron.core itself may be on its way, and have no version yet
 
 from ep_plugin import hooks
 from ep_plugin.integrations.megatron.versions import check_interfaces, check_version
 
-check_version(megatron.core.__version__)
+check_version(package_info.__version__)
 
 from megatron.core.transformer.moe import moe_layer, token_dispatcher  # noqa: E402  of a version that has them
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-check_interfaces(token_dispatcher, TransformerConfig, megatron.core.__version__)
+check_interfaces(token_dispatcher, TransformerConfig, package_info.__version__)
 
 from ep_plugin.integrations.megatron.dispatcher import EpPluginTokenDispatcher  # noqa: E402  its base has been checked
 
