@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from ep_plugin.moe import autograd
 from ep_plugin.moe.combine import Sums
@@ -176,11 +177,12 @@ _differentiable_dispatch = autograd.differentiable(
 _differentiable_combine = autograd.differentiable(
     autograd.save_combine, functools.partial(autograd.combine_backward, dispatch)
 )
+# torch.compile calls operators whose sizes it cannot know between its graphs, and would trace their Python as a user's.
 for _key in ("CPU", "CUDA"):
-    _library.impl("dispatch", _as_operator(_dispatch, 9), _key)
-    _library.impl("combine", _as_operator(_combine, 2), _key)
+    _library.impl("dispatch", _disable_dynamo(_as_operator(_dispatch, 9)), _key)
+    _library.impl("combine", _disable_dynamo(_as_operator(_combine, 2)), _key)
 torch.library.register_fake("ep_plugin::dispatch", _as_operator(_fake_dispatch, 9), lib=_library)
 torch.library.register_fake("ep_plugin::combine", _as_operator(_fake_combine, 2), lib=_library)
 for _name, _call in (("dispatch", _differentiable_dispatch), ("combine", _differentiable_combine)):
     _operator = getattr(torch.ops.ep_plugin, _name).default
-    _library.impl(_name, autograd.autograd_kernel(_operator, _call), "Autograd", with_keyset=True)
+    _library.impl(_name, _disable_dynamo(autograd.autograd_kernel(_operator, _call)), "Autograd", with_keyset=True)

@@ -77,19 +77,27 @@ def values(outcomes: list[Outcome]) -> list[Any]:
 
 def _collect(pipes: list[Connection], processes: list[Any], deadline: float) -> list[Outcome]:
     outcomes = [Outcome() for _ in processes]
-    for outcome, pipe in zip(outcomes, pipes, strict=True):
-        try:
-            if pipe.poll(max(0.0, deadline - time.monotonic())):
-                outcome.value, outcome.error, outcome.trace, outcome.seconds = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            pass  # it died without a word: its exit code says how
-    for outcome, process in zip(outcomes, processes, strict=True):
+    heard = [_hear(*pair, deadline) for pair in zip(outcomes, pipes, strict=True)]
+    for number, (outcome, process) in enumerate(zip(outcomes, processes, strict=True)):
         process.join(max(1.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
             process.join()
         outcome.exitcode = process.exitcode
+        if not heard[number]:  # what it said since the deadline, such as that its own has passed too
+            _hear(outcome, pipes[number], deadline)
     return outcomes
+
+
+def _hear(outcome: Outcome, pipe: Connection, deadline: float) -> bool:
+    """Whether the rank has said how it ended, before the deadline or, after that, so far."""
+    try:
+        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            return False
+        outcome.value, outcome.error, outcome.trace, outcome.seconds = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        pass  # it died without a word: its exit code says how
+    return True
 
 
 def _rank_main(

@@ -104,7 +104,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(hooks, "_finder", finder)
     monkeypatch.setattr(hooks, "_rows", {})
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    toy = hooks.Integration("toyframe.layer", "toyhook:switch_on", package="toyframe", at_least="1.2")
+    toy = hooks.Integration("toyframe.layer", "toyhook:switch_on", "toyframe", "1.2", "toy-frame")
     monkeypatch.setitem(hooks.INTEGRATIONS, "toy", toy)
     monkeypatch.setattr(hooks, "KNOWN", (*hooks.KNOWN, "toy"))
     (tmp_path / "toyframe").mkdir()
@@ -137,6 +137,15 @@ def test_the_hook_runs_after_the_module_and_again_when_it_is_reloaded(framework:
     assert importlib.reload(layer).layer == "ours"
 
 
+def test_finders_without_find_spec_are_passed_over(framework: Path) -> None:
+    class OfTheOldKind:
+        def find_module(self, fullname: str, path: object = None) -> None: ...
+
+    hooks.switch_on(["toy"])
+    sys.meta_path.insert(0, OfTheOldKind())  # type: ignore[arg-type]
+    assert importlib.import_module("toyframe.layer").layer == "ours"
+
+
 def test_a_module_that_is_there_already_is_served_at_once(framework: Path) -> None:
     layer = importlib.import_module("toyframe.layer")
     hooks.switch_on(["toy"])
@@ -164,6 +173,27 @@ def test_an_integration_that_is_not_there_is_refused_by_name(framework: Path) ->
     importlib.invalidate_caches()
     with pytest.raises(NotSupported, match="EP_PLUGIN: toy is not there yet .toyhook is missing."):
         hooks.switch_on(["toy"])
+
+
+def test_a_framework_that_is_not_installed_is_refused_with_what_to_install(framework: Path) -> None:
+    (framework / "toyframe").rename(framework / "gone")
+    importlib.invalidate_caches()
+    with pytest.raises(NotSupported, match=r"toy: expected toyframe 1\.2 or newer, got none on .*; install toy-frame"):
+        hooks.switch_on(["toy"])
+    assert state() == ("toy", "failed", "toyframe is not installed")
+
+
+def test_a_missing_framework_ends_the_import_of_torch() -> None:
+    code = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *package: None if name == "megatron" else find(name, *package)
+import torch
+"""
+    done = run(code, fails=True, EP_PLUGIN="fsdp2,megatron")
+    assert (
+        "megatron: expected megatron.core 0.16.1 or newer, got none on sys.path; install megatron-core" in done.stderr
+    )
 
 
 def test_a_framework_that_is_being_imported_is_refused(framework: Path) -> None:

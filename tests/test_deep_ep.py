@@ -206,6 +206,24 @@ def _destroyed(rank: int, size: int) -> None:
         deep_ep.Buffer().destroy()
 
 
+def test_bounds_of_many_sizes_share_communicators() -> None:
+    on_ranks(2, _many_bounds)
+
+
+def _many_bounds(rank: int, size: int) -> None:
+    buffer = deep_ep.Buffer(explicitly_destroy=True)
+    for tokens in ((40, 40), (41, 40), (64, 50), (3, 100), (129, 129), (250, 200)):
+        case = Case(tokens=tokens, hidden=16, experts_per_rank=2, topk=2, seed=tokens[0])
+        sent = make(case)
+        mine = received(case, sent, rank)
+        layout = _layout(buffer, case, sent)
+        bound = size * max(tokens) + 2 * rank  # each rank names its own, and both are enough
+        x = buffer.dispatch(sent.x[rank], **layout, topk_idx=sent.ids[rank], num_worst_tokens=bound)[0]
+        assert len(x) == bound
+        _same(x[: len(mine.source)], mine.x)
+    assert len(_users) == 2  # for up to 128 tokens a rank, and for up to 256
+
+
 def test_wrong_arguments_are_refused_with_expected_and_actual() -> None:
     on_ranks(2, _refusals)
 
@@ -238,6 +256,21 @@ def _refusals(rank: int, size: int) -> None:
         buffer.dispatch(x, handle=handle, topk_idx=ids)
     with pytest.raises(ValueError, match=r"topk_weights: expected float32 of shape"):
         buffer.combine(x, handle, topk_weights=weights[: tokens - 1])
+    refused("x: expected a tensor, or a tuple of rows and scales, got a list of .Tensor, Tensor.", x=[x, weights])
+    refused("x: expected a tensor, or a tuple of rows and scales, got a tuple of .Tensor.", x=(x,))
+    refused("x: expected a tensor, or a tuple of rows and scales, got NoneType", x=None)
+    biases = {
+        r"a tensor or a tuple of two, got a tuple of .Tensor.": (x,),
+        r"a tensor or a tuple of two, got a tuple of .Tensor, NoneType.": (x, None),
+        r"a tensor or a tuple of two, got a list of .Tensor, Tensor.": [x, x],
+        rf"bfloat16 of shape .{tokens}, 128., got torch.float32 of shape": (x, x.float()),
+        rf"bfloat16 of shape .{tokens}, 128., got torch.bfloat16 of shape .1, 128.": (x, x[:1]),
+    }
+    for message, bias in biases.items():
+        with pytest.raises(ValueError, match=rf"bias: expected .*{message}"):
+            buffer.combine(x, handle, bias=bias)
+    with pytest.raises(ValueError, match="x: expected a tensor, got NoneType"):
+        buffer.combine(None, handle)
 
 
 def test_low_latency_and_what_else_is_not_there_is_refused_by_name() -> None:
@@ -253,22 +286,29 @@ def _not_there(rank: int, size: int) -> None:
     for name in ("low_latency_dispatch", "low_latency_combine", "clean_low_latency_buffer"):
         with pytest.raises(NotSupported, match=rf"Buffer\.{name}: low-latency calls need"):
             getattr(buffer, name)
+        with pytest.raises(NotSupported, match=rf"Buffer\.{name}: low-latency calls need"):
+            getattr(deep_ep.Buffer, name)
+        assert not hasattr(deep_ep.Buffer, name)
     with pytest.raises(NotSupported, match=r"Buffer\.get_low_latency_rdma_size_hint: low-latency"):
         deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
     with pytest.raises(NotSupported, match="get_local_buffer_tensor is not served"):
         buffer.get_local_buffer_tensor(torch.uint8)
     with pytest.raises(AttributeError, match="internode"):
         buffer.internode  # noqa: B018
+    with pytest.raises(AttributeError, match="internode"):
+        deep_ep.Buffer.internode  # noqa: B018
 
 
 def test_configs_hints_and_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deep_ep.Buffer, "num_sms", None)
+    monkeypatch.setattr(deep_ep.Buffer, "num_sms", deep_ep.Buffer.num_sms)  # both as they are, also afterwards
+    monkeypatch.setattr(deep_ep.Buffer, "_asked_sms", None)
+    assert deep_ep.Buffer.num_sms == 20  # DeepEP's: callers subtract it from the SMs that there are
     for ranks in (1, 3, 24):
         for config in (deep_ep.Buffer.get_dispatch_config(ranks), deep_ep.Buffer.get_combine_config(ranks)):
             assert config == deep_ep.Config()
             assert config.get_nvl_buffer_size_hint(14336, ranks) == config.get_rdma_buffer_size_hint(14336, ranks) == 0
     deep_ep.Buffer.set_num_sms(24)
-    assert deep_ep.Buffer.get_combine_config(8).num_sms == 24
+    assert deep_ep.Buffer.get_combine_config(8).num_sms == deep_ep.Buffer.num_sms == 24
     with pytest.raises(ValueError, match="new_num_sms: expected an even number of at least 2, got 7"):
         deep_ep.Buffer.set_num_sms(7)
     with pytest.raises(ValueError, match="num_sms: expected an integer of at least 1 or None, got 0"):

@@ -77,6 +77,39 @@ def test_whole_layer_through_the_code_generator() -> None:
     on_ranks(2, _compiled, "inductor", [20, 37])
 
 
+def _compiled_in_parts(rank: int, size: int, backend: str, way: str) -> None:
+    """A layer as people compile it, without fullgraph: torch.compile cuts it wherever it likes."""
+    settings = {"num_experts": 2 * size, "hidden_size": 16, "topk": 2}
+    torch.manual_seed(rank)
+
+    def layer(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        comm = MoECommunicator.shared(None, **settings)  # made here, in the first call
+        if way == "cut":
+            torch._dynamo.graph_break()
+        if way == "asynchronous":
+            out, handle = comm.dispatch_async(x, ids, weights).wait()
+            return comm.combine_async(out.tokens.sin(), handle, weights=out.weights).wait()
+        out, handle = comm.dispatch(x, ids, weights)
+        return comm.combine(out.tokens.sin(), handle, weights=out.weights)
+
+    compiled = torch.compile(layer, backend=backend)
+    for tokens in (9, 5):
+        x, weights = torch.randn(tokens, 16), torch.rand(tokens, 2)
+        ids = torch.rand(tokens, 2 * size).topk(2).indices
+        results = []
+        for run in (compiled, layer):
+            leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            z = run(leaves[0], ids, leaves[1])
+            (z * x.cos()).sum().backward()
+            results.append([z.detach(), leaves[0].grad, leaves[1].grad])
+        torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(("backend", "way"), [("eager", "plain"), ("aot_eager", "cut"), ("eager", "asynchronous")])
+def test_a_layer_is_compiled_in_parts(backend: str, way: str) -> None:
+    on_ranks(2, _compiled_in_parts, backend, way)
+
+
 def _library_checks(rank: int, size: int) -> None:
     for layout in LAYOUTS:
         case = Case(tokens=(6,), num_experts=4, hidden=8, dtype=torch.float64)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ep_plugin import env
 from ep_plugin.config import MAX_TOPK, DispatchLayout, MoECommunicatorConfig
 from ep_plugin.deep_ep import routing
+from ep_plugin.deep_ep.arguments import biases_of, check_floats, check_with_topk, layout_given, rows_of, sum_of
 from ep_plugin.deep_ep.config import Config
 from ep_plugin.deep_ep.routing import Handle
 from ep_plugin.deep_ep.streams import comm_stream, ordered
@@ -26,11 +27,15 @@ from ep_plugin.errors import CommunicatorClosed, NotSupported
 from ep_plugin.memory.exchange import checked_group
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.numbers import communicator
+from ep_plugin.moe.validate import check_tensors
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
 # Limits of the communicators, not sizes: what is allocated follows from the rows that are sent.
 _MOST_HIDDEN = 1 << 24
+# Tokens per rank that the pools of calls with num_worst_tokens have room for, at least: a power of two, so that callers
+# who name another number at every call, or at every rank, share a few communicators.
+_LEAST_BOUND = 128
 
 # Buffers that use a communicator, by its number. Counted, not looked for: ranks collect garbage at different times, and
 # must close alike. One that is never destroyed keeps its communicators open.
@@ -38,7 +43,14 @@ _users: dict[int, set[int]] = {}
 _tokens = itertools.count()
 
 
-class Buffer:
+class _LowLatencyByName(type):
+    """Refuses low-latency functions by name on the class too, before there is a Buffer."""
+
+    def __getattr__(cls, name: str) -> Any:
+        return _absent(cls, name)
+
+
+class Buffer(metaclass=_LowLatencyByName):
     """Dispatch and combine for one group, in DeepEP's words.
 
     Buffers of one group share their communicators, so making one again costs nothing. No memory is set aside for
@@ -47,8 +59,9 @@ class Buffer:
     MoECommunicator raises.
     """
 
-    num_sms: int | None = None
-    """SMs of calls whose config names none; None: measured defaults. See `set_num_sms`."""
+    num_sms: int = 20
+    """DeepEP's default, for callers that compute with it; calls take measured defaults until `set_num_sms`."""
+    _asked_sms: int | None = None
 
     def __init__(
         self,
@@ -96,17 +109,17 @@ class Buffer:
         """SMs of later calls of all Buffers: those that send also receive, in one kernel. An even number."""
         if not isinstance(new_num_sms, int) or new_num_sms < 2 or new_num_sms % 2:
             raise ValueError(f"new_num_sms: expected an even number of at least 2, got {new_num_sms!r}")
-        Buffer.num_sms = new_num_sms
+        Buffer.num_sms = Buffer._asked_sms = new_num_sms
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """The config of a dispatch that is given none, for any number of ranks."""
-        return Config(Buffer.num_sms)
+        return Config(Buffer._asked_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
         """The config of a combine that is given none, for any number of ranks."""
-        return Config(Buffer.num_sms)
+        return Config(Buffer._asked_sms)
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -175,20 +188,21 @@ class Buffer:
         dispatch's routing; topk_idx and topk_weights must be None, and only the rows and the event are returned. Else
         the first, the third and the fourth result of `get_dispatch_layout` are needed; topk_idx int64 ``[T, K]`` and
         topk_weights float32 ``[T, K]`` travel with the rows, and without topk_idx is_token_in_rank decides.
-        num_worst_tokens: rows of the result, at least R times any rank's T; the host then waits for nothing.
+        num_worst_tokens: rows of the result, at least R times any rank's T; the host then waits for nothing. A share of
+        num_worst_tokens / R is rounded up to a power of two from 128 on, which must be the same on all ranks.
 
         Returns the rows ``[N, H]`` (or the pair); topk_idx int64 ``[N, K]``, local ids, -1: not here (also where
         num_worst_tokens leaves rows over); topk_weights float32 ``[N, K]``, 0 where -1; the rows of each local expert
         as a list, each rounded up to expert_alignment (empty with num_worst_tokens); the handle; the event.
         """
-        rows, scales = x if isinstance(x, tuple) else (x, None)
+        rows, scales = rows_of(x)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise ValueError("topk_idx: expected None with a handle, which knows the routing, got a tensor")
             call: Callable[[], tuple[Any, ...]] = functools.partial(self._dispatch_again, rows, scales, handle, config)
         else:
-            in_rank, per_expert = _layout_given(num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
-            _check_with_topk(topk_idx, topk_weights, expert_alignment)
+            in_rank, per_expert = layout_given(num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
+            check_with_topk(topk_idx, topk_weights, expert_alignment)
             sizes = expert_alignment, num_worst_tokens
             call = functools.partial(
                 self._dispatch, rows, scales, topk_idx, topk_weights, in_rank, per_expert, *sizes, config
@@ -215,8 +229,10 @@ class Buffer:
         same ranks. bias: ``[T, H]`` or two of them, added to the result (two are added up and rounded first).
         Returns ``[T, H]`` of x's dtype, the weights float32 ``[T, K]`` or None, and the event.
         """
-        call = functools.partial(self._combine, x, handle, topk_weights, bias, config)
-        reads = (x, handle, topk_weights, bias)
+        check_tensors(x=x)
+        biases = biases_of(bias, x)
+        call = functools.partial(self._combine, x, handle, topk_weights, biases, config)
+        reads = (x, handle, topk_weights, biases)
         result, event = self._ordered(call, x, reads, previous_event, async_finish, allocate_on_comm_stream)
         return *result, event
 
@@ -230,9 +246,7 @@ class Buffer:
         raise NotSupported("Buffer.get_local_buffer_tensor is not served: communication memory belongs to no caller")
 
     def __getattr__(self, name: str) -> Any:
-        if "low_latency" in name:
-            raise _NoLowLatency(_LOW_LATENCY.format(f"Buffer.{name}"))
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return _absent(type(self), name)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -250,7 +264,7 @@ class Buffer:
             hidden_size=_MOST_HIDDEN,
             topk=min(num_experts, MAX_TOPK),
             layout=DispatchLayout.TOKEN_MAJOR,
-            max_tokens_per_rank=num_worst_tokens // self.group_size if num_worst_tokens else None,
+            max_tokens_per_rank=_bound_of(num_worst_tokens // self.group_size) if num_worst_tokens else None,
         )
         comm = MoECommunicator.shared(self.group, config, device=device)
         _users.setdefault(comm.number, set()).add(self._token)
@@ -318,16 +332,15 @@ class Buffer:
         x: torch.Tensor,
         handle: Handle,
         topk_weights: torch.Tensor | None,
-        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
+        biases: tuple[torch.Tensor, ...],
         config: Config | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         comm = communicator(handle.routing.comm)
         if topk_weights is not None:
-            _check_floats("topk_weights", topk_weights, x.shape[0])
+            check_floats("topk_weights", topk_weights, x.shape[0])
         _use_sms(comm, config or self.get_combine_config(self.group_size))
-        if isinstance(bias, tuple):
-            bias = (bias[0].float() + bias[1].float()).to(x.dtype)
-        out = comm.combine(x.contiguous(), handle.routing, bias=None if bias is None else bias.contiguous())
+        bias = sum_of(biases)
+        out = comm.combine(x.contiguous(), handle.routing, bias=bias)
         if topk_weights is None:
             return out, None
         # Their own rows, since every rank's values count, also those of experts that are elsewhere.
@@ -336,34 +349,9 @@ class Buffer:
         return out, comm.combine(padded, handle.routing)[:, :K].contiguous()
 
 
-def _layout_given(*given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """is_token_in_rank and num_tokens_per_expert, once all three of the layout's tensors are known to be there."""
-    names = ("num_tokens_per_rank", "is_token_in_rank", "num_tokens_per_expert")
-    for name, tensor in zip(names, given, strict=True):
-        if tensor is None:
-            raise ValueError(f"{name}: expected what get_dispatch_layout returned, or a handle=, got None")
-    _, in_rank, per_expert = given
-    assert in_rank is not None and per_expert is not None
-    return in_rank, per_expert
-
-
-def _check_with_topk(topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, expert_alignment: int) -> None:
-    if expert_alignment < 1:
-        raise ValueError(f"expert_alignment: expected at least 1, got {expert_alignment}")
-    if topk_idx is None and topk_weights is not None:
-        raise ValueError("topk_weights: expected None without topk_idx, got a tensor")
-    if topk_idx is not None:
-        routing.check_topk(topk_idx)
-    if topk_weights is not None:
-        assert topk_idx is not None
-        _check_floats("topk_weights", topk_weights, topk_idx.shape[0])
-
-
-def _check_floats(name: str, weights: torch.Tensor, rows: int) -> None:
-    if weights.dtype is not torch.float32 or weights.dim() != 2 or weights.shape[0] != rows:
-        raise ValueError(
-            f"{name}: expected float32 of shape [{rows}, K], got {weights.dtype} of shape {tuple(weights.shape)}"
-        )
+def _bound_of(tokens: int) -> int:
+    """Tokens per rank that a communicator is made for where `tokens` are the most."""
+    return max(_LEAST_BOUND, 1 << (tokens - 1).bit_length())
 
 
 def _use_sms(comm: MoECommunicator, config: Config) -> None:
@@ -383,6 +371,12 @@ _LOW_LATENCY = '{}: low-latency calls need mode="ll", which is not there yet; us
 
 class _NoLowLatency(NotSupported, AttributeError):
     """Also for hasattr(), by which callers find out what there is."""
+
+
+def _absent(cls: type, name: str) -> NoReturn:
+    if "low_latency" in name:
+        raise _NoLowLatency(_LOW_LATENCY.format(f"Buffer.{name}"))
+    raise AttributeError(f"{cls.__name__!r} has no attribute {name!r}")
 
 
 def _refuse(name: str) -> NoReturn:

@@ -23,6 +23,7 @@ from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 from ep_plugin.moe.numbers import register
 from ep_plugin.moe.routing import KnownRouting, RoutingTensors, known_routing
 from ep_plugin.moe.shared import shared_communicator
+from ep_plugin.moe.untraced import untraced
 from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch, check_quantize, check_tensors
 from ep_plugin.moe.work import CombineWork, DispatchWork
 
@@ -36,6 +37,7 @@ class MoECommunicator:
     call raises that first error again, and only `close` works.
     """
 
+    @untraced
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -51,6 +53,7 @@ class MoECommunicator:
         self._waited_for: PendingDispatch | PendingCombine | None = None
 
     @classmethod
+    @untraced
     def shared(
         cls,
         group: dist.ProcessGroup | None,
@@ -69,6 +72,10 @@ class MoECommunicator:
         return shared_communicator(
             group, lambda: resolve_device(group, device), config, lambda: cls(group, config, device)
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoECommunicator:
+        """Itself: a copy of a model exchanges over the same memory."""
+        return self
 
     @property
     def rank(self) -> int:
@@ -131,6 +138,7 @@ class MoECommunicator:
         """
         return self._combine(y, handle, weights, bias)
 
+    @untraced
     def dispatch_async(
         self,
         x: torch.Tensor,
@@ -158,6 +166,7 @@ class MoECommunicator:
         arguments = (x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
         return DispatchWork(begun, lambda: self._dispatch(*arguments, begun=begun))
 
+    @untraced
     def combine_async(
         self,
         y: torch.Tensor,

@@ -35,11 +35,13 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
         self.alignment = alignment_of(config)
+        # As the communicator is made: Megatron's inference changes the configuration between calls.
+        self.topk = experts_per_token(config)
         comm = MoECommunicator.shared(
             self.tp_ep_group,
             num_experts=config.num_moe_experts * self.tp_size,
             hidden_size=getattr(config, "moe_latent_size", None) or config.hidden_size,
-            topk=experts_per_token(config) * self.tp_size,
+            topk=self.topk * self.tp_size,
             expert_alignment=self.alignment,
             **sms_of(config),
         )
@@ -73,7 +75,7 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden_states ``[..., H]``, routing_map bool and probs ``[T, E]``: rows ``[T, H]``, probs ``[T, P * K]``."""
         self.hidden_shape = hidden_states.shape
-        ids, chosen = select(routing_map, probs, experts_per_token(self.config))
+        ids, chosen = select(routing_map, probs, self.topk)
         self.token_indices, self.token_probs = over_tensor_parallel(ids, chosen, self.tp_size, self.num_local_experts)
         return hidden_states.reshape(-1, self.hidden_shape[-1]), self.token_probs
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from types import ModuleType
 
-from ep_plugin.errors import NotSupported
+from ep_plugin.integrations.signatures import check_calls
 
 # What 0.3.0 has, by class: the parameters of its methods and of its configuration.
 _CALLS = {
@@ -25,17 +24,5 @@ EXPECTED = {
 
 def check_dispatchers(stock: ModuleType, version: str) -> None:
     """stock: torchtitan's module of dispatchers. Raises NotSupported with what is called otherwise there."""
-    for name, members in EXPECTED.items():
-        for member, expected in members.items():
-            found = _parameters(stock, name, member)
-            if found != expected:
-                raise NotSupported(
-                    f"torchtitan {version}: expected {name}.{member}({', '.join(expected)}), as in 0.3.0, got "
-                    f"{'none' if found is None else '(' + ', '.join(found) + ')'}; install torchtitan 0.3.0, or leave "
-                    "torchtitan out of EP_PLUGIN and ep_plugin out of the overrides"
-                )
-
-
-def _parameters(stock: ModuleType, name: str, member: str) -> tuple[str, ...] | None:
-    found = getattr(getattr(stock, name, None), member, None)
-    return None if found is None else tuple(inspect.signature(found).parameters)
+    advice = "install torchtitan 0.3.0, or leave torchtitan out of EP_PLUGIN and ep_plugin out of the overrides"
+    check_calls(stock, EXPECTED, framework=f"torchtitan {version}", known="0.3.0", advice=advice)

@@ -7,14 +7,15 @@ R rows received.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalTokenDispatcher
 
 from ep_plugin import DispatchHandle, MoECommunicator
 from ep_plugin.errors import NotSupported
-from ep_plugin.moe.numbers import communicator
+
+_MOST_HIDDEN = 1 << 24  # a limit and not a size: what is allocated follows from the rows that are sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,27 @@ class DispatchMetadata:
     scores_R: torch.Tensor
 
 
+class _NoGraphTrainer(NotSupported, AttributeError):
+    """Also for hasattr()."""
+
+
+class _Step:
+    """One of the all-to-all's own steps, which torchtitan's experimental graph_trainer marks for its passes."""
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise _NoGraphTrainer(
+            "graph_trainer: expected AllToAllTokenDispatcher, whose steps it marks for its passes, got "
+            f"{owner.__name__}; leave torchtitan out of EP_PLUGIN and ep_plugin out of the overrides"
+        )
+
+
 class EpPluginTokenDispatcher(BaseEPTokenDispatcher):
-    """One for each layer; those of a group and shape share a communicator, made at the first dispatch, collectively."""
+    """One for each layer; those of a group share a communicator, made when the mesh is known, collectively.
+
+    It is made then and held, since torchtitan compiles whole blocks, where nothing can be made or looked up.
+    """
+
+    _token_count_exchange = _Step()
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseEPTokenDispatcher.Config):
@@ -37,6 +57,7 @@ class EpPluginTokenDispatcher(BaseEPTokenDispatcher):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.pad_multiple = config.pad_multiple or 1
+        self.communicator: MoECommunicator | None = None
 
     def wire_meshes(self, *, ep_mesh: Any) -> None:
         """Installs the mesh of expert parallelism; without one, tokens stay here."""
@@ -46,6 +67,16 @@ class EpPluginTokenDispatcher(BaseEPTokenDispatcher):
                 "1; leave the override out"
             )
         self.ep_mesh = ep_mesh
+        self.communicator = None
+        if ep_mesh is not None:
+            self.communicator = MoECommunicator.shared(
+                ep_mesh.get_group(),
+                num_experts=self.num_experts,
+                hidden_size=_MOST_HIDDEN,
+                topk=self.top_k,
+                expert_alignment=self.pad_multiple,
+                device=ep_mesh.device_type,
+            )
 
     def dispatch(
         self,
@@ -55,19 +86,11 @@ class EpPluginTokenDispatcher(BaseEPTokenDispatcher):
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, object]:
         """Rows ``[R, D]`` grouped by local expert, rows of each ``[e]`` (padding included), and what combine needs."""
-        if self.ep_mesh is None:
+        if self.communicator is None:
             return LocalTokenDispatcher.dispatch(
                 self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
             )
-        comm = MoECommunicator.shared(
-            self.ep_mesh.get_group(),
-            num_experts=self.num_experts,
-            hidden_size=x_TD.size(1),
-            topk=topk_expert_ids_TK.size(1),
-            expert_alignment=self.pad_multiple,
-            device=x_TD.device,
-        )
-        out, handle = comm.dispatch(x_TD.contiguous(), topk_expert_ids_TK.contiguous(), topk_scores_TK)
+        out, handle = self.communicator.dispatch(x_TD.contiguous(), topk_expert_ids_TK.contiguous(), topk_scores_TK)
         counts = out.expert_offsets.diff()
         assert out.weights is not None
         return out.tokens, counts, DispatchMetadata(handle=handle, scores_R=out.weights)
@@ -79,10 +102,9 @@ class EpPluginTokenDispatcher(BaseEPTokenDispatcher):
         x_TD: torch.Tensor,
     ) -> torch.Tensor:
         """The experts' rows times their scores, summed per token: ``[T, D]``."""
-        if not isinstance(metadata, DispatchMetadata):
+        if self.communicator is None:
             return LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
-        comm = communicator(metadata.handle.comm)
-        return comm.combine(routed_output_RD.contiguous(), metadata.handle, weights=metadata.scores_R)
+        return self.communicator.combine(routed_output_RD.contiguous(), metadata.handle, weights=metadata.scores_R)
 
 
 class EpPluginPaddedTokenDispatcher(EpPluginTokenDispatcher):

@@ -20,9 +20,10 @@ class EpPluginExpertParallel(EPImplementation):
     The communicator is looked up at each call: transformers builds this object before weights are loaded, and
     an object that holds no communication memory can be copied with its model.
 
-    The experts get FLAT rows, one per (token, local expert), grouped by expert. Where they run as transformers' grouped
-    products they multiply these as they are, and combine applies the weights. Other implementations of experts, such as
-    eager or quantised ones, get the rows through the experts' own forward, which brings them into its order.
+    The experts get FLAT rows, one per (token, local expert), grouped by expert, and combine applies the weights, in
+    float32. Where the experts run as transformers' grouped products they multiply these rows as they are. Other
+    implementations, such as eager or quantised ones, get them through the experts' own forward, which brings them into
+    its order.
     """
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -51,9 +52,8 @@ class EpPluginExpertParallel(EPImplementation):
             device=x.device,
         )
         out, handle = comm.dispatch(x, topk_ids, topk_weights)
-        if self.takes_sorted_rows and is_grouped(self.experts):
-            return comm.combine(self._run_sorted(out), handle, weights=out.weights)
-        return comm.combine(self._run(out), handle)
+        run = self._run_sorted if self.takes_sorted_rows and is_grouped(self.experts) else self._run
+        return comm.combine(run(out), handle, weights=out.weights)
 
     def _run_sorted(self, out: DispatchOutput) -> torch.Tensor:
         """What the experts make of the dispatched rows, not weighted: ``[N, H]``."""
@@ -63,12 +63,11 @@ class EpPluginExpertParallel(EPImplementation):
         return sorted_experts(self.experts, _one_for_none(rows), torch.zeros_like(ends[:1]), torch.ones_like(ends))[:0]
 
     def _run(self, out: DispatchOutput) -> torch.Tensor:
-        """What the experts' own forward makes of the dispatched rows, weighted: ``[N, H]``."""
-        rows, weights = out.tokens, out.weights.to(out.tokens.dtype).unsqueeze(1)
-        expert_ids = out.row_expert_ids.long().unsqueeze(1)
+        """What the experts' own forward makes of the dispatched rows with weights of one, as in stock: ``[N, H]``."""
+        rows, expert_ids = out.tokens, out.row_expert_ids.long().unsqueeze(1)
         if rows.size(0) > 0:
-            return self.experts_forward(rows, expert_ids, weights).contiguous()
-        return self.experts_forward(_one_for_none(rows), expert_ids.new_zeros(1, 1), weights.new_zeros(1, 1))[:0]
+            return self.experts_forward(rows, expert_ids, rows.new_ones(len(rows), 1)).contiguous()
+        return self.experts_forward(_one_for_none(rows), expert_ids.new_zeros(1, 1), rows.new_ones(1, 1))[:0]
 
 
 def _one_for_none(rows: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Runs a script as it is and writes how often it exchanged tokens, as torch's profiler saw it: ours and the stock ways.
 
+"fsdp2" counts the gathers and scatters of whole buffers, as FSDP2 calls them where nobody has replaced them.
+
 python -m tests.integrations.counted COUNTS_JSON SCRIPT [ARGUMENTS]. COUNTS_JSON gets the rank's number as a suffix.
 """
 
@@ -14,6 +16,7 @@ from pathlib import Path
 
 OURS = ("ep_plugin::dispatch", "ep_plugin::combine")
 STOCK = ("alltoall", "all_to_all")
+FSDP2 = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
 
 
 def main() -> None:
@@ -35,6 +38,7 @@ def main() -> None:
     calls: Counter[str] = Counter()
     for event in profile.events():
         calls.update([event.name] if event.name in OURS else [])
+        calls.update(["fsdp2"] if event.name in FSDP2 else [])
         calls.update(["stock"] if any(name in event.name for name in STOCK) else [])
     Path(f"{counts_path}.{os.environ['RANK']}").write_text(json.dumps(calls))
     sys.stdout.flush()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -104,6 +107,52 @@ def test_what_is_not_served_is_refused_when_the_layer_is_built(results) -> None:
                 raise found["refused"][name]
 
 
+def test_padding_that_inference_switches_on_later_changes_nothing(results) -> None:
+    for found in results():
+        assert found["padded decode"] <= LIMIT
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "package_info.__version__ = '0.15.3'",
+            "megatron-core: expected 0.16.1 or newer, got 0.15.3; install megatron-core 0",
+        ),
+        (
+            "module.MoEFlexTokenDispatcher.token_dispatch = lambda self, hidden_states, probs, stream: None",
+            "megatron-core 0.16.1: expected MoEFlexTokenDispatcher.token_dispatch(self, hidden_states, probs, "
+            "async_finish, allocate_on_comm_stream), as in 0.16.1, got (self, hidden_states, probs, stream); install",
+        ),
+        (
+            "del module.MoEFlexTokenDispatcher",
+            "megatron-core 0.16.1: expected MoEFlexTokenDispatcher.__init__(self, num_local_experts, "
+            "local_expert_indices, config, pg_collection), as in 0.16.1, got none; install",
+        ),
+        (
+            "del TransformerConfig.__dataclass_fields__['moe_router_dtype']",
+            "megatron-core 0.16.1: expected TransformerConfig.moe_router_dtype, as in 0.16.1, got none; install",
+        ),
+    ],
+    ids=["old", "other-call", "gone", "no-option"],
+)
+def test_another_megatron_is_refused_when_a_script_switches_it_on_itself(change: str, message: str) -> None:
+    code = f"""
+from ep_plugin.testing.megatron import make_megatron_run_here
+make_megatron_run_here()
+from megatron.core import package_info
+import megatron.core.transformer.moe.moe_layer
+import megatron.core.transformer.moe.token_dispatcher as module
+from megatron.core.transformer.transformer_config import TransformerConfig
+{change}
+import ep_plugin.integrations.megatron
+ep_plugin.integrations.megatron.switch_on()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert done.stderr.strip().splitlines()[-1].startswith(f"ep_plugin.errors.NotSupported: {message}")
+
+
 def test_padding_for_quantisation_the_schedules_copies_and_graph_attributes(results) -> None:
     for found in results():
         parts = found["parts"]
@@ -117,6 +166,36 @@ def test_padding_for_quantisation_the_schedules_copies_and_graph_attributes(resu
 def test_megatrons_deepep_functions_work_on_our_deep_ep(results) -> None:
     for found in results():
         assert found["fused_a2a"] <= LIMIT
+
+
+@pytest.mark.parametrize("name", ["ep4", "tp2-ep2", "capacity", "recompute", "fp64-router"])
+def test_megatrons_own_deepep_backend_trains_on_our_deep_ep(deepep_results, name: str) -> None:
+    for rank, found in enumerate(deepep_results()):
+        difference = found[name]["difference"]
+        assert len(difference) >= 5
+        assert max(difference.values()) <= LIMIT, f"rank {rank}: {difference}"
+        ours = found[name]["ours"]
+        assert min(ours["dispatch"], ours["combine"]) >= 2 and ours["stock"] == 0  # forward and backward
+
+
+@pytest.fixture(scope="module")
+def deepep_results() -> Callable[[], list[dict[str, Any]]]:
+    return functools.cache(lambda: values(run_ranks(WORLD, _run_deepep, timeout_s=240)))
+
+
+def _run_deepep(rank: int) -> dict[str, Any]:
+    import ep_plugin.hooks
+
+    ep_plugin.hooks.switch_on(["deep_ep"])
+    make_megatron_run_here()
+    for name in ("fused_a2a", "token_dispatcher", "moe_layer"):  # this file has imported some of them before
+        importlib.reload(importlib.import_module(f"megatron.core.transformer.moe.{name}"))
+    found = {}
+    for name in ("ep4", "capacity", "recompute", "fp64-router", "tp2-ep2"):
+        if name in ("ep4", "tp2-ep2"):
+            initialise(CASES[name].tp, WORLD // CASES[name].tp)
+        found[name] = _run_case(rank, CASES[name], dispatcher="MoEFlexTokenDispatcher")
+    return found
 
 
 def _run_rank(rank: int) -> dict[str, Any]:
@@ -136,30 +215,32 @@ def _run_rank(rank: int) -> dict[str, Any]:
         if tp == 1 and "parts" not in found:
             found["parts"] = _run_parts(rank)
             found["fused_a2a"] = _run_fused_a2a(rank)
+            found["padded decode"] = _run_padded_decode(rank)
         if tp == 2 and "refused" not in found:
             found["refused"] = _run_refusals()
     return found
 
 
-def _run_case(rank: int, case: Case) -> dict[str, Any]:
+def _run_case(rank: int, case: Case, dispatcher: str = "EpPluginTokenDispatcher") -> dict[str, Any]:
+    """dispatcher: the class that "flex" stands for."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: F401
 
     ep = WORLD // case.tp
     layers = {}
-    for dispatcher, more in (("alltoall", {}), ("flex", case.ours)):
+    for kind, more in (("alltoall", {}), ("flex", case.ours)):
         torch.manual_seed(11)
-        layers[dispatcher] = make_layer(make_config(dispatcher, case.tp, ep, **case.options, **more))
-    assert type(layers["flex"].token_dispatcher).__name__ == "EpPluginTokenDispatcher"
+        layers[kind] = make_layer(make_config(kind, case.tp, ep, **case.options, **more))
+    assert type(layers["flex"].token_dispatcher).__name__ == dispatcher
     layers["flex"].load_state_dict(layers["alltoall"].state_dict())
     results, counts = {}, {}
-    for dispatcher, layer in layers.items():
+    for kind, layer in layers.items():
         generator = torch.Generator().manual_seed(100 + rank)
         x = torch.randn((case.tokens, 2, 32), generator=generator).requires_grad_()
-        with _counting() as counts[dispatcher]:
+        with _counting() as counts[kind]:
             y, bias = layer(x)
             y.backward(torch.randn(y.shape, generator=generator))
         assert bias is None
-        results[dispatcher] = {"y": y.detach(), "x.grad": x.grad} | {
+        results[kind] = {"y": y.detach(), "x.grad": x.grad} | {
             name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None
         }
     assert results["flex"].keys() == results["alltoall"].keys()
@@ -200,6 +281,19 @@ class _counting:
 
     def __exit__(self, *error: object) -> None:
         self.patch.undo()
+
+
+def _run_padded_decode(rank: int) -> float:
+    """Megatron's inference pads between calls what a layer was built without, dropping nothing."""
+    from megatron.core.inference.utils import set_decode_expert_padding
+
+    layer = make_layer(make_config("flex", 1, WORLD)).eval()
+    x = torch.randn((7, 2, 32), generator=torch.Generator().manual_seed(rank))
+    with torch.no_grad():
+        plain = layer(x)[0]
+        set_decode_expert_padding(layer, True, capacity_factor=layer.config.num_moe_experts / 3)
+        padded = layer(x)[0]
+    return _relative(padded, plain)
 
 
 def _dispatcher(config: Any) -> Any:
@@ -272,8 +366,6 @@ def _run_refusals() -> dict[str, Exception]:
 
 def _run_fused_a2a(rank: int) -> float:
     """Megatron's autograd functions over `import deep_ep`: a round trip and its gradients."""
-    import importlib
-
     from megatron.core.transformer.moe import fused_a2a
 
     fused_a2a = importlib.reload(fused_a2a)

@@ -71,9 +71,11 @@ def losses_of(run: Run, name: str) -> list[float]:
     return losses
 
 
-def every_exchange_is_ours(run: Run) -> None:
+def every_exchange_is_ours(run: Run, fsdp2: bool = True) -> None:
+    """fsdp2: the collectives of FSDP2 are ours too, or there are none."""
+    expected = EXCHANGES if fsdp2 else EXCHANGES | {"fsdp2"}
     for counts in run.counts:
-        assert counts.keys() == EXCHANGES and min(counts.values()) > 0, counts
+        assert counts.keys() == expected and min(counts.values()) > 0, counts
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------
@@ -123,9 +125,9 @@ def trained(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 
 @pytest.mark.parametrize("script", ["train_trainer.py", "train_accelerate.py"])
 def test_transformers_scripts_exchange_through_us(trained, script: str) -> None:
-    every_exchange_is_ours(trained(script, "transformers"))
+    every_exchange_is_ours(trained(script, "transformers"), fsdp2=False)
     for counts in trained(script, "").counts:
-        assert counts.keys() == {"stock"} and counts["stock"] > 0
+        assert counts.keys() == {"stock", "fsdp2"} and min(counts.values()) > 0
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -155,11 +157,12 @@ def test_stock_transformers_reads_the_checkpoint(trained, checkpoints: Path, scr
 @pytest.mark.skipif(
     importlib.util.find_spec("ep_plugin.integrations.fsdp2") is None, reason="needs ep_plugin.integrations.fsdp2"
 )
-def test_losses_are_the_same_with_the_collectives_of_fsdp_replaced_too(trained) -> None:
-    both = trained("train_accelerate.py", "transformers,fsdp2")
+@pytest.mark.parametrize("script", ["train_trainer.py", "train_accelerate.py"])
+def test_losses_are_the_same_with_the_collectives_of_fsdp_replaced_too(trained, script: str) -> None:
+    both = trained(script, "transformers,fsdp2")
     every_exchange_is_ours(both)
     for model in MODELS:
-        ours, theirs = (losses_of(run, f"{model}/losses.json") for run in (both, trained("train_accelerate.py", "")))
+        ours, theirs = (losses_of(run, f"{model}/losses.json") for run in (both, trained(script, "")))
         assert ours == pytest.approx(theirs, rel=LOSS_LIMIT)
 
 
@@ -172,7 +175,7 @@ def test_a_megatron_script_trains_as_with_alltoall(tmp_path: Path) -> None:
     ours = launch(tmp_path / "ours", "train_megatron.py", tmp_path / "ours", "flex", switched_on="megatron")
     every_exchange_is_ours(ours)
     for rank in range(WORLD):
-        assert theirs.counts[rank].keys() == {"stock"}
+        assert theirs.counts[rank].keys() == {"stock", "fsdp2"}  # it gathers counts as FSDP2 gathers parameters
         name = f"losses.{rank}.json"
         assert losses_of(ours, name) == pytest.approx(losses_of(theirs, name), rel=LOSS_LIMIT)
 
@@ -181,14 +184,15 @@ def test_a_megatron_script_trains_as_with_alltoall(tmp_path: Path) -> None:
 def test_a_torchtitan_script_trains_as_with_the_all_to_all(tmp_path: Path) -> None:
     # Both with our collectives: torchtitan asks FSDP2 for a reduction (PREMUL_SUM) that gloo does not know.
     theirs = launch(tmp_path / "stock", "train_torchtitan.py", tmp_path / "stock", switched_on="fsdp2")
-    ours = launch(tmp_path / "ours", "train_torchtitan.py", tmp_path / "ours", switched_on="torchtitan,fsdp2")
-    every_exchange_is_ours(ours)
-    for rank in range(WORLD):
-        assert theirs.counts[rank].keys() == {"stock"}
-        name = f"losses.{rank}.json"
-        losses = losses_of(ours, name)
-        assert losses == pytest.approx(losses_of(theirs, name), rel=LOSS_LIMIT)
-        assert losses[-1] < losses[0]
+    for way, backend in (("ours", []), ("compiled", ["aot_eager"])):
+        ours = launch(tmp_path / way, "train_torchtitan.py", tmp_path / way, *backend, switched_on="torchtitan,fsdp2")
+        every_exchange_is_ours(ours)
+        for rank in range(WORLD):
+            assert theirs.counts[rank].keys() == {"stock"}
+            name = f"losses.{rank}.json"
+            losses = losses_of(ours, name)
+            assert losses == pytest.approx(losses_of(theirs, name), rel=LOSS_LIMIT)
+            assert losses[-1] < losses[0]
 
 
 def test_a_deep_ep_script_trains_as_dense_experts_do(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_the_routed_experts_of_the_debug_model_match(results) -> None:
 
 def test_quantised_experts_get_padded_groups(results) -> None:
     for found in results():
-        assert found["padded"] == {"counts": True, "sum": True, "out": True}
+        assert found["padded"] == {"counts": True, "sum": True, "out": True, "copied": True}
 
 
 def test_the_override_reaches_every_layer_of_the_debug_model() -> None:
@@ -134,6 +134,20 @@ from torchtitan.models.qwen3 import model_registry
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ep_plugin.errors.NotSupported: torchtitan 0.9.0: " + message)
     assert last.endswith("leave torchtitan out of EP_PLUGIN and ep_plugin out of the overrides")
+
+
+def test_the_experimental_graph_trainer_is_refused_by_name() -> None:
+    code = """
+import torch
+from tests.integrations.torchtitan_cpu import without_triton
+without_triton()
+import torchtitan.models.qwen3
+from torchtitan.experiments.graph_trainer.common_utils import annotate_moe_ep_regions
+annotate_moe_ep_regions()
+"""
+    done = _switched_on(code)
+    assert done.returncode != 0
+    assert "graph_trainer: expected AllToAllTokenDispatcher, whose steps it marks" in done.stderr.splitlines()[-1]
 
 
 def _switched_on(code: str) -> subprocess.CompletedProcess[str]:
@@ -223,8 +237,10 @@ def _run_padded(rank: int) -> dict[str, bool]:
     _, counts, metadata = stock.dispatch(*given)
     rows, padded, kept = ours.dispatch(*given)
     expected = stock.combine(_scaled(_, counts, 2 * rank), metadata, x)
-    out = ours.combine(_scaled(rows, padded, 2 * rank), kept, x)
+    copied = copy.deepcopy(ours)  # as a model may be, whose layers go on exchanging over the same memory
+    out = copied.combine(_scaled(rows, padded, 2 * rank), kept, x)
     return {
+        "copied": copied is not ours and copied.communicator is ours.communicator,
         "counts": padded.tolist() == [16 * -(-count // 16) for count in counts.tolist()],
         "sum": int(padded.sum()) == len(rows),
         "out": torch.allclose(out, expected, rtol=1e-5, atol=1e-5),

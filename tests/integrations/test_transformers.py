@@ -129,6 +129,17 @@ def test_two_models_in_one_process(run_world) -> None:
         assert max(difference.values()) <= LIMITS[torch.float32], difference
 
 
+def test_a_compiled_model_has_the_loss_and_gradients_of_the_built_in_exchange(checkpoints: Path) -> None:
+    for difference in values(run_ranks(2, _run_compiled, checkpoints, timeout_s=280)):
+        assert max(difference.values()) <= LIMITS[torch.float32], difference
+
+
+def test_other_experts_get_unit_weights_and_the_real_ones_stay_in_float32() -> None:
+    for found in values(run_ranks(2, _run_bf16_experts)):
+        assert found["units"]
+        assert found["out"] < 4e-3 and found["weights.grad"] < 1e-6, found
+
+
 def test_older_transformers_is_refused_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.__version__", "5.22.1")
     monkeypatch.delitem(sys.modules, "ep_plugin.integrations.transformers", raising=False)
@@ -321,6 +332,57 @@ def _run_case(case: Case, checkpoints: Path, rank: int) -> dict:
         "sorts": sorts,
         "communicators": len(seen.communicators),
     }
+
+
+class _Identity(torch.nn.Module):
+    """Experts of no implementation that we know, which return their rows times their weights."""
+
+    num_experts = EXPERTS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, rows: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        self.seen.append(weights)
+        return rows * weights.sum(1, keepdim=True)
+
+
+def _run_bf16_experts(rank: int) -> dict[str, float | bool]:
+    """BF16 rows with float32 weights: errors relative to float64."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from ep_plugin.integrations.transformers import EpPluginExpertParallel
+
+    meshes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "tp"))
+    experts = _Identity()
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn((100, 64), generator=generator).bfloat16()
+    weights, ids = torch.rand((100, EXPERTS), generator=generator).topk(TOPK)
+    weights.requires_grad_()
+    out = EpPluginExpertParallel(experts, meshes["ep"], meshes["tp"])(x, ids, weights)
+    out.float().sum().backward()
+    exact = x.double() * weights.detach().double().sum(1, keepdim=True)
+    exact_grad = x.double().sum(1, keepdim=True).expand(-1, TOPK)
+    return {
+        "units": bool((experts.seen[0] == 1).all()),
+        "out": float((out.double() - exact).norm() / exact.norm()),
+        "weights.grad": float((weights.grad.double() - exact_grad).norm() / exact_grad.norm()),
+    }
+
+
+def _run_compiled(rank: int, checkpoints: Path) -> dict[str, float]:
+    """torch.compile(model) as people call it, against the built-in exchange as it is."""
+    importlib.import_module("ep_plugin.integrations.transformers")
+    transformers.utils.logging.disable_progress_bar()
+    case, found = Case(ep=2, fsdp=2), {}
+    for exchange in ("all_to_all", "ep_plugin"):
+        model = _load(checkpoints, case, exchange)
+        run = torch.compile(model, backend="aot_eager") if exchange == "ep_plugin" else model
+        results = _forward(run, _tokens(case, rank))
+        results["loss"].backward()
+        found[exchange] = {name: tensor.detach() for name, tensor in (results | _gradients(model)).items()}
+    return _difference(found["ep_plugin"], found["all_to_all"])
 
 
 def _run_two_models(checkpoints: Path, rank: int) -> dict:

@@ -1,6 +1,6 @@
 """Trains torchtitan's debug mixture-of-experts model with its own trainer, experts sharded over all ranks.
 
-torchrun --nproc-per-node 2 train_torchtitan.py OUT
+torchrun --nproc-per-node 2 train_torchtitan.py OUT [BACKEND that torch.compile compiles its blocks with]
 """
 
 import json
@@ -80,7 +80,7 @@ class Recording(MetricsProcessor):
 
 
 def main() -> None:
-    out = Path(sys.argv[1])
+    out, backend = Path(sys.argv[1]), sys.argv[2:]
     init_logger()
     config = qwen3_moe_debug()
     config.dump_folder = str(out)
@@ -93,6 +93,9 @@ def main() -> None:
     training = config.training
     training.local_batch_size, training.seq_len, training.steps = 2, 32, STEPS
     training.mixed_precision_param, training.disable_cuda_graphs = "float32", True
+    if backend:
+        config.compile.enable, config.compile.components, config.compile.backend = True, ["model"], backend[0]
+        config.activation_checkpoint = None
     del config.model_spec.model.layers[2:]
     for layer in config.model_spec.model.layers:  # the default has no backward on CPUs
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
