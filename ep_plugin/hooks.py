@@ -26,15 +26,13 @@ class Integration(NamedTuple):
 
     module: the framework's module that is waited for; once it has been executed, `function` ("module:name" of ours) is
     called without arguments. It replaces what it replaces, and returns a sentence that says what. It may be called
-    again when the module is reloaded. package, at_least: the oldest version that is served, of a module's __version__;
-    distribution: what to install for it.
+    again when the module is reloaded. package, at_least: the oldest version that is served, of a module's __version__.
     """
 
     module: str
     function: str
     package: str = ""
     at_least: str = ""
-    distribution: str = ""
 
 
 INTEGRATIONS = {
@@ -43,7 +41,6 @@ INTEGRATIONS = {
         "ep_plugin.integrations.megatron:switch_on",
         package="megatron.core",
         at_least="0.16.1",
-        distribution="megatron-core",
     ),
     "fsdp2": Integration("torch.distributed.fsdp", "ep_plugin.integrations.fsdp2:switch_on"),
     "transformers": Integration(
@@ -51,14 +48,12 @@ INTEGRATIONS = {
         "ep_plugin.integrations.transformers:switch_on",
         package="transformers",
         at_least="5.23",
-        distribution="transformers",
     ),
     "torchtitan": Integration(
         "torchtitan.models.common.token_dispatcher",
         "ep_plugin.integrations.torchtitan:switch_on",
         package="torchtitan",
         at_least="0.3.0",
-        distribution="torchtitan",
     ),
 }
 # Packages of ours that are imported under another name as well.
@@ -86,8 +81,6 @@ def switch_on(names: Sequence[str]) -> None:
         home = ALIASES.get(name) or INTEGRATIONS[name].function.partition(":")[0]
         if importlib.util.find_spec(home) is None:
             raise NotSupported(f"EP_PLUGIN: {name} is not there yet ({home} is missing); leave it out of EP_PLUGIN")
-        if name in INTEGRATIONS:
-            _check_installed(name, INTEGRATIONS[name])
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
     for name in names:
@@ -115,17 +108,6 @@ def _wait_for(name: str, integration: Integration) -> None:
     if integration.package and not _is_being_imported(integration.package):
         _after_import(integration.package, lambda: _check_version(name, integration))
     _after_import(integration.module, lambda: _put_in(name, integration))
-
-
-def _check_installed(name: str, integration: Integration) -> None:
-    """Refuses a framework that no import would find, without importing it: a script may try to, and go on without."""
-    top = integration.package.partition(".")[0]
-    if top and top not in sys.modules and importlib.util.find_spec(top) is None:
-        record(name, "failed", f"{integration.package} is not installed")
-        raise NotSupported(
-            f"EP_PLUGIN: {name}: expected {integration.package} {integration.at_least} or newer, got none on sys.path; "
-            f"install {integration.distribution}, or leave {name} out of EP_PLUGIN"
-        )
 
 
 def _serve_alias(name: str) -> None:
