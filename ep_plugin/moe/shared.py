@@ -68,5 +68,5 @@ def _close_orphans() -> None:
             warnings.warn(
                 f"{comm.engine.name}: close() after the end of its process group: {type(error).__name__}: {error}",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,  # the caller of MoECommunicator.shared
             )
