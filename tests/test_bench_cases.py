@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from ep_plugin.bench import symm_mem
-from ep_plugin.bench.cli import main
+from ep_plugin.bench.cli import _counts, main
 from ep_plugin.bench.report import by_case, markdown, notes
 from ep_plugin.bench.results import floor_row
 from ep_plugin.bench.specs import FLAT, TOKEN_MAJOR, Sms, Spec, parse_sms, select, specs_of
@@ -169,6 +169,11 @@ def test_selected_cases_without_peers(tmp_path: Path) -> None:
     assert run.exit_code == 0, run.output
     rows = [(row["case"], row["impl"]) for row in json.loads(out.read_text())["rows"]]
     assert rows == [(name, "ep_plugin") for name in ("combine_flat_fp32", "roundtrip_t128", "roundtrip_t128_host_wait")]
+
+
+def test_given_sms_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _counts("combine=3", None, "cuda").combine == 3
+    assert "SMs in place of the cases' own: combine=3" in capsys.readouterr().err
 
 
 def test_efficiency_is_relative_to_the_headline_of_the_same_operation() -> None:

@@ -195,13 +195,13 @@ def _plan_and_notify(engine: Engine, pending: PendingDispatch) -> None:
 
 def _send_and_expand(engine: Engine, pending: PendingDispatch) -> None:
     """The rest of a dispatch whose output is there before it is sent."""
-    roomy = pending.reserved
+    reserved = pending.reserved
     pending.reserved = True  # before the launch
     send = _send_args(engine, pending)
     expand, counts = _expand_args(engine, pending, _sending_sms(pending), engine.lanes.send)
     if pending.ticket:
         pending.wait_totals(engine)
-    if not roomy:
+    if not reserved:
         needed = _known_pool_bytes(engine, pending)
         assert needed is not None
         engine.reserve(DISPATCH_POOL, needed)
