@@ -50,13 +50,16 @@ class MegatronDeepseek(torch.nn.Module):
         # Norms of PyTorch are made in its own default dtype, on CPUs.
         self.to(device=torch.cuda.current_device(), dtype=config.params_dtype)
         for parameter in self.parameters():
-            parameter.register_post_accumulate_grad_hook(_average)
+            if not _is_expert(parameter):  # an expert's gradient has the tokens of all ranks in it already
+                parameter.register_post_accumulate_grad_hook(_sum)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
         """Of tokens ``[B, S]``: ``.loss``, the mean over what each token but the last of a sequence is followed by."""
         positions = torch.arange(input_ids.size(1), device=input_ids.device).expand_as(input_ids)
         losses = self.gpt(input_ids, positions, None, labels=labels.roll(-1, dims=1))
-        return SimpleNamespace(loss=losses[:, :-1].mean())
+        loss = losses[:, :-1].mean()
+        share = loss / dist.get_world_size()  # of the mean over the ranks, whose gradients are summed
+        return SimpleNamespace(loss=share + (loss - share).detach())
 
 
 class CausalAttention(MegatronModule):
@@ -153,12 +156,9 @@ def _initialise(model: torch.nn.Module, seed: int) -> None:
             parameter.normal_(0.0, 0.02, generator=generator)
 
 
-def _average(parameter: torch.nn.Parameter) -> None:
-    """An expert's gradient has the tokens of all ranks in it already."""
+def _sum(parameter: torch.nn.Parameter) -> None:
     assert parameter.grad is not None
-    parameter.grad.div_(dist.get_world_size())
-    if not _is_expert(parameter):
-        dist.all_reduce(parameter.grad)
+    dist.all_reduce(parameter.grad)
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:

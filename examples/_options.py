@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +116,10 @@ DEEPSEEK_PRESETS = {
 }  # fmt: skip
 
 MEGATRON = "deepseek_v3 of megatron"
-# Here every rank holds all but the experts, so that one mixture fewer fits.
-MEGATRON_PRESETS = {name: replace(preset, layers=3) for name, preset in DEEPSEEK_PRESETS.items()}
 
 PRESETS = {
     "qwen3": DENSE_PRESETS,
     "qwen3_moe": MOE_PRESETS,
     "deepseek_v3": DEEPSEEK_PRESETS,
-    MEGATRON: MEGATRON_PRESETS,
+    MEGATRON: DEEPSEEK_PRESETS,
 }

@@ -97,7 +97,9 @@ def _run_steps(
     every step, float64 ``[steps, exchanges]``.
     """
     text = read_text(Path(options.text) if options.text else None)
-    optimizer = torch.optim.AdamW(_groups_by_mesh(model), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        _groups_by_mesh(model), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda" or None
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
     rank = dist.get_rank()
     measured = torch.zeros(2, options.steps, dtype=torch.float64)

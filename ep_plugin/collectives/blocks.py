@@ -4,19 +4,20 @@ Every rank of a node has each block mapped, so ranks must pick the same one for 
 
 - A block belongs to the tensor that was made of it, its views included: while that storage is alive on a rank, the rank
   does not offer the block. No order of copy-ins, copy-outs, prefetches or pipeline stages is assumed.
-- A block is picked only when every rank of the node has offered it. Each `allocate` posts, in host memory that all of
-  them map, the blocks that nothing on this rank refers to, and reads what its peers posted in the `allocate` before
-  this one; so all ranks pick from the same lists and agree without asking, and no rank waits unless a peer's host is a
-  whole call behind. Only where that would mean more than `num_buffers` blocks of one size does it wait for this call's
-  posts instead; and where these offer none either, all ranks make another block together.
+- A block is picked only when every rank of the node has it free. In host memory that all of them map a rank counts the
+  releases of each block, as the tensor dies, and each `allocate` posts which blocks are free then. All ranks ask the same
+  question in the same order: of the blocks that fit, the one used longest ago, was it free on every rank as that rank
+  came to this call? A release says yes before the rank has come so far, so nobody waits for a peer's host that has
+  released the block and is not here yet: with `num_buffers` blocks of a size, used in turn, hosts may drift apart by as
+  many calls. A block that is held somewhere is held for all; where all are, all ranks make another together.
 - That a storage is dead says that its last reader has been enqueued, on this rank, before the `allocate` that takes the
   block again; as with any tensor, what reads it on another stream is joined with the stream that allocates next. On top
   of it each operation begins with a handshake on the stream: no rank writes to a peer's block before the peer's stream
   has come to that operation, and so past everything that it had read the block with.
 - A tensor may outlive its communicator: then the block stays mapped until the tensor is gone.
 
-Blocks are made once per size and tensor alive at a time. In the steady state there is no exchange between ranks beyond
-those posts. A block that no call has used for long, or one of several of nearly the size that is needed, is given back
+Blocks are made once per size and tensor alive at a time, and at least `num_buffers` of a size. In the steady state there
+is no exchange between ranks beyond those words. A block that no call has used for long, or one of several of nearly the size that is needed, is given back
 when another is made. Numbers are the bits of a post: whoever holds tensors in 64 blocks gets ordinary memory, and since
 they decide by the same posts, all ranks do.
 """
@@ -24,9 +25,11 @@ they decide by the same posts, all ranks do.
 from __future__ import annotations
 
 import ctypes
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,11 +56,7 @@ class Block:
     address: int
     owner: weakref.ref[Any] | None = None
     stream: Any = None  # on which it was last handed out
-    used: int = 0
-
-    @property
-    def free(self) -> bool:
-        return self.owner is None or self.owner() is None
+    used: int = 0  # the call that handed it out last
 
 
 class Blocks:
@@ -71,11 +70,13 @@ class Blocks:
         self._blocks: list[Block | None] = []
         self._by_address: dict[int, int] = {}
         self._calls = 0
-        self._last = -1
         self._captured: list[Any] = []  # owners of blocks that a graph writes to or reads, which may be replayed
-        self._rings: tuple[int, ...] = posts.allocate(_C.request_ring_bytes, "requests").ptrs
+        self._requests: tuple[int, ...] = posts.allocate(_C.requests_bytes, "requests").ptrs
         self._own = posts.exchange.rank
-        self._peers = [ring for index, ring in enumerate(self._rings) if index != self._own]
+        # This rank first: what it holds it knows without waiting.
+        self._order = [self._own, *(index for index in range(len(self._requests)) if index != self._own)]
+        self._in_order = [self._requests[index] for index in self._order]
+        self._uses = (ctypes.c_uint64 * _C.max_blocks)()  # how often each was handed out, alike on all ranks
         # No tensors, which would be where and what the caller's modes say (default device, inference).
         self.table = (ctypes.c_int64 * (_C.max_blocks * _C.max_ranks))()
         self.sizes = (ctypes.c_int64 * _C.max_blocks)()
@@ -107,10 +108,11 @@ class Blocks:
         if number is None:
             return None
         block = self._block(number)
-        block.used, self._last = self._calls, number
+        block.used = self._calls
+        self._uses[number] += 1
         block.stream = self._engine.lanes.follow(block.stream)
         owner = _owner(block.address, block.buffer.nbytes, self._engine.device)
-        block.owner = weakref.ref(owner)
+        block.owner = weakref.ref(owner, _Release(self._requests[self._own], number))
         self.keep_if_captured(number)
         return number, owner
 
@@ -137,40 +139,51 @@ class Blocks:
         """All ranks come to the same number, since they decide by what all of them have read."""
         self._calls += 1
         call = self._calls
-        _C.post_request(self._rings[self._own], call, nbytes, self._mask(lambda block: block.free))
-        fitting = self._mask(lambda block: nbytes <= block.buffer.nbytes <= max(_MOST_WASTE * nbytes, _GRAIN))
-        offered = self._offered(call - 1, None) if call > 1 else 0
-        if self._last >= 0:
-            offered &= ~(1 << self._last)  # it was handed out after those posts
-        if not fitting & offered and fitting.bit_count() >= self._num_buffers:
-            offered = self._offered(call, nbytes)
-        if fitting & offered:
-            return self._smallest(fitting & offered)
+        _C.post_request(self._requests[self._own], call, nbytes, ctypes.addressof(self._uses))
+        fitting = self._numbers(lambda block: nbytes <= block.buffer.nbytes <= max(_MOST_WASTE * nbytes, _GRAIN))
+        if len(fitting) >= self._num_buffers:
+            for number in sorted(fitting, key=lambda number: self._block(number).used):
+                if self._was_free(number, call):
+                    return number
         return self._make(nbytes, call)
 
-    def _offered(self, call: int, nbytes: int | None) -> int:
-        """The blocks that all ranks offered in their `call`-th call, once all have posted it."""
+    def _was_free(self, number: int, call: int) -> bool:
+        """Whether every rank had the block free as it came to this call; waits for those that hold it and have not."""
         engine = self._engine
-        late = _C.wait_requests(self._peers, call, engine.boards.address, int(engine.timeout_s * 1e9))
-        if late < len(self._peers):
-            engine.check()
-            peer = engine.group_rank(late + (late >= self._own))
-            raise PeerTimeout(
-                f"{engine.name}: rank {engine.rank} waited {engine.timeout_s:g} s for rank {peer} at step allocate "
-                f"(call {call})",
-                peer,
-                "allocate",
-            )
+        free, late = _C.were_free(
+            self._in_order, number, self._uses[number], call, engine.boards.address, int(engine.timeout_s * 1e9)
+        )
+        self._raise_late(late, call)
+        return free
+
+    def _offered(self, call: int, nbytes: int) -> int:
+        """The blocks that were free on all ranks as they came to this call, once all have."""
+        engine = self._engine
+        late = _C.wait_requests(self._in_order, call, engine.boards.address, int(engine.timeout_s * 1e9))
+        self._raise_late(late, call)
         offered = -1
-        for index, ring in enumerate(self._rings):
-            theirs, free = _C.read_request(ring, call)
-            if nbytes is not None and theirs != nbytes:
+        for index, requests in enumerate(self._requests):
+            theirs, free = _C.read_request(requests, call)
+            if theirs != nbytes:
                 raise DisagreementError(
                     f"{DISAGREE_ON} one call of {engine.name} at step allocate: bytes is {nbytes} on rank "
                     f"{engine.rank}, {theirs} on rank {engine.group_rank(index)}"
                 )
             offered &= free
         return offered
+
+    def _raise_late(self, late: int, call: int) -> None:
+        if late < 0:
+            return
+        engine = self._engine
+        engine.check()
+        peer = engine.group_rank(self._order[late])
+        raise PeerTimeout(
+            f"{engine.name}: rank {engine.rank} waited {engine.timeout_s:g} s for rank {peer} at step allocate "
+            f"(call {call})",
+            peer,
+            "allocate",
+        )
 
     def _make(self, nbytes: int, call: int) -> int | None:
         """Collective: another block, under the first number that is not in use; None when there is no such number."""
@@ -180,8 +193,7 @@ class Blocks:
                 f"{engine.name}: expected a free block of {nbytes} bytes, got none, and a CUDA graph is being "
                 "captured: run one step of this shape before capturing"
             )
-        offered = self._offered(call, nbytes)
-        self._give_back(offered, nbytes, call)
+        self._give_back(self._offered(call, nbytes), nbytes, call)
         free = [number for number, block in enumerate(self._blocks) if block is None]
         number = free[0] if free else len(self._blocks)
         if number >= _C.max_blocks:
@@ -200,13 +212,14 @@ class Blocks:
     def _give_back(self, offered: int, nbytes: int, call: int) -> None:
         """Closes blocks that all ranks offer: those idle for long, those that a block of `nbytes` replaces when there
         are many of about its size, and the idlest when all numbers are in use."""
-        near = self._mask(lambda block: nbytes <= _MOST_WASTE * block.buffer.nbytes <= _MOST_WASTE**2 * nbytes)
-        surplus = near.bit_count() - 2 * self._num_buffers + 1
+        near = set(self._numbers(lambda block: nbytes <= _MOST_WASTE * block.buffer.nbytes <= _MOST_WASTE**2 * nbytes))
+        surplus = len(near) - 2 * self._num_buffers + 1
         full = len(self._blocks) == _C.max_blocks and None not in self._blocks
-        for number in sorted(self._numbers(offered), key=lambda number: self._block(number).used):
-            replaced = surplus > 0 and near >> number & 1
+        free = [number for number in self._numbers(lambda _: True) if offered >> number & 1]
+        for number in sorted(free, key=lambda number: self._block(number).used):
+            replaced = surplus > 0 and number in near
             if call - self._block(number).used > _IDLE_CALLS or replaced or full:
-                surplus -= near >> number & 1
+                surplus -= number in near
                 full = False
                 self._drop(number)
 
@@ -221,19 +234,25 @@ class Blocks:
         first = number * _C.max_ranks
         self.table[first : first + len(addresses)] = list(addresses)
 
-    def _mask(self, holds: Callable[[Block], bool]) -> int:
-        return sum(1 << number for number, block in enumerate(self._blocks) if block is not None and holds(block))
-
-    def _smallest(self, numbers: int) -> int:
-        return min(self._numbers(numbers), key=lambda number: (self._block(number).buffer.nbytes, number))
-
-    def _numbers(self, mask: int) -> list[int]:
-        return [number for number, block in enumerate(self._blocks) if block is not None and mask >> number & 1]
+    def _numbers(self, holds: Callable[[Block], bool]) -> list[int]:
+        return [number for number, block in enumerate(self._blocks) if block is not None and holds(block)]
 
     def _block(self, number: int) -> Block:
         block = self._blocks[number]
         assert block is not None
         return block
+
+
+class _Release:
+    """Tells the peers, when nothing refers to a block any more. A forked child's copies are none of theirs."""
+
+    def __init__(self, requests: int, number: int) -> None:
+        self._tell, self._getpid = partial(_C.release_block, requests, number), os.getpid  # there to the very end
+        self._process = os.getpid()
+
+    def __call__(self, _: object) -> None:
+        if self._getpid() == self._process:
+            self._tell()
 
 
 class _DeviceBytes:

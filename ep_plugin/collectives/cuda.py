@@ -31,8 +31,11 @@ SMALL_BYTES = _C.small_bytes  # gathered, or of the input that is scattered
 STAGING_BYTES = 32 << 20
 _STAGED = _C.place_word(_C.staging_block, 0)
 _BYTES_PER_CTA = 16 << 10  # of a shard
+# More of them load no faster, since links are full, and store unevenly where they are no power of two.
+_MOST_PUSH_CTAS = 64
+_MOST_PULL_CTAS = 20
 _SMALL_BYTES_PER_CTA = 4 << 10  # to or from one peer
-_MOST_SMALL_CTAS = 64
+_MOST_SMALL_CTAS = 96
 
 
 def is_small(path: str, nbytes: int, node_size: int) -> bool:
@@ -50,12 +53,12 @@ def push_ctas(path: str, nbytes: int, node_size: int) -> int:
     """CTAs of the kernel that pushes shards of `nbytes` bytes; 0: copy engines do it."""
     if path == "copy_engine" or (path == "auto" and nbytes * node_size >= SM_BELOW_BYTES):
         return 0
-    return pull_ctas(nbytes)
+    return max(1, min(_MOST_PUSH_CTAS, nbytes // _BYTES_PER_CTA))
 
 
 def pull_ctas(nbytes: int) -> int:
     """CTAs of the kernel that sums shards of `nbytes` bytes."""
-    return max(1, min(_C.most_ctas, nbytes // _BYTES_PER_CTA))
+    return max(1, min(_MOST_PULL_CTAS, nbytes // _BYTES_PER_CTA))
 
 
 def gather_sms(path: str, nbytes: int, node_size: int) -> int:

@@ -1,6 +1,7 @@
 // What the host does with boards: read faults and totals, tell peers of an abort, wait for a notify.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "api.h"
@@ -17,8 +18,8 @@ enum WaitResult : int { kReady = 0, kFaulted = 1, kAbortedByPeer = 2, kOverdue =
 // a peer has aborted, the wait is interrupted, or `timeout_ns` has passed.
 WaitResult wait_ticket(Address board, uint64_t ticket, int64_t timeout_ns);
 
-// The same for any word of host memory to reach `value`.
-WaitResult wait_word(Address word, uint64_t value, Address board, int64_t timeout_ns);
+// The same for anything else in host memory.
+WaitResult wait_until(const std::function<bool()>& there, Address board, int64_t timeout_ns);
 
 // Marks the board of a peer as aborted by `rank`; the first abort stays.
 void abort_board(Address board, int rank, const std::string& reason);

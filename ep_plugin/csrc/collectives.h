@@ -8,13 +8,16 @@
 #include <cstdint>
 
 #include "api.h"
+#include "board.h"
 
 namespace ep {
 
 constexpr int kSlots = 8;  // chunks that peers may lag behind
 constexpr int64_t kSlotBytes = 256 * 1024;
 constexpr int kMaxPeerBlocks = 64;  // blocks of a communicator are numbered below this: the bits of a word
-constexpr int kRequests = 4;        // that a rank's host may be ahead of another's reading them, and one more
+// More than a rank's host can be ahead of another that reads them: each call ahead takes a block that the other has
+// released.
+constexpr int kRequests = 2 * kMaxPeerBlocks;
 
 enum CollectiveOp : int64_t { kOpAllGather = 1, kOpReduceScatter = 2 };
 
@@ -76,7 +79,8 @@ struct ScatterArgs {
   int32_t reserved;
 };
 
-// --- What hosts tell each other before they choose a block: rows of host memory, one ring for each rank -------------
+// --- What hosts tell each other before they choose a block: host memory, of each rank ------------------------------
+// A rank's posts and releases follow each other: a release that a peer sees before a post came before it.
 struct Request {
   uint64_t number;  // stored last
   int64_t bytes;    // asked for
@@ -84,7 +88,19 @@ struct Request {
   uint64_t reserved;
 };
 
-void post_request(Address ring, uint64_t number, int64_t bytes, uint64_t free);
+struct Requests {
+  Request rows[kRequests];            // by number
+  uint64_t released[kMaxPeerBlocks];  // how often nothing referred to the block any more
+};
+
+// uses: u64 [kMaxPeerBlocks], how often each block has been handed out. The caller keeps releases of this rank out.
+void post_request(Address requests, uint64_t number, int64_t bytes, Address uses);
+void release_block(Address requests, int block);
+
+// Whether a block that has been handed out `uses` times was free on a rank when that rank came to request `number`.
+// Waits until the rank has released it or come there.
+WaitResult was_free(Address requests, int block, uint64_t uses, uint64_t number, Address board, int64_t timeout_ns,
+                    bool* free);
 
 // --- What hosts tell each other of the operations that they enqueue on devices: likewise a ring for each rank --------
 // Copy engines compare nothing. So hosts post their calls, and whoever posts a call second compares: nobody waits.
@@ -113,7 +129,7 @@ bool post_call(Address rings, int num_ranks, int rank, uint64_t number, const Ca
 // Ranks push their shards into their peers' outputs, which all have at the same place of the same block. The last
 // number stands for the staging block, through which other outputs and inputs go.
 constexpr int kStagingBlock = kMaxPeerBlocks;
-constexpr int kMostCtas = 32;
+constexpr int kMostCtas = 128;
 
 // What one CTA of a peer says to the CTA of the same index here.
 struct alignas(16) Sign {

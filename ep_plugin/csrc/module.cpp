@@ -298,7 +298,7 @@ auto array_of(Word (Args::*member)[kMaxRanks]) {
 void bind_collectives(py::module_& m) {
   m.attr("collective_control_bytes") = sizeof(CollectiveControl);
   m.attr("max_blocks") = kMaxPeerBlocks;
-  m.attr("request_ring_bytes") = sizeof(Request) * kRequests;
+  m.attr("requests_bytes") = sizeof(Requests);
   m.attr("call_ring_bytes") = sizeof(Call) * kCalls;
   bind_enum(m, "CollectiveOp", {{"ALL_GATHER", kOpAllGather}, {"REDUCE_SCATTER", kOpReduceScatter}});
   m.attr("offer_fields") = py::make_tuple("op", "bytes", "element");
@@ -377,9 +377,24 @@ void bind_collectives(py::module_& m) {
   m.attr("fault_offset") = offsetof(State, fault);
   m.def("fault_board", &fault_board);
   m.def("post_request", &post_request);
-  m.def("read_request", [](Address ring, uint64_t number) {
-    const Request& row = at<Request>(ring)[number % kRequests];
+  m.def("release_block", &release_block);
+  m.def("read_request", [](Address requests, uint64_t number) {
+    const Request& row = at<Requests>(requests)->rows[number % kRequests];
     return py::make_tuple(row.bytes, row.free);
+  });
+  // Of the ranks with these requests: (whether all of them had the block free, the first that did not say or -1).
+  m.def("were_free", [](const std::vector<Address>& requests, int block, uint64_t uses, uint64_t number, Address board,
+                        int64_t timeout_ns) {
+    bool free = true;
+    int late = -1;
+    {
+      py::gil_scoped_release release;
+      for (size_t rank = 0; rank < requests.size() && free && late < 0; ++rank)
+        if (was_free(requests[rank], block, uses, number, board, timeout_ns, &free) != kReady)
+          late = static_cast<int>(rank);
+    }
+    raise_interruption();
+    return py::make_tuple(free, late);
   });
   // None, or how a peer's call differs: (peer, field, mine, theirs).
   m.def("post_call",
@@ -389,16 +404,19 @@ void bind_collectives(py::module_& m) {
           if (!post_call(rings, num_ranks, rank, number, {bytes, element, place}, &found)) return py::none();
           return py::make_tuple(found.peer, found.field, found.mine, found.theirs);
         });
-  // Whether every ring of `rings` has reached request `number`; else the index of the first that has not.
-  m.def("wait_requests", [](const std::vector<Address>& rings, uint64_t number, Address board, int64_t timeout_ns) {
-    size_t ring = 0;
+  // The first of the ranks with these requests that has not come to request `number` in time, or -1.
+  m.def("wait_requests", [](const std::vector<Address>& requests, uint64_t number, Address board, int64_t timeout_ns) {
+    int late = -1;
     {
       py::gil_scoped_release release;
-      const Address row = (number % kRequests) * sizeof(Request);
-      while (ring < rings.size() && wait_word(rings[ring] + row, number, board, timeout_ns) == kReady) ++ring;
+      for (size_t rank = 0; rank < requests.size() && late < 0; ++rank) {
+        const uint64_t* posted = &at<Requests>(requests[rank])->rows[number % kRequests].number;
+        const auto there = [=] { return __atomic_load_n(posted, __ATOMIC_ACQUIRE) == number; };
+        if (wait_until(there, board, timeout_ns) != kReady) late = static_cast<int>(rank);
+      }
     }
     raise_interruption();
-    return ring;
+    return late;
   });
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -28,17 +27,15 @@ if TYPE_CHECKING:
 DISPATCH_POOL, COMBINE_POOL = _C.Pool.DISPATCH, _C.Pool.COMBINE
 # SMs of the sending and of the receiving kernel of each operation, and what they leave to others at least.
 # quantize_sms: of a send that quantises, which computes for longer than it stores; dispatch_sms goes before it. Batches
-# of at most SMALL_BATCH_TOKENS do not fill the links, and are done sooner the more warps they have.
-DEFAULT_SMS = {"dispatch_sms": 10, "quantize_sms": 20, "expand_sms": 64, "combine_sms": 24, "add_sms": 24}
-SMALL_BATCH_SMS = {"dispatch_sms": 32, "quantize_sms": 32, "expand_sms": 64, "combine_sms": 40, "add_sms": 48}
+# of at most SMALL_BATCH_TOKENS do not fill the links, and are done sooner the more warps they have. Two ranks store more
+# within a GPU than across their one link, and want more SMs.
+DEFAULT_SMS = {"dispatch_sms": 10, "quantize_sms": 20, "expand_sms": 64, "combine_sms": 20, "add_sms": 24}
+SMALL_BATCH_SMS = {"dispatch_sms": 20, "quantize_sms": 32, "expand_sms": 64, "combine_sms": 32, "add_sms": 64}
+SMS_OF_TWO = {"dispatch_sms": 15, "combine_sms": 24}
+SMALL_BATCH_SMS_OF_TWO = {"dispatch_sms": 32, "combine_sms": 40, "add_sms": 48}
 SMALL_BATCH_TOKENS = 1024
 RUN_TOGETHER = (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms"))
 FREE_SMS = 32
-
-
-def _default_dispatch_sms(ranks: int) -> int:
-    """SMs whose stores fill the links, of which one fills a seventh: rows that stay here are stored too."""
-    return max(DEFAULT_SMS["dispatch_sms"], math.ceil(7.2 * ranks / max(ranks - 1, 1)))
 
 
 def _sms_of(config: MoECommunicatorConfig, device: torch.device, defaults: dict[str, int]) -> dict[str, int]:
@@ -109,11 +106,13 @@ class Engine(BaseEngine):
         return self._small_batch_sms if num_tokens <= SMALL_BATCH_TOKENS else self.sms
 
     def _use_sms(self, config: MoECommunicatorConfig) -> None:
-        sms = _sms_of(config, self.device, DEFAULT_SMS | {"dispatch_sms": _default_dispatch_sms(self.size)})
+        two = self.size <= 2
+        sms = _sms_of(config, self.device, DEFAULT_SMS | (SMS_OF_TWO if two else {}))
         _check_sms(sms, self.device)
         asks_none = all(getattr(config, name) is None for name in SMS_FIELDS)
         self.sms = sms
-        self._small_batch_sms = _sms_of(config, self.device, SMALL_BATCH_SMS) if asks_none else sms
+        small = SMALL_BATCH_SMS | (SMALL_BATCH_SMS_OF_TWO if two else {})
+        self._small_batch_sms = _sms_of(config, self.device, small) if asks_none else sms
 
     def _agree(self, config: MoECommunicatorConfig) -> None:
         """Refuses, before anything is allocated, what this group cannot serve or does not agree on."""

@@ -35,15 +35,16 @@ bool find_bad_id_as(const Id* ids, int64_t num_tokens, int64_t topk, int64_t num
 }  // namespace
 
 WaitResult wait_ticket(Address address, uint64_t ticket, int64_t timeout_ns) {
-  return wait_word(address + offsetof(Board, ticket), ticket, address, timeout_ns);
+  const uint64_t* word = at<const uint64_t>(address, offsetof(Board, ticket));
+  return wait_until([=] { return __atomic_load_n(word, __ATOMIC_ACQUIRE) >= ticket; }, address, timeout_ns);
 }
 
-WaitResult wait_word(Address word, uint64_t value, Address address, int64_t timeout_ns) {
+WaitResult wait_until(const std::function<bool()>& there, Address address, int64_t timeout_ns) {
   const Board& board = board_at(address);
   const int64_t since = cpu::now_ns();
   int64_t asked = 0;
   for (;;) {
-    if (__atomic_load_n(at<uint64_t>(word), __ATOMIC_ACQUIRE) >= value) return kReady;
+    if (there()) return kReady;
     if (__atomic_load_n(&board.fault_set, __ATOMIC_ACQUIRE) != 0) return kFaulted;
     if (__atomic_load_n(&board.abort, __ATOMIC_ACQUIRE) != 0) return kAbortedByPeer;
     const int64_t waited = cpu::now_ns() - since;

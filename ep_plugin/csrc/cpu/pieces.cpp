@@ -2,13 +2,6 @@
 
 namespace ep {
 
-void post_request(Address ring, uint64_t number, int64_t bytes, uint64_t free) {
-  Request& row = at<Request>(ring)[number % kRequests];
-  row.bytes = bytes;
-  row.free = free;
-  __atomic_store_n(&row.number, number, __ATOMIC_RELEASE);
-}
-
 namespace cpu {
 
 namespace {

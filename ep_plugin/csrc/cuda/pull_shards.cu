@@ -152,7 +152,7 @@ void pull(const PullShardsArgs& args) {
 void pull_shards(const PullShardsArgs& args) {
   require_node(args.comm);
   require(args.bytes > 0, "bytes", "1 or more", args.bytes);
-  require(args.num_ctas >= 1 && args.num_ctas <= kMostCtas, "num_ctas", "1 to 32", args.num_ctas);
+  require(args.num_ctas >= 1 && args.num_ctas <= kMostCtas, "num_ctas", "1 to 128", args.num_ctas);
   switch (args.element) {
     case kFloat32:
       return pull<Float32>(args);

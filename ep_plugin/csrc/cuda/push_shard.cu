@@ -178,7 +178,7 @@ void push_shard(const PushShardArgs& args) {
   require_node(args.comm);
   require(args.bytes > 0, "bytes", "1 or more", args.bytes);
   require(args.block >= 0 && args.block <= kStagingBlock, "block", "0 to 64", args.block);
-  require(args.num_ctas >= 0 && args.num_ctas <= kMostCtas, "num_ctas", "0 to 32", args.num_ctas);
+  require(args.num_ctas >= 0 && args.num_ctas <= kMostCtas, "num_ctas", "0 to 128", args.num_ctas);
   if (args.num_ctas == 0) return push_by_engines(args);
   uint64_t bits = args.input | static_cast<uint64_t>(args.bytes) | args.landing;
   for (int r = 0; r < args.comm.num_ranks; ++r) bits |= args.targets[r] | args.outputs[r];
