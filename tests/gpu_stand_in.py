@@ -39,7 +39,7 @@ class Kernels:
         self.pulled = self.small = 0
 
     def push_shard(self, args: Arguments) -> None:
-        self.pushed.append(args)
+        self.pushed.append(Arguments(**vars(args)))  # the next call may use the same again
         dist.barrier(self._group)
         for target in filter(None, args.targets):
             ctypes.memmove(target, args.input, args.bytes)
@@ -101,6 +101,7 @@ def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
     node._calls = Calls(engine)
     node._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
     node.stream_words = SimpleNamespace(addresses=[])
+    node._kept, node._changes = {}, 0
     node.number, node.words, node.pending = 0, torch.zeros(2, dtype=torch.int64), deque()
     engine.inside = node
     engine.kernels = Kernels(groups[dist.get_rank() // per_node])

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.collectives.base import Collective, as_bytes, check_alike
+from ep_plugin.collectives.chunks import Chunks, addresses_of
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.work import CollectiveWork
 
@@ -50,7 +51,7 @@ class HierarchicalAllGather(Collective):
                 f"{output_tensor.numel()}"
             )
         shard, whole = as_bytes("input_tensor", input_tensor), as_bytes("output_tensor", output_tensor)
-        self._gather(shard, list(whole.chunk(size)))
+        self._gather(shard, Chunks(whole, size))
         return self._done([output_tensor], async_op)
 
     def all_gather(
@@ -68,7 +69,7 @@ class HierarchicalAllGather(Collective):
         self._gather(as_bytes("tensor", tensor), outputs)
         return self._done(list(tensor_list), async_op)
 
-    def _gather(self, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+    def _gather(self, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         if self.group.size() == 1:
             self.check()
             if outputs[0].data_ptr() != shard.data_ptr():
@@ -79,13 +80,14 @@ class HierarchicalAllGather(Collective):
             engine.check()
 
 
-def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
     """shard: uint8 ``[bytes]``; outputs: one such tensor for each rank of the group."""
-    if outputs[engine.rank].data_ptr() != shard.data_ptr():
+    if addresses_of(outputs)[engine.rank] != shard.data_ptr():
         outputs[engine.rank].copy_(shard)
+        shard = outputs[engine.rank]
     rails, node_map = engine.rails, engine.node_map
     if not rails.nodes:
-        gather_in_node(engine, outputs[engine.rank], outputs)
+        gather_in_node(engine, shard, outputs)
         return
     chunks = range(0, len(shard), RAIL_CHUNK_BYTES)
     landing = {node: outputs[node_map.node_ranks(node)[engine.index]] for node in rails.nodes}
@@ -104,7 +106,7 @@ def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: list[torch.Te
             gather_in_node(engine, parts[engine.index], parts)
 
 
-def gather_in_node(engine: CollectiveEngine, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+def gather_in_node(engine: CollectiveEngine, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
     """`shard`, which is outputs[engine.index], to every rank of the node; outputs: one for each of them."""
     if engine.node_size > 1:
         engine.inside.gather(shard, outputs)

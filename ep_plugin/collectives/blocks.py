@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_plugin import _C
+from ep_plugin.collectives.chunks import addresses_of, storage_of
 from ep_plugin.errors import CaptureRefused, DisagreementError, PeerTimeout
 from ep_plugin.faults import DISAGREE_ON
 from ep_plugin.memory.peer import PeerBuffer, PeerMemory
@@ -81,19 +82,18 @@ class Blocks:
         self.table = (ctypes.c_int64 * (_C.max_blocks * _C.max_ranks))()
         self.sizes = (ctypes.c_int64 * _C.max_blocks)()
         self.addresses = ctypes.addressof(self.table), ctypes.addressof(self.sizes)
+        self.changes = 0  # of which blocks there are
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def place_of(self, parts: Sequence[torch.Tensor]) -> tuple[int, list[int]] | None:
         """Number of the block that all `parts` lie in, and their offsets there; None unless there is one."""
-        number = self._by_address.get(parts[0].untyped_storage().data_ptr())
+        address = storage_of(parts)
+        number = None if address is None else self._by_address.get(address)
         if number is None:
             return None
-        address = self._block(number).address
-        if any(part.untyped_storage().data_ptr() != address for part in parts):
-            return None
-        return number, [part.data_ptr() - address for part in parts]
+        return number, [part - self._block(number).address for part in addresses_of(parts)]
 
     def address_at(self, rank_index: int, number: int) -> int:
         """Where block `number` of the node's rank of this index is mapped here."""
@@ -231,6 +231,7 @@ class Blocks:
         block.buffer.close()
 
     def _set_row(self, number: int, addresses: tuple[int, ...]) -> None:
+        self.changes += 1
         first = number * _C.max_ranks
         self.table[first : first + len(addresses)] = list(addresses)
 

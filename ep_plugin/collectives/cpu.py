@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ep_plugin import _C
+from ep_plugin.collectives.chunks import addresses_of
 
 if TYPE_CHECKING:
     from ep_plugin.collectives.engine import CollectiveEngine
@@ -36,13 +37,13 @@ class CpuNode:
     def __init__(self, engine: CollectiveEngine) -> None:
         self._engine = weakref.proxy(engine)
 
-    def gather(self, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+    def gather(self, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         """`shard`, which is this rank's of `outputs`, to every rank."""
         args = _C.GatherArgs(comm=self._engine.comm, piece=self._piece([shard]), input=shard.data_ptr())
-        args.set_outputs([output.data_ptr() for output in outputs])
+        args.set_outputs(addresses_of(outputs))
         self._engine.kernels.gather(args)
 
-    def scatter(self, out: torch.Tensor, shards: list[torch.Tensor], element: int, scale: float) -> None:
+    def scatter(self, out: torch.Tensor, shards: Sequence[torch.Tensor], element: int, scale: float) -> None:
         """out = scale * the sum over the ranks of their shards for this one."""
         args = _C.ScatterArgs(
             comm=self._engine.comm,
@@ -51,7 +52,7 @@ class CpuNode:
             scale=scale,
             element=element,
         )
-        args.set_inputs([shard.data_ptr() for shard in shards])
+        args.set_inputs(addresses_of(shards))
         self._engine.kernels.scatter(args)
 
     def close(self) -> None: ...
@@ -62,7 +63,7 @@ class CpuNode:
         place = blocks.place_of(shards)
         table, sizes = blocks.addresses
         piece = _C.Piece(
-            bytes=len(shards[0]),
+            bytes=shards[0].numel(),
             block=-1 if place is None else place[0],
             num_blocks=len(blocks),
             blocks=table,

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from ep_plugin import _C
 from ep_plugin.collectives import watchdog
 from ep_plugin.collectives.blocks import bytes_at
 from ep_plugin.collectives.calls import Calls
+from ep_plugin.collectives.chunks import addresses_of
 from ep_plugin.collectives.stream_words import StreamWords
 from ep_plugin.memory.exchange import Exchange
 
@@ -36,6 +38,7 @@ _MOST_PUSH_CTAS = 64
 _MOST_PULL_CTAS = 20
 _SMALL_BYTES_PER_CTA = 4 << 10  # to or from one peer
 _MOST_SMALL_CTAS = 96
+_MOST_KEPT = 256
 
 
 def is_small(path: str, nbytes: int, node_size: int) -> bool:
@@ -102,6 +105,15 @@ class StreamLanes:
         return self._last.cuda_stream
 
 
+class _Launch(NamedTuple):
+    """A kernel's arguments but for its stream and what else changes from call to call. place: in peer memory, as peers
+    must have it. filled: where a gather writes here."""
+
+    args: Any
+    place: int
+    filled: Sequence[int] = ()
+
+
 class CudaNode:
     """The operations of one communicator. `shards` and `outputs` are uint8 ``[bytes]``, one for each rank of the node.
 
@@ -121,6 +133,8 @@ class CudaNode:
         self.number = 0  # of operations by copy engines outside of graphs
         # Begun and finished, see PushShardArgs.
         self.words = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._kept: dict[tuple[Any, ...], _Launch] = {}
+        self._changes = 0  # of the blocks when those were made
         # Of each: number, block, addresses of what it fills here, and bytes of each.
         self.pending: deque[tuple[int, int, list[int], int]] = deque()
         watchdog.add(self)
@@ -129,53 +143,74 @@ class CudaNode:
     def engine(self) -> CollectiveEngine:
         return self._engine
 
-    def gather(self, shard: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+    def gather(self, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         """`shard`, which is this rank's of `outputs`, to every rank."""
-        engine, nbytes = self._engine, len(shard)
+        engine, nbytes = self._engine, shard.numel()
         if nbytes == 0:
             return self._compare(_C.Step.GATHER, 0, 0, None, [])
         if is_small(self._path, nbytes, engine.node_size):
             self._compare(_C.Step.GATHER, nbytes, 0, None, outputs)
             self._exchange_words([shard] * engine.node_size, outputs, -1, 1.0)
             return
-        place = self._place_of(outputs)
-        self._compare(_C.Step.GATHER, nbytes, 0, place, outputs)
-        if place is not None:
+        key = _C.Step.GATHER, shard.data_ptr(), nbytes, addresses_of(outputs)
+        push = self._kept_launch(key)
+        if push is None:
+            place = self._place_of(outputs)
+            self._compare(_C.Step.GATHER, nbytes, 0, place, outputs)
+            if place is None:
+                return self._gather_staged(shard, outputs)
             block, first, mine = place
             targets = [engine.blocks.address_at(index, block) + mine for index in range(engine.node_size)]
-            self._push(shard, outputs, targets, block, first, 0)
-            return
-        for begin in range(0, nbytes, self._step):
-            part = shard[begin : begin + self._step]
-            targets = [address + engine.index * len(part) for address in self.staging.ptrs]
-            parts = [output[begin : begin + self._step] for output in outputs]
-            self._push(part, parts, targets, _C.staging_block, 0, self.staging.ptrs[engine.index])
+            push = self._keep(key, self._push_of(shard, outputs, targets, place, 0))
+        else:
+            self._calls.compare(_C.Step.GATHER, nbytes, 0, push.place)
+        self._push(push)
 
-    def scatter(self, out: torch.Tensor, shards: list[torch.Tensor], element: int, scale: float) -> None:
+    def scatter(self, out: torch.Tensor, shards: Sequence[torch.Tensor], element: int, scale: float) -> None:
         """out = scale * the sum over the ranks of their shards for this one."""
-        engine = self._engine
-        if len(out) == 0:
+        engine, nbytes = self._engine, out.numel()
+        if nbytes == 0:
             return self._compare(_C.Step.SCATTER, 0, element, None, [])
-        if is_small(self._path, len(out), engine.node_size):
-            self._compare(_C.Step.SCATTER, len(out), element, None, shards)
+        if is_small(self._path, nbytes, engine.node_size):
+            self._compare(_C.Step.SCATTER, nbytes, element, None, shards)
             self._exchange_words(shards, [out] * engine.node_size, element, scale)
             return
-        place = self._place_of(shards)
-        self._compare(_C.Step.SCATTER, len(out), element, place, shards)
-        self._lanes.enter()  # the staging block may still be read
-        if place is not None:
+        key = _C.Step.SCATTER, nbytes, addresses_of(shards), element, scale
+        pull = self._kept_launch(key)
+        if pull is None:
+            place = self._place_of(shards)
+            self._compare(_C.Step.SCATTER, nbytes, element, place, shards)
+            if place is None:
+                return self._scatter_staged(out, shards, element, scale)
             block, first, mine = place
             sources = [engine.blocks.address_at(index, block) + mine for index in range(engine.node_size)]
-            self._pull(out, sources, _C.place_word(block, first), element, scale)
-            return
-        for begin in range(0, len(out), self._step):
+            word = _C.place_word(block, first)
+            pull = self._keep(key, _Launch(self._pull_args(nbytes, sources, word, element, scale), word))
+        else:
+            self._calls.compare(_C.Step.SCATTER, nbytes, element, pull.place)
+        self._pull(pull.args, out)
+
+    def _gather_staged(self, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+        engine = self._engine
+        for begin in range(0, shard.numel(), self._step):
+            part = shard[begin : begin + self._step]
+            targets = [address + engine.index * part.numel() for address in self.staging.ptrs]
+            parts = [output[begin : begin + self._step] for output in outputs]
+            place = _C.staging_block, 0, 0
+            self._push(self._push_of(part, parts, targets, place, self.staging.ptrs[engine.index]))
+
+    def _scatter_staged(self, out: torch.Tensor, shards: Sequence[torch.Tensor], element: int, scale: float) -> None:
+        engine = self._engine
+        self._lanes.enter()  # the staging block may still be read
+        for begin in range(0, out.numel(), self._step):
             part = out[begin : begin + self._step]
+            nbytes = part.numel()
             for index, shard in enumerate(shards):
                 if index != engine.index:
-                    self._staged(index * len(part), len(part)).copy_(shard[begin : begin + self._step])
-            sources = [address + engine.index * len(part) for address in self.staging.ptrs]
+                    self._staged(index * nbytes, nbytes).copy_(shard[begin : begin + self._step])
+            sources = [address + engine.index * nbytes for address in self.staging.ptrs]
             sources[engine.index] = shards[engine.index].data_ptr() + begin
-            self._pull(part, sources, _C.place_word(_C.staging_block, 0), element, scale)
+            self._pull(self._pull_args(nbytes, sources, _STAGED, element, scale), part)
 
     def close(self) -> None:
         watchdog.remove(self)
@@ -187,7 +222,7 @@ class CudaNode:
         nbytes: int,
         element: int,
         place: tuple[int, int, int] | None,
-        parts: list[torch.Tensor],
+        parts: Sequence[torch.Tensor],
     ) -> None:
         """Raises DisagreementError when a peer has called something else. A graph's calls are no host's, but keep the
         blocks that `parts` lie in."""
@@ -198,7 +233,19 @@ class CudaNode:
         for block in {found[0] for part in parts if (found := blocks.place_of([part])) is not None}:
             blocks.keep_if_captured(block)
 
-    def _place_of(self, parts: list[torch.Tensor]) -> tuple[int, int, int] | None:
+    def _kept_launch(self, key: tuple[Any, ...]) -> _Launch | None:
+        """What an earlier call with the same memory has been made into; a graph's calls are made anew."""
+        if self._changes != self._engine.blocks.changes or len(self._kept) > _MOST_KEPT:
+            self._kept.clear()
+            self._changes = self._engine.blocks.changes
+        return None if self._lanes.capturing() else self._kept.get(key)
+
+    def _keep(self, key: tuple[Any, ...], launch: _Launch) -> _Launch:
+        if not self._lanes.capturing():
+            self._kept[key] = launch
+        return launch
+
+    def _place_of(self, parts: Sequence[torch.Tensor]) -> tuple[int, int, int] | None:
         """The block that all `parts` lie in, the offsets of the first and of this rank's; None for other memory."""
         found = self._engine.blocks.place_of(parts)
         if found is None:
@@ -206,73 +253,76 @@ class CudaNode:
         block, offsets = found
         return block, offsets[0], offsets[self._engine.index]
 
-    def _push(
+    def _push_of(
         self,
         shard: torch.Tensor,
-        outputs: list[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
         targets: list[int],
-        block: int,
-        offset: int,
+        place: tuple[int, int, int],
         landing: int,
-    ) -> None:
-        engine, nbytes = self._engine, len(shard)
-        stream, captured = self._lanes.enter(), self._lanes.capturing()
+    ) -> _Launch:
+        engine, nbytes = self._engine, shard.numel()
         # What lands in the staging block is copied on, which the same kernel does sooner than copy engines.
         path = "sm" if landing and self._path == "auto" else self._path
-        ctas = push_ctas(path, nbytes, engine.node_size)
-        by_streams = ctas == 0 and not captured
+        addresses = addresses_of(outputs)
         targets[engine.index] = 0  # it lies there
-        if by_streams:
-            self.number += 1
-            finished = int(self.words[1])
-            while self.pending and self.pending[0][0] <= finished:
-                self.pending.popleft()
-            filled = [output.data_ptr() for output in outputs]
-            if landing:
-                filled = [landing + index * nbytes for index in range(engine.node_size)]
-            del filled[engine.index]
-            self.pending.append((self.number, block, filled, nbytes))
+        word = _C.place_word(*place[:2])
         args = _C.PushShardArgs(
             comm=engine.comm,
             input=shard.data_ptr(),
             bytes=nbytes,
             landing=landing,
-            place=_C.place_word(block, offset),
-            block=block,
-            num_ctas=ctas,
-            captured=int(captured),
-            number=self.number,
+            place=word,
+            block=place[0],
+            num_ctas=push_ctas(path, nbytes, engine.node_size),
+            captured=int(self._lanes.capturing()),
             begun=self.words.data_ptr(),
             finished=self.words.data_ptr() + 8,
-            stream=stream,
         )
         args.set_targets(targets)
         args.set_stream_words(self.stream_words.addresses)
-        args.set_outputs([output.data_ptr() for output in outputs])
-        engine.kernels.push_shard(args)
+        args.set_outputs(addresses)
+        filled = [landing + index * nbytes for index in range(engine.node_size)] if landing else list(addresses)
+        del filled[engine.index]
+        return _Launch(args, word, filled)
+
+    def _push(self, push: _Launch) -> None:
+        args = push.args
+        args.stream = self._lanes.enter()
+        by_streams = args.num_ctas == 0 and not args.captured
+        if by_streams:
+            self.number += 1
+            args.number = self.number
+            finished = int(self.words[1])
+            while self.pending and self.pending[0][0] <= finished:
+                self.pending.popleft()
+            self.pending.append((self.number, args.block, push.filled, args.bytes))
+        self._engine.kernels.push_shard(args)
         if by_streams:
             watchdog.wake()
 
-    def _pull(self, out: torch.Tensor, sources: list[int], place: int, element: int, scale: float) -> None:
-        engine = self._engine
+    def _pull_args(self, nbytes: int, sources: list[int], place: int, element: int, scale: float) -> Any:
         args = _C.PullShardsArgs(
-            comm=engine.comm,
-            output=out.data_ptr(),
-            bytes=len(out),
+            comm=self._engine.comm,
+            bytes=nbytes,
             place=place,
             scale=scale,
             element=element,
-            num_ctas=pull_ctas(len(out)),
-            stream=self._lanes.enter(),
+            num_ctas=pull_ctas(nbytes),
         )
         args.set_sources(sources)
-        engine.kernels.pull_shards(args)
+        return args
+
+    def _pull(self, args: Any, out: torch.Tensor) -> None:
+        args.output = out.data_ptr()
+        args.stream = self._lanes.enter()
+        self._engine.kernels.pull_shards(args)
 
     def _exchange_words(
-        self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], element: int, scale: float
+        self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], element: int, scale: float
     ) -> None:
         """inputs: this rank's shard for each rank. outputs: where theirs go, or this rank's sum. element -1: gather."""
-        engine, nbytes = self._engine, len(inputs[0])
+        engine, nbytes = self._engine, inputs[0].numel()
         args = _C.SmallShardsArgs(
             comm=engine.comm,
             bytes=nbytes,
@@ -282,8 +332,8 @@ class CudaNode:
             stream=self._lanes.enter(),
         )
         args.set_words(list(self._words.ptrs))
-        args.set_inputs([tensor.data_ptr() for tensor in inputs])
-        args.set_outputs([tensor.data_ptr() for tensor in outputs])
+        args.set_inputs(addresses_of(inputs))
+        args.set_outputs(addresses_of(outputs))
         engine.kernels.small_shards(args)
 
     def _staged(self, offset: int, nbytes: int) -> torch.Tensor:

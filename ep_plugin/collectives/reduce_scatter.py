@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ep_plugin.collectives.all_gather import RAIL_CHUNK_BYTES
 from ep_plugin.collectives.base import Collective, as_bytes, check_alike
+from ep_plugin.collectives.chunks import Chunks
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.work import CollectiveWork
 from ep_plugin.moe.validate import ELEMENTS
@@ -53,7 +54,7 @@ class HierarchicalReduceScatter(Collective):
                 f"got {input_tensor.numel()}"
             )
         whole, out = as_bytes("input_tensor", input_tensor), as_bytes("output_tensor", output_tensor)
-        self._scatter(out, list(whole.chunk(size)), output_tensor.dtype, op)
+        self._scatter(out, Chunks(whole, size), output_tensor.dtype, op)
         return self._done([output_tensor], async_op)
 
     def reduce_scatter(
@@ -71,7 +72,7 @@ class HierarchicalReduceScatter(Collective):
         self._scatter(as_bytes("output", output), shards, output.dtype, op)
         return self._done([output], async_op)
 
-    def _scatter(self, out: torch.Tensor, shards: list[torch.Tensor], dtype: torch.dtype, op: Any) -> None:
+    def _scatter(self, out: torch.Tensor, shards: Sequence[torch.Tensor], dtype: torch.dtype, op: Any) -> None:
         if dtype not in ELEMENTS:
             names = ", ".join(str(known) for known in ELEMENTS)
             raise ValueError(f"dtype: expected one of {names}, got {dtype}")
@@ -89,11 +90,13 @@ class HierarchicalReduceScatter(Collective):
 
 
 def scatter(
-    engine: CollectiveEngine, out: torch.Tensor, shards: list[torch.Tensor], dtype: torch.dtype, scale: float
+    engine: CollectiveEngine, out: torch.Tensor, shards: Sequence[torch.Tensor], dtype: torch.dtype, scale: float
 ) -> None:
     """out: uint8 ``[bytes]``; shards: one such tensor for each rank of the group."""
     rails, node_map = engine.rails, engine.node_map
-    if not rails.nodes or len(out) == 0:
+    if not rails.nodes:
+        return scatter_in_node(engine, out, shards, dtype, scale)
+    if out.numel() == 0:
         return scatter_in_node(engine, out, [shards[rank] for rank in engine.node_ranks], dtype, scale)
     sums = {node: torch.empty_like(out) for node in range(node_map.num_nodes)}
     partial = {node: torch.empty_like(out) for node in rails.nodes}
@@ -117,7 +120,7 @@ def scatter(
 
 
 def scatter_in_node(
-    engine: CollectiveEngine, out: torch.Tensor, shards: list[torch.Tensor], dtype: torch.dtype, scale: float
+    engine: CollectiveEngine, out: torch.Tensor, shards: Sequence[torch.Tensor], dtype: torch.dtype, scale: float
 ) -> None:
     """out = scale * the sum over the node's ranks of their shards for this one; shards: one for each of them."""
     if engine.node_size == 1:

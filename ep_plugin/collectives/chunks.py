@@ -1,0 +1,49 @@
+"""The shards of all ranks: tensors, uint8 ``[bytes]`` each, or one tensor cut on demand, since to cut costs the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+
+
+class Chunks(Sequence[torch.Tensor]):
+    """`whole`, uint8 ``[count * bytes]``, as `count` tensors in order."""
+
+    def __init__(self, whole: torch.Tensor, count: int) -> None:
+        self.whole, self._count = whole, count
+        self._bytes = whole.numel() // count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
+    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(self._count))]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return self.whole.narrow(0, index * self._bytes, self._bytes)
+
+    def addresses(self) -> tuple[int, ...]:
+        first = self.whole.data_ptr()
+        return tuple(first + index * self._bytes for index in range(self._count))
+
+
+def addresses_of(shards: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Where each of them begins."""
+    if isinstance(shards, Chunks):
+        return shards.addresses()
+    return tuple(shard.data_ptr() for shard in shards)
+
+
+def storage_of(shards: Sequence[torch.Tensor]) -> int | None:
+    """Where the storage begins that all of them lie in; None: they lie in several."""
+    if isinstance(shards, Chunks):
+        return shards.whole.untyped_storage().data_ptr()
+    first, *others = (shard.untyped_storage().data_ptr() for shard in shards)
+    return first if all(other == first for other in others) else None
