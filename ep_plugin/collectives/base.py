@@ -66,7 +66,8 @@ class Collective:
         found = engine.run("allocate", lambda _: engine.blocks.allocate(nbytes))
         if found is None:
             return torch.empty(shape, dtype=dtype, device=device)
-        return tensor_of(found[1], nbytes, device).view(dtype).view(shape)
+        tensor = tensor_of(found[1], device).view(dtype)
+        return tensor if len(shape) == 1 else tensor.view(shape)
 
     def maps(self, tensor: torch.Tensor) -> bool:
         """Whether peers have mapped what `tensor` lies in, as they have most of what `allocate` returns."""

@@ -100,7 +100,8 @@ class Blocks:
         return self._block(number).buffer.ptrs[rank_index]
 
     def allocate(self, nbytes: int) -> tuple[int, Any] | None:
-        """A block of at least `nbytes` bytes, the same on all ranks: its number, and a buffer of its bytes here.
+        """A block of at least `nbytes` bytes, the same on all ranks: its number, and a buffer of `nbytes` of its bytes
+        here.
 
         None, on all ranks, while tensors are held in as many blocks as there are numbers.
         """
@@ -111,7 +112,7 @@ class Blocks:
         block.used = self._calls
         self._uses[number] += 1
         block.stream = self._engine.lanes.follow(block.stream)
-        owner = _owner(block.address, block.buffer.nbytes, self._engine.device)
+        owner = _owner(block.address, nbytes, self._engine.device)
         block.owner = weakref.ref(owner, _Release(self._requests[self._own], number))
         self.keep_if_captured(number)
         return number, owner
@@ -279,8 +280,8 @@ def host_bytes_at(address: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
 
-def tensor_of(owner: Any, nbytes: int, device: torch.device) -> torch.Tensor:
-    """The first `nbytes` bytes of a block as a tensor, which keeps the block's owner alive: uint8 ``[nbytes]``."""
+def tensor_of(owner: Any, device: torch.device) -> torch.Tensor:
+    """A block's bytes as a tensor, which keeps their owner alive: uint8 ``[nbytes]``."""
     if device.type == "cuda":
-        return torch.as_tensor(owner, device=device)[:nbytes]
-    return torch.frombuffer(owner, dtype=torch.uint8, count=nbytes)
+        return torch.as_tensor(owner, device=device)
+    return torch.frombuffer(owner, dtype=torch.uint8)

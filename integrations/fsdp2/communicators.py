@@ -74,8 +74,9 @@ class Pair:
 
 _Key = tuple[tuple[int, ...], float, torch.device]
 _pairs: dict[_Key, Pair] = {}
-# As it was when the group came: scripts that change it after their first step go on with the pair that they have.
-_timeouts: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+# Ranks, and the timeout as it was when the group came: scripts that change it after their first step go on with the pair
+# that they have.
+_groups: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], float]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()  # backward runs in a thread of autograd's
 
 
@@ -88,9 +89,10 @@ class User:
     def pair(self, group: dist.ProcessGroup, device: torch.device) -> Pair:
         """The pair that serves ``group`` on ``device``."""
         with _lock:
-            if group not in _timeouts:
-                _timeouts[group] = timeout_of(group)
-            key = (tuple(dist.get_process_group_ranks(group)), _timeouts[group], device)
+            found = _groups.get(group)
+            if found is None:
+                found = _groups[group] = tuple(dist.get_process_group_ranks(group)), timeout_of(group)
+            key = (*found, device)
             pair = _pairs.get(key)
             if pair is None:
                 pair = _pairs[key] = Pair(group, device)
