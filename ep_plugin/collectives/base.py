@@ -29,8 +29,8 @@ class Collective:
     def __init__(self, group: dist.ProcessGroup | None = None, *, num_buffers: int = 2, path: str = "auto") -> None:
         """Talks to nobody: the first `allocate` or operation is collective, and decides the device.
 
-        `group`: None is the default group. `num_buffers`: blocks of one size that `allocate` makes before it would
-        rather wait for the peers' hosts to learn that one is free; ValueError unless it is a positive integer.
+        `group`: None is the default group. `num_buffers`: blocks of one size that `allocate` makes before it hands one
+        out again; hosts may drift apart by as many calls. ValueError unless it is a positive integer.
         `path`: how gathers go inside a node on GPUs, "copy_engine" or "sm"; "auto" decides by the size, and takes a
         kernel of its own for small gathers and sums. CPUs have one way.
         """

@@ -17,9 +17,9 @@ Every rank of a node has each block mapped, so ranks must pick the same one for 
 - A tensor may outlive its communicator: then the block stays mapped until the tensor is gone.
 
 Blocks are made once per size and tensor alive at a time, and at least `num_buffers` of a size. In the steady state there
-is no exchange between ranks beyond those words. A block that no call has used for long, or one of several of nearly the size that is needed, is given back
-when another is made. Numbers are the bits of a post: whoever holds tensors in 64 blocks gets ordinary memory, and since
-they decide by the same posts, all ranks do.
+is no exchange between ranks beyond those words. A block that no call has used for long, or one of several of nearly the
+size that is needed, is given back when another is made. Numbers are the bits of a post: whoever holds tensors in 64
+blocks gets ordinary memory, and since they decide by the same posts, all ranks do.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _BYTES_PER_CTA = 16 << 10  # of a shard
 _MOST_PUSH_CTAS = 64
 _MOST_PULL_CTAS = 20
 _SMALL_BYTES_PER_CTA = 4 << 10  # to or from one peer
-_MOST_SMALL_CTAS = 96
+_SMALL_BYTES_IN_A_ROUND = 8 << 10  # two words for each thread of a CTA
 _MOST_KEPT = 256
 
 
@@ -47,9 +47,10 @@ def is_small(path: str, nbytes: int, node_size: int) -> bool:
 
 
 def small_ctas(nbytes: int, node_size: int) -> int:
-    """CTAs of the kernel that exchanges shards of `nbytes` bytes as words with flags: as many for each peer."""
-    peers = node_size - 1
-    return peers * max(1, min(_MOST_SMALL_CTAS // peers, nbytes // _SMALL_BYTES_PER_CTA))
+    """CTAs of the kernel that exchanges shards of `nbytes` bytes as words with flags: as many for each peer, and no more
+    than send the largest in one round."""
+    most = SMALL_BYTES // node_size // _SMALL_BYTES_IN_A_ROUND
+    return (node_size - 1) * max(1, min(most, nbytes // _SMALL_BYTES_PER_CTA))
 
 
 def push_ctas(path: str, nbytes: int, node_size: int) -> int:
