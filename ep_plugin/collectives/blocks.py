@@ -5,9 +5,9 @@ Every rank of a node has each block mapped, so ranks must pick the same one for 
 - A block belongs to the tensor that was made of it, its views included: while that storage is alive on a rank, the rank
   does not offer the block. No order of copy-ins, copy-outs, prefetches or pipeline stages is assumed.
 - A block is picked only when every rank of the node has it free. In host memory that all of them map a rank counts the
-  releases of each block, as the tensor dies, and each `allocate` posts which blocks are free then. All ranks ask the same
-  question in the same order: of the blocks that fit, the one used longest ago, was it free on every rank as that rank
-  came to this call? A release says yes before the rank has come so far, so nobody waits for a peer's host that has
+  releases of each block, as the tensor dies, and each `allocate` posts which blocks are free then. All ranks ask the
+  same question in the same order: of the blocks that fit, the one used longest ago, was it free on every rank as that
+  rank came to this call? A release says yes before the rank has come so far, so nobody waits for a peer's host that has
   released the block and is not here yet: with `num_buffers` blocks of a size, used in turn, hosts may drift apart by as
   many calls. A block that is held somewhere is held for all; where all are, all ranks make another together.
 - That a storage is dead says that its last reader has been enqueued, on this rank, before the `allocate` that takes the
@@ -16,10 +16,10 @@ Every rank of a node has each block mapped, so ranks must pick the same one for 
   has come to that operation, and so past everything that it had read the block with.
 - A tensor may outlive its communicator: then the block stays mapped until the tensor is gone.
 
-Blocks are made once per size and tensor alive at a time, and at least `num_buffers` of a size. In the steady state there
-is no exchange between ranks beyond those words. A block that no call has used for long, or one of several of nearly the
-size that is needed, is given back when another is made. Numbers are the bits of a post: whoever holds tensors in 64
-blocks gets ordinary memory, and since they decide by the same posts, all ranks do.
+Blocks are made once per size and tensor alive at a time, and at least `num_buffers` of a size. In the steady state
+there is no exchange between ranks beyond those words. A block that no call has used for long, or one of several of
+nearly the size that is needed, is given back when another is made. Numbers are the bits of a post: whoever holds
+tensors in 64 blocks gets ordinary memory, and since they decide by the same posts, all ranks do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shards of all ranks: tensors, uint8 ``[bytes]`` each, or one tensor cut on demand, since to cut costs the host."""
+"""The shards of all ranks: tensors, uint8 ``[bytes]`` each, or one tensor cut on demand, as to cut costs the host."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def is_small(path: str, nbytes: int, node_size: int) -> bool:
 
 
 def small_ctas(nbytes: int, node_size: int) -> int:
-    """CTAs of the kernel that exchanges shards of `nbytes` bytes as words with flags: as many for each peer, and no more
-    than send the largest in one round."""
+    """CTAs of the kernel that exchanges shards of `nbytes` bytes as words with flags: as many for each peer, and no
+    more than send the largest in one round."""
     most = SMALL_BYTES // node_size // _SMALL_BYTES_IN_A_ROUND
     return (node_size - 1) * max(1, min(most, nbytes // _SMALL_BYTES_PER_CTA))
 
@@ -160,7 +160,7 @@ class CudaNode:
             self._compare(_C.Step.GATHER, nbytes, 0, place, outputs)
             if place is None:
                 return self._gather_staged(shard, outputs)
-            block, first, mine = place
+            block, _, mine = place
             targets = [engine.blocks.address_at(index, block) + mine for index in range(engine.node_size)]
             push = self._keep(key, self._push_of(shard, outputs, targets, place, 0))
         else:
