@@ -74,8 +74,8 @@ class Pair:
 
 _Key = tuple[tuple[int, ...], float, torch.device]
 _pairs: dict[_Key, Pair] = {}
-# Ranks, and the timeout as it was when the group came: scripts that change it after their first step go on with the pair
-# that they have.
+# Ranks, and the timeout as it was when the group came: scripts that change it after their first step go on with the
+# pair that they have.
 _groups: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], float]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()  # backward runs in a thread of autograd's
 
