@@ -137,7 +137,7 @@ class CudaNode:
         self._kept: dict[tuple[Any, ...], _Launch] = {}
         self._changes = 0  # of the blocks when those were made
         # Of each: number, block, addresses of what it fills here, and bytes of each.
-        self.pending: deque[tuple[int, int, list[int], int]] = deque()
+        self.pending: deque[tuple[int, int, Sequence[int], int]] = deque()
         watchdog.add(self)
 
     @property
