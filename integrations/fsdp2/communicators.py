@@ -96,7 +96,7 @@ class User:
             pair = _pairs.get(key)
             if pair is None:
                 pair = _pairs[key] = Pair(group, device)
-            elif not is_alive(pair.group):
+            elif pair.group is not group and not is_alive(pair.group):
                 pair.close()
                 pair = _pairs[key] = Pair(group, device, pair.num_users)
             if key not in self._keys:
