@@ -521,7 +521,8 @@ def fault_board(address: int, code: int, step: int, peer: int, expected: int, se
 def post_request(requests: int, number: int, nbytes: int, uses: int) -> None:
     """uses: address of uint64 ``[max_blocks]``, how often each block has been handed out."""
 
-def release_block(requests: int, block: int) -> None: ...
+def release_block(requests: int, block: int, uses: int) -> None: ...
+def release_dead_block(requests: int, block: int, uses: int, process: int, reference: object) -> None: ...
 def read_request(requests: int, number: int) -> tuple[int, int]:
     """Bytes, and a bit for each free block."""
 

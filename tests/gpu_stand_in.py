@@ -88,7 +88,7 @@ def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
     groups = [
         dist.new_group(list(range(first, first + per_node))) for first in range(0, dist.get_world_size(), per_node)
     ]
-    names = ("place_word", "staging_block", "most_ctas", "Step")
+    names = ("place_word", "staging_block", "Step")
     arguments = ("PushShardArgs", "PullShardsArgs", "SmallShardsArgs")
     cuda._C = SimpleNamespace(**dict.fromkeys(arguments, Arguments), **{name: getattr(_C, name) for name in names})
     cuda.bytes_at = _memory

@@ -181,6 +181,10 @@ def _one_element(rank: int) -> None:
     assert total.tolist() == [2.0, 0.0, 0.0, 0.0]
     gather(torch.empty(0), spaced[4::4])
     scatter(torch.empty(0), torch.empty(0))
+    scatter(total[:1], torch.full((2,), 1.5))  # what moved nothing counts as an operation too
+    assert total.tolist() == [3.0, 0.0, 0.0, 0.0]
+    gather(out, spaced[1::4])
+    assert out.tolist() == [1.0, 2.0]
     gather.all_gather([total[:1], total[3::4]], spaced[:1].clone().squeeze().requires_grad_().reshape(1))
     assert total.tolist() == [1.0, 0.0, 0.0, 2.0]
     gather.close()

@@ -6,12 +6,15 @@ import os
 import random
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from ep_plugin import HierarchicalAllGather
+from ep_plugin.collectives import blocks as blocks_module
 from tests.ranks import run_ranks, values
 
 COUNT = 3000
@@ -95,6 +98,43 @@ def _one_holds(rank: int) -> list[int]:
 def test_what_one_rank_holds_no_rank_gets() -> None:
     first, *others = values(run_ranks(3, _one_holds))
     assert all(numbers == first for numbers in others)
+
+
+def _repeats(rank: int) -> None:
+    gather = HierarchicalAllGather()
+    blocks = gather.engine_on(torch.device("cpu")).blocks
+    for step in range(6):
+        held = [gather.allocate(BYTES, torch.uint8) for _ in range(10)]
+        held.append(gather.allocate(19 * BYTES // 10, torch.uint8))
+        del held
+        if step == 2:
+            settled = blocks.changes
+    assert blocks.changes == settled, "blocks were made and closed again in each step"
+    gather.close()
+
+
+def test_a_step_that_repeats_makes_no_more_blocks() -> None:
+    values(run_ranks(2, _repeats))
+
+
+def _is_not_told(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if rank == 0:
+        silent = SimpleNamespace(**vars(blocks_module._C) | {"release_dead_block": lambda *_: None})
+        monkeypatch.setattr(blocks_module, "_C", silent)
+    gather = HierarchicalAllGather()
+    numbers = {_number(gather, gather.allocate(BYTES, torch.uint8)) for _ in range(12)}
+    assert len(numbers) <= 3, "a release that nobody was told of costs a block"
+    dist.barrier()
+    gather.close()
+
+
+def test_a_release_that_is_lost_is_made_up_for() -> None:
+    values(run_ranks(2, _patched, _is_not_told))
+
+
+def _patched(rank: int, function: Any) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        function(rank, monkeypatch)
 
 
 def _forks(rank: int) -> None:

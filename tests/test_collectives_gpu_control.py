@@ -183,6 +183,26 @@ def test_streams_of_one_graph_follow_each_other(
     assert lanes.enter() == now.cuda_stream and len(waited) == waits
 
 
+def _keeps_launches(rank: int) -> None:
+    gather = HierarchicalAllGather()
+    as_on_gpus(gather, "copy_engine", 2)
+    node, blocks = gather.engine_on(torch.device("cpu")).inside, gather.engine_on(torch.device("cpu")).blocks
+    outputs = [gather.allocate(2 * COUNTS[-1], BF16) for _ in range(2)]
+    shards = [output.narrow(0, rank * COUNTS[-1], COUNTS[-1]) for output in outputs]
+    for _ in range(3):
+        for output, part in zip(outputs, shards, strict=True):
+            gather(output, part)
+    assert len(node._kept) == 2
+    blocks._set_row(63, (0, 0))  # a block was dropped, as far as anyone can tell
+    gather(outputs[0], shards[0])
+    assert len(node._kept) == 1, "launches outlived the blocks that they were made for"
+    gather.close()
+
+
+def test_what_a_call_launches_is_kept_while_the_blocks_are_the_same() -> None:
+    values(run_ranks(2, _keeps_launches))
+
+
 @pytest.mark.parametrize(
     ("path", "nbytes", "ranks", "sms"),
     [

@@ -30,7 +30,8 @@ class Collective:
         """Talks to nobody: the first `allocate` or operation is collective, and decides the device.
 
         `group`: None is the default group. `num_buffers`: blocks of one size that `allocate` makes before it hands one
-        out again; hosts may drift apart by as many calls. ValueError unless it is a positive integer.
+        out again; those beyond the tensors alive let hosts drift apart by as many calls. ValueError unless it is a
+        positive integer.
         `path`: how gathers go inside a node on GPUs, "copy_engine" or "sm"; "auto" decides by the size, and takes a
         kernel of its own for small gathers and sums. CPUs have one way.
         """

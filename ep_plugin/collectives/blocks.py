@@ -57,7 +57,7 @@ class Block:
     address: int
     owner: weakref.ref[Any] | None = None
     stream: Any = None  # on which it was last handed out
-    used: int = 0  # the call that handed it out last
+    used: int = 0  # the call that last handed it out, or found it held
 
 
 class Blocks:
@@ -113,7 +113,9 @@ class Blocks:
         self._uses[number] += 1
         block.stream = self._engine.lanes.follow(block.stream)
         owner = _owner(block.address, nbytes, self._engine.device)
-        block.owner = weakref.ref(owner, _Release(self._requests[self._own], number))
+        # Tells the peers at once, unless this is a forked child's copy. No Python, which a signal could interrupt.
+        told = self._requests[self._own], number, self._uses[number], os.getpid()
+        block.owner = weakref.ref(owner, partial(_C.release_dead_block, *told))
         self.keep_if_captured(number)
         return number, owner
 
@@ -140,12 +142,17 @@ class Blocks:
         """All ranks come to the same number, since they decide by what all of them have read."""
         self._calls += 1
         call = self._calls
-        _C.post_request(self._requests[self._own], call, nbytes, ctypes.addressof(self._uses))
+        own = self._requests[self._own]
+        for number in self._numbers(lambda block: block.owner is not None and block.owner() is None):
+            _C.release_block(own, number, self._uses[number])  # in case that nobody was told
+        _C.post_request(own, call, nbytes, ctypes.addressof(self._uses))
         fitting = self._numbers(lambda block: nbytes <= block.buffer.nbytes <= max(_MOST_WASTE * nbytes, _GRAIN))
-        if len(fitting) >= self._num_buffers:
+        enough = len(fitting) >= self._num_buffers or len(self._near(nbytes)) >= 2 * self._num_buffers
+        if enough or self._engine.lanes.capturing():
             for number in sorted(fitting, key=lambda number: self._block(number).used):
                 if self._was_free(number, call):
                     return number
+                self._block(number).used = call  # whoever holds it may do so for long: others are asked about first
         return self._make(nbytes, call)
 
     def _was_free(self, number: int, call: int) -> bool:
@@ -213,7 +220,7 @@ class Blocks:
     def _give_back(self, offered: int, nbytes: int, call: int) -> None:
         """Closes blocks that all ranks offer: those idle for long, those that a block of `nbytes` replaces when there
         are many of about its size, and the idlest when all numbers are in use."""
-        near = set(self._numbers(lambda block: nbytes <= _MOST_WASTE * block.buffer.nbytes <= _MOST_WASTE**2 * nbytes))
+        near = self._near(nbytes)
         surplus = len(near) - 2 * self._num_buffers + 1
         full = len(self._blocks) == _C.max_blocks and None not in self._blocks
         free = [number for number in self._numbers(lambda _: True) if offered >> number & 1]
@@ -236,6 +243,10 @@ class Blocks:
         first = number * _C.max_ranks
         self.table[first : first + len(addresses)] = list(addresses)
 
+    def _near(self, nbytes: int) -> set[int]:
+        """The blocks of about this size."""
+        return set(self._numbers(lambda block: nbytes <= _MOST_WASTE * block.buffer.nbytes <= _MOST_WASTE**2 * nbytes))
+
     def _numbers(self, holds: Callable[[Block], bool]) -> list[int]:
         return [number for number, block in enumerate(self._blocks) if block is not None and holds(block)]
 
@@ -243,18 +254,6 @@ class Blocks:
         block = self._blocks[number]
         assert block is not None
         return block
-
-
-class _Release:
-    """Tells the peers, when nothing refers to a block any more. A forked child's copies are none of theirs."""
-
-    def __init__(self, requests: int, number: int) -> None:
-        self._tell, self._getpid = partial(_C.release_block, requests, number), os.getpid  # there to the very end
-        self._process = os.getpid()
-
-    def __call__(self, _: object) -> None:
-        if self._getpid() == self._process:
-            self._tell()
 
 
 class _DeviceBytes:

@@ -90,12 +90,13 @@ struct Request {
 
 struct Requests {
   Request rows[kRequests];            // by number
-  uint64_t released[kMaxPeerBlocks];  // how often nothing referred to the block any more
+  uint64_t released[kMaxPeerBlocks];  // of how many uses of the block nothing is left
 };
 
 // uses: u64 [kMaxPeerBlocks], how often each block has been handed out. The caller keeps releases of this rank out.
 void post_request(Address requests, uint64_t number, int64_t bytes, Address uses);
-void release_block(Address requests, int block);
+// Nothing refers to what the block was handed out for the `uses`-th time; may be said more than once.
+void release_block(Address requests, int block, uint64_t uses);
 
 // Whether a block that has been handed out `uses` times was free on a rank when that rank came to request `number`.
 // Waits until the rank has released it or come there.

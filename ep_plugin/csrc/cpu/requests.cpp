@@ -18,8 +18,9 @@ void post_request(Address requests, uint64_t number, int64_t bytes, Address uses
   __atomic_store_n(&row.number, number, __ATOMIC_RELEASE);
 }
 
-void release_block(Address requests, int block) {
-  __atomic_fetch_add(&at<Requests>(requests)->released[block], 1, __ATOMIC_RELEASE);
+void release_block(Address requests, int block, uint64_t uses) {
+  uint64_t& released = at<Requests>(requests)->released[block];
+  if (load(released) < uses) __atomic_store_n(&released, uses, __ATOMIC_RELEASE);
 }
 
 WaitResult was_free(Address requests, int block, uint64_t uses, uint64_t number, Address board, int64_t timeout_ns,

@@ -82,9 +82,10 @@ class Scatter {
   bool sum() {
     const T* from[kMaxRanks];
     for (int r = 0; r < comm_.num_ranks; ++r) {
-      const char* bytes = r == comm_.rank ? at<char>(args_.inputs[r], pieces_.begin_of(summed_))
-                                          : pieces_.bytes_from(r, comm_.rank, summed_, comm_.rank * part_);
-      if (bytes == nullptr) return false;
+      const bool own = r == comm_.rank;  // of no elements it may lie nowhere
+      const char* bytes = own ? at<char>(args_.inputs[r], pieces_.begin_of(summed_))
+                              : pieces_.bytes_from(r, comm_.rank, summed_, comm_.rank * part_);
+      if (bytes == nullptr && !own) return false;
       from[r] = reinterpret_cast<const T*>(bytes);
     }
     sum_chunk<T>(from, comm_.num_ranks, pieces_.bytes_of(summed_) / static_cast<int64_t>(sizeof(T)), args_.scale,
