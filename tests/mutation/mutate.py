@@ -1,7 +1,7 @@
 """Applies the mutations of mutations.toml one at a time to a copy of the tree: the tests must fail for each.
 
 A mutation names the tests that should notice it; when they do not, the whole CPU suite is asked. The table of who
-caught what is written beside this file. Exit status 1 when a mutation survives.
+caught what is written beside this file, a row for each verdict as it comes. Exit status 1 when a mutation survives.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "RESULTS.md"
+SURVIVED = "**survived**"
 # Whole training runs and builds of the package say nothing that the rest does not, and take minutes.
 NOT_ASKED = ("tests/gpu", "tests/mutation", "tests/test_packaging.py", "tests/test_example.py")
 TEST_LIMIT_S = 150
@@ -184,28 +185,42 @@ def check_base(base: Path, mutations: list[Mutation]) -> None:
         raise RuntimeError(f"expected the tests to pass without a mutation, {name} failed: {said}\n{output}")
 
 
-def table(verdicts: list[Verdict]) -> str:
-    """The verdicts in Markdown."""
-    rows = ["| mutation | where | what it breaks | caught by | s |", "|---|---|---|---|---|"]
-    for verdict in verdicts:
-        mutation = verdict.mutation
-        caught = f"`{verdict.caught_by}`" if verdict.caught_by else "**survived**"
-        where = f"`{mutation.file}:{verdict.line}`"
-        rows.append(f"| {mutation.name} | {where} | {mutation.breaks} | {caught} | {verdict.seconds:.0f} |")
-    survivors = sum(not verdict.caught_by for verdict in verdicts)
-    head = f"{len(verdicts)} mutations, {len(verdicts) - survivors} caught, {survivors} survived (`make mutate`)."
-    return "\n".join(["# Mutations and the tests that catch them", "", head, "", *rows, ""])
+def row_of(verdict: Verdict) -> str:
+    """A verdict as a row of the table."""
+    mutation = verdict.mutation
+    caught = f"`{verdict.caught_by}`" if verdict.caught_by else SURVIVED
+    where = f"`{mutation.file}:{verdict.line}`"
+    return f"| {mutation.name} | {where} | {mutation.breaks} | {caught} | {verdict.seconds:.0f} |"
+
+
+def known_rows() -> dict[str, str]:
+    """The rows that the table has, by the mutation's name."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return {line.split("|")[1].strip(): line for line in lines if line.startswith("| ") and "`" in line}
+
+
+def table(every: list[Mutation], rows: dict[str, str]) -> str:
+    """The rows in Markdown, in the order of the mutations; rows of others are left out."""
+    found = [rows[mutation.name] for mutation in every if mutation.name in rows]
+    survivors = sum(SURVIVED in row for row in found)
+    head = f"{len(every)} mutations, {len(found) - survivors} caught, {survivors} survived"
+    head += f", {len(every) - len(found)} not run (`make mutate`)." if len(found) < len(every) else " (`make mutate`)."
+    columns = ["| mutation | where | what it breaks | caught by | s |", "|---|---|---|---|---|"]
+    return "\n".join(["# Mutations and the tests that catch them", "", head, "", *columns, *found, ""])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="only mutations whose name contains one of these; no table is written")
+    parser.add_argument("names", nargs="*", help="only mutations whose name contains one of these")
+    parser.add_argument("--missing", action="store_true", help="only mutations that the table does not have")
     parser.add_argument("--no-base", action="store_true", help="do not run the tests without a mutation first")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves by the way that cleans up
-    every = load()
+    every, rows = load(), known_rows()
     chosen = [m for m in every if not options.names or any(part in m.name for part in options.names)]
-    verdicts = []
+    if options.missing:
+        chosen = [m for m in chosen if m.name not in rows]
+    survived = False
     with tempfile.TemporaryDirectory(prefix="ep_plugin-mutate-") as scratch:
         base, work = Path(scratch, "base"), Path(scratch, "work")
         copy_tree(base)
@@ -214,12 +229,12 @@ def main() -> int:
             check_base(base, chosen)
         for number, mutation in enumerate(chosen, 1):
             verdict = judge(mutation, base, work)
-            verdicts.append(verdict)
+            survived |= not verdict.caught_by
+            rows[mutation.name] = row_of(verdict)
+            RESULTS.write_text(table(every, rows))
             told = f"caught by {verdict.caught_by}: {verdict.said}" if verdict.caught_by else "SURVIVED"
             print(f"[{number}/{len(chosen)}] {mutation.name} ({verdict.seconds:.0f} s): {told}", flush=True)
-    if not options.names:
-        RESULTS.write_text(table(verdicts))
-    return int(any(not verdict.caught_by for verdict in verdicts))
+    return int(survived)
 
 
 if __name__ == "__main__":
