@@ -42,9 +42,10 @@ def fail_by_itself_later() -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
+        dist.barrier()  # nobody dies before all are through with the line above
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(1))
     except RuntimeError:
         say({"raised": dist.get_rank()})
