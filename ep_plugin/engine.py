@@ -202,10 +202,8 @@ def _live_engines() -> list[BaseEngine]:
 def _announce(engine: BaseEngine, what: str) -> None:
     """Says on the boards of all of this process's communicators what this rank is in, for their peers' messages."""
     activity = f"in {what} of {engine.name}"
-    for ref in _live:
-        other = ref()
-        if other is not None and not other.closed:
-            other.boards.set_activity(activity)
+    for other in _live_engines():
+        other.boards.set_activity(activity)
 
 
 class _Closable(Protocol):

@@ -8,8 +8,8 @@ Every rank of a node has each block mapped, so ranks must pick the same one for 
   releases of each block, as the tensor dies, and each `allocate` posts which blocks are free then. All ranks ask the
   same question in the same order: of the blocks that fit, the one used longest ago, was it free on every rank as that
   rank came to this call? A release says yes before the rank has come so far, so nobody waits for a peer's host that has
-  released the block and is not here yet: with `num_buffers` blocks of a size, used in turn, hosts may drift apart by as
-  many calls. A block that is held somewhere is held for all; where all are, all ranks make another together.
+  released the block and is not here yet: hosts may drift apart by as many calls as there are blocks beyond the tensors
+  that are alive. A block that is held somewhere is held for all; where all are, all ranks make another together.
 - That a storage is dead says that its last reader has been enqueued, on this rank, before the `allocate` that takes the
   block again; as with any tensor, what reads it on another stream is joined with the stream that allocates next. On top
   of it each operation begins with a handshake on the stream: no rank writes to a peer's block before the peer's stream

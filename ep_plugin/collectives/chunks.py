@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
 
 import torch
 
@@ -18,15 +17,9 @@ class Chunks(Sequence[torch.Tensor]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
-    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(self._count))]
+    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]  # slices are nobody's business
         if not 0 <= index < self._count:
-            raise IndexError(index)
+            raise IndexError(f"expected an index from 0 to {self._count - 1}, got {index}")
         return self.whole.narrow(0, index * self._bytes, self._bytes)
 
     def addresses(self) -> tuple[int, ...]:
