@@ -1,7 +1,8 @@
 """A DeepSeek-V3 from Megatron-core's own layers, experts spread over all ranks and everything else on each of them.
 
-It runs without TransformerEngine. Attention's projections are Megatron's; between them, where its own core attention
-takes no latents, is PyTorch's. Shapes: S sequence, B batch, N heads, D and D_v their sizes.
+It runs without TransformerEngine and without grouped_gemm. Attention's projections are Megatron's; between them, where
+its own core attention takes no latents, is PyTorch's. Experts are Megatron's grouped ones in BF16, the dtype of which
+PyTorch multiplies groups. Shapes: S sequence, B batch, N heads, D and D_v their sizes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from packaging.version import Version
+
+from ep_plugin.testing.megatron import serve_grouped_products
 
 if megatron.core.utils._te_version is None:
     # Megatron-core 0.16.1 compares this with versions, and takes TransformerEngine to be there in these two places.
@@ -38,10 +41,14 @@ OURS = "EpPluginTokenDispatcher"
 
 
 class MegatronDeepseek(torch.nn.Module):
-    """Called as the models of transformers are; gradients are means over the ranks once backward is through."""
+    """Called as the models of transformers are; gradients are means over the ranks once backward is through.
+
+    Of several backwards that add up the last one alone need sum over the ranks: ``set_requires_gradient_sync`` as FSDP2.
+    """
 
     def __init__(self, config: MLATransformerConfig, vocab_size: int, seq_len: int) -> None:
         super().__init__()
+        self._sums = True
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
         spec.layer_norm = WrappedTorchNorm  # with Apex it would be one that knows no RMSNorm
         for layer in spec.layer_specs:
@@ -51,7 +58,15 @@ class MegatronDeepseek(torch.nn.Module):
         self.to(device=torch.cuda.current_device(), dtype=config.params_dtype)
         for parameter in self.parameters():
             if not _is_expert(parameter):  # an expert's gradient has the tokens of all ranks in it already
-                parameter.register_post_accumulate_grad_hook(_sum)
+                parameter.register_post_accumulate_grad_hook(self._sum)
+
+    def set_requires_gradient_sync(self, requires: bool) -> None:
+        self._sums = requires
+
+    def _sum(self, parameter: torch.nn.Parameter) -> None:
+        assert parameter.grad is not None
+        if self._sums:
+            dist.all_reduce(parameter.grad)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
         """Of tokens ``[B, S]``: ``.loss``, the mean over what each token but the last of a sequence is followed by."""
@@ -87,6 +102,7 @@ def build_model(options: TrainOptions) -> MegatronDeepseek:
     """
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
+    serve_grouped_products()
     widths = PRESETS[options.architecture][options.preset].widths
     model = MegatronDeepseek(_config(options, widths), widths["vocab_size"], options.seq_len)
     if options.ep_implementation == "flex":
@@ -127,6 +143,7 @@ def _config(options: TrainOptions, widths: dict[str, int]) -> MLATransformerConf
         moe_router_topk_scaling_factor=2.5,
         moe_router_load_balancing_type="none",
         moe_router_dtype="fp32",
+        moe_grouped_gemm=dtype is torch.bfloat16,
         moe_token_dispatcher_type=options.ep_implementation,
         expert_model_parallel_size=dist.get_world_size(),
         params_dtype=dtype,
@@ -154,11 +171,6 @@ def _initialise(model: torch.nn.Module, seed: int) -> None:
             key = hashlib.sha256(f"{seed}/{name}/{dist.get_rank() if _is_expert(parameter) else 0}".encode()).digest()
             generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(key[:7], "little"))
             parameter.normal_(0.0, 0.02, generator=generator)
-
-
-def _sum(parameter: torch.nn.Parameter) -> None:
-    assert parameter.grad is not None
-    dist.all_reduce(parameter.grad)
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:

@@ -31,7 +31,7 @@ def summarise(arms: list[dict], *, model: str, reference: str | None, code_hash:
     by_name: dict[str, list[dict]] = {}
     for arm in arms:
         by_name.setdefault(arm["implementation"], []).append(arm)
-    tokens = options["batch"] * options["seq_len"] * main["world_size"]
+    tokens = options["batch"] * options["micro_batches"] * options["seq_len"] * main["world_size"]
     compare = None
     if reference is not None:
         ours, theirs = (by_name[name] for name in (main["implementation"], reference))

@@ -106,16 +106,23 @@ def _run_steps(
     exchanges: list[list[float]] = []
     bar = tqdm(range(options.steps), desc=options.arm, unit="step", disable=rank != 0, mininterval=1)
     for step in bar:
-        tokens = batch_at(
-            text, batch=options.batch, seq_len=options.seq_len, seed=options.seed, step=step, rank=rank
-        ).to(device)
+        batches = [
+            batch_at(
+                text,
+                batch=options.batch,
+                seq_len=options.seq_len,
+                seed=options.seed,
+                step=step * options.micro_batches + micro,
+                rank=rank,
+            ).to(device)
+            for micro in range(options.micro_batches)
+        ]
         start = time.perf_counter()
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        value = _backward(model, batches)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        value = loss.item()
+        value = value.item()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         measured[:, step] = torch.tensor([value, time.perf_counter() - start], dtype=torch.float64)
@@ -123,6 +130,18 @@ def _run_steps(
         bar.set_postfix(loss=f"{value:.3f}", refresh=False)
     losses, step_seconds = measured.to(device)
     return losses, step_seconds, torch.tensor(exchanges, dtype=torch.float64, device=device)
+
+
+def _backward(model: torch.nn.Module, batches: list[torch.Tensor]) -> torch.Tensor:
+    """The mean loss of ``batches``, whose gradients add up; the last one's backward reduces them over the ranks."""
+    total = torch.zeros((), device=batches[0].device)
+    for number, tokens in enumerate(batches, 1):
+        if len(batches) > 1:
+            model.set_requires_gradient_sync(number == len(batches))
+        loss = model(input_ids=tokens, labels=tokens).loss / len(batches)
+        loss.backward()
+        total += loss.detach()
+    return total
 
 
 def _groups_by_mesh(model: torch.nn.Module) -> list[dict]:

@@ -32,6 +32,9 @@ def main(
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps. (default: the preset's)")] = None,
     seq_len: Annotated[int | None, typer.Option(min=2, help="Bytes per sequence. (default: the preset's)")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank. (default: the preset's)")] = None,
+    micro_batches: Annotated[
+        int, typer.Option(min=1, help="Batches whose gradients add up to one step's, as pipelines have them.")
+    ] = 4,
     lr: Annotated[float | None, typer.Option(help="Learning rate of AdamW. (default: the preset's)")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16 | float16. (default: the preset's)")] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and of the batches.")] = 0,
@@ -58,7 +61,12 @@ def main(
         )
     _check_machine()
     options, other = (
-        replace(options, ep_implementation=name, switched_on="megatron" if name == "flex" else "")
+        replace(
+            options,
+            ep_implementation=name,
+            micro_batches=micro_batches,
+            switched_on="megatron" if name == "flex" else "",
+        )
         for name in (dispatcher, compare)
     )
     run(

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from ep_plugin.bench import cli, suite_collectives
 from ep_plugin.bench.suite_collectives import GATHER, SCATTER, CollectiveSuite
-from ep_plugin.collectives.all_gather import RAIL_CHUNK_BYTES
 from ep_plugin.collectives.cuda import SM_BELOW_BYTES, gather_sms, scatter_sms
+from ep_plugin.collectives.rails import CHUNK_BYTES
 from tests.ranks import run_ranks, values
 
 RANKS = 2
@@ -75,7 +75,7 @@ def test_nothing_is_timed_when_a_gather_is_wrong() -> None:
 
 
 LARGE, SMALL = 2 * SM_BELOW_BYTES, 256 << 10
-OF_CHUNKS = gather_sms("sm", RAIL_CHUNK_BYTES, 2)
+OF_CHUNKS = gather_sms("sm", CHUNK_BYTES["cuda"], 2)
 
 
 @pytest.mark.parametrize(

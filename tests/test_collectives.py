@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter
-from ep_plugin.collectives.all_gather import RAIL_CHUNK_BYTES
+from ep_plugin.collectives.rails import CHUNK_BYTES
 from tests.collective_cases import (
     BF16,
     DTYPES,
@@ -28,7 +28,7 @@ from tests.ranks import run_ranks, values
 
 # Ranks, and ranks of an emulated node (None: all of them).
 WORLDS = [(1, None), (2, None), (3, None), (5, None), (6, None), (4, 2), (6, 3), (3, 1)]
-LARGE = RAIL_CHUNK_BYTES + 4097  # bytes of a shard: more than one rail chunk, and not a whole number of them
+LARGE = CHUNK_BYTES["cpu"] + 4097  # bytes of a shard: more than one rail chunk, and not a whole number of them
 
 
 def _env(per_node: int | None) -> dict[str, str]:
@@ -69,7 +69,7 @@ def _sums(rank: int, size: int, per_node: int) -> None:
     premul = dist._make_nccl_premul_sum(0.375)
     operations = [(dist.ReduceOp.SUM, 1.0), (dist.ReduceOp.AVG, 1.0 / size), (premul, 0.375)]
     cases = [(count, dtype) for count in (1, 5, 4097, 70_001) for dtype in (BF16, FP16, FP32, FP64)]
-    cases += [(RAIL_CHUNK_BYTES // 2 + 13, BF16)]
+    cases += [(CHUNK_BYTES["cpu"] // 2 + 13, BF16)]
     with HierarchicalReduceScatter() as scatter:
         for seed, (count, dtype) in enumerate(cases):
             whole = [shard(seed, source, size * count, dtype).view(size, count) for source in range(size)]
@@ -105,7 +105,7 @@ def _rail_bytes(rank: int, size: int, count: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("size", "per_node"), [(4, 2), (6, 3), (3, 1), (2, None)])
 def test_rails_carry_each_shard_once_per_other_node(size: int, per_node: int | None) -> None:
-    count = RAIL_CHUNK_BYTES // 2 + 5
+    count = CHUNK_BYTES["cpu"] // 2 + 5
     expected = (size // (per_node or size) - 1) * count * BF16.itemsize
     sent = values(run_ranks(size, _rail_bytes, size, count, env=_env(per_node)))
     assert sent == [(expected, expected)] * size

@@ -1,20 +1,18 @@
 """The layers of the suite `megatron`: Megatron-core's own MoELayer, one per dispatcher, with one router and experts.
 
-Without TransformerEngine Megatron's grouped experts are its GroupedMLP, whose products are those of a package,
-grouped_gemm. Where that is not installed, torch.nn.functional.grouped_mm takes its place.
+Without TransformerEngine Megatron's grouped experts are its GroupedMLP, see serve_grouped_products.
 """
 
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ep_plugin.bench.workload import Workload
-from ep_plugin.testing.megatron import make_megatron_run_here, without_transformer_engine
+from ep_plugin.testing.megatron import make_megatron_run_here, serve_grouped_products, without_transformer_engine
 
 OURS, STOCK = "ep_plugin", "alltoall"
 _DISPATCHERS = {STOCK: "alltoall", OURS: "flex"}
@@ -40,7 +38,7 @@ def build_layers(workload: Workload, ffn: int, grouped: bool, device: torch.devi
     parallel_state.initialize_model_parallel(expert_model_parallel_size=workload.ranks)
     if device.type == "cuda":
         model_parallel_cuda_manual_seed(_SEED)
-    said = _serve_grouped_products() if grouped else "SequentialMLP: one expert after the other"
+    said = serve_grouped_products() if grouped else "SequentialMLP: one expert after the other"
     layers: dict[str, Any] = {}
     for impl, dispatcher in _DISPATCHERS.items():
         config = _config(workload, ffn, grouped, dispatcher, device)
@@ -88,25 +86,6 @@ def _submodules(workload: Workload, grouped: bool) -> Any:
         warnings.filterwarnings("ignore", message="The legacy GroupedMLP will be deprecated")
         spec = get_moe_module_spec(use_te=False, num_experts=workload.experts, moe_grouped_gemm=grouped)
     return spec.submodules
-
-
-def _serve_grouped_products() -> str:
-    from megatron.core.transformer.moe import grouped_gemm_util
-
-    if grouped_gemm_util.grouped_gemm_is_available() and grouped_gemm_util.ops.gmm is not _grouped_product:
-        return "GroupedMLP, products of the package grouped_gemm"
-    grouped_gemm_util.ops = SimpleNamespace(gmm=_grouped_product)
-    grouped_gemm_util.grouped_gemm = grouped_gemm_util.ops
-    return "GroupedMLP, products of torch.nn.functional.grouped_mm"
-
-
-def _grouped_product(
-    rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
-) -> torch.Tensor:
-    """rows ``[N, I]`` in groups of `counts` ``[E_l]``, each times its own of weights ``[E_l, I, O]``: ``[N, O]``."""
-    assert not trans_b
-    ends = counts.cumsum(0).to(torch.int32).to(rows.device, non_blocking=True)  # the host goes on
-    return torch.nn.functional.grouped_mm(rows, weights, offs=ends)
 
 
 @torch.no_grad()

@@ -25,8 +25,8 @@ from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.results import everyones_wrong, result, row
 from ep_plugin.bench.timing import clock_of, time_in_turn
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
-from ep_plugin.collectives.all_gather import RAIL_CHUNK_BYTES
 from ep_plugin.collectives.cuda import gather_sms, scatter_sms
+from ep_plugin.collectives.rails import CHUNK_BYTES
 
 GATHER, SCATTER = "allgather", "reduce_scatter"
 KIB, MIB = 1 << 10, 1 << 20
@@ -180,7 +180,7 @@ def most_sms(suite: CollectiveSuite, size: int, path: str) -> int:
     per_node, shard = suite.ranks // suite.nodes, size // suite.ranks
     if per_node == 1:
         return 0  # all that there is goes over the rails
-    chunk = min(shard, RAIL_CHUNK_BYTES)
+    chunk = min(shard, CHUNK_BYTES[suite.backend])
     if suite.what == SCATTER:
         return scatter_sms(path, shard if suite.nodes == 1 else chunk, per_node)
     pieces = [shard] if suite.nodes == 1 else [shard, chunk]  # what the rails bring is gathered by chunks

@@ -19,8 +19,6 @@ from ep_plugin.collectives.chunks import Chunks, addresses_of
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.work import CollectiveWork
 
-RAIL_CHUNK_BYTES = 1 << 20
-
 
 class HierarchicalAllGather(Collective):
     """All-gather over one process group, in the form that FSDP2's `set_custom_all_gather` takes.
@@ -89,20 +87,14 @@ def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: Sequence[torc
     if not rails.nodes:
         gather_in_node(engine, shard, outputs)
         return
-    chunks = range(0, len(shard), RAIL_CHUNK_BYTES)
+    chunks = [slice(begin, begin + rails.chunk_bytes) for begin in range(0, len(shard), rails.chunk_bytes)]
     landing = {node: outputs[node_map.node_ranks(node)[engine.index]] for node in rails.nodes}
-    under_way = [
-        rails.start(
-            [(node, shard[begin : begin + RAIL_CHUNK_BYTES]) for node in rails.nodes],
-            [(node, into[begin : begin + RAIL_CHUNK_BYTES]) for node, into in landing.items()],
-        )
-        for begin in chunks
-    ]
+    under_way = [rails.gather(shard[chunk], {node: into[chunk] for node, into in landing.items()}) for chunk in chunks]
     gather_in_node(engine, outputs[engine.rank], [outputs[rank] for rank in engine.node_ranks])
-    for begin, works in zip(chunks, under_way, strict=True):
+    for chunk, works in zip(chunks, under_way, strict=True):
         rails.wait(works)
         for node in sorted(rails.nodes):
-            parts = [outputs[rank][begin : begin + RAIL_CHUNK_BYTES] for rank in node_map.node_ranks(node)]
+            parts = [outputs[rank][chunk] for rank in node_map.node_ranks(node)]
             gather_in_node(engine, parts[engine.index], parts)
 
 

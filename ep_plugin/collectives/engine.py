@@ -56,7 +56,8 @@ class CollectiveEngine(BaseEngine):
         self.node_size = len(self.node_ranks)
         if self.node_size > _C.max_ranks:
             raise NotSupported(f"group: expected at most {_C.max_ranks} ranks on one node, got {self.node_size}")
-        self.rails = Rails(group, self.node_map, self.rank, device, self.timeout_s)
+        self.rails = Rails(self.exchange, group, self.node_map, device)
+        self._resources.callback(self.rails.close)
         host, peers = (Exchange(group, ranks=self.node_ranks) for _ in range(2))
         try:
             self._construct_node(host, peers, lanes)

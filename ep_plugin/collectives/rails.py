@@ -1,56 +1,89 @@
-"""The legs between nodes: shards to and from the ranks of one index on all nodes, over the group's own backend."""
+"""The legs between nodes: shards to and from the ranks of one index on all nodes, over the group's own backend.
+
+Sums are sent and received. Shards that all nodes want go so too, but over NCCL through a communicator of the rail's
+own, whose all-gather keeps more of a network busy than a send does.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from ep_plugin.engine import resolve_device
 from ep_plugin.errors import NotSupported, PeerTimeout
+from ep_plugin.memory.exchange import Exchange
 from ep_plugin.topology import NodeMap
 
 _TAG = 0x4550  # of messages between ranks that may exchange others of their own
+CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 4 << 20}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnderWay:
+    """What has begun: works of the backend, and what is copied, (from, to) each, once they are over."""
+
+    works: list[Any]
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
 class Rails:
     """This rank's end of its rail. `bytes_sent` counts what it has sent to other nodes since it was made."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, node_map: NodeMap, rank: int, device: torch.device, timeout_s: float
-    ) -> None:
-        """NotSupported when the group's backend cannot send from the memory of `device`."""
+    def __init__(self, exchange: Exchange, group: dist.ProcessGroup, node_map: NodeMap, device: torch.device) -> None:
+        """exchange: one over `group`. NotSupported when the group's backend cannot send from the memory of `device`."""
         self._group = group
         self._on_gpu = device.type == "cuda"
-        if self._on_gpu and node_map.spans_nodes:
-            _check_backend(group, device)
-        self._rank = rank
-        self._timeout_s = timeout_s
+        self._rank = exchange.rank
+        self._timeout_s = exchange.timeout_s
         self.bytes_sent = 0
-        ranks = node_map.rail(node_map.local_rank_of(rank))
-        own = node_map.node_of(rank)
+        self.chunk_bytes = CHUNK_BYTES[device.type]
+        ranks = node_map.rail(node_map.local_rank_of(self._rank))
+        own = node_map.node_of(self._rank)
         # The next node first, so that no two nodes send to one at a time.
         self.nodes = [(own + step) % node_map.num_nodes for step in range(1, node_map.num_nodes)]
         self._rank_on = dict(enumerate(ranks))
+        self._together: Any = None
+        if self._on_gpu and self.nodes:
+            _check_backend(group, device)
+            self._together = _nccl_between(ranks, exchange, group, device)
 
-    def start(self, sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]]) -> Any:
-        """Begins to send and receive uint8 tensors, (node, tensor) each; what `wait` takes."""
+    def gather(self, part: torch.Tensor, landing: Mapping[int, torch.Tensor]) -> UnderWay:
+        """Begins to send `part` to all other nodes, and to receive theirs of the same size, by node; uint8 tensors."""
+        if self._together is None:
+            return self.start([(node, part) for node in self.nodes], landing.items())
+        everyones = part.new_empty(len(self._rank_on) * part.numel())
+        self.bytes_sent += len(self.nodes) * part.numel()
+        try:
+            work = self._together._allgather_base(everyones, part)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        arrived = everyones.chunk(len(self._rank_on))
+        return UnderWay(works=[work], copies=[(arrived[node], into) for node, into in landing.items()])
+
+    def start(
+        self, sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]]
+    ) -> UnderWay:
+        """Begins to send and receive uint8 tensors, (node, tensor) each."""
         operations = []
         for node, tensor in sends:
             operations.append(self._operation(dist.isend, tensor, node))
             self.bytes_sent += tensor.numel()
         operations.extend(self._operation(dist.irecv, tensor, node) for node, tensor in receives)
         try:
-            return dist.batch_isend_irecv(operations) if operations else []
+            return UnderWay(works=dist.batch_isend_irecv(operations) if operations else [])
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def wait(self, works: Any) -> None:
+    def wait(self, under_way: UnderWay) -> None:
         """Until those have arrived: on GPUs the caller's stream waits, else the host, with a deadline."""
-        for work in works:
+        for work in under_way.works:
             try:
                 if self._on_gpu:
                     work.wait()  # with a timeout the host would wait too; NCCL watches its own
@@ -58,6 +91,15 @@ class Rails:
                     work.wait(timeout=datetime.timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
                 raise self._lost(error) from error
+        for arrived, into in under_way.copies:
+            into.copy_(arrived)
+
+    def close(self) -> None:
+        """Waits for nobody: nothing is under way any more, or a peer is gone."""
+        together, self._together = self._together, None
+        if together is not None:
+            with contextlib.suppress(RuntimeError):
+                together.abort()
 
     def _lost(self, error: RuntimeError) -> PeerTimeout:
         """Backends do not say which of their peers is gone, and raise one kind of error for all that goes wrong."""
@@ -79,3 +121,18 @@ def _check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
             "group: expected a backend that sends GPU memory between nodes, such as NCCL, got "
             f"{dist.get_backend_config(group)} for {device}"
         )
+
+
+def _nccl_between(ranks: tuple[int, ...], exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """A communicator of NCCL's between `ranks` of `group`; None where the group has another backend.
+
+    Not a group of torch.distributed's: to make one may take every rank of the job, as where NCCL splits the largest
+    communicator, and these ranks may be all that are here.
+    """
+    backend = group._get_backend(device)
+    if not c10d.is_nccl_available() or not isinstance(backend, c10d.ProcessGroupNCCL):
+        return None
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(seconds=exchange.timeout_s)
+    store = exchange.store(f"rail{ranks[0]}")
+    return c10d.ProcessGroupNCCL(store, ranks.index(exchange.rank), len(ranks), options)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_plugin.collectives.all_gather import RAIL_CHUNK_BYTES
 from ep_plugin.collectives.base import Collective, as_bytes, check_alike
 from ep_plugin.collectives.chunks import Chunks
 from ep_plugin.collectives.engine import CollectiveEngine
@@ -100,7 +99,7 @@ def scatter(
         return scatter_in_node(engine, out, [shards[rank] for rank in engine.node_ranks], dtype, scale)
     sums = {node: torch.empty_like(out) for node in range(node_map.num_nodes)}
     partial = {node: torch.empty_like(out) for node in rails.nodes}
-    chunks = [slice(begin, begin + RAIL_CHUNK_BYTES) for begin in range(0, len(out), RAIL_CHUNK_BYTES)]
+    chunks = [slice(begin, begin + rails.chunk_bytes) for begin in range(0, len(out), rails.chunk_bytes)]
     under_way = []
     for chunk in chunks:
         for node in rails.nodes:

@@ -64,6 +64,12 @@ class Exchange:
         self.watch: Callable[[], None] | None = None
         """Called while an exchange waits for peers: what it raises ends the wait."""
 
+    def store(self, name: str) -> Any:
+        """The group's store, for keys of this instance's and of `name`'s alone."""
+        from torch.distributed import distributed_c10d as c10d
+
+        return c10d.PrefixStore(f"{self._prefix}/{name}", self._store)
+
     def all_gather(self, step: str, value: Any = None) -> list[Any]:
         """Every rank's ``value``, in rank order. ``value`` is what JSON can hold: tuples come back as lists.
 

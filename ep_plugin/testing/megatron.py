@@ -1,4 +1,4 @@
-"""Megatron-core where it does not run by itself: without TransformerEngine, and its MoE layers on CPU ranks.
+"""Megatron-core where it does not run by itself: without TransformerEngine or grouped_gemm, and its MoE layers on CPUs.
 
 What these functions replace is replaced in this process, for good.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +25,26 @@ def without_transformer_engine() -> None:
 
         if not hasattr(moe_utils, "te_general_gemm"):
             moe_utils.te_general_gemm = None
+
+
+def serve_grouped_products() -> str:
+    """Megatron's GroupedMLP multiplies by a package, grouped_gemm; where that is missing, by PyTorch. Says by what."""
+    from megatron.core.transformer.moe import grouped_gemm_util
+
+    if grouped_gemm_util.grouped_gemm_is_available() and grouped_gemm_util.ops.gmm is not _grouped_product:
+        return "GroupedMLP, products of the package grouped_gemm"
+    grouped_gemm_util.ops = SimpleNamespace(gmm=_grouped_product)
+    grouped_gemm_util.grouped_gemm = grouped_gemm_util.ops
+    return "GroupedMLP, products of torch.nn.functional.grouped_mm"
+
+
+def _grouped_product(
+    rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
+) -> torch.Tensor:
+    """rows ``[N, I]`` in groups of `counts` ``[E_l]``, each times its own of weights ``[E_l, I, O]``: ``[N, O]``."""
+    assert not trans_b
+    ends = counts.cumsum(0).to(torch.int32).to(rows.device, non_blocking=True)  # the host goes on
+    return torch.nn.functional.grouped_mm(rows, weights, offs=ends)
 
 
 def make_megatron_run_here() -> None:
