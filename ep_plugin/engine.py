@@ -265,7 +265,8 @@ def resolve_device(group: dist.ProcessGroup | None, device: torch.device | str |
         # gloo and MPI call themselves a backend for CUDA tensors too.
         on_gpus = backends.get("cuda") not in (None, "gloo", "mpi") and torch.cuda.is_available()
         device = "cuda" if on_gpus else "cpu"
-    device = torch.device(device)
+    if not isinstance(device, torch.device):
+        device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device

@@ -43,7 +43,7 @@ OURS = "EpPluginTokenDispatcher"
 class MegatronDeepseek(torch.nn.Module):
     """Called as the models of transformers are; gradients are means over the ranks once backward is through.
 
-    Of several backwards that add up the last one alone need sum over the ranks: ``set_requires_gradient_sync`` as FSDP2.
+    Of several backwards that add up, the last alone need sum over the ranks: ``set_requires_gradient_sync`` as FSDP2's.
     """
 
     def __init__(self, config: MLATransformerConfig, vocab_size: int, seq_len: int) -> None:

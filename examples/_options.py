@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """What one arm trains. ``batch`` and ``seq_len`` are per rank and of each of ``micro_batches``, whose gradients add up
-    to a step's; paths are strings, to travel as JSON.
+    """What one arm trains. ``batch`` and ``seq_len`` are per rank and of each of ``micro_batches``, whose gradients add
+    up to a step's; paths are strings, to travel as JSON.
 
     architecture: a key of PRESETS, transformers' name or MEGATRON. ep_implementation: who exchanges tokens between
     experts, None for a dense model; of Megatron's the type of dispatcher. fsdp2: who gathers parameters and reduces

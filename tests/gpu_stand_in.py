@@ -91,7 +91,7 @@ def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
     names = ("place_word", "staging_block", "Step")
     arguments = ("PushShardArgs", "PullShardsArgs", "SmallShardsArgs")
     cuda._C = SimpleNamespace(**dict.fromkeys(arguments, Arguments), **{name: getattr(_C, name) for name in names})
-    cuda.bytes_at = _memory
+    cuda.tensor_at = _memory
     engine = made.engine_on(torch.device("cpu"))
     node = CudaNode.__new__(CudaNode)
     node._engine, node._path = weakref.proxy(engine), path

@@ -169,18 +169,18 @@ def test_streams_of_one_graph_follow_each_other(
     earlier: str, current: str, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[Any] = []
-    before, now = (
-        SimpleNamespace(cuda_stream=kind, wait_stream=waited.append, number=number)
-        for number, kind in enumerate((earlier, current))
-    )
-    monkeypatch.setattr(cuda._C, "stream_capturing", lambda stream, _: stream == "recording", raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now)
+    before, now = 0, 7  # handles: the first is the default stream's
+    recording = {handle for handle, kind in ((before, earlier), (now, current)) if kind == "recording"}
+    monkeypatch.setattr(cuda._C, "stream_capturing", lambda stream, _: stream in recording, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: now, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(wait_stream=waited.append))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: before)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current == "recording")
     lanes = cuda.StreamLanes(torch.device("cuda", 0))
-    lanes._last = before  # type: ignore[assignment]
-    assert lanes.enter() == now.cuda_stream
+    lanes._last = before
+    assert lanes.enter() == now
     assert waited == ([before] if waits else [])
-    assert lanes.enter() == now.cuda_stream and len(waited) == waits
+    assert lanes.enter() == now and len(waited) == waits
 
 
 def _keeps_launches(rank: int) -> None:

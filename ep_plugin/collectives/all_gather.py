@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.collectives.base import Collective, as_bytes, check_alike
-from ep_plugin.collectives.chunks import Chunks, addresses_of
+from ep_plugin.collectives.chunks import Chunks, address_of
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.work import CollectiveWork
 
@@ -80,7 +80,7 @@ class HierarchicalAllGather(Collective):
 
 def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
     """shard: uint8 ``[bytes]``; outputs: one such tensor for each rank of the group."""
-    if addresses_of(outputs)[engine.rank] != shard.data_ptr():
+    if address_of(outputs, engine.rank) != shard.data_ptr():
         outputs[engine.rank].copy_(shard)
         shard = outputs[engine.rank]
     rails, node_map = engine.rails, engine.node_map

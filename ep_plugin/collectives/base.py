@@ -11,7 +11,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ep_plugin.collectives.blocks import tensor_of
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.work import CollectiveWork
 from ep_plugin.engine import leave, resolve_device
@@ -67,7 +66,7 @@ class Collective:
         found = engine.run("allocate", lambda _: engine.blocks.allocate(nbytes))
         if found is None:
             return torch.empty(shape, dtype=dtype, device=device)
-        tensor = tensor_of(found[1], device).view(dtype)
+        tensor = found.view(dtype)
         return tensor if len(shape) == 1 else tensor.view(shape)
 
     def maps(self, tensor: torch.Tensor) -> bool:

@@ -33,6 +33,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from ep_plugin import _C
 from ep_plugin.collectives.chunks import addresses_of, storage_of
@@ -56,7 +57,7 @@ class Block:
     buffer: PeerBuffer
     address: int
     owner: weakref.ref[Any] | None = None
-    stream: Any = None  # on which it was last handed out
+    stream: int | None = None  # on which it was last handed out
     used: int = 0  # the call that last handed it out, or found it held
 
 
@@ -99,9 +100,8 @@ class Blocks:
         """Where block `number` of the node's rank of this index is mapped here."""
         return self._block(number).buffer.ptrs[rank_index]
 
-    def allocate(self, nbytes: int) -> tuple[int, Any] | None:
-        """A block of at least `nbytes` bytes, the same on all ranks: its number, and a buffer of `nbytes` of its bytes
-        here.
+    def allocate(self, nbytes: int) -> torch.Tensor | None:
+        """Bytes of a block that is the same on all ranks: uint8 ``[nbytes]``.
 
         None, on all ranks, while tensors are held in as many blocks as there are numbers.
         """
@@ -112,12 +112,12 @@ class Blocks:
         block.used = self._calls
         self._uses[number] += 1
         block.stream = self._engine.lanes.follow(block.stream)
-        owner = _owner(block.address, nbytes, self._engine.device)
+        owner = _Owner()
         # Tells the peers at once, unless this is a forked child's copy. No Python, which a signal could interrupt.
         told = self._requests[self._own], number, self._uses[number], os.getpid()
         block.owner = weakref.ref(owner, partial(_C.release_dead_block, *told))
         self.keep_if_captured(number)
-        return number, owner
+        return tensor_at(block.address, nbytes, self._engine.device, owner)
 
     def keep_if_captured(self, number: int) -> None:
         """A block that a CUDA graph uses belongs to the graph, of whose end nobody is told: it is never given again."""
@@ -130,6 +130,7 @@ class Blocks:
         """Gives back what no tensor refers to; the rest goes with the last tensor, on GPUs with the process."""
         for block in filter(None, self._blocks):
             owner = None if block.owner is None else block.owner()
+            block.owner = None  # nobody is told of its end any more: the words for that go now
             if owner is not None:
                 self._memory.disown(block.buffer)
                 if self._engine.device.type == "cpu":
@@ -142,11 +143,15 @@ class Blocks:
         """All ranks come to the same number, since they decide by what all of them have read."""
         self._calls += 1
         call = self._calls
-        own = self._requests[self._own]
-        for number in self._numbers(lambda block: block.owner is not None and block.owner() is None):
-            _C.release_block(own, number, self._uses[number])  # in case that nobody was told
+        own, fitting = self._requests[self._own], []
+        for number, block in enumerate(self._blocks):
+            if block is None:
+                continue
+            if block.owner is not None and block.owner() is None:
+                _C.release_block(own, number, self._uses[number])  # in case that nobody was told
+            if nbytes <= block.buffer.nbytes <= max(_MOST_WASTE * nbytes, _GRAIN):
+                fitting.append(number)
         _C.post_request(own, call, nbytes, ctypes.addressof(self._uses))
-        fitting = self._numbers(lambda block: nbytes <= block.buffer.nbytes <= max(_MOST_WASTE * nbytes, _GRAIN))
         enough = len(fitting) >= self._num_buffers or len(self._near(nbytes)) >= 2 * self._num_buffers
         if enough or self._engine.lanes.capturing():
             for number in sorted(fitting, key=lambda number: self._block(number).used):
@@ -256,31 +261,11 @@ class Blocks:
         return block
 
 
-class _DeviceBytes:
-    """GPU memory as PyTorch takes it from others: it keeps this object alive for as long as its storage lives."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
+class _Owner:
+    """What a tensor keeps alive that was made of a block: it dies with the last of the tensor's views."""
 
 
-def _owner(address: int, nbytes: int, device: torch.device) -> Any:
-    if device.type == "cuda":
-        return _DeviceBytes(address, nbytes)
-    return (ctypes.c_ubyte * nbytes).from_address(address)
-
-
-def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """GPU memory that others own as a tensor, uint8 ``[nbytes]``."""
-    return torch.as_tensor(_DeviceBytes(address, nbytes), device=device)
-
-
-def host_bytes_at(address: int, nbytes: int) -> torch.Tensor:
-    """Host memory that others own as a tensor, uint8 ``[nbytes]``."""
-    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
-
-
-def tensor_of(owner: Any, device: torch.device) -> torch.Tensor:
-    """A block's bytes as a tensor, which keeps their owner alive: uint8 ``[nbytes]``."""
-    if device.type == "cuda":
-        return torch.as_tensor(owner, device=device)
-    return torch.frombuffer(owner, dtype=torch.uint8)
+def tensor_at(address: int, nbytes: int, device: torch.device, owner: object = None) -> torch.Tensor:
+    """Memory that others own as a tensor, uint8 ``[nbytes]``, which keeps `owner` alive. nbytes: at least 1."""
+    index = -1 if device.type == "cpu" else device.index
+    return from_dlpack(_C.lend_bytes(address, nbytes, index, owner))

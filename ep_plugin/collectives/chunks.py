@@ -13,6 +13,7 @@ class Chunks(Sequence[torch.Tensor]):
     def __init__(self, whole: torch.Tensor, count: int) -> None:
         self.whole, self._count = whole, count
         self._bytes = whole.numel() // count
+        self.first = whole.data_ptr()
 
     def __len__(self) -> int:
         return self._count
@@ -23,8 +24,10 @@ class Chunks(Sequence[torch.Tensor]):
         return self.whole.narrow(0, index * self._bytes, self._bytes)
 
     def addresses(self) -> tuple[int, ...]:
-        first = self.whole.data_ptr()
-        return tuple(first + index * self._bytes for index in range(self._count))
+        return tuple(self.address(index) for index in range(self._count))
+
+    def address(self, index: int) -> int:
+        return self.first + index * self._bytes
 
 
 def addresses_of(shards: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -32,6 +35,16 @@ def addresses_of(shards: Sequence[torch.Tensor]) -> tuple[int, ...]:
     if isinstance(shards, Chunks):
         return shards.addresses()
     return tuple(shard.data_ptr() for shard in shards)
+
+
+def address_of(shards: Sequence[torch.Tensor], index: int) -> int:
+    """Where one of them begins."""
+    return shards.address(index) if isinstance(shards, Chunks) else shards[index].data_ptr()
+
+
+def key_of(shards: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """What, with their size, says where they are."""
+    return (shards.first,) if isinstance(shards, Chunks) else addresses_of(shards)
 
 
 def storage_of(shards: Sequence[torch.Tensor]) -> int | None:

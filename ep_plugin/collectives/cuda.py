@@ -18,9 +18,9 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.collectives import watchdog
-from ep_plugin.collectives.blocks import bytes_at
+from ep_plugin.collectives.blocks import tensor_at
 from ep_plugin.collectives.calls import Calls
-from ep_plugin.collectives.chunks import addresses_of
+from ep_plugin.collectives.chunks import addresses_of, key_of
 from ep_plugin.collectives.stream_words import StreamWords
 from ep_plugin.memory.exchange import Exchange
 
@@ -81,7 +81,7 @@ class StreamLanes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last: torch.cuda.Stream | None = None
+        self._last: int | None = None
 
     def join(self) -> None: ...
 
@@ -91,19 +91,27 @@ class StreamLanes:
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def follow(self, earlier: torch.cuda.Stream | None) -> torch.cuda.Stream:
-        """The caller's stream, which goes on after `earlier`. A stream that records a graph waits for none outside."""
-        current = torch.cuda.current_stream(self._device)
+    def follow(self, earlier: int | None) -> int:
+        """The caller's stream, which goes on after `earlier`. A stream that records a graph waits for none outside.
+
+        Streams are their handles: to make PyTorch's object of one costs the host more than all else here.
+        """
+        current = torch._C._cuda_getCurrentRawStream(self._device.index)
         if earlier is None or earlier == current:
             return current
-        if not self.capturing() or _C.stream_capturing(earlier.cuda_stream, self._device.index):
-            current.wait_stream(earlier)
+        if not self.capturing() or _C.stream_capturing(earlier, self._device.index):
+            torch.cuda.current_stream(self._device).wait_stream(self._stream(earlier))
         return current
+
+    def _stream(self, handle: int) -> torch.cuda.Stream:
+        if handle == 0:
+            return torch.cuda.default_stream(self._device)
+        return torch.cuda.ExternalStream(handle, self._device)
 
     def enter(self) -> int:
         """The caller's stream as kernels take it, after this communicator's earlier operations."""
         self._last = self.follow(self._last)
-        return self._last.cuda_stream
+        return self._last
 
 
 class _Launch(NamedTuple):
@@ -153,7 +161,7 @@ class CudaNode:
             self._compare(_C.Step.GATHER, nbytes, 0, None, outputs)
             self._exchange_words([shard] * engine.node_size, outputs, -1, 1.0)
             return
-        key = _C.Step.GATHER, shard.data_ptr(), nbytes, addresses_of(outputs)
+        key = _C.Step.GATHER, shard.data_ptr(), nbytes, key_of(outputs)
         push = self._kept_launch(key)
         if push is None:
             place = self._place_of(outputs)
@@ -176,7 +184,7 @@ class CudaNode:
             self._compare(_C.Step.SCATTER, nbytes, element, None, shards)
             self._exchange_words(shards, [out] * engine.node_size, element, scale)
             return
-        key = _C.Step.SCATTER, nbytes, addresses_of(shards), element, scale
+        key = _C.Step.SCATTER, nbytes, key_of(shards), element, scale
         pull = self._kept_launch(key)
         if pull is None:
             place = self._place_of(shards)
@@ -338,4 +346,4 @@ class CudaNode:
         engine.kernels.small_shards(args)
 
     def _staged(self, offset: int, nbytes: int) -> torch.Tensor:
-        return bytes_at(self.staging.ptrs[self._engine.index] + offset, nbytes, self._engine.device)
+        return tensor_at(self.staging.ptrs[self._engine.index] + offset, nbytes, self._engine.device)

@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from ep_plugin import _C
-from ep_plugin.collectives.blocks import host_bytes_at
+from ep_plugin.collectives.blocks import tensor_at
 from ep_plugin.memory.exchange import Exchange
 from ep_plugin.memory.shm import ShmMemory
 
@@ -25,7 +25,7 @@ class StreamWords:
             made.callback(block.close)
             self.addresses = [_mapped(made, address, device) for address in block.ptrs]
             self._resources = made.pop_all()
-        own = host_bytes_at(block.ptrs[node.rank], _C.stream_words_bytes)
+        own = tensor_at(block.ptrs[node.rank], _C.stream_words_bytes, torch.device("cpu"))
         self.own = own.view(torch.int64).view(_C.stream_words_shape)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_plugin import _C
-from ep_plugin.collectives.blocks import bytes_at
+from ep_plugin.collectives.blocks import tensor_at
 
 if TYPE_CHECKING:
     from ep_plugin.collectives.cuda import CudaNode
@@ -146,7 +146,7 @@ def _poison(node: CudaNode, outputs: list[tuple[int, int]]) -> None:
     engine = node.engine
     with torch.cuda.device(engine.device), torch.cuda.stream(_side_stream(engine.device)):
         for address, nbytes in outputs:  # those of the operations behind it run too, once it is released
-            bytes_at(address, nbytes, engine.device).fill_(0xFF)
+            tensor_at(address, nbytes, engine.device).fill_(0xFF)
         state = engine.state[_C.fault_offset : _C.fault_offset + 8].view(torch.int64)
         state.fill_(1)
         over = torch.cuda.Event()

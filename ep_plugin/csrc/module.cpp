@@ -15,6 +15,7 @@
 #include "board.h"
 #include "collectives.h"
 #include "fp8.h"
+#include "tensor.h"
 #include "views.h"
 #if defined(EP_WITH_CUDA)
 #include "cuda/host.h"
@@ -365,6 +366,7 @@ void bind_collectives(py::module_& m) {
       .def("set_words", array_of(&SmallShardsArgs::words))
       .def("set_inputs", array_of(&SmallShardsArgs::inputs))
       .def("set_outputs", array_of(&SmallShardsArgs::outputs));
+  m.def("lend_bytes", &lend_bytes);
   m.def("place_word", &place_word);
   m.attr("stream_words_shape") = py::make_tuple(2, kMaxPeerBlocks + 1, kMaxRanks);  // ready and done
   m.attr("stream_words_bytes") = sizeof(StreamWords);
