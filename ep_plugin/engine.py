@@ -116,6 +116,8 @@ class BaseEngine(ABC):
 
     def check(self) -> None:
         """Raises the communicator's first error, if there is one; CommunicatorClosed after close."""
+        if self._error is None and not self.closed and self.boards.quiet():
+            return
         if self.closed:
             raise CommunicatorClosed(f"{self.name}: expected an open communicator, got a closed one")
         self.check_enqueued()
@@ -202,8 +204,10 @@ def _live_engines() -> list[BaseEngine]:
 def _announce(engine: BaseEngine, what: str) -> None:
     """Says on the boards of all of this process's communicators what this rank is in, for their peers' messages."""
     activity = f"in {what} of {engine.name}"
-    for other in _live_engines():
-        other.boards.set_activity(activity)
+    for ref in _live:
+        other = ref()
+        if other is not None:
+            other.boards.set_activity(activity)  # nothing, where it is closed
 
 
 class _Closable(Protocol):

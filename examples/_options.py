@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,5 +123,6 @@ PRESETS = {
     "qwen3": DENSE_PRESETS,
     "qwen3_moe": MOE_PRESETS,
     "deepseek_v3": DEEPSEEK_PRESETS,
-    MEGATRON: DEEPSEEK_PRESETS,
+    # As many layers as fit with everything but experts on every GPU.
+    MEGATRON: DEEPSEEK_PRESETS | {"v3": replace(DEEPSEEK_PRESETS["v3"], layers=5)},
 }

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 from _launch import num_gpus, resolve, run
-from _options import DEEPSEEK_PRESETS, MEGATRON
+from _options import MEGATRON, PRESETS
 
 
 def main(
@@ -54,7 +54,7 @@ def main(
             raise typer.BadParameter(f"expected flex or alltoall, got {name!r}", param_hint=hint)
     if compare == dispatcher:
         raise typer.BadParameter(f"expected another dispatcher than {dispatcher}", param_hint="--compare")
-    dense = DEEPSEEK_PRESETS[preset].widths["first_k_dense_replace"]
+    dense = PRESETS[MEGATRON][preset].widths["first_k_dense_replace"]
     if options.layers <= dense:
         raise typer.BadParameter(
             f"expected more than {dense}, the first {dense} being dense, got {options.layers}", param_hint="--layers"
