@@ -37,17 +37,15 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 60,
     env: dict[str, str] | None = None,
-    start: str = "forkserver",
 ) -> list[Outcome]:
     """Calls `function(rank, *args)` in `size` processes that share a gloo group, and returns how each ended.
 
-    `function` is importable by name. `start`: "spawn" where CUDA is used. The group's store lives in the calling
-    process, so it outlives every rank. Whoever is left at the deadline is killed, and its outcome then has neither a
-    value nor an error.
+    `function` is importable by name; what it imports must not touch a GPU by being imported. The group's store lives in
+    the calling process, so it outlives every rank. Whoever is left at the deadline is killed, and its outcome then has
+    neither a value nor an error.
     """
-    context = multiprocessing.get_context(start)
-    if start == "forkserver":
-        context.set_forkserver_preload(_PRELOADED)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(size):

@@ -201,12 +201,13 @@ class Blocks:
     def _make(self, nbytes: int, call: int) -> int | None:
         """Collective: another block, under the first number that is not in use; None when there is no such number."""
         engine = self._engine
+        offered = self._offered(call, nbytes)
         if engine.lanes.capturing():
             raise CaptureRefused(
                 f"{engine.name}: expected a free block of {nbytes} bytes, got none, and a CUDA graph is being "
                 "captured: run one step of this shape before capturing"
             )
-        self._give_back(self._offered(call, nbytes), nbytes, call)
+        self._give_back(offered, nbytes, call)
         free = [number for number, block in enumerate(self._blocks) if block is None]
         number = free[0] if free else len(self._blocks)
         if number >= _C.max_blocks:

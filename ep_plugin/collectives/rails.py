@@ -22,7 +22,7 @@ from ep_plugin.memory.exchange import Exchange
 from ep_plugin.topology import NodeMap
 
 _TAG = 0x4550  # of messages between ranks that may exchange others of their own
-CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 4 << 20}
+CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,38 +17,36 @@ DEADLINE_S = 4.0
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
 def test_wrong_dispatch_arguments(layout: DispatchLayout) -> None:
-    outcomes = run_ranks(
-        cases.SIZE, on_cuda, cases.wrong_dispatches, layout, start="spawn", timeout_s=120, env=CHECK_IDS
-    )
+    outcomes = run_ranks(cases.SIZE, on_cuda, cases.wrong_dispatches, layout, timeout_s=120, env=CHECK_IDS)
     assert values(outcomes) == [len(cases.DISPATCH | cases.DISPATCH_ON_CUDA)] * cases.SIZE
 
 
 @pytest.mark.gpu(1)
 def test_wrong_combine_arguments_and_handles() -> None:
-    outcomes = run_ranks(cases.SIZE, on_cuda, cases.wrong_combines, start="spawn", timeout_s=120, env=CHECK_IDS)
+    outcomes = run_ranks(cases.SIZE, on_cuda, cases.wrong_combines, timeout_s=120, env=CHECK_IDS)
     assert values(outcomes) == [len(cases.COMBINE | cases.COMBINE_ON_CUDA)] * cases.SIZE
 
 
 @pytest.mark.gpu(1)
 def test_use_after_close() -> None:
-    values(run_ranks(cases.SIZE, on_cuda, cases.use_after_close, start="spawn", timeout_s=90))
+    values(run_ranks(cases.SIZE, on_cuda, cases.use_after_close, timeout_s=90))
 
 
 @pytest.mark.gpu(1)
 def test_ranks_that_disagree_on_the_config() -> None:
-    outcomes = run_ranks(disagreements.SIZE, on_cuda, disagreements.configs_differ, start="spawn", timeout_s=120)
+    outcomes = run_ranks(disagreements.SIZE, on_cuda, disagreements.configs_differ, timeout_s=120)
     disagreements.assert_configs_named(values(outcomes))
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.xdist_group("faults")
 def test_ranks_that_disagree_on_one_call() -> None:
-    outcomes = run_ranks(disagreements.SIZE, on_cuda, disagreements.calls_differ, start="spawn", timeout_s=240)
+    outcomes = run_ranks(disagreements.SIZE, on_cuda, disagreements.calls_differ, timeout_s=240)
     disagreements.assert_calls_named(values(outcomes))
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.xdist_group("faults")
 def test_different_order_on_two_ranks_is_a_timeout_that_says_so() -> None:
-    outcomes = run_ranks(2, on_cuda, different_order, DEADLINE_S, start="spawn", timeout_s=90)
+    outcomes = run_ranks(2, on_cuda, different_order, DEADLINE_S, timeout_s=90)
     assert_says_different_order(values(outcomes))

@@ -14,20 +14,20 @@ from tests.ranks import run_ranks, values
 @pytest.mark.parametrize("path", collectives.PATHS)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_gather_is_bit_exact(size: int, path: str) -> None:
-    values(run_ranks(size, collectives.gathers, size, path, start="spawn", timeout_s=200))
+    values(run_ranks(size, collectives.gathers, size, path, timeout_s=200))
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("path", ["auto", "sm"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_reduce_scatter_is_its_oracle(size: int, path: str) -> None:
-    values(run_ranks(size, collectives.scatters, size, size, path, start="spawn", timeout_s=200))
+    values(run_ranks(size, collectives.scatters, size, size, path, timeout_s=200))
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("kinds", [("small", "smaller"), ("small", "large"), ("large", "small"), ("small", "halves")])
 def test_ranks_that_disagree_are_told(kinds: tuple[str, str]) -> None:
-    told = values(run_ranks(2, collectives.disagree, 1, kinds, start="spawn", timeout_s=100))
+    told = values(run_ranks(2, collectives.disagree, 1, kinds, timeout_s=100))
     what = "element" if "halves" in kinds else "bytes of a shard"
     assert any(what in sentence for sentence in told), told
 
@@ -35,50 +35,50 @@ def test_ranks_that_disagree_are_told(kinds: tuple[str, str]) -> None:
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_reduce_scatters_of_two_streams_take_turns_in_the_staging_block(size: int) -> None:
-    values(run_ranks(size, collectives.scatters_of_two_streams, size, 20, start="spawn", timeout_s=100))
+    values(run_ranks(size, collectives.scatters_of_two_streams, size, 20, timeout_s=100))
 
 
 @pytest.mark.gpu(4)
 def test_two_nodes_of_two_over_nccl() -> None:
     environment = {"EP_PLUGIN_RANKS_PER_NODE": "2"}
-    values(run_ranks(4, collectives.gathers, 4, "auto", "nccl", start="spawn", timeout_s=200, env=environment))
-    values(run_ranks(4, collectives.scatters, 4, 2, "auto", "nccl", start="spawn", timeout_s=200, env=environment))
+    values(run_ranks(4, collectives.gathers, 4, "auto", "nccl", timeout_s=200, env=environment))
+    values(run_ranks(4, collectives.scatters, 4, 2, "auto", "nccl", timeout_s=200, env=environment))
 
 
 @pytest.mark.gpu(1)
 def test_rails_of_gpus_over_gloo_are_refused_by_name() -> None:
     environment = {"EP_PLUGIN_RANKS_PER_NODE": "1"}
-    for said in values(run_ranks(2, collectives.refused, start="spawn", timeout_s=100, env=environment)):
+    for said in values(run_ranks(2, collectives.refused, timeout_s=100, env=environment)):
         assert "expected a backend that sends GPU memory between nodes, such as NCCL, got" in said
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("path", collectives.PATHS)
 def test_captured_operations_are_right_in_every_replay(path: str) -> None:
-    values(run_ranks(2, collectives.replayed, 2, path, start="spawn", timeout_s=200))
+    values(run_ranks(2, collectives.replayed, 2, path, timeout_s=200))
 
 
 @pytest.mark.gpu(1)
 def test_gathers_of_two_groups_alternate() -> None:
-    values(run_ranks(4, collectives.two_groups, 4, 1000, start="spawn", timeout_s=250))
+    values(run_ranks(4, collectives.two_groups, 4, 1000, timeout_s=250))
 
 
 @pytest.mark.gpu(2)
 def test_a_gather_by_copy_engines_needs_no_sm() -> None:
-    assert all(values(run_ranks(2, collectives.without_sms, 2, start="spawn", timeout_s=100)))
+    assert all(values(run_ranks(2, collectives.without_sms, 2, timeout_s=100)))
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("path", collectives.PATHS)
 def test_a_gather_can_be_waited_for_after_close(path: str) -> None:
-    assert all(values(run_ranks(2, collectives.wait_after_close, path, start="spawn", timeout_s=100)))
+    assert all(values(run_ranks(2, collectives.wait_after_close, path, timeout_s=100)))
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("path", collectives.PATHS)
 @pytest.mark.parametrize("what", collectives.DIFFERENT)
 def test_ranks_that_disagree_on_one_gather_are_told_so(what: str, path: str) -> None:
-    for said in values(run_ranks(3, collectives.differ, path, what, start="spawn", timeout_s=100)):
+    for said in values(run_ranks(3, collectives.differ, path, what, timeout_s=100)):
         assert "ranks disagree on" in said and collectives.DIFFERENT[what] in said and "on rank 1" in said, said
 
 
@@ -88,7 +88,7 @@ def test_ranks_that_disagree_on_one_gather_are_told_so(what: str, path: str) -> 
 def test_a_dead_rank_is_named_by_every_survivor(path: str, behind: int) -> None:
     """behind: kernels after the gather, more than a device's queue takes."""
     victim = 1
-    outcomes = run_ranks(3, collectives.survive, path, victim, behind, start="spawn", timeout_s=100)
+    outcomes = run_ranks(3, collectives.survive, path, victim, behind, timeout_s=100)
     assert outcomes[victim].exitcode == -signal.SIGKILL
     for rank, step, took in values([outcomes[0], outcomes[2]]):
         assert (rank, step) == (victim, "gather")

@@ -20,4 +20,4 @@ def on_gpus(rank: int, size: int) -> None:
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_call_gives_what_the_oracle_says(size: int) -> None:
-    values(run_ranks(size, on_gpus, size, start="spawn", timeout_s=280))
+    values(run_ranks(size, on_gpus, size, timeout_s=280))

@@ -71,7 +71,7 @@ def survive(rank: int, size: int, gate: str) -> tuple[str, int | None, str, floa
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("gate", ["plan", "notify", "send", "expand", "combine"])
 def test_survivors_name_the_dead(gate: str) -> None:
-    outcomes = run_ranks(3, survive, 3, gate, start="spawn", timeout_s=90)
+    outcomes = run_ranks(3, survive, 3, gate, timeout_s=90)
     assert outcomes[VICTIM].exitcode == -signal.SIGKILL
     for rank in (0, 2):
         message, blamed, step, took = values([outcomes[rank]])[0]
@@ -98,7 +98,7 @@ def told_of_abort(rank: int, size: int) -> float:
 
 @pytest.mark.gpu(1)
 def test_an_abort_is_heard_at_once() -> None:
-    seconds = values(run_ranks(3, told_of_abort, 3, start="spawn", timeout_s=90))
+    seconds = values(run_ranks(3, told_of_abort, 3, timeout_s=90))
     assert max(seconds) < 1.0, seconds
 
 
@@ -119,4 +119,4 @@ def bad_ids(rank: int, size: int) -> None:
 
 @pytest.mark.gpu(1)
 def test_bad_ids() -> None:
-    values(run_ranks(2, bad_ids, 2, start="spawn", timeout_s=90))
+    values(run_ranks(2, bad_ids, 2, timeout_s=90))

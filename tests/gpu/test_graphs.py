@@ -11,11 +11,11 @@ from tests.ranks import run_ranks, values
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_captured_step_is_right_in_every_replay(size: int) -> None:
-    done = values(run_ranks(size, graphs.replayed, size, start="spawn", timeout_s=280))
+    done = values(run_ranks(size, graphs.replayed, size, timeout_s=280))
     assert done == [graphs.REPLAYS] * size
 
 
 @pytest.mark.gpu(1)
 def test_a_captured_step_of_kernels_that_send_and_receive() -> None:
-    done = values(run_ranks(4, graphs.replayed_in_one_kernel, 4, start="spawn", timeout_s=280))
+    done = values(run_ranks(4, graphs.replayed_in_one_kernel, 4, timeout_s=280))
     assert done == [graphs.REPLAYS] * 4

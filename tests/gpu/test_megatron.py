@@ -24,9 +24,7 @@ def test_matches_alltoall(tp: int) -> None:
     import torch
 
     size = 4 if torch.cuda.device_count() >= 4 else 2
-    for rank, found in enumerate(
-        values(run_ranks(size, megatron_layers.parity, size, tp, start="spawn", timeout_s=280))
-    ):
+    for rank, found in enumerate(values(run_ranks(size, megatron_layers.parity, size, tp, timeout_s=280))):
         assert found.keys() == {*megatron_layers.CASES, "bf16"}
         for name, difference in found.items():
             worst = max(difference, key=difference.get)
@@ -36,9 +34,7 @@ def test_matches_alltoall(tp: int) -> None:
 
 @pytest.mark.gpu(2)
 def test_the_overlapping_schedule_matches_alltoall() -> None:
-    for rank, found in enumerate(
-        values(run_ranks(2, megatron_layers.overlapped_schedule, 2, start="spawn", timeout_s=280))
-    ):
+    for rank, found in enumerate(values(run_ranks(2, megatron_layers.overlapped_schedule, 2, timeout_s=280))):
         assert found.keys() == megatron_schedule.ARMS.keys()
         for name, arm in found.items():
             worst = max(arm["difference"], key=arm["difference"].get)

@@ -102,7 +102,7 @@ def _allocate_grow_close(rank: int, size: int) -> None:
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_rank_sees_every_block(size: int) -> None:
-    run(size, _allocate_grow_close, start="spawn")
+    run(size, _allocate_grow_close)
 
 
 def _pytorchs_own_rendezvous(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -138,7 +138,7 @@ def _subgroups_first(rank: int, size: int) -> None:
 
 @pytest.mark.gpu(1)
 def test_groups_that_have_exchanged_differently_often_still_meet() -> None:
-    run(3, _subgroups_first, start="spawn")
+    run(3, _subgroups_first)
 
 
 def _refusals(rank: int, size: int) -> None:
@@ -165,7 +165,7 @@ def _refusals(rank: int, size: int) -> None:
 
 @pytest.mark.gpu(1)
 def test_refused_allocations_are_told_to_all() -> None:
-    run(3, _refusals, start="spawn")
+    run(3, _refusals)
 
 
 def _one_dies(rank: int, size: int) -> None:
@@ -184,7 +184,7 @@ def _one_dies(rank: int, size: int) -> None:
 
 @pytest.mark.gpu(1)
 def test_survivors_of_a_dead_rank_are_told_and_close() -> None:
-    run(3, _one_dies, killed=(1,), start="spawn")
+    run(3, _one_dies, killed=(1,))
 
 
 def _left_open(rank: int, size: int) -> None:
@@ -195,7 +195,7 @@ def _left_open(rank: int, size: int) -> None:
 
 @pytest.mark.gpu(1)
 def test_a_process_that_closes_nothing_ends_well() -> None:
-    run(2, _left_open, start="spawn")
+    run(2, _left_open)
 
 
 def _device_fails(rank: int, size: int) -> None:
@@ -213,4 +213,4 @@ def _device_fails(rank: int, size: int) -> None:
 
 @pytest.mark.gpu(1)
 def test_close_after_the_device_has_failed_does_not_end_the_process() -> None:
-    run(2, _device_fails, start="spawn")
+    run(2, _device_fails)

@@ -129,7 +129,7 @@ def quickest(rounds_per_rank: list[list[list[dict[str, Any]]]]) -> int:
 @pytest.mark.gpu(2)
 def test_our_kernels_alone_overlapping_with_one_output_allocation() -> None:
     size = min(4, torch.cuda.device_count())
-    traces = values(run_ranks(size, traced_rounds, size, start="spawn", timeout_s=120))
+    traces = values(run_ranks(size, traced_rounds, size, timeout_s=120))
     for name, kernels in KERNELS.items():
         for trace in traces:
             assert len(trace[name]["rounds"]) == ROUNDS

@@ -48,12 +48,14 @@ def test_model_trains_through_flex_as_through_alltoall() -> None:
         for dispatcher in ("flex", "alltoall"):
             assert found[dispatcher]["spread"] == 0  # what is on every rank stays the same there
             assert found[dispatcher]["slope"] == pytest.approx(1.0, abs=0.1)
+            assert found[dispatcher]["micro batches"] < 1e-5 < found[dispatcher]["without the first"]
 
 
 def _run_rank(rank: int) -> dict[str, Any]:
     make_megatron_run_here()
     sys.path.insert(0, str(EXAMPLES))
     import _megatron
+    import _training
     from _options import MEGATRON, TrainOptions
     from megatron.core.transformer.moe import moe_layer
 
@@ -68,7 +70,8 @@ def _run_rank(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"refused": _refusal(_megatron, moe_layer, options("flex"))}
     ep_plugin.integrations.megatron.switch_on()
     for dispatcher in ("flex", "alltoall"):
-        found[dispatcher] = _train(_megatron.build_model(options(dispatcher)), rank)
+        model = _megatron.build_model(options(dispatcher))
+        found[dispatcher] = _accumulated(_training._backward, model, rank) | _train(model, rank)
     return found
 
 
@@ -79,6 +82,26 @@ def _refusal(module: Any, moe_layer: Any, options: Any) -> str:
         with pytest.raises(RuntimeError) as raised:
             module.build_model(options)
     return str(raised.value).removeprefix("flex: ").split(";")[0]
+
+
+def _accumulated(backward: Any, model: Any, rank: int) -> dict[str, float]:
+    """How far the gradients of two batches at once are from the mean of each one's, and from half of the second's."""
+    generator = torch.Generator().manual_seed(10 + rank)
+    batches = [torch.randint(256, (2, 16), generator=generator) for _ in range(2)]
+    first, second, both = (_gradients(backward, model, some) for some in (batches[:1], batches[1:], batches))
+    scale = float(both.abs().max())
+    return {
+        "micro batches": float((both - (first + second) / 2).abs().max()) / scale,
+        "without the first": float((both - second / 2).abs().max()) / scale,
+    }
+
+
+def _gradients(backward: Any, model: Any, batches: list[torch.Tensor]) -> torch.Tensor:
+    model.zero_grad()
+    backward(model, batches)
+    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    model.zero_grad()
+    return found
 
 
 def _train(model: Any, rank: int) -> dict[str, Any]:
