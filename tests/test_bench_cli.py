@@ -82,7 +82,10 @@ SUITES: dict[str, tuple[type, dict[str, Any]]] = {
     "reduce_scatter": (CollectiveSuite, {"backend": "cpu", "what": SCATTER, "ranks": 4, "nodes": 1, "sizes": (64,)}),
     "beside": (BesideSuite, {"workload": WORKLOAD}),
     "overlap": (OverlapSuite, {"ranks": 2, "sizes": (64, 128)}),
-    "fsdp2": (Fsdp2Suite, {"backend": "cpu", "ranks": 3, "layers": 5, "tokens": 9, "judged": 2, "compiled": True}),
+    "fsdp2": (
+        Fsdp2Suite,
+        {"backend": "cpu", "ranks": 3, "layers": 5, "tokens": 9, "judged": 2, "compiled": True, "unit": 2},
+    ),
     "megatron": (MegatronSuite, {"backend": "cpu", "workload": WORKLOAD, "ffn": 24, "grouped": False}),
 }  # fmt: skip
 NEEDS = {"fsdp2": "transformers", "megatron": "megatron.core"}

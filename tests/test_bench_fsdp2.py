@@ -15,10 +15,11 @@ from ep_plugin.bench.suite_fsdp2 import BOTH, GATHER, NONE, STOCK, STOCK_AGAIN, 
 
 
 def test_a_step_through_each_arm() -> None:
-    suite = Fsdp2Suite(backend="cpu", ranks=2, layers=2, tokens=8, judged=2, iterations=1)
+    suite = Fsdp2Suite(backend="cpu", ranks=2, layers=3, tokens=8, judged=2, iterations=1, unit=2)
     found = suite_fsdp2.run(suite)
     assert [row["impl"] for row in found["rows"]] == [STOCK, GATHER, BOTH, NONE]
     assert all(row["median_us"] > 0 for row in found["rows"])
+    assert all("3 layers, 2 in a unit" in row["case"] for row in found["rows"])
     assert found["losses"][GATHER] == found["losses"][STOCK]
     assert len(found["losses"][BOTH]) == 2
     assert found["max_rel_diff"][GATHER] == 0 and found["max_rel_diff"][BOTH] <= 1e-5

@@ -242,6 +242,7 @@ def fsdp2(
     judged: Annotated[int, typer.Option(help="Steps whose losses are compared before anything is timed.")] = 5,
     iterations: Iterations = 30,
     compiled: Annotated[bool, typer.Option("--compile", help="Decoder layers by torch.compile.")] = False,
+    unit: Annotated[int, typer.Option(help="Decoder layers that are gathered and reduced together.")] = 1,
     out: Out = None,
 ) -> None:
     """A training step of a dense Qwen3 under FSDP2: its own collectives, ours, and none."""
@@ -257,6 +258,7 @@ def fsdp2(
             judged=judged,
             iterations=iterations,
             compiled=compiled,
+            unit=unit,
         )
         place = _place(out, suite_fsdp2.SUITE, backend, found)
         result = suite_fsdp2.run(suite)

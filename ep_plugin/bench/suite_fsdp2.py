@@ -43,7 +43,8 @@ Arm = list[tuple[Any, str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Fsdp2Suite:
-    """What one run measures. tokens: per rank and step. judged: steps whose losses are compared."""
+    """What one run measures. tokens: per rank and step. judged: steps whose losses are compared. unit: decoder layers
+    whose parameters are gathered, and gradients reduced, together."""
 
     backend: str
     ranks: int
@@ -52,9 +53,11 @@ class Fsdp2Suite:
     judged: int
     iterations: int
     compiled: bool = False
+    unit: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("ranks", 2), ("layers", 2), ("tokens", 2), ("judged", 1), ("iterations", 1)):
+        least_of = {"ranks": 2, "layers": 2, "tokens": 2, "judged": 1, "iterations": 1, "unit": 1}
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
         try:
@@ -65,12 +68,15 @@ class Fsdp2Suite:
     @property
     def case(self) -> str:
         compiled = ", compiled" if self.compiled else ""
-        return f"dense Qwen3, {self.layers} layers{compiled}, {self.tokens} tokens per rank"
+        unit = f", {self.unit} in a unit" if self.unit > 1 else ""
+        return f"dense Qwen3, {self.layers} layers{compiled}{unit}, {self.tokens} tokens per rank"
 
     def command(self) -> str:
         words = [f"--backend {self.backend}", f"--ranks {self.ranks}", f"--layers {self.layers}"]
         words += [f"--tokens {self.tokens}", f"--judged {self.judged}", f"--iterations {self.iterations}"]
-        return " ".join(["ep-bench fsdp2", *words, *(["--compile"] if self.compiled else [])])
+        words += ["--compile"] if self.compiled else []
+        words += [f"--unit {self.unit}"] if self.unit > 1 else []
+        return " ".join(["ep-bench fsdp2", *words])
 
 
 def run(suite: Fsdp2Suite) -> dict[str, Any]:
@@ -139,10 +145,11 @@ def _build(suite: Fsdp2Suite, device: torch.device) -> tuple[Any, int]:
     model.to(DTYPES[suite.backend]).train()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     mesh = init_device_mesh(device.type, (suite.ranks,))
-    for layer in model.model.layers:
-        if suite.compiled:
-            layer.compile()
-        fully_shard(layer, mesh=mesh)
+    layers = list(model.model.layers)
+    for layer in layers if suite.compiled else ():
+        layer.compile()
+    for first in range(0, len(layers), suite.unit):
+        fully_shard(layers[first : first + suite.unit], mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model, parameters
 
