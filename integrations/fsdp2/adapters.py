@@ -20,7 +20,7 @@ from ep_plugin.integrations.fsdp2.communicators import User
 
 # Gathered bytes from which on memory that peers have not mapped is left to what served the group before, by device. On
 # GPUs it costs one more copy, by SMs that the model wants: on 4 H200s NCCL gathers and sums faster from here on (187 us
-# to 223 and 191 to 242; at 256 MiB 652 to 877 and 674 to 949). CPUs have no such limit.
+# to 207 and 192 to 236; at 256 MiB 657 to 810 and 679 to 929). CPUs have no such limit.
 STOCK_FROM_BYTES = {"cuda": 64 << 20}
 
 
