@@ -7,6 +7,7 @@ PyTorch multiplies groups. Shapes: S sequence, B batch, N heads, D and D_v their
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from types import SimpleNamespace
 
@@ -48,7 +49,7 @@ class MegatronDeepseek(torch.nn.Module):
 
     def __init__(self, config: MLATransformerConfig, vocab_size: int, seq_len: int) -> None:
         super().__init__()
-        self._sums = True
+        self._syncing = SimpleNamespace(on=True)
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
         spec.layer_norm = WrappedTorchNorm  # with Apex it would be one that knows no RMSNorm
         for layer in spec.layer_specs:
@@ -58,15 +59,11 @@ class MegatronDeepseek(torch.nn.Module):
         self.to(device=torch.cuda.current_device(), dtype=config.params_dtype)
         for parameter in self.parameters():
             if not _is_expert(parameter):  # an expert's gradient has the tokens of all ranks in it already
-                parameter.register_post_accumulate_grad_hook(self._sum)
+                # A hook that held the model would keep it for ever: the collector does not see parameters' hooks.
+                parameter.register_post_accumulate_grad_hook(functools.partial(_sum, self._syncing))
 
     def set_requires_gradient_sync(self, requires: bool) -> None:
-        self._sums = requires
-
-    def _sum(self, parameter: torch.nn.Parameter) -> None:
-        assert parameter.grad is not None
-        if self._sums:
-            dist.all_reduce(parameter.grad)
+        self._syncing.on = requires
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
         """Of tokens ``[B, S]``: ``.loss``, the mean over what each token but the last of a sequence is followed by."""
@@ -171,6 +168,12 @@ def _initialise(model: torch.nn.Module, seed: int) -> None:
             key = hashlib.sha256(f"{seed}/{name}/{dist.get_rank() if _is_expert(parameter) else 0}".encode()).digest()
             generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(key[:7], "little"))
             parameter.normal_(0.0, 0.02, generator=generator)
+
+
+def _sum(syncing: SimpleNamespace, parameter: torch.nn.Parameter) -> None:
+    assert parameter.grad is not None
+    if syncing.on:
+        dist.all_reduce(parameter.grad)
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Imported once, before ranks are forked: autograd and checkpointing pull in the compiler, seconds for each rank.
+# Imported once, before ranks are forked: autograd and checkpointing pull in the compiler, seconds for each rank. None
+# of it may touch a GPU by being imported: CUDA does not survive a fork.
 _PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch._dynamo", "ep_plugin.ops"]
 
 
@@ -37,15 +38,17 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 60,
     env: dict[str, str] | None = None,
+    start: str = "forkserver",
 ) -> list[Outcome]:
     """Calls `function(rank, *args)` in `size` processes that share a gloo group, and returns how each ended.
 
-    `function` is importable by name; what it imports must not touch a GPU by being imported. The group's store lives in
-    the calling process, so it outlives every rank. Whoever is left at the deadline is killed, and its outcome then has
-    neither a value nor an error.
+    `function` is importable by name. `start`: how multiprocessing starts them. The group's store lives in the calling
+    process, so it outlives every rank. Whoever is left at the deadline is killed, and its outcome then has neither a
+    value nor an error.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(_PRELOADED)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 import pytest
@@ -109,6 +110,26 @@ def test_rails_carry_each_shard_once_per_other_node(size: int, per_node: int | N
     expected = (size // (per_node or size) - 1) * count * BF16.itemsize
     sent = values(run_ranks(size, _rail_bytes, size, count, env=_env(per_node)))
     assert sent == [(expected, expected)] * size
+
+
+def _gathers_together(rank: int) -> int:
+    """As over NCCL: a communicator of the rail's own gathers shards, in more chunks than are under way at a time."""
+    count, device = 7 * 1000 + 13, torch.device("cpu")
+    with HierarchicalAllGather() as gather:
+        engine = gather.engine_on(device)
+        rails, rail = engine.rails, engine.node_map.rail(engine.index)
+        store = engine.exchange.store(f"rail{rail[0]}")
+        rails._together = dist.ProcessGroupGloo(store, rail.index(rank), len(rail), datetime.timedelta(seconds=60))
+        rails.chunk_bytes = 1000
+        mine = shard(0, rank, count, torch.uint8)
+        for out in (poisoned(6 * count, torch.uint8), gather.allocate(6 * count, torch.uint8, device)):
+            gather(out, mine)
+            assert same_bits(out, gathered_by_gloo(mine))
+        return gather.rail_bytes_sent
+
+
+def test_a_rail_that_gathers_together_carries_each_shard_once_per_other_node() -> None:
+    assert values(run_ranks(6, _gathers_together, env=_env(2))) == [2 * 2 * 7013] * 6
 
 
 def _parts_of_nodes(rank: int) -> list[int]:

@@ -6,6 +6,7 @@ judged here; kernels, streams and handshakes are judged in tests/gpu.
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,6 +155,31 @@ def _captured(rank: int, size: int, path: str) -> None:
         later.append(made.allocate(size * 100, FP32))
         assert used[-1] not in [tensor.data_ptr() for tensor in later]
         made.close()
+
+
+def _refuses(rank: int) -> None:
+    """Rank 0 holds a block that rank 1 asks about late: after rank 0, unless they meet, has refused so many captures
+    that its answer is written over."""
+    gather = HierarchicalAllGather()
+    engine = gather.engine_on(torch.device("cpu"))
+    engine.timeout_s = 10.0
+    first, second = (gather.allocate(100, FP32) for _ in range(2))
+    held = [first] if rank == 0 else []
+    del first, second
+    dist.barrier()
+    time.sleep(0.5 * rank)
+    held.append(gather.allocate(100, FP32))
+    engine.lanes.capturing = lambda: True  # type: ignore[method-assign]
+    for _ in range(200):
+        with pytest.raises(CaptureRefused):
+            gather.allocate(100, FP32)
+    engine.lanes.capturing = lambda: False  # type: ignore[method-assign]
+    assert len(gather.allocate(100, FP32)) == 100
+    gather.close()
+
+
+def test_refused_captures_meet_the_peers() -> None:
+    values(run_ranks(2, _refuses))
 
 
 @pytest.mark.parametrize("path", ["auto", "sm"])

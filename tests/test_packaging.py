@@ -82,7 +82,7 @@ def without_nvcc(tmp_path_factory: pytest.TempPathFactory) -> str:
 def wheel(tree: Path, without_nvcc: str) -> tuple[Path, str]:
     """The wheel that pip builds where nvcc is hidden, and what the build printed."""
     options = ("--no-build-isolation", "--no-deps", "--no-index", "--verbose", "--wheel-dir", "wheels")
-    done = run(sys.executable, "-m", "pip", "wheel", *options, ".", cwd=tree, PYTHONPATH=without_nvcc)
+    done = run(sys.executable, "-m", "pip", "wheel", *options, ".", cwd=tree, PYTHONPATH=without_nvcc, CXXFLAGS="-O0")
     (path,) = (tree / "wheels").glob("ep_plugin-*.whl")
     return path, done.stdout
 

@@ -9,6 +9,8 @@ Shapes: R ranks, N nodes, n elements of a rank's shard.
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +19,10 @@ import torch.distributed as dist
 from ep_plugin.collectives.base import Collective, as_bytes, check_alike
 from ep_plugin.collectives.chunks import Chunks, address_of
 from ep_plugin.collectives.engine import CollectiveEngine
+from ep_plugin.collectives.rails import UnderWay
 from ep_plugin.collectives.work import CollectiveWork
+
+_CHUNKS_AHEAD = 4  # on the rails at a time: over NCCL each lands in memory of its own, and is copied
 
 
 class HierarchicalAllGather(Collective):
@@ -27,6 +32,8 @@ class HierarchicalAllGather(Collective):
     the actual value) before anything is launched, PeerTimeout, PeerAborted and DisagreementError when peers fail or
     call something else; after such an error every call raises it again, and only `close` works.
     """
+
+    _gathers = True
 
     def __call__(
         self,
@@ -89,10 +96,17 @@ def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: Sequence[torc
         return
     chunks = [slice(begin, begin + rails.chunk_bytes) for begin in range(0, len(shard), rails.chunk_bytes)]
     landing = {node: outputs[node_map.node_ranks(node)[engine.index]] for node in rails.nodes}
-    under_way = [rails.gather(shard[chunk], {node: into[chunk] for node, into in landing.items()}) for chunk in chunks]
+
+    def begin(chunk: slice) -> tuple[slice, UnderWay]:
+        return chunk, rails.gather(shard[chunk], {node: into[chunk] for node, into in landing.items()})
+
+    under_way = deque(begin(chunk) for chunk in chunks[:_CHUNKS_AHEAD])
+    later = iter(chunks[_CHUNKS_AHEAD:])
     gather_in_node(engine, outputs[engine.rank], [outputs[rank] for rank in engine.node_ranks])
-    for chunk, works in zip(chunks, under_way, strict=True):
+    while under_way:
+        chunk, works = under_way.popleft()
         rails.wait(works)
+        under_way.extend(begin(following) for following in itertools.islice(later, 1))
         for node in sorted(rails.nodes):
             parts = [outputs[rank][chunk] for rank in node_map.node_ranks(node)]
             gather_in_node(engine, parts[engine.index], parts)

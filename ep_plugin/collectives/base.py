@@ -25,6 +25,8 @@ PATHS = ("auto", "copy_engine", "sm")
 class Collective:
     """One operation over one process group. All ranks of the group call its methods in the same order."""
 
+    _gathers = False
+
     def __init__(self, group: dist.ProcessGroup | None = None, *, num_buffers: int = 2, path: str = "auto") -> None:
         """Talks to nobody: the first `allocate` or operation is collective, and decides the device.
 
@@ -120,7 +122,9 @@ class Collective:
                 if self._closed:
                     raise CommunicatorClosed("expected an open communicator, got a closed one")
                 if self._engine is None:
-                    self._engine = CollectiveEngine(checked_group(self.group), device, self._num_buffers, self.path)
+                    self._engine = CollectiveEngine(
+                        checked_group(self.group), device, self._num_buffers, self.path, self._gathers
+                    )
                 engine = self._engine
         if engine.device != device:
             raise ValueError(f"device: expected {engine.device} as in the first call, got {device}")

@@ -39,8 +39,10 @@ class CollectiveEngine(BaseEngine):
     inside: CpuNode | CudaNode
     """The operations between the ranks of the node; absent where it has only one."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_buffers: int, path: str) -> None:
-        self.num_buffers, self.path = num_buffers, path
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, num_buffers: int, path: str, gathers: bool
+    ) -> None:
+        self.num_buffers, self.path, self._gathers = num_buffers, path, gathers
         super().__init__(Exchange(group), device, group)
 
     def _construct(self, group: dist.ProcessGroup) -> None:
@@ -66,6 +68,8 @@ class CollectiveEngine(BaseEngine):
                 exchange.abort(f"{type(error).__name__}: {error}")
             raise
         self.exchange.barrier("construct communicator")
+        if self._gathers:
+            self.rails.connect(self.exchange)
         watch = _watch_of(self)
         for exchange in (self.exchange, host, peers):
             exchange.watch = watch
@@ -125,6 +129,11 @@ class CollectiveEngine(BaseEngine):
         super()._remember(error)
         if isinstance(error, PeerTimeout) and error.step == "rail":
             self.boards.tell_abort(str(error))
+
+    def _drained(self) -> Exception | None:
+        if self._error is not None or not self.boards.quiet():
+            self.rails.abort()  # a leg of a rank that is gone ends no other way
+        return super()._drained()
 
     def group_rank(self, index: int) -> int:
         return self.node_ranks[index]

@@ -6,6 +6,7 @@ own, whose all-gather keeps more of a network busy than a send does.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 from collections.abc import Iterable, Mapping
@@ -38,33 +39,50 @@ class Rails:
 
     def __init__(self, exchange: Exchange, group: dist.ProcessGroup, node_map: NodeMap, device: torch.device) -> None:
         """exchange: one over `group`. NotSupported when the group's backend cannot send from the memory of `device`."""
-        self._group = group
-        self._on_gpu = device.type == "cuda"
+        self._group, self._device = group, device
         self._rank = exchange.rank
         self._timeout_s = exchange.timeout_s
         self.bytes_sent = 0
         self.chunk_bytes = CHUNK_BYTES[device.type]
-        ranks = node_map.rail(node_map.local_rank_of(self._rank))
+        self._ranks = node_map.rail(node_map.local_rank_of(self._rank))  # by node
         own = node_map.node_of(self._rank)
         # The next node first, so that no two nodes send to one at a time.
         self.nodes = [(own + step) % node_map.num_nodes for step in range(1, node_map.num_nodes)]
-        self._rank_on = dict(enumerate(ranks))
         self._together: Any = None
-        if self._on_gpu and self.nodes:
+        if device.type == "cuda" and self.nodes:
             _check_backend(group, device)
-            self._together = _nccl_between(ranks, exchange, group, device)
+
+    def connect(self, exchange: Exchange) -> None:
+        """Makes NCCL's communicator of this rail for `gather`, where the group's backend is NCCL. Collective.
+
+        Not a group of torch.distributed's: to make one may take every rank of the job, as where NCCL splits the largest
+        communicator, and these ranks may be all that are here.
+        """
+        if not self.nodes or self._device.type != "cuda" or not c10d.is_nccl_available():
+            return
+        backend = self._group._get_backend(self._device)
+        if not isinstance(backend, c10d.ProcessGroupNCCL):
+            return
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = datetime.timedelta(seconds=self._timeout_s)
+        options.config = backend.options.config
+        store = exchange.store(f"rail{self._ranks[0]}")
+        together = c10d.ProcessGroupNCCL(store, self._ranks.index(self._rank), len(self._ranks), options)
+        together.eager_connect_single_device(self._device)
+        self._together = together
+        _open.add(together)
 
     def gather(self, part: torch.Tensor, landing: Mapping[int, torch.Tensor]) -> UnderWay:
         """Begins to send `part` to all other nodes, and to receive theirs of the same size, by node; uint8 tensors."""
         if self._together is None:
             return self.start([(node, part) for node in self.nodes], landing.items())
-        everyones = part.new_empty(len(self._rank_on) * part.numel())
+        everyones = part.new_empty(len(self._ranks) * part.numel())
         self.bytes_sent += len(self.nodes) * part.numel()
         try:
             work = self._together._allgather_base(everyones, part)
         except RuntimeError as error:
             raise self._lost(error) from error
-        arrived = everyones.chunk(len(self._rank_on))
+        arrived = everyones.chunk(len(self._ranks))
         return UnderWay(works=[work], copies=[(arrived[node], into) for node, into in landing.items()])
 
     def start(
@@ -85,7 +103,7 @@ class Rails:
         """Until those have arrived: on GPUs the caller's stream waits, else the host, with a deadline."""
         for work in under_way.works:
             try:
-                if self._on_gpu:
+                if self._device.type == "cuda":
                     work.wait()  # with a timeout the host would wait too; NCCL watches its own
                 else:
                     work.wait(timeout=datetime.timedelta(seconds=self._timeout_s))
@@ -95,15 +113,23 @@ class Rails:
             into.copy_(arrived)
 
     def close(self) -> None:
-        """Waits for nobody: nothing is under way any more, or a peer is gone."""
+        """Not collective. What peers have still to receive of this rank reaches them."""
+        self._end("shutdown")
+
+    def abort(self) -> None:
+        """Ends what waits for a rank that is gone."""
+        self._end("abort")
+
+    def _end(self, how: str) -> None:
         together, self._together = self._together, None
         if together is not None:
+            _open.discard(together)
             with contextlib.suppress(RuntimeError):
-                together.abort()
+                getattr(together, how)()
 
     def _lost(self, error: RuntimeError) -> PeerTimeout:
         """Backends do not say which of their peers is gone, and raise one kind of error for all that goes wrong."""
-        others = [self._rank_on[node] for node in self.nodes]
+        others = [self._ranks[node] for node in self.nodes]
         return PeerTimeout(
             f"rank {self._rank} waited at most {self._timeout_s:g} s for rank{'s' if len(others) > 1 else ''} "
             f"{', '.join(map(str, others))} at step rail: {error}",
@@ -112,7 +138,7 @@ class Rails:
         )
 
     def _operation(self, kind: Any, tensor: torch.Tensor, node: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, group=self._group, tag=_TAG, group_peer=self._rank_on[node])
+        return dist.P2POp(kind, tensor, group=self._group, tag=_TAG, group_peer=self._ranks[node])
 
 
 def _check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -123,16 +149,11 @@ def _check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
         )
 
 
-def _nccl_between(ranks: tuple[int, ...], exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """A communicator of NCCL's between `ranks` of `group`; None where the group has another backend.
+_open: set[Any] = set()  # communicators that nobody has closed: a process that ends with one says so on its screen
 
-    Not a group of torch.distributed's: to make one may take every rank of the job, as where NCCL splits the largest
-    communicator, and these ranks may be all that are here.
-    """
-    backend = group._get_backend(device)
-    if not c10d.is_nccl_available() or not isinstance(backend, c10d.ProcessGroupNCCL):
-        return None
-    options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = datetime.timedelta(seconds=exchange.timeout_s)
-    store = exchange.store(f"rail{ranks[0]}")
-    return c10d.ProcessGroupNCCL(store, ranks.index(exchange.rank), len(ranks), options)
+
+@atexit.register
+def _close_open() -> None:
+    while _open:
+        with contextlib.suppress(RuntimeError):
+            _open.pop().shutdown()

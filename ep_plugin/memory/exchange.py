@@ -65,7 +65,7 @@ class Exchange:
         """Called while an exchange waits for peers: what it raises ends the wait."""
 
     def store(self, name: str) -> Any:
-        """The group's store, for keys of this instance's and of `name`'s alone."""
+        """The group's store, for keys of this instance's and of `name`'s alone, which nobody deletes."""
         from torch.distributed import distributed_c10d as c10d
 
         return c10d.PrefixStore(f"{self._prefix}/{name}", self._store)

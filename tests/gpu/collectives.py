@@ -20,7 +20,7 @@ from tests.gpu.checks import device_of
 
 # Elements of a shard: one byte to several pieces of the staging block, on and beside sixteen bytes.
 SIZES = (1, 3, 16, 129, 4096, 65_537, 1 << 20, (1 << 22) + 16)
-LARGE = 40 << 20
+LARGE = (40 << 20) + 4097  # several chunks of a rail, and not a whole number of them
 PATHS = ("auto", "copy_engine", "sm")
 DEADLINE_S = 4.0
 
@@ -65,7 +65,7 @@ def scatters(rank: int, size: int, per_node: int, path: str = "auto", backend: s
     torch.cuda.set_device(device)
     premul = dist._make_nccl_premul_sum(0.375)
     operations = [(dist.ReduceOp.SUM, 1.0), (dist.ReduceOp.AVG, 1.0 / size), (premul, 0.375)]
-    cases = [(count, dtype) for count in (1, 5, 4096, 70_001, 600_001, 1 << 21) for dtype in (BF16, FP16, FP32)]
+    cases = [(count, dtype) for count in (1, 5, 4096, 70_001, 600_001, 3_000_001) for dtype in (BF16, FP16, FP32)]
     group = None if backend is None else dist.new_group(backend=backend)
     with HierarchicalReduceScatter(group, path=path) as scatter:
         for seed, (count, dtype) in enumerate(cases):
