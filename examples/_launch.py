@@ -16,8 +16,6 @@ from _options import PRESETS, TrainOptions
 
 from ep_plugin.bench.provenance import hash_sources
 
-ROUNDS = 2  # each arm of a comparison runs this often, in turn: a slow minute of the machine then hits both
-
 
 def resolve(
     architecture: str, preset: str, model: Path | None, layers: int | None, text: Path | None,
@@ -68,8 +66,11 @@ def check_exchanges(ep_implementation: str, compare: str | None, fsdp2: str) -> 
         raise typer.BadParameter(f"expected ep_plugin or stock, got {fsdp2!r}", param_hint="--fsdp2")
 
 
-def run(options: TrainOptions, name: str, other: TrainOptions | None, launch: int | None, out: Path) -> None:
-    """Train, under torchrun as one of its ranks, else in ranks started here; through ``other`` too where it is given.
+def run(
+    options: TrainOptions, name: str, other: TrainOptions | None, launch: int | None, out: Path, rounds: int
+) -> None:
+    """Train, under torchrun as one of its ranks, else in ranks started here; through ``other`` too where it is given,
+    each ``rounds`` times and in turn: a slow minute of the machine then hits both.
 
     Writes the report of the model ``name`` into the folder ``out``.
     """
@@ -78,7 +79,7 @@ def run(options: TrainOptions, name: str, other: TrainOptions | None, launch: in
         return
     _make_folder(out)
     code_hash = hash_sources()
-    arms = [options] if other is None else [options, other] * ROUNDS
+    arms = [options] if other is None else [options, other] * rounds
     results = [_launch_arm(arm, launch or num_gpus() or 4) for arm in arms]
     _report(results, name, other.arm if other else None, code_hash, out)
 

@@ -43,6 +43,7 @@ def summarise(arms: list[dict], *, model: str, reference: str | None, code_hash:
         "world_size": main["world_size"],
         "model": model,
         "steps": options["steps"],
+        "rounds": len(by_name[main["implementation"]]),
         "loss_first": main["losses"][0],
         "loss_last": main["losses"][-1],
         "compare": compare,

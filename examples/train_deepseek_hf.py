@@ -45,6 +45,7 @@ def main(
     compare: Annotated[
         str | None, typer.Option(help="Train through this exchange and stock FSDP2 too, and compare.")
     ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each side of a comparison trains, in turn.")] = 2,
     out: Annotated[Path, typer.Option(help="Folder for metrics.json and loss.png.")] = Path("runs/train_deepseek_hf"),
     launch: Annotated[
         int | None, typer.Option(min=1, help="Ranks to start. (default: one per GPU; 4 without GPUs)")
@@ -58,7 +59,7 @@ def main(
     _check_layers(options)
     name = str(model) if model else f"DeepSeek-V3 {preset}, {options.layers} layers"
     other = replace(options, ep_implementation=compare, fsdp2="stock") if compare else None
-    run(options, name, other, launch, out)
+    run(options, name, other, launch, out, rounds)
 
 
 def _check_layers(options: TrainOptions) -> None:

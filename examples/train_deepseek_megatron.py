@@ -40,6 +40,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the weights and of the batches.")] = 0,
     dispatcher: Annotated[str, typer.Option(help="flex | alltoall.")] = "flex",
     compare: Annotated[str | None, typer.Option(help="Train through this dispatcher too, and compare.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each side of a comparison trains, in turn.")] = 2,
     out: Annotated[Path, typer.Option(help="Folder for metrics.json and loss.png.")] = Path(
         "runs/train_deepseek_megatron"
     ),
@@ -75,6 +76,7 @@ def main(
         other if compare else None,
         launch,
         out,
+        rounds,
     )
 
 

@@ -38,6 +38,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the weights and of the batches.")] = 0,
     collectives: Annotated[str, typer.Option(help="ep_plugin | stock: who gathers and reduces.")] = "ep_plugin",
     compare: Annotated[str | None, typer.Option(help="Train through these collectives too, and compare.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each side of a comparison trains, in turn.")] = 2,
     out: Annotated[Path, typer.Option(help="Folder for metrics.json and loss.png.")] = Path("runs/train_fsdp2"),
     launch: Annotated[
         int | None, typer.Option(min=1, help="Ranks to start. (default: one per GPU; 4 without GPUs)")
@@ -53,7 +54,7 @@ def main(
         "qwen3", preset, model, layers, text, steps, seq_len, batch, lr, dtype, seed, None, collectives
     )  # fmt: skip
     name = str(model) if model else f"{preset}, {options.layers} layers"
-    run(options, name, replace(options, fsdp2=compare) if compare else None, launch, out)
+    run(options, name, replace(options, fsdp2=compare) if compare else None, launch, out, rounds)
 
 
 if __name__ == "__main__":

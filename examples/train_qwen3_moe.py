@@ -41,6 +41,7 @@ def main(
     compare: Annotated[
         str | None, typer.Option(help="Train through this exchange and stock FSDP2 too, and compare.")
     ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each side of a comparison trains, in turn.")] = 2,
     out: Annotated[Path, typer.Option(help="Folder for metrics.json and loss.png.")] = Path("runs/train_qwen3_moe"),
     launch: Annotated[
         int | None, typer.Option(min=1, help="Ranks to start. (default: one per GPU; 4 without GPUs)")
@@ -53,7 +54,7 @@ def main(
     check_exchanges(ep_implementation, compare, fsdp2)
     name = str(model) if model else f"{preset}, {options.layers} layers"
     other = replace(options, ep_implementation=compare, fsdp2="stock") if compare else None
-    run(options, name, other, launch, out)
+    run(options, name, other, launch, out, rounds)
 
 
 if __name__ == "__main__":

@@ -101,11 +101,11 @@ def test_bad_options_of_the_dense_example(arguments: tuple[str, str], message: s
 
 
 def test_dense_comparison_with_stock_fsdp2(tmp_path: Path) -> None:
-    result = _run(*SMALL, "--launch", "2", "--compare", "stock", "--out", str(tmp_path), script=DENSE)
+    result = _run(*SMALL, "--launch", "2", "--compare", "stock", "--rounds", "1", "--out", str(tmp_path), script=DENSE)
     assert result.returncode == 0, result.stderr
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["loss_last"] < metrics["loss_first"]
-    assert metrics["compare"]["reference"] == "stock"
+    assert metrics["compare"]["reference"] == "stock" and metrics["rounds"] == 1
     assert metrics["compare"]["max_rel_diff"] <= 1e-5
     assert set(metrics["tokens_per_s"]) == {"ep_plugin", "stock"}
     assert metrics["fsdp2_launches"]["stock"] is None
@@ -166,7 +166,8 @@ def test_deepseek_example_refuses_another_architecture(tmp_path: Path) -> None:
 
 
 def test_deepseek_comparison_with_the_built_in_exchange(tmp_path: Path) -> None:
-    arguments = [*SMALL, "--layers", "2", "--launch", "2", "--compare", "all_to_all", "--out", str(tmp_path)]
+    comparison = ["--compare", "all_to_all", "--rounds", "1"]
+    arguments = [*SMALL, "--layers", "2", "--launch", "2", *comparison, "--out", str(tmp_path)]
     result = _run(*arguments, script=DEEPSEEK)
     assert result.returncode == 0, result.stderr
     metrics = json.loads((tmp_path / "metrics.json").read_text())
@@ -198,7 +199,7 @@ def test_comparison_writes_metrics_and_picture(tmp_path: Path) -> None:
     assert metrics["code_hash"] == hash_sources()
     assert metrics["backend"] == "cpu"
     assert metrics["world_size"] == 2
-    assert metrics["steps"] == 4
+    assert metrics["steps"] == 4 and metrics["rounds"] == 2
     assert metrics["model"] == "tiny, 1 layers"
     assert metrics["loss_last"] < metrics["loss_first"]
     assert metrics["compare"]["reference"] == "all_to_all"

@@ -164,7 +164,7 @@ def test_installed_wheel_imports(wheel: tuple[Path, str], tmp_path: Path) -> Non
 def test_editable_install_imports_from_the_tree(tree: Path, without_nvcc: str, tmp_path: Path) -> None:
     # The wheel's objects are taken over: only the link is repeated.
     build = "import setuptools.build_meta as b, sys; print(b.build_editable(sys.argv[1]))"
-    run(sys.executable, "-c", build, tmp_path, cwd=tree, PYTHONPATH=without_nvcc)
+    run(sys.executable, "-c", build, tmp_path, cwd=tree, PYTHONPATH=without_nvcc, CXXFLAGS="-O0")
     (editable,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
     with zipfile.ZipFile(editable) as archive:
