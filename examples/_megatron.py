@@ -11,25 +11,18 @@ import functools
 import hashlib
 from types import SimpleNamespace
 
-import megatron.core.utils
 import torch
 import torch.distributed as dist
 from _options import PRESETS, TrainOptions
 from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.moe import moe_utils
-from packaging.version import Version
 
-from ep_plugin.testing.megatron import serve_grouped_products
+from ep_plugin.testing.megatron import serve_grouped_products, without_transformer_engine
 
-if megatron.core.utils._te_version is None:
-    # Megatron-core 0.16.1 compares this with versions, and takes TransformerEngine to be there in these two places.
-    megatron.core.utils._te_version = Version("0.0.0")
 if not transformer_engine.HAVE_TE:
-    multi_latent_attention.HAVE_TE = False
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    without_transformer_engine()
+    multi_latent_attention.HAVE_TE = False  # Megatron-core 0.16.1 takes it to be there
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec

@@ -153,7 +153,8 @@ _open: set[Any] = set()  # communicators that nobody has closed: a process that 
 
 
 @atexit.register
-def _close_open() -> None:
+def _abort_open() -> None:
+    """To shut them down could wait for peers that have failed, as this process may have."""
     while _open:
         with contextlib.suppress(RuntimeError):
-            _open.pop().shutdown()
+            _open.pop().abort()
