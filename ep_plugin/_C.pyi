@@ -15,6 +15,7 @@ collective_control_bytes: int
 device_control_bytes: int
 staging_block: int
 most_ctas: int
+most_lanes: int
 small_bytes: int
 stream_words_bytes: int
 stream_words_shape: tuple[int, int, int]
@@ -398,11 +399,10 @@ class PushShardArgs:
     def set_stream_words(self, ranks: Sequence[int]) -> None: ...
     def set_outputs(self, ranks: Sequence[int]) -> None: ...
 
-class PullShardsArgs:
+class SumShardsArgs:
     comm: Comm
     output: int
     bytes: int
-    place: int
     scale: float
     element: int
     num_ctas: int
@@ -413,13 +413,13 @@ class PullShardsArgs:
         comm: Comm = ...,
         output: int = ...,
         bytes: int = ...,
-        place: int = ...,
         scale: float = ...,
         element: int = ...,
         num_ctas: int = ...,
         stream: int = ...,
     ) -> None: ...
-    def set_sources(self, ranks: Sequence[int]) -> None: ...
+    def set_inputs(self, ranks: Sequence[int]) -> None: ...
+    def set_slots(self, ranks: Sequence[int]) -> None: ...
 
 class SmallShardsArgs:
     comm: Comm
@@ -443,6 +443,7 @@ class SmallShardsArgs:
     def set_outputs(self, ranks: Sequence[int]) -> None: ...
 
 def small_words_bytes(ranks: int) -> int: ...
+def lane_slots_bytes(ranks: int) -> int: ...
 
 class _Kernels:
     """A device's kernel table; CPU kernels run to their end, CUDA kernels are enqueued."""
@@ -461,7 +462,7 @@ class _Kernels:
 
     def scatter(self, args: ScatterArgs) -> None: ...
     def push_shard(self, args: PushShardArgs) -> None: ...
-    def pull_shards(self, args: PullShardsArgs) -> None: ...
+    def sum_shards(self, args: SumShardsArgs) -> None: ...
     def small_shards(self, args: SmallShardsArgs) -> None: ...
 
 cpu: _Kernels

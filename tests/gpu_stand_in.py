@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.collectives import cuda
+from ep_plugin.collectives import cuda, cuda_gather, cuda_sum
 from ep_plugin.collectives.base import Collective
 from ep_plugin.collectives.calls import Calls
-from ep_plugin.collectives.cuda import CudaNode
+from ep_plugin.collectives.cuda_gather import CudaGatherNode
+from ep_plugin.collectives.cuda_sum import CudaSumNode
 from tests.collective_cases import BF16, FP32
 
 STAGING_BYTES = 20_000 * 16
@@ -36,7 +37,7 @@ class Kernels:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.pushed: list[Arguments] = []
-        self.pulled = self.small = 0
+        self.summed = self.small = 0
 
     def push_shard(self, args: Arguments) -> None:
         self.pushed.append(Arguments(**vars(args)))  # the next call may use the same again
@@ -49,11 +50,17 @@ class Kernels:
                 if rank != args.comm.rank:
                     ctypes.memmove(output, args.landing + rank * args.bytes, args.bytes)
 
-    def pull_shards(self, args: Arguments) -> None:
-        self.pulled += 1
-        dist.barrier(self._group)
-        self._sum(args.sources, args.output, args)
-        dist.barrier(self._group)
+    def sum_shards(self, args: Arguments) -> None:
+        self.summed += 1
+        rank, ranks = args.comm.rank, range(args.comm.num_ranks)
+        step = _C.lane_slots_bytes(len(ranks)) // len(ranks)  # of each rank in the slots, of which it has this part
+        for begin in range(0, args.bytes, step):
+            nbytes = min(step, args.bytes - begin)
+            dist.barrier(self._group)
+            for peer in ranks:
+                ctypes.memmove(args.slots[peer] + rank * step, args.inputs[peer] + begin, nbytes)
+            dist.barrier(self._group)
+            self._sum([args.slots[rank] + source * step for source in ranks], args.output + begin, nbytes, args)
 
     def small_shards(self, args: Arguments) -> None:
         self.small += 1
@@ -64,19 +71,19 @@ class Kernels:
         dist.barrier(self._group)
         landed = [args.words[rank] + source * args.bytes for source in ranks]
         if args.element >= 0:
-            self._sum(landed, args.outputs[rank], args)
+            self._sum(landed, args.outputs[rank], args.bytes, args)
             return
         for source in ranks:
             if source != rank:
                 ctypes.memmove(args.outputs[source], landed[source], args.bytes)
 
-    def _sum(self, sources: list[int], output: int, args: Arguments) -> None:
+    def _sum(self, sources: list[int], output: int, nbytes: int, args: Arguments) -> None:
         dtype = DTYPES[args.element]
-        parts = [_memory(source, args.bytes).view(dtype) for source in sources]
+        parts = [_memory(source, nbytes).view(dtype) for source in sources]
         total = parts[0].to(FP32)
         for part in parts[1:]:
             total = total + part
-        _memory(output, args.bytes).view(dtype).copy_(total * args.scale if args.scale != 1 else total)
+        _memory(output, nbytes).view(dtype).copy_(total * args.scale if args.scale != 1 else total)
 
 
 def _memory(address: int, nbytes: int, _: Any = None) -> torch.Tensor:
@@ -89,17 +96,18 @@ def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
         dist.new_group(list(range(first, first + per_node))) for first in range(0, dist.get_world_size(), per_node)
     ]
     names = ("place_word", "staging_block", "Step")
-    arguments = ("PushShardArgs", "PullShardsArgs", "SmallShardsArgs")
-    cuda._C = SimpleNamespace(**dict.fromkeys(arguments, Arguments), **{name: getattr(_C, name) for name in names})
-    cuda.tensor_at = _memory
+    arguments = ("PushShardArgs", "SumShardsArgs", "SmallShardsArgs")
+    stand_in = SimpleNamespace(**dict.fromkeys(arguments, Arguments), **{name: getattr(_C, name) for name in names})
+    cuda._C = cuda_gather._C = cuda_sum._C = stand_in
     engine = made.engine_on(torch.device("cpu"))
-    node = CudaNode.__new__(CudaNode)
+    kind = CudaGatherNode if engine.gathers else CudaSumNode
+    node = kind.__new__(kind)
     node._engine, node._path = weakref.proxy(engine), path
     node._lanes = SimpleNamespace(enter=lambda: 0, capturing=lambda: False)
-    node.staging = engine.memory.allocate(STAGING_BYTES, "staging")
-    node._step = STAGING_BYTES // engine.node_size // 16 * 16
+    node._staging, node._step = None, STAGING_BYTES // engine.node_size // 16 * 16
     node._calls = Calls(engine)
     node._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
+    node._slots = engine.memory.allocate(_C.lane_slots_bytes(engine.node_size), "slots")
     node.stream_words = SimpleNamespace(addresses=[])
     node._kept, node._changes = {}, 0
     node.number, node.words, node.pending = 0, torch.zeros(2, dtype=torch.int64), deque()

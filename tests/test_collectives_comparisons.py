@@ -22,12 +22,15 @@ class _Device:
 
     def push_shard(self, args: Arguments) -> None: ...
 
-    pull_shards = small_shards = push_shard
+    sum_shards = small_shards = push_shard
 
 
 def _on_a_device(made: Collective, path: str = "copy_engine") -> Collective:
     as_on_gpus(made, path, dist.get_world_size())
-    made.engine_on(torch.device("cpu")).kernels = _Device()
+    engine = made.engine_on(torch.device("cpu"))
+    engine.kernels = _Device()
+    if engine.gathers:
+        engine.inside._staging_block()  # the first gather that needs it meets the others
     return made
 
 

@@ -1,6 +1,6 @@
 """The control path of gathers and scatters on GPUs, on CPUs: kernels that do what the arguments say, in plain copies.
 
-It is where shards are pushed to and pulled from, the staging block and its pieces, and what goes which way, that is
+It is where shards are pushed to and summed from, the staging block and its pieces, and what goes which way, that is
 judged here; kernels, streams and handshakes are judged in tests/gpu.
 """
 
@@ -19,7 +19,7 @@ from ep_plugin.collectives import cuda
 from ep_plugin.collectives.cuda import gather_sms
 from ep_plugin.errors import CaptureRefused
 from tests.collective_cases import BF16, FP32, gathered_by_gloo, poisoned, reduced, same_bits, shard
-from tests.gpu_stand_in import STAGING_BYTES, Arguments, Kernels, as_on_gpus
+from tests.gpu_stand_in import as_on_gpus
 from tests.ranks import run_ranks, values
 
 COUNTS = (1, 17, 4096, 20_001, 300_001)  # with path="auto" the last goes another way than the others
@@ -83,78 +83,35 @@ def _scatters(rank: int, size: int, per_node: int, path: str) -> None:
             out = poisoned(count, dtype)
             scatter(out, ours, op=dist.ReduceOp.AVG)
             assert same_bits(out, expected), f"allocated input, {count} of {dtype}"
-    assert kernels.pulled > 0 and (kernels.small > 0) == (path == "auto")
+    assert kernels.summed > 0 and (kernels.small > 0) == (path == "auto")
     scatter.close()
 
 
 @pytest.mark.parametrize(("size", "per_node", "path"), [(2, 2, "sm"), (3, 3, "auto"), (3, 3, "sm"), (4, 2, "auto")])
-def test_shards_are_pulled_from_where_they_lie(size: int, per_node: int, path: str) -> None:
+def test_shards_are_summed_from_where_they_lie(size: int, per_node: int, path: str) -> None:
     values(run_ranks(size, _scatters, size, per_node, path, env={"EP_PLUGIN_RANKS_PER_NODE": str(per_node)}))
-
-
-class _Late(Kernels):
-    """A kernel runs when the next operation is ordered after it, as on a stream that is busy."""
-
-    waiting: Arguments | None = None
-
-    def pull_shards(self, args: Arguments) -> None:
-        self.waiting = args
-
-    def run(self) -> int:
-        args, self.waiting = self.waiting, None
-        if args is not None:
-            super().pull_shards(args)
-        return 0
-
-
-def _scatters_of_two_streams(rank: int, size: int) -> None:
-    """Foreign inputs, all through the one staging block, whose readers are late."""
-    scatter, count = HierarchicalReduceScatter(), STAGING_BYTES // size // FP32.itemsize // 4 * 4
-    as_on_gpus(scatter, "sm", size)
-    engine = scatter.engine_on(torch.device("cpu"))
-    late = engine.kernels = _Late(dist.new_group())
-    engine.inside._lanes = SimpleNamespace(enter=late.run, capturing=lambda: False)
-    inputs, outs, expected = [], [], []
-    for seed in range(6):
-        whole = [shard(seed, source, size * count, FP32).view(size, count) for source in range(size)]
-        inputs.append(whole[rank].flatten())
-        outs.append(poisoned(count, FP32))
-        expected.append(reduced(whole, rank, size, 1.0))
-        scatter(outs[-1], inputs[-1])
-    late.run()
-    for turn, (out, right) in enumerate(zip(outs, expected, strict=True)):
-        assert same_bits(out, right), f"operation {turn}"
-    scatter.close()
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_staging_is_not_written_before_the_operation_before_has_read_it(size: int) -> None:
-    values(run_ranks(size, _scatters_of_two_streams, size))
 
 
 def _captured(rank: int, size: int, path: str) -> None:
     """Blocks that a graph uses are not handed out again when the tensors made of them are gone."""
-    gather, scatter = HierarchicalAllGather(num_buffers=1), HierarchicalReduceScatter(num_buffers=1)
-    used = []
-    for made in (gather, scatter):
-        as_on_gpus(made, path, size)
-        engine = made.engine_on(torch.device("cpu"))
-        whole, part = made.allocate(size * 100, FP32), torch.ones(100)
-        whole.fill_(1.0)
-        used.append(whole.data_ptr())
-        engine.lanes.capturing = engine.inside._lanes.capturing = lambda: True
-        made(*((whole, part) if made is gather else (part, whole)))
-        engine.lanes.capturing = engine.inside._lanes.capturing = lambda: False
-        del whole
-        dist.barrier()
-        later = [made.allocate(size * 100, FP32) for _ in range(3)]
-        engine.lanes.capturing = lambda: True
-        with pytest.raises(CaptureRefused, match="expected a free block of .* run one step of this shape"):
-            made.allocate(size * 100, FP32)
-        engine.lanes.capturing = lambda: False
-        later.append(made.allocate(size * 100, FP32))
-        assert used[-1] not in [tensor.data_ptr() for tensor in later]
-        made.close()
+    gather = HierarchicalAllGather(num_buffers=1)
+    as_on_gpus(gather, path, size)
+    engine = gather.engine_on(torch.device("cpu"))
+    whole = gather.allocate(size * 100, FP32).fill_(1.0)
+    used = whole.data_ptr()
+    engine.lanes.capturing = engine.inside._lanes.capturing = lambda: True
+    gather(whole, torch.ones(100))
+    engine.lanes.capturing = engine.inside._lanes.capturing = lambda: False
+    del whole
+    dist.barrier()
+    later = [gather.allocate(size * 100, FP32) for _ in range(3)]
+    engine.lanes.capturing = lambda: True
+    with pytest.raises(CaptureRefused, match="expected a free block of .* run one step of this shape"):
+        gather.allocate(size * 100, FP32)
+    engine.lanes.capturing = lambda: False
+    later.append(gather.allocate(size * 100, FP32))
+    assert used not in [tensor.data_ptr() for tensor in later]
+    gather.close()
 
 
 def _refuses(rank: int) -> None:
@@ -180,6 +137,27 @@ def _refuses(rank: int) -> None:
 
 def test_refused_captures_meet_the_peers() -> None:
     values(run_ranks(2, _refuses))
+
+
+def _stages_late(rank: int) -> None:
+    gather = HierarchicalAllGather()
+    kernels = as_on_gpus(gather, "sm", 2)
+    node = gather.engine_on(torch.device("cpu")).inside
+    allocated, other = gather.allocate(2 * COUNTS[-1], BF16), poisoned(2 * COUNTS[-1], BF16)
+    mine = shard(0, rank, COUNTS[-1], BF16)
+    gather(allocated, mine)
+    assert node._staging is None, "memory for what has never been asked for"
+    node._lanes.capturing = lambda: True
+    with pytest.raises(CaptureRefused, match="expected an output from `allocate`, or one such gather before"):
+        gather(other, mine)
+    node._lanes.capturing = lambda: False
+    gather(other, mine)
+    assert same_bits(other, allocated) and kernels.pushed[-1].landing != 0
+    gather.close()
+
+
+def test_staging_is_made_when_it_is_needed() -> None:
+    values(run_ranks(2, _stages_late))
 
 
 @pytest.mark.parametrize("path", ["auto", "sm"])

@@ -16,7 +16,9 @@ from ep_plugin import _C, env
 from ep_plugin.collectives import cpu, cuda
 from ep_plugin.collectives.blocks import Blocks
 from ep_plugin.collectives.cpu import CallLanes, CpuNode
-from ep_plugin.collectives.cuda import CudaNode, StreamLanes
+from ep_plugin.collectives.cuda import StreamLanes
+from ep_plugin.collectives.cuda_gather import CudaGatherNode
+from ep_plugin.collectives.cuda_sum import CudaSumNode
 from ep_plugin.collectives.rails import Rails
 from ep_plugin.engine import BaseEngine, kernels_for
 from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerTimeout
@@ -36,13 +38,13 @@ class CollectiveEngine(BaseEngine):
     """Construction is collective over `group`; so is making another block."""
 
     lanes: CallLanes | StreamLanes
-    inside: CpuNode | CudaNode
+    inside: Any
     """The operations between the ranks of the node; absent where it has only one."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, num_buffers: int, path: str, gathers: bool
     ) -> None:
-        self.num_buffers, self.path, self._gathers = num_buffers, path, gathers
+        self.num_buffers, self.path, self.gathers = num_buffers, path, gathers
         super().__init__(Exchange(group), device, group)
 
     def _construct(self, group: dist.ProcessGroup) -> None:
@@ -68,7 +70,7 @@ class CollectiveEngine(BaseEngine):
                 exchange.abort(f"{type(error).__name__}: {error}")
             raise
         self.exchange.barrier("construct communicator")
-        if self._gathers:
+        if self.gathers:
             self.rails.connect(self.exchange)
         watch = _watch_of(self)
         for exchange in (self.exchange, host, peers):
@@ -139,8 +141,10 @@ class CollectiveEngine(BaseEngine):
         return self.node_ranks[index]
 
 
-def _node_of(engine: CollectiveEngine, lanes: CallLanes | StreamLanes, host: Exchange) -> CpuNode | CudaNode:
-    return CudaNode(engine, lanes, engine.path, host) if isinstance(lanes, StreamLanes) else CpuNode(engine)
+def _node_of(engine: CollectiveEngine, lanes: CallLanes | StreamLanes, host: Exchange) -> Any:
+    if not isinstance(lanes, StreamLanes):
+        return CpuNode(engine)
+    return CudaGatherNode(engine, lanes, host) if engine.gathers else CudaSumNode(engine, lanes)
 
 
 def _place(word: int) -> str:

@@ -1,6 +1,7 @@
 """HierarchicalReduceScatter: the sum of all ranks' shards for this one, in a fixed order.
 
-Inside a node ranks read each other's inputs in peer memory and sum in float32, in rank order. Across nodes it is the
+Inside a node ranks read each other's inputs in peer memory, on GPUs send each other their shards through slots, and sum
+in float32, in rank order. Across nodes it is the
 all-gather backwards: the ranks of a node sum what they have for a rank of another node, and the one of the same index
 sends it there, `(N - 1) * shard` bytes per rank in all; the sums of the nodes, rounded to the dtype as they travel, are
 then added in float32 in node order. The same inputs give the same bits, run after run.
@@ -28,9 +29,12 @@ _REDUCE = dist.ReduceOp
 class HierarchicalReduceScatter(Collective):
     """Reduce-scatter over one process group, in the form that FSDP2's `set_custom_reduce_scatter` takes.
 
-    Inputs from `allocate` are read by the peers as they lie; any other costs a copy. Outputs are whatever the caller
-    brings, ordinary tensors: no peer maps them. Errors are as those of HierarchicalAllGather.
+    On CPUs inputs from `allocate` are read by the peers as they lie, and any other costs a copy. On GPUs all inputs are
+    alike, and `allocate` hands out ordinary memory. Outputs are whatever the caller brings: no peer maps them. Errors
+    are as those of HierarchicalAllGather.
     """
+
+    maps_on = ("cpu",)
 
     def __call__(
         self,

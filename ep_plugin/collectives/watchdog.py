@@ -20,20 +20,20 @@ from ep_plugin import _C
 from ep_plugin.collectives.blocks import tensor_at
 
 if TYPE_CHECKING:
-    from ep_plugin.collectives.cuda import CudaNode
+    from ep_plugin.collectives.cuda_gather import CudaGatherNode
 
 _LOOK_S = 0.02
 _POISON_S = 1.0
 RELEASED = 1 << 62
 
-_nodes: weakref.WeakSet[CudaNode] = weakref.WeakSet()
+_nodes: weakref.WeakSet[CudaGatherNode] = weakref.WeakSet()
 _lock = threading.RLock()  # held for each look: whoever closes a node waits for the end of one that is under way
 _work = threading.Event()
 _thread: threading.Thread | None = None
-_since: weakref.WeakKeyDictionary[CudaNode, tuple[int, float]] = weakref.WeakKeyDictionary()
+_since: weakref.WeakKeyDictionary[CudaGatherNode, tuple[int, float]] = weakref.WeakKeyDictionary()
 
 
-def add(node: CudaNode) -> None:
+def add(node: CudaGatherNode) -> None:
     """Watches `node` until it is gone or removed."""
     global _thread
     if node.engine.device.type == "cuda":  # tests put CPU tensors in place of a device
@@ -45,7 +45,7 @@ def add(node: CudaNode) -> None:
             _thread.start()
 
 
-def remove(node: CudaNode) -> None:
+def remove(node: CudaGatherNode) -> None:
     """From here on nobody looks at `node`, nor fills what it has: its memory may be given back."""
     with _lock:
         _nodes.discard(node)
@@ -71,7 +71,7 @@ def _watch() -> None:
             _work.set()
 
 
-def _look_if_there(node: CudaNode) -> bool:
+def _look_if_there(node: CudaGatherNode) -> bool:
     with _lock:
         if node not in _nodes:
             return False
@@ -84,7 +84,7 @@ def _look_if_there(node: CudaNode) -> bool:
             return False
 
 
-def _look(node: CudaNode) -> bool:
+def _look(node: CudaGatherNode) -> bool:
     """Whether operations of `node` are under way. Releases the one that its stream has come to, if it is overdue."""
     begun, finished = node.words.tolist()
     if begun > finished:
@@ -99,7 +99,7 @@ def _look(node: CudaNode) -> bool:
     return node.number > finished
 
 
-def _release(node: CudaNode, number: int) -> None:
+def _release(node: CudaGatherNode, number: int) -> None:
     """Ends the waits that a stream stands at, from the host: where all streams of the device share one queue
     (``CUDA_DEVICE_MAX_CONNECTIONS=1``) nothing that is enqueued now would run before them.
     """
@@ -122,7 +122,7 @@ class _Poisoning(threading.Thread):
     """`_poison`, in a thread of its own: a launch may wait for room in a queue that is full of what stands behind the
     wait, and so for the release."""
 
-    def __init__(self, node: CudaNode, outputs: list[tuple[int, int]]) -> None:
+    def __init__(self, node: CudaGatherNode, outputs: list[tuple[int, int]]) -> None:
         super().__init__(name="ep_plugin poison", daemon=True)
         self._node, self._outputs = node, outputs
         self.error: RuntimeError | None = None
@@ -138,10 +138,10 @@ class _Poisoning(threading.Thread):
             del self._node, self._outputs
 
 
-_poisonings: weakref.WeakKeyDictionary[CudaNode, _Poisoning] = weakref.WeakKeyDictionary()
+_poisonings: weakref.WeakKeyDictionary[CudaGatherNode, _Poisoning] = weakref.WeakKeyDictionary()
 
 
-def _poison(node: CudaNode, outputs: list[tuple[int, int]]) -> None:
+def _poison(node: CudaGatherNode, outputs: list[tuple[int, int]]) -> None:
     """Outputs become NaN bytes, and later kernels leave at once: before the stream goes on, if the device lets them."""
     engine = node.engine
     with torch.cuda.device(engine.device), torch.cuda.stream(_side_stream(engine.device)):
@@ -155,7 +155,7 @@ def _poison(node: CudaNode, outputs: list[tuple[int, int]]) -> None:
         time.sleep(_LOOK_S)
 
 
-def _record(node: CudaNode, number: int, ready: list[int], done: list[int]) -> None:
+def _record(node: CudaGatherNode, number: int, ready: list[int], done: list[int]) -> None:
     engine = node.engine
     if engine.boards.fault() is not None or engine.boards.abort() is not None:
         return

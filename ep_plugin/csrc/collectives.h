@@ -128,7 +128,7 @@ bool post_call(Address rings, int num_ranks, int rank, uint64_t number, const Ca
 
 // --- CUDA ------------------------------------------------------------------------------------------------------------
 // Ranks push their shards into their peers' outputs, which all have at the same place of the same block. The last
-// number stands for the staging block, through which other outputs and inputs go.
+// number stands for the staging block, through which other outputs go.
 constexpr int kStagingBlock = kMaxPeerBlocks;
 constexpr int kMostCtas = 128;
 
@@ -148,10 +148,32 @@ struct StreamWords {
   uint64_t done[kMaxPeerBlocks + 1][kMaxRanks];
 };
 
+// Shards that are to be summed travel in chunks. The CTAs of one index on all ranks are a lane, which takes every
+// num_ctas-th chunk; each rank has slots for what each other sends it in each lane, and chunks are counted lane by lane
+// over all operations.
+constexpr int kMostLanes = 24;
+constexpr int kLaneSlots = 16;
+constexpr int64_t kSumRowBytes = 2048;  // what a warp sums at a time
+constexpr int kMostChunkRows = 8;
+constexpr int64_t kLaneSlotBytes = kMostChunkRows * kSumRowBytes;
+EP_HD constexpr int64_t lane_slots_bytes(int ranks) { return kMostLanes * ranks * kLaneSlots * kLaneSlotBytes; }
+
+// So many chunks lie in the slots, or have; in one piece with what ranks must say alike.
+struct alignas(16) Landed {
+  uint64_t chunks;
+  uint64_t what;  // bytes of a shard and element of the sum, see sum_word
+};
+EP_HD constexpr uint64_t sum_word(int64_t bytes, int element) {
+  return static_cast<uint64_t>(bytes) << 8 | static_cast<uint64_t>(element);
+}
+
 // The control block in device memory: one per rank, zero at birth, words that only grow. By CTA and peer; the values
-// are epochs, which live here, so that a replayed graph moves on.
+// are epochs or numbers of chunks, which live here, so that a replayed graph moves on.
 struct DeviceControl {
   alignas(128) Sign signs[kMostCtas][kMaxRanks];
+  alignas(128) Landed landed[kMostLanes][kMaxRanks];   // in this rank's slots, by source
+  alignas(128) uint64_t freed[kMostLanes][kMaxRanks];  // chunks of this rank's that a destination has read
+  alignas(128) uint64_t chunks[kMostLanes];            // of operations that are over; this rank's own
   alignas(128) uint64_t epoch;  // kernels' operations that are over; this rank's own
   uint64_t ctas_done;
 };
@@ -180,13 +202,13 @@ struct PushShardArgs {
   Address stream;
 };
 
-// sources[r]: this rank's shard in rank r's input, in a block; output and scale as in ScatterArgs.
-struct PullShardsArgs {
-  Comm comm;
-  Address sources[kMaxRanks];
+// As ScatterArgs, of shards of any size. slots[r]: of rank r, [kMostLanes][num_ranks (source)][kLaneSlots].
+struct SumShardsArgs {
+  Comm comm;  // control: DeviceControl of each rank
+  Address inputs[kMaxRanks];
+  Address slots[kMaxRanks];
   Address output;
-  int64_t bytes;
-  int64_t place;
+  int64_t bytes;  // of a shard
   double scale;
   int32_t element;
   int32_t num_ctas;
@@ -226,7 +248,7 @@ struct SmallShardsArgs {
 #if defined(EP_WITH_CUDA)
 namespace cuda {
 void push_shard(const PushShardArgs& args);
-void pull_shards(const PullShardsArgs& args);
+void sum_shards(const SumShardsArgs& args);
 void small_shards(const SmallShardsArgs& args);
 }  // namespace cuda
 #endif

@@ -328,6 +328,7 @@ void bind_collectives(py::module_& m) {
   m.attr("device_control_bytes") = sizeof(DeviceControl);
   m.attr("staging_block") = kStagingBlock;
   m.attr("most_ctas") = kMostCtas;
+  m.attr("most_lanes") = kMostLanes;
   Struct<PushShardArgs>(m, "PushShardArgs")
       .field("comm", &PushShardArgs::comm)
       .field("input", &PushShardArgs::input)
@@ -344,16 +345,17 @@ void bind_collectives(py::module_& m) {
       .def("set_targets", array_of(&PushShardArgs::targets))
       .def("set_stream_words", array_of(&PushShardArgs::stream_words))
       .def("set_outputs", array_of(&PushShardArgs::outputs));
-  Struct<PullShardsArgs>(m, "PullShardsArgs")
-      .field("comm", &PullShardsArgs::comm)
-      .field("output", &PullShardsArgs::output)
-      .field("bytes", &PullShardsArgs::bytes)
-      .field("place", &PullShardsArgs::place)
-      .field("scale", &PullShardsArgs::scale)
-      .field("element", &PullShardsArgs::element)
-      .field("num_ctas", &PullShardsArgs::num_ctas)
-      .field("stream", &PullShardsArgs::stream)
-      .def("set_sources", array_of(&PullShardsArgs::sources));
+  m.def("lane_slots_bytes", &lane_slots_bytes);
+  Struct<SumShardsArgs>(m, "SumShardsArgs")
+      .field("comm", &SumShardsArgs::comm)
+      .field("output", &SumShardsArgs::output)
+      .field("bytes", &SumShardsArgs::bytes)
+      .field("scale", &SumShardsArgs::scale)
+      .field("element", &SumShardsArgs::element)
+      .field("num_ctas", &SumShardsArgs::num_ctas)
+      .field("stream", &SumShardsArgs::stream)
+      .def("set_inputs", array_of(&SumShardsArgs::inputs))
+      .def("set_slots", array_of(&SumShardsArgs::slots));
   m.attr("small_bytes") = kSmallBytes;
   m.def("small_words_bytes", &small_words_bytes);
   Struct<SmallShardsArgs>(m, "SmallShardsArgs")
@@ -374,7 +376,7 @@ void bind_collectives(py::module_& m) {
   py::module_ cuda = m.attr("cuda");
   bind_kernel(cuda, "push_shard", &cuda::push_shard);
   bind_kernel(cuda, "small_shards", &cuda::small_shards);
-  bind_kernel(cuda, "pull_shards", &cuda::pull_shards);
+  bind_kernel(cuda, "sum_shards", &cuda::sum_shards);
 #endif
   m.attr("fault_offset") = offsetof(State, fault);
   m.def("fault_board", &fault_board);

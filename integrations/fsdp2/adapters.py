@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from ep_plugin.collectives.base import Collective
 from ep_plugin.integrations.fsdp2.communicators import User
 
 # Gathered bytes from which on memory that peers have not mapped is left to what served the group before, by device. On
-# GPUs it costs one more copy, by SMs that the model wants: on 4 H200s NCCL gathers and sums faster from here on (187 us
-# to 207 and 192 to 236; at 256 MiB 657 to 810 and 679 to 929). CPUs have no such limit.
+# GPUs it costs one more copy, by SMs that the model wants: on 4 H200s NCCL gathers faster from here on (187 us to 207;
+# at 256 MiB 657 to 810). CPUs have no such limit.
 STOCK_FROM_BYTES = {"cuda": 64 << 20}
 
 
@@ -51,7 +50,8 @@ class PluginAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         all_gather = self.user.pair(group, output_tensor.device).all_gather
-        if _is_for_stock(all_gather, output_tensor):
+        limit = STOCK_FROM_BYTES.get(output_tensor.device.type)  # sizes and memory are alike on all ranks
+        if limit is not None and output_tensor.nbytes >= limit and not all_gather.maps(output_tensor):
             return self.replaced(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
         self.launches += 1
         return all_gather(output_tensor, input_tensor, async_op=async_op)
@@ -70,7 +70,8 @@ class PluginReduceScatter(ReduceScatter):
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Uninitialised and one-dimensional. FSDP2 asks for an input and then for its output, a rank's share of it.
 
-        Peers map the input. The output is ordinary memory: gradients are views of it, and live as long as they do.
+        On CPUs peers map the input. The output is ordinary memory: gradients are views of it, and live as long as they
+        do.
         """
         numel = math.prod(int(extent) for extent in size)
         group = self._parameter_group._reduce_scatter_process_group
@@ -91,19 +92,12 @@ class PluginReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         reduce_scatter = self.user.pair(group, output_tensor.device).reduce_scatter
-        if not _is_summed(output_tensor) or _is_for_stock(reduce_scatter, input_tensor):
+        if not _is_summed(output_tensor):
             return self.replaced(
                 output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
             )
         self.launches += 1
         return reduce_scatter(output_tensor, input_tensor, op=op, async_op=async_op)
-
-
-def _is_for_stock(collective: Collective, whole: torch.Tensor) -> bool:
-    """Whether `whole`, of all ranks' shards, is better left to what was there before: its size and memory say so, which
-    are alike on all ranks."""
-    limit = STOCK_FROM_BYTES.get(whole.device.type)
-    return limit is not None and whole.nbytes >= limit and not collective.maps(whole)
 
 
 def _is_summed(gradients: torch.Tensor) -> bool:

@@ -45,7 +45,10 @@ class Pair:
         return self._allocate(self.all_gather, self._sizes, user, model, numel, dtype)
 
     def allocate_input(self, user: User, model: Any, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """The same for the input of ``user``'s next reduction, which lives until the next layer's is reduced."""
+        """The same for the input of ``user``'s next reduction, which lives until the next layer's is reduced. Where
+        peers map no inputs, None too."""
+        if self.device.type not in self.reduce_scatter.maps_on:
+            return None
         return self._allocate(self.reduce_scatter, self._input_sizes, user, model, numel, dtype)
 
     def _allocate(

@@ -76,12 +76,12 @@ def scatters(rank: int, size: int, per_node: int, path: str = "auto", backend: s
                 what = f"{op}, {count} of {dtype}"
                 out = _poisoned(count, dtype, device)
                 scatter(out, mine, op=op)
-                assert torch.equal(out, expected), f"foreign input, {what}"
-                ours = scatter.allocate(size * count, dtype=dtype, device=device)
+                assert torch.equal(out, expected), what
+                ours = scatter.allocate(size * count + 1, dtype=dtype, device=device)[1:]  # not on 16 bytes
                 ours.copy_(mine)
-                again = _poisoned(count, dtype, device)
-                scatter(output_tensor=again, input_tensor=ours, group=scatter.group, op=op)
-                assert same_bits(again, out), f"allocated input, {what}"
+                place = ours.narrow(0, rank * count, count)
+                scatter(output_tensor=place, input_tensor=ours, group=scatter.group, op=op)
+                assert same_bits(place, out), f"in place, {what}"
         torch.cuda.synchronize()
         scatter.check()
         with pytest.raises(ValueError, match="on GPUs, got torch.float64"):
@@ -90,10 +90,10 @@ def scatters(rank: int, size: int, per_node: int, path: str = "auto", backend: s
 
 
 def scatters_of_two_streams(rank: int, size: int, rounds: int) -> int:
-    """Foreign inputs, which all go through one staging block, in turn from two streams, of which one is often busy."""
+    """Sums of two streams in turn, one of which is often busy: all go through the same slots."""
     device = device_of(rank)
     torch.cuda.set_device(device)
-    count = 5 << 20  # some pieces of the staging block
+    count = 5 << 20  # each slot is used some times
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     wholes = [torch.empty(size * count, device=device) for _ in streams]
     outs = [_poisoned(count, FP32, device) for _ in streams]

@@ -108,10 +108,14 @@ __device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_re
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
-// A word that only grows. Both are atomics, and not plain stores and loads of the same order, for the sake of
+// A word that only grows. All are atomics, and not plain stores and loads of the same order, for the sake of
 // compute-sanitizer's racecheck, which takes plain accesses for unordered.
 __device__ __forceinline__ void raise_release_cta(int32_t* shared_word, int32_t value) {
   asm volatile("red.release.cta.shared::cta.max.s32 [%0], %1;" ::"r"(shared_address(shared_word)), "r"(value)
+               : "memory");
+}
+__device__ __forceinline__ void add_release_cta(int32_t* shared_word, int32_t value) {
+  asm volatile("red.release.cta.shared::cta.add.s32 [%0], %1;" ::"r"(shared_address(shared_word)), "r"(value)
                : "memory");
 }
 __device__ __forceinline__ int32_t read_acquire_cta(int32_t* shared_word) {

@@ -31,6 +31,22 @@ __device__ inline bool check_sign(const Run& run, const Sign& theirs, int peer, 
   return true;
 }
 
+// Kernels whose words tell what they are of do not meet. For a peer whose kernel is of another kind, all threads of the
+// first CTA say the size.
+__device__ inline void tell_size(const Run& run, int64_t bytes) {
+  const Comm& comm = run.comm;
+  const int peer = static_cast<int>(threadIdx.x);
+  if (blockIdx.x == 0 && peer < comm.num_ranks && peer != comm.rank)
+    ptx::st_relaxed_sys(&device_control(comm, peer).signs[0][comm.rank], run.epoch, static_cast<uint64_t>(bytes));
+}
+// False if a peer came to this operation with another size.
+__device__ inline bool is_alike(const Run& run, int peer, int64_t bytes) {
+  uint64_t epoch, theirs;  // in one piece: the peer may be at the next operation by now, and say its size
+  ptx::ld_relaxed_sys(&device_control(run.comm, run.comm.rank).signs[0][peer], &epoch, &theirs);
+  const int64_t seen = static_cast<int64_t>(theirs);
+  return epoch != run.epoch || seen == bytes || fail(run.comm, kDisagree, run.step, peer, 1, bytes, seen);
+}
+
 // Tells every peer's CTA of index `cta` that this one is here; true when all are. Joins the CTA.
 __device__ inline bool meet_before(const Run& run, int cta, int64_t bytes, int64_t place) {
   const Comm& comm = run.comm;

@@ -89,14 +89,6 @@ struct Words {
     return false;
   }
 
-  // False if a peer came to this operation with another size, be it one that is not small.
-  __device__ bool is_alike(int peer) const {
-    uint64_t epoch, theirs;  // in one piece: the peer may be at the next operation by now, and say its size
-    ptx::ld_relaxed_sys(&device_control(args.comm, args.comm.rank).signs[0][peer], &epoch, &theirs);
-    const int64_t bytes = static_cast<int64_t>(theirs);
-    return epoch != run.epoch || bytes == args.bytes || fail(run.comm, kDisagree, run.step, peer, 1, args.bytes, bytes);
-  }
-
   // What peers sent of these items; false if it does not come.
   template <int kItems>
   __device__ bool receive(const Item (&items)[kItems], uint64_t (&values)[kItems], Patience* patience) const {
@@ -118,7 +110,7 @@ struct Words {
       }
       if (there) return true;
       if (!ok) return false;
-      if (looks % kLooks == 0 && (!is_alike(missing) || !patience->keep_waiting(run, missing, 0, run.epoch, 0)))
+      if (looks % kLooks == 0 && (!is_alike(run, missing, args.bytes) || !patience->keep_waiting(run, missing, 0, run.epoch, 0)))
         return false;
     }
   }
@@ -137,15 +129,6 @@ __device__ void send_words(const Words& words) {
     for (int v = 0; v < kAhead; ++v)
       if (first + v * words.step < words.count) ptx::st_relaxed_sys(to + first + v * words.step, values[v], words.flag);
   }
-}
-
-// For a peer whose shard is not small, and which waits for this rank's first CTA.
-__device__ void tell_size(const Words& words) {
-  const Comm& comm = words.args.comm;
-  const int peer = static_cast<int>(threadIdx.x);
-  if (blockIdx.x == 0 && peer < comm.num_ranks && peer != comm.rank)
-    ptx::st_relaxed_sys(&device_control(comm, peer).signs[0][comm.rank], words.run.epoch,
-                        static_cast<uint64_t>(words.args.bytes));
 }
 
 __device__ bool gather_words(const Words& words) {
@@ -216,7 +199,7 @@ __global__ void __launch_bounds__(kThreads) small_kernel(const __grid_constant__
   if (ok) {
     const Words words(args, run);
     send_words(words);
-    tell_size(words);
+    tell_size(run, args.bytes);
     if constexpr (kGathers)
       ok = gather_words(words);
     else
