@@ -139,6 +139,22 @@ def test_refused_captures_meet_the_peers() -> None:
     values(run_ranks(2, _refuses))
 
 
+def _maps_nothing(rank: int) -> None:
+    HierarchicalReduceScatter.maps_nothing_on = ("cpu",)
+    scatter = HierarchicalReduceScatter()
+    assert scatter.allocate((3, 5), BF16, "cpu").shape == (3, 5)
+    assert scatter._engine is None, "ranks met for memory that nobody maps"
+    as_on_gpus(scatter, "sm", 2)
+    given, out = scatter.allocate(2 * 100, FP32, "cpu").fill_(rank + 1.0), torch.empty(100)
+    scatter(out, given)
+    assert not scatter.maps(given) and out.tolist() == [3.0] * 100
+    scatter.close()
+
+
+def test_inputs_of_sums_are_ordinary_memory() -> None:
+    values(run_ranks(2, _maps_nothing))
+
+
 def _stages_late(rank: int) -> None:
     gather = HierarchicalAllGather()
     kernels = as_on_gpus(gather, "sm", 2)

@@ -153,9 +153,10 @@ def ways_of(
         sms = most_sms(suite, size, made.path) if device.type == "cuda" else None
         yield Way(impl=impl, run=_call(made, out, source), source=source, out=out, sms=sms)
     ours = objects["ep_plugin"]
-    source, out = (empty(count), empty(whole)) if suite.what == GATHER else (empty(whole), empty(count))
-    impl = "ep_plugin, foreign output" if suite.what == GATHER else "ep_plugin, foreign input"
-    yield Way(impl=impl, run=_call(ours, out, source), source=source, out=out)
+    if suite.what == GATHER or device.type not in HierarchicalReduceScatter.maps_nothing_on:
+        source, out = (empty(count), empty(whole)) if suite.what == GATHER else (empty(whole), empty(count))
+        impl = "ep_plugin, foreign output" if suite.what == GATHER else "ep_plugin, foreign input"
+        yield Way(impl=impl, run=_call(ours, out, source), source=source, out=out)
     for name, make in PEERS[suite.what, suite.backend].items():
         if any(sentence.startswith(f"{name} is left out") for sentence in left_out):
             continue

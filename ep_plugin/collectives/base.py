@@ -26,8 +26,8 @@ class Collective:
     """One operation over one process group. All ranks of the group call its methods in the same order."""
 
     _gathers = False
-    maps_on: tuple[str, ...] = ("cpu", "cuda")
-    """Devices on which `allocate` hands out memory that peers map; on others any memory is as good, and ordinary."""
+    maps_nothing_on: tuple[str, ...] = ()
+    """Devices on which any memory is as good as what peers map: there `allocate` hands out ordinary memory."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, num_buffers: int = 2, path: str = "auto") -> None:
         """Talks to nobody: the first `allocate` or operation is collective, and decides the device.
@@ -64,7 +64,7 @@ class Collective:
             raise ValueError(f"size: expected no negative extent, got {shape}")
         device = resolve_device(self.group, device)
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes == 0 or self.group.size() == 1 or device.type not in self.maps_on:
+        if nbytes == 0 or self.group.size() == 1 or device.type in self.maps_nothing_on:
             return torch.empty(shape, dtype=dtype, device=device)
         engine = self.engine_on(device)
         found = engine.run("allocate", lambda _: engine.blocks.allocate(nbytes))

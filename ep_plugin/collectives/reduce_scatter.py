@@ -34,7 +34,7 @@ class HierarchicalReduceScatter(Collective):
     are as those of HierarchicalAllGather.
     """
 
-    maps_on = ("cpu",)
+    maps_nothing_on = ("cuda",)
 
     def __call__(
         self,

@@ -152,11 +152,13 @@ struct StreamWords {
 // num_ctas-th chunk; each rank has slots for what each other sends it in each lane, and chunks are counted lane by lane
 // over all operations.
 constexpr int kMostLanes = 24;
-constexpr int kLaneSlots = 16;
+constexpr int kMostLaneSlots = 32;
 constexpr int64_t kSumRowBytes = 2048;  // what a warp sums at a time
 constexpr int kMostChunkRows = 8;
 constexpr int64_t kLaneSlotBytes = kMostChunkRows * kSumRowBytes;
-EP_HD constexpr int64_t lane_slots_bytes(int ranks) { return kMostLanes * ranks * kLaneSlots * kLaneSlotBytes; }
+// Of a lane, for each source: a power of two, fewer for more ranks, which share what a lane brings.
+EP_HD constexpr int lane_slots(int ranks) { return ranks <= 2 ? kMostLaneSlots : ranks <= 4 ? 16 : ranks <= 8 ? 8 : 4; }
+EP_HD constexpr int64_t lane_slots_bytes(int ranks) { return kMostLanes * ranks * lane_slots(ranks) * kLaneSlotBytes; }
 
 // So many chunks lie in the slots, or have; in one piece with what ranks must say alike.
 struct alignas(16) Landed {
@@ -174,7 +176,7 @@ struct DeviceControl {
   alignas(128) Landed landed[kMostLanes][kMaxRanks];   // in this rank's slots, by source
   alignas(128) uint64_t freed[kMostLanes][kMaxRanks];  // chunks of this rank's that a destination has read
   alignas(128) uint64_t chunks[kMostLanes];            // of operations that are over; this rank's own
-  alignas(128) uint64_t epoch;  // kernels' operations that are over; this rank's own
+  alignas(128) uint64_t epoch;                         // kernels' operations that are over; this rank's own
   uint64_t ctas_done;
 };
 
@@ -202,7 +204,7 @@ struct PushShardArgs {
   Address stream;
 };
 
-// As ScatterArgs, of shards of any size. slots[r]: of rank r, [kMostLanes][num_ranks (source)][kLaneSlots].
+// As ScatterArgs, of shards of any size. slots[r]: of rank r, [kMostLanes][num_ranks (source)][lane_slots].
 struct SumShardsArgs {
   Comm comm;  // control: DeviceControl of each rank
   Address inputs[kMaxRanks];

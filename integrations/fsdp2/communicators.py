@@ -47,7 +47,7 @@ class Pair:
     def allocate_input(self, user: User, model: Any, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """The same for the input of ``user``'s next reduction, which lives until the next layer's is reduced. Where
         peers map no inputs, None too."""
-        if self.device.type not in self.reduce_scatter.maps_on:
+        if self.device.type in self.reduce_scatter.maps_nothing_on:
             return None
         return self._allocate(self.reduce_scatter, self._input_sizes, user, model, numel, dtype)
 

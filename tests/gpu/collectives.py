@@ -8,6 +8,7 @@ import datetime
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -299,29 +300,35 @@ def disagree(rank: int, odd: int, kinds: list[str]) -> str:
 
 
 def survive(rank: int, path: str, victim: int, behind: int = 0) -> tuple[int | None, str, float]:
-    """What a survivor is told when `victim` dies, and after how long. behind: kernels that its host enqueues next."""
+    """What a survivor is told when `victim` dies, and after how long. path: of a gather, or "sum". behind: kernels that
+    its host enqueues next."""
     device = device_of(rank)
     torch.cuda.set_device(device)
     group = dist.new_group(timeout=datetime.timedelta(seconds=DEADLINE_S))
-    gather = HierarchicalAllGather(group, path=path)
-    count = 1 << 16
-    out = gather.allocate(group.size() * count, torch.uint8, device)
-    gather(out, torch.ones(count, dtype=torch.uint8, device=device))
+    made: Any
+    if path == "sum":  # more chunks than there are slots
+        made, count = HierarchicalReduceScatter(group), 8 << 20
+        out, given = torch.empty(count, device=device), torch.ones(group.size() * count, device=device)
+    else:
+        made, count = HierarchicalAllGather(group, path=path), 1 << 16
+        out = made.allocate(group.size() * count, torch.uint8, device)
+        given = torch.ones(count, dtype=torch.uint8, device=device)
+    made(out, given)
     torch.cuda.synchronize()
     dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     began, work, later = time.monotonic(), None, torch.zeros(1, device=device)
     with pytest.raises(PeerTimeout) as caught:
-        work = gather(out, torch.ones(count, dtype=torch.uint8, device=device), async_op=True)
+        work = made(out, given, async_op=True)
         for _ in range(behind):
             later.add_(1)
         torch.cuda.synchronize()
-        gather.check()
+        made.check()
     took = time.monotonic() - began
     with pytest.raises(PeerTimeout):
-        gather(out, torch.ones(count, dtype=torch.uint8, device=device))
-    gather.close()
+        made(out, given)
+    made.close()
     if work is not None:  # the call itself may have learnt of the death
         with pytest.raises(PeerTimeout):
             work.wait()

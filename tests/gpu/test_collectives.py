@@ -84,12 +84,14 @@ def test_ranks_that_disagree_on_one_gather_are_told_so(what: str, path: str) -> 
 
 @pytest.mark.gpu(1)
 @pytest.mark.xdist_group("faults")
-@pytest.mark.parametrize(("path", "behind"), [*((path, 0) for path in collectives.PATHS), ("copy_engine", 5000)])
+@pytest.mark.parametrize(
+    ("path", "behind"), [*((path, 0) for path in (*collectives.PATHS, "sum")), ("copy_engine", 5000)]
+)
 def test_a_dead_rank_is_named_by_every_survivor(path: str, behind: int) -> None:
-    """behind: kernels after the gather, more than a device's queue takes."""
+    """behind: kernels after the operation, more than a device's queue takes."""
     victim = 1
     outcomes = run_ranks(3, collectives.survive, path, victim, behind, timeout_s=100)
     assert outcomes[victim].exitcode == -signal.SIGKILL
     for rank, step, took in values([outcomes[0], outcomes[2]]):
-        assert (rank, step) == (victim, "gather")
+        assert (rank, step) == (victim, "scatter" if path == "sum" else "gather")
         assert took < collectives.DEADLINE_S + 10

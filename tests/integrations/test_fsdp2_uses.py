@@ -187,18 +187,23 @@ def test_as_with_stock(results, name: str) -> None:
 
 
 def _large_root(rank: int) -> dict[str, Any]:
-    """With a limit for CPUs as GPUs have, below the size of any group."""
+    """CPUs as GPUs are: with a limit, below the size of any group, and inputs of sums that nobody maps."""
+    from ep_plugin import HierarchicalReduceScatter
     from ep_plugin.integrations import fsdp2
-    from ep_plugin.integrations.fsdp2 import adapters
+    from ep_plugin.integrations.fsdp2 import adapters, communicators
 
     adapters.STOCK_FROM_BYTES = {"cpu": 1}
+    HierarchicalReduceScatter.maps_nothing_on = ("cpu",)
     case = cases.Case(vocabulary=2000)
     stock = cases.train(case, cases.build(case))
     model = cases.build(case)
     fsdp2.enable(model)
     with cases.counting_stock_calls() as left:
         ours = cases.train(case, model)
-    return {**cases.difference(ours, stock), "ran": cases.as_dict(fsdp2.launches(model)), "left": cases.as_dict(left)}
+    (pair,) = communicators._pairs.values()
+    blocks = [len(collective._engine.blocks) for collective in (pair.all_gather, pair.reduce_scatter)]
+    counts = {"ran": cases.as_dict(fsdp2.launches(model)), "left": cases.as_dict(left)}
+    return {**cases.difference(ours, stock), **counts, "blocks": blocks}
 
 
 def test_large_groups_that_peers_do_not_map_are_left_to_stock() -> None:
@@ -207,6 +212,7 @@ def test_large_groups_that_peers_do_not_map_are_left_to_stock() -> None:
         assert rank["losses"] == rank["parameters"] == 0.0
         left = of_root * steps + first_layer
         assert rank["left"] == {"all_gathers": left, "reduce_scatters": 0}
+        assert rank["blocks"] == [2, 0]
         assert rank["ran"] == {
             "parameter_groups": cases.LAYERS + 1,
             "all_gathers": 2 * cases.LAYERS * steps - first_layer,

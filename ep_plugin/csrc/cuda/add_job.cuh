@@ -10,7 +10,6 @@ namespace ep::cuda {
 
 class AddJob {
  public:
-  static constexpr bool kScales = false;
   struct Row {
     int32_t token;
     int32_t piece;

@@ -70,7 +70,6 @@ struct PushedChunks {
 
 class PushJob {
  public:
-  static constexpr bool kScales = false;
   struct Row {
     int32_t slot;
     int32_t owner;

@@ -7,7 +7,6 @@
 //   const char* source(int32_t term_row)
 //   char* target(const Row& row)
 //   const char* bias(const Row& row)                 added last, or null
-//   static constexpr bool kScales                    whether the sum is then multiplied by float scale()
 //   void settle(const Row& row, Term* terms)         the last moment for the factors of its terms
 //   void ahead(int unit, int units)                  bulk path, before each piece: it may look for the next result
 //   void finish(const Row& row)                      the result is summed: stores what goes beside it
@@ -71,12 +70,6 @@ struct Sums {
 #pragma unroll
     for (int v = 0; v < kMost; ++v) Element::add(of[v], held[v], factor);
   }
-  __device__ __forceinline__ void scale(float factor) {
-#pragma unroll
-    for (int v = 0; v < kMost; ++v)
-#pragma unroll
-      for (int i = 0; i < Element::kPerVector; ++i) of[v][i] *= factor;
-  }
   __device__ __forceinline__ void store(char* to, int vectors) const {
 #pragma unroll
     for (int v = 0; v < kMost; ++v)
@@ -103,7 +96,6 @@ __device__ __forceinline__ void write_piece(const Job& job, const typename Job::
   const int vectors = static_cast<int>(cut.piece_size(piece) / 16);
   const char* bias = job.bias(row);
   if (bias != nullptr) sums.template add<true>(bias + cut.piece_begin(piece), vectors, 1.0f);
-  if constexpr (Job::kScales) sums.scale(job.scale());
   sums.store(job.target(row) + cut.piece_begin(piece), vectors);
 }
 

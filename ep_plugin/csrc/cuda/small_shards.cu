@@ -110,7 +110,8 @@ struct Words {
       }
       if (there) return true;
       if (!ok) return false;
-      if (looks % kLooks == 0 && (!is_alike(run, missing, args.bytes) || !patience->keep_waiting(run, missing, 0, run.epoch, 0)))
+      if (looks % kLooks == 0 &&
+          (!is_alike(run, missing, args.bytes) || !patience->keep_waiting(run, missing, 0, run.epoch, 0)))
         return false;
     }
   }

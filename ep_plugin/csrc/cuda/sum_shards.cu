@@ -4,18 +4,18 @@
 // slots and chunks of its own (collectives.h). Nobody but a rank itself touches its input and output: any memory will
 // do, and ranks need not have come to the operation before its first chunk is pushed.
 //
-// Roles. In each CTA some warps push, some sum, and two keep the books with the peers, so that the others look at shared
-// memory alone. Pushing warps take chunks for one rank after the other, as far as slots are free there. The sender tells
-// each rank how many have landed. The receiver finds out how many have landed from all ranks; summing warps take those
-// row by row; and it tells all ranks how many chunks have been read.
-// Progress. A push waits for the sums of kLaneSlots chunks before, a sum for the pushes of its own chunk: the first
-// chunk that is not summed everywhere never waits for a later one. A warp that waits for a slot has counted all that it
-// has pushed. Launched cooperatively: a CTA waits for those of its index on the peers.
-// Memory order. A chunk's bulk store is complete before it is counted, with release in the CTA (plain path: lanes store,
-// and join). The sender acquires that, fences at system scope, once for all chunks that it tells of, and stores the
-// word. The receiver acquires it at system scope and passes it on with release in the CTA, where who sums acquires it.
-// Reads are over before they are counted, and told of in the same way. Fences are what this kernel has least of: each
-// waits for all that its SM has under way.
+// Roles. In each CTA some warps push, some sum, and two keep the books with the peers, so that the others look at
+// shared memory alone. Pushing warps take chunks for one rank after the other, as far as slots are free there. The
+// sender tells each rank how many have landed. The receiver finds out how many have landed from all ranks; summing
+// warps take those row by row; and it tells all ranks how many chunks have been read.
+// Progress. A push waits for the sums of lane_slots chunks before, a sum for the pushes of its own chunk: the first
+// chunk that is not summed everywhere never waits for a later one. A warp that waits for a slot has counted all that
+// it has pushed. Launched cooperatively: a CTA waits for those of its index on the peers.
+// Memory order. A chunk's bulk store is complete before it is counted, with release in the CTA (plain path: lanes
+// store, and join). The sender acquires that, fences at system scope, once for all chunks that it tells of, and stores
+// the word. The receiver acquires it at system scope and passes it on with release in the CTA, where who sums acquires
+// it. Reads are over before they are counted, and told of in the same way. Fences are what this kernel has least of:
+// each waits for all that its SM has under way.
 #include "copy.cuh"
 #include "element.cuh"
 #include "rendezvous.cuh"
@@ -24,21 +24,20 @@ namespace ep::cuda {
 
 namespace {
 
-constexpr int kSumWarps = 10;
+constexpr int kSumWarps = 14;
 constexpr int kPushWarps = 4;
 constexpr int kSender = kSumWarps + kPushWarps, kReceiver = kSender + 1;  // a warp each
 constexpr int kThreads = (kReceiver + 1) * kWarp;
 constexpr int kAhead = 4;  // words of one thread under way, of each of ...
-constexpr int kTerms = 4;  // ... so many ranks
-constexpr int kTellAt = kLaneSlots / 4;  // chunks that have been read
+constexpr int kTerms = 2;  // ... so many ranks
 
 // What the warps of a CTA tell each other, in chunks of this operation. Words only grow.
 struct Books {
-  int32_t landed;                         // from all ranks
-  int32_t all_read;                       // 1: all chunks from all ranks
-  int32_t rows_read[kLaneSlots];          // of the chunks in these slots, over the whole operation
-  int32_t room[kMaxRanks];                // chunks that the slots of a rank have room for
-  int32_t pushed[kMaxRanks][kLaneSlots];  // one more than the last chunk that has been pushed to the slot
+  int32_t landed;                             // from all ranks
+  int32_t all_read;                           // 1: all chunks from all ranks
+  int32_t rows_read[kMostLaneSlots];          // of the chunks in these slots, over the whole operation
+  int32_t room[kMaxRanks];                    // chunks that the slots of a rank have room for
+  int32_t pushed[kMaxRanks][kMostLaneSlots];  // one more than the last chunk that has been pushed to the slot
 
   // All threads, before the CTA's next barrier.
   __device__ void clear() {
@@ -50,25 +49,24 @@ struct Books {
 // This CTA's part of the operation. Its chunks are numbered from 0 here, and its rows through all of them.
 class Lane {
  public:
-  __device__ Lane(const SumShardsArgs& args, const Run& run, int chunk_rows, Books& books)
+  __device__ Lane(const SumShardsArgs& args, const Run& run, int chunk_shift, Books& books)
       : args_(args),
         run_(run),
         control_(device_control(args.comm, args.comm.rank)),
         index_(static_cast<int>(blockIdx.x)),
-        chunk_rows_(chunk_rows),
+        chunk_shift_(chunk_shift),
+        slots_(lane_slots(args.comm.num_ranks)),
         before_(control_.chunks[index_]),
         books_(books) {}
 
   __device__ int chunks() const {
-    const int64_t all = ceil_div(args_.bytes, chunk_rows_ * kSumRowBytes);
+    const int64_t all = ceil_div(args_.bytes, kSumRowBytes << chunk_shift_);
     return static_cast<int>(all <= index_ ? 0 : (all - 1 - index_) / gridDim.x + 1);
   }
   // In the shard, the row of this number in the lane; rows follow each other as the numbers do.
-  __device__ int64_t row_of_shard(int row) const {
-    return (static_cast<int64_t>(row / chunk_rows_) * gridDim.x + index_) * chunk_rows_ + row % chunk_rows_;
-  }
+  __device__ int64_t row_of_shard(int row) const { return row_of_chunk(chunk_of(row)) + row_in_chunk(row); }
   __device__ char* slot(int owner, int source, int chunk) const {
-    const int64_t slot = (index_ * args_.comm.num_ranks + source) * kLaneSlots + slot_index(chunk);
+    const int64_t slot = (index_ * args_.comm.num_ranks + source) * slots_ + slot_index(chunk);
     return at<char>(args_.slots[owner], slot * kLaneSlotBytes);
   }
 
@@ -77,22 +75,23 @@ class Lane {
   __device__ const char* term(int row, int source) const {
     const int rank = args_.comm.rank;
     if (source == rank) return at<const char>(args_.inputs[rank], row_of_shard(row) * kSumRowBytes);
-    return slot(rank, source, row / chunk_rows_) + row % chunk_rows_ * kSumRowBytes;
+    return slot(rank, source, chunk_of(row)) + row_in_chunk(row) * kSumRowBytes;
   }
   // Waits until the chunk of a row has landed from all ranks; `known` is what this warp has heard of before.
   __device__ bool wait_landed(int row, int* known) const {
-    const int chunk = row / chunk_rows_;
+    const int chunk = chunk_of(row);
     if (chunk < *known) return true;
     if (!reaches(&books_.landed, chunk + 1, true)) return false;
     int landed = 0;
     if (lane_id() == 0) landed = ptx::read_acquire_cta(&books_.landed);
     *known = __shfl_sync(kAllLanes, landed, 0);
+    __syncwarp();
     return true;
   }
   // All lanes: this warp has read the row, from all ranks.
   __device__ void count_read(int row) const {
     __syncwarp();
-    if (lane_id() == 0) ptx::add_release_cta(&books_.rows_read[slot_index(row / chunk_rows_)], 1);
+    if (lane_id() == 0) ptx::add_release_cta(&books_.rows_read[slot_index(chunk_of(row))], 1);
   }
 
   // --- Pushing warps
@@ -101,10 +100,10 @@ class Lane {
   }
   // This rank's chunk for rank `to`.
   __device__ const char* chunk_for(int chunk, int to) const {
-    return at<const char>(args_.inputs[to], row_of_shard(chunk * chunk_rows_) * kSumRowBytes);
+    return at<const char>(args_.inputs[to], row_of_chunk(chunk) * kSumRowBytes);
   }
   __device__ int64_t chunk_bytes(int chunk) const {
-    return min(args_.bytes - row_of_shard(chunk * chunk_rows_) * kSumRowBytes, chunk_rows_ * kSumRowBytes);
+    return min(args_.bytes - row_of_chunk(chunk) * kSumRowBytes, kSumRowBytes << chunk_shift_);
   }
   // One thread: its stores are complete.
   __device__ void count_pushed(int chunk, int to) const {
@@ -118,23 +117,26 @@ class Lane {
     const bool is_peer = to < comm.num_ranks && to != comm.rank;
     const uint64_t* freed = &control_.freed[index_][is_peer ? to : 0];
     int told = is_peer ? 0 : all, room = is_peer ? 0 : all;
+    int pushed = told;
     Patience patience;
     while (__any_sync(kAllLanes, told < all)) {
-      const int told_before = told, room_before = room;
-      if (room < all && room - told <= kLaneSlots / 2)
-        room = static_cast<int>(ptx::ld_acquire_sys(freed) - before_) + kLaneSlots;
+      const int pushed_before = pushed, room_before = room;
+      if (room < all && room - told <= slots_ / 2)
+        room = static_cast<int>(ptx::ld_acquire_sys(freed) - before_) + slots_;
       if (room > room_before) ptx::raise_release_cta(&books_.room[to], room);
-      while (told < all && ptx::read_acquire_cta(&books_.pushed[to][slot_index(told)]) > told) ++told;
-      if (__any_sync(kAllLanes, told > told_before)) {
+      while (pushed < all && ptx::read_acquire_cta(&books_.pushed[to][slot_index(pushed)]) > pushed) ++pushed;
+      const int untold = __reduce_add_sync(kAllLanes, pushed - told);  // few enough to leave room for more
+      if (untold >= kPushWarps || __any_sync(kAllLanes, told < pushed && pushed == all)) {
         ptx::fence_acq_rel_sys();
-        if (told > told_before)
-          ptx::st_relaxed_sys(&device_control(comm, to).landed[index_][comm.rank], before_ + told,
+        if (pushed > told)
+          ptx::st_relaxed_sys(&device_control(comm, to).landed[index_][comm.rank], before_ + pushed,
                               sum_word(args_.bytes, args_.element));
+        told = pushed;
         patience = Patience{};
-      } else if (__any_sync(kAllLanes, room > room_before)) {
+      } else if (__any_sync(kAllLanes, pushed > pushed_before || room > room_before)) {
         patience = Patience{};
-      } else if (!reaches(&books_.all_read, 1, false)) {  // whoever is late is late for the receiver too, which says who
-        if (faulted(comm)) return;
+      } else if (!reaches(&books_.all_read, 1, false)) {
+        if (faulted(comm)) return;  // whoever is late is late for the receiver too, which says who
       } else if (__any_sync(kAllLanes, told < all && !patience.keep_waiting(run_, to, 0, room + 1, room))) {
         return;
       }
@@ -161,9 +163,11 @@ class Lane {
       const int landed_before = landed, read_before = read;
       landed = max(landed, min(all, static_cast<int>(__reduce_min_sync(kAllLanes, here))));
       if (!__all_sync(kAllLanes, go_on)) return;
+      __syncwarp();  // what any lane has acquired, lane 0 may pass on
       if (landed > landed_before && lane_id() == 0) ptx::raise_release_cta(&books_.landed, landed);
       read = chunks_read(read, landed);
-      if (read - told >= kTellAt || read == all) {
+      if (read - told >= slots_ / 4 || read == all) {
+        __syncwarp();
         ptx::fence_acq_rel_sys();
         if (is_peer) ptx::st_relaxed_sys(&device_control(comm, from).freed[index_][comm.rank], before_ + read);
         told = read;
@@ -180,7 +184,12 @@ class Lane {
   }
 
  private:
-  __device__ int slot_index(int chunk) const { return static_cast<int>((before_ + chunk) % kLaneSlots); }
+  __device__ int slot_index(int chunk) const { return static_cast<int>(before_ + chunk) & (slots_ - 1); }
+  __device__ int chunk_of(int row) const { return row >> chunk_shift_; }
+  __device__ int row_in_chunk(int row) const { return row & ((1 << chunk_shift_) - 1); }
+  __device__ int64_t row_of_chunk(int chunk) const {
+    return (static_cast<int64_t>(chunk) * gridDim.x + index_) << chunk_shift_;
+  }
 
   // All lanes: whether a word of this CTA's books has come to `value`, at least; may_wait: until it has, or a fault.
   __device__ bool reaches(int32_t* word, int value, bool may_wait) const {
@@ -192,18 +201,20 @@ class Lane {
         __nanosleep(100);
       }
     }
-    return __shfl_sync(kAllLanes, there, 0) != 0;
+    there = __shfl_sync(kAllLanes, there, 0);
+    __syncwarp();  // what lane 0 has acquired, all lanes may read
+    return there != 0;
   }
 
-  // How many chunks have been read, knowing that `read` have and that `landed` have landed. Each slot's rows are counted
-  // over the whole operation.
+  // How many chunks have been read, knowing that `read` have and that `landed` have landed. Each slot's rows are
+  // counted over the whole operation.
   __device__ int chunks_read(int read, int landed) const {
     const int chunk = read + lane_id();
     bool done = false;
-    if (lane_id() < kLaneSlots && chunk < landed) {
-      const int64_t rows = ceil_div(args_.bytes, kSumRowBytes) - row_of_shard(chunk * chunk_rows_);
-      const int of_chunk = static_cast<int>(min(rows, int64_t{chunk_rows_}));
-      const int earlier = chunk / kLaneSlots * chunk_rows_;  // only the last chunk has fewer
+    if (lane_id() < slots_ && chunk < landed) {
+      const int64_t rows = ceil_div(args_.bytes, kSumRowBytes) - row_of_chunk(chunk);
+      const int of_chunk = static_cast<int>(min(rows, int64_t{1} << chunk_shift_));
+      const int earlier = chunk / slots_ << chunk_shift_;  // only the last chunk has fewer
       done = ptx::read_acquire_cta(&books_.rows_read[slot_index(chunk)]) >= earlier + of_chunk;
     }
     const unsigned not_done = ~__ballot_sync(kAllLanes, done);
@@ -221,7 +232,8 @@ class Lane {
   const Run& run_;
   DeviceControl& control_;
   const int index_;
-  const int chunk_rows_;
+  const int chunk_shift_;  // of the rows of a chunk
+  const int slots_;        // for each source
   const uint64_t before_;  // chunks of earlier operations
   Books& books_;
 };
@@ -372,12 +384,12 @@ class Pusher {
 // kBulk: this code has bulk copies.
 template <class Element, class Access, bool kBulk>
 __global__ void __launch_bounds__(kThreads, 1)
-    sum_kernel(const __grid_constant__ SumShardsArgs args, const __grid_constant__ Cut cut, int chunk_rows) {
+    sum_kernel(const __grid_constant__ SumShardsArgs args, const __grid_constant__ Cut cut, int chunk_shift) {
   __shared__ Books books;
   books.clear();
   const Run run = enter_collective(args.comm, kScatter);
   DeviceControl& control = device_control(args.comm, args.comm.rank);
-  const Lane lane(args, run, chunk_rows, books);
+  const Lane lane(args, run, chunk_shift, books);
   if (run.ok) {
     tell_size(run, args.bytes);
     if (warp_id() < kSumWarps)
@@ -397,12 +409,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   leave_collective(run, ok);
 }
 
-// As many rows as a chunk may have, a power of two; fewer where each pushing warp would not have two items.
-int chunk_rows_of(const SumShardsArgs& args) {
+// As many rows as a chunk may have; fewer where there would be no item for each pushing warp.
+int chunk_shift_of(const SumShardsArgs& args) {
   const int64_t rows = ceil_div(args.bytes, kSumRowBytes * args.num_ctas);  // of a lane
-  int chunk_rows = kMostChunkRows;
-  while (chunk_rows > 1 && rows * (args.comm.num_ranks - 1) < 2 * kPushWarps * chunk_rows) chunk_rows /= 2;
-  return chunk_rows;
+  int shift = 0;
+  while (2 << shift <= kMostChunkRows && rows * (args.comm.num_ranks - 1) >= 2 * kPushWarps << shift) ++shift;
+  return shift;
 }
 
 template <class Element, class Access>
@@ -410,18 +422,18 @@ void launch_sum(const SumShardsArgs& args) {
   Cut cut = cut_row(kLaneSlotBytes, kLaneSlotBytes, kPushWarps, 2, 0);
   cut.first_warp = kSumWarps;
   if (room_for<sum_kernel<Element, Access, true>>().bulk)
-    launch_cooperatively<sum_kernel<Element, Access, true>>("reduce-scatter", args.num_ctas, kThreads,
-                                                            cut.shared_bytes(), args.stream, args, cut,
-                                                            chunk_rows_of(args));
+    launch_cooperatively<sum_kernel<Element, Access, true>>(
+        "reduce-scatter", args.num_ctas, kThreads, cut.shared_bytes(), args.stream, args, cut, chunk_shift_of(args));
   else
     launch_cooperatively<sum_kernel<Element, Access, false>>("reduce-scatter", args.num_ctas, kThreads, 0, args.stream,
-                                                             args, cut, chunk_rows_of(args));
+                                                             args, cut, chunk_shift_of(args));
 }
 
 template <class Element>
 void sum(const SumShardsArgs& args) {
   const uint64_t own = args.inputs[args.comm.rank];  // what else is summed lies in slots
-  if (unit_of(args.output | static_cast<uint64_t>(args.bytes) | own) == 16) return launch_sum<Element, Whole<Element>>(args);
+  if (unit_of(args.output | static_cast<uint64_t>(args.bytes) | own) == 16)
+    return launch_sum<Element, Whole<Element>>(args);
   launch_sum<Element, Single<Element>>(args);
 }
 
