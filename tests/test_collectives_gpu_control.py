@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives import cuda
 from ep_plugin.collectives.cuda import gather_sms
-from ep_plugin.errors import CaptureRefused
+from ep_plugin.errors import CaptureRefused, CommunicatorClosed
 from tests.collective_cases import BF16, FP32, gathered_by_gloo, poisoned, reduced, same_bits, shard
 from tests.gpu_stand_in import as_on_gpus
 from tests.ranks import run_ranks, values
@@ -149,6 +149,8 @@ def _maps_nothing(rank: int) -> None:
     scatter(out, given)
     assert not scatter.maps(given) and out.tolist() == [3.0] * 100
     scatter.close()
+    with pytest.raises(CommunicatorClosed):
+        scatter.allocate(10, FP32, "cpu")
 
 
 def test_inputs_of_sums_are_ordinary_memory() -> None:

@@ -65,6 +65,7 @@ class Collective:
         device = resolve_device(self.group, device)
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0 or self.group.size() == 1 or device.type in self.maps_nothing_on:
+            self.check()
             return torch.empty(shape, dtype=dtype, device=device)
         engine = self.engine_on(device)
         found = engine.run("allocate", lambda _: engine.blocks.allocate(nbytes))

@@ -1,6 +1,6 @@
 """Reduce-scatter inside a node on GPUs: one kernel of few CTAs, which takes inputs as they lie and maps none of them.
 
-Shards travel through slots that every rank has for each other, half a megabyte for each rank and CTA.
+Shards travel through slots that every rank has for each other.
 """
 
 from __future__ import annotations

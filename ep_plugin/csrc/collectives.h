@@ -158,16 +158,22 @@ constexpr int kMostChunkRows = 8;
 constexpr int64_t kLaneSlotBytes = kMostChunkRows * kSumRowBytes;
 // Of a lane, for each source: a power of two, fewer for more ranks, which share what a lane brings.
 EP_HD constexpr int lane_slots(int ranks) { return ranks <= 2 ? kMostLaneSlots : ranks <= 4 ? 16 : ranks <= 8 ? 8 : 4; }
-EP_HD constexpr int64_t lane_slots_bytes(int ranks) { return kMostLanes * ranks * lane_slots(ranks) * kLaneSlotBytes; }
+EP_HD constexpr int64_t lane_slots_bytes(int ranks) {
+  return kMostLanes * (ranks - 1) * lane_slots(ranks) * kLaneSlotBytes;
+}
 
 // So many chunks lie in the slots, or have; in one piece with what ranks must say alike.
 struct alignas(16) Landed {
   uint64_t chunks;
-  uint64_t what;  // bytes of a shard and element of the sum, see sum_word
+  uint64_t what;  // see sum_word
 };
-EP_HD constexpr uint64_t sum_word(int64_t bytes, int element) {
-  return static_cast<uint64_t>(bytes) << 8 | static_cast<uint64_t>(element);
+// Bytes of a shard and element of the sum, and of which operation that is said: the low bits of its epoch.
+EP_HD constexpr uint64_t sum_word(int64_t bytes, int element, uint64_t epoch) {
+  return static_cast<uint64_t>(bytes) << 16 | (epoch & 0xFF) << 8 | static_cast<uint64_t>(element);
 }
+EP_HD constexpr int64_t sum_bytes(uint64_t word) { return static_cast<int64_t>(word >> 16); }
+EP_HD constexpr uint64_t sum_epoch(uint64_t word) { return word >> 8 & 0xFF; }
+EP_HD constexpr int64_t sum_element(uint64_t word) { return static_cast<int64_t>(word & 0xFF); }
 
 // The control block in device memory: one per rank, zero at birth, words that only grow. By CTA and peer; the values
 // are epochs or numbers of chunks, which live here, so that a replayed graph moves on.
@@ -204,7 +210,8 @@ struct PushShardArgs {
   Address stream;
 };
 
-// As ScatterArgs, of shards of any size. slots[r]: of rank r, [kMostLanes][num_ranks (source)][lane_slots].
+// As ScatterArgs, of shards of any size. slots[r]: of rank r, [kMostLanes][num_ranks - 1 (the other
+// sources)][lane_slots].
 struct SumShardsArgs {
   Comm comm;  // control: DeviceControl of each rank
   Address inputs[kMaxRanks];

@@ -34,7 +34,6 @@ constexpr int kTerms = 2;  // ... so many ranks
 // What the warps of a CTA tell each other, in chunks of this operation. Words only grow.
 struct Books {
   int32_t landed;                             // from all ranks
-  int32_t all_read;                           // 1: all chunks from all ranks
   int32_t rows_read[kMostLaneSlots];          // of the chunks in these slots, over the whole operation
   int32_t room[kMaxRanks];                    // chunks that the slots of a rank have room for
   int32_t pushed[kMaxRanks][kMostLaneSlots];  // one more than the last chunk that has been pushed to the slot
@@ -65,8 +64,10 @@ class Lane {
   }
   // In the shard, the row of this number in the lane; rows follow each other as the numbers do.
   __device__ int64_t row_of_shard(int row) const { return row_of_chunk(chunk_of(row)) + row_in_chunk(row); }
+  // Of another rank than the source.
   __device__ char* slot(int owner, int source, int chunk) const {
-    const int64_t slot = (index_ * args_.comm.num_ranks + source) * slots_ + slot_index(chunk);
+    const int place = source < owner ? source : source - 1;
+    const int64_t slot = (index_ * (args_.comm.num_ranks - 1) + place) * slots_ + slot_index(chunk);
     return at<char>(args_.slots[owner], slot * kLaneSlotBytes);
   }
 
@@ -121,25 +122,27 @@ class Lane {
     Patience patience;
     while (__any_sync(kAllLanes, told < all)) {
       const int pushed_before = pushed, room_before = room;
-      if (room < all && room - told <= slots_ / 2)
+      if (room < all && room - pushed <= slots_ / 2)
         room = static_cast<int>(ptx::ld_acquire_sys(freed) - before_) + slots_;
-      if (room > room_before) ptx::raise_release_cta(&books_.room[to], room);
+      if (room > room_before) {
+        ptx::fence_proxy_async();  // bulk stores overwrite what that rank has read
+        ptx::raise_release_cta(&books_.room[to], room);
+      }
       while (pushed < all && ptx::read_acquire_cta(&books_.pushed[to][slot_index(pushed)]) > pushed) ++pushed;
       const int untold = __reduce_add_sync(kAllLanes, pushed - told);  // few enough to leave room for more
       if (untold >= kPushWarps || __any_sync(kAllLanes, told < pushed && pushed == all)) {
         ptx::fence_acq_rel_sys();
         if (pushed > told)
           ptx::st_relaxed_sys(&device_control(comm, to).landed[index_][comm.rank], before_ + pushed,
-                              sum_word(args_.bytes, args_.element));
+                              sum_word(args_.bytes, args_.element, run_.epoch));
         told = pushed;
-        patience = Patience{};
-      } else if (__any_sync(kAllLanes, pushed > pushed_before || room > room_before)) {
-        patience = Patience{};
-      } else if (!reaches(&books_.all_read, 1, false)) {
-        if (faulted(comm)) return;  // whoever is late is late for the receiver too, which says who
-      } else if (__any_sync(kAllLanes, told < all && !patience.keep_waiting(run_, to, 0, room + 1, room))) {
-        return;
+        continue;
       }
+      const bool waits = pushed < all && pushed == room;  // for that rank; otherwise for warps of this CTA
+      if (!waits || pushed > pushed_before || room > room_before) patience = Patience{};
+      const bool go_on =
+          !waits || patience.keep_waiting(run_, to, 0, before_ + room - slots_ + 1, before_ + room - slots_);
+      if (!__all_sync(kAllLanes, go_on) || faulted(comm)) return;
     }
   }
 
@@ -158,7 +161,7 @@ class Lane {
         uint64_t count, what;
         ptx::ld_acquire_sys(word, &count, &what);
         here = static_cast<int>(count - before_);
-        if (here > 0 && here <= all) go_on = check(what, from);  // more of them: the peer is at the next operation
+        go_on = here <= 0 || check(what, here >= all, from);
       }
       const int landed_before = landed, read_before = read;
       landed = max(landed, min(all, static_cast<int>(__reduce_min_sync(kAllLanes, here))));
@@ -180,7 +183,6 @@ class Lane {
         go_on = is_alike(run_, from, args_.bytes) && patience.keep_waiting(run_, from, 0, landed + 1, here);
       if (!__all_sync(kAllLanes, go_on) || faulted(comm)) return;
     }
-    if (lane_id() == 0) ptx::raise_release_cta(&books_.all_read, 1);
   }
 
  private:
@@ -218,12 +220,14 @@ class Lane {
       done = ptx::read_acquire_cta(&books_.rows_read[slot_index(chunk)]) >= earlier + of_chunk;
     }
     const unsigned not_done = ~__ballot_sync(kAllLanes, done);
-    return read + __ffs(static_cast<int>(not_done)) - 1;
+    return read + (not_done == 0 ? kWarp : __ffs(static_cast<int>(not_done)) - 1);
   }
 
-  __device__ bool check(uint64_t theirs, int peer) const {
-    if (theirs == sum_word(args_.bytes, args_.element)) return true;
-    const int64_t bytes = static_cast<int64_t>(theirs >> 8), element = static_cast<int64_t>(theirs & 0xFF);
+  // What a peer says beside its count. It may be at a later operation when all of this one's chunks have landed.
+  __device__ bool check(uint64_t theirs, bool all_landed, int peer) const {
+    const uint64_t mine = sum_word(args_.bytes, args_.element, run_.epoch);
+    if (theirs == mine || (all_landed && sum_epoch(theirs) != sum_epoch(mine))) return true;
+    const int64_t bytes = sum_bytes(theirs), element = sum_element(theirs);
     return bytes != args_.bytes ? fail(run_.comm, kDisagree, run_.step, peer, 1, args_.bytes, bytes)
                                 : fail(run_.comm, kDisagree, run_.step, peer, 2, args_.element, element);
   }
@@ -421,7 +425,8 @@ template <class Element, class Access>
 void launch_sum(const SumShardsArgs& args) {
   Cut cut = cut_row(kLaneSlotBytes, kLaneSlotBytes, kPushWarps, 2, 0);
   cut.first_warp = kSumWarps;
-  if (room_for<sum_kernel<Element, Access, true>>().bulk)
+  const Room room = room_for<sum_kernel<Element, Access, true>>();
+  if (room.bulk && cut.shared_bytes() <= room.shared_bytes)
     launch_cooperatively<sum_kernel<Element, Access, true>>(
         "reduce-scatter", args.num_ctas, kThreads, cut.shared_bytes(), args.stream, args, cut, chunk_shift_of(args));
   else
