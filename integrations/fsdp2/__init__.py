@@ -10,8 +10,8 @@
 ``EP_PLUGIN=fsdp2`` in the environment does it for every module that an unmodified script shards.
 
 What is left to stock
-    What a process group serves better or alone: sums of types that ours does not add on a device, and on GPUs parameter
-    groups of 64 MiB and more, gathered, that no other of the model is as large as (the embedding and the head in the
+    What a process group serves better or alone: sums of types that ours does not add on a device, and on GPUs gathers
+    of parameter groups of 64 MiB and more that no other of the model is as large as (the embedding and the head in the
     root, mostly). Peers do not map these, and the copy that this costs is more than ours gains (adapters.py).
 Why memory may be used again
     FSDP2 drops its last reference to a gathered buffer only after it has made its all-gather streams wait for the copy
