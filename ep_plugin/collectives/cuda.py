@@ -25,9 +25,9 @@ CONTROL_BYTES = _C.device_control_bytes
 SM_BELOW_BYTES = 32 << 20  # gathered
 SMALL_BYTES = _C.small_bytes  # gathered, or of the input that is scattered
 _BYTES_PER_CTA = 16 << 10  # of a shard
-# More of them load no faster, since links are full, and store unevenly where they are no power of two.
+# More of them store no faster, since links are full, and unevenly where they are no power of two.
 _MOST_PUSH_CTAS = 64
-_MOST_SUM_CTAS = 24
+_MOST_SUM_CTAS = _C.most_lanes
 _SMALL_BYTES_PER_CTA = 4 << 10  # to or from one peer
 _SMALL_BYTES_IN_A_ROUND = 8 << 10  # two words for each thread of a CTA
 MOST_KEPT = 256  # launches that a node remembers
