@@ -6,8 +6,10 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -129,8 +131,20 @@ def _worst_case(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[R
 
 
 def _asynchronous(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[Received]) -> None:
-    how = {"previous_event": buffer.capture(), "async_finish": True, "allocate_on_comm_stream": True}
-    _with_topk(buffer, case, sent, everyone, **how)
+    """Each call after an event of its own: a call waits for nothing that was launched after its event."""
+
+    def after_now(call: Callable[..., Any]) -> Callable[..., Any]:
+        how = {"async_finish": True, "allocate_on_comm_stream": True}
+        return lambda *args, **given: call(*args, **given, previous_event=buffer.capture(), **how)
+
+    asynchronous = SimpleNamespace(
+        rank=buffer.rank,
+        group_size=buffer.group_size,
+        get_dispatch_layout=buffer.get_dispatch_layout,
+        dispatch=after_now(buffer.dispatch),
+        combine=after_now(buffer.combine),
+    )
+    _with_topk(cast("deep_ep.Buffer", asynchronous), case, sent, everyone)
 
 
 def _few_sms(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[Received]) -> None:
@@ -162,7 +176,8 @@ def _combines(
         _near(out, exact + sum(one.double() for one in added), case.dtype)
         assert weights is not None
         _near(weights, combined(case, everyone, beside, rank), torch.float32)
-    plain, none, _ = buffer.combine(mine, handle)
+    plain, none, event = buffer.combine(mine, handle)
+    event.current_stream_wait()
     assert none is None
     _near(plain, exact, case.dtype)
 
