@@ -1,4 +1,4 @@
-"""Text as bytes, and the batches that every arm of a comparison shares."""
+"""Text as token ids, and the batches that every arm of a comparison shares."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from pathlib import Path
 
 import torch
 
+BYTES = 256
 
-def read_text(path: Path | None) -> torch.Tensor:
-    """The bytes of a file, or of the ``.py``, ``.txt`` and ``.md`` files of a folder, joined; uint8
-    ``[bytes]``.
 
-    ``None`` reads the source files of the Python standard library that runs this. Raises ``ValueError`` when
-    fewer than 2 bytes are found.
+def read_text(path: Path | None, vocab_size: int = BYTES) -> torch.Tensor:
+    """Token ids of a file, or of the ``.py``, ``.txt`` and ``.md`` files of a folder, joined; int32 ``[tokens]``.
+
+    A vocabulary of no more than 256 gets bytes. A larger one gets up to ``vocab_size`` byte pairs, learned from the
+    text itself: bytes of a text are few and uneven, and would all be routed to a few experts. ``None`` reads the source
+    files of the Python standard library that runs this. Raises ``ValueError`` when fewer than 2 bytes are found.
     """
     if path is None:
         files = _standard_library_sources()
@@ -21,20 +23,35 @@ def read_text(path: Path | None) -> torch.Tensor:
         files = sorted(file for file in path.rglob("*") if file.suffix in (".py", ".txt", ".md"))
     else:
         files = [path]
-    text = bytearray(b"\n".join(file.read_bytes() for file in files))
-    if len(text) < 2:
-        raise ValueError(f"text: expected at least 2 bytes to train on, got {len(text)} from {path}")
-    return torch.frombuffer(text, dtype=torch.uint8)
+    texts = [file.read_bytes() for file in files]
+    joined = bytearray(b"\n".join(texts))
+    if len(joined) < 2:
+        raise ValueError(f"text: expected at least 2 bytes to train on, got {len(joined)} from {path}")
+    if vocab_size <= BYTES:
+        return torch.frombuffer(joined, dtype=torch.uint8).int()
+    return _byte_pairs([text.decode(errors="replace") for text in texts], vocab_size)
 
 
 def batch_at(text: torch.Tensor, *, batch: int, seq_len: int, seed: int, step: int, rank: int) -> torch.Tensor:
     """``[batch, seq_len]`` int64 windows of ``text``, a pure function of (seed, step, rank)."""
     span = len(text) - seq_len
     if span < 0:
-        raise ValueError(f"text: expected at least seq_len={seq_len} bytes, got {len(text)}")
+        raise ValueError(f"text: expected at least seq_len={seq_len} tokens, got {len(text)}")
     generator = torch.Generator().manual_seed(hash((seed, step, rank)) & (2**63 - 1))
     starts = torch.randint(span + 1, (batch, 1), generator=generator)
     return text[starts + torch.arange(seq_len)].long()
+
+
+def _byte_pairs(texts: list[str], vocab_size: int) -> torch.Tensor:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    return torch.cat([torch.tensor(text.ids, dtype=torch.int32) for text in encoded])
 
 
 def _standard_library_sources() -> list[Path]:

@@ -42,6 +42,7 @@ class MegatronDeepseek(torch.nn.Module):
 
     def __init__(self, config: MLATransformerConfig, vocab_size: int, seq_len: int) -> None:
         super().__init__()
+        self.vocab_size = vocab_size
         self._syncing = SimpleNamespace(on=True)
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
         spec.layer_norm = WrappedTorchNorm  # with Apex it would be one that knows no RMSNorm

@@ -96,7 +96,7 @@ def _run_steps(
     """This rank's loss and seconds of every step, float64 ``[steps]``, and the seconds of each dispatch and combine of
     every step, float64 ``[steps, exchanges]``.
     """
-    text = read_text(Path(options.text) if options.text else None)
+    text = read_text(Path(options.text) if options.text else None, model.vocab_size)
     optimizer = torch.optim.AdamW(
         _groups_by_mesh(model), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda" or None
     )

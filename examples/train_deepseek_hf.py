@@ -29,10 +29,10 @@ def main(
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="File or folder to train on, as bytes. (default: Python's standard library)"),
+        typer.Option(help="File or folder to train on. (default: Python's standard library)"),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps. (default: the preset's)")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=2, help="Bytes per sequence. (default: the preset's)")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence. (default: the preset's)")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank. (default: the preset's)")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of AdamW. (default: the preset's)")] = None,
     dtype: Annotated[

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ep_plugin.bench.provenance import hash_sources
 
@@ -230,11 +231,25 @@ def test_trains_a_checkpoint_on_a_text_under_torchrun(tmp_path: Path) -> None:
     assert list(metrics["tokens_per_s"]) == ["ep_plugin"]
 
 
+def test_a_vocabulary_of_bytes_gets_bytes_and_a_larger_one_byte_pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    data = importlib.import_module("_data")
+    text = "to be, or not to be, that is the question. " * 50
+    (tmp_path / "one.txt").write_text(text)
+    (tmp_path / "two.md").write_text(text)
+    assert bytes(data.read_text(tmp_path, 256).tolist()).decode() == f"{text}\n{text}"
+    pairs = data.read_text(tmp_path, 300)
+    assert 256 < int(pairs.max()) < 300
+    assert len(pairs) < len(text) and torch.equal(*pairs.chunk(2))  # the same ids for the same text, in fewer
+
+
 def test_a_rank_that_raises_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("short")
     result = _run(*SMALL, "--launch", "2", "--text", str(tmp_path / "text.txt"), "--out", str(tmp_path))
     assert result.returncode == 1
-    assert "expected at least seq_len=32 bytes, got 5" in result.stderr
+    assert "expected at least seq_len=32 tokens, got 5" in result.stderr
     assert not (tmp_path / "metrics.json").exists()
 
 
