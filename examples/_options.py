@@ -130,8 +130,6 @@ PRESETS = {
             DEEPSEEK_PRESETS["v3"],
             widths=DEEPSEEK_PRESETS["v3"].widths | {"first_k_dense_replace": 0},
             layers=4,
-            seq_len=2048,
-            batch=2,
             lr=2e-5,
         )
     },

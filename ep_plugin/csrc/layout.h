@@ -52,7 +52,7 @@ EP_HD constexpr Chunks chunks_of(int num_tokens) {
 EP_HD constexpr int num_chunks(int num_tokens) { return chunks_of(num_tokens).count; }
 
 // On CUDA plan counts tokens in blocks of whole units, few enough that each may add up what all others counted.
-constexpr int kMaxBlocks = 64;
+constexpr int kMaxBlocks = 128;
 EP_HD constexpr int block_tokens(int num_tokens) {
   return static_cast<int>(num_tokens == 0 ? kUnitTokens : align_up(ceil_div(num_tokens, kMaxBlocks), kUnitTokens));
 }

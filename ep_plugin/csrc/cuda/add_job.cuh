@@ -147,7 +147,7 @@ __device__ inline void finish_adding(const Run& run, const AddArgs& args) {
     fill_bytes(args.extra, tokens * args.routing.topk * 4, 0xFF, threadIdx.x, blockDim.x);
     return;
   }
-  tell_consumed(run, kCombinePool);
+  tell_consumed(run, kCombinePool, static_cast<int>(threadIdx.x));
   advance(run);
 }
 

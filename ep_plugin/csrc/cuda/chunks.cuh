@@ -55,6 +55,7 @@ class ArrivedRows {
     const int item = item_ / kWarp * kWarp + lane_id();
     uint64_t seen;
     int32_t begin, end;
+    bool found = false;
     if (known_ == 0 && item < items_) {
       const int source = source_of(item), chunk = chunk_of(item);
       if (chunk >= num_chunks(meta_.src_tokens[source]) || (skips_own_ && source == run_.comm.rank)) {
@@ -62,11 +63,12 @@ class ArrivedRows {
         begin_ = end_ = 0;
       } else if (has_arrived(run_, word_of(item), &seen, &begin, &end)) {
         known_ = 1;
+        found = true;
         take(source, chunk, begin, end);
       }
     }
     __syncwarp();
-    ptx::fence_proxy_async();
+    if (__any_sync(kAllLanes, found)) ptx::fence_proxy_async();
   }
 
   __device__ void take(int source, int chunk, int32_t begin, int32_t end) {
@@ -101,11 +103,11 @@ class ArrivedRows {
   int32_t begin_ = 0, end_ = 0;
 };
 
-// Called by all threads of one CTA when all chunks have been copied: they cover the rows of every source, in order.
-// With `recv_chunk_end`, keeps where each ends.
+// Called by all threads of one CTA when all chunks have been copied: nothing has failed, and they cover the rows of
+// every source, in order. With `recv_chunk_end`, keeps where each ends.
 __device__ inline bool chunks_cover(const Run& run, const Meta& meta, int32_t* recv_chunk_end) {
   const Comm& comm = run.comm;
-  bool ok = true;
+  bool ok = !faulted(comm);
   for (int i = threadIdx.x; i < comm.num_ranks * kMaxChunks; i += blockDim.x) {
     const int source = i / kMaxChunks, chunk = i % kMaxChunks, chunks = num_chunks(meta.src_tokens[source]);
     if (chunk >= chunks) continue;

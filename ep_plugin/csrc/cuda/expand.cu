@@ -21,9 +21,10 @@ __global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
   if (run.ok) run.ok = slots_fit(run, args);
   if (run.ok) {
     const Output out(run, args);
+    const bool opened = open_source_of_thread(run, kDispatchPool, args.header, meta.src_tokens);
     clear_padding(out, team_of_warps());
     if (blockIdx.x == 0) write_tables(out, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
-    if (open_sources(run, kDispatchPool, args.header, meta.src_tokens)) {
+    if (__syncthreads_and(opened)) {
       if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
       ExpandJob job(out, cut, false);
       copy_rows<kBulk>(job, run, cut);

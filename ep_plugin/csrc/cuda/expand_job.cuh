@@ -258,10 +258,8 @@ __device__ inline bool slots_fit(const Run& run, const ExpandArgs& args) {
 
 // The last CTA's end, all threads.
 __device__ inline void finish_expanding(const Run& run, const ExpandArgs& args, const Meta& meta) {
-  const bool sound =
-      __syncthreads_or(faulted(args.comm)) == 0 && chunks_cover(run, meta, args.fresh ? meta.recv_chunk_end : nullptr);
-  if (!sound) return poison(args);
-  tell_consumed(run, kDispatchPool);
+  if (!chunks_cover(run, meta, args.fresh ? meta.recv_chunk_end : nullptr)) return poison(args);
+  tell_consumed(run, kDispatchPool, static_cast<int>(threadIdx.x));
   advance(run);
 }
 

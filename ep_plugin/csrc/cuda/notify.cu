@@ -1,8 +1,9 @@
 // Notify: every rank tells every rank how many rows it will send; each then knows every slot and every FLAT row.
 //
 // Roles. CTA 0 exchanges, a warp for each rank: warp p writes this rank's count row to peer p, then hears rank p's row,
-// checks it and leaves its rank counts in shared memory. Then warp 0 lays out slots and warp r the experts of rank r.
-// The other CTAs meanwhile place this rank's tokens, see place.cuh; they wait for nobody.
+// checks it, leaves its rank counts in shared memory and adds its expert counts to those of others. Then warp r lays
+// out the experts of rank r, and one warp more lays out slots. The other CTAs meanwhile place this rank's tokens, see
+// place.cuh; they wait for nobody.
 // Memory order. A count row is words that carry their epoch: what is read is what was written, and no flag is needed.
 // There are two count rows for each pair of ranks, used in turns: a row is overwritten only after its reader's consumed
 // word says epoch - 2. Totals are stored before the ticket, which has release order at system scope (host memory).
@@ -15,7 +16,7 @@ namespace ep::cuda {
 
 namespace {
 
-constexpr int kNotifyThreads = kMaxRanks * kWarp;
+constexpr int kNotifyThreads = (kMaxRanks + 1) * kWarp;
 
 struct Shared {
   int32_t rank_count[kMaxRanks][kMaxRanks];  // [source][destination], checked
@@ -23,20 +24,31 @@ struct Shared {
   int64_t max_slots, max_sent;
 };
 
+// In shared memory behind `counts`, for each expert: the rows that all ranks send it, and those of ranks before this
+// one.
+__device__ int32_t* rows_of_experts(const Comm& comm) {
+  return counts + plan_block_words(comm.num_ranks, comm.num_experts);
+}
+__device__ int32_t* rows_before_mine(const Comm& comm) { return rows_of_experts(comm) + comm.num_experts; }
+
 __device__ int parity_of(const Run& run) { return static_cast<int>(run.epoch & 1); }
 
-constexpr int kWordsAtOnce = 8;  // of a count row, that a lane has under way
+constexpr int kWordsAtOnce = 12;  // of a count row, that a lane has under way
 
-// One warp: this rank's count row to `peer`.
-__device__ bool write_counts(const Run& run, const NotifyArgs& args, int peer) {
-  const Comm& comm = run.comm;
+// One warp: waits until `peer` has read the count row that lies where the next one goes.
+__device__ bool row_is_free(const Run& run, int peer) {
   const uint64_t free_at = run.epoch < 2 ? 0 : run.epoch - 2;
-  if (!wait_at_least(run, consumed_word(comm, comm.rank, kConsumedCounts, peer), free_at, peer)) return false;
+  const bool ok = wait_at_least(run, consumed_word(run.comm, run.comm.rank, kConsumedCounts, peer), free_at, peer);
+  return __all_sync(kAllLanes, ok) != 0;
+}
+
+// One warp, after that: this rank's count row to `peer`.
+__device__ void write_counts(const Run& run, const NotifyArgs& args, int peer) {
+  const Comm& comm = run.comm;
   const uint32_t* header = reinterpret_cast<const uint32_t*>(&args.header);
   uint64_t* to = count_words(comm, peer, parity_of(run), comm.rank);
   for (int i = lane_id(); i < count_row_words(comm.num_ranks, comm.num_experts); i += kWarp)
     ptx::st_relaxed_sys(to + i, tagged(run.epoch, i < kHeaderWords ? header[i] : counts[i - kHeaderWords]));
-  return true;
 }
 
 // Whether the header in a count row's first words, a lane each, means the same operation as ours. Finds that rank's T.
@@ -54,28 +66,33 @@ __device__ bool check_header(const Run& run, const NotifyArgs& args, int source,
   return false;
 }
 
-// Each lane: its words of a count row, `kWordsAtOnce` from `first` on, kWarp apart; -1 past the end.
+// Each lane: its words of a count row, `kWordsAtOnce` from `first` on, kWarp apart; -1 past the end. All are looked at
+// again while one is missing: one by one they would take a look each after the last has come.
 __device__ bool read_words(const Run& run, const uint64_t* row, int words, int first, int source, int32_t* values) {
-  uint64_t held[kWordsAtOnce];
-#pragma unroll
-  for (int j = 0; j < kWordsAtOnce; ++j) {
-    const int i = first + j * kWarp;
-    held[j] = i < words ? ptx::ld_relaxed_sys(row + i) : tagged(run.epoch, UINT32_MAX);
-  }
   Patience patience;
+  for (;;) {
+    uint64_t held[kWordsAtOnce], missing = 0;
+    bool all_here = true;
 #pragma unroll
-  for (int j = 0; j < kWordsAtOnce; ++j) {
-    while (!has_tag(held[j], run.epoch)) {
-      if (!patience.keep_waiting(run, source, 0, run.epoch & UINT32_MAX, held[j] >> 32)) return false;
-      held[j] = ptx::ld_relaxed_sys(row + first + j * kWarp);
+    for (int j = 0; j < kWordsAtOnce; ++j) {
+      const int i = first + j * kWarp;
+      held[j] = i < words ? ptx::ld_relaxed_sys(row + i) : tagged(run.epoch, UINT32_MAX);
     }
-    values[j] = static_cast<int32_t>(static_cast<uint32_t>(held[j]));
+#pragma unroll
+    for (int j = 0; j < kWordsAtOnce; ++j) {
+      if (!has_tag(held[j], run.epoch)) {
+        all_here = false;
+        missing = held[j];
+      }
+      values[j] = static_cast<int32_t>(static_cast<uint32_t>(held[j]));
+    }
+    if (all_here) return true;
+    if (!patience.keep_waiting(run, source, 0, run.epoch & UINT32_MAX, missing >> 32)) return false;
   }
-  return true;
 }
 
 // One warp: waits for a source's count row and checks it: the same operation as ours, and every count within [0, T of
-// that source]. Keeps its rank counts and T in shared memory.
+// that source]. Keeps its rank counts and T in shared memory, and adds its expert counts up there.
 __device__ bool hear(const Run& run, const NotifyArgs& args, int source, Shared& shared) {
   const Comm& comm = run.comm;
   const int R = comm.num_ranks, words = count_row_words(R, comm.num_experts);
@@ -85,14 +102,17 @@ __device__ bool hear(const Run& run, const NotifyArgs& args, int source, Shared&
     int32_t values[kWordsAtOnce];
     if (!__all_sync(kAllLanes, read_words(run, row, words, base + lane_id(), source, values))) return false;
     if (base == 0 && !check_header(run, args, source, static_cast<uint32_t>(values[0]), &tokens)) return false;
-    bool ok = tokens >= 0 && tokens <= INT32_MAX;
-    if (!ok) fail(comm, kBadData, kNotify, source, 0, 0, tokens);
+    bool ok = tokens >= 0 && tokens <= kMostTokens;
+    if (!ok) fail(comm, kBadData, kNotify, source, 0, kMostTokens, tokens);
 #pragma unroll
     for (int j = 0; j < kWordsAtOnce; ++j) {
       const int i = base + j * kWarp + lane_id() - kHeaderWords;
       if (i < 0 || i >= R + comm.num_experts) continue;
       if (values[j] < 0 || values[j] > tokens) ok = fail(comm, kBadData, kNotify, source, i, tokens, values[j]);
       if (i < R) shared.rank_count[source][i] = values[j];
+      if (i < R || values[j] <= 0) continue;
+      atomicAdd(rows_of_experts(comm) + (i - R), values[j]);
+      if (source < comm.rank) atomicAdd(rows_before_mine(comm) + (i - R), values[j]);
     }
     if (!__all_sync(kAllLanes, ok)) return false;
   }
@@ -105,7 +125,7 @@ __device__ int64_t max_of_warp(int64_t value) {
   return value;
 }
 
-// Warp 0, a lane for each rank: the bases of this rank's rows at each destination, and the order of what it receives.
+// One warp, a lane for each rank: the bases of this rank's rows at each destination, and the order of what it receives.
 __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& shared) {
   const Comm& comm = run.comm;
   const Meta meta = meta_of(comm, args.routing);
@@ -142,41 +162,37 @@ __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& sh
   return true;
 }
 
-// Warp `rank`: where each of that rank's experts starts in its FLAT rows, and where this rank's rows start there.
+// Warp `rank`: where each of that rank's experts starts in its FLAT rows, and where this rank's rows start there. A
+// lane has consecutive experts.
 __device__ bool lay_out_experts(const Run& run, const NotifyArgs& args, int rank) {
   const Comm& comm = run.comm;
   const Meta meta = meta_of(comm, args.routing);
-  const int R = comm.num_ranks, me = comm.rank, per_rank = local_experts(comm);
-  const int64_t alignment = args.routing.layout == kFlat ? args.routing.alignment : 1;
-  int64_t offset = 0;
-  for (int base = 0; base < per_rank; base += kWarp) {
-    const int local = base + lane_id(), expert = rank * per_rank + local;
-    int64_t rows = 0, before_me = 0;
-    if (local < per_rank) {
-#pragma unroll 4
-      for (int source = 0; source < R; ++source) {
-        const uint64_t* words = count_words(comm, me, parity_of(run), source) + kHeaderWords + R;
-        const int32_t count = max(static_cast<int32_t>(ptx::ld_relaxed_sys(words + expert)), 0);
-        before_me += source < me ? count : 0;
-        rows += count;
-      }
-    }
-    int64_t through = align_up(rows, alignment);
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int64_t below = __shfl_up_sync(kAllLanes, through, step);
-      if (lane_id() >= step) through += below;
-    }
-    const int64_t start = offset + through - align_up(rows, alignment);
-    if (local < per_rank) {
-      meta.flat_base[expert] = static_cast<int32_t>(start + before_me);
-      if (rank == me) meta.expert_offset[local] = static_cast<int32_t>(start);
-      if (rank == me) meta.expert_rows[local] = static_cast<int32_t>(rows);
-    }
-    offset += __shfl_sync(kAllLanes, through, kWarp - 1);
+  const int per_rank = local_experts(comm), of_lane = static_cast<int>(ceil_div(per_rank, kWarp));
+  const int begin = min(lane_id() * of_lane, per_rank), end = min(begin + of_lane, per_rank);
+  const uint32_t alignment = args.routing.layout == kFlat ? static_cast<uint32_t>(args.routing.alignment) : 1;
+  const int32_t* rows = rows_of_experts(comm) + rank * per_rank;
+  const int32_t* before = rows_before_mine(comm) + rank * per_rank;
+  const auto aligned = [&](int local) {
+    return static_cast<int64_t>((static_cast<uint32_t>(rows[local]) + alignment - 1) / alignment) * alignment;
+  };
+  int64_t through = 0;
+  for (int local = begin; local < end; ++local) through += aligned(local);
+  int64_t start = -through;
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int64_t below = __shfl_up_sync(kAllLanes, through, step);
+    if (lane_id() >= step) through += below;
   }
-  if (lane_id() == 0 && rank == me) meta.expert_offset[per_rank] = static_cast<int32_t>(offset);
-  if (offset <= INT32_MAX) return true;
-  if (lane_id() == 0) fail(comm, kTooSmall, kNotify, rank, 1, INT32_MAX, offset);
+  start += through;
+  for (int local = begin; local < end; ++local) {
+    meta.flat_base[rank * per_rank + local] = static_cast<int32_t>(start + before[local]);
+    if (rank == comm.rank) meta.expert_offset[local] = static_cast<int32_t>(start);
+    if (rank == comm.rank) meta.expert_rows[local] = rows[local];
+    start += aligned(local);
+  }
+  const int64_t all = __shfl_sync(kAllLanes, through, kWarp - 1);
+  if (lane_id() == 0 && rank == comm.rank) meta.expert_offset[per_rank] = static_cast<int32_t>(all);
+  if (all <= INT32_MAX) return true;
+  if (lane_id() == 0) fail(comm, kTooSmall, kNotify, rank, 1, INT32_MAX, all);
   return false;
 }
 
@@ -195,43 +211,49 @@ __device__ void tell_host(const NotifyArgs& args, const Shared& shared) {
     totals[kTotalMaxSent] = shared.max_sent;
   }
   __syncthreads();
-  if (threadIdx.x == kWarp) ptx::st_release_sys(&board_of(comm).ticket, args.ticket);  // beside warp 0's consumed words
+  if (threadIdx.x == 0) ptx::st_release_sys(&board_of(comm).ticket, args.ticket);
 }
 
 // All threads: this rank's counts, from those of its blocks, in shared memory and for the handle.
 __device__ void count_all(const NotifyArgs& args) {
+  for (int i = threadIdx.x; i < 2 * args.comm.num_experts; i += blockDim.x) rows_of_experts(args.comm)[i] = 0;
   add_up_blocks(args.comm, args.block_counts, plan_blocks(args.routing.num_tokens));
   int32_t* rank_count = meta_of(args.comm, args.routing).rank_count;  // and those of the experts behind them
   for (int i = threadIdx.x; i < num_keys(args.comm); i += blockDim.x) rank_count[i] = counts[i];
 }
 
-// All threads of CTA 0.
-__device__ void exchange(const NotifyArgs& args, const Run& run, Shared& shared) {
+// All threads of CTA 0. `is_free`: in warp p, whether the count row at peer p is.
+__device__ void exchange(const NotifyArgs& args, const Run& run, bool is_free, Shared& shared) {
   const Comm& comm = args.comm;
   const int peer = warp_id();
+  bool ok = is_free && !faulted(comm);  // plan may have failed
   count_all(args);
-  bool ok = true;
-  if (comm.gate == kNotify) ok = __syncthreads_and(threadIdx.x != 0 || hold_at_gate(run)) != 0;
+  if (comm.gate == kNotify) ok = __syncthreads_and(threadIdx.x != 0 || hold_at_gate(run)) && ok;
+  ok = __all_sync(kAllLanes, ok) != 0;
   if (ok && peer < comm.num_ranks) {
-    ok = __all_sync(kAllLanes, write_counts(run, args, peer)) != 0;
-    ok = ok && hear(run, args, peer, shared);
+    write_counts(run, args, peer);
+    ok = hear(run, args, peer, shared);
   }
   if (!__syncthreads_and(ok)) return;
   ptx::let_next_kernel_in();  // not before, as its CTAs would hold SMs for nothing while peers are late
-  if (peer == 0) ok = lay_out_ranks(run, args, shared);
-  if (peer < comm.num_ranks) ok = lay_out_experts(run, args, peer) && ok;
+  if (peer < comm.num_ranks) ok = lay_out_experts(run, args, peer);
+  if (peer == kMaxRanks) {
+    tell_consumed(run, kConsumedCounts, lane_id());
+    ok = lay_out_ranks(run, args, shared);
+  }
   if (!__syncthreads_and(ok)) return;
   if (args.ticket != 0) tell_host(args, shared);
-  tell_consumed(run, kConsumedCounts);
   advance(run);
 }
 
 __global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_constant__ NotifyArgs args) {
   __shared__ Shared shared;
-  ptx::wait_for_kernel_ahead();
   const Run run = enter(args.comm, kNotify);
+  const bool asks = run.ok && blockIdx.x == 0 && warp_id() < args.comm.num_ranks;
+  const bool is_free = !asks || row_is_free(run, warp_id());  // plan, ahead, has no say in that
+  ptx::wait_for_kernel_ahead();
   if (!run.ok) return;
-  if (blockIdx.x == 0) return exchange(args, run, shared);
+  if (blockIdx.x == 0) return exchange(args, run, is_free, shared);
   ptx::let_next_kernel_in();
   place_block(args.comm, args.routing, args.block_counts, static_cast<int>(blockIdx.x) - 1);
 }
@@ -244,7 +266,8 @@ void notify(const NotifyArgs& args) {
   require_rows("block_counts", args.block_counts);
   const int64_t words = plan_block_words(args.comm.num_ranks, args.comm.num_experts);
   const int64_t ctas = 1 + static_cast<int64_t>(plan_blocks(args.routing.num_tokens));
-  launch_early<notify_kernel>("notify", ctas, kNotifyThreads, 4 * words, args.stream, args);
+  launch_early<notify_kernel>("notify", ctas, kNotifyThreads, 4 * (words + 2 * args.comm.num_experts), args.stream,
+                              args);
 }
 
 }  // namespace ep::cuda

@@ -10,23 +10,29 @@ namespace ep::cuda {
 
 __device__ __forceinline__ unsigned lanes_below() { return (1u << lane_id()) - 1u; }
 
+constexpr int kVectorsToAdd = 8;  // of block counts, that a thread has under way
+
 // All threads: `counts` become the sums over blocks [0, end). Joins the CTA.
 __device__ inline void add_up_blocks(const Comm& comm, Address block_counts, int end) {
-  const int vectors = static_cast<int>(plan_block_words(comm.num_ranks, comm.num_experts) / 4);
-  const int warps = static_cast<int>(blockDim.x / kWarp);
-  for (int i = threadIdx.x; i < 4 * vectors; i += blockDim.x) counts[i] = 0;
+  const unsigned vectors = static_cast<unsigned>(plan_block_words(comm.num_ranks, comm.num_experts) / 4);
+  const unsigned all = vectors * static_cast<unsigned>(end);  // they lie one behind the other
+  for (unsigned i = threadIdx.x; i < 4 * vectors; i += blockDim.x) counts[i] = 0;
   __syncthreads();
-  for (int i = lane_id(); i < vectors; i += kWarp) {
-    int4 sum = make_int4(0, 0, 0, 0);
-#pragma unroll 8
-    for (int block = warp_id(); block < end; block += warps) {
-      const int4 of_block = at<const int4>(block_counts)[static_cast<int64_t>(block) * vectors + i];
-      sum = make_int4(sum.x + of_block.x, sum.y + of_block.y, sum.z + of_block.z, sum.w + of_block.w);
+  for (unsigned base = threadIdx.x; base < all; base += kVectorsToAdd * blockDim.x) {
+    int4 held[kVectorsToAdd];
+#pragma unroll
+    for (unsigned j = 0; j < kVectorsToAdd; ++j) {
+      const unsigned i = base + j * blockDim.x;
+      held[j] = i < all ? at<const int4>(block_counts)[i] : make_int4(0, 0, 0, 0);
     }
-    if (sum.x != 0) atomicAdd(&counts[4 * i], sum.x);
-    if (sum.y != 0) atomicAdd(&counts[4 * i + 1], sum.y);
-    if (sum.z != 0) atomicAdd(&counts[4 * i + 2], sum.z);
-    if (sum.w != 0) atomicAdd(&counts[4 * i + 3], sum.w);
+#pragma unroll
+    for (unsigned j = 0; j < kVectorsToAdd; ++j) {
+      int32_t* to = counts + (base + j * blockDim.x) % vectors * 4;
+      if (held[j].x != 0) atomicAdd(to, held[j].x);
+      if (held[j].y != 0) atomicAdd(to + 1, held[j].y);
+      if (held[j].z != 0) atomicAdd(to + 2, held[j].z);
+      if (held[j].w != 0) atomicAdd(to + 3, held[j].w);
+    }
   }
   __syncthreads();
 }
@@ -56,6 +62,8 @@ __device__ inline void place_tokens(const Step32& step, int R, unsigned bits, bo
   }
 }
 
+constexpr int kStepsAtOnce = 8;  // whose ids are loaded together: one after the other they would take most of the time
+
 // One warp, after add_up_blocks.
 __device__ inline void place_in_order(const Comm& comm, const Routing& routing, const Block& block) {
   const Step32 step(comm, routing.topk);
@@ -66,18 +74,28 @@ __device__ inline void place_in_order(const Comm& comm, const Routing& routing, 
   int tokens = lane_id() < R ? counts[lane_id()] : 0;
   for (int unit = block.begin; unit < block.end; unit += kUnitTokens) {
     const int unit_end = min(unit + kUnitTokens, block.end);
-    for (int first = unit; first < unit_end; first += step.tokens()) {
-      const int64_t token = first + step.token();
-      const bool here = token < unit_end;
-      unsigned bits = 0;
-      for (int k = step.k(); k - step.k() < K; k += kWarp) {
-        const bool has_pair = here && k < K;
-        const int expert = has_pair ? ids[token * K + k] : -1;
-        const int position = place_pair(counts + R, expert);
-        if (has_pair) at<int32_t>(routing.pair_pos)[token * K + k] = position;
-        bits |= step.rank_bit(expert);
+    for (int first = unit; first < unit_end; first += kStepsAtOnce * step.tokens()) {
+      int32_t held[kStepsAtOnce];  // ids of the lane's first pair in each step
+#pragma unroll
+      for (int j = 0; j < kStepsAtOnce; ++j) {
+        const int64_t token = first + j * step.tokens() + step.token();
+        held[j] = token < unit_end && step.k() < K ? ids[token * K + step.k()] : -1;
       }
-      place_tokens(step, R, step.bits_of_token(bits), here, at<int32_t>(routing.send_pos) + token * R, &tokens);
+#pragma unroll
+      for (int j = 0; j < kStepsAtOnce; ++j) {
+        if (first + j * step.tokens() >= unit_end) break;
+        const int64_t token = first + j * step.tokens() + step.token();
+        const bool here = token < unit_end;
+        unsigned bits = 0;
+        for (int k = step.k(); k - step.k() < K; k += kWarp) {
+          const bool has_pair = here && k < K;
+          const int expert = k == step.k() ? held[j] : has_pair ? ids[token * K + k] : -1;
+          const int position = place_pair(counts + R, expert);
+          if (has_pair) at<int32_t>(routing.pair_pos)[token * K + k] = position;
+          bits |= step.rank_bit(expert);
+        }
+        place_tokens(step, R, step.bits_of_token(bits), here, at<int32_t>(routing.send_pos) + token * R, &tokens);
+      }
     }
     const int chunk = chunks.of(unit);
     if (lane_id() < R && unit_end == chunks.end(chunk)) meta.send_chunk_end[lane_id() * kMaxChunks + chunk] = tokens;

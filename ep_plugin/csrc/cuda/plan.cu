@@ -71,6 +71,8 @@ void plan(const PlanArgs& args) {
   require_routing(args.routing);
   require(args.id_bytes == 4 || args.id_bytes == 8, "id_bytes", "4 or 8", args.id_bytes);
   require(num_keys(args.comm) <= kMostKeys, "num_experts", "at most 12000 with the ranks on CUDA", num_keys(args.comm));
+  require(args.routing.num_tokens <= kMostTokens, "num_tokens", "at most 134217727 with the ranks on CUDA",
+          args.routing.num_tokens);
   require_rows("block_counts", args.block_counts);
   const int64_t words = plan_block_words(args.comm.num_ranks, args.comm.num_experts);
   launch<plan_kernel>("plan", plan_blocks(args.routing.num_tokens), kPlanThreads, 4 * words, args.stream, args);

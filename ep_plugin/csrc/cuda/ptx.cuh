@@ -184,7 +184,8 @@ __device__ __forceinline__ uint64_t globaltimer() {
 // --- Kernels that follow each other (launch.cuh: launch_early) ----------------------------------------------------
 
 // Waits until the kernel ahead in the stream has ended and its writes can be seen. Every thread of a kernel that was
-// launched early calls it before it touches memory, or the one behind it would not wait for the one before it.
+// launched early calls it, or the one behind it would not wait for the one before it. Until then it touches only what
+// kernels before the chain wrote: the first of a chain is not launched early.
 __device__ __forceinline__ void wait_for_kernel_ahead() {
 #if EP_HAS_BULK
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -25,13 +25,14 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
   const Meta meta = meta_of(args.comm, args.routing);
   progress.clear();
   if (run.ok) {
-    tell_started(run, kCombinePool);
+    const bool may_write = destination_has_read(run, kCombinePool), fits = pushes_fit(args, meta);
     order.make(args.comm, meta);
-    run.ok = wait_for_destinations(run, kCombinePool, pushes_fit(args, meta));
+    run.ok = may_send(may_write && fits);
   }
   if (run.ok) {
     if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks == 0) hold_at_gate(run);
     if (warp_id() == cut.warps) {
+      tell_started(run, kCombinePool);
       open_destinations(run, kCombinePool, args.header);
       signal_chunks(run, kCombinePool, progress, cut.warps, PushedChunks{run, meta, order, cut.parts});
     } else {

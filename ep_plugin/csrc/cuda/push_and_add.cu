@@ -29,9 +29,9 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
   bool ok = pushing.ok && adding.ok;
   progress.clear();
   if (ok) {
-    tell_started(pushing, kCombinePool);
+    const bool may_write = destination_has_read(pushing, kCombinePool), fits = pushes_fit(push, meta);
     order.make(comm, meta);
-    ok = partials_fit(adding, add) && wait_for_destinations(pushing, kCombinePool, pushes_fit(push, meta));
+    ok = partials_fit(adding, add) && may_send(may_write && fits);
   }
   if (ok) {
     if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks == 0) hold_at_gate(pushing);
@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
       PushJob job(pushing, push, meta, order, push_cut, progress);
       reduce_rows<Element, kBulk>(job, pushing, push_cut);
     } else if (warp_id() == push_cut.warps) {
+      tell_started(pushing, kCombinePool);
       open_destinations(pushing, kCombinePool, push.header);
       signal_chunks(pushing, kCombinePool, progress, push_cut.warps,
                     PushedChunks{pushing, meta, order, push_cut.parts});

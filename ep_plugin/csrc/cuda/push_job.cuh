@@ -20,10 +20,12 @@ struct Order {
     for (int i = threadIdx.x; i < kMaxChunks * R; i += blockDim.x) {
       const int chunk = i / R, owner = owner_of(comm, i % R);
       const int32_t* ends = meta.recv_chunk_end + owner * kMaxChunks;
-      const bool here = chunk < num_chunks(meta.src_tokens[owner]);
-      const int32_t first = here && chunk > 0 ? ends[chunk - 1] : 0;
-      slot[i] = meta.recv_offset[owner] + first;
-      begin[i + 1] = here ? ends[chunk] - first : 0;
+      // None of the loads depends on another.
+      const int32_t offset = meta.recv_offset[owner], tokens = meta.src_tokens[owner];
+      const int32_t before = chunk > 0 ? ends[chunk - 1] : 0, end = ends[chunk];
+      const bool here = chunk < num_chunks(tokens);
+      slot[i] = offset + (here ? before : 0);
+      begin[i + 1] = here ? end - before : 0;
     }
     __syncthreads();
     if (warp_id() == 0) add_up(comm, meta);

@@ -25,9 +25,10 @@ template <bool kBulk, class From>
 __global__ void __launch_bounds__(kMostThreads, 1)
     send_kernel(const __grid_constant__ SendArgs args, const __grid_constant__ Cut cut) {
   __shared__ Progress progress;
+  Run run = enter(args.comm, kSend);
+  const bool may_write = run.ok && destination_has_read(run, kDispatchPool);  // notify, ahead, has no say in that
   ptx::wait_for_kernel_ahead();
   const Meta meta = meta_of(args.comm, args.routing);
-  Run run = enter(args.comm, kSend);
   if (!run.ok) return;
   if (pools_must_grow(args, meta)) {
     if (args.optimistic == 0 && blockIdx.x == 0 && threadIdx.x == 0)
@@ -35,11 +36,12 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     return;
   }
   progress.clear();
-  tell_started(run, kDispatchPool);
-  run.ok = wait_for_destinations(run, kDispatchPool, sends_fit(args, meta));
+  const bool fits = sends_fit(args, meta), failed = faulted(args.comm);
+  run.ok = may_send(may_write && fits && !failed);
   if (run.ok) {
     if (args.routing.num_tokens == 0 && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
     if (warp_id() == cut.warps) {
+      tell_started(run, kDispatchPool);
       open_destinations(run, kDispatchPool, args.header);
       signal_chunks(run, kDispatchPool, progress, cut.warps, SentChunks(run, meta, args.routing.num_tokens, cut.parts));
     } else {

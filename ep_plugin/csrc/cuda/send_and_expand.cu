@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   bool ok = sending.ok && receiving.ok;
   progress.clear();
   if (ok) {
-    tell_started(sending, kDispatchPool);
-    ok = wait_for_destinations(sending, kDispatchPool, sends_fit(send, meta) && slots_fit(receiving, expand));
+    const bool may_write = destination_has_read(sending, kDispatchPool);
+    ok = may_send(may_write && sends_fit(send, meta) && slots_fit(receiving, expand));
   }
   if (ok) {
     if (send.routing.num_tokens == 0 && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(sending);
@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     else if (warp_id() > send_cut.warps)
       receive<kBulk>(receiving, expand, meta, expand_cut);
     else {
+      tell_started(sending, kDispatchPool);
       open_destinations(sending, kDispatchPool, send.header);
       signal_chunks(sending, kDispatchPool, progress, send_cut.warps,
                     SentChunks(sending, meta, send.routing.num_tokens, 1));

@@ -175,10 +175,10 @@ class SendJob {
 __device__ inline bool sends_fit(const SendArgs& args, const Meta& meta) {
   const Comm& comm = args.comm;
   const int dest = static_cast<int>(threadIdx.x);
-  if (dest >= comm.num_ranks || meta.rank_count[dest] == 0) return true;
-  const int64_t end =
-      (static_cast<int64_t>(meta.slot_base[dest]) + meta.rank_count[dest]) * slot_layout_of(args.header).bytes;
-  return end <= comm.pool_bytes[kDispatchPool] ||
+  if (dest >= comm.num_ranks) return true;
+  const int64_t rows = meta.rank_count[dest], base = meta.slot_base[dest];
+  const int64_t end = (base + rows) * slot_layout_of(args.header).bytes;
+  return rows == 0 || end <= comm.pool_bytes[kDispatchPool] ||
          fail(comm, kTooSmall, kSend, dest, 0, comm.pool_bytes[kDispatchPool], end);
 }
 

@@ -131,7 +131,7 @@ __device__ inline unsigned count_in(const Run& run, Pool pool, int first, int ch
   return lasts;
 }
 
-// One warp of each CTA. All chunks that are ready at a time share one fence; the first goes alone, for the test gate.
+// One warp of each CTA. All chunks that are ready at a time share one fence; at the test gate the first goes alone.
 // Chunks has
 //   int count() const                       chunks of the kernel
 //   int32_t end(int chunk) const            the number after the chunk's last row
@@ -142,7 +142,8 @@ __device__ void signal_chunks(const Run& run, Pool pool, Progress& progress, int
   for (int first = 0, ready; first < count; first = ready) {
     const int32_t least = wait_written(run, progress, warps, first, chunks.end(first));
     if (least < 0) return;
-    for (ready = first + 1; first > 0 && ready < count && ready - first < kWarp && chunks.end(ready) <= least;) ++ready;
+    const bool alone = first == 0 && run.comm.gate == run.step;
+    for (ready = first + 1; !alone && ready < count && ready - first < kWarp && chunks.end(ready) <= least;) ++ready;
     const unsigned last = count_in(run, pool, first, ready - first);
     if (last == 0) continue;
     if (__any_sync(kAllLanes, faulted(run.comm))) return;

@@ -115,10 +115,9 @@ __device__ inline Run enter(const Comm& comm, Step step) {
 // Called by all threads of every CTA, when the CTA's own work is done: true in the CTA that comes last.
 __device__ inline bool last_to_finish(const Run& run) {
   __shared__ bool last;
-  __syncthreads();
+  __syncthreads();  // what any thread wrote, thread 0 passes on
   if (threadIdx.x == 0) {
     uint64_t* done = &state_of(run.comm).ctas_done[run.step - 1];
-    ptx::fence_acq_rel_gpu();
     last = ptx::atom_add_acq_rel_gpu(done, 1) + 1 == gridDim.x;
     if (last) *done = 0;
   }
@@ -126,19 +125,19 @@ __device__ inline bool last_to_finish(const Run& run) {
   return last;
 }
 
-// The last CTA's end of a step that went well; called by all its threads. Only a reader has words to store.
+// The last CTA's end of a step that went well; called by all its threads. Only a reader has words to store, a thread
+// for each source.
 __device__ inline void advance(const Run& run) {
   if (threadIdx.x == 0) state_of(run.comm).epoch[run.step - 1] = run.epoch;
 }
-__device__ inline void tell_consumed(const Run& run, int kind) {
+__device__ inline void tell_consumed(const Run& run, int kind, int source) {
   const Comm& comm = run.comm;
-  const int source = static_cast<int>(threadIdx.x);
   if (source < comm.num_ranks) ptx::st_release_sys(consumed_word(comm, source, kind, comm.rank), run.epoch);
 }
 
-// A sender says that all its CTAs run: whoever waits on SMs for its rows may now be let in.
+// A sender says that all its CTAs run: whoever waits on SMs for its rows may now be let in. One warp of each CTA.
 __device__ inline void tell_started(const Run& run, Pool pool) {
-  if (threadIdx.x != 0) return;
+  if (lane_id() != 0) return;
   State& state = state_of(run.comm);
   if (ptx::atom_add_acq_rel_gpu(&state.ctas_started[pool], 1) + 1 != gridDim.x) return;
   state.ctas_started[pool] = 0;
@@ -156,13 +155,17 @@ __device__ inline bool hold_at_gate(const Run& run) {
   return true;
 }
 
-// Waits until every destination has read the rows of the epoch before. All threads call it, and it joins them; false
-// unless `sound` holds for all.
-__device__ inline bool wait_for_destinations(const Run& run, Pool pool, bool sound) {
+// The CTA's last warp, a lane for each destination, waits until it has read the rows of the epoch before. Other warps
+// go on: may_send() joins them.
+__device__ inline bool destination_has_read(const Run& run, Pool pool) {
   const Comm& comm = run.comm;
-  const int dest = static_cast<int>(threadIdx.x);
-  if (sound && dest < comm.num_ranks)
-    sound = wait_at_least(run, consumed_word(comm, comm.rank, pool, dest), run.epoch - 1, dest);
+  const int dest = static_cast<int>(threadIdx.x + kWarp) - static_cast<int>(blockDim.x);
+  if (dest < 0 || dest >= comm.num_ranks) return true;
+  return wait_at_least(run, consumed_word(comm, comm.rank, pool, dest), run.epoch - 1, dest);
+}
+
+// Whether `sound` holds for all threads, which call it after destination_has_read(), and it joins them.
+__device__ inline bool may_send(bool sound) {
   sound = __syncthreads_and(sound) != 0;
   ptx::fence_proxy_async();  // bulk stores overwrite what those peers have read
   return sound;
@@ -201,10 +204,10 @@ __device__ inline bool open_source(const Run& run, Pool pool, int source, const 
          check_opening(run, word, source, mine, src_tokens == nullptr ? -1 : src_tokens[source]);
 }
 
-// Every source's. `src_tokens` may be null. All threads call it, and it joins them.
-__device__ inline bool open_sources(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
+// Every source's, a thread for each. `src_tokens` may be null. All threads of a CTA, which then join.
+__device__ inline bool open_source_of_thread(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
   const int source = static_cast<int>(threadIdx.x);
-  return __syncthreads_and(source >= run.comm.num_ranks || open_source(run, pool, source, mine, src_tokens)) != 0;
+  return source >= run.comm.num_ranks || open_source(run, pool, source, mine, src_tokens);
 }
 // The same for one warp of a kernel whose other warps do something else.
 __device__ inline bool open_sources_of_warp(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {

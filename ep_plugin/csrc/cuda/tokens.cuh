@@ -4,8 +4,9 @@
 
 namespace ep::cuda {
 
-constexpr int64_t kMostKeys = 12'000;  // ranks and experts: their counts lie in shared memory
-extern __shared__ int32_t counts[];    // [R] tokens for each rank, then [E] pairs for each expert, then up to 3 unused
+constexpr int64_t kMostKeys = 12'000;                   // ranks and experts: their counts lie in shared memory
+constexpr int64_t kMostTokens = INT32_MAX / kMaxRanks;  // of a rank: sums over ranks fit in 32 bits
+extern __shared__ int32_t counts[];  // [R] tokens for each rank, then [E] pairs for each expert, then up to 3 unused
 
 EP_HD int num_keys(const Comm& comm) { return comm.num_ranks + comm.num_experts; }
 
