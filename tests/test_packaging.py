@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 ROOT = Path(__file__).parents[1]
 BUILT_FROM = [
     "setup.py",
@@ -192,3 +193,12 @@ def test_import_is_cheap(tmp_path: Path) -> None:
     code = f"import sys, ep_plugin; print([name for name in {HEAVY} if name in sys.modules])"
     loaded = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT)).stdout.strip()
     assert loaded == "[]"
+
+
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+def test_kernels_compile_for_gpus_without_bulk_copies(tmp_path: Path) -> None:
+    """The default build is for those too, CI's only for those with them."""
+    assert NVCC is not None
+    flags = ("-std=c++17", "--expt-relaxed-constexpr", "-arch=sm_80", "-Xptxas", "-O0")
+    run(NVCC, *flags, "-c", ROOT / "ep_plugin/csrc/cuda/send.cu", "-o", tmp_path / "send.o", cwd=tmp_path)
+    assert (tmp_path / "send.o").stat().st_size > 0
