@@ -96,7 +96,7 @@ def _run_steps(
     """This rank's loss and seconds of every step, float64 ``[steps]``, and the seconds of each dispatch and combine of
     every step, float64 ``[steps, exchanges]``.
     """
-    text = read_text(Path(options.text) if options.text else None, model.vocab_size)
+    text = _text_of_rank_0(options, model.vocab_size)
     optimizer = torch.optim.AdamW(
         _groups_by_mesh(model), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda" or None
     )
@@ -130,6 +130,16 @@ def _run_steps(
         bar.set_postfix(loss=f"{value:.3f}", refresh=False)
     losses, step_seconds = measured.to(device)
     return losses, step_seconds, torch.tensor(exchanges, dtype=torch.float64, device=device)
+
+
+def _text_of_rank_0(options: TrainOptions, vocab_size: int) -> torch.Tensor:
+    """One rank learns the pairs of a vocabulary, and all train on the same ids."""
+    path = Path(options.text) if options.text else None
+    found = [read_text(path, vocab_size) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    (text,) = found
+    assert text is not None
+    return text
 
 
 def _backward(model: torch.nn.Module, batches: list[torch.Tensor]) -> torch.Tensor:

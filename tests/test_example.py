@@ -242,7 +242,7 @@ def test_a_vocabulary_of_bytes_gets_bytes_and_a_larger_one_byte_pairs(
     assert bytes(data.read_text(tmp_path, 256).tolist()).decode() == f"{text}\n{text}"
     pairs = data.read_text(tmp_path, 300)
     assert 256 < int(pairs.max()) < 300
-    assert len(pairs) < len(text) and torch.equal(*pairs.chunk(2))  # the same ids for the same text, in fewer
+    assert len(pairs) < len(text) and torch.equal(*pairs.chunk(2))  # the same ids for the same lines, in fewer
 
 
 def test_a_rank_that_raises_ends_the_run(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
     add_kernel(const __grid_constant__ AddArgs args, const __grid_constant__ Cut cut) {
   const Run run = enter(args.comm, kAdd);
   if (run.ok && partials_fit(run, args) &&
-      __syncthreads_and(open_source_of_thread(run, kCombinePool, args.header, nullptr))) {
+      __syncthreads_and(open_source_of_lane(run, kCombinePool, args.header, nullptr))) {
     AddJob job(run, args, cut);
     reduce_rows<Element, kBulk>(job, run, cut);
   }

@@ -1,11 +1,11 @@
 // Expand: received slots to the rows that the caller's experts take, as their chunks arrive.
 //
-// Roles. All warps first clear the rows that nothing is sent for; CTA 0 writes the tables. Then warps take slots in
-// turn: lane 0 moves the row (bulk: one load of the slot, one store for each FLAT row), all lanes read its head. The
-// last CTA checks that the chunks cover every source's rows, and tells the sources that their rows are read. Memory
-// order. A chunk's flag is acquired at system scope, the warp joins, and the async proxy is fenced before bulk loads.
-// Consumed words are stored with release after all CTAs' reads. After a fault every output but the tables is filled
-// with 0xFF bytes, the tables with 0: counts of no rows.
+// Roles. All warps first clear the rows that nothing is sent for, the last one after it has heard every source's
+// opening; CTA 0 writes the tables. Then warps take slots in turn: lane 0 moves the row (bulk: one load of the slot,
+// one store for each FLAT row), all lanes read its head. The last CTA checks that the chunks cover every source's rows,
+// and tells the sources that their rows are read. Memory order. A chunk's flag is acquired at system scope, the warp
+// joins, and the async proxy is fenced before bulk loads. Consumed words are stored with release after all CTAs' reads.
+// After a fault every output but the tables is filled with 0xFF bytes, the tables with 0: counts of no rows.
 #include "expand_job.cuh"
 #include "kernels.h"
 
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
   if (run.ok) run.ok = slots_fit(run, args);
   if (run.ok) {
     const Output out(run, args);
-    const bool opened = open_source_of_thread(run, kDispatchPool, args.header, meta.src_tokens);
+    const bool opened = open_source_of_lane(run, kDispatchPool, args.header, meta.src_tokens);
     clear_padding(out, team_of_warps());
     if (blockIdx.x == 0) write_tables(out, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
     if (__syncthreads_and(opened)) {

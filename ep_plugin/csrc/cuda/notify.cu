@@ -246,7 +246,7 @@ __device__ void exchange(const NotifyArgs& args, const Run& run, bool is_free, S
   advance(run);
 }
 
-__global__ void __launch_bounds__(kNotifyThreads) notify_kernel(const __grid_constant__ NotifyArgs args) {
+__global__ void __launch_bounds__(kNotifyThreads, 1) notify_kernel(const __grid_constant__ NotifyArgs args) {
   __shared__ Shared shared;
   const Run run = enter(args.comm, kNotify);
   const bool asks = run.ok && blockIdx.x == 0 && warp_id() < args.comm.num_ranks;

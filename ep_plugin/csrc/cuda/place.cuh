@@ -102,10 +102,12 @@ __device__ inline void place_in_order(const Comm& comm, const Routing& routing, 
   }
 }
 
-// All threads of a CTA.
+// All threads of a CTA. Where plan has failed, its CTAs may have written neither ids nor counts: sums of whatever lies
+// there do no harm, and nothing is looked up by such ids.
 __device__ inline void place_block(const Comm& comm, const Routing& routing, Address block_counts, int block) {
+  const bool failed = faulted(comm);
   add_up_blocks(comm, block_counts, block);
-  if (warp_id() == 0) place_in_order(comm, routing, Block(routing.num_tokens, block));
+  if (warp_id() == 0 && !__any_sync(kAllLanes, failed)) place_in_order(comm, routing, Block(routing.num_tokens, block));
 }
 
 }  // namespace ep::cuda

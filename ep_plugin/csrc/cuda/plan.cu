@@ -70,7 +70,7 @@ void plan(const PlanArgs& args) {
   require_comm(args.comm);
   require_routing(args.routing);
   require(args.id_bytes == 4 || args.id_bytes == 8, "id_bytes", "4 or 8", args.id_bytes);
-  require(num_keys(args.comm) <= kMostKeys, "num_experts", "at most 12000 with the ranks on CUDA", num_keys(args.comm));
+  require(num_keys(args.comm) <= kMostKeys, "num_experts", "at most 8000 with the ranks on CUDA", num_keys(args.comm));
   require(args.routing.num_tokens <= kMostTokens, "num_tokens", "at most 134217727 with the ranks on CUDA",
           args.routing.num_tokens);
   require_rows("block_counts", args.block_counts);

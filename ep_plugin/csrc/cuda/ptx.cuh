@@ -184,8 +184,9 @@ __device__ __forceinline__ uint64_t globaltimer() {
 // --- Kernels that follow each other (launch.cuh: launch_early) ----------------------------------------------------
 
 // Waits until the kernel ahead in the stream has ended and its writes can be seen. Every thread of a kernel that was
-// launched early calls it, or the one behind it would not wait for the one before it. Until then it touches only what
-// kernels before the chain wrote: the first of a chain is not launched early.
+// launched early calls it, or the one behind it would not wait for the one before it. Until then it reads only what was
+// written before the chain, whose first kernel is not launched early, and faults, for which it looks again. (A send
+// that is launched again, for larger pools, is a chain by itself: the host has waited for all before it.)
 __device__ __forceinline__ void wait_for_kernel_ahead() {
 #if EP_HAS_BULK
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -30,6 +30,11 @@ struct Run {
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x % kWarp); }
 __device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x / kWarp); }
 
+// Negative in other warps of the CTA.
+__device__ __forceinline__ int lane_of_last_warp() {
+  return static_cast<int>(threadIdx.x + kWarp) - static_cast<int>(blockDim.x);
+}
+
 // Consecutive indices lie on different SMs, so that a short chunk spreads over all of them.
 struct Team {
   int64_t index;
@@ -156,10 +161,10 @@ __device__ inline bool hold_at_gate(const Run& run) {
 }
 
 // The CTA's last warp, a lane for each destination, waits until it has read the rows of the epoch before. Other warps
-// go on: may_send() joins them.
+// go on to the CTA's next join; may_send() is the last that they can.
 __device__ inline bool destination_has_read(const Run& run, Pool pool) {
   const Comm& comm = run.comm;
-  const int dest = static_cast<int>(threadIdx.x + kWarp) - static_cast<int>(blockDim.x);
+  const int dest = lane_of_last_warp();
   if (dest < 0 || dest >= comm.num_ranks) return true;
   return wait_at_least(run, consumed_word(comm, comm.rank, pool, dest), run.epoch - 1, dest);
 }
@@ -204,10 +209,10 @@ __device__ inline bool open_source(const Run& run, Pool pool, int source, const 
          check_opening(run, word, source, mine, src_tokens == nullptr ? -1 : src_tokens[source]);
 }
 
-// Every source's, a thread for each. `src_tokens` may be null. All threads of a CTA, which then join.
-__device__ inline bool open_source_of_thread(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
-  const int source = static_cast<int>(threadIdx.x);
-  return source >= run.comm.num_ranks || open_source(run, pool, source, mine, src_tokens);
+// Every source's, by the CTA's last warp, a lane for each. `src_tokens` may be null. Other warps go on to the join.
+__device__ inline bool open_source_of_lane(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
+  const int source = lane_of_last_warp();
+  return source < 0 || source >= run.comm.num_ranks || open_source(run, pool, source, mine, src_tokens);
 }
 // The same for one warp of a kernel whose other warps do something else.
 __device__ inline bool open_sources_of_warp(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {

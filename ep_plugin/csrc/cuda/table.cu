@@ -16,10 +16,11 @@ __global__ void admit_kernel(const __grid_constant__ AdmitArgs args, Pool pool) 
 }
 }  // namespace
 
-// Three times the deadline: notify, ahead of the sender, waits for peers twice, and knows whom to name.
+// Four times the deadline: notify, ahead of the sender, waits for peers twice, and the sender once before it says that
+// it has started. They know whom to name.
 void admit(const AdmitArgs& asked) {
   AdmitArgs args = asked;
-  args.comm.timeout_ns = 3 * std::min(args.comm.timeout_ns, INT64_MAX / 3);
+  args.comm.timeout_ns = 4 * std::min(args.comm.timeout_ns, INT64_MAX / 4);
   require_comm(args.comm);
   require(args.step == kExpand || args.step == kAdd, "step", "expand or add", args.step);
   const Pool pool = args.step == kExpand ? kDispatchPool : kCombinePool;
