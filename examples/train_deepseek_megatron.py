@@ -23,7 +23,7 @@ from _options import MEGATRON, PRESETS
 def main(
     preset: Annotated[str, typer.Option(help="tiny | v3: widths and defaults of the run.")] = "v3",
     layers: Annotated[
-        int | None, typer.Option(min=1, help="Decoder layers, a dense one first. (default: the preset's)")
+        int | None, typer.Option(min=1, help="Decoder layers; the first of tiny is dense. (default: the preset's)")
     ] = None,
     text: Annotated[
         Path | None,

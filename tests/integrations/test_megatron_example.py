@@ -28,7 +28,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ((), "expected NVIDIA GPUs, which Megatron-core's layers need, found none: train_deepseek_hf.py runs on CPUs"),
         (("--dispatcher", "allgather"), "expected flex or alltoall, got 'allgather'"),
         (("--compare", "flex"), "expected another dispatcher than flex"),
-        (("--layers", "1"), "expected more than 1, the first 1 being dense, got 1"),
+        (("--preset", "tiny", "--layers", "1"), "expected more than 1, the first 1 being dense, got 1"),
     ],
     ids=["no-gpu", "dispatcher", "compare-itself", "only-dense-layers"],
 )
