@@ -19,7 +19,7 @@ deepseek  DeepSeek-V3 of transformers and of Megatron-core, and ep-bench megatro
 
 PYTHON    the interpreter (.venv/bin/python where there is one)
 OUT       a folder that gets what is written, too
-LAYERS    decoder layers of what trains, in place of 36 (more: fsdp2), 4 (train), 4 and 5 (deepseek)
+LAYERS    decoder layers of what trains, in place of 36 (more: fsdp2), 4 (train, deepseek)
 STEPS     optimizer steps of train and deepseek, in place of their presets'
 
 benchmarks/results/h200x2 has fsdp2.json of LAYERS=8 and train_deepseek_v3_hf_2_layers.json of LAYERS=2 STEPS=8.
