@@ -37,7 +37,7 @@ class Kernels:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.pushed: list[Arguments] = []
-        self.summed = self.small = 0
+        self.most_summed_by = self.small = 0
 
     def push_shard(self, args: Arguments) -> None:
         self.pushed.append(Arguments(**vars(args)))  # the next call may use the same again
@@ -51,9 +51,9 @@ class Kernels:
                     ctypes.memmove(output, args.landing + rank * args.bytes, args.bytes)
 
     def sum_shards(self, args: Arguments) -> None:
-        self.summed += 1
+        self.most_summed_by = max(self.most_summed_by, args.num_ctas)
         rank, ranks = args.comm.rank, range(args.comm.num_ranks)
-        step = _C.lane_slots_bytes(len(ranks)) // len(ranks)  # of each rank in the slots, of which it has this part
+        step = _C.lane_slots_bytes(len(ranks), 1) // len(ranks) // 16 * 16  # of each rank
         for begin in range(0, args.bytes, step):
             nbytes = min(step, args.bytes - begin)
             dist.barrier(self._group)
@@ -107,7 +107,7 @@ def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
     node._staging, node._step = None, STAGING_BYTES // engine.node_size // 16 * 16
     node._calls = Calls(engine)
     node._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
-    node._slots = engine.memory.allocate(_C.lane_slots_bytes(engine.node_size), "slots")
+    node._slots = engine.memory.allocate(_C.lane_slots_bytes(engine.node_size, max(1, engine.sum_sms)), "slots")
     node.stream_words = SimpleNamespace(addresses=[])
     node._kept, node._changes = {}, 0
     node.number, node.words, node.pending = 0, torch.zeros(2, dtype=torch.int64), deque()

@@ -87,8 +87,8 @@ OF_CHUNKS = gather_sms("sm", CHUNK_BYTES["cuda"], 2)
         (GATHER, 4, 2, SMALL, "auto", gather_sms("auto", SMALL // 4, 2)),
         (GATHER, 4, 2, LARGE, "copy_engine", 0),
         (GATHER, 2, 2, LARGE, "sm", 0),  # a node of one rank has nobody to gather with
-        (SCATTER, 4, 1, LARGE, "auto", 24),
-        (SCATTER, 4, 2, SMALL, "auto", scatter_sms("auto", SMALL // 4, 2)),
+        (SCATTER, 4, 1, LARGE, "auto", 64),
+        (SCATTER, 4, 2, SMALL, "auto", scatter_sms("auto", SMALL // 4, 2, 64)),
         (SCATTER, 2, 2, LARGE, "auto", 0),
     ],
 )

@@ -280,15 +280,23 @@ def test_ranks_that_disagree_on_one_call(what: str) -> None:
         assert "ranks disagree on" in said and f"{field} is" in said and "on rank 1" in said, said
 
 
-def _different_objects(rank: int) -> str:
-    with pytest.raises(DisagreementError) as caught:
-        HierarchicalAllGather(num_buffers=2 if rank else 3).allocate(10, torch.uint8)
-    return str(caught.value)
+def _different_objects(rank: int) -> list[str]:
+    said = []
+    odd: list[Any] = [
+        HierarchicalAllGather(num_buffers=2 if rank else 3),
+        HierarchicalReduceScatter(sms=24 if rank else 64),
+    ]
+    for made in odd:
+        with pytest.raises(DisagreementError) as caught:
+            made.allocate(10, torch.uint8)
+        said.append(str(caught.value))
+    return said
 
 
 def test_ranks_that_disagree_on_the_object() -> None:
     for said in values(run_ranks(2, _different_objects)):
-        assert "ranks disagree on the device, num_buffers and path: cpu" in said
+        assert all("ranks disagree on the device, num_buffers, path and sms: cpu" in one for one in said)
+        assert "64" in said[1] and "24" in said[1]
 
 
 def _unknown_host(rank: int) -> str:
@@ -391,6 +399,12 @@ def test_bad_scatters_say_what_was_expected_and_launch_nothing() -> None:
 def test_bad_num_buffers(given: Any) -> None:
     with pytest.raises(ValueError, match="num_buffers: expected an integer of at least 1, got"):
         HierarchicalAllGather(num_buffers=given)
+
+
+@pytest.mark.parametrize("given", [0, 65, True, 24.0, None])
+def test_bad_sms(given: Any) -> None:
+    with pytest.raises(ValueError, match="sms: expected an integer from 1 to 64, got"):
+        HierarchicalReduceScatter(sms=given)
 
 
 def test_no_process_group() -> None:

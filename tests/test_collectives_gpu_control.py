@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives import cuda
-from ep_plugin.collectives.cuda import gather_sms
+from ep_plugin.collectives.cuda import gather_sms, scatter_sms
 from ep_plugin.errors import CaptureRefused, CommunicatorClosed
 from tests.collective_cases import BF16, FP32, gathered_by_gloo, poisoned, reduced, same_bits, shard
 from tests.gpu_stand_in import as_on_gpus
@@ -69,7 +69,7 @@ def test_shards_are_pushed_where_they_belong(size: int, per_node: int, path: str
 
 
 def _scatters(rank: int, size: int, per_node: int, path: str) -> None:
-    scatter = HierarchicalReduceScatter()
+    scatter = HierarchicalReduceScatter(sms=5)
     kernels = as_on_gpus(scatter, path, per_node)
     for seed, count in enumerate(COUNTS):
         for dtype in (BF16, FP32):
@@ -83,7 +83,7 @@ def _scatters(rank: int, size: int, per_node: int, path: str) -> None:
             out = poisoned(count, dtype)
             scatter(out, ours, op=dist.ReduceOp.AVG)
             assert same_bits(out, expected), f"allocated input, {count} of {dtype}"
-    assert kernels.summed > 0 and (kernels.small > 0) == (path == "auto")
+    assert kernels.most_summed_by == 5 and (kernels.small > 0) == (path == "auto")
     scatter.close()
 
 
@@ -241,6 +241,14 @@ def test_what_a_call_launches_is_kept_while_the_blocks_are_the_same() -> None:
 )
 def test_which_way_a_gather_goes(path: str, nbytes: int, ranks: int, sms: int) -> None:
     assert gather_sms(path, nbytes, ranks) == sms
+
+
+@pytest.mark.parametrize(
+    ("path", "nbytes", "ranks", "allowed", "sms"),
+    [("auto", 16, 4, 24, 3), ("auto", 1 << 20, 4, 24, 24), ("auto", 1 << 20, 4, 64, 64), ("sm", 32 << 10, 4, 64, 2)],
+)
+def test_how_many_sms_a_sum_takes(path: str, nbytes: int, ranks: int, allowed: int, sms: int) -> None:
+    assert scatter_sms(path, nbytes, ranks, allowed) == sms
 
 
 @pytest.mark.parametrize("given", ["", "copy-engine", None])

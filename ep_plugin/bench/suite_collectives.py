@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from ep_plugin import _C
 from ep_plugin.bench import provenance
 from ep_plugin.bench.collective_peers import PEERS
 from ep_plugin.bench.launch import run_on_ranks
@@ -183,7 +184,7 @@ def most_sms(suite: CollectiveSuite, size: int, path: str) -> int:
         return 0  # all that there is goes over the rails
     chunk = min(shard, CHUNK_BYTES[suite.backend])
     if suite.what == SCATTER:
-        return scatter_sms(path, shard if suite.nodes == 1 else chunk, per_node)
+        return scatter_sms(path, shard if suite.nodes == 1 else chunk, per_node, _C.most_lanes)
     pieces = [shard] if suite.nodes == 1 else [shard, chunk]  # what the rails bring is gathered by chunks
     return max(gather_sms(path, piece, per_node) for piece in pieces)
 

@@ -34,8 +34,6 @@ class HierarchicalAllGather(Collective):
     every call raises it again, and only `close` works.
     """
 
-    _gathers = True
-
     def __call__(
         self,
         output_tensor: torch.Tensor,

@@ -25,7 +25,7 @@ PATHS = ("auto", "copy_engine", "sm")
 class Collective:
     """One operation over one process group. All ranks of the group call its methods in the same order."""
 
-    _gathers = False
+    _sum_sms: int | None = None
     maps_nothing_on: tuple[str, ...] = ()
     """Devices on which any memory is as good as what peers map: there `allocate` hands out ordinary memory."""
 
@@ -126,7 +126,7 @@ class Collective:
                     raise CommunicatorClosed("expected an open communicator, got a closed one")
                 if self._engine is None:
                     self._engine = CollectiveEngine(
-                        checked_group(self.group), device, self._num_buffers, self.path, self._gathers
+                        checked_group(self.group), device, self._num_buffers, self.path, self._sum_sms
                     )
                 engine = self._engine
         if engine.device != device:

@@ -27,7 +27,6 @@ SMALL_BYTES = _C.small_bytes  # gathered, or of the input that is scattered
 _BYTES_PER_CTA = 16 << 10  # of a shard
 # More of them store no faster, since links are full, and unevenly where they are no power of two.
 _MOST_PUSH_CTAS = 64
-_MOST_SUM_CTAS = _C.most_lanes
 _SMALL_BYTES_PER_CTA = 4 << 10  # to or from one peer
 _SMALL_BYTES_IN_A_ROUND = 8 << 10  # two words for each thread of a CTA
 MOST_KEPT = 256  # launches that a node remembers
@@ -52,9 +51,9 @@ def push_ctas(path: str, nbytes: int, node_size: int) -> int:
     return max(1, min(_MOST_PUSH_CTAS, nbytes // _BYTES_PER_CTA))
 
 
-def sum_ctas(nbytes: int) -> int:
-    """CTAs of the kernel that sums shards of `nbytes` bytes."""
-    return max(1, min(_MOST_SUM_CTAS, nbytes // _BYTES_PER_CTA))
+def sum_ctas(nbytes: int, sum_sms: int) -> int:
+    """CTAs of the kernel that sums shards of `nbytes` bytes, of which there may be `sum_sms`."""
+    return max(1, min(sum_sms, nbytes // _BYTES_PER_CTA))
 
 
 def gather_sms(path: str, nbytes: int, node_size: int) -> int:
@@ -64,8 +63,9 @@ def gather_sms(path: str, nbytes: int, node_size: int) -> int:
     return push_ctas(path, nbytes, node_size)
 
 
-def scatter_sms(path: str, nbytes: int, node_size: int) -> int:
-    return small_ctas(nbytes, node_size) if is_small(path, nbytes, node_size) else sum_ctas(nbytes)
+def scatter_sms(path: str, nbytes: int, node_size: int, sum_sms: int) -> int:
+    """The same of a sum, whose kernels for larger shards take no more than `sum_sms`."""
+    return small_ctas(nbytes, node_size) if is_small(path, nbytes, node_size) else sum_ctas(nbytes, sum_sms)
 
 
 class StreamLanes:

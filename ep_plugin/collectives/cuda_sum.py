@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class CudaSumNode(CudaNode):
     def __init__(self, engine: CollectiveEngine, lanes: StreamLanes) -> None:
         super().__init__(engine, lanes)
-        self._slots = engine.memory.allocate(_C.lane_slots_bytes(engine.node_size), "slots")
+        self._slots = engine.memory.allocate(_C.lane_slots_bytes(engine.node_size, engine.sum_sms), "slots")
         self._kept: dict[tuple[int, int, float], Any] = {}
 
     def scatter(self, out: torch.Tensor, shards: Sequence[torch.Tensor], element: int, scale: float) -> None:
@@ -47,7 +47,11 @@ class CudaSumNode(CudaNode):
             if len(self._kept) == MOST_KEPT:
                 self._kept.clear()
             args = self._kept[key] = _C.SumShardsArgs(
-                comm=self._engine.comm, bytes=nbytes, scale=scale, element=element, num_ctas=sum_ctas(nbytes)
+                comm=self._engine.comm,
+                bytes=nbytes,
+                scale=scale,
+                element=element,
+                num_ctas=sum_ctas(nbytes, self._engine.sum_sms),
             )
             args.set_slots(list(self._slots.ptrs))
         return args

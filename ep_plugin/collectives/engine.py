@@ -42,9 +42,11 @@ class CollectiveEngine(BaseEngine):
     """The operations between the ranks of the node; absent where it has only one."""
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, num_buffers: int, path: str, gathers: bool
+        self, group: dist.ProcessGroup, device: torch.device, num_buffers: int, path: str, sum_sms: int | None
     ) -> None:
-        self.num_buffers, self.path, self.gathers = num_buffers, path, gathers
+        """sum_sms: SMs for sums; None: gathers."""
+        self.num_buffers, self.path, self.sum_sms = num_buffers, path, sum_sms or 0
+        self.gathers = sum_sms is None
         super().__init__(Exchange(group), device, group)
 
     def _construct(self, group: dist.ProcessGroup) -> None:
@@ -109,11 +111,11 @@ class CollectiveEngine(BaseEngine):
     def _agree(self) -> None:
         """Refuses, before anything is allocated, what ranks do not agree on."""
         transport_for(self.device)
-        mine = [self.device.type, self.num_buffers, self.path]
+        mine = [self.device.type, self.num_buffers, self.path, self.sum_sms]
         for rank, theirs in enumerate(self.exchange.all_gather("agree on the device", mine)):
             if theirs != mine:
                 raise DisagreementError(
-                    f"ranks disagree on the device, num_buffers and path: {', '.join(map(str, mine))} on rank "
+                    f"ranks disagree on the device, num_buffers, path and sms: {', '.join(map(str, mine))} on rank "
                     f"{self.rank}, {', '.join(map(str, theirs))} on rank {rank}"
                 )
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ep_plugin import _C
 from ep_plugin.collectives.base import Collective, as_bytes, check_alike
 from ep_plugin.collectives.chunks import Chunks
 from ep_plugin.collectives.engine import CollectiveEngine
@@ -35,6 +36,28 @@ class HierarchicalReduceScatter(Collective):
     """
 
     maps_nothing_on = ("cuda",)
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        num_buffers: int = 2,
+        path: str = "auto",
+        sms: int = _C.most_lanes,
+    ) -> None:
+        """As HierarchicalAllGather. `sms`: on GPUs, the most SMs that the kernel takes for sums above 1 MiB, 1 to
+        64, alike on all ranks; ValueError for any other. Fewer leave more to what runs beside it, and need less memory
+        for slots (see docs/collectives.md).
+        """
+        if not isinstance(sms, int) or isinstance(sms, bool) or not 1 <= sms <= _C.most_lanes:
+            raise ValueError(f"sms: expected an integer from 1 to {_C.most_lanes}, got {sms!r}")
+        super().__init__(group, num_buffers=num_buffers, path=path)
+        self._sum_sms = sms
+
+    @property
+    def sms(self) -> int:
+        assert self._sum_sms is not None
+        return self._sum_sms
 
     def __call__(
         self,

@@ -151,15 +151,15 @@ struct StreamWords {
 // Shards that are to be summed travel in chunks. The CTAs of one index on all ranks are a lane, which takes every
 // num_ctas-th chunk; each rank has slots for what each other sends it in each lane, and chunks are counted lane by lane
 // over all operations.
-constexpr int kMostLanes = 24;
+constexpr int kMostLanes = 64;
 constexpr int kMostLaneSlots = 32;
 constexpr int64_t kSumRowBytes = 2048;  // what a warp sums at a time
 constexpr int kMostChunkRows = 8;
 constexpr int64_t kLaneSlotBytes = kMostChunkRows * kSumRowBytes;
 // Of a lane, for each source: a power of two, fewer for more ranks, which share what a lane brings.
 EP_HD constexpr int lane_slots(int ranks) { return ranks <= 2 ? kMostLaneSlots : ranks <= 4 ? 16 : ranks <= 8 ? 8 : 4; }
-EP_HD constexpr int64_t lane_slots_bytes(int ranks) {
-  return kMostLanes * (ranks - 1) * lane_slots(ranks) * kLaneSlotBytes;
+EP_HD constexpr int64_t lane_slots_bytes(int ranks, int lanes) {
+  return lanes * (ranks - 1) * lane_slots(ranks) * kLaneSlotBytes;
 }
 
 // So many chunks lie in the slots, or have; in one piece with what ranks must say alike.
@@ -210,8 +210,8 @@ struct PushShardArgs {
   Address stream;
 };
 
-// As ScatterArgs, of shards of any size. slots[r]: of rank r, [kMostLanes][num_ranks - 1 (the other
-// sources)][lane_slots].
+// As ScatterArgs, of shards of any size. slots[r]: of rank r, [num_ctas or more][num_ranks - 1 (the other sources)]
+// [lane_slots].
 struct SumShardsArgs {
   Comm comm;  // control: DeviceControl of each rank
   Address inputs[kMaxRanks];

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.memory.exchange import is_alive, timeout_of
 
+_SUM_SMS = 24  # backward has the others
 # Bytes that each user asks for, by what stands for its model.
 _Sizes = weakref.WeakKeyDictionary[Any, dict["User", int]]
 
@@ -30,7 +31,7 @@ class Pair:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_users: int = 0) -> None:
         self.group, self.device, self.num_users = group, device, num_users
         self.all_gather = HierarchicalAllGather(group)
-        self.reduce_scatter = HierarchicalReduceScatter(group)
+        self.reduce_scatter = HierarchicalReduceScatter(group, sms=_SUM_SMS)
         self._sizes: _Sizes = weakref.WeakKeyDictionary()
         self._input_sizes: _Sizes = weakref.WeakKeyDictionary()
 

@@ -447,7 +447,7 @@ void sum(const SumShardsArgs& args) {
 void sum_shards(const SumShardsArgs& args) {
   require_node(args.comm);
   require(args.bytes > 0, "bytes", "1 or more", args.bytes);
-  require(args.num_ctas >= 1 && args.num_ctas <= kMostLanes, "num_ctas", "1 to 24", args.num_ctas);
+  require(args.num_ctas >= 1 && args.num_ctas <= kMostLanes, "num_ctas", "1 to 64", args.num_ctas);
   switch (args.element) {
     case kFloat32:
       return sum<Float32>(args);
