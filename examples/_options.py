@@ -123,12 +123,13 @@ PRESETS = {
     "qwen3": DENSE_PRESETS,
     "qwen3_moe": MOE_PRESETS,
     "deepseek_v3": DEEPSEEK_PRESETS,
-    # As many mixtures as fit with everything but experts on every GPU: 58 of DeepSeek-V3's 61 layers are such.
+    # As many mixtures as fit with everything but experts on every GPU: 58 of DeepSeek-V3's 61 layers are such. No more
+    # words than its text fills: the published 129,280 would weigh on four layers as they do not on 61.
     MEGATRON: DEEPSEEK_PRESETS
     | {
         "v3": replace(
             DEEPSEEK_PRESETS["v3"],
-            widths=DEEPSEEK_PRESETS["v3"].widths | {"first_k_dense_replace": 0},
+            widths=DEEPSEEK_PRESETS["v3"].widths | {"first_k_dense_replace": 0, "vocab_size": 32768},
             layers=4,
             lr=2e-5,
         )
