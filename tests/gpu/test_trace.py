@@ -26,7 +26,7 @@ KERNELS = {
 }
 OVERLAPS = {"dispatch": ("send_kernel", "expand_kernel"), "combine": ("push_kernel", "add_kernel")}
 ROWS_BYTES = 1 << 20  # an allocation of at least this holds rows; routing and tables are below
-ROUNDS = 20  # on a machine that does other work too, the host is late in most
+ROUNDS = 60  # on a machine that does other work too, the host is late in most
 LEAD_CYCLES = 4_000_000  # of the device's clock, about two milliseconds: the host, slower when traced, gets ahead
 LEAD_KERNEL, RELEASE = "spin_kernel", "nccl"  # in the names of what comes before each round
 # Where launches wait for the kernel before, or kernels of two streams for each other, nothing overlaps by design.
