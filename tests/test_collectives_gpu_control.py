@@ -251,6 +251,12 @@ def test_how_many_sms_a_sum_takes(path: str, nbytes: int, ranks: int, allowed: i
     assert scatter_sms(path, nbytes, ranks, allowed) == sms
 
 
+@pytest.mark.parametrize(("present", "sms"), [(132, 64), (58, 58)])
+def test_sums_take_no_more_sms_than_a_device_has(present: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=present))
+    assert cuda.sum_sms_of(torch.device("cuda", 0), 64) == sms
+
+
 @pytest.mark.parametrize("given", ["", "copy-engine", None])
 def test_bad_path(given: Any) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -51,6 +51,11 @@ def push_ctas(path: str, nbytes: int, node_size: int) -> int:
     return max(1, min(_MOST_PUSH_CTAS, nbytes // _BYTES_PER_CTA))
 
 
+def sum_sms_of(device: torch.device, asked: int) -> int:
+    """SMs that sums may take of those `asked` for: a CTA of theirs has an SM to itself, and all of them run at once."""
+    return min(asked, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def sum_ctas(nbytes: int, sum_sms: int) -> int:
     """CTAs of the kernel that sums shards of `nbytes` bytes, of which there may be `sum_sms`."""
     return max(1, min(sum_sms, nbytes // _BYTES_PER_CTA))

@@ -47,6 +47,8 @@ class CollectiveEngine(BaseEngine):
         """sum_sms: SMs for sums; None: gathers."""
         self.num_buffers, self.path, self.sum_sms = num_buffers, path, sum_sms or 0
         self.gathers = sum_sms is None
+        if device.type == "cuda":
+            self.sum_sms = cuda.sum_sms_of(device, self.sum_sms)
         super().__init__(Exchange(group), device, group)
 
     def _construct(self, group: dist.ProcessGroup) -> None:

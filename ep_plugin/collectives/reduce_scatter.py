@@ -47,7 +47,7 @@ class HierarchicalReduceScatter(Collective):
     ) -> None:
         """As HierarchicalAllGather. `sms`: on GPUs, the most SMs that the kernel takes for sums above 1 MiB, 1 to
         64, alike on all ranks; ValueError for any other. Fewer leave more to what runs beside it, and need less memory
-        for slots (see docs/collectives.md).
+        for slots (see docs/collectives.md). Of a device that has fewer it takes all.
         """
         if not isinstance(sms, int) or isinstance(sms, bool) or not 1 <= sms <= _C.most_lanes:
             raise ValueError(f"sms: expected an integer from 1 to {_C.most_lanes}, got {sms!r}")
@@ -56,6 +56,7 @@ class HierarchicalReduceScatter(Collective):
 
     @property
     def sms(self) -> int:
+        """As it was asked for."""
         assert self._sum_sms is not None
         return self._sum_sms
 
