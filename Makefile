@@ -30,7 +30,7 @@ build: $(VENV)/install.stamp
 
 test: build
 	@if test -f tests/gpu/receipt.py; then $(PY) tests/gpu/receipt.py --check || true; fi
-	$(PY) -m pytest -n 3 --dist loadfile $(PYTEST_FLAGS)
+	$(PY) -m pytest -n 2 --dist loadfile $(PYTEST_FLAGS)
 
 demo: build
 	$(PY) examples/train_qwen3_moe.py --launch 4 --preset tiny --fsdp2 ep_plugin --compare all_to_all --out runs/demo
