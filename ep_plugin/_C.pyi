@@ -244,6 +244,7 @@ class ExpandArgs:
     capacity: int
     num_sms: int
     fresh: int
+    optimistic: int
     stream: int
     def __init__(
         self,
@@ -262,6 +263,7 @@ class ExpandArgs:
         capacity: int = ...,
         num_sms: int = ...,
         fresh: int = ...,
+        optimistic: int = ...,
         stream: int = ...,
     ) -> None: ...
 

@@ -93,7 +93,9 @@ struct AdmitArgs {
 };
 
 // Received slots to output rows, as they arrive. Rows of the output that nothing was sent for become zeros, their
-// weights 0 and their expert ids -1. FLAT rows at or past `capacity` are dropped and counted in `overflow`.
+// weights 0 and their expert ids -1. FLAT rows at or past `capacity` are dropped and counted in `overflow`. An
+// optimistic expand writes no rows past those that the layout needs, and does nothing where these are more than
+// `capacity`, or an optimistic send did nothing.
 struct ExpandArgs {
   Comm comm;
   Routing routing;
@@ -109,6 +111,8 @@ struct ExpandArgs {
   int64_t capacity;        // rows of the output
   int32_t num_sms;         // CUDA
   int32_t fresh;           // 1: also writes the routing's recv_rows and recv_chunk_end; 0: a cached dispatch
+  int32_t optimistic;      // 1: the host does not know yet whether `capacity` and the routing's `slots` are enough
+  int32_t reserved;
   Address stream;
 };
 

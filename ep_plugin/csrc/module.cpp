@@ -219,6 +219,7 @@ void bind_dispatch_args(py::module_& m) {
       .field("capacity", &ExpandArgs::capacity)
       .field("num_sms", &ExpandArgs::num_sms)
       .field("fresh", &ExpandArgs::fresh)
+      .field("optimistic", &ExpandArgs::optimistic)
       .field("stream", &ExpandArgs::stream);
 }
 

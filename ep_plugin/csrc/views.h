@@ -60,8 +60,21 @@ EP_HD PartialLayout partial_layout_of(const Header& header) {
 // Whether some rank's pool is too small for what this dispatch brings it. Pools are equally large on all ranks and all
 // know the largest count, so all find the same: none sends, and the hosts, who did not know, make the pools grow and
 // launch the send again.
-EP_HD bool pools_must_grow(const SendArgs& args, const Meta& meta) {
-  return *meta.max_slots * slot_layout_of(args.header).bytes > args.comm.pool_bytes[kDispatchPool];
+EP_HD bool pools_must_grow(const Comm& comm, const Header& header, const Meta& meta) {
+  return *meta.max_slots * slot_layout_of(header).bytes > comm.pool_bytes[kDispatchPool];
+}
+
+// Rows that the output of a dispatch needs.
+EP_HD int64_t rows_required(const ExpandArgs& args, const Meta& meta) {
+  return args.routing.layout == kFlat ? meta.expert_offset[local_experts(args.comm)]
+                                      : meta.recv_offset[args.comm.num_ranks];
+}
+
+// Whether an expand that was enqueued before the host knew the totals has to be enqueued again: its output is too
+// small, or nothing was sent. The host, once it knows them, finds the same.
+EP_HD bool came_too_early(const ExpandArgs& args, const Meta& meta) {
+  return rows_required(args, meta) > args.capacity || meta.recv_offset[args.comm.num_ranks] > args.routing.slots ||
+         pools_must_grow(args.comm, args.header, meta);
 }
 
 // Index of the first compared field in which two headers differ, or -1.

@@ -1,8 +1,9 @@
 """The control path of dispatch: what is launched, in which order, and what the host waits for.
 
 Plan, notify and send go to the send lane; the host reads the totals while the send runs, allocates the output, and
-enqueues expand on the receive lane. The same path serves CPU and CUDA; only the kernel table and the lanes differ.
-Between the totals and expand the device idles in small batches, so what does not need them is done before.
+enqueues expand on the receive lane. Rows that have come wait for that, and how long depends on the host: so where
+the dispatches before were alike, expand goes ahead of the totals, into an output as large as theirs and a little more.
+The same path serves CPU and CUDA; only the kernel table and the lanes differ.
 
 Shapes: T tokens, K experts per token, R ranks, E_l local experts, N output rows, S received slots.
 """
@@ -16,6 +17,7 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.moe.engine import DISPATCH_POOL, Engine
+from ep_plugin.moe.expected import Rows
 from ep_plugin.moe.routing import (
     WORD_BYTES,
     KnownRouting,
@@ -74,6 +76,7 @@ class PendingDispatch:
     ticket: int = 0  # what the host waits for, or 0
     numbers: list[int] | None = None  # the totals, once the host knows them
     reserved: bool = False  # the pool is known to be large enough
+    sent: bool = False  # send has been launched, be it optimistically
     made: tuple[DispatchResult, RoutingTensors] | None = None  # what the rows go to, if that was there before the send
     result: tuple[DispatchResult, RoutingTensors] | None = None
 
@@ -98,8 +101,8 @@ def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
     if pending.sms["expand_sms"] == 0:
         _send_and_expand(engine, pending)
         return pending
-    if pending.reserved or engine.pool_bytes(DISPATCH_POOL) > 0:
-        # Where the pool turns out to be too small, the kernel leaves at once, on all ranks alike.
+    pending.sent = pending.reserved or engine.pool_bytes(DISPATCH_POOL) > 0
+    if pending.sent:  # where the pool turns out to be too small, the kernel leaves at once, on all ranks alike
         engine.kernels.send(_send_args(engine, pending))
     return pending
 
@@ -112,21 +115,10 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
         engine.check()
         return pending.made
     args, counts = _expand_args(engine, pending, pending.sms["expand_sms"], engine.lanes.receive)
-    admitted = False
     if pending.ticket:
-        if pending.reserved:  # beside the host's wait
-            engine.lanes.fork_receive()
-            admit(engine, _EXPAND)
-            admitted = True
-        pending.wait_totals(engine)
-    if not pending.reserved:
-        _make_room(engine, pending)
-    result, recv_rows = _allocate(engine, pending, args, counts)
-    engine.lanes.fork_receive()  # other threads may have used that memory on the caller's stream during the wait
-    if not admitted:
-        admit(engine, _EXPAND)
-    engine.kernels.expand(args)
-    engine.lanes.join()
+        result, recv_rows = _expand_what_is_told(engine, pending, args, counts)
+    else:
+        result, recv_rows = _expand(engine, pending, args, counts, _output_rows(engine, pending), admits=True)
     routing = _routing(engine, pending, recv_rows)
     engine.check()
     return result, routing
@@ -206,20 +198,78 @@ def _send_and_expand(engine: Engine, pending: PendingDispatch) -> None:
         assert needed is not None
         engine.reserve(DISPATCH_POOL, needed)
         send.comm = engine.comm
-    result, recv_rows = _allocate(engine, pending, expand, counts)
-    engine.lanes.fork()  # as in finish_dispatch
+    result, recv_rows = _allocate(engine, pending, expand, counts, _output_rows(engine, pending))
+    engine.lanes.fork()  # other threads may have used that memory on the caller's stream during the wait
     engine.kernels.send_and_expand(send, expand)
     pending.made = result, _routing(engine, pending, recv_rows)
 
 
-def _make_room(engine: Engine, pending: PendingDispatch) -> None:
-    """After an optimistic send: where it found some rank's pool too small, pools grow and it is launched again."""
+def _expand_what_is_told(
+    engine: Engine, pending: PendingDispatch, args: Any, counts: torch.Tensor
+) -> tuple[DispatchResult, torch.Tensor]:
+    """Expand of a dispatch whose totals the host waits for: ahead of them where it may, else when they are there."""
+    room = made = None
+    if pending.sent:
+        engine.lanes.fork_receive()
+        admit(engine, _EXPAND)
+        room = _expected_rows(engine, pending)
+        if room is not None:
+            args.optimistic = 1
+            made = _expand(engine, pending, args, counts, room)
+    pending.wait_totals(engine)
+    needed = _output_rows(engine, pending)
+    engine.expected.saw(pending.call.topk_ids.shape, needed)
+    if _make_room(engine, pending):
+        engine.lanes.join(received=False)  # behind all of the send, since admit may have let this one in already
+    elif made is not None and needed.fit(room):
+        return _cut(pending, *made, needed)
+    made, args.optimistic = None, 0  # an expand that came too early has left that memory alone
+    return _expand(engine, pending, args, counts, needed)
+
+
+def _make_room(engine: Engine, pending: PendingDispatch) -> bool:
+    """Where some rank's pool is too small, makes them grow. Whether it is sent only now, be it again."""
+    if pending.reserved:
+        return False
     before, needed = engine.pool_bytes(DISPATCH_POOL), _known_pool_bytes(engine, pending)
     assert needed is not None
     engine.reserve(DISPATCH_POOL, needed)
     pending.reserved = True
-    if before == 0 or engine.pool_bytes(DISPATCH_POOL) > before:
-        engine.kernels.send(_send_args(engine, pending))
+    if pending.sent and engine.pool_bytes(DISPATCH_POOL) == before:
+        return False
+    engine.kernels.send(_send_args(engine, pending))
+    return True
+
+
+def _expected_rows(engine: Engine, pending: PendingDispatch) -> Rows | None:
+    """The room to expand into before the totals are there; None where they are, never come, or nobody can tell."""
+    if engine.knows(pending.ticket) or not engine.boards.quiet():
+        return None
+    return engine.expected.rows(pending.call.topk_ids.shape)
+
+
+def _expand(
+    engine: Engine, pending: PendingDispatch, args: Any, counts: torch.Tensor, room: Rows, admits: bool = False
+) -> tuple[DispatchResult, torch.Tensor]:
+    """Allocates an output of `room` and expands into it: what _allocate returns."""
+    made = _allocate(engine, pending, args, counts, room)
+    engine.lanes.fork_receive()  # other threads may have used that memory on the caller's stream until now
+    if admits:
+        admit(engine, _EXPAND)
+    engine.kernels.expand(args)
+    engine.lanes.join()
+    return made
+
+
+def _cut(
+    pending: PendingDispatch, result: DispatchResult, recv_rows: torch.Tensor, room: Rows
+) -> tuple[DispatchResult, torch.Tensor]:
+    """What was made larger than `room`, as large as that. The memory stays as it is."""
+    for tensor in (result.tokens, result.scales, result.weights, result.ids):
+        if tensor is not None:
+            tensor.resize_(room.output, *tensor.shape[1:])
+    pending.struct.slots = room.slots
+    return result, recv_rows.resize_(room.slots, recv_rows.shape[1])
 
 
 def _send_args(engine: Engine, pending: PendingDispatch) -> Any:
@@ -265,11 +315,11 @@ def _expand_args(engine: Engine, pending: PendingDispatch, sms: int, stream: int
 
 
 def _allocate(
-    engine: Engine, pending: PendingDispatch, args: Any, counts: torch.Tensor
+    engine: Engine, pending: PendingDispatch, args: Any, counts: torch.Tensor, room: Rows
 ) -> tuple[DispatchResult, torch.Tensor]:
     """The output and the routing's recv_rows, and both in expand's `args`, beside the pools as they are now."""
     call = pending.call
-    rows, slots = _output_rows(engine, pending)
+    rows, slots = room
     result = _empty_result(engine, call, rows, counts)
     args.comm = engine.comm
     args.tokens = result.tokens.data_ptr()
@@ -304,13 +354,13 @@ def _known_pool_bytes(engine: Engine, pending: PendingDispatch) -> int | None:
     return roomy(pending.numbers[_MAX_SLOTS] * slot, engine.pool_bytes(DISPATCH_POOL))
 
 
-def _output_rows(engine: Engine, pending: PendingDispatch) -> tuple[int, int]:
-    """Rows of the output and received slots that the routing has room for."""
+def _output_rows(engine: Engine, pending: PendingDispatch) -> Rows:
+    """What the output and the routing's recv_rows have room for."""
     capacity, numbers = pending.call.capacity, pending.numbers
     if capacity is not None:
-        return capacity, engine.size * (engine.config.max_tokens_per_rank or 0)
+        return Rows(capacity, engine.size * (engine.config.max_tokens_per_rank or 0))
     assert numbers is not None
-    return numbers[_ROWS if engine.flat else _SLOTS], numbers[_SLOTS]
+    return Rows(numbers[_ROWS if engine.flat else _SLOTS], numbers[_SLOTS])
 
 
 def _empty_result(engine: Engine, call: DispatchCall, rows: int, counts: torch.Tensor) -> DispatchResult:

@@ -18,6 +18,7 @@ from ep_plugin.faults import error_of
 from ep_plugin.memory.board import Boards
 from ep_plugin.memory.exchange import Exchange
 from ep_plugin.memory.peer import PeerBuffer, open_memory, transport_for
+from ep_plugin.moe.expected import Expected
 from ep_plugin.moe.faults import described, disagreement_on_pool
 from ep_plugin.moe.lanes import Lanes, lanes_of
 
@@ -63,6 +64,7 @@ class Engine(BaseEngine):
         self._tickets = 0
         self.reserved = 0
         self.latest_routing: LatestRouting | None = None
+        self.expected = Expected()
         self._pools: list[PeerBuffer | None] = [None, None]
         self.asked_sms: dict[str, int | None] = {}
         super().__init__(Exchange(group, timeout_s=config.timeout_s), device, group)
@@ -194,6 +196,10 @@ class Engine(BaseEngine):
     def next_ticket(self) -> int:
         self._tickets += 1
         return self._tickets
+
+    def knows(self, ticket: int) -> bool:
+        """Whether the totals of notify `ticket` are there."""
+        return self.boards.wait_ticket(ticket, 0.0)
 
     def wait_totals(self, ticket: int, copy: torch.Tensor) -> list[int]:
         """The totals of notify `ticket`, see Boards.totals. Raises what went wrong, or PeerTimeout at the deadline."""

@@ -41,8 +41,6 @@ def launch(out: Path, script: str, *arguments: str | Path, switched_on: str = ""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EP_PLUGIN")}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     environment |= {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "PYTHONPATH": str(ROOT)}
-    # The frameworks are large: what one process has compiled, the next one reads.
-    environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(out.parents[1] / "compiled")}
     environment |= {"EP_PLUGIN": switched_on} if switched_on else {}
     command = [sys.executable, "-m", "tests.integrations.counted", out / "counts", SCRIPTS / script, *arguments]
     ranks = [

@@ -138,7 +138,7 @@ void finish_layout(const Output& out) {
   }
   const int64_t last = out.meta.expert_offset[out.per_rank];
   at<int32_t>(args.expert_offset)[out.per_rank] = static_cast<int32_t>(flat ? std::min(last, capacity) : last);
-  clear_rows(out, out.required, capacity);
+  if (args.optimistic == 0) clear_rows(out, out.required, capacity);
   if (args.overflow == 0) return;
   at<int32_t>(args.overflow)[0] = out.required > capacity;
   at<int32_t>(args.overflow)[1] = static_cast<int32_t>(out.required);
@@ -149,8 +149,7 @@ bool expand_all(const Run& run, const ExpandArgs& args) {
   const Meta meta = meta_of(comm, args.routing);
   const int R = comm.num_ranks, per_rank = local_experts(comm);
   const int64_t slots = meta.recv_offset[R];
-  const bool flat = args.routing.layout == kFlat;
-  const Output out{args, slot_layout_of(args.header), meta, per_rank, flat ? meta.expert_offset[per_rank] : slots};
+  const Output out{args, slot_layout_of(args.header), meta, per_rank, rows_required(args, meta)};
   if (slots > args.routing.slots || slots * out.lay.bytes > comm.pool_bytes[kDispatchPool])
     return fail(comm, kTooSmall, run.step, comm.rank, 1, args.routing.slots, slots);
   ask_for_huge_pages(args.tokens, args.capacity * args.header.row_bytes);
@@ -186,9 +185,9 @@ void poison(const ExpandArgs& args) {
 void expand(const ExpandArgs& args) {
   const Comm& comm = args.comm;
   Run run{comm, kExpand, 0};
-  if (!begin(comm, kExpand, &run) || !expand_all(run, args)) {
-    return poison(args);
-  }
+  const bool begun = begin(comm, kExpand, &run);
+  if (begun && args.optimistic != 0 && came_too_early(args, meta_of(comm, args.routing))) return;
+  if (!begun || !expand_all(run, args)) return poison(args);
   for (int source = 0; source < comm.num_ranks; ++source)
     signal(consumed_word(comm, source, kDispatchPool, comm.rank), run.epoch);
   finish(run);

@@ -108,7 +108,7 @@ void send(const SendArgs& args) {
   const Meta meta = meta_of(comm, args.routing);
   Run run{comm, kSend, 0};
   if (!begin(comm, kSend, &run)) return;
-  if (pools_must_grow(args, meta)) {
+  if (pools_must_grow(comm, args.header, meta)) {
     if (args.optimistic == 0)
       fail(comm, kTooSmall, kSend, comm.rank, 0, comm.pool_bytes[kDispatchPool], *meta.max_slots);
     return;

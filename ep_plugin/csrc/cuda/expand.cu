@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
     expand_kernel(const __grid_constant__ ExpandArgs args, const __grid_constant__ Cut cut) {
   Run run = enter(args.comm, kExpand);
   const Meta meta = meta_of(args.comm, args.routing);
+  if (run.ok && args.optimistic != 0 && came_too_early(args, meta)) return;
   if (run.ok) run.ok = slots_fit(run, args);
   if (run.ok) {
     const Output out(run, args);

@@ -20,7 +20,7 @@ struct Output {
       : run(run), args(args), meta(meta_of(args.comm, args.routing)), lay(slot_layout_of(args.header)) {
     flat = args.routing.layout == kFlat;
     per_rank = local_experts(args.comm);
-    required = flat ? meta.expert_offset[per_rank] : meta.recv_offset[args.comm.num_ranks];
+    required = rows_required(args, meta);
   }
 };
 
@@ -211,6 +211,7 @@ __device__ inline void clear_padding(const Output& out, const Team& team) {
     const int64_t end = min(static_cast<int64_t>(out.meta.expert_offset[local + 1]), capacity);
     for (int64_t row = begin; row < end; ++row) clear_row(out, row);
   }
+  if (out.args.optimistic != 0) return;
   for (int64_t row = out.required + team.index; row < capacity; row += team.size) clear_row(out, row);
 }
 

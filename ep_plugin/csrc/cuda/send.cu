@@ -30,9 +30,10 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   ptx::wait_for_kernel_ahead();
   const Meta meta = meta_of(args.comm, args.routing);
   if (!run.ok) return;
-  if (pools_must_grow(args, meta)) {
+  if (pools_must_grow(args.comm, args.header, meta)) {
     if (args.optimistic == 0 && blockIdx.x == 0 && threadIdx.x == 0)
       fail(args.comm, kTooSmall, kSend, args.comm.rank, 0, args.comm.pool_bytes[kDispatchPool], *meta.max_slots);
+    if (args.optimistic != 0 && warp_id() == 0) tell_started(run, kDispatchPool);  // an expand behind it leaves too
     return;
   }
   progress.clear();

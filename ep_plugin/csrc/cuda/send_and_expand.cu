@@ -111,7 +111,7 @@ void choose_both(const SendArgs& send, const ExpandArgs& expand) {
 void send_and_expand(const SendArgs& send, const ExpandArgs& expand) {
   require_send(send);
   require_expand(expand);
-  require(send.optimistic == 0, "optimistic", "0, as the output is there already", send.optimistic);
+  require(send.optimistic + expand.optimistic == 0, "optimistic", "0, as the output is there already", 1);
   require(send.num_sms == expand.num_sms, "num_sms of expand", "that of send", expand.num_sms);
   require(send.stream == expand.stream, "stream of expand", "that of send", static_cast<int64_t>(expand.stream));
   if (send.quantize == 0) return choose_both<void>(send, expand);

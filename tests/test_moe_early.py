@@ -1,0 +1,222 @@
+"""Dispatches whose rows are expanded before the host knows how many they are.
+
+On CPUs the totals are always there in time, so the ranks here are told that they are not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ep_plugin import DispatchLayout, MoECommunicator
+from ep_plugin.errors import PeerTimeout
+from ep_plugin.moe import expected
+from ep_plugin.moe.engine import DISPATCH_POOL, Engine
+from ep_plugin.moe.expected import Expected, Rows
+from tests.moe_cases import (
+    FLAT,
+    LAYOUTS,
+    Case,
+    check_dispatch,
+    communicator,
+    make_inputs,
+    named,
+    on_ranks,
+    poisoned,
+    round_trip,
+)
+
+
+class Recorded:
+    """The kernels of an engine, which keep of each expand whether it was ahead of the totals."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._kernels = engine.kernels
+        self.early: list[bool] = []
+        engine.kernels = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def expand(self, args: Any) -> None:
+        self.early.append(bool(args.optimistic))
+        self._kernels.expand(args)
+
+    def since_last(self) -> list[bool]:
+        early, self.early = self.early, []
+        return early
+
+
+def _hurry(comm: MoECommunicator) -> Recorded:
+    comm.engine.knows = lambda ticket: False
+    return Recorded(comm.engine)
+
+
+def _changing(rank: int, size: int, layout: DispatchLayout, bounded: bool) -> list[list[bool]]:
+    """Routings of one shape: alike, then most rows to the last rank, then alike again. The expands of each."""
+    shape = {"tokens": (800,) * size, "num_experts": 2 * size}
+    alike, skewed = ("random", 0.7), ("last rank only", 0.0)
+    history = []
+    with communicator(Case(**shape), layout, max_tokens_per_rank=800 if bounded else None, timeout_s=20) as comm:
+        kernels = _hurry(comm)
+        for seed, (routing, drop) in enumerate([alike] * 3 + [skewed] + [alike] * 2):
+            inputs = make_inputs(Case(**shape, routing=routing, drop=drop, seed=seed))
+            with named((layout, bounded, seed)), poisoned():
+                round_trip(comm, inputs, inputs.expected(layout))
+            history.append(kernels.since_last())
+    return history
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_expands_ahead_of_the_totals_and_again_where_that_was_too_small(size: int, bounded: bool) -> None:
+    for layout in LAYOUTS:
+        ranks = on_ranks(size, _changing, layout, bounded)
+        for rank, history in enumerate(ranks):
+            assert history[:3] == [[False], [True], [True]]
+            assert history[3] == ([True, False] if rank == size - 1 or not bounded else [True])
+            assert history[4:] == [[False]] * 2, "expected no guess among dispatches that differ so much"
+
+
+def _more_rows_only(rank: int, size: int) -> None:
+    """As many tokens arrive as before, and more of their pairs are at home here: rows outgrow the room, slots do not."""
+    case = Case(tokens=(800,) * size, num_experts=4 * size, topk=3, drop=0.0)
+    with communicator(case, max_tokens_per_rank=800, timeout_s=20) as comm:
+        kernels = _hurry(comm)
+        for pairs in (1, 1, 3):
+            inputs = make_inputs(case)
+            for ids in inputs.ids:
+                first = ids[:, :1] // 4 * 4
+                ids.copy_((first + torch.arange(3)).masked_fill(torch.arange(3) >= pairs, -1))
+            with poisoned():
+                round_trip(comm, inputs, inputs.expected(FLAT))
+        assert kernels.since_last() == [False, True, True, False]
+
+
+def test_rows_alone_may_outgrow_an_early_output() -> None:
+    on_ranks(2, _more_rows_only)
+
+
+def _growing(rank: int, size: int) -> None:
+    """The pool turns out to be too small, so nothing was sent: on the rank whose output would have been enough too."""
+    shape = {"tokens": (600,) * size, "num_experts": 2 * size, "drop": 0.0}
+    with communicator(Case(**shape), hidden_size=400, timeout_s=20) as comm:
+        kernels = _hurry(comm)
+        spread = [make_inputs(Case(**shape, seed=seed)) for seed in range(2)]
+        one = make_inputs(Case(**shape, routing="last rank only"))
+        for inputs in spread:
+            round_trip(comm, inputs, inputs.expected(FLAT))
+        before = comm.engine.pool_bytes(DISPATCH_POOL)
+        kernels.since_last()
+        wide = make_inputs(Case(**shape, hidden=400))
+        with poisoned():
+            round_trip(comm, wide, wide.expected(FLAT))
+        assert kernels.since_last() == [True, False]
+        assert comm.engine.pool_bytes(DISPATCH_POOL) > before
+        with poisoned():
+            round_trip(comm, one, one.expected(FLAT))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_pool_that_grows_is_sent_to_and_expanded_again(size: int) -> None:
+    on_ranks(size, _growing)
+
+
+def _everything_beside(rank: int, size: int) -> None:
+    """Scales, quantised rows, aligned experts, asynchronous calls, and the handle of such a dispatch."""
+    shape = {"tokens": (300,) * size, "num_experts": 2 * size, "hidden": 256, "drop": 0.1}
+    for layout in LAYOUTS:
+        with communicator(Case(**shape), layout, expert_alignment=8 if layout is FLAT else 1) as comm:
+            kernels = _hurry(comm)
+            for seed in range(3):
+                inputs = make_inputs(Case(**shape, seed=seed))
+                wanted = inputs.expected(layout, 8 if layout is FLAT else 1)
+                x, ids, weights = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
+                with named((layout, seed)), poisoned():
+                    out, handle = comm.dispatch_async(x, ids, weights).wait()
+                    check_dispatch(out, wanted[rank])
+                    again, _ = comm.dispatch(x, ids, weights, previous_handle=handle)
+                    check_dispatch(again, wanted[rank])
+                    marks = torch.arange(300 * 3, dtype=torch.float32).view(300, 3)
+                    scaled, _ = comm.dispatch(x, ids, weights, scales=marks)
+                    known, _ = comm.dispatch(x, ids, weights, scales=marks, previous_handle=handle)
+                    assert scaled.scales is not None and known.scales is not None
+                    torch.testing.assert_close(scaled.scales, known.scales, rtol=0, atol=0)
+                    quick, _ = comm.dispatch(x, ids, quantize="e4m3")
+                    slow, _ = comm.dispatch(x, ids, quantize="e4m3", previous_handle=handle)
+                    assert quick.scales is not None and slow.scales is not None
+                    torch.testing.assert_close(quick.scales, slow.scales, rtol=0, atol=0)
+                    assert torch.equal(quick.tokens.view(torch.uint8), slow.tokens.view(torch.uint8))
+            assert kernels.since_last().count(True) == 8, "expected all that make a routing but the first"
+
+
+def test_everything_beside_the_rows_is_as_large_as_they_are() -> None:
+    on_ranks(2, _everything_beside)
+
+
+def _spare_memory(rank: int, size: int) -> None:
+    shape = {"tokens": (4000,) * size, "num_experts": 2 * size, "hidden": 8, "drop": 0.0}
+    with communicator(Case(**shape)) as comm:
+        _hurry(comm)
+        for seed in range(6):
+            inputs = make_inputs(Case(**shape, seed=seed))
+            out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+            rows = len(out.tokens)
+            most = rows * (1 + 1 / expected.MOST_SPREAD) * (1 + 1 / 64) + 2.1 * expected.SPARE_ROWS
+            for tensor in (out.tokens, out.weights, out.row_expert_ids, handle.recv_rows):
+                assert tensor is not None and tensor.is_contiguous()
+                held = tensor.untyped_storage().nbytes() // (tensor[0].numel() * tensor.element_size())
+                assert len(tensor) <= held <= most
+
+
+def test_an_output_keeps_little_memory_that_it_does_not_need() -> None:
+    on_ranks(2, _spare_memory)
+
+
+def _without_a_peer(rank: int, size: int) -> str:
+    """Rank 1 stays away from a dispatch that rank 0 expands early: its wait ends at the deadline, by name."""
+    inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
+    with communicator(inputs.case, timeout_s=1.0) as comm:
+        kernels = _hurry(comm)
+        for _ in range(2):
+            round_trip(comm, inputs, inputs.expected(FLAT))
+        assert kernels.since_last() == [False, True]
+        if rank == 1:
+            comm.engine.exchange.barrier("rank 0 has given up")
+            return ""
+        with pytest.raises(PeerTimeout, match="rank 1") as raised:
+            comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        comm.engine.exchange.barrier("rank 0 has given up")
+        return str(raised.value)
+
+
+def test_a_peer_that_stays_away_ends_an_early_expand() -> None:
+    assert "notify" in on_ranks(2, _without_a_peer)[0]
+
+
+def test_what_is_expected_follows_what_was_seen() -> None:
+    seen, shape = Expected(), (4096, 8)
+    assert seen.rows(shape) is None
+    seen.saw(shape, Rows(32_000, 15_000))
+    assert seen.rows((4096, 4)) is None
+    first = seen.rows(shape)
+    assert first == Rows(32_000 + 500 + expected.SPARE_ROWS, 15_000 + 234 + expected.SPARE_ROWS)
+    seen.saw(shape, Rows(33_000, 14_000))
+    assert seen.rows(shape) == Rows(33_000 + 515 + expected.SPARE_ROWS, first.slots)
+    seen.saw(shape, Rows(33_000, 13_000))
+    assert seen.rows(shape) is None, "slots differ by more than a 16th"
+    for _ in range(expected.REMEMBERED):
+        seen.saw(shape, Rows(30_000, 13_000))
+    assert seen.rows(shape) == Rows(30_000 + 468 + expected.SPARE_ROWS, 13_000 + 203 + expected.SPARE_ROWS)
+    seen.saw((1, 8), Rows(4, 1))
+    assert seen.rows(shape) is None
+    assert seen.rows((1, 8)) == Rows(4 + expected.SPARE_ROWS, 1 + expected.SPARE_ROWS)
+
+
+def test_rows_fit_where_both_do() -> None:
+    assert Rows(5, 3).fit(Rows(5, 3))
+    assert not Rows(6, 3).fit(Rows(5, 3))
+    assert not Rows(5, 4).fit(Rows(5, 3))
+    assert not Rows(0, 0).fit(None)
