@@ -81,7 +81,7 @@ def test_expands_ahead_of_the_totals_and_again_where_that_was_too_small(size: in
 
 
 def _more_rows_only(rank: int, size: int) -> None:
-    """As many tokens arrive as before, and more of their pairs are at home here: rows outgrow the room, slots do not."""
+    """As many tokens arrive as before, and more of their pairs are at home here: rows outgrow the room, not slots."""
     case = Case(tokens=(800,) * size, num_experts=4 * size, topk=3, drop=0.0)
     with communicator(case, max_tokens_per_rank=800, timeout_s=20) as comm:
         kernels = _hurry(comm)
