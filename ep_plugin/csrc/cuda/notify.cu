@@ -4,6 +4,7 @@
 // checks it, leaves its rank counts in shared memory and adds its expert counts to those of others. Then warp r lays
 // out the experts of rank r, and one warp more lays out slots. The other CTAs meanwhile place this rank's tokens, see
 // place.cuh; they wait for nobody.
+// The last CTA that has written what a send needs tells it so.
 // Memory order. A count row is words that carry their epoch: what is read is what was written, and no flag is needed.
 // There are two count rows for each pair of ranks, used in turns: a row is overwritten only after its reader's consumed
 // word says epoch - 2. Totals are stored before the ticket, which has release order at system scope (host memory).
@@ -214,12 +215,28 @@ __device__ void tell_host(const NotifyArgs& args, const Shared& shared) {
   if (threadIdx.x == 0) ptx::st_release_sys(&board_of(comm).ticket, args.ticket);
 }
 
-// All threads: this rank's counts, from those of its blocks, in shared memory and for the handle.
-__device__ void count_all(const NotifyArgs& args) {
+// All threads: this rank's counts, as plan has added them up, to shared memory and to the handle. Joins the CTA.
+__device__ void take_counts(const NotifyArgs& args) {
   for (int i = threadIdx.x; i < 2 * args.comm.num_experts; i += blockDim.x) rows_of_experts(args.comm)[i] = 0;
-  add_up_blocks(args.comm, args.block_counts, plan_blocks(args.routing.num_tokens));
+  int32_t* planned = state_of(args.comm).planned;
   int32_t* rank_count = meta_of(args.comm, args.routing).rank_count;  // and those of the experts behind them
-  for (int i = threadIdx.x; i < num_keys(args.comm); i += blockDim.x) rank_count[i] = counts[i];
+  for (int i = threadIdx.x; i < num_keys(args.comm); i += blockDim.x) {
+    const int32_t count = ptx::ld_coherent(planned + i);
+    planned[i] = 0;
+    counts[i] = rank_count[i] = count;
+  }
+  __syncthreads();
+}
+
+// All threads of a CTA, when it has written what a send reads. After all CTAs the send goes on, which is launched early
+// and would otherwise wait for this kernel's end.
+__device__ void tell_placed(const Comm& comm) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  State& state = state_of(comm);
+  if (ptx::atom_add_acq_rel_gpu(&state.ctas_placed, 1) + 1 != gridDim.x) return;
+  state.ctas_placed = 0;
+  ptx::st_release_sys(&state.placed, state.epoch[kSend - 1] + 1);
 }
 
 // All threads of CTA 0. `is_free`: in warp p, whether the count row at peer p is.
@@ -227,7 +244,7 @@ __device__ void exchange(const NotifyArgs& args, const Run& run, bool is_free, S
   const Comm& comm = args.comm;
   const int peer = warp_id();
   bool ok = is_free && !faulted(comm);  // plan may have failed
-  count_all(args);
+  take_counts(args);
   if (comm.gate == kNotify) ok = __syncthreads_and(threadIdx.x != 0 || hold_at_gate(run)) && ok;
   ok = __all_sync(kAllLanes, ok) != 0;
   if (ok && peer < comm.num_ranks) {
@@ -242,6 +259,7 @@ __device__ void exchange(const NotifyArgs& args, const Run& run, bool is_free, S
     ok = lay_out_ranks(run, args, shared);
   }
   if (!__syncthreads_and(ok)) return;
+  tell_placed(comm);
   if (args.ticket != 0) tell_host(args, shared);
   advance(run);
 }
@@ -256,6 +274,7 @@ __global__ void __launch_bounds__(kNotifyThreads, 1) notify_kernel(const __grid_
   if (blockIdx.x == 0) return exchange(args, run, is_free, shared);
   ptx::let_next_kernel_in();
   place_block(args.comm, args.routing, args.block_counts, static_cast<int>(blockIdx.x) - 1);
+  tell_placed(args.comm);
 }
 
 }  // namespace

@@ -20,16 +20,20 @@ constexpr int kMostWarps = 12;
 constexpr int kMostThreads = (kMostWarps + 1) * kWarp;
 constexpr int64_t kBytesUnderWay = 256 * 1024;  // of a CTA's rows: more would wait in the links' queues
 
+// One thread waits until notify, ahead, has written what this send reads. A known routing was written long ago.
+__device__ bool rows_are_placed(const Run& run, const Header& header) {
+  if (threadIdx.x != 0 || header.op != kOpDispatch) return true;
+  return wait_at_least(run, &state_of(run.comm).placed, run.epoch, run.comm.rank);
+}
+
 // From: void, or the type of the elements that are quantised.
 template <bool kBulk, class From>
-__global__ void __launch_bounds__(kMostThreads, 1)
-    send_kernel(const __grid_constant__ SendArgs args, const __grid_constant__ Cut cut) {
+__device__ __forceinline__ void send_all(const SendArgs& args, const Cut& cut) {
   __shared__ Progress progress;
   Run run = enter(args.comm, kSend);
-  const bool may_write = run.ok && destination_has_read(run, kDispatchPool);  // notify, ahead, has no say in that
-  ptx::wait_for_kernel_ahead();
+  run.ok = run.ok && destination_has_read(run, kDispatchPool) && rows_are_placed(run, args.header);
+  if (!__syncthreads_and(run.ok)) return;
   const Meta meta = meta_of(args.comm, args.routing);
-  if (!run.ok) return;
   if (pools_must_grow(args.comm, args.header, meta)) {
     if (args.optimistic == 0 && blockIdx.x == 0 && threadIdx.x == 0)
       fail(args.comm, kTooSmall, kSend, args.comm.rank, 0, args.comm.pool_bytes[kDispatchPool], *meta.max_slots);
@@ -38,7 +42,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   }
   progress.clear();
   const bool fits = sends_fit(args, meta), failed = faulted(args.comm);
-  run.ok = may_send(may_write && fits && !failed);
+  run.ok = may_send(fits && !failed);
   if (run.ok) {
     if (args.routing.num_tokens == 0 && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
     if (warp_id() == cut.warps) {
@@ -51,6 +55,13 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     }
   }
   if (last_to_finish(run) && !faulted(args.comm)) finish_sending(run, kDispatchPool);
+}
+
+template <bool kBulk, class From>
+__global__ void __launch_bounds__(kMostThreads, 1)
+    send_kernel(const __grid_constant__ SendArgs args, const __grid_constant__ Cut cut) {
+  send_all<kBulk, From>(args, cut);
+  ptx::wait_for_kernel_ahead();  // so that whatever comes next in the stream comes after notify, too
 }
 
 // Behind its notify it is launched early.
