@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
+from ep_plugin.collectives.base import Collective
+
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 # Elements of a shard: one byte to many chunks, on and beside the sizes of slots and rail chunks.
 SIZES = (1, 3, 16, 129, 4097, 65536, 262143, 600_001)
@@ -50,3 +53,19 @@ def reduced(whole: list[torch.Tensor], rank: int, per_node: int, scale: float) -
 
 def poisoned(count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((count * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype)
+
+
+def gather_ones(comm: Collective, count: int) -> torch.Tensor:
+    """What a gather of `count` ones from each rank brings."""
+    assert isinstance(comm, HierarchicalAllGather)
+    out = torch.empty(comm.group.size() * count)
+    comm(out, torch.ones(count))
+    return out
+
+
+def scatter_ones(comm: Collective, count: int) -> torch.Tensor:
+    """What is left of `count` ones for each rank, summed."""
+    assert isinstance(comm, HierarchicalReduceScatter)
+    out = torch.empty(count)
+    comm(out, torch.ones(comm.group.size() * count))
+    return out

@@ -1,4 +1,4 @@
-"""Gathers and scatters with wrong arguments, ranks that disagree, and ranks that die: who raises what, and when."""
+"""Gathers and scatters of ranks that disagree, and of ranks that die: who raises what, and when."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ep_plugin.errors import (
     PeerAborted,
     PeerTimeout,
 )
+from tests.collective_cases import gather_ones, scatter_ones
 from tests.fault_cases import die_at_gate, nothing_left_behind, orphaned_names
 from tests.ranks import run_ranks, values
 
@@ -38,23 +39,9 @@ def _quick_group() -> dist.ProcessGroup:
     return dist.new_group(timeout=datetime.timedelta(seconds=DEADLINE_S))
 
 
-def _gather(comm: Collective, count: int) -> torch.Tensor:
-    assert isinstance(comm, HierarchicalAllGather)
-    out = torch.empty(comm.group.size() * count)
-    comm(out, torch.ones(count))
-    return out
-
-
-def _scatter(comm: Collective, count: int) -> torch.Tensor:
-    assert isinstance(comm, HierarchicalReduceScatter)
-    out = torch.empty(count)
-    comm(out, torch.ones(comm.group.size() * count))
-    return out
-
-
 OPERATIONS: dict[str, tuple[type[Collective], Callable[[Collective, int], torch.Tensor]]] = {
-    "gather": (HierarchicalAllGather, _gather),
-    "scatter": (HierarchicalReduceScatter, _scatter),
+    "gather": (HierarchicalAllGather, gather_ones),
+    "scatter": (HierarchicalReduceScatter, scatter_ones),
 }
 
 
@@ -151,7 +138,7 @@ def test_a_rank_that_dies_on_another_node_ends_the_operation(name: str) -> None:
 
 def _aborts(rank: int) -> str:
     gather = HierarchicalAllGather()
-    _gather(gather, 10)
+    gather_ones(gather, 10)
     dist.barrier()
     if rank == 1:
         gather.abort("MemoryError: no room")
@@ -160,7 +147,7 @@ def _aborts(rank: int) -> str:
         return ""
     began = time.monotonic()
     with pytest.raises(PeerAborted, match="rank 1 aborted: MemoryError: no room") as caught:
-        _gather(gather, 10)
+        gather_ones(gather, 10)
     assert time.monotonic() - began < 5 and caught.value.rank == 1
     gather.close()
     nothing_left_behind()
@@ -252,15 +239,15 @@ def test_a_wait_after_close_says_how_the_operation_ended(name: str) -> None:
 
 def _different_sizes(rank: int, what: str) -> str:
     gather, scatter = HierarchicalAllGather(), HierarchicalReduceScatter()
-    _gather(gather, 10)
-    _scatter(scatter, 10)
+    gather_ones(gather, 10)
+    scatter_ones(scatter, 10)
     with pytest.raises((DisagreementError, PeerAborted)) as caught:
         if what == "bytes of a shard":
-            _gather(gather, 20 if rank == 1 else 10)
+            gather_ones(gather, 20 if rank == 1 else 10)
         elif what == "nothing to gather":
-            _gather(gather, 0 if rank == 1 else BIG)
+            gather_ones(gather, 0 if rank == 1 else BIG)
         elif what == "nothing to sum":
-            _scatter(scatter, 0 if rank == 1 else 10)
+            scatter_ones(scatter, 0 if rank == 1 else 10)
         elif what == "element":
             dtype = torch.float16 if rank == 1 else torch.bfloat16
             scatter(torch.empty(8, dtype=dtype), torch.ones(8 * SIZE, dtype=dtype))
@@ -303,7 +290,7 @@ def _unknown_host(rank: int) -> str:
     if rank == 1:
         topology.host_identity = lambda *_: "localhost"
     with pytest.raises(ValueError) as caught:
-        _gather(HierarchicalAllGather(), 10)
+        gather_ones(HierarchicalAllGather(), 10)
     return str(caught.value)
 
 
@@ -316,97 +303,10 @@ def test_a_rank_that_does_not_know_its_host() -> None:
 def _uneven_nodes(rank: int) -> str:
     topology.host_identity = lambda *_: f"machine{rank // 2}/boot"
     with pytest.raises(NotSupported) as caught:
-        _gather(HierarchicalAllGather(), 10)
+        gather_ones(HierarchicalAllGather(), 10)
     return str(caught.value)
 
 
 def test_nodes_of_different_sizes_are_refused_by_name() -> None:
     for said in values(run_ranks(3, _uneven_nodes)):
         assert "nodes with different numbers of ranks are not supported" in said and "machine1" in said
-
-
-# What is passed in place of the good arguments of a gather (output, input) of 2 ranks, and what the error says.
-F32, META = torch.float32, torch.device("meta")
-BAD_GATHERS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
-    "output too small": (lambda: (torch.empty(9), torch.ones(5)), "output_tensor: expected 2 x 5 elements.*got 9"),
-    "output too large": (lambda: (torch.empty(11), torch.ones(5)), "output_tensor: expected 2 x 5 elements.*got 11"),
-    "dtypes that differ": (
-        lambda: (torch.empty(10, dtype=torch.int32), torch.ones(5)),
-        "output_tensor: expected dtype torch.float32 as of input_tensor, got torch.int32",
-    ),
-    "devices that differ": (
-        lambda: (torch.empty(10, device=META), torch.ones(5)),
-        "output_tensor: expected device cpu as of input_tensor, got meta",
-    ),
-    "another device": (
-        lambda: (torch.empty(10, device=META), torch.ones(5, device=META)),
-        "device: expected cpu as in the first call, got meta",
-    ),
-    "output with gaps": (lambda: (torch.empty(20)[::2], torch.ones(5)), "output_tensor: expected a contiguous tensor"),
-    "input with gaps": (lambda: (torch.empty(10), torch.ones(10)[::2]), "input_tensor: expected a contiguous tensor"),
-    "no tensor": (lambda: ([], torch.ones(5)), "output_tensor: expected a tensor, got list"),
-}
-
-
-def _bad_gathers(rank: int) -> None:
-    gather = HierarchicalAllGather()
-    _gather(gather, 5)
-    for name, (make, said) in BAD_GATHERS.items():
-        with pytest.raises(ValueError, match=said):
-            gather(*make())
-            raise AssertionError(name)
-    with pytest.raises(ValueError, match="tensor_list: expected 2 tensors, one of each rank, got 3"):
-        gather.all_gather([torch.empty(5)] * 3, torch.ones(5))
-    with pytest.raises(ValueError, match=r"tensor_list\[1\]: expected 5 elements, got 6"):
-        gather.all_gather([torch.empty(5), torch.empty(6)], torch.ones(5))
-    with pytest.raises(ValueError, match="group: expected .*, which this object serves"):
-        gather(torch.empty(10), torch.ones(5), group=dist.new_group())
-    with pytest.raises(ValueError, match=r"size: expected no negative extent, got \(-1,\)"):
-        gather.allocate(-1, torch.uint8)
-    with pytest.raises(ValueError, match="device: expected cpu as in the first call, got meta"):
-        gather.allocate(10, torch.uint8, META)
-    assert _gather(gather, 5).tolist() == [1.0] * 10  # nothing was launched
-
-
-def test_bad_gathers_say_what_was_expected_and_launch_nothing() -> None:
-    values(run_ranks(2, _bad_gathers))
-
-
-def _bad_scatters(rank: int) -> None:
-    scatter = HierarchicalReduceScatter()
-    _scatter(scatter, 5)
-    whole, out = torch.ones(10), torch.empty(5)
-    for given, said in (
-        ((torch.empty(6), whole), "input_tensor: expected 2 x 6 elements, one output_tensor for each rank, got 10"),
-        ((out.to(torch.int32), whole.to(torch.int32)), "dtype: expected one of torch.float32, .*got torch.int32"),
-        ((out, whole.double()), "input_tensor: expected dtype torch.float32 as of output_tensor, got torch.float64"),
-        ((out, whole.to(META)), "input_tensor: expected device cpu as of output_tensor, got meta"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            scatter(*given)
-    with pytest.raises(ValueError, match="op: expected SUM, AVG or PREMUL_SUM, got RedOpType.MAX"):
-        scatter(out, whole, op=dist.ReduceOp.MAX)
-    with pytest.raises(ValueError, match="op: expected PREMUL_SUM with a number as its factor, got Tensor"):
-        scatter(out, whole, op=dist._make_nccl_premul_sum(torch.ones(1)))
-    assert _scatter(scatter, 5).tolist() == [2.0] * 5
-
-
-def test_bad_scatters_say_what_was_expected_and_launch_nothing() -> None:
-    values(run_ranks(2, _bad_scatters))
-
-
-@pytest.mark.parametrize("given", [0, -1, True, 1.5, None])
-def test_bad_num_buffers(given: Any) -> None:
-    with pytest.raises(ValueError, match="num_buffers: expected an integer of at least 1, got"):
-        HierarchicalAllGather(num_buffers=given)
-
-
-@pytest.mark.parametrize("given", [0, 65, True, 24.0, None])
-def test_bad_sms(given: Any) -> None:
-    with pytest.raises(ValueError, match="sms: expected an integer from 1 to 64, got"):
-        HierarchicalReduceScatter(sms=given)
-
-
-def test_no_process_group() -> None:
-    with pytest.raises(ValueError, match="group: expected an initialised torch.distributed process group, got none"):
-        HierarchicalAllGather()

@@ -54,12 +54,6 @@ class HierarchicalReduceScatter(Collective):
         super().__init__(group, num_buffers=num_buffers, path=path)
         self._sum_sms = sms
 
-    @property
-    def sms(self) -> int:
-        """As it was asked for."""
-        assert self._sum_sms is not None
-        return self._sum_sms
-
     def __call__(
         self,
         output_tensor: torch.Tensor,
