@@ -5,6 +5,9 @@ On CPUs the totals are always there in time, so the ranks here are told that the
 
 from __future__ import annotations
 
+import os
+import signal
+import unittest.mock
 from typing import Any
 
 import pytest
@@ -12,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import DispatchLayout, MoECommunicator
-from ep_plugin.errors import PeerTimeout
-from ep_plugin.moe import expected
+from ep_plugin.errors import CaptureRefused, PeerTimeout
+from ep_plugin.moe import dispatch, expected
 from ep_plugin.moe.engine import DISPATCH_POOL, Engine
 from ep_plugin.moe.expected import Expected, Rows
+from ep_plugin.moe.lanes import CpuLanes
+from tests.fault_cases import die_at_gate
 from tests.moe_cases import (
     FLAT,
     LAYOUTS,
@@ -28,6 +33,7 @@ from tests.moe_cases import (
     poisoned,
     round_trip,
 )
+from tests.ranks import run_ranks
 
 
 class Recorded:
@@ -81,23 +87,46 @@ def test_expands_ahead_of_the_totals_and_again_where_that_was_too_small(size: in
             assert history[4:] == [[False]] * 2, "expected no guess among dispatches that differ so much"
 
 
-def _more_rows_only(rank: int, size: int) -> None:
-    """As many tokens arrive as before, and more of their pairs are at home here: rows outgrow the room, not slots."""
+def _one_count_outgrows(rank: int, size: int, alike: tuple[int, int], other: tuple[int, int]) -> None:
+    """(tokens that go anywhere, pairs of each): two dispatches alike, and one where only rows, or slots, are more."""
     case = Case(tokens=(800,) * size, num_experts=4 * size, topk=3, drop=0.0)
     with communicator(case, max_tokens_per_rank=800, timeout_s=20) as comm:
         kernels = _hurry(comm)
-        for pairs in (1, 1, 3):
+        for tokens, pairs in (alike, alike, other):
             inputs = make_inputs(case)
-            for ids in inputs.ids:
-                first = ids[:, :1] // 4 * 4
-                ids.copy_((first + torch.arange(3)).masked_fill(torch.arange(3) >= pairs, -1))
+            for ids in inputs.ids:  # pairs of a token on one rank
+                ids.copy_((ids[:, :1] // 4 * 4 + torch.arange(3)).masked_fill(torch.arange(3) >= pairs, -1))
+                ids[tokens:] = -1
             with poisoned():
                 round_trip(comm, inputs, inputs.expected(FLAT))
         assert kernels.since_last() == [False, True, True, False]
 
 
-def test_rows_alone_may_outgrow_an_early_output() -> None:
-    on_ranks(2, _more_rows_only)
+@pytest.mark.parametrize(("alike", "other"), [((800, 1), (800, 3)), ((200, 3), (600, 1))], ids=["rows", "slots"])
+def test_rows_or_slots_alone_may_outgrow_an_early_output(alike: tuple[int, int], other: tuple[int, int]) -> None:
+    on_ranks(2, _one_count_outgrows, alike, other)
+
+
+def _memory_for_no_more(rank: int, size: int) -> None:
+    """Room for what is expected is not to be had on rank 0, room for what comes is."""
+    inputs = make_inputs(Case(tokens=(400,) * size, num_experts=2 * size, drop=0.0))
+    with communicator(inputs.case, timeout_s=20) as comm:
+        kernels = _hurry(comm)
+        out, _ = round_trip(comm, inputs, inputs.expected(FLAT))
+        most, allocate = len(out.tokens), dispatch._empty_result
+
+        def tight(engine: Engine, call: Any, rows: int, counts: torch.Tensor) -> Any:
+            if rank == 0 and rows > most:
+                raise torch.OutOfMemoryError("emulated")
+            return allocate(engine, call, rows, counts)
+
+        with unittest.mock.patch.object(dispatch, "_empty_result", tight):
+            round_trip(comm, inputs, inputs.expected(FLAT))
+        assert kernels.since_last() == [False, rank != 0]
+
+
+def test_want_of_memory_for_more_than_comes_is_no_error() -> None:
+    on_ranks(2, _memory_for_no_more)
 
 
 def _growing(rank: int, size: int) -> None:
@@ -160,12 +189,13 @@ def test_everything_beside_the_rows_is_as_large_as_they_are() -> None:
 def _spare_memory(rank: int, size: int) -> None:
     shape = {"tokens": (4000,) * size, "num_experts": 2 * size, "hidden": 8, "drop": 0.0}
     with communicator(Case(**shape)) as comm:
-        _hurry(comm)
+        kernels, seen = _hurry(comm), []
         for seed in range(6):
             inputs = make_inputs(Case(**shape, seed=seed))
             out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
-            rows = len(out.tokens)
-            most = rows * (1 + 1 / expected.MOST_SPREAD) * (1 + 1 / 64) + 2.1 * expected.SPARE_ROWS
+            assert kernels.since_last() == [seed > 0]
+            seen.append(max(len(out.tokens), len(handle.recv_rows)))
+            most = max(seen) + max(seen) // 64 + expected.SPARE_ROWS
             for tensor in (out.tokens, out.weights, out.row_expert_ids, handle.recv_rows):
                 assert tensor is not None and tensor.is_contiguous()
                 held = tensor.untyped_storage().nbytes() // (tensor[0].numel() * tensor.element_size())
@@ -176,25 +206,107 @@ def test_an_output_keeps_little_memory_that_it_does_not_need() -> None:
     on_ranks(2, _spare_memory)
 
 
-def _without_a_peer(rank: int, size: int) -> str:
-    """Rank 1 stays away from a dispatch that rank 0 expands early: its wait ends at the deadline, by name."""
+def _without_a_peer(rank: int, size: int) -> None:
+    """Rank 1 stays away from a dispatch: notify's wait ends at the deadline, and nothing is expanded early after it."""
     inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
     with communicator(inputs.case, timeout_s=1.0) as comm:
         kernels = _hurry(comm)
         for _ in range(2):
             round_trip(comm, inputs, inputs.expected(FLAT))
         assert kernels.since_last() == [False, True]
-        if rank == 1:
-            dist.barrier()
-            return ""
-        with pytest.raises(PeerTimeout, match="rank 1") as raised:
-            comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        if rank == 0:
+            with pytest.raises(PeerTimeout, match="rank 1 at step notify"):
+                comm.dispatch(inputs.x[rank], inputs.ids[rank])
+            assert kernels.since_last() == []
         dist.barrier()
-        return str(raised.value)
 
 
-def test_a_peer_that_stays_away_ends_an_early_expand() -> None:
-    assert "notify" in on_ranks(2, _without_a_peer)[0]
+def test_nothing_is_expanded_early_after_a_fault() -> None:
+    on_ranks(2, _without_a_peer)
+
+
+def _killed_while_sending(rank: int, size: int) -> tuple[PeerTimeout, list[bool], bool]:
+    """What rank 0 raised, its expands, and whether the rows of the last one are NaN bytes."""
+    if rank == 1:
+        os.environ["EP_PLUGIN_TEST_GATE"] = "send"
+    inputs = make_inputs(Case(tokens=(200,) * size, num_experts=2 * size))
+    comm = communicator(inputs.case, timeout_s=2.0)
+    gate, comm.engine.comm.gate = comm.engine.comm.gate, 0
+    kernels = _hurry(comm)
+    for _ in range(2):
+        comm.dispatch(inputs.x[rank], inputs.ids[rank])
+    comm.engine.comm.gate = gate
+    if rank == 1:
+        die_at_gate(comm)
+    made: list[torch.Tensor] = []
+    allocate = dispatch._empty_result
+
+    def kept(*args: Any) -> dispatch.DispatchResult:
+        result = allocate(*args)
+        made.append(result.tokens)
+        return result
+
+    dispatch._empty_result = kept
+    with pytest.raises(PeerTimeout) as raised:
+        comm.dispatch(inputs.x[rank], inputs.ids[rank])
+    comm.close()
+    return raised.value, kernels.early, bool((made[0].view(torch.uint8) == 0xFF).all())
+
+
+def test_a_peer_killed_while_it_sends_ends_an_early_expand() -> None:
+    ranks = run_ranks(2, _killed_while_sending, 2)
+    assert ranks[1].exitcode == -signal.SIGKILL
+    error, early, poisoned_rows = ranks[0].value
+    assert "rank 1 at step expand" in str(error)
+    assert early == [False, True, True] and poisoned_rows
+
+
+def _across_a_capture(rank: int, size: int) -> None:
+    """An operation begun before a capture is not completed in it, nor one begun in it after it."""
+    inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
+    wanted = inputs.expected(FLAT)
+    x, ids, weights = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
+    with communicator(inputs.case, max_tokens_per_rank=20) as comm:
+        out, handle = round_trip(comm, inputs, wanted)
+        eager, capturing = comm.engine.lanes, CpuLanes()
+        capturing.capturing = lambda: True
+        for begin, check in (
+            (lambda: comm.dispatch_async(x, ids, weights), lambda result: check_dispatch(result[0], wanted[rank])),
+            (lambda: comm.combine_async(out.tokens, handle), lambda result: None),
+        ):
+            work = begin()
+            comm.engine.lanes = capturing
+            for late in (work.wait, lambda: comm.dispatch(x, ids, weights, capacity=200)):
+                with pytest.raises(CaptureRefused, match="begun before the capture .* to be completed there too"):
+                    late()
+            comm.engine.lanes = eager
+            check(work.wait())
+        comm.engine.lanes = capturing
+        comm.dispatch_async(x, ids, weights, capacity=200).wait()
+        lost = comm.combine_async(out.tokens, handle)
+        comm.engine.lanes = eager
+        with pytest.raises(CaptureRefused, match="begun in the capture of a CUDA graph to be completed there too"):
+            lost.wait()
+
+
+def test_a_capture_has_both_ends_of_an_operation_or_none() -> None:
+    on_ranks(2, _across_a_capture)
+
+
+def _changes_lanes(rank: int, size: int) -> int:
+    """How often the lanes meet while receiving changes from one to the other, and back."""
+    inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
+    with communicator(inputs.case) as comm:
+        lanes = CpuLanes()
+        lanes.meet, comm.engine.lanes = unittest.mock.Mock(), lanes
+        for sms in ({}, {"expand_sms": 8}, {"expand_sms": 0}, {"expand_sms": 0, "add_sms": 0}, {"add_sms": 4}):
+            comm.set_sms(**sms)
+            round_trip(comm, inputs, inputs.expected(FLAT))
+        return lanes.meet.call_count
+
+
+def test_lanes_meet_where_receiving_changes_lanes() -> None:
+    assert on_ranks(2, _changes_lanes) == [3, 3]
 
 
 def test_what_is_expected_follows_what_was_seen() -> None:
@@ -220,4 +332,3 @@ def test_rows_fit_where_both_do() -> None:
     assert Rows(5, 3).fit(Rows(5, 3))
     assert not Rows(6, 3).fit(Rows(5, 3))
     assert not Rows(5, 4).fit(Rows(5, 3))
-    assert not Rows(0, 0).fit(None)

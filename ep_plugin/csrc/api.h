@@ -84,7 +84,8 @@ struct SendArgs {
 };
 
 // Holds `stream`, where `step` (kExpand or kAdd) comes next, until this rank's sender of the rows it reads runs on all
-// its CTAs: readers, who wait on SMs for peers, could otherwise keep it out. CPU: nothing.
+// its CTAs, or all of them have left since pools must grow: readers, who wait on SMs for peers, could otherwise keep it
+// out. CPU: nothing.
 struct AdmitArgs {
   Comm comm;
   int32_t step;
@@ -95,7 +96,7 @@ struct AdmitArgs {
 // Received slots to output rows, as they arrive. Rows of the output that nothing was sent for become zeros, their
 // weights 0 and their expert ids -1. FLAT rows at or past `capacity` are dropped and counted in `overflow`. An
 // optimistic expand writes no rows past those that the layout needs, and does nothing where these are more than
-// `capacity`, or an optimistic send did nothing.
+// `capacity`, or slots are more than the routing's, or an optimistic send did nothing.
 struct ExpandArgs {
   Comm comm;
   Routing routing;

@@ -147,7 +147,7 @@ struct State {
   uint64_t epoch[6];  // finished operations, indexed by Step - 1 (kPlan unused)
   uint64_t fault;     // nonzero: every later kernel leaves at once
   uint64_t ctas_done[6];
-  uint64_t started[2];       // by Pool: epoch of the latest sender whose CTAs all run; readers are let in after it
+  uint64_t started[2];       // by Pool: epoch of the latest sender whose CTAs all run, or left; readers come after it
   uint64_t ctas_started[2];  // by Pool
   uint64_t placed;           // CUDA: epoch of the latest send that may read what notify has written
   uint64_t ctas_placed;

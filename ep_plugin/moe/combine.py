@@ -30,6 +30,7 @@ class PendingCombine:
     extra: torch.Tensor | None
     routing: KnownRouting
     sms: dict[str, int]
+    captured: bool = False  # begun while a CUDA graph was being captured
     made: Sums | None = None  # the sums, where they were there before the rows were sent
     result: Sums | None = None
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ep_plugin import _C, ops
 from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.engine import leave, resolve_device
-from ep_plugin.errors import EpPluginError
+from ep_plugin.errors import CaptureRefused, EpPluginError
 from ep_plugin.moe.combine import PendingCombine, Sums, finish_combine, start_combine
 from ep_plugin.moe.dispatch import DispatchCall, DispatchResult, PendingDispatch, finish_dispatch, start_dispatch
 from ep_plugin.moe.engine import Engine
@@ -255,6 +255,7 @@ class MoECommunicator:
 
     def _begin_dispatch(self, engine: Engine, call: DispatchCall) -> PendingDispatch:
         begun = self._under_way = start_dispatch(engine, call)
+        begun.captured = engine.lanes.capturing()
         engine.lanes.record(*call[:4], begun.topk_ids, begun.plan, begun.block_counts, *_tensors_of(call.previous))
         if begun.made is not None:
             engine.lanes.record(*begun.made[0], *begun.made[1])  # a fault may keep it from ever being joined
@@ -269,6 +270,7 @@ class MoECommunicator:
         routing: KnownRouting,
     ) -> PendingCombine:
         begun = self._under_way = start_combine(engine, y, weights, bias, None, routing)
+        begun.captured = engine.lanes.capturing()
         engine.lanes.record(y, weights, bias, *_tensors_of(routing), *(begun.made or ()))
         return begun
 
@@ -346,9 +348,18 @@ class MoECommunicator:
         """Completes what was started and is not complete; its result stays there until somebody waits for it.
 
         This may happen below another operator or inside a backward, where autograd records nothing: that is left to
-        the wait().
+        the wait(). A CUDA graph has both ends of an operation or none: CaptureRefused, and nothing is enqueued.
         """
-        begun, self._under_way = self._under_way, None
+        begun = self._under_way
+        if begun is not None and begun.captured != self.engine.lanes.capturing():
+            if begun.captured:
+                self._under_way = None  # nothing of it was run
+            began = "in the capture of a CUDA graph" if begun.captured else "before the capture of a CUDA graph began"
+            raise CaptureRefused(
+                f"{self.engine.name}: expected an operation that was begun {began} to be completed there too, got its "
+                f"wait(), or the next operation, {'after' if begun.captured else 'in'} it"
+            )
+        self._under_way = None
         if isinstance(begun, PendingDispatch):
             begun.result = self.engine.run("dispatch", finish_dispatch, begun)
         elif begun is not None:

@@ -61,6 +61,14 @@ class DispatchCall(NamedTuple):
     quantize: str | None
 
 
+class Early(NamedTuple):
+    """What an expand ahead of the totals writes to, if `room` is enough."""
+
+    room: Rows
+    result: DispatchResult
+    recv_rows: torch.Tensor
+
+
 @dataclass
 class PendingDispatch:
     """A dispatch whose rows are on their way. It holds every tensor that its kernels read."""
@@ -77,6 +85,7 @@ class PendingDispatch:
     numbers: list[int] | None = None  # the totals, once the host knows them
     reserved: bool = False  # the pool is known to be large enough
     sent: bool = False  # send has been launched, be it optimistically
+    captured: bool = False  # begun while a CUDA graph was being captured
     made: tuple[DispatchResult, RoutingTensors] | None = None  # what the rows go to, if that was there before the send
     result: tuple[DispatchResult, RoutingTensors] | None = None
 
@@ -108,7 +117,7 @@ def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
 
 
 def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchResult, RoutingTensors]:
-    """Waits for the totals, grows the pool if it must, allocates the output and expands into it."""
+    """Expands what was sent, and waits for the totals where the host must know them."""
     if pending.made is not None:
         engine.lanes.join(received=False)
         engine.lanes.hand_over(pending.made)
@@ -118,7 +127,9 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
     if pending.ticket:
         result, recv_rows = _expand_what_is_told(engine, pending, args, counts)
     else:
-        result, recv_rows = _expand(engine, pending, args, counts, _output_rows(engine, pending), admits=True)
+        result, recv_rows = _allocate(engine, pending, args, counts, _output_rows(engine, pending))
+        _expand(engine, args, admits=True)
+    engine.lanes.join()
     routing = _routing(engine, pending, recv_rows)
     engine.check()
     return result, routing
@@ -208,23 +219,22 @@ def _expand_what_is_told(
     engine: Engine, pending: PendingDispatch, args: Any, counts: torch.Tensor
 ) -> tuple[DispatchResult, torch.Tensor]:
     """Expand of a dispatch whose totals the host waits for: ahead of them where it may, else when they are there."""
-    room = made = None
+    early = None
     if pending.sent:
         engine.lanes.fork_receive()
         admit(engine, _EXPAND)
-        room = _expected_rows(engine, pending)
-        if room is not None:
-            args.optimistic = 1
-            made = _expand(engine, pending, args, counts, room)
+        early = _expand_early(engine, pending, args, counts)
     pending.wait_totals(engine)
     needed = _output_rows(engine, pending)
     engine.expected.saw(pending.call.topk_ids.shape, needed)
     if _make_room(engine, pending):
         engine.lanes.join(received=False)  # behind all of the send, since admit may have let this one in already
-    elif made is not None and needed.fit(room):
-        return _cut(pending, *made, needed)
-    made, args.optimistic = None, 0  # an expand that came too early has left that memory alone
-    return _expand(engine, pending, args, counts, needed)
+    elif early is not None and needed.fit(early.room):
+        return _cut(pending, early, needed)
+    early = None  # an expand that came too early has left that memory alone
+    made = _allocate(engine, pending, args, counts, needed)
+    _expand(engine, args)
+    return made
 
 
 def _make_room(engine: Engine, pending: PendingDispatch) -> bool:
@@ -241,35 +251,38 @@ def _make_room(engine: Engine, pending: PendingDispatch) -> bool:
     return True
 
 
-def _expected_rows(engine: Engine, pending: PendingDispatch) -> Rows | None:
-    """The room to expand into before the totals are there; None where they are, never come, or nobody can tell."""
+def _expand_early(engine: Engine, pending: PendingDispatch, args: Any, counts: torch.Tensor) -> Early | None:
+    """Expand before the totals are there; None where they are, never come, or nobody can tell what they will be."""
     if engine.knows(pending.ticket) or not engine.boards.quiet():
         return None
-    return engine.expected.rows(pending.call.topk_ids.shape)
+    room = engine.expected.rows(pending.call.topk_ids.shape)
+    if room is None:
+        return None
+    try:
+        made = _allocate(engine, pending, args, counts, room)
+    except torch.OutOfMemoryError:
+        return None  # what is needed may be less
+    args.optimistic = 1
+    _expand(engine, args)
+    args.optimistic = 0
+    return Early(room, *made)
 
 
-def _expand(
-    engine: Engine, pending: PendingDispatch, args: Any, counts: torch.Tensor, room: Rows, admits: bool = False
-) -> tuple[DispatchResult, torch.Tensor]:
-    """Allocates an output of `room` and expands into it: what _allocate returns."""
-    made = _allocate(engine, pending, args, counts, room)
-    engine.lanes.fork_receive()  # other threads may have used that memory on the caller's stream until now
+def _expand(engine: Engine, args: Any, admits: bool = False) -> None:
+    engine.lanes.fork_receive()  # other threads may have used the output's memory on the caller's stream until now
     if admits:
         admit(engine, _EXPAND)
     engine.kernels.expand(args)
-    engine.lanes.join()
-    return made
 
 
-def _cut(
-    pending: PendingDispatch, result: DispatchResult, recv_rows: torch.Tensor, room: Rows
-) -> tuple[DispatchResult, torch.Tensor]:
-    """What was made larger than `room`, as large as that. The memory stays as it is."""
+def _cut(pending: PendingDispatch, early: Early, needed: Rows) -> tuple[DispatchResult, torch.Tensor]:
+    """What was made larger than it `needed` to be, as large as that. The memory stays as it is."""
+    result, recv_rows = early.result, early.recv_rows
     for tensor in (result.tokens, result.scales, result.weights, result.ids):
         if tensor is not None:
-            tensor.resize_(room.output, *tensor.shape[1:])
-    pending.struct.slots = room.slots
-    return result, recv_rows.resize_(room.slots, recv_rows.shape[1])
+            tensor.resize_(needed.output, *tensor.shape[1:])
+    pending.struct.slots = needed.slots
+    return result, recv_rows.resize_(needed.slots, recv_rows.shape[1])
 
 
 def _send_args(engine: Engine, pending: PendingDispatch) -> Any:

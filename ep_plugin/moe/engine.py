@@ -100,8 +100,11 @@ class Engine(BaseEngine):
         if unknown:
             raise ValueError(f"set_sms: expected names among {', '.join(SMS_FIELDS)}, got {', '.join(sorted(unknown))}")
         given = {name: count for name, count in sms.items() if count is not None}
+        before = self.sms
         self._use_sms(dataclasses.replace(self.config, **given))  # type: ignore[arg-type]
         self.asked_sms = sms
+        if any((before[name] == 0) != (self.sms[name] == 0) for name in ("expand_sms", "add_sms")):
+            self.lanes.meet()  # what receives changes its lane, where it would find the epoch of the operation before
 
     def sms_for(self, num_tokens: int) -> dict[str, int]:
         """SMs of each kernel for an operation on so many tokens of this rank. Ranks may differ."""

@@ -9,8 +9,8 @@ import collections
 from typing import NamedTuple
 
 REMEMBERED = 16  # dispatches
-SPARE_ROWS = 256  # beside a 64th
-MOST_SPREAD = 16  # of the most rows among those, the part by which the least may be below
+SPARE_ROWS = 256
+MOST_SPREAD = 16  # the least rows among those may be below the most by this part of them, and SPARE_ROWS
 
 
 class Rows(NamedTuple):
@@ -19,8 +19,8 @@ class Rows(NamedTuple):
     output: int
     slots: int
 
-    def fit(self, room: Rows | None) -> bool:
-        return room is not None and self.output <= room.output and self.slots <= room.slots
+    def fit(self, room: Rows) -> bool:
+        return self.output <= room.output and self.slots <= room.slots
 
 
 class Expected:
@@ -29,18 +29,22 @@ class Expected:
     def __init__(self) -> None:
         self._shape: tuple[int, ...] = ()
         self._seen: collections.deque[Rows] = collections.deque(maxlen=REMEMBERED)
+        self._next: Rows | None = None
 
     def saw(self, shape: tuple[int, ...], rows: Rows) -> None:
         if shape != self._shape:
             self._shape = tuple(shape)
             self._seen.clear()
         self._seen.append(rows)
+        output, slots = (_room_for(counts) for counts in zip(*self._seen, strict=True))
+        self._next = None if output is None or slots is None else Rows(output, slots)
 
     def rows(self, shape: tuple[int, ...]) -> Rows | None:
         """Room that the next dispatch will likely not exceed, nor leave much of it; None where there is no telling."""
-        if shape != self._shape or not self._seen:
-            return None
-        least, most = (Rows(*map(of, zip(*self._seen, strict=True))) for of in (min, max))
-        if any(high - low > high // MOST_SPREAD + SPARE_ROWS for low, high in zip(least, most, strict=True)):
-            return None
-        return Rows(*(rows + rows // 64 + SPARE_ROWS for rows in most))
+        return self._next if shape == self._shape else None
+
+
+def _room_for(seen: tuple[int, ...]) -> int | None:
+    """A 64th and SPARE_ROWS more than the most `seen`; None where they differ much."""
+    least, most = min(seen), max(seen)
+    return None if most - least > most // MOST_SPREAD + SPARE_ROWS else most + most // 64 + SPARE_ROWS

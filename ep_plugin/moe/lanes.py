@@ -33,6 +33,9 @@ class Lanes(Protocol):
     def join(self, received: bool = True) -> None:
         """The caller's stream goes on from the send lane and, if anything was `received`, from the receive lane."""
 
+    def meet(self) -> None:
+        """Each lane goes on after what has been enqueued on the other."""
+
     def record(self, *tensors: torch.Tensor | None) -> None:
         """Keeps the memory of `tensors` from being used again before both lanes are done with it."""
 
@@ -53,6 +56,7 @@ class CpuLanes:
     def fork(self) -> None: ...
     def fork_receive(self) -> None: ...
     def join(self, received: bool = True) -> None: ...
+    def meet(self) -> None: ...
     def record(self, *tensors: torch.Tensor | None) -> None: ...
     def hand_over(self, result: Iterable[object]) -> None: ...
     def drain(self) -> None: ...
@@ -79,6 +83,10 @@ class CudaLanes:
         _C.order_streams(caller, self.send, self._index)
         if received:
             _C.order_streams(caller, self.receive, self._index)
+
+    def meet(self) -> None:
+        _C.order_streams(self.receive, self.send, self._index)
+        _C.order_streams(self.send, self.receive, self._index)
 
     def _caller(self) -> int:
         """The caller's stream. (torch.cuda.current_stream makes an object of it, which takes ten times as long.)"""

@@ -18,8 +18,8 @@ __all__ = ["DispatchHandle", "DispatchLayout", "DispatchOutput"]
 class DispatchOutput(NamedTuple):
     """The rows this rank received. Every tensor is the caller's own; nothing here refers to communication memory.
 
-    Without ``capacity`` the memory behind them may have room for more rows: as many as the most of the last 16
-    dispatches, a 64th and 256.
+    Without ``capacity`` the memory behind them may have room for more rows: the most of the last 16 dispatches, a 64th
+    and 256. Who keeps or saves them for long clones them.
 
     tokens: ``[N, H]``, the dtype of ``x``, or what it was quantised to. FLAT: one row per (token, local expert),
         grouped by local expert, each group padded with zero rows to ``expert_alignment``. TOKEN_MAJOR: one row per

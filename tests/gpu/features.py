@@ -29,6 +29,7 @@ from tests.gpu.checks import (
     expert_rows,
     make_inputs,
 )
+from tests.gpu.early import changes_lanes, expands_early
 
 
 def gradients(rank: int, size: int) -> None:
@@ -226,29 +227,6 @@ def outstanding(rank: int, size: int) -> None:
         assert_received(out, inputs[1].expected[rank])
 
 
-def expands_early(rank: int, size: int) -> None:
-    """Rows go ahead of the totals: into room that is enough, or too small on one rank, and to pools that must grow."""
-    alike = Case(tokens=2000, dropped=0.7, ragged=0, topk=2)
-    wide, skewed = replace(alike, hidden=1024), replace(alike, hidden=1024, dropped=0.0, only_rank=size - 1)
-    for layout, most in itertools.product((FLAT, TOKEN_MAJOR), (None, alike.tokens)):
-        with communicator(replace(wide, layout=layout), rank, size, timeout_s=60, max_tokens_per_rank=most) as comm:
-            history, flags = [], []
-            kernels = unittest.mock.Mock(wraps=comm.engine.kernels)
-            kernels.expand.side_effect = lambda args, to=flags: to.append(args.optimistic) or unittest.mock.DEFAULT
-            comm.engine.kernels, comm.engine.knows = kernels, lambda ticket: False
-            for seed, case in enumerate((alike, alike, wide, alike, skewed, alike)):
-                flags.clear()
-                check_round(comm, replace(case, layout=layout), seed)
-                *made, known = flags
-                assert known == 0, "expected a dispatch over known routing to need no guess"
-                history.append(made)
-            twice = [1, 0]
-            grown = twice if most is None else [1]
-            outgrown = twice if rank == size - 1 else grown
-            expected = [[0], [1], grown, [1], outgrown, [0]]
-            assert history == expected, f"{layout}, at most {most}: expected expands {expected}, got {history}"
-
-
 def beside_nccl(rank: int, size: int) -> None:
     """NCCL all-reduces between the operations of two communicators, on a stream of their own."""
     import torch.distributed as dist
@@ -401,6 +379,7 @@ _CHECKS = (
     capacity_in_one_kernel,
     outstanding,
     expands_early,
+    changes_lanes,
     misaligned,
     beside_an_allocating_thread,
     beside_a_full_device,

@@ -140,7 +140,8 @@ __device__ inline void tell_consumed(const Run& run, int kind, int source) {
   if (source < comm.num_ranks) ptx::st_release_sys(consumed_word(comm, source, kind, comm.rank), run.epoch);
 }
 
-// A sender says that all its CTAs run: whoever waits on SMs for its rows may now be let in. One warp of each CTA.
+// A sender says that all its CTAs run: whoever waits on SMs for its rows may now be let in. One warp of each CTA. An
+// optimistic one that leaves says so too, and those who are let in find what it has found.
 __device__ inline void tell_started(const Run& run, Pool pool) {
   if (lane_id() != 0) return;
   State& state = state_of(run.comm);
