@@ -141,8 +141,6 @@ EP_HD constexpr ControlLayout control_layout(int R, int E) {
 
 // ---------------------------------------------------------------------------------------------------------------
 // Local to a rank, in its device's memory: epochs and the counters by which the CTAs of one kernel meet.
-constexpr int kMostKeys = 8'000;  // CUDA: ranks and experts, whose counts lie in shared memory, in notify three times
-
 struct State {
   uint64_t epoch[6];  // finished operations, indexed by Step - 1 (kPlan unused)
   uint64_t fault;     // nonzero: every later kernel leaves at once
@@ -154,7 +152,6 @@ struct State {
   uint64_t abort_look;   // when the next look at the board's abort word is due: one thread of the device takes it
   uint32_t next_row[2];  // by Pool: how many rows warps of the sender took beyond their first
   uint32_t chunk_done[2][kMaxChunks];  // by Pool: CTAs whose rows of the chunk are written
-  int32_t planned[kMostKeys];          // CUDA: what plan has counted, of all blocks; zeros again after notify
 };
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -215,17 +215,12 @@ __device__ void tell_host(const NotifyArgs& args, const Shared& shared) {
   if (threadIdx.x == 0) ptx::st_release_sys(&board_of(comm).ticket, args.ticket);
 }
 
-// All threads: this rank's counts, as plan has added them up, to shared memory and to the handle. Joins the CTA.
-__device__ void take_counts(const NotifyArgs& args) {
+// All threads: this rank's counts, from those of its blocks, in shared memory and for the handle.
+__device__ void count_all(const NotifyArgs& args) {
   for (int i = threadIdx.x; i < 2 * args.comm.num_experts; i += blockDim.x) rows_of_experts(args.comm)[i] = 0;
-  int32_t* planned = state_of(args.comm).planned;
+  add_up_blocks(args.comm, args.block_counts, plan_blocks(args.routing.num_tokens));
   int32_t* rank_count = meta_of(args.comm, args.routing).rank_count;  // and those of the experts behind them
-  for (int i = threadIdx.x; i < num_keys(args.comm); i += blockDim.x) {
-    const int32_t count = ptx::ld_coherent(planned + i);
-    planned[i] = 0;
-    counts[i] = rank_count[i] = count;
-  }
-  __syncthreads();
+  for (int i = threadIdx.x; i < num_keys(args.comm); i += blockDim.x) rank_count[i] = counts[i];
 }
 
 // All threads of a CTA, when it has written what a send reads. After all CTAs the send goes on, which is launched early
@@ -244,7 +239,7 @@ __device__ void exchange(const NotifyArgs& args, const Run& run, bool is_free, S
   const Comm& comm = args.comm;
   const int peer = warp_id();
   bool ok = is_free && !faulted(comm);  // plan may have failed
-  take_counts(args);
+  count_all(args);
   if (comm.gate == kNotify) ok = __syncthreads_and(threadIdx.x != 0 || hold_at_gate(run)) && ok;
   ok = __all_sync(kAllLanes, ok) != 0;
   if (ok && peer < comm.num_ranks) {

@@ -1,9 +1,8 @@
 // Plan: how many of each block's tokens go to each rank and to each expert. The positions follow in notify, beside the
 // exchange, which needs the counts alone.
 //
-// Roles. A CTA counts one block of tokens in shared memory, writes the int32 copy of their ids, and adds its counts to
-// those of all blocks.
-// Memory. Each word has one writer, but for the sums, which are atomic and which notify reads after this kernel's end.
+// Roles. A CTA counts one block of tokens in shared memory, and writes the int32 copy of their ids.
+// Memory. Each word has one writer.
 #include "kernels.h"
 #include "launch.cuh"
 #include "tokens.cuh"
@@ -63,9 +62,6 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constan
   __syncthreads();
   int32_t* of_block = at<int32_t>(args.block_counts) + blockIdx.x * words;
   for (int i = threadIdx.x; i < words; i += blockDim.x) of_block[i] = counts[i];
-  int32_t* of_all = state_of(args.comm).planned;
-  for (int i = threadIdx.x; i < num_keys(args.comm); i += blockDim.x)
-    if (counts[i] != 0) atomicAdd(of_all + i, counts[i]);
 }
 
 }  // namespace

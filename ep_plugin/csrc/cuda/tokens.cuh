@@ -4,6 +4,7 @@
 
 namespace ep::cuda {
 
+constexpr int64_t kMostKeys = 8'000;  // ranks and experts: their counts lie in shared memory, in notify three times
 constexpr int64_t kMostTokens = INT32_MAX / kMaxRanks;  // of a rank: sums over ranks fit in 32 bits
 extern __shared__ int32_t counts[];  // [R] tokens for each rank, then [E] pairs for each expert, then up to 3 unused
 
