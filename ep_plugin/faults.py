@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from ep_plugin import _C
@@ -10,7 +11,9 @@ from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted, Peer
 
 if TYPE_CHECKING:
     from ep_plugin.engine import BaseEngine
+    from ep_plugin.memory.board import Boards
 
+GRACE_S = 0.5  # ranks that a dead one keeps waiting come to their deadlines within this time
 DISAGREE_ON = "ranks disagree on"
 
 
@@ -61,14 +64,48 @@ def aborted_error(engine: BaseEngine, rank: int, reason: str) -> EpPluginError:
 
 
 def _timeout(engine: BaseEngine, step: str, index: int, expected: int, seen: int) -> PeerTimeout:
-    peer = engine.group_rank(index)
+    peer, blamed = engine.group_rank(index), culprit(engine.boards, index)
+    also = ""
+    if blamed != index:
+        also = f" Rank {peer} has given up waiting, too, and rank {engine.group_rank(blamed)} has not."
     return PeerTimeout(
         f"{engine.name}: rank {engine.rank} waited {engine.timeout_s:g} s for rank {peer} at step {step} "
-        f"(expected epoch {expected}, seen {seen}). Rank {peer} was last {_activity(engine, index)}; "
-        f"this rank is {_activity(engine, engine.boards.index)}.{_order_hint(engine, index)}",
-        peer,
+        f"(expected epoch {expected}, seen {seen}).{also} Rank {engine.group_rank(blamed)} was last "
+        f"{_activity(engine, blamed)}; this rank is {_activity(engine, engine.boards.index)}."
+        f"{_order_hint(engine, blamed)}",
+        engine.group_rank(blamed),
         step,
     )
+
+
+def culprit(boards: Boards, index: int) -> int:
+    """Who keeps everybody waiting, where this rank has waited for the one of board `index` in vain.
+
+    That one, unless it tells, a moment later at most, that it has waited in vain itself. Then whom it waited for, and
+    so on; where that leads to nobody, as among ranks that wait for each other's room, the first that has not given up.
+    """
+    until = time.monotonic() + GRACE_S
+    peers = [peer for peer in range(boards.size) if peer != boards.index]
+    while True:
+        waited_for = {peer: _waited_for(boards, peer) for peer in peers}
+        silent = [peer for peer in peers if waited_for[peer] is None]
+        if len(silent) <= 1 or time.monotonic() > until:
+            break
+        time.sleep(0.01)
+    found, seen = index, {boards.index}
+    while found not in seen:
+        seen.add(found)
+        next_found = waited_for[found]
+        if next_found is None:
+            return found
+        found = next_found
+    return silent[0] if silent else index
+
+
+def _waited_for(boards: Boards, rank: int) -> int | None:
+    """Whom `rank` has waited for in vain; None where it has not."""
+    fault = boards.fault_of(rank)
+    return None if fault is None or fault[0] != FaultCode.TIMEOUT else fault[2]
 
 
 def _activity(engine: BaseEngine, index: int) -> str:

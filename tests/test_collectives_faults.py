@@ -85,6 +85,40 @@ def test_a_rank_killed_in_an_operation_is_named_by_every_survivor(name: str) -> 
     assert not orphaned_names()
 
 
+def _gave_up(rank: int, waited_for: dict[int, int]) -> PeerTimeout | None:
+    """What a rank raises that waited in vain for another, beside ranks of which some did, too."""
+    scatter = HierarchicalReduceScatter()
+    scatter_ones(scatter, 5)
+    engine = scatter.engine_on(CPU)
+    if rank not in waited_for:
+        dist.barrier()
+        return None
+    time.sleep(0.2 * rank)  # they find out one after the other
+    _C.fault_board(engine.boards.address, _C.FaultCode.TIMEOUT, _C.Step.SCATTER, waited_for[rank], 2, 1)
+    with pytest.raises(PeerTimeout) as raised:
+        scatter.check()
+    dist.barrier()
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("waited_for", "named"),
+    [
+        ({0: 1, 2: 1}, {0: 1, 2: 1}),
+        ({0: 1, 2: 0}, {0: 1, 2: 1}),  # rank 0 pushed nothing to rank 2, since it waited for room at rank 1
+        ({0: 2, 2: 0}, {0: 1, 2: 1}),
+        ({0: 2}, {0: 2}),
+        ({0: 1, 1: 0}, {0: 2, 1: 2}),
+    ],
+)
+def test_a_rank_that_gave_up_itself_is_not_to_blame(waited_for: dict[int, int], named: dict[int, int]) -> None:
+    raised = values(run_ranks(SIZE, _gave_up, waited_for))
+    assert {rank: error.rank for rank, error in enumerate(raised) if error is not None} == named
+    for rank, error in enumerate(raised):
+        if error is not None and named[rank] != waited_for[rank]:
+            assert f"Rank {waited_for[rank]} has given up waiting, too, and rank {named[rank]} has not." in str(error)
+
+
 def _killed_before_allocate(rank: int) -> PeerTimeout:
     gather = HierarchicalAllGather(_quick_group(), num_buffers=1)
     kept = [gather.allocate(100, torch.float32)]

@@ -45,8 +45,16 @@ class Boards:
 
     def fault(self) -> tuple[int, int, int, int, int, int] | None:
         """The first fault on this rank: (code, step, peer, field, expected, seen)."""
+        return self.fault_of(self.index)
+
+    def fault_of(self, rank: int) -> tuple[int, int, int, int, int, int] | None:
+        """The first fault on the board of `rank`."""
         with self._guard:
-            return None if self._closed else _C.board_fault(self.address)
+            return None if self._closed else _C.board_fault(self._block.ptrs[rank])
+
+    @property
+    def size(self) -> int:
+        return len(self._block.ptrs)
 
     def abort(self) -> tuple[int, str] | None:
         """The rank that aborted, and why."""
