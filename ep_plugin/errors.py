@@ -11,7 +11,8 @@ class PeerTimeout(EpPluginError):
     """A deadline passed while this rank waited for others.
 
     ``rank``: the rank (within the group) that was waited for, the lowest one when several are missing, None when it
-    is not known; where that one has given up waiting itself, the rank that it waited for. ``step``: the name of the step that did not finish.
+    is not known; where that one has given up waiting itself, the rank that it waited for. ``step``: the name of the
+    step that did not finish.
     """
 
     def __init__(self, message: str, rank: int | None = None, step: str = "") -> None:
