@@ -84,6 +84,8 @@ def culprit(boards: Boards, index: int) -> int:
     That one, unless it tells, a moment later at most, that it has waited in vain itself. Then whom it waited for, and
     so on; where that leads to nobody, as among ranks that wait for each other's room, the first that has not given up.
     """
+    if index == boards.index:
+        return index
     until = time.monotonic() + GRACE_S
     peers = [peer for peer in range(boards.size) if peer != boards.index]
     while True:

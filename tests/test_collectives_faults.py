@@ -109,6 +109,7 @@ def _gave_up(rank: int, waited_for: dict[int, int]) -> PeerTimeout | None:
         ({0: 2, 2: 0}, {0: 1, 2: 1}),
         ({0: 2}, {0: 2}),
         ({0: 1, 1: 0}, {0: 2, 1: 2}),
+        ({0: 0}, {0: 0}),
     ],
 )
 def test_a_rank_that_gave_up_itself_is_not_to_blame(waited_for: dict[int, int], named: dict[int, int]) -> None:
