@@ -152,15 +152,17 @@ class BaseEngine(ABC):
                 self._to_close = True
                 return self.abort("closed by a signal handler during an operation")
             self.closed = True
-            error = self._drained()
-            self._error = self._error or error
-            self._resources.close()
+            try:
+                error = self._drained()
+                self._error = self._error or error
+            finally:
+                self._resources.close()
 
     def _drained(self) -> Exception | None:
         """What went wrong with what was enqueued, now that all of it is over: every kernel ends by itself."""
         try:
             self.lanes.drain()
-            return self.found_error()
+            return self._error or self.found_error()
         except Exception as error:  # a broken device has nothing to drain, and must not keep anything open
             return EpPluginError(f"{self.name}: closed before what was enqueued was over: {error}")
 

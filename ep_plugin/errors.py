@@ -11,8 +11,8 @@ class PeerTimeout(EpPluginError):
     """A deadline passed while this rank waited for others.
 
     ``rank``: the rank (within the group) that was waited for, the lowest one when several are missing, None when it
-    is not known; where that one has given up waiting itself, the rank that it waited for. ``step``: the name of the
-    step that did not finish.
+    is not known; where that one has given up waiting itself, one that has not told so. ``step``: the name of the step
+    that did not finish.
     """
 
     def __init__(self, message: str, rank: int | None = None, step: str = "") -> None:
@@ -45,8 +45,9 @@ class NotSupported(EpPluginError, NotImplementedError):
 
 
 class CaptureRefused(EpPluginError):
-    """A CUDA graph's capture needs memory that is not there yet. Nothing was enqueued, and the communicator is well:
-    run one step of this shape before capturing."""
+    """A CUDA graph's capture needs memory that is not there yet, or would have one end of an operation without the
+    other. Nothing was enqueued, and the communicator is well: run one step of this shape before capturing, and wait for
+    what was begun before it."""
 
 
 class CommunicatorClosed(EpPluginError, ValueError):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ep_plugin.engine import BaseEngine
     from ep_plugin.memory.board import Boards
 
-GRACE_S = 0.5  # ranks that a dead one keeps waiting come to their deadlines within this time
+GRACE_S = 0.5  # ranks that began to wait together come to their deadlines within this time
 DISAGREE_ON = "ranks disagree on"
 
 
@@ -79,10 +79,11 @@ def _timeout(engine: BaseEngine, step: str, index: int, expected: int, seen: int
 
 
 def culprit(boards: Boards, index: int) -> int:
-    """Who keeps everybody waiting, where this rank has waited for the one of board `index` in vain.
+    """Who keeps this node waiting, where this rank has waited for the one of board `index` in vain.
 
     That one, unless it tells, a moment later at most, that it has waited in vain itself. Then whom it waited for, and
-    so on; where that leads to nobody, as among ranks that wait for each other's room, the first that has not given up.
+    so on; where that leads in a circle, as among ranks that wait for each other's room, the one that has not given up,
+    if there is one alone.
     """
     if index == boards.index:
         return index
@@ -95,13 +96,13 @@ def culprit(boards: Boards, index: int) -> int:
             break
         time.sleep(0.01)
     found, seen = index, {boards.index}
-    while found not in seen:
+    while found in waited_for and found not in seen:  # whatever lies on a peer's board
         seen.add(found)
         next_found = waited_for[found]
-        if next_found is None:
+        if next_found is None or next_found == found:
             return found
         found = next_found
-    return silent[0] if silent else index
+    return silent[0] if len(silent) == 1 else index
 
 
 def _waited_for(boards: Boards, rank: int) -> int | None:

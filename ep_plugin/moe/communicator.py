@@ -352,6 +352,7 @@ class MoECommunicator:
         """
         begun = self._under_way
         if begun is not None and begun.captured != self.engine.lanes.capturing():
+            self.check()
             if begun.captured:
                 self._under_way = None  # nothing of it was run
             began = "in the capture of a CUDA graph" if begun.captured else "before the capture of a CUDA graph began"
