@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 
 from ep_plugin.moe import autograd
 from ep_plugin.moe.combine import Sums
-from ep_plugin.moe.dispatch import DispatchCall, empty_payload
+from ep_plugin.moe.dispatch_args import DispatchCall, empty_payload
 from ep_plugin.moe.numbers import communicator
 from ep_plugin.moe.routing import RoutingTensors, known_routing
 from ep_plugin.moe.validate import bulk_ready, check_devices

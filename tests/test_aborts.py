@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ep_plugin import HierarchicalAllGather
 from ep_plugin.errors import EpPluginError, PeerAborted
-from ep_plugin.moe import dispatch
+from ep_plugin.moe import dispatch_args
 from tests.disagreement_cases import assert_calls_named, assert_configs_named, calls_differ, configs_differ
 from tests.fault_cases import nothing_left_behind, open_communicator, round_trip, tokens_for
 from tests.ranks import run_ranks, values
@@ -34,7 +34,7 @@ def _no_memory(*_: Any, **__: Any) -> None:
 
 
 def _failing_dispatch(comm: Any, x: Any, ids: Any, weights: Any) -> None:
-    dispatch._empty_result = _no_memory
+    dispatch_args._empty_result = _no_memory
     comm.dispatch(x, ids, weights)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ep_plugin import DispatchLayout, MoECommunicator
 from ep_plugin.errors import CaptureRefused, PeerTimeout
-from ep_plugin.moe import dispatch, expected
+from ep_plugin.moe import dispatch_args, expected
 from ep_plugin.moe.engine import DISPATCH_POOL, Engine
 from ep_plugin.moe.expected import Expected, Rows
 from ep_plugin.moe.lanes import CpuLanes
@@ -113,14 +113,14 @@ def _memory_for_no_more(rank: int, size: int) -> None:
     with communicator(inputs.case, timeout_s=20) as comm:
         kernels = _hurry(comm)
         out, _ = round_trip(comm, inputs, inputs.expected(FLAT))
-        most, allocate = len(out.tokens), dispatch._empty_result
+        most, allocate = len(out.tokens), dispatch_args._empty_result
 
         def tight(engine: Engine, call: Any, rows: int, counts: torch.Tensor) -> Any:
             if rank == 0 and rows > most:
                 raise torch.OutOfMemoryError("emulated")
             return allocate(engine, call, rows, counts)
 
-        with unittest.mock.patch.object(dispatch, "_empty_result", tight):
+        with unittest.mock.patch.object(dispatch_args, "_empty_result", tight):
             round_trip(comm, inputs, inputs.expected(FLAT))
         assert kernels.since_last() == [False, rank != 0]
 
@@ -239,14 +239,14 @@ def _killed_while_sending(rank: int, size: int) -> tuple[PeerTimeout, list[bool]
     if rank == 1:
         die_at_gate(comm)
     made: list[torch.Tensor] = []
-    allocate = dispatch._empty_result
+    allocate = dispatch_args._empty_result
 
-    def kept(*args: Any) -> dispatch.DispatchResult:
+    def kept(*args: Any) -> dispatch_args.DispatchResult:
         result = allocate(*args)
         made.append(result.tokens)
         return result
 
-    dispatch._empty_result = kept
+    dispatch_args._empty_result = kept
     with pytest.raises(PeerTimeout) as raised:
         comm.dispatch(inputs.x[rank], inputs.ids[rank])
     comm.close()

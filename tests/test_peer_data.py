@@ -15,27 +15,29 @@ from ep_plugin.errors import EpPluginError
 from tests.fault_cases import EXPERTS_PER_RANK, nothing_left_behind, open_communicator, round_trip, tokens_for
 from tests.ranks import run_ranks, values
 
-SIZE, LIAR = 2, 1
+SIZE, LIAR, TOKENS = 2, 1, 40
 EXPERTS = EXPERTS_PER_RANK * SIZE
 PATIENCE_S = 30.0
 MOST_TOKENS = 2**31 - 1
 
-# Words of the routing metadata, as csrc/layout.h orders them.
+# Words of a handle's plan: the routing metadata, as csrc/layout.h orders them, and the positions behind it.
 RANK_COUNT = 0
-SLOT_BASE = RANK_COUNT + SIZE + EXPERTS
-PUSH_BASE = SLOT_BASE + 2 * SIZE
+PUSH_BASE = RANK_COUNT + SIZE + EXPERTS + SIZE
 FLAT_BASE = PUSH_BASE + SIZE + (SIZE + 1) + SIZE
 SEND_CHUNK_END = FLAT_BASE + EXPERTS + (EXPERTS_PER_RANK + 1) + EXPERTS_PER_RANK
 # What is left are the chunks' ends, for each rank as many sent as received, and one word more.
 RECV_CHUNK_END = SEND_CHUNK_END + (_C.meta_words(SIZE, EXPERTS) - SEND_CHUNK_END - 1) // 2
 
-# What the liar changes in its metadata before which kernel, and what its peer says; rank 0 is the first of each pair.
+SEND_POS = _C.meta_words(SIZE, EXPERTS)
+PAIR_POS = SEND_POS + TOKENS * SIZE
+
+# What the liar changes in its plan before which kernel, and what its peer says; rank 0 is the first of each pair.
 LIES: dict[str, tuple[str, int, int, str]] = {
     "a negative count": ("notify", RANK_COUNT, -5, "step notify: rank 1 sent an index .* at most 40, got -5"),
     "more rows than tokens": ("notify", RANK_COUNT, 41, "step notify: rank 1 sent an index .* at most 40, got 41"),
     "an expert's rows": ("notify", SIZE, 2**30, "step notify: rank 1 sent an index .* at most 40, got 1073741824"),
-    "a row past the output": ("send", FLAT_BASE, 2**30, "step expand: rank 1 sent an index outside"),
-    "a negative row": ("send", FLAT_BASE, -7, "step expand: rank 1 sent an index outside .* got -7"),
+    "a row past the output": ("send", PAIR_POS, 2**30, "step expand: rank 1 sent an index outside"),
+    "a negative row": ("send", PAIR_POS, -70, "step expand: rank 1 sent an index outside .* got -50"),
     "a chunk past the rows": ("send", SEND_CHUNK_END, 99, "step expand: rank 1 sent an index outside .* got 99"),
     "a chunk that goes back": ("send", SEND_CHUNK_END, -1, "step expand: rank 1 sent an index outside .* got -1"),
     "too few rows": ("send", SEND_CHUNK_END + 1, 39, "step expand: rank 1 sent an index .* at most 40, got 39"),
@@ -44,7 +46,7 @@ LIES: dict[str, tuple[str, int, int, str]] = {
 # What a rank finds before it writes: rows beyond int32 or past a pool. It stops, and its peers with it.
 OVERRUNS: dict[str, tuple[str, int, int, str]] = {
     "more rows than can be numbered": ("notify", RANK_COUNT, MOST_TOKENS, f"step notify: .* where {MOST_TOKENS} are"),
-    "a slot past the pool": ("send", SLOT_BASE, 2**20, "step send: rows for rank 0 need"),
+    "a slot past the pool": ("send", SEND_POS, 2**20, "step send: rows for rank 0 need 1048577"),
     "a partial row past the pool": ("push", PUSH_BASE, 2**20, "step combine: rows for rank 0 need"),
 }
 
@@ -65,10 +67,10 @@ def _lying(before: str, word: int, value: int) -> SimpleNamespace:
 
 def _hears(rank: int, case: tuple[str, int, int, str]) -> str:
     comm, other = open_communicator(SIZE, timeout_s=PATIENCE_S), open_communicator(SIZE)
-    round_trip(comm, 40)
+    round_trip(comm, TOKENS)
     if rank == LIAR:
         comm.engine.kernels = _lying(*case[:3])
-    x, ids, weights = tokens_for(rank, SIZE, 40)
+    x, ids, weights = tokens_for(rank, SIZE, TOKENS)
     with pytest.raises(EpPluginError) as caught:
         out, handle = comm.dispatch(x, ids, weights)
         comm.combine(out.tokens, handle)

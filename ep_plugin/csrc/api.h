@@ -55,7 +55,8 @@ struct PlanArgs {
   Address stream;
 };
 
-// Exchanges count rows; fills the rest of meta but recv_chunk_end, and, with a ticket, the Board's totals.
+// Exchanges count rows; fills the rest of meta but recv_chunk_end, and, with a ticket, the Board's totals. CUDA: a send
+// enqueued behind it does not wait for its end, see State::placed and State::laid_out.
 struct NotifyArgs {
   Comm comm;
   Routing routing;
@@ -65,8 +66,9 @@ struct NotifyArgs {
   Address stream;
 };
 
-// Rows and what they expand to, to their slots at their destinations, chunk by chunk. When some rank's pool is too
-// small for this dispatch, an optimistic send does nothing, on every rank alike; another one is a fault.
+// Rows and what they expand to, to their slots at their destinations, chunk by chunk. When the pools are too small for
+// what some rank sends, an optimistic send tells no rank of any row, on every rank alike; another one is a fault.
+// CUDA: rows leave before notify has heard the peers, and are told of when it has.
 struct SendArgs {
   Comm comm;
   Routing routing;
@@ -85,18 +87,18 @@ struct SendArgs {
 
 // Holds `stream`, where `step` (kExpand or kAdd) comes next, until this rank's sender of the rows it reads runs on all
 // its CTAs, or all of them have left since pools must grow: readers, who wait on SMs for peers, could otherwise keep it
-// out. CPU: nothing.
+// out. Also until notify has heard all peers, where the routing is `fresh`. CPU: nothing.
 struct AdmitArgs {
   Comm comm;
   int32_t step;
-  int32_t reserved;
+  int32_t fresh;  // 1: of a dispatch that makes its routing
   Address stream;
 };
 
 // Received slots to output rows, as they arrive. Rows of the output that nothing was sent for become zeros, their
 // weights 0 and their expert ids -1. FLAT rows at or past `capacity` are dropped and counted in `overflow`. An
 // optimistic expand writes no rows past those that the layout needs, and does nothing where these are more than
-// `capacity`, or slots are more than the routing's, or an optimistic send did nothing.
+// `capacity`, or slots are more than the routing's, or an optimistic send told of none.
 struct ExpandArgs {
   Comm comm;
   Routing routing;

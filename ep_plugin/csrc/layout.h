@@ -32,14 +32,14 @@ struct Chunks {
   int count;
   int long_units;  // of each long chunk
   int long_end;    // units in long chunks
+  int num_long;
 
   EP_HD constexpr int begin(int chunk) const {
-    const int of_long = chunk * long_units, num_long = (long_end + long_units - 1) / long_units;
-    return (chunk < num_long ? of_long : long_end + chunk - num_long) * kUnitTokens;
+    return (chunk < num_long ? chunk * long_units : long_end + chunk - num_long) * kUnitTokens;
   }
   EP_HD constexpr int end(int chunk) const { return chunk + 1 < count ? begin(chunk + 1) : num_tokens; }
   EP_HD constexpr int of(int token) const {
-    const int unit = token / kUnitTokens, num_long = (long_end + long_units - 1) / long_units;
+    const int unit = token / kUnitTokens;
     return unit < long_end ? unit / long_units : num_long + unit - long_end;
   }
 };
@@ -47,7 +47,8 @@ EP_HD constexpr Chunks chunks_of(int num_tokens) {
   const int units = static_cast<int>(ceil_div(num_tokens, kUnitTokens));
   const int last = units < kShortChunks ? units : kShortChunks, rest = units - last;
   const int per_chunk = rest == 0 ? 1 : static_cast<int>(ceil_div(rest, kMaxChunks - kShortChunks));
-  return Chunks{num_tokens, static_cast<int>(ceil_div(rest, per_chunk)) + last, per_chunk, rest};
+  const int num_long = (rest + per_chunk - 1) / per_chunk;  // in 32 bits, as kernels ask for this
+  return Chunks{num_tokens, num_long + last, per_chunk, rest, num_long};
 }
 EP_HD constexpr int num_chunks(int num_tokens) { return chunks_of(num_tokens).count; }
 
@@ -109,11 +110,11 @@ struct Opening {  // what a source says before its first row
 };
 static_assert(sizeof(Opening) == 128 && sizeof(Arrival) == 16, "peers write these whole");
 
-// A count row is 64-bit words: the halves of a Header, lower ones first, then num_rows_for_rank[R] and
-// num_rows_for_expert[E]. Each word carries in its higher half whose it is, the lower half of the epoch, and needs no
-// flag beside it: a reader waits for the words themselves.
+// A count row is 64-bit words: the halves of a Header, lower ones first, then num_rows_for_rank[R], and, for each expert
+// of the rank that it goes to, num_rows_for_expert[E_l]. Each word carries in its higher half whose it is, the lower
+// half of the epoch, and needs no flag beside it: a reader waits for the words themselves.
 constexpr int kHeaderWords = 2 * kHeaderFields;
-EP_HD constexpr int count_row_words(int R, int E) { return kHeaderWords + R + E; }
+EP_HD constexpr int count_row_words(int R, int E) { return kHeaderWords + R + E / R; }
 EP_HD constexpr uint64_t tagged(uint64_t epoch, uint32_t value) { return epoch << 32 | value; }
 EP_HD constexpr bool has_tag(uint64_t word, uint64_t epoch) { return ((word >> 32 ^ epoch) & UINT32_MAX) == 0; }
 EP_HD constexpr int64_t count_row_bytes(int R, int E) {
@@ -147,8 +148,9 @@ struct State {
   uint64_t ctas_done[6];
   uint64_t started[2];       // by Pool: epoch of the latest sender whose CTAs all run, or left; readers come after it
   uint64_t ctas_started[2];  // by Pool
-  uint64_t placed;           // CUDA: epoch of the latest send that may read what notify has written
+  uint64_t placed;  // CUDA: epoch of the latest send that may read where notify has placed its rows
   uint64_t ctas_placed;
+  uint64_t laid_out;  // CUDA: epoch of the latest dispatch for which notify has heard all peers
   uint64_t abort_look;   // when the next look at the board's abort word is due: one thread of the device takes it
   uint32_t next_row[2];  // by Pool: how many rows warps of the sender took beyond their first
   uint32_t chunk_done[2][kMaxChunks];  // by Pool: CTAs whose rows of the chunk are written
@@ -176,7 +178,7 @@ struct Fault {
   int64_t seen;
 };
 constexpr int kTotals = 4;
-enum Total : int32_t { kTotalSlots = 0, kTotalRows = 1, kTotalMaxSlots = 2, kTotalMaxSent = 3 };
+enum Total : int32_t { kTotalSlots = 0, kTotalRows = 1, kTotalMaxRows = 2, kTotalMaxSent = 3 };
 
 struct Board {
   uint32_t abort;         // rank + 1 of the one that aborted; stored after the reason
@@ -200,25 +202,23 @@ EP_HD constexpr int64_t board_bytes(int local_experts) {
 struct MetaLayout {
   int64_t rank_count;      // [R]     my tokens for each rank        (rank_count, expert_count: sent as they lie)
   int64_t expert_count;    // [E]     my pairs for each expert
-  int64_t slot_base;       // [R]     my first slot in each rank's dispatch pool
   int64_t send_base;       // [R]     where rank d's partial rows start in my combine pool
   int64_t push_base;       // [R]     where my partial rows start in rank s's combine pool
-  int64_t recv_offset;     // [R+1]   my dispatch pool's slots by source
+  int64_t recv_offset;     // [R+1]   the slots that I receive, numbered by source
   int64_t src_tokens;      // [R]     T of each source
-  int64_t flat_base;       // [E]     first FLAT row, at the expert's rank, of my pairs
+  int64_t flat_base;       // [R][E_l] first FLAT row of each source's pairs for each local expert
   int64_t expert_offset;   // [E_l+1] FLAT rows by local expert, aligned
   int64_t expert_rows;     // [E_l]   rows received for each local expert
   int64_t send_chunk_end;  // [R][C]  my rows for rank d up to the end of chunk c
   int64_t recv_chunk_end;  // [R][C]  source s's rows here up to the end of its chunk c
-  int64_t max_slots;       // [1]     rows that the rank with the most receives
+  int64_t max_rows;        // [1]     the most rows that any rank sends to any
   int64_t words;
 };
 EP_HD constexpr MetaLayout meta_layout(int R, int E) {
   MetaLayout at{};
   at.rank_count = 0;
   at.expert_count = at.rank_count + R;
-  at.slot_base = at.expert_count + E;
-  at.send_base = at.slot_base + R;
+  at.send_base = at.expert_count + E;
   at.push_base = at.send_base + R;
   at.recv_offset = at.push_base + R;
   at.src_tokens = at.recv_offset + R + 1;
@@ -227,19 +227,27 @@ EP_HD constexpr MetaLayout meta_layout(int R, int E) {
   at.expert_rows = at.expert_offset + E / R + 1;
   at.send_chunk_end = at.expert_rows + E / R;
   at.recv_chunk_end = at.send_chunk_end + static_cast<int64_t>(R) * kMaxChunks;
-  at.max_slots = at.recv_chunk_end + static_cast<int64_t>(R) * kMaxChunks;
-  at.words = at.max_slots + 1;
+  at.max_rows = at.recv_chunk_end + static_cast<int64_t>(R) * kMaxChunks;
+  at.words = at.max_rows + 1;
   return at;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// A slot of the dispatch pool: its head, which is ids[K], rows[K], weights[K] and the scales, then the row. The head
-// ends where the row begins, on a cache line. The same bytes go to every rank that a token goes to; each takes the
+// The dispatch pool is R regions of equally many slots, one for each source: so a source knows where its rows go
+// before it knows what others send. Slots that are received are numbered without the gaps, see recv_offset.
+// Slots are numbered by int32.
+EP_HD constexpr int32_t region_slots(int64_t pool_bytes, int64_t slot_bytes, int R) {
+  const int64_t slots = pool_bytes / slot_bytes;
+  return static_cast<int32_t>((slots < INT32_MAX ? slots : INT32_MAX) / R);
+}
+
+// A slot of the dispatch pool: its head, which is ids[K], positions[K], weights[K] and the scales, then the row. The
+// head ends where the row begins, on a cache line. The same bytes go to every rank that a token goes to; each takes the
 // pairs whose experts it holds.
 struct SlotLayout {
-  int64_t ids;      // int32 [K], -1: dropped; where what travels begins
-  int64_t rows;     // int32 [K]: FLAT row at the rank that holds the expert
-  int64_t weights;  // f32 or f64 [K]; absent when weight_bytes is 0
+  int64_t ids;        // int32 [K], -1: dropped; where what travels begins
+  int64_t positions;  // int32 [K]: of the pair among its source's for the expert
+  int64_t weights;    // f32 or f64 [K]; absent when weight_bytes is 0
   int64_t scales;
   int64_t row;    // where the head ends
   int64_t image;  // where what travels ends
@@ -251,8 +259,8 @@ EP_HD constexpr SlotLayout slot_layout(int64_t row_bytes, int64_t scale_bytes, i
   SlotLayout at{};
   at.row = align_up(head, kSlotAlign);
   at.ids = at.row - head;
-  at.rows = at.ids + ids;
-  at.weights = at.rows + ids;
+  at.positions = at.ids + ids;
+  at.weights = at.positions + ids;
   at.scales = at.weights + weights;
   at.image = align_up(at.row + row_bytes, kRowAlign);
   at.bytes = align_up(at.image, kSlotAlign);

@@ -108,7 +108,7 @@ void bind_constants(py::module_& m) {
              {"BAD_DATA", kBadData},
              {"TOO_SMALL", kTooSmall}});
   bind_enum(m, "Total",
-            {{"SLOTS", kTotalSlots}, {"ROWS", kTotalRows}, {"MAX_SLOTS", kTotalMaxSlots}, {"MAX_SENT", kTotalMaxSent}});
+            {{"SLOTS", kTotalSlots}, {"ROWS", kTotalRows}, {"MAX_ROWS", kTotalMaxRows}, {"MAX_SENT", kTotalMaxSent}});
   bind_enum(m, "Element",
             {{"FLOAT32", kFloat32}, {"BFLOAT16", kBFloat16}, {"FLOAT16", kFloat16}, {"FLOAT64", kFloat64}});
 }
@@ -203,6 +203,7 @@ void bind_dispatch_args(py::module_& m) {
   Struct<AdmitArgs>(m, "AdmitArgs")
       .field("comm", &AdmitArgs::comm)
       .field("step", &AdmitArgs::step)
+      .field("fresh", &AdmitArgs::fresh)
       .field("stream", &AdmitArgs::stream);
   Struct<ExpandArgs>(m, "ExpandArgs")
       .field("comm", &ExpandArgs::comm)

@@ -37,17 +37,16 @@ EP_HD Arrival* arrival(const Comm& comm, int owner, int pool, int source, int ch
 
 // A handle's routing metadata with its parts named.
 struct Meta {
-  int32_t *rank_count, *expert_count, *slot_base, *send_base, *push_base, *recv_offset, *src_tokens, *flat_base,
-      *expert_offset, *expert_rows, *send_chunk_end, *recv_chunk_end, *max_slots;
+  int32_t *rank_count, *expert_count, *send_base, *push_base, *recv_offset, *src_tokens, *flat_base, *expert_offset,
+      *expert_rows, *send_chunk_end, *recv_chunk_end, *max_rows;
 };
 EP_HD Meta meta_of(const Comm& comm, const Routing& routing) {
   const MetaLayout lay = meta_layout(comm.num_ranks, comm.num_experts);
   int32_t* words = at<int32_t>(routing.meta);
-  return Meta{words + lay.rank_count,  words + lay.expert_count,   words + lay.slot_base,
-              words + lay.send_base,   words + lay.push_base,      words + lay.recv_offset,
-              words + lay.src_tokens,  words + lay.flat_base,      words + lay.expert_offset,
-              words + lay.expert_rows, words + lay.send_chunk_end, words + lay.recv_chunk_end,
-              words + lay.max_slots};
+  return Meta{words + lay.rank_count,     words + lay.expert_count,   words + lay.send_base,
+              words + lay.push_base,      words + lay.recv_offset,    words + lay.src_tokens,
+              words + lay.flat_base,      words + lay.expert_offset,  words + lay.expert_rows,
+              words + lay.send_chunk_end, words + lay.recv_chunk_end, words + lay.max_rows};
 }
 
 EP_HD SlotLayout slot_layout_of(const Header& header) {
@@ -57,11 +56,15 @@ EP_HD PartialLayout partial_layout_of(const Header& header) {
   return partial_layout(header.row_bytes, header.weight_bytes, header.topk);
 }
 
-// Whether some rank's pool is too small for what this dispatch brings it. Pools are equally large on all ranks and all
-// know the largest count, so all find the same: none sends, and the hosts, who did not know, make the pools grow and
-// launch the send again.
+EP_HD int32_t region_slots_of(const Comm& comm, const Header& header) {
+  return region_slots(comm.pool_bytes[kDispatchPool], slot_layout_of(header).bytes, comm.num_ranks);
+}
+
+// Whether some rank sends more rows to one than a region of the pools holds. Pools are equally large on all ranks and
+// all know the largest count, so all find the same: none tells that its rows are there, and the hosts, who did not
+// know, make the pools grow and launch the send again.
 EP_HD bool pools_must_grow(const Comm& comm, const Header& header, const Meta& meta) {
-  return *meta.max_slots * slot_layout_of(header).bytes > comm.pool_bytes[kDispatchPool];
+  return *meta.max_rows > region_slots_of(comm, header);
 }
 
 // Rows that the output of a dispatch needs.

@@ -17,7 +17,8 @@ from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.engine import leave, resolve_device
 from ep_plugin.errors import CaptureRefused, EpPluginError
 from ep_plugin.moe.combine import PendingCombine, Sums, finish_combine, start_combine
-from ep_plugin.moe.dispatch import DispatchCall, DispatchResult, PendingDispatch, finish_dispatch, start_dispatch
+from ep_plugin.moe.dispatch import finish_dispatch, start_dispatch
+from ep_plugin.moe.dispatch_args import DispatchCall, DispatchResult, PendingDispatch
 from ep_plugin.moe.engine import Engine
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 from ep_plugin.moe.numbers import register

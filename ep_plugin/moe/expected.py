@@ -29,19 +29,19 @@ class Expected:
     def __init__(self) -> None:
         self._shape: tuple[int, ...] = ()
         self._seen: collections.deque[Rows] = collections.deque(maxlen=REMEMBERED)
-        self._next: Rows | None = None
 
     def saw(self, shape: tuple[int, ...], rows: Rows) -> None:
         if shape != self._shape:
             self._shape = tuple(shape)
             self._seen.clear()
         self._seen.append(rows)
-        output, slots = (_room_for(counts) for counts in zip(*self._seen, strict=True))
-        self._next = None if output is None or slots is None else Rows(output, slots)
 
     def rows(self, shape: tuple[int, ...]) -> Rows | None:
         """Room that the next dispatch will likely not exceed, nor leave much of it; None where there is no telling."""
-        return self._next if shape == self._shape else None
+        if shape != self._shape or not self._seen:
+            return None
+        output, slots = (_room_for(counts) for counts in zip(*self._seen, strict=True))
+        return None if output is None or slots is None else Rows(output, slots)
 
 
 def _room_for(seen: tuple[int, ...]) -> int | None:

@@ -119,8 +119,9 @@ def header_of(
     )
 
 
-def admit(engine: Engine, step: Any) -> None:
-    engine.kernels.admit(_C.AdmitArgs(comm=engine.comm, step=step, stream=engine.lanes.receive))
+def admit(engine: Engine, step: Any, fresh: bool = False) -> None:
+    """`fresh`: of a dispatch that makes its routing."""
+    engine.kernels.admit(_C.AdmitArgs(comm=engine.comm, step=step, fresh=int(fresh), stream=engine.lanes.receive))
 
 
 def roomy(needed: int, present: int) -> int:

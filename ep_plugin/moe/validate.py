@@ -10,7 +10,7 @@ from ep_plugin import _C, env
 from ep_plugin.config import ROW_ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
-    from ep_plugin.moe.dispatch import DispatchCall
+    from ep_plugin.moe.dispatch_args import DispatchCall
     from ep_plugin.moe.engine import Engine
     from ep_plugin.moe.routing import KnownRouting, RoutingTensors
 

@@ -9,7 +9,7 @@ from typing import Generic, TypeAlias, TypeVar
 import torch
 
 from ep_plugin.moe.combine import PendingCombine
-from ep_plugin.moe.dispatch import PendingDispatch
+from ep_plugin.moe.dispatch_args import PendingDispatch
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 
 T = TypeVar("T")

@@ -34,6 +34,25 @@ def expands_early(rank: int, size: int) -> None:
             assert history == expected, f"{layout}, at most {most}: expected expands {expected}, got {history}"
 
 
+def grows_unevenly(rank: int, size: int) -> None:
+    """One rank alone has more rows than the pools hold: it sends none, others have sent theirs, and all send again."""
+    few = Case(tokens=40, ragged=0, hidden=1024, dropped=0.0)
+    most_here, most_there = replace(few, tokens=600, ragged=590), replace(few, tokens=10, ragged=-2000)
+    for early in (False, True):
+        with communicator(few, rank, size, timeout_s=60) as comm:
+            if early:
+                comm.engine.knows = lambda ticket: False
+            kernels = comm.engine.kernels = unittest.mock.Mock(wraps=comm.engine.kernels)
+            history = []
+            for seed, case in enumerate((few, few, most_here, few, most_there, most_there)):
+                kernels.send.reset_mock()
+                check_round(comm, case, seed)
+                history.append(kernels.send.call_count - 1)  # the last one is over a known routing
+            grows_again = 2 if size > 1 else 1
+            expected = [1, 1, 2, 1, grows_again, 1]
+            assert history == expected, f"expected sends {expected}, got {history}"
+
+
 def changes_lanes(rank: int, size: int) -> None:
     """Receiving moves to the lane that sends, and back; nothing orders the callers' streams, and peers are late."""
     case = Case(tokens=400, hidden=1024)

@@ -29,7 +29,7 @@ from tests.gpu.checks import (
     expert_rows,
     make_inputs,
 )
-from tests.gpu.early import changes_lanes, expands_early
+from tests.gpu.early import changes_lanes, expands_early, grows_unevenly
 
 
 def gradients(rank: int, size: int) -> None:
@@ -379,6 +379,7 @@ _CHECKS = (
     capacity_in_one_kernel,
     outstanding,
     expands_early,
+    grows_unevenly,
     changes_lanes,
     misaligned,
     beside_an_allocating_thread,

@@ -40,15 +40,16 @@ bool local_id(const Run& run, const Output& out, const char* slot, int k, int so
 bool expand_flat(const Run& run, const Output& out, const char* slot, int32_t* recv_rows, int source) {
   const ExpandArgs& args = out.args;
   const int64_t wb = args.header.weight_bytes;
-  const int32_t* rows = reinterpret_cast<const int32_t*>(slot + out.lay.rows);
+  const int32_t* positions = reinterpret_cast<const int32_t*>(slot + out.lay.positions);
+  const int32_t* base = out.meta.flat_base + source * out.per_rank;
   for (int k = 0; k < args.routing.topk; ++k) {
     int32_t local = -1;
     if (!local_id(run, out, slot, k, source, &local)) return false;
-    const int64_t row = local < 0 ? -1 : rows[k];
+    const int64_t row = local < 0 ? -1 : static_cast<int64_t>(base[local]) + positions[k];
     if (local >= 0 && (row < 0 || row >= out.required))
       return fail(run.comm, kBadData, run.step, source, k, out.required, row);
     const bool kept = local >= 0 && row < args.capacity;
-    if (recv_rows != nullptr) recv_rows[k] = kept ? rows[k] : -1;
+    if (recv_rows != nullptr) recv_rows[k] = kept ? static_cast<int32_t>(row) : -1;
     if (!kept) continue;
     copy_row(out, slot, row);
     if (wb != 0) std::memcpy(at<char>(args.weights, row * wb), slot + out.lay.weights + k * wb, wb);
@@ -84,12 +85,13 @@ bool expand_source(const Run& run, const Output& out, int source) {
   const ExpandArgs& args = out.args;
   const Comm& comm = args.comm;
   const int first = out.meta.recv_offset[source], rows = out.meta.recv_offset[source + 1] - first;
+  const int64_t region = static_cast<int64_t>(source) * region_slots_of(comm, args.header);
   int begin = 0;
   for (int c = 0; c < num_chunks(out.meta.src_tokens[source]); ++c) {
     int end;
     if (!wait_chunk(run, kDispatchPool, source, c, begin, rows, &end)) return false;
     for (int64_t i = first + begin; i < first + end; ++i) {
-      const char* slot = at<char>(comm.pool[kDispatchPool][comm.rank], i * out.lay.bytes);
+      const char* slot = at<char>(comm.pool[kDispatchPool][comm.rank], (region + i - first) * out.lay.bytes);
       int32_t* recv_rows = args.fresh ? at<int32_t>(args.routing.recv_rows) + i * args.routing.topk : nullptr;
       const bool ok = args.routing.layout == kFlat ? expand_flat(run, out, slot, recv_rows, source)
                                                    : expand_token_major(run, out, slot, recv_rows, i, source);
@@ -150,7 +152,7 @@ bool expand_all(const Run& run, const ExpandArgs& args) {
   const int R = comm.num_ranks, per_rank = local_experts(comm);
   const int64_t slots = meta.recv_offset[R];
   const Output out{args, slot_layout_of(args.header), meta, per_rank, rows_required(args, meta)};
-  if (slots > args.routing.slots || slots * out.lay.bytes > comm.pool_bytes[kDispatchPool])
+  if (slots > args.routing.slots || pools_must_grow(comm, args.header, meta))
     return fail(comm, kTooSmall, run.step, comm.rank, 1, args.routing.slots, slots);
   ask_for_huge_pages(args.tokens, args.capacity * args.header.row_bytes);
   for (int step = 0; step < R; ++step) {

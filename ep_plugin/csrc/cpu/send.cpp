@@ -70,31 +70,28 @@ class Payloads {
   std::vector<float> scales_;
 };
 
-// What the token's rows and pairs are at their destinations: the same for all of them.
-void write_head(const SendArgs& args, const Meta& meta, int t, const char* scales, char* slot, const SlotLayout& lay) {
+// What goes ahead of the token's row: the same to all destinations.
+void write_head(const SendArgs& args, int t, const char* scales, char* slot, const SlotLayout& lay) {
   const int K = args.routing.topk;
   const int64_t weight_bytes = args.header.weight_bytes * K;
   const int32_t* ids = at<const int32_t>(args.routing.topk_ids) + static_cast<int64_t>(t) * K;
   const int32_t* positions = at<const int32_t>(args.routing.pair_pos) + static_cast<int64_t>(t) * K;
-  int32_t* rows = reinterpret_cast<int32_t*>(slot + lay.rows);
   std::memcpy(slot + lay.ids, ids, K * sizeof(int32_t));
-  for (int k = 0; k < K; ++k) rows[k] = ids[k] < 0 ? -1 : meta.flat_base[ids[k]] + positions[k];
+  std::memcpy(slot + lay.positions, positions, K * sizeof(int32_t));
   if (weight_bytes != 0) std::memcpy(slot + lay.weights, at<char>(args.weights, t * weight_bytes), weight_bytes);
   if (args.header.scale_bytes != 0) std::memcpy(slot + lay.scales, scales, args.header.scale_bytes);
 }
 
-bool send_token(const Run& run, const SendArgs& args, const Meta& meta, const SlotLayout& lay, const Payload& payload,
-                int t) {
+bool send_token(const Run& run, const SendArgs& args, const SlotLayout& lay, const Payload& payload, int t) {
   const Comm& comm = args.comm;
+  const int32_t region = region_slots_of(comm, args.header);
   const int32_t* positions = at<const int32_t>(args.routing.send_pos) + static_cast<int64_t>(t) * comm.num_ranks;
   for (int dest = 0; dest < comm.num_ranks; ++dest) {
     if (positions[dest] < 0) continue;
-    const int32_t index = meta.slot_base[dest] + positions[dest];
-    const int64_t offset = index * lay.bytes;
-    if (offset + lay.bytes > comm.pool_bytes[kDispatchPool])
-      return fail(comm, kTooSmall, run.step, dest, 0, comm.pool_bytes[kDispatchPool], offset + lay.bytes);
-    char* slot = at<char>(comm.pool[kDispatchPool][dest], offset);
-    write_head(args, meta, t, payload.scales, slot, lay);
+    if (positions[dest] >= region)
+      return fail(comm, kTooSmall, run.step, dest, 0, region, static_cast<int64_t>(positions[dest]) + 1);
+    char* slot = at<char>(comm.pool[kDispatchPool][dest], static_cast<int64_t>(comm.rank * region + positions[dest]) * lay.bytes);
+    write_head(args, t, payload.scales, slot, lay);
     std::memcpy(slot + lay.row, payload.row, args.header.row_bytes);
   }
   return true;
@@ -110,7 +107,7 @@ void send(const SendArgs& args) {
   if (!begin(comm, kSend, &run)) return;
   if (pools_must_grow(comm, args.header, meta)) {
     if (args.optimistic == 0)
-      fail(comm, kTooSmall, kSend, comm.rank, 0, comm.pool_bytes[kDispatchPool], *meta.max_slots);
+      fail(comm, kTooSmall, kSend, comm.rank, 0, region_slots_of(comm, args.header), *meta.max_rows);
     return;
   }
   for (int dest = 0; dest < comm.num_ranks; ++dest)
@@ -121,7 +118,7 @@ void send(const SendArgs& args) {
   const SlotLayout lay = slot_layout_of(args.header);
   for (int c = 0; c < chunks.count; ++c) {
     for (int t = chunks.begin(c); t < chunks.end(c); ++t)
-      if (!send_token(run, args, meta, lay, payloads.of(t), t)) return;
+      if (!send_token(run, args, lay, payloads.of(t), t)) return;
     for (int dest = 0; dest < comm.num_ranks; ++dest) {
       const int32_t* ends = meta.send_chunk_end + dest * kMaxChunks;
       signal_chunk(run, kDispatchPool, dest, c, c == 0 ? 0 : ends[c - 1], ends[c]);

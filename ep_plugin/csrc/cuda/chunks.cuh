@@ -8,15 +8,16 @@ namespace ep::cuda {
 
 class ArrivedRows {
  public:
-  // `src_tokens` and `recv_offset` are this rank's own, already checked. `parts`: of a row, which are found one by one.
-  // `skips_own`: without this rank's own rows.
-  __device__ ArrivedRows(const Run& run, const Meta& meta, const Team& team, int parts, bool skips_own)
-      : run_(run), meta_(meta), team_(team), parts_(parts), skips_own_(skips_own) {
+  // `src_tokens` and `recv_offset` are this rank's own, already checked. `region`: slots of each source's in the pool.
+  // `parts`: of a row, which are found one by one. `skips_own`: without this rank's own rows.
+  __device__ ArrivedRows(const Run& run, const Meta& meta, int32_t region, const Team& team, int parts, bool skips_own)
+      : run_(run), meta_(meta), region_(region), team_(team), parts_(parts), skips_own_(skips_own) {
     int chunks = lane_id() < run.comm.num_ranks ? num_chunks(meta.src_tokens[lane_id()]) : 0;
     items_ = __reduce_max_sync(kAllLanes, chunks) * run.comm.num_ranks;
   }
 
-  // The next slot of this warp, whose row has arrived; with several parts, part p of slot s is s * parts + p.
+  // The next slot of this warp in the pool, whose row has arrived; with several parts, part p of slot s is
+  // s * parts + p.
   __device__ Next next(bool may_block, int32_t* part) {
     for (;;) {
       if (part_ < part_end_) {
@@ -72,7 +73,8 @@ class ArrivedRows {
   }
 
   __device__ void take(int source, int chunk, int32_t begin, int32_t end) {
-    const int32_t first = meta_.recv_offset[source], rows = meta_.recv_offset[source + 1] - first;
+    const int32_t first = source * region_;
+    const int32_t rows = meta_.recv_offset[source + 1] - meta_.recv_offset[source];
     begin_ = end_ = 0;
     if (begin < 0 || begin > end || end > rows) {
       fail(run_.comm, kBadData, run_.step, source, chunk, rows, begin < 0 || begin > end ? begin : end);
@@ -92,6 +94,7 @@ class ArrivedRows {
 
   const Run& run_;
   const Meta& meta_;
+  const int32_t region_;
   const Team team_;
   const int parts_;
   const bool skips_own_;

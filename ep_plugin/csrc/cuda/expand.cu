@@ -16,6 +16,7 @@ namespace {
 template <bool kBulk>
 __global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
     expand_kernel(const __grid_constant__ ExpandArgs args, const __grid_constant__ Cut cut) {
+  ptx::wait_for_kernel_ahead();
   Run run = enter(args.comm, kExpand);
   const Meta meta = meta_of(args.comm, args.routing);
   if (run.ok && args.optimistic != 0 && came_too_early(args, meta)) return;
@@ -36,7 +37,8 @@ __global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
 
 template <bool kBulk>
 void launch_expand(const ExpandArgs& args, const Cut& cut) {
-  launch<expand_kernel<kBulk>>("expand", args.num_sms, cut.warps * kWarp, cut.shared_bytes(), args.stream, args, cut);
+  launch_early<expand_kernel<kBulk>>("expand", args.num_sms, cut.warps * kWarp, cut.shared_bytes(), args.stream, args,
+                                     cut);  // behind admit
 }
 
 }  // namespace

@@ -15,12 +15,14 @@ struct Output {
   bool flat;
   int per_rank;
   int64_t required;  // rows that the layout needs
+  int32_t region;    // slots of each source's in the pool
 
   __device__ Output(const Run& run, const ExpandArgs& args)
       : run(run), args(args), meta(meta_of(args.comm, args.routing)), lay(slot_layout_of(args.header)) {
     flat = args.routing.layout == kFlat;
     per_rank = local_experts(args.comm);
     required = rows_required(args, meta);
+    region = region_slots_of(args.comm, args.header);
   }
 };
 
@@ -36,53 +38,56 @@ class Placer {
     return routing.layout == kFlat ? routing.topk : 1;
   }
 
-  // All lanes: a piece of slot `index`, the `unit`th of those that this warp stores of it, in order. Lane 0 begins the
-  // bulk stores. `head`: of the slot.
-  __device__ void store(int32_t index, const char* head, const char* stage, int piece, int unit, const Cut& cut) {
+  // All lanes: a piece of the row that is the source's number `position` here, the `unit`th of those that this warp
+  // stores of it, in order. Lane 0 begins the bulk stores. `head`: of its slot.
+  __device__ void store(int source, int32_t position, const char* head, const char* stage, int piece, int unit,
+                        const Cut& cut) {
     const int64_t skip = piece == 0 ? out_.lay.row : 0;
-    if (unit == 0) num_dests_ = place(index, head, piece == 0);
+    if (unit == 0) num_dests_ = place(source, position, head, piece == 0);
     if (lane_id() == 0)
       for (int d = 0; d < num_dests_; ++d)
         ptx::bulk_store(reinterpret_cast<char*>(dests_[d]) + (cut.piece_begin(piece) + skip - out_.lay.row),
                         stage + skip, static_cast<uint32_t>(cut.piece_size(piece) - skip));
   }
 
-  // All lanes: the whole of slot `index`, which lies at `slot`.
-  __device__ void copy_plain(int32_t index, const char* slot) {
-    num_dests_ = place(index, slot, true);
-    copy_row_plain(slot + out_.lay.row, dests_, num_dests_, 0, out_.args.header.row_bytes);
+  // All lanes: the whole of its slot, which lies at `head`.
+  __device__ void copy_plain(int source, int32_t position, const char* head) {
+    num_dests_ = place(source, position, head, true);
+    copy_row_plain(head + out_.lay.row, dests_, num_dests_, 0, out_.args.header.row_bytes);
   }
 
  private:
   // Lists the addresses of the rows that a slot expands to; if `writes`, also writes what goes beside them. `head`: of
   // the slot, in the pool or in shared memory.
-  __device__ int place(int32_t index, const char* head, bool writes) const {
+  __device__ int place(int source, int32_t position, const char* head, bool writes) const {
     __syncwarp();
-    const int count = out_.flat ? place_flat(index, head, writes) : place_token(index, head, writes);
+    const int32_t index = out_.meta.recv_offset[source] + position;
+    const int count =
+        out_.flat ? place_flat(source, index, head, writes) : place_token(source, index, head, writes);
     __syncwarp();
     return count;
   }
 
   // The pair's expert among this rank's own, or -1: another rank's, or nobody's. An id that no expert has is a fault.
-  __device__ int32_t local_id(int32_t index, const char* head, int k) const {
+  __device__ int32_t local_id(int source, const char* head, int k) const {
     const Comm& comm = out_.args.comm;
     const int32_t id = ptx::ld_coherent(reinterpret_cast<const int32_t*>(head + out_.lay.ids) + k);
-    if (id < -1 || id >= comm.num_experts) fail(comm, kBadData, kExpand, source_of(index), k, comm.num_experts, id);
+    if (id < -1 || id >= comm.num_experts) fail(comm, kBadData, kExpand, source, k, comm.num_experts, id);
     const int32_t local = id - comm.rank * out_.per_rank;
     return local >= 0 && local < out_.per_rank ? local : -1;
   }
 
   // A lane for each pair: the FLAT rows it goes to. Rows past the capacity are dropped.
-  __device__ int place_flat(int32_t index, const char* head, bool writes) const {
+  __device__ int place_flat(int source, int32_t index, const char* head, bool writes) const {
     const ExpandArgs& args = out_.args;
+    const int32_t* base = out_.meta.flat_base + source * out_.per_rank;
     const int K = args.routing.topk;
     int count = 0;
     for (int k = lane_id(); k - lane_id() < K; k += kWarp) {
-      const int32_t local = k < K ? local_id(index, head, k) : -1;
-      const int32_t row =
-          local >= 0 ? ptx::ld_coherent(reinterpret_cast<const int32_t*>(head + out_.lay.rows) + k) : -1;
+      const int32_t local = k < K ? local_id(source, head, k) : -1;
+      const int32_t row = local >= 0 ? sum_of(base[local], position_in(head, k)) : -1;
       const bool sound = local < 0 || (row >= 0 && row < out_.required);
-      if (!sound) fail(args.comm, kBadData, kExpand, source_of(index), k, out_.required, row);
+      if (!sound) fail(args.comm, kBadData, kExpand, source, k, out_.required, row);
       const bool kept = sound && row >= 0 && row < args.capacity;
       if (writes && args.fresh && k < K) recv_rows(index)[k] = kept ? row : -1;
       const unsigned mask = __ballot_sync(kAllLanes, kept);
@@ -99,12 +104,12 @@ class Placer {
     return count;
   }
 
-  __device__ int place_token(int32_t index, const char* head, bool writes) const {
+  __device__ int place_token(int source, int32_t index, const char* head, bool writes) const {
     const ExpandArgs& args = out_.args;
     const int K = args.routing.topk;
     const bool kept = index < args.capacity;
     for (int k = lane_id(); writes && k < K; k += kWarp) {
-      const int32_t local = local_id(index, head, k);
+      const int32_t local = local_id(source, head, k);
       if (args.fresh) recv_rows(index)[k] = kept && local >= 0 ? index : -1;
       if (!kept) continue;
       const int64_t pair = static_cast<int64_t>(index) * K + k;
@@ -117,6 +122,13 @@ class Placer {
     return 1;
   }
 
+  // A position is a peer's word: the sum is checked, and may wrap until then.
+  static __device__ int32_t sum_of(int32_t base, int32_t position) {
+    return static_cast<int32_t>(static_cast<uint32_t>(base) + static_cast<uint32_t>(position));
+  }
+  __device__ int32_t position_in(const char* head, int k) const {
+    return ptx::ld_coherent(reinterpret_cast<const int32_t*>(head + out_.lay.positions) + k);
+  }
   __device__ float weight_in(const char* head, int k) const {
     return ptx::ld_coherent(reinterpret_cast<const float*>(head + out_.lay.weights) + k);
   }
@@ -126,11 +138,6 @@ class Placer {
   __device__ void copy_scales(const char* head, int64_t row) const {
     const int64_t bytes = out_.args.header.scale_bytes;
     copy_bytes(at<char>(out_.args.scales, row * bytes), head + out_.lay.scales, bytes);
-  }
-  __device__ int source_of(int32_t index) const {
-    int source = 0;
-    while (source + 1 < out_.args.comm.num_ranks && index >= out_.meta.recv_offset[source + 1]) ++source;
-    return source;
   }
 
   const Output& out_;
@@ -147,7 +154,7 @@ class ExpandJob {
   __device__ ExpandJob(const Output& out, const Cut& cut, bool skips_own)
       : out_(out),
         cut_(cut),
-        rows_(out.run, out.meta, team_of_warps(cut.first_warp, cut.warps), cut.parts, skips_own),
+        rows_(out.run, out.meta, out.region, team_of_warps(cut.first_warp, cut.warps), cut.parts, skips_own),
         placer_(out, list_of_warp(cut)) {}
 
   __device__ Next next(bool may_block) {
@@ -167,17 +174,20 @@ class ExpandJob {
   __device__ void store(const char* stage, int unit) {
     const int32_t part = __shfl_sync(kAllLanes, kept_, static_cast<int>(stored_ % kWarp));
     const int piece = first_piece(part) + unit;
-    placer_.store(slot_of(part), first_piece(part) == 0 ? stage : slot(slot_of(part)), stage, piece, unit, cut_);
+    const int32_t found = slot_of(part);
+    placer_.store(source_of(found), found % out_.region, first_piece(part) == 0 ? stage : slot(found), stage, piece,
+                  unit, cut_);
     stored_ += unit + 1 == cut_.units();
   }
 
-  __device__ void copy_plain() { placer_.copy_plain(part_, slot(part_)); }
+  __device__ void copy_plain() { placer_.copy_plain(source_of(part_), part_ % out_.region, slot(part_)); }
 
   __device__ void completed(uint32_t) const {}
 
  private:
   __device__ int32_t slot_of(int32_t part) const { return cut_.parts == 1 ? part : part / cut_.parts; }
   __device__ int first_piece(int32_t part) const { return cut_.parts == 1 ? 0 : part % cut_.parts; }
+  __device__ int source_of(int32_t slot) const { return slot / out_.region; }
   __device__ const char* slot(int32_t index) const {
     return at<char>(out_.args.comm.pool[kDispatchPool][out_.args.comm.rank], index * out_.lay.bytes);
   }
@@ -250,9 +260,9 @@ __device__ inline void poison(const ExpandArgs& args) {
 
 // Every CTA finds the same, and one records it.
 __device__ inline bool slots_fit(const Run& run, const ExpandArgs& args) {
-  const int64_t slots = meta_of(args.comm, args.routing).recv_offset[args.comm.num_ranks];
-  const int64_t bytes = slots * slot_layout_of(args.header).bytes;
-  if (slots <= args.routing.slots && bytes <= args.comm.pool_bytes[kDispatchPool]) return true;
+  const Meta meta = meta_of(args.comm, args.routing);
+  const int64_t slots = meta.recv_offset[args.comm.num_ranks];
+  if (slots <= args.routing.slots && !pools_must_grow(args.comm, args.header, meta)) return true;
   if (threadIdx.x == 0) fail(args.comm, kTooSmall, run.step, args.comm.rank, 1, args.routing.slots, slots);
   return false;
 }

@@ -1,10 +1,9 @@
-// Notify: every rank tells every rank how many rows it will send; each then knows every slot and every FLAT row.
+// Notify: every rank tells every rank how many rows it sends; each then knows where what it receives goes.
 //
 // Roles. CTA 0 exchanges, a warp for each rank: warp p writes this rank's count row to peer p, then hears rank p's row,
-// checks it, leaves its rank counts in shared memory and adds its expert counts to those of others. Then warp r lays
-// out the experts of rank r, and one warp more lays out slots. The other CTAs meanwhile place this rank's tokens, see
-// place.cuh; they wait for nobody.
-// The last CTA that has written what a send needs tells it so.
+// checks it, and leaves its counts in shared memory. Then one warp lays out FLAT rows, and another one slots. The other
+// CTAs meanwhile place this rank's tokens, see place.cuh; they wait for nobody. The last of them tells the send, which
+// needs no more and is on its way before the peers are heard. CTA 0 tells when they are.
 // Memory order. A count row is words that carry their epoch: what is read is what was written, and no flag is needed.
 // There are two count rows for each pair of ranks, used in turns: a row is overwritten only after its reader's consumed
 // word says epoch - 2. Totals are stored before the ticket, which has release order at system scope (host memory).
@@ -18,19 +17,18 @@ namespace ep::cuda {
 namespace {
 
 constexpr int kNotifyThreads = (kMaxRanks + 1) * kWarp;
+static_assert(kNotifyThreads == (kTokenWarp + 1) * kWarp, "a warp for each part of a step");
 
 struct Shared {
   int32_t rank_count[kMaxRanks][kMaxRanks];  // [source][destination], checked
   int32_t num_tokens[kMaxRanks];             // of each source, checked
-  int64_t max_slots, max_sent;
+  int64_t max_sent;
 };
 
-// In shared memory behind `counts`, for each expert: the rows that all ranks send it, and those of ranks before this
-// one.
-__device__ int32_t* rows_of_experts(const Comm& comm) {
+// In shared memory behind `counts`, [R][E_l]: the pairs of each source for each local expert, checked.
+__device__ int32_t* received(const Comm& comm) {
   return counts + plan_block_words(comm.num_ranks, comm.num_experts);
 }
-__device__ int32_t* rows_before_mine(const Comm& comm) { return rows_of_experts(comm) + comm.num_experts; }
 
 __device__ int parity_of(const Run& run) { return static_cast<int>(run.epoch & 1); }
 
@@ -48,8 +46,11 @@ __device__ void write_counts(const Run& run, const NotifyArgs& args, int peer) {
   const Comm& comm = run.comm;
   const uint32_t* header = reinterpret_cast<const uint32_t*>(&args.header);
   uint64_t* to = count_words(comm, peer, parity_of(run), comm.rank);
-  for (int i = lane_id(); i < count_row_words(comm.num_ranks, comm.num_experts); i += kWarp)
-    ptx::st_relaxed_sys(to + i, tagged(run.epoch, i < kHeaderWords ? header[i] : counts[i - kHeaderWords]));
+  const int R = comm.num_ranks, for_experts = kHeaderWords + R;
+  for (int i = lane_id(); i < count_row_words(R, comm.num_experts); i += kWarp) {
+    const int count = i - kHeaderWords + (i < for_experts ? 0 : peer * local_experts(comm));
+    ptx::st_relaxed_sys(to + i, tagged(run.epoch, i < kHeaderWords ? header[i] : counts[count]));
+  }
 }
 
 // Whether the header in a count row's first words, a lane each, means the same operation as ours. Finds that rank's T.
@@ -93,10 +94,10 @@ __device__ bool read_words(const Run& run, const uint64_t* row, int words, int f
 }
 
 // One warp: waits for a source's count row and checks it: the same operation as ours, and every count within [0, T of
-// that source]. Keeps its rank counts and T in shared memory, and adds its expert counts up there.
+// that source]. Keeps the counts and T in shared memory.
 __device__ bool hear(const Run& run, const NotifyArgs& args, int source, Shared& shared) {
   const Comm& comm = run.comm;
-  const int R = comm.num_ranks, words = count_row_words(R, comm.num_experts);
+  const int R = comm.num_ranks, per_rank = local_experts(comm), words = count_row_words(R, comm.num_experts);
   const uint64_t* row = count_words(comm, comm.rank, parity_of(run), source);
   int64_t tokens = 0;
   for (int base = 0; base < words; base += kWordsAtOnce * kWarp) {
@@ -108,12 +109,12 @@ __device__ bool hear(const Run& run, const NotifyArgs& args, int source, Shared&
 #pragma unroll
     for (int j = 0; j < kWordsAtOnce; ++j) {
       const int i = base + j * kWarp + lane_id() - kHeaderWords;
-      if (i < 0 || i >= R + comm.num_experts) continue;
+      if (i < 0 || i >= R + per_rank) continue;
       if (values[j] < 0 || values[j] > tokens) ok = fail(comm, kBadData, kNotify, source, i, tokens, values[j]);
-      if (i < R) shared.rank_count[source][i] = values[j];
-      if (i < R || values[j] <= 0) continue;
-      atomicAdd(rows_of_experts(comm) + (i - R), values[j]);
-      if (source < comm.rank) atomicAdd(rows_before_mine(comm) + (i - R), values[j]);
+      if (i < R)
+        shared.rank_count[source][i] = values[j];
+      else
+        received(comm)[source * per_rank + i - R] = values[j];
     }
     if (!__all_sync(kAllLanes, ok)) return false;
   }
@@ -126,29 +127,29 @@ __device__ int64_t max_of_warp(int64_t value) {
   return value;
 }
 
-// One warp, a lane for each rank: the bases of this rank's rows at each destination, and the order of what it receives.
+// One warp, a lane for each rank: the order of what this rank receives, and the bases of its partial rows.
 __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& shared) {
   const Comm& comm = run.comm;
   const Meta meta = meta_of(comm, args.routing);
   const int R = comm.num_ranks, me = comm.rank, a = lane_id();
-  int64_t slot_base = 0, send_base = 0, push_base = 0, received = 0, slots = 0, sent = 0;
+  int64_t send_base = 0, push_base = 0, received = 0, slots = 0, sent = 0;
+  int32_t rows = 0;
   if (a < R) {
     for (int b = 0; b < R; ++b) {
-      slot_base += b < me ? shared.rank_count[b][a] : 0;
       send_base += b < a ? shared.rank_count[me][b] : 0;
       push_base += b < me ? shared.rank_count[a][b] : 0;
       received += b <= a ? shared.rank_count[b][me] : 0;
       slots += shared.rank_count[b][a];
       sent += shared.rank_count[a][b];
+      rows = max(rows, shared.rank_count[a][b]);
     }
   }
-  const int64_t max_slots = max_of_warp(slots), max_sent = max_of_warp(sent);
-  if (max(max_slots, max_sent) > INT32_MAX) {
-    if (a == 0) fail(comm, kTooSmall, kNotify, me, 0, INT32_MAX, max(max_slots, max_sent));
+  const int64_t max_sent = max_of_warp(sent), most = max(max_of_warp(slots), max_sent), max_rows = max_of_warp(rows);
+  if (most > INT32_MAX) {
+    if (a == 0) fail(comm, kTooSmall, kNotify, me, 0, INT32_MAX, most);
     return false;
   }
   if (a < R) {
-    meta.slot_base[a] = static_cast<int32_t>(slot_base);
     meta.send_base[a] = static_cast<int32_t>(send_base);
     meta.push_base[a] = static_cast<int32_t>(push_base);
     meta.recv_offset[a + 1] = static_cast<int32_t>(received);
@@ -156,28 +157,31 @@ __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& sh
   }
   if (a == 0) {
     meta.recv_offset[0] = 0;
-    *meta.max_slots = static_cast<int32_t>(max_slots);
-    shared.max_slots = max_slots;
+    *meta.max_rows = static_cast<int32_t>(max_rows);
     shared.max_sent = max_sent;
   }
   return true;
 }
 
-// Warp `rank`: where each of that rank's experts starts in its FLAT rows, and where this rank's rows start there. A
-// lane has consecutive experts.
-__device__ bool lay_out_experts(const Run& run, const NotifyArgs& args, int rank) {
+// One warp: where each local expert's FLAT rows start, and where each source's start among them. A lane has consecutive
+// experts.
+__device__ bool lay_out_experts(const Run& run, const NotifyArgs& args) {
   const Comm& comm = run.comm;
   const Meta meta = meta_of(comm, args.routing);
+  const int R = comm.num_ranks;
   const int per_rank = local_experts(comm), of_lane = static_cast<int>(ceil_div(per_rank, kWarp));
   const int begin = min(lane_id() * of_lane, per_rank), end = min(begin + of_lane, per_rank);
   const uint32_t alignment = args.routing.layout == kFlat ? static_cast<uint32_t>(args.routing.alignment) : 1;
-  const int32_t* rows = rows_of_experts(comm) + rank * per_rank;
-  const int32_t* before = rows_before_mine(comm) + rank * per_rank;
-  const auto aligned = [&](int local) {
-    return static_cast<int64_t>((static_cast<uint32_t>(rows[local]) + alignment - 1) / alignment) * alignment;
+  const int32_t* from = received(comm);
+  const auto aligned = [&](int64_t rows) {
+    return static_cast<int64_t>((static_cast<uint32_t>(rows) + alignment - 1) / alignment) * alignment;
   };
   int64_t through = 0;
-  for (int local = begin; local < end; ++local) through += aligned(local);
+  for (int local = begin; local < end; ++local) {
+    int64_t rows = 0;
+    for (int source = 0; source < R; ++source) rows += from[source * per_rank + local];
+    through += aligned(rows);
+  }
   int64_t start = -through;
   for (int step = 1; step < kWarp; step *= 2) {
     const int64_t below = __shfl_up_sync(kAllLanes, through, step);
@@ -185,15 +189,19 @@ __device__ bool lay_out_experts(const Run& run, const NotifyArgs& args, int rank
   }
   start += through;
   for (int local = begin; local < end; ++local) {
-    meta.flat_base[rank * per_rank + local] = static_cast<int32_t>(start + before[local]);
-    if (rank == comm.rank) meta.expert_offset[local] = static_cast<int32_t>(start);
-    if (rank == comm.rank) meta.expert_rows[local] = rows[local];
-    start += aligned(local);
+    int64_t rows = 0;
+    for (int source = 0; source < R; ++source) {
+      meta.flat_base[source * per_rank + local] = static_cast<int32_t>(start + rows);
+      rows += from[source * per_rank + local];
+    }
+    meta.expert_offset[local] = static_cast<int32_t>(start);
+    meta.expert_rows[local] = static_cast<int32_t>(rows);
+    start += aligned(rows);
   }
   const int64_t all = __shfl_sync(kAllLanes, through, kWarp - 1);
-  if (lane_id() == 0 && rank == comm.rank) meta.expert_offset[per_rank] = static_cast<int32_t>(all);
+  if (lane_id() == 0) meta.expert_offset[per_rank] = static_cast<int32_t>(all);
   if (all <= INT32_MAX) return true;
-  if (lane_id() == 0) fail(comm, kTooSmall, kNotify, rank, 1, INT32_MAX, all);
+  if (lane_id() == 0) fail(comm, kTooSmall, kNotify, comm.rank, 1, INT32_MAX, all);
   return false;
 }
 
@@ -208,7 +216,7 @@ __device__ void tell_host(const NotifyArgs& args, const Shared& shared) {
   if (threadIdx.x == 0) {
     totals[kTotalSlots] = meta.recv_offset[comm.num_ranks];
     totals[kTotalRows] = meta.expert_offset[per_rank];
-    totals[kTotalMaxSlots] = shared.max_slots;
+    totals[kTotalMaxRows] = *meta.max_rows;
     totals[kTotalMaxSent] = shared.max_sent;
   }
   __syncthreads();
@@ -217,21 +225,27 @@ __device__ void tell_host(const NotifyArgs& args, const Shared& shared) {
 
 // All threads: this rank's counts, from those of its blocks, in shared memory and for the handle.
 __device__ void count_all(const NotifyArgs& args) {
-  for (int i = threadIdx.x; i < 2 * args.comm.num_experts; i += blockDim.x) rows_of_experts(args.comm)[i] = 0;
   add_up_blocks(args.comm, args.block_counts, plan_blocks(args.routing.num_tokens));
   int32_t* rank_count = meta_of(args.comm, args.routing).rank_count;  // and those of the experts behind them
   for (int i = threadIdx.x; i < num_keys(args.comm); i += blockDim.x) rank_count[i] = counts[i];
 }
 
-// All threads of a CTA, when it has written what a send reads. After all CTAs the send goes on, which is launched early
-// and would otherwise wait for this kernel's end.
+// All threads of a CTA that has placed its block: after all of those the send goes on.
 __device__ void tell_placed(const Comm& comm) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   State& state = state_of(comm);
-  if (ptx::atom_add_acq_rel_gpu(&state.ctas_placed, 1) + 1 != gridDim.x) return;
+  if (ptx::atom_add_acq_rel_gpu(&state.ctas_placed, 1) + 1 != gridDim.x - 1) return;
   state.ctas_placed = 0;
-  ptx::st_release_sys(&state.placed, state.epoch[kSend - 1] + 1);
+  ptx::st_release_gpu(&state.placed, state.epoch[kSend - 1] + 1);
+}
+
+// All threads of CTA 0, when every peer is heard: rows may be told of, and expanded. (No send moves its epoch on before
+// this kernel's end.)
+__device__ void tell_laid_out(const Comm& comm) {
+  __syncthreads();
+  State& state = state_of(comm);
+  if (threadIdx.x == 0) ptx::st_release_gpu(&state.laid_out, state.epoch[kSend - 1] + 1);
 }
 
 // All threads of CTA 0. `is_free`: in warp p, whether the count row at peer p is.
@@ -247,15 +261,12 @@ __device__ void exchange(const NotifyArgs& args, const Run& run, bool is_free, S
     ok = hear(run, args, peer, shared);
   }
   if (!__syncthreads_and(ok)) return;
-  ptx::let_next_kernel_in();  // not before, as its CTAs would hold SMs for nothing while peers are late
-  if (peer < comm.num_ranks) ok = lay_out_experts(run, args, peer);
-  if (peer == kMaxRanks) {
-    tell_consumed(run, kConsumedCounts, lane_id());
-    ok = lay_out_ranks(run, args, shared);
-  }
+  if (peer == 0) ok = lay_out_experts(run, args);
+  if (peer == kMaxRanks) ok = lay_out_ranks(run, args, shared);
   if (!__syncthreads_and(ok)) return;
-  tell_placed(comm);
+  tell_laid_out(comm);
   if (args.ticket != 0) tell_host(args, shared);
+  tell_consumed(run, kConsumedCounts, static_cast<int>(threadIdx.x));
   advance(run);
 }
 
@@ -266,8 +277,12 @@ __global__ void __launch_bounds__(kNotifyThreads, 1) notify_kernel(const __grid_
   const bool is_free = !asks || row_is_free(run, warp_id());  // plan, ahead, has no say in that
   ptx::wait_for_kernel_ahead();
   if (!run.ok) return;
-  if (blockIdx.x == 0) return exchange(args, run, is_free, shared);
-  ptx::let_next_kernel_in();
+  // The send comes in when the others have left. Among them its CTAs would land on other SMs, from which rows take up to
+  // a tenth longer: not all SMs are equally far from the links, nor from each other.
+  if (blockIdx.x == 0) {
+    ptx::let_next_kernel_in();
+    return exchange(args, run, is_free, shared);
+  }
   place_block(args.comm, args.routing, args.block_counts, static_cast<int>(blockIdx.x) - 1);
   tell_placed(args.comm);
 }
@@ -280,8 +295,7 @@ void notify(const NotifyArgs& args) {
   require_rows("block_counts", args.block_counts);
   const int64_t words = plan_block_words(args.comm.num_ranks, args.comm.num_experts);
   const int64_t ctas = 1 + static_cast<int64_t>(plan_blocks(args.routing.num_tokens));
-  launch_early<notify_kernel>("notify", ctas, kNotifyThreads, 4 * (words + 2 * args.comm.num_experts), args.stream,
-                              args);
+  launch_early<notify_kernel>("notify", ctas, kNotifyThreads, 4 * (words + args.comm.num_experts), args.stream, args);
 }
 
 }  // namespace ep::cuda

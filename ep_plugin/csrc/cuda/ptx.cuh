@@ -36,6 +36,9 @@ __device__ __forceinline__ void st_release_sys(uint64_t* to, uint64_t value) {
 __device__ __forceinline__ void st_release_sys(uint32_t* to, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
+__device__ __forceinline__ void st_release_gpu(uint64_t* to, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
 // 16 bytes in one piece, aligned to as many.
 __device__ __forceinline__ void st_release_sys(void* to, uint64_t low, uint64_t high) {
   asm volatile(
@@ -183,11 +186,11 @@ __device__ __forceinline__ uint64_t globaltimer() {
 
 // --- Kernels that follow each other (launch.cuh: launch_early) ----------------------------------------------------
 
-// Waits until the kernel ahead in the stream has ended and its writes can be seen. Every thread of a kernel that was
-// launched early calls it, or the one behind it would not wait for the one before it. Until then it reads only what was
+// Waits until the kernel ahead in the stream has ended and its writes can be seen. A kernel that was launched early calls
+// it in one CTA at least, or the one behind it would not wait for the one before it. Until then it reads only what was
 // written before the chain, whose first kernel is not launched early, faults, for which it looks again, and what the
-// kernel ahead has told it of: State::placed. (A send that is launched again, for larger pools, is a chain by itself:
-// the host has waited for all before it.)
+// kernel ahead has told it of: State::placed and State::laid_out. (A send that is launched again, for larger pools, is a
+// chain by itself: the host has waited for all before it.)
 __device__ __forceinline__ void wait_for_kernel_ahead() {
 #if EP_HAS_BULK
   asm volatile("griddepcontrol.wait;" ::: "memory");

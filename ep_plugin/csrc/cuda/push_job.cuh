@@ -63,6 +63,7 @@ struct PushedChunks {
 
   __device__ int count() const { return order.chunks; }
   __device__ int32_t end(int chunk) const { return order.begin[(chunk + 1) * run.comm.num_ranks] * parts; }
+  __device__ bool may_tell() const { return true; }
   __device__ void signal(int owner, int chunk) const {
     const int32_t* ends = meta.recv_chunk_end + owner * kMaxChunks;
     if (chunk < num_chunks(meta.src_tokens[owner]))

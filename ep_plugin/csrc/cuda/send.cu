@@ -1,5 +1,6 @@
 // Send: each row once to every rank that holds one of its experts, straight to its final slot, behind a head that says
-// what it expands to. Chunk by chunk, so that receivers start before the last row has left.
+// what it expands to. Chunk by chunk, so that receivers start before the last row has left. Rows begin to leave while
+// notify, ahead in the stream, still waits for peers; nobody is told of them before it has heard all of them.
 //
 // Roles. Warps take tokens as they come. Lane 0 loads the row into shared memory, all lanes write the head before it,
 // and lane 0 stores both to each destination, one bulk store for each. The last warp of each CTA signals the chunks.
@@ -23,7 +24,7 @@ constexpr int64_t kBytesUnderWay = 256 * 1024;  // of a CTA's rows: more would w
 // One thread waits until notify, ahead, has written what this send reads. A known routing was written long ago.
 __device__ bool rows_are_placed(const Run& run, const Header& header) {
   if (threadIdx.x != 0 || header.op != kOpDispatch) return true;
-  return wait_at_least(run, &state_of(run.comm).placed, run.epoch, run.comm.rank);
+  return wait_at_least(run, &state_of(run.comm).placed, run.epoch, run.comm.rank, kOwnKernel);
 }
 
 // From: void, or the type of the elements that are quantised.
@@ -34,34 +35,35 @@ __device__ __forceinline__ void send_all(const SendArgs& args, const Cut& cut) {
   run.ok = run.ok && destination_has_read(run, kDispatchPool) && rows_are_placed(run, args.header);
   if (!__syncthreads_and(run.ok)) return;
   const Meta meta = meta_of(args.comm, args.routing);
-  if (pools_must_grow(args.comm, args.header, meta)) {
-    if (args.optimistic == 0 && blockIdx.x == 0 && threadIdx.x == 0)
-      fail(args.comm, kTooSmall, kSend, args.comm.rank, 0, args.comm.pool_bytes[kDispatchPool], *meta.max_slots);
+  if (!__syncthreads_and(sends_fit(args, meta))) {
     if (args.optimistic != 0 && warp_id() == 0) tell_started(run, kDispatchPool);  // an expand behind it leaves too
     return;
   }
   progress.clear();
-  const bool fits = sends_fit(args, meta), failed = faulted(args.comm);
-  run.ok = may_send(fits && !failed);
+  run.ok = may_send(!faulted(args.comm));
   if (run.ok) {
     if (args.routing.num_tokens == 0 && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
     if (warp_id() == cut.warps) {
       tell_started(run, kDispatchPool);
       open_destinations(run, kDispatchPool, args.header);
-      signal_chunks(run, kDispatchPool, progress, cut.warps, SentChunks(run, meta, args.routing.num_tokens, cut.parts));
+      signal_chunks(run, kDispatchPool, progress, cut.warps, SentChunks(run, args, meta, cut.parts));
     } else {
       SendJob<ThroughPool> job(run, args, meta, cut, progress);
       send_rows<kBulk, From>(job, run, cut);
     }
   }
-  if (last_to_finish(run) && !faulted(args.comm)) finish_sending(run, kDispatchPool);
+  if (!last_to_finish(run)) return;
+  ptx::wait_for_kernel_ahead();
+  if (!faulted(args.comm)) finish_sending(run, kDispatchPool, !pools_must_grow(args.comm, args.header, meta));
 }
 
 template <bool kBulk, class From>
 __global__ void __launch_bounds__(kMostThreads, 1)
     send_kernel(const __grid_constant__ SendArgs args, const __grid_constant__ Cut cut) {
   send_all<kBulk, From>(args, cut);
-  ptx::wait_for_kernel_ahead();  // so that whatever comes next in the stream comes after notify, too
+  // One CTA stays so that whatever comes next in the stream comes after notify, too: all would hold SMs while peers are
+  // late.
+  if (blockIdx.x == 0) ptx::wait_for_kernel_ahead();
 }
 
 // Behind its notify it is launched early.

@@ -18,12 +18,24 @@ struct ThroughPool {
 // The chunks of this rank's tokens; a row's number is its token.
 struct SentChunks {
   const Run& run;
+  const SendArgs& args;
   const Meta& meta;
   const Chunks chunks;
   const int parts;  // of a row
+  bool heard = false;
 
-  __device__ SentChunks(const Run& run, const Meta& meta, int num_tokens, int parts)
-      : run(run), meta(meta), chunks(chunks_of(num_tokens)), parts(parts) {}
+  __device__ SentChunks(const Run& run, const SendArgs& args, const Meta& meta, int parts)
+      : run(run), args(args), meta(meta), chunks(chunks_of(args.routing.num_tokens)), parts(parts) {}
+
+  // One warp: waits until notify has heard all peers. Not if pools must grow.
+  __device__ bool may_tell() {
+    if (args.header.op != kOpDispatch) return true;
+    bool ok = true;
+    if (!heard && lane_id() == 0)
+      ok = wait_at_least(run, &state_of(run.comm).laid_out, run.epoch, run.comm.rank, kOwnKernel);
+    heard = __all_sync(kAllLanes, ok) != 0;
+    return heard && !pools_must_grow(run.comm, args.header, meta);
+  }
 
   __device__ int count() const { return chunks.count; }
   __device__ int32_t end(int chunk) const { return chunks.end(chunk) * parts; }
@@ -34,7 +46,7 @@ struct SentChunks {
 };
 
 // Own: what becomes of a rank's rows for itself on the bulk path. ThroughPool, or, with kDirect, something with
-//   void store(int32_t slot, const char* stage, int piece, const Cut& cut)
+//   void store(int source, int32_t position, const char* head, const char* stage, int piece, int unit, const Cut& cut)
 // all lanes: as ExpandJob would do with the slot, from the stage that others' pools are written from.
 template <class Own>
 class SendJob {
@@ -48,6 +60,7 @@ class SendJob {
         meta_(meta),
         cut_(cut),
         lay_(slot_layout_of(args.header)),
+        first_slot_(args.comm.rank * region_slots_of(args.comm, args.header)),
         lists_(list_of_warp(cut)),
         tokens_(run, kDispatchPool, args.routing.num_tokens * cut.parts, team_of_warps(cut.first_warp, cut.warps),
                 progress),
@@ -83,8 +96,8 @@ class SendJob {
         ptx::bulk_store(reinterpret_cast<char*>(list[d]) + (begin + skip), stage + skip, bytes);
     }
     if constexpr (Own::kDirect) {
-      const int32_t slot = static_cast<int32_t>(list[list_size(args_.comm.num_ranks) - 1]);
-      if (slot >= 0) own_.store(slot, stage, stage, piece, unit, cut_);
+      const int32_t position = static_cast<int32_t>(list[list_size(args_.comm.num_ranks) - 1]);
+      if (position >= 0) own_.store(args_.comm.rank, position, stage, stage, piece, unit, cut_);
     }
     stored_ += unit + 1 == cut_.units();
   }
@@ -119,7 +132,7 @@ class SendJob {
   __device__ void completed(uint32_t rows) { tokens_.written(rows); }
 
   // A list: how many destinations the token has and, in the higher half, which part of its row is meant; then the
-  // addresses of its slots; last, where own rows go by themselves, this rank's own slot or -1.
+  // addresses of its slots; last, where own rows go by themselves, its position among those or -1.
   static __host__ __device__ int list_size(int num_ranks) { return num_ranks + 1 + Own::kDirect; }
 
  private:
@@ -132,14 +145,14 @@ class SendJob {
     const int32_t* positions = at<const int32_t>(args_.routing.send_pos) + static_cast<int64_t>(token_) * R;
     int32_t position = lane < R ? positions[lane] : -1;
     if (Own::kDirect && lane == args_.comm.rank) {
-      list[list_size(R) - 1] = static_cast<uint64_t>(position < 0 ? -1 : meta_.slot_base[lane] + position);
+      list[list_size(R) - 1] = static_cast<uint64_t>(position);
       position = -1;
     }
     const unsigned mask = __ballot_sync(kAllLanes, position >= 0);
     if (lane == 0) list[0] = static_cast<uint64_t>(part_) << 32 | static_cast<uint32_t>(__popc(mask));
     if (position >= 0)
       list[1 + __popc(mask & ((1u << lane) - 1u))] =
-          args_.comm.pool[kDispatchPool][lane] + (meta_.slot_base[lane] + static_cast<int64_t>(position)) * lay_.bytes;
+          args_.comm.pool[kDispatchPool][lane] + static_cast<int64_t>(first_slot_ + position) * lay_.bytes;
     __syncwarp();
   }
 
@@ -152,7 +165,7 @@ class SendJob {
       const int32_t id = at<const int32_t>(args_.routing.topk_ids)[pair];
       const int32_t position = at<const int32_t>(args_.routing.pair_pos)[pair];
       ids[k] = id;
-      reinterpret_cast<int32_t*>(to + lay_.rows)[k] = id < 0 ? -1 : meta_.flat_base[id] + position;
+      reinterpret_cast<int32_t*>(to + lay_.positions)[k] = position;
       if (args_.header.weight_bytes != 0)
         reinterpret_cast<float*>(to + lay_.weights)[k] = at<const float>(args_.weights)[pair];
     }
@@ -164,22 +177,23 @@ class SendJob {
   const Meta& meta_;
   const Cut& cut_;
   const SlotLayout lay_;
-  uint64_t* const lists_;  // one for each row under way
+  const int32_t first_slot_;  // of this rank's rows, in any pool
+  uint64_t* const lists_;     // one for each row under way
   RowQueue tokens_;
   int32_t token_ = 0, part_ = 0;
   uint32_t loaded_ = 0, stored_ = 0;  // rows
   Own own_;
 };
 
-// A thread for each destination: this rank's rows end within its pool.
+// A thread for each destination: this rank's rows fit in its region there. Otherwise an optimistic send leaves.
 __device__ inline bool sends_fit(const SendArgs& args, const Meta& meta) {
-  const Comm& comm = args.comm;
   const int dest = static_cast<int>(threadIdx.x);
-  if (dest >= comm.num_ranks) return true;
-  const int64_t rows = meta.rank_count[dest], base = meta.slot_base[dest];
-  const int64_t end = (base + rows) * slot_layout_of(args.header).bytes;
-  return rows == 0 || end <= comm.pool_bytes[kDispatchPool] ||
-         fail(comm, kTooSmall, kSend, dest, 0, comm.pool_bytes[kDispatchPool], end);
+  if (dest >= args.comm.num_ranks) return true;
+  const int last = num_chunks(args.routing.num_tokens) - 1;
+  const int64_t rows = last < 0 ? 0 : meta.send_chunk_end[dest * kMaxChunks + last];
+  const int64_t room = region_slots_of(args.comm, args.header);
+  if (rows <= room) return true;
+  return args.optimistic == 0 && fail(args.comm, kTooSmall, kSend, dest, 0, room, rows);
 }
 
 // One warp: the whole of a sending warp's part. From: void, or the type of the elements that are quantised.

@@ -135,9 +135,10 @@ __device__ inline unsigned count_in(const Run& run, Pool pool, int first, int ch
 // Chunks has
 //   int count() const                       chunks of the kernel
 //   int32_t end(int chunk) const            the number after the chunk's last row
+//   bool may_tell()                         whether peers may hear of chunks; may wait; called by all lanes
 //   void signal(int peer, int chunk) const  tells a peer; called by a lane for each peer and chunk
 template <class Chunks>
-__device__ void signal_chunks(const Run& run, Pool pool, Progress& progress, int warps, const Chunks& chunks) {
+__device__ void signal_chunks(const Run& run, Pool pool, Progress& progress, int warps, Chunks chunks) {
   const int count = chunks.count(), R = run.comm.num_ranks;
   for (int first = 0, ready; first < count; first = ready) {
     const int32_t least = wait_written(run, progress, warps, first, chunks.end(first));
@@ -146,7 +147,9 @@ __device__ void signal_chunks(const Run& run, Pool pool, Progress& progress, int
     for (ready = first + 1; !alone && ready < count && ready - first < kWarp && chunks.end(ready) <= least;) ++ready;
     const unsigned last = count_in(run, pool, first, ready - first);
     if (last == 0) continue;
+    const bool may_tell = chunks.may_tell();
     if (__any_sync(kAllLanes, faulted(run.comm))) return;
+    if (!may_tell) continue;
     for (int i = lane_id(); i < (ready - first) * R; i += kWarp)
       if (last >> i / R & 1u) chunks.signal(i % R, first + i / R);
     __syncwarp();
@@ -155,10 +158,10 @@ __device__ void signal_chunks(const Run& run, Pool pool, Progress& progress, int
   }
 }
 
-// The last CTA's end of a sending kernel that went well.
-__device__ inline void finish_sending(const Run& run, Pool pool) {
+// The last CTA's end of a sending kernel that went well. Not `told`: the same rows are sent again.
+__device__ inline void finish_sending(const Run& run, Pool pool, bool told = true) {
   if (threadIdx.x == 0) state_of(run.comm).next_row[pool] = 0;
-  advance(run);
+  if (told) advance(run);
 }
 
 }  // namespace ep::cuda

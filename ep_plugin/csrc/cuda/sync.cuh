@@ -74,8 +74,13 @@ __device__ inline bool abort_look_is_mine(const Comm& comm, uint64_t now) {
   return now > at && ptx::atom_cas_relaxed_gpu(due, at, now + kAbortLookNs) == at;
 }
 
+// Who a wait is for. This rank's own kernels get four deadlines: they wait for peers themselves, up to three times, and
+// know whom to name.
+enum WaitFor { kPeer = 0, kOwnKernel = 2 };
+
 // One wait of one thread: ask keep_waiting() after every look that was in vain.
 struct Patience {
+  WaitFor whom = kPeer;
   uint64_t since = 0;
 
   __device__ bool keep_waiting(const Run& run, int peer, int detail, uint64_t expected, uint64_t seen) {
@@ -87,7 +92,7 @@ struct Patience {
       const uint32_t by = ptx::ld_acquire_sys(&board_of(comm).abort);
       if (by != 0) return fail(comm, kAborted, run.step, static_cast<int>(by) - 1, 0, 0, 0);
     }
-    if (now - since > static_cast<uint64_t>(comm.timeout_ns))
+    if ((now - since) >> whom > static_cast<uint64_t>(comm.timeout_ns))
       return fail(comm, kTimeout, run.step, peer, detail, static_cast<int64_t>(expected), static_cast<int64_t>(seen));
     __nanosleep(40);
     return true;
@@ -101,9 +106,10 @@ __device__ __forceinline__ bool has_reached(const uint64_t* word, uint64_t value
 }
 
 // Waits until *word >= value, with acquire at system scope.
-__device__ inline bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int peer) {
+__device__ inline bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int peer,
+                                     WaitFor whom = kPeer) {
   if (ptx::ld_acquire_sys(word) >= value) return true;  // as is usual where it was written long ago
-  Patience patience;
+  Patience patience{whom};
   uint64_t seen;
   while (!has_reached(word, value, &seen))
     if (!patience.keep_waiting(run, peer, 0, value, seen)) return false;
@@ -147,7 +153,7 @@ __device__ inline void tell_started(const Run& run, Pool pool) {
   State& state = state_of(run.comm);
   if (ptx::atom_add_acq_rel_gpu(&state.ctas_started[pool], 1) + 1 != gridDim.x) return;
   state.ctas_started[pool] = 0;
-  ptx::st_release_sys(&state.started[pool], run.epoch);
+  ptx::st_release_gpu(&state.started[pool], run.epoch);
 }
 
 // Holds a rank at its test gate; without one, returns true at once. One thread calls it.

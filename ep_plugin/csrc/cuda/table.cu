@@ -1,6 +1,4 @@
 // The table itself, and the one-CTA kernel by which readers are let in after their sender.
-#include <algorithm>
-
 #include "kernels.h"
 #include "launch.cuh"
 #include "sync.cuh"
@@ -12,15 +10,14 @@ namespace cuda {
 namespace {
 __global__ void admit_kernel(const __grid_constant__ AdmitArgs args, Pool pool) {
   const Run run = enter(args.comm, static_cast<Step>(args.step));
-  if (run.ok) wait_at_least(run, &state_of(args.comm).started[pool], run.epoch, args.comm.rank);
+  const State& state = state_of(args.comm);
+  if (run.ok && wait_at_least(run, &state.started[pool], run.epoch, args.comm.rank, kOwnKernel) && args.fresh)
+    wait_at_least(run, &state.laid_out, run.epoch, args.comm.rank, kOwnKernel);
+  ptx::let_next_kernel_in();
 }
 }  // namespace
 
-// Four times the deadline: notify, ahead of the sender, waits for peers twice, and the sender once before it says that
-// it has started. They know whom to name.
-void admit(const AdmitArgs& asked) {
-  AdmitArgs args = asked;
-  args.comm.timeout_ns = 4 * std::min(args.comm.timeout_ns, INT64_MAX / 4);
+void admit(const AdmitArgs& args) {
   require_comm(args.comm);
   require(args.step == kExpand || args.step == kAdd, "step", "expand or add", args.step);
   const Pool pool = args.step == kExpand ? kDispatchPool : kCombinePool;

@@ -4,7 +4,7 @@
 
 namespace ep::cuda {
 
-constexpr int64_t kMostKeys = 8'000;  // ranks and experts: their counts lie in shared memory, in notify three times
+constexpr int64_t kMostKeys = 8'000;  // ranks and experts: their counts lie in shared memory, in notify twice
 constexpr int64_t kMostTokens = INT32_MAX / kMaxRanks;  // of a rank: sums over ranks fit in 32 bits
 extern __shared__ int32_t counts[];  // [R] tokens for each rank, then [E] pairs for each expert, then up to 3 unused
 
@@ -27,7 +27,7 @@ struct Step32 {
   __device__ Step32(const Comm& comm, int topk)
       : topk(topk),
         num_experts(comm.num_experts),
-        ranks_per_2_32((1ull << 32) / static_cast<unsigned>(local_experts(comm)) + 1) {
+        ranks_per_2_32(1ull + UINT32_MAX / static_cast<unsigned>(local_experts(comm))) {
     while (token_lanes < min(topk, kWarp)) token_lanes *= 2;
   }
 
