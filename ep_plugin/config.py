@@ -40,7 +40,8 @@ class MoECommunicatorConfig:
     num_experts: experts over all ranks; must be a multiple of the group's size.
     hidden_size: elements of a row, the largest that will be dispatched.
     topk: experts per token, the largest that will be dispatched; at most 128.
-    max_tokens_per_rank: most tokens that any rank dispatches at once; None lets the pools grow when they must.
+    max_tokens_per_rank: most tokens that any rank dispatches at once: pools then hold as many of every rank's. None
+        lets them grow when they must, to the most rows that any rank had for any, of every rank.
     mode: "ht", high throughput. ("ll", low latency, is not served in this release.)
     layout: what dispatch returns; None is the mode's default, FLAT for "ht".
     max_row_bytes: bytes of the widest row, a multiple of 16; None is hidden_size in the widest dtype used.
