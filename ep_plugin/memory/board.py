@@ -91,7 +91,7 @@ class Boards:
         return _C.wait_ticket(self.address, ticket, int(timeout_s * 1e9)) == 0
 
     def totals(self, copy: torch.Tensor) -> list[int]:
-        """Slots, rows, the most rows from any rank to any and that any sends, rows of each local expert; also to `copy`."""
+        """Slots, rows, most rows from any rank to any and from any to all, rows of each local expert; and to `copy`."""
         return _C.board_totals(self.address, self._local_experts, copy.data_ptr())
 
     def close(self) -> None:

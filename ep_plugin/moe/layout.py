@@ -64,7 +64,7 @@ class DispatchHandle(NamedTuple):
     recv_rows: torch.Tensor
     """int32 ``[slots, K]``, the output row of each received pair, -1: none."""
     totals: torch.Tensor
-    """int64 on the host: slots, rows, the most rows from any rank to any, the most that any sends, rows per expert here.
+    """int64 on the host: slots, rows, most rows from any rank to any and from any to all, rows of each local expert.
 
     With ``capacity``, that alone."""
     comm: int
