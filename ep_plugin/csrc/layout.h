@@ -110,9 +110,9 @@ struct Opening {  // what a source says before its first row
 };
 static_assert(sizeof(Opening) == 128 && sizeof(Arrival) == 16, "peers write these whole");
 
-// A count row is 64-bit words: the halves of a Header, lower ones first, then num_rows_for_rank[R], and, for each expert
-// of the rank that it goes to, num_rows_for_expert[E_l]. Each word carries in its higher half whose it is, the lower
-// half of the epoch, and needs no flag beside it: a reader waits for the words themselves.
+// A count row is 64-bit words: the halves of a Header, lower ones first, then num_rows_for_rank[R], and, for each
+// expert of the rank that it goes to, num_rows_for_expert[E_l]. Each word carries in its higher half whose it is, the
+// lower half of the epoch, and needs no flag beside it: a reader waits for the words themselves.
 constexpr int kHeaderWords = 2 * kHeaderFields;
 EP_HD constexpr int count_row_words(int R, int E) { return kHeaderWords + R + E / R; }
 EP_HD constexpr uint64_t tagged(uint64_t epoch, uint32_t value) { return epoch << 32 | value; }
@@ -148,9 +148,9 @@ struct State {
   uint64_t ctas_done[6];
   uint64_t started[2];       // by Pool: epoch of the latest sender whose CTAs all run, or left; readers come after it
   uint64_t ctas_started[2];  // by Pool
-  uint64_t placed;  // CUDA: epoch of the latest send that may read where notify has placed its rows
+  uint64_t placed;           // CUDA: epoch of the latest send that may read where notify has placed its rows
   uint64_t ctas_placed;
-  uint64_t laid_out;  // CUDA: epoch of the latest dispatch for which notify has heard all peers
+  uint64_t laid_out;     // CUDA: epoch of the latest dispatch for which notify has heard all peers
   uint64_t abort_look;   // when the next look at the board's abort word is due: one thread of the device takes it
   uint32_t next_row[2];  // by Pool: how many rows warps of the sender took beyond their first
   uint32_t chunk_done[2][kMaxChunks];  // by Pool: CTAs whose rows of the chunk are written

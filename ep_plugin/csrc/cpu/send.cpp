@@ -90,7 +90,8 @@ bool send_token(const Run& run, const SendArgs& args, const SlotLayout& lay, con
     if (positions[dest] < 0) continue;
     if (positions[dest] >= region)
       return fail(comm, kTooSmall, run.step, dest, 0, region, static_cast<int64_t>(positions[dest]) + 1);
-    char* slot = at<char>(comm.pool[kDispatchPool][dest], static_cast<int64_t>(comm.rank * region + positions[dest]) * lay.bytes);
+    char* slot = at<char>(comm.pool[kDispatchPool][dest],
+                          static_cast<int64_t>(comm.rank * region + positions[dest]) * lay.bytes);
     write_head(args, t, payload.scales, slot, lay);
     std::memcpy(slot + lay.row, payload.row, args.header.row_bytes);
   }

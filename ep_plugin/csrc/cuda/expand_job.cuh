@@ -62,8 +62,7 @@ class Placer {
   __device__ int place(int source, int32_t position, const char* head, bool writes) const {
     __syncwarp();
     const int32_t index = out_.meta.recv_offset[source] + position;
-    const int count =
-        out_.flat ? place_flat(source, index, head, writes) : place_token(source, index, head, writes);
+    const int count = out_.flat ? place_flat(source, index, head, writes) : place_token(source, index, head, writes);
     __syncwarp();
     return count;
   }

@@ -26,9 +26,7 @@ struct Shared {
 };
 
 // In shared memory behind `counts`, [R][E_l]: the pairs of each source for each local expert, checked.
-__device__ int32_t* received(const Comm& comm) {
-  return counts + plan_block_words(comm.num_ranks, comm.num_experts);
-}
+__device__ int32_t* received(const Comm& comm) { return counts + plan_block_words(comm.num_ranks, comm.num_experts); }
 
 __device__ int parity_of(const Run& run) { return static_cast<int>(run.epoch & 1); }
 
@@ -277,8 +275,8 @@ __global__ void __launch_bounds__(kNotifyThreads, 1) notify_kernel(const __grid_
   const bool is_free = !asks || row_is_free(run, warp_id());  // plan, ahead, has no say in that
   ptx::wait_for_kernel_ahead();
   if (!run.ok) return;
-  // The send comes in when the others have left. Among them its CTAs would land on other SMs, from which rows take up to
-  // a tenth longer: not all SMs are equally far from the links, nor from each other.
+  // The send comes in when the others have left. Among them its CTAs would land on other SMs, from which rows take up
+  // to a tenth longer: not all SMs are equally far from the links, nor from each other.
   if (blockIdx.x == 0) {
     ptx::let_next_kernel_in();
     return exchange(args, run, is_free, shared);

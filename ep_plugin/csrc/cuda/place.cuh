@@ -13,8 +13,8 @@ __device__ __forceinline__ unsigned lanes_below() { return (1u << lane_id()) - 1
 
 constexpr unsigned kBlocksAtOnce = 8;  // whose counts a thread has under way
 
-// All threads: `counts` become the sums over blocks [0, end). Joins the CTA. A thread adds up four counts of every block
-// of its team's; there are as many teams as there are threads for.
+// All threads: `counts` become the sums over blocks [0, end). Joins the CTA. A thread adds up four counts of every
+// block of its team's; there are as many teams as there are threads for.
 __device__ inline void add_up_blocks(const Comm& comm, Address block_counts, int end) {
   const unsigned vectors = static_cast<unsigned>(plan_block_words(comm.num_ranks, comm.num_experts) / 4);
   const unsigned blocks = static_cast<unsigned>(end), teams = max(blockDim.x / vectors, 1u);

@@ -68,8 +68,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     else {
       tell_started(sending, kDispatchPool);
       open_destinations(sending, kDispatchPool, send.header);
-      signal_chunks(sending, kDispatchPool, progress, send_cut.warps,
-                    SentChunks(sending, send, meta, 1));
+      signal_chunks(sending, kDispatchPool, progress, send_cut.warps, SentChunks(sending, send, meta, 1));
     }
   }
   if (last_to_finish(sending) && !faulted(comm)) finish_sending(sending, kDispatchPool);
