@@ -200,7 +200,7 @@ EP_HD constexpr int64_t board_bytes(int local_experts) {
 // ---------------------------------------------------------------------------------------------------------------
 // Routing metadata of one dispatch, int32 words, owned by the handle.
 struct MetaLayout {
-  int64_t rank_count;      // [R]     my tokens for each rank        (rank_count, expert_count: sent as they lie)
+  int64_t rank_count;      // [R]     my tokens for each rank
   int64_t expert_count;    // [E]     my pairs for each expert
   int64_t send_base;       // [R]     where rank d's partial rows start in my combine pool
   int64_t push_base;       // [R]     where my partial rows start in rank s's combine pool

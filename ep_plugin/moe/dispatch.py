@@ -77,7 +77,7 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
     else:
         result, recv_rows = allocate(engine, pending, args, counts, output_rows(engine, pending))
         _admit_and_expand(engine, pending, args)
-        engine.lanes.join()
+    engine.lanes.join()
     routing = _routing(engine, pending, recv_rows)
     engine.check()
     return result, routing
@@ -145,7 +145,6 @@ def _expand_what_is_told(
     made = allocate(engine, pending, args, counts, needed)
     engine.lanes.fork_receive()  # as in _admit_and_expand
     engine.kernels.expand(args)
-    engine.lanes.join()
     return made
 
 
@@ -177,7 +176,6 @@ def _expand_early(engine: Engine, pending: PendingDispatch, args: Any, counts: t
     args.optimistic = 1
     _admit_and_expand(engine, pending, args)
     args.optimistic = 0
-    engine.lanes.join()  # now, since the host has nothing else to do before the totals come
     return Early(room, *made)
 
 

@@ -176,7 +176,7 @@ def allocate(
 
 
 def known_pool_bytes(engine: Engine, pending: PendingDispatch) -> int | None:
-    """Bytes that the largest rank's pool needs: a bound from the configuration, else from this dispatch's totals.
+    """Bytes that every rank's pool needs, for R regions as large as the fullest: a bound from the configuration, else from this dispatch's totals.
 
     None before those are known.
     """

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from tests.gpu.checks import FLAT, TOKEN_MAJOR, Case, assert_received, check_round, communicator, make_inputs
+from ep_plugin.moe.reference import reference_dispatch
+from tests.gpu.checks import FLAT, TOKEN_MAJOR, Case, Inputs, assert_received, check_round, communicator, make_inputs
 
 
 def expands_early(rank: int, size: int) -> None:
@@ -36,21 +37,31 @@ def expands_early(rank: int, size: int) -> None:
 
 def grows_unevenly(rank: int, size: int) -> None:
     """One rank alone has more rows than the pools hold: it sends none, others have sent theirs, and all send again."""
-    few = Case(tokens=40, ragged=0, hidden=1024, dropped=0.0)
-    most_here, most_there = replace(few, tokens=600, ragged=590), replace(few, tokens=10, ragged=-2000)
-    for early in (False, True):
-        with communicator(few, rank, size, timeout_s=60) as comm:
-            if early:
-                comm.engine.knows = lambda ticket: False
+    case = Case(tokens=2000, ragged=0, hidden=1024, topk=2)
+    for busy, early in itertools.product((0, size - 1), (False, True)):
+        with communicator(case, rank, size, timeout_s=60) as comm:
             kernels = comm.engine.kernels = unittest.mock.Mock(wraps=comm.engine.kernels)
+            comm.engine.knows = lambda ticket, early=early: not early
             history = []
-            for seed, case in enumerate((few, few, most_here, few, most_there, most_there)):
-                kernels.send.reset_mock()
-                check_round(comm, case, seed)
-                history.append(kernels.send.call_count - 1)  # the last one is over a known routing
-            grows_again = 2 if size > 1 else 1
-            expected = [1, 1, 2, 1, grows_again, 1]
-            assert history == expected, f"expected sends {expected}, got {history}"
+            for seed, many in enumerate((False, False, True, True)):
+                given = _sparse_but_of(busy if many else None, case, size, seed)
+                kernels.reset_mock()
+                out, _ = comm.dispatch(*(part[rank].to(comm.engine.device) for part in (given.x, given.ids)))
+                assert_received(out, given.expected[rank])
+                history.append((kernels.send.call_count, kernels.expand.call_count))
+            expected = [(1, 1), (1, 1), (2, 2 if early else 1), (1, 1)]
+            assert history == expected, f"expected sends and expands {expected}, got {history}"
+
+
+def _sparse_but_of(busy: int | None, case: Case, size: int, seed: int) -> Inputs:
+    """Inputs in which nine tenths of all ids are dropped, but none of rank `busy`."""
+    sparse, full = (make_inputs(replace(case, dropped=dropped), size, seed) for dropped in (0.9, 0.0))
+    ids = [(full if rank == busy else sparse).ids[rank] for rank in range(size)]
+    experts = case.experts_per_rank * size
+    expected = reference_dispatch(
+        sparse.x, ids, sparse.weights, num_experts=experts, layout=case.layout, expert_alignment=case.alignment
+    )
+    return Inputs(sparse.x, ids, sparse.weights, expected)
 
 
 def changes_lanes(rank: int, size: int) -> None:

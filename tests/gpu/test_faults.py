@@ -47,7 +47,9 @@ def survive(rank: int, size: int, gate: str) -> tuple[str, int | None, str, floa
     given = checks.make_inputs(case, size, 1)
     if rank == VICTIM:
         os.environ["EP_PLUGIN_TEST_GATE"] = gate
-    comm = checks.MoECommunicator(None, checks.config_of(case, size, timeout_s=DEADLINE_S), checks.device_of(rank))
+    # Bounded, so that rows of the first dispatch leave while notify waits for the dead.
+    config = checks.config_of(case, size, timeout_s=DEADLINE_S, max_tokens_per_rank=case.tokens)
+    comm = checks.MoECommunicator(None, config, checks.device_of(rank))
     if rank == VICTIM:
         die_at_gate(comm.engine.boards.address)
     parts = [part[rank].to(comm.engine.device) for part in (given.x, given.ids, given.weights)]
@@ -106,7 +108,7 @@ def bad_ids(rank: int, size: int, tokens: int) -> None:
     """Without a check of ids, a bad one is found by the kernel and nothing is written out of bounds."""
     case = checks.Case(hidden=256, tokens=tokens)
     given = checks.make_inputs(case, size, 1)
-    with checks.communicator(case, rank, size, timeout_s=60) as comm:
+    with checks.communicator(case, rank, size, timeout_s=60, max_tokens_per_rank=tokens) as comm:  # sends at once
         parts = [part[rank].to(comm.engine.device) for part in (given.x, given.ids, given.weights)]
         # Counting CTAs that see the fault write nothing: what lies where their counts would be is no index.
         for count in (1 << 10, 1 << 16, 1 << 22):

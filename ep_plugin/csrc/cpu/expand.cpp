@@ -152,8 +152,9 @@ bool expand_all(const Run& run, const ExpandArgs& args) {
   const int R = comm.num_ranks, per_rank = local_experts(comm);
   const int64_t slots = meta.recv_offset[R];
   const Output out{args, slot_layout_of(args.header), meta, per_rank, rows_required(args, meta)};
-  if (slots > args.routing.slots || pools_must_grow(comm, args.header, meta))
-    return fail(comm, kTooSmall, run.step, comm.rank, 1, args.routing.slots, slots);
+  if (pools_must_grow(comm, args.header, meta))
+    return fail(comm, kTooSmall, run.step, comm.rank, 0, region_slots_of(comm, args.header), *meta.max_rows);
+  if (slots > args.routing.slots) return fail(comm, kTooSmall, run.step, comm.rank, 1, args.routing.slots, slots);
   ask_for_huge_pages(args.tokens, args.capacity * args.header.row_bytes);
   for (int step = 0; step < R; ++step) {
     const int source = (comm.rank + step) % R;

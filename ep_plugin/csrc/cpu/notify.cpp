@@ -1,4 +1,4 @@
-// Notify: every rank tells every rank how many rows it will send; each then knows every slot and every FLAT row.
+// Notify: every rank tells every rank how many rows it sends; each then knows where what it receives goes.
 #include <algorithm>
 #include <vector>
 

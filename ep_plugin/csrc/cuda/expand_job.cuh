@@ -261,9 +261,9 @@ __device__ inline void poison(const ExpandArgs& args) {
 __device__ inline bool slots_fit(const Run& run, const ExpandArgs& args) {
   const Meta meta = meta_of(args.comm, args.routing);
   const int64_t slots = meta.recv_offset[args.comm.num_ranks];
-  if (slots <= args.routing.slots && !pools_must_grow(args.comm, args.header, meta)) return true;
-  if (threadIdx.x == 0) fail(args.comm, kTooSmall, run.step, args.comm.rank, 1, args.routing.slots, slots);
-  return false;
+  if (pools_must_grow(args.comm, args.header, meta)) return threadIdx.x == 0 && fail_too_small(run, args.header, meta);
+  return slots <= args.routing.slots ||
+         (threadIdx.x == 0 && fail(args.comm, kTooSmall, run.step, args.comm.rank, 1, args.routing.slots, slots));
 }
 
 // The last CTA's end, all threads.

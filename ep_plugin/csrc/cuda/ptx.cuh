@@ -189,8 +189,8 @@ __device__ __forceinline__ uint64_t globaltimer() {
 // Waits until the kernel ahead in the stream has ended and its writes can be seen. A kernel that was launched early
 // calls it in one CTA at least, or the one behind it would not wait for the one before it. Until then it reads only
 // what was written before the chain, whose first kernel is not launched early, faults, for which it looks again, and
-// what the kernel ahead has told it of: State::placed and State::laid_out. (A send that is launched again, for larger
-// pools, is a chain by itself: the host has waited for all before it.)
+// what the kernel ahead has told it of: State::placed and State::laid_out. (A send that is launched when the host has
+// the totals, be it again, comes after all that notify tells.)
 __device__ __forceinline__ void wait_for_kernel_ahead() {
 #if EP_HAS_BULK
   asm volatile("griddepcontrol.wait;" ::: "memory");

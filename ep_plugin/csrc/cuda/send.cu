@@ -4,9 +4,10 @@
 //
 // Roles. Warps take tokens as they come. Lane 0 loads the row into shared memory, all lanes write the head before it,
 // and lane 0 stores both to each destination, one bulk store for each. The last warp of each CTA signals the chunks.
-// Sends wait only on consumed words, never on rows. Memory order. The head is written by ordinary stores to shared
-// memory: each lane fences the async proxy before lane 0 stores it. What peers may rely on is in signals.cuh. A slot:
-// [pad | ids[K] | rows[K] | weights[K] | scales | row], see SlotLayout.
+// Sends wait on consumed words, and before they tell of rows on this rank's own notify; never on rows. Memory order.
+// The head is written by ordinary stores to shared memory: each lane fences the async proxy before lane 0 stores it.
+// What peers may rely on is in signals.cuh. A slot: [pad | ids[K] | positions[K] | weights[K] | scales | row], see
+// SlotLayout.
 //
 // Quantised rows. All lanes make head, scales and row in a stage (quantize.cuh), fence and store as above. An image
 // that is longer than any stage takes the plain path.
@@ -54,7 +55,9 @@ __device__ __forceinline__ void send_all(const SendArgs& args, const Cut& cut) {
   }
   if (!last_to_finish(run)) return;
   ptx::wait_for_kernel_ahead();
-  if (!faulted(args.comm)) finish_sending(run, kDispatchPool, !pools_must_grow(args.comm, args.header, meta));
+  const bool told = !pools_must_grow(args.comm, args.header, meta);
+  if (!told && args.optimistic == 0 && threadIdx.x == 0) fail_too_small(run, args.header, meta);
+  if (!faulted(args.comm)) finish_sending(run, kDispatchPool, told);
 }
 
 template <bool kBulk, class From>

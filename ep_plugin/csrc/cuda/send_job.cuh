@@ -29,11 +29,11 @@ struct SentChunks {
 
   // One warp: waits until notify has heard all peers. Not if pools must grow.
   __device__ bool may_tell() {
-    if (args.header.op != kOpDispatch) return true;
     bool ok = true;
-    if (!heard && lane_id() == 0)
+    if (!heard && args.header.op == kOpDispatch && lane_id() == 0)
       ok = wait_at_least(run, &state_of(run.comm).laid_out, run.epoch, run.comm.rank, kOwnKernel);
     heard = __all_sync(kAllLanes, ok) != 0;
+    __syncwarp();  // what lane 0 has acquired, any lane may read
     return heard && !pools_must_grow(run.comm, args.header, meta);
   }
 

@@ -66,6 +66,11 @@ __device__ inline bool fail(const Comm& comm, FaultCode code, Step step, int pee
   return false;
 }
 
+// Some rank sends more rows to one than a region of the pools holds.
+__device__ inline bool fail_too_small(const Run& run, const Header& header, const Meta& meta) {
+  return fail(run.comm, kTooSmall, run.step, run.comm.rank, 0, region_slots_of(run.comm, header), *meta.max_rows);
+}
+
 // Whether this thread is the one that looks at the abort word now. The word is host memory, and thousands of threads
 // that each read it would take the link from the rows: one thread of the device does, now and then.
 __device__ inline bool abort_look_is_mine(const Comm& comm, uint64_t now) {

@@ -1,4 +1,4 @@
-// How plan and notify go over tokens and their pairs: in blocks, a block to a CTA, and in steps, a lane to a pair.
+// How plan and notify go over tokens and their pairs: in blocks, a block to a CTA; and plan in steps, a lane to a pair.
 #pragma once
 #include "sync.cuh"
 
