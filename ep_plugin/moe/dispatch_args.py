@@ -176,9 +176,9 @@ def allocate(
 
 
 def known_pool_bytes(engine: Engine, pending: PendingDispatch) -> int | None:
-    """Bytes that every rank's pool needs, for R regions as large as the fullest: a bound from the configuration, else from this dispatch's totals.
+    """Bytes that every rank's pool needs, for R regions as large as the fullest.
 
-    None before those are known.
+    By the configuration's bound, else by this dispatch's totals; None before those are known.
     """
     header = pending.header
     slot = _C.slot_bytes(header.row_bytes, header.scale_bytes, header.weight_bytes, header.topk)
