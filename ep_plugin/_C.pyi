@@ -322,6 +322,28 @@ class AddArgs:
         stream: int = ...,
     ) -> None: ...
 
+class WeighBackArgs:
+    y: int
+    rows: int
+    factors: int
+    dots: int
+    num_rows: int
+    hidden: int
+    element: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        y: int = ...,
+        rows: int = ...,
+        factors: int = ...,
+        dots: int = ...,
+        num_rows: int = ...,
+        hidden: int = ...,
+        element: int = ...,
+        stream: int = ...,
+    ) -> None: ...
+
 class CollectiveOp(IntEnum):
     ALL_GATHER = ...
     REDUCE_SCATTER = ...
@@ -460,6 +482,7 @@ class _Kernels:
     def add(self, args: AddArgs) -> None: ...
     def send_and_expand(self, send: SendArgs, expand: ExpandArgs) -> None: ...
     def push_and_add(self, push: PushArgs, add: AddArgs) -> None: ...
+    def weigh_back(self, args: WeighBackArgs) -> None: ...
     def gather(self, args: GatherArgs) -> None:
         """On CPUs, as scatter; the next three on GPUs."""
 

@@ -97,7 +97,7 @@ class BaseEngine(ABC):
 
     def run(self, what: str, operation: Callable[..., T], *args: Any) -> T:
         """operation(self, *args): refused after a fault or a close, told to peers when it fails here."""
-        with self.lock, _current(self.device):
+        with self.lock, on_device(self.device):
             self.check()
             _announce(self, what)
             self._captured |= self.lanes.capturing()
@@ -244,11 +244,16 @@ def _abort_on_uncaught_exceptions() -> None:
     sys.excepthook = hook
 
 
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Kernels are launched on the current device."""
     if device.type == "cpu" or torch.cuda.current_device() == device.index:
         return _NOTHING_TO_DO
     return torch.cuda.device(device)
+
+
+def stream_of(device: torch.device) -> int:
+    """The caller's stream on `device`, as kernels take it."""
+    return 0 if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def kernels_for(device: torch.device) -> Any:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ep_plugin import DispatchLayout, MoECommunicator
@@ -379,31 +378,26 @@ def test_plain_sum_does_not_keep_the_rows() -> None:
     on_ranks(1, _keeps_no_rows)
 
 
-class _Largest(TorchDispatchMode):
-    """The most float32 elements that any operator has returned at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.dtype is torch.float32:
-            self.elements = max(self.elements, made.numel())
-        return made
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_weights_gradient_without_wide_copies_of_all_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As accurate as before, with a last part that is not full, and with no rows."""
-    monkeypatch.setattr(autograd, "_WIDE_ELEMENTS", 256)
+def test_weights_gradient_by_one_kernel(dtype: torch.dtype) -> None:
+    """Widths with and without a rest, and no rows; the rows are weighted as PyTorch does it, to the bit."""
     wide = weight_dtype(dtype)
-    for num_rows in (0, 3, 16, 131):
-        y, rows = torch.randn(2, num_rows, 64, dtype=torch.float64).to(dtype)
-        kept = y.clone(), rows.clone()
-        with torch.no_grad(), _Largest() as largest:
-            dots = autograd._row_dots(y, rows, wide)
-        assert largest.elements <= 256
+    for num_rows, hidden in ((0, 16), (1, 8), (3, 24), (131, 200)):
+        y, rows = torch.randn(2, num_rows, hidden, dtype=torch.float64).to(dtype)
+        factors, kept, before = torch.rand(num_rows, dtype=wide), y.clone(), rows.clone()
+        dots = autograd.weigh_back(y, rows, factors)
         assert dots.dtype is wide
-        torch.testing.assert_close(dots, (y.to(wide) * rows.to(wide)).sum(dim=1), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close((y, rows), kept, rtol=0, atol=0)
+        torch.testing.assert_close(dots, (y.to(wide) * before.to(wide)).sum(dim=1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(rows, before.mul_(factors.unsqueeze(1)), rtol=0, atol=0)
+        torch.testing.assert_close(y, kept, rtol=0, atol=0)
+
+
+def test_weights_gradient_of_rows_that_are_lazily_negated() -> None:
+    """Memory holds other signs than the tensor: the kernel, which reads memory, must not be given it."""
+    y = torch.randn(3, 8, dtype=torch.complex64).conj().imag
+    assert y.is_neg()
+    rows, factors = torch.randn(3, 8), torch.rand(3)
+    with torch.no_grad():
+        grad_y, grad_factors = autograd._weighed_back(y, rows, factors)
+    torch.testing.assert_close(grad_factors, (y * rows).sum(dim=1))
+    torch.testing.assert_close(grad_y, rows * factors.unsqueeze(1))

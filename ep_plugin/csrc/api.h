@@ -150,6 +150,20 @@ struct AddArgs {
   Address stream;
 };
 
+// The weights' part of combine's backward, on this rank alone: dots[i] is the sum over h of y[i,h] * rows[i,h], in the
+// weights' type and in a fixed order; then each rows[i,h] is times factors[i].
+struct WeighBackArgs {
+  Address y;        // [num_rows, hidden] contiguous: what combine was given
+  Address rows;     // the same shape and type, other memory. In: gradients of the weighted rows. Out: of y
+  Address factors;  // [num_rows]; f64 for f64 elements, else f32
+  Address dots;     // out: [num_rows] of that type: gradients of the factors
+  int64_t num_rows;
+  int64_t hidden;
+  int32_t element;
+  int32_t reserved;
+  Address stream;
+};
+
 struct KernelTable {
   void (*plan)(const PlanArgs&);
   void (*notify)(const NotifyArgs&);
@@ -161,6 +175,7 @@ struct KernelTable {
   // CUDA: two in one kernel of num_sms in all, on one stream and without admit. The send is not optimistic.
   void (*send_and_expand)(const SendArgs&, const ExpandArgs&);
   void (*push_and_add)(const PushArgs&, const AddArgs&);
+  void (*weigh_back)(const WeighBackArgs&);
 };
 
 const KernelTable& cpu_kernels();

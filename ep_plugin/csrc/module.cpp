@@ -248,6 +248,15 @@ void bind_combine_args(py::module_& m) {
       .field("element", &AddArgs::element)
       .field("num_sms", &AddArgs::num_sms)
       .field("stream", &AddArgs::stream);
+  Struct<WeighBackArgs>(m, "WeighBackArgs")
+      .field("y", &WeighBackArgs::y)
+      .field("rows", &WeighBackArgs::rows)
+      .field("factors", &WeighBackArgs::factors)
+      .field("dots", &WeighBackArgs::dots)
+      .field("num_rows", &WeighBackArgs::num_rows)
+      .field("hidden", &WeighBackArgs::hidden)
+      .field("element", &WeighBackArgs::element)
+      .field("stream", &WeighBackArgs::stream);
 }
 
 // Whether a signal handler has raised, such as Ctrl-C's: the exception then stays set for whoever called the wait.
@@ -285,6 +294,7 @@ void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   bind_kernel(sub, "add", table.add);
   bind_kernel(sub, "send_and_expand", table.send_and_expand);
   bind_kernel(sub, "push_and_add", table.push_and_add);
+  bind_kernel(sub, "weigh_back", table.weigh_back);
 }
 
 // A list of numbers as the field of a struct that is an array.

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from ep_plugin.moe.validate import ELEMENTS, weight_dtype
+from ep_plugin import _C
+from ep_plugin.engine import kernels_for, on_device, stream_of
+from ep_plugin.moe.validate import ELEMENTS, bulk_ready, weight_dtype
 
-_WIDE_ELEMENTS = 1 << 23  # of rows that are made wider at once: 32 MiB in float32
 _RESULTS = 5  # of dispatch, before its routing
 NUM_TENSORS = 4  # arguments of each operator that may require gradients; the first ones
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def differentiable(save: Callable[..., None], backward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
@@ -138,26 +140,44 @@ def combine_backward(
         grad_y = rows
         if ctx.weighted:
             y, weights = rest
-            factor = weights
-            grad_weights = _row_dots(y, rows, weights.dtype)
-            if weights.dim() == 2:  # in TOKEN_MAJOR the weights of experts elsewhere do not count
+            if weights.dim() == 1:
+                grad_y, grad_weights = _weighed_back(y, rows, weights)
+            else:  # in TOKEN_MAJOR the weights of experts elsewhere do not count
                 here = dispatched[3] >= 0
-                factor = torch.where(here, weights, 0).sum(dim=1)
-                grad_weights = grad_weights.unsqueeze(1) * here
-            factor = factor.unsqueeze(1)
-            grad_y = (rows * factor).to(y.dtype) if torch.is_grad_enabled() else rows.mul_(factor)
+                grad_y, of_rows = _weighed_back(y, rows, torch.where(here, weights, 0).sum(dim=1))
+                grad_weights = of_rows.unsqueeze(1) * here
     grad_bias = grad_out if ctx.has_bias else None
     return grad_y, grad_weights, grad_bias, grad_rode_back, None, None, None
 
 
-def _row_dots(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``[N]``: each row of `a` ``[N, H]`` times that of `b`, summed in `dtype`; few rows exist in that at once."""
-    if type(b) is not torch.Tensor or torch.is_grad_enabled():  # compiled into one loop, or differentiated again
-        return (a * b.to(dtype)).sum(dim=1)
-    num_rows, hidden = a.shape
-    dots = a.new_empty(num_rows, dtype=dtype)
-    step = max(1, _WIDE_ELEMENTS // hidden)
-    for begin in range(0, num_rows, step):
-        part = slice(begin, begin + step)
-        torch.sum(a[part] * b[part].to(dtype), dim=1, out=dots[part])
+def _weighed_back(y: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `y` ``[N, H]`` and of `factors` ``[N]`` by those of their products, `rows` ``[N, H]``, whose memory
+    the first may be."""
+    plain = all(type(tensor) in _PLAIN and not tensor.is_neg() and not tensor._is_zerotensor() for tensor in (y, rows))
+    if torch.is_grad_enabled() or not plain:  # differentiated again, or compiled with what is around it
+        wide = rows.to(factors.dtype)
+        return (wide * factors.unsqueeze(1)).to(y.dtype), (y * wide).sum(dim=1)
+    return rows, weigh_back(bulk_ready(y).contiguous(), rows, factors)
+
+
+def weigh_back(y: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """``[N]``: the sum of each row of `y` ``[N, H]`` times that of `rows`; then each of `rows` is times its factor.
+
+    Both of one dtype that combine takes, contiguous, and `rows` no part of `y`; `factors` ``[N]`` and what is returned
+    of `weight_dtype`. One kernel on the caller's stream: as PyTorch's operators it takes ten times as long, since sums
+    in float32 want wide copies of both.
+    """
+    dots, device = torch.empty_like(factors), rows.device
+    args = _C.WeighBackArgs(
+        y=y.data_ptr(),
+        rows=rows.data_ptr(),
+        factors=factors.data_ptr(),
+        dots=dots.data_ptr(),
+        num_rows=rows.shape[0],
+        hidden=rows.shape[1],
+        element=ELEMENTS[rows.dtype],
+        stream=stream_of(device),
+    )
+    with on_device(device):
+        kernels_for(device).weigh_back(args)
     return dots

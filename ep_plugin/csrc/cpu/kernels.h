@@ -18,4 +18,5 @@ inline void push_and_add(const PushArgs& push_args, const AddArgs& add_args) {
   push(push_args);
   add(add_args);
 }
+void weigh_back(const WeighBackArgs& args);
 }  // namespace ep::cpu

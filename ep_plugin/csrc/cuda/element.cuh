@@ -9,6 +9,12 @@ namespace ep::cuda {
 
 struct Float32 {
   static constexpr int kPerVector = 4;
+  static __device__ __forceinline__ void widen(float* to, int4 vector) {
+    to[0] = __int_as_float(vector.x);
+    to[1] = __int_as_float(vector.y);
+    to[2] = __int_as_float(vector.z);
+    to[3] = __int_as_float(vector.w);
+  }
   static __device__ __forceinline__ void add(float* sum, int4 vector, float factor) {
     sum[0] = fmaf(factor, __int_as_float(vector.x), sum[0]);
     sum[1] = fmaf(factor, __int_as_float(vector.y), sum[1]);
@@ -43,6 +49,12 @@ struct Float16Pair {
 template <class Pair>
 struct Sixteen {
   static constexpr int kPerVector = 8;
+  static __device__ __forceinline__ void widen(float* to, int4 vector) {
+    widen_pair(to + 0, vector.x);
+    widen_pair(to + 2, vector.y);
+    widen_pair(to + 4, vector.z);
+    widen_pair(to + 6, vector.w);
+  }
   static __device__ __forceinline__ void add(float* sum, int4 vector, float factor) {
     add_pair(sum + 0, vector.x, factor);
     add_pair(sum + 2, vector.y, factor);
@@ -55,6 +67,11 @@ struct Sixteen {
   }
 
  private:
+  static __device__ __forceinline__ void widen_pair(float* to, int32_t word) {
+    const float2 pair = Pair::widen(word);
+    to[0] = pair.x;
+    to[1] = pair.y;
+  }
   static __device__ __forceinline__ void add_pair(float* sum, int32_t word, float factor) {
     const float2 pair = Pair::widen(word);
     sum[0] = fmaf(factor, pair.x, sum[0]);

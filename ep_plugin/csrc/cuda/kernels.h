@@ -13,4 +13,5 @@ void push(const PushArgs& args);
 void add(const AddArgs& args);
 void send_and_expand(const SendArgs& send, const ExpandArgs& expand);
 void push_and_add(const PushArgs& push, const AddArgs& add);
+void weigh_back(const WeighBackArgs& args);
 }  // namespace ep::cuda

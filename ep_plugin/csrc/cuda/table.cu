@@ -27,9 +27,9 @@ void admit(const AdmitArgs& args) {
 }  // namespace cuda
 
 const KernelTable& cuda_kernels() {
-  static const KernelTable table{cuda::plan,  cuda::notify,          cuda::send,
-                                 cuda::admit, cuda::expand,          cuda::push,
-                                 cuda::add,   cuda::send_and_expand, cuda::push_and_add};
+  static const KernelTable table{cuda::plan,         cuda::notify,    cuda::send, cuda::admit,
+                                 cuda::expand,       cuda::push,      cuda::add,  cuda::send_and_expand,
+                                 cuda::push_and_add, cuda::weigh_back};
   return table;
 }
 
