@@ -7,6 +7,8 @@ from enum import IntEnum
 
 max_ranks: int
 max_topk: int
+most_tokens: int
+most_keys: int
 row_align: int
 num_totals: int
 scale_block: int

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ep_plugin.collectives.reduce_scatter import HierarchicalReduceScatter
     from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
     from ep_plugin.errors import (
+        CaptureRefused,
         CommunicatorClosed,
         DisagreementError,
         EpPluginError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CaptureRefused": "ep_plugin.errors",
     "CommunicatorClosed": "ep_plugin.errors",
     "DisagreementError": "ep_plugin.errors",
     "DispatchHandle": "ep_plugin.moe.layout",
@@ -42,6 +44,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CaptureRefused",
     "CommunicatorClosed",
     "DisagreementError",
     "DispatchHandle",

@@ -252,7 +252,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def stream_of(device: torch.device) -> int:
-    """The caller's stream on `device`, as kernels take it."""
+    """The caller's stream on `device`, as kernels take it. (PyTorch's object of it takes ten times as long.)"""
     return 0 if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index)
 
 

@@ -20,7 +20,7 @@ from ep_plugin.moe.combine import Sums
 from ep_plugin.moe.dispatch_args import DispatchCall, empty_payload
 from ep_plugin.moe.numbers import communicator
 from ep_plugin.moe.routing import RoutingTensors, known_routing
-from ep_plugin.moe.validate import bulk_ready, check_devices
+from ep_plugin.moe.validate import PLAIN, bulk_ready, check_devices, is_lazy
 
 _library = torch.library.Library("ep_plugin", "DEF")
 _library.define(
@@ -162,15 +162,10 @@ def _watched(inputs: tuple[Any, ...]) -> bool:
     ):
         return True
     tensors = inputs[: autograd.NUM_TENSORS]
-    return not _PLAIN.issuperset(map(type, tensors)) or any(map(_is_lazy, tensors))
+    return not _PLAIN.issuperset(map(type, tensors)) or any(map(is_lazy, tensors))
 
 
-def _is_lazy(tensor: torch.Tensor | None) -> bool:
-    """Whether a sign, or that all is zero, is yet to be written to its memory; the operator's dispatch does that."""
-    return tensor is not None and (tensor.is_neg() or tensor._is_zerotensor())
-
-
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+_PLAIN = frozenset((*PLAIN, type(None)))
 _differentiable_dispatch = autograd.differentiable(
     autograd.save_dispatch, functools.partial(autograd.dispatch_backward, combine)
 )

@@ -84,8 +84,8 @@ def register_timed(name: str, clock: ExchangeClock) -> str:
             output = super().__call__(hidden_states, top_k_index, top_k_weights)
             clock.note(_EXIT)
             if output.requires_grad:
-                # Not a mark: FSDP wants the module's output to be no view. Nor a hook of the tensor, where FSDP has one,
-                # too, which gathers the experts' parameters: that is no part of the exchange, and comes before this.
+                # Not a mark: FSDP wants the module's output to be no view. Nor a hook of the tensor: FSDP's own, which
+                # gathers the experts' parameters, is one, and would come after it.
                 output.grad_fn.register_prehook(lambda grads: clock.note(_EXIT))
             return output
 

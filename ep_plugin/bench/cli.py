@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ep_plugin.bench import report as reports
 
-# The sizes of design.md's reference workload, and of one that two cores can exchange.
+# The sizes of README's table, and of what two cores can exchange.
 _SIZES: dict[str, dict[str, int | None]] = {
     "cpu": {"ranks": 4, "tokens": 1024, "hidden": 2048, "topk": 4, "experts": 32},
     "cuda": {"ranks": None, "tokens": 4096, "hidden": 7168, "topk": 8, "experts": 256},

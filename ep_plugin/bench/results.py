@@ -1,4 +1,4 @@
-"""What every suite returns: rows, and what they belong to (design.md §9)."""
+"""What every suite returns: rows, and what they belong to."""
 
 from __future__ import annotations
 

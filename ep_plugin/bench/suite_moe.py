@@ -88,7 +88,7 @@ def _check_names(what: str, known: tuple[str, ...], given: tuple[str, ...]) -> N
 
 
 def run(suite: MoeSuite) -> dict[str, Any]:
-    """Runs the suite on ranks of its own and returns the result as design.md §9 has it. Raises WrongResult."""
+    """Runs the suite on ranks of its own and returns the result, see results.py. Raises WrongResult."""
     code_hash = provenance.hash_sources()
     found = run_on_ranks(suite.workload.ranks, suite.backend, measure, suite)
     if suite.backend == "cuda" and not suite.own_only and not found["wrong"]:

@@ -16,9 +16,9 @@ from ep_plugin.collectives.work import CollectiveWork
 from ep_plugin.engine import leave, resolve_device
 from ep_plugin.errors import CommunicatorClosed
 from ep_plugin.memory.exchange import checked_group
+from ep_plugin.moe.validate import PLAIN
 
 C = TypeVar("C", bound="Collective")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 PATHS = ("auto", "copy_engine", "sm")
 
 
@@ -57,7 +57,9 @@ class Collective:
         any rank, a later call may return the same memory, on a stream that follows the one of this call: whoever reads
         it on another joins the two before dropping it, since `record_stream` does nothing for it. While 64 such tensors
         are held, more of them are ordinary ones. `device`: None is the current CUDA device for a group with a backend
-        of GPUs (NCCL), else the CPU.
+        of GPUs (NCCL), else the CPU. Raises ValueError for a negative extent or another device than the first call's,
+        DisagreementError where ranks ask for different sizes, PeerTimeout and PeerAborted when peers fail, and
+        CaptureRefused where a CUDA graph is being captured and no block is free.
         """
         shape = (size,) if isinstance(size, int) else tuple(int(extent) for extent in size)
         if any(extent < 0 for extent in shape):
@@ -149,7 +151,7 @@ class Collective:
 
 def as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as uint8 ``[bytes]`` in the same memory; ValueError unless it is contiguous, and all there."""
-    if type(tensor) not in _PLAIN and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if type(tensor) not in PLAIN and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise ValueError(f"{name}: expected a tensor with memory of its own, got {type(tensor).__name__}")
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         raise ValueError(

@@ -17,6 +17,7 @@ import torch
 from ep_plugin import _C
 from ep_plugin.collectives.calls import Calls
 from ep_plugin.collectives.chunks import addresses_of
+from ep_plugin.engine import stream_of
 
 if TYPE_CHECKING:
     from ep_plugin.collectives.engine import CollectiveEngine
@@ -93,7 +94,7 @@ class StreamLanes:
 
         Streams are their handles: to make PyTorch's object of one costs the host more than all else here.
         """
-        current = torch._C._cuda_getCurrentRawStream(self._device.index)
+        current = stream_of(self._device)
         if earlier is None or earlier == current:
             return current
         if not self.capturing() or _C.stream_capturing(earlier, self._device.index):

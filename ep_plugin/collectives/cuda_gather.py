@@ -44,7 +44,6 @@ class CudaGatherNode(CudaNode):
         super().__init__(engine, lanes)
         self._staging: PeerBuffer | None = None
         self._step = STAGING_BYTES // engine.node_size // 16 * 16
-        self.stream_words = StreamWords(node, engine.device)
         self.number = 0  # of operations by copy engines outside of graphs
         # Begun and finished, see PushShardArgs.
         self.words = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -52,6 +51,7 @@ class CudaGatherNode(CudaNode):
         self._changes = 0  # of the blocks when those were made
         # Of each: number, block, addresses of what it fills here, and bytes of each.
         self.pending: deque[tuple[int, int, Sequence[int], int]] = deque()
+        self.stream_words = StreamWords(node, engine.device)  # last: what is above may want for memory
         watchdog.add(self)
 
     def gather(self, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:

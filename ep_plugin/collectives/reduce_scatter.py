@@ -1,10 +1,10 @@
 """HierarchicalReduceScatter: the sum of all ranks' shards for this one, in a fixed order.
 
 Inside a node ranks read each other's inputs in peer memory, on GPUs send each other their shards through slots, and sum
-in float32, in rank order. Across nodes it is the
-all-gather backwards: the ranks of a node sum what they have for a rank of another node, and the one of the same index
-sends it there, `(N - 1) * shard` bytes per rank in all; the sums of the nodes, rounded to the dtype as they travel, are
-then added in float32 in node order. The same inputs give the same bits, run after run.
+in float32, in rank order. Across nodes it is the all-gather backwards: the ranks of a node sum what they have for a
+rank of another node, and the one of the same index sends it there, `(N - 1) * shard` bytes per rank in all; the sums of
+the nodes, rounded to the dtype as they travel, are then added in float32 in node order. The same inputs give the same
+bits, run after run.
 
 Shapes: R ranks, N nodes, n elements of a shard.
 """

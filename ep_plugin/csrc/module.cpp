@@ -82,6 +82,8 @@ void bind_enum(py::module_& m, const char* name, std::initializer_list<std::pair
 void bind_constants(py::module_& m) {
   m.attr("max_ranks") = kMaxRanks;
   m.attr("max_topk") = kMaxTopk;
+  m.attr("most_tokens") = kMostTokens;
+  m.attr("most_keys") = kMostKeys;
   m.attr("row_align") = kRowAlign;
   m.attr("num_totals") = kTotals;
   m.attr("scale_block") = kScaleBlock;
@@ -113,7 +115,9 @@ void bind_constants(py::module_& m) {
             {{"FLOAT32", kFloat32}, {"BFLOAT16", kBFloat16}, {"FLOAT16", kFloat16}, {"FLOAT64", kFloat64}});
 }
 
-void set_addresses(Address* to, const std::vector<Address>& from) {
+// One word for each rank.
+template <class Word>
+void set_words(Word* to, const std::vector<Word>& from) {
   if (from.size() > kMaxRanks)
     throw py::value_error("ranks: expected at most " + std::to_string(kMaxRanks) + ", got " +
                           std::to_string(from.size()));
@@ -144,11 +148,11 @@ void bind_structs(py::module_& m) {
       .field("timeout_ns", &Comm::timeout_ns)
       .field("state", &Comm::state)
       .field("board", &Comm::board)
-      .def("set_control", [](Comm& comm, const std::vector<Address>& ranks) { set_addresses(comm.control, ranks); })
+      .def("set_control", [](Comm& comm, const std::vector<Address>& ranks) { set_words(comm.control, ranks); })
       .def("set_pool", [](Comm& comm, int pool, const std::vector<Address>& ranks, int64_t bytes) {
         if (pool != kDispatchPool && pool != kCombinePool)
           throw py::value_error("pool: expected 0 or 1, got " + std::to_string(pool));
-        set_addresses(comm.pool[pool], ranks);
+        set_words(comm.pool[pool], ranks);
         comm.pool_bytes[pool] = bytes;
       });
   Struct<Routing>(m, "Routing")
@@ -300,12 +304,7 @@ void bind_table(py::module_& m, const char* name, const KernelTable& table) {
 // A list of numbers as the field of a struct that is an array.
 template <class Args, class Word>
 auto array_of(Word (Args::*member)[kMaxRanks]) {
-  return [member](Args& args, const std::vector<Word>& from) {
-    if (from.size() > kMaxRanks)
-      throw py::value_error("ranks: expected at most " + std::to_string(kMaxRanks) + ", got " +
-                            std::to_string(from.size()));
-    std::copy(from.begin(), from.end(), args.*member);
-  };
+  return [member](Args& args, const std::vector<Word>& from) { set_words(args.*member, from); };
 }
 
 void bind_collectives(py::module_& m) {
@@ -520,8 +519,8 @@ void bind_wire(py::module_& m) {
       .field("stream", &WireArgs::stream)
       .def("set_pairs", [](WireArgs& args, const std::vector<Address>& from, const std::vector<Address>& to) {
         if (from.size() != to.size()) throw py::value_error("pairs: expected as many sources as destinations");
-        set_addresses(args.from, from);
-        set_addresses(args.to, to);
+        set_words(args.from, from);
+        set_words(args.to, to);
         args.num_pairs = static_cast<int32_t>(from.size());
       });
   Struct<HoldArgs>(m, "HoldArgs")

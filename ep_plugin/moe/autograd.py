@@ -13,11 +13,10 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.engine import kernels_for, on_device, stream_of
-from ep_plugin.moe.validate import ELEMENTS, bulk_ready, weight_dtype
+from ep_plugin.moe.validate import ELEMENTS, PLAIN, bulk_ready, is_lazy, weight_dtype
 
 _RESULTS = 5  # of dispatch, before its routing
 NUM_TENSORS = 4  # arguments of each operator that may require gradients; the first ones
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def differentiable(save: Callable[..., None], backward: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
@@ -153,7 +152,7 @@ def combine_backward(
 def _weighed_back(y: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of `y` ``[N, H]`` and of `factors` ``[N]`` by those of their products, `rows` ``[N, H]``, whose memory
     the first may be."""
-    plain = all(type(tensor) in _PLAIN and not tensor.is_neg() and not tensor._is_zerotensor() for tensor in (y, rows))
+    plain = all(type(tensor) in PLAIN and not is_lazy(tensor) for tensor in (y, rows, factors))
     if torch.is_grad_enabled() or not plain:  # differentiated again, or compiled with what is around it
         wide = rows.to(factors.dtype)
         return (wide * factors.unsqueeze(1)).to(y.dtype), (y * wide).sum(dim=1)
@@ -164,8 +163,7 @@ def weigh_back(y: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) -> to
     """``[N]``: the sum of each row of `y` ``[N, H]`` times that of `rows`; then each of `rows` is times its factor.
 
     Both of one dtype that combine takes, contiguous, and `rows` no part of `y`; `factors` ``[N]`` and what is returned
-    of `weight_dtype`. One kernel on the caller's stream: as PyTorch's operators it takes ten times as long, since sums
-    in float32 want wide copies of both.
+    of `weight_dtype`. One kernel on the caller's stream, since PyTorch's operators would want wide copies of both.
     """
     dots, device = torch.empty_like(factors), rows.device
     args = _C.WeighBackArgs(

@@ -196,6 +196,7 @@ class MoECommunicator:
         Completes an operation that nobody has waited for. Raises ValueError as the configuration does.
         """
         with self.engine.lock:
+            self.engine.check()
             if sms != self.engine.asked_sms:
                 self._complete()
                 self.engine.set_sms(sms)

@@ -131,6 +131,11 @@ class Engine(BaseEngine):
                     f"ranks disagree on the communicator: rank {self.rank} has {mine[0]} on {mine[1]}, "
                     f"rank {rank} has {theirs[0]} on {theirs[1]}"
                 )
+        if self.device.type == "cuda" and config.num_experts + self.size > _C.most_keys:
+            raise ValueError(
+                f"num_experts: expected at most {_C.most_keys - self.size} on cuda with {self.size} ranks, "
+                f"got {config.num_experts}"
+            )
         if config.num_experts % self.size:
             raise ValueError(
                 f"num_experts: expected a multiple of the group's {self.size} ranks, got {config.num_experts}"

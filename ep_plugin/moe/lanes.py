@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from ep_plugin import _C
+from ep_plugin.engine import stream_of
 
 
 class Lanes(Protocol):
@@ -73,13 +74,13 @@ class CudaLanes:
         self.receive: int = self._receive.cuda_stream
 
     def fork(self) -> None:
-        _C.order_streams(self.send, self._caller(), self._index)
+        _C.order_streams(self.send, stream_of(self._device), self._index)
 
     def fork_receive(self) -> None:
-        _C.order_streams(self.receive, self._caller(), self._index)
+        _C.order_streams(self.receive, stream_of(self._device), self._index)
 
     def join(self, received: bool = True) -> None:
-        caller = self._caller()
+        caller = stream_of(self._device)
         _C.order_streams(caller, self.send, self._index)
         if received:
             _C.order_streams(caller, self.receive, self._index)
@@ -87,10 +88,6 @@ class CudaLanes:
     def meet(self) -> None:
         _C.order_streams(self.receive, self.send, self._index)
         _C.order_streams(self.send, self.receive, self._index)
-
-    def _caller(self) -> int:
-        """The caller's stream. (torch.cuda.current_stream makes an object of it, which takes ten times as long.)"""
-        return torch._C._cuda_getCurrentRawStream(self._index)
 
     def record(self, *tensors: torch.Tensor | None) -> None:
         for tensor in tensors:
@@ -110,7 +107,7 @@ class CudaLanes:
         self._receive.synchronize()
 
     def capturing(self) -> bool:
-        return _C.stream_capturing(self._caller(), self._index)
+        return _C.stream_capturing(stream_of(self._device), self._index)
 
 
 @functools.cache

@@ -39,6 +39,15 @@ QUANTIZED = {"e4m3": torch.float8_e4m3fn}
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
+# Tensors that are no more than their memory says: not a compiler's stand-in, not sharded, not a user's own kind.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_lazy(tensor: torch.Tensor | None) -> bool:
+    """Whether a sign, or that all is zero, is yet to be written to its memory; an operator's dispatch does that."""
+    return tensor is not None and (tensor.is_neg() or tensor._is_zerotensor())
+
+
 def num_scales(hidden: int | torch.SymInt) -> int | torch.SymInt:
     """Scales of a quantised row."""
     return (hidden + _C.scale_block - 1) // _C.scale_block
@@ -108,6 +117,8 @@ def check_dispatch(engine: Engine, call: DispatchCall) -> None:
     most = engine.config.max_tokens_per_rank
     if most is not None and tokens > most:
         raise ValueError(f"x: expected at most max_tokens_per_rank={most} tokens, got {tokens}")
+    if tokens > _C.most_tokens:
+        raise ValueError(f"x: expected at most {_C.most_tokens} tokens, got {tokens}")
     if x.shape[1] > engine.config.hidden_size and engine.config.max_row_bytes is None:
         raise ValueError(f"x: expected a hidden size of at most {engine.config.hidden_size}, got {x.shape[1]}")
     row_bytes, limit = x.shape[1] * dtype.itemsize, engine.config.max_row_bytes

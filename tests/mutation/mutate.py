@@ -40,8 +40,8 @@ class Mutation:
     breaks: str
     tests: tuple[str, ...]
 
-    def apply(self, tree: Path) -> int:
-        """Edits the file in `tree`, and returns the line; ValueError when `old` is not there exactly once."""
+    def apply(self, tree: Path) -> None:
+        """Edits the file in `tree`; ValueError when `old` is not there exactly once."""
         path = tree / self.file
         text = path.read_text()
         if text.count(self.old) != 1 or self.new == self.old:
@@ -49,7 +49,6 @@ class Mutation:
                 f"{self.name}: expected its text once in {self.file}, found it {text.count(self.old)} times"
             )
         path.write_text(text.replace(self.old, self.new))
-        return text[: text.index(self.old)].count("\n") + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,6 @@ class Verdict:
     """`caught_by` is the first test that failed, empty when the mutation survived, `said` its error in a line."""
 
     mutation: Mutation
-    line: int
     caught_by: str
     said: str
     seconds: float
@@ -151,7 +149,7 @@ def judge(mutation: Mutation, base: Path, work: Path) -> Verdict:
     began = time.monotonic()
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(base, work, symlinks=True)
-    line = mutation.apply(work)
+    mutation.apply(work)
     if "/csrc/" in mutation.file:
         build(work)
     caught_by = said = ""
@@ -165,7 +163,7 @@ def judge(mutation: Mutation, base: Path, work: Path) -> Verdict:
                 raise RuntimeError(f"{mutation.name}: expected the name of a failed test in\n{output}")
             break
     seconds = time.monotonic() - began
-    return Verdict(mutation=mutation, line=line, caught_by=caught_by, said=said, seconds=seconds)
+    return Verdict(mutation=mutation, caught_by=caught_by, said=said, seconds=seconds)
 
 
 def check_base(base: Path, mutations: list[Mutation]) -> None:
@@ -185,23 +183,31 @@ def check_base(base: Path, mutations: list[Mutation]) -> None:
         raise RuntimeError(f"expected the tests to pass without a mutation, {name} failed: {said}\n{output}")
 
 
-def row_of(verdict: Verdict) -> str:
-    """A verdict as a row of the table."""
-    mutation = verdict.mutation
-    caught = f"`{verdict.caught_by}`" if verdict.caught_by else SURVIVED
-    where = f"`{mutation.file}:{verdict.line}`"
-    return f"| {mutation.name} | {where} | {mutation.breaks} | {caught} | {verdict.seconds:.0f} |"
+def found_of(verdict: Verdict) -> tuple[str, str]:
+    """Of a verdict, what the table keeps: who caught it, and the seconds."""
+    return f"`{verdict.caught_by}`" if verdict.caught_by else SURVIVED, f"{verdict.seconds:.0f}"
 
 
-def known_rows() -> dict[str, str]:
-    """The rows that the table has, by the mutation's name."""
+def known() -> dict[str, tuple[str, str]]:
+    """What the table has, by the mutation's name; not what was caught by a test that is gone."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    return {line.split("|")[1].strip(): line for line in lines if line.startswith("| ") and "`" in line}
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| ") and "`" in line]
+    return {row[1]: (row[-3], row[-2]) for row in rows if _is_there(row[-3])}
 
 
-def table(every: list[Mutation], rows: dict[str, str]) -> str:
-    """The rows in Markdown, in the order of the mutations; rows of others are left out."""
-    found = [rows[mutation.name] for mutation in every if mutation.name in rows]
+def _is_there(caught_by: str) -> bool:
+    file, _, test = caught_by.strip("`").partition("::")
+    path = ROOT / "tests" / file
+    return caught_by == SURVIVED or (path.is_file() and f"def {test.split('[')[0]}(" in path.read_text())
+
+
+def table(every: list[Mutation], verdicts: dict[str, tuple[str, str]]) -> str:
+    """Markdown, a row for each mutation that has a verdict, in their order."""
+    found = [
+        f"| {mutation.name} | `{mutation.file}` | {mutation.breaks} | {caught} | {seconds} |"
+        for mutation in every
+        for caught, seconds in filter(None, [verdicts.get(mutation.name)])
+    ]
     survivors = sum(SURVIVED in row for row in found)
     head = f"{len(every)} mutations, {len(found) - survivors} caught, {survivors} survived"
     head += f", {len(every) - len(found)} not run (`make mutate`)." if len(found) < len(every) else " (`make mutate`)."
@@ -216,10 +222,10 @@ def main() -> int:
     parser.add_argument("--no-base", action="store_true", help="do not run the tests without a mutation first")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves by the way that cleans up
-    every, rows = load(), known_rows()
+    every, verdicts = load(), known()
     chosen = [m for m in every if not options.names or any(part in m.name for part in options.names)]
     if options.missing:
-        chosen = [m for m in chosen if m.name not in rows]
+        chosen = [m for m in chosen if m.name not in verdicts]
     survived = False
     with tempfile.TemporaryDirectory(prefix="ep_plugin-mutate-") as scratch:
         base, work = Path(scratch, "base"), Path(scratch, "work")
@@ -230,8 +236,8 @@ def main() -> int:
         for number, mutation in enumerate(chosen, 1):
             verdict = judge(mutation, base, work)
             survived |= not verdict.caught_by
-            rows[mutation.name] = row_of(verdict)
-            RESULTS.write_text(table(every, rows))
+            verdicts[mutation.name] = found_of(verdict)
+            RESULTS.write_text(table(every, verdicts))
             told = f"caught by {verdict.caught_by}: {verdict.said}" if verdict.caught_by else "SURVIVED"
             print(f"[{number}/{len(chosen)}] {mutation.name} ({verdict.seconds:.0f} s): {told}", flush=True)
     return int(survived)

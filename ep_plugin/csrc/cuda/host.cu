@@ -28,8 +28,6 @@ class OnDevice {
 
 void* pointer(uint64_t address) { return reinterpret_cast<void*>(static_cast<uintptr_t>(address)); }
 
-cudaStream_t stream_of(uint64_t handle) { return static_cast<cudaStream_t>(pointer(handle)); }
-
 bool capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cuda::throw_on_error(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
@@ -84,16 +82,16 @@ void unregister_host(uint64_t address) {
 
 void order_streams(uint64_t later, uint64_t earlier, int device) {
   const OnDevice on(device);
-  if (capturing(stream_of(earlier))) return order_captured(stream_of(later), stream_of(earlier));
+  if (capturing(cuda::stream_of(earlier))) return order_captured(cuda::stream_of(later), cuda::stream_of(earlier));
   const std::lock_guard<std::mutex> lock(recording);
   cudaEvent_t& event = events()[device];
   if (event == nullptr) event = make_event();
-  order(stream_of(later), stream_of(earlier), event);
+  order(cuda::stream_of(later), cuda::stream_of(earlier), event);
 }
 
 bool stream_capturing(uint64_t stream, int device) {
   const OnDevice on(device);
-  return capturing(stream_of(stream));
+  return capturing(cuda::stream_of(stream));
 }
 
 }  // namespace ep

@@ -4,7 +4,8 @@
 //
 // Roles. Warps take tokens as they come. Lane 0 loads the row into shared memory, all lanes write the head before it,
 // and lane 0 stores both to each destination, one bulk store for each. The last warp of each CTA signals the chunks.
-// Sends wait on consumed words, and before they tell of rows on this rank's own notify; never on rows. Memory order.
+// Sends wait on consumed words and on the CTAs of this rank's notify that place tokens, and before they tell of rows on
+// all of it; never on rows. Memory order.
 // The head is written by ordinary stores to shared memory: each lane fences the async proxy before lane 0 stores it.
 // What peers may rely on is in signals.cuh. A slot: [pad | ids[K] | positions[K] | weights[K] | scales | row], see
 // SlotLayout.

@@ -6,7 +6,8 @@
 // Meeting. The CTAs of one kernel never wait for each other. Each counts itself in when it is done, and the last one
 // does what must come after all of them: consumed words, the epoch, poisoned outputs. Epochs live in State, so that a
 // replayed CUDA graph moves on; every CTA reads its epoch before it counts itself in, and only the last one advances
-// it.
+// it. Notify is the exception: its CTA 0 exchanges counts and advances the epoch, whether the others, which place
+// tokens, are done or have yet to begin, so that what they find in Run::epoch says nothing.
 // Memory order. How rows are told to peers is in signals.cuh. Readers acquire a flag at system scope, join their warp
 // or CTA, and fence the async proxy before bulk loads of what peers wrote.
 #pragma once

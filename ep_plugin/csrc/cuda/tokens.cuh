@@ -4,8 +4,6 @@
 
 namespace ep::cuda {
 
-constexpr int64_t kMostKeys = 8'000;  // ranks and experts: their counts lie in shared memory, in notify twice
-constexpr int64_t kMostTokens = INT32_MAX / kMaxRanks;  // of a rank: sums over ranks fit in 32 bits
 extern __shared__ int32_t counts[];  // [R] tokens for each rank, then [E] pairs for each expert, then up to 3 unused
 
 EP_HD int num_keys(const Comm& comm) { return comm.num_ranks + comm.num_experts; }
@@ -20,14 +18,12 @@ struct Block {
 
 // A warp's step: whole tokens, each with its K rounded up to a power of two lanes, or all 32 of them several times.
 struct Step32 {
-  int topk, num_experts;
+  int topk;
   int token_lanes = 1;
   uint64_t ranks_per_2_32;  // 2^32 / E_l, rounded up: exact for as few experts as there may be
 
   __device__ Step32(const Comm& comm, int topk)
-      : topk(topk),
-        num_experts(comm.num_experts),
-        ranks_per_2_32(1ull + UINT32_MAX / static_cast<unsigned>(local_experts(comm))) {
+      : topk(topk), ranks_per_2_32(1ull + UINT32_MAX / static_cast<unsigned>(local_experts(comm))) {
     while (token_lanes < min(topk, kWarp)) token_lanes *= 2;
   }
 

@@ -1,8 +1,8 @@
 // The weights' part of combine's backward: each row of gradients times the row that was combined, summed; then it is
 // weighted in place. Both rows are read once, and the gradients written once.
 //
-// Roles. A warp takes a row, and then the next that no warp of the grid has. Each lane adds up its own vectors in their
-// order, and the lanes' sums are added in a fixed tree, so that the same rows give the same bits.
+// Roles. Rows go round the warps of the grid. Each lane adds up its own vectors in their order, and the lanes' sums are
+// added in a fixed tree, so that the same rows give the same bits.
 #include "element.cuh"
 #include "kernels.h"
 #include "launch.cuh"

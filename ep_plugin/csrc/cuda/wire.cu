@@ -183,10 +183,9 @@ void launch_bulk(const char* name, const WireArgs& args, More... more) {
 
 void copy_by_engine(const WireArgs& args) {
   for (int pair = 0; pair < args.num_pairs; ++pair)
-    throw_on_error(
-        cudaMemcpyAsync(at<char>(args.to[pair]), at<const char>(args.from[pair]), static_cast<size_t>(args.bytes),
-                        cudaMemcpyDeviceToDevice, reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(args.stream))),
-        "cudaMemcpyAsync");
+    throw_on_error(cudaMemcpyAsync(at<char>(args.to[pair]), at<const char>(args.from[pair]),
+                                   static_cast<size_t>(args.bytes), cudaMemcpyDeviceToDevice, stream_of(args.stream)),
+                   "cudaMemcpyAsync");
 }
 
 }  // namespace
