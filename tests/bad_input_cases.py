@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ep_plugin import DispatchLayout
+from ep_plugin import _C, DispatchLayout
 from ep_plugin.errors import CommunicatorClosed
 from tests.fault_cases import here, open_communicator, round_trip, tokens_for
 
@@ -198,6 +198,8 @@ def wrong_dispatches(rank: int, layout: DispatchLayout) -> int:
         round_trip(comm)
     says = r"capacity: expected .*max_tokens_per_rank set.*got max_tokens_per_rank=None"
     _refused(unbounded.dispatch, right | {"capacity": 10}, says, g.away)
+    many = _C.most_tokens + 1
+    _refused(unbounded.dispatch, right | {"x": g.x[:1].expand(many, -1)}, f"x: expected at most .* got {many}", g.away)
     round_trip(unbounded)
     comm.close()
     unbounded.close()
@@ -243,6 +245,7 @@ def use_after_close(rank: int) -> None:
         "dispatch_async": lambda: comm.dispatch_async(x, ids),
         "combine": lambda: comm.combine(out.tokens, handle),
         "combine_async": lambda: comm.combine_async(out.tokens, handle),
+        "set_sms": lambda: comm.set_sms(dispatch_sms=4),
         "check": comm.check,
     }
     for use in uses.values():

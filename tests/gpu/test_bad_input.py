@@ -7,7 +7,13 @@ import pytest
 from ep_plugin import DispatchLayout
 from tests import bad_input_cases as cases
 from tests import disagreement_cases as disagreements
-from tests.fault_cases import assert_says_different_order, different_order, on_cuda
+from tests.fault_cases import (
+    assert_says_different_order,
+    different_order,
+    on_cuda,
+    open_communicator,
+    round_trip,
+)
 from tests.ranks import run_ranks, values
 
 CHECK_IDS = {"EP_PLUGIN_CHECK_IDS": "1"}
@@ -30,6 +36,18 @@ def test_wrong_combine_arguments_and_handles() -> None:
 @pytest.mark.gpu(1)
 def test_use_after_close() -> None:
     values(run_ranks(cases.SIZE, on_cuda, cases.use_after_close, timeout_s=90))
+
+
+def _too_many_experts(rank: int) -> None:
+    with pytest.raises(ValueError, match="num_experts: expected at most 7998 on cuda with 2 ranks, got 8000"):
+        open_communicator(2, num_experts=8000)
+    with open_communicator(2) as comm:
+        round_trip(comm)
+
+
+@pytest.mark.gpu(1)
+def test_more_experts_than_a_gpu_counts() -> None:
+    values(run_ranks(2, on_cuda, _too_many_experts, timeout_s=90))
 
 
 @pytest.mark.gpu(1)

@@ -120,17 +120,24 @@ def test_one_rank_gathers_nothing() -> None:
     (losses,) = values(run_ranks(1, _train_alone))
     assert losses["ours"] == losses["stock"]
     assert losses["launches"] == (0, 0)
+    assert losses["one memory"] == [True] * (cases.LAYERS + 1)
 
 
 def _train_alone(rank: int) -> dict[str, Any]:
     from ep_plugin.integrations import fsdp2
+    from ep_plugin.integrations.fsdp2 import hooks
 
     case, model = cases.Case(), cases.build(cases.Case())
     fsdp2.enable(model)
     ours = cases.train(case, model).losses
     ran = fsdp2.launches(model)
     stock = cases.train(case, cases.build(case)).losses
-    return {"ours": ours, "stock": stock, "launches": (ran.all_gathers, ran.reduce_scatters)}
+    alike = []
+    for scatter in (group._reduce_scatter_comm for group in hooks.groups_of(model)):
+        first, second = (scatter.allocate((6,), dtype=torch.float32, device=torch.device("cpu")) for _ in range(2))
+        third = scatter.allocate((6,), dtype=torch.float32, device=torch.device("cpu"))  # the next gradients'
+        alike.append(first is second and third.data_ptr() != first.data_ptr())
+    return {"ours": ours, "stock": stock, "launches": (ran.all_gathers, ran.reduce_scatters), "one memory": alike}
 
 
 def test_every_group_of_a_module_with_several() -> None:
