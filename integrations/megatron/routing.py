@@ -35,4 +35,4 @@ def over_tensor_parallel(
 
 def rounded_up(counts: torch.Tensor, alignment: int) -> torch.Tensor:
     """Rows of each expert with its padding."""
-    return (counts + alignment - 1) // alignment * alignment
+    return counts if alignment == 1 else (counts + alignment - 1) // alignment * alignment
