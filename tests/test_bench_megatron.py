@@ -12,9 +12,10 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from ep_plugin.bench import report, suite_megatron
+from ep_plugin.bench import layers, report, suite_megatron
 from ep_plugin.bench.cli import main
-from ep_plugin.bench.suite_megatron import EXPERTS, LIMIT, OURS, ROUTER, STOCK, MegatronSuite
+from ep_plugin.bench.layers import EXPERTS, LIMIT, OURS, STOCK
+from ep_plugin.bench.suite_megatron import ROUTER, MegatronSuite
 from ep_plugin.bench.workload import Workload
 
 SMALL = Workload(ranks=2, tokens=9, hidden=32, topk=3, experts=8)
@@ -45,7 +46,7 @@ def test_both_dispatchers_and_the_experts_alone(grouped: bool) -> None:
 
 def _differences(**changes: torch.Tensor) -> dict[str, float]:
     theirs = {"y": torch.ones(4, 2), "x.grad": torch.ones(4, 2)}
-    return suite_megatron.differences(theirs | changes, theirs)
+    return layers.differences(theirs | changes, theirs)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def _differences(**changes: torch.Tensor) -> dict[str, float]:
     ids=["same", "rounding", "one-element", "nan", "shape", "not-in-theirs"],
 )
 def test_what_differs_is_not_timed(changes: dict[str, torch.Tensor], wrong: str | None) -> None:
-    sentences = suite_megatron.judge(_differences(**changes))
+    sentences = layers.judge(_differences(**changes))
     assert [sentence.split(":")[0] for sentence in sentences] == ([wrong] if wrong else [])
 
 

@@ -20,7 +20,7 @@ _SIZES: dict[str, dict[str, int | None]] = {
     "cuda": {"ranks": None, "tokens": 4096, "hidden": 7168, "topk": 8, "experts": 256},
 }
 _DTYPES = {"cpu": ["float32"], "cuda": ["bfloat16", "float8"]}
-# The suite `megatron`'s: DeepSeek-V3's widths, and some that two cores can multiply.
+# The suites' `megatron` and `torchtitan`: DeepSeek-V3's widths, and some that two cores can multiply.
 _LAYER_SIZES: dict[str, dict[str, int | None]] = {
     "cpu": {"ranks": 2, "tokens": 256, "hidden": 512, "topk": 4, "experts": 16, "ffn": 128},
     "cuda": _SIZES["cuda"] | {"ffn": 2048},
@@ -32,6 +32,13 @@ Tokens = Annotated[int | None, typer.Option(help="Tokens per rank, T. Default: 1
 Hidden = Annotated[int | None, typer.Option(help="Elements of a row, H. Default: 2048, or 7168 on cuda.")]
 Topk = Annotated[int | None, typer.Option(help="Experts per token, K. Default: 4, or 8 on cuda.")]
 Experts = Annotated[int | None, typer.Option(help="Experts in all, E. Default: 32, or 256 on cuda.")]
+LayerRanks = Annotated[int | None, typer.Option("--ranks", help="Processes. Default: 2 on CPUs, every GPU on cuda.")]
+LayerTokens = Annotated[int | None, typer.Option("--tokens", help="Tokens per rank, T. Default: 256, or 4096 on cuda.")]
+LayerHidden = Annotated[
+    int | None, typer.Option("--hidden", help="Elements of a row, H. Default: 512, or 7168 on cuda.")
+]
+LayerExperts = Annotated[int | None, typer.Option("--experts", help="Experts in all, E. Default: 16, or 256 on cuda.")]
+Ffn = Annotated[int | None, typer.Option(help="Experts' intermediate size. Default: 128, or 2048 on cuda.")]
 Cases = Annotated[list[str] | None, typer.Option("--case", help="Pattern of case names, as a shell's; repeatable.")]
 Counts = Annotated[str | None, typer.Option("--sms", help="SMs in place of all cases' own: dispatch=16,expand=48,...")]
 Iterations = Annotated[int, typer.Option(help="Timed iterations of each case and implementation.")]
@@ -268,12 +275,12 @@ def fsdp2(
 @main.command()
 def megatron(
     backend: Backend,
-    ranks: Annotated[int | None, typer.Option(help="Processes. Default: 2 on CPUs, every GPU on cuda.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens per rank, T. Default: 256, or 4096 on cuda.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="Elements of a row, H. Default: 512, or 7168 on cuda.")] = None,
+    ranks: LayerRanks = None,
+    tokens: LayerTokens = None,
+    hidden: LayerHidden = None,
     topk: Topk = None,
-    experts: Annotated[int | None, typer.Option(help="Experts in all, E. Default: 16, or 256 on cuda.")] = None,
-    ffn: Annotated[int | None, typer.Option(help="Experts' intermediate size. Default: 128, or 2048 on cuda.")] = None,
+    experts: LayerExperts = None,
+    ffn: Ffn = None,
     sequential: Annotated[bool, typer.Option("--sequential", help="SequentialMLP: no grouped GEMM.")] = False,
     iterations: Iterations = 30,
     out: Out = None,
@@ -294,6 +301,34 @@ def megatron(
         )
         place = _place(out, suite_megatron.SUITE, backend, suite.workload.ranks)
         result = suite_megatron.run(suite)
+    _finish(result, place)
+
+
+@main.command()
+def torchtitan(
+    backend: Backend,
+    ranks: LayerRanks = None,
+    tokens: LayerTokens = None,
+    hidden: LayerHidden = None,
+    topk: Topk = None,
+    experts: LayerExperts = None,
+    ffn: Ffn = None,
+    iterations: Iterations = 30,
+    out: Out = None,
+) -> None:
+    """torchtitan's routed experts, forward and backward: its all-to-all dispatcher, ours, and the experts alone."""
+    from ep_plugin.bench import suite_torchtitan
+    from ep_plugin.bench.workload import Workload
+
+    given = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "topk": topk, "experts": experts, "ffn": ffn}
+    with _refusals():
+        sizes = _sizes(backend, given, _LAYER_SIZES)
+        ffn = sizes.pop("ffn")
+        suite = suite_torchtitan.TorchtitanSuite(
+            backend=backend, ffn=ffn, workload=Workload(**sizes), iterations=iterations
+        )
+        place = _place(out, suite_torchtitan.SUITE, backend, suite.workload.ranks)
+        result = suite_torchtitan.run(suite)
     _finish(result, place)
 
 

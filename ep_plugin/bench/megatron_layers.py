@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ep_plugin.bench.layers import OURS, STOCK
 from ep_plugin.bench.workload import Workload
 from ep_plugin.testing.megatron import make_megatron_run_here, serve_grouped_products, without_transformer_engine
 
-OURS, STOCK = "ep_plugin", "alltoall"
 _DISPATCHERS = {STOCK: "alltoall", OURS: "flex"}
 _SEED = 1
 

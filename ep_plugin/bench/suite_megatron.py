@@ -10,7 +10,7 @@ backward of both, in the busier direction of the busiest rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,40 +18,35 @@ import torch.distributed as dist
 
 from ep_plugin.bench import provenance
 from ep_plugin.bench.launch import run_on_ranks
-from ep_plugin.bench.megatron_layers import OURS, STOCK, build_layers
+from ep_plugin.bench.layers import (
+    EXPERTS,
+    OURS,
+    STOCK,
+    WARMUP,
+    LayerSuite,
+    Tensors,
+    above_experts,
+    bytes_wire,
+    differences,
+    judge,
+)
+from ep_plugin.bench.megatron_layers import build_layers
 from ep_plugin.bench.results import everyones_wrong, result, row
 from ep_plugin.bench.timing import Run, clock_of, time_in_turn
-from ep_plugin.bench.workload import Workload, rows_on_the_wire
+from ep_plugin.bench.workload import Workload
 
 SUITE = "megatron"
-EXPERTS, ROUTER = "experts alone", "router alone"
-WARMUP = 3
-LIMIT = 2e-2  # of BF16: the largest difference of a tensor over its largest value
-CROSSINGS = 4
-_CHUNK = 2**24  # elements that are compared at a time
-
-Tensors = dict[str, torch.Tensor]
+ROUTER = "router alone"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegatronSuite:
-    """What one run measures. ffn: the experts' intermediate size. grouped: their products are grouped."""
+class MegatronSuite(LayerSuite):
+    """What one run measures. grouped: the experts' products are grouped."""
 
-    backend: str
-    workload: Workload
-    ffn: int
     grouped: bool
-    iterations: int
 
     def __post_init__(self) -> None:
-        if self.workload.ranks < 2:
-            raise ValueError(f"ranks: expected at least 2, got {self.workload.ranks}")
-        for name in ("ffn", "iterations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        for name, size in (("hidden", self.workload.hidden), ("ffn", self.ffn)):
-            if size % 8:
-                raise ValueError(f"{name}: expected a multiple of 8, which 16-byte rows in BF16 are, got {size}")
+        super().__post_init__()
         try:
             import megatron.core  # noqa: F401
         except ImportError as error:
@@ -59,14 +54,11 @@ class MegatronSuite:
 
     @property
     def case(self) -> str:
-        sizes = self.workload
-        return f"MoE layer, T {sizes.tokens}, H {sizes.hidden}, {self.ffn} wide, top {sizes.topk} of {sizes.experts}"
+        return f"MoE layer, {self.sizes}"
 
     def command(self) -> str:
-        sizes = asdict(self.workload)
-        words = [f"--{name} {sizes[name]}" for name in ("ranks", "tokens", "hidden", "topk", "experts")]
-        words += [f"--ffn {self.ffn}", *([] if self.grouped else ["--sequential"]), f"--iterations {self.iterations}"]
-        return " ".join(["ep-bench megatron", f"--backend {self.backend}", *words])
+        words = [*self.words(), *([] if self.grouped else ["--sequential"]), f"--iterations {self.iterations}"]
+        return " ".join(["ep-bench megatron", *words])
 
 
 def run(suite: MegatronSuite) -> dict[str, Any]:
@@ -92,47 +84,14 @@ def measure(device: torch.device, suite: MegatronSuite) -> dict[str, Any]:
     runs: dict[str, Run] = {impl: _step(layer, x, dy) for impl, layer in layers.items()}
     runs |= {EXPERTS: _experts_alone(layers[STOCK], x), ROUTER: _router_alone(layers[STOCK], x)}
     timings = time_in_turn(clock_of(device), runs, suite.iterations, WARMUP)
-    wire = _bytes_wire(layers[STOCK], suite.workload, x)
-    rows = [row(suite.case, name, timing, wire.get(name, 0), None) for name, timing in timings.items()]
-    compute = timings[EXPERTS].median_us
-    above = {impl: round(timings[impl].median_us - compute, 1) for impl in layers}
+    wire = bytes_wire(suite.workload, _chosen(layers[STOCK], suite.workload, x), x.size(-1) * x.element_size())
     return {
-        "rows": rows,
+        "rows": [row(suite.case, name, timing, wire.get(name, 0), None) for name, timing in timings.items()],
         "wrong": [],
         "experts": experts,
-        "above_experts_us": above,
-        "above_ratio": round(above[OURS] / above[STOCK], 3) if above[STOCK] > 0 else None,
+        **above_experts(timings),
         "max_rel_diff": max(difference.values()),
     }
-
-
-def differences(ours: Tensors, theirs: Tensors) -> dict[str, float]:
-    """The largest difference of each tensor over the largest value of theirs; infinite where a tensor is missing."""
-    return {
-        name: _difference(ours[name], theirs[name]) if name in ours and name in theirs else float("inf")
-        for name in ours.keys() | theirs.keys()
-    }
-
-
-def judge(difference: dict[str, float]) -> list[str]:
-    """A sentence for each tensor that differs too much."""
-    return [
-        f"{name}: expected {STOCK}'s within {LIMIT} of its largest value, differs by {value:.2e}"
-        for name, value in difference.items()
-        if not value <= LIMIT
-    ]
-
-
-def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """In pieces: in float32 the gradients of all experts would not fit beside them."""
-    if ours.shape != theirs.shape:
-        return float("inf")
-    most, largest = torch.zeros((), device=ours.device), torch.full((), 1e-12, device=ours.device)
-    for mine, other in zip(ours.flatten().split(_CHUNK), theirs.flatten().split(_CHUNK), strict=True):
-        if mine.numel():
-            most = torch.maximum(most, (mine.float() - other.float()).abs().max())
-            largest = torch.maximum(largest, other.float().abs().max())
-    return float(most / largest)
 
 
 def _batch(workload: Workload, turn: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,14 +160,10 @@ def _router_alone(layer: Any, x: torch.Tensor) -> Run:
     return step
 
 
-def _bytes_wire(layer: Any, workload: Workload, x: torch.Tensor) -> dict[str, int]:
-    """By implementation: alltoall sends a row for each expert, ours one for each rank."""
+def _chosen(layer: Any, workload: Workload, x: torch.Tensor) -> list[torch.Tensor]:
+    """Each rank's expert ids ``[T, K]``."""
     with torch.no_grad():
         chosen = layer.router(x)[1]  # bool [T, E]
     ids: list[torch.Tensor] = [torch.empty(0)] * workload.ranks
     dist.all_gather_object(ids, chosen.int().topk(workload.topk, dim=1).indices.cpu())
-    row_bytes = workload.hidden * x.element_size()
-    return {
-        impl: CROSSINGS * rows_on_the_wire(workload, ids, dedup) * row_bytes
-        for impl, dedup in ((STOCK, False), (OURS, True))
-    }
+    return ids

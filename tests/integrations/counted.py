@@ -30,7 +30,7 @@ def main() -> None:
 
         make_megatron_run_here()
     if "torchtitan" in Path(script).name:  # it asks for an accelerator
-        from tests.integrations.torchtitan_cpu import make_torchtitan_run_here
+        from ep_plugin.testing.torchtitan import make_torchtitan_run_here
 
         make_torchtitan_run_here()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.torchtitan_cpu import without_triton
+from ep_plugin.testing.torchtitan import without_triton
 from tests.ranks import run_ranks, values
 
 without_triton()
@@ -71,7 +71,7 @@ def test_the_override_reaches_every_layer_of_the_debug_model() -> None:
 def test_the_variable_alone_switches_it_on() -> None:
     code = """
 import json, torch
-from tests.integrations.torchtitan_cpu import without_triton
+from ep_plugin.testing.torchtitan import without_triton
 without_triton()
 from torchtitan.models.qwen3 import model_registry
 from torchtitan.components.quantization.utils import swap_token_dispatcher
@@ -119,7 +119,7 @@ def test_a_version_whose_dispatchers_are_called_otherwise_is_refused(change: str
     """The hook sees a torchtitan 0.9.0 whose module of dispatchers ends with `change`."""
     code = f"""
 import torch, torchtitan
-from tests.integrations.torchtitan_cpu import without_triton
+from ep_plugin.testing.torchtitan import without_triton
 without_triton()
 torchtitan.__version__ = "0.9.0"
 import ep_plugin.hooks as hooks
@@ -139,7 +139,7 @@ from torchtitan.models.qwen3 import model_registry
 def test_the_experimental_graph_trainer_is_refused_by_name() -> None:
     code = """
 import torch
-from tests.integrations.torchtitan_cpu import without_triton
+from ep_plugin.testing.torchtitan import without_triton
 without_triton()
 import torchtitan.models.qwen3
 from torchtitan.experiments.graph_trainer.common_utils import annotate_moe_ep_regions
