@@ -106,7 +106,7 @@ def _plot(metrics: dict, path: Path) -> None:
         axes.plot(losses, label=name, linewidth=4 if index == 0 else 1.2, alpha=0.5 if index == 0 else 1.0)
     axes.set(
         xlabel="step",
-        ylabel="loss (nats per byte)",
+        ylabel="loss (nats per token)",
         title=f"{metrics['model']}, {metrics['world_size']} ranks",
     )
     axes.grid(alpha=0.3)

@@ -13,9 +13,9 @@ sanitize  a small case under compute-sanitizer
 stress    the tests once under each of three settings
 evidence  all of these tests on one, two and four of four GPUs
 bench     ep-bench moe
-more      ep-bench's other suites but megatron
+more      ep-bench's other suites but megatron and torchtitan
 train     a Qwen3-MoE of 30B-A3B's widths through both exchanges
-deepseek  DeepSeek-V3 of transformers and of Megatron-core, and ep-bench megatron
+deepseek  DeepSeek-V3 of transformers and of Megatron-core, and ep-bench megatron and torchtitan
 
 PYTHON    the interpreter (.venv/bin/python where there is one)
 OUT       a folder that gets what is written, too
@@ -125,7 +125,10 @@ deepseek() {
   local layers=${LAYERS:+_${LAYERS}_layers}
   train_one "train_deepseek_v3_hf$layers" train_deepseek_hf.py --preset v3 ${LAYERS:+--layers "$LAYERS"} --compare all_to_all
   train_one "train_deepseek_v3_megatron$layers" train_deepseek_megatron.py ${LAYERS:+--layers "$LAYERS"} --compare alltoall
-  $PYTHON -m ep_plugin.bench.cli megatron --backend cuda --out benchmarks/results/
+  local suite
+  for suite in megatron torchtitan; do
+    $PYTHON -m ep_plugin.bench.cli $suite --backend cuda --out benchmarks/results/
+  done
 }
 
 for step in "${steps[@]}"; do "$step"; done
