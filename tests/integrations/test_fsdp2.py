@@ -123,6 +123,21 @@ def test_one_rank_gathers_nothing() -> None:
     assert losses["one memory"] == [True] * (cases.LAYERS + 1)
 
 
+@pytest.mark.parametrize("case", [cases.Case(replicas=2), cases.Case(replicas=2, micro_batches=2, divide=3.0)])
+def test_a_rank_alone_in_its_shard_group(case: cases.Case) -> None:
+    """Replicas of a whole model: gradients are reduced over them alone, from the memory that they were gathered in."""
+    assert values(run_ranks(2, _train_replicas, case)) == [{"losses": 0.0, "parameters": 0.0}] * 2
+
+
+def _train_replicas(rank: int, case: cases.Case) -> dict[str, float]:
+    from ep_plugin.integrations import fsdp2
+
+    stock = cases.train(case, cases.build(case, gloo_reduces=True))
+    model = cases.build(case, gloo_reduces=True)
+    fsdp2.enable(model)
+    return cases.difference(cases.train(case, model), stock)
+
+
 def _train_alone(rank: int) -> dict[str, Any]:
     from ep_plugin.integrations import fsdp2
     from ep_plugin.integrations.fsdp2 import hooks
