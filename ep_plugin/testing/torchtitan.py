@@ -24,8 +24,9 @@ class _Absent:
 
 def without_triton() -> None:
     """Models and dispatchers can be imported, and dispatchers run under PyTorch 2.11, too."""
-    if not hasattr(torch.compiler, "_is_non_strict_tracing"):
-        torch.compiler._is_non_strict_tracing = lambda: False  # type: ignore[attr-defined]
+    compiler: Any = torch.compiler
+    if not hasattr(compiler, "_is_non_strict_tracing"):
+        compiler._is_non_strict_tracing = lambda: False
     if importlib.util.find_spec("triton") is None:
         _stand_in(_KERNELS)
 
