@@ -115,7 +115,13 @@ class BaseEngine(ABC):
                     self.close()
 
     def check(self) -> None:
-        """Raises the communicator's first error, if there is one; CommunicatorClosed after close."""
+        """Raises the communicator's first error, if there is one; CommunicatorClosed after close; EpPluginError in a
+        forked child, which shares the rank's memory and would exchange in its place."""
+        if os.getpid() != self._owner:
+            raise EpPluginError(
+                f"{self.name}: expected to be used by the process that made it, {self._owner}, got a forked child of "
+                f"it, {os.getpid()}"
+            )
         if self._error is None and not self.closed and self.boards.quiet():
             return
         if self.closed:

@@ -120,6 +120,6 @@ def _order_hint(engine: BaseEngine, index: int) -> str:
     if not theirs or theirs.endswith(f" of {engine.name}"):
         return ""
     return (
-        " All ranks must call communicators that share a device in the same order; these two ranks were last in "
-        "different ones."
+        " Unless that one is gone: all ranks must call communicators that share a device in the same order, and these "
+        "two ranks were last in different ones."
     )

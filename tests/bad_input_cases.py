@@ -99,6 +99,12 @@ DISPATCH: dict[str, tuple[Wrong, str]] = {
         lambda g: {"topk_weights": g.weights[:, :1]},
         r"topk_weights: expected shape \(6, 2\), got \(6, 1\)",
     ),
+    "weights in a list": (lambda g: {"topk_weights": [0.5]}, "topk_weights: expected a tensor, got list"),
+    "sparse weights": (
+        lambda g: {"topk_weights": g.weights.to_sparse()},
+        "topk_weights: expected a dense tensor, got one of layout torch.sparse_coo",
+    ),
+    "scales in a list": (lambda g: {"scales": [1.0]}, "scales: expected a tensor, got list"),
     "weights that are integers": (
         lambda g: {"topk_weights": g.ids},
         "topk_weights: expected a floating-point dtype, got torch.int64",
@@ -134,6 +140,8 @@ DISPATCH: dict[str, tuple[Wrong, str]] = {
 # bytes are not copied on their way.
 WrongRows = Callable[[torch.Tensor, torch.device], dict[str, Any]]
 COMBINE: dict[str, tuple[WrongRows, str]] = {
+    "weights in a list": (lambda y, away: {"weights": [1.0]}, "weights: expected a tensor, got list"),
+    "bias in a list": (lambda y, away: {"bias": [1.0]}, "bias: expected a tensor, got list"),
     "y on another device": (lambda y, away: {"y": y.to(away)}, "y: expected a tensor on HERE, got AWAY"),
     "y that cannot be summed": (
         lambda y, away: {"y": y.to(torch.int32)},

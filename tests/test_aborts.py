@@ -219,6 +219,30 @@ def _ends_cleanly(rank: int) -> None:
         round_trip(comm)
 
 
+def _child_exchanges(rank: int) -> None:
+    """A child of a fork shares the rank's memory: what it sent would be added to what the rank expects."""
+    gather = HierarchicalAllGather()
+    with open_communicator(2, timeout_s=PATIENCE_S) as comm, gather:
+        round_trip(comm)
+        gather(torch.empty(2), torch.ones(1))
+        child = os.fork()
+        if child == 0:
+            said = []
+            for use in (lambda: round_trip(comm), lambda: gather(torch.empty(2), torch.ones(1))):
+                with contextlib.suppress(EpPluginError):
+                    use()
+                    said.append("went on")
+            os._exit(len(said))
+        assert os.waitpid(child, 0)[1] == 0
+        dist.barrier()
+        round_trip(comm)
+        gather(torch.empty(2), torch.ones(1))
+
+
+def test_a_forked_child_is_refused() -> None:
+    values(run_ranks(2, _child_exchanges))
+
+
 def test_a_clean_end_and_a_forked_child_tell_peers_nothing() -> None:
     values(run_ranks(2, _ends_cleanly))
 

@@ -239,6 +239,21 @@ def _many_bounds(rank: int, size: int) -> None:
     assert len(_users) == 2  # for up to 128 tokens a rank, and for up to 256
 
 
+def _double_rows(rank: int, size: int) -> None:
+    case = CASES[2][0]
+    sent, buffer = make(case), deep_ep.Buffer()
+    layout = _layout(buffer, case, sent)
+    given = {"topk_idx": sent.ids[rank], "topk_weights": sent.weights[rank]} | layout
+    rows, _, weights, _, handle, _ = buffer.dispatch(sent.x[rank].double(), **given)
+    assert weights.dtype is torch.float32
+    out, back, _ = buffer.combine(rows, handle, topk_weights=weights)
+    assert (out.dtype, back.dtype) == (torch.float64, torch.float32)
+
+
+def test_weights_beside_double_rows_are_floats() -> None:
+    on_ranks(2, _double_rows)
+
+
 def test_wrong_arguments_are_refused_with_expected_and_actual() -> None:
     on_ranks(2, _refusals)
 
@@ -261,7 +276,17 @@ def _refusals(rank: int, size: int) -> None:
     refused("topk_weights: expected float32", topk_weights=weights.bfloat16())
     refused("topk_weights: expected None without topk_idx", topk_idx=None)
     refused(r"topk_idx: expected int64 of shape \[T, K\], got torch.float32", topk_idx=weights)
-    refused("expert_alignment: expected at least 1, got 0", expert_alignment=0)
+    refused("expert_alignment: expected an integer of at least 1, got 0", expert_alignment=0)
+    refused("expert_alignment: expected an integer of at least 1, got 'a'", expert_alignment="a")
+    refused("topk_idx: expected None or an instance of Tensor, got list", topk_idx=[[1]])
+    refused("topk_weights: expected None or an instance of Tensor, got list", topk_weights=[1.0])
+    refused("config: expected None or an instance of Config, got int", config=5)
+    refused("previous_event: expected None or an instance of EventOverlap, got int", previous_event=3)
+    refused("handle: expected None or an instance of Handle, got str", handle="h")
+    with pytest.raises(ValueError, match="handle: expected what dispatch returned, got NoneType"):
+        buffer.combine(x, None)
+    with pytest.raises(ValueError, match="num_experts: expected a positive multiple of the group's 2 ranks, got a"):
+        buffer.get_dispatch_layout(ids, "a")
     refused("allocate_on_comm_stream: expected False without", allocate_on_comm_stream=True)
     refused("num_experts: expected a positive multiple", num_tokens_per_expert=torch.zeros(7, dtype=torch.int32))
     with pytest.raises(ValueError, match="num_experts: expected a positive multiple of the group's 2 ranks, got 9"):

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from ep_plugin import DispatchLayout, MoECommunicator
+from ep_plugin import DispatchLayout, MoECommunicator, NotSupported
 from ep_plugin.moe import autograd
 from ep_plugin.moe.layout import DispatchOutput
 from ep_plugin.moe.reference import ReferenceOutput, reference_combine
@@ -401,3 +402,18 @@ def test_weights_gradient_of_rows_that_are_lazily_negated() -> None:
         grad_y, grad_factors = autograd._weighed_back(y, rows, factors)
     torch.testing.assert_close(grad_factors, (y * rows).sum(dim=1))
     torch.testing.assert_close(grad_y, rows * factors.unsqueeze(1))
+
+
+def _forward_mode(rank: int, size: int) -> None:
+    inputs = _case(size, "random", torch.float32, 11)
+    x, ids, weights = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
+    with communicator(inputs.case) as comm, forward_ad.dual_level():
+        for given in ((forward_ad.make_dual(x, x), weights), (x, forward_ad.make_dual(weights, weights))):
+            with pytest.raises(NotSupported, match="expected no tangents"):
+                comm.dispatch(given[0], ids, given[1])
+        out, handle = comm.dispatch(x, ids, weights)  # in a level to which none of these belongs
+        comm.combine(out.tokens, handle, weights=out.weights)
+
+
+def test_tangents_are_refused_and_not_lost() -> None:
+    on_ranks(2, _forward_mode)

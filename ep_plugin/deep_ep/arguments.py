@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from ep_plugin.deep_ep import routing
+from ep_plugin.deep_ep.config import Config
+from ep_plugin.deep_ep.utils import EventOverlap
 from ep_plugin.moe.validate import weight_dtype
 
 
@@ -34,6 +36,22 @@ def biases_of(bias: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 f"{tuple(one.shape)}"
             )
     return biases
+
+
+def check_kind(kind: type, **given: object) -> None:
+    """That each is of `kind`, or None."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name}: expected None or an instance of {kind.__name__}, got {type(value).__name__}")
+
+
+def check_options(config: object, previous_event: object) -> None:
+    check_kind(Config, config=config)
+    check_kind(EventOverlap, previous_event=previous_event)
+
+
+def whole(scales: torch.Tensor | None) -> torch.Tensor | None:
+    return None if scales is None else scales.contiguous()
 
 
 def _are_tensors(values: tuple[Any, ...], number: int) -> bool:
@@ -66,8 +84,9 @@ def layout_given(*given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tenso
 
 
 def check_with_topk(topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, expert_alignment: int) -> None:
-    if expert_alignment < 1:
-        raise ValueError(f"expert_alignment: expected at least 1, got {expert_alignment}")
+    if not isinstance(expert_alignment, int) or expert_alignment < 1:
+        raise ValueError(f"expert_alignment: expected an integer of at least 1, got {expert_alignment!r}")
+    check_kind(torch.Tensor, topk_idx=topk_idx, topk_weights=topk_weights)
     if topk_idx is None and topk_weights is not None:
         raise ValueError("topk_weights: expected None without topk_idx, got a tensor")
     if topk_idx is not None:

@@ -18,7 +18,17 @@ import torch.distributed as dist
 from ep_plugin import env
 from ep_plugin.config import MAX_TOPK, DispatchLayout, MoECommunicatorConfig
 from ep_plugin.deep_ep import routing
-from ep_plugin.deep_ep.arguments import biases_of, check_floats, check_with_topk, layout_given, rows_of, sum_of
+from ep_plugin.deep_ep.arguments import (
+    biases_of,
+    check_floats,
+    check_kind,
+    check_options,
+    check_with_topk,
+    layout_given,
+    rows_of,
+    sum_of,
+    whole,
+)
 from ep_plugin.deep_ep.config import Config
 from ep_plugin.deep_ep.routing import Handle
 from ep_plugin.deep_ep.streams import comm_stream, ordered
@@ -135,6 +145,8 @@ class Buffer(metaclass=_LowLatencyByName):
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream on which calls with async_finish run, on the current GPU."""
+        if not torch.cuda.is_available():
+            raise ValueError("get_comm_stream(): expected a GPU, got a machine without one, where calls have no stream")
         return comm_stream(torch.device("cuda", torch.cuda.current_device()))
 
     # -- operations ----------------------------------------------------------------------------------------------
@@ -154,6 +166,8 @@ class Buffer(metaclass=_LowLatencyByName):
         is_token_in_rank bool ``[T, R]``, and the event.
         """
         self._check_open()
+        check_tensors(topk_idx=topk_idx)
+        check_kind(EventOverlap, previous_event=previous_event)
         results, event = ordered(
             lambda: routing.layout_of(topk_idx, num_experts, self.group_size),
             topk_idx.device,
@@ -196,6 +210,8 @@ class Buffer(metaclass=_LowLatencyByName):
         as a list, each rounded up to expert_alignment (empty with num_worst_tokens); the handle; the event.
         """
         rows, scales = rows_of(x)
+        check_kind(Handle, handle=handle)
+        check_options(config, previous_event)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise ValueError("topk_idx: expected None with a handle, which knows the routing, got a tensor")
@@ -229,7 +245,10 @@ class Buffer(metaclass=_LowLatencyByName):
         same ranks. bias: ``[T, H]`` or two of them, added to the result (two are added up and rounded first).
         Returns ``[T, H]`` of x's dtype, the weights float32 ``[T, K]`` or None, and the event.
         """
-        check_tensors(x=x)
+        check_tensors({"topk_weights": topk_weights}, x=x)
+        if not isinstance(handle, Handle):
+            raise ValueError(f"handle: expected what dispatch returned, got {type(handle).__name__}")
+        check_options(config, previous_event)
         biases = biases_of(bias, x)
         call = functools.partial(self._combine, x, handle, topk_weights, biases, config)
         reads = (x, handle, topk_weights, biases)
@@ -299,7 +318,7 @@ class Buffer(metaclass=_LowLatencyByName):
         comm = self._communicator(num_targets, num_worst_tokens, x.device)
         _use_sms(comm, config or self.get_dispatch_config(size))
         out, inner = comm.dispatch(
-            x, ids, topk_weights, scales=_whole(scales), capacity=num_worst_tokens if num_worst_tokens else None
+            x, ids, topk_weights, scales=whole(scales), capacity=num_worst_tokens if num_worst_tokens else None
         )
         counts: list[int] = []
         if out.num_tokens_per_expert_cpu is not None:
@@ -311,7 +330,8 @@ class Buffer(metaclass=_LowLatencyByName):
         rows = out.tokens if out.scales is None else (out.tokens, out.scales)
         assert out.topk_ids is not None
         recv_idx = None if topk_idx is None else out.topk_ids.to(topk_idx.dtype)
-        return rows, recv_idx, out.weights, routing.aligned(counts, expert_alignment), Handle(inner, num_worst_tokens)
+        weights = None if out.weights is None else out.weights.float()  # beside float64 rows they travel as such
+        return rows, recv_idx, weights, routing.aligned(counts, expert_alignment), Handle(inner, num_worst_tokens)
 
     def _dispatch_again(
         self, x: torch.Tensor, scales: torch.Tensor | None, handle: Handle, config: Config | None
@@ -321,7 +341,7 @@ class Buffer(metaclass=_LowLatencyByName):
         out, _ = comm.dispatch(
             x,
             handle.routing.topk_ids,
-            scales=_whole(scales),
+            scales=whole(scales),
             previous_handle=handle.routing,
             capacity=handle.num_worst_tokens or None,
         )
@@ -360,10 +380,6 @@ def _use_sms(comm: MoECommunicator, config: Config) -> None:
         comm.set_sms()
     else:
         comm.set_sms(dispatch_sms=config.num_sms, expand_sms=0, combine_sms=config.num_sms, add_sms=0)
-
-
-def _whole(scales: torch.Tensor | None) -> torch.Tensor | None:
-    return None if scales is None else scales.contiguous()
 
 
 _LOW_LATENCY = '{}: low-latency calls need mode="ll", which is not there yet; use dispatch and combine'

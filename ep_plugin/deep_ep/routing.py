@@ -43,7 +43,7 @@ def layout_of(
 
 
 def check_experts(num_experts: int, size: int) -> None:
-    if num_experts < 1 or num_experts % size:
+    if not isinstance(num_experts, int) or num_experts < 1 or num_experts % size:
         raise ValueError(f"num_experts: expected a positive multiple of the group's {size} ranks, got {num_experts}")
 
 

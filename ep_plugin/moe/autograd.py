@@ -10,9 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ep_plugin import _C
 from ep_plugin.engine import kernels_for, on_device, stream_of
+from ep_plugin.errors import NotSupported
 from ep_plugin.moe.validate import ELEMENTS, PLAIN, bulk_ready, is_lazy, weight_dtype
 
 _RESULTS = 5  # of dispatch, before its routing
@@ -34,6 +36,8 @@ def differentiable(save: Callable[..., None], backward: Callable[..., tuple[Any,
             return None, *backward(ctx, *grads)
 
     def call(compute: Callable[..., Any], *inputs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(inputs[:NUM_TENSORS])
         if torch.is_grad_enabled():
             for tensor in inputs[:NUM_TENSORS]:
                 if tensor is not None and tensor.requires_grad:
@@ -41,6 +45,12 @@ def differentiable(save: Callable[..., None], backward: Callable[..., tuple[Any,
         return compute(*inputs)
 
     return call
+
+
+def _refuse_tangents(tensors: tuple[torch.Tensor | None, ...]) -> None:
+    """A tangent would be lost without a word."""
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotSupported("dispatch and combine: expected no tangents, since they have no forward-mode derivative")
 
 
 def autograd_kernel(op: Any, call: Callable[..., Any]) -> Callable[..., Any]:

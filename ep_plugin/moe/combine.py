@@ -78,6 +78,10 @@ def finish_combine(engine: Engine, pending: PendingCombine) -> Sums:
     return made
 
 
+def whole_combine(engine: Engine, *call: Any) -> Sums:
+    return finish_combine(engine, start_combine(engine, *call))
+
+
 def _empty_sums(pending: PendingCombine) -> Sums:
     y, extra = pending.y, pending.extra
     T, K = pending.routing.tensors.topk_ids.shape

@@ -16,8 +16,8 @@ from ep_plugin import _C, ops
 from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.engine import leave, resolve_device
 from ep_plugin.errors import CaptureRefused, EpPluginError
-from ep_plugin.moe.combine import PendingCombine, Sums, finish_combine, start_combine
-from ep_plugin.moe.dispatch import finish_dispatch, start_dispatch
+from ep_plugin.moe.combine import PendingCombine, Sums, finish_combine, start_combine, whole_combine
+from ep_plugin.moe.dispatch import finish_dispatch, start_dispatch, whole_dispatch
 from ep_plugin.moe.dispatch_args import DispatchCall, DispatchResult, PendingDispatch
 from ep_plugin.moe.engine import Engine
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
@@ -25,7 +25,14 @@ from ep_plugin.moe.numbers import register
 from ep_plugin.moe.routing import KnownRouting, RoutingTensors, known_routing
 from ep_plugin.moe.shared import shared_communicator
 from ep_plugin.moe.untraced import untraced
-from ep_plugin.moe.validate import as_weights, bulk_ready, check_combine, check_dispatch, check_quantize, check_tensors
+from ep_plugin.moe.validate import (
+    as_weights,
+    bulk_ready,
+    check_combine,
+    check_dispatch,
+    check_quantize,
+    check_tensors,
+)
 from ep_plugin.moe.work import CombineWork, DispatchWork
 
 
@@ -155,10 +162,10 @@ class MoECommunicator:
         The arguments must not be written to before `.wait()`. With ``expand_sms=0``, and neither `capacity` nor
         `previous_handle`, the host waits here until every rank has told how many rows it sends.
         """
-        check_tensors(x=x, topk_ids=topk_ids)
+        check_tensors({"scales": scales}, x=x, topk_ids=topk_ids)
         check_quantize(x, quantize)
         routing = None if previous_handle is None else self._known_routing("previous_handle", previous_handle)
-        weights = as_weights("topk_weights", None if topk_weights is None else topk_weights.detach(), x)
+        weights = as_weights("topk_weights", topk_weights, x, detached=True)
         call = DispatchCall(bulk_ready(x.detach()), topk_ids, weights, scales, routing, capacity, quantize)
         with self.engine.lock:
             self._complete()
@@ -179,9 +186,9 @@ class MoECommunicator:
 
         The arguments must not be written to before `.wait()`.
         """
-        check_tensors(y=y)
+        check_tensors({"bias": bias}, y=y)
         routing = self._known_routing("handle", handle)
-        rows = as_weights("weights", None if weights is None else weights.detach(), y)
+        rows = as_weights("weights", weights, y, detached=True)
         kept = bulk_ready(y.detach()), None if bias is None else bulk_ready(bias.detach())
         with self.engine.lock:
             self._complete()
@@ -233,7 +240,7 @@ class MoECommunicator:
                 return cast("tuple[DispatchResult, RoutingTensors]", self._collect())
             self._complete()
             check_dispatch(engine, call)
-            return engine.run("dispatch", _whole_dispatch, call)
+            return engine.run("dispatch", whole_dispatch, call)
 
     def run_combine(
         self,
@@ -251,7 +258,7 @@ class MoECommunicator:
                 return cast("Sums", self._collect())
             self._complete()
             check_combine(engine, y, weights, bias, extra, routing)
-            return engine.run("combine", _whole_combine, y, weights, bias, extra, routing)
+            return engine.run("combine", whole_combine, y, weights, bias, extra, routing)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -287,7 +294,7 @@ class MoECommunicator:
         quantize: str | None,
         begun: PendingDispatch | None = None,
     ) -> tuple[DispatchOutput, DispatchHandle]:
-        check_tensors(x=x, topk_ids=topk_ids)
+        check_tensors({"scales": scales}, x=x, topk_ids=topk_ids)
         check_quantize(x, quantize)
         previous = None if previous_handle is None else self._routing_of("previous_handle", previous_handle)
         weights = as_weights("topk_weights", topk_weights, x)
@@ -324,7 +331,7 @@ class MoECommunicator:
         bias: torch.Tensor | None,
         begun: PendingCombine | None = None,
     ) -> torch.Tensor:
-        check_tensors(y=y)
+        check_tensors({"bias": bias}, y=y)
         routing = self._routing_of("handle", handle)
         rows = as_weights("weights", weights, y)
         arguments = (y, rows, bias, None, list(routing), self.number)
@@ -385,13 +392,5 @@ class MoECommunicator:
         return result
 
 
-def _whole_dispatch(engine: Engine, call: DispatchCall) -> tuple[DispatchResult, RoutingTensors]:
-    return finish_dispatch(engine, start_dispatch(engine, call))
-
-
 def _tensors_of(routing: KnownRouting | None) -> tuple[torch.Tensor, ...]:
     return () if routing is None else routing.tensors
-
-
-def _whole_combine(engine: Engine, *call: Any) -> Sums:
-    return finish_combine(engine, start_combine(engine, *call))

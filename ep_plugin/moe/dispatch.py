@@ -83,6 +83,10 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
     return result, routing
 
 
+def whole_dispatch(engine: Engine, call: DispatchCall) -> tuple[DispatchResult, RoutingTensors]:
+    return finish_dispatch(engine, start_dispatch(engine, call))
+
+
 def _plan_and_notify(engine: Engine, pending: PendingDispatch) -> None:
     ids, block_counts, stream = pending.call.topk_ids, address(pending.block_counts), engine.lanes.send
     engine.kernels.plan(

@@ -58,12 +58,18 @@ def weight_dtype(rows: torch.dtype) -> torch.dtype:
     return torch.float64 if rows is torch.float64 else torch.float32
 
 
-def as_weights(name: str, weights: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+def as_weights(
+    name: str, weights: torch.Tensor | None, rows: torch.Tensor, detached: bool = False
+) -> torch.Tensor | None:
     """`weights` as they travel beside `rows`: contiguous, float32 or float64. ValueError when they are no floats."""
     if weights is None:
         return None
+    check_tensors(**{name: weights})
+    if weights.layout is not torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor, got one of layout {weights.layout}")
     if not weights.is_floating_point():
         raise ValueError(f"{name}: expected a floating-point dtype, got {weights.dtype}")
+    weights = weights.detach() if detached else weights
     if weights.dtype is not weight_dtype(rows.dtype):
         weights = weights.to(weight_dtype(rows.dtype))
     return weights if weights.is_contiguous() else weights.contiguous()
@@ -79,8 +85,11 @@ def bulk_ready(rows: torch.Tensor) -> torch.Tensor:
     )
 
 
-def check_tensors(**given: object) -> None:
-    """That each is a tensor."""
+def check_tensors(optional: dict[str, object] | None = None, /, **given: object) -> None:
+    """That each is a tensor, and each of the `optional` too, or None."""
+    for name, value in (optional or {}).items():
+        if value is not None:
+            check_tensors(**{name: value})
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
