@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ep_plugin import DispatchLayout, MoECommunicator, NotSupported
@@ -391,6 +393,47 @@ def test_weights_gradient_by_one_kernel(dtype: torch.dtype) -> None:
         torch.testing.assert_close(dots, (y.to(wide) * before.to(wide)).sum(dim=1), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(rows, before.mul_(factors.unsqueeze(1)), rtol=0, atol=0)
         torch.testing.assert_close(y, kept, rtol=0, atol=0)
+
+
+def _counted_kernels(rank: int, size: int) -> None:
+    """Backward takes operators where a mode records them, and where a hook has changed what was saved."""
+    inputs = _case(size, "random", torch.float32, 13)
+    kernel, calls = autograd.weigh_back, [0]
+
+    def counted(*given: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return kernel(*given)
+
+    autograd.weigh_back = counted  # type: ignore[assignment]
+    changed = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, _doubled)
+    for layout in LAYOUTS:
+        gradients = []
+        with communicator(inputs.case, layout) as comm:
+            for around, kernels in ((contextlib.nullcontext(), 1), (_Records(), 0), (changed, 0)):
+                leaves = _leaves(inputs, rank)
+                calls[0] = 0
+                with around:
+                    _layer(comm, leaves, inputs.ids[rank]).square().sum().backward()
+                assert calls[0] == kernels
+                gradients.append((leaves.x.grad, leaves.weights.grad))
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-5, atol=1e-5)
+
+
+def _doubled(saved: torch.Tensor) -> torch.Tensor:
+    return saved.double() if saved.is_floating_point() else saved
+
+
+class _Records(TorchDispatchMode):
+    """Stands for whatever records operators to run them again."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("size", [2])
+def test_backward_takes_one_kernel_where_nobody_watches(size: int) -> None:
+    on_ranks(size, _counted_kernels)
 
 
 def test_weights_gradient_of_rows_that_are_lazily_negated() -> None:

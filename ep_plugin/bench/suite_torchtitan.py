@@ -1,10 +1,10 @@
 """The suite `torchtitan`: forward and backward of torchtitan's routed experts, its all-to-all dispatcher against ours.
 
-One set of experts serves both. `experts alone`: the same experts, forward and backward, on the rows that the dispatcher
-gave them, with no exchange. What the routed experts take more than that is `above_experts_us`. Routing is uniformly
-random and given: the router is no part of it. First both run on two batches in turn, and the outputs and all gradients
-of each must agree; the second batch is the one that is timed. `bytes_wire`: of dispatch, combine and the backward of
-both, in the busier direction of the busiest rank.
+One set of experts serves both. `experts alone`: the same experts, forward and backward, on the rows that our
+dispatcher gave them, with no exchange. What the routed experts take more than that is `above_experts_us`. Routing is
+uniformly random and given: the router is no part of it. First both run on two batches in turn, and the outputs and all
+gradients of each must agree; the second batch is the one that is timed. `bytes_wire`: of dispatch, combine and the
+backward of both, in the busier direction of the busiest rank.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def _build_layers(workload: Workload, ffn: int, device: torch.device) -> dict[st
     all_here = GroupedExperts.Config(dim=workload.hidden, hidden_dim=ffn, num_experts=workload.local_experts)
     with device:
         experts = _in_bfloat16(all_here.build)
+    generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
     for parameter in experts.parameters():
-        generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
         parameter.data.normal_(0.0, 0.02, generator=generator)
     for layer in layers.values():
         layer.inner_experts = experts
@@ -171,7 +171,9 @@ def _forward_backward(layer: Any, batch: Batch) -> Tensors:
     found |= {f"{name}.grad": parameter.grad for name, parameter in layer.named_parameters()}
     layer.zero_grad(set_to_none=True)
     batch.x.grad = batch.scores.grad = None
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    missing = [name for name, tensor in found.items() if tensor is None]
+    assert not missing, f"no gradients: {missing}"
+    return found
 
 
 def _experts_alone(layer: Any, batch: Batch) -> Run:

@@ -162,8 +162,13 @@ def combine_backward(
 def _weighed_back(y: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of `y` ``[N, H]`` and of `factors` ``[N]`` by those of their products, `rows` ``[N, H]``, whose memory
     the first may be."""
-    plain = all(type(tensor) in PLAIN and not is_lazy(tensor) for tensor in (y, rows, factors))
-    if torch.is_grad_enabled() or not plain:  # differentiated again, or compiled with what is around it
+    given = (y, rows, factors)
+    plain = all(type(tensor) in PLAIN and not is_lazy(tensor) for tensor in given)
+    # What was saved may have come back as something else, by the hooks for that.
+    same = y.shape == rows.shape and y.dtype is rows.dtype and factors.dtype is weight_dtype(rows.dtype)
+    here = all(tensor.device == rows.device for tensor in given)
+    watched = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack()  # differentiated again, or traced
+    if watched or not (plain and same and here):
         wide = rows.to(factors.dtype)
         return (wide * factors.unsqueeze(1)).to(y.dtype), (y * wide).sum(dim=1)
     return rows, weigh_back(bulk_ready(y).contiguous(), rows, factors)

@@ -200,7 +200,7 @@ class MoECommunicator:
         """SMs of the operations from here on: the configuration's ``dispatch_sms``, ``expand_sms``, ``combine_sms`` and
         ``add_sms``, None (or left out): what the configuration says. Other ranks may have others.
 
-        Completes an operation that nobody has waited for. Raises ValueError as the configuration does.
+        Completes an operation that nobody has waited for. Raises as `check`, and ValueError as the configuration does.
         """
         with self.engine.lock:
             self.engine.check()

@@ -66,24 +66,19 @@ class PluginReduceScatter(ReduceScatter):
         self.user = User()
         self.launches = 0
         self._input_numel = 0  # of an input that was asked for, and its output not yet
-        self._input_alone: torch.Tensor | None = None  # that input, where the group has one rank
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Uninitialised and one-dimensional. FSDP2 asks for an input and then for its output, a rank's share of it.
 
         On CPUs peers map the input. The output is ordinary memory: gradients are views of it, and live as long as they
-        do. A rank alone, as experts often are, has nothing to reduce: its output is its input, which FSDP2 would copy.
+        do.
         """
         numel = math.prod(int(extent) for extent in size)
         group = self._parameter_group._reduce_scatter_process_group
         if self._input_numel == numel * group.size():
             self._input_numel = 0
-            alone, self._input_alone = self._input_alone, None
-            return self.replaced.allocate(size, dtype=dtype, device=device) if alone is None else alone
+            return self.replaced.allocate(size, dtype=dtype, device=device)
         self._input_numel = numel
-        if group.size() == 1:
-            self._input_alone = self.replaced.allocate(size, dtype=dtype, device=device)
-            return self._input_alone
         model = self._parameter_group.comm_ctx
         mapped = self.user.pair(group, device).allocate_input(self.user, model, numel, dtype)
         return self.replaced.allocate(size, dtype=dtype, device=device) if mapped is None else mapped

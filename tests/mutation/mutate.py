@@ -189,10 +189,11 @@ def found_of(verdict: Verdict) -> tuple[str, str]:
 
 
 def known() -> dict[str, tuple[str, str]]:
-    """What the table has, by the mutation's name; not what was caught by a test that is gone."""
+    """What the table has, by the mutation's name; not of another file, nor what was caught by a test that is gone."""
     lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
     rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| ") and "`" in line]
-    return {row[1]: (row[-3], row[-2]) for row in rows if _is_there(row[-3])}
+    files = {mutation.name: f"`{mutation.file}`" for mutation in load()}
+    return {row[1]: (row[-3], row[-2]) for row in rows if files.get(row[1]) == row[2] and _is_there(row[-3])}
 
 
 def _is_there(caught_by: str) -> bool:
