@@ -173,7 +173,7 @@ def _forward_backward(layer: Any, batch: Batch) -> Tensors:
     batch.x.grad = batch.scores.grad = None
     missing = [name for name, tensor in found.items() if tensor is None]
     assert not missing, f"no gradients: {missing}"
-    return found
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def _experts_alone(layer: Any, batch: Batch) -> Run:
