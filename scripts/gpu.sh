@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with GPUs: builds, runs the GPU tests (which write tests/gpu/receipt.json), and benches. --help says more.
+# On a machine with GPUs: builds, runs the GPU tests, which write tests/gpu/receipt.json, and benches. See --help.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -63,7 +63,8 @@ sanitize() {
       local store; store=$(mktemp -u)
       pids=()
       for ((rank = 0; rank < size; rank++)); do
-        compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 9 $PYTHON tests/gpu/small_case.py $rank $size "$store" &
+        compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 9 \
+          $PYTHON tests/gpu/small_case.py $rank $size "$store" &
         pids+=($!)
       done
       for pid in "${pids[@]}"; do wait "$pid"; done
@@ -72,8 +73,8 @@ sanitize() {
   done
 }
 
-# On four GPUs: what one and two of them show, the stress settings and the sanitizers, side by side, each in a copy of the
-# tree, since a run writes its own receipt; then four GPUs together.
+# On four GPUs: what one and two of them show, the stress settings and the sanitizers, side by side, each in a copy of
+# the tree, since a run writes its own receipt; then four GPUs together.
 evidence() {
   local place; place=$(mktemp -d)
   in_copy() {  # name, setting..., command
@@ -123,16 +124,19 @@ train() {
 
 deepseek() {
   local layers=${LAYERS:+_${LAYERS}_layers}
-  train_one "train_deepseek_v3_hf$layers" train_deepseek_hf.py --preset v3 ${LAYERS:+--layers "$LAYERS"} --compare all_to_all
-  train_one "train_deepseek_v3_megatron$layers" train_deepseek_megatron.py ${LAYERS:+--layers "$LAYERS"} --compare alltoall
+  train_one "train_deepseek_v3_hf$layers" \
+    train_deepseek_hf.py --preset v3 ${LAYERS:+--layers "$LAYERS"} --compare all_to_all
+  train_one "train_deepseek_v3_megatron$layers" \
+    train_deepseek_megatron.py ${LAYERS:+--layers "$LAYERS"} --compare alltoall
   local suite
   for suite in megatron torchtitan; do
     $PYTHON -m ep_plugin.bench.cli $suite --backend cuda --out benchmarks/results/
   done
 }
 
+began=$(mktemp)
 for step in "${steps[@]}"; do "$step"; done
 if [ -n "${OUT:-}" ]; then
-  cp tests/gpu/receipt.json tests/gpu/trace.json "$OUT/" 2>/dev/null || true
-  cp "$RESULTS"/*.json "$OUT/" 2>/dev/null || true
+  # What was there before is no result of this run.
+  find tests/gpu "$RESULTS" -name '*.json' -newer "$began" -exec cp {} "$OUT/" \; 2>/dev/null || true
 fi

@@ -92,3 +92,14 @@ def test_a_result_is_named_after_its_layers(tree: Path, step: str, variables: di
     assert results == [f"train_{name}" for name in names.split()]
     trained = [call for call in calls if call.startswith("examples/")]
     assert all(("--steps 8" in call) is ("STEPS" in variables) for call in trained)
+
+
+def test_out_gets_what_this_run_wrote(tree: Path) -> None:
+    results, out = tree / "benchmarks/results/h200x2", tree / "out"
+    results.mkdir(parents=True)
+    out.mkdir()
+    (results / "old.json").write_text("{}")
+    os.utime(results / "old.json", (0, 0))
+    done, _ = run(tree, "train", OUT=str(out))
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in out.iterdir()] == ["train_qwen3_30b_a3b_4_layers.json"]
