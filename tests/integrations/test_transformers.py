@@ -28,7 +28,8 @@ LAYERS, EXPERTS, TOPK = 2, 8, 2
 
 @dataclass(frozen=True)
 class Case:
-    """``seq_lens``: tokens of each data-parallel rank. ``experts``: how transformers runs them."""
+    """``seq_lens``: tokens of each data-parallel rank. ``experts``: how transformers runs them. ``limit``: None is that
+    of the dtype."""
 
     ep: int
     fsdp: int
@@ -38,8 +39,12 @@ class Case:
     seq_lens: tuple[int, ...] = (12, 12, 12, 12)
     train: bool = True
     experts: str = "grouped_mm"
+    limit: float | None = None
 
 
+# Weights' gradients are summed in another order than PyTorch's, so that what follows differs in its last bits. Of a
+# token alone nothing else is there: its query and key have no gradients but what rounding leaves.
+ONE_TOKEN, SKEWED = 3e-4, 5e-5
 CASES = {
     2: {
         "ep2": Case(ep=2, fsdp=2),
@@ -51,14 +56,14 @@ CASES = {
         "ep2-gpt-oss": Case(ep=2, fsdp=2, checkpoint="gpt_oss"),
         "ep2-tp2-same-group": Case(ep=2, fsdp=1, tp=2, seq_lens=(13,)),
         "ep2-tp2-eval": Case(ep=2, fsdp=1, tp=2, seq_lens=(13,), train=False),
-        "ep2-tp2-one-token": Case(ep=2, fsdp=1, tp=2, seq_lens=(1,)),
-        "ep2-tp2-skewed": Case(ep=2, fsdp=1, tp=2, seq_lens=(7,), checkpoint="skewed"),
+        "ep2-tp2-one-token": Case(ep=2, fsdp=1, tp=2, seq_lens=(1,), limit=ONE_TOKEN),
+        "ep2-tp2-skewed": Case(ep=2, fsdp=1, tp=2, seq_lens=(7,), checkpoint="skewed", limit=SKEWED),
     },
     4: {
         "ep4": Case(ep=4, fsdp=4),
         "ep4-ragged": Case(ep=4, fsdp=4, seq_lens=(3, 17, 1, 8)),
         "ep4-ragged-eval": Case(ep=4, fsdp=4, seq_lens=(5, 1, 30, 2), train=False),
-        "ep4-skewed": Case(ep=4, fsdp=4, checkpoint="skewed"),
+        "ep4-skewed": Case(ep=4, fsdp=4, checkpoint="skewed", limit=SKEWED),
         "ep2-efsdp2": Case(ep=2, fsdp=4),
         "ep4-deepseek": Case(ep=4, fsdp=4, checkpoint="deepseek", seq_lens=(9, 1, 2, 14)),
         "ep4-tp2": Case(ep=4, fsdp=2, tp=2, seq_lens=(11, 6)),
@@ -95,7 +100,8 @@ def test_matches_the_built_in_exchange(run_world, world: int, name: str) -> None
         difference = results[name]["difference"]
         assert ("loss" in difference) and (len(difference) > 10) == case.train
         worst = max(difference, key=difference.get)
-        assert difference[worst] <= LIMITS[case.dtype], f"rank {rank}: {worst} differs by {difference[worst]}"
+        limit = LIMITS[case.dtype] if case.limit is None else case.limit
+        assert difference[worst] <= limit, f"rank {rank}: {worst} differs by {difference[worst]}"
 
 
 @pytest.mark.parametrize(("world", "name"), NAMED, ids=[name for _, name in NAMED])
