@@ -28,8 +28,8 @@ LAYERS, EXPERTS, TOPK = 2, 8, 2
 
 @dataclass(frozen=True)
 class Case:
-    """``seq_lens``: tokens of each data-parallel rank. ``experts``: how transformers runs them. ``limit``: None is that
-    of the dtype."""
+    """``seq_lens``: tokens of each data-parallel rank. ``experts``: how transformers runs them. ``limit``: of
+    attention's parameters; None is that of the dtype, as for all others."""
 
     ep: int
     fsdp: int
@@ -99,9 +99,10 @@ def test_matches_the_built_in_exchange(run_world, world: int, name: str) -> None
     for rank, results in enumerate(run_world(world)):
         difference = results[name]["difference"]
         assert ("loss" in difference) and (len(difference) > 10) == case.train
-        worst = max(difference, key=difference.get)
-        limit = LIMITS[case.dtype] if case.limit is None else case.limit
-        assert difference[worst] <= limit, f"rank {rank}: {worst} differs by {difference[worst]}"
+        for what, differs in difference.items():
+            in_attention = case.limit is not None and ".self_attn." in what
+            limit = case.limit if in_attention else LIMITS[case.dtype]
+            assert differs <= limit, f"rank {rank}: {what} differs by {differs}"
 
 
 @pytest.mark.parametrize(("world", "name"), NAMED, ids=[name for _, name in NAMED])
