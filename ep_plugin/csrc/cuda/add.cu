@@ -15,10 +15,11 @@ namespace {
 template <class Element, bool kBulk>
 __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
     add_kernel(const __grid_constant__ AddArgs args, const __grid_constant__ Cut cut) {
+  __shared__ int32_t bases[kMaxRanks];
   const Run run = enter(args.comm, kAdd);
-  if (run.ok && partials_fit(run, args) &&
+  if (run.ok && partials_fit(run, args, bases) &&
       __syncthreads_and(open_source_of_lane(run, kCombinePool, args.header, nullptr))) {
-    AddJob job(run, args, cut);
+    AddJob job(run, args, cut, bases);
     reduce_rows<Element, kBulk>(job, run, cut);
   }
   if (last_to_finish(run)) finish_adding(run, args);

@@ -14,42 +14,43 @@ class AddJob {
     int32_t token;
     int32_t piece;
   };
-  __device__ AddJob(const Run& run, const AddArgs& args, const Cut& cut)
+  // bases: of each rank, where its partial rows begin in this rank's pool; in shared memory.
+  __device__ AddJob(const Run& run, const AddArgs& args, const Cut& cut, const int32_t* bases)
       : run_(run),
         args_(args),
-        meta_(meta_of(args.comm, args.routing)),
         lay_(partial_layout_of(args.header)),
-        chunks_(chunks_of(args.routing.num_tokens)),
-        parts_(cut.parts),
-        team_(team_of_warps(cut.first_warp, cut.warps)),
-        part_(static_cast<uint32_t>(team_.index)) {}
+        cut_(cut),
+        bases_(bases),
+        part_(static_cast<uint32_t>(team_of_warps(cut.first_warp, cut.warps).index)) {}
 
   __device__ Next next(bool may_block, Row* row) {
-    const uint32_t token = parts_ == 1 ? part_ : part_ / parts_;
-    if (token >= static_cast<uint32_t>(chunks_.num_tokens)) return kEnd;
-    const int chunk = chunks_.of(static_cast<int>(token));
-    if (chunk != ready_chunk_) {
+    const uint32_t parts = static_cast<uint32_t>(cut_.parts), token = parts == 1 ? part_ : part_ / parts;
+    if (token >= static_cast<uint32_t>(args_.routing.num_tokens)) return kEnd;
+    if (token >= ready_end_) {
+      const Chunks chunks = chunks_of(args_.routing.num_tokens);
+      const int chunk = chunks.of(static_cast<int>(token));
       const Next found = chunk_ready(chunk, may_block);
       if (found == kEnd) part_ = UINT32_MAX;
       if (found != kRow) return found;
-      ready_chunk_ = chunk;
+      ready_end_ = static_cast<uint32_t>(chunks.end(chunk));
     }
-    *row = Row{static_cast<int32_t>(token), parts_ == 1 ? 0 : static_cast<int32_t>(part_ % parts_)};
-    part_ += static_cast<uint32_t>(team_.size);
+    *row = Row{static_cast<int32_t>(token), parts == 1 ? 0 : static_cast<int32_t>(part_ % parts)};
+    part_ += static_cast<uint32_t>(team_of_warps(cut_.first_warp, cut_.warps).size);
     return kRow;
   }
 
   // A term for each rank that the token went to, in their order.
   __device__ int describe(const Row& row, Term* terms) const {
     const int lane = lane_id();
-    const int32_t slot = lane < run_.comm.num_ranks ? slot_from(row.token, lane) : -1;
+    const int32_t position = lane < run_.comm.num_ranks ? position_at(row.token, lane) : -1;
+    const int32_t slot = position < 0 ? -1 : bases_[lane] + position;
     const unsigned mask = __ballot_sync(kAllLanes, slot >= 0);
     if (slot >= 0) terms[__popc(mask & ((1u << lane) - 1u))] = Term{slot, 1.0f};
     return __popc(mask);
   }
 
   __device__ const char* source(int32_t slot) const {
-    return at<char>(run_.comm.pool[kCombinePool][run_.comm.rank], slot * lay_.bytes);
+    return at<char>(run_.comm.pool[kCombinePool][run_.comm.rank], int64_t{slot} * static_cast<int32_t>(lay_.bytes));
   }
   __device__ const char* bias(const Row& row) const {
     return args_.bias == 0 ? nullptr : at<char>(args_.bias, row.token * args_.header.row_bytes);
@@ -67,18 +68,19 @@ class AddJob {
     for (int k = lane_id(); k < K; k += kWarp) {
       const int64_t pair = static_cast<int64_t>(row.token) * K + k;
       const int32_t id = at<const int32_t>(args_.routing.topk_ids)[pair];
-      const int32_t slot = id < 0 ? -1 : slot_from(row.token, id / per_rank);
+      const int rank = id / per_rank;
+      const int32_t position = id < 0 ? -1 : position_at(row.token, rank);
       at<float>(args_.extra)[pair] =
-          slot < 0 ? 0.0f : ptx::ld_coherent(reinterpret_cast<const float*>(source(slot) + lay_.extra) + k);
+          position < 0
+              ? 0.0f
+              : ptx::ld_coherent(reinterpret_cast<const float*>(source(bases_[rank] + position) + lay_.extra) + k);
     }
   }
 
  private:
-  // Where the token's partial row from `rank` lies in this rank's pool, or -1.
-  __device__ int32_t slot_from(int32_t token, int rank) const {
-    const int32_t position =
-        at<const int32_t>(args_.routing.send_pos)[static_cast<int64_t>(token) * run_.comm.num_ranks + rank];
-    return position < 0 ? -1 : meta_.send_base[rank] + position;
+  // The place of the token's partial row from `rank` among that rank's, or -1.
+  __device__ int32_t position_at(int32_t token, int rank) const {
+    return at<const int32_t>(args_.routing.send_pos)[static_cast<int64_t>(token) * run_.comm.num_ranks + rank];
   }
 
   // A lane for each rank. kEnd: a fault.
@@ -107,7 +109,7 @@ class AddJob {
 
   // The chunk's rows are those that this rank sent there.
   __device__ bool check(int32_t begin, int32_t end, int rank, int chunk) const {
-    const int32_t* ends = meta_.send_chunk_end + rank * kMaxChunks;
+    const int32_t* ends = meta_of(args_.comm, args_.routing).send_chunk_end + rank * kMaxChunks;
     const int32_t expected = chunk == 0 ? 0 : ends[chunk - 1];
     if (begin != expected) return fail(run_.comm, kBadData, kAdd, rank, chunk, expected, begin);
     return end == ends[chunk] || fail(run_.comm, kBadData, kAdd, rank, chunk, ends[chunk], end);
@@ -115,23 +117,23 @@ class AddJob {
 
   const Run& run_;
   const AddArgs& args_;
-  const Meta meta_;
   const PartialLayout lay_;
-  const Chunks chunks_;
-  const uint32_t parts_;  // of a row
-  const Team team_;
-  uint32_t part_;  // the next to take
-  int ready_chunk_ = -1;
+  const Cut& cut_;
+  const int32_t* const bases_;
+  uint32_t part_;           // the next to take
+  uint32_t ready_end_ = 0;  // tokens before it have arrived
 };
 
-// All threads: the partial rows of every rank end within this rank's pool.
-__device__ inline bool partials_fit(const Run& run, const AddArgs& args) {
+// All threads: the partial rows of every rank end within this rank's pool. Where they begin goes to `bases`, in shared
+// memory.
+__device__ inline bool partials_fit(const Run& run, const AddArgs& args, int32_t* bases) {
   const Comm& comm = args.comm;
   const Meta meta = meta_of(comm, args.routing);
   const int rank = static_cast<int>(threadIdx.x);
   bool ok = true;
   if (rank < comm.num_ranks) {
-    const int64_t rows = static_cast<int64_t>(meta.send_base[rank]) + meta.rank_count[rank];
+    bases[rank] = meta.send_base[rank];
+    const int64_t rows = static_cast<int64_t>(bases[rank]) + meta.rank_count[rank];
     const int64_t end = rows * partial_layout_of(args.header).bytes;
     if (end > comm.pool_bytes[kCombinePool])
       ok = fail(comm, kTooSmall, kAdd, rank, 0, comm.pool_bytes[kCombinePool], end);

@@ -15,11 +15,13 @@ struct Float32 {
     to[2] = __int_as_float(vector.z);
     to[3] = __int_as_float(vector.w);
   }
+  // kFirst: to 0, whatever `sum` holds.
+  template <bool kFirst = false>
   static __device__ __forceinline__ void add(float* sum, int4 vector, float factor) {
-    sum[0] = fmaf(factor, __int_as_float(vector.x), sum[0]);
-    sum[1] = fmaf(factor, __int_as_float(vector.y), sum[1]);
-    sum[2] = fmaf(factor, __int_as_float(vector.z), sum[2]);
-    sum[3] = fmaf(factor, __int_as_float(vector.w), sum[3]);
+    sum[0] = fmaf(factor, __int_as_float(vector.x), kFirst ? 0.0f : sum[0]);
+    sum[1] = fmaf(factor, __int_as_float(vector.y), kFirst ? 0.0f : sum[1]);
+    sum[2] = fmaf(factor, __int_as_float(vector.z), kFirst ? 0.0f : sum[2]);
+    sum[3] = fmaf(factor, __int_as_float(vector.w), kFirst ? 0.0f : sum[3]);
   }
   static __device__ __forceinline__ int4 narrow(const float* sum) {
     return make_int4(__float_as_int(sum[0]), __float_as_int(sum[1]), __float_as_int(sum[2]), __float_as_int(sum[3]));
@@ -55,11 +57,12 @@ struct Sixteen {
     widen_pair(to + 4, vector.z);
     widen_pair(to + 6, vector.w);
   }
+  template <bool kFirst = false>
   static __device__ __forceinline__ void add(float* sum, int4 vector, float factor) {
-    add_pair(sum + 0, vector.x, factor);
-    add_pair(sum + 2, vector.y, factor);
-    add_pair(sum + 4, vector.z, factor);
-    add_pair(sum + 6, vector.w, factor);
+    add_pair<kFirst>(sum + 0, vector.x, factor);
+    add_pair<kFirst>(sum + 2, vector.y, factor);
+    add_pair<kFirst>(sum + 4, vector.z, factor);
+    add_pair<kFirst>(sum + 6, vector.w, factor);
   }
   static __device__ __forceinline__ int4 narrow(const float* sum) {
     return make_int4(Pair::narrow(sum[0], sum[1]), Pair::narrow(sum[2], sum[3]), Pair::narrow(sum[4], sum[5]),
@@ -72,10 +75,11 @@ struct Sixteen {
     to[0] = pair.x;
     to[1] = pair.y;
   }
+  template <bool kFirst>
   static __device__ __forceinline__ void add_pair(float* sum, int32_t word, float factor) {
     const float2 pair = Pair::widen(word);
-    sum[0] = fmaf(factor, pair.x, sum[0]);
-    sum[1] = fmaf(factor, pair.y, sum[1]);
+    sum[0] = fmaf(factor, pair.x, kFirst ? 0.0f : sum[0]);
+    sum[1] = fmaf(factor, pair.y, kFirst ? 0.0f : sum[1]);
   }
 };
 using BFloat16 = Sixteen<BFloat16Pair>;

@@ -95,6 +95,17 @@ __device__ __forceinline__ uint32_t atom_add_acq_rel_gpu(uint32_t* to, uint32_t 
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
   return before;
 }
+// For one lane: adds to a word, and waits for what was there only where that is used. Told that several lanes may add
+// to one word, ptxas adds for all of them at once and deals the answer out, and so waits there and then; threadIdx.y,
+// which is 0, keeps it from knowing that the word is the same.
+__device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* to, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(to + threadIdx.y), "r"(value)
+               : "memory");
+  return before;
+}
 __device__ __forceinline__ uint64_t atom_cas_relaxed_gpu(uint64_t* to, uint64_t expected, uint64_t value) {
   uint64_t before;
   asm volatile("atom.cas.relaxed.gpu.global.b64 %0, [%1], %2, %3;"

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
       open_destinations(run, kCombinePool, args.header);
       signal_chunks(run, kCombinePool, progress, cut.warps, PushedChunks{run, meta, order, cut.parts});
     } else {
-      PushJob job(run, args, meta, order, cut, progress);
+      PushJob job(run, args, order, cut, progress);
       reduce_rows<Element, kBulk>(job, run, cut);
     }
   }

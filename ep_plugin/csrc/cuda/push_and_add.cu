@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
                         const __grid_constant__ Cut push_cut, const __grid_constant__ Cut add_cut) {
   __shared__ Order order;
   __shared__ Progress progress;
+  __shared__ int32_t bases[kMaxRanks];
   const Comm& comm = push.comm;
   const Meta meta = meta_of(comm, push.routing);
   const Run pushing = enter(comm, kCombine), adding = enter(comm, kAdd);
@@ -31,13 +32,13 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
   if (ok) {
     const bool may_write = destination_has_read(pushing, kCombinePool), fits = pushes_fit(push, meta);
     order.make(comm, meta);
-    ok = partials_fit(adding, add) && may_send(may_write && fits);
+    ok = partials_fit(adding, add, bases) && may_send(may_write && fits);
   }
   if (ok) {
     if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks == 0) hold_at_gate(pushing);
     __syncwarp();
     if (warp_id() < push_cut.warps) {
-      PushJob job(pushing, push, meta, order, push_cut, progress);
+      PushJob job(pushing, push, order, push_cut, progress);
       reduce_rows<Element, kBulk>(job, pushing, push_cut);
     } else if (warp_id() == push_cut.warps) {
       tell_started(pushing, kCombinePool);
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
       signal_chunks(pushing, kCombinePool, progress, push_cut.warps,
                     PushedChunks{pushing, meta, order, push_cut.parts});
     } else if (open_sources_of_warp(adding, kCombinePool, add.header, nullptr)) {
-      AddJob job(adding, add, add_cut);
+      AddJob job(adding, add, add_cut, bases);
       reduce_rows<Element, kBulk>(job, adding, add_cut);
     }
   }

@@ -12,6 +12,8 @@ namespace ep::cuda {
 struct Order {
   int32_t begin[kMaxChunks * kMaxRanks + 1];  // number of the first row of (chunk, owner's turn)
   int32_t slot[kMaxChunks * kMaxRanks];       // its slot
+  uint8_t owner[kMaxChunks * kMaxRanks];
+  int32_t moved[kMaxRanks];  // from a slot here to the one in the pool of that owner
   int chunks;
 
   // All threads; joins them.
@@ -26,6 +28,8 @@ struct Order {
       const bool here = chunk < num_chunks(tokens);
       slot[i] = offset + (here ? before : 0);
       begin[i + 1] = here ? end - before : 0;
+      this->owner[i] = static_cast<uint8_t>(owner);
+      if (chunk == 0) moved[owner] = meta.push_base[owner] - offset;
     }
     __syncthreads();
     if (warp_id() == 0) add_up(comm, meta);
@@ -75,28 +79,25 @@ class PushJob {
  public:
   struct Row {
     int32_t slot;
-    int32_t owner;
     int32_t piece;
+    char* target;
   };
 
-  __device__ PushJob(const Run& run, const PushArgs& args, const Meta& meta, const Order& order, const Cut& cut,
-                     Progress& progress)
+  __device__ PushJob(const Run& run, const PushArgs& args, const Order& order, const Cut& cut, Progress& progress)
       : run_(run),
         args_(args),
-        meta_(meta),
         lay_(partial_layout_of(args.header)),
         order_(order),
         parts_(cut.parts),
-        rows_(run, kCombinePool, order.begin[kMaxChunks * run.comm.num_ranks] * parts_,
-              team_of_warps(cut.first_warp, cut.warps), progress),
+        rows_(run, kCombinePool, order.begin[kMaxChunks * run.comm.num_ranks] * parts_, cut, progress),
         flat_(args.routing.layout == kFlat) {}
 
   __device__ Next next(bool may_block, Row* row) {
-    if (!may_block && !looked_) return kNotYet;
+    if (!may_block && next_.slot == kNotLooked) return kNotYet;
     look();
-    if (!found_) return kEnd;
+    if (next_.slot == kNone) return kEnd;
     *row = next_;
-    looked_ = false;
+    next_.slot = kNotLooked;
     return kRow;
   }
 
@@ -114,12 +115,11 @@ class PushJob {
     if (place_ >= 0) terms[place_].factor = weight_;
   }
 
-  __device__ const char* source(int32_t term_row) const { return at<char>(args_.y, term_row * args_.header.row_bytes); }
-  __device__ const char* bias(const Row&) const { return nullptr; }
-  __device__ char* target(const Row& row) const {
-    const int64_t index = static_cast<int64_t>(meta_.push_base[row.owner]) + row.slot - meta_.recv_offset[row.owner];
-    return at<char>(args_.comm.pool[kCombinePool][row.owner], index * lay_.bytes);
+  __device__ const char* source(int32_t term_row) const {
+    return at<char>(args_.y, int64_t{term_row} * static_cast<int32_t>(args_.header.row_bytes));
   }
+  __device__ const char* bias(const Row&) const { return nullptr; }
+  __device__ char* target(const Row& row) const { return row.target; }
 
   __device__ void finish(const Row& row) const {
     if (args_.header.weight_bytes != 0 && row.piece == 0) write_extra(row);
@@ -127,17 +127,21 @@ class PushJob {
   __device__ void completed(uint32_t results) { rows_.written(results); }
 
  private:
+  static constexpr int32_t kNotLooked = -1, kNone = -2;  // in place of a slot
+
   // Finds the next row, and begins to load its first pairs.
   __device__ void look() {
-    if (looked_) return;
-    looked_ = true;
+    if (next_.slot != kNotLooked) return;
     const int32_t part = rows_.next();
-    found_ = part != kNoMore;
-    if (!found_) return;
+    next_.slot = kNone;
+    if (part == kNoMore) return;
     const int32_t number = parts_ == 1 ? part : part / parts_;
     while (number >= order_.begin[item_ + 1]) ++item_;
-    next_ = Row{order_.slot[item_] + number - order_.begin[item_],
-                Order::owner_of(run_.comm, item_ % run_.comm.num_ranks), parts_ == 1 ? 0 : part % parts_};
+    const int32_t slot = order_.slot[item_] + number - order_.begin[item_];
+    const int owner = order_.owner[item_];
+    next_ = Row{slot, parts_ == 1 ? 0 : part % parts_,
+                at<char>(args_.comm.pool[kCombinePool][owner],
+                         int64_t{slot + order_.moved[owner]} * static_cast<int32_t>(lay_.bytes))};
     from_ = lane_id() < args_.routing.topk ? recv_row(next_, lane_id()) : -1;
   }
 
@@ -215,17 +219,15 @@ class PushJob {
 
   const Run& run_;
   const PushArgs& args_;
-  const Meta& meta_;
   const PartialLayout lay_;
   const Order& order_;
   const int parts_;  // of a row
   RowQueue rows_;
   const bool flat_;
-  int item_ = 0;  // of order_, that the row found last belongs to
-  bool looked_ = false, found_ = false;
-  Row next_{};         // found last
-  int32_t from_ = -1;  // recv_row of this lane's pair of it
-  int place_ = -1;     // of this lane's pair among its terms
+  int item_ = 0;                      // of order_, that the row found last belongs to
+  Row next_{kNotLooked, 0, nullptr};  // found last
+  int32_t from_ = -1;                 // recv_row of this lane's pair of it
+  int place_ = -1;                    // of this lane's pair among its terms
   float weight_ = 0.0f;
 };
 

@@ -60,15 +60,16 @@ struct Sums {
 #pragma unroll
       for (int i = 0; i < Element::kPerVector; ++i) of[v][i] = 0.0f;
   }
-  // `vectors` 16-byte vectors of a row, in shared or (kGlobal) global memory. All loads before the first use.
-  template <bool kGlobal>
+  // `vectors` 16-byte vectors of a row, in shared or (kGlobal) global memory. All loads before the first use. kFirst:
+  // to nothing.
+  template <bool kGlobal, bool kFirst = false>
   __device__ __forceinline__ void add(const char* from, int vectors, float factor) {
     const int4* row = reinterpret_cast<const int4*>(from) + lane_id();
     int4 held[kMost];
 #pragma unroll
     for (int v = 0; v < kMost; ++v) held[v] = has(v, vectors) ? load<kGlobal>(row + v * kWarp) : make_int4(0, 0, 0, 0);
 #pragma unroll
-    for (int v = 0; v < kMost; ++v) Element::add(of[v], held[v], factor);
+    for (int v = 0; v < kMost; ++v) Element::template add<kFirst>(of[v], held[v], factor);
   }
   __device__ __forceinline__ void store(char* to, int vectors) const {
 #pragma unroll
@@ -93,7 +94,7 @@ struct Sums {
 template <class Element, int kExact, class Job>
 __device__ __forceinline__ void write_piece(const Job& job, const typename Job::Row& row, const Cut& cut, int piece,
                                             Sums<Element, kExact>& sums) {
-  const int vectors = static_cast<int>(cut.piece_size(piece) / 16);
+  const int vectors = cut.piece_size(piece) / kVectorBytes;
   const char* bias = job.bias(row);
   if (bias != nullptr) sums.template add<true>(bias + cut.piece_begin(piece), vectors, 1.0f);
   sums.store(job.target(row) + cut.piece_begin(piece), vectors);
@@ -118,10 +119,9 @@ class BulkReducer {
     while (find_next(true)) {
       row_ = next_row_;
       count_ = next_count_;
-      has_next_ = false;
+      next_count_ = kNoNext;
       turn_ ^= 1;
-      if (!load_next_) begin_loads(row_, count_, turn_);
-      load_next_ = false;
+      if (load_terms_ != lists_.of(turn_)) begin_loads(row_, count_, turn_);
       job_.settle(row_, lists_.of(turn_));
       __syncwarp();
       const int units = cut_.units();
@@ -138,17 +138,17 @@ class BulkReducer {
 
  private:
   __device__ bool find_next(bool may_block) {
-    if (has_next_) return true;
+    if (next_count_ != kNoNext) return true;
     if (job_.next(may_block, &next_row_) != kRow) return false;
     __syncwarp();
     next_count_ = job_.describe(next_row_, lists_.of(turn_ ^ 1));
     __syncwarp();
-    return has_next_ = true;
+    return true;
   }
 
   // Widths in use are cut into pieces of these many vectors for each lane.
   __device__ __forceinline__ bool sum_piece(int piece) {
-    const int64_t bytes = cut_.piece_size(piece);
+    const int32_t bytes = cut_.piece_size(piece);
     if (bytes == 7 * kLanesBytes) return sum_exactly<7>(piece);
     if (bytes == 6 * kLanesBytes) return sum_exactly<6>(piece);
     if (bytes == 4 * kLanesBytes) return sum_exactly<4>(piece);
@@ -159,17 +159,26 @@ class BulkReducer {
   __device__ __forceinline__ bool sum_exactly(int piece) {
     load_ahead();
     Sums<Element, kExact> sums;
-    sums.clear();
-    const int vectors = static_cast<int>(cut_.piece_size(piece) / kVectorBytes);
+    const int vectors = cut_.piece_size(piece) / kVectorBytes;
     const Term* terms = lists_.of(turn_);
-    for (int t = 0; t < count_; ++t) {
-      if (ring_.loading() == 0) fill_stages();
-      if (!ring_.wait(run_)) return false;
-      sums.template add<false>(ring_.stage(ring_.taken), vectors, terms[t].factor);
-      __syncwarp();
-      ++ring_.taken;
+    if (count_ == 0)
+      sums.clear();
+    else if (!take_term<true>(sums, vectors, terms[0].factor))
+      return false;
+    for (int t = 1; t < count_; ++t) {
+      // Some at a time, since each costs sums their place in the queue, and before there are none.
+      if (load_left_ > 0 && ring_.loading() <= kReduceStages / 2) fill_stages();
+      if (!take_term<false>(sums, vectors, terms[t].factor)) return false;
     }
     write_piece(job_, row_, cut_, piece, sums);
+    return true;
+  }
+  template <bool kFirst, int kExact>
+  __device__ __forceinline__ bool take_term(Sums<Element, kExact>& sums, int vectors, float factor) {
+    if (!ring_.wait(run_)) return false;
+    sums.template add<false, kFirst>(ring_.stage(ring_.taken), vectors, factor);
+    __syncwarp();
+    ++ring_.taken;
     return true;
   }
 
@@ -177,8 +186,7 @@ class BulkReducer {
   // no sums are held, which leave no registers to find a row in.
   __device__ __forceinline__ void load_ahead() {
     fill_stages();
-    if (load_left_ > 0 || load_next_ || !find_next(false)) return;
-    load_next_ = true;
+    if (load_left_ > 0 || load_terms_ != lists_.of(turn_) || !find_next(false)) return;
     begin_loads(next_row_, next_count_, turn_ ^ 1);
     fill_stages();
   }
@@ -188,9 +196,9 @@ class BulkReducer {
     if (lane_id() < units) {
       const uint32_t unit = load_unit_ + lane_id();
       const uint32_t turn = load_count_ == 1 ? unit : __umulhi(unit, load_inverse_);
-      const int64_t begin = cut_.piece_begin(load_piece_ + static_cast<int>(turn)), left = cut_.bytes - begin;
+      const int piece = load_piece_ + static_cast<int>(turn);
       const Term& term = load_terms_[unit - turn * load_count_];
-      ring_.fill(ring_.issued + lane_id(), job_.source(term.row) + begin, min(left, int64_t{cut_.piece_bytes}));
+      ring_.fill(ring_.issued + lane_id(), job_.source(term.row) + cut_.piece_begin(piece), cut_.piece_size(piece));
     }
     __syncwarp();
     ring_.issued += units;
@@ -206,22 +214,22 @@ class BulkReducer {
     if (count > 1) load_inverse_ = UINT32_MAX / count + 1;  // units are few enough for it to be exact
   }
 
+  static constexpr int kNoNext = -1;  // in place of a count of terms
+
   Job& job_;
   const Run& run_;
   const Cut& cut_;
   Ring<kReduceStages> ring_;
   TermLists lists_;
   typename Job::Row row_{}, next_row_{};
-  int count_ = 0, next_count_ = 0;
-  const Term* load_terms_ = nullptr;            // of the row being loaded, whose units are piece by piece its terms'
+  int count_ = 0, next_count_ = kNoNext;
+  const Term* load_terms_ = nullptr;  // of the row being loaded, this one or the next: by pieces, and in each by terms
   uint32_t load_count_ = 0, load_inverse_ = 0;  // of terms
   int load_piece_ = 0;                          // its first
   uint32_t load_unit_ = 0;
   int load_left_ = 0;  // units
   int turn_ = 0;
   uint32_t results_ = 0;  // written
-  bool has_next_ = false;
-  bool load_next_ = false;  // loads have moved on to the next row
 };
 
 template <class Element, class Job>
@@ -237,7 +245,7 @@ __device__ void reduce_rows_plain(Job& job, const Cut& cut) {
     for (int piece = row.piece; piece < row.piece + cut.units(); ++piece) {
       Sums<Element, 0> sums;
       sums.clear();
-      const int vectors = static_cast<int>(cut.piece_size(piece) / 16);
+      const int vectors = cut.piece_size(piece) / kVectorBytes;
       for (int t = 0; t < count; ++t)
         sums.template add<true>(job.source(terms[t].row) + cut.piece_begin(piece), vectors, terms[t].factor);
       write_piece(job, row, cut, piece, sums);

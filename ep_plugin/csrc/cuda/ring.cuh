@@ -11,7 +11,7 @@ namespace ep::cuda {
 
 // How rows are cut and what a warp needs of shared memory; computed by the host from the launch's limits.
 struct Cut {
-  int64_t bytes;        // of a row, with what travels beside it
+  int32_t bytes;        // of a row, with what travels beside it
   int32_t warps;        // of a CTA, that have a ring each
   int32_t pieces;       // of a row
   int32_t piece_bytes;  // all but the last, a multiple of 16
@@ -22,10 +22,10 @@ struct Cut {
   int64_t shared_begin = 0;  // where its shared memory begins, a multiple of kSlotAlign
   int32_t parts = 1;         // of a row, which warps take one by one: 1, or as many as pieces
 
-  EP_HD int units() const { return pieces / parts; }  // of a part
-  EP_HD int64_t piece_begin(int piece) const { return static_cast<int64_t>(piece) * piece_bytes; }
-  EP_HD int64_t piece_size(int piece) const {
-    const int64_t left = bytes - piece_begin(piece);
+  EP_HD int units() const { return parts == 1 ? pieces : 1; }  // of a part
+  EP_HD int32_t piece_begin(int piece) const { return piece * piece_bytes; }
+  EP_HD int32_t piece_size(int piece) const {
+    const int32_t left = bytes - piece_begin(piece);
     return left < piece_bytes ? left : piece_bytes;
   }
   EP_HD int64_t bytes_of_warp() const { return stages * (static_cast<int64_t>(stage_bytes) + 8) + 8 * list_entries; }
@@ -35,7 +35,13 @@ struct Cut {
 
 // Cuts a row into equal pieces of at most `largest` bytes, a multiple of `unit`.
 inline Cut cut_row(int64_t bytes, int64_t largest, int warps, int stages, int list_entries, int64_t unit = kRowAlign) {
-  Cut cut{bytes, warps, static_cast<int32_t>(ceil_div(bytes, largest / unit * unit)), 0, 0, stages, list_entries};
+  Cut cut{static_cast<int32_t>(bytes),
+          warps,
+          static_cast<int32_t>(ceil_div(bytes, largest / unit * unit)),
+          0,
+          0,
+          stages,
+          list_entries};
   cut.piece_bytes = static_cast<int32_t>(align_up(ceil_div(bytes, cut.pieces), unit));
   cut.stage_bytes = static_cast<int32_t>(align_up(cut.piece_bytes, kSlotAlign));
   return cut;
@@ -67,7 +73,7 @@ inline Cut cut_in_parts(int64_t bytes, int64_t head, int most, int stages, int l
 
 // Without bulk copies there are no stages, and a row is one piece.
 inline Cut uncut(int64_t bytes, int warps, int list_entries) {
-  return Cut{bytes, warps, 1, static_cast<int32_t>(bytes), 0, 0, list_entries};
+  return Cut{static_cast<int32_t>(bytes), warps, 1, static_cast<int32_t>(bytes), 0, 0, list_entries};
 }
 
 extern __shared__ __align__(128) char dynamic_shared[];

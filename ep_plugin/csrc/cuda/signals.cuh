@@ -12,7 +12,7 @@
 // release at device scope; the last one stores the flags with release at system scope. So a chunk costs one system
 // fence per CTA, and no warp that moves rows waits for it.
 #pragma once
-#include "sync.cuh"
+#include "ring.cuh"
 
 namespace ep::cuda {
 
@@ -31,28 +31,25 @@ struct Progress {
 // One warp's rows.
 class RowQueue {
  public:
-  __device__ RowQueue(const Run& run, Pool pool, int64_t rows, const Team& team, Progress& progress)
-      : counter_(&state_of(run.comm).next_row[pool]),
-        rows_(static_cast<uint32_t>(rows)),
-        given_first_(static_cast<uint32_t>(team.size)),
-        progress_(progress),
-        answer_(static_cast<uint32_t>(team.index)) {}
+  // `cut`: of the warps that share the rows, in each CTA.
+  __device__ RowQueue(const Run& run, Pool pool, int64_t rows, const Cut& cut, Progress& progress)
+      : run_(run), pool_(pool), cut_(cut), rows_(static_cast<uint32_t>(rows)), progress_(progress) {
+    answer_ = static_cast<uint32_t>(team().index - team().size);
+  }
 
   // Begins to ask for the next row. The answer takes its time, and nobody waits for it before next().
   __device__ void ask() {
-    if (ended_ || asked_) return;
-    if (lane_id() == 0) answer_ = given_first_ + atomicAdd(counter_, 1u);
+    if (asked_) return;
+    if (lane_id() == 0) answer_ = ptx::atom_add_relaxed_gpu(&state_of(run_.comm).next_row[pool_], 1);
     asked_ = true;
   }
 
-  // The next row, or kNoMore.
+  // The next row, or kNoMore, then for good.
   __device__ int32_t next() {
     ask();
-    if (ended_) return kNoMore;
-    const uint32_t row = __shfl_sync(kAllLanes, answer_, 0);
+    const uint32_t row = answer();
+    if (row >= rows_) return kNoMore;
     asked_ = false;
-    ended_ = row >= rows_;
-    if (ended_) return kNoMore;
     if (lane_id() == static_cast<int>(given_ % kWarp)) kept_ = static_cast<int32_t>(row);
     ++given_;
     return static_cast<int32_t>(row);
@@ -64,21 +61,25 @@ class RowQueue {
     int32_t first = kNoMore;
     if (rows < given_)
       first = __shfl_sync(kAllLanes, kept_, static_cast<int>(rows % kWarp));
-    else if (!ended_)
+    else if (!asked_ || answer() < rows_)
       first = given_ == 0 ? 0 : 1 + __shfl_sync(kAllLanes, kept_, static_cast<int>((rows - 1) % kWarp));
     if (lane_id() == 0) ptx::raise_release_cta(progress_.first + warp_id(), first);
   }
 
  private:
-  uint32_t* const counter_;
+  // Each of its warps has a first row of its own, before those that the counter gives out.
+  __device__ Team team() const { return team_of_warps(cut_.first_warp, cut_.warps); }
+  __device__ uint32_t answer() const { return __shfl_sync(kAllLanes, answer_, 0) + static_cast<uint32_t>(team().size); }
+
+  const Run& run_;
+  const Pool pool_;
+  const Cut& cut_;
   const uint32_t rows_;
-  const uint32_t given_first_;  // rows that warps begin with
   Progress& progress_;
   int32_t kept_ = 0;  // rows under way, a lane keeps each
   uint32_t given_ = 0;
-  uint32_t answer_;  // lane 0
+  uint32_t answer_;  // lane 0: what the counter said, so that nothing is done with it before it is needed
   bool asked_ = true;
-  bool ended_ = false;
 };
 
 // Tells `owner` that rows [begin, end) of this rank's chunk lie there.
