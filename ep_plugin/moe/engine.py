@@ -30,9 +30,9 @@ DISPATCH_POOL, COMBINE_POOL = _C.Pool.DISPATCH, _C.Pool.COMBINE
 # quantize_sms: of a send that quantises, which computes for longer than it stores; dispatch_sms goes before it. Batches
 # of at most SMALL_BATCH_TOKENS do not fill the links, and are done sooner the more warps they have. Two ranks store
 # more within a GPU than across their link, and want more SMs.
-DEFAULT_SMS = {"dispatch_sms": 10, "quantize_sms": 20, "expand_sms": 64, "combine_sms": 20, "add_sms": 24}
+DEFAULT_SMS = {"dispatch_sms": 10, "quantize_sms": 20, "expand_sms": 64, "combine_sms": 17, "add_sms": 24}
 SMALL_BATCH_SMS = {"dispatch_sms": 20, "quantize_sms": 32, "expand_sms": 64, "combine_sms": 32, "add_sms": 64}
-SMS_OF_TWO = {"dispatch_sms": 15, "combine_sms": 24}
+SMS_OF_TWO = {"dispatch_sms": 15, "combine_sms": 32, "add_sms": 32}
 SMALL_BATCH_SMS_OF_TWO = {"dispatch_sms": 32, "combine_sms": 40, "add_sms": 48}
 SMALL_BATCH_TOKENS = 1024
 RUN_TOGETHER = (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms"))

@@ -14,7 +14,7 @@ namespace ep::cuda {
 namespace {
 
 // An expert's rows are about twice as many as partial rows.
-constexpr int kPushWarps = 11;
+constexpr int kPushWarps = 10;
 constexpr int kAddWarps = kReduceWarps - 1 - kPushWarps;
 
 template <class Element, bool kBulk>
