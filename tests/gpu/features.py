@@ -1,4 +1,4 @@
-"""What else must hold on GPUs: gradients, scales, capacities, several operations under way, company on the device."""
+"""What else must hold on GPUs: scales, capacities, several operations under way, company on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from ep_plugin.moe.reference import ReferenceOutput, reference_dispatch, reference_quantize
 from tests.gpu.checks import (
     CASES,
-    FLAT,
     ONE_KERNEL,
     TOKEN_MAJOR,
     Case,
@@ -30,38 +29,7 @@ from tests.gpu.checks import (
     make_inputs,
 )
 from tests.gpu.early import changes_lanes, expands_early, grows_unevenly
-
-
-def gradients(rank: int, size: int) -> None:
-    """Gradients of x, the weights and the experts' scale, against autograd through the oracle's arithmetic."""
-    for layout, dtype in itertools.product((FLAT, TOKEN_MAJOR), (torch.float32, torch.bfloat16)):
-        case = Case(dtype=dtype, hidden=64, tokens=90, layout=layout)
-        given = make_inputs(case, size, 7)
-        with communicator(case, rank, size, timeout_s=60) as comm:
-            device = comm.engine.device
-            x = given.x[rank].to(device, copy=True).requires_grad_()
-            weights = given.weights[rank].to(device, copy=True).requires_grad_()
-            out, handle = comm.dispatch(x, given.ids[rank].to(device), weights)
-            z = comm.combine(torch.tanh(out.tokens), handle, weights=out.weights)
-            target = torch.linspace(-1, 1, case.hidden, device=device)
-            (z * target).sum().backward()  # by way of gradients that are neither contiguous nor of the rows' dtype
-
-            x_ref = given.x[rank].double().requires_grad_()
-            w_ref = given.weights[rank].double().requires_grad_()
-            kept = (given.ids[rank] >= 0).double()
-            z_ref = torch.tanh(x_ref) * (w_ref * kept).sum(1, keepdim=True)
-            target_ref = target.cpu().double()
-            (z_ref * target_ref).sum().backward()
-            assert x.grad is not None and weights.grad is not None
-            assert x_ref.grad is not None and w_ref.grad is not None
-            # Beside the two roundings of a combine: tanh's own; for x the target's, the weighted row's, that of tanh's
-            # derivative 1 - y * y, whose y * y is off by two; for the weights those of the two rows multiplied.
-            y, share = torch.tanh(given.x[rank].double()).abs(), (given.weights[rank].double() * kept).sum(1, True)
-            assert_close("z", z, z_ref.detach(), y * share, dtype, roundings=3)
-            slopes = target_ref.abs() * (1 + y * y) * share
-            assert_close("x.grad", x.grad, x_ref.grad, slopes, dtype, roundings=7)
-            products = (target_ref.abs() * y).sum(1, True) * kept
-            assert_close("weights.grad", weights.grad, w_ref.grad, products, dtype)
+from tests.gpu.gradients import gradients
 
 
 def same_bits(rank: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""One rank of a small dispatch and combine, gather and reduction, for compute-sanitizer, which
+"""One rank of a small dispatch and combine, their backward, a gather and a reduction, for compute-sanitizer, which
 watches the process it starts.
 
 `python tests/gpu/small_case.py RANK SIZE STORE`, where STORE is a file that all ranks name and none has used before.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.gpu import checks, collectives
+from tests.gpu import checks, collectives, gradients
 
 
 def small(rank: int, size: int) -> None:
@@ -22,6 +23,7 @@ def small(rank: int, size: int) -> None:
         case = checks.Case(tokens=70, hidden=256, topk=3, experts_per_rank=4, layout=layout)
         with checks.communicator(case, rank, size, timeout_s=120) as comm:
             checks.check_round(comm, case, seed=1)
+    gradients.check_gradients(rank, size, checks.FLAT, torch.bfloat16)
     if size > 1:
         for path in collectives.PATHS:
             collectives.gather_and_scatter_once(rank, size, path)
