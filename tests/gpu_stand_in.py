@@ -95,7 +95,7 @@ def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
     groups = [
         dist.new_group(list(range(first, first + per_node))) for first in range(0, dist.get_world_size(), per_node)
     ]
-    names = ("place_word", "staging_block", "Step")
+    names = ("place_word", "staging_block", "Step", "small_words_bytes", "lane_slots_bytes")
     arguments = ("PushShardArgs", "SumShardsArgs", "SmallShardsArgs")
     stand_in = SimpleNamespace(**dict.fromkeys(arguments, Arguments), **{name: getattr(_C, name) for name in names})
     cuda._C = cuda_gather._C = cuda_sum._C = stand_in
@@ -104,10 +104,10 @@ def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
     node = kind.__new__(kind)
     node._engine, node._path = weakref.proxy(engine), path
     node._lanes = SimpleNamespace(enter=lambda: 0, capturing=lambda: False)
-    node._staging, node._step = None, STAGING_BYTES // engine.node_size // 16 * 16
+    node._step = STAGING_BYTES // engine.node_size // 16 * 16
     node._calls = Calls(engine)
-    node._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
-    node._slots = engine.memory.allocate(_C.lane_slots_bytes(engine.node_size, max(1, engine.sum_sms)), "slots")
+    node._workspaces = {}
+    engine.sum_sms = max(1, engine.sum_sms)
     node.stream_words = SimpleNamespace(addresses=[])
     node._kept, node._changes = {}, 0
     node.number, node.words, node.pending = 0, torch.zeros(2, dtype=torch.int64), deque()

@@ -29,8 +29,8 @@ def _on_a_device(made: Collective, path: str = "copy_engine") -> Collective:
     as_on_gpus(made, path, dist.get_world_size())
     engine = made.engine_on(torch.device("cpu"))
     engine.kernels = _Device()
-    if engine.gathers:
-        engine.inside._staging_block()  # the first gather that needs it meets the others
+    for name in ("words", "staging" if engine.gathers else "slots"):
+        engine.inside._workspace(name, 1 << 20)  # the first operation that needs it meets the others
     return made
 
 

@@ -7,6 +7,7 @@ judged here; kernels, streams and handshakes are judged in tests/gpu.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,6 +100,7 @@ def _captured(rank: int, size: int, path: str) -> None:
     engine = gather.engine_on(torch.device("cpu"))
     whole = gather.allocate(size * 100, FP32).fill_(1.0)
     used = whole.data_ptr()
+    gather(whole, torch.ones(100))  # as before any capture
     engine.lanes.capturing = engine.inside._lanes.capturing = lambda: True
     gather(whole, torch.ones(100))
     engine.lanes.capturing = engine.inside._lanes.capturing = lambda: False
@@ -164,18 +166,42 @@ def _stages_late(rank: int) -> None:
     allocated, other = gather.allocate(2 * COUNTS[-1], BF16), poisoned(2 * COUNTS[-1], BF16)
     mine = shard(0, rank, COUNTS[-1], BF16)
     gather(allocated, mine)
-    assert node._staging is None, "memory for what has never been asked for"
-    node._lanes.capturing = lambda: True
-    with pytest.raises(CaptureRefused, match="expected an output from `allocate`, or one such gather before"):
-        gather(other, mine)
-    node._lanes.capturing = lambda: False
-    gather(other, mine)
+    assert not node._workspaces, "memory for what has never been asked for"
+    _makes_first(node, "staging", lambda: gather(other, mine))
     assert same_bits(other, allocated) and kernels.pushed[-1].landing != 0
     gather.close()
 
 
+def _makes_first(node: Any, name: str, operation: Callable[[], object]) -> None:
+    """The first such operation makes the memory, which a capture cannot do."""
+    before = set(node._workspaces)
+    node._lanes.capturing = lambda: True
+    with pytest.raises(CaptureRefused, match=f"expected one operation .* before a CUDA graph .* makes {name}"):
+        operation()
+    node._lanes.capturing = lambda: False
+    operation()
+    assert set(node._workspaces) - before == {name}
+
+
 def test_staging_is_made_when_it_is_needed() -> None:
     values(run_ranks(2, _stages_late))
+
+
+def _works_late(rank: int) -> None:
+    with HierarchicalAllGather() as gather, HierarchicalReduceScatter() as scatter:
+        for made in (gather, scatter):
+            as_on_gpus(made, "auto", 2)
+        of_gather, of_scatter = (made.engine_on(torch.device("cpu")).inside for made in (gather, scatter))
+        few, total = torch.full((4,), rank + 1.0), torch.empty(2)
+        _makes_first(of_gather, "words", lambda: gather(torch.empty(8), few))
+        _makes_first(of_scatter, "words", lambda: scatter(total, few))
+        many, large = torch.full((2 * COUNTS[-1],), rank + 1.0), torch.empty(COUNTS[-1])
+        _makes_first(of_scatter, "slots", lambda: scatter(large, many))
+        assert total.tolist() == [3.0, 3.0] and bool((large == 3.0).all())
+
+
+def test_words_and_slots_are_made_when_they_are_needed() -> None:
+    values(run_ranks(2, _works_late))
 
 
 @pytest.mark.parametrize("path", ["auto", "sm"])

@@ -18,6 +18,8 @@ from ep_plugin import _C
 from ep_plugin.collectives.calls import Calls
 from ep_plugin.collectives.chunks import addresses_of
 from ep_plugin.engine import stream_of
+from ep_plugin.errors import CaptureRefused
+from ep_plugin.memory.peer import PeerBuffer
 
 if TYPE_CHECKING:
     from ep_plugin.collectives.engine import CollectiveEngine
@@ -124,13 +126,26 @@ class CudaNode:
         self._lanes = lanes
         self._path = engine.path
         self._calls = Calls(engine)
-        self._words = engine.memory.allocate(_C.small_words_bytes(engine.node_size), "words")
+        self._workspaces: dict[str, PeerBuffer] = {}
 
     @property
     def engine(self) -> CollectiveEngine:
         return self._engine
 
     def close(self) -> None: ...
+
+    def _workspace(self, name: str, nbytes: int) -> tuple[int, ...]:
+        """Where each rank's `name` lies, peer memory of `nbytes` that is made when the first operation needs it, which
+        is collective then."""
+        made = self._workspaces.get(name)
+        if made is None:
+            if self._lanes.capturing():
+                raise CaptureRefused(
+                    f"{self._engine.name}: expected one operation of this kind, size and memory before a CUDA graph is "
+                    f"captured, got the first, which makes {name}"
+                )
+            made = self._workspaces[name] = self._engine.memory.allocate(nbytes, name)
+        return made.ptrs
 
     def _is_small(self, nbytes: int) -> bool:
         return is_small(self._path, nbytes, self._engine.node_size)
@@ -148,7 +163,7 @@ class CudaNode:
             num_ctas=small_ctas(nbytes, engine.node_size),
             stream=self._lanes.enter(),
         )
-        args.set_words(list(self._words.ptrs))
+        args.set_words(list(self._workspace("words", _C.small_words_bytes(engine.node_size))))
         args.set_inputs(addresses_of(inputs))
         args.set_outputs(addresses_of(outputs))
         engine.kernels.small_shards(args)

@@ -1,7 +1,6 @@
 """All-gather inside a node on GPUs: shards are pushed into the peers' outputs.
 
-Outputs that peers have not mapped go through a staging block, piece by piece, which is made when the first such output
-comes.
+Outputs that peers have not mapped go through a staging block, piece by piece.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from ep_plugin.collectives import watchdog
 from ep_plugin.collectives.chunks import addresses_of, key_of
 from ep_plugin.collectives.cuda import MOST_KEPT, CudaNode, StreamLanes, push_ctas
 from ep_plugin.collectives.stream_words import StreamWords
-from ep_plugin.errors import CaptureRefused
 from ep_plugin.memory.exchange import Exchange
-from ep_plugin.memory.peer import PeerBuffer
 
 if TYPE_CHECKING:
     from ep_plugin.collectives.engine import CollectiveEngine
@@ -42,7 +39,6 @@ class CudaGatherNode(CudaNode):
 
     def __init__(self, engine: CollectiveEngine, lanes: StreamLanes, node: Exchange) -> None:
         super().__init__(engine, lanes)
-        self._staging: PeerBuffer | None = None
         self._step = STAGING_BYTES // engine.node_size // 16 * 16
         self.number = 0  # of operations by copy engines outside of graphs
         # Begun and finished, see PushShardArgs.
@@ -78,24 +74,13 @@ class CudaGatherNode(CudaNode):
         self._push(push)
 
     def _gather_staged(self, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
-        engine, staging = self._engine, self._staging_block()
+        engine, staging = self._engine, self._workspace("staging", STAGING_BYTES)
         for begin in range(0, shard.numel(), self._step):
             part = shard[begin : begin + self._step]
             targets = [address + engine.index * part.numel() for address in staging]
             parts = [output[begin : begin + self._step] for output in outputs]
             place = _C.staging_block, 0, 0
             self._push(self._push_of(part, parts, targets, place, staging[engine.index]))
-
-    def _staging_block(self) -> tuple[int, ...]:
-        """Where each rank's lies. Collective when it is asked for first."""
-        if self._staging is None:
-            if self._lanes.capturing():
-                raise CaptureRefused(
-                    f"{self._engine.name}: expected an output from `allocate`, or one such gather before a CUDA graph "
-                    "is captured, got the first into memory that peers have not mapped"
-                )
-            self._staging = self._engine.memory.allocate(STAGING_BYTES, "staging")
-        return self._staging.ptrs
 
     def close(self) -> None:
         watchdog.remove(self)

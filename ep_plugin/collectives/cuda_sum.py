@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 class CudaSumNode(CudaNode):
     def __init__(self, engine: CollectiveEngine, lanes: StreamLanes) -> None:
         super().__init__(engine, lanes)
-        self._slots = engine.memory.allocate(_C.lane_slots_bytes(engine.node_size, engine.sum_sms), "slots")
         self._kept: dict[tuple[int, int, float], Any] = {}
 
     def scatter(self, out: torch.Tensor, shards: Sequence[torch.Tensor], element: int, scale: float) -> None:
@@ -44,6 +43,7 @@ class CudaSumNode(CudaNode):
         key = nbytes, element, scale
         args = self._kept.get(key)
         if args is None:
+            slots = self._workspace("slots", _C.lane_slots_bytes(self._engine.node_size, self._engine.sum_sms))
             if len(self._kept) == MOST_KEPT:
                 self._kept.clear()
             args = self._kept[key] = _C.SumShardsArgs(
@@ -53,5 +53,5 @@ class CudaSumNode(CudaNode):
                 element=element,
                 num_ctas=sum_ctas(nbytes, self._engine.sum_sms),
             )
-            args.set_slots(list(self._slots.ptrs))
+            args.set_slots(list(slots))
         return args
