@@ -28,10 +28,10 @@ _CHUNKS_AHEAD = 4  # on the rails at a time: over NCCL each lands in memory of i
 class HierarchicalAllGather(Collective):
     """All-gather over one process group, in the form that FSDP2's `set_custom_all_gather` takes.
 
-    Outputs from `allocate` are mapped by the peers; any other costs a copy. On GPUs one operation of a kind (up to 1 MiB,
-    above that, into other memory) runs before a CUDA graph is captured with it. Raises ValueError (with the expected and the actual value) before anything is
-    launched, PeerTimeout, PeerAborted and DisagreementError when peers fail or call something else; after such an error
-    every call raises it again, and only `close` works.
+    Outputs from `allocate` are mapped by the peers; any other costs a copy. On GPUs one operation of a kind (up to
+    1 MiB, above that, into other memory) runs before a CUDA graph is captured with it. Raises ValueError (with the
+    expected and the actual value) before anything is launched, PeerTimeout, PeerAborted and DisagreementError when
+    peers fail or call something else; after such an error every call raises it again, and only `close` works.
     """
 
     def __call__(
