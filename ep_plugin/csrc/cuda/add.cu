@@ -1,10 +1,9 @@
 // Add: the partial rows that every rank pushed -> this rank's tokens, summed in the order of those ranks, then bias.
 //
-// Roles. Warps take tokens in turn; a token's chunk must have arrived from every rank. The last CTA tells the ranks
-// that their rows are read. Launched behind admit.
-// Memory order. A chunk's flags are acquired at system scope, the warp joins, and the async proxy is fenced before bulk
-// loads. Consumed words are stored with release after all CTAs' reads.
-// After a fault the outputs are filled with 0xFF bytes.
+// Roles. Warps take tokens as they come; a token's chunk must have arrived from every rank. The last CTA tells the
+// ranks that their rows are read. Launched behind admit. Memory order. A chunk's flags are acquired at system scope,
+// the warp joins, and the async proxy is fenced before bulk loads. Consumed words are stored with release after all
+// CTAs' reads. After a fault the outputs are filled with 0xFF bytes.
 #include "add_job.cuh"
 #include "kernels.h"
 
@@ -19,8 +18,9 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
   const Run run = enter(args.comm, kAdd);
   if (run.ok && partials_fit(run, args, bases) &&
       __syncthreads_and(open_source_of_lane(run, kCombinePool, args.header, nullptr))) {
-    AddJob job(run, args, cut, bases);
-    reduce_rows<Element, kBulk>(job, run, cut);
+    AddJob job(run, args, cut, bases, NextRow(run, kAdded, parts_to_add(args, cut), 0, cut.warps));
+    ReduceRing<kBulk> ring(cut);
+    reduce_rows<Element>(job, run, cut, ring);
   }
   if (last_to_finish(run)) finish_adding(run, args);
 }

@@ -14,28 +14,25 @@ class AddJob {
     int32_t token;
     int32_t piece;
   };
-  // bases: of each rank, where its partial rows begin in this rank's pool; in shared memory.
-  __device__ AddJob(const Run& run, const AddArgs& args, const Cut& cut, const int32_t* bases)
-      : run_(run),
-        args_(args),
-        lay_(partial_layout_of(args.header)),
-        cut_(cut),
-        bases_(bases),
-        part_(static_cast<uint32_t>(team_of_warps(cut.first_warp, cut.warps).index)) {}
+  // bases: of each rank, where its partial rows begin in this rank's pool; in shared memory. parts: which to add next.
+  __device__ AddJob(const Run& run, const AddArgs& args, const Cut& cut, const int32_t* bases, const NextRow& parts)
+      : run_(run), args_(args), lay_(partial_layout_of(args.header)), cut_(cut), bases_(bases), parts_(parts) {}
 
   __device__ Next next(bool may_block, Row* row) {
-    const uint32_t parts = static_cast<uint32_t>(cut_.parts), token = parts == 1 ? part_ : part_ / parts;
-    if (token >= static_cast<uint32_t>(args_.routing.num_tokens)) return kEnd;
+    if (part_ == kNotAsked) part_ = parts_.next();
+    if (part_ == kNoMore) return kEnd;
+    const int32_t token = cut_.parts == 1 ? part_ : part_ / cut_.parts;
     if (token >= ready_end_) {
       const Chunks chunks = chunks_of(args_.routing.num_tokens);
-      const int chunk = chunks.of(static_cast<int>(token));
+      const int chunk = chunks.of(token);
       const Next found = chunk_ready(chunk, may_block);
-      if (found == kEnd) part_ = UINT32_MAX;
+      if (found == kEnd) part_ = kNoMore;
       if (found != kRow) return found;
-      ready_end_ = static_cast<uint32_t>(chunks.end(chunk));
+      ready_end_ = chunks.end(chunk);
     }
-    *row = Row{static_cast<int32_t>(token), parts == 1 ? 0 : static_cast<int32_t>(part_ % parts)};
-    part_ += static_cast<uint32_t>(team_of_warps(cut_.first_warp, cut_.warps).size);
+    *row = Row{token, cut_.parts == 1 ? 0 : part_ % cut_.parts};
+    part_ = kNotAsked;
+    parts_.ask();
     return kRow;
   }
 
@@ -78,6 +75,8 @@ class AddJob {
   }
 
  private:
+  static constexpr int32_t kNotAsked = -1;
+
   // The place of the token's partial row from `rank` among that rank's, or -1.
   __device__ int32_t position_at(int32_t token, int rank) const {
     return at<const int32_t>(args_.routing.send_pos)[static_cast<int64_t>(token) * run_.comm.num_ranks + rank];
@@ -120,9 +119,14 @@ class AddJob {
   const PartialLayout lay_;
   const Cut& cut_;
   const int32_t* const bases_;
-  uint32_t part_;           // the next to take
-  uint32_t ready_end_ = 0;  // tokens before it have arrived
+  NextRow parts_;
+  int32_t part_ = kNotAsked;  // the next to add
+  int32_t ready_end_ = 0;     // tokens before it have arrived
 };
+
+__device__ __forceinline__ int64_t parts_to_add(const AddArgs& args, const Cut& cut) {
+  return int64_t{args.routing.num_tokens} * cut.parts;
+}
 
 // All threads: the partial rows of every rank end within this rank's pool. Where they begin goes to `bases`, in shared
 // memory.
@@ -149,6 +153,7 @@ __device__ inline void finish_adding(const Run& run, const AddArgs& args) {
     fill_bytes(args.extra, tokens * args.routing.topk * 4, 0xFF, threadIdx.x, blockDim.x);
     return;
   }
+  if (threadIdx.x == 0) state_of(run.comm).next_row[kAdded] = 0;
   tell_consumed(run, kCombinePool, static_cast<int>(threadIdx.x));
   advance(run);
 }

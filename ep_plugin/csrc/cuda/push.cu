@@ -36,8 +36,9 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
       open_destinations(run, kCombinePool, args.header);
       signal_chunks(run, kCombinePool, progress, cut.warps, PushedChunks{run, meta, order, cut.parts});
     } else {
-      PushJob job(run, args, order, cut, progress);
-      reduce_rows<Element, kBulk>(job, run, cut);
+      PushJob job(run, args, order, cut, cut.warps, progress);
+      ReduceRing<kBulk> ring(cut);
+      reduce_rows<Element>(job, run, cut, ring);
     }
   }
   if (last_to_finish(run) && !faulted(args.comm)) finish_sending(run, kCombinePool);

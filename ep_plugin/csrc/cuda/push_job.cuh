@@ -83,13 +83,15 @@ class PushJob {
     char* target;
   };
 
-  __device__ PushJob(const Run& run, const PushArgs& args, const Order& order, const Cut& cut, Progress& progress)
+  // For the first `warps` of each CTA.
+  __device__ PushJob(const Run& run, const PushArgs& args, const Order& order, const Cut& cut, int warps,
+                     Progress& progress)
       : run_(run),
         args_(args),
         lay_(partial_layout_of(args.header)),
         order_(order),
         parts_(cut.parts),
-        rows_(run, kCombinePool, order.begin[kMaxChunks * run.comm.num_ranks] * parts_, cut, progress),
+        rows_(NextRow(run, kPushed, order.begin[kMaxChunks * run.comm.num_ranks] * parts_, 0, warps), progress),
         flat_(args.routing.layout == kFlat) {}
 
   __device__ Next next(bool may_block, Row* row) {

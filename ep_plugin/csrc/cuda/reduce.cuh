@@ -18,6 +18,8 @@
 // of terms are kept: of the result being summed, and of the next. Sums leave by ordinary stores: bulk stores would wait
 // in the copy engine behind the loads that run ahead.
 #pragma once
+#include <type_traits>
+
 #include "element.cuh"
 #include "ring.cuh"
 
@@ -112,10 +114,10 @@ struct TermLists {
 template <class Element, class Job>
 class BulkReducer {
  public:
-  __device__ BulkReducer(Job& job, const Run& run, const Cut& cut)
-      : job_(job), run_(run), cut_(cut), ring_(cut), lists_(cut) {}
+  __device__ BulkReducer(Job& job, const Run& run, const Cut& cut, Ring<kReduceStages>& ring)
+      : job_(job), run_(run), cut_(cut), ring_(ring), lists_(cut) {}
 
-  __device__ void all() {
+  __device__ bool all() {
     while (find_next(true)) {
       row_ = next_row_;
       count_ = next_count_;
@@ -127,13 +129,14 @@ class BulkReducer {
       const int units = cut_.units();
       for (int unit = 0; unit < units; ++unit) {
         job_.ahead(unit, units);
-        if (!sum_piece(row_.piece + unit)) return;
+        if (!sum_piece(row_.piece + unit)) return false;
       }
       job_.finish(row_);
       __syncwarp();
       job_.completed(++results_);
     }
     job_.completed(results_);
+    return true;
   }
 
  private:
@@ -219,7 +222,7 @@ class BulkReducer {
   Job& job_;
   const Run& run_;
   const Cut& cut_;
-  Ring<kReduceStages> ring_;
+  Ring<kReduceStages>& ring_;
   TermLists lists_;
   typename Job::Row row_{}, next_row_{};
   int count_ = 0, next_count_ = kNoNext;
@@ -257,12 +260,22 @@ __device__ void reduce_rows_plain(Job& job, const Cut& cut) {
   job.completed(results);
 }
 
-template <class Element, bool kBulk, class Job>
-__device__ __forceinline__ void reduce_rows(Job& job, const Run& run, const Cut& cut) {
-  if constexpr (kBulk)
-    BulkReducer<Element, Job>(job, run, cut).all();
-  else
-    reduce_rows_plain<Element>(job, cut);
+struct NoRing {
+  __device__ explicit NoRing(const Cut&) {}
+};
+// What a warp loads through, for one job after the other.
+template <bool kBulk>
+using ReduceRing = std::conditional_t<kBulk, Ring<kReduceStages>, NoRing>;
+
+// All results of this warp. False: it gave up waiting for its own loads, some of which may be under way.
+template <class Element, class Job>
+__device__ __forceinline__ bool reduce_rows(Job& job, const Run& run, const Cut& cut, Ring<kReduceStages>& ring) {
+  return BulkReducer<Element, Job>(job, run, cut, ring).all();
+}
+template <class Element, class Job>
+__device__ __forceinline__ bool reduce_rows(Job& job, const Run&, const Cut& cut, NoRing&) {
+  reduce_rows_plain<Element>(job, cut);
+  return true;
 }
 
 }  // namespace ep::cuda

@@ -62,7 +62,7 @@ class SendJob {
         lay_(slot_layout_of(args.header)),
         first_slot_(args.comm.rank * region_slots_of(args.comm, args.header)),
         lists_(list_of_warp(cut)),
-        tokens_(run, kDispatchPool, args.routing.num_tokens * cut.parts, cut, progress),
+        tokens_(NextRow(run, kSent, args.routing.num_tokens * cut.parts, cut.first_warp, cut.warps), progress),
         own_(own) {}
 
   __device__ Next next(bool) {

@@ -12,7 +12,7 @@
 // release at device scope; the last one stores the flags with release at system scope. So a chunk costs one system
 // fence per CTA, and no warp that moves rows waits for it.
 #pragma once
-#include "ring.cuh"
+#include "sync.cuh"
 
 namespace ep::cuda {
 
@@ -28,31 +28,62 @@ struct Progress {
   }
 };
 
-// One warp's rows.
-class RowQueue {
+// Whose rows are counted: a sender's, by Pool, or those that are added.
+enum Queue : int32_t { kSent = kDispatchPool, kPushed = kCombinePool, kAdded = 2 };
+
+// Which row a warp takes next: first one of its own, then what nobody has taken.
+class NextRow {
  public:
-  // `cut`: of the warps that share the rows, in each CTA.
-  __device__ RowQueue(const Run& run, Pool pool, int64_t rows, const Cut& cut, Progress& progress)
-      : run_(run), pool_(pool), cut_(cut), rows_(static_cast<uint32_t>(rows)), progress_(progress) {
-    answer_ = static_cast<uint32_t>(team().index - team().size);
+  // Shared by `warps` of each CTA, from `first_warp` on, and by others, which have none of their own.
+  __device__ NextRow(const Run& run, Queue queue, int64_t rows, int first_warp, int warps, bool has_own = true)
+      : run_(run),
+        queue_(queue),
+        rows_(static_cast<uint32_t>(rows)),
+        own_(static_cast<uint32_t>(warps * gridDim.x)),
+        asked_(has_own) {
+    if (has_own) answer_ = static_cast<uint32_t>(team_of_warps(first_warp, warps).index) - own_;
   }
 
   // Begins to ask for the next row. The answer takes its time, and nobody waits for it before next().
   __device__ void ask() {
     if (asked_) return;
-    if (lane_id() == 0) answer_ = ptx::atom_add_relaxed_gpu(&state_of(run_.comm).next_row[pool_], 1);
+    if (lane_id() == 0) answer_ = ptx::atom_add_relaxed_gpu(&state_of(run_.comm).next_row[queue_], 1);
     asked_ = true;
   }
-
   // The next row, or kNoMore, then for good.
   __device__ int32_t next() {
     ask();
     const uint32_t row = answer();
     if (row >= rows_) return kNoMore;
     asked_ = false;
-    if (lane_id() == static_cast<int>(given_ % kWarp)) kept_ = static_cast<int32_t>(row);
-    ++given_;
     return static_cast<int32_t>(row);
+  }
+  // Whether there are no more, as far as the answers that were waited for say.
+  __device__ bool ended() const { return asked_ && answer() >= rows_; }
+
+ private:
+  __device__ uint32_t answer() const { return __shfl_sync(kAllLanes, answer_, 0) + own_; }
+
+  const Run& run_;
+  const Queue queue_;
+  const uint32_t rows_;
+  const uint32_t own_;   // of all warps, before those that the counter gives out
+  uint32_t answer_ = 0;  // lane 0: what the counter said, so that nothing is done with it before it is needed
+  bool asked_;
+};
+
+// The rows of one warp of a sender.
+class RowQueue {
+ public:
+  __device__ RowQueue(const NextRow& rows, Progress& progress) : rows_(rows), progress_(progress) {}
+
+  __device__ void ask() { rows_.ask(); }
+  __device__ int32_t next() {
+    const int32_t row = rows_.next();
+    if (row == kNoMore) return kNoMore;
+    if (lane_id() == static_cast<int>(given_ % kWarp)) kept_ = row;
+    ++given_;
+    return row;
   }
 
   // So many of the rows given are written. What this warp will take next is not known before it takes it: until then it
@@ -61,25 +92,16 @@ class RowQueue {
     int32_t first = kNoMore;
     if (rows < given_)
       first = __shfl_sync(kAllLanes, kept_, static_cast<int>(rows % kWarp));
-    else if (!asked_ || answer() < rows_)
+    else if (!rows_.ended())
       first = given_ == 0 ? 0 : 1 + __shfl_sync(kAllLanes, kept_, static_cast<int>((rows - 1) % kWarp));
     if (lane_id() == 0) ptx::raise_release_cta(progress_.first + warp_id(), first);
   }
 
  private:
-  // Each of its warps has a first row of its own, before those that the counter gives out.
-  __device__ Team team() const { return team_of_warps(cut_.first_warp, cut_.warps); }
-  __device__ uint32_t answer() const { return __shfl_sync(kAllLanes, answer_, 0) + static_cast<uint32_t>(team().size); }
-
-  const Run& run_;
-  const Pool pool_;
-  const Cut& cut_;
-  const uint32_t rows_;
+  NextRow rows_;
   Progress& progress_;
   int32_t kept_ = 0;  // rows under way, a lane keeps each
   uint32_t given_ = 0;
-  uint32_t answer_;  // lane 0: what the counter said, so that nothing is done with it before it is needed
-  bool asked_ = true;
 };
 
 // Tells `owner` that rows [begin, end) of this rank's chunk lie there.
