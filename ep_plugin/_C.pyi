@@ -7,6 +7,7 @@ from enum import IntEnum
 
 max_ranks: int
 max_topk: int
+most_row_bytes: int
 most_tokens: int
 most_keys: int
 row_align: int

@@ -58,6 +58,10 @@ DISPATCH: dict[str, tuple[Wrong, str]] = {
         r"x: expected .* multiple of 16 bytes, got 20 \(5 el",
     ),
     "rows of no bytes": (lambda g: {"x": g.x[:, :0]}, "x: expected .* multiple of 16 bytes, got 0"),
+    "rows of a gigabyte": (
+        lambda g: {"x": g.x[:, :1].expand(-1, 2**28)},
+        "x: expected rows of at most 536870912 bytes, got 1073741824",
+    ),
     "rows too wide": (lambda g: {"x": _zeros(COUNT, 12)}, "x: expected a hidden size of at most 8, got 12"),
     "strided rows": (
         lambda g: {"x": _zeros(COUNT, 16)[:, ::2]},
@@ -111,6 +115,10 @@ DISPATCH: dict[str, tuple[Wrong, str]] = {
     ),
     "scales of fewer tokens": (lambda g: {"scales": _zeros(5, 1)}, r"scales: expected shape \(6, S\), got \(5, 1\)"),
     "scales with one dimension": (lambda g: {"scales": _zeros(6)}, r"scales: expected shape \(6, S\), got \(6,\)"),
+    "scales of half a gigabyte": (
+        lambda g: {"scales": g.x.new_empty((COUNT, 2**29 + 1), dtype=torch.uint8)},  # of memory that nobody touches
+        "scales: expected at most 536870912 bytes for each token, got 536870913",
+    ),
     "strided scales": (
         lambda g: {"scales": _zeros(6, 4)[:, ::2]},
         r"scales: expected a contiguous .*strides \(4, 2\)",
@@ -149,6 +157,10 @@ COMBINE: dict[str, tuple[WrongRows, str]] = {
     ),
     "y with one dimension": (lambda y, away: {"y": y[0]}, r"y: expected 2 dimensions, got shape \(8,\)"),
     "rows of 12 bytes": (lambda y, away: {"y": y[:, :3].contiguous()}, "y: expected .* multiple of 16 bytes, got 12"),
+    "rows of a gigabyte": (
+        lambda y, away: {"y": y[:, :1].expand(-1, 2**28)},
+        "y: expected rows of at most 536870912 bytes, got 1073741824",
+    ),
     "strided rows": (
         lambda y, away: {"y": torch.cat([y, y], 1)[:, ::2]},
         r"y: expected a contiguous tensor, got strides \(16, 2\) for shape \(12, 8\)",

@@ -53,6 +53,7 @@ EP_HD constexpr Chunks chunks_of(int num_tokens) {
 EP_HD constexpr int num_chunks(int num_tokens) { return chunks_of(num_tokens).count; }
 
 constexpr int64_t kMostTokens = INT32_MAX / kMaxRanks;  // of a rank: sums over ranks fit in 32 bits
+constexpr int64_t kMostRowBytes = int64_t{1} << 29;     // and of its scales: kernels count a slot's bytes in 32 bits
 constexpr int64_t kMostKeys = 8'000;  // ranks and experts on CUDA: their counts lie in shared memory, in notify twice
 
 // On CUDA plan counts tokens in blocks of whole units, few enough that each may add up what all others counted.

@@ -83,6 +83,7 @@ void bind_constants(py::module_& m) {
   m.attr("max_ranks") = kMaxRanks;
   m.attr("max_topk") = kMaxTopk;
   m.attr("most_tokens") = kMostTokens;
+  m.attr("most_row_bytes") = kMostRowBytes;
   m.attr("most_keys") = kMostKeys;
   m.attr("row_align") = kRowAlign;
   m.attr("num_totals") = kTotals;

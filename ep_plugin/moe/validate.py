@@ -237,6 +237,8 @@ def _check_rows(engine: Engine, name: str, rows: torch.Tensor, travels_as: torch
             f"{name}: expected rows of a positive multiple of {ROW_ALIGNMENT_BYTES} bytes, got {row_bytes} "
             f"({rows.shape[1]} elements of {travels_as})"
         )
+    if row_bytes > _C.most_row_bytes:
+        raise ValueError(f"{name}: expected rows of at most {_C.most_row_bytes} bytes, got {row_bytes}")
 
 
 def _check_device(engine: Engine, name: str, tensor: torch.Tensor) -> None:
@@ -290,6 +292,9 @@ def _check_scales(engine: Engine, scales: torch.Tensor, tokens: int) -> None:
         raise ValueError(f"scales: expected shape ({tokens}, S), got {tuple(scales.shape)}")
     if not scales.is_contiguous():
         raise ValueError(f"scales: expected a contiguous tensor, got strides {tuple(scales.stride())}")
+    scale_bytes = scales.shape[1] * scales.element_size()
+    if scale_bytes > _C.most_row_bytes:
+        raise ValueError(f"scales: expected at most {_C.most_row_bytes} bytes for each token, got {scale_bytes}")
 
 
 def _check_capacity(engine: Engine, call: DispatchCall) -> None:

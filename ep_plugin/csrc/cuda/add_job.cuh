@@ -121,7 +121,7 @@ class AddJob {
   const int32_t* const bases_;
   NextRow parts_;
   int32_t part_ = kNotAsked;  // the next to add
-  int32_t ready_end_ = 0;     // tokens before it have arrived
+  int32_t ready_end_ = 0;     // this warp's tokens before it have arrived
 };
 
 __device__ __forceinline__ int64_t parts_to_add(const AddArgs& args, const Cut& cut) {

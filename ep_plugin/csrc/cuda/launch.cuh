@@ -38,9 +38,8 @@ inline void require_header(const Header& header, const Routing& routing) {
   require(header.row_bytes > 0 && header.row_bytes % kRowAlign == 0, "row_bytes", "a multiple of 16", header.row_bytes);
   require(header.weight_bytes == 0 || header.weight_bytes == 4, "weight_bytes", "0 or 4 on CUDA", header.weight_bytes);
   require(header.scale_bytes >= 0, "scale_bytes", "0 or more", header.scale_bytes);
-  // Kernels count the bytes of a row, and of what travels beside it, in 32 bits.
-  require(header.row_bytes + header.scale_bytes <= INT32_MAX / 2, "row_bytes and scale_bytes", "at most 2**30 together",
-          header.row_bytes + header.scale_bytes);
+  require(header.row_bytes <= kMostRowBytes, "row_bytes", "at most 2**29", header.row_bytes);
+  require(header.scale_bytes <= kMostRowBytes, "scale_bytes", "at most 2**29", header.scale_bytes);
   require(header.topk == routing.topk, "topk in the header", "that of the routing", header.topk);
 }
 

@@ -169,7 +169,7 @@ class BulkReducer {
     else if (!take_term<true>(sums, vectors, terms[0].factor))
       return false;
     for (int t = 1; t < count_; ++t) {
-      // Some at a time, since each costs sums their place in the queue, and before there are none.
+      // Two at a time, which takes hardly longer than one, and before the last of those under way is needed.
       if (load_left_ > 0 && ring_.loading() <= kReduceStages / 2) fill_stages();
       if (!take_term<false>(sums, vectors, terms[t].factor)) return false;
     }
@@ -226,7 +226,7 @@ class BulkReducer {
   TermLists lists_;
   typename Job::Row row_{}, next_row_{};
   int count_ = 0, next_count_ = kNoNext;
-  const Term* load_terms_ = nullptr;  // of the row being loaded, this one or the next: by pieces, and in each by terms
+  const Term* load_terms_ = nullptr;            // of the row being loaded, this one or the next
   uint32_t load_count_ = 0, load_inverse_ = 0;  // of terms
   int load_piece_ = 0;                          // its first
   uint32_t load_unit_ = 0;

@@ -44,7 +44,7 @@ class NextRow {
     if (has_own) answer_ = static_cast<uint32_t>(team_of_warps(first_warp, warps).index) - own_;
   }
 
-  // Begins to ask for the next row. The answer takes its time, and nobody waits for it before next().
+  // Begins to ask for the next row. The answer takes its time, and is waited for by next() and ended().
   __device__ void ask() {
     if (asked_) return;
     if (lane_id() == 0) answer_ = ptx::atom_add_relaxed_gpu(&state_of(run_.comm).next_row[queue_], 1);
@@ -58,7 +58,7 @@ class NextRow {
     asked_ = false;
     return static_cast<int32_t>(row);
   }
-  // Whether there are no more, as far as the answers that were waited for say.
+  // Whether it was asked for, and there is none.
   __device__ bool ended() const { return asked_ && answer() >= rows_; }
 
  private:
