@@ -116,7 +116,7 @@ DISPATCH: dict[str, tuple[Wrong, str]] = {
     "scales of fewer tokens": (lambda g: {"scales": _zeros(5, 1)}, r"scales: expected shape \(6, S\), got \(5, 1\)"),
     "scales with one dimension": (lambda g: {"scales": _zeros(6)}, r"scales: expected shape \(6, S\), got \(6,\)"),
     "scales of half a gigabyte": (
-        lambda g: {"scales": g.x.new_empty((COUNT, 2**29 + 1), dtype=torch.uint8)},  # of memory that nobody touches
+        lambda g: {"scales": g.x.new_empty((COUNT, 2**29 + 1), dtype=torch.uint8)},  # which nobody touches
         "scales: expected at most 536870912 bytes for each token, got 536870913",
     ),
     "strided scales": (

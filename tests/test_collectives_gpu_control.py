@@ -178,6 +178,7 @@ def _makes_first(node: Any, name: str, operation: Callable[[], object]) -> None:
     node._lanes.capturing = lambda: True
     with pytest.raises(CaptureRefused, match=f"expected one operation .* before a CUDA graph .* makes {name}"):
         operation()
+    assert not node.engine.blocks._captured, "a block was kept for a graph that was refused"
     node._lanes.capturing = lambda: False
     operation()
     assert set(node._workspaces) - before == {name}
@@ -193,7 +194,8 @@ def _works_late(rank: int) -> None:
             as_on_gpus(made, "auto", 2)
         of_gather, of_scatter = (made.engine_on(torch.device("cpu")).inside for made in (gather, scatter))
         few, total = torch.full((4,), rank + 1.0), torch.empty(2)
-        _makes_first(of_gather, "words", lambda: gather(torch.empty(8), few))
+        gathered = gather.allocate(8, FP32)
+        _makes_first(of_gather, "words", lambda: gather(gathered, few))
         _makes_first(of_scatter, "words", lambda: scatter(total, few))
         many, large = torch.full((2 * COUNTS[-1],), rank + 1.0), torch.empty(COUNTS[-1])
         _makes_first(of_scatter, "slots", lambda: scatter(large, many))

@@ -139,13 +139,17 @@ class CudaNode:
         is collective then."""
         made = self._workspaces.get(name)
         if made is None:
-            if self._lanes.capturing():
-                raise CaptureRefused(
-                    f"{self._engine.name}: expected one operation of this kind, size and memory before a CUDA graph is "
-                    f"captured, got the first, which makes {name}"
-                )
+            self._refuse_first_in_graph(name)
             made = self._workspaces[name] = self._engine.memory.allocate(nbytes, name)
         return made.ptrs
+
+    def _refuse_first_in_graph(self, name: str) -> None:
+        """CaptureRefused where a CUDA graph's capture would have to make `name`; asked before anything is done."""
+        if name not in self._workspaces and self._lanes.capturing():
+            raise CaptureRefused(
+                f"{self._engine.name}: expected one operation of this kind, size and memory before a CUDA graph is "
+                f"captured, got the first, which makes {name}"
+            )
 
     def _is_small(self, nbytes: int) -> bool:
         return is_small(self._path, nbytes, self._engine.node_size)
@@ -155,6 +159,7 @@ class CudaNode:
     ) -> None:
         """inputs: this rank's shard for each rank. outputs: where theirs go, or this rank's sum. element -1: gather."""
         engine, nbytes = self._engine, inputs[0].numel()
+        words = self._workspace("words", _C.small_words_bytes(engine.node_size))
         args = _C.SmallShardsArgs(
             comm=engine.comm,
             bytes=nbytes,
@@ -163,7 +168,7 @@ class CudaNode:
             num_ctas=small_ctas(nbytes, engine.node_size),
             stream=self._lanes.enter(),
         )
-        args.set_words(list(self._workspace("words", _C.small_words_bytes(engine.node_size))))
+        args.set_words(list(words))
         args.set_inputs(addresses_of(inputs))
         args.set_outputs(addresses_of(outputs))
         engine.kernels.small_shards(args)

@@ -56,6 +56,7 @@ class CudaGatherNode(CudaNode):
         if nbytes == 0:
             return self._compare(0, None, [])
         if self._is_small(nbytes):
+            self._refuse_first_in_graph("words")
             self._compare(nbytes, None, outputs)
             self._exchange_words([shard] * engine.node_size, outputs, -1, 1.0)
             return
@@ -63,6 +64,8 @@ class CudaGatherNode(CudaNode):
         push = self._kept_launch(key)
         if push is None:
             place = self._place_of(outputs)
+            if place is None:
+                self._refuse_first_in_graph("staging")
             self._compare(nbytes, place, outputs)
             if place is None:
                 return self._gather_staged(shard, outputs)

@@ -156,7 +156,7 @@ struct State {
   uint64_t ctas_placed;
   uint64_t laid_out;     // CUDA: epoch of the latest dispatch for which notify has heard all peers
   uint64_t abort_look;   // when the next look at the board's abort word is due: one thread of the device takes it
-  uint32_t next_row[3];  // by Queue: how many rows warps took beyond their first
+  uint32_t next_row[3];  // by Queue: how often warps asked for a row beyond those that are their own
   uint32_t chunk_done[2][kMaxChunks];  // by Pool: CTAs whose rows of the chunk are written
 };
 

@@ -16,7 +16,7 @@ class AddJob {
   };
   // bases: of each rank, where its partial rows begin in this rank's pool; in shared memory. parts: which to add next.
   __device__ AddJob(const Run& run, const AddArgs& args, const Cut& cut, const int32_t* bases, const NextRow& parts)
-      : run_(run), args_(args), lay_(partial_layout_of(args.header)), cut_(cut), bases_(bases), parts_(parts) {}
+      : run_(run), args_(args), cut_(cut), bases_(bases), parts_(parts) {}
 
   __device__ Next next(bool may_block, Row* row) {
     if (part_ == kNotAsked) part_ = parts_.next();
@@ -47,7 +47,8 @@ class AddJob {
   }
 
   __device__ const char* source(int32_t slot) const {
-    return at<char>(run_.comm.pool[kCombinePool][run_.comm.rank], int64_t{slot} * static_cast<int32_t>(lay_.bytes));
+    return at<char>(run_.comm.pool[kCombinePool][run_.comm.rank],
+                    int64_t{slot} * static_cast<int32_t>(partial_layout_of(args_.header).bytes));
   }
   __device__ const char* bias(const Row& row) const {
     return args_.bias == 0 ? nullptr : at<char>(args_.bias, row.token * args_.header.row_bytes);
@@ -68,9 +69,10 @@ class AddJob {
       const int rank = id / per_rank;
       const int32_t position = id < 0 ? -1 : position_at(row.token, rank);
       at<float>(args_.extra)[pair] =
-          position < 0
-              ? 0.0f
-              : ptx::ld_coherent(reinterpret_cast<const float*>(source(bases_[rank] + position) + lay_.extra) + k);
+          position < 0 ? 0.0f
+                       : ptx::ld_coherent(reinterpret_cast<const float*>(source(bases_[rank] + position) +
+                                                                         partial_layout_of(args_.header).extra) +
+                                          k);
     }
   }
 
@@ -116,7 +118,6 @@ class AddJob {
 
   const Run& run_;
   const AddArgs& args_;
-  const PartialLayout lay_;
   const Cut& cut_;
   const int32_t* const bases_;
   NextRow parts_;
