@@ -15,8 +15,8 @@ namespace ep::cuda {
 
 namespace {
 
-// More than pushing takes of the whole, since those that push add afterwards, and rows are there to add only then.
 constexpr int kReducers = kReduceWarps - 1;
+// More than pushing takes of the whole, since those that push add afterwards, and rows are there to add only then.
 constexpr int kPushWarps = 12;
 
 template <class Element, bool kBulk>
