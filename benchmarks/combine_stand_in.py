@@ -1,22 +1,24 @@
 """A combine on two GPUs, each of which has as much of it as one of four has: slots, terms, and bytes on the links.
 
-    torchrun --nproc-per-node 2 benchmarks/combine_stand_in.py [COMBINE_SMS ...]
+    python benchmarks/combine_stand_in.py [COMBINE_SMS ...]
 
-prints the median of the slower rank in microseconds, for each number of SMs that push (24 add). Of four ranks, 4096
-tokens each, top 8 of 256 experts, one receives some 14,700 tokens, three of four from elsewhere, each for as many of
-its experts as eight random ones of 256 are its own. There are as many here, and all from elsewhere come from the one
-peer. What adds has more to do than on four: there are 14,700 sums, of one term each, not 4096.
+prints microseconds for each number of SMs that push (24 add). Of four ranks, 4096 tokens each, top 8 of 256 experts,
+one receives some 14,700 tokens, three of four from elsewhere, each for as many of its experts as eight random ones of
+256 are its own. There are as many here, and all from elsewhere come from the one peer. What adds has more to do than on
+four: there are 14,700 sums, of one term each, not 4096.
 """
 
 from __future__ import annotations
 
-import os
+import functools
 import sys
 
 import torch
 import torch.distributed as dist
 
 from ep_plugin import MoECommunicator, MoECommunicatorConfig
+from ep_plugin.bench.launch import run_on_ranks
+from ep_plugin.bench.timing import Run, clock_of, time_in_turn
 
 HIDDEN, TOPK, LOCAL = 7168, 8, 64
 TOKENS = 14_700
@@ -35,35 +37,23 @@ def routing(rank: int, device: torch.device) -> torch.Tensor:
     return torch.where(torch.arange(TOPK, device=device) < terms[:, None], ids, -1).int()
 
 
-def main() -> None:
-    rank = int(os.environ["RANK"])
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+def measure(device: torch.device, sms: list[int]) -> dict[str, float]:
+    """One rank's part: microseconds for each of `sms`. Collective."""
     config = MoECommunicatorConfig(num_experts=2 * LOCAL, hidden_size=HIDDEN, topk=TOPK, max_tokens_per_rank=TOKENS)
     with MoECommunicator(None, config, device) as comm:
         x = torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.bfloat16)
-        out, handle = comm.dispatch(x, routing(rank, device), torch.rand(TOKENS, TOPK, device=device))
-        flush, token = torch.empty(100 << 20, dtype=torch.uint8, device=device), torch.zeros(1, device=device)
-        for sms in map(int, sys.argv[1:] or SMS):
-            comm.set_sms(combine_sms=sms, add_sms=24)
-            took = []
-            for _ in range(25):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(1_200_000)  # so that the host is ahead
-                flush.zero_()
-                dist.all_reduce(token)
-                begin.record()
-                comm.combine(out.tokens, handle, weights=out.weights)
-                end.record()
-                torch.cuda.synchronize()
-                took.append(1e3 * begin.elapsed_time(end))
-            slower = torch.tensor(took[5:], device=device)
-            dist.all_reduce(slower, op=dist.ReduceOp.MAX)
-            if rank == 0:
-                print(f"{sms} + 24 SMs: {slower.median():.0f} us")
-    dist.destroy_process_group()
+        weights = torch.rand(TOKENS, TOPK, device=device)
+        out, handle = comm.dispatch(x, routing(dist.get_rank(), device), weights)
+
+        def combine(count: int) -> torch.Tensor:
+            comm.set_sms(combine_sms=count, add_sms=24)
+            return comm.combine(out.tokens, handle, weights=out.weights)
+
+        runs: dict[str, Run] = {str(count): functools.partial(combine, count) for count in sms}
+        timings = time_in_turn(clock_of(device), runs, iterations=20, warmup=3)
+    return {count: timing.median_us for count, timing in timings.items()}
 
 
 if __name__ == "__main__":
-    main()
+    for count, took in run_on_ranks(2, "cuda", measure, [int(word) for word in sys.argv[1:]] or list(SMS)).items():
+        print(f"{count} + 24 SMs: {took:.0f} us")

@@ -1,9 +1,12 @@
 // Add: the partial rows that every rank pushed -> this rank's tokens, summed in the order of those ranks, then bias.
 //
 // Roles. Warps take tokens as they come; a token's chunk must have arrived from every rank. The last CTA tells the
-// ranks that their rows are read. Launched behind admit. Memory order. A chunk's flags are acquired at system scope,
-// the warp joins, and the async proxy is fenced before bulk loads. Consumed words are stored with release after all
-// CTAs' reads. After a fault the outputs are filled with 0xFF bytes.
+// ranks that their rows are read. Launched behind admit.
+//
+// Memory order. A chunk's flags are acquired at system scope, the warp joins, and the async proxy is fenced before bulk
+// loads. Consumed words are stored with release after all CTAs' reads.
+//
+// After a fault the outputs are filled with 0xFF bytes.
 #include "add_job.cuh"
 #include "kernels.h"
 

@@ -169,7 +169,7 @@ class BulkReducer {
     else if (!take_term<true>(sums, vectors, terms[0].factor))
       return false;
     for (int t = 1; t < count_; ++t) {
-      // Two at a time, which takes hardly longer than one, and before the last of those under way is needed.
+      // Two at a time, since all lanes work out where from, and before those under way have all been summed.
       if (load_left_ > 0 && ring_.loading() <= kReduceStages / 2) fill_stages();
       if (!take_term<false>(sums, vectors, terms[t].factor)) return false;
     }

@@ -35,13 +35,8 @@ struct Cut {
 
 // Cuts a row into equal pieces of at most `largest` bytes, a multiple of `unit`.
 inline Cut cut_row(int64_t bytes, int64_t largest, int warps, int stages, int list_entries, int64_t unit = kRowAlign) {
-  Cut cut{static_cast<int32_t>(bytes),
-          warps,
-          static_cast<int32_t>(ceil_div(bytes, largest / unit * unit)),
-          0,
-          0,
-          stages,
-          list_entries};
+  const int32_t pieces = static_cast<int32_t>(ceil_div(bytes, largest / unit * unit));
+  Cut cut{static_cast<int32_t>(bytes), warps, pieces, 0, 0, stages, list_entries};
   cut.piece_bytes = static_cast<int32_t>(align_up(ceil_div(bytes, cut.pieces), unit));
   cut.stage_bytes = static_cast<int32_t>(align_up(cut.piece_bytes, kSlotAlign));
   return cut;
