@@ -2,7 +2,8 @@
 //
 // Rows are numbered in the order in which they are to arrive; in small batches, where warps are more than rows, the
 // parts of rows are. Every warp begins with one of its own and then takes the next number that nobody has taken: SMs
-// are not equally far from the links, and with equal shares the fastest are done when the slowest are half way.
+// are not equally far from the links, and with equal shares the fastest are done when the slowest are half way. The
+// tokens that add sums are taken likewise.
 //
 // Roles. A warp that moves rows says, in its CTA's shared memory, up to which number all rows that it took are written.
 // One warp more per CTA waits until all of them are past the end of a chunk, chunk by chunk, and counts its CTA in for
