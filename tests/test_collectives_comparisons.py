@@ -31,6 +31,7 @@ def _on_a_device(made: Collective, path: str = "copy_engine") -> Collective:
     engine.kernels = _Device()
     for name in ("words", "staging" if engine.gathers else "slots"):
         engine.inside._workspace(name, 1 << 20)  # the first operation that needs it meets the others
+    dist.barrier()  # and a rank that is still in there would hear of what the others do next
     return made
 
 
