@@ -91,7 +91,7 @@ def _memory(address: int, nbytes: int, _: Any = None) -> torch.Tensor:
 
 
 def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
-    """Gives the object's engine the node that serves GPUs."""
+    """Gives the object's engine the node that serves GPUs, with kernels that do the same in copies."""
     groups = [
         dist.new_group(list(range(first, first + per_node))) for first in range(0, dist.get_world_size(), per_node)
     ]
@@ -99,6 +99,13 @@ def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
     arguments = ("PushShardArgs", "SumShardsArgs", "SmallShardsArgs")
     stand_in = SimpleNamespace(**dict.fromkeys(arguments, Arguments), **{name: getattr(_C, name) for name in names})
     cuda._C = cuda_gather._C = cuda_sum._C = stand_in
+    kernels = Kernels(groups[dist.get_rank() // per_node])
+    serve_with(made, path, kernels)
+    return kernels
+
+
+def serve_with(made: Collective, path: str, kernels: Any) -> None:
+    """The node that serves GPUs, with any kernels that take its arguments."""
     engine = made.engine_on(torch.device("cpu"))
     kind = CudaGatherNode if engine.gathers else CudaSumNode
     node = kind.__new__(kind)
@@ -111,6 +118,4 @@ def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
     node.stream_words = SimpleNamespace(addresses=[])
     node._kept, node._changes = {}, 0
     node.number, node.words, node.pending = 0, torch.zeros(2, dtype=torch.int64), deque()
-    engine.inside = node
-    engine.kernels = Kernels(groups[dist.get_rank() // per_node])
-    return engine.kernels
+    engine.inside, engine.kernels = node, kernels

@@ -120,6 +120,10 @@ def _rank_main(
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         _wait_for_all(store, size)
+        if os.environ.get("EP_TEST_KERNELS") == "simt":
+            from tests import simt
+
+            simt.serve_cpus()
         value = function(rank, *args)
     except BaseException as caught:
         error, trace = caught, traceback.format_exc()

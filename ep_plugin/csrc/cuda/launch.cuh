@@ -91,24 +91,23 @@ Room room_for() {
 
 inline cudaStream_t stream_of(Address stream) { return reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(stream)); }
 
+// Each of the functions below enqueues a kernel on `stream`; they differ in the attributes of the launch.
 template <auto kKernel, class... Args>
-void launch(const char* name, int64_t ctas, int threads, int64_t shared_bytes, Address stream, const Args&... args) {
-  kKernel<<<static_cast<unsigned>(ctas), threads, static_cast<size_t>(shared_bytes), stream_of(stream)>>>(args...);
-  throw_on_error(cudaGetLastError(), name);
-}
-
-template <auto kKernel, class... Args>
-void launch_with(const cudaLaunchAttribute& attribute, const char* name, int64_t ctas, int threads,
+void launch_with(cudaLaunchAttribute* attributes, unsigned num_attributes, const char* name, int64_t ctas, int threads,
                  int64_t shared_bytes, Address stream, const Args&... args) {
-  cudaLaunchAttribute attributes[1] = {attribute};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(ctas));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream_of(stream);
   config.attrs = attributes;
-  config.numAttrs = 1;
+  config.numAttrs = num_attributes;
   throw_on_error(cudaLaunchKernelEx(&config, kKernel, args...), name);
+}
+
+template <auto kKernel, class... Args>
+void launch(const char* name, int64_t ctas, int threads, int64_t shared_bytes, Address stream, const Args&... args) {
+  launch_with<kKernel>(nullptr, 0, name, ctas, threads, shared_bytes, stream, args...);
 }
 
 // All CTAs run at the same time, or none.
@@ -118,7 +117,7 @@ void launch_cooperatively(const char* name, int64_t ctas, int threads, int64_t s
   cudaLaunchAttribute cooperative{};
   cooperative.id = cudaLaunchAttributeCooperative;
   cooperative.val.cooperative = 1;
-  launch_with<kKernel>(cooperative, name, ctas, threads, shared_bytes, stream, args...);
+  launch_with<kKernel>(&cooperative, 1, name, ctas, threads, shared_bytes, stream, args...);
 }
 
 // CTAs start as soon as the kernel ahead in the stream lets them (ptx::let_next_kernel_in), and wait for its end by
@@ -130,7 +129,7 @@ void launch_early(const char* name, int64_t ctas, int threads, int64_t shared_by
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
-  launch_with<kKernel>(early, name, ctas, threads, shared_bytes, stream, args...);
+  launch_with<kKernel>(&early, 1, name, ctas, threads, shared_bytes, stream, args...);
 }
 
 }  // namespace ep::cuda

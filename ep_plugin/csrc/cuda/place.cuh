@@ -85,7 +85,7 @@ __device__ inline void place_token(const Step32& step, int R, const int32_t* ids
 
 // All threads, after add_up_blocks.
 __device__ inline void place_in_order(const Comm& comm, const Routing& routing, const Block& block) {
-  __shared__ alignas(16) int32_t experts[kPairsAtOnce];
+  __shared__ __align__(16) int32_t experts[kPairsAtOnce];
   const Step32 step(comm, routing.topk);
   const Meta meta = meta_of(comm, routing);
   const int R = comm.num_ranks, K = routing.topk, at_once = tokens_at_once(K), me = static_cast<int>(threadIdx.x);

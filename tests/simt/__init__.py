@@ -1,0 +1,72 @@
+"""ep_plugin's CUDA kernels on CPUs: their sources, compiled by the C++ compiler, run by fibers (simt.h)."""
+
+from __future__ import annotations
+
+import importlib.util
+import sysconfig
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.collectives import cpu, cuda
+from ep_plugin.moe import engine
+from ep_plugin.moe.lanes import CpuLanes
+
+# A CTA takes a thread of the system, and each of its threads a fiber.
+SMS = {"dispatch_sms": 2, "quantize_sms": 3, "expand_sms": 3, "combine_sms": 2, "add_sms": 3}
+
+
+class Lanes(CpuLanes):
+    """Two streams beside the caller, who does nothing before what he waits for has ended."""
+
+    send, receive = 1, 2
+
+    def __init__(self, module: ModuleType) -> None:
+        self._synchronize = module.synchronize
+        self._kept: list[Any] = []
+
+    def join(self, received: bool = True) -> None:
+        self._synchronize(self.send)
+        if received:
+            self._synchronize(self.receive)
+            self._kept.clear()
+
+    def meet(self) -> None:
+        self.join()
+
+    def drain(self) -> None:
+        self.join()
+
+    def record(self, *tensors: torch.Tensor | None) -> None:
+        self._kept += tensors
+
+
+def load() -> ModuleType:
+    """The module of the kernels; compiles it if need be."""
+    from tests.simt.build import build  # needs pybind11, which nothing else here does
+
+    path = build() / f"_simt{sysconfig.get_config_var('EXT_SUFFIX')}"
+    spec = importlib.util.spec_from_file_location("_simt", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def serve_cpus() -> ModuleType:
+    """From now on this process's communicators on CPUs run the kernels of GPUs. Returns their module."""
+    module = load()
+    for name in ("plan", "notify", "send", "admit", "expand", "push", "add", "send_and_expand", "push_and_add"):
+        setattr(_C.cpu, name, getattr(module, name))
+    _C.cpu.weigh_back = module.weigh_back
+    cpu.CONTROL_BYTES = max(cpu.CONTROL_BYTES, cuda.CONTROL_BYTES)
+    lanes = Lanes(module)
+    engine.lanes_of = lambda device: lanes
+    torch.cuda.synchronize = lambda device=None: lanes.drain()
+    for sms in (engine.DEFAULT_SMS, engine.SMALL_BATCH_SMS):
+        sms.update(SMS)
+    for sms in (engine.SMS_OF_TWO, engine.SMALL_BATCH_SMS_OF_TWO):
+        sms.clear()
+    return module

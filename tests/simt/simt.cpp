@@ -1,0 +1,498 @@
+#include "simt.h"
+
+#include <sched.h>
+#include <setjmp.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace ep::cuda {
+// One CTA's dynamic shared memory, under each of the names that kernels give it.
+constexpr size_t kMostSharedBytes = 232448;
+thread_local __attribute__((aligned(128))) char dynamic_shared[kMostSharedBytes];
+thread_local __attribute__((aligned(16))) int32_t counts[kMostSharedBytes / 4];
+}  // namespace ep::cuda
+
+namespace simt {
+
+__thread Fiber* here = nullptr;
+
+namespace {
+
+constexpr unsigned kWarpSize = 32;
+constexpr size_t kStackBytes = 64 * 1024;
+constexpr unsigned kAtOnce = 4;  // CTAs of a kernel that is not launched cooperatively
+constexpr unsigned kRoundsBetweenYields = 16;
+
+[[noreturn]] void give_up(const std::string& why) {
+  std::string where = "between threads";
+  if (here != nullptr) where = "thread " + std::to_string(here->thread.x) + " of CTA " + std::to_string(here->block->x);
+  std::fprintf(stderr, "simt: %s: %s\n", where.c_str(), why.c_str());
+  std::abort();
+}
+void expect(bool holds, const std::string& what) {
+  if (!holds) give_up(what);
+}
+
+// Stacks of a CTA's fibers, used again by later ones.
+class Stacks {
+ public:
+  explicit Stacks(size_t fibers) : bytes_(fibers * kStackBytes) {
+    const std::lock_guard<std::mutex> lock(mutex());
+    std::vector<char*>& kept = unused()[bytes_];
+    if (!kept.empty()) {
+      address_ = kept.back();
+      kept.pop_back();
+      return;
+    }
+    void* made = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    expect(made != MAP_FAILED, "no memory for stacks");
+    address_ = static_cast<char*>(made);
+  }
+  ~Stacks() {
+    const std::lock_guard<std::mutex> lock(mutex());
+    unused()[bytes_].push_back(address_);
+  }
+  Stacks(const Stacks&) = delete;
+  Stacks& operator=(const Stacks&) = delete;
+  char* of(size_t fiber) const { return address_ + fiber * kStackBytes; }
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex made;
+    return made;
+  }
+  static std::map<size_t, std::vector<char*>>& unused() {
+    static std::map<size_t, std::vector<char*>> made;
+    return made;
+  }
+  size_t bytes_;
+  char* address_ = nullptr;
+};
+
+// Whoever has come first names the instruction; whoever comes last lets all go on.
+struct Meeting {
+  uint32_t generation = 0;
+  const char* instruction = nullptr;
+
+  void join(const char* name, bool first) {
+    if (first) instruction = name;
+    expect(std::strcmp(instruction, name) == 0, std::string("meets others in ") + name + " who are in " + instruction);
+  }
+};
+
+struct Load {
+  uint64_t* barrier;
+  char* to;
+  const char* from;
+  uint32_t bytes;
+};
+
+struct Store {
+  Fiber* by;
+  uint32_t group;
+  char* to;
+  const char* from;
+  uint32_t bytes;
+  std::vector<char> held;  // what was read, until it is written
+  bool read = false;
+};
+
+struct Thread : Fiber {
+  ucontext_t begin;
+  jmp_buf context;
+  bool begun = false, ended = false;
+  bool looked = false;  // it stopped as it had looked in vain
+  const uint32_t* meeting = nullptr;
+  uint32_t generation = 0;  // of the meeting that it waits for
+  uint32_t groups = 0;      // of bulk stores, that it has closed
+};
+
+}  // namespace
+
+// A kernel that was enqueued.
+struct Job {
+  Launch launch;
+  std::function<void()> kernel;
+  std::shared_ptr<Job> ahead;       // in its stream, until this one has ended
+  std::atomic<unsigned> let_in{0};  // CTAs that have let the next one in, or ended
+  std::atomic<bool> ended{false};
+};
+
+struct Warp {
+  Meeting meeting;
+  uint32_t lanes = 0;  // that have not ended
+  uint32_t here = 0;
+  uint64_t values[2][kWarpSize] = {};
+
+  void go_on_if_all() {
+    if (here == 0 || here != lanes) return;
+    here = 0;
+    ++meeting.generation;
+  }
+};
+
+struct Cta {
+  Cta(Job& job, unsigned index) : Cta(job, job.launch, index) {}
+  Cta(Job& job, const Launch& launch, unsigned index)
+      : job(job),
+        block{index},
+        block_size{launch.threads, 1, 1},
+        grid_size{launch.ctas, 1, 1},
+        shared_bytes(launch.shared_bytes),
+        stacks(launch.threads),
+        threads(launch.threads),
+        warps((launch.threads + kWarpSize - 1) / kWarpSize),
+        live(launch.threads),
+        random(std::random_device{}()) {
+    for (unsigned i = 0; i < launch.threads; ++i) {
+      Thread& thread = threads[i];
+      thread.thread = Index{i};
+      thread.block = &block;
+      thread.block_size = &block_size;
+      thread.grid_size = &grid_size;
+      thread.cta = this;
+      thread.warp = &warps[i / kWarpSize];
+      thread.lane = i % kWarpSize;
+      thread.warp->lanes |= 1u << thread.lane;
+    }
+  }
+
+  void run() {
+    expect(shared_bytes <= ep::cuda::kMostSharedBytes, "more shared memory than an SM has");
+    std::memset(ep::cuda::dynamic_shared, 0xA5, shared_bytes);
+    std::memset(ep::cuda::counts, 0xA5, shared_bytes);
+    for (unsigned round = 1; live > 0; ++round) {
+      if (random() % 2) move_some();
+      if (!turn() && !move_some()) {
+        expect(anyone_looks(), "all threads wait for each other: " + waiting());
+        if (idle++ < 4)
+          sched_yield();
+        else
+          usleep(20);
+      } else {
+        idle = 0;
+      }
+      if (round % kRoundsBetweenYields == 0) sched_yield();
+    }
+    for (const Store& store : stores) expect(store.read, "a CTA ends whose shared memory bulk stores have yet to read");
+    while (!stores.empty()) write(0);
+    expect(loads.empty(), "a CTA ends with bulk loads under way");
+    let_next_in();
+  }
+  void let_next_in() {
+    if (!has_let_in) ++job.let_in;
+    has_let_in = true;
+  }
+
+  // Everyone who can go on does, once. Whether anyone did more than look.
+  bool turn() {
+    const unsigned size = static_cast<unsigned>(threads.size()), first = static_cast<unsigned>(random()) % size;
+    const bool upwards = random() % 2 != 0;
+    bool moved = false;
+    for (unsigned i = 0; i < size; ++i) {
+      Thread& thread = threads[(first + (upwards ? i : size - i)) % size];
+      if (thread.ended || (thread.meeting != nullptr && *thread.meeting == thread.generation)) continue;
+      thread.meeting = nullptr;
+      thread.looked = false;
+      resume(thread);
+      moved |= !thread.looked;
+    }
+    return moved;
+  }
+
+  void resume(Thread& thread) {
+    here = &thread;
+    if (_setjmp(context) == 0) {
+      if (thread.begun) _longjmp(thread.context, 1);
+      thread.begun = true;
+      getcontext(&thread.begin);
+      thread.begin.uc_stack.ss_sp = stacks.of(thread.thread.x);
+      thread.begin.uc_stack.ss_size = kStackBytes;
+      thread.begin.uc_link = nullptr;
+      makecontext(&thread.begin, &Cta::enter, 0);
+      setcontext(&thread.begin);
+    }
+    here = nullptr;
+  }
+  static void enter() {
+    Thread& thread = static_cast<Thread&>(*here);
+    thread.cta->job.kernel();
+    thread.cta->end(thread);
+  }
+  [[noreturn]] void end(Thread& thread) {
+    thread.ended = true;
+    --live;
+    thread.warp->lanes &= ~(1u << thread.lane);
+    thread.warp->go_on_if_all();
+    let_through_if_all();
+    _longjmp(context, 1);
+  }
+  void stop(Thread& thread) {
+    if (_setjmp(thread.context) == 0) _longjmp(context, 1);
+  }
+  void stop_until(Thread& thread, const uint32_t& generation, uint32_t old) {
+    if (generation != old) return;
+    thread.meeting = &generation;
+    thread.generation = old;
+    stop(thread);
+  }
+
+  void let_through_if_all() {
+    if (at_barrier == 0 || at_barrier != live) return;
+    at_barrier = 0;
+    ++barrier.generation;
+  }
+
+  bool anyone_looks() const {
+    for (const Thread& thread : threads)
+      if (!thread.ended && thread.meeting == nullptr) return true;
+    return false;
+  }
+  std::string waiting() const {
+    std::string said = std::to_string(at_barrier) + " of " + std::to_string(live) + " at " +
+                       (at_barrier ? barrier.instruction : "no barrier");
+    for (size_t w = 0; w < warps.size(); ++w)
+      if (warps[w].here != 0)
+        said += "; lanes " + std::to_string(warps[w].here) + " of " + std::to_string(warps[w].lanes) + " of warp " +
+                std::to_string(w) + " in " + warps[w].meeting.instruction;
+    return said;
+  }
+
+  // --- Bulk copies. A step of one of them, any of those under way.
+  bool move_some() {
+    const size_t all = loads.size() + stores.size();
+    if (all == 0) return false;
+    const size_t chosen = random() % all;
+    if (chosen < loads.size())
+      land(chosen);
+    else if (const size_t store = chosen - loads.size(); stores[store].read)
+      write(store);
+    else
+      read(store);
+    return true;
+  }
+  void land(size_t i);
+  void read(size_t i) {
+    Store& store = stores[i];
+    store.held.assign(store.from, store.from + store.bytes);
+    store.read = true;
+  }
+  void write(size_t i) {
+    std::memcpy(stores[i].to, stores[i].held.data(), stores[i].bytes);
+    stores.erase(stores.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+
+  Job& job;
+  Index block, block_size, grid_size;
+  size_t shared_bytes;
+  Stacks stacks;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  unsigned live;
+  unsigned idle = 0;
+  bool has_let_in = false;
+  Meeting barrier;
+  unsigned at_barrier = 0;
+  Votes votes[2] = {};
+  std::vector<Load> loads;
+  std::vector<Store> stores;
+  std::mt19937 random;
+  jmp_buf context;
+};
+
+namespace {
+
+// The last kernel of each stream.
+std::mutex streams_mutex;
+std::map<uint64_t, std::shared_ptr<Job>>& streams() {
+  static auto* made = new std::map<uint64_t, std::shared_ptr<Job>>;
+  return *made;
+}
+
+template <class Ready>
+void wait_until(Ready ready) {
+  while (!ready()) usleep(20);
+}
+
+void run(Job& job) {
+  if (const Job* ahead = job.ahead.get()) {
+    const bool early = job.launch.early;
+    wait_until([&] { return ahead->ended || (early && ahead->let_in == ahead->launch.ctas); });
+  }
+  std::atomic<unsigned> next{0};
+  const unsigned ctas = job.launch.ctas, workers = job.launch.together || ctas < kAtOnce ? ctas : kAtOnce;
+  std::vector<std::thread> running;
+  for (unsigned worker = 0; worker < workers; ++worker)
+    running.emplace_back([&] {
+      for (unsigned index = next++; index < ctas; index = next++) Cta(job, index).run();
+    });
+  for (std::thread& worker : running) worker.join();
+  if (job.ahead != nullptr) {
+    const Job& ahead = *job.ahead;
+    if (!job.launch.early) expect(ahead.ended, "a kernel ends before the one ahead of it");
+    job.ahead = nullptr;
+  }
+  job.ended = true;
+}
+
+}  // namespace
+
+void enqueue(const Launch& launch, std::function<void()> kernel) {
+  if (launch.ctas == 0) give_up("a launch of no CTAs");
+  auto job = std::make_shared<Job>();
+  job->launch = launch;
+  job->kernel = std::move(kernel);
+  if (launch.stream == 0) return run(*job);
+  const std::lock_guard<std::mutex> lock(streams_mutex);
+  std::shared_ptr<Job>& last = streams()[launch.stream];
+  job->ahead = last;
+  last = job;
+  std::thread([job] { run(*job); }).detach();
+}
+
+void synchronize(uint64_t stream) {
+  std::shared_ptr<Job> last;
+  {
+    const std::lock_guard<std::mutex> lock(streams_mutex);
+    last = streams()[stream];
+  }
+  if (last != nullptr) wait_until([&] { return last->ended.load(); });
+}
+
+void wait_for_kernel_ahead() {
+  const Job* ahead = here->cta->job.ahead.get();
+  while (ahead != nullptr && !ahead->ended) look_again_later();
+}
+void let_next_kernel_in() { here->cta->let_next_in(); }
+
+void look_again_later() {
+  Thread& thread = static_cast<Thread&>(*here);
+  thread.looked = true;
+  thread.cta->stop(thread);
+}
+
+uint32_t lanes_of_warp() { return here->warp->lanes; }
+
+const uint64_t* meet_warp(const char* instruction, uint64_t value) {
+  Thread& thread = static_cast<Thread&>(*here);
+  Warp& warp = *thread.warp;
+  const uint32_t generation = warp.meeting.generation;
+  warp.meeting.join(instruction, warp.here == 0);
+  warp.values[generation % 2][thread.lane] = value;
+  warp.here |= 1u << thread.lane;
+  warp.go_on_if_all();
+  thread.cta->stop_until(thread, warp.meeting.generation, generation);
+  return warp.values[generation % 2];
+}
+
+Votes meet_cta(const char* instruction, bool vote) {
+  Thread& thread = static_cast<Thread&>(*here);
+  Cta& cta = *thread.cta;
+  const uint32_t generation = cta.barrier.generation;
+  cta.barrier.join(instruction, cta.at_barrier == 0);
+  Votes& votes = cta.votes[generation % 2];
+  if (cta.at_barrier == 0) votes = {true, false};
+  votes.all &= vote;
+  votes.any |= vote;
+  ++cta.at_barrier;
+  cta.let_through_if_all();
+  cta.stop_until(thread, cta.barrier.generation, generation);
+  return votes;
+}
+
+// --- Barriers: a phase, arrivals of a phase, those still missing, and bytes still to come.
+namespace {
+
+struct Barrier {
+  uint32_t phase : 1;
+  uint32_t arrivals : 15;
+  uint32_t missing : 15;
+  uint32_t unused : 1;
+  int32_t bytes;
+
+  void pass() {
+    if (missing != 0 || bytes != 0) return;
+    phase ^= 1;
+    missing = arrivals;
+  }
+};
+static_assert(sizeof(Barrier) == sizeof(uint64_t), "a barrier is a word");
+
+Barrier& barrier_at(uint64_t* word) { return *reinterpret_cast<Barrier*>(word); }
+
+bool is_shared(const void* begin, size_t bytes) {
+  const char* at = static_cast<const char*>(begin);
+  return at >= ep::cuda::dynamic_shared && at + bytes <= ep::cuda::dynamic_shared + here->cta->shared_bytes;
+}
+bool is_aligned(const void* address, uint32_t bytes) {
+  return (reinterpret_cast<uintptr_t>(address) | bytes) % 16 == 0;
+}
+
+}  // namespace
+
+void Cta::land(size_t i) {
+  const Load load = loads[i];
+  loads.erase(loads.begin() + static_cast<std::ptrdiff_t>(i));
+  std::memcpy(load.to, load.from, load.bytes);
+  Barrier& barrier = barrier_at(load.barrier);
+  barrier.bytes -= static_cast<int32_t>(load.bytes);
+  barrier.pass();
+}
+
+void barrier_init(uint64_t* word, uint32_t arrivals) {
+  expect(is_shared(word, 8), "a barrier outside of shared memory");
+  barrier_at(word) = Barrier{0, arrivals & 0x7FFFu, arrivals & 0x7FFFu, 0, 0};
+}
+void barrier_arrive_expect(uint64_t* word, uint32_t bytes) {
+  Barrier& barrier = barrier_at(word);
+  expect(barrier.missing > 0, "arrives at a barrier whose phase has all its arrivals");
+  barrier.bytes += static_cast<int32_t>(bytes);
+  --barrier.missing;
+  barrier.pass();
+}
+bool barrier_passed(uint64_t* word, uint32_t parity) {
+  if (barrier_at(word).phase != parity) return true;
+  look_again_later();
+  return barrier_at(word).phase != parity;
+}
+
+void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+  expect(is_aligned(to, bytes) && is_aligned(from, bytes), "a bulk load that is not aligned to 16 bytes");
+  expect(bytes > 0 && is_shared(to, bytes), "a bulk load to outside of the CTA's shared memory");
+  here->cta->loads.push_back({barrier, static_cast<char*>(to), static_cast<const char*>(from), bytes});
+}
+void bulk_store(void* to, const void* from, uint32_t bytes) {
+  expect(is_aligned(to, bytes) && is_aligned(from, bytes), "a bulk store that is not aligned to 16 bytes");
+  expect(bytes > 0 && is_shared(from, bytes), "a bulk store from outside of the CTA's shared memory");
+  const uint32_t group = static_cast<Thread*>(here)->groups;
+  here->cta->stores.push_back({here, group, static_cast<char*>(to), static_cast<const char*>(from), bytes, {}});
+}
+void bulk_commit() { ++static_cast<Thread*>(here)->groups; }
+void bulk_wait(unsigned pending, bool written) {
+  Cta& cta = *here->cta;
+  const uint32_t groups = static_cast<Thread*>(here)->groups;
+  const auto waits_for = [&](const Store& store) { return store.by == here && store.group + pending < groups; };
+  for (size_t i = 0; i < cta.stores.size();) {
+    const bool mine = waits_for(cta.stores[i]);
+    if (mine && !cta.stores[i].read) cta.read(i);
+    if (mine && written)
+      cta.write(i);
+    else
+      ++i;
+  }
+}
+
+}  // namespace simt
