@@ -299,7 +299,7 @@ def megatron(
             grouped=not sequential,
             iterations=iterations,
         )
-        place = _place(out, suite_megatron.SUITE, backend, suite.workload.ranks)
+        place = _place(out, suite.name, backend, suite.workload.ranks)
         result = suite_megatron.run(suite)
     _finish(result, place)
 
@@ -327,7 +327,7 @@ def torchtitan(
         suite = suite_torchtitan.TorchtitanSuite(
             backend=backend, ffn=ffn, workload=Workload(**sizes), iterations=iterations
         )
-        place = _place(out, suite_torchtitan.SUITE, backend, suite.workload.ranks)
+        place = _place(out, suite.name, backend, suite.workload.ranks)
         result = suite_torchtitan.run(suite)
     _finish(result, place)
 

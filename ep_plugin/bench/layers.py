@@ -1,28 +1,36 @@
-"""What the suites of frameworks' layers have in common: their sizes, and what two layers must agree on before they are
-timed."""
+"""What the suites of frameworks' layers have in common: their sizes, what two layers must agree on before they are
+timed, and what is said of their times."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from ep_plugin.bench.timing import Timing
+from ep_plugin.bench import provenance
+from ep_plugin.bench.launch import run_on_ranks
+from ep_plugin.bench.results import everyones_wrong, result, row
+from ep_plugin.bench.timing import Run, Timing, clock_of, time_in_turn
 from ep_plugin.bench.workload import Workload, rows_on_the_wire
 
 OURS, STOCK, EXPERTS = "ep_plugin", "alltoall", "experts alone"
-WARMUP = 3
+_WARMUP = 3
 LIMIT = 2e-2  # of BF16: the largest difference of a tensor over its largest value
 _CROSSINGS = 4  # dispatch, combine, and the backward of both
 _CHUNK = 2**24  # elements that are compared at a time
 
 Tensors = dict[str, torch.Tensor]
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSuite:
-    """What one run measures. ffn: the experts' intermediate size."""
+    """What one run measures. ffn: the experts' intermediate size. name: the suite's. layer: what a case calls it."""
 
+    name: ClassVar[str]
+    layer: ClassVar[str]
     backend: str
     workload: Workload
     ffn: int
@@ -39,16 +47,50 @@ class LayerSuite:
                 raise ValueError(f"{name}: expected a multiple of 8, which 16-byte rows in BF16 are, got {size}")
 
     @property
-    def sizes(self) -> str:
-        """As a case names them."""
+    def case(self) -> str:
         sizes = self.workload
-        return f"T {sizes.tokens}, H {sizes.hidden}, {self.ffn} wide, top {sizes.topk} of {sizes.experts}"
+        return f"{self.layer}, T {sizes.tokens}, H {sizes.hidden}, {self.ffn} wide, top {sizes.topk} of {sizes.experts}"
 
-    def words(self) -> list[str]:
-        """The command's words for the sizes."""
+    def command(self) -> str:
         sizes = asdict(self.workload)
         words = [f"--{name} {sizes[name]}" for name in ("ranks", "tokens", "hidden", "topk", "experts")]
-        return [f"--backend {self.backend}", *words, f"--ffn {self.ffn}"]
+        words = [f"ep-bench {self.name} --backend {self.backend}", *words, f"--ffn {self.ffn}", *self.options()]
+        return " ".join([*words, f"--iterations {self.iterations}"])
+
+    def options(self) -> list[str]:
+        """Words of the command that other suites do not have."""
+        return []
+
+
+def run(suite: LayerSuite, measure: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """Runs `measure` on ranks of its own. Raises WrongResult."""
+    code_hash = provenance.hash_sources()
+    ranks = suite.workload.ranks
+    found = run_on_ranks(ranks, suite.backend, measure, suite)
+    return result(suite.name, suite.backend, ranks, suite.command(), found, code_hash)
+
+
+def compare(
+    layers: dict[str, Any], forward_backward: Callable[[Any, Batch], Tensors], batches: Iterable[Batch]
+) -> tuple[float, list[str]]:
+    """The largest difference of what both layers make of the batches; and what was wrong with it, on any rank."""
+    difference: dict[str, float] = {}
+    for batch in batches:
+        theirs, ours = (forward_backward(layers[impl], batch) for impl in (STOCK, OURS))
+        for name, value in differences(ours, theirs).items():
+            difference[name] = max(value, difference.get(name, 0.0))
+        del theirs, ours
+    return max(difference.values()), everyones_wrong(judge(difference))
+
+
+def time_layers(
+    suite: LayerSuite, device: torch.device, runs: dict[str, Run], ids: list[torch.Tensor], row_bytes: int
+) -> dict[str, Any]:
+    """The rows, and what both layers take above their experts. ids: each rank's, ``[T, K]``."""
+    timings = time_in_turn(clock_of(device), runs, suite.iterations, _WARMUP)
+    wire = bytes_wire(suite.workload, ids, row_bytes)
+    rows = [row(suite.case, name, timing, wire.get(name, 0), None) for name, timing in timings.items()]
+    return {"rows": rows, "wrong": [], **above_experts(timings)}
 
 
 def differences(ours: Tensors, theirs: Tensors) -> dict[str, float]:

@@ -11,38 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from ep_plugin.bench import provenance
-from ep_plugin.bench.launch import run_on_ranks
-from ep_plugin.bench.layers import (
-    EXPERTS,
-    OURS,
-    STOCK,
-    WARMUP,
-    LayerSuite,
-    Tensors,
-    above_experts,
-    bytes_wire,
-    differences,
-    judge,
-)
+from ep_plugin.bench import layers as common
+from ep_plugin.bench.layers import EXPERTS, STOCK, LayerSuite, Tensors
 from ep_plugin.bench.megatron_layers import build_layers
-from ep_plugin.bench.results import everyones_wrong, result, row
-from ep_plugin.bench.timing import Run, clock_of, time_in_turn
+from ep_plugin.bench.timing import Run
 from ep_plugin.bench.workload import Workload
 
-SUITE = "megatron"
 ROUTER = "router alone"
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronSuite(LayerSuite):
     """What one run measures. grouped: the experts' products are grouped."""
 
+    name: ClassVar[str] = "megatron"
+    layer: ClassVar[str] = "MoE layer"
     grouped: bool
 
     def __post_init__(self) -> None:
@@ -52,49 +41,31 @@ class MegatronSuite(LayerSuite):
         except ImportError as error:
             raise ValueError(f"megatron: expected megatron-core, whose layers are measured: {error}") from error
 
-    @property
-    def case(self) -> str:
-        return f"MoE layer, {self.sizes}"
-
-    def command(self) -> str:
-        words = [*self.words(), *([] if self.grouped else ["--sequential"]), f"--iterations {self.iterations}"]
-        return " ".join(["ep-bench megatron", *words])
+    def options(self) -> list[str]:
+        return [] if self.grouped else ["--sequential"]
 
 
 def run(suite: MegatronSuite) -> dict[str, Any]:
     """Runs the suite on ranks of its own. Raises WrongResult."""
-    code_hash = provenance.hash_sources()
-    found = run_on_ranks(suite.workload.ranks, suite.backend, measure, suite)
-    return result(SUITE, suite.backend, suite.workload.ranks, suite.command(), found, code_hash)
+    return common.run(suite, measure)
 
 
 def measure(device: torch.device, suite: MegatronSuite) -> dict[str, Any]:
     """One rank's part: the rows, or what was wrong, the same on every rank. Collective."""
     layers, experts = build_layers(suite.workload, suite.ffn, suite.grouped, device)
-    difference: dict[str, float] = {}
-    for turn in range(2):
-        x, dy = _batch(suite.workload, turn, device)
-        theirs, ours = (_forward_backward(layers[impl], x, dy) for impl in (STOCK, OURS))
-        for name, value in differences(ours, theirs).items():
-            difference[name] = max(value, difference.get(name, 0.0))
-        del theirs, ours
-    wrong = everyones_wrong(judge(difference))
+    batches = [_batch(suite.workload, turn, device) for turn in range(2)]
+    largest, wrong = common.compare(layers, _forward_backward, batches)
     if wrong:
         return {"rows": [], "wrong": wrong}
-    runs: dict[str, Run] = {impl: _step(layer, x, dy) for impl, layer in layers.items()}
+    x, _ = batch = batches[-1]
+    runs: dict[str, Run] = {impl: _step(layer, batch) for impl, layer in layers.items()}
     runs |= {EXPERTS: _experts_alone(layers[STOCK], x), ROUTER: _router_alone(layers[STOCK], x)}
-    timings = time_in_turn(clock_of(device), runs, suite.iterations, WARMUP)
-    wire = bytes_wire(suite.workload, _chosen(layers[STOCK], suite.workload, x), x.size(-1) * x.element_size())
-    return {
-        "rows": [row(suite.case, name, timing, wire.get(name, 0), None) for name, timing in timings.items()],
-        "wrong": [],
-        "experts": experts,
-        **above_experts(timings),
-        "max_rel_diff": max(difference.values()),
-    }
+    ids = _chosen(layers[STOCK], suite.workload, x)
+    timed = common.time_layers(suite, device, runs, ids, x.size(-1) * x.element_size())
+    return timed | {"experts": experts, "max_rel_diff": largest}
 
 
-def _batch(workload: Workload, turn: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _batch(workload: Workload, turn: int, device: torch.device) -> Batch:
     """This rank's tokens and the gradient of what the layer makes of them, ``[T, 1, H]``."""
     generator = torch.Generator(device).manual_seed(turn * workload.ranks + dist.get_rank())
     shape = (workload.tokens, 1, workload.hidden)
@@ -102,8 +73,9 @@ def _batch(workload: Workload, turn: int, device: torch.device) -> tuple[torch.T
     return x.requires_grad_(), dy
 
 
-def _step(layer: Any, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _step(layer: Any, batch: Batch) -> Callable[[], torch.Tensor]:
     """Forward and backward; gradients are made anew, as after zero_grad."""
+    x, dy = batch
 
     def step() -> torch.Tensor:
         layer.zero_grad(set_to_none=True)
@@ -115,9 +87,10 @@ def _step(layer: Any, x: torch.Tensor, dy: torch.Tensor) -> Callable[[], torch.T
     return step
 
 
-def _forward_backward(layer: Any, x: torch.Tensor, dy: torch.Tensor) -> Tensors:
+def _forward_backward(layer: Any, batch: Batch) -> Tensors:
     """The output and all gradients, which the layer gives away."""
-    y = _step(layer, x, dy)()
+    x, _ = batch
+    y = _step(layer, batch)()
     found = {"y": y.detach(), "x.grad": x.grad}
     found |= {f"{name}.grad": parameter.grad for name, parameter in layer.named_parameters()}
     layer.zero_grad(set_to_none=True)

@@ -11,36 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ep_plugin.bench import provenance
-from ep_plugin.bench.launch import run_on_ranks
-from ep_plugin.bench.layers import (
-    EXPERTS,
-    OURS,
-    STOCK,
-    WARMUP,
-    LayerSuite,
-    Tensors,
-    above_experts,
-    bytes_wire,
-    differences,
-    judge,
-)
-from ep_plugin.bench.results import everyones_wrong, result, row
-from ep_plugin.bench.timing import Run, clock_of, time_in_turn
+from ep_plugin.bench import layers as common
+from ep_plugin.bench.layers import EXPERTS, OURS, STOCK, LayerSuite, Tensors
+from ep_plugin.bench.timing import Run
 from ep_plugin.bench.workload import Workload
 from ep_plugin.testing.torchtitan import without_triton
-
-SUITE = "torchtitan"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchtitanSuite(LayerSuite):
     """What one run measures."""
+
+    name: ClassVar[str] = "torchtitan"
+    layer: ClassVar[str] = "routed experts"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,13 +36,6 @@ class TorchtitanSuite(LayerSuite):
             import torchtitan  # noqa: F401
         except ImportError as error:
             raise ValueError(f"torchtitan: expected torchtitan, whose layers are measured: {error}") from error
-
-    @property
-    def case(self) -> str:
-        return f"routed experts, {self.sizes}"
-
-    def command(self) -> str:
-        return " ".join(["ep-bench torchtitan", *self.words(), f"--iterations {self.iterations}"])
 
 
 class Batch(NamedTuple):
@@ -69,37 +50,23 @@ class Batch(NamedTuple):
 
 def run(suite: TorchtitanSuite) -> dict[str, Any]:
     """Runs the suite on ranks of its own. Raises WrongResult."""
-    code_hash = provenance.hash_sources()
-    found = run_on_ranks(suite.workload.ranks, suite.backend, measure, suite)
-    return result(SUITE, suite.backend, suite.workload.ranks, suite.command(), found, code_hash)
+    return common.run(suite, measure)
 
 
 def measure(device: torch.device, suite: TorchtitanSuite) -> dict[str, Any]:
     """One rank's part: the rows, or what was wrong, the same on every rank. Collective."""
     layers = _build_layers(suite.workload, suite.ffn, device)
-    difference: dict[str, float] = {}
-    for turn in range(2):
-        batch = _batch(suite.workload, turn, device)
-        theirs, ours = (_forward_backward(layers[impl], batch) for impl in (STOCK, OURS))
-        for name, value in differences(ours, theirs).items():
-            difference[name] = max(value, difference.get(name, 0.0))
-        del theirs, ours
-    wrong = everyones_wrong(judge(difference))
+    batches = [_batch(suite.workload, turn, device) for turn in range(2)]
+    largest, wrong = common.compare(layers, _forward_backward, batches)
     if wrong:
         return {"rows": [], "wrong": wrong}
+    batch = batches[-1]
     runs: dict[str, Run] = {impl: _step(layer, batch) for impl, layer in layers.items()}
     runs[EXPERTS] = _experts_alone(layers[OURS], batch)
-    timings = time_in_turn(clock_of(device), runs, suite.iterations, WARMUP)
     ids: list[torch.Tensor] = [torch.empty(0)] * suite.workload.ranks
     dist.all_gather_object(ids, batch.ids[0].cpu())
-    wire = bytes_wire(suite.workload, ids, batch.x.size(-1) * batch.x.element_size())
-    return {
-        "rows": [row(suite.case, name, timing, wire.get(name, 0), None) for name, timing in timings.items()],
-        "wrong": [],
-        "experts": "GroupedExperts, in BF16",
-        **above_experts(timings),
-        "max_rel_diff": max(difference.values()),
-    }
+    timed = common.time_layers(suite, device, runs, ids, batch.x.size(-1) * batch.x.element_size())
+    return timed | {"experts": "GroupedExperts, in BF16", "max_rel_diff": largest}
 
 
 def _build_layers(workload: Workload, ffn: int, device: torch.device) -> dict[str, Any]:
