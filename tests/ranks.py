@@ -8,7 +8,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -49,6 +49,10 @@ def run_ranks(
     context = multiprocessing.get_context(start)
     if start == "forkserver":
         context.set_forkserver_preload(_PRELOADED)
+    if _simt_asked(os.environ | (env or {})):
+        from tests.simt.build import build
+
+        build()  # before time runs for the ranks
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(size):
@@ -65,6 +69,11 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.join()
+
+
+def _simt_asked(environment: Mapping[str, str]) -> bool:
+    """Whether ranks on CPUs run the kernels of GPUs (tests/simt)."""
+    return environment.get("EP_TEST_KERNELS") == "simt"
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
@@ -120,7 +129,7 @@ def _rank_main(
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         _wait_for_all(store, size)
-        if os.environ.get("EP_TEST_KERNELS") == "simt":
+        if _simt_asked(os.environ):
             from tests import simt
 
             simt.serve_cpus()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shlex
@@ -21,30 +22,37 @@ BUILD = ROOT / "build" / "simt"
 LEFT_OUT = {"wire.cu", "host.cu", "stream_words.cu"}
 # Files of the kernels' own folder that others take the place of.
 IN_PLACE = ("ptx.cuh", "stream_words.h")
-FLAGS = "-std=c++17 -O1 -g1 -fPIC -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas -DEP_WITH_CUDA=1 -x c++"
+SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".py"}
+# Fortified, longjmp refuses to go to another fiber's stack.
+FLAGS = "-std=c++17 -O1 -g1 -U_FORTIFY_SOURCE -fPIC -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas"
+FLAGS += " -DEP_WITH_CUDA=1 -x c++"
 
 
 def build() -> Path:
     """The folder of the module, which is compiled anew only if a source has changed. Safe to call from any process."""
-    sources = [path for folder in (HERE, CSRC) for path in sorted(folder.rglob("*")) if path.suffix in SUFFIXES]
-    digest = hashlib.sha256(f"{FLAGS} {_compiler()} {sysconfig.get_config_var('EXT_SUFFIX')}".encode())
-    for path in sources:
-        digest.update(path.name.encode() + path.read_bytes())
-    made = BUILD / digest.hexdigest()[:16]
-    if not made.exists():
-        parts = BUILD / f"parts-{os.getpid()}"
-        try:
-            _compile(parts)
-            os.rename(parts / "module", made)
-        except OSError:
-            if not made.exists():  # another process was faster
-                raise
-        finally:
-            shutil.rmtree(parts, ignore_errors=True)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    made = BUILD / _digest()
+    with (BUILD / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            for other in BUILD.iterdir():
+                if other.is_dir():  # of other sources, or of a process that was killed
+                    shutil.rmtree(other)
+            _compile(BUILD / "parts")
+            os.rename(BUILD / "parts" / "module", made)
+            shutil.rmtree(BUILD / "parts")
     return made
 
 
-SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".py"}
+def _digest() -> str:
+    """Of all that the module is made of; its arguments are those of another one, made with the same pybind11."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    digest = hashlib.sha256(f"{FLAGS} {_compiler()} {suffix} {pybind11.__version__}".encode())
+    for folder in (HERE, CSRC):
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in SUFFIXES:
+                digest.update(f"{path.relative_to(ROOT)} {path.stat().st_size} ".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _compile(parts: Path) -> None:

@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -42,7 +43,7 @@ constexpr unsigned kRoundsBetweenYields = 16;
   std::fprintf(stderr, "simt: %s: %s\n", where.c_str(), why.c_str());
   std::abort();
 }
-void expect(bool holds, const std::string& what) {
+void expect(bool holds, const char* what) {
   if (!holds) give_up(what);
 }
 
@@ -71,12 +72,12 @@ class Stacks {
 
  private:
   static std::mutex& mutex() {
-    static std::mutex made;
-    return made;
+    static auto* made = new std::mutex;
+    return *made;
   }
   static std::map<size_t, std::vector<char*>>& unused() {
-    static std::map<size_t, std::vector<char*>> made;
-    return made;
+    static auto* made = new std::map<size_t, std::vector<char*>>;  // kernels may run until the process ends
+    return *made;
   }
   size_t bytes_;
   char* address_ = nullptr;
@@ -89,7 +90,8 @@ struct Meeting {
 
   void join(const char* name, bool first) {
     if (first) instruction = name;
-    expect(std::strcmp(instruction, name) == 0, std::string("meets others in ") + name + " who are in " + instruction);
+    if (std::strcmp(instruction, name) != 0)
+      give_up(std::string("meets others in ") + name + " who are in " + instruction);
   }
 };
 
@@ -107,7 +109,7 @@ struct Store {
   const char* from;
   uint32_t bytes;
   std::vector<char> held;  // what was read, until it is written
-  bool read = false;
+  bool read = false, waited_for = false;
 };
 
 struct Thread : Fiber {
@@ -135,29 +137,29 @@ struct Warp {
   Meeting meeting;
   uint32_t lanes = 0;  // that have not ended
   uint32_t here = 0;
-  uint64_t values[2][kWarpSize] = {};
+  Met met[2] = {};  // in the instruction before, and in this one
 
   void go_on_if_all() {
     if (here == 0 || here != lanes) return;
+    met[meeting.generation % 2].lanes = here;
     here = 0;
     ++meeting.generation;
   }
 };
 
 struct Cta {
-  Cta(Job& job, unsigned index) : Cta(job, job.launch, index) {}
-  Cta(Job& job, const Launch& launch, unsigned index)
+  Cta(Job& job, unsigned index)
       : job(job),
         block{index},
-        block_size{launch.threads, 1, 1},
-        grid_size{launch.ctas, 1, 1},
-        shared_bytes(launch.shared_bytes),
-        stacks(launch.threads),
-        threads(launch.threads),
-        warps((launch.threads + kWarpSize - 1) / kWarpSize),
-        live(launch.threads),
+        block_size{job.launch.threads, 1, 1},
+        grid_size{job.launch.ctas, 1, 1},
+        shared_bytes(job.launch.shared_bytes),
+        stacks(job.launch.threads),
+        threads(job.launch.threads),
+        warps((job.launch.threads + kWarpSize - 1) / kWarpSize),
+        live(job.launch.threads),
         random(std::random_device{}()) {
-    for (unsigned i = 0; i < launch.threads; ++i) {
+    for (unsigned i = 0; i < job.launch.threads; ++i) {
       Thread& thread = threads[i];
       thread.thread = Index{i};
       thread.block = &block;
@@ -175,9 +177,8 @@ struct Cta {
     std::memset(ep::cuda::dynamic_shared, 0xA5, shared_bytes);
     std::memset(ep::cuda::counts, 0xA5, shared_bytes);
     for (unsigned round = 1; live > 0; ++round) {
-      if (random() % 2) move_some();
       if (!turn() && !move_some()) {
-        expect(anyone_looks(), "all threads wait for each other: " + waiting());
+        if (!anyone_looks()) give_up("all threads wait for each other: " + waiting());
         if (idle++ < 4)
           sched_yield();
         else
@@ -187,7 +188,6 @@ struct Cta {
       }
       if (round % kRoundsBetweenYields == 0) sched_yield();
     }
-    for (const Store& store : stores) expect(store.read, "a CTA ends whose shared memory bulk stores have yet to read");
     while (!stores.empty()) write(0);
     expect(loads.empty(), "a CTA ends with bulk loads under way");
     let_next_in();
@@ -209,6 +209,7 @@ struct Cta {
       thread.looked = false;
       resume(thread);
       moved |= !thread.looked;
+      if (random() % 8 == 0) move_some();  // copies go on beside every instruction
     }
     return moved;
   }
@@ -233,6 +234,8 @@ struct Cta {
     thread.cta->end(thread);
   }
   [[noreturn]] void end(Thread& thread) {
+    for (const Store& store : stores)
+      expect(store.by != &thread || store.waited_for, "ends without having waited for its bulk stores");
     thread.ended = true;
     --live;
     thread.warp->lanes &= ~(1u << thread.lane);
@@ -307,6 +310,7 @@ struct Cta {
   Meeting barrier;
   unsigned at_barrier = 0;
   Votes votes[2] = {};
+  std::set<const uint64_t*> barriers;
   std::vector<Load> loads;
   std::vector<Store> stores;
   std::mt19937 random;
@@ -341,8 +345,7 @@ void run(Job& job) {
     });
   for (std::thread& worker : running) worker.join();
   if (job.ahead != nullptr) {
-    const Job& ahead = *job.ahead;
-    if (!job.launch.early) expect(ahead.ended, "a kernel ends before the one ahead of it");
+    expect(job.ahead->ended, "a kernel ends before the one ahead of it, which the one behind would not wait for");
     job.ahead = nullptr;
   }
   job.ended = true;
@@ -384,18 +387,21 @@ void look_again_later() {
   thread.cta->stop(thread);
 }
 
-uint32_t lanes_of_warp() { return here->warp->lanes; }
-
-const uint64_t* meet_warp(const char* instruction, uint64_t value) {
+const Met& meet_warp(const char* instruction, uint64_t value) {
   Thread& thread = static_cast<Thread&>(*here);
   Warp& warp = *thread.warp;
   const uint32_t generation = warp.meeting.generation;
   warp.meeting.join(instruction, warp.here == 0);
-  warp.values[generation % 2][thread.lane] = value;
+  Met& met = warp.met[generation % 2];
+  met.values[thread.lane] = value;
   warp.here |= 1u << thread.lane;
   warp.go_on_if_all();
   thread.cta->stop_until(thread, warp.meeting.generation, generation);
-  return warp.values[generation % 2];
+  return met;
+}
+uint64_t value_of(const Met& met, unsigned lane) {
+  expect(met.lanes >> lane & 1, "asks for the value of a lane that has ended");
+  return met.values[lane];
 }
 
 Votes meet_cta(const char* instruction, bool vote) {
@@ -420,7 +426,6 @@ struct Barrier {
   uint32_t phase : 1;
   uint32_t arrivals : 15;
   uint32_t missing : 15;
-  uint32_t unused : 1;
   int32_t bytes;
 
   void pass() {
@@ -432,6 +437,10 @@ struct Barrier {
 static_assert(sizeof(Barrier) == sizeof(uint64_t), "a barrier is a word");
 
 Barrier& barrier_at(uint64_t* word) { return *reinterpret_cast<Barrier*>(word); }
+Barrier& made_barrier_at(uint64_t* word) {
+  expect(here->cta->barriers.count(word) != 0, "a barrier that was not made");
+  return barrier_at(word);
+}
 
 bool is_shared(const void* begin, size_t bytes) {
   const char* at = static_cast<const char*>(begin);
@@ -453,18 +462,20 @@ void Cta::land(size_t i) {
 }
 
 void barrier_init(uint64_t* word, uint32_t arrivals) {
-  expect(is_shared(word, 8), "a barrier outside of shared memory");
-  barrier_at(word) = Barrier{0, arrivals & 0x7FFFu, arrivals & 0x7FFFu, 0, 0};
+  expect(is_shared(word, 8) && reinterpret_cast<uintptr_t>(word) % 8 == 0,
+         "a barrier that is no word of shared memory");
+  here->cta->barriers.insert(word);
+  barrier_at(word) = Barrier{0, arrivals & 0x7FFFu, arrivals & 0x7FFFu, 0};
 }
 void barrier_arrive_expect(uint64_t* word, uint32_t bytes) {
-  Barrier& barrier = barrier_at(word);
+  Barrier& barrier = made_barrier_at(word);
   expect(barrier.missing > 0, "arrives at a barrier whose phase has all its arrivals");
   barrier.bytes += static_cast<int32_t>(bytes);
   --barrier.missing;
   barrier.pass();
 }
 bool barrier_passed(uint64_t* word, uint32_t parity) {
-  if (barrier_at(word).phase != parity) return true;
+  if (made_barrier_at(word).phase != parity) return true;
   look_again_later();
   return barrier_at(word).phase != parity;
 }
@@ -472,6 +483,7 @@ bool barrier_passed(uint64_t* word, uint32_t parity) {
 void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   expect(is_aligned(to, bytes) && is_aligned(from, bytes), "a bulk load that is not aligned to 16 bytes");
   expect(bytes > 0 && is_shared(to, bytes), "a bulk load to outside of the CTA's shared memory");
+  made_barrier_at(barrier);
   here->cta->loads.push_back({barrier, static_cast<char*>(to), static_cast<const char*>(from), bytes});
 }
 void bulk_store(void* to, const void* from, uint32_t bytes) {
@@ -487,6 +499,7 @@ void bulk_wait(unsigned pending, bool written) {
   const auto waits_for = [&](const Store& store) { return store.by == here && store.group + pending < groups; };
   for (size_t i = 0; i < cta.stores.size();) {
     const bool mine = waits_for(cta.stores[i]);
+    cta.stores[i].waited_for |= mine;
     if (mine && !cta.stores[i].read) cta.read(i);
     if (mine && written)
       cta.write(i);

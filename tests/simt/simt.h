@@ -5,7 +5,9 @@
 // them waiting is a deadlock. Bulk copies move their bytes at any moment that the rules allow, chosen at random: a
 // stage that is read too early, or filled again too early, holds the wrong bytes. Fibers take turns in an order that
 // changes: what a lane writes for others is not there before they have met.
-// What is not. Memory is that of the CPU, which orders more than a GPU's: missing fences go unnoticed.
+// What is not. Memory is that of the CPU, which orders more than a GPU's: missing fences go unnoticed. There is room
+// for all kernels at once, so a missing admit does, too; and static shared memory mostly begins as zeros. Two barriers
+// of one kind are taken for the same. Fibers are not preempted: who neither meets others nor sleeps goes on for good.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -52,11 +54,15 @@ void let_next_kernel_in();
 // The calling fiber has looked in vain for something that others write; they go on.
 void look_again_later();
 
-// All lanes of the warp that have not ended meet in the instruction of this name, each with a value. Those of all
-// lanes, which are kept until the next but one.
-const uint64_t* meet_warp(const char* instruction, uint64_t value);
-// The lanes that take part: those that have not ended.
-uint32_t lanes_of_warp();
+// Who has met, and what each of them has brought.
+struct Met {
+  uint32_t lanes;
+  uint64_t values[32];
+};
+// All lanes of the warp that have not ended meet in the instruction of this name, each with a value. What is returned
+// stays until the next instruction but one.
+const Met& meet_warp(const char* instruction, uint64_t value);
+uint64_t value_of(const Met& met, unsigned lane);
 
 struct Votes {
   bool all, any;

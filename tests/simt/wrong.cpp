@@ -31,6 +31,10 @@ void threads_apart(char*) {
   if (threadIdx.x % 32 == 0) __syncthreads();
   __syncwarp();
 }
+void asks_the_dead(char* memory) {
+  if (threadIdx.x % 32 == 31) return;
+  memory[0] = static_cast<char>(__shfl_sync(0xFFFFFFFFu, 1, 31));
+}
 void loads_unaligned(char* memory) {
   if (threadIdx.x == 0) ptx::bulk_load(stage(), memory + 8, kBytes, reinterpret_cast<uint64_t*>(stage()));
 }
@@ -73,7 +77,8 @@ void leaves_early(char* memory) {
 }  // namespace
 
 void run_wrong(const std::string& name, uint64_t memory) {
-  void (*kernel)(char*) = name == "lanes apart"       ? lanes_apart
+  void (*kernel)(char*) = name == "asks the dead"     ? asks_the_dead
+                          : name == "lanes apart"     ? lanes_apart
                           : name == "threads apart"   ? threads_apart
                           : name == "loads unaligned" ? loads_unaligned
                           : name == "reads early"     ? reads_early

@@ -17,7 +17,9 @@ inline void require(bool holds, const char* what, const char* expected, int64_t 
 }
 
 inline void throw_on_error(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // or whoever asks for it next takes the error for his own
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
 inline void require_comm(const Comm& comm) {

@@ -106,19 +106,18 @@ T unpacked(uint64_t bits) {
 inline void require_all_lanes(unsigned mask) {
   if (mask != 0xFFFFFFFFu) __builtin_trap();  // no kernel asks for fewer
 }
-// The value of lane `source`; of the calling lane where there is no such lane. Undefined on a GPU where it has ended.
+// The value of lane `source`; of the calling lane where there is no such lane.
 template <class T>
 T shuffle(const char* name, T value, int source) {
-  const uint64_t* values = meet_warp(name, packed(value));
-  return unpacked<T>(values[source >= 0 && source < 32 ? source : static_cast<int>(here->lane)]);
+  const Met& met = meet_warp(name, packed(value));
+  return source >= 0 && source < 32 ? unpacked<T>(value_of(met, static_cast<unsigned>(source))) : value;
 }
 template <class T, class Fold>
 T reduce(const char* name, T value, Fold fold) {
-  const uint32_t lanes = lanes_of_warp();
-  const uint64_t* values = meet_warp(name, packed(value));
+  const Met& met = meet_warp(name, packed(value));
   T result = value;
   for (unsigned lane = 0; lane < 32; ++lane)
-    if (lanes >> lane & 1 && lane != here->lane) result = fold(result, unpacked<T>(values[lane]));
+    if (met.lanes >> lane & 1 && lane != here->lane) result = fold(result, unpacked<T>(met.values[lane]));
   return result;
 }
 }  // namespace simt
@@ -177,6 +176,7 @@ T __reduce_add_sync(unsigned mask, T value) {
 using cudaStream_t = struct Stream*;
 using cudaError_t = int;
 constexpr cudaError_t cudaSuccess = 0;
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 
 inline cudaError_t cudaGetDevice(int* device) {
