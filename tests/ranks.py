@@ -49,7 +49,7 @@ def run_ranks(
     context = multiprocessing.get_context(start)
     if start == "forkserver":
         context.set_forkserver_preload(_PRELOADED)
-    if _simt_asked(os.environ | (env or {})):
+    if simt_asked(os.environ | (env or {})):
         from tests.simt.build import build
 
         build()  # before time runs for the ranks
@@ -71,7 +71,7 @@ def run_ranks(
             process.join()
 
 
-def _simt_asked(environment: Mapping[str, str]) -> bool:
+def simt_asked(environment: Mapping[str, str]) -> bool:
     """Whether ranks on CPUs run the kernels of GPUs (tests/simt)."""
     return environment.get("EP_TEST_KERNELS") == "simt"
 
@@ -129,7 +129,7 @@ def _rank_main(
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         _wait_for_all(store, size)
-        if _simt_asked(os.environ):
+        if simt_asked(os.environ):
             from tests import simt
 
             simt.serve_cpus()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ep_plugin import DispatchLayout, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.moe.reference import ReferenceOutput, reference_combine, reference_dispatch
+from tests.ranks import simt_asked
 
 FLAT, TOKEN_MAJOR = DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR
 
@@ -62,7 +63,7 @@ ONE_KERNEL = {"dispatch_sms": 5, "expand_sms": 0, "combine_sms": 6, "add_sms": 0
 
 
 def device_of(rank: int) -> torch.device:
-    if os.environ.get("EP_TEST_KERNELS") == "simt":  # GPUs' kernels on CPUs, see tests/simt
+    if simt_asked(os.environ):
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -17,6 +17,8 @@ from ep_plugin.moe.lanes import CpuLanes
 # A CTA takes a thread of the system, and each of its threads a fiber.
 SMS = {"dispatch_sms": 2, "quantize_sms": 3, "expand_sms": 3, "combine_sms": 2, "add_sms": 3}
 
+KERNELS = ["plan", "notify", "send", "admit", "expand", "push", "add", "send_and_expand", "push_and_add", "weigh_back"]
+
 
 class Lanes(CpuLanes):
     """Two streams beside the caller, who does nothing before what he waits for has ended."""
@@ -55,12 +57,11 @@ def load() -> ModuleType:
     return module
 
 
-def serve_cpus() -> ModuleType:
-    """From now on this process's communicators on CPUs run the kernels of GPUs. Returns their module."""
+def serve_cpus() -> None:
+    """From now on this process's communicators on CPUs run the kernels of GPUs."""
     module = load()
-    for name in ("plan", "notify", "send", "admit", "expand", "push", "add", "send_and_expand", "push_and_add"):
+    for name in KERNELS:
         setattr(_C.cpu, name, getattr(module, name))
-    _C.cpu.weigh_back = module.weigh_back
     cpu.CONTROL_BYTES = max(cpu.CONTROL_BYTES, cuda.CONTROL_BYTES)
     lanes = Lanes(module)
     engine.lanes_of = lambda device: lanes
@@ -69,4 +70,3 @@ def serve_cpus() -> ModuleType:
         sms.update(SMS)
     for sms in (engine.SMS_OF_TWO, engine.SMALL_BATCH_SMS_OF_TWO):
         sms.clear()
-    return module
