@@ -99,7 +99,7 @@ class BaseEngine(ABC):
         """operation(self, *args): refused after a fault or a close, told to peers when it fails here."""
         with self.lock, on_device(self.device):
             self.check()
-            _announce(self, what)
+            _C.announce(f"in {what} of {self.name}")  # to the peers of all communicators, for their messages
             self._captured |= self.lanes.capturing()
             try:
                 self._running = True
@@ -207,15 +207,6 @@ def _add_to_live(engine: BaseEngine) -> None:
 
 def _live_engines() -> list[BaseEngine]:
     return [engine for ref in _live if (engine := ref()) is not None and not engine.closed]
-
-
-def _announce(engine: BaseEngine, what: str) -> None:
-    """Says on the boards of all of this process's communicators what this rank is in, for their peers' messages."""
-    activity = f"in {what} of {engine.name}"
-    for ref in _live:
-        other = ref()
-        if other is not None:
-            other.boards.set_activity(activity)  # nothing, where it is closed
 
 
 class _Closable(Protocol):

@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 
 from ep_plugin.moe import autograd
 from ep_plugin.moe.combine import Sums
-from ep_plugin.moe.dispatch_args import DispatchCall, empty_payload
+from ep_plugin.moe.dispatch_args import DispatchCall, DispatchResult, empty_payload
 from ep_plugin.moe.numbers import communicator
 from ep_plugin.moe.routing import RoutingTensors, known_routing
 from ep_plugin.moe.validate import PLAIN, bulk_ready, check_devices, is_lazy
@@ -26,7 +26,8 @@ _library = torch.library.Library("ep_plugin", "DEF")
 _library.define(
     "dispatch(Tensor x, Tensor topk_ids, Tensor? topk_weights, Tensor? scales, Tensor[] previous, int comm, "
     "SymInt? capacity, str? quantize, bool pending) -> (Tensor tokens, Tensor scales, Tensor weights, Tensor ids, "
-    "Tensor counts, Tensor h_topk_ids, Tensor h_plan, Tensor h_recv_rows, Tensor h_totals)"
+    "Tensor expert_counts, Tensor expert_offsets, Tensor limits, Tensor host_counts, "
+    "Tensor h_topk_ids, Tensor h_plan, Tensor h_recv_rows, Tensor h_totals)"
 )
 _library.define(
     "combine(Tensor y, Tensor? weights, Tensor? bias, Tensor? extra, Tensor[] routing, int comm, "
@@ -105,7 +106,10 @@ def _fake_dispatch(
         *empty_payload(x, scales, quantize, rows),
         None if topk_weights is None else topk_weights.new_empty(beside),
         ints(*beside),
-        ints(2 * local + (1 if capacity is None else 3)),
+        ints(local),
+        ints(local + 1),
+        None if capacity is None else ints(2),
+        torch.empty(local, dtype=torch.int64, device="cpu") if capacity is None else None,
     )
     if previous:
         return result
@@ -161,11 +165,13 @@ def _watched(inputs: tuple[Any, ...]) -> bool:
         or torch._C._autograd._profiler_enabled()
     ):
         return True
-    tensors = inputs[: autograd.NUM_TENSORS]
-    return not _PLAIN.issuperset(map(type, tensors)) or any(map(is_lazy, tensors))
+    for tensor in inputs[: autograd.NUM_TENSORS]:
+        if tensor is not None and (type(tensor) not in PLAIN or is_lazy(tensor)):
+            return True
+    return False
 
 
-_PLAIN = frozenset((*PLAIN, type(None)))
+_DISPATCH_RESULTS = len((*DispatchResult._fields, *RoutingTensors._fields))
 _differentiable_dispatch = autograd.differentiable(
     autograd.save_dispatch, functools.partial(autograd.dispatch_backward, combine)
 )
@@ -174,9 +180,9 @@ _differentiable_combine = autograd.differentiable(
 )
 # torch.compile calls operators whose sizes it cannot know between its graphs, and would trace their Python as a user's.
 for _key in ("CPU", "CUDA"):
-    _library.impl("dispatch", _disable_dynamo(_as_operator(_dispatch, 9)), _key)
+    _library.impl("dispatch", _disable_dynamo(_as_operator(_dispatch, _DISPATCH_RESULTS)), _key)
     _library.impl("combine", _disable_dynamo(_as_operator(_combine, 2)), _key)
-torch.library.register_fake("ep_plugin::dispatch", _as_operator(_fake_dispatch, 9), lib=_library)
+torch.library.register_fake("ep_plugin::dispatch", _as_operator(_fake_dispatch, _DISPATCH_RESULTS), lib=_library)
 torch.library.register_fake("ep_plugin::combine", _as_operator(_fake_combine, 2), lib=_library)
 for _name, _call in (("dispatch", _differentiable_dispatch), ("combine", _differentiable_combine)):
     _operator = getattr(torch.ops.ep_plugin, _name).default

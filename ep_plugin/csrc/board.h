@@ -27,7 +27,10 @@ void abort_board(Address board, int rank, const std::string& reason);
 // Records a fault that the host has found on this rank's board; the first fault stays.
 void fault_board(Address board, int code, int step, int peer, int64_t expected, int64_t seen);
 
-void set_activity(Address board, const std::string& text);
+// The boards of this process's communicators, on each of which `announce` says what this rank is in.
+void list_board(Address board);
+void unlist_board(Address board);
+void announce(const std::string& text);
 
 // Finds the first id outside [-1, num_experts) or repeated within its token. Returns false if there is none.
 struct BadId {

@@ -472,7 +472,9 @@ void bind_board(py::module_& m) {
   m.def("board_fault", &fault_of);
   m.def("board_abort", &abort_of);
   m.def("abort_board", &abort_board);
-  m.def("set_activity", &set_activity);
+  m.def("list_board", &list_board);
+  m.def("unlist_board", &unlist_board);
+  m.def("announce", &announce);
   m.def("board_activity", [](Address address) {
     const Board& board = *at<Board>(address);
     return text_of(board.activity, sizeof(board.activity));
@@ -486,10 +488,11 @@ void bind_board(py::module_& m) {
     raise_interruption();
     return static_cast<int>(result);
   });
-  m.def("board_totals", [](Address address, int local_experts, Address copy) {
+  m.def("board_totals", [](Address address, int local_experts, Address copy, Address expert_counts) {
     const int64_t* totals = at<int64_t>(address, sizeof(Board));
     std::copy_n(totals, kTotals + local_experts, at<int64_t>(copy));
-    return std::vector<int64_t>(totals, totals + kTotals + local_experts);
+    std::copy_n(totals + kTotals, local_experts, at<int64_t>(expert_counts));
+    return std::vector<int64_t>(totals, totals + kTotals);
   });
   m.def("set_reserved_pools", [](Address address, uint64_t count) {
     __atomic_store_n(&at<Board>(address)->reserved_pools, count, __ATOMIC_RELEASE);

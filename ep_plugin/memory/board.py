@@ -37,6 +37,7 @@ class Boards:
                 self.close()
                 raise
             self._registered = True
+        _C.list_board(self.address)
 
     def quiet(self) -> bool:
         """Whether there is neither a fault nor an abort."""
@@ -67,11 +68,6 @@ class Boards:
             for address in () if self._closed else self._block.ptrs:
                 _C.abort_board(address, self.index, reason)
 
-    def set_activity(self, text: str) -> None:
-        with self._guard:
-            if not self._closed:
-                _C.set_activity(self.address, text)
-
     def activity_of(self, rank: int) -> str:
         with self._guard:
             return "" if self._closed else _C.board_activity(self._block.ptrs[rank])
@@ -90,9 +86,10 @@ class Boards:
         """Waits for a notify's totals; False when a fault, an abort or the deadline came first."""
         return _C.wait_ticket(self.address, ticket, int(timeout_s * 1e9)) == 0
 
-    def totals(self, copy: torch.Tensor) -> list[int]:
-        """Slots, rows, most rows from any rank to any and from any to all, rows of each local expert; and to `copy`."""
-        return _C.board_totals(self.address, self._local_experts, copy.data_ptr())
+    def totals(self, copy: torch.Tensor, expert_counts: torch.Tensor) -> list[int]:
+        """Slots, rows, most rows from any rank to any and from any to all. These, and then the rows of each local
+        expert, go to `copy`, the latter to `expert_counts`, too; both int64."""
+        return _C.board_totals(self.address, self._local_experts, copy.data_ptr(), expert_counts.data_ptr())
 
     def close(self) -> None:
         """Gives the memory back. May be called again."""
@@ -100,6 +97,7 @@ class Boards:
             if self._closed:
                 return
             self._closed = True
+            _C.unlist_board(self.address)
             if self._registered:
                 with contextlib.suppress(RuntimeError):  # a broken device has forgotten it
                     _C.unregister_host(self.address)

@@ -15,9 +15,10 @@ from torch.autograd import forward_ad
 from ep_plugin import _C
 from ep_plugin.engine import kernels_for, on_device, stream_of
 from ep_plugin.errors import NotSupported
+from ep_plugin.moe.dispatch_args import DispatchResult
 from ep_plugin.moe.validate import ELEMENTS, PLAIN, bulk_ready, is_lazy, weight_dtype
 
-_RESULTS = 5  # of dispatch, before its routing
+_RESULTS = len(DispatchResult._fields)  # of dispatch, before its routing
 NUM_TENSORS = 4  # arguments of each operator that may require gradients; the first ones
 
 

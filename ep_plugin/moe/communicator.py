@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ep_plugin import _C, ops
+from ep_plugin import ops
 from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.engine import leave, resolve_device
 from ep_plugin.errors import CaptureRefused, EpPluginError
@@ -305,21 +305,21 @@ class MoECommunicator:
             with self.engine.lock:
                 self._waited_for = begun
                 tensors = ops.dispatch(*arguments, True)
-        tokens, out_scales, out_weights, ids, counts = tensors[:5]
-        routing = previous if previous is not None else RoutingTensors(*tensors[5:])
-        flat, local = self.engine.flat, self.engine.local_experts
-        per_expert, offsets, _ = counts.split_with_sizes((local, local + 1, 0 if capacity is None else 2))
+        results = len(DispatchResult._fields)
+        made = DispatchResult(*tensors[:results])
+        routing = previous if previous is not None else RoutingTensors(*tensors[results:])
+        flat = self.engine.flat
         out = DispatchOutput(
-            tokens=tokens,
-            scales=None if scales is None and quantize is None else out_scales,
-            weights=None if topk_weights is None else out_weights,
-            topk_ids=None if flat else ids,
-            row_expert_ids=ids if flat else None,
-            num_tokens_per_expert=per_expert,
-            num_tokens_per_expert_cpu=routing.totals.narrow_copy(0, _C.num_totals, local) if capacity is None else None,
-            expert_offsets=offsets,
-            overflow=None if capacity is None else counts[-2],
-            required=None if capacity is None else counts[-1],
+            tokens=made.tokens,
+            scales=None if scales is None and quantize is None else made.scales,
+            weights=None if topk_weights is None else made.weights,
+            topk_ids=None if flat else made.ids,
+            row_expert_ids=made.ids if flat else None,
+            num_tokens_per_expert=made.expert_counts,
+            num_tokens_per_expert_cpu=made.host_counts if capacity is None else None,
+            expert_offsets=made.expert_offsets,
+            overflow=None if made.limits is None or capacity is None else made.limits[0],
+            required=None if made.limits is None or capacity is None else made.limits[1],
         )
         return out, DispatchHandle(*routing, self.number)
 

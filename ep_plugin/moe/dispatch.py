@@ -16,6 +16,7 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.moe.dispatch_args import (
+    Counts,
     DispatchCall,
     DispatchResult,
     PendingDispatch,
@@ -77,7 +78,7 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
     else:
         result, recv_rows = allocate(engine, pending, args, counts, output_rows(engine, pending))
         _admit_and_expand(engine, pending, args)
-    engine.lanes.join()
+        engine.lanes.join()
     routing = _routing(engine, pending, recv_rows)
     engine.check()
     return result, routing
@@ -118,7 +119,7 @@ def _send_and_expand(engine: Engine, pending: PendingDispatch) -> None:
     send = send_args(engine, pending)
     expand, counts = expand_args(engine, pending, sending_sms(pending), engine.lanes.send)
     if pending.ticket:
-        pending.wait_totals(engine)
+        pending.wait_totals(engine, counts)
     if not reserved:
         needed = known_pool_bytes(engine, pending)
         assert needed is not None
@@ -131,14 +132,17 @@ def _send_and_expand(engine: Engine, pending: PendingDispatch) -> None:
 
 
 def _expand_what_is_told(
-    engine: Engine, pending: PendingDispatch, args: Any, counts: torch.Tensor
+    engine: Engine, pending: PendingDispatch, args: Any, counts: Counts
 ) -> tuple[DispatchResult, torch.Tensor]:
-    """Expand of a dispatch whose totals the host waits for: ahead of them where it may, else when they are there."""
+    """Expand of a dispatch whose totals the host waits for: ahead of them where it may, else when they are there.
+
+    What the caller waits for on the host comes behind the totals, so what can be done before them is.
+    """
     early = _expand_early(engine, pending, args, counts) if pending.sent else None
     if pending.sent and early is None:
         engine.lanes.fork_receive()
         admit(engine, _EXPAND, fresh=True)
-    pending.wait_totals(engine)
+    pending.wait_totals(engine, counts)
     needed = output_rows(engine, pending)
     engine.expected.saw(pending.call.topk_ids.shape, needed)
     if _make_room(engine, pending):
@@ -149,6 +153,7 @@ def _expand_what_is_told(
     made = allocate(engine, pending, args, counts, needed)
     engine.lanes.fork_receive()  # as in _admit_and_expand
     engine.kernels.expand(args)
+    engine.lanes.join()
     return made
 
 
@@ -166,8 +171,9 @@ def _make_room(engine: Engine, pending: PendingDispatch) -> bool:
     return True
 
 
-def _expand_early(engine: Engine, pending: PendingDispatch, args: Any, counts: torch.Tensor) -> Early | None:
-    """Expand before the totals are there; None where they are, never come, or nobody can tell what they will be."""
+def _expand_early(engine: Engine, pending: PendingDispatch, args: Any, counts: Counts) -> Early | None:
+    """Expand before the totals are there, and the caller's stream behind it; None where they are there, never come, or
+    nobody can tell what they will be."""
     if engine.knows(pending.ticket) or not engine.boards.quiet():
         return None
     room = engine.expected.rows(pending.call.topk_ids.shape)
@@ -180,6 +186,7 @@ def _expand_early(engine: Engine, pending: PendingDispatch, args: Any, counts: t
     args.optimistic = 1
     _admit_and_expand(engine, pending, args)
     args.optimistic = 0
+    engine.lanes.join()
     return Early(room, *made)
 
 

@@ -13,7 +13,7 @@ import torch
 from ep_plugin import _C
 from ep_plugin.moe.engine import DISPATCH_POOL, Engine
 from ep_plugin.moe.expected import Rows
-from ep_plugin.moe.routing import WORD_BYTES, KnownRouting, RoutingTensors, address, header_of, roomy, routing_struct
+from ep_plugin.moe.routing import KnownRouting, RoutingTensors, address, header_of, roomy, routing_struct
 from ep_plugin.moe.validate import ELEMENTS, QUANTIZED, num_scales
 
 _DISPATCH, _CACHED_DISPATCH = _C.Op.DISPATCH, _C.Op.CACHED_DISPATCH
@@ -21,17 +21,33 @@ _SLOTS, _ROWS, _MAX_ROWS = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS
 
 
 class DispatchResult(NamedTuple):
-    """What a dispatch returns; None where the call has none.
+    """What a dispatch returns; None where the call has none. From expert_counts on, see Counts.
 
-    ids: int32, FLAT: row_expert_ids ``[N]``, TOKEN_MAJOR: topk_ids ``[N, K]``. counts: int32, expert_count ``[E_l]``,
-    expert_offset ``[E_l + 1]`` and, with a capacity, overflow ``[2]``, one after the other.
+    ids: int32, FLAT: row_expert_ids ``[N]``, TOKEN_MAJOR: topk_ids ``[N, K]``.
     """
 
     tokens: torch.Tensor
     scales: torch.Tensor | None
     weights: torch.Tensor | None
     ids: torch.Tensor
-    counts: torch.Tensor
+    expert_counts: torch.Tensor
+    expert_offsets: torch.Tensor
+    limits: torch.Tensor | None
+    host_counts: torch.Tensor | None
+
+
+class Counts(NamedTuple):
+    """The parts of a DispatchResult whose sizes are known before the totals.
+
+    expert_counts: int32 ``[E_l]``; host_counts: the same as int64 in host memory, None with a capacity. expert_offsets:
+    int32 ``[E_l + 1]``. limits: int32 ``[2]``, whether rows were dropped and how many are required; None without a
+    capacity.
+    """
+
+    expert_counts: torch.Tensor
+    expert_offsets: torch.Tensor
+    limits: torch.Tensor | None
+    host_counts: torch.Tensor | None
 
 
 class DispatchCall(NamedTuple):
@@ -66,9 +82,9 @@ class PendingDispatch:
     made: tuple[DispatchResult, RoutingTensors] | None = None  # what the rows go to, if that was there before the send
     result: tuple[DispatchResult, RoutingTensors] | None = None
 
-    def wait_totals(self, engine: Engine) -> None:
-        assert self.totals is not None
-        self.numbers = engine.wait_totals(self.ticket, self.totals)
+    def wait_totals(self, engine: Engine, counts: Counts) -> None:
+        assert self.totals is not None and counts.host_counts is not None
+        self.numbers = engine.wait_totals(self.ticket, self.totals, counts.host_counts)
 
 
 def pending_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
@@ -132,17 +148,15 @@ def sending_sms(pending: PendingDispatch) -> int:
     return pending.sms["dispatch_sms" if pending.call.quantize is None else "quantize_sms"]
 
 
-def expand_args(engine: Engine, pending: PendingDispatch, sms: int, stream: int) -> tuple[Any, torch.Tensor]:
-    """All of expand's arguments that the totals do not decide, and DispatchResult.counts."""
-    local, limited = engine.local_experts, pending.call.capacity is not None
-    counts = pending.plan.new_empty(2 * local + (3 if limited else 1))
-    count = counts.data_ptr()
+def expand_args(engine: Engine, pending: PendingDispatch, sms: int, stream: int) -> tuple[Any, Counts]:
+    """All of expand's arguments that the totals do not decide."""
+    counts = _empty_counts(engine, pending)
     args = _C.ExpandArgs(
         routing=pending.struct,
         header=pending.header,
-        expert_count=count,
-        expert_offset=count + WORD_BYTES * local,
-        overflow=count + WORD_BYTES * (2 * local + 1) if limited else 0,
+        expert_count=counts.expert_counts.data_ptr(),
+        expert_offset=counts.expert_offsets.data_ptr(),
+        overflow=address(counts.limits),
         num_sms=sms,
         fresh=int(pending.call.previous is None),
         stream=stream,
@@ -150,8 +164,20 @@ def expand_args(engine: Engine, pending: PendingDispatch, sms: int, stream: int)
     return args, counts
 
 
+def _empty_counts(engine: Engine, pending: PendingDispatch) -> Counts:
+    """Those on the host are there already where the routing is known."""
+    local, call, words = engine.local_experts, pending.call, pending.plan
+    if call.capacity is not None:
+        return Counts(words.new_empty(local), words.new_empty(local + 1), words.new_empty(2), None)
+    if call.previous is not None:
+        host_counts = call.previous.tensors.totals.narrow_copy(0, _C.num_totals, local)
+    else:
+        host_counts = torch.empty(local, dtype=torch.int64, device="cpu")
+    return Counts(words.new_empty(local), words.new_empty(local + 1), None, host_counts)
+
+
 def allocate(
-    engine: Engine, pending: PendingDispatch, args: Any, counts: torch.Tensor, room: Rows
+    engine: Engine, pending: PendingDispatch, args: Any, counts: Counts, room: Rows
 ) -> tuple[DispatchResult, torch.Tensor]:
     """The output and the routing's recv_rows, and both in expand's `args`, beside the pools as they are now."""
     call = pending.call
@@ -168,7 +194,7 @@ def allocate(
     args.capacity = rows
     if call.previous is not None:
         return result, call.previous.tensors.recv_rows
-    recv_rows = counts.new_empty((slots, call.topk_ids.shape[1]))
+    recv_rows = pending.plan.new_empty((slots, call.topk_ids.shape[1]))
     pending.struct.recv_rows = recv_rows.data_ptr()
     pending.struct.slots = slots
     args.routing = pending.struct
@@ -199,7 +225,7 @@ def output_rows(engine: Engine, pending: PendingDispatch) -> Rows:
     return Rows(numbers[_ROWS if engine.flat else _SLOTS], numbers[_SLOTS])
 
 
-def _empty_result(engine: Engine, call: DispatchCall, rows: int, counts: torch.Tensor) -> DispatchResult:
+def _empty_result(engine: Engine, call: DispatchCall, rows: int, counts: Counts) -> DispatchResult:
     x, weights = call.x, call.weights
     beside = (rows,) if engine.flat else (rows, call.topk_ids.shape[1])
     tokens, scales = empty_payload(x, call.scales, call.quantize, rows)
@@ -207,8 +233,8 @@ def _empty_result(engine: Engine, call: DispatchCall, rows: int, counts: torch.T
         tokens,
         scales,
         None if weights is None else weights.new_empty(beside),
-        counts.new_empty(beside),
-        counts,
+        counts.expert_counts.new_empty(beside),
+        *counts,
     )
 
 

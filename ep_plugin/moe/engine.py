@@ -209,13 +209,13 @@ class Engine(BaseEngine):
         """Whether the totals of notify `ticket` are there."""
         return self.boards.wait_ticket(ticket, 0.0)
 
-    def wait_totals(self, ticket: int, copy: torch.Tensor) -> list[int]:
+    def wait_totals(self, ticket: int, copy: torch.Tensor, expert_counts: torch.Tensor) -> list[int]:
         """The totals of notify `ticket`, see Boards.totals. Raises what went wrong, or PeerTimeout at the deadline."""
         most_s = 2 * self.timeout_s + 5.0  # the kernel's own deadline starts later, comes first, and says more
         if not self.boards.wait_ticket(ticket, most_s):
             self.check()
             raise EpPluginError(f"{self.name}: the device did not finish step notify in {most_s:g} s")
-        return self.boards.totals(copy)
+        return self.boards.totals(copy, expert_counts)
 
     def found_error(self) -> EpPluginError | ValueError | None:
         return error_of(self)

@@ -2,9 +2,11 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdio>
 #include <ctime>
+#include <mutex>
 #include <vector>
 
 #include "sync.h"
@@ -13,6 +15,9 @@ namespace ep {
 
 namespace {
 Board& board_at(Address address) { return *at<Board>(address); }
+
+std::mutex listing;
+std::vector<Address> listed;
 
 template <class Id>
 bool find_bad_id_as(const Id* ids, int64_t num_tokens, int64_t topk, int64_t num_experts, BadId* found) {
@@ -75,9 +80,22 @@ void fault_board(Address address, int code, int step, int peer, int64_t expected
   __atomic_store_n(&board.fault_set, 1u, __ATOMIC_RELEASE);
 }
 
-void set_activity(Address address, const std::string& text) {
-  Board& board = board_at(address);
-  std::snprintf(board.activity, sizeof(board.activity), "%s", text.c_str());
+void list_board(Address address) {
+  const std::lock_guard<std::mutex> lock(listing);
+  listed.push_back(address);
+}
+
+void unlist_board(Address address) {
+  const std::lock_guard<std::mutex> lock(listing);
+  listed.erase(std::remove(listed.begin(), listed.end(), address), listed.end());
+}
+
+void announce(const std::string& text) {
+  const std::lock_guard<std::mutex> lock(listing);
+  for (const Address address : listed) {
+    Board& board = board_at(address);
+    std::snprintf(board.activity, sizeof(board.activity), "%s", text.c_str());
+  }
 }
 
 bool find_bad_id(Address ids, int id_bytes, int64_t num_tokens, int64_t topk, int64_t num_experts, BadId* found) {
