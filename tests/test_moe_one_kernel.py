@@ -109,11 +109,11 @@ def _sms_change(rank: int, size: int) -> None:
         first = comm.dispatch_async(*arguments)
         if rank == 0:
             comm.set_sms(**ONE_KERNEL)
-            assert comm.engine.sms["expand_sms"] == 0
+            assert comm.engine.dispatch_sms(30, 64, 2, False).receiving == 0
         check_dispatch(first.wait()[0], expected[rank])
         round_trip(comm, inputs, expected)
         comm.set_sms()
-        assert comm.engine.sms["expand_sms"] > 0
+        assert comm.engine.dispatch_sms(30, 64, 2, False).receiving > 0
         round_trip(comm, inputs, expected)
         with pytest.raises(ValueError, match=r"set_sms: expected names among dispatch_sms, .*, got send_sms"):
             comm.set_sms(send_sms=4)

@@ -217,12 +217,13 @@ def _way(scene: Scene, spec: Spec, name: str, impl: Any, crossings: int) -> Way:
         run, judge = _round_trips(scene, impl, spec.graph and name == OURS)
     if spec.what in (COMBINE, ROUNDTRIP):
         run()  # a peer chooses how to sum when it is first called, which is not to be in poisoned memory
+    wide = scene.mine.row_bytes
     return Way(
         impl=name,
         run=run,
         judge=judge,
-        bytes_wire=crossings * scene.rows_wire[impl.dedup] * scene.mine.row_bytes,
-        sms=impl.sms(spec.what, spec.quantize) if name == OURS and scene.device.type == "cuda" else None,
+        bytes_wire=crossings * scene.rows_wire[impl.dedup] * wide,
+        sms=impl.sms(spec.what, wide, spec.quantize) if name == OURS and scene.device.type == "cuda" else None,
     )
 
 

@@ -84,14 +84,15 @@ class EpPlugin:
         handle, weights = cast(_State, state)
         return self.comm.combine(y, handle, weights=weights)
 
-    def sms(self, what: str, quantize: bool = False) -> int:
-        """SMs of all kernels that move rows at once; of a round trip, those of its larger half.
+    def sms(self, what: str, row_bytes: int, quantize: bool = False) -> int:
+        """SMs of all kernels that move rows, of so many bytes on the wire, at once; of a round trip, those of its
+        larger half.
 
         Kernels that work out where rows go run before those, for some microseconds, on SMs that are not counted.
         """
-        sms = self.comm.engine.sms_for(self._workload.tokens)
-        dispatch = sms["quantize_sms" if quantize else "dispatch_sms"] + sms["expand_sms"]
-        combine = sms["combine_sms"] + sms["add_sms"]
+        tokens, topk = self._workload.tokens, self._workload.topk
+        dispatch = sum(self.comm.engine.dispatch_sms(tokens, row_bytes, topk, quantize))
+        combine = sum(self.comm.engine.combine_sms(tokens, row_bytes, topk))
         return {DISPATCH: dispatch, CACHED: dispatch, COMBINE: combine, ROUNDTRIP: max(dispatch, combine)}[what]
 
     def memory(self, row_bytes: int) -> dict[str, int]:

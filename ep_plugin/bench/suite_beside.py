@@ -105,7 +105,7 @@ def _token_major(workload: Workload, device: torch.device, stack: contextlib.Exi
     return [
         Neighbour(
             name="dispatch_token_major_12sm",
-            sms=ours.sms("dispatch"),
+            sms=ours.sms("dispatch", batch.row_bytes),
             enqueue=lambda: ours.comm.dispatch_async(batch.x, batch.ids, batch.weights, capacity=room).wait(),
         )
     ]
@@ -121,10 +121,14 @@ def _flat(budget: int, workload: Workload, device: torch.device, stack: contextl
     return [
         Neighbour(
             name=f"dispatch_flat_expand{budget}",
-            sms=ours.sms("dispatch"),
+            sms=ours.sms("dispatch", batch.row_bytes),
             enqueue=lambda: ours.comm.dispatch_async(batch.x, batch.ids, batch.weights, capacity=room).wait(),
         ),
-        Neighbour(name=f"combine_flat_push{budget}", sms=ours.sms("combine"), enqueue=lambda: ours.combine(y, state)),
+        Neighbour(
+            name=f"combine_flat_push{budget}",
+            sms=ours.sms("combine", batch.row_bytes),
+            enqueue=lambda: ours.combine(y, state),
+        ),
     ]
 
 

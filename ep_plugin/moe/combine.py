@@ -13,6 +13,7 @@ import torch
 from ep_plugin import _C
 from ep_plugin.moe.engine import COMBINE_POOL, Engine
 from ep_plugin.moe.routing import KnownRouting, address, admit, header_of, roomy
+from ep_plugin.moe.sms import KernelSms
 from ep_plugin.moe.validate import ELEMENTS
 
 Sums: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
@@ -29,7 +30,7 @@ class PendingCombine:
     bias: torch.Tensor | None
     extra: torch.Tensor | None
     routing: KnownRouting
-    sms: dict[str, int]
+    sms: KernelSms
     captured: bool = False  # begun while a CUDA graph was being captured
     made: Sums | None = None  # the sums, where they were there before the rows were sent
     result: Sums | None = None
@@ -49,14 +50,14 @@ def start_combine(
     weight_bytes = 0 if extra is None else extra.element_size()
     header = header_of(_COMBINE, row_bytes, 0, weight_bytes, K, y.dtype, engine.layout, engine.config_hash, T)
     engine.reserve(COMBINE_POOL, _pool_bytes(engine, routing, _C.partial_bytes(row_bytes, weight_bytes, K)))
-    pending = PendingCombine(header, y, weights, bias, extra, routing, engine.sms_for(T))
+    pending = PendingCombine(header, y, weights, bias, extra, routing, engine.combine_sms(T, row_bytes, K))
     push = _push_args(engine, pending)
-    if pending.sms["add_sms"] > 0:
+    if pending.sms.receiving > 0:
         engine.lanes.fork()
         engine.kernels.push(push)
         return pending
     pending.made = _empty_sums(pending)
-    add = _add_args(engine, pending, pending.made, pending.sms["combine_sms"], engine.lanes.send)
+    add = _add_args(engine, pending, pending.made, pending.sms.sending, engine.lanes.send)
     engine.lanes.fork()
     engine.kernels.push_and_add(push, add)
     return pending
@@ -69,7 +70,7 @@ def finish_combine(engine: Engine, pending: PendingCombine) -> Sums:
         made = _empty_sums(pending)
         engine.lanes.fork_receive()
         admit(engine, _ADD)
-        engine.kernels.add(_add_args(engine, pending, made, pending.sms["add_sms"], engine.lanes.receive))
+        engine.kernels.add(_add_args(engine, pending, made, pending.sms.receiving, engine.lanes.receive))
         engine.lanes.join()
     else:
         engine.lanes.join(received=False)
@@ -100,7 +101,7 @@ def _push_args(engine: Engine, pending: PendingCombine) -> Any:
         extra=address(pending.extra),
         hidden=y.shape[1],
         element=ELEMENTS[y.dtype],
-        num_sms=pending.sms["combine_sms"],
+        num_sms=pending.sms.sending,
         stream=engine.lanes.send,
     )
 

@@ -26,7 +26,6 @@ from ep_plugin.moe.dispatch_args import (
     output_rows,
     pending_dispatch,
     send_args,
-    sending_sms,
 )
 from ep_plugin.moe.engine import DISPATCH_POOL, Engine
 from ep_plugin.moe.expected import Rows
@@ -56,7 +55,7 @@ def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
     engine.lanes.fork()
     if call.previous is None:
         _plan_and_notify(engine, pending)
-    if pending.sms["expand_sms"] == 0:
+    if pending.sms.receiving == 0:
         _send_and_expand(engine, pending)
         return pending
     pending.sent = pending.reserved or engine.pool_bytes(DISPATCH_POOL) > 0
@@ -72,7 +71,7 @@ def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchR
         engine.lanes.hand_over(pending.made)
         engine.check()
         return pending.made
-    args, counts = expand_args(engine, pending, pending.sms["expand_sms"], engine.lanes.receive)
+    args, counts = expand_args(engine, pending, pending.sms.receiving, engine.lanes.receive)
     if pending.ticket:
         result, recv_rows = _expand_what_is_told(engine, pending, args, counts)
     else:
@@ -117,7 +116,7 @@ def _send_and_expand(engine: Engine, pending: PendingDispatch) -> None:
     reserved = pending.reserved
     pending.reserved = True  # before the launch
     send = send_args(engine, pending)
-    expand, counts = expand_args(engine, pending, sending_sms(pending), engine.lanes.send)
+    expand, counts = expand_args(engine, pending, pending.sms.sending, engine.lanes.send)
     if pending.ticket:
         pending.wait_totals(engine, counts)
     if not reserved:

@@ -14,6 +14,7 @@ from ep_plugin import _C
 from ep_plugin.moe.engine import DISPATCH_POOL, Engine
 from ep_plugin.moe.expected import Rows
 from ep_plugin.moe.routing import KnownRouting, RoutingTensors, address, header_of, roomy, routing_struct
+from ep_plugin.moe.sms import KernelSms
 from ep_plugin.moe.validate import ELEMENTS, QUANTIZED, num_scales
 
 _DISPATCH, _CACHED_DISPATCH = _C.Op.DISPATCH, _C.Op.CACHED_DISPATCH
@@ -69,7 +70,7 @@ class PendingDispatch:
     call: DispatchCall
     header: Any
     struct: Any
-    sms: dict[str, int]
+    sms: KernelSms
     topk_ids: torch.Tensor
     plan: torch.Tensor
     block_counts: torch.Tensor | None
@@ -89,7 +90,9 @@ class PendingDispatch:
 
 def pending_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
     previous = call.previous
-    header, sms = _dispatch_header(engine, call), engine.sms_for(call.x.shape[0])
+    header = _dispatch_header(engine, call)
+    on_the_wire = header.row_bytes + header.scale_bytes
+    sms = engine.dispatch_sms(call.x.shape[0], on_the_wire, header.topk, call.quantize is not None)
     if previous is not None:
         ids, plan, *_ = previous.tensors
         return PendingDispatch(call, header, previous.struct, sms, ids, plan, None, None, numbers=previous.totals)
@@ -136,16 +139,12 @@ def send_args(engine: Engine, pending: PendingDispatch) -> Any:
         scales=address(scales),
         scale_stride=0 if scales is None else scales.stride(0) * scales.element_size(),
         weights=address(call.weights),
-        num_sms=sending_sms(pending),
+        num_sms=pending.sms.sending,
         optimistic=int(not pending.reserved),
         quantize=int(call.quantize is not None),
         element=ELEMENTS[x.dtype] if call.quantize is not None else 0,
         stream=engine.lanes.send,
     )
-
-
-def sending_sms(pending: PendingDispatch) -> int:
-    return pending.sms["dispatch_sms" if pending.call.quantize is None else "quantize_sms"]
 
 
 def expand_args(engine: Engine, pending: PendingDispatch, sms: int, stream: int) -> tuple[Any, Counts]:

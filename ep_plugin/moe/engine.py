@@ -18,6 +18,7 @@ from ep_plugin.faults import error_of
 from ep_plugin.memory.board import Boards
 from ep_plugin.memory.exchange import Exchange
 from ep_plugin.memory.peer import PeerBuffer, open_memory, transport_for
+from ep_plugin.moe import sms
 from ep_plugin.moe.expected import Expected
 from ep_plugin.moe.faults import described, disagreement_on_pool
 from ep_plugin.moe.lanes import Lanes, lanes_of
@@ -26,32 +27,6 @@ if TYPE_CHECKING:
     from ep_plugin.moe.routing import LatestRouting
 
 DISPATCH_POOL, COMBINE_POOL = _C.Pool.DISPATCH, _C.Pool.COMBINE
-# SMs of the sending and of the receiving kernel of each operation, and what they leave to others at least.
-# quantize_sms: of a send that quantises, which computes for longer than it stores; dispatch_sms goes before it. Batches
-# of at most SMALL_BATCH_TOKENS do not fill the links, and are done sooner the more warps they have. Two ranks store
-# more within a GPU than across their link, and want more SMs.
-DEFAULT_SMS = {"dispatch_sms": 10, "quantize_sms": 20, "expand_sms": 64, "combine_sms": 17, "add_sms": 24}
-SMALL_BATCH_SMS = {"dispatch_sms": 20, "quantize_sms": 32, "expand_sms": 64, "combine_sms": 32, "add_sms": 64}
-SMS_OF_TWO = {"dispatch_sms": 15, "combine_sms": 32, "add_sms": 32}
-SMALL_BATCH_SMS_OF_TWO = {"dispatch_sms": 32, "combine_sms": 40, "add_sms": 48}
-SMALL_BATCH_TOKENS = 1024
-RUN_TOGETHER = (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms"))
-FREE_SMS = 32
-
-
-def _sms_of(config: MoECommunicatorConfig, device: torch.device, defaults: dict[str, int]) -> dict[str, int]:
-    """SMs of each kernel: the configuration's, else `defaults`, cut to what others leave and the device has."""
-    asked = {name: getattr(config, "dispatch_sms" if name == "quantize_sms" else name) for name in defaults}
-    if device.type != "cuda":
-        return {name: default if asked[name] is None else asked[name] for name, default in defaults.items()}
-    usable = max(torch.cuda.get_device_properties(device).multi_processor_count - FREE_SMS, 2)
-    share = min(1.0, usable / max(defaults[first] + defaults[second] for first, second in RUN_TOGETHER))
-    sms = {
-        name: max(1, int(default * share)) if asked[name] is None else asked[name] for name, default in defaults.items()
-    }
-    if config.dispatch_sms is None:
-        sms["quantize_sms"] = max(1, min(sms["quantize_sms"], usable - sms["expand_sms"]))
-    return sms
 
 
 class Engine(BaseEngine):
@@ -75,7 +50,8 @@ class Engine(BaseEngine):
         self.config_hash = config.agreement_hash()
         self.flat = config.resolved_layout is DispatchLayout.FLAT
         self.layout = _C.Layout[config.resolved_layout.name]
-        self._use_sms(config)
+        self._usable_sms = sms.usable_sms(device)
+        self._sms = self._as_asked({})
         self.lanes = lanes_of(device)
         self._agree(config)
         self.local_experts = config.num_experts // self.size
@@ -94,30 +70,30 @@ class Engine(BaseEngine):
         self.exchange.barrier("construct communicator")
         self.exchange.watch = self.memory.exchange.watch = _watch_of(self)
 
-    def set_sms(self, sms: dict[str, int | None]) -> None:
-        """The SM counts of later operations: `sms` where it has them, else the configuration's."""
-        unknown = set(sms) - set(SMS_FIELDS)
+    def set_sms(self, counts: dict[str, int | None]) -> None:
+        """The SM counts of later operations: `counts` where it has them, else the configuration's."""
+        unknown = set(counts) - set(SMS_FIELDS)
         if unknown:
             raise ValueError(f"set_sms: expected names among {', '.join(SMS_FIELDS)}, got {', '.join(sorted(unknown))}")
-        given = {name: count for name, count in sms.items() if count is not None}
-        before = self.sms
-        self._use_sms(dataclasses.replace(self.config, **given))  # type: ignore[arg-type]
-        self.asked_sms = sms
-        if any((before[name] == 0) != (self.sms[name] == 0) for name in ("expand_sms", "add_sms")):
+        before, self._sms = self._sms, self._as_asked(counts)
+        self.asked_sms = counts
+        if any((old.receiving == 0) != (new.receiving == 0) for old, new in zip(before, self._sms, strict=True)):
             self.lanes.meet()  # what receives changes its lane, where it would find the epoch of the operation before
 
-    def sms_for(self, num_tokens: int) -> dict[str, int]:
-        """SMs of each kernel for an operation on so many tokens of this rank. Ranks may differ."""
-        return self._small_batch_sms if num_tokens <= SMALL_BATCH_TOKENS else self.sms
+    def dispatch_sms(self, num_tokens: int, row_bytes: int, topk: int, quantize: bool) -> sms.KernelSms:
+        """For so many tokens of this rank, and rows as they travel. Ranks may differ."""
+        small = num_tokens <= sms.SMALL_BATCH_TOKENS
+        return sms.dispatch_sms(self._sms[0], self._usable_sms, self.size, small, row_bytes, topk, quantize)
 
-    def _use_sms(self, config: MoECommunicatorConfig) -> None:
-        two = self.size <= 2
-        sms = _sms_of(config, self.device, DEFAULT_SMS | (SMS_OF_TWO if two else {}))
-        _check_sms(sms, self.device)
-        asks_none = all(getattr(config, name) is None for name in SMS_FIELDS)
-        self.sms = sms
-        small = SMALL_BATCH_SMS | (SMALL_BATCH_SMS_OF_TWO if two else {})
-        self._small_batch_sms = _sms_of(config, self.device, small) if asks_none else sms
+    def combine_sms(self, num_tokens: int, row_bytes: int, topk: int) -> sms.KernelSms:
+        """The same for so many tokens of this rank, and partial rows."""
+        small = num_tokens <= sms.SMALL_BATCH_TOKENS
+        return sms.combine_sms(self._sms[1], self._usable_sms, self.size, small, row_bytes, topk)
+
+    def _as_asked(self, counts: dict[str, int | None]) -> tuple[sms.AskedSms, sms.AskedSms]:
+        given = {name: count for name, count in counts.items() if count is not None}
+        config = dataclasses.replace(self.config, **given)  # type: ignore[arg-type]
+        return sms.asked_of({name: getattr(config, name) for name in SMS_FIELDS}, self._usable_sms)
 
     def _agree(self, config: MoECommunicatorConfig) -> None:
         """Refuses, before anything is allocated, what this group cannot serve or does not agree on."""
@@ -242,16 +218,3 @@ def _watch_of(engine: Engine, growing: tuple[str, int] | None = None) -> Callabl
                     raise disagreement_on_pool(engine, *growing, rank, "no more than there are")
 
     return watch
-
-
-def _check_sms(sms: dict[str, int], device: torch.device) -> None:
-    """A sending and a receiving kernel run at the same time, and leave SMs for whoever must run beside them."""
-    if device.type != "cuda":
-        return
-    present = torch.cuda.get_device_properties(device).multi_processor_count
-    for first, second in RUN_TOGETHER:
-        if sms[first] + sms[second] > present - FREE_SMS:
-            raise ValueError(
-                f"{first}: expected {first} + {second} to be at most {present - FREE_SMS}, which leaves {FREE_SMS} of "
-                f"{present} SMs free, got {sms[first]} + {sms[second]}"
-            )

@@ -11,11 +11,11 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.collectives import cpu, cuda
-from ep_plugin.moe import engine
+from ep_plugin.moe import engine, sms
 from ep_plugin.moe.lanes import CpuLanes
 
 # A CTA takes a thread of the system, and each of its threads a fiber.
-SMS = {"dispatch_sms": 2, "quantize_sms": 3, "expand_sms": 3, "combine_sms": 2, "add_sms": 3}
+SMS = sms.KernelSms(2, 3)
 
 KERNELS = ["plan", "notify", "send", "admit", "expand", "push", "add", "send_and_expand", "push_and_add", "weigh_back"]
 
@@ -66,7 +66,5 @@ def serve_cpus() -> None:
     lanes = Lanes(module)
     engine.lanes_of = lambda device: lanes
     torch.cuda.synchronize = lambda device=None: lanes.drain()
-    for sms in (engine.DEFAULT_SMS, engine.SMALL_BATCH_SMS):
-        sms.update(SMS)
-    for sms in (engine.SMS_OF_TWO, engine.SMALL_BATCH_SMS_OF_TWO):
-        sms.clear()
+    sms.for_dispatch = lambda *shape: SMS
+    sms.for_combine = lambda *shape: SMS
