@@ -86,9 +86,9 @@ class Engine(BaseEngine):
         return sms.dispatch_sms(self._sms[0], self._usable_sms, self.size, small, row_bytes, topk, quantize)
 
     def combine_sms(self, num_tokens: int, row_bytes: int, topk: int) -> sms.KernelSms:
-        """The same for so many tokens of this rank, and partial rows."""
-        small = num_tokens <= sms.SMALL_BATCH_TOKENS
-        return sms.combine_sms(self._sms[1], self._usable_sms, self.size, small, row_bytes, topk)
+        """The same for so many tokens of this rank, and partial rows. (TOKEN_MAJOR rows are sums already.)"""
+        small, terms_of = num_tokens <= sms.SMALL_BATCH_TOKENS, topk if self.flat else 1
+        return sms.combine_sms(self._sms[1], self._usable_sms, self.size, small, row_bytes, terms_of)
 
     def _as_asked(self, counts: dict[str, int | None]) -> tuple[sms.AskedSms, sms.AskedSms]:
         given = {name: count for name, count in counts.items() if count is not None}
