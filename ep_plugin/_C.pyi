@@ -133,6 +133,7 @@ class Routing:
         recv_rows: int = ...,
         slots: int = ...,
     ) -> None: ...
+    def lies_at(self, topk_ids: int, plan: int, recv_rows: int) -> bool: ...
 
 class Header:
     op: int

@@ -243,7 +243,7 @@ def _abort_on_uncaught_exceptions() -> None:
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Kernels are launched on the current device."""
-    if device.type == "cpu" or torch.cuda.current_device() == device.index:
+    if device.type == "cpu" or torch._C._cuda_getDevice() == device.index:
         return _NOTHING_TO_DO
     return torch.cuda.device(device)
 

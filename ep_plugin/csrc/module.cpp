@@ -166,7 +166,10 @@ void bind_structs(py::module_& m) {
       .field("pair_pos", &Routing::pair_pos)
       .field("meta", &Routing::meta)
       .field("recv_rows", &Routing::recv_rows)
-      .field("slots", &Routing::slots);
+      .field("slots", &Routing::slots)
+      .def("lies_at", [](const Routing& routing, Address topk_ids, Address plan, Address recv_rows) {
+        return routing.topk_ids == topk_ids && routing.meta == plan && routing.recv_rows == recv_rows;
+      });
   auto header = Struct<Header>(m, "Header");
   py::list names;
   for (const auto& [name, word] : kHeaderWords) {

@@ -36,10 +36,10 @@ class KnownRouting(NamedTuple):
 
 
 class LatestRouting(NamedTuple):
-    """What is known of the routing that a communicator made last; its tensors may be gone."""
+    """What is known of the routing that a communicator made last; its tensors may be gone, all of them together."""
 
-    tensors: tuple[weakref.ref[torch.Tensor], ...]
-    addresses: list[int]
+    identities: tuple[int, ...]
+    host_tensor: weakref.ref[torch.Tensor]
     struct: Any
     totals: list[int]
 
@@ -50,10 +50,9 @@ def known_routing(engine: Engine, name: str, tensors: RoutingTensors) -> KnownRo
     Those of the latest dispatch, as they mostly are, need no further look.
     """
     latest = engine.latest_routing
-    if latest is not None and latest.addresses == _addresses(tensors):
-        topk_ids, plan, recv_rows, totals = latest.tensors
-        same = tensors.topk_ids is topk_ids() and tensors.plan is plan() and tensors.recv_rows is recv_rows()
-        if same and tensors.totals is totals():
+    if latest is not None and latest.identities == tuple(map(id, tensors)) and latest.host_tensor() is tensors.totals:
+        addresses = tensors.topk_ids.data_ptr(), tensors.plan.data_ptr(), tensors.recv_rows.data_ptr()
+        if latest.struct.lies_at(*addresses):
             return KnownRouting(tensors, latest.struct, latest.totals)
     check_routing(engine, name, tensors)
     struct = routing_struct(engine, tensors.topk_ids, tensors.plan, tensors.recv_rows)
@@ -62,12 +61,8 @@ def known_routing(engine: Engine, name: str, tensors: RoutingTensors) -> KnownRo
 
 def remember_routing(engine: Engine, made: KnownRouting) -> None:
     """Keeps what is known of a routing that this rank has just made."""
-    refs = tuple(map(weakref.ref, made.tensors))
-    engine.latest_routing = LatestRouting(refs, _addresses(made.tensors), made.struct, made.totals)
-
-
-def _addresses(tensors: RoutingTensors) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
+    host_tensor = weakref.ref(made.tensors.totals)
+    engine.latest_routing = LatestRouting(tuple(map(id, made.tensors)), host_tensor, made.struct, made.totals)
 
 
 def address(tensor: torch.Tensor | None) -> int:
