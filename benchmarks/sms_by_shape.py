@@ -37,7 +37,11 @@ SHAPES += [(ranks, HIDDEN, topk, "bf16") for ranks in ("four", "two") for topk i
 SHAPES += [(ranks, HIDDEN, 8, "fp8") for ranks in ("four", "two")]
 SENDING = (6, 9, 10, 12, 14, 17, 20, 24)
 PUSHING = (8, 12, 14, 17, 20, 24, 28, 32, 40, 48)
-DISPATCH_SMS = [*((sms, 64) for sms in SENDING), (24, 6), (24, 12), (24, 24)]
+DISPATCH_SMS = [
+    *((sms, 64) for sms in SENDING),
+    *((14, sms) for sms in (32, 48, 80)),
+    *((24, sms) for sms in (6, 12, 24)),
+]
 COMBINE_SMS = [
     *((sms, 48) for sms in PUSHING),
     *((17, sms) for sms in (24, 36)),

@@ -48,9 +48,9 @@ class MoECommunicatorConfig:
     expert_alignment: each expert's group of FLAT rows is padded to a multiple of this, at most 2**20.
     timeout_s: seconds that a rank waits for its peers, at most 1e9; None is the process group's own timeout.
     dispatch_sms, expand_sms: SMs of dispatch's sending and receiving kernel; combine_sms, add_sms: of combine's. None
-        takes measured defaults, larger ones for small batches where all four are None. expand_sms=0, add_sms=0: the
-        SMs that send also receive, in one kernel; for few SMs. A dispatch without capacity= or previous_handle= then
-        sends after the host has learnt the totals.
+        takes as many as fill the links with rows of an operation's shape, and more for small batches, of what the
+        other of the two leaves. expand_sms=0, add_sms=0: the SMs that send also receive, in one kernel; for few SMs. A
+        dispatch without capacity= or previous_handle= then sends after the host has learnt the totals.
 
     All ranks must agree on everything except the timeout and the SM counts.
     """
