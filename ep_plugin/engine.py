@@ -44,7 +44,7 @@ class Lanes(Protocol):
     def drain(self) -> None:
         """The host waits for what has been enqueued."""
 
-    def capturing(self) -> bool:
+    def capturing(self) -> int:
         """Whether the caller's stream is recording a CUDA graph."""
 
 
@@ -100,7 +100,7 @@ class BaseEngine(ABC):
         with self.lock, on_device(self.device):
             self.check()
             _C.announce(f"in {what} of {self.name}")  # to the peers of all communicators, for their messages
-            self._captured |= self.lanes.capturing()
+            self._captured |= bool(self.lanes.capturing())
             try:
                 self._running = True
                 return operation(self, *args)

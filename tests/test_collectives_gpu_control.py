@@ -221,7 +221,7 @@ def test_streams_of_one_graph_follow_each_other(
     waited: list[Any] = []
     before, now = 0, 7  # handles: the first is the default stream's
     recording = {handle for handle, kind in ((before, earlier), (now, current)) if kind == "recording"}
-    monkeypatch.setattr(cuda._C, "stream_capturing", lambda stream, _: stream in recording, raising=False)
+    monkeypatch.setattr(cuda._C, "stream_capture", lambda stream, _: stream in recording, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: now, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(wait_stream=waited.append))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda _: before)

@@ -261,15 +261,15 @@ def test_a_peer_killed_while_it_sends_ends_an_early_expand() -> None:
     assert early == [False, True, True] and poisoned_rows
 
 
-def _across_a_capture(rank: int, size: int) -> None:
-    """An operation begun before a capture is not completed in it, nor one begun in it after it."""
+def _across_a_capture(rank: int, size: int, other: int) -> None:
+    """An operation begun before a capture is not completed in it, nor one begun in it after it, or in the `other`."""
     inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
     wanted = inputs.expected(FLAT)
     x, ids, weights = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
     with communicator(inputs.case, max_tokens_per_rank=20) as comm:
         out, handle = round_trip(comm, inputs, wanted)
         eager, capturing = comm.engine.lanes, CpuLanes()
-        capturing.capturing = lambda: True
+        capturing.capturing = lambda: 7
         for begin, check in (
             (lambda: comm.dispatch_async(x, ids, weights), lambda result: check_dispatch(result[0], wanted[rank])),
             (lambda: comm.combine_async(out.tokens, handle), lambda result: None),
@@ -281,16 +281,26 @@ def _across_a_capture(rank: int, size: int) -> None:
                     late()
             comm.engine.lanes = eager
             check(work.wait())
+        work = comm.dispatch_async(x, ids, weights)
+        comm.combine(out.tokens, handle)
+        comm.engine.lanes = capturing
+        with pytest.raises(CaptureRefused, match="begun before the capture .* got its wait.* in it$"):
+            work.wait()
+        comm.engine.lanes = eager
+        check_dispatch(work.wait()[0], wanted[rank])
         comm.engine.lanes = capturing
         comm.dispatch_async(x, ids, weights, capacity=200).wait()
         lost = comm.combine_async(out.tokens, handle)
-        comm.engine.lanes = eager
-        with pytest.raises(CaptureRefused, match="begun in the capture of a CUDA graph to be completed there too"):
+        comm.engine.lanes = later = CpuLanes()
+        later.capturing = lambda: other
+        where = "in another" if other else "after it"
+        with pytest.raises(CaptureRefused, match=f"begun in the capture .* to be completed there too, .* {where}$"):
             lost.wait()
 
 
-def test_a_capture_has_both_ends_of_an_operation_or_none() -> None:
-    on_ranks(2, _across_a_capture)
+@pytest.mark.parametrize("other", [0, 8])
+def test_a_capture_has_both_ends_of_an_operation_or_none(other: int) -> None:
+    on_ranks(2, _across_a_capture, other)
 
 
 def _changes_lanes(rank: int, size: int) -> int:

@@ -87,7 +87,7 @@ def _captured_too_early(rank: int, size: int) -> None:
     for settings in ({}, {"expand_sms": 0, "add_sms": 0}):
         with communicator(case, max_tokens_per_rank=6, **settings) as comm:
             capturing = CpuLanes()
-            capturing.capturing = lambda: True
+            capturing.capturing = lambda: 1
             eager, comm.engine.lanes = comm.engine.lanes, capturing
             with pytest.raises(CaptureRefused, match="dispatch pool has 0 bytes where .* run one step of this shape"):
                 comm.dispatch(*arguments, capacity=40)

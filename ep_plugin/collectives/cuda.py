@@ -99,7 +99,7 @@ class StreamLanes:
         current = stream_of(self._device)
         if earlier is None or earlier == current:
             return current
-        if not self.capturing() or _C.stream_capturing(earlier, self._device.index):
+        if not self.capturing() or _C.stream_capture(earlier, self._device.index):
             torch.cuda.current_stream(self._device).wait_stream(self._stream(earlier))
         return current
 

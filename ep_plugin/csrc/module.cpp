@@ -569,7 +569,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("register_host", &register_host);
   m.def("unregister_host", &unregister_host);
   m.def("order_streams", &order_streams, py::call_guard<py::gil_scoped_release>());
-  m.def("stream_capturing", &stream_capturing);
+  m.def("stream_capture", &stream_capture);
 #endif
   bind_collectives(m);
 }

@@ -31,7 +31,7 @@ class PendingCombine:
     extra: torch.Tensor | None
     routing: KnownRouting
     sms: KernelSms
-    captured: bool = False  # begun while a CUDA graph was being captured
+    capture: int = 0  # the number of the capture of a CUDA graph in which it was begun
     made: Sums | None = None  # the sums, where they were there before the rows were sent
     result: Sums | None = None
 

@@ -264,7 +264,7 @@ class MoECommunicator:
 
     def _begin_dispatch(self, engine: Engine, call: DispatchCall) -> PendingDispatch:
         begun = self._under_way = start_dispatch(engine, call)
-        begun.captured = engine.lanes.capturing()
+        begun.capture = engine.lanes.capturing()
         engine.lanes.record(*call[:4], begun.topk_ids, begun.plan, begun.block_counts, *_tensors_of(call.previous))
         if begun.made is not None:
             engine.lanes.record(*begun.made[0], *begun.made[1])  # a fault may keep it from ever being joined
@@ -279,7 +279,7 @@ class MoECommunicator:
         routing: KnownRouting,
     ) -> PendingCombine:
         begun = self._under_way = start_combine(engine, y, weights, bias, None, routing)
-        begun.captured = engine.lanes.capturing()
+        begun.capture = engine.lanes.capturing()
         engine.lanes.record(y, weights, bias, *_tensors_of(routing), *(begun.made or ()))
         return begun
 
@@ -360,20 +360,27 @@ class MoECommunicator:
         the wait(). A CUDA graph has both ends of an operation or none: CaptureRefused, and nothing is enqueued.
         """
         begun = self._under_way
-        if begun is not None and begun.captured != self.engine.lanes.capturing():
-            self.check()
-            if begun.captured:
-                self._under_way = None  # nothing of it was run
-            began = "in the capture of a CUDA graph" if begun.captured else "before the capture of a CUDA graph began"
-            raise CaptureRefused(
-                f"{self.engine.name}: expected an operation that was begun {began} to be completed there too, got its "
-                f"wait(), or the next operation, {'after' if begun.captured else 'in'} it"
-            )
+        if begun is not None:
+            capture = self.engine.lanes.capturing()
+            if begun.capture != capture:
+                self.check()
+                if begun.capture:
+                    self._under_way = None  # nothing of it was run
+                raise self._torn(begun, capture)
         self._under_way = None
         if isinstance(begun, PendingDispatch):
             begun.result = self.engine.run("dispatch", finish_dispatch, begun)
         elif begun is not None:
             begun.result = self.engine.run("combine", finish_combine, begun)
+
+    def _torn(self, begun: PendingDispatch | PendingCombine, capture: int) -> CaptureRefused:
+        """The error of an operation that was begun in one capture, or none, and goes on in another, or none."""
+        began = "in the capture of a CUDA graph" if begun.capture else "before the capture of a CUDA graph began"
+        now = ("in another" if begun.capture else "in it") if capture else "after it"
+        return CaptureRefused(
+            f"{self.engine.name}: expected an operation that was begun {began} to be completed there too, got its "
+            f"wait(), or the next operation, {now}"
+        )
 
     def _collect(self) -> object:
         """The result of the operation that is being waited for, ordered before the caller's stream goes on."""
@@ -385,6 +392,9 @@ class MoECommunicator:
             self.check()
             raise EpPluginError("wait(): expected an operation under way, got one whose completion has failed before")
         else:
+            capture = self.engine.lanes.capturing()
+            if capture not in (0, begun.capture):  # which would wait for what is not in it
+                raise self._torn(begun, capture)
             self.engine.lanes.join()
         assert begun.result is not None
         self.engine.lanes.hand_over(begun.result)  # parts of it were made on the stream on which it was started

@@ -79,7 +79,7 @@ class PendingDispatch:
     numbers: list[int] | None = None  # the totals, once the host knows them
     reserved: bool = False  # the pool is known to be large enough
     sent: bool = False  # send has been launched, be it optimistically
-    captured: bool = False  # begun while a CUDA graph was being captured
+    capture: int = 0  # the number of the capture of a CUDA graph in which it was begun
     made: tuple[DispatchResult, RoutingTensors] | None = None  # what the rows go to, if that was there before the send
     result: tuple[DispatchResult, RoutingTensors] | None = None
 

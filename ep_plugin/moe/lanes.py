@@ -46,8 +46,8 @@ class Lanes(Protocol):
     def drain(self) -> None:
         """The host waits for both lanes."""
 
-    def capturing(self) -> bool:
-        """Whether the caller's stream is recording a CUDA graph."""
+    def capturing(self) -> int:
+        """The number of the capture of a CUDA graph that the caller's stream is in; 0: none."""
 
 
 class CpuLanes:
@@ -61,8 +61,8 @@ class CpuLanes:
     def record(self, *tensors: torch.Tensor | None) -> None: ...
     def hand_over(self, result: Iterable[object]) -> None: ...
     def drain(self) -> None: ...
-    def capturing(self) -> bool:
-        return False
+    def capturing(self) -> int:
+        return 0
 
 
 class CudaLanes:
@@ -106,8 +106,8 @@ class CudaLanes:
         self._send.synchronize()
         self._receive.synchronize()
 
-    def capturing(self) -> bool:
-        return _C.stream_capturing(stream_of(self._device), self._index)
+    def capturing(self) -> int:
+        return _C.stream_capture(stream_of(self._device), self._index)
 
 
 @functools.cache

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import pytest
 import torch
 
-from ep_plugin import DispatchOutput, MoECommunicator
+from ep_plugin import CaptureRefused, DispatchOutput, MoECommunicator
 from tests.gpu.checks import ONE_KERNEL, TOKEN_MAJOR, Case, check_round, communicator
 
 REPLAYS = 1000
@@ -148,3 +149,39 @@ def replayed(rank: int, size: int, **sms: int) -> int:
         assert not failed, f"{len(failed)} wrong results of {REPLAYS} replays, first {failed[:5]}"
         comm.check()
     return REPLAYS
+
+
+def torn(rank: int, size: int) -> list[bool]:
+    """An eager dispatch that is waited for in a capture is refused there, complete or not, and the capture goes on.
+
+    Returns whether two captures have numbers, of their own, and none is left after them.
+    """
+    generator = torch.Generator().manual_seed(size)
+    with communicator(CASE, rank, size, timeout_s=60, max_tokens_per_rank=CASE.tokens) as comm:
+        device, numbers = comm.engine.device, []
+        factor = factors(size).to(device)
+        batch = random_batch(size, generator)
+        static = Batch(*(part[rank].to(device) for part in batch))
+        oracle = expected(Batch(*(part.to(device) for part in batch)), rank, factor)
+        wrong = torch.zeros(len(JUDGED), dtype=torch.bool, device=device)
+        step(comm, static, factor)
+        for complete in (False, True):
+            work = comm.dispatch_async(*static, capacity=_room(size))
+            if complete:
+                judge(wrong, *step(comm, static, factor), oracle)
+            torch.cuda.synchronize()
+            recorded = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
+                numbers.append(comm.engine.lanes.capturing())
+                with pytest.raises(CaptureRefused, match="begun before the capture .* in it$"):
+                    work.wait()
+                out, z = step(comm, static, factor) if complete else (None, static.x + 1)
+                assert comm.engine.lanes.capturing() == numbers[-1]
+            recorded.replay()
+            if out is not None:
+                judge(wrong, out, z, oracle)
+            late, _ = work.wait()
+            wrong[0] |= (late.tokens != oracle.tokens).any()
+        failed = [JUDGED[what] for what in wrong.nonzero().flatten().tolist()]
+        assert not failed, failed
+        return [0 not in numbers, numbers[0] != numbers[1], comm.engine.lanes.capturing() == 0]

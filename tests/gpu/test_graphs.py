@@ -19,3 +19,8 @@ def test_a_captured_step_is_right_in_every_replay(size: int) -> None:
 def test_a_captured_step_of_kernels_that_send_and_receive() -> None:
     done = values(run_ranks(4, graphs.replayed_in_one_kernel, 4, timeout_s=280))
     assert done == [graphs.REPLAYS] * 4
+
+
+@pytest.mark.gpu(1)
+def test_an_eager_dispatch_is_not_waited_for_in_a_capture() -> None:
+    assert values(run_ranks(2, graphs.torn, 2, timeout_s=120)) == [[True] * 3] * 2

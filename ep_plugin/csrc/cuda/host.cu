@@ -28,10 +28,12 @@ class OnDevice {
 
 void* pointer(uint64_t address) { return reinterpret_cast<void*>(static_cast<uintptr_t>(address)); }
 
-bool capturing(cudaStream_t stream) {
+uint64_t capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  cuda::throw_on_error(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  cuda::throw_on_error(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo");
+  if (status == cudaStreamCaptureStatusNone) return 0;
+  return status == cudaStreamCaptureStatusActive ? capture : ~uint64_t{0};  // an invalid one has no number
 }
 
 cudaEvent_t make_event() {
@@ -82,16 +84,16 @@ void unregister_host(uint64_t address) {
 
 void order_streams(uint64_t later, uint64_t earlier, int device) {
   const OnDevice on(device);
-  if (capturing(cuda::stream_of(earlier))) return order_captured(cuda::stream_of(later), cuda::stream_of(earlier));
+  if (capture_of(cuda::stream_of(earlier)) != 0) return order_captured(cuda::stream_of(later), cuda::stream_of(earlier));
   const std::lock_guard<std::mutex> lock(recording);
   cudaEvent_t& event = events()[device];
   if (event == nullptr) event = make_event();
   order(cuda::stream_of(later), cuda::stream_of(earlier), event);
 }
 
-bool stream_capturing(uint64_t stream, int device) {
+uint64_t stream_capture(uint64_t stream, int device) {
   const OnDevice on(device);
-  return capturing(cuda::stream_of(stream));
+  return capture_of(cuda::stream_of(stream));
 }
 
 }  // namespace ep

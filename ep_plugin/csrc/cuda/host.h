@@ -14,7 +14,7 @@ void unregister_host(uint64_t address);
 // is recorded. The current device stays as it was.
 void order_streams(uint64_t later, uint64_t earlier, int device);
 
-// Whether a stream of `device` is recording a CUDA graph.
-bool stream_capturing(uint64_t stream, int device);
+// The number of the capture of a CUDA graph that a stream of `device` is in; 0: none.
+uint64_t stream_capture(uint64_t stream, int device);
 
 }  // namespace ep
