@@ -47,9 +47,9 @@ class MoECommunicatorConfig:
     max_row_bytes: bytes of the widest row, a multiple of 16; None is hidden_size in the widest dtype used.
     expert_alignment: each expert's group of FLAT rows is padded to a multiple of this, at most 2**20.
     timeout_s: seconds that a rank waits for its peers, at most 1e9; None is the process group's own timeout.
-    dispatch_sms, expand_sms: SMs of dispatch's sending and receiving kernel; combine_sms, add_sms: of combine's. None
-        takes as many as fill the links with rows of an operation's shape, and more for small batches, of what the
-        other of the two leaves. expand_sms=0, add_sms=0: the SMs that send also receive, in one kernel; for few SMs. A
+    dispatch_sms, expand_sms: SMs of dispatch's sending and receiving kernel; combine_sms, add_sms: of combine's. None:
+        as many as fill the links with rows of an operation's shape, more for small batches, at most what the other of
+        the two leaves. expand_sms=0, add_sms=0: the SMs that send also receive, in one kernel; for few SMs. A
         dispatch without capacity= or previous_handle= then sends after the host has learnt the totals.
 
     All ranks must agree on everything except the timeout and the SM counts.

@@ -115,7 +115,7 @@ def _memory_for_no_more(rank: int, size: int) -> None:
         out, _ = round_trip(comm, inputs, inputs.expected(FLAT))
         most, allocate = len(out.tokens), dispatch_args._empty_result
 
-        def tight(engine: Engine, call: Any, rows: int, counts: torch.Tensor) -> Any:
+        def tight(engine: Engine, call: Any, rows: int, counts: dispatch_args.Counts) -> Any:
             if rank == 0 and rows > most:
                 raise torch.OutOfMemoryError("emulated")
             return allocate(engine, call, rows, counts)

@@ -234,3 +234,26 @@ def _destroyed(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_shared_of_a_destroyed_group_is_closed_by_the_next_call(size: int) -> None:
     on_ranks(size, _destroyed)
+
+
+def _other_tensors(rank: int, size: int) -> None:
+    """In place of the latest handle's: over the same memory but shorter, be it with a name that is free again."""
+    inputs = make_inputs(Case(tokens=(40,) * size, num_experts=2 * size))
+    arguments = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
+    with communicator(inputs.case) as comm:
+        for field in ("topk_ids", "plan", "recv_rows"):
+            for _ in range(50):
+                out, handle = comm.dispatch(*arguments)
+                memory = getattr(handle, field).detach()
+                handle = handle._replace(**{field: None})
+                shorter = handle._replace(**{field: memory[:-3]})
+                with pytest.raises(ValueError, match="handle"):
+                    comm.combine(out.tokens, shorter)
+        out, handle = comm.dispatch(*arguments)
+        handle.topk_ids.resize_(3, 2)
+        with pytest.raises(ValueError, match=r"handle.plan: expected shape"):
+            comm.combine(out.tokens, handle)
+
+
+def test_tensors_in_place_of_a_handles_own_are_refused() -> None:
+    on_ranks(1, _other_tensors)

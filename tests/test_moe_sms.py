@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from ep_plugin.config import SMS_FIELDS
-from ep_plugin.moe.sms import AskedSms, KernelSms, asked_of, combine_sms, dispatch_sms, usable_sms
+from ep_plugin.config import SMS_FIELDS, DispatchLayout
+from ep_plugin.moe.sms import (
+    SMALL_BATCH_TOKENS,
+    AskedSms,
+    KernelSms,
+    asked_of,
+    combine_sms,
+    dispatch_sms,
+    for_combine,
+    for_dispatch,
+    usable_sms,
+)
+from tests.moe_cases import FLAT, TOKEN_MAJOR, Case, communicator, make_inputs, on_ranks
 
 NOTHING = AskedSms(None, None)
 USABLE = 100  # of 132 SMs
@@ -23,9 +36,25 @@ def test_the_headline_takes_what_was_measured_to_be_best() -> None:
     assert combine_sms(NOTHING, USABLE, 4, False, BF16, 8) == (17, 24)
 
 
+def sending_of_combine(ranks: int, row_bytes: int, topk: int) -> int:
+    return combine_sms(NOTHING, USABLE, ranks, False, row_bytes, topk).sending
+
+
+def test_other_shapes_take_what_fills_the_links() -> None:
+    """docs/performance.md has what was measured to be best: 32, 28, 24, 20, 14 and 28 for the first six."""
+    by_width = [sending_of_combine(4, 2 * hidden, 8) for hidden in (2048, 2880, 4096, 5120)]
+    assert by_width == [34, 27, 22, 20]
+    assert [sending_of_combine(4, BF16, topk) for topk in (1, 16)] == [14, 26]
+    assert [sending_of_combine(2, BF16, topk) for topk in (1, 2, 4, 6, 8)] == [17, 20, 26, 32, 39]
+    by_width = [dispatch_sms(NOTHING, USABLE, 2, False, width, 8, False).sending for width in (2048, 4096, 5760, BF16)]
+    assert by_width == [32, 22, 16, 15]
+    by_terms = [dispatch_sms(NOTHING, USABLE, 4, False, BF16, topk, False).sending for topk in (1, 8)]
+    assert by_terms == [12, 10]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("small", [False, True])
-def test_narrow_rows_and_many_terms_take_more(ranks: int, small: bool) -> None:
+def test_narrow_rows_and_many_terms_do_not_take_fewer(ranks: int, small: bool) -> None:
     by_width = [combine_sms(NOTHING, USABLE, ranks, small, width, 8) for width in (16, 4096, 8192, 16384, 1 << 20)]
     assert by_width == sorted(by_width, reverse=True) and all(sum(each) <= USABLE for each in by_width)
     by_terms = [combine_sms(NOTHING, USABLE, ranks, small, BF16, topk) for topk in (1, 2, 8, 16, 128)]
@@ -63,10 +92,10 @@ def test_more_than_there_is_is_refused() -> None:
 
     assert asked(dispatch_sms=100, expand_sms=0, add_sms=99) == ((100, 0), (None, 99))
     with pytest.raises(
-        ValueError, match=r"dispatch_sms \+ expand_sms to be at most 100, .* of 132 SMs free, got 51 \+ 50"
+        ValueError, match=r"dispatch_sms \+ expand_sms to be at most 100 of this device's SMs, got 51 \+ 50"
     ):
         asked(dispatch_sms=51, expand_sms=50)
-    with pytest.raises(ValueError, match=r"combine_sms \+ add_sms to be at most 100, .* got 100 \+ at least 1"):
+    with pytest.raises(ValueError, match=r"combine_sms \+ add_sms to be at most 100 .* got 100 \+ at least 1"):
         asked(combine_sms=100)
     with pytest.raises(ValueError, match=r"got at least 1 \+ 100"):
         asked(add_sms=100)
@@ -75,3 +104,54 @@ def test_more_than_there_is_is_refused() -> None:
 def test_on_cpus_the_numbers_mean_nothing() -> None:
     assert usable_sms(torch.device("cpu")) == sys.maxsize
     assert combine_sms(AskedSms(1000, 2000), sys.maxsize, 4, False, BF16, 8) == KernelSms(1000, 2000)
+
+
+class _Kernels(SimpleNamespace):
+    """The communicator's own, and the SMs that each was given last."""
+
+    def __init__(self, kernels: Any) -> None:
+        super().__init__(given={})
+        for name in ("plan", "notify", "admit", "send", "expand", "push", "add"):
+            setattr(self, name, self._noting(name, getattr(kernels, name)))
+
+    def _noting(self, name: str, kernel: Any) -> Any:
+        def launch(args: Any) -> None:
+            self.given[name] = getattr(args, "num_sms", 0)
+            kernel(args)
+
+        return launch
+
+    def of_both(self) -> tuple[KernelSms, KernelSms]:
+        given = self.given
+        return KernelSms(given["send"], given["expand"]), KernelSms(given["push"], given["add"])
+
+
+def _as_launched(rank: int, size: int, tokens: int, layout: DispatchLayout) -> None:
+    """Rows of BF16 as they are, as FP8 with scales, quantised on the way; then with counts that are asked for."""
+    small, hidden, topk = tokens <= SMALL_BATCH_TOKENS, 5120, 6
+    terms = topk if layout is FLAT else 1
+    case = Case(tokens=(tokens,) * size, num_experts=4 * size, hidden=hidden, topk=topk, dtype=torch.bfloat16)
+    inputs = make_inputs(case)
+    x, ids = inputs.x[rank], inputs.ids[rank]
+    with communicator(case, layout) as comm:
+        kernels = comm.engine.kernels = _Kernels(comm.engine.kernels)
+
+        def launched(rows: torch.Tensor, **call: Any) -> tuple[KernelSms, KernelSms]:
+            out, handle = comm.dispatch(rows, ids, **call)
+            comm.combine(out.tokens.to(torch.bfloat16), handle)
+            return kernels.of_both()
+
+        back = for_combine(size, small, 2 * hidden, terms)
+        fp8, scales = x.to(torch.float8_e4m3fn), torch.ones(tokens, hidden // 128)
+        on_the_wire = hidden + 4 * hidden // 128
+        assert launched(x) == (for_dispatch(size, small, 2 * hidden, topk, False), back)
+        assert launched(fp8, scales=scales) == (for_dispatch(size, small, on_the_wire, topk, False), back)
+        assert launched(x, quantize="e4m3") == (for_dispatch(size, small, on_the_wire, topk, True), back)
+        comm.set_sms(dispatch_sms=9, expand_sms=21, combine_sms=35)
+        assert launched(x) == ((9, 21), (35, back.receiving))
+
+
+@pytest.mark.parametrize("layout", [FLAT, TOKEN_MAJOR])
+@pytest.mark.parametrize("tokens", [SMALL_BATCH_TOKENS, SMALL_BATCH_TOKENS + 1])
+def test_kernels_are_given_what_their_rows_ask_for(tokens: int, layout: DispatchLayout) -> None:
+    on_ranks(2, _as_launched, tokens, layout)

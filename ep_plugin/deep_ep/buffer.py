@@ -70,7 +70,7 @@ class Buffer(metaclass=_LowLatencyByName):
     """
 
     num_sms: int = 20
-    """DeepEP's default, for callers that compute with it; calls take measured defaults until `set_num_sms`."""
+    """DeepEP's default, for callers that compute with it; calls take what fills the links until `set_num_sms`."""
     _asked_sms: int | None = None
 
     def __init__(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Config:
-    """Tuning of one call. num_sms: SMs that the call may use, None: measured defaults.
+    """Tuning of one call. num_sms: SMs that the call may use, None: what fills the links.
 
     The chunk sizes are DeepEP's; they are accepted and change nothing.
     """

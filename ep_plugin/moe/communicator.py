@@ -309,6 +309,7 @@ class MoECommunicator:
         made = DispatchResult(*tensors[:results])
         routing = previous if previous is not None else RoutingTensors(*tensors[results:])
         flat = self.engine.flat
+        limits = made.limits if capacity is not None else None
         out = DispatchOutput(
             tokens=made.tokens,
             scales=None if scales is None and quantize is None else made.scales,
@@ -318,8 +319,8 @@ class MoECommunicator:
             num_tokens_per_expert=made.expert_counts,
             num_tokens_per_expert_cpu=made.host_counts if capacity is None else None,
             expert_offsets=made.expert_offsets,
-            overflow=None if made.limits is None or capacity is None else made.limits[0],
-            required=None if made.limits is None or capacity is None else made.limits[1],
+            overflow=None if limits is None else limits[0],
+            required=None if limits is None else limits[1],
         )
         return out, DispatchHandle(*routing, self.number)
 

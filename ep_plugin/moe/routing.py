@@ -36,12 +36,25 @@ class KnownRouting(NamedTuple):
 
 
 class LatestRouting(NamedTuple):
-    """What is known of the routing that a communicator made last; its tensors may be gone, all of them together."""
+    """What is known of the routing that a communicator made last; its tensors may be gone."""
 
-    identities: tuple[int, ...]
-    host_tensor: weakref.ref[torch.Tensor]
+    tensors: tuple[weakref.ref[torch.Tensor], ...]
+    shapes: tuple[torch.Size, ...]  # of those that kernels take the addresses of
     struct: Any
     totals: list[int]
+
+    def is_of(self, tensors: RoutingTensors) -> bool:
+        """Whether it made these very tensors, and they are as it made them."""
+        ids, plan, recv_rows, totals = tensors
+        same_ids, same_plan, same_recv_rows, same_totals = self.tensors
+        return (
+            same_ids() is ids
+            and same_plan() is plan
+            and same_recv_rows() is recv_rows
+            and same_totals() is totals
+            and self.shapes == (ids.shape, plan.shape, recv_rows.shape)
+            and self.struct.lies_at(ids.data_ptr(), plan.data_ptr(), recv_rows.data_ptr())
+        )
 
 
 def known_routing(engine: Engine, name: str, tensors: RoutingTensors) -> KnownRouting:
@@ -50,10 +63,8 @@ def known_routing(engine: Engine, name: str, tensors: RoutingTensors) -> KnownRo
     Those of the latest dispatch, as they mostly are, need no further look.
     """
     latest = engine.latest_routing
-    if latest is not None and latest.identities == tuple(map(id, tensors)) and latest.host_tensor() is tensors.totals:
-        addresses = tensors.topk_ids.data_ptr(), tensors.plan.data_ptr(), tensors.recv_rows.data_ptr()
-        if latest.struct.lies_at(*addresses):
-            return KnownRouting(tensors, latest.struct, latest.totals)
+    if latest is not None and latest.is_of(tensors):
+        return KnownRouting(tensors, latest.struct, latest.totals)
     check_routing(engine, name, tensors)
     struct = routing_struct(engine, tensors.topk_ids, tensors.plan, tensors.recv_rows)
     return KnownRouting(tensors, struct, tensors.totals.tolist())
@@ -61,8 +72,9 @@ def known_routing(engine: Engine, name: str, tensors: RoutingTensors) -> KnownRo
 
 def remember_routing(engine: Engine, made: KnownRouting) -> None:
     """Keeps what is known of a routing that this rank has just made."""
-    host_tensor = weakref.ref(made.tensors.totals)
-    engine.latest_routing = LatestRouting(tuple(map(id, made.tensors)), host_tensor, made.struct, made.totals)
+    ids, plan, recv_rows, _ = made.tensors
+    shapes = ids.shape, plan.shape, recv_rows.shape
+    engine.latest_routing = LatestRouting(tuple(map(weakref.ref, made.tensors)), shapes, made.struct, made.totals)
 
 
 def address(tensor: torch.Tensor | None) -> int:

@@ -49,9 +49,8 @@ def asked_of(counts: Mapping[str, int | None], usable: int) -> tuple[AskedSms, A
         least = (sending or 1) + (1 if receiving is None else receiving)
         if least > usable:
             raise ValueError(
-                f"{first}: expected {first} + {second} to be at most {usable}, which leaves {FREE_SMS} of "
-                f"{usable + FREE_SMS} SMs free, got {sending or 'at least 1'} + "
-                f"{'at least 1' if receiving is None else receiving}"
+                f"{first}: expected {first} + {second} to be at most {usable} of this device's SMs, "
+                f"got {sending or 'at least 1'} + {'at least 1' if receiving is None else receiving}"
             )
     dispatch, combine = (AskedSms(counts[first], counts[second]) for first, second in PAIRS)
     return dispatch, combine

@@ -206,8 +206,18 @@ def is_bounded(routing: KnownRouting) -> bool:
 def check_routing(engine: Engine, name: str, routing: RoutingTensors) -> None:
     """A handle's tensors are where, and as, dispatch made them: kernels take their addresses."""
     T, K = routing.topk_ids.shape
-    words = engine.plan_words(T, K)
-    shapes = ((T, K), (words,), (routing.recv_rows.shape[0], K))
+    totals, most = routing.totals, engine.config.max_tokens_per_rank
+    if (
+        totals.device.type != "cpu"
+        or totals.dtype is not torch.int64
+        or totals.shape not in ((1,), (engine.num_totals,))
+    ):
+        raise ValueError(
+            f"{name}.totals: expected 1 or {engine.num_totals} torch.int64 in host memory, got shape "
+            f"{tuple(totals.shape)} of {totals.dtype} on {totals.device}"
+        )
+    slots = int(totals[_SLOTS]) if len(totals) > 1 else engine.size * (most or 0)
+    shapes = ((T, K), (engine.plan_words(T, K),), (slots, K))
     for field, tensor, shape in zip(routing._fields, routing, shapes, strict=False):
         _check_beside(f"{name}.{field}", tensor, shape, engine)
         if tensor.dtype is not torch.int32:

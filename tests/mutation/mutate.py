@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "RESULTS.md"
 SURVIVED = "**survived**"
+NO_PROGRAM = r"\b(NameError|UnboundLocalError|SyntaxError|IndentationError): "
 # Whole training runs and builds of the package say nothing that the rest does not, and take minutes.
 NOT_ASKED = ("tests/gpu", "tests/mutation", "tests/test_packaging.py", "tests/test_example.py")
 TEST_LIMIT_S = 150
@@ -107,7 +108,7 @@ def build(tree: Path) -> None:
 
 def run_tests(tree: Path, tests: tuple[str, ...], *flags: str) -> tuple[int, str]:
     """Exit status and output of pytest in `tree`; a run without an end counts as failed and says so."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short"]
     command += ["-o", f"timeout={TEST_LIMIT_S}", *flags, *tests]
     with subprocess.Popen(
         command,
@@ -140,7 +141,8 @@ def whole_suite() -> tuple[str, ...]:
 
 def first_failure(output: str) -> tuple[str, str]:
     """The name of the test that failed first, and what it said."""
-    found = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - (.*))?$", output, re.MULTILINE)
+    _, _, summary = output.rpartition("short test summary info")
+    found = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - (.*))?$", summary, re.MULTILINE)
     return (found[1], found[2] or "") if found else ("", "")
 
 
@@ -161,6 +163,8 @@ def judge(mutation: Mutation, base: Path, work: Path) -> Verdict:
             caught_by, said = first_failure(output)
             if not caught_by:
                 raise RuntimeError(f"{mutation.name}: expected the name of a failed test in\n{output}")
+            if re.search(NO_PROGRAM, output):
+                raise RuntimeError(f"{mutation.name}: expected a program that does wrong, got none:\n{output}")
             break
     seconds = time.monotonic() - began
     return Verdict(mutation=mutation, caught_by=caught_by, said=said, seconds=seconds)
