@@ -84,7 +84,8 @@ void unregister_host(uint64_t address) {
 
 void order_streams(uint64_t later, uint64_t earlier, int device) {
   const OnDevice on(device);
-  if (capture_of(cuda::stream_of(earlier)) != 0) return order_captured(cuda::stream_of(later), cuda::stream_of(earlier));
+  if (capture_of(cuda::stream_of(earlier)) != 0)
+    return order_captured(cuda::stream_of(later), cuda::stream_of(earlier));
   const std::lock_guard<std::mutex> lock(recording);
   cudaEvent_t& event = events()[device];
   if (event == nullptr) event = make_event();
