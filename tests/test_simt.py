@@ -162,6 +162,23 @@ def test_gathers(size: int, path: str) -> None:
     _on_ranks(size, _gathers, path)
 
 
+def _numbers_come_round(rank: int, size: int) -> None:
+    with HierarchicalAllGather() as gather:
+        serve_with(gather, "auto", simt.load())
+        tiny, count = torch.zeros(1, dtype=BF16), 40_001
+        for seed in range(2):
+            mine, whole = shard(seed, rank, count, BF16), poisoned(size * count, BF16)
+            gather(whole, mine)
+            assert same_bits(whole, gathered_by_gloo(mine)), seed
+            for _ in range(2047):
+                gather(torch.empty(size, dtype=BF16), tiny)
+
+
+def test_numbers_of_small_gathers_come_round() -> None:
+    """The flag of the 2048th operation after is the same: what the first one left must not be taken for it."""
+    _on_ranks(2, _numbers_come_round)
+
+
 def _sums(rank: int, size: int, path: str) -> None:
     with HierarchicalReduceScatter(sms=3) as scatter:
         serve_with(scatter, path, simt.load())

@@ -31,7 +31,7 @@ _BYTES_PER_CTA = 16 << 10  # of a shard
 # More of them store no faster, since links are full, and unevenly where they are no power of two.
 _MOST_PUSH_CTAS = 64
 _SMALL_BYTES_PER_CTA = 4 << 10  # to or from one peer
-_SMALL_BYTES_IN_A_ROUND = 8 << 10  # two words for each thread of a CTA
+_SMALL_BYTES_IN_A_ROUND = 12 << 10  # two words for each thread of a CTA
 MOST_KEPT = 256  # launches that a node remembers
 
 
@@ -43,7 +43,7 @@ def is_small(path: str, nbytes: int, node_size: int) -> bool:
 def small_ctas(nbytes: int, node_size: int) -> int:
     """CTAs of the kernel that exchanges shards of `nbytes` bytes as words with flags: as many for each peer, and no
     more than send the largest in one round."""
-    most = SMALL_BYTES // node_size // _SMALL_BYTES_IN_A_ROUND
+    most = -(-SMALL_BYTES // node_size // _SMALL_BYTES_IN_A_ROUND)
     return (node_size - 1) * max(1, min(most, nbytes // _SMALL_BYTES_PER_CTA))
 
 

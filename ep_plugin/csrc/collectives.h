@@ -183,6 +183,7 @@ struct DeviceControl {
   alignas(128) uint64_t freed[kMostLanes][kMaxRanks];  // chunks of this rank's that a destination has read
   alignas(128) uint64_t chunks[kMostLanes];            // of operations that are over; this rank's own
   alignas(128) uint64_t epoch;                         // kernels' operations that are over; this rank's own
+  uint64_t small;                                      // of these the ones of small shards
   uint64_t ctas_done;
 };
 
@@ -224,23 +225,48 @@ struct SumShardsArgs {
   Address stream;
 };
 
-// 8 bytes of a small shard as they travel: in one store with what says that they are there. Until a reader finds that
+// 12 bytes of a small shard as they travel: in one store with what says that they are there. Until a reader finds that
 // flag the word is an older operation's, or zero.
+constexpr int kWordUnits = 3;
 struct alignas(16) FlaggedWord {
-  uint64_t value;
-  uint64_t flag;  // epoch << kFlagBits, and what must be alike on all ranks
+  uint32_t units[kWordUnits];
+  uint32_t flag;  // see small_flag
 };
-constexpr int64_t kWordBytes = sizeof(uint64_t);
+constexpr int64_t kUnitBytes = sizeof(uint32_t);
 constexpr int64_t kSmallBytes = 1 << 20;  // of all ranks' shards: what two operations may have under way
-constexpr int kElementShift = 21;         // of a flag: below it the bytes of a shard, at most kSmallBytes ...
-constexpr int kFlagBits = 24;             // ... and from there the element of a sum, counted from 1
-EP_HD constexpr int64_t words_of(int64_t bytes) { return (bytes + kWordBytes - 1) / kWordBytes; }
+constexpr int kWordsAbreast = 32;         // their first units follow each other, then their second ones, and so on
+EP_HD constexpr int64_t units_of(int64_t bytes) { return (bytes + kUnitBytes - 1) / kUnitBytes; }
+EP_HD constexpr int64_t words_of(int64_t bytes) {
+  const int64_t abreast = kWordsAbreast * kWordUnits, rest = units_of(bytes) % abreast;
+  return units_of(bytes) / abreast * kWordsAbreast + (rest < kWordsAbreast ? rest : kWordsAbreast);
+}
+EP_HD constexpr int64_t first_unit_of(int64_t word) {
+  return word / kWordsAbreast * kWordsAbreast * kWordUnits + word % kWordsAbreast;
+}
 EP_HD constexpr int64_t small_capacity(int ranks) { return words_of(kSmallBytes / ranks); }  // words of one shard
 EP_HD constexpr int64_t small_words_bytes(int ranks) {
   return 2 * ranks * small_capacity(ranks) * static_cast<int64_t>(sizeof(FlaggedWord));
 }
+// From the low bits up: what must be alike on all ranks, the bytes of a shard less one and the element of a sum (-1: a
+// gather) and one; then the low bits of the operation's number among the small ones, which come round again.
+constexpr int kElementShift = 19, kNumberShift = 21, kNumberBits = 32 - kNumberShift;
+EP_HD constexpr uint32_t small_flag(uint64_t number, int64_t bytes, int element) {
+  return static_cast<uint32_t>(number) << kNumberShift | static_cast<uint32_t>(element + 1) << kElementShift |
+         static_cast<uint32_t>(bytes - 1);
+}
+EP_HD constexpr bool is_of_number(uint32_t flag, uint64_t number) {
+  return flag >> kNumberShift == (number & ((1u << kNumberBits) - 1));
+}
+EP_HD constexpr int64_t small_bytes(uint32_t flag) { return (flag & ((1u << kElementShift) - 1)) + 1; }
+EP_HD constexpr int64_t small_element(uint32_t flag) {
+  return static_cast<int64_t>(flag >> kElementShift & ((1u << (kNumberShift - kElementShift)) - 1)) - 1;
+}
+// So no word may keep a flag until that number comes again: an operation expires so many of the words that it does not
+// use, in turn, and with the next kExpiries of its parity, in half that time, all have had theirs.
+constexpr int kExpiries = 1 << (kNumberBits - 2);
+EP_HD constexpr int64_t expired_at_once(int ranks) { return (small_capacity(ranks) + kExpiries - 1) / kExpiries; }
 
-// Gathers, or sums, shards of a few bytes. words[r]: FlaggedWord [2][num_ranks][capacity] of each rank, by the epoch's
+// Gathers, or sums, shards of a few bytes. words[r]: FlaggedWord [2][num_ranks][capacity] of each rank, by the number's
 // parity and the shard's source. inputs[r]: this rank's shard for rank r; to gather, the same for all.
 struct SmallShardsArgs {
   Comm comm;

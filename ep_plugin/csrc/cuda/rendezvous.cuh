@@ -76,15 +76,17 @@ __device__ inline bool meet_after(const Run& run, int cta) {
   return __syncthreads_and(ok) != 0;
 }
 
-// All threads of every CTA, at the end: the last CTA moves the epoch on, when its own part went well.
-__device__ inline void leave_collective(const Run& run, bool ok) {
+// All threads of every CTA, at the end: the last CTA moves the epoch on, when its own part went well. True in the
+// thread that does.
+__device__ inline bool leave_collective(const Run& run, bool ok) {
   __syncthreads();
-  if (threadIdx.x != 0) return;
+  if (threadIdx.x != 0) return false;
   DeviceControl& mine = device_control(run.comm, run.comm.rank);
   ptx::fence_acq_rel_gpu();
-  if (ptx::atom_add_acq_rel_gpu(&mine.ctas_done, 1) + 1 != gridDim.x) return;
+  if (ptx::atom_add_acq_rel_gpu(&mine.ctas_done, 1) + 1 != gridDim.x) return false;
   mine.ctas_done = 0;
   if (ok) mine.epoch = run.epoch;
+  return ok;
 }
 
 inline void require_node(const Comm& comm) {

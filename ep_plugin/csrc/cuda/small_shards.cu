@@ -1,11 +1,12 @@
 // All-gather and reduce-scatter of small shards inside a node: one kernel, and no handshake.
 //
-// Every 8 bytes travel in one store of 16 with a flag that says of which operation they are, so that a reader needs
+// Every 12 bytes travel in one store of 16 with a flag that says of which operation they are, so that a reader needs
 // nothing but the word itself. Words land in memory that only this kernel uses, never in outputs: there is nothing to
 // ask a peer for before, and outputs need not be mapped by anyone.
-// Reuse. Words of one parity of the epoch are overwritten by the operation after the next. A rank that begins it has
-// heard, in the operation between, from every peer; and a peer begins that one when its own kernel of the operation
-// before it is over, whose words it has then read.
+// Reuse. Words of one parity of the operation's number are overwritten by the one after the next. A rank that begins it
+// has heard, in the one between, from every peer; and a peer begins that one when its own kernel of the one before is
+// over, whose words it has then read. Of a number a flag has the low bits alone, which come round again: words that no
+// operation has used for long are expired, by the rank that reads them.
 // Agreement. The flag also holds the size and the element. To and from a peer whose shard is not small, a Sign says the
 // size.
 // Co-residency. It both sends and waits, and is launched cooperatively.
@@ -22,27 +23,59 @@ constexpr int kThreads = 512;
 constexpr int kAhead = 2;   // words of one thread under way
 constexpr int kTerms = 4;   // of a sum
 constexpr int kLooks = 16;  // in vain, before a thread asks whether to go on
+static_assert(kWordsAbreast == kWarp, "a warp's lanes load and store units side by side");
 
 // A gather sums nothing.
 struct NoSum {};
 
-// A word of a shard, 8 bytes at a time; of the last one as many as there are.
-__device__ __forceinline__ uint64_t load_word(Address shard, int word, int64_t bytes) {
-  const int64_t begin = word * kWordBytes, end = min(begin + kWordBytes, bytes);
-  if (shard % kWordBytes == 0 && end - begin == kWordBytes) return *at<const uint64_t>(shard, begin);
-  uint64_t value = 0;
-  for (int64_t i = begin; i < end; ++i)
-    value |= static_cast<uint64_t>(*at<const unsigned char>(shard, i)) << 8 * (i - begin);
+// What a word carries of a shard; zeros beyond its end.
+struct Units {
+  uint32_t unit[kWordUnits] = {};
+};
+
+__device__ __forceinline__ uint32_t load_unit(Address shard, int64_t begin, int64_t bytes) {
+  if (shard % kUnitBytes == 0 && begin + kUnitBytes <= bytes) return *at<const uint32_t>(shard, begin);
+  uint32_t value = 0;
+  for (int64_t i = begin; i < min(begin + kUnitBytes, bytes); ++i)
+    value |= static_cast<uint32_t>(*at<const unsigned char>(shard, i)) << 8 * (i - begin);
   return value;
 }
-__device__ __forceinline__ void store_word(Address shard, int word, int64_t bytes, uint64_t value) {
-  const int64_t begin = word * kWordBytes, end = min(begin + kWordBytes, bytes);
-  if (shard % kWordBytes == 0 && end - begin == kWordBytes) {
-    *at<uint64_t>(shard, begin) = value;
+__device__ __forceinline__ void store_unit(Address shard, int64_t begin, int64_t bytes, uint32_t value) {
+  if (shard % kUnitBytes == 0 && begin + kUnitBytes <= bytes) {
+    *at<uint32_t>(shard, begin) = value;
     return;
   }
-  for (int64_t i = begin; i < end; ++i)
+  for (int64_t i = begin; i < min(begin + kUnitBytes, bytes); ++i)
     *at<unsigned char>(shard, i) = static_cast<unsigned char>(value >> 8 * (i - begin));
+}
+
+__device__ __forceinline__ Units load_units(Address shard, int word, int64_t bytes) {
+  Units units;
+#pragma unroll
+  for (int u = 0; u < kWordUnits; ++u)
+    units.unit[u] = load_unit(shard, (first_unit_of(word) + u * kWordsAbreast) * kUnitBytes, bytes);
+  return units;
+}
+__device__ __forceinline__ void store_units(Address shard, int word, int64_t bytes, const Units& units) {
+#pragma unroll
+  for (int u = 0; u < kWordUnits; ++u)
+    store_unit(shard, (first_unit_of(word) + u * kWordsAbreast) * kUnitBytes, bytes, units.unit[u]);
+}
+
+__device__ __forceinline__ uint64_t both(uint32_t low, uint32_t high) {
+  return static_cast<uint64_t>(high) << 32 | low;
+}
+__device__ __forceinline__ void put(FlaggedWord* to, const Units& units, uint32_t flag) {
+  ptx::st_relaxed_sys(to, both(units.unit[0], units.unit[1]), both(units.unit[2], flag));
+}
+// The flag of what lies there.
+__device__ __forceinline__ uint32_t get(const FlaggedWord* from, Units* units) {
+  uint64_t low, high;
+  ptx::ld_relaxed_sys(from, &low, &high);
+  units->unit[0] = static_cast<uint32_t>(low);
+  units->unit[1] = static_cast<uint32_t>(low >> 32);
+  units->unit[2] = static_cast<uint32_t>(high);
+  return static_cast<uint32_t>(high >> 32);
 }
 
 // A word from a peer. source -1: none.
@@ -60,7 +93,8 @@ struct Words {
   const int peer;
   const int first;
   const int step;
-  const uint64_t flag;
+  const uint64_t number;  // of the operation, among small ones
+  const uint32_t flag;
 
   __device__ Words(const SmallShardsArgs& args, const Run& run)
       : args(args),
@@ -69,20 +103,19 @@ struct Words {
         peer((args.comm.rank + 1 + static_cast<int>(blockIdx.x) % (args.comm.num_ranks - 1)) % args.comm.num_ranks),
         first(static_cast<int>(blockIdx.x) / (args.comm.num_ranks - 1) * kThreads + static_cast<int>(threadIdx.x)),
         step(static_cast<int>(gridDim.x) / (args.comm.num_ranks - 1) * kThreads),
-        flag(run.epoch << kFlagBits | static_cast<uint64_t>(args.element + 1) << kElementShift |
-             static_cast<uint64_t>(args.bytes)) {}
+        number(device_control(args.comm, args.comm.rank).small + 1),
+        flag(small_flag(number, args.bytes, args.element)) {}
 
   __device__ FlaggedWord* at_rank(int owner, int source) const {
     const int R = args.comm.num_ranks;
-    return at<FlaggedWord>(args.words[owner]) + (static_cast<int64_t>(run.epoch % 2) * R + source) * small_capacity(R);
+    return at<FlaggedWord>(args.words[owner]) + (static_cast<int64_t>(number % 2) * R + source) * small_capacity(R);
   }
 
-  // Whether `seen` is this operation's flag. It may be an older one's; another of this epoch is a disagreement.
-  __device__ bool is_there(uint64_t seen, int source, bool* ok) const {
+  // Whether `seen` is this operation's flag. It may be an older one's; another of this number is a disagreement.
+  __device__ bool is_there(uint32_t seen, int source, bool* ok) const {
     if (seen == flag) return true;
-    if (seen >> kFlagBits == run.epoch) {
-      const int64_t bytes = static_cast<int64_t>(seen & ((uint64_t{1} << kElementShift) - 1));
-      const int64_t element = static_cast<int64_t>((seen & ((uint64_t{1} << kFlagBits) - 1)) >> kElementShift) - 1;
+    if (is_of_number(seen, number)) {
+      const int64_t bytes = small_bytes(seen), element = small_element(seen);
       *ok = bytes != args.bytes ? fail(run.comm, kDisagree, run.step, source, 1, args.bytes, bytes)
                                 : fail(run.comm, kDisagree, run.step, source, 2, args.element, element);
     }
@@ -91,14 +124,13 @@ struct Words {
 
   // What peers sent of these items; false if it does not come.
   template <int kItems>
-  __device__ bool receive(const Item (&items)[kItems], uint64_t (&values)[kItems], Patience* patience) const {
+  __device__ bool receive(const Item (&items)[kItems], Units (&units)[kItems], Patience* patience) const {
     for (int looks = 1;; ++looks) {
-      uint64_t seen[kItems];
+      uint32_t seen[kItems];
 #pragma unroll
       for (int v = 0; v < kItems; ++v) {
         seen[v] = flag;
-        if (items[v].source >= 0)
-          ptx::ld_relaxed_sys(at_rank(args.comm.rank, items[v].source) + items[v].word, &values[v], &seen[v]);
+        if (items[v].source >= 0) seen[v] = get(at_rank(args.comm.rank, items[v].source) + items[v].word, &units[v]);
       }
       bool there = true, ok = true;
       int missing = 0;
@@ -122,14 +154,24 @@ __device__ void send_words(const Words& words) {
   const Address shard = args.inputs[words.peer];
   FlaggedWord* to = words.at_rank(words.peer, args.comm.rank);
   for (int first = words.first; first < words.count; first += kAhead * words.step) {
-    uint64_t values[kAhead] = {};
+    Units units[kAhead];
 #pragma unroll
     for (int v = 0; v < kAhead; ++v)
-      if (first + v * words.step < words.count) values[v] = load_word(shard, first + v * words.step, args.bytes);
+      if (first + v * words.step < words.count) units[v] = load_units(shard, first + v * words.step, args.bytes);
 #pragma unroll
     for (int v = 0; v < kAhead; ++v)
-      if (first + v * words.step < words.count) ptx::st_relaxed_sys(to + first + v * words.step, values[v], words.flag);
+      if (first + v * words.step < words.count) put(to + first + v * words.step, units[v], words.flag);
   }
+}
+
+// The first CTA of each peer, which sends nothing to these words: they get the flag of a number of the other parity,
+// which no operation that reads them has.
+__device__ void expire_words(const Words& words) {
+  const int R = words.args.comm.num_ranks, at_once = static_cast<int>(expired_at_once(R));
+  if (static_cast<int>(blockIdx.x) >= R - 1 || static_cast<int>(threadIdx.x) >= at_once) return;
+  const int word = static_cast<int>(words.number / 2 % kExpiries) * at_once + static_cast<int>(threadIdx.x);
+  if (word >= words.count && word < small_capacity(R))
+    put(words.at_rank(words.args.comm.rank, words.peer) + word, Units{}, words.flag ^ (1u << kNumberShift));
 }
 
 __device__ bool gather_words(const Words& words) {
@@ -138,18 +180,27 @@ __device__ bool gather_words(const Words& words) {
   Patience patience;
   for (int first = words.first; first < words.count; first += kAhead * words.step) {
     Item items[kAhead];
-    uint64_t values[kAhead];
+    Units units[kAhead];
 #pragma unroll
     for (int v = 0; v < kAhead; ++v) {
       const int word = first + v * words.step;
       items[v] = Item{word < words.count ? words.peer : -1, word};
     }
-    if (!words.receive(items, values, &patience)) return false;
+    if (!words.receive(items, units, &patience)) return false;
 #pragma unroll
     for (int v = 0; v < kAhead; ++v)
-      if (items[v].source >= 0) store_word(shard, items[v].word, args.bytes, values[v]);
+      if (items[v].source >= 0) store_units(shard, items[v].word, args.bytes, units[v]);
   }
   return true;
+}
+
+// Elements are summed by vectors of 16 bytes, the last 4 of which are none.
+__device__ __forceinline__ int4 vector_of(const Units& units) {
+  return make_int4(static_cast<int>(units.unit[0]), static_cast<int>(units.unit[1]), static_cast<int>(units.unit[2]),
+                   0);
+}
+__device__ __forceinline__ Units units_of(int4 vector) {
+  return Units{{static_cast<uint32_t>(vector.x), static_cast<uint32_t>(vector.y), static_cast<uint32_t>(vector.z)}};
 }
 
 // A word from kTerms ranks at a time, summed in rank order, so that the same inputs give the same bits.
@@ -162,25 +213,23 @@ __device__ bool sum_words(const Words& words) {
   const int begin = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
   for (int word = begin; word < words.count; word += static_cast<int>(gridDim.x * kThreads)) {
     float sums[Element::kPerVector] = {};
-    const uint64_t mine = load_word(args.inputs[rank], word, args.bytes);
+    const Units mine = load_units(args.inputs[rank], word, args.bytes);
     for (int first = 0; first < R; first += kTerms) {
       Item items[kTerms];
-      uint64_t values[kTerms];
+      Units units[kTerms];
 #pragma unroll
       for (int v = 0; v < kTerms; ++v) items[v] = Item{first + v < R && first + v != rank ? first + v : -1, word};
-      if (!words.receive(items, values, &patience)) return false;
+      if (!words.receive(items, units, &patience)) return false;
 #pragma unroll
       for (int v = 0; v < kTerms; ++v) {
         if (first + v >= R) continue;
-        const uint64_t term = first + v == rank ? mine : values[v];
-        Element::add(sums, make_int4(static_cast<int>(term), static_cast<int>(term >> 32), 0, 0), 1.0f);
+        const Units& term = first + v == rank ? mine : units[v];
+        Element::add(sums, vector_of(term), 1.0f);
       }
     }
     if (scale != 1.0f)
       for (float& sum : sums) sum *= scale;
-    const int4 sum = Element::narrow(sums);
-    store_word(args.outputs[rank], word, args.bytes,
-               static_cast<uint64_t>(static_cast<uint32_t>(sum.y)) << 32 | static_cast<uint32_t>(sum.x));
+    store_units(args.outputs[rank], word, args.bytes, units_of(Element::narrow(sums)));
   }
   return true;
 }
@@ -193,7 +242,7 @@ __device__ void poison(const SmallShardsArgs& args) {
 }
 
 template <class Sum>
-__global__ void __launch_bounds__(kThreads) small_kernel(const __grid_constant__ SmallShardsArgs args) {
+__global__ void __launch_bounds__(kThreads, 1) small_kernel(const __grid_constant__ SmallShardsArgs args) {
   constexpr bool kGathers = std::is_same<Sum, NoSum>::value;
   const Run run = enter_collective(args.comm, kGathers ? kGather : kScatter);
   bool ok = run.ok;
@@ -201,6 +250,7 @@ __global__ void __launch_bounds__(kThreads) small_kernel(const __grid_constant__
     const Words words(args, run);
     send_words(words);
     tell_size(run, args.bytes);
+    expire_words(words);
     if constexpr (kGathers)
       ok = gather_words(words);
     else
@@ -208,7 +258,7 @@ __global__ void __launch_bounds__(kThreads) small_kernel(const __grid_constant__
   }
   ok = __syncthreads_and(ok) != 0;
   if (!ok) poison(args);
-  leave_collective(run, ok);
+  if (leave_collective(run, ok)) ++device_control(args.comm, args.comm.rank).small;
 }
 
 template <class Sum>
