@@ -12,7 +12,8 @@ class TrainOptions:
 
     architecture: a key of PRESETS, transformers' name or MEGATRON. ep_implementation: who exchanges tokens between
     experts, None for a dense model; of Megatron's the type of dispatcher. fsdp2: who gathers parameters and reduces
-    gradients, "ep_plugin" or "stock". switched_on: what EP_PLUGIN is in the ranks; None leaves it as it is.
+    gradients, "ep_plugin" or "stock". overlap: shared experts run while ep_plugin dispatches. switched_on: what
+    EP_PLUGIN is in the ranks; None leaves it as it is.
     """
 
     architecture: str
@@ -29,6 +30,7 @@ class TrainOptions:
     ep_implementation: str | None
     fsdp2: str
     micro_batches: int = 1
+    overlap: bool = False
     switched_on: str | None = None
 
     @property

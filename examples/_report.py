@@ -16,15 +16,16 @@ from rich.console import Console
 from rich.table import Table
 
 WARMUP = 3  # steps left out of every speed: pools grow and caches fill in them
-_OF_AN_ARM = ("ep_implementation", "fsdp2", "switched_on")  # options in which the arms of a comparison differ
+# Options in which the arms of a comparison differ.
+_OF_AN_ARM = ("ep_implementation", "fsdp2", "overlap", "switched_on")
 
 
 def summarise(arms: list[dict], *, model: str, reference: str | None, code_hash: str) -> dict:
     """The metrics of one run from its arms' results, in the order they ran.
 
     Speeds are tokens of all ranks per second at the median step, the first three steps of every arm left out.
-    ``max_rel_diff`` is the largest |a - b| / |b| of the loss over all steps and all pairs of arms. ``code_hash``: of
-    ep_plugin before the run, as ep-bench's results have it.
+    ``max_rel_diff`` is the largest |a - b| / |b| of the loss over all steps and all pairs of arms. Exchanges are there
+    where all arms timed theirs. ``code_hash``: of ep_plugin before the run, as ep-bench's results have it.
     """
     main = arms[0]
     options = main["options"]
@@ -49,8 +50,9 @@ def summarise(arms: list[dict], *, model: str, reference: str | None, code_hash:
         "compare": compare,
         "tokens_per_s": {name: tokens / _median_step(runs) for name, runs in by_name.items()},
         "step_ms": {name: 1e3 * _median_step(runs) for name, runs in by_name.items()},
-        **(_exchange(by_name) if "exchange_seconds" in main else {}),
+        **(_exchange(by_name) if all("exchange_seconds" in arm for arm in arms) else {}),
         "fsdp2_launches": {name: runs[0].get("fsdp2_launches") for name, runs in by_name.items()},
+        "overlap": {name: runs[0]["options"]["overlap"] for name, runs in by_name.items()},
         "losses": {name: runs[0]["losses"] for name, runs in by_name.items()},
         "options": {key: value for key, value in options.items() if key not in _OF_AN_ARM},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

@@ -35,14 +35,14 @@ WARMUP_STEPS = 5
 def train(options: TrainOptions) -> dict:
     """Train and return, equal on all ranks and per step: the loss (mean over ranks) and the seconds of the step (of the
     slowest rank); where an exchange is timed, its seconds too (mean over ranks, and without waiting for slower
-    ranks); where FSDP2 is served by ep_plugin, what ran there.
+    ranks), but not one that shared experts run beside; where FSDP2 is served by ep_plugin, what ran there.
     """
     device = _start_process_group()
     clock = ExchangeClock(device)
     if options.architecture == MEGATRON:
         model, timed = importlib.import_module("_megatron").build_model(options), False
     else:
-        model, timed = _of_transformers(options, clock), options.ep_implementation is not None
+        model, timed = _of_transformers(options, clock), options.ep_implementation is not None and not options.overlap
     if options.fsdp2 == "ep_plugin":
         fsdp2.enable(model)
     losses, step_seconds, exchanges = _run_steps(model, options, device, clock)
@@ -69,9 +69,13 @@ def train(options: TrainOptions) -> dict:
 
 def _of_transformers(options: TrainOptions, clock: ExchangeClock) -> torch.nn.Module:
     exchange = options.ep_implementation
-    if exchange == "ep_plugin":
-        importlib.import_module("ep_plugin.integrations.transformers")
-    return build_model(options, ep_implementation=register_timed(exchange, clock) if exchange else None)
+    if exchange != "ep_plugin":
+        return build_model(options, ep_implementation=register_timed(exchange, clock) if exchange else None)
+    integration = importlib.import_module("ep_plugin.integrations.transformers")
+    model = build_model(options, ep_implementation=register_timed(exchange, clock))
+    if options.overlap:
+        integration.overlap_shared_experts(model)
+    return model
 
 
 def _start_process_group() -> torch.device:

@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 4 examples/train_deepseek_hf.py --preset v3
 
 Multi-latent attention, a shared expert beside the routed ones, and a sigmoid router that takes its experts from a few
-groups of them. Both hooks are on: ep_plugin exchanges tokens, and gathers and reduces for FSDP2. With ``--compare`` the
-built-in exchange and stock FSDP2 train too, on the same batches from the same weights, in fresh processes and in turn.
+groups of them. Both hooks are on: ep_plugin exchanges tokens, and gathers and reduces for FSDP2; the shared expert runs
+while tokens travel. With ``--compare`` the built-in exchange and stock FSDP2 train too, on the same batches from the
+same weights, in fresh processes and in turn.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the weights and of the batches.")] = 0,
     ep_implementation: Annotated[str, typer.Option(help="ep_plugin | all_to_all.")] = "ep_plugin",
     fsdp2: Annotated[str, typer.Option(help="ep_plugin | stock: who gathers and reduces for FSDP2.")] = "ep_plugin",
+    overlap: Annotated[
+        bool,
+        typer.Option(help="Shared experts run while ep_plugin dispatches; what it spends there is not timed then."),
+    ] = True,
     compare: Annotated[
         str | None, typer.Option(help="Train through this exchange and stock FSDP2 too, and compare.")
     ] = None,
@@ -57,8 +62,11 @@ def main(
     )  # fmt: skip
     check_exchanges(ep_implementation, compare, fsdp2)
     _check_layers(options)
+    options = replace(options, overlap=overlap and ep_implementation == "ep_plugin")
     name = str(model) if model else f"DeepSeek-V3 {preset}, {options.layers} layers"
-    other = replace(options, ep_implementation=compare, fsdp2="stock") if compare else None
+    other = None
+    if compare:
+        other = replace(options, ep_implementation=compare, fsdp2="stock", overlap=overlap and compare == "ep_plugin")
     run(options, name, other, launch, out, rounds)
 
 

@@ -11,6 +11,7 @@ import torch
 from ep_plugin.moe.combine import PendingCombine
 from ep_plugin.moe.dispatch_args import PendingDispatch
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
+from ep_plugin.moe.untraced import untraced
 
 T = TypeVar("T")
 
@@ -30,6 +31,7 @@ class Work(Generic[T]):
         begun = self._begun
         return begun is None or begun.result is not None
 
+    @untraced
     def wait(self) -> T:
         """Completes the operation and orders the caller's stream after it. May be called again, and by more threads."""
         with self._waiting:

@@ -6,8 +6,9 @@
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", distributed_config=config)
 
 Every mixture-of-experts model whose expert-parallel plan dispatches its experts takes it. With
-``EP_PLUGIN=transformers`` in the environment the default, ``ep_implementation="auto"``, takes it too. Raises
-``ImportError`` for a transformers without that plan.
+``EP_PLUGIN=transformers`` in the environment the default, ``ep_implementation="auto"``, takes it too. After
+``overlap_shared_experts(model)`` shared experts run while tokens travel. Raises ``ImportError`` for a transformers
+without that plan.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from transformers.distributed.expert_parallel import EPImplementationInterface
 
 from ep_plugin import hooks
 from ep_plugin.integrations.transformers.expert_parallel import AutoEpPlugin, EpPluginExpertParallel
+from ep_plugin.integrations.transformers.shared_experts import overlap_shared_experts
 
 EPImplementationInterface.register("ep_plugin", EpPluginExpertParallel)
 hooks.record("transformers", "on", 'ep_implementation="ep_plugin" is registered')
 
-__all__ = ["AutoEpPlugin", "EpPluginExpertParallel", "switch_on"]
+__all__ = ["AutoEpPlugin", "EpPluginExpertParallel", "overlap_shared_experts", "switch_on"]
 
 
 def switch_on() -> str:

@@ -5,6 +5,9 @@ Shapes: T tokens here, H hidden size, K experts per token, N rows this rank's ex
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -12,6 +15,16 @@ from transformers.distributed.expert_parallel import AutoEP, EPImplementation
 
 from ep_plugin import DispatchOutput, MoECommunicator
 from ep_plugin.integrations.transformers.sorted_experts import is_grouped, sorted_experts, takes_sorted_rows
+
+_exchanges: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[EpPluginExpertParallel]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def exchange_of(experts: object) -> EpPluginExpertParallel | None:
+    """What serves this experts module; None where that is not ours."""
+    found = _exchanges.get(experts) if isinstance(experts, torch.nn.Module) else None
+    return None if found is None else found()
 
 
 class EpPluginExpertParallel(EPImplementation):
@@ -30,6 +43,8 @@ class EpPluginExpertParallel(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
         self.takes_sorted_rows = takes_sorted_rows(experts)
+        self.meanwhile: Callable[[], None] | None = None  # what to run while tokens travel, see shared_experts.py
+        _exchanges[experts] = weakref.ref(self)
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -51,7 +66,12 @@ class EpPluginExpertParallel(EPImplementation):
             topk=topk_ids.size(1),
             device=x.device,
         )
-        out, handle = comm.dispatch(x, topk_ids, topk_weights)
+        if self.meanwhile is None:
+            out, handle = comm.dispatch(x, topk_ids, topk_weights)
+        else:
+            dispatched = comm.dispatch_async(x, topk_ids, topk_weights)
+            self.meanwhile()
+            out, handle = dispatched.wait()
         run = self._run_sorted if self.takes_sorted_rows and is_grouped(self.experts) else self._run
         return comm.combine(run(out), handle, weights=out.weights)
 
