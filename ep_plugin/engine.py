@@ -45,7 +45,7 @@ class Lanes(Protocol):
         """The host waits for what has been enqueued."""
 
     def capturing(self) -> int:
-        """Whether the caller's stream is recording a CUDA graph."""
+        """Whether the caller's stream is recording a CUDA graph; 0 where it is not."""
 
 
 class BaseEngine(ABC):
@@ -105,8 +105,9 @@ class BaseEngine(ABC):
                 self._running = True
                 return operation(self, *args)
             except BaseException as error:
-                with contextlib.suppress(Exception):
-                    self.lanes.join()  # memory that kernels still use must not be given away meanwhile
+                if not isinstance(error, CaptureRefused):  # which comes before anything is enqueued
+                    with contextlib.suppress(Exception):
+                        self.lanes.join()  # memory that kernels still use must not be given away meanwhile
                 self._fail(error, what)
                 raise
             finally:
@@ -176,6 +177,7 @@ class BaseEngine(ABC):
         if self.closed or sys.is_finalizing():  # the end of the process gives everything back
             return
         if self.device.type == "cuda":  # giving back waits for the device: not from wherever garbage is collected
+            self.boards.unlist()
             warnings.warn(f"{self.name} was dropped without close(); its memory is kept", ResourceWarning, stacklevel=1)
             return
         with contextlib.suppress(Exception):

@@ -148,6 +148,25 @@ def test_abort_from_another_thread_ends_this_ranks_own_wait_too() -> None:
         assert took < QUICKLY_S
 
 
+def _says_what_it_does(rank: int) -> list[str]:
+    """On the boards of both communicators of two, while one of them runs, and when the other is closed."""
+    first, second = open_communicator(2), open_communicator(2)
+    said = []
+    for comm in (first, second):
+        round_trip(comm)
+        said += [other.engine.boards.activity_of(rank) for other in (first, second)]
+    second.close()
+    round_trip(first)
+    first.close()
+    return said
+
+
+def test_every_communicator_tells_its_peers_what_the_rank_is_doing() -> None:
+    for of_first, too, of_second, also in values(run_ranks(2, _says_what_it_does)):
+        assert of_first == too != of_second == also
+        assert all(said.startswith("in combine of communicator ") for said in (of_first, of_second))
+
+
 SCRIPT = """
 import datetime, sys
 import torch, torch.distributed as dist

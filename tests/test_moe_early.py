@@ -277,7 +277,9 @@ def _across_a_capture(rank: int, size: int, other: int) -> None:
             work = begin()
             comm.engine.lanes = capturing
             for late in (work.wait, lambda: comm.dispatch(x, ids, weights, capacity=200)):
-                with pytest.raises(CaptureRefused, match="begun before the capture .* to be completed there too"):
+                with pytest.raises(
+                    CaptureRefused, match="begun before the capture .* to be completed and waited for there too"
+                ):
                     late()
             comm.engine.lanes = eager
             check(work.wait())
@@ -294,7 +296,9 @@ def _across_a_capture(rank: int, size: int, other: int) -> None:
         comm.engine.lanes = later = CpuLanes()
         later.capturing = lambda: other
         where = "in another" if other else "after it"
-        with pytest.raises(CaptureRefused, match=f"begun in the capture .* to be completed there too, .* {where}$"):
+        with pytest.raises(
+            CaptureRefused, match=f"begun in the capture .* to be completed and waited for there too, .* {where}$"
+        ):
             lost.wait()
 
 

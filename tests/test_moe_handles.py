@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ep_plugin import CommunicatorClosed, MoECommunicator, MoECommunicatorConfig
+from ep_plugin.moe import routing
 from tests.fault_cases import nothing_left_behind
 from tests.moe_cases import (
     FLAT,
@@ -257,3 +258,56 @@ def _other_tensors(rank: int, size: int) -> None:
 
 def test_tensors_in_place_of_a_handles_own_are_refused() -> None:
     on_ranks(1, _other_tensors)
+
+
+def _moved(rank: int, size: int) -> None:
+    """The latest handle's tensors, in other memory than dispatch gave them."""
+    inputs = make_inputs(Case(tokens=(40,) * size, num_experts=2 * size))
+    expected = inputs.expected(FLAT)
+    with communicator(inputs.case) as comm:
+        for field in ("topk_ids", "plan", "recv_rows"):
+            _, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+            tensor = getattr(handle, field)
+            before = tensor.detach()
+            tensor.data = before.clone()
+            before.fill_(2**30)
+            with named(field):
+                check_combine(comm, handle, inputs, expected, weighted=True)
+
+
+def test_a_handles_tensors_may_move() -> None:
+    on_ranks(2, _moved)
+
+
+def _wrong_fields(rank: int, size: int) -> None:
+    inputs = make_inputs(Case(tokens=(4,) * size, num_experts=2 * size))
+    with communicator(inputs.case) as comm:
+        out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        for field, value, said in (
+            ("recv_rows", None, "expected a tensor, got NoneType"),
+            ("totals", handle.totals.tolist(), "expected a tensor, got list"),
+            ("topk_ids", handle.topk_ids.flatten(), r"expected 2 dimensions, got shape \(\d+,\)"),
+        ):
+            with pytest.raises(ValueError, match=rf"handle\.{field}: {said}"):
+                comm.combine(out.tokens, handle._replace(**{field: value}))
+
+
+def test_fields_that_no_dispatch_makes_are_refused_by_name() -> None:
+    on_ranks(1, _wrong_fields)
+
+
+def _nothing_here(rank: int, size: int) -> list[str]:
+    """Slow looks at a handle's tensors, on a rank that is sent no row and on one that is sent all."""
+    inputs = make_inputs(Case(tokens=(300,) * size, num_experts=2 * size, routing="last rank only"))
+    seen: list[str] = []
+    with communicator(inputs.case) as comm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm.engine, "knows", lambda ticket: False)  # so that expand always comes early
+        patch.setattr(routing, "check_routing", lambda _, name, __: seen.append(name))
+        for _ in range(4):
+            out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+            comm.combine(out.tokens, handle)
+    return seen
+
+
+def test_the_latest_handle_is_known_where_nothing_has_come() -> None:
+    assert on_ranks(2, _nothing_here) == [[], []]

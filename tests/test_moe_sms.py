@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from ep_plugin.config import SMS_FIELDS, DispatchLayout
 from ep_plugin.moe.sms import (
+    MOST_SMS,
     SMALL_BATCH_TOKENS,
     AskedSms,
     KernelSms,
@@ -102,8 +102,20 @@ def test_more_than_there_is_is_refused() -> None:
 
 
 def test_on_cpus_the_numbers_mean_nothing() -> None:
-    assert usable_sms(torch.device("cpu")) == sys.maxsize
-    assert combine_sms(AskedSms(1000, 2000), sys.maxsize, 4, False, BF16, 8) == KernelSms(1000, 2000)
+    assert usable_sms(torch.device("cpu")) == MOST_SMS
+    assert combine_sms(AskedSms(1000, 2000), MOST_SMS, 4, False, BF16, 8) == KernelSms(1000, 2000)
+
+
+def _too_many(rank: int, size: int) -> None:
+    inputs = make_inputs(Case(tokens=(4,) * size, num_experts=2 * size))
+    with communicator(inputs.case) as comm:
+        with pytest.raises(ValueError, match=rf"expected dispatch_sms \+ expand_sms to be at most {MOST_SMS} "):
+            comm.set_sms(dispatch_sms=2**31)
+        comm.dispatch(inputs.x[rank], inputs.ids[rank])
+
+
+def test_what_no_argument_can_name_is_refused_before_anything_is_launched() -> None:
+    on_ranks(1, _too_many)
 
 
 class _Kernels(SimpleNamespace):

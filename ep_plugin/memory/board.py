@@ -91,6 +91,12 @@ class Boards:
         expert, go to `copy`, the latter to `expert_counts`, too; both int64."""
         return _C.board_totals(self.address, self._local_experts, copy.data_ptr(), expert_counts.data_ptr())
 
+    def unlist(self) -> None:
+        """Later operations of other communicators are no longer announced here."""
+        with self._guard:
+            if not self._closed:
+                _C.unlist_board(self.address)
+
     def close(self) -> None:
         """Gives the memory back. May be called again."""
         with self._guard:

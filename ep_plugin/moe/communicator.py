@@ -379,8 +379,8 @@ class MoECommunicator:
         began = "in the capture of a CUDA graph" if begun.capture else "before the capture of a CUDA graph began"
         now = ("in another" if begun.capture else "in it") if capture else "after it"
         return CaptureRefused(
-            f"{self.engine.name}: expected an operation that was begun {began} to be completed there too, got its "
-            f"wait(), or the next operation, {now}"
+            f"{self.engine.name}: expected an operation that was begun {began} to be completed and waited for there "
+            f"too, got its wait(), or the next operation, {now}"
         )
 
     def _collect(self) -> object:

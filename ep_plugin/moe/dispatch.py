@@ -201,8 +201,9 @@ def _cut(pending: PendingDispatch, early: Early, needed: Rows) -> tuple[Dispatch
     for tensor in (result.tokens, result.scales, result.weights, result.ids):
         if tensor is not None:
             tensor.resize_(needed.output, *tensor.shape[1:])
-    pending.struct.slots = needed.slots
-    return result, recv_rows.resize_(needed.slots, recv_rows.shape[1])
+    recv_rows.resize_(needed.slots, recv_rows.shape[1])
+    pending.struct.recv_rows, pending.struct.slots = recv_rows.data_ptr(), needed.slots  # no address without slots
+    return result, recv_rows
 
 
 def _routing(engine: Engine, pending: PendingDispatch, recv_rows: torch.Tensor) -> RoutingTensors:

@@ -44,7 +44,7 @@ class LatestRouting(NamedTuple):
     totals: list[int]
 
     def is_of(self, tensors: RoutingTensors) -> bool:
-        """Whether it made these very tensors, and they are as it made them."""
+        """Whether it made these very tensors, and they have the shapes and the memory that it gave them."""
         ids, plan, recv_rows, totals = tensors
         same_ids, same_plan, same_recv_rows, same_totals = self.tensors
         return (

@@ -10,7 +10,6 @@ links, are done sooner the more SMs there are.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -23,7 +22,8 @@ SEND_NS, LOAD_NS_PER_BYTE, STORE_NS_PER_BYTE = 250.0, 0.006, 0.0185
 PUSH_NS, TERM_NS_PER_BYTE = 200.0, 0.0102
 DISPATCH_SMS, COMBINE_SMS = range(8, 32 + 1), range(14, 48 + 1)  # what the ratios may say
 SMALL_BATCH_TOKENS = 1024
-FREE_SMS = 32  # left to others at least
+FREE_SMS = 32  # left to others at least, by each operation
+MOST_SMS = 2**31 - 1  # that a kernel's arguments can name
 
 PAIRS = (("dispatch_sms", "expand_sms"), ("combine_sms", "add_sms"))
 
@@ -59,7 +59,7 @@ def asked_of(counts: Mapping[str, int | None], usable: int) -> tuple[AskedSms, A
 def usable_sms(device: torch.device) -> int:
     """SMs that a sending and a receiving kernel may hold together. On CPUs the numbers mean nothing."""
     if device.type != "cuda":
-        return sys.maxsize
+        return MOST_SMS
     return max(torch.cuda.get_device_properties(device).multi_processor_count - FREE_SMS, 2)
 
 

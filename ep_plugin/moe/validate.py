@@ -205,6 +205,9 @@ def is_bounded(routing: KnownRouting) -> bool:
 
 def check_routing(engine: Engine, name: str, routing: RoutingTensors) -> None:
     """A handle's tensors are where, and as, dispatch made them: kernels take their addresses."""
+    check_tensors(**{f"{name}.{field}": tensor for field, tensor in zip(routing._fields, routing, strict=True)})
+    if routing.topk_ids.dim() != 2:
+        raise ValueError(f"{name}.topk_ids: expected 2 dimensions, got shape {tuple(routing.topk_ids.shape)}")
     T, K = routing.topk_ids.shape
     totals, most = routing.totals, engine.config.max_tokens_per_rank
     if (

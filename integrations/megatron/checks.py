@@ -45,7 +45,7 @@ def alignment_of(config: Any) -> int:
 
 
 def sms_of(config: Any) -> dict[str, int]:
-    """SMs of the communicator: measured defaults, unless the option for it was given another number than its own."""
+    """SMs of the communicator: by the shapes of operations, unless the option was given another number than its own."""
     option, default = DEFAULT_SMS.get(config.moe_flex_dispatcher_backend, ("", None))
     asked = getattr(config, option, default)
     if asked is None or asked == default:
