@@ -185,3 +185,25 @@ def torn(rank: int, size: int) -> list[bool]:
         failed = [JUDGED[what] for what in wrong.nonzero().flatten().tolist()]
         assert not failed, failed
         return [0 not in numbers, numbers[0] != numbers[1], comm.engine.lanes.capturing() == 0]
+
+
+def refused(rank: int, size: int) -> bool:
+    """A capture that finds no pool is refused by name, and goes on. Returns whether it was one capture throughout."""
+    with communicator(CASE, rank, size, timeout_s=60, max_tokens_per_rank=CASE.tokens) as comm:
+        device = comm.engine.device
+        batch = random_batch(size, torch.Generator().manual_seed(size))
+        static = Batch(*(part[rank].to(device) for part in batch))
+        torch.cuda.synchronize()
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
+            number = comm.engine.lanes.capturing()
+            with pytest.raises(CaptureRefused, match="dispatch pool has 0 bytes"):
+                comm.dispatch(*static, capacity=_room(size))
+            same = number != 0 and comm.engine.lanes.capturing() == number
+            doubled = static.x * 2
+        recorded.replay()
+        assert torch.equal(doubled, static.x * 2)
+        out, _ = comm.dispatch(*static, capacity=_room(size))
+        oracle = expected(Batch(*(part.to(device) for part in batch)), rank, factors(size).to(device))
+        assert torch.equal(out.tokens, oracle.tokens)
+        return same

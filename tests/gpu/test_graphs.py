@@ -24,3 +24,8 @@ def test_a_captured_step_of_kernels_that_send_and_receive() -> None:
 @pytest.mark.gpu(1)
 def test_an_eager_dispatch_is_not_waited_for_in_a_capture() -> None:
     assert values(run_ranks(2, graphs.torn, 2, timeout_s=120)) == [[True] * 3] * 2
+
+
+@pytest.mark.gpu(1)
+def test_a_capture_without_pools_is_refused_and_goes_on() -> None:
+    assert values(run_ranks(2, graphs.refused, 2, timeout_s=120)) == [True] * 2
