@@ -1,0 +1,161 @@
+// All-gather and reduce-scatter: argument structs, kernels, and what hosts tell each other.
+#include <unistd.h>
+
+#include "../board.h"
+#include "../collectives.h"
+#include "../tensor.h"
+#include "../views.h"
+#include "bind.h"
+
+namespace ep::bindings {
+
+namespace {
+
+void bind_on_cpus(py::module_& m) {
+  m.attr("collective_control_bytes") = sizeof(CollectiveControl);
+  m.attr("max_blocks") = kMaxPeerBlocks;
+  m.attr("requests_bytes") = sizeof(Requests);
+  m.attr("call_ring_bytes") = sizeof(Call) * kCalls;
+  bind_enum(m, "CollectiveOp", {{"ALL_GATHER", kOpAllGather}, {"REDUCE_SCATTER", kOpReduceScatter}});
+  m.attr("offer_fields") = py::make_tuple("op", "bytes", "element");
+  Struct<Piece>(m, "Piece")
+      .field("bytes", &Piece::bytes)
+      .field("block", &Piece::block)
+      .field("num_blocks", &Piece::num_blocks)
+      .field("blocks", &Piece::blocks)
+      .field("block_bytes", &Piece::block_bytes)
+      .def("set_offset", array_of(&Piece::offset));
+  Struct<GatherArgs>(m, "GatherArgs")
+      .field("comm", &GatherArgs::comm)
+      .field("piece", &GatherArgs::piece)
+      .field("input", &GatherArgs::input)
+      .def("set_outputs", array_of(&GatherArgs::outputs));
+  Struct<ScatterArgs>(m, "ScatterArgs")
+      .field("comm", &ScatterArgs::comm)
+      .field("piece", &ScatterArgs::piece)
+      .field("output", &ScatterArgs::output)
+      .field("scale", &ScatterArgs::scale)
+      .field("element", &ScatterArgs::element)
+      .def("set_inputs", array_of(&ScatterArgs::inputs));
+  py::module_ cpu = m.attr("cpu");
+  bind_kernel(cpu, "gather", &cpu::gather);
+  bind_kernel(cpu, "scatter", &cpu::scatter);
+}
+
+void bind_on_devices(py::module_& m) {
+  m.attr("device_control_bytes") = sizeof(DeviceControl);
+  m.attr("staging_block") = kStagingBlock;
+  m.attr("most_ctas") = kMostCtas;
+  m.attr("most_lanes") = kMostLanes;
+  Struct<PushShardArgs>(m, "PushShardArgs")
+      .field("comm", &PushShardArgs::comm)
+      .field("input", &PushShardArgs::input)
+      .field("bytes", &PushShardArgs::bytes)
+      .field("landing", &PushShardArgs::landing)
+      .field("place", &PushShardArgs::place)
+      .field("block", &PushShardArgs::block)
+      .field("num_ctas", &PushShardArgs::num_ctas)
+      .field("captured", &PushShardArgs::captured)
+      .field("number", &PushShardArgs::number)
+      .field("begun", &PushShardArgs::begun)
+      .field("finished", &PushShardArgs::finished)
+      .field("stream", &PushShardArgs::stream)
+      .def("set_targets", array_of(&PushShardArgs::targets))
+      .def("set_stream_words", array_of(&PushShardArgs::stream_words))
+      .def("set_outputs", array_of(&PushShardArgs::outputs));
+  m.def("lane_slots_bytes", &lane_slots_bytes);
+  Struct<SumShardsArgs>(m, "SumShardsArgs")
+      .field("comm", &SumShardsArgs::comm)
+      .field("output", &SumShardsArgs::output)
+      .field("bytes", &SumShardsArgs::bytes)
+      .field("scale", &SumShardsArgs::scale)
+      .field("element", &SumShardsArgs::element)
+      .field("num_ctas", &SumShardsArgs::num_ctas)
+      .field("stream", &SumShardsArgs::stream)
+      .def("set_inputs", array_of(&SumShardsArgs::inputs))
+      .def("set_slots", array_of(&SumShardsArgs::slots));
+  m.attr("small_bytes") = kSmallBytes;
+  m.def("small_words_bytes", &small_words_bytes);
+  Struct<SmallShardsArgs>(m, "SmallShardsArgs")
+      .field("comm", &SmallShardsArgs::comm)
+      .field("bytes", &SmallShardsArgs::bytes)
+      .field("scale", &SmallShardsArgs::scale)
+      .field("element", &SmallShardsArgs::element)
+      .field("num_ctas", &SmallShardsArgs::num_ctas)
+      .field("stream", &SmallShardsArgs::stream)
+      .def("set_words", array_of(&SmallShardsArgs::words))
+      .def("set_inputs", array_of(&SmallShardsArgs::inputs))
+      .def("set_outputs", array_of(&SmallShardsArgs::outputs));
+  m.def("lend_bytes", &lend_bytes);
+  m.def("place_word", &place_word);
+  m.attr("stream_words_shape") = py::make_tuple(2, kMaxPeerBlocks + 1, kMaxRanks);  // ready and done
+  m.attr("stream_words_bytes") = sizeof(StreamWords);
+#if defined(EP_WITH_CUDA)
+  py::module_ cuda = m.attr("cuda");
+  bind_kernel(cuda, "push_shard", &cuda::push_shard);
+  bind_kernel(cuda, "small_shards", &cuda::small_shards);
+  bind_kernel(cuda, "sum_shards", &cuda::sum_shards);
+#endif
+}
+
+// Requests for blocks, and calls.
+void bind_hosts(py::module_& m) {
+  m.attr("fault_offset") = offsetof(State, fault);
+  m.def("fault_board", &fault_board);
+  m.def("post_request", &post_request);
+  m.def("release_block", &release_block);
+  // The same as what a weak reference calls, which passes itself: nothing in it can be interrupted.
+  m.def("release_dead_block", [](Address requests, int block, uint64_t uses, int process, const py::object&) {
+    if (getpid() == process) release_block(requests, block, uses);
+  });
+  m.def("read_request", [](Address requests, uint64_t number) {
+    const Request& row = at<Requests>(requests)->rows[number % kRequests];
+    return py::make_tuple(row.bytes, row.free);
+  });
+  // Of the ranks with these requests: (whether all of them had the block free, the first that did not say or -1).
+  m.def("were_free", [](const std::vector<Address>& requests, int block, uint64_t uses, uint64_t number, Address board,
+                        int64_t timeout_ns) {
+    bool free = true;
+    int late = -1;
+    {
+      py::gil_scoped_release release;
+      for (size_t rank = 0; rank < requests.size() && free && late < 0; ++rank)
+        if (was_free(requests[rank], block, uses, number, board, timeout_ns, &free) != kReady)
+          late = static_cast<int>(rank);
+    }
+    raise_interruption();
+    return py::make_tuple(free, late);
+  });
+  // None, or how a peer's call differs: (peer, field, mine, theirs).
+  m.def("post_call",
+        [](Address rings, int num_ranks, int rank, uint64_t number, int64_t bytes, int64_t element,
+           int64_t place) -> py::object {
+          CallDifference found;
+          if (!post_call(rings, num_ranks, rank, number, {bytes, element, place}, &found)) return py::none();
+          return py::make_tuple(found.peer, found.field, found.mine, found.theirs);
+        });
+  // The first of the ranks with these requests that has not come to request `number` in time, or -1.
+  m.def("wait_requests", [](const std::vector<Address>& requests, uint64_t number, Address board, int64_t timeout_ns) {
+    int late = -1;
+    {
+      py::gil_scoped_release release;
+      for (size_t rank = 0; rank < requests.size() && late < 0; ++rank) {
+        const uint64_t* posted = &at<Requests>(requests[rank])->rows[number % kRequests].number;
+        const auto there = [=] { return __atomic_load_n(posted, __ATOMIC_ACQUIRE) == number; };
+        if (wait_until(there, board, timeout_ns) != kReady) late = static_cast<int>(rank);
+      }
+    }
+    raise_interruption();
+    return late;
+  });
+}
+
+}  // namespace
+
+void bind_collectives(py::module_& m) {
+  bind_on_cpus(m);
+  bind_on_devices(m);
+  bind_hosts(m);
+}
+
+}  // namespace ep::bindings

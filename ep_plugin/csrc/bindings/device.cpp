@@ -1,0 +1,39 @@
+// What a device has beside kernels of communicators: host memory, streams, and the kernels of ep-bench wire.
+#if defined(EP_WITH_CUDA)
+#include "../cuda/host.h"
+#include "../wire.h"
+#include "bind.h"
+
+namespace ep::bindings {
+
+void bind_device(py::module_& m) {
+  Struct<WireArgs>(m, "WireArgs")
+      .field("kind", &WireArgs::kind)
+      .field("num_sms", &WireArgs::num_sms)
+      .field("keep", &WireArgs::keep)
+      .field("seed", &WireArgs::seed)
+      .field("chunk_bytes", &WireArgs::chunk_bytes)
+      .field("bytes", &WireArgs::bytes)
+      .field("failed", &WireArgs::failed)
+      .field("stream", &WireArgs::stream)
+      .def("set_pairs", [](WireArgs& args, const std::vector<Address>& from, const std::vector<Address>& to) {
+        if (from.size() != to.size()) throw py::value_error("pairs: expected as many sources as destinations");
+        set_words(args.from, from);
+        set_words(args.to, to);
+        args.num_pairs = static_cast<int32_t>(from.size());
+      });
+  Struct<HoldArgs>(m, "HoldArgs")
+      .field("nanoseconds", &HoldArgs::nanoseconds)
+      .field("num_sms", &HoldArgs::num_sms)
+      .field("stop", &HoldArgs::stop)
+      .field("stream", &HoldArgs::stream);
+  m.def("wire", &wire, py::call_guard<py::gil_scoped_release>());
+  m.def("hold", &hold, py::call_guard<py::gil_scoped_release>());
+  m.def("register_host", &register_host);
+  m.def("unregister_host", &unregister_host);
+  m.def("order_streams", &order_streams, py::call_guard<py::gil_scoped_release>());
+  m.def("stream_capture", &stream_capture);
+}
+
+}  // namespace ep::bindings
+#endif

@@ -1,0 +1,235 @@
+// Dispatch and combine: constants, argument structs, and a submodule for each table of kernels.
+#include <iterator>
+
+#include "../api.h"
+#include "../fp8.h"
+#include "../views.h"
+#include "bind.h"
+
+namespace ep::bindings {
+
+namespace {
+
+void bind_constants(py::module_& m) {
+  m.attr("max_ranks") = kMaxRanks;
+  m.attr("max_topk") = kMaxTopk;
+  m.attr("most_tokens") = kMostTokens;
+  m.attr("most_row_bytes") = kMostRowBytes;
+  m.attr("most_keys") = kMostKeys;
+  m.attr("row_align") = kRowAlign;
+  m.attr("num_totals") = kTotals;
+  m.attr("scale_block") = kScaleBlock;
+  m.attr("state_bytes") = sizeof(State);
+  bind_enum(m, "Op", {{"DISPATCH", kOpDispatch}, {"CACHED_DISPATCH", kOpCachedDispatch}, {"COMBINE", kOpCombine}});
+  bind_enum(m, "Layout", {{"FLAT", kFlat}, {"TOKEN_MAJOR", kTokenMajor}});
+  bind_enum(m, "Pool", {{"DISPATCH", kDispatchPool}, {"COMBINE", kCombinePool}});
+  bind_enum(m, "Step",
+            {{"NONE", kNoStep},
+             {"PLAN", kPlan},
+             {"NOTIFY", kNotify},
+             {"SEND", kSend},
+             {"EXPAND", kExpand},
+             {"COMBINE", kCombine},
+             {"ADD", kAdd},
+             {"GATHER", kGather},
+             {"SCATTER", kScatter}});
+  bind_enum(m, "FaultCode",
+            {{"NONE", kNoFault},
+             {"TIMEOUT", kTimeout},
+             {"ABORTED", kAborted},
+             {"DISAGREE", kDisagree},
+             {"BAD_IDS", kBadIds},
+             {"BAD_DATA", kBadData},
+             {"TOO_SMALL", kTooSmall}});
+  bind_enum(m, "Total",
+            {{"SLOTS", kTotalSlots}, {"ROWS", kTotalRows}, {"MAX_ROWS", kTotalMaxRows}, {"MAX_SENT", kTotalMaxSent}});
+  bind_enum(m, "Element",
+            {{"FLOAT32", kFloat32}, {"BFLOAT16", kBFloat16}, {"FLOAT16", kFloat16}, {"FLOAT64", kFloat64}});
+}
+
+// In the order of the struct: a fault names a word of the header by its index.
+constexpr std::pair<const char*, int64_t Header::*> kHeaderWords[] = {
+    {"op", &Header::op},
+    {"row_bytes", &Header::row_bytes},
+    {"scale_bytes", &Header::scale_bytes},
+    {"weight_bytes", &Header::weight_bytes},
+    {"topk", &Header::topk},
+    {"dtype", &Header::dtype},
+    {"layout", &Header::layout},
+    {"config_hash", &Header::config_hash},
+    {"num_tokens", &Header::num_tokens},
+};
+static_assert(std::size(kHeaderWords) == kHeaderFields, "every word of the header has a name");
+
+void bind_structs(py::module_& m) {
+  Struct<Comm>(m, "Comm")
+      .field("rank", &Comm::rank)
+      .field("num_ranks", &Comm::num_ranks)
+      .field("num_experts", &Comm::num_experts)
+      .field("gate", &Comm::gate)
+      .field("plain", &Comm::plain)
+      .field("timeout_ns", &Comm::timeout_ns)
+      .field("state", &Comm::state)
+      .field("board", &Comm::board)
+      .def("set_control", [](Comm& comm, const std::vector<Address>& ranks) { set_words(comm.control, ranks); })
+      .def("set_pool", [](Comm& comm, int pool, const std::vector<Address>& ranks, int64_t bytes) {
+        if (pool != kDispatchPool && pool != kCombinePool)
+          throw py::value_error("pool: expected 0 or 1, got " + std::to_string(pool));
+        set_words(comm.pool[pool], ranks);
+        comm.pool_bytes[pool] = bytes;
+      });
+  Struct<Routing>(m, "Routing")
+      .field("num_tokens", &Routing::num_tokens)
+      .field("topk", &Routing::topk)
+      .field("layout", &Routing::layout)
+      .field("alignment", &Routing::alignment)
+      .field("topk_ids", &Routing::topk_ids)
+      .field("send_pos", &Routing::send_pos)
+      .field("pair_pos", &Routing::pair_pos)
+      .field("meta", &Routing::meta)
+      .field("recv_rows", &Routing::recv_rows)
+      .field("slots", &Routing::slots)
+      .def("lies_at", [](const Routing& routing, Address topk_ids, Address plan, Address recv_rows) {
+        return routing.topk_ids == topk_ids && routing.meta == plan && routing.recv_rows == recv_rows;
+      });
+  auto header = Struct<Header>(m, "Header");
+  py::list names;
+  for (const auto& [name, word] : kHeaderWords) {
+    header.field(name, word);
+    names.append(name);
+  }
+  m.attr("header_fields") = py::tuple(names);
+}
+
+void bind_dispatch_args(py::module_& m) {
+  Struct<PlanArgs>(m, "PlanArgs")
+      .field("comm", &PlanArgs::comm)
+      .field("routing", &PlanArgs::routing)
+      .field("ids", &PlanArgs::ids)
+      .field("block_counts", &PlanArgs::block_counts)
+      .field("id_bytes", &PlanArgs::id_bytes)
+      .field("stream", &PlanArgs::stream);
+  Struct<NotifyArgs>(m, "NotifyArgs")
+      .field("comm", &NotifyArgs::comm)
+      .field("routing", &NotifyArgs::routing)
+      .field("header", &NotifyArgs::header)
+      .field("block_counts", &NotifyArgs::block_counts)
+      .field("ticket", &NotifyArgs::ticket)
+      .field("stream", &NotifyArgs::stream);
+  Struct<SendArgs>(m, "SendArgs")
+      .field("comm", &SendArgs::comm)
+      .field("routing", &SendArgs::routing)
+      .field("header", &SendArgs::header)
+      .field("x", &SendArgs::x)
+      .field("x_stride", &SendArgs::x_stride)
+      .field("scales", &SendArgs::scales)
+      .field("scale_stride", &SendArgs::scale_stride)
+      .field("weights", &SendArgs::weights)
+      .field("num_sms", &SendArgs::num_sms)
+      .field("optimistic", &SendArgs::optimistic)
+      .field("quantize", &SendArgs::quantize)
+      .field("element", &SendArgs::element)
+      .field("stream", &SendArgs::stream);
+  Struct<AdmitArgs>(m, "AdmitArgs")
+      .field("comm", &AdmitArgs::comm)
+      .field("step", &AdmitArgs::step)
+      .field("fresh", &AdmitArgs::fresh)
+      .field("stream", &AdmitArgs::stream);
+  Struct<ExpandArgs>(m, "ExpandArgs")
+      .field("comm", &ExpandArgs::comm)
+      .field("routing", &ExpandArgs::routing)
+      .field("header", &ExpandArgs::header)
+      .field("tokens", &ExpandArgs::tokens)
+      .field("scales", &ExpandArgs::scales)
+      .field("weights", &ExpandArgs::weights)
+      .field("topk_ids", &ExpandArgs::topk_ids)
+      .field("row_expert_ids", &ExpandArgs::row_expert_ids)
+      .field("expert_count", &ExpandArgs::expert_count)
+      .field("expert_offset", &ExpandArgs::expert_offset)
+      .field("overflow", &ExpandArgs::overflow)
+      .field("capacity", &ExpandArgs::capacity)
+      .field("num_sms", &ExpandArgs::num_sms)
+      .field("fresh", &ExpandArgs::fresh)
+      .field("optimistic", &ExpandArgs::optimistic)
+      .field("stream", &ExpandArgs::stream);
+}
+
+void bind_combine_args(py::module_& m) {
+  Struct<PushArgs>(m, "PushArgs")
+      .field("comm", &PushArgs::comm)
+      .field("routing", &PushArgs::routing)
+      .field("header", &PushArgs::header)
+      .field("y", &PushArgs::y)
+      .field("rows", &PushArgs::rows)
+      .field("weights", &PushArgs::weights)
+      .field("extra", &PushArgs::extra)
+      .field("hidden", &PushArgs::hidden)
+      .field("element", &PushArgs::element)
+      .field("num_sms", &PushArgs::num_sms)
+      .field("stream", &PushArgs::stream);
+  Struct<AddArgs>(m, "AddArgs")
+      .field("comm", &AddArgs::comm)
+      .field("routing", &AddArgs::routing)
+      .field("header", &AddArgs::header)
+      .field("out", &AddArgs::out)
+      .field("bias", &AddArgs::bias)
+      .field("extra", &AddArgs::extra)
+      .field("hidden", &AddArgs::hidden)
+      .field("element", &AddArgs::element)
+      .field("num_sms", &AddArgs::num_sms)
+      .field("stream", &AddArgs::stream);
+  Struct<WeighBackArgs>(m, "WeighBackArgs")
+      .field("y", &WeighBackArgs::y)
+      .field("rows", &WeighBackArgs::rows)
+      .field("factors", &WeighBackArgs::factors)
+      .field("dots", &WeighBackArgs::dots)
+      .field("num_rows", &WeighBackArgs::num_rows)
+      .field("hidden", &WeighBackArgs::hidden)
+      .field("element", &WeighBackArgs::element)
+      .field("stream", &WeighBackArgs::stream);
+}
+
+void bind_table(py::module_& m, const char* name, const KernelTable& table) {
+  py::module_ sub = m.def_submodule(name);
+  bind_kernel(sub, "plan", table.plan);
+  bind_kernel(sub, "notify", table.notify);
+  bind_kernel(sub, "send", table.send);
+  bind_kernel(sub, "admit", table.admit);
+  bind_kernel(sub, "expand", table.expand);
+  bind_kernel(sub, "push", table.push);
+  bind_kernel(sub, "add", table.add);
+  bind_kernel(sub, "send_and_expand", table.send_and_expand);
+  bind_kernel(sub, "push_and_add", table.push_and_add);
+  bind_kernel(sub, "weigh_back", table.weigh_back);
+}
+
+void bind_sizes(py::module_& m) {
+  m.def("control_bytes", [](int ranks, int experts) { return control_layout(ranks, experts).bytes; });
+  m.def("meta_words", [](int ranks, int experts) { return meta_layout(ranks, experts).words; });
+  m.def("block_count_words", [](int num_tokens, int ranks, int experts) {
+    return plan_blocks(num_tokens) * plan_block_words(ranks, experts);
+  });
+  m.def("slot_bytes", [](int64_t row_bytes, int64_t scale_bytes, int64_t weight_bytes, int64_t topk) {
+    return slot_layout(row_bytes, scale_bytes, weight_bytes, topk).bytes;
+  });
+  m.def("partial_bytes", [](int64_t row_bytes, int64_t weight_bytes, int64_t topk) {
+    return partial_layout(row_bytes, weight_bytes, topk).bytes;
+  });
+  m.def("e4m3", [](float magnitude, float scale) { return e4m3_magnitude(Divisor(scale).divide(magnitude)); });
+}
+
+}  // namespace
+
+void bind_kernels(py::module_& m) {
+  bind_constants(m);
+  bind_sizes(m);
+  bind_structs(m);
+  bind_dispatch_args(m);
+  bind_combine_args(m);
+  bind_table(m, "cpu", cpu_kernels());
+#if defined(EP_WITH_CUDA)
+  bind_table(m, "cuda", cuda_kernels());
+#endif
+}
+
+}  // namespace ep::bindings
