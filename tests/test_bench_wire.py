@@ -28,9 +28,10 @@ KINDS = ["store", "load", "tma_store", "tma_load", "tma_local", "tma_send", "ce_
 
 
 class MovedMemory:
-    """WireArgs, and what csrc/wire.h says that each kind does, in `run`; `shift`: bytes that every copy is off by."""
+    """WireArgs, and what csrc/wire.h says that each kind does, in `run`; `shift`: bytes that copies are off by."""
 
     shift = 0
+    only: tuple[int, int] | None = None  # the chunk and SMs that are, and no others
 
     def __init__(self, **fields: int) -> None:
         self.__dict__.update(fields)
@@ -48,12 +49,13 @@ class MovedMemory:
                 if content is None:
                     content = ctypes.string_at(source + start, self.chunk_bytes)
                 if self.kind not in (1, 3) or self.keep:
-                    off = self.shift if self.kind != 5 else 0
+                    astray = self.only in (None, (self.chunk_bytes, self.num_sms)) and self.kind != 5
+                    off = self.shift if astray else 0
                     ctypes.memmove(destination + start, content[off:] + content[:off], self.chunk_bytes)
 
 
-def without_gpus(shift: int) -> None:
-    MovedMemory.shift = shift
+def without_gpus(shift: int, only: tuple[int, int] | None = None) -> None:
+    MovedMemory.shift, MovedMemory.only = shift, only
     _C.WireArgs, _C.wire = MovedMemory, MovedMemory.run
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132)
     torch.cuda.synchronize = lambda _=None: None
@@ -81,6 +83,27 @@ def test_bytes_that_went_astray_are_found() -> None:
     for found in values(run_ranks(RANKS, check_gpu_copies, 4)):
         assert {kind for kind, problem in found.items() if problem is None} == {"ce_push", "ce_pull"}
         assert all("got others in" in problem for problem in found.values() if problem)
+
+
+def check_all_gpu_copies(rank: int, shift: int, only: tuple[int, int] | None) -> list[str]:
+    without_gpus(shift, only)
+    measured = GpuWire(torch.device("cpu"), BYTES)
+    found = suite_wire._wrong(measured, copies_on_gpus(132))
+    measured.close()
+    return [sentence.partition(":")[0] for sentence in found]
+
+
+@pytest.mark.parametrize(
+    ("shift", "only", "names"),
+    [
+        (0, None, []),
+        (4, (4096, 12), [f"{kind}_sm12" for kind in ("store", "load")]
+         + [f"{kind}_c4096_sm12" for kind in ("tma_store", "tma_load", "tma_local")]),
+    ],
+    ids=["all right", "one chunk and number of SMs"],
+)  # fmt: skip
+def test_every_chunk_and_number_of_sms_is_judged(shift: int, only: tuple[int, int] | None, names: list[str]) -> None:
+    assert values(run_ranks(RANKS, check_all_gpu_copies, shift, only)) == [names] * RANKS
 
 
 def floor_rate(rank: int, shift: int) -> wire.StoreRate:
@@ -118,8 +141,8 @@ def measure_with_a_lost_part(rank: int) -> dict[str, Any]:
 def test_nothing_is_timed_when_bytes_are_missing() -> None:
     for found in values(run_ranks(RANKS, measure_with_a_lost_part)):
         assert found["rows"] == []
-        assert len(found["wrong"]) == RANKS
-        assert found["wrong"][0].startswith("rank 0: copy_c1048576: expected every peer's bytes")
+        assert len(found["wrong"]) == RANKS * len(wire.CPU_CHUNKS)
+        assert found["wrong"][0].startswith("rank 0: copy_c4096: expected every peer's bytes")
 
 
 def test_rates_of_copies_between_processes(tmp_path: Path) -> None:

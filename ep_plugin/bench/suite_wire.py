@@ -1,4 +1,7 @@
-"""The suite `wire`: what the links and the SMs give, without any exchange around it. Bytes are checked first."""
+"""The suite `wire`: what the links and the SMs give, without any exchange around it.
+
+Every copy, of each kind, chunk and number of SMs, is judged before any is timed: all bytes of it.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,6 @@ def measure(device: torch.device, suite: WireSuite) -> dict[str, Any]:
 
 
 def _wrong(wire: Wire, copies: list[Copy]) -> list[str]:
-    """What is wrong with one copy of each kind, the one with the largest chunk and the most SMs. Collective."""
-    kinds = {copy.kind: copy for copy in copies}
-    found = [(copy.name, wire.wrong(copy)) for copy in kinds.values()]
+    """What is wrong with any of the copies. Collective."""
+    found = [(copy.name, wire.wrong(copy)) for copy in copies]
     return [f"{name}: {problem}" for name, problem in found if problem]
