@@ -205,14 +205,14 @@ def _way(scene: Scene, spec: Spec, name: str, impl: Any, crossings: int) -> Way:
     run: Callable[[], Any]
     judge: Callable[[], str | None]
     if spec.what == DISPATCH:
-        run, judge = functools.partial(impl.dispatch, scene.mine), functools.partial(_judge_dispatch, scene, impl)
+        run, judge = functools.partial(impl.dispatch, scene.mine), functools.partial(judge_dispatch, scene, impl)
     elif spec.what == CACHED:
         state = scene.state(impl)
         run = functools.partial(impl.dispatch, scene.mine, state)
-        judge = functools.partial(_judge_dispatch, scene, impl, state)
+        judge = functools.partial(judge_dispatch, scene, impl, state)
     elif spec.what == COMBINE:
         run = functools.partial(impl.combine, scene.expert_rows(dist.get_rank(), scene.rows), scene.state(impl))
-        judge = functools.partial(_judge_combine, scene, impl)
+        judge = functools.partial(judge_combine, scene, impl)
     else:
         run, judge = _round_trips(scene, impl, spec.graph and name == OURS)
     if spec.what in (COMBINE, ROUNDTRIP):
@@ -227,7 +227,7 @@ def _way(scene: Scene, spec: Spec, name: str, impl: Any, crossings: int) -> Way:
     )
 
 
-def _judge_dispatch(scene: Scene, impl: Dispatcher, previous: object = None) -> str | None:
+def judge_dispatch(scene: Scene, impl: Dispatcher, previous: object = None) -> str | None:
     """previous: the routing of scene.mine, to be used again."""
     batch, oracle = scene.others(reroute=previous is None)
     with poisoned():
@@ -235,7 +235,7 @@ def _judge_dispatch(scene: Scene, impl: Dispatcher, previous: object = None) -> 
     return oracle.wrong_dispatch(received)
 
 
-def _judge_combine(scene: Scene, impl: Exchanger) -> str | None:
+def judge_combine(scene: Scene, impl: Exchanger) -> str | None:
     """With routes and weights of a dispatch of its own."""
     batch, oracle = scene.others()
     state = impl.dispatch(batch).state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from ep_plugin.bench.workload import Batch, Workload
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.engine import COMBINE_POOL, DISPATCH_POOL
-from ep_plugin.moe.layout import DispatchHandle
+from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 
 _MIB = 1 << 20
 _State = tuple[DispatchHandle, torch.Tensor | None]
@@ -61,24 +61,15 @@ class EpPlugin:
 
     def dispatch(self, batch: Batch, previous: object = None) -> Received:
         handle = None if previous is None else cast(_State, previous)[0]
-        out, handle = self.comm.dispatch(
-            batch.x,
-            batch.ids,
-            batch.weights,
-            batch.scales,
-            previous_handle=handle,
-            capacity=self._capacity,
-            quantize="e4m3" if batch.quantize else None,
-        )
-        return Received(
-            tokens=out.tokens,
-            scales=out.scales,
-            counts=out.num_tokens_per_expert,
-            ids=out.topk_ids,
-            weights=out.weights,
-            row_experts=out.row_expert_ids,
-            state=(handle, out.weights),
-        )
+        return _received(*self.comm.dispatch(*self._arguments(batch, handle)))
+
+    def dispatch_async(self, batch: Batch) -> Received:
+        """The same on the communicator's own stream, which the current one waits for. The routing is a new one."""
+        return _received(*self.comm.dispatch_async(*self._arguments(batch)).wait())
+
+    def _arguments(self, batch: Batch, handle: DispatchHandle | None = None) -> tuple[Any, ...]:
+        quantize = "e4m3" if batch.quantize else None
+        return batch.x, batch.ids, batch.weights, batch.scales, handle, self._capacity, quantize
 
     def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
         handle, weights = cast(_State, state)
@@ -113,6 +104,18 @@ class EpPlugin:
 
     def close(self) -> None:
         self.comm.close()
+
+
+def _received(out: DispatchOutput, handle: DispatchHandle) -> Received:
+    return Received(
+        tokens=out.tokens,
+        scales=out.scales,
+        counts=out.num_tokens_per_expert,
+        ids=out.topk_ids,
+        weights=out.weights,
+        row_experts=out.row_expert_ids,
+        state=(handle, out.weights),
+    )
 
 
 class Recorded:

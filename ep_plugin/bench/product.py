@@ -19,6 +19,10 @@ class Product:
     def __call__(self) -> None:
         torch.mm(self._a, self._b, out=self._out)
 
+    def forget(self) -> None:
+        """Leaves no product behind that `wrong` could take for the next one."""
+        self._out.fill_(torch.nan)
+
     def wrong(self) -> list[str]:
         """What is wrong with the latest product in some rows and columns, judged in float64."""
         some = slice(None, None, max(1, len(self._a) // _JUDGED))

@@ -2,7 +2,8 @@
 holds SMs. GPUs only.
 
 Whatever runs beside it is enqueued so often that it outlasts the product. Product and neighbour are enqueued behind one
-gate, so that no host decides when they meet. The product is checked before it is timed.
+gate, so that no host decides when they meet. Before each timing the neighbour's own results are judged, with rows that
+no call has moved before, and the product that was made beside it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ import torch.distributed as dist
 
 from ep_plugin import _C
 from ep_plugin.bench import provenance
+from ep_plugin.bench.cases import Peers, Scene, judge_combine, judge_dispatch
 from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.ours import EpPlugin
+from ep_plugin.bench.peers import Received
 from ep_plugin.bench.product import Product
 from ep_plugin.bench.results import Row, everyones_wrong, result, row
 from ep_plugin.bench.specs import FLAT, SPLITS, TOKEN_MAJOR, Sms
 from ep_plugin.bench.timing import Timing, clock_of, summarise, time_in_turn
-from ep_plugin.bench.workload import Batch, Workload, batches, rows_received
+from ep_plugin.bench.workload import Batch, Workload
+from ep_plugin.config import DispatchLayout
 
 SUITE = "beside"
 ALONE = "matmul_alone"
@@ -53,15 +57,16 @@ class BesideSuite:
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbour:
-    """What runs beside the product. enqueue: on the current stream; many times if `repeats`; no host waits."""
+    """What runs beside the product. enqueue: on the current stream; many times if `repeats`; no host waits.
 
-    name: str
-    sms: int | None
+    judge: does the same to other rows and says what is wrong with the result, None when nothing is; collective.
+    """
+
+    case: str
+    sms: int | None = None
     enqueue: Callable[[], object]
+    judge: Callable[[], str | None] = lambda: None
     repeats: bool = True
-
-
-_Maker = Callable[[Workload, torch.device, contextlib.ExitStack], list[Neighbour]]
 
 
 def run(suite: BesideSuite) -> dict[str, Any]:
@@ -73,69 +78,85 @@ def run(suite: BesideSuite) -> dict[str, Any]:
 
 def measure(device: torch.device, suite: BesideSuite) -> dict[str, Any]:
     """One rank's part, the same on every rank. Collective."""
-    stage = Stage(device)
-    stage.product()
-    wrong = everyones_wrong(stage.product.wrong())
-    if wrong:
-        return {"rows": [], "wrong": wrong}
-    alone = stage.time(None, suite.iterations)
-    rows = [row(ALONE, "matmul", alone, 0, None)]
-    for sms in HELD:
-        neighbour = Neighbour(name=f"hold_{sms}sm", sms=sms, enqueue=functools.partial(stage.hold, sms), repeats=False)
-        rows.append(_row(neighbour, stage.time(neighbour, suite.iterations)))
-    makers: list[_Maker] = [_token_major, *(functools.partial(_flat, budget) for budget in BUDGETS)]
-    for make in makers:
-        with contextlib.ExitStack() as stack:
-            for neighbour in make(suite.workload, device, stack):
-                rows.append(_row(neighbour, stage.time(neighbour, suite.iterations, alone.median_us)))
+    stage, rows = Stage(device), list[Row]()
+    with contextlib.closing(_neighbours(stage, suite.workload, device)) as neighbours:
+        for neighbour in neighbours:
+            wrong = _wrong(neighbour.case, neighbour.judge())
+            count = 1
+            if neighbour.repeats and not wrong:
+                count = stage.repetitions(neighbour, rows[0]["median_us"])
+            wrong = wrong or _wrong(neighbour.case, stage.wrong(neighbour, count))
+            if wrong:
+                return {"rows": [], "wrong": wrong}
+            timing = stage.time(neighbour, count, suite.iterations)
+            rows.append(row(neighbour.case, "matmul", timing, 0, neighbour.sms))
     return {"rows": rows, "wrong": [], "base_case": ALONE}
 
 
-def _row(neighbour: Neighbour, timing: Timing) -> Row:
-    return row(f"matmul_beside_{neighbour.name}", "matmul", timing, 0, neighbour.sms)
+def _wrong(case: str, problem: str | None) -> list[str]:
+    """The problem of any rank. Collective."""
+    return everyones_wrong([f"{case}: {problem}"] if problem else [])
 
 
-def _token_major(workload: Workload, device: torch.device, stack: contextlib.ExitStack) -> list[Neighbour]:
-    batch, _ = _inputs(workload, device)
-    room = workload.ranks * workload.tokens
-    ours = stack.enter_context(
-        contextlib.closing(EpPlugin(workload, device, TOKEN_MAJOR, SPLITS["12sm", TOKEN_MAJOR], capacity=room))
-    )
-    ours.dispatch(batch)
-    return [
-        Neighbour(
-            name="dispatch_token_major_12sm",
-            sms=ours.sms("dispatch", batch.row_bytes),
-            enqueue=lambda: ours.comm.dispatch_async(batch.x, batch.ids, batch.weights, capacity=room).wait(),
+def _neighbours(stage: Stage, workload: Workload, device: torch.device) -> Generator[Neighbour, None, None]:
+    """Nothing, then SMs that are held, then dispatches and combines, whose memory goes before the next one's comes."""
+    yield Neighbour(case=ALONE, enqueue=lambda: None, repeats=False)
+    for held in HELD:
+        enqueue = functools.partial(stage.hold, held)
+        yield Neighbour(case=f"matmul_beside_hold_{held}sm", sms=held, enqueue=enqueue, repeats=False)
+    with contextlib.closing(Bounded(workload, device, TOKEN_MAJOR, SPLITS["12sm", TOKEN_MAJOR])) as ours:
+        yield ours.dispatching("dispatch_token_major_12sm")
+    for budget in BUDGETS:
+        sms = Sms(dispatch=12, expand=budget, combine=budget, add=12)
+        with contextlib.closing(Bounded(workload, device, FLAT, sms)) as ours:
+            yield ours.dispatching(f"dispatch_flat_expand{budget}")
+            yield ours.combining(f"combine_flat_push{budget}")
+
+
+class Bounded:
+    """A communicator as it runs beside the product: with room for as many rows as the busiest rank receives, and with
+    dispatches that are asynchronous. Rows that it has room for and that do not come are cut off."""
+
+    dedup = True
+
+    def __init__(self, workload: Workload, device: torch.device, layout: DispatchLayout, sms: Sms) -> None:
+        self._scene = Scene(workload, "bfloat16", layout, device, Peers())
+        self._room = self._scene.most_rows if layout is FLAT else workload.ranks * workload.tokens
+        self._ours = EpPlugin(workload, device, layout, sms, capacity=self._room)
+
+    def dispatching(self, name: str) -> Neighbour:
+        """Dispatches of the same rows."""
+        self.dispatch(self._scene.mine)
+        return Neighbour(
+            case=f"matmul_beside_{name}",
+            sms=self._ours.sms("dispatch", self._scene.mine.row_bytes),
+            enqueue=functools.partial(self._ours.dispatch_async, self._scene.mine),
+            judge=functools.partial(judge_dispatch, self._scene, self),
         )
-    ]
 
+    def combining(self, name: str) -> Neighbour:
+        """Combines of the rows that one dispatch brought."""
+        received = self._ours.dispatch_async(self._scene.mine)
+        self._ours.combine(received.tokens, received.state)
+        return Neighbour(
+            case=f"matmul_beside_{name}",
+            sms=self._ours.sms("combine", self._scene.mine.row_bytes),
+            enqueue=functools.partial(self._ours.combine, received.tokens, received.state),
+            judge=functools.partial(judge_combine, self._scene, self),
+        )
 
-def _flat(budget: int, workload: Workload, device: torch.device, stack: contextlib.ExitStack) -> list[Neighbour]:
-    batch, room = _inputs(workload, device)
-    sms = Sms(dispatch=12, expand=budget, combine=budget, add=12)
-    ours = stack.enter_context(contextlib.closing(EpPlugin(workload, device, FLAT, sms, capacity=room)))
-    received = ours.dispatch(batch)
-    y, state = received.tokens, received.state
-    ours.combine(y, state)
-    return [
-        Neighbour(
-            name=f"dispatch_flat_expand{budget}",
-            sms=ours.sms("dispatch", batch.row_bytes),
-            enqueue=lambda: ours.comm.dispatch_async(batch.x, batch.ids, batch.weights, capacity=room).wait(),
-        ),
-        Neighbour(
-            name=f"combine_flat_push{budget}",
-            sms=ours.sms("combine", batch.row_bytes),
-            enqueue=lambda: ours.combine(y, state),
-        ),
-    ]
+    def dispatch(self, batch: Batch, previous: object = None) -> Received:
+        received, rows = self._ours.dispatch_async(batch), self._scene.rows
+        parts = {name: getattr(received, name) for name in ("tokens", "ids", "weights", "row_experts")}
+        return replace(received, **{name: part[:rows] for name, part in parts.items() if part is not None})
 
+    def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
+        whole = y.new_empty((self._room, y.shape[1]))
+        whole[: len(y)] = y
+        return self._ours.combine(whole, state)
 
-def _inputs(workload: Workload, device: torch.device) -> tuple[Batch, int]:
-    """This rank's tokens, and FLAT rows that suffice on every rank."""
-    everyone = batches(workload, torch.bfloat16, device)
-    return everyone[dist.get_rank()], max(rows_received(workload, [batch.ids for batch in everyone]))
+    def close(self) -> None:
+        self._ours.close()
 
 
 class Stage:
@@ -153,22 +174,25 @@ class Stage:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         _C.hold(_C.HoldArgs(nanoseconds=_MOST_NS, num_sms=sms, stop=self._stop.data_ptr(), stream=stream))
 
-    def time(self, neighbour: Neighbour | None, iterations: int, product_us: float = 0.0) -> Timing:
-        """The product's time beside `neighbour`, on the slowest rank. Collective."""
-        count = 0
-        if neighbour is not None:
-            count = self._repetitions(neighbour, product_us) if neighbour.repeats else 1
+    def wrong(self, neighbour: Neighbour, count: int) -> str | None:
+        """What is wrong with a product beside `count` runs of the neighbour. Collective."""
+        self.product.forget()
+        self._sample(neighbour, count)
+        return "; ".join(self.product.wrong()) or None
+
+    def time(self, neighbour: Neighbour, count: int, iterations: int) -> Timing:
+        """The product's time beside `count` runs of the neighbour, on the slowest rank. Collective."""
         samples = [self._sample(neighbour, count) for _ in range(3 + iterations)][3:]
         everyone: list[list[tuple[float, float]]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyone, samples)
         return summarise(everyone)
 
-    def _repetitions(self, neighbour: Neighbour, product_us: float) -> int:
+    def repetitions(self, neighbour: Neighbour, product_us: float) -> int:
         """How often the neighbour must run to outlast a product that it doubles; the same on every rank."""
-        timing = time_in_turn(clock_of(self._device), {neighbour.name: neighbour.enqueue}, 5, 2)[neighbour.name]
+        timing = time_in_turn(clock_of(self._device), {neighbour.case: neighbour.enqueue}, 5, 2)[neighbour.case]
         return math.ceil(2 * product_us / timing.median_us) + 1
 
-    def _sample(self, neighbour: Neighbour | None, count: int) -> tuple[float, float]:
+    def _sample(self, neighbour: Neighbour, count: int) -> tuple[float, float]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self._device)
         self._stop.zero_()
@@ -180,7 +204,6 @@ class Stage:
         self._beside.wait_stream(self._gate)
         with torch.cuda.stream(self._beside):
             for _ in range(count):
-                assert neighbour is not None
                 neighbour.enqueue()
         with torch.cuda.stream(self._multiplying):
             torch.cuda._sleep(_SETTLE_CYCLES)
