@@ -219,6 +219,23 @@ def test_tables_compare_with_the_floor_and_with_peers() -> None:
     assert "construction of a communicator, before its pools: 0.250 s" in text
 
 
+def test_a_peer_is_compared_with_its_bare_exchange() -> None:
+    rows = [
+        _row("dispatch_flat_bf16", "ep_plugin", 500, 10),
+        _row("dispatch_flat_bf16", "nccl_all_to_all", 1749.4, 20),
+        _row("dispatch_flat_bf16", "nccl_all_to_all_dedup", 2162, 20),
+        _row("dispatch_flat_bf16", "nccl_all_to_all_single", 1129.5, 20),
+        _row("combine_flat_bf16", "nccl_all_to_all", 1807, 20),
+        _row("dispatch_flat_fp8", "nccl_all_to_all", 850, 20),
+        _row("dispatch_flat_fp8", "nccl_all_to_all_single", 609.1, 20),
+        _row("dispatch_token_major_bf16", "nccl_all_to_all_single", 700, 20),
+    ]
+    assert notes({"rows": rows}) == [
+        "nccl_all_to_all over nccl_all_to_all_single: 1.55 × in dispatch_flat_bf16, 1.40 × in dispatch_flat_fp8; "
+        "at most 1.45 × is well written"
+    ]
+
+
 def test_what_torchs_own_exchange_cannot_do_is_left_out_by_name() -> None:
     rows = [_row("dispatch_flat_bf16", "ep_plugin", 500, 1000)]
     after, left_out = symm_mem.add_rows(rows, gpu_specs(), 3)

@@ -9,7 +9,7 @@ import torch
 
 from ep_plugin.bench.exchange import columns, gather, pieces_of, spread, width_of
 from ep_plugin.bench.oracle import Oracle, wrong_combine
-from ep_plugin.bench.peers import AllToAll, AllToAllKept, TokenMajorAllToAll, tune
+from ep_plugin.bench.peers import AllToAll, AllToAllKept, TokenMajorAllToAll, _permutation, tune
 from ep_plugin.bench.peers_dedup import DedupAllToAll
 from ep_plugin.bench.specs import FLAT, TOKEN_MAJOR
 from ep_plugin.bench.sums import Fastest, bag_sum, chunked_sum, gathered_sum
@@ -64,6 +64,22 @@ def token_major(rank: int, dtype: str) -> str | None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
 def test_rows_per_token_and_rank_are_right(dtype: str) -> None:
     assert values(run_ranks(RANKS, token_major, dtype)) == [None] * RANKS
+
+
+@pytest.mark.parametrize(
+    "arriving",
+    [[[2, 0, 1], [0, 0, 3]], [[0, 0], [0, 0]], [[1], [0], [2]], [[0, 4, 0, 1]]],
+    ids=["empty between others", "nothing", "one expert", "one source"],
+)
+def test_rows_by_source_and_expert_are_put_by_expert_and_source(arriving: list[list[int]]) -> None:
+    counts = torch.tensor(arriving)
+    arrived = [
+        (expert, source) for source, row in enumerate(arriving) for expert, n in enumerate(row) for _ in range(n)
+    ]
+    expected = sorted(range(len(arrived)), key=lambda place: arrived[place])
+    to_flat, from_flat = _permutation(counts, torch.arange(len(arrived)))
+    assert to_flat.tolist() == expected
+    assert from_flat.tolist() == [expected.index(place) for place in range(len(arrived))]
 
 
 def chosen_pieces(rank: int) -> tuple[int, int, str | None]:

@@ -97,10 +97,11 @@ def tune(peer: InPieces, batch: Batch, device: torch.device, choices: tuple[int,
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """order: `[T*K]` pairs by (expert, token); position: its inverse `[T, K]`. to_flat: for each FLAT row the received
-    row, from_flat: the inverse. sent, received: rows per rank. weights: `[T, K]`."""
+    """token: `[T*K]` that of each pair, pairs by (expert, token); position: where those of each token are, `[T, K]`.
+    to_flat: for each FLAT row the received row, from_flat: the inverse. sent, received: rows per rank. weights:
+    `[T, K]`."""
 
-    order: torch.Tensor
+    token: torch.Tensor
     position: torch.Tensor
     to_flat: torch.Tensor
     from_flat: torch.Tensor
@@ -119,6 +120,8 @@ class AllToAll:
         self._ranks, self._experts = workload.ranks, workload.experts
         self._early = Early(device)
         self._sum = Fastest(bag_sum, gathered_sum, chunked_sum)
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
+        self._most_numbers = torch.arange(workload.tokens * workload.topk, device=device)
         self.dispatch_pieces = self.combine_pieces = 1
 
     def dispatch(self, batch: Batch, previous: object = None) -> Received:
@@ -126,20 +129,20 @@ class AllToAll:
         known = previous if isinstance(previous, Routing) else None
         pieces = pieces_of(batch.x, batch.scales, self.dispatch_pieces)
         if known is not None:
-            token = known.order // batch.ids.shape[1]
-            under_way = self._start_all(pieces, token, known.sent, known.received)
+            under_way = self._start_all(pieces, known.token, known.sent, known.received)
             return self._finish(under_way, batch, replace(known, weights=batch.weights))
         pair_ids = batch.ids.reshape(-1)
         self._early.start(functools.partial(self._exchange_counts, pair_ids), _rows_by_rank)
-        order = torch.argsort(short_keys(pair_ids, self._experts), stable=True)
+        order = torch.argsort(short_keys(pair_ids, self._experts - 1), stable=True)
         token = order // batch.ids.shape[1]
         first = self._gather(0, pieces[0], token)
-        (sent, received), (_, arriving) = self._early.read()
+        (sent, received), (both,) = self._early.read()
         under_way = self._start_all(pieces, token, sent, received, first)
-        to_flat, from_flat = _permutation(arriving, sum(received))
-        position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        arriving = both[1]
+        to_flat, from_flat = _permutation(arriving, self._numbers(sum(received)))
+        position = torch.empty_like(order).scatter_(0, order, self._numbers(len(order)))
         routing = Routing(
-            order=order, position=position.view_as(batch.ids), to_flat=to_flat, from_flat=from_flat,
+            token=token, position=position.view_as(batch.ids), to_flat=to_flat, from_flat=from_flat,
             sent=sent, received=received, counts=arriving.sum(0), weights=batch.weights,
         )  # fmt: skip
         return self._finish(under_way, batch, routing)
@@ -156,7 +159,7 @@ class AllToAll:
     def leaving(self, batch: Batch, routing: Routing) -> torch.Tensor:
         """All rows, and their scales beside them if they have some, in the order in which they leave."""
         (piece,) = pieces_of(batch.x, batch.scales, 1)
-        return self._gather(0, piece, routing.order // batch.ids.shape[1])
+        return self._gather(0, piece, routing.token)
 
     def exchange(self, leaving: torch.Tensor, routing: Routing) -> torch.Tensor:
         """The bare exchange of what `leaving` made, in the order in which it arrives."""
@@ -170,11 +173,17 @@ class AllToAll:
     def _finish(self, under_way: list[Exchange], batch: Batch, routing: Routing) -> Received:
         return self.arrange((rows.wait() for rows in under_way), batch, routing, len(under_way))
 
-    def _exchange_counts(self, pair_ids: torch.Tensor) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
-        per_expert = torch.zeros(self._experts, dtype=torch.int64, device=pair_ids.device)
-        leaving = per_expert.scatter_add_(0, pair_ids, torch.ones_like(pair_ids)).view(self._ranks, -1)
-        arriving = torch.empty_like(leaving)
-        return dist.all_to_all_single(arriving, leaving, async_op=True), (leaving, arriving)
+    def _exchange_counts(self, pair_ids: torch.Tensor) -> tuple[Any, tuple[torch.Tensor]]:
+        """Pairs of each expert that leave and arrive: `[2, R, E_l]`."""
+        both = torch.zeros((2, self._ranks, self._experts // self._ranks), dtype=torch.int64, device=pair_ids.device)
+        both[0].view(-1).scatter_add_(0, pair_ids, self._one.expand_as(pair_ids))
+        return dist.all_to_all_single(both[1], both[0], async_op=True), (both,)
+
+    def _numbers(self, count: int) -> torch.Tensor:
+        """0, 1, 2, and so on, kept from call to call."""
+        if len(self._most_numbers) < count:
+            self._most_numbers = torch.arange(count, device=self._most_numbers.device)
+        return self._most_numbers[:count]
 
     def _start_all(
         self,
@@ -279,10 +288,11 @@ class TokenMajorAllToAll:
             weights=torch.where(here, beside[:, K : 2 * K].view(torch.float32), 0.0),
         )
 
-    def _exchange_counts(self, goes: torch.Tensor) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
-        leaving = goes.sum(0).unsqueeze(1)
-        arriving = torch.empty_like(leaving)
-        return dist.all_to_all_single(arriving, leaving, async_op=True), (leaving, arriving)
+    def _exchange_counts(self, goes: torch.Tensor) -> tuple[Any, tuple[torch.Tensor]]:
+        """Rows that leave and arrive: `[2, R, 1]`."""
+        both = torch.empty((2, self._ranks, 1), dtype=torch.int64, device=goes.device)
+        torch.sum(goes, 0, out=both[0, :, 0])
+        return dist.all_to_all_single(both[1], both[0], async_op=True), (both,)
 
 
 def in_order(
@@ -320,23 +330,16 @@ def true_places(mask: torch.Tensor, most: int) -> torch.Tensor:
     return found.scatter_(0, place, torch.arange(len(mask), device=mask.device))[:most]
 
 
-def _rows_by_rank(leaving: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-    """Counts `[R, n]` that leave and arrive, as rows `[2, R]`."""
-    return torch.stack((leaving, arriving)).sum(2)
+def _rows_by_rank(both: torch.Tensor) -> torch.Tensor:
+    """Counts `[2, R, n]` as rows `[2, R]`."""
+    return both.sum(2) if both.shape[2] > 1 else both.squeeze(2)
 
 
-def _permutation(arriving: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """arriving: `[R, E_l]` rows. They arrive by (source, expert) and are wanted by (expert, source): for each wanted
-    row where it arrived, and the inverse."""
-    in_flat_order = arriving.t().contiguous()
-    shift = _exclusive(in_flat_order).t() - _exclusive(arriving)
-    every = torch.arange(rows, device=arriving.device)
-    to_flat = every - shift.t().reshape(-1).repeat_interleave(in_flat_order.view(-1), output_size=rows)
-    from_flat = every + shift.reshape(-1).repeat_interleave(arriving.reshape(-1), output_size=rows)
-    return to_flat, from_flat
-
-
-def _exclusive(counts: torch.Tensor) -> torch.Tensor:
-    """Where each entry's rows start when all entries lie one after the other."""
-    flat = counts.reshape(-1)
-    return (flat.cumsum(0) - flat).view_as(counts)
+def _permutation(arriving: torch.Tensor, every: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """arriving: `[R, E_l]` rows, every: their numbers. They arrive by (source, expert) and are wanted by (expert,
+    source): for each wanted row where it arrived, and the inverse."""
+    ends = arriving.t().reshape(-1).cumsum(0)
+    # Each lies as far from its end here as there.
+    shift = ends - arriving.view(-1).cumsum(0).view_as(arriving).t().reshape(-1)
+    to_flat = every - shift.index_select(0, torch.searchsorted(ends, every, right=True))
+    return to_flat, torch.empty_like(to_flat).scatter_(0, to_flat, every)

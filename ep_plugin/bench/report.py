@@ -11,6 +11,8 @@ from typing import Any
 from rich.table import Table
 
 OURS, FLOOR = "ep_plugin", "floor"
+BARE = "_single"  # after a peer's name: its exchange alone
+WELL_WRITTEN = 1.45  # times the bare exchange, at most, is what a peer takes that is written as well as it can be
 _KEYS = {"suite", "hardware", "versions", "code_hash", "command", "rows"}
 _ROW_KEYS = {"case", "impl", "median_us", "p10_us", "p90_us", "bytes_wire", "gb_s", "sms"}
 _Row = dict[str, Any]
@@ -166,6 +168,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     if "best_sm_copy" in result:
         best = result["best_sm_copy"]
         found.append(f"floor: {best['gb_s']:.1f} GB/s, the best rate of SM stores in this run ({best['case']})")
+    found += _over_bare(result)
     if "sms_are" in result and any(row["sms"] is not None for row in result["rows"]):
         found.append(f"SMs: {result['sms_are']}")
     if "memory" in result:
@@ -183,6 +186,20 @@ def notes(result: dict[str, Any]) -> list[str]:
         ratio = "" if result["above_ratio"] is None else f"; ratio {result['above_ratio']:.2f}"
         found.append(f"above the experts' own compute: {above}{ratio}")
     return [*found, *result.get("left_out", [])]
+
+
+def _over_bare(result: dict[str, Any]) -> list[str]:
+    """A sentence for each peer whose exchange was timed alone too: how much longer all of it takes."""
+    medians = {(row["case"], row["impl"]): row["median_us"] for row in result["rows"]}
+    ratios: dict[str, list[str]] = {}
+    for (case, impl), bare in medians.items():
+        whole = medians.get((case, impl.removesuffix(BARE))) if impl.endswith(BARE) else None
+        if whole is not None:
+            ratios.setdefault(impl, []).append(f"{whole / bare:.2f} × in {case}")
+    return [
+        f"{impl.removesuffix(BARE)} over {impl}: {', '.join(listed)}; at most {WELL_WRITTEN} × is well written"
+        for impl, listed in ratios.items()
+    ]
 
 
 def title(result: dict[str, Any]) -> str:
