@@ -61,7 +61,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_result_names_what_it_belongs_to(written: Path) -> None:
     result = json.loads(written.read_text())
     about = ["suite", "hardware", "versions", "code_hash", "command"]
-    assert list(result) == [*about, "rows", "sms_are", "memory", "construction_s"]
+    assert list(result) == [*about, "rows", "sms_are", "memory", "construction_s", "first_operations_s"]
+    assert 0 < result["construction_s"] < 30 and 0 < result["first_operations_s"] < 30
     assert result["suite"] == "moe_ht" and written.name == "moe_ht.json"
     assert "cores of" in result["hardware"] and written.parent.name.startswith("cpu")
     assert list(result["versions"]) == ["torch", "ep_plugin", "nccl", "cuda", "python"]

@@ -38,6 +38,7 @@ ON_GPUS = [
     "dispatch_token_major_fp8",
     "dispatch_flat_bf16_to_fp8",
     "dispatch_flat_bf16_skew2",
+    "dispatch_flat_bf16_e64",
     "roundtrip_t512",
     "roundtrip_t512_graph",
     "roundtrip_t512_host_wait",
@@ -64,6 +65,16 @@ def test_bounded_cases_keep_their_bounds() -> None:
     in_all = named["dispatch_token_major_bf16_12sm"].sms
     assert (in_all.dispatch, in_all.expand) == (12, 0)
     assert not any(spec.peers for spec in gpu_specs() if spec.name.endswith(("12sm", "12total")) or spec.graph)
+
+
+def test_a_case_has_as_many_experts_as_every_peer_serves() -> None:
+    (few,) = [spec for spec in gpu_specs() if spec.name == "dispatch_flat_bf16_e64"]
+    assert few.workload == replace(HEADLINE, experts=64) and few.peers
+    for sizes in ({"experts": 64}, {"topk": 128}, {"skew": 2.0}):
+        workload = replace(HEADLINE, **sizes)
+        names = [spec.name for spec in specs_of(workload, ("bfloat16",), (FLAT,), on_gpus=True)]
+        assert "dispatch_flat_bf16_e64" not in names, sizes
+    assert not any("_e" in spec.name for spec in specs_of(HEADLINE, ("bfloat16",), (FLAT,), on_gpus=False))
 
 
 def test_patterns_select_cases() -> None:
@@ -219,6 +230,15 @@ def test_tables_compare_with_the_floor_and_with_peers() -> None:
     assert "construction of a communicator, before its pools: 0.250 s" in text
 
 
+@pytest.mark.parametrize(("first", "verdict"), [(0.5, "1 s"), (0.75, "1 s, which it is not")])
+def test_construction_counts_the_operations_that_make_the_pools(first: float, verdict: str) -> None:
+    (said,) = notes({"rows": [], "construction_s": 0.25, "first_operations_s": first})
+    assert said == (
+        f"construction of a communicator: 0.250 s, its first operations, which make its pools: {first:.3f} s; "
+        f"together {0.25 + first:.3f} s, expected under {verdict}"
+    )
+
+
 def test_a_peer_is_compared_with_its_bare_exchange() -> None:
     rows = [
         _row("dispatch_flat_bf16", "ep_plugin", 500, 10),
@@ -238,7 +258,7 @@ def test_a_peer_is_compared_with_its_bare_exchange() -> None:
 
 def test_what_torchs_own_exchange_cannot_do_is_left_out_by_name() -> None:
     rows = [_row("dispatch_flat_bf16", "ep_plugin", 500, 1000)]
-    after, left_out = symm_mem.add_rows(rows, gpu_specs(), 3)
+    after, left_out = symm_mem.add_rows(rows, select(gpu_specs(), ("dispatch_flat_bf16",)), 3)
     assert after == rows
     assert left_out == [
         "torch_symm_mem left out of dispatch_flat_bf16: all_to_all_vdev_2d serves at most 16 experts per rank, this "
@@ -252,7 +272,8 @@ def test_a_launchers_ranks_cannot_be_started_again(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     rows = [_row("dispatch_flat_bf16", "ep_plugin", 500, 1000)]
-    specs = [replace(spec, workload=replace(spec.workload, experts=64)) for spec in gpu_specs()]
+    (spec,) = select(gpu_specs(), ("dispatch_flat_bf16",))
+    specs = [replace(spec, workload=replace(spec.workload, experts=64))]
     after, left_out = symm_mem.add_rows(rows, specs, 3)
     assert after == rows
     assert left_out == [

@@ -28,7 +28,7 @@ class EpPlugin:
     """Dispatch and combine of one communicator. Making it is collective; close it.
 
     capacity: rows of every dispatch's output, fixed, so that the host waits for nothing; None: as many as there are.
-    construction_s: how long it took here.
+    construction_s: how long it took here, until the device had done it. The pools are made by the first operations.
     """
 
     dedup = True
@@ -56,6 +56,8 @@ class EpPlugin:
         dist.barrier()
         began = time.perf_counter()
         self.comm = MoECommunicator(None, config, device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         self.construction_s = time.perf_counter() - began
         self._workload, self._capacity = workload, capacity
 

@@ -12,6 +12,7 @@ from ep_plugin.config import LEAST_SMS, DispatchLayout
 DISPATCH, CACHED, COMBINE, ROUNDTRIP = "dispatch", "cached", "combine", "roundtrip"
 FLAT, TOKEN_MAJOR = DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR
 SKEW = 2.0  # of the skewed case
+FEW_LOCAL_EXPERTS = 16  # per rank, all that PyTorch's own exchange for MoE serves
 SMALL_TOKENS = (512, 128)  # T of the round trips whose latency counts
 
 
@@ -87,6 +88,7 @@ def specs_of(
     summable = [dtype for dtype in dtypes if _summable(dtype)]
     if FLAT in layouts and summable:
         found += _skewed(workload, summable[0])
+        found += _few_experts(workload, summable[0]) if on_gpus else []
         for tokens in SMALL_TOKENS:
             found += _small(replace(workload, tokens=tokens), summable[0], on_gpus)
     return found
@@ -153,6 +155,15 @@ def _skewed(workload: Workload, dtype: str) -> list[Spec]:
     except ValueError:  # too few ranks or experts for it
         return []
     return [Spec(name=name, what=DISPATCH, dtype=dtype, layout=FLAT, workload=skewed)]
+
+
+def _few_experts(workload: Workload, dtype: str) -> list[Spec]:
+    """As many as all peers serve, where there are more."""
+    few = FEW_LOCAL_EXPERTS * workload.ranks
+    if workload.skew != 1 or not workload.topk <= few < workload.experts:
+        return []
+    name = f"dispatch_flat_{SHORT_NAMES[dtype]}_e{few}"
+    return [Spec(name=name, what=DISPATCH, dtype=dtype, layout=FLAT, workload=replace(workload, experts=few))]
 
 
 def _small(workload: Workload, dtype: str, on_gpus: bool) -> list[Spec]:

@@ -8,6 +8,7 @@ best rate of SM stores that was measured, and judged, just before, on GPUs. `sms
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -136,7 +137,8 @@ def time_cases(
 
 
 def footprint(device: torch.device, workload: Workload, dtype: str) -> dict[str, Any]:
-    """Memory beyond tensors of a FLAT communicator that has dispatched and combined, and how long it took to make.
+    """Memory beyond tensors of a FLAT communicator that has dispatched and combined, how long it took to make, and how
+    long its first operations took, which make its pools: both are over when the device has done them.
 
     Collective. Of the rank with the most; on GPUs also what the device has less than before, tensors left out.
     """
@@ -145,20 +147,25 @@ def footprint(device: torch.device, workload: Workload, dtype: str) -> dict[str,
     before = _device_use(device)
     ours = EpPlugin(workload, device, DispatchLayout.FLAT)
     try:
+        dist.barrier()
+        began = time.perf_counter()
         out = ours.dispatch(batch)
         if dtype != "float8":
             ours.combine(out.tokens, out.state)
+        _finish(device)
+        first_operations_s = time.perf_counter() - began
         memory = ours.memory(batch.row_bytes)
         if device.type == "cuda":
             memory["device_bytes"] = _device_use(device) - before
     finally:
         ours.close()
-    mine = {"memory": memory, "construction_s": round(ours.construction_s, 4)}
+    seconds = {"construction_s": ours.construction_s, "first_operations_s": first_operations_s}
+    mine = {"memory": memory, **{name: round(found, 4) for name, found in seconds.items()}}
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     return {
         "memory": {name: max(theirs["memory"][name] for theirs in everyones) for name in memory},
-        "construction_s": max(theirs["construction_s"] for theirs in everyones),
+        **{name: max(theirs[name] for theirs in everyones) for name in seconds},
     }
 
 
@@ -166,9 +173,14 @@ def _device_use(device: torch.device) -> int:
     """Bytes of the device in use outside torch's allocator of tensors."""
     if device.type != "cuda":
         return 0
-    torch.cuda.synchronize(device)
+    _finish(device)
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _judge(case: Case, when: str = "") -> list[str]:

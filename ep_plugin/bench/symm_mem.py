@@ -17,20 +17,19 @@ from ep_plugin.bench.cases import Peers, Scene
 from ep_plugin.bench.launch import launched, run_on_ranks
 from ep_plugin.bench.peers import Received
 from ep_plugin.bench.results import Row, everyones_wrong, row
-from ep_plugin.bench.specs import DISPATCH, FLAT, Spec
+from ep_plugin.bench.specs import DISPATCH, FEW_LOCAL_EXPERTS, FLAT, Spec
 from ep_plugin.bench.timing import clock_of, time_in_turn
 from ep_plugin.bench.workload import Batch, Workload
 
 IMPL = "torch_symm_mem"
-MOST_LOCAL_EXPERTS = 16  # a limit of the operator's kernel
 _WARMUP = 3
 
 
 def why_not(workload: Workload) -> str | None:
     """Why the operator cannot serve `workload` here; None when it can."""
-    if workload.local_experts > MOST_LOCAL_EXPERTS:
+    if workload.local_experts > FEW_LOCAL_EXPERTS:
         return (
-            f"all_to_all_vdev_2d serves at most {MOST_LOCAL_EXPERTS} experts per rank, this workload has "
+            f"all_to_all_vdev_2d serves at most {FEW_LOCAL_EXPERTS} experts per rank, this workload has "
             f"{workload.local_experts}"
         )
     if launched() is not None:
