@@ -16,7 +16,6 @@ from ep_plugin.bench.report import by_case, markdown, notes
 from ep_plugin.bench.results import floor_row
 from ep_plugin.bench.specs import FLAT, TOKEN_MAJOR, Sms, Spec, parse_sms, select, specs_of
 from ep_plugin.bench.suite_moe import MoeSuite
-from ep_plugin.bench.suite_sweep import SweepSuite, relative_efficiency
 from ep_plugin.bench.workload import HOT_RANK, Workload, batches, crossing_per_token, rows_on_the_wire, rows_received
 
 HEADLINE = Workload(ranks=4, tokens=4096, hidden=7168, topk=8, experts=256)
@@ -133,44 +132,12 @@ def test_a_floor_is_bytes_over_rate() -> None:
     assert row["median_us"] == row["p10_us"] == row["p90_us"] and row["gb_s"] == pytest.approx(354, abs=0.1)
 
 
-def test_a_sweep_changes_one_size_at_equal_bytes() -> None:
-    suite = SweepSuite(backend="cpu", workload=HEADLINE, dtype="bfloat16", iterations=1)
-    found = suite.workloads()
-    assert list(found)[:3] == ["headline", "h2048", "h2880"] and len(found) == 1 + 5 + 6 + 5
-    target = HEADLINE.tokens * crossing_per_token(HEADLINE) * HEADLINE.hidden
-    for change, sizes in found.items():
-        assert sizes.tokens * crossing_per_token(sizes) * sizes.hidden == pytest.approx(target, rel=1e-3), change
-    names = [spec.name for spec in replace(suite, cases=("*_k16",)).specs()]
-    head = ["dispatch_flat_bf16_headline", "combine_flat_bf16_headline"]
-    assert names == [*head, "dispatch_flat_bf16_k16", "combine_flat_bf16_k16"]
-
-
 def _row(case: str, impl: str, median: float, bytes_wire: int, sms: int | None = None) -> dict[str, object]:
     times = {"median_us": median, "p10_us": median, "p90_us": median}
     return {"case": case, "impl": impl, **times, "bytes_wire": bytes_wire, "gb_s": 1.0, "sms": sms}
 
 
 TINY = ["--ranks", "2", "--tokens", "40", "--hidden", "128", "--topk", "2", "--experts", "8", "--iterations", "2"]
-
-
-def test_a_sweep_on_cpus(tmp_path: Path) -> None:
-    out = tmp_path / "sweep.json"
-    chosen = ["--case", "*_k1", "--case", "dispatch_*_e64"]
-    run = CliRunner().invoke(main, ["sweep", "--backend", "cpu", *TINY, *chosen, "--out", str(out)])
-    assert run.exit_code == 0, run.output
-    result = json.loads(out.read_text())
-    cases = [f"{what}_flat_fp32_{change}" for change in ("headline", "k1") for what in ("dispatch", "combine")]
-    assert [row["case"] for row in result["rows"]] == [*cases, "dispatch_flat_fp32_e64"]
-    assert list(result["efficiency"]) == [row["case"] for row in result["rows"]]
-    for row in result["rows"]:
-        (base,) = (other for other in result["rows"] if other["case"] == f"{row['case'].rpartition('_')[0]}_headline")
-        efficiency = row["bytes_wire"] / row["median_us"] / (base["bytes_wire"] / base["median_us"])
-        assert result["efficiency"][row["case"]] == pytest.approx(efficiency, abs=1e-3)
-
-
-def test_a_sweep_of_one_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match="ranks: expected at least 2, whose rows cross between them, got 1"):
-        SweepSuite(backend="cpu", workload=replace(HEADLINE, ranks=1), dtype="bfloat16", iterations=1)
 
 
 def test_selected_cases_without_peers(tmp_path: Path) -> None:
@@ -185,22 +152,6 @@ def test_selected_cases_without_peers(tmp_path: Path) -> None:
 def test_given_sms_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert _counts("combine=3", None, "cuda").combine == 3
     assert "SMs in place of the cases' own: combine=3" in capsys.readouterr().err
-
-
-def test_efficiency_is_relative_to_the_headline_of_the_same_operation() -> None:
-    rows = [
-        _row("dispatch_flat_bf16_headline", "ep_plugin", 500, 1000),
-        _row("combine_flat_bf16_headline", "ep_plugin", 800, 1000),
-        _row("dispatch_flat_bf16_k1", "ep_plugin", 1000, 1000),
-        _row("dispatch_flat_bf16_k1", "floor", 400, 1000),
-        _row("combine_flat_bf16_k1", "ep_plugin", 800, 500),
-    ]
-    assert relative_efficiency(rows) == {
-        "dispatch_flat_bf16_headline": 1.0,
-        "combine_flat_bf16_headline": 1.0,
-        "dispatch_flat_bf16_k1": 0.5,
-        "combine_flat_bf16_k1": 0.5,
-    }
 
 
 def test_tables_compare_with_the_floor_and_with_peers() -> None:
@@ -291,18 +242,24 @@ def test_every_suite_has_a_table_and_a_picture(tmp_path: Path) -> None:
         {**about, "suite": "moe_sweep", "efficiency": {"dispatch_flat_bf16_headline": 1.0, "combine_flat_bf16_k1": 0.9},
          "rows": [
             _row("dispatch_flat_bf16_headline", "ep_plugin", 5, 10), _row("combine_flat_bf16_k1", "floor", 4, 10)]},
+        {**about, "suite": "moe_sweep", "headline": {"tokens": 4096, "skew": 1.0}, "sms_are": "of some kernels",
+         "efficiency": {"dispatch_flat_bf16_headline": 1.0, "dispatch_flat_bf16_t512": 0.5},
+         "rows": [
+            _row(f"dispatch_flat_bf16_{change}", impl, 400, 10, 12 if impl == "ep_plugin" else None)
+            for change in ("headline", "t512", "skew1.5", "sms4", "sms12") for impl in ("ep_plugin", "floor")]},
         {**about, "suite": "beside", "base_case": "matmul_alone", "rows": [
             _row("matmul_alone", "matmul", 1400, 0), _row("matmul_beside_hold_12sm", "matmul", 1540, 0, 12)]},
     ]  # fmt: skip
     picture = tmp_path / "all.png"
     files = []
     for result in results:
-        files.append(tmp_path / f"{result['suite']}.json")
+        files.append(tmp_path / f"{len(files)}.json")
         files[-1].write_text(json.dumps(result))
     run = CliRunner().invoke(main, ["report", *map(str, files), "--plot", str(picture)])
     assert run.exit_code == 0, run.output
     assert "| matmul_beside_hold_12sm | matmul | 1,540 | 1,540 | 1,540 | 12 | 1.100 × |" in run.output
     assert "| dispatch_flat_bf16_headline | ep_plugin | 5 | 5 | 5 | 0.0 | 1.0 | 1.00 |  | 1.00 × |" in run.output
+    assert "| dispatch_flat_bf16_t512 | 12 | 400 | 400 | 1.00 × |" in run.output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

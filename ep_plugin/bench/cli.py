@@ -111,7 +111,10 @@ def sweep(
     iterations: Iterations = 30,
     out: Out = None,
 ) -> None:
-    """Dispatch and combine over H, K and E at equal bytes on the wire, against these sizes."""
+    """Dispatch and combine over H, K and E at equal bytes on the wire, and over T, skew and SMs, against these sizes.
+
+    Cases end in what is changed: h2048, k1, e64, t512, skew2 (times the mean for rank 0), sms12 (in all; cuda only).
+    """
     from ep_plugin.bench import suite_sweep
     from ep_plugin.bench.workload import Workload
 

@@ -9,6 +9,13 @@ from typing import Any
 from ep_plugin.bench.report import OURS, title
 
 LEAST_EFFICIENCY = 0.8  # of the headline's, that a sweep's cases are held to
+_CHANGE = re.compile(r"(?P<operation>.+)_(?P<axis>t|skew|sms)(?P<value>[\d.]+)")  # of a sweep, but at equal bytes
+_AXES = {  # the size of the headline, if it is one, and what it is
+    "t": ("tokens", "tokens per rank"),
+    "skew": ("skew", "rows for rank 0's experts, over the mean"),
+    "sms": (None, "SMs of all kernels that move rows"),
+}
+_HEADLINE = "_headline"
 _COPY = re.compile(r"(?P<kind>[a-z_]+?)(_c(?P<chunk>\d+))?_sm(?P<sms>\d+)")
 
 
@@ -19,6 +26,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    results = [panel for result in results for panel in _panels(result)]
     heights = [_height(result) for result in results]
     figure, panels = plt.subplots(
         len(results), figsize=(9, 1 + sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
@@ -31,6 +39,30 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
             axes.legend(fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _panels(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """A sweep's efficiencies at equal bytes, and its times over each other axis, apart; any other result as it is."""
+    if result["suite"] != "moe_sweep":
+        return [result]
+    matches = {row["case"]: match for row in result["rows"] if (match := _CHANGE.fullmatch(row["case"]))}
+    equal = {case: found for case, found in result["efficiency"].items() if case not in matches}
+    panels = [result | {"efficiency": equal}] if equal else []
+    for axis in dict.fromkeys(match["axis"] for match in matches.values()):
+        size, _ = _AXES[axis]
+        points = [
+            row | {"operation": match["operation"], "value": float(match["value"])}
+            for row in result["rows"]
+            if (match := matches.get(row["case"])) and match["axis"] == axis
+        ]
+        if size is not None:
+            points += [
+                row | {"operation": row["case"].removesuffix(_HEADLINE), "value": result["headline"][size]}
+                for row in result["rows"]
+                if row["case"].endswith(_HEADLINE)
+            ]
+        panels.append(result | {"suite": f"moe_sweep_over_{axis}", "axis": axis, "rows": points})
+    return panels
 
 
 def _height(result: dict[str, Any]) -> float:
@@ -96,4 +128,27 @@ def _draw_sweep(axes: Any, result: dict[str, Any]) -> None:
     axes.set(ylabel="floor / time, relative to the headline's")
 
 
-_DRAWN = {"wire": _draw_wire, "moe_sweep": _draw_sweep, "overlap": _draw_excess}
+def _draw_over(axes: Any, result: dict[str, Any]) -> None:
+    """Times over one axis of a sweep: a line per operation, dotted for its floor."""
+    curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in result["rows"]:
+        curves.setdefault((row["operation"], row["impl"]), []).append((row["value"], row["median_us"]))
+    for (operation, impl), points in curves.items():
+        style = {"marker": "o", "markersize": 3} if impl == OURS else {"linestyle": ":", "color": "grey"}
+        axes.plot(*zip(*sorted(points), strict=True), label=f"{operation}, {impl}", **style)
+    axes.set(xlabel=_AXES[result["axis"]][1], ylabel="µs (lower is better)", xscale="log")
+    if result["axis"] == "t":
+        axes.set(yscale="log")
+    else:
+        axes.set(ylim=(0, None))
+    values = sorted({row["value"] for row in result["rows"]})
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.minorticks_off()
+
+
+_DRAWN = {
+    "wire": _draw_wire,
+    "moe_sweep": _draw_sweep,
+    "overlap": _draw_excess,
+    **{f"moe_sweep_over_{axis}": _draw_over for axis in _AXES},
+}

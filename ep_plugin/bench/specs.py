@@ -37,11 +37,18 @@ class Sms:
 
 
 DEFAULT_SMS = Sms()
+
+
+def in_all(sms: int) -> Sms:
+    """So many for all kernels that move rows: one kernel for each operation."""
+    return Sms(dispatch=sms, expand=0, combine=sms, add=0)
+
+
 # How the SMs of a case with a bounded number are split, by the case's last word and layout.
 SPLITS: dict[tuple[str, DispatchLayout], Sms] = {
     ("12sm", FLAT): Sms(dispatch=12, expand=48, combine=12, add=36),
     ("12sm", TOKEN_MAJOR): Sms(dispatch=12, expand=0),
-    ("12total", FLAT): Sms(dispatch=12, expand=0, combine=12, add=0),
+    ("12total", FLAT): in_all(12),
 }
 
 

@@ -1,7 +1,14 @@
-"""The suite `moe_sweep`: dispatch and combine over H, K and E, at as many bytes on the wire as the headline has."""
+"""The suite `moe_sweep`: dispatch and combine over one size at a time, against the headline.
+
+H, K and E at as many bytes on the wire as the headline has: T follows. T, the skew of the routing and, on GPUs, the SMs
+by themselves, the other sizes as they are. `t512` is the headline with T = 512, `skew2` with twice the mean for rank 0,
+`sms12` with 12 SMs for all kernels that move rows, which are one kernel for each operation, as in the suite `moe`'s
+cases `12total`.
+"""
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,25 +18,32 @@ from ep_plugin.bench import provenance
 from ep_plugin.bench.cases import Peers, cases_of
 from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.results import SMS_ARE, Row, result
-from ep_plugin.bench.specs import COMBINE, DEFAULT_SMS, DISPATCH, FLAT, Sms, Spec, select
+from ep_plugin.bench.specs import COMBINE, DEFAULT_SMS, DISPATCH, FLAT, Sms, Spec, in_all, select
 from ep_plugin.bench.suite_moe import time_cases
 from ep_plugin.bench.wire import best_sm_store_rate
 from ep_plugin.bench.workload import SHORT_NAMES, Workload, crossing_per_token
+from ep_plugin.moe.sms import usable_sms
 
 SUITE = "moe_sweep"
 HEADLINE = "headline"
 SUMMABLE = tuple(name for name in SHORT_NAMES if name != "float8")
-VALUES = {
-    "hidden": (2048, 2880, 4096, 5120, 7168, 8192),
-    "topk": (1, 2, 4, 6, 8, 10, 16),
-    "experts": (8, 64, 128, 256, 384, 512),
+# Sizes of the workload, by how cases call them, and what each may be.
+EQUAL_BYTES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "h": ("hidden", (2048, 2880, 4096, 5120, 7168, 8192)),
+    "k": ("topk", (1, 2, 4, 6, 8, 10, 16)),
+    "e": ("experts", (8, 64, 128, 256, 384, 512)),
 }
-_LETTERS = {"hidden": "h", "topk": "k", "experts": "e"}
+BY_THEMSELVES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "t": ("tokens", (128, 512, 1024, 2048, 4096, 8192)),
+    "skew": ("skew", (1.25, 1.5, 2, 3, 4)),
+}
+MOST_TOKENS = 2  # times the headline's
+SMS = (4, 8, 12, 16, 24, 48, 96)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSuite:
-    """One size is changed at a time; T follows, so that as many bytes cross as with `workload`, the headline."""
+    """workload: the headline. cases: patterns of names; empty: all. sms: in place of the cases' own."""
 
     backend: str
     workload: Workload
@@ -50,27 +64,49 @@ class SweepSuite:
     def specs(self) -> list[Spec]:
         """The cases, the headline's always and first. ValueError when a pattern matches none."""
         every = [spec for change, sizes in self.workloads().items() for spec in self._pair(change, sizes)]
-        chosen = select(every, self.cases)
-        return every[:2] + [spec for spec in chosen if spec not in every[:2]]
+        reason = self._no_sms()
+        if reason is None:
+            every += self._over_sms()
+        for pattern in self.cases:
+            if reason and _matching(self._over_sms(), pattern) and not _matching(every, pattern):
+                raise ValueError(f"case: expected none over SMs, since {reason}, got {pattern!r}")
+        return every[:2] + [spec for spec in select(every, self.cases) if spec not in every[:2]]
+
+    def left_out(self) -> list[str]:
+        """Why no case that was asked for is over SMs; nothing where some are."""
+        reason = self._no_sms()
+        asked = not self.cases or any(_matching(self._over_sms(), pattern) for pattern in self.cases)
+        return [f"over SMs: left out, since {reason}"] if reason and asked else []
 
     def workloads(self) -> dict[str, Workload]:
         """The headline's sizes, and those with one changed, by the change's name; what cannot be is left out."""
-        headline = self.workload
-        target = headline.tokens * crossing_per_token(headline) * headline.hidden
-        found = {HEADLINE: headline}
-        for name, values in VALUES.items():
+        found = {HEADLINE: self.workload}
+        for letters, (size, values) in (EQUAL_BYTES | BY_THEMSELVES).items():
             for value in values:
-                if value == getattr(headline, name):
+                too_large = size == "tokens" and value > MOST_TOKENS * self.workload.tokens
+                if too_large or value == getattr(self.workload, size):
                     continue
                 try:
-                    changed = replace(headline, **{name: value})
+                    changed = replace(self.workload, **{size: value})
                 except ValueError:
                     continue
-                tokens = max(1, round(target / crossing_per_token(changed) / changed.hidden))
-                found[f"{_LETTERS[name]}{value}"] = replace(changed, tokens=tokens)
+                found[f"{letters}{value:g}"] = self._at_equal_bytes(changed) if letters in EQUAL_BYTES else changed
         return found
 
-    def _pair(self, change: str, sizes: Workload) -> list[Spec]:
+    def _at_equal_bytes(self, changed: Workload) -> Workload:
+        """With as many tokens as make the headline's bytes."""
+        target = self.workload.tokens * crossing_per_token(self.workload) * self.workload.hidden
+        return replace(changed, tokens=max(1, round(target / crossing_per_token(changed) / changed.hidden)))
+
+    def _no_sms(self) -> str | None:
+        if self.backend == "cpu":
+            return "kernels on CPUs run on no SMs"
+        return f"all cases run on {self.sms}" if str(self.sms) else None
+
+    def _over_sms(self) -> list[Spec]:
+        return [spec for sms in SMS for spec in self._pair(f"sms{sms}", self.workload, in_all(sms))]
+
+    def _pair(self, change: str, sizes: Workload, sms: Sms = DEFAULT_SMS) -> list[Spec]:
         short = SHORT_NAMES[self.dtype]
         return [
             Spec(
@@ -79,6 +115,7 @@ class SweepSuite:
                 dtype=self.dtype,
                 layout=FLAT,
                 workload=sizes,
+                sms=sms,
                 peers=False,
             )
             for what in (DISPATCH, COMBINE)
@@ -103,9 +140,23 @@ def measure(device: torch.device, suite: SweepSuite) -> dict[str, Any]:
     rate = best_sm_store_rate(device) if device.type == "cuda" else None
     if rate is not None and rate.wrong:
         return {"rows": [], "wrong": rate.wrong}
-    specs, gb_s = suite.specs(), None if rate is None else rate.gb_s
-    found = time_cases(device, cases_of(specs, device, Peers(), suite.sms), len(specs), suite.iterations, gb_s)
-    return {**found, "sms_are": SMS_ARE, "efficiency": relative_efficiency(found["rows"])}
+    specs, left_out = _that_fit(suite, device)
+    cases = cases_of(specs, device, Peers(), suite.sms)
+    found = time_cases(device, cases, len(specs), suite.iterations, None if rate is None else rate.gb_s)
+    about = {"sms_are": SMS_ARE, "headline": asdict(suite.workload), "left_out": left_out}
+    return {**found, **about, "efficiency": relative_efficiency(found["rows"])}
+
+
+def _that_fit(suite: SweepSuite, device: torch.device) -> tuple[list[Spec], list[str]]:
+    """The cases that this device has SMs for, and a sentence for each of the others."""
+    specs, usable = suite.specs(), usable_sms(device)
+    fitting = [spec for spec in specs if (spec.sms.dispatch or 0) <= usable]
+    reason = f"left out, since kernels may hold at most {usable} of this device's SMs"
+    return fitting, suite.left_out() + [f"{spec.name}: {reason}" for spec in specs if spec not in fitting]
+
+
+def _matching(specs: list[Spec], pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(spec.name, pattern) for spec in specs)
 
 
 def relative_efficiency(rows: list[Row]) -> dict[str, float]:
