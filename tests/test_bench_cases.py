@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +11,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ep_plugin.bench import symm_mem
+from ep_plugin.bench import layers, symm_mem
 from ep_plugin.bench.cli import _counts, main
+from ep_plugin.bench.ours import EpPlugin
 from ep_plugin.bench.report import by_case, markdown, notes
 from ep_plugin.bench.results import floor_row
 from ep_plugin.bench.specs import FLAT, TOKEN_MAJOR, Sms, Spec, parse_sms, select, specs_of
 from ep_plugin.bench.suite_moe import MoeSuite
 from ep_plugin.bench.workload import HOT_RANK, Workload, batches, crossing_per_token, rows_on_the_wire, rows_received
+from ep_plugin.moe.sms import for_combine, for_dispatch
+from tests.ranks import run_ranks, values
 
 HEADLINE = Workload(ranks=4, tokens=4096, hidden=7168, topk=8, experts=256)
 SMALL = Workload(ranks=4, tokens=301, hidden=4, topk=8, experts=64)
+WIDE = Workload(ranks=2, tokens=8, hidden=128, topk=2, experts=4)
 ON_GPUS = [
     "dispatch_flat_bf16",
     "dispatch_cached_bf16",
@@ -205,6 +210,19 @@ def test_a_peer_is_compared_with_its_bare_exchange() -> None:
         "nccl_all_to_all over nccl_all_to_all_single: 1.55 × in dispatch_flat_bf16, 1.40 × in dispatch_flat_fp8; "
         "at most 1.45 × is well written"
     ]
+
+
+def _layer_sms(_: int) -> list[dict[str, int]]:
+    with contextlib.closing(EpPlugin(WIDE, torch.device("cpu"), FLAT)) as ours:
+        devices = (torch.device("cpu"), torch.device("cuda"))
+        return [layers.exchange_sms(WIDE, device, 2 * WIDE.hidden, ours.comm) for device in devices]
+
+
+def test_our_row_of_a_layer_has_its_sms_on_gpus() -> None:
+    on_cpus, on_gpus = values(run_ranks(2, _layer_sms))[0]
+    assert on_cpus == {}
+    larger = max(sum(for_dispatch(2, True, 256, 2, False)), sum(for_combine(2, True, 256, 2)))
+    assert on_gpus == {"ep_plugin": larger}
 
 
 def test_what_torchs_own_exchange_cannot_do_is_left_out_by_name() -> None:

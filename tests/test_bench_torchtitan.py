@@ -30,6 +30,7 @@ def test_both_dispatchers_and_the_experts_alone() -> None:
     assert 0 < rows[OURS]["bytes_wire"] < rows[STOCK]["bytes_wire"]
     assert rows[EXPERTS]["bytes_wire"] == 0
     assert found["command"].startswith("ep-bench torchtitan --backend cpu --ranks 3 --tokens 9")
+    assert {row["sms"] for row in rows.values()} == {None}
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,12 @@ import torch
 
 from ep_plugin.bench import provenance
 from ep_plugin.bench.launch import run_on_ranks
-from ep_plugin.bench.results import everyones_wrong, result, row
+from ep_plugin.bench.ours import sms_of
+from ep_plugin.bench.results import SMS_ARE, everyones_wrong, result, row
+from ep_plugin.bench.specs import ROUNDTRIP
 from ep_plugin.bench.timing import Run, Timing, clock_of, time_in_turn
 from ep_plugin.bench.workload import Workload, rows_on_the_wire
+from ep_plugin.moe.communicator import MoECommunicator
 
 OURS, STOCK, EXPERTS = "ep_plugin", "alltoall", "experts alone"
 _WARMUP = 3
@@ -84,13 +87,23 @@ def compare(
 
 
 def time_layers(
-    suite: LayerSuite, device: torch.device, runs: dict[str, Run], ids: list[torch.Tensor], row_bytes: int
+    suite: LayerSuite,
+    device: torch.device,
+    runs: dict[str, Run],
+    ids: list[torch.Tensor],
+    row_bytes: int,
+    comm: MoECommunicator,
 ) -> dict[str, Any]:
-    """The rows, and what both layers take above their experts. ids: each rank's, ``[T, K]``."""
+    """The rows, and what both layers take above their experts. ids: each rank's, ``[T, K]``. comm: our layer's."""
     timings = time_in_turn(clock_of(device), runs, suite.iterations, _WARMUP)
-    wire = bytes_wire(suite.workload, ids, row_bytes)
-    rows = [row(suite.case, name, timing, wire.get(name, 0), None) for name, timing in timings.items()]
-    return {"rows": rows, "wrong": [], **above_experts(timings)}
+    wire, sms = bytes_wire(suite.workload, ids, row_bytes), exchange_sms(suite.workload, device, row_bytes, comm)
+    rows = [row(suite.case, name, timing, wire.get(name, 0), sms.get(name)) for name, timing in timings.items()]
+    return {"rows": rows, "wrong": [], "sms_are": SMS_ARE, **above_experts(timings)}
+
+
+def exchange_sms(workload: Workload, device: torch.device, row_bytes: int, comm: MoECommunicator) -> dict[str, int]:
+    """By implementation, where its exchange is known to run on so many SMs."""
+    return {OURS: sms_of(comm, ROUNDTRIP, workload, row_bytes)} if device.type == "cuda" else {}
 
 
 def differences(ours: Tensors, theirs: Tensors) -> dict[str, float]:

@@ -78,15 +78,7 @@ class EpPlugin:
         return self.comm.combine(y, handle, weights=weights)
 
     def sms(self, what: str, row_bytes: int, quantize: bool = False) -> int:
-        """SMs of all kernels that move rows, of so many bytes on the wire, at once; of a round trip, those of its
-        larger half.
-
-        Kernels that work out where rows go run before those, for some microseconds, on SMs that are not counted.
-        """
-        tokens, topk = self._workload.tokens, self._workload.topk
-        dispatch = sum(self.comm.engine.dispatch_sms(tokens, row_bytes, topk, quantize))
-        combine = sum(self.comm.engine.combine_sms(tokens, row_bytes, topk))
-        return {DISPATCH: dispatch, CACHED: dispatch, COMBINE: combine, ROUNDTRIP: max(dispatch, combine)}[what]
+        return sms_of(self.comm, what, self._workload, row_bytes, quantize)
 
     def memory(self, row_bytes: int) -> dict[str, int]:
         """Bytes on this rank that are no tensor of the caller, and the limit: two pools of R * T rows, and 64 MiB.
@@ -106,6 +98,17 @@ class EpPlugin:
 
     def close(self) -> None:
         self.comm.close()
+
+
+def sms_of(comm: MoECommunicator, what: str, workload: Workload, row_bytes: int, quantize: bool = False) -> int:
+    """SMs of all kernels that move rows, of so many bytes on the wire, at once; of a round trip, those of its larger
+    half.
+
+    Kernels that work out where rows go run before those, for some microseconds, on SMs that are not counted.
+    """
+    dispatch = sum(comm.engine.dispatch_sms(workload.tokens, row_bytes, workload.topk, quantize))
+    combine = sum(comm.engine.combine_sms(workload.tokens, row_bytes, workload.topk))
+    return {DISPATCH: dispatch, CACHED: dispatch, COMBINE: combine, ROUNDTRIP: max(dispatch, combine)}[what]
 
 
 def _received(out: DispatchOutput, handle: DispatchHandle) -> Received:

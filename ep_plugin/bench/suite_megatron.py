@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.bench import layers as common
-from ep_plugin.bench.layers import EXPERTS, STOCK, LayerSuite, Tensors
+from ep_plugin.bench.layers import EXPERTS, OURS, STOCK, LayerSuite, Tensors
 from ep_plugin.bench.megatron_layers import build_layers
 from ep_plugin.bench.timing import Run
 from ep_plugin.bench.workload import Workload
@@ -61,7 +61,8 @@ def measure(device: torch.device, suite: MegatronSuite) -> dict[str, Any]:
     runs: dict[str, Run] = {impl: _step(layer, batch) for impl, layer in layers.items()}
     runs |= {EXPERTS: _experts_alone(layers[STOCK], x), ROUTER: _router_alone(layers[STOCK], x)}
     ids = _chosen(layers[STOCK], suite.workload, x)
-    timed = common.time_layers(suite, device, runs, ids, x.size(-1) * x.element_size())
+    comm = layers[OURS].token_dispatcher._communicator
+    timed = common.time_layers(suite, device, runs, ids, x.size(-1) * x.element_size(), comm)
     return timed | {"experts": experts, "max_rel_diff": largest}
 
 

@@ -65,7 +65,8 @@ def measure(device: torch.device, suite: TorchtitanSuite) -> dict[str, Any]:
     runs[EXPERTS] = _experts_alone(layers[OURS], batch)
     ids: list[torch.Tensor] = [torch.empty(0)] * suite.workload.ranks
     dist.all_gather_object(ids, batch.ids[0].cpu())
-    timed = common.time_layers(suite, device, runs, ids, batch.x.size(-1) * batch.x.element_size())
+    comm, row_bytes = layers[OURS].token_dispatcher.communicator, batch.x.size(-1) * batch.x.element_size()
+    timed = common.time_layers(suite, device, runs, ids, row_bytes, comm)
     return timed | {"experts": "GroupedExperts, in BF16", "max_rel_diff": largest}
 
 
