@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ep_plugin.bench import cli, suite_overlap
+from ep_plugin.bench import cli, collective_peers, suite_collectives, suite_overlap
 from ep_plugin.bench.product import Product
+from ep_plugin.bench.suite_collectives import GATHER
 from ep_plugin.bench.suite_overlap import ALONE, MIB, OverlapSuite
 from ep_plugin.bench.timing import Run
 from tests.ranks import run_ranks, values
@@ -68,6 +70,32 @@ def test_every_way_is_timed_beside_the_products_and_its_excess_is_over_the_produ
     # Two products for each way that is judged twice, and for each that is timed, the products alone among them.
     turns = suite_overlap.WARMUP + SUITE.iterations
     assert calls == suite_overlap.PRODUCTS * (2 * len(beside) + turns * (len(beside) + 1))
+
+
+def _streams(rank: int) -> set[str]:
+    """Where products and gathers were enqueued, also the calls that find out which peers run here."""
+    here, seen = ["default"], set()
+
+    @contextmanager
+    def own(device: torch.device) -> Iterator[None]:
+        here[0] = "own"
+        yield
+
+    def make(*sizes: Any) -> Any:
+        source, out, run = collective_peers._backend_gather(*sizes)
+        return source, out, lambda: (seen.add(here[0]), run())[1]
+
+    suite_overlap.stream_of_its_own = own
+    suite_overlap.Product = lambda device: Product(device, torch.float32, 256)  # type: ignore[assignment, misc]
+    suite_overlap._on_two_streams = lambda device: _one_after_another
+    suite_collectives.PEERS[GATHER, "cpu"]["noted"] = make
+    assert suite_overlap.measure(torch.device("cpu"), SUITE)["rows"]
+    return seen
+
+
+def test_peers_are_tried_on_the_stream_of_the_products() -> None:
+    for seen in values(run_ranks(RANKS, _streams)):
+        assert seen == {"own"}
 
 
 def test_nothing_is_timed_when_the_product_is_wrong() -> None:

@@ -2,8 +2,9 @@
 
 A case is a size in bytes: of the gathered output, or of the input that is scattered. Every way to do it is judged by
 plain torch before any is timed, and once more after, each time into poisoned memory. `bytes_wire` are those that any
-way must bring to a rank: from its peers, or with several nodes over its rail. `sms` are the most that one of
-ep_plugin's kernels takes; what the backend takes for its rails is not in it.
+way must bring to a rank: from its peers, or with several nodes over its rail, where ep_plugin's are counted as they
+are sent. `sms` are the most that one of ep_plugin's kernels takes; what the backend takes for its rails is not in it.
+On GPUs everything is tried and timed on one stream, which is not the default one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from ep_plugin.bench import provenance
 from ep_plugin.bench.collective_peers import PEERS
 from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.results import everyones_wrong, result, row
-from ep_plugin.bench.timing import clock_of, time_in_turn
+from ep_plugin.bench.timing import clock_of, stream_of_its_own, time_in_turn
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.cuda import gather_sms, scatter_sms
+from ep_plugin.collectives.cuda_gather import foreign_gather_sms
 from ep_plugin.collectives.rails import CHUNK_BYTES
 
 GATHER, SCATTER = "allgather", "reduce_scatter"
@@ -79,13 +81,15 @@ class CollectiveSuite:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to do a case: `run` reads `source` and writes `out`, memory of its own where it needs that."""
+    """One way to do a case: `run` reads `source` and writes `out`, memory of its own where it needs that. sent: what
+    each of its calls so far has sent over this rank's rail, where ep_plugin counts it."""
 
     impl: str
     run: Callable[[], object]
     source: torch.Tensor
     out: torch.Tensor
     sms: int | None = None
+    sent: list[int] = field(default_factory=list)
 
 
 def run(suite: CollectiveSuite) -> dict[str, Any]:
@@ -98,6 +102,11 @@ def run(suite: CollectiveSuite) -> dict[str, Any]:
 
 def measure(device: torch.device, suite: CollectiveSuite) -> dict[str, Any]:
     """One rank's part: the rows, or what was wrong, the same on every rank. Collective."""
+    with stream_of_its_own(device):
+        return _measure(device, suite)
+
+
+def _measure(device: torch.device, suite: CollectiveSuite) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     clock = clock_of(device)
@@ -112,11 +121,12 @@ def measure(device: torch.device, suite: CollectiveSuite) -> dict[str, Any]:
             wrong = everyones_wrong(judge(suite, size, ways))
             if not wrong:
                 timings = time_in_turn(clock, {way.impl: way.run for way in ways}, suite.iterations, WARMUP)
-                wrong = everyones_wrong(judge(suite, size, ways))
+                wrong = everyones_wrong(judge(suite, size, ways) + wrong_on_rails(suite, size, ways))
             if wrong:
                 return {"rows": [], "wrong": wrong}
-            wire = suite.bytes_wire(size)
-            rows += [row(str(size), way.impl, timings[way.impl], wire, way.sms) for way in ways]
+            for way in ways:
+                wire = way.sent[-1] if way.sent and suite.nodes > 1 else suite.bytes_wire(size)
+                rows.append(row(str(size), way.impl, timings[way.impl], wire, way.sms))
             del ways
     finally:
         for made in objects.values():
@@ -151,13 +161,12 @@ def ways_of(
             source, out = allocated.narrow(0, rank * count, count), allocated
         else:
             source, out = allocated, empty(count)
-        sms = most_sms(suite, size, made.path) if device.type == "cuda" else None
-        yield Way(impl=impl, run=_call(made, out, source), source=source, out=out, sms=sms)
+        yield _ours(suite, impl, made, source, out)
     ours = objects["ep_plugin"]
     if suite.what == GATHER or device.type not in HierarchicalReduceScatter.maps_nothing_on:
         source, out = (empty(count), empty(whole)) if suite.what == GATHER else (empty(whole), empty(count))
         impl = "ep_plugin, foreign output" if suite.what == GATHER else "ep_plugin, foreign input"
-        yield Way(impl=impl, run=_call(ours, out, source), source=source, out=out)
+        yield _ours(suite, impl, ours, source, out, foreign=True)
     for name, make in PEERS[suite.what, suite.backend].items():
         if any(sentence.startswith(f"{name} is left out") for sentence in left_out):
             continue
@@ -173,12 +182,33 @@ def ways_of(
         yield Way(impl=name, run=peer, source=source, out=out)
 
 
-def _call(made: Any, out: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
-    return lambda: made(out, source)
+def _ours(
+    suite: CollectiveSuite, impl: str, made: Any, source: torch.Tensor, out: torch.Tensor, foreign: bool = False
+) -> Way:
+    sent: list[int] = []
+
+    def run() -> None:
+        before = made.rail_bytes_sent
+        made(out, source)
+        sent.append(made.rail_bytes_sent - before)
+
+    size = max(source.nbytes, out.nbytes)
+    sms = most_sms(suite, size, made.path, foreign) if out.is_cuda else None
+    return Way(impl=impl, run=run, source=source, out=out, sms=sms, sent=sent)
 
 
-def most_sms(suite: CollectiveSuite, size: int, path: str) -> int:
-    """SMs of the largest of ep_plugin's kernels for `size` bytes in memory from `allocate`."""
+def wrong_on_rails(suite: CollectiveSuite, size: int, ways: list[Way]) -> list[str]:
+    """Which of ep_plugin's ways has sent this rank's rail anything but its shard, once for each other node."""
+    expected = suite.bytes_wire(size) if suite.nodes > 1 else 0
+    return [
+        f"{size} by {way.impl}: expected {expected} bytes over the rail in each call, got {sorted(set(way.sent))}"
+        for way in ways
+        if set(way.sent) - {expected}
+    ]
+
+
+def most_sms(suite: CollectiveSuite, size: int, path: str, foreign: bool = False) -> int:
+    """SMs of the largest of ep_plugin's kernels for `size` bytes; foreign: not in memory from `allocate`."""
     per_node, shard = suite.ranks // suite.nodes, size // suite.ranks
     if per_node == 1:
         return 0  # all that there is goes over the rails
@@ -186,7 +216,8 @@ def most_sms(suite: CollectiveSuite, size: int, path: str) -> int:
     if suite.what == SCATTER:
         return scatter_sms(path, shard if suite.nodes == 1 else chunk, per_node, _C.most_lanes)
     pieces = [shard] if suite.nodes == 1 else [shard, chunk]  # what the rails bring is gathered by chunks
-    return max(gather_sms(path, piece, per_node) for piece in pieces)
+    sms_of = foreign_gather_sms if foreign else gather_sms
+    return max(sms_of(path, piece, per_node) for piece in pieces)
 
 
 def judge(suite: CollectiveSuite, size: int, ways: list[Way]) -> list[str]:

@@ -19,7 +19,7 @@ from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.product import Product
 from ep_plugin.bench.results import everyones_wrong, result, row
 from ep_plugin.bench.suite_collectives import GATHER, MIB, WARMUP, CollectiveSuite, Way, judge, ways_of
-from ep_plugin.bench.timing import Run, clock_of, time_in_turn
+from ep_plugin.bench.timing import Run, clock_of, stream_of_its_own, time_in_turn
 from ep_plugin.collectives import HierarchicalAllGather
 
 SUITE = "overlap"
@@ -68,7 +68,8 @@ def run(suite: OverlapSuite) -> dict[str, Any]:
 
 def measure(device: torch.device, suite: OverlapSuite) -> dict[str, Any]:
     """One rank's part. Collective."""
-    return measure_beside(device, suite, Product(device), _on_two_streams(device))
+    with stream_of_its_own(device):
+        return measure_beside(device, suite, Product(device), _on_two_streams(device))
 
 
 def measure_beside(device: torch.device, suite: OverlapSuite, product: Product, beside: Beside) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,9 +41,9 @@ class HostClock:
 class DeviceClock:
     """Device events around `run`, after a write that empties the L2 cache and an all-reduce that no rank leaves early.
 
-    Both are enqueued with the start event, so the device is released by its peers and not by its own host. The host is
-    ahead by a fixed lead, as in the middle of a training step: what it enqueues without waiting costs no device time;
-    what it waits for inside `run` does.
+    Both are enqueued with the start event, on the current stream, so the device is released by its peers and not by
+    its own host. The host is ahead by a fixed lead, as in the middle of a training step: what it enqueues without
+    waiting costs no device time; what it waits for inside `run` does.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,6 +68,16 @@ class DeviceClock:
 
 def clock_of(device: torch.device) -> Clock:
     return HostClock() if device.type == "cpu" else DeviceClock(device)
+
+
+def stream_of_its_own(device: torch.device) -> AbstractContextManager[Any]:
+    """The current stream, inside, is not the default one, which NCCL's copy-engine collectives refuse before 2.29.7
+    (github.com/NVIDIA/nccl/issues/2003). CPUs have no streams."""
+    if device.type == "cpu":
+        return nullcontext()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from ep_plugin import _C
 from ep_plugin.collectives import watchdog
 from ep_plugin.collectives.chunks import addresses_of, key_of
-from ep_plugin.collectives.cuda import MOST_KEPT, CudaNode, StreamLanes, push_ctas
+from ep_plugin.collectives.cuda import MOST_KEPT, CudaNode, StreamLanes, is_small, push_ctas, small_ctas
 from ep_plugin.collectives.stream_words import StreamWords
 from ep_plugin.memory.exchange import Exchange
 
@@ -34,12 +34,29 @@ class _Launch(NamedTuple):
     filled: Sequence[int]
 
 
+def foreign_gather_sms(path: str, nbytes: int, node_size: int) -> int:
+    """SMs that a gather of shards of `nbytes` bytes takes, at most, into outputs that peers have not mapped."""
+    if is_small(path, nbytes, node_size):
+        return small_ctas(nbytes, node_size)
+    return push_ctas(_staged_path(path), min(nbytes, _staged_bytes(node_size)), node_size)
+
+
+def _staged_path(path: str) -> str:
+    """What lands in the staging block is copied on, which the kernel that pushes does sooner than copy engines."""
+    return "sm" if path == "auto" else path
+
+
+def _staged_bytes(node_size: int) -> int:
+    """Of a shard, that the staging block has room for at a time."""
+    return STAGING_BYTES // node_size // 16 * 16
+
+
 class CudaGatherNode(CudaNode):
     """All ranks pass outputs of the same place in the same block, or all pass other memory."""
 
     def __init__(self, engine: CollectiveEngine, lanes: StreamLanes, node: Exchange) -> None:
         super().__init__(engine, lanes)
-        self._step = STAGING_BYTES // engine.node_size // 16 * 16
+        self._step = _staged_bytes(engine.node_size)
         self.number = 0  # of operations by copy engines outside of graphs
         # Begun and finished, see PushShardArgs.
         self.words = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
@@ -128,8 +145,7 @@ class CudaGatherNode(CudaNode):
         landing: int,
     ) -> _Launch:
         engine, nbytes = self._engine, shard.numel()
-        # What lands in the staging block is copied on, which the same kernel does sooner than copy engines.
-        path = "sm" if landing and self._path == "auto" else self._path
+        path = _staged_path(self._path) if landing else self._path
         addresses = addresses_of(outputs)
         targets[engine.index] = 0  # it lies there
         word = _C.place_word(*place[:2])
