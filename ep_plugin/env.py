@@ -13,6 +13,7 @@ EP_PLUGIN_TEST_GATE            ``plan``, ``notify``, ``send``, ``expand``, ``com
                                halt there (tests only)
 EP_PLUGIN_LOG                  ``1``: say on stderr what is chosen and allocated
 EP_PLUGIN_EMULATION            what ``ep_plugin.testing.nodes`` makes of this machine; `ep-bench` puts it into results
+EP_PLUGIN_LAUNCHED_BY          how ``ep_plugin.testing.nodes`` was called; in results it precedes `ep-bench`'s own words
 =============================  ==================================================================================
 
 ``EP_PLUGIN_CUDA_ARCHS`` and ``EP_PLUGIN_BUILD_*`` belong to the build. Any other ``EP_PLUGIN_*`` is ignored with one
@@ -36,7 +37,9 @@ TEST_GATES = ("plan", "notify", "send", "expand", "combine", "gather", "scatter"
 
 _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-_READ_HERE = ("TRANSPORT", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG", "EMULATION")
+_READ_HERE = (
+    "TRANSPORT", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG", "EMULATION", "LAUNCHED_BY"
+)  # fmt: skip
 _KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
 _SYMMETRIC_MEMORY = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _warned: set[str] = set()
@@ -68,6 +71,7 @@ def _parsed(values: tuple[str | None, ...]) -> Settings:
         test_gate=_choice("EP_PLUGIN_TEST_GATE", TEST_GATES),
         log=_boolean("EP_PLUGIN_LOG"),
         emulation=_value("EP_PLUGIN_EMULATION"),
+        launched_by=_value("EP_PLUGIN_LAUNCHED_BY"),
     )
 
 

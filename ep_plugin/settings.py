@@ -17,6 +17,7 @@ class Settings:
     test_gate: str | None = None
     log: bool = False
     emulation: str | None = None
+    launched_by: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ep_plugin.testing import nodes
 from ep_plugin.testing.nodes import Cluster, parse_rate, variables_of
 
 RANKS = str(Path(__file__).with_name("node_ranks.py"))
@@ -155,6 +156,11 @@ def test_a_bench_runs_on_the_ranks_of_its_launcher(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["suite"] == "allgather_2_nodes"
     assert found["emulation"] == "2 nodes of 2 ranks on the loopback device"
+    assert found["command"] == (
+        "python -m ep_plugin.testing.nodes --device cpu --network loopback -- "
+        "ep-bench allgather --backend cpu --ranks 4 --nodes 2 --size 64 --iterations 1"
+    )
+    assert {row["bytes_wire"] for row in found["rows"]} == {16}
     assert {row["impl"] for row in found["rows"]} == {"ep_plugin", "ep_plugin, foreign output", "gloo"}
 
 
@@ -167,6 +173,22 @@ def test_a_bench_refuses_another_launch(ranks: str, nodes: str, message: str, tm
     assert done.returncode == 2
     assert message in " ".join(done.stderr.replace("│", " ").split())
     assert not (tmp_path / "found.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command", "words"),
+    [
+        (["--rate", "1gbit", "--", "ep-bench", "x"], ["ep-bench", "x"], " --rate 1gbit"),
+        (["--nodes", "3", "true"], ["true"], " --nodes 3"),
+        (["--", "true"], ["true"], ""),
+    ],
+    ids=["after-dashes", "without-dashes", "no-options"],
+)
+def test_ranks_are_told_how_they_were_launched(arguments: list[str], command: list[str], words: str) -> None:
+    launched_by = nodes._words(arguments, command)
+    assert launched_by == f"python -m ep_plugin.testing.nodes{words}"
+    variables = variables_of(0, Cluster(nodes=2, ranks=2, launched_by=launched_by), 1234)
+    assert variables["EP_PLUGIN_LAUNCHED_BY"] == launched_by
 
 
 def test_nodes_with_gpus_are_hosts_that_only_sockets_join() -> None:

@@ -41,8 +41,10 @@ def everyones_wrong(mine: list[str]) -> list[str]:
 def result(suite: str, backend: str, ranks: int, command: str, found: dict[str, Any], code_hash: str) -> dict[str, Any]:
     """A result from what rank 0 `found`: {"rows", "wrong", more keys}. Raises WrongResult.
 
-    code_hash: taken before the run, so that it is the hash of the code that ran.
+    command: without the launcher, whose words come before it. code_hash: taken before the run, so that it is the hash
+    of the code that ran.
     """
+    settings = env.settings()
     if found["wrong"]:
         raise WrongResult("\n".join(found["wrong"]))
     return {
@@ -50,7 +52,7 @@ def result(suite: str, backend: str, ranks: int, command: str, found: dict[str, 
         "hardware": provenance.hardware(backend, ranks),
         "versions": provenance.versions(),
         "code_hash": code_hash,
-        "command": command,
-        **({"emulation": emulation} if (emulation := env.settings().emulation) else {}),
+        "command": f"{settings.launched_by} -- {command}" if settings.launched_by else command,
+        **({"emulation": settings.emulation} if settings.emulation else {}),
         **{name: value for name, value in found.items() if name != "wrong"},
     }

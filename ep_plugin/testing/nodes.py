@@ -25,6 +25,7 @@ import functools
 import glob
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ from types import FrameType
 
 from ep_plugin.testing.namespaces import INTERFACE, Network, NoNamespaces, create_network
 
+_PROGRAM = "python -m ep_plugin.testing.nodes"
 _POLL_S = 0.02
 _TERMINATE_S = 5.0
 _PORT = 29500  # of a namespace of our own, where every port is free
@@ -54,6 +56,7 @@ class Cluster:
     """What to emulate. ``gpus``: the CUDA devices, by the names that CUDA_VISIBLE_DEVICES takes; None for CPUs.
 
     ``network``: None where the ranks share the loopback device. ``rate``: of each node's link, as it was given.
+    ``launched_by``: the words that asked for it.
     """
 
     nodes: int
@@ -61,6 +64,7 @@ class Cluster:
     gpus: list[str] | None = None
     network: Network | None = None
     rate: str | None = None
+    launched_by: str = ""
 
     def described(self) -> str:
         network = "network namespaces" if self.network else "the loopback device"
@@ -98,6 +102,7 @@ def variables_of(rank: int, cluster: Cluster, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "EP_PLUGIN_HOST": f"node{node}",
         "EP_PLUGIN_EMULATION": cluster.described(),
+        "EP_PLUGIN_LAUNCHED_BY": cluster.launched_by,
         "GLOO_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,
     }
@@ -174,9 +179,9 @@ def _visible_gpus() -> list[str]:
     return listed[:count] if listed else [str(index) for index in range(count)]
 
 
-def _choose(options: argparse.Namespace, rate: int | None) -> Cluster:
+def _choose(options: argparse.Namespace, rate: int | None, launched_by: str) -> Cluster:
     """The cluster that the options ask for. ValueError where this machine cannot be it."""
-    sizes = {"nodes": options.nodes, "ranks": options.ranks}
+    sizes = {"nodes": options.nodes, "ranks": options.ranks, "launched_by": launched_by}
     gpus = _visible_gpus() if options.device in ("auto", "cuda") else []
     if gpus or options.device == "cuda":
         needed = options.nodes * options.ranks
@@ -201,9 +206,7 @@ def _choose(options: argparse.Namespace, rate: int | None) -> Cluster:
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, int | None]:
-    parser = argparse.ArgumentParser(
-        prog="python -m ep_plugin.testing.nodes", description="Run a command as the ranks of several emulated nodes."
-    )
+    parser = argparse.ArgumentParser(prog=_PROGRAM, description="Run a command as the ranks of several emulated nodes.")
     parser.add_argument("--nodes", type=int, default=2, help="nodes to emulate (2)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks on each node (2)")
     parser.add_argument("--rate", help="of each node's link, each way, such as 1gbit (none)")
@@ -225,16 +228,23 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, int | None]:
         parser.error(str(error))
 
 
+def _words(arguments: list[str], command: list[str]) -> str:
+    """How this launcher was called, but for the command."""
+    own = arguments[: len(arguments) - len(command)]
+    return shlex.join([*_PROGRAM.split(), *own[: -1 if own[-1:] == ["--"] else None]])
+
+
 def _stop(signum: int, _: FrameType | None) -> None:
     raise SystemExit(128 + signum)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options, rate = _parse(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options, rate = _parse(arguments)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, _stop)
     try:
-        return run(_choose(options, rate), options.command, options.grace)
+        return run(_choose(options, rate, _words(arguments, options.command)), options.command, options.grace)
     except ValueError as error:
         print(f"nodes: {error}", file=sys.stderr)
         return 2
