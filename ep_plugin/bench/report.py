@@ -10,6 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
+from ep_plugin.bench.fsdp2_notes import fsdp2_notes
+
 OURS, FLOOR = "ep_plugin", "floor"
 BARE = "_single"  # after a peer's name: its exchange alone
 WELL_WRITTEN = 1.45  # times the bare exchange, at most, is what a peer takes that is written as well as it can be
@@ -186,6 +188,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         found.append(f"experts: {result['experts']}")
         ratio = "" if result["above_ratio"] is None else f"; ratio {result['above_ratio']:.2f}"
         found.append(f"above the experts' own compute: {above}{ratio}")
+    if result["suite"] == "fsdp2":
+        found += fsdp2_notes(result)
     return [*found, *result.get("left_out", [])]
 
 

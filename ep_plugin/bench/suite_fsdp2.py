@@ -3,8 +3,9 @@
 One model is in memory, and the collectives of its parameter groups are exchanged between steps, so that the arms are
 timed in turn. First each arm trains from the same weights, with PyTorch's deterministic algorithms, and stock twice, to
 show that it repeats itself: with our gathers alone every loss must equal stock's, with our reductions too it must be
-within 1e-3. `no communication` leaves the collectives out: what the others take more is
-what they expose. `bytes_wire`: of two gathers and a reduction of all parameters, per rank.
+within 1e-3. `no communication` leaves the collectives out: what the others take more is what they expose. The same
+collectives are timed by themselves too, one after the other: `collectives_share` is their part of stock's step, and
+`share_when_exposed` that of a step in which compute hid none of them. `bytes_wire`: of all of them, per rank.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from ep_plugin.bench import provenance
 from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.results import everyones_wrong, result, row
+from ep_plugin.bench.step_collectives import Call, Noted, again
 from ep_plugin.bench.timing import Run, Timing, clock_of, time_in_turn
 
 SUITE = "fsdp2"
@@ -111,13 +113,16 @@ def measure(device: torch.device, suite: Fsdp2Suite) -> dict[str, Any]:
         return {"rows": [], "wrong": wrong}
     del start
     optimizer = _optimizer(model)
+    calls = _calls_of_a_step(suite, model, arms[STOCK], optimizer, device)
     clock = clock_of(device)
     timings: dict[str, Timing] = {}
     # Without communication weights become whatever memory held, so that comes last and by itself.
     for names in ((STOCK, GATHER, BOTH), (NONE,)):
         steps: dict[str, Run] = {name: _step(suite, model, arms[name], optimizer, device) for name in names}
         timings |= time_in_turn(clock, steps, suite.iterations, WARMUP)
-    wire = 3 * parameters * DTYPES[suite.backend].itemsize * (suite.ranks - 1) // suite.ranks
+    alone = {name: again(calls, [comm for *_, comm in arms[name]]) for name in (STOCK, BOTH)}
+    collectives = {name: its.median_us for name, its in time_in_turn(clock, alone, suite.iterations, WARMUP).items()}
+    wire = sum(call.bytes_wire for call in calls)
     rows = [row(suite.case, name, timing, 0 if name == NONE else wire, None) for name, timing in timings.items()]
     medians = {name: timing.median_us for name, timing in timings.items()}
     return {
@@ -125,10 +130,14 @@ def measure(device: torch.device, suite: Fsdp2Suite) -> dict[str, Any]:
         "wrong": [],
         "tokens_per_s": {name: round(1e6 * suite.tokens * suite.ranks / took) for name, took in medians.items()},
         "exposed_in_stock": round(1 - medians[NONE] / medians[STOCK], 3),
+        "collectives_us": collectives,
+        "collectives_share": round(collectives[STOCK] / medians[STOCK], 3),
+        "share_when_exposed": round(collectives[STOCK] / (collectives[STOCK] + medians[NONE]), 3),
         "losses": losses,
         "max_rel_diff": {name: _difference(losses[name], losses[STOCK]) for name in (GATHER, BOTH)},
         "peak_bytes": peaks if device.type == "cuda" else None,
         "parameters": parameters,
+        "unit_bytes": _unit_bytes(suite, model),
     }
 
 
@@ -152,6 +161,12 @@ def _build(suite: Fsdp2Suite, device: torch.device) -> tuple[Any, int]:
         fully_shard(layers[first : first + suite.unit], mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model, parameters
+
+
+def _unit_bytes(suite: Fsdp2Suite, model: Any) -> int:
+    """Of the parameters that are gathered together, in the decoder layers."""
+    layers = model.model.layers[: suite.unit]
+    return sum(parameter.numel() * parameter.dtype.itemsize for layer in layers for parameter in layer.parameters())
 
 
 def _arms(model: torch.nn.Module) -> dict[str, Arm]:
@@ -253,6 +268,15 @@ def _step(
         return loss.detach()
 
     return step
+
+
+def _calls_of_a_step(
+    suite: Fsdp2Suite, model: torch.nn.Module, stock: Arm, optimizer: torch.optim.Optimizer, device: torch.device
+) -> list[Call]:
+    calls: list[Call] = []
+    noted = [(group, attribute, Noted(comm, place, calls)) for place, (group, attribute, comm) in enumerate(stock)]
+    _step(suite, model, noted, optimizer, device)()
+    return calls
 
 
 def _judge(losses: dict[str, list[float]]) -> list[str]:
