@@ -14,6 +14,7 @@ stress    the tests once under each of three settings
 evidence  all of these tests on one, two and four of four GPUs
 bench     ep-bench moe
 more      ep-bench's other suites but megatron and torchtitan
+nodes     ep-bench allgather of 64 MiB on two emulated nodes, each of half the GPUs
 train     a Qwen3-MoE of 30B-A3B's widths through both exchanges
 deepseek  DeepSeek-V3 of transformers and of Megatron-core, and ep-bench megatron and torchtitan
 
@@ -23,14 +24,14 @@ LAYERS    decoder layers of what trains, in place of 36 (more: fsdp2), 4 (train,
 STEPS     optimizer steps of train and deepseek, in place of their presets'
 
 benchmarks/results/h200x2 has fsdp2.json of LAYERS=8 and train_deepseek_v3_hf_2_layers.json of LAYERS=2 STEPS=8.
-Repetitions are in a result's `command`.
+Repetitions are in the `command` of what ep-bench wrote, and in the `steps` of what trained.
 END
 }
 
 read -ra steps <<<"${*:-build tests bench}"
 for step in "${steps[@]}"; do
   case $step in
-    build | tests | sanitize | stress | evidence | bench | more | train | deepseek) ;;
+    build | tests | sanitize | stress | evidence | bench | more | nodes | train | deepseek) ;;
     -h | --help) usage; exit 0 ;;
     *) echo "gpu.sh: expected a step, got '$step'" >&2; usage >&2; exit 2 ;;
   esac
@@ -104,10 +105,17 @@ bench() {
 }
 
 more() {
-  local suite
-  for suite in wire sweep allgather reduce-scatter overlap beside "fsdp2 ${LAYERS:+--layers $LAYERS}"; do
+  local suite fsdp2="fsdp2 --compile --unit 2 --judged 50 ${LAYERS:+--layers $LAYERS}"
+  for suite in wire sweep allgather reduce-scatter overlap beside "$fsdp2"; do
     $PYTHON -m ep_plugin.bench.cli $suite --backend cuda --out benchmarks/results/
   done
+}
+
+# The launcher tells NCCL and ep_plugin that the two are hosts of their own, which only sockets join.
+nodes() {
+  local each=$((GPUS / 2))
+  $PYTHON -m ep_plugin.testing.nodes --device cuda --nodes 2 --ranks $each -- $PYTHON -m ep_plugin.bench.cli allgather \
+    --backend cuda --ranks $((2 * each)) --nodes 2 --size $((64 << 20)) --out benchmarks/results/
 }
 
 # The name of its result, the script and its options.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu.sh"
+DOCS = SCRIPT.parents[1] / "docs"
 # Writes down how it was called, and an example's metrics where it was asked for them.
 PYTHON = """#!/bin/sh
 echo "$@" >> "$CALLS"
@@ -60,8 +61,8 @@ def test_other_words_are_refused_before_any_step(tree: Path, steps: tuple[str, .
 @pytest.mark.parametrize(
     ("step", "variables", "wanted"),
     [
-        ("more", {}, "fsdp2 --backend cuda"),
-        ("more", {"LAYERS": "8"}, "fsdp2 --layers 8 --backend cuda"),
+        ("more", {}, "fsdp2 --compile --unit 2 --judged 50 --backend cuda"),
+        ("more", {"LAYERS": "8"}, "fsdp2 --compile --unit 2 --judged 50 --layers 8 --backend cuda"),
         ("train", {}, "train_qwen3_moe.py --preset 30b-a3b --layers 4 "),
         ("deepseek", {}, "train_deepseek_hf.py --preset v3 --compare all_to_all --launch 2 --out runs/"),
         ("deepseek", {"LAYERS": "2", "STEPS": "8"}, "train_deepseek_megatron.py --layers 2 --compare alltoall"),
@@ -71,6 +72,23 @@ def test_layers_are_those_of_what_trains(tree: Path, step: str, variables: dict[
     done, calls = run(tree, step, **variables)
     assert done.returncode == 0, done.stderr
     assert len([call for call in calls if wanted in call]) == 1
+
+
+def test_what_the_docs_say_of_fsdp2_is_what_runs(tree: Path) -> None:
+    said = re.findall(r"`ep-bench (fsdp2 --backend cuda [^`]*)`", (DOCS / "fsdp2.md").read_text())
+    _, calls = run(tree, "more")
+    (ran,) = (call.split(" cli ")[-1] for call in calls if "fsdp2" in call)
+    assert said and all(set(command.split()) <= set(ran.split()) for command in said)
+
+
+def test_two_emulated_nodes_have_half_the_gpus_each(tree: Path) -> None:
+    done, (call,) = run(tree, "nodes")
+    assert done.returncode == 0, done.stderr
+    launcher, bench = call.split(f" -- {tree}/bin/python ")
+    assert launcher == "-m ep_plugin.testing.nodes --device cuda --nodes 2 --ranks 1"
+    assert bench == (
+        "-m ep_plugin.bench.cli allgather --backend cuda --ranks 2 --nodes 2 --size 67108864 --out benchmarks/results/"
+    )
 
 
 @pytest.mark.parametrize(
