@@ -258,7 +258,7 @@ def test_what_a_call_launches_is_kept_while_the_blocks_are_the_same() -> None:
     [
         ("auto", 16, 4, 3),
         ("auto", 32 << 10, 2, 8),
-        ("auto", cuda.SMALL_BYTES // 4, 4, 96),
+        ("auto", cuda.SMALL_BYTES // 4, 4, 66),
         ("auto", 1 << 20, 4, 64),
         ("auto", cuda.SM_BELOW_BYTES // 4, 4, 0),
         ("auto", cuda.SM_BELOW_BYTES // 4 - 16, 4, 64),
