@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,8 @@ from tests.fault_cases import nothing_left_behind
 from tests.ranks import run_ranks, values
 
 # Ranks, and ranks of an emulated node (None: all of them).
-WORLDS = [(1, None), (2, None), (3, None), (5, None), (6, None), (4, 2), (6, 3), (3, 1)]
+WORLDS = [(1, None), (2, None), (3, None), (4, None), (5, None), (6, None), (7, None), (8, None)]
+WORLDS += [(3, 1), (4, 2), (6, 3)]
 LARGE = CHUNK_BYTES["cpu"] + 4097  # bytes of a shard: more than one rail chunk, and not a whole number of them
 
 
@@ -37,7 +37,7 @@ def _env(per_node: int | None) -> dict[str, str]:
 
 
 def _gathers(rank: int, size: int) -> int:
-    cases = [(count, dtype) for count in SIZES for dtype in (torch.uint8, BF16)]
+    cases = [(count, dtype) for count in SIZES[:: 1 if size <= 6 else 3] for dtype in (torch.uint8, BF16)]
     cases += [(129, dtype) for dtype in DTYPES] + [(LARGE, torch.uint8)]
     with HierarchicalAllGather() as gather:
         for seed, (count, dtype) in enumerate(cases):
@@ -69,7 +69,8 @@ def test_all_gather_is_bit_exact(size: int, per_node: int | None) -> None:
 def _sums(rank: int, size: int, per_node: int) -> None:
     premul = dist._make_nccl_premul_sum(0.375)
     operations = [(dist.ReduceOp.SUM, 1.0), (dist.ReduceOp.AVG, 1.0 / size), (premul, 0.375)]
-    cases = [(count, dtype) for count in (1, 5, 4097, 70_001) for dtype in (BF16, FP16, FP32, FP64)]
+    dtypes = (BF16, FP16, FP32, FP64) if size <= 6 else (BF16, FP32)
+    cases = [(count, dtype) for count in (1, 5, 4097, 70_001) for dtype in dtypes]
     cases += [(CHUNK_BYTES["cpu"] // 2 + 13, BF16)]
     with HierarchicalReduceScatter() as scatter:
         for seed, (count, dtype) in enumerate(cases):
@@ -214,34 +215,6 @@ def _one_element(rank: int) -> None:
 
 def test_strides_of_one_element_mean_nothing() -> None:
     values(run_ranks(2, _one_element))
-
-
-def _two_groups(rank: int, size: int, calls: int) -> None:
-    """Every rank is in the group of all and in one of two: their operations alternate, with outputs old and new."""
-    halves = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
-    half = halves[rank % 2]
-    peers = dist.get_process_group_ranks(half)
-    with HierarchicalAllGather() as all_ranks, HierarchicalAllGather(half) as some:
-        base = torch.arange(4, dtype=torch.int32)
-        kept: list[Any] = []
-        for call in range(calls):
-            for gather, members in ((all_ranks, range(size)), (some, peers)):
-                mine = base + (call * size + rank)
-                out = gather.allocate(4 * len(members), torch.int32)
-                gather(out, mine)
-                if call % 97 == 0:
-                    kept = [*kept[-3:], (out, [int(base[j]) + call * size + m for m in members for j in range(4)])]
-        for out, expected in kept:
-            assert out.tolist() == expected
-        assert all(len(gather.engine_on(torch.device("cpu")).blocks) <= 6 for gather in (all_ranks, some))
-        kept.clear()
-        del out
-    nothing_left_behind()
-
-
-@pytest.mark.slow
-def test_very_many_small_gathers_of_two_groups_lose_and_leak_nothing() -> None:
-    values(run_ranks(4, _two_groups, 4, 10_000, timeout_s=600))
 
 
 def _uneven_lifetimes(rank: int, size: int) -> int:

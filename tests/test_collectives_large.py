@@ -1,0 +1,76 @@
+"""All-gather and reduce-scatter of shards above 2 GiB: no count of bytes or elements fits 32 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
+from tests.ranks import run_ranks, values
+
+RANKS = 2
+WORDS = (1 << 29) + 1025  # of 4 bytes, of a shard
+STEP = 1 << 18  # words that are filled or looked at together
+NEEDED = 2 * RANKS * RANKS * WORDS * 4  # bytes, of which the ranks' tensors are half
+
+
+def _available() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+
+
+needs_memory = pytest.mark.skipif(_available() < NEEDED, reason=f"needs {NEEDED >> 30} GiB of free memory")
+
+
+def _parts(shard: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parts of `shard`, and a number for each of their elements that tells it from those around it."""
+    numbers = torch.arange(STEP, dtype=torch.int32) % 8191
+    for index, part in enumerate(shard.split(STEP)):
+        yield part, numbers[: len(part)] + 7 * index
+
+
+def _fill(shard: torch.Tensor, rank: int) -> None:
+    for part, numbers in _parts(shard):
+        part.copy_(numbers + 1000 * rank)
+
+
+def _assert_is(shard: torch.Tensor, expected: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for index, (part, numbers) in enumerate(_parts(shard)):
+        assert torch.equal(part, expected(numbers).to(part.dtype)), f"words from {index * STEP} on"
+
+
+def _gather(rank: int, memory: str) -> None:
+    with HierarchicalAllGather() as gather:
+        make = gather.allocate if memory == "mapped" else torch.empty
+        out = make(RANKS * WORDS, dtype=torch.int32, device="cpu")
+        shards = out.split(WORDS)
+        _fill(shards[rank], rank)
+        gather(out, shards[rank])
+        for source, shard in enumerate(shards):
+            _assert_is(shard, lambda numbers, source=source: numbers + 1000 * source)
+
+
+@needs_memory
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["mapped", "foreign"])
+def test_a_gather(memory: str) -> None:
+    values(run_ranks(RANKS, _gather, memory, timeout_s=200))
+
+
+def _sum(rank: int) -> None:
+    with HierarchicalReduceScatter() as scatter:
+        given = scatter.allocate(RANKS * WORDS, dtype=torch.float32, device="cpu")
+        shards = given.split(WORDS)
+        for to, shard in enumerate(shards):
+            _fill(shard, 2 * rank + to)
+        scatter(shards[rank], given)
+        _assert_is(shards[rank], lambda numbers: RANKS * (numbers + 1000 * rank) + 2000)
+
+
+@needs_memory
+@pytest.mark.slow
+def test_a_sum() -> None:
+    values(run_ranks(RANKS, _sum, timeout_s=200))
