@@ -22,7 +22,7 @@ from ep_plugin.moe import validate
 from ep_plugin.moe.autograd import weigh_back
 from tests import simt
 from tests.collective_cases import BF16, FP16, FP32, gathered_by_gloo, poisoned, reduced, same_bits, shard
-from tests.gpu import checks, early, features, gradients
+from tests.gpu import checks, early, features, gradients, small_operations
 from tests.gpu import test_faults as faults
 from tests.gpu_stand_in import serve_with
 from tests.ranks import run_ranks, values
@@ -162,21 +162,33 @@ def test_gathers(size: int, path: str) -> None:
     _on_ranks(size, _gathers, path)
 
 
-def _numbers_come_round(rank: int, size: int) -> None:
-    with HierarchicalAllGather() as gather:
-        serve_with(gather, "auto", simt.load())
-        tiny, count = torch.zeros(1, dtype=BF16), 40_001
-        for seed in range(2):
-            mine, whole = shard(seed, rank, count, BF16), poisoned(size * count, BF16)
-            gather(whole, mine)
-            assert same_bits(whole, gathered_by_gloo(mine)), seed
-            for _ in range(2047):
-                gather(torch.empty(size, dtype=BF16), tiny)
+def _numbers_come_round(rank: int, size: int) -> list[list[int]]:
+    """The calls of small gathers and of small sums that were wrong."""
+    calls, cpu = small_operations.PERIOD + 20, torch.device("cpu")
+    with HierarchicalAllGather() as gather, HierarchicalReduceScatter() as scatter:
+        for made in (gather, scatter):
+            serve_with(made, "auto", simt.load())
+        return [
+            small_operations.gathers(gather, rank, size, cpu, calls),
+            small_operations.sums(scatter, rank, size, cpu, calls),
+        ]
 
 
-def test_numbers_of_small_gathers_come_round() -> None:
+def test_numbers_of_small_operations_come_round() -> None:
     """The flag of the 2048th operation after is the same: what the first one left must not be taken for it."""
-    _on_ranks(2, _numbers_come_round)
+    assert _on_ranks(2, _numbers_come_round) == [[[], []]] * 2
+
+
+def _told_by_kernels(rank: int, size: int, name: str, odd: int) -> str:
+    made = small_operations.DIFFERENT[name][0]()
+    serve_with(made, "auto", simt.load())
+    return small_operations.told_by_kernels(made, name, rank == odd, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", [name for name in small_operations.DIFFERENT if name != "a sum that is not small"])
+def test_kernels_find_small_operations_that_differ(name: str) -> None:
+    for said in _on_ranks(3, _told_by_kernels, name, 1):
+        assert small_operations.DIFFERENT[name][2] in said, said
 
 
 def _sums(rank: int, size: int, path: str) -> None:
