@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 import torch.distributed as dist
 
@@ -53,6 +55,25 @@ def reduced(whole: list[torch.Tensor], rank: int, per_node: int, scale: float) -
 
 def poisoned(count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((count * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype)
+
+
+def _numbered(shard: torch.Tensor, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parts of `shard`, of `step` elements, and a number for each element that tells it from those around it."""
+    numbers = torch.arange(min(step, len(shard)), dtype=torch.int32, device=shard.device) % 8191
+    for index, part in enumerate(shard.split(step)):
+        yield part, numbers[: len(part)] + 7 * index
+
+
+def fill_numbered(shard: torch.Tensor, added: int, step: int) -> None:
+    """A shard of gigabytes: numbers that go round, and `added`."""
+    for part, numbers in _numbered(shard, step):
+        part.copy_(numbers + added)
+
+
+def assert_numbered(shard: torch.Tensor, expected: Callable[[torch.Tensor], torch.Tensor], step: int) -> None:
+    """That each element of `shard` is what `expected` makes of the numbers, part by part."""
+    for index, (part, numbers) in enumerate(_numbered(shard, step)):
+        assert torch.equal(part, expected(numbers).to(part.dtype)), f"elements from {index * step} on"
 
 
 def gather_ones(comm: Collective, count: int) -> torch.Tensor:

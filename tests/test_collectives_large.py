@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
+from tests.collective_cases import assert_numbered, fill_numbered
 from tests.ranks import run_ranks, values
 
 RANKS = 2
@@ -25,32 +25,15 @@ def _available() -> int:
 needs_memory = pytest.mark.skipif(_available() < NEEDED, reason=f"needs {NEEDED >> 30} GiB of free memory")
 
 
-def _parts(shard: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of `shard`, and a number for each of their elements that tells it from those around it."""
-    numbers = torch.arange(STEP, dtype=torch.int32) % 8191
-    for index, part in enumerate(shard.split(STEP)):
-        yield part, numbers[: len(part)] + 7 * index
-
-
-def _fill(shard: torch.Tensor, rank: int) -> None:
-    for part, numbers in _parts(shard):
-        part.copy_(numbers + 1000 * rank)
-
-
-def _assert_is(shard: torch.Tensor, expected: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    for index, (part, numbers) in enumerate(_parts(shard)):
-        assert torch.equal(part, expected(numbers).to(part.dtype)), f"words from {index * STEP} on"
-
-
 def _gather(rank: int, memory: str) -> None:
     with HierarchicalAllGather() as gather:
         make = gather.allocate if memory == "mapped" else torch.empty
         out = make(RANKS * WORDS, dtype=torch.int32, device="cpu")
         shards = out.split(WORDS)
-        _fill(shards[rank], rank)
+        fill_numbered(shards[rank], 1000 * rank, STEP)
         gather(out, shards[rank])
         for source, shard in enumerate(shards):
-            _assert_is(shard, lambda numbers, source=source: numbers + 1000 * source)
+            assert_numbered(shard, lambda numbers, source=source: numbers + 1000 * source, STEP)
 
 
 @needs_memory
@@ -65,9 +48,9 @@ def _sum(rank: int) -> None:
         given = scatter.allocate(RANKS * WORDS, dtype=torch.float32, device="cpu")
         shards = given.split(WORDS)
         for to, shard in enumerate(shards):
-            _fill(shard, 2 * rank + to)
+            fill_numbered(shard, 2000 * rank + 1000 * to, STEP)
         scatter(shards[rank], given)
-        _assert_is(shards[rank], lambda numbers: RANKS * (numbers + 1000 * rank) + 2000)
+        assert_numbered(shards[rank], lambda numbers: RANKS * (numbers + 1000 * rank) + 2000, STEP)
 
 
 @needs_memory

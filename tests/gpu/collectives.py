@@ -34,7 +34,8 @@ def gathers(rank: int, size: int, path: str, backend: str | None = None) -> int:
     """Over the default group, or over one of all ranks with this `backend`."""
     device = device_of(rank)
     torch.cuda.set_device(device)
-    cases = [(count, torch.uint8) for count in SIZES] + [(129, dtype) for dtype in DTYPES] + [(LARGE, torch.uint8)]
+    counts = (*SIZES, LARGE) if size <= 4 else SIZES[1::2]
+    cases = [(count, torch.uint8) for count in counts] + [(129, dtype) for dtype in DTYPES]
     group = None if backend is None else dist.new_group(backend=backend)
     with HierarchicalAllGather(group, path=path) as gather:
         for seed, (count, dtype) in enumerate(cases):
@@ -178,24 +179,40 @@ def replayed(rank: int, size: int, path: str) -> int:
     return replays
 
 
-def two_groups(rank: int, size: int, calls: int) -> int:
-    """The group of all and one of two halves: their gathers alternate, by kernels and by copy engines."""
+# Elements of a shard: those of a few words, of many, and of more than kernels of words take.
+MIXED = (256, 4, 70_001, 17, 200_003)
+
+
+def two_groups(rank: int, size: int, calls: int) -> list[list[int]]:
+    """The group of all and another, of all too or of every other rank: their gathers alternate, by kernels and by copy
+    engines. Returns the number of the call and of the group of each that was wrong."""
     device = device_of(rank)
     torch.cuda.set_device(device)
-    halves = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
-    half = halves[rank % 2]
-    members = {None: list(range(size)), half: dist.get_process_group_ranks(half)}
-    with HierarchicalAllGather() as every, HierarchicalAllGather(half, path="copy_engine") as some:
-        wrong = torch.zeros((), dtype=torch.bool, device=device)
+    others = [dist.new_group(list(range(first, size, size // 2))) for first in range(size // 2)]
+    other = others[rank % len(others)]
+    members = [list(range(size)), dist.get_process_group_ranks(other)]
+    numbers = torch.arange(max(MIXED), dtype=torch.int32, device=device) * 1024
+    sources = [torch.tensor(ranks, dtype=torch.int32, device=device)[:, None] for ranks in members]
+    wrong = torch.zeros((calls, 2), dtype=torch.bool, device=device)
+    with HierarchicalAllGather() as every, HierarchicalAllGather(other, path="copy_engine") as some:
         for call in range(calls):
-            for gather, ranks in ((every, members[None]), (some, members[half])):
-                out = gather.allocate(len(ranks) * 256, torch.int32, device)
-                gather(out, torch.full((256,), call * size + rank, dtype=torch.int32, device=device))
-                sources = torch.tensor(ranks, dtype=torch.int32).to(device) + call * size
-                wrong |= (out.view(len(ranks), 256) != sources[:, None]).any()
-        assert not wrong.item()
-        assert all(len(gather.engine_on(device).blocks) <= 6 for gather in (every, some))
-    return calls
+            if call == calls // 2:
+                before = _taken(device)
+            count = MIXED[call % len(MIXED)]
+            for index, gather in enumerate((every, some)):
+                out = gather.allocate(len(members[index]) * count, torch.int32, device)
+                gather(out, numbers[:count] + (call * size + rank))
+                expected = numbers[:count] + (sources[index] + call * size)
+                wrong[call, index] = (out.view(-1, count) != expected).any()
+        after = _taken(device)
+        assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+        assert all(len(gather.engine_on(device).blocks) <= 12 for gather in (every, some))
+        return wrong.nonzero().tolist()
+
+
+def _taken(device: torch.device) -> tuple[int, int]:
+    """What this process has: bytes of PyTorch's on the device, and open files."""
+    return torch.cuda.memory_allocated(device), len(os.listdir("/proc/self/fd"))
 
 
 def without_sms(rank: int, size: int) -> bool:

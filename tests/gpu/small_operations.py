@@ -4,7 +4,6 @@ that disagree where nothing but the kernels compares what they call. On GPUs and
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.base import Collective
 from ep_plugin.errors import DisagreementError, PeerAborted
 from tests.collective_cases import BF16, FP16, FP32
+from tests.gpu.checks import device_of
 
 # Operations after which a flag says the same again: of their number it has 11 bits.
 PERIOD = 1 << 11
@@ -64,6 +64,19 @@ def sums(scatter: HierarchicalReduceScatter, rank: int, size: int, device: torch
         mine = starts[count][rank * count : (rank + 1) * count]
         torch.any(out != size * (mine + added) + size * (size - 1) // 2, out=wrong[call])
     return wrong.nonzero().flatten().tolist()
+
+
+KINDS: dict[str, tuple[type[Collective], Callable[..., list[int]]]] = {
+    "gathers": (HierarchicalAllGather, gathers),
+    "sums": (HierarchicalReduceScatter, sums),
+}
+
+
+def come_round(rank: int, size: int, kind: str) -> list[int]:
+    """The calls that are wrong, of so many on a GPU that each flag comes twice again."""
+    made, operations = KINDS[kind]
+    with made() as comm:
+        return operations(comm, rank, size, device_of(rank), 2 * PERIOD + 20)
 
 
 def _gather_of(gather: Any, count: int, device: torch.device, dtype: torch.dtype = FP32) -> None:
@@ -122,9 +135,13 @@ def told_by_kernels(made: Collective, name: str, odd: bool, device: torch.device
             _synchronize(device)
             made.check()
             time.sleep(0.05)
-    with contextlib.suppress(DisagreementError, PeerAborted):
-        made.close()
+    made.close()
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def differs(rank: int, name: str, odd: int) -> str:
+    """What a rank on a GPU is told by its kernels."""
+    return told_by_kernels(DIFFERENT[name][0](), name, rank == odd, device_of(rank))
 
 
 def _synchronize(device: torch.device) -> None:

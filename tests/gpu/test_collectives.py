@@ -6,13 +6,20 @@ import signal
 
 import pytest
 
-from tests.gpu import collectives
+from tests.gpu import collectives, large, small_operations
 from tests.ranks import run_ranks, values
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("path", collectives.PATHS)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("size", "path"),
+    [
+        *((size, path) for size in (2, 3, 4, 8) for path in collectives.PATHS),
+        (5, "auto"),
+        (6, "sm"),
+        (7, "copy_engine"),
+    ],
+)
 def test_all_gather_is_bit_exact(size: int, path: str) -> None:
     values(run_ranks(size, collectives.gathers, size, path, timeout_s=200))
 
@@ -60,8 +67,36 @@ def test_captured_operations_are_right_in_every_replay(path: str) -> None:
 
 
 @pytest.mark.gpu(1)
-def test_gathers_of_two_groups_alternate() -> None:
-    values(run_ranks(4, collectives.two_groups, 4, 1000, timeout_s=250))
+@pytest.mark.parametrize(("size", "calls"), [(2, 3000), (4, 250)])
+def test_gathers_of_two_groups_alternate(size: int, calls: int) -> None:
+    assert values(run_ranks(size, collectives.two_groups, size, calls, timeout_s=250)) == [[]] * size
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("kind", small_operations.KINDS)
+def test_numbers_of_small_operations_come_round(kind: str) -> None:
+    assert values(run_ranks(2, small_operations.come_round, 2, kind, timeout_s=250)) == [[]] * 2
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("name", small_operations.DIFFERENT)
+def test_kernels_find_small_operations_that_differ(name: str) -> None:
+    for said in values(run_ranks(3, small_operations.differs, name, 1, timeout_s=100)):
+        assert small_operations.DIFFERENT[name][2] in said, said
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.xdist_group("much memory")
+@pytest.mark.parametrize("memory", ["mapped", "foreign"])
+@pytest.mark.parametrize("path", ["copy_engine", "sm"])
+def test_a_gather_of_more_than_two_gibibytes(path: str, memory: str) -> None:
+    values(run_ranks(2, large.gather, 2, path, memory, timeout_s=200))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.xdist_group("much memory")
+def test_a_sum_of_more_than_two_gibibytes() -> None:
+    values(run_ranks(2, large.scatter, 2, "auto", timeout_s=200))
 
 
 @pytest.mark.gpu(2)
@@ -93,6 +128,6 @@ def test_a_dead_rank_is_named_by_every_survivor(path: str, behind: int) -> None:
     victim = 1
     outcomes = run_ranks(3, collectives.survive, path, victim, behind, timeout_s=100)
     assert outcomes[victim].exitcode == -signal.SIGKILL
-    for rank, step, took in values([outcomes[0], outcomes[2]]):
-        assert (rank, step) == (victim, "scatter" if path == "sum" else "gather")
-        assert took < collectives.DEADLINE_S + 10
+    for blamed, step, took in values([outcomes[0], outcomes[2]]):
+        assert (blamed, step) == (victim, "scatter" if path == "sum" else "gather")
+        assert took < collectives.DEADLINE_S + 5, f"it took {took:.1f} s"
