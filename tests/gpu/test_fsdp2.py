@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ep_plugin.integrations import fsdp2
+from tests.gpu import fsdp2 as on_gpus
 from tests.gpu.checks import device_of
 from tests.integrations import fsdp2_cases as cases
 from tests.ranks import run_ranks, values
@@ -71,3 +76,34 @@ def test_a_sharded_model_becomes_what_the_whole_one_does(shape: tuple[int, ...],
             assert gathers >= STEPS * micro_batches * cases.LAYERS and scatters == STEPS * (cases.LAYERS + 1)
         else:  # a rank alone in its shard group has nothing to exchange in it
             assert (gathers, scatters) == (0, 0)
+
+
+WORLD = 4  # pairs of ranks to shard over, and of replicas
+
+
+@pytest.fixture(scope="module")
+def results() -> Callable[[], list[dict[str, Any]]]:
+    """Results by case of every rank; the ranks run once however many tests ask."""
+    return functools.cache(lambda: values(run_ranks(WORLD, on_gpus.run_cases, timeout_s=280)))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.xdist_group("fsdp2")
+@pytest.mark.parametrize("name", cases.CASES)
+def test_as_with_plain_torch(results: Callable[[], list[dict[str, Any]]], name: str) -> None:
+    limit = max(cases.CASES[name].limit, CLOSE)
+    for rank in results():
+        result = rank[name]
+        assert isinstance(result, dict), result
+        assert result["losses"] <= limit and result["parameters"] <= limit, result
+        assert result["ran"] == result["plain"] and min(result["ran"]) > 0 and result["left"] == (0, 0), result
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.skipif(os.environ.get("CUDA_LAUNCH_BLOCKING") == "1", reason="launches wait for the device")
+@pytest.mark.parametrize("width", [40, 512])
+def test_a_step_synchronises_nothing(width: int) -> None:
+    """width: of small shards, and of larger ones."""
+    for ahead, gathers, scatters in values(run_ranks(2, on_gpus.steps_ahead_of_the_device, width, timeout_s=120)):
+        assert ahead, "the host has waited for the device"
+        assert gathers >= cases.LAYERS and scatters == cases.LAYERS + 1

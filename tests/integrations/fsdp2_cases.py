@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -118,15 +119,15 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def build(case: Case, *, gloo_reduces: bool = False, mesh: DeviceMesh | None = None) -> Model:
-    """The sharded model, equal whenever it is built. ``mesh``: None is one over all ranks."""
+def build(case: Case, *, gloo_reduces: bool = False, mesh: DeviceMesh | None = None, device_type: str = "cpu") -> Model:
+    """The sharded model, equal whenever it is built. ``mesh``: None is one over all ranks, of this type of device."""
     torch.manual_seed(0)
     model = Model(case)
     world = dist.get_world_size()
     shape, names = ((world,), ("shard",))
     if case.replicas > 1:
         shape, names = (case.replicas, world // case.replicas), ("replicate", "shard")
-    options = {"mesh": mesh or init_device_mesh("cpu", shape, mesh_dim_names=names), **case.fully_shard}
+    options = {"mesh": mesh or init_device_mesh(device_type, shape, mesh_dim_names=names), **case.fully_shard}
     if case.grouped:
         for first in range(0, LAYERS, 2):
             fully_shard([model.blocks[first], model.blocks[first + 1]], **options)
@@ -174,15 +175,26 @@ class Trained:
     parameters: dict[str, torch.Tensor]
 
 
-def train(case: Case, model: Model, *, steps: int = STEPS) -> Trained:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
+_adamw = functools.partial(torch.optim.AdamW, lr=2e-3, foreach=False)
+
+
+def train(
+    case: Case,
+    model: Model,
+    *,
+    steps: int = STEPS,
+    device: torch.device | None = None,
+    optimizer_of: Callable[..., torch.optim.Optimizer] = _adamw,
+) -> Trained:
+    """Batches that only a rank's own seeds decide. ``device``: where they lie, the CPU unless it is given."""
+    optimizer = optimizer_of(model.parameters())
     losses = []
     for step in range(steps):
         total = 0.0
         for micro in range(case.micro_batches):
             last = micro == case.micro_batches - 1
             model.set_requires_gradient_sync(last or case.sync_each)
-            total += _backward(case, model, seed=100 * step + micro)
+            total += _backward(case, model, 100 * step + micro, device)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total / case.micro_batches)
@@ -190,9 +202,9 @@ def train(case: Case, model: Model, *, steps: int = STEPS) -> Trained:
     return Trained(losses, shards)
 
 
-def _backward(case: Case, model: Model, *, seed: int) -> float:
+def _backward(case: Case, model: Model, seed: int, device: torch.device | None) -> float:
     generator = torch.Generator().manual_seed(10_000 * seed + dist.get_rank())
-    ids = torch.randint(61, (case.sequences, 7), generator=generator)
+    ids = torch.randint(61, (case.sequences, 7), generator=generator).to(device)
     if case.unshard:
         handle = model.unshard(async_op=case.unshard == "async")
         pending = [block.unshard(async_op=case.unshard == "async") for block in model.blocks[:2]]
