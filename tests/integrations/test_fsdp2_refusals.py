@@ -1,0 +1,81 @@
+"""Models and versions of PyTorch that FSDP2's integration does not serve: refused with what to do instead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integrations import fsdp2_cases as cases
+from tests.ranks import run_ranks, values
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            nn.Linear(2, 2),
+            "expected modules wrapped by FSDP2, got Linear without any; call torch.distributed.fsdp.fully",
+        ),
+        (nn.Linear(2, 2).parameters(), "expected a torch.nn.Module, got generator"),
+    ],
+    ids=["not wrapped", "no module"],
+)
+@pytest.mark.parametrize("call", ["enable", "disable", "launches"])
+def test_a_model_that_is_not_sharded_is_refused(model: Any, message: str, call: str) -> None:
+    from ep_plugin.integrations import fsdp2
+
+    with pytest.raises(ValueError, match=message):
+        getattr(fsdp2, call)(model)
+
+
+def test_other_wrappers_are_refused_by_name() -> None:
+    (messages,) = values(run_ranks(1, _refusals))
+    assert "FullyShardedDataParallel, which is FSDP1; use torch.distributed.fsdp.fully_shard" in messages[0]
+    assert "DistributedDataParallel, which replicates and gathers nothing" in messages[1]
+
+
+def _refusals(rank: int) -> list[str]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    from ep_plugin.integrations import fsdp2
+
+    fsdp1 = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # its constructor wants a GPU
+    nn.Module.__init__(fsdp1)
+    messages = []
+    for wrapped in (fsdp1, nn.parallel.DistributedDataParallel(nn.Linear(2, 2))):
+        with pytest.raises(ValueError) as caught:
+            fsdp2.enable(wrapped)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_an_fsdp2_without_the_places_is_refused_by_version() -> None:
+    (message,) = values(run_ranks(1, _without_the_places))
+    assert message.startswith(f"FSDP2 of PyTorch {torch.__version__} is not supported: expected parameter groups with")
+
+
+def _without_the_places(rank: int) -> str:
+    from ep_plugin.errors import NotSupported
+    from ep_plugin.integrations import fsdp2
+
+    model = cases.build(cases.Case())
+    del model._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm
+    with pytest.raises(NotSupported) as caught:
+        fsdp2.enable(model)
+    return str(caught.value)
+
+
+def test_the_one_parameter_group_of_older_versions() -> None:
+    """PyTorch 2.11: a state has one parameter group, or None, and no list of them."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    from ep_plugin.integrations.fsdp2 import hooks
+
+    group = SimpleNamespace(mesh_info=FSDPMeshInfo.__new__(FSDPMeshInfo))
+    for present, expected in ((group, [group]), (None, [])):
+        state = SimpleNamespace(_fsdp_param_group=present)
+        assert list(hooks._groups_of_module(SimpleNamespace(_get_fsdp_state=lambda state=state: state))) == expected
