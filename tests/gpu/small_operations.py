@@ -73,10 +73,10 @@ KINDS: dict[str, tuple[type[Collective], Callable[..., list[int]]]] = {
 
 
 def come_round(rank: int, size: int, kind: str) -> list[int]:
-    """The calls that are wrong, of so many on a GPU that each flag comes twice again."""
+    """The calls that are wrong, of so many on a GPU that flags come again."""
     made, operations = KINDS[kind]
     with made() as comm:
-        return operations(comm, rank, size, device_of(rank), 2 * PERIOD + 20)
+        return operations(comm, rank, size, device_of(rank), PERIOD + 200)
 
 
 def _gather_of(gather: Any, count: int, device: torch.device, dtype: torch.dtype = FP32) -> None:

@@ -84,10 +84,11 @@ WORLD = 4  # pairs of ranks to shard over, and of replicas
 @pytest.fixture(scope="module")
 def results() -> Callable[[], list[dict[str, Any]]]:
     """Results by case of every rank; the ranks run once however many tests ask."""
-    return functools.cache(lambda: values(run_ranks(WORLD, on_gpus.run_cases, timeout_s=280)))
+    return functools.cache(lambda: values(run_ranks(WORLD, on_gpus.run_cases, timeout_s=400)))
 
 
 @pytest.mark.gpu(1)
+@pytest.mark.timeout(450)
 @pytest.mark.xdist_group("fsdp2")
 @pytest.mark.parametrize("name", cases.CASES)
 def test_as_with_plain_torch(results: Callable[[], list[dict[str, Any]]], name: str) -> None:
