@@ -142,7 +142,7 @@ class Lane {
       if (!waits || pushed > pushed_before || room > room_before) patience = Patience{};
       const bool go_on =
           !waits || patience.keep_waiting(run_, to, 0, before_ + room - slots_ + 1, before_ + room - slots_);
-      if (!__all_sync(kAllLanes, go_on) || faulted(comm)) return;
+      if (!__all_sync(kAllLanes, go_on && !faulted(comm))) return;
     }
   }
 
@@ -181,7 +181,7 @@ class Lane {
       }
       if (is_peer && here <= landed)
         go_on = is_alike(run_, from, args_.bytes) && patience.keep_waiting(run_, from, 0, landed + 1, here);
-      if (!__all_sync(kAllLanes, go_on) || faulted(comm)) return;
+      if (!__all_sync(kAllLanes, go_on && !faulted(comm))) return;
     }
   }
 
