@@ -188,7 +188,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         found.append(f"experts: {result['experts']}")
         ratio = "" if result["above_ratio"] is None else f"; ratio {result['above_ratio']:.2f}"
         found.append(f"above the experts' own compute: {above}{ratio}")
-    if result["suite"] == "fsdp2":
+    if result.get("suite") == "fsdp2":
         found += fsdp2_notes(result)
     return [*found, *result.get("left_out", [])]
 
