@@ -36,6 +36,7 @@ struct Units {
 __device__ __forceinline__ uint32_t load_unit(Address shard, int64_t begin, int64_t bytes) {
   if (shard % kUnitBytes == 0 && begin + kUnitBytes <= bytes) return *at<const uint32_t>(shard, begin);
   uint32_t value = 0;
+#pragma unroll 1
   for (int64_t i = begin; i < min(begin + kUnitBytes, bytes); ++i)
     value |= static_cast<uint32_t>(*at<const unsigned char>(shard, i)) << 8 * (i - begin);
   return value;
@@ -45,21 +46,38 @@ __device__ __forceinline__ void store_unit(Address shard, int64_t begin, int64_t
     *at<uint32_t>(shard, begin) = value;
     return;
   }
+#pragma unroll 1
   for (int64_t i = begin; i < min(begin + kUnitBytes, bytes); ++i)
     *at<unsigned char>(shard, i) = static_cast<unsigned char>(value >> 8 * (i - begin));
 }
 
+// All units of a word are aligned and within the shard, as most are.
+__device__ __forceinline__ bool is_whole(Address shard, int64_t first, int64_t bytes) {
+  return shard % kUnitBytes == 0 && (first + (kWordUnits - 1) * kWordsAbreast + 1) * kUnitBytes <= bytes;
+}
 __device__ __forceinline__ Units load_units(Address shard, int word, int64_t bytes) {
+  const int64_t first = first_unit_of(word);
   Units units;
+  if (is_whole(shard, first, bytes)) {
+#pragma unroll
+    for (int u = 0; u < kWordUnits; ++u) units.unit[u] = at<const uint32_t>(shard)[first + u * kWordsAbreast];
+    return units;
+  }
 #pragma unroll
   for (int u = 0; u < kWordUnits; ++u)
-    units.unit[u] = load_unit(shard, (first_unit_of(word) + u * kWordsAbreast) * kUnitBytes, bytes);
+    units.unit[u] = load_unit(shard, (first + u * kWordsAbreast) * kUnitBytes, bytes);
   return units;
 }
 __device__ __forceinline__ void store_units(Address shard, int word, int64_t bytes, const Units& units) {
+  const int64_t first = first_unit_of(word);
+  if (is_whole(shard, first, bytes)) {
+#pragma unroll
+    for (int u = 0; u < kWordUnits; ++u) at<uint32_t>(shard)[first + u * kWordsAbreast] = units.unit[u];
+    return;
+  }
 #pragma unroll
   for (int u = 0; u < kWordUnits; ++u)
-    store_unit(shard, (first_unit_of(word) + u * kWordsAbreast) * kUnitBytes, bytes, units.unit[u]);
+    store_unit(shard, (first + u * kWordsAbreast) * kUnitBytes, bytes, units.unit[u]);
 }
 
 __device__ __forceinline__ uint64_t both(uint32_t low, uint32_t high) {
@@ -96,14 +114,14 @@ struct Words {
   const uint64_t number;  // of the operation, among small ones
   const uint32_t flag;
 
-  __device__ Words(const SmallShardsArgs& args, const Run& run)
+  __device__ Words(const SmallShardsArgs& args, const Run& run, uint64_t number)
       : args(args),
         run(run),
         count(static_cast<int>(words_of(args.bytes))),
         peer((args.comm.rank + 1 + static_cast<int>(blockIdx.x) % (args.comm.num_ranks - 1)) % args.comm.num_ranks),
         first(static_cast<int>(blockIdx.x) / (args.comm.num_ranks - 1) * kThreads + static_cast<int>(threadIdx.x)),
         step(static_cast<int>(gridDim.x) / (args.comm.num_ranks - 1) * kThreads),
-        number(device_control(args.comm, args.comm.rank).small + 1),
+        number(number),
         flag(small_flag(number, args.bytes, args.element)) {}
 
   __device__ FlaggedWord* at_rank(int owner, int source) const {
@@ -244,10 +262,11 @@ __device__ void poison(const SmallShardsArgs& args) {
 template <class Sum>
 __global__ void __launch_bounds__(kThreads, 1) small_kernel(const __grid_constant__ SmallShardsArgs args) {
   constexpr bool kGathers = std::is_same<Sum, NoSum>::value;
+  const uint64_t number = device_control(args.comm, args.comm.rank).small + 1;  // on its way while the CTA joins
   const Run run = enter_collective(args.comm, kGathers ? kGather : kScatter);
   bool ok = run.ok;
   if (ok) {
-    const Words words(args, run);
+    const Words words(args, run, number);
     send_words(words);
     tell_size(run, args.bytes);
     expire_words(words);
@@ -258,7 +277,7 @@ __global__ void __launch_bounds__(kThreads, 1) small_kernel(const __grid_constan
   }
   ok = __syncthreads_and(ok) != 0;
   if (!ok) poison(args);
-  if (leave_collective(run, ok)) ++device_control(args.comm, args.comm.rank).small;
+  if (leave_collective(run, ok)) device_control(args.comm, args.comm.rank).small = number;
 }
 
 template <class Sum>
