@@ -113,6 +113,7 @@ more() {
 
 # The launcher tells NCCL and ep_plugin that the two are hosts of their own, which only sockets join.
 nodes() {
+  if [ "$GPUS" -lt 2 ]; then echo "gpu.sh: nodes: expected 2 GPUs or more, found $GPUS" >&2; return 1; fi
   local each=$((GPUS / 2))
   $PYTHON -m ep_plugin.testing.nodes --device cuda --nodes 2 --ranks $each -- $PYTHON -m ep_plugin.bench.cli allgather \
     --backend cuda --ranks $((2 * each)) --nodes 2 --size $((64 << 20)) --out benchmarks/results/

@@ -148,28 +148,79 @@ def test_auto_without_a_dispatch(checkpoints: Path) -> None:
     assert _on_two_ranks(_auto, checkpoints) == [([], ["shared"] * cases.LAYERS)] * 2
 
 
-def _modes(rank: int, checkpoints: Path) -> dict[str, list[str]]:
+def _checkpointed(model: torch.nn.Module, reentrant: bool) -> Callable:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+MODES: dict[str, Callable[[torch.nn.Module], Callable]] = {
+    "checkpointed": lambda model: _checkpointed(model, False),
+    "checkpointed by a reentrant backward": lambda model: _checkpointed(model, True),
+    "compiled": lambda model: torch.compile(model, backend="aot_eager"),
+}
+
+
+def _modes(rank: int, checkpoints: Path) -> dict[str, tuple[list[str], list[str]]]:
+    """What differs from the same mode without overlap, and the order in the first forward."""
     integration, found = _ours(), {}
-    for name in ("checkpointed", "compiled"):
-        expected = _results(cases._load(checkpoints, CASE, "ep_plugin"), CASE, rank)
-        model = cases._load(checkpoints, CASE, "ep_plugin")
+    for name, mode in MODES.items():
+        plain, model = (cases._load(checkpoints, CASE, "ep_plugin") for _ in range(2))
+        expected = _results(plain, CASE, rank, mode(plain))
         integration.overlap_shared_experts(model)
-        run: Callable = model
-        if name == "checkpointed":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            run = torch.compile(model, backend="aot_eager")
-        ours = _results(model, CASE, rank, run)
-        limit = cases.LIMITS[CASE.dtype]
-        found[name] = [key for key, differs in cases._difference(ours, expected).items() if differs > limit]
-        kept = [getattr(layer.mlp.shared_experts.forward, "__self__", None) for layer in model.model.layers]
-        assert all(ahead is None or (ahead.given is None and ahead.made is None) for ahead in kept)
+        with pytest.MonkeyPatch.context() as patch:
+            order = _Order(model, patch)
+            differ = _same(_results(model, CASE, rank, mode(model)), expected)
+        found[name] = differ, order.seen[: 2 * cases.LAYERS]
+        for layer in model.model.layers:
+            ahead = layer.mlp.shared_experts.forward.__self__
+            assert ahead.given is None and ahead.made is None
     return found
 
 
 def test_checkpointed_and_compiled_models(checkpoints: Path) -> None:
     for found in _on_two_ranks(_modes, checkpoints, timeout_s=280):
-        assert found == {"checkpointed": [], "compiled": []}
+        assert found == dict.fromkeys(MODES, ([], ["shared", "dispatched"] * cases.LAYERS))
+
+
+def _hooked(rank: int, checkpoints: Path) -> list[str]:
+    """A hook of the shared experts that changes what they return runs once."""
+    integration, results = _ours(), []
+    for overlaps in (False, True):
+        model = cases._load(checkpoints, CASE, "ep_plugin")
+        if overlaps:
+            integration.overlap_shared_experts(model)
+        for layer in model.model.layers:
+            layer.mlp.shared_experts.register_forward_hook(lambda module, args, output: 2 * output)
+        results.append(_results(model, CASE, rank))
+    return _same(results[1], results[0])
+
+
+def test_hooks_run_once(checkpoints: Path) -> None:
+    assert _on_two_ranks(_hooked, checkpoints) == [[], []]
+
+
+def _given_another(shared: torch.nn.Module) -> None:
+    ahead = shared.forward
+    shared.forward = lambda hidden_states: ahead(hidden_states + 0)
+
+
+def _written_to(shared: torch.nn.Module) -> None:
+    ahead = shared.forward
+    shared.forward = lambda hidden_states: ahead(_touched(hidden_states))
+
+
+def _touched(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        tensor.add_(0)
+    return tensor
+
+
+DISTURBED: dict[str, Callable[[torch.nn.Module], object]] = {
+    "another input": _given_another,
+    "a written input": _written_to,
+    "a hook before forward": lambda shared: shared.register_forward_pre_hook(lambda *_: None),
+    "a hook in backward": lambda shared: shared.register_full_backward_hook(lambda *_: None),
+}
 
 
 def _refusals(rank: int, checkpoints: Path) -> dict[str, str]:
@@ -187,19 +238,20 @@ def _refusals(rank: int, checkpoints: Path) -> dict[str, str]:
     with pytest.raises(NotSupported) as unfit:
         _results(model, case, rank)
     said["shared first"] = str(unfit.value)
-    model = cases._load(checkpoints, CASE, "ep_plugin")
-    integration.overlap_shared_experts(model)
-    block = model.model.layers[0].mlp
-    residual = type(block.shared_experts).__call__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            type(block.shared_experts),
-            "__call__",
-            lambda module, x: residual(module, x if module.forward.__self__.ahead else x + 0),
-        )
+    for name, disturb in DISTURBED.items():
+        model = cases._load(checkpoints, CASE, "ep_plugin")
+        integration.overlap_shared_experts(model)
+        disturb(model.model.layers[0].mlp.shared_experts)
         with pytest.raises(NotSupported) as unfit:
             _results(model, CASE, rank)
-    said["another input"] = str(unfit.value)
+        said[name] = str(unfit.value)
+    model = cases._load(checkpoints, CASE, "ep_plugin")
+    shared = model.model.layers[0].mlp.shared_experts
+    run = shared.forward
+    shared.forward = lambda hidden_states, gammas: run(hidden_states)
+    with pytest.raises(NotSupported) as unfit:
+        integration.overlap_shared_experts(model)
+    said["more arguments"] = str(unfit.value)
     return said
 
 
@@ -208,7 +260,11 @@ def test_refusals_say_what_was_expected(checkpoints: Path) -> None:
         assert "Qwen3MoeForCausalLM" in said["no shared experts, ep_plugin"]
         assert "DeepseekV3ForCausalLM" in said["deepseek, all_to_all"]
         assert "Qwen2MoeSparseMoeBlock to run its shared experts after" in said["shared first"]
-        assert "DeepseekV3MoE to run its shared experts on the block's own input" in said["another input"]
+        for name in ("another input", "a written input"):
+            assert "DeepseekV3MoE to run its shared experts on the block's own input" in said[name]
+        for name in ("a hook before forward", "a hook in backward"):
+            assert "DeepseekV3MoE to have shared experts with hooks after their forward alone" in said[name]
+        assert "nothing but its input, got ones that require more" in said["more arguments"]
 
 
 def _lives_on(rank: int, checkpoints: Path) -> bool:
