@@ -106,8 +106,8 @@ def test_a_report_says_what_is_judged(tmp_path: Path) -> None:
     for sentence in (
         "- tokens/s: stock 1,000; ep_plugin, gathers only 1,050 (1.050 × stock); ep_plugin 1,080 (1.080 × stock); no "
         "communication 1,200 (1.200 × stock)",
-        "- communication: 16.7% of stock's step is exposed; a step's collectives by themselves, undisturbed: stock 80.0 "
-        "ms, ep_plugin 66.0 ms; stock's are at least 28.8% of its step, and 23.5% of one that hid none of them",
+        "- communication: 16.7% of stock's step is exposed; a step's collectives by themselves, undisturbed: stock "
+        "80.0 ms, ep_plugin 66.0 ms; stock's are at least 28.8% of its step, and 23.5% of one that hid none of them",
         "- losses of 50 steps, largest relative difference from stock's: ep_plugin, gathers only 0.0e+00, ep_plugin "
         "9.3e-05",
         "- peak memory beyond stock's 117.4 GB: ep_plugin, gathers only 414 MB, ep_plugin 443 MB; parameters of a "

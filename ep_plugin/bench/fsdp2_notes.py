@@ -25,8 +25,8 @@ def _communication(result: dict[str, Any]) -> str:
     alone = ", ".join(f"{name} {took / 1e3:,.1f} ms" for name, took in result["collectives_us"].items())
     return (
         f"{exposed}; a step's collectives by themselves, undisturbed: {alone}; stock's are at least "
-        f"{result['collectives_share']:.1%} of its step, and {result['share_when_exposed']:.1%} of one that hid none of "
-        "them"
+        f"{result['collectives_share']:.1%} of its step, and {result['share_when_exposed']:.1%} of one that hid none "
+        "of them"
     )
 
 
