@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,22 @@ def test_out_gets_what_this_run_wrote(tree: Path) -> None:
     done, _ = run(tree, "train", OUT=str(out))
     assert done.returncode == 0, done.stderr
     assert [path.name for path in out.iterdir()] == ["train_qwen3_30b_a3b_4_layers.json"]
+
+
+GROUPED = """
+import os, pathlib, pytest
+
+@pytest.mark.xdist_group("one")
+@pytest.mark.parametrize("number", range(6))
+def test_of_a_group(number):
+    (pathlib.Path(__file__).parent / f"{number}").write_text(os.environ["PYTEST_XDIST_WORKER"])
+"""
+
+
+def test_tests_of_a_group_run_in_one_worker(tmp_path: Path) -> None:
+    """As gpu.sh asks: those that share ranks, or want the device for themselves."""
+    (tmp_path / "test_grouped.py").write_text(GROUPED)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+    assert len({(tmp_path / f"{number}").read_text() for number in range(6)}) == 1
