@@ -166,8 +166,9 @@ def test_deepseek_example_refuses_another_architecture(tmp_path: Path) -> None:
     assert "expected a deepseek_v3, got a qwen3_moe" in " ".join(result.stderr.split())
 
 
-def test_deepseek_comparison_with_the_built_in_exchange(tmp_path: Path) -> None:
-    comparison = ["--compare", "all_to_all", "--rounds", "1"]
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no-overlap"])
+def test_deepseek_comparison_with_the_built_in_exchange(tmp_path: Path, overlap: bool) -> None:
+    comparison = ["--compare", "all_to_all", "--rounds", "1", *([] if overlap else ["--no-overlap"])]
     arguments = [*SMALL, "--layers", "2", "--launch", "2", *comparison, "--out", str(tmp_path)]
     result = _run(*arguments, script=DEEPSEEK)
     assert result.returncode == 0, result.stderr
@@ -177,8 +178,12 @@ def test_deepseek_comparison_with_the_built_in_exchange(tmp_path: Path) -> None:
     assert metrics["compare"]["reference"] == "all_to_all"
     assert metrics["compare"]["max_rel_diff"] <= 1e-4
     assert len(metrics["losses"]["ep_plugin"]) == len(metrics["losses"]["all_to_all"]) == 4
-    assert metrics["overlap"] == {"ep_plugin": True, "all_to_all": False}
-    assert "exchange_ms" not in metrics, "shared experts would be in it"
+    assert metrics["overlap"] == {"ep_plugin": overlap, "all_to_all": False}
+    if overlap:
+        assert "exchange_ms" not in metrics, "shared experts would be in it"
+    else:
+        assert all(0 < share < 1 for share in metrics["share_dispatch_combine"].values())
+        assert all(0 < took["alone"] <= took["with_waiting"] for took in metrics["exchange_ms"].values())
     assert all(speed > 0 for speed in metrics["tokens_per_s"].values())
     assert metrics["fsdp2_launches"]["ep_plugin"]["all_gathers"] > 0
     assert metrics["fsdp2_launches"]["all_to_all"] is None

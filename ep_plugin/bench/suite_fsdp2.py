@@ -4,8 +4,9 @@ One model is in memory, and the collectives of its parameter groups are exchange
 timed in turn. First each arm trains from the same weights, with PyTorch's deterministic algorithms, and stock twice, to
 show that it repeats itself: with our gathers alone every loss must equal stock's, with our reductions too it must be
 within 1e-3. `no communication` leaves the collectives out: what the others take more is what they expose. The same
-collectives are timed by themselves too, one after the other: `collectives_share` is their part of stock's step, and
-`share_when_exposed` that of a step in which compute hid none of them. `bytes_wire`: of all of them, per rank.
+collectives are timed by themselves too, one after the other, undisturbed and in warm memory, so at their least:
+`collectives_share` is their part of stock's step, and `share_when_exposed` that of a step in which compute hid none of
+them. `bytes_wire`: of all of them, per rank.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Shapes: T tokens here, H hidden size, K experts per token, N rows this rank's ex
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,14 +16,17 @@ from transformers.distributed.expert_parallel import AutoEP, EPImplementation
 from ep_plugin import DispatchOutput, MoECommunicator
 from ep_plugin.integrations.transformers.sorted_experts import is_grouped, sorted_experts, takes_sorted_rows
 
+if TYPE_CHECKING:
+    from ep_plugin.integrations.transformers.shared_experts import SharedAhead
+
 _exchanges: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[EpPluginExpertParallel]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def exchange_of(experts: object) -> EpPluginExpertParallel | None:
+def exchange_of(experts: torch.nn.Module | None) -> EpPluginExpertParallel | None:
     """What serves this experts module; None where that is not ours."""
-    found = _exchanges.get(experts) if isinstance(experts, torch.nn.Module) else None
+    found = None if experts is None else _exchanges.get(experts)
     return None if found is None else found()
 
 
@@ -43,7 +46,7 @@ class EpPluginExpertParallel(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
         self.takes_sorted_rows = takes_sorted_rows(experts)
-        self.meanwhile: Callable[[], None] | None = None  # what to run while tokens travel, see shared_experts.py
+        self.meanwhile: SharedAhead | None = None  # what runs while tokens travel
         _exchanges[experts] = weakref.ref(self)
 
     def __call__(
@@ -69,8 +72,9 @@ class EpPluginExpertParallel(EPImplementation):
         if self.meanwhile is None:
             out, handle = comm.dispatch(x, topk_ids, topk_weights)
         else:
+            self.meanwhile.check()
             dispatched = comm.dispatch_async(x, topk_ids, topk_weights)
-            self.meanwhile()
+            self.meanwhile.start()
             out, handle = dispatched.wait()
         run = self._run_sorted if self.takes_sorted_rows and is_grouped(self.experts) else self._run
         return comm.combine(run(out), handle, weights=out.weights)

@@ -55,16 +55,20 @@ class SharedAhead:
             )
         self.given, self.made, self.ran = None, None, False
 
+    def check(self) -> None:
+        """NotSupported where they cannot run ahead; called before tokens are sent."""
+        shared = self.shared
+        if self.ran:
+            raise self._unfit("to run its shared experts after the routed ones, got them before")
+        if shared._forward_pre_hooks or shared._backward_hooks or shared._backward_pre_hooks:
+            raise self._unfit("to have shared experts with hooks after their forward alone, got others")
+
     def start(self) -> None:
         """Runs the shared experts on the block's input; called while its tokens travel.
 
         Their forward alone: their hooks run when the block calls them.
         """
-        shared, given = self.shared, self.given
-        if self.ran:
-            raise self._unfit("to run its shared experts after the routed ones, got them before")
-        if shared._forward_pre_hooks or shared._backward_hooks or shared._backward_pre_hooks:
-            raise self._unfit("to have shared experts with hooks after their forward alone, got others")
+        given = self.given
         if given is not None:  # or the routed experts run outside of their block
             self.made = Made(given, given._version, self.run(given))
 
@@ -105,7 +109,7 @@ def overlap_shared_experts(model: torch.nn.Module) -> int:
             block.register_forward_pre_hook(ahead.enter, with_kwargs=True)
             block.register_forward_hook(ahead.leave, always_call=True)
             shared.forward = ahead.forward  # type: ignore[method-assign]
-            exchange.meanwhile = ahead.start
+            exchange.meanwhile = ahead
     if not found:
         raise ValueError(
             "model: expected blocks with shared experts, and routed ones whose exchange is ep_plugin's, found none in "
