@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 SUPPORTED := import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && { echo $$python; break; }; done)
-CSRC = $(shell find ep_plugin/csrc tests/simt -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+CSRC = $(shell find ep_plugin/csrc tests/emulation -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 .PHONY: venv build test demo lint format mutate gpu clean
 .DELETE_ON_ERROR:

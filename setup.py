@@ -131,10 +131,9 @@ def make_toolchain(nvcc: str | None) -> Toolchain:
 
 def sources(with_cuda: bool) -> list[Path]:
     return [
-        CSRC / "module.cpp",
         *sorted(CSRC.glob("bindings/*.cpp")),
-        *sorted(CSRC.glob("cpu/*.cpp")),
-        *(sorted(CSRC.glob("cuda/*.cu")) if with_cuda else ()),
+        *sorted(CSRC.glob("cpu/*/*.cpp")),
+        *(sorted(CSRC.glob("cuda/*/*.cu")) if with_cuda else ()),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Dispatch and combine on two GPUs, by SMs and by the shape of the rows: what ep_plugin/moe/sms.py is fitted to.
+"""Dispatch and combine on two GPUs, by SMs and shape of the rows. The data behind moe/high_throughput/sms.py.
 
     python benchmarks/sms_by_shape.py OUT.json
 
@@ -84,11 +84,11 @@ def of_shape(device: torch.device, ranks: str, hidden: int, topk: int, dtype: st
         out, handle = comm.dispatch(x, ids, weights, scales)
 
         def dispatch(sending: int, receiving: int) -> object:
-            comm.set_sms(dispatch_sms=sending, expand_sms=receiving)
+            comm.set_sms(dispatch_send_sms=sending, dispatch_recv_sms=receiving)
             return comm.dispatch(x, ids, weights, scales, previous_handle=handle)
 
         def combine(sending: int, receiving: int) -> object:
-            comm.set_sms(combine_sms=sending, add_sms=receiving)
+            comm.set_sms(combine_send_sms=sending, combine_recv_sms=receiving)
             return comm.combine(out.tokens, handle, weights=out.weights)
 
         runs: dict[tuple[str, int, int], Run] = {

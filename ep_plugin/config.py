@@ -16,8 +16,8 @@ MAX_TIMEOUT_S = 1e9
 ROW_ALIGNMENT_BYTES = 16
 MODES = ("ht", "ll")
 
-SMS_FIELDS = ("dispatch_sms", "expand_sms", "combine_sms", "add_sms")
-LEAST_SMS = {"expand_sms": 0, "add_sms": 0}  # 0: none of their own
+SMS_FIELDS = ("dispatch_send_sms", "dispatch_recv_sms", "combine_send_sms", "combine_recv_sms")
+LEAST_SMS = {"dispatch_recv_sms": 0, "combine_recv_sms": 0}  # 0: none of their own
 # A rank may differ from its peers in these: they change neither what travels nor where it lands.
 _LOCAL_FIELDS = ("timeout_s", *SMS_FIELDS)
 
@@ -47,10 +47,10 @@ class MoECommunicatorConfig:
     max_row_bytes: bytes of the widest row, a multiple of 16; None is hidden_size in the widest dtype used.
     expert_alignment: each expert's group of FLAT rows is padded to a multiple of this, at most 2**20.
     timeout_s: seconds that a rank waits for its peers, at most 1e9; None is the process group's own timeout.
-    dispatch_sms, expand_sms: SMs of dispatch's sending and receiving kernel; combine_sms, add_sms: of combine's. None:
-        as many as fill the links with rows of an operation's shape, more for small batches, at most what the other of
-        the two leaves. expand_sms=0, add_sms=0: the SMs that send also receive, in one kernel; for few SMs. A
-        dispatch without capacity= or previous_handle= then sends after the host has learnt the totals.
+    dispatch_send_sms, dispatch_recv_sms, combine_send_sms, combine_recv_sms: SMs of each kernel. None: as many as fill
+        the links with rows of an operation's shape, more for small batches, at most what the other kernel of the
+        operation leaves. dispatch_recv_sms=0 or combine_recv_sms=0: one kernel sends and receives; for few SMs. A
+        dispatch without capacity= or previous_handle= then sends after the host has the totals.
 
     All ranks must agree on everything except the timeout and the SM counts.
     """
@@ -64,10 +64,10 @@ class MoECommunicatorConfig:
     max_row_bytes: int | None = None
     expert_alignment: int = 1
     timeout_s: float | None = None
-    dispatch_sms: int | None = None
-    expand_sms: int | None = None
-    combine_sms: int | None = None
-    add_sms: int | None = None
+    dispatch_send_sms: int | None = None
+    dispatch_recv_sms: int | None = None
+    combine_send_sms: int | None = None
+    combine_recv_sms: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "hidden_size", "topk", "expert_alignment"):

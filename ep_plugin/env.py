@@ -9,8 +9,7 @@ EP_PLUGIN_RANKS_PER_NODE       splits hosts: so many consecutive ranks of the jo
 EP_PLUGIN_HOST                 this process's host by another name: one machine is then as many as it has names
 EP_PLUGIN_CHECK_IDS            ``1``: validate expert ids on GPUs too; costs a synchronisation per dispatch
 EP_PLUGIN_PLAIN_KERNELS        ``1``: load/store kernels in place of the ones with bulk copies
-EP_PLUGIN_TEST_GATE            ``plan``, ``notify``, ``send``, ``expand``, ``combine``, ``gather`` or ``scatter``:
-                               halt there (tests only)
+EP_PLUGIN_TEST_GATE            a step at which to halt, see TEST_GATES (tests only)
 EP_PLUGIN_LOG                  ``1``: say on stderr what is chosen and allocated
 EP_PLUGIN_EMULATION            what ``ep_plugin.testing.nodes`` makes of this machine; `ep-bench` puts it into results
 EP_PLUGIN_LAUNCHED_BY          how ``ep_plugin.testing.nodes`` was called; in results it precedes `ep-bench`'s own words
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from ep_plugin.settings import Launcher, Settings
 
 TRANSPORTS = ("auto", "shm", "nvlink")
-TEST_GATES = ("plan", "notify", "send", "expand", "combine", "gather", "scatter")
+TEST_GATES = ("plan", "notify", "dispatch_send", "dispatch_recv", "combine_send", "all_gather", "reduce_scatter")
 
 _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}

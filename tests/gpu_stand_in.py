@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.collectives import cuda, cuda_gather, cuda_sum
+from ep_plugin.collectives.backends import cuda, cuda_gather, cuda_sum
+from ep_plugin.collectives.backends.calls import Calls
+from ep_plugin.collectives.backends.cuda_gather import CudaGatherNode
+from ep_plugin.collectives.backends.cuda_sum import CudaSumNode
 from ep_plugin.collectives.base import Collective
-from ep_plugin.collectives.calls import Calls
-from ep_plugin.collectives.cuda_gather import CudaGatherNode
-from ep_plugin.collectives.cuda_sum import CudaSumNode
-from tests.collective_cases import BF16, FP32
+from tests.collectives.collective_cases import BF16, FP32
 
 STAGING_BYTES = 20_000 * 16
 DTYPES = {_C.Element.FLOAT32: FP32, _C.Element.BFLOAT16: BF16}
@@ -39,7 +39,7 @@ class Kernels:
         self.pushed: list[Arguments] = []
         self.most_summed_by = self.small = 0
 
-    def push_shard(self, args: Arguments) -> None:
+    def all_gather(self, args: Arguments) -> None:
         self.pushed.append(Arguments(**vars(args)))  # the next call may use the same again
         dist.barrier(self._group)
         for target in filter(None, args.targets):
@@ -50,7 +50,7 @@ class Kernels:
                 if rank != args.comm.rank:
                     ctypes.memmove(output, args.landing + rank * args.bytes, args.bytes)
 
-    def sum_shards(self, args: Arguments) -> None:
+    def reduce_scatter(self, args: Arguments) -> None:
         self.most_summed_by = max(self.most_summed_by, args.num_ctas)
         rank, ranks = args.comm.rank, range(args.comm.num_ranks)
         step = _C.lane_slots_bytes(len(ranks), 1) // len(ranks) // 16 * 16  # of each rank
@@ -62,7 +62,7 @@ class Kernels:
             dist.barrier(self._group)
             self._sum([args.slots[rank] + source * step for source in ranks], args.output + begin, nbytes, args)
 
-    def small_shards(self, args: Arguments) -> None:
+    def small(self, args: Arguments) -> None:
         self.small += 1
         rank, ranks = args.comm.rank, range(args.comm.num_ranks)
         dist.barrier(self._group)
@@ -96,7 +96,7 @@ def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
         dist.new_group(list(range(first, first + per_node))) for first in range(0, dist.get_world_size(), per_node)
     ]
     names = ("place_word", "staging_block", "Step", "small_words_bytes", "lane_slots_bytes")
-    arguments = ("PushShardArgs", "SumShardsArgs", "SmallShardsArgs")
+    arguments = ("AllGatherArgs", "ReduceScatterArgs", "SmallArgs")
     stand_in = SimpleNamespace(**dict.fromkeys(arguments, Arguments), **{name: getattr(_C, name) for name in names})
     cuda._C = cuda_gather._C = cuda_sum._C = stand_in
     kernels = Kernels(groups[dist.get_rank() // per_node])

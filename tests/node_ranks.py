@@ -58,9 +58,9 @@ def topology() -> dict[str, Any]:
     import torch.distributed as dist
 
     from ep_plugin.errors import NotSupported
-    from ep_plugin.memory.exchange import Exchange
-    from ep_plugin.memory.peer import open_memory
-    from ep_plugin.topology import discover
+    from ep_plugin.transport.exchange import Exchange
+    from ep_plugin.transport.peer import open_memory
+    from ep_plugin.transport.topology import discover
 
     dist.init_process_group("gloo")
     node_map, _ = discover(Exchange(), torch.device("cpu"))

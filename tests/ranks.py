@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 # Imported once, before ranks are forked: autograd and checkpointing pull in the compiler, seconds for each rank. None
 # of it may touch a GPU by being imported: CUDA does not survive a fork.
-_PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch._dynamo", "ep_plugin.ops"]
+_PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch._dynamo", "ep_plugin.moe.operators"]
 
 
 @dataclass
@@ -50,7 +50,7 @@ def run_ranks(
     if start == "forkserver":
         context.set_forkserver_preload(_PRELOADED)
     if simt_asked(os.environ | (env or {})):
-        from tests.simt.build import build
+        from tests.emulation.build import build
 
         build()  # before time runs for the ranks
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -72,7 +72,7 @@ def run_ranks(
 
 
 def simt_asked(environment: Mapping[str, str]) -> bool:
-    """Whether ranks on CPUs run the kernels of GPUs (tests/simt)."""
+    """Whether ranks on CPUs run the kernels of GPUs (tests/emulation)."""
     return environment.get("EP_TEST_KERNELS") == "simt"
 
 
@@ -130,7 +130,7 @@ def _rank_main(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         _wait_for_all(store, size)
         if simt_asked(os.environ):
-            from tests import simt
+            from tests import emulation as simt
 
             simt.serve_cpus()
         value = function(rank, *args)

@@ -18,7 +18,7 @@ from torch.multiprocessing.spawn import spawn
 
 from ep_plugin import env
 from ep_plugin.bench.provenance import cores
-from ep_plugin.topology import machine_identity
+from ep_plugin.transport.topology import machine_identity
 
 _RESULT = "ep_bench/result"
 _TIMEOUT = datetime.timedelta(seconds=300)

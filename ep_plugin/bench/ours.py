@@ -10,14 +10,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-import ep_plugin.ops  # noqa: F401  imported here, so that no construction is charged with it
+import ep_plugin.moe.operators  # noqa: F401  imported here, so that no construction is charged with it
 from ep_plugin import _C
 from ep_plugin.bench.peers import Received
 from ep_plugin.bench.specs import CACHED, COMBINE, DISPATCH, ROUNDTRIP, Sms
 from ep_plugin.bench.workload import Batch, Workload
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
 from ep_plugin.moe.communicator import MoECommunicator
-from ep_plugin.moe.engine import COMBINE_POOL, DISPATCH_POOL
+from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, DISPATCH_POOL
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 
 _MIB = 1 << 20
@@ -48,10 +48,10 @@ class EpPlugin:
             topk=workload.topk,
             max_tokens_per_rank=workload.tokens,
             layout=layout,
-            dispatch_sms=sms.dispatch,
-            expand_sms=sms.expand,
-            combine_sms=sms.combine,
-            add_sms=sms.add,
+            dispatch_send_sms=sms.dispatch,
+            dispatch_recv_sms=sms.expand,
+            combine_send_sms=sms.combine,
+            combine_recv_sms=sms.add,
         )
         dist.barrier()
         began = time.perf_counter()

@@ -27,9 +27,9 @@ from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.results import everyones_wrong, result, row
 from ep_plugin.bench.timing import clock_of, stream_of_its_own, time_in_turn
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
-from ep_plugin.collectives.cuda import gather_sms, scatter_sms
-from ep_plugin.collectives.cuda_gather import foreign_gather_sms
-from ep_plugin.collectives.rails import CHUNK_BYTES
+from ep_plugin.collectives.backends.cuda import gather_sms, scatter_sms
+from ep_plugin.collectives.backends.cuda_gather import foreign_gather_sms
+from ep_plugin.transport.rails import CHUNK_BYTES
 
 GATHER, SCATTER = "allgather", "reduce_scatter"
 KIB, MIB = 1 << 10, 1 << 20

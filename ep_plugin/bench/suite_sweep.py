@@ -22,7 +22,7 @@ from ep_plugin.bench.specs import COMBINE, DEFAULT_SMS, DISPATCH, FLAT, Sms, Spe
 from ep_plugin.bench.suite_moe import time_cases
 from ep_plugin.bench.wire import best_sm_store_rate
 from ep_plugin.bench.workload import SHORT_NAMES, Workload, crossing_per_token
-from ep_plugin.moe.sms import usable_sms
+from ep_plugin.moe.high_throughput.sms import usable_sms
 
 SUITE = "moe_sweep"
 HEADLINE = "headline"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ep_plugin import _C
 from ep_plugin.bench.results import everyones_wrong
 from ep_plugin.bench.timing import Timing, clock_of, time_in_turn
-from ep_plugin.memory.peer import open_memory
+from ep_plugin.transport.peer import open_memory
 
 CHUNKS = (1024, 4096, 8192, 14336)
 SMS = (4, 8, 12, 16, 24, 48, 132)

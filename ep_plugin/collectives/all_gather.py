@@ -19,8 +19,8 @@ import torch.distributed as dist
 from ep_plugin.collectives.base import Collective, as_bytes, check_alike
 from ep_plugin.collectives.chunks import Chunks, address_of
 from ep_plugin.collectives.engine import CollectiveEngine
-from ep_plugin.collectives.rails import UnderWay
 from ep_plugin.collectives.work import CollectiveWork
+from ep_plugin.transport.rails import UnderWay
 
 _CHUNKS_AHEAD = 4  # on the rails at a time: over NCCL each lands in memory of its own, and is copied
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.work import CollectiveWork
-from ep_plugin.engine import leave, resolve_device
 from ep_plugin.errors import CommunicatorClosed
-from ep_plugin.memory.exchange import checked_group
-from ep_plugin.moe.validate import PLAIN
+from ep_plugin.moe.arguments import PLAIN
+from ep_plugin.runtime.base import leave, resolve_device
+from ep_plugin.transport.exchange import checked_group
 
 C = TypeVar("C", bound="Collective")
 PATHS = ("auto", "copy_engine", "sm")

@@ -38,9 +38,9 @@ from torch.utils.dlpack import from_dlpack
 from ep_plugin import _C
 from ep_plugin.collectives.chunks import addresses_of, storage_of
 from ep_plugin.errors import CaptureRefused, DisagreementError, PeerTimeout
-from ep_plugin.faults import DISAGREE_ON
-from ep_plugin.memory.peer import PeerBuffer, PeerMemory
-from ep_plugin.memory.shm import ShmMemory
+from ep_plugin.runtime.faults import DISAGREE_ON
+from ep_plugin.transport.peer import PeerBuffer, PeerMemory
+from ep_plugin.transport.shm import ShmMemory
 
 if TYPE_CHECKING:
     from ep_plugin.collectives.engine import CollectiveEngine

@@ -13,21 +13,21 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, env
-from ep_plugin.collectives import cpu, cuda
+from ep_plugin.collectives.backends import cpu, cuda
+from ep_plugin.collectives.backends.cpu import CallLanes, CpuNode
+from ep_plugin.collectives.backends.cuda import StreamLanes
+from ep_plugin.collectives.backends.cuda_gather import CudaGatherNode
+from ep_plugin.collectives.backends.cuda_sum import CudaSumNode
 from ep_plugin.collectives.blocks import Blocks
-from ep_plugin.collectives.cpu import CallLanes, CpuNode
-from ep_plugin.collectives.cuda import StreamLanes
-from ep_plugin.collectives.cuda_gather import CudaGatherNode
-from ep_plugin.collectives.cuda_sum import CudaSumNode
-from ep_plugin.collectives.rails import Rails
-from ep_plugin.engine import BaseEngine, kernels_for
 from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerTimeout
-from ep_plugin.faults import error_of
-from ep_plugin.memory.board import Boards
-from ep_plugin.memory.exchange import Exchange
-from ep_plugin.memory.peer import open_memory_of, transport_for
-from ep_plugin.memory.shm import ShmMemory
-from ep_plugin.topology import RankReport, discover
+from ep_plugin.runtime.base import BaseEngine, kernels_for
+from ep_plugin.runtime.board import Boards
+from ep_plugin.runtime.faults import error_of
+from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.peer import open_memory_of, transport_for
+from ep_plugin.transport.rails import Rails
+from ep_plugin.transport.shm import ShmMemory
+from ep_plugin.transport.topology import RankReport, discover
 
 _OPERATIONS = {int(op): op.name.lower().replace("_", "-") for op in _C.CollectiveOp}
 _FIELDS = {"op": "operation", "bytes": "bytes of a shard", "place": "place in peer memory"}

@@ -34,10 +34,10 @@ from ep_plugin.deep_ep.routing import Handle
 from ep_plugin.deep_ep.streams import comm_stream, ordered
 from ep_plugin.deep_ep.utils import EventHandle, EventOverlap
 from ep_plugin.errors import CommunicatorClosed, NotSupported
-from ep_plugin.memory.exchange import checked_group
+from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
-from ep_plugin.moe.numbers import communicator
-from ep_plugin.moe.validate import check_tensors
+from ep_plugin.moe.registry import communicator
+from ep_plugin.transport.exchange import checked_group
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
@@ -379,7 +379,9 @@ def _use_sms(comm: MoECommunicator, config: Config) -> None:
     if config.num_sms is None:
         comm.set_sms()
     else:
-        comm.set_sms(dispatch_sms=config.num_sms, expand_sms=0, combine_sms=config.num_sms, add_sms=0)
+        comm.set_sms(
+            dispatch_send_sms=config.num_sms, dispatch_recv_sms=0, combine_send_sms=config.num_sms, combine_recv_sms=0
+        )
 
 
 _LOW_LATENCY = '{}: low-latency calls need mode="ll", which is not there yet; use dispatch and combine'

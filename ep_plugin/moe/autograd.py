@@ -13,10 +13,10 @@ import torch
 from torch.autograd import forward_ad
 
 from ep_plugin import _C
-from ep_plugin.engine import kernels_for, on_device, stream_of
 from ep_plugin.errors import NotSupported
-from ep_plugin.moe.dispatch_args import DispatchResult
-from ep_plugin.moe.validate import ELEMENTS, PLAIN, bulk_ready, is_lazy, weight_dtype
+from ep_plugin.moe.arguments import ELEMENTS, PLAIN, bulk_ready, is_lazy, weight_dtype
+from ep_plugin.moe.high_throughput.dispatch_args import DispatchResult
+from ep_plugin.runtime.base import kernels_for, on_device, stream_of
 
 _RESULTS = len(DispatchResult._fields)  # of dispatch, before its routing
 NUM_TENSORS = 4  # arguments of each operator that may require gradients; the first ones
@@ -172,17 +172,17 @@ def _weighed_back(y: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) ->
     if watched or not (plain and same and here):
         wide = rows.to(factors.dtype)
         return (wide * factors.unsqueeze(1)).to(y.dtype), (y * wide).sum(dim=1)
-    return rows, weigh_back(bulk_ready(y).contiguous(), rows, factors)
+    return rows, weight_grad(bulk_ready(y).contiguous(), rows, factors)
 
 
-def weigh_back(y: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+def weight_grad(y: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """``[N]``: the sum of each row of `y` ``[N, H]`` times that of `rows`; then each of `rows` is times its factor.
 
     Both of one dtype that combine takes, contiguous, and `rows` no part of `y`; `factors` ``[N]`` and what is returned
     of `weight_dtype`. One kernel on the caller's stream, since PyTorch's operators would want wide copies of both.
     """
     dots, device = torch.empty_like(factors), rows.device
-    args = _C.WeighBackArgs(
+    args = _C.WeightGradArgs(
         y=y.data_ptr(),
         rows=rows.data_ptr(),
         factors=factors.data_ptr(),
@@ -193,5 +193,5 @@ def weigh_back(y: torch.Tensor, rows: torch.Tensor, factors: torch.Tensor) -> to
         stream=stream_of(device),
     )
     with on_device(device):
-        kernels_for(device).weigh_back(args)
+        kernels_for(device).weight_grad(args)
     return dots

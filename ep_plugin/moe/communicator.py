@@ -12,20 +12,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ep_plugin import ops
 from ep_plugin.config import MoECommunicatorConfig
-from ep_plugin.engine import leave, resolve_device
 from ep_plugin.errors import CaptureRefused, EpPluginError
-from ep_plugin.moe.combine import PendingCombine, Sums, finish_combine, start_combine, whole_combine
-from ep_plugin.moe.dispatch import finish_dispatch, start_dispatch, whole_dispatch
-from ep_plugin.moe.dispatch_args import DispatchCall, DispatchResult, PendingDispatch
-from ep_plugin.moe.engine import Engine
-from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
-from ep_plugin.moe.numbers import register
-from ep_plugin.moe.routing import KnownRouting, RoutingTensors, known_routing
-from ep_plugin.moe.shared import shared_communicator
-from ep_plugin.moe.untraced import untraced
-from ep_plugin.moe.validate import (
+from ep_plugin.moe import operators as ops
+from ep_plugin.moe.arguments import (
     as_weights,
     bulk_ready,
     check_combine,
@@ -33,7 +23,17 @@ from ep_plugin.moe.validate import (
     check_quantize,
     check_tensors,
 )
+from ep_plugin.moe.high_throughput.combine import PendingCombine, Sums, finish_combine, start_combine, whole_combine
+from ep_plugin.moe.high_throughput.dispatch import finish_dispatch, start_dispatch, whole_dispatch
+from ep_plugin.moe.high_throughput.dispatch_args import DispatchCall, DispatchResult, PendingDispatch
+from ep_plugin.moe.high_throughput.engine import Engine
+from ep_plugin.moe.high_throughput.routing import KnownRouting, RoutingTensors, known_routing
+from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
+from ep_plugin.moe.registry import register
+from ep_plugin.moe.shared import shared_communicator
+from ep_plugin.moe.untraced import untraced
 from ep_plugin.moe.work import CombineWork, DispatchWork
+from ep_plugin.runtime.base import leave, resolve_device
 
 
 class MoECommunicator:
@@ -159,7 +159,7 @@ class MoECommunicator:
     ) -> DispatchWork:
         """Starts a dispatch; `.wait()` returns its result. The next operation completes one that nobody waited for.
 
-        The arguments must not be written to before `.wait()`. With ``expand_sms=0``, and neither `capacity` nor
+        The arguments must not be written to before `.wait()`. With ``dispatch_recv_sms=0``, and neither `capacity` nor
         `previous_handle`, the host waits here until every rank has told how many rows it sends.
         """
         check_tensors({"scales": scales}, x=x, topk_ids=topk_ids)
@@ -197,8 +197,8 @@ class MoECommunicator:
         return CombineWork(begun, lambda: self._combine(y, handle, weights, bias, begun=begun))
 
     def set_sms(self, **sms: int | None) -> None:
-        """SMs of the operations from here on: the configuration's ``dispatch_sms``, ``expand_sms``, ``combine_sms`` and
-        ``add_sms``, None (or left out): what the configuration says. Other ranks may have others.
+        """Sets the SM counts of later operations: ``dispatch_send_sms``, ``dispatch_recv_sms``, ``combine_send_sms``,
+        ``combine_recv_sms``. None or left out: the configuration's. Ranks may differ.
 
         Completes an operation that nobody has waited for. Raises as `check`, and ValueError as the configuration does.
         """

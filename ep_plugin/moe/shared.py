@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ep_plugin.config import MoECommunicatorConfig
-from ep_plugin.memory.exchange import checked_group, is_alive
+from ep_plugin.transport.exchange import checked_group, is_alive
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -8,8 +8,8 @@ from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
-from ep_plugin.moe.combine import PendingCombine
-from ep_plugin.moe.dispatch_args import PendingDispatch
+from ep_plugin.moe.high_throughput.combine import PendingCombine
+from ep_plugin.moe.high_throughput.dispatch_args import PendingDispatch
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 from ep_plugin.moe.untraced import untraced
 

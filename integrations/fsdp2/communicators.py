@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
-from ep_plugin.memory.exchange import is_alive, timeout_of
+from ep_plugin.transport.exchange import is_alive, timeout_of
 
 _SUM_SMS = 24  # backward has the others
 # Bytes that each user asks for, by what stands for its model.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from megatron.core import package_info  # megatron.core itself may be on its way, and have no version yet
 
-from ep_plugin import hooks
+from ep_plugin.integrations import hooks
 from ep_plugin.integrations.megatron.versions import check_interfaces, check_version
 
 check_version(package_info.__version__)

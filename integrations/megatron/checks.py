@@ -50,4 +50,4 @@ def sms_of(config: Any) -> dict[str, int]:
     asked = getattr(config, option, default)
     if asked is None or asked == default:
         return {}
-    return {"dispatch_sms": asked, "expand_sms": 0, "combine_sms": asked, "add_sms": 0}
+    return {"dispatch_send_sms": asked, "dispatch_recv_sms": 0, "combine_send_sms": asked, "combine_recv_sms": 0}

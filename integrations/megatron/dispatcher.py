@@ -16,7 +16,7 @@ from ep_plugin import MoECommunicator
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations.megatron.checks import alignment_of, check_config, experts_per_token, sms_of
 from ep_plugin.integrations.megatron.routing import over_tensor_parallel, rounded_up, select
-from ep_plugin.moe.numbers import communicator
+from ep_plugin.moe.registry import communicator
 
 
 class EpPluginTokenDispatcher(MoETokenDispatcher):

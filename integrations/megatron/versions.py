@@ -6,8 +6,8 @@ import dataclasses
 from types import ModuleType
 from typing import Any
 
-from ep_plugin import hooks
 from ep_plugin.errors import NotSupported
+from ep_plugin.integrations import hooks
 from ep_plugin.integrations.signatures import check_calls
 
 # What 0.16.1 has, by class.

@@ -13,7 +13,7 @@ import torchtitan
 from torchtitan.config import override
 from torchtitan.models.common import token_dispatcher as stock
 
-from ep_plugin import hooks
+from ep_plugin.integrations import hooks
 from ep_plugin.integrations.torchtitan.checks import check_dispatchers
 
 check_dispatchers(stock, torchtitan.__version__)

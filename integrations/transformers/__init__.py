@@ -24,7 +24,7 @@ if Version(transformers.__version__).release < (5, 23):
 
 from transformers.distributed.expert_parallel import EPImplementationInterface
 
-from ep_plugin import hooks
+from ep_plugin.integrations import hooks
 from ep_plugin.integrations.transformers.expert_parallel import AutoEpPlugin, EpPluginExpertParallel
 from ep_plugin.integrations.transformers.shared_experts import overlap_shared_experts
 

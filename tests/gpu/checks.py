@@ -59,7 +59,7 @@ CASES = {
 }
 
 
-ONE_KERNEL = {"dispatch_sms": 5, "expand_sms": 0, "combine_sms": 6, "add_sms": 0}
+ONE_KERNEL = {"dispatch_send_sms": 5, "dispatch_recv_sms": 0, "combine_send_sms": 6, "combine_recv_sms": 0}
 
 
 def device_of(rank: int) -> torch.device:

@@ -1,5 +1,5 @@
 """What ranks on GPUs do in the tests of all-gather and reduce-scatter. The oracle is plain torch: every rank can work
-out every other's input (tests.collective_cases)."""
+out every other's input (tests.collectives.collective_cases)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter, NotSupported, PeerTimeout
 from ep_plugin.errors import DisagreementError, PeerAborted
-from tests.collective_cases import BF16, DTYPES, FP16, FP32, reduced, same_bits, shard
+from tests.collectives.collective_cases import BF16, DTYPES, FP16, FP32, reduced, same_bits, shard
 from tests.gpu.checks import device_of
 
 # Elements of a shard: one byte to several pieces of the staging block, on and beside sixteen bytes.

@@ -12,7 +12,7 @@ from ep_plugin.moe.reference import reference_dispatch
 from tests.gpu.checks import FLAT, TOKEN_MAJOR, Case, Inputs, assert_received, check_round, communicator, make_inputs
 
 
-def expands_early(rank: int, size: int) -> None:
+def receives_early(rank: int, size: int) -> None:
     """Rows go ahead of the totals: into room that is enough, or too small on one rank, and to pools that must grow."""
     alike = Case(tokens=2000, dropped=0.7, ragged=0, topk=2)
     wide, skewed = replace(alike, hidden=1024), replace(alike, hidden=1024, dropped=0.0, only_rank=size - 1)
@@ -20,7 +20,9 @@ def expands_early(rank: int, size: int) -> None:
         with communicator(replace(wide, layout=layout), rank, size, timeout_s=60, max_tokens_per_rank=most) as comm:
             history, flags = [], []
             kernels = unittest.mock.Mock(wraps=comm.engine.kernels)
-            kernels.expand.side_effect = lambda args, to=flags: to.append(args.optimistic) or unittest.mock.DEFAULT
+            kernels.dispatch_recv.side_effect = lambda args, to=flags: (
+                to.append(args.optimistic) or unittest.mock.DEFAULT
+            )
             comm.engine.kernels, comm.engine.knows = kernels, lambda ticket: False
             for seed, case in enumerate((alike, alike, wide, alike, skewed, alike)):
                 flags.clear()
@@ -48,7 +50,7 @@ def grows_unevenly(rank: int, size: int) -> None:
                 kernels.reset_mock()
                 out, _ = comm.dispatch(*(part[rank].to(comm.engine.device) for part in (given.x, given.ids)))
                 assert_received(out, given.expected[rank])
-                history.append((kernels.send.call_count, kernels.expand.call_count))
+                history.append((kernels.dispatch_send.call_count, kernels.dispatch_recv.call_count))
             expected = [(1, 1), (1, 1), (2, 2 if early else 1), (1, 1)]
             assert history == expected, f"expected sends and expands {expected}, got {history}"
 
@@ -77,7 +79,7 @@ def changes_lanes(rank: int, size: int) -> None:
         outs = []
         for turn, (arguments, stream) in enumerate(zip(parts, streams, strict=True)):
             with torch.cuda.stream(stream):
-                comm.set_sms(expand_sms=0 if turn % 2 else None)
+                comm.set_sms(dispatch_recv_sms=0 if turn % 2 else None)
                 if rank == turn % size:
                     torch.cuda._sleep(20_000_000)  # some 10 ms
                 outs.append(comm.dispatch(*arguments)[0])

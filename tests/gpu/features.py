@@ -28,7 +28,7 @@ from tests.gpu.checks import (
     expert_rows,
     make_inputs,
 )
-from tests.gpu.early import changes_lanes, expands_early, grows_unevenly
+from tests.gpu.early import changes_lanes, grows_unevenly, receives_early
 from tests.gpu.gradients import gradients
 
 
@@ -37,7 +37,7 @@ def same_bits(rank: int, size: int) -> None:
     case = CASES["real_widths"]
     given = make_inputs(case, size, 3)
     results = []
-    for sms in ({}, {}, {"dispatch_sms": 4, "expand_sms": 7, "combine_sms": 5}, ONE_KERNEL):
+    for sms in ({}, {}, {"dispatch_send_sms": 4, "dispatch_recv_sms": 7, "combine_send_sms": 5}, ONE_KERNEL):
         with communicator(case, rank, size, timeout_s=60, **sms) as comm:
             device = comm.engine.device
             out, handle = comm.dispatch(*(part[rank].to(device) for part in (given.x, given.ids, given.weights)))
@@ -346,7 +346,7 @@ _CHECKS = (
     capacity,
     capacity_in_one_kernel,
     outstanding,
-    expands_early,
+    receives_early,
     grows_unevenly,
     changes_lanes,
     misaligned,

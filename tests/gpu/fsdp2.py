@@ -19,7 +19,7 @@ from ep_plugin import _C
 from ep_plugin.integrations import fsdp2
 from ep_plugin.integrations.fsdp2.adapters import PluginAllGather, PluginReduceScatter
 from ep_plugin.integrations.fsdp2.hooks import groups_of
-from tests.collective_cases import reduced
+from tests.collectives.collective_cases import reduced
 from tests.gpu.checks import device_of
 from tests.integrations import fsdp2_cases as cases
 

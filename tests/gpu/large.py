@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
-from tests.collective_cases import assert_numbered, fill_numbered
+from tests.collectives.collective_cases import assert_numbered, fill_numbered
 from tests.gpu.checks import device_of
 
 WORDS = (1 << 29) + 1028  # of 4 bytes, of a shard

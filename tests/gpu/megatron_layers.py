@@ -55,9 +55,9 @@ def _start(rank: int, size: int, tp: int) -> None:
     import megatron.core.transformer.moe.moe_layer  # noqa: F401  there before the hook: served at once
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    import ep_plugin.hooks
+    import ep_plugin.integrations.hooks
 
-    ep_plugin.hooks.switch_on(["megatron"])
+    ep_plugin.integrations.hooks.switch_on(["megatron"])
     initialise(tp, size // tp)
     model_parallel_cuda_manual_seed(1)
 

@@ -1,5 +1,5 @@
-"""Operations whose words carry flags (small_shards.cu): more than a flag has numbers for, of mixed sizes, and ranks
-that disagree where nothing but the kernels compares what they call. On GPUs and in the emulation (tests/test_simt.py).
+"""Operations whose words carry flags (small.cu): more than a flag has numbers for, of mixed sizes, and ranks
+that disagree where nothing but the kernels compares what they call. On GPUs and in the emulation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.base import Collective
 from ep_plugin.errors import DisagreementError, PeerAborted
-from tests.collective_cases import BF16, FP16, FP32
+from tests.collectives.collective_cases import BF16, FP16, FP32
 from tests.gpu.checks import device_of
 
 # Operations after which a flag says the same again: of their number it has 11 bits.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ep_plugin import DispatchLayout
-from tests import bad_input_cases as cases
-from tests import disagreement_cases as disagreements
-from tests.fault_cases import (
+from tests.faults import bad_input_cases as cases
+from tests.faults import disagreement_cases as disagreements
+from tests.faults.fault_cases import (
     assert_says_different_order,
     different_order,
     on_cuda,

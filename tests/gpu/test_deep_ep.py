@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import test_deep_ep
+from tests.integrations import test_deep_ep
 from tests.ranks import run_ranks, values
 
 

@@ -23,9 +23,9 @@ DEADLINE_S = 4.0
 STEPS = {
     "plan": ("notify",),
     "notify": ("notify",),
-    "send": ("expand", "grow combine pool", "combine", "add", "notify"),
-    "expand": ("grow combine pool", "add", "send", "notify"),
-    "combine": ("add", "notify"),
+    "dispatch_send": ("dispatch_recv", "grow combine pool", "combine_send", "combine_recv", "notify"),
+    "dispatch_recv": ("grow combine pool", "combine_recv", "dispatch_send", "notify"),
+    "combine_send": ("combine_recv", "notify"),
 }
 VICTIM = 1
 
@@ -71,7 +71,7 @@ def survive(rank: int, size: int, gate: str) -> tuple[str, int | None, str, floa
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("gate", ["plan", "notify", "send", "expand", "combine"])
+@pytest.mark.parametrize("gate", ["plan", "notify", "dispatch_send", "dispatch_recv", "combine_send"])
 def test_survivors_name_the_dead(gate: str) -> None:
     outcomes = run_ranks(3, survive, 3, gate, timeout_s=90)
     assert outcomes[VICTIM].exitcode == -signal.SIGKILL

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from ep_plugin import env
 from ep_plugin.errors import CommunicatorClosed, DisagreementError, EpPluginError, PeerAborted, PeerTimeout
-from ep_plugin.memory.nvlink import NvlinkMemory, _symmetric_memory
-from ep_plugin.memory.peer import PeerBuffer, PeerMemory, open_memory
-from tests.memory_ranks import die, run
+from ep_plugin.transport.nvlink import NvlinkMemory, _symmetric_memory
+from ep_plugin.transport.peer import PeerBuffer, PeerMemory, open_memory
+from tests.transport.memory_ranks import die, run
 
 MIB = 1 << 20
 # Free memory of a device says nothing where other tests take some of it at the same time.

@@ -21,10 +21,10 @@ from tests.ranks import run_ranks, values
 
 TRACE = Path(__file__).with_name("trace.json")
 KERNELS = {
-    "dispatch": ("plan_kernel", "notify_kernel", "send_kernel", "admit_kernel", "expand_kernel"),
-    "combine": ("push_kernel", "admit_kernel", "add_kernel"),
+    "dispatch": ("ep_plan", "ep_notify", "ep_dispatch_send", "ep_wait_for_sender", "ep_dispatch_recv"),
+    "combine": ("ep_combine_send", "ep_wait_for_sender", "ep_combine_recv"),
 }
-OVERLAPS = {"dispatch": ("send_kernel", "expand_kernel"), "combine": ("push_kernel", "add_kernel")}
+OVERLAPS = {"dispatch": ("ep_dispatch_send", "ep_dispatch_recv"), "combine": ("ep_combine_send", "ep_combine_recv")}
 ROWS_BYTES = 1 << 20  # an allocation of at least this holds rows; routing and tables are below
 ROUNDS = 60  # on a machine that does other work too, the host is late in most
 LEAD_CYCLES = 4_000_000  # of the device's clock, about two milliseconds: the host, slower when traced, gets ahead

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ep_plugin import _C
-from ep_plugin.moe.autograd import weigh_back
-from ep_plugin.moe.validate import ELEMENTS
+from ep_plugin.moe.arguments import ELEMENTS
+from ep_plugin.moe.autograd import weight_grad
 from tests.ranks import run_ranks, values
 
 
@@ -36,16 +36,16 @@ def _like_pytorch(rank: int, size: int) -> list[str]:
             )
             factors = torch.rand(case.num_rows, device=device, generator=generator)
             before, again = rows.clone(), rows.clone()
-            dots = weigh_back(y, rows, factors)
+            dots = weight_grad(y, rows, factors)
             expected = (y.double() * before.double()).sum(dim=1)
             torch.testing.assert_close(dots.double(), expected, rtol=1e-4, atol=1e-3)
             torch.testing.assert_close(rows, before.mul_(factors.unsqueeze(1)), rtol=0, atol=0)
-            assert torch.equal(weigh_back(y, again, factors), dots)  # to the bit
+            assert torch.equal(weight_grad(y, again, factors), dots)  # to the bit
             done.append(f"{dtype} {case}")
     y = torch.ones(LARGE.num_rows, LARGE.hidden, device=device, dtype=torch.bfloat16)
     rows = torch.full_like(y, 2.0)
     factors = torch.arange(LARGE.num_rows, device=device) % 64 / 64
-    assert torch.equal(weigh_back(y, rows, factors), torch.full_like(factors, 2.0 * LARGE.hidden))
+    assert torch.equal(weight_grad(y, rows, factors), torch.full_like(factors, 2.0 * LARGE.hidden))
     assert torch.equal(rows, (2 * factors.unsqueeze(1)).to(torch.bfloat16).expand_as(rows))
     done.append(f"{LARGE}")
     return done
@@ -56,7 +56,7 @@ def _refused(rank: int, size: int) -> list[str]:
     found = []
     for name, value in (("y", 8), ("rows", 24), ("hidden", 4), ("num_rows", -1), ("element", ELEMENTS[torch.float64])):
         try:
-            _C.cuda.weigh_back(_C.WeighBackArgs(**{**given, name: value}))
+            _C.cuda.weight_grad(_C.WeightGradArgs(**{**given, name: value}))
         except ValueError as error:
             found.append(str(error).split(":")[0])
     return found

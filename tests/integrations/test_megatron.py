@@ -203,9 +203,9 @@ def deepep_results() -> Callable[[], list[dict[str, Any]]]:
 
 
 def _run_deepep(rank: int) -> dict[str, Any]:
-    import ep_plugin.hooks
+    import ep_plugin.integrations.hooks
 
-    ep_plugin.hooks.switch_on(["deep_ep"])
+    ep_plugin.integrations.hooks.switch_on(["deep_ep"])
     make_megatron_run_here()
     for name in ("fused_a2a", "token_dispatcher", "moe_layer"):  # this file has imported some of them before
         importlib.reload(importlib.import_module(f"megatron.core.transformer.moe.{name}"))
@@ -221,9 +221,9 @@ def _run_rank(rank: int) -> dict[str, Any]:
     make_megatron_run_here()
     import megatron.core.transformer.moe.moe_layer  # noqa: F401  there before the hook: served at once
 
-    import ep_plugin.hooks
+    import ep_plugin.integrations.hooks
 
-    ep_plugin.hooks.switch_on(["megatron", "deep_ep"])
+    ep_plugin.integrations.hooks.switch_on(["megatron", "deep_ep"])
     found: dict[str, Any] = {}
     tp = 0
     for name, case in sorted(CASES.items(), key=lambda item: item[1].tp):

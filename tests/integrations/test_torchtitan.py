@@ -122,7 +122,7 @@ import torch, torchtitan
 from ep_plugin.testing.torchtitan import without_triton
 without_triton()
 torchtitan.__version__ = "0.9.0"
-import ep_plugin.hooks as hooks
+import ep_plugin.integrations.hooks as hooks
 hooks._finder.callbacks["torchtitan.models.common.token_dispatcher"].insert(0, lambda: exec({change!r}, {{
     "module": __import__("sys").modules["torchtitan.models.common.token_dispatcher"],
     "dataclasses": __import__("dataclasses"),

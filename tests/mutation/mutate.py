@@ -25,7 +25,7 @@ RESULTS = HERE / "RESULTS.md"
 SURVIVED = "**survived**"
 NO_PROGRAM = r"\b(NameError|UnboundLocalError|SyntaxError|IndentationError): "
 # Whole training runs and builds of the package say nothing that the rest does not, and take minutes.
-NOT_ASKED = ("tests/gpu", "tests/mutation", "tests/test_packaging.py", "tests/test_example.py")
+NOT_ASKED = ("tests/gpu", "tests/mutation", "tests/project/test_packaging.py", "tests/examples/test_example.py")
 TEST_LIMIT_S = 150
 RUN_LIMIT_S = 900
 

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "../layout.h"
+#include "common/layout.h"
 
 namespace ep::bindings {
 

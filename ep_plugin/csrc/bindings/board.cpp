@@ -1,8 +1,8 @@
 // The board, and ids that are no experts'.
-#include "../board.h"
+#include "common/board.h"
 
-#include "../views.h"
-#include "bind.h"
+#include "bindings/bind.h"
+#include "common/views.h"
 
 namespace ep::bindings {
 

@@ -1,11 +1,11 @@
 // All-gather and reduce-scatter: argument structs, kernels, and what hosts tell each other.
 #include <unistd.h>
 
-#include "../board.h"
-#include "../collectives.h"
-#include "../tensor.h"
-#include "../views.h"
-#include "bind.h"
+#include "bindings/bind.h"
+#include "common/board.h"
+#include "common/collectives.h"
+#include "common/tensor.h"
+#include "common/views.h"
 
 namespace ep::bindings {
 
@@ -47,54 +47,54 @@ void bind_on_devices(py::module_& m) {
   m.attr("staging_block") = kStagingBlock;
   m.attr("most_ctas") = kMostCtas;
   m.attr("most_lanes") = kMostLanes;
-  Struct<PushShardArgs>(m, "PushShardArgs")
-      .field("comm", &PushShardArgs::comm)
-      .field("input", &PushShardArgs::input)
-      .field("bytes", &PushShardArgs::bytes)
-      .field("landing", &PushShardArgs::landing)
-      .field("place", &PushShardArgs::place)
-      .field("block", &PushShardArgs::block)
-      .field("num_ctas", &PushShardArgs::num_ctas)
-      .field("captured", &PushShardArgs::captured)
-      .field("number", &PushShardArgs::number)
-      .field("begun", &PushShardArgs::begun)
-      .field("finished", &PushShardArgs::finished)
-      .field("stream", &PushShardArgs::stream)
-      .def("set_targets", array_of(&PushShardArgs::targets))
-      .def("set_stream_words", array_of(&PushShardArgs::stream_words))
-      .def("set_outputs", array_of(&PushShardArgs::outputs));
+  Struct<AllGatherArgs>(m, "AllGatherArgs")
+      .field("comm", &AllGatherArgs::comm)
+      .field("input", &AllGatherArgs::input)
+      .field("bytes", &AllGatherArgs::bytes)
+      .field("landing", &AllGatherArgs::landing)
+      .field("place", &AllGatherArgs::place)
+      .field("block", &AllGatherArgs::block)
+      .field("num_ctas", &AllGatherArgs::num_ctas)
+      .field("captured", &AllGatherArgs::captured)
+      .field("number", &AllGatherArgs::number)
+      .field("begun", &AllGatherArgs::begun)
+      .field("finished", &AllGatherArgs::finished)
+      .field("stream", &AllGatherArgs::stream)
+      .def("set_targets", array_of(&AllGatherArgs::targets))
+      .def("set_stream_words", array_of(&AllGatherArgs::stream_words))
+      .def("set_outputs", array_of(&AllGatherArgs::outputs));
   m.def("lane_slots_bytes", &lane_slots_bytes);
-  Struct<SumShardsArgs>(m, "SumShardsArgs")
-      .field("comm", &SumShardsArgs::comm)
-      .field("output", &SumShardsArgs::output)
-      .field("bytes", &SumShardsArgs::bytes)
-      .field("scale", &SumShardsArgs::scale)
-      .field("element", &SumShardsArgs::element)
-      .field("num_ctas", &SumShardsArgs::num_ctas)
-      .field("stream", &SumShardsArgs::stream)
-      .def("set_inputs", array_of(&SumShardsArgs::inputs))
-      .def("set_slots", array_of(&SumShardsArgs::slots));
+  Struct<ReduceScatterArgs>(m, "ReduceScatterArgs")
+      .field("comm", &ReduceScatterArgs::comm)
+      .field("output", &ReduceScatterArgs::output)
+      .field("bytes", &ReduceScatterArgs::bytes)
+      .field("scale", &ReduceScatterArgs::scale)
+      .field("element", &ReduceScatterArgs::element)
+      .field("num_ctas", &ReduceScatterArgs::num_ctas)
+      .field("stream", &ReduceScatterArgs::stream)
+      .def("set_inputs", array_of(&ReduceScatterArgs::inputs))
+      .def("set_slots", array_of(&ReduceScatterArgs::slots));
   m.attr("small_bytes") = kSmallBytes;
   m.def("small_words_bytes", &small_words_bytes);
-  Struct<SmallShardsArgs>(m, "SmallShardsArgs")
-      .field("comm", &SmallShardsArgs::comm)
-      .field("bytes", &SmallShardsArgs::bytes)
-      .field("scale", &SmallShardsArgs::scale)
-      .field("element", &SmallShardsArgs::element)
-      .field("num_ctas", &SmallShardsArgs::num_ctas)
-      .field("stream", &SmallShardsArgs::stream)
-      .def("set_words", array_of(&SmallShardsArgs::words))
-      .def("set_inputs", array_of(&SmallShardsArgs::inputs))
-      .def("set_outputs", array_of(&SmallShardsArgs::outputs));
+  Struct<SmallArgs>(m, "SmallArgs")
+      .field("comm", &SmallArgs::comm)
+      .field("bytes", &SmallArgs::bytes)
+      .field("scale", &SmallArgs::scale)
+      .field("element", &SmallArgs::element)
+      .field("num_ctas", &SmallArgs::num_ctas)
+      .field("stream", &SmallArgs::stream)
+      .def("set_words", array_of(&SmallArgs::words))
+      .def("set_inputs", array_of(&SmallArgs::inputs))
+      .def("set_outputs", array_of(&SmallArgs::outputs));
   m.def("lend_bytes", &lend_bytes);
   m.def("place_word", &place_word);
   m.attr("stream_words_shape") = py::make_tuple(2, kMaxPeerBlocks + 1, kMaxRanks);  // ready and done
   m.attr("stream_words_bytes") = sizeof(StreamWords);
 #if defined(EP_WITH_CUDA)
   py::module_ cuda = m.attr("cuda");
-  bind_kernel(cuda, "push_shard", &cuda::push_shard);
-  bind_kernel(cuda, "small_shards", &cuda::small_shards);
-  bind_kernel(cuda, "sum_shards", &cuda::sum_shards);
+  bind_kernel(cuda, "all_gather", &cuda::all_gather);
+  bind_kernel(cuda, "small", &cuda::small);
+  bind_kernel(cuda, "reduce_scatter", &cuda::reduce_scatter);
 #endif
 }
 

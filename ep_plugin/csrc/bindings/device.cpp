@@ -1,8 +1,8 @@
 // What a device has beside kernels of communicators: host memory, streams, and the kernels of ep-bench wire.
 #if defined(EP_WITH_CUDA)
-#include "../cuda/host.h"
-#include "../wire.h"
-#include "bind.h"
+#include "bindings/bind.h"
+#include "common/wire.h"
+#include "cuda/core/host.h"
 
 namespace ep::bindings {
 

@@ -1,10 +1,10 @@
 // Dispatch and combine: constants, argument structs, and a submodule for each table of kernels.
 #include <iterator>
 
-#include "../api.h"
-#include "../fp8.h"
-#include "../views.h"
-#include "bind.h"
+#include "bindings/bind.h"
+#include "common/api.h"
+#include "common/fp8.h"
+#include "common/views.h"
 
 namespace ep::bindings {
 
@@ -27,12 +27,12 @@ void bind_constants(py::module_& m) {
             {{"NONE", kNoStep},
              {"PLAN", kPlan},
              {"NOTIFY", kNotify},
-             {"SEND", kSend},
-             {"EXPAND", kExpand},
-             {"COMBINE", kCombine},
-             {"ADD", kAdd},
-             {"GATHER", kGather},
-             {"SCATTER", kScatter}});
+             {"DISPATCH_SEND", kDispatchSend},
+             {"DISPATCH_RECV", kDispatchRecv},
+             {"COMBINE_SEND", kCombineSend},
+             {"COMBINE_RECV", kCombineRecv},
+             {"ALL_GATHER", kAllGather},
+             {"REDUCE_SCATTER", kReduceScatter}});
   bind_enum(m, "FaultCode",
             {{"NONE", kNoFault},
              {"TIMEOUT", kTimeout},
@@ -116,91 +116,91 @@ void bind_dispatch_args(py::module_& m) {
       .field("block_counts", &NotifyArgs::block_counts)
       .field("ticket", &NotifyArgs::ticket)
       .field("stream", &NotifyArgs::stream);
-  Struct<SendArgs>(m, "SendArgs")
-      .field("comm", &SendArgs::comm)
-      .field("routing", &SendArgs::routing)
-      .field("header", &SendArgs::header)
-      .field("x", &SendArgs::x)
-      .field("x_stride", &SendArgs::x_stride)
-      .field("scales", &SendArgs::scales)
-      .field("scale_stride", &SendArgs::scale_stride)
-      .field("weights", &SendArgs::weights)
-      .field("num_sms", &SendArgs::num_sms)
-      .field("optimistic", &SendArgs::optimistic)
-      .field("quantize", &SendArgs::quantize)
-      .field("element", &SendArgs::element)
-      .field("stream", &SendArgs::stream);
-  Struct<AdmitArgs>(m, "AdmitArgs")
-      .field("comm", &AdmitArgs::comm)
-      .field("step", &AdmitArgs::step)
-      .field("fresh", &AdmitArgs::fresh)
-      .field("stream", &AdmitArgs::stream);
-  Struct<ExpandArgs>(m, "ExpandArgs")
-      .field("comm", &ExpandArgs::comm)
-      .field("routing", &ExpandArgs::routing)
-      .field("header", &ExpandArgs::header)
-      .field("tokens", &ExpandArgs::tokens)
-      .field("scales", &ExpandArgs::scales)
-      .field("weights", &ExpandArgs::weights)
-      .field("topk_ids", &ExpandArgs::topk_ids)
-      .field("row_expert_ids", &ExpandArgs::row_expert_ids)
-      .field("expert_count", &ExpandArgs::expert_count)
-      .field("expert_offset", &ExpandArgs::expert_offset)
-      .field("overflow", &ExpandArgs::overflow)
-      .field("capacity", &ExpandArgs::capacity)
-      .field("num_sms", &ExpandArgs::num_sms)
-      .field("fresh", &ExpandArgs::fresh)
-      .field("optimistic", &ExpandArgs::optimistic)
-      .field("stream", &ExpandArgs::stream);
+  Struct<DispatchSendArgs>(m, "DispatchSendArgs")
+      .field("comm", &DispatchSendArgs::comm)
+      .field("routing", &DispatchSendArgs::routing)
+      .field("header", &DispatchSendArgs::header)
+      .field("x", &DispatchSendArgs::x)
+      .field("x_stride", &DispatchSendArgs::x_stride)
+      .field("scales", &DispatchSendArgs::scales)
+      .field("scale_stride", &DispatchSendArgs::scale_stride)
+      .field("weights", &DispatchSendArgs::weights)
+      .field("num_sms", &DispatchSendArgs::num_sms)
+      .field("optimistic", &DispatchSendArgs::optimistic)
+      .field("quantize", &DispatchSendArgs::quantize)
+      .field("element", &DispatchSendArgs::element)
+      .field("stream", &DispatchSendArgs::stream);
+  Struct<WaitForSenderArgs>(m, "WaitForSenderArgs")
+      .field("comm", &WaitForSenderArgs::comm)
+      .field("step", &WaitForSenderArgs::step)
+      .field("fresh", &WaitForSenderArgs::fresh)
+      .field("stream", &WaitForSenderArgs::stream);
+  Struct<DispatchRecvArgs>(m, "DispatchRecvArgs")
+      .field("comm", &DispatchRecvArgs::comm)
+      .field("routing", &DispatchRecvArgs::routing)
+      .field("header", &DispatchRecvArgs::header)
+      .field("tokens", &DispatchRecvArgs::tokens)
+      .field("scales", &DispatchRecvArgs::scales)
+      .field("weights", &DispatchRecvArgs::weights)
+      .field("topk_ids", &DispatchRecvArgs::topk_ids)
+      .field("row_expert_ids", &DispatchRecvArgs::row_expert_ids)
+      .field("expert_count", &DispatchRecvArgs::expert_count)
+      .field("expert_offset", &DispatchRecvArgs::expert_offset)
+      .field("overflow", &DispatchRecvArgs::overflow)
+      .field("capacity", &DispatchRecvArgs::capacity)
+      .field("num_sms", &DispatchRecvArgs::num_sms)
+      .field("fresh", &DispatchRecvArgs::fresh)
+      .field("optimistic", &DispatchRecvArgs::optimistic)
+      .field("stream", &DispatchRecvArgs::stream);
 }
 
 void bind_combine_args(py::module_& m) {
-  Struct<PushArgs>(m, "PushArgs")
-      .field("comm", &PushArgs::comm)
-      .field("routing", &PushArgs::routing)
-      .field("header", &PushArgs::header)
-      .field("y", &PushArgs::y)
-      .field("rows", &PushArgs::rows)
-      .field("weights", &PushArgs::weights)
-      .field("extra", &PushArgs::extra)
-      .field("hidden", &PushArgs::hidden)
-      .field("element", &PushArgs::element)
-      .field("num_sms", &PushArgs::num_sms)
-      .field("stream", &PushArgs::stream);
-  Struct<AddArgs>(m, "AddArgs")
-      .field("comm", &AddArgs::comm)
-      .field("routing", &AddArgs::routing)
-      .field("header", &AddArgs::header)
-      .field("out", &AddArgs::out)
-      .field("bias", &AddArgs::bias)
-      .field("extra", &AddArgs::extra)
-      .field("hidden", &AddArgs::hidden)
-      .field("element", &AddArgs::element)
-      .field("num_sms", &AddArgs::num_sms)
-      .field("stream", &AddArgs::stream);
-  Struct<WeighBackArgs>(m, "WeighBackArgs")
-      .field("y", &WeighBackArgs::y)
-      .field("rows", &WeighBackArgs::rows)
-      .field("factors", &WeighBackArgs::factors)
-      .field("dots", &WeighBackArgs::dots)
-      .field("num_rows", &WeighBackArgs::num_rows)
-      .field("hidden", &WeighBackArgs::hidden)
-      .field("element", &WeighBackArgs::element)
-      .field("stream", &WeighBackArgs::stream);
+  Struct<CombineSendArgs>(m, "CombineSendArgs")
+      .field("comm", &CombineSendArgs::comm)
+      .field("routing", &CombineSendArgs::routing)
+      .field("header", &CombineSendArgs::header)
+      .field("y", &CombineSendArgs::y)
+      .field("rows", &CombineSendArgs::rows)
+      .field("weights", &CombineSendArgs::weights)
+      .field("extra", &CombineSendArgs::extra)
+      .field("hidden", &CombineSendArgs::hidden)
+      .field("element", &CombineSendArgs::element)
+      .field("num_sms", &CombineSendArgs::num_sms)
+      .field("stream", &CombineSendArgs::stream);
+  Struct<CombineRecvArgs>(m, "CombineRecvArgs")
+      .field("comm", &CombineRecvArgs::comm)
+      .field("routing", &CombineRecvArgs::routing)
+      .field("header", &CombineRecvArgs::header)
+      .field("out", &CombineRecvArgs::out)
+      .field("bias", &CombineRecvArgs::bias)
+      .field("extra", &CombineRecvArgs::extra)
+      .field("hidden", &CombineRecvArgs::hidden)
+      .field("element", &CombineRecvArgs::element)
+      .field("num_sms", &CombineRecvArgs::num_sms)
+      .field("stream", &CombineRecvArgs::stream);
+  Struct<WeightGradArgs>(m, "WeightGradArgs")
+      .field("y", &WeightGradArgs::y)
+      .field("rows", &WeightGradArgs::rows)
+      .field("factors", &WeightGradArgs::factors)
+      .field("dots", &WeightGradArgs::dots)
+      .field("num_rows", &WeightGradArgs::num_rows)
+      .field("hidden", &WeightGradArgs::hidden)
+      .field("element", &WeightGradArgs::element)
+      .field("stream", &WeightGradArgs::stream);
 }
 
 void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   py::module_ sub = m.def_submodule(name);
   bind_kernel(sub, "plan", table.plan);
   bind_kernel(sub, "notify", table.notify);
-  bind_kernel(sub, "send", table.send);
-  bind_kernel(sub, "admit", table.admit);
-  bind_kernel(sub, "expand", table.expand);
-  bind_kernel(sub, "push", table.push);
-  bind_kernel(sub, "add", table.add);
-  bind_kernel(sub, "send_and_expand", table.send_and_expand);
-  bind_kernel(sub, "push_and_add", table.push_and_add);
-  bind_kernel(sub, "weigh_back", table.weigh_back);
+  bind_kernel(sub, "dispatch_send", table.dispatch_send);
+  bind_kernel(sub, "wait_for_sender", table.wait_for_sender);
+  bind_kernel(sub, "dispatch_recv", table.dispatch_recv);
+  bind_kernel(sub, "combine_send", table.combine_send);
+  bind_kernel(sub, "combine_recv", table.combine_recv);
+  bind_kernel(sub, "dispatch", table.dispatch);
+  bind_kernel(sub, "combine", table.combine);
+  bind_kernel(sub, "weight_grad", table.weight_grad);
 }
 
 void bind_sizes(py::module_& m) {

@@ -1,0 +1,1 @@
+"""Gathers and sums inside a node, on CPUs and on GPUs."""

@@ -1,0 +1,184 @@
+"""All-gather inside a node on GPUs: shards are pushed into the peers' outputs.
+
+Outputs that peers have not mapped go through a staging block, piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.collectives.backends import watchdog
+from ep_plugin.collectives.backends.cuda import MOST_KEPT, CudaNode, StreamLanes, is_small, push_ctas, small_ctas
+from ep_plugin.collectives.backends.stream_words import StreamWords
+from ep_plugin.collectives.chunks import addresses_of, key_of
+from ep_plugin.transport.exchange import Exchange
+
+if TYPE_CHECKING:
+    from ep_plugin.collectives.engine import CollectiveEngine
+
+STAGING_BYTES = 32 << 20
+_STAGED = _C.place_word(_C.staging_block, 0)
+
+
+class _Launch(NamedTuple):
+    """A kernel's arguments but for its stream and what else changes from call to call. place: in peer memory, as peers
+    must have it. filled: where it writes here."""
+
+    args: Any
+    place: int
+    filled: Sequence[int]
+
+
+def foreign_gather_sms(path: str, nbytes: int, node_size: int) -> int:
+    """SMs that a gather of shards of `nbytes` bytes takes, at most, into outputs that peers have not mapped."""
+    if is_small(path, nbytes, node_size):
+        return small_ctas(nbytes, node_size)
+    return push_ctas(_staged_path(path), min(nbytes, _staged_bytes(node_size)), node_size)
+
+
+def _staged_path(path: str) -> str:
+    """What lands in the staging block is copied on, which the kernel that pushes does sooner than copy engines."""
+    return "sm" if path == "auto" else path
+
+
+def _staged_bytes(node_size: int) -> int:
+    """Of a shard, that the staging block has room for at a time."""
+    return STAGING_BYTES // node_size // 16 * 16
+
+
+class CudaGatherNode(CudaNode):
+    """All ranks pass outputs of the same place in the same block, or all pass other memory."""
+
+    def __init__(self, engine: CollectiveEngine, lanes: StreamLanes, node: Exchange) -> None:
+        super().__init__(engine, lanes)
+        self._step = _staged_bytes(engine.node_size)
+        self.number = 0  # of operations by copy engines outside of graphs
+        # Begun and finished, see AllGatherArgs.
+        self.words = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._kept: dict[tuple[Any, ...], _Launch] = {}
+        self._changes = 0  # of the blocks when those were made
+        # Of each: number, block, addresses of what it fills here, and bytes of each.
+        self.pending: deque[tuple[int, int, Sequence[int], int]] = deque()
+        self.stream_words = StreamWords(node, engine.device)  # last: what is above may want for memory
+        watchdog.add(self)
+
+    def gather(self, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+        """`shard`, which is this rank's of `outputs`, to every rank."""
+        engine, nbytes = self._engine, shard.numel()
+        if nbytes == 0:
+            return self._compare(0, None, [])
+        if self._is_small(nbytes):
+            self._refuse_first_in_graph("words")
+            self._compare(nbytes, None, outputs)
+            self._exchange_words([shard] * engine.node_size, outputs, -1, 1.0)
+            return
+        key = shard.data_ptr(), nbytes, key_of(outputs)
+        push = self._kept_launch(key)
+        if push is None:
+            place = self._place_of(outputs)
+            if place is None:
+                self._refuse_first_in_graph("staging")
+            self._compare(nbytes, place, outputs)
+            if place is None:
+                return self._gather_staged(shard, outputs)
+            block, _, mine = place
+            targets = [engine.blocks.address_at(index, block) + mine for index in range(engine.node_size)]
+            push = self._keep(key, self._push_of(shard, outputs, targets, place, 0))
+        else:
+            self._calls.compare(_C.Step.ALL_GATHER, nbytes, 0, push.place)
+        self._push(push)
+
+    def _gather_staged(self, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+        engine, staging = self._engine, self._workspace("staging", STAGING_BYTES)
+        for begin in range(0, shard.numel(), self._step):
+            part = shard[begin : begin + self._step]
+            targets = [address + engine.index * part.numel() for address in staging]
+            parts = [output[begin : begin + self._step] for output in outputs]
+            place = _C.staging_block, 0, 0
+            self._push(self._push_of(part, parts, targets, place, staging[engine.index]))
+
+    def close(self) -> None:
+        watchdog.remove(self)
+        self.stream_words.close()
+
+    def _compare(self, nbytes: int, place: tuple[int, int, int] | None, parts: Sequence[torch.Tensor]) -> None:
+        """Raises DisagreementError when a peer has called something else. A graph's calls are no host's, but keep the
+        blocks that `parts` lie in."""
+        if not self._lanes.capturing():
+            self._calls.compare(_C.Step.ALL_GATHER, nbytes, 0, _STAGED if place is None else _C.place_word(*place[:2]))
+            return
+        blocks = self._engine.blocks
+        for block in {found[0] for part in parts if (found := blocks.place_of([part])) is not None}:
+            blocks.keep_if_captured(block)
+
+    def _kept_launch(self, key: tuple[Any, ...]) -> _Launch | None:
+        """What an earlier call with the same memory has been made into; a graph's calls are made anew."""
+        if self._changes != self._engine.blocks.changes or len(self._kept) > MOST_KEPT:
+            self._kept.clear()
+            self._changes = self._engine.blocks.changes
+        return None if self._lanes.capturing() else self._kept.get(key)
+
+    def _keep(self, key: tuple[Any, ...], launch: _Launch) -> _Launch:
+        if not self._lanes.capturing():
+            self._kept[key] = launch
+        return launch
+
+    def _place_of(self, parts: Sequence[torch.Tensor]) -> tuple[int, int, int] | None:
+        """The block that all `parts` lie in, the offsets of the first and of this rank's; None for other memory."""
+        found = self._engine.blocks.place_of(parts)
+        if found is None:
+            return None
+        block, offsets = found
+        return block, offsets[0], offsets[self._engine.index]
+
+    def _push_of(
+        self,
+        shard: torch.Tensor,
+        outputs: Sequence[torch.Tensor],
+        targets: list[int],
+        place: tuple[int, int, int],
+        landing: int,
+    ) -> _Launch:
+        engine, nbytes = self._engine, shard.numel()
+        path = _staged_path(self._path) if landing else self._path
+        addresses = addresses_of(outputs)
+        targets[engine.index] = 0  # it lies there
+        word = _C.place_word(*place[:2])
+        args = _C.AllGatherArgs(
+            comm=engine.comm,
+            input=shard.data_ptr(),
+            bytes=nbytes,
+            landing=landing,
+            place=word,
+            block=place[0],
+            num_ctas=push_ctas(path, nbytes, engine.node_size),
+            captured=int(self._lanes.capturing()),
+            begun=self.words.data_ptr(),
+            finished=self.words.data_ptr() + 8,
+        )
+        args.set_targets(targets)
+        args.set_stream_words(self.stream_words.addresses)
+        args.set_outputs(addresses)
+        filled = [landing + index * nbytes for index in range(engine.node_size)] if landing else list(addresses)
+        del filled[engine.index]
+        return _Launch(args, word, filled)
+
+    def _push(self, push: _Launch) -> None:
+        args = push.args
+        args.stream = self._lanes.enter()
+        by_streams = args.num_ctas == 0 and not args.captured
+        if by_streams:
+            self.number += 1
+            args.number = self.number
+            finished = int(self.words[1])
+            while self.pending and self.pending[0][0] <= finished:
+                self.pending.popleft()
+            self.pending.append((self.number, args.block, push.filled, args.bytes))
+        self._engine.kernels.all_gather(args)
+        if by_streams:
+            watchdog.wake()

@@ -1,0 +1,32 @@
+// Python's view of the kernels: argument structs made from keywords, one function per kernel and device, the board.
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "bindings/bind.h"
+#include "common/board.h"
+
+namespace py = pybind11;
+using namespace ep;
+
+namespace {
+
+// Whether a signal handler has raised, such as Ctrl-C's: the exception then stays set for whoever called the wait.
+// Python handles signals on its main thread alone, so the others need not take the interpreter's lock.
+bool signal_has_raised() {
+  if (syscall(SYS_gettid) != getpid()) return false;
+  py::gil_scoped_acquire acquire;
+  return PyErr_CheckSignals() != 0;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Kernels of ep_plugin: pointers and streams are integers.";
+  set_interruption(&signal_has_raised);
+  bindings::bind_kernels(m);
+  bindings::bind_board(m);
+  bindings::bind_collectives(m);
+#if defined(EP_WITH_CUDA)
+  bindings::bind_device(m);
+#endif
+}

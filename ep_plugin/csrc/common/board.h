@@ -1,0 +1,44 @@
+// What the host does with boards: read faults and totals, tell peers of an abort, wait for a notify.
+#pragma once
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "common/api.h"
+
+namespace ep {
+
+// Sets what every wait of the host, and of the CPU kernels, asks now and then in the thread that waits: true ends the
+// wait, as an abort by this rank does. Set once, before anything waits.
+void set_interruption(bool (*wanted)());
+
+enum WaitResult : int { kReady = 0, kFaulted = 1, kAbortedByPeer = 2, kOverdue = 3, kInterrupted = 4 };
+
+// Waits, spinning briefly and then sleeping, until the notify `ticket` has stored its totals, a fault is recorded,
+// a peer has aborted, the wait is interrupted, or `timeout_ns` has passed.
+WaitResult wait_ticket(Address board, uint64_t ticket, int64_t timeout_ns);
+
+// The same for anything else in host memory.
+WaitResult wait_until(const std::function<bool()>& there, Address board, int64_t timeout_ns);
+
+// Marks the board of a peer as aborted by `rank`; the first abort stays.
+void abort_board(Address board, int rank, const std::string& reason);
+
+// Records a fault that the host has found on this rank's board; the first fault stays.
+void fault_board(Address board, int code, int step, int peer, int64_t expected, int64_t seen);
+
+// The boards of this process's communicators, on each of which `announce` says what this rank is in.
+void list_board(Address board);
+void unlist_board(Address board);
+void announce(const std::string& text);
+
+// Finds the first id outside [-1, num_experts) or repeated within its token. Returns false if there is none.
+struct BadId {
+  int64_t token;
+  int64_t k;
+  int64_t id;
+  bool repeated;
+};
+bool find_bad_id(Address ids, int id_bytes, int64_t num_tokens, int64_t topk, int64_t num_experts, BadId* found);
+
+}  // namespace ep

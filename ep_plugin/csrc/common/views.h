@@ -1,0 +1,92 @@
+// Typed pointers into the blocks that layout.h lays out.
+#pragma once
+#include "common/api.h"
+
+namespace ep {
+
+template <class T>
+EP_HD T* at(Address base, int64_t offset = 0) {
+  return reinterpret_cast<T*>(static_cast<uintptr_t>(base) + static_cast<uintptr_t>(offset));
+}
+
+EP_HD int local_experts(const Comm& comm) { return comm.num_experts / comm.num_ranks; }
+
+EP_HD State& state_of(const Comm& comm) { return *at<State>(comm.state); }
+EP_HD Board& board_of(const Comm& comm) { return *at<Board>(comm.board); }
+EP_HD int64_t* board_totals(const Comm& comm) { return at<int64_t>(comm.board, sizeof(Board)); }
+
+// In rank `owner`'s control block: how far `peer` has read what `owner` wrote to it (kind: a Pool or kConsumedCounts).
+EP_HD uint64_t* consumed_word(const Comm& comm, int owner, int kind, int peer) {
+  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
+  return at<uint64_t>(comm.control[owner], lay.consumed) + static_cast<int64_t>(kind) * comm.num_ranks + peer;
+}
+EP_HD uint64_t* count_words(const Comm& comm, int owner, int parity, int source) {
+  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
+  const int64_t row = static_cast<int64_t>(parity) * comm.num_ranks + source;
+  return at<uint64_t>(comm.control[owner], lay.count_rows + row * count_row_bytes(comm.num_ranks, comm.num_experts));
+}
+EP_HD Opening* opening(const Comm& comm, int owner, int pool, int source) {
+  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
+  return at<Opening>(comm.control[owner], lay.opening) + static_cast<int64_t>(pool) * comm.num_ranks + source;
+}
+EP_HD Arrival* arrival(const Comm& comm, int owner, int pool, int source, int chunk) {
+  const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
+  const int64_t row = static_cast<int64_t>(pool) * comm.num_ranks + source;
+  return at<Arrival>(comm.control[owner], lay.arrival) + row * kMaxChunks + chunk;
+}
+
+// A handle's routing metadata with its parts named.
+struct Meta {
+  int32_t *rank_count, *expert_count, *send_base, *combine_base, *recv_offset, *src_tokens, *flat_base, *expert_offset,
+      *expert_rows, *send_chunk_end, *recv_chunk_end, *max_rows;
+};
+EP_HD Meta meta_of(const Comm& comm, const Routing& routing) {
+  const MetaLayout lay = meta_layout(comm.num_ranks, comm.num_experts);
+  int32_t* words = at<int32_t>(routing.meta);
+  return Meta{words + lay.rank_count,     words + lay.expert_count,   words + lay.send_base,
+              words + lay.combine_base,   words + lay.recv_offset,    words + lay.src_tokens,
+              words + lay.flat_base,      words + lay.expert_offset,  words + lay.expert_rows,
+              words + lay.send_chunk_end, words + lay.recv_chunk_end, words + lay.max_rows};
+}
+
+EP_HD SlotLayout slot_layout_of(const Header& header) {
+  return slot_layout(header.row_bytes, header.scale_bytes, header.weight_bytes, header.topk);
+}
+EP_HD PartialLayout partial_layout_of(const Header& header) {
+  return partial_layout(header.row_bytes, header.weight_bytes, header.topk);
+}
+
+EP_HD int32_t region_slots_of(const Comm& comm, const Header& header) {
+  return region_slots(comm.pool_bytes[kDispatchPool], slot_layout_of(header).bytes, comm.num_ranks);
+}
+
+// Whether some rank sends more rows to one than a region of the pools holds. Pools are equally large on all ranks and
+// all know the largest count, so all find the same: none tells that its rows are there, and the hosts, who did not
+// know, make the pools grow and launch the send again.
+EP_HD bool pools_must_grow(const Comm& comm, const Header& header, const Meta& meta) {
+  return *meta.max_rows > region_slots_of(comm, header);
+}
+
+// Rows that the output of a dispatch needs.
+EP_HD int64_t rows_required(const DispatchRecvArgs& args, const Meta& meta) {
+  return args.routing.layout == kFlat ? meta.expert_offset[local_experts(args.comm)]
+                                      : meta.recv_offset[args.comm.num_ranks];
+}
+
+// Whether an expand that was enqueued before the host knew the totals has to be enqueued again: its output is too
+// small, or no rank was told of any row. The host, once it knows them, finds the same.
+EP_HD bool came_too_early(const DispatchRecvArgs& args, const Meta& meta) {
+  return rows_required(args, meta) > args.capacity || meta.recv_offset[args.comm.num_ranks] > args.routing.slots ||
+         pools_must_grow(args.comm, args.header, meta);
+}
+
+// Index of the first compared field in which two headers differ, or -1.
+EP_HD int header_mismatch(const Header& mine, const Header& theirs) {
+  const int64_t* a = reinterpret_cast<const int64_t*>(&mine);
+  const int64_t* b = reinterpret_cast<const int64_t*>(&theirs);
+  for (int field = 0; field < kComparedFields; ++field)
+    if (a[field] != b[field]) return field;
+  return -1;
+}
+
+}  // namespace ep

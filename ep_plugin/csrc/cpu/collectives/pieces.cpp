@@ -1,0 +1,114 @@
+#include "cpu/collectives/pieces.h"
+
+namespace ep {
+
+namespace cpu {
+
+namespace {
+uint64_t load(const uint64_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
+}  // namespace
+
+Pieces::Pieces(const Run& run, const Piece& piece, CollectiveOp op, int64_t element, int64_t chunk_bytes)
+    : run_(run),
+      comm_(run.comm),
+      piece_(piece),
+      op_(op),
+      element_(element),
+      chunk_bytes_(chunk_bytes),
+      count_(std::max<int64_t>(1, ceil_div(piece.bytes, chunk_bytes))),
+      base_(control_of(run.comm, run.comm.rank).chunks),
+      offer_(control_of(run.comm, run.comm.rank).operations % kSlots) {}
+
+int Pieces::slowest_reader() const {
+  const CollectiveControl& mine = control_of(comm_, comm_.rank);
+  int slowest = comm_.rank;
+  uint64_t least = UINT64_MAX;
+  for (int r = 0; r < comm_.num_ranks; ++r) {
+    if (r == comm_.rank) continue;
+    const uint64_t seen = load(mine.consumed[r].value);
+    if (seen < least) least = seen, slowest = r;
+  }
+  return slowest;
+}
+
+bool Pieces::slot_is_free(int64_t chunk) const {
+  const uint64_t needed = base_ + static_cast<uint64_t>(chunk) + 1;
+  if (needed <= kSlots) return true;
+  const CollectiveControl& mine = control_of(comm_, comm_.rank);
+  for (int r = 0; r < comm_.num_ranks; ++r)
+    if (r != comm_.rank && load(mine.consumed[r].value) < needed - kSlots) return false;
+  return true;
+}
+
+char* Pieces::slot(int64_t chunk) const {
+  return control_of(comm_, comm_.rank).slots[(base_ + static_cast<uint64_t>(chunk)) % kSlots];
+}
+
+void Pieces::post(int64_t end) {
+  CollectiveControl& mine = control_of(comm_, comm_.rank);
+  if (load(mine.posted) == base_) {
+    Offer& offer = mine.offers[offer_];
+    offer.op = op_;
+    offer.bytes = piece_.bytes;
+    offer.element = element_;
+    offer.block = piece_.block;
+    std::copy_n(piece_.offset, kMaxRanks, offer.offset);
+  }
+  signal(&mine.posted, base_ + static_cast<uint64_t>(end));
+}
+
+bool Pieces::is_posted(int source, int64_t chunk) const {
+  return load(control_of(comm_, source).posted) > base_ + static_cast<uint64_t>(chunk);
+}
+
+bool Pieces::check_offer(int source, const Offer& theirs) const {
+  const int64_t mine[kOfferFields] = {op_, piece_.bytes, element_};
+  const int64_t seen[kOfferFields] = {theirs.op, theirs.bytes, theirs.element};
+  for (int field = 0; field < kOfferFields; ++field)
+    if (seen[field] != mine[field]) return fail(comm_, kDisagree, run_.step, source, field, mine[field], seen[field]);
+  return true;
+}
+
+const char* Pieces::bytes_from(int source, int dest, int64_t chunk, int64_t slot_offset) const {
+  const CollectiveControl& theirs = control_of(comm_, source);
+  const Offer& offer = theirs.offers[offer_];
+  if (!check_offer(source, offer)) return nullptr;
+  const int64_t block = offer.block, offset = offer.offset[dest];
+  if (block < 0) return theirs.slots[(base_ + static_cast<uint64_t>(chunk)) % kSlots] + slot_offset;
+  const Address from = block < piece_.num_blocks ? at<Address>(piece_.blocks)[block * kMaxRanks + source] : 0;
+  if (from == 0) return fail(comm_, kBadData, run_.step, source, 0, piece_.num_blocks, block), nullptr;
+  const int64_t limit = at<int64_t>(piece_.block_bytes)[block] - piece_.bytes;
+  if (offset < 0 || offset > limit) return fail(comm_, kBadData, run_.step, source, 1, limit, offset), nullptr;
+  return at<char>(from, offset + begin_of(chunk));
+}
+
+void Pieces::consume(int source, int64_t end) const {
+  signal(&control_of(comm_, source).consumed[comm_.rank].value, base_ + static_cast<uint64_t>(end));
+}
+
+bool Pieces::keep_waiting_for(Patience& patience, int source, int64_t chunk) const {
+  return patience.keep_waiting(run_, source, base_ + static_cast<uint64_t>(chunk) + 1,
+                               load(control_of(comm_, source).posted));
+}
+
+bool Pieces::keep_waiting_for_reader(Patience& patience, int64_t chunk) const {
+  const int slowest = slowest_reader();
+  const uint64_t needed = base_ + static_cast<uint64_t>(chunk) + 1;
+  return patience.keep_waiting(run_, slowest, needed > kSlots ? needed - kSlots : 0,
+                               load(control_of(comm_, comm_.rank).consumed[slowest].value));
+}
+
+bool Pieces::finish() {
+  CollectiveControl& mine = control_of(comm_, comm_.rank);
+  const uint64_t end = base_ + static_cast<uint64_t>(count_);
+  if (!staged())
+    for (int r = 0; r < comm_.num_ranks; ++r)
+      if (r != comm_.rank && !wait_at_least(run_, &mine.consumed[r].value, end, r)) return false;
+  mine.chunks = end;
+  ++mine.operations;
+  return true;
+}
+
+}  // namespace cpu
+
+}  // namespace ep

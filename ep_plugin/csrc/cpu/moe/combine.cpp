@@ -1,0 +1,221 @@
+// Combine: push reduces a slot's expert rows to one partial row at the token's owner; add sums a token's partial rows.
+// Both sum in the element's Sum type in a fixed order, so the result does not depend on who arrives when.
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "cpu/core/elements.h"
+#include "cpu/core/sync.h"
+#include "cpu/moe/kernels.h"
+
+namespace ep::cpu {
+
+namespace {
+
+constexpr int kBlock = 512;  // elements summed at a time: the sums stay in the first-level cache
+
+template <class T>
+void accumulate(typename Sum<T>::type* sum, const T* row, int count, typename Sum<T>::type weight) {
+  for (int h = 0; h < count; ++h) sum[h] += weight * widen(row[h]);
+}
+template <class T>
+void accumulate(typename Sum<T>::type* sum, const T* row, int count) {
+  for (int h = 0; h < count; ++h) sum[h] += widen(row[h]);
+}
+
+// The rows of y that make up a slot's partial row, and their factors.
+template <class S>
+struct Terms {
+  int count = 0;
+  int64_t row[kMaxTopk];
+  S factor[kMaxTopk];
+};
+
+template <class S>
+bool gather_terms(const Run& run, const CombineSendArgs& args, int64_t slot, Terms<S>* terms) {
+  const int K = args.routing.topk;
+  const bool flat = args.routing.layout == kFlat, weighted = args.weights != 0;
+  const int32_t* rows = at<const int32_t>(args.routing.recv_rows) + slot * K;
+  terms->count = 0;
+  for (int k = 0; k < K; ++k) {
+    if (rows[k] < 0) continue;
+    if (rows[k] >= args.rows) return fail(run.comm, kBadData, run.step, run.comm.rank, k, args.rows, rows[k]);
+    const S weight = weighted ? at<const S>(args.weights)[flat ? rows[k] : slot * K + k] : S(1);
+    if (flat || terms->count == 0) {
+      terms->row[terms->count] = rows[k];
+      terms->factor[terms->count++] = weight;
+    } else if (weighted) {
+      terms->factor[0] += weight;
+    }
+  }
+  return true;
+}
+
+template <class T>
+void reduce_row(const CombineSendArgs& args, const Terms<typename Sum<T>::type>& terms, T* out) {
+  using S = typename Sum<T>::type;
+  if (terms.count == 1 && args.weights == 0) {
+    std::memcpy(out, at<T>(args.y) + terms.row[0] * args.hidden, args.hidden * sizeof(T));
+    return;
+  }
+  S sum[kBlock];
+  for (int64_t h = 0; h < args.hidden; h += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, args.hidden - h));
+    std::fill_n(sum, count, S(0));
+    for (int i = 0; i < terms.count; ++i) {
+      const T* row = at<const T>(args.y) + terms.row[i] * args.hidden + h;
+      if (args.weights != 0)
+        accumulate<T>(sum, row, count, terms.factor[i]);
+      else
+        accumulate<T>(sum, row, count);
+    }
+    for (int i = 0; i < count; ++i) narrow(sum[i], out + h + i);
+  }
+}
+
+void copy_extra(const CombineSendArgs& args, int64_t slot, char* to) {
+  const int K = args.routing.topk;
+  const int64_t wb = args.header.weight_bytes;
+  const int32_t* rows = at<const int32_t>(args.routing.recv_rows) + slot * K;
+  for (int k = 0; k < K; ++k) {
+    if (rows[k] < 0) {
+      std::memset(to + k * wb, 0, wb);
+    } else {
+      const int64_t from = args.routing.layout == kFlat ? rows[k] : slot * K + k;
+      std::memcpy(to + k * wb, at<char>(args.extra, from * wb), wb);
+    }
+  }
+}
+
+template <class T>
+bool send_slot(const Run& run, const CombineSendArgs& args, const Meta& meta, int owner, int index) {
+  const Comm& comm = args.comm;
+  const int64_t slot = meta.recv_offset[owner] + index;
+  const PartialLayout lay = partial_layout_of(args.header);
+  const int64_t offset = (meta.combine_base[owner] + static_cast<int64_t>(index)) * lay.bytes;
+  if (offset + lay.bytes > comm.pool_bytes[kCombinePool])
+    return fail(comm, kTooSmall, run.step, owner, 0, comm.pool_bytes[kCombinePool], offset + lay.bytes);
+  Terms<typename Sum<T>::type> terms;
+  if (!gather_terms(run, args, slot, &terms)) return false;
+  char* to = at<char>(comm.pool[kCombinePool][owner], offset);
+  reduce_row<T>(args, terms, reinterpret_cast<T*>(to));
+  if (args.header.weight_bytes != 0) copy_extra(args, slot, to + lay.extra);
+  return true;
+}
+
+// Chunk by chunk of the owners' tokens, all owners in turn, beginning with the next rank so that no two ranks
+// write to one owner in step.
+template <class T>
+bool send_all(const Run& run, const CombineSendArgs& args) {
+  const Comm& comm = args.comm;
+  const int R = comm.num_ranks;
+  const Meta meta = meta_of(comm, args.routing);
+  for (int owner = 0; owner < R; ++owner)
+    if (!open_destination(run, kCombinePool, owner, args.header)) return false;
+  for (int c = 0; c < kMaxChunks; ++c) {
+    for (int step = 1; step <= R; ++step) {
+      const int owner = (comm.rank + step) % R;
+      if (c >= num_chunks(meta.src_tokens[owner])) continue;
+      const int32_t* ends = meta.recv_chunk_end + owner * kMaxChunks;
+      const int begin = c == 0 ? 0 : ends[c - 1];
+      for (int i = begin; i < ends[c]; ++i)
+        if (!send_slot<T>(run, args, meta, owner, i)) return false;
+      signal_chunk(run, kCombinePool, owner, c, begin, ends[c]);
+    }
+    if (c == 0 && !gate(run)) return false;
+  }
+  return true;
+}
+
+template <class T>
+void receive_token(const CombineRecvArgs& args, const Meta& meta, const PartialLayout& lay, int t) {
+  using S = typename Sum<T>::type;
+  const Comm& comm = args.comm;
+  const int R = comm.num_ranks;
+  const int32_t* positions = at<const int32_t>(args.routing.send_pos) + static_cast<int64_t>(t) * R;
+  T* out = at<T>(args.out) + t * args.hidden;
+  S sum[kBlock];
+  for (int64_t h = 0; h < args.hidden; h += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, args.hidden - h));
+    std::fill_n(sum, count, S(0));
+    for (int d = 0; d < R; ++d) {
+      if (positions[d] < 0) continue;
+      const int64_t slot = meta.send_base[d] + static_cast<int64_t>(positions[d]);
+      accumulate<T>(sum, at<const T>(comm.pool[kCombinePool][comm.rank], slot * lay.bytes) + h, count);
+    }
+    if (args.bias != 0) accumulate<T>(sum, at<const T>(args.bias) + t * args.hidden + h, count);
+    for (int i = 0; i < count; ++i) narrow(sum[i], out + h + i);
+  }
+}
+
+void collect_extra(const CombineRecvArgs& args, const Meta& meta, const PartialLayout& lay, int t) {
+  const Comm& comm = args.comm;
+  const int R = comm.num_ranks, K = args.routing.topk;
+  const int64_t wb = args.header.weight_bytes;
+  const int32_t* ids = at<const int32_t>(args.routing.topk_ids) + static_cast<int64_t>(t) * K;
+  const int32_t* positions = at<const int32_t>(args.routing.send_pos) + static_cast<int64_t>(t) * R;
+  for (int k = 0; k < K; ++k) {
+    char* to = at<char>(args.extra, (static_cast<int64_t>(t) * K + k) * wb);
+    std::memset(to, 0, wb);
+    if (ids[k] < 0) continue;
+    const int d = ids[k] / local_experts(comm);
+    const int64_t slot = meta.send_base[d] + static_cast<int64_t>(positions[d]);
+    std::memcpy(to, at<char>(comm.pool[kCombinePool][comm.rank], slot * lay.bytes + lay.extra + k * wb), wb);
+  }
+}
+
+template <class T>
+bool receive_all(const Run& run, const CombineRecvArgs& args) {
+  const Comm& comm = args.comm;
+  const int R = comm.num_ranks;
+  const Chunks chunks = chunks_of(args.routing.num_tokens);
+  const Meta meta = meta_of(comm, args.routing);
+  const PartialLayout lay = partial_layout_of(args.header);
+  for (int d = 0; d < R; ++d) {
+    if (!open_source(run, kCombinePool, d, args.header, -1)) return false;
+    if ((meta.send_base[d] + static_cast<int64_t>(meta.rank_count[d])) * lay.bytes > comm.pool_bytes[kCombinePool])
+      return fail(comm, kTooSmall, run.step, d, 0, comm.pool_bytes[kCombinePool], lay.bytes);
+  }
+  for (int c = 0; c < chunks.count; ++c) {
+    for (int d = 0; d < R; ++d) {
+      const int32_t* ends = meta.send_chunk_end + d * kMaxChunks;
+      int end;
+      if (!wait_chunk(run, kCombinePool, d, c, c == 0 ? 0 : ends[c - 1], ends[c], &end)) return false;
+      if (end != ends[c]) return fail(comm, kBadData, run.step, d, c, ends[c], end);
+    }
+    for (int t = chunks.begin(c); t < chunks.end(c); ++t) {
+      receive_token<T>(args, meta, lay, t);
+      if (args.extra != 0) collect_extra(args, meta, lay, t);
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+void combine_send(const CombineSendArgs& args) {
+  Run run{args.comm, kCombineSend, 0};
+  if (!begin(args.comm, kCombineSend, &run)) return;
+  bool done = false;
+  with_element(args.element, [&](auto type) { done = send_all<decltype(type)>(run, args); });
+  if (done) finish(run);
+}
+
+void combine_recv(const CombineRecvArgs& args) {
+  const Comm& comm = args.comm;
+  Run run{comm, kCombineRecv, 0};
+  bool done = false;
+  if (begin(comm, kCombineRecv, &run))
+    with_element(args.element, [&](auto type) { done = receive_all<decltype(type)>(run, args); });
+  if (!done) {
+    std::memset(at<char>(args.out), 0xFF, args.routing.num_tokens * args.header.row_bytes);
+    if (args.extra != 0)
+      std::memset(at<char>(args.extra), 0xFF,
+                  static_cast<int64_t>(args.routing.num_tokens) * args.routing.topk * args.header.weight_bytes);
+    return;
+  }
+  for (int d = 0; d < comm.num_ranks; ++d) signal(consumed_word(comm, d, kCombinePool, comm.rank), run.epoch);
+  finish(run);
+}
+
+}  // namespace ep::cpu

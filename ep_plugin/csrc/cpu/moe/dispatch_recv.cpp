@@ -1,0 +1,199 @@
+// Expand: received slots to the rows that the caller's experts take, source by source as their chunks arrive.
+#include <algorithm>
+#include <cstring>
+
+#include <sys/mman.h>
+
+#include "cpu/core/sync.h"
+#include "cpu/moe/kernels.h"
+
+namespace ep::cpu {
+
+namespace {
+
+struct Output {
+  const DispatchRecvArgs& args;
+  SlotLayout lay;
+  Meta meta;
+  int per_rank;
+  int64_t required;  // rows that the layout needs
+};
+
+void copy_row(const Output& out, const char* slot, int64_t row) {
+  const DispatchRecvArgs& args = out.args;
+  std::memcpy(at<char>(args.tokens, row * args.header.row_bytes), slot + out.lay.row, args.header.row_bytes);
+  if (args.header.scale_bytes != 0)
+    std::memcpy(at<char>(args.scales, row * args.header.scale_bytes), slot + out.lay.scales, args.header.scale_bytes);
+}
+
+// The pair's expert among this rank's own, or -1: another rank's, or nobody's. An id that no expert has is a fault.
+bool local_id(const Run& run, const Output& out, const char* slot, int k, int source, int32_t* local) {
+  const Comm& comm = run.comm;
+  const int32_t id = reinterpret_cast<const int32_t*>(slot + out.lay.ids)[k];
+  if (id < -1 || id >= comm.num_experts) return fail(comm, kBadData, run.step, source, k, comm.num_experts, id);
+  const int32_t first = comm.rank * out.per_rank;
+  *local = id >= first && id < first + out.per_rank ? id - first : -1;
+  return true;
+}
+
+// One slot to the FLAT rows of its pairs that are at home here. Rows past the capacity are dropped.
+bool receive_flat(const Run& run, const Output& out, const char* slot, int32_t* recv_rows, int source) {
+  const DispatchRecvArgs& args = out.args;
+  const int64_t wb = args.header.weight_bytes;
+  const int32_t* positions = reinterpret_cast<const int32_t*>(slot + out.lay.positions);
+  const int32_t* base = out.meta.flat_base + source * out.per_rank;
+  for (int k = 0; k < args.routing.topk; ++k) {
+    int32_t local = -1;
+    if (!local_id(run, out, slot, k, source, &local)) return false;
+    const int64_t row = local < 0 ? -1 : static_cast<int64_t>(base[local]) + positions[k];
+    if (local >= 0 && (row < 0 || row >= out.required))
+      return fail(run.comm, kBadData, run.step, source, k, out.required, row);
+    const bool kept = local >= 0 && row < args.capacity;
+    if (recv_rows != nullptr) recv_rows[k] = kept ? static_cast<int32_t>(row) : -1;
+    if (!kept) continue;
+    copy_row(out, slot, row);
+    if (wb != 0) std::memcpy(at<char>(args.weights, row * wb), slot + out.lay.weights + k * wb, wb);
+    at<int32_t>(args.row_expert_ids)[row] = local;
+  }
+  return true;
+}
+
+bool receive_token_major(const Run& run, const Output& out, const char* slot, int32_t* recv_rows, int64_t index,
+                         int source) {
+  const DispatchRecvArgs& args = out.args;
+  const int K = args.routing.topk;
+  const int64_t wb = args.header.weight_bytes;
+  const bool kept = index < args.capacity;
+  for (int k = 0; k < K; ++k) {
+    int32_t local = -1;
+    if (!local_id(run, out, slot, k, source, &local)) return false;
+    if (recv_rows != nullptr) recv_rows[k] = kept && local >= 0 ? static_cast<int32_t>(index) : -1;
+    if (!kept) continue;
+    at<int32_t>(args.topk_ids)[index * K + k] = local;
+    if (wb == 0) continue;
+    char* weight = at<char>(args.weights, (index * K + k) * wb);
+    if (local >= 0)
+      std::memcpy(weight, slot + out.lay.weights + k * wb, wb);
+    else
+      std::memset(weight, 0, wb);
+  }
+  if (kept) copy_row(out, slot, index);
+  return true;
+}
+
+bool receive_source(const Run& run, const Output& out, int source) {
+  const DispatchRecvArgs& args = out.args;
+  const Comm& comm = args.comm;
+  const int first = out.meta.recv_offset[source], rows = out.meta.recv_offset[source + 1] - first;
+  const int64_t region = static_cast<int64_t>(source) * region_slots_of(comm, args.header);
+  int begin = 0;
+  for (int c = 0; c < num_chunks(out.meta.src_tokens[source]); ++c) {
+    int end;
+    if (!wait_chunk(run, kDispatchPool, source, c, begin, rows, &end)) return false;
+    for (int64_t i = first + begin; i < first + end; ++i) {
+      const char* slot = at<char>(comm.pool[kDispatchPool][comm.rank], (region + i - first) * out.lay.bytes);
+      int32_t* recv_rows = args.fresh ? at<int32_t>(args.routing.recv_rows) + i * args.routing.topk : nullptr;
+      const bool ok = args.routing.layout == kFlat ? receive_flat(run, out, slot, recv_rows, source)
+                                                   : receive_token_major(run, out, slot, recv_rows, i, source);
+      if (!ok) return false;
+    }
+    if (args.fresh) out.meta.recv_chunk_end[source * kMaxChunks + c] = end;
+    begin = end;
+  }
+  return begin == rows || fail(comm, kBadData, run.step, source, 0, rows, begin);
+}
+
+// A fresh output of many megabytes costs more in page faults than in copies: huge pages take most of them away.
+void ask_for_huge_pages(Address memory, int64_t bytes) {
+  constexpr uintptr_t kHuge = 2u << 20;
+  const uintptr_t begin = (static_cast<uintptr_t>(memory) + kHuge - 1) / kHuge * kHuge;
+  const uintptr_t end = (static_cast<uintptr_t>(memory) + bytes) / kHuge * kHuge;
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
+void clear_rows(const Output& out, int64_t begin, int64_t end) {
+  const DispatchRecvArgs& args = out.args;
+  end = std::min(end, args.capacity);
+  if (begin >= end) return;
+  const int K = args.routing.topk;
+  const int64_t rows = end - begin, weights = args.routing.layout == kFlat ? 1 : K;
+  const int64_t row_bytes = args.header.row_bytes, scale_bytes = args.header.scale_bytes;
+  const int64_t weight_bytes = args.header.weight_bytes * weights;
+  std::memset(at<char>(args.tokens, begin * row_bytes), 0, rows * row_bytes);
+  if (scale_bytes != 0) std::memset(at<char>(args.scales, begin * scale_bytes), 0, rows * scale_bytes);
+  if (weight_bytes != 0) std::memset(at<char>(args.weights, begin * weight_bytes), 0, rows * weight_bytes);
+  if (args.row_expert_ids != 0) std::fill_n(at<int32_t>(args.row_expert_ids) + begin, rows, -1);
+  if (args.topk_ids != 0) std::fill_n(at<int32_t>(args.topk_ids) + begin * K, rows * K, -1);
+}
+
+// What the caller reads besides rows; and zeros wherever no row was sent to.
+void finish_layout(const Output& out) {
+  const DispatchRecvArgs& args = out.args;
+  const int64_t capacity = args.capacity;
+  const bool flat = args.routing.layout == kFlat;
+  for (int local = 0; local < out.per_rank; ++local) {
+    const int64_t offset = out.meta.expert_offset[local], rows = out.meta.expert_rows[local];
+    const int64_t present = flat ? std::clamp<int64_t>(capacity - offset, 0, rows) : rows;
+    at<int32_t>(args.expert_count)[local] = static_cast<int32_t>(present);
+    at<int32_t>(args.expert_offset)[local] = static_cast<int32_t>(flat ? std::min(offset, capacity) : offset);
+    if (flat) clear_rows(out, offset + rows, out.meta.expert_offset[local + 1]);
+  }
+  const int64_t last = out.meta.expert_offset[out.per_rank];
+  at<int32_t>(args.expert_offset)[out.per_rank] = static_cast<int32_t>(flat ? std::min(last, capacity) : last);
+  if (args.optimistic == 0) clear_rows(out, out.required, capacity);
+  if (args.overflow == 0) return;
+  at<int32_t>(args.overflow)[0] = out.required > capacity;
+  at<int32_t>(args.overflow)[1] = static_cast<int32_t>(out.required);
+}
+
+bool receive_all(const Run& run, const DispatchRecvArgs& args) {
+  const Comm& comm = args.comm;
+  const Meta meta = meta_of(comm, args.routing);
+  const int R = comm.num_ranks, per_rank = local_experts(comm);
+  const int64_t slots = meta.recv_offset[R];
+  const Output out{args, slot_layout_of(args.header), meta, per_rank, rows_required(args, meta)};
+  if (pools_must_grow(comm, args.header, meta))
+    return fail(comm, kTooSmall, run.step, comm.rank, 0, region_slots_of(comm, args.header), *meta.max_rows);
+  if (slots > args.routing.slots) return fail(comm, kTooSmall, run.step, comm.rank, 1, args.routing.slots, slots);
+  ask_for_huge_pages(args.tokens, args.capacity * args.header.row_bytes);
+  for (int step = 0; step < R; ++step) {
+    const int source = (comm.rank + step) % R;
+    if (!open_source(run, kDispatchPool, source, args.header, meta.src_tokens[source])) return false;
+    if (!receive_source(run, out, source)) return false;
+    if (step == 0 && !gate(run)) return false;
+  }
+  finish_layout(out);
+  return true;
+}
+
+// After a fault: NaN bytes in the rows and what lies beside them, and counts of no rows.
+void poison(const DispatchRecvArgs& args) {
+  const int64_t capacity = args.capacity, K = args.routing.topk, per_rank = local_experts(args.comm);
+  const int64_t weights = args.header.weight_bytes * (args.routing.layout == kFlat ? 1 : K);
+  auto fill = [](Address to, int64_t bytes, int value) {
+    if (to != 0) std::memset(at<char>(to), value, bytes);
+  };
+  fill(args.tokens, capacity * args.header.row_bytes, 0xFF);
+  fill(args.scales, capacity * args.header.scale_bytes, 0xFF);
+  fill(args.weights, capacity * weights, 0xFF);
+  fill(args.topk_ids, capacity * K * 4, 0xFF);
+  fill(args.row_expert_ids, capacity * 4, 0xFF);
+  fill(args.expert_count, per_rank * 4, 0);
+  fill(args.expert_offset, (per_rank + 1) * 4, 0);
+  fill(args.overflow, 8, 0);
+}
+
+}  // namespace
+
+void dispatch_recv(const DispatchRecvArgs& args) {
+  const Comm& comm = args.comm;
+  Run run{comm, kDispatchRecv, 0};
+  const bool begun = begin(comm, kDispatchRecv, &run);
+  if (begun && args.optimistic != 0 && came_too_early(args, meta_of(comm, args.routing))) return;
+  if (!begun || !receive_all(run, args)) return poison(args);
+  for (int source = 0; source < comm.num_ranks; ++source)
+    signal(consumed_word(comm, source, kDispatchPool, comm.rank), run.epoch);
+  finish(run);
+}
+
+}  // namespace ep::cpu

@@ -1,0 +1,133 @@
+// Send: each row once to every rank that holds one of its experts, straight to its final slot, behind a head that says
+// what it expands to. Chunk by chunk, so that receivers start before the last row has left.
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "common/fp8.h"
+#include "cpu/core/elements.h"
+#include "cpu/core/sync.h"
+#include "cpu/moe/kernels.h"
+
+namespace ep::cpu {
+
+namespace {
+
+// What travels of one token beside its head's pairs.
+struct Payload {
+  const char* row;
+  const char* scales;
+};
+
+// Quantises one row of `hidden` elements, as fp8.h says. The maximum is that of the magnitudes' bits: compilers make
+// vectors of it, and of floats that may be NaN they do not.
+template <class T>
+void quantize(const T* row, int64_t hidden, uint8_t* out, float* scales) {
+  for (int64_t begin = 0; begin < hidden; begin += kScaleBlock) {
+    const int count = static_cast<int>(hidden - begin < kScaleBlock ? hidden - begin : kScaleBlock);
+    float values[kScaleBlock], amax;
+    int32_t most = 0;
+    for (int i = 0; i < count; ++i) values[i] = static_cast<float>(widen(row[begin + i]));
+    for (int i = 0; i < count; ++i) {
+      int32_t bits;
+      std::memcpy(&bits, values + i, 4);
+      bits &= 0x7FFFFFFF;
+      const int32_t counted = bits > 0x7F800000 ? 0 : bits;
+      most = counted > most ? counted : most;
+    }
+    std::memcpy(&amax, &most, 4);
+    const float scale = scales[begin / kScaleBlock] = e4m3_scale(amax);
+    for (int i = 0; i < count; ++i) {
+      uint32_t bits;
+      std::memcpy(&bits, values + i, 4);
+      out[begin + i] = static_cast<uint8_t>(e4m3_magnitude(std::fabs(values[i]) / scale) | (bits >> 31 << 7));
+    }
+  }
+}
+
+// Where each token's payload is: with the caller, or made of it here.
+class Payloads {
+ public:
+  explicit Payloads(const DispatchSendArgs& args) : args_(args) {
+    if (args.quantize == 0) return;
+    require_quantizable(args.header, args.element);
+    row_.resize(args.header.row_bytes);
+    scales_.resize(args.header.scale_bytes / kScaleBytes);
+  }
+
+  Payload of(int t) {
+    const char* row = at<char>(args_.x, t * args_.x_stride);
+    if (args_.quantize == 0) return {row, at<char>(args_.scales, t * args_.scale_stride)};
+    with_element(args_.element, [&](auto element) {
+      quantize(reinterpret_cast<const decltype(element)*>(row), args_.header.row_bytes, row_.data(), scales_.data());
+    });
+    return {reinterpret_cast<const char*>(row_.data()), reinterpret_cast<const char*>(scales_.data())};
+  }
+
+ private:
+  const DispatchSendArgs& args_;
+  std::vector<uint8_t> row_;
+  std::vector<float> scales_;
+};
+
+// What goes ahead of the token's row: the same to all destinations.
+void write_head(const DispatchSendArgs& args, int t, const char* scales, char* slot, const SlotLayout& lay) {
+  const int K = args.routing.topk;
+  const int64_t weight_bytes = args.header.weight_bytes * K;
+  const int32_t* ids = at<const int32_t>(args.routing.topk_ids) + static_cast<int64_t>(t) * K;
+  const int32_t* positions = at<const int32_t>(args.routing.pair_pos) + static_cast<int64_t>(t) * K;
+  std::memcpy(slot + lay.ids, ids, K * sizeof(int32_t));
+  std::memcpy(slot + lay.positions, positions, K * sizeof(int32_t));
+  if (weight_bytes != 0) std::memcpy(slot + lay.weights, at<char>(args.weights, t * weight_bytes), weight_bytes);
+  if (args.header.scale_bytes != 0) std::memcpy(slot + lay.scales, scales, args.header.scale_bytes);
+}
+
+bool send_token(const Run& run, const DispatchSendArgs& args, const SlotLayout& lay, const Payload& payload, int t) {
+  const Comm& comm = args.comm;
+  const int32_t region = region_slots_of(comm, args.header);
+  const int32_t* positions = at<const int32_t>(args.routing.send_pos) + static_cast<int64_t>(t) * comm.num_ranks;
+  for (int dest = 0; dest < comm.num_ranks; ++dest) {
+    if (positions[dest] < 0) continue;
+    if (positions[dest] >= region)
+      return fail(comm, kTooSmall, run.step, dest, 0, region, static_cast<int64_t>(positions[dest]) + 1);
+    char* slot = at<char>(comm.pool[kDispatchPool][dest],
+                          static_cast<int64_t>(comm.rank * region + positions[dest]) * lay.bytes);
+    write_head(args, t, payload.scales, slot, lay);
+    std::memcpy(slot + lay.row, payload.row, args.header.row_bytes);
+  }
+  return true;
+}
+
+}  // namespace
+
+void dispatch_send(const DispatchSendArgs& args) {
+  const Comm& comm = args.comm;
+  Payloads payloads(args);
+  const Meta meta = meta_of(comm, args.routing);
+  Run run{comm, kDispatchSend, 0};
+  if (!begin(comm, kDispatchSend, &run)) return;
+  if (pools_must_grow(comm, args.header, meta)) {
+    if (args.optimistic == 0)
+      fail(comm, kTooSmall, kDispatchSend, comm.rank, 0, region_slots_of(comm, args.header), *meta.max_rows);
+    return;
+  }
+  for (int dest = 0; dest < comm.num_ranks; ++dest)
+    if (!open_destination(run, kDispatchPool, dest, args.header)) return;
+
+  const int T = args.routing.num_tokens;
+  const Chunks chunks = chunks_of(T);
+  const SlotLayout lay = slot_layout_of(args.header);
+  for (int c = 0; c < chunks.count; ++c) {
+    for (int t = chunks.begin(c); t < chunks.end(c); ++t)
+      if (!send_token(run, args, lay, payloads.of(t), t)) return;
+    for (int dest = 0; dest < comm.num_ranks; ++dest) {
+      const int32_t* ends = meta.send_chunk_end + dest * kMaxChunks;
+      signal_chunk(run, kDispatchPool, dest, c, c == 0 ? 0 : ends[c - 1], ends[c]);
+    }
+    if (c == 0 && !gate(run)) return;
+  }
+  if (T == 0 && !gate(run)) return;
+  finish(run);
+}
+
+}  // namespace ep::cpu

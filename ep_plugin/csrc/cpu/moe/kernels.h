@@ -1,0 +1,22 @@
+// The CPU side of the kernel table, one function per file.
+#pragma once
+#include "common/api.h"
+
+namespace ep::cpu {
+void plan(const PlanArgs& args);
+void notify(const NotifyArgs& args);
+void dispatch_send(const DispatchSendArgs& args);
+inline void wait_for_sender(const WaitForSenderArgs&) {}  // a sender here has run to its end
+void dispatch_recv(const DispatchRecvArgs& args);
+void combine_send(const CombineSendArgs& args);
+void combine_recv(const CombineRecvArgs& args);
+inline void dispatch(const DispatchSendArgs& send_args, const DispatchRecvArgs& recv_args) {
+  dispatch_send(send_args);
+  dispatch_recv(recv_args);
+}
+inline void combine(const CombineSendArgs& send_args, const CombineRecvArgs& recv_args) {
+  combine_send(send_args);
+  combine_recv(recv_args);
+}
+void weight_grad(const WeightGradArgs& args);
+}  // namespace ep::cpu

@@ -1,0 +1,145 @@
+// Notify: every rank tells every rank how many rows it sends; each then knows where what it receives goes.
+#include <algorithm>
+#include <vector>
+
+#include "cpu/core/sync.h"
+#include "cpu/moe/kernels.h"
+
+namespace ep::cpu {
+
+namespace {
+
+// What this rank has heard, checked: rows for each rank and pairs for each local expert, by source. [R, R + E_l]
+using Counts = std::vector<int32_t>;
+
+int keys_of(const Comm& comm) { return comm.num_ranks + local_experts(comm); }
+
+bool tell_peers(const Run& run, const NotifyArgs& args) {
+  const Comm& comm = run.comm;
+  const int R = comm.num_ranks, per_rank = local_experts(comm), parity = static_cast<int>(run.epoch & 1);
+  const Meta meta = meta_of(comm, args.routing);
+  for (int peer = 0; peer < R; ++peer) {
+    const uint64_t free_at = run.epoch < 2 ? 0 : run.epoch - 2;  // two count rows per pair of ranks
+    if (!wait_at_least(run, consumed_word(comm, comm.rank, kConsumedCounts, peer), free_at, peer)) return false;
+  }
+  if (!gate(run)) return false;
+  const uint32_t* header = reinterpret_cast<const uint32_t*>(&args.header);
+  for (int peer = 0; peer < R; ++peer) {
+    uint64_t* words = count_words(comm, peer, parity, comm.rank);
+    const int32_t* pairs = meta.expert_count + peer * per_rank;
+    for (int i = 0; i < kHeaderWords; ++i) signal(words++, tagged(run.epoch, header[i]));
+    for (int dest = 0; dest < R; ++dest) signal(words++, tagged(run.epoch, meta.rank_count[dest]));
+    for (int local = 0; local < per_rank; ++local) signal(words++, tagged(run.epoch, pairs[local]));
+  }
+  return true;
+}
+
+// A count row is data from a peer: no loop bound or index comes from it unchecked.
+bool check_counts(const Run& run, int source, int64_t tokens, const int32_t* counts) {
+  const Comm& comm = run.comm;
+  if (tokens < 0 || tokens > INT32_MAX) return fail(comm, kBadData, kNotify, source, 0, 0, tokens);
+  for (int i = 0; i < keys_of(comm); ++i)
+    if (counts[i] < 0 || counts[i] > tokens) return fail(comm, kBadData, kNotify, source, i, tokens, counts[i]);
+  return true;
+}
+
+bool hear_peers(const Run& run, const NotifyArgs& args, Counts* counts) {
+  const Comm& comm = run.comm;
+  const Meta meta = meta_of(comm, args.routing);
+  const int R = comm.num_ranks, keys = keys_of(comm);
+  for (int source = 0; source < R; ++source) {
+    const uint64_t* words = count_words(comm, comm.rank, static_cast<int>(run.epoch & 1), source);
+    Header theirs{};
+    int32_t* values = counts->data() + static_cast<int64_t>(source) * keys;
+    for (int i = 0; i < kHeaderWords; ++i)
+      if (!wait_tagged(run, words + i, source, reinterpret_cast<uint32_t*>(&theirs) + i)) return false;
+    for (int i = 0; i < keys; ++i)
+      if (!wait_tagged(run, words + kHeaderWords + i, source, reinterpret_cast<uint32_t*>(values) + i)) return false;
+    const int field = header_mismatch(args.header, theirs);
+    if (field >= 0) {
+      const int64_t* ours = reinterpret_cast<const int64_t*>(&args.header);
+      return fail(comm, kDisagree, kNotify, source, field, ours[field],
+                  reinterpret_cast<const int64_t*>(&theirs)[field]);
+    }
+    if (!check_counts(run, source, theirs.num_tokens, values)) return false;
+    meta.src_tokens[source] = static_cast<int32_t>(theirs.num_tokens);
+  }
+  return true;
+}
+
+// The order of what this rank receives, and the bases of its partial rows. Rows are numbered by int32.
+bool lay_out_ranks(const Run& run, const Meta& meta, const Counts& counts, int64_t* max_sent) {
+  const Comm& comm = run.comm;
+  const int R = comm.num_ranks, me = comm.rank, keys = keys_of(comm);
+  auto count = [&](int source, int dest) { return counts[source * keys + dest]; };
+  int64_t most = 0;
+  *max_sent = 0;
+  *meta.max_rows = 0;
+  meta.recv_offset[0] = 0;
+  for (int a = 0; a < R; ++a) {
+    meta.recv_offset[a + 1] = meta.recv_offset[a] + count(a, me);
+    meta.send_base[a] = meta.combine_base[a] = 0;
+    for (int before = 0; before < a; ++before) meta.send_base[a] += count(me, before);
+    for (int before = 0; before < me; ++before) meta.combine_base[a] += count(a, before);
+    int64_t slots = 0, sent = 0;
+    for (int b = 0; b < R; ++b) {
+      slots += count(b, a);
+      sent += count(a, b);
+      *meta.max_rows = std::max(*meta.max_rows, count(a, b));
+    }
+    *max_sent = std::max(*max_sent, sent);
+    most = std::max({most, slots, sent});
+  }
+  return most <= INT32_MAX || fail(comm, kTooSmall, kNotify, me, 0, INT32_MAX, most);
+}
+
+// Where each local expert's FLAT rows start, and where each source's start among them.
+bool lay_out_experts(const Run& run, const Meta& meta, const Counts& counts, int alignment) {
+  const Comm& comm = run.comm;
+  const int R = comm.num_ranks, per_rank = local_experts(comm), keys = keys_of(comm);
+  int64_t offset = 0;
+  for (int local = 0; local < per_rank; ++local) {
+    int64_t rows = 0;
+    for (int source = 0; source < R; ++source) {
+      meta.flat_base[source * per_rank + local] = static_cast<int32_t>(offset + rows);
+      rows += counts[source * keys + R + local];
+    }
+    meta.expert_offset[local] = static_cast<int32_t>(offset);
+    meta.expert_rows[local] = static_cast<int32_t>(rows);
+    offset += align_up(rows, alignment);
+  }
+  meta.expert_offset[per_rank] = static_cast<int32_t>(offset);
+  return offset <= INT32_MAX || fail(comm, kTooSmall, kNotify, comm.rank, 1, INT32_MAX, offset);
+}
+
+void tell_host(const NotifyArgs& args, const Meta& meta, int64_t max_sent) {
+  const Comm& comm = args.comm;
+  const int per_rank = local_experts(comm);
+  int64_t* totals = board_totals(comm);
+  totals[kTotalSlots] = meta.recv_offset[comm.num_ranks];
+  totals[kTotalRows] = meta.expert_offset[per_rank];
+  totals[kTotalMaxRows] = *meta.max_rows;
+  totals[kTotalMaxSent] = max_sent;
+  for (int local = 0; local < per_rank; ++local) totals[kTotals + local] = meta.expert_rows[local];
+  signal(&board_of(comm).ticket, args.ticket);
+}
+
+}  // namespace
+
+void notify(const NotifyArgs& args) {
+  const Comm& comm = args.comm;
+  Run run{comm, kNotify, 0};
+  if (!begin(comm, kNotify, &run)) return;
+  Counts counts(static_cast<size_t>(comm.num_ranks) * keys_of(comm));
+  if (!tell_peers(run, args) || !hear_peers(run, args, &counts)) return;
+  const Meta meta = meta_of(comm, args.routing);
+  int64_t max_sent;
+  if (!lay_out_ranks(run, meta, counts, &max_sent)) return;
+  if (!lay_out_experts(run, meta, counts, args.routing.layout == kFlat ? args.routing.alignment : 1)) return;
+  for (int peer = 0; peer < comm.num_ranks; ++peer)
+    signal(consumed_word(comm, peer, kConsumedCounts, comm.rank), run.epoch);
+  finish(run);
+  if (args.ticket != 0) tell_host(args, meta, max_sent);
+}
+
+}  // namespace ep::cpu

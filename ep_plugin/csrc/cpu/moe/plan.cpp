@@ -1,0 +1,52 @@
+// Plan: where each of this rank's tokens goes. One pass over topk_ids in token order; positions are running counts.
+#include <cstring>
+
+#include "cpu/core/sync.h"
+#include "cpu/moe/kernels.h"
+
+namespace ep::cpu {
+
+namespace {
+int64_t load_id(const PlanArgs& args, int64_t index) {
+  return args.id_bytes == 8 ? at<const int64_t>(args.ids)[index] : at<const int32_t>(args.ids)[index];
+}
+}  // namespace
+
+void plan(const PlanArgs& args) {
+  const Comm& comm = args.comm;
+  Run run{comm, kPlan, 0};
+  if (!begin(comm, kPlan, &run) || !gate(run)) return;
+  const int R = comm.num_ranks, E = comm.num_experts, K = args.routing.topk, T = args.routing.num_tokens;
+  const int per_rank = local_experts(comm);
+  const Chunks chunks = chunks_of(T);
+  const Meta meta = meta_of(comm, args.routing);
+  int32_t* ids = at<int32_t>(args.routing.topk_ids);
+  int32_t* send_pos = at<int32_t>(args.routing.send_pos);
+  int32_t* pair_pos = at<int32_t>(args.routing.pair_pos);
+  std::memset(meta.rank_count, 0, sizeof(int32_t) * R);
+  std::memset(meta.expert_count, 0, sizeof(int32_t) * E);
+
+  for (int t = 0; t < T; ++t) {
+    int32_t* to = send_pos + static_cast<int64_t>(t) * R;
+    for (int r = 0; r < R; ++r) to[r] = -1;
+    for (int k = 0; k < K; ++k) {
+      const int64_t pair = static_cast<int64_t>(t) * K + k;
+      int64_t id = load_id(args, pair);
+      if (id < -1 || id >= E) {
+        fail(comm, kBadIds, kPlan, comm.rank, t, E, id);
+        id = -1;
+      }
+      ids[pair] = static_cast<int32_t>(id);
+      pair_pos[pair] = id < 0 ? -1 : meta.expert_count[id]++;
+      if (id < 0) continue;
+      const int r = static_cast<int>(id) / per_rank;
+      if (to[r] < 0) to[r] = meta.rank_count[r]++;
+    }
+    const int chunk = chunks.of(t);
+    if (t + 1 == chunks.end(chunk))
+      for (int r = 0; r < R; ++r) meta.send_chunk_end[r * kMaxChunks + chunk] = meta.rank_count[r];
+  }
+  finish(run);
+}
+
+}  // namespace ep::cpu

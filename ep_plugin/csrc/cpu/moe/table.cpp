@@ -1,0 +1,12 @@
+#include "cpu/moe/kernels.h"
+
+namespace ep {
+
+const KernelTable& cpu_kernels() {
+  static const KernelTable table{cpu::plan,          cpu::notify,       cpu::dispatch_send, cpu::wait_for_sender,
+                                 cpu::dispatch_recv, cpu::combine_send, cpu::combine_recv,  cpu::dispatch,
+                                 cpu::combine,       cpu::weight_grad};
+  return table;
+}
+
+}  // namespace ep

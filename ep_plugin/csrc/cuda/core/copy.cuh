@@ -1,0 +1,122 @@
+// Copies rows, each from one place to several; send and expand are such jobs. A job has
+//   Next next(bool may_block)                    finds the warp's next row; kNotYet only if it may not block
+//   void load(Ring& ring, int unit)              begins to fill the next stage with a unit of the row found last
+//   void store(const char* stage, int unit)      lane 0 begins the bulk stores of a unit, rows in the order found
+//   void copy_plain()                            plain path: copies the row found last, all lanes
+//   void completed(uint32_t rows)                so many rows of this warp are written
+//   static constexpr bool kTells                 whether anyone waits for that: stores are then waited for until they
+//                                                are written, and otherwise until their stage has been read
+//   static constexpr int kStages                 of a warp's ring
+// all called by whole warps. On the bulk path what `next` finds is `cut.units()` units: a row, or a part of one; where
+// rows are said here, parts are meant too.
+//
+// Bulk path: the stores of a unit are over before those of the next begin, and meanwhile loads run ahead as far as
+// there are stages, across rows. More stores under way would not be faster: they would wait in the links' queues, and
+// rows that others wait for with them.
+#pragma once
+#include "cuda/core/ring.cuh"
+
+namespace ep::cuda {
+
+constexpr int kCopyWarps = 8;
+constexpr int kLeastCopyWarps = 3;
+constexpr int kVectorsAtOnce = 8;  // plain path: 16-byte loads in flight per lane
+
+template <class Unit>
+__device__ __forceinline__ void copy_units(char* to, const char* from, int64_t bytes) {
+  const int64_t count = bytes / static_cast<int64_t>(sizeof(Unit));
+  for (int64_t i = lane_id(); i < count; i += kWarp)
+    reinterpret_cast<Unit*>(to)[i] = ptx::ld_coherent(reinterpret_cast<const Unit*>(from) + i);
+}
+// One warp copies a few bytes, in the widest units that all three allow.
+__device__ inline void copy_bytes(char* to, const char* from, int64_t bytes) {
+  const uint64_t low = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from) | static_cast<uint64_t>(bytes);
+  if (low % 16 == 0)
+    copy_units<int4>(to, from, bytes);
+  else if (low % 4 == 0)
+    copy_units<int32_t>(to, from, bytes);
+  else
+    copy_units<char>(to, from, bytes);
+}
+
+// Fills bytes [0, bytes) with `value`, shared out over a team whose member takes every `step`-th unit from `first`.
+__device__ inline void fill_bytes(Address address, int64_t bytes, int value, int64_t first, int64_t step) {
+  if (address == 0) return;
+  const uint64_t low = address | static_cast<uint64_t>(bytes);
+  if (low % 16 == 0) {
+    const int word = static_cast<int>((value & 0xFF) * 0x01010101u);
+    for (int64_t i = first; i < bytes / 16; i += step) at<int4>(address)[i] = make_int4(word, word, word, word);
+  } else {
+    for (int64_t i = first; i < bytes; i += step) at<char>(address)[i] = static_cast<char>(value);
+  }
+}
+
+// One warp copies a row to `offset` bytes past each destination.
+__device__ inline void copy_row_plain(const char* from, const uint64_t* dests, int num_dests, int64_t offset,
+                                      int64_t row_bytes) {
+  const int64_t vectors = row_bytes / 16;
+  for (int64_t base = lane_id(); base < vectors; base += kWarp * kVectorsAtOnce) {
+    int4 held[kVectorsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kVectorsAtOnce; ++i)
+      if (base + i * kWarp < vectors)
+        held[i] = ptx::ld_coherent(reinterpret_cast<const int4*>(from) + base + i * kWarp);
+    for (int d = 0; d < num_dests; ++d)
+#pragma unroll
+      for (int i = 0; i < kVectorsAtOnce; ++i)
+        if (base + i * kWarp < vectors) reinterpret_cast<int4*>(dests[d] + offset)[base + i * kWarp] = held[i];
+  }
+}
+
+template <class Job>
+__device__ void copy_rows_plain(Job& job) {
+  uint32_t rows = 0;
+  while (job.next(true) == kRow) {
+    job.copy_plain();
+    job.completed(++rows);
+  }
+  job.completed(rows);
+}
+
+template <class Job>
+__device__ void copy_rows_bulk(Job& job, const Run& run, const Cut& cut) {
+  Ring<Job::kStages> ring(cut);
+  const int units = cut.units();
+  int load_unit = 0, store_unit = 0;
+  const auto load_next = [&](bool may_block) {
+    if (load_unit == 0 && job.next(may_block) != kRow) return false;
+    job.load(ring, load_unit);
+    load_unit = load_unit + 1 == units ? 0 : load_unit + 1;
+    return true;
+  };
+  while (ring.loading() > 0 || load_next(true)) {
+    if (!ring.wait(run)) break;
+    job.store(ring.stage(ring.taken), store_unit);
+    if (lane_id() == 0) ptx::bulk_commit();
+    while (ring.loading() < Job::kStages && load_next(false)) {
+    }
+    if (lane_id() == 0) {
+      if constexpr (Job::kTells)
+        ptx::bulk_wait<0>();
+      else
+        ptx::bulk_wait_read<0>();
+    }
+    __syncwarp();
+    ++ring.taken;
+    store_unit = store_unit + 1 == units ? 0 : store_unit + 1;
+    job.completed(ring.taken / units);
+  }
+  if (lane_id() == 0) ptx::bulk_wait<0>();  // whoever comes after this kernel's last CTA finds all of it written
+  __syncwarp();
+  job.completed(ring.taken / units);
+}
+
+template <bool kBulk, class Job>
+__device__ __forceinline__ void copy_rows(Job& job, const Run& run, const Cut& cut) {
+  if constexpr (kBulk)
+    copy_rows_bulk(job, run, cut);
+  else
+    copy_rows_plain(job);
+}
+
+}  // namespace ep::cuda

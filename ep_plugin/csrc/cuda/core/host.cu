@@ -1,0 +1,100 @@
+#include "cuda/core/host.h"
+
+#include <map>
+#include <mutex>
+
+#include "cuda/core/launch.cuh"
+
+namespace ep {
+
+namespace {
+
+// Makes a device current for a while. Does nothing where it is already: setting a device creates its context.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) : device_(device), before_(cuda::current_device()) {
+    if (device_ != before_) cuda::throw_on_error(cudaSetDevice(device_), "cudaSetDevice");
+  }
+  ~OnDevice() {
+    if (device_ != before_) cudaSetDevice(before_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int device_;
+  int before_;
+};
+
+void* pointer(uint64_t address) { return reinterpret_cast<void*>(static_cast<uintptr_t>(address)); }
+
+uint64_t capture_of(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  cuda::throw_on_error(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo");
+  if (status == cudaStreamCaptureStatusNone) return 0;
+  return status == cudaStreamCaptureStatusActive ? capture : ~uint64_t{0};  // an invalid one has no number
+}
+
+cudaEvent_t make_event() {
+  cudaEvent_t event = nullptr;
+  cuda::throw_on_error(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  return event;
+}
+
+void order(cudaStream_t later, cudaStream_t earlier, cudaEvent_t event) {
+  cuda::throw_on_error(cudaEventRecord(event, earlier), "cudaEventRecord");
+  cuda::throw_on_error(cudaStreamWaitEvent(later, event, 0), "cudaStreamWaitEvent");
+}
+
+// One event per device, recorded anew for each use: a wait is for what it stood for when the wait was enqueued, so no
+// other thread may record it in between. Never destroyed: at the end of the process there may be no driver left.
+std::mutex recording;
+std::map<int, cudaEvent_t>& events() {
+  static auto* made = new std::map<int, cudaEvent_t>;
+  return *made;
+}
+
+// What a capture records belongs to its graph: an event of its own.
+void order_captured(cudaStream_t later, cudaStream_t earlier) {
+  struct Event {
+    cudaEvent_t made = make_event();
+    ~Event() { cudaEventDestroy(made); }
+  } event;
+  order(later, earlier, event.made);
+}
+
+}  // namespace
+
+uint64_t register_host(uint64_t address, int64_t bytes, int device) {
+  const OnDevice on(device);
+  cuda::throw_on_error(
+      cudaHostRegister(pointer(address), static_cast<size_t>(bytes), cudaHostRegisterMapped | cudaHostRegisterPortable),
+      "cudaHostRegister");
+  void* mapped = nullptr;
+  const cudaError_t error = cudaHostGetDevicePointer(&mapped, pointer(address), 0);
+  if (error != cudaSuccess) cudaHostUnregister(pointer(address));
+  cuda::throw_on_error(error, "cudaHostGetDevicePointer");
+  return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(mapped));
+}
+
+void unregister_host(uint64_t address) {
+  cuda::throw_on_error(cudaHostUnregister(pointer(address)), "cudaHostUnregister");
+}
+
+void order_streams(uint64_t later, uint64_t earlier, int device) {
+  const OnDevice on(device);
+  if (capture_of(cuda::stream_of(earlier)) != 0)
+    return order_captured(cuda::stream_of(later), cuda::stream_of(earlier));
+  const std::lock_guard<std::mutex> lock(recording);
+  cudaEvent_t& event = events()[device];
+  if (event == nullptr) event = make_event();
+  order(cuda::stream_of(later), cuda::stream_of(earlier), event);
+}
+
+uint64_t stream_capture(uint64_t stream, int device) {
+  const OnDevice on(device);
+  return capture_of(cuda::stream_of(stream));
+}
+
+}  // namespace ep

@@ -1,0 +1,303 @@
+// The machine instructions that CUDA C++ has no name for, one wrapper each, named by what it does, its order and its
+// scope. Bulk copies exist from sm_90 on: code compiled for less has empty bodies here and is never launched with
+// them (launch.cuh decides), so every kernel also has a plain path.
+#pragma once
+#include <cstdint>
+
+#include "common/fp8.h"
+
+namespace ep::ptx {
+
+// --- Words that other threads, CTAs or ranks write ------------------------------------------------------------
+
+__device__ __forceinline__ uint64_t ld_acquire_sys(const uint64_t* from) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint32_t ld_acquire_sys(const uint32_t* from) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint64_t ld_relaxed_sys(const uint64_t* from) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint64_t ld_relaxed_gpu(const uint64_t* from) {
+  uint64_t value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ void st_release_sys(uint64_t* to, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+__device__ __forceinline__ void st_release_sys(uint32_t* to, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+__device__ __forceinline__ void st_release_gpu(uint64_t* to, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+// 16 bytes in one piece, aligned to as many.
+__device__ __forceinline__ void st_release_sys(void* to, uint64_t low, uint64_t high) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 both;\n"
+      "mov.b128 both, {%1, %2};\n"
+      "st.release.sys.global.b128 [%0], both;\n"
+      "}\n" ::"l"(to),
+      "l"(low), "l"(high)
+      : "memory");
+}
+__device__ __forceinline__ void ld_acquire_sys(const void* from, uint64_t* low, uint64_t* high) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 both;\n"
+      "ld.acquire.sys.global.b128 both, [%2];\n"
+      "mov.b128 {%0, %1}, both;\n"
+      "}\n"
+      : "=l"(*low), "=l"(*high)
+      : "l"(from)
+      : "memory");
+}
+__device__ __forceinline__ void st_relaxed_sys(void* to, uint64_t low, uint64_t high) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 both;\n"
+      "mov.b128 both, {%1, %2};\n"
+      "st.relaxed.sys.global.b128 [%0], both;\n"
+      "}\n" ::"l"(to),
+      "l"(low), "l"(high)
+      : "memory");
+}
+__device__ __forceinline__ void ld_relaxed_sys(const void* from, uint64_t* low, uint64_t* high) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 both;\n"
+      "ld.relaxed.sys.global.b128 both, [%2];\n"
+      "mov.b128 {%0, %1}, both;\n"
+      "}\n"
+      : "=l"(*low), "=l"(*high)
+      : "l"(from)
+      : "memory");
+}
+__device__ __forceinline__ void st_relaxed_sys(uint64_t* to, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+__device__ __forceinline__ uint64_t atom_add_acq_rel_gpu(uint64_t* to, uint64_t value) {
+  uint64_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(before) : "l"(to), "l"(value) : "memory");
+  return before;
+}
+__device__ __forceinline__ uint32_t atom_add_acq_rel_gpu(uint32_t* to, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
+  return before;
+}
+// For one lane: adds to a word, and waits for what was there only where that is used. Told that several lanes may add
+// to one word, ptxas adds for all of them at once and deals the answer out, and so waits there and then; threadIdx.y,
+// which is 0, keeps it from knowing that the word is the same.
+__device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* to, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(to + threadIdx.y), "r"(value)
+               : "memory");
+  return before;
+}
+__device__ __forceinline__ uint64_t atom_cas_relaxed_gpu(uint64_t* to, uint64_t expected, uint64_t value) {
+  uint64_t before;
+  asm volatile("atom.cas.relaxed.gpu.global.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(to), "l"(expected), "l"(value)
+               : "memory");
+  return before;
+}
+__device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// --- Words that the warps of one CTA share, in shared memory ----------------------------------------------------
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+// A word that only grows. All are atomics, and not plain stores and loads of the same order, for the sake of
+// compute-sanitizer's racecheck, which takes plain accesses for unordered.
+__device__ __forceinline__ void raise_release_cta(int32_t* shared_word, int32_t value) {
+  asm volatile("red.release.cta.shared::cta.max.s32 [%0], %1;" ::"r"(shared_address(shared_word)), "r"(value)
+               : "memory");
+}
+__device__ __forceinline__ void add_release_cta(int32_t* shared_word, int32_t value) {
+  asm volatile("red.release.cta.shared::cta.add.s32 [%0], %1;" ::"r"(shared_address(shared_word)), "r"(value)
+               : "memory");
+}
+__device__ __forceinline__ int32_t read_acquire_cta(int32_t* shared_word) {
+  int32_t value;
+  asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;"
+               : "=r"(value)
+               : "r"(shared_address(shared_word))
+               : "memory");
+  return value;
+}
+
+// --- Data that peers write, in global memory or copied to shared: ordinary loads that the compiler can neither move
+// above an acquire nor turn into non-coherent ones ---------------------------------------------------------------
+
+__device__ __forceinline__ int4 ld_coherent(const int4* from) {
+  int4 v;
+  asm volatile("ld.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ int64_t ld_coherent(const int64_t* from) {
+  int64_t value;
+  asm volatile("ld.s64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ int32_t ld_coherent(const int32_t* from) {
+  int32_t value;
+  asm volatile("ld.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ float ld_coherent(const float* from) {
+  float value;
+  asm volatile("ld.f32 %0, [%1];" : "=f"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ char ld_coherent(const char* from) {
+  int32_t value;
+  asm volatile("ld.s8 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return static_cast<char>(value);
+}
+
+// Two magnitudes, rounded to nearest even and saturated, as e4m3 in the low 16 bits, `low` in the lowest 8; the sign of
+// a NaN's bits means nothing.
+__device__ __forceinline__ uint32_t to_e4m3x2(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  return e4m3_magnitude(low) | e4m3_magnitude(high) << 8;
+#endif
+}
+
+// Nanoseconds of a clock that all SMs share.
+__device__ __forceinline__ uint64_t globaltimer() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define EP_HAS_BULK 1
+#else
+#define EP_HAS_BULK 0
+#endif
+
+// --- Kernels that follow each other (launch.cuh: launch_early) ----------------------------------------------------
+
+// Waits until the kernel ahead in the stream has ended and its writes can be seen. A kernel that was launched early
+// calls it in one CTA at least, or the one behind it would not wait for the one before it. Until then it reads only
+// what was written before the chain, whose first kernel is not launched early, faults, for which it looks again, and
+// what the kernel ahead has told it of: State::placed and State::laid_out. (A send that is launched when the host has
+// the totals, be it again, comes after all that notify tells.)
+__device__ __forceinline__ void wait_for_kernel_ahead() {
+#if EP_HAS_BULK
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// From when every CTA has said so, or ended, a kernel behind this one that is launched early may take its SMs.
+__device__ __forceinline__ void let_next_kernel_in() {
+#if EP_HAS_BULK
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// --- Bulk copies between global and shared memory, done by the copy engine of the SM (the async proxy) ------------
+
+// Orders this thread's ordinary accesses against bulk copies, both ways.
+__device__ __forceinline__ void fence_proxy_async() {
+#if EP_HAS_BULK
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+// The same for shared memory alone, and cheaper: what this thread wrote there may now be stored in bulk.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+#if EP_HAS_BULK
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+// Makes initialised mbarriers known to the async proxy.
+__device__ __forceinline__ void fence_mbarrier_init() {
+#if EP_HAS_BULK
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+#if EP_HAS_BULK
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+#endif
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uint32_t bytes) {
+#if EP_HAS_BULK
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+#endif
+}
+// True once the phase of this parity is complete; may suspend the thread for a short, bounded while.
+__device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
+#if EP_HAS_BULK
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+#else
+  return true;
+#endif
+}
+// Addresses and size are multiples of 16; the barrier counts the bytes as they land.
+__device__ __forceinline__ void bulk_load(void* to_shared, const void* from, uint32_t bytes, uint64_t* barrier) {
+#if EP_HAS_BULK
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to_shared)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void bulk_store(void* to, const void* from_shared, uint32_t bytes) {
+#if EP_HAS_BULK
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from_shared)), "r"(bytes)
+               : "memory");
+#endif
+}
+// Closes this thread's group of bulk stores.
+__device__ __forceinline__ void bulk_commit() {
+#if EP_HAS_BULK
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+// Waits until at most kPending of this thread's groups are incomplete: complete means written, not only read.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait() {
+#if EP_HAS_BULK
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+// Waits until at most kPending of them have still to be read from shared memory: what they read may be overwritten.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+#if EP_HAS_BULK
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+}  // namespace ep::ptx

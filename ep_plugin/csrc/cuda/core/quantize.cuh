@@ -1,0 +1,191 @@
+// Quantises rows as they are sent: from memory through registers into the images that travel, with what fp8.h says.
+//
+// Roles. A warp quantises a row, some vectors of 16 bytes for each lane at a time, and loads the next ones meanwhile.
+// The lanes of a block share its amax; each lane then makes the scale of one of their blocks and tells the others.
+// There is no stage for the row as it was: the shared memory that it would take is worth more as further warps.
+#pragma once
+#include "common/fp8.h"
+#include "cuda/core/copy.cuh"
+#include "cuda/core/element.cuh"
+
+namespace ep::cuda {
+
+constexpr int kVectorsQuantized = 8;  // of a lane, under way at once
+
+// A vector of 16 bytes as its elements' magnitudes; and their signs, in the highest bits of the bytes of a word.
+template <class Pair>
+struct SixteenFrom {
+  static constexpr int kPerVector = 8;
+  static __device__ __forceinline__ void magnitudes(int4 vector, float* to) {
+    const int32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = Pair::widen(words[i] & 0x7FFF7FFF);
+      to[2 * i] = pair.x;
+      to[2 * i + 1] = pair.y;
+    }
+  }
+  // Of elements 4 * word to 4 * word + 3.
+  static __device__ __forceinline__ uint32_t signs(int4 vector, int word) {
+    return word == 0 ? __byte_perm(vector.x, vector.y, 0x7531) : __byte_perm(vector.z, vector.w, 0x7531);
+  }
+};
+using FromBFloat16 = SixteenFrom<BFloat16Pair>;
+using FromFloat16 = SixteenFrom<Float16Pair>;
+
+struct FromFloat32 {
+  static constexpr int kPerVector = 4;
+  static __device__ __forceinline__ void magnitudes(int4 vector, float* to) {
+    to[0] = __int_as_float(vector.x & 0x7FFFFFFF);
+    to[1] = __int_as_float(vector.y & 0x7FFFFFFF);
+    to[2] = __int_as_float(vector.z & 0x7FFFFFFF);
+    to[3] = __int_as_float(vector.w & 0x7FFFFFFF);
+  }
+  static __device__ __forceinline__ uint32_t signs(int4 vector, int) {
+    return __byte_perm(__byte_perm(vector.x, vector.y, 0x73), __byte_perm(vector.z, vector.w, 0x73), 0x5410);
+  }
+};
+
+// The maximum over kLanes lanes of each of their vectors. Each lane gets one, that of vector lane % kVectorsQuantized:
+// at every exchange it gives away half of what it holds. `held` is used up.
+template <int kLanes>
+__device__ __forceinline__ float shared_maximum(float* held) {
+  static_assert(kLanes >= kVectorsQuantized, "each vector needs a lane");
+#pragma unroll
+  for (int half = kVectorsQuantized / 2; half > 0; half /= 2) {
+    const bool upper = (lane_id() & half) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float kept = upper ? held[i + half] : held[i], given = upper ? held[i] : held[i + half];
+      held[i] = fmaxf(kept, __shfl_xor_sync(kAllLanes, given, half));
+    }
+  }
+  float most = held[0];
+#pragma unroll
+  for (int apart = kVectorsQuantized; apart < kLanes; apart *= 2)
+    most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, apart));
+  return most;
+}
+
+// One row of one warp. Loading begins when it is made.
+template <class From>
+class QuantizedRow {
+ public:
+  __device__ __forceinline__ QuantizedRow(const char* from, int64_t hidden)
+      : from_(reinterpret_cast<const int4*>(from)), vectors_(static_cast<int>(hidden / From::kPerVector)) {
+    load(0);
+  }
+
+  // All lanes: its scales and elements, to where a slot has them in each of the images.
+  __device__ __forceinline__ void write(const uint64_t* images, int num_images, const SlotLayout& lay) {
+    for (int base = 0; base < vectors_; base += kStep) {
+      int4 vectors[kVectorsQuantized];
+      float most[kVectorsQuantized];
+#pragma unroll
+      for (int i = 0; i < kVectorsQuantized; ++i) vectors[i] = next_[i];
+      load(base + kStep);
+#pragma unroll
+      for (int i = 0; i < kVectorsQuantized; ++i) most[i] = maximum(vectors[i]);
+      const float scale = e4m3_scale(shared_maximum<kLanes>(most));
+      const Divisor mine(scale);
+      write_scale(images, num_images, lay, base, scale);
+#pragma unroll
+      for (int i = 0; i < kVectorsQuantized; ++i) {
+        if (base + i * kWarp >= vectors_) break;  // the same for all lanes
+        const Divisor divisor(__shfl_sync(kAllLanes, mine.scale, i, kLanes),
+                              __shfl_sync(kAllLanes, mine.high, i, kLanes),
+                              __shfl_sync(kAllLanes, mine.lift, i, kLanes));
+        write_vector(images, num_images, lay, base + i * kWarp + lane_id(), vectors[i], divisor);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kLanes = kScaleBlock / From::kPerVector;  // that hold a block
+  static constexpr int kWords = From::kPerVector / 4;            // of a vector's elements, quantised
+  static constexpr int kStep = kVectorsQuantized * kWarp;
+
+  __device__ __forceinline__ void load(int base) {
+#pragma unroll
+    for (int i = 0; i < kVectorsQuantized; ++i) {
+      const int index = base + i * kWarp + lane_id();
+      next_[i] = index < vectors_ ? ptx::ld_coherent(from_ + index) : make_int4(0, 0, 0, 0);
+    }
+  }
+
+  // NaNs do not count.
+  static __device__ __forceinline__ float maximum(int4 vector) {
+    float values[From::kPerVector], most = 0.0f;
+    From::magnitudes(vector, values);
+#pragma unroll
+    for (int j = 0; j < From::kPerVector; ++j) most = fmaxf(most, values[j]);
+    return most;
+  }
+
+  // A lane's own block is that of vector lane % kVectorsQuantized of the lanes that share it.
+  __device__ __forceinline__ void write_scale(const uint64_t* images, int num_images, const SlotLayout& lay, int base,
+                                              float scale) const {
+    const int place = lane_id() % kLanes, first = base + place * kWarp + lane_id() - place;
+    if (place >= kVectorsQuantized || first >= vectors_) return;
+    for (int d = 0; d < num_images; ++d) *at<float>(images[d], lay.scales + first / kLanes * kScaleBytes) = scale;
+  }
+
+  __device__ __forceinline__ void write_vector(const uint64_t* images, int num_images, const SlotLayout& lay, int index,
+                                               int4 vector, const Divisor& divisor) const {
+    float values[From::kPerVector];
+    uint32_t words[kWords];
+    From::magnitudes(vector, values);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const float* four = values + 4 * w;
+      const uint32_t low = ptx::to_e4m3x2(divisor.divide(four[0]), divisor.divide(four[1]));
+      const uint32_t high = ptx::to_e4m3x2(divisor.divide(four[2]), divisor.divide(four[3]));
+      words[w] = ((low | high << 16) & 0x7F7F7F7Fu) | (From::signs(vector, w) & 0x80808080u);
+    }
+    if (index >= vectors_) return;
+    for (int d = 0; d < num_images; ++d) {
+      const int64_t to = lay.row + static_cast<int64_t>(index) * From::kPerVector;
+      if constexpr (kWords == 2)
+        *at<uint2>(images[d], to) = make_uint2(words[0], words[1]);
+      else
+        *at<uint32_t>(images[d], to) = words[0];
+    }
+  }
+
+  const int4* const from_;
+  const int vectors_;
+  int4 next_[kVectorsQuantized];
+};
+
+// All bulk stores of this warp's rows are complete.
+__device__ __forceinline__ void wait_until_written() {
+  if (lane_id() == 0) ptx::bulk_wait<0>();
+  __syncwarp();
+}
+
+// Rows of a job that makes them: void make<From>(char* stage), all lanes, finds the row's destinations and fills a
+// stage for store(); void make_plain<From>() writes the row to its destinations itself. A row is made while the stores
+// of the one before are under way, and stored when they are over.
+template <bool kBulk, class From, class Job>
+__device__ void make_rows(Job& job, const Cut& cut) {
+  static_assert(Job::kStages >= 2, "a row is stored from one stage while the next is made in another");
+  uint32_t rows = 0;
+  while (job.next(true) == kRow) {
+    if constexpr (kBulk) {
+      char* stage = stages_of_warp(cut) + static_cast<int64_t>(rows % Job::kStages) * cut.stage_bytes;
+      job.template make<From>(stage);
+      wait_until_written();
+      job.completed(rows);
+      job.store(stage, 0);
+      if (lane_id() == 0) ptx::bulk_commit();
+      ++rows;
+    } else {
+      job.template make_plain<From>();
+      job.completed(++rows);
+    }
+  }
+  if constexpr (kBulk) wait_until_written();
+  job.completed(rows);
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,102 @@
+// Push and add in one kernel, for few SMs: what an SM can load bounds such a combine, and an SM that only pushes or
+// only adds waits for others where it could do the other.
+//
+// Roles. In each CTA the first warps push, the next ones add, and the last signals chunks; a warp that has no more to
+// push adds, too. Each role is that of push.cu or add.cu. Launched cooperatively, since CTAs both push and wait for
+// rows: all of them run, so every rank's rows leave whatever its adders wait for. Memory order, and outputs after a
+// fault: as in push.cu and add.cu.
+#include <algorithm>
+
+#include "cuda/moe/combine_recv.cuh"
+#include "cuda/moe/combine_send.cuh"
+#include "cuda/moe/kernels.h"
+
+namespace ep::cuda {
+
+namespace {
+
+constexpr int kReducers = kReduceWarps - 1;
+// More than pushing takes of the whole, since those that push add afterwards, and rows are there to add only then.
+constexpr int kSendWarps = 12;
+
+template <class Element, bool kBulk>
+__global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
+    ep_combine(const __grid_constant__ CombineSendArgs send, const __grid_constant__ CombineRecvArgs recv,
+               const __grid_constant__ Cut cut) {
+  __shared__ Order order;
+  __shared__ Progress progress;
+  __shared__ int32_t bases[kMaxRanks];
+  const Comm& comm = send.comm;
+  const Meta meta = meta_of(comm, send.routing);
+  const Run sending = enter(comm, kCombineSend), receiving = enter(comm, kCombineRecv);
+  bool ok = sending.ok && receiving.ok;
+  progress.clear();
+  if (ok) {
+    const bool may_write = destination_has_read(sending, kCombinePool), fits = partials_fit(send, meta);
+    order.make(comm, meta);
+    ok = partials_fit(receiving, recv, bases) && may_send(may_write && fits);
+  }
+  if (ok) {
+    if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks == 0) hold_at_gate(sending);
+    __syncwarp();
+    if (warp_id() == kReducers) {
+      tell_started(sending, kCombinePool);
+      open_destinations(sending, kCombinePool, send.header);
+      signal_chunks(sending, kCombinePool, progress, kSendWarps, PartialChunks{sending, meta, order, cut.parts});
+    } else {
+      ReduceRing<kBulk> ring(cut);
+      const bool sends = warp_id() < kSendWarps;
+      bool go_on = true;
+      if (sends) {
+        CombineSendJob job(sending, send, order, cut, kSendWarps, progress);
+        go_on = reduce_rows<Element>(job, sending, cut, ring);
+      }
+      if (go_on && open_sources_of_warp(receiving, kCombinePool, recv.header, nullptr)) {
+        const NextRow parts(receiving, kAdded, parts_to_add(recv, cut), kSendWarps, kReducers - kSendWarps, !sends);
+        CombineRecvJob job(receiving, recv, cut, bases, parts);
+        reduce_rows<Element>(job, receiving, cut, ring);
+      }
+    }
+  }
+  if (last_to_finish(sending) && !faulted(comm)) finish_sending(sending, kCombinePool);
+  if (last_to_finish(receiving)) finish_combine_recv(receiving, recv);
+}
+
+template <class Element>
+void launch_both(const CombineSendArgs& send, const CombineRecvArgs& recv) {
+  const Room room = room_for<ep_combine<Element, true>>();
+  const bool bulk = room.bulk && send.comm.plain == 0;
+  const int terms = std::max(send.routing.topk, recv.comm.num_ranks);
+  const Cut cut =
+      cut_for_sums(send.header.row_bytes, send.routing.num_tokens, kReducers, 2 * terms, room.shared_bytes, bulk);
+  const int threads = kReduceWarps * kWarp;
+  if (bulk)
+    launch_cooperatively<ep_combine<Element, true>>("combine", send.num_sms, threads, cut.shared_bytes(), send.stream,
+                                                    send, recv, cut);
+  else
+    launch_cooperatively<ep_combine<Element, false>>("combine", send.num_sms, threads, cut.shared_bytes(), send.stream,
+                                                     send, recv, cut);
+}
+
+}  // namespace
+
+void combine(const CombineSendArgs& send, const CombineRecvArgs& recv) {
+  require_combine_send(send);
+  require_combine_recv(recv);
+  require(send.element == recv.element, "element of recv", "that of send", recv.element);
+  require(send.header.row_bytes == recv.header.row_bytes, "row_bytes of recv", "those of send", recv.header.row_bytes);
+  require(send.num_sms == recv.num_sms, "num_sms of recv", "that of send", recv.num_sms);
+  require(send.stream == recv.stream, "stream of recv", "that of send", static_cast<int64_t>(recv.stream));
+  switch (send.element) {
+    case kFloat32:
+      return launch_both<Float32>(send, recv);
+    case kBFloat16:
+      return launch_both<BFloat16>(send, recv);
+    case kFloat16:
+      return launch_both<Float16>(send, recv);
+  }
+  throw std::invalid_argument("element: expected float32, bfloat16 or float16 on CUDA, got code " +
+                              std::to_string(send.element));
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,62 @@
+// Add: the partial rows that every rank pushed -> this rank's tokens, summed in the order of those ranks, then bias.
+//
+// Roles. Warps take tokens as they come; a token's chunk must have arrived from every rank. The last CTA tells the
+// ranks that their rows are read. Launched behind admit.
+//
+// Memory order. A chunk's flags are acquired at system scope, the warp joins, and the async proxy is fenced before bulk
+// loads. Consumed words are stored with release after all CTAs' reads.
+//
+// After a fault the outputs are filled with 0xFF bytes.
+#include "cuda/moe/combine_recv.cuh"
+#include "cuda/moe/kernels.h"
+
+namespace ep::cuda {
+
+namespace {
+
+template <class Element, bool kBulk>
+__global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
+    ep_combine_recv(const __grid_constant__ CombineRecvArgs args, const __grid_constant__ Cut cut) {
+  __shared__ int32_t bases[kMaxRanks];
+  const Run run = enter(args.comm, kCombineRecv);
+  if (run.ok && partials_fit(run, args, bases) &&
+      __syncthreads_and(open_source_of_lane(run, kCombinePool, args.header, nullptr))) {
+    CombineRecvJob job(run, args, cut, bases, NextRow(run, kAdded, parts_to_add(args, cut), 0, cut.warps));
+    ReduceRing<kBulk> ring(cut);
+    reduce_rows<Element>(job, run, cut, ring);
+  }
+  if (last_to_finish(run)) finish_combine_recv(run, args);
+}
+
+template <class Element>
+void launch_add(const CombineRecvArgs& args) {
+  const Room room = room_for<ep_combine_recv<Element, true>>();
+  const bool bulk = room.bulk && args.comm.plain == 0;
+  const Cut cut = cut_for_sums(args.header.row_bytes, args.routing.num_tokens, kReduceWarps, 2 * args.comm.num_ranks,
+                               room.shared_bytes, bulk);
+  const int threads = kReduceWarps * kWarp;
+  if (bulk)
+    launch<ep_combine_recv<Element, true>>("combine_recv", args.num_sms, threads, cut.shared_bytes(), args.stream, args,
+                                           cut);
+  else
+    launch<ep_combine_recv<Element, false>>("combine_recv", args.num_sms, threads, cut.shared_bytes(), args.stream,
+                                            args, cut);
+}
+
+}  // namespace
+
+void combine_recv(const CombineRecvArgs& args) {
+  require_combine_recv(args);
+  switch (args.element) {
+    case kFloat32:
+      return launch_add<Float32>(args);
+    case kBFloat16:
+      return launch_add<BFloat16>(args);
+    case kFloat16:
+      return launch_add<Float16>(args);
+  }
+  throw std::invalid_argument("element: expected float32, bfloat16 or float16 on CUDA, got code " +
+                              std::to_string(args.element));
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,175 @@
+// What a warp of add does with this rank's tokens, and what the kernels that add do before and after. Roles and memory
+// order are in add.cu.
+#pragma once
+#include "cuda/core/copy.cuh"
+#include "cuda/core/launch.cuh"
+#include "cuda/moe/reduce.cuh"
+#include "cuda/moe/signals.cuh"
+
+namespace ep::cuda {
+
+class CombineRecvJob {
+ public:
+  struct Row {
+    int32_t token;
+    int32_t piece;
+  };
+  // bases: of each rank, where its partial rows begin in this rank's pool; in shared memory. parts: which to add next.
+  __device__ CombineRecvJob(const Run& run, const CombineRecvArgs& args, const Cut& cut, const int32_t* bases,
+                            const NextRow& parts)
+      : run_(run), args_(args), cut_(cut), bases_(bases), parts_(parts) {}
+
+  __device__ Next next(bool may_block, Row* row) {
+    if (part_ == kNotAsked) part_ = parts_.next();
+    if (part_ == kNoMore) return kEnd;
+    const int32_t token = cut_.parts == 1 ? part_ : part_ / cut_.parts;
+    if (token >= ready_end_) {
+      const Chunks chunks = chunks_of(args_.routing.num_tokens);
+      const int chunk = chunks.of(token);
+      const Next found = chunk_ready(chunk, may_block);
+      if (found == kEnd) part_ = kNoMore;
+      if (found != kRow) return found;
+      ready_end_ = chunks.end(chunk);
+    }
+    *row = Row{token, cut_.parts == 1 ? 0 : part_ % cut_.parts};
+    part_ = kNotAsked;
+    parts_.ask();
+    return kRow;
+  }
+
+  // A term for each rank that the token went to, in their order.
+  __device__ int describe(const Row& row, Term* terms) const {
+    const int lane = lane_id();
+    const int32_t position = lane < run_.comm.num_ranks ? position_at(row.token, lane) : -1;
+    const int32_t slot = position < 0 ? -1 : bases_[lane] + position;
+    const unsigned mask = __ballot_sync(kAllLanes, slot >= 0);
+    if (slot >= 0) terms[__popc(mask & ((1u << lane) - 1u))] = Term{slot, 1.0f};
+    return __popc(mask);
+  }
+
+  __device__ const char* source(int32_t slot) const {
+    return at<char>(run_.comm.pool[kCombinePool][run_.comm.rank],
+                    int64_t{slot} * static_cast<int32_t>(partial_layout_of(args_.header).bytes));
+  }
+  __device__ const char* bias(const Row& row) const {
+    return args_.bias == 0 ? nullptr : at<char>(args_.bias, row.token * args_.header.row_bytes);
+  }
+  __device__ char* target(const Row& row) const { return at<char>(args_.out, row.token * args_.header.row_bytes); }
+
+  __device__ void settle(const Row&, Term*) const {}
+  __device__ void ahead(int, int) const {}
+  __device__ void completed(uint32_t) const {}
+
+  // What rode back with each pair, from the rank that holds its expert.
+  __device__ void finish(const Row& row) const {
+    if (args_.extra == 0 || row.piece != 0) return;
+    const int K = args_.routing.topk, per_rank = local_experts(run_.comm);
+    for (int k = lane_id(); k < K; k += kWarp) {
+      const int64_t pair = static_cast<int64_t>(row.token) * K + k;
+      const int32_t id = at<const int32_t>(args_.routing.topk_ids)[pair];
+      const int rank = id / per_rank;
+      const int32_t position = id < 0 ? -1 : position_at(row.token, rank);
+      at<float>(args_.extra)[pair] =
+          position < 0 ? 0.0f
+                       : ptx::ld_coherent(reinterpret_cast<const float*>(source(bases_[rank] + position) +
+                                                                         partial_layout_of(args_.header).extra) +
+                                          k);
+    }
+  }
+
+ private:
+  static constexpr int32_t kNotAsked = -1;
+
+  // The place of the token's partial row from `rank` among that rank's, or -1.
+  __device__ int32_t position_at(int32_t token, int rank) const {
+    return at<const int32_t>(args_.routing.send_pos)[static_cast<int64_t>(token) * run_.comm.num_ranks + rank];
+  }
+
+  // A lane for each rank. kEnd: a fault.
+  __device__ Next chunk_ready(int chunk, bool may_block) const {
+    const int rank = lane_id();
+    const bool waits = rank < run_.comm.num_ranks;
+    const Arrival* word = arrival(run_.comm, run_.comm.rank, kCombinePool, waits ? rank : 0, chunk);
+    bool here = !waits, go_on = true;
+    Patience patience;
+    for (;;) {
+      uint64_t seen = 0;
+      if (!here) {
+        int32_t begin, end;
+        here = has_arrived(run_, word, &seen, &begin, &end);
+        if (here) go_on = check(begin, end, rank, chunk);
+      }
+      if (__any_sync(kAllLanes, !go_on)) return kEnd;
+      if (__all_sync(kAllLanes, here)) break;
+      if (!may_block) return kNotYet;
+      if (!here) go_on = patience.keep_waiting(run_, rank, chunk, run_.epoch, seen);
+    }
+    __syncwarp();
+    ptx::fence_proxy_async();
+    return kRow;
+  }
+
+  // The chunk's rows are those that this rank sent there.
+  __device__ bool check(int32_t begin, int32_t end, int rank, int chunk) const {
+    const int32_t* ends = meta_of(args_.comm, args_.routing).send_chunk_end + rank * kMaxChunks;
+    const int32_t expected = chunk == 0 ? 0 : ends[chunk - 1];
+    if (begin != expected) return fail(run_.comm, kBadData, kCombineRecv, rank, chunk, expected, begin);
+    return end == ends[chunk] || fail(run_.comm, kBadData, kCombineRecv, rank, chunk, ends[chunk], end);
+  }
+
+  const Run& run_;
+  const CombineRecvArgs& args_;
+  const Cut& cut_;
+  const int32_t* const bases_;
+  NextRow parts_;
+  int32_t part_ = kNotAsked;  // the next to add
+  int32_t ready_end_ = 0;     // this warp's tokens before it have arrived
+};
+
+__device__ __forceinline__ int64_t parts_to_add(const CombineRecvArgs& args, const Cut& cut) {
+  return int64_t{args.routing.num_tokens} * cut.parts;
+}
+
+// All threads: the partial rows of every rank end within this rank's pool. Where they begin goes to `bases`, in shared
+// memory.
+__device__ inline bool partials_fit(const Run& run, const CombineRecvArgs& args, int32_t* bases) {
+  const Comm& comm = args.comm;
+  const Meta meta = meta_of(comm, args.routing);
+  const int rank = static_cast<int>(threadIdx.x);
+  bool ok = true;
+  if (rank < comm.num_ranks) {
+    bases[rank] = meta.send_base[rank];
+    const int64_t rows = static_cast<int64_t>(bases[rank]) + meta.rank_count[rank];
+    const int64_t end = rows * partial_layout_of(args.header).bytes;
+    if (end > comm.pool_bytes[kCombinePool])
+      ok = fail(comm, kTooSmall, kCombineRecv, rank, 0, comm.pool_bytes[kCombinePool], end);
+  }
+  return __syncthreads_and(ok) != 0;
+}
+
+// The last CTA's end, all threads.
+__device__ inline void finish_combine_recv(const Run& run, const CombineRecvArgs& args) {
+  if (__syncthreads_or(faulted(args.comm))) {
+    const int64_t tokens = args.routing.num_tokens;
+    fill_bytes(args.out, tokens * args.header.row_bytes, 0xFF, threadIdx.x, blockDim.x);
+    fill_bytes(args.extra, tokens * args.routing.topk * 4, 0xFF, threadIdx.x, blockDim.x);
+    return;
+  }
+  if (threadIdx.x == 0) state_of(run.comm).next_row[kAdded] = 0;
+  tell_consumed(run, kCombinePool, static_cast<int>(threadIdx.x));
+  advance(run);
+}
+
+inline void require_combine_recv(const CombineRecvArgs& args) {
+  require_comm(args.comm);
+  require_routing(args.routing);
+  require_header(args.header, args.routing);
+  require_sms(args.num_sms);
+  require_elements(args.header, args.hidden, args.element);
+  require(args.extra == 0 || args.header.weight_bytes == 4, "weight_bytes", "4, as extra values ride back",
+          args.header.weight_bytes);
+  require_rows("out", args.out);
+  require_rows("bias", args.bias);
+}
+
+}  // namespace ep::cuda

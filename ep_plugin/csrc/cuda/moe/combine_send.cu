@@ -1,0 +1,78 @@
+// Push: a received slot's expert rows -> one partial row, stored in the combine pool of the token's owner.
+//
+// Roles. Warps take slots as they come, chunk by chunk of the owners' tokens and all owners in turn, beginning with the
+// next rank so that no two ranks write to one owner in step. Expert rows come through shared memory (bulk) or
+// registers; lanes store the sums and the values that ride back beside them. The last warp of each CTA signals the
+// chunks. Pushes wait only on consumed words, never on rows. Which row is next, what it is the sum of, and with which
+// weights, are three loads that depend on each other and together take as long as half a row: on the bulk path each
+// goes on while rows are summed. Memory order. What a warp's lanes have stored they join before the warp says so; what
+// owners may rely on is in signals.cuh. A slot of the combine pool: [row | extra[K]], see PartialLayout.
+#include "cuda/moe/combine_send.cuh"
+#include "cuda/moe/kernels.h"
+
+namespace ep::cuda {
+
+namespace {
+
+constexpr int kSendWarps = kReduceWarps - 1;
+
+template <class Element, bool kBulk>
+__global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
+    ep_combine_send(const __grid_constant__ CombineSendArgs args, const __grid_constant__ Cut cut) {
+  __shared__ Order order;
+  __shared__ Progress progress;
+  Run run = enter(args.comm, kCombineSend);
+  const Meta meta = meta_of(args.comm, args.routing);
+  progress.clear();
+  if (run.ok) {
+    const bool may_write = destination_has_read(run, kCombinePool), fits = partials_fit(args, meta);
+    order.make(args.comm, meta);
+    run.ok = may_send(may_write && fits);
+  }
+  if (run.ok) {
+    if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks == 0) hold_at_gate(run);
+    if (warp_id() == cut.warps) {
+      tell_started(run, kCombinePool);
+      open_destinations(run, kCombinePool, args.header);
+      signal_chunks(run, kCombinePool, progress, cut.warps, PartialChunks{run, meta, order, cut.parts});
+    } else {
+      CombineSendJob job(run, args, order, cut, cut.warps, progress);
+      ReduceRing<kBulk> ring(cut);
+      reduce_rows<Element>(job, run, cut, ring);
+    }
+  }
+  if (last_to_finish(run) && !faulted(args.comm)) finish_sending(run, kCombinePool);
+}
+
+template <class Element>
+void launch_combine_send(const CombineSendArgs& args) {
+  const Room room = room_for<ep_combine_send<Element, true>>();
+  const bool bulk = room.bulk && args.comm.plain == 0;
+  const Cut cut = cut_for_sums(args.header.row_bytes, args.routing.num_tokens, kSendWarps, 2 * args.routing.topk,
+                               room.shared_bytes, bulk);
+  const int threads = kReduceWarps * kWarp;
+  if (bulk)
+    launch<ep_combine_send<Element, true>>("combine_send", args.num_sms, threads, cut.shared_bytes(), args.stream, args,
+                                           cut);
+  else
+    launch<ep_combine_send<Element, false>>("combine_send", args.num_sms, threads, cut.shared_bytes(), args.stream,
+                                            args, cut);
+}
+
+}  // namespace
+
+void combine_send(const CombineSendArgs& args) {
+  require_combine_send(args);
+  switch (args.element) {
+    case kFloat32:
+      return launch_combine_send<Float32>(args);
+    case kBFloat16:
+      return launch_combine_send<BFloat16>(args);
+    case kFloat16:
+      return launch_combine_send<Float16>(args);
+  }
+  throw std::invalid_argument("element: expected float32, bfloat16 or float16 on CUDA, got code " +
+                              std::to_string(args.element));
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,262 @@
+// What a pushing warp does with received slots, and what the kernels that push ask beforehand. Roles and memory order
+// are in push.cu.
+#pragma once
+#include "cuda/core/launch.cuh"
+#include "cuda/moe/reduce.cuh"
+#include "cuda/moe/signals.cuh"
+
+namespace ep::cuda {
+
+// The rows of a push in the order of their numbers: chunk by chunk of the owners' tokens, and in each all owners in
+// turn, beginning with the next rank. In shared memory.
+struct Order {
+  int32_t begin[kMaxChunks * kMaxRanks + 1];  // number of the first row of (chunk, owner's turn)
+  int32_t slot[kMaxChunks * kMaxRanks];       // its slot
+  uint8_t owner[kMaxChunks * kMaxRanks];
+  int32_t moved[kMaxRanks];  // from a slot here to the one in the pool of that owner
+  int chunks;
+
+  // All threads; joins them.
+  __device__ void make(const Comm& comm, const Meta& meta) {
+    const int R = comm.num_ranks;
+    for (int i = threadIdx.x; i < kMaxChunks * R; i += blockDim.x) {
+      const int chunk = i / R, owner = owner_of(comm, i % R);
+      const int32_t* ends = meta.recv_chunk_end + owner * kMaxChunks;
+      // None of the loads depends on another.
+      const int32_t offset = meta.recv_offset[owner], tokens = meta.src_tokens[owner];
+      const int32_t before = chunk > 0 ? ends[chunk - 1] : 0, end = ends[chunk];
+      const bool here = chunk < num_chunks(tokens);
+      slot[i] = offset + (here ? before : 0);
+      begin[i + 1] = here ? end - before : 0;
+      this->owner[i] = static_cast<uint8_t>(owner);
+      if (chunk == 0) moved[owner] = meta.combine_base[owner] - offset;
+    }
+    __syncthreads();
+    if (warp_id() == 0) add_up(comm, meta);
+    __syncthreads();
+  }
+
+  static __device__ int owner_of(const Comm& comm, int turn) { return (comm.rank + 1 + turn) % comm.num_ranks; }
+
+ private:
+  __device__ void add_up(const Comm& comm, const Meta& meta) {
+    int32_t rows = 0;
+    const int items = kMaxChunks * comm.num_ranks;
+    for (int base = 0; base < items; base += kWarp) {
+      const int item = base + lane_id();
+      int32_t through = item < items ? begin[item + 1] : 0;
+      for (int step = 1; step < kWarp; step *= 2) {
+        const int32_t below = __shfl_up_sync(kAllLanes, through, step);
+        if (lane_id() >= step) through += below;
+      }
+      if (item < items) begin[item + 1] = rows + through;
+      rows += __shfl_sync(kAllLanes, through, kWarp - 1);
+    }
+    const int of_owner = lane_id() < comm.num_ranks ? num_chunks(meta.src_tokens[lane_id()]) : 0;
+    const int most = __reduce_max_sync(kAllLanes, of_owner);
+    if (lane_id() == 0) begin[0] = 0, chunks = most;
+  }
+};
+
+// A chunk's rows, of all owners together.
+struct PartialChunks {
+  const Run& run;
+  const Meta& meta;
+  const Order& order;
+  const int parts;  // of a row
+
+  __device__ int count() const { return order.chunks; }
+  __device__ int32_t end(int chunk) const { return order.begin[(chunk + 1) * run.comm.num_ranks] * parts; }
+  __device__ bool may_tell() const { return true; }
+  __device__ void signal(int owner, int chunk) const {
+    const int32_t* ends = meta.recv_chunk_end + owner * kMaxChunks;
+    if (chunk < num_chunks(meta.src_tokens[owner]))
+      signal_chunk(run, kCombinePool, owner, chunk, chunk == 0 ? 0 : ends[chunk - 1], ends[chunk]);
+  }
+};
+
+class CombineSendJob {
+ public:
+  struct Row {
+    int32_t slot;
+    int32_t piece;
+    char* target;
+  };
+
+  // For the first `warps` of each CTA.
+  __device__ CombineSendJob(const Run& run, const CombineSendArgs& args, const Order& order, const Cut& cut, int warps,
+                            Progress& progress)
+      : run_(run),
+        args_(args),
+        lay_(partial_layout_of(args.header)),
+        order_(order),
+        parts_(cut.parts),
+        rows_(NextRow(run, kPushed, order.begin[kMaxChunks * run.comm.num_ranks] * parts_, 0, warps), progress),
+        flat_(args.routing.layout == kFlat) {}
+
+  __device__ Next next(bool may_block, Row* row) {
+    if (!may_block && next_.slot == kNotLooked) return kNotYet;
+    look();
+    if (next_.slot == kNone) return kEnd;
+    *row = next_;
+    next_.slot = kNotLooked;
+    return kRow;
+  }
+
+  __device__ void ahead(int unit, int units) {
+    if (unit == 0) rows_.ask();
+    if (unit == min(1, units - 1)) look();
+  }
+
+  // For the row found last, and before the next is looked for; so is settle.
+  __device__ int describe(const Row& row, Term* terms) {
+    return flat_ ? describe_flat(row, terms) : describe_token(row, terms);
+  }
+  __device__ void settle(const Row& row, Term* terms) const {
+    if (!flat_) return settle_token(row, terms);
+    if (place_ >= 0) terms[place_].factor = weight_;
+  }
+
+  __device__ const char* source(int32_t term_row) const {
+    return at<char>(args_.y, int64_t{term_row} * static_cast<int32_t>(args_.header.row_bytes));
+  }
+  __device__ const char* bias(const Row&) const { return nullptr; }
+  __device__ char* target(const Row& row) const { return row.target; }
+
+  __device__ void finish(const Row& row) const {
+    if (args_.header.weight_bytes != 0 && row.piece == 0) write_extra(row);
+  }
+  __device__ void completed(uint32_t results) { rows_.written(results); }
+
+ private:
+  static constexpr int32_t kNotLooked = -1, kNone = -2;  // in place of a slot
+
+  // Finds the next row, and begins to load its first pairs.
+  __device__ void look() {
+    if (next_.slot != kNotLooked) return;
+    const int32_t part = rows_.next();
+    next_.slot = kNone;
+    if (part == kNoMore) return;
+    const int32_t number = parts_ == 1 ? part : part / parts_;
+    while (number >= order_.begin[item_ + 1]) ++item_;
+    const int32_t slot = order_.slot[item_] + number - order_.begin[item_];
+    const int owner = order_.owner[item_];
+    next_ = Row{slot, parts_ == 1 ? 0 : part % parts_,
+                at<char>(args_.comm.pool[kCombinePool][owner],
+                         int64_t{slot + order_.moved[owner]} * static_cast<int32_t>(lay_.bytes))};
+    from_ = lane_id() < args_.routing.topk ? recv_row(next_, lane_id()) : -1;
+  }
+
+  __device__ int32_t recv_row(const Row& row, int k) const {
+    return at<const int32_t>(args_.routing.recv_rows)[static_cast<int64_t>(row.slot) * args_.routing.topk + k];
+  }
+
+  __device__ bool sound(const Row& row, int k, int32_t from) const {
+    return from < args_.rows || fail(run_.comm, kBadData, kCombineSend, run_.comm.rank, k, args_.rows, from);
+  }
+
+  // Where the row of pair k lies, or -1: it did not come here.
+  __device__ int32_t term_of(const Row& row, int k) const {
+    const int32_t from = k < kWarp ? from_ : k < args_.routing.topk ? recv_row(row, k) : -1;
+    return from >= 0 && sound(row, k, from) ? from : -1;
+  }
+
+  // A term for each pair that came here. The weights of the first pairs are on their way until settle.
+  __device__ int describe_flat(const Row& row, Term* terms) {
+    const int K = args_.routing.topk;
+    int count = 0;
+    for (int k = lane_id(); k - lane_id() < K; k += kWarp) {
+      const int32_t from = term_of(row, k);
+      const float factor = from >= 0 && args_.weights != 0 ? at<const float>(args_.weights)[from] : 1.0f;
+      const unsigned mask = __ballot_sync(kAllLanes, from >= 0);
+      const int place = count + __popc(mask & ((1u << lane_id()) - 1u));
+      if (from >= 0) terms[place].row = from;
+      if (k < kWarp) {
+        place_ = from >= 0 ? place : -1;
+        weight_ = factor;
+      } else if (from >= 0) {
+        terms[place].factor = factor;
+      }
+      count += __popc(mask);
+    }
+    return count;
+  }
+
+  // One term, if any pair came here.
+  __device__ int describe_token(const Row& row, Term* terms) {
+    bool any = false;
+    for (int k = lane_id(); k - lane_id() < args_.routing.topk; k += kWarp) any |= term_of(row, k) >= 0;
+    weight_ = weight_of_token(row, lane_id());
+    any = __any_sync(kAllLanes, any) != 0;
+    if (any && lane_id() == 0) terms[0].row = row.slot;
+    return any ? 1 : 0;
+  }
+
+  // Its factor is the sum of the weights of the pairs that came here, in their order.
+  __device__ void settle_token(const Row& row, Term* terms) const {
+    const bool weighted = args_.weights != 0;
+    float factor = weighted ? 0.0f : 1.0f;
+    for (int k = lane_id(); weighted && k - lane_id() < args_.routing.topk; k += kWarp) {
+      const float weight = k < kWarp ? weight_ : weight_of_token(row, k);
+      for (unsigned left = __ballot_sync(kAllLanes, term_of(row, k) >= 0); left != 0; left &= left - 1)
+        factor += __shfl_sync(kAllLanes, weight, __ffs(left) - 1);
+    }
+    if (lane_id() == 0) terms[0].factor = factor;
+  }
+
+  __device__ float weight_of_token(const Row& row, int k) const {
+    const int K = args_.routing.topk;
+    return k < K && args_.weights != 0 ? at<const float>(args_.weights)[static_cast<int64_t>(row.slot) * K + k] : 0.0f;
+  }
+
+  __device__ void write_extra(const Row& row) const {
+    const int K = args_.routing.topk;
+    float* to = reinterpret_cast<float*>(target(row) + lay_.extra);
+    for (int k = lane_id(); k < K; k += kWarp) {
+      const int32_t from = recv_row(row, k);
+      const int64_t index = flat_ ? from : static_cast<int64_t>(row.slot) * K + k;
+      to[k] = from < 0 || from >= args_.rows ? 0.0f : at<const float>(args_.extra)[index];
+    }
+  }
+
+  const Run& run_;
+  const CombineSendArgs& args_;
+  const PartialLayout lay_;
+  const Order& order_;
+  const int parts_;  // of a row
+  RowQueue rows_;
+  const bool flat_;
+  int item_ = 0;                      // of order_, that the row found last belongs to
+  Row next_{kNotLooked, 0, nullptr};  // found last
+  int32_t from_ = -1;                 // recv_row of this lane's pair of it
+  int place_ = -1;                    // of this lane's pair among its terms
+  float weight_ = 0.0f;
+};
+
+// A thread for each owner: the rows that this rank holds of it end within the pools and lists they belong to.
+__device__ inline bool partials_fit(const CombineSendArgs& args, const Meta& meta) {
+  const Comm& comm = args.comm;
+  const int owner = static_cast<int>(threadIdx.x);
+  bool ok = true;
+  if (owner < comm.num_ranks) {
+    const int64_t rows = meta.recv_offset[owner + 1] - meta.recv_offset[owner];
+    const int64_t end = (meta.combine_base[owner] + rows) * partial_layout_of(args.header).bytes;
+    if (rows > 0 && end > comm.pool_bytes[kCombinePool])
+      ok = fail(comm, kTooSmall, kCombineSend, owner, 0, comm.pool_bytes[kCombinePool], end);
+    if (meta.recv_offset[owner + 1] > args.routing.slots)
+      ok = fail(comm, kTooSmall, kCombineSend, owner, 1, args.routing.slots, meta.recv_offset[owner + 1]);
+  }
+  return ok;
+}
+
+inline void require_combine_send(const CombineSendArgs& args) {
+  require_comm(args.comm);
+  require_routing(args.routing);
+  require_header(args.header, args.routing);
+  require_sms(args.num_sms);
+  require_elements(args.header, args.hidden, args.element);
+  require_rows("y", args.y);
+  require(args.header.weight_bytes == 0 || args.rows == 0 || args.extra != 0, "extra", "an address", 0);
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,62 @@
+// Expand: received slots to the rows that the caller's experts take, as their chunks arrive.
+//
+// Roles. All warps first clear the rows that nothing is sent for, the last one after it has heard every source's
+// opening; CTA 0 writes the tables. Then warps take slots in turn: lane 0 moves the row (bulk: one load of the slot,
+// one store for each FLAT row), all lanes read its head. The last CTA checks that the chunks cover every source's rows,
+// and tells the sources that their rows are read. Memory order. A chunk's flag is acquired at system scope, the warp
+// joins, and the async proxy is fenced before bulk loads. Consumed words are stored with release after all CTAs' reads.
+// After a fault every output but the tables is filled with 0xFF bytes, the tables with 0: counts of no rows.
+#include "cuda/moe/dispatch_recv.cuh"
+#include "cuda/moe/kernels.h"
+
+namespace ep::cuda {
+
+namespace {
+
+template <bool kBulk>
+__global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
+    ep_dispatch_recv(const __grid_constant__ DispatchRecvArgs args, const __grid_constant__ Cut cut) {
+  ptx::wait_for_kernel_ahead();
+  Run run = enter(args.comm, kDispatchRecv);
+  const Meta meta = meta_of(args.comm, args.routing);
+  if (run.ok && args.optimistic != 0 && came_too_early(args, meta)) return;
+  if (run.ok) run.ok = slots_fit(run, args);
+  if (run.ok) {
+    const Output out(run, args);
+    const bool opened = open_source_of_lane(run, kDispatchPool, args.header, meta.src_tokens);
+    clear_padding(out, team_of_warps());
+    if (blockIdx.x == 0) write_tables(out, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x));
+    if (__syncthreads_and(opened)) {
+      if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
+      DispatchRecvJob job(out, cut, false);
+      copy_rows<kBulk>(job, run, cut);
+    }
+  }
+  if (last_to_finish(run)) finish_dispatch_recv(run, args, meta);
+}
+
+template <bool kBulk>
+void launch_dispatch_recv(const DispatchRecvArgs& args, const Cut& cut) {
+  launch_early<ep_dispatch_recv<kBulk>>("dispatch_recv", args.num_sms, cut.warps * kWarp, cut.shared_bytes(),
+                                        args.stream, args,
+                                        cut);  // behind admit
+}
+
+}  // namespace
+
+void dispatch_recv(const DispatchRecvArgs& args) {
+  require_dispatch_recv(args);
+  const Room room = room_for<ep_dispatch_recv<true>>();
+  const int list = Placer::list_size(args.routing);
+  const SlotLayout lay = slot_layout_of(args.header);
+  const Cut cut =
+      args.routing.num_tokens <= kTokensInParts
+          ? cut_in_parts(lay.image, lay.row, kCopyWarps, DispatchRecvJob::kStages, list, room.shared_bytes)
+          : cut_for_warps(lay.image, kLeastCopyWarps, kCopyWarps, DispatchRecvJob::kStages, list, room.shared_bytes);
+  if (room.bulk && args.comm.plain == 0 && cut.warps >= 1 && lay.row < cut.piece_bytes)
+    launch_dispatch_recv<true>(args, cut);
+  else
+    launch_dispatch_recv<false>(args, uncut(lay.image, kCopyWarps, list));
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,117 @@
+// Send: each row once to every rank that holds one of its experts, straight to its final slot, behind a head that says
+// what it expands to. Chunk by chunk, so that receivers start before the last row has left. Rows begin to leave while
+// notify, ahead in the stream, still waits for peers; nobody is told of them before it has heard all of them.
+//
+// Roles. Warps take tokens as they come. Lane 0 loads the row into shared memory, all lanes write the head before it,
+// and lane 0 stores both to each destination, one bulk store for each. The last warp of each CTA signals the chunks.
+// Sends wait on consumed words and on the CTAs of this rank's notify that place tokens, and before they tell of rows on
+// all of it; never on rows. Memory order.
+// The head is written by ordinary stores to shared memory: each lane fences the async proxy before lane 0 stores it.
+// What peers may rely on is in signals.cuh. A slot: [pad | ids[K] | positions[K] | weights[K] | scales | row], see
+// SlotLayout.
+//
+// Quantised rows. All lanes make head, scales and row in a stage (quantize.cuh), fence and store as above. An image
+// that is longer than any stage takes the plain path.
+#include "cuda/moe/dispatch_send.cuh"
+#include "cuda/moe/kernels.h"
+
+namespace ep::cuda {
+
+namespace {
+
+constexpr int kMostWarps = 12;
+constexpr int kMostThreads = (kMostWarps + 1) * kWarp;
+constexpr int64_t kBytesUnderWay = 256 * 1024;  // of a CTA's rows: more would wait in the links' queues
+
+// One thread waits until notify, ahead, has written what this send reads. A known routing was written long ago.
+__device__ bool rows_are_placed(const Run& run, const Header& header) {
+  if (threadIdx.x != 0 || header.op != kOpDispatch) return true;
+  return wait_at_least(run, &state_of(run.comm).placed, run.epoch, run.comm.rank, kOwnKernel);
+}
+
+// From: void, or the type of the elements that are quantised.
+template <bool kBulk, class From>
+__device__ __forceinline__ void send_all(const DispatchSendArgs& args, const Cut& cut) {
+  __shared__ Progress progress;
+  Run run = enter(args.comm, kDispatchSend);
+  run.ok = run.ok && destination_has_read(run, kDispatchPool) && rows_are_placed(run, args.header);
+  if (!__syncthreads_and(run.ok)) return;
+  const Meta meta = meta_of(args.comm, args.routing);
+  if (!__syncthreads_and(sends_fit(args, meta))) {
+    if (args.optimistic != 0 && warp_id() == 0) tell_started(run, kDispatchPool);  // an expand behind it leaves too
+    return;
+  }
+  progress.clear();
+  run.ok = may_send(!faulted(args.comm));
+  if (run.ok) {
+    if (args.routing.num_tokens == 0 && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
+    if (warp_id() == cut.warps) {
+      tell_started(run, kDispatchPool);
+      open_destinations(run, kDispatchPool, args.header);
+      signal_chunks(run, kDispatchPool, progress, cut.warps, SentChunks(run, args, meta, cut.parts));
+    } else {
+      DispatchSendJob<ThroughPool> job(run, args, meta, cut, progress);
+      send_rows<kBulk, From>(job, run, cut);
+    }
+  }
+  if (!last_to_finish(run)) return;
+  ptx::wait_for_kernel_ahead();
+  const bool told = !pools_must_grow(args.comm, args.header, meta);
+  if (!told && args.optimistic == 0 && threadIdx.x == 0) fail_too_small(run, args.header, meta);
+  if (!faulted(args.comm)) finish_sending(run, kDispatchPool, told);
+}
+
+template <bool kBulk, class From>
+__global__ void __launch_bounds__(kMostThreads, 1)
+    ep_dispatch_send(const __grid_constant__ DispatchSendArgs args, const __grid_constant__ Cut cut) {
+  send_all<kBulk, From>(args, cut);
+  // One CTA stays so that whatever comes next in the stream comes after notify, too: all would hold SMs while peers are
+  // late.
+  if (blockIdx.x == 0) ptx::wait_for_kernel_ahead();
+}
+
+// Behind its notify it is launched early.
+template <bool kBulk, class From>
+void launch_send(const DispatchSendArgs& args, const Cut& cut) {
+  constexpr auto kKernel = ep_dispatch_send<kBulk, From>;
+  const auto launch_it = args.header.op == kOpDispatch ? launch_early<kKernel, DispatchSendArgs, Cut>
+                                                       : launch<kKernel, DispatchSendArgs, Cut>;
+  launch_it("dispatch_send", args.num_sms, (cut.warps + 1) * kWarp, cut.shared_bytes(), args.stream, args, cut);
+}
+
+// A warp has one row under way. Those that quantise are busy otherwise for most of the time.
+template <class From>
+int most_warps(const SlotLayout& lay) {
+  const int64_t busy = ceil_div(kBytesUnderWay, lay.image);
+  if (!std::is_void_v<From> || busy > kMostWarps) return kMostWarps;
+  return busy < kLeastCopyWarps ? kLeastCopyWarps : static_cast<int>(busy);
+}
+
+template <class From>
+void choose_send(const DispatchSendArgs& args) {
+  using Job = DispatchSendJob<ThroughPool>;
+  const Room room = room_for<ep_dispatch_send<true, From>>();
+  const int list = Job::list_size(args.comm.num_ranks);
+  const SlotLayout lay = slot_layout_of(args.header);
+  const bool in_parts = std::is_void_v<From> && args.routing.num_tokens <= kTokensInParts;
+  const Cut cut =
+      in_parts ? cut_in_parts(lay.image, lay.row, kMostWarps, Job::kStages, Job::kStages * list, room.shared_bytes)
+               : cut_for_warps(lay.image, kLeastSendWarps<From>, most_warps<From>(lay), Job::kStages,
+                               Job::kStages * list, room.shared_bytes);
+  if (room.bulk && args.comm.plain == 0 && cut.warps >= 1 && sends_in_bulk<From>(lay, cut))
+    launch_send<true, From>(args, cut);
+  else
+    launch_send<false, From>(args, uncut(lay.image, kMostWarps, list));
+}
+
+}  // namespace
+
+void dispatch_send(const DispatchSendArgs& args) {
+  require_dispatch_send(args);
+  if (args.quantize == 0) return choose_send<void>(args);
+  if (args.element == kBFloat16) return choose_send<FromBFloat16>(args);
+  if (args.element == kFloat16) return choose_send<FromFloat16>(args);
+  return choose_send<FromFloat32>(args);
+}
+
+}  // namespace ep::cuda

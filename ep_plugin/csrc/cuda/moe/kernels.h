@@ -1,0 +1,17 @@
+// The CUDA side of the kernel table, one function per file. Each checks what it can check on the host, raising
+// std::invalid_argument, and enqueues; a launch that fails raises std::runtime_error with the kernel's name.
+#pragma once
+#include "common/api.h"
+
+namespace ep::cuda {
+void plan(const PlanArgs& args);
+void notify(const NotifyArgs& args);
+void dispatch_send(const DispatchSendArgs& args);
+void wait_for_sender(const WaitForSenderArgs& args);
+void dispatch_recv(const DispatchRecvArgs& args);
+void combine_send(const CombineSendArgs& args);
+void combine_recv(const CombineRecvArgs& args);
+void dispatch(const DispatchSendArgs& send, const DispatchRecvArgs& expand);
+void combine(const CombineSendArgs& push, const CombineRecvArgs& add);
+void weight_grad(const WeightGradArgs& args);
+}  // namespace ep::cuda

@@ -1,0 +1,299 @@
+// Notify: every rank tells every rank how many rows it sends; each then knows where what it receives goes.
+//
+// Roles. CTA 0 exchanges, a warp for each rank: warp p writes this rank's count row to peer p, then hears rank p's row,
+// checks it, and leaves its counts in shared memory. Then one warp lays out FLAT rows, and another one slots. The other
+// CTAs meanwhile place this rank's tokens, see place.cuh; they wait for nobody. The last of them tells the send, which
+// needs no more and is on its way before the peers are heard. CTA 0 tells when they are.
+// Memory order. A count row is words that carry their epoch: what is read is what was written, and no flag is needed.
+// There are two count rows for each pair of ranks, used in turns: a row is overwritten only after its reader's consumed
+// word says epoch - 2. Totals are stored before the ticket, which has release order at system scope (host memory).
+// Nothing read from a count row is used as a bound or index before it is checked.
+#include "cuda/core/launch.cuh"
+#include "cuda/moe/kernels.h"
+#include "cuda/moe/place.cuh"
+
+namespace ep::cuda {
+
+namespace {
+
+constexpr int kNotifyThreads = (kMaxRanks + 1) * kWarp;
+static_assert(kNotifyThreads == (kTokenWarp + 1) * kWarp, "a warp for each part of a step");
+
+struct Shared {
+  int32_t rank_count[kMaxRanks][kMaxRanks];  // [source][destination], checked
+  int32_t num_tokens[kMaxRanks];             // of each source, checked
+  int64_t max_sent;
+};
+
+// In shared memory behind `counts`, [R][E_l]: the pairs of each source for each local expert, checked.
+__device__ int32_t* received(const Comm& comm) { return counts + plan_block_words(comm.num_ranks, comm.num_experts); }
+
+__device__ int parity_of(const Run& run) { return static_cast<int>(run.epoch & 1); }
+
+constexpr int kWordsAtOnce = 12;  // of a count row, that a lane has under way
+
+// One warp: waits until `peer` has read the count row that lies where the next one goes.
+__device__ bool row_is_free(const Run& run, int peer) {
+  const uint64_t free_at = run.epoch < 2 ? 0 : run.epoch - 2;
+  const bool ok = wait_at_least(run, consumed_word(run.comm, run.comm.rank, kConsumedCounts, peer), free_at, peer);
+  return __all_sync(kAllLanes, ok) != 0;
+}
+
+// One warp, after that: this rank's count row to `peer`.
+__device__ void write_counts(const Run& run, const NotifyArgs& args, int peer) {
+  const Comm& comm = run.comm;
+  const uint32_t* header = reinterpret_cast<const uint32_t*>(&args.header);
+  uint64_t* to = count_words(comm, peer, parity_of(run), comm.rank);
+  const int R = comm.num_ranks, for_experts = kHeaderWords + R;
+  for (int i = lane_id(); i < count_row_words(R, comm.num_experts); i += kWarp) {
+    const int count = i - kHeaderWords + (i < for_experts ? 0 : peer * local_experts(comm));
+    ptx::st_relaxed_sys(to + i, tagged(run.epoch, i < kHeaderWords ? header[i] : counts[count]));
+  }
+}
+
+// Whether the header in a count row's first words, a lane each, means the same operation as ours. Finds that rank's T.
+__device__ bool check_header(const Run& run, const NotifyArgs& args, int source, uint32_t word, int64_t* tokens) {
+  const uint32_t* mine = reinterpret_cast<const uint32_t*>(&args.header);
+  const uint64_t low = __shfl_sync(kAllLanes, word, lane_id() & ~1), high = __shfl_sync(kAllLanes, word, lane_id() | 1);
+  const int64_t seen = static_cast<int64_t>(high << 32 | low);
+  *tokens = __shfl_sync(kAllLanes, seen, 2 * kComparedFields);
+  const bool compared = lane_id() < 2 * kComparedFields;
+  const unsigned differ = __ballot_sync(kAllLanes, compared && word != mine[compared ? lane_id() : 0]);
+  if (differ == 0) return true;
+  const int first = __ffs(differ) - 1, field = first / 2;
+  if (lane_id() == first)
+    fail(run.comm, kDisagree, kNotify, source, field, reinterpret_cast<const int64_t*>(&args.header)[field], seen);
+  return false;
+}
+
+// Each lane: its words of a count row, `kWordsAtOnce` from `first` on, kWarp apart; -1 past the end. All are looked at
+// again while one is missing: one by one they would take a look each after the last has come.
+__device__ bool read_words(const Run& run, const uint64_t* row, int words, int first, int source, int32_t* values) {
+  Patience patience;
+  for (;;) {
+    uint64_t held[kWordsAtOnce], missing = 0;
+    bool all_here = true;
+#pragma unroll
+    for (int j = 0; j < kWordsAtOnce; ++j) {
+      const int i = first + j * kWarp;
+      held[j] = i < words ? ptx::ld_relaxed_sys(row + i) : tagged(run.epoch, UINT32_MAX);
+    }
+#pragma unroll
+    for (int j = 0; j < kWordsAtOnce; ++j) {
+      if (!has_tag(held[j], run.epoch)) {
+        all_here = false;
+        missing = held[j];
+      }
+      values[j] = static_cast<int32_t>(static_cast<uint32_t>(held[j]));
+    }
+    if (all_here) return true;
+    if (!patience.keep_waiting(run, source, 0, run.epoch & UINT32_MAX, missing >> 32)) return false;
+  }
+}
+
+// One warp: waits for a source's count row and checks it: the same operation as ours, and every count within [0, T of
+// that source]. Keeps the counts and T in shared memory.
+__device__ bool hear(const Run& run, const NotifyArgs& args, int source, Shared& shared) {
+  const Comm& comm = run.comm;
+  const int R = comm.num_ranks, per_rank = local_experts(comm), words = count_row_words(R, comm.num_experts);
+  const uint64_t* row = count_words(comm, comm.rank, parity_of(run), source);
+  int64_t tokens = 0;
+  for (int base = 0; base < words; base += kWordsAtOnce * kWarp) {
+    int32_t values[kWordsAtOnce];
+    if (!__all_sync(kAllLanes, read_words(run, row, words, base + lane_id(), source, values))) return false;
+    if (base == 0 && !check_header(run, args, source, static_cast<uint32_t>(values[0]), &tokens)) return false;
+    bool ok = tokens >= 0 && tokens <= kMostTokens;
+    if (!ok) fail(comm, kBadData, kNotify, source, 0, kMostTokens, tokens);
+#pragma unroll
+    for (int j = 0; j < kWordsAtOnce; ++j) {
+      const int i = base + j * kWarp + lane_id() - kHeaderWords;
+      if (i < 0 || i >= R + per_rank) continue;
+      if (values[j] < 0 || values[j] > tokens) ok = fail(comm, kBadData, kNotify, source, i, tokens, values[j]);
+      if (i < R)
+        shared.rank_count[source][i] = values[j];
+      else
+        received(comm)[source * per_rank + i - R] = values[j];
+    }
+    if (!__all_sync(kAllLanes, ok)) return false;
+  }
+  if (lane_id() == 0) shared.num_tokens[source] = static_cast<int32_t>(tokens);
+  return true;
+}
+
+__device__ int64_t max_of_warp(int64_t value) {
+  for (int step = kWarp / 2; step > 0; step /= 2) value = max(value, __shfl_xor_sync(kAllLanes, value, step));
+  return value;
+}
+
+// One warp, a lane for each rank: the order of what this rank receives, and the bases of its partial rows.
+__device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& shared) {
+  const Comm& comm = run.comm;
+  const Meta meta = meta_of(comm, args.routing);
+  const int R = comm.num_ranks, me = comm.rank, a = lane_id();
+  int64_t send_base = 0, combine_base = 0, received = 0, slots = 0, sent = 0;
+  int32_t rows = 0;
+  if (a < R) {
+    for (int b = 0; b < R; ++b) {
+      send_base += b < a ? shared.rank_count[me][b] : 0;
+      combine_base += b < me ? shared.rank_count[a][b] : 0;
+      received += b <= a ? shared.rank_count[b][me] : 0;
+      slots += shared.rank_count[b][a];
+      sent += shared.rank_count[a][b];
+      rows = max(rows, shared.rank_count[a][b]);
+    }
+  }
+  const int64_t max_sent = max_of_warp(sent), most = max(max_of_warp(slots), max_sent), max_rows = max_of_warp(rows);
+  if (most > INT32_MAX) {
+    if (a == 0) fail(comm, kTooSmall, kNotify, me, 0, INT32_MAX, most);
+    return false;
+  }
+  if (a < R) {
+    meta.send_base[a] = static_cast<int32_t>(send_base);
+    meta.combine_base[a] = static_cast<int32_t>(combine_base);
+    meta.recv_offset[a + 1] = static_cast<int32_t>(received);
+    meta.src_tokens[a] = shared.num_tokens[a];
+  }
+  if (a == 0) {
+    meta.recv_offset[0] = 0;
+    *meta.max_rows = static_cast<int32_t>(max_rows);
+    shared.max_sent = max_sent;
+  }
+  return true;
+}
+
+// One warp: where each local expert's FLAT rows start, and where each source's start among them. A lane has consecutive
+// experts.
+__device__ bool lay_out_experts(const Run& run, const NotifyArgs& args) {
+  const Comm& comm = run.comm;
+  const Meta meta = meta_of(comm, args.routing);
+  const int R = comm.num_ranks;
+  const int per_rank = local_experts(comm), of_lane = static_cast<int>(ceil_div(per_rank, kWarp));
+  const int begin = min(lane_id() * of_lane, per_rank), end = min(begin + of_lane, per_rank);
+  const uint32_t alignment = args.routing.layout == kFlat ? static_cast<uint32_t>(args.routing.alignment) : 1;
+  const int32_t* from = received(comm);
+  const auto aligned = [&](int64_t rows) {
+    return static_cast<int64_t>((static_cast<uint32_t>(rows) + alignment - 1) / alignment) * alignment;
+  };
+  int64_t through = 0;
+  for (int local = begin; local < end; ++local) {
+    int64_t rows = 0;
+    for (int source = 0; source < R; ++source) rows += from[source * per_rank + local];
+    through += aligned(rows);
+  }
+  int64_t start = -through;
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int64_t below = __shfl_up_sync(kAllLanes, through, step);
+    if (lane_id() >= step) through += below;
+  }
+  start += through;
+  for (int local = begin; local < end; ++local) {
+    int64_t rows = 0;
+    for (int source = 0; source < R; ++source) {
+      meta.flat_base[source * per_rank + local] = static_cast<int32_t>(start + rows);
+      rows += from[source * per_rank + local];
+    }
+    meta.expert_offset[local] = static_cast<int32_t>(start);
+    meta.expert_rows[local] = static_cast<int32_t>(rows);
+    start += aligned(rows);
+  }
+  const int64_t all = __shfl_sync(kAllLanes, through, kWarp - 1);
+  if (lane_id() == 0) meta.expert_offset[per_rank] = static_cast<int32_t>(all);
+  if (all <= INT32_MAX) return true;
+  if (lane_id() == 0) fail(comm, kTooSmall, kNotify, comm.rank, 1, INT32_MAX, all);
+  return false;
+}
+
+// All threads: totals to the host, then the ticket that says whose they are.
+__device__ void tell_host(const NotifyArgs& args, const Shared& shared) {
+  const Comm& comm = args.comm;
+  const Meta meta = meta_of(comm, args.routing);
+  const int per_rank = local_experts(comm);
+  int64_t* totals = board_totals(comm);
+  for (int local = threadIdx.x; local < per_rank; local += blockDim.x)
+    totals[kTotals + local] = meta.expert_rows[local];
+  if (threadIdx.x == 0) {
+    totals[kTotalSlots] = meta.recv_offset[comm.num_ranks];
+    totals[kTotalRows] = meta.expert_offset[per_rank];
+    totals[kTotalMaxRows] = *meta.max_rows;
+    totals[kTotalMaxSent] = shared.max_sent;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) ptx::st_release_sys(&board_of(comm).ticket, args.ticket);
+}
+
+// All threads: this rank's counts, from those of its blocks, in shared memory and for the handle.
+__device__ void count_all(const NotifyArgs& args) {
+  add_up_blocks(args.comm, args.block_counts, plan_blocks(args.routing.num_tokens));
+  int32_t* rank_count = meta_of(args.comm, args.routing).rank_count;  // and those of the experts behind them
+  for (int i = threadIdx.x; i < num_keys(args.comm); i += blockDim.x) rank_count[i] = counts[i];
+}
+
+// All threads of a CTA that has placed its block: after all of those the send goes on.
+__device__ void tell_placed(const Comm& comm) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  State& state = state_of(comm);
+  if (ptx::atom_add_acq_rel_gpu(&state.ctas_placed, 1) + 1 != gridDim.x - 1) return;
+  state.ctas_placed = 0;
+  ptx::st_release_gpu(&state.placed, state.epoch[kDispatchSend - 1] + 1);
+}
+
+// All threads of CTA 0, when every peer is heard: rows may be told of, and expanded. (No send moves its epoch on before
+// this kernel's end.)
+__device__ void tell_laid_out(const Comm& comm) {
+  __syncthreads();
+  State& state = state_of(comm);
+  if (threadIdx.x == 0) ptx::st_release_gpu(&state.laid_out, state.epoch[kDispatchSend - 1] + 1);
+}
+
+// All threads of CTA 0. `is_free`: in warp p, whether the count row at peer p is.
+__device__ void exchange(const NotifyArgs& args, const Run& run, bool is_free, Shared& shared) {
+  const Comm& comm = args.comm;
+  const int peer = warp_id();
+  bool ok = is_free && !faulted(comm);  // plan may have failed
+  count_all(args);
+  if (comm.gate == kNotify) ok = __syncthreads_and(threadIdx.x != 0 || hold_at_gate(run)) && ok;
+  ok = __all_sync(kAllLanes, ok) != 0;
+  if (ok && peer < comm.num_ranks) {
+    write_counts(run, args, peer);
+    ok = hear(run, args, peer, shared);
+  }
+  if (!__syncthreads_and(ok)) return;
+  if (peer == 0) ok = lay_out_experts(run, args);
+  if (peer == kMaxRanks) ok = lay_out_ranks(run, args, shared);
+  if (!__syncthreads_and(ok)) return;
+  tell_laid_out(comm);
+  if (args.ticket != 0) tell_host(args, shared);
+  tell_consumed(run, kConsumedCounts, static_cast<int>(threadIdx.x));
+  advance(run);
+}
+
+__global__ void __launch_bounds__(kNotifyThreads, 1) ep_notify(const __grid_constant__ NotifyArgs args) {
+  __shared__ Shared shared;
+  const Run run = enter(args.comm, kNotify);
+  const bool asks = run.ok && blockIdx.x == 0 && warp_id() < args.comm.num_ranks;
+  const bool is_free = !asks || row_is_free(run, warp_id());  // plan, ahead, has no say in that
+  ptx::wait_for_kernel_ahead();
+  if (!run.ok) return;
+  // The send comes in when the others have left. Among them its CTAs would land on other SMs, from which rows take up
+  // to a tenth longer: not all SMs are equally far from the links, nor from each other.
+  if (blockIdx.x == 0) {
+    ptx::let_next_kernel_in();
+    return exchange(args, run, is_free, shared);
+  }
+  place_block(args.comm, args.routing, args.block_counts, static_cast<int>(blockIdx.x) - 1);
+  tell_placed(args.comm);
+}
+
+}  // namespace
+
+void notify(const NotifyArgs& args) {
+  require_comm(args.comm);
+  require_routing(args.routing);
+  require_rows("block_counts", args.block_counts);
+  const int64_t words = plan_block_words(args.comm.num_ranks, args.comm.num_experts);
+  const int64_t ctas = 1 + static_cast<int64_t>(plan_blocks(args.routing.num_tokens));
+  launch_early<ep_notify>("notify", ctas, kNotifyThreads, 4 * (words + args.comm.num_experts), args.stream, args);
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,121 @@
+// The part of notify that waits for nobody: every token's position among those for its ranks, and every pair's among
+// those for its expert. Positions are running counts in token order.
+//
+// Roles. A CTA places one block of tokens: all its warps add up the counts of the blocks before it, then go over the
+// block in order, in steps of some tokens: a thread places a pair by counting those before it that name its expert, and
+// the last warp places the tokens.
+#pragma once
+#include "cuda/moe/tokens.cuh"
+
+namespace ep::cuda {
+
+__device__ __forceinline__ unsigned lanes_below() { return (1u << lane_id()) - 1u; }
+
+constexpr unsigned kBlocksAtOnce = 8;  // whose counts a thread has under way
+
+// All threads: `counts` become the sums over blocks [0, end). Joins the CTA. A thread adds up four counts of every
+// block of its team's; there are as many teams as there are threads for.
+__device__ inline void add_up_blocks(const Comm& comm, Address block_counts, int end) {
+  const unsigned vectors = static_cast<unsigned>(plan_block_words(comm.num_ranks, comm.num_experts) / 4);
+  const unsigned blocks = static_cast<unsigned>(end), teams = max(blockDim.x / vectors, 1u);
+  const unsigned team = threadIdx.x / vectors;
+  for (unsigned i = threadIdx.x; i < 4 * vectors; i += blockDim.x) counts[i] = 0;
+  __syncthreads();
+  for (unsigned i = threadIdx.x % vectors; team < teams && i < vectors; i += blockDim.x) {
+    int4 sum = make_int4(0, 0, 0, 0);
+    for (unsigned first = team; first < blocks; first += kBlocksAtOnce * teams) {
+      int4 held[kBlocksAtOnce];
+#pragma unroll
+      for (unsigned j = 0; j < kBlocksAtOnce; ++j) {
+        const unsigned block = first + j * teams;
+        held[j] = block < blocks ? at<const int4>(block_counts)[block * vectors + i] : make_int4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (unsigned j = 0; j < kBlocksAtOnce; ++j) {
+        sum.x += held[j].x;
+        sum.y += held[j].y;
+        sum.z += held[j].z;
+        sum.w += held[j].w;
+      }
+    }
+    if (sum.x != 0) atomicAdd(counts + 4 * i, sum.x);
+    if (sum.y != 0) atomicAdd(counts + 4 * i + 1, sum.y);
+    if (sum.z != 0) atomicAdd(counts + 4 * i + 2, sum.z);
+    if (sum.w != 0) atomicAdd(counts + 4 * i + 3, sum.w);
+  }
+  __syncthreads();
+}
+
+constexpr int kPairsAtOnce = 512;  // of a step, a thread for each; one warp more places tokens
+constexpr int kTokenWarp = kPairsAtOnce / kWarp;
+
+// A step is whole tokens, and a unit whole steps.
+__device__ inline int tokens_at_once(int topk) {
+  int tokens = kUnitTokens;
+  while (tokens * topk > kPairsAtOnce) tokens /= 2;
+  return tokens;
+}
+
+// How many of `experts` before number `index` are `expert`.
+__device__ inline int equal_before(const int32_t* experts, int index, int expert) {
+  int found = 0, i = 0;
+#pragma unroll 4
+  for (; i + 4 <= index; i += 4) {
+    const int4 held = *reinterpret_cast<const int4*>(experts + i);
+    found += (held.x == expert) + (held.y == expert) + (held.z == expert) + (held.w == expert);
+  }
+  for (; i < index; ++i) found += experts[i] == expert;
+  return found;
+}
+
+// One warp, a token for each lane: its position among those for each of its ranks, -1 where it does not go. `ids`: of
+// its pairs. `tokens`: in lane r, those for rank r so far.
+__device__ inline void place_token(const Step32& step, int R, const int32_t* ids, bool here, int32_t* positions,
+                                   int* tokens) {
+  unsigned bits = 0;
+  for (int k = 0; here && k < step.topk; ++k) bits |= step.rank_bit(ids[k]);
+  for (int r = 0; r < R; ++r) {
+    const bool goes = bits >> r & 1u;
+    const unsigned mask = __ballot_sync(kAllLanes, goes);
+    const int before = __shfl_sync(kAllLanes, *tokens, r) + __popc(mask & lanes_below());
+    if (here) positions[r] = goes ? before : -1;
+    if (lane_id() == r) *tokens += __popc(mask);
+  }
+}
+
+// All threads, after add_up_blocks.
+__device__ inline void place_in_order(const Comm& comm, const Routing& routing, const Block& block) {
+  __shared__ __align__(16) int32_t experts[kPairsAtOnce];
+  const Step32 step(comm, routing.topk);
+  const Meta meta = meta_of(comm, routing);
+  const int R = comm.num_ranks, K = routing.topk, at_once = tokens_at_once(K), me = static_cast<int>(threadIdx.x);
+  const Chunks chunks = chunks_of(routing.num_tokens);
+  int tokens = lane_id() < R ? counts[lane_id()] : 0;
+  for (int first = block.begin; first < block.end; first += at_once) {
+    const int end = min(first + at_once, block.end), pairs = (end - first) * K;
+    const int64_t pair = static_cast<int64_t>(first) * K + me;
+    const int expert = me < pairs ? at<const int32_t>(routing.topk_ids)[pair] : -1;
+    if (me < kPairsAtOnce) experts[me] = expert;
+    __syncthreads();
+    if (warp_id() == kTokenWarp) {
+      const int64_t token = first + lane_id();
+      place_token(step, R, experts + lane_id() * K, token < end, at<int32_t>(routing.send_pos) + token * R, &tokens);
+      const int chunk = chunks.of(first);
+      if (lane_id() < R && end == chunks.end(chunk)) meta.send_chunk_end[lane_id() * kMaxChunks + chunk] = tokens;
+    } else if (me < pairs) {
+      at<int32_t>(routing.pair_pos)[pair] = expert < 0 ? -1 : counts[R + expert] + equal_before(experts, me, expert);
+    }
+    __syncthreads();
+    if (expert >= 0) atomicAdd(counts + R + expert, 1);
+  }
+}
+
+// All threads of a CTA. Where plan has failed, its CTAs may have written neither ids nor counts: sums of whatever lies
+// there do no harm, and nothing is looked up by such ids.
+__device__ inline void place_block(const Comm& comm, const Routing& routing, Address block_counts, int block) {
+  const bool failed = faulted(comm);
+  add_up_blocks(comm, block_counts, block);
+  if (!__syncthreads_or(failed)) place_in_order(comm, routing, Block(routing.num_tokens, block));
+}
+
+}  // namespace ep::cuda

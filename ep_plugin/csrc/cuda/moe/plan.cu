@@ -1,0 +1,81 @@
+// Plan: how many of each block's tokens go to each rank and to each expert. The positions follow in notify, beside the
+// exchange, which needs the counts alone.
+//
+// Roles. A CTA counts one block of tokens in shared memory, and writes the int32 copy of their ids.
+// Memory. Each word has one writer.
+#include "cuda/core/launch.cuh"
+#include "cuda/moe/kernels.h"
+#include "cuda/moe/tokens.cuh"
+
+namespace ep::cuda {
+
+namespace {
+
+constexpr int kPlanThreads = 256;
+
+// The pair's expert, or -1: dropped, or not an expert at all, which is a fault.
+__device__ int read_expert(const PlanArgs& args, int64_t pair) {
+  const int64_t id = args.id_bytes == 8 ? at<const int64_t>(args.ids)[pair] : at<const int32_t>(args.ids)[pair];
+  if (id >= 0 && id < args.comm.num_experts) return static_cast<int>(id);
+  if (id != -1) {
+    const int token = static_cast<int>(pair / args.routing.topk);
+    fail(args.comm, kBadIds, kPlan, args.comm.rank, token, args.comm.num_experts, id);
+  }
+  return -1;
+}
+
+__device__ void count_block(const PlanArgs& args, const Block& block) {
+  const Step32 step(args.comm, args.routing.topk);
+  const int R = args.comm.num_ranks, warps = kPlanThreads / kWarp;
+  int tokens = 0;  // in lane r, for rank r
+  for (int first = block.begin + warp_id() * step.tokens(); first < block.end; first += warps * step.tokens()) {
+    const int token = first + step.token();
+    unsigned bits = 0;
+    for (int k = step.k(); k - step.k() < step.topk; k += kWarp) {
+      if (token >= block.end || k >= step.topk) continue;
+      const int64_t pair = static_cast<int64_t>(token) * step.topk + k;
+      const int expert = read_expert(args, pair);
+      at<int32_t>(args.routing.topk_ids)[pair] = expert;
+      if (expert < 0) continue;
+      bits |= step.rank_bit(expert);
+      atomicAdd(&counts[R + expert], 1);
+    }
+    __syncwarp();
+    bits = step.bits_of_token(bits);
+    for (int r = 0; r < R; ++r) {
+      const unsigned mask = __ballot_sync(kAllLanes, step.k() == 0 && (bits >> r & 1u));
+      if (lane_id() == r) tokens += __popc(mask);
+    }
+  }
+  if (tokens > 0) atomicAdd(&counts[lane_id()], tokens);
+}
+
+__global__ void __launch_bounds__(kPlanThreads) ep_plan(const __grid_constant__ PlanArgs args) {
+  ptx::let_next_kernel_in();
+  const Run run = enter(args.comm, kPlan);
+  if (!run.ok) return;
+  if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
+  const int64_t words = plan_block_words(args.comm.num_ranks, args.comm.num_experts);
+  for (int i = threadIdx.x; i < words; i += blockDim.x) counts[i] = 0;
+  __syncthreads();
+  count_block(args, Block(args.routing.num_tokens, blockIdx.x));
+  __syncthreads();
+  int32_t* of_block = at<int32_t>(args.block_counts) + blockIdx.x * words;
+  for (int i = threadIdx.x; i < words; i += blockDim.x) of_block[i] = counts[i];
+}
+
+}  // namespace
+
+void plan(const PlanArgs& args) {
+  require_comm(args.comm);
+  require_routing(args.routing);
+  require(args.id_bytes == 4 || args.id_bytes == 8, "id_bytes", "4 or 8", args.id_bytes);
+  require(num_keys(args.comm) <= kMostKeys, "num_experts", "at most 8000 with the ranks on CUDA", num_keys(args.comm));
+  require(args.routing.num_tokens <= kMostTokens, "num_tokens", "at most 134217727 with the ranks on CUDA",
+          args.routing.num_tokens);
+  require_rows("block_counts", args.block_counts);
+  const int64_t words = plan_block_words(args.comm.num_ranks, args.comm.num_experts);
+  launch<ep_plan>("plan", plan_blocks(args.routing.num_tokens), kPlanThreads, 4 * words, args.stream, args);
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,281 @@
+// Sums rows, each result from several, in float32 and in a fixed order.
+//
+// A job says which result comes next, its terms and where it goes; push and add are such jobs. A job has
+//   struct Row                                       what it must remember of a result; its `piece` is the first to sum
+//   Next next(bool may_block, Row* row)              the warp's next result; kNotYet only if it may not block
+//   int describe(const Row& row, Term* terms)        its terms, in the order in which they are summed
+//   const char* source(int32_t term_row)
+//   char* target(const Row& row)
+//   const char* bias(const Row& row)                 added last, or null
+//   void settle(const Row& row, Term* terms)         the last moment for the factors of its terms
+//   void ahead(int unit, int units)                  bulk path, before each piece: it may look for the next result
+//   void finish(const Row& row)                      the result is summed: stores what goes beside it
+//   void completed(uint32_t results)                 so many results of this warp are written, all lanes joined
+// all called by whole warps. A result is computed in pieces of up to 3.5 KiB, whose sums stay in registers. In small
+// batches warps take pieces one by one, and what is said here of results is meant of them.
+//
+// Bulk path: the terms of a piece come through the ring, loads running ahead to the end of the next result. Two lists
+// of terms are kept: of the result being summed, and of the next. Sums leave by ordinary stores: bulk stores would wait
+// in the copy engine behind the loads that run ahead.
+#pragma once
+#include <type_traits>
+
+#include "cuda/core/element.cuh"
+#include "cuda/core/ring.cuh"
+
+namespace ep::cuda {
+
+constexpr int kReduceWarps = 16;  // of a CTA, with those that do something else: more would have too few registers
+constexpr int kReduceStages = 4;
+constexpr int kVectorBytes = 16;
+constexpr int kLaneVectors = 7;  // of a piece, at most
+constexpr int kLanesBytes = kWarp * kVectorBytes;
+
+// Pieces whose sums fit in registers, and whose rings fit in shared memory; all but the last are as many vectors for
+// every lane. Without bulk copies there are no stages.
+inline Cut cut_for_sums(int64_t row_bytes, int num_tokens, int warps, int list_entries, int64_t shared_bytes,
+                        bool bulk) {
+  const int64_t room =
+      (shared_bytes / warps - 8 * (kReduceStages + list_entries)) / kReduceStages / kLanesBytes * kLanesBytes;
+  const int64_t largest = bulk && room < kLaneVectors * kLanesBytes ? room : kLaneVectors * kLanesBytes;
+  Cut cut = cut_row(row_bytes, largest, warps, kReduceStages, list_entries, kLanesBytes);
+  if (!bulk) cut.stage_bytes = 0;
+  if (num_tokens <= kTokensInParts) cut.parts = cut.pieces;
+  return cut;
+}
+
+struct Term {
+  int32_t row;
+  float factor;
+};
+static_assert(sizeof(Term) == 8, "a list entry of a warp");
+
+// Of one piece. kExact: how many vectors each lane has; 0: it is not known, and not the same for all.
+template <class Element, int kExact>
+struct Sums {
+  static constexpr int kMost = kExact != 0 ? kExact : kLaneVectors;
+  float of[kMost][Element::kPerVector];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int v = 0; v < kMost; ++v)
+#pragma unroll
+      for (int i = 0; i < Element::kPerVector; ++i) of[v][i] = 0.0f;
+  }
+  // `vectors` 16-byte vectors of a row, in shared or (kGlobal) global memory. All loads before the first use. kFirst:
+  // to nothing.
+  template <bool kGlobal, bool kFirst = false>
+  __device__ __forceinline__ void add(const char* from, int vectors, float factor) {
+    const int4* row = reinterpret_cast<const int4*>(from) + lane_id();
+    int4 held[kMost];
+#pragma unroll
+    for (int v = 0; v < kMost; ++v) held[v] = has(v, vectors) ? load<kGlobal>(row + v * kWarp) : make_int4(0, 0, 0, 0);
+#pragma unroll
+    for (int v = 0; v < kMost; ++v) Element::template add<kFirst>(of[v], held[v], factor);
+  }
+  __device__ __forceinline__ void store(char* to, int vectors) const {
+#pragma unroll
+    for (int v = 0; v < kMost; ++v)
+      if (has(v, vectors)) reinterpret_cast<int4*>(to)[v * kWarp + lane_id()] = Element::narrow(of[v]);
+  }
+
+ private:
+  static __device__ __forceinline__ bool has(int v, int vectors) {
+    return kExact != 0 || v * kWarp + lane_id() < vectors;
+  }
+  template <bool kGlobal>
+  static __device__ __forceinline__ int4 load(const int4* from) {
+    if constexpr (kGlobal)
+      return ptx::ld_coherent(from);
+    else
+      return *from;
+  }
+};
+
+// Adds the bias and writes a piece.
+template <class Element, int kExact, class Job>
+__device__ __forceinline__ void write_piece(const Job& job, const typename Job::Row& row, const Cut& cut, int piece,
+                                            Sums<Element, kExact>& sums) {
+  const int vectors = cut.piece_size(piece) / kVectorBytes;
+  const char* bias = job.bias(row);
+  if (bias != nullptr) sums.template add<true>(bias + cut.piece_begin(piece), vectors, 1.0f);
+  sums.store(job.target(row) + cut.piece_begin(piece), vectors);
+}
+
+// A warp's two lists of terms, used in turns.
+struct TermLists {
+  Term* lists;
+  int entries;  // of one
+  __device__ explicit TermLists(const Cut& cut)
+      : lists(reinterpret_cast<Term*>(list_of_warp(cut))), entries(cut.list_entries / 2) {}
+  __device__ Term* of(int turn) const { return lists + turn * entries; }
+};
+
+template <class Element, class Job>
+class BulkReducer {
+ public:
+  __device__ BulkReducer(Job& job, const Run& run, const Cut& cut, Ring<kReduceStages>& ring)
+      : job_(job), run_(run), cut_(cut), ring_(ring), lists_(cut) {}
+
+  __device__ bool all() {
+    while (find_next(true)) {
+      row_ = next_row_;
+      count_ = next_count_;
+      next_count_ = kNoNext;
+      turn_ ^= 1;
+      if (load_terms_ != lists_.of(turn_)) begin_loads(row_, count_, turn_);
+      job_.settle(row_, lists_.of(turn_));
+      __syncwarp();
+      const int units = cut_.units();
+      for (int unit = 0; unit < units; ++unit) {
+        job_.ahead(unit, units);
+        if (!sum_piece(row_.piece + unit)) return false;
+      }
+      job_.finish(row_);
+      __syncwarp();
+      job_.completed(++results_);
+    }
+    job_.completed(results_);
+    return true;
+  }
+
+ private:
+  __device__ bool find_next(bool may_block) {
+    if (next_count_ != kNoNext) return true;
+    if (job_.next(may_block, &next_row_) != kRow) return false;
+    __syncwarp();
+    next_count_ = job_.describe(next_row_, lists_.of(turn_ ^ 1));
+    __syncwarp();
+    return true;
+  }
+
+  // Widths in use are cut into pieces of these many vectors for each lane.
+  __device__ __forceinline__ bool sum_piece(int piece) {
+    const int32_t bytes = cut_.piece_size(piece);
+    if (bytes == 7 * kLanesBytes) return sum_exactly<7>(piece);
+    if (bytes == 6 * kLanesBytes) return sum_exactly<6>(piece);
+    if (bytes == 4 * kLanesBytes) return sum_exactly<4>(piece);
+    return sum_exactly<0>(piece);
+  }
+
+  template <int kExact>
+  __device__ __forceinline__ bool sum_exactly(int piece) {
+    load_ahead();
+    Sums<Element, kExact> sums;
+    const int vectors = cut_.piece_size(piece) / kVectorBytes;
+    const Term* terms = lists_.of(turn_);
+    if (count_ == 0)
+      sums.clear();
+    else if (!take_term<true>(sums, vectors, terms[0].factor))
+      return false;
+    for (int t = 1; t < count_; ++t) {
+      // Two at a time, since all lanes work out where from, and before those under way have all been summed.
+      if (load_left_ > 0 && ring_.loading() <= kReduceStages / 2) fill_stages();
+      if (!take_term<false>(sums, vectors, terms[t].factor)) return false;
+    }
+    write_piece(job_, row_, cut_, piece, sums);
+    return true;
+  }
+  template <bool kFirst, int kExact>
+  __device__ __forceinline__ bool take_term(Sums<Element, kExact>& sums, int vectors, float factor) {
+    if (!ring_.wait(run_)) return false;
+    sums.template add<false, kFirst>(ring_.stage(ring_.taken), vectors, factor);
+    __syncwarp();
+    ++ring_.taken;
+    return true;
+  }
+
+  // Begins to fill the free stages: of the row being summed, then of the next one, if it is known by then. Called when
+  // no sums are held, which leave no registers to find a row in.
+  __device__ __forceinline__ void load_ahead() {
+    fill_stages();
+    if (load_left_ > 0 || load_terms_ != lists_.of(turn_) || !find_next(false)) return;
+    begin_loads(next_row_, next_count_, turn_ ^ 1);
+    fill_stages();
+  }
+  // A lane each, as many as are free and known.
+  __device__ __forceinline__ void fill_stages() {
+    const int units = min(kReduceStages - ring_.loading(), load_left_);
+    if (lane_id() < units) {
+      const uint32_t unit = load_unit_ + lane_id();
+      const uint32_t turn = load_count_ == 1 ? unit : __umulhi(unit, load_inverse_);
+      const int piece = load_piece_ + static_cast<int>(turn);
+      const Term& term = load_terms_[unit - turn * load_count_];
+      ring_.fill(ring_.issued + lane_id(), job_.source(term.row) + cut_.piece_begin(piece), cut_.piece_size(piece));
+    }
+    __syncwarp();
+    ring_.issued += units;
+    load_unit_ += units;
+    load_left_ -= units;
+  }
+  __device__ __forceinline__ void begin_loads(const typename Job::Row& row, int count, int turn) {
+    load_terms_ = lists_.of(turn);
+    load_piece_ = row.piece;
+    load_count_ = count;
+    load_left_ = count * cut_.units();
+    load_unit_ = 0;
+    if (count > 1) load_inverse_ = UINT32_MAX / count + 1;  // units are few enough for it to be exact
+  }
+
+  static constexpr int kNoNext = -1;  // in place of a count of terms
+
+  Job& job_;
+  const Run& run_;
+  const Cut& cut_;
+  Ring<kReduceStages>& ring_;
+  TermLists lists_;
+  typename Job::Row row_{}, next_row_{};
+  int count_ = 0, next_count_ = kNoNext;
+  const Term* load_terms_ = nullptr;            // of the row being loaded, this one or the next
+  uint32_t load_count_ = 0, load_inverse_ = 0;  // of terms
+  int load_piece_ = 0;                          // its first
+  uint32_t load_unit_ = 0;
+  int load_left_ = 0;  // units
+  int turn_ = 0;
+  uint32_t results_ = 0;  // written
+};
+
+template <class Element, class Job>
+__device__ void reduce_rows_plain(Job& job, const Cut& cut) {
+  Term* terms = TermLists(cut).of(0);
+  typename Job::Row row{};
+  uint32_t results = 0;
+  while (job.next(true, &row) == kRow) {
+    __syncwarp();
+    const int count = job.describe(row, terms);
+    job.settle(row, terms);
+    __syncwarp();
+    for (int piece = row.piece; piece < row.piece + cut.units(); ++piece) {
+      Sums<Element, 0> sums;
+      sums.clear();
+      const int vectors = cut.piece_size(piece) / kVectorBytes;
+      for (int t = 0; t < count; ++t)
+        sums.template add<true>(job.source(terms[t].row) + cut.piece_begin(piece), vectors, terms[t].factor);
+      write_piece(job, row, cut, piece, sums);
+    }
+    job.finish(row);
+    __syncwarp();
+    job.completed(++results);
+  }
+  job.completed(results);
+}
+
+struct NoRing {
+  __device__ explicit NoRing(const Cut&) {}
+};
+// What a warp loads through, for one job after the other.
+template <bool kBulk>
+using ReduceRing = std::conditional_t<kBulk, Ring<kReduceStages>, NoRing>;
+
+// All results of this warp. False: it gave up waiting for its own loads, some of which may be under way.
+template <class Element, class Job>
+__device__ __forceinline__ bool reduce_rows(Job& job, const Run& run, const Cut& cut, Ring<kReduceStages>& ring) {
+  return BulkReducer<Element, Job>(job, run, cut, ring).all();
+}
+template <class Element, class Job>
+__device__ __forceinline__ bool reduce_rows(Job& job, const Run&, const Cut& cut, NoRing&) {
+  reduce_rows_plain<Element>(job, cut);
+  return true;
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,36 @@
+// The table itself, and the one-CTA kernel by which readers are let in after their sender.
+#include "cuda/core/launch.cuh"
+#include "cuda/core/sync.cuh"
+#include "cuda/moe/kernels.h"
+
+namespace ep {
+
+namespace cuda {
+
+namespace {
+__global__ void ep_wait_for_sender(const __grid_constant__ WaitForSenderArgs args, Pool pool) {
+  const Run run = enter(args.comm, static_cast<Step>(args.step));
+  const State& state = state_of(args.comm);
+  if (run.ok && wait_at_least(run, &state.started[pool], run.epoch, args.comm.rank, kOwnKernel) && args.fresh)
+    wait_at_least(run, &state.laid_out, run.epoch, args.comm.rank, kOwnKernel);
+  ptx::let_next_kernel_in();
+}
+}  // namespace
+
+void wait_for_sender(const WaitForSenderArgs& args) {
+  require_comm(args.comm);
+  require(args.step == kDispatchRecv || args.step == kCombineRecv, "step", "expand or add", args.step);
+  const Pool pool = args.step == kDispatchRecv ? kDispatchPool : kCombinePool;
+  launch<ep_wait_for_sender>("wait_for_sender", 1, 1, 0, args.stream, args, pool);
+}
+
+}  // namespace cuda
+
+const KernelTable& cuda_kernels() {
+  static const KernelTable table{cuda::plan,          cuda::notify,       cuda::dispatch_send, cuda::wait_for_sender,
+                                 cuda::dispatch_recv, cuda::combine_send, cuda::combine_recv,  cuda::dispatch,
+                                 cuda::combine,       cuda::weight_grad};
+  return table;
+}
+
+}  // namespace ep

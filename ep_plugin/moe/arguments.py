@@ -1,0 +1,330 @@
+"""Arguments are checked here, before anything is launched: a ValueError with the expected and the actual value."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ep_plugin import _C, env
+from ep_plugin.config import ROW_ALIGNMENT_BYTES
+
+if TYPE_CHECKING:
+    from ep_plugin.moe.high_throughput.dispatch_args import DispatchCall
+    from ep_plugin.moe.high_throughput.engine import Engine
+    from ep_plugin.moe.high_throughput.routing import KnownRouting, RoutingTensors
+
+_ROWS, _SLOTS = _C.Total.ROWS, _C.Total.SLOTS
+# Rows of these types can be summed.
+ELEMENTS = {
+    torch.float32: _C.Element.FLOAT32,
+    torch.bfloat16: _C.Element.BFLOAT16,
+    torch.float16: _C.Element.FLOAT16,
+    torch.float64: _C.Element.FLOAT64,
+}
+# Rows of these types can travel; the position is what ranks compare.
+DTYPES = [
+    *ELEMENTS,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+]
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+# What `quantize` may name, and the rows that it can make of the types it takes.
+QUANTIZED = {"e4m3": torch.float8_e4m3fn}
+QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
+
+
+# Tensors that are no more than their memory says: not a compiler's stand-in, not sharded, not a user's own kind.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_lazy(tensor: torch.Tensor | None) -> bool:
+    """Whether a sign, or that all is zero, is yet to be written to its memory; an operator's dispatch does that."""
+    return tensor is not None and (tensor.is_neg() or tensor._is_zerotensor())
+
+
+def num_scales(hidden: int | torch.SymInt) -> int | torch.SymInt:
+    """Scales of a quantised row."""
+    return (hidden + _C.scale_block - 1) // _C.scale_block
+
+
+def weight_dtype(rows: torch.dtype) -> torch.dtype:
+    """The type in which weights travel beside rows of type `rows`."""
+    return torch.float64 if rows is torch.float64 else torch.float32
+
+
+def as_weights(
+    name: str, weights: torch.Tensor | None, rows: torch.Tensor, detached: bool = False
+) -> torch.Tensor | None:
+    """`weights` as they travel beside `rows`: contiguous, float32 or float64. ValueError when they are no floats."""
+    if weights is None:
+        return None
+    check_tensors(**{name: weights})
+    if weights.layout is not torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor, got one of layout {weights.layout}")
+    if not weights.is_floating_point():
+        raise ValueError(f"{name}: expected a floating-point dtype, got {weights.dtype}")
+    weights = weights.detach() if detached else weights
+    if weights.dtype is not weight_dtype(rows.dtype):
+        weights = weights.to(weight_dtype(rows.dtype))
+    return weights if weights.is_contiguous() else weights.contiguous()
+
+
+def bulk_ready(rows: torch.Tensor) -> torch.Tensor:
+    """`rows`, or on CUDA a copy of rows that do not begin, or do not follow each other, at multiples of 16 bytes."""
+    if not rows.is_cuda or rows.dim() != 2:
+        return rows
+    apart = rows.stride(0) * rows.element_size() if rows.shape[0] > 1 else 0
+    return (
+        rows.clone(memory_format=torch.contiguous_format) if (rows.data_ptr() | apart) % ROW_ALIGNMENT_BYTES else rows
+    )
+
+
+def check_tensors(optional: dict[str, object] | None = None, /, **given: object) -> None:
+    """That each is a tensor, and each of the `optional` too, or None."""
+    for name, value in (optional or {}).items():
+        if value is not None:
+            check_tensors(**{name: value})
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
+
+
+def check_quantize(x: torch.Tensor, quantize: str | None) -> None:
+    """That `quantize` is known, and that nobody expects gradients of what it rounds."""
+    if quantize is None:
+        return
+    if not isinstance(quantize, str) or quantize not in QUANTIZED:
+        raise ValueError(f"quantize: expected None or {', '.join(map(repr, QUANTIZED))}, got {quantize!r}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"x: expected a tensor without gradients, such as x.detach(), with quantize={quantize!r}, since "
+            f"{QUANTIZED[quantize]} rows carry none, got requires_grad=True"
+        )
+
+
+def check_devices(engine: Engine, **tensors: torch.Tensor | None) -> None:
+    """All on the communicator's device."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            _check_device(engine, name, tensor)
+
+
+def check_dispatch(engine: Engine, call: DispatchCall) -> None:
+    """x [T,H] of a known dtype, topk_ids [T,K], weights [T,K], scales [T,S], all here and matching."""
+    x, ids = call.x, call.topk_ids
+    dtype = x.dtype if call.quantize is None else QUANTIZED[call.quantize]
+    _check_rows(engine, "x", x, dtype)
+    if call.quantize is not None:
+        _check_quantizable(call)
+    tokens = x.shape[0]
+    most = engine.config.max_tokens_per_rank
+    if most is not None and tokens > most:
+        raise ValueError(f"x: expected at most max_tokens_per_rank={most} tokens, got {tokens}")
+    if tokens > _C.most_tokens:
+        raise ValueError(f"x: expected at most {_C.most_tokens} tokens, got {tokens}")
+    if x.shape[1] > engine.config.hidden_size and engine.config.max_row_bytes is None:
+        raise ValueError(f"x: expected a hidden size of at most {engine.config.hidden_size}, got {x.shape[1]}")
+    row_bytes, limit = x.shape[1] * dtype.itemsize, engine.config.max_row_bytes
+    if limit is not None and row_bytes > limit:
+        raise ValueError(f"x: expected rows of at most max_row_bytes={limit} bytes, got {row_bytes}")
+    if tokens and x.stride(1) != 1:
+        raise ValueError(f"x: expected contiguous rows (stride 1 along H), got strides {tuple(x.stride())}")
+    _check_ids(engine, ids, tokens)
+    if call.weights is not None:
+        _check_beside("topk_weights", call.weights, tuple(ids.shape), engine)
+        if x.dtype is torch.float64 and engine.device.type == "cuda":
+            raise ValueError("topk_weights: expected None beside rows of torch.float64 on cuda, got weights")
+    if call.scales is not None:
+        _check_scales(engine, call.scales, tokens)
+    if call.capacity is not None:
+        _check_capacity(engine, call)
+    elif call.previous is None and engine.lanes.capturing():
+        raise ValueError(
+            "capacity: expected a number of rows while a CUDA graph is captured, since the host cannot wait, got None"
+        )
+    elif call.previous is not None and is_bounded(call.previous):
+        raise ValueError(
+            "capacity: expected a number of rows, since previous_handle was made with one and the host knows no other, "
+            "got None"
+        )
+    if call.previous is not None and call.previous.tensors.topk_ids.shape != ids.shape:
+        expected = tuple(call.previous.tensors.topk_ids.shape)
+        raise ValueError(f"topk_ids: expected the shape {expected} of previous_handle, got {tuple(ids.shape)}")
+
+
+def check_combine(
+    engine: Engine,
+    y: torch.Tensor,
+    weights: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    extra: torch.Tensor | None,
+    routing: KnownRouting,
+) -> None:
+    """y [N,H] of a summable dtype, weights and extra as dispatch returned them, bias [T,H]."""
+    _check_rows(engine, "y", y, y.dtype)
+    if y.dtype not in ELEMENTS or (y.dtype is torch.float64 and engine.device.type == "cuda"):
+        known = ", ".join(str(dtype) for dtype in ELEMENTS if engine.device.type == "cpu" or dtype is not torch.float64)
+        raise ValueError(f"y: expected one of {known} on {engine.device.type}, got {y.dtype}")
+    if not y.is_contiguous():
+        raise ValueError(f"y: expected a contiguous tensor, got strides {tuple(y.stride())} for shape {tuple(y.shape)}")
+    rows = rows_of(engine, routing)
+    if y.shape[0] < rows or (is_bounded(routing) and y.shape[0] > rows):
+        raise ValueError(f"y: expected the {rows} rows that dispatch returned, got {y.shape[0]}")
+    shape: tuple[int, ...] = (y.shape[0],)
+    if not engine.flat:
+        shape = (y.shape[0], routing.struct.topk)
+    for name, beside in (("weights", weights), ("extra", extra)):
+        if beside is not None:
+            _check_beside(name, beside, shape, engine)
+            if beside.dtype is not weight_dtype(y.dtype):
+                raise ValueError(f"{name}: expected {weight_dtype(y.dtype)}, got {beside.dtype}")
+    if bias is not None:
+        _check_beside("bias", bias, (routing.struct.num_tokens, y.shape[1]), engine)
+        if bias.dtype is not y.dtype:
+            raise ValueError(f"bias: expected the dtype {y.dtype} of y, got {bias.dtype}")
+
+
+def rows_of(engine: Engine, routing: KnownRouting) -> int:
+    """Rows of the output that a handle's dispatch returned."""
+    totals = routing.totals
+    if is_bounded(routing):
+        return totals[0]
+    return totals[_ROWS if engine.flat else _SLOTS]
+
+
+def is_bounded(routing: KnownRouting) -> bool:
+    """Whether its dispatch had a capacity, which then is all that the host knows of its totals."""
+    return len(routing.totals) == 1
+
+
+def check_routing(engine: Engine, name: str, routing: RoutingTensors) -> None:
+    """A handle's tensors are where, and as, dispatch made them: kernels take their addresses."""
+    check_tensors(**{f"{name}.{field}": tensor for field, tensor in zip(routing._fields, routing, strict=True)})
+    if routing.topk_ids.dim() != 2:
+        raise ValueError(f"{name}.topk_ids: expected 2 dimensions, got shape {tuple(routing.topk_ids.shape)}")
+    T, K = routing.topk_ids.shape
+    totals, most = routing.totals, engine.config.max_tokens_per_rank
+    if (
+        totals.device.type != "cpu"
+        or totals.dtype is not torch.int64
+        or totals.shape not in ((1,), (engine.num_totals,))
+    ):
+        raise ValueError(
+            f"{name}.totals: expected 1 or {engine.num_totals} torch.int64 in host memory, got shape "
+            f"{tuple(totals.shape)} of {totals.dtype} on {totals.device}"
+        )
+    slots = int(totals[_SLOTS]) if len(totals) > 1 else engine.size * (most or 0)
+    shapes = ((T, K), (engine.plan_words(T, K),), (slots, K))
+    for field, tensor, shape in zip(routing._fields, routing, shapes, strict=False):
+        _check_beside(f"{name}.{field}", tensor, shape, engine)
+        if tensor.dtype is not torch.int32:
+            raise ValueError(f"{name}.{field}: expected torch.int32, got {tensor.dtype}")
+
+
+def _check_quantizable(call: DispatchCall) -> None:
+    if call.x.dtype not in QUANTIZABLE:
+        known = ", ".join(map(str, QUANTIZABLE))
+        raise ValueError(f"x: expected one of {known} with quantize={call.quantize!r}, got {call.x.dtype}")
+    if call.scales is not None:
+        raise ValueError(
+            f"scales: expected None with quantize={call.quantize!r}, which makes them, got shape "
+            f"{tuple(call.scales.shape)}"
+        )
+
+
+def _check_rows(engine: Engine, name: str, rows: torch.Tensor, travels_as: torch.dtype) -> None:
+    _check_device(engine, name, rows)
+    if rows.dim() != 2:
+        raise ValueError(f"{name}: expected 2 dimensions, got shape {tuple(rows.shape)}")
+    if rows.dtype not in DTYPE_CODES:
+        raise ValueError(f"{name}: expected one of {', '.join(map(str, DTYPES))}, got {rows.dtype}")
+    row_bytes = rows.shape[1] * travels_as.itemsize
+    if row_bytes == 0 or row_bytes % ROW_ALIGNMENT_BYTES:
+        raise ValueError(
+            f"{name}: expected rows of a positive multiple of {ROW_ALIGNMENT_BYTES} bytes, got {row_bytes} "
+            f"({rows.shape[1]} elements of {travels_as})"
+        )
+    if row_bytes > _C.most_row_bytes:
+        raise ValueError(f"{name}: expected rows of at most {_C.most_row_bytes} bytes, got {row_bytes}")
+
+
+def _check_device(engine: Engine, name: str, tensor: torch.Tensor) -> None:
+    device = tensor.device
+    if device == engine.device:
+        return
+    if device.type == "cuda" and not hasattr(_C, "cuda"):
+        raise ValueError(f"{name}: expected a CPU tensor, since this build has no CUDA kernels, got {device}")
+    raise ValueError(f"{name}: expected a tensor on {engine.device}, got {device}")
+
+
+def _check_beside(name: str, tensor: torch.Tensor, shape: tuple[int, ...], engine: Engine) -> None:
+    _check_device(engine, name, tensor)
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
+
+
+def _check_ids(engine: Engine, ids: torch.Tensor, tokens: int) -> None:
+    _check_device(engine, "topk_ids", ids)
+    if ids.dim() != 2 or ids.shape[0] != tokens:
+        raise ValueError(f"topk_ids: expected shape ({tokens}, K), got {tuple(ids.shape)}")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"topk_ids: expected torch.int32 or torch.int64, got {ids.dtype}")
+    most = engine.config.topk
+    if not 1 <= ids.shape[1] <= most:
+        raise ValueError(f"topk_ids: expected 1 to topk={most} experts per token, got {ids.shape[1]}")
+    if not ids.is_contiguous():
+        raise ValueError(f"topk_ids: expected a contiguous tensor, got strides {tuple(ids.stride())}")
+    on_cpu = engine.device.type == "cpu"
+    if on_cpu or (env.check_ids() and not engine.lanes.capturing()):
+        _check_id_values(engine, ids if on_cpu else ids.cpu())
+
+
+def _check_id_values(engine: Engine, ids: torch.Tensor) -> None:
+    bad = _C.find_bad_id(ids.data_ptr(), ids.element_size(), ids.shape[0], ids.shape[1], engine.config.num_experts)
+    if bad is None:
+        return
+    token, k, expert, repeated = bad
+    if repeated:
+        raise ValueError(f"topk_ids: expected distinct experts per token, got expert {expert} twice at token {token}")
+    raise ValueError(
+        f"topk_ids: expected -1 or 0 to {engine.config.num_experts - 1}, got {expert} at token {token}, position {k}"
+    )
+
+
+def _check_scales(engine: Engine, scales: torch.Tensor, tokens: int) -> None:
+    _check_device(engine, "scales", scales)
+    if scales.dim() != 2 or scales.shape[0] != tokens:
+        raise ValueError(f"scales: expected shape ({tokens}, S), got {tuple(scales.shape)}")
+    if not scales.is_contiguous():
+        raise ValueError(f"scales: expected a contiguous tensor, got strides {tuple(scales.stride())}")
+    scale_bytes = scales.shape[1] * scales.element_size()
+    if scale_bytes > _C.most_row_bytes:
+        raise ValueError(f"scales: expected at most {_C.most_row_bytes} bytes for each token, got {scale_bytes}")
+
+
+def _check_capacity(engine: Engine, call: DispatchCall) -> None:
+    capacity, previous = call.capacity, call.previous
+    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
+        raise ValueError(f"capacity: expected an integer of at least 0, rows, got {capacity!r}")
+    if previous is None:
+        if engine.config.max_tokens_per_rank is None:
+            raise ValueError(
+                "capacity: expected a communicator with max_tokens_per_rank set, since pools cannot grow without the "
+                "host, got max_tokens_per_rank=None"
+            )
+        return
+    rows = rows_of(engine, previous)
+    if capacity < rows or (is_bounded(previous) and capacity > rows):
+        at_least = "" if is_bounded(previous) else "at least "
+        raise ValueError(
+            f"capacity: expected {at_least}{rows} rows, which previous_handle has, got {capacity}; without "
+            "previous_handle it may be any number"
+        )

@@ -1,0 +1,1 @@
+"""Dispatch and combine for large batches, on one node."""

@@ -1,0 +1,1 @@
+"""What every communicator is made of: lock, first error, board, streams, close."""

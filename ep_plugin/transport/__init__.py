@@ -1,0 +1,1 @@
+"""How ranks reach each other: peer memory inside a node, rails between nodes, and who is where."""

@@ -1,0 +1,243 @@
+"""Peer memory between processes of one host: anonymous shared memory that every rank maps.
+
+A block is an unnamed file in memory (memfd) that peers open through /proc/<pid>/fd: the kernel frees it with its last
+mapping, whatever dies when. Where a rank may not open another's files (other process namespaces, other users), all
+ranks use named shared memory together; the names are gone as soon as everyone has opened the blocks, and those that a
+crash before that leaves behind are removed by the survivors or by the next to come. Space is reserved before it is
+mapped, so that a full machine is an error and not a SIGBUS in the middle of a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import functools
+import glob
+import mmap
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.peer import PeerMemory, attempt, raise_together
+
+_DIRECTORY = "/dev/shm"
+_PREFIX = "ep_plugin-"
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+# The C library's own calls: mmap.mmap would hold a descriptor per mapping, and unmap what is merely forgotten.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Block:
+    """This rank's own block while it is being handed to the peers. ``named``: it has a path that must go."""
+
+    fd: int
+    path: str
+    token: str
+    named: bool
+
+
+class ShmMemory(PeerMemory):
+    """Shared memory of the ranks of ``exchange``, all on one host. See PeerMemory for the contract."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        import torch
+
+        super().__init__(exchange, torch.device("cpu"))
+        self._named = False
+
+    def _map_blocks(self, nbytes: int, what: str) -> tuple[tuple[int, ...], Callable[[], None]]:
+        ptrs = None if self._named else self._share(nbytes, what, _create_anonymous)
+        if ptrs is None:
+            self._named = True
+            try:
+                ptrs = self._share(nbytes, what, _create_named)
+            except BaseException:
+                _sweep()
+                raise
+            assert ptrs is not None
+        return tuple(ptrs), functools.partial(_unmap, ptrs, nbytes)
+
+    def _share(self, nbytes: int, what: str, create: Callable[[int], _Block]) -> list[int] | None:
+        """Where every rank's block is mapped here, or None on all ranks if some rank cannot use unnamed blocks."""
+        exchange = self.exchange
+        unnamed = create is _create_anonymous
+        # Compared by all before any rank takes its share.
+        _, error = attempt(_check_available, nbytes * exchange.size)
+        raise_together(exchange, f"allocation of {what} ({nbytes} bytes of shared memory per rank)", error)
+        block, error = attempt(create, nbytes)
+        fds: list[int] = []
+        try:
+            offers = exchange.all_gather(f"share {what}", None if block is None else [block.path, block.token])
+            if unnamed and _is_refusal(error):
+                error = None  # not an end yet: the peers see that nothing is offered, and all go on with names
+            raise_together(exchange, f"allocation of {what} ({nbytes} bytes of shared memory per rank)", error)
+            fds, error = _open_all(offers)
+            if unnamed and any(exchange.all_gather(f"open {what}", error is not None)):
+                return None
+            raise_together(exchange, f"opening of {what}", error)
+            ptrs, error = attempt(_map_all, fds, nbytes)
+        finally:
+            for fd in fds:
+                os.close(fd)
+            _forget(block)
+        try:
+            raise_together(exchange, f"mapping of {what}", error)
+        except BaseException:
+            _unmap(ptrs or [], nbytes)
+            raise
+        return ptrs
+
+
+def _create_anonymous(nbytes: int) -> _Block:
+    token = secrets.token_hex(8)
+    fd = os.memfd_create(_PREFIX + token, os.MFD_CLOEXEC)
+    with _closing_on_error(fd):
+        _reserve(fd, nbytes)
+    return _Block(fd=fd, path=f"/proc/{os.getpid()}/fd/{fd}", token=token, named=False)
+
+
+def _create_named(nbytes: int) -> _Block:
+    """A named block, locked by this process for as long as it has its name."""
+    _sweep()
+    while True:
+        token = secrets.token_hex(8)
+        path = f"{_DIRECTORY}/{_PREFIX}{token}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with _closing_on_error(fd, path):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            # A peer's sweep may have come between the two calls and taken the file for an orphan.
+            if os.fstat(fd).st_nlink > 0:
+                _reserve(fd, nbytes)
+                return _Block(fd=fd, path=path, token=token, named=True)
+        os.close(fd)
+
+
+def _check_available(nbytes: int) -> None:
+    """Raises MemoryError when the machine has less: the kernel would not refuse, but end processes to find it."""
+    available = min(_machine_available(), _container_available())
+    if nbytes > available:
+        raise MemoryError(f"expected at most the {available} bytes that this machine has available, got {nbytes}")
+
+
+def _machine_available() -> int:
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return sum(int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "SwapFree"))
+    except (OSError, KeyError):
+        return sys.maxsize
+
+
+def _container_available() -> int:
+    """What this process's memory cgroup has left, counting file caches as free; no limit where none can be read."""
+    for directory, limit, usage, cache in _CGROUP_FILES:
+        try:
+            values = [_read_text(f"{directory}/{name}") for name in (limit, usage, "memory.stat")]
+            cached = dict(line.split() for line in values[2].splitlines())[cache]
+            return int(values[0]) - int(values[1]) + int(cached)
+        except (OSError, KeyError, ValueError):  # not this version, or "max"
+            continue
+    return sys.maxsize
+
+
+def _read_text(path: str) -> str:
+    with open(path) as file:
+        return file.read().strip()
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    os.ftruncate(fd, nbytes)
+    os.posix_fallocate(fd, 0, nbytes)
+
+
+def _open_peer(path: str, token: str) -> int:
+    """Opens a peer's block, and makes sure that it is the peer's: elsewhere its process id may mean another process."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    with _closing_on_error(fd):
+        target = path if token in path else os.readlink(f"/proc/self/fd/{fd}")
+        if token not in target:
+            raise PermissionError(f"{path} is {target}, not the peer's block")
+    return fd
+
+
+def _open_all(offers: list[Any]) -> tuple[list[int], OSError | None]:
+    """Descriptors of the ranks' blocks, by rank, up to the first that cannot be had, and why it cannot."""
+    fds: list[int] = []
+    for rank, offer in enumerate(offers):
+        try:
+            if offer is None:
+                raise PermissionError(f"rank {rank} cannot make unnamed shared memory")
+            fds.append(_open_peer(*offer))
+        except OSError as error:
+            return fds, error
+    return fds, None
+
+
+def _map_all(fds: list[int], nbytes: int) -> list[int]:
+    ptrs: list[int] = []
+    for fd in fds:
+        ptr = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if ptr == _MAP_FAILED:
+            code = ctypes.get_errno()
+            _unmap(ptrs, nbytes)
+            raise OSError(code, os.strerror(code))
+        ptrs.append(ptr)
+    return ptrs
+
+
+def _unmap(ptrs: list[int], nbytes: int) -> None:
+    for ptr in ptrs:
+        _libc.munmap(ptr, nbytes)
+
+
+def _forget(block: _Block | None) -> None:
+    """Gives up this rank's descriptor and name; what is mapped stays."""
+    if block is not None:
+        if block.named:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(block.path)
+        os.close(block.fd)
+
+
+def _sweep() -> None:
+    """Removes names whose owners died before everyone had mapped their blocks: a live owner holds a lock."""
+    for path in glob.glob(f"{_DIRECTORY}/{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+            finally:
+                os.close(fd)
+
+
+def _is_refusal(error: Exception | None) -> bool:
+    """Whether unnamed memory is not to be had at all here, as opposed to not that much of it."""
+    return isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS)
+
+
+@contextlib.contextmanager
+def _closing_on_error(fd: int, path: str | None = None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if path is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        os.close(fd)
+        raise

@@ -1,0 +1,206 @@
+"""ep-bench: what it writes, that it refuses to time wrong results, and what it says about sources and samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from ep_plugin.bench import suite_moe
+from ep_plugin.bench.cases import Peers, cases_of
+from ep_plugin.bench.cli import main
+from ep_plugin.bench.provenance import hash_sources
+from ep_plugin.bench.specs import Sms, select
+from ep_plugin.bench.timing import summarise
+from ep_plugin.bench.workload import Workload, rows_on_the_wire
+from tests.bench.test_judge import SwappedRows, suite
+from tests.ranks import run_ranks, values
+
+RANKS = 2
+SIZES = {"ranks": RANKS, "tokens": 40, "hidden": 128, "topk": 2, "experts": 6}
+ROW_KEYS = ["case", "impl", "median_us", "p10_us", "p90_us", "bytes_wire", "gb_s", "sms"]
+GLOO, GLOO_KEPT, GLOO_BARE = "gloo_all_to_all", "gloo_all_to_all_kept", "gloo_all_to_all_single"
+GLOO_DEDUP = "gloo_all_to_all_dedup"
+# Which implementations each case has, on CPUs.
+EXPECTED = {
+    "dispatch_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT, GLOO_DEDUP, GLOO_BARE],
+    "dispatch_cached_fp32": ["ep_plugin", GLOO, GLOO_KEPT],
+    "combine_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT, GLOO_DEDUP],
+    "roundtrip_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT],
+    "dispatch_token_major_fp32": ["ep_plugin", GLOO],
+    "dispatch_flat_fp32_skew2": ["ep_plugin", GLOO, GLOO_KEPT],
+    "roundtrip_t512": ["ep_plugin", GLOO, GLOO_KEPT],
+    "roundtrip_t512_host_wait": ["ep_plugin", GLOO, GLOO_KEPT],
+    "roundtrip_t128": ["ep_plugin", GLOO, GLOO_KEPT],
+    "roundtrip_t128_host_wait": ["ep_plugin", GLOO, GLOO_KEPT],
+    "dispatch_flat_fp8": ["ep_plugin", GLOO, GLOO_KEPT, GLOO_DEDUP, GLOO_BARE],
+    "dispatch_cached_fp8": ["ep_plugin", GLOO, GLOO_KEPT],
+    "dispatch_token_major_fp8": ["ep_plugin", GLOO],
+}
+
+
+def moe_arguments(out: Path | str, *more: str) -> list[str]:
+    sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+    return ["moe", "--backend", "cpu", *sizes, "--iterations", "3", "--out", str(out), *more]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The result of a small run of the whole suite on CPUs."""
+    folder = tmp_path_factory.mktemp("results")
+    run = CliRunner().invoke(main, moe_arguments(f"{folder}/", "--dtype", "float32", "--dtype", "float8"))
+    assert run.exit_code == 0, run.output
+    (path,) = folder.rglob("*.json")
+    return path
+
+
+def test_a_result_names_what_it_belongs_to(written: Path) -> None:
+    result = json.loads(written.read_text())
+    about = ["suite", "hardware", "versions", "code_hash", "command"]
+    assert list(result) == [*about, "rows", "sms_are", "memory", "construction_s", "first_operations_s"]
+    assert 0 < result["construction_s"] < 30 and 0 < result["first_operations_s"] < 30
+    assert result["suite"] == "moe_ht" and written.name == "moe_ht.json"
+    assert "cores of" in result["hardware"] and written.parent.name.startswith("cpu")
+    assert list(result["versions"]) == ["torch", "ep_plugin", "nccl", "cuda", "python"]
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["code_hash"] == hash_sources()
+    assert result["command"].startswith("ep-bench moe --backend cpu --ranks 2 --tokens 40 ")
+
+
+def test_every_case_has_every_implementation(written: Path) -> None:
+    rows = json.loads(written.read_text())["rows"]
+    assert all(list(row) == ROW_KEYS for row in rows)
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row["case"], []).append(row["impl"])
+    assert found == EXPECTED
+
+
+def test_rows_hold_sound_numbers(written: Path) -> None:
+    for row in json.loads(written.read_text())["rows"]:
+        assert 0 < row["p10_us"] <= row["median_us"] <= row["p90_us"], row
+        tokens = int(row["case"].split("_")[1][1:]) if row["case"].startswith("roundtrip_t") else SIZES["tokens"]
+        crossings = 2 if row["case"].startswith("roundtrip") else 1
+        assert 0 < row["bytes_wire"] <= crossings * tokens * SIZES["topk"] * SIZES["hidden"] * 4, row
+        assert row["gb_s"] == pytest.approx(row["bytes_wire"] / row["median_us"] / 1e3, abs=0.006), row
+        assert row["sms"] is None
+
+
+def test_report_prints_the_ratios_of_a_run(written: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "bars.png"
+    run = CliRunner().invoke(main, ["report", str(written), "--plot", str(picture)])
+    assert run.exit_code == 0, run.output
+    rows = {(row["case"], row["impl"]): row["median_us"] for row in json.loads(written.read_text())["rows"]}
+    for (case, impl), median in rows.items():
+        (line,) = [line for line in run.output.splitlines() if line.startswith(f"| {case} | {impl} |")]
+        assert line.endswith(f" {median / rows[case, 'ep_plugin']:.2f} × |")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("content", ['{"rows": [{"case": "x"}]}', "[]", "not JSON", '{"losses": {}}'])
+def test_report_refuses_other_files(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    run = CliRunner(env={"COLUMNS": "400"}).invoke(main, ["report", str(path)])
+    assert run.exit_code == 2
+    assert "other.json" in run.output and "expected" in run.output
+
+
+def _quantised(rank: int) -> list[tuple[str, int]]:
+    wanted = dataclasses.replace(suite(), dtypes=("bfloat16", "float8"))
+    specs = select(wanted.specs(), ("dispatch_flat_bf16_to_fp8",))
+    device = torch.device("cpu")
+    found = suite_moe.time_cases(device, cases_of(specs, device, Peers(), Sms()), len(specs), 1, None)
+    assert found["wrong"] == []
+    return [(row["impl"], row["bytes_wire"] % (128 + 4)) for row in found["rows"]]
+
+
+def test_rows_that_leave_as_fp8() -> None:
+    for found in values(run_ranks(RANKS, _quantised)):
+        assert found == [("ep_plugin", 0), (GLOO, 0), (GLOO_KEPT, 0)]
+
+
+def test_a_wrong_result_ends_the_run_without_timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped, run_suite = Peers(flat=SwappedRows), suite_moe.run
+    monkeypatch.setattr(suite_moe, "run", lambda wanted: run_suite(dataclasses.replace(wanted, peers=swapped)))
+    out = tmp_path / "never.json"
+    run = CliRunner().invoke(main, moe_arguments(out))
+    assert run.exit_code == 1
+    assert "dispatch_flat_fp32 by gloo_all_to_all: rank 0: tokens" in run.output
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["beside", "--backend", "cpu"], "backend: expected cuda, got 'cpu'"),
+        (["wire", "--backend", "cpu", "--ranks", "1"], "ranks: expected at least 2, got 1"),
+        (["moe", "--backend", "cpu", "--case", "gather*"], "case: expected a pattern for dispatch_flat_fp32, "),
+        (["moe", "--backend", "cpu", "--sms", "send=4"], "sms: expected dispatch=N, expand=N, combine=N, add=N"),
+        (["moe", "--backend", "cpu", "--sms", "add=4", "--out", "x/"], "out: expected a file with --sms"),
+        (["moe", "--backend", "cpu", "--sms", "add=4"], "sms: expected none with cpu, whose kernels run on no SMs"),
+        (["moe", "--backend", "cpu", "--skew", "5"], "skew: expected at most 4 with these ranks and experts, got 5"),
+        (["moe", "--backend", "cpu", "--skew", "0.5"], "skew: expected at least 1, got 0.5"),
+        (["moe", "--backend", "tpu"], "expected one of cpu, cuda, got 'tpu'"),
+        (["moe", "--backend", "cpu", "--dtype", "int4"], "dtype: expected one of float32"),
+        (
+            ["sweep", "--backend", "cpu", "--dtype", "float8"],
+            "float32, bfloat16, float16, which can be summed",
+        ),
+        (["moe", "--backend", "cpu", "--layout", "ragged"], "layout: expected one of flat, token_major"),
+        (["moe", "--backend", "cpu", "--hidden", "6"], "hidden: expected rows of a multiple of 16 bytes, got 24"),
+        (["moe", "--backend", "cpu", "--experts", "30"], "experts: expected a multiple of the 4 ranks, got 30"),
+        (["moe", "--backend", "cpu", "--topk", "33"], "topk: expected at most the 32 experts, got 33"),
+        (["moe", "--backend", "cpu", "--iterations", "0"], "iterations: expected at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(arguments: list[str], says: str) -> None:
+    run = CliRunner(env={"COLUMNS": "400"}).invoke(main, arguments)
+    assert run.exit_code == 2
+    assert says in run.output
+
+
+def test_an_iteration_lasts_from_the_first_start_to_the_last_end() -> None:
+    early = [(0.0, 5.0), (100.0, 130.0)]
+    late = [(2.0, 12.0), (101.0, 110.0)]
+    timing = summarise([early, late])  # 12 and 30 µs
+    assert (timing.median_us, timing.p10_us, timing.p90_us) == (21.0, 13.8, 28.2)
+
+
+def test_bytes_are_those_of_the_busiest_rank_and_direction() -> None:
+    workload = Workload(ranks=3, tokens=2, hidden=8, topk=2, experts=6)
+    ids = [torch.tensor(rows) for rows in ([[2, 3], [2, 0]], [[2, 3], [0, 4]], [[4, 5], [3, 0]])]
+    # Arriving at rank 1: three pairs of rank 0 and one of rank 2; as tokens, two and one.
+    assert rows_on_the_wire(workload, ids, dedup=False) == 4
+    assert rows_on_the_wire(workload, ids, dedup=True) == 3
+
+
+def test_the_hash_covers_sources_and_nothing_else(tmp_path: Path) -> None:
+    source = tmp_path / "kernels" / "send.cu"
+    source.parent.mkdir()
+    source.write_text("one")
+    first = hash_sources(["kernels", "absent"], tmp_path)
+    (source.parent / "receipt.json").write_text("{}")
+    (source.parent / "send.pyc").write_bytes(b"")
+    assert hash_sources(["kernels", "absent"], tmp_path) == first
+    source.write_text("two")
+    changed = hash_sources(["kernels", "absent"], tmp_path)
+    source.rename(source.with_name("expand.cu"))
+    assert len({first, changed, hash_sources(["kernels", "absent"], tmp_path)}) == 3
+
+
+@pytest.mark.gpu(2)
+def test_the_suite_runs_on_gpus(tmp_path: Path) -> None:
+    out = tmp_path / "moe_ht.json"
+    sizes = ["--ranks", "2", "--tokens", "256", "--hidden", "1024", "--topk", "4", "--experts", "16"]
+    run = CliRunner().invoke(main, ["moe", "--backend", "cuda", *sizes, "--iterations", "5", "--out", str(out)])
+    assert run.exit_code == 0, run.output
+    rows = json.loads(out.read_text())["rows"]
+    cases = {row["case"] for row in rows}
+    assert {name.replace("fp32", "bf16") for name in EXPECTED} | {"roundtrip_t512_graph"} <= cases
+    assert {(row["case"]) for row in rows if row["impl"] == "floor"} == cases
+    assert all(row["sms"] for row in rows if row["impl"] == "ep_plugin")

@@ -1,0 +1,81 @@
+"""ep_plugin's CUDA kernels on CPUs: their sources, compiled by the C++ compiler, run by fibers (simt.h)."""
+
+from __future__ import annotations
+
+import importlib.util
+import sysconfig
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.collectives.backends import cpu, cuda
+from ep_plugin.moe.high_throughput import engine, sms
+from ep_plugin.runtime.streams import CpuLanes
+
+# A CTA takes a thread of the system, and each of its threads a fiber.
+SMS = sms.KernelSms(2, 3)
+
+KERNELS = [
+    "plan",
+    "notify",
+    "dispatch_send",
+    "wait_for_sender",
+    "dispatch_recv",
+    "combine_send",
+    "combine_recv",
+    "dispatch",
+    "combine",
+    "weight_grad",
+]
+
+
+class Lanes(CpuLanes):
+    """Two streams beside the caller, who does nothing before what he waits for has ended."""
+
+    send, receive = 1, 2
+
+    def __init__(self, module: ModuleType) -> None:
+        self._synchronize = module.synchronize
+        self._kept: list[Any] = []
+
+    def join(self, received: bool = True) -> None:
+        self._synchronize(self.send)
+        if received:
+            self._synchronize(self.receive)
+            self._kept.clear()
+
+    def meet(self) -> None:
+        self.join()
+
+    def drain(self) -> None:
+        self.join()
+
+    def record(self, *tensors: torch.Tensor | None) -> None:
+        self._kept += tensors
+
+
+def load() -> ModuleType:
+    """The module of the kernels; compiles it if need be."""
+    from tests.emulation.build import build  # needs pybind11, which nothing else here does
+
+    path = build() / f"_simt{sysconfig.get_config_var('EXT_SUFFIX')}"
+    spec = importlib.util.spec_from_file_location("_simt", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def serve_cpus() -> None:
+    """From now on this process's communicators on CPUs run the kernels of GPUs."""
+    module = load()
+    for name in KERNELS:
+        setattr(_C.cpu, name, getattr(module, name))
+    cpu.CONTROL_BYTES = max(cpu.CONTROL_BYTES, cuda.CONTROL_BYTES)
+    lanes = Lanes(module)
+    engine.lanes_of = lambda device: lanes
+    torch.cuda.synchronize = lambda device=None: lanes.drain()
+    sms.for_dispatch = lambda *shape: SMS
+    sms.for_combine = lambda *shape: SMS

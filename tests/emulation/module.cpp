@@ -1,0 +1,41 @@
+// The kernels of ep_plugin/csrc/cuda as this module's functions, with the arguments of ep_plugin._C, which is imported
+// before it: tensors on CPUs, and streams that are numbers.
+#include <pybind11/pybind11.h>
+
+#include "common/api.h"
+#include "common/collectives.h"
+#include "simt.h"
+
+namespace py = pybind11;
+
+namespace simt {
+void run_wrong(const std::string& name, uint64_t memory);  // wrong.cpp
+}
+
+namespace {
+
+template <class... Args>
+void bind(py::module_& m, const char* name, void (*kernel)(const Args&...)) {
+  m.def(name, kernel, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_simt, m) {
+  const ep::KernelTable& table = ep::cuda_kernels();
+  bind(m, "plan", table.plan);
+  bind(m, "notify", table.notify);
+  bind(m, "dispatch_send", table.dispatch_send);
+  bind(m, "wait_for_sender", table.wait_for_sender);
+  bind(m, "dispatch_recv", table.dispatch_recv);
+  bind(m, "combine_send", table.combine_send);
+  bind(m, "combine_recv", table.combine_recv);
+  bind(m, "dispatch", table.dispatch);
+  bind(m, "combine", table.combine);
+  bind(m, "weight_grad", table.weight_grad);
+  bind(m, "all_gather", &ep::cuda::all_gather);
+  bind(m, "small", &ep::cuda::small);
+  bind(m, "reduce_scatter", &ep::cuda::reduce_scatter);
+  m.def("run_wrong", &simt::run_wrong, py::call_guard<py::gil_scoped_release>());
+  m.def("synchronize", &simt::synchronize, py::call_guard<py::gil_scoped_release>());
+}

@@ -1,0 +1,107 @@
+"""Wrong arguments: a ValueError that says expected and actual, and the communicator goes on as if never called."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ep_plugin import _C, DispatchLayout, MoECommunicator, MoECommunicatorConfig
+from ep_plugin.errors import CommunicatorClosed, NotSupported
+from tests.faults.bad_input_cases import (
+    COMBINE,
+    DISPATCH,
+    SIZE,
+    good,
+    use_after_close,
+    wrong_combines,
+    wrong_dispatches,
+)
+from tests.faults.fault_cases import open_communicator, round_trip
+from tests.ranks import run_ranks, values
+
+
+@pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
+def test_wrong_dispatch_arguments(layout: DispatchLayout) -> None:
+    assert values(run_ranks(SIZE, wrong_dispatches, layout)) == [len(DISPATCH)] * SIZE
+
+
+def test_wrong_combine_arguments_and_handles() -> None:
+    assert values(run_ranks(SIZE, wrong_combines)) == [len(COMBINE)] * SIZE
+
+
+def _after_it_is_gone(rank: int) -> None:
+    x, ids, *_ = good()
+    x.requires_grad_()
+    comm = open_communicator(SIZE)
+    out, _ = comm.dispatch(x, ids)
+    number = comm.number
+    del comm
+    with pytest.raises(CommunicatorClosed, match=f"expected the number of an open communicator, got {number}"):
+        out.tokens.sum().backward()
+
+
+@pytest.mark.parametrize("gone", [use_after_close, _after_it_is_gone])
+def test_use_after_the_end(gone: Callable[[int], None]) -> None:
+    values(run_ranks(SIZE, gone))
+
+
+def _wrong_groups(rank: int) -> None:
+    with pytest.raises(ValueError, match="num_experts: expected a multiple of the group's 2 ranks, got 3"):
+        open_communicator(SIZE, num_experts=3)
+    for device in ("cuda:0", torch.device("cuda", 0)):
+        _without_cuda()
+        config = MoECommunicatorConfig(num_experts=4, hidden_size=8, topk=2)
+        with pytest.raises(ValueError, match="expected cpu, since this build .*no CUDA kernels .*got cuda:0"):
+            MoECommunicator(None, config, device=device)
+    os.environ["EP_PLUGIN_RANKS_PER_NODE"] = "1"
+    with pytest.raises(NotSupported, match="groups that span nodes are not supported in this release"):
+        open_communicator(SIZE)
+    del os.environ["EP_PLUGIN_RANKS_PER_NODE"]
+    most, _C.max_ranks = _C.max_ranks, 1
+    with pytest.raises(NotSupported, match="group: expected at most 1 ranks on one node, got 2"):
+        open_communicator(SIZE)
+    _C.max_ranks = most
+    with pytest.raises(NotSupported, match=r'mode="ll" .*not served in this release'):
+        open_communicator(SIZE, mode="ll")
+    os.environ["EP_PLUGIN_TRANSPORT"] = "nvlink" if rank == 0 else "auto"
+    wrong = "EP_PLUGIN_TRANSPORT: expected auto or shm for device cpu, got 'nvlink'"
+    with pytest.raises(ValueError if rank == 0 else RuntimeError, match=wrong):
+        open_communicator(SIZE)
+    os.environ["EP_PLUGIN_TRANSPORT"] = "auto"
+    with open_communicator(SIZE) as comm:
+        round_trip(comm)
+
+
+def _without_cuda() -> None:
+    if hasattr(_C, "cuda"):
+        del _C.cuda
+
+
+def test_wrong_groups_devices_and_modes() -> None:
+    values(run_ranks(SIZE, _wrong_groups))
+
+
+def _cuda_tensors(rank: int) -> None:
+    class OnCuda(torch.Tensor):
+        """A tensor that says it lives on a GPU, for machines that have none."""
+
+        device = torch.device("cuda", 0)
+
+    _without_cuda()
+    comm = open_communicator(SIZE)
+    from ep_plugin.moe.arguments import check_devices
+
+    with pytest.raises(ValueError, match="x: expected a CPU tensor, since this build has no CUDA kernels, got cuda:0"):
+        check_devices(comm.engine, x=good().x.as_subclass(OnCuda))
+
+
+def test_cuda_tensors_in_a_build_without_cuda() -> None:
+    values(run_ranks(SIZE, _cuda_tensors))
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(ValueError, match=r"[Dd]efault process group|expected an initialised"):
+        open_communicator(SIZE)

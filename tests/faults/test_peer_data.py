@@ -1,0 +1,123 @@
+"""What a peer wrote is checked before it becomes an index: one rank sends nonsense, its peers say so and go on."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ep_plugin import _C
+from ep_plugin.errors import EpPluginError
+from tests.faults.fault_cases import EXPERTS_PER_RANK, nothing_left_behind, open_communicator, round_trip, tokens_for
+from tests.ranks import run_ranks, values
+
+SIZE, LIAR, TOKENS = 2, 1, 40
+EXPERTS = EXPERTS_PER_RANK * SIZE
+PATIENCE_S = 30.0
+MOST_TOKENS = 2**31 - 1
+
+# Words of a handle's plan: the routing metadata, as csrc/layout.h orders them, and the positions behind it.
+RANK_COUNT = 0
+COMBINE_BASE = RANK_COUNT + SIZE + EXPERTS + SIZE
+FLAT_BASE = COMBINE_BASE + SIZE + (SIZE + 1) + SIZE
+SEND_CHUNK_END = FLAT_BASE + EXPERTS + (EXPERTS_PER_RANK + 1) + EXPERTS_PER_RANK
+# What is left are the chunks' ends, for each rank as many sent as received, and one word more.
+RECV_CHUNK_END = SEND_CHUNK_END + (_C.meta_words(SIZE, EXPERTS) - SEND_CHUNK_END - 1) // 2
+
+SEND_POS = _C.meta_words(SIZE, EXPERTS)
+PAIR_POS = SEND_POS + TOKENS * SIZE
+
+# What the liar changes in its plan before which kernel, and what its peer says; rank 0 is the first of each pair.
+LIES: dict[str, tuple[str, int, int, str]] = {
+    "a negative count": ("notify", RANK_COUNT, -5, "step notify: rank 1 sent an index .* at most 40, got -5"),
+    "more rows than tokens": ("notify", RANK_COUNT, 41, "step notify: rank 1 sent an index .* at most 40, got 41"),
+    "an expert's rows": ("notify", SIZE, 2**30, "step notify: rank 1 sent an index .* at most 40, got 1073741824"),
+    "a row past the output": ("dispatch_send", PAIR_POS, 2**30, "step dispatch_recv: rank 1 sent an index outside"),
+    "a negative row": ("dispatch_send", PAIR_POS, -70, "step dispatch_recv: rank 1 sent an index outside .* got -50"),
+    "a chunk past the rows": (
+        "dispatch_send",
+        SEND_CHUNK_END,
+        99,
+        "step dispatch_recv: rank 1 sent an index outside .* got 99",
+    ),
+    "a chunk that goes back": (
+        "dispatch_send",
+        SEND_CHUNK_END,
+        -1,
+        "step dispatch_recv: rank 1 sent an index outside .* got -1",
+    ),
+    "too few rows": (
+        "dispatch_send",
+        SEND_CHUNK_END + 1,
+        39,
+        "step dispatch_recv: rank 1 sent an index .* at most 40, got 39",
+    ),
+    "a chunk of partial rows": ("combine_send", RECV_CHUNK_END, 31, "step combine_recv: rank 1 sent an index outside"),
+}
+# What a rank finds before it writes: rows beyond int32 or past a pool. It stops, and its peers with it.
+OVERRUNS: dict[str, tuple[str, int, int, str]] = {
+    "more rows than can be numbered": ("notify", RANK_COUNT, MOST_TOKENS, f"step notify: .* where {MOST_TOKENS} are"),
+    "a slot past the pool": ("dispatch_send", SEND_POS, 2**20, "step dispatch_send: rows for rank 0 need 1048577"),
+    "a partial row past the pool": ("combine_send", COMBINE_BASE, 2**20, "step combine_send: rows for rank 0 need"),
+}
+
+
+def _lying(before: str, word: int, value: int) -> SimpleNamespace:
+    """The kernels, one of which finds `value` where its metadata has something else."""
+    table = {
+        name: getattr(_C.cpu, name)
+        for name in (
+            "plan",
+            "notify",
+            "dispatch_send",
+            "wait_for_sender",
+            "dispatch_recv",
+            "combine_send",
+            "combine_recv",
+        )
+    }
+    honest = table[before]
+
+    def lie(args: Any) -> None:
+        ctypes.c_int32.from_address(args.routing.meta + 4 * word).value = value
+        if value == MOST_TOKENS:
+            args.header.num_tokens = value
+        honest(args)
+
+    return SimpleNamespace(**(table | {before: lie}))
+
+
+def _hears(rank: int, case: tuple[str, int, int, str]) -> str:
+    comm, other = open_communicator(SIZE, timeout_s=PATIENCE_S), open_communicator(SIZE)
+    round_trip(comm, TOKENS)
+    if rank == LIAR:
+        comm.engine.kernels = _lying(*case[:3])
+    x, ids, weights = tokens_for(rank, SIZE, TOKENS)
+    with pytest.raises(EpPluginError) as caught:
+        out, handle = comm.dispatch(x, ids, weights)
+        comm.combine(out.tokens, handle)
+        comm.dispatch(x, ids, weights)
+    comm.close()
+    round_trip(other)
+    other.close()
+    nothing_left_behind()
+    return str(caught.value)
+
+
+def _check(case: tuple[str, int, int, str], run: Callable[..., Any]) -> None:
+    for text in values(run_ranks(SIZE, run, case)):
+        assert re.search(case[3], text), text
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_nonsense_from_a_peer_is_refused(lie: str) -> None:
+    _check(LIES[lie], _hears)
+
+
+@pytest.mark.parametrize("overrun", OVERRUNS)
+def test_no_rank_writes_past_a_pool(overrun: str) -> None:
+    _check(OVERRUNS[overrun], _hears)

@@ -1,0 +1,221 @@
+"""EP_PLUGIN=...: what is switched on by importing torch, when, at what cost, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ep_plugin import env
+from ep_plugin.errors import EpPluginError, NotSupported
+from ep_plugin.integrations import hooks
+
+MOST_MS = 1.0
+ENTRY_POINT = (
+    "importlib.metadata.EntryPoint('ep_plugin', 'ep_plugin.integrations.autoload:start', 'torch.backends').load()()"
+)
+
+
+def run(code: str, *, fails: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a fresh Python that has only these EP_PLUGIN* variables."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("EP_PLUGIN")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=inherited | variables, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
+    return done
+
+
+def test_without_the_variable_hardly_anything_is_loaded() -> None:
+    code = "import sys, torch; print(sorted(name for name in sys.modules if name.startswith('ep_plugin')))"
+    assert (
+        run(code).stdout.strip()
+        == "['ep_plugin', 'ep_plugin.integrations', 'ep_plugin.integrations.autoload', 'ep_plugin.env']"
+    )
+
+
+def test_without_the_variable_it_costs_less_than_a_millisecond(tmp_path: Path) -> None:
+    code = f"""
+import importlib.metadata, sys, time
+import torch
+def once():
+    for name in [name for name in sys.modules if name.startswith('ep_plugin')]:
+        del sys.modules[name]
+    began = time.perf_counter()
+    {ENTRY_POINT}
+    return time.perf_counter() - began
+print(min(once() for _ in range(50)) * 1e3)
+"""
+    # Other tests' settings must not make Python compile the files each time.
+    taken = run(code, PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=str(tmp_path)).stdout
+    assert 0 < float(taken) < MOST_MS
+
+
+def test_an_unknown_name_ends_the_import_of_torch() -> None:
+    done = run("import torch", fails=True, EP_PLUGIN="transformers,magatron")
+    known = "megatron, fsdp2, transformers, torchtitan, deep_ep"
+    assert f"EP_PLUGIN: expected names among {known}, got 'magatron'" in done.stderr
+
+
+def test_transformers_is_switched_on_when_the_script_gets_there_and_not_before() -> None:
+    code = """
+import json, sys
+import torch
+import ep_plugin.integrations as integrations
+watched = ('transformers', 'transformers.distributed.expert_parallel', 'ep_plugin.integrations.transformers')
+def seen():
+    state = {row.name: row.state for row in integrations.status()}
+    return [name for name in watched if name in sys.modules], state['transformers']
+steps = [seen()]
+import transformers
+steps.append(seen())
+from transformers.distributed.expert_parallel import EPImplementationInterface
+steps.append(seen())
+names = {name: cls.__name__ for name, cls in EPImplementationInterface._global_mapping.items()}
+print(json.dumps([steps, names]))
+"""
+    done = run(code, EP_PLUGIN=" transformers, ", EP_PLUGIN_LOG="1")
+    steps, names = json.loads(done.stdout)
+    whole = ["transformers", "transformers.distributed.expert_parallel", "ep_plugin.integrations.transformers"]
+    assert steps == [[[], "waiting"], [["transformers"], "waiting"], [whole, "on"]]
+    assert (names["auto"], names["ep_plugin"]) == ("AutoEpPlugin", "EpPluginExpertParallel")
+    assert names["all_to_all"] == "AllToAllEP"
+    said = [line for line in done.stderr.splitlines() if line.startswith("ep_plugin: transformers")]
+    assert "waiting: transformers.distributed.expert_parallel has not been imported" in said[0]
+    assert 'on: ep_implementation="auto"' in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [("", ()), (" , ", ()), ("fsdp2", ("fsdp2",)), ("megatron, fsdp2,megatron", ("megatron", "fsdp2"))],
+)
+def test_names_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch, value: str, names: tuple[str, ...]) -> None:
+    monkeypatch.setenv("EP_PLUGIN", value)
+    assert env.integrations() == names
+
+
+# -- hooks on a framework made for the occasion ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on sys.path for made-up frameworks; "toy" waits for toyframe.layer and calls toyhook:switch_on."""
+    monkeypatch.syspath_prepend(tmp_path)
+    finder = hooks._Finder()
+    monkeypatch.setattr(hooks, "_finder", finder)
+    monkeypatch.setattr(hooks, "_rows", {})
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    toy = hooks.Integration("toyframe.layer", "toyhook:switch_on", package="toyframe", at_least="1.2")
+    monkeypatch.setitem(hooks.INTEGRATIONS, "toy", toy)
+    monkeypatch.setattr(hooks, "KNOWN", (*hooks.KNOWN, "toy"))
+    (tmp_path / "toyframe").mkdir()
+    write(tmp_path, "toyframe/__init__.py", "__version__ = '1.10.0rc1'")
+    write(tmp_path, "toyframe/layer.py", "layer = 'stock'")
+    write(tmp_path, "toyhook.py", "import toyframe.layer as m\ndef switch_on():\n m.layer = 'ours'\n return 'layer'")
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("toy")]:
+        del sys.modules[name]
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text + "\n")
+    importlib.invalidate_caches()
+
+
+def state() -> hooks.Row:
+    return next(row for row in hooks.rows() if row.name == "toy")
+
+
+def test_the_hook_runs_after_the_module_and_again_when_it_is_reloaded(framework: Path) -> None:
+    hooks.switch_on(["toy"])
+    assert state() == ("toy", "waiting", "toyframe.layer has not been imported")
+    assert importlib.util.find_spec("toyframe.layer") is not None
+    assert "toyhook" not in sys.modules
+    layer = importlib.import_module("toyframe.layer")
+    assert layer.layer == "ours"
+    assert state() == ("toy", "on", "layer")
+    assert type(layer.__spec__.loader) is type(layer.__loader__) is importlib.machinery.SourceFileLoader
+    assert importlib.reload(layer).layer == "ours"
+
+
+def test_finders_without_find_spec_are_passed_over(framework: Path) -> None:
+    class OfTheOldKind:
+        def find_module(self, fullname: str, path: object = None) -> None: ...
+
+    hooks.switch_on(["toy"])
+    sys.meta_path.insert(0, OfTheOldKind())  # type: ignore[arg-type]
+    assert importlib.import_module("toyframe.layer").layer == "ours"
+
+
+def test_a_module_that_is_there_already_is_served_at_once(framework: Path) -> None:
+    layer = importlib.import_module("toyframe.layer")
+    hooks.switch_on(["toy"])
+    assert layer.layer == "ours"
+
+
+def test_an_old_framework_is_refused_with_both_versions(framework: Path) -> None:
+    write(framework, "toyframe/__init__.py", "__version__ = '1.1.9+local'")
+    hooks.switch_on(["toy"])
+    with pytest.raises(NotSupported, match=r"toy: expected toyframe 1\.2 or newer, got 1\.1\.9\+local; upgrade it"):
+        importlib.import_module("toyframe")
+    assert state() == ("toy", "failed", "toyframe is 1.1.9+local")
+
+
+def test_a_hook_that_fails_is_no_import_error(framework: Path) -> None:
+    write(framework, "toyhook.py", "from toyframe.layer import gone\ndef switch_on(): ...")
+    hooks.switch_on(["toy"])
+    with pytest.raises(EpPluginError, match="EP_PLUGIN: toy: ImportError: cannot import name 'gone'"):
+        importlib.import_module("toyframe.layer")
+    assert state().state == "failed"
+
+
+def test_an_integration_that_is_not_there_is_refused_by_name(framework: Path) -> None:
+    (framework / "toyhook.py").unlink()
+    importlib.invalidate_caches()
+    with pytest.raises(NotSupported, match="EP_PLUGIN: toy is not there yet .toyhook is missing."):
+        hooks.switch_on(["toy"])
+
+
+def test_a_framework_that_is_being_imported_is_refused(framework: Path) -> None:
+    write(framework, "toyframe/layer.py", "from ep_plugin import hooks; hooks.switch_on(['toy'])")
+    with pytest.raises(EpPluginError, match=r"expected torch to be imported before toyframe\.layer"):
+        importlib.import_module("toyframe.layer")
+
+
+def test_an_alias_is_the_module_itself(framework: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (framework / "toyhome").mkdir()
+    write(framework, "toyhome/__init__.py", "")
+    write(framework, "toyhome/utils.py", "value = 1")
+    monkeypatch.setitem(hooks.ALIASES, "toyname", "toyhome")
+    monkeypatch.setattr(hooks, "KNOWN", (*hooks.KNOWN, "toyname"))
+    hooks.switch_on(["toyname"])
+    assert "toyhome" not in sys.modules
+    alias, home = importlib.import_module("toyname.utils"), importlib.import_module("toyhome.utils")
+    assert alias is home and alias.__name__ == "toyhome.utils"
+    assert sys.modules["toyname"] is sys.modules["toyhome"]
+    assert sys.modules["toyhome"].__spec__.name == "toyhome"
+    with pytest.raises(ModuleNotFoundError, match="toyname.none"):
+        importlib.import_module("toyname.none")
+
+
+def test_another_package_of_an_aliased_name_is_refused(framework: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hooks.ALIASES, "toyframe", "toyhook")
+    monkeypatch.setattr(hooks, "KNOWN", (*hooks.KNOWN, "toyframe"))
+    importlib.import_module("toyframe")
+    with pytest.raises(EpPluginError, match=r"expected torch to be imported before toyframe, got toyframe from .*init"):
+        hooks.switch_on(["toyframe"])
+
+
+def test_status_is_a_table(framework: Path) -> None:
+    from ep_plugin.integrations import status
+
+    hooks.switch_on(["toy"])
+    lines = repr(status()).splitlines()
+    assert lines[0].split() == ["integration", "state", "detail"]
+    assert [line.split()[:2] for line in lines[1:]][-1] == ["toy", "waiting"]
+    assert len({line.index(row.state) for line, row in zip(lines[1:], status(), strict=True)}) == 1

@@ -1,0 +1,225 @@
+"""Inputs of every rank from a seed, outputs that start as poison, and comparisons with the oracles.
+
+Every rank makes the inputs of all ranks, so each can ask the oracle what it should have received.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ep_plugin import DispatchLayout, MoECommunicator, MoECommunicatorConfig
+from ep_plugin.moe.arguments import weight_dtype
+from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
+from ep_plugin.moe.reference import ReferenceOutput, reference_combine, reference_dispatch
+from tests.ranks import run_ranks, values
+
+FLAT, TOKEN_MAJOR = DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR
+LAYOUTS = (FLAT, TOKEN_MAJOR)
+ROUTINGS = ("random", "one expert", "last rank only", "own rank only", "all dropped", "even ranks drop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call on all ranks. tokens: T of each rank. routing: one of ROUTINGS. drop: share of the pairs with id -1."""
+
+    tokens: tuple[int, ...]
+    num_experts: int
+    hidden: int = 24
+    topk: int = 2
+    dtype: torch.dtype = torch.float32
+    id_dtype: torch.dtype = torch.int64
+    routing: str = "random"
+    drop: float = 0.15
+    seed: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What all ranks bring: lists over ranks of x ``[T, H]``, ids ``[T, K]``, weights ``[T, K]``, bias ``[T, H]``."""
+
+    case: Case
+    x: list[torch.Tensor]
+    ids: list[torch.Tensor]
+    weights: list[torch.Tensor]
+    bias: list[torch.Tensor]
+
+    def expected(self, layout: DispatchLayout, alignment: int = 1) -> list[ReferenceOutput]:
+        """What every rank should receive."""
+        return reference_dispatch(
+            self.x,
+            self.ids,
+            self.weights,
+            num_experts=self.case.num_experts,
+            layout=layout,
+            expert_alignment=alignment,
+        )
+
+
+def make_inputs(case: Case) -> Inputs:
+    """Fresh random inputs of all ranks, the same on every rank."""
+    generator = torch.Generator().manual_seed(case.seed)
+    x, ids, weights, bias = [], [], [], []
+    for rank, tokens in enumerate(case.tokens):
+        shape = (tokens, case.hidden)
+        x.append(torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype))
+        bias.append(torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype))
+        ids.append(_routing(case, rank, generator).to(case.id_dtype))
+        random = torch.randn((tokens, case.topk), generator=generator, dtype=torch.float64)
+        weights.append(random.to(weight_dtype(case.dtype)))
+    return Inputs(case=case, x=x, ids=ids, weights=weights, bias=bias)
+
+
+def _routing(case: Case, rank: int, generator: torch.Generator) -> torch.Tensor:
+    """``[T, K]`` distinct experts per token, or -1."""
+    tokens, experts, per_rank = case.tokens[rank], case.num_experts, case.num_experts // case.size
+    score = torch.rand((tokens, experts), generator=generator)
+    if case.routing == "one expert":
+        score[:, experts // 2] = 2.0
+    ids = score.topk(case.topk, dim=1).indices
+    owner = ids // per_rank
+    dropped = torch.rand((tokens, case.topk), generator=generator) < case.drop
+    if case.routing == "one expert":
+        dropped = ids != experts // 2
+    elif case.routing == "last rank only":
+        dropped |= owner != case.size - 1
+    elif case.routing == "own rank only":
+        dropped |= owner != rank
+    elif case.routing == "all dropped" or (case.routing == "even ranks drop" and rank % 2 == 0):
+        dropped |= True
+    return ids.masked_fill(dropped, -1)
+
+
+# -- running on ranks ------------------------------------------------------------------------------------------------
+
+
+def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+    """What ``function(rank, size, *args)`` returned on each of ``size`` ranks."""
+    return values(run_ranks(size, function, size, *args, timeout_s=timeout_s))
+
+
+@contextlib.contextmanager
+def named(what: Any) -> Iterator[None]:
+    """Says which case it was when something in it fails."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"in {what}: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that torch hands out holds NaN and the largest integers until somebody writes it."""
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import the compiler
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
+def communicator(case: Case, layout: DispatchLayout = FLAT, **settings: Any) -> MoECommunicator:
+    """A communicator of the default group that serves `case`."""
+    base = {"num_experts": case.num_experts, "hidden_size": case.hidden, "topk": case.topk, "layout": layout}
+    return MoECommunicator(None, MoECommunicatorConfig(**(base | settings)))
+
+
+# -- comparing -------------------------------------------------------------------------------------------------------
+
+
+def same_bits(what: str, actual: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+    """Fails unless the two have the same type, shape and bytes."""
+    if actual is None or expected is None:
+        assert actual is expected, f"{what}: expected {expected}, got {actual}"
+        return
+    assert actual.dtype is expected.dtype, f"{what}: expected {expected.dtype}, got {actual.dtype}"
+    assert actual.shape == expected.shape, f"{what}: expected {tuple(expected.shape)}, got {tuple(actual.shape)}"
+    if not torch.equal(_bytes(actual), _bytes(expected)):
+        differ = (_bytes(actual) != _bytes(expected)).nonzero()
+        raise AssertionError(f"{what}: {len(differ)} bytes differ, the first at byte {int(differ[0])}")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def check_dispatch(out: DispatchOutput, expected: ReferenceOutput) -> None:
+    """Everything that a dispatch without capacity returns, bit for bit."""
+    same_bits("tokens", out.tokens, expected.tokens)
+    same_bits("weights", out.weights, expected.weights)
+    same_bits("topk_ids", out.topk_ids, expected.topk_ids)
+    same_bits("row_expert_ids", out.row_expert_ids, expected.row_expert_ids)
+    same_bits("num_tokens_per_expert", out.num_tokens_per_expert, expected.num_tokens_per_expert)
+    same_bits("num_tokens_per_expert_cpu", out.num_tokens_per_expert_cpu, expected.num_tokens_per_expert.long())
+    same_bits("expert_offsets", out.expert_offsets, expected.expert_offsets)
+    assert out.overflow is None and out.required is None
+
+
+def expert_rows(rows: int, hidden: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Stands for what experts return: fresh random rows, so that a combine cannot profit from what dispatch left."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((rows, hidden), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def check_combine(
+    comm: MoECommunicator, handle: DispatchHandle, inputs: Inputs, received: list[ReferenceOutput], weighted: bool
+) -> torch.Tensor:
+    """Combines fresh rows, compares with the oracle within the rounding that is allowed, and returns the result.
+
+    Each partial row and the sum are rounded to the element type once: half an epsilon each of the terms' magnitude.
+    """
+    case, rank = inputs.case, comm.rank
+    y = [expert_rows(len(out.tokens), case.hidden, case.dtype, case.seed + r) for r, out in enumerate(received)]
+    weights = [out.weights for out in received] if weighted else None
+    result = comm.combine(y[rank], handle, weights=None if weights is None else weights[rank])
+    exact = reference_combine(y, received, list(case.tokens), weights)[rank]
+    magnitude = reference_combine(
+        [rows.abs() for rows in y],
+        received,
+        list(case.tokens),
+        None if weights is None else [weight.abs() for weight in weights],
+    )[rank]
+    close(f"combine, weighted={weighted}", result, exact, magnitude, case.dtype)
+    return result
+
+
+def close(what: str, actual: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, dtype: torch.dtype) -> None:
+    """Fails unless |actual - exact| is within one rounding of `dtype` and a few of float32 (float64) of magnitude."""
+    assert actual.dtype is dtype, f"{what}: expected {dtype}, got {actual.dtype}"
+    assert actual.shape == exact.shape, f"{what}: expected {tuple(exact.shape)}, got {tuple(actual.shape)}"
+    if actual.numel() == 0:
+        return
+    sums = torch.finfo(weight_dtype(dtype)).eps
+    allowed = (torch.finfo(dtype).eps + 32 * sums) * magnitude + torch.finfo(dtype).smallest_normal
+    excess = (actual.double() - exact).abs() - allowed
+    assert not bool((~(excess <= 0)).any()), f"{what}: worst excess {float(excess.max())} of {tuple(actual.shape)}"
+
+
+def round_trip(
+    comm: MoECommunicator, inputs: Inputs, received: list[ReferenceOutput]
+) -> tuple[DispatchOutput, DispatchHandle]:
+    """Dispatch, combine with and without weights, everything compared."""
+    rank = comm.rank
+    out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+    check_dispatch(out, received[rank])
+    check_combine(comm, handle, inputs, received, weighted=True)
+    check_combine(comm, handle, inputs, received, weighted=False)
+    return out, handle
+
+
+def ragged(size: int, most: int, seed: int = 0) -> tuple[int, ...]:
+    """T of each rank: from 0 to `most`, with one rank at each end when there are several."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, most + 1, (size,), generator=generator).tolist()
+    tokens[seed % size] = most
+    if size > 1:
+        tokens[(seed + 1) % size] = 0
+    return tuple(tokens)

@@ -1,0 +1,132 @@
+"""Combine by itself: precision of its sums, bias, which weights count, rows it must not read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ep_plugin.moe.reference import reference_combine
+from tests.moe.moe_cases import (
+    FLAT,
+    LAYOUTS,
+    TOKEN_MAJOR,
+    Case,
+    close,
+    communicator,
+    expert_rows,
+    make_inputs,
+    named,
+    on_ranks,
+    poisoned,
+    ragged,
+    same_bits,
+)
+
+
+def _float32_sums(rank: int, size: int) -> None:
+    """256 + 1 is 256 in bfloat16: eight ones beside a 256 survive only in wider sums."""
+    per_rank = 9
+    case = Case(tokens=(3,) * size, num_experts=per_rank * size, topk=9, hidden=8, dtype=torch.bfloat16)
+    owner = (rank + 1) % size
+    ids = torch.arange(per_rank).expand(3, per_rank).contiguous() + owner * per_rank
+    with communicator(case) as comm:
+        out, handle = comm.dispatch(torch.zeros(3, 8, dtype=torch.bfloat16), ids)
+        y = torch.where(out.row_expert_ids == 0, 256.0, 1.0).to(torch.bfloat16).unsqueeze(1).repeat(1, 8)
+        same_bits("one rank's rows", comm.combine(y, handle), torch.full((3, 8), 264.0, dtype=torch.bfloat16))
+    # The same across ranks: every rank's partial row is exact, and so must be the sum of all.
+    case = replace(case, topk=size, num_experts=size)
+    with communicator(case) as comm:
+        ids = torch.arange(size).expand(3, size).contiguous()
+        out, handle = comm.dispatch(torch.zeros(3, 8, dtype=torch.bfloat16), ids)
+        y = torch.full((len(out.tokens), 8), 256.0 if rank == 0 else 2.0 / (size - 1), dtype=torch.bfloat16)
+        same_bits("all ranks' rows", comm.combine(y, handle), torch.full((3, 8), 258.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_sums_are_kept_in_float32(size: int) -> None:
+    on_ranks(size, _float32_sums)
+
+
+def _bias(rank: int, size: int) -> None:
+    for layout in LAYOUTS:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            case = Case(tokens=ragged(size, 40, 1), num_experts=2 * size, hidden=1032, dtype=dtype, drop=0.6, seed=1)
+            inputs = make_inputs(case)
+            received = inputs.expected(layout)
+            y = [expert_rows(len(out.tokens), case.hidden, dtype, r) for r, out in enumerate(received)]
+            weights = [out.weights for out in received]
+            exact = reference_combine(y, received, list(case.tokens), weights)[rank] + inputs.bias[rank].double()
+            magnitudes = reference_combine(
+                [rows.abs() for rows in y], received, list(case.tokens), [weight.abs() for weight in weights]
+            )
+            with communicator(case, layout) as comm, named((layout, dtype)), poisoned():
+                _, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+                result = comm.combine(y[rank], handle, weights=weights[rank], bias=inputs.bias[rank])
+                close("bias", result, exact, magnitudes[rank] + inputs.bias[rank].double().abs(), dtype)
+                alone = comm.combine(torch.zeros_like(y[rank]), handle, bias=inputs.bias[rank])
+                same_bits("bias over zero rows", alone, inputs.bias[rank])
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_bias_is_added_once_to_every_token(size: int) -> None:
+    on_ranks(size, _bias)
+
+
+def _weights_of_absent_experts(rank: int, size: int) -> None:
+    """In TOKEN_MAJOR a row carries all K weights, but only those of experts that live here count."""
+    case = Case(tokens=ragged(size, 25, 2), num_experts=2 * size, topk=min(4, 2 * size), seed=2)
+    inputs = make_inputs(case)
+    received = inputs.expected(TOKEN_MAJOR)
+    with communicator(case, TOKEN_MAJOR) as comm, poisoned():
+        out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+        assert out.topk_ids is not None and out.weights is not None
+        y = expert_rows(len(out.tokens), case.hidden, case.dtype, rank)
+        loud = out.weights.masked_fill(out.topk_ids < 0, float("nan"))
+        same_bits("absent weights", comm.combine(y, handle, weights=loud), comm.combine(y, handle, weights=out.weights))
+        assert received[rank].tokens.shape == y.shape
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_weights_of_experts_elsewhere_do_not_count(size: int) -> None:
+    on_ranks(size, _weights_of_absent_experts)
+
+
+def _rows_not_to_read(rank: int, size: int) -> None:
+    """Padding rows, and rows beyond those that dispatch returned, never reach a token."""
+    case = Case(tokens=ragged(size, 25, 4), num_experts=3 * size, seed=4)
+    inputs = make_inputs(case)
+    with communicator(case, FLAT, expert_alignment=8) as comm:
+        out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+        assert out.row_expert_ids is not None and out.weights is not None
+        y = expert_rows(len(out.tokens), case.hidden, case.dtype, rank)
+        expected = comm.combine(y, handle, weights=out.weights)
+        y[out.row_expert_ids < 0] = float("nan")
+        more = torch.cat([y, torch.full((5, case.hidden), float("nan"))])
+        weights = torch.cat([out.weights, torch.full((5,), float("nan"))])
+        same_bits("with poison", comm.combine(more, handle, weights=weights), expected)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_padding_rows_never_reach_a_token(size: int) -> None:
+    on_ranks(size, _rows_not_to_read)
+
+
+def _another_dtype(rank: int, size: int) -> None:
+    """Experts may answer in another type and width than they were asked in."""
+    case = Case(tokens=ragged(size, 25, 6), num_experts=2 * size, hidden=32, dtype=torch.bfloat16, seed=6)
+    inputs = make_inputs(case)
+    received = inputs.expected(FLAT)
+    with communicator(case) as comm, poisoned():
+        _, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        for dtype, hidden in ((torch.float32, 32), (torch.float64, 2), (torch.float16, 512)):
+            y = [expert_rows(len(out.tokens), hidden, dtype, r) for r, out in enumerate(received)]
+            exact = reference_combine(y, received, list(case.tokens))[rank]
+            magnitude = reference_combine([rows.abs() for rows in y], received, list(case.tokens))[rank]
+            close(f"{dtype}", comm.combine(y[rank], handle), exact, magnitude, dtype)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_of_another_type_and_width_come_back(size: int) -> None:
+    on_ranks(size, _another_dtype)

@@ -1,0 +1,354 @@
+"""Dispatches whose rows are expanded before the host knows how many they are.
+
+On CPUs the totals are always there in time, so the ranks here are told that they are not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import unittest.mock
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_plugin import DispatchLayout, MoECommunicator
+from ep_plugin.errors import CaptureRefused, PeerTimeout
+from ep_plugin.moe.high_throughput import dispatch_args, expected
+from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, Engine
+from ep_plugin.moe.high_throughput.expected import Expected, Rows
+from ep_plugin.runtime.streams import CpuLanes
+from tests.faults.fault_cases import die_at_gate
+from tests.moe.moe_cases import (
+    FLAT,
+    LAYOUTS,
+    Case,
+    check_dispatch,
+    communicator,
+    make_inputs,
+    named,
+    on_ranks,
+    poisoned,
+    round_trip,
+)
+from tests.ranks import run_ranks
+
+
+class Recorded:
+    """The kernels of an engine, which keep of each expand whether it was ahead of the totals."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._kernels = engine.kernels
+        self.early: list[bool] = []
+        engine.kernels = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def dispatch_recv(self, args: Any) -> None:
+        self.early.append(bool(args.optimistic))
+        self._kernels.dispatch_recv(args)
+
+    def since_last(self) -> list[bool]:
+        early, self.early = self.early, []
+        return early
+
+
+def _hurry(comm: MoECommunicator) -> Recorded:
+    comm.engine.knows = lambda ticket: False
+    return Recorded(comm.engine)
+
+
+def _changing(rank: int, size: int, layout: DispatchLayout, bounded: bool) -> list[list[bool]]:
+    """Routings of one shape: alike, then most rows to the last rank, then alike again. The expands of each."""
+    shape = {"tokens": (800,) * size, "num_experts": 2 * size}
+    alike, skewed = ("random", 0.7), ("last rank only", 0.0)
+    history = []
+    with communicator(Case(**shape), layout, max_tokens_per_rank=800 if bounded else None, timeout_s=20) as comm:
+        kernels = _hurry(comm)
+        for seed, (routing, drop) in enumerate([alike] * 3 + [skewed] + [alike] * 2):
+            inputs = make_inputs(Case(**shape, routing=routing, drop=drop, seed=seed))
+            with named((layout, bounded, seed)), poisoned():
+                round_trip(comm, inputs, inputs.expected(layout))
+            history.append(kernels.since_last())
+    return history
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_expands_ahead_of_the_totals_and_again_where_that_was_too_small(size: int, bounded: bool) -> None:
+    for layout in LAYOUTS:
+        ranks = on_ranks(size, _changing, layout, bounded)
+        for rank, history in enumerate(ranks):
+            assert history[:3] == [[False], [True], [True]]
+            assert history[3] == ([True, False] if rank == size - 1 or not bounded else [True])
+            assert history[4:] == [[False]] * 2, "expected no guess among dispatches that differ so much"
+
+
+def _one_count_outgrows(rank: int, size: int, alike: tuple[int, int], other: tuple[int, int]) -> None:
+    """(tokens that go anywhere, pairs of each): two dispatches alike, and one where only rows, or slots, are more."""
+    case = Case(tokens=(800,) * size, num_experts=4 * size, topk=3, drop=0.0)
+    with communicator(case, max_tokens_per_rank=800, timeout_s=20) as comm:
+        kernels = _hurry(comm)
+        for tokens, pairs in (alike, alike, other):
+            inputs = make_inputs(case)
+            for ids in inputs.ids:  # pairs of a token on one rank
+                ids.copy_((ids[:, :1] // 4 * 4 + torch.arange(3)).masked_fill(torch.arange(3) >= pairs, -1))
+                ids[tokens:] = -1
+            with poisoned():
+                round_trip(comm, inputs, inputs.expected(FLAT))
+        assert kernels.since_last() == [False, True, True, False]
+
+
+@pytest.mark.parametrize(("alike", "other"), [((800, 1), (800, 3)), ((200, 3), (600, 1))], ids=["rows", "slots"])
+def test_rows_or_slots_alone_may_outgrow_an_early_output(alike: tuple[int, int], other: tuple[int, int]) -> None:
+    on_ranks(2, _one_count_outgrows, alike, other)
+
+
+def _memory_for_no_more(rank: int, size: int) -> None:
+    """Room for what is expected is not to be had on rank 0, room for what comes is."""
+    inputs = make_inputs(Case(tokens=(400,) * size, num_experts=2 * size, drop=0.0))
+    with communicator(inputs.case, timeout_s=20) as comm:
+        kernels = _hurry(comm)
+        out, _ = round_trip(comm, inputs, inputs.expected(FLAT))
+        most, allocate = len(out.tokens), dispatch_args._empty_result
+
+        def tight(engine: Engine, call: Any, rows: int, counts: dispatch_args.Counts) -> Any:
+            if rank == 0 and rows > most:
+                raise torch.OutOfMemoryError("emulated")
+            return allocate(engine, call, rows, counts)
+
+        with unittest.mock.patch.object(dispatch_args, "_empty_result", tight):
+            round_trip(comm, inputs, inputs.expected(FLAT))
+        assert kernels.since_last() == [False, rank != 0]
+
+
+def test_want_of_memory_for_more_than_comes_is_no_error() -> None:
+    on_ranks(2, _memory_for_no_more)
+
+
+def _growing(rank: int, size: int) -> None:
+    """The pool turns out to be too small, so nothing was sent: on the rank whose output would have been enough too."""
+    shape = {"tokens": (600,) * size, "num_experts": 2 * size, "drop": 0.0}
+    with communicator(Case(**shape), hidden_size=400, timeout_s=20) as comm:
+        kernels = _hurry(comm)
+        spread = [make_inputs(Case(**shape, seed=seed)) for seed in range(2)]
+        one = make_inputs(Case(**shape, routing="last rank only"))
+        for inputs in spread:
+            round_trip(comm, inputs, inputs.expected(FLAT))
+        before = comm.engine.pool_bytes(DISPATCH_POOL)
+        kernels.since_last()
+        wide = make_inputs(Case(**shape, hidden=400))
+        with poisoned():
+            round_trip(comm, wide, wide.expected(FLAT))
+        assert kernels.since_last() == [True, False]
+        assert comm.engine.pool_bytes(DISPATCH_POOL) > before
+        with poisoned():
+            round_trip(comm, one, one.expected(FLAT))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_pool_that_grows_is_sent_to_and_expanded_again(size: int) -> None:
+    on_ranks(size, _growing)
+
+
+def _everything_beside(rank: int, size: int) -> None:
+    """Scales, quantised rows, aligned experts, asynchronous calls, and the handle of such a dispatch."""
+    shape = {"tokens": (300,) * size, "num_experts": 2 * size, "hidden": 256, "drop": 0.1}
+    for layout in LAYOUTS:
+        with communicator(Case(**shape), layout, expert_alignment=8 if layout is FLAT else 1) as comm:
+            kernels = _hurry(comm)
+            for seed in range(3):
+                inputs = make_inputs(Case(**shape, seed=seed))
+                wanted = inputs.expected(layout, 8 if layout is FLAT else 1)
+                x, ids, weights = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
+                with named((layout, seed)), poisoned():
+                    out, handle = comm.dispatch_async(x, ids, weights).wait()
+                    check_dispatch(out, wanted[rank])
+                    again, _ = comm.dispatch(x, ids, weights, previous_handle=handle)
+                    check_dispatch(again, wanted[rank])
+                    marks = torch.arange(300 * 3, dtype=torch.float32).view(300, 3)
+                    scaled, _ = comm.dispatch(x, ids, weights, scales=marks)
+                    known, _ = comm.dispatch(x, ids, weights, scales=marks, previous_handle=handle)
+                    assert scaled.scales is not None and known.scales is not None
+                    torch.testing.assert_close(scaled.scales, known.scales, rtol=0, atol=0)
+                    quick, _ = comm.dispatch(x, ids, quantize="e4m3")
+                    slow, _ = comm.dispatch(x, ids, quantize="e4m3", previous_handle=handle)
+                    assert quick.scales is not None and slow.scales is not None
+                    torch.testing.assert_close(quick.scales, slow.scales, rtol=0, atol=0)
+                    assert torch.equal(quick.tokens.view(torch.uint8), slow.tokens.view(torch.uint8))
+            assert kernels.since_last().count(True) == 8, "expected all that make a routing but the first"
+
+
+def test_everything_beside_the_rows_is_as_large_as_they_are() -> None:
+    on_ranks(2, _everything_beside)
+
+
+def _spare_memory(rank: int, size: int) -> None:
+    shape = {"tokens": (4000,) * size, "num_experts": 2 * size, "hidden": 8, "drop": 0.0}
+    with communicator(Case(**shape)) as comm:
+        kernels, seen = _hurry(comm), []
+        for seed in range(6):
+            inputs = make_inputs(Case(**shape, seed=seed))
+            out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+            assert kernels.since_last() == [seed > 0]
+            seen.append(max(len(out.tokens), len(handle.recv_rows)))
+            most = max(seen) + max(seen) // 64 + expected.SPARE_ROWS
+            for tensor in (out.tokens, out.weights, out.row_expert_ids, handle.recv_rows):
+                assert tensor is not None and tensor.is_contiguous()
+                held = tensor.untyped_storage().nbytes() // (tensor[0].numel() * tensor.element_size())
+                assert len(tensor) <= held <= most
+
+
+def test_an_output_keeps_little_memory_that_it_does_not_need() -> None:
+    on_ranks(2, _spare_memory)
+
+
+def _without_a_peer(rank: int, size: int) -> None:
+    """Rank 1 stays away from a dispatch: notify's wait ends at the deadline, and nothing is expanded early after it."""
+    inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
+    with communicator(inputs.case, timeout_s=1.0) as comm:
+        kernels = _hurry(comm)
+        for _ in range(2):
+            round_trip(comm, inputs, inputs.expected(FLAT))
+        assert kernels.since_last() == [False, True]
+        if rank == 0:
+            with pytest.raises(PeerTimeout, match="rank 1 at step notify"):
+                comm.dispatch(inputs.x[rank], inputs.ids[rank])
+            assert kernels.since_last() == []
+        dist.barrier()
+
+
+def test_nothing_is_expanded_early_after_a_fault() -> None:
+    on_ranks(2, _without_a_peer)
+
+
+def _killed_while_sending(rank: int, size: int) -> tuple[PeerTimeout, list[bool], bool]:
+    """What rank 0 raised, its expands, and whether the rows of the last one are NaN bytes."""
+    if rank == 1:
+        os.environ["EP_PLUGIN_TEST_GATE"] = "dispatch_send"
+    inputs = make_inputs(Case(tokens=(200,) * size, num_experts=2 * size))
+    comm = communicator(inputs.case, timeout_s=2.0)
+    gate, comm.engine.comm.gate = comm.engine.comm.gate, 0
+    kernels = _hurry(comm)
+    for _ in range(2):
+        comm.dispatch(inputs.x[rank], inputs.ids[rank])
+    comm.engine.comm.gate = gate
+    if rank == 1:
+        die_at_gate(comm)
+    made: list[torch.Tensor] = []
+    allocate = dispatch_args._empty_result
+
+    def kept(*args: Any) -> dispatch_args.DispatchResult:
+        result = allocate(*args)
+        made.append(result.tokens)
+        return result
+
+    dispatch_args._empty_result = kept
+    with pytest.raises(PeerTimeout) as raised:
+        comm.dispatch(inputs.x[rank], inputs.ids[rank])
+    comm.close()
+    return raised.value, kernels.early, bool((made[0].view(torch.uint8) == 0xFF).all())
+
+
+def test_a_peer_killed_while_it_sends_ends_an_early_expand() -> None:
+    ranks = run_ranks(2, _killed_while_sending, 2)
+    assert ranks[1].exitcode == -signal.SIGKILL
+    error, early, poisoned_rows = ranks[0].value
+    assert "rank 1 at step expand" in str(error)
+    assert early == [False, True, True] and poisoned_rows
+
+
+def _across_a_capture(rank: int, size: int, other: int) -> None:
+    """An operation begun before a capture is not completed in it, nor one begun in it after it, or in the `other`."""
+    inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
+    wanted = inputs.expected(FLAT)
+    x, ids, weights = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
+    with communicator(inputs.case, max_tokens_per_rank=20) as comm:
+        out, handle = round_trip(comm, inputs, wanted)
+        eager, capturing = comm.engine.lanes, CpuLanes()
+        capturing.capturing = lambda: 7
+        for begin, check in (
+            (lambda: comm.dispatch_async(x, ids, weights), lambda result: check_dispatch(result[0], wanted[rank])),
+            (lambda: comm.combine_async(out.tokens, handle), lambda result: None),
+        ):
+            work = begin()
+            comm.engine.lanes = capturing
+            for late in (work.wait, lambda: comm.dispatch(x, ids, weights, capacity=200)):
+                with pytest.raises(
+                    CaptureRefused, match="begun before the capture .* to be completed and waited for there too"
+                ):
+                    late()
+            comm.engine.lanes = eager
+            check(work.wait())
+        work = comm.dispatch_async(x, ids, weights)
+        comm.combine(out.tokens, handle)
+        comm.engine.lanes = capturing
+        with pytest.raises(CaptureRefused, match="begun before the capture .* got its wait.* in it$"):
+            work.wait()
+        comm.engine.lanes = eager
+        check_dispatch(work.wait()[0], wanted[rank])
+        comm.engine.lanes = capturing
+        comm.dispatch_async(x, ids, weights, capacity=200).wait()
+        lost = comm.combine_async(out.tokens, handle)
+        comm.engine.lanes = later = CpuLanes()
+        later.capturing = lambda: other
+        where = "in another" if other else "after it"
+        with pytest.raises(
+            CaptureRefused, match=f"begun in the capture .* to be completed and waited for there too, .* {where}$"
+        ):
+            lost.wait()
+
+
+@pytest.mark.parametrize("other", [0, 8])
+def test_a_capture_has_both_ends_of_an_operation_or_none(other: int) -> None:
+    on_ranks(2, _across_a_capture, other)
+
+
+def _changes_lanes(rank: int, size: int) -> int:
+    """How often the lanes meet while receiving changes from one to the other, and back."""
+    inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
+    with communicator(inputs.case) as comm:
+        lanes = CpuLanes()
+        lanes.meet, comm.engine.lanes = unittest.mock.Mock(), lanes
+        for sms in (
+            {},
+            {"dispatch_recv_sms": 8},
+            {"dispatch_recv_sms": 0},
+            {"dispatch_recv_sms": 0, "combine_recv_sms": 0},
+            {"combine_recv_sms": 4},
+        ):
+            comm.set_sms(**sms)
+            round_trip(comm, inputs, inputs.expected(FLAT))
+        return lanes.meet.call_count
+
+
+def test_lanes_meet_where_receiving_changes_lanes() -> None:
+    assert on_ranks(2, _changes_lanes) == [3, 3]
+
+
+def test_what_is_expected_follows_what_was_seen() -> None:
+    seen, shape = Expected(), (4096, 8)
+    assert seen.rows(shape) is None
+    seen.saw(shape, Rows(32_000, 15_000))
+    assert seen.rows((4096, 4)) is None
+    first = seen.rows(shape)
+    assert first == Rows(32_000 + 500 + expected.SPARE_ROWS, 15_000 + 234 + expected.SPARE_ROWS)
+    seen.saw(shape, Rows(33_000, 14_000))
+    assert seen.rows(shape) == Rows(33_000 + 515 + expected.SPARE_ROWS, first.slots)
+    seen.saw(shape, Rows(33_000, 13_000))
+    assert seen.rows(shape) is None, "slots differ by more than a 16th"
+    for _ in range(expected.REMEMBERED):
+        seen.saw(shape, Rows(30_000, 13_000))
+    assert seen.rows(shape) == Rows(30_000 + 468 + expected.SPARE_ROWS, 13_000 + 203 + expected.SPARE_ROWS)
+    seen.saw((1, 8), Rows(4, 1))
+    assert seen.rows(shape) is None
+    assert seen.rows((1, 8)) == Rows(4 + expected.SPARE_ROWS, 1 + expected.SPARE_ROWS)
+
+
+def test_rows_fit_where_both_do() -> None:
+    assert Rows(5, 3).fit(Rows(5, 3))
+    assert not Rows(6, 3).fit(Rows(5, 3))
+    assert not Rows(5, 4).fit(Rows(5, 3))

@@ -1,0 +1,289 @@
+"""Shared memory between real processes: what is mapped where, how it fails, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import glob
+import os
+import secrets
+
+import pytest
+import torch
+
+from ep_plugin import env
+from ep_plugin.errors import (
+    CommunicatorClosed,
+    DisagreementError,
+    EpPluginError,
+    NotSupported,
+    PeerAborted,
+    PeerTimeout,
+)
+from ep_plugin.transport import shm
+from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.peer import PeerBuffer, open_memory, transport_for
+from ep_plugin.transport.shm import ShmMemory
+from tests.transport.memory_ranks import die, run
+
+SIZES = (1, 4096, 5000, 3 << 20)
+
+
+@pytest.fixture
+def prefix():
+    """A prefix of this test's own for names in /dev/shm; none may be left when the test ends."""
+    prefix = f"ep_plugin-test-{secrets.token_hex(4)}-"
+    yield prefix
+    assert names(prefix) == []
+
+
+def names(prefix: str) -> list[str]:
+    return glob.glob(f"/dev/shm/{prefix}*")
+
+
+def use_names(prefix: str) -> None:
+    """Makes this process unable to open its peers' unnamed blocks, and the names it uses recognisable."""
+    shm._PREFIX = prefix
+    open_peer = shm._open_peer
+
+    def refuse_unnamed(path: str, token: str) -> int:
+        if path.startswith("/proc"):
+            raise PermissionError(errno.EACCES, "refused by the test", path)
+        return open_peer(path, token)
+
+    shm._open_peer = refuse_unnamed
+
+
+def bytes_at(buffer: PeerBuffer, rank: int) -> ctypes.Array:
+    return (ctypes.c_ubyte * buffer.nbytes).from_address(buffer.ptrs[rank])
+
+
+def num_mapped(text: str) -> int:
+    with open("/proc/self/maps") as file:
+        return sum(text in line for line in file)
+
+
+def check_shared(exchange: Exchange, buffer: PeerBuffer) -> None:
+    """Each rank's block is zero at first, is written by its owner, then by one peer, and all see both."""
+    size, rank = exchange.size, exchange.rank
+    assert len(buffer.ptrs) == size and len(set(buffer.ptrs)) == size
+    assert all(ptr % 4096 == 0 for ptr in buffer.ptrs)
+    for owner in range(size):
+        assert not any(bytes_at(buffer, owner)[:: max(1, buffer.nbytes // 1000)])
+    exchange.barrier("seen zeros")
+    ctypes.memset(buffer.ptrs[rank], rank + 1, buffer.nbytes)
+    exchange.barrier("written")
+    for owner in range(size):
+        assert bytes(bytes_at(buffer, owner)) == bytes([owner + 1]) * buffer.nbytes
+    exchange.barrier("read")
+    bytes_at(buffer, (rank + 1) % size)[buffer.nbytes - 1] = 100 + rank
+    exchange.barrier("written by a peer")
+    for owner in range(size):
+        assert bytes_at(buffer, owner)[buffer.nbytes - 1] == 100 + (owner - 1) % size
+    exchange.barrier("done")
+
+
+def _allocate_both_ways(rank: int, size: int, prefix: str) -> None:
+    shm._PREFIX = prefix
+    _allocate_and_share(rank, size, prefix, named=False)
+    if rank == size - 1:
+        use_names(prefix)  # one rank cannot do without: all must follow
+    _allocate_and_share(rank, size, prefix, named=True)
+
+
+def _allocate_and_share(rank: int, size: int, prefix: str, named: bool) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    exchange = Exchange()
+    memory = ShmMemory(exchange)
+    assert memory.device == torch.device("cpu")
+    buffers = []
+    for nbytes in SIZES:
+        buffers.append(memory.allocate(nbytes, f"block of {nbytes}"))
+        check_shared(exchange, buffers[-1])
+    assert memory._named == named
+    assert names(prefix) == []
+    assert num_mapped(prefix) == len(SIZES) * size
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+    buffers[0].close()
+    buffers[0].close()
+    assert num_mapped(prefix) == (len(SIZES) - 1) * size
+    with pytest.raises(CommunicatorClosed, match=f"block of {SIZES[0]}"):
+        _ = buffers[0].ptrs
+    check_alive = bytes(bytes_at(buffers[1], rank))[:3]
+    assert check_alive == bytes([rank + 1]) * 3
+    memory.close()
+    memory.close()
+    assert num_mapped(prefix) == 0
+    assert all(buffer.closed for buffer in buffers)
+    with pytest.raises(CommunicatorClosed):
+        memory.allocate(16, "late")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_rank_sees_every_block(prefix, size):
+    run(size, _allocate_both_ways, prefix)
+
+
+def _no_memfd(rank: int, size: int, prefix: str) -> None:
+    shm._PREFIX = prefix
+    if rank == 0:
+
+        def refuse(name: str, flags: int) -> int:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+        os.memfd_create = refuse
+    exchange = Exchange()
+    with_names = ShmMemory(exchange)
+    check_shared(exchange, with_names.allocate(4096, "block"))
+    assert with_names._named
+    with_names.close()
+
+
+def test_names_serve_where_a_rank_has_no_memfd(prefix):
+    run(2, _no_memfd, prefix)
+
+
+def _refused_both_ways(rank: int, size: int, prefix: str) -> None:
+    shm._PREFIX = prefix
+    _refusals(rank, size, prefix)
+    use_names(prefix)
+    _refusals(rank, size, prefix)
+
+
+def _refusals(rank: int, size: int, prefix: str) -> None:
+    exchange = Exchange()
+    memory = ShmMemory(exchange)
+    with pytest.raises(ValueError, match="nbytes of block: expected an integer of at least 1, got 0"):
+        memory.allocate(0, "block")
+    with pytest.raises(DisagreementError, match=r"block, \d+ bytes on rank \d; block, \d+ bytes on rank \d"):
+        memory.allocate(4096 * (1 + rank), "block")
+    with pytest.raises(DisagreementError, match="pool"):
+        memory.allocate(4096, "pool" if rank == 1 else "block")
+    with pytest.raises(EpPluginError, match=r"allocation of everything.*expected at most the \d+ bytes"):
+        memory.allocate(1 << 60, "everything")
+
+    # Rank 1 alone finds no space: it says why, the others say who, nobody keeps anything, and all go on.
+    reserve = shm._reserve
+
+    def full(fd: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if rank == 1:
+        shm._reserve = full
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(EpPluginError, match="allocation of block.*No space left on device") as caught:
+        memory.allocate(4096, "block")
+    assert isinstance(caught.value, PeerAborted) == (rank != 1)
+    assert rank == 1 or caught.value.rank == 1
+    del caught
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert num_mapped(prefix) == 0
+    exchange.barrier("all have failed")
+    assert names(prefix) == []
+    shm._reserve = reserve
+    buffer = memory.allocate(4096, "block")
+    check_shared(exchange, buffer)
+    memory.close()
+
+
+def test_refused_allocations_leave_nothing_and_end_nothing(prefix):
+    run(3, _refused_both_ways, prefix)
+
+
+def _die_with_memory(rank: int, size: int, prefix: str, victims: tuple[int, ...]) -> None:
+    shm._PREFIX = prefix
+    exchange = Exchange()
+    memories = [ShmMemory(exchange)]
+    buffers = [memories[0].allocate(1 << 20, "unnamed block")]
+    use_names(prefix)
+    memories.append(ShmMemory(exchange))
+    buffers.append(memories[1].allocate(1 << 20, "named block"))
+    for buffer in buffers:
+        ctypes.memset(buffer.ptrs[rank], rank + 1, buffer.nbytes)
+    exchange.barrier("written")
+    if rank in victims:
+        die()
+    exchange.timeout_s = 1.0
+    with pytest.raises(PeerTimeout) as caught:
+        memories[0].allocate(4096, "with a dead peer")
+    assert caught.value.rank in victims
+    for buffer in buffers:  # a dead rank's memory stays readable for those who mapped it
+        assert [bytes_at(buffer, owner)[4242] for owner in range(size)] == [owner + 1 for owner in range(size)]
+    for memory in memories:
+        memory.close()
+    assert num_mapped(prefix) == 0
+
+
+@pytest.mark.parametrize("victims", [(1,), (0, 1, 2)], ids=["one dies", "all die"])
+def test_nothing_stays_when_ranks_are_killed(prefix, victims):
+    run(3, _die_with_memory, prefix, victims, killed=victims)
+
+
+def _die_while_sharing(rank: int, size: int, prefix: str, moment: str, victims: tuple[int, ...]) -> None:
+    shm._PREFIX = prefix
+    memory = ShmMemory(Exchange())
+    memory._named = True
+    memory.exchange.timeout_s = 1.0
+    if rank in victims:
+        setattr(shm, moment, lambda *args: die())
+    with pytest.raises(PeerTimeout) as caught:
+        memory.allocate(4096, "block")
+    assert caught.value.rank == victims[0]
+    memory.close()
+
+
+@pytest.mark.parametrize("moment", ["_reserve", "_open_all", "_map_all"])
+def test_survivors_remove_the_names_of_the_dead(prefix, moment):
+    run(3, _die_while_sharing, prefix, moment, (1,), killed=(1,))
+
+
+def _share_once(rank: int, size: int, prefix: str) -> None:
+    shm._PREFIX = prefix
+    memory = ShmMemory(Exchange())
+    memory._named = True
+    memory.allocate(4096, "block")
+    memory.close()
+
+
+def test_the_next_to_come_removes_the_names_of_those_who_all_died(prefix):
+    run(2, _die_while_sharing, prefix, "_open_all", (0, 1), killed=(0, 1))
+    assert len(names(prefix)) == 2
+    run(2, _share_once, prefix)
+
+
+def _open(rank: int, size: int) -> None:
+    env.os.environ.pop("EP_PLUGIN_TRANSPORT", None)
+    memory = open_memory(None, "cpu", timeout_s=20.0)
+    assert isinstance(memory, ShmMemory) and memory.exchange.timeout_s == 20.0
+    check_shared(memory.exchange, memory.allocate(1000, "block"))
+    memory.close()
+
+    env.os.environ["EP_PLUGIN_RANKS_PER_NODE"] = "1"
+    with pytest.raises(NotSupported, match="span nodes are not supported in this release: expected all 2 ranks on one"):
+        open_memory(None, "cpu")
+
+
+def test_open_memory_for_cpus():
+    run(2, _open)
+
+
+def test_transport_follows_the_device(monkeypatch):
+    monkeypatch.delenv("EP_PLUGIN_TRANSPORT", raising=False)
+    assert transport_for(torch.device("cpu")) == "shm"
+    assert transport_for(torch.device("cuda:1")) == "nvlink"
+    with pytest.raises(ValueError, match="device: expected cpu or cuda, got meta"):
+        transport_for(torch.device("meta"))
+    monkeypatch.setenv("EP_PLUGIN_TRANSPORT", "nvlink")
+    assert transport_for(torch.device("cuda")) == "nvlink"
+    with pytest.raises(ValueError, match="EP_PLUGIN_TRANSPORT: expected auto or shm for device cpu, got 'nvlink'"):
+        transport_for(torch.device("cpu"))
+
+
+def test_a_name_that_another_process_uses_is_not_swept(prefix, monkeypatch):
+    monkeypatch.setattr(shm, "_PREFIX", prefix)
+    block = shm._create_named(4096)
+    shm._sweep()
+    assert names(prefix) == [block.path]
+    shm._forget(block)
+    assert names(prefix) == []
