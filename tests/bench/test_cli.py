@@ -30,7 +30,7 @@ from ep_plugin.bench.suite_sweep import SweepSuite
 from ep_plugin.bench.timing import Timing
 from ep_plugin.bench.workload import Workload
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WIRE = ["wire", "--backend", "cpu", "--ranks", "2"]
 
 

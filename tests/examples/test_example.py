@@ -20,7 +20,7 @@ pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = str(EXAMPLES / "train_qwen3_moe.py")
 DENSE = str(EXAMPLES / "train_fsdp2.py")
 DEEPSEEK = str(EXAMPLES / "train_deepseek_hf.py")

@@ -286,7 +286,7 @@ def test_an_exit_that_says_of_a_failure_reaches_the_peers(code: object) -> None:
 
 
 def _root() -> str:
-    return os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def _bad_device(rank: int) -> str:

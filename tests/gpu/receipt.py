@@ -8,25 +8,55 @@ written by the test run (see conftest.py in this folder), one entry per number o
 from __future__ import annotations
 
 import argparse
+import ast
+import hashlib
 import json
 import os
 import platform
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RECEIPT = Path(__file__).with_name("receipt.json")
 SETTINGS = ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "EP_PLUGIN_PLAIN_KERNELS")
-FOLDERS = ("ep_plugin", "integrations", "tests/gpu")
+# What no GPU test runs.
+LEFT_OUT = ("ep_plugin/bench/", "ep_plugin/testing/", "ep_plugin/csrc/cpu/", "ep_plugin/doctor.py")
+COMMENTS = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])+\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
-def code_hash() -> str:
-    """Hash over the sources that the GPU tests judge, and the tests themselves."""
-    sys.path.insert(0, str(ROOT))
-    from ep_plugin.bench.provenance import hash_sources
+def code_hash(root: Path = ROOT) -> str:
+    """SHA-256, in hex, over what GPUs run: csrc and the control path, without comments, docstrings and layout."""
+    digest = hashlib.sha256()
+    files = (path for folder in ("ep_plugin", "integrations") for path in (root / folder).rglob("*"))
+    names = {path.relative_to(root).as_posix(): path for path in files}
+    for name, path in sorted(names.items()):
+        if path.suffix not in READ or name.startswith(LEFT_OUT):
+            continue
+        code = READ[path.suffix](path.read_text())
+        digest.update(f"{name}\0{len(code)}\0{code}".encode())
+    return digest.hexdigest()
 
-    return hash_sources(FOLDERS)
+
+def _python(text: str) -> str:
+    """The syntax tree, without docstrings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+def _cpp(text: str) -> str:
+    """The text without comments, and with one blank for any white space."""
+    kept = COMMENTS.sub(lambda found: found[0] if found[0][0] in "\"'" else " ", text)
+    return " ".join(kept.split())
+
+
+READ: dict[str, Callable[[str], str]] = {".py": _python} | dict.fromkeys((".h", ".cuh", ".cu", ".cpp"), _cpp)
 
 
 def read_or_begin() -> dict[str, Any]:

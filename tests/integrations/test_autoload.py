@@ -182,7 +182,7 @@ def test_an_integration_that_is_not_there_is_refused_by_name(framework: Path) ->
 
 
 def test_a_framework_that_is_being_imported_is_refused(framework: Path) -> None:
-    write(framework, "toyframe/layer.py", "from ep_plugin import hooks; hooks.switch_on(['toy'])")
+    write(framework, "toyframe/layer.py", "from ep_plugin.integrations import hooks; hooks.switch_on(['toy'])")
     with pytest.raises(EpPluginError, match=r"expected torch to be imported before toyframe\.layer"):
         importlib.import_module("toyframe.layer")
 

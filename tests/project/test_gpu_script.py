@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu.sh"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu.sh"
 DOCS = SCRIPT.parents[1] / "docs"
 # Writes down how it was called, and an example's metrics where it was asked for them.
 PYTHON = """#!/bin/sh

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.gpu import receipt
+from tests.gpu import conftest, receipt
 
 
 def _run(hardware: str, passed: int) -> dict[str, Any]:
@@ -82,6 +83,55 @@ def test_what_does_not_fit_is_refused_by_name(
         _merge(monkeypatch, odd)
     assert ended.value.code == 2 and "odd.json: expected" in capsys.readouterr().err
     assert (folder / "receipt.json").read_text() == before
+
+
+SOURCES = {
+    "ep_plugin/csrc/cuda/send.cu": 'const char* url = "http://x";  // a comment\n/* and\none more */ int rows = 1;\n',
+    "integrations/hook.py": '"""A module."""\n\ndef hook():\n    """Says a thing."""\n    return 1  # one\n',
+}
+CHANGES = {
+    "a comment in C++": ("ep_plugin/csrc/cuda/send.cu", "a comment", "another", False),
+    "layout in C++": ("ep_plugin/csrc/cuda/send.cu", " int rows", "\n  int  rows", False),
+    "a string in C++": ("ep_plugin/csrc/cuda/send.cu", "//x", "//y", True),
+    "a number in C++": ("ep_plugin/csrc/cuda/send.cu", "rows = 1", "rows = 2", True),
+    "a comment in Python": ("integrations/hook.py", "# one", "# 1", False),
+    "a docstring": ("integrations/hook.py", "Says a thing", "Says another", False),
+    "a module's docstring": ("integrations/hook.py", "A module", "The module", False),
+    "a number in Python": ("integrations/hook.py", "return 1", "return 2", True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_hash_is_of_what_runs(change: str, tmp_path: Path) -> None:
+    for name, text in SOURCES.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    before = receipt.code_hash(tmp_path)
+    name, old, new, counts = CHANGES[change]
+    assert SOURCES[name].count(old) == 1
+    (tmp_path / name).write_text(SOURCES[name].replace(old, new))
+    assert (receipt.code_hash(tmp_path) != before) == counts
+
+
+def test_the_hash_leaves_out_what_no_gpu_runs(tmp_path: Path) -> None:
+    before = receipt.code_hash(tmp_path)
+    for name in ("ep_plugin/bench/cli.py", "ep_plugin/csrc/cpu/send.cpp", "ep_plugin/notes.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1")
+    assert receipt.code_hash(tmp_path) == before
+    (tmp_path / "ep_plugin/config.py").write_text("x = 1")
+    assert receipt.code_hash(tmp_path) != before
+
+
+def test_a_whole_file_that_is_skipped_does_not_cost_the_receipt(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[dict[str, int]] = []
+    monkeypatch.setattr(receipt, "record", lambda counts, seconds: noted.append(counts))
+    config = SimpleNamespace(args=["tests/gpu"], option=SimpleNamespace(keyword=""))
+    ran, of_the_cpu = SimpleNamespace(keywords={"gpu": 1}), SimpleNamespace(keywords={})
+    file = pytest.CollectReport("tests/gpu/test_torchtitan.py", "skipped", None, [])
+    reporter = SimpleNamespace(stats={"passed": [ran, of_the_cpu], "skipped": [ran, file]})
+    conftest.pytest_terminal_summary(reporter, 0, config)
+    assert noted == [{"passed": 1, "skipped": 2, "failed": 0}]
 
 
 def test_a_file_that_is_missing_is_named(folder: Path) -> None:

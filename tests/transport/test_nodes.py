@@ -17,7 +17,7 @@ import pytest
 from ep_plugin.testing import nodes
 from ep_plugin.testing.nodes import Cluster, parse_rate, variables_of
 
-RANKS = str(Path(__file__).with_name("node_ranks.py"))
+RANKS = str(Path(__file__).parents[1] / "node_ranks.py")
 LAUNCHER = [sys.executable, "-m", "ep_plugin.testing.nodes", "--device", "cpu"]
 
 
