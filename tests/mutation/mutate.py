@@ -1,12 +1,14 @@
 """Applies the mutations of mutations.toml one at a time to a copy of the tree: the tests must fail for each.
 
-A mutation names the tests that should notice it; when they do not, the whole CPU suite is asked. The table of who
-caught what is written beside this file, a row for each verdict as it comes. Exit status 1 when a mutation survives.
+A mutation names the tests that should notice it. If these pass, the whole CPU suite runs. The verdicts go to
+build/mutations.json as they come. Exit status 1 when a mutation survives.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import json
 import os
 import re
 import shutil
@@ -16,23 +18,28 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "RESULTS.md"
-SURVIVED = "**survived**"
+VERDICTS = ROOT / "build" / "mutations.json"
 NO_PROGRAM = r"\b(NameError|UnboundLocalError|SyntaxError|IndentationError): "
-# Whole training runs and builds of the package say nothing that the rest does not, and take minutes.
-NOT_ASKED = ("tests/gpu", "tests/mutation", "tests/project/test_packaging.py", "tests/examples/test_example.py")
+# Whole training runs and builds of the package take minutes and find nothing that the other tests do not.
+NOT_ASKED = ("tests/gpu", "tests/mutation", "tests/project/test_packaging.py", "tests/examples")
 TEST_LIMIT_S = 150
 RUN_LIMIT_S = 900
+TOKEN = re.compile(r"\w+|\S")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mutation:
-    """One edit: `old`, found exactly once in `file`, becomes `new`. `breaks` says what is lost by it."""
+    """One edit: `old`, found exactly once in `function` of `file`, becomes `new`. `breaks` says what is lost by it.
+
+    `old` matches whatever white space lies between its words and signs. Functions of one name are searched together;
+    an empty `function` is the whole file.
+    """
 
     name: str
     file: str
@@ -40,16 +47,55 @@ class Mutation:
     new: str
     breaks: str
     tests: tuple[str, ...]
+    function: str = ""
 
     def apply(self, tree: Path) -> None:
-        """Edits the file in `tree`; ValueError when `old` is not there exactly once."""
+        """Edits the file in `tree`; ValueError unless `old` is there exactly once."""
         path = tree / self.file
         text = path.read_text()
-        if text.count(self.old) != 1 or self.new == self.old:
+        begin, end = self.place(text)
+        path.write_text(text[:begin] + self.new + text[end:])
+
+    def place(self, text: str) -> tuple[int, int]:
+        """Where in `text`, the file's, `old` begins and ends. ValueError unless it is there exactly once."""
+        words = re.compile(r"\s*".join(re.escape(token) for token in TOKEN.findall(self.old)))
+        where = functions(self.file, text, self.function) if self.function else [(0, len(text))]
+        found = {match.span() for begin, end in where for match in words.finditer(text, begin, end)}
+        if len(found) != 1 or self.new == self.old:
             raise ValueError(
-                f"{self.name}: expected its text once in {self.file}, found it {text.count(self.old)} times"
+                f"{self.name}: expected its text once in {self.function or 'all'} of {self.file}, found it "
+                f"{len(found)} times"
             )
-        path.write_text(text.replace(self.old, self.new))
+        return found.pop()
+
+
+def functions(file: str, text: str, name: str) -> list[tuple[int, int]]:
+    """Begin and end of each function called `name` in `text`."""
+    if file.endswith(".py"):
+        starts = [0]
+        for line in text.splitlines(keepends=True):
+            starts.append(starts[-1] + len(line))
+        nodes = [node for node in ast.walk(ast.parse(text)) if getattr(node, "name", None) == name]
+        return [(starts[node.lineno - 1], starts[node.end_lineno]) for node in nodes]  # type: ignore[attr-defined]
+    return list(_cpp_functions(text, name))
+
+
+def _cpp_functions(text: str, name: str) -> Iterator[tuple[int, int]]:
+    for found in re.finditer(rf"\b{re.escape(name)}\s*\(", text):
+        after_arguments = _after_bracket(text, found.end() - 1)
+        body = re.compile(r"[^;{}]*\{").match(text, after_arguments)
+        if body:
+            yield found.start(), _after_bracket(text, body.end() - 1)
+
+
+def _after_bracket(text: str, opening: int) -> int:
+    """Behind the bracket that closes the one at `opening`."""
+    closing, depth = {"(": ")", "{": "}"}[text[opening]], 0
+    for place in range(opening, len(text)):
+        depth += (text[place] == text[opening]) - (text[place] == closing)
+        if depth == 0:
+            return place + 1
+    return len(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +192,7 @@ def first_failure(output: str) -> tuple[str, str]:
     return (found[1], found[2] or "") if found else ("", "")
 
 
-def judge(mutation: Mutation, base: Path, work: Path) -> Verdict:
+def run_mutation(mutation: Mutation, base: Path, work: Path) -> Verdict:
     """Applies one mutation to a fresh copy of `base` and asks the tests."""
     began = time.monotonic()
     shutil.rmtree(work, ignore_errors=True)
@@ -187,43 +233,17 @@ def check_base(base: Path, mutations: list[Mutation]) -> None:
         raise RuntimeError(f"expected the tests to pass without a mutation, {name} failed: {said}\n{output}")
 
 
-def found_of(verdict: Verdict) -> tuple[str, str]:
-    """Of a verdict, what the table keeps: who caught it, and the seconds."""
-    return f"`{verdict.caught_by}`" if verdict.caught_by else SURVIVED, f"{verdict.seconds:.0f}"
-
-
-def known() -> dict[str, tuple[str, str]]:
-    """What the table has, by the mutation's name; not of another file, nor what was caught by a test that is gone."""
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| ") and "`" in line]
-    files = {mutation.name: f"`{mutation.file}`" for mutation in load()}
-    return {row[1]: (row[-3], row[-2]) for row in rows if files.get(row[1]) == row[2] and _is_there(row[-3])}
-
-
-def _is_there(caught_by: str) -> bool:
-    file, _, test = caught_by.strip("`").partition("::")
-    path = ROOT / "tests" / file
-    return caught_by == SURVIVED or (path.is_file() and f"def {test.split('[')[0]}(" in path.read_text())
-
-
-def table(every: list[Mutation], verdicts: dict[str, tuple[str, str]]) -> str:
-    """Markdown, a row for each mutation that has a verdict, in their order."""
-    found = [
-        f"| {mutation.name} | `{mutation.file}` | {mutation.breaks} | {caught} | {seconds} |"
-        for mutation in every
-        for caught, seconds in filter(None, [verdicts.get(mutation.name)])
-    ]
-    survivors = sum(SURVIVED in row for row in found)
-    head = f"{len(every)} mutations, {len(found) - survivors} caught, {survivors} survived"
-    head += f", {len(every) - len(found)} not run (`make mutate`)." if len(found) < len(every) else " (`make mutate`)."
-    columns = ["| mutation | where | what it breaks | caught by | s |", "|---|---|---|---|---|"]
-    return "\n".join(["# Mutations and the tests that catch them", "", head, "", *columns, *found, ""])
+def known() -> dict[str, dict[str, str | float]]:
+    """The verdicts of earlier runs in this checkout, by the mutation's name."""
+    return json.loads(VERDICTS.read_text()) if VERDICTS.exists() else {}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="only mutations whose name contains one of these")
-    parser.add_argument("--missing", action="store_true", help="only mutations that the table does not have")
+    parser.add_argument(
+        "--missing", action="store_true", help="only mutations without a verdict in build/mutations.json"
+    )
     parser.add_argument("--no-base", action="store_true", help="do not run the tests without a mutation first")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves by the way that cleans up
@@ -239,12 +259,14 @@ def main() -> int:
         if not options.no_base:
             check_base(base, chosen)
         for number, mutation in enumerate(chosen, 1):
-            verdict = judge(mutation, base, work)
+            verdict = run_mutation(mutation, base, work)
             survived |= not verdict.caught_by
-            verdicts[mutation.name] = found_of(verdict)
-            RESULTS.write_text(table(every, verdicts))
-            told = f"caught by {verdict.caught_by}: {verdict.said}" if verdict.caught_by else "SURVIVED"
-            print(f"[{number}/{len(chosen)}] {mutation.name} ({verdict.seconds:.0f} s): {told}", flush=True)
+            found = {"caught_by": verdict.caught_by, "said": verdict.said, "seconds": round(verdict.seconds)}
+            verdicts[mutation.name] = found
+            VERDICTS.parent.mkdir(exist_ok=True)
+            VERDICTS.write_text(json.dumps(verdicts, indent=2) + "\n")
+            outcome = f"caught by {verdict.caught_by}: {verdict.said}" if verdict.caught_by else "SURVIVED"
+            print(f"[{number}/{len(chosen)}] {mutation.name} ({verdict.seconds:.0f} s): {outcome}", flush=True)
     return int(survived)
 
 
