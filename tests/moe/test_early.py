@@ -257,7 +257,7 @@ def test_a_peer_killed_while_it_sends_ends_an_early_expand() -> None:
     ranks = run_ranks(2, _killed_while_sending, 2)
     assert ranks[1].exitcode == -signal.SIGKILL
     error, early, poisoned_rows = ranks[0].value
-    assert "rank 1 at step expand" in str(error)
+    assert "rank 1 at step dispatch_recv" in str(error)
     assert early == [False, True, True] and poisoned_rows
 
 
