@@ -129,5 +129,5 @@ def test_a_dead_rank_is_named_by_every_survivor(path: str, behind: int) -> None:
     outcomes = run_ranks(3, collectives.survive, path, victim, behind, timeout_s=100)
     assert outcomes[victim].exitcode == -signal.SIGKILL
     for blamed, step, took in values([outcomes[0], outcomes[2]]):
-        assert (blamed, step) == (victim, "scatter" if path == "sum" else "gather")
+        assert (blamed, step) == (victim, "reduce_scatter" if path == "sum" else "all_gather")
         assert took < collectives.DEADLINE_S + 5, f"it took {took:.1f} s"
