@@ -375,11 +375,11 @@ void synchronize(uint64_t stream) {
   if (last != nullptr) wait_until([&] { return last->ended.load(); });
 }
 
-void wait_for_kernel_ahead() {
+void wait_on_dependency() {
   const Job* ahead = here->cta->job.ahead.get();
   while (ahead != nullptr && !ahead->ended) look_again_later();
 }
-void let_next_kernel_in() { here->cta->let_next_in(); }
+void launch_dependents() { here->cta->let_next_in(); }
 
 void look_again_later() {
   Thread& thread = static_cast<Thread&>(*here);

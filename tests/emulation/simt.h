@@ -48,8 +48,8 @@ void synchronize(uint64_t stream);
 
 // Of the kernel that the calling fiber runs: waits for the end of the one ahead; lets the one behind begin, as far as
 // this CTA is concerned.
-void wait_for_kernel_ahead();
-void let_next_kernel_in();
+void wait_on_dependency();
+void launch_dependents();
 
 // The calling fiber has looked in vain for something that others write; they go on.
 void look_again_later();

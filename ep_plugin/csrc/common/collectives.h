@@ -151,15 +151,17 @@ struct StreamWords {
 // Shards that are to be summed travel in chunks. The CTAs of one index on all ranks are a lane, which takes every
 // num_ctas-th chunk; each rank has slots for what each other sends it in each lane, and chunks are counted lane by lane
 // over all operations.
-constexpr int kMostLanes = 64;
-constexpr int kMostLaneSlots = 32;
+constexpr int kMostChannels = 64;
+constexpr int kMostChannelSlots = 32;
 constexpr int64_t kSumRowBytes = 2048;  // what a warp sums at a time
 constexpr int kMostChunkRows = 8;
-constexpr int64_t kLaneSlotBytes = kMostChunkRows * kSumRowBytes;
+constexpr int64_t kChannelSlotBytes = kMostChunkRows * kSumRowBytes;
 // Of a lane, for each source: a power of two, fewer for more ranks, which share what a lane brings.
-EP_HD constexpr int lane_slots(int ranks) { return ranks <= 2 ? kMostLaneSlots : ranks <= 4 ? 16 : ranks <= 8 ? 8 : 4; }
-EP_HD constexpr int64_t lane_slots_bytes(int ranks, int lanes) {
-  return lanes * (ranks - 1) * lane_slots(ranks) * kLaneSlotBytes;
+EP_HD constexpr int channel_slots(int ranks) {
+  return ranks <= 2 ? kMostChannelSlots : ranks <= 4 ? 16 : ranks <= 8 ? 8 : 4;
+}
+EP_HD constexpr int64_t channel_slots_bytes(int ranks, int lanes) {
+  return lanes * (ranks - 1) * channel_slots(ranks) * kChannelSlotBytes;
 }
 
 // So many chunks lie in the slots, or have; in one piece with what ranks must say alike.
@@ -179,11 +181,11 @@ EP_HD constexpr int64_t sum_element(uint64_t word) { return static_cast<int64_t>
 // are epochs or numbers of chunks, which live here, so that a replayed graph moves on.
 struct DeviceControl {
   alignas(128) Sign signs[kMostCtas][kMaxRanks];
-  alignas(128) Landed landed[kMostLanes][kMaxRanks];   // in this rank's slots, by source
-  alignas(128) uint64_t freed[kMostLanes][kMaxRanks];  // chunks of this rank's that a destination has read
-  alignas(128) uint64_t chunks[kMostLanes];            // of operations that are over; this rank's own
-  alignas(128) uint64_t epoch;                         // kernels' operations that are over; this rank's own
-  uint64_t small;                                      // of these the ones of small shards
+  alignas(128) Landed landed[kMostChannels][kMaxRanks];   // in this rank's slots, by source
+  alignas(128) uint64_t freed[kMostChannels][kMaxRanks];  // chunks of this rank's that a destination has read
+  alignas(128) uint64_t chunks[kMostChannels];            // of operations that are over; this rank's own
+  alignas(128) uint64_t epoch;                            // kernels' operations that are over; this rank's own
+  uint64_t small;                                         // of these the ones of small shards
   uint64_t ctas_done;
 };
 
@@ -212,7 +214,7 @@ struct AllGatherArgs {
 };
 
 // As ScatterArgs, of shards of any size. slots[r]: of rank r, [num_ctas or more][num_ranks - 1 (the other sources)]
-// [lane_slots].
+// [channel_slots].
 struct ReduceScatterArgs {
   Comm comm;  // control: DeviceControl of each rank
   Address inputs[kMaxRanks];

@@ -75,7 +75,7 @@ EP_HD int64_t rows_required(const DispatchRecvArgs& args, const Meta& meta) {
 
 // Whether an expand that was enqueued before the host knew the totals has to be enqueued again: its output is too
 // small, or no rank was told of any row. The host, once it knows them, finds the same.
-EP_HD bool came_too_early(const DispatchRecvArgs& args, const Meta& meta) {
+EP_HD bool must_relaunch(const DispatchRecvArgs& args, const Meta& meta) {
   return rows_required(args, meta) > args.capacity || meta.recv_offset[args.comm.num_ranks] > args.routing.slots ||
          pools_must_grow(args.comm, args.header, meta);
 }

@@ -189,7 +189,7 @@ void dispatch_recv(const DispatchRecvArgs& args) {
   const Comm& comm = args.comm;
   Run run{comm, kDispatchRecv, 0};
   const bool begun = begin(comm, kDispatchRecv, &run);
-  if (begun && args.optimistic != 0 && came_too_early(args, meta_of(comm, args.routing))) return;
+  if (begun && args.optimistic != 0 && must_relaunch(args, meta_of(comm, args.routing))) return;
   if (!begun || !receive_all(run, args)) return poison(args);
   for (int source = 0; source < comm.num_ranks; ++source)
     signal(consumed_word(comm, source, kDispatchPool, comm.rank), run.epoch);

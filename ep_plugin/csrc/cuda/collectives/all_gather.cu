@@ -2,11 +2,11 @@
 //
 // Two ways. Copy engines: whole shards, the next rank first, so that no two ranks hit one receiver at a time;
 // handshakes by stream memory operations, no SM at all; in a graph, whose values would be frozen, by a kernel of one
-// CTA. Small shards: one kernel, a part of the shard for each CTA; see rendezvous.cuh. An output that peers have not
+// CTA. Small shards: one kernel, a part of the shard for each CTA; see barrier.cuh. An output that peers have not
 // mapped is copied from the staging block, by the kernel or the copy engine.
 #include <cstddef>
 
-#include "cuda/collectives/rendezvous.cuh"
+#include "cuda/collectives/barrier.cuh"
 #include "cuda/collectives/stream_words.h"
 #include "cuda/core/copy.cuh"
 
@@ -75,7 +75,7 @@ __device__ void copy_span(const AllGatherArgs& args, const Unit* from, int count
 }
 
 template <class Unit>
-__device__ void push_span(const AllGatherArgs& args) {
+__device__ void send_span(const AllGatherArgs& args) {
   const Comm& comm = args.comm;
   copy_span(args, at<const Unit>(args.input), comm.num_ranks,
             [&](int index) { return args.targets[(comm.rank + 1 + index) % comm.num_ranks]; });
@@ -92,10 +92,10 @@ template <class Unit>
 __global__ void __launch_bounds__(kThreads) ep_all_gather(const __grid_constant__ AllGatherArgs args) {
   const int cta = static_cast<int>(blockIdx.x);
   const Run run = enter_collective(args.comm, kAllGather);
-  bool ok = run.ok && meet_before(run, cta, args.bytes, args.place);
+  bool ok = run.ok && barrier_before(run, cta, args.bytes, args.place);
   if (ok) {
-    push_span<Unit>(args);
-    ok = meet_after(run, cta);
+    send_span<Unit>(args);
+    ok = barrier_after(run, cta);
   }
   if (ok && args.landing != 0) fetch_span<Unit>(args);
   if (!ok) poison(args);
@@ -105,11 +105,11 @@ __global__ void __launch_bounds__(kThreads) ep_all_gather(const __grid_constant_
 // In a graph, before and after the copies: one CTA, one thread for each peer.
 __global__ void ep_all_gather_begin(const __grid_constant__ AllGatherArgs args) {
   const Run run = enter_collective(args.comm, kAllGather);
-  if (run.ok) meet_before(run, 0, args.bytes, args.place);
+  if (run.ok) barrier_before(run, 0, args.bytes, args.place);
 }
 __global__ void ep_all_gather_end(const __grid_constant__ AllGatherArgs args) {
   const Run run = enter_collective(args.comm, kAllGather);
-  const bool ok = run.ok && meet_after(run, 0);
+  const bool ok = run.ok && barrier_after(run, 0);
   if (!ok) poison(args);
   leave_collective(run, ok);
 }
@@ -142,7 +142,7 @@ Address word_at(const AllGatherArgs& args, int owner, bool done, int peer) {
 }
 
 // Words of this operation at all peers, then the same words from all of them.
-void shake_hands(const AllGatherArgs& args, bool done) {
+void handshake(const AllGatherArgs& args, bool done) {
   const Comm& comm = args.comm;
   StreamOperations words;
   if (!done) words.write(args.begun, args.number);
@@ -156,14 +156,14 @@ void shake_hands(const AllGatherArgs& args, bool done) {
 
 void gather_by_engines(const AllGatherArgs& args) {
   if (args.captured != 0)
-    launch<ep_all_gather_begin>("open gather", 1, kWarp, 0, args.stream, args);
+    launch<ep_all_gather_begin>("all_gather begin", 1, kWarp, 0, args.stream, args);
   else
-    shake_hands(args, false);
+    handshake(args, false);
   copy_to_peers(args);
   if (args.captured != 0)
-    launch<ep_all_gather_end>("close gather", 1, kThreads, 0, args.stream, args);
+    launch<ep_all_gather_end>("all_gather end", 1, kThreads, 0, args.stream, args);
   else
-    shake_hands(args, true);
+    handshake(args, true);
   copy_from_staging(args);
 }
 

@@ -11,7 +11,7 @@
 // size.
 // Co-residency. It both sends and waits, and is launched cooperatively.
 // Memory order. None beyond the single word: stores and loads of 16 bytes are relaxed, and in one piece.
-#include "cuda/collectives/rendezvous.cuh"
+#include "cuda/collectives/barrier.cuh"
 #include "cuda/core/copy.cuh"
 #include "cuda/core/element.cuh"
 
@@ -83,13 +83,13 @@ __device__ __forceinline__ void store_units(Address shard, int word, int64_t byt
 __device__ __forceinline__ uint64_t both(uint32_t low, uint32_t high) {
   return static_cast<uint64_t>(high) << 32 | low;
 }
-__device__ __forceinline__ void put(FlaggedWord* to, const Units& units, uint32_t flag) {
-  ptx::st_relaxed_sys(to, both(units.unit[0], units.unit[1]), both(units.unit[2], flag));
+__device__ __forceinline__ void store_word(FlaggedWord* to, const Units& units, uint32_t flag) {
+  peer::store(to, both(units.unit[0], units.unit[1]), both(units.unit[2], flag));
 }
 // The flag of what lies there.
-__device__ __forceinline__ uint32_t get(const FlaggedWord* from, Units* units) {
+__device__ __forceinline__ uint32_t load_word(const FlaggedWord* from, Units* units) {
   uint64_t low, high;
-  ptx::ld_relaxed_sys(from, &low, &high);
+  peer::poll(from, &low, &high);
   units->unit[0] = static_cast<uint32_t>(low);
   units->unit[1] = static_cast<uint32_t>(low >> 32);
   units->unit[2] = static_cast<uint32_t>(high);
@@ -148,7 +148,8 @@ struct Words {
 #pragma unroll
       for (int v = 0; v < kItems; ++v) {
         seen[v] = flag;
-        if (items[v].source >= 0) seen[v] = get(at_rank(args.comm.rank, items[v].source) + items[v].word, &units[v]);
+        if (items[v].source >= 0)
+          seen[v] = load_word(at_rank(args.comm.rank, items[v].source) + items[v].word, &units[v]);
       }
       bool there = true, ok = true;
       int missing = 0;
@@ -161,7 +162,7 @@ struct Words {
       if (there) return true;
       if (!ok) return false;
       if (looks % kLooks == 0 &&
-          (!is_alike(run, missing, args.bytes) || !patience->keep_waiting(run, missing, 0, run.epoch, 0)))
+          (!check_size(run, missing, args.bytes) || !patience->keep_waiting(run, missing, 0, run.epoch, 0)))
         return false;
     }
   }
@@ -178,7 +179,7 @@ __device__ void send_words(const Words& words) {
       if (first + v * words.step < words.count) units[v] = load_units(shard, first + v * words.step, args.bytes);
 #pragma unroll
     for (int v = 0; v < kAhead; ++v)
-      if (first + v * words.step < words.count) put(to + first + v * words.step, units[v], words.flag);
+      if (first + v * words.step < words.count) store_word(to + first + v * words.step, units[v], words.flag);
   }
 }
 
@@ -189,7 +190,7 @@ __device__ void expire_words(const Words& words) {
   if (static_cast<int>(blockIdx.x) >= R - 1 || static_cast<int>(threadIdx.x) >= at_once) return;
   const int word = static_cast<int>(words.number / 2 % kExpiries) * at_once + static_cast<int>(threadIdx.x);
   if (word >= words.count && word < small_capacity(R))
-    put(words.at_rank(words.args.comm.rank, words.peer) + word, Units{}, words.flag ^ (1u << kNumberShift));
+    store_word(words.at_rank(words.args.comm.rank, words.peer) + word, Units{}, words.flag ^ (1u << kNumberShift));
 }
 
 __device__ bool gather_words(const Words& words) {
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(kThreads, 1) ep_small(const __grid_constant__ 
   if (ok) {
     const Words words(args, run, number);
     send_words(words);
-    tell_size(run, args.bytes);
+    signal_size(run, args.bytes);
     expire_words(words);
     if constexpr (kGathers)
       ok = gather_words(words);

@@ -4,7 +4,7 @@
 //   void store(const char* stage, int unit)      lane 0 begins the bulk stores of a unit, rows in the order found
 //   void copy_plain()                            plain path: copies the row found last, all lanes
 //   void completed(uint32_t rows)                so many rows of this warp are written
-//   static constexpr bool kTells                 whether anyone waits for that: stores are then waited for until they
+//   static constexpr bool kSignals                 whether anyone waits for that: stores are then waited for until they
 //                                                are written, and otherwise until their stage has been read
 //   static constexpr int kStages                 of a warp's ring
 // all called by whole warps. On the bulk path what `next` finds is `cut.units()` units: a row, or a part of one; where
@@ -96,7 +96,7 @@ __device__ void copy_rows_bulk(Job& job, const Run& run, const Cut& cut) {
     while (ring.loading() < Job::kStages && load_next(false)) {
     }
     if (lane_id() == 0) {
-      if constexpr (Job::kTells)
+      if constexpr (Job::kSignals)
         ptx::bulk_wait<0>();
       else
         ptx::bulk_wait_read<0>();

@@ -122,7 +122,7 @@ void launch_cooperatively(const char* name, int64_t ctas, int threads, int64_t s
   launch_with<kKernel>(&cooperative, 1, name, ctas, threads, shared_bytes, stream, args...);
 }
 
-// CTAs start as soon as the kernel ahead in the stream lets them (ptx::let_next_kernel_in), and wait for its end by
+// CTAs start as soon as the kernel ahead in the stream lets them (ptx::launch_dependents), and wait for its end by
 // themselves: what a launch takes passes meanwhile. Only code that can wait so is launched like this.
 template <auto kKernel, class... Args>
 void launch_early(const char* name, int64_t ctas, int threads, int64_t shared_bytes, Address stream,

@@ -124,15 +124,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 // A word that only grows. All are atomics, and not plain stores and loads of the same order, for the sake of
 // compute-sanitizer's racecheck, which takes plain accesses for unordered.
-__device__ __forceinline__ void raise_release_cta(int32_t* shared_word, int32_t value) {
+__device__ __forceinline__ void red_max_release_cta(int32_t* shared_word, int32_t value) {
   asm volatile("red.release.cta.shared::cta.max.s32 [%0], %1;" ::"r"(shared_address(shared_word)), "r"(value)
                : "memory");
 }
-__device__ __forceinline__ void add_release_cta(int32_t* shared_word, int32_t value) {
+__device__ __forceinline__ void red_add_release_cta(int32_t* shared_word, int32_t value) {
   asm volatile("red.release.cta.shared::cta.add.s32 [%0], %1;" ::"r"(shared_address(shared_word)), "r"(value)
                : "memory");
 }
-__device__ __forceinline__ int32_t read_acquire_cta(int32_t* shared_word) {
+__device__ __forceinline__ int32_t ld_acquire_cta(int32_t* shared_word) {
   int32_t value;
   asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;"
                : "=r"(value)
@@ -202,13 +202,13 @@ __device__ __forceinline__ uint64_t globaltimer() {
 // what was written before the chain, whose first kernel is not launched early, faults, for which it looks again, and
 // what the kernel ahead has told it of: State::placed and State::laid_out. (A send that is launched when the host has
 // the totals, be it again, comes after all that notify tells.)
-__device__ __forceinline__ void wait_for_kernel_ahead() {
+__device__ __forceinline__ void wait_on_dependency() {
 #if EP_HAS_BULK
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 // From when every CTA has said so, or ended, a kernel behind this one that is launched early may take its SMs.
-__device__ __forceinline__ void let_next_kernel_in() {
+__device__ __forceinline__ void launch_dependents() {
 #if EP_HAS_BULK
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

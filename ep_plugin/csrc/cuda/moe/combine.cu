@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
     if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks == 0) hold_at_gate(sending);
     __syncwarp();
     if (warp_id() == kReducers) {
-      tell_started(sending, kCombinePool);
+      signal_started(sending, kCombinePool);
       open_destinations(sending, kCombinePool, send.header);
       signal_chunks(sending, kCombinePool, progress, kSendWarps, PartialChunks{sending, meta, order, cut.parts});
     } else {
@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
         go_on = reduce_rows<Element>(job, sending, cut, ring);
       }
       if (go_on && open_sources_of_warp(receiving, kCombinePool, recv.header, nullptr)) {
-        const NextRow parts(receiving, kAdded, parts_to_add(recv, cut), kSendWarps, kReducers - kSendWarps, !sends);
+        const NextRow parts(receiving, kCombineRecvRows, parts_to_receive(recv, cut), kSendWarps,
+                            kReducers - kSendWarps, !sends);
         CombineRecvJob job(receiving, recv, cut, bases, parts);
         reduce_rows<Element>(job, receiving, cut, ring);
       }

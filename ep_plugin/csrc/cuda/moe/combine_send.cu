@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
   if (run.ok) {
     if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks == 0) hold_at_gate(run);
     if (warp_id() == cut.warps) {
-      tell_started(run, kCombinePool);
+      signal_started(run, kCombinePool);
       open_destinations(run, kCombinePool, args.header);
       signal_chunks(run, kCombinePool, progress, cut.warps, PartialChunks{run, meta, order, cut.parts});
     } else {

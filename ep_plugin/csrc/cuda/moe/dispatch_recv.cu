@@ -16,10 +16,10 @@ namespace {
 template <bool kBulk>
 __global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
     ep_dispatch_recv(const __grid_constant__ DispatchRecvArgs args, const __grid_constant__ Cut cut) {
-  ptx::wait_for_kernel_ahead();
+  ptx::wait_on_dependency();
   Run run = enter(args.comm, kDispatchRecv);
   const Meta meta = meta_of(args.comm, args.routing);
-  if (run.ok && args.optimistic != 0 && came_too_early(args, meta)) return;
+  if (run.ok && args.optimistic != 0 && must_relaunch(args, meta)) return;
   if (run.ok) run.ok = slots_fit(run, args);
   if (run.ok) {
     const Output out(run, args);

@@ -147,7 +147,7 @@ class Placer {
 // `skips_own`: this rank's own rows do not come through the pool.
 class DispatchRecvJob {
  public:
-  static constexpr bool kTells = false;
+  static constexpr bool kSignals = false;
   static constexpr int kStages = 4;
 
   __device__ DispatchRecvJob(const Output& out, const Cut& cut, bool skips_own)
@@ -188,7 +188,7 @@ class DispatchRecvJob {
   __device__ int first_piece(int32_t part) const { return cut_.parts == 1 ? 0 : part % cut_.parts; }
   __device__ int source_of(int32_t slot) const { return slot / out_.region; }
   __device__ const char* slot(int32_t index) const {
-    return at<char>(out_.args.comm.pool[kDispatchPool][out_.args.comm.rank], index * out_.lay.bytes);
+    return at<char>(peer::pool(out_.args.comm, kDispatchPool, out_.args.comm.rank), index * out_.lay.bytes);
   }
 
   const Output& out_;
@@ -269,7 +269,7 @@ __device__ inline bool slots_fit(const Run& run, const DispatchRecvArgs& args) {
 // The last CTA's end, all threads.
 __device__ inline void finish_dispatch_recv(const Run& run, const DispatchRecvArgs& args, const Meta& meta) {
   if (!chunks_cover(run, meta, args.fresh ? meta.recv_chunk_end : nullptr)) return poison(args);
-  tell_consumed(run, kDispatchPool, static_cast<int>(threadIdx.x));
+  signal_consumed(run, kDispatchPool, static_cast<int>(threadIdx.x));
   advance(run);
 }
 

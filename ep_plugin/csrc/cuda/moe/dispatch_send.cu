@@ -26,7 +26,7 @@ constexpr int64_t kBytesUnderWay = 256 * 1024;  // of a CTA's rows: more would w
 // One thread waits until notify, ahead, has written what this send reads. A known routing was written long ago.
 __device__ bool rows_are_placed(const Run& run, const Header& header) {
   if (threadIdx.x != 0 || header.op != kOpDispatch) return true;
-  return wait_at_least(run, &state_of(run.comm).placed, run.epoch, run.comm.rank, kOwnKernel);
+  return peer::wait_at_least(run, &state_of(run.comm).placed, run.epoch, run.comm.rank, kOwnKernel);
 }
 
 // From: void, or the type of the elements that are quantised.
@@ -38,7 +38,7 @@ __device__ __forceinline__ void send_all(const DispatchSendArgs& args, const Cut
   if (!__syncthreads_and(run.ok)) return;
   const Meta meta = meta_of(args.comm, args.routing);
   if (!__syncthreads_and(sends_fit(args, meta))) {
-    if (args.optimistic != 0 && warp_id() == 0) tell_started(run, kDispatchPool);  // an expand behind it leaves too
+    if (args.optimistic != 0 && warp_id() == 0) signal_started(run, kDispatchPool);  // an expand behind it leaves too
     return;
   }
   progress.clear();
@@ -46,7 +46,7 @@ __device__ __forceinline__ void send_all(const DispatchSendArgs& args, const Cut
   if (run.ok) {
     if (args.routing.num_tokens == 0 && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
     if (warp_id() == cut.warps) {
-      tell_started(run, kDispatchPool);
+      signal_started(run, kDispatchPool);
       open_destinations(run, kDispatchPool, args.header);
       signal_chunks(run, kDispatchPool, progress, cut.warps, SentChunks(run, args, meta, cut.parts));
     } else {
@@ -55,10 +55,10 @@ __device__ __forceinline__ void send_all(const DispatchSendArgs& args, const Cut
     }
   }
   if (!last_to_finish(run)) return;
-  ptx::wait_for_kernel_ahead();
-  const bool told = !pools_must_grow(args.comm, args.header, meta);
-  if (!told && args.optimistic == 0 && threadIdx.x == 0) fail_too_small(run, args.header, meta);
-  if (!faulted(args.comm)) finish_sending(run, kDispatchPool, told);
+  ptx::wait_on_dependency();
+  const bool signalled = !pools_must_grow(args.comm, args.header, meta);
+  if (!signalled && args.optimistic == 0 && threadIdx.x == 0) fail_too_small(run, args.header, meta);
+  if (!faulted(args.comm)) finish_sending(run, kDispatchPool, signalled);
 }
 
 template <bool kBulk, class From>
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   send_all<kBulk, From>(args, cut);
   // One CTA stays so that whatever comes next in the stream comes after notify, too: all would hold SMs while peers are
   // late.
-  if (blockIdx.x == 0) ptx::wait_for_kernel_ahead();
+  if (blockIdx.x == 0) ptx::wait_on_dependency();
 }
 
 // Behind its notify it is launched early.

@@ -11,7 +11,7 @@ void wait_for_sender(const WaitForSenderArgs& args);
 void dispatch_recv(const DispatchRecvArgs& args);
 void combine_send(const CombineSendArgs& args);
 void combine_recv(const CombineRecvArgs& args);
-void dispatch(const DispatchSendArgs& send, const DispatchRecvArgs& expand);
-void combine(const CombineSendArgs& push, const CombineRecvArgs& add);
+void dispatch(const DispatchSendArgs& send, const DispatchRecvArgs& recv);
+void combine(const CombineSendArgs& send, const CombineRecvArgs& recv);
 void weight_grad(const WeightGradArgs& args);
 }  // namespace ep::cuda

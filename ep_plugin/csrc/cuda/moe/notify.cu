@@ -11,6 +11,7 @@
 #include "cuda/core/launch.cuh"
 #include "cuda/moe/kernels.h"
 #include "cuda/moe/place.cuh"
+#include "cuda/moe/signals.cuh"
 
 namespace ep::cuda {
 
@@ -35,19 +36,20 @@ constexpr int kWordsAtOnce = 12;  // of a count row, that a lane has under way
 // One warp: waits until `peer` has read the count row that lies where the next one goes.
 __device__ bool row_is_free(const Run& run, int peer) {
   const uint64_t free_at = run.epoch < 2 ? 0 : run.epoch - 2;
-  const bool ok = wait_at_least(run, consumed_word(run.comm, run.comm.rank, kConsumedCounts, peer), free_at, peer);
+  const bool ok =
+      peer::wait_at_least(run, consumed_word(run.comm, run.comm.rank, kConsumedCounts, peer), free_at, peer);
   return __all_sync(kAllLanes, ok) != 0;
 }
 
 // One warp, after that: this rank's count row to `peer`.
-__device__ void write_counts(const Run& run, const NotifyArgs& args, int peer) {
+__device__ void send_counts(const Run& run, const NotifyArgs& args, int peer) {
   const Comm& comm = run.comm;
   const uint32_t* header = reinterpret_cast<const uint32_t*>(&args.header);
   uint64_t* to = count_words(comm, peer, parity_of(run), comm.rank);
   const int R = comm.num_ranks, for_experts = kHeaderWords + R;
   for (int i = lane_id(); i < count_row_words(R, comm.num_experts); i += kWarp) {
     const int count = i - kHeaderWords + (i < for_experts ? 0 : peer * local_experts(comm));
-    ptx::st_relaxed_sys(to + i, tagged(run.epoch, i < kHeaderWords ? header[i] : counts[count]));
+    peer::store(to + i, tagged(run.epoch, i < kHeaderWords ? header[i] : counts[count]));
   }
 }
 
@@ -76,7 +78,7 @@ __device__ bool read_words(const Run& run, const uint64_t* row, int words, int f
 #pragma unroll
     for (int j = 0; j < kWordsAtOnce; ++j) {
       const int i = first + j * kWarp;
-      held[j] = i < words ? ptx::ld_relaxed_sys(row + i) : tagged(run.epoch, UINT32_MAX);
+      held[j] = i < words ? peer::poll(row + i) : tagged(run.epoch, UINT32_MAX);
     }
 #pragma unroll
     for (int j = 0; j < kWordsAtOnce; ++j) {
@@ -93,7 +95,7 @@ __device__ bool read_words(const Run& run, const uint64_t* row, int words, int f
 
 // One warp: waits for a source's count row and checks it: the same operation as ours, and every count within [0, T of
 // that source]. Keeps the counts and T in shared memory.
-__device__ bool hear(const Run& run, const NotifyArgs& args, int source, Shared& shared) {
+__device__ bool receive_counts(const Run& run, const NotifyArgs& args, int source, Shared& shared) {
   const Comm& comm = run.comm;
   const int R = comm.num_ranks, per_rank = local_experts(comm), words = count_row_words(R, comm.num_experts);
   const uint64_t* row = count_words(comm, comm.rank, parity_of(run), source);
@@ -204,7 +206,7 @@ __device__ bool lay_out_experts(const Run& run, const NotifyArgs& args) {
 }
 
 // All threads: totals to the host, then the ticket that says whose they are.
-__device__ void tell_host(const NotifyArgs& args, const Shared& shared) {
+__device__ void publish_totals(const NotifyArgs& args, const Shared& shared) {
   const Comm& comm = args.comm;
   const Meta meta = meta_of(comm, args.routing);
   const int per_rank = local_experts(comm);
@@ -229,7 +231,7 @@ __device__ void count_all(const NotifyArgs& args) {
 }
 
 // All threads of a CTA that has placed its block: after all of those the send goes on.
-__device__ void tell_placed(const Comm& comm) {
+__device__ void signal_placed(const Comm& comm) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   State& state = state_of(comm);
@@ -240,7 +242,7 @@ __device__ void tell_placed(const Comm& comm) {
 
 // All threads of CTA 0, when every peer is heard: rows may be told of, and expanded. (No send moves its epoch on before
 // this kernel's end.)
-__device__ void tell_laid_out(const Comm& comm) {
+__device__ void signal_laid_out(const Comm& comm) {
   __syncthreads();
   State& state = state_of(comm);
   if (threadIdx.x == 0) ptx::st_release_gpu(&state.laid_out, state.epoch[kDispatchSend - 1] + 1);
@@ -255,34 +257,34 @@ __device__ void exchange(const NotifyArgs& args, const Run& run, bool is_free, S
   if (comm.gate == kNotify) ok = __syncthreads_and(threadIdx.x != 0 || hold_at_gate(run)) && ok;
   ok = __all_sync(kAllLanes, ok) != 0;
   if (ok && peer < comm.num_ranks) {
-    write_counts(run, args, peer);
-    ok = hear(run, args, peer, shared);
+    send_counts(run, args, peer);
+    ok = receive_counts(run, args, peer, shared);
   }
   if (!__syncthreads_and(ok)) return;
   if (peer == 0) ok = lay_out_experts(run, args);
   if (peer == kMaxRanks) ok = lay_out_ranks(run, args, shared);
   if (!__syncthreads_and(ok)) return;
-  tell_laid_out(comm);
-  if (args.ticket != 0) tell_host(args, shared);
-  tell_consumed(run, kConsumedCounts, static_cast<int>(threadIdx.x));
+  signal_laid_out(comm);
+  if (args.ticket != 0) publish_totals(args, shared);
+  signal_consumed(run, kConsumedCounts, static_cast<int>(threadIdx.x));
   advance(run);
 }
 
 __global__ void __launch_bounds__(kNotifyThreads, 1) ep_notify(const __grid_constant__ NotifyArgs args) {
   __shared__ Shared shared;
   const Run run = enter(args.comm, kNotify);
-  const bool asks = run.ok && blockIdx.x == 0 && warp_id() < args.comm.num_ranks;
-  const bool is_free = !asks || row_is_free(run, warp_id());  // plan, ahead, has no say in that
-  ptx::wait_for_kernel_ahead();
+  const bool exchanges = run.ok && blockIdx.x == 0 && warp_id() < args.comm.num_ranks;
+  const bool is_free = !exchanges || row_is_free(run, warp_id());  // plan, ahead, has no say in that
+  ptx::wait_on_dependency();
   if (!run.ok) return;
   // The send comes in when the others have left. Among them its CTAs would land on other SMs, from which rows take up
   // to a tenth longer: not all SMs are equally far from the links, nor from each other.
   if (blockIdx.x == 0) {
-    ptx::let_next_kernel_in();
+    ptx::launch_dependents();
     return exchange(args, run, is_free, shared);
   }
   place_block(args.comm, args.routing, args.block_counts, static_cast<int>(blockIdx.x) - 1);
-  tell_placed(args.comm);
+  signal_placed(args.comm);
 }
 
 }  // namespace

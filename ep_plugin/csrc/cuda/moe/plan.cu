@@ -51,7 +51,7 @@ __device__ void count_block(const PlanArgs& args, const Block& block) {
 }
 
 __global__ void __launch_bounds__(kPlanThreads) ep_plan(const __grid_constant__ PlanArgs args) {
-  ptx::let_next_kernel_in();
+  ptx::launch_dependents();
   const Run run = enter(args.comm, kPlan);
   if (!run.ok) return;
   if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);

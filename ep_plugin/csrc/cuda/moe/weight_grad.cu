@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) ep_weight_grad(const __grid_con
 }
 
 template <class Element>
-void launch_weigh_back(const WeightGradArgs& args) {
+void launch_weight_grad(const WeightGradArgs& args) {
   const int64_t ctas = ceil_div(args.num_rows, kWarps);
   launch<ep_weight_grad<Element>>("weight_grad", ctas < kMostCtas ? ctas : kMostCtas, kWarps * kWarp, 0, args.stream,
                                   args);
@@ -73,11 +73,11 @@ void weight_grad(const WeightGradArgs& args) {
   require_rows("rows", args.rows);
   switch (args.element) {
     case kFloat32:
-      return launch_weigh_back<Float32>(args);
+      return launch_weight_grad<Float32>(args);
     case kBFloat16:
-      return launch_weigh_back<BFloat16>(args);
+      return launch_weight_grad<BFloat16>(args);
     case kFloat16:
-      return launch_weigh_back<Float16>(args);
+      return launch_weight_grad<Float16>(args);
   }
   throw std::invalid_argument("element: expected float32, bfloat16 or float16 on CUDA, got code " +
                               std::to_string(args.element));
