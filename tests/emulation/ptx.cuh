@@ -1,4 +1,4 @@
-// What ep_plugin/csrc/cuda/core/ptx.cuh names, on CPUs: the same wrappers, of which that file says what they mean.
+// Replaces ep_plugin/csrc/cuda/core/ptx.cuh on CPUs: the same wrappers. That file documents them.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -1,6 +1,6 @@
 """The CUDA kernels on CPUs: their sources, run by fibers (tests/emulation), with the checks of tests/gpu.
 
-What only a GPU shows is judged there alone: its memory's order, its speed, graphs, copy engines, larger sizes.
+Only a GPU shows memory order, speed, CUDA graphs, copy engines and large sizes: tests/gpu checks those.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _goes_wrong(rank: int, size: int, name: str, said: str = os.devnull) -> byte
 
 
 WRONG = {
-    "lanes apart": "meets others in",
+    "lanes apart": "while others are in",
     "threads apart": "all threads wait for each other",
     "asks the dead": "asks for the value of a lane that has ended",
     "loads unaligned": "not aligned to 16 bytes",
@@ -236,7 +236,7 @@ def test_what_no_gpu_promises_ends_the_process(name: str, tmp_path: Path) -> Non
 
 
 def test_copies_take_as_long_as_they_may() -> None:
-    read, filled, told = (_on_ranks(1, _goes_wrong, f"{what} early")[0] for what in ("reads", "fills", "tells"))
+    read, filled, signalled = (_on_ranks(1, _goes_wrong, f"{what} early")[0] for what in ("reads", "fills", "signals"))
     assert read[128] != 7, "a stage was full before anybody waited for it"
     assert filled[128:] == bytes([2] * 128), "a store had read its stage before anybody waited for it"
-    assert told[0] == 0, "a store had arrived before anybody waited for it"
+    assert signalled[0] == 0, "a store had arrived before anybody waited for it"

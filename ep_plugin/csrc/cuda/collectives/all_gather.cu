@@ -1,9 +1,10 @@
-// All-gather inside a node: each rank pushes its shard into its peers' outputs.
+// All-gather inside a node: each rank sends its shard to its peers' outputs.
 //
-// Two ways. Copy engines: whole shards, the next rank first, so that no two ranks hit one receiver at a time;
-// handshakes by stream memory operations, no SM at all; in a graph, whose values would be frozen, by a kernel of one
-// CTA. Small shards: one kernel, a part of the shard for each CTA; see barrier.cuh. An output that peers have not
-// mapped is copied from the staging block, by the kernel or the copy engine.
+// Large shards: copy engines, and no SM. Each rank starts with the next rank, so that no two ranks write to one
+// receiver at the same time. Streams write and wait for the handshake words themselves (stream_words.h). In a CUDA
+// graph, which would freeze the values of those words, kernels of one CTA do the handshake.
+// Small shards: one kernel, where each CTA sends its part of the shard between two barriers (barrier.cuh).
+// An output that peers have not mapped is copied from the staging block afterwards, by the kernel or a copy engine.
 #include <cstddef>
 
 #include "cuda/collectives/barrier.cuh"

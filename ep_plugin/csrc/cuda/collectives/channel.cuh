@@ -1,4 +1,15 @@
-// HEAD
+// The channel of a reduce-scatter: the CTAs of one index on all ranks, their slots, and the counts of chunks in them.
+//
+// Roles. The warps of a CTA share counters in shared memory. One warp signals to each rank how many chunks have landed
+// in its slots, and learns how many slots are free there. Another warp learns how many chunks have landed here from all
+// ranks, and signals to all ranks how many have been read.
+// Buffers. slots[owner] is [channel][source][slot]; a slot is one chunk. Chunks are counted over all operations of the
+// communicator, and a chunk's number modulo the slots is its slot.
+// Memory order. A chunk's bulk store is complete before it is counted, with release order in the CTA (plain path: lanes
+// store and join). The signalling warp acquires that count, fences once at system scope for all chunks, and stores the
+// words. The peer acquires them at system scope and releases them in its CTA, where the summing warps acquire them. The
+// way back is the same: reads end before they are counted. Each system fence waits for everything that its SM has in
+// flight, so both warps fence as rarely as the number of slots allows.
 #pragma once
 #include "cuda/collectives/barrier.cuh"
 

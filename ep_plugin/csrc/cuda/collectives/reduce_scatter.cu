@@ -1,21 +1,15 @@
-// Reduce-scatter inside a node: each rank pushes its shards to the ranks that sum them, in float32 and in rank order.
+// Reduce-scatter inside a node: each rank sends its shards to the ranks that sum them, in float32 and in rank order.
 //
-// Shards travel in chunks, through slots at the rank that sums; the CTAs of one index on all ranks are a lane, with
-// slots and chunks of its own (collectives.h). Nobody but a rank itself touches its input and output: any memory will
-// do, and ranks need not have come to the operation before its first chunk is sent.
+// Shards travel in chunks through slots at the rank that sums. The CTAs of one index on all ranks are a channel with
+// its own slots and chunks (channel.cuh). No peer touches a rank's input or output, so these may be any memory, and a
+// rank may send before its peers have come to the operation.
 //
-// Roles. In each CTA some warps push, some sum, and two keep the counters with the peers, so that the others look at
-// shared memory alone. Pushing warps take chunks for one rank after the other, as far as slots are free there. The
-// sender tells each rank how many have landed. The receiver finds out how many have landed from all ranks; summing
-// warps take those row by row; and it tells all ranks how many chunks have been read.
-// Progress. A push waits for the sums of channel_slots chunks before, a sum for the pushes of its own chunk: the first
-// chunk that is not summed everywhere never waits for a later one. A warp that waits for a slot has counted all that
-// it has sent. Launched cooperatively: a CTA waits for those of its index on the peers.
-// Memory order. A chunk's bulk store is complete before it is counted, with release in the CTA (plain path: lanes
-// store, and join). The sender acquires that, fences at system scope, once for all chunks that it tells of, and stores
-// the word. The receiver acquires it at system scope and passes it on with release in the CTA, where who sums acquires
-// it. Reads are over before they are counted, and signalled of in the same way. Fences are what this kernel has least
-// of: each waits for all that its SM has under way.
+// Roles. In each CTA some warps send and some sum. Two warps exchange signals with the peers (channel.cuh), so that the
+// others poll shared memory only. Sending warps take the chunks of one rank after the other, as far as slots are free
+// there. Summing warps take the chunks that have landed from all ranks, row by row.
+// Progress. A send waits for the sums of the chunks that used its slot before. A sum waits for the sends of its chunk.
+// So the first chunk that is not summed everywhere never waits for a later one. A warp counts all it has sent before it
+// waits for a slot. The kernel is launched cooperatively because a CTA waits for those of its index on the peers.
 #include "cuda/collectives/channel.cuh"
 #include "cuda/core/copy.cuh"
 #include "cuda/core/element.cuh"

@@ -1,16 +1,17 @@
-// All-gather and reduce-scatter of small shards inside a node: one kernel, and no handshake.
+// All-gather and reduce-scatter of small shards inside a node: one kernel and no handshake.
 //
-// Every 12 bytes travel in one store of 16 with a flag that says of which operation they are, so that a reader needs
-// nothing but the word itself. Words land in memory that only this kernel uses, never in outputs: there is nothing to
-// ask a peer for before, and outputs need not be mapped by anyone.
-// Reuse. Words of one parity of the operation's number are overwritten by the one after the next. A rank that begins it
-// has heard, in the one between, from every peer; and a peer begins that one when its own kernel of the one before is
-// over, whose words it has then read. Of a number a flag has the low bits alone, which come round again: words that no
-// operation has used for long are expired, by the rank that reads them.
-// Agreement. The flag also holds the size and the element. To and from a peer whose shard is not small, a Sign says the
-// size.
-// Co-residency. It both sends and waits, and is launched cooperatively.
-// Memory order. None beyond the single word: stores and loads of 16 bytes are relaxed, and in one piece.
+// Every 12 bytes travel in one 16-byte store, together with a flag that says which operation they belong to. A reader
+// needs only the word itself. Words land in memory that only this kernel uses, never in outputs, so there is nothing to
+// ask a peer for first, and outputs need not be mapped.
+// Buffers. The words of an operation depend on the parity of its number, so they are overwritten by the next operation
+// but one. That is safe: a rank that starts it has received words of the operation in between from every peer, and a
+// peer starts that one only when its own kernel of the operation before has ended and read its words. A flag holds only
+// the low bits of the number, which repeat. So the rank that reads words expires those that no operation has used for
+// long.
+// Agreement. The flag also holds the size and the element type. If a peer's shard is not small, a Sign says its size
+// (barrier.cuh).
+// Co-residency. The kernel both sends and waits, and is launched cooperatively.
+// Memory order. Stores and loads of 16 bytes are relaxed and complete by themselves. Nothing else is ordered.
 #include "cuda/collectives/barrier.cuh"
 #include "cuda/core/copy.cuh"
 #include "cuda/core/element.cuh"

@@ -1,4 +1,4 @@
-// What every launch does: checks of arguments, shared memory beyond the default, errors with the kernel's name.
+// What every launch shares: argument checks, shared memory beyond the default, and errors that name the kernel.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -1,5 +1,5 @@
-// The rows that peers send, in the order in which a warp of the receiver takes them: chunk by chunk, all sources in
-// turn, this rank's own first. A warp looks at the arrival words of 32 chunks at once and keeps them, a lane each.
+// The rows that peers send, in the order in which a receiving warp takes them: chunk by chunk, all sources in turn,
+// this rank's own first. A warp polls the arrivals of 32 chunks at once and keeps them, one per lane.
 #pragma once
 #include "cuda/core/ring.cuh"
 #include "cuda/moe/signals.cuh"

@@ -1,10 +1,11 @@
-// Push and add in one kernel, for few SMs: what an SM can load bounds such a combine, and an SM that only pushes or
-// only adds waits for others where it could do the other.
+// Combine send and receive in one kernel, for few SMs. With few SMs, the bytes that an SM can load limit a combine. An
+// SM that only sends, or only receives, would wait for others while it could do the other work.
 //
-// Roles. In each CTA the first warps push, the next ones add, and the last signals chunks; a warp that has no more to
-// push adds, too. Each role is that of push.cu or add.cu. Launched cooperatively, since CTAs both push and wait for
-// rows: all of them run, so every rank's rows leave whatever its adders wait for. Memory order, and outputs after a
-// fault: as in push.cu and add.cu.
+// Roles. In each CTA the first warps send, the next ones receive, and the last one signals chunks. A warp that has no
+// more rows to send receives, too. Each role is that of combine_send.cu or combine_recv.cu. The kernel is launched
+// cooperatively because its CTAs both send and wait for rows. All of them run, so every rank's rows leave, whatever its
+// receivers wait for.
+// Memory order, and outputs after a fault: as in combine_send.cu and combine_recv.cu.
 #include <algorithm>
 
 #include "cuda/moe/combine_recv.cuh"

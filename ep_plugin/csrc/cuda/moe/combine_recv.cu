@@ -1,12 +1,10 @@
-// Add: the partial rows that every rank pushed -> this rank's tokens, summed in the order of those ranks, then bias.
+// Combine receive: sums the partial rows of a token in the order of the ranks that sent them, then adds the bias.
 //
-// Roles. Warps take tokens as they come; a token's chunk must have arrived from every rank. The last CTA tells the
-// ranks that their rows are read. Launched behind admit.
-//
-// Memory order. A chunk's flags are acquired at system scope, the warp joins, and the async proxy is fenced before bulk
-// loads. Consumed words are stored with release after all CTAs' reads.
-//
-// After a fault the outputs are filled with 0xFF bytes.
+// Roles. Warps share the tokens (rows.cuh). A token's chunk must have arrived from every rank. The last CTA signals to
+// the ranks that their rows are read. The kernel is launched behind ep_wait_for_sender.
+// Memory order. The warp acquires a chunk's arrivals at system scope, joins, and fences the async proxy before bulk
+// loads. Consumed words are signalled with release order, after the reads of all CTAs.
+// After a fault. The outputs are filled with 0xFF bytes.
 #include "cuda/moe/combine_recv.cuh"
 #include "cuda/moe/kernels.h"
 

@@ -1,5 +1,5 @@
-// What a warp of add does with this rank's tokens, and what the kernels that add do before and after. Roles and memory
-// order are in add.cu.
+// The work of a receiving warp of combine, and the steps before and after it. Roles and memory order are in
+// combine_recv.cu.
 #pragma once
 #include "cuda/core/copy.cuh"
 #include "cuda/core/launch.cuh"

@@ -1,5 +1,4 @@
-// What a pushing warp does with received slots, and what the kernels that push ask beforehand. Roles and memory order
-// are in push.cu.
+// The work of a sending warp of combine, and the checks before it. Roles and memory order are in combine_send.cu.
 #pragma once
 #include "cuda/core/launch.cuh"
 #include "cuda/moe/reduce.cuh"

@@ -1,11 +1,12 @@
-// Expand: received slots to the rows that the caller's experts take, as their chunks arrive.
+// Dispatch receive: copies received slots to the rows that the caller's experts take, as their chunks arrive.
 //
-// Roles. All warps first clear the rows that nothing is sent for, the last one after it has heard every source's
-// opening; CTA 0 writes the tables. Then warps take slots in turn: lane 0 moves the row (bulk: one load of the slot,
-// one store for each FLAT row), all lanes read its head. The last CTA checks that the chunks cover every source's rows,
-// and tells the sources that their rows are read. Memory order. A chunk's flag is acquired at system scope, the warp
-// joins, and the async proxy is fenced before bulk loads. Consumed words are stored with release after all CTAs' reads.
-// After a fault every output but the tables is filled with 0xFF bytes, the tables with 0: counts of no rows.
+// Roles. All warps clear the rows that nothing is sent for; the last warp first waits for every source's opening. CTA 0
+// writes the tables of counts and offsets. Then warps take slots in turn: lane 0 moves the row (bulk: one load of the
+// slot, one store for each FLAT row), and all lanes read its head. The last CTA checks that the chunks cover every
+// source's rows, and signals to the sources that their rows are read.
+// Memory order. The warp acquires a chunk's arrival at system scope, joins, and fences the async proxy before bulk
+// loads. Consumed words are signalled with release order, after the reads of all CTAs.
+// After a fault. Every output is filled with 0xFF bytes, except the tables, which are zeros: no rows.
 #include "cuda/moe/dispatch_recv.cuh"
 #include "cuda/moe/kernels.h"
 

@@ -1,5 +1,5 @@
-// What a warp of expand does with received slots, and what the kernels that expand do before and after. Roles and
-// memory order are in expand.cu.
+// The work of a receiving warp of dispatch, and the steps before and after it. Roles and memory order are in
+// dispatch_recv.cu.
 #pragma once
 #include "cuda/core/copy.cuh"
 #include "cuda/core/launch.cuh"

@@ -1,17 +1,17 @@
-// Send: each row once to every rank that holds one of its experts, straight to its final slot, behind a head that says
-// what it expands to. Chunk by chunk, so that receivers start before the last row has left. Rows begin to leave while
-// notify, ahead in the stream, still waits for peers; nobody is told of them before it has heard all of them.
+// Dispatch send: each row once to every rank that holds one of its experts, straight to its final slot. A head before
+// the row says which output rows it becomes. Rows go chunk by chunk, so that receivers start before the last row has
+// left. Rows start to leave while notify, ahead in the stream, waits for peers. They are signalled when it is done.
 //
-// Roles. Warps take tokens as they come. Lane 0 loads the row into shared memory, all lanes write the head before it,
-// and lane 0 stores both to each destination, one bulk store for each. The last warp of each CTA signals the chunks.
-// Sends wait on consumed words and on the CTAs of this rank's notify that place tokens, and before they tell of rows on
-// all of it; never on rows. Memory order.
-// The head is written by ordinary stores to shared memory: each lane fences the async proxy before lane 0 stores it.
-// What peers may rely on is in signals.cuh. A slot: [pad | ids[K] | positions[K] | weights[K] | scales | row], see
-// SlotLayout.
+// Roles. Sending warps share the tokens (rows.cuh). Lane 0 loads a row into shared memory, all lanes write the head
+// before it, and lane 0 stores both to each destination with one bulk store. The last warp of each CTA signals chunks.
+// Waits. Before writing, a send waits for consumed words and for the CTAs of this rank's notify that place tokens.
+// Before signalling, it also waits for all of notify. It never waits for rows.
+// Buffers. A slot is [pad | ids[K] | positions[K] | weights[K] | scales | row], see SlotLayout.
+// Memory order. The head is written with ordinary stores to shared memory. Each lane fences the async proxy before lane
+// 0 stores the slot in bulk. What peers may rely on is in signals.cuh.
 //
-// Quantised rows. All lanes make head, scales and row in a stage (quantize.cuh), fence and store as above. An image
-// that is longer than any stage takes the plain path.
+// Quantised rows. All lanes write head, scales and row into a stage (quantize.cuh), then fence and store as above. A
+// slot that is longer than any stage takes the plain path.
 #include "cuda/moe/dispatch_send.cuh"
 #include "cuda/moe/kernels.h"
 

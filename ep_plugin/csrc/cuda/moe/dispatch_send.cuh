@@ -1,5 +1,4 @@
-// What a sending warp does with this rank's tokens, and what the kernels that send ask beforehand. Roles and memory
-// order are in send.cu.
+// The work of a sending warp of dispatch, and the checks before it. Roles and memory order are in dispatch_send.cu.
 #pragma once
 #include <type_traits>
 

@@ -1,5 +1,5 @@
-// The CUDA side of the kernel table, one function per file. Each checks what it can check on the host, raising
-// std::invalid_argument, and enqueues; a launch that fails raises std::runtime_error with the kernel's name.
+// The CUDA side of the kernel table, one function per file. Each checks its arguments on the host
+// (std::invalid_argument) and enqueues a kernel. A launch that fails raises std::runtime_error with the kernel's name.
 #pragma once
 #include "common/api.h"
 

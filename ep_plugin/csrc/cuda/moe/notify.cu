@@ -1,13 +1,14 @@
-// Notify: every rank tells every rank how many rows it sends; each then knows where what it receives goes.
+// Notify: the ranks exchange counts, and each computes where the rows that it receives go.
 //
-// Roles. CTA 0 exchanges, a warp for each rank: warp p writes this rank's count row to peer p, then hears rank p's row,
-// checks it, and leaves its counts in shared memory. Then one warp lays out FLAT rows, and another one slots. The other
-// CTAs meanwhile place this rank's tokens, see place.cuh; they wait for nobody. The last of them tells the send, which
-// needs no more and is on its way before the peers are heard. CTA 0 tells when they are.
-// Memory order. A count row is words that carry their epoch: what is read is what was written, and no flag is needed.
-// There are two count rows for each pair of ranks, used in turns: a row is overwritten only after its reader's consumed
-// word says epoch - 2. Totals are stored before the ticket, which has release order at system scope (host memory).
-// Nothing read from a count row is used as a bound or index before it is checked.
+// Roles. CTA 0 exchanges: warp p writes this rank's count row to peer p, waits for rank p's row, checks it, and keeps
+// its counts in shared memory. Then one warp lays out the FLAT rows by expert, another the slots by source. The other
+// CTAs place this rank's tokens at the same time (place.cuh) and wait for no peer. The last of them signals the send,
+// which needs nothing else to start moving rows. CTA 0 signals it again when the counts of all peers are known.
+// Buffers. A count row (common/layout.h) is 64-bit words that carry their own epoch, so it needs no flag. There are two
+// rows for each pair of ranks, used in turn. A row is overwritten after its reader's consumed word says epoch - 2.
+// Memory order. Count words are relaxed: each is complete by itself. The totals are stored before the ticket, which has
+// release order at system scope because the host reads them.
+// Nothing read from a count row is used as a bound or an index before it is checked.
 #include "cuda/core/launch.cuh"
 #include "cuda/moe/kernels.h"
 #include "cuda/moe/place.cuh"

@@ -1,8 +1,8 @@
-// Plan: how many of each block's tokens go to each rank and to each expert. The positions follow in notify, beside the
-// exchange, which needs the counts alone.
+// Plan: counts how many of each block's tokens go to each rank and to each expert. Notify computes the positions while
+// it exchanges, because the exchange needs only the counts.
 //
-// Roles. A CTA counts one block of tokens in shared memory, and writes the int32 copy of their ids.
-// Memory. Each word has one writer.
+// Roles. A CTA counts one block of tokens in shared memory and writes the int32 copy of their ids.
+// Memory order. Each word has one writer. Notify reads them after this kernel has ended.
 #include "cuda/core/launch.cuh"
 #include "cuda/moe/kernels.h"
 #include "cuda/moe/tokens.cuh"

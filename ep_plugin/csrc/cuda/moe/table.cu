@@ -1,4 +1,5 @@
-// The table itself, and the one-CTA kernel by which readers are let in after their sender.
+// The kernel table, and ep_wait_for_sender: one CTA that holds a stream until this rank's sender runs. Without it, a
+// receiving kernel could take all SMs, wait there for peers, and keep this rank's sender out.
 #include "cuda/core/launch.cuh"
 #include "cuda/core/peer.cuh"
 #include "cuda/moe/kernels.h"

@@ -1,8 +1,8 @@
-// The weights' part of combine's backward: each row of gradients times the row that was combined, summed; then it is
-// weighted in place. Both rows are read once, and the gradients written once.
+// Backward of combine's weights: the dot product of each row's gradient and the row that was combined. Then the
+// gradient is multiplied by the row's weight, in place. Both rows are read once; the gradient is written once.
 //
-// Roles. Rows go round the warps of the grid. Each lane adds up its own vectors in their order, and the lanes' sums are
-// added in a fixed tree, so that the same rows give the same bits.
+// Roles. Rows are shared out over the warps of the grid. Each lane sums its own vectors in order, and the lanes' sums
+// are added in a fixed tree, so that the same rows give the same bits.
 #include "cuda/core/element.cuh"
 #include "cuda/core/launch.cuh"
 #include "cuda/core/ptx.cuh"
