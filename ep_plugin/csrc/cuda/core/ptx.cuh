@@ -123,8 +123,8 @@ __device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_re
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
-// These are atomics and not plain stores and loads of the same order, because compute-sanitizer's racecheck treats plain
-// accesses as unordered. The load is an atomic or with 0.
+// These are atomics and not plain stores and loads of the same order, because compute-sanitizer's racecheck treats
+// plain accesses as unordered. The load is an atomic or with 0.
 __device__ __forceinline__ void red_max_release_cta(int32_t* shared_word, int32_t value) {
   asm volatile("red.release.cta.shared::cta.max.s32 [%0], %1;" ::"r"(shared_address(shared_word)), "r"(value)
                : "memory");
