@@ -1,4 +1,4 @@
-// Notify: every rank tells every rank how many rows it sends; each then knows where what it receives goes.
+// Notify: the ranks exchange counts, and each computes where the rows that it receives go.
 #include <algorithm>
 #include <vector>
 
@@ -9,7 +9,7 @@ namespace ep::cpu {
 
 namespace {
 
-// What this rank has heard, checked: rows for each rank and pairs for each local expert, by source. [R, R + E_l]
+// Received counts, checked: rows for each rank and pairs for each local expert, by source. [R, R + E_l]
 using Counts = std::vector<int32_t>;
 
 int keys_of(const Comm& comm) { return comm.num_ranks + local_experts(comm); }

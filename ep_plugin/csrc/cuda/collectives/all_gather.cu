@@ -23,8 +23,8 @@ struct Span {
   int64_t begin, end;
 };
 
-// The units of a shard that are this CTA's: the same bytes on every rank, whatever units their addresses allow, since a
-// CTA has met those of its index alone.
+// This CTA's units of a shard. They are the same bytes on every rank, whatever the alignment of the addresses, because
+// a CTA waits only for the CTAs of its index.
 template <class Unit>
 __device__ Span<Unit> span_of(int64_t bytes) {
   constexpr int64_t kLargest = 16, kSize = sizeof(Unit);
@@ -34,7 +34,7 @@ __device__ Span<Unit> span_of(int64_t bytes) {
   return {begin / kSize, min(end, bytes) / kSize};
 }
 
-// By every CTA that fails: others may not. Where outputs are copied from the staging block later, that too.
+// Every CTA that fails calls it; others may not fail. Also fills the part of the staging block that is copied later.
 __device__ void poison(const AllGatherArgs& args) {
   const Comm& comm = args.comm;
   for (int r = 0; r < comm.num_ranks; ++r) {

@@ -20,7 +20,7 @@ constexpr int kSendWarps = 4;
 constexpr int kSendSignals = kSumWarps + kSendWarps, kRecvSignals = kSendSignals + 1;  // a warp each
 constexpr int kThreads = (kRecvSignals + 1) * kWarp;
 
-// What the warps of a CTA tell each other, in chunks of this operation. Words only grow.
+// Counters that the warps of a CTA share, in chunks of this operation. They only grow. In shared memory.
 struct Counters {
   int32_t landed;                              // from all ranks
   int32_t rows_read[kMostChannelSlots];        // of the chunks in these slots, over the whole operation
@@ -34,7 +34,7 @@ struct Counters {
   }
 };
 
-// This CTA's part of the operation. Its chunks are numbered from 0 here, and its rows through all of them.
+// This CTA's channel in one operation. Chunks are numbered from 0, and rows through all chunks.
 class Channel {
  public:
   __device__ Channel(const ReduceScatterArgs& args, const Run& run, int chunk_shift, Counters& counters)
@@ -67,7 +67,7 @@ class Channel {
     if (source == rank) return at<const char>(args_.inputs[rank], row_of_shard(row) * kSumRowBytes);
     return slot(rank, source, chunk_of(row)) + row_in_chunk(row) * kSumRowBytes;
   }
-  // Waits until the chunk of a row has landed from all ranks; `known` is what this warp has heard of before.
+  // Waits until the chunk of a row has landed from all ranks. `known`: chunks that this warp knows to have landed.
   __device__ bool wait_landed(int row, int* known) const {
     const int chunk = chunk_of(row);
     if (chunk < *known) return true;
@@ -84,7 +84,7 @@ class Channel {
     if (lane_id() == 0) ptx::red_add_release_cta(&counters_.rows_read[slot_index(chunk_of(row))], 1);
   }
 
-  // --- Pushing warps
+  // --- Sending warps
   __device__ bool has_room(int chunk, int to, bool may_wait) const {
     return reaches(&counters_.room[to], chunk + 1, may_wait);
   }
@@ -100,7 +100,7 @@ class Channel {
     ptx::red_max_release_cta(&counters_.sent[to][slot_index(chunk)], chunk + 1);
   }
 
-  // --- The sender; a lane for each rank
+  // --- The warp that signals chunks it has sent; a lane for each rank
   __device__ void signal_landed() const {
     const Comm& comm = args_.comm;
     const int to = lane_id(), all = chunks();
@@ -134,7 +134,7 @@ class Channel {
     }
   }
 
-  // --- The receiver; a lane for each rank
+  // --- The warp that signals chunks it has read; a lane for each rank
   __device__ void signal_freed() const {
     const Comm& comm = args_.comm;
     const int from = lane_id(), all = chunks();
@@ -196,8 +196,8 @@ class Channel {
     return there != 0;
   }
 
-  // How many chunks have been read, knowing that `read` have and that `landed` have landed. Each slot's rows are
-  // counted over the whole operation.
+  // The number of chunks that have been read, given that `read` have been and that `landed` have landed. The rows of
+  // each slot are counted over the whole operation.
   __device__ int chunks_read(int read, int landed) const {
     const int chunk = read + lane_id();
     bool done = false;
@@ -211,7 +211,7 @@ class Channel {
     return read + (not_done == 0 ? kWarp : __ffs(static_cast<int>(not_done)) - 1);
   }
 
-  // What a peer says beside its count. It may be at a later operation when all of this one's chunks have landed.
+  // Checks the word beside a peer's count. The peer may be at a later operation if all chunks of this one have landed.
   __device__ bool check(uint64_t theirs, bool all_landed, int peer) const {
     const uint64_t mine = sum_word(args_.bytes, args_.element, run_.epoch);
     if (theirs == mine || (all_landed && sum_epoch(theirs) != sum_epoch(mine))) return true;

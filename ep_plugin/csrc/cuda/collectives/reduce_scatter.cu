@@ -75,7 +75,7 @@ __device__ void sum_row(const ReduceScatterArgs& args, const Channel& channel, i
   }
 }
 
-// A warp of those that sum.
+// A summing warp.
 template <class Element, class Access>
 __device__ void sum_rows(const ReduceScatterArgs& args, const Channel& channel) {
   int known = 0;
@@ -86,7 +86,7 @@ __device__ void sum_rows(const ReduceScatterArgs& args, const Channel& channel) 
   }
 }
 
-// A warp of those that push. Its items are chunks, of each one for every peer in turn.
+// A sending warp. Its items are (chunk, peer), all peers of a chunk in turn.
 class ChunkSendSignals {
  public:
   __device__ ChunkSendSignals(const ReduceScatterArgs& args, const Run& run, const Channel& channel)
@@ -149,7 +149,7 @@ class ChunkSendSignals {
   __device__ int64_t bytes(int item) const { return channel_.chunk_bytes(chunk(item)); }
   __device__ void count(int item) const { channel_.count_sent(chunk(item), peer(item)); }
 
-  // What does not lie on 16 bytes is loaded by the lanes.
+  // A chunk that is not aligned to 16 bytes is loaded by the lanes.
   __device__ void load(Ring<2>& ring, int item) const {
     if ((reinterpret_cast<uint64_t>(here(item)) | static_cast<uint64_t>(bytes(item))) % 16 == 0)
       return ring.load(here(item), bytes(item));
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 1) ep_reduce_scatter(const __grid_co
   leave_collective(run, ok);
 }
 
-// As many rows as a chunk may have; fewer where there would be no item for each pushing warp.
+// log2 of the rows of a chunk: as many as fit, but few enough that each sending warp gets an item.
 int chunk_shift_of(const ReduceScatterArgs& args) {
   const int64_t rows = ceil_div(args.bytes, kSumRowBytes * args.num_ctas);  // of a lane
   int shift = 0;

@@ -23,7 +23,7 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kAhead = 2;   // words of one thread under way
 constexpr int kTerms = 4;   // of a sum
-constexpr int kLooks = 16;  // in vain, before a thread asks whether to go on
+constexpr int kLooks = 16;  // polls between two checks of the deadline
 static_assert(kWordsAbreast == kWarp, "a warp's lanes load and store units side by side");
 
 // A gather sums nothing.
@@ -184,8 +184,8 @@ __device__ void send_words(const Words& words) {
   }
 }
 
-// The first CTA of each peer, which sends nothing to these words: they get the flag of a number of the other parity,
-// which no operation that reads them has.
+// The first CTA of each peer overwrites words that this operation does not use. They get the flag of a number of the
+// other parity, which no operation that reads them has.
 __device__ void expire_words(const Words& words) {
   const int R = words.args.comm.num_ranks, at_once = static_cast<int>(expired_at_once(R));
   if (static_cast<int>(blockIdx.x) >= R - 1 || static_cast<int>(threadIdx.x) >= at_once) return;
@@ -254,7 +254,7 @@ __device__ bool sum_words(const Words& words) {
   return true;
 }
 
-// By every CTA that fails: others may not.
+// Every CTA that fails calls it; others may not fail.
 __device__ void poison(const SmallArgs& args) {
   for (int r = 0; r < args.comm.num_ranks; ++r)
     if ((r == args.comm.rank) == (args.element >= 0))

@@ -106,7 +106,7 @@ __device__ void copy_rows_bulk(Job& job, const Run& run, const Cut& cut) {
     store_unit = store_unit + 1 == units ? 0 : store_unit + 1;
     job.completed(ring.taken / units);
   }
-  if (lane_id() == 0) ptx::bulk_wait<0>();  // whoever comes after this kernel's last CTA finds all of it written
+  if (lane_id() == 0) ptx::bulk_wait<0>();  // all rows are written before the kernel ends
   __syncwarp();
   job.completed(ring.taken / units);
 }

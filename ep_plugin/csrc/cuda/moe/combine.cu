@@ -17,7 +17,7 @@ namespace ep::cuda {
 namespace {
 
 constexpr int kReducers = kReduceWarps - 1;
-// More than pushing takes of the whole, since those that push add afterwards, and rows are there to add only then.
+// More than the share of sending in the work: these warps receive afterwards, and rows arrive only then.
 constexpr int kSendWarps = 12;
 
 template <class Element, bool kBulk>

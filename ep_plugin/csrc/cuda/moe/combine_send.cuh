@@ -6,8 +6,8 @@
 
 namespace ep::cuda {
 
-// The rows of a push in the order of their numbers: chunk by chunk of the owners' tokens, and in each all owners in
-// turn, beginning with the next rank. In shared memory.
+// The rows of a combine send in the order of their numbers: chunk by chunk of the owners' tokens, and in each chunk all
+// owners in turn, starting with the next rank. In shared memory.
 struct Order {
   int32_t begin[kMaxChunks * kMaxRanks + 1];  // number of the first row of (chunk, owner's turn)
   int32_t slot[kMaxChunks * kMaxRanks];       // its slot

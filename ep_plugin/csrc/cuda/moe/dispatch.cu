@@ -85,7 +85,7 @@ void launch_both(const DispatchSendArgs& send, const DispatchRecvArgs& recv, con
                                                  recv, send_cut, recv_cut);
 }
 
-// Those who send and those who expand get half of the shared memory each.
+// Sending and receiving warps get half of the shared memory each.
 template <class From>
 void choose_both(const DispatchSendArgs& send, const DispatchRecvArgs& recv) {
   using Job = DispatchSendJob<Placer>;

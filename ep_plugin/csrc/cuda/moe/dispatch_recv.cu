@@ -36,11 +36,11 @@ __global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
   if (last_to_finish(run)) finish_dispatch_recv(run, args, meta);
 }
 
+// Behind ep_wait_for_sender, which launches its dependents.
 template <bool kBulk>
 void launch_dispatch_recv(const DispatchRecvArgs& args, const Cut& cut) {
   launch_early<ep_dispatch_recv<kBulk>>("dispatch_recv", args.num_sms, cut.warps * kWarp, cut.shared_bytes(),
-                                        args.stream, args,
-                                        cut);  // behind admit
+                                        args.stream, args, cut);
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ constexpr int kMostWarps = 12;
 constexpr int kMostThreads = (kMostWarps + 1) * kWarp;
 constexpr int64_t kBytesUnderWay = 256 * 1024;  // of a CTA's rows: more would wait in the links' queues
 
-// One thread waits until notify, ahead, has written what this send reads. A known routing was written long ago.
+// One thread waits until notify, ahead, has placed this rank's rows. A reused routing was written long ago.
 __device__ bool rows_are_placed(const Run& run, const Header& header) {
   if (threadIdx.x != 0 || header.op != kOpDispatch) return true;
   return peer::wait_at_least(run, &state_of(run.comm).placed, run.epoch, run.comm.rank, kOwnKernel);
@@ -38,7 +38,7 @@ __device__ __forceinline__ void send_all(const DispatchSendArgs& args, const Cut
   if (!__syncthreads_and(run.ok)) return;
   const Meta meta = meta_of(args.comm, args.routing);
   if (!__syncthreads_and(sends_fit(args, meta))) {
-    if (args.optimistic != 0 && warp_id() == 0) signal_started(run, kDispatchPool);  // an expand behind it leaves too
+    if (args.optimistic != 0 && warp_id() == 0) signal_started(run, kDispatchPool);  // the receive behind it exits too
     return;
   }
   progress.clear();
@@ -65,12 +65,12 @@ template <bool kBulk, class From>
 __global__ void __launch_bounds__(kMostThreads, 1)
     ep_dispatch_send(const __grid_constant__ DispatchSendArgs args, const __grid_constant__ Cut cut) {
   send_all<kBulk, From>(args, cut);
-  // One CTA stays so that whatever comes next in the stream comes after notify, too: all would hold SMs while peers are
+  // One CTA stays, so that the next kernel in the stream runs after notify. All of them would hold SMs while peers are
   // late.
   if (blockIdx.x == 0) ptx::wait_on_dependency();
 }
 
-// Behind its notify it is launched early.
+// A send behind its notify is launched early.
 template <bool kBulk, class From>
 void launch_send(const DispatchSendArgs& args, const Cut& cut) {
   constexpr auto kKernel = ep_dispatch_send<kBulk, From>;
@@ -79,7 +79,7 @@ void launch_send(const DispatchSendArgs& args, const Cut& cut) {
   launch_it("dispatch_send", args.num_sms, (cut.warps + 1) * kWarp, cut.shared_bytes(), args.stream, args, cut);
 }
 
-// A warp has one row under way. Those that quantise are busy otherwise for most of the time.
+// A warp has one row in flight. Warps that quantise compute most of the time, so they are as many as fit.
 template <class From>
 int most_warps(const SlotLayout& lay) {
   const int64_t busy = ceil_div(kBytesUnderWay, lay.image);

@@ -26,7 +26,7 @@ struct SentChunks {
   __device__ SentChunks(const Run& run, const DispatchSendArgs& args, const Meta& meta, int parts)
       : run(run), args(args), meta(meta), chunks(chunks_of(args.routing.num_tokens)), parts(parts) {}
 
-  // One warp: waits until notify has heard all peers. Not if pools must grow.
+  // One warp waits until notify has the counts of all peers. False if pools must grow.
   __device__ bool may_signal() {
     bool ok = true;
     if (!counts_known && args.header.op == kOpDispatch && lane_id() == 0)

@@ -69,8 +69,8 @@ __device__ bool check_header(const Run& run, const NotifyArgs& args, int source,
   return false;
 }
 
-// Each lane: its words of a count row, `kWordsAtOnce` from `first` on, kWarp apart; -1 past the end. All are looked at
-// again while one is missing: one by one they would take a look each after the last has come.
+// Each lane: its words of a count row, `kWordsAtOnce` from `first` on, kWarp apart; -1 past the end. While one is
+// missing, all are polled again: one after the other, each would need a poll after the last has arrived.
 __device__ bool read_words(const Run& run, const uint64_t* row, int words, int first, int source, int32_t* values) {
   Patience patience;
   for (;;) {
@@ -206,7 +206,7 @@ __device__ bool lay_out_experts(const Run& run, const NotifyArgs& args) {
   return false;
 }
 
-// All threads: totals to the host, then the ticket that says whose they are.
+// All threads: totals to the host, then the ticket that says which notify they belong to.
 __device__ void publish_totals(const NotifyArgs& args, const Shared& shared) {
   const Comm& comm = args.comm;
   const Meta meta = meta_of(comm, args.routing);
@@ -231,7 +231,7 @@ __device__ void count_all(const NotifyArgs& args) {
   for (int i = threadIdx.x; i < num_keys(args.comm); i += blockDim.x) rank_count[i] = counts[i];
 }
 
-// All threads of a CTA that has placed its block: after all of those the send goes on.
+// All threads of a CTA that has placed its block. The last of these CTAs lets the send move rows.
 __device__ void signal_placed(const Comm& comm) {
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -241,8 +241,8 @@ __device__ void signal_placed(const Comm& comm) {
   ptx::st_release_gpu(&state.placed, state.epoch[kDispatchSend - 1] + 1);
 }
 
-// All threads of CTA 0, when every peer is heard: rows may be told of, and expanded. (No send moves its epoch on before
-// this kernel's end.)
+// All threads of CTA 0, when the counts of all peers are known: rows may be signalled and received. (No send advances
+// its epoch before this kernel ends.)
 __device__ void signal_laid_out(const Comm& comm) {
   __syncthreads();
   State& state = state_of(comm);
@@ -275,11 +275,11 @@ __global__ void __launch_bounds__(kNotifyThreads, 1) ep_notify(const __grid_cons
   __shared__ Shared shared;
   const Run run = enter(args.comm, kNotify);
   const bool exchanges = run.ok && blockIdx.x == 0 && warp_id() < args.comm.num_ranks;
-  const bool is_free = !exchanges || row_is_free(run, warp_id());  // plan, ahead, has no say in that
+  const bool is_free = !exchanges || row_is_free(run, warp_id());  // does not depend on plan, ahead
   ptx::wait_on_dependency();
   if (!run.ok) return;
-  // The send comes in when the others have left. Among them its CTAs would land on other SMs, from which rows take up
-  // to a tenth longer: not all SMs are equally far from the links, nor from each other.
+  // The send starts when the placing CTAs have ended. Beside them, its CTAs would get other SMs, from which rows take
+  // up to a tenth longer: SMs are not equally far from the links, nor from each other.
   if (blockIdx.x == 0) {
     ptx::launch_dependents();
     return exchange(args, run, is_free, shared);
