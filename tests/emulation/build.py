@@ -45,7 +45,7 @@ def build() -> Path:
 
 
 def _digest() -> str:
-    """Covers every source and the pybind11 version: the argument structs come from ep_plugin._C, built with the same."""
+    """Covers every source and the pybind11 version: ep_plugin._C, built with it, has the argument structs."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     digest = hashlib.sha256(f"{FLAGS} {_compiler()} {suffix} {pybind11.__version__}".encode())
     for folder in (HERE, CSRC):
