@@ -1,6 +1,6 @@
-"""Types of the extension: see csrc/api.h for what each argument means; fields that are not given are 0.
+"""Types of the extension: csrc/common/api.h documents each argument. Fields that are not given are 0.
 
-Addresses and streams are integers. Enums are those of csrc/layout.h and api.h."""
+Addresses and streams are integers. Enums are those of csrc/common/layout.h and api.h."""
 
 from collections.abc import Sequence
 from enum import IntEnum

@@ -14,7 +14,7 @@ from ep_plugin.collectives.backends import cpu, cuda
 from ep_plugin.moe.high_throughput import engine, sms
 from ep_plugin.runtime.streams import CpuLanes
 
-# A CTA takes a thread of the system, and each of its threads a fiber.
+# A CTA is a thread of the system, so few of them.
 SMS = sms.KernelSms(2, 3)
 
 KERNELS = [

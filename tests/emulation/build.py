@@ -18,9 +18,9 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "ep_plugin" / "csrc"
 BUILD = ROOT / "build" / "emulation"
-# Kernels of the benchmark alone, and what only a GPU has.
+# Kernels of the benchmark, and files that only a GPU can run.
 LEFT_OUT = {"wire.cu", "host.cu", "stream_words.cu"}
-# Files of the kernels' own folder that others take the place of.
+# Files of csrc that a file here replaces, and where they are.
 IN_PLACE = {"ptx.cuh": "cuda/core", "stream_words.h": "cuda/collectives"}
 SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".py"}
 # Fortified, longjmp refuses to go to another fiber's stack.
@@ -45,7 +45,7 @@ def build() -> Path:
 
 
 def _digest() -> str:
-    """Of all that the module is made of; its arguments are those of another one, made with the same pybind11."""
+    """Covers every source and the pybind11 version: ep_plugin._C, built with it, has the argument structs."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     digest = hashlib.sha256(f"{FLAGS} {_compiler()} {suffix} {pybind11.__version__}".encode())
     for folder in (HERE, CSRC):

@@ -1,5 +1,5 @@
-// The kernels of ep_plugin/csrc/cuda as this module's functions, with the arguments of ep_plugin._C, which is imported
-// before it: tensors on CPUs, and streams that are numbers.
+// The kernels of ep_plugin/csrc/cuda as functions of a module. They take the argument structs of ep_plugin._C, which
+// must be imported first. Addresses are those of CPU tensors, and streams are numbers.
 #include <pybind11/pybind11.h>
 
 #include "common/api.h"

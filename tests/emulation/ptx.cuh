@@ -1,4 +1,4 @@
-// What ep_plugin/csrc/cuda/core/ptx.cuh names, on CPUs: the same wrappers, of which that file says what they mean.
+// Replaces ep_plugin/csrc/cuda/core/ptx.cuh on CPUs: the same wrappers. That file documents them.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -55,9 +55,9 @@ inline void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 
 // --- Words that the warps of one CTA share
-inline void raise_release_cta(int32_t* word, int32_t value) { *word = std::max(*word, value); }
-inline void add_release_cta(int32_t* word, int32_t value) { *word += value; }
-inline int32_t read_acquire_cta(int32_t* word) { return *word; }
+inline void red_max_release_cta(int32_t* word, int32_t value) { *word = std::max(*word, value); }
+inline void red_add_release_cta(int32_t* word, int32_t value) { *word += value; }
+inline int32_t ld_acquire_cta(int32_t* word) { return *word; }
 
 // --- Data that peers write
 template <class T>
@@ -74,8 +74,8 @@ inline uint64_t globaltimer() {
 }
 
 // --- Kernels that follow each other
-inline void wait_for_kernel_ahead() { simt::wait_for_kernel_ahead(); }
-inline void let_next_kernel_in() { simt::let_next_kernel_in(); }
+inline void wait_on_dependency() { simt::wait_on_dependency(); }
+inline void launch_dependents() { simt::launch_dependents(); }
 
 // --- Bulk copies
 inline void fence_proxy_async() {}

@@ -1,6 +1,6 @@
 """The CUDA kernels on CPUs: their sources, run by fibers (tests/emulation), with the checks of tests/gpu.
 
-What only a GPU shows is judged there alone: its memory's order, its speed, graphs, copy engines, larger sizes.
+Only a GPU shows memory order, speed, CUDA graphs, copy engines and large sizes: tests/gpu checks those.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_survivors_name_the_dead(gate: str) -> None:
         assert blamed == faults.VICTIM and step in faults.STEPS[gate]
 
 
-def test_an_abort_is_heard() -> None:
+def test_an_abort_ends_the_waits_of_peers() -> None:
     _on_ranks(3, faults.told_of_abort)
 
 
@@ -128,7 +128,7 @@ def test_bad_ids() -> None:
     _on_ranks(2, _bad_ids)
 
 
-def _weighs_back(rank: int, size: int) -> None:
+def _computes_weight_grads(rank: int, size: int) -> None:
     generator = torch.Generator().manual_seed(1)
     for dtype, (num_rows, hidden) in itertools.product((BF16, FP16, FP32), ((0, 64), (1, 8), (3, 40), (70, 1032))):
         y, rows = (torch.randn(num_rows, hidden, generator=generator).to(dtype) for _ in "yr")
@@ -139,8 +139,8 @@ def _weighs_back(rank: int, size: int) -> None:
         torch.testing.assert_close(rows, before.mul_(factors.unsqueeze(1)), rtol=0, atol=0)
 
 
-def test_weigh_back() -> None:
-    _on_ranks(1, _weighs_back)
+def test_weight_grad() -> None:
+    _on_ranks(1, _computes_weight_grads)
 
 
 # -- all-gather and reduce-scatter ---------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_numbers_of_small_operations_come_round() -> None:
     assert _on_ranks(2, _numbers_come_round) == [[[], []]] * 2
 
 
-def _told_by_kernels(rank: int, size: int, name: str, odd: int) -> str:
+def _found_by_kernels(rank: int, size: int, name: str, odd: int) -> str:
     made = small_operations.DIFFERENT[name][0]()
     serve_with(made, "auto", simt.load())
     return small_operations.told_by_kernels(made, name, rank == odd, torch.device("cpu"))
@@ -187,7 +187,7 @@ def _told_by_kernels(rank: int, size: int, name: str, odd: int) -> str:
 
 @pytest.mark.parametrize("name", small_operations.DIFFERENT)
 def test_kernels_find_small_operations_that_differ(name: str) -> None:
-    for said in _on_ranks(3, _told_by_kernels, name, 1):
+    for said in _on_ranks(3, _found_by_kernels, name, 1):
         assert small_operations.DIFFERENT[name][2] in said, said
 
 
@@ -219,7 +219,7 @@ def _goes_wrong(rank: int, size: int, name: str, said: str = os.devnull) -> byte
 
 
 WRONG = {
-    "lanes apart": "meets others in",
+    "lanes apart": "while others are in",
     "threads apart": "all threads wait for each other",
     "asks the dead": "asks for the value of a lane that has ended",
     "loads unaligned": "not aligned to 16 bytes",
@@ -236,7 +236,7 @@ def test_what_no_gpu_promises_ends_the_process(name: str, tmp_path: Path) -> Non
 
 
 def test_copies_take_as_long_as_they_may() -> None:
-    read, filled, told = (_on_ranks(1, _goes_wrong, f"{what} early")[0] for what in ("reads", "fills", "tells"))
+    read, filled, signalled = (_on_ranks(1, _goes_wrong, f"{what} early")[0] for what in ("reads", "fills", "signals"))
     assert read[128] != 7, "a stage was full before anybody waited for it"
     assert filled[128:] == bytes([2] * 128), "a store had read its stage before anybody waited for it"
-    assert told[0] == 0, "a store had arrived before anybody waited for it"
+    assert signalled[0] == 0, "a store had arrived before anybody waited for it"

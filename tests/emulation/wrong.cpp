@@ -1,4 +1,4 @@
-// Kernels that are wrong, each in a way that the emulation must show.
+// Kernels that are wrong, each in a way that the emulation must find.
 #include <cuda_runtime.h>
 
 #include <stdexcept>
@@ -58,8 +58,8 @@ void fills_early(char* memory) {
   for (uint32_t i = 0; i < kBytes; ++i) stage()[i] = 2;
   ptx::bulk_wait<0>();
 }
-// Others are told of a row that is not written.
-void tells_early(char* memory) {
+// A row is signalled before it is written.
+void signals_early(char* memory) {
   if (threadIdx.x != 0) return;
   for (uint32_t i = 0; i < kBytes; ++i) stage()[i] = 1;
   ptx::bulk_store(memory + kBytes, stage(), kBytes);
@@ -83,7 +83,7 @@ void run_wrong(const std::string& name, uint64_t memory) {
                           : name == "loads unaligned" ? loads_unaligned
                           : name == "reads early"     ? reads_early
                           : name == "fills early"     ? fills_early
-                          : name == "tells early"     ? tells_early
+                          : name == "signals early"   ? signals_early
                           : name == "leaves early"    ? leaves_early
                                                       : nullptr;
   if (kernel == nullptr) throw std::invalid_argument("name: expected a wrong kernel, got " + name);

@@ -46,7 +46,7 @@ void bind_on_devices(py::module_& m) {
   m.attr("device_control_bytes") = sizeof(DeviceControl);
   m.attr("staging_block") = kStagingBlock;
   m.attr("most_ctas") = kMostCtas;
-  m.attr("most_lanes") = kMostLanes;
+  m.attr("most_lanes") = kMostChannels;
   Struct<AllGatherArgs>(m, "AllGatherArgs")
       .field("comm", &AllGatherArgs::comm)
       .field("input", &AllGatherArgs::input)
@@ -63,7 +63,7 @@ void bind_on_devices(py::module_& m) {
       .def("set_targets", array_of(&AllGatherArgs::targets))
       .def("set_stream_words", array_of(&AllGatherArgs::stream_words))
       .def("set_outputs", array_of(&AllGatherArgs::outputs));
-  m.def("lane_slots_bytes", &lane_slots_bytes);
+  m.def("lane_slots_bytes", &channel_slots_bytes);
   Struct<ReduceScatterArgs>(m, "ReduceScatterArgs")
       .field("comm", &ReduceScatterArgs::comm)
       .field("output", &ReduceScatterArgs::output)

@@ -10,7 +10,7 @@ using namespace ep;
 
 namespace {
 
-// Whether a signal handler has raised, such as Ctrl-C's: the exception then stays set for whoever called the wait.
+// Whether a signal handler has raised an exception, such as Ctrl-C's. It stays set for the caller of the wait.
 // Python handles signals on its main thread alone, so the others need not take the interpreter's lock.
 bool signal_has_raised() {
   if (syscall(SYS_gettid) != getpid()) return false;

@@ -1,4 +1,4 @@
-// What the host does with boards: read faults and totals, tell peers of an abort, wait for a notify.
+// Boards on the host: faults, totals, aborts, and the wait for a notify.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -8,8 +8,8 @@
 
 namespace ep {
 
-// Sets what every wait of the host, and of the CPU kernels, asks now and then in the thread that waits: true ends the
-// wait, as an abort by this rank does. Set once, before anything waits.
+// Sets a function that every wait of the host and of the CPU kernels calls now and then, in the waiting thread. If it
+// returns true, the wait ends like after an abort by this rank. Call it once, before anything waits.
 void set_interruption(bool (*wanted)());
 
 enum WaitResult : int { kReady = 0, kFaulted = 1, kAbortedByPeer = 2, kOverdue = 3, kInterrupted = 4 };
@@ -27,7 +27,7 @@ void abort_board(Address board, int rank, const std::string& reason);
 // Records a fault that the host has found on this rank's board; the first fault stays.
 void fault_board(Address board, int code, int step, int peer, int64_t expected, int64_t seen);
 
-// The boards of this process's communicators, on each of which `announce` says what this rank is in.
+// The boards of this process's communicators. `announce` writes the host's activity to each of them.
 void list_board(Address board);
 void unlist_board(Address board);
 void announce(const std::string& text);

@@ -127,12 +127,12 @@ struct CallDifference {
 bool post_call(Address rings, int num_ranks, int rank, uint64_t number, const CallWords& words, CallDifference* found);
 
 // --- CUDA ------------------------------------------------------------------------------------------------------------
-// Ranks push their shards into their peers' outputs, which all have at the same place of the same block. The last
-// number stands for the staging block, through which other outputs go.
+// Ranks send their shards to their peers' outputs, which are at the same place of the same block on all ranks. Other
+// outputs go through the staging block, whose number is the last one.
 constexpr int kStagingBlock = kMaxPeerBlocks;
 constexpr int kMostCtas = 128;
 
-// What one CTA of a peer says to the CTA of the same index here.
+// The signal of a peer's CTA to the CTA of the same index here (cuda/collectives/barrier.cuh).
 struct alignas(16) Sign {
   uint64_t ready;  // epoch; stored after the place, and in one piece with ...
   int64_t bytes;   // ... those of a shard
@@ -148,26 +148,28 @@ struct StreamWords {
   uint64_t done[kMaxPeerBlocks + 1][kMaxRanks];
 };
 
-// Shards that are to be summed travel in chunks. The CTAs of one index on all ranks are a lane, which takes every
-// num_ctas-th chunk; each rank has slots for what each other sends it in each lane, and chunks are counted lane by lane
-// over all operations.
-constexpr int kMostLanes = 64;
-constexpr int kMostLaneSlots = 32;
+// Shards that are to be summed travel in chunks. The CTAs of one index on all ranks are a channel, which takes every
+// num_ctas-th chunk. Each rank has slots for each source in each channel. Chunks are counted per channel, over all
+// operations.
+constexpr int kMostChannels = 64;
+constexpr int kMostChannelSlots = 32;
 constexpr int64_t kSumRowBytes = 2048;  // what a warp sums at a time
 constexpr int kMostChunkRows = 8;
-constexpr int64_t kLaneSlotBytes = kMostChunkRows * kSumRowBytes;
-// Of a lane, for each source: a power of two, fewer for more ranks, which share what a lane brings.
-EP_HD constexpr int lane_slots(int ranks) { return ranks <= 2 ? kMostLaneSlots : ranks <= 4 ? 16 : ranks <= 8 ? 8 : 4; }
-EP_HD constexpr int64_t lane_slots_bytes(int ranks, int lanes) {
-  return lanes * (ranks - 1) * lane_slots(ranks) * kLaneSlotBytes;
+constexpr int64_t kChannelSlotBytes = kMostChunkRows * kSumRowBytes;
+// Slots of a channel for each source: a power of two, and fewer for more ranks.
+EP_HD constexpr int channel_slots(int ranks) {
+  return ranks <= 2 ? kMostChannelSlots : ranks <= 4 ? 16 : ranks <= 8 ? 8 : 4;
+}
+EP_HD constexpr int64_t channel_slots_bytes(int ranks, int channels) {
+  return channels * (ranks - 1) * channel_slots(ranks) * kChannelSlotBytes;
 }
 
-// So many chunks lie in the slots, or have; in one piece with what ranks must say alike.
+// The number of chunks that have landed in the slots, and the properties that must be equal on all ranks, in one store.
 struct alignas(16) Landed {
   uint64_t chunks;
   uint64_t what;  // see sum_word
 };
-// Bytes of a shard and element of the sum, and of which operation that is said: the low bits of its epoch.
+// Bytes of a shard, element of the sum, and the low bits of the operation's epoch.
 EP_HD constexpr uint64_t sum_word(int64_t bytes, int element, uint64_t epoch) {
   return static_cast<uint64_t>(bytes) << 16 | (epoch & 0xFF) << 8 | static_cast<uint64_t>(element);
 }
@@ -179,11 +181,11 @@ EP_HD constexpr int64_t sum_element(uint64_t word) { return static_cast<int64_t>
 // are epochs or numbers of chunks, which live here, so that a replayed graph moves on.
 struct DeviceControl {
   alignas(128) Sign signs[kMostCtas][kMaxRanks];
-  alignas(128) Landed landed[kMostLanes][kMaxRanks];   // in this rank's slots, by source
-  alignas(128) uint64_t freed[kMostLanes][kMaxRanks];  // chunks of this rank's that a destination has read
-  alignas(128) uint64_t chunks[kMostLanes];            // of operations that are over; this rank's own
-  alignas(128) uint64_t epoch;                         // kernels' operations that are over; this rank's own
-  uint64_t small;                                      // of these the ones of small shards
+  alignas(128) Landed landed[kMostChannels][kMaxRanks];   // in this rank's slots, by source
+  alignas(128) uint64_t freed[kMostChannels][kMaxRanks];  // chunks of this rank's that a destination has read
+  alignas(128) uint64_t chunks[kMostChannels];            // of operations that are over; this rank's own
+  alignas(128) uint64_t epoch;                            // kernels' operations that are over; this rank's own
+  uint64_t small;                                         // of these the ones of small shards
   uint64_t ctas_done;
 };
 
@@ -212,7 +214,7 @@ struct AllGatherArgs {
 };
 
 // As ScatterArgs, of shards of any size. slots[r]: of rank r, [num_ctas or more][num_ranks - 1 (the other sources)]
-// [lane_slots].
+// [channel_slots].
 struct ReduceScatterArgs {
   Comm comm;  // control: DeviceControl of each rank
   Address inputs[kMaxRanks];
@@ -225,8 +227,8 @@ struct ReduceScatterArgs {
   Address stream;
 };
 
-// 12 bytes of a small shard as they travel: in one store with what says that they are there. Until a reader finds that
-// flag the word is an older operation's, or zero.
+// 12 bytes of a small shard and the flag that says that they have arrived, in one store. With another flag, the word is
+// an older operation's, or zero.
 constexpr int kWordUnits = 3;
 struct alignas(16) FlaggedWord {
   uint32_t units[kWordUnits];

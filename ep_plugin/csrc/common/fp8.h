@@ -20,7 +20,7 @@ constexpr int64_t kScaleBytes = 4;
 
 EP_HD constexpr int64_t quantized_scale_bytes(int64_t hidden) { return ceil_div(hidden, kScaleBlock) * kScaleBytes; }
 
-// Whether DispatchSendArgs that quantise say of the header what follows from it; throws otherwise.
+// Throws std::invalid_argument if the header or element type does not fit a dispatch that quantises.
 inline void require_quantizable(const Header& header, int32_t element) {
   if (element != kFloat32 && element != kBFloat16 && element != kFloat16)
     throw std::invalid_argument("element: expected float32, bfloat16 or float16, got " + std::to_string(element));

@@ -1,8 +1,7 @@
-// Where everything lies: the shared-memory blocks, the routing a handle owns, and the rows in a pool.
+// The layout of all memory: the shared blocks, the routing that a handle owns, and the rows in a pool.
 //
-// Every offset and size is computed here and nowhere else, for host and device alike, so a layout mistake shows
-// in the CPU tests. Shapes: R ranks, T tokens of one rank, K experts per token, E experts, E_l = E / R,
-// C = kMaxChunks.
+// Every offset and size is computed here and nowhere else, for host and device, so a layout bug shows in CPU tests.
+// Shapes: R ranks, T tokens of one rank, K experts per token, E experts, E_l = E / R, C = kMaxChunks.
 #pragma once
 #include <cstdint>
 
@@ -17,7 +16,7 @@ namespace ep {
 constexpr int kMaxRanks = 16;
 constexpr int kMaxTopk = 128;
 constexpr int kMaxChunks = 40;
-constexpr int kShortChunks = 4;      // the last ones: what comes last should be told soon
+constexpr int kShortChunks = 4;      // the last ones: the last rows should be signalled soon
 constexpr int kUnitTokens = 32;      // chunks and blocks are whole units
 constexpr int64_t kRowAlign = 16;    // a row and its parts start here, so that bulk copies apply
 constexpr int64_t kSlotAlign = 128;  // a slot starts on its own cache line
@@ -47,7 +46,7 @@ EP_HD constexpr Chunks chunks_of(int num_tokens) {
   const int units = static_cast<int>(ceil_div(num_tokens, kUnitTokens));
   const int last = units < kShortChunks ? units : kShortChunks, rest = units - last;
   const int per_chunk = rest == 0 ? 1 : static_cast<int>(ceil_div(rest, kMaxChunks - kShortChunks));
-  const int num_long = (rest + per_chunk - 1) / per_chunk;  // in 32 bits, as kernels ask for this
+  const int num_long = (rest + per_chunk - 1) / per_chunk;  // in 32 bits, because kernels compute it
   return Chunks{num_tokens, num_long + last, per_chunk, rest, num_long};
 }
 EP_HD constexpr int num_chunks(int num_tokens) { return chunks_of(num_tokens).count; }
@@ -68,8 +67,8 @@ EP_HD constexpr int plan_blocks(int num_tokens) {
 EP_HD constexpr int64_t plan_block_words(int R, int E) { return align_up(static_cast<int64_t>(R) + E, 4); }
 
 // ---------------------------------------------------------------------------------------------------------------
-// What all ranks must say alike of one operation, and T, which may differ. Written by the sender, checked by the
-// reader before it touches a row.
+// The properties of one operation that must be equal on all ranks, and T, which may differ. The sender writes it. The
+// receiver checks it before it reads a row.
 struct Header {
   int64_t op;            // enum Op
   int64_t row_bytes;     // payload of one row
@@ -107,7 +106,7 @@ struct alignas(16) Arrival {  // of one chunk of one source; on CUDA stored in o
   int32_t begin;              // the chunk's rows are [begin, end) of the source's rows here
   int32_t end;
 };
-struct Opening {  // what a source says before its first row
+struct Opening {  // of one source, signalled before its first row
   uint64_t flag;
   Header header;
   int64_t pad[6];
@@ -115,8 +114,8 @@ struct Opening {  // what a source says before its first row
 static_assert(sizeof(Opening) == 128 && sizeof(Arrival) == 16, "peers write these whole");
 
 // A count row is 64-bit words: the halves of a Header, lower ones first, then num_rows_for_rank[R], and, for each
-// expert of the rank that it goes to, num_rows_for_expert[E_l]. Each word carries in its higher half whose it is, the
-// lower half of the epoch, and needs no flag beside it: a reader waits for the words themselves.
+// expert of the rank that it goes to, num_rows_for_expert[E_l]. The higher half of each word is the lower half of the
+// epoch. So a word needs no flag beside it: a reader waits for the words themselves.
 constexpr int kHeaderWords = 2 * kHeaderFields;
 EP_HD constexpr int count_row_words(int R, int E) { return kHeaderWords + R + E / R; }
 EP_HD constexpr uint64_t tagged(uint64_t epoch, uint32_t value) { return epoch << 32 | value; }
@@ -145,16 +144,16 @@ EP_HD constexpr ControlLayout control_layout(int R, int E) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Local to a rank, in its device's memory: epochs and the counters by which the CTAs of one kernel meet.
+// Local to a rank, in its device's memory: epochs, and the counters of finished CTAs.
 struct State {
   uint64_t epoch[6];  // finished operations, indexed by Step - 1 (kPlan unused)
   uint64_t fault;     // nonzero: every later kernel leaves at once
   uint64_t ctas_done[6];
-  uint64_t started[2];       // by Pool: epoch of the latest sender whose CTAs all run, or left; readers come after it
+  uint64_t started[2];       // by Pool: epoch of the latest sender whose CTAs all run or have exited
   uint64_t ctas_started[2];  // by Pool
   uint64_t placed;           // CUDA: epoch of the latest send that may read where notify has placed its rows
   uint64_t ctas_placed;
-  uint64_t laid_out;     // CUDA: epoch of the latest dispatch for which notify has heard all peers
+  uint64_t laid_out;     // CUDA: epoch of the latest dispatch for which notify has the counts of all peers
   uint64_t abort_look;   // when the next look at the board's abort word is due: one thread of the device takes it
   uint32_t next_row[3];  // by Queue: how often warps asked for a row beyond those that are their own
   uint32_t chunk_done[2][kMaxChunks];  // by Pool: CTAs whose rows of the chunk are written
@@ -190,7 +189,7 @@ struct Board {
   uint32_t fault_set;     // stored after `fault`
   Fault fault;            // the first fault seen on this rank
   uint64_t ticket;        // stored after the totals: which notify they belong to
-  uint32_t gate_reached;  // test gates: the step that is held, and the word that lets it go
+  uint32_t gate_reached;  // test gates: the step that is held, and the word that releases it
   uint32_t gate_open;
   uint64_t reserved_pools;  // how often this rank has found, or made, a pool large enough for an operation
   char reason[384];         // of the abort

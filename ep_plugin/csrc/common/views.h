@@ -15,7 +15,8 @@ EP_HD State& state_of(const Comm& comm) { return *at<State>(comm.state); }
 EP_HD Board& board_of(const Comm& comm) { return *at<Board>(comm.board); }
 EP_HD int64_t* board_totals(const Comm& comm) { return at<int64_t>(comm.board, sizeof(Board)); }
 
-// In rank `owner`'s control block: how far `peer` has read what `owner` wrote to it (kind: a Pool or kConsumedCounts).
+// In rank `owner`'s control block: the epoch up to which `peer` has read what `owner` wrote to it. kind: a Pool or
+// kConsumedCounts.
 EP_HD uint64_t* consumed_word(const Comm& comm, int owner, int kind, int peer) {
   const ControlLayout lay = control_layout(comm.num_ranks, comm.num_experts);
   return at<uint64_t>(comm.control[owner], lay.consumed) + static_cast<int64_t>(kind) * comm.num_ranks + peer;
@@ -60,9 +61,9 @@ EP_HD int32_t region_slots_of(const Comm& comm, const Header& header) {
   return region_slots(comm.pool_bytes[kDispatchPool], slot_layout_of(header).bytes, comm.num_ranks);
 }
 
-// Whether some rank sends more rows to one than a region of the pools holds. Pools are equally large on all ranks and
-// all know the largest count, so all find the same: none tells that its rows are there, and the hosts, who did not
-// know, make the pools grow and launch the send again.
+// Whether some rank sends more rows to another than a region of the pools holds. Pools have one size on all ranks, and
+// all ranks know the largest count, so all find the same. Then no rank signals its rows, and the hosts grow the pools
+// and launch the send again.
 EP_HD bool pools_must_grow(const Comm& comm, const Header& header, const Meta& meta) {
   return *meta.max_rows > region_slots_of(comm, header);
 }
@@ -73,9 +74,9 @@ EP_HD int64_t rows_required(const DispatchRecvArgs& args, const Meta& meta) {
                                       : meta.recv_offset[args.comm.num_ranks];
 }
 
-// Whether an expand that was enqueued before the host knew the totals has to be enqueued again: its output is too
-// small, or no rank was told of any row. The host, once it knows them, finds the same.
-EP_HD bool came_too_early(const DispatchRecvArgs& args, const Meta& meta) {
+// Whether a dispatch receive that was enqueued before the host knew the totals must be launched again: its output is
+// too small, or the send signalled no rows. The host finds the same from the totals.
+EP_HD bool must_relaunch(const DispatchRecvArgs& args, const Meta& meta) {
   return rows_required(args, meta) > args.capacity || meta.recv_offset[args.comm.num_ranks] > args.routing.slots ||
          pools_must_grow(args.comm, args.header, meta);
 }

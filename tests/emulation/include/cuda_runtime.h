@@ -19,7 +19,7 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __shared__ thread_local  // a CTA is a thread
 
-// A member is looked up in the running thread each time it is used.
+// A member is polled up in the running thread each time it is used.
 namespace simt {
 template <class Find>
 struct BuiltIn {
@@ -86,9 +86,9 @@ template <class T>
 T atomicAdd(T* to, T value) {
   return __atomic_fetch_add(to, value, __ATOMIC_RELAXED);
 }
-inline void __nanosleep(unsigned) { simt::look_again_later(); }
+inline void __nanosleep(unsigned) { simt::poll_again(); }
 
-// --- Instructions in which threads meet
+// --- Instructions in which threads wait for each other
 namespace simt {
 template <class T>
 uint64_t packed(T value) {
@@ -109,23 +109,23 @@ inline void require_all_lanes(unsigned mask) {
 // The value of lane `source`; of the calling lane where there is no such lane.
 template <class T>
 T shuffle(const char* name, T value, int source) {
-  const Met& met = meet_warp(name, packed(value));
-  return source >= 0 && source < 32 ? unpacked<T>(value_of(met, static_cast<unsigned>(source))) : value;
+  const Exchange& exchange = sync_warp(name, packed(value));
+  return source >= 0 && source < 32 ? unpacked<T>(value_of(exchange, static_cast<unsigned>(source))) : value;
 }
 template <class T, class Fold>
 T reduce(const char* name, T value, Fold fold) {
-  const Met& met = meet_warp(name, packed(value));
+  const Exchange& exchange = sync_warp(name, packed(value));
   T result = value;
   for (unsigned lane = 0; lane < 32; ++lane)
-    if (met.lanes >> lane & 1 && lane != here->lane) result = fold(result, unpacked<T>(met.values[lane]));
+    if (exchange.lanes >> lane & 1 && lane != here->lane) result = fold(result, unpacked<T>(exchange.values[lane]));
   return result;
 }
 }  // namespace simt
 
-inline void __syncwarp() { simt::meet_warp("syncwarp", 0); }
-inline void __syncthreads() { simt::meet_cta("syncthreads", true); }
-inline int __syncthreads_and(int vote) { return simt::meet_cta("syncthreads_and", vote != 0).all; }
-inline int __syncthreads_or(int vote) { return simt::meet_cta("syncthreads_or", vote != 0).any; }
+inline void __syncwarp() { simt::sync_warp("syncwarp", 0); }
+inline void __syncthreads() { simt::sync_cta("syncthreads", true); }
+inline int __syncthreads_and(int vote) { return simt::sync_cta("syncthreads_and", vote != 0).all; }
+inline int __syncthreads_or(int vote) { return simt::sync_cta("syncthreads_or", vote != 0).any; }
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int lane, int width = 32) {

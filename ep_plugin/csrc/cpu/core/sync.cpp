@@ -29,7 +29,7 @@ bool aborted(const Run& run) {
   return true;
 }
 
-// The host then tells the peers why this rank leaves: here it has aborted itself.
+// Recorded as an abort by this rank. The host then writes the reason to the peers' boards.
 bool fail_interrupted(const Run& run) { return fail(run.comm, kAborted, run.step, run.comm.rank, 0, 0, 0); }
 
 void rest(int64_t waited_ns) {

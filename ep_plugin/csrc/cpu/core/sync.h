@@ -1,4 +1,4 @@
-// How CPU kernels wait for peers, tell peers, and fail: every wait ends by a value, an abort, or the deadline.
+// How CPU kernels signal peers, wait for them, and fail. Every wait ends by the value, an abort, or the deadline.
 #pragma once
 #include <ctime>
 
@@ -6,7 +6,7 @@
 
 namespace ep::cpu {
 
-// A kernel's stay in the state machine of its step: the epoch it works on, its deadline, and whether it may go on.
+// One kernel's execution of one step.
 struct Run {
   const Comm& comm;
   Step step;
@@ -22,7 +22,7 @@ bool interrupted(int64_t waited_ns, int64_t* asked_ns);
 bool begin(const Comm& comm, Step step, Run* run);
 void finish(const Run& run);
 
-// One wait: ask keep_waiting() after every look that was in vain.
+// One wait. Call keep_waiting() after every poll that found nothing.
 class Patience {
  public:
   // False, with the fault recorded (blaming `peer`), on a deadline, an abort or an interruption; else rests a little.
@@ -38,7 +38,7 @@ bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int pee
 // Likewise until *word has this epoch's tag; `value` is the rest of it.
 bool wait_tagged(const Run& run, const uint64_t* word, int peer, uint32_t* value);
 
-// Stores with release order, so that whoever acquires the value sees all that was written before.
+// Stores with release order: a thread that acquires the value sees everything written before.
 void signal(uint64_t* word, uint64_t value);
 
 // Records the first fault of this communicator; later kernels leave at once. Always returns false.
@@ -47,13 +47,13 @@ bool fail(const Comm& comm, FaultCode code, Step step, int peer, int field, int6
 // Holds a rank at its test gate; without one, returns true at once.
 bool gate(const Run& run);
 
-// Waits for a source's Opening and compares it with this rank's own header.
+// Waits for a source's Opening and checks it against this rank's header.
 bool open_source(const Run& run, Pool pool, int source, const Header& mine, int64_t expected_tokens);
 
 // Writes this rank's Opening at an owner, after the owner has read the previous epoch's rows.
 bool open_destination(const Run& run, Pool pool, int owner, const Header& mine);
 
-// Tells `owner` that rows [begin, end) of this rank's chunk have arrived there.
+// Signals to `owner` that rows [begin, end) of this rank's chunk are in its pool.
 void signal_chunk(const Run& run, Pool pool, int owner, int chunk, int begin, int end);
 
 // Waits for a chunk of `source` and checks its range: it continues at `begin` and stays within `limit`.

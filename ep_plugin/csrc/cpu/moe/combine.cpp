@@ -1,5 +1,5 @@
-// Combine: push reduces a slot's expert rows to one partial row at the token's owner; add sums a token's partial rows.
-// Both sum in the element's Sum type in a fixed order, so the result does not depend on who arrives when.
+// Combine. Send reduces a slot's expert rows to one partial row at the token's owner. Receive sums a token's partial
+// rows. Both sum in the element's Sum type and in a fixed order, so the result does not depend on arrival order.
 #include <algorithm>
 #include <cstring>
 #include <string>

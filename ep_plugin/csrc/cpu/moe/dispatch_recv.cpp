@@ -1,4 +1,4 @@
-// Expand: received slots to the rows that the caller's experts take, source by source as their chunks arrive.
+// Dispatch receive: copies received slots to the rows that the caller's experts take, as their chunks arrive.
 #include <algorithm>
 #include <cstring>
 
@@ -26,7 +26,7 @@ void copy_row(const Output& out, const char* slot, int64_t row) {
     std::memcpy(at<char>(args.scales, row * args.header.scale_bytes), slot + out.lay.scales, args.header.scale_bytes);
 }
 
-// The pair's expert among this rank's own, or -1: another rank's, or nobody's. An id that no expert has is a fault.
+// The local id of the pair's expert, or -1 if it is another rank's or the pair is dropped. An invalid id is a fault.
 bool local_id(const Run& run, const Output& out, const char* slot, int k, int source, int32_t* local) {
   const Comm& comm = run.comm;
   const int32_t id = reinterpret_cast<const int32_t*>(slot + out.lay.ids)[k];
@@ -189,7 +189,7 @@ void dispatch_recv(const DispatchRecvArgs& args) {
   const Comm& comm = args.comm;
   Run run{comm, kDispatchRecv, 0};
   const bool begun = begin(comm, kDispatchRecv, &run);
-  if (begun && args.optimistic != 0 && came_too_early(args, meta_of(comm, args.routing))) return;
+  if (begun && args.optimistic != 0 && must_relaunch(args, meta_of(comm, args.routing))) return;
   if (!begun || !receive_all(run, args)) return poison(args);
   for (int source = 0; source < comm.num_ranks; ++source)
     signal(consumed_word(comm, source, kDispatchPool, comm.rank), run.epoch);

@@ -1,5 +1,6 @@
-// Send: each row once to every rank that holds one of its experts, straight to its final slot, behind a head that says
-// what it expands to. Chunk by chunk, so that receivers start before the last row has left.
+// Dispatch send: each row once to every rank that holds one of its experts, straight to its final slot. A head before
+// the row says which output rows it becomes. Rows go chunk by chunk, so that receivers start before the last row has
+// left.
 #include <cmath>
 #include <cstring>
 #include <vector>

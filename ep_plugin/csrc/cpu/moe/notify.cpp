@@ -1,4 +1,4 @@
-// Notify: every rank tells every rank how many rows it sends; each then knows where what it receives goes.
+// Notify: the ranks exchange counts, and each computes where the rows that it receives go.
 #include <algorithm>
 #include <vector>
 
@@ -9,12 +9,12 @@ namespace ep::cpu {
 
 namespace {
 
-// What this rank has heard, checked: rows for each rank and pairs for each local expert, by source. [R, R + E_l]
+// Received counts, checked: rows for each rank and pairs for each local expert, by source. [R, R + E_l]
 using Counts = std::vector<int32_t>;
 
 int keys_of(const Comm& comm) { return comm.num_ranks + local_experts(comm); }
 
-bool tell_peers(const Run& run, const NotifyArgs& args) {
+bool send_counts(const Run& run, const NotifyArgs& args) {
   const Comm& comm = run.comm;
   const int R = comm.num_ranks, per_rank = local_experts(comm), parity = static_cast<int>(run.epoch & 1);
   const Meta meta = meta_of(comm, args.routing);
@@ -43,7 +43,7 @@ bool check_counts(const Run& run, int source, int64_t tokens, const int32_t* cou
   return true;
 }
 
-bool hear_peers(const Run& run, const NotifyArgs& args, Counts* counts) {
+bool receive_counts(const Run& run, const NotifyArgs& args, Counts* counts) {
   const Comm& comm = run.comm;
   const Meta meta = meta_of(comm, args.routing);
   const int R = comm.num_ranks, keys = keys_of(comm);
@@ -112,7 +112,7 @@ bool lay_out_experts(const Run& run, const Meta& meta, const Counts& counts, int
   return offset <= INT32_MAX || fail(comm, kTooSmall, kNotify, comm.rank, 1, INT32_MAX, offset);
 }
 
-void tell_host(const NotifyArgs& args, const Meta& meta, int64_t max_sent) {
+void publish_totals(const NotifyArgs& args, const Meta& meta, int64_t max_sent) {
   const Comm& comm = args.comm;
   const int per_rank = local_experts(comm);
   int64_t* totals = board_totals(comm);
@@ -131,7 +131,7 @@ void notify(const NotifyArgs& args) {
   Run run{comm, kNotify, 0};
   if (!begin(comm, kNotify, &run)) return;
   Counts counts(static_cast<size_t>(comm.num_ranks) * keys_of(comm));
-  if (!tell_peers(run, args) || !hear_peers(run, args, &counts)) return;
+  if (!send_counts(run, args) || !receive_counts(run, args, &counts)) return;
   const Meta meta = meta_of(comm, args.routing);
   int64_t max_sent;
   if (!lay_out_ranks(run, meta, counts, &max_sent)) return;
@@ -139,7 +139,7 @@ void notify(const NotifyArgs& args) {
   for (int peer = 0; peer < comm.num_ranks; ++peer)
     signal(consumed_word(comm, peer, kConsumedCounts, comm.rank), run.epoch);
   finish(run);
-  if (args.ticket != 0) tell_host(args, meta, max_sent);
+  if (args.ticket != 0) publish_totals(args, meta, max_sent);
 }
 
 }  // namespace ep::cpu

@@ -1,12 +1,13 @@
-// All-gather inside a node: each rank pushes its shard into its peers' outputs.
+// All-gather inside a node: each rank sends its shard to its peers' outputs.
 //
-// Two ways. Copy engines: whole shards, the next rank first, so that no two ranks hit one receiver at a time;
-// handshakes by stream memory operations, no SM at all; in a graph, whose values would be frozen, by a kernel of one
-// CTA. Small shards: one kernel, a part of the shard for each CTA; see rendezvous.cuh. An output that peers have not
-// mapped is copied from the staging block, by the kernel or the copy engine.
+// Large shards: copy engines, and no SM. Each rank starts with the next rank, so that no two ranks write to one
+// receiver at the same time. Streams write and wait for the handshake words themselves (stream_words.h). In a CUDA
+// graph, which would freeze the values of those words, kernels of one CTA do the handshake.
+// Small shards: one kernel, where each CTA sends its part of the shard between two barriers (barrier.cuh).
+// An output that peers have not mapped is copied from the staging block afterwards, by the kernel or a copy engine.
 #include <cstddef>
 
-#include "cuda/collectives/rendezvous.cuh"
+#include "cuda/collectives/barrier.cuh"
 #include "cuda/collectives/stream_words.h"
 #include "cuda/core/copy.cuh"
 
@@ -22,8 +23,8 @@ struct Span {
   int64_t begin, end;
 };
 
-// The units of a shard that are this CTA's: the same bytes on every rank, whatever units their addresses allow, since a
-// CTA has met those of its index alone.
+// This CTA's units of a shard. They are the same bytes on every rank, whatever the alignment of the addresses, because
+// a CTA waits only for the CTAs of its index.
 template <class Unit>
 __device__ Span<Unit> span_of(int64_t bytes) {
   constexpr int64_t kLargest = 16, kSize = sizeof(Unit);
@@ -33,7 +34,7 @@ __device__ Span<Unit> span_of(int64_t bytes) {
   return {begin / kSize, min(end, bytes) / kSize};
 }
 
-// By every CTA that fails: others may not. Where outputs are copied from the staging block later, that too.
+// Every CTA that fails calls it; others may not fail. Also fills the part of the staging block that is copied later.
 __device__ void poison(const AllGatherArgs& args) {
   const Comm& comm = args.comm;
   for (int r = 0; r < comm.num_ranks; ++r) {
@@ -75,7 +76,7 @@ __device__ void copy_span(const AllGatherArgs& args, const Unit* from, int count
 }
 
 template <class Unit>
-__device__ void push_span(const AllGatherArgs& args) {
+__device__ void send_span(const AllGatherArgs& args) {
   const Comm& comm = args.comm;
   copy_span(args, at<const Unit>(args.input), comm.num_ranks,
             [&](int index) { return args.targets[(comm.rank + 1 + index) % comm.num_ranks]; });
@@ -92,10 +93,10 @@ template <class Unit>
 __global__ void __launch_bounds__(kThreads) ep_all_gather(const __grid_constant__ AllGatherArgs args) {
   const int cta = static_cast<int>(blockIdx.x);
   const Run run = enter_collective(args.comm, kAllGather);
-  bool ok = run.ok && meet_before(run, cta, args.bytes, args.place);
+  bool ok = run.ok && barrier_before(run, cta, args.bytes, args.place);
   if (ok) {
-    push_span<Unit>(args);
-    ok = meet_after(run, cta);
+    send_span<Unit>(args);
+    ok = barrier_after(run, cta);
   }
   if (ok && args.landing != 0) fetch_span<Unit>(args);
   if (!ok) poison(args);
@@ -105,11 +106,11 @@ __global__ void __launch_bounds__(kThreads) ep_all_gather(const __grid_constant_
 // In a graph, before and after the copies: one CTA, one thread for each peer.
 __global__ void ep_all_gather_begin(const __grid_constant__ AllGatherArgs args) {
   const Run run = enter_collective(args.comm, kAllGather);
-  if (run.ok) meet_before(run, 0, args.bytes, args.place);
+  if (run.ok) barrier_before(run, 0, args.bytes, args.place);
 }
 __global__ void ep_all_gather_end(const __grid_constant__ AllGatherArgs args) {
   const Run run = enter_collective(args.comm, kAllGather);
-  const bool ok = run.ok && meet_after(run, 0);
+  const bool ok = run.ok && barrier_after(run, 0);
   if (!ok) poison(args);
   leave_collective(run, ok);
 }
@@ -142,7 +143,7 @@ Address word_at(const AllGatherArgs& args, int owner, bool done, int peer) {
 }
 
 // Words of this operation at all peers, then the same words from all of them.
-void shake_hands(const AllGatherArgs& args, bool done) {
+void handshake(const AllGatherArgs& args, bool done) {
   const Comm& comm = args.comm;
   StreamOperations words;
   if (!done) words.write(args.begun, args.number);
@@ -156,14 +157,14 @@ void shake_hands(const AllGatherArgs& args, bool done) {
 
 void gather_by_engines(const AllGatherArgs& args) {
   if (args.captured != 0)
-    launch<ep_all_gather_begin>("open gather", 1, kWarp, 0, args.stream, args);
+    launch<ep_all_gather_begin>("all_gather begin", 1, kWarp, 0, args.stream, args);
   else
-    shake_hands(args, false);
+    handshake(args, false);
   copy_to_peers(args);
   if (args.captured != 0)
-    launch<ep_all_gather_end>("close gather", 1, kThreads, 0, args.stream, args);
+    launch<ep_all_gather_end>("all_gather end", 1, kThreads, 0, args.stream, args);
   else
-    shake_hands(args, true);
+    handshake(args, true);
   copy_from_staging(args);
 }
 

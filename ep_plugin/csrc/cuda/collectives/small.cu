@@ -1,17 +1,18 @@
-// All-gather and reduce-scatter of small shards inside a node: one kernel, and no handshake.
+// All-gather and reduce-scatter of small shards inside a node: one kernel and no handshake.
 //
-// Every 12 bytes travel in one store of 16 with a flag that says of which operation they are, so that a reader needs
-// nothing but the word itself. Words land in memory that only this kernel uses, never in outputs: there is nothing to
-// ask a peer for before, and outputs need not be mapped by anyone.
-// Reuse. Words of one parity of the operation's number are overwritten by the one after the next. A rank that begins it
-// has heard, in the one between, from every peer; and a peer begins that one when its own kernel of the one before is
-// over, whose words it has then read. Of a number a flag has the low bits alone, which come round again: words that no
-// operation has used for long are expired, by the rank that reads them.
-// Agreement. The flag also holds the size and the element. To and from a peer whose shard is not small, a Sign says the
-// size.
-// Co-residency. It both sends and waits, and is launched cooperatively.
-// Memory order. None beyond the single word: stores and loads of 16 bytes are relaxed, and in one piece.
-#include "cuda/collectives/rendezvous.cuh"
+// Every 12 bytes travel in one 16-byte store, together with a flag that says which operation they belong to. A reader
+// needs only the word itself. Words land in memory that only this kernel uses, never in outputs, so there is nothing to
+// ask a peer for first, and outputs need not be mapped.
+// Buffers. The words of an operation depend on the parity of its number, so they are overwritten by the next operation
+// but one. That is safe: a rank that starts it has received words of the operation in between from every peer, and a
+// peer starts that one only when its own kernel of the operation before has ended and read its words. A flag holds only
+// the low bits of the number, which repeat. So the rank that reads words expires those that no operation has used for
+// long.
+// Agreement. The flag also holds the size and the element type. If a peer's shard is not small, a Sign says its size
+// (barrier.cuh).
+// Co-residency. The kernel both sends and waits, and is launched cooperatively.
+// Memory order. Stores and loads of 16 bytes are relaxed and complete by themselves. Nothing else is ordered.
+#include "cuda/collectives/barrier.cuh"
 #include "cuda/core/copy.cuh"
 #include "cuda/core/element.cuh"
 
@@ -22,7 +23,7 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kAhead = 2;   // words of one thread under way
 constexpr int kTerms = 4;   // of a sum
-constexpr int kLooks = 16;  // in vain, before a thread asks whether to go on
+constexpr int kLooks = 16;  // polls between two checks of the deadline
 static_assert(kWordsAbreast == kWarp, "a warp's lanes load and store units side by side");
 
 // A gather sums nothing.
@@ -83,13 +84,13 @@ __device__ __forceinline__ void store_units(Address shard, int word, int64_t byt
 __device__ __forceinline__ uint64_t both(uint32_t low, uint32_t high) {
   return static_cast<uint64_t>(high) << 32 | low;
 }
-__device__ __forceinline__ void put(FlaggedWord* to, const Units& units, uint32_t flag) {
-  ptx::st_relaxed_sys(to, both(units.unit[0], units.unit[1]), both(units.unit[2], flag));
+__device__ __forceinline__ void store_word(FlaggedWord* to, const Units& units, uint32_t flag) {
+  peer::store(to, both(units.unit[0], units.unit[1]), both(units.unit[2], flag));
 }
 // The flag of what lies there.
-__device__ __forceinline__ uint32_t get(const FlaggedWord* from, Units* units) {
+__device__ __forceinline__ uint32_t load_word(const FlaggedWord* from, Units* units) {
   uint64_t low, high;
-  ptx::ld_relaxed_sys(from, &low, &high);
+  peer::poll(from, &low, &high);
   units->unit[0] = static_cast<uint32_t>(low);
   units->unit[1] = static_cast<uint32_t>(low >> 32);
   units->unit[2] = static_cast<uint32_t>(high);
@@ -148,7 +149,8 @@ struct Words {
 #pragma unroll
       for (int v = 0; v < kItems; ++v) {
         seen[v] = flag;
-        if (items[v].source >= 0) seen[v] = get(at_rank(args.comm.rank, items[v].source) + items[v].word, &units[v]);
+        if (items[v].source >= 0)
+          seen[v] = load_word(at_rank(args.comm.rank, items[v].source) + items[v].word, &units[v]);
       }
       bool there = true, ok = true;
       int missing = 0;
@@ -161,7 +163,7 @@ struct Words {
       if (there) return true;
       if (!ok) return false;
       if (looks % kLooks == 0 &&
-          (!is_alike(run, missing, args.bytes) || !patience->keep_waiting(run, missing, 0, run.epoch, 0)))
+          (!check_size(run, missing, args.bytes) || !patience->keep_waiting(run, missing, 0, run.epoch, 0)))
         return false;
     }
   }
@@ -178,18 +180,18 @@ __device__ void send_words(const Words& words) {
       if (first + v * words.step < words.count) units[v] = load_units(shard, first + v * words.step, args.bytes);
 #pragma unroll
     for (int v = 0; v < kAhead; ++v)
-      if (first + v * words.step < words.count) put(to + first + v * words.step, units[v], words.flag);
+      if (first + v * words.step < words.count) store_word(to + first + v * words.step, units[v], words.flag);
   }
 }
 
-// The first CTA of each peer, which sends nothing to these words: they get the flag of a number of the other parity,
-// which no operation that reads them has.
+// The first CTA of each peer overwrites words that this operation does not use. They get the flag of a number of the
+// other parity, which no operation that reads them has.
 __device__ void expire_words(const Words& words) {
   const int R = words.args.comm.num_ranks, at_once = static_cast<int>(expired_at_once(R));
   if (static_cast<int>(blockIdx.x) >= R - 1 || static_cast<int>(threadIdx.x) >= at_once) return;
   const int word = static_cast<int>(words.number / 2 % kExpiries) * at_once + static_cast<int>(threadIdx.x);
   if (word >= words.count && word < small_capacity(R))
-    put(words.at_rank(words.args.comm.rank, words.peer) + word, Units{}, words.flag ^ (1u << kNumberShift));
+    store_word(words.at_rank(words.args.comm.rank, words.peer) + word, Units{}, words.flag ^ (1u << kNumberShift));
 }
 
 __device__ bool gather_words(const Words& words) {
@@ -252,7 +254,7 @@ __device__ bool sum_words(const Words& words) {
   return true;
 }
 
-// By every CTA that fails: others may not.
+// Every CTA that fails calls it; others may not fail.
 __device__ void poison(const SmallArgs& args) {
   for (int r = 0; r < args.comm.num_ranks; ++r)
     if ((r == args.comm.rank) == (args.element >= 0))
@@ -268,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, 1) ep_small(const __grid_constant__ 
   if (ok) {
     const Words words(args, run, number);
     send_words(words);
-    tell_size(run, args.bytes);
+    signal_size(run, args.bytes);
     expire_words(words);
     if constexpr (kGathers)
       ok = gather_words(words);

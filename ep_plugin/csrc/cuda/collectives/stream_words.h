@@ -1,4 +1,4 @@
-// Words that a stream itself writes and waits for, in any memory that the device reaches: no SM is used.
+// Words that a stream writes and waits for by itself, in any memory that the device reaches. They use no SM.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime.h>

@@ -1,18 +1,18 @@
-// Copies rows, each from one place to several; send and expand are such jobs. A job has
+// Copies rows, each from one place to several. Dispatch send and receive are such jobs. A job has
 //   Next next(bool may_block)                    finds the warp's next row; kNotYet only if it may not block
-//   void load(Ring& ring, int unit)              begins to fill the next stage with a unit of the row found last
-//   void store(const char* stage, int unit)      lane 0 begins the bulk stores of a unit, rows in the order found
-//   void copy_plain()                            plain path: copies the row found last, all lanes
-//   void completed(uint32_t rows)                so many rows of this warp are written
-//   static constexpr bool kTells                 whether anyone waits for that: stores are then waited for until they
-//                                                are written, and otherwise until their stage has been read
+//   void load(Ring& ring, int unit)              starts to fill the next stage with a unit of the row found last
+//   void store(const char* stage, int unit)      lane 0 starts the bulk stores of a unit; rows in the order found
+//   void copy_plain()                            plain path: all lanes copy the row found last
+//   void completed(uint32_t rows)                this many rows of the warp are written
+//   static constexpr bool kSignals               true if completed rows are signalled: then the copy waits until stores
+//                                                are written; otherwise only until their stage has been read
 //   static constexpr int kStages                 of a warp's ring
-// all called by whole warps. On the bulk path what `next` finds is `cut.units()` units: a row, or a part of one; where
-// rows are said here, parts are meant too.
+// Whole warps call all of them. On the bulk path, next() finds `cut.units()` units: a row, or one part of a row; "row"
+// above then means a part.
 //
-// Bulk path: the stores of a unit are over before those of the next begin, and meanwhile loads run ahead as far as
-// there are stages, across rows. More stores under way would not be faster: they would wait in the links' queues, and
-// rows that others wait for with them.
+// Bulk path. The stores of a unit end before those of the next unit start, while loads run ahead as far as there are
+// stages, across rows. More stores in flight would not be faster: they would wait in the links' queues, and delay rows
+// that others need first.
 #pragma once
 #include "cuda/core/ring.cuh"
 
@@ -96,7 +96,7 @@ __device__ void copy_rows_bulk(Job& job, const Run& run, const Cut& cut) {
     while (ring.loading() < Job::kStages && load_next(false)) {
     }
     if (lane_id() == 0) {
-      if constexpr (Job::kTells)
+      if constexpr (Job::kSignals)
         ptx::bulk_wait<0>();
       else
         ptx::bulk_wait_read<0>();
@@ -106,7 +106,7 @@ __device__ void copy_rows_bulk(Job& job, const Run& run, const Cut& cut) {
     store_unit = store_unit + 1 == units ? 0 : store_unit + 1;
     job.completed(ring.taken / units);
   }
-  if (lane_id() == 0) ptx::bulk_wait<0>();  // whoever comes after this kernel's last CTA finds all of it written
+  if (lane_id() == 0) ptx::bulk_wait<0>();  // all rows are written before the kernel ends
   __syncwarp();
   job.completed(ring.taken / units);
 }

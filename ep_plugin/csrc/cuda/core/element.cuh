@@ -1,4 +1,4 @@
-// Element types as 16-byte vectors: widened to float32 to be summed, rounded to nearest once at the end.
+// Element types as 16-byte vectors. They are widened to float32 to be summed, and rounded to nearest once at the end.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -55,7 +55,7 @@ std::map<int, cudaEvent_t>& events() {
   return *made;
 }
 
-// What a capture records belongs to its graph: an event of its own.
+// An event that a capture records belongs to its graph, so each gets a new one.
 void order_captured(cudaStream_t later, cudaStream_t earlier) {
   struct Event {
     cudaEvent_t made = make_event();

@@ -1,5 +1,4 @@
-// What Python needs of the CUDA runtime beside kernels. Functions raise std::runtime_error with the runtime's own
-// sentence when they fail.
+// CUDA runtime calls that Python needs besides kernels. Functions raise std::runtime_error with the runtime's message.
 #pragma once
 #include <cstdint>
 

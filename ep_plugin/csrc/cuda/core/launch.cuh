@@ -1,4 +1,4 @@
-// What every launch does: checks of arguments, shared memory beyond the default, errors with the kernel's name.
+// What every launch shares: argument checks, shared memory beyond the default, and errors that name the kernel.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -18,7 +18,7 @@ inline void require(bool holds, const char* what, const char* expected, int64_t 
 
 inline void throw_on_error(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // or whoever asks for it next takes the error for his own
+  cudaGetLastError();  // clears it: the next caller must not see this error
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
@@ -122,8 +122,8 @@ void launch_cooperatively(const char* name, int64_t ctas, int threads, int64_t s
   launch_with<kKernel>(&cooperative, 1, name, ctas, threads, shared_bytes, stream, args...);
 }
 
-// CTAs start as soon as the kernel ahead in the stream lets them (ptx::let_next_kernel_in), and wait for its end by
-// themselves: what a launch takes passes meanwhile. Only code that can wait so is launched like this.
+// CTAs start when the kernel ahead in the stream launches its dependents (ptx::launch_dependents), and wait for its end
+// themselves (ptx::wait_on_dependency). This hides the launch latency. Code without these waits must not use it.
 template <auto kKernel, class... Args>
 void launch_early(const char* name, int64_t ctas, int threads, int64_t shared_bytes, Address stream,
                   const Args&... args) {

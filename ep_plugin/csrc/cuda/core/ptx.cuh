@@ -1,6 +1,7 @@
-// The machine instructions that CUDA C++ has no name for, one wrapper each, named by what it does, its order and its
-// scope. Bulk copies exist from sm_90 on: code compiled for less has empty bodies here and is never launched with
-// them (launch.cuh decides), so every kernel also has a plain path.
+// PTX instructions that CUDA C++ has no name for. Each wrapper is named by its semantics, memory order and scope. All
+// PTX of this project is in this file.
+// Bulk copies need sm_90. Code compiled for less has empty bodies here and is never launched with them (launch.cuh), so
+// every kernel also has a plain path.
 #pragma once
 #include <cstdint>
 
@@ -39,7 +40,7 @@ __device__ __forceinline__ void st_release_sys(uint32_t* to, uint32_t value) {
 __device__ __forceinline__ void st_release_gpu(uint64_t* to, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
-// 16 bytes in one piece, aligned to as many.
+// 16 bytes in one access, aligned to 16.
 __device__ __forceinline__ void st_release_sys(void* to, uint64_t low, uint64_t high) {
   asm volatile(
       "{\n"
@@ -95,9 +96,9 @@ __device__ __forceinline__ uint32_t atom_add_acq_rel_gpu(uint32_t* to, uint32_t 
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
   return before;
 }
-// For one lane: adds to a word, and waits for what was there only where that is used. Told that several lanes may add
-// to one word, ptxas adds for all of them at once and deals the answer out, and so waits there and then; threadIdx.y,
-// which is 0, keeps it from knowing that the word is the same.
+// One lane adds to a word. The thread waits for the result only where it is used. If ptxas knows that several lanes may
+// add to one word, it adds for all of them at once and distributes the results, which waits here. Adding threadIdx.y,
+// which is 0, hides from it that the word is the same.
 __device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* to, uint32_t value) {
   uint32_t before;
   asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;"
@@ -122,17 +123,17 @@ __device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_re
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
-// A word that only grows. All are atomics, and not plain stores and loads of the same order, for the sake of
-// compute-sanitizer's racecheck, which takes plain accesses for unordered.
-__device__ __forceinline__ void raise_release_cta(int32_t* shared_word, int32_t value) {
+// These are atomics and not plain stores and loads of the same order, because compute-sanitizer's racecheck treats
+// plain accesses as unordered. The load is an atomic or with 0.
+__device__ __forceinline__ void red_max_release_cta(int32_t* shared_word, int32_t value) {
   asm volatile("red.release.cta.shared::cta.max.s32 [%0], %1;" ::"r"(shared_address(shared_word)), "r"(value)
                : "memory");
 }
-__device__ __forceinline__ void add_release_cta(int32_t* shared_word, int32_t value) {
+__device__ __forceinline__ void red_add_release_cta(int32_t* shared_word, int32_t value) {
   asm volatile("red.release.cta.shared::cta.add.s32 [%0], %1;" ::"r"(shared_address(shared_word)), "r"(value)
                : "memory");
 }
-__device__ __forceinline__ int32_t read_acquire_cta(int32_t* shared_word) {
+__device__ __forceinline__ int32_t ld_acquire_cta(int32_t* shared_word) {
   int32_t value;
   asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;"
                : "=r"(value)
@@ -141,8 +142,8 @@ __device__ __forceinline__ int32_t read_acquire_cta(int32_t* shared_word) {
   return value;
 }
 
-// --- Data that peers write, in global memory or copied to shared: ordinary loads that the compiler can neither move
-// above an acquire nor turn into non-coherent ones ---------------------------------------------------------------
+// --- Data that peers write, in global memory or copied to shared memory --------------------------------------------
+// Ordinary loads that the compiler can neither move above an acquire nor turn into non-coherent ones.
 
 __device__ __forceinline__ int4 ld_coherent(const int4* from) {
   int4 v;
@@ -170,8 +171,8 @@ __device__ __forceinline__ char ld_coherent(const char* from) {
   return static_cast<char>(value);
 }
 
-// Two magnitudes, rounded to nearest even and saturated, as e4m3 in the low 16 bits, `low` in the lowest 8; the sign of
-// a NaN's bits means nothing.
+// Two magnitudes as e4m3, rounded to nearest even and saturated, in the low 16 bits; `low` is in the lowest 8. The sign
+// bit of a NaN is undefined.
 __device__ __forceinline__ uint32_t to_e4m3x2(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   uint16_t pair;
@@ -182,7 +183,7 @@ __device__ __forceinline__ uint32_t to_e4m3x2(float low, float high) {
 #endif
 }
 
-// Nanoseconds of a clock that all SMs share.
+// Nanoseconds. All SMs share the clock.
 __device__ __forceinline__ uint64_t globaltimer() {
   uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
@@ -197,18 +198,19 @@ __device__ __forceinline__ uint64_t globaltimer() {
 
 // --- Kernels that follow each other (launch.cuh: launch_early) ----------------------------------------------------
 
-// Waits until the kernel ahead in the stream has ended and its writes can be seen. A kernel that was launched early
-// calls it in one CTA at least, or the one behind it would not wait for the one before it. Until then it reads only
-// what was written before the chain, whose first kernel is not launched early, faults, for which it looks again, and
-// what the kernel ahead has told it of: State::placed and State::laid_out. (A send that is launched when the host has
-// the totals, be it again, comes after all that notify tells.)
-__device__ __forceinline__ void wait_for_kernel_ahead() {
+// griddepcontrol.wait: waits until the kernel ahead in the stream has ended and its writes are visible.
+// A kernel that was launched early must call it in at least one CTA; otherwise the kernel behind it would not wait for
+// the one ahead of it. Before the call, a kernel may read only three things: data from before the chain, whose first
+// kernel is not launched early; faults, which it reads again later; and what the kernel ahead has signalled,
+// State::placed and State::laid_out. (A send that is launched after the host has the totals comes after both signals.)
+__device__ __forceinline__ void wait_on_dependency() {
 #if EP_HAS_BULK
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// From when every CTA has said so, or ended, a kernel behind this one that is launched early may take its SMs.
-__device__ __forceinline__ void let_next_kernel_in() {
+// griddepcontrol.launch_dependents: a kernel behind this one that is launched early may start when every CTA has called
+// it or ended.
+__device__ __forceinline__ void launch_dependents() {
 #if EP_HAS_BULK
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -216,19 +218,19 @@ __device__ __forceinline__ void let_next_kernel_in() {
 
 // --- Bulk copies between global and shared memory, done by the copy engine of the SM (the async proxy) ------------
 
-// Orders this thread's ordinary accesses against bulk copies, both ways.
+// Orders this thread's ordinary accesses and bulk copies, in both directions.
 __device__ __forceinline__ void fence_proxy_async() {
 #if EP_HAS_BULK
   asm volatile("fence.proxy.async;" ::: "memory");
 #endif
 }
-// The same for shared memory alone, and cheaper: what this thread wrote there may now be stored in bulk.
+// The same for shared memory alone, and cheaper. After it, bytes that this thread wrote there may be stored in bulk.
 __device__ __forceinline__ void fence_proxy_async_shared() {
 #if EP_HAS_BULK
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
-// Makes initialised mbarriers known to the async proxy.
+// Makes initialised mbarriers visible to the async proxy.
 __device__ __forceinline__ void fence_mbarrier_init() {
 #if EP_HAS_BULK
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -245,7 +247,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uin
                : "memory");
 #endif
 }
-// True once the phase of this parity is complete; may suspend the thread for a short, bounded while.
+// True if the phase of this parity is complete. May suspend the thread for a short, bounded time.
 __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
 #if EP_HAS_BULK
   uint32_t done;
@@ -263,7 +265,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t* barrier, uint32_t pa
   return true;
 #endif
 }
-// Addresses and size are multiples of 16; the barrier counts the bytes as they land.
+// Addresses and size are multiples of 16. The barrier counts the bytes as they arrive.
 __device__ __forceinline__ void bulk_load(void* to_shared, const void* from, uint32_t bytes, uint64_t* barrier) {
 #if EP_HAS_BULK
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -285,14 +287,14 @@ __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 #endif
 }
-// Waits until at most kPending of this thread's groups are incomplete: complete means written, not only read.
+// Waits until at most kPending of this thread's groups are not yet written.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait() {
 #if EP_HAS_BULK
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 #endif
 }
-// Waits until at most kPending of them have still to be read from shared memory: what they read may be overwritten.
+// Waits until at most kPending of them are not yet read from shared memory. The bytes of the others may be overwritten.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
 #if EP_HAS_BULK

@@ -1,8 +1,9 @@
-// Quantises rows as they are sent: from memory through registers into the images that travel, with what fp8.h says.
+// Quantises rows to e4m3 while they are sent: from memory, through registers, to the slots that travel. common/fp8.h
+// defines the arithmetic.
 //
-// Roles. A warp quantises a row, some vectors of 16 bytes for each lane at a time, and loads the next ones meanwhile.
-// The lanes of a block share its amax; each lane then makes the scale of one of their blocks and tells the others.
-// There is no stage for the row as it was: the shared memory that it would take is worth more as further warps.
+// Roles. A warp quantises one row, several 16-byte vectors of each lane at a time, and loads the next ones meanwhile.
+// The lanes of a block compute its maximum together. Then each lane computes the scale of one block and gives it to the
+// others. The row itself has no stage: that shared memory is worth more as stages of further warps.
 #pragma once
 #include "common/fp8.h"
 #include "cuda/core/copy.cuh"

@@ -1,9 +1,9 @@
-// One warp's ring of stages in shared memory, filled by bulk loads several units ahead of their use. A unit is a row,
-// or an equal piece of a row that is longer than a stage, or that several warps share.
+// One warp's ring of stages in shared memory. Bulk loads fill it several units ahead of their use. A unit is a row, or
+// an equal piece of a row that is longer than a stage or that several warps share.
 //
-// Roles. One lane issues a load; all lanes wait for a stage, so that all may read it. A stage is refilled only after
-// the caller is done with what it held: ordinary readers have joined their warp, bulk stores from it are complete.
-// Memory order. The mbarrier of a stage makes the loaded bytes visible to whoever waited on it.
+// Roles. One lane issues a load. All lanes wait for a stage, so that all may read it. A stage is filled again after the
+// caller has finished with it: readers have joined their warp, and bulk stores from it are complete.
+// Memory order. The mbarrier of a stage makes the loaded bytes visible to every lane that waited for it.
 #pragma once
 #include "cuda/core/sync.cuh"
 

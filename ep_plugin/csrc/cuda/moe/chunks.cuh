@@ -1,5 +1,5 @@
-// The rows that peers send, in the order in which a warp of the receiver takes them: chunk by chunk, all sources in
-// turn, this rank's own first. A warp looks at the arrival words of 32 chunks at once and keeps them, a lane each.
+// The rows that peers send, in the order in which a receiving warp takes them: chunk by chunk, all sources in turn,
+// this rank's own first. A warp polls the arrivals of 32 chunks at once and keeps them, one per lane.
 #pragma once
 #include "cuda/core/ring.cuh"
 #include "cuda/moe/signals.cuh"
@@ -28,10 +28,10 @@ class ArrivedRows {
       if (item_ >= items_) return kEnd;
       const int holder = item_ % kWarp;
       if (!__shfl_sync(kAllLanes, known_, holder)) {
-        look();
+        poll();
         if (!__shfl_sync(kAllLanes, known_, holder)) {
           if (!may_block) return kNotYet;
-          if (!rest(holder)) item_ = items_;
+          if (!wait_a_little(holder)) item_ = items_;
           continue;
         }
       }
@@ -52,7 +52,7 @@ class ArrivedRows {
   }
 
   // Every lane at its own chunk of the 32 around item_.
-  __device__ void look() {
+  __device__ void poll() {
     const int item = item_ / kWarp * kWarp + lane_id();
     uint64_t seen;
     int32_t begin, end;
@@ -84,11 +84,11 @@ class ArrivedRows {
     end_ = first + end;
   }
 
-  __device__ bool rest(int holder) {
+  __device__ bool wait_a_little(int holder) {
     int go_on = 1;
     if (lane_id() == holder)
       go_on = patience_.keep_waiting(run_, source_of(item_), chunk_of(item_), run_.epoch,
-                                     ptx::ld_relaxed_sys(&word_of(item_)->flag));
+                                     peer::poll(&word_of(item_)->flag));
     return __shfl_sync(kAllLanes, go_on, holder) != 0;
   }
 

@@ -1,10 +1,11 @@
-// Push and add in one kernel, for few SMs: what an SM can load bounds such a combine, and an SM that only pushes or
-// only adds waits for others where it could do the other.
+// Combine send and receive in one kernel, for few SMs. With few SMs, the bytes that an SM can load limit a combine. An
+// SM that only sends, or only receives, would wait for others while it could do the other work.
 //
-// Roles. In each CTA the first warps push, the next ones add, and the last signals chunks; a warp that has no more to
-// push adds, too. Each role is that of push.cu or add.cu. Launched cooperatively, since CTAs both push and wait for
-// rows: all of them run, so every rank's rows leave whatever its adders wait for. Memory order, and outputs after a
-// fault: as in push.cu and add.cu.
+// Roles. In each CTA the first warps send, the next ones receive, and the last one signals chunks. A warp that has no
+// more rows to send receives, too. Each role is that of combine_send.cu or combine_recv.cu. The kernel is launched
+// cooperatively because its CTAs both send and wait for rows. All of them run, so every rank's rows leave, whatever its
+// receivers wait for.
+// Memory order, and outputs after a fault: as in combine_send.cu and combine_recv.cu.
 #include <algorithm>
 
 #include "cuda/moe/combine_recv.cuh"
@@ -16,7 +17,7 @@ namespace ep::cuda {
 namespace {
 
 constexpr int kReducers = kReduceWarps - 1;
-// More than pushing takes of the whole, since those that push add afterwards, and rows are there to add only then.
+// More than the share of sending in the work: these warps receive afterwards, and rows arrive only then.
 constexpr int kSendWarps = 12;
 
 template <class Element, bool kBulk>
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
     if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks == 0) hold_at_gate(sending);
     __syncwarp();
     if (warp_id() == kReducers) {
-      tell_started(sending, kCombinePool);
+      signal_started(sending, kCombinePool);
       open_destinations(sending, kCombinePool, send.header);
       signal_chunks(sending, kCombinePool, progress, kSendWarps, PartialChunks{sending, meta, order, cut.parts});
     } else {
@@ -52,7 +53,8 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
         go_on = reduce_rows<Element>(job, sending, cut, ring);
       }
       if (go_on && open_sources_of_warp(receiving, kCombinePool, recv.header, nullptr)) {
-        const NextRow parts(receiving, kAdded, parts_to_add(recv, cut), kSendWarps, kReducers - kSendWarps, !sends);
+        const NextRow parts(receiving, kCombineRecvRows, parts_to_receive(recv, cut), kSendWarps,
+                            kReducers - kSendWarps, !sends);
         CombineRecvJob job(receiving, recv, cut, bases, parts);
         reduce_rows<Element>(job, receiving, cut, ring);
       }

@@ -1,12 +1,10 @@
-// Add: the partial rows that every rank pushed -> this rank's tokens, summed in the order of those ranks, then bias.
+// Combine receive: sums the partial rows of a token in the order of the ranks that sent them, then adds the bias.
 //
-// Roles. Warps take tokens as they come; a token's chunk must have arrived from every rank. The last CTA tells the
-// ranks that their rows are read. Launched behind admit.
-//
-// Memory order. A chunk's flags are acquired at system scope, the warp joins, and the async proxy is fenced before bulk
-// loads. Consumed words are stored with release after all CTAs' reads.
-//
-// After a fault the outputs are filled with 0xFF bytes.
+// Roles. Warps share the tokens (rows.cuh). A token's chunk must have arrived from every rank. The last CTA signals to
+// the ranks that their rows are read. The kernel is launched behind ep_wait_for_sender.
+// Memory order. The warp acquires a chunk's arrivals at system scope, joins, and fences the async proxy before bulk
+// loads. Consumed words are signalled with release order, after the reads of all CTAs.
+// After a fault. The outputs are filled with 0xFF bytes.
 #include "cuda/moe/combine_recv.cuh"
 #include "cuda/moe/kernels.h"
 
@@ -21,7 +19,8 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
   const Run run = enter(args.comm, kCombineRecv);
   if (run.ok && partials_fit(run, args, bases) &&
       __syncthreads_and(open_source_of_lane(run, kCombinePool, args.header, nullptr))) {
-    CombineRecvJob job(run, args, cut, bases, NextRow(run, kAdded, parts_to_add(args, cut), 0, cut.warps));
+    CombineRecvJob job(run, args, cut, bases,
+                       NextRow(run, kCombineRecvRows, parts_to_receive(args, cut), 0, cut.warps));
     ReduceRing<kBulk> ring(cut);
     reduce_rows<Element>(job, run, cut, ring);
   }
@@ -29,7 +28,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
 }
 
 template <class Element>
-void launch_add(const CombineRecvArgs& args) {
+void launch_combine_recv(const CombineRecvArgs& args) {
   const Room room = room_for<ep_combine_recv<Element, true>>();
   const bool bulk = room.bulk && args.comm.plain == 0;
   const Cut cut = cut_for_sums(args.header.row_bytes, args.routing.num_tokens, kReduceWarps, 2 * args.comm.num_ranks,
@@ -49,11 +48,11 @@ void combine_recv(const CombineRecvArgs& args) {
   require_combine_recv(args);
   switch (args.element) {
     case kFloat32:
-      return launch_add<Float32>(args);
+      return launch_combine_recv<Float32>(args);
     case kBFloat16:
-      return launch_add<BFloat16>(args);
+      return launch_combine_recv<BFloat16>(args);
     case kFloat16:
-      return launch_add<Float16>(args);
+      return launch_combine_recv<Float16>(args);
   }
   throw std::invalid_argument("element: expected float32, bfloat16 or float16 on CUDA, got code " +
                               std::to_string(args.element));

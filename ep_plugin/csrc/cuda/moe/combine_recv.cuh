@@ -1,5 +1,5 @@
-// What a warp of add does with this rank's tokens, and what the kernels that add do before and after. Roles and memory
-// order are in add.cu.
+// The work of a receiving warp of combine, and the steps before and after it. Roles and memory order are in
+// combine_recv.cu.
 #pragma once
 #include "cuda/core/copy.cuh"
 #include "cuda/core/launch.cuh"
@@ -20,7 +20,7 @@ class CombineRecvJob {
       : run_(run), args_(args), cut_(cut), bases_(bases), parts_(parts) {}
 
   __device__ Next next(bool may_block, Row* row) {
-    if (part_ == kNotAsked) part_ = parts_.next();
+    if (part_ == kNotRequested) part_ = parts_.next();
     if (part_ == kNoMore) return kEnd;
     const int32_t token = cut_.parts == 1 ? part_ : part_ / cut_.parts;
     if (token >= ready_end_) {
@@ -32,8 +32,8 @@ class CombineRecvJob {
       ready_end_ = chunks.end(chunk);
     }
     *row = Row{token, cut_.parts == 1 ? 0 : part_ % cut_.parts};
-    part_ = kNotAsked;
-    parts_.ask();
+    part_ = kNotRequested;
+    parts_.request();
     return kRow;
   }
 
@@ -48,7 +48,7 @@ class CombineRecvJob {
   }
 
   __device__ const char* source(int32_t slot) const {
-    return at<char>(run_.comm.pool[kCombinePool][run_.comm.rank],
+    return at<char>(peer::pool(run_.comm, kCombinePool, run_.comm.rank),
                     int64_t{slot} * static_cast<int32_t>(partial_layout_of(args_.header).bytes));
   }
   __device__ const char* bias(const Row& row) const {
@@ -78,7 +78,7 @@ class CombineRecvJob {
   }
 
  private:
-  static constexpr int32_t kNotAsked = -1;
+  static constexpr int32_t kNotRequested = -1;
 
   // The place of the token's partial row from `rank` among that rank's, or -1.
   __device__ int32_t position_at(int32_t token, int rank) const {
@@ -122,11 +122,11 @@ class CombineRecvJob {
   const Cut& cut_;
   const int32_t* const bases_;
   NextRow parts_;
-  int32_t part_ = kNotAsked;  // the next to add
-  int32_t ready_end_ = 0;     // this warp's tokens before it have arrived
+  int32_t part_ = kNotRequested;  // the next to add
+  int32_t ready_end_ = 0;         // this warp's tokens before it have arrived
 };
 
-__device__ __forceinline__ int64_t parts_to_add(const CombineRecvArgs& args, const Cut& cut) {
+__device__ __forceinline__ int64_t parts_to_receive(const CombineRecvArgs& args, const Cut& cut) {
   return int64_t{args.routing.num_tokens} * cut.parts;
 }
 
@@ -155,8 +155,8 @@ __device__ inline void finish_combine_recv(const Run& run, const CombineRecvArgs
     fill_bytes(args.extra, tokens * args.routing.topk * 4, 0xFF, threadIdx.x, blockDim.x);
     return;
   }
-  if (threadIdx.x == 0) state_of(run.comm).next_row[kAdded] = 0;
-  tell_consumed(run, kCombinePool, static_cast<int>(threadIdx.x));
+  if (threadIdx.x == 0) state_of(run.comm).next_row[kCombineRecvRows] = 0;
+  signal_consumed(run, kCombinePool, static_cast<int>(threadIdx.x));
   advance(run);
 }
 

@@ -1,12 +1,16 @@
-// Push: a received slot's expert rows -> one partial row, stored in the combine pool of the token's owner.
+// Combine send: reduces the expert rows of a received slot to one partial row, and stores it in the combine pool of the
+// token's owner.
 //
-// Roles. Warps take slots as they come, chunk by chunk of the owners' tokens and all owners in turn, beginning with the
-// next rank so that no two ranks write to one owner in step. Expert rows come through shared memory (bulk) or
-// registers; lanes store the sums and the values that ride back beside them. The last warp of each CTA signals the
-// chunks. Pushes wait only on consumed words, never on rows. Which row is next, what it is the sum of, and with which
-// weights, are three loads that depend on each other and together take as long as half a row: on the bulk path each
-// goes on while rows are summed. Memory order. What a warp's lanes have stored they join before the warp says so; what
-// owners may rely on is in signals.cuh. A slot of the combine pool: [row | extra[K]], see PartialLayout.
+// Roles. Sending warps share the slots (rows.cuh): chunk by chunk of the owners' tokens, all owners in turn, starting
+// with the next rank, so that no two ranks write to one owner at the same time. Expert rows come through shared memory
+// (bulk) or registers. Lanes store the sums, and beside them the values that return to the owner. The last warp of each
+// CTA signals chunks.
+// Latency. Which row is next, its terms, and their weights are three dependent loads, which together take as long as
+// half a row. On the bulk path each of them runs while rows are summed.
+// Waits. A combine send waits only for consumed words, never for rows.
+// Buffers. A slot of the combine pool is [row | extra[K]], see PartialLayout.
+// Memory order. The lanes of a warp join after their stores and before the warp publishes its progress. What owners may
+// rely on is in signals.cuh.
 #include "cuda/moe/combine_send.cuh"
 #include "cuda/moe/kernels.h"
 
@@ -32,7 +36,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
   if (run.ok) {
     if (blockIdx.x == 0 && threadIdx.x == 0 && order.chunks == 0) hold_at_gate(run);
     if (warp_id() == cut.warps) {
-      tell_started(run, kCombinePool);
+      signal_started(run, kCombinePool);
       open_destinations(run, kCombinePool, args.header);
       signal_chunks(run, kCombinePool, progress, cut.warps, PartialChunks{run, meta, order, cut.parts});
     } else {

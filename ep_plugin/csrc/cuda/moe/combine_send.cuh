@@ -1,5 +1,4 @@
-// What a pushing warp does with received slots, and what the kernels that push ask beforehand. Roles and memory order
-// are in push.cu.
+// The work of a sending warp of combine, and the checks before it. Roles and memory order are in combine_send.cu.
 #pragma once
 #include "cuda/core/launch.cuh"
 #include "cuda/moe/reduce.cuh"
@@ -7,8 +6,8 @@
 
 namespace ep::cuda {
 
-// The rows of a push in the order of their numbers: chunk by chunk of the owners' tokens, and in each all owners in
-// turn, beginning with the next rank. In shared memory.
+// The rows of a combine send in the order of their numbers: chunk by chunk of the owners' tokens, and in each chunk all
+// owners in turn, starting with the next rank. In shared memory.
 struct Order {
   int32_t begin[kMaxChunks * kMaxRanks + 1];  // number of the first row of (chunk, owner's turn)
   int32_t slot[kMaxChunks * kMaxRanks];       // its slot
@@ -67,7 +66,7 @@ struct PartialChunks {
 
   __device__ int count() const { return order.chunks; }
   __device__ int32_t end(int chunk) const { return order.begin[(chunk + 1) * run.comm.num_ranks] * parts; }
-  __device__ bool may_tell() const { return true; }
+  __device__ bool may_signal() const { return true; }
   __device__ void signal(int owner, int chunk) const {
     const int32_t* ends = meta.recv_chunk_end + owner * kMaxChunks;
     if (chunk < num_chunks(meta.src_tokens[owner]))
@@ -91,21 +90,22 @@ class CombineSendJob {
         lay_(partial_layout_of(args.header)),
         order_(order),
         parts_(cut.parts),
-        rows_(NextRow(run, kPushed, order.begin[kMaxChunks * run.comm.num_ranks] * parts_, 0, warps), progress),
+        rows_(NextRow(run, kCombineSendRows, order.begin[kMaxChunks * run.comm.num_ranks] * parts_, 0, warps),
+              progress),
         flat_(args.routing.layout == kFlat) {}
 
   __device__ Next next(bool may_block, Row* row) {
-    if (!may_block && next_.slot == kNotLooked) return kNotYet;
-    look();
+    if (!may_block && next_.slot == kUnknown) return kNotYet;
+    find_next();
     if (next_.slot == kNone) return kEnd;
     *row = next_;
-    next_.slot = kNotLooked;
+    next_.slot = kUnknown;
     return kRow;
   }
 
   __device__ void ahead(int unit, int units) {
-    if (unit == 0) rows_.ask();
-    if (unit == min(1, units - 1)) look();
+    if (unit == 0) rows_.request();
+    if (unit == min(1, units - 1)) find_next();
   }
 
   // For the row found last, and before the next is looked for; so is settle.
@@ -129,11 +129,11 @@ class CombineSendJob {
   __device__ void completed(uint32_t results) { rows_.written(results); }
 
  private:
-  static constexpr int32_t kNotLooked = -1, kNone = -2;  // in place of a slot
+  static constexpr int32_t kUnknown = -1, kNone = -2;  // in place of a slot
 
   // Finds the next row, and begins to load its first pairs.
-  __device__ void look() {
-    if (next_.slot != kNotLooked) return;
+  __device__ void find_next() {
+    if (next_.slot != kUnknown) return;
     const int32_t part = rows_.next();
     next_.slot = kNone;
     if (part == kNoMore) return;
@@ -142,7 +142,7 @@ class CombineSendJob {
     const int32_t slot = order_.slot[item_] + number - order_.begin[item_];
     const int owner = order_.owner[item_];
     next_ = Row{slot, parts_ == 1 ? 0 : part % parts_,
-                at<char>(args_.comm.pool[kCombinePool][owner],
+                at<char>(peer::pool(args_.comm, kCombinePool, owner),
                          int64_t{slot + order_.moved[owner]} * static_cast<int32_t>(lay_.bytes))};
     from_ = lane_id() < args_.routing.topk ? recv_row(next_, lane_id()) : -1;
   }
@@ -226,10 +226,10 @@ class CombineSendJob {
   const int parts_;  // of a row
   RowQueue rows_;
   const bool flat_;
-  int item_ = 0;                      // of order_, that the row found last belongs to
-  Row next_{kNotLooked, 0, nullptr};  // found last
-  int32_t from_ = -1;                 // recv_row of this lane's pair of it
-  int place_ = -1;                    // of this lane's pair among its terms
+  int item_ = 0;                    // of order_, that the row found last belongs to
+  Row next_{kUnknown, 0, nullptr};  // found last
+  int32_t from_ = -1;               // recv_row of this lane's pair of it
+  int place_ = -1;                  // of this lane's pair among its terms
   float weight_ = 0.0f;
 };
 

@@ -1,11 +1,11 @@
-// Send and expand in one kernel, for few SMs: what an SM can store bounds such a dispatch, and a sender of its own
-// waits for peers where it could expand. The output must be there before the launch.
+// Dispatch send and receive in one kernel, for few SMs. With few SMs, the bytes that an SM can store limit a dispatch.
+// A kernel that only sends would then wait for peers while it could receive. The output must exist before the launch.
 //
-// Roles. In each CTA the first warps send, the next one signals chunks, and the others expand; each role is that of
-// send.cu or expand.cu, with its own part of the shared memory. A row of this rank for itself does not pass through the
-// pool on the bulk path: its sender places it and stores it where it belongs. Launched cooperatively, since CTAs both
-// send and wait for rows: all of them run, so every rank's rows leave whatever its receivers wait for. Memory order,
-// and outputs after a fault: as in send.cu and expand.cu.
+// Roles. In each CTA the first warps send, the next one signals chunks, and the others receive. Each role is that of
+// dispatch_send.cu or dispatch_recv.cu, with its own part of the shared memory. On the bulk path, a rank's rows for
+// itself skip the pool: the sending warp stores them to their output rows. The kernel is launched cooperatively because
+// its CTAs both send and wait for rows. All of them run, so every rank's rows leave, whatever its receivers wait for.
+// Memory order, and outputs after a fault: as in dispatch_send.cu and dispatch_recv.cu.
 #include "cuda/moe/dispatch_recv.cuh"
 #include "cuda/moe/dispatch_send.cuh"
 #include "cuda/moe/kernels.h"
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     else if (warp_id() > send_cut.warps)
       receive<kBulk>(receiving, recv, meta, recv_cut);
     else {
-      tell_started(sending, kDispatchPool);
+      signal_started(sending, kDispatchPool);
       open_destinations(sending, kDispatchPool, send.header);
       signal_chunks(sending, kDispatchPool, progress, send_cut.warps, SentChunks(sending, send, meta, 1));
     }
@@ -85,7 +85,7 @@ void launch_both(const DispatchSendArgs& send, const DispatchRecvArgs& recv, con
                                                  recv, send_cut, recv_cut);
 }
 
-// Those who send and those who expand get half of the shared memory each.
+// Sending and receiving warps get half of the shared memory each.
 template <class From>
 void choose_both(const DispatchSendArgs& send, const DispatchRecvArgs& recv) {
   using Job = DispatchSendJob<Placer>;

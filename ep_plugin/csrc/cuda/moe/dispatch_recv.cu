@@ -1,11 +1,12 @@
-// Expand: received slots to the rows that the caller's experts take, as their chunks arrive.
+// Dispatch receive: copies received slots to the rows that the caller's experts take, as their chunks arrive.
 //
-// Roles. All warps first clear the rows that nothing is sent for, the last one after it has heard every source's
-// opening; CTA 0 writes the tables. Then warps take slots in turn: lane 0 moves the row (bulk: one load of the slot,
-// one store for each FLAT row), all lanes read its head. The last CTA checks that the chunks cover every source's rows,
-// and tells the sources that their rows are read. Memory order. A chunk's flag is acquired at system scope, the warp
-// joins, and the async proxy is fenced before bulk loads. Consumed words are stored with release after all CTAs' reads.
-// After a fault every output but the tables is filled with 0xFF bytes, the tables with 0: counts of no rows.
+// Roles. All warps clear the rows that nothing is sent for; the last warp first waits for every source's opening. CTA 0
+// writes the tables of counts and offsets. Then warps take slots in turn: lane 0 moves the row (bulk: one load of the
+// slot, one store for each FLAT row), and all lanes read its head. The last CTA checks that the chunks cover every
+// source's rows, and signals to the sources that their rows are read.
+// Memory order. The warp acquires a chunk's arrival at system scope, joins, and fences the async proxy before bulk
+// loads. Consumed words are signalled with release order, after the reads of all CTAs.
+// After a fault. Every output is filled with 0xFF bytes, except the tables, which are zeros: no rows.
 #include "cuda/moe/dispatch_recv.cuh"
 #include "cuda/moe/kernels.h"
 
@@ -16,10 +17,10 @@ namespace {
 template <bool kBulk>
 __global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
     ep_dispatch_recv(const __grid_constant__ DispatchRecvArgs args, const __grid_constant__ Cut cut) {
-  ptx::wait_for_kernel_ahead();
+  ptx::wait_on_dependency();
   Run run = enter(args.comm, kDispatchRecv);
   const Meta meta = meta_of(args.comm, args.routing);
-  if (run.ok && args.optimistic != 0 && came_too_early(args, meta)) return;
+  if (run.ok && args.optimistic != 0 && must_relaunch(args, meta)) return;
   if (run.ok) run.ok = slots_fit(run, args);
   if (run.ok) {
     const Output out(run, args);
@@ -35,11 +36,11 @@ __global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
   if (last_to_finish(run)) finish_dispatch_recv(run, args, meta);
 }
 
+// Behind ep_wait_for_sender, which launches its dependents.
 template <bool kBulk>
 void launch_dispatch_recv(const DispatchRecvArgs& args, const Cut& cut) {
   launch_early<ep_dispatch_recv<kBulk>>("dispatch_recv", args.num_sms, cut.warps * kWarp, cut.shared_bytes(),
-                                        args.stream, args,
-                                        cut);  // behind admit
+                                        args.stream, args, cut);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What a warp of expand does with received slots, and what the kernels that expand do before and after. Roles and
-// memory order are in expand.cu.
+// The work of a receiving warp of dispatch, and the steps before and after it. Roles and memory order are in
+// dispatch_recv.cu.
 #pragma once
 #include "cuda/core/copy.cuh"
 #include "cuda/core/launch.cuh"
@@ -26,7 +26,7 @@ struct Output {
   }
 };
 
-// Expands slots whose heads can be read. One warp's.
+// Writes the output rows of a slot whose head can be read. One warp's.
 class Placer {
  public:
   static constexpr bool kDirect = true;
@@ -57,7 +57,7 @@ class Placer {
   }
 
  private:
-  // Lists the addresses of the rows that a slot expands to; if `writes`, also writes what goes beside them. `head`: of
+  // Lists the addresses of a slot's output rows. If `writes`, also writes the values beside them. `head`: of
   // the slot, in the pool or in shared memory.
   __device__ int place(int source, int32_t position, const char* head, bool writes) const {
     __syncwarp();
@@ -67,7 +67,7 @@ class Placer {
     return count;
   }
 
-  // The pair's expert among this rank's own, or -1: another rank's, or nobody's. An id that no expert has is a fault.
+  // The local id of the pair's expert, or -1 if it is another rank's or the pair is dropped. An invalid id is a fault.
   __device__ int32_t local_id(int source, const char* head, int k) const {
     const Comm& comm = out_.args.comm;
     const int32_t id = ptx::ld_coherent(reinterpret_cast<const int32_t*>(head + out_.lay.ids) + k);
@@ -144,10 +144,10 @@ class Placer {
   int num_dests_ = 0;
 };
 
-// `skips_own`: this rank's own rows do not come through the pool.
+// The rows of a receiving warp. `skips_own`: this rank's own rows do not come through the pool.
 class DispatchRecvJob {
  public:
-  static constexpr bool kTells = false;
+  static constexpr bool kSignals = false;
   static constexpr int kStages = 4;
 
   __device__ DispatchRecvJob(const Output& out, const Cut& cut, bool skips_own)
@@ -188,7 +188,7 @@ class DispatchRecvJob {
   __device__ int first_piece(int32_t part) const { return cut_.parts == 1 ? 0 : part % cut_.parts; }
   __device__ int source_of(int32_t slot) const { return slot / out_.region; }
   __device__ const char* slot(int32_t index) const {
-    return at<char>(out_.args.comm.pool[kDispatchPool][out_.args.comm.rank], index * out_.lay.bytes);
+    return at<char>(peer::pool(out_.args.comm, kDispatchPool, out_.args.comm.rank), index * out_.lay.bytes);
   }
 
   const Output& out_;
@@ -200,7 +200,7 @@ class DispatchRecvJob {
   uint32_t found_ = 0, stored_ = 0;
 };
 
-// One warp: row `row` of the output has nothing in it.
+// One warp clears an output row that nothing was sent for.
 __device__ inline void clear_row(const Output& out, int64_t row) {
   const DispatchRecvArgs& args = out.args;
   const int64_t row_bytes = args.header.row_bytes, scale_bytes = args.header.scale_bytes, K = args.routing.topk;
@@ -224,7 +224,7 @@ __device__ inline void clear_padding(const Output& out, const Team& team) {
   for (int64_t row = out.required + team.index; row < capacity; row += team.size) clear_row(out, row);
 }
 
-// What the caller reads besides rows: `step` threads, of which this is number `first`.
+// The tables that the caller reads besides rows. `step` threads call it; this one is number `first`.
 __device__ inline void write_tables(const Output& out, int first, int step) {
   const DispatchRecvArgs& args = out.args;
   const int64_t capacity = args.capacity;
@@ -242,7 +242,7 @@ __device__ inline void write_tables(const Output& out, int first, int step) {
   at<int32_t>(args.overflow)[1] = static_cast<int32_t>(out.required);
 }
 
-// One CTA, after all others have finished.
+// One CTA fills the outputs after a fault, when all others have finished.
 __device__ inline void poison(const DispatchRecvArgs& args) {
   const int64_t first = threadIdx.x, step = blockDim.x, capacity = args.capacity, K = args.routing.topk;
   const int64_t weights = args.header.weight_bytes * (args.routing.layout == kFlat ? 1 : K);
@@ -257,7 +257,7 @@ __device__ inline void poison(const DispatchRecvArgs& args) {
   fill_bytes(args.overflow, 8, 0, first, step);
 }
 
-// Every CTA finds the same, and one records it.
+// Whether the rows fit in the slots. Every CTA finds the same, and one records the fault.
 __device__ inline bool slots_fit(const Run& run, const DispatchRecvArgs& args) {
   const Meta meta = meta_of(args.comm, args.routing);
   const int64_t slots = meta.recv_offset[args.comm.num_ranks];
@@ -269,7 +269,7 @@ __device__ inline bool slots_fit(const Run& run, const DispatchRecvArgs& args) {
 // The last CTA's end, all threads.
 __device__ inline void finish_dispatch_recv(const Run& run, const DispatchRecvArgs& args, const Meta& meta) {
   if (!chunks_cover(run, meta, args.fresh ? meta.recv_chunk_end : nullptr)) return poison(args);
-  tell_consumed(run, kDispatchPool, static_cast<int>(threadIdx.x));
+  signal_consumed(run, kDispatchPool, static_cast<int>(threadIdx.x));
   advance(run);
 }
 

@@ -1,17 +1,17 @@
-// Send: each row once to every rank that holds one of its experts, straight to its final slot, behind a head that says
-// what it expands to. Chunk by chunk, so that receivers start before the last row has left. Rows begin to leave while
-// notify, ahead in the stream, still waits for peers; nobody is told of them before it has heard all of them.
+// Dispatch send: each row once to every rank that holds one of its experts, straight to its final slot. A head before
+// the row says which output rows it becomes. Rows go chunk by chunk, so that receivers start before the last row has
+// left. Rows start to leave while notify, ahead in the stream, waits for peers. They are signalled when it is done.
 //
-// Roles. Warps take tokens as they come. Lane 0 loads the row into shared memory, all lanes write the head before it,
-// and lane 0 stores both to each destination, one bulk store for each. The last warp of each CTA signals the chunks.
-// Sends wait on consumed words and on the CTAs of this rank's notify that place tokens, and before they tell of rows on
-// all of it; never on rows. Memory order.
-// The head is written by ordinary stores to shared memory: each lane fences the async proxy before lane 0 stores it.
-// What peers may rely on is in signals.cuh. A slot: [pad | ids[K] | positions[K] | weights[K] | scales | row], see
-// SlotLayout.
+// Roles. Sending warps share the tokens (rows.cuh). Lane 0 loads a row into shared memory, all lanes write the head
+// before it, and lane 0 stores both to each destination with one bulk store. The last warp of each CTA signals chunks.
+// Waits. Before writing, a send waits for consumed words and for the CTAs of this rank's notify that place tokens.
+// Before signalling, it also waits for all of notify. It never waits for rows.
+// Buffers. A slot is [pad | ids[K] | positions[K] | weights[K] | scales | row], see SlotLayout.
+// Memory order. The head is written with ordinary stores to shared memory. Each lane fences the async proxy before lane
+// 0 stores the slot in bulk. What peers may rely on is in signals.cuh.
 //
-// Quantised rows. All lanes make head, scales and row in a stage (quantize.cuh), fence and store as above. An image
-// that is longer than any stage takes the plain path.
+// Quantised rows. All lanes write head, scales and row into a stage (quantize.cuh), then fence and store as above. A
+// slot that is longer than any stage takes the plain path.
 #include "cuda/moe/dispatch_send.cuh"
 #include "cuda/moe/kernels.h"
 
@@ -23,10 +23,10 @@ constexpr int kMostWarps = 12;
 constexpr int kMostThreads = (kMostWarps + 1) * kWarp;
 constexpr int64_t kBytesUnderWay = 256 * 1024;  // of a CTA's rows: more would wait in the links' queues
 
-// One thread waits until notify, ahead, has written what this send reads. A known routing was written long ago.
+// One thread waits until notify, ahead, has placed this rank's rows. A reused routing was written long ago.
 __device__ bool rows_are_placed(const Run& run, const Header& header) {
   if (threadIdx.x != 0 || header.op != kOpDispatch) return true;
-  return wait_at_least(run, &state_of(run.comm).placed, run.epoch, run.comm.rank, kOwnKernel);
+  return peer::wait_at_least(run, &state_of(run.comm).placed, run.epoch, run.comm.rank, kOwnKernel);
 }
 
 // From: void, or the type of the elements that are quantised.
@@ -38,7 +38,7 @@ __device__ __forceinline__ void send_all(const DispatchSendArgs& args, const Cut
   if (!__syncthreads_and(run.ok)) return;
   const Meta meta = meta_of(args.comm, args.routing);
   if (!__syncthreads_and(sends_fit(args, meta))) {
-    if (args.optimistic != 0 && warp_id() == 0) tell_started(run, kDispatchPool);  // an expand behind it leaves too
+    if (args.optimistic != 0 && warp_id() == 0) signal_started(run, kDispatchPool);  // the receive behind it exits too
     return;
   }
   progress.clear();
@@ -46,7 +46,7 @@ __device__ __forceinline__ void send_all(const DispatchSendArgs& args, const Cut
   if (run.ok) {
     if (args.routing.num_tokens == 0 && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);
     if (warp_id() == cut.warps) {
-      tell_started(run, kDispatchPool);
+      signal_started(run, kDispatchPool);
       open_destinations(run, kDispatchPool, args.header);
       signal_chunks(run, kDispatchPool, progress, cut.warps, SentChunks(run, args, meta, cut.parts));
     } else {
@@ -55,22 +55,22 @@ __device__ __forceinline__ void send_all(const DispatchSendArgs& args, const Cut
     }
   }
   if (!last_to_finish(run)) return;
-  ptx::wait_for_kernel_ahead();
-  const bool told = !pools_must_grow(args.comm, args.header, meta);
-  if (!told && args.optimistic == 0 && threadIdx.x == 0) fail_too_small(run, args.header, meta);
-  if (!faulted(args.comm)) finish_sending(run, kDispatchPool, told);
+  ptx::wait_on_dependency();
+  const bool signalled = !pools_must_grow(args.comm, args.header, meta);
+  if (!signalled && args.optimistic == 0 && threadIdx.x == 0) fail_too_small(run, args.header, meta);
+  if (!faulted(args.comm)) finish_sending(run, kDispatchPool, signalled);
 }
 
 template <bool kBulk, class From>
 __global__ void __launch_bounds__(kMostThreads, 1)
     ep_dispatch_send(const __grid_constant__ DispatchSendArgs args, const __grid_constant__ Cut cut) {
   send_all<kBulk, From>(args, cut);
-  // One CTA stays so that whatever comes next in the stream comes after notify, too: all would hold SMs while peers are
+  // One CTA stays, so that the next kernel in the stream runs after notify. All of them would hold SMs while peers are
   // late.
-  if (blockIdx.x == 0) ptx::wait_for_kernel_ahead();
+  if (blockIdx.x == 0) ptx::wait_on_dependency();
 }
 
-// Behind its notify it is launched early.
+// A send behind its notify is launched early.
 template <bool kBulk, class From>
 void launch_send(const DispatchSendArgs& args, const Cut& cut) {
   constexpr auto kKernel = ep_dispatch_send<kBulk, From>;
@@ -79,7 +79,7 @@ void launch_send(const DispatchSendArgs& args, const Cut& cut) {
   launch_it("dispatch_send", args.num_sms, (cut.warps + 1) * kWarp, cut.shared_bytes(), args.stream, args, cut);
 }
 
-// A warp has one row under way. Those that quantise are busy otherwise for most of the time.
+// A warp has one row in flight. Warps that quantise compute most of the time, so they are as many as fit.
 template <class From>
 int most_warps(const SlotLayout& lay) {
   const int64_t busy = ceil_div(kBytesUnderWay, lay.image);

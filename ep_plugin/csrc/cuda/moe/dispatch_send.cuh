@@ -1,5 +1,4 @@
-// What a sending warp does with this rank's tokens, and what the kernels that send ask beforehand. Roles and memory
-// order are in send.cu.
+// The work of a sending warp of dispatch, and the checks before it. Roles and memory order are in dispatch_send.cu.
 #pragma once
 #include <type_traits>
 
@@ -22,19 +21,19 @@ struct SentChunks {
   const Meta& meta;
   const Chunks chunks;
   const int parts;  // of a row
-  bool heard = false;
+  bool counts_known = false;
 
   __device__ SentChunks(const Run& run, const DispatchSendArgs& args, const Meta& meta, int parts)
       : run(run), args(args), meta(meta), chunks(chunks_of(args.routing.num_tokens)), parts(parts) {}
 
-  // One warp: waits until notify has heard all peers. Not if pools must grow.
-  __device__ bool may_tell() {
+  // One warp waits until notify has the counts of all peers. False if pools must grow.
+  __device__ bool may_signal() {
     bool ok = true;
-    if (!heard && args.header.op == kOpDispatch && lane_id() == 0)
-      ok = wait_at_least(run, &state_of(run.comm).laid_out, run.epoch, run.comm.rank, kOwnKernel);
-    heard = __all_sync(kAllLanes, ok) != 0;
+    if (!counts_known && args.header.op == kOpDispatch && lane_id() == 0)
+      ok = peer::wait_at_least(run, &state_of(run.comm).laid_out, run.epoch, run.comm.rank, kOwnKernel);
+    counts_known = __all_sync(kAllLanes, ok) != 0;
     __syncwarp();  // what lane 0 has acquired, any lane may read
-    return heard && !pools_must_grow(run.comm, args.header, meta);
+    return counts_known && !pools_must_grow(run.comm, args.header, meta);
   }
 
   __device__ int count() const { return chunks.count; }
@@ -51,7 +50,7 @@ struct SentChunks {
 template <class Own>
 class DispatchSendJob {
  public:
-  static constexpr bool kTells = true;
+  static constexpr bool kSignals = true;
   static constexpr int kStages = 2;  // a row that is taken early is sent late, and its chunk with it
 
   __device__ DispatchSendJob(const Run& run, const DispatchSendArgs& args, const Meta& meta, const Cut& cut,
@@ -62,7 +61,8 @@ class DispatchSendJob {
         lay_(slot_layout_of(args.header)),
         first_slot_(args.comm.rank * region_slots_of(args.comm, args.header)),
         lists_(list_of_warp(cut)),
-        tokens_(NextRow(run, kSent, args.routing.num_tokens * cut.parts, cut.first_warp, cut.warps), progress),
+        tokens_(NextRow(run, kDispatchSendRows, args.routing.num_tokens * cut.parts, cut.first_warp, cut.warps),
+                progress),
         own_(own) {}
 
   __device__ Next next(bool) {
@@ -92,7 +92,7 @@ class DispatchSendJob {
       const int64_t begin = cut_.piece_begin(piece), skip = piece == 0 ? lay_.ids : 0;
       const uint32_t bytes = static_cast<uint32_t>(cut_.piece_size(piece) - skip);
       for (int d = 1; d <= num_listed(list); ++d)
-        ptx::bulk_store(reinterpret_cast<char*>(list[d]) + (begin + skip), stage + skip, bytes);
+        peer::store_bulk(reinterpret_cast<char*>(list[d]) + (begin + skip), stage + skip, bytes);
     }
     if constexpr (Own::kDirect) {
       const int32_t position = static_cast<int32_t>(list[list_size(args_.comm.num_ranks) - 1]);
@@ -151,7 +151,7 @@ class DispatchSendJob {
     if (lane == 0) list[0] = static_cast<uint64_t>(part_) << 32 | static_cast<uint32_t>(__popc(mask));
     if (position >= 0)
       list[1 + __popc(mask & ((1u << lane) - 1u))] =
-          args_.comm.pool[kDispatchPool][lane] + static_cast<int64_t>(first_slot_ + position) * lay_.bytes;
+          peer::pool(args_.comm, kDispatchPool, lane) + static_cast<int64_t>(first_slot_ + position) * lay_.bytes;
     __syncwarp();
   }
 

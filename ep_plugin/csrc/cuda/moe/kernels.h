@@ -1,5 +1,5 @@
-// The CUDA side of the kernel table, one function per file. Each checks what it can check on the host, raising
-// std::invalid_argument, and enqueues; a launch that fails raises std::runtime_error with the kernel's name.
+// The CUDA side of the kernel table, one function per file. Each checks its arguments on the host
+// (std::invalid_argument) and enqueues a kernel. A launch that fails raises std::runtime_error with the kernel's name.
 #pragma once
 #include "common/api.h"
 
@@ -11,7 +11,7 @@ void wait_for_sender(const WaitForSenderArgs& args);
 void dispatch_recv(const DispatchRecvArgs& args);
 void combine_send(const CombineSendArgs& args);
 void combine_recv(const CombineRecvArgs& args);
-void dispatch(const DispatchSendArgs& send, const DispatchRecvArgs& expand);
-void combine(const CombineSendArgs& push, const CombineRecvArgs& add);
+void dispatch(const DispatchSendArgs& send, const DispatchRecvArgs& recv);
+void combine(const CombineSendArgs& send, const CombineRecvArgs& recv);
 void weight_grad(const WeightGradArgs& args);
 }  // namespace ep::cuda

@@ -1,16 +1,18 @@
-// Notify: every rank tells every rank how many rows it sends; each then knows where what it receives goes.
+// Notify: the ranks exchange counts, and each computes where the rows that it receives go.
 //
-// Roles. CTA 0 exchanges, a warp for each rank: warp p writes this rank's count row to peer p, then hears rank p's row,
-// checks it, and leaves its counts in shared memory. Then one warp lays out FLAT rows, and another one slots. The other
-// CTAs meanwhile place this rank's tokens, see place.cuh; they wait for nobody. The last of them tells the send, which
-// needs no more and is on its way before the peers are heard. CTA 0 tells when they are.
-// Memory order. A count row is words that carry their epoch: what is read is what was written, and no flag is needed.
-// There are two count rows for each pair of ranks, used in turns: a row is overwritten only after its reader's consumed
-// word says epoch - 2. Totals are stored before the ticket, which has release order at system scope (host memory).
-// Nothing read from a count row is used as a bound or index before it is checked.
+// Roles. CTA 0 exchanges: warp p writes this rank's count row to peer p, waits for rank p's row, checks it, and keeps
+// its counts in shared memory. Then one warp lays out the FLAT rows by expert, another the slots by source. The other
+// CTAs place this rank's tokens at the same time (place.cuh) and wait for no peer. The last of them signals the send,
+// which needs nothing else to start moving rows. CTA 0 signals it again when the counts of all peers are known.
+// Buffers. A count row (common/layout.h) is 64-bit words that carry their own epoch, so it needs no flag. There are two
+// rows for each pair of ranks, used in turn. A row is overwritten after its reader's consumed word says epoch - 2.
+// Memory order. Count words are relaxed: each is complete by itself. The totals are stored before the ticket, which has
+// release order at system scope because the host reads them.
+// Nothing read from a count row is used as a bound or an index before it is checked.
 #include "cuda/core/launch.cuh"
 #include "cuda/moe/kernels.h"
 #include "cuda/moe/place.cuh"
+#include "cuda/moe/signals.cuh"
 
 namespace ep::cuda {
 
@@ -35,19 +37,20 @@ constexpr int kWordsAtOnce = 12;  // of a count row, that a lane has under way
 // One warp: waits until `peer` has read the count row that lies where the next one goes.
 __device__ bool row_is_free(const Run& run, int peer) {
   const uint64_t free_at = run.epoch < 2 ? 0 : run.epoch - 2;
-  const bool ok = wait_at_least(run, consumed_word(run.comm, run.comm.rank, kConsumedCounts, peer), free_at, peer);
+  const bool ok =
+      peer::wait_at_least(run, consumed_word(run.comm, run.comm.rank, kConsumedCounts, peer), free_at, peer);
   return __all_sync(kAllLanes, ok) != 0;
 }
 
 // One warp, after that: this rank's count row to `peer`.
-__device__ void write_counts(const Run& run, const NotifyArgs& args, int peer) {
+__device__ void send_counts(const Run& run, const NotifyArgs& args, int peer) {
   const Comm& comm = run.comm;
   const uint32_t* header = reinterpret_cast<const uint32_t*>(&args.header);
   uint64_t* to = count_words(comm, peer, parity_of(run), comm.rank);
   const int R = comm.num_ranks, for_experts = kHeaderWords + R;
   for (int i = lane_id(); i < count_row_words(R, comm.num_experts); i += kWarp) {
     const int count = i - kHeaderWords + (i < for_experts ? 0 : peer * local_experts(comm));
-    ptx::st_relaxed_sys(to + i, tagged(run.epoch, i < kHeaderWords ? header[i] : counts[count]));
+    peer::store(to + i, tagged(run.epoch, i < kHeaderWords ? header[i] : counts[count]));
   }
 }
 
@@ -66,8 +69,8 @@ __device__ bool check_header(const Run& run, const NotifyArgs& args, int source,
   return false;
 }
 
-// Each lane: its words of a count row, `kWordsAtOnce` from `first` on, kWarp apart; -1 past the end. All are looked at
-// again while one is missing: one by one they would take a look each after the last has come.
+// Each lane: its words of a count row, `kWordsAtOnce` from `first` on, kWarp apart; -1 past the end. While one is
+// missing, all are polled again: one after the other, each would need a poll after the last has arrived.
 __device__ bool read_words(const Run& run, const uint64_t* row, int words, int first, int source, int32_t* values) {
   Patience patience;
   for (;;) {
@@ -76,7 +79,7 @@ __device__ bool read_words(const Run& run, const uint64_t* row, int words, int f
 #pragma unroll
     for (int j = 0; j < kWordsAtOnce; ++j) {
       const int i = first + j * kWarp;
-      held[j] = i < words ? ptx::ld_relaxed_sys(row + i) : tagged(run.epoch, UINT32_MAX);
+      held[j] = i < words ? peer::poll(row + i) : tagged(run.epoch, UINT32_MAX);
     }
 #pragma unroll
     for (int j = 0; j < kWordsAtOnce; ++j) {
@@ -93,7 +96,7 @@ __device__ bool read_words(const Run& run, const uint64_t* row, int words, int f
 
 // One warp: waits for a source's count row and checks it: the same operation as ours, and every count within [0, T of
 // that source]. Keeps the counts and T in shared memory.
-__device__ bool hear(const Run& run, const NotifyArgs& args, int source, Shared& shared) {
+__device__ bool receive_counts(const Run& run, const NotifyArgs& args, int source, Shared& shared) {
   const Comm& comm = run.comm;
   const int R = comm.num_ranks, per_rank = local_experts(comm), words = count_row_words(R, comm.num_experts);
   const uint64_t* row = count_words(comm, comm.rank, parity_of(run), source);
@@ -203,8 +206,8 @@ __device__ bool lay_out_experts(const Run& run, const NotifyArgs& args) {
   return false;
 }
 
-// All threads: totals to the host, then the ticket that says whose they are.
-__device__ void tell_host(const NotifyArgs& args, const Shared& shared) {
+// All threads: totals to the host, then the ticket that says which notify they belong to.
+__device__ void publish_totals(const NotifyArgs& args, const Shared& shared) {
   const Comm& comm = args.comm;
   const Meta meta = meta_of(comm, args.routing);
   const int per_rank = local_experts(comm);
@@ -228,8 +231,8 @@ __device__ void count_all(const NotifyArgs& args) {
   for (int i = threadIdx.x; i < num_keys(args.comm); i += blockDim.x) rank_count[i] = counts[i];
 }
 
-// All threads of a CTA that has placed its block: after all of those the send goes on.
-__device__ void tell_placed(const Comm& comm) {
+// All threads of a CTA that has placed its block. The last of these CTAs lets the send move rows.
+__device__ void signal_placed(const Comm& comm) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   State& state = state_of(comm);
@@ -238,9 +241,9 @@ __device__ void tell_placed(const Comm& comm) {
   ptx::st_release_gpu(&state.placed, state.epoch[kDispatchSend - 1] + 1);
 }
 
-// All threads of CTA 0, when every peer is heard: rows may be told of, and expanded. (No send moves its epoch on before
-// this kernel's end.)
-__device__ void tell_laid_out(const Comm& comm) {
+// All threads of CTA 0, when the counts of all peers are known: rows may be signalled and received. (No send advances
+// its epoch before this kernel ends.)
+__device__ void signal_laid_out(const Comm& comm) {
   __syncthreads();
   State& state = state_of(comm);
   if (threadIdx.x == 0) ptx::st_release_gpu(&state.laid_out, state.epoch[kDispatchSend - 1] + 1);
@@ -255,34 +258,34 @@ __device__ void exchange(const NotifyArgs& args, const Run& run, bool is_free, S
   if (comm.gate == kNotify) ok = __syncthreads_and(threadIdx.x != 0 || hold_at_gate(run)) && ok;
   ok = __all_sync(kAllLanes, ok) != 0;
   if (ok && peer < comm.num_ranks) {
-    write_counts(run, args, peer);
-    ok = hear(run, args, peer, shared);
+    send_counts(run, args, peer);
+    ok = receive_counts(run, args, peer, shared);
   }
   if (!__syncthreads_and(ok)) return;
   if (peer == 0) ok = lay_out_experts(run, args);
   if (peer == kMaxRanks) ok = lay_out_ranks(run, args, shared);
   if (!__syncthreads_and(ok)) return;
-  tell_laid_out(comm);
-  if (args.ticket != 0) tell_host(args, shared);
-  tell_consumed(run, kConsumedCounts, static_cast<int>(threadIdx.x));
+  signal_laid_out(comm);
+  if (args.ticket != 0) publish_totals(args, shared);
+  signal_consumed(run, kConsumedCounts, static_cast<int>(threadIdx.x));
   advance(run);
 }
 
 __global__ void __launch_bounds__(kNotifyThreads, 1) ep_notify(const __grid_constant__ NotifyArgs args) {
   __shared__ Shared shared;
   const Run run = enter(args.comm, kNotify);
-  const bool asks = run.ok && blockIdx.x == 0 && warp_id() < args.comm.num_ranks;
-  const bool is_free = !asks || row_is_free(run, warp_id());  // plan, ahead, has no say in that
-  ptx::wait_for_kernel_ahead();
+  const bool exchanges = run.ok && blockIdx.x == 0 && warp_id() < args.comm.num_ranks;
+  const bool is_free = !exchanges || row_is_free(run, warp_id());  // does not depend on plan, ahead
+  ptx::wait_on_dependency();
   if (!run.ok) return;
-  // The send comes in when the others have left. Among them its CTAs would land on other SMs, from which rows take up
-  // to a tenth longer: not all SMs are equally far from the links, nor from each other.
+  // The send starts when the placing CTAs have ended. Beside them, its CTAs would get other SMs, from which rows take
+  // up to a tenth longer: SMs are not equally far from the links, nor from each other.
   if (blockIdx.x == 0) {
-    ptx::let_next_kernel_in();
+    ptx::launch_dependents();
     return exchange(args, run, is_free, shared);
   }
   place_block(args.comm, args.routing, args.block_counts, static_cast<int>(blockIdx.x) - 1);
-  tell_placed(args.comm);
+  signal_placed(args.comm);
 }
 
 }  // namespace

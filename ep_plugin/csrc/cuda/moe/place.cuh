@@ -1,9 +1,9 @@
-// The part of notify that waits for nobody: every token's position among those for its ranks, and every pair's among
-// those for its expert. Positions are running counts in token order.
+// The part of notify that waits for no peer: every token's position among the tokens for its ranks, and every pair's
+// position among the pairs for its expert. Positions are running counts in token order.
 //
-// Roles. A CTA places one block of tokens: all its warps add up the counts of the blocks before it, then go over the
-// block in order, in steps of some tokens: a thread places a pair by counting those before it that name its expert, and
-// the last warp places the tokens.
+// Roles. A CTA places one block of tokens. All its warps sum the counts of the blocks before it. Then the CTA goes
+// through the block in order, some tokens at a time: one thread per pair counts the earlier pairs of the same expert,
+// and the last warp places the tokens.
 #pragma once
 #include "cuda/moe/tokens.cuh"
 

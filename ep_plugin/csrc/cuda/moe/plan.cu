@@ -1,8 +1,8 @@
-// Plan: how many of each block's tokens go to each rank and to each expert. The positions follow in notify, beside the
-// exchange, which needs the counts alone.
+// Plan: counts how many of each block's tokens go to each rank and to each expert. Notify computes the positions while
+// it exchanges, because the exchange needs only the counts.
 //
-// Roles. A CTA counts one block of tokens in shared memory, and writes the int32 copy of their ids.
-// Memory. Each word has one writer.
+// Roles. A CTA counts one block of tokens in shared memory and writes the int32 copy of their ids.
+// Memory order. Each word has one writer. Notify reads them after this kernel has ended.
 #include "cuda/core/launch.cuh"
 #include "cuda/moe/kernels.h"
 #include "cuda/moe/tokens.cuh"
@@ -51,7 +51,7 @@ __device__ void count_block(const PlanArgs& args, const Block& block) {
 }
 
 __global__ void __launch_bounds__(kPlanThreads) ep_plan(const __grid_constant__ PlanArgs args) {
-  ptx::let_next_kernel_in();
+  ptx::launch_dependents();
   const Run run = enter(args.comm, kPlan);
   if (!run.ok) return;
   if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(run);

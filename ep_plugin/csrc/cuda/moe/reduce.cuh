@@ -1,22 +1,22 @@
-// Sums rows, each result from several, in float32 and in a fixed order.
+// Sums rows in float32 and in a fixed order. Each result is the sum of several rows, its terms.
 //
-// A job says which result comes next, its terms and where it goes; push and add are such jobs. A job has
-//   struct Row                                       what it must remember of a result; its `piece` is the first to sum
+// A job says which result comes next, its terms, and where it goes. Combine send and receive are such jobs. A job has
+//   struct Row                                       what it keeps of a result; `piece` is the first piece to sum
 //   Next next(bool may_block, Row* row)              the warp's next result; kNotYet only if it may not block
-//   int describe(const Row& row, Term* terms)        its terms, in the order in which they are summed
-//   const char* source(int32_t term_row)
-//   char* target(const Row& row)
-//   const char* bias(const Row& row)                 added last, or null
-//   void settle(const Row& row, Term* terms)         the last moment for the factors of its terms
-//   void ahead(int unit, int units)                  bulk path, before each piece: it may look for the next result
-//   void finish(const Row& row)                      the result is summed: stores what goes beside it
-//   void completed(uint32_t results)                 so many results of this warp are written, all lanes joined
-// all called by whole warps. A result is computed in pieces of up to 3.5 KiB, whose sums stay in registers. In small
-// batches warps take pieces one by one, and what is said here of results is meant of them.
+//   int describe(const Row& row, Term* terms)        lists its terms in summing order; returns how many
+//   const char* source(int32_t term_row)             where a term's row is
+//   char* target(const Row& row)                     where the result goes
+//   const char* bias(const Row& row)                 a row to add last, or null
+//   void settle(const Row& row, Term* terms)         the last chance to set the factors of its terms
+//   void ahead(int unit, int units)                  bulk path, before each piece: may find the next result
+//   void finish(const Row& row)                      the result is summed; stores the values beside it
+//   void completed(uint32_t results)                 this many results of the warp are written, and its lanes joined
+// Whole warps call all of them. A result is summed in pieces of up to 3.5 KiB, whose sums stay in registers. In small
+// batches warps take single pieces, and "result" above means a piece.
 //
-// Bulk path: the terms of a piece come through the ring, loads running ahead to the end of the next result. Two lists
-// of terms are kept: of the result being summed, and of the next. Sums leave by ordinary stores: bulk stores would wait
-// in the copy engine behind the loads that run ahead.
+// Bulk path. The terms of a piece come through the ring, and loads run ahead to the end of the next result. So two
+// lists of terms are kept: of the result being summed, and of the next one. Sums are written with ordinary stores: bulk
+// stores would wait in the SM's copy engine behind the loads that run ahead.
 #pragma once
 #include <type_traits>
 

@@ -1,137 +1,135 @@
-// How the warps of a sending kernel share its rows, and how it tells peers that the rows of a chunk are there.
+// What the ranks of a dispatch or combine signal to each other, from the first word to the last:
 //
-// Rows are numbered in the order in which they are to arrive; in small batches, where warps are more than rows, the
-// parts of rows are. Every warp begins with one of its own and then takes the next number that nobody has taken: SMs
-// are not equally far from the links, and with equal shares the fastest are done when the slowest are half way. The
-// tokens that add sums are taken likewise.
+//   consumed   The receiver has read the rows of an epoch. The sender waits for it before it writes the next ones.
+//   opening    The sender's header. The receiver compares it with its own before it reads a row.
+//   arrival    The rows of one chunk are in the receiver's pool.
 //
-// Roles. A warp that moves rows says, in its CTA's shared memory, up to which number all rows that it took are written.
-// One warp more per CTA waits until all of them are past the end of a chunk, chunk by chunk, and counts its CTA in for
-// the device; the last CTA tells the peers.
-// Memory order. A row is written before the warp says so (bulk stores: complete), with release order in the CTA; the
-// warp that waits for it acquires. It then fences once at system scope, for all rows of the chunk, and counts in with
-// release at device scope; the last one stores the flags with release at system scope. So a chunk costs one system
-// fence per CTA, and no warp that moves rows waits for it.
+// and what a sender signals to kernels of its own rank: `started`, all its CTAs run.
+//
+// Roles. One warp of each sending CTA signals chunks. It waits until the sending warps of its CTA have written all
+// their rows of a chunk, and counts its CTA. The last CTA of the device signals the peers.
+// Memory order. The signalling warp acquires what the sending warps published (rows.cuh). It fences once at system
+// scope for all rows of the chunk, and counts the CTA with acquire and release order at device scope. The last CTA
+// stores the arrivals with release order at system scope. So a chunk costs one system fence per CTA, and no sending
+// warp waits for it.
 #pragma once
-#include "cuda/core/sync.cuh"
+#include "cuda/core/peer.cuh"
+#include "cuda/moe/rows.cuh"
 
 namespace ep::cuda {
 
-constexpr int32_t kNoMore = INT32_MAX;
+// --- consumed ------------------------------------------------------------------------------------------------------
 
-// Of each warp: the first number that it may have taken and not written, which only grows. In shared memory.
-struct Progress {
-  int32_t first[kWarp];
+// The last CTA's threads, one for each source: this rank has read what the sources wrote.
+__device__ inline void signal_consumed(const Run& run, int kind, int source) {
+  const Comm& comm = run.comm;
+  if (source < comm.num_ranks) peer::signal(consumed_word(comm, source, kind, comm.rank), run.epoch);
+}
 
-  // All threads, before the CTA's next barrier.
-  __device__ void clear() {
-    if (threadIdx.x < kWarp) first[threadIdx.x] = 0;
+// The CTA's last warp, a lane for each destination, waits until that rank has read the previous epoch's rows. Other
+// warps return at once; all must call may_send() before they write.
+__device__ inline bool destination_has_read(const Run& run, Pool pool) {
+  const Comm& comm = run.comm;
+  const int dest = lane_of_last_warp();
+  if (dest < 0 || dest >= comm.num_ranks) return true;
+  return peer::wait_at_least(run, consumed_word(comm, comm.rank, pool, dest), run.epoch - 1, dest);
+}
+
+// All threads, after destination_has_read(): whether `ok` holds for all of them. Joins the CTA.
+__device__ inline bool may_send(bool ok) {
+  ok = __syncthreads_and(ok) != 0;
+  ptx::fence_proxy_async();  // bulk stores overwrite what the peers have read
+  return ok;
+}
+
+// --- opening -------------------------------------------------------------------------------------------------------
+
+// One warp of CTA 0, after may_send(): this rank's header to every destination, before the first row.
+__device__ inline void open_destinations(const Run& run, Pool pool, const Header& mine) {
+  const Comm& comm = run.comm;
+  if (blockIdx.x == 0 && lane_id() < comm.num_ranks) {
+    Opening* word = opening(comm, lane_id(), pool, comm.rank);
+    word->header = mine;
+    peer::signal(&word->flag, run.epoch);
   }
-};
+  __syncwarp();
+}
 
-// Whose rows are counted: a sender's, by Pool, or those that are added.
-enum Queue : int32_t { kSent = kDispatchPool, kPushed = kCombinePool, kAdded = 2 };
-
-// Which row a warp takes next: first one of its own, then what nobody has taken.
-class NextRow {
- public:
-  // Shared by `warps` of each CTA, from `first_warp` on, and by others, which have none of their own.
-  __device__ NextRow(const Run& run, Queue queue, int64_t rows, int first_warp, int warps, bool has_own = true)
-      : run_(run),
-        queue_(queue),
-        rows_(static_cast<uint32_t>(rows)),
-        own_(static_cast<uint32_t>(warps * gridDim.x)),
-        asked_(has_own) {
-    if (has_own) answer_ = static_cast<uint32_t>(team_of_warps(first_warp, warps).index) - own_;
+__device__ inline bool check_opening(const Run& run, const Opening* word, int source, const Header& mine,
+                                     int64_t expected_tokens) {
+  const int64_t* ours = reinterpret_cast<const int64_t*>(&mine);
+  const int64_t* theirs = reinterpret_cast<const int64_t*>(&word->header);
+  for (int field = 0; field < kComparedFields; ++field) {
+    const int64_t seen = ptx::ld_coherent(theirs + field);
+    if (seen != ours[field]) return fail(run.comm, kDisagree, run.step, source, field, ours[field], seen);
   }
+  const int64_t tokens = ptx::ld_coherent(theirs + kComparedFields);
+  if (expected_tokens >= 0 && tokens != expected_tokens)
+    return fail(run.comm, kDisagree, run.step, source, kComparedFields, expected_tokens, tokens);
+  return true;
+}
 
-  // Begins to ask for the next row. The answer takes its time, and is waited for by next() and ended().
-  __device__ void ask() {
-    if (asked_) return;
-    if (lane_id() == 0) answer_ = ptx::atom_add_relaxed_gpu(&state_of(run_.comm).next_row[queue_], 1);
-    asked_ = true;
-  }
-  // The next row, or kNoMore, then for good.
-  __device__ int32_t next() {
-    ask();
-    const uint32_t row = answer();
-    if (row >= rows_) return kNoMore;
-    asked_ = false;
-    return static_cast<int32_t>(row);
-  }
-  // Whether it was asked for, and there is none.
-  __device__ bool ended() const { return asked_ && answer() >= rows_; }
+// Waits for a source's opening and checks it against this rank's header. `src_tokens`: T of each source, or null.
+__device__ inline bool open_source(const Run& run, Pool pool, int source, const Header& mine,
+                                   const int32_t* src_tokens) {
+  const Opening* word = opening(run.comm, run.comm.rank, pool, source);
+  return peer::wait_at_least(run, &word->flag, run.epoch, source) &&
+         check_opening(run, word, source, mine, src_tokens == nullptr ? -1 : src_tokens[source]);
+}
 
- private:
-  __device__ uint32_t answer() const { return __shfl_sync(kAllLanes, answer_, 0) + own_; }
+// The CTA's last warp opens every source, a lane for each. Other warps return true at once; the caller joins the CTA.
+__device__ inline bool open_source_of_lane(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
+  const int source = lane_of_last_warp();
+  return source < 0 || source >= run.comm.num_ranks || open_source(run, pool, source, mine, src_tokens);
+}
+// One warp opens every source by itself, in a kernel whose other warps have other roles.
+__device__ inline bool open_sources_of_warp(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
+  const int source = lane_id();
+  const bool ok = source >= run.comm.num_ranks || open_source(run, pool, source, mine, src_tokens);
+  return __all_sync(kAllLanes, ok) != 0;
+}
 
-  const Run& run_;
-  const Queue queue_;
-  const uint32_t rows_;
-  const uint32_t own_;   // of all warps, before those that the counter gives out
-  uint32_t answer_ = 0;  // lane 0: what the counter said, so that nothing is done with it before it is needed
-  bool asked_;
-};
+// --- started -------------------------------------------------------------------------------------------------------
 
-// The rows of one warp of a sender.
-class RowQueue {
- public:
-  __device__ RowQueue(const NextRow& rows, Progress& progress) : rows_(rows), progress_(progress) {}
+// One warp of each CTA of a sender. When all CTAs run, kernels that wait on SMs for its rows may start
+// (ep_wait_for_sender). An optimistic sender that exits early signals too; the kernels that then start exit as well.
+__device__ inline void signal_started(const Run& run, Pool pool) {
+  if (lane_id() != 0) return;
+  State& state = state_of(run.comm);
+  if (ptx::atom_add_acq_rel_gpu(&state.ctas_started[pool], 1) + 1 != gridDim.x) return;
+  state.ctas_started[pool] = 0;
+  ptx::st_release_gpu(&state.started[pool], run.epoch);
+}
 
-  __device__ void ask() { rows_.ask(); }
-  __device__ int32_t next() {
-    const int32_t row = rows_.next();
-    if (row == kNoMore) return kNoMore;
-    if (lane_id() == static_cast<int>(given_ % kWarp)) kept_ = row;
-    ++given_;
-    return row;
-  }
+// --- arrival -------------------------------------------------------------------------------------------------------
 
-  // So many of the rows given are written. What this warp will take next is not known before it takes it: until then it
-  // answers for what comes after its last row.
-  __device__ void written(uint32_t rows) {
-    int32_t first = kNoMore;
-    if (rows < given_)
-      first = __shfl_sync(kAllLanes, kept_, static_cast<int>(rows % kWarp));
-    else if (!rows_.ended())
-      first = given_ == 0 ? 0 : 1 + __shfl_sync(kAllLanes, kept_, static_cast<int>((rows - 1) % kWarp));
-    if (lane_id() == 0) ptx::raise_release_cta(progress_.first + warp_id(), first);
-  }
-
- private:
-  NextRow rows_;
-  Progress& progress_;
-  int32_t kept_ = 0;  // rows under way, a lane keeps each
-  uint32_t given_ = 0;
-};
-
-// Tells `owner` that rows [begin, end) of this rank's chunk lie there.
+// Signals to `owner` that rows [begin, end) of this rank's chunk are in its pool.
 __device__ inline void signal_chunk(const Run& run, Pool pool, int owner, int chunk, int begin, int end) {
   Arrival* word = arrival(run.comm, owner, pool, run.comm.rank, chunk);
   const uint64_t range = static_cast<uint64_t>(static_cast<uint32_t>(end)) << 32 | static_cast<uint32_t>(begin);
-  ptx::st_release_sys(word, run.epoch, range);
+  peer::signal(word, run.epoch, range);
 }
 
-// Whether the chunk of `word` has arrived; then with acquire at system scope, and its rows are [begin, end).
+// Whether the chunk of `word` has arrived. If so: acquire order at system scope, and its rows are [begin, end).
 __device__ __forceinline__ bool has_arrived(const Run& run, const Arrival* word, uint64_t* seen, int32_t* begin,
                                             int32_t* end) {
-  *seen = ptx::ld_relaxed_sys(&word->flag);
+  *seen = peer::poll(&word->flag);
   if (*seen < run.epoch) return false;
   uint64_t range;
-  ptx::ld_acquire_sys(word, seen, &range);
+  peer::acquire(word, seen, &range);
   *begin = static_cast<int32_t>(range);
   *end = static_cast<int32_t>(range >> 32);
   return true;
 }
 
-// One warp: waits until the `warps` others have written whatever they took of the rows before `end`; then up to which
-// row they have. They end by themselves, in a fault too: -1.
+// One warp: waits until the `warps` sending warps have written all rows before `end` that they took. Returns the number
+// before which all rows are written, or -1 after a fault; the sending warps end in a fault too.
 __device__ inline int32_t wait_written(const Run& run, Progress& progress, int warps, int chunk, int32_t end) {
   Patience patience;
   for (;;) {
-    const int32_t first = lane_id() < warps ? ptx::read_acquire_cta(progress.first + lane_id()) : kNoMore;
+    const int32_t first = lane_id() < warps ? ptx::ld_acquire_cta(progress.first + lane_id()) : kNoMore;
     const int32_t least = __reduce_min_sync(kAllLanes, first);
-    __syncwarp();  // what any lane has acquired, lane 0 may pass on
+    __syncwarp();  // lane 0 releases what any lane has acquired
     if (least >= end) return least;
     int go_on = 1;
     if (lane_id() == 0) go_on = patience.keep_waiting(run, run.comm.rank, chunk, end, least);
@@ -139,10 +137,10 @@ __device__ inline int32_t wait_written(const Run& run, Progress& progress, int w
   }
 }
 
-// One warp: counts this CTA in for `chunks` chunks from `first` on, a lane each. A bit for each of which it is the
-// last.
-__device__ inline unsigned count_in(const Run& run, Pool pool, int first, int chunks) {
-  if (lane_id() == 0) ptx::fence_acq_rel_sys();
+// One warp: counts this CTA for `chunks` chunks from `first` on, a lane each. Returns a bit for each chunk of which
+// this CTA is the last.
+__device__ inline unsigned count_cta(const Run& run, Pool pool, int first, int chunks) {
+  if (lane_id() == 0) peer::fence();
   __syncwarp();
   bool last = false;
   if (lane_id() < chunks) {
@@ -151,16 +149,16 @@ __device__ inline unsigned count_in(const Run& run, Pool pool, int first, int ch
     if (last) *done = 0;
   }
   const unsigned lasts = __ballot_sync(kAllLanes, last);
-  __syncwarp();  // what the lanes have acquired from other CTAs, any lane may pass on
+  __syncwarp();  // any lane may release what the others have acquired from other CTAs
   return lasts;
 }
 
-// One warp of each CTA. All chunks that are ready at a time share one fence; at the test gate the first goes alone.
-// Chunks has
+// The signalling warp of each CTA. All chunks that are ready at the same time share one fence. At the test gate the
+// first chunk is signalled alone. Chunks has
 //   int count() const                       chunks of the kernel
 //   int32_t end(int chunk) const            the number after the chunk's last row
-//   bool may_tell()                         whether peers may hear of chunks; may wait; called by all lanes
-//   void signal(int peer, int chunk) const  tells a peer; called by a lane for each peer and chunk
+//   bool may_signal()                       whether peers may be signalled; may wait; all lanes call it
+//   void signal(int peer, int chunk) const  signals a peer; a lane for each peer and chunk calls it
 template <class Chunks>
 __device__ void signal_chunks(const Run& run, Pool pool, Progress& progress, int warps, Chunks chunks) {
   const int count = chunks.count(), R = run.comm.num_ranks;
@@ -169,11 +167,11 @@ __device__ void signal_chunks(const Run& run, Pool pool, Progress& progress, int
     if (least < 0) return;
     const bool alone = first == 0 && run.comm.gate == run.step;
     for (ready = first + 1; !alone && ready < count && ready - first < kWarp && chunks.end(ready) <= least;) ++ready;
-    const unsigned last = count_in(run, pool, first, ready - first);
+    const unsigned last = count_cta(run, pool, first, ready - first);
     if (last == 0) continue;
-    const bool may_tell = chunks.may_tell();
+    const bool may_signal = chunks.may_signal();
     if (__any_sync(kAllLanes, faulted(run.comm))) return;
-    if (!may_tell) continue;
+    if (!may_signal) continue;
     for (int i = lane_id(); i < (ready - first) * R; i += kWarp)
       if (last >> i / R & 1u) chunks.signal(i % R, first + i / R);
     __syncwarp();
@@ -182,10 +180,11 @@ __device__ void signal_chunks(const Run& run, Pool pool, Progress& progress, int
   }
 }
 
-// The last CTA's end of a sending kernel that went well. Not `told`: the same rows are sent again.
-__device__ inline void finish_sending(const Run& run, Pool pool, bool told = true) {
+// All threads of the last CTA of a sending kernel that succeeded. If the rows were not signalled, the epoch stays: the
+// host launches the same send again.
+__device__ inline void finish_sending(const Run& run, Pool pool, bool signalled = true) {
   if (threadIdx.x == 0) state_of(run.comm).next_row[pool] = 0;
-  if (told) advance(run);
+  if (signalled) advance(run);
 }
 
 }  // namespace ep::cuda

@@ -1,4 +1,5 @@
-// How plan and notify go over tokens and their pairs: in blocks, a block to a CTA; and plan in steps, a lane to a pair.
+// How plan and notify walk over tokens and their (token, expert) pairs: one block of tokens for each CTA, and in plan,
+// one lane for each pair.
 #pragma once
 #include "cuda/core/sync.cuh"
 

@@ -1,8 +1,8 @@
-// The weights' part of combine's backward: each row of gradients times the row that was combined, summed; then it is
-// weighted in place. Both rows are read once, and the gradients written once.
+// Backward of combine's weights: the dot product of each row's gradient and the row that was combined. Then the
+// gradient is multiplied by the row's weight, in place. Both rows are read once; the gradient is written once.
 //
-// Roles. Rows go round the warps of the grid. Each lane adds up its own vectors in their order, and the lanes' sums are
-// added in a fixed tree, so that the same rows give the same bits.
+// Roles. Rows are shared out over the warps of the grid. Each lane sums its own vectors in order, and the lanes' sums
+// are added in a fixed tree, so that the same rows give the same bits.
 #include "cuda/core/element.cuh"
 #include "cuda/core/launch.cuh"
 #include "cuda/core/ptx.cuh"
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) ep_weight_grad(const __grid_con
 }
 
 template <class Element>
-void launch_weigh_back(const WeightGradArgs& args) {
+void launch_weight_grad(const WeightGradArgs& args) {
   const int64_t ctas = ceil_div(args.num_rows, kWarps);
   launch<ep_weight_grad<Element>>("weight_grad", ctas < kMostCtas ? ctas : kMostCtas, kWarps * kWarp, 0, args.stream,
                                   args);
@@ -73,11 +73,11 @@ void weight_grad(const WeightGradArgs& args) {
   require_rows("rows", args.rows);
   switch (args.element) {
     case kFloat32:
-      return launch_weigh_back<Float32>(args);
+      return launch_weight_grad<Float32>(args);
     case kBFloat16:
-      return launch_weigh_back<BFloat16>(args);
+      return launch_weight_grad<BFloat16>(args);
     case kFloat16:
-      return launch_weigh_back<Float16>(args);
+      return launch_weight_grad<Float16>(args);
   }
   throw std::invalid_argument("element: expected float32, bfloat16 or float16 on CUDA, got code " +
                               std::to_string(args.element));

@@ -1,0 +1,233 @@
+// The channel of a reduce-scatter: the CTAs of one index on all ranks, their slots, and the counts of chunks in them.
+//
+// Roles. The warps of a CTA share counters in shared memory. One warp signals to each rank how many chunks have landed
+// in its slots, and learns how many slots are free there. Another warp learns how many chunks have landed here from all
+// ranks, and signals to all ranks how many have been read.
+// Buffers. slots[owner] is [channel][source][slot]; a slot is one chunk. Chunks are counted over all operations of the
+// communicator, and a chunk's number modulo the slots is its slot.
+// Memory order. A chunk's bulk store is complete before it is counted, with release order in the CTA (plain path: lanes
+// store and join). The signalling warp acquires that count, fences once at system scope for all chunks, and stores the
+// words. The peer acquires them at system scope and releases them in its CTA, where the summing warps acquire them. The
+// way back is the same: reads end before they are counted. Each system fence waits for everything that its SM has in
+// flight, so both warps fence as rarely as the number of slots allows.
+#pragma once
+#include "cuda/collectives/barrier.cuh"
+
+namespace ep::cuda {
+
+constexpr int kSumWarps = 14;
+constexpr int kSendWarps = 4;
+constexpr int kSendSignals = kSumWarps + kSendWarps, kRecvSignals = kSendSignals + 1;  // a warp each
+constexpr int kThreads = (kRecvSignals + 1) * kWarp;
+
+// Counters that the warps of a CTA share, in chunks of this operation. They only grow. In shared memory.
+struct Counters {
+  int32_t landed;                              // from all ranks
+  int32_t rows_read[kMostChannelSlots];        // of the chunks in these slots, over the whole operation
+  int32_t room[kMaxRanks];                     // chunks that the slots of a rank have room for
+  int32_t sent[kMaxRanks][kMostChannelSlots];  // one more than the last chunk that has been sent to the slot
+
+  // All threads, before the CTA's next barrier.
+  __device__ void clear() {
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(Counters) / 4); i += blockDim.x)
+      reinterpret_cast<int32_t*>(this)[i] = 0;
+  }
+};
+
+// This CTA's channel in one operation. Chunks are numbered from 0, and rows through all chunks.
+class Channel {
+ public:
+  __device__ Channel(const ReduceScatterArgs& args, const Run& run, int chunk_shift, Counters& counters)
+      : args_(args),
+        run_(run),
+        control_(device_control(args.comm, args.comm.rank)),
+        index_(static_cast<int>(blockIdx.x)),
+        chunk_shift_(chunk_shift),
+        slots_(channel_slots(args.comm.num_ranks)),
+        before_(control_.chunks[index_]),
+        counters_(counters) {}
+
+  __device__ int chunks() const {
+    const int64_t all = ceil_div(args_.bytes, kSumRowBytes << chunk_shift_);
+    return static_cast<int>(all <= index_ ? 0 : (all - 1 - index_) / gridDim.x + 1);
+  }
+  // In the shard, the row of this number in the lane; rows follow each other as the numbers do.
+  __device__ int64_t row_of_shard(int row) const { return row_of_chunk(chunk_of(row)) + row_in_chunk(row); }
+  // Of another rank than the source.
+  __device__ char* slot(int owner, int source, int chunk) const {
+    const int place = source < owner ? source : source - 1;
+    const int64_t slot = (index_ * (args_.comm.num_ranks - 1) + place) * slots_ + slot_index(chunk);
+    return at<char>(args_.slots[owner], slot * kChannelSlotBytes);
+  }
+
+  // --- Summing warps
+  // Where rank `source`'s term of a row lies.
+  __device__ const char* term(int row, int source) const {
+    const int rank = args_.comm.rank;
+    if (source == rank) return at<const char>(args_.inputs[rank], row_of_shard(row) * kSumRowBytes);
+    return slot(rank, source, chunk_of(row)) + row_in_chunk(row) * kSumRowBytes;
+  }
+  // Waits until the chunk of a row has landed from all ranks. `known`: chunks that this warp knows to have landed.
+  __device__ bool wait_landed(int row, int* known) const {
+    const int chunk = chunk_of(row);
+    if (chunk < *known) return true;
+    if (!reaches(&counters_.landed, chunk + 1, true)) return false;
+    int landed = 0;
+    if (lane_id() == 0) landed = ptx::ld_acquire_cta(&counters_.landed);
+    *known = __shfl_sync(kAllLanes, landed, 0);
+    __syncwarp();
+    return true;
+  }
+  // All lanes: this warp has read the row, from all ranks.
+  __device__ void count_read(int row) const {
+    __syncwarp();
+    if (lane_id() == 0) ptx::red_add_release_cta(&counters_.rows_read[slot_index(chunk_of(row))], 1);
+  }
+
+  // --- Sending warps
+  __device__ bool has_room(int chunk, int to, bool may_wait) const {
+    return reaches(&counters_.room[to], chunk + 1, may_wait);
+  }
+  // This rank's chunk for rank `to`.
+  __device__ const char* chunk_for(int chunk, int to) const {
+    return at<const char>(args_.inputs[to], row_of_chunk(chunk) * kSumRowBytes);
+  }
+  __device__ int64_t chunk_bytes(int chunk) const {
+    return min(args_.bytes - row_of_chunk(chunk) * kSumRowBytes, kSumRowBytes << chunk_shift_);
+  }
+  // One thread: its stores are complete.
+  __device__ void count_sent(int chunk, int to) const {
+    ptx::red_max_release_cta(&counters_.sent[to][slot_index(chunk)], chunk + 1);
+  }
+
+  // --- The warp that signals chunks it has sent; a lane for each rank
+  __device__ void signal_landed() const {
+    const Comm& comm = args_.comm;
+    const int to = lane_id(), all = chunks();
+    const bool is_peer = to < comm.num_ranks && to != comm.rank;
+    const uint64_t* freed = &control_.freed[index_][is_peer ? to : 0];
+    int signalled = is_peer ? 0 : all, room = is_peer ? 0 : all;
+    int sent = signalled;
+    Patience patience;
+    while (__any_sync(kAllLanes, signalled < all)) {
+      const int sent_before = sent, room_before = room;
+      if (room < all && room - sent <= slots_ / 2) room = static_cast<int>(peer::acquire(freed) - before_) + slots_;
+      if (room > room_before) {
+        ptx::fence_proxy_async();  // bulk stores overwrite what that rank has read
+        ptx::red_max_release_cta(&counters_.room[to], room);
+      }
+      while (sent < all && ptx::ld_acquire_cta(&counters_.sent[to][slot_index(sent)]) > sent) ++sent;
+      const int unsignalled = __reduce_add_sync(kAllLanes, sent - signalled);  // few enough to leave room for more
+      if (unsignalled >= kSendWarps || __any_sync(kAllLanes, signalled < sent && sent == all)) {
+        peer::fence();
+        if (sent > signalled)
+          peer::store(&device_control(comm, to).landed[index_][comm.rank], before_ + sent,
+                      sum_word(args_.bytes, args_.element, run_.epoch));
+        signalled = sent;
+        continue;
+      }
+      const bool waits = sent < all && sent == room;  // for that rank; otherwise for warps of this CTA
+      if (!waits || sent > sent_before || room > room_before) patience = Patience{};
+      const bool go_on =
+          !waits || patience.keep_waiting(run_, to, 0, before_ + room - slots_ + 1, before_ + room - slots_);
+      if (!__all_sync(kAllLanes, go_on && !faulted(comm))) return;
+    }
+  }
+
+  // --- The warp that signals chunks it has read; a lane for each rank
+  __device__ void signal_freed() const {
+    const Comm& comm = args_.comm;
+    const int from = lane_id(), all = chunks();
+    const bool is_peer = from < comm.num_ranks && from != comm.rank;
+    const Landed* word = &control_.landed[index_][is_peer ? from : 0];
+    int landed = 0, read = 0, signalled = 0;
+    Patience patience;
+    while (signalled < all) {
+      bool go_on = true;
+      int here = all;
+      if (is_peer && landed < all) {
+        uint64_t count, what;
+        peer::acquire(word, &count, &what);
+        here = static_cast<int>(count - before_);
+        go_on = here <= 0 || check(what, here >= all, from);
+      }
+      const int landed_before = landed, read_before = read;
+      landed = max(landed, min(all, static_cast<int>(__reduce_min_sync(kAllLanes, here))));
+      if (!__all_sync(kAllLanes, go_on)) return;
+      __syncwarp();  // what any lane has acquired, lane 0 may pass on
+      if (landed > landed_before && lane_id() == 0) ptx::red_max_release_cta(&counters_.landed, landed);
+      read = chunks_read(read, landed);
+      if (read - signalled >= slots_ / 4 || read == all) {
+        __syncwarp();
+        peer::fence();
+        if (is_peer) peer::store(&device_control(comm, from).freed[index_][comm.rank], before_ + read);
+        signalled = read;
+      }
+      if (landed > landed_before || read > read_before) {
+        patience = Patience{};
+        continue;
+      }
+      if (is_peer && here <= landed)
+        go_on = check_size(run_, from, args_.bytes) && patience.keep_waiting(run_, from, 0, landed + 1, here);
+      if (!__all_sync(kAllLanes, go_on && !faulted(comm))) return;
+    }
+  }
+
+ private:
+  __device__ int slot_index(int chunk) const { return static_cast<int>(before_ + chunk) & (slots_ - 1); }
+  __device__ int chunk_of(int row) const { return row >> chunk_shift_; }
+  __device__ int row_in_chunk(int row) const { return row & ((1 << chunk_shift_) - 1); }
+  __device__ int64_t row_of_chunk(int chunk) const {
+    return (static_cast<int64_t>(chunk) * gridDim.x + index_) << chunk_shift_;
+  }
+
+  // All lanes: whether a word of this CTA's counters has come to `value`, at least; may_wait: until it has, or a fault.
+  __device__ bool reaches(int32_t* word, int value, bool may_wait) const {
+    int there = 0;
+    if (lane_id() == 0) {
+      for (;;) {
+        there = ptx::ld_acquire_cta(word) >= value ? 1 : 0;
+        if (there || !may_wait || faulted(args_.comm)) break;
+        __nanosleep(100);
+      }
+    }
+    there = __shfl_sync(kAllLanes, there, 0);
+    __syncwarp();  // what lane 0 has acquired, all lanes may read
+    return there != 0;
+  }
+
+  // The number of chunks that have been read, given that `read` have been and that `landed` have landed. The rows of
+  // each slot are counted over the whole operation.
+  __device__ int chunks_read(int read, int landed) const {
+    const int chunk = read + lane_id();
+    bool done = false;
+    if (lane_id() < slots_ && chunk < landed) {
+      const int64_t rows = ceil_div(args_.bytes, kSumRowBytes) - row_of_chunk(chunk);
+      const int of_chunk = static_cast<int>(min(rows, int64_t{1} << chunk_shift_));
+      const int earlier = chunk / slots_ << chunk_shift_;  // only the last chunk has fewer
+      done = ptx::ld_acquire_cta(&counters_.rows_read[slot_index(chunk)]) >= earlier + of_chunk;
+    }
+    const unsigned not_done = ~__ballot_sync(kAllLanes, done);
+    return read + (not_done == 0 ? kWarp : __ffs(static_cast<int>(not_done)) - 1);
+  }
+
+  // Checks the word beside a peer's count. The peer may be at a later operation if all chunks of this one have landed.
+  __device__ bool check(uint64_t theirs, bool all_landed, int peer) const {
+    const uint64_t mine = sum_word(args_.bytes, args_.element, run_.epoch);
+    if (theirs == mine || (all_landed && sum_epoch(theirs) != sum_epoch(mine))) return true;
+    const int64_t bytes = sum_bytes(theirs), element = sum_element(theirs);
+    return bytes != args_.bytes ? fail(run_.comm, kDisagree, run_.step, peer, 1, args_.bytes, bytes)
+                                : fail(run_.comm, kDisagree, run_.step, peer, 2, args_.element, element);
+  }
+
+  const ReduceScatterArgs& args_;
+  const Run& run_;
+  DeviceControl& control_;
+  const int index_;
+  const int chunk_shift_;  // of the rows of a chunk
+  const int slots_;        // for each source
+  const uint64_t before_;  // chunks of earlier operations
+  Counters& counters_;
+};
+
+}  // namespace ep::cuda

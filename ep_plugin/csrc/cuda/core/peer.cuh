@@ -1,0 +1,83 @@
+// How kernels reach other ranks: map, store, signal, wait. A second transport would replace this file.
+//
+// map     The address of a rank's control block or pool. Every rank's memory is mapped into this process, so a peer is
+//         reached by ordinary addresses. common/views.h finds the words inside a control block.
+// store   Data into a peer's memory. A store says nothing about when the peer may read it.
+// signal  A word in a peer's memory that says that earlier stores have arrived. Signals carry the epoch or a growing
+//         count; nothing resets them.
+// wait    For a word in this rank's own memory that a peer signals. Every wait has a deadline (sync.cuh: Patience).
+//
+// Memory order. A signal has release order at system scope: it covers the stores of its own thread. To cover the stores
+// of other threads, join them first (__syncwarp, __syncthreads, or an acquire of what they released) and call fence().
+// After one fence(), several signals may be plain stores. A wait has acquire order at system scope. Join the warp or
+// CTA after it so that the other threads may read too, and fence the async proxy (ptx::fence_proxy_async) before bulk
+// loads of what the peer wrote.
+// Not here: whole shards that copy engines move, and the words that a stream waits for (collectives/all_gather.cu);
+// these are host calls.
+#pragma once
+#include "cuda/core/sync.cuh"
+
+namespace ep::cuda::peer {
+
+// --- map -----------------------------------------------------------------------------------------------------------
+
+// `Control`: the type of the block's contents.
+template <class Control>
+__device__ __forceinline__ Control& control(const Comm& comm, int rank) {
+  return *at<Control>(comm.control[rank]);
+}
+__device__ __forceinline__ Address pool(const Comm& comm, Pool pool, int rank) { return comm.pool[pool][rank]; }
+
+// --- store ---------------------------------------------------------------------------------------------------------
+
+// Relaxed: a word that carries its own epoch or flag, or a signal after fence().
+__device__ __forceinline__ void store(uint64_t* to, uint64_t value) { ptx::st_relaxed_sys(to, value); }
+// Two words as one store, aligned to 16 bytes: the peer sees both or neither.
+__device__ __forceinline__ void store(void* to, uint64_t low, uint64_t high) { ptx::st_relaxed_sys(to, low, high); }
+// Bytes from shared memory, by the SM's copy engine; sizes and addresses are multiples of 16. The caller commits and
+// waits (ptx::bulk_commit, ptx::bulk_wait). Plain kernels store rows through the mapped address instead.
+__device__ __forceinline__ void store_bulk(char* to, const char* from_shared, uint32_t bytes) {
+  ptx::bulk_store(to, from_shared, bytes);
+}
+
+// --- signal --------------------------------------------------------------------------------------------------------
+
+// Stalls until all earlier stores of this SM are done. Use as few as possible.
+__device__ __forceinline__ void fence() { ptx::fence_acq_rel_sys(); }
+__device__ __forceinline__ void signal(uint64_t* word, uint64_t value) { ptx::st_release_sys(word, value); }
+// Two words as one store, aligned to 16 bytes.
+__device__ __forceinline__ void signal(void* words, uint64_t low, uint64_t high) {
+  ptx::st_release_sys(words, low, high);
+}
+
+// --- wait ----------------------------------------------------------------------------------------------------------
+
+// One relaxed poll. It orders nothing.
+__device__ __forceinline__ uint64_t poll(const uint64_t* word) { return ptx::ld_relaxed_sys(word); }
+__device__ __forceinline__ void poll(const void* words, uint64_t* low, uint64_t* high) {
+  ptx::ld_relaxed_sys(words, low, high);
+}
+// One poll with acquire order.
+__device__ __forceinline__ uint64_t acquire(const uint64_t* word) { return ptx::ld_acquire_sys(word); }
+__device__ __forceinline__ void acquire(const void* words, uint64_t* low, uint64_t* high) {
+  ptx::ld_acquire_sys(words, low, high);
+}
+
+// Whether *word >= value; if so, with acquire order. A poll that finds less costs only a relaxed load.
+__device__ __forceinline__ bool has_reached(const uint64_t* word, uint64_t value, uint64_t* seen) {
+  *seen = poll(word);
+  return *seen >= value && acquire(word) >= value;
+}
+
+// Waits until *word >= value, with acquire order. False after a fault.
+__device__ inline bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int rank,
+                                     WaitFor whom = kPeer) {
+  if (acquire(word) >= value) return true;  // the usual case: it was written long ago
+  Patience patience{whom};
+  uint64_t seen;
+  while (!has_reached(word, value, &seen))
+    if (!patience.keep_waiting(run, rank, 0, value, seen)) return false;
+  return true;
+}
+
+}  // namespace ep::cuda::peer

@@ -1,0 +1,78 @@
+// Streams: kernels run in order, each in threads of its own, and may start before the one ahead has ended.
+#include <unistd.h>
+
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "cta.h"
+
+namespace simt {
+
+namespace {
+
+constexpr unsigned kAtOnce = 4;  // CTAs of a kernel that is not launched cooperatively
+
+// The last kernel of each stream.
+std::mutex streams_mutex;
+std::map<uint64_t, std::shared_ptr<Job>>& streams() {
+  static auto* made = new std::map<uint64_t, std::shared_ptr<Job>>;
+  return *made;
+}
+
+template <class Ready>
+void wait_until(Ready ready) {
+  while (!ready()) usleep(20);
+}
+
+void run(Job& job) {
+  if (const Job* ahead = job.ahead.get()) {
+    const bool early = job.launch.early;
+    wait_until([&] { return ahead->ended || (early && ahead->dependents_launched == ahead->launch.ctas); });
+  }
+  std::atomic<unsigned> next{0};
+  const unsigned ctas = job.launch.ctas, workers = job.launch.together || ctas < kAtOnce ? ctas : kAtOnce;
+  std::vector<std::thread> running;
+  for (unsigned worker = 0; worker < workers; ++worker)
+    running.emplace_back([&] {
+      for (unsigned index = next++; index < ctas; index = next++) Cta(job, index).run();
+    });
+  for (std::thread& worker : running) worker.join();
+  if (job.ahead != nullptr) {
+    expect(job.ahead->ended, "a kernel ends before the one ahead of it, for which the one behind would not wait");
+    job.ahead = nullptr;
+  }
+  job.ended = true;
+}
+
+}  // namespace
+
+void enqueue(const Launch& launch, std::function<void()> kernel) {
+  if (launch.ctas == 0) give_up("a launch of no CTAs");
+  auto job = std::make_shared<Job>();
+  job->launch = launch;
+  job->kernel = std::move(kernel);
+  if (launch.stream == 0) return run(*job);
+  const std::lock_guard<std::mutex> lock(streams_mutex);
+  std::shared_ptr<Job>& last = streams()[launch.stream];
+  job->ahead = last;
+  last = job;
+  std::thread([job] { run(*job); }).detach();
+}
+
+void synchronize(uint64_t stream) {
+  std::shared_ptr<Job> last;
+  {
+    const std::lock_guard<std::mutex> lock(streams_mutex);
+    last = streams()[stream];
+  }
+  if (last != nullptr) wait_until([&] { return last->ended.load(); });
+}
+
+void wait_on_dependency() {
+  const Job* ahead = here->cta->job.ahead.get();
+  while (ahead != nullptr && !ahead->ended) poll_again();
+}
+void launch_dependents() { here->cta->launch_dependents(); }
+
+}  // namespace simt
