@@ -16,10 +16,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ep_plugin.collectives.base import Collective, as_bytes, check_alike
+from ep_plugin.collectives.base import Collective, CollectiveWork, as_bytes, check_alike
 from ep_plugin.collectives.chunks import Chunks, address_of
 from ep_plugin.collectives.engine import CollectiveEngine
-from ep_plugin.collectives.work import CollectiveWork
 from ep_plugin.transport.rails import UnderWay
 
 _CHUNKS_AHEAD = 4  # on the rails at a time: over NCCL each lands in memory of its own, and is copied
@@ -97,14 +96,17 @@ def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: Sequence[torc
     landing = {node: outputs[node_map.node_ranks(node)[engine.index]] for node in rails.nodes}
 
     def begin(chunk: slice) -> tuple[slice, UnderWay]:
-        return chunk, rails.gather(shard[chunk], {node: into[chunk] for node, into in landing.items()})
+        with engine.on_rail():
+            return chunk, rails.gather(shard[chunk], {node: into[chunk] for node, into in landing.items()})
 
     under_way = deque(begin(chunk) for chunk in chunks[:_CHUNKS_AHEAD])
     later = iter(chunks[_CHUNKS_AHEAD:])
     gather_in_node(engine, outputs[engine.rank], [outputs[rank] for rank in engine.node_ranks])
     while under_way:
+        engine.check()  # nothing more crosses after a failure
         chunk, works = under_way.popleft()
-        rails.wait(works)
+        with engine.on_rail():
+            rails.wait(works)
         under_way.extend(begin(following) for following in itertools.islice(later, 1))
         for node in sorted(rails.nodes):
             parts = [outputs[rank][chunk] for rank in node_map.node_ranks(node)]

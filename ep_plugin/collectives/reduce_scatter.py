@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.collectives.base import Collective, as_bytes, check_alike
+from ep_plugin.collectives.base import Collective, CollectiveWork, as_bytes, check_alike
 from ep_plugin.collectives.chunks import Chunks
 from ep_plugin.collectives.engine import CollectiveEngine
-from ep_plugin.collectives.work import CollectiveWork
+from ep_plugin.collectives.failures import STATUS_BYTES
 from ep_plugin.moe.arguments import ELEMENTS
 
 _REDUCE = dist.ReduceOp
@@ -119,25 +119,41 @@ def scatter(
         return scatter_in_node(engine, out, shards, dtype, scale)
     if out.numel() == 0:
         return scatter_in_node(engine, out, [shards[rank] for rank in engine.node_ranks], dtype, scale)
-    sums = {node: torch.empty_like(out) for node in range(node_map.num_nodes)}
-    partial = {node: torch.empty_like(out) for node in rails.nodes}
-    chunks = [slice(begin, begin + rails.chunk_bytes) for begin in range(0, len(out), rails.chunk_bytes)]
+    nbytes, others = out.numel(), rails.nodes
+    # Behind the rows that cross lies a status word: it says whether they are good, and goes with the last chunk.
+    leaving, arriving = (
+        {node: torch.empty(nbytes + STATUS_BYTES, dtype=torch.uint8, device=out.device) for node in others}
+        for _ in range(2)
+    )
+    own = torch.empty_like(out)
+    sums = [own if node == engine.node else arriving[node] for node in range(node_map.num_nodes)]
     under_way = []
-    for chunk in chunks:
-        for node in rails.nodes:
-            parts = [shards[rank][chunk] for rank in node_map.node_ranks(node)]
-            scatter_in_node(engine, partial[node][chunk], parts, dtype, scale)
+    for begin in range(0, nbytes, rails.chunk_bytes):
+        rows, last = slice(begin, min(begin + rails.chunk_bytes, nbytes)), begin + rails.chunk_bytes >= nbytes
+        crossing = slice(begin, None) if last else rows
+        for node in others:
+            parts = [shards[rank][rows] for rank in node_map.node_ranks(node)]
+            scatter_in_node(engine, leaving[node][rows], parts, dtype, scale)
+        engine.check()  # nothing crosses after a failure that the host knows of
+        for node in others if last else ():
+            engine.status.attach(leaving[node][nbytes:])
         # Both ways at once: a backend may begin nothing that was asked for later before these receives are over.
-        leaving = [(node, partial[node][chunk]) for node in rails.nodes]
-        under_way.append(rails.start(leaving, [(node, sums[node][chunk]) for node in rails.nodes]))
-        parts = [shards[rank][chunk] for rank in engine.node_ranks]
-        scatter_in_node(engine, sums[engine.node][chunk], parts, dtype, scale)
-    for chunk, works in zip(chunks, under_way, strict=True):
-        rails.wait(works)
-        total = _wide(sums[0][chunk].view(dtype))
+        with engine.on_rail():
+            works = rails.start(
+                [(node, leaving[node][crossing]) for node in others],
+                [(node, arriving[node][crossing]) for node in others],
+            )
+        under_way.append((rows, works))
+        scatter_in_node(engine, own[rows], [shards[rank][rows] for rank in engine.node_ranks], dtype, scale)
+    for rows, works in under_way:
+        with engine.on_rail():
+            rails.wait(works)
+        total = _wide(sums[0][rows].view(dtype))
         for node in range(1, node_map.num_nodes):
-            total += sums[node][chunk].view(dtype)
-        out[chunk].view(dtype).copy_(total)
+            total += sums[node][rows].view(dtype)
+        out[rows].view(dtype).copy_(total)
+    for node in others:
+        engine.status.receive(node, arriving[node][nbytes:])
 
 
 def scatter_in_node(

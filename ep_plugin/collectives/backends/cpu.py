@@ -39,13 +39,13 @@ class CpuNode:
 
     def gather(self, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         """`shard`, which is this rank's of `outputs`, to every rank."""
-        args = _C.GatherArgs(comm=self._engine.comm, piece=self._piece([shard]), input=shard.data_ptr())
+        args = _C.CpuAllGatherArgs(comm=self._engine.comm, piece=self._piece([shard]), input=shard.data_ptr())
         args.set_outputs(addresses_of(outputs))
-        self._engine.kernels.gather(args)
+        self._engine.kernels.all_gather(args)
 
     def scatter(self, out: torch.Tensor, shards: Sequence[torch.Tensor], element: int, scale: float) -> None:
         """out = scale * the sum over the ranks of their shards for this one."""
-        args = _C.ScatterArgs(
+        args = _C.CpuReduceScatterArgs(
             comm=self._engine.comm,
             piece=self._piece(shards),
             output=out.data_ptr(),
@@ -53,7 +53,7 @@ class CpuNode:
             element=element,
         )
         args.set_inputs(addresses_of(shards))
-        self._engine.kernels.scatter(args)
+        self._engine.kernels.reduce_scatter(args)
 
     def close(self) -> None: ...
 

@@ -60,7 +60,7 @@ struct Piece {
 };
 
 // outputs[r]: where rank r's shard goes, in this rank's memory. This rank's own may be the input itself.
-struct GatherArgs {
+struct CpuAllGatherArgs {
   Comm comm;
   Piece piece;
   Address input;
@@ -69,7 +69,7 @@ struct GatherArgs {
 
 // output = scale * the sum of all ranks' shards for this one, in float32 (float64 for float64) and in rank order.
 // inputs[r]: this rank's shard for rank r. The output may be this rank's own shard in there.
-struct ScatterArgs {
+struct CpuReduceScatterArgs {
   Comm comm;
   Piece piece;
   Address inputs[kMaxRanks];
@@ -211,7 +211,7 @@ struct AllGatherArgs {
   Address stream;
 };
 
-// As ScatterArgs, of shards of any size. slots[r]: of rank r, [num_ctas or more][num_ranks - 1 (the other sources)]
+// As CpuReduceScatterArgs, of shards of any size. slots[r]: of rank r, [num_ctas or more][num_ranks - 1 (the other sources)]
 // [lane_slots].
 struct ReduceScatterArgs {
   Comm comm;  // control: DeviceControl of each rank
@@ -289,8 +289,8 @@ void small(const SmallArgs& args);
 #endif
 
 namespace cpu {
-void gather(const GatherArgs& args);
-void scatter(const ScatterArgs& args);
+void all_gather(const CpuAllGatherArgs& args);
+void reduce_scatter(const CpuReduceScatterArgs& args);
 }  // namespace cpu
 
 }  // namespace ep

@@ -8,6 +8,14 @@
 
 namespace ep::cpu {
 
+// Empty shards may lie at null, which the standard's functions refuse even for no bytes.
+inline void copy_bytes(void* to, const void* from, int64_t bytes) {
+  if (bytes > 0) std::memmove(to, from, static_cast<size_t>(bytes));
+}
+inline void poison(void* output, int64_t bytes) {
+  if (bytes > 0) std::memset(output, 0xFF, static_cast<size_t>(bytes));
+}
+
 inline CollectiveControl& control_of(const Comm& comm, int rank) { return *at<CollectiveControl>(comm.control[rank]); }
 
 // One rank's side of one operation of `count` chunks, `chunk_bytes` of a shard each; of nothing it is one, since ranks
