@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.collectives.base import Collective, CollectiveWork, as_bytes, check_alike
-from ep_plugin.collectives.chunks import Chunks, address_of
 from ep_plugin.collectives.engine import CollectiveEngine
+from ep_plugin.collectives.shards import CutShards, address_of
 from ep_plugin.transport.rails import UnderWay
 
 _CHUNKS_AHEAD = 4  # on the rails at a time: over NCCL each lands in memory of its own, and is copied
@@ -54,7 +54,7 @@ class HierarchicalAllGather(Collective):
                 f"{output_tensor.numel()}"
             )
         shard, whole = as_bytes("input_tensor", input_tensor), as_bytes("output_tensor", output_tensor)
-        self._gather(shard, Chunks(whole, size))
+        self._gather(shard, CutShards(whole, size))
         return self._done([output_tensor], async_op)
 
     def all_gather(

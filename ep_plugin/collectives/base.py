@@ -17,8 +17,8 @@ from torch.distributed.distributed_c10d import Work
 
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerTimeout
-from ep_plugin.moe.arguments import PLAIN
 from ep_plugin.runtime.base import leave, resolve_device
+from ep_plugin.runtime.tensors import PLAIN
 from ep_plugin.transport.exchange import checked_group
 
 C = TypeVar("C", bound="Collective")
@@ -241,7 +241,7 @@ class CollectiveWork(Work):
         """Whether the operation is over and has its result."""
         return self.is_completed() and self.exception() is None
 
-    def exception(self) -> Exception | None:  # type: ignore[override]
+    def exception(self) -> Exception | None:
         """The error that the operation ended with, None while it goes well."""
         if self._is_well:
             return None

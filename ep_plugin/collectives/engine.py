@@ -16,9 +16,8 @@ import torch.distributed as dist
 from ep_plugin import _C, env
 from ep_plugin.collectives.backends import cpu, cuda
 from ep_plugin.collectives.backends.cpu import CallLanes, CpuNode
-from ep_plugin.collectives.backends.cuda import StreamLanes
+from ep_plugin.collectives.backends.cuda import CudaSumNode, StreamLanes
 from ep_plugin.collectives.backends.cuda_gather import CudaGatherNode
-from ep_plugin.collectives.backends.cuda_sum import CudaSumNode
 from ep_plugin.collectives.blocks import Blocks
 from ep_plugin.collectives.failures import GroupBoards, GroupFailure, RailStatus
 from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerTimeout

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from ep_plugin import _C
 from ep_plugin.collectives.base import Collective, CollectiveWork, as_bytes, check_alike
-from ep_plugin.collectives.chunks import Chunks
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.failures import STATUS_BYTES
-from ep_plugin.moe.arguments import ELEMENTS
+from ep_plugin.collectives.shards import CutShards
+from ep_plugin.dtypes import ELEMENTS
 
 _REDUCE = dist.ReduceOp
 
@@ -75,7 +75,7 @@ class HierarchicalReduceScatter(Collective):
                 f"got {input_tensor.numel()}"
             )
         whole, out = as_bytes("input_tensor", input_tensor), as_bytes("output_tensor", output_tensor)
-        self._scatter(out, Chunks(whole, size), output_tensor.dtype, op)
+        self._scatter(out, CutShards(whole, size), output_tensor.dtype, op)
         return self._done([output_tensor], async_op)
 
     def reduce_scatter(

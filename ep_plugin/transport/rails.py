@@ -128,7 +128,7 @@ class Rails:
         self._end("abort")
         if self._waiting and self._device.type == "cpu":
             # Gloo ends a wait by nothing but an overdue one, which closes all connections of its group.
-            backend = self._group._get_backend(self._device)
+            backend: Any = self._group._get_backend(self._device)
             with contextlib.suppress(RuntimeError):
                 nothing = torch.empty(1, dtype=torch.uint8, device=self._device)
                 backend.recv([nothing], self._ranks[self.nodes[0]], _TAG + 1).wait(datetime.timedelta(milliseconds=1))

@@ -57,7 +57,7 @@ def _gathers(rank: int, size: int, per_node: int, path: str) -> None:
     assert numbers == sorted(set(numbers))
     assert max(args.num_ctas for args in kernels.pushed) <= _C.most_ctas
     if per_node == size:
-        assert kernels.small_calls == (4 * (len(COUNTS) - 1) if path == "auto" else 0)
+        assert kernels.num_small == (4 * (len(COUNTS) - 1) if path == "auto" else 0)
     gather.close()
 
 
@@ -84,7 +84,7 @@ def _scatters(rank: int, size: int, per_node: int, path: str) -> None:
             out = poisoned(count, dtype)
             scatter(out, ours, op=dist.ReduceOp.AVG)
             assert same_bits(out, expected), f"allocated input, {count} of {dtype}"
-    assert kernels.most_summed_by == 5 and (kernels.small_calls > 0) == (path == "auto")
+    assert kernels.most_summed_by == 5 and (kernels.num_small > 0) == (path == "auto")
     scatter.close()
 
 
@@ -178,7 +178,7 @@ def _makes_first(node: Any, name: str, operation: Callable[[], object]) -> None:
     node._lanes.capturing = lambda: True
     with pytest.raises(CaptureRefused, match=f"expected one operation .* before a CUDA graph .* makes {name}"):
         operation()
-    assert not node.engine.blocks._captured, "a block was kept for a graph that was refused"
+    assert not node.node.blocks._captured, "a block was kept for a graph that was refused"
     node._lanes.capturing = lambda: False
     operation()
     assert set(node._workspaces) - before == {name}
