@@ -152,6 +152,10 @@ class CudaNode:
         self._calls = Calls(node)
         self._workspaces: dict[str, PeerBuffer] = {}
 
+    @property
+    def node(self) -> OperatingNode:
+        return self._node
+
     def close(self) -> None: ...
 
     def _workspace(self, name: str, nbytes: int) -> tuple[int, ...]:

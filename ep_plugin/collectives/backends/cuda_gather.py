@@ -133,10 +133,6 @@ class CudaGatherNode(CudaNode):
             place = _C.staging_block, 0, 0
             self._push(self._push_of(part, parts, targets, place, staging[node.index]))
 
-    @property
-    def node(self) -> OperatingNode:
-        return self._node
-
     def close(self) -> None:
         watchdog.remove(self)
         self.stream_words.close()

@@ -21,7 +21,7 @@ constexpr int kRequests = 2 * kMaxPeerBlocks;
 
 enum CollectiveOp : int64_t { kOpAllGather = 1, kOpReduceScatter = 2 };
 
-// What a rank says of its piece before the first chunk. The first words must be alike on all ranks.
+// A rank's description of its piece, posted before the first chunk. The first words must be the same on all ranks.
 struct Offer {
   int64_t op;
   int64_t bytes;              // of a shard
@@ -79,8 +79,8 @@ struct CpuReduceScatterArgs {
   int32_t reserved;
 };
 
-// --- What hosts tell each other before they choose a block: host memory, of each rank ------------------------------
-// A rank's posts and releases follow each other: a release that a peer sees before a post came before it.
+// --- Requests for blocks, in host memory of each rank. A rank's requests and releases are ordered: a release that a
+// peer sees before a request came before it.
 struct Request {
   uint64_t number;  // stored last
   int64_t bytes;    // asked for
@@ -103,8 +103,8 @@ void release_block(Address requests, int block, uint64_t uses);
 WaitResult was_free(Address requests, int block, uint64_t uses, uint64_t number, Address board, int64_t timeout_ns,
                     bool* free);
 
-// --- What hosts tell each other of the operations that they enqueue on devices: likewise a ring for each rank --------
-// Copy engines compare nothing. So hosts post their calls, and whoever posts a call second compares: nobody waits.
+// --- Calls that hosts enqueue on devices: likewise a ring for each rank ----------------------------------------------
+// Copy engines compare nothing. So hosts post their calls, and the host that posts a call second compares: none waits.
 constexpr int kCallFields = 3;
 using CallWords = std::array<int64_t, kCallFields>;  // bytes of a shard, element of a sum, place in peer memory
 // More than a host can be ahead of another: a stream that waits for a peer takes no more before its host has to wait.

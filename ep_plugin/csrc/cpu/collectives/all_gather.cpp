@@ -1,4 +1,4 @@
-// All-gather: every rank offers its shard and copies those of its peers to where its caller wants them.
+// All-gather: every rank posts its shard and copies the shards of its peers to its outputs.
 #include "cpu/collectives/pieces.h"
 
 namespace ep::cpu {

@@ -39,7 +39,7 @@ class Pieces {
   // The bytes of `source`'s shard for rank `dest`, this chunk of it, or null with a fault recorded. In a slot they lie
   // `slot_offset` from its beginning.
   const char* bytes_from(int source, int dest, int64_t chunk, int64_t slot_offset) const;
-  // Tells `source` that this rank has read its chunks before `end`.
+  // Signals to `source` that this rank has read its chunks before `end`.
   void consume(int source, int64_t end) const;
 
   // Whether to go on waiting for `source` to post a chunk, or for the slowest peer to read one.
