@@ -36,7 +36,7 @@ class Kernels:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self.pushed: list[Arguments] = []
-        self.most_summed_by = self.num_small = 0
+        self.most_summed_by = self.small_calls = 0
 
     def all_gather(self, args: Arguments) -> None:
         self.pushed.append(Arguments(**vars(args)))  # the next call may use the same again
@@ -62,7 +62,7 @@ class Kernels:
             self._sum([args.slots[rank] + source * step for source in ranks], args.output + begin, nbytes, args)
 
     def small(self, args: Arguments) -> None:
-        self.num_small += 1
+        self.small_calls += 1
         rank, ranks = args.comm.rank, range(args.comm.num_ranks)
         dist.barrier(self._group)
         for peer in ranks:

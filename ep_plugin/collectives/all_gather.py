@@ -1,8 +1,8 @@
 """HierarchicalAllGather: every rank's shard on every rank, bit for bit.
 
-Inside a node ranks read each other's shards in peer memory. Across nodes each rank sends its own shard, and nothing
-else, to the ranks of its index on the other nodes, `(N - 1) * shard` bytes in all, in chunks; what has landed is
-gathered inside the node while the next chunk is under way.
+Inside a node ranks exchange shards in peer memory. Across nodes each rank sends only its own shard, in chunks, to the
+ranks of its local index on the other nodes: `(N - 1) * shard` bytes. Each chunk that has arrived is gathered inside the
+node while the next one is under way.
 
 Shapes: R ranks, N nodes, n elements of a rank's shard.
 """
@@ -27,10 +27,13 @@ _CHUNKS_AHEAD = 4  # on the rails at a time: over NCCL each lands in memory of i
 class HierarchicalAllGather(Collective):
     """All-gather over one process group, in the form that FSDP2's `set_custom_all_gather` takes.
 
-    Outputs from `allocate` are mapped by the peers; any other costs a copy. On GPUs one operation of a kind (up to
-    1 MiB, above that, into other memory) runs before a CUDA graph is captured with it. Raises ValueError (with the
-    expected and the actual value) before anything is launched, PeerTimeout, PeerAborted and DisagreementError when
-    peers fail or call something else; after such an error every call raises it again, and only `close` works.
+    Peers map outputs from `allocate`; any other output costs a copy. Before a CUDA graph is captured, run one
+    operation of each kind that it uses: up to 1 MiB, above 1 MiB, and into memory that is not from `allocate`.
+
+    Raises:
+        ValueError: wrong arguments, before anything is launched.
+        PeerTimeout, PeerAborted, DisagreementError: a peer is late, has failed, or has called something else. Every
+            later call raises the same error, and only `close` works.
     """
 
     def __call__(
@@ -40,10 +43,13 @@ class HierarchicalAllGather(Collective):
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> CollectiveWork | None:
-        """output_tensor: R*n elements, the shards in rank order. input_tensor: n elements, of the same dtype and
-        device; it may be this rank's part of the output. Both contiguous, of any shape and dtype. group: the one that
-        this object was made for, or None. With async_op a Work, else None; the result is ordered on the caller's
-        stream.
+        """Gathers `input_tensor` of every rank into `output_tensor`. The result is ordered on the caller's stream.
+
+        Args:
+            output_tensor: R*n elements, the shards in rank order. Contiguous, of any shape and dtype.
+            input_tensor: n elements of the same dtype and device, contiguous. It may be this rank's part of the output.
+            group: the group that this object was made for, or None.
+            async_op: return a Work.
         """
         self._check_group(group)
         check_alike("output_tensor", output_tensor, "input_tensor", input_tensor)

@@ -34,13 +34,17 @@ class Collective:
     """Devices on which any memory is as good as what peers map: there `allocate` hands out ordinary memory."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, num_buffers: int = 2, path: str = "auto") -> None:
-        """Talks to nobody: the first `allocate` or operation is collective, and decides the device.
+        """Talks to no peer: the first `allocate` or operation is collective, and decides the device.
 
-        `group`: None is the default group. `num_buffers`: blocks of one size that `allocate` makes before it hands one
-        out again; those beyond the tensors alive let hosts drift apart by as many calls. ValueError unless it is a
-        positive integer.
-        `path`: how gathers go inside a node on GPUs, "copy_engine" or "sm"; "auto" decides by the size, and takes a
-        kernel of its own for small gathers and sums. CPUs have one way.
+        Args:
+            group: the process group, or None for the default group.
+            num_buffers: blocks of one size that `allocate` makes before it uses one again, at least 1. Hosts may drift
+                apart by as many calls as there are blocks beyond the tensors alive.
+            path: what pushes shards inside a node on GPUs, "copy_engine" or "sm". "auto" decides by the size, and uses
+                a kernel for small gathers and sums.
+
+        Raises:
+            ValueError: no process group, or an argument outside these values.
         """
         if path not in PATHS:
             raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")
@@ -55,15 +59,22 @@ class Collective:
     def allocate(
         self, size: int | Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """An uninitialised tensor of `size` that peers have mapped, so that operations on it copy nothing twice.
+        """An uninitialised tensor that peers have mapped, so that operations on it need no extra copy. Collective.
 
-        All ranks call it with the same size in bytes. It belongs to whoever holds it; when none of its views is left on
-        any rank, a later call may return the same memory, on a stream that follows the one of this call: whoever reads
-        it on another joins the two before dropping it, since `record_stream` does nothing for it. While 64 such tensors
-        are held, more of them are ordinary ones. `device`: None is the current CUDA device for a group with a backend
-        of GPUs (NCCL), else the CPU. Raises ValueError for a negative extent or another device than the first call's,
-        DisagreementError where ranks ask for different sizes, PeerTimeout and PeerAborted when peers fail, and
-        CaptureRefused where a CUDA graph is being captured and no block is free.
+        The tensor is yours. When no view of it is left on any rank, a later call may return the same memory, on a
+        stream ordered after the current one. If you read it on another stream, join the two before you drop it:
+        `record_stream` has no effect. While 64 such tensors are held, further ones are ordinary memory.
+
+        Args:
+            size: one extent or a sequence of them. All ranks pass the same size in bytes.
+            dtype: any dtype.
+            device: None is the current CUDA device for a group with a backend for GPUs (NCCL), else the CPU.
+
+        Raises:
+            ValueError: a wrong size or dtype, or another device than in the first call; no peer is disturbed.
+            DisagreementError: ranks ask for different sizes.
+            PeerTimeout, PeerAborted: a peer is late or has failed.
+            CaptureRefused: a CUDA graph is being captured and no block is free.
         """
         shape = _shape_of(size)
         if not isinstance(dtype, torch.dtype):
@@ -104,14 +115,15 @@ class Collective:
             self._engine.check_enqueued()
 
     def abort(self, reason: str) -> None:
-        """Tells the peers that this rank has failed: their waits raise PeerAborted(rank, reason) at once."""
+        """Ends the waits of all peers, which raise PeerAborted(rank, reason): at once on this rank's node, within a
+        second on the others."""
         if self._engine is not None:
             self._engine.abort(reason)
 
     def close(self) -> None:
-        """Gives the memory back but for tensors that are still held. Not collective; works after a fault, and again.
+        """Releases the memory, except for tensors that are still held. Not collective; works after a fault, and twice.
 
-        It returns when what was enqueued is over: a Work may be waited for after it as before.
+        Waits until everything that was enqueued is over. A Work may still be waited for afterwards.
         """
         self._closed = True
         if self._engine is not None:

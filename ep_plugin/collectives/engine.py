@@ -1,6 +1,7 @@
-"""What one all-gather or reduce-scatter object owns: the node map, the node's peer memory, blocks, board and rails.
+"""The engine of one all-gather or reduce-scatter object: node map, peer memory, blocks, boards and rails.
 
-Shapes: R ranks in the group, N nodes of L ranks each, R = N * L. A rank's index is its place among its node's ranks.
+Shapes: R ranks in the group, N nodes of G ranks each, R = N * G. `rank` is the rank in the group, `index` the local rank
+in the node. Errors name ranks of the group.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """HierarchicalReduceScatter: the sum of all ranks' shards for this one, in a fixed order.
 
-Inside a node ranks read each other's inputs in peer memory, on GPUs send each other their shards through slots, and sum
-in float32, in rank order. Across nodes it is the all-gather backwards: the ranks of a node sum what they have for a
-rank of another node, and the one of the same index sends it there, `(N - 1) * shard` bytes per rank in all; the sums of
-the nodes, rounded to the dtype as they travel, are then added in float32 in node order. The same inputs give the same
+Inside a node CPU ranks read each other's inputs in peer memory, and GPU ranks send shards through slots. Sums are kept in
+float32 and added in rank order. Across nodes the all-gather runs backwards: the ranks of a node sum their shards for a
+rank of another node, and the rank of the same local index sends the sum there, `(N - 1) * shard` bytes per rank. The
+sums of the nodes are rounded to the dtype to be sent, and added in float32 in node order. The same inputs give the same
 bits, run after run.
 
 Shapes: R ranks, N nodes, n elements of a shard.
@@ -30,9 +30,8 @@ _REDUCE = dist.ReduceOp
 class HierarchicalReduceScatter(Collective):
     """Reduce-scatter over one process group, in the form that FSDP2's `set_custom_reduce_scatter` takes.
 
-    On CPUs inputs from `allocate` are read by the peers as they lie, and any other costs a copy. On GPUs all inputs are
-    alike, and `allocate` hands out ordinary memory. Outputs are whatever the caller brings: no peer maps them. Errors
-    are as those of HierarchicalAllGather.
+    On CPUs peers read inputs from `allocate` in place; any other input costs a copy. On GPUs all inputs cost the same,
+    and `allocate` returns ordinary memory. Outputs may be any memory. Raises like HierarchicalAllGather.
     """
 
     maps_nothing_on = ("cuda",)
@@ -45,9 +44,15 @@ class HierarchicalReduceScatter(Collective):
         path: str = "auto",
         sms: int = _C.most_lanes,
     ) -> None:
-        """As HierarchicalAllGather. `sms`: on GPUs, the most SMs that the kernel takes for sums above 1 MiB, 1 to
-        64, alike on all ranks; ValueError for any other. Fewer leave more to what runs beside it, and need less memory
-        for slots (see docs/collectives.md). Of a device that has fewer it takes all.
+        """Talks to no peer, like HierarchicalAllGather.
+
+        Args:
+            group, num_buffers, path: as for HierarchicalAllGather.
+            sms: on GPUs, the most SMs that sums above 1 MiB use: 1 to 64, the same on all ranks. Fewer leave more to
+                compute beside them and need less memory for slots (docs/collectives.md).
+
+        Raises:
+            ValueError: `sms` is no integer from 1 to 64.
         """
         if not isinstance(sms, int) or isinstance(sms, bool) or not 1 <= sms <= _C.most_lanes:
             raise ValueError(f"sms: expected an integer from 1 to {_C.most_lanes}, got {sms!r}")
@@ -62,9 +67,15 @@ class HierarchicalReduceScatter(Collective):
         op: Any = _REDUCE.SUM,
         async_op: bool = False,
     ) -> CollectiveWork | None:
-        """output_tensor: n elements. input_tensor: R*n elements, a shard for each rank in rank order; its own shard may
-        be the output. Both contiguous, BF16, FP16, FP32 or (on CPUs) FP64. op: SUM, AVG or PREMUL_SUM. With async_op a
-        Work, else None; the result is ordered on the caller's stream.
+        """Sums all ranks' shards for this rank. The result is ordered on the caller's stream.
+
+        Args:
+            output_tensor: n elements, contiguous: BF16, FP16, FP32 or (on CPUs) FP64.
+            input_tensor: R*n elements of the same dtype and device, contiguous: a shard for each rank, in rank order.
+                The output may be this rank's own shard in it.
+            group: the group that this object was made for, or None.
+            op: SUM, AVG or PREMUL_SUM with a number.
+            async_op: return a Work.
         """
         self._check_group(group)
         check_alike("input_tensor", input_tensor, "output_tensor", output_tensor)

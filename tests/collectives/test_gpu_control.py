@@ -57,7 +57,7 @@ def _gathers(rank: int, size: int, per_node: int, path: str) -> None:
     assert numbers == sorted(set(numbers))
     assert max(args.num_ctas for args in kernels.pushed) <= _C.most_ctas
     if per_node == size:
-        assert kernels.num_small == (4 * (len(COUNTS) - 1) if path == "auto" else 0)
+        assert kernels.small_calls == (4 * (len(COUNTS) - 1) if path == "auto" else 0)
     gather.close()
 
 
@@ -84,7 +84,7 @@ def _scatters(rank: int, size: int, per_node: int, path: str) -> None:
             out = poisoned(count, dtype)
             scatter(out, ours, op=dist.ReduceOp.AVG)
             assert same_bits(out, expected), f"allocated input, {count} of {dtype}"
-    assert kernels.most_summed_by == 5 and (kernels.num_small > 0) == (path == "auto")
+    assert kernels.most_summed_by == 5 and (kernels.small_calls > 0) == (path == "auto")
     scatter.close()
 
 
