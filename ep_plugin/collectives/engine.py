@@ -1,7 +1,7 @@
 """The engine of one all-gather or reduce-scatter object: node map, peer memory, blocks, boards and rails.
 
-Shapes: R ranks in the group, N nodes of G ranks each, R = N * G. `rank` is the rank in the group, `index` the local rank
-in the node. Errors name ranks of the group.
+Shapes: R ranks in the group, N nodes of G ranks each, R = N * G. `rank` is the rank in the group, `index` the local
+rank in the node. Errors name ranks of the group.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """HierarchicalReduceScatter: the sum of all ranks' shards for this one, in a fixed order.
 
-Inside a node CPU ranks read each other's inputs in peer memory, and GPU ranks send shards through slots. Sums are kept in
-float32 and added in rank order. Across nodes the all-gather runs backwards: the ranks of a node sum their shards for a
-rank of another node, and the rank of the same local index sends the sum there, `(N - 1) * shard` bytes per rank. The
+Inside a node CPU ranks read each other's inputs in peer memory, and GPU ranks send shards through slots. Sums are kept
+in float32 and added in rank order. Across nodes the all-gather runs backwards: the ranks of a node sum their shards for
+a rank of another node, and the rank of the same local index sends the sum there, `(N - 1) * shard` bytes per rank. The
 sums of the nodes are rounded to the dtype to be sent, and added in float32 in node order. The same inputs give the same
 bits, run after run.
 

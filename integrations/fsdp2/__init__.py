@@ -21,8 +21,8 @@ Reuse of memory
     Inputs and outputs of a reduce-scatter are ordinary tensors that FSDP2 owns. Gradients are views of the output, at
     offsets from its storage's start, until the optimizer drops them.
 Agreement between ranks
-    Which objects are made and closed, and which buffers are mapped, follows from calls that all ranks make in one order.
-    It never depends on when Python collects garbage.
+    All ranks make the same calls in one order. These alone decide which objects are made and closed, and which buffers
+    are mapped; when Python collects garbage does not.
 """
 
 from __future__ import annotations
