@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.collectives.backends import cuda, cuda_gather, cuda_sum
-from ep_plugin.collectives.backends.calls import Calls
+from ep_plugin.collectives.backends import cuda, cuda_gather
+from ep_plugin.collectives.backends.cuda import Calls, CudaSumNode
 from ep_plugin.collectives.backends.cuda_gather import CudaGatherNode
-from ep_plugin.collectives.backends.cuda_sum import CudaSumNode
 from ep_plugin.collectives.base import Collective
 from tests.collectives.collective_cases import BF16, FP32
 
@@ -96,9 +95,10 @@ def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
         dist.new_group(list(range(first, first + per_node))) for first in range(0, dist.get_world_size(), per_node)
     ]
     names = ("place_word", "staging_block", "Step", "small_words_bytes", "lane_slots_bytes")
+    names += ("post_call", "call_ring_bytes")
     arguments = ("AllGatherArgs", "ReduceScatterArgs", "SmallArgs")
     stand_in = SimpleNamespace(**dict.fromkeys(arguments, Arguments), **{name: getattr(_C, name) for name in names})
-    cuda._C = cuda_gather._C = cuda_sum._C = stand_in
+    cuda._C = cuda_gather._C = stand_in
     kernels = Kernels(groups[dist.get_rank() // per_node])
     serve_with(made, path, kernels)
     return kernels
@@ -109,7 +109,7 @@ def serve_with(made: Collective, path: str, kernels: Any) -> None:
     engine = made.engine_on(torch.device("cpu"))
     kind = CudaGatherNode if engine.gathers else CudaSumNode
     node = kind.__new__(kind)
-    node._engine, node._path = weakref.proxy(engine), path
+    node._node, node._path = weakref.proxy(engine), path
     node._lanes = SimpleNamespace(enter=lambda: 0, capturing=lambda: False)
     node._step = STAGING_BYTES // engine.node_size // 16 * 16
     node._calls = Calls(engine)

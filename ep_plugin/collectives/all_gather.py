@@ -1,8 +1,8 @@
 """HierarchicalAllGather: every rank's shard on every rank, bit for bit.
 
-Inside a node ranks read each other's shards in peer memory. Across nodes each rank sends its own shard, and nothing
-else, to the ranks of its index on the other nodes, `(N - 1) * shard` bytes in all, in chunks; what has landed is
-gathered inside the node while the next chunk is under way.
+Inside a node ranks exchange shards in peer memory. Across nodes each rank sends only its own shard, in chunks, to the
+ranks of its local index on the other nodes: `(N - 1) * shard` bytes. Each chunk that has arrived is gathered inside the
+node while the next one is under way.
 
 Shapes: R ranks, N nodes, n elements of a rank's shard.
 """
@@ -16,10 +16,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ep_plugin.collectives.base import Collective, as_bytes, check_alike
-from ep_plugin.collectives.chunks import Chunks, address_of
+from ep_plugin.collectives.base import Collective, CollectiveWork, as_bytes, check_alike
 from ep_plugin.collectives.engine import CollectiveEngine
-from ep_plugin.collectives.work import CollectiveWork
+from ep_plugin.collectives.shards import CutShards, address_of
 from ep_plugin.transport.rails import UnderWay
 
 _CHUNKS_AHEAD = 4  # on the rails at a time: over NCCL each lands in memory of its own, and is copied
@@ -28,10 +27,13 @@ _CHUNKS_AHEAD = 4  # on the rails at a time: over NCCL each lands in memory of i
 class HierarchicalAllGather(Collective):
     """All-gather over one process group, in the form that FSDP2's `set_custom_all_gather` takes.
 
-    Outputs from `allocate` are mapped by the peers; any other costs a copy. On GPUs one operation of a kind (up to
-    1 MiB, above that, into other memory) runs before a CUDA graph is captured with it. Raises ValueError (with the
-    expected and the actual value) before anything is launched, PeerTimeout, PeerAborted and DisagreementError when
-    peers fail or call something else; after such an error every call raises it again, and only `close` works.
+    Peers map outputs from `allocate`; any other output costs a copy. Before a CUDA graph is captured, run one
+    operation of each kind that it uses: up to 1 MiB, above 1 MiB, and into memory that is not from `allocate`.
+
+    Raises:
+        ValueError: wrong arguments, before anything is launched.
+        PeerTimeout, PeerAborted, DisagreementError: a peer is late, has failed, or has called something else. Every
+            later call raises the same error, and only `close` works.
     """
 
     def __call__(
@@ -41,10 +43,13 @@ class HierarchicalAllGather(Collective):
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> CollectiveWork | None:
-        """output_tensor: R*n elements, the shards in rank order. input_tensor: n elements, of the same dtype and
-        device; it may be this rank's part of the output. Both contiguous, of any shape and dtype. group: the one that
-        this object was made for, or None. With async_op a Work, else None; the result is ordered on the caller's
-        stream.
+        """Gathers `input_tensor` of every rank into `output_tensor`. The result is ordered on the caller's stream.
+
+        Args:
+            output_tensor: R*n elements, the shards in rank order. Contiguous, of any shape and dtype.
+            input_tensor: n elements of the same dtype and device, contiguous. It may be this rank's part of the output.
+            group: the group that this object was made for, or None.
+            async_op: return a Work.
         """
         self._check_group(group)
         check_alike("output_tensor", output_tensor, "input_tensor", input_tensor)
@@ -55,7 +60,7 @@ class HierarchicalAllGather(Collective):
                 f"{output_tensor.numel()}"
             )
         shard, whole = as_bytes("input_tensor", input_tensor), as_bytes("output_tensor", output_tensor)
-        self._gather(shard, Chunks(whole, size))
+        self._gather(shard, CutShards(whole, size))
         return self._done([output_tensor], async_op)
 
     def all_gather(
@@ -97,14 +102,17 @@ def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: Sequence[torc
     landing = {node: outputs[node_map.node_ranks(node)[engine.index]] for node in rails.nodes}
 
     def begin(chunk: slice) -> tuple[slice, UnderWay]:
-        return chunk, rails.gather(shard[chunk], {node: into[chunk] for node, into in landing.items()})
+        with engine.on_rail():
+            return chunk, rails.gather(shard[chunk], {node: into[chunk] for node, into in landing.items()})
 
     under_way = deque(begin(chunk) for chunk in chunks[:_CHUNKS_AHEAD])
     later = iter(chunks[_CHUNKS_AHEAD:])
     gather_in_node(engine, outputs[engine.rank], [outputs[rank] for rank in engine.node_ranks])
     while under_way:
+        engine.check()  # nothing more crosses after a failure
         chunk, works = under_way.popleft()
-        rails.wait(works)
+        with engine.on_rail():
+            rails.wait(works)
         under_way.extend(begin(following) for following in itertools.islice(later, 1))
         for node in sorted(rails.nodes):
             parts = [outputs[rank][chunk] for rank in node_map.node_ranks(node)]

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import datetime
 import math
+import operator
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
 
 from ep_plugin.collectives.engine import CollectiveEngine
-from ep_plugin.collectives.work import CollectiveWork
-from ep_plugin.errors import CommunicatorClosed
-from ep_plugin.moe.arguments import PLAIN
+from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerTimeout
 from ep_plugin.runtime.base import leave, resolve_device
+from ep_plugin.runtime.tensors import PLAIN
 from ep_plugin.transport.exchange import checked_group
 
 C = TypeVar("C", bound="Collective")
 PATHS = ("auto", "copy_engine", "sm")
+_MOST_BYTES = 1 << 47  # what a process can address
 
 
 class Collective:
@@ -30,13 +34,17 @@ class Collective:
     """Devices on which any memory is as good as what peers map: there `allocate` hands out ordinary memory."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, num_buffers: int = 2, path: str = "auto") -> None:
-        """Talks to nobody: the first `allocate` or operation is collective, and decides the device.
+        """Talks to no peer: the first `allocate` or operation is collective, and decides the device.
 
-        `group`: None is the default group. `num_buffers`: blocks of one size that `allocate` makes before it hands one
-        out again; those beyond the tensors alive let hosts drift apart by as many calls. ValueError unless it is a
-        positive integer.
-        `path`: how gathers go inside a node on GPUs, "copy_engine" or "sm"; "auto" decides by the size, and takes a
-        kernel of its own for small gathers and sums. CPUs have one way.
+        Args:
+            group: the process group, or None for the default group.
+            num_buffers: blocks of one size that `allocate` makes before it uses one again, at least 1. Hosts may drift
+                apart by as many calls as there are blocks beyond the tensors alive.
+            path: what pushes shards inside a node on GPUs, "copy_engine" or "sm". "auto" decides by the size, and uses
+                a kernel for small gathers and sums.
+
+        Raises:
+            ValueError: no process group, or an argument outside these values.
         """
         if path not in PATHS:
             raise ValueError(f"path: expected one of {', '.join(PATHS)}, got {path!r}")
@@ -51,21 +59,30 @@ class Collective:
     def allocate(
         self, size: int | Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """An uninitialised tensor of `size` that peers have mapped, so that operations on it copy nothing twice.
+        """An uninitialised tensor that peers have mapped, so that operations on it need no extra copy. Collective.
 
-        All ranks call it with the same size in bytes. It belongs to whoever holds it; when none of its views is left on
-        any rank, a later call may return the same memory, on a stream that follows the one of this call: whoever reads
-        it on another joins the two before dropping it, since `record_stream` does nothing for it. While 64 such tensors
-        are held, more of them are ordinary ones. `device`: None is the current CUDA device for a group with a backend
-        of GPUs (NCCL), else the CPU. Raises ValueError for a negative extent or another device than the first call's,
-        DisagreementError where ranks ask for different sizes, PeerTimeout and PeerAborted when peers fail, and
-        CaptureRefused where a CUDA graph is being captured and no block is free.
+        The tensor is yours. When no view of it is left on any rank, a later call may return the same memory, on a
+        stream ordered after the current one. If you read it on another stream, join the two before you drop it:
+        `record_stream` has no effect. While 64 such tensors are held, further ones are ordinary memory.
+
+        Args:
+            size: one extent or a sequence of them. All ranks pass the same size in bytes.
+            dtype: any dtype.
+            device: None is the current CUDA device for a group with a backend for GPUs (NCCL), else the CPU.
+
+        Raises:
+            ValueError: a wrong size or dtype, or another device than in the first call; no peer is disturbed.
+            DisagreementError: ranks ask for different sizes.
+            PeerTimeout, PeerAborted: a peer is late or has failed.
+            CaptureRefused: a CUDA graph is being captured and no block is free.
         """
-        shape = (size,) if isinstance(size, int) else tuple(int(extent) for extent in size)
-        if any(extent < 0 for extent in shape):
-            raise ValueError(f"size: expected no negative extent, got {shape}")
-        device = resolve_device(self.group, device)
+        shape = _shape_of(size)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype: expected a torch.dtype, got {dtype!r}")
         nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > _MOST_BYTES:
+            raise ValueError(f"size: expected at most {_MOST_BYTES} bytes, got {nbytes}, {shape} of {dtype}")
+        device = resolve_device(self.group, device)
         if nbytes == 0 or self.group.size() == 1 or device.type in self.maps_nothing_on:
             self.check()
             return torch.empty(shape, dtype=dtype, device=device)
@@ -82,8 +99,8 @@ class Collective:
 
     @property
     def rail_bytes_sent(self) -> int:
-        """Bytes that this rank has sent to other nodes, over all operations so far."""
-        return 0 if self._engine is None else self._engine.rails.bytes_sent
+        """Bytes of shards that this rank has sent to other nodes, over all operations so far."""
+        return 0 if self._engine is None else self._engine.rail_bytes_sent
 
     def check(self) -> None:
         """Raises the first error of this object, if there is one. Costs no synchronisation."""
@@ -98,14 +115,15 @@ class Collective:
             self._engine.check_enqueued()
 
     def abort(self, reason: str) -> None:
-        """Tells the peers that this rank has failed: their waits raise PeerAborted(rank, reason) at once."""
+        """Ends the waits of all peers, which raise PeerAborted(rank, reason): at once on this rank's node, within a
+        second on the others."""
         if self._engine is not None:
             self._engine.abort(reason)
 
     def close(self) -> None:
-        """Gives the memory back but for tensors that are still held. Not collective; works after a fault, and again.
+        """Releases the memory, except for tensors that are still held. Not collective; works after a fault, and twice.
 
-        It returns when what was enqueued is over: a Work may be waited for after it as before.
+        Waits until everything that was enqueued is over. A Work may still be waited for afterwards.
         """
         self._closed = True
         if self._engine is not None:
@@ -149,6 +167,20 @@ class Collective:
         return CollectiveWork(outputs, self._check_enqueued, event)
 
 
+def _shape_of(size: int | Sequence[int]) -> tuple[int, ...]:
+    """ValueError unless `size` is one extent or a sequence of them."""
+    extents = size if isinstance(size, Sequence) and not isinstance(size, str) else (size,)
+    try:
+        if any(isinstance(extent, bool) for extent in extents):
+            raise TypeError
+        shape = tuple(operator.index(extent) for extent in extents)
+    except TypeError:
+        raise ValueError(f"size: expected an integer or a sequence of integers, got {size!r}") from None
+    if any(extent < 0 for extent in shape):
+        raise ValueError(f"size: expected no negative extent, got {shape}")
+    return shape
+
+
 def as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as uint8 ``[bytes]`` in the same memory; ValueError unless it is contiguous, and all there."""
     if type(tensor) not in PLAIN and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -174,3 +206,72 @@ def check_alike(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor)
         raise ValueError(f"{name}: expected dtype {like.dtype} as of {other}, got {tensor.dtype}")
     if tensor.device != like.device:
         raise ValueError(f"{name}: expected device {like.device} as of {other}, got {tensor.device}")
+
+
+class CollectiveWork(Work):
+    """The `torch.distributed.Work` of an operation with ``async_op=True``.
+
+    On GPUs the operation has been enqueued; on CPUs it is over. The work keeps the outputs alive and says how the
+    operation ended, also after the communicator has been closed.
+    """
+
+    def __init__(self, outputs: list[torch.Tensor], check: Callable[[], None], event: Any = None) -> None:
+        """check: raises the communicator's first error. event: recorded behind the operation; None on CPUs."""
+        super().__init__()
+        self._outputs = outputs
+        self._check = check
+        self._event = event
+        self._is_well = event is None  # it has ended, and without an error
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Orders the caller's stream after the operation. With a timeout the host waits, too, at most so long.
+
+        Returns True. Raises the communicator's error as far as it is known, and PeerTimeout after the timeout.
+        """
+        if self._event is None:
+            return True
+        self._check()
+        if timeout:
+            deadline = time.monotonic() + timeout.total_seconds()
+            while not self._event.query():
+                self._check()
+                if time.monotonic() > deadline:
+                    raise PeerTimeout(f"wait: expected the operation to end within {timeout}, it has not", None, "wait")
+                time.sleep(0.0005)
+            self._check()
+        torch.cuda.current_stream(self._outputs[0].device).wait_event(self._event)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the operation is over, well or not."""
+        return self._event is None or bool(self._event.query())
+
+    def is_success(self) -> bool:
+        """Whether the operation is over and has its result."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        """The error that the operation ended with, None while it goes well."""
+        if self._is_well:
+            return None
+        over = self.is_completed()
+        try:
+            self._check()
+        except (EpPluginError, ValueError) as error:
+            return error
+        self._is_well = over  # what goes wrong later is no fault of this operation
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of the outputs, completed on a stream that goes on after the operation. Raises like `wait`."""
+        self.wait()
+        devices: list[int | str | torch.device] = [self._outputs[0].device] if self._event is not None else []
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
+        future.set_result(self._outputs)
+        return future

@@ -30,24 +30,36 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from ep_plugin import _C
-from ep_plugin.collectives.chunks import addresses_of, storage_of
+from ep_plugin.collectives.shards import addresses_of, storage_of
 from ep_plugin.errors import CaptureRefused, DisagreementError, PeerTimeout
+from ep_plugin.runtime.board import Boards
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.transport.peer import PeerBuffer, PeerMemory
 from ep_plugin.transport.shm import ShmMemory
 
-if TYPE_CHECKING:
-    from ep_plugin.collectives.engine import CollectiveEngine
-
 _MOST_WASTE = 2  # a block serves what needs at least so small a part of it
 _IDLE_CALLS = 512
 _GRAIN = 4096  # blocks are whole pages
+
+
+class Node(Protocol):
+    """This rank among the ranks of its node, as blocks and the operations inside a node see it."""
+
+    name: str
+    rank: int
+    timeout_s: float
+    device: torch.device
+    boards: Boards
+    lanes: Any
+
+    def check(self) -> None: ...
+    def group_rank(self, index: int) -> int: ...
 
 
 @dataclass
@@ -64,9 +76,9 @@ class Block:
 class Blocks:
     """The blocks of one communicator, by number; kernels have their table, int64 ``[blocks][ranks]``, and sizes."""
 
-    def __init__(self, engine: CollectiveEngine, memory: PeerMemory, posts: ShmMemory, num_buffers: int) -> None:
+    def __init__(self, node: Node, memory: PeerMemory, posts: ShmMemory, num_buffers: int) -> None:
         """posts: host memory of the same ranks."""
-        self._engine = weakref.proxy(engine)
+        self._node: Any = weakref.proxy(node)
         self._memory = memory
         self._num_buffers = num_buffers
         self._blocks: list[Block | None] = []
@@ -111,19 +123,19 @@ class Blocks:
         block = self._block(number)
         block.used = self._calls
         self._uses[number] += 1
-        block.stream = self._engine.lanes.follow(block.stream)
+        block.stream = self._node.lanes.follow(block.stream)
         owner = _Owner()
         # Tells the peers at once, unless this is a forked child's copy. No Python, which a signal could interrupt.
         told = self._requests[self._own], number, self._uses[number], os.getpid()
         block.owner = weakref.ref(owner, partial(_C.release_dead_block, *told))
         self.keep_if_captured(number)
-        return tensor_at(block.address, nbytes, self._engine.device, owner)
+        return tensor_at(block.address, nbytes, self._node.device, owner)
 
     def keep_if_captured(self, number: int) -> None:
         """A block that a CUDA graph uses belongs to the graph, of whose end nobody is told: it is never given again."""
         block = self._block(number)
         owner = None if block.owner is None else block.owner()
-        if owner is not None and self._engine.lanes.capturing():
+        if owner is not None and self._node.lanes.capturing():
             self._captured.append(owner)
 
     def close(self) -> None:
@@ -133,7 +145,7 @@ class Blocks:
             block.owner = None  # nobody is told of its end any more: the words for that go now
             if owner is not None:
                 self._memory.disown(block.buffer)
-                if self._engine.device.type == "cpu":
+                if self._node.device.type == "cpu":
                     weakref.finalize(owner, block.buffer.close)
         self._blocks, self._by_address = [], {}
 
@@ -153,7 +165,7 @@ class Blocks:
                 fitting.append(number)
         _C.post_request(own, call, nbytes, ctypes.addressof(self._uses))
         enough = len(fitting) >= self._num_buffers or len(self._near(nbytes)) >= 2 * self._num_buffers
-        if enough or self._engine.lanes.capturing():
+        if enough or self._node.lanes.capturing():
             for number in sorted(fitting, key=lambda number: self._block(number).used):
                 if self._was_free(number, call):
                     return number
@@ -162,25 +174,25 @@ class Blocks:
 
     def _was_free(self, number: int, call: int) -> bool:
         """Whether every rank had the block free as it came to this call; waits for those that hold it and have not."""
-        engine = self._engine
+        node = self._node
         free, late = _C.were_free(
-            self._in_order, number, self._uses[number], call, engine.boards.address, int(engine.timeout_s * 1e9)
+            self._in_order, number, self._uses[number], call, node.boards.address, int(node.timeout_s * 1e9)
         )
         self._raise_late(late, call)
         return free
 
     def _offered(self, call: int, nbytes: int) -> int:
         """The blocks that were free on all ranks as they came to this call, once all have."""
-        engine = self._engine
-        late = _C.wait_requests(self._in_order, call, engine.boards.address, int(engine.timeout_s * 1e9))
+        node = self._node
+        late = _C.wait_requests(self._in_order, call, node.boards.address, int(node.timeout_s * 1e9))
         self._raise_late(late, call)
         offered = -1
         for index, requests in enumerate(self._requests):
             theirs, free = _C.read_request(requests, call)
             if theirs != nbytes:
                 raise DisagreementError(
-                    f"{DISAGREE_ON} one call of {engine.name} at step allocate: bytes is {nbytes} on rank "
-                    f"{engine.rank}, {theirs} on rank {engine.group_rank(index)}"
+                    f"{DISAGREE_ON} one call of {node.name} at step allocate: bytes is {nbytes} on rank "
+                    f"{node.rank}, {theirs} on rank {node.group_rank(index)}"
                 )
             offered &= free
         return offered
@@ -188,23 +200,22 @@ class Blocks:
     def _raise_late(self, late: int, call: int) -> None:
         if late < 0:
             return
-        engine = self._engine
-        engine.check()
-        peer = engine.group_rank(self._order[late])
+        node = self._node
+        node.check()
+        peer = node.group_rank(self._order[late])
         raise PeerTimeout(
-            f"{engine.name}: rank {engine.rank} waited {engine.timeout_s:g} s for rank {peer} at step allocate "
-            f"(call {call})",
+            f"{node.name}: rank {node.rank} waited {node.timeout_s:g} s for rank {peer} at step allocate (call {call})",
             peer,
             "allocate",
         )
 
     def _make(self, nbytes: int, call: int) -> int | None:
         """Collective: another block, under the first number that is not in use; None when there is no such number."""
-        engine = self._engine
+        node = self._node
         offered = self._offered(call, nbytes)
-        if engine.lanes.capturing():
+        if node.lanes.capturing():
             raise CaptureRefused(
-                f"{engine.name}: expected a free block of {nbytes} bytes, got none, and a CUDA graph is being "
+                f"{node.name}: expected a free block of {nbytes} bytes, got none, and a CUDA graph is being "
                 "captured: run one step of this shape before capturing"
             )
         self._give_back(offered, nbytes, call)
@@ -260,6 +271,21 @@ class Blocks:
         block = self._blocks[number]
         assert block is not None
         return block
+
+
+class OperatingNode(Node, Protocol):
+    """What operations inside a node use, beyond what blocks do."""
+
+    index: int
+    node_size: int
+    path: str
+    sum_sms: int
+    state: torch.Tensor
+    comm: _C.Comm
+    kernels: Any
+    memory: PeerMemory
+    posts: ShmMemory
+    blocks: Blocks
 
 
 class _Owner:

@@ -1,12 +1,14 @@
-"""What one all-gather or reduce-scatter object owns: the node map, the node's peer memory, blocks, board and rails.
+"""The engine of one all-gather or reduce-scatter object: node map, peer memory, blocks, boards and rails.
 
-Shapes: R ranks in the group, N nodes of L ranks each, R = N * L. A rank's index is its place among its node's ranks.
+Shapes: R ranks in the group, N nodes of G ranks each, R = N * G. `rank` is the rank in the group, `index` the local
+rank in the node. Errors name ranks of the group.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +17,14 @@ import torch.distributed as dist
 from ep_plugin import _C, env
 from ep_plugin.collectives.backends import cpu, cuda
 from ep_plugin.collectives.backends.cpu import CallLanes, CpuNode
-from ep_plugin.collectives.backends.cuda import StreamLanes
+from ep_plugin.collectives.backends.cuda import CudaSumNode, StreamLanes
 from ep_plugin.collectives.backends.cuda_gather import CudaGatherNode
-from ep_plugin.collectives.backends.cuda_sum import CudaSumNode
 from ep_plugin.collectives.blocks import Blocks
+from ep_plugin.collectives.failures import GroupBoards, GroupFailure, RailStatus
 from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerTimeout
 from ep_plugin.runtime.base import BaseEngine, kernels_for
 from ep_plugin.runtime.board import Boards
-from ep_plugin.runtime.faults import error_of
+from ep_plugin.runtime.faults import GRACE_S, aborted_error, error_of
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import open_memory_of, transport_for
 from ep_plugin.transport.rails import Rails
@@ -38,6 +40,8 @@ class CollectiveEngine(BaseEngine):
     """Construction is collective over `group`; so is making another block."""
 
     lanes: CallLanes | StreamLanes
+    status: RailStatus
+    """Only where the group spans nodes."""
     inside: Any
     """The operations between the ranks of the node; absent where it has only one."""
 
@@ -76,13 +80,16 @@ class CollectiveEngine(BaseEngine):
         self.exchange.barrier("construct communicator")
         if self.gathers:
             self.rails.connect(self.exchange)
+        if isinstance(self.boards, GroupBoards):
+            self.boards.failure = GroupFailure(self.exchange.store("failure"), self.rank, _found_by(self))
+            self._resources.callback(self.boards.failure.close)
         watch = _watch_of(self)
         for exchange in (self.exchange, host, peers):
             exchange.watch = watch
 
     def _construct_node(self, host: Exchange, peers: Exchange, lanes: CallLanes | StreamLanes) -> None:
         device = self.device
-        self.boards = Boards(host, 0, device)
+        self.boards = GroupBoards(host, 0, device) if self.rails.nodes else Boards(host, 0, device)
         self._resources.callback(self.boards.close)
         self.memory = open_memory_of(peers, device)
         self._resources.callback(self.memory.close)
@@ -94,6 +101,8 @@ class CollectiveEngine(BaseEngine):
         self.blocks = Blocks(self, self.memory, self.posts, self.num_buffers)
         self._resources.callback(self.blocks.close)
         self.state = torch.zeros(_C.state_bytes, dtype=torch.uint8, device=device)
+        if isinstance(self.boards, GroupBoards):
+            self.status = self.boards.status = RailStatus(self.state, self.node_map.num_nodes)
         self.comm = _C.Comm(
             rank=self.index,
             num_ranks=self.node_size,
@@ -121,8 +130,33 @@ class CollectiveEngine(BaseEngine):
                     f"{self.rank}, {', '.join(map(str, theirs))} on rank {rank}"
                 )
 
+    @contextlib.contextmanager
+    def on_rail(self) -> Iterator[None]:
+        """Around calls of the rails. Backends do not say who is at fault, and fail for whatever has ended a peer: what
+        the peers publish in a moment is raised in place of the backend's error."""
+        try:
+            yield
+        except PeerTimeout:
+            assert isinstance(self.boards, GroupBoards)
+            failure = self.boards.failure
+            if self.boards.quiet():
+                failure.wait(GRACE_S)
+            self.check()
+            if failure.first is not None:
+                raise aborted_error(self, *failure.first) from None
+            raise
+
     def found_error(self) -> EpPluginError | ValueError | None:
-        return error_of(self)
+        error = error_of(self)
+        if error is not None or not isinstance(self.boards, GroupBoards):
+            return error
+        node = self.boards.status.bad_node()
+        if node is None:
+            return None
+        self.boards.failure.wait(GRACE_S)
+        peer = self.node_map.node_ranks(node)[self.index]
+        first = self.boards.failure.first or (peer, "a sum inside its node has failed")
+        return aborted_error(self, *first)
 
     def described(self, field: int, value: int) -> tuple[str, str]:
         name = _C.offer_fields[field] if field < len(_C.offer_fields) else "place"
@@ -131,18 +165,27 @@ class CollectiveEngine(BaseEngine):
         return _FIELDS.get(name, name), known.get(value, text)
 
     def _remember(self, error: EpPluginError | ValueError) -> None:
-        """The ranks of this node wait for this one, which alone knows that its rail is broken."""
+        """Peers that wait for another rank than this one find out by themselves, but not those on other nodes, nor
+        that this rank's rail is broken."""
         super()._remember(error)
-        if isinstance(error, PeerTimeout) and error.step == "rail":
-            self.boards.tell_abort(str(error))
+        if isinstance(error, PeerTimeout) and isinstance(self.boards, GroupBoards):
+            if error.step == "rail":
+                self.boards.tell_abort(str(error))
+            else:
+                self.boards.failure.post(str(error))
 
     def _drained(self) -> Exception | None:
         if self._error is not None or not self.boards.quiet():
             self.rails.abort()  # a leg of a rank that is gone ends no other way
         return super()._drained()
 
+    @property
+    def rail_bytes_sent(self) -> int:
+        """Bytes of shards; status words do not count."""
+        return self.rails.bytes_sent - (self.status.bytes_sent if self.rails.nodes else 0)
+
     def group_rank(self, index: int) -> int:
-        return self.node_ranks[index]
+        return self.node_ranks[index] if index < self.node_size else index - self.node_size
 
 
 def _node_of(engine: CollectiveEngine, lanes: CallLanes | StreamLanes, host: Exchange) -> Any:
@@ -154,6 +197,19 @@ def _node_of(engine: CollectiveEngine, lanes: CallLanes | StreamLanes, host: Exc
 def _place(word: int) -> str:
     block, offset = divmod(word, _C.place_word(1, 0))
     return "none (not from allocate)" if block == _C.staging_block else f"byte {offset} of block {block}"
+
+
+def _found_by(engine: CollectiveEngine) -> Callable[[int, str], None]:
+    """What ends the waits of this node when a rank of another one has failed."""
+    owner = weakref.ref(engine)
+
+    def found(rank: int, reason: str) -> None:
+        engine = owner()
+        if engine is not None and isinstance(engine.boards, GroupBoards):
+            engine.boards.pass_on(rank, reason)
+            engine.rails.abort()
+
+    return found
 
 
 def _watch_of(engine: CollectiveEngine) -> Any:

@@ -1,9 +1,9 @@
 """HierarchicalReduceScatter: the sum of all ranks' shards for this one, in a fixed order.
 
-Inside a node ranks read each other's inputs in peer memory, on GPUs send each other their shards through slots, and sum
-in float32, in rank order. Across nodes it is the all-gather backwards: the ranks of a node sum what they have for a
-rank of another node, and the one of the same index sends it there, `(N - 1) * shard` bytes per rank in all; the sums of
-the nodes, rounded to the dtype as they travel, are then added in float32 in node order. The same inputs give the same
+Inside a node CPU ranks read each other's inputs in peer memory, and GPU ranks send shards through slots. Sums are kept
+in float32 and added in rank order. Across nodes the all-gather runs backwards: the ranks of a node sum their shards for
+a rank of another node, and the rank of the same local index sends the sum there, `(N - 1) * shard` bytes per rank. The
+sums of the nodes are rounded to the dtype to be sent, and added in float32 in node order. The same inputs give the same
 bits, run after run.
 
 Shapes: R ranks, N nodes, n elements of a shard.
@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.collectives.base import Collective, as_bytes, check_alike
-from ep_plugin.collectives.chunks import Chunks
+from ep_plugin.collectives.base import Collective, CollectiveWork, as_bytes, check_alike
 from ep_plugin.collectives.engine import CollectiveEngine
-from ep_plugin.collectives.work import CollectiveWork
-from ep_plugin.moe.arguments import ELEMENTS
+from ep_plugin.collectives.failures import STATUS_BYTES
+from ep_plugin.collectives.shards import CutShards
+from ep_plugin.dtypes import ELEMENTS
 
 _REDUCE = dist.ReduceOp
 
@@ -30,9 +30,8 @@ _REDUCE = dist.ReduceOp
 class HierarchicalReduceScatter(Collective):
     """Reduce-scatter over one process group, in the form that FSDP2's `set_custom_reduce_scatter` takes.
 
-    On CPUs inputs from `allocate` are read by the peers as they lie, and any other costs a copy. On GPUs all inputs are
-    alike, and `allocate` hands out ordinary memory. Outputs are whatever the caller brings: no peer maps them. Errors
-    are as those of HierarchicalAllGather.
+    On CPUs peers read inputs from `allocate` in place; any other input costs a copy. On GPUs all inputs cost the same,
+    and `allocate` returns ordinary memory. Outputs may be any memory. Raises like HierarchicalAllGather.
     """
 
     maps_nothing_on = ("cuda",)
@@ -45,9 +44,15 @@ class HierarchicalReduceScatter(Collective):
         path: str = "auto",
         sms: int = _C.most_lanes,
     ) -> None:
-        """As HierarchicalAllGather. `sms`: on GPUs, the most SMs that the kernel takes for sums above 1 MiB, 1 to
-        64, alike on all ranks; ValueError for any other. Fewer leave more to what runs beside it, and need less memory
-        for slots (see docs/collectives.md). Of a device that has fewer it takes all.
+        """Talks to no peer, like HierarchicalAllGather.
+
+        Args:
+            group, num_buffers, path: as for HierarchicalAllGather.
+            sms: on GPUs, the most SMs that sums above 1 MiB use: 1 to 64, the same on all ranks. Fewer leave more to
+                compute beside them and need less memory for slots (docs/collectives.md).
+
+        Raises:
+            ValueError: `sms` is no integer from 1 to 64.
         """
         if not isinstance(sms, int) or isinstance(sms, bool) or not 1 <= sms <= _C.most_lanes:
             raise ValueError(f"sms: expected an integer from 1 to {_C.most_lanes}, got {sms!r}")
@@ -62,9 +67,15 @@ class HierarchicalReduceScatter(Collective):
         op: Any = _REDUCE.SUM,
         async_op: bool = False,
     ) -> CollectiveWork | None:
-        """output_tensor: n elements. input_tensor: R*n elements, a shard for each rank in rank order; its own shard may
-        be the output. Both contiguous, BF16, FP16, FP32 or (on CPUs) FP64. op: SUM, AVG or PREMUL_SUM. With async_op a
-        Work, else None; the result is ordered on the caller's stream.
+        """Sums all ranks' shards for this rank. The result is ordered on the caller's stream.
+
+        Args:
+            output_tensor: n elements, contiguous: BF16, FP16, FP32 or (on CPUs) FP64.
+            input_tensor: R*n elements of the same dtype and device, contiguous: a shard for each rank, in rank order.
+                The output may be this rank's own shard in it.
+            group: the group that this object was made for, or None.
+            op: SUM, AVG or PREMUL_SUM with a number.
+            async_op: return a Work.
         """
         self._check_group(group)
         check_alike("input_tensor", input_tensor, "output_tensor", output_tensor)
@@ -75,7 +86,7 @@ class HierarchicalReduceScatter(Collective):
                 f"got {input_tensor.numel()}"
             )
         whole, out = as_bytes("input_tensor", input_tensor), as_bytes("output_tensor", output_tensor)
-        self._scatter(out, Chunks(whole, size), output_tensor.dtype, op)
+        self._scatter(out, CutShards(whole, size), output_tensor.dtype, op)
         return self._done([output_tensor], async_op)
 
     def reduce_scatter(
@@ -119,25 +130,41 @@ def scatter(
         return scatter_in_node(engine, out, shards, dtype, scale)
     if out.numel() == 0:
         return scatter_in_node(engine, out, [shards[rank] for rank in engine.node_ranks], dtype, scale)
-    sums = {node: torch.empty_like(out) for node in range(node_map.num_nodes)}
-    partial = {node: torch.empty_like(out) for node in rails.nodes}
-    chunks = [slice(begin, begin + rails.chunk_bytes) for begin in range(0, len(out), rails.chunk_bytes)]
+    nbytes, others = out.numel(), rails.nodes
+    # Behind the rows that cross lies a status word: it says whether they are good, and goes with the last chunk.
+    leaving, arriving = (
+        {node: torch.empty(nbytes + STATUS_BYTES, dtype=torch.uint8, device=out.device) for node in others}
+        for _ in range(2)
+    )
+    own = torch.empty_like(out)
+    sums = [own if node == engine.node else arriving[node] for node in range(node_map.num_nodes)]
     under_way = []
-    for chunk in chunks:
-        for node in rails.nodes:
-            parts = [shards[rank][chunk] for rank in node_map.node_ranks(node)]
-            scatter_in_node(engine, partial[node][chunk], parts, dtype, scale)
+    for begin in range(0, nbytes, rails.chunk_bytes):
+        rows, last = slice(begin, min(begin + rails.chunk_bytes, nbytes)), begin + rails.chunk_bytes >= nbytes
+        crossing = slice(begin, None) if last else rows
+        for node in others:
+            parts = [shards[rank][rows] for rank in node_map.node_ranks(node)]
+            scatter_in_node(engine, leaving[node][rows], parts, dtype, scale)
+        engine.check()  # nothing crosses after a failure that the host knows of
+        for node in others if last else ():
+            engine.status.attach(leaving[node][nbytes:])
         # Both ways at once: a backend may begin nothing that was asked for later before these receives are over.
-        leaving = [(node, partial[node][chunk]) for node in rails.nodes]
-        under_way.append(rails.start(leaving, [(node, sums[node][chunk]) for node in rails.nodes]))
-        parts = [shards[rank][chunk] for rank in engine.node_ranks]
-        scatter_in_node(engine, sums[engine.node][chunk], parts, dtype, scale)
-    for chunk, works in zip(chunks, under_way, strict=True):
-        rails.wait(works)
-        total = _wide(sums[0][chunk].view(dtype))
+        with engine.on_rail():
+            works = rails.start(
+                [(node, leaving[node][crossing]) for node in others],
+                [(node, arriving[node][crossing]) for node in others],
+            )
+        under_way.append((rows, works))
+        scatter_in_node(engine, own[rows], [shards[rank][rows] for rank in engine.node_ranks], dtype, scale)
+    for rows, works in under_way:
+        with engine.on_rail():
+            rails.wait(works)
+        total = _wide(sums[0][rows].view(dtype))
         for node in range(1, node_map.num_nodes):
-            total += sums[node][chunk].view(dtype)
-        out[chunk].view(dtype).copy_(total)
+            total += sums[node][rows].view(dtype)
+        out[rows].view(dtype).copy_(total)
+    for node in others:
+        engine.status.receive(node, arriving[node][nbytes:])
 
 
 def scatter_in_node(

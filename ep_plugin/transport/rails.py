@@ -49,6 +49,7 @@ class Rails:
         # The next node first, so that no two nodes send to one at a time.
         self.nodes = [(own + step) % node_map.num_nodes for step in range(1, node_map.num_nodes)]
         self._together: Any = None
+        self._aborted = self._waiting = False
         if device.type == "cuda" and self.nodes:
             _check_backend(group, device)
 
@@ -76,6 +77,7 @@ class Rails:
         """Begins to send `part` to all other nodes, and to receive theirs of the same size, by node; uint8 tensors."""
         if self._together is None:
             return self.start([(node, part) for node in self.nodes], landing.items())
+        self._refuse_after_abort()
         everyones = part.new_empty(len(self._ranks) * part.numel())
         self.bytes_sent += len(self.nodes) * part.numel()
         try:
@@ -89,6 +91,7 @@ class Rails:
         self, sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]]
     ) -> UnderWay:
         """Begins to send and receive uint8 tensors, (node, tensor) each."""
+        self._refuse_after_abort()
         operations = []
         for node, tensor in sends:
             operations.append(self._operation(dist.isend, tensor, node))
@@ -101,6 +104,8 @@ class Rails:
 
     def wait(self, under_way: UnderWay) -> None:
         """Until those have arrived: on GPUs the caller's stream waits, else the host, with a deadline."""
+        self._waiting = True
+        self._refuse_after_abort()
         for work in under_way.works:
             try:
                 if self._device.type == "cuda":
@@ -109,6 +114,7 @@ class Rails:
                     work.wait(timeout=datetime.timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
                 raise self._lost(error) from error
+        self._waiting = False
         for arrived, into in under_way.copies:
             into.copy_(arrived)
 
@@ -117,8 +123,19 @@ class Rails:
         self._end("shutdown")
 
     def abort(self) -> None:
-        """Ends what waits for a rank that is gone."""
+        """Ends what waits for a rank that is gone, also a wait of another thread. Nothing begins after it."""
+        self._aborted = True
         self._end("abort")
+        if self._waiting and self._device.type == "cpu":
+            # Gloo ends a wait by nothing but an overdue one, which closes all connections of its group.
+            backend: Any = self._group._get_backend(self._device)
+            with contextlib.suppress(RuntimeError):
+                nothing = torch.empty(1, dtype=torch.uint8, device=self._device)
+                backend.recv([nothing], self._ranks[self.nodes[0]], _TAG + 1).wait(datetime.timedelta(milliseconds=1))
+
+    def _refuse_after_abort(self) -> None:
+        if self._aborted:
+            raise self._lost(RuntimeError("the rail was aborted"))
 
     def _end(self, how: str) -> None:
         together, self._together = self._together, None

@@ -36,6 +36,19 @@ BAD_GATHERS: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
 }
 
 
+BAD_SIZES: list[tuple[Any, str]] = [
+    (-1, r"size: expected no negative extent, got \(-1,\)"),
+    ((2, -3), r"size: expected no negative extent, got \(2, -3\)"),
+    (2**62, "size: expected at most 140737488355328 bytes, got 18446744073709551616"),
+    ((2**40, 2**40), "size: expected at most 140737488355328 bytes"),
+    ("8", "size: expected an integer or a sequence of integers, got '8'"),
+    (("8",), r"size: expected an integer or a sequence of integers, got \('8',\)"),
+    (True, "size: expected an integer or a sequence of integers, got True"),
+    (1.5, "size: expected an integer or a sequence of integers, got 1.5"),
+    (None, "size: expected an integer or a sequence of integers, got None"),
+]
+
+
 def _bad_gathers(rank: int) -> None:
     gather = HierarchicalAllGather()
     gather_ones(gather, 5)
@@ -49,8 +62,11 @@ def _bad_gathers(rank: int) -> None:
         gather.all_gather([torch.empty(5), torch.empty(6)], torch.ones(5))
     with pytest.raises(ValueError, match="group: expected .*, which this object serves"):
         gather(torch.empty(10), torch.ones(5), group=dist.new_group())
-    with pytest.raises(ValueError, match=r"size: expected no negative extent, got \(-1,\)"):
-        gather.allocate(-1, torch.uint8)
+    for size, said in BAD_SIZES:
+        with pytest.raises(ValueError, match=said):
+            gather.allocate(size, torch.float32)
+    with pytest.raises(ValueError, match="dtype: expected a torch.dtype, got 'float32'"):
+        gather.allocate(1, "float32")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="device: expected cpu as in the first call, got meta"):
         gather.allocate(10, torch.uint8, META)
     assert gather_ones(gather, 5).tolist() == [1.0] * 10  # nothing was launched

@@ -49,32 +49,32 @@ DIFFERENT: dict[str, tuple[type[Collective], Callable[[Any, bool], None], str]] 
     "sizes": (
         HierarchicalAllGather,
         lambda gather, odd: _gather_of(gather, 11 if odd else 10),
-        "at step gather: bytes of a shard is 4",
+        "at step all_gather: bytes of a shard is 4",
     ),
     "pieces of the staging block": (
         HierarchicalAllGather,
         lambda gather, odd: _gather_of(gather, 40_000 if odd else 20_000),
-        "at step gather: bytes of a shard is ",
+        "at step all_gather: bytes of a shard is ",
     ),
     "sizes that go different ways": (
         HierarchicalAllGather,
         lambda gather, odd: _gather_of(gather, 3_000_000 if odd else 10),
-        "at step gather: bytes of a shard is ",
+        "at step all_gather: bytes of a shard is ",
     ),
     "nothing to gather": (
         HierarchicalAllGather,
         lambda gather, odd: _gather_of(gather, 0 if odd else 10),
-        "at step gather: bytes of a shard is ",
+        "at step all_gather: bytes of a shard is ",
     ),
     "nothing to sum": (
         HierarchicalReduceScatter,
         lambda scatter, odd: _scatter_of(scatter, BF16, 0 if odd else 8),
-        "at step scatter: bytes of a shard is ",
+        "at step reduce_scatter: bytes of a shard is ",
     ),
     "small sums": (
         HierarchicalReduceScatter,
         lambda scatter, odd: _scatter_of(scatter, torch.float16 if odd else BF16),
-        "at step scatter: element is",
+        "at step reduce_scatter: element is",
     ),
     "a block and other memory": (
         HierarchicalAllGather,
@@ -84,7 +84,7 @@ DIFFERENT: dict[str, tuple[type[Collective], Callable[[Any, bool], None], str]] 
     "elements of a sum": (
         HierarchicalReduceScatter,
         lambda scatter, odd: _scatter_of(scatter, torch.float16 if odd else BF16),
-        "at step scatter: element is",
+        "at step reduce_scatter: element is",
     ),
 }
 

@@ -178,7 +178,7 @@ def _makes_first(node: Any, name: str, operation: Callable[[], object]) -> None:
     node._lanes.capturing = lambda: True
     with pytest.raises(CaptureRefused, match=f"expected one operation .* before a CUDA graph .* makes {name}"):
         operation()
-    assert not node.engine.blocks._captured, "a block was kept for a graph that was refused"
+    assert not node.node.blocks._captured, "a block was kept for a graph that was refused"
     node._lanes.capturing = lambda: False
     operation()
     assert set(node._workspaces) - before == {name}

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter
-from ep_plugin.collectives.backends.calls import Calls
+from ep_plugin.collectives.backends.cuda import Calls
 from tests.ranks import run_ranks, values
 
 CPU = torch.device("cpu")

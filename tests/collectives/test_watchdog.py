@@ -21,7 +21,7 @@ class _Node:
 
     def __init__(self) -> None:
         boards = SimpleNamespace(fault=lambda: None, abort=lambda: (1, "gone"))
-        self.engine = SimpleNamespace(
+        self.node = SimpleNamespace(
             boards=boards, device=torch.device("cpu"), node_size=2, index=0, timeout_s=WAIT_S, state=torch.empty(0)
         )
         self.words = torch.tensor([1, 0])

@@ -12,44 +12,63 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from ep_plugin import _C
-from ep_plugin.collectives.blocks import tensor_at
-
-if TYPE_CHECKING:
-    from ep_plugin.collectives.backends.cuda_gather import CudaGatherNode
+from ep_plugin.collectives.blocks import OperatingNode, tensor_at
 
 _LOOK_S = 0.02
 _POISON_S = 1.0
 RELEASED = 1 << 62
 
-_nodes: weakref.WeakSet[CudaGatherNode] = weakref.WeakSet()
-_lock = threading.RLock()  # held for each look: whoever closes a node waits for the end of one that is under way
+
+class Words(Protocol):
+    own: torch.Tensor
+
+
+class Watched(Protocol):
+    """The gathers of one communicator. words: int64 ``[2]``, the operations that its stream has begun and finished.
+    number: of the latest that was enqueued. pending: of each, number, block, addresses of what it fills here, and bytes
+    of each. stream_words: the awaited words, see StreamWords."""
+
+    words: torch.Tensor
+    number: int
+    pending: deque[tuple[int, int, Sequence[int], int]]
+
+    @property
+    def stream_words(self) -> Words: ...
+    @property
+    def node(self) -> OperatingNode: ...
+
+
+_nodes: weakref.WeakSet[Watched] = weakref.WeakSet()
+_lock = threading.RLock()  # held for each look: whoever closes a watched waits for the end of one that is under way
 _work = threading.Event()
 _thread: threading.Thread | None = None
-_since: weakref.WeakKeyDictionary[CudaGatherNode, tuple[int, float]] = weakref.WeakKeyDictionary()
+_since: weakref.WeakKeyDictionary[Watched, tuple[int, float]] = weakref.WeakKeyDictionary()
 
 
-def add(node: CudaGatherNode) -> None:
-    """Watches `node` until it is gone or removed."""
+def add(watched: Watched) -> None:
+    """Watches `watched` until it is gone or removed."""
     global _thread
-    if node.engine.device.type == "cuda":  # tests put CPU tensors in place of a device
-        _warm_up(node.engine.device)
+    if watched.node.device.type == "cuda":  # tests put CPU tensors in place of a device
+        _warm_up(watched.node.device)
     with _lock:
-        _nodes.add(node)
+        _nodes.add(watched)
         if _thread is None:
             _thread = threading.Thread(target=_watch, name="ep_plugin watchdog", daemon=True)
             _thread.start()
 
 
-def remove(node: CudaGatherNode) -> None:
-    """From here on nobody looks at `node`, nor fills what it has: its memory may be given back."""
+def remove(watched: Watched) -> None:
+    """From here on nobody looks at `watched`, nor fills what it has: its memory may be given back."""
     with _lock:
-        _nodes.discard(node)
-        poisoning = _poisonings.pop(node, None)
+        _nodes.discard(watched)
+        poisoning = _poisonings.pop(watched, None)
     if poisoning is not None:
         poisoning.join()
 
@@ -67,50 +86,50 @@ def _watch() -> None:
         _work.clear()
         with _lock:
             nodes = list(_nodes)
-        if any([_look_if_there(node) for node in nodes]):
+        if any([_look_if_there(watched) for watched in nodes]):
             _work.set()
 
 
-def _look_if_there(node: CudaGatherNode) -> bool:
+def _look_if_there(watched: Watched) -> bool:
     with _lock:
-        if node not in _nodes:
+        if watched not in _nodes:
             return False
         try:
-            return _look(node)
-        except ReferenceError:  # its engine has just been dropped
+            return _look(watched)
+        except ReferenceError:  # its communicator has just been dropped
             return False
         except RuntimeError:  # the device has failed: no stream of it waits any more
-            _nodes.discard(node)
+            _nodes.discard(watched)
             return False
 
 
-def _look(node: CudaGatherNode) -> bool:
-    """Whether operations of `node` are under way. Releases the one that its stream has come to, if it is overdue."""
-    begun, finished = node.words.tolist()
+def _look(watched: Watched) -> bool:
+    """Whether operations of `watched` are under way. Releases the one that its stream has come to, if it is overdue."""
+    begun, finished = watched.words.tolist()
     if begun > finished:
-        number, since = _since.get(node, (0, 0.0))
+        number, since = _since.get(watched, (0, 0.0))
         if number != begun:
             since = time.monotonic()
-            _since[node] = (begun, since)
-        boards = node.engine.boards
+            _since[watched] = (begun, since)
+        boards = watched.node.boards
         failed = boards.fault() is not None or boards.abort() is not None
-        if failed or time.monotonic() - since > node.engine.timeout_s:
-            _release(node, begun)
-    return node.number > finished
+        if failed or time.monotonic() - since > watched.node.timeout_s:
+            _release(watched, begun)
+    return watched.number > finished
 
 
-def _release(node: CudaGatherNode, number: int) -> None:
+def _release(watched: Watched, number: int) -> None:
     """Ends the waits that a stream stands at, from the host: where all streams of the device share one queue
     (``CUDA_DEVICE_MAX_CONNECTIONS=1``) nothing that is enqueued now would run before them.
     """
-    waiting = [entry for entry in list(node.pending) if entry[0] >= number]
-    words = node.stream_words.own
-    ready, done = words[:, waiting[0][1] if waiting else 0, : node.engine.node_size].tolist()
-    _record(node, number, ready, done)
-    poisoning = _poisonings.get(node)
+    waiting = [entry for entry in list(watched.pending) if entry[0] >= number]
+    words = watched.stream_words.own
+    ready, done = words[:, waiting[0][1] if waiting else 0, : watched.node.node_size].tolist()
+    _record(watched, number, ready, done)
+    poisoning = _poisonings.get(watched)
     if poisoning is None or not poisoning.is_alive():
         outputs = [(address, nbytes) for _, _, addresses, nbytes in waiting for address in addresses]
-        poisoning = _poisonings[node] = _Poisoning(node, outputs)
+        poisoning = _poisonings[watched] = _Poisoning(watched, outputs)
         poisoning.start()
     poisoning.join(_POISON_S)
     words.fill_(RELEASED)
@@ -122,9 +141,9 @@ class _Poisoning(threading.Thread):
     """`_poison`, in a thread of its own: a launch may wait for room in a queue that is full of what stands behind the
     wait, and so for the release."""
 
-    def __init__(self, node: CudaGatherNode, outputs: list[tuple[int, int]]) -> None:
+    def __init__(self, watched: Watched, outputs: list[tuple[int, int]]) -> None:
         super().__init__(name="ep_plugin poison", daemon=True)
-        self._node, self._outputs = node, outputs
+        self._node, self._outputs = watched, outputs
         self.error: RuntimeError | None = None
 
     def run(self) -> None:
@@ -138,16 +157,16 @@ class _Poisoning(threading.Thread):
             del self._node, self._outputs
 
 
-_poisonings: weakref.WeakKeyDictionary[CudaGatherNode, _Poisoning] = weakref.WeakKeyDictionary()
+_poisonings: weakref.WeakKeyDictionary[Watched, _Poisoning] = weakref.WeakKeyDictionary()
 
 
-def _poison(node: CudaGatherNode, outputs: list[tuple[int, int]]) -> None:
+def _poison(watched: Watched, outputs: list[tuple[int, int]]) -> None:
     """Outputs become NaN bytes, and later kernels leave at once: before the stream goes on, if the device lets them."""
-    engine = node.engine
-    with torch.cuda.device(engine.device), torch.cuda.stream(_side_stream(engine.device)):
+    node = watched.node
+    with torch.cuda.device(node.device), torch.cuda.stream(_side_stream(node.device)):
         for address, nbytes in outputs:  # those of the operations behind it run too, once it is released
-            tensor_at(address, nbytes, engine.device).fill_(0xFF)
-        state = engine.state[_C.fault_offset : _C.fault_offset + 8].view(torch.int64)
+            tensor_at(address, nbytes, node.device).fill_(0xFF)
+        state = node.state[_C.fault_offset : _C.fault_offset + 8].view(torch.int64)
         state.fill_(1)
         over = torch.cuda.Event()
         over.record()
@@ -155,14 +174,14 @@ def _poison(node: CudaGatherNode, outputs: list[tuple[int, int]]) -> None:
         time.sleep(_LOOK_S)
 
 
-def _record(node: CudaGatherNode, number: int, ready: list[int], done: list[int]) -> None:
-    engine = node.engine
-    if engine.boards.fault() is not None or engine.boards.abort() is not None:
+def _record(watched: Watched, number: int, ready: list[int], done: list[int]) -> None:
+    node = watched.node
+    if node.boards.fault() is not None or node.boards.abort() is not None:
         return
     for seen in (ready, done):
         for peer, value in enumerate(seen):
-            if peer != engine.index and value < number:
-                address = engine.boards.address
+            if peer != node.index and value < number:
+                address = node.boards.address
                 _C.fault_board(address, _C.FaultCode.TIMEOUT, _C.Step.ALL_GATHER, peer, number, value)
                 return
 

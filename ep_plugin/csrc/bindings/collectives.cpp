@@ -25,21 +25,21 @@ void bind_on_cpus(py::module_& m) {
       .field("blocks", &Piece::blocks)
       .field("block_bytes", &Piece::block_bytes)
       .def("set_offset", array_of(&Piece::offset));
-  Struct<GatherArgs>(m, "GatherArgs")
-      .field("comm", &GatherArgs::comm)
-      .field("piece", &GatherArgs::piece)
-      .field("input", &GatherArgs::input)
-      .def("set_outputs", array_of(&GatherArgs::outputs));
-  Struct<ScatterArgs>(m, "ScatterArgs")
-      .field("comm", &ScatterArgs::comm)
-      .field("piece", &ScatterArgs::piece)
-      .field("output", &ScatterArgs::output)
-      .field("scale", &ScatterArgs::scale)
-      .field("element", &ScatterArgs::element)
-      .def("set_inputs", array_of(&ScatterArgs::inputs));
+  Struct<CpuAllGatherArgs>(m, "CpuAllGatherArgs")
+      .field("comm", &CpuAllGatherArgs::comm)
+      .field("piece", &CpuAllGatherArgs::piece)
+      .field("input", &CpuAllGatherArgs::input)
+      .def("set_outputs", array_of(&CpuAllGatherArgs::outputs));
+  Struct<CpuReduceScatterArgs>(m, "CpuReduceScatterArgs")
+      .field("comm", &CpuReduceScatterArgs::comm)
+      .field("piece", &CpuReduceScatterArgs::piece)
+      .field("output", &CpuReduceScatterArgs::output)
+      .field("scale", &CpuReduceScatterArgs::scale)
+      .field("element", &CpuReduceScatterArgs::element)
+      .def("set_inputs", array_of(&CpuReduceScatterArgs::inputs));
   py::module_ cpu = m.attr("cpu");
-  bind_kernel(cpu, "gather", &cpu::gather);
-  bind_kernel(cpu, "scatter", &cpu::scatter);
+  bind_kernel(cpu, "all_gather", &cpu::all_gather);
+  bind_kernel(cpu, "reduce_scatter", &cpu::reduce_scatter);
 }
 
 void bind_on_devices(py::module_& m) {

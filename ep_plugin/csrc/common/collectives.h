@@ -21,7 +21,7 @@ constexpr int kRequests = 2 * kMaxPeerBlocks;
 
 enum CollectiveOp : int64_t { kOpAllGather = 1, kOpReduceScatter = 2 };
 
-// What a rank says of its piece before the first chunk. The first words must be alike on all ranks.
+// A rank's description of its piece, posted before the first chunk. The first words must be the same on all ranks.
 struct Offer {
   int64_t op;
   int64_t bytes;              // of a shard
@@ -60,7 +60,7 @@ struct Piece {
 };
 
 // outputs[r]: where rank r's shard goes, in this rank's memory. This rank's own may be the input itself.
-struct GatherArgs {
+struct CpuAllGatherArgs {
   Comm comm;
   Piece piece;
   Address input;
@@ -69,7 +69,7 @@ struct GatherArgs {
 
 // output = scale * the sum of all ranks' shards for this one, in float32 (float64 for float64) and in rank order.
 // inputs[r]: this rank's shard for rank r. The output may be this rank's own shard in there.
-struct ScatterArgs {
+struct CpuReduceScatterArgs {
   Comm comm;
   Piece piece;
   Address inputs[kMaxRanks];
@@ -79,8 +79,8 @@ struct ScatterArgs {
   int32_t reserved;
 };
 
-// --- What hosts tell each other before they choose a block: host memory, of each rank ------------------------------
-// A rank's posts and releases follow each other: a release that a peer sees before a post came before it.
+// --- Requests for blocks, in host memory of each rank. A rank's requests and releases are ordered: a release that a
+// peer sees before a request came before it.
 struct Request {
   uint64_t number;  // stored last
   int64_t bytes;    // asked for
@@ -103,8 +103,8 @@ void release_block(Address requests, int block, uint64_t uses);
 WaitResult was_free(Address requests, int block, uint64_t uses, uint64_t number, Address board, int64_t timeout_ns,
                     bool* free);
 
-// --- What hosts tell each other of the operations that they enqueue on devices: likewise a ring for each rank --------
-// Copy engines compare nothing. So hosts post their calls, and whoever posts a call second compares: nobody waits.
+// --- Calls that hosts enqueue on devices: likewise a ring for each rank ----------------------------------------------
+// Copy engines compare nothing. So hosts post their calls, and the host that posts a call second compares: none waits.
 constexpr int kCallFields = 3;
 using CallWords = std::array<int64_t, kCallFields>;  // bytes of a shard, element of a sum, place in peer memory
 // More than a host can be ahead of another: a stream that waits for a peer takes no more before its host has to wait.
@@ -213,8 +213,8 @@ struct AllGatherArgs {
   Address stream;
 };
 
-// As ScatterArgs, of shards of any size. slots[r]: of rank r, [num_ctas or more][num_ranks - 1 (the other sources)]
-// [channel_slots].
+// As CpuReduceScatterArgs, of shards of any size. slots[r]: of rank r, [num_ctas or more][num_ranks - 1 (the other
+// sources)][channel_slots].
 struct ReduceScatterArgs {
   Comm comm;  // control: DeviceControl of each rank
   Address inputs[kMaxRanks];
@@ -291,8 +291,8 @@ void small(const SmallArgs& args);
 #endif
 
 namespace cpu {
-void gather(const GatherArgs& args);
-void scatter(const ScatterArgs& args);
+void all_gather(const CpuAllGatherArgs& args);
+void reduce_scatter(const CpuReduceScatterArgs& args);
 }  // namespace cpu
 
 }  // namespace ep

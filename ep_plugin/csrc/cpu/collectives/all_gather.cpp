@@ -1,4 +1,4 @@
-// All-gather: every rank offers its shard and copies those of its peers to where its caller wants them.
+// All-gather: every rank posts its shard and copies the shards of its peers to its outputs.
 #include "cpu/collectives/pieces.h"
 
 namespace ep::cpu {
@@ -6,9 +6,9 @@ namespace ep::cpu {
 namespace {
 
 // Moves whatever can be moved: this rank's next chunk into a slot, or the next chunk of a peer out of one.
-class Gather {
+class AllGather {
  public:
-  Gather(const Run& run, const GatherArgs& args)
+  AllGather(const Run& run, const CpuAllGatherArgs& args)
       : run_(run),
         args_(args),
         comm_(args.comm),
@@ -40,8 +40,8 @@ class Gather {
   bool offer() {
     if (offered_ == pieces_.count() || !pieces_.slot_is_free(offered_)) return false;
     if (pieces_.staged()) {
-      std::memcpy(pieces_.slot(offered_), at<char>(args_.input, pieces_.begin_of(offered_)),
-                  static_cast<size_t>(pieces_.bytes_of(offered_)));
+      copy_bytes(pieces_.slot(offered_), at<char>(args_.input, pieces_.begin_of(offered_)),
+                 pieces_.bytes_of(offered_));
       ++offered_;
     } else {
       offered_ = pieces_.count();
@@ -54,8 +54,7 @@ class Gather {
     const int64_t chunk = read_[source];
     const char* from = pieces_.bytes_from(source, 0, chunk, 0);
     if (from == nullptr) return false;
-    std::memcpy(at<char>(args_.outputs[source], pieces_.begin_of(chunk)), from,
-                static_cast<size_t>(pieces_.bytes_of(chunk)));
+    copy_bytes(at<char>(args_.outputs[source], pieces_.begin_of(chunk)), from, pieces_.bytes_of(chunk));
     read_[source] = chunk + 1;
     pieces_.consume(source, chunk + 1);
     if (read_[source] == pieces_.count()) --left_;
@@ -71,7 +70,7 @@ class Gather {
   }
 
   const Run& run_;
-  const GatherArgs& args_;
+  const CpuAllGatherArgs& args_;
   const Comm& comm_;
   Pieces pieces_;
   int64_t offered_;
@@ -81,17 +80,17 @@ class Gather {
 
 }  // namespace
 
-void gather(const GatherArgs& args) {
+void all_gather(const CpuAllGatherArgs& args) {
   const Comm& comm = args.comm;
   const Run run{comm, kAllGather, 0};
   const int64_t bytes = args.piece.bytes;
   if (is_well(comm)) {
     if (args.outputs[comm.rank] != args.input)
-      std::memmove(at<char>(args.outputs[comm.rank]), at<char>(args.input), static_cast<size_t>(bytes));
-    if (Gather(run, args).run()) return;
+      copy_bytes(at<char>(args.outputs[comm.rank]), at<char>(args.input), bytes);
+    if (AllGather(run, args).run()) return;
   }
   for (int r = 0; r < comm.num_ranks; ++r)
-    if (r != comm.rank) std::memset(at<char>(args.outputs[r]), 0xFF, static_cast<size_t>(bytes));
+    if (r != comm.rank) poison(at<char>(args.outputs[r]), bytes);
 }
 
 }  // namespace ep::cpu

@@ -8,6 +8,14 @@
 
 namespace ep::cpu {
 
+// Empty shards may lie at null, which the standard's functions refuse even for no bytes.
+inline void copy_bytes(void* to, const void* from, int64_t bytes) {
+  if (bytes > 0) std::memmove(to, from, static_cast<size_t>(bytes));
+}
+inline void poison(void* output, int64_t bytes) {
+  if (bytes > 0) std::memset(output, 0xFF, static_cast<size_t>(bytes));
+}
+
 inline CollectiveControl& control_of(const Comm& comm, int rank) { return *at<CollectiveControl>(comm.control[rank]); }
 
 // One rank's side of one operation of `count` chunks, `chunk_bytes` of a shard each; of nothing it is one, since ranks
@@ -31,7 +39,7 @@ class Pieces {
   // The bytes of `source`'s shard for rank `dest`, this chunk of it, or null with a fault recorded. In a slot they lie
   // `slot_offset` from its beginning.
   const char* bytes_from(int source, int dest, int64_t chunk, int64_t slot_offset) const;
-  // Tells `source` that this rank has read its chunks before `end`.
+  // Signals to `source` that this rank has read its chunks before `end`.
   void consume(int source, int64_t end) const;
 
   // Whether to go on waiting for `source` to post a chunk, or for the slowest peer to read one.

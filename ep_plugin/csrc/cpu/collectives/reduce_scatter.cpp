@@ -26,9 +26,9 @@ void sum_chunk(const T* const* from, int ranks, int64_t elements, double scale, 
 }
 
 template <class T>
-class Scatter {
+class ReduceScatter {
  public:
-  Scatter(const Run& run, const ScatterArgs& args)
+  ReduceScatter(const Run& run, const CpuReduceScatterArgs& args)
       : run_(run),
         args_(args),
         comm_(args.comm),
@@ -61,8 +61,8 @@ class Scatter {
     if (pieces_.staged()) {
       for (int r = 0; r < comm_.num_ranks; ++r)
         if (r != comm_.rank)
-          std::memcpy(pieces_.slot(offered_) + r * part_, at<char>(args_.inputs[r], pieces_.begin_of(offered_)),
-                      static_cast<size_t>(pieces_.bytes_of(offered_)));
+          copy_bytes(pieces_.slot(offered_) + r * part_, at<char>(args_.inputs[r], pieces_.begin_of(offered_)),
+                     pieces_.bytes_of(offered_));
       ++offered_;
     } else {
       offered_ = pieces_.count();
@@ -97,7 +97,7 @@ class Scatter {
   }
 
   const Run& run_;
-  const ScatterArgs& args_;
+  const CpuReduceScatterArgs& args_;
   const Comm& comm_;
   const int64_t part_;
   Pieces pieces_;
@@ -107,12 +107,12 @@ class Scatter {
 
 }  // namespace
 
-void scatter(const ScatterArgs& args) {
+void reduce_scatter(const CpuReduceScatterArgs& args) {
   const Comm& comm = args.comm;
   const Run run{comm, kReduceScatter, 0};
   bool done = false;
-  if (is_well(comm)) with_element(args.element, [&](auto type) { done = Scatter<decltype(type)>(run, args).run(); });
-  if (!done) std::memset(at<char>(args.output), 0xFF, static_cast<size_t>(args.piece.bytes));
+  if (is_well(comm)) with_element(args.element, [&](auto type) { done = ReduceScatter<decltype(type)>(run, args).run(); });
+  if (!done) poison(at<char>(args.output), args.piece.bytes);
 }
 
 }  // namespace ep::cpu
