@@ -42,8 +42,8 @@ def _quick_group() -> dist.ProcessGroup:
 
 
 OPERATIONS: dict[str, tuple[type[Collective], Callable[[Collective, int], torch.Tensor]]] = {
-    "gather": (HierarchicalAllGather, gather_ones),
-    "scatter": (HierarchicalReduceScatter, scatter_ones),
+    "all_gather": (HierarchicalAllGather, gather_ones),
+    "reduce_scatter": (HierarchicalReduceScatter, scatter_ones),
 }
 
 
@@ -171,7 +171,7 @@ def test_a_rank_that_dies_on_another_node_ends_the_operation(name: str) -> None:
     assert neighbour.rank == 3 or (neighbour.rank, neighbour.step) == (0, "rail"), repr(neighbour)
     other = values([outcomes[0]])[0]
     assert isinstance(other, (PeerTimeout, PeerAborted)), repr(other)
-    if name == "gather":  # its own rail is whole; its neighbour tells it what has become of the other one
+    if name == "all_gather":  # its own rail is whole; its neighbour tells it what has become of the other one
         assert isinstance(other, PeerAborted) and other.rank == 1 and "for rank 3 at step rail" in other.reason
 
 
@@ -239,7 +239,7 @@ def _times_out(engine: Any) -> None:
 # What happens on the device while close waits for it, and what a wait for the operation raises afterwards.
 ENDS: dict[str, tuple[Callable[[Any], None], type[Exception] | None, str]] = {
     "over": (lambda engine: None, None, ""),
-    "overdue": (_times_out, PeerTimeout, "waited .* s for rank .* at step gather .expected epoch 7, seen 6"),
+    "overdue": (_times_out, PeerTimeout, "waited .* s for rank .* at step all_gather .expected epoch 7, seen 6"),
     "lost": (_fails, EpPluginError, "closed before what was enqueued was over: the device has failed"),
 }
 
