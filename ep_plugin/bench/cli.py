@@ -103,7 +103,8 @@ def _place(out: str | None, suite: Suite) -> Path | None:
         return None
     path = Path(out)
     if out.endswith("/"):
-        path = path / provenance.hardware_folder(suite.backend, suite.ranks) / suite.file_name()
+        name = suite.file_name()
+        path = path / provenance.hardware_folder(suite.backend, suite.ranks) / name
     _check_writable("out", path)
     return path
 
