@@ -2,14 +2,14 @@
 
     python benchmarks/sms_by_shape.py OUT.json
 
-Cases of "two" are what they say: random routing over two ranks. In those of "four" each GPU has as much as one of four
-has: slots, terms, and bytes on the links. Of four ranks with 4096 tokens each one receives some 14,700, three of four
-from elsewhere, each for as many of its experts as eight random ones of 256 are its own. There are as many here, all for
-one rank, and all that leave go to the one peer. What is not as on four: a send loads a row for each that it stores, not
-for each 3.6, and what adds has 14,700 sums, of one term each, not 4096. So 48 SMs add, and how SMs bound the sends of
-four is seen with K = 1, where they are the same. Rows are as many fewer as they are wider.
+Cases of "two" have random routing over two ranks. In cases of "four" each GPU has the load of one of four ranks: slots,
+terms, and bytes on the links. One of four ranks with 4096 tokens receives some 14,700 rows, three of four from other
+ranks, each for as many experts as eight random ones of 256 fall on it. Here each token is for one rank, and all rows
+that leave go to the one peer. Two things differ from four ranks: a send loads a row for each row that it stores, not
+for each 3.6, and combine receive adds 14,700 sums of one term, not 4096 sums. So 48 SMs receive, and the cases with
+K = 1 show how SMs bound the sends of four ranks. Wider rows are fewer in proportion.
 
-Routing is known, as in a dispatch's `previous_handle`. An `impl` is SMs that send + SMs that receive.
+Routing is known, as with `previous_handle`. An `impl` is SMs that send + SMs that receive.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from ep_plugin import MoECommunicator, MoECommunicatorConfig
-from ep_plugin.bench import provenance
-from ep_plugin.bench.launch import run_on_ranks
-from ep_plugin.bench.results import SMS_ARE, Row, result, row
+from ep_plugin.bench.suite import SMS_ARE, Row, Suite, row
 from ep_plugin.bench.timing import Run, clock_of, time_in_turn
 
 LOCAL = 64  # experts of a rank
@@ -36,14 +35,14 @@ SHAPES += [("two", hidden, 8, "bf16") for hidden in (1024, 2048, 2880, 4096, 716
 SHAPES += [(ranks, HIDDEN, topk, "bf16") for ranks in ("four", "two") for topk in (1, 2, 4, 16)]
 SHAPES += [(ranks, HIDDEN, 8, "fp8") for ranks in ("four", "two")]
 SENDING = (6, 9, 10, 12, 14, 17, 20, 24)
-PUSHING = (8, 12, 14, 17, 20, 24, 28, 32, 40, 48)
+COMBINING = (8, 12, 14, 17, 20, 24, 28, 32, 40, 48)
 DISPATCH_SMS = [
     *((sms, 64) for sms in SENDING),
     *((14, sms) for sms in (32, 48, 80)),
     *((24, sms) for sms in (6, 12, 24)),
 ]
 COMBINE_SMS = [
-    *((sms, 48) for sms in PUSHING),
+    *((sms, 48) for sms in COMBINING),
     *((17, sms) for sms in (24, 36)),
     *((40, sms) for sms in (4, 8, 16, 24)),
 ]
@@ -65,9 +64,18 @@ def routing(ranks: str, rank: int, tokens: int, topk: int, device: torch.device)
     return torch.where(torch.arange(topk, device=device) < terms[:, None], ids, -1).int()
 
 
-def measure(device: torch.device, shapes: list[tuple[str, int, int, str]]) -> dict[str, Any]:
-    """One rank's part. Collective."""
-    return {"rows": [line for shape in shapes for line in of_shape(device, *shape)], "wrong": [], "sms_are": SMS_ARE}
+@dataclass(frozen=True, kw_only=True)
+class SmsByShape(Suite):
+    """Dispatch and combine by SMs and shape."""
+
+    command_name: ClassVar[str] = "sms-by-shape"
+
+    def command(self) -> str:
+        return "python benchmarks/sms_by_shape.py"
+
+    def measure(self, device: torch.device) -> dict[str, Any]:
+        rows = [line for shape in SHAPES for line in of_shape(device, *shape)]
+        return {"rows": rows, "notes": [SMS_ARE]}
 
 
 def of_shape(device: torch.device, ranks: str, hidden: int, topk: int, dtype: str) -> list[Row]:
@@ -110,10 +118,7 @@ def of_shape(device: torch.device, ranks: str, hidden: int, topk: int, dtype: st
 
 
 def main(out: Path) -> None:
-    code_hash = provenance.hash_sources()
-    found = run_on_ranks(2, "cuda", measure, SHAPES)
-    command = f"python benchmarks/sms_by_shape.py {out.name}"
-    made = result("sms_by_shape", "cuda", 2, command, found, code_hash)
+    made = SmsByShape(backend="cuda", ranks=2).run()
     out.write_text(json.dumps(made, indent=1) + "\n")
     for case in dict.fromkeys(line["case"] for line in made["rows"]):
         best = min((line for line in made["rows"] if line["case"] == case), key=lambda line: line["median_us"])

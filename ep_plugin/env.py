@@ -12,6 +12,7 @@ EP_PLUGIN_PLAIN_KERNELS        ``1``: load/store kernels in place of the ones wi
 EP_PLUGIN_TEST_GATE            a step at which to halt, see TEST_GATES (tests only)
 EP_PLUGIN_LOG                  ``1``: say on stderr what is chosen and allocated
 EP_PLUGIN_EMULATION            what ``ep_plugin.testing.nodes`` makes of this machine; `ep-bench` puts it into results
+EP_PLUGIN_COMMIT               the commit that `ep-bench` writes into results where the tree is no git checkout
 EP_PLUGIN_LAUNCHED_BY          how ``ep_plugin.testing.nodes`` was called; in results it precedes `ep-bench`'s own words
 =============================  ==================================================================================
 
@@ -37,7 +38,8 @@ TEST_GATES = ("plan", "notify", "dispatch_send", "dispatch_recv", "combine_send"
 _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _READ_HERE = (
-    "TRANSPORT", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG", "EMULATION", "LAUNCHED_BY"
+    "TRANSPORT", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG", "EMULATION",
+    "LAUNCHED_BY", "COMMIT",
 )  # fmt: skip
 _KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
 _SYMMETRIC_MEMORY = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -71,6 +73,7 @@ def _parsed(values: tuple[str | None, ...]) -> Settings:
         log=_boolean("EP_PLUGIN_LOG"),
         emulation=_value("EP_PLUGIN_EMULATION"),
         launched_by=_value("EP_PLUGIN_LAUNCHED_BY"),
+        commit=_value("EP_PLUGIN_COMMIT"),
     )
 
 

@@ -18,6 +18,7 @@ class Settings:
     log: bool = False
     emulation: str | None = None
     launched_by: str | None = None
+    commit: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ sanitize  a small case under compute-sanitizer
 stress    the tests once under each of three settings
 evidence  all of these tests on one, two and four of four GPUs
 bench     ep-bench moe
-more      ep-bench's other suites but megatron and torchtitan
+more      ep-bench's other suites but layers
 nodes     ep-bench allgather of 64 MiB on two emulated nodes, each of half the GPUs
 train     a Qwen3-MoE of 30B-A3B's widths through both exchanges
-deepseek  DeepSeek-V3 of transformers and of Megatron-core, and ep-bench megatron and torchtitan
+deepseek  DeepSeek-V3 of transformers and of Megatron-core, and ep-bench layers
 
 PYTHON    the interpreter (.venv/bin/python where there is one)
 OUT       a folder that gets what is written, too
@@ -100,14 +100,16 @@ evidence() {
 }
 
 bench() {
-  $PYTHON -m ep_plugin.bench.cli moe --backend cuda --out benchmarks/results/
+  $PYTHON -m ep_plugin.bench moe --backend cuda --out benchmarks/results/
   $PYTHON -m pytest -m gpu tests/gpu/test_trace.py -q # once more, on an idle machine
 }
 
 more() {
-  local suite fsdp2="fsdp2 --compile --unit 2 --judged 50 ${LAYERS:+--layers $LAYERS}"
-  for suite in wire sweep allgather reduce-scatter overlap beside "$fsdp2"; do
-    $PYTHON -m ep_plugin.bench.cli $suite --backend cuda --out benchmarks/results/
+  local suite fsdp2="fsdp2 --compile --unit 2 --compared 50 ${LAYERS:+--layers $LAYERS}"
+  local sweep="moe --sweep hidden=2048,2880,4096,5120,8192 --sweep topk=1,2,4,6,10,16 --sweep experts=8,64,128,384,512"
+  sweep+=" --sweep tokens=128,512,1024,2048,8192 --sweep skew=1.25,1.5,2 --sweep sms=4,8,12,16,24,48,96"
+  for suite in wire "$sweep" allgather reduce-scatter overlap "$fsdp2"; do
+    $PYTHON -m ep_plugin.bench $suite --backend cuda --out benchmarks/results/
   done
 }
 
@@ -115,7 +117,7 @@ more() {
 nodes() {
   if [ "$GPUS" -lt 2 ]; then echo "gpu.sh: nodes: expected 2 GPUs or more, found $GPUS" >&2; return 1; fi
   local each=$((GPUS / 2))
-  $PYTHON -m ep_plugin.testing.nodes --device cuda --nodes 2 --ranks $each -- $PYTHON -m ep_plugin.bench.cli allgather \
+  $PYTHON -m ep_plugin.testing.nodes --device cuda --nodes 2 --ranks $each -- $PYTHON -m ep_plugin.bench allgather \
     --backend cuda --ranks $((2 * each)) --nodes 2 --size $((64 << 20)) --out benchmarks/results/
 }
 
@@ -137,9 +139,9 @@ deepseek() {
     train_deepseek_hf.py --preset v3 ${LAYERS:+--layers "$LAYERS"} --compare all_to_all
   train_one "train_deepseek_v3_megatron$layers" \
     train_deepseek_megatron.py ${LAYERS:+--layers "$LAYERS"} --compare alltoall
-  local suite
-  for suite in megatron torchtitan; do
-    $PYTHON -m ep_plugin.bench.cli $suite --backend cuda --out benchmarks/results/
+  local framework
+  for framework in megatron torchtitan; do
+    $PYTHON -m ep_plugin.bench layers --framework $framework --backend cuda --out benchmarks/results/
   done
 }
 

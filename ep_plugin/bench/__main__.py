@@ -1,4 +1,4 @@
-"""`ep-bench`, and `python -m ep_plugin.bench`: the command line, where what it needs is installed."""
+"""`ep-bench` and `python -m ep_plugin.bench`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _EXTRA = ("typer", "rich", "tqdm", "matplotlib")
 
 
 def main() -> None:
-    """Runs the command line; exits 2, saying what to install, where a package of the extra `bench` is missing."""
+    """Runs the command line. Exits 2 and names the extra to install where a package of it is missing."""
     try:
         from ep_plugin.bench.cli import main as command_line
 

@@ -1,6 +1,6 @@
-"""Starts the ranks of a benchmark, one process each, and returns what rank 0 found.
+"""Starts the ranks of a benchmark, one process each, and returns rank 0's result.
 
-Under a launcher (torchrun, ep_plugin.testing.nodes), which sets RANK and WORLD_SIZE, this process is one of them.
+Under a launcher (torchrun, ep_plugin.testing.nodes), which sets RANK and WORLD_SIZE, this process is one of the ranks.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ _TIMEOUT = datetime.timedelta(seconds=300)
 
 
 def run_on_ranks(ranks: int, backend: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls `function(device, *args)` on each rank of a group and returns rank 0's result, which JSON can hold.
+    """Calls `function(device, *args)` on each rank of a group.
 
-    `backend`: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank). `function` is importable by name. Raises
-    torch.multiprocessing.ProcessRaisedException with the traceback of the first rank that fails; the others are ended.
-    Under a launcher only rank 0 returns: the other processes end here, so it serves one call. ValueError when it has
-    started another number.
+    Under a launcher only rank 0 returns: the other processes end here, so a program can call this once.
+
+    Args:
+        ranks: the number of processes.
+        backend: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank).
+        function: importable by name, as it is sent to the ranks; so are `args`.
+
+    Returns:
+        Rank 0's result, as JSON gives it back.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: with the traceback of the first rank that fails; the others end.
+        ValueError: fewer GPUs than ranks, or a launcher that has started another number of ranks.
     """
-    place = launched()
-    if place is not None:
-        rank, size, local_rank = place
-        if size != ranks:
-            raise ValueError(f"ranks: expected {size}, which the launcher has started, got {ranks}")
-        return _as_one_of(rank, ranks, local_rank, backend, function, args)
+    started = env.launcher()
+    if started.rank is not None and started.world_size is not None:
+        if started.world_size != ranks:
+            raise ValueError(f"ranks: expected {started.world_size}, which the launcher has started, got {ranks}")
+        return _as_one_of(started.rank, ranks, started.local_rank or 0, backend, function, args)
     if backend == "cuda" and ranks > torch.cuda.device_count():
         raise ValueError(f"ranks: expected at most one per GPU ({torch.cuda.device_count()} found), got {ranks}")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn(_rank_main, args=(ranks, store.port, backend, function, args), nprocs=ranks)
     return json.loads(store.get(_RESULT))
-
-
-def launched() -> tuple[int, int, int] | None:
-    """This process's rank, their number, and its rank on this node, when it is one of a launcher's."""
-    started = env.launcher()
-    if started.rank is None or started.world_size is None:
-        return None
-    return started.rank, started.world_size, started.local_rank or 0
 
 
 def _as_one_of(
@@ -68,7 +68,7 @@ def _as_one_of(
 
 
 def _check_one_clock(ranks: int) -> None:
-    """CPUs are timed by their machine's clock, from the first rank's start to the last one's end."""
+    """CPUs are timed by the machine's clock, from the first rank's start to the last one's end."""
     machines: list[str] = [""] * ranks
     dist.all_gather_object(machines, machine_identity())
     if len(set(machines)) > 1:

@@ -1,4 +1,4 @@
-"""What a result belongs to: the code, the hardware and the versions that produced it."""
+"""The code, the hardware and the versions that produced a result."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import hashlib
 import os
 import platform
 import re
+import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from ep_plugin import env
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHED = ("ep_plugin", "integrations")
@@ -17,8 +20,8 @@ SOURCES = {".py", ".pyi", ".h", ".cuh", ".cpp", ".cu"}
 def hash_sources(folders: Iterable[str] = BENCHED, root: Path = ROOT) -> str:
     """SHA-256, in hex, over the names and bytes of all source files below `folders` of `root`.
 
-    Files that are not sources (results, caches, built extensions) do not count, nor do links. A folder that is not
-    there counts as empty: an installed package has its integrations inside `ep_plugin`.
+    Other files (results, caches, built extensions) and links do not count. A missing folder counts as empty: an
+    installed package has its integrations inside `ep_plugin`.
     """
     digest = hashlib.sha256()
     names = {path.relative_to(root).as_posix(): path for folder in folders for path in _sources(root / folder)}
@@ -34,8 +37,26 @@ def _sources(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, file) for file in files if Path(file).suffix in SOURCES)
 
 
+def commit(root: Path = ROOT) -> str | None:
+    """The commit of the checkout at `root`, with "-dirty" where the code differs from it.
+
+    Outside a git checkout it is EP_PLUGIN_COMMIT, or None where that is not set.
+    """
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        if (root / ".git").exists():  # an installed package may lie inside somebody else's checkout
+            return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", *BENCHED) else "")
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return env.settings().commit
+
+
 def versions() -> dict[str, str | None]:
-    """Versions of what a result depends on; None where this build has none."""
+    """Versions of PyTorch, ep_plugin, NCCL, CUDA and Python; None for those that this build does not have."""
     import torch
 
     import ep_plugin
@@ -57,7 +78,7 @@ def cores() -> int:
 
 
 def hardware(backend: str, ranks: int) -> str:
-    """What the ranks ran on, for readers: "4 x NVIDIA H200", "2 cores of AMD EPYC"."""
+    """The hardware of the ranks, for readers: "4 x NVIDIA H200", "2 cores of AMD EPYC"."""
     if backend == "cpu":
         return f"{cores()} cores of {_cpu_name()}"
     import torch

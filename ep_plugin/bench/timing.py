@@ -1,23 +1,22 @@
-"""Clocks: one call on all ranks at a time, released together, and what its samples say.
+"""Clocks: all ranks make one call at a time, released together.
 
-A sample is when this rank started and ended, in microseconds, on a clock that the ranks share (CPU) or since its own
-start (CUDA). An iteration took from the first start to the last end: on CUDA that is the slowest rank's time.
+A sample is the start and the end of a call on one rank, in microseconds, on a clock that the ranks share (CPU) or since
+the rank's own start (CUDA). An iteration lasts from the first start to the last end: on CUDA, the slowest rank's time.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 Run = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
-_FLUSH_FACTOR = 4  # times the L2 cache: what is written to empty it
+_FLUSH_FACTOR = 4  # sizes of the L2 cache that are written to empty it
 _LEAD_CYCLES = 1_000_000  # of the device's clock, about half a millisecond
 
 
@@ -27,7 +26,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """Monotonic time of one host. What `run` returns is freed after its end, what it drops inside counts."""
+    """Monotonic time of one host. The result of `run` is freed after the end; memory that it frees inside counts."""
 
     def measure(self, run: Run) -> tuple[float, float]:
         dist.barrier()
@@ -41,9 +40,9 @@ class HostClock:
 class DeviceClock:
     """Device events around `run`, after a write that empties the L2 cache and an all-reduce that no rank leaves early.
 
-    Both are enqueued with the start event, on the current stream, so the device is released by its peers and not by
-    its own host. The host is ahead by a fixed lead, as in the middle of a training step: what it enqueues without
-    waiting costs no device time; what it waits for inside `run` does.
+    Both are enqueued before the start event, on the current stream, so peers release the device and not its own host.
+    The host is ahead by a fixed lead, as in the middle of a training step: enqueueing costs no device time, a wait of
+    the host inside `run` does.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,19 +69,9 @@ def clock_of(device: torch.device) -> Clock:
     return HostClock() if device.type == "cpu" else DeviceClock(device)
 
 
-def stream_of_its_own(device: torch.device) -> AbstractContextManager[Any]:
-    """The current stream, inside, is not the default one, which NCCL's copy-engine collectives refuse before 2.29.7
-    (github.com/NVIDIA/nccl/issues/2003). CPUs have no streams."""
-    if device.type == "cpu":
-        return nullcontext()
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return torch.cuda.stream(stream)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Microseconds of one iteration: the median, and what a tenth of the iterations stayed below and above."""
+    """Microseconds of an iteration: the median, and the 10th and 90th percentile."""
 
     median_us: float
     p10_us: float
@@ -90,7 +79,7 @@ class Timing:
 
 
 def time_in_turn(clock: Clock, runs: dict[Name, Run], iterations: int, warmup: int) -> dict[Name, Timing]:
-    """Times several ways to do one thing, in turns, each in the reverse order of the last one. Collective."""
+    """Times several implementations in turns, each turn in the reverse order of the one before. Collective."""
     samples: dict[Name, list[tuple[float, float]]] = {name: [] for name in runs}
     names = list(runs)
     for turn in range(warmup + iterations):
@@ -104,7 +93,7 @@ def time_in_turn(clock: Clock, runs: dict[Name, Run], iterations: int, warmup: i
 
 
 def summarise(samples: list[list[tuple[float, float]]]) -> Timing:
-    """`samples[rank][iteration]` to the statistics of the iterations."""
+    """Statistics of the iterations from `samples[rank][iteration]`."""
     table = torch.tensor(samples, dtype=torch.float64)  # [R, iterations, 2]
     spans = table[:, :, 1].amax(0) - table[:, :, 0].amin(0)
     p10, median, p90 = torch.quantile(spans, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()

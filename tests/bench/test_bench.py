@@ -4,42 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from ep_plugin.bench import suite_moe
-from ep_plugin.bench.cases import Peers, cases_of
+from ep_plugin.bench import provenance
 from ep_plugin.bench.cli import main
+from ep_plugin.bench.exchange.cases import time_cases
+from ep_plugin.bench.exchange.specs import select
+from ep_plugin.bench.exchange.workload import Workload, rows_on_the_wire
 from ep_plugin.bench.provenance import hash_sources
-from ep_plugin.bench.specs import Sms, select
 from ep_plugin.bench.timing import summarise
-from ep_plugin.bench.workload import Workload, rows_on_the_wire
-from tests.bench.test_judge import SwappedRows, suite
+from tests.bench.test_compare import suite
 from tests.ranks import run_ranks, values
 
 RANKS = 2
 SIZES = {"ranks": RANKS, "tokens": 40, "hidden": 128, "topk": 2, "experts": 6}
 ROW_KEYS = ["case", "impl", "median_us", "p10_us", "p90_us", "bytes_wire", "gb_s", "sms"]
-GLOO, GLOO_KEPT, GLOO_BARE = "gloo_all_to_all", "gloo_all_to_all_kept", "gloo_all_to_all_single"
-GLOO_DEDUP = "gloo_all_to_all_dedup"
+GLOO, GLOO_BARE = "gloo_all_to_all", "gloo_all_to_all_single"
 # Which implementations each case has, on CPUs.
 EXPECTED = {
-    "dispatch_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT, GLOO_DEDUP, GLOO_BARE],
-    "dispatch_cached_fp32": ["ep_plugin", GLOO, GLOO_KEPT],
-    "combine_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT, GLOO_DEDUP],
-    "roundtrip_flat_fp32": ["ep_plugin", GLOO, GLOO_KEPT],
-    "dispatch_token_major_fp32": ["ep_plugin", GLOO],
-    "dispatch_flat_fp32_skew2": ["ep_plugin", GLOO, GLOO_KEPT],
-    "roundtrip_t512": ["ep_plugin", GLOO, GLOO_KEPT],
-    "roundtrip_t512_host_wait": ["ep_plugin", GLOO, GLOO_KEPT],
-    "roundtrip_t128": ["ep_plugin", GLOO, GLOO_KEPT],
-    "roundtrip_t128_host_wait": ["ep_plugin", GLOO, GLOO_KEPT],
-    "dispatch_flat_fp8": ["ep_plugin", GLOO, GLOO_KEPT, GLOO_DEDUP, GLOO_BARE],
-    "dispatch_cached_fp8": ["ep_plugin", GLOO, GLOO_KEPT],
-    "dispatch_token_major_fp8": ["ep_plugin", GLOO],
+    "dispatch_flat_fp32": ["ep_plugin", GLOO, GLOO_BARE],
+    "dispatch_cached_fp32": ["ep_plugin", GLOO],
+    "combine_flat_fp32": ["ep_plugin", GLOO],
+    "roundtrip_flat_fp32": ["ep_plugin", GLOO],
+    "dispatch_token_major_fp32": ["ep_plugin"],
+    "dispatch_flat_fp32_skew2": ["ep_plugin", GLOO],
+    "roundtrip_t512": ["ep_plugin", GLOO],
+    "roundtrip_t512_host_wait": ["ep_plugin", GLOO],
+    "roundtrip_t128": ["ep_plugin", GLOO],
+    "roundtrip_t128_host_wait": ["ep_plugin", GLOO],
+    "dispatch_flat_fp8": ["ep_plugin", GLOO, GLOO_BARE],
+    "dispatch_cached_fp8": ["ep_plugin", GLOO],
+    "dispatch_token_major_fp8": ["ep_plugin"],
 }
 
 
@@ -60,15 +60,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_result_names_what_it_belongs_to(written: Path) -> None:
     result = json.loads(written.read_text())
-    about = ["suite", "hardware", "versions", "code_hash", "command"]
-    assert list(result) == [*about, "rows", "sms_are", "memory", "construction_s", "first_operations_s"]
+    about = ["suite", "hardware", "versions", "code_hash", "commit", "command"]
+    assert list(result) == [*about, "rows", "notes", "memory", "construction_s", "first_operations_s"]
     assert 0 < result["construction_s"] < 30 and 0 < result["first_operations_s"] < 30
     assert result["suite"] == "moe_ht" and written.name == "moe_ht.json"
     assert "cores of" in result["hardware"] and written.parent.name.startswith("cpu")
     assert list(result["versions"]) == ["torch", "ep_plugin", "nccl", "cuda", "python"]
     assert result["versions"]["torch"] == torch.__version__
-    assert result["code_hash"] == hash_sources()
-    assert result["command"].startswith("ep-bench moe --backend cpu --ranks 2 --tokens 40 ")
+    assert result["code_hash"] == hash_sources() and result["commit"] == provenance.commit()
+    assert result["command"].startswith("ep-bench moe --backend cpu --ranks 2 --iterations 3 --tokens 40 ")
 
 
 def test_every_case_has_every_implementation(written: Path) -> None:
@@ -111,45 +111,53 @@ def test_report_refuses_other_files(tmp_path: Path, content: str) -> None:
 
 
 def _quantised(rank: int) -> list[tuple[str, int]]:
-    wanted = dataclasses.replace(suite(), dtypes=("bfloat16", "float8"))
-    specs = select(wanted.specs(), ("dispatch_flat_bf16_to_fp8",))
-    device = torch.device("cpu")
-    found = suite_moe.time_cases(device, cases_of(specs, device, Peers(), Sms()), len(specs), 1, None)
-    assert found["wrong"] == []
-    return [(row["impl"], row["bytes_wire"] % (128 + 4)) for row in found["rows"]]
+    wanted = dataclasses.replace(suite(), dtype=["bfloat16", "float8"])
+    specs = select(wanted.specs(), ["dispatch_flat_bf16_to_fp8"])
+    rows = time_cases(torch.device("cpu"), specs, ["all_to_all"], {}, 1)
+    return [(row["impl"], row["bytes_wire"] % (128 + 4)) for row in rows]
 
 
 def test_rows_that_leave_as_fp8() -> None:
     for found in values(run_ranks(RANKS, _quantised)):
-        assert found == [("ep_plugin", 0), (GLOO, 0), (GLOO_KEPT, 0)]
+        assert found == [("ep_plugin", 0), (GLOO, 0)]
 
 
-def test_a_wrong_result_ends_the_run_without_timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    swapped, run_suite = Peers(flat=SwappedRows), suite_moe.run
-    monkeypatch.setattr(suite_moe, "run", lambda wanted: run_suite(dataclasses.replace(wanted, peers=swapped)))
+def test_a_wrong_result_ends_the_run_without_timings(tmp_path: Path) -> None:
     out = tmp_path / "never.json"
-    run = CliRunner().invoke(main, moe_arguments(out))
+    run = CliRunner().invoke(main, moe_arguments(out, "--peer", "tests.bench.test_compare:SwappedRows"))
     assert run.exit_code == 1
-    assert "dispatch_flat_fp32 by gloo_all_to_all: rank 0: tokens" in run.output
+    assert "rank 0: dispatch_flat_fp32 by SwappedRows: tokens" in run.output
     assert not out.exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["beside", "--backend", "cpu"], "backend: expected cuda, got 'cpu'"),
+        (["moe", "--backend", "cpu", "--peer", "deep_ep"], "got 'deep_ep': No module named 'deep_ep'"),
+        (["moe", "--backend", "cpu", "--peer", "torch:Absent"], "peer: expected all_to_all, none, or module:Class"),
         (["wire", "--backend", "cpu", "--ranks", "1"], "ranks: expected at least 2, got 1"),
         (["moe", "--backend", "cpu", "--case", "gather*"], "case: expected a pattern for dispatch_flat_fp32, "),
-        (["moe", "--backend", "cpu", "--sms", "send=4"], "sms: expected dispatch=N, expand=N, combine=N, add=N"),
-        (["moe", "--backend", "cpu", "--sms", "add=4", "--out", "x/"], "out: expected a file with --sms"),
-        (["moe", "--backend", "cpu", "--sms", "add=4"], "sms: expected none with cpu, whose kernels run on no SMs"),
+        (
+            ["moe", "--backend", "cpu", "--sms", "send=4"],
+            "sms: expected dispatch_send=N, dispatch_recv=N, combine_send=N, combine_recv=N or",
+        ),
+        (
+            ["moe", "--backend", "cuda", "--ranks", "2", "--sms", "combine_recv=4", "--out", "x/"],
+            "out: expected a file with --sms",
+        ),
+        (["moe", "--backend", "cpu", "--sms", "combine_recv=4"], "sms: expected no SMs with cpu, whose kernels run"),
+        (["moe", "--backend", "cpu", "--sweep", "sms=4"], "sweep: expected no SMs with cpu, whose kernels run on none"),
+        (["moe", "--backend", "cpu", "--sweep", "width=4"], "sweep: expected AXIS=V1,V2,... with an axis of tokens, "),
+        (["moe", "--backend", "cpu", "--sweep", "tokens"], "sweep: expected AXIS=V1,V2,... with an axis of tokens, "),
+        (["moe", "--backend", "cpu", "--sweep", "tokens=few"], "sweep: expected numbers for tokens, got 'few'"),
+        (["moe", "--backend", "cpu", "--sweep", "topk=64"], "topk: expected at most the 32 experts, got 64"),
         (["moe", "--backend", "cpu", "--skew", "5"], "skew: expected at most 4 with these ranks and experts, got 5"),
         (["moe", "--backend", "cpu", "--skew", "0.5"], "skew: expected at least 1, got 0.5"),
-        (["moe", "--backend", "tpu"], "expected one of cpu, cuda, got 'tpu'"),
+        (["moe", "--backend", "tpu"], "backend: expected one of cpu, cuda, got 'tpu'"),
         (["moe", "--backend", "cpu", "--dtype", "int4"], "dtype: expected one of float32"),
         (
-            ["sweep", "--backend", "cpu", "--dtype", "float8"],
-            "float32, bfloat16, float16, which can be summed",
+            ["moe", "--backend", "cpu", "--dtype", "float8", "--sweep", "tokens=4"],
+            "dtype: expected one of float32, bfloat16, float16, got 'float8'",
         ),
         (["moe", "--backend", "cpu", "--layout", "ragged"], "layout: expected one of flat, token_major"),
         (["moe", "--backend", "cpu", "--hidden", "6"], "hidden: expected rows of a multiple of 16 bytes, got 24"),
@@ -191,6 +199,24 @@ def test_the_hash_covers_sources_and_nothing_else(tmp_path: Path) -> None:
     changed = hash_sources(["kernels", "absent"], tmp_path)
     source.rename(source.with_name("expand.cu"))
     assert len({first, changed, hash_sources(["kernels", "absent"], tmp_path)}) == 3
+
+
+def test_the_commit_is_that_of_the_checkout_or_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EP_PLUGIN_COMMIT", "abc")
+    assert provenance.commit(tmp_path) == "abc"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (source := tmp_path / "ep_plugin" / "one.py").parent.mkdir()
+    source.write_text("one")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    clean = provenance.commit(tmp_path)
+    assert clean is not None and len(clean) == 40
+    (tmp_path / "result.json").write_text("{}")
+    assert provenance.commit(tmp_path) == clean
+    source.write_text("two")
+    assert provenance.commit(tmp_path) == f"{clean}-dirty"
 
 
 @pytest.mark.gpu(2)

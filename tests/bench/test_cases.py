@@ -11,14 +11,21 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ep_plugin.bench import layers, symm_mem
-from ep_plugin.bench.cli import _counts, main
-from ep_plugin.bench.ours import EpPlugin
-from ep_plugin.bench.report import by_case, markdown, notes
-from ep_plugin.bench.results import floor_row
-from ep_plugin.bench.specs import FLAT, TOKEN_MAJOR, Sms, Spec, parse_sms, select, specs_of
-from ep_plugin.bench.suite_moe import MoeSuite
-from ep_plugin.bench.workload import HOT_RANK, Workload, batches, crossing_per_token, rows_on_the_wire, rows_received
+from ep_plugin.bench.cli import main
+from ep_plugin.bench.exchange.cases import floor_row
+from ep_plugin.bench.exchange.ours import EpPlugin
+from ep_plugin.bench.exchange.specs import FLAT, TOKEN_MAJOR, Spec, parse_sms, select, specs_of
+from ep_plugin.bench.exchange.workload import (
+    HOT_RANK,
+    Workload,
+    batches,
+    crossing_per_token,
+    rows_on_the_wire,
+    rows_received,
+)
+from ep_plugin.bench.report import markdown
+from ep_plugin.bench.suites import layers
+from ep_plugin.bench.suites.moe import MoeSuite, footprint_notes, over_bare
 from ep_plugin.moe.high_throughput.sms import for_combine, for_dispatch
 from tests.ranks import run_ranks, values
 
@@ -42,7 +49,6 @@ ON_GPUS = [
     "dispatch_token_major_fp8",
     "dispatch_flat_bf16_to_fp8",
     "dispatch_flat_bf16_skew2",
-    "dispatch_flat_bf16_e64",
     "roundtrip_t512",
     "roundtrip_t512_graph",
     "roundtrip_t512_host_wait",
@@ -62,43 +68,33 @@ def test_the_cases_of_a_default_run_on_gpus() -> None:
 
 def test_bounded_cases_keep_their_bounds() -> None:
     named = {spec.name: spec for spec in gpu_specs()}
-    assert named["dispatch_flat_bf16_12sm"].sms == Sms(dispatch=12, expand=48, combine=12, add=36)
-    in_all = named["dispatch_flat_bf16_12total"].sms
-    assert (in_all.dispatch, in_all.expand) == (12, 0)
-    assert (in_all.combine, in_all.add) == (12, 0)
-    in_all = named["dispatch_token_major_bf16_12sm"].sms
-    assert (in_all.dispatch, in_all.expand) == (12, 0)
+    split = {"dispatch_send_sms": 12, "dispatch_recv_sms": 48, "combine_send_sms": 12, "combine_recv_sms": 36}
+    assert named["dispatch_flat_bf16_12sm"].sms == split
+    in_all = {"dispatch_send_sms": 12, "dispatch_recv_sms": 0}
+    assert named["dispatch_flat_bf16_12total"].sms == in_all | {"combine_send_sms": 12, "combine_recv_sms": 0}
+    assert named["dispatch_token_major_bf16_12sm"].sms == in_all
     assert not any(spec.peers for spec in gpu_specs() if spec.name.endswith(("12sm", "12total")) or spec.graph)
 
 
-def test_a_case_has_as_many_experts_as_every_peer_serves() -> None:
-    (few,) = [spec for spec in gpu_specs() if spec.name == "dispatch_flat_bf16_e64"]
-    assert few.workload == replace(HEADLINE, experts=64) and few.peers
-    for sizes in ({"experts": 64}, {"topk": 128}, {"skew": 2.0}):
-        workload = replace(HEADLINE, **sizes)
-        names = [spec.name for spec in specs_of(workload, ("bfloat16",), (FLAT,), on_gpus=True)]
-        assert "dispatch_flat_bf16_e64" not in names, sizes
-    assert not any("_e" in spec.name for spec in specs_of(HEADLINE, ("bfloat16",), (FLAT,), on_gpus=False))
-
-
 def test_patterns_select_cases() -> None:
-    chosen = select(gpu_specs(), ("combine_*", "*_12total"))
+    chosen = select(gpu_specs(), ["combine_*", "*_12total"])
     assert [spec.name for spec in chosen] == [
         name for name in ON_GPUS if name.startswith("combine") or name.endswith("12total")
     ]
-    assert select(gpu_specs(), ()) == gpu_specs()
+    assert select(gpu_specs(), []) == gpu_specs()
 
 
-def test_given_sms_go_first() -> None:
-    assert parse_sms("expand=0") == Sms(expand=0)
-    given = parse_sms("dispatch=20, add=3")
-    assert given.over(Sms(dispatch=12, expand=48)) == Sms(dispatch=20, expand=48, add=3)
-    assert str(given) == "dispatch=20,add=3"
+def test_sms_are_named_after_the_steps() -> None:
+    assert parse_sms("dispatch_recv=0") == {"dispatch_recv_sms": 0}
+    assert parse_sms("dispatch_send=20, combine_recv=3") == {"dispatch_send_sms": 20, "combine_recv_sms": 3}
 
 
-@pytest.mark.parametrize("text", ["", "dispatch", "dispatch=", "dispatch=0", "dispatch=-4", "push=3", "add=1;expand=2"])
+@pytest.mark.parametrize(
+    "text", ["", "dispatch_send", "dispatch_send=", "dispatch_send=0", "dispatch_send=-4", "push=3",
+             "combine_recv=1;dispatch_recv=2"],
+)  # fmt: skip
 def test_other_sms_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"sms: expected dispatch=N, expand=N, combine=N, add=N or some of them, got"):
+    with pytest.raises(ValueError, match=r"sms: expected dispatch_send=N, .*combine_recv=N or some of them, got"):
         parse_sms(text)
 
 
@@ -147,16 +143,11 @@ TINY = ["--ranks", "2", "--tokens", "40", "--hidden", "128", "--topk", "2", "--e
 
 def test_selected_cases_without_peers(tmp_path: Path) -> None:
     out = tmp_path / "tuned.json"
-    chosen = ["--case", "roundtrip_t128*", "--case", "combine*", "--own-only"]
+    chosen = ["--case", "roundtrip_t128*", "--case", "combine*", "--peer", "none"]
     run = CliRunner().invoke(main, ["moe", "--backend", "cpu", *TINY, *chosen, "--out", str(out)])
     assert run.exit_code == 0, run.output
     rows = [(row["case"], row["impl"]) for row in json.loads(out.read_text())["rows"]]
     assert rows == [(name, "ep_plugin") for name in ("combine_flat_fp32", "roundtrip_t128", "roundtrip_t128_host_wait")]
-
-
-def test_given_sms_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _counts("combine=3", None, "cuda").combine == 3
-    assert "SMs in place of the cases' own: combine=3" in capsys.readouterr().err
 
 
 def test_tables_compare_with_the_floor_and_with_peers() -> None:
@@ -169,28 +160,20 @@ def test_tables_compare_with_the_floor_and_with_peers() -> None:
             _row("combine_12sm", "ep_plugin", 600, 10, 12),
             _row("combine_12sm", "floor", 400, 10),
         ],
-        "best_sm_copy": {"gb_s": 354.25, "case": "tma_store_c14336_sm132"},
-        "memory": {"pool_bytes": 3 << 20, "control_bytes": 1 << 20, "beyond_tensors_bytes": 4 << 20,
-                   "limit_bytes": 64 << 20},
-        "construction_s": 0.25,
+        "commit": "f" * 40, "notes": ["floor: 354.2 GB/s"],
     }  # fmt: skip
-    assert by_case(result) == [
-        ("case", "SMs", "ep_plugin µs", "nccl_all_to_all µs", "floor µs", "/ nccl_all_to_all", "/ floor"),
-        ("dispatch", "64", "500", "1,500", "400", "0.33 ×", "1.25 ×"),
-        ("combine_12sm", "12", "600", "", "400", "", "1.50 ×"),
-    ]
     text = markdown(result)
     assert "| dispatch | nccl_all_to_all | 1,500 | 1,500 | 1,500 | 0.0 | 1.0 |  | 3.75 × | 3.00 × |" in text
-    assert notes(result)[0] == ("floor: 354.2 GB/s, the best rate of SM stores in this run (tma_store_c14336_sm132)")
-    assert "memory beyond tensors: 4.0 MiB (pools 3.0 MiB, control 1.0 MiB), limit 64.0 MiB" in text
-    assert "construction of a communicator, before its pools: 0.250 s" in text
+    assert "- floor: 354.2 GB/s\n" in text and text.endswith(f"`c` · torch 2 · commit {'f' * 40} · code {'0' * 12}\n")
 
 
 @pytest.mark.parametrize(("first", "verdict"), [(0.5, "1 s"), (0.75, "1 s, which it is not")])
 def test_construction_counts_the_operations_that_make_the_pools(first: float, verdict: str) -> None:
-    (said,) = notes({"rows": [], "construction_s": 0.25, "first_operations_s": first})
+    memory = {"pool_bytes": 3 << 20, "control_bytes": 1 << 20, "beyond_tensors_bytes": 4 << 20, "limit_bytes": 64 << 20}
+    used, said = footprint_notes({"memory": memory, "construction_s": 0.25, "first_operations_s": first})
+    assert used == "memory beyond tensors: 4.0 MiB (pools 3.0 MiB, control 1.0 MiB), limit 64.0 MiB"
     assert said == (
-        f"construction of a communicator: 0.250 s, its first operations, which make its pools: {first:.3f} s; "
+        f"construction of a communicator: 0.250 s, its first operations, which allocate its pools: {first:.3f} s; "
         f"together {0.25 + first:.3f} s, expected under {verdict}"
     )
 
@@ -206,9 +189,8 @@ def test_a_peer_is_compared_with_its_bare_exchange() -> None:
         _row("dispatch_flat_fp8", "nccl_all_to_all_single", 609.1, 20),
         _row("dispatch_token_major_bf16", "nccl_all_to_all_single", 700, 20),
     ]
-    assert notes({"rows": rows}) == [
-        "nccl_all_to_all over nccl_all_to_all_single: 1.55 × in dispatch_flat_bf16, 1.40 × in dispatch_flat_fp8; "
-        "at most 1.45 × is well written"
+    assert over_bare(rows) == [
+        "nccl_all_to_all over nccl_all_to_all_single: 1.55 × in dispatch_flat_bf16, 1.40 × in dispatch_flat_fp8"
     ]
 
 
@@ -225,32 +207,6 @@ def test_our_row_of_a_layer_has_its_sms_on_gpus() -> None:
     assert on_gpus == {"ep_plugin": larger}
 
 
-def test_what_torchs_own_exchange_cannot_do_is_left_out_by_name() -> None:
-    rows = [_row("dispatch_flat_bf16", "ep_plugin", 500, 1000)]
-    after, left_out = symm_mem.add_rows(rows, select(gpu_specs(), ("dispatch_flat_bf16",)), 3)
-    assert after == rows
-    assert left_out == [
-        "torch_symm_mem left out of dispatch_flat_bf16: all_to_all_vdev_2d serves at most 16 experts per rank, this "
-        "workload has 64"
-    ]
-    few = symm_mem.why_not(replace(HEADLINE, experts=64)) or ""
-    assert "16 experts per rank" not in few
-
-
-def test_a_launchers_ranks_cannot_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    rows = [_row("dispatch_flat_bf16", "ep_plugin", 500, 1000)]
-    (spec,) = select(gpu_specs(), ("dispatch_flat_bf16",))
-    specs = [replace(spec, workload=replace(spec.workload, experts=64))]
-    after, left_out = symm_mem.add_rows(rows, specs, 3)
-    assert after == rows
-    assert left_out == [
-        "torch_symm_mem left out of dispatch_flat_bf16: it takes ranks of its own, and a launcher has started one set; "
-        "run ep-bench without it"
-    ]
-
-
 def test_every_suite_has_a_table_and_a_picture(tmp_path: Path) -> None:
     about = {"hardware": "4 x GPU", "versions": {}, "code_hash": "0" * 64, "command": "c"}
     results = [
@@ -260,7 +216,7 @@ def test_every_suite_has_a_table_and_a_picture(tmp_path: Path) -> None:
         {**about, "suite": "moe_sweep", "efficiency": {"dispatch_flat_bf16_headline": 1.0, "combine_flat_bf16_k1": 0.9},
          "rows": [
             _row("dispatch_flat_bf16_headline", "ep_plugin", 5, 10), _row("combine_flat_bf16_k1", "floor", 4, 10)]},
-        {**about, "suite": "moe_sweep", "headline": {"tokens": 4096, "skew": 1.0}, "sms_are": "of some kernels",
+        {**about, "suite": "moe_sweep", "headline": {"tokens": 4096, "skew": 1.0},
          "efficiency": {"dispatch_flat_bf16_headline": 1.0, "dispatch_flat_bf16_t512": 0.5},
          "rows": [
             _row(f"dispatch_flat_bf16_{change}", impl, 400, 10, 12 if impl == "ep_plugin" else None)
@@ -277,7 +233,7 @@ def test_every_suite_has_a_table_and_a_picture(tmp_path: Path) -> None:
     assert run.exit_code == 0, run.output
     assert "| matmul_beside_hold_12sm | matmul | 1,540 | 1,540 | 1,540 | 12 | 1.100 × |" in run.output
     assert "| dispatch_flat_bf16_headline | ep_plugin | 5 | 5 | 5 | 0.0 | 1.0 | 1.00 |  | 1.00 × |" in run.output
-    assert "| dispatch_flat_bf16_t512 | 12 | 400 | 400 | 1.00 × |" in run.output
+    assert "| dispatch_flat_bf16_t512 | ep_plugin | 400 | 400 | 400 | 0.0 | 1.0 | 12 | 0.50 | 1.00 × |" in run.output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -286,7 +242,7 @@ def test_a_report_of_some_cases(tmp_path: Path) -> None:
     moe = {
         **about,
         "suite": "moe_ht",
-        "sms_are": "of some kernels",
+        "notes": ["SMs: of some kernels"],
         "rows": [
             _row("dispatch_flat_bf16", "ep_plugin", 500, 10, 76),
             _row("combine_flat_bf16", "ep_plugin", 600, 10, 52),
@@ -301,7 +257,7 @@ def test_a_report_of_some_cases(tmp_path: Path) -> None:
     picture = tmp_path / "some.png"
     run = CliRunner().invoke(main, ["report", *files, "--case", "dispatch*", "--plot", str(picture)])
     assert run.exit_code == 0, run.output
-    assert "| dispatch_flat_bf16 | ep_plugin | 500 |" in run.output and "SMs that move rows" in run.output
+    assert "| dispatch_flat_bf16 | ep_plugin | 500 |" in run.output and "| SMs |" in run.output
     assert "combine" not in run.output and "matmul" not in run.output and "- SMs: of some kernels" in run.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     run = CliRunner().invoke(main, ["report", *files, "--case", "*hold*"])
@@ -313,10 +269,10 @@ def test_a_report_of_some_cases(tmp_path: Path) -> None:
 
 def test_a_command_says_all_that_was_asked_for() -> None:
     suite = MoeSuite(
-        backend="cpu", workload=replace(SMALL, skew=2.0), dtypes=("float32",), layouts=("flat",), iterations=3,
-        cases=("dispatch*",), sms=Sms(expand=7), own_only=True,
+        backend="cuda", ranks=4, tokens=301, hidden=8, topk=8, experts=64, skew=2.0, dtype=["float32"], layout=["flat"],
+        iterations=3, case=["dispatch*"], sms="dispatch_recv=7", peer=["none"],
     )  # fmt: skip
     assert suite.command() == (
-        "ep-bench moe --backend cpu --ranks 4 --tokens 301 --hidden 4 --topk 8 --experts 64 --skew 2 --dtype float32 "
-        "--layout flat --case 'dispatch*' --sms expand=7 --own-only --iterations 3"
+        "ep-bench moe --backend cuda --ranks 4 --iterations 3 --tokens 301 --hidden 8 --topk 8 --experts 64 --skew 2.0 "
+        "--dtype float32 --layout flat --case 'dispatch*' --sms dispatch_recv=7 --peer none"
     )

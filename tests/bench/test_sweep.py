@@ -1,4 +1,4 @@
-"""ep-bench sweep: what it changes, what it leaves out and says so, and what its result holds."""
+"""ep-bench moe --sweep: the cases, those that are left out, and the result."""
 
 from __future__ import annotations
 
@@ -8,97 +8,86 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-from ep_plugin.bench import plots, suite_sweep
 from ep_plugin.bench.cli import main
-from ep_plugin.bench.specs import Sms
-from ep_plugin.bench.suite_sweep import SweepSuite, relative_efficiency
-from ep_plugin.bench.workload import crossing_per_token
+from ep_plugin.bench.exchange.specs import Spec, sweep_specs
+from ep_plugin.bench.exchange.workload import Workload, crossing_per_token
+from ep_plugin.bench.suites.moe import MoeSuite, relative_efficiency, that_fit
 from tests.bench.test_cases import HEADLINE, TINY, _row
 
+SMS = ["sms=4,8,12,16,24,48,96"]
 
-def sweep_suite(backend: str = "cuda", **more: Any) -> SweepSuite:
-    return SweepSuite(backend=backend, workload=HEADLINE, dtype="bfloat16", iterations=1, **more)
+
+def changed(*sweep: str) -> dict[str, Workload]:
+    """The workloads by the names of their changes."""
+    return {spec.name.rpartition("_")[2]: spec.workload for spec in sweep_specs(HEADLINE, "bfloat16", list(sweep))}
+
+
+def sweep_suite(**more: Any) -> MoeSuite:
+    sizes = {"ranks": 4, "tokens": 4096, "hidden": 7168, "topk": 8, "experts": 256}
+    return MoeSuite(backend="cuda", **(sizes | more))
 
 
 def test_a_sweep_changes_h_k_and_e_at_equal_bytes() -> None:
-    found = sweep_suite().workloads()
+    found = changed("hidden=2048,2880", "topk=1,2,4,6,10,16", "experts=8,64,128,384,512")
     assert list(found)[:3] == ["headline", "h2048", "h2880"]
-    found = {change: sizes for change, sizes in found.items() if change[0] in "hke"}
-    assert len(found) == 1 + 5 + 6 + 5
+    assert len(found) == 1 + 2 + 6 + 5
     target = HEADLINE.tokens * crossing_per_token(HEADLINE) * HEADLINE.hidden
     for change, sizes in found.items():
         assert sizes.tokens * crossing_per_token(sizes) * sizes.hidden == pytest.approx(target, rel=1e-3), change
 
 
 def test_a_sweep_changes_tokens_and_skew_by_themselves() -> None:
-    found = sweep_suite().workloads()
-    for tokens in (128, 512, 1024, 2048, 8192):
+    found = changed("tokens=128,512,8192", "skew=1.25,2,4")
+    for tokens in (128, 512, 8192):
         assert found[f"t{tokens}"] == replace(HEADLINE, tokens=tokens)
-    for skew in (1.25, 1.5, 2, 3, 4):
+    for skew in (1.25, 2, 4):
         assert found[f"skew{skew:g}"] == replace(HEADLINE, skew=skew)
-    small = replace(sweep_suite(), workload=replace(HEADLINE, ranks=2, tokens=1024)).workloads()
-    assert [change for change in small if change[0] in "ts"] == [
-        "t128",
-        "t512",
-        "t2048",
-        "skew1.25",
-        "skew1.5",
-        "skew2",
-    ]
+    with pytest.raises(ValueError, match="skew: expected at most 2 with these ranks and experts, got 3"):
+        sweep_specs(replace(HEADLINE, ranks=2), "bfloat16", ["skew=3"])
 
 
 def test_a_sweep_over_sms_bounds_all_kernels_that_move_rows() -> None:
-    specs = [spec for spec in sweep_suite().specs() if "_sms" in spec.name]
+    specs = sweep_specs(HEADLINE, "bfloat16", SMS)[2:]
     assert [spec.name.rpartition("_")[2] for spec in specs[::2]] == [f"sms{sms}" for sms in (4, 8, 12, 16, 24, 48, 96)]
-    assert specs[0].sms == Sms(dispatch=4, expand=0, combine=4, add=0)
+    sms = {"dispatch_send_sms": 4, "dispatch_recv_sms": 0, "combine_send_sms": 4, "combine_recv_sms": 0}
+    assert specs[0].sms == sms
     assert all(spec.workload == HEADLINE for spec in specs)
 
 
 def test_a_sweep_selects_by_pattern_and_keeps_the_headline() -> None:
     head = ["dispatch_flat_bf16_headline", "combine_flat_bf16_headline"]
     for pattern, change in (("*_k16", "k16"), ("*_t512", "t512"), ("*_skew2", "skew2"), ("*_sms12", "sms12")):
-        names = [spec.name for spec in sweep_suite(cases=(pattern,)).specs()]
+        suite = sweep_suite(case=[pattern], sweep=["topk=1,16", "tokens=512,128", "skew=2", *SMS])
+        names = [spec.name for spec in suite.specs()]
         assert names == [*head, f"dispatch_flat_bf16_{change}", f"combine_flat_bf16_{change}"]
+        assert suite.name == "moe_sweep"
 
 
-@pytest.mark.parametrize(
-    ("suite", "reason"),
-    [
-        (sweep_suite("cpu"), "kernels on CPUs run on no SMs"),
-        (sweep_suite(sms=Sms(dispatch=16)), "all cases run on dispatch=16"),
-    ],
-    ids=["cpu", "given SMs"],
-)
-def test_a_sweep_without_sms_says_why(suite: SweepSuite, reason: str) -> None:
-    assert not any("_sms" in spec.name for spec in suite.specs())
-    for cases, left_out in (((), True), (("dispatch*",), True), (("*_k1",), False)):
-        said = replace(suite, cases=cases).left_out()
-        assert said == ([f"over SMs: left out, since {reason}"] if left_out else []), cases
-    with pytest.raises(ValueError, match=f"case: expected none over SMs, since {reason}, got '[*]_sms12'"):
-        replace(suite, cases=("*_sms12",))
+def test_a_sweep_over_sms_refuses_sms_for_all_cases() -> None:
+    with pytest.raises(ValueError, match="sweep: expected no sms beside --sms dispatch_send=16, which all cases have"):
+        sweep_suite(sweep=SMS, sms="dispatch_send=16")
 
 
-def test_more_sms_than_a_device_has_are_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suite_sweep, "usable_sms", lambda device: 50)
-    suite = sweep_suite(cases=("combine*_sms48", "combine*_sms96"))
-    specs, left_out = suite_sweep._that_fit(suite, torch.device("cuda"))
-    assert [spec.name for spec in specs][2:] == ["combine_flat_bf16_sms48"]
+def test_more_sms_than_a_device_has_are_left_out_by_name() -> None:
+    specs: list[Spec] = sweep_suite(sweep=SMS, case=["combine*_sms48", "combine*_sms96"]).specs()
+    fitting, left_out = that_fit(specs, 50)
+    assert [spec.name for spec in fitting][2:] == ["combine_flat_bf16_sms48"]
     assert left_out == ["combine_flat_bf16_sms96: left out, since kernels may hold at most 50 of this device's SMs"]
 
 
 def test_a_sweep_on_cpus(tmp_path: Path) -> None:
     out = tmp_path / "sweep.json"
     chosen = [word for pattern in ("*_k1", "dispatch_*_e64", "dispatch*_skew2") for word in ("--case", pattern)]
-    run = CliRunner().invoke(main, ["sweep", "--backend", "cpu", *TINY, *chosen, "--out", str(out)])
+    sweep = [word for text in ("topk=1,4", "experts=64", "skew=2") for word in ("--sweep", text)]
+    run = CliRunner().invoke(main, ["moe", "--backend", "cpu", *TINY, *sweep, *chosen, "--out", str(out)])
     assert run.exit_code == 0, run.output
     result = json.loads(out.read_text())
     cases = [f"{what}_flat_fp32_{change}" for change in ("headline", "k1") for what in ("dispatch", "combine")]
     assert [row["case"] for row in result["rows"]] == [*cases, "dispatch_flat_fp32_e64", "dispatch_flat_fp32_skew2"]
     assert result["headline"]["tokens"] == 40
-    assert result["left_out"] == []
+    assert result["suite"] == "moe_sweep" and result["notes"] == []
     assert list(result["efficiency"]) == [row["case"] for row in result["rows"]]
     for row in result["rows"]:
         (base,) = (other for other in result["rows"] if other["case"] == f"{row['case'].rpartition('_')[0]}_headline")
@@ -108,7 +97,7 @@ def test_a_sweep_on_cpus(tmp_path: Path) -> None:
 
 def test_a_sweep_of_one_rank_is_refused() -> None:
     with pytest.raises(ValueError, match="ranks: expected at least 2, whose rows cross between them, got 1"):
-        SweepSuite(backend="cpu", workload=replace(HEADLINE, ranks=1), dtype="bfloat16", iterations=1)
+        sweep_suite(ranks=1, sweep=["tokens=512"])
 
 
 def test_efficiency_is_relative_to_the_headline_of_the_same_operation() -> None:
@@ -125,16 +114,3 @@ def test_efficiency_is_relative_to_the_headline_of_the_same_operation() -> None:
         "dispatch_flat_bf16_k1": 0.5,
         "combine_flat_bf16_k1": 0.5,
     }
-
-
-def test_a_sweep_is_drawn_axis_by_axis() -> None:
-    cases = ["headline", "k1", "t512", "t128", "skew1.5", "sms4"]
-    rows = [_row(f"dispatch_flat_bf16_{case}", "ep_plugin", 400, 10) for case in cases]
-    efficiency = {row["case"]: 1.0 for row in rows}
-    result = {"suite": "moe_sweep", "rows": rows, "efficiency": efficiency, "headline": {"tokens": 4096, "skew": 1.0}}
-    equal, *over = plots._panels(result)
-    assert list(equal["efficiency"]) == ["dispatch_flat_bf16_headline", "dispatch_flat_bf16_k1"]
-    points = {panel["axis"]: [(row["operation"], row["value"]) for row in panel["rows"]] for panel in over}
-    assert {name for listed in points.values() for name, _ in listed} == {"dispatch_flat_bf16"}
-    values = {axis: [value for _, value in listed] for axis, listed in points.items()}
-    assert values == {"t": [512, 128, 4096], "skew": [1.5, 1], "sms": [4]}

@@ -16,15 +16,17 @@ import torch
 from typer.testing import CliRunner
 
 from ep_plugin import _C
-from ep_plugin.bench import suite_wire, wire
+from ep_plugin.bench import links
 from ep_plugin.bench.cli import main
-from ep_plugin.bench.suite_wire import WireSuite
-from ep_plugin.bench.wire import Copy, CpuWire, GpuWire, copies_on_gpus
+from ep_plugin.bench.links import Copy, CpuWire, GpuWire, copies_on_gpus
+from ep_plugin.bench.suite import WrongResult, measured
+from ep_plugin.bench.suites import wire
+from ep_plugin.bench.suites.wire import WireSuite
 from tests.ranks import run_ranks, values
 
 RANKS = 3
 BYTES = 2 * 57344
-KINDS = ["store", "load", "tma_store", "tma_load", "tma_local", "tma_send", "ce_push", "ce_pull"]
+KINDS = ["store", "load", "tma_store", "tma_load", "ce_push", "ce_pull"]
 
 
 class MovedMemory:
@@ -88,9 +90,9 @@ def test_bytes_that_went_astray_are_found() -> None:
 def check_all_gpu_copies(rank: int, shift: int, only: tuple[int, int] | None) -> list[str]:
     without_gpus(shift, only)
     measured = GpuWire(torch.device("cpu"), BYTES)
-    found = suite_wire._wrong(measured, copies_on_gpus(132))
+    found = [copy.name for copy in copies_on_gpus(132) if measured.wrong(copy)]
     measured.close()
-    return [sentence.partition(":")[0] for sentence in found]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -98,33 +100,35 @@ def check_all_gpu_copies(rank: int, shift: int, only: tuple[int, int] | None) ->
     [
         (0, None, []),
         (4, (4096, 12), [f"{kind}_sm12" for kind in ("store", "load")]
-         + [f"{kind}_c4096_sm12" for kind in ("tma_store", "tma_load", "tma_local")]),
+         + [f"{kind}_c4096_sm12" for kind in ("tma_store", "tma_load")]),
     ],
     ids=["all right", "one chunk and number of SMs"],
 )  # fmt: skip
-def test_every_chunk_and_number_of_sms_is_judged(shift: int, only: tuple[int, int] | None, names: list[str]) -> None:
+def test_every_chunk_and_number_of_sms_is_compared(shift: int, only: tuple[int, int] | None, names: list[str]) -> None:
     assert values(run_ranks(RANKS, check_all_gpu_copies, shift, only)) == [names] * RANKS
 
 
-def floor_rate(rank: int, shift: int) -> wire.StoreRate:
+def floor_rate(rank: int, shift: int) -> tuple[float, str] | list[str]:
     without_gpus(shift)
-    wire.GpuWire.__init__.__defaults__ = (BYTES,)
-    return wire.best_sm_store_rate(torch.device("cpu"), iterations=1)
+    links.GpuWire.__init__.__defaults__ = (BYTES,)
+    try:
+        return links.best_sm_store_rate(torch.device("cpu"), iterations=1)
+    except WrongResult as error:
+        return error.args[0]
 
 
 def test_the_floors_rate_is_that_of_the_best_store() -> None:
     found = values(run_ranks(RANKS, floor_rate, 0))
     assert found[0] == found[1] == found[2]
-    assert found[0].gb_s > 0 and found[0].wrong == []
-    assert found[0].case in {"tma_store_c14336_sm16", "tma_store_c14336_sm48", "tma_store_c14336_sm132", "store_sm132"}
+    rate, case = found[0]
+    assert rate > 0
+    assert case in {"tma_store_c14336_sm16", "tma_store_c14336_sm48", "tma_store_c14336_sm132", "store_sm132"}
 
 
 def test_stores_that_went_astray_give_no_floor() -> None:
     for found in values(run_ranks(RANKS, floor_rate, 4)):
-        assert found.gb_s == 0 and len(found.wrong) == 4 * RANKS
-        assert found.wrong[0].startswith(
-            "rank 0: tma_store_c14336_sm16: what rank 1 stored: expected the sender's bytes"
-        )
+        assert len(found) == 4 * RANKS
+        assert found[0].startswith("rank 0: tma_store_c14336_sm16: what rank 1 stored: expected the sender's bytes")
 
 
 class LostPart(CpuWire):
@@ -134,14 +138,14 @@ class LostPart(CpuWire):
 
 
 def measure_with_a_lost_part(rank: int) -> dict[str, Any]:
-    suite_wire.CpuWire = LostPart
-    return suite_wire.measure(torch.device("cpu"), WireSuite(backend="cpu", ranks=RANKS, iterations=1))
+    wire.CpuWire = LostPart  # type: ignore[misc]
+    return measured(torch.device("cpu"), WireSuite(backend="cpu", ranks=RANKS, iterations=1))
 
 
 def test_nothing_is_timed_when_bytes_are_missing() -> None:
     for found in values(run_ranks(RANKS, measure_with_a_lost_part)):
-        assert found["rows"] == []
-        assert len(found["wrong"]) == RANKS * len(wire.CPU_CHUNKS)
+        assert "rows" not in found
+        assert len(found["wrong"]) == RANKS * len(links.CPU_CHUNKS)
         assert found["wrong"][0].startswith("rank 0: copy_c4096: expected every peer's bytes")
 
 
@@ -152,16 +156,16 @@ def test_rates_of_copies_between_processes(tmp_path: Path) -> None:
     result = json.loads(out.read_text())
     assert result["suite"] == "wire" and result["command"] == "ep-bench wire --backend cpu --ranks 2 --iterations 2"
     assert [row["case"] for row in result["rows"]] == ["copy_c4096", "copy_c65536", "copy_c1048576"]
-    assert all(row["impl"] == "wire" and row["bytes_wire"] == wire.CPU_BYTES for row in result["rows"])
+    assert all(row["impl"] == "wire" and row["bytes_wire"] == links.CPU_BYTES for row in result["rows"])
 
 
 def test_names_say_kind_chunk_and_sms() -> None:
     names = [copy.name for copy in copies_on_gpus(132)]
     assert len(set(names)) == len(names)
-    assert {"tma_store_c14336_sm16", "store_sm132", "ce_push", "ce_pull", "tma_local_c1024_sm4"} <= set(names)
+    assert {"tma_store_c14336_sm16", "store_sm132", "ce_push", "ce_pull", "tma_load_c1024_sm4"} <= set(names)
     assert not any("sm132" in copy.name for copy in copies_on_gpus(108))
 
 
-@pytest.mark.parametrize("chunk", [*wire.CHUNKS, wire.PIECE])
+@pytest.mark.parametrize("chunk", [*links.CHUNKS, links.PIECE])
 def test_chunks_divide_what_is_copied(chunk: int) -> None:
-    assert wire.CUDA_BYTES % chunk == 0
+    assert links.CUDA_BYTES % chunk == 0

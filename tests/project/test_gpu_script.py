@@ -10,9 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from ep_plugin.bench.cli import main
+from ep_plugin.bench.suite import Suite
+from ep_plugin.bench.suites.collectives import CollectiveSuite
+from ep_plugin.bench.suites.fsdp2 import Fsdp2Suite
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu.sh"
-DOCS = SCRIPT.parents[1] / "docs"
 # Writes down how it was called, and an example's metrics where it was asked for them.
 PYTHON = """#!/bin/sh
 echo "$@" >> "$CALLS"
@@ -62,8 +67,8 @@ def test_other_words_are_refused_before_any_step(tree: Path, steps: tuple[str, .
 @pytest.mark.parametrize(
     ("step", "variables", "wanted"),
     [
-        ("more", {}, "fsdp2 --compile --unit 2 --judged 50 --backend cuda"),
-        ("more", {"LAYERS": "8"}, "fsdp2 --compile --unit 2 --judged 50 --layers 8 --backend cuda"),
+        ("more", {}, "fsdp2 --compile --unit 2 --compared 50 --backend cuda"),
+        ("more", {"LAYERS": "8"}, "fsdp2 --compile --unit 2 --compared 50 --layers 8 --backend cuda"),
         ("train", {}, "train_qwen3_moe.py --preset 30b-a3b --layers 4 "),
         ("deepseek", {}, "train_deepseek_hf.py --preset v3 --compare all_to_all --launch 2 --out runs/"),
         ("deepseek", {"LAYERS": "2", "STEPS": "8"}, "train_deepseek_megatron.py --layers 2 --compare alltoall"),
@@ -75,11 +80,22 @@ def test_layers_are_those_of_what_trains(tree: Path, step: str, variables: dict[
     assert len([call for call in calls if wanted in call]) == 1
 
 
-def test_what_the_docs_say_of_fsdp2_is_what_runs(tree: Path) -> None:
-    said = re.findall(r"`ep-bench (fsdp2 --backend cuda [^`]*)`", (DOCS / "fsdp2.md").read_text())
-    _, calls = run(tree, "more")
-    (ran,) = (call.split(" cli ")[-1] for call in calls if "fsdp2" in call)
-    assert said and all(set(command.split()) <= set(ran.split()) for command in said)
+def test_every_suite_of_more_can_be_asked_for(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call's options are those of a suite. The suites are made, and not run."""
+    asked = []
+    monkeypatch.setattr(Suite, "run", lambda suite: asked.append(suite) or sys.exit(0))
+    monkeypatch.setattr(CollectiveSuite, "run", Suite.run)
+    monkeypatch.setattr(Fsdp2Suite, "run", Suite.run)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    _, calls = run(tree, "more", "deepseek")
+    benched = [call.removeprefix("-m ep_plugin.bench ") for call in calls if call.startswith("-m ep_plugin.bench ")]
+    for call in benched:
+        words = call.split(" --out ")[0].split()
+        done = CliRunner().invoke(main, words)
+        assert done.exit_code == 0, done.output
+    names = "wire moe_sweep allgather reduce_scatter overlap fsdp2 layers_megatron layers_torchtitan"
+    assert [suite.name for suite in asked] == names.split()
 
 
 def test_two_emulated_nodes_have_half_the_gpus_each(tree: Path) -> None:
@@ -88,7 +104,7 @@ def test_two_emulated_nodes_have_half_the_gpus_each(tree: Path) -> None:
     launcher, bench = call.split(f" -- {tree}/bin/python ")
     assert launcher == "-m ep_plugin.testing.nodes --device cuda --nodes 2 --ranks 1"
     assert bench == (
-        "-m ep_plugin.bench.cli allgather --backend cuda --ranks 2 --nodes 2 --size 67108864 --out benchmarks/results/"
+        "-m ep_plugin.bench allgather --backend cuda --ranks 2 --nodes 2 --size 67108864 --out benchmarks/results/"
     )
 
 

@@ -145,7 +145,7 @@ def test_a_command_that_is_not_there(network) -> None:
 
 def _bench(*options: str, out: Path) -> subprocess.CompletedProcess[str]:
     arguments = ["allgather", "--backend", "cpu", *options, "--size", "64", "--iterations", "1", "--out", str(out)]
-    command = [*LAUNCHER, "--network", "loopback", "--", sys.executable, "-m", "ep_plugin.bench.cli", *arguments]
+    command = [*LAUNCHER, "--network", "loopback", "--", sys.executable, "-m", "ep_plugin.bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
@@ -158,7 +158,7 @@ def test_a_bench_runs_on_the_ranks_of_its_launcher(tmp_path: Path) -> None:
     assert found["emulation"] == "2 nodes of 2 ranks on the loopback device"
     assert found["command"] == (
         "python -m ep_plugin.testing.nodes --device cpu --network loopback -- "
-        "ep-bench allgather --backend cpu --ranks 4 --nodes 2 --size 64 --iterations 1"
+        "ep-bench allgather --backend cpu --ranks 4 --iterations 1 --nodes 2 --size 64"
     )
     assert {row["bytes_wire"] for row in found["rows"]} == {16}
     assert {row["impl"] for row in found["rows"]} == {"ep_plugin", "ep_plugin, foreign output", "gloo"}

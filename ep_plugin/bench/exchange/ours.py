@@ -1,34 +1,32 @@
-"""ep_plugin in the words of the benchmark."""
+"""ep_plugin as an implementation of the benchmark's exchanges."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import ep_plugin.moe.operators  # noqa: F401  imported here, so that no construction is charged with it
+import ep_plugin.moe.operators  # noqa: F401  imported here, so that the time of a construction leaves it out
 from ep_plugin import _C
-from ep_plugin.bench.peers import Received
-from ep_plugin.bench.specs import CACHED, COMBINE, DISPATCH, ROUNDTRIP, Sms
-from ep_plugin.bench.workload import Batch, Workload
+from ep_plugin.bench.exchange.peers import Received
+from ep_plugin.bench.exchange.specs import CACHED, COMBINE, DISPATCH, ROUNDTRIP, Sms
+from ep_plugin.bench.exchange.workload import Batch, Workload
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, DISPATCH_POOL
-from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 
 _MIB = 1 << 20
-_State = tuple[DispatchHandle, torch.Tensor | None]
 
 
 class EpPlugin:
-    """Dispatch and combine of one communicator. Making it is collective; close it.
+    """Dispatch and combine of one communicator. The constructor is collective; the caller closes it.
 
-    capacity: rows of every dispatch's output, fixed, so that the host waits for nothing; None: as many as there are.
-    construction_s: how long it took here, until the device had done it. The pools are made by the first operations.
+    capacity: rows of every dispatch's output, so that the host does not wait; None: as many as arrive. construction_s:
+    seconds of the construction, until the device had finished. The first operations allocate the pools.
     """
 
     dedup = True
@@ -41,17 +39,13 @@ class EpPlugin:
         sms: Sms | None = None,
         capacity: int | None = None,
     ) -> None:
-        sms = sms or Sms()
         config = MoECommunicatorConfig(
             num_experts=workload.experts,
             hidden_size=workload.hidden,
             topk=workload.topk,
             max_tokens_per_rank=workload.tokens,
             layout=layout,
-            dispatch_send_sms=sms.dispatch,
-            dispatch_recv_sms=sms.expand,
-            combine_send_sms=sms.combine,
-            combine_recv_sms=sms.add,
+            **(sms or {}),
         )
         dist.barrier()
         began = time.perf_counter()
@@ -61,29 +55,37 @@ class EpPlugin:
         self.construction_s = time.perf_counter() - began
         self._workload, self._capacity = workload, capacity
 
-    def dispatch(self, batch: Batch, previous: object = None) -> Received:
-        handle = None if previous is None else cast(_State, previous)[0]
-        return _received(*self.comm.dispatch(*self._arguments(batch, handle)))
+    def dispatch(self, batch: Batch, previous: Any = None) -> Received:
+        out, handle = self.comm.dispatch(
+            batch.x,
+            batch.ids,
+            batch.weights,
+            batch.scales,
+            previous_handle=None if previous is None else previous[0],
+            capacity=self._capacity,
+            quantize="e4m3" if batch.quantize else None,
+        )
+        return Received(
+            tokens=out.tokens,
+            scales=out.scales,
+            counts=out.num_tokens_per_expert,
+            ids=out.topk_ids,
+            weights=out.weights,
+            row_experts=out.row_expert_ids,
+            state=(handle, out.weights),
+        )
 
-    def dispatch_async(self, batch: Batch) -> Received:
-        """The same on the communicator's own stream, which the current one waits for. The routing is a new one."""
-        return _received(*self.comm.dispatch_async(*self._arguments(batch)).wait())
-
-    def _arguments(self, batch: Batch, handle: DispatchHandle | None = None) -> tuple[Any, ...]:
-        quantize = "e4m3" if batch.quantize else None
-        return batch.x, batch.ids, batch.weights, batch.scales, handle, self._capacity, quantize
-
-    def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
-        handle, weights = cast(_State, state)
+    def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
+        handle, weights = state
         return self.comm.combine(y, handle, weights=weights)
 
     def sms(self, what: str, row_bytes: int, quantize: bool = False) -> int:
         return sms_of(self.comm, what, self._workload, row_bytes, quantize)
 
     def memory(self, row_bytes: int) -> dict[str, int]:
-        """Bytes on this rank that are no tensor of the caller, and the limit: two pools of R * T rows, and 64 MiB.
+        """Bytes on this rank beyond the caller's tensors, after a dispatch and a combine have allocated the pools.
 
-        The pools are there after the first dispatch and combine.
+        The limit is two pools of R * T rows, and 64 MiB.
         """
         engine = self.comm.engine
         pools = engine.pool_bytes(DISPATCH_POOL) + engine.pool_bytes(COMBINE_POOL)
@@ -101,32 +103,19 @@ class EpPlugin:
 
 
 def sms_of(comm: MoECommunicator, what: str, workload: Workload, row_bytes: int, quantize: bool = False) -> int:
-    """SMs of all kernels that move rows, of so many bytes on the wire, at once; of a round trip, those of its larger
-    half.
+    """SMs of an operation's kernels that move rows of `row_bytes`; of a round trip, those of its larger half.
 
-    Kernels that work out where rows go run before those, for some microseconds, on SMs that are not counted.
+    The kernels of plan and notify run before, for some microseconds, and are not counted.
     """
     dispatch = sum(comm.engine.dispatch_sms(workload.tokens, row_bytes, workload.topk, quantize))
     combine = sum(comm.engine.combine_sms(workload.tokens, row_bytes, workload.topk))
     return {DISPATCH: dispatch, CACHED: dispatch, COMBINE: combine, ROUNDTRIP: max(dispatch, combine)}[what]
 
 
-def _received(out: DispatchOutput, handle: DispatchHandle) -> Received:
-    return Received(
-        tokens=out.tokens,
-        scales=out.scales,
-        counts=out.num_tokens_per_expert,
-        ids=out.topk_ids,
-        weights=out.weights,
-        row_experts=out.row_expert_ids,
-        state=(handle, out.weights),
-    )
-
-
 class Recorded:
-    """A CUDA graph of `step`, of a batch of its own that starts as a copy of `batch`; calling it replays the graph.
+    """A CUDA graph of `step`, with a batch of its own that starts as a copy of `batch`. A call replays the graph.
 
-    What it returns is the same memory each time. Making it is collective when `step` is: it runs once before.
+    Every call returns the same memory. The constructor runs `step` once, so it is collective when `step` is.
     """
 
     def __init__(self, step: Callable[[Batch], torch.Tensor], batch: Batch) -> None:
@@ -137,7 +126,7 @@ class Recorded:
     def _capture(self, step: Callable[[Batch], torch.Tensor]) -> None:
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # Other threads (NCCL's watchdog) go on asking for events, which a capture of all threads would not bear.
+        # NCCL's watchdog thread queries events meanwhile, which would end a capture of all threads.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._result = step(self._batch)
 
@@ -146,7 +135,7 @@ class Recorded:
         return self._result
 
     def of(self, batch: Batch) -> torch.Tensor:
-        """A replay with the rows, ids and weights of `batch`, which stay for later calls, into NaN."""
+        """Replays the graph with the rows, ids and weights of `batch`, which stay for later calls, into NaN."""
         self._batch.x.copy_(batch.x)
         self._batch.ids.copy_(batch.ids)
         self._batch.weights.copy_(batch.weights)

@@ -1,4 +1,4 @@
-"""What the ranks exchange: shapes, and inputs that every rank can make for all ranks.
+"""Sizes of an exchange, and inputs that every rank can make for all ranks.
 
 Shapes: R ranks, T tokens per rank, H hidden size, K experts per token, E experts in all, E_l = E / R.
 """
@@ -24,10 +24,10 @@ SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Sizes of one exchange. Nothing is dropped, every rank has the same T.
+    """Sizes of one exchange. No token is dropped, and every rank has the same T.
 
-    skew: rows for the experts of HOT_RANK, as a multiple of the mean over ranks, from every source alike. 1: routing
-    is uniformly random.
+    skew: rows for the experts of HOT_RANK, from every source, as a multiple of the mean over ranks. 1: routing is
+    uniformly random.
     """
 
     ranks: int
@@ -63,8 +63,8 @@ class Workload:
 class Batch:
     """One rank's tokens. x: `[T, H]`, ids: int64 `[T, K]`, weights: float32 `[T, K]`, scales: `[T, S]` with FP8.
 
-    Weights are 0.1 to 1.1 and sum to anything, so that a result without them, or with others, is plainly wrong.
-    quantize: x is to arrive as FP8 with scales.
+    Weights are 0.1 to 1.1 and not normalised, so that a result with other weights, or without, is plainly wrong.
+    quantize: x arrives as FP8 with scales.
     """
 
     x: torch.Tensor
@@ -83,7 +83,7 @@ class Batch:
 
 
 def batches(workload: Workload, dtype: torch.dtype, device: torch.device) -> list[Batch]:
-    """What each rank brings, the same on every rank that asks."""
+    """The tokens of each rank, the same on every rank."""
     random = torch.Generator(device).manual_seed(workload.seed)
     made = []
     for _ in range(workload.ranks):
@@ -100,10 +100,10 @@ def batches(workload: Workload, dtype: torch.dtype, device: torch.device) -> lis
 
 
 def _chosen(workload: Workload, scores: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """The experts of each token, `[T, K]`: those with the highest scores, of the hot rank as many as the skew says."""
+    """The experts of each token, `[T, K]`: the highest scores, with as many of the hot rank as the skew asks for."""
     if workload.skew == 1:
         return scores.topk(workload.topk, dim=1).indices
-    # An equal share of the hot rows for each token; what is left over goes to some tokens, one each.
+    # Each token has an equal share of the hot rows; the remainder goes to some tokens, one row each.
     T = workload.tokens
     total = round(workload.skew * T * workload.topk / workload.ranks)
     extra = torch.randperm(T, generator=random, device=scores.device) < total % T
@@ -118,9 +118,9 @@ def _chosen(workload: Workload, scores: torch.Tensor, random: torch.Generator) -
 
 
 def other_rows(everyone: list[Batch], turn: int, reroute: bool) -> list[Batch]:
-    """The batches with each rank's rows (with weights and scales) in another order for each turn, on every rank alike.
+    """The batches with each rank's rows, weights and scales in another order for each turn, the same on every rank.
 
-    reroute: the routes too, in an order of their own. Every rank receives as many rows as before for each expert.
+    reroute: the routes too, in an order of their own. Every expert receives as many rows as before.
     """
     random = torch.Generator(everyone[0].x.device).manual_seed(turn)
     return [_reordered(batch, random, reroute) for batch in everyone]
@@ -140,20 +140,20 @@ def _reordered(batch: Batch, random: torch.Generator, reroute: bool) -> Batch:
 def expert_rows(
     workload: Workload, rank: int, rows: int, turn: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """`[rows, H]` as the experts of `rank` might return them, others for each turn, on every rank alike."""
+    """`[rows, H]`, as the experts of `rank` might return them: others for each turn, the same on every rank."""
     random = torch.Generator(device).manual_seed((workload.seed + 1 + turn) * workload.ranks + rank)
     return torch.randn(rows, workload.hidden, generator=random, device=device).to(dtype)
 
 
 def expert_factors(workload: Workload, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`[E]`, 0.5 to 1.5: what each expert multiplies its rows by, so that it can be told from others, the next most."""
+    """`[E]`, 0.5 to 1.5: a factor for the rows of each expert, which tells it from the others."""
     return (0.5 + (torch.arange(workload.experts, dtype=torch.float64, device=device) * _GOLDEN) % 1).to(dtype)
 
 
 def rows_on_the_wire(workload: Workload, ids: list[torch.Tensor], dedup: bool) -> int:
-    """Rows that cross to or from the busiest rank, in its busier direction.
+    """Rows that cross to or from the busiest rank, in its busier direction. ids: `[T, K]` of each rank.
 
-    dedup: a token crosses once per destination rank, however many of its experts live there.
+    dedup: a token crosses once per destination rank, however many of its experts are there.
     """
     sent = torch.stack([_rows_by_rank(workload, chosen, dedup) for chosen in ids])
     sent.fill_diagonal_(0)
@@ -166,14 +166,14 @@ def rows_received(workload: Workload, ids: list[torch.Tensor]) -> list[int]:
 
 
 def _rows_by_rank(workload: Workload, ids: torch.Tensor, dedup: bool) -> torch.Tensor:
-    """Rows that one source has for each rank, int64 `[R]` on the host."""
+    """Rows of one source for each rank, int64 `[R]` on the host."""
     owner = ids // workload.local_experts  # [T, K]
     pairs = torch.stack([(owner == rank).sum(1) for rank in range(workload.ranks)], 1)  # [T, R]
     return (pairs.clamp(max=1) if dedup else pairs).sum(0).cpu()
 
 
 def crossing_per_token(workload: Workload) -> float:
-    """Rows that a token is expected to send to other ranks, with dedup and uniformly random routing."""
+    """The mean number of rows that a token sends to other ranks, with dedup and uniformly random routing."""
     elsewhere = workload.experts - workload.local_experts
     missed = math.comb(elsewhere, workload.topk) / math.comb(workload.experts, workload.topk)
     return (workload.ranks - 1) * (1 - missed)

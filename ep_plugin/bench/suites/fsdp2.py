@@ -1,12 +1,10 @@
 """The suite `fsdp2`: a training step of a dense Qwen3 under FSDP2, through its own collectives and through ours.
 
-One model is in memory, and the collectives of its parameter groups are exchanged between steps, so that the arms are
-timed in turn. First each arm trains from the same weights, with PyTorch's deterministic algorithms, and stock twice, to
-show that it repeats itself: with our gathers alone every loss must equal stock's, with our reductions too it must be
-within 1e-3. `no communication` leaves the collectives out: what the others take more is what they expose. The same
-collectives are timed by themselves too, one after the other, undisturbed and in warm memory, so at their least:
-`collectives_share` is their part of stock's step, and `share_when_exposed` that of a step in which compute hid none of
-them. `bytes_wire`: of all of them, per rank.
+One model is in memory. The collectives of its parameter groups are exchanged between steps, so that the arms are timed
+in turn. First each arm trains from the same weights, with PyTorch's deterministic algorithms. Stock trains twice, to
+show that it repeats itself. With our gathers alone every loss must equal stock's, with our reductions too it must be
+within 1e-3. `no communication` leaves the collectives out: the other arms expose the time that they take beyond it.
+`bytes_wire`: of all collectives of a step, per rank.
 """
 
 from __future__ import annotations
@@ -15,21 +13,17 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import typer
 
-from ep_plugin.bench import provenance
-from ep_plugin.bench.launch import run_on_ranks
-from ep_plugin.bench.results import everyones_wrong, result, row
-from ep_plugin.bench.step_collectives import Call, Noted, again
+from ep_plugin.bench.suite import BY_BACKEND, WARMUP, Suite, require_module, require_right, row
 from ep_plugin.bench.timing import Run, Timing, clock_of, time_in_turn
 
-SUITE = "fsdp2"
 STOCK, GATHER, BOTH, NONE = "stock", "ep_plugin, gathers only", "ep_plugin", "no communication"
 STOCK_AGAIN = "stock, once more"
-WARMUP = 3
 LIMIT = 1e-3  # of the loss, relative, where reductions are ours
 WIDTHS: dict[str, dict[str, Any]] = {
     "cpu": {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
@@ -45,56 +39,86 @@ Arm = list[tuple[Any, str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fsdp2Suite:
-    """What one run measures. tokens: per rank and step. judged: steps whose losses are compared. unit: decoder layers
-    whose parameters are gathered, and gradients reduced, together."""
+class Fsdp2Suite(Suite):
+    """A training step of a dense Qwen3 under FSDP2: its own collectives, ours, and none."""
 
-    backend: str
-    ranks: int
-    layers: int
-    tokens: int
-    judged: int
-    iterations: int
-    compiled: bool = False
-    unit: int = 1
+    command_name: ClassVar[str] = "fsdp2"
+    defaults: ClassVar[dict[str, dict[str, Any]]] = {
+        "cpu": {"ranks": 2, "layers": 4, "tokens": 128},
+        "cuda": {"ranks": None, "layers": 36, "tokens": 4096},
+    }
+    least: ClassVar[dict[str, int]] = Suite.least | {"layers": 2, "tokens": 2, "compared": 1, "unit": 1}
+
+    layers: Annotated[int, typer.Option(help="Decoder layers. Default on cuda: 36.")] = BY_BACKEND
+    tokens: Annotated[int, typer.Option(help="Tokens per rank and step. Default on cuda: 4096.")] = BY_BACKEND
+    compared: Annotated[int, typer.Option(help="Steps whose losses are compared before anything is timed.")] = 5
+    compile: Annotated[bool, typer.Option("--compile", help="Decoder layers by torch.compile.")] = False
+    unit: Annotated[int, typer.Option(help="Decoder layers that are gathered and reduced together.")] = 1
 
     def __post_init__(self) -> None:
-        least_of = {"ranks": 2, "layers": 2, "tokens": 2, "judged": 1, "iterations": 1, "unit": 1}
-        for name, least in least_of.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
-        try:
-            import transformers  # noqa: F401
-        except ImportError as error:
-            raise ValueError(f"fsdp2: expected transformers, whose Qwen3 is trained: {error}") from error
+        super().__post_init__()
+        require_module("transformers", "fsdp2", "whose Qwen3 is trained")
 
     @property
     def case(self) -> str:
-        compiled = ", compiled" if self.compiled else ""
+        compiled = ", compiled" if self.compile else ""
         unit = f", {self.unit} in a unit" if self.unit > 1 else ""
         return f"dense Qwen3, {self.layers} layers{compiled}{unit}, {self.tokens} tokens per rank"
 
-    def command(self) -> str:
-        words = [f"--backend {self.backend}", f"--ranks {self.ranks}", f"--layers {self.layers}"]
-        words += [f"--tokens {self.tokens}", f"--judged {self.judged}", f"--iterations {self.iterations}"]
-        words += ["--compile"] if self.compiled else []
-        words += [f"--unit {self.unit}"] if self.unit > 1 else []
-        return " ".join(["ep-bench fsdp2", *words])
+    def run(self) -> dict[str, Any]:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products need it from their start
+        return super().run()
+
+    def measure(self, device: torch.device) -> dict[str, Any]:
+        model, parameters = _build(self, device)
+        arms = _arms(model)
+        losses, peaks = _compare(self, model, arms, device)
+        optimizer = _optimizer(model)
+        clock = clock_of(device)
+        timings: dict[str, Timing] = {}
+        # Without communication the weights become whatever memory held: that arm comes last.
+        for names in ((STOCK, GATHER, BOTH), (NONE,)):
+            steps: dict[str, Run] = {name: _step(self, model, arms[name], optimizer, device) for name in names}
+            timings |= time_in_turn(clock, steps, self.iterations, WARMUP)
+        wire = _bytes_wire(self, model, arms[STOCK], optimizer, device)
+        medians = {name: timing.median_us for name, timing in timings.items()}
+        found = {
+            "tokens_per_s": {name: round(1e6 * self.tokens * self.ranks / took) for name, took in medians.items()},
+            "exposed_in_stock": round(1 - medians[NONE] / medians[STOCK], 3),
+            "losses": losses,
+            "max_rel_diff": {name: max(_differences(losses[name], losses[STOCK])) for name in (GATHER, BOTH)},
+            "peak_bytes": peaks if device.type == "cuda" else None,
+            "parameters": parameters,
+            "unit_bytes": _unit_bytes(self, model),
+        }
+        rows = [row(self.case, name, timing, 0 if name == NONE else wire) for name, timing in timings.items()]
+        return {"rows": rows, "notes": notes_of(found), **found}
 
 
-def run(suite: Fsdp2Suite) -> dict[str, Any]:
-    """Runs the suite on ranks of its own. Raises WrongResult."""
-    code_hash = provenance.hash_sources()
-    # What deterministic products ask for, before they start.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    found = run_on_ranks(suite.ranks, suite.backend, measure, suite)
-    return result(SUITE, suite.backend, suite.ranks, suite.command(), found, code_hash)
+def notes_of(found: dict[str, Any]) -> list[str]:
+    """Sentences on speed, communication, losses and memory."""
+    rates, exposed = found["tokens_per_s"], found["exposed_in_stock"]
+    others = [f"{name} {rate:,} ({rate / rates[STOCK]:.3f} × stock)" for name, rate in rates.items() if name != STOCK]
+    worst = ", ".join(f"{name} {value:.1e}" for name, value in found["max_rel_diff"].items())
+    notes = [
+        f"tokens/s: {'; '.join([f'{STOCK} {rates[STOCK]:,}', *others])}",
+        f"communication: {exposed:.1%} of stock's step is exposed",
+        f"losses of {len(found['losses'][STOCK])} steps, largest relative difference from stock's: {worst}",
+    ]
+    if found["peak_bytes"]:
+        peaks = found["peak_bytes"]
+        beyond = [f"{name} {(peaks[name] - peaks[STOCK]) / 1e6:,.0f} MB" for name in found["max_rel_diff"]]
+        notes.append(
+            f"peak memory beyond stock's {peaks[STOCK] / 1e9:,.1f} GB: {', '.join(beyond)}; parameters of a unit: "
+            f"{found['unit_bytes'] / 1e6:,.0f} MB"
+        )
+    return notes
 
 
-def measure(device: torch.device, suite: Fsdp2Suite) -> dict[str, Any]:
-    """One rank's part: the rows, or what was wrong, the same on every rank. Collective."""
-    model, parameters = _build(suite, device)
-    arms = _arms(model)
+def _compare(
+    suite: Fsdp2Suite, model: Any, arms: dict[str, Arm], device: torch.device
+) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Losses and peak memory of each arm, all from the same weights. Raises WrongResult. Collective."""
     start = [parameter.to_local().detach().clone() for parameter in model.parameters()]
     losses, peaks = {}, {}
     free_after_stock = None
@@ -107,39 +131,10 @@ def measure(device: torch.device, suite: Fsdp2Suite) -> dict[str, Any]:
             losses[name] = _train(suite, model, arms[STOCK if name == STOCK_AGAIN else name], device)
         free = _free_memory(device)
         free_after_stock = free if free_after_stock is None else free_after_stock
-        # What peers map is no part of the allocator's figure: it is what else the device has less than after stock.
+        # The allocator does not count memory that peers map: that is the device's free memory that stock left.
         peaks[name] = _allocator_peak(device) + max(0, free_after_stock - free)
-    wrong = everyones_wrong(_judge(losses))
-    if wrong:
-        return {"rows": [], "wrong": wrong}
-    del start
-    optimizer = _optimizer(model)
-    calls = _calls_of_a_step(suite, model, arms[STOCK], optimizer, device)
-    clock = clock_of(device)
-    timings: dict[str, Timing] = {}
-    # Without communication weights become whatever memory held, so that comes last and by itself.
-    for names in ((STOCK, GATHER, BOTH), (NONE,)):
-        steps: dict[str, Run] = {name: _step(suite, model, arms[name], optimizer, device) for name in names}
-        timings |= time_in_turn(clock, steps, suite.iterations, WARMUP)
-    alone = {name: again(calls, [comm for *_, comm in arms[name]]) for name in (STOCK, BOTH)}
-    collectives = {name: its.median_us for name, its in time_in_turn(clock, alone, suite.iterations, WARMUP).items()}
-    wire = sum(call.bytes_wire for call in calls)
-    rows = [row(suite.case, name, timing, 0 if name == NONE else wire, None) for name, timing in timings.items()]
-    medians = {name: timing.median_us for name, timing in timings.items()}
-    return {
-        "rows": rows,
-        "wrong": [],
-        "tokens_per_s": {name: round(1e6 * suite.tokens * suite.ranks / took) for name, took in medians.items()},
-        "exposed_in_stock": round(1 - medians[NONE] / medians[STOCK], 3),
-        "collectives_us": collectives,
-        "collectives_share": round(collectives[STOCK] / medians[STOCK], 3),
-        "share_when_exposed": round(collectives[STOCK] / (collectives[STOCK] + medians[NONE]), 3),
-        "losses": losses,
-        "max_rel_diff": {name: _difference(losses[name], losses[STOCK]) for name in (GATHER, BOTH)},
-        "peak_bytes": peaks if device.type == "cuda" else None,
-        "parameters": parameters,
-        "unit_bytes": _unit_bytes(suite, model),
-    }
+    require_right(wrong_losses(losses))
+    return losses, peaks
 
 
 def _build(suite: Fsdp2Suite, device: torch.device) -> tuple[Any, int]:
@@ -156,7 +151,7 @@ def _build(suite: Fsdp2Suite, device: torch.device) -> tuple[Any, int]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     mesh = init_device_mesh(device.type, (suite.ranks,))
     layers = list(model.model.layers)
-    for layer in layers if suite.compiled else ():
+    for layer in layers if suite.compile else ():
         layer.compile()
     for first in range(0, len(layers), suite.unit):
         fully_shard(layers[first : first + suite.unit], mesh=mesh)
@@ -171,7 +166,7 @@ def _unit_bytes(suite: Fsdp2Suite, model: Any) -> int:
 
 
 def _arms(model: torch.nn.Module) -> dict[str, Arm]:
-    """Who serves each parameter group in each arm."""
+    """The collectives of each parameter group in each arm."""
     from ep_plugin.integrations.fsdp2 import hooks
 
     gather = next(iter(hooks.PLACES))
@@ -187,8 +182,27 @@ def _arms(model: torch.nn.Module) -> dict[str, Arm]:
     }
 
 
+class _Counted:
+    """Serves a parameter group as `stock` does, and adds up the bytes that peers send, or take from, this rank."""
+
+    def __init__(self, stock: Any, counted: list[int]) -> None:
+        self.allocate, self._stock, self._counted = stock.allocate, stock, counted
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **more: Any) -> Any:
+        self._counted.append(abs(output_tensor.nbytes - input_tensor.nbytes))
+        return self._stock(output_tensor=output_tensor, input_tensor=input_tensor, **more)
+
+
+def _bytes_wire(
+    suite: Fsdp2Suite, model: torch.nn.Module, stock: Arm, optimizer: torch.optim.Optimizer, device: torch.device
+) -> int:
+    counted: list[int] = []
+    _step(suite, model, [(group, name, _Counted(comm, counted)) for group, name, comm in stock], optimizer, device)()
+    return sum(counted)
+
+
 class _Nothing:
-    """Leaves out what it stands for: outputs hold whatever their memory held."""
+    """A collective that does nothing: its output holds whatever its memory held."""
 
     def __init__(self, stock: Any) -> None:
         self.allocate = stock.allocate
@@ -202,11 +216,14 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def _train(suite: Fsdp2Suite, model: torch.nn.Module, arm: Arm, device: torch.device) -> list[float]:
-    """Losses of the judged steps, means of all ranks. The learning rate rises from step to step, as at the start of a
-    training: at all of it at once, differences in a sum's last bit grow to per mille of the loss."""
+    """Losses of the compared steps, means over all ranks.
+
+    The learning rate rises from step to step, as at the start of a training. With the whole of it at once, differences
+    in a sum's last bit grow to per mille of the loss.
+    """
     optimizer, losses = _optimizer(model), []
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / suite.judged, total_iters=suite.judged)
-    for step in range(suite.judged):
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / suite.compared, total_iters=suite.compared)
+    for step in range(suite.compared):
         loss = _step(suite, model, arm, optimizer, device, seed=step)()
         warm_up.step()
         dist.all_reduce(loss)
@@ -235,12 +252,12 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def _allocator_peak(device: torch.device) -> int:
-    """The most bytes that PyTorch's allocator had given out; 0 for CPUs, where nothing counts them."""
+    """The peak of PyTorch's allocator in bytes; 0 for CPUs, which have no such count."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _free_memory(device: torch.device) -> int:
-    """Device memory that only PyTorch's allocator could take, or holds; 0 for CPUs."""
+    """Bytes of the device that are free, or that PyTorch's allocator holds; 0 for CPUs."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -271,20 +288,11 @@ def _step(
     return step
 
 
-def _calls_of_a_step(
-    suite: Fsdp2Suite, model: torch.nn.Module, stock: Arm, optimizer: torch.optim.Optimizer, device: torch.device
-) -> list[Call]:
-    calls: list[Call] = []
-    noted = [(group, attribute, Noted(comm, place, calls)) for place, (group, attribute, comm) in enumerate(stock)]
-    _step(suite, model, noted, optimizer, device)()
-    return calls
-
-
-def _judge(losses: dict[str, list[float]]) -> list[str]:
+def wrong_losses(losses: dict[str, list[float]]) -> list[str]:
     found = []
     if losses[STOCK_AGAIN] != losses[STOCK]:
         found.append(
-            "losses of stock: expected the same from run to run, or no other can be judged, got others "
+            "losses of stock: expected the same from run to run, or no other can be compared, got others "
             + _worst(losses[STOCK_AGAIN], losses[STOCK])
         )
     if losses[GATHER] != losses[STOCK]:
@@ -292,7 +300,7 @@ def _judge(losses: dict[str, list[float]]) -> list[str]:
             "losses with our gathers alone: expected stock's, bit for bit, got others "
             + _worst(losses[GATHER], losses[STOCK])
         )
-    if not _difference(losses[BOTH], losses[STOCK]) <= LIMIT:
+    if not max(_differences(losses[BOTH], losses[STOCK])) <= LIMIT:
         found.append(
             f"losses with our reductions: expected stock's within {LIMIT} of theirs, got others "
             + _worst(losses[BOTH], losses[STOCK])
@@ -304,12 +312,8 @@ def _differences(ours: list[float], stock: list[float]) -> list[float]:
     return [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(ours, stock, strict=True)]
 
 
-def _difference(ours: list[float], stock: list[float]) -> float:
-    return max(_differences(ours, stock))
-
-
 def _worst(ours: list[float], stock: list[float]) -> str:
-    """Where they differ most, and by how much."""
+    """The step with the largest difference, and the difference."""
     differences = _differences(ours, stock)
     step = differences.index(max(differences))
     return f"by up to {differences[step]:.1e}, in step {step}: {ours[step]} in place of {stock[step]}"

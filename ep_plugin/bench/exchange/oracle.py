@@ -1,17 +1,20 @@
-"""What every way to exchange a workload must return, by the oracles of ep_plugin.moe.reference.
+"""Compares the results of every implementation with the oracles of ep_plugin.moe.reference.
 
-The oracle holds routes, not rows: where each row came from. Rows are looked up when they are compared.
+The oracle holds routes, not rows: it looks a row up at its source when it compares it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from ep_plugin.bench.peers import Received
-from ep_plugin.bench.workload import Batch, Workload
+from ep_plugin.bench.exchange.peers import Received
+from ep_plugin.bench.exchange.workload import Batch, Workload
 from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.reference import ReferenceOutput, reference_combine, reference_dispatch, reference_quantize
 
@@ -40,9 +43,9 @@ class Oracle:
         return len(self._all[self._rank if rank is None else rank].tokens)
 
     def wrong_dispatch(self, got: Received) -> str | None:
-        """How `got` differs from what this rank should have received, bit for bit; None when it does not.
+        """How `got` differs from the rows that belong to this rank, bit for bit; None when it does not.
 
-        Weights and row_experts are compared when they are there.
+        Weights, row_experts and counts are compared where `got` has them.
         """
         expected = self._all[self._rank]
         arriving = [_as_it_arrives(batch) for batch in self._everyone]
@@ -74,7 +77,7 @@ class Oracle:
         return Sum(*(torch.stack(each).sum(0) for each in zip(*sums, strict=True)))
 
     def scaled_rows(self, rank: int, factors: torch.Tensor) -> torch.Tensor:
-        """`[N, H]`: what the experts of `rank` return that multiply what they received by their factor. FLAT only."""
+        """The rows `[N, H]` of `rank`, each multiplied by the factor of its expert, factors `[E]`. FLAT only."""
         out = self._all[rank]
         assert out.row_expert_ids is not None
         rows = torch.cat([batch.x for batch in self._everyone])[out.tokens.squeeze(1)]
@@ -83,7 +86,7 @@ class Oracle:
 
 
 def _pairs_of(out: ReferenceOutput, y: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, ReferenceOutput]:
-    """What concerns `count` tokens from `first` on: their rows of `y`, and those rows' routes and weights."""
+    """The rows of `y` that belong to `count` tokens from `first` on, and their routes and weights."""
     mine = ((out.pair_token >= first) & (out.pair_token < first + count)).nonzero().squeeze(1)
     rows = out.pair_row[mine]
     part = replace(
@@ -106,8 +109,8 @@ def _as_it_arrives(batch: Batch) -> Batch:
 def wrong_combine(expected: Sum, got: torch.Tensor) -> str | None:
     """How `[T, H]` differs from the expectation; None when every element is within roundings of it.
 
-    Allowed are four roundings to the rows' type (of weights, of a rank's sum, of the result, and one of a product), and
-    those of sums in float32, of the magnitude of what is summed.
+    Four roundings to the rows' type are allowed (weights, a product, a rank's sum, the result), and those of float32
+    sums, relative to the magnitude of the terms.
     """
     if got.shape != expected.exact.shape:
         return f"expected shape {tuple(expected.exact.shape)}, got {tuple(got.shape)}"
@@ -132,3 +135,22 @@ def _difference(got: torch.Tensor | None, expected: torch.Tensor | None) -> str 
         return None
     first = int(differing[0])
     return f"expected the oracle's values, got others in {len(differing)} of {got.shape[0]} rows, first row {first}"
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fills memory that torch allocates inside with NaN, or with the largest integers.
+
+    PyTorch ties this setting to deterministic algorithms. The warnings of operations that have none are left out.
+    """
+    settings: Any = torch.utils.deterministic  # its annotations leave the setting out
+    mode, fill = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import the compiler
+    settings.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        settings.fill_uninitialized_memory = fill

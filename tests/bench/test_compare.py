@@ -1,4 +1,4 @@
-"""ep-bench: what its judge catches: wrong, stale, permuted, unweighted and unwritten results."""
+"""ep-bench: comparisons find wrong, stale, permuted, unweighted and unwritten results."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from ep_plugin.bench import cases, suite_moe
-from ep_plugin.bench.cases import Peers, cases_of
-from ep_plugin.bench.ours import Recorded
-from ep_plugin.bench.peers import AllToAll, Received, Routing, TokenMajorAllToAll
-from ep_plugin.bench.peers_dedup import DedupAllToAll, DedupRouting
-from ep_plugin.bench.poison import poisoned
-from ep_plugin.bench.specs import Sms
-from ep_plugin.bench.suite_moe import MoeSuite
-from ep_plugin.bench.workload import Batch, Workload
+from ep_plugin.bench.exchange import cases
+from ep_plugin.bench.exchange.oracle import poisoned
+from ep_plugin.bench.exchange.ours import EpPlugin, Recorded
+from ep_plugin.bench.exchange.peers import AllToAll, Received, Routing
+from ep_plugin.bench.exchange.workload import Batch, Workload
+from ep_plugin.bench.suite import WrongResult, measured
+from ep_plugin.bench.suites.moe import MoeSuite
 from tests.ranks import run_ranks, values
 
 RANKS = 2
-WORKLOAD = Workload(ranks=RANKS, tokens=40, hidden=128, topk=2, experts=6)
-GLOO, GLOO_DEDUP = "gloo_all_to_all", "gloo_all_to_all_dedup"
 
 
 class SwappedRows(AllToAll):
@@ -51,15 +47,6 @@ class PlainSum(AllToAll):
         return super().combine(y, dataclasses.replace(state, weights=torch.ones_like(state.weights)))
 
 
-class OthersWeights(DedupAllToAll):
-    """Combine takes each row's weight from the row before it."""
-
-    def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
-        assert isinstance(state, DedupRouting)
-        arrivals = dataclasses.replace(state.arrivals, weights=state.arrivals.weights.roll(1, 0))
-        return super().combine(y, dataclasses.replace(state, arrivals=arrivals))
-
-
 class FirstResult(AllToAll):
     """Every dispatch and combine after some of them returns what the last of those did."""
 
@@ -83,7 +70,7 @@ class FirstResult(AllToAll):
 
 
 class RightUntilTimed(FirstResult):
-    """As FirstResult, after the first judgement and some calls of the timing."""
+    """As FirstResult, after the first comparison and some calls of the timing."""
 
     fresh = 4
 
@@ -129,10 +116,10 @@ class NotANumber(AllToAll):
         return out
 
 
-class WrongIds(TokenMajorAllToAll):
+class WrongIds(EpPlugin):
     """A row's local experts are those of another rank."""
 
-    def dispatch(self, batch: Batch, previous: object = None) -> Received:
+    def dispatch(self, batch: Batch, previous: Any = None) -> Received:
         received = super().dispatch(batch, previous)
         assert received.ids is not None
         received.ids.add_(1)
@@ -140,35 +127,29 @@ class WrongIds(TokenMajorAllToAll):
 
 
 def suite(
-    dtype: str = "float32", layout: str = "flat", peers: Peers | None = None, chosen: tuple[str, ...] = ()
+    dtype: str = "float32", layout: str = "flat", peer: str = "all_to_all", chosen: tuple[str, ...] = ()
 ) -> MoeSuite:
     return MoeSuite(
-        backend="cpu",
-        workload=WORKLOAD,
-        dtypes=(dtype,),
-        layouts=(layout,),
-        iterations=1,
-        cases=chosen,
-        peers=peers or Peers(),
-    )
+        backend="cpu", ranks=RANKS, tokens=40, hidden=128, topk=2, experts=6,
+        dtype=[dtype], layout=[layout], iterations=1, case=list(chosen), peer=[peer],
+    )  # fmt: skip
 
 
 def measure(_: int, wanted: MoeSuite) -> dict[str, list[Any]]:
-    return suite_moe.measure(torch.device("cpu"), wanted)
+    return measured(torch.device("cpu"), wanted)
 
 
-def flat(peer: Any, *chosen: str) -> MoeSuite:
-    return suite(peers=Peers(flat=peer), chosen=chosen)
+def flat(peer: type[AllToAll], *chosen: str, dtype: str = "float32") -> MoeSuite:
+    return suite(dtype, peer=f"{__name__}:{peer.__name__}", chosen=chosen)
 
 
 @pytest.mark.parametrize(
     ("wanted", "case", "what"),
     [
         (flat(SwappedRows), "dispatch_flat_fp32", "others in 2 of"),
-        (suite("float8", peers=Peers(flat=WrongScales)), "dispatch_flat_fp8", "scales:"),
+        (flat(WrongScales, dtype="float8"), "dispatch_flat_fp8", "scales:"),
         (flat(PlainSum), "combine_flat_fp32", "relative errors"),
         (flat(NotANumber), "combine_flat_fp32", "got nan"),
-        (suite(layout="token_major", peers=Peers(token_major=WrongIds)), "dispatch_token_major_fp32", "ids:"),
         (flat(FirstResult, "dispatch_flat*"), "dispatch_flat_fp32", "tokens:"),
         (flat(FirstResult, "dispatch_cached*"), "dispatch_cached_fp32", "tokens:"),
         (flat(FirstResult, "combine*"), "combine_flat_fp32", "relative errors"),
@@ -180,14 +161,25 @@ def flat(peer: Any, *chosen: str) -> MoeSuite:
         (flat(SwappedWeights, "roundtrip_flat*"), "roundtrip_flat_fp32", "relative errors"),
         (flat(PlainSum, "roundtrip_flat*"), "roundtrip_flat_fp32", "relative errors"),
     ],
-    ids=["swapped rows", "wrong scales", "forgotten weights", "not a number", "wrong ids", "stale dispatch",
+    ids=["swapped rows", "wrong scales", "forgotten weights", "not a number", "stale dispatch",
          "stale cached dispatch", "stale combine", "stale round trip", "stale dispatch later", "stale round trip later",
          "a row missing", "swapped there and back", "swapped weights", "forgotten weights of a round trip"],
 )  # fmt: skip
 def test_wrong_results_are_caught_on_every_rank(wanted: MoeSuite, case: str, what: str) -> None:
     for found in values(run_ranks(RANKS, measure, wanted)):
-        assert found["rows"] == []
-        assert any(text.startswith(f"{case} by {GLOO}: rank 1: ") and what in text for text in found["wrong"])
+        assert "rows" not in found
+        start = f"rank 1: {case} by {wanted.peer[0].partition(':')[2]}: "
+        assert any(text.startswith(start) and what in text for text in found["wrong"])
+
+
+def token_major_with_wrong_ids(_: int) -> dict[str, Any]:
+    cases.EpPlugin = WrongIds  # type: ignore[misc]
+    return measured(torch.device("cpu"), suite(layout="token_major"))
+
+
+def test_wrong_ids_of_ep_plugin_are_caught() -> None:
+    for found in values(run_ranks(RANKS, token_major_with_wrong_ids)):
+        assert found["wrong"][1].startswith("rank 1: dispatch_token_major_fp32 by ep_plugin: ids:")
 
 
 class Replayed(Recorded):
@@ -219,18 +211,22 @@ class OldInputs(Replayed):
 
 def replay(_: int, recorded: type[Recorded]) -> dict[str, Any]:
     cases.Recorded = recorded  # type: ignore[misc]
-    device, graph = torch.device("cpu"), dataclasses.replace(suite().specs()[-2], graph=True, peers=False)
-    return suite_moe.time_cases(device, cases_of([graph], device, Peers(), Sms()), 1, 1, None)
+    graph = dataclasses.replace(suite().specs()[-2], graph=True, peers=False)
+    try:
+        return {"rows": cases.time_cases(torch.device("cpu"), [graph], [], {}, 1), "wrong": []}
+    except WrongResult as error:
+        return {"rows": [], "wrong": error.args[0]}
 
 
 @pytest.mark.parametrize(
     ("recorded", "wrong"), [(Replayed, None), (NothingReplayed, "got nan"), (OldInputs, "relative errors")]
 )
-def test_graphs_are_judged_on_inputs_that_they_have_not_seen(recorded: type[Recorded], wrong: str | None) -> None:
+def test_graphs_are_compared_on_inputs_that_they_have_not_seen(recorded: type[Recorded], wrong: str | None) -> None:
     for found in values(run_ranks(RANKS, replay, recorded)):
         assert bool(found["rows"]) == (wrong is None)
         assert len(found["wrong"]) == (RANKS if wrong else 0)
-        assert all(text.startswith("roundtrip_t128 by ep_plugin: ") and wrong in text for text in found["wrong"])
+        for rank, text in enumerate(found["wrong"]):
+            assert text.startswith(f"rank {rank}: roundtrip_t128 by ep_plugin: ") and wrong in text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -241,9 +237,3 @@ def test_fresh_memory_holds_nan_until_it_is_written(dtype: torch.dtype) -> None:
         assert int(torch.empty(1000, dtype=torch.int32).amin()) == torch.iinfo(torch.int32).max
     assert all(bool(each.float().isnan().all()) for each in fresh)
     assert torch.get_deterministic_debug_mode() == before == 0
-
-
-def test_a_wrong_sum_by_rank_is_caught() -> None:
-    for found in values(run_ranks(RANKS, measure, suite(peers=Peers(dedup=OthersWeights), chosen=("combine*",)))):
-        assert all(text.startswith(f"combine_flat_fp32 by {GLOO_DEDUP}: rank ") for text in found["wrong"])
-        assert len(found["wrong"]) == RANKS and "relative errors" in found["wrong"][0]

@@ -1,36 +1,29 @@
-"""Copies between the ranks' memory without any exchange around them: what the links and the SMs give.
+"""Copies between the ranks' memory without any exchange around them: the rates of the links and of the SMs.
 
-Every rank copies at the same time, `nbytes` to (or from) each other rank. Blocks: each rank has one of R parts, and
-rank r reads and writes part r of its peers' blocks, so nobody writes where another does.
+Every rank copies at the same time, `nbytes` to (or from) each other rank. A block has one part for each rank: rank r
+reads and writes part r of its peers' blocks, so no two ranks write to one place.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from ep_plugin import _C
-from ep_plugin.bench.results import everyones_wrong
+from ep_plugin.bench.suite import require_right
 from ep_plugin.bench.timing import Timing, clock_of, time_in_turn
 from ep_plugin.transport.peer import open_memory
 
-CHUNKS = (1024, 4096, 8192, 14336)
+CHUNKS = (1024, 4096, 14336)
 SMS = (4, 8, 12, 16, 24, 48, 132)
-PIECE = 4096  # of the 16-byte kinds
-_KINDS = {
-    "store": 0,
-    "load": 1,
-    "tma_store": 2,
-    "tma_load": 3,
-    "tma_send": 4,
-    "tma_local": 4,
-    "ce_push": 5,
-    "ce_pull": 5,
-}
+PIECE = 4096  # the chunk of 16-byte stores and loads
+KINDS = {"store": 0, "load": 1, "tma_store": 2, "tma_load": 3, "ce_push": 5, "ce_pull": 5}  # csrc/common/wire.h
 _PULLS = ("load", "tma_load", "ce_pull")
 _UNIT = 57344  # a multiple of all chunks
 CUDA_BYTES = 4096 * _UNIT
@@ -40,7 +33,7 @@ CPU_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """One way to copy. tma_send: own memory through shared memory to the peers; tma_local: the same within one GPU."""
+    """One way to copy."""
 
     kind: str
     sms: int | None = None
@@ -53,17 +46,16 @@ class Copy:
 
 
 def copies_on_gpus(present: int) -> list[Copy]:
-    """Everything that is measured on GPUs of `present` SMs."""
+    """All copies that are measured on GPUs of `present` SMs."""
     counts = [sms for sms in SMS if sms <= present]
     found = [Copy(kind=kind, sms=sms) for kind in ("store", "load") for sms in counts]
-    bulk = ("tma_store", "tma_load", "tma_local")
+    bulk = ("tma_store", "tma_load")
     found += [Copy(kind=kind, chunk=chunk, sms=sms) for kind in bulk for chunk in CHUNKS for sms in counts]
-    found += [Copy(kind="tma_send", chunk=CHUNKS[-1], sms=sms) for sms in counts]
     return [*found, Copy(kind="ce_push"), Copy(kind="ce_pull")]
 
 
 class GpuWire:
-    """The peer-mapped blocks of the GPUs of the default group, and copies between them. Collective; close it."""
+    """Peer-mapped blocks of the default group's GPUs, and copies between them. Collective; the caller closes it."""
 
     def __init__(self, device: torch.device, nbytes: int = CUDA_BYTES) -> None:
         self.device, self.nbytes = device, nbytes
@@ -71,28 +63,23 @@ class GpuWire:
         self._memory = open_memory(None, device)
         self._block = self._memory.allocate(self.size * nbytes, "wire")
         self.present = torch.cuda.get_device_properties(device).multi_processor_count
-        random = torch.Generator(device).manual_seed(self.rank)
-        words = torch.randint(-(2**61), 2**61, (nbytes // 8,), generator=random, device=device)
-        self.source = words.view(torch.uint8)
+        self.source = self._content(self.rank)
         self.sink = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._failed = torch.zeros(2, dtype=torch.int32, device=device)
         self._others = [(self.rank + step) % self.size for step in range(1, self.size)]  # each rank starts elsewhere
 
     def run(self, copy: Copy, keep: bool = False) -> None:
-        """Enqueues the copy on the current stream. keep: what is loaded is written to `sink`, of the last peer."""
-        pulls = copy.kind in _PULLS
+        """Enqueues the copy on the current stream. keep: bytes that are loaded from the last peer go to `sink`."""
         parts = [self._block.ptrs[other] + self.rank * self.nbytes for other in self._others]
-        here = [self.source.data_ptr()] * len(parts)
-        pairs = (parts, [self.sink.data_ptr()] * len(parts)) if pulls else (here, parts)
-        if copy.kind == "tma_local":
-            pairs = ([self.source.data_ptr()], [self.sink.data_ptr()])
+        here = [(self.sink if copy.kind in _PULLS else self.source).data_ptr()] * len(parts)
+        sources, destinations = (parts, here) if copy.kind in _PULLS else (here, parts)
         if keep:  # one pair, or each would write to the same sink
-            pairs = (pairs[0][-1:], pairs[1][-1:])
-        self._enqueue(copy, pairs, keep)
+            sources, destinations = sources[-1:], destinations[-1:]
+        self._enqueue(copy, sources, destinations, keep)
 
-    def _enqueue(self, copy: Copy, pairs: tuple[list[int], list[int]], keep: bool = False) -> None:
+    def _enqueue(self, copy: Copy, sources: list[int], destinations: list[int], keep: bool = False) -> None:
         args = _C.WireArgs(
-            kind=_KINDS[copy.kind],
+            kind=KINDS[copy.kind],
             num_sms=copy.sms or 1,
             keep=int(keep),
             seed=self.rank,
@@ -101,52 +88,49 @@ class GpuWire:
             failed=self._failed.data_ptr(),
             stream=torch.cuda.current_stream(self.device).cuda_stream,
         )
-        args.set_pairs(*pairs)
+        args.set_pairs(sources, destinations)
         _C.wire(args)
 
-    def moved(self, copy: Copy) -> int:
+    def moved(self) -> int:
         """Bytes that one rank copies in one direction."""
-        return self.nbytes * (1 if copy.kind == "tma_local" else len(self._others))
+        return self.nbytes * len(self._others)
 
     def wrong(self, copy: Copy) -> str | None:
-        """Copies into poisoned memory and looks at every byte: what is wrong, None when nothing is. Collective."""
-        self._poison(copy)
-        torch.cuda.synchronize(self.device)
-        dist.barrier()
-        self.run(copy, keep=copy.kind in _PULLS)
-        torch.cuda.synchronize(self.device)
-        dist.barrier()
-        problem = self._find_wrong(copy)
-        torch.cuda.synchronize(self.device)
-        dist.barrier()
-        return problem or self.gave_up()
-
-    def gave_up(self) -> str | None:
-        count = int(self._failed[0])
-        return f"{count} warps gave up waiting for a load" if count else None
-
-    def _poison(self, copy: Copy) -> None:
-        """The sink, and the own block: for loads it holds what peers will read, by part."""
+        """Copies into poisoned memory and compares every byte: a sentence on what is wrong, or None. Collective."""
+        pulls = copy.kind in _PULLS
         self.sink.fill_(0xFF)
         for part in range(self.size):
-            content = self._content(self.rank, part) if copy.kind in _PULLS else self.sink
-            self._enqueue(Copy(kind="ce_push"), ([content.data_ptr()], [self._own_part(part)]))
+            content = self._content(self.rank, part) if pulls else self.sink  # for loads, different in each part
+            self._enqueue(Copy(kind="ce_push"), [content.data_ptr()], [self._own_part(part)])
+        self._together()
+        self.run(copy, keep=pulls)
+        self._together()
+        problem = self._find_wrong(copy)
+        self._together()
+        return problem or self.gave_up()
+
+    def _together(self) -> None:
+        torch.cuda.synchronize(self.device)
+        dist.barrier()
+
+    def gave_up(self) -> str | None:
+        """A sentence when warps stopped waiting for a load."""
+        count = int(self._failed[0])
+        return f"{count} warps gave up waiting for a load" if count else None
 
     def _find_wrong(self, copy: Copy) -> str | None:
         if copy.kind in _PULLS:
             return self._compare(self.sink, self._content(self._others[-1], self.rank), "what was loaded")
-        if copy.kind == "tma_local":
-            return self._compare(self.sink, self.source, "the copy")
         got = torch.empty_like(self.sink)
         for sender in self._others:
-            self._enqueue(Copy(kind="ce_push"), ([self._own_part(sender)], [got.data_ptr()]))
+            self._enqueue(Copy(kind="ce_push"), [self._own_part(sender)], [got.data_ptr()])
             problem = self._compare(got, self._stored(copy, sender), f"what rank {sender} stored")
             if problem:
                 return problem
         return None
 
     def _stored(self, copy: Copy, sender: int) -> torch.Tensor:
-        """What `sender` writes into its part of each peer's block."""
+        """The bytes that `sender` writes into its part of each peer's block."""
         if copy.kind == "store":
             unit = torch.arange(self.nbytes // PIECE, dtype=torch.int32, device=self.device)
             words = torch.stack((unit, torch.full_like(unit, sender), ~unit, torch.zeros_like(unit)), 1)
@@ -155,7 +139,7 @@ class GpuWire:
         return source[: copy.chunk].repeat(self.nbytes // (copy.chunk or 1)) if copy.kind == "tma_store" else source
 
     def _content(self, rank: int, part: int | None = None) -> torch.Tensor:
-        """`source` of a rank; with `part`, something that differs from part to part."""
+        """`source` of a rank, or, with `part`, bytes that differ from part to part."""
         random = torch.Generator(self.device).manual_seed(rank if part is None else self.size * (rank + 1) + part)
         words = torch.randint(-(2**61), 2**61, (self.nbytes // 8,), generator=random, device=self.device)
         return words.view(torch.uint8)
@@ -175,7 +159,7 @@ class GpuWire:
 
 
 class CpuWire:
-    """The same between processes: copies into the peers' shared memory, chunk by chunk."""
+    """Copies between processes: into the peers' shared memory, chunk by chunk. Collective; the caller closes it."""
 
     def __init__(self, nbytes: int = CPU_BYTES) -> None:
         self.nbytes, self.rank, self.size = nbytes, dist.get_rank(), dist.get_world_size()
@@ -191,7 +175,7 @@ class CpuWire:
             for other in self._others:
                 ctypes.memmove(self._block.ptrs[other] + self.rank * self.nbytes + start, source + start, copy.chunk)
 
-    def moved(self, copy: Copy) -> int:
+    def moved(self) -> int:
         return self.nbytes * len(self._others)
 
     def wrong(self, copy: Copy) -> str | None:
@@ -215,50 +199,34 @@ class CpuWire:
         self._memory.close()
 
 
-Wire = GpuWire | CpuWire
+def time_copies(
+    wire: GpuWire | CpuWire, device: torch.device, copies: Iterable[Copy], iterations: int
+) -> dict[Copy, Timing]:
+    """Times the copies one after the other. Raises WrongResult when a copy moves wrong bytes. Collective."""
+    found = [(copy.name, wire.wrong(copy)) for copy in copies]
+    require_right([f"{name}: {problem}" for name, problem in found if problem])
+    clock, timings = clock_of(device), dict[Copy, Timing]()
+    progress = tqdm(copies, unit="copy", disable=dist.get_rank() != 0, leave=False)
+    for copy in progress:
+        progress.set_description(copy.name)
+        timings |= time_in_turn(clock, {copy: functools.partial(wire.run, copy)}, iterations, warmup=2)
+    late = wire.gave_up()
+    require_right([late] if late else [])
+    return timings
 
 
-def measure_copies(
-    wire: Wire, device: torch.device, copies: list[Copy], iterations: int, progress: Callable[[str], None]
-) -> dict[str, Timing]:
-    """Times copies one after the other, by name. Collective."""
-    clock = clock_of(device)
-    found: dict[str, Timing] = {}
-    for copy in copies:
-        progress(copy.name)
+def best_sm_store_rate(device: torch.device, iterations: int = 30) -> tuple[float, str]:
+    """GB/s per GPU and direction of the best way to store to all peers by SMs, and the way's name. Collective, CUDA.
 
-        def run(copy: Copy = copy) -> None:
-            wire.run(copy)
-
-        found |= time_in_turn(clock, {copy.name: run}, iterations, warmup=2)
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreRate:
-    """GB/s per GPU and direction of the best way, and its name. wrong: what was wrong with any, on any rank."""
-
-    gb_s: float
-    case: str
-    wrong: list[str]
-
-
-def best_sm_store_rate(device: torch.device, iterations: int = 30) -> StoreRate:
-    """The best way to store to all peers by SMs: from registers or shared memory, nothing is read. Collective, CUDA.
-
-    Every way is judged before any is timed.
+    Raises WrongResult when any way stores wrong bytes.
     """
     wire = GpuWire(device)
     try:
         wanted = [Copy(kind="tma_store", chunk=CHUNKS[-1], sms=sms) for sms in (16, 48, 132) if sms <= wire.present]
         wanted.append(Copy(kind="store", sms=min(132, wire.present)))
-        judged = [(copy.name, wire.wrong(copy)) for copy in wanted]
-        wrong = everyones_wrong([f"{name}: {problem}" for name, problem in judged if problem])
-        if wrong:
-            return StoreRate(gb_s=0.0, case="", wrong=wrong)
-        timings = measure_copies(wire, device, wanted, iterations, lambda _: None)
-        rates = {copy.name: wire.moved(copy) / timings[copy.name].median_us / 1e3 for copy in wanted}
+        timings = time_copies(wire, device, wanted, iterations)
+        rates = {copy.name: wire.moved() / timing.median_us / 1e3 for copy, timing in timings.items()}
     finally:
         wire.close()
     best = max(rates, key=lambda name: rates[name])
-    return StoreRate(gb_s=rates[best], case=best, wrong=[])
+    return rates[best], best

@@ -1,4 +1,4 @@
-"""ep-bench megatron: small runs of Megatron's own layer, what it refuses to time, and how its report reads."""
+"""ep-bench layers: small runs of the frameworks' own layers, and what it refuses to time."""
 
 from __future__ import annotations
 
@@ -7,41 +7,50 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core", reason="needs megatron-core")
 pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from ep_plugin.bench import layers, report, suite_megatron
 from ep_plugin.bench.cli import main
-from ep_plugin.bench.layers import EXPERTS, LIMIT, OURS, STOCK
-from ep_plugin.bench.suite_megatron import ROUTER, MegatronSuite
-from ep_plugin.bench.workload import Workload
+from ep_plugin.bench.suites import layers
+from ep_plugin.bench.suites.layers import EXPERTS, FRAMEWORKS, LIMIT, OURS, STOCK, LayersSuite
 
-SMALL = Workload(ranks=2, tokens=9, hidden=32, topk=3, experts=8)
-EXPERTS_ARE = {
-    True: "GroupedMLP, products of torch.nn.functional.grouped_mm",
-    False: "SequentialMLP: one expert after the other",
-}
+ROUTER = "router alone"
 
 
-@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "sequential"])
-def test_both_dispatchers_and_the_experts_alone(grouped: bool) -> None:
-    suite = MegatronSuite(backend="cpu", workload=SMALL, ffn=16, grouped=grouped, iterations=1)
-    found = suite_megatron.run(suite)
+@pytest.mark.parametrize(
+    ("framework", "sequential", "ranks", "parts", "experts"),
+    [
+        ("megatron", False, 2, [EXPERTS, ROUTER], "GroupedMLP, products of torch.nn.functional.grouped_mm"),
+        ("megatron", True, 2, [EXPERTS, ROUTER], "SequentialMLP: one expert after the other"),
+        ("torchtitan", False, 3, [EXPERTS], "GroupedExperts, in BF16"),
+    ],
+    ids=["megatron-grouped", "megatron-sequential", "torchtitan"],
+)
+def test_both_dispatchers_and_the_experts_alone(
+    framework: str, sequential: bool, ranks: int, parts: list[str], experts: str
+) -> None:
+    pytest.importorskip(FRAMEWORKS[framework])
+    found = LayersSuite(
+        backend="cpu", framework=framework, sequential=sequential, ranks=ranks, tokens=9, hidden=32, topk=3,
+        experts=4 * ranks, ffn=16, iterations=1,
+    ).run()  # fmt: skip
+    assert found["suite"] == f"layers_{framework}"
     rows = {row["impl"]: row for row in found["rows"]}
-    assert list(rows) == [STOCK, OURS, EXPERTS, ROUTER]
+    assert list(rows) == [STOCK, OURS, *parts]
     assert all(row["median_us"] > 0 for row in rows.values())
-    assert found["experts"] == EXPERTS_ARE[grouped]
+    assert {row["sms"] for row in rows.values()} == {None}
+    assert found["experts"] == experts and found["notes"] == layers.notes_of(found)
     assert 0 < found["max_rel_diff"] <= LIMIT
     for impl in (STOCK, OURS):
         above = rows[impl]["median_us"] - rows[EXPERTS]["median_us"]
         assert found["above_experts_us"][impl] == pytest.approx(above, abs=0.1)
     # A row of ours crosses once for all experts of a rank.
     assert 0 < rows[OURS]["bytes_wire"] < rows[STOCK]["bytes_wire"]
-    assert rows[OURS]["bytes_wire"] % (4 * SMALL.hidden * 2) == 0
+    assert rows[OURS]["bytes_wire"] % (4 * 32 * 2) == 0
     assert rows[EXPERTS]["bytes_wire"] == 0
-    assert ("--sequential" in found["command"]) is not grouped
+    assert ("--sequential" in found["command"]) is sequential
+    assert f"--framework {framework}" in found["command"]
 
 
 def _differences(**changes: torch.Tensor) -> dict[str, float]:
@@ -62,14 +71,14 @@ def _differences(**changes: torch.Tensor) -> dict[str, float]:
     ids=["same", "rounding", "one-element", "nan", "shape", "not-in-theirs"],
 )
 def test_what_differs_is_not_timed(changes: dict[str, torch.Tensor], wrong: str | None) -> None:
-    sentences = layers.judge(_differences(**changes))
+    sentences = layers.too_different(_differences(**changes))
     assert [sentence.split(":")[0] for sentence in sentences] == ([wrong] if wrong else [])
 
 
 def test_the_report_says_what_is_above_the_experts() -> None:
-    result: dict[str, Any] = {"rows": [], "experts": "made of wood", "above_ratio": 0.25}
-    result |= {"above_experts_us": {STOCK: 2000.0, OURS: 500.0}}
-    assert report.notes(result) == [
+    found: dict[str, Any] = {"experts": "made of wood", "above_ratio": 0.25}
+    found |= {"above_experts_us": {STOCK: 2000.0, OURS: 500.0}}
+    assert layers.notes_of(found) == [
         "experts: made of wood",
         "above the experts' own compute: alltoall 2,000 µs, ep_plugin 500 µs; ratio 0.25",
     ]
@@ -82,9 +91,14 @@ def test_the_report_says_what_is_above_the_experts() -> None:
         (["--hidden", "36"], "hidden: expected a multiple of 8"),
         (["--experts", "9"], "experts: expected a multiple of the 2 ranks, got 9"),
         (["--ffn", "0"], "ffn: expected at least 1, got 0"),
+        (["--framework", "jax"], "framework: expected one of megatron, torchtitan, got 'jax'"),
+        (
+            ["--framework", "torchtitan", "--sequential"],
+            "sequential: expected the framework megatron, got 'torchtitan'",
+        ),
     ],
 )
 def test_sizes_are_checked_before_anything_starts(arguments: list[str], message: str) -> None:
-    done = CliRunner().invoke(main, ["megatron", "--backend", "cpu", *arguments])
+    done = CliRunner().invoke(main, ["layers", "--framework", "megatron", "--backend", "cpu", *arguments])
     assert done.exit_code == 2
     assert message in " ".join(done.output.split())
