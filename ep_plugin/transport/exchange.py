@@ -235,7 +235,7 @@ class Exchange:
 
     def _leave_word(self, reason: str) -> None:
         """Peers that come to this exchange or the next raise PeerAborted at once, and so do those that never met."""
-        word = {"abort": reason}
+        word: dict[str, Any] = {"abort": reason}
         if self._nonce:
             posts = {self._key(turn, self.rank): word for turn in (max(self._count - 1, 0), self._count)}
         else:

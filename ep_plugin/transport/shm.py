@@ -225,7 +225,8 @@ def _open_all(offers: list[Any], ranks: Sequence[int], nbytes: int) -> tuple[lis
                 raise PermissionError(f"rank {rank} cannot make unnamed shared memory")
             if not isinstance(offer, list) or len(offer) != 2:
                 raise PermissionError(f"rank {rank}: expected a path and a token, got {offer!r}")
-            fds.append(_open_peer(*offer, nbytes))
+            path, token = offer
+            fds.append(_open_peer(path, token, nbytes))
         except OSError as error:
             return fds, error
     return fds, None
