@@ -17,7 +17,6 @@ import queue
 import secrets
 import threading
 import time
-import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ep_plugin.config import MAX_TIMEOUT_S
@@ -35,7 +34,7 @@ _FIRST_PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.01
 _FAREWELL_S = 1.0  # the longest that an abort or a close waits for the store
 
-_instances: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_instances: dict[str, int] = {}  # by the name of a group; not by the object, which a group made again replaces
 _instances_lock = threading.Lock()
 _read_farewells: set[str] = set()  # tokens of given-up attempts to meet that this process has reported
 
@@ -70,7 +69,7 @@ class Exchange:
         self.group_rank: int = group.rank()
         self.timeout_s: float = timeout_of(group) if timeout_s is None else timeout_s
         self._group_name = group.group_name
-        self._number = _next_instance(group)
+        self._number = _next_instance(group.group_name)
         self._store = c10d._get_process_group_store(group)
         self._scope = "ep_plugin/all" if ranks is None else f"ep_plugin/from{self.ranks[0]}"
         self._token = secrets.token_hex(8)
@@ -116,7 +115,7 @@ class Exchange:
             except EpPluginError as error:
                 self._error = error
                 if isinstance(error, PeerTimeout) and error.rank is not None:
-                    self._leave_word(str(error))
+                    self._leave_word(str(error), first_turn=max(self._count - 1, 0))
                 raise
 
     def barrier(self, step: str) -> None:
@@ -130,7 +129,7 @@ class Exchange:
                 return
             self._error = PeerAborted(f"rank {self.group_rank} aborted: {reason}", self.group_rank, reason)
             if self.size > 1:
-                self._leave_word(reason)
+                self._leave_word(reason, first_turn=self._count)
 
     def close(self) -> None:
         """Gives up this rank's part in the keys: the last rank to close deletes them. Never fails; idempotent."""
@@ -196,7 +195,8 @@ class Exchange:
 
         def farewells() -> None:
             for rank, post in self._ask(step, deadline, self._read, words).items():
-                if self.ranks[self.rank] in post.get("late", ()) and post["token"] not in _read_farewells:
+                # A word of an earlier number is about an attempt that this rank has made, and left, by itself.
+                if post["number"] >= self._number and post["token"] not in _read_farewells:
                     _read_farewells.add(post["token"])
                     self._check(rank, post, step)
 
@@ -223,6 +223,8 @@ class Exchange:
                 return False
             self._ask(step, deadline, self._store.set, f"{accepted}/{self.rank}", json.dumps(invite))
             self._nonce, self._number = invite["nonce"], invite["number"]
+            with _instances_lock:  # later attempts count alike on all ranks
+                _instances[self._group_name] = max(_instances[self._group_name], self._number)
             return True
 
         def absent() -> PeerTimeout:
@@ -231,18 +233,18 @@ class Exchange:
 
         self._poll(lead if self.rank == 0 else follow, deadline, absent)
         # This rank waits for nobody any more, and whoever missed it has now come.
-        self._ask(step, deadline, self._write, {own: {"token": ""}, f"{self._scope}/word/{self.rank}": {"late": []}})
+        self._ask(step, deadline, self._write, {own: {"token": ""}, f"{self._scope}/word/{self.rank}": {"number": 0}})
 
-    def _leave_word(self, reason: str) -> None:
-        """Peers that come to this exchange or the next raise PeerAborted at once, and so do those that never met."""
+    def _leave_word(self, reason: str, first_turn: int) -> None:
+        """Peers that come to an exchange from `first_turn` to the next raise PeerAborted at once, and so do those that
+        have not met this rank. An exchange that has succeeded here keeps its post: peers may have yet to read it."""
         word: dict[str, Any] = {"abort": reason}
         if self._nonce:
-            posts = {self._key(turn, self.rank): word for turn in (max(self._count - 1, 0), self._count)}
+            posts = {self._key(turn, self.rank): word for turn in range(first_turn, self._count + 1)}
         else:
-            late = [rank for rank in self.ranks if rank != self.group_rank]
             posts = {
                 f"{self._scope}/join/{self.rank}": {"token": ""},
-                f"{self._scope}/word/{self.rank}": {**word, "token": self._token, "late": late},
+                f"{self._scope}/word/{self.rank}": {**word, "token": self._token, "number": self._number},
                 f"ep_plugin/{self._token}/0/{self.rank}": word,  # read by ranks that have accepted this one's nonce
             }
         with contextlib.suppress(PeerTimeout):
@@ -356,10 +358,10 @@ def is_alive(group: dist.ProcessGroup) -> bool:
         return False
 
 
-def _next_instance(group: dist.ProcessGroup) -> int:
+def _next_instance(group_name: str) -> int:
     with _instances_lock:
-        _instances[group] = _instances.get(group, 0) + 1
-        return _instances[group]
+        _instances[group_name] = _instances.get(group_name, 0) + 1
+        return _instances[group_name]
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
