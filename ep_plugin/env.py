@@ -27,10 +27,7 @@ import functools
 import os
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from ep_plugin.settings import Launcher, Settings
+from typing import NamedTuple
 
 TRANSPORTS = ("auto", "shm", "nvlink")
 TEST_GATES = ("plan", "notify", "dispatch_send", "dispatch_recv", "combine_send", "all_gather", "reduce_scatter")
@@ -44,6 +41,30 @@ _READ_HERE = (
 _KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
 _SYMMETRIC_MEMORY = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _warned: set[str] = set()
+
+
+class Settings(NamedTuple):
+    """The values of the ``EP_PLUGIN_*`` variables; the module's docstring explains each."""
+
+    transport: str = "auto"
+    ranks_per_node: int | None = None
+    host: str | None = None
+    check_ids: bool = False
+    plain_kernels: bool = False
+    test_gate: str | None = None
+    log: bool = False
+    emulation: str | None = None
+    launched_by: str | None = None
+    commit: str | None = None
+
+
+class Launcher(NamedTuple):
+    """The variables of the process launcher (torchrun and its like); None where one is not set."""
+
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_world_size: int | None = None
 
 
 def integrations() -> tuple[str, ...]:
@@ -60,8 +81,6 @@ def settings() -> Settings:
 @functools.lru_cache(maxsize=8)
 def _parsed(values: tuple[str | None, ...]) -> Settings:
     """Operations ask for the settings often: the environment is looked through once for given ``values``."""
-    from ep_plugin.settings import Settings
-
     _warn_about_unknown()
     return Settings(
         transport=_choice("EP_PLUGIN_TRANSPORT", TRANSPORTS) or "auto",
@@ -84,8 +103,6 @@ def check_ids() -> bool:
 
 def launcher() -> Launcher:
     """The launcher's ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``."""
-    from ep_plugin.settings import Launcher
-
     return Launcher(
         rank=_integer("RANK", at_least=0),
         world_size=_integer("WORLD_SIZE", at_least=1),

@@ -71,6 +71,8 @@ class CollectiveEngine(BaseEngine):
         self.rails = Rails(self.exchange, group, self.node_map, device)
         self._resources.callback(self.rails.close)
         host, peers = (Exchange(group, ranks=self.node_ranks) for _ in range(2))
+        for exchange in (host, peers):
+            self._resources.callback(exchange.close)
         try:
             self._construct_node(host, peers, lanes)
         except BaseException as error:

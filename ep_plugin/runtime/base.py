@@ -26,6 +26,7 @@ from ep_plugin.errors import CaptureRefused, CommunicatorClosed, EpPluginError, 
 from ep_plugin.runtime.board import Boards
 from ep_plugin.runtime.faults import aborted_error
 from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.rails import serves_gpus
 
 _NOTHING_TO_DO = contextlib.nullcontext()
 
@@ -59,7 +60,6 @@ class BaseEngine(ABC):
         """`given` goes on to `_construct`, and is not kept."""
         self.device = device
         self.exchange = exchange
-        self.name = f"communicator {exchange.name}"
         self.rank, self.size, self.timeout_s = exchange.rank, exchange.size, exchange.timeout_s
         self.lock = _enqueue_locks.setdefault(device, threading.RLock())
         self._owner = os.getpid()
@@ -68,6 +68,7 @@ class BaseEngine(ABC):
         self._running = False
         self._to_close = False
         self._resources = contextlib.ExitStack()
+        self._resources.callback(exchange.close)
         try:
             with torch.inference_mode(False):  # what is made now may be written outside of the caller's mode
                 self._construct(*given)
@@ -78,6 +79,10 @@ class BaseEngine(ABC):
         self.closed = False
         _add_to_live(self)
         _abort_on_uncaught_exceptions()
+
+    @property
+    def name(self) -> str:
+        return f"communicator {self.exchange.name}"
 
     @abstractmethod
     def _construct(self, *given: Any) -> None:
@@ -271,10 +276,7 @@ def kernels_for(device: torch.device) -> Any:
 def resolve_device(group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
     """`device`, with its index; None: this process's CUDA device for a group with a backend of GPUs, else the CPU."""
     if device is None:
-        backends = dict(entry.split(":", 1) for entry in str(dist.get_backend_config(group)).split(","))
-        # gloo and MPI call themselves a backend for CUDA tensors too.
-        on_gpus = backends.get("cuda") not in (None, "gloo", "mpi") and torch.cuda.is_available()
-        device = "cuda" if on_gpus else "cpu"
+        device = "cuda" if serves_gpus(group) else "cpu"
     if not isinstance(device, torch.device):
         device = torch.device(device)
     if device.type == "cuda" and device.index is None:

@@ -3,30 +3,64 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ep_plugin import _C
 from ep_plugin._C import FaultCode
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted, PeerTimeout
 
 if TYPE_CHECKING:
-    from ep_plugin.runtime.base import BaseEngine
     from ep_plugin.runtime.board import Boards
 
 GRACE_S = 0.5  # ranks that began to wait together come to their deadlines within this time
 DISAGREE_ON = "ranks disagree on"
 
 
-def error_of(engine: BaseEngine) -> EpPluginError | ValueError | None:
+class Communicator(Protocol):
+    """The parts of a communicator that its errors mention."""
+
+    boards: Boards
+    rank: int
+    timeout_s: float
+
+    @property
+    def name(self) -> str: ...
+
+    def group_rank(self, index: int) -> int:
+        """The rank within the group whose board has this index."""
+
+    def described(self, field: int, value: int) -> tuple[str, str]:
+        """The name of a word on which ranks must agree, and `value` in the reader's terms."""
+
+
+def error_of(engine: Communicator) -> EpPluginError | ValueError | None:
     """The exception for what this communicator's board shows, or None when it is well."""
-    fault = engine.boards.fault()
-    if fault is None or fault[0] == FaultCode.ABORTED:
-        abort = engine.boards.abort()
-        if abort is None:
-            return None
-        return aborted_error(engine, engine.group_rank(abort[0]), abort[1])
+    fault = abort = None
+    try:
+        fault = engine.boards.fault()
+        if fault is None or fault[0] == FaultCode.ABORTED:
+            abort = engine.boards.abort()
+            if abort is None:
+                return None
+            return aborted_error(engine, _rank_of(engine, abort[0]), abort[1])
+        return _fault_error(engine, fault)
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        # A peer, or any writer of shared memory, may have overwritten the board.
+        return EpPluginError(
+            f"{engine.name}: expected a fault or an abort on the board of rank {engine.rank}, got {abort or fault}: "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+def _rank_of(engine: Communicator, index: int) -> int:
+    if not 0 <= index < engine.boards.size:
+        raise IndexError(f"expected an index below {engine.boards.size}, got {index}")
+    return engine.group_rank(index)
+
+
+def _fault_error(engine: Communicator, fault: tuple[int, int, int, int, int, int]) -> EpPluginError | ValueError:
     code, step_index, index, field, expected, seen = fault
-    peer = engine.group_rank(index)
+    peer = _rank_of(engine, index)
     step = _C.Step(step_index).name.lower()
     if code == FaultCode.TIMEOUT:
         return _timeout(engine, step, index, expected, seen)
@@ -40,14 +74,15 @@ def error_of(engine: BaseEngine) -> EpPluginError | ValueError | None:
         return EpPluginError(
             f"{engine.name}: step {step}: rows for rank {peer} need {seen} where {expected} are allocated"
         )
-    assert code == FaultCode.BAD_DATA, fault
+    if code != FaultCode.BAD_DATA:
+        raise ValueError(f"expected a known code, got {code}")
     return EpPluginError(
         f"{engine.name}: step {step}: rank {peer} sent an index outside what was agreed: expected at most {expected}, "
         f"got {seen} (detail {field})"
     )
 
 
-def disagreement(engine: BaseEngine, step: str, index: int, field: int, mine: int, theirs: int) -> DisagreementError:
+def disagreement(engine: Communicator, step: str, index: int, field: int, mine: int, theirs: int) -> DisagreementError:
     """This rank and the one of board `index` say `mine` and `theirs` for a word that they must say alike."""
     name, described = engine.described(field, mine)
     return DisagreementError(
@@ -56,14 +91,14 @@ def disagreement(engine: BaseEngine, step: str, index: int, field: int, mine: in
     )
 
 
-def aborted_error(engine: BaseEngine, rank: int, reason: str) -> EpPluginError:
+def aborted_error(engine: Communicator, rank: int, reason: str) -> EpPluginError:
     """What ranks raise when `rank` aborts. One that found a disagreement aborts with it: then all raise that alike."""
     if reason.startswith(DISAGREE_ON):
         return DisagreementError(reason)
     return PeerAborted(f"{engine.name}: rank {rank} aborted: {reason}", rank, reason)
 
 
-def _timeout(engine: BaseEngine, step: str, index: int, expected: int, seen: int) -> PeerTimeout:
+def _timeout(engine: Communicator, step: str, index: int, expected: int, seen: int) -> PeerTimeout:
     peer, blamed = engine.group_rank(index), culprit(engine.boards, index)
     also = ""
     if blamed != index:
@@ -111,11 +146,11 @@ def _waited_for(boards: Boards, rank: int) -> int | None:
     return None if fault is None or fault[0] != FaultCode.TIMEOUT else fault[2]
 
 
-def _activity(engine: BaseEngine, index: int) -> str:
+def _activity(engine: Communicator, index: int) -> str:
     return engine.boards.activity_of(index) or "not in any operation yet"
 
 
-def _order_hint(engine: BaseEngine, index: int) -> str:
+def _order_hint(engine: Communicator, index: int) -> str:
     theirs = engine.boards.activity_of(index)
     if not theirs or theirs.endswith(f" of {engine.name}"):
         return ""

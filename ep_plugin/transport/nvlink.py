@@ -52,7 +52,7 @@ class NvlinkMemory(PeerMemory):
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(exchange, device)
-        check_peer_access(self._reports, self.node_map)
+        check_peer_access(self._reports, self.node_map, exchange.ranks)
         _, error = attempt(_use_cuda_backend, device)
         raise_together(exchange, "choice of PyTorch's symmetric memory backend", error)
         _agree_on_sockets(exchange)
@@ -88,7 +88,7 @@ class NvlinkMemory(PeerMemory):
             raise
         except (RuntimeError, OSError) as error:
             self.exchange.abort(f"mapping of {what} failed: {error}")
-            raise EpPluginError(f"rank {self.exchange.rank}: mapping of {what} failed: {error}") from error
+            raise EpPluginError(f"rank {self.exchange.group_rank}: mapping of {what} failed: {error}") from error
 
     def _fault_in(self, ptrs: tuple[int, ...], block: torch.Tensor) -> Exception | None:
         """What is wrong with the addresses that PyTorch returned, if anything is."""
@@ -218,7 +218,8 @@ def _agree_on_sockets(exchange: Exchange) -> None:
     for rank, theirs in enumerate(exchange.all_gather("agree on the socket directory", mine)):
         if theirs != mine:
             raise DisagreementError(
-                f"ranks disagree on TMPDIR: {mine} on rank {exchange.rank}, {theirs} on rank {rank}"
+                f"ranks disagree on TMPDIR: {mine} on rank {exchange.group_rank}, {theirs} on rank "
+                f"{exchange.ranks[rank]}"
             )
 
 

@@ -83,7 +83,9 @@ class PeerMemory(ABC):
         self._agree_on(nbytes, what)
         ptrs, release = self._map_blocks(nbytes, what)
         if env.settings().log:
-            print(f"ep_plugin: rank {self.exchange.rank}: {what}, {nbytes} bytes on {self.device}", file=sys.stderr)
+            print(
+                f"ep_plugin: rank {self.exchange.group_rank}: {what}, {nbytes} bytes on {self.device}", file=sys.stderr
+            )
         buffer = PeerBuffer(nbytes=nbytes, ptrs=ptrs, what=what, release=release)
         self._open = [*(other for other in self._open if not other.closed), buffer]
         return buffer
@@ -107,8 +109,8 @@ class PeerMemory(ABC):
         for rank, theirs in enumerate(self.exchange.all_gather("allocate", [what, nbytes])):
             if theirs != [what, nbytes]:
                 raise DisagreementError(
-                    f"ranks disagree on an allocation: {what}, {nbytes} bytes on rank {self.exchange.rank}; "
-                    f"{theirs[0]}, {theirs[1]} bytes on rank {rank}"
+                    f"ranks disagree on an allocation: {what}, {nbytes} bytes on rank {self.exchange.group_rank}; "
+                    f"{theirs[0]}, {theirs[1]} bytes on rank {self.exchange.ranks[rank]}"
                 )
 
 
@@ -125,10 +127,11 @@ def raise_together(exchange: Exchange, step: str, error: Exception | None) -> No
     has one, PeerAborted with the first failed rank's reason otherwise. The ranks stay in step and may go on."""
     reasons = exchange.all_gather(step, None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
-        raise EpPluginError(f"rank {exchange.rank}: {step} failed: {error}") from error
+        raise EpPluginError(f"rank {exchange.group_rank}: {step} failed: {error}") from error
     for rank, reason in enumerate(reasons):
         if reason is not None:
-            raise PeerAborted(f"rank {rank} aborted: {step} failed: {reason}", rank, reason)
+            peer = exchange.ranks[rank]
+            raise PeerAborted(f"rank {peer} aborted: {step} failed: {reason}", peer, reason)
 
 
 def transport_for(device: torch.device) -> str:
@@ -164,8 +167,8 @@ def open_memory_of(exchange: Exchange, device: torch.device) -> PeerMemory:
     for rank, theirs in enumerate(exchange.all_gather("open memory", transport)):
         if theirs != transport:
             raise DisagreementError(
-                f"ranks disagree on the transport: {transport} on rank {exchange.rank} ({device}), {theirs} on "
-                f"rank {rank}"
+                f"ranks disagree on the transport: {transport} on rank {exchange.group_rank} ({device}), {theirs} "
+                f"on rank {exchange.ranks[rank]}"
             )
     if transport == "shm":
         from ep_plugin.transport.shm import ShmMemory

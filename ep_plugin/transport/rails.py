@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ep_plugin.errors import NotSupported, PeerTimeout
-from ep_plugin.runtime.base import resolve_device
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.topology import NodeMap
 
@@ -158,8 +157,15 @@ class Rails:
         return dist.P2POp(kind, tensor, group=self._group, tag=_TAG, group_peer=self._ranks[node])
 
 
+def serves_gpus(group: dist.ProcessGroup | None) -> bool:
+    """Whether the group has a backend for GPU memory, and this process a GPU."""
+    backends = dict(entry.split(":", 1) for entry in str(dist.get_backend_config(group)).split(","))
+    # gloo and MPI call themselves a backend for CUDA tensors too.
+    return backends.get("cuda") not in (None, "gloo", "mpi") and torch.cuda.is_available()
+
+
 def _check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
-    if resolve_device(group, None).type != "cuda":
+    if not serves_gpus(group):
         raise NotSupported(
             "group: expected a backend that sends GPU memory between nodes, such as NCCL, got "
             f"{dist.get_backend_config(group)} for {device}"

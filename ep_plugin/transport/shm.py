@@ -17,9 +17,11 @@ import functools
 import glob
 import mmap
 import os
+import re
 import secrets
+import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +30,10 @@ from ep_plugin.transport.peer import PeerMemory, attempt, raise_together
 
 _DIRECTORY = "/dev/shm"
 _PREFIX = "ep_plugin-"
-_CGROUP_FILES = (
-    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
+_CGROUP_ROOT = "/sys/fs/cgroup"
+_CGROUPS_OF_PROCESS = "/proc/self/cgroup"
+_CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
+_CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 # The C library's own calls: mmap.mmap would hold a descriptor per mapping, and unmap what is merely forgotten.
@@ -86,7 +88,7 @@ class ShmMemory(PeerMemory):
             if unnamed and _is_refusal(error):
                 error = None  # not an end yet: the peers see that nothing is offered, and all go on with names
             raise_together(exchange, f"allocation of {what} ({nbytes} bytes of shared memory per rank)", error)
-            fds, error = _open_all(offers)
+            fds, error = _open_all(offers, exchange.ranks, nbytes)
             if unnamed and any(exchange.all_gather(f"open {what}", error is not None)):
                 return None
             raise_together(exchange, f"opening of {what}", error)
@@ -144,15 +146,37 @@ def _machine_available() -> int:
 
 
 def _container_available() -> int:
-    """What this process's memory cgroup has left, counting file caches as free; no limit where none can be read."""
-    for directory, limit, usage, cache in _CGROUP_FILES:
-        try:
-            values = [_read_text(f"{directory}/{name}") for name in (limit, usage, "memory.stat")]
-            cached = dict(line.split() for line in values[2].splitlines())[cache]
-            return int(values[0]) - int(values[1]) + int(cached)
-        except (OSError, KeyError, ValueError):  # not this version, or "max"
+    """The least that the process's memory cgroups have left, its own and all above it, counting file caches as free.
+
+    A cgroup whose files cannot be read sets no limit. In a container the path may be the host's: then only its root,
+    which is the container's own cgroup, can be read.
+    """
+    try:
+        lines = _read_text(_CGROUPS_OF_PROCESS).splitlines()
+    except OSError:
+        lines = ["0::/"]
+    left = sys.maxsize
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            mount, files = _CGROUP_ROOT, _CGROUP_V2
+        elif "memory" in controllers.split(","):
+            mount, files = f"{_CGROUP_ROOT}/memory", _CGROUP_V1
+        else:
             continue
-    return sys.maxsize
+        parts = [part for part in path.split("/") if part]
+        for depth in range(len(parts), -1, -1):
+            left = min(left, _cgroup_available("/".join([mount, *parts[:depth]]), *files))
+    return left
+
+
+def _cgroup_available(directory: str, limit: str, usage: str, cache: str) -> int:
+    try:
+        most, used, counters = (_read_text(f"{directory}/{name}") for name in (limit, usage, "memory.stat"))
+        cached = dict(line.split() for line in counters.splitlines())[cache]
+        return int(most) - int(used) + int(cached)
+    except (OSError, KeyError, ValueError):  # not there, or "max"
+        return sys.maxsize
 
 
 def _read_text(path: str) -> str:
@@ -165,24 +189,44 @@ def _reserve(fd: int, nbytes: int) -> None:
     os.posix_fallocate(fd, 0, nbytes)
 
 
-def _open_peer(path: str, token: str) -> int:
-    """Opens a peer's block, and makes sure that it is the peer's: elsewhere its process id may mean another process."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    with _closing_on_error(fd):
-        target = path if token in path else os.readlink(f"/proc/self/fd/{fd}")
-        if token not in target:
+def _open_peer(path: str, token: str, nbytes: int) -> int:
+    """Opens a peer's block of `nbytes` bytes. PermissionError unless it is the peer's: both strings come from a store,
+    and elsewhere the peer's process id may mean another process."""
+    if not (isinstance(path, str) and isinstance(token, str) and re.fullmatch("[0-9a-f]{16}", token)):
+        raise PermissionError(f"expected a path and a token of 16 hexadecimal digits, got {path!r}, {token!r}")
+    name = f"{_DIRECTORY}/{_PREFIX}{token}"
+    anonymous = re.fullmatch("/proc/[0-9]+/fd/[0-9]+", path) is not None
+    if anonymous:
+        # Opening a special file may have effects, so look first. The link itself must be followed.
+        target = os.readlink(path)
+        if target != f"/memfd:{_PREFIX}{token} (deleted)":
             raise PermissionError(f"{path} is {target}, not the peer's block")
+    elif path != name:
+        raise PermissionError(f"expected {name} or a descriptor in /proc, got {path!r}")
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | (0 if anonymous else os.O_NOFOLLOW))
+    with _closing_on_error(fd):
+        if anonymous and os.readlink(f"/proc/self/fd/{fd}") != target:  # the descriptor was reused in between
+            raise PermissionError(f"{path} is no longer the peer's block")
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes or found.st_uid != os.geteuid():
+            raise PermissionError(
+                f"{path}: expected a regular file of {nbytes} bytes of user {os.geteuid()}, got mode "
+                f"{found.st_mode:o}, {found.st_size} bytes, user {found.st_uid}"
+            )
     return fd
 
 
-def _open_all(offers: list[Any]) -> tuple[list[int], OSError | None]:
+def _open_all(offers: list[Any], ranks: Sequence[int], nbytes: int) -> tuple[list[int], OSError | None]:
     """Descriptors of the ranks' blocks, by rank, up to the first that cannot be had, and why it cannot."""
     fds: list[int] = []
-    for rank, offer in enumerate(offers):
+    for rank, offer in zip(ranks, offers, strict=True):
         try:
             if offer is None:
                 raise PermissionError(f"rank {rank} cannot make unnamed shared memory")
-            fds.append(_open_peer(*offer))
+            if not isinstance(offer, list) or len(offer) != 2:
+                raise PermissionError(f"rank {rank}: expected a path and a token, got {offer!r}")
+            path, token = offer
+            fds.append(_open_peer(path, token, nbytes))
         except OSError as error:
             return fds, error
     return fds, None

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from ep_plugin import env
 from ep_plugin.errors import DisagreementError, NotSupported
-from ep_plugin.settings import Launcher
 
 if TYPE_CHECKING:
     import torch
@@ -110,16 +109,22 @@ def build_node_map(reports: Sequence[RankReport]) -> NodeMap:
     return NodeMap(tuple(tuple(ranks) for ranks in nodes))
 
 
-def check_peer_access(reports: Sequence[RankReport], node_map: NodeMap) -> None:
-    """Raises NotSupported, naming the pair, when two GPUs of one node cannot read and write each other's memory."""
+def check_peer_access(
+    reports: Sequence[RankReport], node_map: NodeMap, group_ranks: Sequence[int] | None = None
+) -> None:
+    """Raises NotSupported, naming the pair, when two GPUs of one node cannot read and write each other's memory.
+
+    ``group_ranks``: the ranks within the group to name, by index in ``reports``; None where these are the same.
+    """
+    names = range(len(reports)) if group_ranks is None else group_ranks
     for ranks in node_map.nodes:
         for rank in ranks:
             blocked = set(reports[rank].unreachable)
             for peer in ranks:
                 if reports[peer].device_id in blocked and reports[peer].device_id != reports[rank].device_id:
                     raise NotSupported(
-                        f"GPUs without peer access are not supported: rank {rank} on {reports[rank].device} "
-                        f"({reports[rank].device_id}) cannot reach the memory of rank {peer} on "
+                        f"GPUs without peer access are not supported: rank {names[rank]} on {reports[rank].device} "
+                        f"({reports[rank].device_id}) cannot reach the memory of rank {names[peer]} on "
                         f"{reports[peer].device} ({reports[peer].device_id})"
                     )
 
@@ -138,7 +143,7 @@ def report_of(rank: int, device: torch.device) -> RankReport:
     settings, launcher = env.settings(), env.launcher()
     host, per_node = host_identity(settings.host), settings.ranks_per_node
     if per_node is not None:  # by the rank in the job, so that all of its groups see the same nodes
-        host, launcher = f"{host}, node {get_rank() // per_node} of {per_node} ranks", Launcher()
+        host, launcher = f"{host}, node {get_rank() // per_node} of {per_node} ranks", env.Launcher()
     device_id, unreachable = _gpu_identity(device) if device.type == "cuda" else ("", ())
     return RankReport(
         rank=rank,

@@ -11,8 +11,8 @@ import pytest
 
 from ep_plugin import env
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
+from ep_plugin.env import Launcher, Settings
 from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerAborted, PeerTimeout
-from ep_plugin.settings import Launcher, Settings
 
 SMALL = {"num_experts": 8, "hidden_size": 64, "topk": 2}
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
+import os
+import signal
 import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ep_plugin.errors import DisagreementError, PeerAborted, PeerTimeout
+from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted, PeerTimeout
 from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.peer import raise_together
 from tests.transport.memory_ranks import GROUP_TIMEOUT_S, die, run
 
 
@@ -34,12 +39,14 @@ def _everything_that_works(rank: int, size: int) -> None:
     assert (first.timeout_s, second.timeout_s) == (5.0, 7.0)
     names = world.all_gather("names", [world.name, first.name, second.name])
     assert len(set(names[0])) == 3 and names == [names[0]] * size
+    first.barrier("pair up")
+    second.barrier("pair up")
     # The two are apart: they may be used in any order, as long as each is used alike.
     order = (first, second) if rank % 2 else (second, first)
     for exchange in order:
-        exchange._post(0, {"step": "apart", "value": [exchange.name, rank]})
+        exchange._write({exchange._key(1, rank): {"step": "apart", "value": [exchange.name, rank]}})
     for exchange in (first, second):
-        got = [post["value"] for post in exchange._collect(0, "apart")]
+        got = [post["value"] for post in exchange._collect(1, "apart", time.monotonic() + 5.0)]
         assert got == [[exchange.name, r] for r in range(size)]
 
     for group in _subgroups(rank, size):
@@ -152,6 +159,123 @@ def _refusals(rank: int, size: int) -> None:
 
 def test_different_steps_aborts_and_bad_groups_are_told_at_once():
     run(3, _refusals)
+
+
+def _stopped_store(pipe: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+def _store_stops(rank: int, size: int, port: int, pid: int) -> float:
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    exchange = Exchange(timeout_s=1.0)
+    exchange.barrier("together")
+    if rank == 0:
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        time.sleep(0.2)
+    start = time.monotonic()
+    with pytest.raises(PeerTimeout, match="store of the process group does not answer at step 'after'"):
+        exchange.barrier("after")
+    exchange.close()
+    waited = time.monotonic() - start
+
+    another = Exchange(timeout_s=60.0)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(1)
+    with pytest.raises(KeyboardInterrupt):
+        another.barrier("interrupted")
+    return waited
+
+
+def test_a_stopped_store_is_an_error_by_the_deadline_and_can_be_interrupted():
+    ours, theirs = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=_stopped_store, args=(theirs,), daemon=True)
+    server.start()
+    try:
+        waited = run(2, _store_stops, ours.recv(), server.pid)
+    finally:
+        server.kill()
+        server.join()
+    assert all(seconds < 5.0 for seconds in waited)
+
+
+def _made_again(rank: int, size: int) -> None:
+    store = c10d._get_default_store()
+    for turn in range(5):
+        if turn:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        exchange = Exchange(timeout_s=20.0)
+        for step in range(turn + 1):
+            assert exchange.all_gather(f"step {step}", [turn, rank]) == [[turn, r] for r in range(size)]
+
+
+def test_groups_made_again_on_one_store_do_not_meet_old_keys():
+    run(2, _made_again)
+
+
+def _one_is_late(rank: int, size: int) -> float:
+    if rank == 1:
+        dist.barrier()  # after the other has given up
+    start = time.monotonic()
+    with pytest.raises(PeerTimeout if rank == 0 else PeerAborted, match="for rank 1"):
+        Exchange(timeout_s=0.5 if rank == 0 else 30.0).barrier("construct")
+    waited = time.monotonic() - start
+    if rank == 0:
+        dist.barrier()
+    again = Exchange(timeout_s=20.0)
+    assert again.all_gather("again", rank) == [0, 1]
+    assert len(set(again.all_gather("names", again.name))) == 1
+    return waited
+
+
+def test_a_late_rank_hears_at_once_and_the_next_construction_works():
+    assert run(2, _one_is_late)[1] < 5.0
+
+
+def _closed(rank: int, size: int) -> int:
+    store = c10d._get_default_store()
+    Exchange().barrier("start")
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    for _ in range(5):
+        exchange = Exchange()
+        exchange.barrier("use")
+        exchange.barrier("use again")
+        exchange.close()
+        exchange.close()
+    dist.barrier()
+    return store.num_keys() - before
+
+
+def test_close_leaves_no_keys():
+    assert run(2, _closed) == [0, 0]
+
+
+def _part_of_a_group(rank: int, size: int) -> None:
+    if rank == 0:
+        return
+    exchange = Exchange(timeout_s=1.0, ranks=[1, 2])
+    exchange.barrier("together")
+    if rank == 2:
+        with pytest.raises(EpPluginError, match="rank 2: work failed: full"):
+            raise_together(exchange, "work", OSError("full"))
+        return
+    with pytest.raises(PeerAborted, match="rank 2 aborted") as caught:
+        raise_together(exchange, "work", None)
+    assert caught.value.rank == 2
+    with pytest.raises(PeerTimeout, match="rank 1 waited 1 s .* for rank 2") as late:
+        exchange.barrier("alone")
+    assert late.value.rank == 2
+
+
+def test_errors_of_a_part_name_ranks_of_the_group():
+    run(3, _part_of_a_group)
 
 
 def test_without_a_process_group_it_says_so():

@@ -46,10 +46,10 @@ def use_names(prefix: str) -> None:
     shm._PREFIX = prefix
     open_peer = shm._open_peer
 
-    def refuse_unnamed(path: str, token: str) -> int:
+    def refuse_unnamed(path: str, token: str, nbytes: int) -> int:
         if path.startswith("/proc"):
             raise PermissionError(errno.EACCES, "refused by the test", path)
-        return open_peer(path, token)
+        return open_peer(path, token, nbytes)
 
     shm._open_peer = refuse_unnamed
 
@@ -287,3 +287,53 @@ def test_a_name_that_another_process_uses_is_not_swept(prefix, monkeypatch):
     assert names(prefix) == [block.path]
     shm._forget(block)
     assert names(prefix) == []
+
+
+@pytest.mark.parametrize("case", ["another path", "a link", "another size", "a token that is no token"])
+def test_only_the_block_that_the_path_claims_is_opened(prefix, monkeypatch, tmp_path, case):
+    monkeypatch.setattr(shm, "_PREFIX", prefix)
+    token = secrets.token_hex(8)
+    path, nbytes = f"/dev/shm/{prefix}{token}", 4096
+    other = tmp_path / token
+    other.write_bytes(bytes(nbytes))
+    if case == "another path":
+        path = str(other)
+    elif case == "a link":
+        os.symlink(other, path)
+    elif case == "another size":
+        with open(path, "wb") as file:
+            file.write(bytes(nbytes + 1))
+    else:
+        path, token = f"/dev/shm/{prefix}../{token}", f"../{token}"
+    try:
+        with pytest.raises(OSError):
+            shm._open_peer(path, token, nbytes)
+    finally:
+        if os.path.lexists(path) and path.startswith(f"/dev/shm/{prefix}"):
+            os.unlink(path)
+
+
+def test_a_block_is_opened_by_both_kinds_of_path(prefix, monkeypatch):
+    monkeypatch.setattr(shm, "_PREFIX", prefix)
+    for create in (shm._create_anonymous, shm._create_named):
+        block = create(4096)
+        os.close(shm._open_peer(block.path, block.token, 4096))
+        shm._forget(block)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("tightest", ["", "job", "job/step"])
+def test_the_tightest_cgroup_above_the_process_is_the_limit(monkeypatch, tmp_path, version, tightest):
+    mount = tmp_path / "memory" if version == 1 else tmp_path
+    limit, usage, cache = shm._CGROUP_V1 if version == 1 else shm._CGROUP_V2
+    for directory in ("", "job", "job/step"):
+        place = mount / directory
+        place.mkdir(parents=True, exist_ok=True)
+        (place / limit).write_text("1000" if directory == tightest else "5000")
+        (place / usage).write_text("700")
+        (place / "memory.stat").write_text(f"{cache} 50\n")
+    own = tmp_path / "own"
+    own.write_text("5:cpu,memory:/job/step\n0::/elsewhere\n" if version == 1 else "0::/job/step\n")
+    monkeypatch.setattr(shm, "_CGROUP_ROOT", str(tmp_path))
+    monkeypatch.setattr(shm, "_CGROUPS_OF_PROCESS", str(own))
+    assert shm._container_available() == 350

@@ -60,6 +60,7 @@ class Engine(BaseEngine):
         self.boards = Boards(self.exchange, self.local_experts, device)
         self._resources.callback(self.boards.close)
         self.memory = open_memory(group, device, timeout_s=config.timeout_s)
+        self._resources.callback(self.memory.exchange.close)
         self._resources.callback(self.memory.close)
         self._resources.callback(self._forget_pools)
         self._control = self.memory.allocate(_C.control_bytes(self.size, config.num_experts), "control")
