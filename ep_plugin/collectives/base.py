@@ -14,8 +14,8 @@ import torch.distributed as dist
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.work import CollectiveWork
 from ep_plugin.errors import CommunicatorClosed
-from ep_plugin.moe.arguments import PLAIN
 from ep_plugin.runtime.base import leave, resolve_device
+from ep_plugin.runtime.tensors import PLAIN
 from ep_plugin.transport.exchange import checked_group
 
 C = TypeVar("C", bound="Collective")

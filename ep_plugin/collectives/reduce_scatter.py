@@ -22,7 +22,7 @@ from ep_plugin.collectives.base import Collective, as_bytes, check_alike
 from ep_plugin.collectives.chunks import Chunks
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.work import CollectiveWork
-from ep_plugin.moe.arguments import ELEMENTS
+from ep_plugin.dtypes import ELEMENTS
 
 _REDUCE = dist.ReduceOp
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ep_plugin import _C
-from ep_plugin.moe.arguments import ELEMENTS
+from ep_plugin.dtypes import ELEMENTS
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, Engine
 from ep_plugin.moe.high_throughput.routing import KnownRouting, address, header_of, roomy, wait_for_sender
 from ep_plugin.moe.high_throughput.sms import KernelSms
