@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ep_plugin.errors import NotSupported
 
 MAX_TOPK = 128
+MAX_EXPERTS = 2**31 - 1
 MAX_ALIGNMENT = 1 << 20
 MAX_TIMEOUT_S = 1e9
 ROW_ALIGNMENT_BYTES = 16
@@ -43,7 +44,8 @@ class MoECommunicatorConfig:
     max_tokens_per_rank: most tokens that any rank dispatches at once: pools then hold as many of every rank's. None
         lets them grow when they must, to the most rows that any rank had for any, of every rank.
     mode: "ht", high throughput. ("ll", low latency, is not served in this release.)
-    layout: what dispatch returns; None is the mode's default, FLAT for "ht".
+    layout: what dispatch returns, a DispatchLayout or its value such as "flat". None is the mode's default, FLAT for
+        "ht".
     max_row_bytes: bytes of the widest row, a multiple of 16; None is hidden_size in the widest dtype used.
     expert_alignment: each expert's group of FLAT rows is padded to a multiple of this, at most 2**20.
     timeout_s: seconds that a rank waits for its peers, at most 1e9; None is the process group's own timeout.
@@ -60,7 +62,7 @@ class MoECommunicatorConfig:
     topk: int
     max_tokens_per_rank: int | None = None
     mode: str = "ht"
-    layout: DispatchLayout | None = None
+    layout: DispatchLayout | str | None = None
     max_row_bytes: int | None = None
     expert_alignment: int = 1
     timeout_s: float | None = None
@@ -75,6 +77,8 @@ class MoECommunicatorConfig:
         for name in ("max_tokens_per_rank", "max_row_bytes", *SMS_FIELDS):
             if getattr(self, name) is not None:
                 _check_at_least(LEAST_SMS.get(name, 1), name, getattr(self, name))
+        if self.num_experts > MAX_EXPERTS:
+            raise ValueError(f"num_experts: expected at most {MAX_EXPERTS}, got {self.num_experts}")
         if self.topk > MAX_TOPK:
             raise ValueError(f"topk: expected at most {MAX_TOPK}, got {self.topk}")
         if self.topk > self.num_experts:
@@ -84,12 +88,14 @@ class MoECommunicatorConfig:
         if self.expert_alignment > MAX_ALIGNMENT:
             raise ValueError(f"expert_alignment: expected at most {MAX_ALIGNMENT}, got {self.expert_alignment}")
         _check_timeout(self.timeout_s)
+        if self.layout in [layout.value for layout in DispatchLayout]:
+            object.__setattr__(self, "layout", DispatchLayout(self.layout))
         _check_mode_and_layout(self.mode, self.layout)
 
     @property
     def resolved_layout(self) -> DispatchLayout:
         """The layout that dispatch returns: the one asked for, or the mode's default."""
-        return self.layout if self.layout is not None else DispatchLayout.FLAT
+        return DispatchLayout.FLAT if self.layout is None else DispatchLayout(self.layout)
 
     def agreement_hash(self) -> int:
         """A number below 2**63, equal on two ranks exactly when they agree on what all ranks must agree on."""

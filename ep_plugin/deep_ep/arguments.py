@@ -12,7 +12,7 @@ import torch
 from ep_plugin.deep_ep import routing
 from ep_plugin.deep_ep.config import Config
 from ep_plugin.deep_ep.utils import EventOverlap
-from ep_plugin.moe.arguments import weight_dtype
+from ep_plugin.dtypes import weight_dtype
 
 
 def rows_of(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -8,7 +8,7 @@ import torch
 
 from ep_plugin import _C, env
 from ep_plugin.config import ROW_ALIGNMENT_BYTES
-from ep_plugin.dtypes import ELEMENTS
+from ep_plugin.dtypes import DTYPE_CODES, DTYPES, ELEMENTS, QUANTIZABLE, QUANTIZED, weight_dtype
 
 if TYPE_CHECKING:
     from ep_plugin.moe.high_throughput.dispatch_args import DispatchCall
@@ -16,36 +16,6 @@ if TYPE_CHECKING:
     from ep_plugin.moe.high_throughput.routing import KnownRouting, RoutingTensors
 
 _ROWS, _SLOTS = _C.Total.ROWS, _C.Total.SLOTS
-# Rows of these types can travel; the position is what ranks compare.
-DTYPES = [
-    *ELEMENTS,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-]
-DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-# What `quantize` may name, and the rows that it can make of the types it takes.
-QUANTIZED = {"e4m3": torch.float8_e4m3fn}
-QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def is_lazy(tensor: torch.Tensor | None) -> bool:
-    """Whether a sign, or that all is zero, is yet to be written to its memory; an operator's dispatch does that."""
-    return tensor is not None and (tensor.is_neg() or tensor._is_zerotensor())
-
-
-def num_scales(hidden: int | torch.SymInt) -> int | torch.SymInt:
-    """Scales of a quantised row."""
-    return (hidden + _C.scale_block - 1) // _C.scale_block
-
-
-def weight_dtype(rows: torch.dtype) -> torch.dtype:
-    """The type in which weights travel beside rows of type `rows`."""
-    return torch.float64 if rows is torch.float64 else torch.float32
 
 
 def as_weights(

@@ -13,12 +13,12 @@ import torch
 from torch.autograd import forward_ad
 
 from ep_plugin import _C
-from ep_plugin.dtypes import ELEMENTS
+from ep_plugin.dtypes import ELEMENTS, weight_dtype
 from ep_plugin.errors import NotSupported
-from ep_plugin.moe.arguments import bulk_ready, is_lazy, weight_dtype
+from ep_plugin.moe.arguments import bulk_ready
 from ep_plugin.moe.high_throughput.dispatch_args import DispatchResult
 from ep_plugin.runtime.base import kernels_for, on_device, stream_of
-from ep_plugin.runtime.tensors import PLAIN
+from ep_plugin.runtime.tensors import PLAIN, is_lazy
 
 _RESULTS = len(DispatchResult._fields)  # of dispatch, before its routing
 NUM_TENSORS = 4  # arguments of each operator that may require gradients; the first ones

@@ -15,14 +15,7 @@ import torch.distributed as dist
 from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.errors import CaptureRefused, EpPluginError
 from ep_plugin.moe import operators as ops
-from ep_plugin.moe.arguments import (
-    as_weights,
-    bulk_ready,
-    check_combine,
-    check_dispatch,
-    check_quantize,
-    check_tensors,
-)
+from ep_plugin.moe.arguments import as_weights, bulk_ready, check_combine, check_dispatch, check_quantize, check_tensors
 from ep_plugin.moe.high_throughput.combine import PendingCombine, Sums, finish_combine, start_combine, whole_combine
 from ep_plugin.moe.high_throughput.dispatch import finish_dispatch, start_dispatch, whole_dispatch
 from ep_plugin.moe.high_throughput.dispatch_args import DispatchCall, DispatchResult, PendingDispatch

@@ -16,12 +16,12 @@ import torch
 from torch._compile import _disable_dynamo
 
 from ep_plugin.moe import autograd
-from ep_plugin.moe.arguments import bulk_ready, check_devices, is_lazy
+from ep_plugin.moe.arguments import bulk_ready, check_devices
 from ep_plugin.moe.high_throughput.combine import Sums
 from ep_plugin.moe.high_throughput.dispatch_args import DispatchCall, DispatchResult, empty_payload
 from ep_plugin.moe.high_throughput.routing import RoutingTensors, known_routing
 from ep_plugin.moe.registry import communicator
-from ep_plugin.runtime.tensors import PLAIN
+from ep_plugin.runtime.tensors import PLAIN, is_lazy
 
 _library = torch.library.Library("ep_plugin", "DEF")
 _library.define(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -62,6 +63,7 @@ class BaseEngine(ABC):
         self.exchange = exchange
         self.rank, self.size, self.timeout_s = exchange.rank, exchange.size, exchange.timeout_s
         self.lock = _enqueue_locks.setdefault(device, threading.RLock())
+        self.used_by: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._owner = os.getpid()
         self._error: Exception | None = None
         self._captured = False
@@ -73,8 +75,7 @@ class BaseEngine(ABC):
             with torch.inference_mode(False):  # what is made now may be written outside of the caller's mode
                 self._construct(*given)
         except BaseException as error:
-            self.exchange.abort(f"{type(error).__name__}: {error}")
-            self._resources.close()
+            self._give_back_after(error)
             raise
         self.closed = False
         _add_to_live(self)
@@ -83,6 +84,14 @@ class BaseEngine(ABC):
     @property
     def name(self) -> str:
         return f"communicator {self.exchange.name}"
+
+    def _give_back_after(self, error: BaseException) -> None:
+        """Aborts peers and closes what has been made. A step that fails is noted on `error`, and the next one runs."""
+        for step in (functools.partial(self.exchange.abort, f"{type(error).__name__}: {error}"), self._resources.close):
+            try:
+                step()
+            except Exception as second:
+                error.add_note(f"{self.name}: giving back failed, too: {type(second).__name__}: {second}")
 
     @abstractmethod
     def _construct(self, *given: Any) -> None:
@@ -104,6 +113,7 @@ class BaseEngine(ABC):
         """operation(self, *args): refused after a fault or a close, told to peers when it fails here."""
         with self.lock, on_device(self.device):
             self.check()
+            self.used_by.add(threading.current_thread())
             _C.announce(f"in {what} of {self.name}")  # to the peers of all communicators, for their messages
             self._captured |= bool(self.lanes.capturing())
             try:
@@ -238,14 +248,28 @@ def abort_all(reason: str) -> None:
 
 @functools.cache
 def _abort_on_uncaught_exceptions() -> None:
-    """A script that dies of an exception tells its peers, who would else wait until their deadline."""
-    previous = sys.excepthook
+    """Peers of a script, thread, or multiprocessing child that dies of an exception need not wait for a deadline."""
+    of_script, of_thread = sys.excepthook, threading.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def script_hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         abort_all(f"{kind.__name__}: {error}")
-        previous(kind, error, trace)
+        of_script(kind, error, trace)
 
-    sys.excepthook = hook
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        for engine in _live_engines():  # a thread that used none of them is no part of the rank's exchange
+            if args.thread in engine.used_by:
+                engine.abort(f"{args.exc_type.__name__}: {args.exc_value}")
+        of_thread(args)
+
+    sys.excepthook, threading.excepthook = script_hook, thread_hook
+    multiprocessing.util.Finalize(None, _abort_when_process_fails, exitpriority=100)
+
+
+def _abort_when_process_fails() -> None:
+    """A multiprocessing child catches its exception itself, and runs finalizers while that is in flight."""
+    error = sys.exc_info()[1]
+    if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+        abort_all(f"{type(error).__name__}: {error}")
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

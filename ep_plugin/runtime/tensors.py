@@ -1,8 +1,13 @@
-"""Kinds of tensors."""
+"""Checks of tensors whose addresses kernels take."""
 
 from __future__ import annotations
 
 import torch
 
-# Tensors that are no more than their memory says: not a compiler's stand-in, not sharded, not a user's own kind.
+# Types whose value is their memory: no compiler's stand-in, no sharded tensor, no user's own subclass.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_lazy(tensor: torch.Tensor | None) -> bool:
+    """Whether a sign or zeros are pending: an operator's dispatch writes them to memory."""
+    return tensor is not None and (tensor.is_neg() or tensor._is_zerotensor())

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,25 +169,46 @@ def test_every_communicator_tells_its_peers_what_the_rank_is_doing() -> None:
 
 
 SCRIPT = """
-import datetime, sys
-import torch, torch.distributed as dist
+import datetime, multiprocessing, sys, threading
+import torch.distributed as dist
 from tests.faults.fault_cases import open_communicator, round_trip
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-store = dist.TCPStore("127.0.0.1", port, is_master=False)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
-comm = open_communicator(2, timeout_s=20)
-round_trip(comm)
-if rank == 1:
+rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+def fail():
+    round_trip(comm)
     raise LookupError("nothing to train on")
-round_trip(comm)
+def main():
+    global comm
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+    comm = open_communicator(2, timeout_s=20)
+    if rank == 0:
+        round_trip(comm)
+        round_trip(comm)
+    elif how == "thread":
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+        comm.check()
+    else:
+        fail()
+if how == "process":
+    child = multiprocessing.get_context("fork").Process(target=main)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+main()
 """
 
 
-def test_a_script_that_dies_of_an_exception_tells_its_peers() -> None:
+@pytest.mark.parametrize("how", ["script", "thread", "process"])
+def test_an_uncaught_exception_reaches_peers(how: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     scripts = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(store.port)], stderr=subprocess.PIPE, text=True, cwd=_root()
+            [sys.executable, "-c", SCRIPT, str(rank), str(store.port), how],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=_root(),
         )
         for rank in range(2)
     ]
@@ -298,6 +320,33 @@ def _bad_device(rank: int) -> str:
     with open_communicator(2) as comm:
         round_trip(comm)
     return str(caught.value)
+
+
+def _cleanup_fails(rank: int) -> tuple[list[str], list[str]]:
+    from ep_plugin.runtime.base import BaseEngine
+
+    closed: list[str] = []
+
+    class Failing(BaseEngine):
+        found_error = described = None  # type: ignore[assignment]
+
+        def _construct(self) -> None:
+            self._resources.callback(closed.append, "memory")
+            raise MemoryError("first")
+
+    def abort(reason: str) -> None:
+        raise OSError("store is gone")
+
+    exchange: Any = SimpleNamespace(name="0.1", rank=rank, size=1, timeout_s=1.0, abort=abort)
+    with pytest.raises(MemoryError, match="first") as caught:
+        Failing(exchange, torch.device("cpu"))
+    return closed, caught.value.__notes__
+
+
+def test_cleanup_that_fails_keeps_the_first_error_and_closes_the_rest() -> None:
+    closed, notes = _cleanup_fails(0)
+    assert closed == ["memory"]
+    assert notes == ["communicator 0.1: giving back failed, too: OSError: store is gone"]
 
 
 def test_a_rank_that_cannot_construct_does_not_keep_its_peers_waiting() -> None:

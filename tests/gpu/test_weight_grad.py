@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ep_plugin import _C
-from ep_plugin.moe.arguments import ELEMENTS
+from ep_plugin.dtypes import ELEMENTS
 from ep_plugin.moe.autograd import weight_grad
 from tests.ranks import run_ranks, values
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ep_plugin import DispatchLayout, MoECommunicator, MoECommunicatorConfig
-from ep_plugin.moe.arguments import weight_dtype
+from ep_plugin.dtypes import weight_dtype
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 from ep_plugin.moe.reference import ReferenceOutput, reference_combine, reference_dispatch
 from tests.ranks import run_ranks, values

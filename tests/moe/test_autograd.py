@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ep_plugin import DispatchLayout, MoECommunicator, NotSupported
+from ep_plugin.dtypes import weight_dtype
 from ep_plugin.moe import autograd
-from ep_plugin.moe.arguments import weight_dtype
 from ep_plugin.moe.layout import DispatchOutput
 from ep_plugin.moe.reference import ReferenceOutput, reference_combine
 from tests.moe.moe_cases import (

@@ -130,6 +130,7 @@ def test_config_defaults():
     assert config.resolved_layout is DispatchLayout.FLAT
     token_major = MoECommunicatorConfig(**SMALL, layout=DispatchLayout.TOKEN_MAJOR)
     assert token_major.resolved_layout is DispatchLayout.TOKEN_MAJOR
+    assert MoECommunicatorConfig(**SMALL, layout="token_major") == token_major
     with pytest.raises(AttributeError):
         config.topk = 3
 
@@ -159,7 +160,8 @@ def test_config_defaults():
         ({"combine_send_sms": 2.5}, "combine_send_sms: expected an integer of at least 1, got 2.5"),
         ({"combine_recv_sms": -1}, "combine_recv_sms: expected an integer of at least 0, got -1"),
         ({"mode": "fast"}, "mode: expected one of ht, ll, got 'fast'"),
-        ({"layout": "flat"}, "layout: expected a DispatchLayout or None, got 'flat'"),
+        ({"layout": "flt"}, "layout: expected a DispatchLayout or None, got 'flt'"),
+        ({"num_experts": 2**31}, "num_experts: expected at most 2147483647, got 2147483648"),
     ],
 )
 def test_bad_config_says_expected_and_actual(change, sentence):

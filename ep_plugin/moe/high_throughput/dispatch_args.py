@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ep_plugin import _C
-from ep_plugin.dtypes import ELEMENTS
-from ep_plugin.moe.arguments import QUANTIZED, num_scales
+from ep_plugin.dtypes import ELEMENTS, QUANTIZED, num_scales
 from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, Engine
 from ep_plugin.moe.high_throughput.expected import Rows
 from ep_plugin.moe.high_throughput.routing import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ep_plugin import _C
+from ep_plugin.dtypes import DTYPES
 from ep_plugin.errors import DisagreementError
-from ep_plugin.moe.arguments import DTYPES
 from ep_plugin.runtime.faults import DISAGREE_ON
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ep_plugin import _C
-from ep_plugin.moe.arguments import DTYPE_CODES, check_routing
+from ep_plugin.dtypes import DTYPE_CODES
+from ep_plugin.moe.arguments import check_routing
 from ep_plugin.moe.high_throughput.engine import Engine
 
 WORD_BYTES = 4
