@@ -2,7 +2,7 @@
 
 A comment in the line before a fence says how its Python runs: ``<!-- snippet: ranks=2 files=qwen3_moe -->``, or
 ``<!-- snippet: parse -->`` for code that needs a GPU, a framework that is not installed, or the reader's own names.
-A Python block without such a comment runs in one process. Shell blocks are parsed by bash.
+A Python block without such a comment runs in one process. Bash parses shell blocks and those without a language.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
 FENCE = re.compile(r"(?:<!-- snippet: (?P<how>[^>]*) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 FOLDERS = ("benchmarks", "docs", "ep_plugin", "examples", "integrations", "requirements", "scripts", "tests")
@@ -105,7 +107,7 @@ def test_python_parses(snippet: Snippet) -> None:
     compile("\n" * (snippet.line - 1) + snippet.code, str(snippet.page), "exec")
 
 
-@pytest.mark.parametrize("snippet", snippets("shell"), ids=str)
+@pytest.mark.parametrize("snippet", snippets("shell", ""), ids=str)
 def test_shell_parses(snippet: Snippet) -> None:
     done = subprocess.run(["bash", "-n"], input=snippet.code, text=True, capture_output=True, timeout=30)
     assert done.returncode == 0, f"{snippet}: {done.stderr}"
@@ -135,5 +137,5 @@ def test_python_runs_as_printed(snippet: Snippet, tmp_path: Path) -> None:
 
 def test_fences_name_a_language_that_is_tested() -> None:
     fences = {str(snippet): snippet.language for snippet in snippets()}
-    other = {where: language for where, language in fences.items() if language not in ("python", "shell", "text")}
-    assert not other, f"expected python, shell or text, got {other}"
+    other = {where: language for where, language in fences.items() if language not in ("python", "shell", "text", "")}
+    assert not other, f"expected python, shell, text or none, got {other}"
