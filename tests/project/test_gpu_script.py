@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu.sh"
-DOCS = SCRIPT.parents[1] / "docs"
 # Writes down how it was called, and an example's metrics where it was asked for them.
 PYTHON = """#!/bin/sh
 echo "$@" >> "$CALLS"
@@ -73,13 +72,6 @@ def test_layers_are_those_of_what_trains(tree: Path, step: str, variables: dict[
     done, calls = run(tree, step, **variables)
     assert done.returncode == 0, done.stderr
     assert len([call for call in calls if wanted in call]) == 1
-
-
-def test_what_the_docs_say_of_fsdp2_is_what_runs(tree: Path) -> None:
-    said = re.findall(r"`ep-bench (fsdp2 --backend cuda [^`]*)`", (DOCS / "fsdp2.md").read_text())
-    _, calls = run(tree, "more")
-    (ran,) = (call.split(" cli ")[-1] for call in calls if "fsdp2" in call)
-    assert said and all(set(command.split()) <= set(ran.split()) for command in said)
 
 
 def test_two_emulated_nodes_have_half_the_gpus_each(tree: Path) -> None:
