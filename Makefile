@@ -7,7 +7,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && { echo $$python; break; }; done)
 CSRC = $(shell find ep_plugin/csrc tests/emulation -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: venv build test demo lint format mutate gpu clean
+.PHONY: venv build test demo lint docs format mutate gpu clean
 .DELETE_ON_ERROR:
 
 venv: $(VENV)/requirements.stamp
@@ -35,11 +35,14 @@ test: build
 demo: build
 	$(PY) examples/train_qwen3_moe.py --launch 4 --preset tiny --fsdp2 ep_plugin --compare all_to_all --out runs/demo
 
-lint: venv
+lint: venv docs
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(CSRC)
 	$(PY) -m mypy
+
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 format: venv
 	$(PY) -m ruff check --fix .

@@ -26,13 +26,23 @@ class Integration(NamedTuple):
 
     module: the framework's module that is waited for; once it has been executed, `function` ("module:name" of ours) is
     called without arguments. It replaces what it replaces, and returns a sentence that says what. It may be called
-    again when the module is reloaded. package, at_least: the oldest version that is served, of a module's __version__.
+    again when the module is reloaded. package, at_least, below: the versions that are served, of a module's __version__.
     """
 
     module: str
     function: str
     package: str = ""
     at_least: str = ""
+    below: str = ""
+
+    def refuses(self, version: str) -> str | None:
+        """The served versions and what to do, for a message; None for a served `version`."""
+        served = f"{self.at_least} or newer" + (f" and below {self.below}" if self.below else "")
+        if release(version) < release(self.at_least):
+            return f"{served}, got {version}; upgrade it"
+        if self.below and release(version) >= release(self.below):
+            return f"{served}, got {version}; install one of these"
+        return None
 
 
 INTEGRATIONS = {
@@ -41,6 +51,7 @@ INTEGRATIONS = {
         "ep_plugin.integrations.megatron:switch_on",
         package="megatron.core",
         at_least="0.16.1",
+        below="0.17",
     ),
     "fsdp2": Integration("torch.distributed.fsdp", "ep_plugin.integrations.fsdp2:switch_on"),
     "transformers": Integration(
@@ -150,16 +161,14 @@ def _is_being_imported(module: str) -> bool:
 
 
 def _check_version(name: str, integration: Integration) -> None:
-    """Refuses a framework that is too old, before it is used."""
-    package, least = integration.package, integration.at_least
+    """Refuses a version of the framework that is not served, before it is used."""
+    package = integration.package
     version = getattr(sys.modules[package], "__version__", None)
-    if version is None or release(version) >= release(least):
+    refused = version and integration.refuses(version)
+    if not refused:
         return
     record(name, "failed", f"{package} is {version}")
-    raise NotSupported(
-        f"EP_PLUGIN: {name}: expected {package} {least} or newer, got {version}; upgrade it, or leave {name} out of "
-        "EP_PLUGIN"
-    )
+    raise NotSupported(f"EP_PLUGIN: {name}: expected {package} {refused}, or leave {name} out of EP_PLUGIN")
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -39,10 +39,10 @@ _ADVICE = "install megatron-core 0.16.1, or leave megatron out of EP_PLUGIN"
 
 
 def check_version(version: str) -> None:
-    """Raises NotSupported for a megatron-core that is too old."""
-    least = hooks.INTEGRATIONS["megatron"].at_least
-    if hooks.release(version) < hooks.release(least):
-        raise NotSupported(f"megatron-core: expected {least} or newer, got {version}; {_ADVICE}")
+    """Raises NotSupported for a megatron-core that is too old or too new."""
+    refused = hooks.INTEGRATIONS["megatron"].refuses(version)
+    if refused:
+        raise NotSupported(f"megatron-core: expected {refused.partition(';')[0]}; {_ADVICE}")
 
 
 def check_interfaces(dispatchers: ModuleType, config: type[Any], version: str) -> None:

@@ -164,6 +164,19 @@ def test_an_old_framework_is_refused_with_both_versions(framework: Path) -> None
     assert state() == ("toy", "failed", "toyframe is 1.1.9+local")
 
 
+@pytest.mark.parametrize("version", ["2.0", "2.0.0rc1", "11.4.2"])
+def test_a_framework_that_is_too_new_is_refused_with_both_versions(
+    framework: Path, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setitem(hooks.INTEGRATIONS, "toy", hooks.INTEGRATIONS["toy"]._replace(below="2.0"))
+    write(framework, "toyframe/__init__.py", f"__version__ = {version!r}")
+    hooks.switch_on(["toy"])
+    expected = rf"toy: expected toyframe 1\.2 or newer and below 2\.0, got {version}; install one of these"
+    with pytest.raises(NotSupported, match=expected):
+        importlib.import_module("toyframe")
+    assert state() == ("toy", "failed", f"toyframe is {version}")
+
+
 def test_a_hook_that_fails_is_no_import_error(framework: Path) -> None:
     write(framework, "toyhook.py", "from toyframe.layer import gone\ndef switch_on(): ...")
     hooks.switch_on(["toy"])

@@ -117,7 +117,11 @@ def test_padding_that_inference_switches_on_later_changes_nothing(results) -> No
 OTHER_MEGATRONS = {
     "old": (
         "package_info.__version__ = '0.15.3'",
-        "megatron-core: expected 0.16.1 or newer, got 0.15.3; install megatron-core 0",
+        "megatron-core: expected 0.16.1 or newer and below 0.17, got 0.15.3; install megatron-core 0",
+    ),
+    "new": (
+        "package_info.__version__ = '0.19.2'",
+        "megatron-core: expected 0.16.1 or newer and below 0.17, got 0.19.2; install megatron-core 0",
     ),
     "other-call": (
         "module.MoEFlexTokenDispatcher.token_dispatch = lambda self, hidden_states, probs, stream: None",
