@@ -26,7 +26,8 @@ class Integration(NamedTuple):
 
     module: the framework's module that is waited for; once it has been executed, `function` ("module:name" of ours) is
     called without arguments. It replaces what it replaces, and returns a sentence that says what. It may be called
-    again when the module is reloaded. package, at_least, below: the versions that are served, of a module's __version__.
+    again when the module is reloaded. package: the module whose __version__ must be `at_least` and, where it is given,
+    `below`.
     """
 
     module: str
