@@ -40,6 +40,7 @@ lint: venv docs
 	$(PY) -m ruff format --check .
 	$(VENV)/bin/clang-format --dry-run -Werror $(CSRC)
 	$(PY) -m mypy
+	PYTHONPATH=. $(VENV)/bin/lint-imports
 
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
