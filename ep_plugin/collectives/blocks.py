@@ -51,7 +51,9 @@ _GRAIN = 4096  # blocks are whole pages
 class Node(Protocol):
     """This rank among the ranks of its node, as blocks and the operations inside a node see it."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
     rank: int
     timeout_s: float
     device: torch.device

@@ -40,8 +40,7 @@ class AllGather {
   bool offer() {
     if (offered_ == pieces_.count() || !pieces_.slot_is_free(offered_)) return false;
     if (pieces_.staged()) {
-      copy_bytes(pieces_.slot(offered_), at<char>(args_.input, pieces_.begin_of(offered_)),
-                 pieces_.bytes_of(offered_));
+      copy_bytes(pieces_.slot(offered_), at<char>(args_.input, pieces_.begin_of(offered_)), pieces_.bytes_of(offered_));
       ++offered_;
     } else {
       offered_ = pieces_.count();

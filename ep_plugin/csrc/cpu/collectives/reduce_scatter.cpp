@@ -111,7 +111,8 @@ void reduce_scatter(const CpuReduceScatterArgs& args) {
   const Comm& comm = args.comm;
   const Run run{comm, kReduceScatter, 0};
   bool done = false;
-  if (is_well(comm)) with_element(args.element, [&](auto type) { done = ReduceScatter<decltype(type)>(run, args).run(); });
+  if (is_well(comm))
+    with_element(args.element, [&](auto type) { done = ReduceScatter<decltype(type)>(run, args).run(); });
   if (!done) poison(at<char>(args.output), args.piece.bytes);
 }
 
