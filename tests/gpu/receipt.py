@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import io
 import json
 import os
 import platform
 import re
 import sys
+import tokenize
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,13 +43,18 @@ def code_hash(root: Path = ROOT) -> str:
 
 
 def _python(text: str) -> str:
-    """The syntax tree, without docstrings."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
+    """The text without comments and docstrings, and with one blank for any white space, in any version of Python."""
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
         documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
         if documented and ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:]
-    return ast.dump(tree)
+            first, last = node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno
+            lines[first - 1 : last] = [""] * (last - first + 1)
+    return " ".join(" ".join(lines).split())
 
 
 def _cpp(text: str) -> str:
