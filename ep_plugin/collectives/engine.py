@@ -187,6 +187,8 @@ class CollectiveEngine(BaseEngine):
         return self.rails.bytes_sent - (self.status.bytes_sent if self.rails.nodes else 0)
 
     def group_rank(self, index: int) -> int:
+        if not 0 <= index < self.node_size + self.size:
+            raise IndexError(f"expected an index below {self.node_size + self.size}, got {index}")
         return self.node_ranks[index] if index < self.node_size else index - self.node_size
 
 

@@ -107,6 +107,8 @@ class BaseEngine(ABC):
 
     def group_rank(self, index: int) -> int:
         """The rank within the group of whoever has the board of this index."""
+        if not 0 <= index < self.size:
+            raise IndexError(f"expected an index below {self.size}, got {index}")
         return index
 
     def run(self, what: str, operation: Callable[..., T], *args: Any) -> T:

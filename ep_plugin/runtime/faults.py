@@ -42,7 +42,7 @@ def error_of(engine: Communicator) -> EpPluginError | ValueError | None:
             abort = engine.boards.abort()
             if abort is None:
                 return None
-            return aborted_error(engine, _rank_of(engine, abort[0]), abort[1])
+            return aborted_error(engine, engine.group_rank(abort[0]), abort[1])
         return _fault_error(engine, fault)
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         # A peer, or any writer of shared memory, may have overwritten the board.
