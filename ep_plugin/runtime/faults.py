@@ -42,6 +42,8 @@ def error_of(engine: Communicator) -> EpPluginError | ValueError | None:
             abort = engine.boards.abort()
             if abort is None:
                 return None
+            if abort[0] < 0:
+                raise IndexError(f"expected an index of at least 0, got {abort[0]}")
             return aborted_error(engine, engine.group_rank(abort[0]), abort[1])
         return _fault_error(engine, fault)
     except (LookupError, TypeError, ValueError, OverflowError) as error:
