@@ -337,7 +337,10 @@ def _cleanup_fails(rank: int) -> tuple[list[str], list[str]]:
     def abort(reason: str) -> None:
         raise OSError("store is gone")
 
-    exchange: Any = SimpleNamespace(name="0.1", rank=rank, size=1, timeout_s=1.0, abort=abort)
+    def close() -> None:
+        closed.append("exchange")
+
+    exchange: Any = SimpleNamespace(name="0.1", rank=rank, size=1, timeout_s=1.0, abort=abort, close=close)
     with pytest.raises(MemoryError, match="first") as caught:
         Failing(exchange, torch.device("cpu"))
     return closed, caught.value.__notes__
@@ -345,7 +348,7 @@ def _cleanup_fails(rank: int) -> tuple[list[str], list[str]]:
 
 def test_cleanup_that_fails_keeps_the_first_error_and_closes_the_rest() -> None:
     closed, notes = _cleanup_fails(0)
-    assert closed == ["memory"]
+    assert closed == ["memory", "exchange"]
     assert notes == ["communicator 0.1: giving back failed, too: OSError: store is gone"]
 
 
