@@ -103,7 +103,8 @@ class Exchange:
             The values in the order of ``ranks``.
 
         Raises:
-            PeerTimeout: the deadline passed; it names the missing ranks, or the store if that does not answer.
+            PeerTimeout: the deadline passed, here or on a peer; it names the missing ranks, or the store if that does
+                not answer.
             DisagreementError: a peer is in another step.
             PeerAborted: a peer has given up. After any of these errors every further call raises it again.
         """
@@ -115,7 +116,7 @@ class Exchange:
             except EpPluginError as error:
                 self._error = error
                 if isinstance(error, PeerTimeout) and error.rank is not None:
-                    self._leave_word(str(error), first_turn=max(self._count - 1, 0))
+                    self._leave_word(str(error), max(self._count - 1, 0), late=(error.rank, error.step))
                 raise
 
     def barrier(self, step: str) -> None:
@@ -129,7 +130,7 @@ class Exchange:
                 return
             self._error = PeerAborted(f"rank {self.group_rank} aborted: {reason}", self.group_rank, reason)
             if self.size > 1:
-                self._leave_word(reason, first_turn=self._count)
+                self._leave_word(reason, self._count)
 
     def close(self) -> None:
         """Gives up this rank's part in the keys: the last rank to close deletes them. Never fails; idempotent."""
@@ -171,6 +172,9 @@ class Exchange:
     def _check(self, rank: int, posted: dict[str, Any], step: str) -> None:
         peer = self.ranks[rank]
         if "abort" in posted:
+            late, where = posted.get("late") or (self.group_rank, "")
+            if late != self.group_rank:
+                raise PeerTimeout(f"rank {peer} gave up: {posted['abort']}", late, where)
             raise PeerAborted(f"rank {peer} aborted: {posted['abort']}", peer, posted["abort"])
         if posted["step"] != step:
             raise DisagreementError(
@@ -235,10 +239,11 @@ class Exchange:
         # This rank waits for nobody any more, and whoever missed it has now come.
         self._ask(step, deadline, self._write, {own: {"token": ""}, f"{self._scope}/word/{self.rank}": {"number": 0}})
 
-    def _leave_word(self, reason: str, first_turn: int) -> None:
-        """Peers that come to an exchange from `first_turn` to the next raise PeerAborted at once, and so do those that
-        have not met this rank. An exchange that has succeeded here keeps its post: peers may have yet to read it."""
-        word: dict[str, Any] = {"abort": reason}
+    def _leave_word(self, reason: str, first_turn: int, late: tuple[int, str] | None = None) -> None:
+        """Peers that come to an exchange from `first_turn` to the next raise at once, and so do those that have not met
+        this rank: PeerTimeout where this rank waited in vain for another one, `late` (rank, step), else PeerAborted.
+        An exchange that has succeeded here keeps its post: peers may have yet to read it."""
+        word: dict[str, Any] = {"abort": reason, "late": late}
         if self._nonce:
             posts = {self._key(turn, self.rank): word for turn in range(first_turn, self._count + 1)}
         else:

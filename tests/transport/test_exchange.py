@@ -237,6 +237,34 @@ def test_a_late_rank_hears_at_once_and_the_next_construction_works():
     assert run(2, _one_is_late)[1] < 5.0
 
 
+def _a_kernel_times_out(rank: int, size: int) -> float:
+    """Rank 0 waits for its peers to grow a pool, when its kernel has waited for rank 2 in vain. Rank 1 comes later."""
+    exchange = Exchange(timeout_s=30.0)
+    exchange.barrier("together")
+    found = PeerTimeout("rank 0 waited 4 s for rank 2 at step dispatch_recv", 2, "dispatch_recv")
+
+    def watch() -> None:
+        raise found
+
+    if rank == 0:
+        exchange.watch = watch
+    if rank:
+        dist.barrier()
+    start = time.monotonic()
+    if rank < 2:
+        with pytest.raises(PeerTimeout, match="rank 0 waited 4 s for rank 2 at step dispatch_recv") as caught:
+            exchange.barrier("grow")
+        assert (caught.value.rank, caught.value.step) == (2, "dispatch_recv")
+    waited = time.monotonic() - start
+    if rank == 0:
+        dist.barrier()
+    return waited
+
+
+def test_a_survivor_names_the_rank_that_another_one_waited_for():
+    assert max(run(3, _a_kernel_times_out)) < 5.0
+
+
 def _closed(rank: int, size: int) -> int:
     store = c10d._get_default_store()
     Exchange().barrier("start")
