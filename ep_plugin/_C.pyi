@@ -7,9 +7,9 @@ from enum import IntEnum
 
 max_ranks: int
 max_topk: int
-most_row_bytes: int
-most_tokens: int
-most_keys: int
+max_row_bytes: int
+max_tokens: int
+max_keys: int
 row_align: int
 num_totals: int
 scale_block: int
@@ -17,8 +17,8 @@ state_bytes: int
 collective_control_bytes: int
 device_control_bytes: int
 staging_block: int
-most_ctas: int
-most_lanes: int
+max_ctas: int
+max_channels: int
 small_bytes: int
 stream_words_bytes: int
 stream_words_shape: tuple[int, int, int]
@@ -26,8 +26,8 @@ fault_offset: int
 max_blocks: int
 requests_bytes: int
 call_ring_bytes: int
-offer_fields: tuple[str, ...]
-"""Names of Offer's words, by the index that a fault gives."""
+piece_fields: tuple[str, ...]
+"""Names of PieceHeader's first words, by the index that a fault gives."""
 header_fields: tuple[str, ...]
 """Names of Header's words, by the index that a fault gives."""
 
@@ -63,6 +63,7 @@ class FaultCode(IntEnum):
     BAD_IDS = ...
     BAD_DATA = ...
     TOO_SMALL = ...
+    BAD_HANDLE = ...
 
 class Total(IntEnum):
     SLOTS = ...
@@ -353,7 +354,7 @@ class CollectiveOp(IntEnum):
     REDUCE_SCATTER = ...
 
 class Piece:
-    """csrc/collectives.h, as the two classes that follow."""
+    """csrc/common/collectives.h, as the two classes that follow."""
 
     bytes: int
     block: int
@@ -399,7 +400,7 @@ class AllGatherArgs:
     comm: Comm
     input: int
     bytes: int
-    landing: int
+    staging: int
     place: int
     block: int
     num_ctas: int
@@ -414,7 +415,7 @@ class AllGatherArgs:
         comm: Comm = ...,
         input: int = ...,
         bytes: int = ...,
-        landing: int = ...,
+        staging: int = ...,
         place: int = ...,
         block: int = ...,
         num_ctas: int = ...,
@@ -450,7 +451,7 @@ class ReduceScatterArgs:
     def set_inputs(self, ranks: Sequence[int]) -> None: ...
     def set_slots(self, ranks: Sequence[int]) -> None: ...
 
-class SmallArgs:
+class SmallExchangeArgs:
     comm: Comm
     bytes: int
     scale: float
@@ -472,7 +473,7 @@ class SmallArgs:
     def set_outputs(self, ranks: Sequence[int]) -> None: ...
 
 def small_words_bytes(ranks: int) -> int: ...
-def lane_slots_bytes(ranks: int, lanes: int) -> int: ...
+def channel_slots_bytes(ranks: int, channels: int) -> int: ...
 
 class _Kernels:
     """A device's kernel table; CPU kernels run to their end, CUDA kernels are enqueued."""
@@ -489,7 +490,7 @@ class _Kernels:
     def weight_grad(self, args: WeightGradArgs) -> None: ...
     def all_gather(self, args: AllGatherArgs | CpuAllGatherArgs) -> None: ...
     def reduce_scatter(self, args: ReduceScatterArgs | CpuReduceScatterArgs) -> None: ...
-    def small(self, args: SmallArgs) -> None:
+    def small_exchange(self, args: SmallExchangeArgs) -> None:
         """On GPUs only."""
 
 cpu: _Kernels
@@ -497,7 +498,7 @@ cuda: _Kernels
 """Absent from a build without CUDA."""
 
 class WireArgs:
-    """csrc/wire.h. This class and the next, and their functions: absent from a build without CUDA."""
+    """csrc/common/wire.h. This class and the next, and their functions: absent from a build without CUDA."""
 
     kind: int
     num_sms: int
@@ -552,7 +553,7 @@ def post_request(requests: int, number: int, nbytes: int, uses: int) -> None:
     """uses: address of uint64 ``[max_blocks]``, how often each block has been handed out."""
 
 def release_block(requests: int, block: int, uses: int) -> None: ...
-def lend_bytes(address: int, bytes: int, device: int, owner: object) -> object: ...
+def dlpack_bytes(address: int, bytes: int, device: int, owner: object) -> object: ...
 def release_dead_block(requests: int, block: int, uses: int, process: int, reference: object) -> None: ...
 def read_request(requests: int, number: int) -> tuple[int, int]:
     """Bytes, and a bit for each free block."""

@@ -12,7 +12,7 @@ import torch
 from ep_plugin import _C
 from ep_plugin.collectives.backends import cpu, cuda
 from ep_plugin.moe.high_throughput import engine, sms
-from ep_plugin.runtime.streams import CpuLanes
+from ep_plugin.runtime.streams import Streams
 
 # A CTA is a thread of the system, so few of them.
 SMS = sms.KernelSms(2, 3)
@@ -31,8 +31,8 @@ KERNELS = [
 ]
 
 
-class Lanes(CpuLanes):
-    """Two streams beside the caller, who does nothing before what he waits for has ended."""
+class EmulatedStreams(Streams):
+    """A send and a receive stream beside the caller's. A stream that must wait for another one waits on the host."""
 
     send, receive = 1, 2
 
@@ -40,14 +40,15 @@ class Lanes(CpuLanes):
         self._synchronize = module.synchronize
         self._kept: list[Any] = []
 
-    def join(self, received: bool = True) -> None:
-        self._synchronize(self.send)
-        if received:
-            self._synchronize(self.receive)
+    def order_after(self, stream: int, *earlier: int) -> None:
+        for one in earlier:
+            if one != self.caller():
+                self._synchronize(one)
+        if self.receive in earlier:
             self._kept.clear()
 
-    def meet(self) -> None:
-        self.join()
+    def join(self) -> None:
+        self.order_after(self.caller(), self.send, self.receive)
 
     def drain(self) -> None:
         self.join()
@@ -74,8 +75,8 @@ def serve_cpus() -> None:
     for name in KERNELS:
         setattr(_C.cpu, name, getattr(module, name))
     cpu.CONTROL_BYTES = max(cpu.CONTROL_BYTES, cuda.CONTROL_BYTES)
-    lanes = Lanes(module)
-    engine.lanes_of = lambda device: lanes
-    torch.cuda.synchronize = lambda device=None: lanes.drain()
+    streams = EmulatedStreams(module)
+    engine.send_receive_streams = lambda device: streams
+    torch.cuda.synchronize = lambda device=None: streams.drain()
     sms.for_dispatch = lambda *shape: SMS
     sms.for_combine = lambda *shape: SMS

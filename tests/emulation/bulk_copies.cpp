@@ -5,7 +5,7 @@
 
 namespace simt {
 
-// --- The copies of a CTA. move_some() does one step of one of them, any of those under way.
+// --- The copies of a CTA
 
 bool Cta::move_some() {
   const size_t all = loads.size() + stores.size();
@@ -29,7 +29,7 @@ void Cta::write(size_t i) {
   stores.erase(stores.begin() + static_cast<std::ptrdiff_t>(i));
 }
 
-// --- Barriers: a phase, arrivals of a phase, those still missing, and bytes still to come.
+// --- Barriers. A word has the phase, the arrivals of a phase, the missing arrivals and the missing bytes.
 namespace {
 
 struct Barrier {

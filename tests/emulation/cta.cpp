@@ -1,4 +1,4 @@
-// CTAs as threads of the system, their threads as fibers that take turns.
+// CTAs run in threads of the system. Their threads are fibers that take turns.
 #include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -12,8 +12,8 @@
 #include "cta.h"
 
 namespace ep::cuda {
-thread_local __attribute__((aligned(128))) char dynamic_shared[kMostSharedBytes];
-thread_local __attribute__((aligned(16))) int32_t counts[kMostSharedBytes / 4];
+thread_local __attribute__((aligned(128))) char dynamic_shared[kMaxSharedBytes];
+thread_local __attribute__((aligned(16))) int32_t counts[kMaxSharedBytes / 4];
 }  // namespace ep::cuda
 
 namespace simt {
@@ -30,7 +30,8 @@ std::mutex& mutex() {
   return *made;
 }
 std::map<size_t, std::vector<char*>>& unused() {
-  static auto* made = new std::map<size_t, std::vector<char*>>;  // kernels may run until the process ends
+  static auto* made =
+      new std::map<size_t, std::vector<char*>>;  // never destroyed, because kernels may run until the process ends
   return *made;
 }
 
@@ -65,7 +66,7 @@ Stacks::~Stacks() {
 char* Stacks::of(size_t fiber) const { return address_ + fiber * kStackBytes; }
 
 void Cta::run() {
-  expect(shared_bytes <= ep::cuda::kMostSharedBytes, "more shared memory than an SM has");
+  expect(shared_bytes <= ep::cuda::kMaxSharedBytes, "more shared memory than an SM has");
   std::memset(ep::cuda::dynamic_shared, 0xA5, shared_bytes);
   std::memset(ep::cuda::counts, 0xA5, shared_bytes);
   for (unsigned round = 1; live > 0; ++round) {
@@ -99,7 +100,7 @@ bool Cta::turn() {
     thread.polled = false;
     resume(thread);
     moved |= !thread.polled;
-    if (random() % 8 == 0) move_some();  // copies go on beside every instruction
+    if (random() % 8 == 0) move_some();  // copies move between any two instructions
   }
   return moved;
 }
@@ -161,7 +162,7 @@ std::string Cta::waiting() const {
   return said;
 }
 
-// --- What simt.h declares of fibers
+// --- Functions of simt.h about fibers
 
 void poll_again() {
   Thread& thread = static_cast<Thread&>(*here);

@@ -1,4 +1,5 @@
-// The machinery behind simt.h: CTAs, their warps and fibers, and the bulk copies that are under way.
+// The classes behind simt.h: CTAs, their warps and fibers, and the bulk copies in flight. cta.cpp runs CTAs,
+// bulk_copies.cpp moves copies, streams.cpp orders kernels.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -14,10 +15,10 @@
 #include "simt.h"
 
 namespace ep::cuda {
-// One CTA's dynamic shared memory, under each of the names that kernels give it.
-constexpr size_t kMostSharedBytes = 232448;
-extern thread_local char dynamic_shared[kMostSharedBytes];
-extern thread_local int32_t counts[kMostSharedBytes / 4];
+// The dynamic shared memory of the running CTA, under each name that kernels give it.
+constexpr size_t kMaxSharedBytes = 232448;
+extern thread_local char dynamic_shared[kMaxSharedBytes];
+extern thread_local int32_t counts[kMaxSharedBytes / 4];
 }  // namespace ep::cuda
 
 namespace simt {
@@ -28,7 +29,7 @@ constexpr unsigned kWarpSize = 32;
 [[noreturn]] void give_up(const std::string& why);
 void expect(bool holds, const char* what);
 
-// Stacks of a CTA's fibers; later CTAs use them again.
+// The stacks of a CTA's fibers. Later CTAs use them again.
 class Stacks {
  public:
   explicit Stacks(size_t fibers);
@@ -42,7 +43,8 @@ class Stacks {
   char* address_ = nullptr;
 };
 
-// Where threads wait for each other in one instruction. The first names the instruction; the last releases all.
+// A point at which threads wait for each other in one instruction. The first thread names the instruction, and the last
+// one releases all.
 struct SyncPoint {
   uint32_t generation = 0;
   const char* instruction = nullptr;
@@ -67,7 +69,7 @@ struct Store {
   char* to;
   const char* from;
   uint32_t bytes;
-  std::vector<char> held;  // what was read, until it is written
+  std::vector<char> held;  // the bytes that were read, until they are written
   bool read = false, waited_for = false;
 };
 
@@ -75,26 +77,26 @@ struct Thread : Fiber {
   ucontext_t begin;
   jmp_buf context;
   bool begun = false, ended = false;
-  bool polled = false;  // it stopped because a poll found nothing
+  bool polled = false;  // it stopped after a poll that found nothing
   const uint32_t* waits_for = nullptr;
-  uint32_t generation = 0;  // of the sync point that it waits for
-  uint32_t groups = 0;      // of bulk stores, that it has closed
+  uint32_t generation = 0;  // of the sync point for which it waits
+  uint32_t groups = 0;      // of bulk stores that it has committed
 };
 
-// A kernel that was enqueued.
+// One launch of a kernel.
 struct Job {
   Launch launch;
   std::function<void()> kernel;
-  std::shared_ptr<Job> ahead;                    // in its stream, until this one has ended
-  std::atomic<unsigned> dependents_launched{0};  // CTAs that have launched the dependents, or ended
+  std::shared_ptr<Job> ahead;                    // the kernel ahead in the stream, until this one has ended
+  std::atomic<unsigned> dependents_launched{0};  // CTAs that have launched dependents or ended
   std::atomic<bool> ended{false};
 };
 
 struct Warp {
   SyncPoint point;
-  uint32_t lanes = 0;  // that have not ended
-  uint32_t here = 0;
-  Exchange exchanges[2] = {};  // in the instruction before, and in this one
+  uint32_t lanes = 0;          // bits of the lanes that have not ended
+  uint32_t here = 0;           // bits of the lanes that wait at the point
+  Exchange exchanges[2] = {};  // of the previous and the current instruction
 
   void release_if_all() {
     if (here == 0 || here != lanes) return;
@@ -132,7 +134,7 @@ struct Cta {
   void run();
   void launch_dependents();
 
-  // Resumes every thread that can go on, once. True if any of them did more than poll.
+  // Resumes, once, every thread that can go on. True if any of them did more than poll.
   bool turn();
 
   void resume(Thread& thread);
@@ -146,7 +148,7 @@ struct Cta {
   bool anyone_polls() const;
   std::string waiting() const;
 
-  // --- Bulk copies. move_some() does one step of any copy that is under way; false if there is none.
+  // --- Bulk copies. move_some() does one step of a copy in flight, chosen at random; false if there is none.
   bool move_some();
   void land(size_t i);
   void read(size_t i);

@@ -1,5 +1,5 @@
-// The kernels of ep_plugin/csrc/cuda as functions of a module. They take the argument structs of ep_plugin._C, which
-// must be imported first. Addresses are those of CPU tensors, and streams are numbers.
+// The module _simt: the kernels of ep_plugin/csrc/cuda as functions. They take the argument structs of ep_plugin._C,
+// which must be imported first. Addresses are of CPU memory, and streams are numbers.
 #include <pybind11/pybind11.h>
 
 #include "common/api.h"
@@ -34,7 +34,7 @@ PYBIND11_MODULE(_simt, m) {
   bind(m, "combine", table.combine);
   bind(m, "weight_grad", table.weight_grad);
   bind(m, "all_gather", &ep::cuda::all_gather);
-  bind(m, "small", &ep::cuda::small);
+  bind(m, "small_exchange", &ep::cuda::small_exchange);
   bind(m, "reduce_scatter", &ep::cuda::reduce_scatter);
   m.def("run_wrong", &simt::run_wrong, py::call_guard<py::gil_scoped_release>());
   m.def("synchronize", &simt::synchronize, py::call_guard<py::gil_scoped_release>());

@@ -5,9 +5,9 @@
 // of them wait for each other, the process ends with an error. Bulk copies move their bytes at any moment that the
 // rules allow, chosen at random, so a stage that is read or filled too early holds wrong bytes. Fibers take turns in a
 // changing order, so a lane finds what another has written only after they have synchronised.
-// Not checked: memory order, because CPUs order more than GPUs do; a missing fence goes unnoticed. There is room for
-// all kernels at once, so a missing ep_wait_for_sender goes unnoticed too. Static shared memory mostly starts as zeros.
-// Two barriers of one kind count as the same. Fibers are not preempted: one that neither waits nor sleeps never ends.
+// Not checked: memory order. CPUs order more than GPUs do, so a missing fence goes unnoticed. All kernels can run at
+// the same time, so a missing ep_wait_for_sender goes unnoticed, too. Static shared memory mostly starts as zeros. Two
+// barriers of one kind count as the same. Fibers are not preempted, so a fiber that loops without waiting never ends.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -41,7 +41,7 @@ struct Launch {
   bool together;    // all CTAs run at the same time; otherwise a few at a time
   bool early;       // starts when the kernel ahead in the stream launches its dependents, not when it has ended
 };
-// Runs `kernel` in all threads of all CTAs, after the kernels that were enqueued on its stream before.
+// Runs `kernel` in all threads of all CTAs, after the kernels that are already on its stream.
 void enqueue(const Launch& launch, std::function<void()> kernel);
 // Waits until all kernels of a stream have ended.
 void synchronize(uint64_t stream);
@@ -51,10 +51,10 @@ void synchronize(uint64_t stream);
 void wait_on_dependency();
 void launch_dependents();
 
-// The calling fiber has polled a value that others write and found nothing. Other fibers run.
+// The calling fiber has polled a value that others write, and found nothing. Other fibers run next.
 void poll_again();
 
-// The lanes that waited in one instruction, and the value of each.
+// The lanes that wait in one instruction, and the value of each.
 struct Exchange {
   uint32_t lanes;
   uint64_t values[32];

@@ -1,4 +1,5 @@
-// Copy engines and the words of streams are not emulated.
+// Replaces ep_plugin/csrc/cuda/collectives/stream_words.h on CPUs: copy engines and stream memory operations are not
+// emulated.
 #pragma once
 #include <cuda_runtime.h>
 

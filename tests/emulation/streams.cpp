@@ -1,4 +1,5 @@
-// Streams: kernels run in order, each in threads of its own, and may start before the one ahead has ended.
+// Streams. The kernels of a stream run in order, each in its own threads. A kernel that is launched early may start
+// before the kernel ahead has ended.
 #include <unistd.h>
 
 #include <map>
@@ -11,7 +12,7 @@ namespace simt {
 
 namespace {
 
-constexpr unsigned kAtOnce = 4;  // CTAs of a kernel that is not launched cooperatively
+constexpr unsigned kAtOnce = 4;  // CTAs that run at a time, unless the launch is cooperative
 
 // The last kernel of each stream.
 std::mutex streams_mutex;

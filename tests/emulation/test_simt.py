@@ -17,14 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
+from ep_plugin import DispatchLayout, HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.moe import arguments as validate
 from ep_plugin.moe.autograd import weight_grad
 from tests import emulation as simt
 from tests.collectives.collective_cases import BF16, FP16, FP32, gathered_by_gloo, poisoned, reduced, same_bits, shard
+from tests.faults import handle_cases
 from tests.gpu import checks, early, features, gradients, small_operations
 from tests.gpu import test_faults as faults
 from tests.gpu_stand_in import serve_with
+from tests.integrations import test_deep_ep
 from tests.ranks import run_ranks, values
 
 SIMT = {"EP_TEST_KERNELS": "simt"}
@@ -97,6 +99,14 @@ def test_features() -> None:
     _on_ranks(2, _features)
 
 
+def _deep_ep(rank: int, size: int) -> None:
+    test_deep_ep._all_calls(rank, size, test_deep_ep.CASES[size][-1:])
+
+
+def test_deep_eps_interface() -> None:
+    _on_ranks(3, _deep_ep)
+
+
 def test_pools_that_must_grow_for_one_rank() -> None:
     _on_ranks(2, early.grows_unevenly)
 
@@ -126,6 +136,19 @@ def _bad_ids(rank: int, size: int) -> None:
 
 def test_bad_ids() -> None:
     _on_ranks(2, _bad_ids)
+
+
+@pytest.mark.parametrize("plain", ["0", "1"])
+@pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
+def test_contents_of_handles(layout: DispatchLayout, plain: str) -> None:
+    refused = _on_ranks(2, handle_cases.extremes_are_refused, layout, EP_PLUGIN_PLAIN_KERNELS=plain)
+    assert refused[0] == handle_cases.NUM_EXTREMES
+    _on_ranks(2, handle_cases.ids_beyond_the_last_are_refused, layout, EP_PLUGIN_PLAIN_KERNELS=plain)
+
+
+@pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
+def test_random_words_in_handles(layout: DispatchLayout) -> None:
+    assert _on_ranks(3, handle_cases.anything_goes, layout, 9, 20)[0] > 5
 
 
 def _computes_weight_grads(rank: int, size: int) -> None:

@@ -1,4 +1,4 @@
-// Kernels that are wrong, each in a way that the emulation must find.
+// Wrong kernels. The emulation must notice each of them.
 #include <cuda_runtime.h>
 
 #include <stdexcept>

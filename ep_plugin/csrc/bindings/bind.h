@@ -1,4 +1,4 @@
-// What the bindings share: argument structs made from keywords, enums, arrays of a word for each rank, kernels that run
+// Helpers of the bindings: argument structs from keywords, enums, arrays of one word per rank, and kernels that run
 // without the interpreter's lock.
 #pragma once
 #include <pybind11/pybind11.h>
@@ -18,7 +18,7 @@ namespace ep::bindings {
 
 namespace py = pybind11;
 
-// Each adds its part to the module; the table's submodules come before bind_collectives, which adds to them.
+// Each adds its part to the module. bind_kernels() comes first: bind_collectives() adds to its submodules.
 void bind_kernels(py::module_& m);
 void bind_collectives(py::module_& m);
 void bind_board(py::module_& m);
@@ -26,8 +26,9 @@ void bind_board(py::module_& m);
 void bind_device(py::module_& m);
 #endif
 
-// A struct whose fields are given by keyword; what is not given is zero, a name it lacks is an AttributeError. One is
-// made for every launch, so each value goes straight to its field.
+// A struct with fields that are given by keyword. Fields that are not given are 0; an unknown name is an
+// AttributeError. A launch makes one, so keywords are matched by pointer and values are stored without a copy of the
+// struct.
 template <class Args>
 class Struct : public py::class_<Args> {
  public:
@@ -55,7 +56,7 @@ class Struct : public py::class_<Args> {
 
  private:
   struct Field {
-    PyObject* name;  // interned, as keywords are; never given back, since classes live as long as the process
+    PyObject* name;  // interned, as keywords are. Never released, because classes live as long as the process
     std::function<void(Args&, py::handle)> read;
   };
   using Fields = std::vector<Field>;
@@ -71,7 +72,7 @@ class Struct : public py::class_<Args> {
   const std::shared_ptr<Fields> fields_;
 };
 
-// An enum as Python's IntEnum: its members are the numbers that structs and faults hold.
+// An enum as Python's IntEnum. Its members are the numbers in structs and faults.
 inline void bind_enum(py::module_& m, const char* name,
                       std::initializer_list<std::pair<const char*, int64_t>> members) {
   py::dict named;
@@ -79,7 +80,7 @@ inline void bind_enum(py::module_& m, const char* name,
   m.attr(name) = py::module_::import("enum").attr("IntEnum")(name, named, py::arg("module") = m.attr("__name__"));
 }
 
-// One word for each rank.
+// Copies one word per rank.
 template <class Word>
 void set_words(Word* to, const std::vector<Word>& from) {
   if (from.size() > kMaxRanks)
@@ -88,18 +89,18 @@ void set_words(Word* to, const std::vector<Word>& from) {
   std::copy(from.begin(), from.end(), to);
 }
 
-// A list of numbers as the field of a struct that is an array.
+// A setter for a struct's array of one word per rank.
 template <class Args, class Word>
 auto array_of(Word (Args::*member)[kMaxRanks]) {
   return [member](Args& args, const std::vector<Word>& from) { set_words(args.*member, from); };
 }
 
-// An exception that a signal's handler has set during a wait.
+// Raises the exception that a signal handler has set during a wait.
 inline void raise_interruption() {
   if (PyErr_Occurred()) throw py::error_already_set();
 }
 
-// Kernels run, or are enqueued, without the interpreter's lock.
+// Adds a function that runs or enqueues a kernel, without the interpreter's lock.
 template <class... Args>
 void bind_kernel(py::module_& m, const char* name, void (*kernel)(const Args&...)) {
   m.def(name, [kernel](const Args&... args) {

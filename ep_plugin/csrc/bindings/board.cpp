@@ -1,4 +1,4 @@
-// The board, and ids that are no experts'.
+// Boards, and the search for invalid expert ids.
 #include "common/board.h"
 
 #include "bindings/bind.h"
@@ -15,7 +15,7 @@ py::object fault_of(Address address) {
   return py::make_tuple(f.code, f.step, f.peer, f.field, f.expected, f.seen);
 }
 
-// Cut or torn text is still text: what is not UTF-8 is replaced.
+// Text from a board may be cut, or changed while it is read. Bytes that are not UTF-8 are replaced.
 py::str text_of(const char* text, size_t size) {
   return py::reinterpret_steal<py::str>(
       PyUnicode_DecodeUTF8(text, static_cast<Py_ssize_t>(strnlen(text, size)), "replace"));

@@ -1,4 +1,4 @@
-// All-gather and reduce-scatter: argument structs, kernels, and what hosts tell each other.
+// All-gather and reduce-scatter: argument structs, kernels, and the words by which hosts agree (blocks, calls).
 #include <unistd.h>
 
 #include "bindings/bind.h"
@@ -11,13 +11,13 @@ namespace ep::bindings {
 
 namespace {
 
-void bind_on_cpus(py::module_& m) {
+void bind_cpu_collectives(py::module_& m) {
   m.attr("collective_control_bytes") = sizeof(CollectiveControl);
   m.attr("max_blocks") = kMaxPeerBlocks;
   m.attr("requests_bytes") = sizeof(Requests);
   m.attr("call_ring_bytes") = sizeof(Call) * kCalls;
   bind_enum(m, "CollectiveOp", {{"ALL_GATHER", kOpAllGather}, {"REDUCE_SCATTER", kOpReduceScatter}});
-  m.attr("offer_fields") = py::make_tuple("op", "bytes", "element");
+  m.attr("piece_fields") = py::make_tuple("op", "bytes", "element");
   Struct<Piece>(m, "Piece")
       .field("bytes", &Piece::bytes)
       .field("block", &Piece::block)
@@ -42,16 +42,16 @@ void bind_on_cpus(py::module_& m) {
   bind_kernel(cpu, "reduce_scatter", &cpu::reduce_scatter);
 }
 
-void bind_on_devices(py::module_& m) {
+void bind_cuda_collectives(py::module_& m) {
   m.attr("device_control_bytes") = sizeof(DeviceControl);
   m.attr("staging_block") = kStagingBlock;
-  m.attr("most_ctas") = kMostCtas;
-  m.attr("most_lanes") = kMostChannels;
+  m.attr("max_ctas") = kMaxCtas;
+  m.attr("max_channels") = kMaxChannels;
   Struct<AllGatherArgs>(m, "AllGatherArgs")
       .field("comm", &AllGatherArgs::comm)
       .field("input", &AllGatherArgs::input)
       .field("bytes", &AllGatherArgs::bytes)
-      .field("landing", &AllGatherArgs::landing)
+      .field("staging", &AllGatherArgs::staging)
       .field("place", &AllGatherArgs::place)
       .field("block", &AllGatherArgs::block)
       .field("num_ctas", &AllGatherArgs::num_ctas)
@@ -63,7 +63,7 @@ void bind_on_devices(py::module_& m) {
       .def("set_targets", array_of(&AllGatherArgs::targets))
       .def("set_stream_words", array_of(&AllGatherArgs::stream_words))
       .def("set_outputs", array_of(&AllGatherArgs::outputs));
-  m.def("lane_slots_bytes", &channel_slots_bytes);
+  m.def("channel_slots_bytes", &channel_slots_bytes);
   Struct<ReduceScatterArgs>(m, "ReduceScatterArgs")
       .field("comm", &ReduceScatterArgs::comm)
       .field("output", &ReduceScatterArgs::output)
@@ -76,35 +76,36 @@ void bind_on_devices(py::module_& m) {
       .def("set_slots", array_of(&ReduceScatterArgs::slots));
   m.attr("small_bytes") = kSmallBytes;
   m.def("small_words_bytes", &small_words_bytes);
-  Struct<SmallArgs>(m, "SmallArgs")
-      .field("comm", &SmallArgs::comm)
-      .field("bytes", &SmallArgs::bytes)
-      .field("scale", &SmallArgs::scale)
-      .field("element", &SmallArgs::element)
-      .field("num_ctas", &SmallArgs::num_ctas)
-      .field("stream", &SmallArgs::stream)
-      .def("set_words", array_of(&SmallArgs::words))
-      .def("set_inputs", array_of(&SmallArgs::inputs))
-      .def("set_outputs", array_of(&SmallArgs::outputs));
-  m.def("lend_bytes", &lend_bytes);
+  Struct<SmallExchangeArgs>(m, "SmallExchangeArgs")
+      .field("comm", &SmallExchangeArgs::comm)
+      .field("bytes", &SmallExchangeArgs::bytes)
+      .field("scale", &SmallExchangeArgs::scale)
+      .field("element", &SmallExchangeArgs::element)
+      .field("num_ctas", &SmallExchangeArgs::num_ctas)
+      .field("stream", &SmallExchangeArgs::stream)
+      .def("set_words", array_of(&SmallExchangeArgs::words))
+      .def("set_inputs", array_of(&SmallExchangeArgs::inputs))
+      .def("set_outputs", array_of(&SmallExchangeArgs::outputs));
+  m.def("dlpack_bytes", &dlpack_bytes);
   m.def("place_word", &place_word);
   m.attr("stream_words_shape") = py::make_tuple(2, kMaxPeerBlocks + 1, kMaxRanks);  // ready and done
   m.attr("stream_words_bytes") = sizeof(StreamWords);
 #if defined(EP_WITH_CUDA)
   py::module_ cuda = m.attr("cuda");
   bind_kernel(cuda, "all_gather", &cuda::all_gather);
-  bind_kernel(cuda, "small", &cuda::small);
+  bind_kernel(cuda, "small_exchange", &cuda::small_exchange);
   bind_kernel(cuda, "reduce_scatter", &cuda::reduce_scatter);
 #endif
 }
 
 // Requests for blocks, and calls.
-void bind_hosts(py::module_& m) {
+void bind_host_agreement(py::module_& m) {
   m.attr("fault_offset") = offsetof(State, fault);
   m.def("fault_board", &fault_board);
   m.def("post_request", &post_request);
   m.def("release_block", &release_block);
-  // The same as what a weak reference calls, which passes itself: nothing in it can be interrupted.
+  // release_block() as the callback of a weak reference, which passes itself. Python cannot interrupt it halfway. A
+  // forked child does nothing.
   m.def("release_dead_block", [](Address requests, int block, uint64_t uses, int process, const py::object&) {
     if (getpid() == process) release_block(requests, block, uses);
   });
@@ -112,7 +113,8 @@ void bind_hosts(py::module_& m) {
     const Request& row = at<Requests>(requests)->rows[number % kRequests];
     return py::make_tuple(row.bytes, row.free);
   });
-  // Of the ranks with these requests: (whether all of them had the block free, the first that did not say or -1).
+  // Asks the ranks with these requests. Returns (whether the block was free on all of them, the first rank that did not
+  // answer in time or -1).
   m.def("were_free", [](const std::vector<Address>& requests, int block, uint64_t uses, uint64_t number, Address board,
                         int64_t timeout_ns) {
     bool free = true;
@@ -126,7 +128,7 @@ void bind_hosts(py::module_& m) {
     raise_interruption();
     return py::make_tuple(free, late);
   });
-  // None, or how a peer's call differs: (peer, field, mine, theirs).
+  // Returns None, or how a peer's call differs: (peer, field, mine, theirs).
   m.def("post_call",
         [](Address rings, int num_ranks, int rank, uint64_t number, int64_t bytes, int64_t element,
            int64_t place) -> py::object {
@@ -134,7 +136,7 @@ void bind_hosts(py::module_& m) {
           if (!post_call(rings, num_ranks, rank, number, {bytes, element, place}, &found)) return py::none();
           return py::make_tuple(found.peer, found.field, found.mine, found.theirs);
         });
-  // The first of the ranks with these requests that has not come to request `number` in time, or -1.
+  // Returns the first of the ranks with these requests that has not posted request `number` in time, or -1.
   m.def("wait_requests", [](const std::vector<Address>& requests, uint64_t number, Address board, int64_t timeout_ns) {
     int late = -1;
     {
@@ -153,9 +155,9 @@ void bind_hosts(py::module_& m) {
 }  // namespace
 
 void bind_collectives(py::module_& m) {
-  bind_on_cpus(m);
-  bind_on_devices(m);
-  bind_hosts(m);
+  bind_cpu_collectives(m);
+  bind_cuda_collectives(m);
+  bind_host_agreement(m);
 }
 
 }  // namespace ep::bindings

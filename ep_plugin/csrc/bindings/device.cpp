@@ -1,4 +1,4 @@
-// What a device has beside kernels of communicators: host memory, streams, and the kernels of ep-bench wire.
+// CUDA without communicators: host memory, streams, and the kernels of common/wire.h.
 #if defined(EP_WITH_CUDA)
 #include "bindings/bind.h"
 #include "common/wire.h"

@@ -13,9 +13,9 @@ namespace {
 void bind_constants(py::module_& m) {
   m.attr("max_ranks") = kMaxRanks;
   m.attr("max_topk") = kMaxTopk;
-  m.attr("most_tokens") = kMostTokens;
-  m.attr("most_row_bytes") = kMostRowBytes;
-  m.attr("most_keys") = kMostKeys;
+  m.attr("max_tokens") = kMaxTokens;
+  m.attr("max_row_bytes") = kMaxRowBytes;
+  m.attr("max_keys") = kMaxKeys;
   m.attr("row_align") = kRowAlign;
   m.attr("num_totals") = kTotals;
   m.attr("scale_block") = kScaleBlock;
@@ -40,7 +40,8 @@ void bind_constants(py::module_& m) {
              {"DISAGREE", kDisagree},
              {"BAD_IDS", kBadIds},
              {"BAD_DATA", kBadData},
-             {"TOO_SMALL", kTooSmall}});
+             {"TOO_SMALL", kTooSmall},
+             {"BAD_HANDLE", kBadHandle}});
   bind_enum(m, "Total",
             {{"SLOTS", kTotalSlots}, {"ROWS", kTotalRows}, {"MAX_ROWS", kTotalMaxRows}, {"MAX_SENT", kTotalMaxSent}});
   bind_enum(m, "Element",

@@ -1,4 +1,4 @@
-// Python's view of the kernels: argument structs made from keywords, one function per kernel and device, the board.
+// The module ep_plugin._C: argument structs, one function per kernel and device, and boards. _C.pyi lists its names.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -10,8 +10,8 @@ using namespace ep;
 
 namespace {
 
-// Whether a signal handler has raised an exception, such as Ctrl-C's. It stays set for the caller of the wait.
-// Python handles signals on its main thread alone, so the others need not take the interpreter's lock.
+// Whether a signal handler has raised an exception, as for Ctrl-C. The exception stays set for the caller of the wait.
+// Python handles signals on its main thread alone, so other threads need not take the interpreter's lock.
 bool signal_has_raised() {
   if (syscall(SYS_gettid) != getpid()) return false;
   py::gil_scoped_acquire acquire;

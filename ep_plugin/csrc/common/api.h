@@ -1,10 +1,11 @@
-// Every kernel, declared once, with one plain argument struct each. cpu/ and cuda/ implement the same table.
+// The kernels of dispatch and combine, declared once, with one plain argument struct each. cpu/ and cuda/ implement the
+// same table. docs/how-a-token-travels.md explains the steps; common/collectives.h has the kernels of collectives.
 //
-// Pointers and streams are integers: nothing here depends on torch or Python. The caller owns all memory and keeps it
-// until the kernel has ended. On the CPU a kernel runs to its end in the calling thread. On CUDA it is enqueued on
-// `stream`. Every wait ends by itself: a deadline, an abort or a disagreement is recorded in this rank's Board and in
-// State::fault, and every later kernel exits at once.
-// Shapes: R ranks, T tokens of this rank, K experts per token, E experts, E_l = E / R.
+// Pointers and streams are integers; nothing here depends on torch or Python. The caller owns all memory and must keep
+// it until the kernel has ended. On the CPU a kernel runs to its end in the calling thread. On CUDA it is enqueued on
+// `stream`. Every wait has a deadline. A timeout, an abort or a disagreement is recorded in this rank's Board and in
+// State::fault; every later kernel exits at once. Shapes: R ranks, T tokens of this rank, K experts per token, E
+// experts, E_l = E / R.
 #pragma once
 #include <cstdint>
 
@@ -14,20 +15,20 @@ namespace ep {
 
 using Address = uint64_t;
 
-// A communicator as kernels see it.
+// A communicator, as kernels see it.
 struct Comm {
   int32_t rank;
   int32_t num_ranks;
   int32_t num_experts;
-  int32_t gate;   // the Step that tests hold at its gate, or kNoStep
-  int32_t plain;  // CUDA: 1 forces plain loads and stores where bulk copies exist
+  int32_t gate;   // tests: the Step that stops at its gate, or kNoStep
+  int32_t plain;  // CUDA: 1 uses plain loads and stores where bulk copies exist
   int32_t reserved;
   int64_t timeout_ns;
-  int64_t pool_bytes[2];       // of every rank's pools, indexed by Pool
-  Address control[kMaxRanks];  // every rank's control block, as mapped in this process
-  Address pool[2][kMaxRanks];
-  Address state;  // State, local
-  Address board;  // this rank's Board, in the kernel's address space
+  int64_t pool_bytes[2];       // by Pool: size of each rank's pool
+  Address control[kMaxRanks];  // by rank: its control block, as mapped in this process
+  Address pool[2][kMaxRanks];  // by Pool and rank: its pool, as mapped in this process
+  Address state;               // State, in this rank's device memory
+  Address board;               // this rank's Board, as its device maps it
 };
 
 // The routing of one dispatch: int32 tensors on the communicator's device, which the handle owns.
@@ -35,12 +36,12 @@ struct Routing {
   int32_t num_tokens;  // T
   int32_t topk;        // K
   int32_t layout;
-  int32_t alignment;  // FLAT: each expert's rows are padded to this
+  int32_t alignment;  // FLAT: each expert's rows are padded to a multiple of this
   Address topk_ids;   // [T,K] global expert ids, -1: dropped
   Address send_pos;   // [T,R] position among this rank's rows for rank r, -1: none
   Address pair_pos;   // [T,K] position among this rank's pairs for the expert, -1: dropped
   Address meta;       // [meta_layout.words]
-  Address recv_rows;  // [slots,K] per received slot: FLAT row (TOKEN_MAJOR: the slot) of each pair, -1: none
+  Address recv_rows;  // [slots,K] by received slot: output row of each pair, -1: none
   int64_t slots;      // rows of recv_rows
 };
 
@@ -58,7 +59,7 @@ struct PlanArgs {
 };
 
 // Exchanges counts with all ranks. Writes the rest of meta except recv_chunk_end and, with a ticket, the Board's
-// totals. On CUDA a send enqueued behind it starts before it ends, see State::placed and State::laid_out.
+// totals. On CUDA, a send that follows it starts before it ends, see State::positions_ready and State::counts_ready.
 struct NotifyArgs {
   Comm comm;
   Routing routing;
@@ -69,13 +70,13 @@ struct NotifyArgs {
 };
 
 // Sends rows and their heads to their slots at the destinations, chunk by chunk. If the pools are too small for the
-// rows that some rank sends, an optimistic send signals no rows, on every rank alike; any other send records a fault.
+// rows of some rank, an optimistic send signals no rows, on all ranks alike; any other send records a fault.
 // On CUDA rows leave while notify waits for peers, and are signalled when it has the counts of all.
 struct DispatchSendArgs {
   Comm comm;
   Routing routing;
   Header header;
-  Address x;  // [T, row_bytes], rows x_stride bytes apart; quantised: [T, row_bytes] elements, which travel as e4m3
+  Address x;  // [T, row_bytes], rows x_stride bytes apart. If quantised: [T, row_bytes] elements, sent as e4m3
   int64_t x_stride;
   Address scales;  // [T, scale_bytes] or 0
   int64_t scale_stride;
@@ -87,9 +88,10 @@ struct DispatchSendArgs {
   Address stream;
 };
 
-// Holds `stream`, on which `step` (kDispatchRecv or kCombineRecv) comes next, until all CTAs of this rank's sender run,
-// or have exited because pools must grow. Without it, the receiver could take all SMs, wait there for peers, and keep
-// the sender out. If the routing is `fresh`, it also waits until notify has the counts of all peers. CPU: no effect.
+// Delays `stream`, on which `step` (kDispatchRecv or kCombineRecv) comes next, until all CTAs of this rank's sender
+// run, or have exited because pools must grow. Without it, the receiver could take all SMs, wait there for peers, and
+// keep the sender out. If the routing is `fresh`, it also waits until notify has the counts of all peers. CPU: no
+// effect.
 struct WaitForSenderArgs {
   Comm comm;
   int32_t step;
@@ -97,10 +99,10 @@ struct WaitForSenderArgs {
   Address stream;
 };
 
-// Copies received slots to output rows as they arrive. Output rows that nothing was sent for become zeros, with weight
-// 0 and expert id -1. FLAT rows at or past `capacity` are dropped and counted in `overflow`. An optimistic receive
-// writes no rows past those that the layout needs. It does nothing if these are more than `capacity`, if the slots are
-// more than the routing's, or if an optimistic send signalled no rows.
+// Copies received slots to output rows as they arrive. Output rows for which nothing was sent become zeros, with weight
+// 0 and expert id -1. Rows at or past `capacity` are dropped; `overflow` says so. An optimistic receive writes no rows
+// past the last one that the layout needs. It does nothing if the layout needs more than `capacity` rows, if there are
+// more slots than the routing has, or if an optimistic send signalled no rows.
 struct DispatchRecvArgs {
   Comm comm;
   Routing routing;
@@ -111,8 +113,8 @@ struct DispatchRecvArgs {
   Address topk_ids;        // TOKEN_MAJOR: int32 [capacity,K]; 0 in FLAT
   Address row_expert_ids;  // FLAT: int32 [capacity]; 0 in TOKEN_MAJOR
   Address expert_count;    // int32 [E_l]: FLAT: rows in the output; TOKEN_MAJOR: rows received, dropped ones too
-  Address expert_offset;   // int32 [E_l+1], no entry past capacity
-  Address overflow;        // int32 [2]: 1 if rows were dropped, rows required; or 0
+  Address expert_offset;   // int32 [E_l+1]; no entry is larger than capacity (FLAT)
+  Address overflow;        // int32 [2]: 1 if rows were dropped, and the rows required; or 0
   int64_t capacity;        // rows of the output
   int32_t num_sms;         // CUDA
   int32_t fresh;           // 1: also writes the routing's recv_rows and recv_chunk_end; 0: a cached dispatch
@@ -123,7 +125,8 @@ struct DispatchRecvArgs {
 
 enum Element : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat64 = 3 };
 
-// Reduces the expert rows of each received slot to one partial row, and sends it to the token's owner.
+// Reduces the expert rows of each received slot to one partial row, and stores it in the combine pool of the token's
+// owner.
 struct CombineSendArgs {
   Comm comm;
   Routing routing;
@@ -131,7 +134,7 @@ struct CombineSendArgs {
   Address y;  // [rows, hidden] contiguous
   int64_t rows;
   Address weights;  // FLAT [rows], TOKEN_MAJOR [rows,K], or 0: a plain sum; f64 for f64 elements, else f32
-  Address extra;    // same shape and type: values that return to the owner, one per pair, or 0
+  Address extra;    // same shape and type: a value for each pair that returns to the owner, or 0
   int64_t hidden;
   int32_t element;
   int32_t num_sms;  // CUDA
@@ -145,7 +148,7 @@ struct CombineRecvArgs {
   Header header;
   Address out;    // [T, hidden] contiguous
   Address bias;   // [T, hidden] contiguous or 0
-  Address extra;  // out: [T,K] or 0; values are 0 for pairs that nothing returned for
+  Address extra;  // out: [T,K] or 0; 0 for pairs for which nothing returned
   int64_t hidden;
   int32_t element;
   int32_t num_sms;  // CUDA
@@ -156,7 +159,7 @@ struct CombineRecvArgs {
 // type and in a fixed order. Then each rows[i,h] is multiplied by factors[i], in place.
 struct WeightGradArgs {
   Address y;        // [num_rows, hidden] contiguous: the input of combine
-  Address rows;     // the same shape and type, other memory. In: gradients of the weighted rows. Out: of y
+  Address rows;     // same shape and type, other memory. In: gradients of the weighted rows. Out: gradients of y
   Address factors;  // [num_rows]; f64 for f64 elements, else f32
   Address dots;     // out: [num_rows] of that type: gradients of the factors
   int64_t num_rows;
@@ -174,7 +177,8 @@ struct KernelTable {
   void (*dispatch_recv)(const DispatchRecvArgs&);
   void (*combine_send)(const CombineSendArgs&);
   void (*combine_recv)(const CombineRecvArgs&);
-  // CUDA: send and receive in one kernel of num_sms SMs, on one stream, without wait_for_sender. Not optimistic.
+  // Send and receive in one kernel of num_sms SMs, on one stream, without wait_for_sender. Not optimistic. CPU: one
+  // after the other.
   void (*dispatch)(const DispatchSendArgs&, const DispatchRecvArgs&);
   void (*combine)(const CombineSendArgs&, const CombineRecvArgs&);
   void (*weight_grad)(const WeightGradArgs&);

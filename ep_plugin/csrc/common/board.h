@@ -1,4 +1,4 @@
-// Boards on the host: faults, totals, aborts, and the wait for a notify.
+// The host's functions for boards: wait for totals, record faults and aborts. common/layout.h defines the Board.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -9,7 +9,7 @@
 namespace ep {
 
 // Sets a function that every wait of the host and of the CPU kernels calls now and then, in the waiting thread. If it
-// returns true, the wait ends like after an abort by this rank. Call it once, before anything waits.
+// returns true, the wait ends as if this rank had aborted. Call it once, before anything waits.
 void set_interruption(bool (*wanted)());
 
 enum WaitResult : int { kReady = 0, kFaulted = 1, kAbortedByPeer = 2, kOverdue = 3, kInterrupted = 4 };
@@ -18,21 +18,23 @@ enum WaitResult : int { kReady = 0, kFaulted = 1, kAbortedByPeer = 2, kOverdue =
 // a peer has aborted, the wait is interrupted, or `timeout_ns` has passed.
 WaitResult wait_ticket(Address board, uint64_t ticket, int64_t timeout_ns);
 
-// The same for anything else in host memory.
+// Waits in the same way until `there` returns true.
 WaitResult wait_until(const std::function<bool()>& there, Address board, int64_t timeout_ns);
 
-// Marks the board of a peer as aborted by `rank`; the first abort stays.
+// Writes an abort by `rank` to a board. The first abort stays.
 void abort_board(Address board, int rank, const std::string& reason);
 
-// Records a fault that the host has found on this rank's board; the first fault stays.
+// Records a fault, which the host has found, on this rank's board. The first fault stays.
 void fault_board(Address board, int code, int step, int peer, int64_t expected, int64_t seen);
 
-// The boards of this process's communicators. `announce` writes the host's activity to each of them.
+// Keep a list of the boards of this process's communicators. announce() writes `text` to each of them, as the host's
+// activity.
 void list_board(Address board);
 void unlist_board(Address board);
 void announce(const std::string& text);
 
-// Finds the first id outside [-1, num_experts) or repeated within its token. Returns false if there is none.
+// The first id that is outside [-1, num_experts) or repeated within its token. find_bad_id() returns false if there is
+// none.
 struct BadId {
   int64_t token;
   int64_t k;

@@ -1,9 +1,10 @@
-// Rows quantised to e4m3 as they are sent: what a block's scale is and which eight bits stand for an element, for host
-// and device alike, so that both give the same bits. float32 arithmetic, each result rounded once.
+// The arithmetic that quantises rows to e4m3. Host and device share it, so that both give the same bits. It uses
+// float32, and rounds each result once.
 //
-// For each block of kScaleBlock elements: amax, over the elements that are no NaN; scale = amax / 448, or 1 where that
-// is 0; an element becomes x / scale rounded to nearest, ties to even, never beyond 448. It keeps the sign of x. NaN
-// becomes NaN; an infinity makes its block's scale infinite, itself NaN and the block's finite elements 0.
+// Each block of kScaleBlock elements has one scale. amax is the largest magnitude among its elements that are not NaN;
+// scale = amax / 448, or 1 if that is 0. An element x becomes x / scale, rounded to nearest, ties to even, and limited
+// to 448 in magnitude. It keeps the sign of x. NaN stays NaN. With an infinity in the block, the scale is infinite, the
+// infinity becomes NaN, and finite elements become 0.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -15,12 +16,12 @@
 namespace ep {
 
 constexpr int kScaleBlock = 128;
-constexpr float kMostE4m3 = 448.0f;
+constexpr float kMaxE4m3 = 448.0f;
 constexpr int64_t kScaleBytes = 4;
 
 EP_HD constexpr int64_t quantized_scale_bytes(int64_t hidden) { return ceil_div(hidden, kScaleBlock) * kScaleBytes; }
 
-// Throws std::invalid_argument if the header or element type does not fit a dispatch that quantises.
+// Throws std::invalid_argument if a dispatch with this header and element type cannot quantise.
 inline void require_quantizable(const Header& header, int32_t element) {
   if (element != kFloat32 && element != kBFloat16 && element != kFloat16)
     throw std::invalid_argument("element: expected float32, bfloat16 or float16, got " + std::to_string(element));
@@ -31,17 +32,17 @@ inline void require_quantizable(const Header& header, int32_t element) {
 }
 
 EP_HD float e4m3_scale(float amax) {
-  const float scale = amax / kMostE4m3;
+  const float scale = amax / kMaxE4m3;
   return scale == 0.0f ? 1.0f : scale;
 }
 
-// The e4m3 of a magnitude (or of NaN): 4 bits of exponent, bias 7, and 3 of mantissa. Without a choice that compilers
-// could make a branch of, so that they make vectors of it.
+// The e4m3 of a magnitude or NaN: 4 bits of exponent with bias 7, and 3 bits of mantissa. It has no branches, so that
+// compilers can vectorise it.
 EP_HD uint32_t e4m3_magnitude(float value) {
   constexpr uint32_t kSmallestNormal = 0x3C800000u;  // 2^-6 as a float
   constexpr uint32_t kInfinity = 0x7F800000u;
-  constexpr uint32_t kMost = 0x7Eu;        // 448; one more is NaN
-  constexpr float kSubnormals = 16384.0f;  // the last bit of floats of this size is worth 2^-9, as that of subnormals
+  constexpr uint32_t kMaxFinite = 0x7Eu;   // 448; one more is NaN
+  constexpr float kSubnormals = 16384.0f;  // a float of this size has units of 2^-9, like an e4m3 subnormal
   constexpr uint32_t kSubnormalsBits = 0x46800000u;
   const float sum = value + kSubnormals;
   uint32_t bits, sum_bits;
@@ -51,14 +52,15 @@ EP_HD uint32_t e4m3_magnitude(float value) {
   const uint32_t normal = ((bits + 0x7FFFFu + (bits >> 20 & 1u)) >> 20) - ((127u - 7u) << 3);
   const uint32_t is_normal = 0u - static_cast<uint32_t>(bits >= kSmallestNormal);
   const uint32_t finite = (normal & is_normal) | ((sum_bits - kSubnormalsBits) & ~is_normal);
-  const uint32_t saturated = finite < kMost ? finite : kMost;
+  const uint32_t saturated = finite < kMaxFinite ? finite : kMaxFinite;
   return saturated | static_cast<uint32_t>(bits > kInfinity);
 }
 
-// Division of many magnitudes by one scale: the reciprocal is found once, to twice the precision of a float. The
-// quotient from it is off by less than a unit in the last place; its remainder is exact, and corrects it to what one
-// division rounds to (Markstein 1990). Scales far from 1 are lifted by a power of two, and the magnitudes with them,
-// so that nothing overflows and nothing that matters underflows: quotients below 2^-10 are 0 in the end.
+// Divides many magnitudes by one scale, with the bits of a float division. The reciprocal is computed once, to twice
+// the precision of a float. The quotient from it is off by less than one unit in the last place. Its remainder is
+// exact, and corrects it to the rounded quotient (Markstein 1990). A scale far from 1 is multiplied by a power of two,
+// and so are the magnitudes. So nothing overflows, and only quotients that become 0 in e4m3 (below 2^-10) can
+// underflow.
 struct Divisor {
   float scale, high, low, lift;
 
@@ -66,7 +68,7 @@ struct Divisor {
     constexpr float kSmall = 0x1p-60f, kLarge = 0x1p60f, kUp = 0x1p100f, kDown = 0x1p-100f;
     lift = by < kSmall ? kUp : by > kLarge ? kDown : 1.0f;
     const bool infinite = by > 0x1.fffffep127f;
-    scale = infinite ? 0.0f : by * lift;  // finite / infinite: without a remainder
+    scale = infinite ? 0.0f : by * lift;  // finite / infinite = 0, without a remainder
     high = infinite ? 0.0f : 1.0f / scale;
     low = fmaf(-high, scale, 1.0f) * high;
   }

@@ -1,6 +1,12 @@
-// The layout of all memory: the shared blocks, the routing that a handle owns, and the rows in a pool.
+// The layout of all memory that dispatch and combine use. Every offset and size is computed here and nowhere else, for
+// host and device, so a layout bug shows in CPU tests.
 //
-// Every offset and size is computed here and nowhere else, for host and device, so a layout bug shows in CPU tests.
+//   control block  peer memory, one per rank: counts, flags and consumed words, which peers write
+//   pools          peer memory, two per rank: slots for the rows of dispatch and for the partial rows of combine
+//   state          memory of the rank's device: epochs, and counters of CTAs
+//   board          host memory that all ranks of the node map, one per rank: its first fault, an abort, totals
+//   meta           the routing of one dispatch, in a tensor that the handle owns
+//
 // Shapes: R ranks, T tokens of one rank, K experts per token, E experts, E_l = E / R, C = kMaxChunks.
 #pragma once
 #include <cstdint>
@@ -16,21 +22,22 @@ namespace ep {
 constexpr int kMaxRanks = 16;
 constexpr int kMaxTopk = 128;
 constexpr int kMaxChunks = 40;
-constexpr int kShortChunks = 4;      // the last ones: the last rows should be signalled soon
-constexpr int kUnitTokens = 32;      // chunks and blocks are whole units
-constexpr int64_t kRowAlign = 16;    // a row and its parts start here, so that bulk copies apply
+constexpr int kShortChunks = 4;      // chunks at the end, so that the last rows are signalled soon
+constexpr int kUnitTokens = 32;      // chunks, and the blocks of plan, are multiples of this
+constexpr int64_t kRowAlign = 16;    // a row and its parts, because bulk copies need it
 constexpr int64_t kSlotAlign = 128;  // a slot starts on its own cache line
 
 EP_HD constexpr int64_t align_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 EP_HD constexpr int64_t ceil_div(int64_t value, int64_t unit) { return (value + unit - 1) / unit; }
 
-// A chunk is a fixed block of source tokens: a function of T alone, never of the number of SMs. The last kShortChunks
-// are a unit each, those before them equally many units.
+// The chunks of T source tokens. They depend on T alone, never on the number of SMs. Each of the last kShortChunks
+// chunks is one unit of kUnitTokens tokens; each chunk before them is `long_units` units,
+// except that the last of these may be shorter.
 struct Chunks {
   int num_tokens;
   int count;
-  int long_units;  // of each long chunk
-  int long_end;    // units in long chunks
+  int long_units;  // units of each long chunk
+  int long_end;    // units of all long chunks
   int num_long;
 
   EP_HD constexpr int begin(int chunk) const {
@@ -51,11 +58,12 @@ EP_HD constexpr Chunks chunks_of(int num_tokens) {
 }
 EP_HD constexpr int num_chunks(int num_tokens) { return chunks_of(num_tokens).count; }
 
-constexpr int64_t kMostTokens = INT32_MAX / kMaxRanks;  // of a rank: sums over ranks fit in 32 bits
-constexpr int64_t kMostRowBytes = int64_t{1} << 29;     // and of its scales: kernels count a slot's bytes in 32 bits
-constexpr int64_t kMostKeys = 8'000;  // ranks and experts on CUDA: their counts lie in shared memory, in notify twice
+constexpr int64_t kMaxTokens = INT32_MAX / kMaxRanks;  // of one rank, so that sums over ranks fit in 32 bits
+constexpr int64_t kMaxRowBytes = int64_t{1} << 29;     // also for scales: kernels count a slot's bytes in 32 bits
+constexpr int64_t kMaxKeys = 8'000;  // ranks + experts on CUDA: notify has their counts twice in shared memory
 
-// On CUDA plan counts tokens in blocks of whole units, few enough that each may add up what all others counted.
+// On CUDA, plan counts tokens in blocks of whole units. There are few blocks, because notify sums, for each block, the
+// counts of all blocks before it.
 constexpr int kMaxBlocks = 128;
 EP_HD constexpr int block_tokens(int num_tokens) {
   return static_cast<int>(num_tokens == 0 ? kUnitTokens : align_up(ceil_div(num_tokens, kMaxBlocks), kUnitTokens));
@@ -63,12 +71,12 @@ EP_HD constexpr int block_tokens(int num_tokens) {
 EP_HD constexpr int plan_blocks(int num_tokens) {
   return static_cast<int>(num_tokens == 0 ? 1 : ceil_div(num_tokens, block_tokens(num_tokens)));
 }
-// A block's counts: int32 tokens for each rank, then pairs for each expert.
+// The counts of a block, int32: tokens for each rank, then pairs for each expert.
 EP_HD constexpr int64_t plan_block_words(int R, int E) { return align_up(static_cast<int64_t>(R) + E, 4); }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The properties of one operation that must be equal on all ranks, and T, which may differ. The sender writes it. The
-// receiver checks it before it reads a row.
+// The properties of one operation that must be equal on all ranks, and T, which may differ. The sender writes the
+// header, and the receiver checks it before it reads a row.
 struct Header {
   int64_t op;            // enum Op
   int64_t row_bytes;     // payload of one row
@@ -100,13 +108,16 @@ enum Step : int32_t {
 };
 
 // ---------------------------------------------------------------------------------------------------------------
-// The control block: peer-mapped, one per rank, zero at birth, written by peers, never reset.
-struct alignas(16) Arrival {  // of one chunk of one source; on CUDA stored in one piece
-  uint64_t flag;              // epoch; otherwise stored last, with release
-  int32_t begin;              // the chunk's rows are [begin, end) of the source's rows here
+// The control block: one per rank, written by peers. It starts as zeros and is never reset.
+
+// The arrival of one chunk of one source. On CUDA it is one 16-byte store.
+struct alignas(16) Arrival {
+  uint64_t flag;  // epoch; on CPUs stored last, with release order
+  int32_t begin;  // the chunk's rows are [begin, end) of the source's rows here
   int32_t end;
 };
-struct Opening {  // of one source, signalled before its first row
+// A source's header, signalled before its first row.
+struct Opening {
   uint64_t flag;
   Header header;
   int64_t pad[6];
@@ -144,24 +155,24 @@ EP_HD constexpr ControlLayout control_layout(int R, int E) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Local to a rank, in its device's memory: epochs, and the counters of finished CTAs.
+// The state: in the memory of the rank's device, written by this rank's kernels alone.
 struct State {
-  uint64_t epoch[6];  // finished operations, indexed by Step - 1 (kPlan unused)
-  uint64_t fault;     // nonzero: every later kernel leaves at once
-  uint64_t ctas_done[6];
-  uint64_t started[2];       // by Pool: epoch of the latest sender whose CTAs all run or have exited
-  uint64_t ctas_started[2];  // by Pool
-  uint64_t placed;           // CUDA: epoch of the latest send that may read where notify has placed its rows
-  uint64_t ctas_placed;
-  uint64_t laid_out;     // CUDA: epoch of the latest dispatch for which notify has the counts of all peers
-  uint64_t abort_look;   // when the next look at the board's abort word is due: one thread of the device takes it
-  uint32_t next_row[3];  // by Queue: how often warps asked for a row beyond those that are their own
+  uint64_t epoch[6];          // finished operations, indexed by Step - 1 (kPlan unused)
+  uint64_t fault;             // nonzero: every later kernel exits at once
+  uint64_t ctas_done[6];      // by Step - 1: CTAs of the running kernel that have finished
+  uint64_t started[2];        // by Pool: epoch of the latest sender whose CTAs all run or have exited
+  uint64_t ctas_started[2];   // by Pool: CTAs of the running sender that have started
+  uint64_t positions_ready;   // CUDA: epoch of the latest dispatch send whose positions notify has computed
+  uint64_t ctas_positioned;   // CUDA: CTAs of the running notify that have computed their positions
+  uint64_t counts_ready;      // CUDA: epoch of the latest dispatch for which notify has the counts of all peers
+  uint64_t next_abort_check;  // time from which one thread of the device may read the board's abort word again
+  uint32_t next_row[3];       // by Queue (cuda/moe/rows.cuh): rows that warps have requested after their first one
   uint32_t chunk_done[2][kMaxChunks];  // by Pool: CTAs whose rows of the chunk are written
 };
 
 // ---------------------------------------------------------------------------------------------------------------
-// The board: host memory that every process of the group maps (and the device, too). One per rank; peers write
-// only `abort`. It outlives any kernel and any peer.
+// The board: one per rank, in host memory that every process of the node and the rank's device map. Peers write only
+// the abort. The board outlives kernels and peers.
 enum FaultCode : int32_t {
   kNoFault = 0,
   kTimeout = 1,
@@ -169,14 +180,15 @@ enum FaultCode : int32_t {
   kDisagree = 3,
   kBadIds = 4,
   kBadData = 5,
-  kTooSmall = 6
+  kTooSmall = 6,
+  kBadHandle = 7
 };
 
 struct Fault {
   int32_t code;
   int32_t step;
   int32_t peer;
-  int32_t field;  // of the Header, for kDisagree; otherwise detail
+  int32_t field;  // kDisagree: index of the Header's field; otherwise a detail, such as the chunk
   int64_t expected;
   int64_t seen;
 };
@@ -184,16 +196,16 @@ constexpr int kTotals = 4;
 enum Total : int32_t { kTotalSlots = 0, kTotalRows = 1, kTotalMaxRows = 2, kTotalMaxSent = 3 };
 
 struct Board {
-  uint32_t abort;         // rank + 1 of the one that aborted; stored after the reason
-  uint32_t abort_claim;   // rank + 1 of the one that may write the reason
+  uint32_t abort;         // rank + 1 of the rank that aborted; stored after the reason
+  uint32_t abort_claim;   // rank + 1 of the rank that may write the reason
   uint32_t fault_set;     // stored after `fault`
   Fault fault;            // the first fault seen on this rank
-  uint64_t ticket;        // stored after the totals: which notify they belong to
-  uint32_t gate_reached;  // test gates: the step that is held, and the word that releases it
+  uint64_t ticket;        // stored after the totals: the notify that they belong to
+  uint32_t gate_reached;  // test gates: the step that stands at its gate, and the word that opens it
   uint32_t gate_open;
-  uint64_t reserved_pools;  // how often this rank has found, or made, a pool large enough for an operation
+  uint64_t reserved_pools;  // how often this rank has found or made pools large enough for an operation
   char reason[384];         // of the abort
-  char activity[128];       // what this rank's host is doing, for others' error messages
+  char activity[128];       // of this rank's host, for the error messages of others
 };
 // The totals follow the struct: int64 [kTotals], then the rows received for each local expert [E_l].
 EP_HD constexpr int64_t board_bytes(int local_experts) {
@@ -203,23 +215,25 @@ EP_HD constexpr int64_t board_bytes(int local_experts) {
 // ---------------------------------------------------------------------------------------------------------------
 // Routing metadata of one dispatch, int32 words, owned by the handle.
 struct MetaLayout {
-  int64_t rank_count;      // [R]     my tokens for each rank
-  int64_t expert_count;    // [E]     my pairs for each expert
-  int64_t send_base;       // [R]     where rank d's partial rows start in my combine pool
-  int64_t combine_base;    // [R]     where my partial rows start in rank s's combine pool
-  int64_t recv_offset;     // [R+1]   the slots that I receive, numbered by source
+  int64_t rank_prefix;     // [R][R]  rows from ranks up to the first index for the second: DeepEP's rank_prefix_matrix
+  int64_t rank_count;      // [R]     tokens of this rank for each rank
+  int64_t expert_count;    // [E]     pairs of this rank for each expert
+  int64_t send_base;       // [R]     first slot of rank d's partial rows in this rank's combine pool
+  int64_t combine_base;    // [R]     first slot of this rank's partial rows in rank s's combine pool
+  int64_t recv_offset;     // [R+1]   received slots, numbered by source: source s has [s] to [s+1]
   int64_t src_tokens;      // [R]     T of each source
   int64_t flat_base;       // [R][E_l] first FLAT row of each source's pairs for each local expert
   int64_t expert_offset;   // [E_l+1] FLAT rows by local expert, aligned
   int64_t expert_rows;     // [E_l]   rows received for each local expert
-  int64_t send_chunk_end;  // [R][C]  my rows for rank d up to the end of chunk c
-  int64_t recv_chunk_end;  // [R][C]  source s's rows here up to the end of its chunk c
+  int64_t send_chunk_end;  // [R][C]  rows of this rank for rank d up to the end of chunk c
+  int64_t recv_chunk_end;  // [R][C]  rows received from source s up to the end of its chunk c
   int64_t max_rows;        // [1]     the most rows that any rank sends to any
   int64_t words;
 };
 EP_HD constexpr MetaLayout meta_layout(int R, int E) {
   MetaLayout at{};
-  at.rank_count = 0;
+  at.rank_prefix = 0;
+  at.rank_count = at.rank_prefix + static_cast<int64_t>(R) * R;
   at.expert_count = at.rank_count + R;
   at.send_base = at.expert_count + E;
   at.combine_base = at.send_base + R;
@@ -236,24 +250,24 @@ EP_HD constexpr MetaLayout meta_layout(int R, int E) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The dispatch pool is R regions of equally many slots, one for each source: so a source knows where its rows go
-// before it knows what others send. Slots that are received are numbered without the gaps, see recv_offset.
-// Slots are numbered by int32.
+// The dispatch pool has R regions of equally many slots, one for each source. So a source knows the slots of its rows
+// before it knows what others send. MetaLayout::recv_offset numbers received slots without the gaps between regions.
+// Slot numbers are int32.
 EP_HD constexpr int32_t region_slots(int64_t pool_bytes, int64_t slot_bytes, int R) {
   const int64_t slots = pool_bytes / slot_bytes;
   return static_cast<int32_t>((slots < INT32_MAX ? slots : INT32_MAX) / R);
 }
 
-// A slot of the dispatch pool: its head, which is ids[K], positions[K], weights[K] and the scales, then the row. The
-// head ends where the row begins, on a cache line. The same bytes go to every rank that a token goes to; each takes the
-// pairs whose experts it holds.
+// A slot of the dispatch pool: [pad | ids[K] | positions[K] | weights[K] | scales | row]. Everything before the row is
+// the head. The row starts on a cache line. All destinations of a token receive the same bytes; each uses the pairs
+// whose experts it holds. The sender writes the bytes from `ids` to `image`.
 struct SlotLayout {
-  int64_t ids;        // int32 [K], -1: dropped; where what travels begins
-  int64_t positions;  // int32 [K]: of the pair among its source's for the expert
+  int64_t ids;        // int32 [K], -1: dropped
+  int64_t positions;  // int32 [K]: position of the pair among its source's pairs for the expert
   int64_t weights;    // f32 or f64 [K]; absent when weight_bytes is 0
   int64_t scales;
-  int64_t row;    // where the head ends
-  int64_t image;  // where what travels ends
+  int64_t row;    // end of the head
+  int64_t image;  // end of the row, aligned
   int64_t bytes;
 };
 EP_HD constexpr SlotLayout slot_layout(int64_t row_bytes, int64_t scale_bytes, int64_t weight_bytes, int64_t K) {
@@ -270,7 +284,7 @@ EP_HD constexpr SlotLayout slot_layout(int64_t row_bytes, int64_t scale_bytes, i
   return at;
 }
 
-// A slot of the combine pool: the partial row, then the values that ride back per pair: extra[K].
+// A slot of the combine pool: [partial row | extra[K]]. `extra` is one value for each pair, for the token's owner.
 struct PartialLayout {
   int64_t extra;  // f32 or f64 [K]; absent when weight_bytes is 0
   int64_t bytes;

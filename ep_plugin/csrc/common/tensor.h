@@ -1,4 +1,4 @@
-// Memory that somebody else owns, as PyTorch takes it: DLPack's C structures (dmlc.github.io/dlpack, version 0.8).
+// Memory as a tensor that PyTorch can take over: DLPack's C structures (dmlc.github.io/dlpack, version 0.8).
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -22,32 +22,33 @@ struct DLManagedTensor {
   void (*deleter)(DLManagedTensor*);
 };
 
-// A capsule for torch.from_dlpack: uint8 [bytes] at `address`, of the GPU `device`, or of the host where it is
-// negative. The tensor's storage keeps `owner` alive.
-inline pybind11::capsule lend_bytes(Address address, int64_t bytes, int device, pybind11::object owner) {
+// Returns a capsule for torch.from_dlpack: uint8 [bytes] at `address`, in the memory of GPU `device`, or of the host if
+// `device` is negative. The tensor's storage keeps `owner` alive.
+inline pybind11::capsule dlpack_bytes(Address address, int64_t bytes, int device, pybind11::object owner) {
   constexpr int kHost = 1, kCuda = 2, kUnsigned = 1;
-  struct Lent {
+  struct Export {
     DLManagedTensor tensor;
     int64_t bytes;
     PyObject* owner;
   };
-  auto* lent = new Lent{{at<void>(address), device < 0 ? kHost : kCuda, device < 0 ? 0 : device, 1, kUnsigned, 8, 1,
-                         nullptr, nullptr, 0, nullptr, nullptr},
-                        bytes,
-                        owner.release().ptr()};
-  lent->tensor.shape = &lent->bytes;
-  lent->tensor.manager = lent;
-  lent->tensor.deleter = [](DLManagedTensor* self) {
-    auto* lent = static_cast<Lent*>(self->manager);
+  auto* exported = new Export{{at<void>(address), device < 0 ? kHost : kCuda, device < 0 ? 0 : device, 1, kUnsigned, 8,
+                               1, nullptr, nullptr, 0, nullptr, nullptr},
+                              bytes,
+                              owner.release().ptr()};
+  exported->tensor.shape = &exported->bytes;
+  exported->tensor.manager = exported;
+  exported->tensor.deleter = [](DLManagedTensor* self) {
+    auto* exported = static_cast<Export*>(self->manager);
     if (Py_IsInitialized()) {  // else the process is ending
       const PyGILState_STATE locked = PyGILState_Ensure();
-      Py_DECREF(lent->owner);
+      Py_DECREF(exported->owner);
       PyGILState_Release(locked);
     }
-    delete lent;
+    delete exported;
   };
-  // PyTorch renames the capsule that it has taken, and calls the deleter itself.
-  return pybind11::capsule(&lent->tensor, "dltensor", [](PyObject* capsule) {
+  // PyTorch renames a capsule that it has taken, and calls the deleter itself. A capsule that nobody took calls it
+  // here.
+  return pybind11::capsule(&exported->tensor, "dltensor", [](PyObject* capsule) {
     if (PyCapsule_IsValid(capsule, "dltensor")) {
       auto* tensor = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
       tensor->deleter(tensor);

@@ -1,4 +1,5 @@
-// Typed pointers into the blocks that layout.h lays out.
+// Typed pointers into the memory that common/layout.h describes, and small functions of what is there, which CPU and
+// CUDA kernels share.
 #pragma once
 #include "common/api.h"
 
@@ -38,16 +39,17 @@ EP_HD Arrival* arrival(const Comm& comm, int owner, int pool, int source, int ch
 
 // A handle's routing metadata with its parts named.
 struct Meta {
-  int32_t *rank_count, *expert_count, *send_base, *combine_base, *recv_offset, *src_tokens, *flat_base, *expert_offset,
-      *expert_rows, *send_chunk_end, *recv_chunk_end, *max_rows;
+  int32_t *rank_prefix, *rank_count, *expert_count, *send_base, *combine_base, *recv_offset, *src_tokens, *flat_base,
+      *expert_offset, *expert_rows, *send_chunk_end, *recv_chunk_end, *max_rows;
 };
 EP_HD Meta meta_of(const Comm& comm, const Routing& routing) {
   const MetaLayout lay = meta_layout(comm.num_ranks, comm.num_experts);
   int32_t* words = at<int32_t>(routing.meta);
-  return Meta{words + lay.rank_count,     words + lay.expert_count,   words + lay.send_base,
-              words + lay.combine_base,   words + lay.recv_offset,    words + lay.src_tokens,
-              words + lay.flat_base,      words + lay.expert_offset,  words + lay.expert_rows,
-              words + lay.send_chunk_end, words + lay.recv_chunk_end, words + lay.max_rows};
+  return Meta{words + lay.rank_prefix, words + lay.rank_count,     words + lay.expert_count,
+              words + lay.send_base,   words + lay.combine_base,   words + lay.recv_offset,
+              words + lay.src_tokens,  words + lay.flat_base,      words + lay.expert_offset,
+              words + lay.expert_rows, words + lay.send_chunk_end, words + lay.recv_chunk_end,
+              words + lay.max_rows};
 }
 
 EP_HD SlotLayout slot_layout_of(const Header& header) {
@@ -61,27 +63,27 @@ EP_HD int32_t region_slots_of(const Comm& comm, const Header& header) {
   return region_slots(comm.pool_bytes[kDispatchPool], slot_layout_of(header).bytes, comm.num_ranks);
 }
 
-// Whether some rank sends more rows to another than a region of the pools holds. Pools have one size on all ranks, and
-// all ranks know the largest count, so all find the same. Then no rank signals its rows, and the hosts grow the pools
-// and launch the send again.
+// Whether some rank sends more rows to another than a region of the pool has slots. Pools have one size on all ranks,
+// and all ranks know the largest count, so all ranks get the same result. If true, no rank signals its rows; the hosts
+// grow the pools and launch the send again.
 EP_HD bool pools_must_grow(const Comm& comm, const Header& header, const Meta& meta) {
   return *meta.max_rows > region_slots_of(comm, header);
 }
 
-// Rows that the output of a dispatch needs.
+// The number of rows that the output of a dispatch needs.
 EP_HD int64_t rows_required(const DispatchRecvArgs& args, const Meta& meta) {
   return args.routing.layout == kFlat ? meta.expert_offset[local_experts(args.comm)]
                                       : meta.recv_offset[args.comm.num_ranks];
 }
 
-// Whether a dispatch receive that was enqueued before the host knew the totals must be launched again: its output is
-// too small, or the send signalled no rows. The host finds the same from the totals.
+// Whether a dispatch receive that was enqueued before the host knew the totals must be launched again, because its
+// output is too small or the send signalled no rows. The host computes the same from the totals.
 EP_HD bool must_relaunch(const DispatchRecvArgs& args, const Meta& meta) {
   return rows_required(args, meta) > args.capacity || meta.recv_offset[args.comm.num_ranks] > args.routing.slots ||
          pools_must_grow(args.comm, args.header, meta);
 }
 
-// Index of the first compared field in which two headers differ, or -1.
+// The index of the first compared field in which two headers differ, or -1.
 EP_HD int header_mismatch(const Header& mine, const Header& theirs) {
   const int64_t* a = reinterpret_cast<const int64_t*>(&mine);
   const int64_t* b = reinterpret_cast<const int64_t*>(&theirs);

@@ -1,4 +1,4 @@
-// What the kernels use of CUDA C++ and its runtime, for a C++ compiler: kernels run where they are launched (simt.h).
+// The parts of CUDA C++ and its runtime that the kernels use, for a C++ compiler. A launch runs the kernel (simt.h).
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -19,7 +19,7 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __shared__ thread_local  // a CTA is a thread
 
-// A member is polled up in the running thread each time it is used.
+// threadIdx and the like: each use reads the value of the running fiber.
 namespace simt {
 template <class Find>
 struct BuiltIn {

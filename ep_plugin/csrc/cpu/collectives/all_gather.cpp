@@ -1,11 +1,13 @@
-// All-gather: every rank posts its shard and copies the shards of its peers to its outputs.
+// All-gather on CPUs: every rank posts its shard, and copies the shards of its peers to its outputs. pieces.h describes
+// buffers and memory order. After a fault, the outputs of peers' shards are filled with 0xFF bytes.
 #include "cpu/collectives/pieces.h"
 
 namespace ep::cpu {
 
 namespace {
 
-// Moves whatever can be moved: this rank's next chunk into a slot, or the next chunk of a peer out of one.
+// One gather. It moves any chunk that can move: this rank's next chunk into a slot, or a peer's next chunk to its
+// output.
 class AllGather {
  public:
   AllGather(const Run& run, const CpuAllGatherArgs& args)
@@ -13,15 +15,15 @@ class AllGather {
         args_(args),
         comm_(args.comm),
         pieces_(run, args.piece, kOpAllGather, 0, gather_chunk_bytes()),
-        offered_(0),
+        posted_(0),
         left_(comm_.num_ranks - 1) {}
 
   bool run() {
-    offer();
-    if (!gate(run_)) return false;
-    Patience patience;
-    while (offered_ < pieces_.count() || left_ > 0) {
-      bool moved = offer();
+    post_next();
+    if (!hold_at_gate(run_)) return false;
+    Deadline deadline;
+    while (posted_ < pieces_.count() || left_ > 0) {
+      bool moved = post_next();
       for (int step = 1; step < comm_.num_ranks; ++step) {
         const int source = (comm_.rank + step) % comm_.num_ranks;
         if (read_[source] == pieces_.count() || !pieces_.is_posted(source, read_[source])) continue;
@@ -29,23 +31,23 @@ class AllGather {
         moved = true;
       }
       if (moved)
-        patience = Patience{};
-      else if (!keep_waiting(patience))
+        deadline = Deadline{};
+      else if (!keep_waiting(deadline))
         return false;
     }
     return pieces_.finish();
   }
 
  private:
-  bool offer() {
-    if (offered_ == pieces_.count() || !pieces_.slot_is_free(offered_)) return false;
+  bool post_next() {
+    if (posted_ == pieces_.count() || !pieces_.slot_is_free(posted_)) return false;
     if (pieces_.staged()) {
-      copy_bytes(pieces_.slot(offered_), at<char>(args_.input, pieces_.begin_of(offered_)), pieces_.bytes_of(offered_));
-      ++offered_;
+      copy_bytes(pieces_.slot(posted_), at<char>(args_.input, pieces_.begin_of(posted_)), pieces_.bytes_of(posted_));
+      ++posted_;
     } else {
-      offered_ = pieces_.count();
+      posted_ = pieces_.count();
     }
-    pieces_.post(offered_);
+    pieces_.post(posted_);
     return true;
   }
 
@@ -60,19 +62,19 @@ class AllGather {
     return true;
   }
 
-  bool keep_waiting(Patience& patience) {
+  bool keep_waiting(Deadline& deadline) {
     for (int step = 1; step < comm_.num_ranks; ++step) {
       const int source = (comm_.rank + step) % comm_.num_ranks;
-      if (read_[source] < pieces_.count()) return pieces_.keep_waiting_for(patience, source, read_[source]);
+      if (read_[source] < pieces_.count()) return pieces_.keep_waiting_for(deadline, source, read_[source]);
     }
-    return pieces_.keep_waiting_for_reader(patience, offered_);
+    return pieces_.keep_waiting_for_reader(deadline, posted_);
   }
 
   const Run& run_;
   const CpuAllGatherArgs& args_;
   const Comm& comm_;
   Pieces pieces_;
-  int64_t offered_;
+  int64_t posted_;
   int left_;
   int64_t read_[kMaxRanks] = {};
 };
@@ -83,7 +85,7 @@ void all_gather(const CpuAllGatherArgs& args) {
   const Comm& comm = args.comm;
   const Run run{comm, kAllGather, 0};
   const int64_t bytes = args.piece.bytes;
-  if (is_well(comm)) {
+  if (has_no_fault(comm)) {
     if (args.outputs[comm.rank] != args.input)
       copy_bytes(at<char>(args.outputs[comm.rank]), at<char>(args.input), bytes);
     if (AllGather(run, args).run()) return;

@@ -1,3 +1,4 @@
+// Pieces and their chunks, see pieces.h.
 #include "cpu/collectives/pieces.h"
 
 namespace ep {
@@ -17,7 +18,7 @@ Pieces::Pieces(const Run& run, const Piece& piece, CollectiveOp op, int64_t elem
       chunk_bytes_(chunk_bytes),
       count_(std::max<int64_t>(1, ceil_div(piece.bytes, chunk_bytes))),
       base_(control_of(run.comm, run.comm.rank).chunks),
-      offer_(control_of(run.comm, run.comm.rank).operations % kSlots) {}
+      header_index_(control_of(run.comm, run.comm.rank).operations % kSlots) {}
 
 int Pieces::slowest_reader() const {
   const CollectiveControl& mine = control_of(comm_, comm_.rank);
@@ -47,12 +48,12 @@ char* Pieces::slot(int64_t chunk) const {
 void Pieces::post(int64_t end) {
   CollectiveControl& mine = control_of(comm_, comm_.rank);
   if (load(mine.posted) == base_) {
-    Offer& offer = mine.offers[offer_];
-    offer.op = op_;
-    offer.bytes = piece_.bytes;
-    offer.element = element_;
-    offer.block = piece_.block;
-    std::copy_n(piece_.offset, kMaxRanks, offer.offset);
+    PieceHeader& header = mine.headers[header_index_];
+    header.op = op_;
+    header.bytes = piece_.bytes;
+    header.element = element_;
+    header.block = piece_.block;
+    std::copy_n(piece_.offset, kMaxRanks, header.offset);
   }
   signal(&mine.posted, base_ + static_cast<uint64_t>(end));
 }
@@ -61,19 +62,19 @@ bool Pieces::is_posted(int source, int64_t chunk) const {
   return load(control_of(comm_, source).posted) > base_ + static_cast<uint64_t>(chunk);
 }
 
-bool Pieces::check_offer(int source, const Offer& theirs) const {
-  const int64_t mine[kOfferFields] = {op_, piece_.bytes, element_};
-  const int64_t seen[kOfferFields] = {theirs.op, theirs.bytes, theirs.element};
-  for (int field = 0; field < kOfferFields; ++field)
+bool Pieces::check_header(int source, const PieceHeader& theirs) const {
+  const int64_t mine[kPieceFields] = {op_, piece_.bytes, element_};
+  const int64_t seen[kPieceFields] = {theirs.op, theirs.bytes, theirs.element};
+  for (int field = 0; field < kPieceFields; ++field)
     if (seen[field] != mine[field]) return fail(comm_, kDisagree, run_.step, source, field, mine[field], seen[field]);
   return true;
 }
 
 const char* Pieces::bytes_from(int source, int dest, int64_t chunk, int64_t slot_offset) const {
   const CollectiveControl& theirs = control_of(comm_, source);
-  const Offer& offer = theirs.offers[offer_];
-  if (!check_offer(source, offer)) return nullptr;
-  const int64_t block = offer.block, offset = offer.offset[dest];
+  const PieceHeader& header = theirs.headers[header_index_];
+  if (!check_header(source, header)) return nullptr;
+  const int64_t block = header.block, offset = header.offset[dest];
   if (block < 0) return theirs.slots[(base_ + static_cast<uint64_t>(chunk)) % kSlots] + slot_offset;
   const Address from = block < piece_.num_blocks ? at<Address>(piece_.blocks)[block * kMaxRanks + source] : 0;
   if (from == 0) return fail(comm_, kBadData, run_.step, source, 0, piece_.num_blocks, block), nullptr;
@@ -86,15 +87,15 @@ void Pieces::consume(int source, int64_t end) const {
   signal(&control_of(comm_, source).consumed[comm_.rank].value, base_ + static_cast<uint64_t>(end));
 }
 
-bool Pieces::keep_waiting_for(Patience& patience, int source, int64_t chunk) const {
-  return patience.keep_waiting(run_, source, base_ + static_cast<uint64_t>(chunk) + 1,
+bool Pieces::keep_waiting_for(Deadline& deadline, int source, int64_t chunk) const {
+  return deadline.keep_waiting(run_, source, base_ + static_cast<uint64_t>(chunk) + 1,
                                load(control_of(comm_, source).posted));
 }
 
-bool Pieces::keep_waiting_for_reader(Patience& patience, int64_t chunk) const {
+bool Pieces::keep_waiting_for_reader(Deadline& deadline, int64_t chunk) const {
   const int slowest = slowest_reader();
   const uint64_t needed = base_ + static_cast<uint64_t>(chunk) + 1;
-  return patience.keep_waiting(run_, slowest, needed > kSlots ? needed - kSlots : 0,
+  return deadline.keep_waiting(run_, slowest, needed > kSlots ? needed - kSlots : 0,
                                load(control_of(comm_, comm_.rank).consumed[slowest].value));
 }
 

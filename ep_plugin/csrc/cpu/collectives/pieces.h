@@ -1,4 +1,11 @@
-// How CPU ranks of one node read each other's pieces, chunk by chunk, in whatever order they become available.
+// How CPU ranks of one node read each other's pieces, chunk by chunk, in the order in which they become available.
+//
+// A rank posts chunks: it stores the count of its available chunks. Peers read a chunk in the owner's slots, or in its
+// block, and store how many chunks they have read. A slot is used again when all peers have read its chunk. Counts go
+// on over all operations.
+// Buffers. CollectiveControl in common/collectives.h.
+// Memory order. Counts are stored with release order and loaded with acquire order, so a chunk's bytes are there when
+// it is posted, and read when it is consumed.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -8,7 +15,7 @@
 
 namespace ep::cpu {
 
-// Empty shards may lie at null, which the standard's functions refuse even for no bytes.
+// Empty shards may be at address 0, for which memmove and memset are undefined even with no bytes.
 inline void copy_bytes(void* to, const void* from, int64_t bytes) {
   if (bytes > 0) std::memmove(to, from, static_cast<size_t>(bytes));
 }
@@ -18,8 +25,8 @@ inline void poison(void* output, int64_t bytes) {
 
 inline CollectiveControl& control_of(const Comm& comm, int rank) { return *at<CollectiveControl>(comm.control[rank]); }
 
-// One rank's side of one operation of `count` chunks, `chunk_bytes` of a shard each; of nothing it is one, since ranks
-// compare what they offer.
+// One rank's side of one operation of count() chunks, each of `chunk_bytes` of a shard. An empty shard has one chunk,
+// too, because ranks compare sizes and types.
 class Pieces {
  public:
   Pieces(const Run& run, const Piece& piece, CollectiveOp op, int64_t element, int64_t chunk_bytes);
@@ -29,28 +36,28 @@ class Pieces {
   int64_t bytes_of(int64_t chunk) const { return std::min(chunk_bytes_, piece_.bytes - begin_of(chunk)); }
   bool staged() const { return piece_.block < 0; }
 
-  // Whether peers have left the slot that this chunk goes to.
+  // Whether all peers have read the chunk that used this chunk's slot before.
   bool slot_is_free(int64_t chunk) const;
   char* slot(int64_t chunk) const;
-  // Makes the chunks before `end` available to peers; the first time with the Offer.
+  // Makes the chunks before `end` available to peers. The first call also posts the PieceHeader.
   void post(int64_t end);
 
   bool is_posted(int source, int64_t chunk) const;
-  // The bytes of `source`'s shard for rank `dest`, this chunk of it, or null with a fault recorded. In a slot they lie
-  // `slot_offset` from its beginning.
+  // The address of this chunk of `source`'s shard for rank `dest`; null after a fault. In a slot, the chunk begins at
+  // `slot_offset`.
   const char* bytes_from(int source, int dest, int64_t chunk, int64_t slot_offset) const;
   // Signals to `source` that this rank has read its chunks before `end`.
   void consume(int source, int64_t end) const;
 
-  // Whether to go on waiting for `source` to post a chunk, or for the slowest peer to read one.
-  bool keep_waiting_for(Patience& patience, int source, int64_t chunk) const;
-  bool keep_waiting_for_reader(Patience& patience, int64_t chunk) const;
+  // keep_waiting() of a wait until `source` has posted a chunk, or until the slowest peer has read one.
+  bool keep_waiting_for(Deadline& deadline, int source, int64_t chunk) const;
+  bool keep_waiting_for_reader(Deadline& deadline, int64_t chunk) const;
 
-  // Ends the operation: peers have read what they read in place, and the next one's chunks follow.
+  // Ends the operation. If peers read this rank's block, waits until all have. False after a fault.
   bool finish();
 
  private:
-  bool check_offer(int source, const Offer& theirs) const;
+  bool check_header(int source, const PieceHeader& theirs) const;
   int slowest_reader() const;
 
   const Run& run_;
@@ -61,10 +68,10 @@ class Pieces {
   const int64_t chunk_bytes_;
   const int64_t count_;
   const uint64_t base_;
-  const uint64_t offer_;
+  const uint64_t header_index_;
 };
 
-// False when an earlier kernel of this communicator has failed: the caller leaves at once.
-inline bool is_well(const Comm& comm) { return __atomic_load_n(&state_of(comm).fault, __ATOMIC_ACQUIRE) == 0; }
+// False when an earlier kernel of this communicator has failed. Then the caller returns at once.
+inline bool has_no_fault(const Comm& comm) { return __atomic_load_n(&state_of(comm).fault, __ATOMIC_ACQUIRE) == 0; }
 
 }  // namespace ep::cpu

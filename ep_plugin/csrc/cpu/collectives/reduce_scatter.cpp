@@ -1,4 +1,5 @@
-// Reduce-scatter: every rank offers a shard for each rank, and sums those for itself in the order of the ranks.
+// Reduce-scatter on CPUs: every rank posts its shard for each rank, and sums all ranks' shards for itself in rank
+// order. pieces.h describes buffers and memory order. After a fault, the output is filled with 0xFF bytes.
 #include "cpu/collectives/pieces.h"
 #include "cpu/core/elements.h"
 
@@ -36,19 +37,19 @@ class ReduceScatter {
         pieces_(run, args.piece, kOpReduceScatter, args.element, part_) {}
 
   bool run() {
-    offer();
-    if (!gate(run_)) return false;
-    Patience patience;
-    while (offered_ < pieces_.count() || summed_ < pieces_.count()) {
-      const bool moved = offer();
+    post_next();
+    if (!hold_at_gate(run_)) return false;
+    Deadline deadline;
+    while (posted_ < pieces_.count() || summed_ < pieces_.count()) {
+      const bool moved = post_next();
       const int missing = summed_ < pieces_.count() ? first_missing() : -1;
       if (summed_ < pieces_.count() && missing < 0) {
         if (!sum()) return false;
-        patience = Patience{};
+        deadline = Deadline{};
       } else if (moved) {
-        patience = Patience{};
-      } else if (missing >= 0 ? !pieces_.keep_waiting_for(patience, missing, summed_)
-                              : !pieces_.keep_waiting_for_reader(patience, offered_)) {
+        deadline = Deadline{};
+      } else if (missing >= 0 ? !pieces_.keep_waiting_for(deadline, missing, summed_)
+                              : !pieces_.keep_waiting_for_reader(deadline, posted_)) {
         return false;
       }
     }
@@ -56,18 +57,18 @@ class ReduceScatter {
   }
 
  private:
-  bool offer() {
-    if (offered_ == pieces_.count() || !pieces_.slot_is_free(offered_)) return false;
+  bool post_next() {
+    if (posted_ == pieces_.count() || !pieces_.slot_is_free(posted_)) return false;
     if (pieces_.staged()) {
       for (int r = 0; r < comm_.num_ranks; ++r)
         if (r != comm_.rank)
-          copy_bytes(pieces_.slot(offered_) + r * part_, at<char>(args_.inputs[r], pieces_.begin_of(offered_)),
-                     pieces_.bytes_of(offered_));
-      ++offered_;
+          copy_bytes(pieces_.slot(posted_) + r * part_, at<char>(args_.inputs[r], pieces_.begin_of(posted_)),
+                     pieces_.bytes_of(posted_));
+      ++posted_;
     } else {
-      offered_ = pieces_.count();
+      posted_ = pieces_.count();
     }
-    pieces_.post(offered_);
+    pieces_.post(posted_);
     return true;
   }
 
@@ -82,7 +83,7 @@ class ReduceScatter {
   bool sum() {
     const T* from[kMaxRanks];
     for (int r = 0; r < comm_.num_ranks; ++r) {
-      const bool own = r == comm_.rank;  // of no elements it may lie nowhere
+      const bool own = r == comm_.rank;  // its address may be 0 if the shard is empty
       const char* bytes = own ? at<char>(args_.inputs[r], pieces_.begin_of(summed_))
                               : pieces_.bytes_from(r, comm_.rank, summed_, comm_.rank * part_);
       if (bytes == nullptr && !own) return false;
@@ -101,7 +102,7 @@ class ReduceScatter {
   const Comm& comm_;
   const int64_t part_;
   Pieces pieces_;
-  int64_t offered_ = 0;
+  int64_t posted_ = 0;
   int64_t summed_ = 0;
 };
 
@@ -111,7 +112,7 @@ void reduce_scatter(const CpuReduceScatterArgs& args) {
   const Comm& comm = args.comm;
   const Run run{comm, kReduceScatter, 0};
   bool done = false;
-  if (is_well(comm))
+  if (has_no_fault(comm))
     with_element(args.element, [&](auto type) { done = ReduceScatter<decltype(type)>(run, args).run(); });
   if (!done) poison(at<char>(args.output), args.piece.bytes);
 }

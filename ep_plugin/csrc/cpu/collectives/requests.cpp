@@ -1,3 +1,6 @@
+// Requests for blocks and releases, in host memory that all ranks of the node map. collectives/blocks.py uses them.
+// Memory order. Posts and releases are stored with release order and loaded with acquire order, so a peer that sees a
+// request also sees the releases before it.
 #include "common/collectives.h"
 #include "common/views.h"
 

@@ -1,3 +1,4 @@
+// The host's functions for boards, declared in common/board.h.
 #include "common/board.h"
 
 #include <sched.h>
@@ -47,15 +48,15 @@ WaitResult wait_ticket(Address address, uint64_t ticket, int64_t timeout_ns) {
 WaitResult wait_until(const std::function<bool()>& there, Address address, int64_t timeout_ns) {
   const Board& board = board_at(address);
   const int64_t since = cpu::now_ns();
-  int64_t asked = 0;
+  int64_t checked = 0;
   for (;;) {
     if (there()) return kReady;
     if (__atomic_load_n(&board.fault_set, __ATOMIC_ACQUIRE) != 0) return kFaulted;
     if (__atomic_load_n(&board.abort, __ATOMIC_ACQUIRE) != 0) return kAbortedByPeer;
     const int64_t waited = cpu::now_ns() - since;
     if (waited > timeout_ns) return kOverdue;
-    if (cpu::interrupted(waited, &asked)) return kInterrupted;
-    if (waited > 20'000'000) {  // sooner would add to every dispatch of a host that is far ahead of its device
+    if (cpu::interrupted(waited, &checked)) return kInterrupted;
+    if (waited > 20'000'000) {  // sleeping sooner would delay hosts that are far ahead of their devices
       const timespec pause{0, 50'000};
       nanosleep(&pause, nullptr);
     } else if (waited > 50'000) {
@@ -66,9 +67,9 @@ WaitResult wait_until(const std::function<bool()>& there, Address address, int64
 
 void abort_board(Address address, int rank, const std::string& reason) {
   Board& board = board_at(address);
-  uint32_t nobody = 0;
+  uint32_t none = 0;
   const uint32_t me = static_cast<uint32_t>(rank + 1);
-  if (!__atomic_compare_exchange_n(&board.abort_claim, &nobody, me, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return;
+  if (!__atomic_compare_exchange_n(&board.abort_claim, &none, me, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return;
   std::snprintf(board.reason, sizeof(board.reason), "%s", reason.c_str());
   __atomic_store_n(&board.abort, me, __ATOMIC_RELEASE);
 }

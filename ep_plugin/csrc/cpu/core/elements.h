@@ -1,4 +1,4 @@
-// Element types as the CPU holds them, and the type their sums are kept in.
+// Element types on CPUs, and the type in which elements are summed.
 #pragma once
 #include <cstdint>
 #include <cstring>

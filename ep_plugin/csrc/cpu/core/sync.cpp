@@ -1,3 +1,4 @@
+// Signals, waits and faults of CPU kernels, see sync.h.
 #include "cpu/core/sync.h"
 
 #include <sched.h>
@@ -15,10 +16,10 @@ void set_interruption(bool (*wanted)()) { interruption_wanted = wanted; }
 namespace cpu {
 
 namespace {
-constexpr int64_t kSpinNs = 50'000;    // then give the core away
-constexpr int64_t kYieldNs = 200'000;  // then sleep between looks: peers may share this core
+constexpr int64_t kSpinNs = 50'000;    // a wait spins this long, then yields the core
+constexpr int64_t kYieldNs = 200'000;  // after this it sleeps between polls, because peers may share this core
 constexpr int64_t kSleepNs = 50'000;
-constexpr int64_t kAskNs = 20'000'000;  // between questions to the host: each may need the interpreter's lock
+constexpr int64_t kInterruptCheckNs = 20'000'000;  // a check may need the interpreter's lock
 
 uint64_t load_acquire(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
@@ -32,14 +33,14 @@ bool aborted(const Run& run) {
 // Recorded as an abort by this rank. The host then writes the reason to the peers' boards.
 bool fail_interrupted(const Run& run) { return fail(run.comm, kAborted, run.step, run.comm.rank, 0, 0, 0); }
 
-void rest(int64_t waited_ns) {
+void pause(int64_t waited_ns) {
   if (waited_ns < kSpinNs) {
     __builtin_ia32_pause();
   } else if (waited_ns < kYieldNs) {
     sched_yield();
   } else {
-    const timespec pause{0, kSleepNs};
-    nanosleep(&pause, nullptr);
+    const timespec time{0, kSleepNs};
+    nanosleep(&time, nullptr);
   }
 }
 }  // namespace
@@ -50,9 +51,9 @@ int64_t now_ns() {
   return static_cast<int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
 }
 
-bool interrupted(int64_t waited_ns, int64_t* asked_ns) {
-  if (interruption_wanted == nullptr || waited_ns - *asked_ns < kAskNs) return false;
-  *asked_ns = waited_ns;
+bool interrupted(int64_t waited_ns, int64_t* checked_ns) {
+  if (interruption_wanted == nullptr || waited_ns - *checked_ns < kInterruptCheckNs) return false;
+  *checked_ns = waited_ns;
   return interruption_wanted();
 }
 
@@ -77,51 +78,51 @@ bool fail(const Comm& comm, FaultCode code, Step step, int peer, int field, int6
   return false;
 }
 
-bool Patience::keep_waiting(const Run& run, int peer, uint64_t expected, uint64_t seen) {
+bool Deadline::keep_waiting(const Run& run, int peer, uint64_t expected, uint64_t seen) {
   const int64_t now = now_ns();
   if (since_ == 0) since_ = now;
   const int64_t waited = now - since_;
   if (aborted(run)) return false;
   if (waited > run.comm.timeout_ns)
     return fail(run.comm, kTimeout, run.step, peer, 0, static_cast<int64_t>(expected), static_cast<int64_t>(seen));
-  if (interrupted(waited, &asked_)) return fail_interrupted(run);
-  rest(waited);
+  if (interrupted(waited, &checked_)) return fail_interrupted(run);
+  pause(waited);
   return true;
 }
 
 bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int peer) {
-  Patience patience;
+  Deadline deadline;
   for (;;) {
     const uint64_t seen = load_acquire(word);
     if (seen >= value) return true;
-    if (!patience.keep_waiting(run, peer, value, seen)) return false;
+    if (!deadline.keep_waiting(run, peer, value, seen)) return false;
   }
 }
 
 bool wait_tagged(const Run& run, const uint64_t* word, int peer, uint32_t* value) {
-  Patience patience;
+  Deadline deadline;
   for (;;) {
     const uint64_t seen = load_acquire(word);
     *value = static_cast<uint32_t>(seen);
     if (has_tag(seen, run.epoch)) return true;
-    if (!patience.keep_waiting(run, peer, run.epoch & UINT32_MAX, seen >> 32)) return false;
+    if (!deadline.keep_waiting(run, peer, run.epoch & UINT32_MAX, seen >> 32)) return false;
   }
 }
 
 void signal(uint64_t* word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
-bool gate(const Run& run) {
+bool hold_at_gate(const Run& run) {
   if (run.comm.gate != run.step) return true;
   Board& board = board_of(run.comm);
   __atomic_store_n(&board.gate_reached, static_cast<uint32_t>(run.step), __ATOMIC_RELEASE);
   const int64_t since = now_ns();
-  int64_t asked = 0;
+  int64_t checked = 0;
   while (__atomic_load_n(&board.gate_open, __ATOMIC_ACQUIRE) == 0) {
     if (aborted(run)) return false;
     const int64_t waited = now_ns() - since;
     if (waited > run.comm.timeout_ns) return fail(run.comm, kTimeout, run.step, run.comm.rank, 0, 1, 0);
-    if (interrupted(waited, &asked)) return fail_interrupted(run);
-    rest(kYieldNs);
+    if (interrupted(waited, &checked)) return fail_interrupted(run);
+    pause(kYieldNs);
   }
   return true;
 }

@@ -1,4 +1,9 @@
-// How CPU kernels signal peers, wait for them, and fail. Every wait ends by the value, an abort, or the deadline.
+// How CPU kernels begin and end a step, signal peers, wait for them, and record faults. cuda/core/sync.cuh,
+// cuda/core/peer.cuh and cuda/moe/signals.cuh are the same for CUDA; the words are in common/layout.h.
+//
+// Memory order. signal() stores with release order, and waits load with acquire order. So a rank that has waited for a
+// word sees everything that its writer wrote before it.
+// Waits. A wait ends when the value arrives, at an abort, at an interruption by the host, or at the deadline.
 #pragma once
 #include <ctime>
 
@@ -15,39 +20,41 @@ struct Run {
 
 int64_t now_ns();
 
-// Whether the host wants a wait to end that has lasted `waited_ns`. Asks now and then: `asked_ns` is when it last did.
-bool interrupted(int64_t waited_ns, int64_t* asked_ns);
+// Whether the host wants a wait that has lasted `waited_ns` to end (set_interruption). It checks now and then;
+// `checked_ns` is the time of the last check.
+bool interrupted(int64_t waited_ns, int64_t* checked_ns);
 
-// False when an earlier kernel of this communicator has failed: the caller leaves at once.
+// False when an earlier kernel of this communicator has failed. Then the caller returns at once.
 bool begin(const Comm& comm, Step step, Run* run);
+// Advances the step's epoch.
 void finish(const Run& run);
 
-// One wait. Call keep_waiting() after every poll that found nothing.
-class Patience {
+// The deadline of one wait. Call keep_waiting() after every poll that found nothing.
+class Deadline {
  public:
-  // False, with the fault recorded (blaming `peer`), on a deadline, an abort or an interruption; else rests a little.
+  // Pauses and returns true, or records a fault and returns false. A timeout names `peer`.
   bool keep_waiting(const Run& run, int peer, uint64_t expected, uint64_t seen);
 
  private:
   int64_t since_ = 0;
-  int64_t asked_ = 0;
+  int64_t checked_ = 0;
 };
 
-// Waits until *word >= value. On a deadline or an abort: records the fault (blaming `peer`) and returns false.
+// Waits until *word >= value. False after a fault. A timeout names `peer`.
 bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int peer);
-// Likewise until *word has this epoch's tag; `value` is the rest of it.
+// Waits until *word has the tag of this epoch, in the same way. `value`: the rest of the word.
 bool wait_tagged(const Run& run, const uint64_t* word, int peer, uint32_t* value);
 
-// Stores with release order: a thread that acquires the value sees everything written before.
+// Stores with release order.
 void signal(uint64_t* word, uint64_t value);
 
-// Records the first fault of this communicator; later kernels leave at once. Always returns false.
+// Records the first fault of this communicator; later kernels exit at once. Always returns false.
 bool fail(const Comm& comm, FaultCode code, Step step, int peer, int field, int64_t expected, int64_t seen);
 
-// Holds a rank at its test gate; without one, returns true at once.
-bool gate(const Run& run);
+// Stops at this step's test gate until the test opens it. Returns true at once if the step has no gate.
+bool hold_at_gate(const Run& run);
 
-// Waits for a source's Opening and checks it against this rank's header.
+// Waits for a source's Opening and compares it with this rank's header.
 bool open_source(const Run& run, Pool pool, int source, const Header& mine, int64_t expected_tokens);
 
 // Writes this rank's Opening at an owner, after the owner has read the previous epoch's rows.
@@ -56,7 +63,7 @@ bool open_destination(const Run& run, Pool pool, int owner, const Header& mine);
 // Signals to `owner` that rows [begin, end) of this rank's chunk are in its pool.
 void signal_chunk(const Run& run, Pool pool, int owner, int chunk, int begin, int end);
 
-// Waits for a chunk of `source` and checks its range: it continues at `begin` and stays within `limit`.
+// Waits for a chunk of `source` and checks its range: it must begin at `begin` and end at or before `limit`.
 bool wait_chunk(const Run& run, Pool pool, int source, int chunk, int begin, int limit, int* end);
 
 }  // namespace ep::cpu

@@ -1,11 +1,16 @@
-// Combine. Send reduces a slot's expert rows to one partial row at the token's owner. Receive sums a token's partial
-// rows. Both sum in the element's Sum type and in a fixed order, so the result does not depend on arrival order.
+// Combine send reduces the expert rows of each received slot to one partial row, and stores it in the combine pool of
+// the token's owner. Combine receive sums the partial rows of each token in rank order, then adds the bias.
+//
+// Both sum in the element's Sum type and in a fixed order, so the result does not depend on the order of arrival. A
+// send waits for consumed words only. A slot of the combine pool is [row | extra[K]], see PartialLayout. A chunk's
+// arrival is stored with release order after the chunk's rows, and loaded with acquire order before them. After a
+// fault, the outputs are filled with 0xFF bytes.
 #include <algorithm>
 #include <cstring>
 #include <string>
 
 #include "cpu/core/elements.h"
-#include "cpu/core/sync.h"
+#include "cpu/moe/handle.h"
 #include "cpu/moe/kernels.h"
 
 namespace ep::cpu {
@@ -39,7 +44,8 @@ bool gather_terms(const Run& run, const CombineSendArgs& args, int64_t slot, Ter
   terms->count = 0;
   for (int k = 0; k < K; ++k) {
     if (rows[k] < 0) continue;
-    if (rows[k] >= args.rows) return fail(run.comm, kBadData, run.step, run.comm.rank, k, args.rows, rows[k]);
+    if (rows[k] >= args.rows || (!flat && rows[k] != slot))
+      return fail(run.comm, kBadHandle, run.step, run.comm.rank, k, args.rows, rows[k]);
     const S weight = weighted ? at<const S>(args.weights)[flat ? rows[k] : slot * K + k] : S(1);
     if (flat || terms->count == 0) {
       terms->row[terms->count] = rows[k];
@@ -103,13 +109,15 @@ bool send_slot(const Run& run, const CombineSendArgs& args, const Meta& meta, in
   return true;
 }
 
-// Chunk by chunk of the owners' tokens, all owners in turn, beginning with the next rank so that no two ranks
-// write to one owner in step.
+// Chunk by chunk of the owners' tokens, and in each chunk all owners in turn, starting with the next rank, so that no
+// two ranks write to one owner at the same time.
 template <class T>
 bool send_all(const Run& run, const CombineSendArgs& args) {
   const Comm& comm = args.comm;
   const int R = comm.num_ranks;
   const Meta meta = meta_of(comm, args.routing);
+  if (!check_handle(run, returned_items(comm), [&](int i) { return returned_is_sound(args.routing, meta, i); }))
+    return false;
   for (int owner = 0; owner < R; ++owner)
     if (!open_destination(run, kCombinePool, owner, args.header)) return false;
   for (int c = 0; c < kMaxChunks; ++c) {
@@ -122,46 +130,54 @@ bool send_all(const Run& run, const CombineSendArgs& args) {
         if (!send_slot<T>(run, args, meta, owner, i)) return false;
       signal_chunk(run, kCombinePool, owner, c, begin, ends[c]);
     }
-    if (c == 0 && !gate(run)) return false;
+    if (c == 0 && !hold_at_gate(run)) return false;
+  }
+  return true;
+}
+
+// Where each rank's partial row of token t lies in this rank's pool: slot[R], -1: that rank sent none.
+bool find_partials(const Run& run, const CombineRecvArgs& args, const Meta& meta, int t, int64_t* slot) {
+  const int R = run.comm.num_ranks;
+  const int32_t* positions = at<const int32_t>(args.routing.send_pos) + static_cast<int64_t>(t) * R;
+  for (int d = 0; d < R; ++d) {
+    if (positions[d] >= meta.rank_count[d])
+      return fail(run.comm, kBadHandle, run.step, run.comm.rank, t, meta.rank_count[d], positions[d]);
+    slot[d] = positions[d] < 0 ? -1 : meta.send_base[d] + static_cast<int64_t>(positions[d]);
   }
   return true;
 }
 
 template <class T>
-void receive_token(const CombineRecvArgs& args, const Meta& meta, const PartialLayout& lay, int t) {
+void receive_token(const CombineRecvArgs& args, const PartialLayout& lay, const int64_t* slot, int t) {
   using S = typename Sum<T>::type;
   const Comm& comm = args.comm;
-  const int R = comm.num_ranks;
-  const int32_t* positions = at<const int32_t>(args.routing.send_pos) + static_cast<int64_t>(t) * R;
   T* out = at<T>(args.out) + t * args.hidden;
   S sum[kBlock];
   for (int64_t h = 0; h < args.hidden; h += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, args.hidden - h));
     std::fill_n(sum, count, S(0));
-    for (int d = 0; d < R; ++d) {
-      if (positions[d] < 0) continue;
-      const int64_t slot = meta.send_base[d] + static_cast<int64_t>(positions[d]);
-      accumulate<T>(sum, at<const T>(comm.pool[kCombinePool][comm.rank], slot * lay.bytes) + h, count);
-    }
+    for (int d = 0; d < comm.num_ranks; ++d)
+      if (slot[d] >= 0)
+        accumulate<T>(sum, at<const T>(comm.pool[kCombinePool][comm.rank], slot[d] * lay.bytes) + h, count);
     if (args.bias != 0) accumulate<T>(sum, at<const T>(args.bias) + t * args.hidden + h, count);
     for (int i = 0; i < count; ++i) narrow(sum[i], out + h + i);
   }
 }
 
-void collect_extra(const CombineRecvArgs& args, const Meta& meta, const PartialLayout& lay, int t) {
+bool collect_extra(const Run& run, const CombineRecvArgs& args, const PartialLayout& lay, const int64_t* slot, int t) {
   const Comm& comm = args.comm;
-  const int R = comm.num_ranks, K = args.routing.topk;
+  const int K = args.routing.topk;
   const int64_t wb = args.header.weight_bytes;
   const int32_t* ids = at<const int32_t>(args.routing.topk_ids) + static_cast<int64_t>(t) * K;
-  const int32_t* positions = at<const int32_t>(args.routing.send_pos) + static_cast<int64_t>(t) * R;
   for (int k = 0; k < K; ++k) {
     char* to = at<char>(args.extra, (static_cast<int64_t>(t) * K + k) * wb);
     std::memset(to, 0, wb);
     if (ids[k] < 0) continue;
-    const int d = ids[k] / local_experts(comm);
-    const int64_t slot = meta.send_base[d] + static_cast<int64_t>(positions[d]);
-    std::memcpy(to, at<char>(comm.pool[kCombinePool][comm.rank], slot * lay.bytes + lay.extra + k * wb), wb);
+    const int64_t from = ids[k] < comm.num_experts ? slot[ids[k] / local_experts(comm)] : -1;
+    if (from < 0) return fail(comm, kBadHandle, run.step, comm.rank, t, comm.num_experts, ids[k]);
+    std::memcpy(to, at<char>(comm.pool[kCombinePool][comm.rank], from * lay.bytes + lay.extra + k * wb), wb);
   }
+  return true;
 }
 
 template <class T>
@@ -171,6 +187,8 @@ bool receive_all(const Run& run, const CombineRecvArgs& args) {
   const Chunks chunks = chunks_of(args.routing.num_tokens);
   const Meta meta = meta_of(comm, args.routing);
   const PartialLayout lay = partial_layout_of(args.header);
+  if (!check_handle(run, sent_items(comm), [&](int i) { return sent_is_sound(args.routing, meta, i); })) return false;
+  int64_t slot[kMaxRanks];
   for (int d = 0; d < R; ++d) {
     if (!open_source(run, kCombinePool, d, args.header, -1)) return false;
     if ((meta.send_base[d] + static_cast<int64_t>(meta.rank_count[d])) * lay.bytes > comm.pool_bytes[kCombinePool])
@@ -184,8 +202,9 @@ bool receive_all(const Run& run, const CombineRecvArgs& args) {
       if (end != ends[c]) return fail(comm, kBadData, run.step, d, c, ends[c], end);
     }
     for (int t = chunks.begin(c); t < chunks.end(c); ++t) {
-      receive_token<T>(args, meta, lay, t);
-      if (args.extra != 0) collect_extra(args, meta, lay, t);
+      if (!find_partials(run, args, meta, t, slot)) return false;
+      receive_token<T>(args, lay, slot, t);
+      if (args.extra != 0 && !collect_extra(run, args, lay, slot, t)) return false;
     }
   }
   return true;

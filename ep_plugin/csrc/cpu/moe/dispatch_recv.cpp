@@ -1,10 +1,14 @@
-// Dispatch receive: copies received slots to the rows that the caller's experts take, as their chunks arrive.
+// Dispatch receive: copies received slots to output rows as their chunks arrive, source by source, this rank's own rows
+// first.
+//
+// A chunk's arrival is loaded with acquire order, before its rows. When all rows are read, the sources receive the
+// consumed word. After a fault, all outputs are filled with 0xFF bytes; the tables of counts and offsets are zeros.
 #include <algorithm>
 #include <cstring>
 
 #include <sys/mman.h>
 
-#include "cpu/core/sync.h"
+#include "cpu/moe/handle.h"
 #include "cpu/moe/kernels.h"
 
 namespace ep::cpu {
@@ -26,7 +30,8 @@ void copy_row(const Output& out, const char* slot, int64_t row) {
     std::memcpy(at<char>(args.scales, row * args.header.scale_bytes), slot + out.lay.scales, args.header.scale_bytes);
 }
 
-// The local id of the pair's expert, or -1 if it is another rank's or the pair is dropped. An invalid id is a fault.
+// Finds the local id of the pair's expert; -1 if another rank holds it or the pair is dropped. An invalid id is a
+// fault.
 bool local_id(const Run& run, const Output& out, const char* slot, int k, int source, int32_t* local) {
   const Comm& comm = run.comm;
   const int32_t id = reinterpret_cast<const int32_t*>(slot + out.lay.ids)[k];
@@ -36,7 +41,7 @@ bool local_id(const Run& run, const Output& out, const char* slot, int k, int so
   return true;
 }
 
-// One slot to the FLAT rows of its pairs that are at home here. Rows past the capacity are dropped.
+// Copies a slot to the FLAT row of each pair whose expert is on this rank. Rows past the capacity are dropped.
 bool receive_flat(const Run& run, const Output& out, const char* slot, int32_t* recv_rows, int source) {
   const DispatchRecvArgs& args = out.args;
   const int64_t wb = args.header.weight_bytes;
@@ -85,13 +90,14 @@ bool receive_source(const Run& run, const Output& out, int source) {
   const DispatchRecvArgs& args = out.args;
   const Comm& comm = args.comm;
   const int first = out.meta.recv_offset[source], rows = out.meta.recv_offset[source + 1] - first;
-  const int64_t region = static_cast<int64_t>(source) * region_slots_of(comm, args.header);
+  const int32_t region = region_slots_of(comm, args.header), limit = std::min(rows, region);
+  const int64_t region_begin = static_cast<int64_t>(source) * region;
   int begin = 0;
   for (int c = 0; c < num_chunks(out.meta.src_tokens[source]); ++c) {
     int end;
-    if (!wait_chunk(run, kDispatchPool, source, c, begin, rows, &end)) return false;
+    if (!wait_chunk(run, kDispatchPool, source, c, begin, limit, &end)) return false;
     for (int64_t i = first + begin; i < first + end; ++i) {
-      const char* slot = at<char>(comm.pool[kDispatchPool][comm.rank], (region + i - first) * out.lay.bytes);
+      const char* slot = at<char>(comm.pool[kDispatchPool][comm.rank], (region_begin + i - first) * out.lay.bytes);
       int32_t* recv_rows = args.fresh ? at<int32_t>(args.routing.recv_rows) + i * args.routing.topk : nullptr;
       const bool ok = args.routing.layout == kFlat ? receive_flat(run, out, slot, recv_rows, source)
                                                    : receive_token_major(run, out, slot, recv_rows, i, source);
@@ -103,7 +109,7 @@ bool receive_source(const Run& run, const Output& out, int source) {
   return begin == rows || fail(comm, kBadData, run.step, source, 0, rows, begin);
 }
 
-// A fresh output of many megabytes costs more in page faults than in copies: huge pages take most of them away.
+// For a new output of many megabytes, page faults cost more time than copies. Huge pages avoid most of them.
 void ask_for_huge_pages(Address memory, int64_t bytes) {
   constexpr uintptr_t kHuge = 2u << 20;
   const uintptr_t begin = (static_cast<uintptr_t>(memory) + kHuge - 1) / kHuge * kHuge;
@@ -126,7 +132,7 @@ void clear_rows(const Output& out, int64_t begin, int64_t end) {
   if (args.topk_ids != 0) std::fill_n(at<int32_t>(args.topk_ids) + begin * K, rows * K, -1);
 }
 
-// What the caller reads besides rows; and zeros wherever no row was sent to.
+// Writes the tables of counts and offsets, and clears the output rows for which nothing was sent.
 void finish_layout(const Output& out) {
   const DispatchRecvArgs& args = out.args;
   const int64_t capacity = args.capacity;
@@ -151,6 +157,9 @@ bool receive_all(const Run& run, const DispatchRecvArgs& args) {
   const Meta meta = meta_of(comm, args.routing);
   const int R = comm.num_ranks, per_rank = local_experts(comm);
   const int64_t slots = meta.recv_offset[R];
+  if (!args.fresh &&
+      !check_handle(run, cached_items(comm), [&](int i) { return cached_is_sound(comm, args.routing, meta, i); }))
+    return false;
   const Output out{args, slot_layout_of(args.header), meta, per_rank, rows_required(args, meta)};
   if (pools_must_grow(comm, args.header, meta))
     return fail(comm, kTooSmall, run.step, comm.rank, 0, region_slots_of(comm, args.header), *meta.max_rows);
@@ -160,13 +169,13 @@ bool receive_all(const Run& run, const DispatchRecvArgs& args) {
     const int source = (comm.rank + step) % R;
     if (!open_source(run, kDispatchPool, source, args.header, meta.src_tokens[source])) return false;
     if (!receive_source(run, out, source)) return false;
-    if (step == 0 && !gate(run)) return false;
+    if (step == 0 && !hold_at_gate(run)) return false;
   }
   finish_layout(out);
   return true;
 }
 
-// After a fault: NaN bytes in the rows and what lies beside them, and counts of no rows.
+// Fills the outputs after a fault.
 void poison(const DispatchRecvArgs& args) {
   const int64_t capacity = args.capacity, K = args.routing.topk, per_rank = local_experts(args.comm);
   const int64_t weights = args.header.weight_bytes * (args.routing.layout == kFlat ? 1 : K);

@@ -1,27 +1,30 @@
-// Dispatch send: each row once to every rank that holds one of its experts, straight to its final slot. A head before
-// the row says which output rows it becomes. Rows go chunk by chunk, so that receivers start before the last row has
-// left.
+// Dispatch send: stores each row once into a slot on every rank that holds one of its experts. The head before the row
+// says which output rows it becomes. Rows go chunk by chunk, so that receivers start before the last row has left.
+//
+// Before writing, a send waits until all destinations have consumed the previous epoch. It never waits for rows. A slot
+// is [pad | ids[K] | positions[K] | weights[K] | scales | row], see SlotLayout. The arrival of a chunk is stored with
+// release order, after the chunk's rows.
 #include <cmath>
 #include <cstring>
 #include <vector>
 
 #include "common/fp8.h"
 #include "cpu/core/elements.h"
-#include "cpu/core/sync.h"
+#include "cpu/moe/handle.h"
 #include "cpu/moe/kernels.h"
 
 namespace ep::cpu {
 
 namespace {
 
-// What travels of one token beside its head's pairs.
+// A token's row and scales as they are sent.
 struct Payload {
   const char* row;
   const char* scales;
 };
 
-// Quantises one row of `hidden` elements, as fp8.h says. The maximum is that of the magnitudes' bits: compilers make
-// vectors of it, and of floats that may be NaN they do not.
+// Quantises one row of `hidden` elements (common/fp8.h). The maximum is taken over the bits of the magnitudes:
+// compilers vectorise it, but not a maximum of floats that may be NaN.
 template <class T>
 void quantize(const T* row, int64_t hidden, uint8_t* out, float* scales) {
   for (int64_t begin = 0; begin < hidden; begin += kScaleBlock) {
@@ -46,7 +49,7 @@ void quantize(const T* row, int64_t hidden, uint8_t* out, float* scales) {
   }
 }
 
-// Where each token's payload is: with the caller, or made of it here.
+// Finds each token's payload in the caller's tensors, or quantises it into a buffer that the next call overwrites.
 class Payloads {
  public:
   explicit Payloads(const DispatchSendArgs& args) : args_(args) {
@@ -71,7 +74,7 @@ class Payloads {
   std::vector<float> scales_;
 };
 
-// What goes ahead of the token's row: the same to all destinations.
+// Writes the head of a token's slot, which is the same for all destinations.
 void write_head(const DispatchSendArgs& args, int t, const char* scales, char* slot, const SlotLayout& lay) {
   const int K = args.routing.topk;
   const int64_t weight_bytes = args.header.weight_bytes * K;
@@ -90,7 +93,7 @@ bool send_token(const Run& run, const DispatchSendArgs& args, const SlotLayout& 
   for (int dest = 0; dest < comm.num_ranks; ++dest) {
     if (positions[dest] < 0) continue;
     if (positions[dest] >= region)
-      return fail(comm, kTooSmall, run.step, dest, 0, region, static_cast<int64_t>(positions[dest]) + 1);
+      return fail(comm, kBadHandle, run.step, comm.rank, t, region, static_cast<int64_t>(positions[dest]) + 1);
     char* slot = at<char>(comm.pool[kDispatchPool][dest],
                           static_cast<int64_t>(comm.rank * region + positions[dest]) * lay.bytes);
     write_head(args, t, payload.scales, slot, lay);
@@ -107,6 +110,9 @@ void dispatch_send(const DispatchSendArgs& args) {
   const Meta meta = meta_of(comm, args.routing);
   Run run{comm, kDispatchSend, 0};
   if (!begin(comm, kDispatchSend, &run)) return;
+  if (args.header.op == kOpCachedDispatch &&
+      !check_handle(run, sent_items(comm), [&](int i) { return sent_is_sound(args.routing, meta, i); }))
+    return;
   if (pools_must_grow(comm, args.header, meta)) {
     if (args.optimistic == 0)
       fail(comm, kTooSmall, kDispatchSend, comm.rank, 0, region_slots_of(comm, args.header), *meta.max_rows);
@@ -125,9 +131,9 @@ void dispatch_send(const DispatchSendArgs& args) {
       const int32_t* ends = meta.send_chunk_end + dest * kMaxChunks;
       signal_chunk(run, kDispatchPool, dest, c, c == 0 ? 0 : ends[c - 1], ends[c]);
     }
-    if (c == 0 && !gate(run)) return;
+    if (c == 0 && !hold_at_gate(run)) return;
   }
-  if (T == 0 && !gate(run)) return;
+  if (T == 0 && !hold_at_gate(run)) return;
   finish(run);
 }
 

@@ -1,4 +1,5 @@
-// The CPU side of the kernel table, one function per file.
+// The CPU kernels of dispatch and combine, one per file (combine.cpp has both halves). Each runs to its end in the
+// calling thread. common/api.h describes their arguments.
 #pragma once
 #include "common/api.h"
 
@@ -6,7 +7,7 @@ namespace ep::cpu {
 void plan(const PlanArgs& args);
 void notify(const NotifyArgs& args);
 void dispatch_send(const DispatchSendArgs& args);
-inline void wait_for_sender(const WaitForSenderArgs&) {}  // a sender here has run to its end
+inline void wait_for_sender(const WaitForSenderArgs&) {}  // the sender has already run to its end
 void dispatch_recv(const DispatchRecvArgs& args);
 void combine_send(const CombineSendArgs& args);
 void combine_recv(const CombineRecvArgs& args);

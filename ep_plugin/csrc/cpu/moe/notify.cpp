@@ -1,4 +1,8 @@
 // Notify: the ranks exchange counts, and each computes where the rows that it receives go.
+//
+// A rank writes one count row (common/layout.h) to every rank, waits for one from every rank, and checks it. Each word
+// of a count row carries its epoch, so no flag is needed. There are two rows for each pair of ranks, used in turn. A
+// row is overwritten after its reader's consumed word has reached epoch - 2.
 #include <algorithm>
 #include <vector>
 
@@ -9,7 +13,7 @@ namespace ep::cpu {
 
 namespace {
 
-// Received counts, checked: rows for each rank and pairs for each local expert, by source. [R, R + E_l]
+// Received counts, checked: [R, R + E_l]. For each source: rows for each rank, then pairs for each local expert.
 using Counts = std::vector<int32_t>;
 
 int keys_of(const Comm& comm) { return comm.num_ranks + local_experts(comm); }
@@ -19,10 +23,10 @@ bool send_counts(const Run& run, const NotifyArgs& args) {
   const int R = comm.num_ranks, per_rank = local_experts(comm), parity = static_cast<int>(run.epoch & 1);
   const Meta meta = meta_of(comm, args.routing);
   for (int peer = 0; peer < R; ++peer) {
-    const uint64_t free_at = run.epoch < 2 ? 0 : run.epoch - 2;  // two count rows per pair of ranks
+    const uint64_t free_at = run.epoch < 2 ? 0 : run.epoch - 2;  // two count rows, used in turn
     if (!wait_at_least(run, consumed_word(comm, comm.rank, kConsumedCounts, peer), free_at, peer)) return false;
   }
-  if (!gate(run)) return false;
+  if (!hold_at_gate(run)) return false;
   const uint32_t* header = reinterpret_cast<const uint32_t*>(&args.header);
   for (int peer = 0; peer < R; ++peer) {
     uint64_t* words = count_words(comm, peer, parity, comm.rank);
@@ -34,7 +38,7 @@ bool send_counts(const Run& run, const NotifyArgs& args) {
   return true;
 }
 
-// A count row is data from a peer: no loop bound or index comes from it unchecked.
+// Peers write count rows. No loop bound or index comes from them before this check.
 bool check_counts(const Run& run, int source, int64_t tokens, const int32_t* counts) {
   const Comm& comm = run.comm;
   if (tokens < 0 || tokens > INT32_MAX) return fail(comm, kBadData, kNotify, source, 0, 0, tokens);
@@ -67,7 +71,7 @@ bool receive_counts(const Run& run, const NotifyArgs& args, Counts* counts) {
   return true;
 }
 
-// The order of what this rank receives, and the bases of its partial rows. Rows are numbered by int32.
+// Computes the order of the slots that this rank receives, and the bases of partial rows. Row numbers are int32.
 bool lay_out_ranks(const Run& run, const Meta& meta, const Counts& counts, int64_t* max_sent) {
   const Comm& comm = run.comm;
   const int R = comm.num_ranks, me = comm.rank, keys = keys_of(comm);
@@ -84,6 +88,7 @@ bool lay_out_ranks(const Run& run, const Meta& meta, const Counts& counts, int64
     int64_t slots = 0, sent = 0;
     for (int b = 0; b < R; ++b) {
       slots += count(b, a);
+      meta.rank_prefix[b * R + a] = static_cast<int32_t>(slots);
       sent += count(a, b);
       *meta.max_rows = std::max(*meta.max_rows, count(a, b));
     }
@@ -93,7 +98,7 @@ bool lay_out_ranks(const Run& run, const Meta& meta, const Counts& counts, int64
   return most <= INT32_MAX || fail(comm, kTooSmall, kNotify, me, 0, INT32_MAX, most);
 }
 
-// Where each local expert's FLAT rows start, and where each source's start among them.
+// Computes where each local expert's FLAT rows start, and where each source's rows start among them.
 bool lay_out_experts(const Run& run, const Meta& meta, const Counts& counts, int alignment) {
   const Comm& comm = run.comm;
   const int R = comm.num_ranks, per_rank = local_experts(comm), keys = keys_of(comm);

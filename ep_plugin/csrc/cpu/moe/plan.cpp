@@ -1,4 +1,5 @@
-// Plan: where each of this rank's tokens goes. One pass over topk_ids in token order; positions are running counts.
+// Plan: computes where each of this rank's tokens goes, in one pass over topk_ids in token order. Positions are running
+// counts: of the tokens for a rank, and of the pairs for an expert.
 #include <cstring>
 
 #include "cpu/core/sync.h"
@@ -15,7 +16,7 @@ int64_t load_id(const PlanArgs& args, int64_t index) {
 void plan(const PlanArgs& args) {
   const Comm& comm = args.comm;
   Run run{comm, kPlan, 0};
-  if (!begin(comm, kPlan, &run) || !gate(run)) return;
+  if (!begin(comm, kPlan, &run) || !hold_at_gate(run)) return;
   const int R = comm.num_ranks, E = comm.num_experts, K = args.routing.topk, T = args.routing.num_tokens;
   const int per_rank = local_experts(comm);
   const Chunks chunks = chunks_of(T);

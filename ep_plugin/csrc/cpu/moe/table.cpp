@@ -1,3 +1,4 @@
+// The kernel table of CPUs.
 #include "cpu/moe/kernels.h"
 
 namespace ep {

@@ -1,5 +1,5 @@
-// The weights' part of combine's backward: each row of gradients times the row that was combined, summed; then it is
-// weighted in place. Both rows are read once, and the gradients written once.
+// Backward of combine's weights: the dot product of each row's gradient and the row that was combined. Then the
+// gradient is multiplied by the row's weight, in place. Both rows are read once; the gradient is written once.
 #include "common/views.h"
 #include "cpu/core/elements.h"
 #include "cpu/moe/kernels.h"
@@ -8,10 +8,10 @@ namespace ep::cpu {
 
 namespace {
 
-constexpr int kSums = 16;  // side by side, so that they fill vectors; added at the end in their order
+constexpr int kSums = 16;  // independent sums, which fill vector registers; added at the end in their order
 
 template <class T>
-typename Sum<T>::type weigh_row(const T* y, T* row, typename Sum<T>::type factor, int64_t hidden) {
+typename Sum<T>::type dot_and_scale(const T* y, T* row, typename Sum<T>::type factor, int64_t hidden) {
   using S = typename Sum<T>::type;
   S sums[kSums] = {};
   int64_t h = 0;
@@ -39,8 +39,8 @@ void weight_grad(const WeightGradArgs& args) {
     using T = decltype(element);
     using S = typename Sum<T>::type;
     for (int64_t i = 0; i < args.num_rows; ++i)
-      at<S>(args.dots)[i] = weigh_row(at<const T>(args.y) + i * args.hidden, at<T>(args.rows) + i * args.hidden,
-                                      at<const S>(args.factors)[i], args.hidden);
+      at<S>(args.dots)[i] = dot_and_scale(at<const T>(args.y) + i * args.hidden, at<T>(args.rows) + i * args.hidden,
+                                          at<const S>(args.factors)[i], args.hidden);
   });
 }
 

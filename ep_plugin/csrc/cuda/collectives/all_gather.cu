@@ -1,10 +1,14 @@
-// All-gather inside a node: each rank sends its shard to its peers' outputs.
+// All-gather inside a node: each rank stores its shard into its peers' outputs.
 //
-// Large shards: copy engines, and no SM. Each rank starts with the next rank, so that no two ranks write to one
-// receiver at the same time. Streams write and wait for the handshake words themselves (stream_words.h). In a CUDA
-// graph, which would freeze the values of those words, kernels of one CTA do the handshake.
-// Small shards: one kernel, where each CTA sends its part of the shard between two barriers (barrier.cuh).
-// An output that peers have not mapped is copied from the staging block afterwards, by the kernel or a copy engine.
+// Copy engines move large shards and use no SM. Each rank starts with the next rank, so that no two ranks write to one
+// receiver at the same time. The streams themselves write and wait for the words of the handshakes before and after the
+// copies (stream_words.h). In a CUDA graph, which would repeat the values of those words, kernels of one CTA do it.
+// One kernel moves smaller shards: each CTA stores its part of the shard between two barriers (barrier.cuh).
+// Shards for outputs that peers have not mapped go to the staging block. The receiver copies them to its outputs.
+//
+// Roles. In the kernel, all threads of a CTA copy the CTA's part of the shard to all peers, in turn.
+// Memory order. As in barrier.cuh. Stream operations write after all earlier work of the stream, with a system fence.
+// After a fault. Kernels fill the outputs with 0xFF bytes. Without kernels, the host finds the fault.
 #include <cstddef>
 
 #include "cuda/collectives/barrier.cuh"
@@ -16,15 +20,15 @@ namespace ep::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kAhead = 4;  // units of one thread under way
+constexpr int kInFlight = 4;  // units that one thread loads at a time
 
 template <class Unit>
 struct Span {
   int64_t begin, end;
 };
 
-// This CTA's units of a shard. They are the same bytes on every rank, whatever the alignment of the addresses, because
-// a CTA waits only for the CTAs of its index.
+// This CTA's units of a shard. They are the same bytes on every rank, for any alignment of the addresses, because a CTA
+// waits only for the CTAs of its index.
 template <class Unit>
 __device__ Span<Unit> span_of(int64_t bytes) {
   constexpr int64_t kLargest = 16, kSize = sizeof(Unit);
@@ -34,14 +38,15 @@ __device__ Span<Unit> span_of(int64_t bytes) {
   return {begin / kSize, min(end, bytes) / kSize};
 }
 
-// Every CTA that fails calls it; others may not fail. Also fills the part of the staging block that is copied later.
+// Every CTA that fails calls it, because others may succeed. Also fills the staging block, which is copied to outputs
+// later.
 __device__ void poison(const AllGatherArgs& args) {
   const Comm& comm = args.comm;
   for (int r = 0; r < comm.num_ranks; ++r) {
     if (r == comm.rank) continue;
     fill_bytes(args.outputs[r], args.bytes, 0xFF, threadIdx.x, blockDim.x);
-    if (args.landing != 0)
-      fill_bytes(args.landing + static_cast<uint64_t>(r * args.bytes), args.bytes, 0xFF, threadIdx.x, blockDim.x);
+    if (args.staging != 0)
+      fill_bytes(args.staging + static_cast<uint64_t>(r * args.bytes), args.bytes, 0xFF, threadIdx.x, blockDim.x);
   }
 }
 
@@ -55,21 +60,21 @@ __device__ __forceinline__ int4 load<int4>(const int4* from) {
   return ptx::ld_coherent(from);
 }
 
-// Copies this CTA's units from `from` to every address that `to` (an int index below `count`) gives; 0: none. Several
-// units of a thread are under way before the first is stored. Peers may have written the source.
+// Copies this CTA's units from `from` to the addresses to(0), ..., to(count - 1); 0 means none. A thread loads several
+// units before it stores the first. Peers may have written the source.
 template <class Unit, class To>
 __device__ void copy_span(const AllGatherArgs& args, const Unit* from, int count, To to) {
   const Span<Unit> span = span_of<Unit>(args.bytes);
-  for (int64_t first = span.begin + threadIdx.x; first < span.end; first += kAhead * kThreads) {
-    Unit values[kAhead] = {};
+  for (int64_t first = span.begin + threadIdx.x; first < span.end; first += kInFlight * kThreads) {
+    Unit values[kInFlight] = {};
 #pragma unroll
-    for (int v = 0; v < kAhead; ++v)
+    for (int v = 0; v < kInFlight; ++v)
       if (first + v * kThreads < span.end) values[v] = load(from + first + v * kThreads);
     for (int index = 0; index < count; ++index) {
       const Address address = to(index);
       if (address == 0) continue;
 #pragma unroll
-      for (int v = 0; v < kAhead; ++v)
+      for (int v = 0; v < kInFlight; ++v)
         if (first + v * kThreads < span.end) at<Unit>(address)[first + v * kThreads] = values[v];
     }
   }
@@ -86,7 +91,7 @@ template <class Unit>
 __device__ void fetch_span(const AllGatherArgs& args) {
   for (int r = 0; r < args.comm.num_ranks; ++r)
     if (r != args.comm.rank)
-      copy_span(args, at<const Unit>(args.landing, r * args.bytes), 1, [&](int) { return args.outputs[r]; });
+      copy_span(args, at<const Unit>(args.staging, r * args.bytes), 1, [&](int) { return args.outputs[r]; });
 }
 
 template <class Unit>
@@ -98,12 +103,12 @@ __global__ void __launch_bounds__(kThreads) ep_all_gather(const __grid_constant_
     send_span<Unit>(args);
     ok = barrier_after(run, cta);
   }
-  if (ok && args.landing != 0) fetch_span<Unit>(args);
+  if (ok && args.staging != 0) fetch_span<Unit>(args);
   if (!ok) poison(args);
   leave_collective(run, ok);
 }
 
-// In a graph, before and after the copies: one CTA, one thread for each peer.
+// The handshakes of copy engines in a CUDA graph: one CTA, one thread per peer.
 __global__ void ep_all_gather_begin(const __grid_constant__ AllGatherArgs args) {
   const Run run = enter_collective(args.comm, kAllGather);
   if (run.ok) barrier_before(run, 0, args.bytes, args.place);
@@ -130,10 +135,10 @@ void copy_to_peers(const AllGatherArgs& args) {
 }
 
 void copy_from_staging(const AllGatherArgs& args) {
-  if (args.landing == 0) return;
+  if (args.staging == 0) return;
   for (int r = 0; r < args.comm.num_ranks; ++r)
     if (r != args.comm.rank)
-      copy(args.outputs[r], args.landing + static_cast<uint64_t>(r * args.bytes), args.bytes, args.stream);
+      copy(args.outputs[r], args.staging + static_cast<uint64_t>(r * args.bytes), args.bytes, args.stream);
 }
 
 Address word_at(const AllGatherArgs& args, int owner, bool done, int peer) {
@@ -142,7 +147,7 @@ Address word_at(const AllGatherArgs& args, int owner, bool done, int peer) {
          sizeof(uint64_t) * static_cast<uint64_t>(args.block * kMaxRanks + peer);
 }
 
-// Words of this operation at all peers, then the same words from all of them.
+// Enqueues one handshake: writes this operation's number to all peers, then waits for theirs.
 void handshake(const AllGatherArgs& args, bool done) {
   const Comm& comm = args.comm;
   StreamOperations words;
@@ -179,9 +184,9 @@ void all_gather(const AllGatherArgs& args) {
   require_node(args.comm);
   require(args.bytes > 0, "bytes", "1 or more", args.bytes);
   require(args.block >= 0 && args.block <= kStagingBlock, "block", "0 to 64", args.block);
-  require(args.num_ctas >= 0 && args.num_ctas <= kMostCtas, "num_ctas", "0 to 128", args.num_ctas);
+  require(args.num_ctas >= 0 && args.num_ctas <= kMaxCtas, "num_ctas", "0 to 128", args.num_ctas);
   if (args.num_ctas == 0) return gather_by_engines(args);
-  uint64_t bits = args.input | static_cast<uint64_t>(args.bytes) | args.landing;
+  uint64_t bits = args.input | static_cast<uint64_t>(args.bytes) | args.staging;
   for (int r = 0; r < args.comm.num_ranks; ++r) bits |= args.targets[r] | args.outputs[r];
   switch (unit_of(bits)) {
     case 16:

@@ -1,11 +1,14 @@
-// The barrier of the CTAs of one index on all ranks of a node, before they touch each other's memory and after.
+// The two barriers of a gather's CTA with the CTAs of its index on all peers, and how collective kernels begin and end.
 //
-// Each CTA of a kernel signals that its rank has come to this operation and waits until the CTAs of its index on all
-// peers have. It moves its part, signals that it has, and waits again. So a rank writes only after its peers' streams
-// have come to the operation, and no rank's kernel ends before all parts of all ranks have arrived.
+//   barrier_before  The CTA signals that its rank has begun this operation, and waits for the same signal of all peers.
+//                   So a rank writes into an output only when the stream of its owner has come to the operation.
+//   barrier_after   The CTA signals that it has written its part, and waits for the same signal of all peers. So no
+//                   kernel ends before all parts of all ranks have arrived.
+//
 // Co-residency. A CTA waits only for CTAs of its own index, and the kernels are launched cooperatively.
-// Memory order. A CTA's threads write and join. One of them fences at system scope and signals. The reader acquires at
-// system scope and joins its CTA. The words are Sign in common/collectives.h.
+// Buffers. The signals are CtaSignal (common/collectives.h), one for each CTA and peer.
+// Memory order. The threads of a CTA write, then join. One thread per peer fences at system scope and signals. The
+// reader acquires at system scope, then joins its CTA.
 #pragma once
 #include "common/collectives.h"
 #include "cuda/core/launch.cuh"
@@ -24,45 +27,46 @@ __device__ inline Run enter_collective(const Comm& comm, Step step) {
   return run;
 }
 
-__device__ inline bool check_sign(const Run& run, const Sign& theirs, int peer, int64_t bytes, int64_t place) {
+__device__ inline bool check_signal(const Run& run, const CtaSignal& theirs, int peer, int64_t bytes, int64_t place) {
   const int64_t their_bytes = ptx::ld_coherent(&theirs.bytes), their_place = ptx::ld_coherent(&theirs.place);
   if (their_bytes != bytes) return fail(run.comm, kDisagree, run.step, peer, 1, bytes, their_bytes);
-  if (their_place != place) return fail(run.comm, kDisagree, run.step, peer, kOfferFields, place, their_place);
+  if (their_place != place) return fail(run.comm, kDisagree, run.step, peer, kPieceFields, place, their_place);
   return true;
 }
 
-// Kernels whose words carry their own epoch need no barrier. A peer may have started another kind of kernel, because
-// its shard has another size. So all threads of the first CTA signal the size.
+// For kernels whose words carry their own epoch, and which need no barrier. A peer whose shard has another size may
+// have started another kind of kernel, so the first CTA also signals the size. All threads call it.
 __device__ inline void signal_size(const Run& run, int64_t bytes) {
   const Comm& comm = run.comm;
   const int peer = static_cast<int>(threadIdx.x);
   if (blockIdx.x == 0 && peer < comm.num_ranks && peer != comm.rank)
-    peer::store(&device_control(comm, peer).signs[0][comm.rank], run.epoch, static_cast<uint64_t>(bytes));
+    peer::store(&device_control(comm, peer).cta_signals[0][comm.rank], run.epoch, static_cast<uint64_t>(bytes));
 }
-// False, with a fault, if a peer came to this operation with another size.
+// False, with a fault, if a peer has begun this operation with another size.
 __device__ inline bool check_size(const Run& run, int peer, int64_t bytes) {
-  uint64_t epoch, theirs;  // in one load: the peer may be at the next operation by now and signal its size
-  peer::poll(&device_control(run.comm, run.comm.rank).signs[0][peer], &epoch, &theirs);
+  uint64_t epoch, theirs;  // in one load, because the peer may already signal the size of its next operation
+  peer::poll(&device_control(run.comm, run.comm.rank).cta_signals[0][peer], &epoch, &theirs);
   const int64_t seen = static_cast<int64_t>(theirs);
   return epoch != run.epoch || seen == bytes || fail(run.comm, kDisagree, run.step, peer, 1, bytes, seen);
 }
 
-// All threads: signals to every peer's CTA of index `cta` that this one is here. True when all are. Joins the CTA.
+// All threads. True when the CTAs of index `cta` of all peers have begun the operation, with the same shard and place.
+// Joins the CTA.
 __device__ inline bool barrier_before(const Run& run, int cta, int64_t bytes, int64_t place) {
   const Comm& comm = run.comm;
   const int peer = static_cast<int>(threadIdx.x);
   bool ok = true;
   if (peer < comm.num_ranks && peer != comm.rank) {
-    Sign& there = device_control(comm, peer).signs[cta][comm.rank];
+    CtaSignal& there = device_control(comm, peer).cta_signals[cta][comm.rank];
     there.place = place;
     peer::signal(&there, run.epoch, static_cast<uint64_t>(bytes));
-    const Sign& here = device_control(comm, comm.rank).signs[cta][peer];
-    ok = peer::wait_at_least(run, &here.ready, run.epoch, peer) && check_sign(run, here, peer, bytes, place);
+    const CtaSignal& here = device_control(comm, comm.rank).cta_signals[cta][peer];
+    ok = peer::wait_at_least(run, &here.ready, run.epoch, peer) && check_signal(run, here, peer, bytes, place);
   }
   return __syncthreads_and(ok) != 0;
 }
 
-// All threads, after the CTA's part is done: true when the parts of all peers are.
+// All threads, when the CTA has written its part. True when all peers have written theirs. Joins the CTA.
 __device__ inline bool barrier_after(const Run& run, int cta) {
   const Comm& comm = run.comm;
   const int peer = static_cast<int>(threadIdx.x);
@@ -70,14 +74,14 @@ __device__ inline bool barrier_after(const Run& run, int cta) {
   __syncthreads();
   if (peer < comm.num_ranks && peer != comm.rank) {
     peer::fence();
-    peer::signal(&device_control(comm, peer).signs[cta][comm.rank].done, run.epoch);
-    ok = peer::wait_at_least(run, &device_control(comm, comm.rank).signs[cta][peer].done, run.epoch, peer);
+    peer::signal(&device_control(comm, peer).cta_signals[cta][comm.rank].done, run.epoch);
+    ok = peer::wait_at_least(run, &device_control(comm, comm.rank).cta_signals[cta][peer].done, run.epoch, peer);
   }
   return __syncthreads_and(ok) != 0;
 }
 
 // All threads of every CTA, at the end. The last CTA advances the epoch if its own part succeeded. True in the thread
-// that does.
+// that advances it.
 __device__ inline bool leave_collective(const Run& run, bool ok) {
   __syncthreads();
   if (threadIdx.x != 0) return false;

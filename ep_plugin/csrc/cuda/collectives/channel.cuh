@@ -1,15 +1,15 @@
-// The channel of a reduce-scatter: the CTAs of one index on all ranks, their slots, and the counts of chunks in them.
+// A channel of a reduce-scatter: the CTAs of one index on all ranks, their slots, and the counts of chunks in them.
 //
-// Roles. The warps of a CTA share counters in shared memory. One warp signals to each rank how many chunks have landed
-// in its slots, and learns how many slots are free there. Another warp learns how many chunks have landed here from all
-// ranks, and signals to all ranks how many have been read.
+// Roles. The warps of a CTA share counters in shared memory. The send-signal warp signals to each rank how many chunks
+// have arrived in its slots, and reads how many slots are free there. The receive-signal warp reads how many chunks
+// have arrived here, and signals to all ranks how many of them have been read. reduce_scatter.cu has the other warps.
 // Buffers. slots[owner] is [channel][source][slot]; a slot is one chunk. Chunks are counted over all operations of the
-// communicator, and a chunk's number modulo the slots is its slot.
-// Memory order. A chunk's bulk store is complete before it is counted, with release order in the CTA (plain path: lanes
-// store and join). The signalling warp acquires that count, fences once at system scope for all chunks, and stores the
-// words. The peer acquires them at system scope and releases them in its CTA, where the summing warps acquire them. The
-// way back is the same: reads end before they are counted. Each system fence waits for everything that its SM has in
-// flight, so both warps fence as rarely as the number of slots allows.
+// communicator. A chunk's slot is its number modulo the number of slots.
+// Memory order. A chunk's bulk store is complete before the chunk is counted, with release order in the CTA (plain
+// path: lanes store, then join). The send-signal warp acquires the count, fences once at system scope for all chunks,
+// and stores the words. The peer's receive-signal warp acquires them at system scope and releases them in its CTA,
+// where summing warps acquire them. The way back is the same: reads end before they are counted. A system fence waits
+// for everything that its SM has in flight, so both warps fence as rarely as the number of slots allows.
 #pragma once
 #include "cuda/collectives/barrier.cuh"
 
@@ -17,15 +17,15 @@ namespace ep::cuda {
 
 constexpr int kSumWarps = 14;
 constexpr int kSendWarps = 4;
-constexpr int kSendSignals = kSumWarps + kSendWarps, kRecvSignals = kSendSignals + 1;  // a warp each
-constexpr int kThreads = (kRecvSignals + 1) * kWarp;
+constexpr int kSendSignalWarp = kSumWarps + kSendWarps, kRecvSignalWarp = kSendSignalWarp + 1;  // a warp each
+constexpr int kThreads = (kRecvSignalWarp + 1) * kWarp;
 
 // Counters that the warps of a CTA share, in chunks of this operation. They only grow. In shared memory.
 struct Counters {
-  int32_t landed;                              // from all ranks
-  int32_t rows_read[kMostChannelSlots];        // of the chunks in these slots, over the whole operation
-  int32_t room[kMaxRanks];                     // chunks that the slots of a rank have room for
-  int32_t sent[kMaxRanks][kMostChannelSlots];  // one more than the last chunk that has been sent to the slot
+  int32_t arrived;                      // chunks that have arrived from all ranks
+  int32_t rows_read[kMaxChannelSlots];  // by slot: rows of its chunks that have been read, over the whole operation
+  int32_t room[kMaxRanks];              // by rank: chunks for which its slots have room, over the whole operation
+  int32_t sent[kMaxRanks][kMaxChannelSlots];  // by rank and slot: 1 + the last chunk that was sent there
 
   // All threads, before the CTA's next barrier.
   __device__ void clear() {
@@ -34,7 +34,7 @@ struct Counters {
   }
 };
 
-// This CTA's channel in one operation. Chunks are numbered from 0, and rows through all chunks.
+// This CTA's channel in one operation. The channel's chunks are numbered from 0, and so are the rows of all its chunks.
 class Channel {
  public:
   __device__ Channel(const ReduceScatterArgs& args, const Run& run, int chunk_shift, Counters& counters)
@@ -51,34 +51,35 @@ class Channel {
     const int64_t all = ceil_div(args_.bytes, kSumRowBytes << chunk_shift_);
     return static_cast<int>(all <= index_ ? 0 : (all - 1 - index_) / gridDim.x + 1);
   }
-  // In the shard, the row of this number in the lane; rows follow each other as the numbers do.
+  // The row of the shard that is the channel's row of this number. Both numbers grow together.
   __device__ int64_t row_of_shard(int row) const { return row_of_chunk(chunk_of(row)) + row_in_chunk(row); }
-  // Of another rank than the source.
+  // The slot at rank `owner` for a chunk of another rank, `source`.
   __device__ char* slot(int owner, int source, int chunk) const {
-    const int place = source < owner ? source : source - 1;
-    const int64_t slot = (index_ * (args_.comm.num_ranks - 1) + place) * slots_ + slot_index(chunk);
+    const int other = source < owner ? source : source - 1;
+    const int64_t slot = (index_ * (args_.comm.num_ranks - 1) + other) * slots_ + slot_index(chunk);
     return at<char>(args_.slots[owner], slot * kChannelSlotBytes);
   }
 
   // --- Summing warps
-  // Where rank `source`'s term of a row lies.
+  // Rank `source`'s term of a row.
   __device__ const char* term(int row, int source) const {
     const int rank = args_.comm.rank;
     if (source == rank) return at<const char>(args_.inputs[rank], row_of_shard(row) * kSumRowBytes);
     return slot(rank, source, chunk_of(row)) + row_in_chunk(row) * kSumRowBytes;
   }
-  // Waits until the chunk of a row has landed from all ranks. `known`: chunks that this warp knows to have landed.
-  __device__ bool wait_landed(int row, int* known) const {
+  // Waits until the chunk of a row has arrived from all ranks. `known`: the number of arrived chunks that this warp has
+  // seen.
+  __device__ bool wait_arrived(int row, int* known) const {
     const int chunk = chunk_of(row);
     if (chunk < *known) return true;
-    if (!reaches(&counters_.landed, chunk + 1, true)) return false;
-    int landed = 0;
-    if (lane_id() == 0) landed = ptx::ld_acquire_cta(&counters_.landed);
-    *known = __shfl_sync(kAllLanes, landed, 0);
+    if (!reaches(&counters_.arrived, chunk + 1, true)) return false;
+    int arrived = 0;
+    if (lane_id() == 0) arrived = ptx::ld_acquire_cta(&counters_.arrived);
+    *known = __shfl_sync(kAllLanes, arrived, 0);
     __syncwarp();
     return true;
   }
-  // All lanes: this warp has read the row, from all ranks.
+  // All lanes: counts the row, of which this warp has read the terms of all ranks.
   __device__ void count_read(int row) const {
     __syncwarp();
     if (lane_id() == 0) ptx::red_add_release_cta(&counters_.rows_read[slot_index(chunk_of(row))], 1);
@@ -95,80 +96,80 @@ class Channel {
   __device__ int64_t chunk_bytes(int chunk) const {
     return min(args_.bytes - row_of_chunk(chunk) * kSumRowBytes, kSumRowBytes << chunk_shift_);
   }
-  // One thread: its stores are complete.
+  // One thread, when its stores of the chunk are complete.
   __device__ void count_sent(int chunk, int to) const {
     ptx::red_max_release_cta(&counters_.sent[to][slot_index(chunk)], chunk + 1);
   }
 
-  // --- The warp that signals chunks it has sent; a lane for each rank
-  __device__ void signal_landed() const {
+  // --- The send-signal warp: one lane per rank
+  __device__ void signal_arrived() const {
     const Comm& comm = args_.comm;
     const int to = lane_id(), all = chunks();
     const bool is_peer = to < comm.num_ranks && to != comm.rank;
-    const uint64_t* freed = &control_.freed[index_][is_peer ? to : 0];
+    const uint64_t* consumed = &control_.consumed[index_][is_peer ? to : 0];
     int signalled = is_peer ? 0 : all, room = is_peer ? 0 : all;
     int sent = signalled;
-    Patience patience;
+    Deadline deadline;
     while (__any_sync(kAllLanes, signalled < all)) {
       const int sent_before = sent, room_before = room;
-      if (room < all && room - sent <= slots_ / 2) room = static_cast<int>(peer::acquire(freed) - before_) + slots_;
+      if (room < all && room - sent <= slots_ / 2) room = static_cast<int>(peer::acquire(consumed) - before_) + slots_;
       if (room > room_before) {
         ptx::fence_proxy_async();  // bulk stores overwrite what that rank has read
         ptx::red_max_release_cta(&counters_.room[to], room);
       }
       while (sent < all && ptx::ld_acquire_cta(&counters_.sent[to][slot_index(sent)]) > sent) ++sent;
-      const int unsignalled = __reduce_add_sync(kAllLanes, sent - signalled);  // few enough to leave room for more
+      const int unsignalled = __reduce_add_sync(kAllLanes, sent - signalled);  // signalled before they fill the slots
       if (unsignalled >= kSendWarps || __any_sync(kAllLanes, signalled < sent && sent == all)) {
         peer::fence();
         if (sent > signalled)
-          peer::store(&device_control(comm, to).landed[index_][comm.rank], before_ + sent,
+          peer::store(&device_control(comm, to).arrived[index_][comm.rank], before_ + sent,
                       sum_word(args_.bytes, args_.element, run_.epoch));
         signalled = sent;
         continue;
       }
-      const bool waits = sent < all && sent == room;  // for that rank; otherwise for warps of this CTA
-      if (!waits || sent > sent_before || room > room_before) patience = Patience{};
+      const bool waits = sent < all && sent == room;  // for that rank. Otherwise for warps of this CTA
+      if (!waits || sent > sent_before || room > room_before) deadline = Deadline{};
       const bool go_on =
-          !waits || patience.keep_waiting(run_, to, 0, before_ + room - slots_ + 1, before_ + room - slots_);
+          !waits || deadline.keep_waiting(run_, to, 0, before_ + room - slots_ + 1, before_ + room - slots_);
       if (!__all_sync(kAllLanes, go_on && !faulted(comm))) return;
     }
   }
 
-  // --- The warp that signals chunks it has read; a lane for each rank
-  __device__ void signal_freed() const {
+  // --- The receive-signal warp: one lane per rank
+  __device__ void signal_consumed() const {
     const Comm& comm = args_.comm;
     const int from = lane_id(), all = chunks();
     const bool is_peer = from < comm.num_ranks && from != comm.rank;
-    const Landed* word = &control_.landed[index_][is_peer ? from : 0];
-    int landed = 0, read = 0, signalled = 0;
-    Patience patience;
+    const ArrivedChunks* word = &control_.arrived[index_][is_peer ? from : 0];
+    int arrived = 0, read = 0, signalled = 0;
+    Deadline deadline;
     while (signalled < all) {
       bool go_on = true;
       int here = all;
-      if (is_peer && landed < all) {
-        uint64_t count, what;
-        peer::acquire(word, &count, &what);
+      if (is_peer && arrived < all) {
+        uint64_t count, properties;
+        peer::acquire(word, &count, &properties);
         here = static_cast<int>(count - before_);
-        go_on = here <= 0 || check(what, here >= all, from);
+        go_on = here <= 0 || check(properties, here >= all, from);
       }
-      const int landed_before = landed, read_before = read;
-      landed = max(landed, min(all, static_cast<int>(__reduce_min_sync(kAllLanes, here))));
+      const int arrived_before = arrived, read_before = read;
+      arrived = max(arrived, min(all, static_cast<int>(__reduce_min_sync(kAllLanes, here))));
       if (!__all_sync(kAllLanes, go_on)) return;
       __syncwarp();  // what any lane has acquired, lane 0 may pass on
-      if (landed > landed_before && lane_id() == 0) ptx::red_max_release_cta(&counters_.landed, landed);
-      read = chunks_read(read, landed);
+      if (arrived > arrived_before && lane_id() == 0) ptx::red_max_release_cta(&counters_.arrived, arrived);
+      read = chunks_read(read, arrived);
       if (read - signalled >= slots_ / 4 || read == all) {
         __syncwarp();
         peer::fence();
-        if (is_peer) peer::store(&device_control(comm, from).freed[index_][comm.rank], before_ + read);
+        if (is_peer) peer::store(&device_control(comm, from).consumed[index_][comm.rank], before_ + read);
         signalled = read;
       }
-      if (landed > landed_before || read > read_before) {
-        patience = Patience{};
+      if (arrived > arrived_before || read > read_before) {
+        deadline = Deadline{};
         continue;
       }
-      if (is_peer && here <= landed)
-        go_on = check_size(run_, from, args_.bytes) && patience.keep_waiting(run_, from, 0, landed + 1, here);
+      if (is_peer && here <= arrived)
+        go_on = check_size(run_, from, args_.bytes) && deadline.keep_waiting(run_, from, 0, arrived + 1, here);
       if (!__all_sync(kAllLanes, go_on && !faulted(comm))) return;
     }
   }
@@ -181,7 +182,7 @@ class Channel {
     return (static_cast<int64_t>(chunk) * gridDim.x + index_) << chunk_shift_;
   }
 
-  // All lanes: whether a word of this CTA's counters has come to `value`, at least; may_wait: until it has, or a fault.
+  // All lanes: whether a word of this CTA's counters is at least `value`. With may_wait, waits until it is, or a fault.
   __device__ bool reaches(int32_t* word, int value, bool may_wait) const {
     int there = 0;
     if (lane_id() == 0) {
@@ -196,25 +197,26 @@ class Channel {
     return there != 0;
   }
 
-  // The number of chunks that have been read, given that `read` have been and that `landed` have landed. The rows of
-  // each slot are counted over the whole operation.
-  __device__ int chunks_read(int read, int landed) const {
+  // The number of chunks that have been read. At least `read` have been, and `arrived` have arrived. The rows of each
+  // slot are counted over the whole operation.
+  __device__ int chunks_read(int read, int arrived) const {
     const int chunk = read + lane_id();
     bool done = false;
-    if (lane_id() < slots_ && chunk < landed) {
+    if (lane_id() < slots_ && chunk < arrived) {
       const int64_t rows = ceil_div(args_.bytes, kSumRowBytes) - row_of_chunk(chunk);
       const int of_chunk = static_cast<int>(min(rows, int64_t{1} << chunk_shift_));
-      const int earlier = chunk / slots_ << chunk_shift_;  // only the last chunk has fewer
+      // Rows of earlier chunks in this slot. Only the last chunk of all has fewer rows than others.
+      const int earlier = chunk / slots_ << chunk_shift_;
       done = ptx::ld_acquire_cta(&counters_.rows_read[slot_index(chunk)]) >= earlier + of_chunk;
     }
     const unsigned not_done = ~__ballot_sync(kAllLanes, done);
     return read + (not_done == 0 ? kWarp : __ffs(static_cast<int>(not_done)) - 1);
   }
 
-  // Checks the word beside a peer's count. The peer may be at a later operation if all chunks of this one have landed.
-  __device__ bool check(uint64_t theirs, bool all_landed, int peer) const {
+  // Checks the word beside a peer's count. The peer may be at a later operation if all chunks of this one have arrived.
+  __device__ bool check(uint64_t theirs, bool all_arrived, int peer) const {
     const uint64_t mine = sum_word(args_.bytes, args_.element, run_.epoch);
-    if (theirs == mine || (all_landed && sum_epoch(theirs) != sum_epoch(mine))) return true;
+    if (theirs == mine || (all_arrived && sum_epoch(theirs) != sum_epoch(mine))) return true;
     const int64_t bytes = sum_bytes(theirs), element = sum_element(theirs);
     return bytes != args_.bytes ? fail(run_.comm, kDisagree, run_.step, peer, 1, args_.bytes, bytes)
                                 : fail(run_.comm, kDisagree, run_.step, peer, 2, args_.element, element);
@@ -224,7 +226,7 @@ class Channel {
   const Run& run_;
   DeviceControl& control_;
   const int index_;
-  const int chunk_shift_;  // of the rows of a chunk
+  const int chunk_shift_;  // log2 of the rows of a chunk
   const int slots_;        // for each source
   const uint64_t before_;  // chunks of earlier operations
   Counters& counters_;

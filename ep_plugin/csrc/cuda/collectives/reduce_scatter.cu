@@ -1,15 +1,19 @@
 // Reduce-scatter inside a node: each rank sends its shards to the ranks that sum them, in float32 and in rank order.
 //
-// Shards travel in chunks through slots at the rank that sums. The CTAs of one index on all ranks are a channel with
+// Shards move in chunks through slots at the rank that sums. The CTAs of one index on all ranks are a channel with
 // its own slots and chunks (channel.cuh). No peer touches a rank's input or output, so these may be any memory, and a
 // rank may send before its peers have come to the operation.
 //
-// Roles. In each CTA some warps send and some sum. Two warps exchange signals with the peers (channel.cuh), so that the
-// others poll shared memory only. Sending warps take the chunks of one rank after the other, as far as slots are free
-// there. Summing warps take the chunks that have landed from all ranks, row by row.
+// Roles. In each CTA, 14 warps sum and 4 send. Two more exchange signals with the peers (channel.cuh), so that all
+// others poll shared memory only. Sending warps go over the chunks, and for each chunk over the peers, as slots become
+// free. Summing warps take rows of the chunks that have arrived from all ranks.
+// Buffers. As in channel.cuh. On the bulk path, each sending warp has a ring of two stages in shared memory.
+// Memory order. As in channel.cuh.
 // Progress. A send waits for the sums of the chunks that used its slot before. A sum waits for the sends of its chunk.
-// So the first chunk that is not summed everywhere never waits for a later one. A warp counts all it has sent before it
-// waits for a slot. The kernel is launched cooperatively because a CTA waits for those of its index on the peers.
+// So the first chunk that is not summed everywhere never waits for a later one. A warp counts all chunks that it has
+// sent before it waits for a slot.
+// Co-residency. A CTA waits for the CTAs of its index on the peers, so the kernel is launched cooperatively.
+// After a fault. The output is filled with 0xFF bytes.
 #include "cuda/collectives/channel.cuh"
 #include "cuda/core/copy.cuh"
 #include "cuda/core/element.cuh"
@@ -18,12 +22,12 @@ namespace ep::cuda {
 
 namespace {
 
-constexpr int kAhead = 4;  // words of one thread under way, of each of ...
-constexpr int kTerms = 2;  // ... so many ranks
+constexpr int kInFlight = 4;  // loads of one thread at a time, for each term
+constexpr int kTerms = 2;     // ranks whose terms are loaded at a time
 
-// One element as the lowest of a vector, for shards that do not lie on 16 bytes.
+// How a lane loads and stores its part of a row: 16 bytes, or one element where a shard is not aligned to 16 bytes.
 template <class Element>
-struct Single {
+struct ElementAccess {
   using Word = typename std::conditional<Element::kPerVector == 4, uint32_t, uint16_t>::type;
   static __device__ __forceinline__ int4 load(const Word* from) {
     const volatile Word* word = from;
@@ -34,7 +38,7 @@ struct Single {
   }
 };
 template <class Element>
-struct Whole {
+struct VectorAccess {
   using Word = int4;
   static __device__ __forceinline__ int4 load(const int4* from) { return ptx::ld_coherent(from); }
   static __device__ __forceinline__ void store(int4* to, const float* sum) { *to = Element::narrow(sum); }
@@ -47,15 +51,15 @@ __device__ void sum_row(const ReduceScatterArgs& args, const Channel& channel, i
   const int64_t begin = channel.row_of_shard(row) * kSumRowBytes;
   const int words = static_cast<int>(min(args.bytes - begin, kSumRowBytes) / static_cast<int64_t>(sizeof(Word)));
   const float scale = static_cast<float>(args.scale);
-  for (int first = lane_id(); first < words; first += kAhead * kWarp) {
-    float sums[kAhead][Element::kPerVector] = {};
+  for (int first = lane_id(); first < words; first += kInFlight * kWarp) {
+    float sums[kInFlight][Element::kPerVector] = {};
     for (int rank = 0; rank < R; rank += kTerms) {
-      int4 values[kTerms][kAhead];
+      int4 values[kTerms][kInFlight];
 #pragma unroll
       for (int t = 0; t < kTerms; ++t) {
         const Word* from = reinterpret_cast<const Word*>(channel.term(row, min(rank + t, R - 1)));
 #pragma unroll
-        for (int v = 0; v < kAhead; ++v) {
+        for (int v = 0; v < kInFlight; ++v) {
           const bool is_there = rank + t < R && first + v * kWarp < words;
           values[t][v] = is_there ? Access::load(from + first + v * kWarp) : make_int4(0, 0, 0, 0);
         }
@@ -63,10 +67,10 @@ __device__ void sum_row(const ReduceScatterArgs& args, const Channel& channel, i
 #pragma unroll
       for (int t = 0; t < kTerms; ++t)
 #pragma unroll
-        for (int v = 0; v < kAhead; ++v) Element::add(sums[v], values[t][v], 1.0f);
+        for (int v = 0; v < kInFlight; ++v) Element::add(sums[v], values[t][v], 1.0f);
     }
 #pragma unroll
-    for (int v = 0; v < kAhead; ++v) {
+    for (int v = 0; v < kInFlight; ++v) {
       if (first + v * kWarp >= words) continue;
       if (scale != 1.0f)
         for (int e = 0; e < Element::kPerVector; ++e) sums[v][e] *= scale;
@@ -75,24 +79,24 @@ __device__ void sum_row(const ReduceScatterArgs& args, const Channel& channel, i
   }
 }
 
-// A summing warp.
+// The work of a summing warp.
 template <class Element, class Access>
 __device__ void sum_rows(const ReduceScatterArgs& args, const Channel& channel) {
   int known = 0;
   for (int row = warp_id(); channel.row_of_shard(row) * kSumRowBytes < args.bytes; row += kSumWarps) {
-    if (!channel.wait_landed(row, &known)) return;
+    if (!channel.wait_arrived(row, &known)) return;
     sum_row<Element, Access>(args, channel, row);
     channel.count_read(row);
   }
 }
 
-// A sending warp. Its items are (chunk, peer), all peers of a chunk in turn.
-class ChunkSendSignals {
+// The work of a sending warp. An item is one chunk for one peer; items go over all peers of a chunk in turn.
+class ChunkSender {
  public:
-  __device__ ChunkSendSignals(const ReduceScatterArgs& args, const Run& run, const Channel& channel)
+  __device__ ChunkSender(const ReduceScatterArgs& args, const Run& run, const Channel& channel)
       : args_(args), run_(run), channel_(channel), items_(channel.chunks() * (args.comm.num_ranks - 1)) {}
 
-  // An item is loaded while the one before is stored, and counted when the store of the one after has begun.
+  // An item is loaded while the item before it is stored. It is counted when the store of the item after it has begun.
   __device__ void send_bulk(const Cut& cut) const {
     Ring<2> ring(cut);
     const int first = warp_in(cut);
@@ -149,7 +153,7 @@ class ChunkSendSignals {
   __device__ int64_t bytes(int item) const { return channel_.chunk_bytes(chunk(item)); }
   __device__ void count(int item) const { channel_.count_sent(chunk(item), peer(item)); }
 
-  // A chunk that is not aligned to 16 bytes is loaded by the lanes.
+  // All lanes. If the chunk is not aligned to 16 bytes, the lanes copy it into the stage.
   __device__ void load(Ring<2>& ring, int item) const {
     if ((reinterpret_cast<uint64_t>(here(item)) | static_cast<uint64_t>(bytes(item))) % 16 == 0)
       return ring.load(here(item), bytes(item));
@@ -166,7 +170,7 @@ class ChunkSendSignals {
   const int items_;
 };
 
-// kBulk: this code has bulk copies.
+// kBulk: chunks are sent by bulk copies.
 template <class Element, class Access, bool kBulk>
 __global__ void __launch_bounds__(kThreads, 1) ep_reduce_scatter(const __grid_constant__ ReduceScatterArgs args,
                                                                  const __grid_constant__ Cut cut, int chunk_shift) {
@@ -179,26 +183,27 @@ __global__ void __launch_bounds__(kThreads, 1) ep_reduce_scatter(const __grid_co
     signal_size(run, args.bytes);
     if (warp_id() < kSumWarps)
       sum_rows<Element, Access>(args, channel);
-    else if (warp_id() == kSendSignals)
-      channel.signal_landed();
-    else if (warp_id() == kRecvSignals)
-      channel.signal_freed();
+    else if (warp_id() == kSendSignalWarp)
+      channel.signal_arrived();
+    else if (warp_id() == kRecvSignalWarp)
+      channel.signal_consumed();
     else if constexpr (kBulk)
-      ChunkSendSignals(args, run, channel).send_bulk(cut);
+      ChunkSender(args, run, channel).send_bulk(cut);
     else
-      ChunkSendSignals(args, run, channel).send_plain();
+      ChunkSender(args, run, channel).send_plain();
   }
   const bool ok = __syncthreads_or(faulted(args.comm)) == 0;
-  if (!ok) fill_bytes(args.output, args.bytes, 0xFF, threadIdx.x, blockDim.x);  // each CTA that fails: others may not
+  // In each CTA that fails, because others may succeed.
+  if (!ok) fill_bytes(args.output, args.bytes, 0xFF, threadIdx.x, blockDim.x);
   if (ok && threadIdx.x == 0) control.chunks[blockIdx.x] += static_cast<uint64_t>(channel.chunks());
   leave_collective(run, ok);
 }
 
-// log2 of the rows of a chunk: as many as fit, but few enough that each sending warp gets an item.
+// log2 of the rows of a chunk: as many rows as fit, but few enough that each sending warp gets an item.
 int chunk_shift_of(const ReduceScatterArgs& args) {
-  const int64_t rows = ceil_div(args.bytes, kSumRowBytes * args.num_ctas);  // of a lane
+  const int64_t rows = ceil_div(args.bytes, kSumRowBytes * args.num_ctas);  // of a channel
   int shift = 0;
-  while (2 << shift <= kMostChunkRows && rows * (args.comm.num_ranks - 1) >= 2 * kSendWarps << shift) ++shift;
+  while (2 << shift <= kMaxChunkRows && rows * (args.comm.num_ranks - 1) >= 2 * kSendWarps << shift) ++shift;
   return shift;
 }
 
@@ -206,8 +211,8 @@ template <class Element, class Access>
 void launch_sum(const ReduceScatterArgs& args) {
   Cut cut = cut_row(kChannelSlotBytes, kChannelSlotBytes, kSendWarps, 2, 0);
   cut.first_warp = kSumWarps;
-  const Room room = room_for<ep_reduce_scatter<Element, Access, true>>();
-  if (room.bulk && cut.shared_bytes() <= room.shared_bytes)
+  const KernelLimits limits = limits_of<ep_reduce_scatter<Element, Access, true>>();
+  if (limits.bulk && cut.shared_bytes() <= limits.shared_bytes)
     launch_cooperatively<ep_reduce_scatter<Element, Access, true>>(
         "reduce-scatter", args.num_ctas, kThreads, cut.shared_bytes(), args.stream, args, cut, chunk_shift_of(args));
   else
@@ -217,10 +222,10 @@ void launch_sum(const ReduceScatterArgs& args) {
 
 template <class Element>
 void sum(const ReduceScatterArgs& args) {
-  const uint64_t own = args.inputs[args.comm.rank];  // what else is summed lies in slots
+  const uint64_t own = args.inputs[args.comm.rank];  // all other terms are in slots, which are aligned
   if (unit_of(args.output | static_cast<uint64_t>(args.bytes) | own) == 16)
-    return launch_sum<Element, Whole<Element>>(args);
-  launch_sum<Element, Single<Element>>(args);
+    return launch_sum<Element, VectorAccess<Element>>(args);
+  launch_sum<Element, ElementAccess<Element>>(args);
 }
 
 }  // namespace
@@ -228,7 +233,7 @@ void sum(const ReduceScatterArgs& args) {
 void reduce_scatter(const ReduceScatterArgs& args) {
   require_node(args.comm);
   require(args.bytes > 0, "bytes", "1 or more", args.bytes);
-  require(args.num_ctas >= 1 && args.num_ctas <= kMostChannels, "num_ctas", "1 to 64", args.num_ctas);
+  require(args.num_ctas >= 1 && args.num_ctas <= kMaxChannels, "num_ctas", "1 to 64", args.num_ctas);
   switch (args.element) {
     case kFloat32:
       return sum<Float32>(args);

@@ -1,3 +1,4 @@
+// Stream memory operations through the driver API.
 #include "cuda/collectives/stream_words.h"
 
 #include <stdexcept>
@@ -11,7 +12,7 @@ namespace {
 
 using BatchMemOp = CUresult (*)(CUstream, unsigned, CUstreamBatchMemOpParams*, unsigned);
 
-// libcuda is not linked: the runtime finds the driver's function.
+// This extension does not link libcuda, so the runtime looks up the driver's function.
 BatchMemOp batch_mem_op() {
   static const BatchMemOp found = [] {
     void* function = nullptr;
@@ -33,7 +34,7 @@ BatchMemOp batch_mem_op() {
 }  // namespace
 
 void StreamOperations::write(uint64_t address, uint64_t value) {
-  require(count_ < kMost, "stream memory operations", "at most 64 at a time", count_);
+  require(count_ < kMaxOperations, "stream memory operations", "at most 64 at a time", count_);
   CUstreamBatchMemOpParams& one = list_[count_++];
   one.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
   one.writeValue.address = address;
@@ -42,7 +43,7 @@ void StreamOperations::write(uint64_t address, uint64_t value) {
 }
 
 void StreamOperations::wait(uint64_t address, uint64_t value) {
-  require(count_ < kMost, "stream memory operations", "at most 64 at a time", count_);
+  require(count_ < kMaxOperations, "stream memory operations", "at most 64 at a time", count_);
   CUstreamBatchMemOpParams& one = list_[count_++];
   one.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_64;
   one.waitValue.address = address;

@@ -1,4 +1,5 @@
-// Words that a stream writes and waits for by itself, in any memory that the device reaches. They use no SM.
+// Stream memory operations: a stream itself writes words and waits for them, in any memory that the device reaches.
+// They use no SM.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -7,17 +8,17 @@
 
 namespace ep::cuda {
 
-// A list of such operations, enqueued at once and done in order. Writes come after all earlier work of the stream, with
-// a system-wide fence; waits are for *address >= value.
+// A list of operations, enqueued together and executed in order. A write comes after all earlier work of the stream,
+// with a system fence. A wait ends when *address >= value.
 class StreamOperations {
  public:
   void write(uint64_t address, uint64_t value);
   void wait(uint64_t address, uint64_t value);
-  void enqueue(cudaStream_t stream);  // std::runtime_error when the driver has none, or refuses
+  void enqueue(cudaStream_t stream);  // throws std::runtime_error if the driver lacks them or refuses
 
  private:
-  static constexpr unsigned kMost = 64;
-  CUstreamBatchMemOpParams list_[kMost] = {};
+  static constexpr unsigned kMaxOperations = 64;
+  CUstreamBatchMemOpParams list_[kMaxOperations] = {};
   unsigned count_ = 0;
 };
 

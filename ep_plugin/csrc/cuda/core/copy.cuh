@@ -1,25 +1,26 @@
-// Copies rows, each from one place to several. Dispatch send and receive are such jobs. A job has
+// Copies rows, each from one source to several destinations. A job says which rows and where to. The jobs are
+// DispatchSendJob and DispatchRecvJob. A job has
 //   Next next(bool may_block)                    finds the warp's next row; kNotYet only if it may not block
-//   void load(Ring& ring, int unit)              starts to fill the next stage with a unit of the row found last
-//   void store(const char* stage, int unit)      lane 0 starts the bulk stores of a unit; rows in the order found
+//   void load(Ring& ring, int unit)              begins to fill the next stage with a unit of the row found last
+//   void store(const char* stage, int unit)      lane 0 begins the bulk stores of a unit, in the order of loads
 //   void copy_plain()                            plain path: all lanes copy the row found last
 //   void completed(uint32_t rows)                this many rows of the warp are written
-//   static constexpr bool kSignals               true if completed rows are signalled: then the copy waits until stores
-//                                                are written; otherwise only until their stage has been read
+//   static constexpr bool kSignals               whether completed rows are signalled. If so, the copy waits until
+//                                                stores are written; if not, until their stage has been read
 //   static constexpr int kStages                 of a warp's ring
-// Whole warps call all of them. On the bulk path, next() finds `cut.units()` units: a row, or one part of a row; "row"
-// above then means a part.
+// Whole warps call all of them. On the bulk path, next() finds `cut.units()` units: a row or, in small batches, one
+// part of a row, for which "row" stands above.
 //
-// Bulk path. The stores of a unit end before those of the next unit start, while loads run ahead as far as there are
-// stages, across rows. More stores in flight would not be faster: they would wait in the links' queues, and delay rows
-// that others need first.
+// Bulk path. Loads run ahead as far as there are stages, also across rows. The stores of a unit end before the stores
+// of the next unit begin. More stores in flight would not be faster: they would wait in the links' queues, and delay
+// rows that are needed earlier.
 #pragma once
 #include "cuda/core/ring.cuh"
 
 namespace ep::cuda {
 
 constexpr int kCopyWarps = 8;
-constexpr int kLeastCopyWarps = 3;
+constexpr int kMinCopyWarps = 3;
 constexpr int kVectorsAtOnce = 8;  // plain path: 16-byte loads in flight per lane
 
 template <class Unit>
@@ -39,7 +40,8 @@ __device__ inline void copy_bytes(char* to, const char* from, int64_t bytes) {
     copy_units<char>(to, from, bytes);
 }
 
-// Fills bytes [0, bytes) with `value`, shared out over a team whose member takes every `step`-th unit from `first`.
+// Fills `bytes` bytes with `value`. A team shares the work: each member begins at unit `first` and takes every
+// `step`-th.
 __device__ inline void fill_bytes(Address address, int64_t bytes, int value, int64_t first, int64_t step) {
   if (address == 0) return;
   const uint64_t low = address | static_cast<uint64_t>(bytes);
@@ -89,11 +91,11 @@ __device__ void copy_rows_bulk(Job& job, const Run& run, const Cut& cut) {
     load_unit = load_unit + 1 == units ? 0 : load_unit + 1;
     return true;
   };
-  while (ring.loading() > 0 || load_next(true)) {
+  while (ring.in_flight() > 0 || load_next(true)) {
     if (!ring.wait(run)) break;
     job.store(ring.stage(ring.taken), store_unit);
     if (lane_id() == 0) ptx::bulk_commit();
-    while (ring.loading() < Job::kStages && load_next(false)) {
+    while (ring.in_flight() < Job::kStages && load_next(false)) {
     }
     if (lane_id() == 0) {
       if constexpr (Job::kSignals)
@@ -106,7 +108,7 @@ __device__ void copy_rows_bulk(Job& job, const Run& run, const Cut& cut) {
     store_unit = store_unit + 1 == units ? 0 : store_unit + 1;
     job.completed(ring.taken / units);
   }
-  if (lane_id() == 0) ptx::bulk_wait<0>();  // all rows are written before the kernel ends
+  if (lane_id() == 0) ptx::bulk_wait<0>();  // the rows must be written before the kernel ends
   __syncwarp();
   job.completed(ring.taken / units);
 }

@@ -1,4 +1,4 @@
-// Element types as 16-byte vectors. They are widened to float32 to be summed, and rounded to nearest once at the end.
+// Element types as 16-byte vectors. A sum widens elements to float32, and rounds to nearest once, at the end.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -15,7 +15,7 @@ struct Float32 {
     to[2] = __int_as_float(vector.z);
     to[3] = __int_as_float(vector.w);
   }
-  // kFirst: to 0, whatever `sum` holds.
+  // sum += factor * vector. kFirst: starts from 0 instead of `sum`.
   template <bool kFirst = false>
   static __device__ __forceinline__ void add(float* sum, int4 vector, float factor) {
     sum[0] = fmaf(factor, __int_as_float(vector.x), kFirst ? 0.0f : sum[0]);
@@ -48,8 +48,9 @@ struct Float16Pair {
   }
 };
 
+// Vectors of 8 elements of 16 bits.
 template <class Pair>
-struct Sixteen {
+struct SixteenBit {
   static constexpr int kPerVector = 8;
   static __device__ __forceinline__ void widen(float* to, int4 vector) {
     widen_pair(to + 0, vector.x);
@@ -82,7 +83,7 @@ struct Sixteen {
     sum[1] = fmaf(factor, pair.y, kFirst ? 0.0f : sum[1]);
   }
 };
-using BFloat16 = Sixteen<BFloat16Pair>;
-using Float16 = Sixteen<Float16Pair>;
+using BFloat16 = SixteenBit<BFloat16Pair>;
+using Float16 = SixteenBit<Float16Pair>;
 
 }  // namespace ep::cuda

@@ -1,3 +1,4 @@
+// Host memory and streams, see host.h.
 #include "cuda/core/host.h"
 
 #include <map>
@@ -9,7 +10,8 @@ namespace ep {
 
 namespace {
 
-// Makes a device current for a while. Does nothing where it is already: setting a device creates its context.
+// Makes a device current while the object lives. It does not set a device that is current already, because setting
+// creates a context.
 class OnDevice {
  public:
   explicit OnDevice(int device) : device_(device), before_(cuda::current_device()) {
@@ -33,7 +35,7 @@ uint64_t capture_of(cudaStream_t stream) {
   unsigned long long capture = 0;
   cuda::throw_on_error(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo");
   if (status == cudaStreamCaptureStatusNone) return 0;
-  return status == cudaStreamCaptureStatusActive ? capture : ~uint64_t{0};  // an invalid one has no number
+  return status == cudaStreamCaptureStatusActive ? capture : ~uint64_t{0};  // an invalid capture has no number
 }
 
 cudaEvent_t make_event() {
@@ -47,15 +49,16 @@ void order(cudaStream_t later, cudaStream_t earlier, cudaEvent_t event) {
   cuda::throw_on_error(cudaStreamWaitEvent(later, event, 0), "cudaStreamWaitEvent");
 }
 
-// One event per device, recorded anew for each use: a wait is for what it stood for when the wait was enqueued, so no
-// other thread may record it in between. Never destroyed: at the end of the process there may be no driver left.
+// One event per device, which each use records again. A wait is for the event as it was recorded when the wait was
+// enqueued, so the lock keeps other threads from recording it in between. The events are never destroyed: when the
+// process ends, the driver may be gone.
 std::mutex recording;
 std::map<int, cudaEvent_t>& events() {
   static auto* made = new std::map<int, cudaEvent_t>;
   return *made;
 }
 
-// An event that a capture records belongs to its graph, so each gets a new one.
+// An event that is recorded in a capture belongs to the graph, so each use makes a new one.
 void order_captured(cudaStream_t later, cudaStream_t earlier) {
   struct Event {
     cudaEvent_t made = make_event();

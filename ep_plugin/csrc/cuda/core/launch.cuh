@@ -1,4 +1,5 @@
-// What every launch shares: argument checks, shared memory beyond the default, and errors that name the kernel.
+// How kernels are launched: argument checks on the host, limits of shared memory, the attributes of a launch, and
+// errors that name the kernel.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -40,9 +41,9 @@ inline void require_header(const Header& header, const Routing& routing) {
   require(header.row_bytes > 0 && header.row_bytes % kRowAlign == 0, "row_bytes", "a multiple of 16", header.row_bytes);
   require(header.weight_bytes == 0 || header.weight_bytes == 4, "weight_bytes", "0 or 4 on CUDA", header.weight_bytes);
   require(header.scale_bytes >= 0, "scale_bytes", "0 or more", header.scale_bytes);
-  require(header.row_bytes <= kMostRowBytes, "row_bytes", "at most 2**29", header.row_bytes);
-  require(header.scale_bytes <= kMostRowBytes, "scale_bytes", "at most 2**29", header.scale_bytes);
-  require(header.topk == routing.topk, "topk in the header", "that of the routing", header.topk);
+  require(header.row_bytes <= kMaxRowBytes, "row_bytes", "at most 2**29", header.row_bytes);
+  require(header.scale_bytes <= kMaxRowBytes, "scale_bytes", "at most 2**29", header.scale_bytes);
+  require(header.topk == routing.topk, "topk in the header", "the same as of the routing", header.topk);
 }
 
 inline void require_rows(const char* what, Address address, int64_t stride = 0) {
@@ -64,15 +65,15 @@ inline int current_device() {
   return device;
 }
 
-// What this build's code for `kKernel` may use on the current device. Found once for each device.
-struct Room {
-  bool bulk;             // compiled for an architecture with bulk copies, and with launch_early
-  int64_t shared_bytes;  // dynamic shared memory that a CTA may take
+// The limits of `kKernel`, as this build compiled it, on the current device. They are looked up once per device.
+struct KernelLimits {
+  bool bulk;             // compiled for an architecture with bulk copies and early launches
+  int64_t shared_bytes;  // dynamic shared memory of a CTA
 };
 template <auto kKernel>
-Room room_for() {
+KernelLimits limits_of() {
   constexpr int kDevices = 64;
-  static std::atomic<int64_t> known[kDevices];  // bytes, plus one where bulk copies exist; 0: not asked yet
+  static std::atomic<int64_t> known[kDevices];  // shared_bytes, plus 1 if `bulk`; 0: not looked up
   const int device = current_device();
   std::atomic<int64_t>* entry = device < kDevices ? &known[device] : nullptr;
   int64_t packed = entry != nullptr ? entry->load(std::memory_order_relaxed) : 0;
@@ -88,7 +89,7 @@ Room room_for() {
     packed = limit + (attributes.ptxVersion >= 90 ? 1 : 0);
     if (entry != nullptr) entry->store(packed, std::memory_order_relaxed);
   }
-  return Room{packed % 2 == 1, packed / 2 * 2};
+  return KernelLimits{packed % 2 == 1, packed / 2 * 2};
 }
 
 inline cudaStream_t stream_of(Address stream) { return reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(stream)); }
@@ -112,7 +113,7 @@ void launch(const char* name, int64_t ctas, int threads, int64_t shared_bytes, A
   launch_with<kKernel>(nullptr, 0, name, ctas, threads, shared_bytes, stream, args...);
 }
 
-// All CTAs run at the same time, or none.
+// All CTAs run at the same time, or the launch fails.
 template <auto kKernel, class... Args>
 void launch_cooperatively(const char* name, int64_t ctas, int threads, int64_t shared_bytes, Address stream,
                           const Args&... args) {
@@ -122,12 +123,13 @@ void launch_cooperatively(const char* name, int64_t ctas, int threads, int64_t s
   launch_with<kKernel>(&cooperative, 1, name, ctas, threads, shared_bytes, stream, args...);
 }
 
-// CTAs start when the kernel ahead in the stream launches its dependents (ptx::launch_dependents), and wait for its end
-// themselves (ptx::wait_on_dependency). This hides the launch latency. Code without these waits must not use it.
+// CTAs start when the kernel ahead in the stream launches its dependents (ptx::launch_dependents), and wait themselves
+// for that kernel's end (ptx::wait_on_dependency). This hides the launch latency. A kernel without such a wait must not
+// be launched early.
 template <auto kKernel, class... Args>
 void launch_early(const char* name, int64_t ctas, int threads, int64_t shared_bytes, Address stream,
                   const Args&... args) {
-  if (!room_for<kKernel>().bulk) return launch<kKernel>(name, ctas, threads, shared_bytes, stream, args...);
+  if (!limits_of<kKernel>().bulk) return launch<kKernel>(name, ctas, threads, shared_bytes, stream, args...);
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;

@@ -1,19 +1,19 @@
-// How kernels reach other ranks: map, store, signal, wait. A second transport would replace this file.
+// How kernels reach other ranks: map, store, signal, wait. Another transport would replace this file.
 //
 // map     The address of a rank's control block or pool. Every rank's memory is mapped into this process, so a peer is
 //         reached by ordinary addresses. common/views.h finds the words inside a control block.
 // store   Data into a peer's memory. A store says nothing about when the peer may read it.
 // signal  A word in a peer's memory that says that earlier stores have arrived. Signals carry the epoch or a growing
 //         count; nothing resets them.
-// wait    For a word in this rank's own memory that a peer signals. Every wait has a deadline (sync.cuh: Patience).
+// wait    For a word in this rank's own memory that a peer signals. Every wait has a deadline (sync.cuh: Deadline).
 //
 // Memory order. A signal has release order at system scope: it covers the stores of its own thread. To cover the stores
 // of other threads, join them first (__syncwarp, __syncthreads, or an acquire of what they released) and call fence().
 // After one fence(), several signals may be plain stores. A wait has acquire order at system scope. Join the warp or
 // CTA after it so that the other threads may read too, and fence the async proxy (ptx::fence_proxy_async) before bulk
 // loads of what the peer wrote.
-// Not here: whole shards that copy engines move, and the words that a stream waits for (collectives/all_gather.cu);
-// these are host calls.
+// Not here: host calls that reach peers, namely copies by copy engines and stream memory operations
+// (cuda/collectives/all_gather.cu).
 #pragma once
 #include "cuda/core/sync.cuh"
 
@@ -69,14 +69,14 @@ __device__ __forceinline__ bool has_reached(const uint64_t* word, uint64_t value
   return *seen >= value && acquire(word) >= value;
 }
 
-// Waits until *word >= value, with acquire order. False after a fault.
+// Waits until *word >= value, with acquire order. False after a fault. A timeout names `rank`.
 __device__ inline bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int rank,
                                      WaitFor whom = kPeer) {
-  if (acquire(word) >= value) return true;  // the usual case: it was written long ago
-  Patience patience{whom};
+  if (acquire(word) >= value) return true;  // the usual case
+  Deadline deadline{whom};
   uint64_t seen;
   while (!has_reached(word, value, &seen))
-    if (!patience.keep_waiting(run, rank, 0, value, seen)) return false;
+    if (!deadline.keep_waiting(run, rank, 0, value, seen)) return false;
   return true;
 }
 

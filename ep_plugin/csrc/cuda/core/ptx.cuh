@@ -1,7 +1,7 @@
-// PTX instructions that CUDA C++ has no name for. Each wrapper is named by its semantics, memory order and scope. All
-// PTX of this project is in this file.
-// Bulk copies need sm_90. Code compiled for less has empty bodies here and is never launched with them (launch.cuh), so
-// every kernel also has a plain path.
+// Wrappers of PTX instructions that CUDA C++ lacks, named by semantics, memory order and scope. All PTX of this project
+// is in this file.
+// Bulk copies need sm_90. In code for older architectures their bodies are empty, and no kernel that uses them is
+// launched (launch.cuh: KernelLimits). So every kernel also has a plain path.
 #pragma once
 #include <cstdint>
 
@@ -96,9 +96,9 @@ __device__ __forceinline__ uint32_t atom_add_acq_rel_gpu(uint32_t* to, uint32_t 
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
   return before;
 }
-// One lane adds to a word. The thread waits for the result only where it is used. If ptxas knows that several lanes may
-// add to one word, it adds for all of them at once and distributes the results, which waits here. Adding threadIdx.y,
-// which is 0, hides from it that the word is the same.
+// For one lane of a warp. The thread waits for the result only where it uses it. If ptxas knew that the word is the
+// same for all lanes, it would add for all of them and distribute the results, which waits here. Adding threadIdx.y,
+// which is 0, hides that.
 __device__ __forceinline__ uint32_t atom_add_relaxed_gpu(uint32_t* to, uint32_t value) {
   uint32_t before;
   asm volatile("atom.add.relaxed.gpu.global.u32 %0, [%1], %2;"
@@ -171,8 +171,8 @@ __device__ __forceinline__ char ld_coherent(const char* from) {
   return static_cast<char>(value);
 }
 
-// Two magnitudes as e4m3, rounded to nearest even and saturated, in the low 16 bits; `low` is in the lowest 8. The sign
-// bit of a NaN is undefined.
+// Two magnitudes as e4m3, rounded to nearest even and saturated, in the low 16 bits. `low` is in the lowest 8 bits. The
+// sign bit of a NaN is undefined.
 __device__ __forceinline__ uint32_t to_e4m3x2(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   uint16_t pair;
@@ -199,17 +199,18 @@ __device__ __forceinline__ uint64_t globaltimer() {
 // --- Kernels that follow each other (launch.cuh: launch_early) ----------------------------------------------------
 
 // griddepcontrol.wait: waits until the kernel ahead in the stream has ended and its writes are visible.
-// A kernel that was launched early must call it in at least one CTA; otherwise the kernel behind it would not wait for
-// the one ahead of it. Before the call, a kernel may read only three things: data from before the chain, whose first
-// kernel is not launched early; faults, which it reads again later; and what the kernel ahead has signalled,
-// State::placed and State::laid_out. (A send that is launched after the host has the totals comes after both signals.)
+// A kernel that was launched early must call it in at least one CTA. Otherwise the next kernel in the stream would not
+// wait for the kernel ahead of this one. Before the call, a kernel may read only three things: data from before the
+// chain, whose first kernel is not launched early; faults, which it reads again later; and what the kernel ahead has
+// signalled, State::positions_ready and State::counts_ready. (A send that is launched after the host has the totals
+// comes after both signals.)
 __device__ __forceinline__ void wait_on_dependency() {
 #if EP_HAS_BULK
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// griddepcontrol.launch_dependents: a kernel behind this one that is launched early may start when every CTA has called
-// it or ended.
+// griddepcontrol.launch_dependents: if the next kernel in the stream is launched early, it may start when every CTA of
+// this kernel has called this or ended.
 __device__ __forceinline__ void launch_dependents() {
 #if EP_HAS_BULK
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -294,7 +295,8 @@ __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 #endif
 }
-// Waits until at most kPending of them are not yet read from shared memory. The bytes of the others may be overwritten.
+// Waits until at most kPending of this thread's groups are not yet read from shared memory. The stages of all other
+// groups may be overwritten.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
 #if EP_HAS_BULK

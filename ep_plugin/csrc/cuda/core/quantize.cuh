@@ -1,9 +1,11 @@
-// Quantises rows to e4m3 while they are sent: from memory, through registers, to the slots that travel. common/fp8.h
-// defines the arithmetic.
+// Quantises rows to e4m3 while they are sent: from memory, through registers, into slots or into the stages from which
+// slots are stored. common/fp8.h defines the arithmetic.
 //
-// Roles. A warp quantises one row, several 16-byte vectors of each lane at a time, and loads the next ones meanwhile.
-// The lanes of a block compute its maximum together. Then each lane computes the scale of one block and gives it to the
-// others. The row itself has no stage: that shared memory is worth more as stages of further warps.
+// Roles. A warp quantises one row. Each lane handles several 16-byte vectors at a time, and loads the next ones
+// meanwhile. The lanes that share a scale block compute its maximum together. Each lane computes the scale of one block
+// and shares it by a shuffle.
+// Buffers. Only the result has a stage in shared memory. Without a stage for the input, more warps fit.
+// Memory order. All lanes fence the async proxy after they have written a stage, before lane 0 stores it in bulk.
 #pragma once
 #include "common/fp8.h"
 #include "cuda/core/copy.cuh"
@@ -11,11 +13,11 @@
 
 namespace ep::cuda {
 
-constexpr int kVectorsQuantized = 8;  // of a lane, under way at once
+constexpr int kVectorsQuantized = 8;  // of a lane at a time
 
-// A vector of 16 bytes as its elements' magnitudes; and their signs, in the highest bits of the bytes of a word.
+// Splits a vector of 16 bytes into magnitudes, and signs: the highest bit of each byte of a word.
 template <class Pair>
-struct SixteenFrom {
+struct FromSixteenBit {
   static constexpr int kPerVector = 8;
   static __device__ __forceinline__ void magnitudes(int4 vector, float* to) {
     const int32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
@@ -26,13 +28,13 @@ struct SixteenFrom {
       to[2 * i + 1] = pair.y;
     }
   }
-  // Of elements 4 * word to 4 * word + 3.
+  // The signs of elements 4 * word to 4 * word + 3.
   static __device__ __forceinline__ uint32_t signs(int4 vector, int word) {
     return word == 0 ? __byte_perm(vector.x, vector.y, 0x7531) : __byte_perm(vector.z, vector.w, 0x7531);
   }
 };
-using FromBFloat16 = SixteenFrom<BFloat16Pair>;
-using FromFloat16 = SixteenFrom<Float16Pair>;
+using FromBFloat16 = FromSixteenBit<BFloat16Pair>;
+using FromFloat16 = FromSixteenBit<Float16Pair>;
 
 struct FromFloat32 {
   static constexpr int kPerVector = 4;
@@ -47,8 +49,9 @@ struct FromFloat32 {
   }
 };
 
-// The maximum over kLanes lanes of each of their vectors. Each lane gets one, that of vector lane % kVectorsQuantized:
-// at every exchange it gives away half of what it holds. `held` is used up.
+// Computes kVectorsQuantized maxima over groups of kLanes lanes; `held[i]` is this lane's value for maximum i. A lane
+// returns maximum lane % kVectorsQuantized. In each exchange a lane passes on half of its values. `held` is
+// overwritten.
 template <int kLanes>
 __device__ __forceinline__ float shared_maximum(float* held) {
   static_assert(kLanes >= kVectorsQuantized, "each vector needs a lane");
@@ -68,7 +71,7 @@ __device__ __forceinline__ float shared_maximum(float* held) {
   return most;
 }
 
-// One row of one warp. Loading begins when it is made.
+// One row that a warp quantises. The constructor begins to load it.
 template <class From>
 class QuantizedRow {
  public:
@@ -77,7 +80,7 @@ class QuantizedRow {
     load(0);
   }
 
-  // All lanes: its scales and elements, to where a slot has them in each of the images.
+  // All lanes: writes scales and elements to each slot image. `images`: addresses of slots, or of a stage.
   __device__ __forceinline__ void write(const uint64_t* images, int num_images, const SlotLayout& lay) {
     for (int base = 0; base < vectors_; base += kStep) {
       int4 vectors[kVectorsQuantized];
@@ -102,8 +105,8 @@ class QuantizedRow {
   }
 
  private:
-  static constexpr int kLanes = kScaleBlock / From::kPerVector;  // that hold a block
-  static constexpr int kWords = From::kPerVector / 4;            // of a vector's elements, quantised
+  static constexpr int kLanes = kScaleBlock / From::kPerVector;  // that share a scale block
+  static constexpr int kWords = From::kPerVector / 4;            // of 4 quantised elements, from one vector
   static constexpr int kStep = kVectorsQuantized * kWarp;
 
   __device__ __forceinline__ void load(int base) {
@@ -114,7 +117,7 @@ class QuantizedRow {
     }
   }
 
-  // NaNs do not count.
+  // The largest magnitude of a vector; NaNs do not count.
   static __device__ __forceinline__ float maximum(int4 vector) {
     float values[From::kPerVector], most = 0.0f;
     From::magnitudes(vector, values);
@@ -123,11 +126,11 @@ class QuantizedRow {
     return most;
   }
 
-  // A lane's own block is that of vector lane % kVectorsQuantized of the lanes that share it.
+  // A lane writes the scale that it has computed: the scale of the block of vector lane % kVectorsQuantized.
   __device__ __forceinline__ void write_scale(const uint64_t* images, int num_images, const SlotLayout& lay, int base,
                                               float scale) const {
-    const int place = lane_id() % kLanes, first = base + place * kWarp + lane_id() - place;
-    if (place >= kVectorsQuantized || first >= vectors_) return;
+    const int vector = lane_id() % kLanes, first = base + vector * kWarp + lane_id() - vector;
+    if (vector >= kVectorsQuantized || first >= vectors_) return;
     for (int d = 0; d < num_images; ++d) *at<float>(images[d], lay.scales + first / kLanes * kScaleBytes) = scale;
   }
 
@@ -158,15 +161,15 @@ class QuantizedRow {
   int4 next_[kVectorsQuantized];
 };
 
-// All bulk stores of this warp's rows are complete.
+// Waits until all bulk stores of this warp are complete.
 __device__ __forceinline__ void wait_until_written() {
   if (lane_id() == 0) ptx::bulk_wait<0>();
   __syncwarp();
 }
 
-// Rows of a job that makes them: void make<From>(char* stage), all lanes, finds the row's destinations and fills a
-// stage for store(); void make_plain<From>() writes the row to its destinations itself. A row is made while the stores
-// of the one before are under way, and stored when they are over.
+// Sends rows that a job quantises. All lanes call make<From>(char* stage), which lists the row's destinations and fills
+// a stage for store(), or on the plain path make_plain<From>(), which writes the row to its destinations. A row is made
+// while the stores of the row before it are in flight, and is stored when these are complete.
 template <bool kBulk, class From, class Job>
 __device__ void make_rows(Job& job, const Cut& cut) {
   static_assert(Job::kStages >= 2, "a row is stored from one stage while the next is made in another");

@@ -1,35 +1,37 @@
-// One warp's ring of stages in shared memory. Bulk loads fill it several units ahead of their use. A unit is a row, or
-// an equal piece of a row that is longer than a stage or that several warps share.
+// How rows are cut into units, and one warp's ring of stages in shared memory. Bulk loads fill the ring several units
+// ahead of their use. A unit is a row, or an equal piece of a row that is longer than a stage or that several warps
+// share.
 //
-// Roles. One lane issues a load. All lanes wait for a stage, so that all may read it. A stage is filled again after the
-// caller has finished with it: readers have joined their warp, and bulk stores from it are complete.
-// Memory order. The mbarrier of a stage makes the loaded bytes visible to every lane that waited for it.
+// Roles. One lane issues a load. All lanes wait for a stage, so that all may read it. A stage may be filled again when
+// its readers have joined their warp and bulk stores from it are complete; the caller makes sure of both.
+// Buffers. Dynamic shared memory has, for each set of warps with one Cut: the stages of all warps, then an mbarrier for
+// each stage, then a list of 8-byte entries for each warp.
+// Memory order. The mbarrier of a stage makes the loaded bytes visible to every lane that has waited for it.
 #pragma once
 #include "cuda/core/sync.cuh"
 
 namespace ep::cuda {
 
-// How rows are cut and what a warp needs of shared memory; computed by the host from the launch's limits.
+// How rows are cut into pieces, and how much shared memory the warps need. The host computes it for a launch.
 struct Cut {
-  int32_t bytes;        // of a row, with what travels beside it
-  int32_t warps;        // of a CTA, that have a ring each
+  int32_t bytes;        // of a row, with its head
+  int32_t warps;        // of a CTA, each with its own ring
   int32_t pieces;       // of a row
-  int32_t piece_bytes;  // all but the last, a multiple of 16
+  int32_t piece_bytes;  // of each piece but the last; a multiple of 16
   int32_t stage_bytes;
-  int32_t stages;            // of a warp: its ring's, and others that the caller fills
-  int32_t list_entries;      // of the caller's list, per warp
-  int32_t first_warp = 0;    // of the CTA's, with a ring of this cut
-  int64_t shared_begin = 0;  // where its shared memory begins, a multiple of kSlotAlign
-  int32_t parts = 1;         // of a row, which warps take one by one: 1, or as many as pieces
+  int32_t stages;            // of a warp, whether a ring or the caller fills them
+  int32_t list_entries;      // of a warp's list, which the caller fills
+  int32_t first_warp = 0;    // first warp of the CTA with this cut
+  int64_t shared_begin = 0;  // where the warps' shared memory begins; a multiple of kSlotAlign
+  int32_t parts = 1;         // of a row, which warps take one by one: 1, or `pieces`
 
-  EP_HD int units() const { return parts == 1 ? pieces : 1; }  // of a part
+  EP_HD int units() const { return parts == 1 ? pieces : 1; }  // units of a part
   EP_HD int32_t piece_begin(int piece) const { return piece * piece_bytes; }
   EP_HD int32_t piece_size(int piece) const {
     const int32_t left = bytes - piece_begin(piece);
     return left < piece_bytes ? left : piece_bytes;
   }
   EP_HD int64_t bytes_of_warp() const { return stages * (static_cast<int64_t>(stage_bytes) + 8) + 8 * list_entries; }
-  // A warp's shared memory: stages of all warps, then their barriers, then a list of 8-byte entries for each warp.
   EP_HD int64_t shared_bytes() const { return warps * bytes_of_warp(); }
 };
 
@@ -42,7 +44,7 @@ inline Cut cut_row(int64_t bytes, int64_t largest, int warps, int stages, int li
   return cut;
 }
 
-// The fewest pieces with which at least `least` warps have their rings; then as many warps as fit, up to `most`.
+// Cuts a row into the fewest pieces with which `least` warps have rings. Then takes as many warps as fit, up to `most`.
 inline Cut cut_for_warps(int64_t bytes, int least, int most, int stages, int list_entries, int64_t shared_bytes) {
   const int64_t room = (shared_bytes / least - 8 * (stages + list_entries)) / stages / kSlotAlign * kSlotAlign;
   Cut cut = cut_row(bytes, room, least, stages, list_entries);
@@ -51,11 +53,11 @@ inline Cut cut_for_warps(int64_t bytes, int least, int most, int stages, int lis
   return cut;
 }
 
-// Batches of so many tokens have fewer rows than warps that could move them: their rows are moved in parts.
+// Batches of at most this many tokens have fewer rows than there are warps, so warps share rows in parts.
 constexpr int kTokensInParts = 1024;
-constexpr int64_t kPartBytes = 4096;  // smaller ones keep an SM busier than the links
+constexpr int64_t kPartBytes = 4096;  // with smaller parts, SMs have more work than the links
 
-// A row in parts of about kPartBytes, the first of which holds the head. Unlike rows, they take room for most warps.
+// Cuts a row into parts of about kPartBytes. The first part has the whole head. `most` warps if they fit.
 inline Cut cut_in_parts(int64_t bytes, int64_t head, int most, int stages, int list_entries, int64_t shared_bytes) {
   const int64_t parts = bytes / kPartBytes < 1 ? 1 : bytes / kPartBytes;
   const int64_t largest = align_up(ceil_div(bytes, parts), kSlotAlign);
@@ -66,14 +68,14 @@ inline Cut cut_in_parts(int64_t bytes, int64_t head, int most, int stages, int l
   return cut;
 }
 
-// Without bulk copies there are no stages, and a row is one piece.
+// For the plain path: no stages, and a row is one piece.
 inline Cut uncut(int64_t bytes, int warps, int list_entries) {
   return Cut{static_cast<int32_t>(bytes), warps, 1, static_cast<int32_t>(bytes), 0, 0, list_entries};
 }
 
 extern __shared__ __align__(128) char dynamic_shared[];
 
-// This warp's number among those with a ring of this cut.
+// This warp's number among the warps of this cut.
 __device__ __forceinline__ int warp_in(const Cut& cut) { return warp_id() - cut.first_warp; }
 
 __device__ __forceinline__ char* stages_of_warp(const Cut& cut) {
@@ -91,9 +93,9 @@ struct Ring {
   uint64_t* full;
   int stage_bytes;
   uint32_t issued = 0;  // units whose loads were issued
-  uint32_t taken = 0;   // units that the caller is done with
+  uint32_t taken = 0;   // units that the caller has used
 
-  // One warp calls it; the barriers are its own, so its own join is enough.
+  // One warp calls it. No other warp uses its barriers, so joining the warp is enough.
   __device__ explicit Ring(const Cut& cut) : stages(stages_of_warp(cut)), stage_bytes(cut.stage_bytes) {
     char* barriers = dynamic_shared + cut.shared_begin + static_cast<int64_t>(cut.warps) * cut.stages * stage_bytes;
     full = reinterpret_cast<uint64_t*>(barriers) + warp_in(cut) * cut.stages;
@@ -105,24 +107,24 @@ struct Ring {
     __syncwarp();
   }
 
-  __device__ __forceinline__ int loading() const { return static_cast<int>(issued - taken); }
+  __device__ __forceinline__ int in_flight() const { return static_cast<int>(issued - taken); }
   __device__ __forceinline__ char* stage(uint32_t unit) const { return stages + unit % kStages * stage_bytes; }
 
-  // One lane: begins to fill the stage of a unit, from its byte `skip` on.
+  // One lane: begins to fill a unit's stage, from the stage's byte `skip` on.
   __device__ __forceinline__ void fill(uint32_t unit, const char* from, int64_t bytes, int64_t skip = 0) const {
     uint64_t* barrier = full + unit % kStages;
     ptx::mbarrier_arrive_expect_tx(barrier, static_cast<uint32_t>(bytes));
     ptx::bulk_load(stage(unit) + skip, from, static_cast<uint32_t>(bytes), barrier);
   }
-  // All lanes: the next unit.
+  // All lanes: begins to load the next unit.
   __device__ __forceinline__ void load(const char* from, int64_t bytes, int64_t skip = 0) {
     if (lane_id() == 0) fill(issued, from, bytes, skip);
     ++issued;
   }
 
-  // All lanes: waits until the oldest unit that is not taken lies in its stage. A load of this device's memory ends by
-  // itself; should it not, the deadline does: false. Other faults do not end this wait, so that no CTA leaves with
-  // loads under way.
+  // All lanes: waits until the oldest unit that is not taken is in its stage. Loads of this device's memory end by
+  // themselves. If one does not, the wait returns false at the deadline. Other faults do not end this wait, because a
+  // CTA must not exit with loads in flight.
   __device__ __forceinline__ bool wait(const Run& run) const {
     uint64_t* barrier = full + taken % kStages;
     const uint32_t parity = taken / kStages % 2;
@@ -140,7 +142,7 @@ struct Ring {
   }
 };
 
-// What asking for the next row may answer.
+// The result of a job's next(): a row, none yet, or the end of the rows.
 enum Next { kRow, kNotYet, kEnd };
 
 }  // namespace ep::cuda

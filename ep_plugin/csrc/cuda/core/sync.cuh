@@ -1,13 +1,14 @@
-// What all kernels share: threads and warps, entering and leaving a step, faults, and the patience of a wait.
+// What all kernels share: threads and warps, entering and leaving a step, faults, and the deadline of a wait.
 //
-// Waits. Every wait goes through Patience. It ends when the value arrives, when any thread of this rank has recorded a
+// Waits. Every wait uses a Deadline. It ends when the value arrives, when any thread of this rank has recorded a
 // fault, when a peer has written an abort to this rank's board, or at the deadline. A kernel that gives up signals
 // nothing to peers.
 // CTAs. The CTAs of one kernel never wait for each other. Each counts itself when its work is done. The last one does
-// what must follow the work of all: it signals consumed words, advances the epoch, or poisons the outputs.
+// what must follow the work of all: it signals consumed words and advances the epoch, or fills the outputs after a
+// fault.
 // Epochs. They live in State, not in kernel arguments, so that a replayed CUDA graph advances them. Every CTA reads its
 // epoch before it counts itself, and only the last CTA advances it. Notify is the exception: its CTA 0 advances the
-// epoch while the other CTAs may still be placing tokens, so those CTAs must not use Run::epoch.
+// epoch while the other CTAs may still compute positions, so these must not use Run::epoch.
 #pragma once
 #include "common/views.h"
 #include "cuda/core/ptx.cuh"
@@ -16,7 +17,7 @@ namespace ep::cuda {
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
-constexpr uint64_t kAbortLookNs = 20'000;  // between two reads of the abort word, which is in host memory
+constexpr uint64_t kAbortCheckNs = 20'000;  // between two reads of the abort word, which is in host memory
 
 // One kernel's execution of one step. `ok` is the same for all threads of a CTA.
 struct Run {
@@ -36,7 +37,8 @@ __device__ __forceinline__ int lane_of_last_warp() {
   return static_cast<int>(threadIdx.x + kWarp) - static_cast<int>(blockDim.x);
 }
 
-// The warps that share a list of items. Consecutive indices are on different SMs, so that a short list uses all SMs.
+// Warps that share a list of items, and this warp's index among them. Consecutive indices are on different SMs, so that
+// a short list uses all SMs.
 struct Team {
   int64_t index;
   int64_t size;
@@ -47,7 +49,7 @@ __device__ __forceinline__ Team team_of_warps(int first_warp, int warps) {
 }
 __device__ __forceinline__ Team team_of_warps(int warps) { return team_of_warps(0, warps); }
 __device__ __forceinline__ Team team_of_warps() { return team_of_warps(static_cast<int>(blockDim.x / kWarp)); }
-// The first item at or after `begin` that belongs to this warp. Items go round the team.
+// The first item at or after `begin` that belongs to this warp. Item i belongs to the warp with index i % size.
 __device__ __forceinline__ int64_t first_of(const Team& team, int64_t begin) {
   const int64_t ahead = team.index - begin % team.size;
   return begin + (ahead < 0 ? ahead + team.size : ahead);
@@ -74,22 +76,23 @@ __device__ inline bool fail_too_small(const Run& run, const Header& header, cons
   return fail(run.comm, kTooSmall, run.step, run.comm.rank, 0, region_slots_of(run.comm, header), *meta.max_rows);
 }
 
-// --- Patience ------------------------------------------------------------------------------------------------------
+// --- Deadline ------------------------------------------------------------------------------------------------------
 
 // Whether this thread should read the abort word now. The word is in host memory. If thousands of threads polled it,
 // their reads would take the link's bandwidth from the rows. So one thread of the device reads it, every 20 us.
-__device__ inline bool abort_look_is_mine(const Comm& comm, uint64_t now) {
-  uint64_t* due = &state_of(comm).abort_look;
+__device__ inline bool claims_abort_check(const Comm& comm, uint64_t now) {
+  uint64_t* due = &state_of(comm).next_abort_check;
   const uint64_t at = ptx::ld_relaxed_gpu(due);
-  return now > at && ptx::atom_cas_relaxed_gpu(due, at, now + kAbortLookNs) == at;
+  return now > at && ptx::atom_cas_relaxed_gpu(due, at, now + kAbortCheckNs) == at;
 }
 
-// What a wait is for; the deadline is the timeout shifted left by this value. A kernel of this rank gets four timeouts:
-// it waits for peers itself, up to three times, and its own fault names the right rank.
+// Whether a wait is for a peer or for another kernel of this rank. The deadline is the timeout shifted left by this
+// value. A kernel of this rank gets four timeouts, because it waits for peers itself, up to three times; its own fault
+// then names the right rank.
 enum WaitFor { kPeer = 0, kOwnKernel = 2 };
 
-// One wait of one thread. Call keep_waiting() after every poll that found nothing.
-struct Patience {
+// The deadline of one wait of one thread. Call keep_waiting() after every poll that found nothing.
+struct Deadline {
   WaitFor whom = kPeer;
   uint64_t since = 0;
 
@@ -99,7 +102,7 @@ struct Patience {
     const uint64_t now = ptx::globaltimer();
     if (since == 0) since = now;
     if (faulted(comm)) return false;
-    if (now - since > kAbortLookNs && abort_look_is_mine(comm, now)) {
+    if (now - since > kAbortCheckNs && claims_abort_check(comm, now)) {
       const uint32_t by = ptx::ld_acquire_sys(&board_of(comm).abort);
       if (by != 0) return fail(comm, kAborted, run.step, static_cast<int>(by) - 1, 0, 0, 0);
     }
@@ -110,14 +113,15 @@ struct Patience {
   }
 };
 
-// Holds the rank at its test gate. Returns true at once if the step has no gate. One thread calls it.
+// Stops at this step's test gate until the test opens it. Returns true at once if the step has no gate. One thread
+// calls it.
 __device__ inline bool hold_at_gate(const Run& run) {
   if (run.comm.gate != run.step) return true;
   Board& board = board_of(run.comm);
   ptx::st_release_sys(&board.gate_reached, static_cast<uint32_t>(run.step));
-  Patience patience;
+  Deadline deadline;
   while (ptx::ld_acquire_sys(&board.gate_open) == 0)
-    if (!patience.keep_waiting(run, run.comm.rank, 0, 1, 0)) return false;
+    if (!deadline.keep_waiting(run, run.comm.rank, 0, 1, 0)) return false;
   return true;
 }
 

@@ -1,10 +1,12 @@
-// What the links and the SMs give, without any exchange around it: the benchmark's own kernels.
+// The kernels of `ep-bench wire`: the rates of the links and of the SMs, without an exchange around them. common/wire.h
+// describes the arguments.
 //
-// Roles. Bulk kinds: lane 0 of each warp moves chunks by itself through the warp's stages of shared memory; the other
-// lanes are idle. 16-byte kinds: each warp moves pieces of 4 KiB, all lanes at work. Chunks go round the pairs, and
-// consecutive ones lie on different SMs, so that all links are in use at every moment.
-// Memory order. Loads land by mbarrier before their stage is stored from. A stage is loaded again when the store from
-// it is complete. A kernel ends when its stores are complete; the benchmark then joins the ranks before it looks.
+// Roles. Bulk kinds: lane 0 of each warp moves chunks through the warp's stages of shared memory; the other lanes are
+// idle. 16-byte kinds: all lanes of a warp move pieces of 4 KiB. Chunks go round the pairs, and consecutive chunks are
+// on different SMs, so that all links are in use all the time.
+// Buffers. Shared memory has four stages of one chunk for each warp, then an mbarrier for each stage.
+// Memory order. A stage is stored when its mbarrier says that the load is complete, and loaded again when that store is
+// complete. A kernel ends when its stores are complete. The benchmark then joins the ranks before it checks.
 #include "common/wire.h"
 
 #include "cuda/core/launch.cuh"
@@ -15,9 +17,9 @@ namespace ep::cuda {
 namespace {
 
 constexpr int kBulkStages = 4;
-constexpr int kBulkAhead = 2;   // loads under way before the stage that is stored from, in a copy
-constexpr int kMostWarps = 16;  // of a CTA
-constexpr int kVectors = 8;     // 16-byte accesses of a lane in one piece
+constexpr int kBulkAhead = 2;  // loads that run ahead of the stage that is stored
+constexpr int kMaxWarps = 16;  // of a CTA
+constexpr int kVectors = 8;    // 16-byte accesses of a lane in one piece
 constexpr int kPiece = kVectors * kWarp * 16;
 constexpr uint64_t kGiveUpNs = 5'000'000'000;
 
@@ -62,7 +64,7 @@ __global__ void ep_wire_load(const __grid_constant__ WireArgs args) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) mixed ^= values[v].x ^ values[v].y ^ values[v].z ^ values[v].w;
   }
-  // Never so, since `failed` is never null; without a use the loads would be left out.
+  // Never true, because `failed` is never null. Without a use, the compiler would remove the loads.
   if (mixed == 0x5EED5EED && args.failed == 0) *at<int>(args.to[0]) = mixed;
 }
 
@@ -94,7 +96,7 @@ struct Stages {
   }
 };
 
-// Lane 0 of a warp: its units, loaded `ahead` of their turn and, if `store`, stored from there.
+// Lane 0 of a warp: loads the warp's units, ahead of their turn, and if `store`, stores them from their stages.
 __device__ bool move_units(const WireArgs& args, const Stages& stages, const Team& team, bool store) {
   const int64_t units = units_of(args);
   const int64_t turns = team.index < units ? (units - 1 - team.index) / team.size + 1 : 0;
@@ -102,7 +104,7 @@ __device__ bool move_units(const WireArgs& args, const Stages& stages, const Tea
   int64_t loaded = 0;
   for (int64_t turn = 0; turn < turns; ++turn) {
     for (; loaded < turns && loaded < turn + ahead; ++loaded) {
-      // Of the `turn` stores so far, that of `loaded - kBulkStages` must be complete; later ones may be under way.
+      // The store of unit `loaded - kBulkStages` must be complete. The stores after it may be in flight.
       if (store && loaded >= kBulkStages) ptx::bulk_wait<kBulkStages - kBulkAhead>();
       stages.load(loaded, source_of(args, team.index + loaded * team.size));
     }
@@ -128,7 +130,7 @@ __global__ void ep_wire_bulk_load(const __grid_constant__ WireArgs args, bool st
   ptx::fence_acq_rel_sys();
 }
 
-// Every chunk is the same one, from each warp's first stage: what stores alone give.
+// Stores the same chunk again and again, from each warp's first stage: the rate of stores alone.
 __global__ void ep_wire_bulk_store(const __grid_constant__ WireArgs args) {
   const Stages stages(args.chunk_bytes);
   const int4* from = at<const int4>(args.from[0]);
@@ -154,7 +156,7 @@ __global__ void ep_hold(const __grid_constant__ HoldArgs args) {
 }
 
 void require_wire(const WireArgs& args) {
-  require(args.kind >= kWireStore && args.kind <= kWireEngine, "kind", "0 to 5", args.kind);
+  require(args.kind >= kWireStore && args.kind <= kWireEngine, "kind", "0 to 4", args.kind);
   require(args.num_pairs >= 1 && args.num_pairs <= kMaxRanks, "num_pairs", "1 to 16", args.num_pairs);
   require(args.bytes > 0 && args.bytes % 16 == 0, "bytes", "a multiple of 16", args.bytes);
   for (int pair = 0; pair < args.num_pairs; ++pair) {
@@ -172,12 +174,12 @@ void require_wire(const WireArgs& args) {
 
 template <auto kKernel, class... More>
 void launch_bulk(const char* name, const WireArgs& args, More... more) {
-  const Room room = room_for<kKernel>();
-  require(room.bulk, "device", "one with bulk copies (sm_90 or later)", 0);
+  const KernelLimits limits = limits_of<kKernel>();
+  require(limits.bulk, "device", "one with bulk copies (sm_90 or later)", 0);
   const int64_t per_warp = kBulkStages * (static_cast<int64_t>(args.chunk_bytes) + 8);
-  const int64_t fit = room.shared_bytes / per_warp;
+  const int64_t fit = limits.shared_bytes / per_warp;
   require(fit >= 1, "chunk_bytes", "four stages of it within shared memory", args.chunk_bytes);
-  const int warps = fit < kMostWarps ? static_cast<int>(fit) : kMostWarps;
+  const int warps = fit < kMaxWarps ? static_cast<int>(fit) : kMaxWarps;
   launch<kKernel>(name, args.num_sms, warps * kWarp, warps * per_warp, args.stream, args, more...);
 }
 
@@ -199,15 +201,13 @@ void wire(const WireArgs& args) {
   require_wire(args);
   switch (args.kind) {
     case kWireStore:
-      return launch<ep_wire_store>("wire store", args.num_sms, kMostWarps * kWarp, 0, args.stream, args);
+      return launch<ep_wire_store>("wire store", args.num_sms, kMaxWarps * kWarp, 0, args.stream, args);
     case kWireLoad:
-      return launch<ep_wire_load>("wire load", args.num_sms, kMostWarps * kWarp, 0, args.stream, args);
+      return launch<ep_wire_load>("wire load", args.num_sms, kMaxWarps * kWarp, 0, args.stream, args);
     case kWireBulkStore:
       return launch_bulk<ep_wire_bulk_store>("wire bulk store", args);
     case kWireBulkLoad:
       return launch_bulk<ep_wire_bulk_load>("wire bulk load", args, args.keep != 0);
-    case kWireBulkCopy:
-      return launch_bulk<ep_wire_bulk_load>("wire bulk copy", args, true);
     default:
       return copy_by_engine(args);
   }
@@ -220,7 +220,7 @@ void hold(const HoldArgs& args) {
   require(args.stop != 0 && args.stop % 8 == 0, "stop", "an address that is a multiple of 8",
           static_cast<int64_t>(args.stop));
   // Nearly all shared memory of an SM: no second CTA of this kernel, nor a tile of a matrix product, fits beside it.
-  launch<ep_hold>("hold", args.num_sms, kWarp, room_for<ep_hold>().shared_bytes, args.stream, args);
+  launch<ep_hold>("hold", args.num_sms, kWarp, limits_of<ep_hold>().shared_bytes, args.stream, args);
 }
 
 }  // namespace ep

@@ -1,5 +1,9 @@
-// The rows that peers send, in the order in which a receiving warp takes them: chunk by chunk, all sources in turn,
-// this rank's own first. A warp polls the arrivals of 32 chunks at once and keeps them, one per lane.
+// The rows that a receiving warp of dispatch takes: chunk by chunk, in each chunk all sources in turn, this rank first.
+//
+// Roles. The warps of a kernel form a team and share the rows of every chunk. Each warp polls the arrivals of 32 chunks
+// at once, one per lane. An item is one chunk of one source.
+// Buffers. The arrivals are in this rank's control block. A chunk's rows are a range of slots of the source's region.
+// Memory order. A lane acquires an arrival at system scope; the warp joins and fences the async proxy.
 #pragma once
 #include "cuda/core/ring.cuh"
 #include "cuda/moe/signals.cuh"
@@ -8,16 +12,15 @@ namespace ep::cuda {
 
 class ArrivedRows {
  public:
-  // `src_tokens` and `recv_offset` are this rank's own, already checked. `region`: slots of each source's in the pool.
-  // `parts`: of a row, which are found one by one. `skips_own`: without this rank's own rows.
+  // `meta.src_tokens` and `meta.recv_offset` must have been checked. `region`: slots of each source's region. `parts`:
+  // of a row, which next() finds one by one. `skips_own`: leave out this rank's rows for itself.
   __device__ ArrivedRows(const Run& run, const Meta& meta, int32_t region, const Team& team, int parts, bool skips_own)
       : run_(run), meta_(meta), region_(region), team_(team), parts_(parts), skips_own_(skips_own) {
     int chunks = lane_id() < run.comm.num_ranks ? num_chunks(meta.src_tokens[lane_id()]) : 0;
     items_ = __reduce_max_sync(kAllLanes, chunks) * run.comm.num_ranks;
   }
 
-  // The next slot of this warp in the pool, whose row has arrived; with several parts, part p of slot s is
-  // s * parts + p.
+  // Finds this warp's next slot whose row has arrived. With several parts, part p of slot s is s * parts + p.
   __device__ Next next(bool may_block, int32_t* part) {
     for (;;) {
       if (part_ < part_end_) {
@@ -26,18 +29,18 @@ class ArrivedRows {
         return kRow;
       }
       if (item_ >= items_) return kEnd;
-      const int holder = item_ % kWarp;
-      if (!__shfl_sync(kAllLanes, known_, holder)) {
+      const int lane = item_ % kWarp;
+      if (!__shfl_sync(kAllLanes, known_, lane)) {
         poll();
-        if (!__shfl_sync(kAllLanes, known_, holder)) {
+        if (!__shfl_sync(kAllLanes, known_, lane)) {
           if (!may_block) return kNotYet;
-          if (!wait_a_little(holder)) item_ = items_;
+          if (!wait_for_item(lane)) item_ = items_;
           continue;
         }
       }
-      part_ = first_of(team_, static_cast<int64_t>(__shfl_sync(kAllLanes, begin_, holder)) * parts_);
-      part_end_ = static_cast<int64_t>(__shfl_sync(kAllLanes, end_, holder)) * parts_;
-      patience_ = Patience{};
+      part_ = first_of(team_, static_cast<int64_t>(__shfl_sync(kAllLanes, begin_, lane)) * parts_);
+      part_end_ = static_cast<int64_t>(__shfl_sync(kAllLanes, end_, lane)) * parts_;
+      deadline_ = Deadline{};
       if (++item_ % kWarp == 0) known_ = 0;
     }
   }
@@ -51,7 +54,7 @@ class ArrivedRows {
     return arrival(run_.comm, run_.comm.rank, kDispatchPool, source_of(item), chunk_of(item));
   }
 
-  // Every lane at its own chunk of the 32 around item_.
+  // Each lane polls one item of the 32 around item_.
   __device__ void poll() {
     const int item = item_ / kWarp * kWarp + lane_id();
     uint64_t seen;
@@ -74,7 +77,7 @@ class ArrivedRows {
 
   __device__ void take(int source, int chunk, int32_t begin, int32_t end) {
     const int32_t first = source * region_;
-    const int32_t rows = meta_.recv_offset[source + 1] - meta_.recv_offset[source];
+    const int32_t rows = min(meta_.recv_offset[source + 1] - meta_.recv_offset[source], region_);
     begin_ = end_ = 0;
     if (begin < 0 || begin > end || end > rows) {
       fail(run_.comm, kBadData, run_.step, source, chunk, rows, begin < 0 || begin > end ? begin : end);
@@ -84,12 +87,12 @@ class ArrivedRows {
     end_ = first + end;
   }
 
-  __device__ bool wait_a_little(int holder) {
+  __device__ bool wait_for_item(int lane) {
     int go_on = 1;
-    if (lane_id() == holder)
-      go_on = patience_.keep_waiting(run_, source_of(item_), chunk_of(item_), run_.epoch,
+    if (lane_id() == lane)
+      go_on = deadline_.keep_waiting(run_, source_of(item_), chunk_of(item_), run_.epoch,
                                      peer::poll(&word_of(item_)->flag));
-    return __shfl_sync(kAllLanes, go_on, holder) != 0;
+    return __shfl_sync(kAllLanes, go_on, lane) != 0;
   }
 
   const Run& run_;
@@ -98,16 +101,16 @@ class ArrivedRows {
   const Team team_;
   const int parts_;
   const bool skips_own_;
-  Patience patience_;
+  Deadline deadline_;
   int items_;                        // chunks of all sources
-  int item_ = 0;                     // the first whose rows were not taken up
-  int64_t part_ = 0, part_end_ = 0;  // what is left of the item before it
-  int known_ = 0;                    // this lane's chunk has arrived: slots [begin_, end_)
+  int item_ = 0;                     // the first item that this warp has not begun
+  int64_t part_ = 0, part_end_ = 0;  // the parts that are left of the item before item_
+  int known_ = 0;                    // 1: this lane's item has arrived, in slots [begin_, end_)
   int32_t begin_ = 0, end_ = 0;
 };
 
-// Called by all threads of one CTA when all chunks have been copied: nothing has failed, and they cover the rows of
-// every source, in order. With `recv_chunk_end`, keeps where each ends.
+// All threads of the last CTA, when all chunks have been copied: whether nothing has failed and the chunks cover the
+// rows of every source, in order. Writes the ends of chunks to `recv_chunk_end` unless it is null.
 __device__ inline bool chunks_cover(const Run& run, const Meta& meta, int32_t* recv_chunk_end) {
   const Comm& comm = run.comm;
   bool ok = !faulted(comm);

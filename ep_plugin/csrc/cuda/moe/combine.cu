@@ -1,11 +1,11 @@
-// Combine send and receive in one kernel, for few SMs. With few SMs, the bytes that an SM can load limit a combine. An
-// SM that only sends, or only receives, would wait for others while it could do the other work.
+// Combine send and receive in one kernel, for few SMs. With few SMs, the bytes that an SM can load limit a combine. In
+// two kernels, an SM of one half would wait for peers while the other half has work.
 //
 // Roles. In each CTA the first warps send, the next ones receive, and the last one signals chunks. A warp that has no
-// more rows to send receives, too. Each role is that of combine_send.cu or combine_recv.cu. The kernel is launched
-// cooperatively because its CTAs both send and wait for rows. All of them run, so every rank's rows leave, whatever its
-// receivers wait for.
-// Memory order, and outputs after a fault: as in combine_send.cu and combine_recv.cu.
+// more rows to send receives, too. The roles are those of combine_send.cu and combine_recv.cu. The kernel is launched
+// cooperatively because its CTAs both send and wait for rows. All CTAs run at the same time, so a rank's rows leave
+// even if its receiving warps wait.
+// Buffers, memory order and outputs after a fault: as in combine_send.cu and combine_recv.cu.
 #include <algorithm>
 
 #include "cuda/moe/combine_recv.cuh"
@@ -17,14 +17,14 @@ namespace ep::cuda {
 namespace {
 
 constexpr int kReducers = kReduceWarps - 1;
-// More than the share of sending in the work: these warps receive afterwards, and rows arrive only then.
+// More than sending's share of the work: rows arrive late, and these warps receive when they have sent theirs.
 constexpr int kSendWarps = 12;
 
 template <class Element, bool kBulk>
 __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
     ep_combine(const __grid_constant__ CombineSendArgs send, const __grid_constant__ CombineRecvArgs recv,
                const __grid_constant__ Cut cut) {
-  __shared__ Order order;
+  __shared__ SendOrder order;
   __shared__ Progress progress;
   __shared__ int32_t bases[kMaxRanks];
   const Comm& comm = send.comm;
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
   bool ok = sending.ok && receiving.ok;
   progress.clear();
   if (ok) {
-    const bool may_write = destination_has_read(sending, kCombinePool), fits = partials_fit(send, meta);
+    const bool may_write = destination_has_read(sending, kCombinePool), fits = partials_fit(sending, send, meta);
     order.make(comm, meta);
     ok = partials_fit(receiving, recv, bases) && may_send(may_write && fits);
   }
@@ -66,11 +66,11 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
 
 template <class Element>
 void launch_both(const CombineSendArgs& send, const CombineRecvArgs& recv) {
-  const Room room = room_for<ep_combine<Element, true>>();
-  const bool bulk = room.bulk && send.comm.plain == 0;
+  const KernelLimits limits = limits_of<ep_combine<Element, true>>();
+  const bool bulk = limits.bulk && send.comm.plain == 0;
   const int terms = std::max(send.routing.topk, recv.comm.num_ranks);
   const Cut cut =
-      cut_for_sums(send.header.row_bytes, send.routing.num_tokens, kReducers, 2 * terms, room.shared_bytes, bulk);
+      cut_for_sums(send.header.row_bytes, send.routing.num_tokens, kReducers, 2 * terms, limits.shared_bytes, bulk);
   const int threads = kReduceWarps * kWarp;
   if (bulk)
     launch_cooperatively<ep_combine<Element, true>>("combine", send.num_sms, threads, cut.shared_bytes(), send.stream,
@@ -85,10 +85,11 @@ void launch_both(const CombineSendArgs& send, const CombineRecvArgs& recv) {
 void combine(const CombineSendArgs& send, const CombineRecvArgs& recv) {
   require_combine_send(send);
   require_combine_recv(recv);
-  require(send.element == recv.element, "element of recv", "that of send", recv.element);
-  require(send.header.row_bytes == recv.header.row_bytes, "row_bytes of recv", "those of send", recv.header.row_bytes);
-  require(send.num_sms == recv.num_sms, "num_sms of recv", "that of send", recv.num_sms);
-  require(send.stream == recv.stream, "stream of recv", "that of send", static_cast<int64_t>(recv.stream));
+  require(send.element == recv.element, "element of recv", "the same as of send", recv.element);
+  require(send.header.row_bytes == recv.header.row_bytes, "row_bytes of recv", "the same as of send",
+          recv.header.row_bytes);
+  require(send.num_sms == recv.num_sms, "num_sms of recv", "the same as of send", recv.num_sms);
+  require(send.stream == recv.stream, "stream of recv", "the same as of send", static_cast<int64_t>(recv.stream));
   switch (send.element) {
     case kFloat32:
       return launch_both<Float32>(send, recv);

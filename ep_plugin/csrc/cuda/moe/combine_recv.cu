@@ -1,10 +1,10 @@
 // Combine receive: sums the partial rows of a token in the order of the ranks that sent them, then adds the bias.
 //
 // Roles. Warps share the tokens (rows.cuh). A token's chunk must have arrived from every rank. The last CTA signals to
-// the ranks that their rows are read. The kernel is launched behind ep_wait_for_sender.
+// the ranks that their rows have been read. The kernel follows ep_wait_for_sender.
 // Memory order. The warp acquires a chunk's arrivals at system scope, joins, and fences the async proxy before bulk
 // loads. Consumed words are signalled with release order, after the reads of all CTAs.
-// After a fault. The outputs are filled with 0xFF bytes.
+// After a fault. All outputs are filled with 0xFF bytes.
 #include "cuda/moe/combine_recv.cuh"
 #include "cuda/moe/kernels.h"
 
@@ -29,10 +29,10 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
 
 template <class Element>
 void launch_combine_recv(const CombineRecvArgs& args) {
-  const Room room = room_for<ep_combine_recv<Element, true>>();
-  const bool bulk = room.bulk && args.comm.plain == 0;
+  const KernelLimits limits = limits_of<ep_combine_recv<Element, true>>();
+  const bool bulk = limits.bulk && args.comm.plain == 0;
   const Cut cut = cut_for_sums(args.header.row_bytes, args.routing.num_tokens, kReduceWarps, 2 * args.comm.num_ranks,
-                               room.shared_bytes, bulk);
+                               limits.shared_bytes, bulk);
   const int threads = kReduceWarps * kWarp;
   if (bulk)
     launch<ep_combine_recv<Element, true>>("combine_recv", args.num_sms, threads, cut.shared_bytes(), args.stream, args,

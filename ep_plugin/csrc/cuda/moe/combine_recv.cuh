@@ -1,23 +1,31 @@
-// The work of a receiving warp of combine, and the steps before and after it. Roles and memory order are in
-// combine_recv.cu.
+// A receiving warp of combine, and the steps before and after it. combine_recv.cu and combine.cu are the kernels; their
+// headers describe roles and memory order.
 #pragma once
 #include "cuda/core/copy.cuh"
 #include "cuda/core/launch.cuh"
+#include "cuda/moe/handle.cuh"
 #include "cuda/moe/reduce.cuh"
 #include "cuda/moe/signals.cuh"
 
 namespace ep::cuda {
 
+// The tokens whose partial rows one warp sums: a job of reduce_rows() (reduce.cuh).
 class CombineRecvJob {
  public:
   struct Row {
     int32_t token;
     int32_t piece;
   };
-  // bases: of each rank, where its partial rows begin in this rank's pool; in shared memory. parts: which to add next.
+  // `bases`: the slot where each rank's partial rows begin in this rank's pool; in shared memory. `parts`: the order in
+  // which warps take tokens.
   __device__ CombineRecvJob(const Run& run, const CombineRecvArgs& args, const Cut& cut, const int32_t* bases,
                             const NextRow& parts)
-      : run_(run), args_(args), cut_(cut), bases_(bases), parts_(parts) {}
+      : run_(run),
+        args_(args),
+        cut_(cut),
+        bases_(bases),
+        slots_(args.comm.pool_bytes[kCombinePool] / partial_layout_of(args.header).bytes),
+        parts_(parts) {}
 
   __device__ Next next(bool may_block, Row* row) {
     if (part_ == kNotRequested) part_ = parts_.next();
@@ -37,11 +45,11 @@ class CombineRecvJob {
     return kRow;
   }
 
-  // A term for each rank that the token went to, in their order.
-  __device__ int describe(const Row& row, Term* terms) const {
+  // One term for each rank to which the token went, in rank order.
+  __device__ int list_terms(const Row& row, Term* terms) const {
     const int lane = lane_id();
     const int32_t position = lane < run_.comm.num_ranks ? position_at(row.token, lane) : -1;
-    const int32_t slot = position < 0 ? -1 : bases_[lane] + position;
+    const int32_t slot = position < 0 ? -1 : slot_of(row, lane, position);
     const unsigned mask = __ballot_sync(kAllLanes, slot >= 0);
     if (slot >= 0) terms[__popc(mask & ((1u << lane) - 1u))] = Term{slot, 1.0f};
     return __popc(mask);
@@ -56,11 +64,11 @@ class CombineRecvJob {
   }
   __device__ char* target(const Row& row) const { return at<char>(args_.out, row.token * args_.header.row_bytes); }
 
-  __device__ void settle(const Row&, Term*) const {}
-  __device__ void ahead(int, int) const {}
+  __device__ void set_factors(const Row&, Term*) const {}
+  __device__ void prefetch(int, int) const {}
   __device__ void completed(uint32_t) const {}
 
-  // What rode back with each pair, from the rank that holds its expert.
+  // Copies the values that the ranks of the experts returned, one for each pair.
   __device__ void finish(const Row& row) const {
     if (args_.extra == 0 || row.piece != 0) return;
     const int K = args_.routing.topk, per_rank = local_experts(run_.comm);
@@ -68,30 +76,40 @@ class CombineRecvJob {
       const int64_t pair = static_cast<int64_t>(row.token) * K + k;
       const int32_t id = at<const int32_t>(args_.routing.topk_ids)[pair];
       const int rank = id / per_rank;
-      const int32_t position = id < 0 ? -1 : position_at(row.token, rank);
+      const bool is_expert = id < run_.comm.num_experts;
+      if (!is_expert) fail(run_.comm, kBadHandle, kCombineRecv, run_.comm.rank, row.token, run_.comm.num_experts, id);
+      const int32_t position = is_expert && id >= 0 ? position_at(row.token, rank) : -1;
+      const int32_t slot = position < 0 ? -1 : slot_of(row, rank, position);
       at<float>(args_.extra)[pair] =
-          position < 0 ? 0.0f
-                       : ptx::ld_coherent(reinterpret_cast<const float*>(source(bases_[rank] + position) +
-                                                                         partial_layout_of(args_.header).extra) +
-                                          k);
+          slot < 0 ? 0.0f
+                   : ptx::ld_coherent(
+                         reinterpret_cast<const float*>(source(slot) + partial_layout_of(args_.header).extra) + k);
     }
   }
 
  private:
   static constexpr int32_t kNotRequested = -1;
 
-  // The place of the token's partial row from `rank` among that rank's, or -1.
+  // The slot of a token's partial row from `rank`. If it lies outside the pool: -1, and the fault is recorded.
+  __device__ int32_t slot_of(const Row& row, int rank, int32_t position) const {
+    const int64_t slot = int64_t{bases_[rank]} + position;
+    if (slot < slots_) return static_cast<int32_t>(slot);
+    fail(run_.comm, kBadHandle, kCombineRecv, run_.comm.rank, row.token, slots_, slot);
+    return -1;
+  }
+
+  // The position of the token's partial row among those that `rank` sends here, or -1.
   __device__ int32_t position_at(int32_t token, int rank) const {
     return at<const int32_t>(args_.routing.send_pos)[static_cast<int64_t>(token) * run_.comm.num_ranks + rank];
   }
 
-  // A lane for each rank. kEnd: a fault.
+  // One lane per rank: whether the chunk has arrived from all ranks. kEnd after a fault.
   __device__ Next chunk_ready(int chunk, bool may_block) const {
     const int rank = lane_id();
     const bool waits = rank < run_.comm.num_ranks;
     const Arrival* word = arrival(run_.comm, run_.comm.rank, kCombinePool, waits ? rank : 0, chunk);
     bool here = !waits, go_on = true;
-    Patience patience;
+    Deadline deadline;
     for (;;) {
       uint64_t seen = 0;
       if (!here) {
@@ -102,14 +120,14 @@ class CombineRecvJob {
       if (__any_sync(kAllLanes, !go_on)) return kEnd;
       if (__all_sync(kAllLanes, here)) break;
       if (!may_block) return kNotYet;
-      if (!here) go_on = patience.keep_waiting(run_, rank, chunk, run_.epoch, seen);
+      if (!here) go_on = deadline.keep_waiting(run_, rank, chunk, run_.epoch, seen);
     }
     __syncwarp();
     ptx::fence_proxy_async();
     return kRow;
   }
 
-  // The chunk's rows are those that this rank sent there.
+  // Whether the chunk has as many rows as this rank sent to `rank` in it.
   __device__ bool check(int32_t begin, int32_t end, int rank, int chunk) const {
     const int32_t* ends = meta_of(args_.comm, args_.routing).send_chunk_end + rank * kMaxChunks;
     const int32_t expected = chunk == 0 ? 0 : ends[chunk - 1];
@@ -121,22 +139,23 @@ class CombineRecvJob {
   const CombineRecvArgs& args_;
   const Cut& cut_;
   const int32_t* const bases_;
+  const int64_t slots_;  // of the pool
   NextRow parts_;
-  int32_t part_ = kNotRequested;  // the next to add
-  int32_t ready_end_ = 0;         // this warp's tokens before it have arrived
+  int32_t part_ = kNotRequested;  // the next to sum
+  int32_t ready_end_ = 0;         // all tokens before this one have arrived, as far as this warp knows
 };
 
 __device__ __forceinline__ int64_t parts_to_receive(const CombineRecvArgs& args, const Cut& cut) {
   return int64_t{args.routing.num_tokens} * cut.parts;
 }
 
-// All threads: the partial rows of every rank end within this rank's pool. Where they begin goes to `bases`, in shared
-// memory.
+// All threads: whether the handle is sound, and the partial rows of every rank end within this rank's pool. Writes
+// `bases`, in shared memory: the slot where each rank's partial rows begin. Joins the CTA.
 __device__ inline bool partials_fit(const Run& run, const CombineRecvArgs& args, int32_t* bases) {
   const Comm& comm = args.comm;
   const Meta meta = meta_of(comm, args.routing);
   const int rank = static_cast<int>(threadIdx.x);
-  bool ok = true;
+  bool ok = check_handle(run, sent_items(comm), [&](int item) { return sent_is_sound(args.routing, meta, item); });
   if (rank < comm.num_ranks) {
     bases[rank] = meta.send_base[rank];
     const int64_t rows = static_cast<int64_t>(bases[rank]) + meta.rank_count[rank];
@@ -147,7 +166,7 @@ __device__ inline bool partials_fit(const Run& run, const CombineRecvArgs& args,
   return __syncthreads_and(ok) != 0;
 }
 
-// The last CTA's end, all threads.
+// All threads of the last CTA, when all CTAs have finished.
 __device__ inline void finish_combine_recv(const Run& run, const CombineRecvArgs& args) {
   if (__syncthreads_or(faulted(args.comm))) {
     const int64_t tokens = args.routing.num_tokens;
@@ -166,7 +185,7 @@ inline void require_combine_recv(const CombineRecvArgs& args) {
   require_header(args.header, args.routing);
   require_sms(args.num_sms);
   require_elements(args.header, args.hidden, args.element);
-  require(args.extra == 0 || args.header.weight_bytes == 4, "weight_bytes", "4, as extra values ride back",
+  require(args.extra == 0 || args.header.weight_bytes == 4, "weight_bytes", "4, because extra values return",
           args.header.weight_bytes);
   require_rows("out", args.out);
   require_rows("bias", args.bias);

@@ -1,16 +1,16 @@
-// Combine send: reduces the expert rows of a received slot to one partial row, and stores it in the combine pool of the
-// token's owner.
+// Combine send: reduces the expert rows of each received slot to one partial row, and stores it in the combine pool of
+// the token's owner.
 //
 // Roles. Sending warps share the slots (rows.cuh): chunk by chunk of the owners' tokens, all owners in turn, starting
 // with the next rank, so that no two ranks write to one owner at the same time. Expert rows come through shared memory
-// (bulk) or registers. Lanes store the sums, and beside them the values that return to the owner. The last warp of each
-// CTA signals chunks.
-// Latency. Which row is next, its terms, and their weights are three dependent loads, which together take as long as
-// half a row. On the bulk path each of them runs while rows are summed.
+// (bulk) or registers. Lanes store the sums, and after them the values that return to the owner. The last warp of each
+// CTA signals chunks (signals.cuh).
+// Latency. To find the next row, its terms, and their weights takes three loads that depend on each other: as long as
+// half a row. On the bulk path these loads run while rows are summed.
 // Waits. A combine send waits only for consumed words, never for rows.
 // Buffers. A slot of the combine pool is [row | extra[K]], see PartialLayout.
-// Memory order. The lanes of a warp join after their stores and before the warp publishes its progress. What owners may
-// rely on is in signals.cuh.
+// Memory order. The lanes of a warp join after their stores and before the warp publishes its progress. signals.cuh
+// describes the order that owners see.
 #include "cuda/moe/combine_send.cuh"
 #include "cuda/moe/kernels.h"
 
@@ -23,13 +23,13 @@ constexpr int kSendWarps = kReduceWarps - 1;
 template <class Element, bool kBulk>
 __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
     ep_combine_send(const __grid_constant__ CombineSendArgs args, const __grid_constant__ Cut cut) {
-  __shared__ Order order;
+  __shared__ SendOrder order;
   __shared__ Progress progress;
   Run run = enter(args.comm, kCombineSend);
   const Meta meta = meta_of(args.comm, args.routing);
   progress.clear();
   if (run.ok) {
-    const bool may_write = destination_has_read(run, kCombinePool), fits = partials_fit(args, meta);
+    const bool may_write = destination_has_read(run, kCombinePool), fits = partials_fit(run, args, meta);
     order.make(args.comm, meta);
     run.ok = may_send(may_write && fits);
   }
@@ -50,10 +50,10 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
 
 template <class Element>
 void launch_combine_send(const CombineSendArgs& args) {
-  const Room room = room_for<ep_combine_send<Element, true>>();
-  const bool bulk = room.bulk && args.comm.plain == 0;
+  const KernelLimits limits = limits_of<ep_combine_send<Element, true>>();
+  const bool bulk = limits.bulk && args.comm.plain == 0;
   const Cut cut = cut_for_sums(args.header.row_bytes, args.routing.num_tokens, kSendWarps, 2 * args.routing.topk,
-                               room.shared_bytes, bulk);
+                               limits.shared_bytes, bulk);
   const int threads = kReduceWarps * kWarp;
   if (bulk)
     launch<ep_combine_send<Element, true>>("combine_send", args.num_sms, threads, cut.shared_bytes(), args.stream, args,

@@ -1,44 +1,46 @@
-// The work of a sending warp of combine, and the checks before it. Roles and memory order are in combine_send.cu.
+// A sending warp of combine, and the checks before it sends. combine_send.cu and combine.cu are the kernels; their
+// headers describe roles and memory order.
 #pragma once
 #include "cuda/core/launch.cuh"
+#include "cuda/moe/handle.cuh"
 #include "cuda/moe/reduce.cuh"
 #include "cuda/moe/signals.cuh"
 
 namespace ep::cuda {
 
-// The rows of a combine send in the order of their numbers: chunk by chunk of the owners' tokens, and in each chunk all
-// owners in turn, starting with the next rank. In shared memory.
-struct Order {
-  int32_t begin[kMaxChunks * kMaxRanks + 1];  // number of the first row of (chunk, owner's turn)
-  int32_t slot[kMaxChunks * kMaxRanks];       // its slot
+// The order in which a combine sends its rows: chunk by chunk of the owners' tokens, and in each chunk all owners in
+// turn, starting with the next rank. Rows are numbered in this order. An item is one (chunk, owner). In shared memory.
+struct SendOrder {
+  int32_t begin[kMaxChunks * kMaxRanks + 1];  // number of the item's first row
+  int32_t slot[kMaxChunks * kMaxRanks];       // slot of the item's first row
   uint8_t owner[kMaxChunks * kMaxRanks];
-  int32_t moved[kMaxRanks];  // from a slot here to the one in the pool of that owner
+  int32_t slot_shift[kMaxRanks];  // add to a received slot to get the slot in that owner's combine pool
   int chunks;
 
-  // All threads; joins them.
+  // All threads. Joins the CTA.
   __device__ void make(const Comm& comm, const Meta& meta) {
     const int R = comm.num_ranks;
     for (int i = threadIdx.x; i < kMaxChunks * R; i += blockDim.x) {
       const int chunk = i / R, owner = owner_of(comm, i % R);
       const int32_t* ends = meta.recv_chunk_end + owner * kMaxChunks;
-      // None of the loads depends on another.
+      // No load depends on another one, so all are in flight together.
       const int32_t offset = meta.recv_offset[owner], tokens = meta.src_tokens[owner];
       const int32_t before = chunk > 0 ? ends[chunk - 1] : 0, end = ends[chunk];
       const bool here = chunk < num_chunks(tokens);
       slot[i] = offset + (here ? before : 0);
       begin[i + 1] = here ? end - before : 0;
       this->owner[i] = static_cast<uint8_t>(owner);
-      if (chunk == 0) moved[owner] = meta.combine_base[owner] - offset;
+      if (chunk == 0) slot_shift[owner] = meta.combine_base[owner] - offset;
     }
     __syncthreads();
-    if (warp_id() == 0) add_up(comm, meta);
+    if (warp_id() == 0) sum_counts(comm, meta);
     __syncthreads();
   }
 
   static __device__ int owner_of(const Comm& comm, int turn) { return (comm.rank + 1 + turn) % comm.num_ranks; }
 
  private:
-  __device__ void add_up(const Comm& comm, const Meta& meta) {
+  __device__ void sum_counts(const Comm& comm, const Meta& meta) {
     int32_t rows = 0;
     const int items = kMaxChunks * comm.num_ranks;
     for (int base = 0; base < items; base += kWarp) {
@@ -57,11 +59,11 @@ struct Order {
   }
 };
 
-// A chunk's rows, of all owners together.
+// The chunks of a combine send, for signal_chunks(). A chunk has the rows for all owners.
 struct PartialChunks {
   const Run& run;
   const Meta& meta;
-  const Order& order;
+  const SendOrder& order;
   const int parts;  // of a row
 
   __device__ int count() const { return order.chunks; }
@@ -74,6 +76,7 @@ struct PartialChunks {
   }
 };
 
+// The slots that one warp reduces and sends: a job of reduce_rows() (reduce.cuh).
 class CombineSendJob {
  public:
   struct Row {
@@ -82,9 +85,9 @@ class CombineSendJob {
     char* target;
   };
 
-  // For the first `warps` of each CTA.
-  __device__ CombineSendJob(const Run& run, const CombineSendArgs& args, const Order& order, const Cut& cut, int warps,
-                            Progress& progress)
+  // The first `warps` warps of each CTA have one.
+  __device__ CombineSendJob(const Run& run, const CombineSendArgs& args, const SendOrder& order, const Cut& cut,
+                            int warps, Progress& progress)
       : run_(run),
         args_(args),
         lay_(partial_layout_of(args.header)),
@@ -103,18 +106,18 @@ class CombineSendJob {
     return kRow;
   }
 
-  __device__ void ahead(int unit, int units) {
+  __device__ void prefetch(int unit, int units) {
     if (unit == 0) rows_.request();
     if (unit == min(1, units - 1)) find_next();
   }
 
-  // For the row found last, and before the next is looked for; so is settle.
-  __device__ int describe(const Row& row, Term* terms) {
-    return flat_ ? describe_flat(row, terms) : describe_token(row, terms);
+  // Call both for the row that was found last, before the next row is found.
+  __device__ int list_terms(const Row& row, Term* terms) {
+    return flat_ ? list_flat_terms(row, terms) : list_token_term(row, terms);
   }
-  __device__ void settle(const Row& row, Term* terms) const {
-    if (!flat_) return settle_token(row, terms);
-    if (place_ >= 0) terms[place_].factor = weight_;
+  __device__ void set_factors(const Row& row, Term* terms) const {
+    if (!flat_) return set_token_factor(row, terms);
+    if (term_ >= 0) terms[term_].factor = weight_;
   }
 
   __device__ const char* source(int32_t term_row) const {
@@ -131,7 +134,7 @@ class CombineSendJob {
  private:
   static constexpr int32_t kUnknown = -1, kNone = -2;  // in place of a slot
 
-  // Finds the next row, and begins to load its first pairs.
+  // Finds the next row and begins to load its first pairs.
   __device__ void find_next() {
     if (next_.slot != kUnknown) return;
     const int32_t part = rows_.next();
@@ -143,7 +146,7 @@ class CombineSendJob {
     const int owner = order_.owner[item_];
     next_ = Row{slot, parts_ == 1 ? 0 : part % parts_,
                 at<char>(peer::pool(args_.comm, kCombinePool, owner),
-                         int64_t{slot + order_.moved[owner]} * static_cast<int32_t>(lay_.bytes))};
+                         int64_t{slot + order_.slot_shift[owner]} * static_cast<int32_t>(lay_.bytes))};
     from_ = lane_id() < args_.routing.topk ? recv_row(next_, lane_id()) : -1;
   }
 
@@ -151,39 +154,45 @@ class CombineSendJob {
     return at<const int32_t>(args_.routing.recv_rows)[static_cast<int64_t>(row.slot) * args_.routing.topk + k];
   }
 
-  __device__ bool sound(const Row& row, int k, int32_t from) const {
-    return from < args_.rows || fail(run_.comm, kBadData, kCombineSend, run_.comm.rank, k, args_.rows, from);
+  // Whether `from`, which is not negative, can be a row of y for this slot.
+  __device__ bool is_row_of(const Row& row, int32_t from) const {
+    return from < args_.rows && (flat_ || from == row.slot);
   }
 
-  // Where the row of pair k lies, or -1: it did not come here.
+  __device__ bool in_range(const Row& row, int k, int32_t from) const {
+    return is_row_of(row, from) || fail(run_.comm, kBadHandle, kCombineSend, run_.comm.rank, k, args_.rows, from);
+  }
+
+  // The row of y for pair k, or -1 if the pair did not come to this rank.
   __device__ int32_t term_of(const Row& row, int k) const {
     const int32_t from = k < kWarp ? from_ : k < args_.routing.topk ? recv_row(row, k) : -1;
-    return from >= 0 && sound(row, k, from) ? from : -1;
+    return from >= 0 && in_range(row, k, from) ? from : -1;
   }
 
-  // A term for each pair that came here. The weights of the first pairs are on their way until settle.
-  __device__ int describe_flat(const Row& row, Term* terms) {
+  // One term for each pair that came here. set_factors() stores the weights of the first pairs, whose loads are in
+  // flight until then.
+  __device__ int list_flat_terms(const Row& row, Term* terms) {
     const int K = args_.routing.topk;
     int count = 0;
     for (int k = lane_id(); k - lane_id() < K; k += kWarp) {
       const int32_t from = term_of(row, k);
       const float factor = from >= 0 && args_.weights != 0 ? at<const float>(args_.weights)[from] : 1.0f;
       const unsigned mask = __ballot_sync(kAllLanes, from >= 0);
-      const int place = count + __popc(mask & ((1u << lane_id()) - 1u));
-      if (from >= 0) terms[place].row = from;
+      const int term = count + __popc(mask & ((1u << lane_id()) - 1u));
+      if (from >= 0) terms[term].row = from;
       if (k < kWarp) {
-        place_ = from >= 0 ? place : -1;
+        term_ = from >= 0 ? term : -1;
         weight_ = factor;
       } else if (from >= 0) {
-        terms[place].factor = factor;
+        terms[term].factor = factor;
       }
       count += __popc(mask);
     }
     return count;
   }
 
-  // One term, if any pair came here.
-  __device__ int describe_token(const Row& row, Term* terms) {
+  // One term if any pair came here.
+  __device__ int list_token_term(const Row& row, Term* terms) {
     bool any = false;
     for (int k = lane_id(); k - lane_id() < args_.routing.topk; k += kWarp) any |= term_of(row, k) >= 0;
     weight_ = weight_of_token(row, lane_id());
@@ -192,8 +201,8 @@ class CombineSendJob {
     return any ? 1 : 0;
   }
 
-  // Its factor is the sum of the weights of the pairs that came here, in their order.
-  __device__ void settle_token(const Row& row, Term* terms) const {
+  // The factor is the sum of the weights of the pairs that came here, in the order of the pairs.
+  __device__ void set_token_factor(const Row& row, Term* terms) const {
     const bool weighted = args_.weights != 0;
     float factor = weighted ? 0.0f : 1.0f;
     for (int k = lane_id(); weighted && k - lane_id() < args_.routing.topk; k += kWarp) {
@@ -215,29 +224,31 @@ class CombineSendJob {
     for (int k = lane_id(); k < K; k += kWarp) {
       const int32_t from = recv_row(row, k);
       const int64_t index = flat_ ? from : static_cast<int64_t>(row.slot) * K + k;
-      to[k] = from < 0 || from >= args_.rows ? 0.0f : at<const float>(args_.extra)[index];
+      to[k] = from < 0 || !is_row_of(row, from) ? 0.0f : at<const float>(args_.extra)[index];
     }
   }
 
   const Run& run_;
   const CombineSendArgs& args_;
   const PartialLayout lay_;
-  const Order& order_;
+  const SendOrder& order_;
   const int parts_;  // of a row
   RowQueue rows_;
   const bool flat_;
-  int item_ = 0;                    // of order_, that the row found last belongs to
+  int item_ = 0;                    // of order_, to which the row found last belongs
   Row next_{kUnknown, 0, nullptr};  // found last
-  int32_t from_ = -1;               // recv_row of this lane's pair of it
-  int place_ = -1;                  // of this lane's pair among its terms
+  int32_t from_ = -1;               // recv_row of this lane's pair of that row
+  int term_ = -1;                   // index of this lane's pair among the terms
   float weight_ = 0.0f;
 };
 
-// A thread for each owner: the rows that this rank holds of it end within the pools and lists they belong to.
-__device__ inline bool partials_fit(const CombineSendArgs& args, const Meta& meta) {
+// All threads: whether the handle is sound, and (one thread per owner) the owner's rows on this rank end within its
+// combine pool and the handle's recv_rows.
+__device__ inline bool partials_fit(const Run& run, const CombineSendArgs& args, const Meta& meta) {
   const Comm& comm = args.comm;
   const int owner = static_cast<int>(threadIdx.x);
-  bool ok = true;
+  bool ok =
+      check_handle(run, returned_items(comm), [&](int item) { return returned_is_sound(args.routing, meta, item); });
   if (owner < comm.num_ranks) {
     const int64_t rows = meta.recv_offset[owner + 1] - meta.recv_offset[owner];
     const int64_t end = (meta.combine_base[owner] + rows) * partial_layout_of(args.header).bytes;

@@ -1,11 +1,12 @@
 // Dispatch send and receive in one kernel, for few SMs. With few SMs, the bytes that an SM can store limit a dispatch.
-// A kernel that only sends would then wait for peers while it could receive. The output must exist before the launch.
+// In two kernels, SMs would wait for peers or for the links while the other half has work. The output must exist before
+// the launch.
 //
-// Roles. In each CTA the first warps send, the next one signals chunks, and the others receive. Each role is that of
-// dispatch_send.cu or dispatch_recv.cu, with its own part of the shared memory. On the bulk path, a rank's rows for
-// itself skip the pool: the sending warp stores them to their output rows. The kernel is launched cooperatively because
-// its CTAs both send and wait for rows. All of them run, so every rank's rows leave, whatever its receivers wait for.
-// Memory order, and outputs after a fault: as in dispatch_send.cu and dispatch_recv.cu.
+// Roles. In each CTA the first warps send, the next one signals chunks, and the others receive. The roles are those of
+// dispatch_send.cu and dispatch_recv.cu; each has its own part of the shared memory. On the bulk path, a rank's rows
+// for itself skip the pool: the sending warp stores them to their output rows. The kernel is launched cooperatively
+// because its CTAs both send and wait for rows. All CTAs run at the same time, so a rank's rows leave even if its
+// receiving warps wait. Buffers, memory order and outputs after a fault: as in dispatch_send.cu and dispatch_recv.cu.
 #include "cuda/moe/dispatch_recv.cuh"
 #include "cuda/moe/dispatch_send.cuh"
 #include "cuda/moe/kernels.h"
@@ -14,8 +15,8 @@ namespace ep::cuda {
 
 namespace {
 
-constexpr int kMostWarps = 6;  // of either role
-constexpr int kMostThreads = (2 * kMostWarps + 1) * kWarp;
+constexpr int kMaxWarps = 6;  // sending, and receiving
+constexpr int kMaxThreads = (2 * kMaxWarps + 1) * kWarp;
 
 template <bool kBulk>
 __device__ void receive(const Run& run, const DispatchRecvArgs& args, const Meta& meta, const Cut& cut) {
@@ -34,8 +35,8 @@ template <bool kBulk, class From>
 __device__ void send_rows_of_warp(const Run& run, const DispatchSendArgs& args, const Meta& meta, const Cut& cut,
                                   Progress& progress, const Output& out) {
   if constexpr (kBulk) {
-    uint64_t* dests = list_of_warp(cut) + cut.list_entries - Placer::list_size(args.routing);
-    DispatchSendJob<Placer> job(run, args, meta, cut, progress, Placer(out, dests));
+    uint64_t* dests = list_of_warp(cut) + cut.list_entries - RowWriter::list_size(args.routing);
+    DispatchSendJob<RowWriter> job(run, args, meta, cut, progress, RowWriter(out, dests));
     send_rows<kBulk, From>(job, run, cut);
   } else {
     DispatchSendJob<ThroughPool> job(run, args, meta, cut, progress);
@@ -43,9 +44,9 @@ __device__ void send_rows_of_warp(const Run& run, const DispatchSendArgs& args, 
   }
 }
 
-// From: void, or the type of the elements that are quantised.
+// From: as for send_rows().
 template <bool kBulk, class From>
-__global__ void __launch_bounds__(kMostThreads, 1)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     ep_dispatch(const __grid_constant__ DispatchSendArgs send, const __grid_constant__ DispatchRecvArgs recv,
                 const __grid_constant__ Cut send_cut, const __grid_constant__ Cut recv_cut) {
   __shared__ Progress progress;
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   progress.clear();
   if (ok) {
     const bool may_write = destination_has_read(sending, kDispatchPool);
-    ok = may_send(may_write && sends_fit(send, meta) && slots_fit(receiving, recv));
+    ok = may_send(may_write && sends_fit(sending, send, meta) && slots_fit(receiving, recv));
   }
   if (ok) {
     if (send.routing.num_tokens == 0 && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(sending);
@@ -88,21 +89,21 @@ void launch_both(const DispatchSendArgs& send, const DispatchRecvArgs& recv, con
 // Sending and receiving warps get half of the shared memory each.
 template <class From>
 void choose_both(const DispatchSendArgs& send, const DispatchRecvArgs& recv) {
-  using Job = DispatchSendJob<Placer>;
-  const Room room = room_for<ep_dispatch<true, From>>();
+  using Job = DispatchSendJob<RowWriter>;
+  const KernelLimits limits = limits_of<ep_dispatch<true, From>>();
   const SlotLayout lay = slot_layout_of(send.header);
-  const int places = Placer::list_size(recv.routing);
-  const int64_t for_sends = room.shared_bytes / 2;
-  const Cut send_cut = cut_for_warps(lay.image, kLeastSendWarps<From>, kMostWarps, Job::kStages,
-                                     Job::kStages * Job::list_size(send.comm.num_ranks) + places, for_sends);
-  const Cut recv_cut = cut_for_warps(lay.image, kLeastCopyWarps, kMostWarps, DispatchRecvJob::kStages, places,
-                                     room.shared_bytes - align_up(send_cut.shared_bytes(), kSlotAlign));
-  if (room.bulk && send.comm.plain == 0 && sends_in_bulk<From>(lay, send_cut) && lay.row < recv_cut.piece_bytes)
+  const int recv_list = RowWriter::list_size(recv.routing);
+  const int64_t for_sends = limits.shared_bytes / 2;
+  const Cut send_cut = cut_for_warps(lay.image, kMinSendWarps<From>, kMaxWarps, Job::kStages,
+                                     Job::kStages * Job::list_size(send.comm.num_ranks) + recv_list, for_sends);
+  const Cut recv_cut = cut_for_warps(lay.image, kMinCopyWarps, kMaxWarps, DispatchRecvJob::kStages, recv_list,
+                                     limits.shared_bytes - align_up(send_cut.shared_bytes(), kSlotAlign));
+  if (limits.bulk && send.comm.plain == 0 && sends_in_bulk<From>(lay, send_cut) && lay.row < recv_cut.piece_bytes)
     launch_both<true, From>(send, recv, send_cut, recv_cut);
   else
     launch_both<false, From>(send, recv,
-                             uncut(lay.image, kMostWarps, DispatchSendJob<ThroughPool>::list_size(send.comm.num_ranks)),
-                             uncut(lay.image, kMostWarps, places));
+                             uncut(lay.image, kMaxWarps, DispatchSendJob<ThroughPool>::list_size(send.comm.num_ranks)),
+                             uncut(lay.image, kMaxWarps, recv_list));
 }
 
 }  // namespace
@@ -110,9 +111,9 @@ void choose_both(const DispatchSendArgs& send, const DispatchRecvArgs& recv) {
 void dispatch(const DispatchSendArgs& send, const DispatchRecvArgs& recv) {
   require_dispatch_send(send);
   require_dispatch_recv(recv);
-  require(send.optimistic + recv.optimistic == 0, "optimistic", "0, as the output is there already", 1);
-  require(send.num_sms == recv.num_sms, "num_sms of recv", "that of send", recv.num_sms);
-  require(send.stream == recv.stream, "stream of recv", "that of send", static_cast<int64_t>(recv.stream));
+  require(send.optimistic + recv.optimistic == 0, "optimistic", "0, because the output exists already", 1);
+  require(send.num_sms == recv.num_sms, "num_sms of recv", "the same as of send", recv.num_sms);
+  require(send.stream == recv.stream, "stream of recv", "the same as of send", static_cast<int64_t>(recv.stream));
   if (send.quantize == 0) return choose_both<void>(send, recv);
   if (send.element == kBFloat16) return choose_both<FromBFloat16>(send, recv);
   if (send.element == kFloat16) return choose_both<FromFloat16>(send, recv);

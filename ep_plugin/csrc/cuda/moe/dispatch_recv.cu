@@ -1,12 +1,12 @@
-// Dispatch receive: copies received slots to the rows that the caller's experts take, as their chunks arrive.
+// Dispatch receive: copies received slots to output rows as their chunks arrive.
 //
-// Roles. All warps clear the rows that nothing is sent for; the last warp first waits for every source's opening. CTA 0
-// writes the tables of counts and offsets. Then warps take slots in turn: lane 0 moves the row (bulk: one load of the
-// slot, one store for each FLAT row), and all lanes read its head. The last CTA checks that the chunks cover every
-// source's rows, and signals to the sources that their rows are read.
+// Roles. The last warp of each CTA waits for every source's opening. All warps clear the output rows for which nothing
+// is sent. CTA 0 writes the tables of counts and offsets. Then warps take slots in turn: lane 0 moves the row (bulk:
+// one load of the slot, one store for each FLAT row), and all lanes read its head. The last CTA checks that the chunks
+// cover every source's rows, and signals to the sources that their rows have been read.
 // Memory order. The warp acquires a chunk's arrival at system scope, joins, and fences the async proxy before bulk
 // loads. Consumed words are signalled with release order, after the reads of all CTAs.
-// After a fault. Every output is filled with 0xFF bytes, except the tables, which are zeros: no rows.
+// After a fault. All outputs are filled with 0xFF bytes. The tables of counts and offsets are zeros: no rows.
 #include "cuda/moe/dispatch_recv.cuh"
 #include "cuda/moe/kernels.h"
 
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
   Run run = enter(args.comm, kDispatchRecv);
   const Meta meta = meta_of(args.comm, args.routing);
   if (run.ok && args.optimistic != 0 && must_relaunch(args, meta)) return;
-  if (run.ok) run.ok = slots_fit(run, args);
+  if (run.ok) run.ok = __syncthreads_and(slots_fit(run, args)) != 0;
   if (run.ok) {
     const Output out(run, args);
     const bool opened = open_source_of_lane(run, kDispatchPool, args.header, meta.src_tokens);
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kCopyWarps* kWarp, 1)
   if (last_to_finish(run)) finish_dispatch_recv(run, args, meta);
 }
 
-// Behind ep_wait_for_sender, which launches its dependents.
+// The kernel follows ep_wait_for_sender, which launches its dependents.
 template <bool kBulk>
 void launch_dispatch_recv(const DispatchRecvArgs& args, const Cut& cut) {
   launch_early<ep_dispatch_recv<kBulk>>("dispatch_recv", args.num_sms, cut.warps * kWarp, cut.shared_bytes(),
@@ -47,14 +47,14 @@ void launch_dispatch_recv(const DispatchRecvArgs& args, const Cut& cut) {
 
 void dispatch_recv(const DispatchRecvArgs& args) {
   require_dispatch_recv(args);
-  const Room room = room_for<ep_dispatch_recv<true>>();
-  const int list = Placer::list_size(args.routing);
+  const KernelLimits limits = limits_of<ep_dispatch_recv<true>>();
+  const int list = RowWriter::list_size(args.routing);
   const SlotLayout lay = slot_layout_of(args.header);
   const Cut cut =
       args.routing.num_tokens <= kTokensInParts
-          ? cut_in_parts(lay.image, lay.row, kCopyWarps, DispatchRecvJob::kStages, list, room.shared_bytes)
-          : cut_for_warps(lay.image, kLeastCopyWarps, kCopyWarps, DispatchRecvJob::kStages, list, room.shared_bytes);
-  if (room.bulk && args.comm.plain == 0 && cut.warps >= 1 && lay.row < cut.piece_bytes)
+          ? cut_in_parts(lay.image, lay.row, kCopyWarps, DispatchRecvJob::kStages, list, limits.shared_bytes)
+          : cut_for_warps(lay.image, kMinCopyWarps, kCopyWarps, DispatchRecvJob::kStages, list, limits.shared_bytes);
+  if (limits.bulk && args.comm.plain == 0 && cut.warps >= 1 && lay.row < cut.piece_bytes)
     launch_dispatch_recv<true>(args, cut);
   else
     launch_dispatch_recv<false>(args, uncut(lay.image, kCopyWarps, list));

@@ -1,12 +1,14 @@
-// The work of a receiving warp of dispatch, and the steps before and after it. Roles and memory order are in
-// dispatch_recv.cu.
+// A receiving warp of dispatch, and the steps before and after it. dispatch_recv.cu and dispatch.cu are the kernels;
+// their headers describe roles and memory order.
 #pragma once
 #include "cuda/core/copy.cuh"
 #include "cuda/core/launch.cuh"
 #include "cuda/moe/chunks.cuh"
+#include "cuda/moe/handle.cuh"
 
 namespace ep::cuda {
 
+// The outputs of one dispatch and what all warps need to find their rows.
 struct Output {
   const Run& run;
   const DispatchRecvArgs& args;
@@ -15,7 +17,7 @@ struct Output {
   bool flat;
   int per_rank;
   int64_t required;  // rows that the layout needs
-  int32_t region;    // slots of each source's in the pool
+  int32_t region;    // slots of each source's region in the pool
 
   __device__ Output(const Run& run, const DispatchRecvArgs& args)
       : run(run), args(args), meta(meta_of(args.comm, args.routing)), lay(slot_layout_of(args.header)) {
@@ -26,48 +28,50 @@ struct Output {
   }
 };
 
-// Writes the output rows of a slot whose head can be read. One warp's.
-class Placer {
+// Writes the output rows of one slot at a time, once the slot's head can be read. One warp uses it.
+class RowWriter {
  public:
   static constexpr bool kDirect = true;
 
   // `dests`: room for list_size() addresses.
-  __device__ Placer(const Output& out, uint64_t* dests) : out_(out), dests_(dests) {}
+  __device__ RowWriter(const Output& out, uint64_t* dests) : out_(out), dests_(dests) {}
 
   static __host__ __device__ int list_size(const Routing& routing) {
     return routing.layout == kFlat ? routing.topk : 1;
   }
 
-  // All lanes: a piece of the row that is the source's number `position` here, the `unit`th of those that this warp
-  // stores of it, in order. Lane 0 begins the bulk stores. `head`: of its slot.
+  // All lanes: stores a piece of the row to its output rows; lane 0 begins the bulk stores. The row is number
+  // `position` of the rows that `source` sent here. `unit` counts the pieces of the row that this warp stores, in
+  // order. `head`: the head of the row's slot.
   __device__ void store(int source, int32_t position, const char* head, const char* stage, int piece, int unit,
                         const Cut& cut) {
     const int64_t skip = piece == 0 ? out_.lay.row : 0;
-    if (unit == 0) num_dests_ = place(source, position, head, piece == 0);
+    if (unit == 0) num_dests_ = list_rows(source, position, head, piece == 0);
     if (lane_id() == 0)
       for (int d = 0; d < num_dests_; ++d)
         ptx::bulk_store(reinterpret_cast<char*>(dests_[d]) + (cut.piece_begin(piece) + skip - out_.lay.row),
                         stage + skip, static_cast<uint32_t>(cut.piece_size(piece) - skip));
   }
 
-  // All lanes: the whole of its slot, which lies at `head`.
+  // All lanes: the same for a whole row on the plain path. The slot is at `head`.
   __device__ void copy_plain(int source, int32_t position, const char* head) {
-    num_dests_ = place(source, position, head, true);
+    num_dests_ = list_rows(source, position, head, true);
     copy_row_plain(head + out_.lay.row, dests_, num_dests_, 0, out_.args.header.row_bytes);
   }
 
  private:
-  // Lists the addresses of a slot's output rows. If `writes`, also writes the values beside them. `head`: of
-  // the slot, in the pool or in shared memory.
-  __device__ int place(int source, int32_t position, const char* head, bool writes) const {
+  // Lists the addresses of a slot's output rows and returns how many there are. If `writes`, also writes their expert
+  // ids, weights and scales. `head`: in the pool or in shared memory.
+  __device__ int list_rows(int source, int32_t position, const char* head, bool writes) const {
     __syncwarp();
     const int32_t index = out_.meta.recv_offset[source] + position;
-    const int count = out_.flat ? place_flat(source, index, head, writes) : place_token(source, index, head, writes);
+    const int count =
+        out_.flat ? list_flat_rows(source, index, head, writes) : list_token_row(source, index, head, writes);
     __syncwarp();
     return count;
   }
 
-  // The local id of the pair's expert, or -1 if it is another rank's or the pair is dropped. An invalid id is a fault.
+  // The local id of the pair's expert; -1 if another rank holds it or the pair is dropped. An invalid id is a fault.
   __device__ int32_t local_id(int source, const char* head, int k) const {
     const Comm& comm = out_.args.comm;
     const int32_t id = ptx::ld_coherent(reinterpret_cast<const int32_t*>(head + out_.lay.ids) + k);
@@ -76,8 +80,8 @@ class Placer {
     return local >= 0 && local < out_.per_rank ? local : -1;
   }
 
-  // A lane for each pair: the FLAT rows it goes to. Rows past the capacity are dropped.
-  __device__ int place_flat(int source, int32_t index, const char* head, bool writes) const {
+  // One lane per pair lists its FLAT row. Rows past the capacity are dropped.
+  __device__ int list_flat_rows(int source, int32_t index, const char* head, bool writes) const {
     const DispatchRecvArgs& args = out_.args;
     const int32_t* base = out_.meta.flat_base + source * out_.per_rank;
     const int K = args.routing.topk;
@@ -85,9 +89,9 @@ class Placer {
     for (int k = lane_id(); k - lane_id() < K; k += kWarp) {
       const int32_t local = k < K ? local_id(source, head, k) : -1;
       const int32_t row = local >= 0 ? sum_of(base[local], position_in(head, k)) : -1;
-      const bool sound = local < 0 || (row >= 0 && row < out_.required);
-      if (!sound) fail(args.comm, kBadData, kDispatchRecv, source, k, out_.required, row);
-      const bool kept = sound && row >= 0 && row < args.capacity;
+      const bool in_range = local < 0 || (row >= 0 && row < out_.required);
+      if (!in_range) fail(args.comm, kBadData, kDispatchRecv, source, k, out_.required, row);
+      const bool kept = in_range && row >= 0 && row < args.capacity;
       if (writes && args.fresh && k < K) recv_rows(index)[k] = kept ? row : -1;
       const unsigned mask = __ballot_sync(kAllLanes, kept);
       if (kept) {
@@ -103,7 +107,7 @@ class Placer {
     return count;
   }
 
-  __device__ int place_token(int source, int32_t index, const char* head, bool writes) const {
+  __device__ int list_token_row(int source, int32_t index, const char* head, bool writes) const {
     const DispatchRecvArgs& args = out_.args;
     const int K = args.routing.topk;
     const bool kept = index < args.capacity;
@@ -121,7 +125,7 @@ class Placer {
     return 1;
   }
 
-  // A position is a peer's word: the sum is checked, and may wrap until then.
+  // A peer wrote the position, so the sum may wrap. The caller checks it.
   static __device__ int32_t sum_of(int32_t base, int32_t position) {
     return static_cast<int32_t>(static_cast<uint32_t>(base) + static_cast<uint32_t>(position));
   }
@@ -144,7 +148,8 @@ class Placer {
   int num_dests_ = 0;
 };
 
-// The rows of a receiving warp. `skips_own`: this rank's own rows do not come through the pool.
+// The rows that one warp receives: a job of copy_rows() (copy.cuh). `skips_own`: this rank's rows for itself do not
+// come through the pool.
 class DispatchRecvJob {
  public:
   static constexpr bool kSignals = false;
@@ -154,7 +159,7 @@ class DispatchRecvJob {
       : out_(out),
         cut_(cut),
         rows_(out.run, out.meta, out.region, team_of_warps(cut.first_warp, cut.warps), cut.parts, skips_own),
-        placer_(out, list_of_warp(cut)) {}
+        writer_(out, list_of_warp(cut)) {}
 
   __device__ Next next(bool may_block) {
     const Next found = rows_.next(may_block, &part_);
@@ -174,12 +179,12 @@ class DispatchRecvJob {
     const int32_t part = __shfl_sync(kAllLanes, kept_, static_cast<int>(stored_ % kWarp));
     const int piece = first_piece(part) + unit;
     const int32_t found = slot_of(part);
-    placer_.store(source_of(found), found % out_.region, first_piece(part) == 0 ? stage : slot(found), stage, piece,
+    writer_.store(source_of(found), found % out_.region, first_piece(part) == 0 ? stage : slot(found), stage, piece,
                   unit, cut_);
     stored_ += unit + 1 == cut_.units();
   }
 
-  __device__ void copy_plain() { placer_.copy_plain(source_of(part_), part_ % out_.region, slot(part_)); }
+  __device__ void copy_plain() { writer_.copy_plain(source_of(part_), part_ % out_.region, slot(part_)); }
 
   __device__ void completed(uint32_t) const {}
 
@@ -194,13 +199,13 @@ class DispatchRecvJob {
   const Output& out_;
   const Cut& cut_;
   ArrivedRows rows_;
-  Placer placer_;
-  int32_t part_ = 0;  // found last: a slot, or a part of one
-  int32_t kept_ = 0;  // of those under way, a lane keeps each
+  RowWriter writer_;
+  int32_t part_ = 0;  // found last: a slot, or a part of a slot
+  int32_t kept_ = 0;  // parts in flight, one per lane
   uint32_t found_ = 0, stored_ = 0;
 };
 
-// One warp clears an output row that nothing was sent for.
+// One warp clears an output row for which nothing was sent.
 __device__ inline void clear_row(const Output& out, int64_t row) {
   const DispatchRecvArgs& args = out.args;
   const int64_t row_bytes = args.header.row_bytes, scale_bytes = args.header.scale_bytes, K = args.routing.topk;
@@ -212,7 +217,7 @@ __device__ inline void clear_row(const Output& out, int64_t row) {
   if (args.topk_ids != 0) fill_bytes(args.topk_ids + row * 4 * K, 4 * K, 0xFF, lane_id(), kWarp);
 }
 
-// A team of warps.
+// A team of warps clears the output rows for which nothing is sent.
 __device__ inline void clear_padding(const Output& out, const Team& team) {
   const int64_t capacity = out.args.capacity;
   for (int64_t local = team.index; out.flat && local < out.per_rank; local += team.size) {
@@ -224,7 +229,7 @@ __device__ inline void clear_padding(const Output& out, const Team& team) {
   for (int64_t row = out.required + team.index; row < capacity; row += team.size) clear_row(out, row);
 }
 
-// The tables that the caller reads besides rows. `step` threads call it; this one is number `first`.
+// Writes the tables of counts and offsets that the caller reads. `step` threads call it; this thread is number `first`.
 __device__ inline void write_tables(const Output& out, int first, int step) {
   const DispatchRecvArgs& args = out.args;
   const int64_t capacity = args.capacity;
@@ -242,7 +247,7 @@ __device__ inline void write_tables(const Output& out, int first, int step) {
   at<int32_t>(args.overflow)[1] = static_cast<int32_t>(out.required);
 }
 
-// One CTA fills the outputs after a fault, when all others have finished.
+// After a fault, the last CTA fills the outputs. All other CTAs have finished.
 __device__ inline void poison(const DispatchRecvArgs& args) {
   const int64_t first = threadIdx.x, step = blockDim.x, capacity = args.capacity, K = args.routing.topk;
   const int64_t weights = args.header.weight_bytes * (args.routing.layout == kFlat ? 1 : K);
@@ -257,16 +262,21 @@ __device__ inline void poison(const DispatchRecvArgs& args) {
   fill_bytes(args.overflow, 8, 0, first, step);
 }
 
-// Whether the rows fit in the slots. Every CTA finds the same, and one records the fault.
+// All threads: whether all received rows fit in the pool and in the handle's recv_rows, and a handle that is reused is
+// sound. Every CTA finds the same result. One thread records the fault.
 __device__ inline bool slots_fit(const Run& run, const DispatchRecvArgs& args) {
-  const Meta meta = meta_of(args.comm, args.routing);
+  const Comm& comm = args.comm;
+  const Meta meta = meta_of(comm, args.routing);
+  if (args.fresh == 0 &&
+      !check_handle(run, cached_items(comm), [&](int item) { return cached_is_sound(comm, args.routing, meta, item); }))
+    return false;
   const int64_t slots = meta.recv_offset[args.comm.num_ranks];
   if (pools_must_grow(args.comm, args.header, meta)) return threadIdx.x == 0 && fail_too_small(run, args.header, meta);
   return slots <= args.routing.slots ||
          (threadIdx.x == 0 && fail(args.comm, kTooSmall, run.step, args.comm.rank, 1, args.routing.slots, slots));
 }
 
-// The last CTA's end, all threads.
+// All threads of the last CTA, when all CTAs have finished.
 __device__ inline void finish_dispatch_recv(const Run& run, const DispatchRecvArgs& args, const Meta& meta) {
   if (!chunks_cover(run, meta, args.fresh ? meta.recv_chunk_end : nullptr)) return poison(args);
   signal_consumed(run, kDispatchPool, static_cast<int>(threadIdx.x));

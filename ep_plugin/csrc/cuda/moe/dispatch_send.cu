@@ -1,14 +1,15 @@
-// Dispatch send: each row once to every rank that holds one of its experts, straight to its final slot. A head before
-// the row says which output rows it becomes. Rows go chunk by chunk, so that receivers start before the last row has
-// left. Rows start to leave while notify, ahead in the stream, waits for peers. They are signalled when it is done.
+// Dispatch send: stores each row once into a slot on every rank that holds one of its experts. The head before the row
+// says which output rows it becomes. Rows go chunk by chunk, so that receivers start before the last row has left. Rows
+// leave while notify, ahead in the stream, waits for peers. They are signalled when notify is done.
 //
-// Roles. Sending warps share the tokens (rows.cuh). Lane 0 loads a row into shared memory, all lanes write the head
-// before it, and lane 0 stores both to each destination with one bulk store. The last warp of each CTA signals chunks.
-// Waits. Before writing, a send waits for consumed words and for the CTAs of this rank's notify that place tokens.
+// Roles. Sending warps share the tokens (rows.cuh). Lane 0 loads a row into shared memory, and all lanes write the head
+// before it. Then lane 0 stores head and row to each destination with one bulk store. The last warp of each CTA signals
+// chunks (signals.cuh).
+// Waits. Before writing, a send waits for consumed words and for the CTAs of this rank's notify that compute positions.
 // Before signalling, it also waits for all of notify. It never waits for rows.
 // Buffers. A slot is [pad | ids[K] | positions[K] | weights[K] | scales | row], see SlotLayout.
 // Memory order. The head is written with ordinary stores to shared memory. Each lane fences the async proxy before lane
-// 0 stores the slot in bulk. What peers may rely on is in signals.cuh.
+// 0 stores the slot in bulk. signals.cuh describes the order that peers see.
 //
 // Quantised rows. All lanes write head, scales and row into a stage (quantize.cuh), then fence and store as above. A
 // slot that is longer than any stage takes the plain path.
@@ -19,25 +20,26 @@ namespace ep::cuda {
 
 namespace {
 
-constexpr int kMostWarps = 12;
-constexpr int kMostThreads = (kMostWarps + 1) * kWarp;
-constexpr int64_t kBytesUnderWay = 256 * 1024;  // of a CTA's rows: more would wait in the links' queues
+constexpr int kMaxWarps = 12;
+constexpr int kMaxThreads = (kMaxWarps + 1) * kWarp;
+constexpr int64_t kBytesInFlight = 256 * 1024;  // rows of a CTA in flight: more would wait in the links' queues
 
-// One thread waits until notify, ahead, has placed this rank's rows. A reused routing was written long ago.
-__device__ bool rows_are_placed(const Run& run, const Header& header) {
+// Thread 0 waits until notify, ahead in the stream, has computed the positions of this rank's rows. A reused routing
+// has them already.
+__device__ bool positions_are_ready(const Run& run, const Header& header) {
   if (threadIdx.x != 0 || header.op != kOpDispatch) return true;
-  return peer::wait_at_least(run, &state_of(run.comm).placed, run.epoch, run.comm.rank, kOwnKernel);
+  return peer::wait_at_least(run, &state_of(run.comm).positions_ready, run.epoch, run.comm.rank, kOwnKernel);
 }
 
-// From: void, or the type of the elements that are quantised.
+// All threads. From: as for send_rows().
 template <bool kBulk, class From>
 __device__ __forceinline__ void send_all(const DispatchSendArgs& args, const Cut& cut) {
   __shared__ Progress progress;
   Run run = enter(args.comm, kDispatchSend);
-  run.ok = run.ok && destination_has_read(run, kDispatchPool) && rows_are_placed(run, args.header);
+  run.ok = run.ok && destination_has_read(run, kDispatchPool) && positions_are_ready(run, args.header);
   if (!__syncthreads_and(run.ok)) return;
   const Meta meta = meta_of(args.comm, args.routing);
-  if (!__syncthreads_and(sends_fit(args, meta))) {
+  if (!__syncthreads_and(sends_fit(run, args, meta))) {
     if (args.optimistic != 0 && warp_id() == 0) signal_started(run, kDispatchPool);  // the receive behind it exits too
     return;
   }
@@ -62,15 +64,15 @@ __device__ __forceinline__ void send_all(const DispatchSendArgs& args, const Cut
 }
 
 template <bool kBulk, class From>
-__global__ void __launch_bounds__(kMostThreads, 1)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     ep_dispatch_send(const __grid_constant__ DispatchSendArgs args, const __grid_constant__ Cut cut) {
   send_all<kBulk, From>(args, cut);
-  // One CTA stays, so that the next kernel in the stream runs after notify. All of them would hold SMs while peers are
+  // One CTA stays, so that the next kernel in the stream runs after notify. All CTAs would occupy SMs while peers are
   // late.
   if (blockIdx.x == 0) ptx::wait_on_dependency();
 }
 
-// A send behind its notify is launched early.
+// A send that follows its notify is launched early, because its rows need only the positions.
 template <bool kBulk, class From>
 void launch_send(const DispatchSendArgs& args, const Cut& cut) {
   constexpr auto kKernel = ep_dispatch_send<kBulk, From>;
@@ -79,29 +81,30 @@ void launch_send(const DispatchSendArgs& args, const Cut& cut) {
   launch_it("dispatch_send", args.num_sms, (cut.warps + 1) * kWarp, cut.shared_bytes(), args.stream, args, cut);
 }
 
-// A warp has one row in flight. Warps that quantise compute most of the time, so they are as many as fit.
+// Each warp has one row in flight, so the number of warps bounds the bytes in flight. Warps that quantise compute most
+// of the time; as many run as fit.
 template <class From>
 int most_warps(const SlotLayout& lay) {
-  const int64_t busy = ceil_div(kBytesUnderWay, lay.image);
-  if (!std::is_void_v<From> || busy > kMostWarps) return kMostWarps;
-  return busy < kLeastCopyWarps ? kLeastCopyWarps : static_cast<int>(busy);
+  const int64_t busy = ceil_div(kBytesInFlight, lay.image);
+  if (!std::is_void_v<From> || busy > kMaxWarps) return kMaxWarps;
+  return busy < kMinCopyWarps ? kMinCopyWarps : static_cast<int>(busy);
 }
 
 template <class From>
 void choose_send(const DispatchSendArgs& args) {
   using Job = DispatchSendJob<ThroughPool>;
-  const Room room = room_for<ep_dispatch_send<true, From>>();
+  const KernelLimits limits = limits_of<ep_dispatch_send<true, From>>();
   const int list = Job::list_size(args.comm.num_ranks);
   const SlotLayout lay = slot_layout_of(args.header);
   const bool in_parts = std::is_void_v<From> && args.routing.num_tokens <= kTokensInParts;
   const Cut cut =
-      in_parts ? cut_in_parts(lay.image, lay.row, kMostWarps, Job::kStages, Job::kStages * list, room.shared_bytes)
-               : cut_for_warps(lay.image, kLeastSendWarps<From>, most_warps<From>(lay), Job::kStages,
-                               Job::kStages * list, room.shared_bytes);
-  if (room.bulk && args.comm.plain == 0 && cut.warps >= 1 && sends_in_bulk<From>(lay, cut))
+      in_parts ? cut_in_parts(lay.image, lay.row, kMaxWarps, Job::kStages, Job::kStages * list, limits.shared_bytes)
+               : cut_for_warps(lay.image, kMinSendWarps<From>, most_warps<From>(lay), Job::kStages, Job::kStages * list,
+                               limits.shared_bytes);
+  if (limits.bulk && args.comm.plain == 0 && cut.warps >= 1 && sends_in_bulk<From>(lay, cut))
     launch_send<true, From>(args, cut);
   else
-    launch_send<false, From>(args, uncut(lay.image, kMostWarps, list));
+    launch_send<false, From>(args, uncut(lay.image, kMaxWarps, list));
 }
 
 }  // namespace

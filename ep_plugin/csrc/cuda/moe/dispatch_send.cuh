@@ -1,20 +1,22 @@
-// The work of a sending warp of dispatch, and the checks before it. Roles and memory order are in dispatch_send.cu.
+// A sending warp of dispatch, and the checks before it sends. dispatch_send.cu and dispatch.cu are the kernels; their
+// headers describe roles and memory order.
 #pragma once
 #include <type_traits>
 
 #include "cuda/core/copy.cuh"
 #include "cuda/core/launch.cuh"
 #include "cuda/core/quantize.cuh"
+#include "cuda/moe/handle.cuh"
 #include "cuda/moe/signals.cuh"
 
 namespace ep::cuda {
 
-// A rank's own rows go to its own pool, like those of others.
+// This rank's rows for itself go through its pool, like all other rows.
 struct ThroughPool {
   static constexpr bool kDirect = false;
 };
 
-// The chunks of this rank's tokens; a row's number is its token.
+// The chunks of this rank's tokens, for signal_chunks(). A row's number is its token.
 struct SentChunks {
   const Run& run;
   const DispatchSendArgs& args;
@@ -30,7 +32,7 @@ struct SentChunks {
   __device__ bool may_signal() {
     bool ok = true;
     if (!counts_known && args.header.op == kOpDispatch && lane_id() == 0)
-      ok = peer::wait_at_least(run, &state_of(run.comm).laid_out, run.epoch, run.comm.rank, kOwnKernel);
+      ok = peer::wait_at_least(run, &state_of(run.comm).counts_ready, run.epoch, run.comm.rank, kOwnKernel);
     counts_known = __all_sync(kAllLanes, ok) != 0;
     __syncwarp();  // what lane 0 has acquired, any lane may read
     return counts_known && !pools_must_grow(run.comm, args.header, meta);
@@ -44,14 +46,14 @@ struct SentChunks {
   }
 };
 
-// Own: what becomes of a rank's rows for itself on the bulk path. ThroughPool, or, with kDirect, something with
-//   void store(int source, int32_t position, const char* head, const char* stage, int piece, int unit, const Cut& cut)
-// all lanes: as DispatchRecvJob would do with the slot, from the stage that others' pools are written from.
+// The rows that one warp sends: a job of copy_rows() (copy.cuh) or make_rows() (quantize.cuh).
+// `Own` says how this rank's rows for itself travel on the bulk path: ThroughPool, or RowWriter (dispatch_recv.cuh),
+// which stores them to their output rows, from the stage from which peers' slots are stored.
 template <class Own>
 class DispatchSendJob {
  public:
   static constexpr bool kSignals = true;
-  static constexpr int kStages = 2;  // a row that is taken early is sent late, and its chunk with it
+  static constexpr int kStages = 2;  // more would delay rows, and with each row its chunk
 
   __device__ DispatchSendJob(const Run& run, const DispatchSendArgs& args, const Meta& meta, const Cut& cut,
                              Progress& progress, Own own = Own{})
@@ -59,7 +61,8 @@ class DispatchSendJob {
         meta_(meta),
         cut_(cut),
         lay_(slot_layout_of(args.header)),
-        first_slot_(args.comm.rank * region_slots_of(args.comm, args.header)),
+        region_(region_slots_of(args.comm, args.header)),
+        first_slot_(args.comm.rank * region_),
         lists_(list_of_warp(cut)),
         tokens_(NextRow(run, kDispatchSendRows, args.routing.num_tokens * cut.parts, cut.first_warp, cut.warps),
                 progress),
@@ -130,8 +133,9 @@ class DispatchSendJob {
 
   __device__ void completed(uint32_t rows) { tokens_.written(rows); }
 
-  // A list: how many destinations the token has and, in the higher half, which part of its row is meant; then the
-  // addresses of its slots; last, where own rows go by themselves, its position among those or -1.
+  // Words of a list of destinations. The first word is the number of destinations and, in its upper half, the part of
+  // the row. Then come the addresses of the slots. With Own::kDirect, the last word is the row's position among this
+  // rank's rows for itself, or -1.
   static __host__ __device__ int list_size(int num_ranks) { return num_ranks + 1 + Own::kDirect; }
 
  private:
@@ -143,6 +147,10 @@ class DispatchSendJob {
     const int R = args_.comm.num_ranks, lane = lane_id();
     const int32_t* positions = at<const int32_t>(args_.routing.send_pos) + static_cast<int64_t>(token_) * R;
     int32_t position = lane < R ? positions[lane] : -1;
+    if (position >= region_) {
+      fail(args_.comm, kBadHandle, kDispatchSend, args_.comm.rank, token_, region_, position);
+      position = -1;
+    }
     if (Own::kDirect && lane == args_.comm.rank) {
       list[list_size(R) - 1] = static_cast<uint64_t>(position);
       position = -1;
@@ -155,7 +163,7 @@ class DispatchSendJob {
     __syncwarp();
   }
 
-  // The same for every destination: all pairs of the token.
+  // All lanes: the head of the slot, which is the same for every destination. It has all pairs of the token.
   __device__ void write_head(char* to) const {
     const int K = args_.routing.topk;
     int32_t* ids = reinterpret_cast<int32_t*>(to + lay_.ids);
@@ -176,16 +184,21 @@ class DispatchSendJob {
   const Meta& meta_;
   const Cut& cut_;
   const SlotLayout lay_;
-  const int32_t first_slot_;  // of this rank's rows, in any pool
-  uint64_t* const lists_;     // one for each row under way
+  const int32_t region_;      // slots of this rank's region, in any pool
+  const int32_t first_slot_;  // of that region
+  uint64_t* const lists_;     // a list of destinations for each row in flight
   RowQueue tokens_;
   int32_t token_ = 0, part_ = 0;
   uint32_t loaded_ = 0, stored_ = 0;  // rows
   Own own_;
 };
 
-// A thread for each destination: this rank's rows fit in its region there. Otherwise an optimistic send leaves.
-__device__ inline bool sends_fit(const DispatchSendArgs& args, const Meta& meta) {
+// All threads: whether a handle that is reused is sound, and (one thread per destination) this rank's rows fit in its
+// region there. If they do not, an optimistic send exits, and any other send records a fault.
+__device__ inline bool sends_fit(const Run& run, const DispatchSendArgs& args, const Meta& meta) {
+  if (args.header.op == kOpCachedDispatch &&
+      !check_handle(run, sent_items(run.comm), [&](int item) { return sent_is_sound(args.routing, meta, item); }))
+    return false;
   const int dest = static_cast<int>(threadIdx.x);
   if (dest >= args.comm.num_ranks) return true;
   const int last = num_chunks(args.routing.num_tokens) - 1;
@@ -195,7 +208,8 @@ __device__ inline bool sends_fit(const DispatchSendArgs& args, const Meta& meta)
   return args.optimistic == 0 && fail(args.comm, kTooSmall, kDispatchSend, dest, 0, room, rows);
 }
 
-// One warp: the whole of a sending warp's part. From: void, or the type of the elements that are quantised.
+// One warp sends its rows. From: the element type of rows that are quantised, or void for rows that are sent as they
+// are.
 template <bool kBulk, class From, class Job>
 __device__ __forceinline__ void send_rows(Job& job, const Run& run, const Cut& cut) {
   if constexpr (std::is_void_v<From>)
@@ -204,10 +218,10 @@ __device__ __forceinline__ void send_rows(Job& job, const Run& run, const Cut& c
     make_rows<kBulk, From>(job, cut);
 }
 
-// Whether rows can be moved in bulk with this cut. A quantised row must fit whole in a stage, and few warps with stages
-// are better than none.
+// Whether rows can be moved in bulk with this cut. A quantised row must fit in one stage. One warp with such a stage is
+// enough.
 template <class From>
-constexpr int kLeastSendWarps = std::is_void_v<From> ? kLeastCopyWarps : 1;
+constexpr int kMinSendWarps = std::is_void_v<From> ? kMinCopyWarps : 1;
 template <class From>
 bool sends_in_bulk(const SlotLayout& lay, const Cut& cut) {
   return std::is_void_v<From> ? lay.row < cut.piece_bytes : cut.pieces == 1;

@@ -1,17 +1,19 @@
 // Notify: the ranks exchange counts, and each computes where the rows that it receives go.
 //
-// Roles. CTA 0 exchanges: warp p writes this rank's count row to peer p, waits for rank p's row, checks it, and keeps
-// its counts in shared memory. Then one warp lays out the FLAT rows by expert, another the slots by source. The other
-// CTAs place this rank's tokens at the same time (place.cuh) and wait for no peer. The last of them signals the send,
-// which needs nothing else to start moving rows. CTA 0 signals it again when the counts of all peers are known.
+// Roles. CTA 0 exchanges counts: warp p writes this rank's count row to peer p, waits for rank p's row, checks it, and
+// stores the counts in shared memory. Then one warp lays out the FLAT rows by expert, another the slots by source. The
+// other CTAs compute the positions of this rank's tokens at the same time (positions.cuh) and wait for no peer. The
+// last of them signals the send (State::positions_ready), which then may move rows. CTA 0 signals the send when the
+// counts of all peers are known (State::counts_ready). Then it may signal rows.
 // Buffers. A count row (common/layout.h) is 64-bit words that carry their own epoch, so it needs no flag. There are two
-// rows for each pair of ranks, used in turn. A row is overwritten after its reader's consumed word says epoch - 2.
+// rows for each pair of ranks, used in turn. A row is overwritten after its reader's consumed word has reached epoch -
+// 2.
 // Memory order. Count words are relaxed: each is complete by itself. The totals are stored before the ticket, which has
 // release order at system scope because the host reads them.
-// Nothing read from a count row is used as a bound or an index before it is checked.
+// Nothing from a count row is used as a bound or an index before it is checked.
 #include "cuda/core/launch.cuh"
 #include "cuda/moe/kernels.h"
-#include "cuda/moe/place.cuh"
+#include "cuda/moe/positions.cuh"
 #include "cuda/moe/signals.cuh"
 
 namespace ep::cuda {
@@ -32,9 +34,9 @@ __device__ int32_t* received(const Comm& comm) { return counts + plan_block_word
 
 __device__ int parity_of(const Run& run) { return static_cast<int>(run.epoch & 1); }
 
-constexpr int kWordsAtOnce = 12;  // of a count row, that a lane has under way
+constexpr int kWordsAtOnce = 12;  // of a count row that a lane loads at a time
 
-// One warp: waits until `peer` has read the count row that lies where the next one goes.
+// One warp: waits until `peer` has read the count row that this rank will overwrite.
 __device__ bool row_is_free(const Run& run, int peer) {
   const uint64_t free_at = run.epoch < 2 ? 0 : run.epoch - 2;
   const bool ok =
@@ -42,7 +44,7 @@ __device__ bool row_is_free(const Run& run, int peer) {
   return __all_sync(kAllLanes, ok) != 0;
 }
 
-// One warp, after that: this rank's count row to `peer`.
+// One warp: writes this rank's count row to `peer`.
 __device__ void send_counts(const Run& run, const NotifyArgs& args, int peer) {
   const Comm& comm = run.comm;
   const uint32_t* header = reinterpret_cast<const uint32_t*>(&args.header);
@@ -54,7 +56,8 @@ __device__ void send_counts(const Run& run, const NotifyArgs& args, int peer) {
   }
 }
 
-// Whether the header in a count row's first words, a lane each, means the same operation as ours. Finds that rank's T.
+// One warp, one lane per word: whether the header in a count row describes the same operation as this rank's header.
+// Also finds the source's T.
 __device__ bool check_header(const Run& run, const NotifyArgs& args, int source, uint32_t word, int64_t* tokens) {
   const uint32_t* mine = reinterpret_cast<const uint32_t*>(&args.header);
   const uint64_t low = __shfl_sync(kAllLanes, word, lane_id() & ~1), high = __shfl_sync(kAllLanes, word, lane_id() | 1);
@@ -69,10 +72,10 @@ __device__ bool check_header(const Run& run, const NotifyArgs& args, int source,
   return false;
 }
 
-// Each lane: its words of a count row, `kWordsAtOnce` from `first` on, kWarp apart; -1 past the end. While one is
-// missing, all are polled again: one after the other, each would need a poll after the last has arrived.
+// Each lane reads kWordsAtOnce words of a count row, from `first` on, kWarp apart; -1 past the end. While one is
+// missing, it polls all of them again. One after the other would cost a poll for each word after the last has arrived.
 __device__ bool read_words(const Run& run, const uint64_t* row, int words, int first, int source, int32_t* values) {
-  Patience patience;
+  Deadline deadline;
   for (;;) {
     uint64_t held[kWordsAtOnce], missing = 0;
     bool all_here = true;
@@ -90,12 +93,12 @@ __device__ bool read_words(const Run& run, const uint64_t* row, int words, int f
       values[j] = static_cast<int32_t>(static_cast<uint32_t>(held[j]));
     }
     if (all_here) return true;
-    if (!patience.keep_waiting(run, source, 0, run.epoch & UINT32_MAX, missing >> 32)) return false;
+    if (!deadline.keep_waiting(run, source, 0, run.epoch & UINT32_MAX, missing >> 32)) return false;
   }
 }
 
-// One warp: waits for a source's count row and checks it: the same operation as ours, and every count within [0, T of
-// that source]. Keeps the counts and T in shared memory.
+// One warp: waits for a source's count row and checks that its operation is the same and that every count is within
+// [0, T of that source]. Stores the counts and T in shared memory.
 __device__ bool receive_counts(const Run& run, const NotifyArgs& args, int source, Shared& shared) {
   const Comm& comm = run.comm;
   const int R = comm.num_ranks, per_rank = local_experts(comm), words = count_row_words(R, comm.num_experts);
@@ -105,8 +108,8 @@ __device__ bool receive_counts(const Run& run, const NotifyArgs& args, int sourc
     int32_t values[kWordsAtOnce];
     if (!__all_sync(kAllLanes, read_words(run, row, words, base + lane_id(), source, values))) return false;
     if (base == 0 && !check_header(run, args, source, static_cast<uint32_t>(values[0]), &tokens)) return false;
-    bool ok = tokens >= 0 && tokens <= kMostTokens;
-    if (!ok) fail(comm, kBadData, kNotify, source, 0, kMostTokens, tokens);
+    bool ok = tokens >= 0 && tokens <= kMaxTokens;
+    if (!ok) fail(comm, kBadData, kNotify, source, 0, kMaxTokens, tokens);
 #pragma unroll
     for (int j = 0; j < kWordsAtOnce; ++j) {
       const int i = base + j * kWarp + lane_id() - kHeaderWords;
@@ -128,7 +131,7 @@ __device__ int64_t max_of_warp(int64_t value) {
   return value;
 }
 
-// One warp, a lane for each rank: the order of what this rank receives, and the bases of its partial rows.
+// One warp, one lane per rank: computes the order of the slots that this rank receives, and the bases of partial rows.
 __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& shared) {
   const Comm& comm = run.comm;
   const Meta meta = meta_of(comm, args.routing);
@@ -141,6 +144,7 @@ __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& sh
       combine_base += b < me ? shared.rank_count[a][b] : 0;
       received += b <= a ? shared.rank_count[b][me] : 0;
       slots += shared.rank_count[b][a];
+      meta.rank_prefix[b * R + a] = static_cast<int32_t>(slots);
       sent += shared.rank_count[a][b];
       rows = max(rows, shared.rank_count[a][b]);
     }
@@ -164,8 +168,8 @@ __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& sh
   return true;
 }
 
-// One warp: where each local expert's FLAT rows start, and where each source's start among them. A lane has consecutive
-// experts.
+// One warp, consecutive experts per lane: computes where each local expert's FLAT rows start, and where each source's
+// rows start among them.
 __device__ bool lay_out_experts(const Run& run, const NotifyArgs& args) {
   const Comm& comm = run.comm;
   const Meta meta = meta_of(comm, args.routing);
@@ -206,7 +210,7 @@ __device__ bool lay_out_experts(const Run& run, const NotifyArgs& args) {
   return false;
 }
 
-// All threads: totals to the host, then the ticket that says which notify they belong to.
+// All threads: writes the totals for the host, then the ticket, which says that they are from this notify.
 __device__ void publish_totals(const NotifyArgs& args, const Shared& shared) {
   const Comm& comm = args.comm;
   const Meta meta = meta_of(comm, args.routing);
@@ -224,32 +228,33 @@ __device__ void publish_totals(const NotifyArgs& args, const Shared& shared) {
   if (threadIdx.x == 0) ptx::st_release_sys(&board_of(comm).ticket, args.ticket);
 }
 
-// All threads: this rank's counts, from those of its blocks, in shared memory and for the handle.
+// All threads: sums the counts of all blocks, in shared memory, and writes them to the handle.
 __device__ void count_all(const NotifyArgs& args) {
-  add_up_blocks(args.comm, args.block_counts, plan_blocks(args.routing.num_tokens));
-  int32_t* rank_count = meta_of(args.comm, args.routing).rank_count;  // and those of the experts behind them
+  sum_block_counts(args.comm, args.block_counts, plan_blocks(args.routing.num_tokens));
+  int32_t* rank_count = meta_of(args.comm, args.routing).rank_count;  // expert_count follows it
   for (int i = threadIdx.x; i < num_keys(args.comm); i += blockDim.x) rank_count[i] = counts[i];
 }
 
-// All threads of a CTA that has placed its block. The last of these CTAs lets the send move rows.
-__device__ void signal_placed(const Comm& comm) {
+// All threads of a CTA that has computed the positions of its block. The last of these CTAs signals that the send may
+// move rows.
+__device__ void signal_positions_ready(const Comm& comm) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   State& state = state_of(comm);
-  if (ptx::atom_add_acq_rel_gpu(&state.ctas_placed, 1) + 1 != gridDim.x - 1) return;
-  state.ctas_placed = 0;
-  ptx::st_release_gpu(&state.placed, state.epoch[kDispatchSend - 1] + 1);
+  if (ptx::atom_add_acq_rel_gpu(&state.ctas_positioned, 1) + 1 != gridDim.x - 1) return;
+  state.ctas_positioned = 0;
+  ptx::st_release_gpu(&state.positions_ready, state.epoch[kDispatchSend - 1] + 1);
 }
 
-// All threads of CTA 0, when the counts of all peers are known: rows may be signalled and received. (No send advances
-// its epoch before this kernel ends.)
-__device__ void signal_laid_out(const Comm& comm) {
+// All threads of CTA 0, when the counts of all peers are known: signals that rows may be signalled and received. No
+// send advances its epoch before this kernel ends, so the send's next epoch is known here.
+__device__ void signal_counts_ready(const Comm& comm) {
   __syncthreads();
   State& state = state_of(comm);
-  if (threadIdx.x == 0) ptx::st_release_gpu(&state.laid_out, state.epoch[kDispatchSend - 1] + 1);
+  if (threadIdx.x == 0) ptx::st_release_gpu(&state.counts_ready, state.epoch[kDispatchSend - 1] + 1);
 }
 
-// All threads of CTA 0. `is_free`: in warp p, whether the count row at peer p is.
+// All threads of CTA 0. `is_free`: in warp p, whether the count row at peer p may be overwritten.
 __device__ void exchange(const NotifyArgs& args, const Run& run, bool is_free, Shared& shared) {
   const Comm& comm = args.comm;
   const int peer = warp_id();
@@ -265,7 +270,7 @@ __device__ void exchange(const NotifyArgs& args, const Run& run, bool is_free, S
   if (peer == 0) ok = lay_out_experts(run, args);
   if (peer == kMaxRanks) ok = lay_out_ranks(run, args, shared);
   if (!__syncthreads_and(ok)) return;
-  signal_laid_out(comm);
+  signal_counts_ready(comm);
   if (args.ticket != 0) publish_totals(args, shared);
   signal_consumed(run, kConsumedCounts, static_cast<int>(threadIdx.x));
   advance(run);
@@ -275,17 +280,19 @@ __global__ void __launch_bounds__(kNotifyThreads, 1) ep_notify(const __grid_cons
   __shared__ Shared shared;
   const Run run = enter(args.comm, kNotify);
   const bool exchanges = run.ok && blockIdx.x == 0 && warp_id() < args.comm.num_ranks;
-  const bool is_free = !exchanges || row_is_free(run, warp_id());  // does not depend on plan, ahead
+  // It does not depend on plan, so it comes before the wait for plan.
+  const bool is_free = !exchanges || row_is_free(run, warp_id());
   ptx::wait_on_dependency();
   if (!run.ok) return;
-  // The send starts when the placing CTAs have ended. Beside them, its CTAs would get other SMs, from which rows take
-  // up to a tenth longer: SMs are not equally far from the links, nor from each other.
+  // Only CTA 0 launches dependents early. So the send's CTAs start when the other CTAs have ended, and get their SMs.
+  // Beside them, they would get other SMs, from which rows take up to a tenth longer: SMs are not equally far from the
+  // links.
   if (blockIdx.x == 0) {
     ptx::launch_dependents();
     return exchange(args, run, is_free, shared);
   }
-  place_block(args.comm, args.routing, args.block_counts, static_cast<int>(blockIdx.x) - 1);
-  signal_placed(args.comm);
+  assign_positions(args.comm, args.routing, args.block_counts, static_cast<int>(blockIdx.x) - 1);
+  signal_positions_ready(args.comm);
 }
 
 }  // namespace

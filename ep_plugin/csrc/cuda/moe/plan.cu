@@ -1,8 +1,9 @@
-// Plan: counts how many of each block's tokens go to each rank and to each expert. Notify computes the positions while
-// it exchanges, because the exchange needs only the counts.
+// Plan: counts, for each block of tokens, the tokens for each rank and the pairs for each expert. Notify computes the
+// positions while it exchanges counts, because the exchange needs only the counts.
 //
-// Roles. A CTA counts one block of tokens in shared memory and writes the int32 copy of their ids.
-// Memory order. Each word has one writer. Notify reads them after this kernel has ended.
+// Roles. Each CTA counts one block of tokens in shared memory, and writes the int32 copy of the block's ids.
+// Buffers. block_counts[block] is the tokens for each rank, then the pairs for each expert (common/layout.h).
+// Memory order. Each word has one writer. Notify reads the words after this kernel has ended.
 #include "cuda/core/launch.cuh"
 #include "cuda/moe/kernels.h"
 #include "cuda/moe/tokens.cuh"
@@ -13,7 +14,7 @@ namespace {
 
 constexpr int kPlanThreads = 256;
 
-// The pair's expert, or -1: dropped, or not an expert at all, which is a fault.
+// The pair's expert, or -1 if the pair is dropped. An id that is no expert is a fault, and counts as dropped.
 __device__ int read_expert(const PlanArgs& args, int64_t pair) {
   const int64_t id = args.id_bytes == 8 ? at<const int64_t>(args.ids)[pair] : at<const int32_t>(args.ids)[pair];
   if (id >= 0 && id < args.comm.num_experts) return static_cast<int>(id);
@@ -25,25 +26,25 @@ __device__ int read_expert(const PlanArgs& args, int64_t pair) {
 }
 
 __device__ void count_block(const PlanArgs& args, const Block& block) {
-  const Step32 step(args.comm, args.routing.topk);
+  const WarpTokens warp(args.comm, args.routing.topk);
   const int R = args.comm.num_ranks, warps = kPlanThreads / kWarp;
-  int tokens = 0;  // in lane r, for rank r
-  for (int first = block.begin + warp_id() * step.tokens(); first < block.end; first += warps * step.tokens()) {
-    const int token = first + step.token();
+  int tokens = 0;  // in lane r: tokens for rank r
+  for (int first = block.begin + warp_id() * warp.tokens(); first < block.end; first += warps * warp.tokens()) {
+    const int token = first + warp.token();
     unsigned bits = 0;
-    for (int k = step.k(); k - step.k() < step.topk; k += kWarp) {
-      if (token >= block.end || k >= step.topk) continue;
-      const int64_t pair = static_cast<int64_t>(token) * step.topk + k;
+    for (int k = warp.k(); k - warp.k() < warp.topk; k += kWarp) {
+      if (token >= block.end || k >= warp.topk) continue;
+      const int64_t pair = static_cast<int64_t>(token) * warp.topk + k;
       const int expert = read_expert(args, pair);
       at<int32_t>(args.routing.topk_ids)[pair] = expert;
       if (expert < 0) continue;
-      bits |= step.rank_bit(expert);
+      bits |= warp.rank_bit(expert);
       atomicAdd(&counts[R + expert], 1);
     }
     __syncwarp();
-    bits = step.bits_of_token(bits);
+    bits = warp.bits_of_token(bits);
     for (int r = 0; r < R; ++r) {
-      const unsigned mask = __ballot_sync(kAllLanes, step.k() == 0 && (bits >> r & 1u));
+      const unsigned mask = __ballot_sync(kAllLanes, warp.k() == 0 && (bits >> r & 1u));
       if (lane_id() == r) tokens += __popc(mask);
     }
   }
@@ -70,8 +71,8 @@ void plan(const PlanArgs& args) {
   require_comm(args.comm);
   require_routing(args.routing);
   require(args.id_bytes == 4 || args.id_bytes == 8, "id_bytes", "4 or 8", args.id_bytes);
-  require(num_keys(args.comm) <= kMostKeys, "num_experts", "at most 8000 with the ranks on CUDA", num_keys(args.comm));
-  require(args.routing.num_tokens <= kMostTokens, "num_tokens", "at most 134217727 with the ranks on CUDA",
+  require(num_keys(args.comm) <= kMaxKeys, "num_experts", "at most 8000 with the ranks on CUDA", num_keys(args.comm));
+  require(args.routing.num_tokens <= kMaxTokens, "num_tokens", "at most 134217727 with the ranks on CUDA",
           args.routing.num_tokens);
   require_rows("block_counts", args.block_counts);
   const int64_t words = plan_block_words(args.comm.num_ranks, args.comm.num_experts);

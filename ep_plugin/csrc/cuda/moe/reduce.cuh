@@ -1,22 +1,23 @@
 // Sums rows in float32 and in a fixed order. Each result is the sum of several rows, its terms.
 //
-// A job says which result comes next, its terms, and where it goes. Combine send and receive are such jobs. A job has
-//   struct Row                                       what it keeps of a result; `piece` is the first piece to sum
+// A job says which result is next, what its terms are, and where it goes. The jobs are CombineSendJob and
+// CombineRecvJob. A job has
+//   struct Row                                       identifies a result; `piece` is the first piece to sum
 //   Next next(bool may_block, Row* row)              the warp's next result; kNotYet only if it may not block
-//   int describe(const Row& row, Term* terms)        lists its terms in summing order; returns how many
-//   const char* source(int32_t term_row)             where a term's row is
-//   char* target(const Row& row)                     where the result goes
+//   int list_terms(const Row& row, Term* terms)     lists its terms in summing order; returns how many
+//   const char* source(int32_t term_row)             the address of a term's row
+//   char* target(const Row& row)                     the address of the result
 //   const char* bias(const Row& row)                 a row to add last, or null
-//   void settle(const Row& row, Term* terms)         the last chance to set the factors of its terms
-//   void ahead(int unit, int units)                  bulk path, before each piece: may find the next result
-//   void finish(const Row& row)                      the result is summed; stores the values beside it
+//   void set_factors(const Row& row, Term* terms)   the last chance to set the factors of its terms
+//   void prefetch(int unit, int units)              bulk path, before each piece: may find the next result
+//   void finish(const Row& row)                      the result is written; writes the values beside it
 //   void completed(uint32_t results)                 this many results of the warp are written, and its lanes joined
 // Whole warps call all of them. A result is summed in pieces of up to 3.5 KiB, whose sums stay in registers. In small
-// batches warps take single pieces, and "result" above means a piece.
+// batches, warps take single pieces, for which "result" stands above.
 //
-// Bulk path. The terms of a piece come through the ring, and loads run ahead to the end of the next result. So two
-// lists of terms are kept: of the result being summed, and of the next one. Sums are written with ordinary stores: bulk
-// stores would wait in the SM's copy engine behind the loads that run ahead.
+// Bulk path. The terms of a piece come through the ring (ring.cuh), and loads run ahead to the end of the next result.
+// So a warp has two lists of terms: of the result that it sums, and of the next one. Sums are written with ordinary
+// stores, because bulk stores would wait in the SM's copy engine behind the loads that run ahead.
 #pragma once
 #include <type_traits>
 
@@ -25,14 +26,14 @@
 
 namespace ep::cuda {
 
-constexpr int kReduceWarps = 16;  // of a CTA, with those that do something else: more would have too few registers
+constexpr int kReduceWarps = 16;  // of a CTA, including those with other roles. With more, a warp has too few registers
 constexpr int kReduceStages = 4;
 constexpr int kVectorBytes = 16;
-constexpr int kLaneVectors = 7;  // of a piece, at most
+constexpr int kLaneVectors = 7;  // of a piece, at most, for each lane
 constexpr int kLanesBytes = kWarp * kVectorBytes;
 
-// Pieces whose sums fit in registers, and whose rings fit in shared memory; all but the last are as many vectors for
-// every lane. Without bulk copies there are no stages.
+// Cuts rows into pieces whose sums fit in registers and whose rings fit in shared memory. In all pieces but the last,
+// all lanes have equally many vectors. Without bulk copies there are no stages.
 inline Cut cut_for_sums(int64_t row_bytes, int num_tokens, int warps, int list_entries, int64_t shared_bytes,
                         bool bulk) {
   const int64_t room =
@@ -50,32 +51,33 @@ struct Term {
 };
 static_assert(sizeof(Term) == 8, "a list entry of a warp");
 
-// Of one piece. kExact: how many vectors each lane has; 0: it is not known, and not the same for all.
+// The sums of one piece. kExact: the number of vectors of each lane; 0: not known when compiled, and lanes may differ.
 template <class Element, int kExact>
 struct Sums {
-  static constexpr int kMost = kExact != 0 ? kExact : kLaneVectors;
-  float of[kMost][Element::kPerVector];
+  static constexpr int kMaxVectors = kExact != 0 ? kExact : kLaneVectors;
+  float of[kMaxVectors][Element::kPerVector];
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int v = 0; v < kMost; ++v)
+    for (int v = 0; v < kMaxVectors; ++v)
 #pragma unroll
       for (int i = 0; i < Element::kPerVector; ++i) of[v][i] = 0.0f;
   }
-  // `vectors` 16-byte vectors of a row, in shared or (kGlobal) global memory. All loads before the first use. kFirst:
-  // to nothing.
+  // Adds `vectors` 16-byte vectors of a row in shared memory, or global memory with kGlobal. All loads come before the
+  // first use. kFirst: starts from 0.
   template <bool kGlobal, bool kFirst = false>
   __device__ __forceinline__ void add(const char* from, int vectors, float factor) {
     const int4* row = reinterpret_cast<const int4*>(from) + lane_id();
-    int4 held[kMost];
+    int4 held[kMaxVectors];
 #pragma unroll
-    for (int v = 0; v < kMost; ++v) held[v] = has(v, vectors) ? load<kGlobal>(row + v * kWarp) : make_int4(0, 0, 0, 0);
+    for (int v = 0; v < kMaxVectors; ++v)
+      held[v] = has(v, vectors) ? load<kGlobal>(row + v * kWarp) : make_int4(0, 0, 0, 0);
 #pragma unroll
-    for (int v = 0; v < kMost; ++v) Element::template add<kFirst>(of[v], held[v], factor);
+    for (int v = 0; v < kMaxVectors; ++v) Element::template add<kFirst>(of[v], held[v], factor);
   }
   __device__ __forceinline__ void store(char* to, int vectors) const {
 #pragma unroll
-    for (int v = 0; v < kMost; ++v)
+    for (int v = 0; v < kMaxVectors; ++v)
       if (has(v, vectors)) reinterpret_cast<int4*>(to)[v * kWarp + lane_id()] = Element::narrow(of[v]);
   }
 
@@ -124,11 +126,11 @@ class BulkReducer {
       next_count_ = kNoNext;
       turn_ ^= 1;
       if (load_terms_ != lists_.of(turn_)) begin_loads(row_, count_, turn_);
-      job_.settle(row_, lists_.of(turn_));
+      job_.set_factors(row_, lists_.of(turn_));
       __syncwarp();
       const int units = cut_.units();
       for (int unit = 0; unit < units; ++unit) {
-        job_.ahead(unit, units);
+        job_.prefetch(unit, units);
         if (!sum_piece(row_.piece + unit)) return false;
       }
       job_.finish(row_);
@@ -144,12 +146,12 @@ class BulkReducer {
     if (next_count_ != kNoNext) return true;
     if (job_.next(may_block, &next_row_) != kRow) return false;
     __syncwarp();
-    next_count_ = job_.describe(next_row_, lists_.of(turn_ ^ 1));
+    next_count_ = job_.list_terms(next_row_, lists_.of(turn_ ^ 1));
     __syncwarp();
     return true;
   }
 
-  // Widths in use are cut into pieces of these many vectors for each lane.
+  // The rows of models in use are cut into pieces of 7, 6 or 4 vectors per lane.
   __device__ __forceinline__ bool sum_piece(int piece) {
     const int32_t bytes = cut_.piece_size(piece);
     if (bytes == 7 * kLanesBytes) return sum_exactly<7>(piece);
@@ -169,8 +171,8 @@ class BulkReducer {
     else if (!take_term<true>(sums, vectors, terms[0].factor))
       return false;
     for (int t = 1; t < count_; ++t) {
-      // Two at a time, since all lanes work out where from, and before those under way have all been summed.
-      if (load_left_ > 0 && ring_.loading() <= kReduceStages / 2) fill_stages();
+      // Two or more at a time, because the whole warp computes the addresses. Before all loads in flight are summed.
+      if (load_left_ > 0 && ring_.in_flight() <= kReduceStages / 2) fill_stages();
       if (!take_term<false>(sums, vectors, terms[t].factor)) return false;
     }
     write_piece(job_, row_, cut_, piece, sums);
@@ -185,17 +187,17 @@ class BulkReducer {
     return true;
   }
 
-  // Begins to fill the free stages: of the row being summed, then of the next one, if it is known by then. Called when
-  // no sums are held, which leave no registers to find a row in.
+  // Begins to fill the free stages with terms of this result, then of the next one, if it is known. Called while the
+  // warp has no sums in registers, because finding a result needs registers, too.
   __device__ __forceinline__ void load_ahead() {
     fill_stages();
     if (load_left_ > 0 || load_terms_ != lists_.of(turn_) || !find_next(false)) return;
     begin_loads(next_row_, next_count_, turn_ ^ 1);
     fill_stages();
   }
-  // A lane each, as many as are free and known.
+  // One lane per stage, for as many stages as are free and have a known term.
   __device__ __forceinline__ void fill_stages() {
-    const int units = min(kReduceStages - ring_.loading(), load_left_);
+    const int units = min(kReduceStages - ring_.in_flight(), load_left_);
     if (lane_id() < units) {
       const uint32_t unit = load_unit_ + lane_id();
       const uint32_t turn = load_count_ == 1 ? unit : __umulhi(unit, load_inverse_);
@@ -214,7 +216,7 @@ class BulkReducer {
     load_count_ = count;
     load_left_ = count * cut_.units();
     load_unit_ = 0;
-    if (count > 1) load_inverse_ = UINT32_MAX / count + 1;  // units are few enough for it to be exact
+    if (count > 1) load_inverse_ = UINT32_MAX / count + 1;  // exact, because units are few
   }
 
   static constexpr int kNoNext = -1;  // in place of a count of terms
@@ -226,9 +228,9 @@ class BulkReducer {
   TermLists lists_;
   typename Job::Row row_{}, next_row_{};
   int count_ = 0, next_count_ = kNoNext;
-  const Term* load_terms_ = nullptr;            // of the row being loaded, this one or the next
+  const Term* load_terms_ = nullptr;            // of the result that is being loaded: this one or the next
   uint32_t load_count_ = 0, load_inverse_ = 0;  // of terms
-  int load_piece_ = 0;                          // its first
+  int load_piece_ = 0;                          // first piece of that result
   uint32_t load_unit_ = 0;
   int load_left_ = 0;  // units
   int turn_ = 0;
@@ -242,8 +244,8 @@ __device__ void reduce_rows_plain(Job& job, const Cut& cut) {
   uint32_t results = 0;
   while (job.next(true, &row) == kRow) {
     __syncwarp();
-    const int count = job.describe(row, terms);
-    job.settle(row, terms);
+    const int count = job.list_terms(row, terms);
+    job.set_factors(row, terms);
     __syncwarp();
     for (int piece = row.piece; piece < row.piece + cut.units(); ++piece) {
       Sums<Element, 0> sums;
@@ -263,11 +265,11 @@ __device__ void reduce_rows_plain(Job& job, const Cut& cut) {
 struct NoRing {
   __device__ explicit NoRing(const Cut&) {}
 };
-// What a warp loads through, for one job after the other.
+// A warp's ring, which it uses for one job after the other. The plain path has none.
 template <bool kBulk>
 using ReduceRing = std::conditional_t<kBulk, Ring<kReduceStages>, NoRing>;
 
-// All results of this warp. False: it gave up waiting for its own loads, some of which may be under way.
+// Sums all results of this warp. False if its own loads did not end by the deadline; some may still be in flight.
 template <class Element, class Job>
 __device__ __forceinline__ bool reduce_rows(Job& job, const Run& run, const Cut& cut, Ring<kReduceStages>& ring) {
   return BulkReducer<Element, Job>(job, run, cut, ring).all();

@@ -1,13 +1,14 @@
 // How the warps of a kernel share its rows, and how a sending kernel knows which rows are written.
 //
-// Rows are numbered in the order in which they should arrive. In small batches, with fewer rows than warps, parts of
-// rows are numbered instead. Every warp starts with a row of its own; then it takes the next row that nobody has taken.
-// SMs are not equally far from the links: with equal shares, the fastest would be idle when the slowest are half done.
-// Combine receive shares its tokens in the same way.
+// Rows are numbered in the order in which they should arrive. In small batches, which have fewer rows than there are
+// warps, parts of rows are numbered instead. The first row of each warp is fixed; then the warp takes the next row that
+// no warp has taken. SMs are not equally far from the links: with equal shares, the fastest SMs would be idle when the
+// slowest are half done. Combine receive shares its tokens in the same way.
 //
-// Each sending warp publishes in shared memory the number before which it owes no row. The CTA's signalling warp
-// (signals.cuh) reads these numbers.
-// Memory order. A row is written before its warp publishes (bulk stores: complete), with release order in the CTA.
+// Roles. Each sending warp publishes a number in shared memory: all its rows before that number are written. The CTA's
+// signalling warp (signals.cuh) reads these numbers.
+// Buffers. State::next_row counts the rows that warps have requested. Progress is in shared memory.
+// Memory order. A row is written (bulk stores: complete) before its warp publishes, with release order in the CTA.
 #pragma once
 #include "cuda/core/sync.cuh"
 
@@ -15,7 +16,7 @@ namespace ep::cuda {
 
 constexpr int32_t kNoMore = INT32_MAX;
 
-// Of each warp: the first row that it may have taken and not written. It only grows. In shared memory.
+// By warp: the first row that it may have taken and not written. It only grows.
 struct Progress {
   int32_t first[kWarp];
 
@@ -25,13 +26,13 @@ struct Progress {
   }
 };
 
-// Which rows are shared out: those that a kernel sends, by Pool, or the tokens that combine receive sums.
+// The rows that warps share: the rows that a kernel sends, by Pool, or the tokens that combine receive sums.
 enum Queue : int32_t { kDispatchSendRows = kDispatchPool, kCombineSendRows = kCombinePool, kCombineRecvRows = 2 };
 
-// Which row a warp takes next: its own first, then the next that nobody has taken.
+// Finds the next row of a warp: first its fixed row, then the next row that no warp has taken.
 class NextRow {
  public:
-  // `warps` of each CTA, from `first_warp` on, have a first row of their own. Other warps may take part without one.
+  // In each CTA, `warps` warps from `first_warp` on have a fixed first row. Other warps pass has_own = false.
   __device__ NextRow(const Run& run, Queue queue, int64_t rows, int first_warp, int warps, bool has_own = true)
       : run_(run),
         queue_(queue),
@@ -47,7 +48,7 @@ class NextRow {
     if (lane_id() == 0) taken_ = ptx::atom_add_relaxed_gpu(&state_of(run_.comm).next_row[queue_], 1);
     requested_ = true;
   }
-  // The next row. After the last one, kNoMore every time.
+  // The next row; kNoMore after the last row, also when called again.
   __device__ int32_t next() {
     request();
     const uint32_t row = requested();
@@ -55,7 +56,7 @@ class NextRow {
     requested_ = false;
     return static_cast<int32_t>(row);
   }
-  // Whether a row was requested and there is none.
+  // Whether a row was requested and there was none left.
   __device__ bool ended() const { return requested_ && requested() >= rows_; }
 
  private:
@@ -64,12 +65,12 @@ class NextRow {
   const Run& run_;
   const Queue queue_;
   const uint32_t rows_;
-  const uint32_t own_;  // first rows of all warps; the counter gives out the rows after them
-  uint32_t taken_ = 0;  // lane 0: what the counter returned. Nothing reads it before it is needed: the atomic is slow
+  const uint32_t own_;  // number of fixed first rows; the counter starts after them
+  uint32_t taken_ = 0;  // lane 0: the counter's value. Read as late as possible, because the atomic is slow
   bool requested_;
 };
 
-// The rows of one warp of a sending kernel.
+// The rows of one warp of a sending kernel, with its progress.
 class RowQueue {
  public:
   __device__ RowQueue(const NextRow& rows, Progress& progress) : rows_(rows), progress_(progress) {}
@@ -83,8 +84,8 @@ class RowQueue {
     return row;
   }
 
-  // Publishes that the first `rows` rows given to this warp are written. Which row it takes next is unknown until then,
-  // so the warp answers for every row after its last one.
+  // Publishes that the first `rows` rows of this warp are written. The warp's next row is not known yet, so it may be
+  // any row after its last one.
   __device__ void written(uint32_t rows) {
     int32_t first = kNoMore;
     if (rows < given_)

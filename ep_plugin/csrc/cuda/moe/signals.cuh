@@ -4,10 +4,14 @@
 //   opening    The sender's header. The receiver compares it with its own before it reads a row.
 //   arrival    The rows of one chunk are in the receiver's pool.
 //
-// and what a sender signals to kernels of its own rank: `started`, all its CTAs run.
+// A sender also signals to kernels of its own rank:
+//
+//   started    All CTAs of the sender run.
 //
 // Roles. One warp of each sending CTA signals chunks. It waits until the sending warps of its CTA have written all
-// their rows of a chunk, and counts its CTA. The last CTA of the device signals the peers.
+// their rows of a chunk, then counts its CTA. The CTA that is last signals the chunk to all peers.
+// Buffers. The words are in the control block of the rank that waits for them; common/layout.h describes them. State
+// has the counts of CTAs.
 // Memory order. The signalling warp acquires what the sending warps published (rows.cuh). It fences once at system
 // scope for all rows of the chunk, and counts the CTA with acquire and release order at device scope. The last CTA
 // stores the arrivals with release order at system scope. So a chunk costs one system fence per CTA, and no sending
@@ -20,14 +24,14 @@ namespace ep::cuda {
 
 // --- consumed ------------------------------------------------------------------------------------------------------
 
-// The last CTA's threads, one for each source: this rank has read what the sources wrote.
+// Threads of the last CTA, one per source: signals that this rank has read what the source wrote.
 __device__ inline void signal_consumed(const Run& run, int kind, int source) {
   const Comm& comm = run.comm;
   if (source < comm.num_ranks) peer::signal(consumed_word(comm, source, kind, comm.rank), run.epoch);
 }
 
-// The CTA's last warp, a lane for each destination, waits until that rank has read the previous epoch's rows. Other
-// warps return at once; all must call may_send() before they write.
+// The last warp of the CTA, one lane per destination, waits until that rank has read the rows of the previous epoch.
+// Other warps return at once. All must call may_send() before they write.
 __device__ inline bool destination_has_read(const Run& run, Pool pool) {
   const Comm& comm = run.comm;
   const int dest = lane_of_last_warp();
@@ -38,13 +42,14 @@ __device__ inline bool destination_has_read(const Run& run, Pool pool) {
 // All threads, after destination_has_read(): whether `ok` holds for all of them. Joins the CTA.
 __device__ inline bool may_send(bool ok) {
   ok = __syncthreads_and(ok) != 0;
-  ptx::fence_proxy_async();  // bulk stores overwrite what the peers have read
+  ptx::fence_proxy_async();  // the bulk stores that follow overwrite what the peers have read
   return ok;
 }
 
 // --- opening -------------------------------------------------------------------------------------------------------
 
-// One warp of CTA 0, after may_send(): this rank's header to every destination, before the first row.
+// One warp of each CTA calls it after may_send(). The warp of CTA 0 signals this rank's header to every destination,
+// before the first row.
 __device__ inline void open_destinations(const Run& run, Pool pool, const Header& mine) {
   const Comm& comm = run.comm;
   if (blockIdx.x == 0 && lane_id() < comm.num_ranks) {
@@ -77,12 +82,13 @@ __device__ inline bool open_source(const Run& run, Pool pool, int source, const 
          check_opening(run, word, source, mine, src_tokens == nullptr ? -1 : src_tokens[source]);
 }
 
-// The CTA's last warp opens every source, a lane for each. Other warps return true at once; the caller joins the CTA.
+// The last warp of the CTA, one lane per source, calls open_source(). Other warps return true at once. The caller joins
+// the CTA.
 __device__ inline bool open_source_of_lane(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
   const int source = lane_of_last_warp();
   return source < 0 || source >= run.comm.num_ranks || open_source(run, pool, source, mine, src_tokens);
 }
-// One warp opens every source by itself, in a kernel whose other warps have other roles.
+// The same for any one warp, in kernels whose warps have several roles. Joins the warp.
 __device__ inline bool open_sources_of_warp(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
   const int source = lane_id();
   const bool ok = source >= run.comm.num_ranks || open_source(run, pool, source, mine, src_tokens);
@@ -110,7 +116,8 @@ __device__ inline void signal_chunk(const Run& run, Pool pool, int owner, int ch
   peer::signal(word, run.epoch, range);
 }
 
-// Whether the chunk of `word` has arrived. If so: acquire order at system scope, and its rows are [begin, end).
+// Whether the chunk of `word` has arrived. If so, with acquire order at system scope; the chunk's rows are [begin,
+// end).
 __device__ __forceinline__ bool has_arrived(const Run& run, const Arrival* word, uint64_t* seen, int32_t* begin,
                                             int32_t* end) {
   *seen = peer::poll(&word->flag);
@@ -122,23 +129,23 @@ __device__ __forceinline__ bool has_arrived(const Run& run, const Arrival* word,
   return true;
 }
 
-// One warp: waits until the `warps` sending warps have written all rows before `end` that they took. Returns the number
-// before which all rows are written, or -1 after a fault; the sending warps end in a fault too.
+// One warp: waits until the `warps` sending warps have written all their rows before number `end`. Returns a number
+// before which all rows are written, or -1 after a fault, which ends the sending warps, too.
 __device__ inline int32_t wait_written(const Run& run, Progress& progress, int warps, int chunk, int32_t end) {
-  Patience patience;
+  Deadline deadline;
   for (;;) {
     const int32_t first = lane_id() < warps ? ptx::ld_acquire_cta(progress.first + lane_id()) : kNoMore;
     const int32_t least = __reduce_min_sync(kAllLanes, first);
-    __syncwarp();  // lane 0 releases what any lane has acquired
+    __syncwarp();  // so that lane 0 can release what other lanes have acquired
     if (least >= end) return least;
     int go_on = 1;
-    if (lane_id() == 0) go_on = patience.keep_waiting(run, run.comm.rank, chunk, end, least);
+    if (lane_id() == 0) go_on = deadline.keep_waiting(run, run.comm.rank, chunk, end, least);
     if (!__shfl_sync(kAllLanes, go_on, 0)) return -1;
   }
 }
 
-// One warp: counts this CTA for `chunks` chunks from `first` on, a lane each. Returns a bit for each chunk of which
-// this CTA is the last.
+// One warp, one lane per chunk: counts this CTA for `chunks` chunks from `first` on. Returns a bit for each chunk for
+// which this CTA is the last.
 __device__ inline unsigned count_cta(const Run& run, Pool pool, int first, int chunks) {
   if (lane_id() == 0) peer::fence();
   __syncwarp();
@@ -149,16 +156,16 @@ __device__ inline unsigned count_cta(const Run& run, Pool pool, int first, int c
     if (last) *done = 0;
   }
   const unsigned lasts = __ballot_sync(kAllLanes, last);
-  __syncwarp();  // any lane may release what the others have acquired from other CTAs
+  __syncwarp();  // so that any lane can release what other lanes have acquired from other CTAs
   return lasts;
 }
 
-// The signalling warp of each CTA. All chunks that are ready at the same time share one fence. At the test gate the
-// first chunk is signalled alone. Chunks has
+// The signalling warp of each CTA calls it. All chunks that are ready at the same time share one fence. With a test
+// gate, the first chunk is signalled alone. Chunks has
 //   int count() const                       chunks of the kernel
 //   int32_t end(int chunk) const            the number after the chunk's last row
-//   bool may_signal()                       whether peers may be signalled; may wait; all lanes call it
-//   void signal(int peer, int chunk) const  signals a peer; a lane for each peer and chunk calls it
+//   bool may_signal()                       all lanes; may wait: whether peers may be signalled
+//   void signal(int peer, int chunk) const  one lane per peer and chunk: signals the peer
 template <class Chunks>
 __device__ void signal_chunks(const Run& run, Pool pool, Progress& progress, int warps, Chunks chunks) {
   const int count = chunks.count(), R = run.comm.num_ranks;
@@ -180,8 +187,8 @@ __device__ void signal_chunks(const Run& run, Pool pool, Progress& progress, int
   }
 }
 
-// All threads of the last CTA of a sending kernel that succeeded. If the rows were not signalled, the epoch stays: the
-// host launches the same send again.
+// All threads of the last CTA of a sending kernel that succeeded. If rows were not signalled, the epoch does not
+// advance: the host launches the same send again.
 __device__ inline void finish_sending(const Run& run, Pool pool, bool signalled = true) {
   if (threadIdx.x == 0) state_of(run.comm).next_row[pool] = 0;
   if (signalled) advance(run);

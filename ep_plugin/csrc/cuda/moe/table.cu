@@ -1,5 +1,5 @@
-// The kernel table, and ep_wait_for_sender: one CTA that holds a stream until this rank's sender runs. Without it, a
-// receiving kernel could take all SMs, wait there for peers, and keep this rank's sender out.
+// The kernel table of CUDA, and ep_wait_for_sender: one thread that delays a stream until all CTAs of this rank's
+// sender run. Without it, a receiving kernel could take all SMs, wait there for peers, and keep this rank's sender out.
 #include "cuda/core/launch.cuh"
 #include "cuda/core/peer.cuh"
 #include "cuda/moe/kernels.h"
@@ -13,7 +13,7 @@ __global__ void ep_wait_for_sender(const __grid_constant__ WaitForSenderArgs arg
   const Run run = enter(args.comm, static_cast<Step>(args.step));
   const State& state = state_of(args.comm);
   if (run.ok && peer::wait_at_least(run, &state.started[pool], run.epoch, args.comm.rank, kOwnKernel) && args.fresh)
-    peer::wait_at_least(run, &state.laid_out, run.epoch, args.comm.rank, kOwnKernel);
+    peer::wait_at_least(run, &state.counts_ready, run.epoch, args.comm.rank, kOwnKernel);
   ptx::launch_dependents();
 }
 }  // namespace

@@ -1,8 +1,9 @@
 // Backward of combine's weights: the dot product of each row's gradient and the row that was combined. Then the
 // gradient is multiplied by the row's weight, in place. Both rows are read once; the gradient is written once.
 //
-// Roles. Rows are shared out over the warps of the grid. Each lane sums its own vectors in order, and the lanes' sums
-// are added in a fixed tree, so that the same rows give the same bits.
+// Roles. The warps of the grid share the rows. Each lane sums its vectors in order, and a fixed tree adds the sums of
+// the lanes. So the same rows give the same bits.
+// Memory order. The kernel touches this rank's memory only, and waits for nothing.
 #include "cuda/core/element.cuh"
 #include "cuda/core/launch.cuh"
 #include "cuda/core/ptx.cuh"
@@ -14,8 +15,8 @@ namespace ep::cuda {
 namespace {
 
 constexpr int kWarps = 8;         // of a CTA
-constexpr int kVectorsAhead = 4;  // of each row, whose loads a lane begins at once
-constexpr int64_t kMostCtas = 4096;
+constexpr int kVectorsAhead = 4;  // vectors of each row that a lane loads at a time
+constexpr int64_t kMaxCtas = 4096;
 
 template <class Element>
 __global__ void __launch_bounds__(kWarps* kWarp) ep_weight_grad(const __grid_constant__ WeightGradArgs args) {
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) ep_weight_grad(const __grid_con
 template <class Element>
 void launch_weight_grad(const WeightGradArgs& args) {
   const int64_t ctas = ceil_div(args.num_rows, kWarps);
-  launch<ep_weight_grad<Element>>("weight_grad", ctas < kMostCtas ? ctas : kMostCtas, kWarps * kWarp, 0, args.stream,
+  launch<ep_weight_grad<Element>>("weight_grad", ctas < kMaxCtas ? ctas : kMaxCtas, kWarps * kWarp, 0, args.stream,
                                   args);
 }
 

@@ -1,17 +1,20 @@
-// All-gather and reduce-scatter of small shards inside a node: one kernel and no handshake.
+// All-gather and reduce-scatter of small shards inside a node: one kernel, without a handshake.
 //
-// Every 12 bytes travel in one 16-byte store, together with a flag that says which operation they belong to. A reader
-// needs only the word itself. Words land in memory that only this kernel uses, never in outputs, so there is nothing to
-// ask a peer for first, and outputs need not be mapped.
-// Buffers. The words of an operation depend on the parity of its number, so they are overwritten by the next operation
-// but one. That is safe: a rank that starts it has received words of the operation in between from every peer, and a
-// peer starts that one only when its own kernel of the operation before has ended and read its words. A flag holds only
-// the low bits of the number, which repeat. So the rank that reads words expires those that no operation has used for
-// long.
-// Agreement. The flag also holds the size and the element type. If a peer's shard is not small, a Sign says its size
-// (barrier.cuh).
-// Co-residency. The kernel both sends and waits, and is launched cooperatively.
-// Memory order. Stores and loads of 16 bytes are relaxed and complete by themselves. Nothing else is ordered.
+// Each 16-byte store brings 12 bytes of a shard and a flag, which says to which operation they belong. A reader needs
+// nothing but the word. Words go to memory that only this kernel uses, never to outputs. So a rank may write before its
+// peers have begun the operation, and peers need not map outputs.
+//
+// Roles. Each CTA sends words to one peer. In a gather it receives the words of that peer; in a sum each thread
+// receives a word of every rank, and sums them in rank order. The first CTA of each peer also expires words.
+// Buffers. words[rank] is FlaggedWord [parity of the operation's number][source][word]. So an operation overwrites the
+// words of the last operation but one. By then those have been read: a rank starts an operation after it has received
+// words of the previous one from every peer, and a peer sends these after its kernel before has ended. A flag has only
+// the low bits of the number, which repeat, so readers expire words that no operation has used for long.
+// Agreement. The flag has the size of a shard and the element type, too. A peer whose shard is not small signals its
+// size (signal_size in barrier.cuh).
+// Co-residency. The kernel both sends and waits, so it is launched cooperatively.
+// Memory order. Stores and loads of words are relaxed, and each word is complete by itself. Nothing else is ordered.
+// After a fault. Outputs are filled with 0xFF bytes.
 #include "cuda/collectives/barrier.cuh"
 #include "cuda/core/copy.cuh"
 #include "cuda/core/element.cuh"
@@ -21,15 +24,15 @@ namespace ep::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kAhead = 2;   // words of one thread under way
-constexpr int kTerms = 4;   // of a sum
-constexpr int kLooks = 16;  // polls between two checks of the deadline
-static_assert(kWordsAbreast == kWarp, "a warp's lanes load and store units side by side");
+constexpr int kInFlight = 2;        // words that one thread loads at a time
+constexpr int kTerms = 4;           // ranks whose words are received at a time in a sum
+constexpr int kPollsPerCheck = 16;  // polls between two checks of the deadline
+static_assert(kGroupWords == kWarp, "a warp's lanes load and store units side by side");
 
-// A gather sums nothing.
+// In place of an element type: a gather.
 struct NoSum {};
 
-// What a word carries of a shard; zeros beyond its end.
+// The units of one word; zeros beyond the end of the shard.
 struct Units {
   uint32_t unit[kWordUnits] = {};
 };
@@ -52,33 +55,31 @@ __device__ __forceinline__ void store_unit(Address shard, int64_t begin, int64_t
     *at<unsigned char>(shard, i) = static_cast<unsigned char>(value >> 8 * (i - begin));
 }
 
-// All units of a word are aligned and within the shard, as most are.
+// Whether all units of a word are aligned and within the shard, as those of most words are.
 __device__ __forceinline__ bool is_whole(Address shard, int64_t first, int64_t bytes) {
-  return shard % kUnitBytes == 0 && (first + (kWordUnits - 1) * kWordsAbreast + 1) * kUnitBytes <= bytes;
+  return shard % kUnitBytes == 0 && (first + (kWordUnits - 1) * kGroupWords + 1) * kUnitBytes <= bytes;
 }
 __device__ __forceinline__ Units load_units(Address shard, int word, int64_t bytes) {
   const int64_t first = first_unit_of(word);
   Units units;
   if (is_whole(shard, first, bytes)) {
 #pragma unroll
-    for (int u = 0; u < kWordUnits; ++u) units.unit[u] = at<const uint32_t>(shard)[first + u * kWordsAbreast];
+    for (int u = 0; u < kWordUnits; ++u) units.unit[u] = at<const uint32_t>(shard)[first + u * kGroupWords];
     return units;
   }
 #pragma unroll
-  for (int u = 0; u < kWordUnits; ++u)
-    units.unit[u] = load_unit(shard, (first + u * kWordsAbreast) * kUnitBytes, bytes);
+  for (int u = 0; u < kWordUnits; ++u) units.unit[u] = load_unit(shard, (first + u * kGroupWords) * kUnitBytes, bytes);
   return units;
 }
 __device__ __forceinline__ void store_units(Address shard, int word, int64_t bytes, const Units& units) {
   const int64_t first = first_unit_of(word);
   if (is_whole(shard, first, bytes)) {
 #pragma unroll
-    for (int u = 0; u < kWordUnits; ++u) at<uint32_t>(shard)[first + u * kWordsAbreast] = units.unit[u];
+    for (int u = 0; u < kWordUnits; ++u) at<uint32_t>(shard)[first + u * kGroupWords] = units.unit[u];
     return;
   }
 #pragma unroll
-  for (int u = 0; u < kWordUnits; ++u)
-    store_unit(shard, (first + u * kWordsAbreast) * kUnitBytes, bytes, units.unit[u]);
+  for (int u = 0; u < kWordUnits; ++u) store_unit(shard, (first + u * kGroupWords) * kUnitBytes, bytes, units.unit[u]);
 }
 
 __device__ __forceinline__ uint64_t both(uint32_t low, uint32_t high) {
@@ -87,7 +88,7 @@ __device__ __forceinline__ uint64_t both(uint32_t low, uint32_t high) {
 __device__ __forceinline__ void store_word(FlaggedWord* to, const Units& units, uint32_t flag) {
   peer::store(to, both(units.unit[0], units.unit[1]), both(units.unit[2], flag));
 }
-// The flag of what lies there.
+// Loads a word and returns its flag.
 __device__ __forceinline__ uint32_t load_word(const FlaggedWord* from, Units* units) {
   uint64_t low, high;
   peer::poll(from, &low, &high);
@@ -97,16 +98,16 @@ __device__ __forceinline__ uint32_t load_word(const FlaggedWord* from, Units* un
   return static_cast<uint32_t>(high >> 32);
 }
 
-// A word from a peer. source -1: none.
+// A word to receive from a peer. source -1: none.
 struct Item {
   int source;
   int word;
 };
 
-// One operation's view of the words, `count` of which make a shard. Every CTA sends to and gathers from one peer; the
-// CTAs of a peer take its words in turns, `step` of them at a time.
+// The words of one operation, as one thread uses them. A shard has `count` words. Each CTA serves one peer. The CTAs of
+// a peer share its words: a thread begins with word `first` and goes on in steps of `step`.
 struct Words {
-  const SmallArgs& args;
+  const SmallExchangeArgs& args;
   const Run& run;
   const int count;
   const int peer;
@@ -115,7 +116,7 @@ struct Words {
   const uint64_t number;  // of the operation, among small ones
   const uint32_t flag;
 
-  __device__ Words(const SmallArgs& args, const Run& run, uint64_t number)
+  __device__ Words(const SmallExchangeArgs& args, const Run& run, uint64_t number)
       : args(args),
         run(run),
         count(static_cast<int>(words_of(args.bytes))),
@@ -130,7 +131,8 @@ struct Words {
     return at<FlaggedWord>(args.words[owner]) + (static_cast<int64_t>(number % 2) * R + source) * small_capacity(R);
   }
 
-  // Whether `seen` is this operation's flag. It may be an older one's; another of this number is a disagreement.
+  // Whether `seen` is this operation's flag. An older operation's flag is ignored. Another flag of this number means
+  // that ranks disagree: a fault, and `ok` becomes false.
   __device__ bool is_there(uint32_t seen, int source, bool* ok) const {
     if (seen == flag) return true;
     if (is_of_number(seen, number)) {
@@ -141,10 +143,10 @@ struct Words {
     return false;
   }
 
-  // What peers sent of these items; false if it does not come.
+  // Waits for the words of these items. False after a fault.
   template <int kItems>
-  __device__ bool receive(const Item (&items)[kItems], Units (&units)[kItems], Patience* patience) const {
-    for (int looks = 1;; ++looks) {
+  __device__ bool receive(const Item (&items)[kItems], Units (&units)[kItems], Deadline* deadline) const {
+    for (int polls = 1;; ++polls) {
       uint32_t seen[kItems];
 #pragma unroll
       for (int v = 0; v < kItems; ++v) {
@@ -162,30 +164,30 @@ struct Words {
       }
       if (there) return true;
       if (!ok) return false;
-      if (looks % kLooks == 0 &&
-          (!check_size(run, missing, args.bytes) || !patience->keep_waiting(run, missing, 0, run.epoch, 0)))
+      if (polls % kPollsPerCheck == 0 &&
+          (!check_size(run, missing, args.bytes) || !deadline->keep_waiting(run, missing, 0, run.epoch, 0)))
         return false;
     }
   }
 };
 
 __device__ void send_words(const Words& words) {
-  const SmallArgs& args = words.args;
+  const SmallExchangeArgs& args = words.args;
   const Address shard = args.inputs[words.peer];
   FlaggedWord* to = words.at_rank(words.peer, args.comm.rank);
-  for (int first = words.first; first < words.count; first += kAhead * words.step) {
-    Units units[kAhead];
+  for (int first = words.first; first < words.count; first += kInFlight * words.step) {
+    Units units[kInFlight];
 #pragma unroll
-    for (int v = 0; v < kAhead; ++v)
+    for (int v = 0; v < kInFlight; ++v)
       if (first + v * words.step < words.count) units[v] = load_units(shard, first + v * words.step, args.bytes);
 #pragma unroll
-    for (int v = 0; v < kAhead; ++v)
+    for (int v = 0; v < kInFlight; ++v)
       if (first + v * words.step < words.count) store_word(to + first + v * words.step, units[v], words.flag);
   }
 }
 
-// The first CTA of each peer overwrites words that this operation does not use. They get the flag of a number of the
-// other parity, which no operation that reads them has.
+// The first CTA of each peer overwrites some words of that peer that this operation does not use. They get a flag of
+// the other parity, which no operation that reads them has.
 __device__ void expire_words(const Words& words) {
   const int R = words.args.comm.num_ranks, at_once = static_cast<int>(expired_at_once(R));
   if (static_cast<int>(blockIdx.x) >= R - 1 || static_cast<int>(threadIdx.x) >= at_once) return;
@@ -195,26 +197,26 @@ __device__ void expire_words(const Words& words) {
 }
 
 __device__ bool gather_words(const Words& words) {
-  const SmallArgs& args = words.args;
+  const SmallExchangeArgs& args = words.args;
   const Address shard = args.outputs[words.peer];
-  Patience patience;
-  for (int first = words.first; first < words.count; first += kAhead * words.step) {
-    Item items[kAhead];
-    Units units[kAhead];
+  Deadline deadline;
+  for (int first = words.first; first < words.count; first += kInFlight * words.step) {
+    Item items[kInFlight];
+    Units units[kInFlight];
 #pragma unroll
-    for (int v = 0; v < kAhead; ++v) {
+    for (int v = 0; v < kInFlight; ++v) {
       const int word = first + v * words.step;
       items[v] = Item{word < words.count ? words.peer : -1, word};
     }
-    if (!words.receive(items, units, &patience)) return false;
+    if (!words.receive(items, units, &deadline)) return false;
 #pragma unroll
-    for (int v = 0; v < kAhead; ++v)
+    for (int v = 0; v < kInFlight; ++v)
       if (items[v].source >= 0) store_units(shard, items[v].word, args.bytes, units[v]);
   }
   return true;
 }
 
-// Elements are summed by vectors of 16 bytes, the last 4 of which are none.
+// Elements are summed as vectors of 16 bytes, of which a word fills 12.
 __device__ __forceinline__ int4 vector_of(const Units& units) {
   return make_int4(static_cast<int>(units.unit[0]), static_cast<int>(units.unit[1]), static_cast<int>(units.unit[2]),
                    0);
@@ -223,13 +225,13 @@ __device__ __forceinline__ Units units_of(int4 vector) {
   return Units{{static_cast<uint32_t>(vector.x), static_cast<uint32_t>(vector.y), static_cast<uint32_t>(vector.z)}};
 }
 
-// A word from kTerms ranks at a time, summed in rank order, so that the same inputs give the same bits.
+// Sums words in rank order, so that the same inputs give the same bits. Receives a word from kTerms ranks at a time.
 template <class Element>
 __device__ bool sum_words(const Words& words) {
-  const SmallArgs& args = words.args;
+  const SmallExchangeArgs& args = words.args;
   const int R = args.comm.num_ranks, rank = args.comm.rank;
   const float scale = static_cast<float>(args.scale);
-  Patience patience;
+  Deadline deadline;
   const int begin = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
   for (int word = begin; word < words.count; word += static_cast<int>(gridDim.x * kThreads)) {
     float sums[Element::kPerVector] = {};
@@ -239,7 +241,7 @@ __device__ bool sum_words(const Words& words) {
       Units units[kTerms];
 #pragma unroll
       for (int v = 0; v < kTerms; ++v) items[v] = Item{first + v < R && first + v != rank ? first + v : -1, word};
-      if (!words.receive(items, units, &patience)) return false;
+      if (!words.receive(items, units, &deadline)) return false;
 #pragma unroll
       for (int v = 0; v < kTerms; ++v) {
         if (first + v >= R) continue;
@@ -254,17 +256,17 @@ __device__ bool sum_words(const Words& words) {
   return true;
 }
 
-// Every CTA that fails calls it; others may not fail.
-__device__ void poison(const SmallArgs& args) {
+// Every CTA that fails calls it, because others may succeed.
+__device__ void poison(const SmallExchangeArgs& args) {
   for (int r = 0; r < args.comm.num_ranks; ++r)
     if ((r == args.comm.rank) == (args.element >= 0))
       fill_bytes(args.outputs[r], args.bytes, 0xFF, threadIdx.x, blockDim.x);
 }
 
 template <class Sum>
-__global__ void __launch_bounds__(kThreads, 1) ep_small(const __grid_constant__ SmallArgs args) {
+__global__ void __launch_bounds__(kThreads, 1) ep_small_exchange(const __grid_constant__ SmallExchangeArgs args) {
   constexpr bool kGathers = std::is_same<Sum, NoSum>::value;
-  const uint64_t number = device_control(args.comm, args.comm.rank).small + 1;  // on its way while the CTA joins
+  const uint64_t number = device_control(args.comm, args.comm.rank).small_operations + 1;  // loads while the CTA joins
   const Run run = enter_collective(args.comm, kGathers ? kAllGather : kReduceScatter);
   bool ok = run.ok;
   if (ok) {
@@ -279,31 +281,31 @@ __global__ void __launch_bounds__(kThreads, 1) ep_small(const __grid_constant__ 
   }
   ok = __syncthreads_and(ok) != 0;
   if (!ok) poison(args);
-  if (leave_collective(run, ok)) device_control(args.comm, args.comm.rank).small = number;
+  if (leave_collective(run, ok)) device_control(args.comm, args.comm.rank).small_operations = number;
 }
 
 template <class Sum>
-void launch_small(const SmallArgs& args) {
-  launch_cooperatively<ep_small<Sum>>("small shards", args.num_ctas, kThreads, 0, args.stream, args);
+void launch_small_exchange(const SmallExchangeArgs& args) {
+  launch_cooperatively<ep_small_exchange<Sum>>("small shards", args.num_ctas, kThreads, 0, args.stream, args);
 }
 
 }  // namespace
 
-void small(const SmallArgs& args) {
+void small_exchange(const SmallExchangeArgs& args) {
   require_node(args.comm);
-  require(args.bytes > 0 && args.bytes <= kSmallBytes / args.comm.num_ranks, "bytes", "at most a rank's share of 1 MiB",
+  require(args.bytes > 0 && args.bytes <= kSmallBytes / args.comm.num_ranks, "bytes", "1 to 1 MiB / num_ranks",
           args.bytes);
-  require(args.num_ctas >= 1 && args.num_ctas % (args.comm.num_ranks - 1) == 0, "num_ctas", "as many for each peer",
-          args.num_ctas);
+  require(args.num_ctas >= 1 && args.num_ctas % (args.comm.num_ranks - 1) == 0, "num_ctas",
+          "a multiple of num_ranks - 1", args.num_ctas);
   switch (args.element) {
     case -1:
-      return launch_small<NoSum>(args);
+      return launch_small_exchange<NoSum>(args);
     case kFloat32:
-      return launch_small<Float32>(args);
+      return launch_small_exchange<Float32>(args);
     case kBFloat16:
-      return launch_small<BFloat16>(args);
+      return launch_small_exchange<BFloat16>(args);
     case kFloat16:
-      return launch_small<Float16>(args);
+      return launch_small_exchange<Float16>(args);
     default:
       require(false, "element", "-1 to 2 on CUDA", args.element);
   }

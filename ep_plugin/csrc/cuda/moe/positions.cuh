@@ -1,9 +1,13 @@
-// The part of notify that waits for no peer: every token's position among the tokens for its ranks, and every pair's
-// position among the pairs for its expert. Positions are running counts in token order.
+// The part of notify that waits for no peer. It computes the position of every token among this rank's tokens for each
+// of its ranks, and the position of every pair among this rank's pairs for its expert. Positions are running counts in
+// token order.
 //
-// Roles. A CTA places one block of tokens. All its warps sum the counts of the blocks before it. Then the CTA goes
-// through the block in order, some tokens at a time: one thread per pair counts the earlier pairs of the same expert,
-// and the last warp places the tokens.
+// Roles. Each CTA handles one block of tokens. All its warps sum the counts of the blocks before it. Then the CTA
+// passes over the block in order, some tokens at a time: one thread per pair counts the earlier pairs of the same
+// expert, and the last warp computes the positions of tokens.
+// Buffers. `counts`, in shared memory, has the running counts: tokens for each rank, then pairs for each expert.
+// Memory order. Barriers of the CTA separate the passes. The send may read positions when all CTAs have computed theirs
+// (State::positions_ready).
 #pragma once
 #include "cuda/moe/tokens.cuh"
 
@@ -11,11 +15,11 @@ namespace ep::cuda {
 
 __device__ __forceinline__ unsigned lanes_below() { return (1u << lane_id()) - 1u; }
 
-constexpr unsigned kBlocksAtOnce = 8;  // whose counts a thread has under way
+constexpr unsigned kBlocksAtOnce = 8;  // blocks whose counts a thread loads at once
 
-// All threads: `counts` become the sums over blocks [0, end). Joins the CTA. A thread adds up four counts of every
-// block of its team's; there are as many teams as there are threads for.
-__device__ inline void add_up_blocks(const Comm& comm, Address block_counts, int end) {
+// All threads: sets `counts` to the sums over blocks [0, end). Joins the CTA. Threads form teams, and blocks go round
+// the teams. A thread sums four counts over its team's blocks.
+__device__ inline void sum_block_counts(const Comm& comm, Address block_counts, int end) {
   const unsigned vectors = static_cast<unsigned>(plan_block_words(comm.num_ranks, comm.num_experts) / 4);
   const unsigned blocks = static_cast<unsigned>(end), teams = max(blockDim.x / vectors, 1u);
   const unsigned team = threadIdx.x / vectors;
@@ -46,17 +50,17 @@ __device__ inline void add_up_blocks(const Comm& comm, Address block_counts, int
   __syncthreads();
 }
 
-constexpr int kPairsAtOnce = 512;  // of a step, a thread for each; one warp more places tokens
+constexpr int kPairsAtOnce = 512;  // in one pass of the CTA, one per thread; one more warp handles the tokens
 constexpr int kTokenWarp = kPairsAtOnce / kWarp;
 
-// A step is whole tokens, and a unit whole steps.
+// Tokens in one pass: a divisor of kUnitTokens, so that a pass never crosses the end of a chunk.
 __device__ inline int tokens_at_once(int topk) {
   int tokens = kUnitTokens;
   while (tokens * topk > kPairsAtOnce) tokens /= 2;
   return tokens;
 }
 
-// How many of `experts` before number `index` are `expert`.
+// The number of entries of `experts` before `index` that are `expert`.
 __device__ inline int equal_before(const int32_t* experts, int index, int expert) {
   int found = 0, i = 0;
 #pragma unroll 4
@@ -68,12 +72,13 @@ __device__ inline int equal_before(const int32_t* experts, int index, int expert
   return found;
 }
 
-// One warp, a token for each lane: its position among those for each of its ranks, -1 where it does not go. `ids`: of
-// its pairs. `tokens`: in lane r, those for rank r so far.
-__device__ inline void place_token(const Step32& step, int R, const int32_t* ids, bool here, int32_t* positions,
-                                   int* tokens) {
+// One warp, one lane per token: writes the token's position for each rank, or -1 for ranks to which it does not go.
+// `ids`: the experts of the token's pairs. `here`: whether this lane has a token. `tokens`: in lane r, the tokens for
+// rank r so far.
+__device__ inline void assign_token_positions(const WarpTokens& warp, int R, const int32_t* ids, bool here,
+                                              int32_t* positions, int* tokens) {
   unsigned bits = 0;
-  for (int k = 0; here && k < step.topk; ++k) bits |= step.rank_bit(ids[k]);
+  for (int k = 0; here && k < warp.topk; ++k) bits |= warp.rank_bit(ids[k]);
   for (int r = 0; r < R; ++r) {
     const bool goes = bits >> r & 1u;
     const unsigned mask = __ballot_sync(kAllLanes, goes);
@@ -83,10 +88,10 @@ __device__ inline void place_token(const Step32& step, int R, const int32_t* ids
   }
 }
 
-// All threads, after add_up_blocks.
-__device__ inline void place_in_order(const Comm& comm, const Routing& routing, const Block& block) {
+// All threads, after sum_block_counts.
+__device__ inline void assign_in_order(const Comm& comm, const Routing& routing, const Block& block) {
   __shared__ __align__(16) int32_t experts[kPairsAtOnce];
-  const Step32 step(comm, routing.topk);
+  const WarpTokens warp(comm, routing.topk);
   const Meta meta = meta_of(comm, routing);
   const int R = comm.num_ranks, K = routing.topk, at_once = tokens_at_once(K), me = static_cast<int>(threadIdx.x);
   const Chunks chunks = chunks_of(routing.num_tokens);
@@ -99,7 +104,8 @@ __device__ inline void place_in_order(const Comm& comm, const Routing& routing, 
     __syncthreads();
     if (warp_id() == kTokenWarp) {
       const int64_t token = first + lane_id();
-      place_token(step, R, experts + lane_id() * K, token < end, at<int32_t>(routing.send_pos) + token * R, &tokens);
+      assign_token_positions(warp, R, experts + lane_id() * K, token < end, at<int32_t>(routing.send_pos) + token * R,
+                             &tokens);
       const int chunk = chunks.of(first);
       if (lane_id() < R && end == chunks.end(chunk)) meta.send_chunk_end[lane_id() * kMaxChunks + chunk] = tokens;
     } else if (me < pairs) {
@@ -110,12 +116,12 @@ __device__ inline void place_in_order(const Comm& comm, const Routing& routing, 
   }
 }
 
-// All threads of a CTA. Where plan has failed, its CTAs may have written neither ids nor counts: sums of whatever lies
-// there do no harm, and nothing is looked up by such ids.
-__device__ inline void place_block(const Comm& comm, const Routing& routing, Address block_counts, int block) {
+// All threads of a CTA. If plan has failed, ids and counts may be missing. Summing such counts does no harm, but ids
+// that were not checked must not be used as indices.
+__device__ inline void assign_positions(const Comm& comm, const Routing& routing, Address block_counts, int block) {
   const bool failed = faulted(comm);
-  add_up_blocks(comm, block_counts, block);
-  if (!__syncthreads_or(failed)) place_in_order(comm, routing, Block(routing.num_tokens, block));
+  sum_block_counts(comm, block_counts, block);
+  if (!__syncthreads_or(failed)) assign_in_order(comm, routing, Block(routing.num_tokens, block));
 }
 
 }  // namespace ep::cuda

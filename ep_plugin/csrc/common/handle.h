@@ -1,0 +1,56 @@
+// The checks of a handle's words before a kernel computes addresses from them.
+//
+// A handle is the caller's memory, so anything may have been written over it. Host and device run the same checks. An
+// item is checked independently of the others, so threads can share them out in any order.
+// Shapes: R ranks, C = kMaxChunks, E_l local experts.
+#pragma once
+#include "common/views.h"
+
+namespace ep {
+
+// Chunk `chunk` of `chunks` ends at a row that is not before its begin, nor past `rows`. The last one ends there.
+EP_HD bool chunk_is_sound(const int32_t* ends, int chunk, int chunks, int64_t rows) {
+  if (chunk >= chunks) return true;
+  const int32_t begin = chunk == 0 ? 0 : ends[chunk - 1], end = ends[chunk];
+  return 0 <= begin && begin <= end && (chunk + 1 < chunks ? end <= rows : end == rows);
+}
+
+// Item chunk + C * dest: the rows that this rank sends to rank `dest`, and where their partial rows come back to.
+EP_HD int sent_items(const Comm& comm) { return comm.num_ranks * kMaxChunks; }
+EP_HD bool sent_is_sound(const Routing& routing, const Meta& meta, int item) {
+  const int dest = item / kMaxChunks, chunk = item % kMaxChunks;
+  const int64_t rows = meta.rank_count[dest];
+  const int64_t base = dest == 0 ? 0 : static_cast<int64_t>(meta.send_base[dest - 1]) + meta.rank_count[dest - 1];
+  return 0 <= rows && rows <= routing.num_tokens && base == meta.send_base[dest] &&
+         chunk_is_sound(meta.send_chunk_end + dest * kMaxChunks, chunk, num_chunks(routing.num_tokens), rows);
+}
+
+// Item `source`: the slots that this rank receives from rank `source`.
+EP_HD bool received_is_sound(const Routing& routing, const Meta& meta, int source) {
+  const int64_t begin = meta.recv_offset[source], end = meta.recv_offset[source + 1];
+  return (source == 0 ? begin == 0 : begin >= 0) && begin <= end && end <= routing.slots &&
+         end - begin <= meta.src_tokens[source];
+}
+
+// Item chunk + C * owner: the partial rows that this rank returns to rank `owner`.
+EP_HD int returned_items(const Comm& comm) { return comm.num_ranks * kMaxChunks; }
+EP_HD bool returned_is_sound(const Routing& routing, const Meta& meta, int item) {
+  const int owner = item / kMaxChunks, chunk = item % kMaxChunks;
+  const int64_t rows = static_cast<int64_t>(meta.recv_offset[owner + 1]) - meta.recv_offset[owner];
+  return received_is_sound(routing, meta, owner) && meta.combine_base[owner] >= 0 &&
+         chunk_is_sound(meta.recv_chunk_end + owner * kMaxChunks, chunk, num_chunks(meta.src_tokens[owner]), rows);
+}
+
+// Item `local`: the rows of one local expert.
+EP_HD bool expert_is_sound(const Meta& meta, int local) {
+  const int64_t begin = meta.expert_offset[local], rows = meta.expert_rows[local];
+  return (local == 0 ? begin == 0 : begin >= 0) && rows >= 0 && begin + rows <= meta.expert_offset[local + 1];
+}
+
+// What a cached dispatch receive reads: items of all ranks, then those of all local experts.
+EP_HD int cached_items(const Comm& comm) { return comm.num_ranks + local_experts(comm); }
+EP_HD bool cached_is_sound(const Comm& comm, const Routing& routing, const Meta& meta, int item) {
+  return item < comm.num_ranks ? received_is_sound(routing, meta, item) : expert_is_sound(meta, item - comm.num_ranks);
+}
+
+}  // namespace ep
