@@ -1,4 +1,4 @@
-"""What a communicator is built from: MoECommunicatorConfig and the layouts that dispatch can return."""
+"""The configuration of a MoECommunicator, and the layouts that dispatch can return."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ROW_ALIGNMENT_BYTES = 16
 MODES = ("ht", "ll")
 
 SMS_FIELDS = ("dispatch_send_sms", "dispatch_recv_sms", "combine_send_sms", "combine_recv_sms")
-LEAST_SMS = {"dispatch_recv_sms": 0, "combine_recv_sms": 0}  # 0: none of their own
-# A rank may differ from its peers in these: they change neither what travels nor where it lands.
+LEAST_SMS = {"dispatch_recv_sms": 0, "combine_recv_sms": 0}  # 0: the sending kernel receives, too
+# Ranks may differ in these fields, which change neither the bytes sent nor their places.
 _LOCAL_FIELDS = ("timeout_s", *SMS_FIELDS)
 
 
@@ -36,23 +36,24 @@ class DispatchLayout(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class MoECommunicatorConfig:
-    """Settings of one MoECommunicator. Wrong values raise ValueError, unserved ones NotSupported, at construction.
+    """Settings of one MoECommunicator. Construction raises ValueError for wrong values, NotSupported for other modes.
 
     num_experts: experts over all ranks; must be a multiple of the group's size.
     hidden_size: elements of a row, the largest that will be dispatched.
     topk: experts per token, the largest that will be dispatched; at most 128.
-    max_tokens_per_rank: most tokens that any rank dispatches at once: pools then hold as many of every rank's. None
-        lets them grow when they must, to the most rows that any rank had for any, of every rank.
+    max_tokens_per_rank: most tokens that any rank dispatches at once. Each pool then has room for as many tokens of
+        every rank. None: pools grow when rows do not fit, to the most rows that one rank sent to another, for every
+        rank.
     mode: "ht", high throughput. ("ll", low latency, is not served in this release.)
-    layout: what dispatch returns, a DispatchLayout or its value such as "flat". None is the mode's default, FLAT for
+    layout: how dispatch arranges rows, a DispatchLayout or its value such as "flat". None: the mode's default, FLAT for
         "ht".
-    max_row_bytes: bytes of the widest row, a multiple of 16; None is hidden_size in the widest dtype used.
+    max_row_bytes: bytes of the widest row, a multiple of 16. None: hidden_size elements of any dtype.
     expert_alignment: each expert's group of FLAT rows is padded to a multiple of this, at most 2**20.
-    timeout_s: seconds that a rank waits for its peers, at most 1e9; None is the process group's own timeout.
+    timeout_s: seconds that a rank waits for its peers, at most 1e9. None: the process group's own timeout.
     dispatch_send_sms, dispatch_recv_sms, combine_send_sms, combine_recv_sms: SMs of each kernel. None: as many as fill
-        the links with rows of an operation's shape, more for small batches, at most what the other kernel of the
-        operation leaves. dispatch_recv_sms=0 or combine_recv_sms=0: one kernel sends and receives; for few SMs. A
-        dispatch without capacity= or previous_handle= then sends after the host has the totals.
+        the links with rows of the operation's shape, and more for small batches, if the operation's other kernel
+        leaves so many. dispatch_recv_sms=0 or combine_recv_sms=0: one kernel sends and receives; for few SMs. A
+        dispatch without capacity= or previous_handle= is then sent after the host has the totals.
 
     All ranks must agree on everything except the timeout and the SM counts.
     """
@@ -98,12 +99,12 @@ class MoECommunicatorConfig:
         return DispatchLayout.FLAT if self.layout is None else DispatchLayout(self.layout)
 
     def agreement_hash(self) -> int:
-        """A number below 2**63, equal on two ranks exactly when they agree on what all ranks must agree on."""
+        """A number below 2**63, equal on two ranks if they agree on every field on which all ranks must agree."""
         text = json.dumps(self._agreed_fields(), sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
     def describe(self) -> str:
-        """The fields that all ranks must agree on, on one line, for messages."""
+        """The fields on which all ranks must agree, on one line, for messages."""
         return ", ".join(f"{name}={value}" for name, value in self._agreed_fields().items())
 
     def _agreed_fields(self) -> dict[str, int | str | None]:

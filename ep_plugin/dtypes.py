@@ -1,4 +1,4 @@
-"""The element types of rows: which can travel, be summed or be made by quantising, and their codes in kernels."""
+"""The element types of rows that can be sent, summed or quantised, and their codes in kernels."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 from ep_plugin import _C
 
-# Rows of these types can be summed.
+# Combine sums rows of these types.
 ELEMENTS = {
     torch.float32: _C.Element.FLOAT32,
     torch.bfloat16: _C.Element.BFLOAT16,
     torch.float16: _C.Element.FLOAT16,
     torch.float64: _C.Element.FLOAT64,
 }
-# Rows of these types can travel. Ranks compare the position.
+# Dispatch sends rows of these types. Ranks compare the position in this list.
 DTYPES = [
     *ELEMENTS,
     torch.float8_e4m3fn,
@@ -25,7 +25,7 @@ DTYPES = [
     torch.int64,
 ]
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-# The values of `quantize`, and the dtype of the rows that each makes.
+# The values of `quantize`, and the dtype of quantised rows.
 QUANTIZED = {"e4m3": torch.float8_e4m3fn}
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -36,5 +36,5 @@ def num_scales(hidden: int | torch.SymInt) -> int | torch.SymInt:
 
 
 def weight_dtype(rows: torch.dtype) -> torch.dtype:
-    """The dtype in which weights travel beside rows of dtype `rows`."""
+    """The dtype of the weights that are sent with rows of dtype `rows`."""
     return torch.float64 if rows is torch.float64 else torch.float32

@@ -1,111 +1,119 @@
 """Boards: a page of host memory per rank that every rank of the group maps.
 
-A rank's kernels and host leave faults, totals and what they are doing on their own board; a rank that fails marks the
-boards of its peers. Host memory, so that it can be read whatever a device is doing and whoever has died.
+A rank's kernels and host write faults, totals and the current operation to the rank's own board. A rank that fails
+marks the boards of its peers. Boards are host memory: they can be read whatever state a device or a process is in.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from ep_plugin import _C
 from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.peer import undo_on_error
 from ep_plugin.transport.shm import ShmMemory
+
+T = TypeVar("T")
 
 
 class Boards:
-    """The boards of a group, one per rank. ``device_address`` is this rank's own, ``index`` of them, to its kernels."""
+    """The boards of a group, one per rank. Construction is collective.
+
+    Attributes:
+        index: this rank's index among the boards.
+        size: how many boards there are.
+        address: this rank's board.
+        device_address: the same board as kernels see it.
+    """
 
     def __init__(self, exchange: Exchange, local_experts: int, device: torch.device) -> None:
-        self._memory = ShmMemory(exchange)
-        self._block = self._memory.allocate(_C.board_bytes(local_experts), "board")
-        self.index = exchange.rank
+        nbytes = _C.board_bytes(local_experts)
+        self.index, self.size = exchange.rank, exchange.size
         self._local_experts = local_experts
-        self._registered = False
-        # Another thread, or a signal's handler, may abort or look at what a peer does while this one closes.
+        # Another thread, or a signal's handler, may use the boards while this one closes them.
         self._guard = threading.RLock()
         self._closed = False
-        self.address: int = self._block.ptrs[self.index]
-        self.device_address: int = self.address
-        if device.type == "cuda":
-            try:
-                self.device_address = _C.register_host(self.address, _C.board_bytes(local_experts), device.index)
-            except BaseException:
-                self.close()
-                raise
-            self._registered = True
-        _C.list_board(self.address)
+        with undo_on_error() as self._resources:
+            memory = ShmMemory(exchange)
+            self._resources.callback(memory.close)
+            self._ptrs = memory.allocate(nbytes, "board").ptrs
+            self.address = self.device_address = self._ptrs[self.index]
+            if device.type == "cuda":
+                self.device_address = _C.register_host(self.address, nbytes, device.index)
+                self._resources.callback(self._unregister)
+            self._resources.callback(_C.unlist_board, self.address)
+            _C.list_board(self.address)
 
     def quiet(self) -> bool:
         """Whether there is neither a fault nor an abort."""
-        with self._guard:
+        with self._guard:  # as _read does, in the path of every operation
             return self._closed or _C.board_quiet(self.address)
 
     def fault(self) -> tuple[int, int, int, int, int, int] | None:
-        """The first fault on this rank: (code, step, peer, field, expected, seen)."""
+        """The first fault on this rank's board, as `fault_of` returns it."""
         return self.fault_of(self.index)
 
     def fault_of(self, rank: int) -> tuple[int, int, int, int, int, int] | None:
-        """The first fault on the board of `rank`."""
-        with self._guard:
-            return None if self._closed else _C.board_fault(self._block.ptrs[rank])
-
-    @property
-    def size(self) -> int:
-        return len(self._block.ptrs)
+        """The first fault on the board of `rank`: (code, step, peer, field, expected, seen)."""
+        return self._read(_C.board_fault, rank, None)
 
     def abort(self) -> tuple[int, str] | None:
         """The rank that aborted, and why."""
-        with self._guard:
-            return None if self._closed else _C.board_abort(self.address)
+        return self._read(_C.board_abort, self.index, None)
+
+    def activity_of(self, rank: int) -> str:
+        """The operation that `rank` called last."""
+        return self._read(_C.board_activity, rank, "")
+
+    def reserved_pools_of(self, rank: int) -> int:
+        """The last value that `rank` passed to `set_reserved_pools`."""
+        return self._read(_C.reserved_pools, rank, 0)
+
+    def set_reserved_pools(self, count: int) -> None:
+        """Publishes for how many operations this rank has found its pool large enough, or made it so."""
+        self._read(lambda address: _C.set_reserved_pools(address, count), self.index, None)
+
+    def unlist(self) -> None:
+        """Later operations of other communicators are no longer announced here."""
+        self._read(_C.unlist_board, self.index, None)
 
     def tell_abort(self, reason: str) -> None:
         """Marks every rank's board, this one's too: all waits end at once."""
-        with self._guard:
-            for address in () if self._closed else self._block.ptrs:
-                _C.abort_board(address, self.index, reason)
-
-    def activity_of(self, rank: int) -> str:
-        with self._guard:
-            return "" if self._closed else _C.board_activity(self._block.ptrs[rank])
-
-    def set_reserved_pools(self, count: int) -> None:
-        """Says how many operations of this rank have found their pool large enough, or made it so."""
-        with self._guard:
-            if not self._closed:
-                _C.set_reserved_pools(self.address, count)
-
-    def reserved_pools_of(self, rank: int) -> int:
-        with self._guard:
-            return 0 if self._closed else _C.reserved_pools(self._block.ptrs[rank])
+        self._mark(self.index, reason)
 
     def wait_ticket(self, ticket: int, timeout_s: float) -> bool:
         """Waits for a notify's totals; False when a fault, an abort or the deadline came first."""
         return _C.wait_ticket(self.address, ticket, int(timeout_s * 1e9)) == 0
 
     def totals(self, copy: torch.Tensor, expert_counts: torch.Tensor) -> list[int]:
-        """Slots, rows, most rows from any rank to any and from any to all. These, and then the rows of each local
-        expert, go to `copy`, the latter to `expert_counts`, too; both int64."""
-        return _C.board_totals(self.address, self._local_experts, copy.data_ptr(), expert_counts.data_ptr())
+        """Slots, rows, most rows from any rank to any and from any to all.
 
-    def unlist(self) -> None:
-        """Later operations of other communicators are no longer announced here."""
-        with self._guard:
-            if not self._closed:
-                _C.unlist_board(self.address)
+        Writes these and then the rows of each local expert to `copy`, and the latter to `expert_counts`; both int64.
+        """
+        return _C.board_totals(self.address, self._local_experts, copy.data_ptr(), expert_counts.data_ptr())
 
     def close(self) -> None:
         """Gives the memory back. May be called again."""
         with self._guard:
-            if self._closed:
-                return
             self._closed = True
-            _C.unlist_board(self.address)
-            if self._registered:
-                with contextlib.suppress(RuntimeError):  # a broken device has forgotten it
-                    _C.unregister_host(self.address)
-            self._block.close()
-            self._memory.close()
+            self._resources.close()
+
+    def _read(self, function: Callable[[int], T], rank: int, closed: T) -> T:
+        """function(address of the board of `rank`), or `closed` after close."""
+        with self._guard:
+            return closed if self._closed else function(self._ptrs[rank])
+
+    def _mark(self, index: int, reason: str) -> None:
+        """Writes an abort by the rank of this index to every board."""
+        with self._guard:
+            for address in () if self._closed else self._ptrs:
+                _C.abort_board(address, index, reason)
+
+    def _unregister(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a broken device has forgotten it
+            _C.unregister_host(self.address)

@@ -1,16 +1,15 @@
-"""What a fault on the board means, as an exception: who waited for whom, at which step, expected and seen."""
+"""The exception for a fault on the board: the rank that waited, the one that it waited for, the step, the values."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from ep_plugin import _C
 from ep_plugin._C import FaultCode
-from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted, PeerTimeout
-
-if TYPE_CHECKING:
-    from ep_plugin.runtime.board import Boards
+from ep_plugin.errors import DisagreementError, EpPluginError, PeerTimeout, error_of_peer
+from ep_plugin.runtime.board import Boards
 
 GRACE_S = 0.5  # ranks that began to wait together come to their deadlines within this time
 DISAGREE_ON = "ranks disagree on"
@@ -25,27 +24,24 @@ class Communicator(Protocol):
 
     @property
     def name(self) -> str: ...
-
-    def group_rank(self, index: int) -> int:
-        """The rank within the group whose board has this index."""
-
-    def described(self, field: int, value: int) -> tuple[str, str]:
-        """The name of a word on which ranks must agree, and `value` in the reader's terms."""
+    def group_rank(self, index: int) -> int: ...
+    def described(self, field: int, value: int) -> tuple[str, str]: ...
 
 
 def error_of(engine: Communicator) -> EpPluginError | ValueError | None:
-    """The exception for what this communicator's board shows, or None when it is well."""
+    """The exception for the fault or abort on this communicator's board; None: there is none."""
+    boards = engine.boards
     fault = abort = None
     try:
-        fault = engine.boards.fault()
-        if fault is None or fault[0] == FaultCode.ABORTED:
-            abort = engine.boards.abort()
-            if abort is None:
-                return None
-            if abort[0] < 0:
-                raise IndexError(f"expected an index of at least 0, got {abort[0]}")
-            return aborted_error(engine, engine.group_rank(abort[0]), abort[1])
-        return _fault_error(engine, fault)
+        fault = boards.fault()
+        if fault is not None and fault[0] != FaultCode.ABORTED:
+            return _fault_error(engine, *fault)
+        abort = boards.abort()
+        if abort is None:
+            return None
+        if abort[0] < 0:
+            raise IndexError(f"expected an index of at least 0, got {abort[0]}")
+        return aborted_error(engine, engine.group_rank(abort[0]), abort[1])
     except (LookupError, TypeError, ValueError, OverflowError) as error:
         # A peer, or any writer of shared memory, may have overwritten the board.
         return EpPluginError(
@@ -54,16 +50,12 @@ def error_of(engine: Communicator) -> EpPluginError | ValueError | None:
         )
 
 
-def _rank_of(engine: Communicator, index: int) -> int:
+def _fault_error(
+    engine: Communicator, code: int, step_index: int, index: int, field: int, expected: int, seen: int
+) -> EpPluginError | ValueError:
     if not 0 <= index < engine.boards.size:
         raise IndexError(f"expected an index below {engine.boards.size}, got {index}")
-    return engine.group_rank(index)
-
-
-def _fault_error(engine: Communicator, fault: tuple[int, int, int, int, int, int]) -> EpPluginError | ValueError:
-    code, step_index, index, field, expected, seen = fault
-    peer = _rank_of(engine, index)
-    step = _C.Step(step_index).name.lower()
+    peer, step = engine.group_rank(index), _C.Step(step_index).name.lower()
     if code == FaultCode.TIMEOUT:
         return _timeout(engine, step, index, expected, seen)
     if code == FaultCode.DISAGREE:
@@ -76,6 +68,10 @@ def _fault_error(engine: Communicator, fault: tuple[int, int, int, int, int, int
         return EpPluginError(
             f"{engine.name}: step {step}: rows for rank {peer} need {seen} where {expected} are allocated"
         )
+    if code == FaultCode.BAD_HANDLE:
+        return ValueError(
+            f"handle: expected its tensors as dispatch wrote them, got other contents at step {step} (detail {field})"
+        )
     if code != FaultCode.BAD_DATA:
         raise ValueError(f"expected a known code, got {code}")
     return EpPluginError(
@@ -85,7 +81,8 @@ def _fault_error(engine: Communicator, fault: tuple[int, int, int, int, int, int
 
 
 def disagreement(engine: Communicator, step: str, index: int, field: int, mine: int, theirs: int) -> DisagreementError:
-    """This rank and the one of board `index` say `mine` and `theirs` for a word that they must say alike."""
+    """The error when this rank has `mine` in a field on which ranks must agree, and the rank of board `index` has
+    `theirs`."""
     name, described = engine.described(field, mine)
     return DisagreementError(
         f"{DISAGREE_ON} one call of {engine.name} at step {step}: {name} is "
@@ -94,69 +91,72 @@ def disagreement(engine: Communicator, step: str, index: int, field: int, mine: 
 
 
 def aborted_error(engine: Communicator, rank: int, reason: str) -> EpPluginError:
-    """What ranks raise when `rank` aborts. One that found a disagreement aborts with it: then all raise that alike."""
+    """The error after `rank` has aborted. A disagreement that `rank` found raises DisagreementError on all ranks."""
     if reason.startswith(DISAGREE_ON):
         return DisagreementError(reason)
-    return PeerAborted(f"{engine.name}: rank {rank} aborted: {reason}", rank, reason)
+    return error_of_peer(rank, reason, engine.rank, f"{engine.name}: ")
 
 
 def _timeout(engine: Communicator, step: str, index: int, expected: int, seen: int) -> PeerTimeout:
-    peer, blamed = engine.group_rank(index), culprit(engine.boards, index)
-    also = ""
-    if blamed != index:
-        also = f" Rank {peer} has given up waiting, too, and rank {engine.group_rank(blamed)} has not."
+    boards = engine.boards
+    at_fault = culprit(boards.index, boards.size, index, lambda: _waits(boards))
+    if at_fault is None:
+        at_fault = index
+    peer, rank = engine.group_rank(index), engine.group_rank(at_fault)
+    also = "" if at_fault == index else f" {gave_up(peer, rank)}"
+    activity, own = (boards.activity_of(one) or "not in any operation yet" for one in (at_fault, boards.index))
+    order = ""
+    if boards.activity_of(at_fault) and not activity.endswith(f" of {engine.name}"):
+        order = (
+            " Unless that one is gone: all ranks must call communicators that share a device in the same order, and "
+            "these two ranks were last in different ones."
+        )
     return PeerTimeout(
-        f"{engine.name}: rank {engine.rank} waited {engine.timeout_s:g} s for rank {peer} at step {step} "
-        f"(expected epoch {expected}, seen {seen}).{also} Rank {engine.group_rank(blamed)} was last "
-        f"{_activity(engine, blamed)}; this rank is {_activity(engine, engine.boards.index)}."
-        f"{_order_hint(engine, blamed)}",
-        engine.group_rank(blamed),
+        f"{engine.name}: rank {engine.rank} waited {engine.timeout_s:g} s for rank {peer} at step {step} (expected "
+        f"epoch {expected}, seen {seen}).{also} Rank {rank} was last {activity}; this rank is {own}.{order}",
+        rank,
         step,
     )
 
 
-def culprit(boards: Boards, index: int) -> int:
-    """Who keeps this node waiting, where this rank has waited for the one of board `index` in vain.
+def gave_up(peer: int | None, at_fault: int | None) -> str:
+    """The sentence for a timeout whose `peer` is not the rank at fault."""
+    return f"Rank {peer} has given up waiting, too, and rank {at_fault} has not."
 
-    That one, unless it tells, a moment later at most, that it has waited in vain itself. Then whom it waited for, and
-    so on; where that leads in a circle, as among ranks that wait for each other's room, the one that has not given up,
-    if there is one alone.
+
+def culprit(
+    own: int,
+    size: int,
+    index: int | None,
+    look: Callable[[], Mapping[int, int]],
+    known: Callable[[], bool] = lambda: False,
+) -> int | None:
+    """The rank at fault, of `size` ranks, after rank `own` has waited in vain for rank `index`; None: not known.
+
+    It is the end of the chain of waits. Where the chain is a circle, as among ranks that wait for each other's room, it
+    is the rank that has not given up, if there is only one.
+
+    `look` returns, for each other rank that has waited in vain, the rank that it waited for. It is called again for a
+    moment, until only one rank has not given up, or `known` says that the answer is not needed.
     """
-    if index == boards.index:
-        return index
     until = time.monotonic() + GRACE_S
-    peers = [peer for peer in range(boards.size) if peer != boards.index]
     while True:
-        waited_for = {peer: _waited_for(boards, peer) for peer in peers}
-        silent = [peer for peer in peers if waited_for[peer] is None]
-        if len(silent) <= 1 or time.monotonic() > until:
+        waits = look()
+        silent = [rank for rank in range(size) if rank != own and rank not in waits]
+        if index == own or len(silent) <= 1 or known() or time.monotonic() > until:
             break
         time.sleep(0.01)
-    found, seen = index, {boards.index}
-    while found in waited_for and found not in seen:  # whatever lies on a peer's board
-        seen.add(found)
-        next_found = waited_for[found]
-        if next_found is None or next_found == found:
+    chain, found = {own}, index
+    while found is not None and found not in chain and 0 <= found < size:  # boards may hold anything
+        chain.add(found)
+        following = waits.get(found)
+        if following is None or following == found:
             return found
-        found = next_found
-    return silent[0] if len(silent) == 1 else index
+        found = following
+    return silent[0] if len(silent) == 1 and index != own else index
 
 
-def _waited_for(boards: Boards, rank: int) -> int | None:
-    """Whom `rank` has waited for in vain; None where it has not."""
-    fault = boards.fault_of(rank)
-    return None if fault is None or fault[0] != FaultCode.TIMEOUT else fault[2]
-
-
-def _activity(engine: Communicator, index: int) -> str:
-    return engine.boards.activity_of(index) or "not in any operation yet"
-
-
-def _order_hint(engine: Communicator, index: int) -> str:
-    theirs = engine.boards.activity_of(index)
-    if not theirs or theirs.endswith(f" of {engine.name}"):
-        return ""
-    return (
-        " Unless that one is gone: all ranks must call communicators that share a device in the same order, and these "
-        "two ranks were last in different ones."
-    )
+def _waits(boards: Boards) -> dict[int, int]:
+    """The rank for which each other rank of the node has waited in vain."""
+    faults = {rank: boards.fault_of(rank) for rank in range(boards.size) if rank != boards.index}
+    return {rank: fault[2] for rank, fault in faults.items() if fault is not None and fault[0] == FaultCode.TIMEOUT}

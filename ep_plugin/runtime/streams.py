@@ -1,71 +1,64 @@
-"""Where kernels run and what orders them.
+"""The streams of a communicator's kernels, and their order. Streams are raw handles, as kernels take them.
 
-CUDA: one send stream and one receive stream per device, shared by all communicators, so that at most one sending and
-one receiving kernel are resident; sends have the higher priority. Memory that a kernel touches is kept alive by whoever
-enqueued it until `join` has ordered the caller's stream after both lanes; where that may happen on another stream, or
-not at all, `record` tells the allocator.
-CPU: kernels run to their end in the calling thread; the lanes are nothing.
+- `Streams`, CPUs: a kernel is done when its launch returns, so nothing needs ordering.
+- `SendReceiveStreams`, dispatch and combine on GPUs: one send and one receive stream per device, shared by all
+  communicators, so that at most one sending and one receiving kernel are resident. The send stream has the higher
+  priority. The code that enqueues a kernel keeps its memory alive until `join`. Where `join` may come on another
+  stream, or never, `record` tells the allocator.
+- `CallerStreams`, collectives on GPUs: the caller's streams, in the order of the calls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
-from typing import Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.runtime.base import stream_of
+from ep_plugin.transport.rails import serves_gpus
+
+_SAME_DEVICE = contextlib.nullcontext()
 
 
-class Lanes(Protocol):
-    """The order of one device's kernels; `send` and `receive` are stream handles as integers."""
+class Streams:
+    """Orders one communicator's kernels. This class serves CPUs."""
 
-    send: int
-    receive: int
+    send = receive = 0
 
-    def fork(self) -> None:
-        """The send lane goes on from the caller's stream."""
+    def caller(self) -> int:
+        """The caller's current stream."""
+        return 0
 
-    def fork_receive(self) -> None:
-        """The receive lane goes on from the caller's stream. (The kernel admit orders it after a sender.)"""
+    def order_after(self, stream: int, *earlier: int) -> None:
+        """What is enqueued on `stream` from now on starts after what the `earlier` streams hold now."""
 
-    def join(self, received: bool = True) -> None:
-        """The caller's stream goes on from the send lane and, if anything was `received`, from the receive lane."""
-
-    def meet(self) -> None:
-        """Each lane goes on after what has been enqueued on the other."""
+    def join(self) -> None:
+        """Orders the caller's stream after every kernel that has been enqueued."""
 
     def record(self, *tensors: torch.Tensor | None) -> None:
-        """Keeps the memory of `tensors` from being used again before both lanes are done with it."""
+        """Keeps the memory of `tensors` from being used again before the kernels enqueued until then are done."""
 
-    def hand_over(self, result: Iterable[object]) -> None:
-        """Keeps the memory of tensors (and tuples of them) that were made on another stream for the caller's."""
+    def record_caller(self, *tensors: torch.Tensor | None) -> None:
+        """Keeps the memory of `tensors`, which may have been made on another stream, for the caller's stream."""
 
     def drain(self) -> None:
-        """The host waits for both lanes."""
+        """Blocks the host until every kernel that has been enqueued is done."""
 
     def capturing(self) -> int:
-        """The number of the capture of a CUDA graph that the caller's stream is in; 0: none."""
+        """The id of the CUDA graph capture that the caller's stream is in; 0: none."""
+        return 0
 
-
-class CpuLanes:
-    send = 0
-    receive = 0
-
-    def fork(self) -> None: ...
-    def fork_receive(self) -> None: ...
-    def join(self, received: bool = True) -> None: ...
-    def meet(self) -> None: ...
-    def record(self, *tensors: torch.Tensor | None) -> None: ...
-    def hand_over(self, result: Iterable[object]) -> None: ...
-    def drain(self) -> None: ...
-    def capturing(self) -> int:
+    def follow(self, earlier: int | None) -> int:
+        """The caller's stream, which goes on after the stream `earlier`."""
         return 0
 
 
-class CudaLanes:
+class SendReceiveStreams(Streams):
+    """A stream for kernels that send and one for kernels that receive, beside the caller's."""
+
     def __init__(self, device: torch.device) -> None:
         self._device, self._index = device, device.index
         self._send = torch.cuda.Stream(device, priority=-1)
@@ -73,44 +66,125 @@ class CudaLanes:
         self.send: int = self._send.cuda_stream
         self.receive: int = self._receive.cuda_stream
 
-    def fork(self) -> None:
-        _C.order_streams(self.send, stream_of(self._device), self._index)
+    def caller(self) -> int:
+        return current_stream(self._device)
 
-    def fork_receive(self) -> None:
-        _C.order_streams(self.receive, stream_of(self._device), self._index)
+    def order_after(self, stream: int, *earlier: int) -> None:
+        for one in earlier:
+            _C.order_streams(stream, one, self._index)
 
-    def join(self, received: bool = True) -> None:
-        caller = stream_of(self._device)
-        _C.order_streams(caller, self.send, self._index)
-        if received:
-            _C.order_streams(caller, self.receive, self._index)
-
-    def meet(self) -> None:
-        _C.order_streams(self.receive, self.send, self._index)
-        _C.order_streams(self.send, self.receive, self._index)
+    def join(self) -> None:
+        self.order_after(self.caller(), self.send, self.receive)
 
     def record(self, *tensors: torch.Tensor | None) -> None:
-        for tensor in tensors:
-            if tensor is not None and tensor.is_cuda:
-                tensor.record_stream(self._send)
-                tensor.record_stream(self._receive)
+        record_stream(self._send, tensors)
+        record_stream(self._receive, tensors)
 
-    def hand_over(self, result: Iterable[object]) -> None:
-        for part in result:
-            if isinstance(part, tuple):
-                self.hand_over(part)
-            elif isinstance(part, torch.Tensor) and part.is_cuda:
-                part.record_stream(torch.cuda.current_stream(self._device))
+    def record_caller(self, *tensors: torch.Tensor | None) -> None:
+        record_stream(torch.cuda.current_stream(self._device), tensors)
 
     def drain(self) -> None:
         self._send.synchronize()
         self._receive.synchronize()
 
     def capturing(self) -> int:
-        return _C.stream_capture(stream_of(self._device), self._index)
+        return _C.stream_capture(self.caller(), self._index)
+
+
+class CallerStreams(Streams):
+    """The caller's streams: operations of one communicator run in the order of their calls, on whichever streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: int | None = None
+
+    def drain(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def capturing(self) -> int:
+        return int(torch.cuda.is_current_stream_capturing())
+
+    def follow(self, earlier: int | None) -> int:
+        """As in Streams; but a stream that records a CUDA graph waits for no stream outside of it."""
+        current = current_stream(self._device)
+        if earlier is None or earlier == current:
+            return current
+        if not self.capturing() or _C.stream_capture(earlier, self._device.index):
+            torch.cuda.current_stream(self._device).wait_stream(self._stream(earlier))
+        return current
+
+    def enter(self) -> int:
+        """The caller's stream, after this communicator's earlier operations."""
+        self._last = self.follow(self._last)
+        return self._last
+
+    def _stream(self, handle: int) -> torch.cuda.Stream:
+        if handle == 0:
+            return torch.cuda.default_stream(self._device)
+        return torch.cuda.ExternalStream(handle, self._device)
 
 
 @functools.cache
-def lanes_of(device: torch.device) -> Lanes:
-    """The lanes of `device`, one pair per process."""
-    return CpuLanes() if device.type == "cpu" else CudaLanes(device)
+def send_receive_streams(device: torch.device) -> Streams:
+    """The streams of dispatch and combine on `device`, the same for all communicators of the process."""
+    return Streams() if device.type == "cpu" else SendReceiveStreams(device)
+
+
+def record_stream(stream: torch.cuda.Stream, values: Any) -> None:
+    """Tells the allocator that `stream` uses the memory of the CUDA tensors in `values`, tuples and lists of them."""
+    if isinstance(values, torch.Tensor):
+        if values.is_cuda:
+            values.record_stream(stream)
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            record_stream(stream, value)
+
+
+def current_stream(device: torch.device) -> int:
+    """The caller's stream on `device`. (Making PyTorch's object for it takes ten times as long.)"""
+    return 0 if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes `device` the current one, on which kernels are launched."""
+    if device.type == "cpu" or torch._C._cuda_getDevice() == device.index:
+        return _SAME_DEVICE
+    return torch.cuda.device(device)
+
+
+def kernels_for(device: torch.device) -> Any:
+    """The kernel table for `device`. ValueError for a device without one in this build."""
+    if device.type == "cpu":
+        return _C.cpu
+    if device.type != "cuda":
+        raise ValueError(f"device: expected cpu or cuda, got {device}")
+    if not hasattr(_C, "cuda"):
+        raise ValueError(
+            "device: expected cpu, since this build of ep_plugin has no CUDA kernels (no nvcc was found when it was "
+            f"built), got {device}"
+        )
+    return _C.cuda
+
+
+def resolve_device(group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
+    """`device` with its index; None: this process's CUDA device for a group with a backend for GPUs, else the CPU.
+
+    Raises:
+        ValueError: no such device. `kernels_for` refuses a device that this build does not serve.
+    """
+    if device is None:
+        device = "cuda" if serves_gpus(group) else "cpu"
+    if not isinstance(device, torch.device):
+        try:
+            device = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"device: expected cpu, cuda, or cuda with an index, got {device!r}") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device
+    if device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.index >= torch.cuda.device_count():
+        raise ValueError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, got {device}")
+    return device

@@ -6,8 +6,69 @@ import torch
 
 # Types whose value is their memory: no compiler's stand-in, no sharded tensor, no user's own subclass.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Types that torch's dispatcher cannot pass to an operator of ours in eager mode.
+_REFUSED = ("DTensor", "FakeTensor", "FunctionalTensor", "NestedTensor")
 
 
 def is_lazy(tensor: torch.Tensor | None) -> bool:
     """Whether a sign or zeros are pending: an operator's dispatch writes them to memory."""
     return tensor is not None and (tensor.is_neg() or tensor._is_zerotensor())
+
+
+def is_traced() -> bool:
+    """Whether a compiler, a mode or a transform has to see the operators of a call, and may pass tensors of its own."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def check_kind(name: str, tensor: torch.Tensor) -> None:
+    """ValueError for a tensor that is not dense, or of a type that stands for other tensors."""
+    if type(tensor) not in PLAIN and type(tensor).__name__ in _REFUSED:
+        raise ValueError(f"{name}: expected a tensor with memory of its own, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor, got one of layout {tensor.layout}")
+    if tensor.is_nested:
+        raise ValueError(f"{name}: expected a dense tensor, got a nested one")
+    if torch._is_functional_tensor(tensor):
+        raise ValueError(f"{name}: expected a tensor with memory of its own, got a functional tensor")
+
+
+def check_storage(name: str, tensor: torch.Tensor) -> None:
+    """ValueError unless the storage of a dense tensor holds all of its elements."""
+    extent = tensor.nbytes
+    if extent == 0:
+        return
+    if not tensor.is_contiguous():
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extent = (last + 1) * tensor.itemsize
+    needed = extent + tensor.storage_offset() * tensor.itemsize
+    held = tensor.untyped_storage().nbytes()
+    if held < needed:
+        raise ValueError(
+            f"{name}: expected a storage of at least {needed} bytes, got {held}: it was freed, or resized, after the "
+            "tensor was made"
+        )
+
+
+_dense_keys: set[int] = set()  # dispatch keys of tensors that have passed every check but that of the storage
+
+
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """ValueError unless the tensor's values lie in memory of its own, all of them, as a kernel reads them."""
+    keys = torch._C._dispatch_keys(tensor).raw_repr()  # they say all that is asked below
+    if keys not in _dense_keys:
+        if type(tensor) not in PLAIN and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise ValueError(f"{name}: expected a tensor with memory of its own, got {type(tensor).__name__}")
+        check_kind(name, tensor)
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise ValueError(f"{name}: expected a tensor with memory of its own, got one that torch.func has wrapped")
+        if tensor.is_conj() or is_lazy(tensor):
+            raise ValueError(
+                f"{name}: expected a tensor that is in memory as it is, got one whose conjugation, sign or zeros are "
+                "pending; pass its resolve_conj(), resolve_neg() or clone()"
+            )
+        _dense_keys.add(keys)
+    check_storage(name, tensor)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ep_plugin import _C, DispatchLayout
 from ep_plugin.errors import CommunicatorClosed
@@ -34,6 +35,22 @@ def _changed(ids: torch.Tensor, index: tuple[int, ...], value: int) -> torch.Ten
     ids = ids.clone()
     ids[index] = value
     return ids
+
+
+def _freed(tensor: torch.Tensor, left: int = 0, part: int | None = None) -> torch.Tensor:
+    """A copy of `tensor`, or `part` columns of one, whose storage was resized to `left` bytes."""
+    copy = tensor.clone()
+    copy = copy if part is None else copy[:, :part]
+    copy.untyped_storage().resize_(left)
+    return copy
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    return FakeTensorMode().from_tensor(tensor)
+
+
+def _jagged(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor(list(tensor), layout=torch.jagged)
 
 
 def _zeros(*shape: int) -> torch.Tensor:
@@ -108,6 +125,34 @@ DISPATCH: dict[str, tuple[Wrong, str]] = {
         lambda g: {"topk_weights": g.weights.to_sparse()},
         "topk_weights: expected a dense tensor, got one of layout torch.sparse_coo",
     ),
+    "sparse x": (lambda g: {"x": g.x.to_sparse()}, "x: expected a dense tensor, got one of layout torch.sparse_coo"),
+    "ids in rows of values": (lambda g: {"topk_ids": g.ids.to_sparse_csr()}, "topk_ids: expected .* torch.sparse_csr"),
+    "nested x": (
+        lambda g: {"x": torch.nested.nested_tensor(list(g.x))},
+        "x: expected a dense tensor, got a nested one",
+    ),
+    "jagged x": (lambda g: {"x": _jagged(g.x)}, "x: expected a tensor with memory of its own, got NestedTensor"),
+    "fake x": (lambda g: {"x": _fake(g.x)}, "x: expected a tensor with memory of its own, got FakeTensor"),
+    "fake scales": (lambda g: {"scales": _fake(g.x)}, "scales: expected a tensor with .* own, got FakeTensor"),
+    "functional ids": (
+        lambda g: {"topk_ids": torch._to_functional_tensor(g.ids)},
+        "topk_ids: expected a tensor with memory of its own, got a functional tensor",
+    ),
+    "freed x": (lambda g: {"x": _freed(g.x)}, "x: expected a storage of at least 192 bytes, got 0: it was freed"),
+    "freed ids": (lambda g: {"topk_ids": _freed(g.ids, 90)}, "topk_ids: expected a storage of at least 96 .*, got 90"),
+    "freed weights": (
+        lambda g: {"topk_weights": _freed(g.weights)},
+        "topk_weights: expected a storage .* 48 .*, got 0",
+    ),
+    "freed weights of a short dtype": (
+        lambda g: {"topk_weights": _freed(g.weights.half())},
+        "topk_weights: expected a storage of at least 24 bytes, got 0",
+    ),
+    "freed scales": (lambda g: {"scales": _freed(g.x)}, "scales: expected a storage of at least 192 bytes, got 0"),
+    "freed rows that lie apart": (
+        lambda g: {"x": _freed(_zeros(COUNT, 16), 350, part=8)},
+        "x: expected a storage of at least 352 bytes, got 350",
+    ),
     "scales in a list": (lambda g: {"scales": [1.0]}, "scales: expected a tensor, got list"),
     "weights that are integers": (
         lambda g: {"topk_weights": g.ids},
@@ -136,6 +181,10 @@ DISPATCH: dict[str, tuple[Wrong, str]] = {
         lambda g: {"capacity": 20.0},
         "capacity: expected an integer of at least 0, rows, got 20.0",
     ),
+    "capacity beyond 32 bits": (
+        lambda g: {"capacity": 2**31},
+        "capacity: expected at most 2147483647 rows, got 2147",
+    ),
     "capacity that is a truth": (lambda g: {"capacity": True}, "capacity: expected an integer .* got True"),
     "no x": (lambda g: {"x": None}, "x: expected a tensor, got NoneType"),
     "ids in a list": (lambda g: {"topk_ids": g.ids.tolist()}, "topk_ids: expected a tensor, got list"),
@@ -150,6 +199,14 @@ WrongRows = Callable[[torch.Tensor, torch.device], dict[str, Any]]
 COMBINE: dict[str, tuple[WrongRows, str]] = {
     "weights in a list": (lambda y, away: {"weights": [1.0]}, "weights: expected a tensor, got list"),
     "bias in a list": (lambda y, away: {"bias": [1.0]}, "bias: expected a tensor, got list"),
+    "sparse y": (
+        lambda y, away: {"y": y.to_sparse()},
+        "y: expected a dense tensor, got one of layout torch.sparse_coo",
+    ),
+    "fake bias": (lambda y, away: {"bias": _fake(y[:6])}, "bias: expected a tensor with memory .* got FakeTensor"),
+    "freed y": (lambda y, away: {"y": _freed(y)}, "y: expected a storage of at least 384 bytes, got 0"),
+    "freed weights": (lambda y, away: {"weights": _freed(y[:, 0])}, "weights: expected a storage .* 48 bytes, got 0"),
+    "freed bias": (lambda y, away: {"bias": _freed(y[:6])}, "bias: expected a storage of at least 192 bytes, got 0"),
     "y on another device": (lambda y, away: {"y": y.to(away)}, "y: expected a tensor on HERE, got AWAY"),
     "y that cannot be summed": (
         lambda y, away: {"y": y.to(torch.int32)},
@@ -218,7 +275,7 @@ def wrong_dispatches(rank: int, layout: DispatchLayout) -> int:
         round_trip(comm)
     says = r"capacity: expected .*max_tokens_per_rank set.*got max_tokens_per_rank=None"
     _refused(unbounded.dispatch, right | {"capacity": 10}, says, g.away)
-    many = _C.most_tokens + 1
+    many = _C.max_tokens + 1
     _refused(unbounded.dispatch, right | {"x": g.x[:1].expand(many, -1)}, f"x: expected at most .* got {many}", g.away)
     round_trip(unbounded)
     comm.close()
@@ -237,6 +294,12 @@ def wrong_combines(rank: int) -> int:
             for call in (comm.combine, comm.combine_async):
                 _refused(call, {"y": out.tokens, "handle": handle} | wrong(out.tokens, g.away), says, g.away)
         round_trip(comm)
+    for field, tensor in zip(handle._fields, handle[:-1], strict=False):
+        freed = {field: _freed(tensor)}
+        says = rf"handle\.{field}: expected a storage of at least {tensor.numel() * tensor.element_size()} bytes, got 0"
+        _refused(comm.combine, {"y": out.tokens, "handle": handle._replace(**freed)}, says, g.away)
+        cached = {"x": g.x, "topk_ids": g.ids, "previous_handle": handle._replace(**freed)}
+        _refused(comm.dispatch, cached, f"previous_{says}", g.away)
     foreign = f"handle: expected one of communicator {other.number}, got one of communicator {comm.number}"
     _refused(other.combine, {"y": out.tokens, "handle": handle}, foreign, g.away)
     _refused(other.dispatch, {"x": g.x, "topk_ids": g.ids, "previous_handle": handle}, foreign, g.away)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ep_plugin import HierarchicalAllGather
 from ep_plugin.errors import EpPluginError, PeerAborted
-from ep_plugin.moe.high_throughput import dispatch_args
+from ep_plugin.moe.high_throughput.dispatch import Dispatch
 from tests.faults.disagreement_cases import assert_calls_named, assert_configs_named, calls_differ, configs_differ
 from tests.faults.fault_cases import nothing_left_behind, open_communicator, round_trip, tokens_for
 from tests.ranks import run_ranks, values
@@ -35,13 +30,13 @@ def _no_memory(*_: Any, **__: Any) -> None:
 
 
 def _failing_dispatch(comm: Any, x: Any, ids: Any, weights: Any) -> None:
-    dispatch_args._empty_result = _no_memory
+    Dispatch._empty_result = _no_memory
     comm.dispatch(x, ids, weights)
 
 
 def _failing_combine(comm: Any, x: Any, ids: Any, weights: Any) -> None:
     out, handle = comm.dispatch(x, ids, weights)
-    comm.engine.lanes.fork_receive = _no_memory
+    comm.engine.wait_for_sender = _no_memory
     comm.combine(out.tokens, handle)
 
 
@@ -166,200 +161,6 @@ def test_every_communicator_tells_its_peers_what_the_rank_is_doing() -> None:
     for of_first, too, of_second, also in values(run_ranks(2, _says_what_it_does)):
         assert of_first == too != of_second == also
         assert all(said.startswith("in combine of communicator ") for said in (of_first, of_second))
-
-
-SCRIPT = """
-import datetime, multiprocessing, sys, threading
-import torch.distributed as dist
-from tests.faults.fault_cases import open_communicator, round_trip
-rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-def fail():
-    round_trip(comm)
-    raise LookupError("nothing to train on")
-def main():
-    global comm
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
-    comm = open_communicator(2, timeout_s=20)
-    if rank == 0:
-        round_trip(comm)
-        round_trip(comm)
-    elif how == "thread":
-        thread = threading.Thread(target=fail)
-        thread.start()
-        thread.join()
-        comm.check()
-    else:
-        fail()
-if how == "process":
-    child = multiprocessing.get_context("fork").Process(target=main)
-    child.start()
-    child.join()
-    sys.exit(child.exitcode)
-main()
-"""
-
-
-@pytest.mark.parametrize("how", ["script", "thread", "process"])
-def test_an_uncaught_exception_reaches_peers(how: str) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    scripts = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(store.port), how],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=_root(),
-        )
-        for rank in range(2)
-    ]
-    errors = []
-    try:
-        errors = [script.communicate(timeout=60)[1] for script in scripts]
-    finally:
-        for script in scripts:
-            script.kill()
-            script.wait()
-    assert [script.returncode for script in scripts] == [1, 1]
-    assert "rank 1 aborted: LookupError: nothing to train on" in errors[0]
-    assert errors[1].rstrip().endswith("LookupError: nothing to train on")
-
-
-def _ends_cleanly(rank: int) -> None:
-    """What leaves a ``with`` block says of no failure: peers go on."""
-
-    def rows() -> Iterator[int]:
-        with open_communicator(2, timeout_s=PATIENCE_S) as comm:
-            round_trip(comm)
-            yield 1
-
-    for end in (SystemExit(), SystemExit(0)):
-        comm, gather = open_communicator(2, timeout_s=PATIENCE_S), HierarchicalAllGather()
-        round_trip(comm)
-        gather(torch.empty(2), torch.ones(1))
-        if rank == 1:
-            with contextlib.suppress(SystemExit), comm, gather:
-                raise end
-        dist.barrier()
-        if rank == 0:
-            for made in (comm, gather):
-                made.check()
-                made.close()
-    generator = rows()
-    assert next(generator) == 1
-    generator.close()
-    with open_communicator(2, timeout_s=PATIENCE_S) as comm:
-        round_trip(comm)
-        child = os.fork() if rank == 1 else 0
-        if rank == 1 and child == 0:
-            with contextlib.suppress(LookupError), comm:
-                raise LookupError("in a child, which is no rank")
-            os._exit(0)
-        if rank == 1:
-            os.waitpid(child, 0)
-        dist.barrier()
-        round_trip(comm)
-
-
-def _child_exchanges(rank: int) -> None:
-    """A child of a fork shares the rank's memory: what it sent would be added to what the rank expects."""
-    gather = HierarchicalAllGather()
-    with open_communicator(2, timeout_s=PATIENCE_S) as comm, gather:
-        round_trip(comm)
-        gather(torch.empty(2), torch.ones(1))
-        child = os.fork()
-        if child == 0:
-            said = []
-            for use in (lambda: round_trip(comm), lambda: gather(torch.empty(2), torch.ones(1))):
-                with contextlib.suppress(EpPluginError):
-                    use()
-                    said.append("went on")
-            os._exit(len(said))
-        assert os.waitpid(child, 0)[1] == 0
-        dist.barrier()
-        round_trip(comm)
-        gather(torch.empty(2), torch.ones(1))
-
-
-def test_a_forked_child_is_refused() -> None:
-    values(run_ranks(2, _child_exchanges))
-
-
-def test_a_clean_end_and_a_forked_child_tell_peers_nothing() -> None:
-    values(run_ranks(2, _ends_cleanly))
-
-
-def _ends_with(rank: int, code: object) -> str:
-    comm = open_communicator(2, timeout_s=PATIENCE_S)
-    if rank == 1:
-        with contextlib.suppress(SystemExit), comm:
-            round_trip(comm)
-            sys.exit(code)
-        return ""
-    with pytest.raises(PeerAborted) as caught:
-        for _ in range(2):
-            round_trip(comm)
-    comm.close()
-    return caught.value.reason
-
-
-@pytest.mark.parametrize("code", [1, "no data"])
-def test_an_exit_that_says_of_a_failure_reaches_the_peers(code: object) -> None:
-    assert values(run_ranks(2, _ends_with, code))[0] == f"SystemExit: {code}"
-
-
-def _root() -> str:
-    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-
-def _bad_device(rank: int) -> str:
-    from ep_plugin import MoECommunicator, MoECommunicatorConfig
-
-    config = MoECommunicatorConfig(num_experts=4, hidden_size=8, topk=2, timeout_s=PATIENCE_S)
-    with pytest.raises(ValueError if rank == FAILS else PeerAborted) as caught:
-        MoECommunicator(None, config, device="meta" if rank == FAILS else "cpu")
-    with open_communicator(2) as comm:
-        round_trip(comm)
-    return str(caught.value)
-
-
-def _cleanup_fails(rank: int) -> tuple[list[str], list[str]]:
-    from ep_plugin.runtime.base import BaseEngine
-
-    closed: list[str] = []
-
-    class Failing(BaseEngine):
-        found_error = described = None  # type: ignore[assignment]
-
-        def _construct(self) -> None:
-            self._resources.callback(closed.append, "memory")
-            raise MemoryError("first")
-
-    def abort(reason: str) -> None:
-        raise OSError("store is gone")
-
-    def close() -> None:
-        closed.append("exchange")
-
-    exchange: Any = SimpleNamespace(name="0.1", rank=rank, size=1, timeout_s=1.0, abort=abort, close=close)
-    with pytest.raises(MemoryError, match="first") as caught:
-        Failing(exchange, torch.device("cpu"))
-    return closed, caught.value.__notes__
-
-
-def test_cleanup_that_fails_keeps_the_first_error_and_closes_the_rest() -> None:
-    closed, notes = _cleanup_fails(0)
-    assert closed == ["memory", "exchange"]
-    assert notes == ["communicator 0.1: giving back failed, too: OSError: store is gone"]
-
-
-def test_a_rank_that_cannot_construct_does_not_keep_its_peers_waiting() -> None:
-    began = time.monotonic()
-    texts = values(run_ranks(2, _bad_device))
-    assert texts == [
-        "rank 1 aborted: ValueError: device: expected cpu or cuda, got meta",
-        "device: expected cpu or cuda, got meta",
-    ]
-    assert time.monotonic() - began < PATIENCE_S
 
 
 def test_ranks_that_disagree_on_the_config() -> None:

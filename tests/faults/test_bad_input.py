@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from ep_plugin import _C, DispatchLayout, MoECommunicator, MoECommunicatorConfig
+from ep_plugin import _C, DispatchLayout, HierarchicalAllGather, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import CommunicatorClosed, NotSupported
 from tests.faults.bad_input_cases import (
     COMBINE,
@@ -73,6 +77,63 @@ def _wrong_groups(rank: int) -> None:
     os.environ["EP_PLUGIN_TRANSPORT"] = "auto"
     with open_communicator(SIZE) as comm:
         round_trip(comm)
+
+
+def _no_groups_devices_or_configs(rank: int) -> None:
+    config = MoECommunicatorConfig(num_experts=4, hidden_size=8, topk=2)
+    gone = dist.new_group()
+    dist.destroy_process_group(gone)
+    mesh = init_device_mesh("cpu", (SIZE,))
+    wrong: list[tuple[Any, str]] = [
+        ("world", "group: expected a process group that this rank belongs to, got 'world'"),
+        (gone, "group: expected a process group that has not been destroyed, got"),
+        (mesh, r"group: expected a process group .*, got DeviceMesh.*; pass its get_group\(\)"),
+        (dist.GroupMember.NON_GROUP_MEMBER, "group: expected a process group that this rank belongs to, got -100"),
+    ]
+    for group, says in wrong:
+        for make in (MoECommunicator, MoECommunicator.shared, lambda group, _: HierarchicalAllGather(group)):
+            with pytest.raises(ValueError, match=says):
+                make(group, config)
+    for device, says in (
+        ("banana", "device: expected cpu, cuda, or cuda with an index, got 'banana'"),
+        ("meta", "device: expected cpu or cuda, got meta"),
+        (1.5, "device: expected cpu, cuda, or cuda with an index, got 1.5"),
+    ):
+        for make in (MoECommunicator, MoECommunicator.shared):
+            with pytest.raises(ValueError, match=says):
+                make(None, config, device=device)
+        with pytest.raises(ValueError, match=says):
+            HierarchicalAllGather().allocate(8, torch.float32, device)
+    for none in (None, {"num_experts": 4}):
+        with pytest.raises(ValueError, match=f"config: expected a MoECommunicatorConfig, got {type(none).__name__}"):
+            MoECommunicator(None, none)
+    with pytest.raises(ValueError, match="config: expected a MoECommunicatorConfig, got dict"):
+        MoECommunicator.shared(None, {"num_experts": 4})
+    with MoECommunicator(mesh.get_group(), config, "cpu:0") as comm:
+        round_trip(comm)
+
+
+def test_what_is_no_group_device_or_config() -> None:
+    values(run_ranks(SIZE, _no_groups_devices_or_configs))
+
+
+def _sharded(rank: int) -> None:
+    g, mesh = good(), init_device_mesh("cpu", (SIZE,))
+    says = "expected a tensor with memory of its own, got DTensor"
+    with open_communicator(SIZE) as comm:
+        for call in (comm.dispatch, comm.dispatch_async):
+            with pytest.raises(ValueError, match=f"x: {says}"):
+                call(DTensor.from_local(g.x, mesh), g.ids)
+        out, handle = comm.dispatch(g.x, g.ids)
+        for use in (comm.combine, comm.combine_async):
+            with pytest.raises(ValueError, match=f"bias: {says}"):
+                use(out.tokens, handle, bias=DTensor.from_local(g.x, mesh))
+    with HierarchicalAllGather() as gather, pytest.raises(ValueError, match=f"input_tensor: {says}"):
+        gather(g.x.new_empty(SIZE * g.x.numel()), DTensor.from_local(g.x.flatten(), mesh))
+
+
+def test_sharded_tensors_are_refused() -> None:
+    values(run_ranks(SIZE, _sharded))
 
 
 def _without_cuda() -> None:

@@ -128,6 +128,26 @@ def _handler_closes(rank: int) -> None:
     nothing_left_behind()
 
 
+def _handler_operates(rank: int) -> None:
+    comm, other = _held_communicator(), open_communicator(1)
+    board, refused = comm.engine.boards.address, []
+
+    def handler(*_: Any) -> None:
+        for used in (comm, other):  # they share the device
+            with pytest.raises(EpPluginError, match="expected no operation during one of .*, got dispatch in the hand"):
+                used.dispatch(torch.ones(3, 8), torch.tensor([[0, 1]] * 3))
+            refused.append(used)
+        _C.open_gate(board)
+
+    signal.signal(signal.SIGUSR1, handler)
+    at_gate(comm, lambda: signal_self(signal.SIGUSR1))
+    _round_trip_alone(comm)  # goes on as if nothing had happened
+    assert refused == [comm, other]
+    for used in refused:
+        used.check()
+        used.close()
+
+
 def _other_thread_waits(rank: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     comm = _held_communicator()
@@ -151,7 +171,7 @@ def _ticket(rank: int) -> None:
     assert time.monotonic() - began < AT_ONCE_S
 
 
-@pytest.mark.parametrize("case", [_handler_goes_on, _handler_closes, _other_thread_waits, _ticket])
+@pytest.mark.parametrize("case", [_handler_goes_on, _handler_closes, _handler_operates, _other_thread_waits, _ticket])
 def test_signals_of_a_single_rank(case: Any) -> None:
     (outcome,) = run_ranks(1, case)
     values([outcome])

@@ -1,0 +1,96 @@
+"""Peers of a process that dies of an exception need not wait for a deadline: its open communicators abort.
+
+The hooks cover scripts, threads, multiprocessing children, and cells of IPython. A forked child is not the rank: its
+copies of the parent's communicators abort nothing and close nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing.util
+import os
+import sys
+import threading
+import weakref
+from types import TracebackType
+from typing import Any, Protocol
+
+
+class Engine(Protocol):
+    """The parts of a communicator that this module uses."""
+
+    closed: bool
+    used_by: weakref.WeakSet[threading.Thread]
+    """The threads that have called an operation."""
+
+    def abort(self, reason: str) -> None: ...
+    def disown(self) -> None:
+        """Called in a forked child."""
+
+
+_live: tuple[weakref.ref[Engine], ...] = ()  # replaced as a whole, under the lock; may be read without it
+_live_lock = threading.Lock()
+
+
+def watch(engine: Engine) -> None:
+    """Aborts `engine` from now on when this process, or a thread that has used it, dies of an exception."""
+    global _live
+    with _live_lock:
+        _live = (*(ref for ref in _live if ref() is not None), weakref.ref(engine))
+    _hook_interpreter()
+    # A multiprocessing child catches its exception itself, and runs finalizers, its own only, while that is in flight.
+    _hook_finalizers(os.getpid())
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is not None:
+        _hook_shell(shell)
+
+
+def is_failure(error: BaseException | None) -> bool:
+    """Whether peers need to know of `error`. The end of a generator and a script's ``sys.exit(0)`` are no failures."""
+    clean = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
+    return error is not None and not clean
+
+
+def abort_all(error: BaseException | None, user: threading.Thread | None = None) -> None:
+    """Aborts this process's open communicators after a failure: all of them, or those that the thread `user` uses."""
+    for engine in [engine for ref in _live if (engine := ref()) is not None] if is_failure(error) else ():
+        if not engine.closed and (user is None or user in engine.used_by):
+            engine.abort(f"{type(error).__name__}: {error}")
+
+
+@functools.cache
+def _hook_interpreter() -> None:
+    script, thread = sys.excepthook, threading.excepthook
+
+    def script_hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        abort_all(error)
+        script(kind, error, trace)
+
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        if args.thread is not None:
+            abort_all(args.exc_value, args.thread)
+        thread(args)
+
+    sys.excepthook, threading.excepthook = script_hook, thread_hook
+
+
+@functools.cache
+def _hook_finalizers(pid: int) -> None:
+    multiprocessing.util.Finalize(None, lambda: abort_all(sys.exc_info()[1]), exitpriority=100)
+
+
+@functools.cache
+def _hook_shell(shell: Any) -> None:
+    """IPython handles a cell's exception itself and goes on: the cell counts as a thread."""
+    shell.events.register("post_run_cell", lambda cell: abort_all(cell.error_in_exec, threading.current_thread()))
+
+
+def _disown_all() -> None:
+    global _live, _live_lock
+    inherited, _live, _live_lock = _live, (), threading.Lock()
+    for engine in (ref() for ref in inherited):
+        if engine is not None:
+            engine.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
