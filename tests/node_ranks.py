@@ -58,8 +58,8 @@ def topology() -> dict[str, Any]:
     import torch.distributed as dist
 
     from ep_plugin.errors import NotSupported
+    from ep_plugin.transport import open_memory
     from ep_plugin.transport.exchange import Exchange
-    from ep_plugin.transport.peer import open_memory
     from ep_plugin.transport.topology import discover
 
     dist.init_process_group("gloo")
@@ -69,10 +69,10 @@ def topology() -> dict[str, Any]:
     rail = [dist.new_group(list(node_map.rail(local))) for local in range(2)][node_map.local_rank_of(rank)]
     for group in (dist.group.WORLD, rail):
         try:
-            open_memory(group, "cpu")
+            open_memory(Exchange(group), torch.device("cpu"))
         except NotSupported as error:
             refused.append(str(error))
-    memory = open_memory(inside, "cpu")
+    memory = open_memory(Exchange(inside), torch.device("cpu"))
     reached = len(memory.allocate(4096, "test").ptrs)
     memory.close()
     dist.barrier()
@@ -107,7 +107,7 @@ def train_fsdp2() -> dict[str, Any]:
     import torch.distributed as dist
 
     from ep_plugin.integrations import fsdp2
-    from ep_plugin.integrations.fsdp2 import communicators
+    from ep_plugin.integrations.fsdp2 import adapters
     from tests.integrations import fsdp2_cases as cases
 
     dist.init_process_group("gloo")
@@ -118,7 +118,7 @@ def train_fsdp2() -> dict[str, Any]:
         model = cases.build(case)
         fsdp2.enable(model, reduce_scatter=reduces)
         differences[str(reduces)] = cases.difference(cases.train(case, model), stock)
-    pairs = list(communicators._pairs.values())
+    pairs = list(adapters._pairs.values())
     result = {"differences": differences, "rails": [pair.all_gather.rail_bytes_sent for pair in pairs]}
     dist.barrier()
     dist.destroy_process_group()

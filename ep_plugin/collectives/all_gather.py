@@ -16,12 +16,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ep_plugin.collectives.base import Collective, CollectiveWork, as_bytes, check_alike
+from ep_plugin.collectives.base import Collective, CollectiveWork
 from ep_plugin.collectives.engine import CollectiveEngine
-from ep_plugin.collectives.shards import CutShards, address_of
+from ep_plugin.collectives.shards import address_of, as_bytes, cut, listed
 from ep_plugin.transport.rails import UnderWay
 
-_CHUNKS_AHEAD = 4  # on the rails at a time: over NCCL each lands in memory of its own, and is copied
+_CHUNKS_AHEAD = 4  # on the rails at a time: over NCCL each arrives in memory of its own, and is copied
 
 
 class HierarchicalAllGather(Collective):
@@ -35,6 +35,8 @@ class HierarchicalAllGather(Collective):
         PeerTimeout, PeerAborted, DisagreementError: a peer is late, has failed, or has called something else. Every
             later call raises the same error, and only `close` works.
     """
+
+    _name = "all-gather"
 
     def __call__(
         self,
@@ -52,62 +54,36 @@ class HierarchicalAllGather(Collective):
             async_op: return a Work.
         """
         self._check_group(group)
-        check_alike("output_tensor", output_tensor, "input_tensor", input_tensor)
-        size = self.group.size()
-        if output_tensor.numel() != size * input_tensor.numel():
-            raise ValueError(
-                f"output_tensor: expected {size} x {input_tensor.numel()} elements, one input_tensor of each rank, got "
-                f"{output_tensor.numel()}"
-            )
-        shard, whole = as_bytes("input_tensor", input_tensor), as_bytes("output_tensor", output_tensor)
-        self._gather(shard, CutShards(whole, size))
-        return self._done([output_tensor], async_op)
+        outputs = cut("output_tensor", output_tensor, self.group.size(), "input_tensor", input_tensor)
+        args = as_bytes("input_tensor", input_tensor), outputs
+        return self._run(gather, gather_alone, args, [output_tensor], async_op)
 
     def all_gather(
         self, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool = False
     ) -> CollectiveWork | None:
         """The list form: tensor_list holds R contiguous tensors of n elements each, one for each rank's `tensor`."""
-        size = self.group.size()
-        if len(tensor_list) != size:
-            raise ValueError(f"tensor_list: expected {size} tensors, one of each rank, got {len(tensor_list)}")
-        for rank, output in enumerate(tensor_list):
-            check_alike(f"tensor_list[{rank}]", output, "tensor", tensor)
-            if output.numel() != tensor.numel():
-                raise ValueError(f"tensor_list[{rank}]: expected {tensor.numel()} elements, got {output.numel()}")
-        outputs = [as_bytes(f"tensor_list[{rank}]", output) for rank, output in enumerate(tensor_list)]
-        self._gather(as_bytes("tensor", tensor), outputs)
-        return self._done(list(tensor_list), async_op)
-
-    def _gather(self, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
-        if self.group.size() == 1:
-            self.check()
-            if outputs[0].data_ptr() != shard.data_ptr():
-                outputs[0].copy_(shard)
-        else:
-            engine = self.engine_on(shard.device)
-            engine.run("all-gather", gather, shard, outputs)
-            engine.check()
+        outputs = listed("tensor_list", tensor_list, self.group.size(), "tensor", tensor)
+        args = as_bytes("tensor", tensor), outputs
+        return self._run(gather, gather_alone, args, list(tensor_list), async_op)
 
 
 def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
     """shard: uint8 ``[bytes]``; outputs: one such tensor for each rank of the group."""
-    if address_of(outputs, engine.rank) != shard.data_ptr():
-        outputs[engine.rank].copy_(shard)
-        shard = outputs[engine.rank]
+    shard = gather_alone(shard, outputs, engine.rank)
     rails, node_map = engine.rails, engine.node_map
     if not rails.nodes:
         gather_in_node(engine, shard, outputs)
         return
     chunks = [slice(begin, begin + rails.chunk_bytes) for begin in range(0, len(shard), rails.chunk_bytes)]
-    landing = {node: outputs[node_map.node_ranks(node)[engine.index]] for node in rails.nodes}
+    arriving = {node: outputs[node_map.node_ranks(node)[engine.index]] for node in rails.nodes}
 
     def begin(chunk: slice) -> tuple[slice, UnderWay]:
         with engine.on_rail():
-            return chunk, rails.gather(shard[chunk], {node: into[chunk] for node, into in landing.items()})
+            return chunk, rails.gather(shard[chunk], {node: output[chunk] for node, output in arriving.items()})
 
     under_way = deque(begin(chunk) for chunk in chunks[:_CHUNKS_AHEAD])
     later = iter(chunks[_CHUNKS_AHEAD:])
-    gather_in_node(engine, outputs[engine.rank], [outputs[rank] for rank in engine.node_ranks])
+    gather_in_node(engine, shard, [outputs[rank] for rank in engine.node_ranks])
     while under_way:
         engine.check()  # nothing more crosses after a failure
         chunk, works = under_way.popleft()
@@ -120,6 +96,13 @@ def gather(engine: CollectiveEngine, shard: torch.Tensor, outputs: Sequence[torc
 
 
 def gather_in_node(engine: CollectiveEngine, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
-    """`shard`, which is outputs[engine.index], to every rank of the node; outputs: one for each of them."""
+    """Brings `shard`, which is this rank's of `outputs`, to every rank of the node; outputs: one for each of them."""
     if engine.node_size > 1:
         engine.inside.gather(shard, outputs)
+
+
+def gather_alone(shard: torch.Tensor, outputs: Sequence[torch.Tensor], rank: int = 0) -> torch.Tensor:
+    """Copies `shard` to the output of `rank`, which is this one, unless it is there; returns it there."""
+    if address_of(outputs, rank) == shard.data_ptr():
+        return shard
+    return outputs[rank].copy_(shard)

@@ -1,4 +1,4 @@
-"""What HierarchicalAllGather and HierarchicalReduceScatter have in common: a group, an engine made late, a close."""
+"""What HierarchicalAllGather and HierarchicalReduceScatter share: a group, an engine made at first use, a Work."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -17,29 +16,29 @@ from torch.distributed.distributed_c10d import Work
 
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerTimeout
-from ep_plugin.runtime.base import leave, resolve_device
-from ep_plugin.runtime.tensors import PLAIN
+from ep_plugin.runtime.base import leave
+from ep_plugin.runtime.streams import resolve_device
 from ep_plugin.transport.exchange import checked_group
 
-C = TypeVar("C", bound="Collective")
 PATHS = ("auto", "copy_engine", "sm")
-_MOST_BYTES = 1 << 47  # what a process can address
+_MOST_BYTES = 1 << 47  # a process can address no more
 
 
 class Collective:
     """One operation over one process group. All ranks of the group call its methods in the same order."""
 
+    _name: str
     _sum_sms: int | None = None
     maps_nothing_on: tuple[str, ...] = ()
-    """Devices on which any memory is as good as what peers map: there `allocate` hands out ordinary memory."""
+    """Types of device on which operations gain nothing from mapped memory: `allocate` returns ordinary memory there."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, num_buffers: int = 2, path: str = "auto") -> None:
-        """Talks to no peer: the first `allocate` or operation is collective, and decides the device.
+        """Exchanges nothing with peers. The first `allocate` or operation is collective and fixes the device.
 
         Args:
             group: the process group, or None for the default group.
-            num_buffers: blocks of one size that `allocate` makes before it uses one again, at least 1. Hosts may drift
-                apart by as many calls as there are blocks beyond the tensors alive.
+            num_buffers: the number of blocks of one size that `allocate` makes before it uses one again, at least 1.
+                Hosts may drift apart by as many calls as there are blocks beyond the tensors alive.
             path: what pushes shards inside a node on GPUs, "copy_engine" or "sm". "auto" decides by the size, and uses
                 a kernel for small gathers and sums.
 
@@ -59,11 +58,11 @@ class Collective:
     def allocate(
         self, size: int | Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None
     ) -> torch.Tensor:
-        """An uninitialised tensor that peers have mapped, so that operations on it need no extra copy. Collective.
+        """Returns an uninitialised tensor that peers have mapped, so that operations need no extra copy. Collective.
 
         The tensor is yours. When no view of it is left on any rank, a later call may return the same memory, on a
         stream ordered after the current one. If you read it on another stream, join the two before you drop it:
-        `record_stream` has no effect. While 64 such tensors are held, further ones are ordinary memory.
+        `record_stream` has no effect. While 64 such tensors are alive, further ones are ordinary memory.
 
         Args:
             size: one extent or a sequence of them. All ranks pass the same size in bytes.
@@ -71,7 +70,7 @@ class Collective:
             device: None is the current CUDA device for a group with a backend for GPUs (NCCL), else the CPU.
 
         Raises:
-            ValueError: a wrong size or dtype, or another device than in the first call; no peer is disturbed.
+            ValueError: a wrong size or dtype, or another device than in the first call. No peer is disturbed.
             DisagreementError: ranks ask for different sizes.
             PeerTimeout, PeerAborted: a peer is late or has failed.
             CaptureRefused: a CUDA graph is being captured and no block is free.
@@ -83,19 +82,19 @@ class Collective:
         if nbytes > _MOST_BYTES:
             raise ValueError(f"size: expected at most {_MOST_BYTES} bytes, got {nbytes}, {shape} of {dtype}")
         device = resolve_device(self.group, device)
+        mapped = None
         if nbytes == 0 or self.group.size() == 1 or device.type in self.maps_nothing_on:
             self.check()
+        else:
+            mapped = self.engine_on(device).run("allocate", lambda engine: engine.blocks.allocate(nbytes))
+        if mapped is None:
             return torch.empty(shape, dtype=dtype, device=device)
-        engine = self.engine_on(device)
-        found = engine.run("allocate", lambda _: engine.blocks.allocate(nbytes))
-        if found is None:
-            return torch.empty(shape, dtype=dtype, device=device)
-        tensor = found.view(dtype)
+        tensor = mapped.view(dtype)
         return tensor if len(shape) == 1 else tensor.view(shape)
 
     def maps(self, tensor: torch.Tensor) -> bool:
-        """Whether peers have mapped what `tensor` lies in, as they have most of what `allocate` returns."""
-        return self._engine is not None and self._engine.blocks.place_of([tensor]) is not None
+        """Whether peers have mapped the memory of `tensor`, as is true of most tensors from `allocate`."""
+        return self._engine is not None and self._engine.blocks.locate([tensor]) is not None
 
     @property
     def rail_bytes_sent(self) -> int:
@@ -109,19 +108,16 @@ class Collective:
         elif self._closed:
             raise CommunicatorClosed("expected an open communicator, got a closed one")
 
-    def _check_enqueued(self) -> None:
-        """Raises the first error of operations that were enqueued, whether this object is open or closed."""
-        if self._engine is not None:
-            self._engine.check_enqueued()
-
     def abort(self, reason: str) -> None:
-        """Ends the waits of all peers, which raise PeerAborted(rank, reason): at once on this rank's node, within a
-        second on the others."""
+        """Ends the waits of all peers, which raise PeerAborted(rank, reason).
+
+        Peers on this rank's node raise at once, those on other nodes within a second.
+        """
         if self._engine is not None:
             self._engine.abort(reason)
 
     def close(self) -> None:
-        """Releases the memory, except for tensors that are still held. Not collective; works after a fault, and twice.
+        """Releases the memory, except that of tensors still alive. Not collective; works after a fault, and twice.
 
         Waits until everything that was enqueued is over. A Work may still be waited for afterwards.
         """
@@ -129,41 +125,57 @@ class Collective:
         if self._engine is not None:
             self._engine.close()
 
-    def __enter__(self: C) -> C:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         leave(self, error)
 
     def engine_on(self, device: torch.device) -> CollectiveEngine:
-        """The engine, made on first use; ValueError when it is on another device."""
-        engine = self._engine
-        if engine is None:
-            with self._making:
+        """The engine, made at first use; ValueError if it is on another device."""
+        with self._making:
+            if self._engine is None:
                 if self._closed:
                     raise CommunicatorClosed("expected an open communicator, got a closed one")
-                if self._engine is None:
-                    self._engine = CollectiveEngine(
-                        checked_group(self.group), device, self._num_buffers, self.path, self._sum_sms
-                    )
-                engine = self._engine
-        if engine.device != device:
-            raise ValueError(f"device: expected {engine.device} as in the first call, got {device}")
-        return engine
+                self._engine = CollectiveEngine(
+                    checked_group(self.group), device, self._num_buffers, self.path, self._sum_sms
+                )
+        if self._engine.device != device:
+            raise ValueError(f"device: expected {self._engine.device} as in the first call, got {device}")
+        return self._engine
+
+    def _check_enqueued(self) -> None:
+        """Raises the first error of operations that were enqueued, whether this object is open or closed."""
+        if self._engine is not None:
+            self._engine.check_enqueued()
 
     def _check_group(self, group: dist.ProcessGroup | None) -> None:
         if group is not None and group is not self.group:
             raise ValueError(f"group: expected {self.group.group_name}, which this object serves, got {group}")
 
-    def _done(self, outputs: list[torch.Tensor], async_op: bool) -> CollectiveWork | None:
+    def _run(
+        self,
+        operation: Callable[..., None],
+        alone: Callable[..., object],
+        args: tuple[Any, ...],
+        outputs: list[torch.Tensor],
+        async_op: bool,
+    ) -> CollectiveWork | None:
+        """Runs operation(engine, *args), or alone(*args) in a group of one rank."""
+        device = outputs[0].device
+        if self.group.size() == 1:
+            self.check()
+            alone(*args)
+        else:
+            engine = self.engine_on(device)
+            engine.run(self._name, operation, *args)
+            engine.check()
         if not async_op:
             return None
         event = None
-        if outputs[0].is_cuda:
+        if device.type == "cuda":
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(outputs[0].device))
+            event.record(torch.cuda.current_stream(device))
         return CollectiveWork(outputs, self._check_enqueued, event)
 
 
@@ -181,37 +193,10 @@ def _shape_of(size: int | Sequence[int]) -> tuple[int, ...]:
     return shape
 
 
-def as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as uint8 ``[bytes]`` in the same memory; ValueError unless it is contiguous, and all there."""
-    if type(tensor) not in PLAIN and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise ValueError(f"{name}: expected a tensor with memory of its own, got {type(tensor).__name__}")
-    if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
-        raise ValueError(
-            f"{name}: expected a tensor that is in memory as it is, got one whose conjugation, sign or zeros are "
-            "pending; pass its resolve_conj(), resolve_neg() or clone()"
-        )
-    if tensor.layout != torch.strided or not tensor.is_contiguous():
-        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
-    if tensor.requires_grad or tensor.dim() != 1 or tensor.stride(0) != 1:  # of one element it may be anything
-        tensor = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return tensor.view(torch.uint8)
-
-
-def check_alike(name: str, tensor: torch.Tensor, other: str, like: torch.Tensor) -> None:
-    """ValueError unless both are tensors of one dtype and one device."""
-    for named, value in ((name, tensor), (other, like)):
-        if not isinstance(value, torch.Tensor):
-            raise ValueError(f"{named}: expected a tensor, got {type(value).__name__}")
-    if tensor.dtype != like.dtype:
-        raise ValueError(f"{name}: expected dtype {like.dtype} as of {other}, got {tensor.dtype}")
-    if tensor.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device} as of {other}, got {tensor.device}")
-
-
 class CollectiveWork(Work):
     """The `torch.distributed.Work` of an operation with ``async_op=True``.
 
-    On GPUs the operation has been enqueued; on CPUs it is over. The work keeps the outputs alive and says how the
+    On GPUs the operation has been enqueued; on CPUs it is over. The work keeps the outputs alive and reports how the
     operation ended, also after the communicator has been closed.
     """
 
@@ -221,7 +206,7 @@ class CollectiveWork(Work):
         self._outputs = outputs
         self._check = check
         self._event = event
-        self._is_well = event is None  # it has ended, and without an error
+        self._has_succeeded = event is None
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Orders the caller's stream after the operation. With a timeout the host waits, too, at most so long.
@@ -246,7 +231,7 @@ class CollectiveWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the operation is over, well or not."""
+        """Whether the operation is over, with or without an error."""
         return self._event is None or bool(self._event.query())
 
     def is_success(self) -> bool:
@@ -254,22 +239,22 @@ class CollectiveWork(Work):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        """The error that the operation ended with, None while it goes well."""
-        if self._is_well:
+        """The error that the operation ended with; None if it has none so far."""
+        if self._has_succeeded:
             return None
         over = self.is_completed()
         try:
             self._check()
         except (EpPluginError, ValueError) as error:
             return error
-        self._is_well = over  # what goes wrong later is no fault of this operation
+        self._has_succeeded = over  # a later error is no fault of this operation
         return None
 
     def result(self) -> list[torch.Tensor]:
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the outputs, completed on a stream that goes on after the operation. Raises like `wait`."""
+        """A future of the outputs, completed on a stream ordered after the operation. Raises like `wait`."""
         self.wait()
         devices: list[int | str | torch.device] = [self._outputs[0].device] if self._event is not None else []
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)

@@ -1,9 +1,10 @@
 """How a failure on one node reaches the other nodes of a group. Inside a node the boards carry it.
 
-- A key of the group's store. The first rank that fails writes its rank and the reason. One thread per process polls the
-  keys of the groups that are open, and passes on what it finds: within half a second a failure is known everywhere.
+- Keys of the group's store. The first rank that fails writes its rank and the reason there. One thread per process
+  polls the keys of the open groups and passes a failure on, so that within half a second every rank knows of it. A
+  rank that has waited in vain first writes for which rank, so that all can find the rank at fault.
 - A status word, sent behind the last rows of each sum. It is a copy of the sender's fault word, taken on the stream
-  after the sums that it vouches for, so no host waits: 0 says that the rows are good.
+  after the sums that it describes, so no host waits. 0 means that the rows are good.
 """
 
 from __future__ import annotations
@@ -19,53 +20,97 @@ from typing import Any
 import torch
 
 from ep_plugin import _C
+from ep_plugin.collectives.poller import Poller
 from ep_plugin.runtime.board import Boards
+from ep_plugin.runtime.faults import culprit
+from ep_plugin.transport.exchange import Exchange
 
 STATUS_BYTES = 8
-_POLL_S = 0.25
 _POST_S = 1.0  # the longest that a failing rank waits for the store, which may be gone
 _KEY = "failure"
+_poller = Poller("ep_plugin failures", pause_s=0.01, idle_s=0.25)
 
 
-class GroupFailure:
-    """The first failure of one communicator that spans nodes. Only the polling thread talks to the store, which may be
-    gone, so nobody else waits for it without a bound."""
+class GroupBoards(Boards):
+    """The boards of one node of a group that spans nodes, and the communicator's failures on other nodes.
 
-    def __init__(self, store: Any, rank: int, found: Callable[[int, str], None]) -> None:
-        """store: for this communicator alone. rank: this one, in the group. found: called with the failed rank and its
-        reason, by the polling thread, again at each poll until `close`."""
+    Only the polling thread uses the store. The store may be gone, and no other thread may wait for it without a bound.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        state: torch.Tensor,
+        num_nodes: int,
+        store: Any,
+        rank: int,
+        group_size: int,
+        found: Callable[[int, str], None],
+    ) -> None:
+        """state: the communicator's device state, uint8, which has its fault word. store: for this communicator alone.
+        rank: this one, of `group_size` ranks in the group. found: the polling thread calls it with the rank of another
+        one that has failed and its reason, again at each poll until `close`."""
         self._store = store.clone()  # a connection of its own: a poll delays no other use of the store
-        self._rank, self._found = rank, found
+        self._rank, self._group_size, self._found = rank, group_size, found
+        self._waited_for: int | None = None
+        self._waits: dict[int, int] = {}
+        """By rank, the rank that it has waited for in vain."""
         self._reason: str | None = None
         self._posted = threading.Event()
         self.first: tuple[int, str] | None = None
         """The other rank that failed first, and its reason, as far as this process knows."""
-        self._open = True
-        self._guard = threading.RLock()  # a poll may drop the last reference to what `close` belongs to
-        _start_polling(self)
+        self._polling = threading.RLock()  # a poll may drop the last reference to the object that calls `close`
+        self.status_bytes_sent = 0
+        self._fault = state[_C.fault_offset : _C.fault_offset + STATUS_BYTES]
+        self._received = torch.zeros(num_nodes, STATUS_BYTES, dtype=torch.uint8, device=state.device)
+        self._on_host = torch.zeros(num_nodes, STATUS_BYTES, dtype=torch.uint8, pin_memory=state.is_cuda)
+        self._words = (ctypes.c_uint64 * num_nodes).from_address(self._on_host.data_ptr())
+        super().__init__(exchange, 0, state.device)
+        _poller.add(self)
+
+    def quiet(self) -> bool:
+        return super().quiet() and self.bad_node() is None
+
+    def tell_abort(self, reason: str) -> None:
+        super().tell_abort(reason)
+        self.post(reason)
 
     def post(self, reason: str) -> None:
-        """Publishes this rank's failure, unless another was first."""
+        """Publishes this rank's failure to the other nodes, unless another rank was first."""
         if self._reason is None:
             self._reason = reason
-            _wake.set()
+            _poller.wake()
             self._posted.wait(_POST_S)
 
-    def wait(self, timeout_s: float) -> None:
-        """Returns when the failure of another rank is known, or after `timeout_s` seconds."""
+    def wait_for_first(self, timeout_s: float) -> tuple[int, str] | None:
+        """Returns `first` when it is known, or after `timeout_s` seconds."""
         until = time.monotonic() + timeout_s
         while self.first is None and time.monotonic() < until:
-            _wake.set()
+            _poller.wake()
             time.sleep(0.02)
+        return self.first
 
-    def close(self) -> None:
-        """From here on `found` is not called."""
-        with self._guard:
-            self._open = False
+    def culprit(self, waited_for: int | None) -> int | None:
+        """The rank at fault, after this rank has waited in vain for `waited_for` (None: not known).
+
+        Returns early when `first` is known.
+        """
+        self._waited_for = -1 if waited_for is None else waited_for
+        return culprit(self._rank, self._group_size, waited_for, self._look, lambda: self.first is not None)
+
+    def _look(self) -> dict[int, int]:
+        _poller.wake()
+        return self._waits
 
     def poll(self) -> bool:
-        """Publishes what is to be published, and passes on what another rank has published. False once closed."""
+        """Publishes this rank's failure and passes on another rank's."""
         with contextlib.suppress(RuntimeError):  # the store is gone, and the group with it
+            if self._waited_for is not None:
+                self._store.set(f"{self._rank} waits", str(self._waited_for))
+                keys = {rank: f"{rank} waits" for rank in range(self._group_size) if rank != self._rank}
+                self._waits = {
+                    rank: int(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
+                }
             if self._reason is not None and not self._posted.is_set():
                 self._store.compare_set(_KEY, "", json.dumps([self._rank, self._reason]))
             if self.first is None and self._store.check([_KEY]):
@@ -73,56 +118,22 @@ class GroupFailure:
                 self.first = None if rank == self._rank else (rank, reason)
         if self._reason is not None:
             self._posted.set()
-        with self._guard:
-            if self._open and self.first is not None:
+        with self._polling:
+            if not self._closed and self.first is not None:
                 self._found(*self.first)
-            return self._open
+        return False
 
+    def mark(self, rank: int, reason: str) -> None:
+        """Marks the boards of this node with the failure of `rank` of another one. Its index comes after the node's."""
+        self._mark(self.size + rank, reason)
 
-_polled: list[GroupFailure] = []
-_lock = threading.Lock()
-_wake = threading.Event()
-_thread: threading.Thread | None = None
-
-
-def _start_polling(failure: GroupFailure) -> None:
-    global _thread
-    with _lock:
-        _polled.append(failure)
-        if _thread is None:
-            _thread = threading.Thread(target=_poll, name="ep_plugin failures", daemon=True)
-            _thread.start()
-
-
-def _poll() -> None:
-    while True:
-        _wake.wait(_POLL_S)
-        _wake.clear()
-        with _lock:
-            polled = list(_polled)
-        closed = [failure for failure in polled if not failure.poll()]
-        with _lock:
-            _polled[:] = [failure for failure in _polled if failure not in closed]
-
-
-class RailStatus:
-    """The status words of one communicator: the one that it sends and those that it has received, by node."""
-
-    def __init__(self, state: torch.Tensor, num_nodes: int) -> None:
-        """state: the communicator's device state, uint8, which holds its fault word."""
-        self.bytes_sent = 0
-        self._fault = state[_C.fault_offset : _C.fault_offset + STATUS_BYTES]
-        self._received = torch.zeros(num_nodes, STATUS_BYTES, dtype=torch.uint8, device=state.device)
-        self._on_host = torch.zeros(num_nodes, STATUS_BYTES, dtype=torch.uint8, pin_memory=state.is_cuda)
-        self._words = (ctypes.c_uint64 * num_nodes).from_address(self._on_host.data_ptr())
-
-    def attach(self, status: torch.Tensor) -> None:
-        """Writes the word to be sent: uint8 ``[STATUS_BYTES]``."""
+    def attach_status(self, status: torch.Tensor) -> None:
+        """Writes the word that is sent to `status`, uint8 ``[STATUS_BYTES]``."""
         status.copy_(self._fault)
-        self.bytes_sent += STATUS_BYTES
+        self.status_bytes_sent += STATUS_BYTES
 
-    def receive(self, node: int, status: torch.Tensor) -> None:
-        """Takes in what came from `node`. After a bad word kernels leave at once, and what this rank sends is bad."""
+    def receive_status(self, node: int, status: torch.Tensor) -> None:
+        """Takes the word that `node` has sent. A bad one makes later kernels exit and this rank's own word bad."""
         self._received[node].bitwise_or_(status)
         self._fault.bitwise_or_(status)
         self._on_host[node].copy_(self._received[node], non_blocking=True)
@@ -131,22 +142,8 @@ class RailStatus:
         """The first node that has sent a bad word, as far as the device has come."""
         return next((node for node, word in enumerate(self._words) if word), None)
 
-
-class GroupBoards(Boards):
-    """The boards of a node whose group spans nodes: an abort reaches the other nodes, too."""
-
-    failure: GroupFailure
-    status: RailStatus
-
-    def quiet(self) -> bool:
-        return super().quiet() and self.status.bad_node() is None
-
-    def tell_abort(self, reason: str) -> None:
-        super().tell_abort(reason)
-        self.failure.post(reason)
-
-    def pass_on(self, rank: int, reason: str) -> None:
-        """Marks the boards of the node for `rank` of another one, which is kept behind the ranks of the node."""
-        with self._guard:
-            for address in () if self._closed else self._block.ptrs:
-                _C.abort_board(address, self.size + rank, reason)
+    def close(self) -> None:
+        """Gives the memory back. From here on `found` is not called."""
+        _poller.discard(self)
+        with self._polling:
+            super().close()

@@ -2,9 +2,9 @@
 
 Inside a node CPU ranks read each other's inputs in peer memory, and GPU ranks send shards through slots. Sums are kept
 in float32 and added in rank order. Across nodes the all-gather runs backwards: the ranks of a node sum their shards for
-a rank of another node, and the rank of the same local index sends the sum there, `(N - 1) * shard` bytes per rank. The
-sums of the nodes are rounded to the dtype to be sent, and added in float32 in node order. The same inputs give the same
-bits, run after run.
+a rank of another node, and the rank with its local index sends the sum there, `(N - 1) * shard` bytes per rank. The
+sums of the nodes are rounded to the dtype before they are sent, and added in float32 in node order. The same inputs
+give the same bits, run after run.
 
 Shapes: R ranks, N nodes, n elements of a shard.
 """
@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.collectives.base import Collective, CollectiveWork, as_bytes, check_alike
+from ep_plugin.collectives.base import Collective, CollectiveWork
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.failures import STATUS_BYTES
-from ep_plugin.collectives.shards import CutShards
+from ep_plugin.collectives.shards import as_bytes, cut, listed
 from ep_plugin.dtypes import ELEMENTS
 
 _REDUCE = dist.ReduceOp
@@ -34,6 +34,7 @@ class HierarchicalReduceScatter(Collective):
     and `allocate` returns ordinary memory. Outputs may be any memory. Raises like HierarchicalAllGather.
     """
 
+    _name = "reduce-scatter"
     maps_nothing_on = ("cuda",)
 
     def __init__(
@@ -42,20 +43,20 @@ class HierarchicalReduceScatter(Collective):
         *,
         num_buffers: int = 2,
         path: str = "auto",
-        sms: int = _C.most_lanes,
+        sms: int = _C.max_channels,
     ) -> None:
-        """Talks to no peer, like HierarchicalAllGather.
+        """Exchanges nothing with peers, like HierarchicalAllGather.
 
         Args:
             group, num_buffers, path: as for HierarchicalAllGather.
-            sms: on GPUs, the most SMs that sums above 1 MiB use: 1 to 64, the same on all ranks. Fewer leave more to
-                compute beside them and need less memory for slots (docs/collectives.md).
+            sms: on GPUs, the most SMs that sums above 1 MiB use: 1 to 64, the same on all ranks. Fewer SMs leave more
+                to compute beside them and need less memory for slots (docs/collectives.md).
 
         Raises:
-            ValueError: `sms` is no integer from 1 to 64.
+            ValueError: `sms` is not an integer from 1 to 64.
         """
-        if not isinstance(sms, int) or isinstance(sms, bool) or not 1 <= sms <= _C.most_lanes:
-            raise ValueError(f"sms: expected an integer from 1 to {_C.most_lanes}, got {sms!r}")
+        if not isinstance(sms, int) or isinstance(sms, bool) or not 1 <= sms <= _C.max_channels:
+            raise ValueError(f"sms: expected an integer from 1 to {_C.max_channels}, got {sms!r}")
         super().__init__(group, num_buffers=num_buffers, path=path)
         self._sum_sms = sms
 
@@ -78,60 +79,40 @@ class HierarchicalReduceScatter(Collective):
             async_op: return a Work.
         """
         self._check_group(group)
-        check_alike("input_tensor", input_tensor, "output_tensor", output_tensor)
-        size = self.group.size()
-        if input_tensor.numel() != size * output_tensor.numel():
-            raise ValueError(
-                f"input_tensor: expected {size} x {output_tensor.numel()} elements, one output_tensor for each rank, "
-                f"got {input_tensor.numel()}"
-            )
-        whole, out = as_bytes("input_tensor", input_tensor), as_bytes("output_tensor", output_tensor)
-        self._scatter(out, CutShards(whole, size), output_tensor.dtype, op)
-        return self._done([output_tensor], async_op)
+        shards = cut("input_tensor", input_tensor, self.group.size(), "output_tensor", output_tensor)
+        return self._scatter("output_tensor", output_tensor, shards, op, async_op)
 
     def reduce_scatter(
         self, output: torch.Tensor, input_list: Sequence[torch.Tensor], op: Any = _REDUCE.SUM, async_op: bool = False
     ) -> CollectiveWork | None:
         """The list form: input_list holds R contiguous tensors of n elements each, one for each rank's `output`."""
-        size = self.group.size()
-        if len(input_list) != size:
-            raise ValueError(f"input_list: expected {size} tensors, one for each rank, got {len(input_list)}")
-        for rank, shard in enumerate(input_list):
-            check_alike(f"input_list[{rank}]", shard, "output", output)
-            if shard.numel() != output.numel():
-                raise ValueError(f"input_list[{rank}]: expected {output.numel()} elements, got {shard.numel()}")
-        shards = [as_bytes(f"input_list[{rank}]", shard) for rank, shard in enumerate(input_list)]
-        self._scatter(as_bytes("output", output), shards, output.dtype, op)
-        return self._done([output], async_op)
+        shards = listed("input_list", input_list, self.group.size(), "output", output)
+        return self._scatter("output", output, shards, op, async_op)
 
-    def _scatter(self, out: torch.Tensor, shards: Sequence[torch.Tensor], dtype: torch.dtype, op: Any) -> None:
+    def _scatter(
+        self, name: str, output: torch.Tensor, shards: Sequence[torch.Tensor], op: Any, async_op: bool
+    ) -> CollectiveWork | None:
+        out, dtype = as_bytes(name, output), output.dtype
         if dtype not in ELEMENTS:
             names = ", ".join(str(known) for known in ELEMENTS)
             raise ValueError(f"dtype: expected one of {names}, got {dtype}")
         if out.is_cuda and dtype == torch.float64:
             raise ValueError(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16 on GPUs, got {dtype}")
-        scale = _scale_of(op, self.group.size())
-        if self.group.size() == 1:
-            self.check()
-            total = shards[0].view(dtype)
-            out.view(dtype).copy_(total if scale == 1 else (_wide(total) * scale))
-        else:
-            engine = self.engine_on(out.device)
-            engine.run("reduce-scatter", scatter, out, shards, dtype, scale)
-            engine.check()
+        args = out, shards, dtype, _scale_of(op, self.group.size())
+        return self._run(scatter, scatter_alone, args, [output], async_op)
 
 
 def scatter(
     engine: CollectiveEngine, out: torch.Tensor, shards: Sequence[torch.Tensor], dtype: torch.dtype, scale: float
 ) -> None:
     """out: uint8 ``[bytes]``; shards: one such tensor for each rank of the group."""
-    rails, node_map = engine.rails, engine.node_map
-    if not rails.nodes:
+    rails, node_map, boards = engine.rails, engine.node_map, engine.group_boards
+    if boards is None:
         return scatter_in_node(engine, out, shards, dtype, scale)
     if out.numel() == 0:
         return scatter_in_node(engine, out, [shards[rank] for rank in engine.node_ranks], dtype, scale)
     nbytes, others = out.numel(), rails.nodes
-    # Behind the rows that cross lies a status word: it says whether they are good, and goes with the last chunk.
+    # A status word follows the rows and crosses with the last chunk: it says whether they are good.
     leaving, arriving = (
         {node: torch.empty(nbytes + STATUS_BYTES, dtype=torch.uint8, device=out.device) for node in others}
         for _ in range(2)
@@ -147,8 +128,8 @@ def scatter(
             scatter_in_node(engine, leaving[node][rows], parts, dtype, scale)
         engine.check()  # nothing crosses after a failure that the host knows of
         for node in others if last else ():
-            engine.status.attach(leaving[node][nbytes:])
-        # Both ways at once: a backend may begin nothing that was asked for later before these receives are over.
+            boards.attach_status(leaving[node][nbytes:])
+        # Both ways in one call: a backend may start nothing that comes later before these receives are over.
         with engine.on_rail():
             works = rails.start(
                 [(node, leaving[node][crossing]) for node in others],
@@ -164,33 +145,38 @@ def scatter(
             total += sums[node][rows].view(dtype)
         out[rows].view(dtype).copy_(total)
     for node in others:
-        engine.status.receive(node, arriving[node][nbytes:])
+        boards.receive_status(node, arriving[node][nbytes:])
 
 
 def scatter_in_node(
     engine: CollectiveEngine, out: torch.Tensor, shards: Sequence[torch.Tensor], dtype: torch.dtype, scale: float
 ) -> None:
     """out = scale * the sum over the node's ranks of their shards for this one; shards: one for each of them."""
-    if engine.node_size == 1:
-        total = shards[0].view(dtype)
-        out.view(dtype).copy_(total if scale == 1 else (_wide(total) * scale))
-        return
-    engine.inside.scatter(out, shards, ELEMENTS[dtype], scale)
+    if engine.node_size > 1:
+        engine.inside.scatter(out, shards, ELEMENTS[dtype], scale)
+    else:
+        scatter_alone(out, shards, dtype, scale)
+
+
+def scatter_alone(out: torch.Tensor, shards: Sequence[torch.Tensor], dtype: torch.dtype, scale: float) -> None:
+    """out = scale * the shard of the only rank."""
+    total = shards[0].view(dtype)
+    out.view(dtype).copy_(total if scale == 1 else _wide(total) * scale)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in which sums are kept."""
+    """A copy in the dtype in which sums are kept."""
     return tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32, copy=True)
 
 
 def _scale_of(op: Any, size: int) -> float:
-    """What the sum is multiplied by. ValueError for an operation that is not a sum."""
+    """The factor of the sum; ValueError for an operation that is not a sum."""
     if op == _REDUCE.SUM:
         return 1.0
     if op == _REDUCE.AVG:
         return 1.0 / size
     if op == _REDUCE.PREMUL_SUM:
-        state = op.__getstate__()  # (operation, factor); of the bare name a number
+        state = op.__getstate__()  # (operation, factor); a number if the factor is missing
         factor = state[1] if isinstance(state, tuple) else None
         if isinstance(factor, float):
             return factor

@@ -1,5 +1,8 @@
-"""The shards of all ranks, uint8 ``[bytes]`` each: a list of tensors, or one tensor that is cut on demand, which saves
-the host the cutting."""
+"""The caller's tensors as shards: one uint8 ``[bytes]`` tensor for each rank, in rank order.
+
+Shards are a list of tensors, or one tensor that is cut when a shard is asked for, which saves the host the cutting.
+Shapes: R ranks, n elements of a shard.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ from collections.abc import Sequence
 
 import torch
 
+from ep_plugin.runtime.tensors import check_memory
+
 
 class CutShards(Sequence[torch.Tensor]):
-    """`whole`, uint8 ``[count * bytes]``, as `count` tensors in order."""
+    """`whole`, uint8 ``[count * bytes]``, as `count` shards."""
 
     def __init__(self, whole: torch.Tensor, count: int) -> None:
         self.whole, self._count = whole, count
         self._bytes = whole.numel() // count
-        self.first = whole.data_ptr()
+        self.first_address = whole.data_ptr()
 
     def __len__(self) -> int:
         return self._count
@@ -25,7 +30,51 @@ class CutShards(Sequence[torch.Tensor]):
         return self.whole.narrow(0, index * self._bytes, self._bytes)
 
     def address(self, index: int) -> int:
-        return self.first + index * self._bytes
+        return self.first_address + index * self._bytes
+
+
+def cut(name: str, whole: torch.Tensor, count: int, like_name: str, like: torch.Tensor) -> CutShards:
+    """`whole` as `count` shards; ValueError unless it is a tensor of R*n elements, where `like` has n of them."""
+    check_alike(name, whole, like_name, like)
+    if whole.numel() != count * like.numel():
+        raise ValueError(
+            f"{name}: expected {count} x {like.numel()} elements, one {like_name} for each rank, got {whole.numel()}"
+        )
+    return CutShards(as_bytes(name, whole), count)
+
+
+def listed(
+    name: str, tensors: Sequence[torch.Tensor], count: int, like_name: str, like: torch.Tensor
+) -> list[torch.Tensor]:
+    """`tensors` as shards; ValueError unless they are `count` tensors of n elements, as many as `like` has."""
+    if len(tensors) != count:
+        raise ValueError(f"{name}: expected {count} tensors, one for each rank, got {len(tensors)}")
+    for rank, tensor in enumerate(tensors):
+        check_alike(f"{name}[{rank}]", tensor, like_name, like)
+        if tensor.numel() != like.numel():
+            raise ValueError(f"{name}[{rank}]: expected {like.numel()} elements, got {tensor.numel()}")
+    return [as_bytes(f"{name}[{rank}]", tensor) for rank, tensor in enumerate(tensors)]
+
+
+def check_alike(name: str, tensor: torch.Tensor, like_name: str, like: torch.Tensor) -> None:
+    """ValueError unless both are tensors of one dtype and one device."""
+    for argument, value in ((name, tensor), (like_name, like)):
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{argument}: expected a tensor, got {type(value).__name__}")
+    if tensor.dtype != like.dtype:
+        raise ValueError(f"{name}: expected dtype {like.dtype} as of {like_name}, got {tensor.dtype}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device} as of {like_name}, got {tensor.device}")
+
+
+def as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as uint8 ``[bytes]`` in the same memory; ValueError unless it is contiguous and has its values there."""
+    check_memory(name, tensor)
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
+    if tensor.requires_grad or tensor.dim() != 1 or tensor.stride(0) != 1:  # one element may have any stride
+        tensor = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return tensor.view(torch.uint8)
 
 
 def address_of(shards: Sequence[torch.Tensor], index: int) -> int:
@@ -37,12 +86,12 @@ def addresses_of(shards: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def key_of(shards: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """The least that says, with their size, where all of them are."""
-    return (shards.first,) if isinstance(shards, CutShards) else addresses_of(shards)
+    """The fewest addresses that, with the size of a shard, determine all of them."""
+    return (shards.first_address,) if isinstance(shards, CutShards) else addresses_of(shards)
 
 
 def storage_of(shards: Sequence[torch.Tensor]) -> int | None:
-    """Address of the storage that all of them lie in; None if they lie in several."""
+    """Address of the storage that all shards lie in; None if they lie in several."""
     if isinstance(shards, CutShards):
         return shards.whole.untyped_storage().data_ptr()
     first, *others = (shard.untyped_storage().data_ptr() for shard in shards)

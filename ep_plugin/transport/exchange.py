@@ -1,26 +1,26 @@
 """All-gather of small values between the ranks of a process group, with a deadline, over the group's own store.
 
 Ranks use it before they share memory. Each rank posts one key per exchange, ``ep_plugin/<nonce>/<n>/<rank>``, which
-names the step it belongs to. Ranks in different steps therefore raise at once. A rank deletes its key after the next
-exchange, when every peer has read it, and the last rank to close deletes the rest.
+names the step it belongs to, so ranks in different steps raise at once. A rank deletes its key after the next exchange,
+when every peer has read it. The last rank to close deletes the rest.
 
-The nonce is agreed when an exchange is first used. Rank 0 of the exchange invites every rank that has posted a fresh
-token, so neither keys of an earlier process group on the same store nor a rank that missed a construction can mislead
-the ranks. The keys of this agreement are overwritten by the next one: they do not grow in number.
+Ranks agree on the nonce when an exchange is first used. Rank 0 of the exchange invites every rank that has posted a
+fresh token. So ranks neither read keys of an earlier process group on the same store, nor lose count when one of them
+missed a construction. The next agreement overwrites the keys of this one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import secrets
 import threading
 import time
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ep_plugin.config import MAX_TIMEOUT_S
-from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted, PeerTimeout
+from ep_plugin.errors import DisagreementError, EpPluginError, PeerTimeout, error_of_peer, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,30 +28,36 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
+Posts = dict[int, dict[str, Any]]  # by index in an exchange's ranks
 
-# The store is polled, since its own wait() keeps other threads from the store and logs each timeout.
+# The store is polled: its own wait() keeps other threads from the store and logs each timeout.
 _FIRST_PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.01
-_FAREWELL_S = 1.0  # the longest that an abort or a close waits for the store
+_LEAVE_S = 1.0  # the longest that an abort or a close waits for the store
 
-_instances: dict[str, int] = {}  # by the name of a group; not by the object, which a group made again replaces
+_instances: dict[str, int] = {}  # by the name of a group, which a group made again shares
 _instances_lock = threading.Lock()
-_read_farewells: set[str] = set()  # tokens of given-up attempts to meet that this process has reported
+_reported: set[str] = set()  # tokens of ranks whose failure to agree on a nonce this process has raised
 
 
 class Exchange:
-    """One rank's end of a sequence of exchanges over ``group`` (None: the default group), or between ``ranks`` of it.
+    """One rank's end of a sequence of exchanges between ranks of a process group.
 
     The instances of one group pair up in the order in which each rank first uses them. Creating one needs no peer.
 
     Args:
-        group: a process group with a store; None means the default group.
-        timeout_s: the longest wait of an exchange, for peers and for the store; None takes the group's own timeout.
-        ranks: the group's ranks that take part, in order; None means all of them.
+        group: a process group with a store; None: the default group.
+        timeout_s: the longest wait of an exchange, for peers and for the store; None: the group's own timeout.
+        ranks: the group's ranks that take part, in order; None: all of them.
 
-    ``rank`` is this rank's index in ``ranks`` and ``size`` the number of ranks. ``ranks[rank]`` is its rank within the
-    group, which messages and errors name. ``name`` tells the instances of a process apart in messages; it is the same
-    on every rank after the first exchange.
+    Attributes:
+        rank: this rank's index in ``ranks``.
+        size: how many ranks take part.
+        group_rank: this rank within the group. Messages and errors name ranks of the group.
+        watch: called while an exchange waits; an exception from it ends the wait.
+
+    Raises:
+        ValueError: no such group.
     """
 
     def __init__(
@@ -64,12 +70,14 @@ class Exchange:
 
         group = checked_group(group)
         self.ranks: tuple[int, ...] = tuple(range(group.size()) if ranks is None else ranks)
-        self.rank: int = self.ranks.index(group.rank())
-        self.size: int = len(self.ranks)
         self.group_rank: int = group.rank()
+        self.rank: int = self.ranks.index(self.group_rank)
+        self.size: int = len(self.ranks)
         self.timeout_s: float = timeout_of(group) if timeout_s is None else timeout_s
+        self.watch: Callable[[], None] | None = None
         self._group_name = group.group_name
-        self._number = _next_instance(group.group_name)
+        with _instances_lock:
+            self._number = _instances[self._group_name] = _instances.get(self._group_name, 0) + 1
         self._store = c10d._get_process_group_store(group)
         self._scope = "ep_plugin/all" if ranks is None else f"ep_plugin/from{self.ranks[0]}"
         self._token = secrets.token_hex(8)
@@ -78,16 +86,14 @@ class Exchange:
         self._closed = False
         self._lock = threading.Lock()
         self._error: EpPluginError | None = None
-        self.watch: Callable[[], None] | None = None
-        """Called while an exchange waits: an exception from it ends the wait."""
 
     @property
     def name(self) -> str:
+        """Tells the instances of a process apart in messages. The same on every rank after the first exchange."""
         return f"{self._group_name}.{self._number}"
 
     def store(self, name: str) -> Any:
-        """The group's store, for keys under `name` of this instance. Valid after the first exchange. The caller
-        deletes its keys."""
+        """The group's store, for keys under `name` of this instance. Valid after the first exchange. Keys stay."""
         from torch.distributed import distributed_c10d as c10d
 
         return c10d.PrefixStore(f"ep_plugin/{self._nonce}/{name}", self._store)
@@ -106,7 +112,7 @@ class Exchange:
             PeerTimeout: the deadline passed, here or on a peer; it names the missing ranks, or the store if that does
                 not answer.
             DisagreementError: a peer is in another step.
-            PeerAborted: a peer has given up. After any of these errors every further call raises it again.
+            PeerAborted: a peer has failed. After any of these errors every further call raises it again.
         """
         with self._lock:
             if self._error is not None:
@@ -116,21 +122,34 @@ class Exchange:
             except EpPluginError as error:
                 self._error = error
                 if isinstance(error, PeerTimeout) and error.rank is not None:
-                    self._leave_word(str(error), max(self._count - 1, 0), late=(error.rank, error.step))
+                    self._post_failure(reason_of(error), max(self._count - 1, 0))
                 raise
 
     def barrier(self, step: str) -> None:
         """Returns when every rank has called it. Raises like all_gather."""
         self.all_gather(step)
 
+    def agree(self, what: str, value: str) -> None:
+        """Raises DisagreementError, on every rank, unless all ranks pass the same ``value``. Collective.
+
+        Args:
+            what: what the value is, for messages, the same on every rank.
+            value: text, which the message quotes.
+        """
+        for rank, theirs in zip(self.ranks, self.all_gather(f"agree on {what}", value), strict=True):
+            if theirs != value:
+                raise DisagreementError(
+                    f"ranks disagree on {what}: {value} on rank {self.group_rank}, {theirs} on rank {rank}"
+                )
+
     def abort(self, reason: str) -> None:
-        """Makes every peer's current or next exchange raise PeerAborted with ``reason``. Waits for no peer."""
+        """Makes every peer's current or next exchange raise the error of ``reason``. Waits for no peer."""
         with self._lock:
             if self._error is not None:
                 return
-            self._error = PeerAborted(f"rank {self.group_rank} aborted: {reason}", self.group_rank, reason)
+            self._error = error_of_peer(self.group_rank, reason, self.group_rank)
             if self.size > 1:
-                self._leave_word(reason, self._count)
+                self._post_failure(reason, self._count)
 
     def close(self) -> None:
         """Gives up this rank's part in the keys: the last rank to close deletes them. Never fails; idempotent."""
@@ -139,7 +158,7 @@ class Exchange:
                 return
             self._closed = True
             with contextlib.suppress(PeerTimeout):
-                self._ask("close", time.monotonic() + _FAREWELL_S, self._say_goodbye, watched=False)
+                self._ask("close", time.monotonic() + _LEAVE_S, self._delete_if_last, watched=False)
 
     def _all_gather(self, step: str, value: Any) -> list[Any]:
         if self.size == 1:
@@ -147,15 +166,15 @@ class Exchange:
         text = json.dumps({"step": step, "value": value})
         deadline = time.monotonic() + self.timeout_s
         if not self._nonce:
-            self._meet(step, deadline)
+            self._agree_on_nonce(step, deadline)
         turn = self._count
         self._count += 1
         self._ask(step, deadline, self._store.set, self._key(turn, self.rank), text)
         return [post["value"] for post in self._collect(turn, step, deadline)]
 
     def _collect(self, turn: int, step: str, deadline: float) -> list[dict[str, Any]]:
-        """What every rank posted for exchange ``turn``. Stops at the first post that does not belong to ``step``."""
-        posts: dict[int, dict[str, Any]] = {}
+        """The posts of all ranks for exchange ``turn``. Raises at the first that does not belong to ``step``."""
+        posts: Posts = {}
 
         def poll() -> bool:
             keys = {rank: self._key(turn, rank) for rank in range(self.size) if rank not in posts}
@@ -172,88 +191,87 @@ class Exchange:
     def _check(self, rank: int, posted: dict[str, Any], step: str) -> None:
         peer = self.ranks[rank]
         if "abort" in posted:
-            late, where = posted.get("late") or (self.group_rank, "")
-            if late != self.group_rank:
-                raise PeerTimeout(f"rank {peer} gave up: {posted['abort']}", late, where)
-            raise PeerAborted(f"rank {peer} aborted: {posted['abort']}", peer, posted["abort"])
+            raise error_of_peer(peer, posted["abort"], self.group_rank)
         if posted["step"] != step:
             raise DisagreementError(
                 f"ranks are in different steps of {self.name}: expected {step!r} as on rank {self.group_rank}, "
                 f"got {posted['step']!r} on rank {peer}"
             )
 
-    # -- the agreement on a nonce ----------------------------------------------------------------------------------
+    # -- the nonce -------------------------------------------------------------------------------------------------
 
-    def _meet(self, step: str, deadline: float) -> None:
-        """Agrees on the nonce: every rank posts its token, rank 0 invites the tokens it sees, each rank accepts."""
-        own, others = f"{self._scope}/join/{self.rank}", [rank for rank in range(self.size) if rank != self.rank]
-        self._ask(step, deadline, self._store.set, own, json.dumps({"token": self._token}))
-        joins = {rank: f"{self._scope}/join/{rank}" for rank in others}
-        words = {rank: f"{self._scope}/word/{rank}" for rank in others}
-        invitation, accepted = f"{self._scope}/invitation", f"{self._scope}/accept"
+    def _agree_on_nonce(self, step: str, deadline: float) -> None:
+        """Every rank posts its token, rank 0 invites the tokens that it finds, and each rank accepts."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
         missing = list(others) if self.rank == 0 else [0]
         invited: list[str] = []
 
-        def present(posts: dict[int, dict[str, Any]]) -> dict[int, str]:
-            return {rank: post["token"] for rank, post in posts.items() if post["token"]}
+        def read(kind: str, ranks: Sequence[int] = others) -> Posts:
+            return self._ask(step, deadline, self._read, {rank: f"{self._scope}/{kind}/{rank}" for rank in ranks})
 
-        def farewells() -> None:
-            for rank, post in self._ask(step, deadline, self._read, words).items():
-                # A word of an earlier number is about an attempt that this rank has made, and left, by itself.
-                if post["number"] >= self._number and post["token"] not in _read_farewells:
-                    _read_farewells.add(post["token"])
+        def write(kind: str, rank: int, post: dict[str, Any]) -> None:
+            self._ask(step, deadline, self._write, {f"{self._scope}/{kind}/{rank}": post})
+
+        def tokens() -> dict[int, str]:
+            return {rank: post["token"] for rank, post in read("join").items() if post["token"]}
+
+        def raise_failures() -> None:
+            for rank, post in read("failure").items():
+                # A failure with an earlier number belongs to an attempt that this rank has left by itself.
+                if post["number"] >= self._number and post["token"] not in _reported:
+                    _reported.add(post["token"])
                     self._check(rank, post, step)
 
         def lead() -> bool:
             nonlocal invited, missing
-            farewells()
-            joined = self._ask(step, deadline, self._read, joins)
-            tokens = [self._token, *present(joined).values()]
-            if len(tokens) == self.size and tokens != invited:
-                invited = tokens
-                text = json.dumps({"nonce": self._token, "number": self._number, "tokens": tokens})
-                self._ask(step, deadline, self._store.set, invitation, text)
-            accepts = self._ask(step, deadline, self._read, {rank: f"{accepted}/{rank}" for rank in missing})
-            missing = [rank for rank in missing if accepts.get(rank, {}).get("nonce") != self._token]
-            if missing:
-                return False
-            self._nonce = self._token
-            return True
+            raise_failures()
+            joined = [self._token, *tokens().values()]
+            if len(joined) == self.size and joined != invited:
+                invited = joined
+                write("invitation", 0, {"nonce": self._token, "number": self._number, "tokens": joined})
+            accepted = read("accept", missing)
+            missing = [rank for rank in missing if accepted.get(rank, {}).get("nonce") != self._token]
+            if not missing:
+                self._nonce = self._token
+            return not missing
 
         def follow() -> bool:
-            farewells()
-            invite = self._ask(step, deadline, self._read, {0: invitation}).get(0, {"tokens": ()})
-            if self._token not in invite["tokens"]:
+            raise_failures()
+            invitation = read("invitation", [0]).get(0, {"tokens": ()})
+            if self._token not in invitation["tokens"]:
                 return False
-            self._ask(step, deadline, self._store.set, f"{accepted}/{self.rank}", json.dumps(invite))
-            self._nonce, self._number = invite["nonce"], invite["number"]
-            with _instances_lock:  # later attempts count alike on all ranks
+            write("accept", self.rank, invitation)
+            self._nonce, self._number = invitation["nonce"], invitation["number"]
+            with _instances_lock:  # later attempts have one number on all ranks
                 _instances[self._group_name] = max(_instances[self._group_name], self._number)
             return True
 
-        def absent() -> PeerTimeout:
-            joined = present(self._ask(step, deadline, self._read, joins))
-            return self._late([rank for rank in joins if rank not in joined] or missing, step)
+        def late() -> PeerTimeout:
+            joined = tokens()
+            return self._late([rank for rank in others if rank not in joined] or missing, step)
 
-        self._poll(lead if self.rank == 0 else follow, deadline, absent)
-        # This rank waits for nobody any more, and whoever missed it has now come.
-        self._ask(step, deadline, self._write, {own: {"token": ""}, f"{self._scope}/word/{self.rank}": {"number": 0}})
+        write("join", self.rank, {"token": self._token})
+        self._poll(lead if self.rank == 0 else follow, deadline, late)
+        # This rank waits for no peer any more, and the peers that an earlier failure was about have come.
+        write("join", self.rank, {"token": ""})
+        write("failure", self.rank, {"number": 0})
 
-    def _leave_word(self, reason: str, first_turn: int, late: tuple[int, str] | None = None) -> None:
-        """Peers that come to an exchange from `first_turn` to the next raise at once, and so do those that have not met
-        this rank: PeerTimeout where this rank waited in vain for another one, `late` (rank, step), else PeerAborted.
-        An exchange that has succeeded here keeps its post: peers may have yet to read it."""
-        word: dict[str, Any] = {"abort": reason, "late": late}
+    def _post_failure(self, reason: str, first_turn: int) -> None:
+        """Makes peers raise in exchanges from `first_turn` to the next, and while they wait to agree on a nonce.
+
+        An exchange that has succeeded here keeps its post: peers may have yet to read it.
+        """
+        failure: dict[str, Any] = {"abort": reason}
         if self._nonce:
-            posts = {self._key(turn, self.rank): word for turn in range(first_turn, self._count + 1)}
+            posts = {self._key(turn, self.rank): failure for turn in range(first_turn, self._count + 1)}
         else:
             posts = {
                 f"{self._scope}/join/{self.rank}": {"token": ""},
-                f"{self._scope}/word/{self.rank}": {**word, "token": self._token, "number": self._number},
-                f"ep_plugin/{self._token}/0/{self.rank}": word,  # read by ranks that have accepted this one's nonce
+                f"{self._scope}/failure/{self.rank}": {**failure, "token": self._token, "number": self._number},
+                f"ep_plugin/{self._token}/0/{self.rank}": failure,  # read by ranks that have accepted this one's nonce
             }
         with contextlib.suppress(PeerTimeout):
-            self._ask("abort", time.monotonic() + _FAREWELL_S, self._write, posts, watched=False)
+            self._ask("abort", time.monotonic() + _LEAVE_S, self._write, posts, watched=False)
 
     # -- the store -------------------------------------------------------------------------------------------------
 
@@ -268,41 +286,37 @@ class Exchange:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _ask(self, step: str, deadline: float, function: Callable[..., T], *args: Any, watched: bool = True) -> T:
-        """function(*args), which uses the store, in a thread of its own.
+        """Calls function(*args), which uses the store, in a thread of its own.
 
-        A store whose server is stopped blocks in recv, whatever its timeout. The thread is then left behind.
+        A store whose server is stopped blocks in recv, whatever its timeout. The thread then stays behind.
         """
-        answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        answer: Future[T] = Future()
 
         def run() -> None:
             try:
-                answers.put((function(*args), None))
+                answer.set_result(function(*args))
             except BaseException as error:
-                answers.put((None, error))
+                answer.set_exception(error)
 
         threading.Thread(target=run, name="ep_plugin store", daemon=True).start()
         # An operation that begins at the deadline still gets the time that a healthy store needs.
         until = max(deadline, time.monotonic() + 0.1)
         while True:
             try:
-                answer, error = answers.get(timeout=0.01)
-                break
-            except queue.Empty:
+                return answer.result(timeout=0.01)
+            except TimeoutError:
                 if time.monotonic() >= until:
                     raise self._store_gone(step, f"no answer in {self.timeout_s:g} s") from None
                 if watched and self.watch is not None:
                     self.watch()
-        if isinstance(error, RuntimeError):
-            raise self._store_gone(step, error) from error
-        if error is not None:
-            raise error
-        return answer
+            except RuntimeError as error:
+                raise self._store_gone(step, error) from error
 
     def _key(self, turn: int, rank: int) -> str:
         return f"ep_plugin/{self._nonce}/{turn}/{rank}"
 
-    def _read(self, keys: dict[int, str]) -> dict[int, dict[str, Any]]:
-        """The posts under those of the keys that are there."""
+    def _read(self, keys: dict[int, str]) -> Posts:
+        """The posts under the keys that exist."""
         return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
 
     def _write(self, posts: dict[str, dict[str, Any]]) -> None:
@@ -315,7 +329,7 @@ class Exchange:
             for key in keys:
                 self._store.delete_key(key)
 
-    def _say_goodbye(self) -> None:
+    def _delete_if_last(self) -> None:
         closed = f"ep_plugin/{self._nonce}/closed"
         if self._store.add(closed, 1) == self.size:
             turns = range(max(0, self._count - 2), self._count + 1)
@@ -347,7 +361,8 @@ def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         raise ValueError("group: expected an initialised torch.distributed process group, got none")
     group = c10d.GroupMember.WORLD if group is None else group
     if not isinstance(group, c10d.ProcessGroup):  # new_group() returns a plain marker to ranks that it leaves out
-        raise ValueError(f"group: expected a process group that this rank belongs to, got {group!r}")
+        hint = "; pass its get_group()" if hasattr(group, "get_group") else ""  # a DeviceMesh
+        raise ValueError(f"group: expected a process group that this rank belongs to, got {group!r}{hint}")
     if not is_alive(group):
         raise ValueError(f"group: expected a process group that has not been destroyed, got {group.group_name}")
     return group
@@ -361,12 +376,6 @@ def is_alive(group: dist.ProcessGroup) -> bool:
         return bool(get_process_group_ranks(group))
     except KeyError:
         return False
-
-
-def _next_instance(group_name: str) -> int:
-    with _instances_lock:
-        _instances[group_name] = _instances.get(group_name, 0) + 1
-        return _instances[group_name]
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

@@ -1,14 +1,14 @@
-"""Peer memory between the GPUs of one node: PyTorch's symmetric memory, kept from its traps.
+"""Peer memory between the GPUs of one node: PyTorch's symmetric memory.
 
-PyTorch allocates, exports and maps the blocks; everything around that is ours:
+PyTorch allocates, exports and maps the blocks. This module avoids its traps:
 
-- Ranks exchange handles over a store. PyTorch numbers those exchanges per process and not per group, so ranks that have
-  exchanged different numbers of times wait for each other's keys for ever. Here the store is a stand-in that pairs the
-  exchanges by turn, over our Exchange: the numbers do not matter, waits have a deadline and say who is missing.
-- The group is one of our own, without a backend, so that the process group may be gloo, NCCL or anything else.
-- Blocks are allocated one by one and not from PyTorch's pool, whose reuse can pair different blocks, and are zeroed.
-- Releasing a block synchronises the device and ends the process if the device is in an error. So a block is released by
-  ``close`` alone, and kept for good when the device has failed or nobody has closed it.
+- PyTorch numbers the exchanges of handles per process, not per group: ranks that have exchanged different numbers of
+  times wait for each other's keys for ever. Here a stand-in for the store pairs exchanges by turn, over our Exchange.
+  So the numbers do not matter, and waits have a deadline and name the missing ranks.
+- Handles are exchanged in a group of our own without a backend: the process group may be gloo, NCCL or any other.
+- Each block is allocated by itself, and zeroed. Reuse from PyTorch's pool can pair different blocks.
+- To release a block synchronises the device, and ends the process if the device is in an error. So only ``close``
+  releases a block. After an error of the device, or without ``close``, the block stays for good.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Store, _register_process_group, _unregister_process_group
 
 from ep_plugin import env
-from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported
+from ep_plugin.errors import EpPluginError, NotSupported
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import PeerMemory, attempt, raise_together
 from ep_plugin.transport.topology import check_peer_access
@@ -40,10 +40,10 @@ _group_numbers = itertools.count()
 
 
 class NvlinkMemory(PeerMemory):
-    """Memory of the GPUs of ``exchange``'s ranks, each on its ``device``. See PeerMemory for the contract.
+    """Memory of the ranks of ``exchange`` on their GPUs. See PeerMemory for the contract. Ranks may share a GPU.
 
-    Ranks may share a GPU. Raises NotSupported when two of the GPUs cannot reach each other, or when the process has
-    switched PyTorch's symmetric memory to another backend than CUDA.
+    NotSupported when two of the GPUs cannot reach each other, or when the process has switched PyTorch's symmetric
+    memory to another backend than CUDA.
     """
 
     def __init__(self, exchange: Exchange, device: torch.device) -> None:
@@ -55,7 +55,8 @@ class NvlinkMemory(PeerMemory):
         check_peer_access(self._reports, self.node_map, exchange.ranks)
         _, error = attempt(_use_cuda_backend, device)
         raise_together(exchange, "choice of PyTorch's symmetric memory backend", error)
-        _agree_on_sockets(exchange)
+        # Ranks hand each other descriptors over sockets in this directory, and would hang if it differed.
+        exchange.agree("TMPDIR", env.socket_directory())
         self._group = _HandleGroup(exchange)
 
     def close(self) -> None:
@@ -79,7 +80,7 @@ class NvlinkMemory(PeerMemory):
         return ptrs, functools.partial(_release, kept, self.device)
 
     def _rendezvous(self, block: torch.Tensor, what: str) -> Any:
-        """The handle of the mapped blocks. A rank that fails here tells its peers, who are in the middle of it."""
+        """The handle of the mapped blocks. A rank that fails here aborts the exchange, in which its peers wait."""
         try:
             _remove_stale_socket()
             with env.symmetric_memory_variables():
@@ -91,7 +92,7 @@ class NvlinkMemory(PeerMemory):
             raise EpPluginError(f"rank {self.exchange.group_rank}: mapping of {what} failed: {error}") from error
 
     def _fault_in(self, ptrs: tuple[int, ...], block: torch.Tensor) -> Exception | None:
-        """What is wrong with the addresses that PyTorch returned, if anything is."""
+        """The error if PyTorch returned wrong addresses."""
         listing = [hex(ptr) for ptr in ptrs]
         if len(ptrs) != self.exchange.size or ptrs[self.exchange.rank] != block.data_ptr():
             return EpPluginError(f"expected one address per rank and this rank's own among them, got {listing}")
@@ -101,7 +102,7 @@ class NvlinkMemory(PeerMemory):
 
 
 class _HandleGroup:
-    """A process group, for symmetric memory to find by ``name``, whose store is a _HandleStore."""
+    """A process group that symmetric memory finds by ``name``. Its store is a _HandleStore."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.name = cast(Any, f"ep_plugin/{exchange.name}/{next(_group_numbers)}")  # torch wants a type of its own
@@ -121,9 +122,8 @@ class _HandleGroup:
 class _HandleStore(Store):
     """A store that serves one pattern: every rank sets ``<step>/<its rank>`` and reads the keys of all ranks.
 
-    Setting one's own key is the exchange: it returns when every rank has set its key of that turn, whatever the step
-    is called on each. So ranks whose numbers of steps differ still meet. A barrier, ``add`` then ``wait``, is a turn
-    of its own.
+    ``set`` of a rank's own key is the exchange: it returns when every rank has set its key of that turn. The steps may
+    have different names on the ranks. A barrier, ``add`` then ``wait``, is a turn of its own.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -160,7 +160,7 @@ class _HandleStore(Store):
 
 
 class _Kept:
-    """Keeps objects alive until ``drop``; for good if nobody calls it, also when this object is gone."""
+    """Keeps objects alive until ``drop``, also when this object is gone; for good without ``drop``."""
 
     def __init__(self, first: Any) -> None:
         self._objects: list[Any] = [first]
@@ -183,7 +183,7 @@ def _zeroed_block(nbytes: int, device: torch.device, group_name: str) -> torch.T
 
 
 def _release(kept: _Kept, device: torch.device) -> None:
-    """Gives the blocks back, unless the device has failed: then the release itself would end the process."""
+    """Releases the blocks, unless the device has failed: then the release would end the process."""
     try:
         torch.cuda.synchronize(device)
     except RuntimeError:
@@ -193,7 +193,7 @@ def _release(kept: _Kept, device: torch.device) -> None:
 
 
 def _use_cuda_backend(device: torch.device) -> None:
-    """Makes sure that PyTorch allocates by mapping memory itself, as we need it, and not through another library."""
+    """Makes PyTorch allocate by mapping memory itself, and not through another library."""
     backend = _symmetric_memory().get_backend(device)
     if backend is None:
         _symmetric_memory().set_backend("CUDA")
@@ -212,19 +212,8 @@ def _symmetric_memory() -> Any:
     return _SymmetricMemory
 
 
-def _agree_on_sockets(exchange: Exchange) -> None:
-    """Ranks hand each other descriptors over sockets in one directory: unless it is the same one, they would hang."""
-    mine = env.socket_directory()
-    for rank, theirs in enumerate(exchange.all_gather("agree on the socket directory", mine)):
-        if theirs != mine:
-            raise DisagreementError(
-                f"ranks disagree on TMPDIR: {mine} on rank {exchange.group_rank}, {theirs} on rank "
-                f"{exchange.ranks[rank]}"
-            )
-
-
 def _remove_stale_socket() -> None:
-    """Removes the socket that an earlier process of this id left when it was killed; nobody listens on it."""
+    """Removes the socket of an earlier process with this process's id, which was killed."""
     path = f"{env.socket_directory()}/symm_mem-{os.getpid()}"
     if not os.path.exists(path):
         return

@@ -1,33 +1,31 @@
-"""Peer memory: blocks of memory, one per rank, that every rank of a group maps and writes into.
+"""Peer memory: blocks of memory, one per rank, that every rank of a node maps and writes into.
 
-``open_memory`` picks the member that serves a device: shared memory between processes for CPUs, PyTorch's symmetric
-memory over NVLink for GPUs. Both keep the same contract, PeerMemory.
+``PeerMemory`` is the interface of a transport. Shared memory between processes (shm.py) serves CPUs, and PyTorch's
+symmetric memory over NVLink (nvlink.py) serves GPUs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ep_plugin import env
-from ep_plugin.errors import CommunicatorClosed, DisagreementError, EpPluginError, NotSupported, PeerAborted
+from ep_plugin.errors import CommunicatorClosed, EpPluginError, NotSupported, error_of_peer
 from ep_plugin.transport.exchange import Exchange
-from ep_plugin.transport.topology import NodeMap, RankReport, discover
+from ep_plugin.transport.topology import discover
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
-
-_TRANSPORT_OF_DEVICE = {"cpu": "shm", "cuda": "nvlink"}
 
 
 class PeerBuffer:
-    """One allocation: a block of ``nbytes`` bytes on every rank.
+    """One allocation: a block of ``nbytes`` bytes on every rank. ``what`` names it in messages.
 
-    The memory lives until ``close``, which affects this process only: peers that still have the blocks mapped, this
-    rank's too, go on using them. Dropping a buffer without closing it does not release it safely; close it.
+    The memory lives until ``close``, which affects this process only: peers keep their mappings. Close a buffer before
+    you drop it: dropping it keeps the memory.
     """
 
     def __init__(self, *, nbytes: int, ptrs: tuple[int, ...], what: str, release: Callable[[], None]) -> None:
@@ -39,7 +37,7 @@ class PeerBuffer:
     @property
     def ptrs(self) -> tuple[int, ...]:
         """The address of every rank's block as mapped in this process, by rank; each a multiple of 128."""
-        if self._release is None:
+        if self.closed:
             raise CommunicatorClosed(f"{self.what}: expected an open buffer, this one was closed")
         return self._ptrs
 
@@ -48,7 +46,7 @@ class PeerBuffer:
         return self._release is None
 
     def close(self) -> None:
-        """Unmaps every block from this process. Talks to nobody, so a dead peer is no obstacle; idempotent.
+        """Unmaps every block from this process. Waits for no peer; idempotent.
 
         The caller sees to it that nothing in this process still uses the addresses.
         """
@@ -58,64 +56,91 @@ class PeerBuffer:
 
 
 class PeerMemory(ABC):
-    """Memory that the ranks of one node share. Making one is collective, and refuses groups that span nodes."""
+    """Memory that the ranks of one node share. Construction is collective. NotSupported if the ranks span nodes."""
 
     def __init__(self, exchange: Exchange, device: torch.device) -> None:
         self.exchange = exchange
         self.device = device
-        self.node_map: NodeMap
         self.node_map, self._reports = discover(exchange, device)
-        _refuse_several_nodes(self.node_map, self._reports)
+        if self.node_map.num_nodes > 1:
+            first, other = (exchange.ranks[ranks[0]] for ranks in self.node_map.nodes[:2])
+            hosts = [self._reports[ranks[0]].host for ranks in self.node_map.nodes[:2]]
+            raise NotSupported(
+                f"groups that span nodes are not supported in this release: expected all {exchange.size} ranks on one "
+                f"node, got {self.node_map.num_nodes} nodes of {self.node_map.ranks_per_node}; rank {first} is on "
+                f"{hosts[0]}, rank {other} on {hosts[1]} (EP_PLUGIN_RANKS_PER_NODE overrides how a host is split)"
+            )
         self._open: list[PeerBuffer] = []
         self._closed = False
 
     def allocate(self, nbytes: int, what: str) -> PeerBuffer:
-        """A block of ``nbytes`` bytes on every rank, zeroed, mapped by all ranks when this returns. Collective.
+        """Allocates a zeroed block on every rank. All ranks have mapped all blocks when this returns. Collective.
 
-        All ranks pass the same ``nbytes`` and ``what``, a name for messages. Raises DisagreementError when they do
-        not, EpPluginError on a rank that cannot get the memory and PeerAborted on the others, PeerTimeout when a rank
-        does not take part. The memory is this object's until the buffer or this object is closed.
+        Args:
+            nbytes: the size of a block, the same on all ranks.
+            what: a name for messages, the same on all ranks.
+
+        Returns:
+            The blocks, which belong to this object until they or it are closed.
+
+        Raises:
+            ValueError, CommunicatorClosed: wrong arguments, or closed memory; no peer is disturbed.
+            DisagreementError: ranks pass different arguments.
+            EpPluginError: this rank cannot get the memory; the others raise PeerAborted.
+            PeerTimeout: a rank does not take part.
         """
         if self._closed:
             raise CommunicatorClosed(f"{what}: expected open peer memory, it was closed")
         if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 1:
             raise ValueError(f"nbytes of {what}: expected an integer of at least 1, got {nbytes!r}")
-        self._agree_on(nbytes, what)
+        self.exchange.agree("an allocation", f"{nbytes} bytes for {what}")
         ptrs, release = self._map_blocks(nbytes, what)
         if env.settings().log:
-            print(
-                f"ep_plugin: rank {self.exchange.group_rank}: {what}, {nbytes} bytes on {self.device}", file=sys.stderr
-            )
+            said = f"ep_plugin: rank {self.exchange.group_rank}: {what}, {nbytes} bytes on {self.device}"
+            print(said, file=sys.stderr)
         buffer = PeerBuffer(nbytes=nbytes, ptrs=ptrs, what=what, release=release)
         self._open = [*(other for other in self._open if not other.closed), buffer]
         return buffer
 
     def disown(self, buffer: PeerBuffer) -> None:
-        """Leaves `buffer` open when this object is closed: whoever still uses it closes it."""
+        """Leaves `buffer` open when this object is closed: its user closes it."""
         self._open = [other for other in self._open if other is not buffer]
 
     def close(self) -> None:
-        """Closes every buffer that is still open. Talks to nobody; idempotent."""
+        """Closes every buffer that is still open. Waits for no peer; idempotent."""
         self._closed = True
-        for buffer in self._open:
-            buffer.close()
-        self._open = []
+        with contextlib.ExitStack() as stack:
+            for buffer in self._open:
+                stack.callback(buffer.close)
+            self._open = []
 
     @abstractmethod
     def _map_blocks(self, nbytes: int, what: str) -> tuple[tuple[int, ...], Callable[[], None]]:
-        """Collective: gets and maps zeroed blocks; their addresses by rank, and what gives them back."""
+        """Allocates and maps zeroed blocks, collectively. Returns their addresses by rank and what unmaps them."""
 
-    def _agree_on(self, nbytes: int, what: str) -> None:
-        for rank, theirs in enumerate(self.exchange.all_gather("allocate", [what, nbytes])):
-            if theirs != [what, nbytes]:
-                raise DisagreementError(
-                    f"ranks disagree on an allocation: {what}, {nbytes} bytes on rank {self.exchange.group_rank}; "
-                    f"{theirs[0]}, {theirs[1]} bytes on rank {self.exchange.ranks[rank]}"
-                )
+
+@contextlib.contextmanager
+def undo_on_error(before: Callable[[BaseException], None] | None = None) -> Iterator[contextlib.ExitStack]:
+    """A stack of callbacks that undo what the ``with`` block has made. They run if the block raises.
+
+    The block's error is raised. An error of a callback becomes a note on it, and the other callbacks still run.
+    `before` runs first, with the error.
+    """
+    stack = contextlib.ExitStack()
+    try:
+        yield stack
+    except BaseException as error:
+        if before is not None:
+            stack.callback(before, error)
+        try:
+            stack.close()
+        except Exception as second:
+            error.add_note(f"cleaning up failed, too: {type(second).__name__}: {second}")
+        raise
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    """The function's result, or the error of the system or of PyTorch that peers must be told before it is raised."""
+    """The function's result, or the error of the system or of PyTorch that peers must know before it is raised."""
     try:
         return function(*args), None
     except (OSError, ValueError, OverflowError, MemoryError, RuntimeError) as error:
@@ -123,68 +148,15 @@ def attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | 
 
 
 def raise_together(exchange: Exchange, step: str, error: Exception | None) -> None:
-    """Collective: returns when no rank brings an error. Else each rank raises, EpPluginError from its own error if it
-    has one, PeerAborted with the first failed rank's reason otherwise. The ranks stay in step and may go on."""
+    """Returns if no rank passes an error. Collective; the ranks stay in step and may go on after an error.
+
+    Raises:
+        EpPluginError: from this rank's own error.
+        PeerAborted: this rank has none; it names the first rank that has one, and the reason.
+    """
     reasons = exchange.all_gather(step, None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise EpPluginError(f"rank {exchange.group_rank}: {step} failed: {error}") from error
-    for rank, reason in enumerate(reasons):
+    for rank, reason in zip(exchange.ranks, reasons, strict=True):
         if reason is not None:
-            peer = exchange.ranks[rank]
-            raise PeerAborted(f"rank {peer} aborted: {step} failed: {reason}", peer, reason)
-
-
-def transport_for(device: torch.device) -> str:
-    """The transport that serves ``device``: "shm" or "nvlink". ValueError when EP_PLUGIN_TRANSPORT contradicts it."""
-    expected = _TRANSPORT_OF_DEVICE.get(device.type)
-    if expected is None:
-        raise ValueError(f"device: expected cpu or cuda, got {device}")
-    asked = env.settings().transport
-    if asked not in ("auto", expected):
-        raise ValueError(f"EP_PLUGIN_TRANSPORT: expected auto or {expected} for device {device}, got {asked!r}")
-    return expected
-
-
-def open_memory(
-    group: dist.ProcessGroup | None, device: torch.device | str, timeout_s: float | None = None
-) -> PeerMemory:
-    """The peer memory of ``group`` (None: the default group) that serves ``device``. Collective.
-
-    ``timeout_s`` bounds every wait for a peer in seconds; None takes the group's timeout. Raises ValueError when
-    EP_PLUGIN_TRANSPORT contradicts the device, DisagreementError when ranks are on different kinds of device, and
-    NotSupported when the group spans nodes or its GPUs cannot reach each other.
-    """
-    import torch
-
-    device = torch.device(device)
-    transport_for(device)
-    return open_memory_of(Exchange(group, timeout_s), device)
-
-
-def open_memory_of(exchange: Exchange, device: torch.device) -> PeerMemory:
-    """The same for the ranks of an exchange, which becomes the memory's own."""
-    transport = transport_for(device)
-    for rank, theirs in enumerate(exchange.all_gather("open memory", transport)):
-        if theirs != transport:
-            raise DisagreementError(
-                f"ranks disagree on the transport: {transport} on rank {exchange.group_rank} ({device}), {theirs} "
-                f"on rank {exchange.ranks[rank]}"
-            )
-    if transport == "shm":
-        from ep_plugin.transport.shm import ShmMemory
-
-        return ShmMemory(exchange)
-    from ep_plugin.transport.nvlink import NvlinkMemory
-
-    return NvlinkMemory(exchange, device)
-
-
-def _refuse_several_nodes(node_map: NodeMap, reports: list[RankReport]) -> None:
-    if not node_map.spans_nodes:
-        return
-    first, other = node_map.node_ranks(0)[0], node_map.node_ranks(1)[0]
-    raise NotSupported(
-        f"groups that span nodes are not supported in this release: expected all {node_map.size} ranks on one node, "
-        f"got {node_map.num_nodes} nodes of {node_map.ranks_per_node}; rank {first} is on {reports[first].host}, rank "
-        f"{other} on {reports[other].host} (EP_PLUGIN_RANKS_PER_NODE overrides how a host is split)"
-    )
+            raise error_of_peer(rank, f"{step} failed: {reason}", exchange.group_rank)

@@ -1,7 +1,7 @@
-"""The legs between nodes: shards to and from the ranks of one index on all nodes, over the group's own backend.
+"""The legs between nodes: shards to and from the ranks of one local rank on all nodes, over the group's own backend.
 
-Sums are sent and received. Shards that all nodes want go so too, but over NCCL through a communicator of the rail's
-own, whose all-gather keeps more of a network busy than a send does.
+Sums are sent and received. Shards that all nodes want go so too, except over NCCL: there the rail has a communicator of
+its own, whose all-gather uses more of the network's bandwidth than sends do.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +28,12 @@ CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
 
 @dataclass(frozen=True, kw_only=True)
 class UnderWay:
-    """What has begun: works of the backend, and what is copied, (from, to) each, once they are over."""
+    """Sends and receives that have begun: (node, work of the backend) each; node None: a work for all nodes.
 
-    works: list[Any]
+    copies: (from, to) each, to be made when the works are over.
+    """
+
+    works: list[tuple[int | None, Any]]
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
@@ -49,14 +53,17 @@ class Rails:
         self.nodes = [(own + step) % node_map.num_nodes for step in range(1, node_map.num_nodes)]
         self._together: Any = None
         self._aborted = self._waiting = False
-        if device.type == "cuda" and self.nodes:
-            _check_backend(group, device)
+        if device.type == "cuda" and self.nodes and not serves_gpus(group):
+            raise NotSupported(
+                "group: expected a backend that sends GPU memory between nodes, such as NCCL, got "
+                f"{dist.get_backend_config(group)} for {device}"
+            )
 
     def connect(self, exchange: Exchange) -> None:
         """Makes NCCL's communicator of this rail for `gather`, where the group's backend is NCCL. Collective.
 
-        Not a group of torch.distributed's: to make one may take every rank of the job, as where NCCL splits the largest
-        communicator, and these ranks may be all that are here.
+        It is no group of torch.distributed: to make one may take every rank of the job, as where NCCL splits the
+        largest communicator, and perhaps only the ranks of this group are here.
         """
         if not self.nodes or self._device.type != "cuda" or not c10d.is_nccl_available():
             return
@@ -84,49 +91,56 @@ class Rails:
         except RuntimeError as error:
             raise self._lost(error) from error
         arrived = everyones.chunk(len(self._ranks))
-        return UnderWay(works=[work], copies=[(arrived[node], into) for node, into in landing.items()])
+        return UnderWay(works=[(None, work)], copies=[(arrived[node], into) for node, into in landing.items()])
 
     def start(
         self, sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]]
     ) -> UnderWay:
         """Begins to send and receive uint8 tensors, (node, tensor) each."""
         self._refuse_after_abort()
-        operations = []
-        for node, tensor in sends:
-            operations.append(self._operation(dist.isend, tensor, node))
-            self.bytes_sent += tensor.numel()
-        operations.extend(self._operation(dist.irecv, tensor, node) for node, tensor in receives)
-        try:
-            return UnderWay(works=dist.batch_isend_irecv(operations) if operations else [])
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        legs = []
+        for kind, tensors in ((dist.isend, sends), (dist.irecv, receives)):
+            for node, tensor in tensors:
+                leg = dist.P2POp(kind, tensor, group=self._group, tag=_TAG, group_peer=self._ranks[node])
+                legs.append((node, leg))
+                self.bytes_sent += tensor.numel() if kind is dist.isend else 0
+        # NCCL begins all legs together. Gloo begins one after the other, so the node of a leg that fails is known.
+        batches = [legs] if self._device.type == "cuda" else [[leg] for leg in legs]
+        works: list[tuple[int | None, Any]] = []
+        for batch in filter(None, batches):
+            at = batch[0][0] if len(batch) == 1 else None
+            try:
+                works += [(at, work) for work in dist.batch_isend_irecv([leg for _, leg in batch])]
+            except RuntimeError as error:
+                raise self._lost(error, at) from error
+        return UnderWay(works=works)
 
     def wait(self, under_way: UnderWay) -> None:
-        """Until those have arrived: on GPUs the caller's stream waits, else the host, with a deadline."""
+        """Waits until those have arrived: on GPUs the caller's stream does, else the host, with a deadline."""
         self._waiting = True
         self._refuse_after_abort()
-        for work in under_way.works:
+        for node, work in under_way.works:
             try:
                 if self._device.type == "cuda":
                     work.wait()  # with a timeout the host would wait too; NCCL watches its own
                 else:
                     work.wait(timeout=datetime.timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
-                raise self._lost(error) from error
+                raise self._lost(error, node) from error
         self._waiting = False
         for arrived, into in under_way.copies:
             into.copy_(arrived)
 
     def close(self) -> None:
-        """Not collective. What peers have still to receive of this rank reaches them."""
+        """Not collective. Peers still receive what this rank has sent."""
         self._end("shutdown")
 
     def abort(self) -> None:
-        """Ends what waits for a rank that is gone, also a wait of another thread. Nothing begins after it."""
+        """Ends waits for a rank that is gone, also those of another thread. Nothing begins after it."""
         self._aborted = True
         self._end("abort")
         if self._waiting and self._device.type == "cpu":
-            # Gloo ends a wait by nothing but an overdue one, which closes all connections of its group.
+            # Only an overdue wait ends gloo's other waits: it closes all connections of its group.
             backend: Any = self._group._get_backend(self._device)
             with contextlib.suppress(RuntimeError):
                 nothing = torch.empty(1, dtype=torch.uint8, device=self._device)
@@ -143,18 +157,15 @@ class Rails:
             with contextlib.suppress(RuntimeError):
                 getattr(together, how)()
 
-    def _lost(self, error: RuntimeError) -> PeerTimeout:
-        """Backends do not say which of their peers is gone, and raise one kind of error for all that goes wrong."""
-        others = [self._ranks[node] for node in self.nodes]
+    def _lost(self, error: RuntimeError, node: int | None = None) -> PeerTimeout:
+        """The error of a work for `node`. Its rank is a guess: a backend raises one kind of error for all failures."""
+        others = [self._ranks[other] for other in ([node] if node is not None else self.nodes)]
         return PeerTimeout(
             f"rank {self._rank} waited at most {self._timeout_s:g} s for rank{'s' if len(others) > 1 else ''} "
             f"{', '.join(map(str, others))} at step rail: {error}",
-            others[0],
+            others[0] if len(others) == 1 else None,
             "rail",
         )
-
-    def _operation(self, kind: Any, tensor: torch.Tensor, node: int) -> dist.P2POp:
-        return dist.P2POp(kind, tensor, group=self._group, tag=_TAG, group_peer=self._ranks[node])
 
 
 def serves_gpus(group: dist.ProcessGroup | None) -> bool:
@@ -164,20 +175,13 @@ def serves_gpus(group: dist.ProcessGroup | None) -> bool:
     return backends.get("cuda") not in (None, "gloo", "mpi") and torch.cuda.is_available()
 
 
-def _check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
-    if not serves_gpus(group):
-        raise NotSupported(
-            "group: expected a backend that sends GPU memory between nodes, such as NCCL, got "
-            f"{dist.get_backend_config(group)} for {device}"
-        )
-
-
-_open: set[Any] = set()  # communicators that nobody has closed: a process that ends with one says so on its screen
+_open: set[Any] = set()  # communicators that nobody has closed: NCCL warns where a process ends with one
+os.register_at_fork(after_in_child=_open.clear)  # they are the parent's
 
 
 @atexit.register
 def _abort_open() -> None:
-    """To shut them down could wait for peers that have failed, as this process may have."""
+    """Aborts, since a shutdown could wait for peers that have failed."""
     while _open:
         with contextlib.suppress(RuntimeError):
             _open.pop().abort()

@@ -1,10 +1,10 @@
 """Peer memory between processes of one host: anonymous shared memory that every rank maps.
 
-A block is an unnamed file in memory (memfd) that peers open through /proc/<pid>/fd: the kernel frees it with its last
-mapping, whatever dies when. Where a rank may not open another's files (other process namespaces, other users), all
-ranks use named shared memory together; the names are gone as soon as everyone has opened the blocks, and those that a
-crash before that leaves behind are removed by the survivors or by the next to come. Space is reserved before it is
-mapped, so that a full machine is an error and not a SIGBUS in the middle of a copy.
+A block is an unnamed file in memory (memfd) that peers open through /proc/<pid>/fd. The kernel frees it with its last
+mapping, also when processes are killed. Where a rank may not open another's files (other process namespaces, other
+users), all ranks use named shared memory. They remove the names as soon as everyone has mapped the blocks. Names that a
+crash before that leaves behind are removed by the survivors, or by the next process that allocates. Space is reserved
+before it is mapped: a full machine is then an error, not a SIGBUS in the middle of a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ep_plugin.transport.exchange import Exchange
-from ep_plugin.transport.peer import PeerMemory, attempt, raise_together
+from ep_plugin.transport.peer import PeerMemory, attempt, raise_together, undo_on_error
 
 _DIRECTORY = "/dev/shm"
 _PREFIX = "ep_plugin-"
@@ -36,7 +36,7 @@ _CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 _CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-# The C library's own calls: mmap.mmap would hold a descriptor per mapping, and unmap what is merely forgotten.
+# The C library's own calls: mmap.mmap would hold a descriptor per mapping, and unmap when it is garbage-collected.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -45,12 +45,19 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """This rank's own block while it is being handed to the peers. ``named``: it has a path that must go."""
+    """This rank's own block until its peers have mapped it."""
 
     fd: int
     path: str
     token: str
-    named: bool
+
+    def close(self) -> None:
+        """Gives up the descriptor and the name, if it has one; mappings stay."""
+        with contextlib.suppress(OSError):
+            if self.path.startswith(_DIRECTORY):
+                os.unlink(self.path)
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
 
 
 class ShmMemory(PeerMemory):
@@ -75,42 +82,33 @@ class ShmMemory(PeerMemory):
         return tuple(ptrs), functools.partial(_unmap, ptrs, nbytes)
 
     def _share(self, nbytes: int, what: str, create: Callable[[int], _Block]) -> list[int] | None:
-        """Where every rank's block is mapped here, or None on all ranks if some rank cannot use unnamed blocks."""
-        exchange = self.exchange
-        unnamed = create is _create_anonymous
-        # Compared by all before any rank takes its share.
+        """The addresses of all ranks' blocks here; None, on all ranks, if some rank cannot use unnamed blocks."""
+        exchange, unnamed = self.exchange, create is _create_anonymous
+        step = f"allocation of {what} ({nbytes} bytes of shared memory per rank)"
         _, error = attempt(_check_available, nbytes * exchange.size)
-        raise_together(exchange, f"allocation of {what} ({nbytes} bytes of shared memory per rank)", error)
+        raise_together(exchange, step, error)  # before any rank reserves its part
         block, error = attempt(create, nbytes)
-        fds: list[int] = []
-        try:
+        with undo_on_error() as mapped, contextlib.closing(block) if block else contextlib.nullcontext():
             offers = exchange.all_gather(f"share {what}", None if block is None else [block.path, block.token])
             if unnamed and _is_refusal(error):
-                error = None  # not an end yet: the peers see that nothing is offered, and all go on with names
-            raise_together(exchange, f"allocation of {what} ({nbytes} bytes of shared memory per rank)", error)
-            fds, error = _open_all(offers, exchange.ranks, nbytes)
-            if unnamed and any(exchange.all_gather(f"open {what}", error is not None)):
+                error = None  # peers find no offer, and all ranks use names
+            raise_together(exchange, step, error)
+            ptrs, error = attempt(_map_all, offers, exchange.ranks, nbytes)
+            mapped.callback(_unmap, ptrs or [], nbytes)
+            if unnamed and any(exchange.all_gather(f"map unnamed {what}", error is not None)):
+                mapped.close()
                 return None
-            raise_together(exchange, f"opening of {what}", error)
-            ptrs, error = attempt(_map_all, fds, nbytes)
-        finally:
-            for fd in fds:
-                os.close(fd)
-            _forget(block)
-        try:
             raise_together(exchange, f"mapping of {what}", error)
-        except BaseException:
-            _unmap(ptrs or [], nbytes)
-            raise
         return ptrs
 
 
 def _create_anonymous(nbytes: int) -> _Block:
     token = secrets.token_hex(8)
     fd = os.memfd_create(_PREFIX + token, os.MFD_CLOEXEC)
-    with _closing_on_error(fd):
+    with undo_on_error() as made:
+        made.callback(os.close, fd)
         _reserve(fd, nbytes)
-    return _Block(fd=fd, path=f"/proc/{os.getpid()}/fd/{fd}", token=token, named=False)
+    return _Block(fd=fd, path=f"/proc/{os.getpid()}/fd/{fd}", token=token)
 
 
 def _create_named(nbytes: int) -> _Block:
@@ -120,17 +118,19 @@ def _create_named(nbytes: int) -> _Block:
         token = secrets.token_hex(8)
         path = f"{_DIRECTORY}/{_PREFIX}{token}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with _closing_on_error(fd, path):
+        block = _Block(fd=fd, path=path, token=token)
+        with undo_on_error() as made:
+            made.callback(block.close)
             fcntl.flock(fd, fcntl.LOCK_EX)
             # A peer's sweep may have come between the two calls and taken the file for an orphan.
             if os.fstat(fd).st_nlink > 0:
                 _reserve(fd, nbytes)
-                return _Block(fd=fd, path=path, token=token, named=True)
+                return block
         os.close(fd)
 
 
 def _check_available(nbytes: int) -> None:
-    """Raises MemoryError when the machine has less: the kernel would not refuse, but end processes to find it."""
+    """Raises MemoryError when the machine has less. The kernel would not refuse: it would kill processes for memory."""
     available = min(_machine_available(), _container_available())
     if nbytes > available:
         raise MemoryError(f"expected at most the {available} bytes that this machine has available, got {nbytes}")
@@ -146,10 +146,10 @@ def _machine_available() -> int:
 
 
 def _container_available() -> int:
-    """The least that the process's memory cgroups have left, its own and all above it, counting file caches as free.
+    """The bytes that this process's memory cgroup and those above it leave it. File caches count as free.
 
-    A cgroup whose files cannot be read sets no limit. In a container the path may be the host's: then only its root,
-    which is the container's own cgroup, can be read.
+    A cgroup whose files cannot be read sets no limit. In a container the path may be the host's: then only the root of
+    the hierarchy can be read, which is the container's own cgroup.
     """
     try:
         lines = _read_text(_CGROUPS_OF_PROCESS).splitlines()
@@ -189,11 +189,35 @@ def _reserve(fd: int, nbytes: int) -> None:
     os.posix_fallocate(fd, 0, nbytes)
 
 
-def _open_peer(path: str, token: str, nbytes: int) -> int:
-    """Opens a peer's block of `nbytes` bytes. PermissionError unless it is the peer's: both strings come from a store,
-    and elsewhere the peer's process id may mean another process."""
-    if not (isinstance(path, str) and isinstance(token, str) and re.fullmatch("[0-9a-f]{16}", token)):
-        raise PermissionError(f"expected a path and a token of 16 hexadecimal digits, got {path!r}, {token!r}")
+def _map_all(offers: list[Any], ranks: Sequence[int], nbytes: int) -> list[int]:
+    """Maps the blocks of all ranks. OSError if one cannot be mapped; nothing stays mapped then."""
+    ptrs: list[int] = []
+    with undo_on_error() as mapped:
+        mapped.callback(_unmap, ptrs, nbytes)
+        for rank, offer in zip(ranks, offers, strict=True):
+            if offer is None:
+                raise PermissionError(f"rank {rank} cannot make unnamed shared memory")
+            with _opened(offer, nbytes) as fd:
+                ptr = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+            if ptr == _MAP_FAILED:
+                code = ctypes.get_errno()
+                raise OSError(code, os.strerror(code))
+            ptrs.append(ptr)
+    return ptrs
+
+
+@contextlib.contextmanager
+def _opened(offer: Any, nbytes: int) -> Iterator[int]:
+    """The descriptor of a peer's block of `nbytes` bytes, from its offer: a path and a token.
+
+    PermissionError unless it is the peer's. The offer comes from a store, and elsewhere the peer's process id may be
+    another process.
+    """
+    if not (isinstance(offer, list) and len(offer) == 2 and all(isinstance(text, str) for text in offer)):
+        raise PermissionError(f"expected a path and a token, got {offer!r}")
+    path, token = offer
+    if not re.fullmatch("[0-9a-f]{16}", token):
+        raise PermissionError(f"token: expected 16 hexadecimal digits, got {token!r}")
     name = f"{_DIRECTORY}/{_PREFIX}{token}"
     anonymous = re.fullmatch("/proc/[0-9]+/fd/[0-9]+", path) is not None
     if anonymous:
@@ -204,7 +228,7 @@ def _open_peer(path: str, token: str, nbytes: int) -> int:
     elif path != name:
         raise PermissionError(f"expected {name} or a descriptor in /proc, got {path!r}")
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | (0 if anonymous else os.O_NOFOLLOW))
-    with _closing_on_error(fd):
+    try:
         if anonymous and os.readlink(f"/proc/self/fd/{fd}") != target:  # the descriptor was reused in between
             raise PermissionError(f"{path} is no longer the peer's block")
         found = os.fstat(fd)
@@ -213,49 +237,14 @@ def _open_peer(path: str, token: str, nbytes: int) -> int:
                 f"{path}: expected a regular file of {nbytes} bytes of user {os.geteuid()}, got mode "
                 f"{found.st_mode:o}, {found.st_size} bytes, user {found.st_uid}"
             )
-    return fd
-
-
-def _open_all(offers: list[Any], ranks: Sequence[int], nbytes: int) -> tuple[list[int], OSError | None]:
-    """Descriptors of the ranks' blocks, by rank, up to the first that cannot be had, and why it cannot."""
-    fds: list[int] = []
-    for rank, offer in zip(ranks, offers, strict=True):
-        try:
-            if offer is None:
-                raise PermissionError(f"rank {rank} cannot make unnamed shared memory")
-            if not isinstance(offer, list) or len(offer) != 2:
-                raise PermissionError(f"rank {rank}: expected a path and a token, got {offer!r}")
-            path, token = offer
-            fds.append(_open_peer(path, token, nbytes))
-        except OSError as error:
-            return fds, error
-    return fds, None
-
-
-def _map_all(fds: list[int], nbytes: int) -> list[int]:
-    ptrs: list[int] = []
-    for fd in fds:
-        ptr = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-        if ptr == _MAP_FAILED:
-            code = ctypes.get_errno()
-            _unmap(ptrs, nbytes)
-            raise OSError(code, os.strerror(code))
-        ptrs.append(ptr)
-    return ptrs
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _unmap(ptrs: list[int], nbytes: int) -> None:
     for ptr in ptrs:
         _libc.munmap(ptr, nbytes)
-
-
-def _forget(block: _Block | None) -> None:
-    """Gives up this rank's descriptor and name; what is mapped stays."""
-    if block is not None:
-        if block.named:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(block.path)
-        os.close(block.fd)
 
 
 def _sweep() -> None:
@@ -271,17 +260,5 @@ def _sweep() -> None:
 
 
 def _is_refusal(error: Exception | None) -> bool:
-    """Whether unnamed memory is not to be had at all here, as opposed to not that much of it."""
+    """Whether the error says that this process cannot have unnamed memory at all, however little."""
     return isinstance(error, OSError) and error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS)
-
-
-@contextlib.contextmanager
-def _closing_on_error(fd: int, path: str | None = None) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        if path is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-        os.close(fd)
-        raise

@@ -1,19 +1,18 @@
-"""Which ranks of a group live on which node: a pure function of what each rank reports, and a discovery of the reports.
+"""Which ranks of a group live on which node: a pure function of what each rank reports, and how ranks report it.
 
-Node numbers follow the first appearance of a node in rank order, local ranks the order of ranks within their node, so
-a group may be interleaved across nodes. Every node holds the same number of ranks. A rail is the ranks that have the
-same local rank on every node.
+Nodes are numbered by their first rank. Local ranks follow the order of ranks within a node, so a group may be
+interleaved across nodes. Every node holds the same number of ranks. A rail is the ranks that have the same local rank,
+one on each node.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import socket
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ep_plugin import env
 from ep_plugin.errors import DisagreementError, NotSupported
@@ -26,14 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one rank says about where it runs.
+    """Where one rank runs.
 
-    rank: its place in the group. host: a name that only processes of one running machine share, and of one part of it
-    where the user says how many consecutive ranks of the whole job a node has.
-    local_rank, local_world_size: what the launcher said, None where it said nothing or the user says more.
-    device: the device as this process numbers it, "cpu" or "cuda:1". device_id: the GPU's identity on its host, empty
-    for a CPU. unreachable: identities of the GPUs that this rank's GPU is known not to reach as a peer.
-    ranks_per_node: what the user says, None for nothing.
+    Attributes:
+        rank: its index in the exchange.
+        host: a name that only processes of one running machine share. With ``ranks_per_node`` it names a part of one.
+        local_rank, local_world_size: the launcher's; None where it gives none, or ``ranks_per_node`` overrides it.
+        device: as this process numbers it, "cpu" or "cuda:1".
+        device_id: the GPU's identity on its host; empty for a CPU.
+        unreachable: identities of the GPUs that this rank's GPU cannot reach as a peer.
+        ranks_per_node: EP_PLUGIN_RANKS_PER_NODE, None where it is not set.
     """
 
     rank: int
@@ -60,14 +61,6 @@ class NodeMap:
     def ranks_per_node(self) -> int:
         return len(self.nodes[0])
 
-    @property
-    def size(self) -> int:
-        return self.num_nodes * self.ranks_per_node
-
-    @property
-    def spans_nodes(self) -> bool:
-        return self.num_nodes > 1
-
     def node_of(self, rank: int) -> int:
         return self._places[rank][0]
 
@@ -78,7 +71,7 @@ class NodeMap:
         return self.nodes[node]
 
     def rail(self, local_rank: int) -> tuple[int, ...]:
-        """The ranks with this local rank, one of each node, by node."""
+        """The ranks with this local rank, by node."""
         return tuple(ranks[local_rank] for ranks in self.nodes)
 
     @cached_property
@@ -89,16 +82,30 @@ class NodeMap:
 
 
 def build_node_map(reports: Sequence[RankReport]) -> NodeMap:
-    """The node map of a group from the reports of all its ranks, in rank order.
+    """The node map of a group.
 
-    Ranks of one host form a node, unless the launcher says that it started several whole nodes on that host. Raises
-    NotSupported, naming the nodes, when they hold different numbers of ranks, and DisagreementError when ranks do not
-    say the same of their number.
+    Ranks of one host form a node, unless the launcher started several whole nodes on that host.
+
+    Args:
+        reports: one of each rank, in rank order.
+
+    Raises:
+        ValueError: the reports are not those.
+        DisagreementError: ranks have different values of EP_PLUGIN_RANKS_PER_NODE.
+        NotSupported: nodes hold different numbers of ranks.
     """
     if [report.rank for report in reports] != list(range(len(reports))) or not reports:
         raise ValueError(f"reports: expected one of each rank, in order, got {[report.rank for report in reports]}")
-    _check_override(reports)
-    nodes = _nodes_by_launch(reports)
+    first = reports[0]
+    hosts: dict[str, list[RankReport]] = {}
+    for report in reports:
+        if report.ranks_per_node != first.ranks_per_node:
+            raise DisagreementError(
+                f"ranks disagree on EP_PLUGIN_RANKS_PER_NODE: {first.ranks_per_node} on rank 0, "
+                f"{report.ranks_per_node} on rank {report.rank}"
+            )
+        hosts.setdefault(report.host, []).append(report)
+    nodes = sorted(ranks for on_host in hosts.values() for ranks in _split_host(on_host))
     if len({len(ranks) for ranks in nodes}) > 1:
         listing = ", ".join(
             f"node {node} ({reports[ranks[0]].host}) has {len(ranks)}" for node, ranks in enumerate(nodes)
@@ -109,35 +116,31 @@ def build_node_map(reports: Sequence[RankReport]) -> NodeMap:
     return NodeMap(tuple(tuple(ranks) for ranks in nodes))
 
 
-def check_peer_access(
-    reports: Sequence[RankReport], node_map: NodeMap, group_ranks: Sequence[int] | None = None
-) -> None:
+def check_peer_access(reports: Sequence[RankReport], node_map: NodeMap, group_ranks: Sequence[int]) -> None:
     """Raises NotSupported, naming the pair, when two GPUs of one node cannot read and write each other's memory.
 
-    ``group_ranks``: the ranks within the group to name, by index in ``reports``; None where these are the same.
+    ``group_ranks``: the rank within the group of each report, for the message.
     """
-    names = range(len(reports)) if group_ranks is None else group_ranks
     for ranks in node_map.nodes:
-        for rank in ranks:
-            blocked = set(reports[rank].unreachable)
-            for peer in ranks:
-                if reports[peer].device_id in blocked and reports[peer].device_id != reports[rank].device_id:
+        for mine in (reports[rank] for rank in ranks):
+            for peer in (reports[rank] for rank in ranks):
+                if peer.device_id in mine.unreachable and peer.device_id != mine.device_id:
                     raise NotSupported(
-                        f"GPUs without peer access are not supported: rank {names[rank]} on {reports[rank].device} "
-                        f"({reports[rank].device_id}) cannot reach the memory of rank {names[peer]} on "
-                        f"{reports[peer].device} ({reports[peer].device_id})"
+                        f"GPUs without peer access are not supported: rank {group_ranks[mine.rank]} on {mine.device} "
+                        f"({mine.device_id}) cannot reach the memory of rank {group_ranks[peer.rank]} on {peer.device} "
+                        f"({peer.device_id})"
                     )
 
 
 def discover(exchange: Exchange, device: torch.device) -> tuple[NodeMap, list[RankReport]]:
-    """Asks every rank of the exchange where it runs. Collective. Raises what build_node_map raises, on every rank."""
-    mine = dataclasses.asdict(report_of(exchange.rank, device))
-    reports = [_from_json(value) for value in exchange.all_gather("report topology", mine)]
+    """The node map of the exchange's ranks, and their reports. Collective. Every rank raises as build_node_map does."""
+    values = exchange.all_gather("report topology", dataclasses.asdict(report_of(exchange.rank, device)))
+    reports = [RankReport(**{**value, "unreachable": tuple(value["unreachable"])}) for value in values]
     return build_node_map(reports), reports
 
 
 def report_of(rank: int, device: torch.device) -> RankReport:
-    """This process's own report, for the group's rank ``rank`` that works on ``device``."""
+    """The report of this process, which is rank ``rank`` of an exchange and works on ``device``."""
     from torch.distributed import get_rank
 
     settings, launcher = env.settings(), env.launcher()
@@ -158,67 +161,42 @@ def report_of(rank: int, device: torch.device) -> RankReport:
 
 
 def host_identity(alias: str | None = None) -> str:
-    """A name that two processes share only on one running machine: the host's name and an id of its boot or disk.
+    """A name that two processes share only on one running machine.
 
-    Machines cloned from one image share names, and containers on one machine share its boot: it takes both. ``alias``
-    sets apart processes of one machine that stand for several hosts.
+    It is the host's name and the id of its boot or disk. Both are needed: machines cloned from one image share names,
+    and containers on one machine share its boot. ``alias`` makes one machine count as several.
     """
-    own = machine_identity()
-    return own if alias is None else f"{alias}@{own}"
-
-
-def machine_identity() -> str:
+    own = socket.gethostname()
     for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
         try:
             with open(path) as file:
-                return f"{socket.gethostname()}/{file.read().strip()}"
+                own = f"{own}/{file.read().strip()}"
+                break
         except OSError:
             continue
-    return socket.gethostname()
-
-
-def _check_override(reports: Sequence[RankReport]) -> None:
-    override = reports[0].ranks_per_node
-    for report in reports:
-        if report.ranks_per_node != override:
-            raise DisagreementError(
-                f"ranks disagree on EP_PLUGIN_RANKS_PER_NODE: {override} on rank 0, {report.ranks_per_node} on rank "
-                f"{report.rank}"
-            )
-
-
-def _nodes_by_launch(reports: Sequence[RankReport]) -> list[list[int]]:
-    hosts: dict[str, list[RankReport]] = {}
-    for report in reports:
-        hosts.setdefault(report.host, []).append(report)
-    nodes = [ranks for on_host in hosts.values() for ranks in _split_host(on_host)]
-    return sorted(nodes, key=lambda ranks: ranks[0])
+    return own if alias is None else f"{alias}@{own}"
 
 
 def _split_host(reports: list[RankReport]) -> list[list[int]]:
     """The nodes on one host: one, or as many as a launcher started there with all their ranks, two or more of each.
 
-    That happens when nodes are emulated on one machine, and when machines cloned while running report one identity.
-    The n-th rank with a given local rank belongs to the n-th node.
+    Several are there when nodes are emulated on one machine, and when machines cloned while running report one
+    identity. The n-th rank with a given local rank belongs to the n-th node.
     """
-    size = reports[0].local_world_size
-    whole = [report.rank for report in reports]
+    size, ranks = reports[0].local_world_size, [report.rank for report in reports]
     if size is None or size < 2 or len(reports) <= size or any(r.local_world_size != size for r in reports):
-        return [whole]
-    times = Counter(report.local_rank for report in reports)
-    num_nodes = len(reports) // size
-    if times != Counter({local_rank: num_nodes for local_rank in range(size)}):
-        return [whole]
-    nodes: list[list[int]] = [[] for _ in range(num_nodes)]
-    seen: Counter[int | None] = Counter()
+        return [ranks]
+    by_local_rank: dict[int | None, list[int]] = {}
     for report in reports:
-        nodes[seen[report.local_rank]].append(report.rank)
-        seen[report.local_rank] += 1
-    return nodes
+        by_local_rank.setdefault(report.local_rank, []).append(report.rank)
+    num_nodes = len(reports) // size
+    if set(by_local_rank) != set(range(size)) or any(len(same) != num_nodes for same in by_local_rank.values()):
+        return [ranks]
+    return [sorted(node) for node in zip(*by_local_rank.values(), strict=True)]
 
 
 def _gpu_identity(device: torch.device) -> tuple[str, tuple[str, ...]]:
-    """The GPU's identity, and those of the GPUs seen by this process that it cannot reach."""
+    """The identity of the GPU, and those of the GPUs of this process that it cannot reach."""
     import torch
 
     count = torch.cuda.device_count()
@@ -226,7 +204,3 @@ def _gpu_identity(device: torch.device) -> tuple[str, tuple[str, ...]]:
     ids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
     unreachable = [ids[i] for i in range(count) if i != index and not torch.cuda.can_device_access_peer(index, i)]
     return ids[index], tuple(unreachable)
-
-
-def _from_json(value: dict[str, Any]) -> RankReport:
-    return RankReport(**{**value, "unreachable": tuple(value["unreachable"])})

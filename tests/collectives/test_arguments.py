@@ -56,7 +56,7 @@ def _bad_gathers(rank: int) -> None:
         with pytest.raises(ValueError, match=said):
             gather(*make())
             raise AssertionError(name)
-    with pytest.raises(ValueError, match="tensor_list: expected 2 tensors, one of each rank, got 3"):
+    with pytest.raises(ValueError, match="tensor_list: expected 2 tensors, one for each rank, got 3"):
         gather.all_gather([torch.empty(5)] * 3, torch.ones(5))
     with pytest.raises(ValueError, match=r"tensor_list\[1\]: expected 5 elements, got 6"):
         gather.all_gather([torch.empty(5), torch.empty(6)], torch.ones(5))

@@ -22,9 +22,9 @@ BYTES = 4 * COUNT
 
 
 def _number(gather: HierarchicalAllGather, tensor: torch.Tensor) -> int:
-    place = gather.engine_on(tensor.device).blocks.place_of([tensor])
-    assert place is not None
-    return place[0]
+    found = gather.engine_on(tensor.device).blocks.locate([tensor])
+    assert found is not None
+    return found[0]
 
 
 def _holds_some(rank: int, calls: int, sizes: list[int]) -> list[int]:

@@ -22,7 +22,7 @@ class _Device:
 
     def all_gather(self, args: Arguments) -> None: ...
 
-    reduce_scatter = small = all_gather
+    reduce_scatter = small_exchange = all_gather
 
 
 def _on_a_device(made: Collective, path: str = "copy_engine") -> Collective:

@@ -84,7 +84,8 @@ def _sends_a_bad_sum(rank: int) -> str:
     comm = HierarchicalReduceScatter()
     assert _call(comm, rank, 10)
     if rank == 0:
-        comm.engine_on(torch.device("cpu")).status._fault = torch.ones(8, dtype=torch.uint8)
+        boards: Any = comm.engine_on(torch.device("cpu")).group_boards
+        boards._fault = torch.ones(8, dtype=torch.uint8)
     said = ""
     try:
         _call(comm, rank, 10)

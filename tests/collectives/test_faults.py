@@ -162,12 +162,9 @@ def _killed_on_another_node(rank: int, name: str) -> EpPluginError:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_rank_that_dies_on_another_node_ends_the_operation(name: str) -> None:
     outcomes = run_ranks(4, _killed_on_another_node, name, env={"EP_PLUGIN_RANKS_PER_NODE": "2"})
-    rail = values([outcomes[1]])[0]
-    assert isinstance(rail, PeerTimeout) and (rail.rank, rail.step) == (3, "rail"), repr(rail)
-    for rank in (0, 2):  # rank 1 alone knows that rank 3 is gone, and says so on both nodes
-        (other,) = values([outcomes[rank]])
-        assert isinstance(other, PeerAborted) and other.rank == 1, repr(other)
-        assert "for rank 3 at step rail" in other.reason
+    for error in values(outcomes[:3]):  # rank 1 alone knows that rank 3 is gone, and publishes it on both nodes
+        assert isinstance(error, PeerTimeout) and (error.rank, error.step) == (3, "rail"), repr(error)
+        assert "for rank 3 at step rail" in str(error)
 
 
 def _aborts(rank: int) -> str:
@@ -250,7 +247,7 @@ def _closed_as_on_gpus(rank: int, name: str) -> None:
     work = CollectiveWork([out], gather._check_enqueued, event="event")
     assert work.wait() and stream.waited_for == ["event"]
     engine = gather.engine_on(CPU)
-    engine.lanes.drain = lambda: end(engine)  # type: ignore[method-assign]
+    engine.streams.drain = lambda: end(engine)  # type: ignore[method-assign]
     gather.close()
     if error is None:
         assert work.wait() and stream.waited_for == ["event"] * 2

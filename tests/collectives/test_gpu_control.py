@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter
-from ep_plugin.collectives.backends import cuda
-from ep_plugin.collectives.backends.cuda import gather_sms, scatter_sms
+from ep_plugin.collectives.backends import paths
+from ep_plugin.collectives.backends.paths import gather_sms, scatter_sms
 from ep_plugin.errors import CaptureRefused, CommunicatorClosed
+from ep_plugin.runtime.streams import CallerStreams
 from tests.collectives.collective_cases import BF16, FP32, gathered_by_gloo, poisoned, reduced, same_bits, shard
 from tests.gpu_stand_in import as_on_gpus
 from tests.ranks import run_ranks, values
@@ -29,7 +30,7 @@ COUNTS = (1, 17, 4096, 20_001, 300_001)  # with path="auto" the last goes anothe
 def _gathers(rank: int, size: int, per_node: int, path: str) -> None:
     gather = HierarchicalAllGather()
     kernels = as_on_gpus(gather, path, per_node)
-    cuda.SM_BELOW_BYTES = cuda.SMALL_BYTES
+    paths.SM_BELOW_BYTES = paths.SMALL_BYTES
     for seed, count in enumerate(COUNTS):
         mine = shard(seed, rank, count, BF16)
         expected = gathered_by_gloo(mine)
@@ -43,7 +44,7 @@ def _gathers(rank: int, size: int, per_node: int, path: str) -> None:
         part.copy_(mine)
         gather(ours, part)
         assert same_bits(ours, expected), f"in place, {count}"
-        assert all(args.landing == 0 for args in kernels.pushed), "an allocated output went through the staging block"
+        assert all(args.staging == 0 for args in kernels.pushed), "an allocated output went through the staging block"
         ours.copy_(poisoned(size * count, BF16))
         gather.all_gather(list(ours.chunk(size)), mine)
         assert same_bits(ours, expected), f"parts of an allocated output, {count}"
@@ -51,11 +52,11 @@ def _gathers(rank: int, size: int, per_node: int, path: str) -> None:
         gather.all_gather(listed, mine)
         assert same_bits(torch.cat(listed), expected), f"list, {count}"
     by_engines = [args for args in kernels.pushed if args.num_ctas == 0]
-    assert all(path == "copy_engine" or (path == "auto" and args.landing == 0) for args in by_engines)
+    assert all(path == "copy_engine" or (path == "auto" and args.staging == 0) for args in by_engines)
     assert bool(by_engines) == (path != "sm")
     numbers = [args.number for args in by_engines]
     assert numbers == sorted(set(numbers))
-    assert max(args.num_ctas for args in kernels.pushed) <= _C.most_ctas
+    assert max(args.num_ctas for args in kernels.pushed) <= _C.max_ctas
     if per_node == size:
         assert kernels.small_calls == (4 * (len(COUNTS) - 1) if path == "auto" else 0)
     gather.close()
@@ -101,16 +102,16 @@ def _captured(rank: int, size: int, path: str) -> None:
     whole = gather.allocate(size * 100, FP32).fill_(1.0)
     used = whole.data_ptr()
     gather(whole, torch.ones(100))  # as before any capture
-    engine.lanes.capturing = engine.inside._lanes.capturing = lambda: True
+    engine.streams.capturing = engine.inside._streams.capturing = lambda: True
     gather(whole, torch.ones(100))
-    engine.lanes.capturing = engine.inside._lanes.capturing = lambda: False
+    engine.streams.capturing = engine.inside._streams.capturing = lambda: False
     del whole
     dist.barrier()
     later = [gather.allocate(size * 100, FP32) for _ in range(3)]
-    engine.lanes.capturing = lambda: True
+    engine.streams.capturing = lambda: True
     with pytest.raises(CaptureRefused, match="expected a free block of .* run one step of this shape"):
         gather.allocate(size * 100, FP32)
-    engine.lanes.capturing = lambda: False
+    engine.streams.capturing = lambda: False
     later.append(gather.allocate(size * 100, FP32))
     assert used not in [tensor.data_ptr() for tensor in later]
     gather.close()
@@ -128,11 +129,11 @@ def _refuses(rank: int) -> None:
     dist.barrier()
     time.sleep(0.5 * rank)
     held.append(gather.allocate(100, FP32))
-    engine.lanes.capturing = lambda: True  # type: ignore[method-assign]
+    engine.streams.capturing = lambda: True  # type: ignore[method-assign]
     for _ in range(200):
         with pytest.raises(CaptureRefused):
             gather.allocate(100, FP32)
-    engine.lanes.capturing = lambda: False  # type: ignore[method-assign]
+    engine.streams.capturing = lambda: False  # type: ignore[method-assign]
     assert len(gather.allocate(100, FP32)) == 100
     gather.close()
 
@@ -168,18 +169,18 @@ def _stages_late(rank: int) -> None:
     gather(allocated, mine)
     assert not node._workspaces, "memory for what has never been asked for"
     _makes_first(node, "staging", lambda: gather(other, mine))
-    assert same_bits(other, allocated) and kernels.pushed[-1].landing != 0
+    assert same_bits(other, allocated) and kernels.pushed[-1].staging != 0
     gather.close()
 
 
 def _makes_first(node: Any, name: str, operation: Callable[[], object]) -> None:
     """The first such operation makes the memory, which a capture cannot do."""
     before = set(node._workspaces)
-    node._lanes.capturing = lambda: True
+    node._streams.capturing = lambda: True
     with pytest.raises(CaptureRefused, match=f"expected one operation .* before a CUDA graph .* makes {name}"):
         operation()
-    assert not node.node.blocks._captured, "a block was kept for a graph that was refused"
-    node._lanes.capturing = lambda: False
+    assert not node._node.blocks._captured, "a block was kept for a graph that was refused"
+    node._streams.capturing = lambda: False
     operation()
     assert set(node._workspaces) - before == {name}
 
@@ -221,16 +222,16 @@ def test_streams_of_one_graph_follow_each_other(
     waited: list[Any] = []
     before, now = 0, 7  # handles: the first is the default stream's
     recording = {handle for handle, kind in ((before, earlier), (now, current)) if kind == "recording"}
-    monkeypatch.setattr(cuda._C, "stream_capture", lambda stream, _: stream in recording, raising=False)
+    monkeypatch.setattr(_C, "stream_capture", lambda stream, _: stream in recording, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: now, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(wait_stream=waited.append))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda _: before)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current == "recording")
-    lanes = cuda.StreamLanes(torch.device("cuda", 0))
-    lanes._last = before
-    assert lanes.enter() == now
+    streams = CallerStreams(torch.device("cuda", 0))
+    streams._last = before
+    assert streams.enter() == now
     assert waited == ([before] if waits else [])
-    assert lanes.enter() == now and len(waited) == waits
+    assert streams.enter() == now and len(waited) == waits
 
 
 def _keeps_launches(rank: int) -> None:
@@ -258,10 +259,10 @@ def test_what_a_call_launches_is_kept_while_the_blocks_are_the_same() -> None:
     [
         ("auto", 16, 4, 3),
         ("auto", 32 << 10, 2, 8),
-        ("auto", cuda.SMALL_BYTES // 4, 4, 66),
+        ("auto", paths.SMALL_BYTES // 4, 4, 66),
         ("auto", 1 << 20, 4, 64),
-        ("auto", cuda.SM_BELOW_BYTES // 4, 4, 0),
-        ("auto", cuda.SM_BELOW_BYTES // 4 - 16, 4, 64),
+        ("auto", paths.SM_BELOW_BYTES // 4, 4, 0),
+        ("auto", paths.SM_BELOW_BYTES // 4 - 16, 4, 64),
         ("sm", 1 << 30, 4, 64),
         ("sm", 3 * (16 << 10), 8, 3),
         ("copy_engine", 16, 2, 0),
@@ -282,7 +283,7 @@ def test_how_many_sms_a_sum_takes(path: str, nbytes: int, ranks: int, allowed: i
 @pytest.mark.parametrize(("present", "sms"), [(132, 64), (58, 58)])
 def test_sums_take_no_more_sms_than_a_device_has(present: int, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=present))
-    assert cuda.sum_sms_of(torch.device("cuda", 0), 64) == sms
+    assert paths.most_sum_sms(torch.device("cuda", 0), 64) == sms
 
 
 @pytest.mark.parametrize("given", ["", "copy-engine", None])

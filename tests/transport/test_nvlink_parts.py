@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerTimeout
-from ep_plugin.transport import nvlink
+from ep_plugin.transport import nvlink, topology
 from ep_plugin.transport.exchange import Exchange
 from tests.transport.memory_ranks import run
 
@@ -58,8 +58,10 @@ def test_handles_are_paired_by_turn_and_not_by_pytorchs_counter():
 
 def _different_directories(rank: int, size: int) -> None:
     os.environ["TMPDIR"] = f"/tmp/of-rank-{rank}"
+    topology._gpu_identity = lambda device: ("GPU-0", ())
+    nvlink._use_cuda_backend = lambda device: None
     with pytest.raises(DisagreementError, match="TMPDIR: /tmp/of-rank-"):
-        nvlink._agree_on_sockets(Exchange())
+        nvlink.NvlinkMemory(Exchange(), torch.device("cuda:0"))
 
 
 def test_ranks_that_could_not_hand_each_other_descriptors_are_told():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import glob
@@ -20,9 +21,9 @@ from ep_plugin.errors import (
     PeerAborted,
     PeerTimeout,
 )
-from ep_plugin.transport import shm
+from ep_plugin.transport import open_memory, shm, transport_for
 from ep_plugin.transport.exchange import Exchange
-from ep_plugin.transport.peer import PeerBuffer, open_memory, transport_for
+from ep_plugin.transport.peer import PeerBuffer
 from ep_plugin.transport.shm import ShmMemory
 from tests.transport.memory_ranks import die, run
 
@@ -44,14 +45,14 @@ def names(prefix: str) -> list[str]:
 def use_names(prefix: str) -> None:
     """Makes this process unable to open its peers' unnamed blocks, and the names it uses recognisable."""
     shm._PREFIX = prefix
-    open_peer = shm._open_peer
+    opened = shm._opened
 
-    def refuse_unnamed(path: str, token: str, nbytes: int) -> int:
-        if path.startswith("/proc"):
-            raise PermissionError(errno.EACCES, "refused by the test", path)
-        return open_peer(path, token, nbytes)
+    def refuse_unnamed(offer: list[str], nbytes: int) -> contextlib.AbstractContextManager[int]:
+        if offer[0].startswith("/proc"):
+            raise PermissionError(errno.EACCES, "refused by the test", offer[0])
+        return opened(offer, nbytes)
 
-    shm._open_peer = refuse_unnamed
+    shm._opened = refuse_unnamed
 
 
 def bytes_at(buffer: PeerBuffer, rank: int) -> ctypes.Array:
@@ -156,7 +157,7 @@ def _refusals(rank: int, size: int, prefix: str) -> None:
     memory = ShmMemory(exchange)
     with pytest.raises(ValueError, match="nbytes of block: expected an integer of at least 1, got 0"):
         memory.allocate(0, "block")
-    with pytest.raises(DisagreementError, match=r"block, \d+ bytes on rank \d; block, \d+ bytes on rank \d"):
+    with pytest.raises(DisagreementError, match=r"\d+ bytes for block on rank \d, \d+ bytes for block on rank \d"):
         memory.allocate(4096 * (1 + rank), "block")
     with pytest.raises(DisagreementError, match="pool"):
         memory.allocate(4096, "pool" if rank == 1 else "block")
@@ -233,7 +234,7 @@ def _die_while_sharing(rank: int, size: int, prefix: str, moment: str, victims: 
     memory.close()
 
 
-@pytest.mark.parametrize("moment", ["_reserve", "_open_all", "_map_all"])
+@pytest.mark.parametrize("moment", ["_reserve", "_map_all", "_opened"])
 def test_survivors_remove_the_names_of_the_dead(prefix, moment):
     run(3, _die_while_sharing, prefix, moment, (1,), killed=(1,))
 
@@ -247,21 +248,21 @@ def _share_once(rank: int, size: int, prefix: str) -> None:
 
 
 def test_the_next_to_come_removes_the_names_of_those_who_all_died(prefix):
-    run(2, _die_while_sharing, prefix, "_open_all", (0, 1), killed=(0, 1))
+    run(2, _die_while_sharing, prefix, "_map_all", (0, 1), killed=(0, 1))
     assert len(names(prefix)) == 2
     run(2, _share_once, prefix)
 
 
 def _open(rank: int, size: int) -> None:
     env.os.environ.pop("EP_PLUGIN_TRANSPORT", None)
-    memory = open_memory(None, "cpu", timeout_s=20.0)
+    memory = open_memory(Exchange(timeout_s=20.0), torch.device("cpu"))
     assert isinstance(memory, ShmMemory) and memory.exchange.timeout_s == 20.0
     check_shared(memory.exchange, memory.allocate(1000, "block"))
     memory.close()
 
     env.os.environ["EP_PLUGIN_RANKS_PER_NODE"] = "1"
     with pytest.raises(NotSupported, match="span nodes are not supported in this release: expected all 2 ranks on one"):
-        open_memory(None, "cpu")
+        open_memory(Exchange(), torch.device("cpu"))
 
 
 def test_open_memory_for_cpus():
@@ -285,7 +286,7 @@ def test_a_name_that_another_process_uses_is_not_swept(prefix, monkeypatch):
     block = shm._create_named(4096)
     shm._sweep()
     assert names(prefix) == [block.path]
-    shm._forget(block)
+    block.close()
     assert names(prefix) == []
 
 
@@ -306,8 +307,8 @@ def test_only_the_block_that_the_path_claims_is_opened(prefix, monkeypatch, tmp_
     else:
         path, token = f"/dev/shm/{prefix}../{token}", f"../{token}"
     try:
-        with pytest.raises(OSError):
-            shm._open_peer(path, token, nbytes)
+        with pytest.raises(OSError), shm._opened([path, token], nbytes):
+            pass
     finally:
         if os.path.lexists(path) and path.startswith(f"/dev/shm/{prefix}"):
             os.unlink(path)
@@ -317,8 +318,9 @@ def test_a_block_is_opened_by_both_kinds_of_path(prefix, monkeypatch):
     monkeypatch.setattr(shm, "_PREFIX", prefix)
     for create in (shm._create_anonymous, shm._create_named):
         block = create(4096)
-        os.close(shm._open_peer(block.path, block.token, 4096))
-        shm._forget(block)
+        with shm._opened([block.path, block.token], 4096) as fd:
+            assert os.fstat(fd).st_size == 4096
+        block.close()
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -23,7 +23,7 @@ def cluster(hosts: list[str], **fields) -> list[RankReport]:
 def check_consistent(node_map: NodeMap, reports: list[RankReport]) -> None:
     """What holds for every node map: each rank is in one place, and the places agree with every view of the map."""
     size = len(reports)
-    assert node_map.size == node_map.num_nodes * node_map.ranks_per_node == size
+    assert node_map.num_nodes * node_map.ranks_per_node == size
     assert sorted(rank for node in range(node_map.num_nodes) for rank in node_map.node_ranks(node)) == list(range(size))
     for rank in range(size):
         node, local_rank = node_map.node_of(rank), node_map.local_rank_of(rank)
@@ -44,7 +44,6 @@ def test_contiguous_clusters(num_nodes, per_node):
     node_map = build_node_map(reports)
     check_consistent(node_map, reports)
     assert (node_map.num_nodes, node_map.ranks_per_node) == (num_nodes, per_node)
-    assert node_map.spans_nodes == (num_nodes > 1)
     last = num_nodes * per_node - 1
     assert (node_map.node_of(last), node_map.local_rank_of(last)) == (num_nodes - 1, per_node - 1)
     assert node_map.rail(per_node - 1) == tuple(range(per_node - 1, last + 1, per_node))
@@ -123,16 +122,16 @@ def gpus(blocked: dict[int, tuple[str, ...]], ids: list[str], hosts: list[str]) 
 def test_missing_peer_access_names_the_pair():
     reports = gpus({2: ("GPU-0",)}, ["GPU-0", "GPU-1", "GPU-2"], ["a"] * 3)
     with pytest.raises(NotSupported, match=r"rank 2 on cuda:2 \(GPU-2\) cannot reach .* rank 0 on cuda:0 \(GPU-0\)"):
-        check_peer_access(reports, build_node_map(reports))
+        check_peer_access(reports, build_node_map(reports), range(3))
 
 
 def test_peer_access_is_asked_for_within_a_node_and_between_different_gpus_only():
     across = gpus({0: ("GPU-1",)}, ["GPU-0", "GPU-1"], ["a", "b"])
-    check_peer_access(across, build_node_map(across))
+    check_peer_access(across, build_node_map(across), range(2))
     outsider = gpus({0: ("GPU-7",)}, ["GPU-0", "GPU-1"], ["a", "a"])
-    check_peer_access(outsider, build_node_map(outsider))
+    check_peer_access(outsider, build_node_map(outsider), range(2))
     shared = gpus({0: ("GPU-0",)}, ["GPU-0", "GPU-0"], ["a", "a"])
-    check_peer_access(shared, build_node_map(shared))
+    check_peer_access(shared, build_node_map(shared), range(2))
 
 
 def test_host_identity_is_stable_and_not_only_a_name():
@@ -152,7 +151,7 @@ def _discover(rank: int, size: int) -> None:
 
     env.os.environ["EP_PLUGIN_RANKS_PER_NODE"] = "2"
     node_map, _ = discover(exchange, torch.device("cpu"))
-    assert node_map.nodes == ((0, 1), (2, 3)) and node_map.spans_nodes
+    assert node_map.nodes == ((0, 1), (2, 3))
 
     # The same nodes in every group, whichever ranks it has, and whatever the launcher says.
     env.os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")

@@ -1,0 +1,67 @@
+"""A thread of the process that polls, for waits that end by themselves neither on a device nor on another node."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from typing import Protocol
+
+_STOP_S = 2.0  # a poll may be waiting for a store that is gone
+
+
+class Polled(Protocol):
+    def poll(self) -> bool:
+        """Whether to poll again soon. May be called until the object is gone, also after `Poller.discard`."""
+
+
+class Poller:
+    """Calls `poll` of the objects added to it, in a thread that starts with the first of them."""
+
+    def __init__(self, name: str, *, pause_s: float, idle_s: float | None = None) -> None:
+        """pause_s: before each round of polls. idle_s: the longest time without one; None waits for `wake`."""
+        self._name, self._pause_s, self._idle_s = name, pause_s, idle_s
+        self._polled: weakref.WeakSet[Polled] = weakref.WeakSet()
+        self._lock = threading.RLock()  # garbage that is collected while it is held may discard others
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+        atexit.register(self._stop)
+
+    def _stop(self) -> None:
+        """Ends the thread before the interpreter does: a thread that it stops inside C++ would abort the process."""
+        self._stopped = True
+        self._wake.set()
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            thread.join(_STOP_S)
+
+    def add(self, polled: Polled) -> None:
+        with self._lock:
+            self._polled.add(polled)
+            if self._thread is None or not self._thread.is_alive():  # a forked child has none
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
+    def discard(self, polled: Polled) -> None:
+        with self._lock:
+            self._polled.discard(polled)
+
+    def wake(self) -> None:
+        """Makes a round of polls begin after `pause_s`."""
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._wake.wait(self._idle_s)
+            time.sleep(self._pause_s)
+            self._wake.clear()
+            if self._poll_all():
+                self._wake.set()
+
+    def _poll_all(self) -> bool:
+        with self._lock:
+            polled = list(self._polled)
+        return any([each.poll() for each in polled])
