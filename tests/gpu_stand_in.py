@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.collectives.backends import cuda, cuda_gather
-from ep_plugin.collectives.backends.cuda import Calls, CudaSumNode
-from ep_plugin.collectives.backends.cuda_gather import CudaGatherNode
+from ep_plugin.collectives.backends import cuda, paths
+from ep_plugin.collectives.backends.cuda import Calls, CudaGatherNode, CudaSumNode
+from ep_plugin.collectives.backends.watchdog import StreamWaits
 from ep_plugin.collectives.base import Collective
 from tests.collectives.collective_cases import BF16, FP32
 
@@ -44,15 +44,15 @@ class Kernels:
         for target in filter(None, args.targets):
             ctypes.memmove(target, args.input, args.bytes)
         dist.barrier(self._group)
-        if args.landing:
+        if args.staging:
             for rank, output in enumerate(args.outputs):
                 if rank != args.comm.rank:
-                    ctypes.memmove(output, args.landing + rank * args.bytes, args.bytes)
+                    ctypes.memmove(output, args.staging + rank * args.bytes, args.bytes)
 
     def reduce_scatter(self, args: Arguments) -> None:
         self.most_summed_by = max(self.most_summed_by, args.num_ctas)
         rank, ranks = args.comm.rank, range(args.comm.num_ranks)
-        step = _C.lane_slots_bytes(len(ranks), 1) // len(ranks) // 16 * 16  # of each rank
+        step = _C.channel_slots_bytes(len(ranks), 1) // len(ranks) // 16 * 16  # of each rank
         for begin in range(0, args.bytes, step):
             nbytes = min(step, args.bytes - begin)
             dist.barrier(self._group)
@@ -61,7 +61,7 @@ class Kernels:
             dist.barrier(self._group)
             self._sum([args.slots[rank] + source * step for source in ranks], args.output + begin, nbytes, args)
 
-    def small(self, args: Arguments) -> None:
+    def small_exchange(self, args: Arguments) -> None:
         self.small_calls += 1
         rank, ranks = args.comm.rank, range(args.comm.num_ranks)
         dist.barrier(self._group)
@@ -94,11 +94,12 @@ def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
     groups = [
         dist.new_group(list(range(first, first + per_node))) for first in range(0, dist.get_world_size(), per_node)
     ]
-    names = ("place_word", "staging_block", "Step", "small_words_bytes", "lane_slots_bytes")
+    names = ("place_word", "staging_block", "Step", "small_words_bytes", "channel_slots_bytes")
     names += ("post_call", "call_ring_bytes")
-    arguments = ("AllGatherArgs", "ReduceScatterArgs", "SmallArgs")
+    arguments = ("AllGatherArgs", "ReduceScatterArgs", "SmallExchangeArgs")
     stand_in = SimpleNamespace(**dict.fromkeys(arguments, Arguments), **{name: getattr(_C, name) for name in names})
-    cuda._C = cuda_gather._C = stand_in
+    cuda._C = stand_in
+    paths.STAGING_BYTES = STAGING_BYTES
     kernels = Kernels(groups[dist.get_rank() // per_node])
     serve_with(made, path, kernels)
     return kernels
@@ -109,13 +110,13 @@ def serve_with(made: Collective, path: str, kernels: Any) -> None:
     engine = made.engine_on(torch.device("cpu"))
     kind = CudaGatherNode if engine.gathers else CudaSumNode
     node = kind.__new__(kind)
-    node._node, node._path = weakref.proxy(engine), path
-    node._lanes = SimpleNamespace(enter=lambda: 0, capturing=lambda: False)
-    node._step = STAGING_BYTES // engine.node_size // 16 * 16
+    node._node = weakref.proxy(engine)
+    node._streams = SimpleNamespace(enter=lambda: 0, capturing=lambda: False)
     node._calls = Calls(engine)
     node._workspaces = {}
-    engine.sum_sms = max(1, engine.sum_sms)
-    node.stream_words = SimpleNamespace(addresses=[])
     node._kept, node._changes = {}, 0
-    node.number, node.words, node.pending = 0, torch.zeros(2, dtype=torch.int64), deque()
+    waits = node.waits = StreamWaits.__new__(StreamWaits)
+    waits.addresses, waits.number, waits.pending = [], 0, deque()
+    waits.progress = torch.zeros(2, dtype=torch.int64)
+    engine.path, engine.sum_sms = path, max(1, engine.sum_sms)
     engine.inside, engine.kernels = node, kernels

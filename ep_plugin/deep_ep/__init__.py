@@ -2,8 +2,8 @@
 
     import ep_plugin.deep_ep as deep_ep     # or EP_PLUGIN=deep_ep and the script's own import deep_ep
 
-Source of the interface: DeepEP 1.x, its README and the docstrings of ``deep_ep/buffer.py``. Any number of ranks that a
-group of MoECommunicator may have, any hidden size and top-k, on GPUs and on CPUs.
+The interface follows DeepEP 1.x: its README and the docstrings of ``deep_ep/buffer.py``. Any hidden size, any top-k and
+any number of ranks that MoECommunicator takes are served, on GPUs and on CPUs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 
 from ep_plugin.deep_ep.buffer import Buffer
-from ep_plugin.deep_ep.config import Config
-from ep_plugin.deep_ep.utils import EventHandle, EventOverlap
+from ep_plugin.deep_ep.utils import Config, EventHandle, EventOverlap
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]
 

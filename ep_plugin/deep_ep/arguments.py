@@ -1,61 +1,129 @@
-"""The forms in which Buffer's calls take rows, biases and what goes beside them: ValueError for any other.
+"""Buffer's arguments: checks, and DeepEP's routing in MoECommunicator's terms.
 
-Shapes: T tokens here, K experts per token.
+A check raises ValueError with the expected and the actual value. Shapes: T tokens here, K experts per token, E experts
+in all, R ranks, N rows received.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from ep_plugin.deep_ep import routing
-from ep_plugin.deep_ep.config import Config
-from ep_plugin.deep_ep.utils import EventOverlap
+from ep_plugin import env
 from ep_plugin.dtypes import weight_dtype
+from ep_plugin.moe.layout import DispatchHandle
+
+
+class Handle(NamedTuple):
+    """The routing of a dispatch, for `combine` and a cached `dispatch`. The caller owns it.
+
+    Code for DeepEP reads positions of its tuples: 0 and -2 of the one for a node, -4 of the one for several nodes.
+    """
+
+    rank_prefix_matrix: torch.Tensor
+    """int32 ``[R, R]``: the rows that ranks 0 to i send to rank j."""
+    recv_rank_prefix_sum: torch.Tensor
+    """int32 ``[R]``: the rows that ranks 0 to i send to this rank."""
+    routing: DispatchHandle
+    is_token_in_rank: torch.Tensor
+    """bool ``[T, R]``."""
+    num_worst_tokens: int
 
 
 def rows_of(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows and scales of what dispatch was given."""
-    if isinstance(x, torch.Tensor):
-        return x, None
-    if not isinstance(x, tuple) or not _are_tensors(x, 2):
+    """The rows and scales of dispatch's `x`."""
+    rows, scales = x if _is_pair(x) else (x, None)
+    if not isinstance(rows, torch.Tensor):
         raise ValueError(f"x: expected a tensor, or a tuple of rows and scales, got {_described(x)}")
-    return x
+    if rows.dim() != 2:
+        raise ValueError(f"x: expected rows of shape [T, H], got shape {list(rows.shape)}")
+    return rows, scales
 
 
 def biases_of(bias: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """None, one or two, of x's dtype and one shape."""
-    biases = () if bias is None else (bias,) if isinstance(bias, torch.Tensor) else bias
-    if not isinstance(biases, tuple) or not _are_tensors(biases, 2 if biases is bias else len(biases)):
-        raise ValueError(f"bias: expected None, a tensor or a tuple of two, got {_described(bias)}")
+    """No, one or two biases, of x's dtype and one shape."""
+    biases: Any = bias if _is_pair(bias) else () if bias is None else (bias,)
     for one in biases:
-        if one.dtype is not x.dtype or one.shape != biases[0].shape:
-            raise ValueError(
-                f"bias: expected {x.dtype} of shape {tuple(biases[0].shape)}, got {one.dtype} of shape "
-                f"{tuple(one.shape)}"
-            )
+        if not isinstance(one, torch.Tensor):
+            raise ValueError(f"bias: expected None, a tensor or a tuple of two, got {_described(bias)}")
+        check_tensor("bias", one, (x.dtype,), *biases[0].shape)
     return biases
 
 
+def sum_of(biases: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """The bias that combine adds; the sum of two in float32 (float64), rounded."""
+    if len(biases) < 2:
+        return biases[0].contiguous() if biases else None
+    first, second = (bias.to(weight_dtype(bias.dtype)) for bias in biases)
+    return (first + second).to(biases[0].dtype)
+
+
+def check_tensor(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...], *shape: int | str) -> None:
+    """`given` must have one of the dtypes, and this shape. A name in it stands for any size."""
+    sizes = zip(shape, given.shape, strict=False)
+    fits = given.dim() == len(shape) and all(isinstance(wanted, str) or wanted == size for wanted, size in sizes)
+    if given.dtype not in dtypes or not fits:
+        raise ValueError(
+            f"{name}: expected {dtypes[0]} of shape [{', '.join(map(str, shape))}], got {given.dtype} of shape "
+            f"{list(given.shape)}"
+        )
+
+
 def check_kind(kind: type, **given: object) -> None:
-    """That each is of `kind`, or None."""
+    """Each must be of `kind`, or None."""
     for name, value in given.items():
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name}: expected None or an instance of {kind.__name__}, got {type(value).__name__}")
 
 
-def check_options(config: object, previous_event: object) -> None:
-    check_kind(Config, config=config)
-    check_kind(EventOverlap, previous_event=previous_event)
+def check_layout(per_rank: Any, in_rank: Any, per_expert: Any, tokens: int, size: int) -> None:
+    """All three must be as `get_dispatch_layout` returns them for so many tokens and ranks."""
+    layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+    for name, given in layout.items():
+        if not isinstance(given, torch.Tensor):
+            raise ValueError(
+                f"{name}: expected the tensor that get_dispatch_layout returned, or a handle=, got "
+                f"{'None' if given is None else type(given).__name__}"
+            )
+    check_tensor("num_tokens_per_rank", per_rank, (torch.int32,), size)
+    check_tensor("is_token_in_rank", in_rank, (torch.bool,), tokens, size)
+    check_tensor("num_tokens_per_expert", per_expert, (torch.int32,), "E")
+    check_experts(per_expert.numel(), size)
 
 
-def whole(scales: torch.Tensor | None) -> torch.Tensor | None:
-    return None if scales is None else scales.contiguous()
+def check_experts(num_experts: int, size: int) -> None:
+    """A positive multiple of R."""
+    if not isinstance(num_experts, int) or num_experts < 1 or num_experts % size:
+        raise ValueError(f"num_experts: expected a positive multiple of the group's {size} ranks, got {num_experts}")
 
 
-def _are_tensors(values: tuple[Any, ...], number: int) -> bool:
-    return len(values) == number and all(isinstance(value, torch.Tensor) for value in values)
+def check_sizes(num_worst_tokens: Any, expert_alignment: Any, tokens: int, size: int) -> None:
+    """num_worst_tokens: 0, or at least R times the tokens here."""
+    least = size * max(tokens, 1)
+    if type(num_worst_tokens) is not int or (num_worst_tokens and num_worst_tokens < least):
+        raise ValueError(
+            f"num_worst_tokens: expected 0, or an integer of at least {least}, {size} ranks times {tokens} tokens "
+            f"here, got {num_worst_tokens!r}"
+        )
+    if not isinstance(expert_alignment, int) or expert_alignment < 1:
+        raise ValueError(f"expert_alignment: expected an integer of at least 1, got {expert_alignment!r}")
+
+
+def check_topk(topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None = None) -> None:
+    """ids of shape [T, K] or None, and their weights or None."""
+    check_kind(torch.Tensor, topk_idx=topk_idx, topk_weights=topk_weights)
+    if topk_idx is not None:
+        check_tensor("topk_idx", topk_idx, (torch.int64, torch.int32), "T", "K")
+    if topk_weights is not None:
+        if topk_idx is None:
+            raise ValueError("topk_weights: expected None without topk_idx, got a tensor")
+        check_tensor("topk_weights", topk_weights, (torch.float32,), topk_idx.shape[0], "K")
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(one, torch.Tensor) for one in value)
 
 
 def _described(value: Any) -> str:
@@ -64,40 +132,49 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__} of ({', '.join(type(one).__name__ for one in value)})"
 
 
-def sum_of(biases: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    """What is added: of two, their sum in float32 (float64), rounded."""
-    if len(biases) < 2:
-        return biases[0].contiguous() if biases else None
-    first, second = (bias.to(weight_dtype(bias.dtype)) for bias in biases)
-    return (first + second).to(biases[0].dtype)
+def handle_of(routing: DispatchHandle, is_token_in_rank: torch.Tensor, rank: int, num_worst_tokens: int) -> Handle:
+    """The handle of a dispatch. Its prefix sums are views of the plan."""
+    size = is_token_in_rank.shape[1]
+    matrix = routing.plan[: size * size].view(size, size)  # see MetaLayout in csrc/common/layout.h
+    return Handle(matrix, matrix[:, rank], routing, is_token_in_rank, num_worst_tokens)
 
 
-def layout_given(*given: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """is_token_in_rank and num_tokens_per_expert, once all three of the layout's tensors are known to be there."""
-    names = ("num_tokens_per_rank", "is_token_in_rank", "num_tokens_per_expert")
-    for name, tensor in zip(names, given, strict=True):
-        if tensor is None:
-            raise ValueError(f"{name}: expected what get_dispatch_layout returned, or a handle=, got None")
-    _, in_rank, per_expert = given
-    assert in_rank is not None and per_expert is not None
-    return in_rank, per_expert
+def layout_of(
+    topk_idx: torch.Tensor, num_experts: int, size: int
+) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
+    """num_tokens_per_rank int32 ``[R]``, None, num_tokens_per_expert int32 ``[E]``, is_token_in_rank ``[T, R]``."""
+    ids = topk_idx.long()
+    if ids.numel() and (ids.device.type == "cpu" or env.check_ids()):
+        least, most = int(ids.min()), int(ids.max())
+        if least < -1 or most >= num_experts:
+            raise ValueError(f"topk_idx: expected ids from -1 to {num_experts - 1}, got {least} to {most}")
+    dropped = (ids < 0) | (ids >= num_experts)  # dispatch refuses ids that no expert has
+    chosen = torch.zeros((ids.shape[0], num_experts + 1), dtype=torch.bool, device=ids.device)
+    chosen = chosen.scatter_(1, ids.masked_fill(dropped, num_experts), True)[:, :num_experts]
+    in_rank = chosen.unflatten(1, (size, -1)).any(2)
+    return in_rank.sum(0, dtype=torch.int32), None, chosen.sum(0, dtype=torch.int32), in_rank
 
 
-def check_with_topk(topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None, expert_alignment: int) -> None:
-    if not isinstance(expert_alignment, int) or expert_alignment < 1:
-        raise ValueError(f"expert_alignment: expected an integer of at least 1, got {expert_alignment!r}")
-    check_kind(torch.Tensor, topk_idx=topk_idx, topk_weights=topk_weights)
-    if topk_idx is None and topk_weights is not None:
-        raise ValueError("topk_weights: expected None without topk_idx, got a tensor")
-    if topk_idx is not None:
-        routing.check_topk(topk_idx)
-    if topk_weights is not None:
-        assert topk_idx is not None
-        check_floats("topk_weights", topk_weights, topk_idx.shape[0])
-
-
-def check_floats(name: str, weights: torch.Tensor, rows: int) -> None:
-    if weights.dtype is not torch.float32 or weights.dim() != 2 or weights.shape[0] != rows:
+def check_agreement(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_experts: int, size: int) -> None:
+    """Refuse an `is_token_in_rank` that differs from `topk_idx`, by which tokens are sent."""
+    expected = layout_of(topk_idx, num_experts, size)[3]
+    differ = (expected != is_token_in_rank).nonzero()
+    if len(differ):
+        token, rank = differ[0].tolist()
         raise ValueError(
-            f"{name}: expected float32 of shape [{rows}, K], got {weights.dtype} of shape {tuple(weights.shape)}"
+            f"is_token_in_rank: expected {bool(expected[token, rank])} for token {token} and rank {rank}, as in "
+            f"topk_idx, got {bool(is_token_in_rank[token, rank])}"
         )
+
+
+def ranks_as_experts(is_token_in_rank: torch.Tensor) -> torch.Tensor:
+    """int32 ``[T, R]``: routing by rank alone equals routing to R experts, one on each rank."""
+    ranks = torch.arange(is_token_in_rank.shape[1], dtype=torch.int32, device=is_token_in_rank.device)
+    return torch.where(is_token_in_rank, ranks, -1)
+
+
+def received_per_expert(num_tokens_per_expert: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Pairs that all ranks send to each local expert, for dispatches that carry no expert ids. Collective."""
+    total = num_tokens_per_expert.clone()
+    dist.all_reduce(total, group=group)
+    return total.view(group.size(), -1)[group.rank()]

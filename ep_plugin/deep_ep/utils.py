@@ -1,15 +1,20 @@
-"""``deep_ep.utils``: events, with which a caller says what an operation waits for and what waits for it."""
+"""``deep_ep.utils``: events that order a Buffer's calls among streams, and the tuning of one call."""
 
 from __future__ import annotations
 
-from types import TracebackType
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ep_plugin.deep_ep.arguments import check_kind
+from ep_plugin.runtime.streams import record_stream
+
 
 class EventHandle:
-    """What is enqueued on the current stream when it is made; without a GPU in use, nothing."""
+    """An event recorded on the current stream when it is made. Without a GPU in use it is empty."""
 
     def __init__(self) -> None:
         self.event: torch.cuda.Event | None = None
@@ -18,30 +23,95 @@ class EventHandle:
             self.event.record()
 
     def current_stream_wait(self) -> None:
-        """The current stream goes on after the event."""
+        """Let the current stream wait for the event."""
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
 
 
+@dataclass(eq=False)
 class EventOverlap:
-    """An event and the tensors that must live until it has come; as a context manager it is waited for at the end.
+    """An event, and tensors that must live until it has passed. As a context manager it is waited for at the end.
 
     event: None where there is nothing to wait for, as after a call without ``async_finish``.
     """
 
-    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
-        self.event = event
-        self.extra_tensors = extra_tensors
+    event: EventHandle | None = None
+    extra_tensors: tuple[Any, ...] | None = None
 
     def current_stream_wait(self) -> None:
-        """The current stream goes on after the event."""
+        """Let the current stream wait for the event."""
         if self.event is not None:
             self.event.current_stream_wait()
 
     def __enter__(self) -> EventOverlap:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.current_stream_wait()
+
+
+def ordered(
+    operation: Callable[[], tuple[Any, ...]],
+    device: torch.device,
+    reads: Any,
+    previous_event: EventOverlap | None,
+    async_finish: bool,
+    allocate_on_comm_stream: bool,
+) -> Any:
+    """The results of `operation`, run after `previous_event` or the current stream, and the event after it.
+
+    With `async_finish` on a GPU it runs on the communication stream, and the current stream does not wait for it. The
+    allocator keeps the memory of `reads`, tensors nested in tuples, and of the results for both streams.
+    """
+    check_kind(EventOverlap, previous_event=previous_event)
+    if allocate_on_comm_stream and not (async_finish and previous_event is not None):
+        raise ValueError(
+            "allocate_on_comm_stream: expected False without async_finish=True and a previous_event, got True"
+        )
+    previous = None if previous_event is None else previous_event.event
+    if device.type != "cuda" or not async_finish:
+        if previous is not None:
+            previous.current_stream_wait()
+        results = operation()
+        return *results, EventOverlap(EventHandle() if async_finish else None)
+    caller, comm = torch.cuda.current_stream(device), comm_stream(device)
+    with torch.cuda.stream(comm):
+        if previous is None or previous.event is None:
+            comm.wait_stream(caller)
+        else:
+            previous.current_stream_wait()
+        results = operation()
+        done = EventHandle()
+    record_stream(comm, reads)
+    record_stream(caller, results)
+    return *results, EventOverlap(done)
+
+
+@functools.cache
+def comm_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of asynchronous operations on `device`, one per process."""
+    return torch.cuda.Stream(device)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tuning of one call. num_sms: SMs that the call may use; None: as many as fill the links.
+
+    The chunk sizes are DeepEP's. They are accepted and have no effect.
+    """
+
+    num_sms: int | None = None
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        if self.num_sms is not None and (not isinstance(self.num_sms, int) or self.num_sms < 1):
+            raise ValueError(f"num_sms: expected an integer of at least 1 or None, got {self.num_sms!r}")
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """0: memory is allocated when an operation needs it."""
+        return 0
+
+    get_rdma_buffer_size_hint = get_nvl_buffer_size_hint

@@ -1,1 +1,1 @@
-"""Mixture-of-experts dispatch and combine: contracts, the communicator, and the oracles that judge it."""
+"""Mixture-of-experts dispatch and combine: the communicator, what it is made of, and plain-torch oracles."""

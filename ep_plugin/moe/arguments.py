@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ep_plugin import _C, env
 from ep_plugin.config import ROW_ALIGNMENT_BYTES
 from ep_plugin.dtypes import DTYPE_CODES, DTYPES, ELEMENTS, QUANTIZABLE, QUANTIZED, weight_dtype
-
-if TYPE_CHECKING:
-    from ep_plugin.moe.high_throughput.dispatch_args import DispatchCall
-    from ep_plugin.moe.high_throughput.engine import Engine
-    from ep_plugin.moe.high_throughput.routing import KnownRouting, RoutingTensors
+from ep_plugin.moe.layout import DispatchCall, DispatchHandle, Engine, Routing
+from ep_plugin.runtime.tensors import PLAIN, check_kind, check_memory, check_storage, is_traced
 
 _ROWS, _SLOTS = _C.Total.ROWS, _C.Total.SLOTS
+_MOST_ROWS = 2**31 - 1  # kernels number them in 32 bits
 
 
-def as_weights(
-    name: str, weights: torch.Tensor | None, rows: torch.Tensor, detached: bool = False
-) -> torch.Tensor | None:
+def as_weights(name: str, weights: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
     """`weights` as they travel beside `rows`: contiguous, float32 or float64. ValueError when they are no floats."""
     if weights is None:
         return None
     check_tensors(**{name: weights})
-    if weights.layout is not torch.strided:
-        raise ValueError(f"{name}: expected a dense tensor, got one of layout {weights.layout}")
+    if weights.layout is not torch.strided and not is_traced():
+        check_kind(name, weights)
     if not weights.is_floating_point():
         raise ValueError(f"{name}: expected a floating-point dtype, got {weights.dtype}")
-    weights = weights.detach() if detached else weights
-    if weights.dtype is not weight_dtype(rows.dtype):
-        weights = weights.to(weight_dtype(rows.dtype))
-    return weights if weights.is_contiguous() else weights.contiguous()
+    wanted = weight_dtype(rows.dtype)
+    if weights.dtype is wanted and weights.is_contiguous():
+        return weights
+    if not is_traced():
+        check_storage(name, weights)  # before it is read
+    return weights.to(wanted).contiguous()
 
 
-def bulk_ready(rows: torch.Tensor) -> torch.Tensor:
+def bulk_ready(name: str, rows: torch.Tensor) -> torch.Tensor:
     """`rows`, or on CUDA a copy of rows that do not begin, or do not follow each other, at multiples of 16 bytes."""
     if not rows.is_cuda or rows.dim() != 2:
         return rows
+    check_memory(name, rows)  # before its address is taken, and what lies there read
     apart = rows.stride(0) * rows.element_size() if rows.shape[0] > 1 else 0
     return (
         rows.clone(memory_format=torch.contiguous_format) if (rows.data_ptr() | apart) % ROW_ALIGNMENT_BYTES else rows
@@ -46,13 +43,15 @@ def bulk_ready(rows: torch.Tensor) -> torch.Tensor:
 
 
 def check_tensors(optional: dict[str, object] | None = None, /, **given: object) -> None:
-    """That each is a tensor, and each of the `optional` too, or None."""
+    """Each is a tensor that torch can pass to an operator, and each of the `optional` too, or None."""
     for name, value in (optional or {}).items():
         if value is not None:
             check_tensors(**{name: value})
     for name, value in given.items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
+        if type(value) not in PLAIN and not is_traced():
+            check_kind(name, value)
 
 
 def check_quantize(x: torch.Tensor, quantize: str | None) -> None:
@@ -69,7 +68,7 @@ def check_quantize(x: torch.Tensor, quantize: str | None) -> None:
 
 
 def check_devices(engine: Engine, **tensors: torch.Tensor | None) -> None:
-    """All on the communicator's device."""
+    """All are on the communicator's device. Serves fakes too, which have no memory."""
     for name, tensor in tensors.items():
         if tensor is not None:
             _check_device(engine, name, tensor)
@@ -86,8 +85,8 @@ def check_dispatch(engine: Engine, call: DispatchCall) -> None:
     most = engine.config.max_tokens_per_rank
     if most is not None and tokens > most:
         raise ValueError(f"x: expected at most max_tokens_per_rank={most} tokens, got {tokens}")
-    if tokens > _C.most_tokens:
-        raise ValueError(f"x: expected at most {_C.most_tokens} tokens, got {tokens}")
+    if tokens > _C.max_tokens:
+        raise ValueError(f"x: expected at most {_C.max_tokens} tokens, got {tokens}")
     if x.shape[1] > engine.config.hidden_size and engine.config.max_row_bytes is None:
         raise ValueError(f"x: expected a hidden size of at most {engine.config.hidden_size}, got {x.shape[1]}")
     row_bytes, limit = x.shape[1] * dtype.itemsize, engine.config.max_row_bytes
@@ -104,7 +103,7 @@ def check_dispatch(engine: Engine, call: DispatchCall) -> None:
         _check_scales(engine, call.scales, tokens)
     if call.capacity is not None:
         _check_capacity(engine, call)
-    elif call.previous is None and engine.lanes.capturing():
+    elif call.previous is None and engine.streams.capturing():
         raise ValueError(
             "capacity: expected a number of rows while a CUDA graph is captured, since the host cannot wait, got None"
         )
@@ -124,7 +123,7 @@ def check_combine(
     weights: torch.Tensor | None,
     bias: torch.Tensor | None,
     extra: torch.Tensor | None,
-    routing: KnownRouting,
+    routing: Routing,
 ) -> None:
     """y [N,H] of a summable dtype, weights and extra as dispatch returned them, bias [T,H]."""
     _check_rows(engine, "y", y, y.dtype)
@@ -150,7 +149,7 @@ def check_combine(
             raise ValueError(f"bias: expected the dtype {y.dtype} of y, got {bias.dtype}")
 
 
-def rows_of(engine: Engine, routing: KnownRouting) -> int:
+def rows_of(engine: Engine, routing: Routing) -> int:
     """Rows of the output that a handle's dispatch returned."""
     totals = routing.totals
     if is_bounded(routing):
@@ -158,18 +157,19 @@ def rows_of(engine: Engine, routing: KnownRouting) -> int:
     return totals[_ROWS if engine.flat else _SLOTS]
 
 
-def is_bounded(routing: KnownRouting) -> bool:
+def is_bounded(routing: Routing) -> bool:
     """Whether its dispatch had a capacity, which then is all that the host knows of its totals."""
     return len(routing.totals) == 1
 
 
-def check_routing(engine: Engine, name: str, routing: RoutingTensors) -> None:
+def check_routing(engine: Engine, name: str, routing: DispatchHandle) -> None:
     """A handle's tensors are where, and as, dispatch made them: kernels take their addresses."""
-    check_tensors(**{f"{name}.{field}": tensor for field, tensor in zip(routing._fields, routing, strict=True)})
+    check_tensors(**{f"{name}.{field}": tensor for field, tensor in zip(routing._fields, routing[:-1], strict=False)})
     if routing.topk_ids.dim() != 2:
         raise ValueError(f"{name}.topk_ids: expected 2 dimensions, got shape {tuple(routing.topk_ids.shape)}")
     T, K = routing.topk_ids.shape
     totals, most = routing.totals, engine.config.max_tokens_per_rank
+    check_memory(f"{name}.totals", totals)
     if (
         totals.device.type != "cpu"
         or totals.dtype is not torch.int64
@@ -181,7 +181,7 @@ def check_routing(engine: Engine, name: str, routing: RoutingTensors) -> None:
         )
     slots = int(totals[_SLOTS]) if len(totals) > 1 else engine.size * (most or 0)
     shapes = ((T, K), (engine.plan_words(T, K),), (slots, K))
-    for field, tensor, shape in zip(routing._fields, routing, shapes, strict=False):
+    for field, tensor, shape in zip(routing._fields, routing[:3], shapes, strict=False):
         _check_beside(f"{name}.{field}", tensor, shape, engine)
         if tensor.dtype is not torch.int32:
             raise ValueError(f"{name}.{field}: expected torch.int32, got {tensor.dtype}")
@@ -199,7 +199,7 @@ def _check_quantizable(call: DispatchCall) -> None:
 
 
 def _check_rows(engine: Engine, name: str, rows: torch.Tensor, travels_as: torch.dtype) -> None:
-    _check_device(engine, name, rows)
+    _check_here(engine, name, rows)
     if rows.dim() != 2:
         raise ValueError(f"{name}: expected 2 dimensions, got shape {tuple(rows.shape)}")
     if rows.dtype not in DTYPE_CODES:
@@ -210,8 +210,8 @@ def _check_rows(engine: Engine, name: str, rows: torch.Tensor, travels_as: torch
             f"{name}: expected rows of a positive multiple of {ROW_ALIGNMENT_BYTES} bytes, got {row_bytes} "
             f"({rows.shape[1]} elements of {travels_as})"
         )
-    if row_bytes > _C.most_row_bytes:
-        raise ValueError(f"{name}: expected rows of at most {_C.most_row_bytes} bytes, got {row_bytes}")
+    if row_bytes > _C.max_row_bytes:
+        raise ValueError(f"{name}: expected rows of at most {_C.max_row_bytes} bytes, got {row_bytes}")
 
 
 def _check_device(engine: Engine, name: str, tensor: torch.Tensor) -> None:
@@ -223,8 +223,13 @@ def _check_device(engine: Engine, name: str, tensor: torch.Tensor) -> None:
     raise ValueError(f"{name}: expected a tensor on {engine.device}, got {device}")
 
 
-def _check_beside(name: str, tensor: torch.Tensor, shape: tuple[int, ...], engine: Engine) -> None:
+def _check_here(engine: Engine, name: str, tensor: torch.Tensor) -> None:
     _check_device(engine, name, tensor)
+    check_memory(name, tensor)
+
+
+def _check_beside(name: str, tensor: torch.Tensor, shape: tuple[int, ...], engine: Engine) -> None:
+    _check_here(engine, name, tensor)
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
     if not tensor.is_contiguous():
@@ -232,7 +237,7 @@ def _check_beside(name: str, tensor: torch.Tensor, shape: tuple[int, ...], engin
 
 
 def _check_ids(engine: Engine, ids: torch.Tensor, tokens: int) -> None:
-    _check_device(engine, "topk_ids", ids)
+    _check_here(engine, "topk_ids", ids)
     if ids.dim() != 2 or ids.shape[0] != tokens:
         raise ValueError(f"topk_ids: expected shape ({tokens}, K), got {tuple(ids.shape)}")
     if ids.dtype not in (torch.int32, torch.int64):
@@ -243,7 +248,7 @@ def _check_ids(engine: Engine, ids: torch.Tensor, tokens: int) -> None:
     if not ids.is_contiguous():
         raise ValueError(f"topk_ids: expected a contiguous tensor, got strides {tuple(ids.stride())}")
     on_cpu = engine.device.type == "cpu"
-    if on_cpu or (env.check_ids() and not engine.lanes.capturing()):
+    if on_cpu or (env.check_ids() and not engine.streams.capturing()):
         _check_id_values(engine, ids if on_cpu else ids.cpu())
 
 
@@ -260,20 +265,22 @@ def _check_id_values(engine: Engine, ids: torch.Tensor) -> None:
 
 
 def _check_scales(engine: Engine, scales: torch.Tensor, tokens: int) -> None:
-    _check_device(engine, "scales", scales)
+    _check_here(engine, "scales", scales)
     if scales.dim() != 2 or scales.shape[0] != tokens:
         raise ValueError(f"scales: expected shape ({tokens}, S), got {tuple(scales.shape)}")
     if not scales.is_contiguous():
         raise ValueError(f"scales: expected a contiguous tensor, got strides {tuple(scales.stride())}")
     scale_bytes = scales.shape[1] * scales.element_size()
-    if scale_bytes > _C.most_row_bytes:
-        raise ValueError(f"scales: expected at most {_C.most_row_bytes} bytes for each token, got {scale_bytes}")
+    if scale_bytes > _C.max_row_bytes:
+        raise ValueError(f"scales: expected at most {_C.max_row_bytes} bytes for each token, got {scale_bytes}")
 
 
 def _check_capacity(engine: Engine, call: DispatchCall) -> None:
     capacity, previous = call.capacity, call.previous
     if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
         raise ValueError(f"capacity: expected an integer of at least 0, rows, got {capacity!r}")
+    if capacity > _MOST_ROWS:
+        raise ValueError(f"capacity: expected at most {_MOST_ROWS} rows, got {capacity}")
     if previous is None:
         if engine.config.max_tokens_per_rank is None:
             raise ValueError(

@@ -1,36 +1,36 @@
-"""What dispatch returns.
+"""The records of dispatch: what it returns, and what argument checks, operators and kernels pass on.
 
-Shapes: T tokens here, H hidden size, K experts per token, R ranks, E experts in all, E_l = E / R on this rank,
-N rows of the output. Rows are ordered by (source rank, source token), in FLAT within each expert.
+Shapes: T tokens here, H hidden size, K experts per token, S scales per row, R ranks, E experts in all, E_l = E / R on
+this rank, N rows of the output. Rows are ordered by (source rank, source token), in FLAT within each expert.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ep_plugin.config import DispatchLayout
-
-__all__ = ["DispatchHandle", "DispatchLayout", "DispatchOutput"]
+from ep_plugin.config import MoECommunicatorConfig
+from ep_plugin.runtime.streams import Streams
 
 
 class DispatchOutput(NamedTuple):
     """The rows this rank received. Every tensor is the caller's own; nothing here refers to communication memory.
 
-    Without ``capacity`` the memory behind them may have room for more rows: the most of the last 16 dispatches, a 64th
-    and 256. Who keeps or saves them for long clones them.
+    Without ``capacity`` the memory behind them may have room for more rows than N: up to the most rows of the last 16
+    dispatches, plus a 64th, plus 256. Clone before storing.
 
-    tokens: ``[N, H]``, the dtype of ``x``, or what it was quantised to. FLAT: one row per (token, local expert),
-        grouped by local expert, each group padded with zero rows to ``expert_alignment``. TOKEN_MAJOR: one row per
-        token.
-    scales: ``[N, S]``, the scales that came with the rows, given or made, or None. No gradient leads back from them.
+    tokens: ``[N, H]``, of the dtype of ``x``, or of the one it was quantised to. FLAT: one row per (token, local
+        expert), grouped by local expert, each group padded with zero rows to ``expert_alignment``. TOKEN_MAJOR: one row
+        per token.
+    scales: ``[N, S]``, the scales of the rows, given or made by ``quantize``; None without scales. Gradients into them
+        are dropped.
     weights: FLAT ``[N]``, TOKEN_MAJOR ``[N, K]``; float32 (float64 for float64 rows), 0 where there is no pair; None
         when no weights were dispatched. Carries gradients back to ``topk_weights``.
     topk_ids: TOKEN_MAJOR: int32 ``[N, K]``, local expert ids, -1 where the expert is elsewhere; None in FLAT.
     row_expert_ids: FLAT: int32 ``[N]``, the local expert of each row, -1 for padding; None in TOKEN_MAJOR.
     num_tokens_per_expert: int32 ``[E_l]`` on the device, without padding. Where ``capacity`` was too small: in FLAT the
-        rows that are present, in TOKEN_MAJOR those of dropped tokens too.
+        rows that are present, in TOKEN_MAJOR also those of dropped tokens.
     num_tokens_per_expert_cpu: int64 ``[E_l]`` in host memory; None when ``capacity`` was given.
     expert_offsets: int32 ``[E_l + 1]`` on the device, where each expert's FLAT rows start, padding included.
     overflow: int32 ``[]``: 1 when rows were dropped because ``capacity`` was too small; None without ``capacity``.
@@ -52,15 +52,16 @@ class DispatchOutput(NamedTuple):
 class DispatchHandle(NamedTuple):
     """The routing of one dispatch, for combine and for ``previous_handle=``: ordinary tensors and a number.
 
-    Owned by the caller; may be kept, used several times, and outlive later dispatches. Its tensors are private: their
-    layout is that of ``csrc/layout.h``.
+    The caller owns it, may use it several times, and may keep it beyond later dispatches. Its tensors are private;
+    ``csrc/common/layout.h`` describes them.
     """
 
     topk_ids: torch.Tensor
     """int32 ``[T, K]``, global expert ids, -1: dropped."""
     plan: torch.Tensor
-    """int32, one after the other: bases and counts; ``[T, R]``, position among this rank's rows for each rank, -1:
-    none; ``[T, K]``, position among this rank's pairs for the expert, -1: dropped."""
+    """int32, one after the other: ``[R, R]``, rows from all ranks up to the first for the second; bases and counts;
+    ``[T, R]``, position among this rank's rows for each rank, -1: none; ``[T, K]``, position among this rank's pairs
+    for the expert, -1: dropped."""
     recv_rows: torch.Tensor
     """int32 ``[slots, K]``, the output row of each received pair, -1: none."""
     totals: torch.Tensor
@@ -69,3 +70,57 @@ class DispatchHandle(NamedTuple):
     With ``capacity``, that alone."""
     comm: int
     """The number of the communicator that made it."""
+
+
+class Routing(NamedTuple):
+    """A handle whose tensors have been checked."""
+
+    tensors: DispatchHandle
+    struct: Any
+    """_C.Routing: the addresses and sizes that kernels read."""
+    totals: list[int]
+    """The handle's totals."""
+
+
+class DispatchCall(NamedTuple):
+    """The arguments of one dispatch."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    weights: torch.Tensor | None
+    scales: torch.Tensor | None
+    previous: Routing | None
+    capacity: int | None
+    quantize: str | None
+
+
+class DispatchResult(NamedTuple):
+    """The results of a dispatch beside its handle, in the operator's order; None where the call has none.
+
+    ids: DispatchOutput's row_expert_ids in FLAT, its topk_ids in TOKEN_MAJOR. limits: its (overflow, required), int32
+    ``[2]``. host_counts: its num_tokens_per_expert_cpu.
+    """
+
+    tokens: torch.Tensor
+    scales: torch.Tensor | None
+    weights: torch.Tensor | None
+    ids: torch.Tensor
+    expert_counts: torch.Tensor
+    expert_offsets: torch.Tensor
+    limits: torch.Tensor | None
+    host_counts: torch.Tensor | None
+
+
+class Engine(Protocol):
+    """The facts about a communicator that argument checks need."""
+
+    config: MoECommunicatorConfig
+    device: torch.device
+    streams: Streams
+    size: int
+    local_experts: int
+    num_totals: int
+    flat: bool
+
+    def plan_words(self, num_tokens: int, topk: int) -> int:
+        """int32 words of a handle's plan."""

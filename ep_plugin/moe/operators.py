@@ -1,92 +1,91 @@
 """The operators that torch sees: ``ep_plugin::dispatch`` and ``ep_plugin::combine``, with their fakes.
 
-They return plain tensors (empty where a call has none), so that torch.compile, autograd and checkpointing need to know
-nothing else. ``comm`` is the communicator's number in this process. The functions of the same names call them, or,
-where nobody watches what operators are called, do the same without torch's dispatcher, which takes longer than
-all checks.
+They take and return plain tensors, so that torch.compile, autograd and checkpointing need to know nothing else. A
+result that a call does not have is an empty tensor. ``comm`` is the communicator's number in this process. ``started``
+is the number of an operation that has been started, whose result the call collects; 0: the call runs the operation.
+
+Shapes: T tokens, H hidden size, K experts per token, N output rows, S received slots.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
 
 from ep_plugin.moe import autograd
-from ep_plugin.moe.arguments import bulk_ready, check_devices
-from ep_plugin.moe.high_throughput.combine import Sums
-from ep_plugin.moe.high_throughput.dispatch_args import DispatchCall, DispatchResult, empty_payload
-from ep_plugin.moe.high_throughput.routing import RoutingTensors, known_routing
+from ep_plugin.moe.arguments import check_devices
+from ep_plugin.moe.high_throughput.combine import Combine
+from ep_plugin.moe.high_throughput.dispatch import Dispatch, empty_rows
+from ep_plugin.moe.in_flight import Tensors
+from ep_plugin.moe.layout import DispatchCall
 from ep_plugin.moe.registry import communicator
-from ep_plugin.runtime.tensors import PLAIN, is_lazy
+from ep_plugin.runtime.tensors import PLAIN, is_lazy, is_traced
 
 _library = torch.library.Library("ep_plugin", "DEF")
-_library.define(
-    "dispatch(Tensor x, Tensor topk_ids, Tensor? topk_weights, Tensor? scales, Tensor[] previous, int comm, "
-    "SymInt? capacity, str? quantize, bool pending) -> (Tensor tokens, Tensor scales, Tensor weights, Tensor ids, "
-    "Tensor expert_counts, Tensor expert_offsets, Tensor limits, Tensor host_counts, "
-    "Tensor h_topk_ids, Tensor h_plan, Tensor h_recv_rows, Tensor h_totals)"
-)
-_library.define(
-    "combine(Tensor y, Tensor? weights, Tensor? bias, Tensor? extra, Tensor[] routing, int comm, "
-    "bool pending) -> (Tensor out, Tensor extra_out)"
-)
 
 
-def _dispatch(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    scales: torch.Tensor | None,
-    previous: Sequence[torch.Tensor],
-    comm: int,
-    capacity: int | None,
-    quantize: str | None,
-    pending: bool,
-) -> tuple[torch.Tensor | None, ...]:
-    here = communicator(comm)
-    cached = known_routing(here.engine, "previous_handle", RoutingTensors(*previous)) if previous else None
-    call = DispatchCall(bulk_ready(x), topk_ids, topk_weights, scales, cached, capacity, quantize)
-    result, routing = here.run_dispatch(call, pending)
-    return result if cached is not None else (*result, *routing)
+def _operator(
+    schema: str,
+    kind: type[Dispatch] | type[Combine],
+    fake: Callable[..., Tensors],
+    save: Callable[..., None],
+    backward: Callable[..., tuple[torch.Tensor | None, ...]],
+) -> Callable[..., Any]:
+    """Defines an operator that runs operations of `kind`. Returns a function of its arguments, with its results.
+
+    When no compiler, mode or profiler has to see the operator, the function does the same without torch's dispatcher,
+    which takes longer than all checks.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    seen = getattr(torch.ops.ep_plugin, name)
+    num_results = schema.partition("->")[2].count("Tensor")
+    differentiable = autograd.differentiable(save, backward)
+
+    def run(*inputs: Any) -> Tensors:
+        *given, started = inputs
+        here = communicator(given[-1])
+        return here.in_flight.collect(started) if started else here.in_flight.run(kind(here.engine, *given))
+
+    def with_empty(compute: Callable[..., Tensors]) -> Callable[..., tuple[torch.Tensor, ...]]:
+        def kernel(*inputs: Any) -> tuple[torch.Tensor, ...]:
+            made = compute(*inputs)
+            missing = (None,) * (num_results - len(made))
+            return tuple(inputs[0].new_empty(0) if part is None else part for part in (*made, *missing))
+
+        return kernel
+
+    def call(*inputs: Any) -> Any:
+        return seen(*inputs) if _watched(inputs) else differentiable(run, *inputs)
+
+    # torch.compile calls operators whose sizes it cannot know between its graphs. It would trace their Python.
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, _disable_dynamo(with_empty(run)), key)
+    recorded = _disable_dynamo(autograd.autograd_kernel(seen.default, differentiable))
+    _library.impl(name, recorded, "Autograd", with_keyset=True)
+    torch.library.register_fake(f"ep_plugin::{name}", with_empty(fake), lib=_library)
+    return call
 
 
-def _combine(
-    y: torch.Tensor,
-    weights: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    extra: torch.Tensor | None,
-    routing: Sequence[torch.Tensor],
-    comm: int,
-    pending: bool,
-) -> Sums:
-    here = communicator(comm)
-    known = known_routing(here.engine, "handle", RoutingTensors(*routing))
-    bias = None if bias is None else bulk_ready(bias)
-    return here.run_combine(bulk_ready(y), weights, bias, extra, known, pending)
+def _watched(inputs: tuple[Any, ...]) -> bool:
+    """Whether torch must see the operator: for a compiler, a mode, a transform, a profiler or a subclass of Tensor."""
+    if is_traced() or torch._C._autograd._profiler_enabled():
+        return True
+    for tensor in inputs[: autograd.NUM_TENSORS]:
+        if tensor is not None and (type(tensor) not in PLAIN or is_lazy(tensor)):
+            return True
+    return False
 
 
-def _fake_dispatch(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    scales: torch.Tensor | None,
-    previous: Sequence[torch.Tensor],
-    comm: int,
-    capacity: int | None,
-    quantize: str | None,
-    pending: bool,
-) -> tuple[torch.Tensor | None, ...]:
+def _fake_dispatch(*inputs: Any) -> Tensors:
+    x, topk_ids, topk_weights, scales, capacity, quantize, previous, comm, _ = inputs
     engine = communicator(comm).engine
-    check_devices(
-        engine, x=x, topk_ids=topk_ids, topk_weights=topk_weights, scales=scales
-    )  # a meta tensor ends up here
-    config, size = engine.config, engine.size
+    check_devices(engine, x=x, topk_ids=topk_ids, topk_weights=topk_weights, scales=scales)
     T, K = topk_ids.shape
-    flat = engine.flat
+    local, most = engine.local_experts, engine.config.max_tokens_per_rank
 
     def ints(*shape: int | torch.SymInt) -> torch.Tensor:
         return x.new_empty(shape, dtype=torch.int32)
@@ -94,19 +93,14 @@ def _fake_dispatch(
     def unknown() -> int | torch.SymInt:
         return torch.library.get_ctx().new_dynamic_size()
 
-    most = config.max_tokens_per_rank
-    slots: int | torch.SymInt  # a size that no output has must not be asked for
+    slots: int | torch.SymInt  # torch refuses a new size that no output has
     if previous:
         slots = previous[2].shape[0]
     else:
-        slots = size * most if capacity is not None and most is not None else unknown()
-    rows: int | torch.SymInt = capacity if capacity is not None else (unknown() if flat else slots)
-    beside = (rows,) if flat else (rows, K)
-    local = engine.local_experts
+        slots = engine.size * most if capacity is not None and most is not None else unknown()
+    rows: int | torch.SymInt = capacity if capacity is not None else (unknown() if engine.flat else slots)
     result = (
-        *empty_payload(x, scales, quantize, rows),
-        None if topk_weights is None else topk_weights.new_empty(beside),
-        ints(*beside),
+        *empty_rows(DispatchCall(x, topk_ids, topk_weights, scales, None, capacity, quantize), engine.flat, rows),
         ints(local),
         ints(local + 1),
         None if capacity is None else ints(2),
@@ -118,73 +112,28 @@ def _fake_dispatch(
     return *result, ints(T, K), ints(engine.plan_words(T, K)), ints(slots, K), totals
 
 
-def _fake_combine(
-    y: torch.Tensor,
-    weights: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    extra: torch.Tensor | None,
-    routing: Sequence[torch.Tensor],
-    comm: int,
-    pending: bool,
-) -> Sums:
+def _fake_combine(*inputs: Any) -> Tensors:
+    y, weights, bias, extra, routing, comm, _ = inputs
     check_devices(communicator(comm).engine, y=y, weights=weights, bias=bias, extra=extra)
     T, K = routing[0].shape
     return y.new_empty((T, y.shape[1])), None if extra is None else extra.new_empty((T, K))
 
 
-def _as_operator(compute: Callable[..., tuple[torch.Tensor | None, ...]], results: int) -> Callable[..., Any]:
-    """`compute` as an operator, which returns `results` tensors, none of its inputs, and no tensor twice."""
-
-    def kernel(*inputs: Any) -> tuple[torch.Tensor, ...]:
-        made = compute(*inputs)
-        missing = (None,) * (results - len(made))
-        return tuple(inputs[0].new_empty(0) if part is None else part for part in (*made, *missing))
-
-    return kernel
-
-
-def dispatch(*inputs: Any) -> Any:
-    """The operator's results for its arguments."""
-    if _watched(inputs):
-        return torch.ops.ep_plugin.dispatch(*inputs)
-    return _differentiable_dispatch(_dispatch, *inputs)
-
-
-def combine(*inputs: Any) -> Any:
-    """The operator's results for its arguments."""
-    if _watched(inputs):
-        return torch.ops.ep_plugin.combine(*inputs)
-    return _differentiable_combine(_combine, *inputs)
-
-
-def _watched(inputs: tuple[Any, ...]) -> bool:
-    """Whether somebody must see the operator called: a compiler, a mode, a transform, a profiler, a kind of tensor."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._autograd._profiler_enabled()
-    ):
-        return True
-    for tensor in inputs[: autograd.NUM_TENSORS]:
-        if tensor is not None and (type(tensor) not in PLAIN or is_lazy(tensor)):
-            return True
-    return False
-
-
-_DISPATCH_RESULTS = len((*DispatchResult._fields, *RoutingTensors._fields))
-_differentiable_dispatch = autograd.differentiable(
-    autograd.save_dispatch, functools.partial(autograd.dispatch_backward, combine)
+dispatch: Callable[..., Any] = _operator(
+    "dispatch(Tensor x, Tensor topk_ids, Tensor? topk_weights, Tensor? scales, SymInt? capacity, str? quantize, "
+    "Tensor[] previous, int comm, int started) -> (Tensor tokens, Tensor scales, Tensor weights, Tensor ids, "
+    "Tensor expert_counts, Tensor expert_offsets, Tensor limits, Tensor host_counts, "
+    "Tensor h_topk_ids, Tensor h_plan, Tensor h_recv_rows, Tensor h_totals)",
+    Dispatch,
+    _fake_dispatch,
+    autograd.save_dispatch,
+    lambda *given: autograd.dispatch_backward(combine, *given),
 )
-_differentiable_combine = autograd.differentiable(
-    autograd.save_combine, functools.partial(autograd.combine_backward, dispatch)
+combine: Callable[..., Any] = _operator(
+    "combine(Tensor y, Tensor? weights, Tensor? bias, Tensor? extra, Tensor[] routing, int comm, int started) "
+    "-> (Tensor out, Tensor extra_out)",
+    Combine,
+    _fake_combine,
+    autograd.save_combine,
+    lambda *given: autograd.combine_backward(dispatch, *given),
 )
-# torch.compile calls operators whose sizes it cannot know between its graphs, and would trace their Python as a user's.
-for _key in ("CPU", "CUDA"):
-    _library.impl("dispatch", _disable_dynamo(_as_operator(_dispatch, _DISPATCH_RESULTS)), _key)
-    _library.impl("combine", _disable_dynamo(_as_operator(_combine, 2)), _key)
-torch.library.register_fake("ep_plugin::dispatch", _as_operator(_fake_dispatch, _DISPATCH_RESULTS), lib=_library)
-torch.library.register_fake("ep_plugin::combine", _as_operator(_fake_combine, 2), lib=_library)
-for _name, _call in (("dispatch", _differentiable_dispatch), ("combine", _differentiable_combine)):
-    _operator = getattr(torch.ops.ep_plugin, _name).default
-    _library.impl(_name, _disable_dynamo(autograd.autograd_kernel(_operator, _call)), "Autograd", with_keyset=True)

@@ -15,10 +15,10 @@ from ep_plugin.config import DispatchLayout
 
 @dataclass(frozen=True)
 class ReferenceOutput:
-    """What one rank receives, in DispatchOutput's words, and where each row came from.
+    """The rows that one rank receives, with DispatchOutput's names, and where each row came from.
 
     pair_token, pair_k: ``[pairs]``, for every (token, local expert) pair its token (counted over all ranks) and its
-    position in top-k; pair_row: the output row that holds it.
+    position in top-k. pair_row: the output row of the pair.
     """
 
     tokens: torch.Tensor
@@ -45,20 +45,22 @@ def reference_dispatch(
     all_x, all_ids, all_weights = torch.cat(x), torch.cat(topk_ids).long(), torch.cat(topk_weights)
     per_rank = num_experts // len(x)
     make = _flat if layout is DispatchLayout.FLAT else _token_major
-    return [
-        make(all_x, _local_ids(all_ids, rank, per_rank), all_weights, per_rank, expert_alignment)
-        for rank in range(len(x))
-    ]
+    received = []
+    for rank in range(len(x)):
+        local = all_ids - rank * per_rank
+        local = torch.where((all_ids >= 0) & (local >= 0) & (local < per_rank), local, -1)
+        received.append(make(all_x, local, all_weights, per_rank, expert_alignment))
+    return received
 
 
 def reference_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x: ``[T, H]``. Returns float8_e4m3fn ``[T, H]`` and float32 scales ``[T, ceil(H / 128)]``, bit for bit.
 
-    A block's scale is amax / 448 over its elements that are no NaN, or 1 where that is 0; an element is x / scale, both
-    divisions in float32, rounded to nearest even and saturated to 448. An infinity's block has an infinite scale: the
-    infinity is NaN there, and finite elements are 0 (all are NaN once multiplied by the scale). NaN is NaN. Every
-    element keeps its sign. Where amax is below 2**-137 the scale is a coarse subnormal: quotients may saturate, and
-    elements are up to a third too small; below about 2**-141 they are 0.
+    A block's scale is amax / 448 over its elements other than NaN, or 1 if that is 0. An element is x / scale, both
+    divisions in float32, rounded to nearest even and saturated to 448. The block of an infinity has an infinite scale:
+    the infinity becomes NaN, and finite elements become 0 (all are NaN once multiplied by the scale). NaN stays NaN.
+    Every element keeps its sign. Where amax is below 2**-137 the scale is a coarse subnormal: quotients may saturate,
+    and elements are up to a third too small; below about 2**-141 they are 0.
     """
     T, H = x.shape
     blocks = -(-H // 128)
@@ -67,7 +69,7 @@ def reference_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = amax / torch.full_like(amax, 448)  # by a number, torch multiplies with its reciprocal on GPUs
     scales = torch.where(scales == 0, 1.0, scales)
     magnitudes = (padded.abs() / scales.unsqueeze(2)).clamp(max=448).to(torch.float8_e4m3fn).view(torch.uint8)
-    codes = (magnitudes & 0x7F) | (padded.signbit().to(torch.uint8) << 7)  # the sign of a computed NaN is anybody's
+    codes = (magnitudes & 0x7F) | (padded.signbit().to(torch.uint8) << 7)  # the sign of a computed NaN is undefined
     return codes.view(T, blocks * 128)[:, :H].contiguous().view(torch.float8_e4m3fn), scales
 
 
@@ -88,17 +90,13 @@ def reference_combine(
             beside = weights[rank].double()
             factor = beside[row] if beside.dim() == 1 else beside[row, k]
             total.index_add_(0, token, rows.double()[row] * factor.unsqueeze(1))
-        elif out.topk_ids is None:
-            total.index_add_(0, token, rows.double()[row])
-        else:  # TOKEN_MAJOR: one row per token, however many experts it has here
-            row, first = _first_of_each(row)
-            total.index_add_(0, token[first], rows.double()[row])
+            continue
+        if out.topk_ids is not None:  # TOKEN_MAJOR: one row per token, however many experts it has here
+            token_of_row = token.new_empty(len(rows)).index_copy_(0, row, token)
+            row = row.unique()
+            token = token_of_row[row]
+        total.index_add_(0, token, rows.double()[row])
     return list(total.split(tokens_per_rank))
-
-
-def _local_ids(ids: torch.Tensor, rank: int, per_rank: int) -> torch.Tensor:
-    local = ids - rank * per_rank
-    return torch.where((ids >= 0) & (local >= 0) & (local < per_rank), local, -1)
 
 
 def _flat(
@@ -107,17 +105,13 @@ def _flat(
     token, k = (local >= 0).nonzero(as_tuple=True)
     expert = local[token, k]
     counts = torch.bincount(expert, minlength=per_rank)
-    padded = (counts + alignment - 1) // alignment * alignment
-    offsets = torch.cat([torch.zeros(1, dtype=torch.long), padded.cumsum(0)])
+    offsets = _starts((counts + alignment - 1) // alignment * alignment)
     order = expert.argsort(stable=True)
-    starts = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
     row = torch.empty_like(order)
-    row[order] = torch.arange(len(order)) - starts[expert[order]] + offsets[expert[order]]
+    row[order] = torch.arange(len(order)) - _starts(counts)[expert[order]] + offsets[expert[order]]
     rows = int(offsets[-1])
-    tokens = x.new_zeros((rows, x.shape[1]))
-    tokens[row] = x[token]
-    row_weights = weights.new_zeros(rows)
-    row_weights[row] = weights[token, k]
+    tokens, row_weights = x.new_zeros((rows, x.shape[1])), weights.new_zeros(rows)
+    tokens[row], row_weights[row] = x[token], weights[token, k]
     ids = torch.full((rows,), -1, dtype=torch.int32)
     ids[row] = expert.int()
     return ReferenceOutput(tokens, row_weights, None, ids, counts.int(), offsets.int(), token, k, row)
@@ -127,17 +121,13 @@ def _token_major(
     x: torch.Tensor, local: torch.Tensor, weights: torch.Tensor, per_rank: int, alignment: int
 ) -> ReferenceOutput:
     here = (local >= 0).any(dim=1)
-    slot = here.long().cumsum(0) - 1
     token, k = (local >= 0).nonzero(as_tuple=True)
+    row = (here.long().cumsum(0) - 1)[token]
     counts = torch.bincount(local[token, k], minlength=per_rank)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
     kept = torch.where(local >= 0, weights, torch.zeros_like(weights))[here]
-    return ReferenceOutput(x[here], kept, local[here].int(), None, counts.int(), offsets.int(), token, k, slot[token])
+    offsets = _starts(counts).int()
+    return ReferenceOutput(x[here], kept, local[here].int(), None, counts.int(), offsets, token, k, row)
 
 
-def _first_of_each(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distinct entries of an ascending vector, and where each first stands."""
-    if values.numel() == 0:
-        return values, values
-    first = torch.cat([torch.ones(1, dtype=torch.bool), values[1:] != values[:-1]]).nonzero().squeeze(1)
-    return values[first], first
+def _starts(counts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])

@@ -1,45 +1,80 @@
-"""The numbers by which operators name communicators: ints are what torch can carry through graphs."""
+"""The communicators of this process: by number, for operators, and by group, for `MoECommunicator.shared`."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
+import warnings
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
-from ep_plugin import _C
+import torch.distributed as dist
+
 from ep_plugin.errors import CommunicatorClosed
+from ep_plugin.transport.exchange import checked_group, is_alive
 
-if TYPE_CHECKING:
-    from ep_plugin.moe.communicator import MoECommunicator
-    from ep_plugin.moe.high_throughput.engine import Engine
-
+# A communicator is Any here, since MoECommunicator's own module imports this one.
 _counts: dict[int, Iterator[int]] = {}  # of the communicators whose numbers have one hash
-_communicators: weakref.WeakValueDictionary[int, MoECommunicator] = weakref.WeakValueDictionary()
+_communicators: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# The shared communicators of each group. Making one waits for the group's ranks, so each group has a lock of its own.
+_groups: dict[weakref.ref[dist.ProcessGroup], tuple[threading.Lock, dict[Hashable, Any]]] = {}
+_groups_lock = threading.Lock()  # never held while ranks wait for each other
 
 
-def communicator(number: int) -> MoECommunicator:
-    """The communicator with this number in this process; CommunicatorClosed when it is gone."""
+def communicator(number: int) -> Any:
+    """The MoECommunicator with this number in this process. CommunicatorClosed if there is none any more."""
     found = _communicators.get(number)
     if found is None:
         raise CommunicatorClosed(f"expected the number of an open communicator, got {number}")
     return found
 
 
-def register(comm: MoECommunicator) -> int:
-    """Makes a communicator known, for as long as it lives, by the number that is returned."""
-    number = _next_number(comm.engine)
+def register(comm: Any, sizes: str) -> int:
+    """Gives `comm` a number, by which it is found as long as it lives. Graphs can carry ints, not objects.
+
+    Torch keeps compiled code on disk, where this number alone identifies a communicator. So the number follows from
+    `sizes`, all that the operators' output sizes depend on, and from how many communicators of such sizes came before:
+    the same program finds its code again, and no other program does.
+    """
+    hashed = int.from_bytes(hashlib.sha256(sizes.encode()).digest()[:5], "little")
+    number = (hashed << 20) + next(_counts.setdefault(hashed, itertools.count(1)))  # below 2**61
     _communicators[number] = comm
     return number
 
 
-def _next_number(engine: Engine) -> int:
-    """A number that no other communicator of this process has had, equal for equal ones in other processes.
+def shared_communicator(group: dist.ProcessGroup | None, key: Callable[[], Hashable], make: Callable[[], Any]) -> Any:
+    """The open communicator of (group, key()), made by `make` if there is none.
 
-    Of a communicator, compiled code that torch keeps on disk is known by this alone: so it stands for all that the
-    operators' output sizes depend on, and the same program finds its code again.
+    `key` is called once the group is known to be alive. Communicators of groups that have been destroyed are closed.
     """
-    sizes = f"{engine.config_hash} {engine.size} {engine.meta_words} {_C.num_totals}"
-    hashed = int.from_bytes(hashlib.sha256(sizes.encode()).digest()[:5], "little")
-    return (hashed << 20) + next(_counts.setdefault(hashed, itertools.count(1)))  # below 2**61
+    _close_orphans()
+    found_group = weakref.ref(checked_group(group))
+    wanted = key()
+    with _groups_lock:
+        lock, communicators = _groups.setdefault(found_group, (threading.Lock(), {}))
+    with lock:
+        found = communicators.get(wanted)
+        if found is None or found.engine.closed:
+            found = communicators[wanted] = make()
+        return found
+
+
+def _close_orphans() -> None:
+    """Closes the communicators of destroyed groups: torch does not report the end of a group.
+
+    An error is only a warning: it does not concern the caller, who asks for another communicator.
+    """
+    with _groups_lock:
+        dead = [ref for ref in _groups if (group := ref()) is None or not is_alive(group)]
+        orphans = [comm for ref in dead for comm in _groups.pop(ref)[1].values()]
+    for comm in orphans:
+        try:
+            comm.close()
+        except Exception as error:
+            warnings.warn(
+                f"{comm.engine.name}: close() after the end of its process group: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=5,  # the caller of MoECommunicator.shared
+            )

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ep_plugin.moe.in_flight import DispatchWork
 from ep_plugin.moe.reference import reference_combine
-from ep_plugin.moe.work import DispatchWork
 from tests.moe.moe_cases import (
     FLAT,
     LAYOUTS,

@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep_plugin import MoECommunicator, MoECommunicatorConfig
-from ep_plugin.moe.high_throughput.routing import RoutingTensors
 from tests.moe.moe_cases import FLAT, LAYOUTS, TOKEN_MAJOR, Case, communicator, make_inputs, named, on_ranks, poisoned
 from tests.ranks import run_ranks, values
 
@@ -118,27 +117,27 @@ def _library_checks(rank: int, size: int) -> None:
         with communicator(case, layout, max_tokens_per_rank=8, hidden_size=144) as comm:
             number = comm.number
             out, handle = comm.dispatch(x, ids, weights)
-            routing = list(RoutingTensors(*handle[:-1]))
+            routing = list(handle[:-1])
             live, live_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
             scales = torch.rand(6, 2)
             y, row_weights = out.tokens.clone().requires_grad_(), out.weights.clone().requires_grad_()
             calls = {
-                "dispatch": (torch.ops.ep_plugin.dispatch, (x, ids, weights, scales, [], number, None, None, False)),
-                "rows alone": (torch.ops.ep_plugin.dispatch, (x, ids.int(), None, None, [], number, None, None, False)),
-                "capacity": (torch.ops.ep_plugin.dispatch, (x, ids, weights, None, [], number, 20, None, False)),
-                "cached": (torch.ops.ep_plugin.dispatch, (x, ids, weights, None, routing, number, None, None, False)),
+                "dispatch": (torch.ops.ep_plugin.dispatch, (x, ids, weights, scales, None, None, [], number, 0)),
+                "rows alone": (torch.ops.ep_plugin.dispatch, (x, ids.int(), None, None, None, None, [], number, 0)),
+                "capacity": (torch.ops.ep_plugin.dispatch, (x, ids, weights, None, 20, None, [], number, 0)),
+                "cached": (torch.ops.ep_plugin.dispatch, (x, ids, weights, None, None, None, routing, number, 0)),
                 "dispatch, gradients": (
                     torch.ops.ep_plugin.dispatch,
-                    (live, ids, live_weights, None, routing, number, None, None, False),
+                    (live, ids, live_weights, None, None, None, routing, number, 0),
                 ),
                 "quantised": (
                     torch.ops.ep_plugin.dispatch,
-                    (torch.rand(6, 144), ids, weights, None, [], number, None, "e4m3", False),
+                    (torch.rand(6, 144), ids, weights, None, None, "e4m3", [], number, 0),
                 ),
-                "combine": (torch.ops.ep_plugin.combine, (out.tokens, None, None, None, routing, number, False)),
+                "combine": (torch.ops.ep_plugin.combine, (out.tokens, None, None, None, routing, number, 0)),
                 "combine, all of it": (
                     torch.ops.ep_plugin.combine,
-                    (y, row_weights, live, out.weights, routing, number, False),
+                    (y, row_weights, live, out.weights, routing, number, 0),
                 ),
             }
             for name, (op, args) in calls.items():

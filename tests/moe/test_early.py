@@ -1,6 +1,6 @@
-"""Dispatches whose rows are expanded before the host knows how many they are.
+"""Dispatches that receive rows before the host knows how many there are.
 
-On CPUs the totals are always there in time, so the ranks here are told that they are not.
+On CPUs the totals are always there in time, so `has_totals` is made to deny it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from ep_plugin import DispatchLayout, MoECommunicator
 from ep_plugin.errors import CaptureRefused, PeerTimeout
-from ep_plugin.moe.high_throughput import dispatch_args, expected
-from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, Engine
-from ep_plugin.moe.high_throughput.expected import Expected, Rows
-from ep_plugin.runtime.streams import CpuLanes
+from ep_plugin.moe.high_throughput.dispatch import Dispatch
+from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, HighThroughputEngine
+from ep_plugin.moe.high_throughput.history import REMEMBERED, SPARE_ROWS, Expected, Rows
+from ep_plugin.moe.layout import DispatchResult
+from ep_plugin.runtime.streams import Streams
 from tests.faults.fault_cases import die_at_gate
 from tests.moe.moe_cases import (
     FLAT,
@@ -37,9 +38,9 @@ from tests.ranks import run_ranks
 
 
 class Recorded:
-    """The kernels of an engine, which keep of each expand whether it was ahead of the totals."""
+    """The kernels of an engine, which record of each receive whether it was ahead of the totals."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: HighThroughputEngine) -> None:
         self._kernels = engine.kernels
         self.early: list[bool] = []
         engine.kernels = self
@@ -57,12 +58,12 @@ class Recorded:
 
 
 def _hurry(comm: MoECommunicator) -> Recorded:
-    comm.engine.knows = lambda ticket: False
+    comm.engine.has_totals = lambda ticket: False
     return Recorded(comm.engine)
 
 
 def _changing(rank: int, size: int, layout: DispatchLayout, bounded: bool) -> list[list[bool]]:
-    """Routings of one shape: alike, then most rows to the last rank, then alike again. The expands of each."""
+    """Routings of one shape: alike, then most rows to the last rank, then alike again. The receives of each."""
     shape = {"tokens": (800,) * size, "num_experts": 2 * size}
     alike, skewed = ("random", 0.7), ("last rank only", 0.0)
     history = []
@@ -78,7 +79,7 @@ def _changing(rank: int, size: int, layout: DispatchLayout, bounded: bool) -> li
 
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_expands_ahead_of_the_totals_and_again_where_that_was_too_small(size: int, bounded: bool) -> None:
+def test_receives_ahead_of_the_totals_and_again_where_that_was_too_small(size: int, bounded: bool) -> None:
     for layout in LAYOUTS:
         ranks = on_ranks(size, _changing, layout, bounded)
         for rank, history in enumerate(ranks):
@@ -113,14 +114,14 @@ def _memory_for_no_more(rank: int, size: int) -> None:
     with communicator(inputs.case, timeout_s=20) as comm:
         kernels = _hurry(comm)
         out, _ = round_trip(comm, inputs, inputs.expected(FLAT))
-        most, allocate = len(out.tokens), dispatch_args._empty_result
+        most, allocate = len(out.tokens), Dispatch._empty_result
 
-        def tight(engine: Engine, call: Any, rows: int, counts: dispatch_args.Counts) -> Any:
+        def tight(operation: Dispatch, rows: int) -> DispatchResult:
             if rank == 0 and rows > most:
                 raise torch.OutOfMemoryError("emulated")
-            return allocate(engine, call, rows, counts)
+            return allocate(operation, rows)
 
-        with unittest.mock.patch.object(dispatch_args, "_empty_result", tight):
+        with unittest.mock.patch.object(Dispatch, "_empty_result", tight):
             round_trip(comm, inputs, inputs.expected(FLAT))
         assert kernels.since_last() == [False, rank != 0]
 
@@ -150,7 +151,7 @@ def _growing(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_pool_that_grows_is_sent_to_and_expanded_again(size: int) -> None:
+def test_a_pool_that_grows_is_sent_to_and_received_from_again(size: int) -> None:
     on_ranks(size, _growing)
 
 
@@ -195,7 +196,7 @@ def _spare_memory(rank: int, size: int) -> None:
             out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
             assert kernels.since_last() == [seed > 0]
             seen.append(max(len(out.tokens), len(handle.recv_rows)))
-            most = max(seen) + max(seen) // 64 + expected.SPARE_ROWS
+            most = max(seen) + max(seen) // 64 + SPARE_ROWS
             for tensor in (out.tokens, out.weights, out.row_expert_ids, handle.recv_rows):
                 assert tensor is not None and tensor.is_contiguous()
                 held = tensor.untyped_storage().nbytes() // (tensor[0].numel() * tensor.element_size())
@@ -207,7 +208,7 @@ def test_an_output_keeps_little_memory_that_it_does_not_need() -> None:
 
 
 def _without_a_peer(rank: int, size: int) -> None:
-    """Rank 1 stays away from a dispatch: notify's wait ends at the deadline, and nothing is expanded early after it."""
+    """Rank 1 stays away from a dispatch: notify's wait ends at the deadline, and nothing is received early after it."""
     inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
     with communicator(inputs.case, timeout_s=1.0) as comm:
         kernels = _hurry(comm)
@@ -221,12 +222,12 @@ def _without_a_peer(rank: int, size: int) -> None:
         dist.barrier()
 
 
-def test_nothing_is_expanded_early_after_a_fault() -> None:
+def test_nothing_is_received_early_after_a_fault() -> None:
     on_ranks(2, _without_a_peer)
 
 
 def _killed_while_sending(rank: int, size: int) -> tuple[PeerTimeout, list[bool], bool]:
-    """What rank 0 raised, its expands, and whether the rows of the last one are NaN bytes."""
+    """What rank 0 raised, its receives, and whether the rows of the last one are NaN bytes."""
     if rank == 1:
         os.environ["EP_PLUGIN_TEST_GATE"] = "dispatch_send"
     inputs = make_inputs(Case(tokens=(200,) * size, num_experts=2 * size))
@@ -239,21 +240,21 @@ def _killed_while_sending(rank: int, size: int) -> tuple[PeerTimeout, list[bool]
     if rank == 1:
         die_at_gate(comm)
     made: list[torch.Tensor] = []
-    allocate = dispatch_args._empty_result
+    allocate = Dispatch._empty_result
 
-    def kept(*args: Any) -> dispatch_args.DispatchResult:
-        result = allocate(*args)
+    def kept(operation: Dispatch, rows: int) -> DispatchResult:
+        result = allocate(operation, rows)
         made.append(result.tokens)
         return result
 
-    dispatch_args._empty_result = kept
+    Dispatch._empty_result = kept
     with pytest.raises(PeerTimeout) as raised:
         comm.dispatch(inputs.x[rank], inputs.ids[rank])
     comm.close()
     return raised.value, kernels.early, bool((made[0].view(torch.uint8) == 0xFF).all())
 
 
-def test_a_peer_killed_while_it_sends_ends_an_early_expand() -> None:
+def test_a_peer_killed_while_it_sends_ends_an_early_receive() -> None:
     ranks = run_ranks(2, _killed_while_sending, 2)
     assert ranks[1].exitcode == -signal.SIGKILL
     error, early, poisoned_rows = ranks[0].value
@@ -268,32 +269,32 @@ def _across_a_capture(rank: int, size: int, other: int) -> None:
     x, ids, weights = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
     with communicator(inputs.case, max_tokens_per_rank=20) as comm:
         out, handle = round_trip(comm, inputs, wanted)
-        eager, capturing = comm.engine.lanes, CpuLanes()
+        eager, capturing = comm.engine.streams, Streams()
         capturing.capturing = lambda: 7
         for begin, check in (
             (lambda: comm.dispatch_async(x, ids, weights), lambda result: check_dispatch(result[0], wanted[rank])),
             (lambda: comm.combine_async(out.tokens, handle), lambda result: None),
         ):
             work = begin()
-            comm.engine.lanes = capturing
+            comm.engine.streams = capturing
             for late in (work.wait, lambda: comm.dispatch(x, ids, weights, capacity=200)):
                 with pytest.raises(
                     CaptureRefused, match="begun before the capture .* to be completed and waited for there too"
                 ):
                     late()
-            comm.engine.lanes = eager
+            comm.engine.streams = eager
             check(work.wait())
         work = comm.dispatch_async(x, ids, weights)
         comm.combine(out.tokens, handle)
-        comm.engine.lanes = capturing
+        comm.engine.streams = capturing
         with pytest.raises(CaptureRefused, match="begun before the capture .* got its wait.* in it$"):
             work.wait()
-        comm.engine.lanes = eager
+        comm.engine.streams = eager
         check_dispatch(work.wait()[0], wanted[rank])
-        comm.engine.lanes = capturing
+        comm.engine.streams = capturing
         comm.dispatch_async(x, ids, weights, capacity=200).wait()
         lost = comm.combine_async(out.tokens, handle)
-        comm.engine.lanes = later = CpuLanes()
+        comm.engine.streams = later = Streams()
         later.capturing = lambda: other
         where = "in another" if other else "after it"
         with pytest.raises(
@@ -307,12 +308,24 @@ def test_a_capture_has_both_ends_of_an_operation_or_none(other: int) -> None:
     on_ranks(2, _across_a_capture, other)
 
 
-def _changes_lanes(rank: int, size: int) -> int:
-    """How often the lanes meet while receiving changes from one to the other, and back."""
+class _CountingStreams(Streams):
+    """Streams with handles of their own, which count how often each of both is ordered after the other."""
+
+    send, receive = 1, 2
+
+    def __init__(self) -> None:
+        self.met = [0, 0]
+
+    def order_after(self, stream: int, *earlier: int) -> None:
+        if stream and earlier != (0,):
+            self.met[stream - 1] += 1
+
+
+def _changes_streams(rank: int, size: int) -> list[int]:
+    """How often each stream waits for the other while receiving changes from one to the other, and back."""
     inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
     with communicator(inputs.case) as comm:
-        lanes = CpuLanes()
-        lanes.meet, comm.engine.lanes = unittest.mock.Mock(), lanes
+        streams = comm.engine.streams = _CountingStreams()
         for sms in (
             {},
             {"dispatch_recv_sms": 8},
@@ -322,11 +335,11 @@ def _changes_lanes(rank: int, size: int) -> int:
         ):
             comm.set_sms(**sms)
             round_trip(comm, inputs, inputs.expected(FLAT))
-        return lanes.meet.call_count
+        return streams.met
 
 
-def test_lanes_meet_where_receiving_changes_lanes() -> None:
-    assert on_ranks(2, _changes_lanes) == [3, 3]
+def test_streams_wait_for_each_other_where_receiving_changes_its_stream() -> None:
+    assert on_ranks(2, _changes_streams) == [[3, 3], [3, 3]]
 
 
 def test_what_is_expected_follows_what_was_seen() -> None:
@@ -335,17 +348,17 @@ def test_what_is_expected_follows_what_was_seen() -> None:
     seen.saw(shape, Rows(32_000, 15_000))
     assert seen.rows((4096, 4)) is None
     first = seen.rows(shape)
-    assert first == Rows(32_000 + 500 + expected.SPARE_ROWS, 15_000 + 234 + expected.SPARE_ROWS)
+    assert first == Rows(32_000 + 500 + SPARE_ROWS, 15_000 + 234 + SPARE_ROWS)
     seen.saw(shape, Rows(33_000, 14_000))
-    assert seen.rows(shape) == Rows(33_000 + 515 + expected.SPARE_ROWS, first.slots)
+    assert seen.rows(shape) == Rows(33_000 + 515 + SPARE_ROWS, first.slots)
     seen.saw(shape, Rows(33_000, 13_000))
     assert seen.rows(shape) is None, "slots differ by more than a 16th"
-    for _ in range(expected.REMEMBERED):
+    for _ in range(REMEMBERED):
         seen.saw(shape, Rows(30_000, 13_000))
-    assert seen.rows(shape) == Rows(30_000 + 468 + expected.SPARE_ROWS, 13_000 + 203 + expected.SPARE_ROWS)
+    assert seen.rows(shape) == Rows(30_000 + 468 + SPARE_ROWS, 13_000 + 203 + SPARE_ROWS)
     seen.saw((1, 8), Rows(4, 1))
     assert seen.rows(shape) is None
-    assert seen.rows((1, 8)) == Rows(4 + expected.SPARE_ROWS, 1 + expected.SPARE_ROWS)
+    assert seen.rows((1, 8)) == Rows(4 + SPARE_ROWS, 1 + SPARE_ROWS)
 
 
 def test_rows_fit_where_both_do() -> None:

@@ -1,4 +1,4 @@
-"""The oracle that judges CUDA graphs on the device, judged itself: the reference agrees, and what is wrong is seen."""
+"""The oracle of CUDA graphs, checked itself on the device: the reference agrees, and wrong results are seen."""
 
 from __future__ import annotations
 

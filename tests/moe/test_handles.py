@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ep_plugin import CommunicatorClosed, MoECommunicator, MoECommunicatorConfig
-from ep_plugin.moe.high_throughput import routing
+from ep_plugin.moe.high_throughput import engine
 from tests.faults.fault_cases import nothing_left_behind
 from tests.moe.moe_cases import (
     FLAT,
@@ -301,8 +301,8 @@ def _nothing_here(rank: int, size: int) -> list[str]:
     inputs = make_inputs(Case(tokens=(300,) * size, num_experts=2 * size, routing="last rank only"))
     seen: list[str] = []
     with communicator(inputs.case) as comm, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comm.engine, "knows", lambda ticket: False)  # so that expand always comes early
-        patch.setattr(routing, "check_routing", lambda _, name, __: seen.append(name))
+        patch.setattr(comm.engine, "has_totals", lambda ticket: False)  # so that rows are always received early
+        patch.setattr(engine, "check_routing", lambda _, name, __: seen.append(name))
         for _ in range(4):
             out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
             comm.combine(out.tokens, handle)

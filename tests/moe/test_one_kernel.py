@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_plugin.runtime.streams import CpuLanes
+from ep_plugin.runtime.streams import Streams
 from tests.moe.moe_cases import (
     LAYOUTS,
     Case,
@@ -69,8 +69,8 @@ def test_without_the_host(size: int) -> None:
     on_ranks(size, _without_the_host)
 
 
-class _RecordingLanes(CpuLanes):
-    """Lanes that remember which memory they were told to keep."""
+class _RecordingStreams(Streams):
+    """Streams that remember which memory they must keep."""
 
     def __init__(self) -> None:
         self.kept: set[int] = set()
@@ -80,18 +80,18 @@ class _RecordingLanes(CpuLanes):
 
 
 def _outputs_are_kept(rank: int, size: int) -> None:
-    """A fault may keep the caller from ever joining the lanes: then the lanes must know what is still written to."""
+    """A fault may keep the caller from ever joining the streams, which must then know what is still written to."""
     case = Case(tokens=ragged(size, 30, 4), num_experts=2 * size)
     inputs = make_inputs(case)
     with communicator(case, LAYOUTS[0], **ONE_KERNEL) as comm:
-        lanes = comm.engine.lanes = _RecordingLanes()
+        streams = comm.engine.streams = _RecordingStreams()
         work = comm.dispatch_async(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
-        kept = set(lanes.kept)
+        kept = set(streams.kept)
         out, handle = work.wait()
         for tensor in (out.tokens, out.weights, out.row_expert_ids, out.num_tokens_per_expert, handle.recv_rows):
             assert tensor is not None and tensor.data_ptr() in kept
         begun = comm.combine_async(out.tokens, handle, weights=out.weights)
-        kept = set(lanes.kept)
+        kept = set(streams.kept)
         assert begun.wait().data_ptr() in kept
 
 

@@ -27,11 +27,11 @@ def _pair(rank: int, layout: DispatchLayout) -> MoECommunicator:
     return open_communicator(SIZE, layout=layout, timeout_s=1 if rank == FAST else 15)
 
 
-def _tell(what: str) -> None:
+def _signal(what: str) -> None:
     dist.distributed_c10d._get_default_store().set(what, "")
 
 
-def _hear(what: str) -> None:
+def _await_signal(what: str) -> None:
     dist.distributed_c10d._get_default_store().wait([what])
 
 
@@ -49,9 +49,9 @@ def _dispatch_over_a_reader(rank: int, layout: DispatchLayout) -> None:
         os.environ["EP_PLUGIN_TEST_GATE"] = "dispatch_recv"
     comm = _pair(rank, layout)
     x, ids, weights = tokens_for(rank, SIZE, COUNT)
-    out, handle = comm.dispatch(x, ids, weights)  # the slow rank stays in its expand
+    out, handle = comm.dispatch(x, ids, weights)  # the slow rank stays in its receive
     if rank == FAST:
-        slow_board = comm.engine.boards._block.ptrs[SLOW]
+        slow_board = comm.engine.boards._ptrs[SLOW]
         while _C.gate_reached(slow_board) == 0:
             time.sleep(0.001)
         with pytest.raises(PeerTimeout) as caught:
@@ -76,16 +76,16 @@ def _combine_over_a_reader(rank: int, layout: DispatchLayout) -> None:
         with pytest.raises(PeerTimeout) as caught:
             comm.combine(torch.full_like(out.tokens, torch.nan), handle, weights=out.weights)
         assert (caught.value.rank, caught.value.step) == (SLOW, "combine_send")
-        _tell("the fast rank has tried")
+        _signal("the fast rank has tried")
     else:
         work = comm.combine_async(out.tokens, handle, weights=out.weights)
-        _hear("the fast rank has tried")
+        _await_signal("the fast rank has tried")
         z = work.wait()
     torch.testing.assert_close(z, x)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_push_waits_for_the_reader_of_the_partial_rows_before(layout: DispatchLayout) -> None:
+def test_a_combine_send_waits_for_the_reader_of_the_partial_rows_before(layout: DispatchLayout) -> None:
     values(run_ranks(SIZE, _combine_over_a_reader, layout))
 
 

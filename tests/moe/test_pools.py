@@ -12,7 +12,7 @@ import torch
 from ep_plugin import MoECommunicator
 from ep_plugin.errors import CaptureRefused
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, DISPATCH_POOL
-from ep_plugin.runtime.streams import CpuLanes
+from ep_plugin.runtime.streams import Streams
 from tests.moe.moe_cases import (
     FLAT,
     LAYOUTS,
@@ -86,23 +86,23 @@ def _captured_too_early(rank: int, size: int) -> None:
     arguments = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
     for settings in ({}, {"dispatch_recv_sms": 0, "combine_recv_sms": 0}):
         with communicator(case, max_tokens_per_rank=6, **settings) as comm:
-            capturing = CpuLanes()
+            capturing = Streams()
             capturing.capturing = lambda: 1
-            eager, comm.engine.lanes = comm.engine.lanes, capturing
+            eager, comm.engine.streams = comm.engine.streams, capturing
             with pytest.raises(CaptureRefused, match="dispatch pool has 0 bytes where .* run one step of this shape"):
                 comm.dispatch(*arguments, capacity=40)
-            comm.engine.lanes = eager
+            comm.engine.streams = eager
             out, handle = comm.dispatch(*arguments, capacity=40)
-            comm.engine.lanes = capturing
+            comm.engine.streams = capturing
             with pytest.raises(CaptureRefused, match="combine pool has 0 bytes where .* run one step of this shape"):
                 comm.combine(out.tokens, handle)
-            comm.engine.lanes = eager
+            comm.engine.streams = eager
             round_trip(comm, inputs, inputs.expected(FLAT))
-            comm.engine.lanes = capturing
+            comm.engine.streams = capturing
             again, handle = comm.dispatch(*arguments, capacity=40)
             same_bits("tokens", again.tokens, out.tokens)
             comm.combine(again.tokens, handle)
-            comm.engine.lanes = eager
+            comm.engine.streams = eager
 
 
 @pytest.mark.parametrize("size", [1, 2])

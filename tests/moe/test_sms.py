@@ -8,24 +8,31 @@ from typing import Any
 import pytest
 import torch
 
-from ep_plugin.config import SMS_FIELDS, DispatchLayout
+from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
 from ep_plugin.moe.high_throughput.sms import (
     MOST_SMS,
     SMALL_BATCH_TOKENS,
-    AskedSms,
+    Asked,
     KernelSms,
     asked_of,
-    combine_sms,
-    dispatch_sms,
+    fitted,
     for_combine,
     for_dispatch,
     usable_sms,
 )
 from tests.moe.moe_cases import FLAT, TOKEN_MAJOR, Case, communicator, make_inputs, on_ranks
 
-NOTHING = AskedSms(None, None)
+NOTHING = (None, None)
 USABLE = 100  # of 132 SMs
 BF16, FP8 = 2 * 7168, 7168 + 4 * 56
+
+
+def dispatch_sms(asked: Asked, usable: int, *shape: Any) -> KernelSms:
+    return fitted(asked, usable, for_dispatch(*shape))
+
+
+def combine_sms(asked: Asked, usable: int, *shape: Any) -> KernelSms:
+    return fitted(asked, usable, for_combine(*shape))
 
 
 def test_the_headline_takes_what_was_measured_to_be_best() -> None:
@@ -69,11 +76,11 @@ def test_the_fewer_ranks_the_more_stays_here() -> None:
 
 
 def test_what_is_asked_for_is_had_and_the_rest_fits_beside_it() -> None:
-    assert dispatch_sms(AskedSms(12, 0), USABLE, 4, False, BF16, 8, True) == (12, 0)
-    assert dispatch_sms(AskedSms(12, None), USABLE, 4, True, BF16, 8, False) == (12, 64)
-    assert dispatch_sms(AskedSms(90, None), USABLE, 4, False, BF16, 8, False) == (90, 10)
-    assert combine_sms(AskedSms(None, 95), USABLE, 4, False, BF16, 8) == (5, 95)
-    assert combine_sms(AskedSms(None, 0), USABLE, 4, False, BF16, 8) == (17, 0)
+    assert dispatch_sms((12, 0), USABLE, 4, False, BF16, 8, True) == (12, 0)
+    assert dispatch_sms((12, None), USABLE, 4, True, BF16, 8, False) == (12, 64)
+    assert dispatch_sms((90, None), USABLE, 4, False, BF16, 8, False) == (90, 10)
+    assert combine_sms((None, 95), USABLE, 4, False, BF16, 8) == (5, 95)
+    assert combine_sms((None, 0), USABLE, 4, False, BF16, 8) == (17, 0)
 
 
 @pytest.mark.parametrize("usable", [2, 5, 26])
@@ -87,8 +94,8 @@ def test_a_small_device_is_shared(usable: int) -> None:
 
 
 def test_more_than_there_is_is_refused() -> None:
-    def asked(**counts: int) -> tuple[AskedSms, AskedSms]:
-        return asked_of(dict.fromkeys(SMS_FIELDS) | counts, USABLE)
+    def asked(**counts: int) -> tuple[Asked, Asked]:
+        return asked_of(MoECommunicatorConfig(num_experts=4, hidden_size=8, topk=2, **counts), USABLE)
 
     assert asked(dispatch_send_sms=100, dispatch_recv_sms=0, combine_recv_sms=99) == ((100, 0), (None, 99))
     with pytest.raises(
@@ -105,7 +112,7 @@ def test_more_than_there_is_is_refused() -> None:
 
 def test_on_cpus_the_numbers_mean_nothing() -> None:
     assert usable_sms(torch.device("cpu")) == MOST_SMS
-    assert combine_sms(AskedSms(1000, 2000), MOST_SMS, 4, False, BF16, 8) == KernelSms(1000, 2000)
+    assert combine_sms((1000, 2000), MOST_SMS, 4, False, BF16, 8) == KernelSms(1000, 2000)
 
 
 def _too_many(rank: int, size: int) -> None:

@@ -1,130 +1,113 @@
-"""The control path of combine: push on the send lane, add on the receive lane, the same for CPU and CUDA.
+"""Combine: partial rows are sent on the send stream and added on the receive stream, the same for CPU and CUDA.
 
 Shapes: T tokens, K experts per token, N rows of the dispatch's output, H hidden size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from ep_plugin import _C
-from ep_plugin.dtypes import ELEMENTS
-from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, Engine
-from ep_plugin.moe.high_throughput.routing import KnownRouting, address, header_of, roomy, wait_for_sender
-from ep_plugin.moe.high_throughput.sms import KernelSms
+from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS
+from ep_plugin.moe.arguments import bulk_ready, check_combine
+from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, HighThroughputEngine, address
+from ep_plugin.moe.in_flight import Operation, Tensors
 
-Sums: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 _COMBINE, _COMBINE_RECV, _MAX_SENT = _C.Op.COMBINE, _C.Step.COMBINE_RECV, _C.Total.MAX_SENT
 
 
-@dataclass
-class PendingCombine:
-    """A combine whose partial rows are on their way. It holds every tensor that its kernels read."""
+class Combine(Operation):
+    """One combine, from its operator's arguments to the sums.
 
-    header: Any
-    y: torch.Tensor
-    weights: torch.Tensor | None
-    bias: torch.Tensor | None
-    extra: torch.Tensor | None
-    routing: KnownRouting
-    sms: KernelSms
-    capture: int = 0  # the number of the capture of a CUDA graph in which it was begun
-    made: Sums | None = None  # the sums, where they were there before the rows were sent
-    result: Sums | None = None
+    y: ``[N, H]``. weights: ``[N]`` or ``[N, K]``, factors of y's rows. bias: ``[T, H]``. extra: as weights; values that
+    travel back to ``[T, K]`` beside the rows, for the gradient of dispatch's weights.
+    """
 
+    name = "combine"
 
-def start_combine(
-    engine: Engine,
-    y: torch.Tensor,
-    weights: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    extra: torch.Tensor | None,
-    routing: KnownRouting,
-) -> PendingCombine:
-    """Reduces each slot's rows of `y` ``[N, H]`` and pushes the partial rows to the tokens' owners."""
-    T, K = routing.tensors.topk_ids.shape
-    row_bytes = y.shape[1] * y.element_size()
-    weight_bytes = 0 if extra is None else extra.element_size()
-    header = header_of(_COMBINE, row_bytes, 0, weight_bytes, K, y.dtype, engine.layout, engine.config_hash, T)
-    engine.reserve(COMBINE_POOL, _pool_bytes(engine, routing, _C.partial_bytes(row_bytes, weight_bytes, K)))
-    pending = PendingCombine(header, y, weights, bias, extra, routing, engine.combine_sms(T, row_bytes, K))
-    push = _send_args(engine, pending)
-    if pending.sms.receiving > 0:
-        engine.lanes.fork()
-        engine.kernels.combine_send(push)
-        return pending
-    pending.made = _empty_sums(pending)
-    add = _recv_args(engine, pending, pending.made, pending.sms.sending, engine.lanes.send)
-    engine.lanes.fork()
-    engine.kernels.combine(push, add)
-    return pending
+    def __init__(self, engine: HighThroughputEngine, *arguments: Any) -> None:
+        y, weights, bias, extra, routing, comm = arguments
+        self._engine, self._routing = engine, engine.routing("handle", routing, comm)
+        self._y, self._weights, self._extra = bulk_ready("y", y), weights, extra
+        self._bias = None if bias is None else bulk_ready("bias", bias)
+        self._sums: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
+    def check(self) -> None:
+        check_combine(self._engine, self._y, self._weights, self._bias, self._extra, self._routing)
 
-def finish_combine(engine: Engine, pending: PendingCombine) -> Sums:
-    """Adds the partial rows: ``[T, H]``, and the extra values ``[T, K]`` (None when none rode back)."""
-    made = pending.made
-    if made is None:
-        made = _empty_sums(pending)
-        engine.lanes.fork_receive()
-        wait_for_sender(engine, _COMBINE_RECV)
-        engine.kernels.combine_recv(_recv_args(engine, pending, made, pending.sms.receiving, engine.lanes.receive))
-        engine.lanes.join()
-    else:
-        engine.lanes.join(received=False)
-        engine.lanes.hand_over(made)
-    engine.check()
-    return made
+    def start(self) -> None:
+        """Reduces each slot's rows of y to a partial row and sends it to the token's owner."""
+        engine, streams, y, routing = self._engine, self._engine.streams, self._y, self._routing
+        T, K = routing.tensors.topk_ids.shape
+        row_bytes = y.shape[1] * y.element_size()
+        weight_bytes = 0 if self._extra is None else self._extra.element_size()
+        header = engine.header(
+            op=_COMBINE,
+            row_bytes=row_bytes,
+            weight_bytes=weight_bytes,
+            topk=K,
+            dtype=DTYPE_CODES[y.dtype],
+            num_tokens=T,
+        )
+        self._common = {"comm": engine.comm, "routing": routing.struct, "header": header}
+        self._common |= {"hidden": y.shape[1], "element": ELEMENTS[y.dtype]}
+        engine.reserve(COMBINE_POOL, self._pool_bytes(_C.partial_bytes(row_bytes, weight_bytes, K)))
+        self._sms = engine.combine_sms(T, row_bytes, K)
+        send = _C.CombineSendArgs(
+            y=y.data_ptr(),
+            rows=y.shape[0],
+            weights=address(self._weights),
+            extra=address(self._extra),
+            num_sms=self._sms.sending,
+            stream=streams.send,
+            **self._common,
+        )
+        recv = None if self._sms.receiving else self._recv_args(self._sms.sending, streams.send)
+        streams.order_after(streams.send, streams.caller())
+        if recv is None:
+            engine.kernels.combine_send(send)
+        else:
+            engine.kernels.combine(send, recv)
 
+    def finish(self) -> Tensors:
+        """Adds the partial rows: the sums ``[T, H]``, and the extra values ``[T, K]`` if any travelled back."""
+        engine, streams = self._engine, self._engine.streams
+        if self._sums is None:
+            recv = self._recv_args(self._sms.receiving, streams.receive)
+            streams.order_after(streams.receive, streams.caller())
+            engine.wait_for_sender(_COMBINE_RECV)
+            engine.kernels.combine_recv(recv)
+            streams.join()
+        else:
+            streams.order_after(streams.caller(), streams.send)
+            streams.record_caller(*self._sums)
+        engine.check()
+        assert self._sums is not None
+        return self._sums
 
-def whole_combine(engine: Engine, *call: Any) -> Sums:
-    return finish_combine(engine, start_combine(engine, *call))
+    def tensors(self) -> Tensors:
+        return self._y, self._weights, self._bias, self._extra, *self._routing.tensors[:-1], *(self._sums or ())
 
+    def _pool_bytes(self, partial_bytes: int) -> int:
+        engine, routing = self._engine, self._routing
+        most = engine.config.max_tokens_per_rank
+        if most is not None:
+            return most * min(engine.size, routing.tensors.topk_ids.shape[1]) * partial_bytes
+        return engine.room_for(COMBINE_POOL, routing.totals[_MAX_SENT] * partial_bytes)
 
-def _empty_sums(pending: PendingCombine) -> Sums:
-    y, extra = pending.y, pending.extra
-    T, K = pending.routing.tensors.topk_ids.shape
-    return y.new_empty((T, y.shape[1])), None if extra is None else extra.new_empty((T, K))
-
-
-def _send_args(engine: Engine, pending: PendingCombine) -> Any:
-    y = pending.y
-    return _C.CombineSendArgs(
-        comm=engine.comm,
-        routing=pending.routing.struct,
-        header=pending.header,
-        y=y.data_ptr(),
-        rows=y.shape[0],
-        weights=address(pending.weights),
-        extra=address(pending.extra),
-        hidden=y.shape[1],
-        element=ELEMENTS[y.dtype],
-        num_sms=pending.sms.sending,
-        stream=engine.lanes.send,
-    )
-
-
-def _recv_args(engine: Engine, pending: PendingCombine, made: Sums, sms: int, stream: int) -> Any:
-    y = pending.y
-    out, extra = made
-    return _C.CombineRecvArgs(
-        comm=engine.comm,
-        routing=pending.routing.struct,
-        header=pending.header,
-        out=out.data_ptr(),
-        bias=address(pending.bias),
-        extra=address(extra),
-        hidden=y.shape[1],
-        element=ELEMENTS[y.dtype],
-        num_sms=sms,
-        stream=stream,
-    )
-
-
-def _pool_bytes(engine: Engine, routing: KnownRouting, partial: int) -> int:
-    most = engine.config.max_tokens_per_rank
-    if most is not None:
-        return most * min(engine.size, routing.tensors.topk_ids.shape[1]) * partial
-    return roomy(routing.totals[_MAX_SENT] * partial, engine.pool_bytes(COMBINE_POOL))
+    def _recv_args(self, num_sms: int, stream: int) -> Any:
+        """The receiving kernel's arguments. Also makes the memory of the sums."""
+        y, extra = self._y, self._extra
+        T, K = self._routing.tensors.topk_ids.shape
+        out, extra_out = y.new_empty((T, y.shape[1])), None if extra is None else extra.new_empty((T, K))
+        self._sums = out, extra_out
+        return _C.CombineRecvArgs(
+            out=out.data_ptr(),
+            bias=address(self._bias),
+            extra=address(extra_out),
+            num_sms=num_sms,
+            stream=stream,
+            **self._common,
+        )

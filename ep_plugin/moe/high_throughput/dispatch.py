@@ -1,222 +1,350 @@
-"""The control path of dispatch: what is launched, in which order, and what the host waits for.
+"""Dispatch: the order of its kernels, and where the host waits.
 
-Plan, notify and send go to the send lane; the host reads the totals while the send runs, allocates the output, and
-enqueues expand on the receive lane. Rows that have come wait for that, and how long depends on the host: so where
-the dispatches before were alike, expand goes ahead of the totals, into an output as large as theirs and a little more.
-The same path serves CPU and CUDA; only the kernel table and the lanes differ.
+A dispatch that makes its routing runs plan, notify and send on the send stream. The host reads the totals while rows
+are sent, allocates the output, and enqueues receive on the receive stream. Rows that have arrived would wait for the
+host meanwhile. So when earlier dispatches of that shape brought about as many rows, receive is enqueued *early*: before
+the totals are known, into an output with room for a little more. A cached dispatch (previous_handle) and one with a
+capacity wait for no totals. The same path serves CPU and CUDA.
 
-Shapes: T tokens, K experts per token, R ranks, E_l local experts, N output rows, S received slots.
+Shapes: T tokens, H hidden size, K experts per token, R ranks, E_l local experts, N output rows, S received slots.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 
 from ep_plugin import _C
-from ep_plugin.moe.high_throughput.dispatch_args import (
-    Counts,
-    DispatchCall,
-    DispatchResult,
-    PendingDispatch,
-    allocate,
-    known_pool_bytes,
-    output_rows,
-    pending_dispatch,
-    recv_args,
-    send_args,
-)
-from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, Engine
-from ep_plugin.moe.high_throughput.expected import Rows
-from ep_plugin.moe.high_throughput.routing import (
-    KnownRouting,
-    RoutingTensors,
-    address,
-    remember_routing,
-    wait_for_sender,
-)
+from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
+from ep_plugin.moe.arguments import bulk_ready, check_dispatch
+from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, HighThroughputEngine, address
+from ep_plugin.moe.high_throughput.history import Rows
+from ep_plugin.moe.in_flight import Operation, Tensors
+from ep_plugin.moe.layout import DispatchCall, DispatchResult
 
+_DISPATCH, _CACHED_DISPATCH = _C.Op.DISPATCH, _C.Op.CACHED_DISPATCH
 _DISPATCH_RECV = _C.Step.DISPATCH_RECV
+_SLOTS, _ROWS, _MAX_ROWS = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS
 
 
-class Early(NamedTuple):
-    """What an expand ahead of the totals writes to, if `room` is enough."""
+class Dispatch(Operation):
+    """One dispatch, from its operator's arguments to the rows that this rank receives."""
 
-    room: Rows
-    result: DispatchResult
-    recv_rows: torch.Tensor
+    name = "dispatch"
 
+    def __init__(self, engine: HighThroughputEngine, *arguments: Any) -> None:
+        x, topk_ids, weights, scales, capacity, quantize, previous, comm = arguments
+        known = engine.routing("previous_handle", previous, comm) if previous else None
+        self._engine = engine
+        self._call = DispatchCall(bulk_ready("x", x), topk_ids, weights, scales, known, capacity, quantize)
+        self._ticket = 0  # of the totals that the host waits for; 0: it waits for none
+        self._known: list[int] = []  # the totals, once the host knows them
+        self._reserved = False  # the pool is known to be large enough
+        self._sent = False  # send has been launched; without _reserved it sends nothing into a pool that is too small
+        self._block_counts: torch.Tensor | None = None
+        self._recv_rows: torch.Tensor | None = None
+        self._result: DispatchResult | None = None
 
-def start_dispatch(engine: Engine, call: DispatchCall) -> PendingDispatch:
-    """Plans, notifies and sends; the payload waits for the host only when the pool has to grow.
+    def check(self) -> None:
+        check_dispatch(self._engine, self._call)
 
-    Where the same SMs send and receive, all is enqueued here, and the host waits for what it must know first.
-    """
-    pending = pending_dispatch(engine, call)
-    needed = known_pool_bytes(engine, pending)
-    if needed is not None:
-        engine.reserve(DISPATCH_POOL, needed)  # before anything is enqueued: a graph's capture may refuse it
-        pending.reserved = True
-    engine.lanes.fork()
-    if call.previous is None:
-        _plan_and_notify(engine, pending)
-    if pending.sms.receiving == 0:
-        _dispatch_in_one(engine, pending)
-        return pending
-    pending.sent = pending.reserved or engine.pool_bytes(DISPATCH_POOL) > 0
-    if pending.sent:  # where the pools turn out to be too small, no rank is told of any row
-        engine.kernels.dispatch_send(send_args(engine, pending))
-    return pending
+    def start(self) -> None:
+        """Plans, notifies and sends. Rows wait for the host only when the pool has to grow.
 
+        When the same SMs send and receive, everything is enqueued here, after the host has waited for the totals.
+        """
+        engine, streams = self._engine, self._engine.streams
+        self._prepare()
+        needed = self._pool_bytes()
+        if needed is not None:
+            engine.reserve(DISPATCH_POOL, needed)  # before anything is enqueued: a graph's capture may refuse it
+            self._reserved = True
+        streams.order_after(streams.send, streams.caller())
+        if self._call.previous is None:
+            self._plan_and_notify()
+        if self._sms.receiving == 0:
+            self._send_and_receive_in_one()
+            return
+        self._sent = self._reserved or engine.pool_bytes(DISPATCH_POOL) > 0
+        if self._sent:
+            engine.kernels.dispatch_send(self._send_args())
 
-def finish_dispatch(engine: Engine, pending: PendingDispatch) -> tuple[DispatchResult, RoutingTensors]:
-    """Expands what was sent, and waits for the totals where the host must know them."""
-    if pending.made is not None:
-        engine.lanes.join(received=False)
-        engine.lanes.hand_over(pending.made)
+    def finish(self) -> Tensors:
+        """Receives what was sent, and waits for the totals where the host must know them."""
+        engine, streams = self._engine, self._engine.streams
+        if self._result is not None:  # everything is enqueued
+            streams.order_after(streams.caller(), streams.send)
+            streams.record_caller(*self._outputs())
+        else:
+            args = self._recv_args(self._sms.receiving, streams.receive)
+            if self._ticket:
+                self._receive_by_totals(args)
+            else:
+                self._allocate(args, self._output_rows())
+                self._receive(args)
+            self._remember_routing()
         engine.check()
-        return pending.made
-    args, counts = recv_args(engine, pending, pending.sms.receiving, engine.lanes.receive)
-    if pending.ticket:
-        result, recv_rows = _expand_what_is_told(engine, pending, args, counts)
-    else:
-        result, recv_rows = allocate(engine, pending, args, counts, output_rows(engine, pending))
-        _receive(engine, pending, args)
-        engine.lanes.join()
-    routing = _routing(engine, pending, recv_rows)
-    engine.check()
-    return result, routing
+        return self._outputs()
 
+    def tensors(self) -> Tensors:
+        call = self._call
+        given = call.x, call.topk_ids, call.weights, call.scales
+        return *given, self._block_counts, *self._routing_tensors(), *(self._result or ())
 
-def whole_dispatch(engine: Engine, call: DispatchCall) -> tuple[DispatchResult, RoutingTensors]:
-    return finish_dispatch(engine, start_dispatch(engine, call))
+    # -- what start enqueues -------------------------------------------------------------------------------------
 
-
-def _plan_and_notify(engine: Engine, pending: PendingDispatch) -> None:
-    ids, block_counts, stream = pending.call.topk_ids, address(pending.block_counts), engine.lanes.send
-    engine.kernels.plan(
-        _C.PlanArgs(
-            comm=engine.comm,
-            routing=pending.struct,
-            ids=ids.data_ptr(),
-            block_counts=block_counts,
-            id_bytes=ids.element_size(),
-            stream=stream,
+    def _prepare(self) -> None:
+        """The words to compare, the SMs, and the memory of the routing that this dispatch makes or reuses."""
+        engine, call, previous = self._engine, self._call, self._call.previous
+        x, scales, weights = call.x, call.scales, call.weights
+        T, K = call.topk_ids.shape
+        dtype, scale_bytes = x.dtype, 0 if scales is None else scales.shape[1] * scales.element_size()
+        if call.quantize is not None:
+            dtype, scale_bytes = QUANTIZED[call.quantize], int(num_scales(x.shape[1])) * torch.float32.itemsize
+        row_bytes = x.shape[1] * dtype.itemsize
+        weight_bytes = 0 if weights is None else weights.element_size()
+        self._header = engine.header(
+            op=_DISPATCH if previous is None else _CACHED_DISPATCH,
+            row_bytes=row_bytes,
+            scale_bytes=scale_bytes,
+            weight_bytes=weight_bytes,
+            topk=K,
+            dtype=DTYPE_CODES[dtype],
+            num_tokens=T,
         )
-    )
-    engine.kernels.notify(
-        _C.NotifyArgs(
-            comm=engine.comm,
-            routing=pending.struct,
-            header=pending.header,
-            block_counts=block_counts,
-            ticket=pending.ticket,
-            stream=stream,
-        )
-    )
+        self._slot_bytes: int = _C.slot_bytes(row_bytes, scale_bytes, weight_bytes, K)
+        self._sms = engine.dispatch_sms(T, row_bytes + scale_bytes, K, call.quantize is not None)
+        if previous is not None:
+            self._struct, self._known = previous.struct, previous.totals
+            self._topk_ids, self._plan, self._recv_rows, self._totals, _ = previous.tensors
+            return
+        self._plan = torch.empty(engine.plan_words(T, K), dtype=torch.int32, device=engine.device)
+        self._topk_ids = self._plan.new_empty((T, K))
+        self._block_counts = self._plan.new_empty(_C.block_count_words(T, engine.size, engine.config.num_experts))
+        if call.capacity is None:
+            self._totals = torch.empty(engine.num_totals, dtype=torch.int64, device="cpu")
+            self._ticket = engine.next_ticket()
+        else:
+            self._totals = torch.full((1,), call.capacity, dtype=torch.int64, device="cpu")
+            self._known = [call.capacity]
+        self._struct = engine.routing_struct(self._topk_ids, self._plan, None)
 
+    def _plan_and_notify(self) -> None:
+        engine, ids = self._engine, self._call.topk_ids
+        common = {"comm": engine.comm, "routing": self._struct, "stream": engine.streams.send}
+        common["block_counts"] = address(self._block_counts)
+        engine.kernels.plan(_C.PlanArgs(ids=ids.data_ptr(), id_bytes=ids.element_size(), **common))
+        engine.kernels.notify(_C.NotifyArgs(header=self._header, ticket=self._ticket, **common))
 
-def _dispatch_in_one(engine: Engine, pending: PendingDispatch) -> None:
-    """The rest of a dispatch whose output is there before it is sent."""
-    reserved = pending.reserved
-    pending.reserved = True  # before the launch
-    send = send_args(engine, pending)
-    expand, counts = recv_args(engine, pending, pending.sms.sending, engine.lanes.send)
-    if pending.ticket:
-        pending.wait_totals(engine, counts)
-    if not reserved:
-        needed = known_pool_bytes(engine, pending)
+    def _send_and_receive_in_one(self) -> None:
+        """One kernel sends and receives, so its output must exist before anything is sent."""
+        engine, streams = self._engine, self._engine.streams
+        send = self._send_args()
+        recv = self._recv_args(self._sms.sending, streams.send)
+        if self._ticket:
+            self._wait_totals()
+        self._reserve_by_totals()
+        send.comm, send.optimistic = engine.comm, 0
+        self._allocate(recv, self._output_rows())
+        # Other threads may have used the output's memory on the caller's stream until now.
+        streams.order_after(streams.send, streams.caller())
+        engine.kernels.dispatch(send, recv)
+        self._remember_routing()
+
+    # -- what finish enqueues ------------------------------------------------------------------------------------
+
+    def _receive_by_totals(self, args: Any) -> None:
+        """Receives early if possible, and waits for the totals. Then receives if that was not possible, or too small.
+
+        The host does everything that it can before it waits: rows may have arrived by then.
+        """
+        engine, streams = self._engine, self._engine.streams
+        room = self._receive_early(args) if self._sent else None
+        if self._sent and room is None:
+            streams.order_after(streams.receive, streams.caller())
+            engine.wait_for_sender(_DISPATCH_RECV, fresh=True)
+        self._wait_totals()
+        needed = self._output_rows()
+        engine.expected.saw(self._call.topk_ids.shape, needed)
+        if self._reserve_by_totals():
+            engine.kernels.dispatch_send(self._send_args())
+            # Behind all of the send, since wait_for_sender may have let the receive stream pass already.
+            streams.order_after(streams.caller(), streams.send)
+        elif room is not None and needed.fit(room):
+            self._cut(needed)
+            return
+        self._result = None  # a receive that came too early has left that memory alone
+        self._allocate(args, needed)
+        self._receive(args, wait_for_sender=False)
+
+    def _receive_early(self, args: Any) -> Rows | None:
+        """Receives before the totals are there, into an output with the returned room.
+
+        None: they are there already, will never come, or cannot be guessed.
+        """
+        engine = self._engine
+        if engine.has_totals(self._ticket) or not engine.boards.quiet():
+            return None
+        room = engine.expected.rows(self._call.topk_ids.shape)
+        if room is None:
+            return None
+        try:
+            self._allocate(args, room)
+        except torch.OutOfMemoryError:
+            return None  # what is needed may be less
+        args.optimistic = 1
+        self._receive(args)
+        args.optimistic = 0
+        return room
+
+    def _receive(self, args: Any, wait_for_sender: bool = True) -> None:
+        engine, streams = self._engine, self._engine.streams
+        # Other threads may have used the output's memory on the caller's stream until now.
+        streams.order_after(streams.receive, streams.caller())
+        if wait_for_sender:
+            engine.wait_for_sender(_DISPATCH_RECV, fresh=self._call.previous is None)
+        engine.kernels.dispatch_recv(args)
+        streams.join()
+
+    def _reserve_by_totals(self) -> bool:
+        """Grows every rank's pool where some rank's is too small. Returns whether rows must be sent now, or again."""
+        engine = self._engine
+        if self._reserved:
+            return False
+        before, needed = engine.pool_bytes(DISPATCH_POOL), self._pool_bytes()
         assert needed is not None
         engine.reserve(DISPATCH_POOL, needed)
-        send.comm = engine.comm
-    result, recv_rows = allocate(engine, pending, expand, counts, output_rows(engine, pending))
-    engine.lanes.fork()  # other threads may have used that memory on the caller's stream during the wait
-    engine.kernels.dispatch(send, expand)
-    pending.made = result, _routing(engine, pending, recv_rows)
+        self._reserved = True
+        return not self._sent or engine.pool_bytes(DISPATCH_POOL) != before
+
+    def _cut(self, needed: Rows) -> None:
+        """Shrinks an output with room for more to the rows `needed`. The memory behind it stays as large."""
+        result = self._result
+        assert result is not None and self._recv_rows is not None
+        for tensor in (result.tokens, result.scales, result.weights, result.ids):
+            if tensor is not None:
+                tensor.resize_(needed.output, *tensor.shape[1:])
+        recv_rows = self._recv_rows.resize_(needed.slots, self._recv_rows.shape[1])
+        self._struct.recv_rows, self._struct.slots = recv_rows.data_ptr(), needed.slots  # no address without slots
+
+    def _wait_totals(self) -> None:
+        assert self._host_counts is not None
+        self._known = self._engine.wait_totals(self._ticket, self._totals, self._host_counts)
+
+    def _remember_routing(self) -> None:
+        """The handle that this dispatch makes needs no check as long as it is the communicator's latest."""
+        if self._call.previous is None:
+            self._engine.latest_routing.remember(self._routing_tensors(), self._struct, self._known)
+
+    def _routing_tensors(self) -> tuple[Any, ...]:
+        """The tensors of the handle, of which recv_rows is not made at first."""
+        return self._topk_ids, self._plan, self._recv_rows, self._totals
+
+    def _outputs(self) -> Tensors:
+        """The operator's results; the handle's tensors are among them if this dispatch makes the routing."""
+        assert self._result is not None
+        return self._result if self._call.previous is not None else (*self._result, *self._routing_tensors())
+
+    # -- sizes ---------------------------------------------------------------------------------------------------
+
+    def _pool_bytes(self) -> int | None:
+        """Bytes that every rank's pool needs: R regions, each as large as the fullest.
+
+        By the configuration's bound, else by the totals; None before those are known.
+        """
+        engine = self._engine
+        if engine.config.max_tokens_per_rank is not None:
+            return engine.size * engine.config.max_tokens_per_rank * self._slot_bytes
+        if not self._known:
+            return None
+        return engine.room_for(DISPATCH_POOL, engine.size * self._known[_MAX_ROWS] * self._slot_bytes)
+
+    def _output_rows(self) -> Rows:
+        """The rows of the output, and the slots of the routing."""
+        engine, capacity, totals = self._engine, self._call.capacity, self._known
+        if capacity is not None:
+            return Rows(capacity, engine.size * (engine.config.max_tokens_per_rank or 0))
+        return Rows(totals[_ROWS if engine.flat else _SLOTS], totals[_SLOTS])
+
+    # -- memory and kernels' arguments ---------------------------------------------------------------------------
+
+    def _send_args(self) -> Any:
+        call, x, scales = self._call, self._call.x, self._call.scales
+        return _C.DispatchSendArgs(
+            comm=self._engine.comm,
+            routing=self._struct,
+            header=self._header,
+            x=x.data_ptr(),
+            x_stride=x.stride(0) * x.element_size(),
+            scales=address(scales),
+            scale_stride=0 if scales is None else scales.stride(0) * scales.element_size(),
+            weights=address(call.weights),
+            num_sms=self._sms.sending,
+            optimistic=int(not self._reserved),
+            quantize=int(call.quantize is not None),
+            element=ELEMENTS[x.dtype] if call.quantize is not None else 0,
+            stream=self._engine.streams.send,
+        )
+
+    def _recv_args(self, num_sms: int, stream: int) -> Any:
+        """The arguments of receive that do not depend on the totals. Also makes the memory of the counts."""
+        local, call, words = self._engine.local_experts, self._call, self._plan
+        self._expert_counts, self._expert_offsets = words.new_empty(local), words.new_empty(local + 1)
+        self._limits = self._host_counts = None
+        if call.capacity is not None:
+            self._limits = words.new_empty(2)
+        elif call.previous is not None:
+            self._host_counts = self._totals.narrow_copy(0, _C.num_totals, local)
+        else:
+            self._host_counts = torch.empty(local, dtype=torch.int64, device="cpu")
+        return _C.DispatchRecvArgs(
+            routing=self._struct,
+            header=self._header,
+            expert_count=self._expert_counts.data_ptr(),
+            expert_offset=self._expert_offsets.data_ptr(),
+            overflow=address(self._limits),
+            num_sms=num_sms,
+            fresh=int(call.previous is None),
+            stream=stream,
+        )
+
+    def _allocate(self, args: Any, room: Rows) -> None:
+        """Makes the output and the routing's recv_rows, and enters them and the pools as they are now in `args`."""
+        result = self._result = self._empty_result(room.output)
+        args.comm = self._engine.comm
+        args.tokens, args.scales, args.weights = (
+            result.tokens.data_ptr(),
+            address(result.scales),
+            address(result.weights),
+        )
+        if self._engine.flat:
+            args.row_expert_ids = result.ids.data_ptr()
+        else:
+            args.topk_ids = result.ids.data_ptr()
+        args.capacity = room.output
+        if self._call.previous is None:
+            self._recv_rows = self._plan.new_empty((room.slots, self._topk_ids.shape[1]))
+            self._struct.recv_rows, self._struct.slots = self._recv_rows.data_ptr(), room.slots
+            args.routing = self._struct
+
+    def _empty_result(self, rows: int) -> DispatchResult:
+        made = empty_rows(self._call, self._engine.flat, rows)
+        return DispatchResult(*made, self._expert_counts, self._expert_offsets, self._limits, self._host_counts)
 
 
-def _expand_what_is_told(
-    engine: Engine, pending: PendingDispatch, args: Any, counts: Counts
-) -> tuple[DispatchResult, torch.Tensor]:
-    """Expand of a dispatch whose totals the host waits for: ahead of them where it may, else when they are there.
-
-    What the caller waits for on the host comes behind the totals, so what can be done before them is.
-    """
-    early = _receive_early(engine, pending, args, counts) if pending.sent else None
-    if pending.sent and early is None:
-        engine.lanes.fork_receive()
-        wait_for_sender(engine, _DISPATCH_RECV, fresh=True)
-    pending.wait_totals(engine, counts)
-    needed = output_rows(engine, pending)
-    engine.expected.saw(pending.call.topk_ids.shape, needed)
-    if _make_room(engine, pending):
-        engine.lanes.join(received=False)  # behind all of the send, since admit may have let this one in already
-    elif early is not None and needed.fit(early.room):
-        return _cut(pending, early, needed)
-    early = None  # an expand that came too early has left that memory alone
-    made = allocate(engine, pending, args, counts, needed)
-    engine.lanes.fork_receive()  # as in _receive
-    engine.kernels.dispatch_recv(args)
-    engine.lanes.join()
-    return made
-
-
-def _make_room(engine: Engine, pending: PendingDispatch) -> bool:
-    """Where some rank's pool is too small, makes them grow. Whether it is sent only now, be it again."""
-    if pending.reserved:
-        return False
-    before, needed = engine.pool_bytes(DISPATCH_POOL), known_pool_bytes(engine, pending)
-    assert needed is not None
-    engine.reserve(DISPATCH_POOL, needed)
-    pending.reserved = True
-    if pending.sent and engine.pool_bytes(DISPATCH_POOL) == before:
-        return False
-    engine.kernels.dispatch_send(send_args(engine, pending))
-    return True
-
-
-def _receive_early(engine: Engine, pending: PendingDispatch, args: Any, counts: Counts) -> Early | None:
-    """Expand before the totals are there, and the caller's stream behind it; None where they are there, never come, or
-    nobody can tell what they will be."""
-    if engine.knows(pending.ticket) or not engine.boards.quiet():
-        return None
-    room = engine.expected.rows(pending.call.topk_ids.shape)
-    if room is None:
-        return None
-    try:
-        made = allocate(engine, pending, args, counts, room)
-    except torch.OutOfMemoryError:
-        return None  # what is needed may be less
-    args.optimistic = 1
-    _receive(engine, pending, args)
-    args.optimistic = 0
-    engine.lanes.join()
-    return Early(room, *made)
-
-
-def _receive(engine: Engine, pending: PendingDispatch, args: Any) -> None:
-    engine.lanes.fork_receive()  # other threads may have used the output's memory on the caller's stream until now
-    wait_for_sender(engine, _DISPATCH_RECV, fresh=pending.call.previous is None)
-    engine.kernels.dispatch_recv(args)
-
-
-def _cut(pending: PendingDispatch, early: Early, needed: Rows) -> tuple[DispatchResult, torch.Tensor]:
-    """What was made larger than it `needed` to be, as large as that. The memory stays as it is."""
-    result, recv_rows = early.result, early.recv_rows
-    for tensor in (result.tokens, result.scales, result.weights, result.ids):
-        if tensor is not None:
-            tensor.resize_(needed.output, *tensor.shape[1:])
-    recv_rows.resize_(needed.slots, recv_rows.shape[1])
-    pending.struct.recv_rows, pending.struct.slots = recv_rows.data_ptr(), needed.slots  # no address without slots
-    return result, recv_rows
-
-
-def _routing(engine: Engine, pending: PendingDispatch, recv_rows: torch.Tensor) -> RoutingTensors:
-    call = pending.call
-    if call.previous is not None:
-        return call.previous.tensors
-    assert pending.totals is not None
-    routing = RoutingTensors(pending.topk_ids, pending.plan, recv_rows, pending.totals)
-    remember_routing(engine, KnownRouting(routing, pending.struct, pending.numbers or [cast(int, call.capacity)]))
-    return routing
+def empty_rows(
+    call: DispatchCall, flat: bool, rows: int | torch.SymInt
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """Memory for `rows` output rows: tokens, scales, weights and ids, as in DispatchResult."""
+    x, scales, weights = call.x, call.scales, call.weights
+    beside = (rows,) if flat else (rows, call.topk_ids.shape[1])
+    row_scales: torch.Tensor | None
+    if call.quantize is not None:
+        tokens = x.new_empty((rows, x.shape[1]), dtype=QUANTIZED[call.quantize])
+        row_scales = x.new_empty((rows, num_scales(x.shape[1])), dtype=torch.float32)
+    else:
+        tokens = x.new_empty((rows, x.shape[1]))
+        row_scales = None if scales is None else scales.new_empty((rows, scales.shape[1]))
+    row_weights = None if weights is None else weights.new_empty(beside)
+    return tokens, row_scales, row_weights, x.new_empty(beside, dtype=torch.int32)

@@ -1,116 +1,97 @@
-"""The machinery behind a communicator: its peer memory, pools, board and kernels, and how it fails and closes."""
+"""The engine of high-throughput communicators: peer memory, pools, board, kernels, and how it fails and closes."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, env
 from ep_plugin.config import SMS_FIELDS, DispatchLayout, MoECommunicatorConfig
+from ep_plugin.dtypes import DTYPES
 from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError, NotSupported
+from ep_plugin.moe.arguments import check_routing
 from ep_plugin.moe.high_throughput import sms
-from ep_plugin.moe.high_throughput.expected import Expected
-from ep_plugin.moe.high_throughput.faults import described, disagreement_on_pool
-from ep_plugin.runtime.base import BaseEngine, kernels_for
+from ep_plugin.moe.high_throughput.history import Expected, LatestRouting
+from ep_plugin.moe.layout import DispatchHandle, Routing
+from ep_plugin.runtime.base import BaseEngine
 from ep_plugin.runtime.board import Boards
-from ep_plugin.runtime.faults import error_of
-from ep_plugin.runtime.streams import Lanes, lanes_of
+from ep_plugin.runtime.faults import DISAGREE_ON, error_of
+from ep_plugin.runtime.streams import kernels_for, send_receive_streams
+from ep_plugin.transport import open_memory, transport_for
 from ep_plugin.transport.exchange import Exchange
-from ep_plugin.transport.peer import PeerBuffer, open_memory, transport_for
-
-if TYPE_CHECKING:
-    from ep_plugin.moe.high_throughput.routing import LatestRouting
+from ep_plugin.transport.peer import PeerBuffer
 
 DISPATCH_POOL, COMBINE_POOL = _C.Pool.DISPATCH, _C.Pool.COMBINE
+_WORD_BYTES = 4
+_FIELD_NAMES = {"op": "operation", "topk": "top-k", "config_hash": "config", "num_tokens": "number of tokens"}
+
+_header = functools.lru_cache(maxsize=1024)(_C.Header)  # most calls resemble an earlier one; never changed
 
 
-class Engine(BaseEngine):
-    """What one communicator owns. Construction is collective over `group`; so is every growth of a pool."""
+def address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
-    lanes: Lanes
+
+class HighThroughputEngine(BaseEngine):
+    """The resources of one communicator. Construction is collective over `group`; so is every growth of a pool."""
 
     def __init__(self, group: dist.ProcessGroup | None, config: MoECommunicatorConfig, device: torch.device) -> None:
-        self.config = config
-        self._tickets = 0
-        self.reserved = 0
-        self.latest_routing: LatestRouting | None = None
-        self.expected = Expected()
-        self._pools: list[PeerBuffer | None] = [None, None]
-        self.asked_sms: dict[str, int | None] = {}
-        super().__init__(Exchange(group, timeout_s=config.timeout_s), device, group)
+        super().__init__(Exchange(group, timeout_s=config.timeout_s), device, config)
 
-    def _construct(self, group: dist.ProcessGroup | None) -> None:
-        config, device = self.config, self.device
+    def _construct(self, config: MoECommunicatorConfig) -> None:
+        self.config, device = config, self.device
         self.kernels = kernels_for(device)
         self.config_hash = config.agreement_hash()
         self.flat = config.resolved_layout is DispatchLayout.FLAT
         self.layout = _C.Layout[config.resolved_layout.name]
         self._usable_sms = sms.usable_sms(device)
-        self._sms = self._as_asked({})
-        self.lanes = lanes_of(device)
-        self._agree(config)
+        self.asked_sms: dict[str, int | None] = {}
+        self._sms = sms.asked_of(config, self._usable_sms)
+        self.streams = send_receive_streams(device)
+        self._agree()
         self.local_experts = config.num_experts // self.size
         self.num_totals = _C.num_totals + self.local_experts
         self.meta_words = _C.meta_words(self.size, config.num_experts)
+        self.latest_routing, self.expected = LatestRouting(), Expected()
+        self._tickets = 0
+        self.reserved = 0
+        """Calls of `reserve`; peers compare it when they grow a pool."""
+        self._pools: dict[int, PeerBuffer] = {}
         self.boards = Boards(self.exchange, self.local_experts, device)
         self._resources.callback(self.boards.close)
-        self.memory = open_memory(group, device, timeout_s=config.timeout_s)
-        self._resources.callback(self.memory.exchange.close)
+        self.memory = open_memory(self.exchange, device)
         self._resources.callback(self.memory.close)
-        self._resources.callback(self._forget_pools)
+        self._resources.callback(self._pools.clear)
         self._control = self.memory.allocate(_C.control_bytes(self.size, config.num_experts), "control")
         self._state = torch.zeros(_C.state_bytes, dtype=torch.uint8, device=device)
         self.comm = self._comm_struct()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self.exchange.barrier("construct communicator")
-        self.exchange.watch = self.memory.exchange.watch = _watch_of(self)
+        self.exchange.watch = _watch_of(self)
 
-    def set_sms(self, counts: dict[str, int | None]) -> None:
-        """The SM counts of later operations: `counts` where it has them, else the configuration's."""
-        unknown = set(counts) - set(SMS_FIELDS)
-        if unknown:
-            raise ValueError(f"set_sms: expected names among {', '.join(SMS_FIELDS)}, got {', '.join(sorted(unknown))}")
-        before, self._sms = self._sms, self._as_asked(counts)
-        self.asked_sms = counts
-        if any((old.receiving == 0) != (new.receiving == 0) for old, new in zip(before, self._sms, strict=True)):
-            self.lanes.meet()  # what receives changes its lane, where it would find the epoch of the operation before
-
-    def dispatch_sms(self, num_tokens: int, row_bytes: int, topk: int, quantize: bool) -> sms.KernelSms:
-        """For so many tokens of this rank, and rows as they travel. Ranks may differ."""
-        small = num_tokens <= sms.SMALL_BATCH_TOKENS
-        return sms.dispatch_sms(self._sms[0], self._usable_sms, self.size, small, row_bytes, topk, quantize)
-
-    def combine_sms(self, num_tokens: int, row_bytes: int, topk: int) -> sms.KernelSms:
-        """The same for so many tokens of this rank, and partial rows. (TOKEN_MAJOR rows are sums already.)"""
-        small, terms_of = num_tokens <= sms.SMALL_BATCH_TOKENS, topk if self.flat else 1
-        return sms.combine_sms(self._sms[1], self._usable_sms, self.size, small, row_bytes, terms_of)
-
-    def _as_asked(self, counts: dict[str, int | None]) -> tuple[sms.AskedSms, sms.AskedSms]:
-        given = {name: count for name, count in counts.items() if count is not None}
-        config = dataclasses.replace(self.config, **given)  # type: ignore[arg-type]
-        return sms.asked_of({name: getattr(config, name) for name in SMS_FIELDS}, self._usable_sms)
-
-    def _agree(self, config: MoECommunicatorConfig) -> None:
+    def _agree(self) -> None:
         """Refuses, before anything is allocated, what this group cannot serve or does not agree on."""
+        config, on_cuda = self.config, self.device.type == "cuda"
         if self.size > _C.max_ranks:
             raise NotSupported(f"group: expected at most {_C.max_ranks} ranks on one node, got {self.size}")
         transport_for(self.device)
-        mine = (config.describe(), self.device.type)
-        for rank, theirs in enumerate(self.exchange.all_gather("agree on the config", list(mine))):
-            if tuple(theirs) != mine:
+        mine = [config.describe(), self.device.type]
+        for rank, theirs in enumerate(self.exchange.all_gather("agree on the config", mine)):
+            if theirs != mine:
                 raise DisagreementError(
                     f"ranks disagree on the communicator: rank {self.rank} has {mine[0]} on {mine[1]}, "
                     f"rank {rank} has {theirs[0]} on {theirs[1]}"
                 )
-        if self.device.type == "cuda" and config.num_experts + self.size > _C.most_keys:
+        if on_cuda and config.num_experts + self.size > _C.max_keys:
             raise ValueError(
-                f"num_experts: expected at most {_C.most_keys - self.size} on cuda with {self.size} ranks, "
+                f"num_experts: expected at most {_C.max_keys - self.size} on cuda with {self.size} ranks, "
                 f"got {config.num_experts}"
             )
         if config.num_experts % self.size:
@@ -133,17 +114,47 @@ class Engine(BaseEngine):
         comm.set_control(list(self._control.ptrs))
         return comm
 
+    # -- SMs -----------------------------------------------------------------------------------------------------
+
+    def set_sms(self, counts: dict[str, int | None]) -> None:
+        """Sets the SM counts of later operations: `counts` where it has them, else the configuration's."""
+        unknown = set(counts) - set(SMS_FIELDS)
+        if unknown:
+            raise ValueError(f"set_sms: expected names among {', '.join(SMS_FIELDS)}, got {', '.join(sorted(unknown))}")
+        given = {name: count for name, count in counts.items() if count is not None}
+        asked = sms.asked_of(dataclasses.replace(self.config, **given), self._usable_sms)  # type: ignore[arg-type]
+        before, self._sms, self.asked_sms = self._sms, asked, counts
+        if any((old[1] == 0) != (new[1] == 0) for old, new in zip(before, asked, strict=True)):
+            # Receiving changes its stream, and must find the epoch of the operation before.
+            streams = self.streams
+            streams.order_after(streams.receive, streams.send)
+            streams.order_after(streams.send, streams.receive)
+
+    def dispatch_sms(self, num_tokens: int, row_bytes: int, topk: int, quantize: bool) -> sms.KernelSms:
+        """The SMs of a dispatch of T = num_tokens; row_bytes: on the wire, with scales. Ranks may differ."""
+        small = num_tokens <= sms.SMALL_BATCH_TOKENS
+        return sms.fitted(self._sms[0], self._usable_sms, sms.for_dispatch(self.size, small, row_bytes, topk, quantize))
+
+    def combine_sms(self, num_tokens: int, row_bytes: int, topk: int) -> sms.KernelSms:
+        """The SMs of a combine to T = num_tokens; row_bytes: of a partial row."""
+        small, terms_of = num_tokens <= sms.SMALL_BATCH_TOKENS, topk if self.flat else 1  # TOKEN_MAJOR rows are sums
+        return sms.fitted(self._sms[1], self._usable_sms, sms.for_combine(self.size, small, row_bytes, terms_of))
+
     # -- pools ---------------------------------------------------------------------------------------------------
 
     def pool_bytes(self, pool: int) -> int:
-        block = self._pools[pool]
-        return 0 if block is None else block.nbytes
+        """The size of this rank's `pool`; 0: not allocated yet."""
+        return self._pools[pool].nbytes if pool in self._pools else 0
+
+    def room_for(self, pool: int, needed: int) -> int:
+        """`needed` bytes if `pool` has them, else a quarter more: slow growth must not replace it each time."""
+        return needed if needed <= self.pool_bytes(pool) else max(needed + needed // 4, 4096)
 
     def reserve(self, pool: int, nbytes: int) -> None:
         """Makes every rank's pool at least `nbytes` large. All ranks call it once for each operation, before its send.
 
-        Growing is collective. A rank that goes on without it has been given rows of another size: whoever waits for it
-        then raises DisagreementError.
+        Growing is collective. If a rank need not grow where a peer must, their rows differ in size, and the peer raises
+        DisagreementError.
         """
         if self.pool_bytes(pool) < nbytes:
             self._grow(pool, nbytes)
@@ -151,61 +162,111 @@ class Engine(BaseEngine):
         self.boards.set_reserved_pools(self.reserved)
 
     def _grow(self, pool: int, nbytes: int) -> None:
-        """The old pool is given back only after every rank has finished whatever reads or writes it."""
+        """Closes the old pool only after every rank has finished everything that reads or writes it."""
         name = f"{_C.Pool(pool).name.lower()} pool"
-        if self.lanes.capturing():
+        if self.streams.capturing():
             raise CaptureRefused(
                 f"{self.name}: the {name} has {self.pool_bytes(pool)} bytes where {nbytes} are needed, "
                 "and a CUDA graph is being captured: run one step of this shape before capturing"
             )
-        self.lanes.drain()
+        self.streams.drain()
         self.exchange.watch = _watch_of(self, growing=(name, nbytes))
         sizes = self.exchange.all_gather(f"grow {name}", nbytes)
         self.exchange.watch = _watch_of(self)
         for rank, theirs in enumerate(sizes):
             if theirs != nbytes:
-                raise disagreement_on_pool(self, name, nbytes, rank, f"{theirs}")
-        old, self._pools[pool] = self._pools[pool], None
+                raise self.disagreement_on_pool(name, nbytes, rank, f"{theirs}")
+        old = self._pools.pop(pool, None)
         if old is not None and not self._captured:  # a captured graph goes on writing to the pool it was captured with
             old.close()
-        block = self.memory.allocate(nbytes, name)
-        self._pools[pool] = block
+        block = self._pools[pool] = self.memory.allocate(nbytes, name)
         self.comm.set_pool(pool, list(block.ptrs), block.nbytes)
 
-    # -- operations ----------------------------------------------------------------------------------------------
+    def disagreement_on_pool(self, pool: str, nbytes: int, rank: int, theirs: str) -> DisagreementError:
+        """The error when two ranks need pools of different sizes for one operation."""
+        return DisagreementError(
+            f"{DISAGREE_ON} one call of {self.name}: the {pool} needs {nbytes} bytes on rank {self.rank}, "
+            f"{theirs} on rank {rank}: the shapes or dtypes of their rows differ"
+        )
+
+    # -- routings ------------------------------------------------------------------------------------------------
 
     def plan_words(self, num_tokens: int, topk: int) -> int:
-        """Words of a handle's plan: meta, then send_pos [T,R], then pair_pos [T,K]."""
+        """int32 words of a handle's plan: meta, then send_pos ``[T, R]``, then pair_pos ``[T, K]``."""
         return self.meta_words + num_tokens * (self.size + topk)
 
+    def routing(self, name: str, tensors: Sequence[torch.Tensor], comm: int) -> Routing:
+        """A handle, checked. ValueError, with the argument's `name`, when its tensors are not as dispatch made them."""
+        handle = DispatchHandle._make((*tensors, comm))
+        known = self.latest_routing.find(handle)
+        if known is not None:
+            return known
+        check_routing(self, name, handle)
+        return Routing(handle, self.routing_struct(*handle[:3]), handle.totals.tolist())
+
+    def header(self, **words: int) -> Any:
+        """The words that ranks compare at an operation: `words` and those of the communicator."""
+        return _header(layout=self.layout, config_hash=self.config_hash, **words)
+
+    def routing_struct(self, topk_ids: torch.Tensor, plan: torch.Tensor, recv_rows: torch.Tensor | None) -> Any:
+        """The routing as kernels see it; without `recv_rows`, as it is before dispatch has made them."""
+        T, K = topk_ids.shape
+        meta = plan.data_ptr()
+        send_pos = meta + _WORD_BYTES * self.meta_words
+        return _C.Routing(
+            num_tokens=T,
+            topk=K,
+            layout=self.layout,
+            alignment=self.config.expert_alignment,
+            topk_ids=topk_ids.data_ptr(),
+            send_pos=send_pos,
+            pair_pos=send_pos + _WORD_BYTES * T * self.size,
+            meta=meta,
+            recv_rows=address(recv_rows),
+            slots=0 if recv_rows is None else recv_rows.shape[0],
+        )
+
+    # -- waiting -------------------------------------------------------------------------------------------------
+
+    def wait_for_sender(self, step: Any, fresh: bool = False) -> None:
+        """Delays the receive stream until this rank's own sender runs. fresh: of a dispatch without previous_handle."""
+        self.kernels.wait_for_sender(
+            _C.WaitForSenderArgs(comm=self.comm, step=step, fresh=int(fresh), stream=self.streams.receive)
+        )
+
     def next_ticket(self) -> int:
+        """A number for the totals of the next notify, by which the host waits for them."""
         self._tickets += 1
         return self._tickets
 
-    def knows(self, ticket: int) -> bool:
+    def has_totals(self, ticket: int) -> bool:
         """Whether the totals of notify `ticket` are there."""
         return self.boards.wait_ticket(ticket, 0.0)
 
     def wait_totals(self, ticket: int, copy: torch.Tensor, expert_counts: torch.Tensor) -> list[int]:
-        """The totals of notify `ticket`, see Boards.totals. Raises what went wrong, or PeerTimeout at the deadline."""
+        """The totals of notify `ticket`, see Boards.totals. Raises the first error, or PeerTimeout at the deadline."""
         most_s = 2 * self.timeout_s + 5.0  # the kernel's own deadline starts later, comes first, and says more
         if not self.boards.wait_ticket(ticket, most_s):
             self.check()
             raise EpPluginError(f"{self.name}: the device did not finish step notify in {most_s:g} s")
         return self.boards.totals(copy, expert_counts)
 
+    # -- errors --------------------------------------------------------------------------------------------------
+
     def found_error(self) -> EpPluginError | ValueError | None:
         return error_of(self)
 
     def described(self, field: int, value: int) -> tuple[str, str]:
-        return described(field, value)
+        name, said = _C.header_fields[field], str(value)  # a peer may have garbled the value
+        if name == "dtype" and 0 <= value < len(DTYPES):
+            said = str(DTYPES[value])
+        elif name == "op" and value in list(_C.Op):
+            said = _C.Op(value).name.replace("_", " ").lower()
+        return _FIELD_NAMES.get(name, name.replace("_", " ")), said
 
-    def _forget_pools(self) -> None:
-        self._pools = [None, None]
 
-
-def _watch_of(engine: Engine, growing: tuple[str, int] | None = None) -> Callable[[], None]:
-    """What ends an exchange early: an abort, or, with (name, bytes) of a growing pool, a peer that does not grow."""
+def _watch_of(engine: HighThroughputEngine, growing: tuple[str, int] | None = None) -> Callable[[], None]:
+    """The check that ends an exchange early: after an abort, or when a peer leaves a growing pool (name, bytes)."""
     found = weakref.ref(engine)
 
     def watch() -> None:
@@ -216,6 +277,6 @@ def _watch_of(engine: Engine, growing: tuple[str, int] | None = None) -> Callabl
         if growing is not None:
             for rank in range(engine.size):
                 if rank != engine.rank and engine.boards.reserved_pools_of(rank) > engine.reserved:
-                    raise disagreement_on_pool(engine, *growing, rank, "no more than there are")
+                    raise engine.disagreement_on_pool(*growing, rank, "no more than there are")
 
     return watch

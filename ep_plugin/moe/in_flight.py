@@ -1,0 +1,195 @@
+"""Operations between their start and their end.
+
+To start an operation is to enqueue its kernels that send; to finish it, those that receive. A plain call does both. An
+asynchronous call only starts its operation, which is *in flight* until its `Work.wait()` or the communicator's next
+operation completes it. The result then stays until `wait()` collects it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, Generic, ParamSpec, TypeAlias, TypeVar
+
+import torch
+from torch._compile import _disable_dynamo
+
+from ep_plugin.errors import CaptureRefused, EpPluginError
+from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
+from ep_plugin.runtime.base import BaseEngine
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Tensors: TypeAlias = tuple[torch.Tensor | None, ...]
+
+
+class Operation(ABC):
+    """One dispatch or combine, made from its operator's arguments. It holds every tensor that its kernels read."""
+
+    name: ClassVar[str]
+    number = 0  # by which the operator finds a started operation
+    capture = 0  # the CUDA graph capture that it was started in; 0: none
+    result: Tensors | None = None  # the operator's results, once finished and until collected
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises ValueError for wrong arguments. Nothing has been launched."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Enqueues the kernels that send."""
+
+    @abstractmethod
+    def finish(self) -> Tensors:
+        """Enqueues the kernels that receive, and orders the caller's stream after them."""
+
+    @abstractmethod
+    def tensors(self) -> Tensors:
+        """Every tensor that a kernel enqueued by `start` reads or writes."""
+
+
+class InFlight:
+    """The operations of one communicator, at most one of them in flight."""
+
+    def __init__(self, engine: BaseEngine) -> None:
+        self._engine = engine
+        self._started: Operation | None = None
+        self._numbers = itertools.count(1)
+        self._by_number: weakref.WeakValueDictionary[int, Operation] = weakref.WeakValueDictionary()
+
+    def run(self, operation: Operation) -> Tensors:
+        """Completes the operation in flight, then runs the whole of `operation`. Returns its results."""
+        with self._engine.lock:
+            self.complete()
+            operation.check()
+            return self._engine.run(operation.name, _whole, operation)
+
+    def start(self, operation: Operation) -> Operation:
+        """Completes the operation in flight, then starts `operation`, which is in flight from then on."""
+        with self._engine.lock:
+            self.complete()
+            operation.check()
+            self._engine.run(operation.name, self._start, operation)
+            operation.number = next(self._numbers)
+            self._by_number[operation.number] = operation
+            return operation
+
+    def collect(self, number: int) -> Tensors:
+        """The results of a started operation, ordered before the caller's stream goes on."""
+        engine = self._engine
+        with engine.lock:
+            operation = self._by_number[number]
+            if operation is self._started:
+                self.complete()
+            elif operation.result is None:
+                engine.check()
+                raise EpPluginError(
+                    "wait(): expected an operation in flight, got one whose completion has failed before"
+                )
+            else:
+                capture = engine.streams.capturing()
+                if capture not in (0, operation.capture):  # the capture would wait for a kernel outside of it
+                    raise self._torn(operation, capture)
+                engine.streams.join()
+            result, operation.result = operation.result, None
+            assert result is not None
+            engine.streams.record_caller(*result)
+            return result
+
+    def complete(self) -> None:
+        """Finishes the operation in flight, if there is one. CaptureRefused if a CUDA graph would have only one end.
+
+        Autograd records nothing here, which may be below another operator or inside a backward, but at `wait()`.
+        """
+        operation, engine = self._started, self._engine
+        if operation is None:
+            return
+        capture = engine.streams.capturing()
+        if operation.capture != capture:
+            engine.check()
+            if operation.capture:
+                self._started = None  # its kernels are in the graph and have not run
+            raise self._torn(operation, capture)
+        self._started = None
+        operation.result = engine.run(operation.name, _finish, operation)
+
+    def _start(self, engine: BaseEngine, operation: Operation) -> None:
+        operation.start()
+        self._started = operation
+        operation.capture = engine.streams.capturing()
+        engine.streams.record(*operation.tensors())  # a fault may keep the caller from ever joining the streams
+
+    def _torn(self, operation: Operation, capture: int) -> CaptureRefused:
+        """The error of an operation that started in one capture, or none, and would finish in another."""
+        began = "in the capture of a CUDA graph" if operation.capture else "before the capture of a CUDA graph began"
+        now = ("in another" if operation.capture else "in it") if capture else "after it"
+        return CaptureRefused(
+            f"{self._engine.name}: expected an operation that was begun {began} to be completed and waited for there "
+            f"too, got its wait(), or the next operation, {now}"
+        )
+
+
+def _whole(_: BaseEngine, operation: Operation) -> Tensors:
+    operation.start()
+    return operation.finish()
+
+
+def _finish(_: BaseEngine, operation: Operation) -> Tensors:
+    return operation.finish()
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, kept out of torch.compile, which cannot trace locks, peer memory and kernels.
+
+    Compiled code calls it between two graphs; with fullgraph=True torch raises an error. torch.compiler.disable would
+    import the compiler here, which takes seconds, and would cost every call a microsecond.
+    """
+    disabled = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return disabled(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+    return call
+
+
+class Work(Generic[T]):
+    """An asynchronous operation. `wait()` returns what the plain call would have."""
+
+    def __init__(self, operation: Operation, complete: Callable[[], T]) -> None:
+        self._operation: Operation | None = operation
+        self._complete: Callable[[], T] | None = complete
+        self._result: T | None = None
+        self._waiting = threading.RLock()
+
+    @property
+    def done(self) -> bool:
+        """Whether this work's `wait()` or a later call has completed the operation."""
+        operation = self._operation
+        return operation is None or operation.result is not None
+
+    @untraced
+    def wait(self) -> T:
+        """Completes the operation and orders the caller's stream after it. Several threads may call it, repeatedly.
+
+        Returns:
+            What the plain call returns; the same objects at every call.
+
+        Raises:
+            PeerTimeout, PeerAborted: a peer failed.
+            CaptureRefused: the capture of a CUDA graph began or ended since the operation started.
+        """
+        with self._waiting:
+            if self._result is None:
+                assert self._complete is not None
+                self._result = self._complete()
+                self._complete = self._operation = None  # they hold the arguments
+            return self._result
+
+
+DispatchWork: TypeAlias = Work[tuple[DispatchOutput, DispatchHandle]]
+CombineWork: TypeAlias = Work[torch.Tensor]
