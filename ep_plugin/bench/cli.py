@@ -12,15 +12,19 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
-from rich.console import Console
 
-from ep_plugin.bench import plots, provenance, report
+from ep_plugin.bench import provenance, report
 from ep_plugin.bench.suite import Suite, WrongResult
-from ep_plugin.bench.suites import SUITES
+from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite
+from ep_plugin.bench.suites.fsdp2 import Fsdp2Suite
+from ep_plugin.bench.suites.layers import LayersSuite
+from ep_plugin.bench.suites.moe import MoeSuite
+from ep_plugin.bench.suites.overlap import OverlapSuite
+from ep_plugin.bench.suites.wire import WireSuite
 
-Out = Annotated[
-    str | None, typer.Option(help="Where the JSON goes: a file, or a folder (ends in /) that has one per hardware.")
-]
+SUITES = (MoeSuite, AllGatherSuite, ReduceScatterSuite, OverlapSuite, LayersSuite, Fsdp2Suite, WireSuite)
+
+Out = Annotated[str | None, typer.Option(help="The JSON's file, or a folder (ends in /) that has one per hardware.")]
 
 main = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -36,24 +40,25 @@ def _add_command(kind: type[Suite]) -> None:
     def command(out: str | None = None, **options: Any) -> None:
         with _refusals():
             suite = kind(**options)
-            place = _place(out, suite)
+            path = _result_path(out, suite)
             result = suite.run()
-        _finish(result, place)
+        typer.echo(report.markdown(result))
+        if path is not None:
+            path.write_text(json.dumps(result, indent=2) + "\n")
+            typer.echo(f"wrote {path}", err=True)
 
     def option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+        default = inspect.Parameter.empty if default is MISSING else default
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     hints = get_type_hints(kind, include_extras=True)
-    options = [
-        option(field.name, hints[field.name], inspect.Parameter.empty if field.default is MISSING else field.default)
-        for field in fields(kind)
-    ]
+    options = [option(field.name, hints[field.name], field.default) for field in fields(kind)]
     signature: Any = inspect.Signature([*options, option("out", Out, None)])
     command.__signature__ = signature  # type: ignore[attr-defined]
-    command.__doc__ = kind.__doc__
-    main.command(kind.command_name)(command)
+    main.command(kind.command_name, help=kind.__doc__)(command)
 
 
+_kind: type[Suite]
 for _kind in SUITES:
     _add_command(_kind)
 
@@ -61,7 +66,7 @@ for _kind in SUITES:
 @main.command("report")
 def report_command(
     files: Annotated[list[Path], typer.Argument(help="Results that ep-bench wrote.", exists=True, dir_okay=False)],
-    plot: Annotated[Path | None, typer.Option(help="Where a PNG with a panel per result goes.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="The PNG's file, with a panel per result.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Pattern of case names, as a shell's; repeatable.")] = None,
 ) -> None:
     """Prints results as markdown tables with ratios. Exit status 2 when a file was none, which is named."""
@@ -78,10 +83,9 @@ def report_command(
     for result in results:
         typer.echo(report.markdown(result))
     if plot is not None and results:
-        plots.plot(results, plot)
-    for sentence in refused:
-        typer.echo(sentence, err=True)
+        report.plot(results, plot)
     if refused:
+        typer.echo("\n".join(refused), err=True)
         raise typer.Exit(2)
 
 
@@ -97,14 +101,13 @@ def _refusals() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def _place(out: str | None, suite: Suite) -> Path | None:
+def _result_path(out: str | None, suite: Suite) -> Path | None:
     """The result's file. ValueError, before anything is measured, when it cannot be written."""
     if out is None:
         return None
     path = Path(out)
     if out.endswith("/"):
-        name = suite.file_name()
-        path = path / provenance.hardware_folder(suite.backend, suite.ranks) / name
+        path = path / provenance.hardware_folder(suite.backend, suite.ranks) / f"{suite.name}.json"
     _check_writable("out", path)
     return path
 
@@ -115,24 +118,5 @@ def _check_writable(option: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{option}: expected a folder that can be made for {path}, got: {error}") from error
-    if path.is_dir():
-        raise ValueError(f"{option}: expected a file, or a folder that ends in /, got the folder {path}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{option}: expected a place that can be written, got {path}")
-
-
-def _finish(result: dict[str, Any], place: Path | None) -> None:
-    """Prints the result, and writes it."""
-    console = Console()
-    if not console.is_terminal:  # wide enough for the table: a log has no use for cut cells
-        console = Console(width=160)
-    console.print(report.rich_table(result))
-    for note in report.notes(result):
-        console.print(note, highlight=False)
-    if place is not None:
-        place.write_text(json.dumps(result, indent=2) + "\n")
-        typer.echo(f"wrote {place}", err=True)
-
-
-if __name__ == "__main__":
-    main(prog_name="ep-bench")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option}: expected a file that can be written, or a folder that ends in /, got {path}")

@@ -7,9 +7,12 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
+import ep_plugin
 from ep_plugin import env
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,23 +21,17 @@ SOURCES = {".py", ".pyi", ".h", ".cuh", ".cpp", ".cu"}
 
 
 def hash_sources(folders: Iterable[str] = BENCHED, root: Path = ROOT) -> str:
-    """SHA-256, in hex, over the names and bytes of all source files below `folders` of `root`.
+    """SHA-256, in hex, over the names and bytes of all source files below `folders` of `root`, without links.
 
-    Other files (results, caches, built extensions) and links do not count. A missing folder counts as empty: an
-    installed package has its integrations inside `ep_plugin`.
+    A missing folder counts as empty: an installed package has its integrations inside `ep_plugin`.
     """
     digest = hashlib.sha256()
-    names = {path.relative_to(root).as_posix(): path for folder in folders for path in _sources(root / folder)}
-    for name, path in sorted(names.items()):
+    files = {path for folder in folders for path in (root / folder).rglob("*") if path.suffix in SOURCES}
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in files if not path.is_symlink()):
         content = path.read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
-
-
-def _sources(folder: Path) -> Iterator[Path]:
-    for parent, _, files in os.walk(folder, followlinks=False):
-        yield from (Path(parent, file) for file in files if Path(file).suffix in SOURCES)
 
 
 def commit(root: Path = ROOT) -> str | None:
@@ -57,17 +54,12 @@ def commit(root: Path = ROOT) -> str | None:
 
 def versions() -> dict[str, str | None]:
     """Versions of PyTorch, ep_plugin, NCCL, CUDA and Python; None for those that this build does not have."""
-    import torch
-
-    import ep_plugin
-
-    cuda = torch.version.cuda
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and torch.cuda.is_available() else None
+    has_nccl = torch.version.cuda and torch.cuda.is_available()
     return {
         "torch": torch.__version__,
         "ep_plugin": ep_plugin.__version__,
-        "nccl": nccl,
-        "cuda": cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        "cuda": torch.version.cuda,
         "python": platform.python_version(),
     }
 
@@ -79,26 +71,18 @@ def cores() -> int:
 
 def hardware(backend: str, ranks: int) -> str:
     """The hardware of the ranks, for readers: "4 x NVIDIA H200", "2 cores of AMD EPYC"."""
-    if backend == "cpu":
-        return f"{cores()} cores of {_cpu_name()}"
-    import torch
-
-    return f"{ranks} x {torch.cuda.get_device_name(0)}"
+    if backend == "cuda":
+        return f"{ranks} x {torch.cuda.get_device_name(0)}"
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return f"{cores()} cores of {found[1] if found else platform.machine()}"
 
 
 def hardware_folder(backend: str, ranks: int) -> str:
     """The folder of `benchmarks/results` for this hardware: "cpu2" (cores), "h200x4" (GPU and how many)."""
     if backend == "cpu":
         return f"cpu{cores()}"
-    import torch
-
     name = torch.cuda.get_device_name(0).removeprefix("NVIDIA ").split(" ")[0]
     return f"{re.sub('[^a-z0-9]+', '', name.lower())}x{ranks}"
-
-
-def _cpu_name() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.machine()

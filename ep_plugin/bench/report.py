@@ -1,23 +1,24 @@
-"""Results as tables. Ratios compare rows of one run: with the floor, with ep_plugin, or with a base case.
+"""Results as tables and pictures. Ratios compare rows of one run: with the floor, with ep_plugin, or with a base case.
 
 Results of earlier versions, whose suites had other names, are read too.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console
 from rich.table import Table
+
+from ep_plugin.bench.suite import Row, matching
 
 OURS, FLOOR = "ep_plugin", "floor"
 _KEYS = {"suite", "hardware", "versions", "code_hash", "command", "rows"}
 _ROW_KEYS = {"case", "impl", "median_us", "p10_us", "p90_us", "bytes_wire", "gb_s", "sms"}
-_Row = dict[str, Any]
-_Column = tuple[str, Callable[[_Row], str]]
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -26,11 +27,9 @@ def load(path: Path) -> dict[str, Any]:
         result = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path}: expected a result that ep-bench wrote, got no JSON: {error}") from error
-    missing = _KEYS - result.keys() if isinstance(result, dict) else _KEYS
+    missing = ", ".join(sorted(_KEYS - result.keys() if isinstance(result, dict) else _KEYS))
     if missing:
-        raise ValueError(
-            f"{path}: expected a result that ep-bench wrote, got JSON without {', '.join(sorted(missing))}"
-        )
+        raise ValueError(f"{path}: expected a result that ep-bench wrote, got JSON without {missing}")
     for row in result["rows"]:
         if not isinstance(row, dict) or row.keys() != _ROW_KEYS:
             raise ValueError(f"{path}: expected rows of {sorted(_ROW_KEYS)}, got {row!r}")
@@ -38,123 +37,112 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def of_cases(results: list[dict[str, Any]], patterns: list[str]) -> list[dict[str, Any]]:
-    """The results with only the cases whose names match any shell pattern. Results without such a case are left out.
-
-    The case that others are compared with stays. ValueError when a pattern matches nothing.
-    """
-    for pattern in patterns:
-        cases = dict.fromkeys(row["case"] for result in results for row in result["rows"])
-        if not fnmatch.filter(cases, pattern):
-            raise ValueError(f"case: expected a pattern for {', '.join(cases)}, got {pattern!r}")
-    return [_of_cases(result, patterns) for result in results if _matching(result, patterns)] if patterns else results
-
-
-def _matching(result: dict[str, Any], patterns: list[str]) -> set[str]:
-    return {row["case"] for row in result["rows"] if any(fnmatch.fnmatchcase(row["case"], each) for each in patterns)}
-
-
-def _of_cases(result: dict[str, Any], patterns: list[str]) -> dict[str, Any]:
-    wanted = _matching(result, patterns) | {result.get("base_case")}
-    chosen = {**result, "rows": [row for row in result["rows"] if row["case"] in wanted]}
-    for name in {"efficiency", "excess_us"} & result.keys():
-        chosen[name] = {case: found for case, found in result[name].items() if case in wanted}
-    return chosen
-
-
-def header(result: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(name for name, _ in _columns(result))
-
-
-def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """One line of text cells per row of the result, in the order of `header`."""
-    columns = _columns(result)
-    return [tuple(cell(row) for _, cell in columns) for row in result["rows"]]
-
-
-def _columns(result: dict[str, Any]) -> list[_Column]:
-    """The columns that have values in these rows."""
-    rows = result["rows"]
-    columns: list[_Column] = [
-        ("case", lambda row: str(row["case"])),
-        ("implementation", lambda row: str(row["impl"])),
-        ("median µs", lambda row: f"{row['median_us']:,.0f}"),
-        ("p10", lambda row: f"{row['p10_us']:,.0f}"),
-        ("p90", lambda row: f"{row['p90_us']:,.0f}"),
+    """The results that have such cases, with only these and the base case. ValueError when a pattern matches none."""
+    if not patterns:
+        return results
+    wanted = set(matching([row["case"] for result in results for row in result["rows"]], patterns))
+    return [
+        {**result, "rows": [row for row in result["rows"] if row["case"] in wanted | {result.get("base_case")}]}
+        for result in results
+        if any(row["case"] in wanted for row in result["rows"])
     ]
-    if any(row["bytes_wire"] for row in rows):
-        columns.append(("MB on the wire", lambda row: f"{row['bytes_wire'] / 1e6:.1f}"))
-        columns.append(("GB/s", lambda row: f"{row['gb_s']:.1f}"))
-    if any(row["sms"] is not None for row in rows):
-        columns.append(("SMs", lambda row: "" if row["sms"] is None else str(row["sms"])))
-    if "efficiency" in result:
-        columns.append(("efficiency, relative", lambda row: _share(result["efficiency"].get(row["case"]), row)))
-    if "base_case" in result:
-        (base,) = (row["median_us"] for row in rows if row["case"] == result["base_case"])
-        columns.append((f"time / {result['base_case']}", lambda row: f"{row['median_us'] / base:.3f} ×"))
-    if "excess_us" in result:
-        columns.append((_excess_name(result), lambda row: _whole(_excess(result, row))))
-        columns.append(("excess / ep_plugin's", lambda row: _ratio(_excess(result, row), _excess(result, row, OURS))))
-    for impl, name in ((FLOOR, "time / floor"), (OURS, "time / ep_plugin's")):
-        medians = {row["case"]: row["median_us"] for row in rows if row["impl"] == impl}
-        if medians:
-            columns.append((name, lambda row, medians=medians: _ratio(row["median_us"], medians.get(row["case"]))))  # type: ignore[misc]
-    return columns
-
-
-def _share(efficiency: float | None, row: _Row) -> str:
-    return f"{efficiency:.2f}" if efficiency is not None and row["impl"] == OURS else ""
-
-
-def _excess_name(result: dict[str, Any]) -> str:
-    return f"µs above {result['base_case']}"
-
-
-def _excess(result: dict[str, Any], row: _Row, impl: str | None = None) -> float | None:
-    """The microseconds that the row's implementation, or `impl`, adds to the base case."""
-    found: dict[str, float] = result["excess_us"].get(row["case"], {})
-    return found.get(impl or row["impl"])
-
-
-def _whole(number: float | None) -> str:
-    return "" if number is None else f"{number:,.0f}"
-
-
-def _ratio(mine: float | None, other: float | None) -> str:
-    """Empty where either is not known, or the other is not positive."""
-    return "" if mine is None or other is None or other <= 0 else f"{mine / other:.2f} ×"
-
-
-def notes(result: dict[str, Any]) -> list[str]:
-    """Sentences below the table; results of earlier versions have few."""
-    emulated = [f"emulated: {result['emulation']}"] if "emulation" in result else []
-    return [*emulated, *result.get("notes", []), *result.get("left_out", [])]
-
-
-def title(result: dict[str, Any]) -> str:
-    return f"{result['suite']} on {result['hardware']}"
-
-
-def rich_table(result: dict[str, Any]) -> Table:
-    table = Table(title=title(result))
-    for index, name in enumerate(header(result)):
-        table.add_column(name, justify="left" if index < 2 else "right")
-    previous = None
-    for line in lines(result):
-        if previous not in (None, line[0]) and result["suite"] == "moe_ht":
-            table.add_section()
-        previous = line[0]
-        table.add_row(*line)
-    return table
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Title, table and notes, with command, versions and commit."""
-    names = header(result)
-    rule = ("---", "---", *["---:"] * (len(names) - 2))
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in [names, rule, *lines(result)])
-    parts = [f"### {title(result)}", table]
-    parts += [f"- {note}" for note in notes(result)]
+    emulated = [f"emulated: {result['emulation']}"] if "emulation" in result else []
+    notes = [f"- {note}" for note in (*emulated, *result.get("notes", []), *result.get("left_out", []))]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
     code = [f"commit {result['commit']}"] if result.get("commit") else []
-    parts.append(" · ".join([f"`{result['command']}`", versions, *code, f"code {result['code_hash'][:12]}"]))
-    return "\n\n".join(parts) + "\n"
+    about = " · ".join([f"`{result['command']}`", versions, *code, f"code {result['code_hash'][:12]}"])
+    return "\n\n".join([f"### {result['suite']} on {result['hardware']}", _table(result), *notes, about]) + "\n"
+
+
+def _table(result: dict[str, Any]) -> str:
+    """The columns that have values in these rows, as a markdown table."""
+    columns = {name: [cell(row) for row in result["rows"]] for name, cell in _columns(result).items()}
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    table = Table(box=box.MARKDOWN)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("case", "implementation") else "right")
+    for line in zip(*columns.values(), strict=True):
+        table.add_row(*line)
+    console = Console(width=1000, color_system=None, markup=False)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line for line in captured.get().splitlines() if line.strip())
+
+
+def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
+    base = _base(result)
+    medians = {(row["case"], row["impl"]): row["median_us"] for row in result["rows"]}
+
+    def ratio(row: Row, impl: str, start: float = 0.0) -> str:
+        """Over the row of `impl`, both without `start`; empty where there is none that is longer."""
+        other = medians.get((row["case"], impl), start) - start
+        return f"{(row['median_us'] - start) / other:.2f} ×" if other > 0 else ""
+
+    def above_base(row: Row) -> str:
+        return "" if row["case"] == result["base_case"] else f"{row['median_us'] - base:,.0f}"
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "case": lambda row: row["case"],
+        "implementation": lambda row: row["impl"],
+        "median µs": lambda row: f"{row['median_us']:,.0f}",
+        "p10": lambda row: f"{row['p10_us']:,.0f}",
+        "p90": lambda row: f"{row['p90_us']:,.0f}",
+        "MB on the wire": lambda row: f"{row['bytes_wire'] / 1e6:.1f}" if row["bytes_wire"] else "",
+        "GB/s": lambda row: f"{row['gb_s']:.1f}" if row["bytes_wire"] else "",
+        "SMs": lambda row: "" if row["sms"] is None else str(row["sms"]),
+    }
+    if base:
+        columns[f"µs above {result['base_case']}"] = above_base
+        columns["the same / ep_plugin's"] = lambda row: ratio(row, OURS, base)
+    columns["time / floor"] = lambda row: ratio(row, FLOOR)
+    columns["time / ep_plugin's"] = lambda row: ratio(row, OURS)
+    return columns
+
+
+def _base(result: dict[str, Any]) -> float:
+    """The median of the base case; 0 where there is none."""
+    return next((row["median_us"] for row in result["rows"] if row["case"] == result.get("base_case")), 0.0)
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """A PNG with one panel per result: a bar per implementation and case, whiskers from p10 to p90."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    heights = [1 + 0.3 * len(result["rows"]) for result in results]
+    figure, panels = plt.subplots(
+        len(results), figsize=(9, 1 + sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
+    )
+    for axes, result in zip(panels[:, 0], results, strict=True):
+        base = _base(result)
+        rows = [row for row in result["rows"] if row["case"] != result.get("base_case")]
+        above = f"above {result['base_case']}, " if base else ""
+        _draw(axes, rows, base)
+        axes.set_title(f"{result['suite']} on {result['hardware']}")
+        axes.set_xlabel(f"µs {above}median and p10 to p90 (lower is better)")
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _draw(axes: Any, rows: list[Row], base: float) -> None:
+    cases = [row["case"] for row in rows]
+    impls = sorted({row["impl"] for row in rows}, key=lambda impl: (impl != OURS, impl))
+    for index, impl in enumerate(impls):
+        positions = [position for position, row in enumerate(rows) if row["impl"] == impl]
+        mine = [rows[position] for position in positions]
+        medians = [row["median_us"] - base for row in mine]
+        whiskers = [
+            [row["median_us"] - row["p10_us"] for row in mine],
+            [row["p90_us"] - row["median_us"] for row in mine],
+        ]
+        axes.barh(positions, medians, xerr=whiskers, label=impl, color=f"C{index}", error_kw={"linewidth": 1})
+    axes.set_yticks(range(len(rows)), [case if cases.index(case) == i else "" for i, case in enumerate(cases)])
+    axes.invert_yaxis()
+    axes.legend(fontsize="small")

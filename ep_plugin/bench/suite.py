@@ -1,10 +1,12 @@
-"""What all suites share: options, how ranks run, and the result that is written."""
+"""The parts that all suites share: options, comparing and timing, and the result."""
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import shlex
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, ClassVar
 
@@ -15,16 +17,11 @@ import typer
 from ep_plugin import env
 from ep_plugin.bench import provenance
 from ep_plugin.bench.launch import run_on_ranks
-from ep_plugin.bench.timing import Timing
+from ep_plugin.bench.timing import Clock, Run, Timing, time_in_turn
 
 Row = dict[str, Any]
-WARMUP = 3  # calls of each implementation before the timed ones
 SMS_ARE = "SMs: of the kernels that move rows; plan and notify run on others, for some microseconds"
-BY_BACKEND: Any = None  # the default of a field that `Suite.defaults` has for each backend
-
-Backend = Annotated[str, typer.Option(help="cpu: shared memory against gloo; cuda: NVLink against NCCL.")]
-Ranks = Annotated[int, typer.Option(help="Processes. Default on cuda: one for every GPU.")]
-Iterations = Annotated[int, typer.Option(help="Timed iterations of each case and implementation.")]
+BY_BACKEND: Any = None  # the default of a field whose value Suite.defaults has for each backend
 
 
 class WrongResult(RuntimeError):
@@ -33,22 +30,18 @@ class WrongResult(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Suite(ABC):
-    """One run of a suite. The fields are the options of the suite's command.
-
-    command_name: the command. defaults: by backend, the values of fields that are BY_BACKEND. least: the smallest
-    values of fields.
-    """
+    """One run of a suite. The fields are the options of the suite's command. least: their smallest values."""
 
     command_name: ClassVar[str]
     defaults: ClassVar[dict[str, dict[str, Any]]] = {"cpu": {"ranks": 4}, "cuda": {"ranks": None}}
     least: ClassVar[dict[str, int]] = {"ranks": 2, "iterations": 1}
 
-    backend: Backend
-    ranks: Ranks = BY_BACKEND
-    iterations: Iterations = 30
+    backend: Annotated[str, typer.Option(help="cpu: shared memory against gloo; cuda: NVLink against NCCL.")]
+    ranks: Annotated[int, typer.Option(help="Processes. Default on cuda: one for every GPU.")] = BY_BACKEND
+    iterations: Annotated[int, typer.Option(help="Timed iterations of each case and implementation.")] = 30
 
     def __post_init__(self) -> None:
-        check_names("backend", tuple(self.defaults), [self.backend])
+        check_names("backend", self.defaults, [self.backend])
         for name, value in self.defaults[self.backend].items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -62,24 +55,15 @@ class Suite(ABC):
 
     @abstractmethod
     def measure(self, device: torch.device) -> dict[str, Any]:
-        """One rank's part; collective. Raises WrongResult, see `require_right`.
-
-        Returns:
-            What JSON can hold, of which rank 0's is kept: "rows" as `row` makes them, "notes": sentences that a report
-            prints below the rows, and whatever else belongs to the result.
-        """
+        """Measures on one rank, whose "rows" and "notes" are kept from rank 0. Collective. Raises WrongResult."""
 
     @property
     def name(self) -> str:
-        """The suite's name in results."""
+        """The suite's name in results, and its result's file name without the suffix."""
         return self.command_name.replace("-", "_")
 
-    def file_name(self) -> str:
-        """The result's file in a folder of results. ValueError for runs that do not belong there."""
-        return f"{self.name}.json"
-
     def command(self) -> str:
-        """The words that ask for this run."""
+        """The command line of this run."""
         words = ["ep-bench", self.command_name]
         for field in fields(self):
             value, option = getattr(self, field.name), f"--{field.name}"
@@ -94,8 +78,7 @@ class Suite(ABC):
         """Runs the suite on ranks of its own.
 
         Returns:
-            The result, which JSON can hold. `command` is preceded by a launcher's own words; `code_hash` and `commit`
-            are of the code that ran.
+            The result for JSON. `command` starts with the launcher's command, if there is one.
 
         Raises:
             WrongResult: an implementation disagreed with the oracle.
@@ -119,11 +102,40 @@ class Suite(ABC):
 
 
 def measured(device: torch.device, suite: Suite) -> dict[str, Any]:
-    """What the suite measures on this rank, or {"wrong": sentences of all ranks}. Collective."""
+    """The suite's measurements on this rank, or {"wrong": sentences of all ranks}. Collective."""
     try:
         return suite.measure(device)
     except WrongResult as error:
         return {"wrong": error.args[0]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One implementation of a case. run: the call that is timed. bytes_wire, sms: see `row`.
+
+    check: repeats the call on data that no call has moved before, and returns a sentence on what is wrong with its
+    result, or None; collective.
+    """
+
+    case: str
+    impl: str
+    run: Run
+    check: Callable[[], str | None]
+    bytes_wire: int
+    sms: int | None = None
+
+
+def time_ways(clock: Clock, ways: list[Way], iterations: int) -> list[Row]:
+    """Compares all ways, times them in turn, and compares them again. Raises WrongResult. Collective."""
+
+    def compare(when: str) -> None:
+        found = [(way, way.check()) for way in ways]
+        require_right([f"{way.case} by {way.impl}: {problem}{when}" for way, problem in found if problem])
+
+    compare("")
+    timings = time_in_turn(clock, {(way.case, way.impl): way.run for way in ways}, iterations)
+    compare(" (after the timing)")
+    return [row(way.case, way.impl, timings[way.case, way.impl], way.bytes_wire, way.sms) for way in ways]
 
 
 def require_right(mine: list[str]) -> None:
@@ -136,9 +148,18 @@ def require_right(mine: list[str]) -> None:
 
 
 def row(case: str, impl: str, timing: Timing, bytes_wire: int, sms: int | None = None) -> Row:
-    """One line of a result. bytes_wire: bytes that cross the links in one direction, per GPU."""
+    """One line of a result. bytes_wire: per GPU, in one direction of the links. sms: of ep_plugin's kernels, if any."""
     gb_s = round(bytes_wire / timing.median_us / 1e3, 2)
     return {"case": case, "impl": impl, **asdict(timing), "bytes_wire": bytes_wire, "gb_s": gb_s, "sms": sms}
+
+
+def matching(cases: Iterable[str], patterns: list[str]) -> list[str]:
+    """The cases that match any shell pattern; all without patterns. ValueError when a pattern matches none."""
+    cases = list(dict.fromkeys(cases))
+    for pattern in patterns:
+        if not fnmatch.filter(cases, pattern):
+            raise ValueError(f"case: expected a pattern for {', '.join(cases)}, got {pattern!r}")
+    return [case for case in cases if not patterns or any(fnmatch.fnmatchcase(case, each) for each in patterns)]
 
 
 def require_module(module: str, option: str, use: str) -> None:
@@ -149,7 +170,7 @@ def require_module(module: str, option: str, use: str) -> None:
         raise ValueError(f"{option}: expected {module}, {use}: {error}") from error
 
 
-def check_names(option: str, known: tuple[str, ...], given: list[str]) -> None:
+def check_names(option: str, known: Iterable[str], given: list[str]) -> None:
     """ValueError, naming the option, for a given name that is not known."""
     for name in given:
         if name not in known:

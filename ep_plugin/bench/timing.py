@@ -7,42 +7,40 @@ the rank's own start (CUDA). An iteration lasts from the first start to the last
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 Run = Callable[[], object]
+Clock = Callable[[Run], tuple[float, float]]  # the sample of a call; collective
 Name = TypeVar("Name", bound=Hashable)
 _FLUSH_FACTOR = 4  # sizes of the L2 cache that are written to empty it
 _LEAD_CYCLES = 1_000_000  # of the device's clock, about half a millisecond
+WARMUP = 3  # calls of each implementation before the timed ones
 
 
-class Clock(Protocol):
-    def measure(self, run: Run) -> tuple[float, float]:
-        """Start and end of `run` on this rank. Collective."""
+def clock_of(device: torch.device) -> Clock:
+    return _host_sample if device.type == "cpu" else _DeviceClock(device)
 
 
-class HostClock:
-    """Monotonic time of one host. The result of `run` is freed after the end; memory that it frees inside counts."""
-
-    def measure(self, run: Run) -> tuple[float, float]:
-        dist.barrier()
-        start = time.perf_counter_ns()
-        result = run()
-        end = time.perf_counter_ns()
-        del result
-        return start / 1e3, end / 1e3
+def _host_sample(run: Run) -> tuple[float, float]:
+    """On the host's monotonic clock. The result of `run` is freed after the end; memory that it frees inside counts."""
+    dist.barrier()
+    start = time.perf_counter_ns()
+    result = run()
+    end = time.perf_counter_ns()
+    del result
+    return start / 1e3, end / 1e3
 
 
-class DeviceClock:
+class _DeviceClock:
     """Device events around `run`, after a write that empties the L2 cache and an all-reduce that no rank leaves early.
 
-    Both are enqueued before the start event, on the current stream, so peers release the device and not its own host.
-    The host is ahead by a fixed lead, as in the middle of a training step: enqueueing costs no device time, a wait of
-    the host inside `run` does.
+    Both are enqueued before the start event, so peers release the device and not its own host. The host is ahead by a
+    fixed lead, as in a training step: enqueueing costs no device time, a wait of the host inside `run` does.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +49,7 @@ class DeviceClock:
         self._flush = torch.empty(_FLUSH_FACTOR * l2_bytes, dtype=torch.uint8, device=device)
         self._token = torch.zeros(1, device=device)
 
-    def measure(self, run: Run) -> tuple[float, float]:
+    def __call__(self, run: Run) -> tuple[float, float]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self._device)
         torch.cuda._sleep(_LEAD_CYCLES)
@@ -65,10 +63,6 @@ class DeviceClock:
         return 0.0, 1e3 * start.elapsed_time(end)
 
 
-def clock_of(device: torch.device) -> Clock:
-    return HostClock() if device.type == "cpu" else DeviceClock(device)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Timing:
     """Microseconds of an iteration: the median, and the 10th and 90th percentile."""
@@ -78,18 +72,17 @@ class Timing:
     p90_us: float
 
 
-def time_in_turn(clock: Clock, runs: dict[Name, Run], iterations: int, warmup: int) -> dict[Name, Timing]:
+def time_in_turn(clock: Clock, runs: Mapping[Name, Run], iterations: int, warmup: int = WARMUP) -> dict[Name, Timing]:
     """Times several implementations in turns, each turn in the reverse order of the one before. Collective."""
     samples: dict[Name, list[tuple[float, float]]] = {name: [] for name in runs}
-    names = list(runs)
     for turn in range(warmup + iterations):
-        for name in names if turn % 2 == 0 else reversed(names):
-            sample = clock.measure(runs[name])
+        for name in runs if turn % 2 == 0 else reversed(list(runs)):
+            sample = clock(runs[name])
             if turn >= warmup:
                 samples[name].append(sample)
     everyone: list[dict[Name, list[tuple[float, float]]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, samples)
-    return {name: summarise([theirs[name] for theirs in everyone]) for name in names}
+    return {name: summarise([theirs[name] for theirs in everyone]) for name in runs}
 
 
 def summarise(samples: list[list[tuple[float, float]]]) -> Timing:

@@ -1,6 +1,6 @@
-"""Megatron-core where it does not run by itself: without TransformerEngine or grouped_gemm, and its MoE layers on CPUs.
+"""Makes Megatron-core run without TransformerEngine or grouped_gemm, and its MoE layers on CPUs.
 
-What these functions replace is replaced in this process, for good.
+Every function changes this process permanently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def without_transformer_engine() -> None:
-    """Megatron-core 0.16.1 compares None with a version, and reads an undefined name in the router."""
+    """Define two names that Megatron-core 0.16.1 reads but lacks without TransformerEngine."""
     import megatron.core.utils
     from packaging.version import Version
 
@@ -28,7 +28,7 @@ def without_transformer_engine() -> None:
 
 
 def serve_grouped_products() -> str:
-    """Megatron's GroupedMLP multiplies by a package, grouped_gemm; where that is missing, by PyTorch. Says by what."""
+    """Let Megatron's GroupedMLP multiply by PyTorch where the package grouped_gemm is missing. Returns which."""
     from megatron.core.transformer.moe import grouped_gemm_util
 
     if grouped_gemm_util.grouped_gemm_is_available() and grouped_gemm_util.ops.gmm is not _grouped_product:
@@ -41,14 +41,14 @@ def serve_grouped_products() -> str:
 def _grouped_product(
     rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
 ) -> torch.Tensor:
-    """rows ``[N, I]`` in groups of `counts` ``[E_l]``, each times its own of weights ``[E_l, I, O]``: ``[N, O]``."""
+    """``[N, O]``: each group of rows ``[N, I]`` times its weights ``[E_l, I, O]``. counts ``[E_l]``: rows per group."""
     assert not trans_b
-    ends = counts.cumsum(0).to(torch.int32).to(rows.device, non_blocking=True)  # the host goes on
+    ends = counts.cumsum(0).to(torch.int32).to(rows.device, non_blocking=True)  # the host does not wait
     return torch.nn.functional.grouped_mm(rows, weights, offs=ends)
 
 
 def make_megatron_run_here() -> None:
-    """Answers for the CPU the calls of torch.cuda that MoE layers make without need, and what gloo does not take."""
+    """Replace calls of torch.cuda in MoE layers, and collectives that gloo lacks, by ones for CPUs."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.Stream = cuda.Event = _Anything
@@ -68,7 +68,7 @@ def make_megatron_run_here() -> None:
     without_transformer_engine()
     import megatron.core.transformer.moe.experts as experts
 
-    experts.jit_fuser = lambda function: function  # a compiler's minute for a tiny activation
+    experts.jit_fuser = lambda function: function  # compiling would take a minute
 
 
 class _Anything:
@@ -81,7 +81,7 @@ class _Anything:
 
 
 def _with_lists(all_to_all_single: Any) -> Any:
-    """Split sizes that were on a GPU have become lists; those on CPUs are still tensors."""
+    """Split sizes as lists: Megatron converts those on GPUs, but not those on CPUs."""
 
     @functools.wraps(all_to_all_single)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ def _with_lists(all_to_all_single: Any) -> Any:
 
 
 def _all_gather(all_gather: Any, outputs: list[torch.Tensor], mine: torch.Tensor, group: Any = None) -> None:
-    """Of uneven pieces too, which gloo does not take and Megatron's alltoall has under tensor parallelism."""
+    """An all-gather of uneven pieces, which gloo lacks and Megatron's alltoall uses under tensor parallelism."""
     most = max(len(output) for output in outputs)
     padded = [mine.new_empty((most, *mine.shape[1:])) for _ in outputs]
     all_gather(padded, torch.cat([mine, mine.new_zeros((most - len(mine), *mine.shape[1:]))]), group=group)
@@ -103,7 +103,7 @@ def _all_gather(all_gather: Any, outputs: list[torch.Tensor], mine: torch.Tensor
 
 
 def _reduce_scatter(output: torch.Tensor, pieces: list[torch.Tensor], group: Any = None) -> None:
-    """Of uneven pieces too."""
+    """A reduce-scatter of uneven pieces."""
     for rank, piece in enumerate(pieces):
         total = piece.clone()
         dist.all_reduce(total, group=group)

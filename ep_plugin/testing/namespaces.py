@@ -3,8 +3,8 @@
     node 0: eth0 10.77.0.1 --- port0 ]
     node 1: eth0 10.77.0.2 --- port1 ] bridge, in a namespace of its own
 
-A namespace has no name and no file: file descriptors of this process hold it, and the processes that entered it. The
-kernel removes it, with its interfaces, when the last of them is gone, however they went. Without root they live in a
+A namespace has no name and no file. File descriptors of this process and the processes in it keep it alive. When the
+last of them is gone the kernel removes it with its interfaces, also after a kill. Without root the namespaces live in a
 user namespace, in which this user counts as root.
 """
 
@@ -20,25 +20,25 @@ from dataclasses import dataclass
 INTERFACE = "eth0"
 
 _NEW_USER, _NEW_NET = 0x10000000, 0x40000000
-# One millisecond at the link's rate, but no less than the largest segment that a virtual interface hands down whole.
+# One millisecond at the link's rate, and at least the largest segment that a virtual interface sends whole.
 _BURST_S, _LEAST_BURST = 1e-3, 128 * 1024
 _LONGEST_QUEUE = "50ms"
 
 
 class NoNamespaces(Exception):
-    """This machine or this user cannot have them; the message says why."""
+    """This machine or this user cannot have network namespaces; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The nodes' namespaces, held open by this process. ``enter(node)`` moves the calling process into one."""
+    """The namespaces of the nodes, which this process keeps open."""
 
     user: int | None
     switch: int
     nodes: tuple[int, ...]
 
     def enter(self, node: int) -> None:
-        """For a child between fork and exec. The child then has the node's network and nothing else of its own."""
+        """Moves the calling process, a child between fork and exec, into the node's network."""
         _enter(self.user, self.nodes[node])
 
     def address(self, node: int) -> str:
@@ -46,9 +46,9 @@ class Network:
 
 
 def create_network(nodes: int, rate_bits: int | None) -> Network:
-    """Namespaces of ``nodes`` nodes, joined; ``rate_bits`` per second bounds each node's link, each way.
+    """Makes and joins the namespaces of ``nodes`` nodes. Call it in a process with one thread.
 
-    Call it in a process with one thread. Raises NoNamespaces, saying what is missing.
+    ``rate_bits``: the most bits per second of each node's link, each way; None: no limit. Raises NoNamespaces.
     """
     for program in ("ip", *(("tc",) if rate_bits else ())):
         if shutil.which(program) is None:
@@ -72,11 +72,8 @@ def create_network(nodes: int, rate_bits: int | None) -> Network:
 
 def _limit(user: int | None, net: int, interface: str, rate_bits: int) -> None:
     burst = max(int(rate_bits / 8 * _BURST_S), _LEAST_BURST)
-    _run(
-        user,
-        net,
-        f"tc qdisc add dev {interface} root tbf rate {rate_bits}bit burst {burst}b latency {_LONGEST_QUEUE}",
-    )
+    shape = f"tbf rate {rate_bits}bit burst {burst}b latency {_LONGEST_QUEUE}"
+    _run(user, net, f"tc qdisc add dev {interface} root {shape}")
 
 
 def _run(user: int | None, net: int, command: str, *inherited: int) -> None:
@@ -93,7 +90,7 @@ def _run(user: int | None, net: int, command: str, *inherited: int) -> None:
 
 
 def _new_namespaces(user: int | None, *, with_user: bool = False) -> tuple[int | None, int]:
-    """Descriptors of a new network namespace, and of the user namespace that owns it (None: this process's own)."""
+    """Descriptors of the user namespace that owns a new network namespace (None: this process's own) and of that."""
     made, make = os.pipe()
     end, keep = os.pipe()
     child = os.fork()

@@ -3,17 +3,17 @@
     python -m ep_plugin.testing.nodes --nodes 2 --ranks 2 --rate 1gbit -- python train.py --steps 10
 
 Each of the nodes x ranks processes gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
-torchrun sets them, and EP_PLUGIN_HOST, which tells ep_plugin the nodes apart: what needs peers' memory refuses a group
-that spans them, as on real hosts. What separates the nodes' networks:
+torchrun sets them. EP_PLUGIN_HOST separates the nodes for ep_plugin: ranks of different nodes map no memory of each
+other, as on real hosts. Networks of the nodes:
 
-- CPUs: a network namespace per node (namespaces.py), whose link ``--rate`` bounds each way; the nodes then reach each
-  other and nothing else. Where the machine does not allow it the ranks share the loopback device, which stderr says;
+- CPUs: a network namespace per node (namespaces.py). ``--rate`` bounds its link each way. The nodes reach each other
+  and nothing else. Where the machine does not allow namespaces, the ranks share the loopback device and stderr says so;
   ``--rate`` is then refused.
-- GPUs: the ranks share the loopback device. A node sees its own GPUs only, and NCCL takes the nodes for hosts that only
+- GPUs: the ranks share the loopback device. A node sees its own GPUs only, and NCCL treats the nodes as hosts that only
   sockets join. ``--rate`` is refused.
 
-The ranks end with the launcher, whatever ends it. The first rank that fails decides the exit status (128 + the signal
-that killed it); the others have ``--grace`` seconds to find out by themselves before they are ended.
+The ranks end with the launcher, also when it is killed. The first rank that fails decides the exit status (128 + the
+signal that killed it). The other ranks have ``--grace`` seconds to end by themselves.
 """
 
 from __future__ import annotations
@@ -53,10 +53,12 @@ _NCCL_OVER_SOCKETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What to emulate. ``gpus``: the CUDA devices, by the names that CUDA_VISIBLE_DEVICES takes; None for CPUs.
+    """The nodes to emulate.
 
-    ``network``: None where the ranks share the loopback device. ``rate``: of each node's link, as it was given.
-    ``launched_by``: the words that asked for it.
+    gpus: the CUDA devices, as CUDA_VISIBLE_DEVICES names them; None: CPUs.
+    network: None: the ranks share the loopback device.
+    rate: the ``--rate`` of each node's link.
+    launched_by: the launcher's command line, without the ranks' command.
     """
 
     nodes: int
@@ -90,7 +92,7 @@ def run(cluster: Cluster, command: list[str], grace_s: float) -> int:
 
 
 def variables_of(rank: int, cluster: Cluster, port: int) -> dict[str, str]:
-    """What the environment of ``rank`` has beyond the launcher's own."""
+    """The variables of ``rank`` beyond the launcher's own environment."""
     node, local_rank = divmod(rank, cluster.ranks)
     interface = INTERFACE if cluster.network else "lo"
     variables = {
@@ -141,7 +143,7 @@ def _first_failure(ranks: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """Ends every rank and what it started, first politely."""
+    """Ends every rank and its children, first by SIGTERM."""
     for signum, patience_s in ((signal.SIGTERM, _TERMINATE_S), (signal.SIGKILL, _TERMINATE_S)):
         deadline = time.monotonic() + patience_s
         for rank in ranks:
@@ -151,17 +153,17 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _signal_group(leader: int, signum: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+    with contextlib.suppress(ProcessLookupError):  # the whole group has ended
         os.killpg(leader, signum)
 
 
 def _before_exec(launcher: int, network: Network | None, node: int) -> None:
-    """In the child: enters its node, and from then on dies with the launcher."""
+    """In the child: enters its node's network, and makes the child die with the launcher."""
     if network is not None:
         network.enter(node)
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)  # entering a user namespace would undo it
     if os.getppid() != launcher:
-        os._exit(1)  # it died before the line above
+        os._exit(1)  # the launcher died before the line above
 
 
 def _free_port() -> int:
@@ -180,7 +182,7 @@ def _visible_gpus() -> list[str]:
 
 
 def _choose(options: argparse.Namespace, rate: int | None, launched_by: str) -> Cluster:
-    """The cluster that the options ask for. ValueError where this machine cannot be it."""
+    """The cluster of the options. ValueError where this machine cannot emulate it."""
     sizes = {"nodes": options.nodes, "ranks": options.ranks, "launched_by": launched_by}
     gpus = _visible_gpus() if options.device in ("auto", "cuda") else []
     if gpus or options.device == "cuda":
@@ -229,7 +231,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, int | None]:
 
 
 def _words(arguments: list[str], command: list[str]) -> str:
-    """How this launcher was called, but for the command."""
+    """The launcher's command line, without the ranks' command."""
     own = arguments[: len(arguments) - len(command)]
     return shlex.join([*_PROGRAM.split(), *own[: -1 if own[-1:] == ["--"] else None]])
 

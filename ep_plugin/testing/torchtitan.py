@@ -1,4 +1,4 @@
-"""torchtitan 0.3.0 on CPU ranks: what it imports without calling it here, and asks of an accelerator, is answered."""
+"""Makes torchtitan 0.3.0 run on CPU ranks, by stand-ins for unused imports and for its accelerator."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Triton kernels of a dispatcher that is not used here, imported beside those that are.
+# Triton kernels of a dispatcher that is imported but not used here.
 _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 _IMPORTED_ONLY = {"datasets": ("datasets", "datasets.distributed"), "tensorboard": ("torch.utils.tensorboard",)}
 
 
 class _Absent:
-    """What stands for a class or function of a module that is not there."""
+    """A stand-in for a class or function of a missing module."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("this is a stand-in, which nothing should call")
+        raise RuntimeError("expected no call of a stand-in")
 
 
 def without_triton() -> None:
-    """Models and dispatchers can be imported, and dispatchers run under PyTorch 2.11, too."""
+    """Make models and dispatchers importable without Triton; dispatchers also run under PyTorch 2.11."""
     compiler: Any = torch.compiler
     if not hasattr(compiler, "_is_non_strict_tracing"):
         compiler._is_non_strict_tracing = lambda: False
@@ -32,7 +32,7 @@ def without_triton() -> None:
 
 
 def make_torchtitan_run_here() -> None:
-    """Its trainer runs, on CPUs and under a PyTorch without torch.distributed.set_timeout, which it calls."""
+    """Make its trainer run on CPUs, also under a PyTorch without torch.distributed.set_timeout."""
     without_triton()
     for package, modules in _IMPORTED_ONLY.items():
         if importlib.util.find_spec(package) is None:
@@ -59,18 +59,15 @@ def _stand_in(name: str) -> None:
     sys.modules.setdefault(name, module)
 
 
-def _cpu_as_accelerator() -> ModuleType:
-    """What torch.cuda would be."""
-    module = ModuleType("cpu_as_accelerator")
-    answers: dict[str, Any] = {
+def _cpu_as_accelerator() -> SimpleNamespace:
+    """A stand-in for torch.cuda."""
+    nothing = dict.fromkeys(("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"))
+    properties = SimpleNamespace(name="CPU", total_memory=2**30)
+    answers: dict[str, Any] = nothing | {
         "current_device": 0,
         "device_count": 1,
         "get_device_name": "CPU",
-        "get_device_properties": SimpleNamespace(name="CPU", total_memory=2**30),
+        "get_device_properties": properties,
         "memory_stats": {},
     }
-    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
-        answers[name] = None
-    for name, answer in answers.items():
-        setattr(module, name, lambda *args, answer=answer: answer)
-    return module
+    return SimpleNamespace(**{name: lambda *args, answer=answer: answer for name, answer in answers.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from typer.testing import CliRunner
 from ep_plugin.bench import provenance
 from ep_plugin.bench.cli import main
 from ep_plugin.bench.exchange.cases import time_cases
-from ep_plugin.bench.exchange.specs import select
 from ep_plugin.bench.exchange.workload import Workload, rows_on_the_wire
 from ep_plugin.bench.provenance import hash_sources
 from ep_plugin.bench.timing import summarise
@@ -24,10 +24,10 @@ from tests.ranks import run_ranks, values
 RANKS = 2
 SIZES = {"ranks": RANKS, "tokens": 40, "hidden": 128, "topk": 2, "experts": 6}
 ROW_KEYS = ["case", "impl", "median_us", "p10_us", "p90_us", "bytes_wire", "gb_s", "sms"]
-GLOO, GLOO_BARE = "gloo_all_to_all", "gloo_all_to_all_single"
+GLOO = "gloo_all_to_all"
 # Which implementations each case has, on CPUs.
 EXPECTED = {
-    "dispatch_flat_fp32": ["ep_plugin", GLOO, GLOO_BARE],
+    "dispatch_flat_fp32": ["ep_plugin", GLOO],
     "dispatch_cached_fp32": ["ep_plugin", GLOO],
     "combine_flat_fp32": ["ep_plugin", GLOO],
     "roundtrip_flat_fp32": ["ep_plugin", GLOO],
@@ -37,7 +37,7 @@ EXPECTED = {
     "roundtrip_t512_host_wait": ["ep_plugin", GLOO],
     "roundtrip_t128": ["ep_plugin", GLOO],
     "roundtrip_t128_host_wait": ["ep_plugin", GLOO],
-    "dispatch_flat_fp8": ["ep_plugin", GLOO, GLOO_BARE],
+    "dispatch_flat_fp8": ["ep_plugin", GLOO],
     "dispatch_cached_fp8": ["ep_plugin", GLOO],
     "dispatch_token_major_fp8": ["ep_plugin"],
 }
@@ -46,6 +46,11 @@ EXPECTED = {
 def moe_arguments(out: Path | str, *more: str) -> list[str]:
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
     return ["moe", "--backend", "cpu", *sizes, "--iterations", "3", "--out", str(out), *more]
+
+
+def cells(text: str) -> str:
+    """Tables without the spaces that align their columns."""
+    return re.sub(" +", " ", text)
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +66,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_result_names_what_it_belongs_to(written: Path) -> None:
     result = json.loads(written.read_text())
     about = ["suite", "hardware", "versions", "code_hash", "commit", "command"]
-    assert list(result) == [*about, "rows", "notes", "memory", "construction_s", "first_operations_s"]
-    assert 0 < result["construction_s"] < 30 and 0 < result["first_operations_s"] < 30
+    assert list(result) == [*about, "rows", "notes", "memory", "construction_s"]
+    assert 0 < result["construction_s"] < 30
     assert result["suite"] == "moe_ht" and written.name == "moe_ht.json"
     assert "cores of" in result["hardware"] and written.parent.name.startswith("cpu")
     assert list(result["versions"]) == ["torch", "ep_plugin", "nccl", "cuda", "python"]
@@ -94,9 +99,10 @@ def test_report_prints_the_ratios_of_a_run(written: Path, tmp_path: Path) -> Non
     picture = tmp_path / "bars.png"
     run = CliRunner().invoke(main, ["report", str(written), "--plot", str(picture)])
     assert run.exit_code == 0, run.output
+    table = cells(run.output).splitlines()
     rows = {(row["case"], row["impl"]): row["median_us"] for row in json.loads(written.read_text())["rows"]}
     for (case, impl), median in rows.items():
-        (line,) = [line for line in run.output.splitlines() if line.startswith(f"| {case} | {impl} |")]
+        (line,) = [line for line in table if line.startswith(f"| {case} | {impl} |")]
         assert line.endswith(f" {median / rows[case, 'ep_plugin']:.2f} × |")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -111,9 +117,8 @@ def test_report_refuses_other_files(tmp_path: Path, content: str) -> None:
 
 
 def _quantised(rank: int) -> list[tuple[str, int]]:
-    wanted = dataclasses.replace(suite(), dtype=["bfloat16", "float8"])
-    specs = select(wanted.specs(), ["dispatch_flat_bf16_to_fp8"])
-    rows = time_cases(torch.device("cpu"), specs, ["all_to_all"], {}, 1)
+    wanted = dataclasses.replace(suite(), dtype=["bfloat16", "float8"], case=["dispatch_flat_bf16_to_fp8"])
+    rows = time_cases(torch.device("cpu"), wanted.specs(), ["all_to_all"], 1)
     return [(row["impl"], row["bytes_wire"] % (128 + 4)) for row in rows]
 
 
@@ -135,24 +140,19 @@ def test_a_wrong_result_ends_the_run_without_timings(tmp_path: Path) -> None:
     [
         (["moe", "--backend", "cpu", "--peer", "deep_ep"], "got 'deep_ep': No module named 'deep_ep'"),
         (["moe", "--backend", "cpu", "--peer", "torch:Absent"], "peer: expected all_to_all, none, or module:Class"),
-        (["wire", "--backend", "cpu", "--ranks", "1"], "ranks: expected at least 2, got 1"),
+        (["wire", "--backend", "cpu"], "backend: expected one of cuda, got 'cpu'"),
+        (["allgather", "--backend", "cpu", "--ranks", "1"], "ranks: expected at least 2, got 1"),
         (["moe", "--backend", "cpu", "--case", "gather*"], "case: expected a pattern for dispatch_flat_fp32, "),
-        (
-            ["moe", "--backend", "cpu", "--sms", "send=4"],
-            "sms: expected dispatch_send=N, dispatch_recv=N, combine_send=N, combine_recv=N or",
-        ),
-        (
-            ["moe", "--backend", "cuda", "--ranks", "2", "--sms", "combine_recv=4", "--out", "x/"],
-            "out: expected a file with --sms",
-        ),
-        (["moe", "--backend", "cpu", "--sms", "combine_recv=4"], "sms: expected no SMs with cpu, whose kernels run"),
         (["moe", "--backend", "cpu", "--sweep", "sms=4"], "sweep: expected no SMs with cpu, whose kernels run on none"),
         (["moe", "--backend", "cpu", "--sweep", "width=4"], "sweep: expected AXIS=V1,V2,... with an axis of tokens, "),
         (["moe", "--backend", "cpu", "--sweep", "tokens"], "sweep: expected AXIS=V1,V2,... with an axis of tokens, "),
         (["moe", "--backend", "cpu", "--sweep", "tokens=few"], "sweep: expected numbers for tokens, got 'few'"),
         (["moe", "--backend", "cpu", "--sweep", "topk=64"], "topk: expected at most the 32 experts, got 64"),
-        (["moe", "--backend", "cpu", "--skew", "5"], "skew: expected at most 4 with these ranks and experts, got 5"),
-        (["moe", "--backend", "cpu", "--skew", "0.5"], "skew: expected at least 1, got 0.5"),
+        (
+            ["moe", "--backend", "cpu", "--sweep", "skew=5"],
+            "skew: expected at most 4 with these ranks and experts, got 5",
+        ),
+        (["moe", "--backend", "cpu", "--sweep", "skew=0.5"], "skew: expected at least 1, got 0.5"),
         (["moe", "--backend", "tpu"], "backend: expected one of cpu, cuda, got 'tpu'"),
         (["moe", "--backend", "cpu", "--dtype", "int4"], "dtype: expected one of float32"),
         (

@@ -12,21 +12,20 @@ import torch
 from typer.testing import CliRunner
 
 from ep_plugin.bench.cli import main
-from ep_plugin.bench.exchange.cases import floor_row
-from ep_plugin.bench.exchange.ours import EpPlugin
-from ep_plugin.bench.exchange.specs import FLAT, TOKEN_MAJOR, Spec, parse_sms, select, specs_of
+from ep_plugin.bench.exchange.cases import EpPlugin, floor_row, sms_of
+from ep_plugin.bench.exchange.specs import FLAT, ROUNDTRIP, TOKEN_MAJOR, Spec, specs_of
 from ep_plugin.bench.exchange.workload import (
     HOT_RANK,
     Workload,
     batches,
-    crossing_per_token,
+    rows_by_rank,
     rows_on_the_wire,
-    rows_received,
 )
 from ep_plugin.bench.report import markdown
-from ep_plugin.bench.suites import layers
-from ep_plugin.bench.suites.moe import MoeSuite, footprint_notes, over_bare
+from ep_plugin.bench.suite import matching
+from ep_plugin.bench.suites.moe import MoeSuite, footprint_note
 from ep_plugin.moe.high_throughput.sms import for_combine, for_dispatch
+from tests.bench.test_bench import cells
 from tests.ranks import run_ranks, values
 
 HEADLINE = Workload(ranks=4, tokens=4096, hidden=7168, topk=8, experts=256)
@@ -46,7 +45,9 @@ ON_GPUS = [
     "dispatch_flat_fp8",
     "dispatch_cached_fp8",
     "dispatch_flat_fp8_12sm",
+    "dispatch_flat_fp8_12total",
     "dispatch_token_major_fp8",
+    "dispatch_token_major_fp8_12sm",
     "dispatch_flat_bf16_to_fp8",
     "dispatch_flat_bf16_skew2",
     "roundtrip_t512",
@@ -71,38 +72,22 @@ def test_bounded_cases_keep_their_bounds() -> None:
     split = {"dispatch_send_sms": 12, "dispatch_recv_sms": 48, "combine_send_sms": 12, "combine_recv_sms": 36}
     assert named["dispatch_flat_bf16_12sm"].sms == split
     in_all = {"dispatch_send_sms": 12, "dispatch_recv_sms": 0}
-    assert named["dispatch_flat_bf16_12total"].sms == in_all | {"combine_send_sms": 12, "combine_recv_sms": 0}
-    assert named["dispatch_token_major_bf16_12sm"].sms == in_all
+    in_all |= {"combine_send_sms": 12, "combine_recv_sms": 0}
+    assert named["dispatch_flat_bf16_12total"].sms == named["dispatch_token_major_bf16_12sm"].sms == in_all
     assert not any(spec.peers for spec in gpu_specs() if spec.name.endswith(("12sm", "12total")) or spec.graph)
 
 
 def test_patterns_select_cases() -> None:
-    chosen = select(gpu_specs(), ["combine_*", "*_12total"])
-    assert [spec.name for spec in chosen] == [
-        name for name in ON_GPUS if name.startswith("combine") or name.endswith("12total")
-    ]
-    assert select(gpu_specs(), []) == gpu_specs()
-
-
-def test_sms_are_named_after_the_steps() -> None:
-    assert parse_sms("dispatch_recv=0") == {"dispatch_recv_sms": 0}
-    assert parse_sms("dispatch_send=20, combine_recv=3") == {"dispatch_send_sms": 20, "combine_recv_sms": 3}
-
-
-@pytest.mark.parametrize(
-    "text", ["", "dispatch_send", "dispatch_send=", "dispatch_send=0", "dispatch_send=-4", "push=3",
-             "combine_recv=1;dispatch_recv=2"],
-)  # fmt: skip
-def test_other_sms_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"sms: expected dispatch_send=N, .*combine_recv=N or some of them, got"):
-        parse_sms(text)
+    expected = [name for name in ON_GPUS if name.startswith("combine") or name.endswith("12total")]
+    assert matching(ON_GPUS, ["combine_*", "*_12total"]) == expected
+    assert matching(ON_GPUS, []) == ON_GPUS
 
 
 @pytest.mark.parametrize("skew", [1.5, 2.0, 3.0])
 def test_the_hottest_rank_receives_exactly_its_multiple_of_the_mean(skew: float) -> None:
     everyone = batches(replace(SMALL, skew=skew), torch.float32, torch.device("cpu"))
     ids = [batch.ids for batch in everyone]
-    rows = rows_received(SMALL, ids)
+    rows = rows_by_rank(SMALL, ids, dedup=False).sum(0).tolist()
     mean = SMALL.tokens * SMALL.topk
     assert sum(rows) == SMALL.ranks * mean
     assert rows[HOT_RANK] == max(rows) == SMALL.ranks * round(skew * mean / SMALL.ranks)
@@ -118,13 +103,6 @@ def test_a_skewed_floor_is_the_hottest_ranks_own() -> None:
     local = SMALL.local_experts
     arriving = sum(int((chosen // local == HOT_RANK).any(1).sum()) for rank, chosen in enumerate(ids) if rank)
     assert rows_on_the_wire(SMALL, ids, dedup=True) == arriving
-
-
-def test_expected_crossings_are_those_of_random_routing() -> None:
-    ids = [batch.ids for batch in batches(replace(SMALL, tokens=4000), torch.float32, torch.device("cpu"))]
-    assert rows_on_the_wire(SMALL, ids, dedup=True) == pytest.approx(4000 * crossing_per_token(SMALL), rel=0.02)
-    assert crossing_per_token(replace(SMALL, topk=1)) == pytest.approx(0.75)
-    assert crossing_per_token(replace(SMALL, topk=64)) == 3
 
 
 def test_a_floor_is_bytes_over_rate() -> None:
@@ -162,49 +140,27 @@ def test_tables_compare_with_the_floor_and_with_peers() -> None:
         ],
         "commit": "f" * 40, "notes": ["floor: 354.2 GB/s"],
     }  # fmt: skip
-    text = markdown(result)
-    assert "| dispatch | nccl_all_to_all | 1,500 | 1,500 | 1,500 | 0.0 | 1.0 |  | 3.75 × | 3.00 × |" in text
+    text = cells(markdown(result))
+    assert "| dispatch | nccl_all_to_all | 1,500 | 1,500 | 1,500 | 0.0 | 1.0 | | 3.75 × | 3.00 × |" in text
     assert "- floor: 354.2 GB/s\n" in text and text.endswith(f"`c` · torch 2 · commit {'f' * 40} · code {'0' * 12}\n")
 
 
-@pytest.mark.parametrize(("first", "verdict"), [(0.5, "1 s"), (0.75, "1 s, which it is not")])
-def test_construction_counts_the_operations_that_make_the_pools(first: float, verdict: str) -> None:
-    memory = {"pool_bytes": 3 << 20, "control_bytes": 1 << 20, "beyond_tensors_bytes": 4 << 20, "limit_bytes": 64 << 20}
-    used, said = footprint_notes({"memory": memory, "construction_s": 0.25, "first_operations_s": first})
-    assert used == "memory beyond tensors: 4.0 MiB (pools 3.0 MiB, control 1.0 MiB), limit 64.0 MiB"
-    assert said == (
-        f"construction of a communicator: 0.250 s, its first operations, which allocate its pools: {first:.3f} s; "
-        f"together {0.25 + first:.3f} s, expected under {verdict}"
+def test_a_footprint_is_said_in_a_sentence() -> None:
+    memory = {"pool_bytes": 3 << 20, "control_bytes": 1 << 20}
+    assert footprint_note({"memory": memory, "construction_s": 0.25}) == (
+        "a communicator takes 3.0 MiB for pools and 1.0 MiB for control, and 0.250 s until its first dispatch and "
+        "combine have finished"
     )
 
 
-def test_a_peer_is_compared_with_its_bare_exchange() -> None:
-    rows = [
-        _row("dispatch_flat_bf16", "ep_plugin", 500, 10),
-        _row("dispatch_flat_bf16", "nccl_all_to_all", 1749.4, 20),
-        _row("dispatch_flat_bf16", "nccl_all_to_all_dedup", 2162, 20),
-        _row("dispatch_flat_bf16", "nccl_all_to_all_single", 1129.5, 20),
-        _row("combine_flat_bf16", "nccl_all_to_all", 1807, 20),
-        _row("dispatch_flat_fp8", "nccl_all_to_all", 850, 20),
-        _row("dispatch_flat_fp8", "nccl_all_to_all_single", 609.1, 20),
-        _row("dispatch_token_major_bf16", "nccl_all_to_all_single", 700, 20),
-    ]
-    assert over_bare(rows) == [
-        "nccl_all_to_all over nccl_all_to_all_single: 1.55 × in dispatch_flat_bf16, 1.40 × in dispatch_flat_fp8"
-    ]
+def _round_trip_sms(_: int) -> int:
+    with contextlib.closing(EpPlugin(WIDE, torch.device("cpu"), FLAT, {})) as ours:
+        return sms_of(ours.comm, ROUNDTRIP, WIDE, 2 * WIDE.hidden)
 
 
-def _layer_sms(_: int) -> list[dict[str, int]]:
-    with contextlib.closing(EpPlugin(WIDE, torch.device("cpu"), FLAT)) as ours:
-        devices = (torch.device("cpu"), torch.device("cuda"))
-        return [layers.exchange_sms(WIDE, device, 2 * WIDE.hidden, ours.comm) for device in devices]
-
-
-def test_our_row_of_a_layer_has_its_sms_on_gpus() -> None:
-    on_cpus, on_gpus = values(run_ranks(2, _layer_sms))[0]
-    assert on_cpus == {}
+def test_a_round_trip_has_the_sms_of_its_larger_half() -> None:
     larger = max(sum(for_dispatch(2, True, 256, 2, False)), sum(for_combine(2, True, 256, 2)))
-    assert on_gpus == {"ep_plugin": larger}
+    assert values(run_ranks(2, _round_trip_sms)) == [larger, larger]
 
 
 def test_every_suite_has_a_table_and_a_picture(tmp_path: Path) -> None:
@@ -231,9 +187,10 @@ def test_every_suite_has_a_table_and_a_picture(tmp_path: Path) -> None:
         files[-1].write_text(json.dumps(result))
     run = CliRunner().invoke(main, ["report", *map(str, files), "--plot", str(picture)])
     assert run.exit_code == 0, run.output
-    assert "| matmul_beside_hold_12sm | matmul | 1,540 | 1,540 | 1,540 | 12 | 1.100 × |" in run.output
-    assert "| dispatch_flat_bf16_headline | ep_plugin | 5 | 5 | 5 | 0.0 | 1.0 | 1.00 |  | 1.00 × |" in run.output
-    assert "| dispatch_flat_bf16_t512 | ep_plugin | 400 | 400 | 400 | 0.0 | 1.0 | 12 | 0.50 | 1.00 × |" in run.output
+    text = cells(run.output)
+    assert "| matmul_beside_hold_12sm | matmul | 1,540 | 1,540 | 1,540 | 12 | 140 |" in text
+    assert "| dispatch_flat_bf16_headline | ep_plugin | 5 | 5 | 5 | 0.0 | 1.0 | | 1.00 × |" in text
+    assert "| dispatch_flat_bf16_t512 | ep_plugin | 400 | 400 | 400 | 0.0 | 1.0 | 12 | 1.00 × | 1.00 × |" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -257,11 +214,11 @@ def test_a_report_of_some_cases(tmp_path: Path) -> None:
     picture = tmp_path / "some.png"
     run = CliRunner().invoke(main, ["report", *files, "--case", "dispatch*", "--plot", str(picture)])
     assert run.exit_code == 0, run.output
-    assert "| dispatch_flat_bf16 | ep_plugin | 500 |" in run.output and "| SMs |" in run.output
+    assert "| dispatch_flat_bf16 | ep_plugin | 500 |" in cells(run.output) and "| SMs |" in run.output
     assert "combine" not in run.output and "matmul" not in run.output and "- SMs: of some kernels" in run.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     run = CliRunner().invoke(main, ["report", *files, "--case", "*hold*"])
-    assert "| matmul_beside_hold_12sm | matmul | 1,540 | 1,540 | 1,540 | 12 | 1.100 × |" in run.output
+    assert "| matmul_beside_hold_12sm | matmul | 1,540 | 1,540 | 1,540 | 12 | 140 |" in cells(run.output)
     run = CliRunner(env={"COLUMNS": "400"}).invoke(main, ["report", *files, "--case", "dispatch*", "--case", "gather"])
     assert run.exit_code == 2
     assert "case: expected a pattern for dispatch_flat_bf16, combine_flat_bf16, matmul_alone, " in run.output
@@ -269,10 +226,10 @@ def test_a_report_of_some_cases(tmp_path: Path) -> None:
 
 def test_a_command_says_all_that_was_asked_for() -> None:
     suite = MoeSuite(
-        backend="cuda", ranks=4, tokens=301, hidden=8, topk=8, experts=64, skew=2.0, dtype=["float32"], layout=["flat"],
-        iterations=3, case=["dispatch*"], sms="dispatch_recv=7", peer=["none"],
+        backend="cuda", ranks=4, tokens=301, hidden=8, topk=8, experts=64, dtype=["float32"], layout=["flat"],
+        iterations=3, case=["dispatch*"], peer=["none"],
     )  # fmt: skip
     assert suite.command() == (
-        "ep-bench moe --backend cuda --ranks 4 --iterations 3 --tokens 301 --hidden 8 --topk 8 --experts 64 --skew 2.0 "
-        "--dtype float32 --layout flat --case 'dispatch*' --sms dispatch_recv=7 --peer none"
+        "ep-bench moe --backend cuda --ranks 4 --iterations 3 --tokens 301 --hidden 8 --topk 8 --experts 64 "
+        "--dtype float32 --layout flat --case 'dispatch*' --peer none"
     )

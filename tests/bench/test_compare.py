@@ -10,33 +10,35 @@ import pytest
 import torch
 
 from ep_plugin.bench.exchange import cases
-from ep_plugin.bench.exchange.oracle import poisoned
-from ep_plugin.bench.exchange.ours import EpPlugin, Recorded
-from ep_plugin.bench.exchange.peers import AllToAll, Received, Routing
+from ep_plugin.bench.exchange.cases import EpPlugin, Recorded, poisoned
+from ep_plugin.bench.exchange.peers import AllToAll, Routing
 from ep_plugin.bench.exchange.workload import Batch, Workload
 from ep_plugin.bench.suite import WrongResult, measured
 from ep_plugin.bench.suites.moe import MoeSuite
+from ep_plugin.moe.layout import DispatchOutput
 from tests.ranks import run_ranks, values
 
 RANKS = 2
+
+Dispatched = tuple[DispatchOutput, Any]
 
 
 class SwappedRows(AllToAll):
     """Two rows change places."""
 
-    def dispatch(self, batch: Batch, previous: object = None) -> Received:
-        received = super().dispatch(batch, previous)
-        received.tokens[[0, 1]] = received.tokens[[1, 0]]
-        return received
+    def dispatch(self, batch: Batch, previous: object = None) -> Dispatched:
+        out, state = super().dispatch(batch, previous)
+        out.tokens[[0, 1]] = out.tokens[[1, 0]]
+        return out, state
 
 
 class WrongScales(AllToAll):
     """The scales of a row come from the row before it."""
 
-    def dispatch(self, batch: Batch, previous: object = None) -> Received:
-        received = super().dispatch(batch, previous)
-        assert received.scales is not None
-        return dataclasses.replace(received, scales=received.scales.roll(1, 0))
+    def dispatch(self, batch: Batch, previous: object = None) -> Dispatched:
+        out, state = super().dispatch(batch, previous)
+        assert out.scales is not None
+        return out._replace(scales=out.scales.roll(1, 0)), state
 
 
 class PlainSum(AllToAll):
@@ -56,7 +58,7 @@ class FirstResult(AllToAll):
         super().__init__(workload, device)
         self._kept: dict[str, list[Any]] = {"dispatch": [], "combine": []}
 
-    def dispatch(self, batch: Batch, previous: object = None) -> Received:
+    def dispatch(self, batch: Batch, previous: object = None) -> Dispatched:
         return self._keep("dispatch", lambda: super(FirstResult, self).dispatch(batch, previous))
 
     def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
@@ -78,20 +80,20 @@ class RightUntilTimed(FirstResult):
 class LastRowMissing(AllToAll):
     """The last row is never written."""
 
-    def dispatch(self, batch: Batch, previous: object = None) -> Received:
-        received = super().dispatch(batch, previous)
-        tokens = torch.empty_like(received.tokens)
-        tokens[:-1] = received.tokens[:-1]
-        return dataclasses.replace(received, tokens=tokens)
+    def dispatch(self, batch: Batch, previous: object = None) -> Dispatched:
+        out, state = super().dispatch(batch, previous)
+        tokens = torch.empty_like(out.tokens)
+        tokens[:-1] = out.tokens[:-1]
+        return out._replace(tokens=tokens), state
 
 
 class SwappedThereAndBack(AllToAll):
     """Dispatch gives two experts' rows to each other, and combine undoes it."""
 
-    def dispatch(self, batch: Batch, previous: object = None) -> Received:
-        received = super().dispatch(batch, previous)
-        received.tokens[[0, -1]] = received.tokens[[-1, 0]]
-        return received
+    def dispatch(self, batch: Batch, previous: object = None) -> Dispatched:
+        out, state = super().dispatch(batch, previous)
+        out.tokens[[0, -1]] = out.tokens[[-1, 0]]
+        return out, state
 
     def combine(self, y: torch.Tensor, state: object) -> torch.Tensor:
         order = list(range(len(y)))
@@ -119,11 +121,11 @@ class NotANumber(AllToAll):
 class WrongIds(EpPlugin):
     """A row's local experts are those of another rank."""
 
-    def dispatch(self, batch: Batch, previous: Any = None) -> Received:
-        received = super().dispatch(batch, previous)
-        assert received.ids is not None
-        received.ids.add_(1)
-        return received
+    def dispatch(self, batch: Batch, previous: Any = None) -> Dispatched:
+        out, state = super().dispatch(batch, previous)
+        assert out.topk_ids is not None
+        out.topk_ids.add_(1)
+        return out, state
 
 
 def suite(
@@ -179,7 +181,7 @@ def token_major_with_wrong_ids(_: int) -> dict[str, Any]:
 
 def test_wrong_ids_of_ep_plugin_are_caught() -> None:
     for found in values(run_ranks(RANKS, token_major_with_wrong_ids)):
-        assert found["wrong"][1].startswith("rank 1: dispatch_token_major_fp32 by ep_plugin: ids:")
+        assert found["wrong"][1].startswith("rank 1: dispatch_token_major_fp32 by ep_plugin: topk_ids:")
 
 
 class Replayed(Recorded):
@@ -213,7 +215,7 @@ def replay(_: int, recorded: type[Recorded]) -> dict[str, Any]:
     cases.Recorded = recorded  # type: ignore[misc]
     graph = dataclasses.replace(suite().specs()[-2], graph=True, peers=False)
     try:
-        return {"rows": cases.time_cases(torch.device("cpu"), [graph], [], {}, 1), "wrong": []}
+        return {"rows": cases.time_cases(torch.device("cpu"), [graph], [], 1), "wrong": []}
     except WrongResult as error:
         return {"rows": [], "wrong": error.args[0]}
 

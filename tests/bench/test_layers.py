@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,26 +11,22 @@ from typer.testing import CliRunner
 
 from ep_plugin.bench.cli import main
 from ep_plugin.bench.suites import layers
-from ep_plugin.bench.suites.layers import EXPERTS, FRAMEWORKS, LIMIT, OURS, STOCK, LayersSuite
-
-ROUTER = "router alone"
+from ep_plugin.bench.suites.layers import EXPERTS, FRAMEWORKS, LIMIT, OURS, ROUTER, STOCK, LayersSuite
+from ep_plugin.bench.timing import Timing
 
 
 @pytest.mark.parametrize(
-    ("framework", "sequential", "ranks", "parts", "experts"),
+    ("framework", "ranks", "parts", "experts"),
     [
-        ("megatron", False, 2, [EXPERTS, ROUTER], "GroupedMLP, products of torch.nn.functional.grouped_mm"),
-        ("megatron", True, 2, [EXPERTS, ROUTER], "SequentialMLP: one expert after the other"),
-        ("torchtitan", False, 3, [EXPERTS], "GroupedExperts, in BF16"),
+        ("megatron", 2, [EXPERTS, ROUTER], "GroupedMLP, products of torch.nn.functional.grouped_mm"),
+        ("torchtitan", 3, [EXPERTS], "GroupedExperts, in BF16"),
     ],
-    ids=["megatron-grouped", "megatron-sequential", "torchtitan"],
+    ids=["megatron", "torchtitan"],
 )
-def test_both_dispatchers_and_the_experts_alone(
-    framework: str, sequential: bool, ranks: int, parts: list[str], experts: str
-) -> None:
+def test_both_dispatchers_and_the_experts_alone(framework: str, ranks: int, parts: list[str], experts: str) -> None:
     pytest.importorskip(FRAMEWORKS[framework])
     found = LayersSuite(
-        backend="cpu", framework=framework, sequential=sequential, ranks=ranks, tokens=9, hidden=32, topk=3,
+        backend="cpu", framework=framework, ranks=ranks, tokens=9, hidden=32, topk=3,
         experts=4 * ranks, ffn=16, iterations=1,
     ).run()  # fmt: skip
     assert found["suite"] == f"layers_{framework}"
@@ -40,16 +34,13 @@ def test_both_dispatchers_and_the_experts_alone(
     assert list(rows) == [STOCK, OURS, *parts]
     assert all(row["median_us"] > 0 for row in rows.values())
     assert {row["sms"] for row in rows.values()} == {None}
-    assert found["experts"] == experts and found["notes"] == layers.notes_of(found)
+    timings = {impl: timing(row["median_us"]) for impl, row in rows.items()}
+    assert found["notes"] == layers.notes_of(experts, timings)
     assert 0 < found["max_rel_diff"] <= LIMIT
-    for impl in (STOCK, OURS):
-        above = rows[impl]["median_us"] - rows[EXPERTS]["median_us"]
-        assert found["above_experts_us"][impl] == pytest.approx(above, abs=0.1)
     # A row of ours crosses once for all experts of a rank.
     assert 0 < rows[OURS]["bytes_wire"] < rows[STOCK]["bytes_wire"]
     assert rows[OURS]["bytes_wire"] % (4 * 32 * 2) == 0
     assert rows[EXPERTS]["bytes_wire"] == 0
-    assert ("--sequential" in found["command"]) is sequential
     assert f"--framework {framework}" in found["command"]
 
 
@@ -75,10 +66,13 @@ def test_what_differs_is_not_timed(changes: dict[str, torch.Tensor], wrong: str 
     assert [sentence.split(":")[0] for sentence in sentences] == ([wrong] if wrong else [])
 
 
+def timing(median: float) -> Timing:
+    return Timing(median_us=median, p10_us=median, p90_us=median)
+
+
 def test_the_report_says_what_is_above_the_experts() -> None:
-    found: dict[str, Any] = {"experts": "made of wood", "above_ratio": 0.25}
-    found |= {"above_experts_us": {STOCK: 2000.0, OURS: 500.0}}
-    assert layers.notes_of(found) == [
+    timings = {STOCK: timing(3000.0), OURS: timing(1500.0), EXPERTS: timing(1000.0)}
+    assert layers.notes_of("made of wood", timings) == [
         "experts: made of wood",
         "above the experts' own compute: alltoall 2,000 µs, ep_plugin 500 µs; ratio 0.25",
     ]
@@ -92,10 +86,6 @@ def test_the_report_says_what_is_above_the_experts() -> None:
         (["--experts", "9"], "experts: expected a multiple of the 2 ranks, got 9"),
         (["--ffn", "0"], "ffn: expected at least 1, got 0"),
         (["--framework", "jax"], "framework: expected one of megatron, torchtitan, got 'jax'"),
-        (
-            ["--framework", "torchtitan", "--sequential"],
-            "sequential: expected the framework megatron, got 'torchtitan'",
-        ),
     ],
 )
 def test_sizes_are_checked_before_anything_starts(arguments: list[str], message: str) -> None:

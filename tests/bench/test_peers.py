@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from ep_plugin.bench.exchange.oracle import Oracle, wrong_combine
+from ep_plugin.bench.exchange.cases import row_factors, wrong_combine, wrong_dispatch
 from ep_plugin.bench.exchange.peers import AllToAll, _flat_order, _inverse
 from ep_plugin.bench.exchange.specs import FLAT
-from ep_plugin.bench.exchange.workload import DTYPES, Workload, batches, expert_rows, other_rows
+from ep_plugin.bench.exchange.workload import DTYPES, Workload, batches, expert_factors, other_rows
 from tests.ranks import run_ranks, values
 
 RANKS = 3
@@ -27,16 +27,13 @@ def all_turns(rank: int, dtype: str) -> list[str | None]:
 
 def _wrong(peer: Any, rank: int, dtype: str, turn: int) -> str | None:
     everyone = other_rows(batches(WORKLOAD, DTYPES[dtype], CPU), turn, reroute=True)
-    oracle = Oracle(WORKLOAD, everyone, FLAT, rank)
-    received = peer.dispatch(everyone[rank])
-    problem = oracle.wrong_dispatch(received)
+    out, state = peer.dispatch(everyone[rank])
+    problem = wrong_dispatch(out, everyone, WORKLOAD, FLAT, rank)
     if problem or dtype == "float8":
         return problem
-
-    def rows_of(other: int) -> torch.Tensor:
-        return expert_rows(WORKLOAD, other, oracle.rows(other), turn, DTYPES[dtype], CPU)
-
-    return wrong_combine(oracle.combined(rows_of), peer.combine(rows_of(rank), received.state))
+    factors = expert_factors(WORKLOAD, DTYPES[dtype], CPU)
+    y = out.tokens * row_factors(factors, out).unsqueeze(1)
+    return wrong_combine(peer.combine(y, state), everyone[rank], factors)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8"])

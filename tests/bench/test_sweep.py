@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ep_plugin.bench.cli import main
-from ep_plugin.bench.exchange.specs import Spec, sweep_specs
-from ep_plugin.bench.exchange.workload import Workload, crossing_per_token
-from ep_plugin.bench.suites.moe import MoeSuite, relative_efficiency, that_fit
-from tests.bench.test_cases import HEADLINE, TINY, _row
+from ep_plugin.bench.exchange.specs import sweep_specs
+from ep_plugin.bench.exchange.workload import Workload
+from ep_plugin.bench.suites.moe import MoeSuite
+from tests.bench.test_cases import HEADLINE, TINY
 
 SMS = ["sms=4,8,12,16,24,48,96"]
 
@@ -29,21 +29,16 @@ def sweep_suite(**more: Any) -> MoeSuite:
     return MoeSuite(backend="cuda", **(sizes | more))
 
 
-def test_a_sweep_changes_h_k_and_e_at_equal_bytes() -> None:
-    found = changed("hidden=2048,2880", "topk=1,2,4,6,10,16", "experts=8,64,128,384,512")
-    assert list(found)[:3] == ["headline", "h2048", "h2880"]
-    assert len(found) == 1 + 2 + 6 + 5
-    target = HEADLINE.tokens * crossing_per_token(HEADLINE) * HEADLINE.hidden
-    for change, sizes in found.items():
-        assert sizes.tokens * crossing_per_token(sizes) * sizes.hidden == pytest.approx(target, rel=1e-3), change
-
-
-def test_a_sweep_changes_tokens_and_skew_by_themselves() -> None:
-    found = changed("tokens=128,512,8192", "skew=1.25,2,4")
-    for tokens in (128, 512, 8192):
-        assert found[f"t{tokens}"] == replace(HEADLINE, tokens=tokens)
-    for skew in (1.25, 2, 4):
-        assert found[f"skew{skew:g}"] == replace(HEADLINE, skew=skew)
+def test_a_sweep_changes_one_size_at_a_time() -> None:
+    found = changed("hidden=2048,2880", "topk=1,16", "experts=8,512", "tokens=128,8192", "skew=1.25,2")
+    assert found == {
+        "headline": HEADLINE,
+        **{f"h{hidden}": replace(HEADLINE, hidden=hidden) for hidden in (2048, 2880)},
+        **{f"k{topk}": replace(HEADLINE, topk=topk) for topk in (1, 16)},
+        **{f"e{experts}": replace(HEADLINE, experts=experts) for experts in (8, 512)},
+        **{f"t{tokens}": replace(HEADLINE, tokens=tokens) for tokens in (128, 8192)},
+        **{f"skew{skew:g}": replace(HEADLINE, skew=skew) for skew in (1.25, 2)},
+    }
     with pytest.raises(ValueError, match="skew: expected at most 2 with these ranks and experts, got 3"):
         sweep_specs(replace(HEADLINE, ranks=2), "bfloat16", ["skew=3"])
 
@@ -65,18 +60,6 @@ def test_a_sweep_selects_by_pattern_and_keeps_the_headline() -> None:
         assert suite.name == "moe_sweep"
 
 
-def test_a_sweep_over_sms_refuses_sms_for_all_cases() -> None:
-    with pytest.raises(ValueError, match="sweep: expected no sms beside --sms dispatch_send=16, which all cases have"):
-        sweep_suite(sweep=SMS, sms="dispatch_send=16")
-
-
-def test_more_sms_than_a_device_has_are_left_out_by_name() -> None:
-    specs: list[Spec] = sweep_suite(sweep=SMS, case=["combine*_sms48", "combine*_sms96"]).specs()
-    fitting, left_out = that_fit(specs, 50)
-    assert [spec.name for spec in fitting][2:] == ["combine_flat_bf16_sms48"]
-    assert left_out == ["combine_flat_bf16_sms96: left out, since kernels may hold at most 50 of this device's SMs"]
-
-
 def test_a_sweep_on_cpus(tmp_path: Path) -> None:
     out = tmp_path / "sweep.json"
     chosen = [word for pattern in ("*_k1", "dispatch_*_e64", "dispatch*_skew2") for word in ("--case", pattern)]
@@ -88,29 +71,9 @@ def test_a_sweep_on_cpus(tmp_path: Path) -> None:
     assert [row["case"] for row in result["rows"]] == [*cases, "dispatch_flat_fp32_e64", "dispatch_flat_fp32_skew2"]
     assert result["headline"]["tokens"] == 40
     assert result["suite"] == "moe_sweep" and result["notes"] == []
-    assert list(result["efficiency"]) == [row["case"] for row in result["rows"]]
-    for row in result["rows"]:
-        (base,) = (other for other in result["rows"] if other["case"] == f"{row['case'].rpartition('_')[0]}_headline")
-        efficiency = row["bytes_wire"] / row["median_us"] / (base["bytes_wire"] / base["median_us"])
-        assert result["efficiency"][row["case"]] == pytest.approx(efficiency, abs=1e-3)
+    assert all(row["bytes_wire"] > 0 for row in result["rows"])
 
 
 def test_a_sweep_of_one_rank_is_refused() -> None:
     with pytest.raises(ValueError, match="ranks: expected at least 2, whose rows cross between them, got 1"):
         sweep_suite(ranks=1, sweep=["tokens=512"])
-
-
-def test_efficiency_is_relative_to_the_headline_of_the_same_operation() -> None:
-    rows = [
-        _row("dispatch_flat_bf16_headline", "ep_plugin", 500, 1000),
-        _row("combine_flat_bf16_headline", "ep_plugin", 800, 1000),
-        _row("dispatch_flat_bf16_k1", "ep_plugin", 1000, 1000),
-        _row("dispatch_flat_bf16_k1", "floor", 400, 1000),
-        _row("combine_flat_bf16_k1", "ep_plugin", 800, 500),
-    ]
-    assert relative_efficiency(rows) == {
-        "dispatch_flat_bf16_headline": 1.0,
-        "combine_flat_bf16_headline": 1.0,
-        "dispatch_flat_bf16_k1": 0.5,
-        "combine_flat_bf16_k1": 0.5,
-    }

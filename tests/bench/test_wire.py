@@ -1,27 +1,21 @@
-"""ep-bench wire: what it measures on CPUs, and that its checks on GPUs see bytes that went astray.
+"""ep-bench wire: its checks see bytes that went astray.
 
-There is no GPU here: the GPU's copies run on CPUs with kernels made of memory moves, over real peer memory.
+There is no GPU here: its copies run on CPUs with kernels made of memory moves, over real peer memory.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from ep_plugin import _C
-from ep_plugin.bench import links
-from ep_plugin.bench.cli import main
-from ep_plugin.bench.links import Copy, CpuWire, GpuWire, copies_on_gpus
-from ep_plugin.bench.suite import WrongResult, measured
+from ep_plugin.bench.suite import WrongResult
 from ep_plugin.bench.suites import wire
-from ep_plugin.bench.suites.wire import WireSuite
+from ep_plugin.bench.suites.wire import Wire, all_copies
 from tests.ranks import run_ranks, values
 
 RANKS = 3
@@ -30,7 +24,7 @@ KINDS = ["store", "load", "tma_store", "tma_load", "ce_push", "ce_pull"]
 
 
 class MovedMemory:
-    """WireArgs, and what csrc/wire.h says that each kind does, in `run`; `shift`: bytes that copies are off by."""
+    """WireArgs, and in `run` what csrc/common/wire.h says of each kind; `shift`: bytes that copies are off by."""
 
     shift = 0
     only: tuple[int, int] | None = None  # the chunk and SMs that are, and no others
@@ -51,7 +45,7 @@ class MovedMemory:
                 if content is None:
                     content = ctypes.string_at(source + start, self.chunk_bytes)
                 if self.kind not in (1, 3) or self.keep:
-                    astray = self.only in (None, (self.chunk_bytes, self.num_sms)) and self.kind != 5
+                    astray = self.only in (None, (self.chunk_bytes, self.num_sms)) and self.kind != 4
                     off = self.shift if astray else 0
                     ctypes.memmove(destination + start, content[off:] + content[:off], self.chunk_bytes)
 
@@ -67,8 +61,8 @@ def without_gpus(shift: int, only: tuple[int, int] | None = None) -> None:
 def check_gpu_copies(rank: int, shift: int) -> dict[str, str | None]:
     without_gpus(shift)
     found = {}
-    copies = {copy.kind: copy for copy in copies_on_gpus(132)}
-    measured = GpuWire(torch.device("cpu"), BYTES)
+    copies = {copy.kind: copy for copy in all_copies(132)}
+    measured = Wire(torch.device("cpu"), BYTES)
     for kind, copy in copies.items():
         found[kind] = measured.wrong(copy)
     measured.close()
@@ -89,8 +83,8 @@ def test_bytes_that_went_astray_are_found() -> None:
 
 def check_all_gpu_copies(rank: int, shift: int, only: tuple[int, int] | None) -> list[str]:
     without_gpus(shift, only)
-    measured = GpuWire(torch.device("cpu"), BYTES)
-    found = [copy.name for copy in copies_on_gpus(132) if measured.wrong(copy)]
+    measured = Wire(torch.device("cpu"), BYTES)
+    found = [copy.name for copy in all_copies(132) if measured.wrong(copy)]
     measured.close()
     return found
 
@@ -110,9 +104,9 @@ def test_every_chunk_and_number_of_sms_is_compared(shift: int, only: tuple[int, 
 
 def floor_rate(rank: int, shift: int) -> tuple[float, str] | list[str]:
     without_gpus(shift)
-    links.GpuWire.__init__.__defaults__ = (BYTES,)
+    wire.Wire.__init__.__defaults__ = (BYTES,)
     try:
-        return links.best_sm_store_rate(torch.device("cpu"), iterations=1)
+        return wire.best_sm_store_rate(torch.device("cpu"), iterations=1)
     except WrongResult as error:
         return error.args[0]
 
@@ -128,44 +122,18 @@ def test_the_floors_rate_is_that_of_the_best_store() -> None:
 def test_stores_that_went_astray_give_no_floor() -> None:
     for found in values(run_ranks(RANKS, floor_rate, 4)):
         assert len(found) == 4 * RANKS
-        assert found[0].startswith("rank 0: tma_store_c14336_sm16: what rank 1 stored: expected the sender's bytes")
-
-
-class LostPart(CpuWire):
-    def run(self, copy: Copy) -> None:
-        self._others = self._others[:-1]
-        super().run(copy)
-
-
-def measure_with_a_lost_part(rank: int) -> dict[str, Any]:
-    wire.CpuWire = LostPart  # type: ignore[misc]
-    return measured(torch.device("cpu"), WireSuite(backend="cpu", ranks=RANKS, iterations=1))
-
-
-def test_nothing_is_timed_when_bytes_are_missing() -> None:
-    for found in values(run_ranks(RANKS, measure_with_a_lost_part)):
-        assert "rows" not in found
-        assert len(found["wrong"]) == RANKS * len(links.CPU_CHUNKS)
-        assert found["wrong"][0].startswith("rank 0: copy_c4096: expected every peer's bytes")
-
-
-def test_rates_of_copies_between_processes(tmp_path: Path) -> None:
-    out = tmp_path / "wire.json"
-    run = CliRunner().invoke(main, ["wire", "--backend", "cpu", "--ranks", "2", "--iterations", "2", "--out", str(out)])
-    assert run.exit_code == 0, run.output
-    result = json.loads(out.read_text())
-    assert result["suite"] == "wire" and result["command"] == "ep-bench wire --backend cpu --ranks 2 --iterations 2"
-    assert [row["case"] for row in result["rows"]] == ["copy_c4096", "copy_c65536", "copy_c1048576"]
-    assert all(row["impl"] == "wire" and row["bytes_wire"] == links.CPU_BYTES for row in result["rows"])
+        assert found[0].startswith(
+            "rank 0: tma_store_c14336_sm16 by wire: the bytes from rank 1: expected the sender's bytes"
+        )
 
 
 def test_names_say_kind_chunk_and_sms() -> None:
-    names = [copy.name for copy in copies_on_gpus(132)]
+    names = [copy.name for copy in all_copies(132)]
     assert len(set(names)) == len(names)
     assert {"tma_store_c14336_sm16", "store_sm132", "ce_push", "ce_pull", "tma_load_c1024_sm4"} <= set(names)
-    assert not any("sm132" in copy.name for copy in copies_on_gpus(108))
+    assert not any("sm132" in copy.name for copy in all_copies(108))
 
 
-@pytest.mark.parametrize("chunk", [*links.CHUNKS, links.PIECE])
+@pytest.mark.parametrize("chunk", [*wire.CHUNKS, wire.PIECE])
 def test_chunks_divide_what_is_copied(chunk: int) -> None:
-    assert links.CUDA_BYTES % chunk == 0
+    assert wire.CUDA_BYTES % chunk == 0

@@ -1,4 +1,4 @@
-"""How the cases run: each implementation of a case, compared with the oracle before and after it is timed.
+"""The implementations of a case, each with the check that compares it with plain torch.
 
 Every comparison uses rows (and routes, where those are not given) that no call has moved before, and memory that holds
 NaN. (A graph's memory is its own: there the result holds NaN.) So results of an earlier call are wrong.
@@ -8,143 +8,90 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ep_plugin.bench.exchange.oracle import Oracle, poisoned, wrong_combine
-from ep_plugin.bench.exchange.ours import EpPlugin, Recorded
-from ep_plugin.bench.exchange.peers import AllToAll, Received, find_peers, quantized
+from ep_plugin.bench.exchange.peers import AllToAll, find_peers
 from ep_plugin.bench.exchange.specs import CACHED, COMBINE, DISPATCH, ROUNDTRIP, Sms, Spec
 from ep_plugin.bench.exchange.workload import (
     DTYPES,
     Batch,
+    Workload,
     batches,
     expert_factors,
-    expert_rows,
     other_rows,
+    rows_by_rank,
     rows_on_the_wire,
-    rows_received,
 )
-from ep_plugin.bench.suite import WARMUP, Row, require_right, row
-from ep_plugin.bench.timing import Timing, clock_of, time_in_turn
+from ep_plugin.bench.suite import Row, Way, row, time_ways
+from ep_plugin.bench.timing import Run, Timing, clock_of
+from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
+from ep_plugin.moe.communicator import MoECommunicator
+from ep_plugin.moe.layout import DispatchOutput
+from ep_plugin.moe.reference import reference_dispatch, reference_quantize
 
 OURS, FLOOR = "ep_plugin", "floor"
 ROOM = 1.125  # of the mean rows per rank: the capacity of a dispatch that has one, unless a rank receives more
 
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """One implementation of a case. run: is timed. check: does the same to rows that no call has moved before.
-
-    `check` is collective and returns a sentence on what is wrong with the result, or None. sms: of the kernels that
-    move rows, where known.
-    """
-
-    impl: str
-    run: Callable[[], Any]
-    check: Callable[[], str | None]
-    bytes_wire: int
-    sms: int | None = None
+Check = Callable[[], str | None]
+Step = Callable[[Batch], torch.Tensor]
 
 
 class Scene:
-    """Shared by the cases of one workload, dtype and layout: inputs, the oracle, implementations, routings."""
+    """A case's inputs, and the comparison of what implementations make of them. Methods are collective."""
 
-    def __init__(self, spec: Spec, device: torch.device, peers: list[str]) -> None:
-        self.workload, self.layout, self.device = spec.workload, spec.layout, device
-        self.library = "nccl" if device.type == "cuda" else "gloo"
+    def __init__(self, spec: Spec, device: torch.device) -> None:
+        self.spec, self.device, self.rank = spec, device, dist.get_rank()
         made = batches(spec.workload, DTYPES[spec.dtype], device)
         self._everyone = [replace(batch, quantize=spec.quantize) for batch in made]
-        self.mine = self._everyone[dist.get_rank()]
-        self.rows = Oracle(spec.workload, self._everyone, spec.layout, dist.get_rank()).rows()
-        ids = [batch.ids for batch in self._everyone]
-        self.rows_wire = {dedup: rows_on_the_wire(spec.workload, ids, dedup) for dedup in (False, True)}
-        self._most_rows = max(rows_received(spec.workload, ids))
-        self._peer_names = peers
+        self.mine, self.ids = self._everyone[self.rank], [batch.ids for batch in made]
+        self.factors = expert_factors(spec.workload, self.mine.x.dtype, device)
         self._turn = 0
-        self._ours: dict[tuple[Any, ...], EpPlugin] = {}
-        self._states: dict[int, tuple[Any, Any]] = {}
-        self._open = contextlib.ExitStack()
 
-    def others(self, reroute: bool = True) -> tuple[Batch, Oracle]:
-        """This rank's batch with other rows than `mine` and than before, and the oracle for the batches of all ranks.
+    def bytes_wire(self, dedup: bool) -> int:
+        rows = rows_on_the_wire(self.spec.workload, self.ids, dedup)
+        return self.spec.crossings * rows * self.mine.row_bytes
 
-        As many rows cross as with `mine`. reroute: False keeps the ids. Collective.
-        """
+    def check_dispatch(self, impl: Any, previous: Any = None) -> str | None:
+        """previous: the routing of `mine`, to be used again."""
+        everyone = self._others(reroute=previous is None)
+        with poisoned():
+            out, _ = impl.dispatch(everyone[self.rank], previous)
+        return wrong_dispatch(out, everyone, self.spec.workload, self.spec.layout, self.rank)
+
+    def check_round_trip(self, step: Step, factors: torch.Tensor) -> str | None:
+        """factors: `[E]`, by which the experts of `step` multiply their rows."""
+        batch = self._others()[self.rank]
+        with poisoned():
+            z = step(batch)
+        return wrong_combine(z, batch, factors)
+
+    def _others(self, reroute: bool = True) -> list[Batch]:
+        """The batches of all ranks with other rows than before; as many cross. reroute: False keeps the ids."""
         self._turn += 1
-        everyone = other_rows(self._everyone, self._turn, reroute)
-        return everyone[dist.get_rank()], Oracle(self.workload, everyone, self.layout, dist.get_rank())
-
-    def expert_rows(self, rank: int, rows: int) -> torch.Tensor:
-        """`[rows, H]`, as the experts of `rank` might return them; others after each call of `others`."""
-        return expert_rows(self.workload, rank, rows, self._turn, self.mine.x.dtype, self.device)
-
-    @functools.cached_property
-    def factors(self) -> torch.Tensor:
-        return expert_factors(self.workload, self.mine.x.dtype, self.device)
-
-    @functools.cached_property
-    def peers(self) -> dict[str, Any]:
-        """The peers of this layout by their names in results."""
-        kinds = [kind for name in self._peer_names for kind in find_peers(name) if kind.layout is self.layout]
-        return {self._name_of(kind): kind(self.workload, self.device) for kind in kinds}
-
-    def _name_of(self, kind: type) -> str:
-        return f"{self.library}_all_to_all" if kind.__module__ == AllToAll.__module__ else kind.__name__
-
-    def ours(self, sms: Sms, bounded: bool) -> EpPlugin:
-        """The communicator with these SMs. bounded: its dispatches have a capacity."""
-        key = (*sorted(sms.items()), bounded)
-        if key not in self._ours:
-            mean = self.workload.tokens * self.workload.topk
-            room = max(self._most_rows, int(ROOM * mean)) if bounded else None
-            made = EpPlugin(self.workload, self.device, self.layout, sms, capacity=room)
-            self._ours[key] = self._open.enter_context(contextlib.closing(made))
-        return self._ours[key]
-
-    def state(self, impl: Any) -> Any:
-        """The routing of a dispatch by `impl`."""
-        if id(impl) not in self._states:
-            self._states[id(impl)] = (impl, impl.dispatch(self.mine).state)
-        return self._states[id(impl)][1]
-
-    def close(self) -> None:
-        self._open.close()
+        return other_rows(self._everyone, self._turn, reroute)
 
 
 def time_cases(
-    device: torch.device, specs: list[Spec], peers: list[str], sms: Sms, iterations: int, rate: float | None = None
+    device: torch.device, specs: list[Spec], peers: list[str], iterations: int, rate: float | None = None
 ) -> list[Row]:
-    """Compares and times the cases. Collective.
+    """Compares and times the cases. Collective. Raises WrongResult when an implementation disagrees with the oracle.
 
-    Args:
-        peers: names as `find_peers` takes them.
-        sms: SMs that replace those of the cases.
-        rate: GB/s of the floors; None leaves the floors out.
-
-    Raises:
-        WrongResult: an implementation disagrees with the oracle.
+    peers: names as `find_peers` takes them. rate: GB/s of the floors; None leaves the floors out.
     """
-    clock, rows = clock_of(device), []
-    progress = tqdm(specs, unit="case", disable=dist.get_rank() != 0, leave=False)
-    with contextlib.closing(_Scenes(device, peers)) as scenes:
-        for spec in progress:
-            progress.set_description(spec.name)
-            scene = scenes.of(spec)
-            ways = ways_of(scene, replace(spec, sms={**spec.sms, **sms}))
-            require_right(problems(spec.name, ways))
-            timings = time_in_turn(clock, {way.impl: way.run for way in ways}, iterations, WARMUP)
-            require_right(problems(spec.name, ways, " (after the timing)"))
-            rows += [row(spec.name, way.impl, timings[way.impl], way.bytes_wire, way.sms) for way in ways]
+    clock, rows = clock_of(device), list[Row]()
+    for spec in tqdm(specs, unit="case", disable=dist.get_rank() != 0, leave=False):
+        with contextlib.ExitStack() as opened:
+            scene = Scene(spec, device)
+            rows += time_ways(clock, ways_of(scene, peers, opened), iterations)
             if rate is not None:
-                crossings = 2 if spec.what == ROUNDTRIP else 1
-                rows.append(floor_row(spec.name, crossings * scene.rows_wire[True] * scene.mine.row_bytes, rate))
-            del ways, scene  # the memory goes before the next case's comes
+                rows.append(floor_row(spec.name, scene.bytes_wire(dedup=True), rate))
     return rows
 
 
@@ -154,158 +101,240 @@ def floor_row(case: str, bytes_wire: int, rate_gb_s: float) -> Row:
     return row(case, FLOOR, Timing(median_us=us, p10_us=us, p90_us=us), bytes_wire)
 
 
-class _Scenes:
-    """One scene at a time."""
-
-    def __init__(self, device: torch.device, peers: list[str]) -> None:
-        self._device, self._peers = device, peers
-        self._scene: Scene | None = None
-        self._key: Any = None
-
-    def of(self, spec: Spec) -> Scene:
-        key = (spec.workload, spec.dtype, spec.layout, spec.quantize)
-        if self._scene is None or key != self._key:
-            self.close()
-            self._scene, self._key = Scene(spec, self._device, self._peers), key
-        return self._scene
-
-    def close(self) -> None:
-        if self._scene is not None:
-            self._scene.close()
-        self._scene = None
-
-
-def problems(case: str, ways: list[Way], when: str = "") -> list[str]:
-    """A sentence for each way that disagrees with the oracle on this rank. Collective."""
-    found = [(way.impl, way.check()) for way in ways]
-    return [f"{case} by {impl}: {problem}{when}" for impl, problem in found if problem]
-
-
-def ways_of(scene: Scene, spec: Spec, wrap: Callable[[Any], Any] = lambda impl: impl) -> list[Way]:
-    """The implementations of a case, each wrapped by `wrap`. Collective."""
-    peers = scene.peers if spec.peers else {}
-    impls = {OURS: scene.ours(spec.sms, spec.capacity), **peers}
-    ways = [_way(scene, spec, name, wrap(impl)) for name, impl in impls.items()]
-    plain = spec.workload.skew == 1 and not spec.quantize
-    bare = [impl for impl in peers.values() if isinstance(impl, AllToAll)]
-    if spec.what == DISPATCH and plain and bare:
-        ways.append(_bare_exchange(scene, bare[0]))
+def ways_of(
+    scene: Scene, peers: list[str], opened: contextlib.ExitStack, wrap: Callable[[Any], Any] = lambda impl: impl
+) -> list[Way]:
+    """The implementations of a case, each wrapped by `wrap`. `opened` closes ep_plugin's communicator. Collective."""
+    spec, device = scene.spec, scene.device
+    most = int(rows_by_rank(spec.workload, scene.ids, dedup=False).sum(0).max())
+    capacity = max(most, int(ROOM * scene.ids[0].numel())) if spec.capacity else None
+    ours = EpPlugin(spec.workload, device, spec.layout, spec.sms, capacity)
+    opened.enter_context(contextlib.closing(ours))
+    impls: dict[str, Any] = {OURS: ours}
+    for kind in (kind for name in peers if spec.peers for kind in find_peers(name)):
+        if kind.layout is spec.layout:
+            plain = f"{'nccl' if device.type == 'cuda' else 'gloo'}_all_to_all"
+            impls[plain if kind is AllToAll else kind.__name__] = kind(spec.workload, device)
+    ways = []
+    for name, impl in impls.items():
+        run, check = _calls(scene, wrap(impl))
+        sms = None
+        if impl is ours and device.type == "cuda":
+            sms = sms_of(ours.comm, spec.what, spec.workload, scene.mine.row_bytes, spec.quantize)
+        wire = scene.bytes_wire(impl.dedup)
+        ways.append(Way(case=spec.name, impl=name, run=run, check=check, bytes_wire=wire, sms=sms))
     return ways
 
 
-def _way(scene: Scene, spec: Spec, name: str, impl: Any) -> Way:
-    run: Callable[[], Any]
-    check: Callable[[], str | None]
-    if spec.quantize and name != OURS:
-        impl = _QuantizedFirst(impl)
-    if spec.what == DISPATCH:
-        run, check = functools.partial(impl.dispatch, scene.mine), functools.partial(check_dispatch, scene, impl)
-    elif spec.what == CACHED:
-        state = scene.state(impl)
-        run = functools.partial(impl.dispatch, scene.mine, state)
-        check = functools.partial(check_dispatch, scene, impl, state)
-    elif spec.what == COMBINE:
-        run = functools.partial(impl.combine, scene.expert_rows(dist.get_rank(), scene.rows), scene.state(impl))
-        check = functools.partial(check_combine, scene, impl)
-    else:
-        run, check = _round_trips(scene, impl, spec.graph and name == OURS)
-    wide, crossings = scene.mine.row_bytes, 2 if spec.what == ROUNDTRIP else 1
-    return Way(
-        impl=name,
-        run=run,
-        check=check,
-        bytes_wire=crossings * scene.rows_wire[impl.dedup] * wide,
-        sms=impl.sms(spec.what, wide, spec.quantize) if name == OURS and scene.device.type == "cuda" else None,
-    )
+def _calls(scene: Scene, impl: Any) -> tuple[Run, Check]:
+    """The call that is timed, and its check.
 
-
-class _QuantizedFirst:
-    """A peer whose rows torch quantises before."""
-
-    def __init__(self, peer: Any) -> None:
-        self._peer, self.dedup = peer, peer.dedup
-
-    def dispatch(self, batch: Batch, previous: Any = None) -> Received:
-        return self._peer.dispatch(quantized(batch), previous)
-
-
-def check_dispatch(scene: Scene, impl: Any, previous: Any = None) -> str | None:
-    """previous: the routing of scene.mine, to be used again."""
-    batch, oracle = scene.others(reroute=previous is None)
-    with poisoned():
-        received = impl.dispatch(batch, previous)
-    return oracle.wrong_dispatch(received)
-
-
-def check_combine(scene: Scene, impl: Any) -> str | None:
-    """Takes routes and weights of a dispatch of its own."""
-    batch, oracle = scene.others()
-    state = impl.dispatch(batch).state
-    y = scene.expert_rows(dist.get_rank(), oracle.rows())
-    with poisoned():
-        z = impl.combine(y, state)
-    return wrong_combine(oracle.combined(lambda rank: scene.expert_rows(rank, oracle.rows(rank))), z)
-
-
-def _round_trips(scene: Scene, impl: Any, graph: bool) -> tuple[Callable[[], Any], Callable[[], str | None]]:
-    """The call that is timed, with experts that return their rows, and its check, with experts that differ.
-
-    A graph contains its experts. So there are two, one of each kind of experts, and both are compared.
+    Experts return their rows in the call that is timed, and multiply them in its check. A graph contains its experts.
+    So there are two graphs, and both are compared.
     """
-    steps: list[Callable[[Batch], torch.Tensor]] = [
-        functools.partial(_round_trip, impl, factors) for factors in (scene.factors, None)
-    ]
-    recorded = [Recorded(step, scene.mine) for step in steps] if graph else []
-    run = recorded[1] if graph else functools.partial(steps[1], scene.mine)
+    spec, mine = scene.spec, scene.mine
+    if spec.what == DISPATCH:
+        return functools.partial(impl.dispatch, mine), functools.partial(scene.check_dispatch, impl)
+    if spec.what == CACHED:
+        _, state = impl.dispatch(mine)
+        return functools.partial(impl.dispatch, mine, state), functools.partial(scene.check_dispatch, impl, state)
+    multiplying: Step = functools.partial(_round_trip, impl, scene.factors)
+    check = functools.partial(scene.check_round_trip, multiplying, scene.factors)
+    if spec.what == COMBINE:
+        out, state = impl.dispatch(mine)
+        return functools.partial(impl.combine, out.tokens, state), check
+    plain: Step = functools.partial(_round_trip, impl, None)
+    if not spec.graph:
+        return functools.partial(plain, mine), check
+    timed, compared = Recorded(plain, mine), Recorded(multiplying, mine)
 
-    def check() -> str | None:
-        if not graph:
-            return _check_round_trip(scene, steps[0], scene.factors)
+    def check_both() -> str | None:
         # Both run on every rank, whatever the first one finds: they are collective.
-        differing = _check_round_trip(scene, recorded[0].of, scene.factors)
-        timed = _check_round_trip(scene, recorded[1].of, torch.ones_like(scene.factors))
-        return differing or timed
+        first = scene.check_round_trip(compared.of, scene.factors)
+        second = scene.check_round_trip(timed.of, torch.ones_like(scene.factors))
+        return first or second
 
-    return run, check
-
-
-def _check_round_trip(scene: Scene, step: Callable[[Batch], torch.Tensor], factors: torch.Tensor) -> str | None:
-    batch, oracle = scene.others()
-    with poisoned():
-        z = step(batch)
-    return wrong_combine(oracle.combined(lambda rank: oracle.scaled_rows(rank, factors)), z)
+    return timed, check_both
 
 
 def _round_trip(impl: Any, factors: torch.Tensor | None, batch: Batch) -> torch.Tensor:
     """factors: `[E]` that experts multiply their rows by; None: experts return their rows."""
-    received = impl.dispatch(batch)
-    y = received.tokens if factors is None else received.tokens * _of_rows(factors, received).unsqueeze(1)
-    return impl.combine(y, received.state)
+    out, state = impl.dispatch(batch)
+    y = out.tokens if factors is None else out.tokens * row_factors(factors, out).unsqueeze(1)
+    z: torch.Tensor = impl.combine(y, state)
+    return z
 
 
-def _of_rows(factors: torch.Tensor, received: Received) -> torch.Tensor:
-    """The factor of each FLAT row; of padding, any."""
+def row_factors(factors: torch.Tensor, out: DispatchOutput) -> torch.Tensor:
+    """The factor of each FLAT row's expert; of padding, any."""
     local = factors.view(dist.get_world_size(), -1)[dist.get_rank()]
-    if received.row_experts is not None:
-        return local[received.row_experts.clamp(min=0).long()]
-    assert received.counts is not None
-    return local.repeat_interleave(received.counts.long(), output_size=len(received.tokens))
+    if out.row_expert_ids is not None:
+        return local[out.row_expert_ids.clamp(min=0).long()]
+    return local.repeat_interleave(out.num_tokens_per_expert.long(), output_size=len(out.tokens))
 
 
-def _bare_exchange(scene: Scene, peer: AllToAll) -> Way:
-    """all_to_all_single alone, its rows gathered and its counts known: the least that the peer takes."""
-    routing = peer.dispatch(scene.mine).state
-    leaving = peer.leaving(scene.mine, routing.token)
+class EpPlugin:
+    """Dispatch and combine of one communicator. The constructor is collective; the caller closes it.
 
-    def check() -> str | None:
-        batch, oracle = scene.others(reroute=False)
-        with poisoned():
-            arrived = peer.exchange(peer.leaving(batch, routing.token), routing)
-        return oracle.wrong_dispatch(peer.arrange(arrived, batch, routing))
+    capacity: rows of every dispatch's output, so that the host does not wait; None: as many as arrive.
+    """
 
-    return Way(
-        impl=f"{scene.library}_all_to_all_single",
-        run=lambda: peer.exchange(leaving, routing),
-        check=check,
-        bytes_wire=scene.rows_wire[False] * scene.mine.row_bytes,
-    )
+    dedup = True
+
+    def __init__(
+        self, sizes: Workload, device: torch.device, layout: DispatchLayout, sms: Sms, capacity: int | None = None
+    ) -> None:
+        config = MoECommunicatorConfig(
+            num_experts=sizes.experts,
+            hidden_size=sizes.hidden,
+            topk=sizes.topk,
+            max_tokens_per_rank=sizes.tokens,
+            layout=layout,
+            **sms,
+        )
+        self.comm = MoECommunicator(None, config, device)
+        self._capacity = capacity
+
+    def dispatch(self, batch: Batch, previous: Any = None) -> tuple[DispatchOutput, Any]:
+        known: dict[str, Any] = {"previous_handle": None if previous is None else previous[0]}
+        options = known | {"capacity": self._capacity, "quantize": "e4m3" if batch.quantize else None}
+        out, handle = self.comm.dispatch(batch.x, batch.ids, batch.weights, batch.scales, **options)
+        return out, (handle, out.weights)
+
+    def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
+        return self.comm.combine(y, state[0], weights=state[1])
+
+    def close(self) -> None:
+        self.comm.close()
+
+
+def sms_of(comm: MoECommunicator, what: str, workload: Workload, row_bytes: int, quantize: bool = False) -> int:
+    """SMs of an operation's kernels that move rows of `row_bytes`; of a round trip, those of its larger half.
+
+    The kernels of plan and notify run before, for some microseconds, and are not counted.
+    """
+    dispatch = sum(comm.engine.dispatch_sms(workload.tokens, row_bytes, workload.topk, quantize))
+    combine = sum(comm.engine.combine_sms(workload.tokens, row_bytes, workload.topk))
+    return {COMBINE: combine, ROUNDTRIP: max(dispatch, combine)}.get(what, dispatch)
+
+
+class Recorded:
+    """A CUDA graph of `step`, with a batch of its own that starts as a copy of `batch`. A call replays the graph.
+
+    Every call returns the same memory. The constructor runs `step` once, so it is collective when `step` is.
+    """
+
+    def __init__(self, step: Step, batch: Batch) -> None:
+        self._batch = replace(batch, x=batch.x.clone(), ids=batch.ids.clone(), weights=batch.weights.clone())
+        step(self._batch)
+        self._capture(step)
+
+    def _capture(self, step: Step) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        # NCCL's watchdog thread queries events meanwhile, which would end a capture of all threads.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._result = step(self._batch)
+
+    def __call__(self) -> torch.Tensor:
+        self._replay()
+        return self._result
+
+    def of(self, batch: Batch) -> torch.Tensor:
+        """Replays the graph with the rows, ids and weights of `batch`, which stay for later calls, into NaN."""
+        self._batch.x.copy_(batch.x)
+        self._batch.ids.copy_(batch.ids)
+        self._batch.weights.copy_(batch.weights)
+        self._result.fill_(torch.nan)
+        return self()
+
+    def _replay(self) -> None:
+        self._graph.replay()
+
+
+def wrong_dispatch(
+    got: DispatchOutput, everyone: list[Batch], workload: Workload, layout: DispatchLayout, rank: int
+) -> str | None:
+    """How `got` differs from the rows that belong to this rank, bit for bit; None when it does not.
+
+    Weights, row_expert_ids and num_tokens_per_expert are compared where `got` has them.
+
+    everyone: the batches of all ranks, each of T tokens.
+    """
+    with everyone[rank].x.device:  # the oracle makes its own tensors on the default device
+        ids, weights = [batch.ids for batch in everyone], [batch.weights for batch in everyone]
+        numbers = list(torch.arange(sum(map(len, ids))).unsqueeze(1).split(len(ids[0])))  # in place of rows
+        expected = reference_dispatch(numbers, ids, weights, num_experts=workload.experts, layout=layout)[rank]
+    source = expected.tokens.squeeze(1)
+    sent = [reference_quantize(batch.x) if batch.quantize else (batch.x, batch.scales) for batch in everyone]
+    rows = torch.cat([x.view(torch.int64) for x, _ in sent])[source]  # compared as bits, whatever the type
+    scales = [scales for _, scales in sent if scales is not None]
+    pairs = {
+        "tokens": (got.tokens.view(torch.int64), rows),
+        "scales": (got.scales, torch.cat(scales)[source] if scales else None),
+        "topk_ids": (got.topk_ids, expected.topk_ids),
+    }
+    for name in ("weights", "row_expert_ids", "num_tokens_per_expert"):
+        if getattr(got, name) is not None:
+            pairs[name] = getattr(got, name), getattr(expected, name)
+    for name, pair in pairs.items():
+        problem = _difference(*pair)
+        if problem:
+            return f"{name}: {problem}"
+    return None
+
+
+def wrong_combine(got: torch.Tensor, batch: Batch, factors: torch.Tensor) -> str | None:
+    """How `[T, H]` differs from the weighted sums in float64; None when every element is within roundings of them.
+
+    Four roundings to the rows' type are allowed (weights, a product, a rank's sum, the result), and those of float32
+    sums, relative to the sum of the terms' magnitudes.
+
+    factors: `[E]`, by which the experts multiplied their rows.
+    """
+    if got.shape != batch.x.shape:
+        return f"expected shape {tuple(batch.x.shape)}, got {tuple(got.shape)}"
+    exact, magnitude = (torch.zeros_like(batch.x, dtype=torch.float64) for _ in range(2))
+    for ids, weights in zip(batch.ids.t(), batch.weights.t(), strict=True):
+        term = (batch.x * factors[ids].unsqueeze(1)).double() * weights.double().unsqueeze(1)
+        exact += term
+        magnitude += term.abs()
+    allowed = 2 * torch.finfo(got.dtype).eps + 32 * torch.finfo(torch.float32).eps
+    errors = (got.double() - exact).abs() / (magnitude + torch.finfo(got.dtype).smallest_normal)
+    wrong = ~(errors <= allowed)  # written so that NaN is wrong
+    if not bool(wrong.any()):
+        return None
+    worst, rows = float(errors.max()), int(wrong.any(1).sum())
+    return f"expected relative errors of at most {allowed:g}, got {worst:g}, and more in {rows} of {len(got)} rows"
+
+
+def _difference(got: torch.Tensor | None, expected: torch.Tensor | None) -> str | None:
+    if expected is None or got is None:
+        return None if got is expected else f"expected {'none' if expected is None else 'some'}, got the opposite"
+    if got.shape != expected.shape:
+        return f"expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
+    wrong = got != expected
+    differing = (wrong if wrong.dim() == 1 else wrong.any(1)).nonzero()
+    if len(differing) == 0:
+        return None
+    first = int(differing[0])
+    return f"expected the oracle's values, got others in {len(differing)} of {got.shape[0]} rows, first row {first}"
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fills memory that torch allocates inside with NaN, or with the largest integers.
+
+    PyTorch ties this setting to deterministic algorithms. The warnings of operations that have none are left out.
+    """
+    settings: Any = torch.utils.deterministic  # its annotations leave the setting out
+    mode, fill = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import the compiler
+    settings.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        settings.fill_uninitialized_memory = fill

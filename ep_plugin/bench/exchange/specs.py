@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import fnmatch
+import contextlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ep_plugin.bench.exchange.workload import SHORT_NAMES, Workload, crossing_per_token
-from ep_plugin.config import LEAST_SMS, SMS_FIELDS, DispatchLayout
+from ep_plugin.bench.exchange.workload import SHORT_NAMES, Workload
+from ep_plugin.config import DispatchLayout
 
 DISPATCH, CACHED, COMBINE, ROUNDTRIP = "dispatch", "cached", "combine", "roundtrip"
 FLAT, TOKEN_MAJOR = DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR
 SKEW = 2.0  # of the skewed case
 SMALL_TOKENS = (512, 128)  # T of the round trips whose latency counts
 
-
 Sms = dict[str, Any]  # SMs, by fields of MoECommunicatorConfig; fields that are missing have their defaults
+SENDS_ON_12: Sms = {"dispatch_send_sms": 12, "dispatch_recv_sms": 48, "combine_send_sms": 12, "combine_recv_sms": 36}
 
 
 def in_all(sms: int) -> Sms:
@@ -23,30 +23,19 @@ def in_all(sms: int) -> Sms:
     return {"dispatch_send_sms": sms, "dispatch_recv_sms": 0, "combine_send_sms": sms, "combine_recv_sms": 0}
 
 
-# The SMs of cases with a bounded number, by the case's last word and layout.
-SPLITS: dict[tuple[str, DispatchLayout], Sms] = {
-    ("12sm", FLAT): {
-        "dispatch_send_sms": 12,
-        "dispatch_recv_sms": 48,
-        "combine_send_sms": 12,
-        "combine_recv_sms": 36,
-    },
-    ("12sm", TOKEN_MAJOR): {"dispatch_send_sms": 12, "dispatch_recv_sms": 0},
-    ("12total", FLAT): in_all(12),
-}
-
-
-def parse_sms(text: str) -> Sms:
-    """The SMs in "dispatch_send=16,dispatch_recv=48". ValueError for any other text."""
-    found: Sms = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        name = f"{name}_sms"
-        if name not in SMS_FIELDS or not value.isdigit() or int(value) < LEAST_SMS.get(name, 1):
-            known = ", ".join(f"{each.removesuffix('_sms')}=N" for each in SMS_FIELDS)
-            raise ValueError(f"sms: expected {known} or some of them, got {text!r}")
-        found[name] = int(value)
-    return found
+# The cases of each type. Cases with SMs of their own are for GPUs.
+_OF_EACH_TYPE: list[tuple[str, str, DispatchLayout, Sms]] = [
+    ("dispatch_flat_{}", DISPATCH, FLAT, {}),
+    ("dispatch_cached_{}", CACHED, FLAT, {}),
+    ("combine_flat_{}", COMBINE, FLAT, {}),
+    ("roundtrip_flat_{}", ROUNDTRIP, FLAT, {}),
+    ("dispatch_flat_{}_12sm", DISPATCH, FLAT, SENDS_ON_12),
+    ("dispatch_flat_{}_12total", DISPATCH, FLAT, in_all(12)),
+    ("combine_flat_{}_12sm", COMBINE, FLAT, SENDS_ON_12),
+    ("combine_flat_{}_12total", COMBINE, FLAT, in_all(12)),
+    ("dispatch_token_major_{}", DISPATCH, TOKEN_MAJOR, {}),
+    ("dispatch_token_major_{}_12sm", DISPATCH, TOKEN_MAJOR, in_all(12)),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,146 +48,76 @@ class Spec:
     name: str
     what: str
     dtype: str
-    layout: DispatchLayout
     workload: Workload
+    layout: DispatchLayout = FLAT
     sms: Sms = field(default_factory=dict)
     peers: bool = True
     capacity: bool = False
     quantize: bool = False
     graph: bool = False
 
+    @property
+    def crossings(self) -> int:
+        """The number of times that rows cross the links."""
+        return 2 if self.what == ROUNDTRIP else 1
+
 
 def specs_of(
     workload: Workload, dtypes: tuple[str, ...], layouts: tuple[DispatchLayout, ...], on_gpus: bool
 ) -> list[Spec]:
     """All cases for these types and layouts. Cases that share inputs are next to each other."""
-    found: list[Spec] = []
-    for dtype in dtypes:
-        for layout in layouts:
-            found += _plain(workload, dtype, layout)
-            found += _bounded(workload, dtype, layout) if on_gpus else []
-    if FLAT in layouts and {"bfloat16", "float8"} <= set(dtypes):
-        found.append(_quantised(workload))
-    summable = [dtype for dtype in dtypes if _summable(dtype)]
-    if FLAT in layouts and summable:
-        found += _skewed(workload, summable[0])
+    summable = [dtype for dtype in dtypes if dtype != "float8"]
+    found = [
+        Spec(name=name.format(SHORT_NAMES[dtype]), what=what, dtype=dtype, layout=layout, workload=workload, sms=sms,
+             peers=not sms)
+        for dtype in dtypes
+        for name, what, layout, sms in _OF_EACH_TYPE
+        if layout in layouts and (on_gpus or not sms) and (dtype in summable or what in (DISPATCH, CACHED))
+    ]  # fmt: skip
+    if FLAT not in layouts:
+        return found
+    if {"bfloat16", "float8"} <= set(dtypes):
+        name = "dispatch_flat_bf16_to_fp8"
+        found.append(Spec(name=name, what=DISPATCH, dtype="bfloat16", workload=workload, quantize=True))
+    for dtype in summable[:1]:
+        with contextlib.suppress(ValueError):  # too few ranks or experts for it
+            name = f"dispatch_flat_{SHORT_NAMES[dtype]}_skew{SKEW:g}"
+            found.append(Spec(name=name, what=DISPATCH, dtype=dtype, workload=replace(workload, skew=SKEW)))
         for tokens in SMALL_TOKENS:
-            found += _small(replace(workload, tokens=tokens), summable[0], on_gpus)
+            sizes = replace(workload, tokens=tokens)
+            small = Spec(name=f"roundtrip_t{tokens}", what=ROUNDTRIP, dtype=dtype, workload=sizes, capacity=True)
+            found.append(small)
+            if on_gpus:
+                found.append(replace(small, name=f"{small.name}_graph", graph=True, peers=False))
+            found.append(replace(small, name=f"{small.name}_host_wait", capacity=False))
     return found
-
-
-def select(specs: list[Spec], patterns: list[str]) -> list[Spec]:
-    """The cases whose names match any shell pattern; all without patterns. ValueError when a pattern matches none."""
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(spec.name, pattern) for spec in specs):
-            raise ValueError(f"case: expected a pattern for {', '.join(spec.name for spec in specs)}, got {pattern!r}")
-    return [
-        spec for spec in specs if not patterns or any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns)
-    ]
-
-
-def _summable(dtype: str) -> bool:
-    return dtype != "float8"
-
-
-def _plain(workload: Workload, dtype: str, layout: DispatchLayout) -> list[Spec]:
-    short = SHORT_NAMES[dtype]
-
-    def spec(name: str, what: str) -> Spec:
-        return Spec(name=f"{name}_{short}", what=what, dtype=dtype, layout=layout, workload=workload)
-
-    if layout is TOKEN_MAJOR:
-        return [spec("dispatch_token_major", DISPATCH)]
-    found = [spec("dispatch_flat", DISPATCH), spec("dispatch_cached", CACHED)]
-    if _summable(dtype):
-        found += [spec("combine_flat", COMBINE), spec("roundtrip_flat", ROUNDTRIP)]
-    return found
-
-
-def _bounded(workload: Workload, dtype: str, layout: DispatchLayout) -> list[Spec]:
-    """Cases with few SMs; FP8 only where others have published figures."""
-    words = {(FLAT, DISPATCH): "12sm 12total", (FLAT, COMBINE): "12sm 12total", (TOKEN_MAJOR, DISPATCH): "12sm"}
-    if not _summable(dtype):
-        words = {(FLAT, DISPATCH): "12sm"}
-    return [
-        Spec(
-            name=f"{what}_{layout.value}_{SHORT_NAMES[dtype]}_{word}",
-            what=what,
-            dtype=dtype,
-            layout=layout,
-            workload=workload,
-            sms=SPLITS[word, layout],
-            peers=False,
-        )
-        for (place, what), listed in words.items()
-        if place is layout
-        for word in listed.split()
-    ]
-
-
-def _quantised(workload: Workload) -> Spec:
-    name = f"dispatch_flat_{SHORT_NAMES['bfloat16']}_to_{SHORT_NAMES['float8']}"
-    return Spec(name=name, what=DISPATCH, dtype="bfloat16", layout=FLAT, workload=workload, quantize=True)
-
-
-def _skewed(workload: Workload, dtype: str) -> list[Spec]:
-    name = f"dispatch_flat_{SHORT_NAMES[dtype]}_skew{SKEW:g}"
-    try:
-        skewed = replace(workload, skew=SKEW)
-    except ValueError:  # too few ranks or experts for it
-        return []
-    return [Spec(name=name, what=DISPATCH, dtype=dtype, layout=FLAT, workload=skewed)]
-
-
-def _small(workload: Workload, dtype: str, on_gpus: bool) -> list[Spec]:
-    """Round trips of few tokens: with a fixed size of the output, the same as a graph, and with the host's wait."""
-    base = Spec(name=f"roundtrip_t{workload.tokens}", what=ROUNDTRIP, dtype=dtype, layout=FLAT, workload=workload)
-    found = [replace(base, capacity=True)]
-    if on_gpus:
-        found.append(replace(base, name=f"{base.name}_graph", capacity=True, graph=True, peers=False))
-    return [*found, replace(base, name=f"{base.name}_host_wait")]
 
 
 AXES = {"tokens": "t", "hidden": "h", "topk": "k", "experts": "e", "skew": "skew", "sms": "sms"}
-"""What `--sweep` changes, and how the names of cases call it."""
-_AT_EQUAL_BYTES = ("hidden", "topk", "experts")
+"""The sizes that `--sweep` changes, and their prefixes in the names of cases."""
 
 
 def sweep_specs(workload: Workload, dtype: str, sweep: list[str]) -> list[Spec]:
     """Dispatch and combine of the workload, the headline, and of the workload with one size changed at a time.
 
-    sweep: "AXIS=V1,V2,...", of AXES. For other H, K or E, T follows, so that as many bytes cross; the other axes change
-    by themselves. ValueError for another text, and for sizes that cannot be.
+    sweep: "AXIS=V1,V2,...", of AXES. ValueError for another text, and for sizes that cannot be.
     """
-    found = _pair("headline", dtype, workload)
+    changes: dict[str, tuple[Workload, Sms]] = {"headline": (workload, {})}
     for text in sweep:
         axis, _, values = text.partition("=")
         if axis not in AXES or not values:
             raise ValueError(f"sweep: expected AXIS=V1,V2,... with an axis of {', '.join(AXES)}, got {text!r}")
         for value in values.split(","):
-            found += _changed(axis, value, dtype, workload)
-    return found
-
-
-def _changed(axis: str, value: str, dtype: str, workload: Workload) -> list[Spec]:
-    try:
-        size = float(value) if axis == "skew" else int(value)
-    except ValueError as error:
-        raise ValueError(f"sweep: expected numbers for {axis}, got {value!r}") from error
-    change = f"{AXES[axis]}{size:g}"
-    if axis == "sms":
-        return _pair(change, dtype, workload, in_all(int(size)))
-    changes: dict[str, Any] = {axis: size}
-    changed = replace(workload, **changes)
-    if axis in _AT_EQUAL_BYTES:
-        target = workload.tokens * crossing_per_token(workload) * workload.hidden
-        changed = replace(changed, tokens=max(1, round(target / crossing_per_token(changed) / changed.hidden)))
-    return _pair(change, dtype, changed)
-
-
-def _pair(change: str, dtype: str, workload: Workload, sms: Sms | None = None) -> list[Spec]:
-    shared = {"dtype": dtype, "layout": FLAT, "workload": workload, "sms": sms or {}, "peers": False}
+            try:
+                size = float(value) if axis == "skew" else int(value)
+            except ValueError as error:
+                raise ValueError(f"sweep: expected numbers for {axis}, got {value!r}") from error
+            sizes: dict[str, Any] = {axis: size}
+            changed = (workload, in_all(int(size))) if axis == "sms" else (replace(workload, **sizes), {})
+            changes[f"{AXES[axis]}{value}"] = changed
     return [
-        Spec(name=f"{what}_flat_{SHORT_NAMES[dtype]}_{change}", what=what, **shared)  # type: ignore[arg-type]
+        Spec(name=f"{what}_flat_{SHORT_NAMES[dtype]}_{change}", what=what, dtype=dtype, workload=sizes, sms=sms,
+             peers=False)
+        for change, (sizes, sms) in changes.items()
         for what in (DISPATCH, COMBINE)
-    ]
+    ]  # fmt: skip

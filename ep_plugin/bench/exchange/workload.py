@@ -5,21 +5,22 @@ Shapes: R ranks, T tokens per rank, H hidden size, K experts per token, E expert
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar
 
 import torch
+import typer
+
+from ep_plugin.bench.suite import BY_BACKEND, Suite
 
 SCALE_BLOCK = 128  # elements of an FP8 row per scale
 HOT_RANK = 0  # of skewed routing
-_GOLDEN = 0.6180339887  # whose multiples' fractions lie far apart
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8": torch.float8_e4m3fn,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES["float8"] = torch.float8_e4m3fn
 SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
+# The sizes of README's table, and sizes that two cores can exchange.
+CPU_SIZES: dict[str, Any] = {"ranks": 4, "tokens": 1024, "hidden": 2048, "topk": 4, "experts": 32}
+CUDA_SIZES: dict[str, Any] = {"ranks": None, "tokens": 4096, "hidden": 7168, "topk": 8, "experts": 256}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,28 +36,44 @@ class Workload:
     hidden: int
     topk: int
     experts: int
-    seed: int = 0
     skew: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "tokens", "hidden", "topk", "experts"):
+        for name in ("ranks", "tokens", "hidden", "topk", "experts", "skew"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name):g}")
         if self.experts % self.ranks:
             raise ValueError(f"experts: expected a multiple of the {self.ranks} ranks, got {self.experts}")
         if self.topk > self.experts:
             raise ValueError(f"topk: expected at most the {self.experts} experts, got {self.topk}")
-        if self.skew < 1:
-            raise ValueError(f"skew: expected at least 1, got {self.skew:g}")
-        if self.skew != 1 and self.topk - (self.experts - self.local_experts) > self.skew * self.topk / self.ranks:
-            raise ValueError(f"skew: expected more with {self.topk} of {self.experts} experts, got {self.skew:g}")
-        if self.skew != 1 and self.skew * self.topk / self.ranks > min(self.topk, self.local_experts):
-            most = min(self.topk, self.local_experts) * self.ranks / self.topk
+        most = min(self.topk, self.local_experts) * self.ranks / self.topk
+        if self.skew > max(1, most):
             raise ValueError(f"skew: expected at most {most:g} with these ranks and experts, got {self.skew:g}")
 
     @property
     def local_experts(self) -> int:
         return self.experts // self.ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeSuite(Suite):
+    """A suite with a workload."""
+
+    defaults: ClassVar = {"cpu": CPU_SIZES, "cuda": CUDA_SIZES}
+
+    tokens: Annotated[int, typer.Option(help="Tokens per rank, T. Default on cuda: 4096.")] = BY_BACKEND
+    hidden: Annotated[int, typer.Option(help="Elements of a row, H. Default on cuda: 7168.")] = BY_BACKEND
+    topk: Annotated[int, typer.Option(help="Experts per token, K. Default on cuda: 8.")] = BY_BACKEND
+    experts: Annotated[int, typer.Option(help="Experts in all, E. Default on cuda: 256.")] = BY_BACKEND
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.workload  # raises for sizes that cannot be
+
+    @property
+    def workload(self) -> Workload:
+        """The sizes; routing is uniformly random."""
+        return Workload(ranks=self.ranks, tokens=self.tokens, hidden=self.hidden, topk=self.topk, experts=self.experts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +93,14 @@ class Batch:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row and its scales, as they travel."""
-        if self.quantize:
-            return self.x.shape[1] + -(-self.x.shape[1] // SCALE_BLOCK) * torch.float32.itemsize
-        scales = 0 if self.scales is None else self.scales.shape[1] * self.scales.element_size()
-        return self.x.shape[1] * self.x.element_size() + scales
+        H, scaled = self.x.shape[1], self.quantize or self.scales is not None
+        scales = -(-H // SCALE_BLOCK) * torch.float32.itemsize if scaled else 0
+        return H * (1 if self.quantize else self.x.element_size()) + scales
 
 
 def batches(workload: Workload, dtype: torch.dtype, device: torch.device) -> list[Batch]:
     """The tokens of each rank, the same on every rank."""
-    random = torch.Generator(device).manual_seed(workload.seed)
+    random = torch.Generator(device).manual_seed(0)
     made = []
     for _ in range(workload.ranks):
         x = torch.randn(workload.tokens, workload.hidden, generator=random, device=device).to(dtype)
@@ -108,13 +124,11 @@ def _chosen(workload: Workload, scores: torch.Tensor, random: torch.Generator) -
     total = round(workload.skew * T * workload.topk / workload.ranks)
     extra = torch.randperm(T, generator=random, device=scores.device) < total % T
     share = total // T + extra.long()
-    local = workload.local_experts
-    first = HOT_RANK * local
-    standing = scores[:, first : first + local].argsort(1, descending=True).argsort(1)
-    hot = standing < share.unsqueeze(1)
-    biased = scores.clone()
-    biased[:, first : first + local] = torch.where(hot, 2.0, -1.0)  # before, and after, all others
-    return biased.topk(workload.topk, dim=1).indices
+    first, end = HOT_RANK * workload.local_experts, (HOT_RANK + 1) * workload.local_experts
+    position = scores[:, first:end].argsort(1, descending=True).argsort(1)
+    # Scores are below 1: hot experts come before all others, or after them.
+    scores[:, first:end] = torch.where(position < share.unsqueeze(1), 2.0, -1.0)
+    return scores.topk(workload.topk, dim=1).indices
 
 
 def other_rows(everyone: list[Batch], turn: int, reroute: bool) -> list[Batch]:
@@ -122,58 +136,34 @@ def other_rows(everyone: list[Batch], turn: int, reroute: bool) -> list[Batch]:
 
     reroute: the routes too, in an order of their own. Every expert receives as many rows as before.
     """
-    random = torch.Generator(everyone[0].x.device).manual_seed(turn)
-    return [_reordered(batch, random, reroute) for batch in everyone]
-
-
-def _reordered(batch: Batch, random: torch.Generator, reroute: bool) -> Batch:
-    rows, routes = (torch.randperm(len(batch.x), generator=random, device=batch.x.device) for _ in range(2))
-    return replace(
-        batch,
-        x=batch.x.view(torch.int64)[rows].view(batch.x.dtype),
-        ids=batch.ids[routes] if reroute else batch.ids,
-        weights=batch.weights[rows],
-        scales=None if batch.scales is None else batch.scales[rows],
-    )
-
-
-def expert_rows(
-    workload: Workload, rank: int, rows: int, turn: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """`[rows, H]`, as the experts of `rank` might return them: others for each turn, the same on every rank."""
-    random = torch.Generator(device).manual_seed((workload.seed + 1 + turn) * workload.ranks + rank)
-    return torch.randn(rows, workload.hidden, generator=random, device=device).to(dtype)
+    found, device = [], everyone[0].x.device
+    random = torch.Generator(device).manual_seed(turn)
+    for batch in everyone:
+        rows, routes = (torch.randperm(len(batch.x), generator=random, device=device) for _ in range(2))
+        x = batch.x.view(torch.int64)[rows].view(batch.x.dtype)
+        ids = batch.ids[routes] if reroute else batch.ids
+        scales = None if batch.scales is None else batch.scales[rows]
+        found.append(replace(batch, x=x, ids=ids, weights=batch.weights[rows], scales=scales))
+    return found
 
 
 def expert_factors(workload: Workload, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`[E]`, 0.5 to 1.5: a factor for the rows of each expert, which tells it from the others."""
-    return (0.5 + (torch.arange(workload.experts, dtype=torch.float64, device=device) * _GOLDEN) % 1).to(dtype)
+    # The fractions of the golden ratio's multiples lie far apart.
+    return (0.5 + (torch.arange(workload.experts, dtype=torch.float64, device=device) * 0.6180339887) % 1).to(dtype)
 
 
-def rows_on_the_wire(workload: Workload, ids: list[torch.Tensor], dedup: bool) -> int:
-    """Rows that cross to or from the busiest rank, in its busier direction. ids: `[T, K]` of each rank.
+def rows_by_rank(workload: Workload, ids: list[torch.Tensor], dedup: bool) -> torch.Tensor:
+    """Rows from each rank to each rank, int64 `[R, R]` on the host. ids: `[T, K]` of each rank.
 
     dedup: a token crosses once per destination rank, however many of its experts are there.
     """
-    sent = torch.stack([_rows_by_rank(workload, chosen, dedup) for chosen in ids])
-    sent.fill_diagonal_(0)
+    owners = torch.stack([chosen // workload.local_experts for chosen in ids])  # [R, T, K]
+    pairs = torch.stack([(owners == rank).sum(2) for rank in range(workload.ranks)], 1)  # [R, R, T]
+    return (pairs.clamp(max=1) if dedup else pairs).sum(2).cpu()
+
+
+def rows_on_the_wire(workload: Workload, ids: list[torch.Tensor], dedup: bool) -> int:
+    """Rows that cross to or from the busiest rank, in its busier direction; see `rows_by_rank`."""
+    sent = rows_by_rank(workload, ids, dedup).fill_diagonal_(0)
     return int(torch.maximum(sent.sum(0), sent.sum(1)).max())
-
-
-def rows_received(workload: Workload, ids: list[torch.Tensor]) -> list[int]:
-    """FLAT rows of each rank."""
-    return torch.stack([_rows_by_rank(workload, chosen, dedup=False) for chosen in ids]).sum(0).tolist()
-
-
-def _rows_by_rank(workload: Workload, ids: torch.Tensor, dedup: bool) -> torch.Tensor:
-    """Rows of one source for each rank, int64 `[R]` on the host."""
-    owner = ids // workload.local_experts  # [T, K]
-    pairs = torch.stack([(owner == rank).sum(1) for rank in range(workload.ranks)], 1)  # [T, R]
-    return (pairs.clamp(max=1) if dedup else pairs).sum(0).cpu()
-
-
-def crossing_per_token(workload: Workload) -> float:
-    """The mean number of rows that a token sends to other ranks, with dedup and uniformly random routing."""
-    elsewhere = workload.experts - workload.local_experts
-    missed = math.comb(elsewhere, workload.topk) / math.comb(workload.experts, workload.topk)
-    return (workload.ranks - 1) * (1 - missed)

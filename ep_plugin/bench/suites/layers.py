@@ -1,91 +1,58 @@
 """The suite `layers`: forward and backward of a framework's MoE layer, with its own all-to-all and with ours.
 
 One set of experts (and one router, where the layer has one) serves both layers. `experts alone` are the same experts,
-forward and backward, on the rows that a dispatcher gave them, with no exchange: `above_experts_us` is the time that a
-layer takes beyond it. First both layers run on two batches in turn, and outputs and all gradients must agree. The
-second batch is the one that is timed. `bytes_wire`: of dispatch, combine and the backward of both, in the busier
-direction of the busiest rank.
+forward and backward, on the rows that our dispatcher gave them, with no exchange. First both layers run on two batches
+in turn, and outputs and all gradients must agree. The second batch is the one that is timed. `bytes_wire`: of dispatch,
+combine and the backward of both, in the busier direction of the busiest rank.
 """
 
 from __future__ import annotations
 
-import importlib
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import typer
 
-from ep_plugin.bench.exchange.ours import sms_of
-from ep_plugin.bench.exchange.sizes import CUDA_SIZES, ExchangeSuite
+from ep_plugin.bench.exchange.cases import sms_of
 from ep_plugin.bench.exchange.specs import ROUNDTRIP
-from ep_plugin.bench.exchange.workload import Workload, rows_on_the_wire
-from ep_plugin.bench.suite import BY_BACKEND, WARMUP, check_names, require_module, require_right, row
-from ep_plugin.bench.timing import Run, Timing, clock_of, time_in_turn
+from ep_plugin.bench.exchange.workload import CUDA_SIZES, ExchangeSuite, rows_on_the_wire
+from ep_plugin.bench.suite import BY_BACKEND, check_names, require_module, require_right, row
+from ep_plugin.bench.timing import Timing, clock_of, time_in_turn
 from ep_plugin.moe.communicator import MoECommunicator
+from ep_plugin.testing.megatron import make_megatron_run_here, serve_grouped_products, without_transformer_engine
+from ep_plugin.testing.torchtitan import without_triton
 
-OURS, STOCK, EXPERTS = "ep_plugin", "alltoall", "experts alone"
+OURS, STOCK, EXPERTS, ROUTER = "ep_plugin", "alltoall", "experts alone", "router alone"
 FRAMEWORKS = {"megatron": "megatron.core", "torchtitan": "torchtitan"}
 LIMIT = 2e-2  # of BF16: the largest difference of a tensor over its largest value
 _CROSSINGS = 4  # dispatch, combine, and the backward of both
-_CHUNK = 2**24  # elements that are compared at a time
 _CPU_SIZES: dict[str, Any] = {"ranks": 2, "tokens": 256, "hidden": 512, "topk": 4, "experts": 16, "ffn": 128}
 
 Tensors = dict[str, torch.Tensor]
-
-
-class Layers(Protocol):
-    """A framework's layers by implementation, STOCK and OURS, with one set of experts, and what is run of them.
-
-    `layers_<framework>.py` has a class of this kind, made of the suite and the device, collectively. BF16, parameters
-    N(0, 0.02). layer_name: how cases call the layer. experts: a sentence on them.
-    """
-
-    layer_name: ClassVar[str]
-    experts: str
-
-    def batch(self, turn: int) -> Any:
-        """This rank's tokens and the gradient of the layer's output; others for each turn."""
-
-    def step(self, impl: str, batch: Any) -> Run:
-        """Forward and backward, with gradients made anew, as after zero_grad."""
-
-    def forward_backward(self, impl: str, batch: Any) -> Tensors:
-        """The output and all gradients of a step, which the layer no longer holds."""
-
-    def alone(self, batch: Any) -> dict[str, Run]:
-        """Parts of the layer by themselves, forward and backward: EXPERTS, and others."""
-
-    def ids(self, batch: Any) -> torch.Tensor:
-        """This rank's expert ids, `[T, K]`."""
-
-    def communicator(self) -> MoECommunicator:
-        """Of our layer, once it has run."""
+Step = Callable[[], torch.Tensor]  # forward and backward; returns the output
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayersSuite(ExchangeSuite):
     """A framework's MoE layer, forward and backward: its all-to-all, ours, and its experts alone."""
 
-    command_name: ClassVar[str] = "layers"
-    defaults: ClassVar[dict[str, dict[str, Any]]] = {"cpu": _CPU_SIZES, "cuda": CUDA_SIZES | {"ffn": 2048}}
-    least: ClassVar[dict[str, int]] = ExchangeSuite.least | {"ffn": 1}
+    command_name = "layers"
+    defaults: ClassVar = {"cpu": _CPU_SIZES, "cuda": CUDA_SIZES | {"ffn": 2048}}
+    least: ClassVar = ExchangeSuite.least | {"ffn": 1}
 
     framework: Annotated[str, typer.Option(help=", ".join(FRAMEWORKS) + ".")]
     ffn: Annotated[int, typer.Option(help="Experts' intermediate size. Default on cuda: 2048.")] = BY_BACKEND
-    sequential: Annotated[bool, typer.Option("--sequential", help="megatron: SequentialMLP, no grouped GEMM.")] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names("framework", tuple(FRAMEWORKS), [self.framework])
-        if self.sequential and self.framework != "megatron":
-            raise ValueError(f"sequential: expected the framework megatron, got {self.framework!r}")
+        check_names("framework", FRAMEWORKS, [self.framework])
         for name in ("hidden", "ffn"):
             if getattr(self, name) % 8:
-                raise ValueError(
-                    f"{name}: expected a multiple of 8, which 16-byte rows in BF16 are, got {getattr(self, name)}"
-                )
+                raise ValueError(f"{name}: expected a multiple of 8, for rows of 16 bytes, got {getattr(self, name)}")
         require_module(FRAMEWORKS[self.framework], "framework", "whose layers are measured")
 
     @property
@@ -93,46 +60,239 @@ class LayersSuite(ExchangeSuite):
         return f"layers_{self.framework}"
 
     def measure(self, device: torch.device) -> dict[str, Any]:
-        module = importlib.import_module(f"ep_plugin.bench.suites.layers_{self.framework}")
-        layers: Layers = module.FrameworkLayers(self, device)
-        batches = [layers.batch(turn) for turn in range(2)]
-        largest = _compare(layers, batches)
+        setup = (_megatron if self.framework == "megatron" else _torchtitan)(self, device)
+        batches = [setup.batch(turn) for turn in range(2)]
+        largest = _compare(setup.layers, batches)
         batch = batches[-1]
-        runs = {impl: layers.step(impl, batch) for impl in (STOCK, OURS)} | layers.alone(batch)
-        timings = time_in_turn(clock_of(device), runs, self.iterations, WARMUP)
+        runs = {impl: _step(setup.layers[impl], batch.inputs, batch.dy) for impl in (STOCK, OURS)}
+        runs[EXPERTS] = _alone(setup.experts, _inputs_of(setup.experts, setup.layers[OURS], batch))
+        if setup.router is not None:
+            runs[ROUTER] = _alone(setup.router, batch.inputs)
+        timings = time_in_turn(clock_of(device), runs, self.iterations)
         ids: list[torch.Tensor] = [torch.empty(0)] * self.ranks
-        dist.all_gather_object(ids, layers.ids(batch).cpu())
-        row_bytes = self.hidden * torch.bfloat16.itemsize
-        wire = bytes_wire(self.workload, ids, row_bytes)
-        sms = exchange_sms(self.workload, device, row_bytes, layers.communicator())
-        sizes = self.workload
-        case = (
-            f"{layers.layer_name}, T {sizes.tokens}, H {sizes.hidden}, {self.ffn} wide, top {sizes.topk} of "
-            f"{sizes.experts}"
+        dist.all_gather_object(ids, batch.ids.cpu())
+        sizes, row_bytes = self.workload, self.hidden * torch.bfloat16.itemsize
+        # An all-to-all sends a row per expert, ours one per rank.
+        rows_wire = {impl: rows_on_the_wire(sizes, ids, dedup=impl == OURS) for impl in (STOCK, OURS)}
+        sms = {OURS: sms_of(setup.communicator(), ROUNDTRIP, sizes, row_bytes)} if device.type == "cuda" else {}
+        size = f"T {self.tokens}, H {self.hidden}, {self.ffn} wide, top {self.topk} of {self.experts}"
+        case = f"{setup.layer_name}, {size}"
+        rows = [
+            row(case, name, timing, _CROSSINGS * rows_wire.get(name, 0) * row_bytes, sms.get(name))
+            for name, timing in timings.items()
+        ]
+        return {"rows": rows, "notes": notes_of(setup.about, timings), "max_rel_diff": largest}
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """One rank's tokens. inputs: of the layer. dy: the gradient of its output. ids: the experts, `[T, K]`."""
+
+    inputs: tuple[torch.Tensor, ...]
+    dy: torch.Tensor
+    ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """A framework's layers by implementation, STOCK and OURS, which share experts and router. BF16.
+
+    layer_name: the layer in names of cases. about: a sentence on the experts. batch: makes this rank's tokens,
+    different for each turn. communicator: of our layer, once it has run.
+    """
+
+    layer_name: str
+    about: str
+    layers: dict[str, Any]
+    experts: torch.nn.Module
+    router: torch.nn.Module | None
+    batch: Callable[[int], _Batch]
+    communicator: Callable[[], MoECommunicator]
+
+
+def _step(module: Any, inputs: Sequence[torch.Tensor], dy: torch.Tensor) -> Step:
+    """Forward and backward, with gradients made anew, as after zero_grad."""
+
+    def step() -> torch.Tensor:
+        _forget(module, inputs)
+        y = _first(module(*inputs))
+        y.backward(dy)
+        return y
+
+    return step
+
+
+def _alone(module: Any, inputs: Sequence[torch.Tensor]) -> Step:
+    inputs = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
+    with torch.no_grad():
+        dy = torch.randn_like(_first(module(*inputs)))
+    return _step(module, inputs, dy)
+
+
+def _inputs_of(experts: torch.nn.Module, layer: torch.nn.Module, batch: _Batch) -> list[torch.Tensor]:
+    """The inputs that the layer gives to its experts."""
+    given: list[torch.Tensor] = []
+    hook = experts.register_forward_pre_hook(lambda module, inputs: given.extend(inputs))
+    with torch.no_grad():
+        layer(*batch.inputs)
+    hook.remove()
+    return given
+
+
+def _forget(module: Any, inputs: Sequence[torch.Tensor]) -> None:
+    module.zero_grad(set_to_none=True)
+    for tensor in inputs:
+        tensor.grad = None
+
+
+def _first(found: Any) -> torch.Tensor:
+    """The output itself, where a module returns more."""
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _megatron(suite: LayersSuite, device: torch.device) -> _Setup:
+    """Megatron-core's MoELayer, one per dispatcher. Collective.
+
+    Routing is the plain top-k of sigmoid scores: for random tokens uniformly random. All ranks have the same router.
+    """
+    if device.type == "cpu":
+        make_megatron_run_here()
+    without_transformer_engine()
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from ep_plugin.integrations import megatron
+
+    megatron.switch_on()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=suite.ranks)
+    if device.type == "cuda":
+        model_parallel_cuda_manual_seed(1)
+    about = serve_grouped_products()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The legacy GroupedMLP will be deprecated")
+        spec = get_moe_module_spec(use_te=False, num_experts=suite.experts, moe_grouped_gemm=True)
+    layers = {}
+    for impl, dispatcher in ((STOCK, "alltoall"), (OURS, "flex")):
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=suite.hidden,
+            ffn_hidden_size=suite.ffn,
+            moe_ffn_hidden_size=suite.ffn,
+            num_attention_heads=1,
+            num_moe_experts=suite.experts,
+            moe_router_topk=suite.topk,
+            moe_router_score_function="sigmoid",
+            moe_router_load_balancing_type="none",
+            moe_router_dtype="fp32",
+            moe_token_dispatcher_type=dispatcher,
+            moe_grouped_gemm=True,
+            add_bias_linear=False,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            expert_model_parallel_size=suite.ranks,
+            params_dtype=torch.bfloat16,
+            bf16=True,
+            perform_initialization=False,
+            use_cpu_initialization=device.type == "cpu",
         )
-        rows = [row(case, name, timing, wire.get(name, 0), sms.get(name)) for name, timing in timings.items()]
-        found = {"experts": layers.experts, "max_rel_diff": largest, **above_experts(timings)}
-        return {"rows": rows, "notes": notes_of(found), **found}
+        layer = MoELayer(config, spec.submodules, layer_number=1)
+        layers[impl] = layer.to(device=device, dtype=torch.bfloat16).train()
+    stock, ours = layers[STOCK], layers[OURS]
+    assert type(ours.token_dispatcher) is megatron.EpPluginTokenDispatcher
+    ours.router, ours.experts = stock.router, stock.experts
+    _initialise(stock.router, 0)
+    _initialise(stock.experts, 1 + dist.get_rank())
+
+    def batch(turn: int) -> _Batch:
+        x, dy, _ = _random_tokens(suite, device, turn, (suite.tokens, 1, suite.hidden))
+        with torch.no_grad():
+            chosen = stock.router(x)[1]  # bool [T, E]
+        return _Batch((x,), dy, chosen.int().topk(suite.topk, dim=1).indices)
+
+    comm = ours.token_dispatcher
+    return _Setup("MoE layer", about, layers, stock.experts, stock.router, batch, lambda: comm._communicator)
 
 
-def _compare(layers: Layers, batches: list[Any]) -> float:
+def _torchtitan(suite: LayersSuite, device: torch.device) -> _Setup:
+    """torchtitan's RoutedExperts, one per dispatcher. Routing is uniformly random and given: there is no router."""
+    without_triton()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    from ep_plugin.integrations.torchtitan import token_dispatcher
+
+    set_spmd_backend("default")  # the all-to-all then goes over the mesh that it is given
+    mesh = init_device_mesh(device.type, (suite.ranks,), mesh_dim_names=("ep",))
+    few = GroupedExperts.Config(dim=8, hidden_dim=8, num_experts=1)
+    stock = AllToAllTokenDispatcher.Config(num_experts=suite.experts, top_k=suite.topk)
+    layers = {
+        impl: RoutedExperts.Config(inner_experts=few, token_dispatcher=dispatcher).build()
+        for impl, dispatcher in ((STOCK, stock), (OURS, token_dispatcher(stock)))
+    }
+    local = suite.workload.local_experts
+    with device:
+        experts = GroupedExperts.Config(dim=suite.hidden, hidden_dim=suite.ffn, num_experts=local).build()
+    experts.to(torch.bfloat16)
+    _initialise(experts, 1 + dist.get_rank())
+    for layer in layers.values():
+        layer.inner_experts = experts
+        layer.token_dispatcher.wire_meshes(ep_mesh=mesh)
+
+    def batch(turn: int) -> _Batch:
+        x, dy, random = _random_tokens(suite, device, turn, (1, suite.tokens, suite.hidden))
+        chances = torch.rand((1, suite.tokens, suite.experts), generator=random, device=device)
+        scores, ids = chances.topk(suite.topk, dim=-1)
+        counts = ids.flatten().bincount(minlength=suite.experts)
+        return _Batch((x, scores.requires_grad_(), ids, counts), dy, ids[0])
+
+    comm = layers[OURS].token_dispatcher
+    return _Setup("routed experts", "GroupedExperts, in BF16", layers, experts, None, batch, lambda: comm.communicator)
+
+
+def _random_tokens(suite: LayersSuite, device: torch.device, turn: int, shape: tuple[int, ...]) -> Any:
+    """This rank's tokens, the gradient of the layer's output, and the generator for more."""
+    random = torch.Generator(device).manual_seed(turn * suite.ranks + dist.get_rank())
+    x, dy = (torch.randn(shape, generator=random, device=device).bfloat16() for _ in range(2))
+    return x.requires_grad_(), dy, random
+
+
+@torch.no_grad()
+def _initialise(module: Any, seed: int) -> None:
+    for parameter in module.parameters():
+        parameter.normal_(0.0, 0.02, generator=torch.Generator(parameter.device).manual_seed(seed))
+
+
+def _compare(layers: dict[str, Any], batches: list[_Batch]) -> float:
     """The largest difference between both layers' tensors. Raises WrongResult where one is too large. Collective."""
     difference: dict[str, float] = {}
-    for batch in batches:
-        theirs, ours = (layers.forward_backward(impl, batch) for impl in (STOCK, OURS))
-        for name, value in differences(ours, theirs).items():
-            difference[name] = max(value, difference.get(name, 0.0))
+    for turn, batch in enumerate(batches):
+        theirs, ours = (_output_and_gradients(layers[impl], batch) for impl in (STOCK, OURS))
+        difference |= {f"{name} of batch {turn}": value for name, value in differences(ours, theirs).items()}
         del theirs, ours
     require_right(too_different(difference))
     return max(difference.values())
 
 
+def _output_and_gradients(layer: torch.nn.Module, batch: _Batch) -> Tensors:
+    """Of a step; the layer and the batch no longer hold them."""
+    found = {"y": _step(layer, batch.inputs, batch.dy)().detach()}
+    leaves = {f"input {index}": tensor for index, tensor in enumerate(batch.inputs) if tensor.requires_grad}
+    assert all(leaf.grad is not None for leaf in leaves.values())
+    for name, leaf in (leaves | dict(layer.named_parameters())).items():
+        if leaf.grad is not None:
+            found[f"{name}.grad"] = leaf.grad
+    _forget(layer, batch.inputs)
+    return found
+
+
 def differences(ours: Tensors, theirs: Tensors) -> dict[str, float]:
     """The largest difference of each tensor over the largest value of theirs; infinite where a tensor is missing."""
-    return {
-        name: _difference(ours[name], theirs[name]) if name in ours and name in theirs else float("inf")
-        for name in ours.keys() | theirs.keys()
-    }
+    return {name: _difference(ours.get(name), theirs.get(name)) for name in ours.keys() | theirs.keys()}
 
 
 def too_different(difference: dict[str, float]) -> list[str]:
@@ -144,40 +304,15 @@ def too_different(difference: dict[str, float]) -> list[str]:
     ]
 
 
-def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """In pieces: in float32 the gradients of all experts would not fit beside them."""
-    if ours.shape != theirs.shape:
+def _difference(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
+    if ours is None or theirs is None or ours.shape != theirs.shape:
         return float("inf")
-    most, largest = torch.zeros((), device=ours.device), torch.full((), 1e-12, device=ours.device)
-    for mine, other in zip(ours.flatten().split(_CHUNK), theirs.flatten().split(_CHUNK), strict=True):
-        if mine.numel():
-            most = torch.maximum(most, (mine.float() - other.float()).abs().max())
-            largest = torch.maximum(largest, other.float().abs().max())
-    return float(most / largest)
+    return float((ours - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-12)
 
 
-def bytes_wire(workload: Workload, ids: list[torch.Tensor], row_bytes: int) -> dict[str, int]:
-    """By implementation: an all-to-all sends a row per expert, ours one per rank. ids: `[T, K]` of each rank."""
-    return {
-        impl: _CROSSINGS * rows_on_the_wire(workload, ids, dedup) * row_bytes
-        for impl, dedup in ((STOCK, False), (OURS, True))
-    }
-
-
-def exchange_sms(workload: Workload, device: torch.device, row_bytes: int, comm: MoECommunicator) -> dict[str, int]:
-    """By implementation, the SMs of its exchange where they are known."""
-    return {OURS: sms_of(comm, ROUNDTRIP, workload, row_bytes)} if device.type == "cuda" else {}
-
-
-def above_experts(timings: dict[str, Timing]) -> dict[str, Any]:
-    """The time of both layers beyond their experts', in microseconds, and ours over theirs."""
-    above = {impl: round(timings[impl].median_us - timings[EXPERTS].median_us, 1) for impl in (STOCK, OURS)}
-    ratio = round(above[OURS] / above[STOCK], 3) if above[STOCK] > 0 else None
-    return {"above_experts_us": above, "above_ratio": ratio}
-
-
-def notes_of(found: dict[str, Any]) -> list[str]:
-    """Sentences on the experts, and on the time beyond them."""
-    above = ", ".join(f"{impl} {took:,.0f} µs" for impl, took in found["above_experts_us"].items())
-    ratio = "" if found["above_ratio"] is None else f"; ratio {found['above_ratio']:.2f}"
-    return [f"experts: {found['experts']}", f"above the experts' own compute: {above}{ratio}"]
+def notes_of(experts: str, timings: dict[str, Timing]) -> list[str]:
+    """Sentences on the experts, and on the time of both layers beyond theirs."""
+    above = {impl: timings[impl].median_us - timings[EXPERTS].median_us for impl in (STOCK, OURS)}
+    ratio = f"; ratio {above[OURS] / above[STOCK]:.2f}" if above[STOCK] > 0 else ""
+    listed = ", ".join(f"{impl} {took:,.0f} µs" for impl, took in above.items())
+    return [f"experts: {experts}", f"above the experts' own compute: {listed}{ratio}"]
