@@ -1,93 +1,58 @@
-"""Train a DeepSeek-V3 from Megatron-core's own layers with expert parallelism over all ranks, on GPUs.
+"""Train DeepSeek-V3's mixture-of-experts layers of Megatron-core, experts spread over all ranks, on GPUs.
 
-    python examples/train_deepseek_megatron.py --launch 4 --compare alltoall --out runs/deepseek_megatron
-    EP_PLUGIN=megatron torchrun --nproc-per-node 4 examples/train_deepseek_megatron.py
+    EP_PLUGIN=megatron torchrun --nproc-per-node 2 examples/train_deepseek_megatron.py
 
-Nothing here names ep_plugin to Megatron: the ranks' environment has EP_PLUGIN=megatron, and ``flex`` is then ours. With
-``--compare alltoall`` Megatron's own exchange trains too, on the same batches from the same weights, in fresh processes
-and in turn.
+EP_PLUGIN is the line: nothing below names ep_plugin's dispatcher. Megatron's `flex` then stands for it.
 """
 
-from __future__ import annotations
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-import importlib.util
-from dataclasses import replace
-from pathlib import Path
-from typing import Annotated
-
-import typer
-from _launch import num_gpus, resolve, run
-from _options import MEGATRON, PRESETS
+from ep_plugin.testing.megatron import without_transformer_engine
 
 
-def main(
-    preset: Annotated[str, typer.Option(help="tiny | v3: widths and defaults of the run.")] = "v3",
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Decoder layers; the first of tiny is dense. (default: the preset's)")
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="File or folder to train on. (default: Python's standard library)"),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps. (default: the preset's)")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence. (default: the preset's)")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank. (default: the preset's)")] = None,
-    micro_batches: Annotated[
-        int, typer.Option(min=1, help="Batches whose gradients add up to one step's, as pipelines have them.")
-    ] = 4,
-    lr: Annotated[float | None, typer.Option(help="Learning rate of AdamW. (default: the preset's)")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16 | float16. (default: the preset's)")] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights and of the batches.")] = 0,
-    dispatcher: Annotated[str, typer.Option(help="flex | alltoall.")] = "flex",
-    compare: Annotated[str | None, typer.Option(help="Train through this dispatcher too, and compare.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each side of a comparison trains, in turn.")] = 2,
-    out: Annotated[Path, typer.Option(help="Folder for metrics.json and loss.png.")] = Path(
-        "runs/train_deepseek_megatron"
-    ),
-    launch: Annotated[int | None, typer.Option(min=1, help="Ranks to start. (default: one per GPU)")] = None,
-) -> None:
-    """Train a DeepSeek-V3 from Megatron-core's layers, and report loss and speed."""
-    options = resolve(
-        MEGATRON, preset, None, layers, text, steps, seq_len, batch, lr, dtype, seed, dispatcher, "stock"
+def main() -> None:
+    without_transformer_engine()  # Megatron-core 0.16.1 needs this where TransformerEngine is not installed
+    dist.init_process_group()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=128, ffn_hidden_size=256, num_attention_heads=4, add_bias_linear=False,
+        moe_ffn_hidden_size=32, num_moe_experts=32, moe_router_topk=8, moe_router_score_function="sigmoid",
+        moe_router_num_groups=8, moe_router_group_topk=4, moe_router_topk_scaling_factor=2.5, moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none", moe_shared_expert_intermediate_size=32,
+        expert_model_parallel_size=ranks, moe_token_dispatcher_type="flex", use_cpu_initialization=True,
     )  # fmt: skip
-    for hint, name in (("--dispatcher", dispatcher), ("--compare", compare)):
-        if name not in (None, "flex", "alltoall"):
-            raise typer.BadParameter(f"expected flex or alltoall, got {name!r}", param_hint=hint)
-    if compare == dispatcher:
-        raise typer.BadParameter(f"expected another dispatcher than {dispatcher}", param_hint="--compare")
-    dense = PRESETS[MEGATRON][preset].widths["first_k_dense_replace"]
-    if options.layers <= dense:
-        raise typer.BadParameter(
-            f"expected more than {dense}, the first {dense} being dense, got {options.layers}", param_hint="--layers"
-        )
-    _check_machine()
-    options, other = (
-        replace(
-            options,
-            ep_implementation=name,
-            micro_batches=micro_batches,
-            switched_on="megatron" if name == "flex" else "",
-        )
-        for name in (dispatcher, compare)
-    )
-    run(
-        options,
-        f"DeepSeek-V3 {preset} of Megatron-core, {options.layers} layers",
-        other if compare else None,
-        launch,
-        out,
-        rounds,
-    )
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    torch.manual_seed(0)
+    layers = [MoELayer(config, spec.submodules.mlp.submodules, layer_number=number) for number in (1, 2)]
+    layers = torch.nn.ModuleList(layers).to(device)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.05)
 
-
-def _check_machine() -> None:
-    if importlib.util.find_spec("megatron") is None:
-        raise typer.BadParameter("expected megatron-core, found none: pip install megatron-core==0.16.1")
-    if not num_gpus():
-        raise typer.BadParameter(
-            "expected NVIDIA GPUs, which Megatron-core's layers need, found none: train_deepseek_hf.py runs on CPUs"
-        )
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(20):
+        x = torch.randn((64, 2, 128), generator=generator).to(device)  # [sequence, batch, hidden]
+        hidden = x
+        for layer in layers:
+            hidden = hidden + layer(hidden)[0]
+        loss = (hidden - x.roll(1, dims=-1)).square().mean()
+        loss.backward()
+        for parameter in layers.parameters():
+            if getattr(parameter, "allreduce", True):  # all but experts, whose gradients include all ranks' tokens
+                dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0 and step % 5 in (0, 4):
+            print(f"step {step:2}  loss {loss.item():.3f}  through {type(layers[0].token_dispatcher).__name__}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -1,61 +1,54 @@
-"""Train a Qwen3-MoE with expert parallelism and FSDP over all ranks, on CPUs or GPUs as found.
+"""Train a Qwen3-MoE of transformers, its experts spread over all ranks, on CPUs or GPUs as found.
 
-    python examples/train_qwen3_moe.py --launch 4 --fsdp2 ep_plugin --compare all_to_all --out runs/demo
-    torchrun --nproc-per-node 4 examples/train_qwen3_moe.py --preset 30b-a3b --layers 4
-
-The first starts its ranks itself. With ``--compare`` both exchanges train on the same batches from the same
-weights, in fresh processes and in turn, so that neither inherits anything from the other.
+torchrun --nproc-per-node 2 examples/train_qwen3_moe.py [CHECKPOINT]
 """
 
-from __future__ import annotations
+import sys
+import tempfile
 
-from dataclasses import replace
-from pathlib import Path
-from typing import Annotated
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.distributed import DistributedConfig
 
-import typer
-from _launch import check_exchanges, resolve, run
+import ep_plugin.integrations.transformers  # noqa: F401  registers the name "ep_plugin"
 
 
-def main(
-    preset: Annotated[str, typer.Option(help="tiny | 30b-a3b: widths and defaults of a run from scratch.")] = "tiny",
-    model: Annotated[Path | None, typer.Option(help="Folder of a Qwen3-MoE checkpoint, instead of a preset.")] = None,
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Decoder layers. (default: the preset's or the checkpoint's)")
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="File or folder to train on. (default: Python's standard library)"),
-    ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps. (default: the preset's)")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence. (default: the preset's)")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank. (default: the preset's)")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate of AdamW. (default: the preset's)")] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32 | bfloat16 | float16. (default: the preset's; float32 on CPUs)"),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights and of the batches.")] = 0,
-    ep_implementation: Annotated[str, typer.Option(help="ep_plugin | all_to_all.")] = "ep_plugin",
-    fsdp2: Annotated[str, typer.Option(help="ep_plugin | stock: who gathers and reduces for FSDP2.")] = "stock",
-    compare: Annotated[
-        str | None, typer.Option(help="Train through this exchange and stock FSDP2 too, and compare.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each side of a comparison trains, in turn.")] = 2,
-    out: Annotated[Path, typer.Option(help="Folder for metrics.json and loss.png.")] = Path("runs/train_qwen3_moe"),
-    launch: Annotated[
-        int | None, typer.Option(min=1, help="Ranks to start. (default: one per GPU; 4 without GPUs)")
-    ] = None,
-) -> None:
-    """Train a Qwen3-MoE with expert parallelism and FSDP over all ranks, and report loss and speed."""
-    options = resolve(
-        "qwen3_moe", preset, model, layers, text, steps, seq_len, batch, lr, dtype, seed, ep_implementation, fsdp2
+def small_checkpoint() -> str:
+    """A folder with a small model of random weights, the same on all ranks."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, moe_intermediate_size=32, num_experts=16,
+        num_experts_per_tok=4, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
     )  # fmt: skip
-    check_exchanges(ep_implementation, compare, fsdp2)
-    name = str(model) if model else f"{preset}, {options.layers} layers"
-    other = replace(options, ep_implementation=compare, fsdp2="stock") if compare else None
-    run(options, name, other, launch, out, rounds)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder := tempfile.mkdtemp())
+    return folder
+
+
+def main() -> None:
+    # Before the process group exists: afterwards save_pretrained would write on one rank only.
+    path = sys.argv[1] if len(sys.argv) > 1 else small_checkpoint()
+    dist.init_process_group()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    config = DistributedConfig(ep_size=ranks, fsdp_size=ranks, ep_implementation="ep_plugin")  # <- the line
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(20):
+        # Sequences that count up from a random number: a small model learns them in a few steps.
+        tokens = (torch.randint(256, (4, 1), generator=generator) + torch.arange(64)) % 256
+        tokens = tokens.to(model.device)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0 and step % 5 in (0, 4):
+            print(f"step {step:2}  loss {loss.item():.3f}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -1,4 +1,4 @@
-"""Thin adapters that translate each framework's words into ours; installed as ``ep_plugin.integrations``."""
+"""Thin adapters, one per framework; installed as ``ep_plugin.integrations``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ if TYPE_CHECKING:
 
 
 def status() -> Status:
-    """What EP_PLUGIN has switched on in this process: "off", "waiting" for its module, "on" or "failed", and why."""
+    """The state of every integration in this process: "off", "waiting" for its framework, "on" or "failed", and why.
+
+    Returns:
+        Rows (name, state, detail). Printed, they are a table.
+    """
     from ep_plugin.integrations import hooks
 
-    return hooks.Status(hooks.rows())
+    return hooks.status()

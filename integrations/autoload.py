@@ -1,8 +1,7 @@
-"""``EP_PLUGIN=megatron,transformers``: integrations switched on from the environment, in scripts that know none of us.
+"""``EP_PLUGIN=megatron,transformers``: switches integrations on from the environment, in unmodified scripts.
 
-PyTorch calls `start` at the end of ``import torch``, through the entry point ``torch.backends`` that pyproject.toml
-declares (not with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``). Without the variable, this module and env.py are all that is
-loaded.
+PyTorch calls `start` at the end of ``import torch``, through the entry point ``torch.backends`` in pyproject.toml,
+unless TORCH_DEVICE_BACKEND_AUTOLOAD=0. Without the variable only this module and env.py are loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from ep_plugin import env
 
 
 def start() -> None:
-    """Switches on what EP_PLUGIN names. ValueError for a name that is not known, NotSupported for one not there yet."""
+    """Switch on the integrations in EP_PLUGIN. ValueError for an unknown name, NotSupported for a missing module."""
     names = env.integrations()
     if names:
         from ep_plugin.integrations.hooks import switch_on

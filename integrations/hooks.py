@@ -1,19 +1,22 @@
-"""Import hooks: an integration goes in right after its framework's module was imported, and not before.
+"""Switches an integration on right after its framework's module is imported, and checks the framework.
 
-Nothing is imported that the script does not import: a finder in front of ``sys.meta_path`` waits for the modules of
-`INTEGRATIONS` and calls a function of ours when one of them has been executed. An error there ends the script's own
-import with an EpPluginError, which is no ImportError: scripts take those for "not installed" and go on without.
+Nothing is imported that the script does not import. A finder in front of ``sys.meta_path`` waits for the modules in
+`INTEGRATIONS`. An error in ours ends the script's import with an EpPluginError. It is not an ImportError, since scripts
+take that for "not installed" and continue without.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
+import operator
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -22,59 +25,33 @@ from ep_plugin.errors import EpPluginError, NotSupported
 
 
 class Integration(NamedTuple):
-    """What EP_PLUGIN's name for it stands for.
+    """An integration that a name in EP_PLUGIN stands for.
 
-    module: the framework's module that is waited for; once it has been executed, `function` ("module:name" of ours) is
-    called without arguments. It replaces what it replaces, and returns a sentence that says what. It may be called
-    again when the module is reloaded. package: the module whose __version__ must be `at_least` and, where it is given,
-    `below`.
+    module: the framework's module to wait for. If it is the name itself, ours is imported in its place. Otherwise our
+        `switch_on()` is called after it was executed, and again after a reload. It returns a sentence that describes
+        what it replaced.
+    package: the module whose __version__ must be `at_least` and, if given, `below`.
     """
 
     module: str
-    function: str
     package: str = ""
     at_least: str = ""
     below: str = ""
 
-    def refuses(self, version: str) -> str | None:
-        """The served versions and what to do, for a message; None for a served `version`."""
-        served = f"{self.at_least} or newer" + (f" and below {self.below}" if self.below else "")
-        if release(version) < release(self.at_least):
-            return f"{served}, got {version}; upgrade it"
-        if self.below and release(version) >= release(self.below):
-            return f"{served}, got {version}; install one of these"
-        return None
-
 
 INTEGRATIONS = {
-    "megatron": Integration(
-        "megatron.core.transformer.moe.moe_layer",
-        "ep_plugin.integrations.megatron:switch_on",
-        package="megatron.core",
-        at_least="0.16.1",
-        below="0.17",
-    ),
-    "fsdp2": Integration("torch.distributed.fsdp", "ep_plugin.integrations.fsdp2:switch_on"),
-    "transformers": Integration(
-        "transformers.distributed.expert_parallel",
-        "ep_plugin.integrations.transformers:switch_on",
-        package="transformers",
-        at_least="5.23",
-    ),
-    "torchtitan": Integration(
-        "torchtitan.models.common.token_dispatcher",
-        "ep_plugin.integrations.torchtitan:switch_on",
-        package="torchtitan",
-        at_least="0.3.0",
-    ),
+    "megatron": Integration("megatron.core.transformer.moe.moe_layer", "megatron.core", "0.16.1", below="0.17"),
+    "fsdp2": Integration("torch.distributed.fsdp"),
+    "transformers": Integration("transformers.distributed.expert_parallel", "transformers", "5.23"),
+    "torchtitan": Integration("torchtitan.models.common.token_dispatcher", "torchtitan", "0.3.0"),
+    "deep_ep": Integration("deep_ep"),
 }
-# Packages of ours that are imported under another name as well.
-ALIASES = {"deep_ep": "ep_plugin.deep_ep"}
-KNOWN = (*INTEGRATIONS, *ALIASES)
+# Our modules that are not called ep_plugin.integrations.NAME.
+HOMES = {"deep_ep": "ep_plugin.deep_ep"}
 
 
 class Row(NamedTuple):
-    """One integration: whether it is "off", "waiting", "on" or "failed", and what that means."""
+    """One integration. state: "off", "waiting", "on" or "failed"; detail: the reason."""
 
     name: str
     state: str
@@ -82,7 +59,7 @@ class Row(NamedTuple):
 
 
 class Status(list[Row]):
-    """Rows (name, state, detail), one for each integration; printed, a table."""
+    """A row for each integration; printed, a table."""
 
     def __repr__(self) -> str:
         cells = [("integration", "state", "detail"), *self]
@@ -93,163 +70,169 @@ class Status(list[Row]):
 _rows: dict[str, Row] = {}
 
 
-def switch_on(names: Sequence[str]) -> None:
-    """Serves the integrations of these `names` from now on: at once where their module is there, else when it comes."""
-    unknown = [name for name in names if name not in KNOWN]
-    if unknown:
-        raise ValueError(f"EP_PLUGIN: expected names among {', '.join(KNOWN)}, got {', '.join(map(repr, unknown))}")
-    for name in names:
-        home = ALIASES.get(name) or INTEGRATIONS[name].function.partition(":")[0]
-        if importlib.util.find_spec(home) is None:
-            raise NotSupported(f"EP_PLUGIN: {name} is not there yet ({home} is missing); leave it out of EP_PLUGIN")
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-    for name in names:
-        if name in ALIASES:
-            _serve_alias(name)
-        else:
-            _wait_for(name, INTEGRATIONS[name])
-
-
-def rows() -> list[Row]:
+def status() -> Status:
     """The state of every known integration."""
-    return [_rows.get(name, Row(name, "off", "not in EP_PLUGIN")) for name in KNOWN]
+    return Status(_rows.get(name, Row(name, "off", "not in EP_PLUGIN")) for name in INTEGRATIONS)
 
 
 def record(name: str, state: str, detail: str) -> None:
-    """Notes the state of an integration for `rows`, and says it on stderr with EP_PLUGIN_LOG=1."""
+    """Store the state of an integration for `status`; print it on stderr with EP_PLUGIN_LOG=1."""
     row = Row(name, state, detail)
     if _rows.get(name) != row and env.settings().log:
         print(f"ep_plugin: {name}: {state}: {detail}", file=sys.stderr)
     _rows[name] = row
 
 
-def _wait_for(name: str, integration: Integration) -> None:
-    record(name, "waiting", f"{integration.module} has not been imported")
-    if integration.package and not _is_being_imported(integration.package):
-        _after_import(integration.package, lambda: _check_version(name, integration))
-    _after_import(integration.module, lambda: _put_in(name, integration))
+def switch_on(names: Sequence[str]) -> None:
+    """Switch these integrations on: at once if their module has been imported, else right after its import."""
+    for name in names:
+        if name not in INTEGRATIONS:
+            raise ValueError(f"EP_PLUGIN: expected names among {', '.join(INTEGRATIONS)}, got {name!r}")
+        if importlib.util.find_spec(home_of(name)) is None:
+            raise NotSupported(
+                f"EP_PLUGIN: {name}: expected the module {home_of(name)}, found none; leave {name} out of EP_PLUGIN"
+            )
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    for name in names:
+        module, package, *_ = INTEGRATIONS[name]
+        record(name, "waiting", f"{module} has not been imported")
+        if module == name:
+            _serve_in_place_of(name)
+            continue
+        if package and not _is_being_imported(package):
+            _after_import(package, functools.partial(check_version, name))
+        _after_import(module, functools.partial(_replace, name))
 
 
-def _serve_alias(name: str) -> None:
+def home_of(name: str) -> str:
+    """Our module for a name in EP_PLUGIN."""
+    return HOMES.get(name, f"ep_plugin.integrations.{name}")
+
+
+def check_version(name: str, version: str | None = None) -> None:
+    """Raise NotSupported unless the integration `name` serves `version`, by default the imported package's."""
+    _, package, at_least, below = INTEGRATIONS[name]
+    version = version or getattr(sys.modules.get(package), "__version__", None)
+    if not version or (_release(version) >= _release(at_least) and (not below or _release(version) < _release(below))):
+        return
+    record(name, "failed", f"{package} is {version}")
+    served = f"{at_least} or newer" + (f" and below {below}" if below else "")
+    raise NotSupported(
+        f"{name}: expected {package} {served}, got {version}; install such a version, or leave {name} out of EP_PLUGIN"
+    )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def check_signatures(module: ModuleType, expected: Iterable[str], *, framework: str, known: str, advice: str) -> None:
+    """Raise NotSupported for the first name in `module` that differs from version `known` of `framework`.
+
+    expected: signatures such as "Class.method(self, x)", or "Class.attribute". advice: the remedy, for the message.
+    """
+    for entry in expected:
+        name, bracket, _ = entry.partition("(")
+        try:
+            found = operator.attrgetter(name)(module)
+            got = f"({', '.join(inspect.signature(found).parameters)})" if bracket else ""
+        except AttributeError:
+            got = "none"
+        if name + got != entry:
+            raise NotSupported(f"{framework}: expected {entry}, as in {known}, got {got}; {advice}")
+
+
+def _serve_in_place_of(name: str) -> None:
     found = sys.modules.get(name)
-    if found is not None and found is not sys.modules.get(ALIASES[name]):
-        raise EpPluginError(
-            f"EP_PLUGIN: {name}: expected torch to be imported before {name}, got {name} from "
-            f"{getattr(found, '__file__', None)} in sys.modules; put `import torch` first"
-        )
-    _finder.aliases.add(name)
-    record(name, "waiting", f"{name} has not been imported")
+    if found is not None and found is not sys.modules.get(home_of(name)):
+        raise _too_late(name, f"got {name} from {getattr(found, '__file__', None)} in sys.modules")
+    _finder.second_names.add(name)
 
 
 def _after_import(module: str, callback: Callable[[], None]) -> None:
-    """Calls back after `module` was executed; at once where that has been."""
+    """Call back after `module` is executed; at once if it has been."""
     _finder.callbacks.setdefault(module, []).append(callback)
-    if module not in sys.modules:
-        return
     if _is_being_imported(module):
-        raise EpPluginError(
-            f"EP_PLUGIN: expected torch to be imported before {module}, which is being imported now; "
-            "put `import torch` first"
-        )
-    callback()
+        raise _too_late(module, "which is being imported now")
+    if module in sys.modules:
+        callback()
+
+
+def _too_late(module: str, found: str) -> EpPluginError:
+    return EpPluginError(f"EP_PLUGIN: expected torch to be imported before {module}, {found}; put `import torch` first")
 
 
 def _is_being_imported(module: str) -> bool:
-    """Whether the script has begun to import `module`, which imports torch, and not come to its version yet."""
+    """Whether `module` is still being imported, and has no __version__ yet. Its import may have imported torch."""
     present = sys.modules.get(module)
     return getattr(getattr(present, "__spec__", None), "_initializing", False) and not hasattr(present, "__version__")
 
 
-def _check_version(name: str, integration: Integration) -> None:
-    """Refuses a version of the framework that is not served, before it is used."""
-    package = integration.package
-    version = getattr(sys.modules[package], "__version__", None)
-    refused = version and integration.refuses(version)
-    if not refused:
-        return
-    record(name, "failed", f"{package} is {version}")
-    raise NotSupported(f"EP_PLUGIN: {name}: expected {package} {refused}, or leave {name} out of EP_PLUGIN")
-
-
-def release(version: str) -> tuple[int, ...]:
-    """The three numbers of a release, for comparisons."""
-    numbers = [int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3]]
-    return (*numbers, *[0] * (3 - len(numbers)))
-
-
-def _put_in(name: str, integration: Integration) -> None:
-    module, _, function = integration.function.partition(":")
-    if integration.package:
-        _check_version(name, integration)
+def _replace(name: str) -> None:
+    """Call our `switch_on` for the integration `name`."""
+    check_version(name)
     try:
-        said = getattr(importlib.import_module(module), function)()
+        replaced = importlib.import_module(home_of(name)).switch_on()
     except Exception as error:
         record(name, "failed", f"{type(error).__name__}: {error}")
         if isinstance(error, EpPluginError):
             raise
         raise EpPluginError(f"EP_PLUGIN: {name}: {type(error).__name__}: {error}") from error
-    record(name, "on", said)
+    record(name, "on", replaced)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing by itself: it adds a callback to the loader that the other finders found."""
+    """Finds our modules under other names, and calls back after modules that other finders find."""
 
     def __init__(self) -> None:
+        self.second_names: set[str] = set()
         self.callbacks: dict[str, list[Callable[[], None]]] = {}
-        self.aliases: set[str] = set()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         top = fullname.partition(".")[0]
-        if top in self.aliases:
-            home = ALIASES[top] + fullname[len(top) :]
+        if top in self.second_names:
+            home = home_of(top) + fullname[len(top) :]
             there = importlib.util.find_spec(home)
-            return there and importlib.machinery.ModuleSpec(fullname, _AliasLoader(home), is_package=bool(path is None))
+            return there and importlib.machinery.ModuleSpec(fullname, _SecondName(home), is_package=path is None)
         if fullname not in self.callbacks:
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)  # Python skips those without it too
             spec = find and find(fullname, path, target)
             if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _CallbackLoader(spec.loader, self.callbacks[fullname])
+                _call_after(spec.loader, fullname, self.callbacks[fullname])
                 return spec
         return None
 
 
-class _CallbackLoader(importlib.abc.Loader):
-    """The framework's own loader, and the callbacks after it."""
+def _call_after(loader: Any, name: str, callbacks: list[Callable[[], None]]) -> None:
+    """Let `loader` call back whenever it has executed the module `name`."""
+    execute = getattr(loader, "exec_module", None)
+    if execute is None:  # a package without code of its own
+        return
 
-    def __init__(self, loader: Any, callbacks: list[Callable[[], None]]) -> None:
-        self._loader, self._callbacks = loader, callbacks
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        if module.__name__ == name:  # loaders of archives serve several modules
+            for callback in callbacks:
+                callback()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        for callback in self._callbacks:
-            callback()
+    loader.exec_module = exec_module
 
 
-class _AliasLoader(importlib.abc.Loader):
-    """A second name for a module: what is in sys.modules under it is the module itself."""
+class _SecondName(importlib.abc.Loader):
+    """Puts a module of ours into sys.modules under a second name."""
 
     def __init__(self, home: str) -> None:
         self._home = home
 
     def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = importlib.import_module(self._home)
         name = module.__name__
-        if name in ALIASES:
+        sys.modules[name] = importlib.import_module(self._home)
+        if name in INTEGRATIONS:
             record(name, "on", f"import {name} gives {self._home}")
 
 

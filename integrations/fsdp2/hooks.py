@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_plugin.errors import NotSupported
-from ep_plugin.integrations.fsdp2.adapters import PluginAllGather, PluginReduceScatter
+from ep_plugin.integrations.fsdp2.adapters import Adapter, PluginAllGather, PluginReduceScatter
 
-# FSDP2's attribute of a parameter group that holds its collective, and our adapter for it.
-PLACES = {"_all_gather_comm": PluginAllGather, "_reduce_scatter_comm": PluginReduceScatter}
-_MODEL = "comm_ctx"  # what the parameter groups of one model share
+# FSDP2's attributes of a parameter group that hold its collectives, and our adapter for each.
+ADAPTERS = {"_all_gather_comm": PluginAllGather, "_reduce_scatter_comm": PluginReduceScatter}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,93 +30,84 @@ class Launches:
 
 
 def enable(model: torch.nn.Module, *, all_gather: bool = True, reduce_scatter: bool = True) -> int:
-    """Serves the collectives of every FSDP2 module in ``model`` from now on; returns the number of parameter groups.
+    """Serves the collectives of every FSDP2 module in ``model`` from now on.
 
-    Call it on every rank, between steps, after ``fully_shard`` (after ``accelerator.prepare()``). What is not asked for
-    is PyTorch's own, and so is what it does better (`ep_plugin.integrations.fsdp2` says which). A gather moves bytes
-    and changes no bit of any result; a reduction adds in float32 and in a fixed order, which differs from other
-    libraries' in the last bits. The collectives are made, with the ranks of each group, by the first forward; those of
-    one set of ranks are shared by all models, and are open until ``disable``.
+    Call it on every rank, between steps, after ``fully_shard`` (after ``accelerator.prepare()``). A gather moves bytes
+    and changes no bit of any result. A reduction adds in float32 in a fixed order, which differs from other libraries
+    in the last bits. The first forward makes the collectives, with the ranks of each group. All models share those of
+    one set of ranks, which stay open until ``disable``.
 
-    Raises ValueError for a model without FSDP2 modules, NotSupported for a PyTorch whose FSDP2 has no place for them.
+    Args:
+        model: its FSDP2 modules may be nested at any depth.
+        all_gather: serve the gathers of parameters; False leaves them to PyTorch.
+        reduce_scatter: serve the reductions of gradients; False leaves them to PyTorch.
+
+    Returns:
+        The number of parameter groups.
+
+    Raises:
+        ValueError: a model without FSDP2 modules.
+        NotSupported: a PyTorch whose parameter groups have no attributes for the collectives.
     """
     groups = groups_of(model)
     for group in groups:
-        _put_in(group, all_gather=all_gather, reduce_scatter=reduce_scatter)
+        _serve(group, all_gather, reduce_scatter)
     return len(groups)
 
 
 def disable(model: torch.nn.Module) -> None:
-    """Brings back what served each parameter group before; memory that no other model uses is given back.
+    """Restores what served each parameter group before, and frees the memory that no other model uses.
 
     Call it on every rank, between steps. Raises as `enable` does; a model that is not enabled stays as it is.
     """
     for group in groups_of(model):
-        _take_out(group)
+        _serve(group, False, False)
 
 
 def launches(model: torch.nn.Module) -> Launches:
     """Counts of what ran through ep_plugin: the way to see that it is on. Raises as `enable` does."""
     groups = groups_of(model)
-    counts = {
-        place: sum(comm.launches for group in groups if isinstance(comm := getattr(group, place), adapter))
-        for place, adapter in PLACES.items()
-    }
-    enabled = [group for group in groups if _is_served(group)]
+    serving = [comm for group in groups for name in ADAPTERS if isinstance(comm := getattr(group, name), Adapter)]
     return Launches(
-        parameter_groups=len(enabled),
-        all_gathers=counts["_all_gather_comm"],
-        reduce_scatters=counts["_reduce_scatter_comm"],
+        parameter_groups=len({id(comm.parameter_group) for comm in serving}),
+        all_gathers=sum(comm.launches for comm in serving if isinstance(comm, PluginAllGather)),
+        reduce_scatters=sum(comm.launches for comm in serving if isinstance(comm, PluginReduceScatter)),
     )
 
 
 def switch_on() -> str:
-    """Serves every module that this process shards from now on (``EP_PLUGIN=fsdp2``); says so in a sentence."""
+    """Serves every module that this process shards from now on (``EP_PLUGIN=fsdp2``); returns a sentence saying so."""
     group_type = _fsdp_param_group.FSDPParamGroup
+    init = group_type.__init__
+
+    @functools.wraps(init)
+    def init_and_serve(group: Any, *args: Any, **kwargs: Any) -> None:
+        init(group, *args, **kwargs)
+        if isinstance(group.mesh_info, FSDPMeshInfo):
+            _check_attributes(group)
+            _serve(group, True, True)
+
     if not hasattr(group_type, "_ep_plugin_init"):
-        group_type._ep_plugin_init = group_type.__init__
-        group_type.__init__ = _serving(group_type.__init__)
+        group_type._ep_plugin_init, group_type.__init__ = init, init_and_serve
     return "every module that fully_shard wraps gathers and reduces through ep_plugin"
 
 
-def _serving(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def init_and_put_in(group: Any, *args: Any, **kwargs: Any) -> None:
-        init(group, *args, **kwargs)
-        if isinstance(group.mesh_info, FSDPMeshInfo):
-            _check_places(group)
-            _put_in(group, all_gather=True, reduce_scatter=True)
-
-    return init_and_put_in
-
-
-def _put_in(group: Any, *, all_gather: bool, reduce_scatter: bool) -> None:
-    for (place, adapter), wanted in zip(PLACES.items(), (all_gather, reduce_scatter), strict=True):
-        present = getattr(group, place)
-        if wanted and not isinstance(present, adapter):
-            _take_out(group, place)
-            made = _adapters_of(group)[place] = adapter(group, present)
-            setattr(group, place, made)
-        elif not wanted:
-            _take_out(group, place)
-
-
-def _take_out(group: Any, *places: str) -> None:
-    for place in places or PLACES:
-        made = _adapters_of(group).pop(place, None)
-        if made is not None:
-            if getattr(group, place) is made:  # or the script has set another of its own
-                setattr(group, place, made.replaced)
-            made.user.leave()
-
-
-def _adapters_of(group: Any) -> dict[str, Any]:
-    """Ours, by place, whoever serves the group now: each is open until it is taken out."""
-    return vars(group).setdefault("_ep_plugin_adapters", {})
-
-
-def _is_served(group: Any) -> bool:
-    return any(isinstance(getattr(group, place), adapter) for place, adapter in PLACES.items())
+def _serve(group: Any, *wanted: bool) -> None:
+    """Puts those of ADAPTERS that are wanted, in order, into ``group``, and takes the others out."""
+    # Whatever serves the group now, each of our adapters is open until it is taken out.
+    made = vars(group).setdefault("_ep_plugin_adapters", {})
+    for (name, adapter), is_wanted in zip(ADAPTERS.items(), wanted, strict=True):
+        present = getattr(group, name)
+        if is_wanted and isinstance(present, adapter):
+            continue
+        ours = made.pop(name, None)
+        if ours is not None:
+            if present is ours:  # else the script has set another one since
+                setattr(group, name, ours.replaced)
+            ours.leave()
+        if is_wanted:
+            made[name] = adapter(group, present)
+            setattr(group, name, made[name])
 
 
 def groups_of(model: torch.nn.Module) -> list[Any]:
@@ -130,7 +120,7 @@ def groups_of(model: torch.nn.Module) -> list[Any]:
     # Modules that were sharded as a list share their groups.
     groups = list({id(group): group for module in modules for group in _groups_of_module(module)}.values())
     for group in groups:
-        _check_places(group)
+        _check_attributes(group)
     return groups
 
 
@@ -146,11 +136,11 @@ def _groups_of_module(module: FSDPModule) -> Iterator[Any]:
             yield group
 
 
-def _check_places(group: Any) -> None:
-    for place in (*PLACES, _MODEL):
-        if not hasattr(group, place):
+def _check_attributes(group: Any) -> None:
+    for name in (*ADAPTERS, "comm_ctx"):
+        if not hasattr(group, name):
             raise NotSupported(
-                f"FSDP2 of PyTorch {torch.__version__} is not supported: expected parameter groups with {place}, as in "
+                f"FSDP2 of PyTorch {torch.__version__} is not supported: expected parameter groups with {name}, as in "
                 "2.11 to 2.15"
             )
 

@@ -2,39 +2,56 @@
 
     EP_PLUGIN=megatron torchrun pretrain_gpt.py --moe-token-dispatcher-type flex ...
 
-or, in a script of one's own, before the model is built:
+or, in your own script, before the model is built:
 
     import ep_plugin.integrations.megatron
     ep_plugin.integrations.megatron.switch_on()
 
-Megatron-core 0.16.1, or a newer one whose dispatchers are called in the same way; another is refused by name when this
-is imported. What is not supported is refused by name when the model is built.
+Megatron-core 0.16.1 up to, not including, 0.17. Other versions raise NotSupported when this is imported, and options
+that are not supported raise it when the model is built.
 """
 
 from __future__ import annotations
 
-from megatron.core import package_info  # megatron.core itself may be on its way, and have no version yet
+from megatron.core import package_info  # megatron.core itself may still be importing, without a version
 
 from ep_plugin.integrations import hooks
-from ep_plugin.integrations.megatron.versions import check_interfaces, check_version
 
-check_version(package_info.__version__)
+hooks.check_version("megatron", package_info.__version__)
 
-from megatron.core.transformer.moe import moe_layer, token_dispatcher  # noqa: E402  of a version that has them
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.moe import moe_layer, token_dispatcher  # noqa: E402  after the check of the version
 
-check_interfaces(token_dispatcher, TransformerConfig, package_info.__version__)
+_OPTIONS = (
+    "hidden_size num_moe_experts moe_router_topk moe_router_dtype moe_pad_expert_input_to_capacity "
+    "moe_router_padding_for_quantization moe_flex_dispatcher_backend fp8 fp4"
+)
+hooks.check_signatures(
+    token_dispatcher,
+    [
+        "MoETokenDispatcher.__init__(self, config, pg_collection)",
+        "MoEFlexTokenDispatcher.__init__(self, num_local_experts, local_expert_indices, config, pg_collection)",
+        "MoEFlexTokenDispatcher.dispatch_preprocess(self, hidden_states, routing_map, probs)",
+        "MoEFlexTokenDispatcher.token_dispatch(self, hidden_states, probs, async_finish, allocate_on_comm_stream)",
+        "MoEFlexTokenDispatcher.dispatch_postprocess(self, hidden_states, probs)",
+        "MoEFlexTokenDispatcher.combine_preprocess(self, hidden_states)",
+        "MoEFlexTokenDispatcher.token_combine(self, hidden_states, async_finish, allocate_on_comm_stream)",
+        "MoEFlexTokenDispatcher.combine_postprocess(self, hidden_states)",
+        "MoEFlexTokenDispatcher.set_shared_experts(self, shared_experts)",
+        *(f"TransformerConfig.{option}" for option in _OPTIONS.split()),
+    ],
+    framework=f"megatron-core {package_info.__version__}",
+    known="0.16.1",
+    advice="install megatron-core 0.16.1, or leave megatron out of EP_PLUGIN",
+)
 
-from ep_plugin.integrations.megatron.dispatcher import EpPluginTokenDispatcher  # noqa: E402  its base has been checked
+from ep_plugin.integrations.megatron.dispatcher import EpPluginTokenDispatcher  # noqa: E402  checked above
 
 __all__ = ["EpPluginTokenDispatcher", "switch_on"]
 
-_REPLACED = "MoEFlexTokenDispatcher"
-
 
 def switch_on() -> str:
-    """MoE layers that are built from here on take our dispatcher where the configuration says "flex"."""
-    setattr(moe_layer, _REPLACED, EpPluginTokenDispatcher)
-    said = f"{moe_layer.__name__}.{_REPLACED} is {EpPluginTokenDispatcher.__name__}"
-    hooks.record("megatron", "on", said)
-    return said
+    """Let MoE layers that are built from now on use our dispatcher where the configuration says "flex"."""
+    moe_layer.MoEFlexTokenDispatcher = EpPluginTokenDispatcher
+    replaced = f"{moe_layer.__name__}.MoEFlexTokenDispatcher is {EpPluginTokenDispatcher.__name__}"
+    hooks.record("megatron", "on", replaced)
+    return replaced

@@ -1,8 +1,9 @@
-"""The token dispatcher: dispatch in FLAT rows, which the experts take as they are, and an unweighted combine.
+"""The token dispatcher: dispatch to FLAT rows, which experts take unchanged, and an unweighted combine.
 
-Shapes: T tokens here, H hidden size, E experts, E_l on each expert-parallel rank, P expert-tensor-parallel ranks, K
-experts per token, N rows received. Probabilities are applied inside the experts, so they travel with the rows and
-carry gradients back.
+Shapes: T tokens here, H hidden size, E experts of the model, E_l of them on each expert-parallel rank, P expert-tensor-
+parallel ranks (each holds a slice of the same experts), K experts per token, N rows received. Rank (ep, tp) of the
+TP × EP group has the number ep * P + tp. Slices count as experts of their own: there are P * E, and a token goes to
+P * K of them.
 """
 
 from __future__ import annotations
@@ -10,34 +11,38 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
 from ep_plugin import MoECommunicator
+from ep_plugin.config import MAX_TOPK
 from ep_plugin.errors import NotSupported
-from ep_plugin.integrations.megatron.checks import alignment_of, check_config, experts_per_token, sms_of
-from ep_plugin.integrations.megatron.routing import over_tensor_parallel, rounded_up, select
-from ep_plugin.moe.registry import communicator
+
+# Megatron's options for SMs, with their defaults: at the default we choose the number ourselves.
+DEFAULT_SMS = {"deepep": ("moe_deepep_num_sms", 20), "hybridep": ("moe_hybridep_num_sms", 16)}
 
 
 class EpPluginTokenDispatcher(MoETokenDispatcher):
     """Megatron's "flex" dispatcher over MoECommunicator: one exchange over all TP × EP ranks.
 
-    Takes the place of MoEFlexTokenDispatcher; made once for each layer, and all layers of a group share a communicator.
-    Construction is collective over the TP × EP group. It has no parameters: checkpoints are the stock ones.
+    It replaces MoEFlexTokenDispatcher. Each layer has one, and all layers of a group share a communicator. Construction
+    is collective over the TP × EP group. It has no parameters, so checkpoints are stock ones.
     """
 
     def __init__(
         self, num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any = None
     ) -> None:
-        """Raises NotSupported for options that are not served, see `checks`."""
+        """Raise NotSupported for options that are not served."""
         super().__init__(config=config, pg_collection=pg_collection)
-        check_config(config, self.tp_size)
+        # With drop-and-pad experts choose tokens, so a token may go to all of them. Stored, since Megatron's inference
+        # changes the configuration between calls.
+        self.topk = config.num_moe_experts if config.moe_pad_expert_input_to_capacity else config.moe_router_topk
+        check_config(config, self.topk, self.tp_size)
+        quantised = config.fp8 or config.fp4 or config.moe_router_padding_for_quantization
+        self.alignment = get_align_size_for_quantization(config) if quantised else 1
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
-        self.alignment = alignment_of(config)
-        # As the communicator is made: Megatron's inference changes the configuration between calls.
-        self.topk = experts_per_token(config)
-        comm = MoECommunicator.shared(
+        self._communicator = MoECommunicator.shared(
             self.tp_ep_group,
             num_experts=config.num_moe_experts * self.tp_size,
             hidden_size=getattr(config, "moe_latent_size", None) or config.hidden_size,
@@ -45,9 +50,8 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
             expert_alignment=self.alignment,
             **sms_of(config),
         )
-        self._number = comm.number  # and not the communicator: a model may be copied
-        # Partial CUDA graphs hand these on from the router's graph to the exchange. Probabilities are no part of it:
-        # they are handed on as results, with their gradients.
+        # Partial CUDA graphs pass these attributes from the router's graph to the exchange. Probabilities are passed as
+        # results, with their gradients.
         self.cudagraph_attrs = ["token_indices"]
         self.token_indices: torch.Tensor | None = None
         self.token_probs: torch.Tensor | None = None
@@ -57,7 +61,7 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
 
     @property
     def _comm_manager(self) -> EpPluginTokenDispatcher:
-        """Where the overlapping schedule of pipelines puts detached probabilities, and asks for counts."""
+        """The pipelines' overlapping schedule stores detached probabilities here, and reads counts."""
         return self
 
     def set_shared_experts(self, shared_experts: Any) -> NoReturn:
@@ -95,7 +99,7 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
             hidden_states.contiguous(), self.token_indices.contiguous(), probs
         )
         assert out.num_tokens_per_expert_cpu is not None
-        self.tokens_per_expert = rounded_up(out.num_tokens_per_expert_cpu, self.alignment)
+        self.tokens_per_expert = -(-out.num_tokens_per_expert_cpu // self.alignment) * self.alignment
         self.dispatched_probs = out.weights
         return out.tokens, out.weights
 
@@ -103,34 +107,78 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Rows, counts and probabilities, as the experts take them."""
-        if self._rows_are_freed:
+        # Under the name "deepep" the overlapping schedule expects experts to keep permuted copies. It frees these rows
+        # while experts still use them.
+        overlap = getattr(self.config, "overlap_moe_expert_parallel_comm", False)
+        if overlap and self.config.moe_flex_dispatcher_backend != "hybridep":
             hidden_states = hidden_states.clone()
         if self.config.moe_router_dtype == "fp64":
             probs = probs.double()
         return hidden_states, self.tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Nothing: the exchange takes rows grouped by expert."""
+        """The rows unchanged: the exchange takes them grouped by expert."""
         return hidden_states
 
     def token_combine(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:
-        """The experts' rows ``[N, H]`` back to their tokens, summed: ``[T, H]``."""
+        """Sum the experts' rows ``[N, H]`` per token: ``[T, H]``."""
         handle, self.handle = self.handle, None
         return self._communicator.combine(hidden_states.contiguous(), handle)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[T, H]`` in the shape that the layer was given."""
+        """``[T, H]`` in the shape of the layer's input."""
         return hidden_states.view(self.hidden_shape)
 
-    @property
-    def _communicator(self) -> MoECommunicator:
-        return communicator(self._number)
 
-    @property
-    def _rows_are_freed(self) -> bool:
-        """Whether the overlapping schedule frees the rows under the experts: with the name "deepep" it takes them for
-        rows that were permuted into others, which is what experts would then keep."""
-        overlap = getattr(self.config, "overlap_moe_expert_parallel_comm", False)
-        return bool(overlap) and self.config.moe_flex_dispatcher_backend != "hybridep"
+def select(routing_map: torch.Tensor, probs: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids int64 ``[T, K]`` with -1 for dropped pairs, and their probabilities ``[T, K]``, differentiable in `probs`.
+
+    routing_map: bool ``[T, E]`` with at most K experts per token. probs: ``[T, E]``, at least 0. The map alone decides:
+    under drop-and-pad it contains pairs of probability 0.
+    """
+    values, ids = torch.topk(probs.masked_fill(~routing_map, -1.0), topk, dim=1, sorted=False)
+    dropped = values < 0
+    return ids.masked_fill(dropped, -1), values.masked_fill(dropped, 0.0)
+
+
+def over_tensor_parallel(
+    ids: torch.Tensor, probs: torch.Tensor, tp_size: int, local_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and probabilities ``[T, P * K]``: each pair once for each rank with a slice of its expert."""
+    if tp_size == 1:
+        return ids, probs
+    first = ids // local_experts * (tp_size * local_experts) + ids % local_experts
+    slices = torch.arange(tp_size, device=ids.device) * local_experts
+    copies = (first.unsqueeze(2) + slices).masked_fill((ids < 0).unsqueeze(2), -1)
+    return copies.flatten(1), probs.unsqueeze(2).expand(-1, -1, tp_size).flatten(1)
+
+
+def check_config(config: Any, topk: int, tp_size: int) -> None:
+    """Raise NotSupported with the option's name, the expected and actual value, and the remedy."""
+    if topk * tp_size > MAX_TOPK:
+        option, why = "moe_router_topk", ""
+        if config.moe_pad_expert_input_to_capacity:
+            option, why = "num_moe_experts", ", since a padded expert may take any token"
+        raise NotSupported(
+            f"{option}: expected at most {MAX_TOPK} times 1/{tp_size} (expert tensor parallel ranks){why}, got {topk}; "
+            "use the alltoall dispatcher"
+        )
+    scopes = {getattr(scope, "name", str(scope)) for scope in getattr(config, "cuda_graph_scope", None) or ()}
+    implementation = getattr(config, "cuda_graph_impl", "none")
+    if implementation != "none" and (not scopes or scopes & {"moe", "full_iteration"}):
+        raise NotSupported(
+            "cuda_graph_scope: expected scopes without whole MoE layers, such as attn, moe_router and moe_preprocess, "
+            f"since the host learns how many rows arrive, got {', '.join(sorted(scopes)) or 'all'} with "
+            f"cuda_graph_impl={implementation!r}"
+        )
+
+
+def sms_of(config: Any) -> dict[str, int]:
+    """The communicator's SMs: chosen by shape, unless the option differs from its default."""
+    option, default = DEFAULT_SMS.get(config.moe_flex_dispatcher_backend, ("", None))
+    asked = getattr(config, option, default)
+    if asked is None or asked == default:
+        return {}
+    return {"dispatch_send_sms": asked, "dispatch_recv_sms": 0, "combine_send_sms": asked, "combine_recv_sms": 0}

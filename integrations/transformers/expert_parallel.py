@@ -1,10 +1,13 @@
 """Expert parallelism of transformers through MoECommunicator.
 
-Shapes: T tokens here, H hidden size, K experts per token, N rows this rank's experts run on.
+transformers' grouped experts sort rows, count them, mask those of other ranks, multiply, and restore the order. FLAT
+dispatches return rows that are grouped by expert already, so here only the products remain, by the same functions.
+Shapes: T tokens here, H hidden size, K experts per token, N rows that this rank receives, E_l experts on it.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from typing import TYPE_CHECKING
 
@@ -12,54 +15,46 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP, EPImplementation
+from transformers.integrations import moe
 
 from ep_plugin import DispatchOutput, MoECommunicator
-from ep_plugin.integrations.transformers.sorted_experts import is_grouped, sorted_experts, takes_sorted_rows
 
 if TYPE_CHECKING:
     from ep_plugin.integrations.transformers.shared_experts import SharedAhead
 
-_exchanges: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[EpPluginExpertParallel]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def exchange_of(experts: torch.nn.Module | None) -> EpPluginExpertParallel | None:
-    """What serves this experts module; None where that is not ours."""
-    found = None if experts is None else _exchanges.get(experts)
-    return None if found is None else found()
+# By the id of the experts module, which an exchange keeps alive.
+exchanges: weakref.WeakValueDictionary[int, EpPluginExpertParallel] = weakref.WeakValueDictionary()
 
 
 class EpPluginExpertParallel(EPImplementation):
-    """One per experts module; all of a process share one communicator per expert group and shape.
+    """Each experts module has one. They share one communicator per expert group and shape.
 
-    The communicator is looked up at each call: transformers builds this object before weights are loaded, and
-    an object that holds no communication memory can be copied with its model.
+    The communicator is looked up at each call: transformers builds this object before weights are loaded, and an object
+    without communication memory can be copied with its model.
 
-    The experts get FLAT rows, one per (token, local expert), grouped by expert, and combine applies the weights, in
-    float32. Where the experts run as transformers' grouped products they multiply these rows as they are. Other
-    implementations, such as eager or quantised ones, get them through the experts' own forward, which brings them into
-    its order.
+    Experts get FLAT rows, grouped by expert. Combine applies the weights in float32. Experts that run as transformers'
+    grouped products multiply the rows in this order. Other implementations, such as eager or quantised ones, get the
+    rows through the experts' own forward, which sorts them.
     """
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
         self.takes_sorted_rows = takes_sorted_rows(experts)
-        self.meanwhile: SharedAhead | None = None  # what runs while tokens travel
-        _exchanges[experts] = weakref.ref(self)
+        self.meanwhile: SharedAhead | None = None  # shared experts to run during the dispatch
+        exchanges[id(experts)] = self
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Weighted expert output ``[T, H]`` of tokens ``[T, H]`` with global ids and weights ``[T, K]``."""
-        num_tokens = hidden_states.size(0)
-        if self.tp_mesh.size() > 1:
+        num_tokens, is_sliced = hidden_states.size(0), self.tp_mesh.size() > 1
+        if is_sliced:
             hidden_states, top_k_index, top_k_weights = (
                 _slice_over(tensor, self.tp_mesh) for tensor in (hidden_states, top_k_index, top_k_weights)
             )
         output = self._exchange(hidden_states.contiguous(), top_k_index.contiguous(), top_k_weights)
-        return _gather_over(output, self.tp_mesh, num_tokens) if self.tp_mesh.size() > 1 else output
+        return _gather_over(output, self.tp_mesh, num_tokens) if is_sliced else output
 
     def _exchange(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         comm = MoECommunicator.shared(
@@ -76,38 +71,29 @@ class EpPluginExpertParallel(EPImplementation):
             dispatched = comm.dispatch_async(x, topk_ids, topk_weights)
             self.meanwhile.start()
             out, handle = dispatched.wait()
-        run = self._run_sorted if self.takes_sorted_rows and is_grouped(self.experts) else self._run
-        return comm.combine(run(out), handle, weights=out.weights)
-
-    def _run_sorted(self, out: DispatchOutput) -> torch.Tensor:
-        """What the experts make of the dispatched rows, not weighted: ``[N, H]``."""
-        rows, expert_ids, ends = out.tokens, out.row_expert_ids, out.expert_offsets[1:]
-        if rows.size(0) > 0:
-            return sorted_experts(self.experts, rows, expert_ids, ends)
-        return sorted_experts(self.experts, _one_for_none(rows), torch.zeros_like(ends[:1]), torch.ones_like(ends))[:0]
+        return comm.combine(self._run(out), handle, weights=out.weights)
 
     def _run(self, out: DispatchOutput) -> torch.Tensor:
-        """What the experts' own forward makes of the dispatched rows with weights of one, as in stock: ``[N, H]``."""
-        rows, expert_ids = out.tokens, out.row_expert_ids.long().unsqueeze(1)
-        if rows.size(0) > 0:
-            return self.experts_forward(rows, expert_ids, rows.new_ones(len(rows), 1)).contiguous()
-        return self.experts_forward(_one_for_none(rows), expert_ids.new_zeros(1, 1), rows.new_ones(1, 1))[:0]
-
-
-def _one_for_none(rows: torch.Tensor) -> torch.Tensor:
-    """One row of zeros in place of none.
-
-    Without a call of the experts, the backward of FSDP's gather and of the dispatch would not run here while every peer
-    waits for it.
-    """
-    return rows.sum(dim=0, keepdim=True)
+        """The experts' output for the dispatched rows, unweighted: ``[N, H]``."""
+        rows, expert_ids, ends = out.tokens, out.row_expert_ids, out.expert_offsets[1:]
+        is_empty = rows.size(0) == 0
+        if is_empty:
+            # One row of zeros. If the experts were not called, the backward of FSDP's gather and of the dispatch would
+            # not run on this rank, and every peer waits for it.
+            rows, expert_ids, ends = rows.sum(dim=0, keepdim=True), expert_ids.new_zeros(1), torch.ones_like(ends)
+        if self.takes_sorted_rows and is_grouped(self.experts):
+            results = sorted_experts(self.experts, rows, expert_ids, ends)
+        else:
+            units = rows.new_ones(len(rows), 1)
+            results = self.experts_forward(rows, expert_ids.long().unsqueeze(1), units).contiguous()
+        return results[:0] if is_empty else results
 
 
 class AutoEpPlugin(AutoEP):
-    """transformers' default, with the exchange of tokens replaced.
+    """transformers' default, with its all-to-all replaced.
 
-    What it decides beside that stays: where ranks share a batch and no gradients are wanted, an all-reduce; Mega MoE
-    experts, whose kernel exchanges tokens itself.
+    Its other choices stay: an all-reduce where ranks share a batch and need no gradients, and Mega MoE experts, whose
+    kernel exchanges tokens itself.
     """
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -116,13 +102,56 @@ class AutoEpPlugin(AutoEP):
 
 
 def _slice_over(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's rows of a tensor that every rank of ``mesh`` holds; backward gathers their gradients."""
+    """This rank's rows of a tensor that every rank of `mesh` holds. Backward gathers their gradients."""
     whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return whole.redistribute(mesh, [Shard(0)]).to_local()
 
 
 def _gather_over(rows: torch.Tensor, mesh: DeviceMesh, num_rows: int) -> torch.Tensor:
-    """All ``num_rows`` rows from the slices of the ranks of ``mesh``, which may be uneven or empty."""
+    """All `num_rows` rows from the slices of the ranks of `mesh`, which may be uneven or empty."""
     shape = (num_rows, rows.size(1))
     sliced = DTensor.from_local(rows.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1))
     return sliced.full_tensor()
+
+
+def takes_sorted_rows(experts: torch.nn.Module) -> bool:
+    """Whether the forward of `experts` is the one that transformers' decorator gives to classes of experts.
+
+    It is not if somebody replaced it, or if the experts are quantised.
+    """
+    function = getattr(experts.forward, "__func__", None)
+    if function is not type(experts).forward or not inspect.isfunction(function):
+        return False
+    return inspect.getclosurevars(function).nonlocals.get("experts_interface") is moe.ALL_EXPERTS_FUNCTIONS
+
+
+def is_grouped(experts: torch.nn.Module) -> bool:
+    """Whether the experts, as configured now, run as transformers' grouped products of plain matrices."""
+    chosen = moe.ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation)
+    up = experts.gate_up_proj if experts.has_gate else experts.up_proj
+    plain = up.is_floating_point() and up.element_size() > 1 and up.dtype is experts.down_proj.dtype
+    return chosen is moe.grouped_mm_experts_forward and plain
+
+
+def sorted_experts(
+    experts: torch.nn.Module, rows: torch.Tensor, expert_ids: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """The experts' output for `rows`, unweighted: ``[N, H]`` of their dtype, differentiable in rows and parameters.
+
+    rows: ``[N, H]``, grouped by local expert, with N > 0. expert_ids: int32 ``[N]``, the local expert of each row.
+    ends: int32 ``[E_l]``, the end of each expert's rows; the last is N.
+    """
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    hidden = _product(experts, up, rows, expert_ids, ends)
+    hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+    results = _product(experts, "down_proj", hidden, expert_ids, ends)
+    if experts.has_post_expert_norm:
+        results = experts.post_expert_norm(results)
+    return results.to(rows.dtype).contiguous()
+
+
+def _product(
+    experts: torch.nn.Module, name: str, rows: torch.Tensor, expert_ids: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    bias = getattr(experts, f"{name}_bias")[expert_ids] if experts.has_bias else None
+    return moe._grouped_linear(rows, getattr(experts, name), ends, bias=bias, is_transposed=experts.is_transposed)

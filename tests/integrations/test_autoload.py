@@ -102,15 +102,14 @@ def test_names_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch, value: s
 
 @pytest.fixture
 def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on sys.path for made-up frameworks; "toy" waits for toyframe.layer and calls toyhook:switch_on."""
+    """A folder on sys.path for made-up frameworks; "toy" waits for toyframe.layer and calls toyhook.switch_on()."""
     monkeypatch.syspath_prepend(tmp_path)
     finder = hooks._Finder()
     monkeypatch.setattr(hooks, "_finder", finder)
     monkeypatch.setattr(hooks, "_rows", {})
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    toy = hooks.Integration("toyframe.layer", "toyhook:switch_on", package="toyframe", at_least="1.2")
-    monkeypatch.setitem(hooks.INTEGRATIONS, "toy", toy)
-    monkeypatch.setattr(hooks, "KNOWN", (*hooks.KNOWN, "toy"))
+    monkeypatch.setitem(hooks.INTEGRATIONS, "toy", hooks.Integration("toyframe.layer", "toyframe", "1.2"))
+    monkeypatch.setitem(hooks.HOMES, "toy", "toyhook")
     (tmp_path / "toyframe").mkdir()
     write(tmp_path, "toyframe/__init__.py", "__version__ = '1.10.0rc1'")
     write(tmp_path, "toyframe/layer.py", "layer = 'stock'")
@@ -126,7 +125,7 @@ def write(folder: Path, name: str, text: str) -> None:
 
 
 def state() -> hooks.Row:
-    return next(row for row in hooks.rows() if row.name == "toy")
+    return next(row for row in hooks.status() if row.name == "toy")
 
 
 def test_the_hook_runs_after_the_module_and_again_when_it_is_reloaded(framework: Path) -> None:
@@ -159,7 +158,7 @@ def test_a_module_that_is_there_already_is_served_at_once(framework: Path) -> No
 def test_an_old_framework_is_refused_with_both_versions(framework: Path) -> None:
     write(framework, "toyframe/__init__.py", "__version__ = '1.1.9+local'")
     hooks.switch_on(["toy"])
-    with pytest.raises(NotSupported, match=r"toy: expected toyframe 1\.2 or newer, got 1\.1\.9\+local; upgrade it"):
+    with pytest.raises(NotSupported, match=r"toy: expected toyframe 1\.2 or newer, got 1\.1\.9\+local; install such"):
         importlib.import_module("toyframe")
     assert state() == ("toy", "failed", "toyframe is 1.1.9+local")
 
@@ -171,7 +170,7 @@ def test_a_framework_that_is_too_new_is_refused_with_both_versions(
     monkeypatch.setitem(hooks.INTEGRATIONS, "toy", hooks.INTEGRATIONS["toy"]._replace(below="2.0"))
     write(framework, "toyframe/__init__.py", f"__version__ = {version!r}")
     hooks.switch_on(["toy"])
-    expected = rf"toy: expected toyframe 1\.2 or newer and below 2\.0, got {version}; install one of these"
+    expected = rf"toy: expected toyframe 1\.2 or newer and below 2\.0, got {version}; install such"
     with pytest.raises(NotSupported, match=expected):
         importlib.import_module("toyframe")
     assert state() == ("toy", "failed", f"toyframe is {version}")
@@ -188,7 +187,9 @@ def test_a_hook_that_fails_is_no_import_error(framework: Path) -> None:
 def test_an_integration_that_is_not_there_is_refused_by_name(framework: Path) -> None:
     (framework / "toyhook.py").unlink()
     importlib.invalidate_caches()
-    with pytest.raises(NotSupported, match="EP_PLUGIN: toy is not there yet .toyhook is missing."):
+    with pytest.raises(
+        NotSupported, match="EP_PLUGIN: toy: expected the module toyhook, found none; leave toy out of EP_PLUGIN"
+    ):
         hooks.switch_on(["toy"])
 
 
@@ -202,12 +203,13 @@ def test_an_alias_is_the_module_itself(framework: Path, monkeypatch: pytest.Monk
     (framework / "toyhome").mkdir()
     write(framework, "toyhome/__init__.py", "")
     write(framework, "toyhome/utils.py", "value = 1")
-    monkeypatch.setitem(hooks.ALIASES, "toyname", "toyhome")
-    monkeypatch.setattr(hooks, "KNOWN", (*hooks.KNOWN, "toyname"))
+    monkeypatch.setitem(hooks.INTEGRATIONS, "toyname", hooks.Integration("toyname"))
+    monkeypatch.setitem(hooks.HOMES, "toyname", "toyhome")
     hooks.switch_on(["toyname"])
     assert "toyhome" not in sys.modules
     alias, home = importlib.import_module("toyname.utils"), importlib.import_module("toyhome.utils")
     assert alias is home and alias.__name__ == "toyhome.utils"
+    assert hooks.status()[-1] == ("toyname", "on", "import toyname gives toyhome")
     assert sys.modules["toyname"] is sys.modules["toyhome"]
     assert sys.modules["toyhome"].__spec__.name == "toyhome"
     with pytest.raises(ModuleNotFoundError, match="toyname.none"):
@@ -215,8 +217,8 @@ def test_an_alias_is_the_module_itself(framework: Path, monkeypatch: pytest.Monk
 
 
 def test_another_package_of_an_aliased_name_is_refused(framework: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(hooks.ALIASES, "toyframe", "toyhook")
-    monkeypatch.setattr(hooks, "KNOWN", (*hooks.KNOWN, "toyframe"))
+    monkeypatch.setitem(hooks.INTEGRATIONS, "toyframe", hooks.Integration("toyframe"))
+    monkeypatch.setitem(hooks.HOMES, "toyframe", "toyhook")
     importlib.import_module("toyframe")
     with pytest.raises(EpPluginError, match=r"expected torch to be imported before toyframe, got toyframe from .*init"):
         hooks.switch_on(["toyframe"])
@@ -227,6 +229,7 @@ def test_status_is_a_table(framework: Path) -> None:
 
     hooks.switch_on(["toy"])
     lines = repr(status()).splitlines()
+    assert len(lines) == 1 + len(hooks.INTEGRATIONS)
     assert lines[0].split() == ["integration", "state", "detail"]
     assert [line.split()[:2] for line in lines[1:]][-1] == ["toy", "waiting"]
     assert len({line.index(row.state) for line, row in zip(lines[1:], status(), strict=True)}) == 1

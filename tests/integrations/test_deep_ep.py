@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -78,6 +79,7 @@ def _with_topk(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[Re
     _same(ids, mine.ids)
     _same(weights, mine.weights)
     assert counts == mine.counts and all(type(count) is int for count in counts)
+    _has_prefix_sums(handle, sent, mine, rank)
     _combines(buffer, case, everyone, handle, **how)
     # A cached dispatch brings other rows the same way.
     again, *rest, event = buffer.dispatch(-sent.x[rank], handle=handle, **how)
@@ -87,12 +89,23 @@ def _with_topk(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[Re
     _combines(buffer, case, everyone, handle, **how)
 
 
+def _has_prefix_sums(handle: deep_ep.buffer.Handle, sent: Sent, mine: Received, rank: int) -> None:
+    """DeepEP's own tests find each source's rows by position 0 of a node's handle, and by -4 of several nodes'."""
+    rows = torch.stack([in_rank.sum(0) for in_rank in sent.in_rank])
+    _same(handle[0], rows.cumsum(0).int())
+    _same(handle[-4], handle[0][:, rank])
+    _same(handle[-2], sent.in_rank[rank])
+    for source, (begin, end) in enumerate(itertools.pairwise([0, *handle[-4].tolist()])):
+        assert {origin for origin, _ in mine.source[begin:end]} <= {source}
+
+
 def _rank_only(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[Received]) -> None:
     rank, mine = buffer.rank, everyone[buffer.rank]
     layout = _layout(buffer, case, sent)
     x, ids, weights, counts, handle, _ = buffer.dispatch(sent.x[rank], **layout, expert_alignment=case.alignment)
     _same(x, mine.x)
     assert ids is None and weights is None and counts == mine.counts
+    _has_prefix_sums(handle, sent, mine, rank)
     _combines(buffer, case, everyone, handle)
     _same(buffer.dispatch(sent.x[rank], handle=handle)[0], mine.x)
 
@@ -121,6 +134,7 @@ def _worst_case(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[R
     for topk in ({"topk_idx": sent.ids[rank], "topk_weights": sent.weights[rank]}, {}):
         x, ids, weights, counts, handle, _ = buffer.dispatch(sent.x[rank], **layout, **topk, num_worst_tokens=worst)
         assert len(x) == worst and counts == []
+        _has_prefix_sums(handle, sent, mine, rank)
         _same(x[:rows], mine.x)
         if topk:
             _same(ids[:rows], mine.ids)
@@ -208,7 +222,7 @@ def _destroyed(rank: int, size: int) -> None:
     first, second = (deep_ep.Buffer(explicitly_destroy=True) for _ in range(2))
     _with_topk(first, case, sent, everyone)
     _with_topk(second, case, sent, everyone)
-    assert [len(users) for users in _users.values()] == [2]
+    assert list(_users.values()) == [2]
     first.destroy()
     _with_topk(second, case, sent, everyone)
     with pytest.raises(CommunicatorClosed, match="expected one that is in use, got one after destroy"):
@@ -269,13 +283,22 @@ def _refusals(rank: int, size: int) -> None:
         with pytest.raises(ValueError, match=message):
             buffer.dispatch(**({"x": x, "topk_idx": ids, "topk_weights": weights} | layout | changed))
 
-    refused("num_tokens_per_expert: expected what get_dispatch_layout returned.*got None", num_tokens_per_expert=None)
-    refused("is_token_in_rank: expected bool of shape", is_token_in_rank=layout["is_token_in_rank"].int())
+    for name in ("num_tokens_per_rank", "is_token_in_rank", "num_tokens_per_expert"):
+        returned = f"{name}: expected the tensor that get_dispatch_layout returned, or a handle=, got"
+        refused(f"{returned} None", **{name: None})
+        refused(f"{returned} list", **{name: layout[name].tolist()})
+    refused(r"num_tokens_per_rank: expected torch.int32 of shape \[2\], got", num_tokens_per_rank=torch.zeros(3))
+    refused(r"num_tokens_per_expert: expected torch.int32 of shape \[E\], got", num_tokens_per_expert=torch.zeros(8))
+    refused(
+        rf"is_token_in_rank: expected torch.bool of shape \[{tokens}, 2\], got torch.int32",
+        is_token_in_rank=layout["is_token_in_rank"].int(),
+    )
     refused("is_token_in_rank: expected (True|False) for token", is_token_in_rank=~layout["is_token_in_rank"])
-    refused("num_worst_tokens: expected at least .* got 1", num_worst_tokens=1)
-    refused("topk_weights: expected float32", topk_weights=weights.bfloat16())
+    for value in (1, -1, "64", 64.0, True):
+        refused(f"num_worst_tokens: expected 0, or an integer of at least .* got {value!r}", num_worst_tokens=value)
+    refused("topk_weights: expected torch.float32", topk_weights=weights.bfloat16())
     refused("topk_weights: expected None without topk_idx", topk_idx=None)
-    refused(r"topk_idx: expected int64 of shape \[T, K\], got torch.float32", topk_idx=weights)
+    refused(r"topk_idx: expected torch.int64 of shape \[T, K\], got torch.float32", topk_idx=weights)
     refused("expert_alignment: expected an integer of at least 1, got 0", expert_alignment=0)
     refused("expert_alignment: expected an integer of at least 1, got 'a'", expert_alignment="a")
     refused("topk_idx: expected None or an instance of Tensor, got list", topk_idx=[[1]])
@@ -294,11 +317,12 @@ def _refusals(rank: int, size: int) -> None:
     handle = buffer.dispatch(x, **layout, topk_idx=ids, topk_weights=weights)[4]
     with pytest.raises(ValueError, match="topk_idx: expected None with a handle"):
         buffer.dispatch(x, handle=handle, topk_idx=ids)
-    with pytest.raises(ValueError, match=r"topk_weights: expected float32 of shape"):
+    with pytest.raises(ValueError, match=r"topk_weights: expected torch.float32 of shape"):
         buffer.combine(x, handle, topk_weights=weights[: tokens - 1])
     refused("x: expected a tensor, or a tuple of rows and scales, got a list of .Tensor, Tensor.", x=[x, weights])
     refused("x: expected a tensor, or a tuple of rows and scales, got a tuple of .Tensor.", x=(x,))
     refused("x: expected a tensor, or a tuple of rows and scales, got NoneType", x=None)
+    refused(r"x: expected rows of shape \[T, H\], got shape \[128\]", x=x[0])
     biases = {
         r"a tensor or a tuple of two, got a tuple of .Tensor.": (x,),
         r"a tensor or a tuple of two, got a tuple of .Tensor, NoneType.": (x, None),
@@ -318,20 +342,26 @@ def test_low_latency_and_what_else_is_not_there_is_refused_by_name() -> None:
 
 
 def _not_there(rank: int, size: int) -> None:
-    with pytest.raises(NotSupported, match=r"Buffer\(low_latency_mode=True\): low-latency calls need"):
+    with pytest.raises(NotSupported, match=r"Buffer\(low_latency_mode=True\): low-latency calls are not supported"):
         deep_ep.Buffer(low_latency_mode=True)
-    with pytest.raises(NotSupported, match=r"Buffer\(comm=...\) is not served"):
+    with pytest.raises(NotSupported, match=r"Buffer\(comm=...\): expected the default, got comm set"):
         deep_ep.Buffer(comm=object())
+    with pytest.raises(ValueError, match="group: expected a process group that this rank belongs to, got 'world'"):
+        deep_ep.Buffer("world")
+    destroyed = dist.new_group([0])
+    dist.destroy_process_group(destroyed)
+    with pytest.raises(ValueError, match="group: expected a process group that has not been destroyed, got"):
+        deep_ep.Buffer(destroyed)
     buffer = deep_ep.Buffer()
     for name in ("low_latency_dispatch", "low_latency_combine", "clean_low_latency_buffer"):
-        with pytest.raises(NotSupported, match=rf"Buffer\.{name}: low-latency calls need"):
+        with pytest.raises(NotSupported, match=rf"Buffer\.{name}: low-latency calls are not supported"):
             getattr(buffer, name)
-        with pytest.raises(NotSupported, match=rf"Buffer\.{name}: low-latency calls need"):
+        with pytest.raises(NotSupported, match=rf"Buffer\.{name}: low-latency calls are not supported"):
             getattr(deep_ep.Buffer, name)
         assert not hasattr(deep_ep.Buffer, name)
     with pytest.raises(NotSupported, match=r"Buffer\.get_low_latency_rdma_size_hint: low-latency"):
         deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
-    with pytest.raises(NotSupported, match="get_local_buffer_tensor is not served"):
+    with pytest.raises(NotSupported, match="get_local_buffer_tensor is not supported"):
         buffer.get_local_buffer_tensor(torch.uint8)
     with pytest.raises(AttributeError, match="internode"):
         buffer.internode  # noqa: B018

@@ -209,7 +209,7 @@ def test_memory_is_at_most_four_buffers_above_stock(name: str) -> None:
 
 def _measure_memory(rank: int, name: str) -> dict[str, int]:
     from ep_plugin.integrations import fsdp2
-    from ep_plugin.integrations.fsdp2 import communicators
+    from ep_plugin.integrations.fsdp2 import adapters
 
     case = cases.CASES.get(name, cases.Case(vocabulary=9000))
     case = dataclasses.replace(case, sequences=60, width=160)
@@ -220,7 +220,7 @@ def _measure_memory(rank: int, name: str) -> dict[str, int]:
             fsdp2.enable(model)
         cases.train(case, model, steps=2)
         peaks[arm] = cases.peak_bytes(functools.partial(cases.train, case, model, steps=2))
-    (pair,) = communicators._pairs.values()
+    (pair,) = adapters._pairs.values()
     layer = sum(whole.numel() * whole.element_size() for whole in model.blocks[0].parameters())
     gathered, reduced = (sum(each._engine.blocks.sizes) for each in (pair.all_gather, pair.reduce_scatter))
     return {**peaks, "layer": layer, "gathered": gathered, "reduced": reduced}
@@ -240,7 +240,7 @@ def test_what_is_remembered_of_a_model_goes_with_it() -> None:
 def _many_models(rank: int, models: int) -> dict[str, Any]:
     """Rank 0 has each model freed before the next one is made, rank 1 keeps them all."""
     from ep_plugin.integrations import fsdp2
-    from ep_plugin.integrations.fsdp2 import communicators
+    from ep_plugin.integrations.fsdp2 import adapters
 
     # What one module alone gathers is ordinary memory, however many models had such a one.
     case, kept, mapped = cases.Case(vocabulary=2000), [], []
@@ -253,19 +253,19 @@ def _many_models(rank: int, models: int) -> dict[str, Any]:
         kept.append(weakref.ref(model) if rank == 0 else model)
         fsdp2.enable(model)
         cases.train(case, model, steps=2)
-        (pair,) = communicators._pairs.values()
+        (pair,) = adapters._pairs.values()
         blocks = [collective._engine.blocks for collective in (pair.all_gather, pair.reduce_scatter)]
         mapped.append(sum(sum(each.sizes) for each in blocks))
     if rank == 0:
         assert [each() for each in kept[:-1]] == [None] * (models - 1)
-    remembered = len(pair._sizes)
+    remembered = len(pair.sizes)
     fsdp2.disable(model)
     return {
         "mapped by one": mapped[0],
         "mapped": max(mapped),
         "remembered": remembered,
-        "sizes after disable": sum(len(sizes) for sizes in pair._sizes.values()),
-        "open after disable": list(communicators._pairs.values()) == [pair],
+        "sizes after disable": sum(len(sizes) for sizes in pair.sizes.values()),
+        "open after disable": list(adapters._pairs.values()) == [pair],
     }
 
 

@@ -190,7 +190,7 @@ def _large_root(rank: int) -> dict[str, Any]:
     """CPUs as GPUs are: with a limit, below the size of any group, and inputs of sums that nobody maps."""
     from ep_plugin import HierarchicalReduceScatter
     from ep_plugin.integrations import fsdp2
-    from ep_plugin.integrations.fsdp2 import adapters, communicators
+    from ep_plugin.integrations.fsdp2 import adapters
 
     adapters.STOCK_FROM_BYTES = {"cpu": 1}
     HierarchicalReduceScatter.maps_nothing_on = ("cpu",)
@@ -200,7 +200,7 @@ def _large_root(rank: int) -> dict[str, Any]:
     fsdp2.enable(model)
     with cases.counting_stock_calls() as left:
         ours = cases.train(case, model)
-    (pair,) = communicators._pairs.values()
+    (pair,) = adapters._pairs.values()
     blocks = [len(collective._engine.blocks) for collective in (pair.all_gather, pair.reduce_scatter)]
     counts = {"ran": cases.as_dict(fsdp2.launches(model)), "left": cases.as_dict(left)}
     return {**cases.difference(ours, stock), **counts, "blocks": blocks}
@@ -224,16 +224,16 @@ def _replaced_by_the_script(rank: int) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
     from ep_plugin.integrations import fsdp2
-    from ep_plugin.integrations.fsdp2 import communicators
+    from ep_plugin.integrations.fsdp2 import adapters
 
     model = _build(True)
     _step(model)
-    (pair,) = communicators._pairs.values()
+    (pair,) = adapters._pairs.values()
     own = DefaultAllGather()
     for layer in model:
         layer.set_custom_all_gather(own)
     fsdp2.disable(model)
-    assert communicators._pairs == {}, pair.num_users
+    assert adapters._pairs == {}, pair.num_users
     assert all(layer._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm is own for layer in model)
     fsdp2.enable(model)
     _step(model)
@@ -242,7 +242,7 @@ def _replaced_by_the_script(rank: int) -> None:
     _step(model)
     assert fsdp2.launches(model).all_gathers > 0
     fsdp2.disable(model)
-    assert communicators._pairs == {}
+    assert adapters._pairs == {}
 
 
 def test_collectives_that_the_script_has_replaced_are_closed_too() -> None:
@@ -250,10 +250,10 @@ def test_collectives_that_the_script_has_replaced_are_closed_too() -> None:
 
 
 def _of_their_own_timeout(rank: int) -> tuple[list[float], bool]:
-    from ep_plugin.integrations.fsdp2.communicators import User
+    from ep_plugin.integrations.fsdp2.adapters import PluginAllGather
 
     first, again, other = (dist.new_group(timeout=datetime.timedelta(seconds=seconds)) for seconds in (50, 50, 3))
-    user, timeouts = User(), []
+    user, timeouts = PluginAllGather(None, None), []
     for group in (first, other):
         pair = user.pair(group, torch.device("cpu"))
         pair.all_gather(torch.empty(2), torch.ones(1))

@@ -117,11 +117,11 @@ def test_padding_that_inference_switches_on_later_changes_nothing(results) -> No
 OTHER_MEGATRONS = {
     "old": (
         "package_info.__version__ = '0.15.3'",
-        "megatron-core: expected 0.16.1 or newer and below 0.17, got 0.15.3; install megatron-core 0",
+        "megatron: expected megatron.core 0.16.1 or newer and below 0.17, got 0.15.3; install such a version",
     ),
     "new": (
         "package_info.__version__ = '0.19.2'",
-        "megatron-core: expected 0.16.1 or newer and below 0.17, got 0.19.2; install megatron-core 0",
+        "megatron: expected megatron.core 0.16.1 or newer and below 0.17, got 0.19.2; install such a version",
     ),
     "other-call": (
         "module.MoEFlexTokenDispatcher.token_dispatch = lambda self, hidden_states, probs, stream: None",
@@ -134,7 +134,7 @@ OTHER_MEGATRONS = {
         "local_expert_indices, config, pg_collection), as in 0.16.1, got none; install",
     ),
     "no-option": (
-        "del TransformerConfig.__dataclass_fields__['moe_router_dtype']",
+        "del TransformerConfig.moe_router_dtype",
         "megatron-core 0.16.1: expected TransformerConfig.moe_router_dtype, as in 0.16.1, got none; install",
     ),
 }

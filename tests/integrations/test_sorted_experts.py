@@ -17,7 +17,7 @@ from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts 
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts  # noqa: E402
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
 
-from ep_plugin.integrations.transformers.sorted_experts import (  # noqa: E402
+from ep_plugin.integrations.transformers.expert_parallel import (  # noqa: E402
     is_grouped,
     sorted_experts,
     takes_sorted_rows,

@@ -1,8 +1,8 @@
-"""A DeepSeek-V3 from Megatron-core's own layers, experts spread over all ranks and everything else on each of them.
+"""A DeepSeek-V3 of Megatron-core's own layers: experts are spread over all ranks, everything else is on each of them.
 
-It runs without TransformerEngine and without grouped_gemm. Attention's projections are Megatron's; between them, where
-its own core attention takes no latents, is PyTorch's. Experts are Megatron's grouped ones in BF16, the dtype of which
-PyTorch multiplies groups. Shapes: S sequence, B batch, N heads, D and D_v their sizes.
+It needs neither TransformerEngine nor grouped_gemm. Attention's projections are Megatron's. Megatron's own core
+attention takes no latents, so PyTorch's attention takes its place. In BF16 the experts are Megatron's grouped ones.
+Shapes: S sequence, B batch, N heads, D and D_v their sizes.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from _options import PRESETS, TrainOptions
 from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine
 from megatron.core.transformer import multi_latent_attention
 
 from ep_plugin.testing.megatron import serve_grouped_products, without_transformer_engine
+from examples.compare.clock import ExchangeClock
+from examples.compare.options import MODELS, OURS, Options
 
 if not transformer_engine.HAVE_TE:
     without_transformer_engine()
-    multi_latent_attention.HAVE_TE = False  # Megatron-core 0.16.1 takes it to be there
+    multi_latent_attention.HAVE_TE = False  # Megatron-core 0.16.1 assumes that it is there
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -31,13 +32,14 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-OURS = "EpPluginTokenDispatcher"
+OUR_DISPATCHER = "EpPluginTokenDispatcher"
 
 
 class MegatronDeepseek(torch.nn.Module):
-    """Called as the models of transformers are; gradients are means over the ranks once backward is through.
+    """Called as transformers' models are. After backward, gradients are means over the ranks.
 
-    Of several backwards that add up, the last alone need sum over the ranks: ``set_requires_gradient_sync`` as FSDP2's.
+    Where several backwards add up, only the last has to sum over the ranks: see `set_requires_gradient_sync`, which is
+    as FSDP2's.
     """
 
     def __init__(self, config: MLATransformerConfig, vocab_size: int, seq_len: int) -> None:
@@ -49,18 +51,18 @@ class MegatronDeepseek(torch.nn.Module):
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = CausalAttention
         self.gpt = GPTModel(config, spec, vocab_size, seq_len, position_embedding_type="rope")
-        # Norms of PyTorch are made in its own default dtype, on CPUs.
+        # PyTorch's norms are created on CPUs, in its default dtype.
         self.to(device=torch.cuda.current_device(), dtype=config.params_dtype)
         for parameter in self.parameters():
-            if not _is_expert(parameter):  # an expert's gradient has the tokens of all ranks in it already
-                # A hook that held the model would keep it for ever: the collector does not see parameters' hooks.
+            if not _is_expert(parameter):  # an expert's gradient includes the tokens of all ranks already
+                # The hook must not hold the model: the garbage collector does not see parameters' hooks.
                 parameter.register_post_accumulate_grad_hook(functools.partial(_sum, self._syncing))
 
     def set_requires_gradient_sync(self, requires: bool) -> None:
         self._syncing.on = requires
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
-        """Of tokens ``[B, S]``: ``.loss``, the mean over what each token but the last of a sequence is followed by."""
+        """``.loss`` of tokens ``[B, S]``: the mean over the predictions of every next token."""
         positions = torch.arange(input_ids.size(1), device=input_ids.device).expand_as(input_ids)
         losses = self.gpt(input_ids, positions, None, labels=labels.roll(-1, dims=1))
         loss = losses[:, :-1].mean()
@@ -69,7 +71,7 @@ class MegatronDeepseek(torch.nn.Module):
 
 
 class CausalAttention(MegatronModule):
-    """PyTorch's attention in the place of Megatron's: value heads may be smaller than those of queries and keys."""
+    """PyTorch's attention in place of Megatron's: value heads may be smaller than those of queries and keys."""
 
     def __init__(self, config: MLATransformerConfig, softmax_scale: float, **unused: object) -> None:
         super().__init__(config)
@@ -86,23 +88,23 @@ class CausalAttention(MegatronModule):
         return output.permute(2, 0, 1, 3).flatten(2)
 
 
-def build_model(options: TrainOptions) -> MegatronDeepseek:
-    """The model in training mode, its exchange the dispatcher that ``options.ep_implementation`` names.
+def build_model(options: Options, clock: ExchangeClock | None = None) -> MegatronDeepseek:
+    """The model in training mode. Its exchange is not timed: Megatron has no place for `clock`.
 
-    ``torch.distributed`` must be initialised. Raises ``RuntimeError`` where "flex" is not ep_plugin's.
+    ``torch.distributed`` must be initialised. Raises ``RuntimeError`` where "flex" is not ep_plugin's dispatcher.
     """
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
     serve_grouped_products()
-    widths = PRESETS[options.architecture][options.preset].widths
+    widths = MODELS["megatron"].presets[options.preset].widths
     model = MegatronDeepseek(_config(options, widths), widths["vocab_size"], options.seq_len)
-    if options.ep_implementation == "flex":
+    if options.arm == OURS:
         _check_dispatchers(model)
     _initialise(model, options.seed)
     return model.train()
 
 
-def _config(options: TrainOptions, widths: dict[str, int]) -> MLATransformerConfig:
+def _config(options: Options, widths: dict[str, int]) -> MLATransformerConfig:
     dense = widths["first_k_dense_replace"]
     dtype = getattr(torch, options.dtype)
     return MLATransformerConfig(
@@ -135,7 +137,7 @@ def _config(options: TrainOptions, widths: dict[str, int]) -> MLATransformerConf
         moe_router_load_balancing_type="none",
         moe_router_dtype="fp32",
         moe_grouped_gemm=dtype is torch.bfloat16,
-        moe_token_dispatcher_type=options.ep_implementation,
+        moe_token_dispatcher_type="flex" if options.arm == OURS else options.arm,
         expert_model_parallel_size=dist.get_world_size(),
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -146,15 +148,13 @@ def _config(options: TrainOptions, widths: dict[str, int]) -> MLATransformerConf
 
 def _check_dispatchers(model: torch.nn.Module) -> None:
     for module in model.modules():
-        if isinstance(module, MoELayer) and type(module.token_dispatcher).__name__ != OURS:
-            raise RuntimeError(
-                f"flex: expected {OURS}, got {type(module.token_dispatcher).__name__}; "
-                "install ep_plugin, and under torchrun set EP_PLUGIN=megatron"
-            )
+        found = type(module.token_dispatcher).__name__ if isinstance(module, MoELayer) else OUR_DISPATCHER
+        if found != OUR_DISPATCHER:
+            raise RuntimeError(f"flex: expected {OUR_DISPATCHER}, got {found}; install ep_plugin")
 
 
 def _initialise(model: torch.nn.Module, seed: int) -> None:
-    """Every matrix becomes N(0, 0.02): the same on all ranks, but for experts, which are each rank's own."""
+    """Fill every matrix with N(0, 0.02), the same on all ranks, but for experts, of which each rank has its own."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() < 2:

@@ -1,4 +1,4 @@
-"""Text as token ids, and the batches that every arm of a comparison shares."""
+"""Text as token ids, and the batches that both arms train on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import torch
 BYTES = 256
 
 
-def read_text(path: Path | None, vocab_size: int = BYTES) -> torch.Tensor:
-    """Token ids of a file, or of the ``.py``, ``.txt`` and ``.md`` files of a folder, joined; int32 ``[tokens]``.
+def read_text(path: Path | None, vocab_size: int) -> torch.Tensor:
+    """Token ids of a text, int32 ``[tokens]``.
 
-    A vocabulary of no more than 256 gets bytes. A larger one gets up to ``vocab_size`` byte pairs, learned from the
-    text itself, which takes a core a minute for 30 MB: bytes of a text are few and uneven, and would all be routed to a
-    few experts. Neither is what a checkpoint's own tokenizer would give. ``None`` reads the source files of the Python
-    standard library that runs this. Raises ``ValueError`` when fewer than 2 bytes are found.
+    Args:
+        path: a file, or a folder whose ``.py``, ``.txt`` and ``.md`` files are joined. None: the source files of this
+            Python's standard library.
+        vocab_size: up to 256, the ids are bytes. Above, they are up to so many byte pairs, learned from the text, which
+            takes a core a minute for 30 MB: bytes are few and uneven, and would all be routed to a few experts.
+
+    Raises:
+        ValueError: the text has fewer than 2 bytes.
     """
     if path is None:
         files = _standard_library_sources()

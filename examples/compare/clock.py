@@ -1,11 +1,9 @@
-"""How much of a training step is spent bringing rows to the experts and their results back.
+"""The time that a training step spends in dispatch and combine.
 
-Four marks surround the exchange of an expert-parallel implementation: where tokens enter it, where rows reach
-the experts, where the experts' rows leave them, and where the combined tokens come out. Each is the identity;
-it notes the time when the forward pass goes through it, and again when the backward pass does. Dispatch is
-entry to experts, combine is experts to exit; backward the same stretches are walked the other way. A rank's stretch
-includes its wait for slower peers, as the step does; the rank that comes last waits for nobody, so the shortest of all
-ranks is the exchange itself, or a little less where that rank has fewer rows.
+Four marks surround the exchange: tokens enter it, rows reach the experts, the experts' rows leave them, and combined
+tokens come out. Each mark is the identity. It notes the time in forward and again in backward, which runs through the
+marks the other way. Dispatch is from entry to experts, combine from experts to exit. A rank's time includes its wait
+for slower peers. The last rank waits for nobody, so the shortest time of all ranks is the exchange itself.
 """
 
 from __future__ import annotations
@@ -15,6 +13,8 @@ import time
 
 import torch
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+
+from ep_plugin.integrations.transformers.expert_parallel import EpPluginExpertParallel
 
 _ENTER, _ROWS, _RESULTS, _EXIT = range(4)
 
@@ -35,8 +35,9 @@ class ExchangeClock:
             self._marks.append((place, time.perf_counter()))
 
     def take(self) -> list[float]:
-        """Seconds of each dispatch and combine since the last call, in the order they ran, which is the same on all
-        ranks. On CUDA the device must be idle.
+        """Seconds of each dispatch and combine since the last call, in the order they ran, which all ranks share.
+
+        On CUDA the device must be idle.
         """
         marks, self._marks = self._marks, []
         return [
@@ -60,12 +61,14 @@ class _Mark(torch.autograd.Function):
 
 
 def register_timed(name: str, clock: ExchangeClock) -> str:
-    """Register the implementation ``name`` once more with marks around its exchange; returns the new name."""
+    """Register the implementation `name` again, with marks around its exchange; returns the new name."""
     base: type[EPImplementation] = EPImplementationInterface()[name]
 
     class Timed(base):
         def __init__(self, experts, ep_mesh, tp_mesh):
             super().__init__(experts, ep_mesh, tp_mesh)
+            if isinstance(self, EpPluginExpertParallel):  # its _run calls experts_forward for some experts only
+                return
             forward = self.experts_forward
 
             def marked(rows, expert_ids, weights):
@@ -74,9 +77,8 @@ def register_timed(name: str, clock: ExchangeClock) -> str:
 
             self.experts_forward = marked
 
-        def _run_sorted(self, out):
-            # Where ep_plugin multiplies rows as they arrive, grouped by expert, experts_forward is not called.
-            results = super()._run_sorted(out._replace(tokens=_Mark.apply(out.tokens, clock, _ROWS)))
+        def _run(self, out):
+            results = super()._run(out._replace(tokens=_Mark.apply(out.tokens, clock, _ROWS)))
             return _Mark.apply(results, clock, _RESULTS)
 
         def __call__(self, hidden_states, top_k_index, top_k_weights):
@@ -84,8 +86,8 @@ def register_timed(name: str, clock: ExchangeClock) -> str:
             output = super().__call__(hidden_states, top_k_index, top_k_weights)
             clock.note(_EXIT)
             if output.requires_grad:
-                # Not a mark: FSDP wants the module's output to be no view. Nor a hook of the tensor: FSDP's own, which
-                # gathers the experts' parameters, is one, and would come after it.
+                # Not a mark, since FSDP2 does not allow views as outputs. Not a hook of the tensor either: FSDP2's own,
+                # which gathers the experts' parameters, would run after it.
                 output.grad_fn.register_prehook(lambda grads: clock.note(_EXIT))
             return output
 

@@ -1,11 +1,8 @@
-"""The model of examples/train_deepseek_megatron.py, small and on CPU ranks; the script itself asks for GPUs."""
+"""The Megatron model of examples/compare, small and on CPU ranks; the command itself asks for GPUs."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,74 +10,51 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.testing.megatron import make_megatron_run_here
+from examples.compare.options import OURS, Options
 from tests.ranks import run_ranks, values
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
-pytest.importorskip("typer")
 
 WORLD, STEPS = 2, 3
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "expected NVIDIA GPUs, which Megatron-core's layers need, found none: train_deepseek_hf.py runs on CPUs"),
-        (("--dispatcher", "allgather"), "expected flex or alltoall, got 'allgather'"),
-        (("--compare", "flex"), "expected another dispatcher than flex"),
-        (("--preset", "tiny", "--layers", "1"), "expected more than 1, the first 1 being dense, got 1"),
-    ],
-    ids=["no-gpu", "dispatcher", "compare-itself", "only-dense-layers"],
-)
-def test_what_cannot_run_is_refused_before_anything_starts(arguments: tuple[str, ...], message: str) -> None:
-    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "300", "NO_COLOR": "1"}
-    command = [sys.executable, str(EXAMPLES / "train_deepseek_megatron.py"), *arguments]
-    result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 2
-    assert message in " ".join(result.stderr.split())
+OPTIONS = Options(
+    model="megatron", arm=OURS, preset="tiny", checkpoint=None, layers=2, text=None, steps=STEPS, seq_len=16, batch=2,
+    micro_batches=1, lr=1e-3, dtype="float32", seed=0, fsdp2=False, overlap=False,
+)  # fmt: skip
+ARMS = (OURS, "alltoall")
 
 
 def test_model_trains_through_flex_as_through_alltoall() -> None:
     for found in values(run_ranks(WORLD, _run_rank, timeout_s=240)):
         assert found["refused"] == "expected EpPluginTokenDispatcher, got NoneType"
-        assert found["flex"]["losses"][-1] < found["flex"]["losses"][0]
-        assert found["flex"]["losses"] == pytest.approx(found["alltoall"]["losses"], rel=1e-5)
-        for dispatcher in ("flex", "alltoall"):
-            assert found[dispatcher]["spread"] == 0  # what is on every rank stays the same there
-            assert found[dispatcher]["slope"] == pytest.approx(1.0, abs=0.1)
-            assert found[dispatcher]["micro batches"] < 1e-5 < found[dispatcher]["without the first"]
+        assert found[OURS]["losses"][-1] < found[OURS]["losses"][0]
+        assert found[OURS]["losses"] == pytest.approx(found["alltoall"]["losses"], rel=1e-5)
+        for arm in ARMS:
+            assert found[arm]["spread"] == 0  # parameters that every rank has stay the same
+            assert found[arm]["slope"] == pytest.approx(1.0, abs=0.1)
+            assert found[arm]["micro batches"] < 1e-5 < found[arm]["without the first"]
 
 
 def _run_rank(rank: int) -> dict[str, Any]:
     make_megatron_run_here()
-    sys.path.insert(0, str(EXAMPLES))
-    import _megatron
-    import _training
-    from _options import MEGATRON, TrainOptions
     from megatron.core.transformer.moe import moe_layer
 
     import ep_plugin.integrations.megatron
+    from examples.compare import megatron, train
 
-    def options(dispatcher: str) -> TrainOptions:
-        return TrainOptions(
-            architecture=MEGATRON, preset="tiny", model=None, layers=2, text=None, steps=STEPS, seq_len=16, batch=2,
-            lr=1e-3, seed=0, dtype="float32", ep_implementation=dispatcher, fsdp2="stock",
-        )  # fmt: skip
-
-    found: dict[str, Any] = {"refused": _refusal(_megatron, moe_layer, options("flex"))}
+    found: dict[str, Any] = {"refused": _refusal(megatron, moe_layer)}
     ep_plugin.integrations.megatron.switch_on()
-    for dispatcher in ("flex", "alltoall"):
-        model = _megatron.build_model(options(dispatcher))
-        found[dispatcher] = _accumulated(_training._backward, model, rank) | _train(model, rank)
+    for arm in ARMS:
+        model = megatron.build_model(replace(OPTIONS, arm=arm))
+        found[arm] = _accumulated(train.backward, model, rank) | _train(model, rank)
     return found
 
 
-def _refusal(module: Any, moe_layer: Any, options: Any) -> str:
-    """What is said where another dispatcher than ours is behind the name flex."""
+def _refusal(module: Any, moe_layer: Any) -> str:
+    """The error where "flex" stands for another dispatcher than ours."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe_layer, "MoEFlexTokenDispatcher", lambda *args, **kwargs: None)
         with pytest.raises(RuntimeError) as raised:
-            module.build_model(options)
+            module.build_model(OPTIONS)
     return str(raised.value).removeprefix("flex: ").split(";")[0]
 
 

@@ -1,0 +1,155 @@
+"""torchtitan: dispatch and combine of its MoE models through MoECommunicator.
+
+    --override.imports ep_plugin.integrations.torchtitan.token_dispatcher
+
+Add this option to the training command, or set EP_PLUGIN=torchtitan in the environment. Both replace the default
+("standard") communication backend. torchtitan 0.3.0, or a newer version whose dispatchers have the same signatures;
+others raise NotSupported when this is imported.
+
+Rows are FLAT, for torchtitan's grouped GEMMs, and combine applies the scores. Shapes, in torchtitan's letters: T tokens
+here, D hidden size, K experts per token, E experts in all, e on this rank, R rows received.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torchtitan
+from torchtitan.config import override
+from torchtitan.models.common import token_dispatcher as stock
+
+from ep_plugin import MoECommunicator
+from ep_plugin.errors import NotSupported
+from ep_plugin.integrations import hooks
+
+__all__ = ["EpPluginPaddedTokenDispatcher", "EpPluginTokenDispatcher", "switch_on", "token_dispatcher"]
+
+_MOST_HIDDEN = 1 << 24  # a limit, not a size: memory is allocated for the rows that are sent
+
+_METHODS = (
+    "dispatch(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)",
+    "combine(self, routed_output_RD, metadata, x_TD)",
+    "wire_meshes(self, ep_mesh)",
+)
+_PLAIN, _PADDED = "Config(num_experts, top_k)", "Config(num_experts, top_k, pad_multiple)"
+_CLASSES = {
+    "LocalTokenDispatcher": _PLAIN,
+    "BaseEPTokenDispatcher": _PLAIN,
+    "AllToAllTokenDispatcher": _PLAIN,
+    "TorchAOTokenDispatcher": _PADDED,
+}
+hooks.check_signatures(
+    stock,
+    [f"{name}.{member}" for name, config in _CLASSES.items() for member in (*_METHODS, config)],
+    framework=f"torchtitan {torchtitan.__version__}",
+    known="0.3.0",
+    advice="install torchtitan 0.3.0, or leave torchtitan out of EP_PLUGIN and ep_plugin out of the overrides",
+)
+
+
+class _NoGraphTrainer(NotSupported, AttributeError):
+    """An AttributeError too, so that hasattr() returns False."""
+
+
+class _Refused:
+    """An attribute of the class that torchtitan's experimental graph_trainer marks, and that this one lacks."""
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise _NoGraphTrainer(
+            "graph_trainer: expected AllToAllTokenDispatcher, whose steps it marks for its passes, got "
+            f"{owner.__name__}; leave torchtitan out of EP_PLUGIN and ep_plugin out of the overrides"
+        )
+
+
+class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
+    """Each layer has one, and those of a group share a communicator.
+
+    The communicator is created collectively by `wire_meshes` and stored: torchtitan compiles whole blocks, inside which
+    nothing can be created or looked up.
+    """
+
+    _token_count_exchange = _Refused()
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(stock.BaseEPTokenDispatcher.Config):
+        """pad_multiple: the multiple that each expert's rows are padded to, for quantised grouped GEMMs."""
+
+        pad_multiple: int | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.pad_multiple = config.pad_multiple or 1
+        self.communicator: MoECommunicator | None = None
+
+    def wire_meshes(self, *, ep_mesh: Any) -> None:
+        """Set the mesh of expert parallelism. Without one, tokens stay on this rank."""
+        self.ep_mesh, self.communicator = ep_mesh, None
+        if ep_mesh is not None:
+            self.communicator = MoECommunicator.shared(
+                ep_mesh.get_group(),
+                num_experts=self.num_experts,
+                hidden_size=_MOST_HIDDEN,
+                topk=self.top_k,
+                expert_alignment=self.pad_multiple,
+                device=ep_mesh.device_type,
+            )
+        elif self.pad_multiple > 1:
+            raise NotSupported(
+                "expert_parallel_degree: expected more than 1 for quantised experts with ep_plugin's dispatcher, got "
+                "1; leave the override out"
+            )
+
+    def dispatch(
+        self,
+        x_TD: torch.Tensor,
+        topk_scores_TK: torch.Tensor,
+        topk_expert_ids_TK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, object]:
+        """Rows ``[R, D]`` grouped by local expert, the rows of each with padding ``[e]``, and combine's metadata."""
+        if self.communicator is None:
+            return stock.LocalTokenDispatcher.dispatch(
+                self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
+            )
+        out, handle = self.communicator.dispatch(x_TD.contiguous(), topk_expert_ids_TK.contiguous(), topk_scores_TK)
+        return out.tokens, out.expert_offsets.diff(), (handle, out.weights)
+
+    def combine(self, routed_output_RD: torch.Tensor, metadata: Any, x_TD: torch.Tensor) -> torch.Tensor:
+        """Multiply the experts' rows by their scores and sum them per token: ``[T, D]``."""
+        if self.communicator is None:
+            return stock.LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
+        handle, scores_R = metadata
+        return self.communicator.combine(routed_output_RD.contiguous(), handle, weights=scores_R)
+
+
+class EpPluginPaddedTokenDispatcher(EpPluginTokenDispatcher):
+    """The dispatcher of quantised experts, with padded groups."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(EpPluginTokenDispatcher.Config):
+        """pad_multiple: as in EpPluginTokenDispatcher.Config, and required."""
+
+        pad_multiple: int | None
+
+
+@override(target=stock.AllToAllTokenDispatcher.Config, description="ep_plugin's dispatch and combine")
+def token_dispatcher(config: stock.LocalTokenDispatcher.Config) -> EpPluginTokenDispatcher.Config:
+    """The override: our dispatcher's configuration in place of the all-to-all's, including padding for FP8."""
+    return EpPluginTokenDispatcher.Config(
+        num_experts=config.num_experts, top_k=config.top_k, pad_multiple=getattr(config, "pad_multiple", None)
+    )
+
+
+def switch_on() -> str:
+    """Let models that are configured from now on use our dispatchers in place of the all-to-all's.
+
+    Call it right after the module of dispatchers was executed, before other modules import names from it.
+    """
+    stock.AllToAllTokenDispatcher = EpPluginTokenDispatcher
+    stock.TorchAOTokenDispatcher = EpPluginPaddedTokenDispatcher
+    return f"AllToAllTokenDispatcher and TorchAOTokenDispatcher of {stock.__name__} are ep_plugin's"
+
+
+hooks.record("torchtitan", "on", f"the override {__name__}.token_dispatcher is registered")

@@ -1,0 +1,86 @@
+"""Every example by the command that its docstring prints, without a GPU. Megatron's runs on CPUs by stand-ins."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+MEGATRON = "train_deepseek_megatron"
+NEEDS = {
+    "train_qwen3_moe": "transformers",
+    "train_trainer": "transformers",
+    "train_accelerate": "accelerate",
+    MEGATRON: "megatron",
+}
+LINES = {
+    "api": "comm = MoECommunicator(None, config)",
+    "train_fsdp2": "fsdp2.enable(model)",
+    "train_accelerate": "fsdp2.enable(model)",
+    "train_qwen3_moe": 'DistributedConfig(ep_size=ranks, fsdp_size=ranks, ep_implementation="ep_plugin")',
+    "train_trainer": 'DistributedConfig(ep_size=ranks, fsdp_size=ranks, ep_implementation="ep_plugin")',
+    MEGATRON: "EP_PLUGIN=megatron torchrun",
+}
+
+
+@functools.cache
+def torchrun(*words: str, **variables: str) -> str:
+    """The output of two ranks without GPUs; each command runs once."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("EP_PLUGIN")}
+    environment = inherited | {"CUDA_VISIBLE_DEVICES": ""} | variables
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses_in(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"""loss'?:? '?(\d+\.\d+)""", output)]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_runs_as_printed(path: Path, tmp_path: Path) -> None:
+    needed = NEEDS.get(path.stem)
+    if needed and importlib.util.find_spec(needed) is None:
+        pytest.skip(f"needs {needed}")
+    assert LINES[path.stem] in path.read_text()
+    printed = re.search(r"^ *((?:\w+=\w+ )?torchrun .*?)(?: \[.*| +#.*)?$", path.read_text(), re.MULTILINE)
+    assert printed is not None
+    *settings, _, option, ranks, script = shlex.split(printed[1])
+    assert (option, ranks, script) == ("--nproc-per-node", "2", f"examples/{path.name}")
+    counted = ["-m", "tests.integrations.counted", str(tmp_path / "counts")] if path.stem == MEGATRON else []
+    output = torchrun(*counted, script, **dict(setting.split("=") for setting in settings))
+    if path.stem == "api":
+        assert sorted(re.findall(r"rank (\d): (\d+) tokens", output)) == [("0", "100"), ("1", "101")]
+        return
+    losses = losses_in(output)
+    assert len(losses) >= 4 and losses[-1] < losses[0], output
+    if path.stem == MEGATRON:
+        assert "through EpPluginTokenDispatcher" in output
+    if "fsdp2.enable" in path.read_text():
+        counts = {name: int(count) for name, count in re.findall(r"(\w+)=(\d+)", output)}
+        assert counts["all_gathers"] >= 20 * counts["parameter_groups"] > 20
+        assert counts["reduce_scatters"] == 20 * counts["parameter_groups"]
+
+
+def test_the_accelerate_loop_has_the_losses_of_stock_fsdp2(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "stock.py").write_text(
+        "import runpy\n"
+        "from ep_plugin.integrations import fsdp2\n"
+        "fsdp2.enable = lambda model: 0\n"
+        "runpy.run_path('examples/train_accelerate.py', run_name='__main__')\n"
+    )
+    ours, stock = torchrun("examples/train_accelerate.py"), torchrun(str(tmp_path / "stock.py"))
+    assert "all_gathers=0" in stock and "all_gathers=0" not in ours
+    assert len(losses_in(ours)) == 8
+    assert losses_in(ours) == pytest.approx(losses_in(stock), rel=1e-5)
