@@ -33,7 +33,7 @@ test: build
 	$(PY) -m pytest -n 2 --dist loadfile $(PYTEST_FLAGS)
 
 demo: build
-	$(PY) examples/train_qwen3_moe.py --launch 4 --preset tiny --fsdp2 ep_plugin --compare all_to_all --out runs/demo
+	$(PY) -m examples.compare qwen3_moe --ranks 4 --out runs/demo $(DEMO_FLAGS)
 
 lint: venv docs
 	$(PY) -m ruff check .

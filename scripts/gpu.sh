@@ -121,24 +121,21 @@ nodes() {
     --backend cuda --ranks $((2 * each)) --nodes 2 --size $((64 << 20)) --out benchmarks/results/
 }
 
-# The name of its result, the script and its options.
+# The name of its result, the model and its options.
 train_one() {
   local name=$1; shift
-  $PYTHON examples/"$@" --launch "$GPUS" ${STEPS:+--steps "$STEPS"} --out "runs/$name"
+  $PYTHON -m examples.compare "$@" --ranks "$GPUS" ${STEPS:+--steps "$STEPS"} --out "runs/$name"
   mkdir -p "$RESULTS" && cp "runs/$name/metrics.json" "$RESULTS/$name.json"
 }
 
 train() {
-  train_one "train_qwen3_30b_a3b_${LAYERS:-4}_layers" train_qwen3_moe.py --preset 30b-a3b --layers "${LAYERS:-4}" \
-    --dtype bfloat16 --compare all_to_all
+  train_one "train_qwen3_30b_a3b_${LAYERS:-4}_layers" qwen3_moe --preset 30b-a3b --layers "${LAYERS:-4}" --no-fsdp2
 }
 
 deepseek() {
   local layers=${LAYERS:+_${LAYERS}_layers}
-  train_one "train_deepseek_v3_hf$layers" \
-    train_deepseek_hf.py --preset v3 ${LAYERS:+--layers "$LAYERS"} --compare all_to_all
-  train_one "train_deepseek_v3_megatron$layers" \
-    train_deepseek_megatron.py ${LAYERS:+--layers "$LAYERS"} --compare alltoall
+  train_one "train_deepseek_v3_hf$layers" deepseek_v3 --preset v3 ${LAYERS:+--layers "$LAYERS"}
+  train_one "train_deepseek_v3_megatron$layers" megatron ${LAYERS:+--layers "$LAYERS"}
   local framework
   for framework in megatron torchtitan; do
     $PYTHON -m ep_plugin.bench layers --framework $framework --backend cuda --out benchmarks/results/

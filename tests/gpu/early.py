@@ -1,4 +1,4 @@
-"""Dispatches that are expanded before the host has their totals. `knows` is answered with no: it is never too late."""
+"""Dispatches that receive before the host has their totals: `has_totals` always says no, so it is never too late."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def receives_early(rank: int, size: int) -> None:
             kernels.dispatch_recv.side_effect = lambda args, to=flags: (
                 to.append(args.optimistic) or unittest.mock.DEFAULT
             )
-            comm.engine.kernels, comm.engine.knows = kernels, lambda ticket: False
+            comm.engine.kernels, comm.engine.has_totals = kernels, lambda ticket: False
             for seed, case in enumerate((alike, alike, wide, alike, skewed, alike)):
                 flags.clear()
                 check_round(comm, replace(case, layout=layout), seed)
@@ -43,7 +43,7 @@ def grows_unevenly(rank: int, size: int) -> None:
     for busy, early in itertools.product((0, size - 1), (False, True)):
         with communicator(case, rank, size, timeout_s=60) as comm:
             kernels = comm.engine.kernels = unittest.mock.Mock(wraps=comm.engine.kernels)
-            comm.engine.knows = lambda ticket, early=early: not early
+            comm.engine.has_totals = lambda ticket, early=early: not early
             history = []
             for seed, many in enumerate((False, False, True, True)):
                 given = _sparse_but_of(busy if many else None, case, size, seed)
@@ -66,11 +66,11 @@ def _sparse_but_of(busy: int | None, case: Case, size: int, seed: int) -> Inputs
     return Inputs(sparse.x, ids, sparse.weights, expected)
 
 
-def changes_lanes(rank: int, size: int) -> None:
+def changes_streams(rank: int, size: int) -> None:
     """Receiving moves to the lane that sends, and back; nothing orders the callers' streams, and peers are late."""
     case = Case(tokens=400, hidden=1024)
     with communicator(case, rank, size, timeout_s=60) as comm:
-        comm.engine.knows = lambda ticket: False
+        comm.engine.has_totals = lambda ticket: False
         device = comm.engine.device
         given = [make_inputs(case, size, seed) for seed in range(8)]
         parts = [[part[rank].to(device) for part in (g.x, g.ids, g.weights)] for g in given]

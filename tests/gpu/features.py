@@ -28,7 +28,7 @@ from tests.gpu.checks import (
     expert_rows,
     make_inputs,
 )
-from tests.gpu.early import changes_lanes, grows_unevenly, receives_early
+from tests.gpu.early import changes_streams, grows_unevenly, receives_early
 from tests.gpu.gradients import gradients
 
 
@@ -348,7 +348,7 @@ _CHECKS = (
     outstanding,
     receives_early,
     grows_unevenly,
-    changes_lanes,
+    changes_streams,
     misaligned,
     beside_an_allocating_thread,
     beside_a_full_device,

@@ -172,11 +172,11 @@ def torn(rank: int, size: int) -> list[bool]:
             torch.cuda.synchronize()
             recorded = torch.cuda.CUDAGraph()
             with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
-                numbers.append(comm.engine.lanes.capturing())
+                numbers.append(comm.engine.streams.capturing())
                 with pytest.raises(CaptureRefused, match="begun before the capture .* in it$"):
                     work.wait()
                 out, z = step(comm, static, factor) if complete else (None, static.x + 1)
-                assert comm.engine.lanes.capturing() == numbers[-1]
+                assert comm.engine.streams.capturing() == numbers[-1]
             recorded.replay()
             if out is not None:
                 judge(wrong, out, z, oracle)
@@ -184,7 +184,7 @@ def torn(rank: int, size: int) -> list[bool]:
             wrong[0] |= (late.tokens != oracle.tokens).any()
         failed = [JUDGED[what] for what in wrong.nonzero().flatten().tolist()]
         assert not failed, failed
-        return [0 not in numbers, numbers[0] != numbers[1], comm.engine.lanes.capturing() == 0]
+        return [0 not in numbers, numbers[0] != numbers[1], comm.engine.streams.capturing() == 0]
 
 
 def refused(rank: int, size: int) -> bool:
@@ -196,10 +196,10 @@ def refused(rank: int, size: int) -> bool:
         torch.cuda.synchronize()
         recorded = torch.cuda.CUDAGraph()
         with torch.cuda.graph(recorded, capture_error_mode="thread_local"):
-            number = comm.engine.lanes.capturing()
+            number = comm.engine.streams.capturing()
             with pytest.raises(CaptureRefused, match="dispatch pool has 0 bytes"):
                 comm.dispatch(*static, capacity=_room(size))
-            same = number != 0 and comm.engine.lanes.capturing() == number
+            same = number != 0 and comm.engine.streams.capturing() == number
             doubled = static.x * 2
         recorded.replay()
         assert torch.equal(doubled, static.x * 2)

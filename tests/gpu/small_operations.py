@@ -1,4 +1,4 @@
-"""Operations whose words carry flags (small.cu): more than a flag has numbers for, of mixed sizes, and ranks
+"""Operations whose words carry flags (small_exchange.cu): more than a flag has numbers for, of mixed sizes, and ranks
 that disagree where nothing but the kernels compares what they call. On GPUs and in the emulation.
 """
 

@@ -7,6 +7,7 @@ import pytest
 from ep_plugin import DispatchLayout
 from tests.faults import bad_input_cases as cases
 from tests.faults import disagreement_cases as disagreements
+from tests.faults import handle_cases as handles
 from tests.faults.fault_cases import (
     assert_says_different_order,
     different_order,
@@ -31,6 +32,23 @@ def test_wrong_dispatch_arguments(layout: DispatchLayout) -> None:
 def test_wrong_combine_arguments_and_handles() -> None:
     outcomes = run_ranks(cases.SIZE, on_cuda, cases.wrong_combines, timeout_s=120, env=CHECK_IDS)
     assert values(outcomes) == [len(cases.COMBINE | cases.COMBINE_ON_CUDA)] * cases.SIZE
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.xdist_group("faults")
+@pytest.mark.parametrize("plain", ["0", "1"])
+@pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
+def test_contents_of_handles(layout: DispatchLayout, plain: str) -> None:
+    env = {"EP_PLUGIN_PLAIN_KERNELS": plain}
+    outcomes = run_ranks(2, on_cuda, handles.extremes_are_refused, 2, layout, timeout_s=240, env=env)
+    assert values(outcomes)[0] == handles.NUM_EXTREMES
+    values(run_ranks(2, on_cuda, handles.ids_beyond_the_last_are_refused, 2, layout, timeout_s=90, env=env))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.xdist_group("faults")
+def test_random_words_in_handles() -> None:
+    assert values(run_ranks(2, on_cuda, handles.anything_goes, 2, DispatchLayout.FLAT, 9, 30, timeout_s=240))[0] > 5
 
 
 @pytest.mark.gpu(1)

@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from ep_plugin import env
 from ep_plugin.errors import CommunicatorClosed, DisagreementError, EpPluginError, PeerAborted, PeerTimeout
+from ep_plugin.transport import open_memory
+from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.nvlink import NvlinkMemory, _symmetric_memory
-from ep_plugin.transport.peer import PeerBuffer, PeerMemory, open_memory
+from ep_plugin.transport.peer import PeerBuffer, PeerMemory
 from tests.transport.memory_ranks import die, run
 
 MIB = 1 << 20
@@ -66,7 +68,7 @@ def check_shared(memory: PeerMemory, buffer: PeerBuffer) -> None:
 def _allocate_grow_close(rank: int, size: int) -> None:
     device = device_of(rank)
     saved = dict(env.os.environ)
-    memory = open_memory(None, device)
+    memory = open_memory(Exchange(), device)
     assert isinstance(memory, NvlinkMemory) and memory.device == device
     buffers = [memory.allocate(nbytes, f"block of {nbytes}") for nbytes in (16, 5000, 3 * MIB)]
     for buffer in buffers:
@@ -118,14 +120,14 @@ def _subgroups_first(rank: int, size: int) -> None:
     others = dist.new_group([2, 1])
     if rank in (0, 1):
         _pytorchs_own_rendezvous(pair, device)
-        of_pair = open_memory(pair, device)
+        of_pair = open_memory(Exchange(pair), device)
         check_shared(of_pair, of_pair.allocate(4096, "block of the pair"))
         check_shared(of_pair, of_pair.allocate(8192, "second block of the pair"))
-    world = open_memory(None, device)
+    world = open_memory(Exchange(), device)
     first = world.allocate(4096, "block of all")
     check_shared(world, first)
     if rank in (1, 2):
-        of_others = open_memory(others, device)
+        of_others = open_memory(Exchange(others), device)
         assert of_others.exchange.rank == dist.get_rank(others)
         check_shared(of_others, of_others.allocate(4096, "block of the others"))
         of_others.close()
@@ -143,7 +145,7 @@ def test_groups_that_have_exchanged_differently_often_still_meet() -> None:
 
 def _refusals(rank: int, size: int) -> None:
     device = device_of(rank)
-    memory = open_memory(None, device)
+    memory = open_memory(Exchange(), device)
     with pytest.raises(DisagreementError, match="ranks disagree on an allocation"):
         memory.allocate(4096 * (rank + 1), "block")
     with pytest.raises(EpPluginError, match="allocation of everything"):
@@ -169,7 +171,7 @@ def test_refused_allocations_are_told_to_all() -> None:
 
 
 def _one_dies(rank: int, size: int) -> None:
-    memory = open_memory(None, device_of(rank))
+    memory = open_memory(Exchange(), device_of(rank))
     buffer = memory.allocate(MIB, "block")
     write(buffer.ptrs[rank], bytes([rank + 1]) * 100)
     memory.exchange.barrier("written")
@@ -188,7 +190,7 @@ def test_survivors_of_a_dead_rank_are_told_and_close() -> None:
 
 
 def _left_open(rank: int, size: int) -> None:
-    memory = open_memory(None, device_of(rank))
+    memory = open_memory(Exchange(), device_of(rank))
     memory.allocate(MIB, "never closed")
     memory.exchange.barrier("allocated")
 
@@ -199,7 +201,7 @@ def test_a_process_that_closes_nothing_ends_well() -> None:
 
 
 def _device_fails(rank: int, size: int) -> None:
-    memory = open_memory(None, device_of(rank))
+    memory = open_memory(Exchange(), device_of(rank))
     buffer = memory.allocate(MIB, "block")
     memory.exchange.barrier("allocated")
     if rank == 0:

@@ -69,9 +69,9 @@ def test_other_words_are_refused_before_any_step(tree: Path, steps: tuple[str, .
     [
         ("more", {}, "fsdp2 --compile --unit 2 --compared 50 --backend cuda"),
         ("more", {"LAYERS": "8"}, "fsdp2 --compile --unit 2 --compared 50 --layers 8 --backend cuda"),
-        ("train", {}, "train_qwen3_moe.py --preset 30b-a3b --layers 4 "),
-        ("deepseek", {}, "train_deepseek_hf.py --preset v3 --compare all_to_all --launch 2 --out runs/"),
-        ("deepseek", {"LAYERS": "2", "STEPS": "8"}, "train_deepseek_megatron.py --layers 2 --compare alltoall"),
+        ("train", {}, "examples.compare qwen3_moe --preset 30b-a3b --layers 4 --no-fsdp2 "),
+        ("deepseek", {}, "examples.compare deepseek_v3 --preset v3 --ranks 2 --out runs/"),
+        ("deepseek", {"LAYERS": "2", "STEPS": "8"}, "examples.compare megatron --layers 2 --ranks 2"),
     ],
 )
 def test_layers_are_those_of_what_trains(tree: Path, step: str, variables: dict[str, str], wanted: str) -> None:
@@ -125,7 +125,7 @@ def test_a_result_is_named_after_its_layers(tree: Path, step: str, variables: di
     assert done.returncode == 0, done.stderr
     results = sorted(path.stem for path in (tree / "benchmarks/results/h200x2").glob("*.json"))
     assert results == [f"train_{name}" for name in names.split()]
-    trained = [call for call in calls if call.startswith("examples/")]
+    trained = [call for call in calls if call.startswith("-m examples.compare")]
     assert all(("--steps 8" in call) is ("STEPS" in variables) for call in trained)
 
 
