@@ -226,13 +226,13 @@ class Exchange:
             nonlocal invited, missing
             raise_failures()
             joined = [self._token, *tokens().values()]
-            if len(joined) == self.size and joined != invited:
-                invited = joined
-                write("invitation", 0, {"nonce": self._token, "number": self._number, "tokens": joined})
-            accepted = read("accept", missing)
+            accepted = read("accept", missing)  # after the tokens: a rank that has left may have joined its next exchange
             missing = [rank for rank in missing if accepted.get(rank, {}).get("nonce") != self._token]
             if not missing:
                 self._nonce = self._token
+            elif len(joined) == self.size and joined != invited:
+                invited = joined
+                write("invitation", 0, {"nonce": self._token, "number": self._number, "tokens": joined})
             return not missing
 
         def follow() -> bool:

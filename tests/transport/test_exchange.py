@@ -161,6 +161,27 @@ def test_different_steps_aborts_and_bad_groups_are_told_at_once():
     run(3, _refusals)
 
 
+def _leader_is_late(rank: int, size: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    first, second = Exchange(), Exchange()
+
+    def until_the_others_have_left() -> None:
+        if store.check([f"{first._scope}/invitation/0"]):
+            store.wait(["again/1", "again/2"])
+
+    if rank == 0:
+        first.watch = until_the_others_have_left
+    else:
+        second.watch = lambda: store.set(f"again/{rank}", "")  # while it waits for rank 0
+    with pytest.raises(DisagreementError, match="'step [ab]' as on rank"):
+        first.all_gather("step b" if rank == 1 else "step a")
+    second.barrier("together")
+
+
+def test_rank_that_accepts_late_compares_with_the_exchange_that_it_was_invited_to():
+    run(3, _leader_is_late)
+
+
 def _stopped_store(pipe: Any) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
