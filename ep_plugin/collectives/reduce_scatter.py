@@ -20,9 +20,9 @@ import torch.distributed as dist
 from ep_plugin import _C
 from ep_plugin.collectives.base import Collective, CollectiveWork
 from ep_plugin.collectives.engine import CollectiveEngine
-from ep_plugin.collectives.failures import STATUS_BYTES
 from ep_plugin.collectives.shards import as_bytes, cut, listed
 from ep_plugin.dtypes import ELEMENTS
+from ep_plugin.runtime.failures import STATUS_BYTES
 
 _REDUCE = dist.ReduceOp
 

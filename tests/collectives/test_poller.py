@@ -8,7 +8,7 @@ import sys
 SCRIPT = """
 import atexit
 
-from ep_plugin.collectives.poller import Poller
+from ep_plugin.runtime.poller import Poller
 
 
 class Polled:

@@ -21,7 +21,7 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.collectives.blocks import Node, tensor_at
-from ep_plugin.collectives.poller import Poller
+from ep_plugin.runtime.poller import Poller
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.shm import ShmMemory
 

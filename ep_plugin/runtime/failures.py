@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from ep_plugin import _C
-from ep_plugin.collectives.poller import Poller
 from ep_plugin.runtime.board import Boards
 from ep_plugin.runtime.faults import culprit
+from ep_plugin.runtime.poller import Poller
 from ep_plugin.transport.exchange import Exchange
 
 STATUS_BYTES = 8
@@ -40,6 +40,7 @@ class GroupBoards(Boards):
     def __init__(
         self,
         exchange: Exchange,
+        local_experts: int,
         state: torch.Tensor,
         num_nodes: int,
         store: Any,
@@ -65,7 +66,7 @@ class GroupBoards(Boards):
         self._received = torch.zeros(num_nodes, STATUS_BYTES, dtype=torch.uint8, device=state.device)
         self._on_host = torch.zeros(num_nodes, STATUS_BYTES, dtype=torch.uint8, pin_memory=state.is_cuda)
         self._words = (ctypes.c_uint64 * num_nodes).from_address(self._on_host.data_ptr())
-        super().__init__(exchange, 0, state.device)
+        super().__init__(exchange, local_experts, state.device)
         _poller.add(self)
 
     def quiet(self) -> bool:

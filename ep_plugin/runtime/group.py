@@ -1,0 +1,194 @@
+"""The base of communicators whose group may span nodes: the node map, the ranks of this node, rails, and failures.
+
+Shapes: R ranks in the group, N nodes of G ranks each, R = N * G. `rank` is the rank in the group, `index` the local
+rank in the node. Errors name ranks of the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_plugin import _C, env
+from ep_plugin.errors import EpPluginError, NotSupported, PeerTimeout, reason_of
+from ep_plugin.runtime.base import BaseEngine
+from ep_plugin.runtime.board import Boards
+from ep_plugin.runtime.failures import GroupBoards
+from ep_plugin.runtime.faults import GRACE_S, aborted_error, error_of, gave_up
+from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.rails import Rails
+from ep_plugin.transport.topology import RankReport, discover
+
+
+class GroupEngine(BaseEngine):
+    """A communicator over the nodes of a group. Subclasses add what the ranks of a node share.
+
+    Attributes:
+        node_map: which ranks of the group are on which node.
+        node, index: this rank's node, and its place there.
+        node_ranks: the ranks of the group on this node; node_size is their number, G.
+        within: the exchange between them.
+        rails: the way to the other nodes.
+        state: the device memory of this communicator's kernels, uint8.
+        group_boards: `boards` if the group spans nodes.
+    """
+
+    group_boards: GroupBoards | None = None
+
+    def _construct(self, group: dist.ProcessGroup, *given: Any) -> None:
+        self.node_map, reports = discover(self.exchange, self.device)
+        _check_hosts(reports)
+        self.node = self.node_map.node_of(self.rank)
+        self.index = self.node_map.local_rank_of(self.rank)
+        self.node_ranks = self.node_map.node_ranks(self.node)
+        self.node_size = len(self.node_ranks)
+        if self.node_size > _C.max_ranks:
+            raise NotSupported(f"group: expected at most {_C.max_ranks} ranks on one node, got {self.node_size}")
+        self.rails = Rails(self.exchange, group, self.node_map, self.device)
+        self._resources.callback(self.rails.close)
+        within = self.within = self.exchange
+        if self.rails.nodes:
+            within = self.within = Exchange(group, self.timeout_s, ranks=self.node_ranks)
+            self._resources.callback(within.close)
+        self.state = torch.zeros(_C.state_bytes, dtype=torch.uint8, device=self.device)
+        try:
+            self._construct_node(*given)
+        except BaseException as error:
+            within.abort(reason_of(error))
+            raise
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.exchange.barrier("construct communicator")
+        self._connect()
+        self.exchange.watch = within.watch = weakly(self.check)
+
+    @abstractmethod
+    def _construct_node(self, *given: Any) -> None:
+        """Makes what the ranks of this node share, collectively among them."""
+
+    def _connect(self) -> None:
+        """What follows when all nodes are made. Collective over the group."""
+
+    def _make_boards(self, local_experts: int) -> None:
+        if self.rails.nodes:
+            store, found = self.exchange.store("failure"), weakly(self._fail_with_another_node)
+            self.boards = self.group_boards = GroupBoards(
+                self.within,
+                local_experts,
+                self.state,
+                self.node_map.num_nodes,
+                store,
+                self.rank,
+                self.size,
+                found,
+            )
+        else:
+            self.boards = Boards(self.within, local_experts, self.device)
+        self._resources.callback(self.boards.close)
+
+    def _comm_struct(self, control: Sequence[int], num_experts: int, plain: bool = False) -> Any:
+        """The communicator as kernels of this node see it. num_experts: of the node."""
+        comm = _C.Comm(
+            rank=self.index,
+            num_ranks=self.node_size,
+            num_experts=num_experts,
+            gate=_C.Step[(env.settings().test_gate or "none").upper()],
+            plain=int(plain),
+            timeout_ns=int(self.timeout_s * 1e9),
+            state=self.state.data_ptr(),
+            board=self.boards.device_address,
+        )
+        comm.set_control(list(control))
+        return comm
+
+    @contextlib.contextmanager
+    def on_rail(self) -> Iterator[None]:
+        """Wraps calls of the rails. A backend fails whatever has ended a peer, and does not say which peer. So a
+        failure that another rank publishes within a moment is raised in place of the backend's error."""
+        try:
+            yield
+        except PeerTimeout as error:
+            found = self._blamed(error) if self.boards.quiet() else error
+            self.check()
+            if found is error:
+                raise
+            raise found from None
+
+    def found_error(self) -> EpPluginError | ValueError | None:
+        error, boards = error_of(self), self.group_boards
+        if boards is None:
+            return error
+        if isinstance(error, PeerTimeout):
+            return self._blamed(error)
+        bad_node = boards.bad_node()
+        if error is not None or bad_node is None:
+            return error
+        peer = self.node_map.node_ranks(bad_node)[self.index]
+        first = boards.wait_for_first(GRACE_S) or (peer, "a sum inside its node has failed")
+        return aborted_error(self, *first)
+
+    def _blamed(self, error: PeerTimeout) -> EpPluginError:
+        """`error`, or the one that names the rank at fault, as far as the ranks of all nodes publish in a moment."""
+        boards = self.group_boards
+        assert boards is not None
+        at_fault = boards.culprit(error.rank)
+        if boards.first is not None:
+            return aborted_error(self, *boards.first)
+        if at_fault == error.rank:
+            return error
+        return PeerTimeout(f"{error} {gave_up(error.rank, at_fault)}", at_fault, error.step)
+
+    def _remember(self, error: EpPluginError | ValueError) -> None:
+        """Peers on this node see by themselves that another rank is late. Peers on other nodes do not, and no peer sees
+        that this rank's rail is broken."""
+        super()._remember(error)
+        if isinstance(error, PeerTimeout) and self.group_boards is not None:
+            if error.step == "rail":
+                self.boards.tell_abort(reason_of(error))
+            else:
+                self.group_boards.post(reason_of(error))
+
+    def _fail_with_another_node(self, rank: int, reason: str) -> None:
+        """Ends the waits of this node, since `rank` of another one has failed."""
+        assert self.group_boards is not None
+        self.group_boards.mark(rank, reason)
+        self.rails.abort()
+
+    def _drained(self) -> Exception | None:
+        if self._error is not None or not self.boards.quiet():
+            self.rails.abort()  # nothing else ends a wait for a rank that is gone
+        return super()._drained()
+
+    def group_rank(self, index: int) -> int:
+        """As in the base. Boards also name ranks of other nodes: those come after the ranks of the node."""
+        if not 0 <= index < self.node_size + self.size:
+            raise IndexError(f"expected an index below {self.node_size + self.size}, got {index}")
+        return self.node_ranks[index] if index < self.node_size else index - self.node_size
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """`method` without keeping its object alive: does nothing when the object is gone."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        bound = found()
+        if bound is not None:
+            bound(*args)
+
+    return call
+
+
+def _check_hosts(reports: Sequence[RankReport]) -> None:
+    """Ranks that do not know where they run could be counted on one host or on several."""
+    for report in reports:
+        if report.ranks_per_node is None and "/" not in report.host.strip("/"):
+            raise ValueError(
+                f"group: expected ranks that know their host, got rank {report.rank} on {report.host!r}, which has "
+                "neither a boot id nor a machine id; set EP_PLUGIN_RANKS_PER_NODE on every rank"
+            )
