@@ -13,6 +13,7 @@ from ep_plugin.errors import NotSupported
 MAX_TOPK = 128
 MAX_EXPERTS = 2**31 - 1
 MAX_ALIGNMENT = 1 << 20
+MAX_RAIL_CHUNKS = 6
 MAX_TIMEOUT_S = 1e9
 ROW_ALIGNMENT_BYTES = 16
 MODES = ("ht", "ll")
@@ -49,6 +50,8 @@ class MoECommunicatorConfig:
         "ht".
     max_row_bytes: bytes of the widest row, a multiple of 16. None: hidden_size elements of any dtype.
     expert_alignment: each expert's group of FLAT rows is padded to a multiple of this, at most 2**20.
+    rail_chunks: where the group spans nodes, the number of parts, 1 to 6, in which a rank's rows cross to each other
+        node. One part is forwarded while the next one crosses. None: by the number of nodes.
     timeout_s: seconds that a rank waits for its peers, at most 1e9. None: the process group's own timeout.
     dispatch_send_sms, dispatch_recv_sms, combine_send_sms, combine_recv_sms: SMs of each kernel. None: as many as fill
         the links with rows of the operation's shape, and more for small batches, if the operation's other kernel
@@ -66,6 +69,7 @@ class MoECommunicatorConfig:
     layout: DispatchLayout | str | None = None
     max_row_bytes: int | None = None
     expert_alignment: int = 1
+    rail_chunks: int | None = None
     timeout_s: float | None = None
     dispatch_send_sms: int | None = None
     dispatch_recv_sms: int | None = None
@@ -75,7 +79,7 @@ class MoECommunicatorConfig:
     def __post_init__(self) -> None:
         for name in ("num_experts", "hidden_size", "topk", "expert_alignment"):
             _check_at_least(1, name, getattr(self, name))
-        for name in ("max_tokens_per_rank", "max_row_bytes", *SMS_FIELDS):
+        for name in ("max_tokens_per_rank", "max_row_bytes", "rail_chunks", *SMS_FIELDS):
             if getattr(self, name) is not None:
                 _check_at_least(LEAST_SMS.get(name, 1), name, getattr(self, name))
         if self.num_experts > MAX_EXPERTS:
@@ -88,6 +92,8 @@ class MoECommunicatorConfig:
             raise ValueError(f"max_row_bytes: expected a multiple of {ROW_ALIGNMENT_BYTES}, got {self.max_row_bytes}")
         if self.expert_alignment > MAX_ALIGNMENT:
             raise ValueError(f"expert_alignment: expected at most {MAX_ALIGNMENT}, got {self.expert_alignment}")
+        if self.rail_chunks is not None and self.rail_chunks > MAX_RAIL_CHUNKS:
+            raise ValueError(f"rail_chunks: expected at most {MAX_RAIL_CHUNKS}, got {self.rail_chunks}")
         _check_timeout(self.timeout_s)
         if self.layout in [layout.value for layout in DispatchLayout]:
             object.__setattr__(self, "layout", DispatchLayout(self.layout))

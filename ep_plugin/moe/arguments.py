@@ -162,29 +162,36 @@ def is_bounded(routing: Routing) -> bool:
     return len(routing.totals) == 1
 
 
-def check_routing(engine: Engine, name: str, routing: DispatchHandle) -> None:
-    """A handle's tensors are where, and as, dispatch made them: kernels take their addresses."""
-    check_tensors(**{f"{name}.{field}": tensor for field, tensor in zip(routing._fields, routing[:-1], strict=False)})
-    if routing.topk_ids.dim() != 2:
-        raise ValueError(f"{name}.topk_ids: expected 2 dimensions, got shape {tuple(routing.topk_ids.shape)}")
-    T, K = routing.topk_ids.shape
-    totals, most = routing.totals, engine.config.max_tokens_per_rank
+def check_handle_tensors(engine: Engine, name: str, handle: DispatchHandle, num_totals: int) -> None:
+    """A handle's tensors are of the dtypes and on the devices that dispatch made them, and totals of its size."""
+    check_tensors(**{f"{name}.{field}": tensor for field, tensor in zip(handle._fields, handle[:-1], strict=False)})
+    if handle.topk_ids.dim() != 2:
+        raise ValueError(f"{name}.topk_ids: expected 2 dimensions, got shape {tuple(handle.topk_ids.shape)}")
+    totals = handle.totals
     check_memory(f"{name}.totals", totals)
-    if (
-        totals.device.type != "cpu"
-        or totals.dtype is not torch.int64
-        or totals.shape not in ((1,), (engine.num_totals,))
-    ):
+    if totals.device.type != "cpu" or totals.dtype is not torch.int64 or totals.shape not in ((1,), (num_totals,)):
         raise ValueError(
-            f"{name}.totals: expected 1 or {engine.num_totals} torch.int64 in host memory, got shape "
+            f"{name}.totals: expected 1 or {num_totals} torch.int64 in host memory, got shape "
             f"{tuple(totals.shape)} of {totals.dtype} on {totals.device}"
         )
+    for field, tensor in zip(handle._fields, handle[:3], strict=False):
+        _check_here(engine, f"{name}.{field}", tensor)
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}.{field}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
+        if tensor.dtype is not torch.int32:
+            raise ValueError(f"{name}.{field}: expected torch.int32, got {tensor.dtype}")
+
+
+def check_routing(engine: Engine, name: str, routing: DispatchHandle) -> None:
+    """A handle's tensors are where, and as, dispatch made them: kernels take their addresses."""
+    check_handle_tensors(engine, name, routing, engine.num_totals)
+    T, K = routing.topk_ids.shape
+    totals, most = routing.totals, engine.config.max_tokens_per_rank
     slots = int(totals[_SLOTS]) if len(totals) > 1 else engine.size * (most or 0)
     shapes = ((T, K), (engine.plan_words(T, K),), (slots, K))
     for field, tensor, shape in zip(routing._fields, routing[:3], shapes, strict=False):
-        _check_beside(f"{name}.{field}", tensor, shape, engine)
-        if tensor.dtype is not torch.int32:
-            raise ValueError(f"{name}.{field}: expected torch.int32, got {tensor.dtype}")
+        if tensor.shape != shape:
+            raise ValueError(f"{name}.{field}: expected shape {shape}, got {tuple(tensor.shape)}")
 
 
 def _check_quantizable(call: DispatchCall) -> None:

@@ -6,6 +6,8 @@ E_l = E / R local experts, N rows received.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -15,11 +17,14 @@ import torch.distributed as dist
 from ep_plugin import _C
 from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.moe import operators as ops
+from ep_plugin.moe.across_nodes.combine import CombineAcrossNodes
+from ep_plugin.moe.across_nodes.dispatch import DispatchAcrossNodes
+from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.moe.arguments import as_weights, check_quantize, check_tensors
 from ep_plugin.moe.high_throughput.combine import Combine
 from ep_plugin.moe.high_throughput.dispatch import Dispatch
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
-from ep_plugin.moe.in_flight import CombineWork, DispatchWork, InFlight, untraced
+from ep_plugin.moe.in_flight import CombineWork, DispatchWork, InFlight, Operation, untraced
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput, DispatchResult
 from ep_plugin.moe.registry import register, shared_communicator
 from ep_plugin.runtime.base import leave
@@ -63,7 +68,15 @@ class MoECommunicator:
         self.config = config
         engine = self.engine = HighThroughputEngine(group, config, resolve_device(group, device))
         self.in_flight = InFlight(engine)
-        self.number = register(self, f"{engine.config_hash} {engine.size} {engine.meta_words} {_C.num_totals}")
+        self.new_dispatch: Callable[..., Operation] = functools.partial(Dispatch, engine)
+        """Makes the operation of a dispatch from its operator's arguments."""
+        self.new_combine: Callable[..., Operation] = functools.partial(Combine, engine)
+        if engine.rails.nodes:
+            nodes = Nodes(engine)
+            self.new_dispatch = functools.partial(DispatchAcrossNodes, nodes)
+            self.new_combine = functools.partial(CombineAcrossNodes, nodes)
+        sizes = f"{engine.config_hash} {engine.size} {engine.node_map.num_nodes} {engine.meta_words} {_C.num_totals}"
+        self.number = register(self, sizes)
 
     @classmethod
     @untraced
@@ -199,7 +212,7 @@ class MoECommunicator:
             A work whose `wait()` returns what `dispatch` does.
         """
         given = (x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
-        started = self.in_flight.start(Dispatch(self.engine, *self._dispatch_arguments(*given)))
+        started = self.in_flight.start(self.new_dispatch(*self._dispatch_arguments(*given)))
         return DispatchWork(started, lambda: self._dispatch(started.number, *given))
 
     @untraced
@@ -219,7 +232,7 @@ class MoECommunicator:
             A work whose `wait()` returns what `combine` does.
         """
         given = (y, handle, weights, bias)
-        started = self.in_flight.start(Combine(self.engine, *self._combine_arguments(*given)))
+        started = self.in_flight.start(self.new_combine(*self._combine_arguments(*given)))
         return CombineWork(started, lambda: self._combine(started.number, *given))
 
     def set_sms(self, **sms: int | None) -> None:

@@ -17,9 +17,8 @@ from torch._compile import _disable_dynamo
 
 from ep_plugin.moe import autograd
 from ep_plugin.moe.arguments import check_devices
-from ep_plugin.moe.high_throughput.combine import Combine
-from ep_plugin.moe.high_throughput.dispatch import Dispatch, empty_rows
-from ep_plugin.moe.in_flight import Tensors
+from ep_plugin.moe.high_throughput.dispatch import empty_rows
+from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchCall
 from ep_plugin.moe.registry import communicator
 from ep_plugin.runtime.tensors import PLAIN, is_lazy, is_traced
@@ -29,12 +28,13 @@ _library = torch.library.Library("ep_plugin", "DEF")
 
 def _operator(
     schema: str,
-    kind: type[Dispatch] | type[Combine],
+    new: Callable[[Any], Callable[..., Operation]],
     fake: Callable[..., Tensors],
     save: Callable[..., None],
     backward: Callable[..., tuple[torch.Tensor | None, ...]],
 ) -> Callable[..., Any]:
-    """Defines an operator that runs operations of `kind`. Returns a function of its arguments, with its results.
+    """Defines an operator that runs the operations of a communicator's `new`. Returns a function of its arguments, with
+    its results.
 
     When no compiler, mode or profiler has to see the operator, the function does the same without torch's dispatcher,
     which takes longer than all checks.
@@ -48,7 +48,7 @@ def _operator(
     def run(*inputs: Any) -> Tensors:
         *given, started = inputs
         here = communicator(given[-1])
-        return here.in_flight.collect(started) if started else here.in_flight.run(kind(here.engine, *given))
+        return here.in_flight.collect(started) if started else here.in_flight.run(new(here)(*given))
 
     def with_empty(compute: Callable[..., Tensors]) -> Callable[..., tuple[torch.Tensor, ...]]:
         def kernel(*inputs: Any) -> tuple[torch.Tensor, ...]:
@@ -124,7 +124,7 @@ dispatch: Callable[..., Any] = _operator(
     "Tensor[] previous, int comm, int started) -> (Tensor tokens, Tensor scales, Tensor weights, Tensor ids, "
     "Tensor expert_counts, Tensor expert_offsets, Tensor limits, Tensor host_counts, "
     "Tensor h_topk_ids, Tensor h_plan, Tensor h_recv_rows, Tensor h_totals)",
-    Dispatch,
+    lambda comm: comm.new_dispatch,
     _fake_dispatch,
     autograd.save_dispatch,
     lambda *given: autograd.dispatch_backward(combine, *given),
@@ -132,7 +132,7 @@ dispatch: Callable[..., Any] = _operator(
 combine: Callable[..., Any] = _operator(
     "combine(Tensor y, Tensor? weights, Tensor? bias, Tensor? extra, Tensor[] routing, int comm, int started) "
     "-> (Tensor out, Tensor extra_out)",
-    Combine,
+    lambda comm: comm.new_combine,
     _fake_combine,
     autograd.save_combine,
     lambda *given: autograd.combine_backward(dispatch, *given),

@@ -14,14 +14,13 @@ import torch.distributed as dist
 from ep_plugin import _C, env
 from ep_plugin.config import SMS_FIELDS, DispatchLayout, MoECommunicatorConfig
 from ep_plugin.dtypes import DTYPES
-from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError, NotSupported
+from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
 from ep_plugin.moe.arguments import check_routing
 from ep_plugin.moe.high_throughput import sms
 from ep_plugin.moe.high_throughput.history import Expected, LatestRouting
 from ep_plugin.moe.layout import DispatchHandle, Routing
-from ep_plugin.runtime.base import BaseEngine
-from ep_plugin.runtime.board import Boards
-from ep_plugin.runtime.faults import DISAGREE_ON, error_of
+from ep_plugin.runtime.faults import DISAGREE_ON
+from ep_plugin.runtime.group import GroupEngine, weakly
 from ep_plugin.runtime.streams import kernels_for, send_receive_streams
 from ep_plugin.transport import open_memory, transport_for
 from ep_plugin.transport.exchange import Exchange
@@ -38,13 +37,16 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-class HighThroughputEngine(BaseEngine):
-    """The resources of one communicator. Construction is collective over `group`; so is every growth of a pool."""
+class HighThroughputEngine(GroupEngine):
+    """The resources of one communicator. Construction is collective over `group`; so is every growth of a pool.
 
-    def __init__(self, group: dist.ProcessGroup | None, config: MoECommunicatorConfig, device: torch.device) -> None:
-        super().__init__(Exchange(group, timeout_s=config.timeout_s), device, config)
+    Kernels, boards and pools are those of the ranks of this node, G of the group's R ranks.
+    """
 
-    def _construct(self, config: MoECommunicatorConfig) -> None:
+    def __init__(self, group: dist.ProcessGroup, config: MoECommunicatorConfig, device: torch.device) -> None:
+        super().__init__(Exchange(group, timeout_s=config.timeout_s), device, group, config)
+
+    def _construct(self, group: dist.ProcessGroup, config: MoECommunicatorConfig) -> None:
         self.config, device = config, self.device
         self.kernels = kernels_for(device)
         self.config_hash = config.agreement_hash()
@@ -57,30 +59,31 @@ class HighThroughputEngine(BaseEngine):
         self._agree()
         self.local_experts = config.num_experts // self.size
         self.num_totals = _C.num_totals + self.local_experts
-        self.meta_words = _C.meta_words(self.size, config.num_experts)
         self.latest_routing, self.expected = LatestRouting(), Expected()
         self._tickets = 0
         self.reserved = 0
         """Calls of `reserve`; peers compare it when they grow a pool."""
         self._pools: dict[int, PeerBuffer] = {}
-        self.boards = Boards(self.exchange, self.local_experts, device)
-        self._resources.callback(self.boards.close)
-        self.memory = open_memory(self.exchange, device)
+        super()._construct(group)
+
+    def _construct_node(self) -> None:
+        device = self.device
+        self.node_experts = self.local_experts * self.node_size
+        if device.type == "cuda" and self.node_experts + self.node_size > _C.max_keys:
+            raise ValueError(
+                f"num_experts: expected at most {_C.max_keys - self.node_size} on cuda for {self.node_size} ranks of a "
+                f"node, got {self.node_experts}"
+            )
+        self.meta_words = _C.meta_words(self.node_size, self.node_experts)
+        self._make_boards(self.local_experts)
+        self.memory = open_memory(self.within, device)
         self._resources.callback(self.memory.close)
-        self._resources.callback(self._pools.clear)
-        self._control = self.memory.allocate(_C.control_bytes(self.size, config.num_experts), "control")
-        self._state = torch.zeros(_C.state_bytes, dtype=torch.uint8, device=device)
-        self.comm = self._comm_struct()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self.exchange.barrier("construct communicator")
-        self.exchange.watch = _watch_of(self)
+        self._control = self.memory.allocate(_C.control_bytes(self.node_size, self.node_experts), "control")
+        self.comm = self._comm_struct(self._control.ptrs, self.node_experts, plain=env.settings().plain_kernels)
 
     def _agree(self) -> None:
         """Refuses, before anything is allocated, what this group cannot serve or does not agree on."""
-        config, on_cuda = self.config, self.device.type == "cuda"
-        if self.size > _C.max_ranks:
-            raise NotSupported(f"group: expected at most {_C.max_ranks} ranks on one node, got {self.size}")
+        config = self.config
         transport_for(self.device)
         mine = [config.describe(), self.device.type]
         for rank, theirs in enumerate(self.exchange.all_gather("agree on the config", mine)):
@@ -89,30 +92,10 @@ class HighThroughputEngine(BaseEngine):
                     f"ranks disagree on the communicator: rank {self.rank} has {mine[0]} on {mine[1]}, "
                     f"rank {rank} has {theirs[0]} on {theirs[1]}"
                 )
-        if on_cuda and config.num_experts + self.size > _C.max_keys:
-            raise ValueError(
-                f"num_experts: expected at most {_C.max_keys - self.size} on cuda with {self.size} ranks, "
-                f"got {config.num_experts}"
-            )
         if config.num_experts % self.size:
             raise ValueError(
                 f"num_experts: expected a multiple of the group's {self.size} ranks, got {config.num_experts}"
             )
-
-    def _comm_struct(self) -> Any:
-        settings = env.settings()
-        comm = _C.Comm(
-            rank=self.rank,
-            num_ranks=self.size,
-            num_experts=self.config.num_experts,
-            gate=_C.Step[(settings.test_gate or "none").upper()],
-            plain=int(settings.plain_kernels),
-            timeout_ns=int(self.timeout_s * 1e9),
-            state=self._state.data_ptr(),
-            board=self.boards.device_address,
-        )
-        comm.set_control(list(self._control.ptrs))
-        return comm
 
     # -- SMs -----------------------------------------------------------------------------------------------------
 
@@ -133,12 +116,14 @@ class HighThroughputEngine(BaseEngine):
     def dispatch_sms(self, num_tokens: int, row_bytes: int, topk: int, quantize: bool) -> sms.KernelSms:
         """The SMs of a dispatch of T = num_tokens; row_bytes: on the wire, with scales. Ranks may differ."""
         small = num_tokens <= sms.SMALL_BATCH_TOKENS
-        return sms.fitted(self._sms[0], self._usable_sms, sms.for_dispatch(self.size, small, row_bytes, topk, quantize))
+        return sms.fitted(
+            self._sms[0], self._usable_sms, sms.for_dispatch(self.node_size, small, row_bytes, topk, quantize)
+        )
 
     def combine_sms(self, num_tokens: int, row_bytes: int, topk: int) -> sms.KernelSms:
         """The SMs of a combine to T = num_tokens; row_bytes: of a partial row."""
         small, terms_of = num_tokens <= sms.SMALL_BATCH_TOKENS, topk if self.flat else 1  # TOKEN_MAJOR rows are sums
-        return sms.fitted(self._sms[1], self._usable_sms, sms.for_combine(self.size, small, row_bytes, terms_of))
+        return sms.fitted(self._sms[1], self._usable_sms, sms.for_combine(self.node_size, small, row_bytes, terms_of))
 
     # -- pools ---------------------------------------------------------------------------------------------------
 
@@ -170,10 +155,10 @@ class HighThroughputEngine(BaseEngine):
                 "and a CUDA graph is being captured: run one step of this shape before capturing"
             )
         self.streams.drain()
-        self.exchange.watch = _watch_of(self, growing=(name, nbytes))
-        sizes = self.exchange.all_gather(f"grow {name}", nbytes)
-        self.exchange.watch = _watch_of(self)
-        for rank, theirs in enumerate(sizes):
+        self.within.watch = _watch_of(self, (name, nbytes))
+        sizes = self.within.all_gather(f"grow {name}", nbytes)
+        self.within.watch = weakly(self.check)
+        for rank, theirs in zip(self.node_ranks, sizes, strict=True):
             if theirs != nbytes:
                 raise self.disagreement_on_pool(name, nbytes, rank, f"{theirs}")
         old = self._pools.pop(pool, None)
@@ -192,8 +177,8 @@ class HighThroughputEngine(BaseEngine):
     # -- routings ------------------------------------------------------------------------------------------------
 
     def plan_words(self, num_tokens: int, topk: int) -> int:
-        """int32 words of a handle's plan: meta, then send_pos ``[T, R]``, then pair_pos ``[T, K]``."""
-        return self.meta_words + num_tokens * (self.size + topk)
+        """int32 words of a plan on this node: meta, then send_pos ``[T, G]``, then pair_pos ``[T, K]``."""
+        return self.meta_words + num_tokens * (self.node_size + topk)
 
     def routing(self, name: str, tensors: Sequence[torch.Tensor], comm: int) -> Routing:
         """A handle, checked. ValueError, with the argument's `name`, when its tensors are not as dispatch made them."""
@@ -220,7 +205,7 @@ class HighThroughputEngine(BaseEngine):
             alignment=self.config.expert_alignment,
             topk_ids=topk_ids.data_ptr(),
             send_pos=send_pos,
-            pair_pos=send_pos + _WORD_BYTES * T * self.size,
+            pair_pos=send_pos + _WORD_BYTES * T * self.node_size,
             meta=meta,
             recv_rows=address(recv_rows),
             slots=0 if recv_rows is None else recv_rows.shape[0],
@@ -253,9 +238,6 @@ class HighThroughputEngine(BaseEngine):
 
     # -- errors --------------------------------------------------------------------------------------------------
 
-    def found_error(self) -> EpPluginError | ValueError | None:
-        return error_of(self)
-
     def described(self, field: int, value: int) -> tuple[str, str]:
         name, said = _C.header_fields[field], str(value)  # a peer may have garbled the value
         if name == "dtype" and 0 <= value < len(DTYPES):
@@ -265,8 +247,8 @@ class HighThroughputEngine(BaseEngine):
         return _FIELD_NAMES.get(name, name.replace("_", " ")), said
 
 
-def _watch_of(engine: HighThroughputEngine, growing: tuple[str, int] | None = None) -> Callable[[], None]:
-    """The check that ends an exchange early: after an abort, or when a peer leaves a growing pool (name, bytes)."""
+def _watch_of(engine: HighThroughputEngine, growing: tuple[str, int]) -> Callable[[], None]:
+    """The check that ends an exchange early: after an abort, or when a peer leaves the `growing` pool, (name, bytes)."""
     found = weakref.ref(engine)
 
     def watch() -> None:
@@ -274,9 +256,8 @@ def _watch_of(engine: HighThroughputEngine, growing: tuple[str, int] | None = No
         if engine is None:
             return
         engine.check()
-        if growing is not None:
-            for rank in range(engine.size):
-                if rank != engine.rank and engine.boards.reserved_pools_of(rank) > engine.reserved:
-                    raise engine.disagreement_on_pool(*growing, rank, "no more than there are")
+        for index, rank in enumerate(engine.node_ranks):
+            if index != engine.index and engine.boards.reserved_pools_of(index) > engine.reserved:
+                raise engine.disagreement_on_pool(*growing, rank, "no more than there are")
 
     return watch

@@ -1,0 +1,152 @@
+"""Combine over several nodes: dispatch backwards.
+
+Every segment's rows are combined inside the node, by the rank that has forwarded their tokens: it adds the partial rows
+of the node's ranks, in the order of local ranks, in float32, and rounds once. The sums of other nodes' tokens return
+over the rail. The owner adds one row per node, in the order of nodes, and the bias.
+
+Shapes: T tokens, K experts per token, N rows of the dispatch's output, H hidden size, T_m tokens of a segment.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS
+from ep_plugin.moe.across_nodes import segment
+from ep_plugin.moe.across_nodes.nodes import Nodes
+from ep_plugin.moe.across_nodes.routing import routing_of
+from ep_plugin.moe.arguments import bulk_ready, check_combine
+from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, address
+from ep_plugin.moe.in_flight import Operation, Tensors
+from ep_plugin.moe.layout import DispatchHandle
+from ep_plugin.transport.rails import UnderWay
+
+_COMBINE, _MAX_SENT = _C.Op.COMBINE, _C.Total.MAX_SENT
+
+
+class CombineAcrossNodes(Operation):
+    """One combine, from its operator's arguments to the sums. The arguments are as those of Combine."""
+
+    name = "combine"
+
+    def __init__(self, nodes: Nodes, *arguments: Any) -> None:
+        y, weights, bias, extra, routing, comm = arguments
+        handle = DispatchHandle._make((*routing, comm))
+        self._nodes, self._engine = nodes, nodes.engine
+        self._known, self._routing = routing_of(nodes, "handle", handle)
+        self._y, self._weights, self._extra = bulk_ready("y", y), weights, extra
+        self._bias = None if bias is None else bulk_ready("bias", bias)
+        self._sums: list[torch.Tensor] = []
+        self._extras: list[torch.Tensor | None] = []
+        self._out: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def check(self) -> None:
+        check_combine(self._engine, self._y, self._weights, self._bias, self._extra, self._known)
+
+    def start(self) -> None:
+        """Adds up and sends back other nodes' tokens, which have the longest way. Then sends this node's."""
+        engine, streams, routing = self._engine, self._engine.streams, self._routing
+        y, K = self._y, self._routing.topk_ids.shape[1]
+        H = y.shape[1]
+        row_bytes = H * y.element_size()
+        weight_bytes = 0 if self._extra is None else self._extra.element_size()
+        self._reserve(_C.partial_bytes(row_bytes, weight_bytes, K))
+        self._common = []
+        for number, tokens in enumerate(routing.tokens):
+            header = engine.header(
+                op=_COMBINE,
+                row_bytes=row_bytes,
+                weight_bytes=weight_bytes,
+                topk=K,
+                dtype=DTYPE_CODES[y.dtype],
+                num_tokens=tokens,
+            )
+            common = {"comm": engine.comm, "routing": routing.struct(number), "header": header}
+            self._common.append(common | {"hidden": H, "element": ELEMENTS[y.dtype]})
+            self._sums.append(y.new_empty((tokens, H)))
+            self._extras.append(None if self._extra is None else self._extra.new_empty((tokens, K)))
+        self._sms = engine.combine_sms(routing.tokens[0], row_bytes, K)
+        returned = sum(routing.sent)
+        self._landed = y.new_empty((returned, H))
+        self._landed_extra = None if self._extra is None else self._extra.new_empty((returned, K))
+        streams.order_after(streams.send, streams.caller())
+        self._crossing = []
+        for number in range(1, len(routing.tokens)):
+            self._send(number)
+            self._receive(number)
+            self._crossing.append(self._return(number))
+        self._send(0)
+
+    def finish(self) -> Tensors:
+        """Adds up this node's tokens, then the rows of all nodes."""
+        engine, streams = self._engine, self._engine.streams
+        streams.order_after(streams.receive, streams.caller())
+        self._receive(0)
+        for crossing in self._crossing:
+            self._nodes.finish(crossing)
+        self._out = self._add()
+        streams.join()
+        engine.check()
+        return self._out
+
+    def tensors(self) -> Tensors:
+        given = self._y, self._weights, self._bias, self._extra, *self._known.tensors[:-1]
+        return *given, *self._sums, *self._extras, self._landed, self._landed_extra, *(self._out or ())
+
+    def _send(self, number: int) -> None:
+        segment.combine_send(self._engine, self._common[number], self._sms, self._y, self._weights, self._extra)
+
+    def _receive(self, number: int) -> None:
+        segment.combine_receive(self._engine, self._common[number], self._sms, self._sums[number], self._extras[number])
+
+    def _return(self, number: int) -> UnderWay:
+        """Begins to send a segment's sums back, and to receive those of the rows that the same leg has sent."""
+        begins = list(itertools.accumulate(self._routing.sent, initial=0))
+        landing = slice(begins[number - 1], begins[number])
+        pairs = [(self._sums[number], self._landed[landing])]
+        extra = self._extras[number]
+        if extra is not None and self._landed_extra is not None:
+            pairs.append((extra, self._landed_extra[landing]))
+        return self._nodes.start_leg(self._nodes.legs[number - 1], pairs, back=True)
+
+    def _add(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        engine, routing = self._engine, self._routing
+        T, N = routing.rail_rows.shape
+        out = torch.empty_like(self._sums[0])
+        extra_out = None if self._extra is None else torch.empty_like(self._extras[0])
+        args = _C.CombineAddArgs(
+            comm=engine.comm,
+            own=self._sums[0].data_ptr(),
+            landed=self._landed.data_ptr(),
+            rail_rows=routing.rail_rows.data_ptr(),
+            bias=address(self._bias),
+            out=out.data_ptr(),
+            own_extra=address(self._extras[0]),
+            landed_extra=address(self._landed_extra),
+            extra_out=address(extra_out),
+            topk=routing.topk_ids.shape[1],
+            hidden=out.shape[1],
+            element=ELEMENTS[out.dtype],
+            num_tokens=T,
+            num_nodes=N,
+            node=self._nodes.node,
+            num_rows=len(self._landed),
+            num_sms=max(1, self._sms.receiving),
+            stream=engine.streams.receive,
+        )
+        engine.kernels.combine_add(args)
+        return out, extra_out
+
+    def _reserve(self, partial_bytes: int) -> None:
+        """The pool serves one segment after the other."""
+        engine, K = self._engine, self._routing.topk_ids.shape[1]
+        most = engine.config.max_tokens_per_rank
+        if most is not None:
+            engine.reserve(COMBINE_POOL, most * min(engine.node_size, K) * partial_bytes)
+        else:
+            needed = self._known.totals[_MAX_SENT] * partial_bytes
+            engine.reserve(COMBINE_POOL, engine.room_for(COMBINE_POOL, needed))

@@ -1,0 +1,335 @@
+"""Dispatch over several nodes.
+
+Each token crosses once to every node that needs it, over the rail to the rank with the sender's local rank. There it is
+dispatched inside the node, in a segment beside the node's own tokens. All segments write into one output.
+
+1. Ranks of a rail exchange how many rows they have for each other, then the rows' expert ids, then the rows themselves.
+2. While rows cross, every segment runs plan and notify, and gets its places in the output.
+3. Own tokens are dispatched while rows cross; each leg's when it has come.
+
+With a capacity, legs have one size, padded with tokens without experts, and the host waits for nothing.
+
+Shapes: T tokens, H hidden size, K experts per token, L legs, M = L + 1 segments of T_m tokens, N output rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
+from ep_plugin.errors import EpPluginError
+from ep_plugin.moe.across_nodes import segment
+from ep_plugin.moe.across_nodes.nodes import Nodes
+from ep_plugin.moe.across_nodes.routing import NodesRouting, padded_rows, padded_slots, routing_of
+from ep_plugin.moe.arguments import bulk_ready, check_dispatch
+from ep_plugin.moe.high_throughput.dispatch import empty_rows
+from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, address
+from ep_plugin.moe.in_flight import Operation, Tensors
+from ep_plugin.moe.layout import DispatchCall, DispatchHandle, DispatchResult
+from ep_plugin.transport.rails import UnderWay
+
+_DISPATCH, _CACHED = _C.Op.DISPATCH, _C.Op.CACHED_DISPATCH
+_SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS, _C.Total.MAX_SENT
+_MOST_ROWS = 2**31 - 1
+
+
+class Payload(NamedTuple):
+    """Rows ``[T, H]`` and what travels beside each: scales ``[T, S]`` and weights ``[T, K]``, or None."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    weights: torch.Tensor | None
+
+    def like(self, num_rows: int) -> Payload:
+        """Memory for as many rows."""
+        return Payload(*(None if one is None else one.new_empty((num_rows, *one.shape[1:])) for one in self))
+
+    def part(self, begin: int, end: int) -> Payload:
+        return Payload(*(None if one is None else one[begin:end] for one in self))
+
+
+class DispatchAcrossNodes(Operation):
+    """One dispatch, from its operator's arguments to the rows that this rank receives."""
+
+    name = "dispatch"
+
+    def __init__(self, nodes: Nodes, *arguments: Any) -> None:
+        x, topk_ids, weights, scales, capacity, quantize, previous, comm = arguments
+        engine = nodes.engine
+        known = self._routing = None
+        if previous:
+            handle = DispatchHandle._make((*previous, comm))
+            known, self._routing = routing_of(nodes, "previous_handle", handle)
+        self._nodes, self._engine = nodes, engine
+        self._call = DispatchCall(bulk_ready("x", x), topk_ids, weights, scales, known, capacity, quantize)
+        self._totals: torch.Tensor | None = None
+        self._result: DispatchResult | None = None
+        self._keep: list[Any] = []  # memory that kernels and rails use
+
+    def check(self) -> None:
+        check_dispatch(self._engine, self._call)
+
+    def start(self) -> None:
+        """Sends rows to the other nodes and to this one. The host waits until it knows how many rows come."""
+        engine, call, streams = self._engine, self._call, self._engine.streams
+        fresh = self._routing is None
+        streams.order_after(streams.send, streams.caller())
+        payload = self._payload()
+        headers = self._headers(payload)
+        routing = self._routing = self._route(headers(_DISPATCH, len(call.x))) if fresh else self._routing
+        assert routing is not None
+        packed = self._pack(payload, routing)
+        self._landed = payload.like(sum(routing.received))
+        self._crossing = [self._start_leg(leg, packed, routing) for leg in range(len(self._nodes.legs))]
+        if fresh:
+            totals = self._plan_segments(routing, headers)
+        else:
+            assert call.previous is not None
+            totals = call.previous.totals
+        self._headers_of = [headers(_CACHED, tokens) for tokens in routing.tokens]
+        self._reserve(totals)
+        self._allocate(totals, fresh)
+        self._send_segment(0, payload)
+
+    def finish(self) -> Tensors:
+        """Receives this node's tokens, then forwards and receives those of other nodes as they come."""
+        engine, streams, routing = self._engine, self._engine.streams, self._routing
+        assert routing is not None
+        streams.order_after(streams.receive, streams.caller(), streams.send)
+        self._receive_segment(0)
+        ends = list(itertools.accumulate(routing.received, initial=0))
+        for number, crossing in enumerate(self._crossing):
+            self._nodes.finish(crossing)
+            self._send_segment(number + 1, self._landed.part(ends[number], ends[number + 1]))
+            self._receive_segment(number + 1)
+        streams.join()
+        engine.check()
+        assert self._result is not None
+        if self._call.previous is not None:
+            return self._result
+        return *self._result, routing.topk_ids, routing.plan, routing.recv_rows, self._totals
+
+    def tensors(self) -> Tensors:
+        call, routing = self._call, self._routing
+        assert routing is not None
+        given = call.x, call.topk_ids, call.weights, call.scales
+        return *given, routing.topk_ids, routing.plan, routing.recv_rows, *self._landed, *(self._result or ())
+
+    # -- what start does -----------------------------------------------------------------------------------------
+
+    def _payload(self) -> Payload:
+        """The rows as they travel: quantised once, for all destinations."""
+        engine, call = self._engine, self._call
+        if call.quantize is None:
+            return Payload(call.x, call.scales, call.weights)
+        T, H = call.x.shape
+        rows = call.x.new_empty((T, H), dtype=QUANTIZED[call.quantize])
+        scales = call.x.new_empty((T, num_scales(H)), dtype=torch.float32)
+        args = _C.QuantizeArgs(
+            x=call.x.data_ptr(),
+            x_stride=call.x.stride(0) * call.x.element_size(),
+            rows=rows.data_ptr(),
+            scales=scales.data_ptr(),
+            num_rows=T,
+            hidden=H,
+            element=ELEMENTS[call.x.dtype],
+            stream=engine.streams.send,
+        )
+        engine.kernels.quantize(args)
+        return Payload(rows, scales, call.weights)
+
+    def _headers(self, payload: Payload) -> Any:
+        """A function of (operation, number of tokens): the words that ranks compare."""
+        engine, K = self._engine, self._call.topk_ids.shape[1]
+        rows, scales, weights = payload
+        self._row_bytes = rows.shape[1] * rows.element_size()
+        self._scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
+        weight_bytes = 0 if weights is None else weights.element_size()
+        self._slot_bytes: int = _C.slot_bytes(self._row_bytes, self._scale_bytes, weight_bytes, K)
+
+        def header(op: Any, num_tokens: int) -> Any:
+            return engine.header(
+                op=op,
+                row_bytes=self._row_bytes,
+                scale_bytes=self._scale_bytes,
+                weight_bytes=weight_bytes,
+                topk=K,
+                dtype=DTYPE_CODES[rows.dtype],
+                num_tokens=num_tokens,
+            )
+
+        return header
+
+    def _route(self, header: Any) -> NodesRouting:
+        """Which rows cross to which node, and the expert ids of all segments."""
+        nodes, call = self._nodes, self._call
+        ids = call.topk_ids
+        T, K = ids.shape
+        indices = nodes.table_index(ids)
+        # A column more, for pairs that no node has.
+        needed = torch.zeros((T, nodes.num_nodes + 1), dtype=torch.bool, device=ids.device)
+        needed.scatter_(1, nodes.node_of[indices], True)
+        needed[:, nodes.node] = False
+        needed = needed[:, : nodes.num_nodes]
+        through = torch.nn.functional.pad(needed.to(torch.int32).cumsum(0, dtype=torch.int32), (0, 0, 1, 0))
+        bounds = nodes.bounds(T)
+        if call.capacity is None:
+            counts = through[bounds].diff(dim=0).tolist()
+            sent, received = nodes.exchange_counts(header, counts)
+        else:
+            sent = received = padded_rows(nodes)
+        routing = NodesRouting.empty(nodes, ids.to(torch.int32).contiguous(), sent, received)
+        routing.rail_rows.fill_(-1)
+        for leg, begin in zip(nodes.legs, itertools.accumulate(sent, initial=0), strict=False):
+            first, last = bounds[leg.chunk], bounds[leg.chunk + 1]
+            rows = through[first + 1 : last + 1, leg.to] - through[first, leg.to] + (begin - 1)
+            column = routing.rail_rows[first:last, leg.to]
+            column.copy_(torch.where(needed[first:last, leg.to], rows, -1))
+        routing.ids(0).copy_(nodes.local_id[indices])
+        self._exchange_ids(routing)
+        return routing
+
+    def _exchange_ids(self, routing: NodesRouting) -> None:
+        nodes, K = self._nodes, routing.topk_ids.shape[1]
+        packed = routing.topk_ids.new_full((sum(routing.sent), K), -1)  # -1: the padding of a leg
+        self._run_pack(routing, num_rows=len(packed), ids=routing.topk_ids.data_ptr(), topk=K, packed_ids=packed)
+        landed = packed.new_empty((sum(routing.received), K))
+        legs = zip(nodes.legs, packed.split(routing.sent), landed.split(routing.received), strict=True)
+        crossing = [nodes.start_leg(leg, [(sent, received)]) for leg, sent, received in legs]
+        for number, (works, ids) in enumerate(zip(crossing, landed.split(routing.received), strict=True)):
+            nodes.finish(works)
+            routing.ids(number + 1).copy_(nodes.local_id[nodes.table_index(ids)])
+
+    def _pack(self, payload: Payload, routing: NodesRouting) -> Payload:
+        """The rows that cross, in the order of the legs."""
+        packed = payload.like(sum(routing.sent))
+        rows, scales, weights = payload
+        self._run_pack(
+            routing,
+            num_rows=len(packed.rows),
+            x=rows.data_ptr(),
+            x_stride=rows.stride(0) * rows.element_size(),
+            row_bytes=self._row_bytes,
+            rows=packed.rows,
+            scales=address(scales),
+            scale_stride=self._scale_bytes,
+            scale_bytes=self._scale_bytes,
+            packed_scales=packed.scales,
+            weights=address(weights),
+            weight_bytes=0 if weights is None else weights.shape[1] * weights.element_size(),
+            packed_weights=packed.weights,
+        )
+        return packed
+
+    def _run_pack(self, routing: NodesRouting, **given: Any) -> None:
+        engine = self._engine
+        T, N = routing.rail_rows.shape
+        words = {
+            name: address(value) if isinstance(value, torch.Tensor) else value or 0 for name, value in given.items()
+        }
+        self._keep += [value for value in given.values() if isinstance(value, torch.Tensor)]
+        engine.kernels.pack(
+            _C.PackArgs(
+                comm=engine.comm,
+                rail_rows=routing.rail_rows.data_ptr(),
+                num_tokens=T,
+                num_nodes=N,
+                num_sms=engine.dispatch_sms(T, self._row_bytes, N, False).sending,
+                stream=engine.streams.send,
+                **words,
+            )
+        )
+
+    def _start_leg(self, number: int, packed: Payload, routing: NodesRouting) -> UnderWay:
+        sent = packed.part(sum(routing.sent[:number]), sum(routing.sent[: number + 1]))
+        landed = self._landed.part(sum(routing.received[:number]), sum(routing.received[: number + 1]))
+        pairs = [(a, b) for a, b in zip(sent, landed, strict=True) if a is not None and b is not None]
+        return self._nodes.start_leg(self._nodes.legs[number], pairs)
+
+    def _plan_segments(self, routing: NodesRouting, headers: Any) -> list[int]:
+        """Plans and notifies every segment, and gives it its places in the output. Returns the handle's totals."""
+        nodes, engine, capacity = self._nodes, self._engine, self._call.capacity
+        per_segment = []
+        for number, tokens in enumerate(routing.tokens):
+            ticket = 0 if capacity is not None else engine.next_ticket()
+            header = headers(_DISPATCH, tokens)
+            segment.plan_and_notify(engine, routing.struct(number), header, routing.ids(number), ticket)
+            if ticket:
+                totals = torch.empty(engine.num_totals, dtype=torch.int64)
+                engine.wait_totals(ticket, totals, torch.empty(engine.local_experts, dtype=torch.int64))
+                per_segment.append(totals)
+        alignment = engine.config.expert_alignment if engine.flat else 1
+        routing.place(alignment)
+        if capacity is not None:
+            routing.make_recv_rows(padded_slots(nodes))
+            self._totals = torch.full((1,), capacity, dtype=torch.int64)
+            return [capacity]
+        every = torch.stack(per_segment)
+        slots = every[:, _SLOTS].tolist()
+        counts = every[:, _C.num_totals :].sum(0)
+        rows = int(((counts + alignment - 1) // alignment * alignment).sum())
+        if max(rows, sum(slots)) > _MOST_ROWS:
+            raise EpPluginError(f"{engine.name}: step plan: expected at most {_MOST_ROWS} rows, got {rows}")
+        heads = {_SLOTS: sum(slots), _ROWS: rows, _MAX_ROWS: int(every[:, _MAX_ROWS].max())}
+        heads[_MAX_SENT] = int(every[:, _MAX_SENT].max())
+        totals_list = [heads[total] for total in sorted(heads)] + counts.tolist()
+        totals_list += routing.sent + routing.received + slots
+        self._totals = torch.tensor(totals_list, dtype=torch.int64)
+        routing.make_recv_rows(slots)
+        return totals_list
+
+    def _reserve(self, totals: list[int]) -> None:
+        """The pool serves one segment after the other."""
+        engine, most = self._engine, self._engine.config.max_tokens_per_rank
+        if most is not None:
+            engine.reserve(DISPATCH_POOL, engine.node_size * most * self._slot_bytes)
+        else:
+            needed = engine.node_size * totals[_MAX_ROWS] * self._slot_bytes
+            engine.reserve(DISPATCH_POOL, engine.room_for(DISPATCH_POOL, needed))
+
+    # -- segments ------------------------------------------------------------------------------------------------
+
+    def _send_segment(self, number: int, payload: Payload) -> None:
+        engine, routing = self._engine, self._routing
+        assert routing is not None
+        rows, scales, weights = payload
+        sms = engine.dispatch_sms(len(rows), self._row_bytes + self._scale_bytes, routing.topk_ids.shape[1], False)
+        self._sms = sms
+        segment.send(engine, routing.struct(number), self._headers_of[number], sms, rows, scales, weights)
+
+    def _receive_segment(self, number: int) -> None:
+        assert self._routing is not None
+        self._output.num_sms = max(1, self._sms.receiving)
+        struct, header = self._routing.struct(number), self._headers_of[number]
+        segment.receive(self._engine, struct, header, self._output)
+
+    def _allocate(self, totals: list[int], fresh: bool) -> None:
+        """Makes the output, and the arguments by which every segment's rows come into it."""
+        engine, call = self._engine, self._call
+        local, words = engine.local_experts, self._routing.plan if self._routing is not None else None
+        assert words is not None
+        rows = call.capacity if call.capacity is not None else totals[_ROWS if engine.flat else _SLOTS]
+        counts, offsets = words.new_empty(local), words.new_empty(local + 1)
+        limits = None if call.capacity is None else words.new_empty(2)
+        host_counts = None
+        if call.capacity is None:
+            host_counts = torch.tensor(totals[_C.num_totals : engine.num_totals], dtype=torch.int64)
+        made = empty_rows(call, engine.flat, rows)
+        result = self._result = DispatchResult(*made, counts, offsets, limits, host_counts)
+        self._output = _C.DispatchRecvArgs(
+            tokens=result.tokens.data_ptr(),
+            scales=address(result.scales),
+            weights=address(result.weights),
+            row_expert_ids=result.ids.data_ptr() if engine.flat else 0,
+            topk_ids=0 if engine.flat else result.ids.data_ptr(),
+            expert_count=counts.data_ptr(),
+            expert_offset=offsets.data_ptr(),
+            overflow=address(limits),
+            capacity=rows,
+            fresh=int(fresh),
+            stream=engine.streams.receive,
+        )

@@ -1,0 +1,170 @@
+"""The routing of a dispatch over several nodes: one segment's routing after the other, in the tensors of one handle.
+
+plan, int32, one after the other:
+    rail_rows ``[T, N]``   the row of the rail's buffers in which a token goes to each node, -1: it does not
+    meta ``[M, W]``        per segment, csrc/common/layout.h's MetaLayout
+    per segment            ids ``[T_m, K]`` of this node's experts, send_pos ``[T_m, G]``, pair_pos ``[T_m, K]``
+recv_rows, int32 ``[sum of slots, K]``: the segments' one after the other.
+totals, int64 on the host: as on one node, over all segments, then the rows that each leg sends ``[L]``, the rows that
+    each leg brings ``[L]``, and the slots of each segment ``[M]``. With a capacity, that alone.
+
+Shapes: T tokens, K experts per token, N nodes, G ranks on each, L legs, M = L + 1 segments of T_m tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.moe.across_nodes.nodes import Nodes
+from ep_plugin.moe.arguments import check_handle_tensors
+from ep_plugin.moe.layout import DispatchHandle, Routing
+
+_WORD_BYTES = 4
+_SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS, _C.Total.MAX_SENT
+
+
+class NodesRouting:
+    """A routing of T tokens over `nodes`, in memory that is new or a handle's.
+
+    sent, received: rows of each leg, known to the host.
+    """
+
+    def __init__(
+        self, nodes: Nodes, topk_ids: torch.Tensor, sent: Sequence[int], received: Sequence[int], plan: torch.Tensor
+    ) -> None:
+        self._nodes, self.topk_ids, self.plan = nodes, topk_ids, plan
+        self.sent, self.received = list(sent), list(received)
+        T, K = topk_ids.shape
+        G, M, words = nodes.engine.node_size, nodes.num_segments, nodes.layout.words
+        self.tokens = [T, *self.received]
+        self.rail_rows = plan[: T * nodes.num_nodes].view(T, nodes.num_nodes)
+        begin = T * nodes.num_nodes
+        self.metas = plan[begin : begin + M * words].view(M, words)
+        ends = itertools.accumulate((tokens * (2 * K + G) for tokens in self.tokens), initial=begin + M * words)
+        self._begins = list(ends)[:-1]
+        self.recv_rows: torch.Tensor | None = None
+        self.slots = [0] * M
+
+    @staticmethod
+    def plan_words(nodes: Nodes, num_tokens: int, topk: int, received: Sequence[int]) -> int:
+        """int32 words of the plan."""
+        per_token = 2 * topk + nodes.engine.node_size
+        fixed = num_tokens * nodes.num_nodes + nodes.num_segments * nodes.layout.words
+        return fixed + (num_tokens + sum(received)) * per_token
+
+    @classmethod
+    def empty(cls, nodes: Nodes, topk_ids: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> NodesRouting:
+        words = cls.plan_words(nodes, *topk_ids.shape, received)
+        return cls(nodes, topk_ids, sent, received, topk_ids.new_empty(words, dtype=torch.int32))
+
+    def ids(self, segment: int) -> torch.Tensor:
+        """``[T_m, K]``"""
+        return self._part(segment, 0, self.topk_ids.shape[1])
+
+    def make_recv_rows(self, slots: Sequence[int]) -> torch.Tensor:
+        self.slots = list(slots)
+        self.recv_rows = self.plan.new_empty((sum(slots), self.topk_ids.shape[1]))
+        return self.recv_rows
+
+    def struct(self, segment: int) -> Any:
+        """A segment's routing as kernels see it."""
+        engine, (_, K) = self._nodes.engine, self.topk_ids.shape
+        tokens, G = self.tokens[segment], engine.node_size
+        at = self.plan.data_ptr() + _WORD_BYTES * self._begins[segment]
+        recv_rows, slots = 0, self.slots[segment]
+        if self.recv_rows is not None and slots:
+            recv_rows = self.recv_rows.data_ptr() + _WORD_BYTES * K * sum(self.slots[:segment])
+        return _C.Routing(
+            num_tokens=tokens,
+            topk=K,
+            layout=engine.layout,
+            alignment=engine.config.expert_alignment,
+            topk_ids=at,
+            send_pos=at + _WORD_BYTES * tokens * K,
+            pair_pos=at + _WORD_BYTES * tokens * (K + G),
+            meta=self.metas.data_ptr() + _WORD_BYTES * segment * self._nodes.layout.words,
+            recv_rows=recv_rows,
+            slots=slots,
+        )
+
+    def place(self, aligned: int) -> None:
+        """Gives every segment the places of its rows in the one output. Before that each has places of its own.
+
+        aligned: FLAT groups of an expert begin at multiples of this.
+        """
+        nodes, at, metas = self._nodes, self._nodes.layout, self.metas
+        G, local, M = nodes.engine.node_size, nodes.engine.local_experts, nodes.num_segments
+        base = metas[:, at.flat_base : at.flat_base + G * local].view(M, G, local)
+        offset = metas[:, at.expert_offset : at.expert_offset + local + 1]
+        rows = metas[:, at.expert_rows : at.expert_rows + local]
+        ends = (offset[:, :local] + rows).unsqueeze(1)
+        counts = torch.cat([base[:, 1:], ends], dim=1) - base  # rows of each source for each expert
+        before, total = _starts_of(counts.view(M * G, local), nodes.order)
+        starts = (total + aligned - 1).div(aligned, rounding_mode="floor") * aligned
+        starts = torch.nn.functional.pad(starts.cumsum(0), (1, 0))
+        base.copy_((before + starts[:local]).view(M, G, local))
+        offset.copy_(starts)
+        rows.copy_(total)
+        slots = metas[:, at.recv_offset : at.recv_offset + G + 1]
+        before, total = _starts_of(slots.diff(dim=1).reshape(M * G, 1), nodes.order)
+        metas[:, at.token_base : at.token_base + G].copy_(before.view(M, G))
+        metas[:, at.token_base + G].copy_(total)
+
+    def _part(self, segment: int, first: int, width: int) -> torch.Tensor:
+        begin, tokens = self._begins[segment], self.tokens[segment]
+        return self.plan[begin + tokens * first :][: tokens * width].view(tokens, width)
+
+
+def _starts_of(counts: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """counts: ``[S, X]``, rows of each source. order: ``[S]``, the sources in the order of their rows.
+
+    Returns ``[S, X]``, where the rows of each source begin, and ``[X]``, how many there are. int64.
+    """
+    ordered = counts.index_select(0, order)
+    through = ordered.cumsum(0)
+    starts = torch.empty_like(through).index_copy_(0, order, through - ordered)
+    return starts, through[-1]
+
+
+def routing_of(nodes: Nodes, name: str, handle: DispatchHandle) -> tuple[Routing, NodesRouting]:
+    """A handle's routing. ValueError, with the argument's `name`, when its tensors are not as dispatch made them."""
+    engine = nodes.engine
+    L, M, first = len(nodes.legs), nodes.num_segments, engine.num_totals
+    check_handle_tensors(engine, name, handle, first + 2 * L + M)
+    totals: list[int] = handle.totals.tolist()
+    T, K = handle.topk_ids.shape
+    if len(totals) == 1:
+        sent, slots = padded_rows(nodes), padded_slots(nodes)
+        received = sent
+    else:
+        sent, received, slots = totals[first : first + L], totals[first + L : first + 2 * L], totals[first + 2 * L :]
+        rows = [*sent, *received, *slots]
+        if min(rows, default=0) < 0 or max(rows, default=0) > _C.max_tokens * engine.node_size:
+            raise ValueError(f"{name}.totals: expected the contents that dispatch wrote, got {totals}")
+    words = NodesRouting.plan_words(nodes, T, K, received)
+    for field, tensor, shape in (("plan", handle.plan, (words,)), ("recv_rows", handle.recv_rows, (sum(slots), K))):
+        if tensor.shape != shape:
+            raise ValueError(f"{name}.{field}: expected shape {shape}, got {tuple(tensor.shape)}")
+    routing = NodesRouting(nodes, handle.topk_ids, sent, received, handle.plan)
+    routing.recv_rows, routing.slots = handle.recv_rows, slots
+    return Routing(handle, routing.struct(0), totals), routing
+
+
+def padded_rows(nodes: Nodes) -> list[int]:
+    """Rows of each leg where the host knows no counts: a whole chunk of the most tokens that a rank may have."""
+    most = nodes.engine.config.max_tokens_per_rank
+    assert most is not None
+    bounds = nodes.bounds(most)
+    return [bounds[leg.chunk + 1] - bounds[leg.chunk] for leg in nodes.legs]
+
+
+def padded_slots(nodes: Nodes) -> list[int]:
+    """Slots of each segment where the host knows no counts."""
+    most = nodes.engine.config.max_tokens_per_rank
+    assert most is not None
+    return [nodes.engine.node_size * rows for rows in (most, *padded_rows(nodes))]
