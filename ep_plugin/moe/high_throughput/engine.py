@@ -57,7 +57,7 @@ class HighThroughputEngine(BaseEngine):
         self._agree()
         self.local_experts = config.num_experts // self.size
         self.num_totals = _C.num_totals + self.local_experts
-        self.meta_words = _C.meta_words(self.size, config.num_experts)
+        self.meta_words = _C.meta_layout(self.size, config.num_experts).words
         self.latest_routing, self.expected = LatestRouting(), Expected()
         self._tickets = 0
         self.reserved = 0
