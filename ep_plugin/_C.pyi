@@ -52,6 +52,8 @@ class Step(IntEnum):
     DISPATCH_RECV = ...
     COMBINE_SEND = ...
     COMBINE_RECV = ...
+    PACK = ...
+    COMBINE_ADD = ...
     ALL_GATHER = ...
     REDUCE_SCATTER = ...
 
@@ -78,12 +80,50 @@ class Element(IntEnum):
     FLOAT64 = ...
 
 def control_bytes(ranks: int, experts: int) -> int: ...
-def meta_words(ranks: int, experts: int) -> int: ...
+def meta_layout(ranks: int, experts: int) -> MetaLayout: ...
 def block_count_words(num_tokens: int, ranks: int, experts: int) -> int: ...
 def slot_bytes(row_bytes: int, scale_bytes: int, weight_bytes: int, topk: int) -> int: ...
 def partial_bytes(row_bytes: int, weight_bytes: int, topk: int) -> int: ...
 def e4m3(magnitude: float, scale: float) -> int:
     """The seven bits that stand for magnitude / scale, by the arithmetic of GPUs; for tests."""
+
+class MetaLayout:
+    """The first int32 word of each part of a handle's routing metadata, and how many words there are in all."""
+
+    rank_prefix: int
+    rank_count: int
+    expert_count: int
+    send_base: int
+    combine_base: int
+    recv_offset: int
+    src_tokens: int
+    token_base: int
+    flat_base: int
+    expert_offset: int
+    expert_rows: int
+    send_chunk_end: int
+    recv_chunk_end: int
+    max_rows: int
+    words: int
+    def __init__(
+        self,
+        *,
+        rank_prefix: int = ...,
+        rank_count: int = ...,
+        expert_count: int = ...,
+        send_base: int = ...,
+        combine_base: int = ...,
+        recv_offset: int = ...,
+        src_tokens: int = ...,
+        token_base: int = ...,
+        flat_base: int = ...,
+        expert_offset: int = ...,
+        expert_rows: int = ...,
+        send_chunk_end: int = ...,
+        recv_chunk_end: int = ...,
+        max_rows: int = ...,
+        words: int = ...,
+    ) -> None: ...
 
 class Comm:
     rank: int
@@ -349,6 +389,118 @@ class WeightGradArgs:
         stream: int = ...,
     ) -> None: ...
 
+class QuantizeArgs:
+    x: int
+    x_stride: int
+    rows: int
+    scales: int
+    num_rows: int
+    hidden: int
+    element: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        x: int = ...,
+        x_stride: int = ...,
+        rows: int = ...,
+        scales: int = ...,
+        num_rows: int = ...,
+        hidden: int = ...,
+        element: int = ...,
+        stream: int = ...,
+    ) -> None: ...
+
+class PackArgs:
+    comm: Comm
+    x: int
+    x_stride: int
+    row_bytes: int
+    rows: int
+    weights: int
+    weight_bytes: int
+    packed_weights: int
+    scales: int
+    scale_stride: int
+    scale_bytes: int
+    packed_scales: int
+    ids: int
+    packed_ids: int
+    rail_rows: int
+    num_rows: int
+    topk: int
+    num_tokens: int
+    num_nodes: int
+    num_sms: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        comm: Comm = ...,
+        x: int = ...,
+        x_stride: int = ...,
+        row_bytes: int = ...,
+        rows: int = ...,
+        weights: int = ...,
+        weight_bytes: int = ...,
+        packed_weights: int = ...,
+        scales: int = ...,
+        scale_stride: int = ...,
+        scale_bytes: int = ...,
+        packed_scales: int = ...,
+        ids: int = ...,
+        packed_ids: int = ...,
+        rail_rows: int = ...,
+        num_rows: int = ...,
+        topk: int = ...,
+        num_tokens: int = ...,
+        num_nodes: int = ...,
+        num_sms: int = ...,
+        stream: int = ...,
+    ) -> None: ...
+
+class CombineAddArgs:
+    comm: Comm
+    own: int
+    landed: int
+    rail_rows: int
+    bias: int
+    out: int
+    own_extra: int
+    landed_extra: int
+    extra_out: int
+    hidden: int
+    num_rows: int
+    topk: int
+    element: int
+    num_tokens: int
+    num_nodes: int
+    node: int
+    num_sms: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        comm: Comm = ...,
+        own: int = ...,
+        landed: int = ...,
+        rail_rows: int = ...,
+        bias: int = ...,
+        out: int = ...,
+        own_extra: int = ...,
+        landed_extra: int = ...,
+        extra_out: int = ...,
+        hidden: int = ...,
+        num_rows: int = ...,
+        topk: int = ...,
+        element: int = ...,
+        num_tokens: int = ...,
+        num_nodes: int = ...,
+        node: int = ...,
+        num_sms: int = ...,
+        stream: int = ...,
+    ) -> None: ...
+
 class CollectiveOp(IntEnum):
     ALL_GATHER = ...
     REDUCE_SCATTER = ...
@@ -488,6 +640,9 @@ class _Kernels:
     def dispatch(self, send: DispatchSendArgs, recv: DispatchRecvArgs) -> None: ...
     def combine(self, send: CombineSendArgs, recv: CombineRecvArgs) -> None: ...
     def weight_grad(self, args: WeightGradArgs) -> None: ...
+    def quantize(self, args: QuantizeArgs) -> None: ...
+    def pack(self, args: PackArgs) -> None: ...
+    def combine_add(self, args: CombineAddArgs) -> None: ...
     def all_gather(self, args: AllGatherArgs | CpuAllGatherArgs) -> None: ...
     def reduce_scatter(self, args: ReduceScatterArgs | CpuReduceScatterArgs) -> None: ...
     def small_exchange(self, args: SmallExchangeArgs) -> None:

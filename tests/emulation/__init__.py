@@ -28,6 +28,9 @@ KERNELS = [
     "dispatch",
     "combine",
     "weight_grad",
+    "quantize",
+    "pack",
+    "combine_add",
 ]
 
 

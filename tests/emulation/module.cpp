@@ -33,6 +33,9 @@ PYBIND11_MODULE(_simt, m) {
   bind(m, "dispatch", table.dispatch);
   bind(m, "combine", table.combine);
   bind(m, "weight_grad", table.weight_grad);
+  bind(m, "quantize", table.quantize);
+  bind(m, "pack", table.pack);
+  bind(m, "combine_add", table.combine_add);
   bind(m, "all_gather", &ep::cuda::all_gather);
   bind(m, "small_exchange", &ep::cuda::small_exchange);
   bind(m, "reduce_scatter", &ep::cuda::reduce_scatter);

@@ -27,6 +27,7 @@ from tests.gpu import checks, early, features, gradients, small_operations
 from tests.gpu import test_faults as faults
 from tests.gpu_stand_in import serve_with
 from tests.integrations import test_deep_ep
+from tests.moe import test_node_kernels as node_kernels
 from tests.ranks import run_ranks, values
 
 SIMT = {"EP_TEST_KERNELS": "simt"}
@@ -146,6 +147,10 @@ def test_contents_of_handles(layout: DispatchLayout, plain: str) -> None:
     _on_ranks(2, handle_cases.ids_beyond_the_last_are_refused, layout, EP_PLUGIN_PLAIN_KERNELS=plain)
 
 
+def test_pairs_of_a_slot_name_one_row() -> None:
+    _on_ranks(2, handle_cases.rows_apart_are_refused)
+
+
 @pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
 def test_random_words_in_handles(layout: DispatchLayout) -> None:
     assert _on_ranks(3, handle_cases.anything_goes, layout, 9, 20)[0] > 5
@@ -164,6 +169,22 @@ def _computes_weight_grads(rank: int, size: int) -> None:
 
 def test_weight_grad() -> None:
     _on_ranks(1, _computes_weight_grads)
+
+
+@pytest.mark.parametrize("case", node_kernels.CASES)
+def test_node_kernels(case: Callable[..., None]) -> None:
+    _on_ranks(1, case)
+
+
+@pytest.mark.parametrize("plain", ["0", "1"])
+@pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
+def test_dispatches_fill_one_output(layout: DispatchLayout, plain: str) -> None:
+    _on_ranks(3, node_kernels.fills_one_output, layout, EP_PLUGIN_PLAIN_KERNELS=plain)
+
+
+@pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
+def test_rewritten_bases_are_checked(layout: DispatchLayout) -> None:
+    _on_ranks(2, node_kernels.refuses_bases_outside, layout)
 
 
 # -- all-gather and reduce-scatter ---------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Autograd refuses a saved tensor that was changed in place. So these cases write 
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from ep_plugin import _C, DispatchLayout, MoECommunicator
 from ep_plugin.errors import EpPluginError
 from ep_plugin.moe.layout import DispatchHandle
-from tests.faults.fault_cases import EXPERTS_PER_RANK, finish, open_communicator, tokens_for
+from tests.faults.fault_cases import EXPERTS_PER_RANK, TOPK, finish, open_communicator, tokens_for
 
 SIZE, COUNT = 2, 70
 HUGE = 2**30
@@ -24,31 +25,18 @@ EXTREMES = (-HUGE, HUGE, -(2**31), 2**31 - 1)
 
 
 def _plan_parts(size: int) -> dict[str, slice]:
-    """Where the parts of a plan lie (MetaLayout in csrc/common/layout.h), then the positions of tokens and pairs."""
-    experts = EXPERTS_PER_RANK * size
-    words = {
-        "rank_prefix": size * size,
-        "rank_count": size,
-        "expert_count": experts,
-        "send_base": size,
-        "combine_base": size,
-    }
-    words |= {"recv_offset": size + 1, "src_tokens": size, "flat_base": experts}
-    words |= {"expert_offset": EXPERTS_PER_RANK + 1, "expert_rows": EXPERTS_PER_RANK}
-    chunks, rest = divmod(_C.meta_words(size, experts) - sum(words.values()) - 1, 2)
-    assert rest == 0 and chunks % size == 0
-    words |= {"send_chunk_end": chunks, "recv_chunk_end": chunks, "max_rows": 1}
-    words |= {"send_pos": COUNT * size, "pair_pos": COUNT * 2}
-    parts, begin = {}, 0
-    for name, count in words.items():
-        parts[name] = slice(begin, begin + count)
-        begin += count
-    return parts
+    """Where the parts of a plan lie (MetaLayout in csrc/common/layout.h), then the positions of tokens."""
+    layout = _C.meta_layout(size, EXPERTS_PER_RANK * size)
+    names = [name for name, value in vars(_C.MetaLayout).items() if isinstance(value, property)]
+    begins = sorted((getattr(layout, name), name) for name in names)
+    parts = {name: slice(begin, end) for (begin, name), (end, _) in itertools.pairwise(begins)}
+    return parts | {"send_pos": slice(layout.words, layout.words + COUNT * size)}
 
 
 # The parts from which each operation computes addresses: with any of the extremes in one of them, it must fail.
 READ_BY_COMBINE = ("rank_count", "send_base", "combine_base", "recv_offset", "send_chunk_end", "recv_chunk_end")
-READ_BY_DISPATCH = ("rank_count", "send_base", "send_chunk_end", "recv_offset", "expert_offset", "expert_rows")
+READ_BY_DISPATCH = ("rank_count", "send_base", "send_chunk_end", "recv_offset", "token_base")
+READ_BY_DISPATCH += ("expert_offset", "expert_rows")
 NUM_EXTREMES = len(READ_BY_COMBINE) + len(READ_BY_DISPATCH) + 3
 
 
@@ -123,6 +111,16 @@ def ids_beyond_the_last_are_refused(rank: int, size: int, layout: DispatchLayout
     assert rank != 0 or SAID in said, said
 
 
+def rows_apart_are_refused(rank: int, size: int) -> None:
+    """In TOKEN_MAJOR all pairs of a slot came with one row."""
+
+    def spoil(handle: DispatchHandle) -> None:
+        handle.recv_rows.data[:] = torch.arange(TOPK)
+
+    said = _try(rank, size, DispatchLayout.TOKEN_MAJOR, _combine, spoil)
+    assert rank != 0 or SAID in said, said
+
+
 def anything_goes(rank: int, size: int, layout: DispatchLayout, seed: int, trials: int) -> int:
     """Words anywhere in a handle, overwritten at random. Whatever happens, it is a result or an error of ours."""
     numbers = random.Random(seed)
@@ -138,7 +136,7 @@ def anything_goes(rank: int, size: int, layout: DispatchLayout, seed: int, trial
         ) -> None:
             words = getattr(handle, field).data.view(-1)
             # Most of the plan's words are positions, which are many and alike: rather one of those before them.
-            last = _C.meta_words(size, EXPERTS_PER_RANK * size) if field == "plan" and at < 0.8 else len(words)
+            last = _C.meta_layout(size, EXPERTS_PER_RANK * size).words if field == "plan" and at < 0.8 else len(words)
             if whole:
                 words[:last].fill_(to)
             elif last > 0:

@@ -20,15 +20,11 @@ EXPERTS = EXPERTS_PER_RANK * SIZE
 PATIENCE_S = 30.0
 MOST_TOKENS = 2**31 - 1
 
-# Words of a handle's plan: the routing metadata, as csrc/layout.h orders them, and the positions behind it.
-RANK_COUNT = SIZE * SIZE
-COMBINE_BASE = RANK_COUNT + SIZE + EXPERTS + SIZE
-FLAT_BASE = COMBINE_BASE + SIZE + (SIZE + 1) + SIZE
-SEND_CHUNK_END = FLAT_BASE + EXPERTS + (EXPERTS_PER_RANK + 1) + EXPERTS_PER_RANK
-# What is left are the chunks' ends, for each rank as many sent as received, and one word more.
-RECV_CHUNK_END = SEND_CHUNK_END + (_C.meta_words(SIZE, EXPERTS) - SEND_CHUNK_END - 1) // 2
-
-SEND_POS = _C.meta_words(SIZE, EXPERTS)
+# Words of a handle's plan: the routing metadata, and the positions behind it.
+META = _C.meta_layout(SIZE, EXPERTS)
+RANK_COUNT, COMBINE_BASE = META.rank_count, META.combine_base
+SEND_CHUNK_END, RECV_CHUNK_END = META.send_chunk_end, META.recv_chunk_end
+SEND_POS = META.words
 PAIR_POS = SEND_POS + TOKENS * SIZE
 
 OWN_HANDLE = "handle: expected its tensors as dispatch wrote them, got other contents at step"

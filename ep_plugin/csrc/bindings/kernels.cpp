@@ -31,6 +31,8 @@ void bind_constants(py::module_& m) {
              {"DISPATCH_RECV", kDispatchRecv},
              {"COMBINE_SEND", kCombineSend},
              {"COMBINE_RECV", kCombineRecv},
+             {"PACK", kPack},
+             {"COMBINE_ADD", kCombineAdd},
              {"ALL_GATHER", kAllGather},
              {"REDUCE_SCATTER", kReduceScatter}});
   bind_enum(m, "FaultCode",
@@ -190,6 +192,59 @@ void bind_combine_args(py::module_& m) {
       .field("stream", &WeightGradArgs::stream);
 }
 
+void bind_node_args(py::module_& m) {
+  Struct<QuantizeArgs>(m, "QuantizeArgs")
+      .field("x", &QuantizeArgs::x)
+      .field("x_stride", &QuantizeArgs::x_stride)
+      .field("rows", &QuantizeArgs::rows)
+      .field("scales", &QuantizeArgs::scales)
+      .field("num_rows", &QuantizeArgs::num_rows)
+      .field("hidden", &QuantizeArgs::hidden)
+      .field("element", &QuantizeArgs::element)
+      .field("stream", &QuantizeArgs::stream);
+  Struct<PackArgs>(m, "PackArgs")
+      .field("comm", &PackArgs::comm)
+      .field("x", &PackArgs::x)
+      .field("x_stride", &PackArgs::x_stride)
+      .field("row_bytes", &PackArgs::row_bytes)
+      .field("rows", &PackArgs::rows)
+      .field("weights", &PackArgs::weights)
+      .field("weight_bytes", &PackArgs::weight_bytes)
+      .field("packed_weights", &PackArgs::packed_weights)
+      .field("scales", &PackArgs::scales)
+      .field("scale_stride", &PackArgs::scale_stride)
+      .field("scale_bytes", &PackArgs::scale_bytes)
+      .field("packed_scales", &PackArgs::packed_scales)
+      .field("ids", &PackArgs::ids)
+      .field("packed_ids", &PackArgs::packed_ids)
+      .field("rail_rows", &PackArgs::rail_rows)
+      .field("num_rows", &PackArgs::num_rows)
+      .field("topk", &PackArgs::topk)
+      .field("num_tokens", &PackArgs::num_tokens)
+      .field("num_nodes", &PackArgs::num_nodes)
+      .field("num_sms", &PackArgs::num_sms)
+      .field("stream", &PackArgs::stream);
+  Struct<CombineAddArgs>(m, "CombineAddArgs")
+      .field("comm", &CombineAddArgs::comm)
+      .field("own", &CombineAddArgs::own)
+      .field("landed", &CombineAddArgs::landed)
+      .field("rail_rows", &CombineAddArgs::rail_rows)
+      .field("bias", &CombineAddArgs::bias)
+      .field("out", &CombineAddArgs::out)
+      .field("own_extra", &CombineAddArgs::own_extra)
+      .field("landed_extra", &CombineAddArgs::landed_extra)
+      .field("extra_out", &CombineAddArgs::extra_out)
+      .field("hidden", &CombineAddArgs::hidden)
+      .field("num_rows", &CombineAddArgs::num_rows)
+      .field("topk", &CombineAddArgs::topk)
+      .field("element", &CombineAddArgs::element)
+      .field("num_tokens", &CombineAddArgs::num_tokens)
+      .field("num_nodes", &CombineAddArgs::num_nodes)
+      .field("node", &CombineAddArgs::node)
+      .field("num_sms", &CombineAddArgs::num_sms)
+      .field("stream", &CombineAddArgs::stream);
+}
+
 void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   py::module_ sub = m.def_submodule(name);
   bind_kernel(sub, "plan", table.plan);
@@ -202,11 +257,30 @@ void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   bind_kernel(sub, "dispatch", table.dispatch);
   bind_kernel(sub, "combine", table.combine);
   bind_kernel(sub, "weight_grad", table.weight_grad);
+  bind_kernel(sub, "quantize", table.quantize);
+  bind_kernel(sub, "pack", table.pack);
+  bind_kernel(sub, "combine_add", table.combine_add);
 }
 
 void bind_sizes(py::module_& m) {
   m.def("control_bytes", [](int ranks, int experts) { return control_layout(ranks, experts).bytes; });
-  m.def("meta_words", [](int ranks, int experts) { return meta_layout(ranks, experts).words; });
+  Struct<MetaLayout>(m, "MetaLayout")
+      .field("rank_prefix", &MetaLayout::rank_prefix)
+      .field("rank_count", &MetaLayout::rank_count)
+      .field("expert_count", &MetaLayout::expert_count)
+      .field("send_base", &MetaLayout::send_base)
+      .field("combine_base", &MetaLayout::combine_base)
+      .field("recv_offset", &MetaLayout::recv_offset)
+      .field("src_tokens", &MetaLayout::src_tokens)
+      .field("token_base", &MetaLayout::token_base)
+      .field("flat_base", &MetaLayout::flat_base)
+      .field("expert_offset", &MetaLayout::expert_offset)
+      .field("expert_rows", &MetaLayout::expert_rows)
+      .field("send_chunk_end", &MetaLayout::send_chunk_end)
+      .field("recv_chunk_end", &MetaLayout::recv_chunk_end)
+      .field("max_rows", &MetaLayout::max_rows)
+      .field("words", &MetaLayout::words);
+  m.def("meta_layout", &meta_layout);
   m.def("block_count_words", [](int num_tokens, int ranks, int experts) {
     return plan_blocks(num_tokens) * plan_block_words(ranks, experts);
   });
@@ -227,6 +301,7 @@ void bind_kernels(py::module_& m) {
   bind_structs(m);
   bind_dispatch_args(m);
   bind_combine_args(m);
+  bind_node_args(m);
   bind_table(m, "cpu", cpu_kernels());
 #if defined(EP_WITH_CUDA)
   bind_table(m, "cuda", cuda_kernels());

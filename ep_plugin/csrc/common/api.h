@@ -169,6 +169,69 @@ struct WeightGradArgs {
   Address stream;
 };
 
+// Quantises rows to e4m3 with scales (fp8.h), as a dispatch send with `quantize` does.
+struct QuantizeArgs {
+  Address x;  // [num_rows, hidden], rows x_stride bytes apart
+  int64_t x_stride;
+  Address rows;    // out: [num_rows, hidden] e4m3, contiguous
+  Address scales;  // out: float32 [num_rows, ceil(hidden / 128)], contiguous
+  int64_t num_rows;
+  int64_t hidden;
+  int32_t element;  // type of x: kFloat32, kBFloat16 or kFloat16
+  int32_t reserved;
+  Address stream;
+};
+
+// Copies what this rank's tokens send to other nodes into the buffers that a rail sends: the row of each token, and its
+// weights, scales and ids. rail_rows has the place of each token in the buffers, once for each node that it goes to. A
+// place outside [-1, num_rows) is recorded as kBadHandle (field: the token) and skipped.
+struct PackArgs {
+  Comm comm;
+  Address x;  // [num_tokens, row_bytes], rows x_stride bytes apart; 0: only ids are packed
+  int64_t x_stride;
+  int64_t row_bytes;
+  Address rows;     // out: [num_rows, row_bytes] contiguous
+  Address weights;  // [num_tokens, weight_bytes] contiguous, or 0
+  int64_t weight_bytes;
+  Address packed_weights;  // out: [num_rows, weight_bytes] contiguous
+  Address scales;          // [num_tokens, scale_bytes], rows scale_stride bytes apart, or 0
+  int64_t scale_stride;
+  int64_t scale_bytes;
+  Address packed_scales;  // out: [num_rows, scale_bytes] contiguous
+  Address ids;            // int32 [num_tokens, topk] contiguous, or 0
+  Address packed_ids;     // out: int32 [num_rows, topk] contiguous
+  Address rail_rows;      // int32 [num_tokens, num_nodes]: row of the buffers, -1: the token does not go to that node
+  int64_t num_rows;       // of the buffers
+  int32_t topk;
+  int32_t num_tokens;
+  int32_t num_nodes;
+  int32_t num_sms;  // CUDA
+  Address stream;
+};
+
+// Adds the sums of a token's nodes, in the order of the nodes, then the bias: the last step of a combine over several
+// nodes. A place outside [-1, num_rows) is recorded as kBadHandle (field: the token).
+struct CombineAddArgs {
+  Comm comm;
+  Address own;           // [num_tokens, hidden] contiguous: the sums of this rank's node
+  Address landed;        // [num_rows, hidden] contiguous: the sums that came over the rail
+  Address rail_rows;     // int32 [num_tokens, num_nodes]: row of `landed`, -1: none. The own node's column is not read
+  Address bias;          // [num_tokens, hidden] contiguous or 0
+  Address out;           // [num_tokens, hidden] contiguous
+  Address own_extra;     // [num_tokens, topk] or 0: f64 for f64 elements, else f32, as the next two
+  Address landed_extra;  // [num_rows, topk]
+  Address extra_out;     // out: [num_tokens, topk]: the sums of own_extra and landed_extra
+  int64_t hidden;
+  int64_t num_rows;  // of `landed`
+  int32_t topk;
+  int32_t element;
+  int32_t num_tokens;
+  int32_t num_nodes;
+  int32_t node;     // this rank's
+  int32_t num_sms;  // CUDA
+  Address stream;
+};
+
 struct KernelTable {
   void (*plan)(const PlanArgs&);
   void (*notify)(const NotifyArgs&);
@@ -182,6 +245,9 @@ struct KernelTable {
   void (*dispatch)(const DispatchSendArgs&, const DispatchRecvArgs&);
   void (*combine)(const CombineSendArgs&, const CombineRecvArgs&);
   void (*weight_grad)(const WeightGradArgs&);
+  void (*quantize)(const QuantizeArgs&);
+  void (*pack)(const PackArgs&);
+  void (*combine_add)(const CombineAddArgs&);
 };
 
 const KernelTable& cpu_kernels();

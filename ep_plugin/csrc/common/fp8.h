@@ -21,10 +21,14 @@ constexpr int64_t kScaleBytes = 4;
 
 EP_HD constexpr int64_t quantized_scale_bytes(int64_t hidden) { return ceil_div(hidden, kScaleBlock) * kScaleBytes; }
 
-// Throws std::invalid_argument if a dispatch with this header and element type cannot quantise.
-inline void require_quantizable(const Header& header, int32_t element) {
+// Throws std::invalid_argument if rows of this element type cannot be quantised.
+inline void require_quantizable(int32_t element) {
   if (element != kFloat32 && element != kBFloat16 && element != kFloat16)
     throw std::invalid_argument("element: expected float32, bfloat16 or float16, got " + std::to_string(element));
+}
+// Throws it if a dispatch with this header and element type cannot quantise.
+inline void require_quantizable(const Header& header, int32_t element) {
+  require_quantizable(element);
   const int64_t expected = quantized_scale_bytes(header.row_bytes);
   if (header.scale_bytes != expected)
     throw std::invalid_argument("scale_bytes: expected " + std::to_string(expected) + ", got " +

@@ -47,10 +47,18 @@ EP_HD bool expert_is_sound(const Meta& meta, int local) {
   return (local == 0 ? begin == 0 : begin >= 0) && rows >= 0 && begin + rows <= meta.expert_offset[local + 1];
 }
 
+// Item `source`: the TOKEN_MAJOR rows of the slots that this rank receives from rank `source`.
+EP_HD bool placed_is_sound(const Comm& comm, const Meta& meta, int source) {
+  const int64_t base = meta.token_base[source];
+  const int64_t rows = static_cast<int64_t>(meta.recv_offset[source + 1]) - meta.recv_offset[source];
+  return base >= 0 && base + rows <= meta.token_base[comm.num_ranks];
+}
+
 // What a cached dispatch receive reads: items of all ranks, then those of all local experts.
 EP_HD int cached_items(const Comm& comm) { return comm.num_ranks + local_experts(comm); }
 EP_HD bool cached_is_sound(const Comm& comm, const Routing& routing, const Meta& meta, int item) {
-  return item < comm.num_ranks ? received_is_sound(routing, meta, item) : expert_is_sound(meta, item - comm.num_ranks);
+  return item < comm.num_ranks ? received_is_sound(routing, meta, item) && placed_is_sound(comm, meta, item)
+                               : expert_is_sound(meta, item - comm.num_ranks);
 }
 
 }  // namespace ep

@@ -103,9 +103,12 @@ enum Step : int32_t {
   kDispatchRecv = 4,
   kCombineSend = 5,
   kCombineRecv = 6,
-  kAllGather = 7,
-  kReduceScatter = 8
+  kPack = 7,
+  kCombineAdd = 8,
+  kAllGather = 9,
+  kReduceScatter = 10
 };
+constexpr int kStateSteps = kCombineAdd;  // the steps that use State; collectives have words of their own
 
 // ---------------------------------------------------------------------------------------------------------------
 // The control block: one per rank, written by peers. It starts as zeros and is never reset.
@@ -157,16 +160,16 @@ EP_HD constexpr ControlLayout control_layout(int R, int E) {
 // ---------------------------------------------------------------------------------------------------------------
 // The state: in the memory of the rank's device, written by this rank's kernels alone.
 struct State {
-  uint64_t epoch[6];          // finished operations, indexed by Step - 1 (kPlan unused)
-  uint64_t fault;             // nonzero: every later kernel exits at once
-  uint64_t ctas_done[6];      // by Step - 1: CTAs of the running kernel that have finished
-  uint64_t started[2];        // by Pool: epoch of the latest sender whose CTAs all run or have exited
-  uint64_t ctas_started[2];   // by Pool: CTAs of the running sender that have started
-  uint64_t positions_ready;   // CUDA: epoch of the latest dispatch send whose positions notify has computed
-  uint64_t ctas_positioned;   // CUDA: CTAs of the running notify that have computed their positions
-  uint64_t counts_ready;      // CUDA: epoch of the latest dispatch for which notify has the counts of all peers
-  uint64_t next_abort_check;  // time from which one thread of the device may read the board's abort word again
-  uint32_t next_row[3];       // by Queue (cuda/moe/rows.cuh): rows that warps have requested after their first one
+  uint64_t epoch[kStateSteps];      // finished operations, indexed by Step - 1. Steps that meet no peer do not count
+  uint64_t fault;                   // nonzero: every later kernel exits at once
+  uint64_t ctas_done[kStateSteps];  // by Step - 1: CTAs of the running kernel that have finished
+  uint64_t started[2];              // by Pool: epoch of the latest sender whose CTAs all run or have exited
+  uint64_t ctas_started[2];         // by Pool: CTAs of the running sender that have started
+  uint64_t positions_ready;         // CUDA: epoch of the latest dispatch send whose positions notify has computed
+  uint64_t ctas_positioned;         // CUDA: CTAs of the running notify that have computed their positions
+  uint64_t counts_ready;            // CUDA: epoch of the latest dispatch for which notify has the counts of all peers
+  uint64_t next_abort_check;        // time from which one thread of the device may read the board's abort word again
+  uint32_t next_row[3];  // by Queue (cuda/moe/rows.cuh): rows that warps have requested after their first one
   uint32_t chunk_done[2][kMaxChunks];  // by Pool: CTAs whose rows of the chunk are written
 };
 
@@ -214,6 +217,9 @@ EP_HD constexpr int64_t board_bytes(int local_experts) {
 
 // ---------------------------------------------------------------------------------------------------------------
 // Routing metadata of one dispatch, int32 words, owned by the handle.
+//
+// token_base, flat_base, expert_offset and expert_rows place received rows in the output. Several dispatches can fill
+// one output: between notify and receive, the caller rewrites these words of each to their places in that output.
 struct MetaLayout {
   int64_t rank_prefix;     // [R][R]  rows from ranks up to the first index for the second: DeepEP's rank_prefix_matrix
   int64_t rank_count;      // [R]     tokens of this rank for each rank
@@ -222,6 +228,7 @@ struct MetaLayout {
   int64_t combine_base;    // [R]     first slot of this rank's partial rows in rank s's combine pool
   int64_t recv_offset;     // [R+1]   received slots, numbered by source: source s has [s] to [s+1]
   int64_t src_tokens;      // [R]     T of each source
+  int64_t token_base;      // [R+1]   first TOKEN_MAJOR row of each source; [R]: TOKEN_MAJOR rows in all
   int64_t flat_base;       // [R][E_l] first FLAT row of each source's pairs for each local expert
   int64_t expert_offset;   // [E_l+1] FLAT rows by local expert, aligned
   int64_t expert_rows;     // [E_l]   rows received for each local expert
@@ -239,7 +246,8 @@ EP_HD constexpr MetaLayout meta_layout(int R, int E) {
   at.combine_base = at.send_base + R;
   at.recv_offset = at.combine_base + R;
   at.src_tokens = at.recv_offset + R + 1;
-  at.flat_base = at.src_tokens + R;
+  at.token_base = at.src_tokens + R;
+  at.flat_base = at.token_base + R + 1;
   at.expert_offset = at.flat_base + E;
   at.expert_rows = at.expert_offset + E / R + 1;
   at.send_chunk_end = at.expert_rows + E / R;

@@ -39,17 +39,17 @@ EP_HD Arrival* arrival(const Comm& comm, int owner, int pool, int source, int ch
 
 // A handle's routing metadata with its parts named.
 struct Meta {
-  int32_t *rank_prefix, *rank_count, *expert_count, *send_base, *combine_base, *recv_offset, *src_tokens, *flat_base,
-      *expert_offset, *expert_rows, *send_chunk_end, *recv_chunk_end, *max_rows;
+  int32_t *rank_prefix, *rank_count, *expert_count, *send_base, *combine_base, *recv_offset, *src_tokens, *token_base,
+      *flat_base, *expert_offset, *expert_rows, *send_chunk_end, *recv_chunk_end, *max_rows;
 };
 EP_HD Meta meta_of(const Comm& comm, const Routing& routing) {
   const MetaLayout lay = meta_layout(comm.num_ranks, comm.num_experts);
   int32_t* words = at<int32_t>(routing.meta);
-  return Meta{words + lay.rank_prefix, words + lay.rank_count,     words + lay.expert_count,
-              words + lay.send_base,   words + lay.combine_base,   words + lay.recv_offset,
-              words + lay.src_tokens,  words + lay.flat_base,      words + lay.expert_offset,
-              words + lay.expert_rows, words + lay.send_chunk_end, words + lay.recv_chunk_end,
-              words + lay.max_rows};
+  return Meta{words + lay.rank_prefix,    words + lay.rank_count,   words + lay.expert_count,
+              words + lay.send_base,      words + lay.combine_base, words + lay.recv_offset,
+              words + lay.src_tokens,     words + lay.token_base,   words + lay.flat_base,
+              words + lay.expert_offset,  words + lay.expert_rows,  words + lay.send_chunk_end,
+              words + lay.recv_chunk_end, words + lay.max_rows};
 }
 
 EP_HD SlotLayout slot_layout_of(const Header& header) {
@@ -73,7 +73,7 @@ EP_HD bool pools_must_grow(const Comm& comm, const Header& header, const Meta& m
 // The number of rows that the output of a dispatch needs.
 EP_HD int64_t rows_required(const DispatchRecvArgs& args, const Meta& meta) {
   return args.routing.layout == kFlat ? meta.expert_offset[local_experts(args.comm)]
-                                      : meta.recv_offset[args.comm.num_ranks];
+                                      : meta.token_base[args.comm.num_ranks];
 }
 
 // Whether a dispatch receive that was enqueued before the host knew the totals must be launched again, because its

@@ -117,7 +117,8 @@ class CombineAcrossNodes(Operation):
         engine, routing = self._engine, self._routing
         T, N = routing.rail_rows.shape
         out = torch.empty_like(self._sums[0])
-        extra_out = None if self._extra is None else torch.empty_like(self._extras[0])
+        own_extra = self._extras[0]
+        extra_out = None if own_extra is None else torch.empty_like(own_extra)
         args = _C.CombineAddArgs(
             comm=engine.comm,
             own=self._sums[0].data_ptr(),
@@ -125,7 +126,7 @@ class CombineAcrossNodes(Operation):
             rail_rows=routing.rail_rows.data_ptr(),
             bias=address(self._bias),
             out=out.data_ptr(),
-            own_extra=address(self._extras[0]),
+            own_extra=address(own_extra),
             landed_extra=address(self._landed_extra),
             extra_out=address(extra_out),
             topk=routing.topk_ids.shape[1],

@@ -15,6 +15,7 @@ Shapes: T tokens, H hidden size, K experts per token, L legs, M = L + 1 segments
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -46,10 +47,14 @@ class Payload(NamedTuple):
 
     def like(self, num_rows: int) -> Payload:
         """Memory for as many rows."""
-        return Payload(*(None if one is None else one.new_empty((num_rows, *one.shape[1:])) for one in self))
+        return self._each(lambda one: one.new_empty((num_rows, one.shape[1])))
 
     def part(self, begin: int, end: int) -> Payload:
-        return Payload(*(None if one is None else one[begin:end] for one in self))
+        return self._each(lambda one: one[begin:end])
+
+    def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Payload:
+        beside = (None if one is None else function(one) for one in self[1:])
+        return Payload(function(self.rows), *beside)
 
 
 class DispatchAcrossNodes(Operation):
@@ -75,7 +80,7 @@ class DispatchAcrossNodes(Operation):
 
     def start(self) -> None:
         """Sends rows to the other nodes and to this one. The host waits until it knows how many rows come."""
-        engine, call, streams = self._engine, self._call, self._engine.streams
+        call, streams = self._call, self._engine.streams
         fresh = self._routing is None
         streams.order_after(streams.send, streams.caller())
         payload = self._payload()
@@ -168,7 +173,7 @@ class DispatchAcrossNodes(Operation):
         """Which rows cross to which node, and the expert ids of all segments."""
         nodes, call = self._nodes, self._call
         ids = call.topk_ids
-        T, K = ids.shape
+        T = len(ids)
         indices = nodes.table_index(ids)
         # A column more, for pairs that no node has.
         needed = torch.zeros((T, nodes.num_nodes + 1), dtype=torch.bool, device=ids.device)
@@ -228,10 +233,9 @@ class DispatchAcrossNodes(Operation):
     def _run_pack(self, routing: NodesRouting, **given: Any) -> None:
         engine = self._engine
         T, N = routing.rail_rows.shape
-        words = {
-            name: address(value) if isinstance(value, torch.Tensor) else value or 0 for name, value in given.items()
-        }
-        self._keep += [value for value in given.values() if isinstance(value, torch.Tensor)]
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        self._keep += tensors.values()
+        words = {name: value or 0 for name, value in given.items() if name not in tensors}
         engine.kernels.pack(
             _C.PackArgs(
                 comm=engine.comm,
@@ -241,6 +245,7 @@ class DispatchAcrossNodes(Operation):
                 num_sms=engine.dispatch_sms(T, self._row_bytes, N, False).sending,
                 stream=engine.streams.send,
                 **words,
+                **{name: address(tensor) for name, tensor in tensors.items()},
             )
         )
 

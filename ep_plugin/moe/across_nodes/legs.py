@@ -1,8 +1,8 @@
 """The legs of an operation over N nodes: who sends which tokens to whom over the rail, and in which order.
 
-Every rank cuts its tokens into C chunks. A leg brings one chunk's rows to one other node. In turn, rank (node n, local
-rank l) sends to node n + 1, n + 2, ..., and receives from n - 1, n - 2, ..., so that no two nodes send to one at a time.
-The legs have the same numbers on all ranks of a node. Inside a node, each leg's rows are dispatched as a segment of
+Every rank cuts its tokens into C chunks. A leg brings one chunk's rows to one other node. A rank of node n sends to
+nodes n + 1, n + 2, ... in turn, and receives from n - 1, n - 2, ..., so that no two nodes send to one at a time. The
+legs have the same numbers on all ranks of a node. Inside a node, the rows of each leg are dispatched as a segment of
 their own: segment 0 has the tokens of the node's own ranks, segment i + 1 those that leg i brings.
 """
 
@@ -26,10 +26,10 @@ class Leg(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Rows of one rank and chunk: ``(segment, index)`` finds their counts, index being the local rank in the node."""
+    """The rows of one rank, or of one chunk of it, in a segment."""
 
     segment: int
-    index: int
+    local_rank: int
 
 
 def num_chunks(num_nodes: int, asked: int | None) -> int:
@@ -53,9 +53,8 @@ def legs_of(node: int, num_nodes: int, chunks: int) -> list[Leg]:
 
 def output_order(node_map: NodeMap, node: int, chunks: int) -> list[Source]:
     """The sources of a dispatch's output on `node`, in the order of its rows: by rank, and by chunk."""
-    segments = {
-        (leg.source, leg.chunk): 1 + number for number, leg in enumerate(legs_of(node, node_map.num_nodes, chunks))
-    }
+    legs = legs_of(node, node_map.num_nodes, chunks)
+    segments = {(leg.source, leg.chunk): number for number, leg in enumerate(legs, start=1)}
     order = []
     for rank in range(node_map.num_nodes * node_map.ranks_per_node):
         source, index = node_map.node_of(rank), node_map.local_rank_of(rank)

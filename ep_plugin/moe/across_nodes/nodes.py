@@ -34,7 +34,7 @@ class Nodes:
         self.layout = _C.meta_layout(engine.node_size, engine.node_experts)
         order = output_order(node_map, self.node, self.chunks)
         G = engine.node_size
-        self.order = torch.tensor([source.segment * G + source.index for source in order], device=device)
+        self.order = torch.tensor([source.segment * G + source.local_rank for source in order], device=device)
         """``[S]``, segment * G + local rank of each source, in the order of the output's rows."""
         node_of, local_id = _expert_tables(engine)
         self.node_of = torch.tensor(node_of, device=device)

@@ -59,7 +59,7 @@ class NodesRouting:
 
     @classmethod
     def empty(cls, nodes: Nodes, topk_ids: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> NodesRouting:
-        words = cls.plan_words(nodes, *topk_ids.shape, received)
+        words = cls.plan_words(nodes, topk_ids.shape[0], topk_ids.shape[1], received)
         return cls(nodes, topk_ids, sent, received, topk_ids.new_empty(words, dtype=torch.int32))
 
     def ids(self, segment: int) -> torch.Tensor:

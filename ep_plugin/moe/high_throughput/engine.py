@@ -74,7 +74,7 @@ class HighThroughputEngine(GroupEngine):
                 f"num_experts: expected at most {_C.max_keys - self.node_size} on cuda for {self.node_size} ranks of a "
                 f"node, got {self.node_experts}"
             )
-        self.meta_words = _C.meta_words(self.node_size, self.node_experts)
+        self.meta_words = _C.meta_layout(self.node_size, self.node_experts).words
         self._make_boards(self.local_experts)
         self.memory = open_memory(self.within, device)
         self._resources.callback(self.memory.close)
@@ -248,7 +248,7 @@ class HighThroughputEngine(GroupEngine):
 
 
 def _watch_of(engine: HighThroughputEngine, growing: tuple[str, int]) -> Callable[[], None]:
-    """The check that ends an exchange early: after an abort, or when a peer leaves the `growing` pool, (name, bytes)."""
+    """The check that ends an exchange early: after an abort, or when a peer leaves the `growing` pool (name, bytes)."""
     found = weakref.ref(engine)
 
     def watch() -> None:

@@ -9,24 +9,13 @@
 #include <cstring>
 #include <string>
 
-#include "cpu/core/elements.h"
+#include "cpu/core/sums.h"
 #include "cpu/moe/handle.h"
 #include "cpu/moe/kernels.h"
 
 namespace ep::cpu {
 
 namespace {
-
-constexpr int kBlock = 512;  // elements summed at a time: the sums stay in the first-level cache
-
-template <class T>
-void accumulate(typename Sum<T>::type* sum, const T* row, int count, typename Sum<T>::type weight) {
-  for (int h = 0; h < count; ++h) sum[h] += weight * widen(row[h]);
-}
-template <class T>
-void accumulate(typename Sum<T>::type* sum, const T* row, int count) {
-  for (int h = 0; h < count; ++h) sum[h] += widen(row[h]);
-}
 
 // The rows of y that make up a slot's partial row, and their factors.
 template <class S>
@@ -44,9 +33,9 @@ bool gather_terms(const Run& run, const CombineSendArgs& args, int64_t slot, Ter
   terms->count = 0;
   for (int k = 0; k < K; ++k) {
     if (rows[k] < 0) continue;
-    if (rows[k] >= args.rows || (!flat && rows[k] != slot))
+    if (rows[k] >= args.rows || (!flat && terms->count > 0 && rows[k] != terms->row[0]))
       return fail(run.comm, kBadHandle, run.step, run.comm.rank, k, args.rows, rows[k]);
-    const S weight = weighted ? at<const S>(args.weights)[flat ? rows[k] : slot * K + k] : S(1);
+    const S weight = weighted ? at<const S>(args.weights)[flat ? rows[k] : int64_t{rows[k]} * K + k] : S(1);
     if (flat || terms->count == 0) {
       terms->row[terms->count] = rows[k];
       terms->factor[terms->count++] = weight;
@@ -64,9 +53,9 @@ void reduce_row(const CombineSendArgs& args, const Terms<typename Sum<T>::type>&
     std::memcpy(out, at<T>(args.y) + terms.row[0] * args.hidden, args.hidden * sizeof(T));
     return;
   }
-  S sum[kBlock];
-  for (int64_t h = 0; h < args.hidden; h += kBlock) {
-    const int count = static_cast<int>(std::min<int64_t>(kBlock, args.hidden - h));
+  S sum[kSumBlock];
+  for (int64_t h = 0; h < args.hidden; h += kSumBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kSumBlock, args.hidden - h));
     std::fill_n(sum, count, S(0));
     for (int i = 0; i < terms.count; ++i) {
       const T* row = at<const T>(args.y) + terms.row[i] * args.hidden + h;
@@ -87,7 +76,7 @@ void copy_extra(const CombineSendArgs& args, int64_t slot, char* to) {
     if (rows[k] < 0) {
       std::memset(to + k * wb, 0, wb);
     } else {
-      const int64_t from = args.routing.layout == kFlat ? rows[k] : slot * K + k;
+      const int64_t from = args.routing.layout == kFlat ? rows[k] : int64_t{rows[k]} * K + k;
       std::memcpy(to + k * wb, at<char>(args.extra, from * wb), wb);
     }
   }
@@ -149,19 +138,13 @@ bool find_partials(const Run& run, const CombineRecvArgs& args, const Meta& meta
 
 template <class T>
 void receive_token(const CombineRecvArgs& args, const PartialLayout& lay, const int64_t* slot, int t) {
-  using S = typename Sum<T>::type;
   const Comm& comm = args.comm;
-  T* out = at<T>(args.out) + t * args.hidden;
-  S sum[kBlock];
-  for (int64_t h = 0; h < args.hidden; h += kBlock) {
-    const int count = static_cast<int>(std::min<int64_t>(kBlock, args.hidden - h));
-    std::fill_n(sum, count, S(0));
-    for (int d = 0; d < comm.num_ranks; ++d)
-      if (slot[d] >= 0)
-        accumulate<T>(sum, at<const T>(comm.pool[kCombinePool][comm.rank], slot[d] * lay.bytes) + h, count);
-    if (args.bias != 0) accumulate<T>(sum, at<const T>(args.bias) + t * args.hidden + h, count);
-    for (int i = 0; i < count; ++i) narrow(sum[i], out + h + i);
-  }
+  const T* rows[kMaxRanks + 1];
+  int count = 0;
+  for (int d = 0; d < comm.num_ranks; ++d)
+    if (slot[d] >= 0) rows[count++] = at<const T>(comm.pool[kCombinePool][comm.rank], slot[d] * lay.bytes);
+  if (args.bias != 0) rows[count++] = at<const T>(args.bias) + t * args.hidden;
+  sum_rows<T>(rows, count, args.hidden, at<T>(args.out) + t * args.hidden);
 }
 
 bool collect_extra(const Run& run, const CombineRecvArgs& args, const PartialLayout& lay, const int64_t* slot, int t) {

@@ -63,44 +63,47 @@ bool receive_flat(const Run& run, const Output& out, const char* slot, int32_t* 
   return true;
 }
 
-bool receive_token_major(const Run& run, const Output& out, const char* slot, int32_t* recv_rows, int64_t index,
+// Copies a slot to its TOKEN_MAJOR row.
+bool receive_token_major(const Run& run, const Output& out, const char* slot, int32_t* recv_rows, int64_t row,
                          int source) {
   const DispatchRecvArgs& args = out.args;
   const int K = args.routing.topk;
   const int64_t wb = args.header.weight_bytes;
-  const bool kept = index < args.capacity;
+  const bool kept = row < args.capacity;
   for (int k = 0; k < K; ++k) {
     int32_t local = -1;
     if (!local_id(run, out, slot, k, source, &local)) return false;
-    if (recv_rows != nullptr) recv_rows[k] = kept && local >= 0 ? static_cast<int32_t>(index) : -1;
+    if (recv_rows != nullptr) recv_rows[k] = kept && local >= 0 ? static_cast<int32_t>(row) : -1;
     if (!kept) continue;
-    at<int32_t>(args.topk_ids)[index * K + k] = local;
+    at<int32_t>(args.topk_ids)[row * K + k] = local;
     if (wb == 0) continue;
-    char* weight = at<char>(args.weights, (index * K + k) * wb);
+    char* weight = at<char>(args.weights, (row * K + k) * wb);
     if (local >= 0)
       std::memcpy(weight, slot + out.lay.weights + k * wb, wb);
     else
       std::memset(weight, 0, wb);
   }
-  if (kept) copy_row(out, slot, index);
+  if (kept) copy_row(out, slot, row);
   return true;
 }
 
 bool receive_source(const Run& run, const Output& out, int source) {
   const DispatchRecvArgs& args = out.args;
   const Comm& comm = args.comm;
-  const int first = out.meta.recv_offset[source], rows = out.meta.recv_offset[source + 1] - first;
+  const int64_t first = out.meta.recv_offset[source];
+  const int rows = static_cast<int>(out.meta.recv_offset[source + 1] - first);
   const int32_t region = region_slots_of(comm, args.header), limit = std::min(rows, region);
   const int64_t region_begin = static_cast<int64_t>(source) * region;
   int begin = 0;
   for (int c = 0; c < num_chunks(out.meta.src_tokens[source]); ++c) {
     int end;
     if (!wait_chunk(run, kDispatchPool, source, c, begin, limit, &end)) return false;
-    for (int64_t i = first + begin; i < first + end; ++i) {
-      const char* slot = at<char>(comm.pool[kDispatchPool][comm.rank], (region_begin + i - first) * out.lay.bytes);
-      int32_t* recv_rows = args.fresh ? at<int32_t>(args.routing.recv_rows) + i * args.routing.topk : nullptr;
-      const bool ok = args.routing.layout == kFlat ? receive_flat(run, out, slot, recv_rows, source)
-                                                   : receive_token_major(run, out, slot, recv_rows, i, source);
+    for (int64_t i = begin; i < end; ++i) {
+      const char* slot = at<char>(comm.pool[kDispatchPool][comm.rank], (region_begin + i) * out.lay.bytes);
+      int32_t* recv_rows = args.fresh ? at<int32_t>(args.routing.recv_rows) + (first + i) * args.routing.topk : nullptr;
+      const bool ok = args.routing.layout == kFlat
+                          ? receive_flat(run, out, slot, recv_rows, source)
+                          : receive_token_major(run, out, slot, recv_rows, out.meta.token_base[source] + i, source);
       if (!ok) return false;
     }
     if (args.fresh) out.meta.recv_chunk_end[source * kMaxChunks + c] = end;
@@ -157,7 +160,7 @@ bool receive_all(const Run& run, const DispatchRecvArgs& args) {
   const Meta meta = meta_of(comm, args.routing);
   const int R = comm.num_ranks, per_rank = local_experts(comm);
   const int64_t slots = meta.recv_offset[R];
-  if (!args.fresh &&
+  if (args.header.op == kOpCachedDispatch &&
       !check_handle(run, cached_items(comm), [&](int i) { return cached_is_sound(comm, args.routing, meta, i); }))
     return false;
   const Output out{args, slot_layout_of(args.header), meta, per_rank, rows_required(args, meta)};

@@ -4,12 +4,10 @@
 // Before writing, a send waits until all destinations have consumed the previous epoch. It never waits for rows. A slot
 // is [pad | ids[K] | positions[K] | weights[K] | scales | row], see SlotLayout. The arrival of a chunk is stored with
 // release order, after the chunk's rows.
-#include <cmath>
 #include <cstring>
 #include <vector>
 
-#include "common/fp8.h"
-#include "cpu/core/elements.h"
+#include "cpu/core/quantize.h"
 #include "cpu/moe/handle.h"
 #include "cpu/moe/kernels.h"
 
@@ -22,32 +20,6 @@ struct Payload {
   const char* row;
   const char* scales;
 };
-
-// Quantises one row of `hidden` elements (common/fp8.h). The maximum is taken over the bits of the magnitudes:
-// compilers vectorise it, but not a maximum of floats that may be NaN.
-template <class T>
-void quantize(const T* row, int64_t hidden, uint8_t* out, float* scales) {
-  for (int64_t begin = 0; begin < hidden; begin += kScaleBlock) {
-    const int count = static_cast<int>(hidden - begin < kScaleBlock ? hidden - begin : kScaleBlock);
-    float values[kScaleBlock], amax;
-    int32_t most = 0;
-    for (int i = 0; i < count; ++i) values[i] = static_cast<float>(widen(row[begin + i]));
-    for (int i = 0; i < count; ++i) {
-      int32_t bits;
-      std::memcpy(&bits, values + i, 4);
-      bits &= 0x7FFFFFFF;
-      const int32_t counted = bits > 0x7F800000 ? 0 : bits;
-      most = counted > most ? counted : most;
-    }
-    std::memcpy(&amax, &most, 4);
-    const float scale = scales[begin / kScaleBlock] = e4m3_scale(amax);
-    for (int i = 0; i < count; ++i) {
-      uint32_t bits;
-      std::memcpy(&bits, values + i, 4);
-      out[begin + i] = static_cast<uint8_t>(e4m3_magnitude(std::fabs(values[i]) / scale) | (bits >> 31 << 7));
-    }
-  }
-}
 
 // Finds each token's payload in the caller's tensors, or quantises it into a buffer that the next call overwrites.
 class Payloads {
@@ -63,7 +35,8 @@ class Payloads {
     const char* row = at<char>(args_.x, t * args_.x_stride);
     if (args_.quantize == 0) return {row, at<char>(args_.scales, t * args_.scale_stride)};
     with_element(args_.element, [&](auto element) {
-      quantize(reinterpret_cast<const decltype(element)*>(row), args_.header.row_bytes, row_.data(), scales_.data());
+      quantize_row(reinterpret_cast<const decltype(element)*>(row), args_.header.row_bytes, row_.data(),
+                   scales_.data());
     });
     return {reinterpret_cast<const char*>(row_.data()), reinterpret_cast<const char*>(scales_.data())};
   }

@@ -20,4 +20,7 @@ inline void combine(const CombineSendArgs& send_args, const CombineRecvArgs& rec
   combine_recv(recv_args);
 }
 void weight_grad(const WeightGradArgs& args);
+void quantize(const QuantizeArgs& args);
+void pack(const PackArgs& args);
+void combine_add(const CombineAddArgs& args);
 }  // namespace ep::cpu

@@ -79,9 +79,9 @@ bool lay_out_ranks(const Run& run, const Meta& meta, const Counts& counts, int64
   int64_t most = 0;
   *max_sent = 0;
   *meta.max_rows = 0;
-  meta.recv_offset[0] = 0;
+  meta.recv_offset[0] = meta.token_base[0] = 0;
   for (int a = 0; a < R; ++a) {
-    meta.recv_offset[a + 1] = meta.recv_offset[a] + count(a, me);
+    meta.recv_offset[a + 1] = meta.token_base[a + 1] = meta.recv_offset[a] + count(a, me);
     meta.send_base[a] = meta.combine_base[a] = 0;
     for (int before = 0; before < a; ++before) meta.send_base[a] += count(me, before);
     for (int before = 0; before < me; ++before) meta.combine_base[a] += count(a, before);

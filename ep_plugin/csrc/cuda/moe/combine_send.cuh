@@ -154,19 +154,14 @@ class CombineSendJob {
     return at<const int32_t>(args_.routing.recv_rows)[static_cast<int64_t>(row.slot) * args_.routing.topk + k];
   }
 
-  // Whether `from`, which is not negative, can be a row of y for this slot.
-  __device__ bool is_row_of(const Row& row, int32_t from) const {
-    return from < args_.rows && (flat_ || from == row.slot);
-  }
-
-  __device__ bool in_range(const Row& row, int k, int32_t from) const {
-    return is_row_of(row, from) || fail(run_.comm, kBadHandle, kCombineSend, run_.comm.rank, k, args_.rows, from);
+  __device__ bool refuse(int k, int32_t from) const {
+    return fail(run_.comm, kBadHandle, kCombineSend, run_.comm.rank, k, args_.rows, from);
   }
 
   // The row of y for pair k, or -1 if the pair did not come to this rank.
   __device__ int32_t term_of(const Row& row, int k) const {
     const int32_t from = k < kWarp ? from_ : k < args_.routing.topk ? recv_row(row, k) : -1;
-    return from >= 0 && in_range(row, k, from) ? from : -1;
+    return from >= 0 && (from < args_.rows || refuse(k, from)) ? from : -1;
   }
 
   // One term for each pair that came here. set_factors() stores the weights of the first pairs, whose loads are in
@@ -191,14 +186,20 @@ class CombineSendJob {
     return count;
   }
 
-  // One term if any pair came here.
+  // One term if any pair came here. All pairs that did name the same row.
   __device__ int list_token_term(const Row& row, Term* terms) {
-    bool any = false;
-    for (int k = lane_id(); k - lane_id() < args_.routing.topk; k += kWarp) any |= term_of(row, k) >= 0;
-    weight_ = weight_of_token(row, lane_id());
-    any = __any_sync(kAllLanes, any) != 0;
-    if (any && lane_id() == 0) terms[0].row = row.slot;
-    return any ? 1 : 0;
+    int32_t least = INT32_MAX, most = -1;
+    for (int k = lane_id(); k - lane_id() < args_.routing.topk; k += kWarp) {
+      const int32_t from = term_of(row, k);
+      if (k < kWarp) weight_ = weight_of_pair(from, k);
+      if (from >= 0) least = min(least, from), most = max(most, from);
+    }
+    least = __reduce_min_sync(kAllLanes, least);
+    most = __reduce_max_sync(kAllLanes, most);
+    if (most < 0) return 0;
+    if (lane_id() == 0 && least != most) refuse(0, most);
+    if (lane_id() == 0) terms[0].row = most;
+    return 1;
   }
 
   // The factor is the sum of the weights of the pairs that came here, in the order of the pairs.
@@ -206,16 +207,19 @@ class CombineSendJob {
     const bool weighted = args_.weights != 0;
     float factor = weighted ? 0.0f : 1.0f;
     for (int k = lane_id(); weighted && k - lane_id() < args_.routing.topk; k += kWarp) {
-      const float weight = k < kWarp ? weight_ : weight_of_token(row, k);
-      for (unsigned left = __ballot_sync(kAllLanes, term_of(row, k) >= 0); left != 0; left &= left - 1)
+      const int32_t from = term_of(row, k);
+      const float weight = k < kWarp ? weight_ : weight_of_pair(from, k);
+      for (unsigned left = __ballot_sync(kAllLanes, from >= 0); left != 0; left &= left - 1)
         factor += __shfl_sync(kAllLanes, weight, __ffs(left) - 1);
     }
     if (lane_id() == 0) terms[0].factor = factor;
   }
 
-  __device__ float weight_of_token(const Row& row, int k) const {
-    const int K = args_.routing.topk;
-    return k < K && args_.weights != 0 ? at<const float>(args_.weights)[static_cast<int64_t>(row.slot) * K + k] : 0.0f;
+  // The TOKEN_MAJOR weight of pair k, whose row of y is `from`.
+  __device__ float weight_of_pair(int32_t from, int k) const {
+    return from >= 0 && args_.weights != 0
+               ? at<const float>(args_.weights)[static_cast<int64_t>(from) * args_.routing.topk + k]
+               : 0.0f;
   }
 
   __device__ void write_extra(const Row& row) const {
@@ -223,8 +227,8 @@ class CombineSendJob {
     float* to = reinterpret_cast<float*>(target(row) + lay_.extra);
     for (int k = lane_id(); k < K; k += kWarp) {
       const int32_t from = recv_row(row, k);
-      const int64_t index = flat_ ? from : static_cast<int64_t>(row.slot) * K + k;
-      to[k] = from < 0 || !is_row_of(row, from) ? 0.0f : at<const float>(args_.extra)[index];
+      const int64_t index = flat_ ? from : static_cast<int64_t>(from) * K + k;
+      to[k] = from < 0 || from >= args_.rows ? 0.0f : at<const float>(args_.extra)[index];
     }
   }
 

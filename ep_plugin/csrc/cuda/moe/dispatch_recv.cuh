@@ -61,12 +61,12 @@ class RowWriter {
 
  private:
   // Lists the addresses of a slot's output rows and returns how many there are. If `writes`, also writes their expert
-  // ids, weights and scales. `head`: in the pool or in shared memory.
+  // ids, weights and scales, and the routing's recv_rows if it is fresh. `head`: in the pool or in shared memory.
   __device__ int list_rows(int source, int32_t position, const char* head, bool writes) const {
     __syncwarp();
-    const int32_t index = out_.meta.recv_offset[source] + position;
-    const int count =
-        out_.flat ? list_flat_rows(source, index, head, writes) : list_token_row(source, index, head, writes);
+    int32_t* recv_rows = writes && out_.args.fresh ? recv_rows_of(out_.meta.recv_offset[source] + position) : nullptr;
+    const int count = out_.flat ? list_flat_rows(source, recv_rows, head, writes)
+                                : list_token_row(source, position, recv_rows, head, writes);
     __syncwarp();
     return count;
   }
@@ -80,8 +80,8 @@ class RowWriter {
     return local >= 0 && local < out_.per_rank ? local : -1;
   }
 
-  // One lane per pair lists its FLAT row. Rows past the capacity are dropped.
-  __device__ int list_flat_rows(int source, int32_t index, const char* head, bool writes) const {
+  // One lane per pair lists its FLAT row. Rows past the capacity are dropped. `recv_rows`: the slot's, or null.
+  __device__ int list_flat_rows(int source, int32_t* recv_rows, const char* head, bool writes) const {
     const DispatchRecvArgs& args = out_.args;
     const int32_t* base = out_.meta.flat_base + source * out_.per_rank;
     const int K = args.routing.topk;
@@ -92,7 +92,7 @@ class RowWriter {
       const bool in_range = local < 0 || (row >= 0 && row < out_.required);
       if (!in_range) fail(args.comm, kBadData, kDispatchRecv, source, k, out_.required, row);
       const bool kept = in_range && row >= 0 && row < args.capacity;
-      if (writes && args.fresh && k < K) recv_rows(index)[k] = kept ? row : -1;
+      if (recv_rows != nullptr && k < K) recv_rows[k] = kept ? row : -1;
       const unsigned mask = __ballot_sync(kAllLanes, kept);
       if (kept) {
         dests_[count + __popc(mask & ((1u << lane_id()) - 1u))] = args.tokens + row * args.header.row_bytes;
@@ -107,21 +107,22 @@ class RowWriter {
     return count;
   }
 
-  __device__ int list_token_row(int source, int32_t index, const char* head, bool writes) const {
+  __device__ int list_token_row(int source, int32_t position, int32_t* recv_rows, const char* head, bool writes) const {
     const DispatchRecvArgs& args = out_.args;
     const int K = args.routing.topk;
-    const bool kept = index < args.capacity;
+    const int32_t row = out_.meta.token_base[source] + position;
+    const bool kept = row < args.capacity;
     for (int k = lane_id(); writes && k < K; k += kWarp) {
       const int32_t local = local_id(source, head, k);
-      if (args.fresh) recv_rows(index)[k] = kept && local >= 0 ? index : -1;
+      if (recv_rows != nullptr) recv_rows[k] = kept && local >= 0 ? row : -1;
       if (!kept) continue;
-      const int64_t pair = static_cast<int64_t>(index) * K + k;
+      const int64_t pair = static_cast<int64_t>(row) * K + k;
       at<int32_t>(args.topk_ids)[pair] = local;
       if (args.header.weight_bytes != 0) at<float>(args.weights)[pair] = local < 0 ? 0.0f : weight_in(head, k);
     }
     if (!kept) return 0;
-    if (lane_id() == 0) dests_[0] = args.tokens + index * args.header.row_bytes;
-    if (writes && args.header.scale_bytes != 0) copy_scales(head, index);
+    if (lane_id() == 0) dests_[0] = args.tokens + row * args.header.row_bytes;
+    if (writes && args.header.scale_bytes != 0) copy_scales(head, row);
     return 1;
   }
 
@@ -135,8 +136,8 @@ class RowWriter {
   __device__ float weight_in(const char* head, int k) const {
     return ptx::ld_coherent(reinterpret_cast<const float*>(head + out_.lay.weights) + k);
   }
-  __device__ int32_t* recv_rows(int32_t index) const {
-    return at<int32_t>(out_.args.routing.recv_rows) + static_cast<int64_t>(index) * out_.args.routing.topk;
+  __device__ int32_t* recv_rows_of(int32_t slot) const {
+    return at<int32_t>(out_.args.routing.recv_rows) + static_cast<int64_t>(slot) * out_.args.routing.topk;
   }
   __device__ void copy_scales(const char* head, int64_t row) const {
     const int64_t bytes = out_.args.header.scale_bytes;
@@ -267,7 +268,7 @@ __device__ inline void poison(const DispatchRecvArgs& args) {
 __device__ inline bool slots_fit(const Run& run, const DispatchRecvArgs& args) {
   const Comm& comm = args.comm;
   const Meta meta = meta_of(comm, args.routing);
-  if (args.fresh == 0 &&
+  if (args.header.op == kOpCachedDispatch &&
       !check_handle(run, cached_items(comm), [&](int item) { return cached_is_sound(comm, args.routing, meta, item); }))
     return false;
   const int64_t slots = meta.recv_offset[args.comm.num_ranks];

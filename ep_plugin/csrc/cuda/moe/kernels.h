@@ -15,4 +15,7 @@ void combine_recv(const CombineRecvArgs& args);
 void dispatch(const DispatchSendArgs& send, const DispatchRecvArgs& recv);
 void combine(const CombineSendArgs& send, const CombineRecvArgs& recv);
 void weight_grad(const WeightGradArgs& args);
+void quantize(const QuantizeArgs& args);
+void pack(const PackArgs& args);
+void combine_add(const CombineAddArgs& args);
 }  // namespace ep::cuda

@@ -157,11 +157,11 @@ __device__ bool lay_out_ranks(const Run& run, const NotifyArgs& args, Shared& sh
   if (a < R) {
     meta.send_base[a] = static_cast<int32_t>(send_base);
     meta.combine_base[a] = static_cast<int32_t>(combine_base);
-    meta.recv_offset[a + 1] = static_cast<int32_t>(received);
+    meta.recv_offset[a + 1] = meta.token_base[a + 1] = static_cast<int32_t>(received);
     meta.src_tokens[a] = shared.num_tokens[a];
   }
   if (a == 0) {
-    meta.recv_offset[0] = 0;
+    meta.recv_offset[0] = meta.token_base[0] = 0;
     *meta.max_rows = static_cast<int32_t>(max_rows);
     shared.max_sent = max_sent;
   }

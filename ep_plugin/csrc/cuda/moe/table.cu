@@ -31,7 +31,8 @@ void wait_for_sender(const WaitForSenderArgs& args) {
 const KernelTable& cuda_kernels() {
   static const KernelTable table{cuda::plan,          cuda::notify,       cuda::dispatch_send, cuda::wait_for_sender,
                                  cuda::dispatch_recv, cuda::combine_send, cuda::combine_recv,  cuda::dispatch,
-                                 cuda::combine,       cuda::weight_grad};
+                                 cuda::combine,       cuda::weight_grad,  cuda::quantize,      cuda::pack,
+                                 cuda::combine_add};
   return table;
 }
 

@@ -1,0 +1,506 @@
+"""The kernels of dispatch and combine over several nodes, against plain torch: quantise, pack, combine add, and
+dispatches that fill one output.
+
+The emulation of the CUDA kernels and tests/gpu run the same cases. Shapes: T tokens, N nodes, K experts per token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_plugin import _C, DispatchLayout, MoECommunicator
+from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZABLE, num_scales, weight_dtype
+from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, DISPATCH_POOL, address
+from ep_plugin.moe.reference import reference_quantize
+from ep_plugin.runtime.streams import current_stream
+from tests.faults.fault_cases import finish, here, open_communicator
+from tests.moe.moe_cases import LAYOUTS, named, on_ranks, same_bits
+from tests.ranks import simt_asked
+
+SMS = 3
+POISON = 0xAB
+GUARD = 2  # rows behind those that a kernel may write
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _on_plain_cpus() -> bool:
+    """Kernels of CPUs take any width and float64. Those of GPUs take rows of a multiple of 16 bytes."""
+    return here().type == "cpu" and not simt_asked(os.environ)
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(dtype).to(here())
+
+
+def _poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    made = torch.empty(shape, dtype=dtype, device=here())
+    made.view(torch.uint8).fill_(POISON)
+    return made
+
+
+# -- quantise --------------------------------------------------------------------------------------------------------
+
+
+def quantizes(rank: int, size: int) -> None:
+    """Bits as dispatch makes them, of rows that lie apart, with zeros, infinities and NaN among them."""
+    torch.manual_seed(1)
+    kernels = open_communicator(size).engine.kernels
+    widths = (16, 128, 144, 1040, 7168) + ((1, 130) if _on_plain_cpus() else ())
+    for dtype, hidden, num_rows in itertools.product(QUANTIZABLE, widths, (0, 1, 19)):
+        scale = 10.0 ** torch.arange(num_rows, device=here()).sub(9).unsqueeze(1)
+        wide = (_random(num_rows, hidden + 16) * scale).to(dtype)
+        for row, value in enumerate((0.0, torch.inf, torch.nan)):
+            wide[row + 2 :, :: 40 + row] = value
+        x = wide[:, :hidden]
+        rows = _poisoned(num_rows, hidden, dtype=torch.float8_e4m3fn)
+        scales = _poisoned(num_rows, int(num_scales(hidden)), dtype=torch.float32)
+        kernels.quantize(
+            _C.QuantizeArgs(
+                x=x.data_ptr(),
+                x_stride=wide.stride(0) * wide.element_size(),
+                rows=rows.data_ptr(),
+                scales=scales.data_ptr(),
+                num_rows=num_rows,
+                hidden=hidden,
+                element=ELEMENTS[dtype],
+                stream=current_stream(here()),
+            )
+        )
+        with named(f"{num_rows} rows of {hidden} {dtype}"):
+            expected_rows, expected_scales = reference_quantize(x.cpu())
+            same_bits("rows", rows.cpu(), expected_rows)
+            same_bits("scales", scales.cpu(), expected_scales)
+    with pytest.raises(ValueError, match="element: expected float32, bfloat16 or float16, got 3"):
+        kernels.quantize(_C.QuantizeArgs(element=_C.Element.FLOAT64))
+
+
+# -- pack ------------------------------------------------------------------------------------------------------------
+
+
+def _rail_rows(num_tokens: int, num_nodes: int, own: int | None = None) -> tuple[torch.Tensor, int]:
+    """Places ``[T, N]`` in a buffer, node by node in token order, and how many there are. About half are -1."""
+    goes = torch.rand(num_nodes, num_tokens) < 0.5
+    if own is not None:
+        goes[own] = False
+    places = torch.where(goes, goes.flatten().cumsum(0).view(num_nodes, num_tokens) - 1, -1)
+    return places.t().to(torch.int32).contiguous().to(here()), int(goes.sum())
+
+
+def _pack(comm: MoECommunicator, places: torch.Tensor, num_rows: int, parts: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What pack writes for `parts`: x ``[T, ...]``, weights ``[T, ...]``, scales ``[T, ...]``, ids ``[T, K]``."""
+    packed = {name: _poisoned(num_rows + GUARD, part.shape[1], dtype=part.dtype) for name, part in parts.items()}
+    bytes_of = {name: part.shape[1] * part.element_size() for name, part in parts.items()}
+    stride_of = {name: part.stride(0) * part.element_size() for name, part in parts.items()}
+    comm.engine.kernels.pack(
+        _C.PackArgs(
+            comm=comm.engine.comm,
+            x=address(parts.get("x")),
+            x_stride=stride_of.get("x", 0),
+            row_bytes=bytes_of.get("x", 0),
+            rows=address(packed.get("x")),
+            weights=address(parts.get("weights")),
+            weight_bytes=bytes_of.get("weights", 0),
+            packed_weights=address(packed.get("weights")),
+            scales=address(parts.get("scales")),
+            scale_stride=stride_of.get("scales", 0),
+            scale_bytes=bytes_of.get("scales", 0),
+            packed_scales=address(packed.get("scales")),
+            ids=address(parts.get("ids")),
+            packed_ids=address(packed.get("ids")),
+            rail_rows=places.data_ptr(),
+            num_rows=num_rows,
+            topk=parts["ids"].shape[1] if "ids" in parts else 0,
+            num_tokens=places.shape[0],
+            num_nodes=places.shape[1],
+            num_sms=SMS,
+            stream=current_stream(here()),
+        )
+    )
+    return packed
+
+
+def _expected_packed(part: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
+    expected = _poisoned(num_rows + GUARD, part.shape[1], dtype=part.dtype)
+    for token, node in ((places >= 0) & (places < num_rows)).nonzero().tolist():
+        expected[places[token, node]] = part[token]
+    return expected
+
+
+def packs(rank: int, size: int) -> None:
+    """Rows of many widths, also where addresses allow no wide loads, with any of their companions, or ids alone."""
+    torch.manual_seed(2)
+    with open_communicator(size) as comm:
+        for num_tokens, num_nodes, width in itertools.product((0, 1, 70), (1, 3, 40), (8, 17, 2100)):
+            places, num_rows = _rail_rows(num_tokens, num_nodes)
+            for dtype, topk in ((torch.bfloat16, 3), (torch.uint8, 1), (torch.float64, 9)):
+                wide = torch.randint(0, 100, (num_tokens, width + 8), device=here()).to(dtype)
+                parts = {"x": wide[:, :width], "weights": _random(num_tokens, topk, dtype=weight_dtype(dtype))}
+                parts["scales"] = _random(num_tokens, width // 8 + 4)[:, : width // 8]
+                parts["ids"] = torch.randint(-1, 64, (num_tokens, topk), dtype=torch.int32, device=here())
+                for names in (("x", "weights", "scales", "ids"), ("x",), ("x", "scales"), ("x", "weights"), ("ids",)):
+                    given = {name: parts[name] for name in names}
+                    with named((num_tokens, num_nodes, width, dtype, names)):
+                        for name, packed in _pack(comm, places, num_rows, given).items():
+                            same_bits(name, packed, _expected_packed(given[name], places, num_rows))
+        finish(comm)
+
+
+OUTSIDE = (0, 1, 2**30, 2**31 - 1)
+
+
+def refuses_places_to_pack(rank: int, size: int) -> None:
+    """A place outside the buffers is skipped and reported. Later kernels do nothing, nor may CTAs that start later."""
+    torch.manual_seed(3)
+    for beyond, below in itertools.zip_longest(OUTSIDE, (-2, -(2**31)), fillvalue=-2):
+        comm = open_communicator(size)
+        x = _random(40, 16)
+        places, num_rows = _rail_rows(40, 2)
+        places[7] = torch.tensor([min(num_rows + beyond, 2**31 - 1), -1])
+        places[9] = torch.tensor([-1, below])
+        packed = _pack(comm, places, num_rows, {"x": x})["x"]
+        with pytest.raises(ValueError, match=r"handle: .* at step pack \(detail [79]\)"):
+            finish(comm)
+        expected = _expected_packed(x, places, num_rows)
+        if not _on_plain_cpus():
+            expected[(packed == _poisoned(16, dtype=x.dtype)).all(dim=1)] = _poisoned(16, dtype=x.dtype)
+        same_bits("rows", packed, expected)
+        untouched = _pack(comm, places[:5], num_rows, {"x": x[:5]})["x"]
+        assert (untouched.view(torch.uint8) == POISON).all()
+        comm.close()
+
+
+# -- combine add -----------------------------------------------------------------------------------------------------
+
+
+def _combine_add(
+    comm: MoECommunicator,
+    node: int,
+    places: torch.Tensor,
+    own: torch.Tensor,
+    landed: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    extra: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sums, and those of `extra`: values of the own node ``[T, K]``, and those that landed."""
+    out = _poisoned(*own.shape, dtype=own.dtype)
+    own_extra, landed_extra = extra or (None, None)
+    extra_out = None if own_extra is None else _poisoned(*own_extra.shape, dtype=own_extra.dtype)
+    comm.engine.kernels.combine_add(
+        _C.CombineAddArgs(
+            comm=comm.engine.comm,
+            own=own.data_ptr(),
+            landed=landed.data_ptr(),
+            rail_rows=places.data_ptr(),
+            bias=address(bias),
+            out=out.data_ptr(),
+            own_extra=address(own_extra),
+            landed_extra=address(landed_extra),
+            extra_out=address(extra_out),
+            hidden=own.shape[1],
+            num_rows=landed.shape[0],
+            topk=0 if own_extra is None else own_extra.shape[1],
+            element=ELEMENTS[own.dtype],
+            num_tokens=places.shape[0],
+            num_nodes=places.shape[1],
+            node=node,
+            num_sms=SMS,
+            stream=current_stream(here()),
+        )
+    )
+    return out, extra_out
+
+
+def _added(
+    node: int, places: torch.Tensor, own: torch.Tensor, landed: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The oracle: added node by node in the type in which weights travel, and rounded once."""
+    wide = weight_dtype(own.dtype)
+    total = torch.zeros_like(own, dtype=wide)
+    for each in range(places.shape[1]):
+        if each == node:
+            total += own.to(wide)
+            continue
+        goes = places[:, each] >= 0
+        total[goes] += landed[places[goes, each].long()].to(wide)
+    return (total if bias is None else total + bias.to(wide)).to(own.dtype)
+
+
+def adds(rank: int, size: int) -> None:
+    """All elements, rows of several pieces, more nodes than lanes; with and without a bias and values beside rows."""
+    torch.manual_seed(4)
+    plain = _on_plain_cpus()
+    with open_communicator(size) as comm:
+        dtypes = (*FLOATS, torch.float64) if plain else FLOATS
+        widths = (8, 1032, 3600) + ((3, 513) if plain else ())
+        for dtype, hidden, num_tokens, num_nodes in itertools.product(dtypes, widths, (0, 1, 37), (1, 2, 35)):
+            node = num_nodes // 2
+            places, num_rows = _rail_rows(num_tokens, num_nodes, node)
+            own, landed = _random(num_tokens, hidden, dtype=dtype), _random(num_rows, hidden, dtype=dtype)
+            bias = _random(num_tokens, hidden, dtype=dtype) if (num_tokens + num_nodes) % 2 else None
+            topk = 1 + num_nodes
+            extra = [_random(count, topk, dtype=weight_dtype(dtype)) for count in (num_tokens, num_rows)]
+            with named((dtype, hidden, num_tokens, num_nodes)):
+                out, nothing = _combine_add(comm, node, places, own, landed, bias)
+                same_bits("sums", out, _added(node, places, own, landed, bias))
+                assert nothing is None
+                out, extra_out = _combine_add(comm, node, places, own, landed, bias, (extra[0], extra[1]))
+                same_bits("sums beside values", out, _added(node, places, own, landed, bias))
+                same_bits("values", extra_out, _added(node, places, *extra))
+        finish(comm)
+
+
+def refuses_places_to_add(rank: int, size: int) -> None:
+    """A place outside the rows that landed is reported, and the outputs hold 0xFF bytes, as after any fault."""
+    torch.manual_seed(5)
+    for outside in (20, 21, 2**31 - 1, -2, -(2**31)):
+        comm = open_communicator(size)
+        own, landed = _random(40, 16), _random(20, 16)
+        extra = _random(40, 2), _random(20, 2)
+        places = torch.full((40, 3), -1, dtype=torch.int32, device=here())
+        places[11, 2] = outside
+        for _ in range(2):  # the second finds the fault of the first
+            for output in _combine_add(comm, 1, places, own, landed, None, extra):
+                assert output is not None and (output.view(torch.uint8) == 0xFF).all()
+        with pytest.raises(ValueError, match=r"handle: .* at step combine_add \(detail 11\)"):
+            finish(comm)
+        comm.close()
+
+
+# -- dispatches that fill one output ---------------------------------------------------------------------------------
+
+EXPERTS, TOPK, HIDDEN, ALIGNMENT = 3, 3, 16, 4  # EXPERTS: of a rank
+TOKENS = ((70, 5, 0), (1, 40, 33), (0, 0, 9))  # by part and rank
+ORDER = (2, 0, 1)  # of the parts in the output
+
+
+class _Part:
+    """One of the dispatches that fill an output. Every rank makes the inputs of all ranks."""
+
+    def __init__(self, comm: MoECommunicator, number: int) -> None:
+        engine, size = comm.engine, comm.size
+        torch.manual_seed(10 + number)
+        counts = TOKENS[number][:size]
+        self.x = [_random(count, HIDDEN) for count in counts]
+        self.weights = [_random(count, TOPK) for count in counts]
+        scores = [torch.rand(count, EXPERTS * size).topk(TOPK).indices for count in counts]
+        self.ids = [torch.where(torch.rand(ids.shape) < 0.2, -1, ids).to(torch.int32).to(here()) for ids in scores]
+        T = self.T = counts[comm.rank]
+        self.plan = torch.empty(engine.plan_words(T, TOPK), dtype=torch.int32, device=here())
+        self.topk_ids = self.plan.new_empty(T, TOPK)
+        self.struct = engine.routing_struct(self.topk_ids, self.plan, None)
+        self._words = {"row_bytes": HIDDEN * 4, "scale_bytes": 0, "weight_bytes": 4, "topk": TOPK, "num_tokens": T}
+        self._words["dtype"] = DTYPE_CODES[torch.float32]
+        self._common = {"stream": current_stream(here()), "num_sms": SMS}
+
+    def header(self, op: int) -> Any:
+        return _C.Header(op=op, layout=self.struct.layout, **self._words)
+
+    def notify(self, comm: MoECommunicator) -> None:
+        engine, ids = comm.engine, self.ids[comm.rank]
+        blocks = self.plan.new_empty(_C.block_count_words(self.T, comm.size, EXPERTS * comm.size))
+        given = {"comm": engine.comm, "routing": self.struct, "block_counts": blocks.data_ptr()}
+        given["stream"] = self._common["stream"]
+        engine.kernels.plan(_C.PlanArgs(ids=ids.data_ptr(), id_bytes=4, **given))
+        engine.kernels.notify(_C.NotifyArgs(header=self.header(_C.Op.DISPATCH), **given))
+        self._kept = blocks
+
+    def rewrite(self, comm: MoECommunicator, words: dict[str, list[int]]) -> None:
+        layout = _C.meta_layout(comm.size, EXPERTS * comm.size)
+        for name, values in words.items():
+            begin = getattr(layout, name)
+            self.plan[begin : begin + len(values)] = torch.tensor(values, dtype=torch.int32, device=here())
+
+    def dispatch(self, comm: MoECommunicator, out: dict[str, torch.Tensor]) -> None:
+        engine, x, weights = comm.engine, self.x[comm.rank], self.weights[comm.rank]
+        slots = int(self.plan[_C.meta_layout(comm.size, EXPERTS * comm.size).recv_offset + comm.size])
+        self.recv_rows = self.plan.new_empty(slots, TOPK)
+        self.struct.recv_rows, self.struct.slots = address(self.recv_rows), slots
+        common = {"comm": engine.comm, "routing": self.struct, "header": self.header(_C.Op.CACHED_DISPATCH)}
+        common |= self._common
+        stride = HIDDEN * 4
+        engine.kernels.dispatch_send(
+            _C.DispatchSendArgs(x=address(x), x_stride=stride, weights=address(weights), **common)
+        )
+        outputs = {name: tensor.data_ptr() for name, tensor in out.items()}
+        capacity = out["tokens"].shape[0]
+        engine.kernels.dispatch_recv(_C.DispatchRecvArgs(fresh=1, capacity=capacity, **outputs, **common))
+
+    def combine(self, comm: MoECommunicator, y: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        engine = comm.engine
+        common = {"comm": engine.comm, "routing": self.struct, "header": self.header(_C.Op.COMBINE), **self._common}
+        common |= {"hidden": HIDDEN, "element": _C.Element.FLOAT32}
+        extra, sums, extra_out = weights * 8, self.x[comm.rank].clone(), self.weights[comm.rank].clone()
+        engine.kernels.combine_send(
+            _C.CombineSendArgs(
+                y=y.data_ptr(), rows=y.shape[0], weights=weights.data_ptr(), extra=extra.data_ptr(), **common
+            )
+        )
+        engine.kernels.combine_recv(_C.CombineRecvArgs(out=address(sums), extra=address(extra_out), **common))
+        return sums, extra_out
+
+
+def _expected_rows(parts: list[_Part], rank: int, flat: bool) -> list[tuple[int, int, int, int]]:
+    """The rows of the output: (part, source, token, k), k = -1 in TOKEN_MAJOR; part -1 for padding."""
+    sources = [(part, source) for part in ORDER for source in range(len(parts[0].x))]
+    rows: list[tuple[int, int, int, int]] = []
+    if not flat:
+        for part, source in sources:
+            here_ids = parts[part].ids[source] // EXPERTS == rank
+            rows += [(part, source, token, -1) for token in here_ids.any(dim=1).nonzero().flatten().tolist()]
+        return rows
+    for expert in range(rank * EXPERTS, (rank + 1) * EXPERTS):
+        for part, source in sources:
+            pairs = (parts[part].ids[source] == expert).nonzero().tolist()
+            rows += [(part, source, token, k) for token, k in pairs]
+        rows += [(-1, 0, 0, 0)] * (-len(rows) % ALIGNMENT)
+    return rows
+
+
+def _bases(parts: list[_Part], rank: int, size: int) -> dict[int, dict[str, list[int]]]:
+    """Each part's words that place its rows in the output, by part."""
+    expert_offset, expert_rows = [0], []
+    flat_base = {part: [[0] * EXPERTS for _ in range(size)] for part in ORDER}
+    for local in range(EXPERTS):
+        row = expert_offset[-1]
+        for part, source in itertools.product(ORDER, range(size)):
+            flat_base[part][source][local] = row
+            row += int((parts[part].ids[source] == rank * EXPERTS + local).sum())
+        expert_rows.append(row - expert_offset[-1])
+        expert_offset.append(-(-row // ALIGNMENT) * ALIGNMENT)
+    row, token_base = 0, {}
+    for part in ORDER:
+        token_base[part] = []
+        for source in range(size):
+            token_base[part].append(row)
+            row += int((parts[part].ids[source] // EXPERTS == rank).any(dim=1).sum())
+    same = {"expert_offset": expert_offset, "expert_rows": expert_rows}
+    return {
+        part: {"flat_base": list(itertools.chain(*flat_base[part])), "token_base": [*token_base[part], row], **same}
+        for part in ORDER
+    }
+
+
+def fills_one_output(rank: int, size: int, layout: DispatchLayout) -> None:
+    """Three dispatches write into one output in another order, with and without room for all; combine returns rows."""
+    flat = layout is DispatchLayout.FLAT
+    comm = open_communicator(
+        size,
+        num_experts=EXPERTS * size,
+        hidden_size=HIDDEN,
+        topk=TOPK,
+        layout=layout,
+        expert_alignment=ALIGNMENT if flat else 1,
+    )
+    engine = comm.engine
+    engine.reserve(DISPATCH_POOL, size * 70 * _C.slot_bytes(HIDDEN * 4, 0, 4, TOPK))
+    engine.reserve(COMBINE_POOL, size * 70 * _C.partial_bytes(HIDDEN * 4, 4, TOPK))
+    parts = [_Part(comm, number) for number in range(len(TOKENS))]
+    for part in parts:
+        part.notify(comm)
+    bases = _bases(parts, rank, size)
+    for number, part in enumerate(parts):
+        part.rewrite(comm, bases[number])
+    rows = _expected_rows(parts, rank, flat)
+    for capacity in (max(len(rows) - 7, 0), len(rows) + 5, len(rows)):  # of the last one the recv_rows are kept
+        beside = (capacity,) if flat else (capacity, TOPK)
+        ids = _poisoned(*beside, dtype=torch.int32)
+        out = {
+            "tokens": _poisoned(capacity, HIDDEN, dtype=torch.float32),
+            "weights": _poisoned(*beside, dtype=torch.float32),
+            "row_expert_ids" if flat else "topk_ids": ids,
+            "expert_count": _poisoned(EXPERTS, dtype=torch.int32),
+            "expert_offset": _poisoned(EXPERTS + 1, dtype=torch.int32),
+            "overflow": _poisoned(2, dtype=torch.int32),
+        }
+        for part in parts:
+            part.dispatch(comm, out)
+        finish(comm)
+        assert out["overflow"].tolist() == [int(capacity < len(rows)), len(rows)]
+        for row, (number, source, token, k) in enumerate(rows[:capacity]):
+            with named(f"row {row} of {capacity}: part {number}, source {source}, token {token}, k {k}"):
+                _check_row(parts[number] if number >= 0 else None, source, token, k, out, ids, row, rank)
+        assert (ids[len(rows) :] == -1).all() and (out["tokens"][len(rows) :] == 0).all()
+        if flat and capacity >= len(rows):
+            assert out["expert_count"].tolist() == bases[0]["expert_rows"]
+            assert out["expert_offset"].tolist() == bases[0]["expert_offset"]
+    factors = (ids + 1 if flat else torch.full((capacity,), rank + 1, device=here())).to(torch.float32)
+    y = out["tokens"] * factors.unsqueeze(1)
+    for part in parts:
+        sums, extra = part.combine(comm, y, out["weights"])
+        mine, weights = part.ids[rank], part.weights[rank].masked_fill(part.ids[rank] < 0, 0)
+        factor = (weights * (mine % EXPERTS + 1 if flat else mine // EXPERTS + 1)).sum(dim=1, keepdim=True)
+        torch.testing.assert_close(sums, part.x[rank] * factor)
+        same_bits("extra values", extra, weights * 8)
+    finish(comm)
+    comm.close()
+
+
+def _check_row(
+    part: _Part | None, source: int, token: int, k: int, out: dict[str, Any], ids: torch.Tensor, row: int, rank: int
+) -> None:
+    if part is None:
+        assert int(ids[row]) == -1 and not out["tokens"][row].any() and out["weights"][row] == 0
+        return
+    same_bits("row", out["tokens"][row], part.x[source][token])
+    theirs, weights = part.ids[source][token], part.weights[source][token]
+    if k >= 0:
+        assert ids[row] == theirs[k] - rank * EXPERTS and out["weights"][row] == weights[k]
+        return
+    is_here = theirs // EXPERTS == rank
+    same_bits("ids", ids[row], torch.where(is_here, theirs - rank * EXPERTS, -1).to(torch.int32))
+    same_bits("weights", out["weights"][row], torch.where(is_here, weights, 0))
+
+
+def refuses_bases_outside(rank: int, size: int, layout: DispatchLayout) -> None:
+    """Rewritten bases are checked as those of a handle are, though the dispatch is the first of its routing."""
+    flat = layout is DispatchLayout.FLAT
+    for name in ("expert_offset", "expert_rows") if flat else ("token_base",):
+        for value in (-(2**31), 2**30, 2**31 - 1):
+            comm = open_communicator(
+                size, num_experts=EXPERTS * size, hidden_size=HIDDEN, topk=TOPK, layout=layout, timeout_s=5
+            )
+            comm.engine.reserve(DISPATCH_POOL, size * 70 * _C.slot_bytes(HIDDEN * 4, 0, 4, TOPK))
+            part = _Part(comm, 1)
+            part.notify(comm)
+            if rank == 0:
+                part.rewrite(comm, {name: [value] * (EXPERTS if flat else size)})
+            out = {"tokens": _poisoned(200, HIDDEN, dtype=torch.float32)}
+            beside = (200,) if flat else (200, TOPK)
+            out |= {"weights": _poisoned(*beside, dtype=torch.float32)}
+            out |= {"row_expert_ids" if flat else "topk_ids": _poisoned(*beside, dtype=torch.int32)}
+            out |= {"expert_count": _poisoned(EXPERTS, dtype=torch.int32)}
+            out |= {"expert_offset": _poisoned(EXPERTS + 1, dtype=torch.int32)}
+            part.dispatch(comm, out)
+            if rank != 0:
+                finish(comm)
+            dist.barrier()  # the error of rank 0 would end the call of rank 1
+            if rank == 0:
+                with named(f"{name} = {value}"), pytest.raises(ValueError, match="handle: .* at step dispatch_recv"):
+                    finish(comm)
+                assert (out["tokens"].view(torch.uint8) == 0xFF).all()
+            comm.close()
+
+
+CASES = (quantizes, packs, refuses_places_to_pack, adds, refuses_places_to_add)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels(case: Any) -> None:
+    on_ranks(1, case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_dispatches_fill_one_output(size: int, layout: DispatchLayout) -> None:
+    on_ranks(size, fills_one_output, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rewritten_bases_are_checked(layout: DispatchLayout) -> None:
+    on_ranks(2, refuses_bases_outside, layout)
