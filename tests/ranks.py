@@ -121,6 +121,9 @@ def _rank_main(
     timeout_s: float,
 ) -> None:
     os.environ.update(env)
+    nodes = int(os.environ.get("EP_TEST_NODES", "1"))
+    if nodes > 1 and size % nodes == 0:
+        os.environ.setdefault("EP_PLUGIN_RANKS_PER_NODE", str(size // nodes))
     torch.set_num_threads(1)
     began = time.monotonic()
     value, error, trace = None, None, ""

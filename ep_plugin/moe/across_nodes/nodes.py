@@ -115,7 +115,7 @@ class Nodes:
         if not 0 <= tokens <= _C.max_tokens:
             raise EpPluginError(f"{engine.name}: step rail: rank {rank} sent {tokens} as its number of tokens")
         bounds = self.bounds(tokens)
-        for begin, end, rows in zip(bounds, bounds[1:], counts, strict=True):
+        for begin, end, rows in zip(bounds[:-1], bounds[1:], counts, strict=True):
             if not 0 <= rows <= end - begin:
                 raise EpPluginError(f"{engine.name}: step rail: rank {rank} sent {rows} rows of {end - begin} tokens")
 
