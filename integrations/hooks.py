@@ -72,7 +72,14 @@ _rows: dict[str, Row] = {}
 
 def status() -> Status:
     """The state of every known integration."""
-    return Status(_rows.get(name, Row(name, "off", "not in EP_PLUGIN")) for name in INTEGRATIONS)
+    return Status(map(_row_of, INTEGRATIONS))
+
+
+def _row_of(name: str) -> Row:
+    row = _rows.get(name, Row(name, "off", "not in EP_PLUGIN"))
+    if INTEGRATIONS[name].module == name and row.state != "on" and home_of(name) in sys.modules:
+        return Row(name, "on", f"the script imports {home_of(name)}")  # it needs no call, and imports nothing of ours
+    return row
 
 
 def record(name: str, state: str, detail: str) -> None:
