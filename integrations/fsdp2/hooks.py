@@ -83,8 +83,8 @@ def launches(model: torch.nn.Module) -> Launches:
     )
 
 
-def switch_on() -> str:
-    """Serves every module that this process shards from now on (``EP_PLUGIN=fsdp2``); returns a sentence saying so."""
+def switch_on() -> None:
+    """Serves every module that this process shards from now on (``EP_PLUGIN=fsdp2``)."""
     init = FSDPParamGroup.__init__
 
     @functools.wraps(init)
@@ -96,7 +96,7 @@ def switch_on() -> str:
 
     if not _is_switched_on():
         FSDPParamGroup._ep_plugin_init, FSDPParamGroup.__init__ = init, init_and_serve
-    return "every module that fully_shard wraps gathers and reduces through ep_plugin"
+    record("fsdp2", "on", "every module that fully_shard wraps gathers and reduces through ep_plugin")
 
 
 def _is_switched_on() -> bool:

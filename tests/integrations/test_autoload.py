@@ -113,7 +113,8 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "toyframe").mkdir()
     write(tmp_path, "toyframe/__init__.py", "__version__ = '1.10.0rc1'")
     write(tmp_path, "toyframe/layer.py", "layer = 'stock'")
-    write(tmp_path, "toyhook.py", "import toyframe.layer as m\ndef switch_on():\n m.layer = 'ours'\n return 'layer'")
+    replace = "import toyframe.layer as m\ndef switch_on():\n m.layer = 'ours'\n record('toy', 'on', 'layer')"
+    write(tmp_path, "toyhook.py", f"from ep_plugin.integrations.hooks import record\n{replace}")
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("toy")]:
         del sys.modules[name]
