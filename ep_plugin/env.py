@@ -1,23 +1,23 @@
-"""The environment, read in this one place.
+"""All environment variables are read here.
 
 Variables of ep_plugin (all optional):
 
 =============================  ==================================================================================
 EP_PLUGIN                      names of integrations, separated by commas, to switch on when torch is imported
 EP_PLUGIN_TRANSPORT            ``auto`` (default), ``shm`` or ``nvlink``: where peer-mapped memory comes from
-EP_PLUGIN_RANKS_PER_NODE       splits hosts: so many consecutive ranks of the job are a node, in all groups
-EP_PLUGIN_HOST                 this process's host by another name: one machine is then as many as it has names
-EP_PLUGIN_CHECK_IDS            ``1``: validate expert ids on GPUs too; costs a synchronisation per dispatch
-EP_PLUGIN_PLAIN_KERNELS        ``1``: load/store kernels in place of the ones with bulk copies
+EP_PLUGIN_RANKS_PER_NODE       the number of consecutive ranks of the job that are one node, in all groups
+EP_PLUGIN_HOST                 the name of this process's host. Ranks of one machine with two names are on two hosts
+EP_PLUGIN_CHECK_IDS            ``1``: validate expert ids on GPUs, too; costs a synchronisation per dispatch
+EP_PLUGIN_PLAIN_KERNELS        ``1``: dispatch and combine on GPUs use plain loads and stores, not bulk copies
 EP_PLUGIN_TEST_GATE            a step at which to halt, see TEST_GATES (tests only)
-EP_PLUGIN_LOG                  ``1``: say on stderr what is chosen and allocated
-EP_PLUGIN_EMULATION            what ``ep_plugin.testing.nodes`` makes of this machine; `ep-bench` puts it into results
-EP_PLUGIN_COMMIT               the commit that `ep-bench` writes into results where the tree is no git checkout
-EP_PLUGIN_LAUNCHED_BY          how ``ep_plugin.testing.nodes`` was called; in results it precedes `ep-bench`'s own words
+EP_PLUGIN_LOG                  ``1``: print choices and allocations on stderr
+EP_PLUGIN_EMULATION            the nodes that ``ep_plugin.testing.nodes`` emulates; `ep-bench` puts it into results
+EP_PLUGIN_COMMIT               the commit that `ep-bench` writes into results outside of a git checkout
+EP_PLUGIN_LAUNCHED_BY          the command line of ``ep_plugin.testing.nodes``; `ep-bench` puts it before its own
 =============================  ==================================================================================
 
 ``EP_PLUGIN_CUDA_ARCHS`` and ``EP_PLUGIN_BUILD_*`` belong to the build. Any other ``EP_PLUGIN_*`` is ignored with one
-warning. Every ``import torch`` loads this module, so nothing in it may take long.
+warning. Every ``import torch`` loads this module, so it must load fast.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Settings(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """The variables of the process launcher (torchrun and its like); None where one is not set."""
+    """The variables of the process launcher, such as torchrun. None: not set."""
 
     rank: int | None = None
     world_size: int | None = None
@@ -68,19 +68,19 @@ class Launcher(NamedTuple):
 
 
 def integrations() -> tuple[str, ...]:
-    """The names in ``EP_PLUGIN``, in their order, each once; whoever serves them refuses those it does not know."""
+    """The names in ``EP_PLUGIN``, in their order, each once. The caller refuses unknown names."""
     names = (name.strip() for name in os.environ.get(_PREFIX, "").split(","))
     return tuple(dict.fromkeys(name for name in names if name))
 
 
 def settings() -> Settings:
-    """The settings as the environment has them now. A bad value raises ValueError naming variable and value."""
+    """The current settings. ValueError with the variable and its value, if a value is wrong."""
     return _parsed(tuple(os.environ.get(f"{_PREFIX}_{name}") for name in _READ_HERE))
 
 
 @functools.lru_cache(maxsize=8)
 def _parsed(values: tuple[str | None, ...]) -> Settings:
-    """Operations ask for the settings often: the environment is looked through once for given ``values``."""
+    """Parses ``values``. Cached, since operations ask for the settings often."""
     _warn_about_unknown()
     return Settings(
         transport=_choice("EP_PLUGIN_TRANSPORT", TRANSPORTS) or "auto",
@@ -97,7 +97,7 @@ def _parsed(values: tuple[str | None, ...]) -> Settings:
 
 
 def check_ids() -> bool:
-    """settings().check_ids by itself: dispatches on GPUs ask each time, and looking up a variable costs 1 us."""
+    """``settings().check_ids`` alone. Every dispatch on GPUs asks for it, and each variable costs 1 us."""
     return _boolean("EP_PLUGIN_CHECK_IDS")
 
 
@@ -113,10 +113,10 @@ def launcher() -> Launcher:
 
 @contextlib.contextmanager
 def symmetric_memory_variables() -> Iterator[None]:
-    """The variables under which PyTorch's symmetric memory exchanges our blocks; as they were afterwards.
+    """Sets the variables that PyTorch's symmetric memory needs to exchange blocks, and restores them afterwards.
 
-    Two ranks may share a GPU, or each may see a different GPU under the index 0 (SLURM and Ray start them so): PyTorch
-    refuses both unless it is told to allow overlapping devices. Multicast mappings cost time and are never used.
+    Two ranks may share a GPU, or each may see a different GPU as index 0, as under SLURM and Ray. PyTorch refuses both
+    unless overlapping devices are allowed. Multicast mappings are disabled: they cost time and are never used.
     """
     saved = {name: os.environ.get(name) for name in _SYMMETRIC_MEMORY}
     os.environ.update(_SYMMETRIC_MEMORY)
@@ -131,7 +131,7 @@ def symmetric_memory_variables() -> Iterator[None]:
 
 
 def socket_directory() -> str:
-    """Where PyTorch's symmetric memory puts the sockets over which ranks hand each other descriptors."""
+    """The directory of the sockets over which PyTorch's symmetric memory passes descriptors between ranks."""
     return next((os.environ[name] for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if name in os.environ), "/tmp")
 
 
@@ -145,7 +145,7 @@ def _warn_about_unknown() -> None:
 
 
 def _value(name: str) -> str | None:
-    """The variable without surrounding blanks; an empty one counts as not set."""
+    """The variable without surrounding blanks. None if it is not set or empty."""
     return os.environ.get(name, "").strip() or None
 
 

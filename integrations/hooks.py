@@ -28,8 +28,7 @@ class Integration(NamedTuple):
     """An integration that a name in EP_PLUGIN stands for.
 
     module: the framework's module to wait for. If it is the name itself, ours is imported in its place. Otherwise our
-        `switch_on()` is called after it was executed, and again after a reload. It returns a sentence that describes
-        what it replaced.
+        `switch_on()` is called after it was executed, and again after a reload. It records what it replaced.
     package: the module whose __version__ must be `at_least` and, if given, `below`.
     """
 
@@ -72,7 +71,14 @@ _rows: dict[str, Row] = {}
 
 def status() -> Status:
     """The state of every known integration."""
-    return Status(_rows.get(name, Row(name, "off", "not in EP_PLUGIN")) for name in INTEGRATIONS)
+    return Status(map(_row_of, INTEGRATIONS))
+
+
+def _row_of(name: str) -> Row:
+    row = _rows.get(name, Row(name, "off", "not in EP_PLUGIN"))
+    if INTEGRATIONS[name].module == name and row.state != "on" and home_of(name) in sys.modules:
+        return Row(name, "on", f"the script imports {home_of(name)}")  # it needs no call, and imports nothing of ours
+    return row
 
 
 def record(name: str, state: str, detail: str) -> None:
@@ -127,20 +133,25 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
-def check_signatures(module: ModuleType, expected: Iterable[str], *, framework: str, known: str, advice: str) -> None:
-    """Raise NotSupported for the first name in `module` that differs from version `known` of `framework`.
+def check_signatures(name: str, module: ModuleType, expected: Iterable[str], advice: str = "") -> None:
+    """Raise NotSupported for the first attribute of `module` that differs from the oldest version that `name` serves.
 
-    expected: signatures such as "Class.method(self, x)", or "Class.attribute". advice: the remedy, for the message.
+    expected: signatures such as "Class.method(self, x)", or "Class.attribute". advice: ends the message.
     """
+    _, package, known, _ = INTEGRATIONS[name]
     for entry in expected:
-        name, bracket, _ = entry.partition("(")
+        path, bracket, _ = entry.partition("(")
         try:
-            found = operator.attrgetter(name)(module)
+            found = operator.attrgetter(path)(module)
             got = f"({', '.join(inspect.signature(found).parameters)})" if bracket else ""
         except AttributeError:
             got = "none"
-        if name + got != entry:
-            raise NotSupported(f"{framework}: expected {entry}, as in {known}, got {got}; {advice}")
+        if path + got != entry:
+            version = getattr(sys.modules[package], "__version__", "")
+            raise NotSupported(
+                f"{package} {version}: expected {entry}, as in {known}, got {got}; install {package} {known}, or leave "
+                f"{name} out of EP_PLUGIN{advice}"
+            )
 
 
 def _serve_in_place_of(name: str) -> None:
@@ -173,13 +184,12 @@ def _replace(name: str) -> None:
     """Call our `switch_on` for the integration `name`."""
     check_version(name)
     try:
-        replaced = importlib.import_module(home_of(name)).switch_on()
+        importlib.import_module(home_of(name)).switch_on()
     except Exception as error:
         record(name, "failed", f"{type(error).__name__}: {error}")
         if isinstance(error, EpPluginError):
             raise
         raise EpPluginError(f"EP_PLUGIN: {name}: {type(error).__name__}: {error}") from error
-    record(name, "on", replaced)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

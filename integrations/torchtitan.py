@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-import torchtitan
 from torchtitan.config import override
 from torchtitan.models.common import token_dispatcher as stock
 
@@ -41,11 +40,10 @@ _CLASSES = {
     "TorchAOTokenDispatcher": _PADDED,
 }
 hooks.check_signatures(
+    "torchtitan",
     stock,
     [f"{name}.{member}" for name, config in _CLASSES.items() for member in (*_METHODS, config)],
-    framework=f"torchtitan {torchtitan.__version__}",
-    known="0.3.0",
-    advice="install torchtitan 0.3.0, or leave torchtitan out of EP_PLUGIN and ep_plugin out of the overrides",
+    advice=" and ep_plugin out of the overrides",
 )
 
 
@@ -142,14 +140,15 @@ def token_dispatcher(config: stock.LocalTokenDispatcher.Config) -> EpPluginToken
     )
 
 
-def switch_on() -> str:
+def switch_on() -> None:
     """Let models that are configured from now on use our dispatchers in place of the all-to-all's.
 
     Call it right after the module of dispatchers was executed, before other modules import names from it.
     """
     stock.AllToAllTokenDispatcher = EpPluginTokenDispatcher
     stock.TorchAOTokenDispatcher = EpPluginPaddedTokenDispatcher
-    return f"AllToAllTokenDispatcher and TorchAOTokenDispatcher of {stock.__name__} are ep_plugin's"
+    said = f"AllToAllTokenDispatcher and TorchAOTokenDispatcher of {stock.__name__} are ep_plugin's"
+    hooks.record("torchtitan", "on", said)
 
 
 hooks.record("torchtitan", "on", f"the override {__name__}.token_dispatcher is registered")

@@ -80,16 +80,18 @@ def check_kind(kind: type, **given: object) -> None:
 
 def check_layout(per_rank: Any, in_rank: Any, per_expert: Any, tokens: int, size: int) -> None:
     """All three must be as `get_dispatch_layout` returns them for so many tokens and ranks."""
-    layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
-    for name, given in layout.items():
+    layout: dict[str, Any] = {
+        "num_tokens_per_rank": (per_rank, torch.int32, size),
+        "is_token_in_rank": (in_rank, torch.bool, tokens, size),
+        "num_tokens_per_expert": (per_expert, torch.int32, "E"),
+    }
+    for name, (given, dtype, *shape) in layout.items():
         if not isinstance(given, torch.Tensor):
             raise ValueError(
                 f"{name}: expected the tensor that get_dispatch_layout returned, or a handle=, got "
                 f"{'None' if given is None else type(given).__name__}"
             )
-    check_tensor("num_tokens_per_rank", per_rank, (torch.int32,), size)
-    check_tensor("is_token_in_rank", in_rank, (torch.bool,), tokens, size)
-    check_tensor("num_tokens_per_expert", per_expert, (torch.int32,), "E")
+        check_tensor(name, given, (dtype,), *shape)
     check_experts(per_expert.numel(), size)
 
 

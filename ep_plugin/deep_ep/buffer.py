@@ -40,16 +40,18 @@ _users: Counter[int] = Counter()
 _LOW_LATENCY = "{}: low-latency calls are not supported; use dispatch and combine"
 
 
-class _NoLowLatency(NotSupported, AttributeError):
+class _NotInBuffer(NotSupported, AttributeError):
     """An AttributeError too, so that hasattr() returns False."""
 
 
 class _RefusesByName(type):
-    """Low-latency functions are refused by name on the class too, before a Buffer exists."""
+    """DeepEP's other functions are refused by name on the class too, before a Buffer exists."""
 
-    def __getattr__(cls, name: str) -> Any:
+    def __getattr__(cls, name: str) -> NoReturn:
         if "low_latency" in name:
-            raise _NoLowLatency(_LOW_LATENCY.format(f"Buffer.{name}"))
+            raise _NotInBuffer(_LOW_LATENCY.format(f"Buffer.{name}"))
+        if name == "get_local_buffer_tensor":
+            raise _NotInBuffer(f"Buffer.{name} is not supported: callers do not get communication memory")
         raise AttributeError(f"{cls.__name__!r} has no attribute {name!r}")
 
 
@@ -268,10 +270,6 @@ class Buffer(metaclass=_RefusesByName):
 
         reads = (rows, handle, topk_weights, biases)
         return ordered(add, rows.device, reads, previous_event, async_finish, allocate_on_comm_stream)
-
-    def get_local_buffer_tensor(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not supported."""
-        raise NotSupported("Buffer.get_local_buffer_tensor is not supported: callers do not get communication memory")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(type(self), name)

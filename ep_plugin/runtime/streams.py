@@ -1,11 +1,11 @@
-"""The streams of a communicator's kernels, and their order. Streams are raw handles, as kernels take them.
+"""The streams of a communicator's kernels, and their order. A stream is a raw handle (int), which kernels take.
 
-- `Streams`, CPUs: a kernel is done when its launch returns, so nothing needs ordering.
-- `SendReceiveStreams`, dispatch and combine on GPUs: one send and one receive stream per device, shared by all
-  communicators, so that at most one sending and one receiving kernel are resident. The send stream has the higher
-  priority. The code that enqueues a kernel keeps its memory alive until `join`. Where `join` may come on another
-  stream, or never, `record` tells the allocator.
-- `CallerStreams`, collectives on GPUs: the caller's streams, in the order of the calls.
+- `Streams` serves CPUs. A kernel is done when its launch returns, so nothing needs ordering.
+- `SendReceiveStreams` serves dispatch and combine on GPUs. All communicators share one send and one receive stream per
+  device, so at most one sending and one receiving kernel are resident. The send stream has the higher priority. The
+  code that enqueues a kernel keeps its memory alive until `join`. If `join` may come on another stream, or never, it
+  calls `record`. Otherwise the allocator would reuse memory that kernels still use.
+- `CallerStreams` serves collectives on GPUs. Kernels run on the caller's streams, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SAME_DEVICE = contextlib.nullcontext()
 
 
 class Streams:
-    """Orders one communicator's kernels. This class serves CPUs."""
+    """The order of one communicator's kernels. This class serves CPUs."""
 
     send = receive = 0
 
@@ -33,31 +33,31 @@ class Streams:
         return 0
 
     def order_after(self, stream: int, *earlier: int) -> None:
-        """What is enqueued on `stream` from now on starts after what the `earlier` streams hold now."""
+        """Later work on `stream` starts after the work that is now enqueued on the `earlier` streams."""
 
     def join(self) -> None:
-        """Orders the caller's stream after every kernel that has been enqueued."""
+        """Orders the caller's stream after all enqueued kernels."""
 
     def record(self, *tensors: torch.Tensor | None) -> None:
-        """Keeps the memory of `tensors` from being used again before the kernels enqueued until then are done."""
+        """Keeps the freed memory of `tensors` unused until the kernels that are enqueued when it is freed are done."""
 
     def record_caller(self, *tensors: torch.Tensor | None) -> None:
-        """Keeps the memory of `tensors`, which may have been made on another stream, for the caller's stream."""
+        """Does the same for the caller's stream. `tensors` may have been made on another stream."""
 
     def drain(self) -> None:
-        """Blocks the host until every kernel that has been enqueued is done."""
+        """Blocks the host until all enqueued kernels are done."""
 
     def capturing(self) -> int:
-        """The id of the CUDA graph capture that the caller's stream is in; 0: none."""
+        """The id of the CUDA graph capture of the caller's stream. 0: none."""
         return 0
 
     def follow(self, earlier: int | None) -> int:
-        """The caller's stream, which goes on after the stream `earlier`."""
+        """The caller's stream, ordered after the stream `earlier`."""
         return 0
 
 
 class SendReceiveStreams(Streams):
-    """A stream for kernels that send and one for kernels that receive, beside the caller's."""
+    """One stream for sending kernels and one for receiving kernels, beside the caller's stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._index = device, device.index
@@ -92,7 +92,7 @@ class SendReceiveStreams(Streams):
 
 
 class CallerStreams(Streams):
-    """The caller's streams: operations of one communicator run in the order of their calls, on whichever streams."""
+    """The caller's streams. One communicator's operations run in the order of the calls, even on different streams."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -105,7 +105,7 @@ class CallerStreams(Streams):
         return int(torch.cuda.is_current_stream_capturing())
 
     def follow(self, earlier: int | None) -> int:
-        """As in Streams; but a stream that records a CUDA graph waits for no stream outside of it."""
+        """As in Streams. But a stream that is captured into a CUDA graph does not wait for a stream outside of it."""
         current = current_stream(self._device)
         if earlier is None or earlier == current:
             return current
@@ -114,7 +114,7 @@ class CallerStreams(Streams):
         return current
 
     def enter(self) -> int:
-        """The caller's stream, after this communicator's earlier operations."""
+        """The caller's stream, ordered after this communicator's earlier operations."""
         self._last = self.follow(self._last)
         return self._last
 
@@ -126,12 +126,12 @@ class CallerStreams(Streams):
 
 @functools.cache
 def send_receive_streams(device: torch.device) -> Streams:
-    """The streams of dispatch and combine on `device`, the same for all communicators of the process."""
+    """The streams of dispatch and combine on `device`, which all communicators of the process share."""
     return Streams() if device.type == "cpu" else SendReceiveStreams(device)
 
 
 def record_stream(stream: torch.cuda.Stream, values: Any) -> None:
-    """Tells the allocator that `stream` uses the memory of the CUDA tensors in `values`, tuples and lists of them."""
+    """Tells the allocator that `stream` uses the CUDA tensors in `values`, which may be nested in tuples and lists."""
     if isinstance(values, torch.Tensor):
         if values.is_cuda:
             values.record_stream(stream)
@@ -141,19 +141,19 @@ def record_stream(stream: torch.cuda.Stream, values: Any) -> None:
 
 
 def current_stream(device: torch.device) -> int:
-    """The caller's stream on `device`. (Making PyTorch's object for it takes ten times as long.)"""
+    """The caller's stream on `device`. Creating PyTorch's object for it would take ten times as long."""
     return 0 if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes `device` the current one, on which kernels are launched."""
+    """Makes `device` the current one, so that kernels are launched on it."""
     if device.type == "cpu" or torch._C._cuda_getDevice() == device.index:
         return _SAME_DEVICE
     return torch.cuda.device(device)
 
 
 def kernels_for(device: torch.device) -> Any:
-    """The kernel table for `device`. ValueError for a device without one in this build."""
+    """The kernel table for `device`. ValueError if this build has none."""
     if device.type == "cpu":
         return _C.cpu
     if device.type != "cuda":
@@ -167,10 +167,10 @@ def kernels_for(device: torch.device) -> Any:
 
 
 def resolve_device(group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
-    """`device` with its index; None: this process's CUDA device for a group with a backend for GPUs, else the CPU.
+    """`device` with its index. None: the current CUDA device if the group has a backend for GPUs, else the CPU.
 
     Raises:
-        ValueError: no such device. `kernels_for` refuses a device that this build does not serve.
+        ValueError: there is no such device. `kernels_for` refuses devices that this build does not serve.
     """
     if device is None:
         device = "cuda" if serves_gpus(group) else "cpu"

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations.fsdp2.adapters import Adapter, PluginAllGather, PluginReduceScatter
+from ep_plugin.integrations.hooks import record
 
 # FSDP2's attributes of a parameter group that hold its collectives, and our adapter for each.
 ADAPTERS = {"_all_gather_comm": PluginAllGather, "_reduce_scatter_comm": PluginReduceScatter}
+_enabled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # for `status`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +33,7 @@ class Launches:
 
 
 def enable(model: torch.nn.Module, *, all_gather: bool = True, reduce_scatter: bool = True) -> int:
-    """Serves the collectives of every FSDP2 module in ``model`` from now on.
+    """Serves the collectives of every FSDP2 module in ``model`` from now on, and says so in `status()`.
 
     Call it on every rank, between steps, after ``fully_shard`` (after ``accelerator.prepare()``). A gather moves bytes
     and changes no bit of any result. A reduction adds in float32 in a fixed order, which differs from other libraries
@@ -52,6 +55,12 @@ def enable(model: torch.nn.Module, *, all_gather: bool = True, reduce_scatter: b
     groups = groups_of(model)
     for group in groups:
         _serve(group, all_gather, reduce_scatter)
+    _enabled.difference_update(model.modules())
+    if all_gather or reduce_scatter:
+        _enabled.add(model)
+    if not _is_switched_on():
+        names = ", ".join(sorted(type(one).__name__ for one in _enabled))
+        record("fsdp2", "on" if names else "off", f"fsdp2.enable({names})" if names else "fsdp2.disable() was called")
     return len(groups)
 
 
@@ -60,8 +69,7 @@ def disable(model: torch.nn.Module) -> None:
 
     Call it on every rank, between steps. Raises as `enable` does; a model that is not enabled stays as it is.
     """
-    for group in groups_of(model):
-        _serve(group, False, False)
+    enable(model, all_gather=False, reduce_scatter=False)
 
 
 def launches(model: torch.nn.Module) -> Launches:
@@ -75,10 +83,9 @@ def launches(model: torch.nn.Module) -> Launches:
     )
 
 
-def switch_on() -> str:
-    """Serves every module that this process shards from now on (``EP_PLUGIN=fsdp2``); returns a sentence saying so."""
-    group_type = _fsdp_param_group.FSDPParamGroup
-    init = group_type.__init__
+def switch_on() -> None:
+    """Serves every module that this process shards from now on (``EP_PLUGIN=fsdp2``)."""
+    init = FSDPParamGroup.__init__
 
     @functools.wraps(init)
     def init_and_serve(group: Any, *args: Any, **kwargs: Any) -> None:
@@ -87,9 +94,13 @@ def switch_on() -> str:
             _check_attributes(group)
             _serve(group, True, True)
 
-    if not hasattr(group_type, "_ep_plugin_init"):
-        group_type._ep_plugin_init, group_type.__init__ = init, init_and_serve
-    return "every module that fully_shard wraps gathers and reduces through ep_plugin"
+    if not _is_switched_on():
+        FSDPParamGroup._ep_plugin_init, FSDPParamGroup.__init__ = init, init_and_serve
+    record("fsdp2", "on", "every module that fully_shard wraps gathers and reduces through ep_plugin")
+
+
+def _is_switched_on() -> bool:
+    return hasattr(FSDPParamGroup, "_ep_plugin_init")
 
 
 def _serve(group: Any, *wanted: bool) -> None:

@@ -26,6 +26,7 @@ _OPTIONS = (
     "moe_router_padding_for_quantization moe_flex_dispatcher_backend fp8 fp4"
 )
 hooks.check_signatures(
+    "megatron",
     token_dispatcher,
     [
         "MoETokenDispatcher.__init__(self, config, pg_collection)",
@@ -39,9 +40,6 @@ hooks.check_signatures(
         "MoEFlexTokenDispatcher.set_shared_experts(self, shared_experts)",
         *(f"TransformerConfig.{option}" for option in _OPTIONS.split()),
     ],
-    framework=f"megatron-core {package_info.__version__}",
-    known="0.16.1",
-    advice="install megatron-core 0.16.1, or leave megatron out of EP_PLUGIN",
 )
 
 from ep_plugin.integrations.megatron.dispatcher import EpPluginTokenDispatcher  # noqa: E402  checked above
@@ -49,9 +47,7 @@ from ep_plugin.integrations.megatron.dispatcher import EpPluginTokenDispatcher  
 __all__ = ["EpPluginTokenDispatcher", "switch_on"]
 
 
-def switch_on() -> str:
+def switch_on() -> None:
     """Let MoE layers that are built from now on use our dispatcher where the configuration says "flex"."""
     moe_layer.MoEFlexTokenDispatcher = EpPluginTokenDispatcher
-    replaced = f"{moe_layer.__name__}.MoEFlexTokenDispatcher is {EpPluginTokenDispatcher.__name__}"
-    hooks.record("megatron", "on", replaced)
-    return replaced
+    hooks.record("megatron", "on", f"{moe_layer.__name__}.MoEFlexTokenDispatcher is {EpPluginTokenDispatcher.__name__}")

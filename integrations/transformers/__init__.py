@@ -34,7 +34,8 @@ hooks.record("transformers", "on", 'ep_implementation="ep_plugin" is registered'
 __all__ = ["AutoEpPlugin", "EpPluginExpertParallel", "overlap_shared_experts", "switch_on"]
 
 
-def switch_on() -> str:
+def switch_on() -> None:
     """Let "auto", the default, exchange tokens through ep_plugin. Other names keep their meaning."""
     EPImplementationInterface.register("auto", AutoEpPlugin)
-    return 'ep_implementation="auto", the default, and "ep_plugin" exchange tokens through MoECommunicator'
+    said = 'ep_implementation="auto", the default, and "ep_plugin" exchange tokens through MoECommunicator'
+    hooks.record("transformers", "on", said)

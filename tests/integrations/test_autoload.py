@@ -113,7 +113,8 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "toyframe").mkdir()
     write(tmp_path, "toyframe/__init__.py", "__version__ = '1.10.0rc1'")
     write(tmp_path, "toyframe/layer.py", "layer = 'stock'")
-    write(tmp_path, "toyhook.py", "import toyframe.layer as m\ndef switch_on():\n m.layer = 'ours'\n return 'layer'")
+    replace = "import toyframe.layer as m\ndef switch_on():\n m.layer = 'ours'\n record('toy', 'on', 'layer')"
+    write(tmp_path, "toyhook.py", f"from ep_plugin.integrations.hooks import record\n{replace}")
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("toy")]:
         del sys.modules[name]
@@ -233,3 +234,17 @@ def test_status_is_a_table(framework: Path) -> None:
     assert lines[0].split() == ["integration", "state", "detail"]
     assert [line.split()[:2] for line in lines[1:]][-1] == ["toy", "waiting"]
     assert len({line.index(row.state) for line, row in zip(lines[1:], status(), strict=True)}) == 1
+
+
+@pytest.mark.parametrize("variable", ["", "deep_ep"])
+def test_a_direct_import_of_our_deep_ep_is_recorded(variable: str) -> None:
+    code = """
+import json, torch, ep_plugin.integrations as integrations
+row = lambda: integrations.status()[-1]
+rows = [row()]
+import ep_plugin.deep_ep
+print(json.dumps([*rows, row()]))
+"""
+    before, after = json.loads(run(code, EP_PLUGIN=variable).stdout)
+    assert before[:2] == ["deep_ep", "waiting" if variable else "off"]
+    assert after == ["deep_ep", "on", "the script imports ep_plugin.deep_ep"]

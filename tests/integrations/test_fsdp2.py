@@ -92,8 +92,11 @@ def test_switching_it_on_and_off_between_steps() -> None:
 
 
 def _switch_between_steps(rank: int) -> tuple[dict, dict]:
-    """Steps through stock, ours, stock; each brings back the very objects that were there."""
-    from ep_plugin.integrations import fsdp2
+    """Steps through stock, ours, stock; each brings back the very objects that were there, and `status()` follows."""
+    from ep_plugin.integrations import fsdp2, status
+
+    def state() -> tuple[str, str]:
+        return next((row.state, row.detail) for row in status() if row.name == "fsdp2")
 
     case = cases.Case()
     results = []
@@ -105,6 +108,7 @@ def _switch_between_steps(rank: int) -> tuple[dict, dict]:
             if switching and turn in (1, 3):
                 assert fsdp2.enable(model, reduce_scatter=turn == 1) == 5
                 assert fsdp2.enable(model, reduce_scatter=turn == 1) == 5  # again changes nothing
+                assert state() == ("on", f"fsdp2.enable({type(model).__name__})")
             losses += cases.train(case, model, steps=1).losses
             if switching:
                 ran = fsdp2.launches(model)
@@ -112,6 +116,7 @@ def _switch_between_steps(rank: int) -> tuple[dict, dict]:
                 fsdp2.disable(model)
                 assert all(now is then for now, then in zip(cases.collectives_of(model), before, strict=True))
                 assert fsdp2.launches(model).parameter_groups == 0
+                assert state() == ("off", "fsdp2.disable() was called")
         results.append({"losses": losses, "counts": counts})
     return results[0], results[1]
 

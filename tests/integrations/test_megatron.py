@@ -125,17 +125,17 @@ OTHER_MEGATRONS = {
     ),
     "other-call": (
         "module.MoEFlexTokenDispatcher.token_dispatch = lambda self, hidden_states, probs, stream: None",
-        "megatron-core 0.16.1: expected MoEFlexTokenDispatcher.token_dispatch(self, hidden_states, probs, "
+        "megatron.core 0.16.1: expected MoEFlexTokenDispatcher.token_dispatch(self, hidden_states, probs, "
         "async_finish, allocate_on_comm_stream), as in 0.16.1, got (self, hidden_states, probs, stream); install",
     ),
     "gone": (
         "del module.MoEFlexTokenDispatcher",
-        "megatron-core 0.16.1: expected MoEFlexTokenDispatcher.__init__(self, num_local_experts, "
+        "megatron.core 0.16.1: expected MoEFlexTokenDispatcher.__init__(self, num_local_experts, "
         "local_expert_indices, config, pg_collection), as in 0.16.1, got none; install",
     ),
     "no-option": (
         "del TransformerConfig.moe_router_dtype",
-        "megatron-core 0.16.1: expected TransformerConfig.moe_router_dtype, as in 0.16.1, got none; install",
+        "megatron.core 0.16.1: expected TransformerConfig.moe_router_dtype, as in 0.16.1, got none; install",
     ),
 }
 

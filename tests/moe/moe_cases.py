@@ -25,7 +25,7 @@ ROUTINGS = ("random", "one expert", "last rank only", "own rank only", "all drop
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call on all ranks. tokens: T of each rank. routing: one of ROUTINGS. drop: share of the pairs with id -1."""
+    """One call on all ranks. tokens: T of each rank. routing: one of ROUTINGS. drop: the share of pairs with id -1."""
 
     tokens: tuple[int, ...]
     num_experts: int
@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What all ranks bring: lists over ranks of x ``[T, H]``, ids ``[T, K]``, weights ``[T, K]``, bias ``[T, H]``."""
+    """Inputs of all ranks: lists over ranks of x ``[T, H]``, ids ``[T, K]``, weights ``[T, K]``, bias ``[T, H]``."""
 
     case: Case
     x: list[torch.Tensor]
@@ -53,7 +53,7 @@ class Inputs:
     bias: list[torch.Tensor]
 
     def expected(self, layout: DispatchLayout, alignment: int = 1) -> list[ReferenceOutput]:
-        """What every rank should receive."""
+        """The output that every rank should receive."""
         return reference_dispatch(
             self.x,
             self.ids,
@@ -102,13 +102,13 @@ def _routing(case: Case, rank: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
-    """What ``function(rank, size, *args)`` returned on each of ``size`` ranks."""
+    """The results of ``function(rank, size, *args)`` on each of ``size`` ranks."""
     return values(run_ranks(size, function, size, *args, timeout_s=timeout_s))
 
 
 @contextlib.contextmanager
 def named(what: Any) -> Iterator[None]:
-    """Says which case it was when something in it fails."""
+    """Adds the case to a failure inside the block."""
     try:
         yield
     except Exception as error:
@@ -117,7 +117,7 @@ def named(what: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that torch hands out holds NaN and the largest integers until somebody writes it."""
+    """New memory from torch holds NaN and the largest integers until it is written."""
     torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import the compiler
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
@@ -152,7 +152,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_dispatch(out: DispatchOutput, expected: ReferenceOutput) -> None:
-    """Everything that a dispatch without capacity returns, bit for bit."""
+    """Compares all results of a dispatch without capacity with the oracle, bit for bit."""
     same_bits("tokens", out.tokens, expected.tokens)
     same_bits("weights", out.weights, expected.weights)
     same_bits("topk_ids", out.topk_ids, expected.topk_ids)
@@ -164,7 +164,7 @@ def check_dispatch(out: DispatchOutput, expected: ReferenceOutput) -> None:
 
 
 def expert_rows(rows: int, hidden: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Stands for what experts return: fresh random rows, so that a combine cannot profit from what dispatch left."""
+    """Expert results: fresh random rows, so that a combine cannot pass by reading what dispatch left in memory."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn((rows, hidden), generator=generator, dtype=torch.float64).to(dtype)
 
@@ -192,7 +192,7 @@ def check_combine(
 
 
 def close(what: str, actual: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, dtype: torch.dtype) -> None:
-    """Fails unless |actual - exact| is within one rounding of `dtype` and a few of float32 (float64) of magnitude."""
+    """Fails unless |actual - exact| is within one rounding of `dtype` and a few of float32 (float64) of `magnitude`."""
     assert actual.dtype is dtype, f"{what}: expected {dtype}, got {actual.dtype}"
     assert actual.shape == exact.shape, f"{what}: expected {tuple(exact.shape)}, got {tuple(actual.shape)}"
     if actual.numel() == 0:
@@ -206,7 +206,7 @@ def close(what: str, actual: torch.Tensor, exact: torch.Tensor, magnitude: torch
 def round_trip(
     comm: MoECommunicator, inputs: Inputs, received: list[ReferenceOutput]
 ) -> tuple[DispatchOutput, DispatchHandle]:
-    """Dispatch, combine with and without weights, everything compared."""
+    """Dispatches, and combines with and without weights. Compares all results with the oracles."""
     rank = comm.rank
     out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
     check_dispatch(out, received[rank])
@@ -216,7 +216,7 @@ def round_trip(
 
 
 def ragged(size: int, most: int, seed: int = 0) -> tuple[int, ...]:
-    """T of each rank: from 0 to `most`, with one rank at each end when there are several."""
+    """T of each rank, from 0 to `most`. If there are several ranks, one has 0 and one has `most`."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, most + 1, (size,), generator=generator).tolist()
     tokens[seed % size] = most

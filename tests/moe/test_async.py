@@ -1,4 +1,4 @@
-"""Operations that are started and completed later, by wait() or by whatever comes next."""
+"""Operations that are started now and completed later, by wait() or by the next operation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _inputs(size: int, seed: int, most: int = 30) -> Inputs:
 
 
 def _started_and_waited(rank: int, size: int) -> None:
-    """Pools that may grow and pools of a fixed size start differently: the former's rows wait for the host."""
+    """Pools that may grow and pools of a fixed size start differently. The former send after a host wait."""
     for layout in LAYOUTS:
         for most in (None, 60):
             first, second = _inputs(size, 1), _inputs(size, 2, most=60)
@@ -71,7 +71,7 @@ def test_started_then_waited_for(size: int) -> None:
 
 
 def _overtaken(rank: int, size: int) -> None:
-    """Whatever comes next completes what was started; wait() still returns it, the same bits, in any order."""
+    """The next operation completes the started one. wait() still returns the same bits, in any order."""
     first, second = _inputs(size, 3), _inputs(size, 4, most=50)
     expected = first.expected(FLAT), second.expected(FLAT)
     with communicator(first.case) as comm, poisoned():
@@ -98,7 +98,7 @@ def _overtaken(rank: int, size: int) -> None:
             same_bits("combine overtaken", work.wait(), plain)
         check_dispatch(moved.wait()[0], expected[1][rank])
 
-        comm.dispatch_async(second.x[rank], second.ids[rank])  # nobody waits for it at all
+        comm.dispatch_async(second.x[rank], second.ids[rank])  # never waited for
         comm.combine_async(y, handle1)
         round_trip(comm, second, expected[1])
 
@@ -109,7 +109,7 @@ def test_overtaken_by_what_comes_next(size: int) -> None:
 
 
 def _layer_gradients(rank, comm, inputs, overtake: str) -> dict[str, torch.Tensor]:
-    """x's, weights' and bias's gradients of dispatch, sine and combine, each started and then overtaken."""
+    """Gradients of x, weights and bias. Each operation is started, and completed by the next one."""
     x, weights, bias = (
         tensor.clone().requires_grad_() for tensor in (inputs.x[rank], inputs.weights[rank], inputs.bias[rank])
     )
@@ -181,7 +181,7 @@ def test_two_threads_may_wait_for_one_work() -> None:
 
 
 def _interleaved(rank: int, size: int) -> None:
-    """One communicator's operation is under way while another's come and go."""
+    """One communicator's operation is in flight while another communicator runs several."""
     first, second = _inputs(size, 6), _inputs(size, 7)
     with communicator(first.case) as one, communicator(second.case) as two:
         for _ in range(3):

@@ -38,7 +38,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True, kw_only=True)
 class Leaves:
-    """What one rank differentiates: x ``[T, H]``, weights ``[T, K]``, bias ``[T, H]``, experts ``[E_l, H]``."""
+    """The leaves of one rank: x ``[T, H]``, weights ``[T, K]``, bias ``[T, H]``, experts ``[E_l, H]``."""
 
     x: torch.Tensor
     weights: torch.Tensor
@@ -61,7 +61,7 @@ def _leaves(inputs: Inputs, rank: int, dtype: torch.dtype | None = None) -> Leav
 
 
 def _experts(out: DispatchOutput | ReferenceOutput, scale: torch.Tensor) -> torch.Tensor:
-    """A row's experts: the sine of the row times each local expert's vector, averaged over the row's experts."""
+    """The experts: sine of a row times each local expert's vector, averaged over the row's experts."""
     if out.topk_ids is None:
         assert out.row_expert_ids is not None
         return torch.sin(out.tokens * scale[out.row_expert_ids.clamp(min=0).long()])
@@ -149,7 +149,7 @@ def test_gradients_match_the_oracle(size: int) -> None:
 
 
 def _finite_differences(rank: int, size: int) -> None:
-    """All ranks perturb their own inputs in lock step: a rank's result depends on nobody else's tokens."""
+    """All ranks perturb their own inputs at the same time, since a rank's result depends on its own tokens only."""
     for layout in LAYOUTS:
         case = Case(tokens=(3,) * size, num_experts=2 * size, topk=2, hidden=2, dtype=torch.float64)
         inputs = make_inputs(case)
@@ -168,7 +168,7 @@ def test_gradcheck_in_float64(size: int) -> None:
 
 
 def _weights_as_they_please(rank: int, size: int) -> None:
-    """Weights that the user has changed: also those beside experts elsewhere, which count for nothing."""
+    """The user changes weights, including those of experts on other ranks, which must have no effect."""
     for layout in LAYOUTS:
         inputs = _case(size, "random", torch.float64, 4)
         received = inputs.expected(layout)
@@ -192,7 +192,7 @@ def test_gradients_of_weights_that_the_user_made(size: int) -> None:
 
 
 def _partly(rank: int, size: int) -> None:
-    """Only some inputs need a gradient, or only some outputs are used: on all ranks alike."""
+    """Only some inputs need a gradient, or only some outputs are used. All ranks do the same."""
     for layout in LAYOUTS:
         inputs = _case(size, "random", torch.float64, 5)
         expected = _expected(inputs, layout, rank)
@@ -261,7 +261,7 @@ def _rerun(rank: int, size: int) -> None:
 def _ways_to_run(
     comm: MoECommunicator, ids: torch.Tensor, cotangent: torch.Tensor
 ) -> dict[str, Callable[[Leaves], int]]:
-    """Each runs backward and returns how many times the plain gradient it has accumulated."""
+    """Each case runs backward, and returns the accumulated gradient as a multiple of the plain one."""
 
     def layer(x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         return _layer(comm, Leaves(x=x, weights=weights, bias=bias, experts=experts), ids)
@@ -320,7 +320,7 @@ def test_recomputed_kept_and_reused(size: int) -> None:
 
 
 def _two_layers(rank: int, size: int) -> None:
-    """Layers of one model share a communicator; backward comes in the reverse order, with handles outstanding."""
+    """Layers of one model share a communicator. Backward runs in reverse order, with several handles outstanding."""
     inputs = _case(size, "random", torch.float64, 8)
     case, ids = inputs.case, inputs.ids[rank]
     every = [_leaves(inputs, r) for r in range(size)]
@@ -383,7 +383,7 @@ def test_plain_sum_does_not_keep_the_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_weights_gradient_by_one_kernel(dtype: torch.dtype) -> None:
-    """Widths with and without a rest, and no rows; the rows are weighted as PyTorch does it, to the bit."""
+    """Widths with and without a remainder, and no rows. Weighted rows have the same bits as PyTorch's."""
     wide = weight_dtype(dtype)
     for num_rows, hidden in ((0, 16), (1, 8), (3, 24), (131, 200)):
         y, rows = torch.randn(2, num_rows, hidden, dtype=torch.float64).to(dtype)
@@ -398,7 +398,7 @@ def test_weights_gradient_by_one_kernel(dtype: torch.dtype) -> None:
 
 
 def _counted_kernels(rank: int, size: int) -> None:
-    """Backward takes operators where a mode records them, and where a hook has changed what was saved."""
+    """Backward uses operators if a mode records them, or if a hook has changed the saved tensors."""
     inputs = _case(size, "random", torch.float32, 13)
     kernel, calls = autograd.weight_grad, [0]
 
@@ -427,7 +427,7 @@ def _doubled(saved: torch.Tensor) -> torch.Tensor:
 
 
 class _Records(TorchDispatchMode):
-    """Stands for whatever records operators to run them again; knows the most elements that one has returned."""
+    """A mode that sees every operator, as recorders do. `largest`: the most elements that one has returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -446,7 +446,7 @@ def test_backward_takes_one_kernel_where_nobody_watches(size: int) -> None:
 
 
 def test_weights_gradient_of_rows_that_are_lazily_negated() -> None:
-    """Memory holds other signs than the tensor: the kernel, which reads memory, must not be given it."""
+    """Its sign is pending, so its memory has the wrong sign. The kernel reads memory, so must not get it."""
     y = torch.randn(3, 8, dtype=torch.complex64).conj().imag
     assert y.is_neg()
     rows, factors = torch.randn(3, 8), torch.rand(3)

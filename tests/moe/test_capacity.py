@@ -1,4 +1,4 @@
-"""Dispatch with a fixed number of output rows: what fits, what is dropped and counted, and what combine makes of it."""
+"""Dispatch with a fixed number of output rows: rows that fit, rows that are dropped and counted, and their combine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.moe.moe_cases import (
 
 
 def _cut(full: ReferenceOutput, capacity: int, layout: DispatchLayout) -> ReferenceOutput:
-    """What the oracle returns, in `capacity` rows: the rest is dropped, what nobody fills is zeros and -1.
+    """The oracle's output in `capacity` rows. Further rows are dropped; unused rows are zeros, and -1.
 
     In TOKEN_MAJOR dropped tokens still count for their experts.
     """
@@ -70,7 +70,7 @@ def _check(out: DispatchOutput, expected: ReferenceOutput, required: int, capaci
 
 
 def _one(rank: int, inputs: Inputs, layout: DispatchLayout, alignment: int, share: float, spare: int) -> None:
-    """Every rank takes `share` of the rows that it needs, and `spare` more."""
+    """Each rank's capacity is `share` of the rows that it needs, plus `spare`."""
     case = inputs.case
     full = inputs.expected(layout, alignment)
     capacities = [int(share * len(out.tokens)) + spare for out in full]
@@ -115,7 +115,7 @@ def test_rows_that_do_not_fit_are_dropped_and_counted(size: int) -> None:
 
 
 def _gradients(rank: int, size: int) -> None:
-    """A dropped row sends no gradient; a kept one does."""
+    """A dropped row sends no gradient. A kept row does."""
     for layout in (FLAT, TOKEN_MAJOR):
         case = Case(tokens=ragged(size, 20, 1), num_experts=2 * size, dtype=torch.float64, hidden=4, seed=1)
         inputs = make_inputs(case)

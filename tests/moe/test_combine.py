@@ -1,4 +1,4 @@
-"""Combine by itself: precision of its sums, bias, which weights count, rows it must not read."""
+"""Combine alone: precision of sums, bias, the weights that count, and rows that it must not read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.moe.moe_cases import (
 
 
 def _float32_sums(rank: int, size: int) -> None:
-    """256 + 1 is 256 in bfloat16: eight ones beside a 256 survive only in wider sums."""
+    """256 + 1 is 256 in bfloat16. So eight ones added to 256 survive only if sums are wider."""
     per_rank = 9
     case = Case(tokens=(3,) * size, num_experts=per_rank * size, topk=9, hidden=8, dtype=torch.bfloat16)
     owner = (rank + 1) % size
@@ -35,7 +35,7 @@ def _float32_sums(rank: int, size: int) -> None:
         out, handle = comm.dispatch(torch.zeros(3, 8, dtype=torch.bfloat16), ids)
         y = torch.where(out.row_expert_ids == 0, 256.0, 1.0).to(torch.bfloat16).unsqueeze(1).repeat(1, 8)
         same_bits("one rank's rows", comm.combine(y, handle), torch.full((3, 8), 264.0, dtype=torch.bfloat16))
-    # The same across ranks: every rank's partial row is exact, and so must be the sum of all.
+    # The same across ranks: each partial row is exact, and their sum must be exact, too.
     case = replace(case, topk=size, num_experts=size)
     with communicator(case) as comm:
         ids = torch.arange(size).expand(3, size).contiguous()
@@ -75,7 +75,7 @@ def test_bias_is_added_once_to_every_token(size: int) -> None:
 
 
 def _weights_of_absent_experts(rank: int, size: int) -> None:
-    """In TOKEN_MAJOR a row carries all K weights, but only those of experts that live here count."""
+    """In TOKEN_MAJOR a row carries all K weights, but only those of local experts count."""
     case = Case(tokens=ragged(size, 25, 2), num_experts=2 * size, topk=min(4, 2 * size), seed=2)
     inputs = make_inputs(case)
     received = inputs.expected(TOKEN_MAJOR)
@@ -114,7 +114,7 @@ def test_padding_rows_never_reach_a_token(size: int) -> None:
 
 
 def _another_dtype(rank: int, size: int) -> None:
-    """Experts may answer in another type and width than they were asked in."""
+    """Experts may return another dtype and width than they receive."""
     case = Case(tokens=ragged(size, 25, 6), num_experts=2 * size, hidden=32, dtype=torch.bfloat16, seed=6)
     inputs = make_inputs(case)
     received = inputs.expected(FLAT)

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks, values
 
 
 class MoELayer(torch.nn.Module):
-    """A router, an exchange and experts of two matrices, as a user would write it."""
+    """A router, an exchange and experts of two matrices, as a user would write them."""
 
     def __init__(self, comm: MoECommunicator, hidden: int, topk: int, capacity: int | None = None) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_whole_layer_through_the_code_generator() -> None:
 
 
 def _compiled_in_parts(rank: int, size: int, backend: str, way: str) -> None:
-    """A layer as people compile it, without fullgraph: torch.compile cuts it wherever it likes."""
+    """A layer compiled without fullgraph: torch.compile may break the graph anywhere."""
     settings = {"num_experts": 2 * size, "hidden_size": 16, "topk": 2}
     torch.manual_seed(rank)
 
@@ -141,7 +141,7 @@ def _library_checks(rank: int, size: int) -> None:
                 ),
             }
             for name, (op, args) in calls.items():
-                # Words of the routing that nobody reads are not written: poison makes them the same in each run.
+                # Unread words of the routing stay unwritten. Poison gives them the same value in each run.
                 with named((layout, name)), poisoned():
                     torch.library.opcheck(op.default, args)
 
@@ -151,7 +151,7 @@ def test_operators_pass_the_checks_of_torch_library() -> None:
 
 
 def _cached_in_a_graph(rank: int, size: int) -> None:
-    """Two dispatches of one graph, of different rows over one routing."""
+    """Two dispatches in one graph, with different rows and the same routing."""
     case = Case(tokens=(9,) * size, num_experts=2 * size, hidden=8)
     inputs = make_inputs(case)
     with communicator(case) as comm:
@@ -173,7 +173,7 @@ def test_cached_dispatch_in_a_graph() -> None:
 
 
 def _round_trip_in_a_graph(rank: int, size: int, num_experts: int) -> None:
-    """The same code for any number of experts, while the sizes of what dispatch hands to combine depend on it."""
+    """One compiled function serves any number of experts, although the sizes of handles depend on that number."""
     case = Case(tokens=(9,) * size, num_experts=num_experts, hidden=8)
     inputs = make_inputs(case)
     with communicator(case) as comm:
@@ -188,7 +188,7 @@ def _round_trip_in_a_graph(rank: int, size: int, num_experts: int) -> None:
 
 
 def test_code_kept_on_disk_is_not_taken_for_a_communicator_of_other_sizes(tmp_path: Path) -> None:
-    """Each process makes its first communicator, and compiles the same function."""
+    """Each process makes its first communicator and compiles the same function."""
     on_disk = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     for num_experts in (8, 16):
         values(run_ranks(1, _round_trip_in_a_graph, 1, num_experts, timeout_s=120, env=on_disk))
@@ -200,7 +200,7 @@ def test_the_same_program_finds_its_code_again(tmp_path: Path) -> None:
 
 
 def _numbers(rank: int) -> list[int]:
-    """Of two communicators of one kind and one of another."""
+    """The numbers of two communicators of one kind and one of another."""
     configs = [MoECommunicatorConfig(num_experts=8, hidden_size=hidden, topk=2) for hidden in (8, 8, 16)]
     made = [MoECommunicator(None, config) for config in configs]
     for comm in made:
@@ -245,7 +245,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Kind(torch.Tensor):
-    """A kind of tensor that refuses every operator, and must be asked."""
+    """A tensor subclass that refuses every operator in its own __torch_dispatch__."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor):  # type: ignore[no-untyped-def]

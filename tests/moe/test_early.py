@@ -1,4 +1,4 @@
-"""Dispatches that receive rows before the host knows how many there are.
+"""Dispatches that receive rows before the host knows their number.
 
 On CPUs the totals are always there in time, so `has_totals` is made to deny it.
 """
@@ -38,7 +38,7 @@ from tests.ranks import run_ranks
 
 
 class Recorded:
-    """The kernels of an engine, which record of each receive whether it was ahead of the totals."""
+    """The kernels of an engine. For each receive they record whether it started before the totals were known."""
 
     def __init__(self, engine: HighThroughputEngine) -> None:
         self._kernels = engine.kernels
@@ -63,7 +63,7 @@ def _hurry(comm: MoECommunicator) -> Recorded:
 
 
 def _changing(rank: int, size: int, layout: DispatchLayout, bounded: bool) -> list[list[bool]]:
-    """Routings of one shape: alike, then most rows to the last rank, then alike again. The receives of each."""
+    """The receives of routings of one shape: even, then most rows to the last rank, then even again."""
     shape = {"tokens": (800,) * size, "num_experts": 2 * size}
     alike, skewed = ("random", 0.7), ("last rank only", 0.0)
     history = []
@@ -89,7 +89,7 @@ def test_receives_ahead_of_the_totals_and_again_where_that_was_too_small(size: i
 
 
 def _one_count_outgrows(rank: int, size: int, alike: tuple[int, int], other: tuple[int, int]) -> None:
-    """(tokens that go anywhere, pairs of each): two dispatches alike, and one where only rows, or slots, are more."""
+    """(tokens with experts, pairs of each): two equal dispatches, then one with more rows only, or more slots only."""
     case = Case(tokens=(800,) * size, num_experts=4 * size, topk=3, drop=0.0)
     with communicator(case, max_tokens_per_rank=800, timeout_s=20) as comm:
         kernels = _hurry(comm)
@@ -109,7 +109,7 @@ def test_rows_or_slots_alone_may_outgrow_an_early_output(alike: tuple[int, int],
 
 
 def _memory_for_no_more(rank: int, size: int) -> None:
-    """Room for what is expected is not to be had on rank 0, room for what comes is."""
+    """Rank 0 cannot allocate the expected output, but can allocate the output that is needed."""
     inputs = make_inputs(Case(tokens=(400,) * size, num_experts=2 * size, drop=0.0))
     with communicator(inputs.case, timeout_s=20) as comm:
         kernels = _hurry(comm)
@@ -131,7 +131,7 @@ def test_want_of_memory_for_more_than_comes_is_no_error() -> None:
 
 
 def _growing(rank: int, size: int) -> None:
-    """The pool turns out to be too small, so nothing was sent: on the rank whose output would have been enough too."""
+    """The pool is too small, so nothing is sent, even to the rank whose output is large enough."""
     shape = {"tokens": (600,) * size, "num_experts": 2 * size, "drop": 0.0}
     with communicator(Case(**shape), hidden_size=400, timeout_s=20) as comm:
         kernels = _hurry(comm)
@@ -156,7 +156,7 @@ def test_a_pool_that_grows_is_sent_to_and_received_from_again(size: int) -> None
 
 
 def _everything_beside(rank: int, size: int) -> None:
-    """Scales, quantised rows, aligned experts, asynchronous calls, and the handle of such a dispatch."""
+    """Scales, quantised rows, aligned experts, asynchronous calls, and the handle of an early dispatch."""
     shape = {"tokens": (300,) * size, "num_experts": 2 * size, "hidden": 256, "drop": 0.1}
     for layout in LAYOUTS:
         with communicator(Case(**shape), layout, expert_alignment=8 if layout is FLAT else 1) as comm:
@@ -208,7 +208,7 @@ def test_an_output_keeps_little_memory_that_it_does_not_need() -> None:
 
 
 def _without_a_peer(rank: int, size: int) -> None:
-    """Rank 1 stays away from a dispatch: notify's wait ends at the deadline, and nothing is received early after it."""
+    """Rank 1 does not call dispatch. Notify's wait ends at the deadline, and then nothing is received early."""
     inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
     with communicator(inputs.case, timeout_s=1.0) as comm:
         kernels = _hurry(comm)
@@ -227,7 +227,7 @@ def test_nothing_is_received_early_after_a_fault() -> None:
 
 
 def _killed_while_sending(rank: int, size: int) -> tuple[PeerTimeout, list[bool], bool]:
-    """What rank 0 raised, its receives, and whether the rows of the last one are NaN bytes."""
+    """The error of rank 0, its receives, and whether the rows of the last one are NaN bytes."""
     if rank == 1:
         os.environ["EP_PLUGIN_TEST_GATE"] = "dispatch_send"
     inputs = make_inputs(Case(tokens=(200,) * size, num_experts=2 * size))
@@ -263,7 +263,7 @@ def test_a_peer_killed_while_it_sends_ends_an_early_receive() -> None:
 
 
 def _across_a_capture(rank: int, size: int, other: int) -> None:
-    """An operation begun before a capture is not completed in it, nor one begun in it after it, or in the `other`."""
+    """An operation that began outside of a capture is not completed in it, nor the other way round."""
     inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
     wanted = inputs.expected(FLAT)
     x, ids, weights = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
@@ -309,7 +309,7 @@ def test_a_capture_has_both_ends_of_an_operation_or_none(other: int) -> None:
 
 
 class _CountingStreams(Streams):
-    """Streams with handles of their own, which count how often each of both is ordered after the other."""
+    """Streams with their own handles. They count how often each is ordered after the other."""
 
     send, receive = 1, 2
 
@@ -322,7 +322,7 @@ class _CountingStreams(Streams):
 
 
 def _changes_streams(rank: int, size: int) -> list[int]:
-    """How often each stream waits for the other while receiving changes from one to the other, and back."""
+    """How often each stream waits for the other while receives move from one to the other and back."""
     inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
     with communicator(inputs.case) as comm:
         streams = comm.engine.streams = _CountingStreams()

@@ -1,4 +1,4 @@
-"""The oracle of CUDA graphs, checked itself on the device: the reference agrees, and wrong results are seen."""
+"""Tests the oracle for CUDA graphs: it agrees with the reference, and it detects wrong results."""
 
 from __future__ import annotations
 

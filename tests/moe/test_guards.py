@@ -1,4 +1,4 @@
-"""What a communicator guards against: handles that were changed, threads, gradients of gradients, a wrong device."""
+"""Guards of a communicator against changed handles, threads, gradients of gradients and a wrong device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _changed_handles(rank: int, size: int) -> None:
         limited, limited_handle = comm.dispatch(x, ids, weights, capacity=len(out.tokens) + 5)
         with pytest.raises(ValueError, match=r"y: expected the \d+ rows that dispatch returned, got 4"):
             comm.combine(limited.tokens[:4].contiguous(), limited_handle)
-        again, _ = comm.dispatch(x, ids, weights)  # nothing of that was launched: all go on
+        again, _ = comm.dispatch(x, ids, weights)  # nothing was launched, so all ranks continue
         same_bits("tokens", again.tokens, out.tokens)
 
 
@@ -74,7 +74,7 @@ def _second_order(rank: int, size: int) -> None:
             x = inputs.x[rank].clone().requires_grad_()
             out, handle = comm.dispatch(x, inputs.ids[rank], weights)
             z = comm.combine(out.tokens**2, handle)
-            # Second derivatives: 6 w of the weights' cubes, and 2 of the rows' squares wherever a row went.
+            # Second derivatives: 6 w for a weight's cube, and 2 for a row's square on each rank that received it.
             loss = (out.weights**3).sum() + z.sum()
             first = torch.autograd.grad(loss, (x, weights), create_graph=True)
             second = torch.autograd.grad(sum(grad.sum() for grad in first), (x, weights))

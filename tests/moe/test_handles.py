@@ -1,4 +1,4 @@
-"""Handles: several outstanding, reused for other rows, taken apart and rebuilt; several communicators; after close."""
+"""Handles: several at once, reused for other rows, rebuilt from parts, of several communicators, and after close."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.moe.moe_cases import (
 
 
 def _several(size: int) -> list[Inputs]:
-    """Three calls of growing and shrinking sizes and differing routing."""
+    """Three calls of different sizes and routings."""
     cases = [
         Case(tokens=ragged(size, most, seed), num_experts=3 * size, hidden=hidden, routing=routing, seed=seed)
         for seed, (most, hidden, routing) in enumerate(
@@ -44,7 +44,7 @@ def _several(size: int) -> list[Inputs]:
 
 
 def _outstanding(rank: int, size: int) -> None:
-    """D1 D2 D3 C2 C1 C3 C1 D2' C2: a combine takes nothing but its handle."""
+    """D1 D2 D3 C2 C1 C3 C1 D2' C2: a combine depends on its handle alone."""
     for layout in LAYOUTS:
         every = _several(size)
         expected = [inputs.expected(layout) for inputs in every]
@@ -62,7 +62,7 @@ def _outstanding(rank: int, size: int) -> None:
             )
             check_dispatch(again, expected[1][rank])
             check_combine(comm, handles[1], every[1], expected[1], weighted=True)
-            for out, received in zip(outs, expected, strict=True):  # nothing above has touched what was handed out
+            for out, received in zip(outs, expected, strict=True):  # nothing above has changed the results
                 check_dispatch(out, received[rank])
 
 
@@ -120,7 +120,7 @@ def test_handle_is_a_pytree_that_owns_its_routing(size: int) -> None:
 
 
 def _interleaved(rank: int, size: int) -> None:
-    """Two communicators of one group and one of a part of it, their operations interleaved."""
+    """Two communicators of one group and one of a subgroup, with interleaved operations."""
     pairs = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
     everyone = _several(size)[:2]
     for inputs in everyone:
@@ -238,7 +238,7 @@ def test_shared_of_a_destroyed_group_is_closed_by_the_next_call(size: int) -> No
 
 
 def _other_tensors(rank: int, size: int) -> None:
-    """In place of the latest handle's: over the same memory but shorter, be it with a name that is free again."""
+    """Shorter tensors over the same memory as the latest handle's, maybe with the id of a freed tensor."""
     inputs = make_inputs(Case(tokens=(40,) * size, num_experts=2 * size))
     arguments = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
     with communicator(inputs.case) as comm:
@@ -261,7 +261,7 @@ def test_tensors_in_place_of_a_handles_own_are_refused() -> None:
 
 
 def _moved(rank: int, size: int) -> None:
-    """The latest handle's tensors, in other memory than dispatch gave them."""
+    """The latest handle's tensors, copied to other memory."""
     inputs = make_inputs(Case(tokens=(40,) * size, num_experts=2 * size))
     expected = inputs.expected(FLAT)
     with communicator(inputs.case) as comm:
@@ -297,7 +297,7 @@ def test_fields_that_no_dispatch_makes_are_refused_by_name() -> None:
 
 
 def _nothing_here(rank: int, size: int) -> list[str]:
-    """Slow looks at a handle's tensors, on a rank that is sent no row and on one that is sent all."""
+    """The full checks of a handle's tensors, on a rank that receives no row and on one that receives all."""
     inputs = make_inputs(Case(tokens=(300,) * size, num_experts=2 * size, routing="last rank only"))
     seen: list[str] = []
     with communicator(inputs.case) as comm, pytest.MonkeyPatch.context() as patch:

@@ -31,7 +31,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def _cases(size: int, num_experts: int, topk: int) -> list[Case]:
-    """Cases for one communicator; what an earlier one left in the pools is a later one's poison."""
+    """Cases for one communicator. The rows that a case leaves in the pools are poison for the next case."""
     case = Case(tokens=(1,) * size, num_experts=num_experts, topk=topk)
     cases = [case, replace(case, tokens=(0,) * size), replace(case, tokens=ragged(size, 9), topk=1)]
     for seed, routing in enumerate(ROUTINGS):
@@ -40,7 +40,7 @@ def _cases(size: int, num_experts: int, topk: int) -> list[Case]:
         ids = torch.int32 if i % 2 else torch.int64
         tokens = ragged(size, 20, i)
         cases.append(replace(case, tokens=tokens, dtype=dtype, id_dtype=ids, hidden=8 * (i + 1), seed=i))
-    # A chunk is 32 tokens, and 32 of them are the most: a second chunk, two full ones, then longer ones.
+    # A chunk has 32 tokens, and there are at most 32 chunks. So: a second chunk, two full ones, then longer chunks.
     cases += [replace(case, tokens=ragged(size, most, most), hidden=4) for most in (33, 64, 1100)]
     return cases
 
@@ -62,7 +62,7 @@ def test_ragged_routing_and_dtypes(size: int) -> None:
 
 
 def _wide(rank: int, size: int) -> None:
-    """Many experts per token, and rows from 16 bytes to far beyond one copy."""
+    """Many experts per token, and rows from 16 bytes to far more than one copy moves."""
     for layout in LAYOUTS:
         num_experts = size * -(-128 // size)
         case = Case(tokens=ragged(size, 9), num_experts=num_experts)
@@ -114,7 +114,7 @@ def test_one_token_with_a_strided_row_is_refused() -> None:
 
 
 def _scales(rank: int, size: int) -> None:
-    """FP8 rows and the scales beside them are bytes to dispatch: all patterns, NaNs too, arrive as they left."""
+    """Dispatch treats FP8 rows and their scales as bytes: all bit patterns, also NaNs, arrive unchanged."""
     case = Case(tokens=ragged(size, 30, 5), num_experts=2 * size, hidden=128, dtype=torch.float32, seed=5)
     inputs = make_inputs(case)
     generator = torch.Generator().manual_seed(7)

@@ -1,4 +1,4 @@
-"""Dispatch and combine where the SMs that send also receive: here the path through the host, which is the same."""
+"""Dispatch and combine with one kernel that sends and receives. CPUs test the control path, which GPUs share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ONE_KERNEL = {"dispatch_recv_sms": 0, "combine_recv_sms": 0}
 
 
 def _rounds(rank: int, size: int) -> None:
-    """Ranks need not agree on it. Pools grow, are of a fixed size, or serve a routing that is known."""
+    """Ranks may choose differently. Pools grow, have a fixed size, or serve a known routing."""
     for layout in LAYOUTS:
         for most in (None, 60):
             settings: dict[str, Any] = {"max_tokens_per_rank": most, **(ONE_KERNEL if rank % 3 != 1 else {})}
@@ -44,7 +44,7 @@ def test_rounds(size: int) -> None:
 
 
 def _without_the_host(rank: int, size: int) -> None:
-    """Started now and waited for later, with room for more rows than come, and over the same routing again."""
+    """Asynchronous calls, with more capacity than rows, and with a routing used again."""
     case = Case(tokens=ragged(size, 30, 4), num_experts=2 * size)
     inputs = make_inputs(case)
     for layout in LAYOUTS:
@@ -70,7 +70,7 @@ def test_without_the_host(size: int) -> None:
 
 
 class _RecordingStreams(Streams):
-    """Streams that remember which memory they must keep."""
+    """Streams that remember the memory that they must keep."""
 
     def __init__(self) -> None:
         self.kept: set[int] = set()
@@ -80,7 +80,7 @@ class _RecordingStreams(Streams):
 
 
 def _outputs_are_kept(rank: int, size: int) -> None:
-    """A fault may keep the caller from ever joining the streams, which must then know what is still written to."""
+    """After a fault the caller may never join the streams. They must know the memory that kernels still write."""
     case = Case(tokens=ragged(size, 30, 4), num_experts=2 * size)
     inputs = make_inputs(case)
     with communicator(case, LAYOUTS[0], **ONE_KERNEL) as comm:
@@ -100,7 +100,7 @@ def test_outputs_under_way_are_kept_whatever_happens() -> None:
 
 
 def _sms_change(rank: int, size: int) -> None:
-    """Under way on some SMs, changed in between, and other ranks have others: the same rows."""
+    """SM counts change while operations are in flight, and differ between ranks. The rows stay the same."""
     case = Case(tokens=ragged(size, 30, 4), num_experts=2 * size)
     inputs = make_inputs(case)
     expected = inputs.expected(LAYOUTS[0])

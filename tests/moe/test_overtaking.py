@@ -23,7 +23,7 @@ LAYOUTS = [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR]
 
 
 def _pair(rank: int, layout: DispatchLayout) -> MoECommunicator:
-    """The fast rank gives up soon; the slow one waits for as long as that takes."""
+    """The fast rank has a short deadline, and the slow one a long one."""
     return open_communicator(SIZE, layout=layout, timeout_s=1 if rank == FAST else 15)
 
 
@@ -36,7 +36,7 @@ def _await_signal(what: str) -> None:
 
 
 def _expected_rows(rank: int, layout: DispatchLayout) -> torch.Tensor:
-    """The first column of what `rank` receives, every row being marked in it by its token."""
+    """The first column of the rows that `rank` receives. It marks each row by its token."""
     sources = [tokens_for(source, SIZE, COUNT) for source in range(SIZE)]
     first, ids = torch.cat([x[:, 0] for x, _, _ in sources]), torch.cat([ids for _, ids, _ in sources])
     if layout is DispatchLayout.TOKEN_MAJOR:
@@ -90,7 +90,7 @@ def test_a_combine_send_waits_for_the_reader_of_the_partial_rows_before(layout: 
 
 
 def _long_rows(rank: int) -> None:
-    """Rows so long that a reader let in too early finds those of the round before, with other values."""
+    """Rows are so long that a reader that starts too early finds rows of the previous round, with other values."""
     hidden, count = 16384, 40
     comm = open_communicator(SIZE, hidden_size=hidden)
     _, ids, weights = tokens_for(rank, SIZE, count)
@@ -99,7 +99,7 @@ def _long_rows(rank: int) -> None:
         out, handle = comm.dispatch(x, ids, weights)
         sources = torch.tensor([float(100 * turn + source) for source in range(SIZE)])
         per_source = out.tokens.shape[0] // 2 // SIZE
-        expected = sources.repeat_interleave(per_source).repeat(2)  # within an expert by source
+        expected = sources.repeat_interleave(per_source).repeat(2)  # within an expert ordered by source
         assert torch.equal(out.tokens, expected.unsqueeze(1).expand_as(out.tokens)), f"dispatch, round {turn}"
         assert torch.equal(comm.combine(out.tokens, handle, weights=out.weights), x), f"combine, round {turn}"
 

@@ -33,7 +33,7 @@ def _pool_bytes(comm: MoECommunicator) -> tuple[int, int]:
 
 
 def _growing(rank: int, size: int) -> list[tuple[int, int]]:
-    """Any order of small and large calls; the pools only grow, on all ranks alike, and not at every step."""
+    """Small and large calls in any order. Pools only grow, equally on all ranks, and not at every call."""
     history: list[tuple[int, int]] = []
     most_hidden = 256
     for layout in LAYOUTS:
@@ -64,7 +64,7 @@ def test_pools_grow_together(size: int) -> None:
 
 
 def _slowly(rank: int, size: int) -> int:
-    """Batches that grow by a token at a time: a pool with room to spare is not replaced each time."""
+    """Batches grow by one token at a time. Pools have spare room, so not every call replaces them."""
     sizes = set()
     case = Case(tokens=(80,) * size, num_experts=2 * size, hidden=64)
     with communicator(case) as comm:
@@ -80,7 +80,7 @@ def test_slow_growth_does_not_replace_the_pools_each_time() -> None:
 
 
 def _captured_too_early(rank: int, size: int) -> None:
-    """A graph's capture finds a pool too small: it is refused, by name, and the communicator goes on."""
+    """A capture that needs a larger pool raises CaptureRefused. The communicator stays usable."""
     case = Case(tokens=(6,) * size, num_experts=2 * size, dtype=torch.float32)
     inputs = make_inputs(case)
     arguments = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
@@ -111,7 +111,7 @@ def test_a_capture_that_comes_too_early_breaks_nothing(size: int) -> None:
 
 
 def _fixed(rank: int, size: int) -> None:
-    """With max_tokens_per_rank the first call settles the size for its kind of rows, whatever T and routing are."""
+    """With max_tokens_per_rank, the first call fixes the size for its kind of rows. T and routing do not matter."""
     first = make_inputs(Case(tokens=(1,) * size, num_experts=2 * size, hidden=64))
     worst = make_inputs(Case(tokens=(50,) * size, num_experts=2 * size, hidden=64, routing="last rank only"))
     spread = make_inputs(Case(tokens=(50,) * size, num_experts=2 * size, hidden=64, drop=0.0))
@@ -152,7 +152,7 @@ def _train(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: t
 
 
 def _many_rounds(rank: int, size: int) -> tuple[int, int]:
-    """Growth in bytes and in open files over 200 rounds, and nothing left of communicators that were closed."""
+    """Growth of memory and open files over 200 rounds. Closed communicators leave nothing behind."""
     inputs = make_inputs(Case(tokens=(256,) * size, num_experts=2 * size, hidden=128))
     x, ids, weights = inputs.x[rank], inputs.ids[rank], inputs.weights[rank]
     with communicator(inputs.case) as comm:
@@ -176,18 +176,18 @@ def _many_rounds(rank: int, size: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("size", [2])
 def test_rounds_leave_nothing_behind(size: int) -> None:
-    # A round's rows are 256 KiB and more: one that stayed per round would be 50 MiB.
+    # The rows of a round take at least 256 KiB. If each round kept one copy, that would be 50 MiB.
     for resident, files in on_ranks(size, _many_rounds):
         assert resident < 8 * 2**20, f"grew by {resident} bytes"
         assert files == 0
 
 
 def _beyond_31_bits(rank: int, size: int) -> None:
-    """Pools, output and result each hold more than 2**31 bytes, so does an input's stride: no offset has 32 bits."""
+    """Pools, output, result and an input's stride exceed 2**31 bytes, so a 32-bit offset would fail."""
     hidden = 2**19
     row_bytes = 4 * hidden
     tokens = 2**31 // row_bytes + 3
-    # Rows that overlap in memory: all different, and hardly any memory.
+    # Rows overlap in memory: all differ, and they need little memory.
     x = torch.arange(hidden + tokens, dtype=torch.float32).as_strided((tokens, hidden), (1, 1))
     ids = torch.arange(tokens).flip(0).unsqueeze(1) % 2
     case = Case(tokens=(tokens,), num_experts=2, hidden=hidden, topk=1)
@@ -203,7 +203,7 @@ def _beyond_31_bits(rank: int, size: int) -> None:
         del out
         assert torch.equal(z[:, 0], x[:, 0]) and torch.equal(z[:, -1], x[:, -1])
         same_bits("last token", z[-1], x[-1])
-    # Rows that lie far apart: nearly all of this memory is never touched.
+    # Rows are far apart: most of this memory is never touched.
     far = torch.empty(3 * (2**29 + 64)).view(3, -1)[:, :8]
     far.copy_(torch.arange(24.0).view(3, 8))
     with communicator(Case(tokens=(3,), num_experts=2, hidden=8, topk=1)) as comm:

@@ -1,4 +1,4 @@
-"""Rows that are quantised as they are sent: bits against the oracle, layouts, shapes, and what is refused."""
+"""Rows that are quantised while they are sent: bits against the oracle, layouts, shapes and refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _code(magnitude: float, scale: float = 1.0) -> int:
 
 
 def test_every_bfloat16_becomes_what_torch_makes_of_it() -> None:
-    """All magnitudes and NaNs, but no infinity, whose scale is one; above 448 only some versions of torch saturate."""
+    """All magnitudes and NaNs. Not infinity: its scale is one, and only some versions of torch saturate above 448."""
     values = torch.arange(0x8000, dtype=torch.int16).view(torch.bfloat16).float()
     values = values[~values.isinf()]
     expected = values.clamp(max=448).to(E4M3).view(torch.uint8) & 0x7F
@@ -62,7 +62,7 @@ def test_ties_go_to_even_and_their_neighbours_do_not() -> None:
 
 
 def test_the_division_of_gpus_rounds_as_a_division() -> None:
-    """Scales of all magnitudes, quotients next to where the rounding changes: a reciprocal alone gets some wrong."""
+    """Scales of all magnitudes, with quotients close to rounding boundaries. A reciprocal alone rounds some wrong."""
     generator = torch.Generator().manual_seed(1)
     middles = ((_every_e4m3()[1:] + _every_e4m3()[:-1]) / 2)[8:]
     naive = 0
@@ -111,7 +111,7 @@ def _rows(case: Case) -> Inputs:
 def _expected(
     inputs: Inputs, layout: DispatchLayout, alignment: int = 1
 ) -> tuple[list[ReferenceOutput], list[torch.Tensor]]:
-    """What every rank should receive, and the scales beside it."""
+    """The rows that every rank should receive, and their scales."""
     rows, scales = zip(*(reference_quantize(x) for x in inputs.x), strict=True)
     codes = replace(inputs, x=[row.view(torch.uint8) for row in rows]).expected(layout, alignment)
     beside = replace(inputs, x=list(scales)).expected(layout, alignment)
@@ -146,7 +146,7 @@ def test_rows_and_scales_are_the_oracles_bit_for_bit(size: int) -> None:
 
 
 def _unusual_values(rank: int, size: int) -> None:
-    """NaN with either sign, infinities, subnormal amounts, the largest; each in a block of its own and in company."""
+    """NaNs of both signs, infinities, subnormal values and the largest, each alone in a block and beside others."""
     tiny, most = 2.0**-133, torch.finfo(torch.bfloat16).max
     specials = [torch.nan, -torch.nan, torch.inf, -torch.inf, tiny, -tiny, 300 * tiny, most, -most, 0.0, -0.0]
     x = torch.randn(len(specials) + 1, 384, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
@@ -157,7 +157,7 @@ def _unusual_values(rank: int, size: int) -> None:
     case = Case(tokens=(len(x),) * size, num_experts=size, hidden=384, topk=1, dtype=torch.bfloat16, drop=0.0)
     rows, scales = reference_quantize(x)
     assert scales.isinf().any() and rows.float().isnan().any()
-    for given in (x, x.float(), x.float() * 2.0**-13):  # in the last, amounts whose 448th part is 0
+    for given in (x, x.float(), x.float() * 2.0**-13):  # the last has values whose 448th part is 0
         rows, scales = reference_quantize(given)
         with communicator(case, TOKEN_MAJOR) as comm:
             ids = torch.full((len(x), 1), rank)
@@ -231,7 +231,7 @@ def test_in_a_graph() -> None:
 
 
 def _gradients(rank: int, size: int) -> None:
-    """The weights', which ride back as ever; none leads to the rows."""
+    """Weights get their gradients as usual. Rows get none."""
     case = Case(tokens=(11,) * size, num_experts=2 * size, hidden=32, dtype=torch.bfloat16)
     inputs = _rows(case)
     for layout in LAYOUTS:
@@ -243,7 +243,7 @@ def _gradients(rank: int, size: int) -> None:
             kept = (inputs.ids[rank] >= 0).float()
             torch.testing.assert_close(weights.grad, 2 * weights.detach() * kept)
             live = inputs.x[rank].clone().requires_grad_()
-            with torch.no_grad():  # nobody records: nothing is lost
+            with torch.no_grad():  # nothing is recorded, so no gradient is lost
                 comm.dispatch(live, inputs.ids[rank], quantize="e4m3")
 
 
@@ -269,7 +269,7 @@ def test_ranks_that_disagree() -> None:
 
 
 def _one_brings_its_own(rank: int, size: int) -> None:
-    """A rank that quantised before says of its rows what one that quantises now does."""
+    """A rank that passes quantised rows and scales agrees with a rank that lets dispatch quantise."""
     case = Case(tokens=(6,) * size, num_experts=2 * size, hidden=144, dtype=torch.bfloat16)
     inputs = _rows(case)
     received, scales = _expected(inputs, FLAT)
@@ -311,7 +311,7 @@ def _refused(rank: int, size: int) -> None:
             for call in (comm.dispatch, comm.dispatch_async):
                 with named(says), pytest.raises(ValueError, match=says):
                     call(**({"x": x, "topk_ids": ids, "quantize": "e4m3"} | arguments))
-        comm.dispatch(x, ids, quantize="e4m3")  # nothing of that was launched: all go on
+        comm.dispatch(x, ids, quantize="e4m3")  # nothing was launched, so all ranks continue
 
 
 def test_wrong_arguments() -> None:

@@ -26,7 +26,7 @@ def _settings(inputs: Inputs) -> dict[str, Any]:
 
 
 def _two_groups_in_different_orders(rank: int, size: int) -> None:
-    """Each rank begins with another group, and turns to the second when the first waits for peers."""
+    """Each rank begins with another group, and starts on the second while the first waits for peers."""
     inputs = _inputs(size)
     groups = [dist.new_group(list(range(size))) for _ in range(2)]
     waits = threading.Event()

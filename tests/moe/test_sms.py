@@ -1,4 +1,4 @@
-"""How many SMs dispatch and combine take: by what was asked for, the shape, and what the device leaves."""
+"""The number of SMs of dispatch and combine: by configuration, by shape, and by the free SMs of the device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sending_of_combine(ranks: int, row_bytes: int, topk: int) -> int:
 
 
 def test_other_shapes_take_what_fills_the_links() -> None:
-    """docs/performance.md has what was measured to be best: 32, 28, 24, 20, 14 and 28 for the first six."""
+    """docs/performance.md has the best measured numbers: 32, 28, 24, 20, 14 and 28 for the first six."""
     by_width = [sending_of_combine(4, 2 * hidden, 8) for hidden in (2048, 2880, 4096, 5120)]
     assert by_width == [34, 27, 22, 20]
     assert [sending_of_combine(4, BF16, topk) for topk in (1, 16)] == [14, 26]
@@ -130,7 +130,7 @@ def test_what_no_argument_can_name_is_refused_before_anything_is_launched() -> N
 
 
 class _Kernels(SimpleNamespace):
-    """The communicator's own, and the SMs that each was given last."""
+    """Wraps the communicator's kernels, and stores the SMs of the last launch of each."""
 
     def __init__(self, kernels: Any) -> None:
         super().__init__(given={})
@@ -160,7 +160,7 @@ class _Kernels(SimpleNamespace):
 
 
 def _as_launched(rank: int, size: int, tokens: int, layout: DispatchLayout) -> None:
-    """Rows of BF16 as they are, as FP8 with scales, quantised on the way; then with counts that are asked for."""
+    """BF16 rows, FP8 rows with scales, rows that dispatch quantises; then with configured counts."""
     small, hidden, topk = tokens <= SMALL_BATCH_TOKENS, 5120, 6
     terms = topk if layout is FLAT else 1
     case = Case(tokens=(tokens,) * size, num_experts=4 * size, hidden=hidden, topk=topk, dtype=torch.bfloat16)

@@ -1,6 +1,6 @@
-// The CUDA kernels of dispatch and combine, one per file (wait_for_sender is in table.cu). Each function checks its
-// arguments on the host (std::invalid_argument) and enqueues a kernel. A launch that fails throws std::runtime_error
-// with the kernel's name. common/api.h describes the arguments.
+// The CUDA kernels of dispatch and combine, one per file. Each function checks its arguments on the host
+// (std::invalid_argument) and enqueues a kernel. A launch that fails throws std::runtime_error with the kernel's name.
+// common/api.h describes the arguments.
 #pragma once
 #include "common/api.h"
 
