@@ -20,12 +20,13 @@ from ep_plugin.moe import operators as ops
 from ep_plugin.moe.across_nodes.combine import CombineAcrossNodes
 from ep_plugin.moe.across_nodes.dispatch import DispatchAcrossNodes
 from ep_plugin.moe.across_nodes.nodes import Nodes
+from ep_plugin.moe.across_nodes.routing import NodesSizes
 from ep_plugin.moe.arguments import as_weights, check_quantize, check_tensors
 from ep_plugin.moe.high_throughput.combine import Combine
 from ep_plugin.moe.high_throughput.dispatch import Dispatch
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 from ep_plugin.moe.in_flight import CombineWork, DispatchWork, InFlight, Operation, untraced
-from ep_plugin.moe.layout import DispatchHandle, DispatchOutput, DispatchResult
+from ep_plugin.moe.layout import DispatchHandle, DispatchOutput, DispatchResult, HandleSizes
 from ep_plugin.moe.registry import register, shared_communicator
 from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import resolve_device
@@ -71,8 +72,10 @@ class MoECommunicator:
         self.new_dispatch: Callable[..., Operation] = functools.partial(Dispatch, engine)
         """Makes the operation of a dispatch from its operator's arguments."""
         self.new_combine: Callable[..., Operation] = functools.partial(Combine, engine)
+        self.handle_sizes: HandleSizes = engine
         if engine.rails.nodes:
             nodes = Nodes(engine)
+            self.handle_sizes = NodesSizes(nodes)
             self.new_dispatch = functools.partial(DispatchAcrossNodes, nodes)
             self.new_combine = functools.partial(CombineAcrossNodes, nodes)
         sizes = f"{engine.config_hash} {engine.size} {engine.node_map.num_nodes} {engine.meta_words} {_C.num_totals}"

@@ -111,6 +111,18 @@ class DispatchResult(NamedTuple):
     host_counts: torch.Tensor | None
 
 
+class HandleSizes(Protocol):
+    """The sizes of a handle's tensors, for a dispatch of T tokens of K experts; None: known only when it has run."""
+
+    num_totals: int
+
+    def plan_words(self, num_tokens: int, topk: int, capacity: int | None) -> int | None:
+        """int32 words of the plan."""
+
+    def slots(self, capacity: int | None) -> int | None:
+        """Rows of recv_rows."""
+
+
 class Engine(Protocol):
     """The facts about a communicator that argument checks need."""
 
@@ -122,5 +134,5 @@ class Engine(Protocol):
     num_totals: int
     flat: bool
 
-    def plan_words(self, num_tokens: int, topk: int) -> int:
-        """int32 words of a handle's plan."""
+    def plan_words(self, num_tokens: int, topk: int, capacity: int | None = None) -> int:
+        """int32 words of a plan on this node."""

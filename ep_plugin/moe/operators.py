@@ -82,10 +82,10 @@ def _watched(inputs: tuple[Any, ...]) -> bool:
 
 def _fake_dispatch(*inputs: Any) -> Tensors:
     x, topk_ids, topk_weights, scales, capacity, quantize, previous, comm, _ = inputs
-    engine = communicator(comm).engine
+    engine, sizes = communicator(comm).engine, communicator(comm).handle_sizes
     check_devices(engine, x=x, topk_ids=topk_ids, topk_weights=topk_weights, scales=scales)
     T, K = topk_ids.shape
-    local, most = engine.local_experts, engine.config.max_tokens_per_rank
+    local = engine.local_experts
 
     def ints(*shape: int | torch.SymInt) -> torch.Tensor:
         return x.new_empty(shape, dtype=torch.int32)
@@ -93,11 +93,10 @@ def _fake_dispatch(*inputs: Any) -> Tensors:
     def unknown() -> int | torch.SymInt:
         return torch.library.get_ctx().new_dynamic_size()
 
-    slots: int | torch.SymInt  # torch refuses a new size that no output has
-    if previous:
-        slots = previous[2].shape[0]
-    else:
-        slots = engine.size * most if capacity is not None and most is not None else unknown()
+    slots: int | torch.SymInt | None  # torch refuses a new size that no output has
+    slots = previous[2].shape[0] if previous else sizes.slots(capacity)
+    if slots is None:
+        slots = unknown()
     rows: int | torch.SymInt = capacity if capacity is not None else (unknown() if engine.flat else slots)
     result = (
         *empty_rows(DispatchCall(x, topk_ids, topk_weights, scales, None, capacity, quantize), engine.flat, rows),
@@ -108,8 +107,9 @@ def _fake_dispatch(*inputs: Any) -> Tensors:
     )
     if previous:
         return result
-    totals = torch.empty(1 if capacity is not None else engine.num_totals, dtype=torch.int64, device="cpu")
-    return *result, ints(T, K), ints(engine.plan_words(T, K)), ints(slots, K), totals
+    plan_words = sizes.plan_words(T, K, capacity)
+    totals = torch.empty(1 if capacity is not None else sizes.num_totals, dtype=torch.int64, device="cpu")
+    return *result, ints(T, K), ints(unknown() if plan_words is None else plan_words), ints(slots, K), totals
 
 
 def _fake_combine(*inputs: Any) -> Tensors:

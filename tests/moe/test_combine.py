@@ -21,6 +21,7 @@ from tests.moe.moe_cases import (
     on_ranks,
     poisoned,
     ragged,
+    roundings_of,
     same_bits,
 )
 
@@ -64,7 +65,8 @@ def _bias(rank: int, size: int) -> None:
             with communicator(case, layout) as comm, named((layout, dtype)), poisoned():
                 _, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
                 result = comm.combine(y[rank], handle, weights=weights[rank], bias=inputs.bias[rank])
-                close("bias", result, exact, magnitudes[rank] + inputs.bias[rank].double().abs(), dtype)
+                magnitude = magnitudes[rank] + inputs.bias[rank].double().abs()
+                close("bias", result, exact, magnitude, dtype, roundings_of(comm))
                 alone = comm.combine(torch.zeros_like(y[rank]), handle, bias=inputs.bias[rank])
                 same_bits("bias over zero rows", alone, inputs.bias[rank])
 

@@ -50,16 +50,9 @@ class NodesRouting:
         self.recv_rows: torch.Tensor | None = None
         self.slots = [0] * M
 
-    @staticmethod
-    def plan_words(nodes: Nodes, num_tokens: int, topk: int, received: Sequence[int]) -> int:
-        """int32 words of the plan."""
-        per_token = 2 * topk + nodes.engine.node_size
-        fixed = num_tokens * nodes.num_nodes + nodes.num_segments * nodes.layout.words
-        return fixed + (num_tokens + sum(received)) * per_token
-
     @classmethod
     def empty(cls, nodes: Nodes, topk_ids: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> NodesRouting:
-        words = cls.plan_words(nodes, topk_ids.shape[0], topk_ids.shape[1], received)
+        words = plan_words(nodes, topk_ids.shape[0], topk_ids.shape[1], received)
         return cls(nodes, topk_ids, sent, received, topk_ids.new_empty(words, dtype=torch.int32))
 
     def ids(self, segment: int) -> torch.Tensor:
@@ -131,11 +124,35 @@ def _starts_of(counts: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor,
     return starts, through[-1]
 
 
+def plan_words(nodes: Nodes, num_tokens: int, topk: int, received: Sequence[int]) -> int:
+    """int32 words of the plan of T tokens, beside those that the legs bring."""
+    fixed = num_tokens * nodes.num_nodes + nodes.num_segments * nodes.layout.words
+    return fixed + (num_tokens + sum(received)) * (2 * topk + nodes.engine.node_size)
+
+
+class NodesSizes:
+    """HandleSizes of a communicator over several nodes."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self.num_totals = num_totals(nodes)
+
+    def plan_words(self, num_tokens: int, topk: int, capacity: int | None) -> int | None:
+        return None if capacity is None else plan_words(self._nodes, num_tokens, topk, padded_rows(self._nodes))
+
+    def slots(self, capacity: int | None) -> int | None:
+        return None if capacity is None else sum(padded_slots(self._nodes))
+
+
+def num_totals(nodes: Nodes) -> int:
+    return nodes.engine.num_totals + 2 * len(nodes.legs) + nodes.num_segments
+
+
 def routing_of(nodes: Nodes, name: str, handle: DispatchHandle) -> tuple[Routing, NodesRouting]:
     """A handle's routing. ValueError, with the argument's `name`, when its tensors are not as dispatch made them."""
     engine = nodes.engine
-    L, M, first = len(nodes.legs), nodes.num_segments, engine.num_totals
-    check_handle_tensors(engine, name, handle, first + 2 * L + M)
+    L, first = len(nodes.legs), engine.num_totals
+    check_handle_tensors(engine, name, handle, num_totals(nodes))
     totals: list[int] = handle.totals.tolist()
     T, K = handle.topk_ids.shape
     if len(totals) == 1:
@@ -146,7 +163,7 @@ def routing_of(nodes: Nodes, name: str, handle: DispatchHandle) -> tuple[Routing
         rows = [*sent, *received, *slots]
         if min(rows, default=0) < 0 or max(rows, default=0) > _C.max_tokens * engine.node_size:
             raise ValueError(f"{name}.totals: expected the contents that dispatch wrote, got {totals}")
-    words = NodesRouting.plan_words(nodes, T, K, received)
+    words = plan_words(nodes, T, K, received)
     for field, tensor, shape in (("plan", handle.plan, (words,)), ("recv_rows", handle.recv_rows, (sum(slots), K))):
         if tensor.shape != shape:
             raise ValueError(f"{name}.{field}: expected shape {shape}, got {tuple(tensor.shape)}")

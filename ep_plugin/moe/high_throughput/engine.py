@@ -176,9 +176,14 @@ class HighThroughputEngine(GroupEngine):
 
     # -- routings ------------------------------------------------------------------------------------------------
 
-    def plan_words(self, num_tokens: int, topk: int) -> int:
+    def plan_words(self, num_tokens: int, topk: int, capacity: int | None = None) -> int:
         """int32 words of a plan on this node: meta, then send_pos ``[T, G]``, then pair_pos ``[T, K]``."""
         return self.meta_words + num_tokens * (self.node_size + topk)
+
+    def slots(self, capacity: int | None) -> int | None:
+        """Rows of a handle's recv_rows; None: known only when dispatch has run."""
+        most = self.config.max_tokens_per_rank
+        return None if capacity is None or most is None else self.node_size * most
 
     def routing(self, name: str, tensors: Sequence[torch.Tensor], comm: int) -> Routing:
         """A handle, checked. ValueError, with the argument's `name`, when its tensors are not as dispatch made them."""
