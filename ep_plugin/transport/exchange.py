@@ -226,7 +226,8 @@ class Exchange:
             nonlocal invited, missing
             raise_failures()
             joined = [self._token, *tokens().values()]
-            accepted = read("accept", missing)  # after the tokens: a rank that has left may have joined its next exchange
+            # After the tokens: a rank that has left may have joined its next exchange.
+            accepted = read("accept", missing)
             missing = [rank for rank in missing if accepted.get(rank, {}).get("nonce") != self._token]
             if not missing:
                 self._nonce = self._token
