@@ -18,7 +18,7 @@ from ep_plugin import _C, env
 from ep_plugin.collectives.backends import cpu, cuda, paths
 from ep_plugin.collectives.blocks import Blocks
 from ep_plugin.collectives.failures import GroupBoards
-from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerTimeout, reason_of
+from ep_plugin.errors import EpPluginError, NotSupported, PeerTimeout, reason_of
 from ep_plugin.runtime.base import BaseEngine
 from ep_plugin.runtime.board import Boards
 from ep_plugin.runtime.faults import GRACE_S, aborted_error, error_of, gave_up
@@ -126,12 +126,7 @@ class CollectiveEngine(BaseEngine):
         """Refuses, before anything is allocated, settings on which ranks disagree."""
         transport_for(self.device)
         mine = [self.device.type, self.num_buffers, self.path, self.sum_sms]
-        for rank, theirs in enumerate(self.exchange.all_gather("agree on the device", mine)):
-            if theirs != mine:
-                raise DisagreementError(
-                    f"ranks disagree on the device, num_buffers, path and sms: {', '.join(map(str, mine))} on rank "
-                    f"{self.rank}, {', '.join(map(str, theirs))} on rank {rank}"
-                )
+        self.exchange.agree("the device, num_buffers, path and sms", ", ".join(map(str, mine)))
 
     @contextlib.contextmanager
     def on_rail(self) -> Iterator[None]:
