@@ -13,7 +13,6 @@ import torch.distributed as dist
 from ep_plugin import _C
 from ep_plugin.collectives.backends import cpu, cuda, paths
 from ep_plugin.collectives.blocks import Blocks
-from ep_plugin.errors import DisagreementError
 from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for
 from ep_plugin.transport import open_memory, transport_for
@@ -78,12 +77,7 @@ class CollectiveEngine(GroupEngine):
         """Refuses, before anything is allocated, settings on which ranks disagree."""
         transport_for(self.device)
         mine = [self.device.type, self.num_buffers, self.path, self.sum_sms]
-        for rank, theirs in enumerate(self.exchange.all_gather("agree on the device", mine)):
-            if theirs != mine:
-                raise DisagreementError(
-                    f"ranks disagree on the device, num_buffers, path and sms: {', '.join(map(str, mine))} on rank "
-                    f"{self.rank}, {', '.join(map(str, theirs))} on rank {rank}"
-                )
+        self.exchange.agree("the device, num_buffers, path and sms", ", ".join(map(str, mine)))
 
     def described(self, field: int, value: int) -> tuple[str, str]:
         name = _C.piece_fields[field] if field < len(_C.piece_fields) else "place"

@@ -18,7 +18,8 @@ def as_weights(name: str, weights: torch.Tensor | None, rows: torch.Tensor) -> t
     """`weights` as they travel beside `rows`: contiguous, float32 or float64. ValueError when they are no floats."""
     if weights is None:
         return None
-    check_tensors(**{name: weights})
+    if type(weights) not in PLAIN:
+        check_tensors(**{name: weights})
     if weights.layout is not torch.strided and not is_traced():
         check_kind(name, weights)
     if not weights.is_floating_point():
@@ -44,13 +45,14 @@ def bulk_ready(name: str, rows: torch.Tensor) -> torch.Tensor:
 
 def check_tensors(optional: dict[str, object] | None = None, /, **given: object) -> None:
     """Each is a tensor that torch can pass to an operator, and each of the `optional` too, or None."""
-    for name, value in (optional or {}).items():
-        if value is not None:
-            check_tensors(**{name: value})
+    if optional is not None:
+        check_tensors(**{name: value for name, value in optional.items() if value is not None})
     for name, value in given.items():
+        if type(value) in PLAIN:
+            continue
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
-        if type(value) not in PLAIN and not is_traced():
+        if not is_traced():
             check_kind(name, value)
 
 

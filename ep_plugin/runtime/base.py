@@ -55,6 +55,7 @@ class BaseEngine(ABC):
             self._resources = made
             self._resources.callback(exchange.close)
             self._construct(*given)
+        self._announced_name = self.name  # does not change any more
         self.closed = False
         uncaught.watch(self)
 
@@ -90,7 +91,7 @@ class BaseEngine(ABC):
                 )
             self.check()
             self.used_by.add(threading.current_thread())
-            _C.announce(f"in {what} of {self.name}")  # for messages of the peers of all communicators
+            _C.announce(f"in {what} of {self._announced_name}")  # for messages of the peers of all communicators
             self._captured |= bool(self.streams.capturing())
             try:
                 _running[self.device] = self

@@ -76,7 +76,9 @@ class Boards:
 
     def set_reserved_pools(self, count: int) -> None:
         """Publishes for how many operations this rank has found its pool large enough, or made it so."""
-        self._read(lambda address: _C.set_reserved_pools(address, count), self.index, None)
+        with self._guard:  # as _read does, in the path of every operation
+            if not self._closed:
+                _C.set_reserved_pools(self.address, count)
 
     def unlist(self) -> None:
         """Later operations of other communicators are no longer announced here."""

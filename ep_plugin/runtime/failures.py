@@ -14,6 +14,7 @@ import ctypes
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ from ep_plugin.transport.exchange import Exchange
 STATUS_BYTES = 8
 _POST_S = 1.0  # the longest that a failing rank waits for the store, which may be gone
 _KEY = "failure"
+_READS = 64  # ranks whose waits one poll looks for
 _poller = Poller("ep_plugin failures", pause_s=0.01, idle_s=0.25)
 
 
@@ -55,7 +57,9 @@ class GroupBoards(Boards):
         self._rank, self._group_size, self._found = rank, group_size, found
         self._waited_for: int | None = None
         self._waits: dict[int, int] = {}
-        """By rank, the rank that it has waited for in vain."""
+        """By rank, the rank that it has waited for in vain. Replaced as a whole: another thread reads it."""
+        self._unknown = deque(other for other in range(group_size) if other != rank)
+        """The ranks that are not in `_waits`; the next poll begins with the first."""
         self._reason: str | None = None
         self._posted = threading.Event()
         self.first: tuple[int, str] | None = None
@@ -108,21 +112,42 @@ class GroupBoards(Boards):
         with contextlib.suppress(RuntimeError):  # the store is gone, and the group with it
             if self._waited_for is not None:
                 self._store.set(f"{self._rank} waits", str(self._waited_for))
-                keys = {rank: f"{rank} waits" for rank in range(self._group_size) if rank != self._rank}
-                self._waits = {
-                    rank: int(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])
-                }
-            if self._reason is not None and not self._posted.is_set():
-                self._store.compare_set(_KEY, "", json.dumps([self._rank, self._reason]))
-            if self.first is None and self._store.check([_KEY]):
-                rank, reason = json.loads(self._store.get(_KEY))
-                self.first = None if rank == self._rank else (rank, reason)
+                self._read_waits()
+            if self.first is None:
+                self._exchange_first()
         if self._reason is not None:
             self._posted.set()
         with self._polling:
             if not self._closed and self.first is not None:
                 self._found(*self.first)
         return False
+
+    def _read_waits(self) -> None:
+        """Looks for the waits of some of the ranks that are not known to wait: a poll's cost has a bound."""
+        for _ in range(min(_READS, len(self._unknown))):
+            rank = self._unknown.popleft()
+            waited_for = _wait_in(self._standing(f"{rank} waits"), self._group_size)
+            if waited_for is None:
+                self._unknown.append(rank)
+            else:
+                self._waits = {**self._waits, rank: waited_for}
+
+    def _exchange_first(self) -> None:
+        """Publishes this rank's failure if no other is published, and learns another rank's."""
+        text = self._standing(_KEY)
+        found = _failure_in(text, self._group_size)
+        if found is None and self._reason is not None and not self._posted.is_set():
+            mine = json.dumps([self._rank, self._reason])
+            if text is None:
+                found = _failure_in(self._store.compare_set(_KEY, "", mine), self._group_size)
+            else:
+                self._store.set(_KEY, mine)
+        if found is not None and found[0] != self._rank:
+            self.first = found
+
+    def _standing(self, key: str) -> bytes | None:
+        """The value of a key of the store; None: there is none."""
+        return self._store.get(key) if self._store.check([key]) else None
 
     def mark(self, rank: int, reason: str) -> None:
         """Marks the boards of this node with the failure of `rank` of another one. Its index comes after the node's."""
@@ -148,3 +173,23 @@ class GroupBoards(Boards):
         _poller.discard(self)
         with self._polling:
             super().close()
+
+
+def _wait_in(text: bytes | None, group_size: int) -> int | None:
+    """The rank that another one has waited for (-1: not known), as it stands in the store; None for anything else."""
+    try:
+        rank = int(text or b"")
+    except ValueError:
+        return None
+    return rank if -1 <= rank < group_size else None
+
+
+def _failure_in(text: bytes | None, group_size: int) -> tuple[int, str] | None:
+    """The rank that has failed and its reason, as they stand in the store; None for anything else."""
+    try:
+        match json.loads(text or b"null"):
+            case [int(rank), str(reason)] if not isinstance(rank, bool) and 0 <= rank < group_size:
+                return rank, reason
+    except (ValueError, RecursionError):
+        pass
+    return None

@@ -38,14 +38,14 @@ def check_kind(name: str, tensor: torch.Tensor) -> None:
 
 def check_storage(name: str, tensor: torch.Tensor) -> None:
     """ValueError unless the storage of a dense tensor holds all of its elements."""
-    extent = tensor.nbytes
+    extent, held = tensor.nbytes, tensor.untyped_storage().nbytes()
     if extent == 0:
         return
     if not tensor.is_contiguous():
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         extent = (last + 1) * tensor.itemsize
-    needed = extent + tensor.storage_offset() * tensor.itemsize
-    held = tensor.untyped_storage().nbytes()
+    offset = tensor.storage_offset()
+    needed = extent + offset * tensor.itemsize if offset else extent
     if held < needed:
         raise ValueError(
             f"{name}: expected a storage of at least {needed} bytes, got {held}: it was freed, or resized, after the "
@@ -53,12 +53,13 @@ def check_storage(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+_dispatch_keys = torch._C._dispatch_keys
 _dense_keys: set[int] = set()  # dispatch keys of tensors that have passed every check but that of the storage
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
     """ValueError unless the tensor's values lie in memory of its own, all of them, as a kernel reads them."""
-    keys = torch._C._dispatch_keys(tensor).raw_repr()  # they say all that is asked below
+    keys = _dispatch_keys(tensor).raw_repr()  # they say all that is asked below
     if keys not in _dense_keys:
         if type(tensor) not in PLAIN and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise ValueError(f"{name}: expected a tensor with memory of its own, got {type(tensor).__name__}")

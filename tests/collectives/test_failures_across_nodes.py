@@ -6,6 +6,7 @@ import datetime
 import random
 import threading
 import time
+from collections import deque
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.base import Collective
+from ep_plugin.collectives.failures import GroupBoards
 from ep_plugin.errors import EpPluginError, PeerAborted
 from tests.faults.fault_cases import nothing_left_behind
 from tests.ranks import run_ranks, values
@@ -148,3 +150,72 @@ def test_no_fault_leaves_a_wrong_result_behind(kind: str) -> None:
     rounds = 30
     for wrong, raised in values(run_ranks(RANKS, _fails_at_random, kind, 7, rounds, env=NODES, timeout_s=150)):
         assert wrong == 0 and raised > rounds // 2, (wrong, raised)
+
+
+def _meets_garbage(rank: int, key: str, text: str) -> None:
+    """Rank 0 writes `text` under a key of the failures; then rank 1 fails."""
+    comm = HierarchicalAllGather()
+    assert _call(comm, rank, 10)
+    boards: Any = comm.engine_on(torch.device("cpu")).group_boards
+    if rank == 0:
+        boards._store.set(key, text)
+    dist.barrier()
+    if rank != 1:  # which would write its own wait
+        boards._waited_for = 3  # as after a wait in vain, so that polls look for other ranks' waits
+    boards.poll()
+    assert boards.first is None and all(-1 <= waited_for < RANKS for waited_for in boards._waits.values())
+    assert key != "1 waits" or 1 not in boards._waits
+    comm.check()
+    dist.barrier()
+    if rank == 1:
+        comm.abort("no room")
+    with pytest.raises(PeerAborted, match="rank 1 aborted: no room"):
+        _checks(comm)
+    assert any(thread.name == "ep_plugin failures" for thread in threading.enumerate())
+    comm.close()
+
+
+def _checks(comm: Any) -> None:
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        comm.check()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("failure", "no JSON"),
+        ("failure", "[" * 100_000),
+        ("failure", "7"),
+        ("failure", '["2", "reason"]'),
+        ("failure", '[true, "reason"]'),
+        ("failure", '[4, "reason"]'),
+        ("failure", "[2, null]"),
+        ("1 waits", "soon"),
+        ("1 waits", "4"),
+        ("1 waits", "-2"),
+    ],
+)
+def test_garbage_in_the_store_is_no_failure_and_hides_none(key: str, text: str) -> None:
+    values(run_ranks(RANKS, _meets_garbage, key, text, env=NODES))
+
+
+def test_a_poll_reads_a_bounded_number_of_keys() -> None:
+    reads: list[str] = []
+
+    class Store:
+        def check(self, keys: list[str]) -> bool:
+            reads.extend(keys)
+            return keys[0] in ("5 waits", "900 waits")
+
+        def get(self, key: str) -> bytes:
+            return b"7"
+
+    boards = GroupBoards.__new__(GroupBoards)
+    boards._store, boards._group_size, boards._waits = Store(), 1024, {}
+    boards._unknown = deque(range(1, 1024))
+    for polls in range(1, 1024 // 64 + 1):
+        boards._read_waits()
+        assert len(reads) <= 64 * polls
+    assert boards._waits == {5: 7, 900: 7} and len(boards._unknown) == 1021

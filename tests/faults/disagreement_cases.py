@@ -51,7 +51,7 @@ def assert_configs_named(outcomes: list[dict[str, str]]) -> None:
             field, value = next(iter(CONFIGS[name].items()))
             shown = value.name if isinstance(value, DispatchLayout) else value
             assert f"{field}={shown}" in text
-            assert f"rank {rank} has" in text and f"rank {FAILS if rank != FAILS else 0} has" in text
+            assert f" on rank {rank}, " in text and text.endswith(f" on rank {FAILS if rank != FAILS else 0}")
 
 
 def _dispatch(comm: Any, rank: int, hidden: int = 8, dtype: Any = None, k: int = 2, **beside: Any) -> Any:

@@ -25,7 +25,7 @@ from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchHandle
 from ep_plugin.transport.rails import UnderWay
 
-_COMBINE, _MAX_SENT = _C.Op.COMBINE, _C.Total.MAX_SENT
+_COMBINE, _MAX_SENT = int(_C.Op.COMBINE), _C.Total.MAX_SENT
 
 
 class CombineAcrossNodes(Operation):
@@ -57,14 +57,7 @@ class CombineAcrossNodes(Operation):
         self._reserve(_C.partial_bytes(row_bytes, weight_bytes, K))
         self._common = []
         for number, tokens in enumerate(routing.tokens):
-            header = engine.header(
-                op=_COMBINE,
-                row_bytes=row_bytes,
-                weight_bytes=weight_bytes,
-                topk=K,
-                dtype=DTYPE_CODES[y.dtype],
-                num_tokens=tokens,
-            )
+            header = engine.header(_COMBINE, row_bytes, 0, weight_bytes, K, DTYPE_CODES[y.dtype], tokens)
             common = {"comm": engine.comm, "routing": routing.struct(number), "header": header}
             self._common.append(common | {"hidden": H, "element": ELEMENTS[y.dtype]})
             self._sums.append(y.new_empty((tokens, H)))

@@ -33,7 +33,7 @@ from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchHandle, DispatchResult
 from ep_plugin.transport.rails import UnderWay
 
-_DISPATCH, _CACHED = _C.Op.DISPATCH, _C.Op.CACHED_DISPATCH
+_DISPATCH, _CACHED = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
 _SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS, _C.Total.MAX_SENT
 _MOST_ROWS = 2**31 - 1
 
@@ -156,16 +156,9 @@ class DispatchAcrossNodes(Operation):
         weight_bytes = 0 if weights is None else weights.element_size()
         self._slot_bytes: int = _C.slot_bytes(self._row_bytes, self._scale_bytes, weight_bytes, K)
 
-        def header(op: Any, num_tokens: int) -> Any:
-            return engine.header(
-                op=op,
-                row_bytes=self._row_bytes,
-                scale_bytes=self._scale_bytes,
-                weight_bytes=weight_bytes,
-                topk=K,
-                dtype=DTYPE_CODES[rows.dtype],
-                num_tokens=num_tokens,
-            )
+        def header(op: int, num_tokens: int) -> Any:
+            beside = self._scale_bytes, weight_bytes, K, DTYPE_CODES[rows.dtype]
+            return engine.header(op, self._row_bytes, *beside, num_tokens)
 
         return header
 

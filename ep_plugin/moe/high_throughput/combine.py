@@ -15,7 +15,7 @@ from ep_plugin.moe.arguments import bulk_ready, check_combine
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, HighThroughputEngine, address
 from ep_plugin.moe.in_flight import Operation, Tensors
 
-_COMBINE, _COMBINE_RECV, _MAX_SENT = _C.Op.COMBINE, _C.Step.COMBINE_RECV, _C.Total.MAX_SENT
+_COMBINE, _COMBINE_RECV, _MAX_SENT = int(_C.Op.COMBINE), _C.Step.COMBINE_RECV, _C.Total.MAX_SENT
 
 
 class Combine(Operation):
@@ -43,14 +43,7 @@ class Combine(Operation):
         T, K = routing.tensors.topk_ids.shape
         row_bytes = y.shape[1] * y.element_size()
         weight_bytes = 0 if self._extra is None else self._extra.element_size()
-        header = engine.header(
-            op=_COMBINE,
-            row_bytes=row_bytes,
-            weight_bytes=weight_bytes,
-            topk=K,
-            dtype=DTYPE_CODES[y.dtype],
-            num_tokens=T,
-        )
+        header = engine.header(_COMBINE, row_bytes, 0, weight_bytes, K, DTYPE_CODES[y.dtype], T)
         self._common = {"comm": engine.comm, "routing": routing.struct, "header": header}
         self._common |= {"hidden": y.shape[1], "element": ELEMENTS[y.dtype]}
         engine.reserve(COMBINE_POOL, self._pool_bytes(_C.partial_bytes(row_bytes, weight_bytes, K)))

@@ -23,7 +23,7 @@ from ep_plugin.moe.high_throughput.history import Rows
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchResult
 
-_DISPATCH, _CACHED_DISPATCH = _C.Op.DISPATCH, _C.Op.CACHED_DISPATCH
+_DISPATCH, _CACHED_DISPATCH = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
 _DISPATCH_RECV = _C.Step.DISPATCH_RECV
 _SLOTS, _ROWS, _MAX_ROWS = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS
 
@@ -104,15 +104,8 @@ class Dispatch(Operation):
             dtype, scale_bytes = QUANTIZED[call.quantize], int(num_scales(x.shape[1])) * torch.float32.itemsize
         row_bytes = x.shape[1] * dtype.itemsize
         weight_bytes = 0 if weights is None else weights.element_size()
-        self._header = engine.header(
-            op=_DISPATCH if previous is None else _CACHED_DISPATCH,
-            row_bytes=row_bytes,
-            scale_bytes=scale_bytes,
-            weight_bytes=weight_bytes,
-            topk=K,
-            dtype=DTYPE_CODES[dtype],
-            num_tokens=T,
-        )
+        op = _DISPATCH if previous is None else _CACHED_DISPATCH
+        self._header = engine.header(op, row_bytes, scale_bytes, weight_bytes, K, DTYPE_CODES[dtype], T)
         self._slot_bytes: int = _C.slot_bytes(row_bytes, scale_bytes, weight_bytes, K)
         self._sms = engine.dispatch_sms(T, row_bytes + scale_bytes, K, call.quantize is not None)
         if previous is not None:

@@ -26,11 +26,18 @@ from ep_plugin.transport import open_memory, transport_for
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import PeerBuffer
 
-DISPATCH_POOL, COMBINE_POOL = _C.Pool.DISPATCH, _C.Pool.COMBINE
+# Plain ints, since an enum's hash is a call of Python, and they are looked up at every operation.
+DISPATCH_POOL, COMBINE_POOL = int(_C.Pool.DISPATCH), int(_C.Pool.COMBINE)
 _WORD_BYTES = 4
 _FIELD_NAMES = {"op": "operation", "topk": "top-k", "config_hash": "config", "num_tokens": "number of tokens"}
 
-_header = functools.lru_cache(maxsize=1024)(_C.Header)  # most calls resemble an earlier one; never changed
+_HEADER_WORDS = ("op", "row_bytes", "scale_bytes", "weight_bytes", "topk", "dtype", "num_tokens")
+
+
+@functools.lru_cache(maxsize=1024)  # by position: keywords would double the time of a hit
+def _header(layout: int, config_hash: int, *words: int) -> Any:
+    """Most calls resemble an earlier one. Never changed."""
+    return _C.Header(layout=layout, config_hash=config_hash, **dict(zip(_HEADER_WORDS, words, strict=True)))
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -51,7 +58,7 @@ class HighThroughputEngine(GroupEngine):
         self.kernels = kernels_for(device)
         self.config_hash = config.agreement_hash()
         self.flat = config.resolved_layout is DispatchLayout.FLAT
-        self.layout = _C.Layout[config.resolved_layout.name]
+        self.layout = int(_C.Layout[config.resolved_layout.name])
         self._usable_sms = sms.usable_sms(device)
         self.asked_sms: dict[str, int | None] = {}
         self._sms = sms.asked_of(config, self._usable_sms)
@@ -85,13 +92,7 @@ class HighThroughputEngine(GroupEngine):
         """Refuses, before anything is allocated, what this group cannot serve or does not agree on."""
         config = self.config
         transport_for(self.device)
-        mine = [config.describe(), self.device.type]
-        for rank, theirs in enumerate(self.exchange.all_gather("agree on the config", mine)):
-            if theirs != mine:
-                raise DisagreementError(
-                    f"ranks disagree on the communicator: rank {self.rank} has {mine[0]} on {mine[1]}, "
-                    f"rank {rank} has {theirs[0]} on {theirs[1]}"
-                )
+        self.exchange.agree("the communicator", f"{config.describe()}, device={self.device.type}")
         if config.num_experts % self.size:
             raise ValueError(
                 f"num_experts: expected a multiple of the group's {self.size} ranks, got {config.num_experts}"
@@ -194,9 +195,9 @@ class HighThroughputEngine(GroupEngine):
         check_routing(self, name, handle)
         return Routing(handle, self.routing_struct(*handle[:3]), handle.totals.tolist())
 
-    def header(self, **words: int) -> Any:
-        """The words that ranks compare at an operation: `words` and those of the communicator."""
-        return _header(layout=self.layout, config_hash=self.config_hash, **words)
+    def header(self, *words: int) -> Any:
+        """The words that ranks compare at an operation: `words`, as in _HEADER_WORDS, and the communicator's."""
+        return _header(self.layout, self.config_hash, *words)
 
     def routing_struct(self, topk_ids: torch.Tensor, plan: torch.Tensor, recv_rows: torch.Tensor | None) -> Any:
         """The routing as kernels see it; without `recv_rows`, as it is before dispatch has made them."""

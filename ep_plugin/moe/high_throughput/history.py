@@ -32,15 +32,22 @@ class LatestRouting:
         """The routing of `handle`, if its tensors are the very ones that were made, of the same shapes and memory."""
         if not self._tensors:
             return None
-        for made, tensor in zip(self._tensors, handle, strict=False):
-            if tensor is None or made() is not tensor:
-                return None
         ids, plan, recv_rows, totals, _ = handle
-        if self._shapes != [ids.shape, plan.shape, recv_rows.shape, totals.shape]:
-            return None
-        if not self._struct.lies_at(ids.data_ptr(), plan.data_ptr(), recv_rows.data_ptr()):
-            return None
-        return Routing(handle, self._struct, self._totals)
+        same_ids, same_plan, same_recv_rows, same_totals = self._tensors
+        if (
+            ids is not None  # as a reference to a tensor that is gone returns
+            and plan is not None
+            and recv_rows is not None
+            and totals is not None
+            and same_ids() is ids
+            and same_plan() is plan
+            and same_recv_rows() is recv_rows
+            and same_totals() is totals
+            and self._shapes == [ids.shape, plan.shape, recv_rows.shape, totals.shape]
+            and self._struct.lies_at(ids.data_ptr(), plan.data_ptr(), recv_rows.data_ptr())
+        ):
+            return Routing(handle, self._struct, self._totals)
+        return None
 
 
 class Rows(NamedTuple):
