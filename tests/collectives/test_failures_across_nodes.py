@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.base import Collective
-from ep_plugin.collectives.failures import GroupBoards
 from ep_plugin.errors import EpPluginError, PeerAborted
+from ep_plugin.runtime.failures import GroupBoards
 from tests.faults.fault_cases import nothing_left_behind
 from tests.ranks import run_ranks, values
 
