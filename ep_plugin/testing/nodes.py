@@ -161,7 +161,7 @@ def _before_exec(launcher: int, network: Network | None, node: int) -> None:
     """In the child: enters its node's network, and makes the child die with the launcher."""
     if network is not None:
         network.enter(node)
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)  # entering a user namespace would undo it
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != launcher:
         os._exit(1)  # the launcher died before the line above
 
