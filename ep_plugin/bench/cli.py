@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -47,14 +46,10 @@ def _add_command(kind: type[Suite]) -> None:
             path.write_text(json.dumps(result, indent=2) + "\n")
             typer.echo(f"wrote {path}", err=True)
 
-    def option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-        default = inspect.Parameter.empty if default is MISSING else default
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-    hints = get_type_hints(kind, include_extras=True)
-    options = [option(field.name, hints[field.name], field.default) for field in fields(kind)]
-    signature: Any = inspect.Signature([*options, option("out", Out, None)])
-    command.__signature__ = signature  # type: ignore[attr-defined]
+    hints = get_type_hints(kind, include_extras=True) | {"out": Out}
+    parameters = [*inspect.signature(kind).parameters.values(), inspect.signature(command).parameters["out"]]
+    signature = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[each.name]) for each in parameters]
+    command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
     main.command(kind.command_name, help=kind.__doc__)(command)
 
 

@@ -147,21 +147,17 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
     for signum, patience_s in ((signal.SIGTERM, _TERMINATE_S), (signal.SIGKILL, _TERMINATE_S)):
         deadline = time.monotonic() + patience_s
         for rank in ranks:
-            _signal_group(rank.pid, signum)
+            with contextlib.suppress(ProcessLookupError):  # the whole group has ended
+                os.killpg(rank.pid, signum)
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-
-
-def _signal_group(leader: int, signum: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # the whole group has ended
-        os.killpg(leader, signum)
 
 
 def _before_exec(launcher: int, network: Network | None, node: int) -> None:
     """In the child: enters its node's network, and makes the child die with the launcher."""
     if network is not None:
         network.enter(node)
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)  # entering a user namespace would undo it
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != launcher:
         os._exit(1)  # the launcher died before the line above
 

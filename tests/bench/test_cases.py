@@ -13,17 +13,21 @@ from typer.testing import CliRunner
 
 from ep_plugin.bench.cli import main
 from ep_plugin.bench.exchange.cases import EpPlugin, floor_row, sms_of
-from ep_plugin.bench.exchange.specs import FLAT, ROUNDTRIP, TOKEN_MAJOR, Spec, specs_of
 from ep_plugin.bench.exchange.workload import (
+    FLAT,
     HOT_RANK,
+    ROUNDTRIP,
+    TOKEN_MAJOR,
+    Spec,
     Workload,
     batches,
     rows_by_rank,
     rows_on_the_wire,
+    specs_of,
 )
 from ep_plugin.bench.report import markdown
 from ep_plugin.bench.suite import matching
-from ep_plugin.bench.suites.moe import MoeSuite, footprint_note
+from ep_plugin.bench.suites.moe import MoeSuite
 from ep_plugin.moe.high_throughput.sms import for_combine, for_dispatch
 from tests.bench.test_bench import cells
 from tests.ranks import run_ranks, values
@@ -143,14 +147,6 @@ def test_tables_compare_with_the_floor_and_with_peers() -> None:
     text = cells(markdown(result))
     assert "| dispatch | nccl_all_to_all | 1,500 | 1,500 | 1,500 | 0.0 | 1.0 | | 3.75 × | 3.00 × |" in text
     assert "- floor: 354.2 GB/s\n" in text and text.endswith(f"`c` · torch 2 · commit {'f' * 40} · code {'0' * 12}\n")
-
-
-def test_a_footprint_is_said_in_a_sentence() -> None:
-    memory = {"pool_bytes": 3 << 20, "control_bytes": 1 << 20}
-    assert footprint_note({"memory": memory, "construction_s": 0.25}) == (
-        "a communicator takes 3.0 MiB for pools and 1.0 MiB for control, and 0.250 s until its first dispatch and "
-        "combine have finished"
-    )
 
 
 def _round_trip_sms(_: int) -> int:

@@ -79,7 +79,7 @@ ASKED: dict[str, tuple[type[Suite], dict[str, Any]]] = {
         {"backend": "cpu", "ranks": 3, "layers": 5, "tokens": 9, "compared": 2, "compile": True, "unit": 2},
     ),
     "layers": (
-        LayersSuite, {"backend": "cpu", **SIZES, "framework": "megatron", "ffn": 24}
+        LayersSuite, {"backend": "cuda", **SIZES, "framework": "megatron", "ffn": 24}
     ),
 }  # fmt: skip
 NEEDS = {"fsdp2": "transformers", "layers": "megatron.core"}

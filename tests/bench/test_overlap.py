@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from ep_plugin.bench import cli
 from ep_plugin.bench.exchange import cases
 from ep_plugin.bench.exchange.cases import EpPlugin
-from ep_plugin.bench.suite import WrongResult
+from ep_plugin.bench.suite import measured
 from ep_plugin.bench.suites import overlap
 from ep_plugin.bench.suites.overlap import ALONE, MIB, OverlapSuite, Product
 from ep_plugin.bench.timing import WARMUP, Run
@@ -28,7 +29,6 @@ SUITE = OverlapSuite(
 )
 GATHERS = ("ep_plugin", "gloo", "ep_plugin, foreign output")
 EXCHANGES = ("ep_plugin", "gloo_all_to_all")
-ROUTINGS = 4  # dispatches whose routing is timed: of each implementation, for each of dispatch and combine
 
 
 class _Counted(Product):
@@ -55,11 +55,9 @@ def _one_after_another(product: Callable[[], None], gather: Run) -> Run:
 
 
 def _measured(rank: int, kind: type[Product]) -> dict[str, Any]:
-    device = torch.device("cpu")
-    try:
-        return overlap.measure_beside(device, SUITE, kind(device, torch.float32, 256), _one_after_another)
-    except WrongResult as error:
-        return {"wrong": error.args[0]}
+    overlap.Product = functools.partial(kind, dtype=torch.float32, size=256)  # type: ignore[assignment, misc]
+    overlap._on_two_streams = lambda device: _one_after_another
+    return measured(torch.device("cpu"), SUITE)
 
 
 def _counted(rank: int) -> tuple[dict[str, Any], int]:
@@ -78,11 +76,9 @@ def test_every_way_is_timed_beside_the_products_and_its_excess_is_over_the_produ
     assert {(row["case"], row["impl"]) for row in beside} == expected
     for row in beside:
         assert row["bytes_wire"] == gathers.get(row["case"], row["bytes_wire"]) > 0
-    # Two products for each call: those that are timed, the products alone among them; twice a comparison, in which a
-    # combine needs a dispatch; and one dispatch of each implementation for its routing.
-    compared = 2 * (len(found["rows"]) + len(EXCHANGES))
-    timed = (WARMUP + SUITE.iterations) * (len(beside) + 1)
-    assert calls == overlap.PRODUCTS * (compared + timed + ROUTINGS)
+    # Two products for each call that is timed, the products alone among them, and for each of two comparisons.
+    timed = (WARMUP + SUITE.iterations) * len(found["rows"])
+    assert calls == overlap.PRODUCTS * (2 * len(found["rows"]) + timed)
 
 
 def test_nothing_is_timed_when_the_product_is_wrong() -> None:

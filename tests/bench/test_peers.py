@@ -9,8 +9,7 @@ import torch
 
 from ep_plugin.bench.exchange.cases import row_factors, wrong_combine, wrong_dispatch
 from ep_plugin.bench.exchange.peers import AllToAll, _flat_order, _inverse
-from ep_plugin.bench.exchange.specs import FLAT
-from ep_plugin.bench.exchange.workload import DTYPES, Workload, batches, expert_factors, other_rows
+from ep_plugin.bench.exchange.workload import DTYPES, FLAT, Workload, batches, expert_factors, other_rows
 from tests.ranks import run_ranks, values
 
 RANKS = 3

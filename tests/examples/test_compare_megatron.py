@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_plugin.testing.megatron import make_megatron_run_here
 from examples.compare.options import OURS, Options
+from tests.integrations.on_cpus import make_megatron_run_here
 from tests.ranks import run_ranks, values
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")

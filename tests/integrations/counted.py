@@ -26,11 +26,11 @@ def main() -> None:
     sys.argv = [script, *arguments]
     torch.set_num_threads(1)
     if "megatron" in Path(script).name:  # it asks CUDA for more than it needs
-        from ep_plugin.testing.megatron import make_megatron_run_here
+        from tests.integrations.on_cpus import make_megatron_run_here
 
         make_megatron_run_here()
     if "torchtitan" in Path(script).name:  # it asks for an accelerator
-        from ep_plugin.testing.torchtitan import make_torchtitan_run_here
+        from tests.integrations.on_cpus import make_torchtitan_run_here
 
         make_torchtitan_run_here()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:

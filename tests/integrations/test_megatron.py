@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,13 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.errors import NotSupported
-from ep_plugin.testing.megatron import make_megatron_run_here
 from tests.integrations.megatron_layers import initialise, make_config, make_layer
+from tests.integrations.on_cpus import make_megatron_run_here
 from tests.ranks import run_ranks, values
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
+ROOT = Path(__file__).parents[2]
 WORLD = 4
 LIMIT = 1e-5
 PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
@@ -146,7 +148,7 @@ def refusals() -> dict[str, str]:
     changes = {name: change for name, (change, _) in OTHER_MEGATRONS.items()}
     code = f"""
 import json, os
-from ep_plugin.testing.megatron import make_megatron_run_here
+from tests.integrations.on_cpus import make_megatron_run_here
 make_megatron_run_here()
 from megatron.core import package_info
 import megatron.core.transformer.moe.moe_layer
@@ -166,7 +168,8 @@ for name, change in {changes!r}.items():
         os._exit(0)
     os.waitpid(child, 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_plugin.testing.megatron import make_megatron_run_here
+from tests.integrations.on_cpus import make_megatron_run_here
 from tests.ranks import run_ranks, values
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")

@@ -18,10 +18,15 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ep_plugin.bench.exchange.peers import AllToAll, find_peers
-from ep_plugin.bench.exchange.specs import CACHED, COMBINE, DISPATCH, ROUNDTRIP, Sms, Spec
 from ep_plugin.bench.exchange.workload import (
+    CACHED,
+    COMBINE,
+    DISPATCH,
     DTYPES,
+    ROUNDTRIP,
     Batch,
+    Sms,
+    Spec,
     Workload,
     batches,
     expert_factors,
@@ -44,10 +49,13 @@ Step = Callable[[Batch], torch.Tensor]
 
 
 class Scene:
-    """A case's inputs, and the comparison of what implementations make of them. Methods are collective."""
+    """A case's inputs and implementations, and the comparison with plain torch. Methods are collective.
 
-    def __init__(self, spec: Spec, device: torch.device) -> None:
-        self.spec, self.device, self.rank = spec, device, dist.get_rank()
+    wrap: is applied to each call of an implementation, timed or compared.
+    """
+
+    def __init__(self, spec: Spec, device: torch.device, wrap: Callable[[Run], Run] = lambda run: run) -> None:
+        self.spec, self.device, self.wrap, self.rank = spec, device, wrap, dist.get_rank()
         made = batches(spec.workload, DTYPES[spec.dtype], device)
         self._everyone = [replace(batch, quantize=spec.quantize) for batch in made]
         self.mine, self.ids = self._everyone[self.rank], [batch.ids for batch in made]
@@ -58,18 +66,62 @@ class Scene:
         rows = rows_on_the_wire(self.spec.workload, self.ids, dedup)
         return self.spec.crossings * rows * self.mine.row_bytes
 
-    def check_dispatch(self, impl: Any, previous: Any = None) -> str | None:
-        """previous: the routing of `mine`, to be used again."""
+    def ways(self, peers: list[str], opened: contextlib.ExitStack) -> list[Way]:
+        """ep_plugin and the peers, which are named as `find_peers` takes them. `opened` closes ep_plugin's."""
+        spec, device = self.spec, self.device
+        most = int(rows_by_rank(spec.workload, self.ids, dedup=False).sum(0).max())
+        capacity = max(most, int(ROOM * self.ids[0].numel())) if spec.capacity else None
+        ours = EpPlugin(spec.workload, device, spec.layout, spec.sms, capacity)
+        opened.enter_context(contextlib.closing(ours))
+        impls: dict[str, Any] = {OURS: ours}
+        for kind in (kind for name in peers if spec.peers for kind in find_peers(name)):
+            if kind.layout is spec.layout:
+                plain = f"{'nccl' if device.type == 'cuda' else 'gloo'}_all_to_all"
+                impls[plain if kind is AllToAll else kind.__name__] = kind(spec.workload, device)
+        sms = {}
+        if device.type == "cuda":
+            sms = {OURS: sms_of(ours.comm, spec.what, spec.workload, self.mine.row_bytes, spec.quantize)}
+        ways = []
+        for name, impl in impls.items():
+            run, check = self._calls(impl)
+            wire = self.bytes_wire(impl.dedup)
+            ways.append(Way(case=spec.name, impl=name, run=run, check=check, bytes_wire=wire, sms=sms.get(name)))
+        return ways
+
+    def _calls(self, impl: Any) -> tuple[Run, Check]:
+        """The call that is timed, and its check.
+
+        Experts return their rows in the call that is timed, and multiply them in its check. A graph contains its
+        experts, which return their rows in both.
+        """
+        spec, mine = self.spec, self.mine
+        if spec.what in (DISPATCH, CACHED):
+            state = impl.dispatch(mine)[1] if spec.what == CACHED else None
+            check = functools.partial(self._check_dispatch, impl, state)
+            return self.wrap(functools.partial(impl.dispatch, mine, state)), check
+        plain: Step = functools.partial(_round_trip, impl, None)
+        if spec.graph:
+            graph = Recorded(plain, mine)
+            return graph, functools.partial(self._check_round_trip, graph.of, torch.ones_like(self.factors))
+        multiplying: Step = functools.partial(_round_trip, impl, self.factors)
+        check = functools.partial(self._check_round_trip, multiplying, self.factors)
+        if spec.what == ROUNDTRIP:
+            return self.wrap(functools.partial(plain, mine)), check
+        out, state = impl.dispatch(mine)
+        return self.wrap(functools.partial(impl.combine, out.tokens, state)), check
+
+    def _check_dispatch(self, impl: Any, previous: Any) -> str | None:
+        """previous: the routing of `mine`, to be used again; None: a new one."""
         everyone = self._others(reroute=previous is None)
         with poisoned():
-            out, _ = impl.dispatch(everyone[self.rank], previous)
-        return wrong_dispatch(out, everyone, self.spec.workload, self.spec.layout, self.rank)
+            found: Any = self.wrap(lambda: impl.dispatch(everyone[self.rank], previous))()
+        return wrong_dispatch(found[0], everyone, self.spec.workload, self.spec.layout, self.rank)
 
-    def check_round_trip(self, step: Step, factors: torch.Tensor) -> str | None:
+    def _check_round_trip(self, step: Step, factors: torch.Tensor) -> str | None:
         """factors: `[E]`, by which the experts of `step` multiply their rows."""
         batch = self._others()[self.rank]
         with poisoned():
-            z = step(batch)
+            z: Any = self.wrap(lambda: step(batch))()
         return wrong_combine(z, batch, factors)
 
     def _others(self, reroute: bool = True) -> list[Batch]:
@@ -89,7 +141,7 @@ def time_cases(
     for spec in tqdm(specs, unit="case", disable=dist.get_rank() != 0, leave=False):
         with contextlib.ExitStack() as opened:
             scene = Scene(spec, device)
-            rows += time_ways(clock, ways_of(scene, peers, opened), iterations)
+            rows += time_ways(clock, scene.ways(peers, opened), iterations)
             if rate is not None:
                 rows.append(floor_row(spec.name, scene.bytes_wire(dedup=True), rate))
     return rows
@@ -99,62 +151,6 @@ def floor_row(case: str, bytes_wire: int, rate_gb_s: float) -> Row:
     """The time of the rows that must cross, each once per rank, at the best rate of SM stores in the same run."""
     us = round(bytes_wire / rate_gb_s / 1e3, 1)
     return row(case, FLOOR, Timing(median_us=us, p10_us=us, p90_us=us), bytes_wire)
-
-
-def ways_of(
-    scene: Scene, peers: list[str], opened: contextlib.ExitStack, wrap: Callable[[Any], Any] = lambda impl: impl
-) -> list[Way]:
-    """The implementations of a case, each wrapped by `wrap`. `opened` closes ep_plugin's communicator. Collective."""
-    spec, device = scene.spec, scene.device
-    most = int(rows_by_rank(spec.workload, scene.ids, dedup=False).sum(0).max())
-    capacity = max(most, int(ROOM * scene.ids[0].numel())) if spec.capacity else None
-    ours = EpPlugin(spec.workload, device, spec.layout, spec.sms, capacity)
-    opened.enter_context(contextlib.closing(ours))
-    impls: dict[str, Any] = {OURS: ours}
-    for kind in (kind for name in peers if spec.peers for kind in find_peers(name)):
-        if kind.layout is spec.layout:
-            plain = f"{'nccl' if device.type == 'cuda' else 'gloo'}_all_to_all"
-            impls[plain if kind is AllToAll else kind.__name__] = kind(spec.workload, device)
-    ways = []
-    for name, impl in impls.items():
-        run, check = _calls(scene, wrap(impl))
-        sms = None
-        if impl is ours and device.type == "cuda":
-            sms = sms_of(ours.comm, spec.what, spec.workload, scene.mine.row_bytes, spec.quantize)
-        wire = scene.bytes_wire(impl.dedup)
-        ways.append(Way(case=spec.name, impl=name, run=run, check=check, bytes_wire=wire, sms=sms))
-    return ways
-
-
-def _calls(scene: Scene, impl: Any) -> tuple[Run, Check]:
-    """The call that is timed, and its check.
-
-    Experts return their rows in the call that is timed, and multiply them in its check. A graph contains its experts.
-    So there are two graphs, and both are compared.
-    """
-    spec, mine = scene.spec, scene.mine
-    if spec.what == DISPATCH:
-        return functools.partial(impl.dispatch, mine), functools.partial(scene.check_dispatch, impl)
-    if spec.what == CACHED:
-        _, state = impl.dispatch(mine)
-        return functools.partial(impl.dispatch, mine, state), functools.partial(scene.check_dispatch, impl, state)
-    multiplying: Step = functools.partial(_round_trip, impl, scene.factors)
-    check = functools.partial(scene.check_round_trip, multiplying, scene.factors)
-    if spec.what == COMBINE:
-        out, state = impl.dispatch(mine)
-        return functools.partial(impl.combine, out.tokens, state), check
-    plain: Step = functools.partial(_round_trip, impl, None)
-    if not spec.graph:
-        return functools.partial(plain, mine), check
-    timed, compared = Recorded(plain, mine), Recorded(multiplying, mine)
-
-    def check_both() -> str | None:
-        # Both run on every rank, whatever the first one finds: they are collective.
-        first = scene.check_round_trip(compared.of, scene.factors)
-        second = scene.check_round_trip(timed.of, torch.ones_like(scene.factors))
-        return first or second
-
-    return timed, check_both
 
 
 def _round_trip(impl: Any, factors: torch.Tensor | None, batch: Batch) -> torch.Tensor:

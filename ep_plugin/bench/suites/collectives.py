@@ -45,6 +45,7 @@ class CollectiveSuite(Suite):
     """All-gather or reduce-scatter."""
 
     foreign: ClassVar[str]  # the name of the tensor that peers may not have mapped
+    by_backend: ClassVar[Any]  # called with output and input
     defaults: ClassVar = {
         "cpu": {"ranks": 4, "size": [64 * KIB, MIB, 16 * MIB]},
         "cuda": {"ranks": None, "size": [KIB * 4**power for power in range(3, 11)]},
@@ -102,7 +103,8 @@ class CollectiveSuite(Suite):
         """made: ep_plugin's collective; None: the backend's."""
         source, out = tensors
         size = max(source.nbytes, out.nbytes)
-        run = wrap(lambda: self.by_backend(out, source) if made is None else made(out, source))
+        call = self.by_backend if made is None else made
+        run = wrap(lambda: call(out, source))
 
         def check() -> str | None:
             seed = next(_seeds)
@@ -149,9 +151,6 @@ class CollectiveSuite(Suite):
         """
 
     @abstractmethod
-    def by_backend(self, out: torch.Tensor, source: torch.Tensor) -> object: ...
-
-    @abstractmethod
     def is_right(self, out: torch.Tensor, sources: list[torch.Tensor]) -> bool: ...
 
     @abstractmethod
@@ -165,6 +164,7 @@ class AllGatherSuite(CollectiveSuite):
 
     command_name = "allgather"
     foreign = "output"
+    by_backend = staticmethod(_all_gather)
 
     def ours(self) -> dict[str, Any]:
         paths = {"ep_plugin": "auto"}
@@ -177,9 +177,6 @@ class AllGatherSuite(CollectiveSuite):
         if made is None and not in_place:
             return self._empty(device, size // self.ranks), out
         return out.chunk(self.ranks)[dist.get_rank()], out
-
-    def by_backend(self, out: torch.Tensor, source: torch.Tensor) -> object:
-        return _all_gather(out, source)
 
     def is_right(self, out: torch.Tensor, sources: list[torch.Tensor]) -> bool:
         return torch.equal(out, torch.cat(sources))
@@ -194,15 +191,13 @@ class ReduceScatterSuite(CollectiveSuite):
 
     command_name = "reduce-scatter"
     foreign = "input"
+    by_backend = staticmethod(_reduce_scatter)
 
     def ours(self) -> dict[str, Any]:
         return {"ep_plugin": HierarchicalReduceScatter()}
 
     def tensors(self, device: torch.device, size: int, made: Any = None, in_place: bool = False) -> Pair:
         return self._empty(device, size, made), self._empty(device, size // self.ranks)
-
-    def by_backend(self, out: torch.Tensor, source: torch.Tensor) -> object:
-        return _reduce_scatter(out, source)
 
     def is_right(self, out: torch.Tensor, sources: list[torch.Tensor]) -> bool:
         mine = torch.stack([source.view(self.ranks, -1)[dist.get_rank()].float() for source in sources])

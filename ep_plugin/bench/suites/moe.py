@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -22,8 +22,18 @@ import ep_plugin.moe.operators  # noqa: F401  imported here, so that the time of
 from ep_plugin import _C
 from ep_plugin.bench.exchange.cases import EpPlugin, time_cases
 from ep_plugin.bench.exchange.peers import ALL_TO_ALL, find_peers
-from ep_plugin.bench.exchange.specs import FLAT, Spec, specs_of, sweep_specs
-from ep_plugin.bench.exchange.workload import CPU_SIZES, CUDA_SIZES, DTYPES, ExchangeSuite, Workload, batches
+from ep_plugin.bench.exchange.workload import (
+    CPU_SIZES,
+    CUDA_SIZES,
+    DTYPES,
+    FLAT,
+    ExchangeSuite,
+    Spec,
+    Workload,
+    batches,
+    specs_of,
+    sweep_specs,
+)
 from ep_plugin.bench.suite import BY_BACKEND, SMS_ARE, check_names, matching
 from ep_plugin.bench.suites.wire import best_sm_store_rate
 from ep_plugin.config import ROW_ALIGNMENT_BYTES, DispatchLayout
@@ -90,21 +100,16 @@ class MoeSuite(ExchangeSuite):
         return [spec for spec in found if spec.name in chosen or (self.sweep and spec in found[:2])]
 
     def measure(self, device: torch.device) -> dict[str, Any]:
-        notes: list[str] = []
-        about = {"headline": asdict(self.workload)} if self.sweep else footprint(device, self.workload, self.dtype[0])
-        rate = None
+        rate, notes = None, [] if self.sweep else [footprint(device, self.workload, self.dtype[0])]
         if device.type == "cuda":
             rate, case = best_sm_store_rate(device)
-            about["best_sm_copy"] = {"gb_s": round(rate, 2), "case": case}
-            notes = [f"floor: {rate:.1f} GB/s, the best rate of SM stores in this run ({case})", SMS_ARE]
-        if not self.sweep:
-            notes.append(footprint_note(about))
-        return {"rows": time_cases(device, self.specs(), self.peer, self.iterations, rate), "notes": notes, **about}
+            notes = [f"floor: {rate:.1f} GB/s, the best rate of SM stores in this run ({case})", SMS_ARE, *notes]
+        return {"rows": time_cases(device, self.specs(), self.peer, self.iterations, rate), "notes": notes}
 
 
-def footprint(device: torch.device, workload: Workload, dtype: str) -> dict[str, Any]:
-    """Bytes of a FLAT communicator beyond tensors, and seconds until its first operations, which allocate its pools,
-    have finished. Collective."""
+def footprint(device: torch.device, workload: Workload, dtype: str) -> str:
+    """A sentence on a FLAT communicator: its bytes beyond tensors, and the seconds until its first operations, which
+    allocate its pools, have finished. Collective."""
     batch = batches(workload, DTYPES[dtype], device)[dist.get_rank()]
     dist.barrier()
     began = time.perf_counter()
@@ -115,13 +120,8 @@ def footprint(device: torch.device, workload: Workload, dtype: str) -> dict[str,
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds, engine = time.perf_counter() - began, ours.comm.engine
-        pools = engine.pool_bytes(DISPATCH_POOL) + engine.pool_bytes(COMBINE_POOL)
-        control = _C.control_bytes(engine.size, workload.experts) + _C.state_bytes
-    return {"memory": {"pool_bytes": pools, "control_bytes": control}, "construction_s": round(seconds, 4)}
-
-
-def footprint_note(found: dict[str, Any]) -> str:
-    """A sentence on the memory and the construction of a communicator."""
-    pools, control = (f"{found['memory'][name] / 2**20:,.1f} MiB" for name in ("pool_bytes", "control_bytes"))
-    took = f"{found['construction_s']:.3f} s until its first dispatch and combine have finished"
-    return f"a communicator takes {pools} for pools and {control} for control, and {took}"
+        pools = (engine.pool_bytes(DISPATCH_POOL) + engine.pool_bytes(COMBINE_POOL)) / 2**20
+        control = (_C.control_bytes(engine.size, workload.experts) + _C.state_bytes) / 2**20
+    memory = f"{pools:,.1f} MiB for pools and {control:,.1f} MiB for control"
+    took = f"{seconds:.3f} s until its first dispatch and combine have finished"
+    return f"a communicator takes {memory}, and {took}"

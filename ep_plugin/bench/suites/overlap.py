@@ -16,10 +16,9 @@ from typing import Annotated, Any, ClassVar
 import torch
 import typer
 
-from ep_plugin.bench.exchange.cases import Scene, ways_of
+from ep_plugin.bench.exchange.cases import Scene
 from ep_plugin.bench.exchange.peers import ALL_TO_ALL
-from ep_plugin.bench.exchange.specs import CACHED, COMBINE, SENDS_ON_12, Spec
-from ep_plugin.bench.exchange.workload import CUDA_SIZES, Batch, ExchangeSuite
+from ep_plugin.bench.exchange.workload import CACHED, COMBINE, CUDA_SIZES, SENDS_ON_12, ExchangeSuite, Spec
 from ep_plugin.bench.suite import BY_BACKEND, Way, time_ways
 from ep_plugin.bench.suites.collectives import MIB, AllGatherSuite
 from ep_plugin.bench.timing import Run, clock_of
@@ -55,7 +54,36 @@ class OverlapSuite(ExchangeSuite):
         return AllGatherSuite(backend=backend, ranks=self.ranks, size=self.size)
 
     def measure(self, device: torch.device) -> dict[str, Any]:
-        return measure_beside(device, self, Product(device), _on_two_streams(device))
+        product, beside = Product(device), _on_two_streams(device)
+
+        def products() -> None:
+            for _ in range(PRODUCTS):
+                product()
+
+        def next_to_products(run: Run) -> Run:
+            return beside(products, run)
+
+        def with_products_compared(way: Way) -> Way:
+            def check() -> str | None:
+                problem = way.check()
+                return product.wrong() or problem
+
+            return replace(way, check=check)
+
+        ways = [Way(case=ALONE, impl="matmul", run=products, check=products, bytes_wire=0)]
+        with ExitStack() as opened:
+            gathers = self.gathers(device.type)
+            gather = opened.enter_context(HierarchicalAllGather(path="copy_engine"))
+            for size in self.size:
+                case = f"products_beside_{size // MIB}MiB" if size % MIB == 0 else f"products_beside_{size}B"
+                found = gathers.ways(device, size, {"ep_plugin": gather}, next_to_products)
+                ways += [replace(way, case=case) for way in found]
+            # The routing of the dispatch is known, so it does not wait on the host.
+            for case, what in (("products_beside_dispatch", CACHED), ("products_beside_combine", COMBINE)):
+                spec = Spec(name=case, what=what, dtype="bfloat16", workload=self.workload, sms=SENDS_ON_12)
+                ways += Scene(spec, device, next_to_products).ways([ALL_TO_ALL], opened)
+            rows = time_ways(clock_of(device), [with_products_compared(way) for way in ways], self.iterations)
+        return {"rows": rows, "notes": [], "base_case": ALONE}
 
 
 class Product:
@@ -76,52 +104,6 @@ class Product:
         error = float((self._out[some][:, some].double() - expected).abs().max() / expected.abs().max())
         self._out.fill_(torch.nan)
         return None if error <= 1e-2 else f"expected a product with a relative error of at most 1e-2, got {error:g}"
-
-
-def measure_beside(device: torch.device, suite: OverlapSuite, product: Product, beside: Beside) -> dict[str, Any]:
-    """The result of `OverlapSuite.measure`, with these products. Collective."""
-
-    def products() -> None:
-        for _ in range(PRODUCTS):
-            product()
-
-    def next_to_products(run: Run) -> Run:
-        return beside(products, run)
-
-    def with_products_compared(way: Way) -> Way:
-        def check() -> str | None:
-            problem = way.check()
-            return product.wrong() or problem
-
-        return replace(way, check=check)
-
-    ways = [Way(case=ALONE, impl="matmul", run=products, check=products, bytes_wire=0)]
-    with ExitStack() as opened:
-        gathers = suite.gathers(device.type)
-        gather = opened.enter_context(HierarchicalAllGather(path="copy_engine"))
-        for size in suite.size:
-            case = f"products_beside_{size // MIB}MiB" if size % MIB == 0 else f"products_beside_{size}B"
-            found = gathers.ways(device, size, {"ep_plugin": gather}, next_to_products)
-            ways += [replace(way, case=case) for way in found]
-        # The routing of the dispatch is known, so it does not wait on the host.
-        for case, what in (("products_beside_dispatch", CACHED), ("products_beside_combine", COMBINE)):
-            spec = Spec(name=case, what=what, dtype="bfloat16", workload=suite.workload, sms=SENDS_ON_12)
-            ways += ways_of(Scene(spec, device), [ALL_TO_ALL], opened, lambda impl: _Wrapped(impl, next_to_products))
-        rows = time_ways(clock_of(device), [with_products_compared(way) for way in ways], suite.iterations)
-    return {"rows": rows, "notes": [], "base_case": ALONE}
-
-
-class _Wrapped:
-    """An implementation whose dispatches and combines are wrapped."""
-
-    def __init__(self, impl: Any, wrap: Callable[[Run], Run]) -> None:
-        self._impl, self._wrap = impl, wrap
-
-    def dispatch(self, batch: Batch, previous: Any = None) -> Any:
-        return self._wrap(lambda: self._impl.dispatch(batch, previous))()
-
-    def combine(self, y: torch.Tensor, state: Any) -> Any:
-        return self._wrap(lambda: self._impl.combine(y, state))()
 
 
 def _on_two_streams(device: torch.device) -> Beside:
