@@ -171,7 +171,7 @@ def test_weight_grad() -> None:
     _on_ranks(1, _computes_weight_grads)
 
 
-@pytest.mark.parametrize("case", node_kernels.CASES)
+@pytest.mark.parametrize("case", [*node_kernels.CASES, node_kernels.refuses_arguments])
 def test_node_kernels(case: Callable[..., None]) -> None:
     _on_ranks(1, case)
 

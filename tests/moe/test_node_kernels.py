@@ -487,6 +487,33 @@ def refuses_bases_outside(rank: int, size: int, layout: DispatchLayout) -> None:
             comm.close()
 
 
+def refuses_arguments(rank: int, size: int) -> None:
+    """Kernels of GPUs refuse before a launch what they cannot do."""
+    with open_communicator(size) as comm:
+        kernels, base = comm.engine.kernels, {"comm": comm.engine.comm, "num_sms": 1, "num_nodes": 2, "num_tokens": 1}
+        quantize = {"x": 16, "rows": 16, "scales": 4, "num_rows": 1, "hidden": 16, "element": _C.Element.BFLOAT16}
+        pack = base | {"x": 1, "row_bytes": 1, "rows": 1, "rail_rows": 4, "num_rows": 1}
+        add = base | {"own": 16, "landed": 16, "rail_rows": 4, "out": 16, "hidden": 4, "num_rows": 1}
+        wrong: list[tuple[Any, Any, dict[str, Any], dict[str, int]]] = [
+            (
+                kernels.quantize,
+                _C.QuantizeArgs,
+                quantize,
+                {"x": 8, "rows": 8, "scales": 0, "num_rows": -1, "hidden": 24},
+            ),
+            (kernels.pack, _C.PackArgs, pack, {"row_bytes": 0, "rows": 0, "rail_rows": 0, "num_tokens": -1}),
+            (kernels.pack, _C.PackArgs, pack, {"num_rows": -1, "num_nodes": 0, "num_sms": 0}),
+            (kernels.combine_add, _C.CombineAddArgs, add, {"own": 8, "landed": 8, "out": 8, "bias": 8, "hidden": 6}),
+            (kernels.combine_add, _C.CombineAddArgs, add, {"node": 2, "own_extra": 4, "rail_rows": 0, "num_rows": -1}),
+            (kernels.combine_add, _C.CombineAddArgs, add, {"element": _C.Element.FLOAT64, "num_nodes": 0}),
+        ]
+        for kernel, args, given, values in wrong:
+            for name, value in values.items():
+                with named(f"{args.__name__}.{name} = {value}"), pytest.raises(ValueError, match=": expected .*, got "):
+                    kernel(args(**(given | {name: value})))
+        finish(comm)
+
+
 CASES = (quantizes, packs, refuses_places_to_pack, adds, refuses_places_to_add)
 
 

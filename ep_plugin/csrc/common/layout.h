@@ -160,7 +160,7 @@ EP_HD constexpr ControlLayout control_layout(int R, int E) {
 // ---------------------------------------------------------------------------------------------------------------
 // The state: in the memory of the rank's device, written by this rank's kernels alone.
 struct State {
-  uint64_t epoch[kStateSteps];      // finished operations, indexed by Step - 1. Steps that meet no peer do not count
+  uint64_t epoch[kStateSteps];      // finished operations, indexed by Step - 1; not of steps that meet no peer
   uint64_t fault;                   // nonzero: every later kernel exits at once
   uint64_t ctas_done[kStateSteps];  // by Step - 1: CTAs of the running kernel that have finished
   uint64_t started[2];              // by Pool: epoch of the latest sender whose CTAs all run or have exited
