@@ -329,6 +329,9 @@ class Buffer(metaclass=_RefusesByName):
             max_tokens_per_rank=max(_LEAST_BOUND, 1 << (bound - 1).bit_length()) if num_worst_tokens else None,
         )
         comm = MoECommunicator.shared(self.group, config, device=device)
+        nodes = comm.engine.node_map.num_nodes
+        if nodes > 1:
+            raise NotSupported(f"Buffer: expected a group of ranks on one node, got {nodes} nodes")
         if comm.number not in self._numbers:
             self._numbers.add(comm.number)
             _users[comm.number] += 1

@@ -85,6 +85,8 @@ class DispatchAcrossNodes(Operation):
         streams.order_after(streams.send, streams.caller())
         payload = self._payload()
         headers = self._headers(payload)
+        if self._engine.config.max_tokens_per_rank is not None:
+            self._reserve([])  # before anything crosses
         routing = self._routing = self._route(headers(_DISPATCH, len(call.x))) if fresh else self._routing
         assert routing is not None
         packed = self._pack(payload, routing)
@@ -96,7 +98,8 @@ class DispatchAcrossNodes(Operation):
             assert call.previous is not None
             totals = call.previous.totals
         self._headers_of = [headers(_CACHED, tokens) for tokens in routing.tokens]
-        self._reserve(totals)
+        if self._engine.config.max_tokens_per_rank is None:
+            self._reserve(totals)
         self._allocate(totals, fresh)
         self._send_segment(0, payload)
 
@@ -257,14 +260,14 @@ class DispatchAcrossNodes(Operation):
             header = headers(_DISPATCH, tokens)
             segment.plan_and_notify(engine, routing.struct(number), header, routing.ids(number), ticket)
             if ticket:
-                totals = torch.empty(engine.num_totals, dtype=torch.int64)
-                engine.wait_totals(ticket, totals, torch.empty(engine.local_experts, dtype=torch.int64))
+                totals = torch.empty(engine.num_totals, dtype=torch.int64, device="cpu")
+                engine.wait_totals(ticket, totals, totals.new_empty(engine.local_experts))
                 per_segment.append(totals)
         alignment = engine.config.expert_alignment if engine.flat else 1
         routing.place(alignment)
         if capacity is not None:
             routing.make_recv_rows(padded_slots(nodes))
-            self._totals = torch.full((1,), capacity, dtype=torch.int64)
+            self._totals = torch.full((1,), capacity, dtype=torch.int64, device="cpu")
             return [capacity]
         every = torch.stack(per_segment)
         slots = every[:, _SLOTS].tolist()
@@ -276,7 +279,7 @@ class DispatchAcrossNodes(Operation):
         heads[_MAX_SENT] = int(every[:, _MAX_SENT].max())
         totals_list = [heads[total] for total in sorted(heads)] + counts.tolist()
         totals_list += routing.sent + routing.received + slots
-        self._totals = torch.tensor(totals_list, dtype=torch.int64)
+        self._totals = torch.tensor(totals_list, dtype=torch.int64, device="cpu")
         routing.make_recv_rows(slots)
         return totals_list
 
@@ -315,7 +318,8 @@ class DispatchAcrossNodes(Operation):
         limits = None if call.capacity is None else words.new_empty(2)
         host_counts = None
         if call.capacity is None:
-            host_counts = torch.tensor(totals[_C.num_totals : engine.num_totals], dtype=torch.int64)
+            counted = totals[_C.num_totals : engine.num_totals]
+            host_counts = torch.tensor(counted, dtype=torch.int64, device="cpu")
         made = empty_rows(call, engine.flat, rows)
         result = self._result = DispatchResult(*made, counts, offsets, limits, host_counts)
         self._output = _C.DispatchRecvArgs(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ep_plugin import _C, env
 from ep_plugin.config import SMS_FIELDS, DispatchLayout, MoECommunicatorConfig
 from ep_plugin.dtypes import DTYPES
-from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
+from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError, NotSupported
 from ep_plugin.moe.arguments import check_routing
 from ep_plugin.moe.high_throughput import sms
 from ep_plugin.moe.high_throughput.history import Expected, LatestRouting
@@ -75,6 +75,12 @@ class HighThroughputEngine(GroupEngine):
 
     def _construct_node(self) -> None:
         device = self.device
+        if device.type == "cuda" and self.rails.nodes:
+            raise NotSupported(
+                f"group: expected all {self.size} ranks on one node on cuda, got {self.node_map.num_nodes} nodes of "
+                f"{self.node_size}; dispatch and combine of groups that span nodes run on CPUs only in this release "
+                "(EP_PLUGIN_RANKS_PER_NODE overrides how a host is split)"
+            )
         self.node_experts = self.local_experts * self.node_size
         if device.type == "cuda" and self.node_experts + self.node_size > _C.max_keys:
             raise ValueError(
