@@ -20,7 +20,7 @@ def shard(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Rank's shard ``[count]``: random bytes of `dtype`, for sums small random numbers."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype in (BF16, FP16, FP32, FP64):
-        return torch.randn(count, generator=generator, dtype=FP64).to(dtype)
+        return torch.randn(count, generator=generator, dtype=dtype)
     high = 2 if dtype == torch.bool else 256
     return torch.randint(0, high, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
 

@@ -1,4 +1,4 @@
-"""A hundred thousand small all-gathers of two groups in turn: every output is right, and a process does not grow."""
+"""Fifty thousand small all-gathers of two groups in turn: every output is right, and a process does not grow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks import run_ranks, values
 
 COUNTS = range(1, 9)  # elements of a shard
 KEPT, KEEP_EVERY = 4, 97
-MOST_GROWTH = 1 << 20  # bytes, in the second half: less than 21 of each gather
+MOST_GROWTH = 1 << 19  # bytes, in the second half: less than 21 of each gather
 
 
 class _Gathers:
@@ -78,7 +78,7 @@ def _two_groups(rank: int, size: int, calls: int) -> tuple[dict[str, int], dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "calls"), [(2, 50_000), (4, 1000)])
+@pytest.mark.parametrize(("size", "calls"), [(2, 25_000), (4, 1000)])
 def test_very_many_small_gathers_of_two_groups_lose_and_leak_nothing(size: int, calls: int) -> None:
     outcomes: list[Any] = values(run_ranks(size, _two_groups, size, calls, timeout_s=600))
     for before, after in outcomes:

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -24,6 +25,7 @@ namespace {
 
 constexpr size_t kStackBytes = 64 * 1024;
 constexpr unsigned kRoundsBetweenYields = 16;
+constexpr unsigned kLongestSleepUs = 2000;
 
 std::mutex& mutex() {
   static auto* made = new std::mutex;
@@ -75,7 +77,7 @@ void Cta::run() {
       if (idle++ < 4)
         sched_yield();
       else
-        usleep(20);
+        usleep(std::min(20 + idle, kLongestSleepUs));
     } else {
       idle = 0;
     }

@@ -113,7 +113,7 @@ def test_pools_that_must_grow_for_one_rank() -> None:
 
 
 def _survive(rank: int, size: int, gate: str) -> tuple[str, int | None, str, float]:
-    with unittest.mock.patch.object(faults, "DEADLINE_S", 10.0):  # fibers are not as fast as GPUs
+    with unittest.mock.patch.object(faults, "DEADLINE_S", 5.0):  # fibers are not as fast as GPUs
         return faults.survive(rank, size, gate)
 
 

@@ -183,25 +183,25 @@ def test_dense_qwen3(tmp_path: Path) -> None:
     assert "exchange_ms" not in metrics
 
 
-@pytest.mark.parametrize("overlap", ["--overlap", "--no-overlap"])
-def test_deepseek_v3(tmp_path: Path, overlap: str) -> None:
-    arguments = [*SMALL, "--layers", "2", "--rounds", "1", overlap]
+def test_deepseek_v3_with_overlap(tmp_path: Path) -> None:
+    arguments = [*SMALL, "--layers", "2", "--rounds", "1", "--overlap"]
     metrics = compared(tmp_path, "deepseek_v3", *arguments, builtin="all_to_all")
     assert metrics["model"] == "deepseek_v3 tiny, 2 layers"
     assert metrics["compare"]["max_rel_diff"] <= 1e-4
-    assert metrics["options"]["overlap"] is (overlap == "--overlap")
-    if overlap == "--overlap":
-        assert "exchange_ms" not in metrics, "shared experts would be in it"
-    else:
-        exchange_is_timed(metrics)
+    assert metrics["options"]["overlap"] is True
+    assert "exchange_ms" not in metrics, "shared experts would be in it"
 
 
-def test_a_checkpoint_on_a_text(tmp_path: Path) -> None:
+def test_deepseek_v3_of_a_checkpoint_on_a_text_without_overlap(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path / "model")
     (tmp_path / "text.txt").write_text("to be, or not to be, that is the question. " * 50)
     files = ["--checkpoint", tmp_path / "model", "--text", tmp_path / "text.txt"]
-    metrics = compared(tmp_path / "out", "qwen3_moe", *files, *SMALL[2:], "--rounds", "1", builtin="all_to_all")
-    assert metrics["model"] == f"qwen3_moe checkpoint {tmp_path / 'model'}, 1 layers"
+    arguments = [*files, *SMALL[2:], "--rounds", "1", "--no-overlap"]
+    metrics = compared(tmp_path / "out", "deepseek_v3", *arguments, builtin="all_to_all")
+    assert metrics["model"] == f"deepseek_v3 checkpoint {tmp_path / 'model'}, 2 layers"
+    assert metrics["compare"]["max_rel_diff"] <= 1e-4
+    assert metrics["options"]["overlap"] is False
+    exchange_is_timed(metrics)
 
 
 def test_a_rank_that_raises_ends_the_run(tmp_path: Path) -> None:
@@ -240,16 +240,23 @@ def test_a_run_that_is_cut_short_ends(tmp_path: Path, victim: str, signum: int, 
 def _save_checkpoint(folder: Path) -> None:
     import transformers
 
-    config = transformers.Qwen3MoeConfig(
+    config = transformers.DeepseekV3Config(
         vocab_size=256,
         hidden_size=64,
         intermediate_size=64,
         moe_intermediate_size=32,
-        num_hidden_layers=1,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
         num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=8,
         num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
     )
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    transformers.DeepseekV3ForCausalLM(config).save_pretrained(folder)
