@@ -179,7 +179,8 @@ def test_node_kernels(case: Callable[..., None]) -> None:
 @pytest.mark.parametrize("plain", ["0", "1"])
 @pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
 def test_dispatches_fill_one_output(layout: DispatchLayout, plain: str) -> None:
-    _on_ranks(3, node_kernels.fills_one_output, layout, EP_PLUGIN_PLAIN_KERNELS=plain)
+    for one_kernel in (False, True):
+        _on_ranks(3, node_kernels.fills_one_output, layout, one_kernel, EP_PLUGIN_PLAIN_KERNELS=plain)
 
 
 @pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])

@@ -25,7 +25,8 @@ def test_kernels(case: Callable[..., None]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_dispatches_fill_one_output(layout: DispatchLayout, plain: str) -> None:
     env = {"EP_PLUGIN_PLAIN_KERNELS": plain}
-    values(run_ranks(2, on_cuda, cases.fills_one_output, 2, layout, timeout_s=120, env=env))
+    for one_kernel in (False, True):
+        values(run_ranks(2, on_cuda, cases.fills_one_output, 2, layout, one_kernel, timeout_s=120, env=env))
 
 
 @pytest.mark.gpu(1)

@@ -316,7 +316,7 @@ class _Part:
             begin = getattr(layout, name)
             self.plan[begin : begin + len(values)] = torch.tensor(values, dtype=torch.int32, device=here())
 
-    def dispatch(self, comm: MoECommunicator, out: dict[str, torch.Tensor]) -> None:
+    def dispatch(self, comm: MoECommunicator, out: dict[str, torch.Tensor], one_kernel: bool = False) -> None:
         engine, x, weights = comm.engine, self.x[comm.rank], self.weights[comm.rank]
         slots = int(self.plan[_C.meta_layout(comm.size, EXPERTS * comm.size).recv_offset + comm.size])
         self.recv_rows = self.plan.new_empty(slots, TOPK)
@@ -324,24 +324,32 @@ class _Part:
         common = {"comm": engine.comm, "routing": self.struct, "header": self.header(_C.Op.CACHED_DISPATCH)}
         common |= self._common
         stride = HIDDEN * 4
-        engine.kernels.dispatch_send(
-            _C.DispatchSendArgs(x=address(x), x_stride=stride, weights=address(weights), **common)
-        )
+        send = _C.DispatchSendArgs(x=address(x), x_stride=stride, weights=address(weights), **common)
         outputs = {name: tensor.data_ptr() for name, tensor in out.items()}
         capacity = out["tokens"].shape[0]
-        engine.kernels.dispatch_recv(_C.DispatchRecvArgs(fresh=1, capacity=capacity, **outputs, **common))
+        recv = _C.DispatchRecvArgs(fresh=1, capacity=capacity, **outputs, **common)
+        if one_kernel:
+            engine.kernels.dispatch(send, recv)
+            return
+        engine.kernels.dispatch_send(send)
+        engine.kernels.dispatch_recv(recv)
 
-    def combine(self, comm: MoECommunicator, y: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def combine(
+        self, comm: MoECommunicator, y: torch.Tensor, weights: torch.Tensor, one_kernel: bool
+    ) -> tuple[torch.Tensor, ...]:
         engine = comm.engine
         common = {"comm": engine.comm, "routing": self.struct, "header": self.header(_C.Op.COMBINE), **self._common}
         common |= {"hidden": HIDDEN, "element": _C.Element.FLOAT32}
         extra, sums, extra_out = weights * 8, self.x[comm.rank].clone(), self.weights[comm.rank].clone()
-        engine.kernels.combine_send(
-            _C.CombineSendArgs(
-                y=y.data_ptr(), rows=y.shape[0], weights=weights.data_ptr(), extra=extra.data_ptr(), **common
-            )
+        send = _C.CombineSendArgs(
+            y=y.data_ptr(), rows=y.shape[0], weights=weights.data_ptr(), extra=extra.data_ptr(), **common
         )
-        engine.kernels.combine_recv(_C.CombineRecvArgs(out=address(sums), extra=address(extra_out), **common))
+        recv = _C.CombineRecvArgs(out=address(sums), extra=address(extra_out), **common)
+        if one_kernel:
+            engine.kernels.combine(send, recv)
+        else:
+            engine.kernels.combine_send(send)
+            engine.kernels.combine_recv(recv)
         return sums, extra_out
 
 
@@ -386,7 +394,7 @@ def _bases(parts: list[_Part], rank: int, size: int) -> dict[int, dict[str, list
     }
 
 
-def fills_one_output(rank: int, size: int, layout: DispatchLayout) -> None:
+def fills_one_output(rank: int, size: int, layout: DispatchLayout, one_kernel: bool = False) -> None:
     """Three dispatches write into one output in another order, with and without room for all; combine returns rows."""
     flat = layout is DispatchLayout.FLAT
     comm = open_communicator(
@@ -419,7 +427,7 @@ def fills_one_output(rank: int, size: int, layout: DispatchLayout) -> None:
             "overflow": _poisoned(2, dtype=torch.int32),
         }
         for part in parts:
-            part.dispatch(comm, out)
+            part.dispatch(comm, out, one_kernel)
         finish(comm)
         assert out["overflow"].tolist() == [int(capacity < len(rows)), len(rows)]
         for row, (number, source, token, k) in enumerate(rows[:capacity]):
@@ -432,7 +440,7 @@ def fills_one_output(rank: int, size: int, layout: DispatchLayout) -> None:
     factors = (ids + 1 if flat else torch.full((capacity,), rank + 1, device=here())).to(torch.float32)
     y = out["tokens"] * factors.unsqueeze(1)
     for part in parts:
-        sums, extra = part.combine(comm, y, out["weights"])
+        sums, extra = part.combine(comm, y, out["weights"], one_kernel)
         mine, weights = part.ids[rank], part.weights[rank].masked_fill(part.ids[rank] < 0, 0)
         factor = (weights * (mine % EXPERTS + 1 if flat else mine // EXPERTS + 1)).sum(dim=1, keepdim=True)
         torch.testing.assert_close(sums, part.x[rank] * factor)

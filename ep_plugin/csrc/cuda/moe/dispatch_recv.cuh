@@ -64,9 +64,8 @@ class RowWriter {
   // ids, weights and scales, and the routing's recv_rows if it is fresh. `head`: in the pool or in shared memory.
   __device__ int list_rows(int source, int32_t position, const char* head, bool writes) const {
     __syncwarp();
-    int32_t* recv_rows = writes && out_.args.fresh ? recv_rows_of(out_.meta.recv_offset[source] + position) : nullptr;
-    const int count = out_.flat ? list_flat_rows(source, recv_rows, head, writes)
-                                : list_token_row(source, position, recv_rows, head, writes);
+    const int count =
+        out_.flat ? list_flat_rows(source, position, head, writes) : list_token_row(source, position, head, writes);
     __syncwarp();
     return count;
   }
@@ -80,8 +79,8 @@ class RowWriter {
     return local >= 0 && local < out_.per_rank ? local : -1;
   }
 
-  // One lane per pair lists its FLAT row. Rows past the capacity are dropped. `recv_rows`: the slot's, or null.
-  __device__ int list_flat_rows(int source, int32_t* recv_rows, const char* head, bool writes) const {
+  // One lane per pair lists its FLAT row. Rows past the capacity are dropped.
+  __device__ int list_flat_rows(int source, int32_t position, const char* head, bool writes) const {
     const DispatchRecvArgs& args = out_.args;
     const int32_t* base = out_.meta.flat_base + source * out_.per_rank;
     const int K = args.routing.topk;
@@ -92,7 +91,7 @@ class RowWriter {
       const bool in_range = local < 0 || (row >= 0 && row < out_.required);
       if (!in_range) fail(args.comm, kBadData, kDispatchRecv, source, k, out_.required, row);
       const bool kept = in_range && row >= 0 && row < args.capacity;
-      if (recv_rows != nullptr && k < K) recv_rows[k] = kept ? row : -1;
+      if (writes && args.fresh && k < K) recv_rows(source, position)[k] = kept ? row : -1;
       const unsigned mask = __ballot_sync(kAllLanes, kept);
       if (kept) {
         dests_[count + __popc(mask & ((1u << lane_id()) - 1u))] = args.tokens + row * args.header.row_bytes;
@@ -107,14 +106,14 @@ class RowWriter {
     return count;
   }
 
-  __device__ int list_token_row(int source, int32_t position, int32_t* recv_rows, const char* head, bool writes) const {
+  __device__ int list_token_row(int source, int32_t position, const char* head, bool writes) const {
     const DispatchRecvArgs& args = out_.args;
     const int K = args.routing.topk;
-    const int32_t row = out_.meta.token_base[source] + position;
-    const bool kept = row < args.capacity;
+    const int32_t row = sum_of(out_.meta.token_base[source], position);
+    const bool kept = row >= 0 && row < args.capacity;
     for (int k = lane_id(); writes && k < K; k += kWarp) {
       const int32_t local = local_id(source, head, k);
-      if (recv_rows != nullptr) recv_rows[k] = kept && local >= 0 ? row : -1;
+      if (args.fresh) recv_rows(source, position)[k] = kept && local >= 0 ? row : -1;
       if (!kept) continue;
       const int64_t pair = static_cast<int64_t>(row) * K + k;
       at<int32_t>(args.topk_ids)[pair] = local;
@@ -126,7 +125,7 @@ class RowWriter {
     return 1;
   }
 
-  // A peer wrote the position, so the sum may wrap. The caller checks it.
+  // A peer wrote the position, or it is a handle's word, so the sum may wrap. The caller checks it.
   static __device__ int32_t sum_of(int32_t base, int32_t position) {
     return static_cast<int32_t>(static_cast<uint32_t>(base) + static_cast<uint32_t>(position));
   }
@@ -136,8 +135,9 @@ class RowWriter {
   __device__ float weight_in(const char* head, int k) const {
     return ptx::ld_coherent(reinterpret_cast<const float*>(head + out_.lay.weights) + k);
   }
-  __device__ int32_t* recv_rows_of(int32_t slot) const {
-    return at<int32_t>(out_.args.routing.recv_rows) + static_cast<int64_t>(slot) * out_.args.routing.topk;
+  __device__ int32_t* recv_rows(int source, int32_t position) const {
+    const int64_t slot = out_.meta.recv_offset[source] + position;
+    return at<int32_t>(out_.args.routing.recv_rows) + slot * out_.args.routing.topk;
   }
   __device__ void copy_scales(const char* head, int64_t row) const {
     const int64_t bytes = out_.args.header.scale_bytes;
