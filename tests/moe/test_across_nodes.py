@@ -1,0 +1,251 @@
+"""Dispatch and combine over emulated nodes: the cases of one node, rows and bytes on the rails, and refusals.
+
+EP_PLUGIN_RANKS_PER_NODE splits this machine into nodes; EP_PLUGIN_HOST does so with interleaved ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ep_plugin import MoECommunicator, MoECommunicatorConfig
+from ep_plugin.errors import DisagreementError, NotSupported
+from ep_plugin.moe.across_nodes.legs import chunk_bounds, legs_of, num_chunks
+from tests.moe import (
+    test_async,
+    test_autograd,
+    test_capacity,
+    test_combine,
+    test_compile,
+    test_handles,
+    test_layouts,
+    test_quantize,
+)
+from tests.moe.moe_cases import (
+    FLAT,
+    LAYOUTS,
+    Case,
+    communicator,
+    expert_rows,
+    make_inputs,
+    named,
+    poisoned,
+    ragged,
+    round_trip,
+    same_bits,
+)
+from tests.ranks import run_ranks, values
+
+HEADER_BYTES = 9 * 8
+
+
+def on_nodes(num_nodes: int, per_node: int, function: Callable[..., Any], *args: Any, timeout_s: float = 200) -> Any:
+    """What ``function(rank, size, *args)`` returned on each rank of `num_nodes` nodes."""
+    size = num_nodes * per_node
+    env = {"EP_PLUGIN_RANKS_PER_NODE": str(per_node)}
+    return values(run_ranks(size, function, size, *args, timeout_s=timeout_s, env=env))
+
+
+# -- the cases of one node -------------------------------------------------------------------------------------------
+
+ONE_NODE_CASES = [
+    (test_layouts._every_case, (2, 1), (2, 2), (3, 2), (2, 4)),
+    (test_layouts._wide, (2, 2)),
+    (test_layouts._without_weights_and_strided, (2, 1)),
+    (test_layouts._scales, (2, 2)),
+    (test_layouts._twice, (2, 2)),
+    (test_combine._float32_sums, (2, 2)),
+    (test_combine._bias, (2, 2)),
+    (test_combine._weights_of_absent_experts, (2, 1)),
+    (test_combine._rows_not_to_read, (2, 2)),
+    (test_combine._another_dtype, (2, 1)),
+    (test_autograd._against_the_oracle, (2, 1), (2, 2), (4, 2)),
+    (test_autograd._finite_differences, (2, 1)),
+    (test_autograd._weights_as_they_please, (2, 1)),
+    (test_autograd._partly, (3, 1)),
+    (test_autograd._rerun, (2, 2)),
+    (test_autograd._two_layers, (2, 1)),
+    (test_autograd._without_gradients, (2, 1)),
+    (test_capacity._every_capacity, (2, 1), (2, 2)),
+    (test_capacity._gradients, (2, 1)),
+    (test_async._started_and_waited, (2, 2)),
+    (test_async._overtaken, (2, 2)),
+    (test_async._overtaken_with_gradients, (2, 1)),
+    (test_async._interleaved, (2, 1)),
+    (test_quantize._every_width, (2, 2)),
+    (test_quantize._with_capacity, (3, 1)),
+    (test_quantize._gradients, (2, 1)),
+    (test_handles._outstanding, (2, 2)),
+    (test_handles._reused, (2, 2)),
+    (test_handles._interleaved, (2, 2)),
+    (test_handles._shared, (2, 1)),
+    (test_handles._moved, (2, 1)),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "num_nodes", "per_node"),
+    [
+        pytest.param(function, *nodes, id=f"{function.__module__[15:]}{function.__name__}-{nodes[0]}x{nodes[1]}")
+        for function, *shapes in ONE_NODE_CASES
+        for nodes in shapes
+    ],
+)
+def test_as_on_one_node(function: Callable[..., Any], num_nodes: int, per_node: int) -> None:
+    on_nodes(num_nodes, per_node, function)
+
+
+@pytest.mark.parametrize(("backend", "steps"), [("aot_eager", [20, 37, 3]), ("inductor", [20, 37])])
+def test_a_layer_in_one_graph(backend: str, steps: list[int]) -> None:
+    on_nodes(2, 1, test_compile._compiled, backend, steps)
+
+
+# -- what nodes add --------------------------------------------------------------------------------------------------
+
+
+def _interleaved(rank: int, size: int) -> None:
+    os.environ["EP_PLUGIN_HOST"] = f"host {rank % 2}"
+    case = Case(tokens=ragged(size, 50, 2), num_experts=3 * size, topk=4, hidden=16)
+    inputs = make_inputs(case)
+    for layout in LAYOUTS:
+        with communicator(case, layout) as comm, named(layout), poisoned():
+            assert comm.engine.node_map.nodes == ((0, 2, 4), (1, 3, 5))
+            round_trip(comm, inputs, inputs.expected(layout))
+
+
+def test_ranks_may_be_interleaved_over_nodes() -> None:
+    values(run_ranks(6, _interleaved, 6, timeout_s=120))
+
+
+def _chunks(rank: int, size: int) -> None:
+    case = Case(tokens=ragged(size, 90, 1), num_experts=4 * size, topk=5, hidden=64, dtype=torch.bfloat16)
+    inputs = make_inputs(case)
+    found = []
+    for chunks in (None, 1, 2, 6, 6):
+        with communicator(case, FLAT, rail_chunks=chunks) as comm:
+            out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+            y = expert_rows(len(out.tokens), case.hidden, case.dtype, rank)
+            found.append((out.tokens, out.weights, comm.combine(y, handle, out.weights)))
+    for chunks, results in zip((1, 2, 6, 6), found[1:], strict=True):
+        for name, result, first in zip(("tokens", "weights", "sums"), results, found[0], strict=True):
+            same_bits(f"{name} in {chunks} chunks", result, first)
+
+
+def test_bits_do_not_depend_on_the_number_of_chunks() -> None:
+    on_nodes(2, 2, _chunks)
+
+
+def _rows_for_nodes(case: Case, ids: torch.Tensor, per_node: int, own: int) -> int:
+    """(token, other node) pairs: the least number of rows that must cross."""
+    node = ids.div(case.num_experts // case.size * per_node, rounding_mode="floor")
+    nodes = range(case.size // per_node)
+    return sum(int(((node == other) & (ids >= 0)).any(dim=1).sum()) for other in nodes if other != own)
+
+
+def _bytes_on_rails(rank: int, size: int, per_node: int, near: bool) -> None:
+    """Rows cross once per node, with their weights and, the first time, their ids; sums come back once."""
+    case = Case(tokens=(40, 64, 7, 0, 33, 50)[:size], num_experts=4 * size, topk=4, hidden=64)
+    inputs = make_inputs(case)
+    node, K, ids = rank // per_node, case.topk, inputs.ids[rank]
+    if near:  # node-limited routing: every token stays on its node or goes to the next one
+        width = 4 * per_node
+        ids = torch.where((ids // width - node) % (size // per_node) <= 1, ids, -1)
+    others = [
+        torch.where((i // (4 * per_node) - r // per_node) % (size // per_node) <= 1, i, -1) if near else i
+        for r, i in enumerate(inputs.ids)
+    ]
+    sent = _rows_for_nodes(case, ids, per_node, node)
+    returned = sum(
+        int(((others[r] // (4 * per_node) == node) & (others[r] >= 0)).any(dim=1).sum())
+        for r in range(rank % per_node, size, per_node)
+        if r != rank
+    )
+    with communicator(case, FLAT) as comm:
+        rails, C = comm.engine.rails, num_chunks(size // per_node, None)
+        counts = (size // per_node - 1) * (HEADER_BYTES + 8 * C)
+
+        def crossed(call: Callable[[], Any]) -> tuple[Any, int]:
+            before = rails.bytes_sent
+            return call(), rails.bytes_sent - before
+
+        row = case.hidden * 4
+        (out, handle), fresh = crossed(lambda: comm.dispatch(inputs.x[rank], ids, inputs.weights[rank]))
+        assert fresh == sent * (row + 4 * K + 4 * K) + counts
+        _, cached = crossed(lambda: comm.dispatch(inputs.x[rank], ids, previous_handle=handle))
+        assert cached == sent * row
+        _, back = crossed(lambda: comm.combine(out.tokens, handle))
+        assert back == returned * row
+
+
+@pytest.mark.parametrize("near", [False, True], ids=["anywhere", "near nodes"])
+@pytest.mark.parametrize(("num_nodes", "per_node"), [(2, 2), (3, 2), (3, 1)])
+def test_a_row_crosses_once_to_each_node_that_needs_it(num_nodes: int, per_node: int, near: bool) -> None:
+    on_nodes(num_nodes, per_node, _bytes_on_rails, per_node, near)
+
+
+def _fuzzed(rank: int, size: int, calls: int) -> None:
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=generator))
+
+    for chunks in range(4):
+        layout, experts = LAYOUTS[chunks % 2], size * draw(1, 6)
+        largest = Case(tokens=(0,) * size, num_experts=experts, topk=min(experts, 8), hidden=64)
+        with communicator(largest, layout, rail_chunks=chunks or None) as comm:
+            for _ in range(calls // 4):
+                case = Case(
+                    tokens=tuple(draw(0, 24) for _ in range(size)),
+                    num_experts=experts,
+                    topk=draw(1, largest.topk),
+                    hidden=4 * draw(1, 16),
+                    seed=draw(0, 1 << 30),
+                    drop=draw(0, 9) / 10,
+                )
+                inputs = make_inputs(case)
+                with named(case):
+                    round_trip(comm, inputs, inputs.expected(layout))
+
+
+@pytest.mark.slow
+def test_two_thousand_random_calls() -> None:
+    on_nodes(2, 2, _fuzzed, 2000, timeout_s=800)
+
+
+def _refused(rank: int, size: int) -> None:
+    settings = {"num_experts": size, "hidden_size": 16, "topk": 1}
+    with pytest.raises(DisagreementError, match="rail_chunks=[23].*rail_chunks=[23]"):
+        MoECommunicator(None, MoECommunicatorConfig(**settings, rail_chunks=2 + rank % 2))
+    with pytest.raises(NotSupported, match="low latency"):
+        MoECommunicatorConfig(**settings, mode="ll")
+    with pytest.raises(ValueError, match="rail_chunks: expected at most 6, got 7"):
+        MoECommunicatorConfig(**settings, rail_chunks=7)
+
+
+def test_wrong_settings_are_refused_by_name() -> None:
+    on_nodes(2, 1, _refused)
+
+
+def _unequal(rank: int, size: int) -> None:
+    os.environ["EP_PLUGIN_HOST"] = f"host {rank // 2}"
+    with pytest.raises(NotSupported, match="nodes with different numbers of ranks"):
+        MoECommunicator(None, MoECommunicatorConfig(num_experts=size, hidden_size=16, topk=1))
+
+
+def test_nodes_of_different_sizes_are_refused() -> None:
+    values(run_ranks(3, _unequal, 3))
+
+
+def test_legs_meet_and_cover_all_tokens() -> None:
+    for num_nodes in (2, 3, 5, 8):
+        chunks = num_chunks(num_nodes, None)
+        every = [legs_of(node, num_nodes, chunks) for node in range(num_nodes)]
+        for node, legs in enumerate(every):
+            assert len(legs) == (num_nodes - 1) * chunks
+            for number, leg in enumerate(legs):
+                assert every[leg.to][number].source == node and every[leg.source][number].to == node
+        assert chunk_bounds(37, chunks)[0] == 0 and chunk_bounds(37, chunks)[-1] == 37
