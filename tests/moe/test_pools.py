@@ -139,7 +139,8 @@ def _open_files() -> int:
 
 
 def _mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("\n")
+    """Mappings of files, shared memory among them. Those of threads' stacks come and go."""
+    return sum("/" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def _train(comm: MoECommunicator, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -170,7 +171,7 @@ def _many_rounds(rank: int, size: int) -> tuple[int, int]:
             _train(comm, x, ids, weights)
     gc.collect()
     assert _open_files() <= files, f"expected at most {files} open files, got {_open_files()}"
-    assert _mappings() <= mappings + 4, f"expected about {mappings} mappings, got {_mappings()}"
+    assert _mappings() <= mappings, f"expected at most {mappings} mappings, got {_mappings()}"
     return grown
 
 
