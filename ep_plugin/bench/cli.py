@@ -1,18 +1,19 @@
-"""The command line of `ep-bench`: a command for each suite, and `report`."""
+"""The command line of `ep-bench`: a command for each suite, `plan` and `report`."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from ep_plugin.bench import provenance, report
+from ep_plugin.bench import provenance, report, traffic
+from ep_plugin.bench.plan import Plan
 from ep_plugin.bench.suite import Suite, WrongResult
 from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite
 from ep_plugin.bench.suites.fsdp2 import Fsdp2Suite
@@ -46,16 +47,32 @@ def _add_command(kind: type[Suite]) -> None:
             path.write_text(json.dumps(result, indent=2) + "\n")
             typer.echo(f"wrote {path}", err=True)
 
-    hints = get_type_hints(kind, include_extras=True) | {"out": Out}
-    parameters = [*inspect.signature(kind).parameters.values(), inspect.signature(command).parameters["out"]]
-    signature = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[each.name]) for each in parameters]
-    command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+    out_option = inspect.signature(command).parameters["out"].replace(annotation=Out)
+    _take_fields(command, kind, out_option)
     main.command(kind.command_name, help=kind.__doc__)(command)
+
+
+def _take_fields(command: Callable[..., None], kind: type, *more: inspect.Parameter) -> None:
+    """Gives the command the fields of the dataclass as its options, and `more`."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields = [each.replace(annotation=hints[each.name]) for each in inspect.signature(kind).parameters.values()]
+    options = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*fields, *more)]
+    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
 
 
 _kind: type[Suite]
 for _kind in SUITES:
     _add_command(_kind)
+
+
+def _plan(**options: Any) -> None:
+    with _refusals():
+        plan = Plan(**options)
+    typer.echo(traffic.markdown(plan))
+
+
+_take_fields(_plan, Plan)
+main.command("plan", help=Plan.__doc__)(_plan)
 
 
 @main.command("report")

@@ -6,7 +6,7 @@ Results of earlier versions, whose suites had other names, are read too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,14 @@ def markdown(result: dict[str, Any]) -> str:
 def _table(result: dict[str, Any]) -> str:
     """The columns that have values in these rows, as a markdown table."""
     columns = {name: [cell(row) for row in result["rows"]] for name, cell in _columns(result).items()}
-    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    return markdown_table({name: cells for name, cells in columns.items() if any(cells)}, ("case", "implementation"))
+
+
+def markdown_table(columns: dict[str, list[str]], left: Collection[str]) -> str:
+    """The cells of each column. left: the columns whose cells begin at the left."""
     table = Table(box=box.MARKDOWN)
     for name in columns:
-        table.add_column(name, justify="left" if name in ("case", "implementation") else "right")
+        table.add_column(name, justify="left" if name in left else "right")
     for line in zip(*columns.values(), strict=True):
         table.add_row(*line)
     console = Console(width=1000, color_system=None, markup=False)

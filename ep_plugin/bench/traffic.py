@@ -1,0 +1,111 @@
+"""The bytes and the least time of the rows of a Plan, and their table.
+
+Shapes: R ranks, N nodes of G ranks, K experts per token, E_l local experts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.bench.plan import (
+    COMBINE,
+    COPIES,
+    DISPATCH,
+    TWO_LEVEL,
+    WAYS,
+    Plan,
+    Rows,
+    counted_rows,
+    expected_rows,
+    random_routing,
+)
+from ep_plugin.bench.report import markdown_table
+from ep_plugin.config import ROW_ALIGNMENT_BYTES
+from ep_plugin.dtypes import num_scales
+
+RAIL, LINKS = "rail", "links"
+_NOTES = """\
+- formula: each token draws M of the N nodes evenly (M: the node limit, else N), then K of their e = E M / N experts.
+  It needs a place with n experts with probability q(n) = M / N p(n), p(n) = 1 - C(e - n, K) / C(e, K). Rows per token:
+  two levels: (N - 1) q(E / N) on the rail, N (G - 1) q(E / R) on the links;
+  flat, a row per rank: (R - G) q(E / R) and (G - 1) q(E / R); flat, K copies: K (R - G) / R and K (G - 1) / R.
+- counted: the rows of rank 0 in one random routing of that kind, in the legs that ep_plugin sends.
+- links: what dispatch sends to the other ranks of the node, and combine receives from them.
+- time: the least that the rates allow; rail and links work at once, but for forwarding the rail's last leg."""
+
+
+class Bytes(NamedTuple):
+    rows: float
+    ids: float
+    weights: float
+    scales: float
+    counts: float
+
+
+def bytes_of(plan: Plan, way: str, path: str, operation: str, rows: float, weights: bool) -> Bytes:
+    """The bytes of so many rows and of their counts. weights: dispatch sends float32 weights, or combine returns their
+    gradients. Signals inside the node, a few words for each pair of ranks, are left out."""
+    K, local = plan.topk, plan.experts // plan.size
+    with_each = 1 if way == COPIES else K
+    fresh = operation == DISPATCH
+    ids, weight = 4 * with_each * fresh, 4 * with_each * weights
+    row, scale = plan.row_bytes(operation), 4 * int(num_scales(plan.hidden))
+    scale *= plan.dtype == "fp8" and operation != COMBINE
+    peers = plan.ranks - 1 if path == LINKS else plan.size - plan.ranks
+    counts = 8 * local * peers
+    if way == TWO_LEVEL and path == RAIL:
+        counts = 8 * (len(_C.header_fields) + plan.chunks) * (plan.nodes - 1)
+    elif way == TWO_LEVEL:  # csrc/common/layout.h: slots, whose parts are aligned, and count rows
+        segments = 1 + plan.chunks * (plan.nodes - 1)
+        counts = 8 * (2 * len(_C.header_fields) + plan.ranks + local) * segments * peers
+        ids = 0 if operation == COMBINE else 2 * _aligned(4 * K)
+        weight, scale = _aligned(weight), _aligned(scale)
+    return Bytes(rows * row, rows * ids, rows * weight, rows * scale, counts * fresh)
+
+
+def least_seconds(plan: Plan, way: str, operation: str, rows: Rows, weights: bool) -> float:
+    """The time that the rates allow where rail and links work at once, but for the forwarding of the rail's last leg.
+
+    Combine runs backwards: its first leg waits for the sums of the node's ranks.
+    """
+    rail, links = (
+        sum(bytes_of(plan, way, path, operation, rows_of(operation, path, rows), weights)) / (rate * 1e9)
+        for path, rate in ((RAIL, plan.rail_gbps), (LINKS, plan.link_gbps))
+    )
+    tail = links * rows.last / rows.links if rows.last else 0
+    return max(rail + tail, links)
+
+
+def rows_of(operation: str, path: str, rows: Rows) -> float:
+    """The rows that an operation sends over the rail. Over the links: that dispatch sends, and combine receives."""
+    return rows.links if path == LINKS else rows.landed if operation == COMBINE else rows.sent
+
+
+def markdown(plan: Plan) -> str:
+    """The predictions for rank 0 as a table."""
+    generator = torch.Generator().manual_seed(0)
+    routing = [random_routing(plan, generator) for _ in range(plan.nodes)]
+    found = {"formula": expected_rows(plan), "counted": counted_rows(plan, routing)}
+    lines = []
+    for operation, way, path in itertools.product((DISPATCH, COMBINE), WAYS, (RAIL, LINKS)):
+        for source, by_way in found.items():
+            rows, weights = by_way[way], operation == DISPATCH
+            number = rows_of(operation, path, rows)
+            parts = bytes_of(plan, way, path, operation, number, weights)
+            line = {"operation": operation, "exchange": way, "path": path, "rows by": source}
+            line["rows per token"] = f"{number / plan.tokens:.3f}"
+            line |= {f"{name}, MB": f"{size / 1e6:.3f}" for name, size in parts._asdict().items()}
+            line["all, MB"] = f"{sum(parts) / 1e6:.3f}"
+            time = least_seconds(plan, way, operation, rows, weights) if path == RAIL else 0
+            line["time, ms"] = f"{time * 1e3:.3f}" if time else ""
+            lines.append(line)
+    columns = {name: [line[name] for line in lines] for name in lines[0]}
+    return f"{markdown_table(columns, ('operation', 'exchange', 'path', 'rows by'))}\n\n{_NOTES}"
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
