@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import datetime
 import os
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,6 @@ from ep_plugin.errors import NotSupported, PeerTimeout
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.topology import NodeMap
 
-_TAG = 0x4550  # of messages between ranks that may exchange others of their own
 CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
 
 
@@ -45,6 +45,7 @@ class Rails:
         self._group, self._device = group, device
         self._rank = exchange.rank
         self._timeout_s = exchange.timeout_s
+        self._name = exchange.name
         self.bytes_sent = 0
         self.chunk_bytes = CHUNK_BYTES[device.type]
         self._ranks = node_map.rail(node_map.local_rank_of(self._rank))  # by node
@@ -101,7 +102,9 @@ class Rails:
         legs = []
         for kind, tensors in ((dist.isend, sends), (dist.irecv, receives)):
             for node, tensor in tensors:
-                leg = dist.P2POp(kind, tensor, group=self._group, tag=_TAG, group_peer=self._ranks[node])
+                leg = dist.P2POp(
+                    kind, tensor, group=self._group, tag=self._tag(tensor.numel()), group_peer=self._ranks[node]
+                )
                 legs.append((node, leg))
                 self.bytes_sent += tensor.numel() if kind is dist.isend else 0
         # NCCL begins all legs together. Gloo begins one after the other, so the node of a leg that fails is known.
@@ -144,7 +147,14 @@ class Rails:
             backend: Any = self._group._get_backend(self._device)
             with contextlib.suppress(RuntimeError):
                 nothing = torch.empty(1, dtype=torch.uint8, device=self._device)
-                backend.recv([nothing], self._ranks[self.nodes[0]], _TAG + 1).wait(datetime.timedelta(milliseconds=1))
+                backend.recv([nothing], self._ranks[self.nodes[0]], self._tag(-1)).wait(
+                    datetime.timedelta(milliseconds=1)
+                )
+
+    def _tag(self, nbytes: int) -> int:
+        """Messages meet only those of the same communicator and size: gloo ends a process that gets a longer message
+        than it expects, and takes a shorter one for whole. NCCL knows no tags."""
+        return zlib.crc32(f"ep_plugin {self._name} {nbytes}".encode()) >> 1
 
     def _refuse_after_abort(self) -> None:
         if self._aborted:

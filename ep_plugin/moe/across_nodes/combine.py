@@ -54,10 +54,12 @@ class CombineAcrossNodes(Operation):
         H = y.shape[1]
         row_bytes = H * y.element_size()
         weight_bytes = 0 if self._extra is None else self._extra.element_size()
+        words = row_bytes, 0, weight_bytes, K, DTYPE_CODES[y.dtype]
+        headers = [engine.header(_COMBINE, *words, tokens) for tokens in routing.tokens]
+        self._nodes.agree(headers[0], routing.sent, routing.received)
         self._reserve(_C.partial_bytes(row_bytes, weight_bytes, K))
         self._common = []
-        for number, tokens in enumerate(routing.tokens):
-            header = engine.header(_COMBINE, row_bytes, 0, weight_bytes, K, DTYPE_CODES[y.dtype], tokens)
+        for number, (tokens, header) in enumerate(zip(routing.tokens, headers, strict=True)):
             common = {"comm": engine.comm, "routing": routing.struct(number), "header": header}
             self._common.append(common | {"hidden": H, "element": ELEMENTS[y.dtype]})
             self._sums.append(y.new_empty((tokens, H)))

@@ -87,8 +87,11 @@ class DispatchAcrossNodes(Operation):
         headers = self._headers(payload)
         if self._engine.config.max_tokens_per_rank is not None:
             self._reserve([])  # before anything crosses
-        routing = self._routing = self._route(headers(_DISPATCH, len(call.x))) if fresh else self._routing
-        assert routing is not None
+        routing = self._routing
+        if routing is None:
+            routing = self._routing = self._route(headers(_DISPATCH, len(call.x)))
+        else:
+            self._nodes.agree(headers(_CACHED, len(call.x)), routing.sent, routing.received)
         packed = self._pack(payload, routing)
         self._landed = payload.like(sum(routing.received))
         self._crossing = [self._start_leg(leg, packed, routing) for leg in range(len(self._nodes.legs))]
@@ -183,6 +186,7 @@ class DispatchAcrossNodes(Operation):
             sent, received = nodes.exchange_counts(header, counts)
         else:
             sent = received = padded_rows(nodes)
+            nodes.agree(header, sent, received)
         routing = NodesRouting.empty(nodes, ids.to(torch.int32).contiguous(), sent, received)
         routing.rail_rows.fill_(-1)
         for leg, begin in zip(nodes.legs, itertools.accumulate(sent, initial=0), strict=False):

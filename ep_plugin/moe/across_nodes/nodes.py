@@ -6,7 +6,7 @@ Shapes: R ranks, N nodes of G ranks, E experts in all, E_n = E / N on this node,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,19 +60,37 @@ class Nodes:
 
         counts: ``[C][N]``. Returns the rows that each leg sends, and those that it brings.
         """
+        sent = [counts[leg.chunk][leg.to] for leg in self.legs]
+        return sent, self._exchange(header, sent, self._check_counts)
+
+    def agree(self, header: Any, sent: Sequence[int], received: Sequence[int]) -> None:
+        """Raises DisagreementError unless ranks of other nodes run the same operation, with the rows by leg that this
+        rank knows. On GPUs, where the host waits for nothing, it does nothing."""
+        if self.engine.device.type != "cpu":
+            return
+        theirs = self._exchange(header, sent)
+        for leg, mine, rows in zip(self.legs, received, theirs, strict=True):
+            if mine != rows:
+                raise self._disagreement("rows that cross", leg.source, str(mine), str(rows))
+
+    def _exchange(
+        self, header: Any, sent: Sequence[int], check: Callable[[int, list[int]], None] | None = None
+    ) -> list[int]:
+        """Exchanges the header and the rows that each leg sends. Returns the rows that each leg brings."""
         engine = self.engine
         words = [int(getattr(header, name)) for name in _HEADER]
-        sent = {
-            node: torch.tensor([*words, *(of_chunk[node] for of_chunk in counts)], device=engine.device)
-            for node in engine.rails.nodes
-        }
-        landed = {node: torch.empty_like(sent[node]) for node in engine.rails.nodes}
-        self.finish(self._start(_as_bytes(sent), _as_bytes(landed)))
+        rows = {node: words + [0] * self.chunks for node in engine.rails.nodes}
+        for leg, count in zip(self.legs, sent, strict=True):
+            rows[leg.to][len(words) + leg.chunk] = count
+        going = {node: torch.tensor(row, device=engine.device) for node, row in rows.items()}
+        landed = {node: torch.empty_like(row) for node, row in going.items()}
+        self.finish(self._start(_as_bytes(going), _as_bytes(landed)))
         theirs = {node: row.tolist() for node, row in landed.items()}
         for node, row in theirs.items():
-            self._check_counts(node, words, row)
-        received = [theirs[leg.source][len(words) + leg.chunk] for leg in self.legs]
-        return [counts[leg.chunk][leg.to] for leg in self.legs], received
+            self._check_header(node, words, row)
+            if check is not None:
+                check(node, row)
+        return [theirs[leg.source][len(words) + leg.chunk] for leg in self.legs]
 
     def start_leg(self, leg: Leg, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], back: bool = False) -> UnderWay:
         """Begins to send the first tensor of each pair and to receive the second. back: from the receiver to the
@@ -100,19 +118,29 @@ class Nodes:
         with self.engine.on_rail():
             yield
 
-    def _check_counts(self, node: int, mine: list[int], theirs: list[int]) -> None:
-        """That a rank of another node runs the same operation, and has sent counts that can be."""
-        engine = self.engine
-        rank = engine.node_map.node_ranks(node)[engine.index]
+    def _peer(self, node: int) -> int:
+        """The rank of another node on this rail."""
+        return self.engine.node_map.node_ranks(node)[self.engine.index]
+
+    def _disagreement(self, word: str, node: int, mine: str, theirs: str) -> DisagreementError:
+        return DisagreementError(
+            f"{DISAGREE_ON} one call of {self.engine.name} at step rail: {word} is {mine} on rank {self.engine.rank}, "
+            f"{theirs} on rank {self._peer(node)}"
+        )
+
+    def _check_header(self, node: int, mine: list[int], theirs: list[int]) -> None:
+        """That a rank of another node runs the same operation."""
         for field, name in enumerate(_HEADER):
             if mine[field] != theirs[field] and name not in _NOT_COMPARED:
-                word, described = engine.described(field, mine[field])
-                raise DisagreementError(
-                    f"{DISAGREE_ON} one call of {engine.name} at step rail: {word} is {described} on rank "
-                    f"{engine.rank}, {engine.described(field, theirs[field])[1]} on rank {rank}"
-                )
+                word, described = self.engine.described(field, mine[field])
+                raise self._disagreement(word, node, described, self.engine.described(field, theirs[field])[1])
+
+    def _check_counts(self, node: int, theirs: list[int]) -> None:
+        """That a rank of another node has sent counts that can be."""
+        engine, rank = self.engine, self._peer(node)
         tokens, counts = theirs[_HEADER.index("num_tokens")], theirs[len(_HEADER) :]
-        if not 0 <= tokens <= _C.max_tokens:
+        most = engine.config.max_tokens_per_rank
+        if not 0 <= tokens <= (_C.max_tokens if most is None else min(most, _C.max_tokens)):
             raise EpPluginError(f"{engine.name}: step rail: rank {rank} sent {tokens} as its number of tokens")
         bounds = self.bounds(tokens)
         for begin, end, rows in zip(bounds[:-1], bounds[1:], counts, strict=True):
