@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import MoECommunicator
-from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted, PeerTimeout
+from ep_plugin.errors import EpPluginError, PeerAborted, PeerTimeout
 from ep_plugin.moe.across_nodes.nodes import Nodes
 from tests.faults.fault_cases import die_at_gate, nothing_left_behind, open_communicator, orphaned_names, tokens_for
 from tests.ranks import run_ranks, values
@@ -140,5 +139,3 @@ def test_a_rank_killed_on_another_node_is_named_by_every_survivor(when: str) -> 
 @pytest.mark.parametrize("when", ["between counts and ids", "notify", "before sums land"])
 def test_a_rank_killed_on_one_of_three_nodes_of_one_rank(when: str) -> None:
     _assert_all_name(3, 1, run_ranks(3, _loses, 3, 1, when, env={"EP_PLUGIN_RANKS_PER_NODE": "1"}))
-
-

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from ep_plugin import _C, DispatchLayout, HierarchicalAllGather, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import CommunicatorClosed, NotSupported
+from ep_plugin.transport import open_memory
+from ep_plugin.transport.exchange import Exchange
 from tests.faults.bad_input_cases import (
     COMBINE,
     DISPATCH,
@@ -62,7 +64,7 @@ def _wrong_groups(rank: int) -> None:
             MoECommunicator(None, config, device=device)
     os.environ["EP_PLUGIN_RANKS_PER_NODE"] = "1"
     with pytest.raises(NotSupported, match="groups that span nodes are not supported in this release"):
-        open_communicator(SIZE)
+        open_memory(Exchange(), torch.device("cpu"))
     del os.environ["EP_PLUGIN_RANKS_PER_NODE"]
     most, _C.max_ranks = _C.max_ranks, 1
     with pytest.raises(NotSupported, match="group: expected at most 1 ranks on one node, got 2"):
