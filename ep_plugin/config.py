@@ -50,8 +50,9 @@ class MoECommunicatorConfig:
         "ht".
     max_row_bytes: bytes of the widest row, a multiple of 16. None: hidden_size elements of any dtype.
     expert_alignment: each expert's group of FLAT rows is padded to a multiple of this, at most 2**20.
-    rail_chunks: where the group spans nodes, the number of parts, 1 to 6, in which a rank's rows cross to each other
-        node. One part is forwarded while the next one crosses. None: by the number of nodes.
+    rail_chunks: where the group spans nodes, the number of chunks, 1 to 6, into which a rank cuts its tokens. The rows
+        of one chunk are forwarded inside the other node while those of the next one cross. More chunks mean more and
+        shorter messages. None: 4 for 2 nodes, 2 for 3, else 1. Unused on one node.
     timeout_s: seconds that a rank waits for its peers, at most 1e9. None: the process group's own timeout.
     dispatch_send_sms, dispatch_recv_sms, combine_send_sms, combine_recv_sms: SMs of each kernel. None: as many as fill
         the links with rows of the operation's shape, and more for small batches, if the operation's other kernel

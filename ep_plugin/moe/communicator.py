@@ -38,6 +38,9 @@ _NUM_RESULTS = len(DispatchResult._fields)
 class MoECommunicator:
     """Dispatch and combine for one group of ranks and one configuration.
 
+    On CPUs the group may span nodes, with as many ranks on each; the group's backend, such as gloo, then carries rows
+    between nodes. On GPUs all ranks must be on one node.
+
     Construction is collective. All ranks of the group must call the same operations in the same order. Ranks that hold
     several communicators on one device must call all of these in one order. Otherwise ranks wait for each other until
     the deadline.
@@ -53,7 +56,8 @@ class MoECommunicator:
 
     Raises:
         DisagreementError: ranks have different configurations or devices.
-        NotSupported: this build or machine cannot serve the group.
+        NotSupported: this build or machine cannot serve the group, such as one of GPUs that spans nodes, or one whose
+            nodes have different numbers of ranks.
     """
 
     @untraced
@@ -127,6 +131,12 @@ class MoECommunicator:
     def num_local_experts(self) -> int:
         """Experts on this rank, E_l; expert e lives on rank e // E_l."""
         return self.engine.local_experts
+
+    @property
+    def rail_bytes_sent(self) -> int:
+        """Bytes that this rank has sent to other nodes, over all operations so far: rows, what travels beside them,
+        expert ids and counts. 0 where the group has one node."""
+        return self.engine.rails.bytes_sent
 
     # -- operations ----------------------------------------------------------------------------------------------
 

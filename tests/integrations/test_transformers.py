@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+from ep_plugin import MoECommunicator
 from tests.ranks import run_ranks, values
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -95,14 +96,8 @@ def run_world(checkpoints: Path) -> Callable[[int], list[dict[str, dict]]]:
 
 @pytest.mark.parametrize(("world", "name"), NAMED, ids=[name for _, name in NAMED])
 def test_matches_the_built_in_exchange(run_world, world: int, name: str) -> None:
-    case = CASES[world][name]
     for rank, results in enumerate(run_world(world)):
-        difference = results[name]["difference"]
-        assert ("loss" in difference) and (len(difference) > 10) == case.train
-        for what, differs in difference.items():
-            in_attention = case.limit is not None and ".self_attn." in what
-            limit = case.limit if in_attention else LIMITS[case.dtype]
-            assert differs <= limit, f"rank {rank}: {what} differs by {differs}"
+        _check_difference(CASES[world][name], rank, results[name]["difference"])
 
 
 @pytest.mark.parametrize(("world", "name"), NAMED, ids=[name for _, name in NAMED])
@@ -116,6 +111,14 @@ def test_nothing_is_sorted(run_world, world: int, name: str) -> None:
     for results in run_world(world):
         assert results[name]["sorts"]["ep_plugin"] == 0
         assert results[name]["sorts"]["all_to_all"] >= LAYERS  # or such a sort would not be seen
+
+
+def test_a_group_over_two_nodes_matches_the_built_in_exchange(checkpoints: Path) -> None:
+    env = {"EP_PLUGIN_RANKS_PER_NODE": "2"}
+    for rank, results in enumerate(values(run_ranks(4, _run_over_nodes, checkpoints, env=env, timeout_s=240))):
+        for name, found in results.items():
+            _check_difference(CASES[4][name], rank, found["difference"])
+            assert found["rail_bytes"] > 0
 
 
 @pytest.mark.parametrize("name", ["ep4-skewed", "ep4-tp2-skewed"])
@@ -152,6 +155,14 @@ def test_older_transformers_is_refused_by_version(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delitem(sys.modules, "ep_plugin.integrations.transformers", raising=False)
     with pytest.raises(ImportError, match=r"expected transformers 5\.23 or newer.*got 5\.22\.1"):
         importlib.import_module("ep_plugin.integrations.transformers")
+
+
+def _check_difference(case: Case, rank: int, difference: dict[str, float]) -> None:
+    assert ("loss" in difference) and (len(difference) > 10) == case.train
+    for what, differs in difference.items():
+        in_attention = case.limit is not None and ".self_attn." in what
+        limit = case.limit if in_attention else LIMITS[case.dtype]
+        assert differs <= limit, f"rank {rank}: {what} differs by {differs}"
 
 
 def _model(*, hidden_size: int, num_experts: int, num_experts_per_tok: int) -> torch.nn.Module:
@@ -237,12 +248,10 @@ class _Spy:
     def __init__(self) -> None:
         self.calls = {"dispatch": 0, "combine": 0}
         self.rows: list[int] = []
-        self.communicators: set[int] = set()
+        self.communicators: set[MoECommunicator] = set()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        from ep_plugin import MoECommunicator
-
         with pytest.MonkeyPatch.context() as patch:
             for name in self.calls:
                 patch.setattr(MoECommunicator, name, self._counting(name, getattr(MoECommunicator, name)))
@@ -252,7 +261,7 @@ class _Spy:
         @functools.wraps(method)
         def counted(communicator, tensor, *args, **kwargs):
             self.calls[name] += 1
-            self.communicators.add(id(communicator))
+            self.communicators.add(communicator)
             if name == "combine":
                 self.rows.append(tensor.size(0))
             return method(communicator, tensor, *args, **kwargs)
@@ -261,13 +270,22 @@ class _Spy:
 
 
 def _run_rank(rank: int, world: int, checkpoints: Path) -> dict[str, dict]:
-    importlib.import_module("ep_plugin.integrations.transformers")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    results = {name: _run_case(case, checkpoints, rank) for name, case in CASES[world].items()}
+    results = _run_cases(CASES[world], checkpoints, rank)
     if world == 2:
         results["two models"] = _run_two_models(checkpoints, rank)
     return results
+
+
+def _run_over_nodes(rank: int, checkpoints: Path) -> dict[str, dict]:
+    cases = {name: CASES[4][name] for name in ("ep4-ragged", "ep4-deepseek", "ep4-tp2")}
+    return _run_cases(cases, checkpoints, rank)
+
+
+def _run_cases(cases: dict[str, Case], checkpoints: Path, rank: int) -> dict[str, dict]:
+    importlib.import_module("ep_plugin.integrations.transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return {name: _run_case(case, checkpoints, rank) for name, case in cases.items()}
 
 
 def _load(checkpoints: Path, case: Case, exchange: str) -> torch.nn.Module:
@@ -338,6 +356,7 @@ def _run_case(case: Case, checkpoints: Path, rank: int) -> dict:
         "rows": seen.rows,
         "sorts": sorts,
         "communicators": len(seen.communicators),
+        "rail_bytes": sum(comm.rail_bytes_sent for comm in seen.communicators),
     }
 
 
