@@ -64,7 +64,8 @@ def bytes_of(plan: Plan, way: str, path: str, operation: str, rows: float, weigh
         counts = 8 * (2 * len(_C.header_fields) + plan.ranks + local) * segments * peers
         ids = 0 if operation == COMBINE else 2 * _aligned(4 * K)
         weight, scale = _aligned(weight), _aligned(scale)
-    return Bytes(rows * row, rows * ids, rows * weight, rows * scale, counts * fresh)
+    has_counts = fresh or (way == TWO_LEVEL and path == RAIL)  # over the rail, ranks compare every operation
+    return Bytes(rows * row, rows * ids, rows * weight, rows * scale, counts * has_counts)
 
 
 def least_seconds(plan: Plan, way: str, operation: str, rows: Rows, weights: bool) -> float:

@@ -160,7 +160,7 @@ def test_counted_bytes_are_those_that_ranks_send(quantize: str | None) -> None:
             number = rows_of(operation, RAIL, rows)
             parts = bytes_of(of, TWO_LEVEL, RAIL, operation, number, beside == "weights")
             assert size == sum(parts), (rank, name, parts)
-            assert (parts.counts > 0) == (operation == DISPATCH)
+            assert parts.counts > 0
     assert {name.partition(",")[0] for name in sent} == {DISPATCH, CACHED, COMBINE}
 
 

@@ -15,8 +15,8 @@ IDS, ROW = 4 * 2, 4 * HIDDEN
 def test_each_token_is_counted_once_for_a_node() -> None:
     # Two experts of the other node; one there and one here; two here.
     for near, once, far in values(run_ranks(4, _run, env={"EP_PLUGIN_RANKS_PER_NODE": "2"})):
-        assert near == [COUNTS, 0]
-        assert once == far == [COUNTS + TOKENS * (IDS + ROW), TOKENS * ROW]
+        assert near == [COUNTS, COUNTS]
+        assert once == far == [COUNTS + TOKENS * (IDS + ROW), COUNTS + TOKENS * ROW]
 
 
 def test_nothing_is_counted_on_one_node() -> None:
