@@ -170,6 +170,8 @@ class GroupBoards(Boards):
 
     def close(self) -> None:
         """Gives the memory back. From here on `found` is not called."""
+        if self._reason is not None:
+            self._posted.wait(_POST_S)  # another thread may be publishing it
         _poller.discard(self)
         with self._polling:
             super().close()

@@ -3,7 +3,9 @@ node raises in time, says who and where, closes, and leaves nothing behind."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import signal
 import threading
 import time
@@ -14,10 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_plugin import MoECommunicator
+from ep_plugin import _C, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted, PeerTimeout
 from ep_plugin.moe.across_nodes.nodes import Nodes
-from tests.faults.fault_cases import die_at_gate, nothing_left_behind, open_communicator, orphaned_names, tokens_for
+from tests.faults.fault_cases import (
+    at_gate,
+    nothing_left_behind,
+    open_communicator,
+    orphaned_names,
+    signal_self,
+    tokens_for,
+)
 from tests.ranks import run_ranks, values
 
 DEADLINE_S = 2.0
@@ -26,6 +35,7 @@ PATIENCE_S = 20.0  # far more than any test here may take: nothing ends by a dea
 AT_ONCE_S = 1.5  # a second, and what a crowded machine adds
 LEGS = 4  # of two nodes by default, and of three
 TOKENS = 200
+TWO_NODES = {"EP_PLUGIN_RANKS_PER_NODE": "2"}
 WIDE = 2048  # rows that no socket's buffer holds
 
 
@@ -83,10 +93,6 @@ def _before_call(nodes: Nodes, method: str, number: int, act: Callable[[], None]
     setattr(nodes, method, call)
 
 
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 # When the victim dies: in which call of Nodes, counted from the start of a round trip.
 CROSSING = {
     "before the counts cross": ("exchange_counts", 1),
@@ -102,20 +108,26 @@ CROSSING = {
 GATES = ("plan", "notify", "dispatch_send", "dispatch_recv", "combine_send")
 
 
-def _loses(rank: int, size: int, victim: int, when: str) -> tuple[EpPluginError, float]:
+def _loses(rank: int, size: int, victim: int, when: str, how: int = signal.SIGKILL) -> tuple[EpPluginError, float]:
+    """The victim sends itself the signal `how`."""
     if rank == victim and when in GATES:
         os.environ["EP_PLUGIN_TEST_GATE"] = when
     comm = _open(size)
     gate, comm.engine.comm.gate = comm.engine.comm.gate, 0
     _round_trip(comm)  # the pools are there when it happens
     comm.engine.comm.gate = gate
+    store = dist.distributed_c10d._get_default_store()
+    if rank == victim:
+        store.set("victim", str(os.getpid()))
+        if when in GATES:
+            at_gate(comm, lambda: signal_self(how))
+        else:
+            _before_call(_nodes_of(comm), *CROSSING[when], lambda: signal_self(how))
     dist.barrier()  # the deadline is for what follows
-    if rank == victim and when in GATES:
-        die_at_gate(comm)
-    elif rank == victim:
-        _before_call(_nodes_of(comm), *CROSSING[when], _kill)
     error, took = _fails(comm)
     _ends(comm, error)
+    if store.add("survivors", 1) == size - 1 and how == signal.SIGSTOP:
+        os.kill(int(store.get("victim")), signal.SIGKILL)
     return error, took
 
 
@@ -132,7 +144,7 @@ def _assert_all_name(size: int, victim: int, outcomes: list[Any]) -> None:
 @pytest.mark.parametrize("when", [*CROSSING, *GATES])
 def test_a_rank_killed_on_another_node_is_named_by_every_survivor(when: str) -> None:
     began = time.monotonic()
-    outcomes = run_ranks(4, _loses, 4, 3, when, env={"EP_PLUGIN_RANKS_PER_NODE": "2"})
+    outcomes = run_ranks(4, _loses, 4, 3, when, env=TWO_NODES)
     assert time.monotonic() - began < 2 * (DEADLINE_S + GRACE_S), "a survivor did not end"
     _assert_all_name(4, 3, outcomes)
 
@@ -142,3 +154,210 @@ def test_a_rank_killed_on_one_of_three_nodes_of_one_rank(when: str) -> None:
     _assert_all_name(3, 1, run_ranks(3, _loses, 3, 1, when, env={"EP_PLUGIN_RANKS_PER_NODE": "1"}))
 
 
+@pytest.mark.parametrize("when", ["before combine", "combine_send", "while sums return"])
+def test_a_rank_that_stops_during_combine_is_named_in_time(when: str) -> None:
+    _assert_all_name(4, 2, run_ranks(4, _loses, 4, 2, when, signal.SIGSTOP, env=TWO_NODES))
+
+
+def _aborts(rank: int, during: str, own_thread: bool) -> tuple[float, PeerAborted]:
+    """Rank 1 aborts before it calls `during`, for which the others wait."""
+    comm = _open(4, timeout_s=PATIENCE_S)
+    _round_trip(comm)
+    x, ids, weights = tokens_for(rank, 4, TOKENS, WIDE)
+    if during == "combine":
+        out, handle = comm.dispatch(x, ids, weights)
+    dist.barrier()
+    began = time.monotonic()
+    if rank == 1 and not own_thread:
+        comm.abort("MemoryError: no room")
+    elif rank == 1:
+        threading.Timer(0.2, comm.abort, ["MemoryError: no room"]).start()
+        time.sleep(0.2)
+    with pytest.raises(PeerAborted, match="rank 1 aborted: MemoryError: no room") as caught:
+        if during == "combine":
+            comm.combine(out.tokens, handle, weights=out.weights)
+        while True:
+            _round_trip(comm)
+    took = time.monotonic() - began
+    error = caught.value
+    del caught
+    _ends(comm, error)
+    return took, error
+
+
+@pytest.mark.parametrize("during", ["dispatch", "combine"])
+@pytest.mark.parametrize("own_thread", [False, True])
+def test_an_abort_ends_the_waits_of_the_other_node(during: str, own_thread: bool) -> None:
+    for took, error in values(run_ranks(4, _aborts, during, own_thread, env=TWO_NODES)):
+        assert took < AT_ONCE_S and (error.rank, error.reason) == (1, "MemoryError: no room")
+
+
+def _errs(rank: int) -> None:
+    """Rank 3 passes wrong arguments before every right call."""
+    with _open(4, timeout_s=PATIENCE_S) as comm:
+        x, ids, weights = tokens_for(rank, 4, TOKENS, WIDE)
+        if rank == 3:
+            for wrong in ((x[1:], ids, weights), (x, ids.float(), weights), (x[:, :3], ids, weights), (x, ids[0])):
+                with pytest.raises(ValueError):
+                    comm.dispatch(*wrong)
+        out, handle = comm.dispatch(x, ids, weights)
+        if rank == 3:
+            torn = handle._replace(totals=handle.totals - 1)
+            for wrong in ((out.tokens[1:], handle), (out.tokens, None), (out.tokens.to(torch.int32), handle)):
+                with pytest.raises(ValueError):
+                    comm.combine(*wrong)
+            with pytest.raises(ValueError):
+                comm.combine(out.tokens, torn)
+            with pytest.raises(ValueError):
+                comm.dispatch(x, ids[:, :1], previous_handle=handle)
+        torch.testing.assert_close(comm.combine(out.tokens, handle, weights=out.weights), x)
+        _round_trip(comm)
+
+
+def test_wrong_arguments_on_one_rank_disturb_nobody() -> None:
+    values(run_ranks(4, _errs, env=TWO_NODES))
+
+
+def _dispatch(comm: Any, k: int = 2, count: int = 9, hidden: int = 8, dtype: Any = None, **beside: Any) -> Any:
+    x, ids, weights = tokens_for(comm.rank, comm.size, count, hidden)
+    given = {"topk_weights": weights[:, :k]} | beside
+    return comm.dispatch(x.to(dtype or x.dtype), ids[:, :k].contiguous(), **given)
+
+
+def _combine(comm: Any, hidden: int = 8, dtype: Any = torch.float32, **beside: Any) -> Any:
+    _, handle = _dispatch(comm, **beside)
+    return comm.combine(torch.zeros(int(handle.totals[1]), hidden, dtype=dtype), handle)
+
+
+def _other_call(comm: Any, odd: bool) -> None:
+    out, handle = _dispatch(comm)
+    _ = comm.combine(out.tokens, handle) if odd else _dispatch(comm)
+
+
+def _other_handle(comm: Any, odd: bool) -> None:
+    (_, first), (_, second) = _dispatch(comm), _dispatch(comm, count=5)
+    handle = second if odd else first
+    comm.combine(torch.zeros(int(handle.totals[1]), 8), handle)
+
+
+def _cached(comm: Any, odd: bool, **differs: Any) -> None:
+    _, handle = _dispatch(comm)
+    _dispatch(comm, **({"previous_handle": handle} | (differs if odd else {})))
+
+
+# What differs, in the message; the call of a communicator, by whether this rank is one that differs.
+CALLS: dict[str, tuple[str, Callable[[Any, bool], Any]]] = {
+    "top-k": ("top-k is", lambda c, odd: _dispatch(c, k=1 if odd else 2)),
+    "dtype": ("dtype is|torch.int32", lambda c, odd: _dispatch(c, dtype=torch.int32 if odd else None)),
+    "hidden size": ("row bytes is", lambda c, odd: _dispatch(c, hidden=16 if odd else 8)),
+    "weights": ("weight bytes is", lambda c, odd: _dispatch(c, **({"topk_weights": None} if odd else {}))),
+    "capacity": ("rows that cross is|rows of", lambda c, odd: _dispatch(c, capacity=200 if odd else None)),
+    "top-k with capacity": ("top-k is", lambda c, odd: _dispatch(c, k=1 if odd else 2, capacity=200)),
+    "cached": ("dtype is", lambda c, odd: _cached(c, odd, dtype=torch.int32)),
+    "cached, hidden size": ("row bytes is", lambda c, odd: _cached(c, odd, hidden=16)),
+    "cached or fresh": ("operation is", lambda c, odd: _cached(c, odd, previous_handle=None)),
+    "combine: dtype": ("dtype is|row bytes is", lambda c, odd: _combine(c, dtype=(torch.float32, torch.float16)[odd])),
+    "combine: hidden size": ("row bytes is", lambda c, odd: _combine(c, hidden=16 if odd else 8)),
+    "combine or dispatch": ("operation is", _other_call),
+    "another handle": ("rows that cross is|number of", _other_handle),
+}
+
+
+def _disagrees(rank: int, odd_ranks: tuple[int, ...]) -> dict[str, tuple[str, str, float]]:
+    said = {}
+    for name, (_, call) in CALLS.items():
+        group = dist.new_group()  # an abort breaks the connections of its group
+        config = MoECommunicatorConfig(
+            num_experts=8, hidden_size=64, topk=2, max_tokens_per_rank=40, timeout_s=PATIENCE_S
+        )
+        comm = MoECommunicator(group, config)
+        _combine(comm)
+        dist.barrier()
+        began = time.monotonic()
+        with pytest.raises(EpPluginError) as caught:
+            call(comm, rank in odd_ranks)
+            while time.monotonic() < began + PATIENCE_S:
+                comm.check()
+        error, took = caught.value, time.monotonic() - began
+        del caught
+        said[name] = type(error).__name__, str(error), took
+        _ends(comm, error)
+    return said
+
+
+@pytest.mark.parametrize("odd_ranks", [(1,), (2, 3)])
+def test_ranks_that_disagree_across_nodes_all_say_so(odd_ranks: tuple[int, ...]) -> None:
+    for said in values(run_ranks(4, _disagrees, odd_ranks, env=TWO_NODES)):
+        for name, (kind, text, took) in said.items():
+            assert took < AT_ONCE_S, (name, text, took)
+            assert kind == "DisagreementError" or name == "capacity", (name, kind, text)
+            assert re.search(CALLS[name][0], text), (name, text)
+
+
+def _other_config(rank: int) -> str:
+    with pytest.raises(DisagreementError) as caught:
+        open_communicator(4, timeout_s=PATIENCE_S, rail_chunks=2 if rank == 3 else None)
+    nothing_left_behind()
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_on_the_chunks_of_a_rail() -> None:
+    for said in values(run_ranks(4, _other_config, env=TWO_NODES)):
+        assert "rail_chunks=2" in said and "rail_chunks=None" in said and "rank 3" in said
+
+
+_TOKENS_WORD, _FIRST_COUNT = _C.header_fields.index("num_tokens"), len(_C.header_fields)
+# What rank 2 sends in place of its counts (int64), or of its first leg's expert ids (int32): how it changes them, and
+# what ranks say.
+GARBAGE: dict[str, tuple[int, Callable[[torch.Tensor], Any], str]] = {
+    "negative count": (1, lambda words: words[_FIRST_COUNT].fill_(-1), "rank 2 sent -1 rows of"),
+    "large count": (1, lambda words: words[_FIRST_COUNT].fill_(2**40), f"rank 2 sent {2**40} rows of"),
+    "one row fewer": (1, lambda words: words[_FIRST_COUNT].sub_(1), "step rail"),
+    "negative tokens": (1, lambda words: words[_TOKENS_WORD].fill_(-5), "rank 2 sent -5 as its number of tokens"),
+    "many tokens": (1, lambda words: words[_TOKENS_WORD].fill_(41), "rank 2 sent 41 as its number of tokens"),
+    "header": (1, lambda words: words[:_FIRST_COUNT].fill_(2**62 + 7), "ranks disagree on one call"),
+    "large ids": (2, lambda ids: ids.fill_(2**31 - 1), "topk_ids: expected -1 or an expert id below"),
+    "negative ids": (2, lambda ids: ids.fill_(-(2**31)), ""),
+    "ids of other nodes": (2, lambda ids: ids.fill_(7), ""),
+}
+
+
+def _sends_garbage(rank: int, name: str) -> str:
+    call, change, _ = GARBAGE[name]
+    comm = open_communicator(4, timeout_s=DEADLINE_S, max_tokens_per_rank=40)
+    _dispatch(comm, count=40)
+    dist.barrier()
+    if rank == 2:
+        _garbles(_nodes_of(comm), call, change)
+    began, said = time.monotonic(), ""
+    try:
+        for _ in range(2):
+            _dispatch(comm, count=40)
+    except (EpPluginError, ValueError) as error:
+        said = str(error)
+        assert time.monotonic() - began < DEADLINE_S + GRACE_S
+    comm.close()
+    nothing_left_behind()
+    return said
+
+
+def _garbles(nodes: Nodes, call: int, change: Callable[[torch.Tensor], Any]) -> None:
+    """Changes what the call of this number sends over the rail, 1 for the next."""
+    start: Any = nodes._start
+    calls = itertools.count(1)
+
+    def garbled(sends: Any, receives: Any) -> Any:
+        if next(calls) == call:
+            sends = [(node, tensor.clone()) for node, tensor in sends]
+            for _, tensor in sends:
+                change(tensor.view(torch.int64 if call == 1 else torch.int32))
+        return start(sends, receives)
+
+    nodes._start = garbled  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_from_a_peer_on_the_rail_is_an_error(name: str) -> None:
+    said = values(run_ranks(4, _sends_garbage, name, env=TWO_NODES))
+    assert GARBAGE[name][2] in said[0], said
+    assert all(said) or not GARBAGE[name][2], said
