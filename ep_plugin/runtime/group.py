@@ -73,7 +73,7 @@ class GroupEngine(BaseEngine):
         """Makes what the ranks of this node share, collectively among them."""
 
     def _connect(self) -> None:
-        """What follows when all nodes are made. Collective over the group."""
+        """Connects the nodes, after each has been made. Collective over the group. By default it does nothing."""
 
     def _make_boards(self, local_experts: int) -> None:
         if self.rails.nodes:
