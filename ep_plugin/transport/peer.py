@@ -66,7 +66,7 @@ class PeerMemory(ABC):
             first, other = (exchange.ranks[ranks[0]] for ranks in self.node_map.nodes[:2])
             hosts = [self._reports[ranks[0]].host for ranks in self.node_map.nodes[:2]]
             raise NotSupported(
-                f"groups that span nodes are not supported in this release: expected all {exchange.size} ranks on one "
+                f"nodes share no memory: expected all {exchange.size} ranks on one "
                 f"node, got {self.node_map.num_nodes} nodes of {self.node_map.ranks_per_node}; rank {first} is on "
                 f"{hosts[0]}, rank {other} on {hosts[1]} (EP_PLUGIN_RANKS_PER_NODE overrides how a host is split)"
             )
