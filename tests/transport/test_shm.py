@@ -216,7 +216,7 @@ def _open(rank: int, size: int) -> None:
     memory.close()
 
     env.os.environ["EP_PLUGIN_RANKS_PER_NODE"] = "1"
-    with pytest.raises(NotSupported, match="span nodes are not supported in this release: expected all 2 ranks on one"):
+    with pytest.raises(NotSupported, match="nodes share no memory: expected all 2 ranks on one node, got 2 nodes of 1"):
         open_memory(Exchange(), torch.device("cpu"))
 
 
