@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import os
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -99,6 +100,34 @@ class Suite(ABC):
             **({"emulation": settings.emulation} if settings.emulation else {}),
             **found,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverNodes(Suite):
+    """A suite whose ranks may stand for those of several nodes."""
+
+    least: ClassVar = Suite.least | {"nodes": 1}
+
+    nodes: Annotated[int, typer.Option(help="Nodes that the ranks of this machine stand for.")] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ranks % self.nodes:
+            raise ValueError(f"nodes: expected a divisor of {self.ranks} ranks, got {self.nodes}")
+
+    def named(self, name: str) -> str:
+        """The suite's name in results, if `name` is that on one node."""
+        return name if self.nodes == 1 else f"{name}_{self.nodes}_nodes"
+
+    def run(self) -> dict[str, Any]:
+        if self.nodes > 1:
+            os.environ["EP_PLUGIN_RANKS_PER_NODE"] = str(self.ranks // self.nodes)
+        return super().run()
+
+    def check_nodes(self, found: int) -> None:
+        """ValueError unless the ranks are on as many nodes as the option says."""
+        if found != self.nodes:
+            raise ValueError(f"nodes: expected {found}, which the ranks are on, got {self.nodes}")
 
 
 def measured(device: torch.device, suite: Suite) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from ep_plugin.bench import provenance
 from ep_plugin.bench.cli import main
 from ep_plugin.bench.exchange.cases import time_cases
-from ep_plugin.bench.exchange.workload import Workload, rows_on_the_wire
+from ep_plugin.bench.exchange.workload import Workload, rows_on_the_wire, rows_over_rails
 from ep_plugin.bench.provenance import hash_sources
 from ep_plugin.bench.timing import summarise
 from tests.bench.test_compare import suite
@@ -143,7 +143,10 @@ def test_a_wrong_result_ends_the_run_without_timings(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["moe", "--backend", "cpu", "--peer", "deep_ep"], "got 'deep_ep': No module named 'deep_ep'"),
-        (["moe", "--backend", "cpu", "--peer", "torch:Absent"], "peer: expected all_to_all, none, or module:Class"),
+        (
+            ["moe", "--backend", "cpu", "--peer", "torch:Absent"],
+            "peer: expected all_to_all, row_per_rank, rail, none, or",
+        ),
         (["wire", "--backend", "cpu"], "backend: expected one of cuda, got 'cpu'"),
         (["allgather", "--backend", "cpu", "--ranks", "1"], "ranks: expected at least 2, got 1"),
         (["moe", "--backend", "cpu", "--case", "gather*"], "case: expected a pattern for dispatch_flat_fp32, "),
@@ -168,6 +171,9 @@ def test_a_wrong_result_ends_the_run_without_timings(tmp_path: Path) -> None:
         (["moe", "--backend", "cpu", "--experts", "30"], "experts: expected a multiple of the 4 ranks, got 30"),
         (["moe", "--backend", "cpu", "--topk", "33"], "topk: expected at most the 32 experts, got 33"),
         (["moe", "--backend", "cpu", "--iterations", "0"], "iterations: expected at least 1, got 0"),
+        (["moe", "--backend", "cpu", "--nodes", "0"], "nodes: expected at least 1, got 0"),
+        (["moe", "--backend", "cpu", "--nodes", "3"], "nodes: expected a divisor of 4 ranks, got 3"),
+        (["moe", "--backend", "cpu", "--peer", "rail"], "peer: expected none of rail on one node, where no rows cross"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_by_name(arguments: list[str], says: str) -> None:
@@ -189,6 +195,19 @@ def test_bytes_are_those_of_the_busiest_rank_and_direction() -> None:
     # Arriving at rank 1: three pairs of rank 0 and one of rank 2; as tokens, two and one.
     assert rows_on_the_wire(workload, ids, dedup=False) == 4
     assert rows_on_the_wire(workload, ids, dedup=True) == 3
+
+
+def test_bytes_of_several_nodes_are_those_between_them() -> None:
+    workload = Workload(ranks=4, tokens=2, hidden=8, topk=3, experts=8)  # ranks 0 and 1 are node 0
+    ids = [
+        torch.tensor(rows)
+        for rows in ([[4, 5, 6], [0, 2, 3]], [[4, 6, 7], [5, 7, 0]], [[7, 6, 5]] * 2, [[4, 5, 6]] * 2)
+    ]
+    assert rows_over_rails(workload, ids, 2).tolist() == [[0, 1], [0, 2], [0, 0], [0, 0]]
+    # Rank 1 sends two tokens: to one node; to two ranks of it; for 5 experts there.
+    assert rows_on_the_wire(workload, ids, dedup=True, nodes=2, two_levels=True) == 2
+    assert rows_on_the_wire(workload, ids, dedup=True, nodes=2) == 4
+    assert rows_on_the_wire(workload, ids, dedup=False, nodes=2) == 5
 
 
 def test_the_hash_covers_sources_and_nothing_else(tmp_path: Path) -> None:

@@ -1,15 +1,17 @@
-"""The peer of ep-bench by itself."""
+"""The peers of ep-bench by themselves."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from ep_plugin.bench.exchange.cases import row_factors, wrong_combine, wrong_dispatch
-from ep_plugin.bench.exchange.peers import AllToAll, _flat_order, _inverse
-from ep_plugin.bench.exchange.workload import DTYPES, FLAT, Workload, batches, expert_factors, other_rows
+from ep_plugin.bench.exchange.peers import PLAIN, _flat_order, _inverse
+from ep_plugin.bench.exchange.rail import RailAllToAll
+from ep_plugin.bench.exchange.workload import DTYPES, FLAT, Batch, Workload, batches, expert_factors, other_rows
 from tests.ranks import run_ranks, values
 
 RANKS = 3
@@ -18,15 +20,27 @@ WORKLOAD = Workload(ranks=RANKS, tokens=37, hidden=144, topk=3, experts=12, skew
 CPU = torch.device("cpu")
 
 
-def all_turns(rank: int, dtype: str) -> list[str | None]:
-    """What is wrong with dispatch and combine, with the rows and routes of each turn."""
-    peer = AllToAll(WORKLOAD, CPU)
-    return [_wrong(peer, rank, dtype, turn) for turn in range(3)]
+def all_turns(rank: int, name: str, dtype: str) -> list[str | None]:
+    """What is wrong with dispatch, cached dispatch and combine, with the rows and routes of each turn."""
+    peer, state = PLAIN[name](WORKLOAD, CPU), None
+    found = []
+    for turn in range(4):
+        problem, state = _wrong(peer, rank, dtype, turn, state if turn == 2 else None)
+        found.append(problem)
+    return found
 
 
-def _wrong(peer: Any, rank: int, dtype: str, turn: int) -> str | None:
+def _wrong(peer: Any, rank: int, dtype: str, turn: int, previous: Any) -> tuple[str | None, Any]:
+    """previous: the state of the turn before, whose routing is used again."""
     everyone = other_rows(batches(WORKLOAD, DTYPES[dtype], CPU), turn, reroute=True)
-    out, state = peer.dispatch(everyone[rank])
+    if previous is not None:
+        routes = other_rows(batches(WORKLOAD, DTYPES[dtype], CPU), turn - 1, reroute=True)
+        everyone = [replace(batch, ids=other.ids) for batch, other in zip(everyone, routes, strict=True)]
+    out, state = peer.dispatch(everyone[rank], previous)
+    return _wrong_results(peer, rank, dtype, everyone, out, state), state
+
+
+def _wrong_results(peer: Any, rank: int, dtype: str, everyone: list[Batch], out: Any, state: Any) -> str | None:
     problem = wrong_dispatch(out, everyone, WORKLOAD, FLAT, rank)
     if problem or dtype == "float8":
         return problem
@@ -36,8 +50,38 @@ def _wrong(peer: Any, rank: int, dtype: str, turn: int) -> str | None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8"])
-def test_the_peer_is_right(dtype: str) -> None:
-    assert values(run_ranks(RANKS, all_turns, dtype)) == [[None] * 3] * RANKS
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_peer_is_right(name: str, dtype: str) -> None:
+    assert values(run_ranks(RANKS, all_turns, name, dtype)) == [[None] * 4] * RANKS
+
+
+ROWS = torch.tensor([[0, 3, 0], [0, 2, 5], [4, 0, 1], [0, 0, 7], [2, 2, 0], [6, 1, 0]])  # 3 nodes of 2 ranks
+
+
+def over_the_rail(rank: int, there: int, back: int, garbled: bool) -> str | None:
+    rail = RailAllToAll(ROWS, there, back, CPU)
+    if garbled and rank == 4:
+        leg = rail._legs[-1]
+        fill = leg.fill
+
+        def fill_wrongly(seed: int, rank: int) -> None:
+            fill(seed, rank)
+            leg._leaving[0] += 1
+
+        leg.fill = fill_wrongly  # type: ignore[method-assign]
+    rail()
+    return rail.check()
+
+
+@pytest.mark.parametrize(("there", "back"), [(12, 0), (0, 8), (16, 4)], ids=["there", "back", "there and back"])
+def test_the_rail_carries_what_it_is_given(there: int, back: int) -> None:
+    assert values(run_ranks(6, over_the_rail, there, back, False)) == [None] * 6
+
+
+def test_a_rail_that_carries_something_else_is_found() -> None:
+    found = values(run_ranks(6, over_the_rail, 16, 4, True))
+    wrong = "expected the bytes that the other nodes have sent, got others"
+    assert found == [wrong if rank == 2 else None for rank in range(6)]  # rank 4 returns rows to rank 2 first
 
 
 @pytest.mark.parametrize(

@@ -143,14 +143,14 @@ def test_a_command_that_is_not_there(network) -> None:
     assert "no-such-program" in done.stderr
 
 
-def _bench(*options: str, out: Path) -> subprocess.CompletedProcess[str]:
-    arguments = ["allgather", "--backend", "cpu", *options, "--size", "64", "--iterations", "1", "--out", str(out)]
+def _bench(suite: str, *options: str, out: Path) -> subprocess.CompletedProcess[str]:
+    arguments = [suite, "--backend", "cpu", *options, "--iterations", "1", "--out", str(out)]
     command = [*LAUNCHER, "--network", "loopback", "--", sys.executable, "-m", "ep_plugin.bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_a_bench_runs_on_the_ranks_of_its_launcher(tmp_path: Path) -> None:
-    done = _bench("--ranks", "4", "--nodes", "2", out=tmp_path / "found.json")
+    done = _bench("allgather", "--ranks", "4", "--nodes", "2", "--size", "64", out=tmp_path / "found.json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("emulated: 2 nodes of 2 ranks on the loopback device") == 1
     found = json.loads((tmp_path / "found.json").read_text())
@@ -164,12 +164,28 @@ def test_a_bench_runs_on_the_ranks_of_its_launcher(tmp_path: Path) -> None:
     assert {row["impl"] for row in found["rows"]} == {"ep_plugin", "ep_plugin, foreign output", "gloo"}
 
 
+def test_a_bench_of_dispatch_and_combine_over_nodes(tmp_path: Path) -> None:
+    sizes = "--ranks 4 --nodes 2 --tokens 24 --hidden 64 --topk 6 --experts 16 --dtype bfloat16 --layout flat"
+    done = _bench("moe", *sizes.split(), out=tmp_path / "found.json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["suite"] == "moe_ht_2_nodes"
+    cases = {row["case"]: {} for row in found["rows"]}
+    for row in found["rows"]:
+        cases[row["case"]][row["impl"]] = row["bytes_wire"]
+    for case, wire in cases.items():
+        assert list(wire) == ["ep_plugin", "gloo_all_to_all", "gloo_row_per_rank", "gloo_rail"], case
+        assert 0 < wire["ep_plugin"] == wire["gloo_rail"] < wire["gloo_row_per_rank"] < wire["gloo_all_to_all"], case
+    assert cases["roundtrip_flat_bf16"]["ep_plugin"] == 2 * cases["combine_flat_bf16"]["ep_plugin"]
+
+
+@pytest.mark.parametrize("suite", ["allgather", "moe"])
 @pytest.mark.parametrize(
     ("ranks", "nodes", "message"),
     [("2", "2", "ranks: expected 4, which the launcher has started, got 2"), ("4", "1", "nodes: expected 2, which")],
 )
-def test_a_bench_refuses_another_launch(ranks: str, nodes: str, message: str, tmp_path: Path) -> None:
-    done = _bench("--ranks", ranks, "--nodes", nodes, out=tmp_path / "found.json")
+def test_a_bench_refuses_another_launch(suite: str, ranks: str, nodes: str, message: str, tmp_path: Path) -> None:
+    done = _bench(suite, "--ranks", ranks, "--nodes", nodes, out=tmp_path / "found.json")
     assert done.returncode == 2
     assert message in " ".join(done.stderr.replace("│", " ").split())
     assert not (tmp_path / "found.json").exists()

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ep_plugin.bench.exchange.peers import AllToAll, find_peers
+from ep_plugin.bench.exchange.peers import PLAIN, RAIL, find_peers
+from ep_plugin.bench.exchange.rail import RailAllToAll
 from ep_plugin.bench.exchange.workload import (
     CACHED,
     COMBINE,
@@ -33,6 +34,7 @@ from ep_plugin.bench.exchange.workload import (
     other_rows,
     rows_by_rank,
     rows_on_the_wire,
+    rows_over_rails,
 )
 from ep_plugin.bench.suite import Row, Way, row, time_ways
 from ep_plugin.bench.timing import Run, Timing, clock_of
@@ -51,19 +53,21 @@ Step = Callable[[Batch], torch.Tensor]
 class Scene:
     """A case's inputs and implementations, and the comparison with plain torch. Methods are collective.
 
-    wrap: is applied to each call of an implementation, timed or compared.
+    wrap: is applied to each call of an implementation, timed or compared. nodes: of as many consecutive ranks each.
     """
 
-    def __init__(self, spec: Spec, device: torch.device, wrap: Callable[[Run], Run] = lambda run: run) -> None:
-        self.spec, self.device, self.wrap, self.rank = spec, device, wrap, dist.get_rank()
+    def __init__(
+        self, spec: Spec, device: torch.device, wrap: Callable[[Run], Run] = lambda run: run, nodes: int = 1
+    ) -> None:
+        self.spec, self.device, self.wrap, self.rank, self.nodes = spec, device, wrap, dist.get_rank(), nodes
         made = batches(spec.workload, DTYPES[spec.dtype], device)
         self._everyone = [replace(batch, quantize=spec.quantize) for batch in made]
         self.mine, self.ids = self._everyone[self.rank], [batch.ids for batch in made]
         self.factors = expert_factors(spec.workload, self.mine.x.dtype, device)
         self._turn = 0
 
-    def bytes_wire(self, dedup: bool) -> int:
-        rows = rows_on_the_wire(self.spec.workload, self.ids, dedup)
+    def bytes_wire(self, dedup: bool, two_levels: bool = False) -> int:
+        rows = rows_on_the_wire(self.spec.workload, self.ids, dedup, self.nodes, two_levels)
         return self.spec.crossings * rows * self.mine.row_bytes
 
     def ways(self, peers: list[str], opened: contextlib.ExitStack) -> list[Way]:
@@ -74,19 +78,32 @@ class Scene:
         ours = EpPlugin(spec.workload, device, spec.layout, spec.sms, capacity)
         opened.enter_context(contextlib.closing(ours))
         impls: dict[str, Any] = {OURS: ours}
-        for kind in (kind for name in peers if spec.peers for kind in find_peers(name)):
-            if kind.layout is spec.layout:
-                plain = f"{'nccl' if device.type == 'cuda' else 'gloo'}_all_to_all"
-                impls[plain if kind is AllToAll else kind.__name__] = kind(spec.workload, device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        for peer in peers if spec.peers else []:
+            for kind in find_peers(peer):
+                if kind.layout is spec.layout:
+                    impls[f"{backend}_{peer}" if peer in PLAIN else kind.__name__] = kind(spec.workload, device)
         sms = {}
         if device.type == "cuda":
             sms = {OURS: sms_of(ours.comm, spec.what, spec.workload, self.mine.row_bytes, spec.quantize)}
         ways = []
         for name, impl in impls.items():
             run, check = self._calls(impl)
-            wire = self.bytes_wire(impl.dedup)
+            wire = self.bytes_wire(impl.dedup, two_levels=impl is ours)
             ways.append(Way(case=spec.name, impl=name, run=run, check=check, bytes_wire=wire, sms=sms.get(name)))
+        if RAIL in peers and spec.peers:
+            ways.append(self._rail_way(f"{backend}_{RAIL}"))
         return ways
+
+    def _rail_way(self, name: str) -> Way:
+        """The all-to-all between nodes of the bytes of ep_plugin's rows, ids and weights."""
+        spec, K = self.spec, self.spec.workload.topk
+        beside = 4 * K * (2 if spec.what != CACHED else 1)  # float32 weights, and int32 ids where they are new
+        there = 0 if spec.what == COMBINE else self.mine.row_bytes + beside
+        back = self.mine.row_bytes if spec.what in (COMBINE, ROUNDTRIP) else 0
+        rail = RailAllToAll(rows_over_rails(spec.workload, self.ids, self.nodes), there, back, self.device)
+        wire = self.bytes_wire(dedup=True, two_levels=True)
+        return Way(case=spec.name, impl=name, run=self.wrap(rail), check=rail.check, bytes_wire=wire)
 
     def _calls(self, impl: Any) -> tuple[Run, Check]:
         """The call that is timed, and its check.
@@ -122,7 +139,7 @@ class Scene:
         batch = self._others()[self.rank]
         with poisoned():
             z: Any = self.wrap(lambda: step(batch))()
-        return wrong_combine(z, batch, factors)
+        return wrong_combine(z, batch, factors, roundings=4 if self.nodes == 1 else 5)
 
     def _others(self, reroute: bool = True) -> list[Batch]:
         """The batches of all ranks with other rows than before; as many cross. reroute: False keeps the ids."""
@@ -131,16 +148,21 @@ class Scene:
 
 
 def time_cases(
-    device: torch.device, specs: list[Spec], peers: list[str], iterations: int, rate: float | None = None
+    device: torch.device,
+    specs: list[Spec],
+    peers: list[str],
+    iterations: int,
+    rate: float | None = None,
+    nodes: int = 1,
 ) -> list[Row]:
     """Compares and times the cases. Collective. Raises WrongResult when an implementation disagrees with the oracle.
 
-    peers: names as `find_peers` takes them. rate: GB/s of the floors; None leaves the floors out.
+    peers: names as `find_peers` takes them. rate: GB/s of the floors; None leaves the floors out. nodes: see `Scene`.
     """
     clock, rows = clock_of(device), list[Row]()
     for spec in tqdm(specs, unit="case", disable=dist.get_rank() != 0, leave=False):
         with contextlib.ExitStack() as opened:
-            scene = Scene(spec, device)
+            scene = Scene(spec, device, nodes=nodes)
             rows += time_ways(clock, scene.ways(peers, opened), iterations)
             if rate is not None:
                 rows.append(floor_row(spec.name, scene.bytes_wire(dedup=True), rate))
@@ -280,11 +302,11 @@ def wrong_dispatch(
     return None
 
 
-def wrong_combine(got: torch.Tensor, batch: Batch, factors: torch.Tensor) -> str | None:
+def wrong_combine(got: torch.Tensor, batch: Batch, factors: torch.Tensor, roundings: int = 4) -> str | None:
     """How `[T, H]` differs from the weighted sums in float64; None when every element is within roundings of them.
 
-    Four roundings to the rows' type are allowed (weights, a product, a rank's sum, the result), and those of float32
-    sums, relative to the sum of the terms' magnitudes.
+    Four roundings to the rows' type are allowed (weights, a product, a rank's sum, the result), a fifth with several
+    nodes (a node's sum), and those of float32 sums, relative to the sum of the terms' magnitudes.
 
     factors: `[E]`, by which the experts multiplied their rows.
     """
@@ -295,7 +317,7 @@ def wrong_combine(got: torch.Tensor, batch: Batch, factors: torch.Tensor) -> str
         term = (batch.x * factors[ids].unsqueeze(1)).double() * weights.double().unsqueeze(1)
         exact += term
         magnitude += term.abs()
-    allowed = 2 * torch.finfo(got.dtype).eps + 32 * torch.finfo(torch.float32).eps
+    allowed = roundings / 2 * torch.finfo(got.dtype).eps + 32 * torch.finfo(torch.float32).eps
     errors = (got.double() - exact).abs() / (magnitude + torch.finfo(got.dtype).smallest_normal)
     wrong = ~(errors <= allowed)  # written so that NaN is wrong
     if not bool(wrong.any()):

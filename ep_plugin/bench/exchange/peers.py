@@ -1,8 +1,9 @@
-"""The peer of ep_plugin: the same exchange over `all_to_all_single` of torch.distributed.
+"""The peers of ep_plugin: the same exchange over `all_to_all_single` of torch.distributed.
 
-The all-to-all sends a row per (token, expert), between a sort and a gather, as Megatron's dispatcher does. The counts
-are exchanged first, and reach the host while the device sorts and gathers. Combine gathers and sums, without atomic
-additions; the weights stay with the token's owner. For another library, DeepEP or NCCL-EP for instance, write a class
+`AllToAll` sends a row per (token, expert), between a sort and a gather, as Megatron's dispatcher does. The counts are
+exchanged first, and reach the host while the device sorts and gathers. Combine gathers and sums, without atomic
+additions; the weights stay with the token's owner. `RowPerRank` sends a row per (token, rank), with the token's ids and
+weights behind it; combine returns one sum for each. For another library, DeepEP or NCCL-EP for instance, write a class
 with the members of `AllToAll` and name it: `--peer module:Class`.
 
 Shapes: R ranks, T tokens here, K experts per token, E_l experts per rank, N rows received.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from ep_plugin.bench.exchange.workload import SCALE_BLOCK, Batch, Workload
 from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.layout import DispatchOutput
 
-ALL_TO_ALL, NO_PEER = "all_to_all", "none"
+ALL_TO_ALL, ROW_PER_RANK, RAIL, NO_PEER = "all_to_all", "row_per_rank", "rail", "none"
 
 
 def received(**fields: Any) -> DispatchOutput:
@@ -33,13 +34,15 @@ def received(**fields: Any) -> DispatchOutput:
 
 def find_peers(name: str) -> list[Any]:
     """The classes behind a name that `--peer` takes. ValueError for one that cannot be imported."""
-    if name in (ALL_TO_ALL, NO_PEER):
-        return [AllToAll] if name == ALL_TO_ALL else []
+    if name in (RAIL, NO_PEER):  # no exchange of tokens
+        return []
+    if name in PLAIN:
+        return [PLAIN[name]]
     module, _, kind = name.partition(":")
     try:
         return [getattr(importlib.import_module(module), kind)]
     except (ImportError, AttributeError, ValueError) as error:
-        expected = f"{ALL_TO_ALL}, {NO_PEER}, or module:Class that can be imported"
+        expected = f"{', '.join(PLAIN)}, {RAIL}, {NO_PEER}, or module:Class that can be imported"
         raise ValueError(f"peer: expected {expected}, got {name!r}: {error}") from error
 
 
@@ -117,6 +120,112 @@ class AllToAll:
         )
 
 
+class Bags(NamedTuple):
+    """Rows to be summed: the numbers `[n]` of those of all bags, one bag after the other, and where each begins."""
+
+    rows: torch.Tensor
+    begins: torch.Tensor
+
+    def sums(self, rows: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """weights: `[n]`, by which rows are multiplied; None: by 1."""
+        bag = torch.nn.functional.embedding_bag
+        return bag(self.rows, rows, self.begins, mode="sum", per_sample_weights=weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRouting:
+    """token: `[M]` the token of each row that leaves, by (rank, token). leaving: those rows in bags of one token.
+
+    here: `[N, K]` bool, the pairs of arrived rows whose experts are here. source: the arrived row of each FLAT row.
+    arrived: FLAT rows in bags of one arrived row. weights: of the FLAT rows of `arrived`. sent, received: rows per
+    rank. counts: `[E_l]`.
+    """
+
+    token: torch.Tensor
+    leaving: Bags
+    here: torch.Tensor
+    source: torch.Tensor
+    arrived: Bags
+    weights: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    counts: torch.Tensor
+
+
+class RowPerRank:
+    """FLAT dispatch and combine with the members of `AllToAll`. A token crosses once per rank."""
+
+    layout, dedup = DispatchLayout.FLAT, True
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        self._ranks, self._local = workload.ranks, workload.local_experts
+
+    def dispatch(self, batch: Batch, previous: Any = None) -> tuple[DispatchOutput, Any]:
+        batch = _quantized(batch) if batch.quantize else batch
+        words = [batch.x.view(torch.int32), batch.weights.view(torch.int32)]
+        if batch.scales is not None:
+            words.append(batch.scales.view(torch.int32))
+        if previous is None:
+            needed = torch.zeros(len(batch.ids), self._ranks, dtype=torch.bool, device=batch.x.device)
+            needed.scatter_(1, batch.ids // self._local, True)
+            _, rows_by_rank = _exchange_counts(needed.sum(0).unsqueeze(1))
+            token = needed.t().nonzero()[:, 1]
+            words.append(batch.ids.to(torch.int32))
+            leaving = _side_by_side(words, token)
+            sent, landed = rows_by_rank()
+        else:
+            token, sent, landed = previous.token, previous.sent, previous.received
+            leaving = _side_by_side(words, token)
+        rows, weights, *beside = _exchange(leaving, sent, landed).split([part.shape[1] for part in words], 1)
+        weights = weights.contiguous().view(batch.weights.dtype)
+        if previous is None:
+            routing = self._route(needed, token, beside.pop(), weights, sent, landed)
+        else:
+            routing = replace(previous, weights=weights[previous.here])
+        tokens = rows.index_select(0, routing.source).view(batch.x.dtype)
+        scales = beside[0].index_select(0, routing.source).view(torch.float32) if beside else None
+        return received(tokens=tokens, scales=scales, num_tokens_per_expert=routing.counts), routing
+
+    def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
+        partial = state.arrived.sums(y, state.weights.to(y.dtype))
+        rows = _exchange(partial.view(torch.int32), state.received, state.sent).view(y.dtype)
+        return state.leaving.sums(rows)
+
+    def _route(
+        self,
+        needed: torch.Tensor,
+        token: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        sent: list[int],
+        landed: list[int],
+    ) -> RankRouting:
+        """needed: `[T, R]` bool. ids, weights: `[N, K]`, of the rows that have arrived."""
+        local = ids - dist.get_rank() * self._local
+        here = (local >= 0) & (local < self._local)
+        expert, row = local[here], here.nonzero()[:, 0]
+        order = torch.argsort(expert.to(torch.int16), stable=True)
+        return RankRouting(
+            token=token,
+            leaving=Bags(torch.argsort(token, stable=True), _begins(needed.sum(1))),
+            here=here,
+            source=row[order],
+            arrived=Bags(_inverse(order), _begins(here.sum(1))),
+            weights=weights[here],
+            sent=sent,
+            received=landed,
+            counts=torch.bincount(expert, minlength=self._local),
+        )
+
+
+PLAIN: dict[str, Any] = {ALL_TO_ALL: AllToAll, ROW_PER_RANK: RowPerRank}
+"""The peers that have names."""
+
+
+def _begins(sizes: torch.Tensor) -> torch.Tensor:
+    return sizes.cumsum(0) - sizes
+
+
 def _quantized(batch: Batch) -> Batch:
     """The batch as torch quantises it, operation by operation: FP8 with a scale per block, by its largest magnitude."""
     T, H = batch.x.shape
@@ -134,6 +243,14 @@ def _rows(batch: Batch, token: torch.Tensor) -> torch.Tensor:
     if batch.scales is not None:
         words = torch.cat((words, batch.scales.view(torch.int32)), 1)
     return words.index_select(0, token)
+
+
+def _side_by_side(words: list[torch.Tensor], token: torch.Tensor) -> torch.Tensor:
+    """The rows of `token` in each of the tensors, `[T, n]` int32, beside each other."""
+    rows = words[0].new_empty((len(token), sum(part.shape[1] for part in words)))
+    for part, place in zip(words, rows.split([part.shape[1] for part in words], 1), strict=True):
+        torch.index_select(part, 0, token, out=place)
+    return rows
 
 
 def _exchange(leaving: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:

@@ -277,7 +277,27 @@ def rows_by_rank(workload: Workload, ids: list[torch.Tensor], dedup: bool) -> to
     return (pairs.clamp(max=1) if dedup else pairs).sum(2).cpu()
 
 
-def rows_on_the_wire(workload: Workload, ids: list[torch.Tensor], dedup: bool) -> int:
-    """Rows that cross to or from the busiest rank, in its busier direction; see `rows_by_rank`."""
-    sent = rows_by_rank(workload, ids, dedup).fill_diagonal_(0)
+def rows_over_rails(workload: Workload, ids: list[torch.Tensor], nodes: int) -> torch.Tensor:
+    """Tokens of each rank that need each other node, int64 `[R, N]` on the host. A node has R / N consecutive ranks."""
+    experts, per_node = workload.experts // nodes, workload.ranks // nodes
+    owners = torch.stack([chosen // experts for chosen in ids])  # [R, T, K]
+    needed = torch.stack([(owners == node).any(2) for node in range(nodes)], 1).sum(2).cpu()
+    needed[torch.arange(workload.ranks), torch.arange(workload.ranks) // per_node] = 0
+    return needed
+
+
+def rows_on_the_wire(
+    workload: Workload, ids: list[torch.Tensor], dedup: bool, nodes: int = 1, two_levels: bool = False
+) -> int:
+    """Rows that cross to or from the busiest rank, in its busier direction: between ranks, or between several nodes.
+
+    dedup: see `rows_by_rank`. two_levels: a token crosses once per node, to the rank of the same rail.
+    """
+    R, per_node = workload.ranks, workload.ranks // nodes
+    if two_levels and nodes > 1:
+        needed = rows_over_rails(workload, ids, nodes)
+        landed = needed.view(nodes, per_node, nodes).sum(0)  # by local rank and node
+        return int(max(needed.sum(1).max(), landed.max()))
+    node = torch.arange(R) // per_node
+    sent = rows_by_rank(workload, ids, dedup).masked_fill(node[:, None] == node if nodes > 1 else torch.eye(R) > 0, 0)
     return int(torch.maximum(sent.sum(0), sent.sum(1)).max())

@@ -10,7 +10,6 @@ rails are not in it.
 from __future__ import annotations
 
 import itertools
-import os
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -23,7 +22,7 @@ import typer
 from tqdm import tqdm
 
 from ep_plugin import _C
-from ep_plugin.bench.suite import BY_BACKEND, Row, Suite, Way, time_ways
+from ep_plugin.bench.suite import BY_BACKEND, OverNodes, Row, Way, time_ways
 from ep_plugin.bench.timing import Run, clock_of
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.backends.paths import gather_sms, scatter_sms
@@ -41,7 +40,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # input and output
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectiveSuite(Suite):
+class CollectiveSuite(OverNodes):
     """All-gather or reduce-scatter."""
 
     foreign: ClassVar[str]  # the name of the tensor that peers may not have mapped
@@ -50,15 +49,11 @@ class CollectiveSuite(Suite):
         "cpu": {"ranks": 4, "size": [64 * KIB, MIB, 16 * MIB]},
         "cuda": {"ranks": None, "size": [KIB * 4**power for power in range(3, 11)]},
     }
-    least: ClassVar = Suite.least | {"nodes": 1}
 
-    nodes: Annotated[int, typer.Option(help="Nodes that the ranks of this machine stand for.")] = 1
     size: Annotated[list[int], typer.Option(help="Bytes; repeatable. Default: 64 KiB and more.")] = BY_BACKEND
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ranks % self.nodes:
-            raise ValueError(f"nodes: expected a divisor of {self.ranks} ranks, got {self.nodes}")
         unit = self.ranks * DTYPES[self.backend].itemsize
         for size in self.size:
             if size < unit or size % unit:
@@ -66,20 +61,13 @@ class CollectiveSuite(Suite):
 
     @property
     def name(self) -> str:
-        return super().name if self.nodes == 1 else f"{super().name}_{self.nodes}_nodes"
-
-    def run(self) -> dict[str, Any]:
-        if self.nodes > 1:
-            os.environ["EP_PLUGIN_RANKS_PER_NODE"] = str(self.ranks // self.nodes)
-        return super().run()
+        return self.named(super().name)
 
     def measure(self, device: torch.device) -> dict[str, Any]:
         clock, rows = clock_of(device), list[Row]()
         with ExitStack() as opened:
             ours = {impl: opened.enter_context(closing(made)) for impl, made in self.ours().items()}
-            nodes = ours["ep_plugin"].engine_on(device).node_map.num_nodes
-            if nodes != self.nodes:
-                raise ValueError(f"nodes: expected {nodes}, which the ranks are on, got {self.nodes}")
+            self.check_nodes(ours["ep_plugin"].engine_on(device).node_map.num_nodes)
             for size in tqdm(self.size, unit="size", disable=dist.get_rank() != 0, leave=False):
                 rows += time_ways(clock, self.ways(device, size, ours), self.iterations)
         return {"rows": rows, "notes": []}

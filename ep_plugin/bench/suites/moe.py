@@ -3,6 +3,9 @@
 `bytes_wire` counts the rows and scales that cross to or from the busiest rank in its busier direction; routing is left
 out. `floor` is the time of the rows that must cross at the best rate of SM stores, measured just before, on GPUs.
 
+With `--nodes` only what crosses between nodes counts, there is no `floor`, and by default there are two more peers: an
+all-to-all that sends a row once per rank, and the rail's own all-to-all of the bytes that ep_plugin must send.
+
 With `--sweep` the cases are dispatch and combine of these sizes, the headline, and of others: `t512` has T = 512,
 `skew2` twice the mean of rows for rank 0, `sms12` one kernel for each operation on 12 SMs.
 """
@@ -21,7 +24,7 @@ import typer
 import ep_plugin.moe.operators  # noqa: F401  imported here, so that the time of a construction leaves it out
 from ep_plugin import _C
 from ep_plugin.bench.exchange.cases import EpPlugin, time_cases
-from ep_plugin.bench.exchange.peers import ALL_TO_ALL, find_peers
+from ep_plugin.bench.exchange.peers import ALL_TO_ALL, RAIL, ROW_PER_RANK, find_peers
 from ep_plugin.bench.exchange.workload import (
     CPU_SIZES,
     CUDA_SIZES,
@@ -34,18 +37,18 @@ from ep_plugin.bench.exchange.workload import (
     specs_of,
     sweep_specs,
 )
-from ep_plugin.bench.suite import BY_BACKEND, SMS_ARE, check_names, matching
+from ep_plugin.bench.suite import BY_BACKEND, SMS_ARE, OverNodes, check_names, matching
 from ep_plugin.bench.suites.wire import best_sm_store_rate
 from ep_plugin.config import ROW_ALIGNMENT_BYTES, DispatchLayout
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, DISPATCH_POOL
 
 LAYOUTS = (DispatchLayout.FLAT.value, DispatchLayout.TOKEN_MAJOR.value)
 SUMMABLE = tuple(name for name in DTYPES if name != "float8")
-_SHARED: dict[str, Any] = {"layout": list(LAYOUTS), "peer": [ALL_TO_ALL], "case": [], "sweep": []}
+_SHARED: dict[str, Any] = {"layout": list(LAYOUTS), "case": [], "sweep": []}
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoeSuite(ExchangeSuite):
+class MoeSuite(OverNodes, ExchangeSuite):
     """Dispatch and combine of mixture-of-experts layers, against all-to-all with sort and index."""
 
     command_name = "moe"
@@ -53,7 +56,7 @@ class MoeSuite(ExchangeSuite):
         "cpu": CPU_SIZES | _SHARED | {"dtype": ["float32"]},
         "cuda": CUDA_SIZES | _SHARED | {"dtype": ["bfloat16", "float8"]},
     }
-    least: ClassVar = {"iterations": 1}
+    least: ClassVar = {"iterations": 1, "nodes": 1}
 
     dtype: Annotated[list[str], typer.Option(help="float32, bfloat16, float16, float8; repeatable.")] = BY_BACKEND
     layout: Annotated[list[str], typer.Option(help="flat, token_major; repeatable. Default: both.")] = BY_BACKEND
@@ -64,11 +67,16 @@ class MoeSuite(ExchangeSuite):
     ] = BY_BACKEND
     peer: Annotated[
         list[str],
-        typer.Option(help="all_to_all (the default), none, or an adapter, module:Class, for another library."),
+        typer.Option(
+            help="all_to_all, row_per_rank, rail (of several nodes), none, or an adapter, module:Class, for another "
+            "library; repeatable. Default: all_to_all; with several nodes the first three."
+        ),
     ] = BY_BACKEND
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.peer is None:
+            object.__setattr__(self, "peer", [ALL_TO_ALL, *([ROW_PER_RANK, RAIL] if self.nodes > 1 else [])])
         check_names("dtype", DTYPES, self.dtype)
         check_names("layout", LAYOUTS, self.layout)
         for name in self.dtype:
@@ -77,6 +85,8 @@ class MoeSuite(ExchangeSuite):
                 raise ValueError(f"hidden: expected rows of a multiple of {unit} bytes, got {row_bytes} with {name}")
         for name in self.peer:
             find_peers(name)
+        if RAIL in self.peer and self.nodes == 1:
+            raise ValueError(f"peer: expected none of rail on one node, where no rows cross rails, got {self.peer}")
         if self.sweep:
             check_names("dtype", SUMMABLE, self.dtype[:1])
             if self.ranks < 2:
@@ -87,7 +97,7 @@ class MoeSuite(ExchangeSuite):
 
     @property
     def name(self) -> str:
-        return "moe_sweep" if self.sweep else "moe_ht"
+        return self.named("moe_sweep" if self.sweep else "moe_ht")
 
     def specs(self) -> list[Spec]:
         """The cases that `case` selects. A sweep's first two, the headline, are always among them."""
@@ -100,11 +110,21 @@ class MoeSuite(ExchangeSuite):
         return [spec for spec in found if spec.name in chosen or (self.sweep and spec in found[:2])]
 
     def measure(self, device: torch.device) -> dict[str, Any]:
+        self.check_nodes(num_nodes(device, self.workload))
         rate, notes = None, [] if self.sweep else [footprint(device, self.workload, self.dtype[0])]
         if device.type == "cuda":
+            notes = [SMS_ARE, *notes]
+        if device.type == "cuda" and self.nodes == 1:
             rate, case = best_sm_store_rate(device)
-            notes = [f"floor: {rate:.1f} GB/s, the best rate of SM stores in this run ({case})", SMS_ARE, *notes]
-        return {"rows": time_cases(device, self.specs(), self.peer, self.iterations, rate), "notes": notes}
+            notes = [f"floor: {rate:.1f} GB/s, the best rate of SM stores in this run ({case})", *notes]
+        rows = time_cases(device, self.specs(), self.peer, self.iterations, rate, self.nodes)
+        return {"rows": rows, "notes": notes}
+
+
+def num_nodes(device: torch.device, workload: Workload) -> int:
+    """The nodes that the ranks are on. Collective."""
+    with contextlib.closing(EpPlugin(workload, device, FLAT, {})) as ours:
+        return ours.comm.engine.node_map.num_nodes
 
 
 def footprint(device: torch.device, workload: Workload, dtype: str) -> str:
@@ -121,7 +141,7 @@ def footprint(device: torch.device, workload: Workload, dtype: str) -> str:
             torch.cuda.synchronize(device)
         seconds, engine = time.perf_counter() - began, ours.comm.engine
         pools = (engine.pool_bytes(DISPATCH_POOL) + engine.pool_bytes(COMBINE_POOL)) / 2**20
-        control = (_C.control_bytes(engine.size, workload.experts) + _C.state_bytes) / 2**20
+        control = (_C.control_bytes(engine.node_size, engine.node_experts) + _C.state_bytes) / 2**20
     memory = f"{pools:,.1f} MiB for pools and {control:,.1f} MiB for control"
     took = f"{seconds:.3f} s until its first dispatch and combine have finished"
     return f"a communicator takes {memory}, and {took}"
