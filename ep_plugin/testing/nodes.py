@@ -10,7 +10,8 @@ other, as on real hosts. Networks of the nodes:
   and nothing else. Where the machine does not allow namespaces, the ranks share the loopback device and stderr says so;
   ``--rate`` is then refused.
 - GPUs: the ranks share the loopback device. A node sees its own GPUs only, and NCCL treats the nodes as hosts that only
-  sockets join. ``--rate`` is refused.
+  sockets join. ``--rate`` is refused. With fewer GPUs than ranks, ranks share GPUs: each rank sees one GPU, has
+  LOCAL_RANK 0 of 1, and is a host of its own for NCCL, which refuses two ranks of one host on one GPU.
 
 The ranks end with the launcher, also when it is killed. The first rank that fails decides the exit status (128 + the
 signal that killed it). The other ranks have ``--grace`` seconds to end by themselves.
@@ -49,6 +50,7 @@ _NCCL_OVER_SOCKETS = {
     "NCCL_MNNVL_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
+_SHARED_GPU = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +70,19 @@ class Cluster:
     rate: str | None = None
     launched_by: str = ""
 
+    @property
+    def size(self) -> int:
+        return self.nodes * self.ranks
+
+    @property
+    def shares_gpus(self) -> bool:
+        return self.gpus is not None and len(self.gpus) < self.size
+
     def described(self) -> str:
         network = "network namespaces" if self.network else "the loopback device"
         links = f", links of {self.rate}" if self.rate else ""
-        return f"{self.nodes} nodes of {self.ranks} ranks on {network}{links}"
+        shared = f", which share {len(self.gpus or ())} GPU(s)" if self.shares_gpus else ""
+        return f"{self.nodes} nodes of {self.ranks} ranks on {network}{links}{shared}"
 
 
 def run(cluster: Cluster, command: list[str], grace_s: float) -> int:
@@ -82,7 +93,7 @@ def run(cluster: Cluster, command: list[str], grace_s: float) -> int:
     port = _PORT if cluster.network else _free_port()
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(cluster.nodes * cluster.ranks):
+        for rank in range(cluster.size):
             variables = {**os.environ, **variables_of(rank, cluster, port)}
             start = functools.partial(_before_exec, os.getpid(), cluster.network, rank // cluster.ranks)
             ranks.append(subprocess.Popen(command, env=variables, preexec_fn=start, start_new_session=True))
@@ -97,7 +108,7 @@ def variables_of(rank: int, cluster: Cluster, port: int) -> dict[str, str]:
     interface = INTERFACE if cluster.network else "lo"
     variables = {
         "RANK": str(rank),
-        "WORLD_SIZE": str(cluster.nodes * cluster.ranks),
+        "WORLD_SIZE": str(cluster.size),
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(cluster.ranks),
         "MASTER_ADDR": cluster.network.address(0) if cluster.network else "127.0.0.1",
@@ -108,7 +119,10 @@ def variables_of(rank: int, cluster: Cluster, port: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,
     }
-    if cluster.gpus is not None:
+    if cluster.gpus is not None and cluster.shares_gpus:
+        gpu = cluster.gpus[rank * len(cluster.gpus) // cluster.size]
+        variables |= {**_NCCL_OVER_SOCKETS, **_SHARED_GPU, "NCCL_HOSTID": f"rank{rank}", "CUDA_VISIBLE_DEVICES": gpu}
+    elif cluster.gpus is not None:
         own = cluster.gpus[node * cluster.ranks : (node + 1) * cluster.ranks]
         variables |= {**_NCCL_OVER_SOCKETS, "NCCL_HOSTID": f"node{node}", "CUDA_VISIBLE_DEVICES": ",".join(own)}
     return variables
@@ -182,12 +196,14 @@ def _choose(options: argparse.Namespace, rate: int | None, launched_by: str) -> 
     sizes = {"nodes": options.nodes, "ranks": options.ranks, "launched_by": launched_by}
     gpus = _visible_gpus() if options.device in ("auto", "cuda") else []
     if gpus or options.device == "cuda":
-        needed = options.nodes * options.ranks
-        if len(gpus) < needed:
-            raise ValueError(f"GPUs: expected one per rank, {needed}, found {len(gpus)}; --device cpu needs none")
+        if not gpus:
+            raise ValueError("device: expected at least one GPU for cuda, found none; --device cpu needs none")
         if rate:
             raise ValueError("rate: expected none with GPUs, whose ranks share the loopback device")
-        return Cluster(**sizes, gpus=gpus)
+        cluster = Cluster(**sizes, gpus=gpus)
+        if cluster.shares_gpus:
+            print(f"nodes: {cluster.described()}; each sees one as its LOCAL_RANK 0", file=sys.stderr)
+        return cluster
     if options.network == "loopback":
         problem = "--network loopback"
     else:

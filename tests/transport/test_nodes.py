@@ -127,12 +127,12 @@ def test_without_iproute2_the_loopback_is_used_and_said(tmp_path: Path) -> None:
         (["--ranks", "65"], "--ranks: expected 1 to 64, got 65"),
         (["--grace", "-1"], "--grace: expected 0 or more seconds, got -1"),
         (["--grace", "inf"], "--grace: expected 0 or more seconds, got inf"),
-        (["--device", "cuda", "--nodes", "64"], "expected one per rank, 128, found"),
+        (["--device", "cuda"], "device: expected at least one GPU for cuda, found none"),
     ],
     ids=["rate-without-namespaces", "rate", "nodes", "ranks", "grace", "endless-grace", "gpus"],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(options: list[str], message: str) -> None:
-    done = launch(*options, run="where")
+    done = launch(*options, run="where", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert message in done.stderr and not done.stdout
 
@@ -214,6 +214,36 @@ def test_nodes_with_gpus_are_hosts_that_only_sockets_join() -> None:
     assert [rank["NCCL_HOSTID"] for rank in ranks] == ["node0", "node0", "node1", "node1"]
     assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1", "0", "1"]
     assert {(rank["NCCL_NET"], rank["NCCL_SOCKET_IFNAME"]) for rank in ranks} == {("Socket", "lo")}
+
+
+def test_ranks_that_share_a_gpu_are_hosts_of_their_own_for_nccl() -> None:
+    cluster = Cluster(nodes=2, ranks=2, gpus=["5"])
+    ranks = [variables_of(rank, cluster, 1234) for rank in range(4)]
+    assert [rank["NCCL_HOSTID"] for rank in ranks] == ["rank0", "rank1", "rank2", "rank3"]
+    assert [rank["EP_PLUGIN_HOST"] for rank in ranks] == ["node0", "node0", "node1", "node1"]
+    assert [rank["RANK"] for rank in ranks] == ["0", "1", "2", "3"]
+    settings = {
+        "CUDA_VISIBLE_DEVICES": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "4",
+        "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "EP_PLUGIN_EMULATION": "2 nodes of 2 ranks on the loopback device, which share 1 GPU(s)",
+    }  # fmt: skip
+    assert all(settings.items() <= rank.items() for rank in ranks)
+
+
+def test_ranks_share_gpus_as_evenly_as_they_can() -> None:
+    cluster = Cluster(nodes=2, ranks=4, gpus=["a", "b", "c"])
+    assert [variables_of(rank, cluster, 1)["CUDA_VISIBLE_DEVICES"] for rank in range(8)] == list("aaabbbcc")
+
+
+@pytest.mark.parametrize(("gpus", "shared"), [(1, True), (3, True), (4, False), (8, False)])
+def test_ranks_share_gpus_where_there_are_fewer(gpus: int, shared: bool, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(nodes, "_visible_gpus", lambda: [str(gpu) for gpu in range(gpus)])
+    options, rate = nodes._parse(["--nodes", "2", "--ranks", "2", "true"])
+    assert nodes._choose(options, rate, "").shares_gpus is shared
+    assert (f"which share {gpus} GPU(s); each sees one as its LOCAL_RANK 0" in capfd.readouterr().err) is shared
+    with pytest.raises(ValueError, match="rate: expected none with GPUs"):
+        nodes._choose(options, 10**9, "")
 
 
 def test_rates() -> None:
