@@ -14,7 +14,7 @@ stress    the tests once under each of three settings
 evidence  all of these tests on one, two and four of four GPUs
 bench     ep-bench moe
 more      ep-bench's other suites but layers
-nodes     ep-bench allgather of 64 MiB on two emulated nodes, each of half the GPUs
+nodes     the tests on two emulated nodes; with 2 GPUs or more, ep-bench allgather and moe on two nodes of half of them
 train     a Qwen3-MoE of 30B-A3B's widths through both exchanges
 deepseek  DeepSeek-V3 of transformers and of Megatron-core, and ep-bench layers
 
@@ -57,19 +57,22 @@ stress() {
 # Each rank under a sanitizer of its own: the tool does not follow the processes that a test starts. PyTorch's symmetric
 # memory finds out by a failing call whether the machine has fabric handles: failing calls are not reported.
 sanitize() {
-  local tool size rank pids
+  local tool shape size nodes what rank pids
   for tool in memcheck racecheck; do
-    for size in 1 2; do
-      echo "== compute-sanitizer --tool $tool, $size rank(s)"
+    for shape in "1 1" "2 1" "4 2"; do
+      read -r size nodes <<<"$shape"
+      what="$size rank(s)"
+      if [ "$nodes" != 1 ]; then what+=" on $nodes nodes"; fi
+      echo "== compute-sanitizer --tool $tool, $what"
       local store; store=$(mktemp -u)
       pids=()
       for ((rank = 0; rank < size; rank++)); do
         compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 9 \
-          $PYTHON tests/gpu/small_case.py $rank $size "$store" &
+          $PYTHON tests/gpu/small_case.py $rank $size "$store" $nodes &
         pids+=($!)
       done
       for pid in "${pids[@]}"; do wait "$pid"; done
-      $PYTHON tests/gpu/receipt.py --passed "compute-sanitizer --tool $tool: small_case.py, $size rank(s)"
+      $PYTHON tests/gpu/receipt.py --passed "compute-sanitizer --tool $tool: small_case.py, $what"
     done
   done
 }
@@ -115,10 +118,13 @@ more() {
 
 # The launcher tells NCCL and ep_plugin that the two are hosts of their own, which only sockets join.
 nodes() {
-  if [ "$GPUS" -lt 2 ]; then echo "gpu.sh: nodes: expected 2 GPUs or more, found $GPUS" >&2; return 1; fi
-  local each=$((GPUS / 2))
-  $PYTHON -m ep_plugin.testing.nodes --device cuda --nodes 2 --ranks $each -- $PYTHON -m ep_plugin.bench allgather \
-    --backend cuda --ranks $((2 * each)) --nodes 2 --size $((64 << 20)) --out benchmarks/results/
+  $PYTHON -m pytest -m gpu tests/gpu/test_across_nodes.py -q
+  if [ "$GPUS" -lt 2 ]; then return; fi
+  local suite each=$((GPUS / 2))
+  for suite in "allgather --size $((64 << 20))" "moe --dtype bfloat16"; do
+    $PYTHON -m ep_plugin.testing.nodes --device cuda --nodes 2 --ranks $each -- $PYTHON -m ep_plugin.bench $suite \
+      --backend cuda --ranks $((2 * each)) --nodes 2 --out benchmarks/results/
+  done
 }
 
 # The name of its result, the model and its options.

@@ -1,6 +1,6 @@
 """Routing problems for GPUs, each judged by the oracles on fresh random inputs; what the other GPU tests build on.
 
-Ranks may share a GPU: rank r uses device r modulo the number of devices.
+Ranks may share a GPU: rank r uses device r modulo the number of devices. With EP_TEST_DEVICE=cpu all ranks use the CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ep_plugin import DispatchLayout, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.moe.reference import ReferenceOutput, reference_combine, reference_dispatch
+from tests.moe.moe_cases import roundings_of
 from tests.ranks import simt_asked
 
 FLAT, TOKEN_MAJOR = DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR
@@ -63,7 +64,7 @@ ONE_KERNEL = {"dispatch_send_sms": 5, "dispatch_recv_sms": 0, "combine_send_sms"
 
 
 def device_of(rank: int) -> torch.device:
-    if simt_asked(os.environ):
+    if simt_asked(os.environ) or os.environ.get("EP_TEST_DEVICE") == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -93,9 +94,14 @@ def started(comm: MoECommunicator) -> float:
     What follows begins on all ranks together: on an overloaded host they reach it further apart than the deadlines of
     fault tests.
     """
-    torch.cuda.synchronize(comm.engine.device)
+    synchronize(comm.engine.device)
     dist.barrier()
     return time.monotonic()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
@@ -152,9 +158,10 @@ def assert_close(
 ) -> None:
     """Each element by itself: as exact as `roundings` to `dtype`, and sums in float32, can leave it.
 
-    A combine rounds twice: every rank's partial sum, to the row's type for the wire, and the owner's sum of those. Each
-    costs half an epsilon of what is rounded, at most of `magnitude`, the sum of the terms' absolute values. In between,
-    float32 takes half of its epsilon per term: 64 terms are allowed, and what is below the smallest normal number.
+    A combine rounds twice: every rank's partial sum, to the row's type for the wire, and the owner's sum of those. Over
+    several nodes it also rounds each node's sum. Each costs half an epsilon of what is rounded, at most of `magnitude`,
+    the sum of the terms' absolute values. In between, float32 takes half of its epsilon per term: 64 terms are allowed,
+    and what is below the smallest normal number.
     """
     assert ours.shape == exact.shape, f"{what}: expected {tuple(exact.shape)}, got {tuple(ours.shape)}"
     rounded = (1 + torch.finfo(dtype).eps / 2) ** roundings - 1
@@ -197,9 +204,10 @@ def expert_rows(case: Case, given: Inputs, holder: int, seed: int) -> torch.Tens
 
 
 class CombineOracle:
-    """Judges what `rank` gets when every rank combines its `expert_rows`."""
+    """Judges what `rank` gets when every rank combines its `expert_rows`. roundings: see `assert_close`."""
 
-    def __init__(self, case: Case, given: Inputs, rank: int, seed: int) -> None:
+    def __init__(self, case: Case, given: Inputs, rank: int, seed: int, roundings: int = 2) -> None:
+        self._roundings = roundings
         self._dtype, self._tokens = case.dtype, [given.tokens[rank]]
         self._shares = [share_of(case, given, holder, rank, seed)[0] for holder in range(len(given.x))]
 
@@ -211,7 +219,7 @@ class CombineOracle:
         magnitude = reference_combine([rows.abs() for rows in y], self._shares, self._tokens, weights)[0]
         if bias is not None:
             exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
-        assert_close(what, z, exact, magnitude, self._dtype)
+        assert_close(what, z, exact, magnitude, self._dtype, self._roundings)
 
 
 def check_round(comm: MoECommunicator, case: Case, seed: int) -> None:
@@ -223,7 +231,7 @@ def check_round(comm: MoECommunicator, case: Case, seed: int) -> None:
     assert_received(out, given.expected[rank])
 
     y = expert_rows(case, given, rank, seed).to(device)
-    oracle = CombineOracle(case, given, rank, seed)
+    oracle = CombineOracle(case, given, rank, seed, roundings_of(comm))
     bias = given.x[rank].flip(0)
     z = comm.combine(y, handle, weights=out.weights, bias=bias.to(device))
     oracle.check("weighted combine", z, weighted=True, bias=bias)

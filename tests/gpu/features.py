@@ -7,6 +7,7 @@ import itertools
 import os
 import threading
 import unittest.mock
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -30,6 +31,7 @@ from tests.gpu.checks import (
 )
 from tests.gpu.early import changes_streams, grows_unevenly, receives_early
 from tests.gpu.gradients import gradients
+from tests.moe.moe_cases import roundings_of
 
 
 def same_bits(rank: int, size: int) -> None:
@@ -96,9 +98,11 @@ def quantised_in_one_kernel(rank: int, size: int) -> None:
     quantised(rank, size, **ONE_KERNEL)
 
 
-def quantised(rank: int, size: int, **sms: int) -> None:
+def quantised(rank: int, size: int, names: Collection[str] = tuple(QUANTIZED), **sms: int) -> None:
     """Rows and scales made by the send are the oracle's bit for bit, by all kernels, and over a known routing."""
     for plain, (seed, (name, case)) in itertools.product(("0", "1"), enumerate(QUANTIZED.items())):
+        if name not in names:
+            continue
         given = make_inputs(case, size, seed)
         x = [_to_quantise(rows, seed + r) for r, rows in enumerate(given.x)]
         rows, scales = zip(*(reference_quantize(tokens) for tokens in x), strict=True)
@@ -145,7 +149,7 @@ def capacity(rank: int, size: int, **sms: int) -> None:
         y = torch.full_like(out.tokens, torch.nan)  # beyond the rows nothing is read
         y[:rows] = expert_rows(case, given, rank, 6).to(device)
         z = comm.combine(y, handle, weights=out.weights)
-        CombineOracle(case, given, rank, 6).check("combine with room", z, weighted=True)
+        CombineOracle(case, given, rank, 6, roundings_of(comm)).check("combine with room", z, weighted=True)
 
         cut = replace(given, expected=[first_rows(e, max(1, len(e.tokens) // 2)) for e in given.expected])
         small = max(1, rows // 2)
@@ -155,7 +159,8 @@ def capacity(rank: int, size: int, **sms: int) -> None:
         assert out.overflow.item() == int(rows > small) and out.required.item() == rows
         assert int(out.expert_offsets.max()) <= small
         z = comm.combine(expert_rows(case, cut, rank, 7).to(device), handle, weights=out.weights)
-        CombineOracle(case, cut, rank, 7).check("combine of what there was room for", z, weighted=True)
+        oracle = CombineOracle(case, cut, rank, 7, roundings_of(comm))
+        oracle.check("combine of what there was room for", z, weighted=True)
 
 
 def first_rows(expected: ReferenceOutput, capacity: int) -> ReferenceOutput:
@@ -177,7 +182,7 @@ def outstanding(rank: int, size: int) -> None:
     with communicator(case, rank, size, timeout_s=60) as first, communicator(case, rank, size, timeout_s=60) as second:
         device = first.engine.device
         busy = torch.randn(4096, 4096, device=device)
-        for _ in range(100):
+        for _ in range(100 if device.type == "cuda" else 0):
             busy = torch.nn.functional.normalize(busy @ busy)
         parts = [[part[rank].to(device) for part in (g.x, g.ids, g.weights)] for g in inputs]
         works = [(first if i % 2 else second).dispatch_async(*parts[i]) for i in range(4)]
@@ -189,7 +194,7 @@ def outstanding(rank: int, size: int) -> None:
             comm = first if i % 2 else second
             y = expert_rows(case, inputs[i], rank, i).to(device)
             z = comm.combine_async(y, handle, weights=out.weights).wait()
-            CombineOracle(case, inputs[i], rank, i).check(f"combine {i}", z, weighted=True)
+            CombineOracle(case, inputs[i], rank, i, roundings_of(comm)).check(f"combine {i}", z, weighted=True)
         first.dispatch_async(*parts[0])  # nobody waits: the next operation completes it
         out, _ = first.dispatch(*parts[1])
         assert_received(out, inputs[1].expected[rank])
@@ -302,8 +307,9 @@ def misaligned(rank: int, size: int) -> None:
         assert x.grad is not None
         share = (given.weights[rank].double() * (given.ids[rank] >= 0)).sum(1, keepdim=True)
         exact, gradient = given.x[rank].double() * share, given.x[rank].double() * 2 * share * share
-        assert_close("z", z.detach(), exact, exact.abs(), case.dtype)
-        assert_close("x.grad", x.grad, gradient, gradient.abs(), case.dtype)
+        roundings = roundings_of(comm)
+        assert_close("z", z.detach(), exact, exact.abs(), case.dtype, roundings)
+        assert_close("x.grad", x.grad, gradient, gradient.abs(), case.dtype, roundings)
 
         os.environ["EP_PLUGIN_CHECK_IDS"] = "1"
         bad = ids.clone()

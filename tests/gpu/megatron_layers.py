@@ -1,4 +1,4 @@
-"""Megatron's own MoE layers on GPUs, one rank on each; the cases of the CPU tests that GPUs can tell apart."""
+"""Megatron's own MoE layers on GPUs; the cases of the CPU tests that GPUs can tell apart. Ranks may share a GPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def overlapped_schedule(rank: int, size: int) -> dict[str, Any]:
 
 def _start(rank: int, size: int, tp: int) -> None:
     """NCCL, Megatron's groups, and our dispatcher in the place of its own."""
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     dist.init_process_group("nccl", store=dist.PrefixStore("megatron", store), rank=rank, world_size=size)

@@ -1,7 +1,8 @@
 """One rank of a small dispatch and combine, their backward, a gather and a reduction, for compute-sanitizer, which
 watches the process it starts.
 
-`python tests/gpu/small_case.py RANK SIZE STORE`, where STORE is a file that all ranks name and none has used before.
+`python tests/gpu/small_case.py RANK SIZE STORE [NODES]`, where STORE is a file that all ranks name and none has used
+before. NODES is 1 or 2: the emulated nodes of the ranks, which may share a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.gpu import checks, collectives, gradients
+from tests.gpu import checks, collectives, gradients, over_nodes
 
 
 def small(rank: int, size: int) -> None:
@@ -31,7 +32,12 @@ def small(rank: int, size: int) -> None:
 
 if __name__ == "__main__":
     rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    nodes = int(sys.argv[4]) if len(sys.argv) > 4 else 1
+    if nodes not in (1, over_nodes.NODES):
+        sys.exit(f"small_case: NODES: expected 1 or {over_nodes.NODES}, got {nodes}")
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    if nodes > 1:
+        over_nodes.start(rank, size)
     small(rank, size)
     dist.destroy_process_group()
-    print(f"small_case: rank {rank} of {size} passed")
+    print(f"small_case: rank {rank} of {size} on {nodes} node(s) passed")

@@ -25,11 +25,16 @@ def test_matches_alltoall(tp: int) -> None:
 
     size = 4 if torch.cuda.device_count() >= 4 else 2
     for rank, found in enumerate(values(run_ranks(size, megatron_layers.parity, size, tp, timeout_s=280))):
-        assert found.keys() == {*megatron_layers.CASES, "bf16"}
-        for name, difference in found.items():
-            worst = max(difference, key=difference.get)
-            limit = LIMITS["bf16" if name == "bf16" else "fp32"]
-            assert difference[worst] <= limit, f"rank {rank}, {name}: {worst} differs by {difference[worst]}"
+        assert_within_limits(rank, found)
+
+
+def assert_within_limits(rank: int, found: dict[str, dict[str, float]]) -> None:
+    """found: what `megatron_layers.parity` returned."""
+    assert found.keys() == {*megatron_layers.CASES, "bf16"}
+    for name, difference in found.items():
+        worst = max(difference, key=difference.get)
+        limit = LIMITS["bf16" if name == "bf16" else "fp32"]
+        assert difference[worst] <= limit, f"rank {rank}, {name}: {worst} differs by {difference[worst]}"
 
 
 @pytest.mark.gpu(2)

@@ -98,14 +98,42 @@ def test_every_suite_of_more_can_be_asked_for(tree: Path, monkeypatch: pytest.Mo
     assert [suite.name for suite in asked] == names.split()
 
 
+TESTS_OVER_NODES = "-m pytest -m gpu tests/gpu/test_across_nodes.py -q"
+
+
 def test_two_emulated_nodes_have_half_the_gpus_each(tree: Path) -> None:
-    done, (call,) = run(tree, "nodes")
+    done, (tests, *calls) = run(tree, "nodes")
     assert done.returncode == 0, done.stderr
-    launcher, bench = call.split(f" -- {tree}/bin/python ")
-    assert launcher == "-m ep_plugin.testing.nodes --device cuda --nodes 2 --ranks 1"
-    assert bench == (
-        "-m ep_plugin.bench allgather --backend cuda --ranks 2 --nodes 2 --size 67108864 --out benchmarks/results/"
-    )
+    assert tests == TESTS_OVER_NODES
+    for call, suite in zip(calls, ("allgather --size 67108864", "moe --dtype bfloat16"), strict=True):
+        launcher, bench = call.split(f" -- {tree}/bin/python ")
+        assert launcher == "-m ep_plugin.testing.nodes --device cuda --nodes 2 --ranks 1"
+        assert bench == (f"-m ep_plugin.bench {suite} --backend cuda --ranks 2 --nodes 2 --out benchmarks/results/")
+
+
+def test_one_gpu_has_the_tests_over_nodes(tree: Path) -> None:
+    (tree / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0\n")
+    done, calls = run(tree, "nodes")
+    assert done.returncode == 0 and calls == [TESTS_OVER_NODES], done.stderr
+
+
+def test_sanitizers_watch_ranks_of_one_and_of_two_nodes(tree: Path) -> None:
+    sanitizer = tree / "bin" / "compute-sanitizer"
+    sanitizer.write_text('#!/bin/sh\necho "sanitizer $@" >> "$CALLS"\n')
+    sanitizer.chmod(0o755)
+    done, calls = run(tree, "sanitize")
+    assert done.returncode == 0, done.stderr
+    ranks = [call.split("small_case.py ")[1].split() for call in calls if call.startswith("sanitizer")]
+    for size, nodes in (("1", "1"), ("2", "1"), ("4", "2")):
+        chosen = [rank for rank, of, _, on in ranks if (of, on) == (size, nodes)]
+        assert sorted(chosen) == sorted(2 * [str(rank) for rank in range(int(size))])
+    passed = [call.split("--passed ")[1] for call in calls if "--passed" in call]
+    shapes = ("1 rank(s)", "2 rank(s)", "4 rank(s) on 2 nodes")
+    assert passed == [
+        f"compute-sanitizer --tool {tool}: small_case.py, {shape}"
+        for tool in ("memcheck", "racecheck")
+        for shape in shapes
+    ]
 
 
 @pytest.mark.parametrize(

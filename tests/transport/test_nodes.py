@@ -224,8 +224,8 @@ def test_ranks_that_share_a_gpu_are_hosts_of_their_own_for_nccl() -> None:
     assert [rank["RANK"] for rank in ranks] == ["0", "1", "2", "3"]
     settings = {
         "CUDA_VISIBLE_DEVICES": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "4",
-        "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
         "EP_PLUGIN_EMULATION": "2 nodes of 2 ranks on the loopback device, which share 1 GPU(s)",
     }  # fmt: skip
     assert all(settings.items() <= rank.items() for rank in ranks)

@@ -1,0 +1,255 @@
+"""Dispatch and combine over two emulated nodes: cases for GPUs, which also run on CPUs (checks.device_of).
+
+All ranks may share one GPU. Each is a host of its own for NCCL; EP_PLUGIN_HOST makes nodes of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_plugin import MoECommunicator, PeerAborted, PeerTimeout
+from ep_plugin.testing.nodes import Cluster, variables_of
+from tests.gpu import checks, features, gradients, graphs
+
+NODES = 2
+GRID = [name for name in checks.CASES if not name.startswith(("real_widths", "wide"))]
+WIDE = [name for name in checks.CASES if name not in GRID]  # slow on CPUs
+DEADLINE_S = 4.0
+LONGEST_S = DEADLINE_S + 5
+REPLAYS = 100
+
+
+def start(rank: int, size: int) -> None:
+    """Puts this rank on its node. On a GPU, the default group gets NCCL for GPUs beside gloo for CPUs."""
+    given = variables_of(rank, Cluster(nodes=NODES, ranks=size // NODES, gpus=["0"]), port=0)
+    used = ("NCCL_", "TORCH_SYMM_MEM_", "EP_PLUGIN_HOST")
+    os.environ.update({name: value for name, value in given.items() if name.startswith(used)})
+    if checks.device_of(rank).type == "cpu":
+        return
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    store = dist.PrefixStore("over_nodes", store)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size)
+
+
+def on_nodes(rank: int, function: Callable[..., Any], size: int, *args: Any) -> Any:
+    """What ``function(rank, size, *args)`` returns on its node."""
+    start(rank, size)
+    return function(rank, size, *args)
+
+
+# -- right results ---------------------------------------------------------------------------------------------------
+
+
+def grid(rank: int, size: int, names: list[str]) -> list[str]:
+    """Layouts, dtypes, weights, known routings, ragged and empty ranks. Returns the names of the cases that ran."""
+    for seed, name in enumerate(names):
+        case = checks.CASES[name]
+        try:
+            with checks.communicator(case, rank, size, timeout_s=60) as comm:
+                assert comm.engine.node_map.num_nodes == NODES
+                checks.check_round(comm, case, seed)
+        except Exception as error:
+            error.add_note(f"case {name}, rank {rank} of {size}")
+            raise
+    return names
+
+
+def bits_do_not_depend_on_chunks(rank: int, size: int) -> None:
+    case = checks.Case(tokens=150, hidden=256, topk=5)
+    given = checks.make_inputs(case, size, 3)
+    results = []
+    for chunks in (None, 1, 6, 6):
+        with checks.communicator(case, rank, size, timeout_s=60, rail_chunks=chunks) as comm:
+            device = comm.engine.device
+            out, handle = comm.dispatch(*(part[rank].to(device) for part in (given.x, given.ids, given.weights)))
+            z = comm.combine(out.tokens.sin(), handle, weights=out.weights)
+            results.append((out.tokens.cpu(), z.cpu()))
+    for tokens, z in results[1:]:
+        assert torch.equal(tokens, results[0][0]) and torch.equal(z, results[0][1])
+
+
+def rows_cross_once(rank: int, size: int) -> None:
+    """A token goes once to the other node if it is needed there, and one row returns for it."""
+    case = checks.Case(tokens=90, hidden=256, topk=4, ragged=17)
+    given = checks.make_inputs(case, size, 5)
+    per_node = case.experts_per_rank * (size // NODES)
+
+    def crossing(source: int) -> int:
+        ids = given.ids[source]
+        return int(((ids >= 0) & (ids // per_node != source * NODES // size)).any(1).sum())
+
+    sent, returned = crossing(rank), crossing((rank + size // NODES) % size)
+    row, ids, weights = case.hidden * case.dtype.itemsize, 4 * case.topk, 4 * case.topk
+    with checks.communicator(case, rank, size, timeout_s=60, rail_chunks=3) as comm:
+        device = comm.engine.device
+        counts = 8 * (9 + 3)  # the header's words and a count for each chunk
+        known = counts if device.type == "cpu" else 0  # GPUs compare nothing where the host waits for nothing
+        x, topk_ids, topk_weights = (part[rank].to(device) for part in (given.x, given.ids, given.weights))
+
+        def bytes_of(call: Callable[[], Any]) -> tuple[Any, int]:
+            before = comm.rail_bytes_sent
+            return call(), comm.rail_bytes_sent - before
+
+        (out, handle), fresh = bytes_of(lambda: comm.dispatch(x, topk_ids, topk_weights))
+        _, cached = bytes_of(lambda: comm.dispatch(x, topk_ids, previous_handle=handle))
+        _, back = bytes_of(lambda: comm.combine(out.tokens, handle))
+    expected = [sent * (row + ids + weights) + counts, sent * row + known, returned * row + known]
+    assert [fresh, cached, back] == expected
+
+
+def replayed(rank: int, size: int) -> None:
+    assert graphs.replayed(rank, size, REPLAYS) == REPLAYS
+
+
+def quantised(rank: int, size: int) -> None:
+    """Some of the widths, for all kernels."""
+    features.quantised(rank, size, ("bf16_token_major", "short_last_block", "empty_ranks"))
+
+
+def abort(rank: int, size: int) -> None:
+    """An abort reaches the other node within a second, and a new communicator works afterwards."""
+    case = checks.Case(hidden=256, tokens=64)
+    given = checks.make_inputs(case, size, 1)
+    with checks.communicator(case, rank, size, timeout_s=60) as comm:
+        parts = [part[rank].to(comm.engine.device) for part in (given.x, given.ids, given.weights)]
+        comm.dispatch(*parts)
+        began = checks.started(comm)
+        if rank == size - 1:
+            comm.abort("out of luck")
+        else:
+            with pytest.raises(PeerAborted, match="out of luck") as caught:
+                while True:
+                    comm.dispatch(*parts)
+                    checks.synchronize(comm.engine.device)
+            took = time.monotonic() - began
+            assert caught.value.rank == size - 1 and took < 1.5, f"rank {rank}: {took:.1f} s"
+    group = dist.new_group(list(range(size)))  # on CPUs an abort breaks the connections of its group
+    with MoECommunicator(group, checks.config_of(case, size, timeout_s=60), checks.device_of(rank)) as later:
+        checks.check_round(later, case, 2)
+
+
+CASES: dict[str, Callable[[int, int], Any]] = {
+    check.__name__: check
+    for check in (
+        bits_do_not_depend_on_chunks,
+        rows_cross_once,
+        features.scales_travel,
+        quantised,
+        features.capacity,
+        features.outstanding,
+        features.misaligned,
+        gradients.gradients,
+        replayed,
+    )
+}
+
+
+def cases(rank: int, size: int, names: list[str]) -> list[str]:
+    """Those of CASES, in one start of the ranks. Returns the names of those that passed."""
+    for name in names:
+        try:
+            CASES[name](rank, size)
+        except Exception as error:
+            error.add_note(f"case {name}, rank {rank} of {size}")
+            raise
+    return names
+
+
+def everything(rank: int, size: int, names: list[str]) -> list[str]:
+    """The grid's cases of these names, all of CASES, and an abort. Returns the names of those that passed."""
+    return [*grid(rank, size, names), *cases(rank, size, list(CASES)), *_aborted(rank, size)]
+
+
+def _aborted(rank: int, size: int) -> list[str]:
+    abort(rank, size)
+    return ["abort"]
+
+
+# -- a rank that dies ------------------------------------------------------------------------------------------------
+
+
+def survive(rank: int, size: int, victim: int) -> tuple[str, int | None, float]:
+    """The victim dies before its third dispatch. What a survivor says, and how long it took.
+
+    A survivor stays for as long again: nothing of NCCL's ends its process.
+    """
+    case = checks.Case(hidden=256, tokens=64)
+    given = checks.make_inputs(case, size, 1)
+    config = checks.config_of(case, size, timeout_s=DEADLINE_S, max_tokens_per_rank=case.tokens)
+    comm = MoECommunicator(None, config, checks.device_of(rank))
+    parts = [part[rank].to(comm.engine.device) for part in (given.x, given.ids, given.weights)]
+
+    def round_trip() -> None:
+        out, handle = comm.dispatch(*parts)
+        comm.combine(out.tokens, handle, weights=out.weights)
+        checks.synchronize(comm.engine.device)
+        comm.check()
+
+    round_trip()
+    round_trip()
+    _meet(size)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises((PeerTimeout, PeerAborted)) as caught:
+        for _ in range(3):
+            round_trip()
+    took, error = time.monotonic() - began, caught.value
+    with pytest.raises(type(error)):
+        comm.dispatch(*parts)
+    comm.close()
+    time.sleep(LONGEST_S - DEADLINE_S if comm.engine.device.type == "cpu" else LONGEST_S)
+    return str(error), error.rank, took
+
+
+def _meet(size: int) -> None:
+    """Returns when all ranks have come here. By the store: no collective is under way when a rank dies."""
+    store = dist.distributed_c10d._get_default_store()
+    if store.add("over_nodes/met", 1) == size:
+        store.set("over_nodes/all", "")
+    store.wait(["over_nodes/all"])
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+def losses(rank: int, size: int) -> dict[str, list[float]]:
+    """Of a small Qwen3-MoE of transformers, FSDP2 with our gathers: through the built-in exchange, and through ours."""
+    from ep_plugin.integrations import fsdp2
+    from examples.compare import models, train
+    from examples.compare.clock import ExchangeClock
+    from examples.compare.options import MODELS, OURS, Options
+
+    device, preset = checks.device_of(rank), MODELS["qwen3_moe"].presets["tiny"]
+    options = Options(
+        model="qwen3_moe", arm=OURS, preset="tiny", checkpoint=None, layers=2, text=__file__, steps=4, seq_len=32,
+        batch=2, micro_batches=1, lr=preset.lr, dtype="float32", seed=0, fsdp2=True, overlap=False,
+    )  # fmt: skip
+    found = {}
+    for arm in (MODELS["qwen3_moe"].built_in, OURS):
+        chosen, clock = replace(options, arm=arm), ExchangeClock(device)
+        model = models.build_model(chosen, clock)
+        if chosen.enables_fsdp2:
+            fsdp2.enable(model)
+        means, _, _ = train._run_steps(model, chosen, device, clock)
+        dist.all_reduce(means)
+        found[arm] = (means / size).tolist()
+        if chosen.enables_fsdp2:
+            assert fsdp2.launches(model).all_gathers > 0
+    return found
+
+
+def assert_same_losses(found: dict[str, list[float]]) -> None:
+    """Both train, from the same loss, and their losses stay together."""
+    theirs, ours = found.values()
+    assert ours == pytest.approx(theirs, rel=1e-4) and ours[-1] < ours[0]
