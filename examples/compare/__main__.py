@@ -4,6 +4,7 @@
     python -m examples.compare qwen3 --preset 4b --layers 12
     python -m examples.compare deepseek_v3 --preset v3
     python -m examples.compare megatron                         # DeepSeek-V3 of Megatron-core's layers, on GPUs only
+    python -m examples.compare qwen3_moe --nodes 2 --ranks 4    # two emulated nodes of two ranks
 
 Both arms start from the same weights and train on the same batches. Each runs in fresh processes, `--rounds` times and
 in turn, so that a slow minute of the machine affects both. See report.py for what is written.
@@ -15,7 +16,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -26,6 +26,7 @@ import torch
 import typer
 
 from ep_plugin.bench.provenance import hash_sources
+from examples.compare.launch import Ranks
 from examples.compare.options import MODELS, OURS, Options
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -48,6 +49,8 @@ def main(
     overlap: Annotated[bool, typer.Option(help="Shared experts run during ep_plugin's dispatch.")] = True,
     rounds: Annotated[int, typer.Option(min=1, help="How often each arm trains.")] = 2,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes. (default: one per GPU; 4 without GPUs)")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Emulated nodes of as many ranks each.")] = 1,
+    rate: Annotated[str | None, typer.Option(help="Of a node's link, such as 1gbit. (default: no limit)")] = None,
     out: Annotated[Path, typer.Option(help="Folder for metrics.json and loss.png.")] = Path("runs/compare"),
 ) -> None:
     """Train MODEL through ep_plugin and through what is built in, and compare loss and speed."""
@@ -55,10 +58,11 @@ def main(
         model, preset, checkpoint=checkpoint, layers=layers, text=text, steps=steps, seq_len=seq_len, batch=batch,
         micro_batches=micro_batches, lr=lr, dtype=dtype, seed=seed, fsdp2=fsdp2, overlap=overlap,
     )  # fmt: skip
+    started = Ranks.of(ranks, nodes, rate)
     _make_folder(out)
     code_hash = hash_sources()
     arms = [options, replace(options, arm=MODELS[model].built_in)] * rounds
-    results = [_train(arm, ranks or torch.cuda.device_count() or 4) for arm in arms]
+    results = [_train(arm, started) for arm in arms]
 
     from examples.compare import report
 
@@ -146,36 +150,11 @@ def _make_folder(out: Path) -> None:
             raise typer.BadParameter(f"expected a file that can be written, got {path}", param_hint="--out")
 
 
-def _train(options: Options, ranks: int) -> dict[str, Any]:
-    """The result of one arm, trained in `ranks` fresh processes. Exits with a status other than 0 if a rank fails.
-
-    torch's agent ends the other ranks when one dies, and all of them when this process is interrupted.
-    """
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+def _train(options: Options, ranks: Ranks) -> dict[str, Any]:
+    """The result of one arm, trained in fresh processes. Exits with a status other than 0 if a rank fails."""
     with tempfile.TemporaryDirectory() as folder, _environment(options):
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id="compare",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
         result = Path(folder) / "result.json"
-        worker = ("-u", "-m", "examples.compare.train", json.dumps(asdict(options)), str(result))
-        try:
-            elastic_launch(config, sys.executable)(*worker)
-        except ChildFailedError as error:
-            print(error, file=sys.stderr)
-            raise typer.Exit(1) from None
-        except SignalException as error:
-            print(f"stopped: {error}", file=sys.stderr)
-            raise typer.Exit(128 + error.sigval) from None
+        ranks.run(("-u", "-m", "examples.compare.train", json.dumps(asdict(options)), str(result)), folder)
         return json.loads(result.read_text())
 
 

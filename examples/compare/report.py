@@ -61,6 +61,7 @@ def summarise(results: list[dict[str, Any]], *, code_hash: str) -> dict[str, Any
         "process_group": first["process_group"],
         "device": first["device"],
         "world_size": first["world_size"],
+        **({"emulation": first["emulation"]} if first["emulation"] else {}),
         "model": f"{options['model']} {size}, {options['layers']} layers",
         "steps": options["steps"],
         "rounds": len(ours),

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
+from ep_plugin import env
 from ep_plugin.integrations import fsdp2
 from examples.compare.clock import ExchangeClock
 from examples.compare.data import batch_at, read_text
@@ -35,6 +36,7 @@ def train(options: Options) -> dict[str, Any]:
 
     Returns:
         losses: per step, the mean over ranks.
+        emulation: the nodes that are emulated, or None.
         step_seconds: per step, of the slowest rank.
         exchange_seconds, exchange_alone_seconds: per step, the mean over ranks, and without waiting for slower ranks.
             Absent for Megatron, for a dense model, and where shared experts run during the exchange.
@@ -54,6 +56,7 @@ def train(options: Options) -> dict[str, Any]:
         "process_group": dist.get_backend(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "world_size": dist.get_world_size(),
+        "emulation": env.settings().emulation,
         "losses": (losses / dist.get_world_size()).tolist(),
         "step_seconds": step_seconds.tolist(),
         "fsdp2_launches": asdict(fsdp2.launches(model)) if options.enables_fsdp2 else None,

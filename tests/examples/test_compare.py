@@ -24,6 +24,7 @@ import typer
 
 from examples.compare import data
 from examples.compare.__main__ import _environment, _make_folder, resolve
+from examples.compare.launch import Ranks
 from examples.compare.options import OURS
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +81,20 @@ def test_bad_options_end_the_command_before_anything_starts(tmp_path: Path) -> N
         assert result.returncode == 2
         assert "--lr" in result.stderr or "expected one of tiny, 30b-a3b, got 'large'" in result.stderr
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((4, 3, None), "expected a divisor of 4 ranks, got 3"),
+        ((4, 1, "1gbit"), "expected none with one node, which has no link, got 1gbit"),
+        ((4, 2, "fast"), "rate: expected a number and kbit, mbit or gbit, such as 1gbit, got 'fast'"),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(options: tuple[int, int, str | None], message: str) -> None:
+    with pytest.raises(typer.BadParameter) as raised:
+        Ranks.of(*options)
+    assert message in str(raised.value)
 
 
 def test_megatron_asks_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +191,14 @@ def test_qwen3_moe_in_two_rounds(tmp_path: Path) -> None:
     exchange_is_timed(metrics)
 
 
+def test_qwen3_moe_over_two_nodes(tmp_path: Path) -> None:
+    arguments = [*SMALL, "--nodes", "2", "--rounds", "1"]
+    metrics = compared(tmp_path, "qwen3_moe", *arguments, builtin="all_to_all")
+    assert metrics["emulation"].startswith("2 nodes of 1 ranks on ")
+    assert metrics["compare"]["max_rel_diff"] <= 1e-4
+    exchange_is_timed(metrics)
+
+
 def test_dense_qwen3(tmp_path: Path) -> None:
     metrics = compared(tmp_path, "qwen3", *SMALL, "--rounds", "1", builtin="stock")
     assert metrics["rounds"] == 1
@@ -204,19 +227,21 @@ def test_deepseek_v3_of_a_checkpoint_on_a_text_without_overlap(tmp_path: Path) -
     exchange_is_timed(metrics)
 
 
-def test_a_rank_that_raises_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_a_rank_that_raises_ends_the_run(nodes: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("short")
-    result = run("qwen3_moe", *SMALL, "--text", tmp_path / "text.txt", "--out", tmp_path)
+    result = run("qwen3_moe", *SMALL, "--nodes", nodes, "--text", tmp_path / "text.txt", "--out", tmp_path)
     assert result.returncode == 1
     assert "expected at least seq_len=32 tokens, got 5" in result.stderr
     assert not (tmp_path / "metrics.json").exists()
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize(
     ("victim", "signum", "status"), [("rank", signal.SIGKILL, 1), ("launcher", signal.SIGTERM, 143)]
 )
-def test_a_run_that_is_cut_short_ends(tmp_path: Path, victim: str, signum: int, status: int) -> None:
-    command = [*COMMAND, "qwen3", *SMALL, "--steps", "100000", "--out", str(tmp_path)]
+def test_a_run_that_is_cut_short_ends(tmp_path: Path, victim: str, signum: int, status: int, nodes: int) -> None:
+    command = [*COMMAND, "qwen3", *SMALL, "--nodes", str(nodes), "--steps", "100000", "--out", str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
     try:
         # The progress bar shows a loss once the first step is done.
@@ -225,8 +250,10 @@ def test_a_run_that_is_cut_short_ends(tmp_path: Path, victim: str, signum: int, 
             character = process.stderr.read(1)
             assert character, f"the run ended before its first step: {seen}"
             seen += character
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-        ranks = [int(pid) for pid in children.split()]
+        ranks = _children(process.pid)
+        if nodes > 1:  # they are children of the launcher of nodes
+            (of_nodes,) = ranks
+            ranks = _children(of_nodes)
         assert len(ranks) == 2
         os.kill(ranks[1] if victim == "rank" else process.pid, signum)
         process.communicate(timeout=60)
@@ -235,6 +262,10 @@ def test_a_run_that_is_cut_short_ends(tmp_path: Path, victim: str, signum: int, 
     finally:
         process.terminate()
         process.wait(timeout=60)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _save_checkpoint(folder: Path) -> None:
