@@ -65,13 +65,18 @@ for _kind in SUITES:
     _add_command(_kind)
 
 
-def _plan(**options: Any) -> None:
+def _plan(plot: Path | None = None, **options: Any) -> None:
     with _refusals():
         plan = Plan(**options)
+        if plot is not None:
+            _check_writable("plot", plot)
     typer.echo(traffic.markdown(plan))
+    if plot is not None:
+        traffic.plot(plan, plot)
 
 
-_take_fields(_plan, Plan)
+Plot = Annotated[Path | None, typer.Option(help="The file of a PNG with the bytes over 2 to N nodes.")]
+_take_fields(_plan, Plan, inspect.signature(_plan).parameters["plot"].replace(annotation=Plot))
 main.command("plan", help=Plan.__doc__)(_plan)
 
 

@@ -1,4 +1,4 @@
-"""The bytes and the least time of the rows of a Plan, and their table.
+"""The bytes and the least time of the rows of a Plan, their table, and their picture.
 
 Shapes: R ranks, N nodes of G ranks, K experts per token, E_l local experts.
 """
@@ -6,7 +6,9 @@ Shapes: R ranks, N nodes of G ranks, K experts per token, E_l local experts.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +30,7 @@ from ep_plugin.config import ROW_ALIGNMENT_BYTES
 from ep_plugin.dtypes import num_scales
 
 RAIL, LINKS = "rail", "links"
+_COUNTED = 256  # tokens per rank in the routing of the picture
 _NOTES = """\
 - formula: each token draws M of the N nodes evenly (M: the node limit, else N), then K of their e = E M / N experts.
   It needs a place with n experts with probability q(n) = M / N p(n), p(n) = 1 - C(e - n, K) / C(e, K). Rows per token:
@@ -106,6 +109,86 @@ def markdown(plan: Plan) -> str:
             lines.append(line)
     columns = {name: [line[name] for line in lines] for name in lines[0]}
     return f"{markdown_table(columns, ('operation', 'exchange', 'path', 'rows by'))}\n\n{_NOTES}"
+
+
+class Point(NamedTuple):
+    """Bytes of a dispatch and its combine on a number of nodes, by (path, way): by formula, and counted."""
+
+    nodes: int
+    formula: dict[tuple[str, str], float]
+    counted: dict[tuple[str, str], float]
+
+
+def points_of(plan: Plan) -> list[Point]:
+    """Of every number of nodes from 2 on that divides the plan's, with as many ranks for each node."""
+    points = []
+    for nodes in _numbers_of_nodes(plan):
+        limit = None if plan.node_limit is None else min(plan.node_limit, nodes)
+        part = replace(plan, nodes=nodes, node_limit=limit)
+        few = replace(part, tokens=min(part.tokens, _COUNTED))
+        generator = torch.Generator().manual_seed(0)
+        counted = counted_rows(few, [random_routing(few, generator) for _ in range(nodes)])
+        scaled = {way: Rows(*(n * part.tokens / few.tokens for n in rows)) for way, rows in counted.items()}
+        found = [
+            {(path, way): _both(part, way, path, rows[way]) for path in (RAIL, LINKS) for way in WAYS}
+            for rows in (expected_rows(part), scaled)
+        ]
+        points.append(Point(nodes, *found))
+    return points
+
+
+def _numbers_of_nodes(plan: Plan) -> list[int]:
+    return [nodes for nodes in range(2, plan.nodes + 1) if plan.nodes % nodes == 0]
+
+
+def _both(plan: Plan, way: str, path: str, rows: Rows) -> float:
+    """The bytes of a dispatch with weights and of its combine."""
+    return sum(
+        sum(bytes_of(plan, way, path, operation, rows_of(operation, path, rows), operation == DISPATCH))
+        for operation in (DISPATCH, COMBINE)
+    )
+
+
+def plot(plan: Plan, path: Path) -> None:
+    """A PNG of the bytes per rank over the number of nodes: lines by formula, marks counted in a random routing.
+
+    The routing has at most 256 tokens per rank, and its rows are scaled. With a node limit, dashed lines are of routing
+    that has it, and the others of routing that has none.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for limit in dict.fromkeys((None, plan.node_limit)):
+        points = points_of(replace(plan, node_limit=limit))
+        for axes, where in zip(panels, _TITLES, strict=True):
+            _draw(axes, points, where, limit)
+    for axes, title in zip(panels, _TITLES.values(), strict=True):
+        axes.set(xlabel="nodes", ylabel="MB per rank, dispatch and combine", title=title, xscale="log", ylim=(0, None))
+        axes.set_xticks(_numbers_of_nodes(plan))
+        axes.minorticks_off()
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize="small")
+    figure.suptitle(
+        f"{plan.ranks} ranks per node, T {plan.tokens}, H {plan.hidden}, K {plan.topk} of {plan.experts}, {plan.dtype}"
+    )
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+_TITLES = {RAIL: "between nodes (rail)", LINKS: "inside a node (links)"}
+
+
+def _draw(axes: Any, points: list[Point], path: str, limit: int | None) -> None:
+    nodes = [point.nodes for point in points]
+    limited = "" if limit is None else f", at most {limit} nodes per token"
+    for index, way in enumerate(WAYS):
+        style: dict[str, Any] = {"color": f"C{index}", "linestyle": "-" if limit is None else "--"}
+        axes.plot(nodes, [point.formula[path, way] / 1e6 for point in points], label=way + limited, **style)
+        axes.plot(nodes, [point.counted[path, way] / 1e6 for point in points], "x", color=style["color"])
 
 
 def _aligned(size: int) -> int:

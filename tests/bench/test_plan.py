@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +20,13 @@ from ep_plugin.bench.plan import (
     DISPATCH,
     ROW_PER_RANK,
     TWO_LEVEL,
+    WAYS,
     Plan,
     counted_rows,
     expected_rows,
     random_routing,
 )
-from ep_plugin.bench.traffic import LINKS, RAIL, bytes_of, least_seconds, rows_of
+from ep_plugin.bench.traffic import LINKS, RAIL, bytes_of, least_seconds, points_of, rows_of
 from tests.moe.moe_cases import Case, make_inputs
 from tests.ranks import run_ranks, values
 
@@ -185,6 +188,7 @@ def ask(nodes: int = 2, ranks: int = 2, topk: int = 3, experts: int = 16, **othe
         ({"rail_gbps": 0}, "rail_gbps: expected a rate above 0, got 0"),
         ({"link_gbps": "nan"}, "link_gbps: expected a rate above 0, got nan"),
         ({"ranks": 32, "experts": 64}, "ranks: expected at most 16 on a node, got 32"),
+        ({"plot": "/dev/null/picture.png"}, "plot: expected a folder that can be made for /dev/null/picture.png, got"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
@@ -204,3 +208,23 @@ def test_the_table_has_a_line_for_each_exchange_path_and_source() -> None:
     assert rail["rows per token"] == "0.500"
     assert float(rail["all, MB"]) == pytest.approx(25 * (64 + 4 + 2 * 12) / 1e6 + 8 * 13 / 1e6, abs=1e-3)
     assert "p(n) = 1 - C(e - n, K) / C(e, K)" in run.output
+
+
+def test_the_picture_is_of_all_numbers_of_nodes_that_divide_the_plans(tmp_path: Path) -> None:
+    picture = tmp_path / "bytes.png"
+    run = ask(nodes=6, ranks=1, experts=24, node_limit=2, plot=picture)
+    assert run.exit_code == 0, run.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    plan = Plan(nodes=6, ranks=2, tokens=400, hidden=64, topk=4, experts=48, node_limit=3)
+    points = points_of(plan)
+    assert [point.nodes for point in points] == [2, 3, 6]
+    for point in points:
+        assert point.formula.keys() == point.counted.keys() == set(itertools.product((RAIL, LINKS), WAYS))
+        for key, size in point.formula.items():
+            assert point.counted[key] == pytest.approx(size, rel=0.2), (point.nodes, key)
+    rows = expected_rows(plan)[COPIES]
+    parts = (
+        bytes_of(plan, COPIES, RAIL, DISPATCH, rows.sent, True),
+        bytes_of(plan, COPIES, RAIL, COMBINE, rows.sent, False),
+    )
+    assert points[-1].formula[RAIL, COPIES] == pytest.approx(sum(map(sum, parts)))
