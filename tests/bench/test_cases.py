@@ -227,5 +227,5 @@ def test_a_command_says_all_that_was_asked_for() -> None:
     )  # fmt: skip
     assert suite.command() == (
         "ep-bench moe --backend cuda --ranks 4 --iterations 3 --tokens 301 --hidden 8 --topk 8 --experts 64 "
-        "--dtype float32 --layout flat --case 'dispatch*' --peer none"
+        "--nodes 1 --dtype float32 --layout flat --case 'dispatch*' --peer none"
     )
