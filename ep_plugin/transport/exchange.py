@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import threading
 import time
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ep_plugin.config import MAX_TIMEOUT_S
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerTimeout, error_of_peer, reason_of
+from ep_plugin.transport.threads import call_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,10 +39,6 @@ _LEAVE_S = 1.0  # the longest that an abort or a close waits for the store
 _instances: dict[str, int] = {}  # by the name of a group, which a group made again shares
 _instances_lock = threading.Lock()
 _reported: set[str] = set()  # tokens of ranks whose failure to agree on a nonce this process has raised
-
-# What threads are to call: (where the answer goes, function, arguments). One queue for each thread that has no call.
-_idle: list[SimpleQueue[Any]] = []
-os.register_at_fork(after_in_child=_idle.clear)  # their threads are not in the child
 
 
 class Exchange:
@@ -294,7 +290,7 @@ class Exchange:
 
         A store whose server is stopped blocks in recv, whatever its timeout. The thread then stays behind.
         """
-        answers = _call_in_thread(function, *args)
+        answers = call_in_thread(function, *args)
         # An operation that begins at the deadline still gets the time that a healthy store needs.
         until = max(deadline, time.monotonic() + 0.1)
         while True:
@@ -359,33 +355,6 @@ class Exchange:
             None,
             step,
         )
-
-
-def _call_in_thread(function: Callable[..., Any], *args: Any) -> SimpleQueue[tuple[Any, BaseException | None]]:
-    """Where the result of function(*args), or its error, will be. A thread makes one call after the other."""
-    try:
-        calls = _idle.pop()
-    except IndexError:
-        calls = SimpleQueue()
-        threading.Thread(target=_serve, args=(calls,), name="ep_plugin store", daemon=True).start()
-    answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-    calls.put((answers, function, args))
-    return answers
-
-
-def _serve(calls: SimpleQueue[Any]) -> None:
-    while True:
-        _answer(calls, *calls.get())  # keeps nothing of a call while it waits for the next one
-
-
-def _answer(calls: SimpleQueue[Any], answers: SimpleQueue[Any], function: Callable[..., Any], args: Any) -> None:
-    answer, error = None, None
-    try:
-        answer = function(*args)
-    except BaseException as caught:
-        error = caught
-    _idle.append(calls)  # before the caller goes on, and asks again
-    answers.put((answer, error))
 
 
 def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
