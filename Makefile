@@ -28,9 +28,11 @@ $(VENV)/install.stamp: $(VENV)/requirements.stamp setup.py pyproject.toml
 build: $(VENV)/install.stamp
 	$(PY) setup.py --quiet build_ext --inplace
 
+# In the order of the folders, which end with short files. xdist would end with the files of few and long tests, and
+# leave a worker without work.
 test: build
 	@if test -f tests/gpu/receipt.py; then $(PY) tests/gpu/receipt.py --check || true; fi
-	$(PY) -m pytest -n 2 --dist loadfile $(PYTEST_FLAGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 demo: build
 	$(PY) -m examples.compare qwen3_moe --ranks 4 --out runs/demo $(DEMO_FLAGS)

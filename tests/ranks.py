@@ -18,7 +18,10 @@ import torch.distributed as dist
 
 # Imported once, before ranks are forked: autograd and checkpointing pull in the compiler, seconds for each rank. None
 # of it may touch a GPU by being imported: CUDA does not survive a fork.
-_PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch._dynamo", "ep_plugin.moe.operators"]
+_PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch._dynamo"]
+# Where Python writes no bytecode, each rank would compile these.
+_PRELOADED += ["ep_plugin.moe.communicator", "ep_plugin.collectives.all_gather", "ep_plugin.collectives.reduce_scatter"]
+_PRELOADED += ["tests.ranks", "tests.moe.moe_cases", "tests.faults.fault_cases", "tests.collectives.collective_cases"]
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """All-gather of small values between the ranks of a process group, with a deadline, over the group's own store.
 
 Ranks use it before they share memory. Each rank posts one key per exchange, ``ep_plugin/<nonce>/<n>/<rank>``, which
-names the step it belongs to, so ranks in different steps raise at once. A rank deletes its key after the next exchange,
+names the step it belongs to, so ranks in different steps raise at once. A rank deletes its key two exchanges later,
 when every peer has read it. The last rank to close deletes the rest.
 
 Ranks agree on the nonce when an exchange is first used. Rank 0 of the exchange invites every rank that has posted a
@@ -16,11 +16,12 @@ import json
 import secrets
 import threading
 import time
-from concurrent.futures import Future
+from queue import Empty
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ep_plugin.config import MAX_TIMEOUT_S
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerTimeout, error_of_peer, reason_of
+from ep_plugin.transport.threads import call_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -169,7 +170,7 @@ class Exchange:
             self._agree_on_nonce(step, deadline)
         turn = self._count
         self._count += 1
-        self._ask(step, deadline, self._store.set, self._key(turn, self.rank), text)
+        self._ask(step, deadline, self._post, turn, text)
         return [post["value"] for post in self._collect(turn, step, deadline)]
 
     def _collect(self, turn: int, step: str, deadline: float) -> list[dict[str, Any]]:
@@ -184,8 +185,6 @@ class Exchange:
             return len(posts) == self.size
 
         self._poll(poll, deadline, lambda: self._late([rank for rank in range(self.size) if rank not in posts], step))
-        if turn > 0:  # every rank has begun this exchange, so every rank has finished the one before it
-            self._ask(step, deadline, self._delete, [self._key(turn - 1, self.rank)])
         return [posts[rank] for rank in range(self.size)]
 
     def _check(self, rank: int, posted: dict[str, Any], step: str) -> None:
@@ -287,38 +286,42 @@ class Exchange:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _ask(self, step: str, deadline: float, function: Callable[..., T], *args: Any, watched: bool = True) -> T:
-        """Calls function(*args), which uses the store, in a thread of its own.
+        """Calls function(*args), which uses the store, in another thread.
 
         A store whose server is stopped blocks in recv, whatever its timeout. The thread then stays behind.
         """
-        answer: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(function(*args))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=run, name="ep_plugin store", daemon=True).start()
+        answers = call_in_thread(function, *args)
         # An operation that begins at the deadline still gets the time that a healthy store needs.
         until = max(deadline, time.monotonic() + 0.1)
         while True:
             try:
-                return answer.result(timeout=0.01)
-            except TimeoutError:
+                answer, error = answers.get(timeout=0.01)
+            except Empty:
                 if time.monotonic() >= until:
                     raise self._store_gone(step, f"no answer in {self.timeout_s:g} s") from None
                 if watched and self.watch is not None:
                     self.watch()
-            except RuntimeError as error:
+                continue
+            if isinstance(error, RuntimeError):
                 raise self._store_gone(step, error) from error
+            if error is not None:
+                raise error
+            return answer
 
     def _key(self, turn: int, rank: int) -> str:
         return f"ep_plugin/{self._nonce}/{turn}/{rank}"
 
     def _read(self, keys: dict[int, str]) -> Posts:
         """The posts under the keys that exist."""
-        return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        if not self._store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        texts = self._store.multi_get(list(keys.values())) if keys else []
+        return {rank: json.loads(text) for rank, text in zip(keys, texts, strict=True)}
+
+    def _post(self, turn: int, text: str) -> None:
+        self._store.set(self._key(turn, self.rank), text)
+        if turn > 1:  # all ranks have begun the exchange before this one, so they have read the posts before that
+            self._delete([self._key(turn - 2, self.rank)])
 
     def _write(self, posts: dict[str, dict[str, Any]]) -> None:
         for key, post in posts.items():
@@ -333,7 +336,7 @@ class Exchange:
     def _delete_if_last(self) -> None:
         closed = f"ep_plugin/{self._nonce}/closed"
         if self._store.add(closed, 1) == self.size:
-            turns = range(max(0, self._count - 2), self._count + 1)
+            turns = range(max(0, self._count - 3), self._count + 1)
             self._delete([closed, *(self._key(turn, rank) for turn in turns for rank in range(self.size))])
 
     def _late(self, missing: list[int], step: str) -> PeerTimeout:

@@ -147,16 +147,22 @@ def attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | 
         return None, error
 
 
-def raise_together(exchange: Exchange, step: str, error: Exception | None) -> None:
-    """Returns if no rank passes an error. Collective; the ranks stay in step and may go on after an error.
+def raise_together(exchange: Exchange, step: str, error: Exception | None, value: Any = None) -> list[Any]:
+    """Gathers `value`, which JSON can hold, if no rank passes an error. Collective; the ranks stay in step and may go
+    on after an error.
+
+    Returns:
+        The values in the order of the exchange's ranks.
 
     Raises:
         EpPluginError: from this rank's own error.
         PeerAborted: this rank has none; it names the first rank that has one, and the reason.
     """
-    reasons = exchange.all_gather(step, None if error is None else f"{type(error).__name__}: {error}")
+    reason = None if error is None else f"{type(error).__name__}: {error}"
+    found = exchange.all_gather(step, [reason, value])
     if error is not None:
         raise EpPluginError(f"rank {exchange.group_rank}: {step} failed: {error}") from error
-    for rank, reason in zip(exchange.ranks, reasons, strict=True):
-        if reason is not None:
-            raise error_of_peer(rank, f"{step} failed: {reason}", exchange.group_rank)
+    for rank, (theirs, _) in zip(exchange.ranks, found, strict=True):
+        if theirs is not None:
+            raise error_of_peer(rank, f"{step} failed: {theirs}", exchange.group_rank)
+    return [gathered for _, gathered in found]

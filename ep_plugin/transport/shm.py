@@ -89,16 +89,16 @@ class ShmMemory(PeerMemory):
         raise_together(exchange, step, error)  # before any rank reserves its part
         block, error = attempt(create, nbytes)
         with undo_on_error() as mapped, contextlib.closing(block) if block else contextlib.nullcontext():
-            offers = exchange.all_gather(f"share {what}", None if block is None else [block.path, block.token])
             if unnamed and _is_refusal(error):
                 error = None  # peers find no offer, and all ranks use names
-            raise_together(exchange, step, error)
+            offers = raise_together(exchange, step, error, None if block is None else [block.path, block.token])
             ptrs, error = attempt(_map_all, offers, exchange.ranks, nbytes)
             mapped.callback(_unmap, ptrs or [], nbytes)
-            if unnamed and any(exchange.all_gather(f"map unnamed {what}", error is not None)):
+            if not unnamed:
+                raise_together(exchange, f"mapping of {what}", error)
+            elif any(exchange.all_gather(f"map unnamed {what}", error is not None)):
                 mapped.close()
                 return None
-            raise_together(exchange, f"mapping of {what}", error)
         return ptrs
 
 

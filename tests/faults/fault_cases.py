@@ -53,6 +53,21 @@ def open_communicator(size: int, **settings: Any) -> MoECommunicator:
     return MoECommunicator(None, MoECommunicatorConfig(**(base | settings)), here())
 
 
+def open_with_deadline(size: int, timeout_s: float, **settings: Any) -> MoECommunicator:
+    """As open_communicator, on one node, with a deadline that does not hold for the construction."""
+    comm = open_communicator(size, timeout_s=60, **settings)
+    set_deadline(comm, timeout_s)
+    return comm
+
+
+def set_deadline(comm: MoECommunicator, timeout_s: float) -> None:
+    """Makes later waits end after `timeout_s`. On one node only. A busy machine may take longer than that to construct
+    a communicator."""
+    engine = comm.engine
+    engine.timeout_s = engine.exchange.timeout_s = timeout_s
+    engine.comm.timeout_ns = int(timeout_s * 1e9)
+
+
 def tokens_for(rank: int, size: int, count: int, hidden: int = HIDDEN) -> tuple[torch.Tensor, ...]:
     """x ``[T, H]``, ids ``[T, K]`` and weights ``[T, K]``: every token goes to two ranks, all ranks in turn."""
     x = torch.arange(count * hidden, dtype=torch.float32, device=here()).reshape(count, hidden) + 1000 * rank
@@ -70,7 +85,7 @@ def round_trip(comm: MoECommunicator, count: int = 5) -> None:
 
 def different_order(rank: int, deadline_s: float) -> PeerTimeout:
     """Two communicators, called in different order on two ranks; a third one goes on afterwards."""
-    pair = [open_communicator(2, timeout_s=deadline_s) for _ in range(2)]
+    pair = [open_with_deadline(2, deadline_s) for _ in range(2)]
     third = open_communicator(2)
     dist.barrier()  # the ranks begin together: the deadline is for what follows
     with pytest.raises(PeerTimeout) as caught:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ep_plugin import _C, DispatchLayout, MoECommunicator
 from ep_plugin.errors import EpPluginError
 from ep_plugin.moe.layout import DispatchHandle
-from tests.faults.fault_cases import EXPERTS_PER_RANK, TOPK, finish, open_communicator, tokens_for
+from tests.faults.fault_cases import EXPERTS_PER_RANK, TOPK, finish, open_with_deadline, tokens_for
 
 SIZE, COUNT = 2, 70
 HUGE = 2**30
@@ -62,7 +62,7 @@ Use = Callable[[MoECommunicator, DispatchHandle, torch.Tensor, torch.Tensor], No
 
 def _try(rank: int, size: int, layout: DispatchLayout, use: Use, spoil: Callable[[DispatchHandle], Any]) -> str:
     """What `use` raises on this rank, where rank 0 has spoiled its handle; "" where nothing."""
-    comm = open_communicator(size, layout=layout, timeout_s=2)  # a rank that finds fewer rows in its handle sends fewer
+    comm = open_with_deadline(size, 2, layout=layout)  # a rank that finds fewer rows in its handle sends fewer
     x, ids, weights = tokens_for(rank, size, COUNT)
     out, handle = comm.dispatch(x.requires_grad_(), ids, weights.requires_grad_())
     finish(comm)

@@ -19,6 +19,7 @@ from tests.faults.fault_cases import (
     different_order,
     nothing_left_behind,
     open_communicator,
+    open_with_deadline,
     orphaned_names,
     record_outputs,
     round_trip,
@@ -46,7 +47,7 @@ HELD = [
 def _held(rank: int, gate: str, count: int, victim: int) -> tuple[str, PeerTimeout, bool]:
     if rank == victim:
         os.environ["EP_PLUGIN_TEST_GATE"] = gate
-    comm = open_communicator(SIZE, timeout_s=DEADLINE_S)
+    comm = open_with_deadline(SIZE, DEADLINE_S)
     held_at, comm.engine.comm.gate = comm.engine.comm.gate, 0
     round_trip(comm, count)  # the pools are there when it happens
     comm.engine.comm.gate = held_at
@@ -109,7 +110,7 @@ def _with_block(rank: int, victim: int) -> PeerTimeout:
         os.environ["EP_PLUGIN_TEST_GATE"] = "notify"
     try:
         # The survivors' deadlines pass at different times: the first to leave must not blame itself to the other.
-        with open_communicator(SIZE, timeout_s=DEADLINE_S if rank == 0 else DEADLINE_S + 1) as comm:
+        with open_with_deadline(SIZE, DEADLINE_S if rank == 0 else DEADLINE_S + 1) as comm:
             if rank == victim:
                 die_at_gate(comm)
             round_trip(comm)
@@ -126,7 +127,7 @@ def test_survivors_that_leave_a_with_block_still_name_the_dead_rank() -> None:
 def _waits_for_work(rank: int, victim: int) -> tuple[PeerTimeout, bool]:
     if rank == victim:
         os.environ["EP_PLUGIN_TEST_GATE"] = "notify"
-    comm = open_communicator(SIZE, timeout_s=DEADLINE_S)
+    comm = open_with_deadline(SIZE, DEADLINE_S)
     if rank == victim:
         die_at_gate(comm)
     x, ids, weights = tokens_for(rank, SIZE, THREE_CHUNKS)
@@ -153,7 +154,7 @@ def test_an_asynchronous_operation_raises_in_wait_and_keeps_nothing_alive() -> N
 
 
 def _stays_away(rank: int) -> tuple[PeerTimeout | None, float]:
-    comm, other = open_communicator(2, timeout_s=DEADLINE_S), open_communicator(2, timeout_s=30)
+    comm, other = open_with_deadline(2, DEADLINE_S), open_communicator(2, timeout_s=30)
     round_trip(other)
     error, began = None, time.monotonic()
     if rank == 0:
@@ -185,7 +186,7 @@ def test_different_order_on_two_ranks_is_a_timeout_that_says_so() -> None:
 
 
 def _dies_before_growing(rank: int) -> PeerTimeout | None:
-    comm = open_communicator(SIZE, timeout_s=DEADLINE_S)
+    comm = open_with_deadline(SIZE, DEADLINE_S)
     x, ids, weights = tokens_for(rank, SIZE, 5)
     out, handle = comm.dispatch(x, ids, weights)
     if rank == 1:
@@ -206,7 +207,7 @@ def test_a_rank_that_dies_before_a_pool_grows_is_named() -> None:
 
 def _ends_without_close(rank: int, how: str) -> None:
     global _kept
-    comm = open_communicator(2, timeout_s=DEADLINE_S)
+    comm = open_with_deadline(2, DEADLINE_S)
     x, ids, weights = tokens_for(rank, 2, 5)
     if how == "asynchronous operation":
         _kept = comm, comm.dispatch_async(x, ids, weights)

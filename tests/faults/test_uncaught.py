@@ -76,7 +76,7 @@ def test_an_uncaught_exception_reaches_peers(how: str) -> None:
     ]
     errors = []
     try:
-        errors = [script.communicate(timeout=60)[1] for script in scripts]
+        errors = [script.communicate(timeout=200)[1] for script in scripts]
     finally:
         for script in scripts:
             script.kill()

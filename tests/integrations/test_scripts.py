@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+
+from tests.scripts_on_ranks import run_script
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -37,29 +35,9 @@ class Run:
 def launch(out: Path, script: str, *arguments: str | Path, switched_on: str = "") -> Run:
     """Runs a script on WORLD ranks, as torchrun would."""
     out.mkdir(parents=True)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("EP_PLUGIN")}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment |= {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "PYTHONPATH": str(ROOT)}
-    environment |= {"EP_PLUGIN": switched_on} if switched_on else {}
-    command = [sys.executable, "-m", "tests.integrations.counted", out / "counts", SCRIPTS / script, *arguments]
-    ranks = [
-        subprocess.Popen(
-            [str(word) for word in command],
-            cwd=out,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=(out / f"log.{rank}").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(WORLD)
-    ]
-    try:
-        codes = [rank.wait(timeout=200) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert codes == [0] * WORLD, "\n".join((out / f"log.{rank}").read_text()[-3000:] for rank in range(WORLD))
+    variables = {"PYTHONPATH": str(ROOT)} | ({"EP_PLUGIN": switched_on} if switched_on else {})
+    words = ["-m", "tests.integrations.counted", out / "counts", SCRIPTS / script, *arguments]
+    run_script(words, WORLD, out, **variables)
     return Run(out, [Counter(json.loads((out / f"counts.{rank}").read_text())) for rank in range(WORLD)])
 
 

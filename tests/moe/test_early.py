@@ -21,7 +21,7 @@ from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, HighThroughputEn
 from ep_plugin.moe.high_throughput.history import REMEMBERED, SPARE_ROWS, Expected, Rows
 from ep_plugin.moe.layout import DispatchResult
 from ep_plugin.runtime.streams import Streams
-from tests.faults.fault_cases import die_at_gate
+from tests.faults.fault_cases import die_at_gate, set_deadline
 from tests.moe.moe_cases import (
     FLAT,
     LAYOUTS,
@@ -210,7 +210,8 @@ def test_an_output_keeps_little_memory_that_it_does_not_need() -> None:
 def _without_a_peer(rank: int, size: int) -> None:
     """Rank 1 does not call dispatch. Notify's wait ends at the deadline, and then nothing is received early."""
     inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
-    with communicator(inputs.case, timeout_s=1.0) as comm:
+    with communicator(inputs.case) as comm:
+        set_deadline(comm, 1.0)
         kernels = _hurry(comm)
         for _ in range(2):
             round_trip(comm, inputs, inputs.expected(FLAT))
@@ -231,7 +232,8 @@ def _killed_while_sending(rank: int, size: int) -> tuple[PeerTimeout, list[bool]
     if rank == 1:
         os.environ["EP_PLUGIN_TEST_GATE"] = "dispatch_send"
     inputs = make_inputs(Case(tokens=(200,) * size, num_experts=2 * size))
-    comm = communicator(inputs.case, timeout_s=2.0)
+    comm = communicator(inputs.case)
+    set_deadline(comm, 2.0)
     gate, comm.engine.comm.gate = comm.engine.comm.gate, 0
     kernels = _hurry(comm)
     for _ in range(2):

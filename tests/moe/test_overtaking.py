@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, DispatchLayout, MoECommunicator, PeerTimeout
-from tests.faults.fault_cases import open_communicator, tokens_for
+from tests.faults.fault_cases import open_communicator, open_with_deadline, tokens_for
 from tests.ranks import run_ranks, values
 
 SIZE, COUNT = 2, 70
@@ -24,7 +24,7 @@ LAYOUTS = [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR]
 
 def _pair(rank: int, layout: DispatchLayout) -> MoECommunicator:
     """The fast rank has a short deadline, and the slow one a long one."""
-    return open_communicator(SIZE, layout=layout, timeout_s=1 if rank == FAST else 15)
+    return open_with_deadline(SIZE, 1 if rank == FAST else 15, layout=layout)
 
 
 def _signal(what: str) -> None:

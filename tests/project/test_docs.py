@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.scripts_on_ranks import run_script
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     (ROOT / "docs").glob("*.md")
@@ -122,9 +124,11 @@ def test_python_runs_as_printed(snippet: Snippet, tmp_path: Path) -> None:
         FILES[options["files"]](tmp_path)
     script = tmp_path / "snippet.py"
     script.write_text(snippet.code)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", options["ranks"]] if "ranks" in options else []
+    if "ranks" in options:
+        run_script([script], int(options["ranks"]), tmp_path)
+        return
     done = subprocess.run(
-        [sys.executable, *launcher, str(script)],
+        [sys.executable, str(script)],
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -202,5 +202,5 @@ def test_kernels_compile_for_gpus_without_bulk_copies(tmp_path: Path) -> None:
     """The default build is for those too, CI's only for those with them."""
     assert NVCC is not None
     flags = ("-std=c++17", "--expt-relaxed-constexpr", "-arch=sm_80", "-Xptxas", "-O0", f"-I{ROOT}/ep_plugin/csrc")
-    run(NVCC, *flags, "-c", ROOT / "ep_plugin/csrc/cuda/moe/dispatch_send.cu", "-o", tmp_path / "send.o", cwd=tmp_path)
-    assert (tmp_path / "send.o").stat().st_size > 0
+    run(NVCC, *flags, "-c", ROOT / "ep_plugin/csrc/cuda/moe/dispatch_recv.cu", "-o", tmp_path / "recv.o", cwd=tmp_path)
+    assert (tmp_path / "recv.o").stat().st_size > 0
