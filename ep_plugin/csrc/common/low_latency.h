@@ -13,21 +13,25 @@
 // once for each token and rank that holds one of its experts, the row, into the slot of that token; then, for each
 // group of tokens, a flag at every rank that got a row of the group. The receive half waits for the words of every
 // source, computes counts and places from them, and copies each slot to its rows as the flags come. Rows are ordered by
-// (source rank, token) inside an expert. Combine. The send half first writes the header to every peer as words and, as
-// an owner, each token's weights to each rank that holds one of its experts. Then, as a holder, it waits for the header
-// of every owner and for the weights of each of the owner's tokens that it holds, sums the token's rows in the order of
-// k, in float32 (float64 for float64 rows), rounds once, and stores the partial row into the owner's slot
-// [holder][token], then the flag of the group. The receive half adds the partial rows of each token in the order of the
-// ranks, then the bias, and rounds once.
+// (source rank, token) inside an expert.
+//
+// Combine. The send half first writes the header to every peer as words and, as an owner, each token's weights to each
+// rank that holds one of its experts. Then, as a holder, it waits for the header of every owner and for the weights of
+// each of the owner's tokens that it holds, sums the token's rows in the order of k, in float32 (float64 for float64
+// rows), rounds once, and stores the partial row into the owner's slot [holder][token], then the flag of the group. The
+// receive half adds the partial rows of each token in the order of the ranks, then the bias, and rounds once.
 //
 // Memory order. A word carries its epoch, so it needs no flag. A flag is stored with release order at system scope
 // after the rows of its group. When both halves of a rank have read everything of an operation that peers wrote, its
 // receive half stores the epoch in the consumed word of its parity at every peer, with release order.
+//
 // Reuse. Epochs alternate between two parities of everything. Before its first store to a peer, a send half waits until
 // the peer's consumed word of that parity is at least epoch - 2. So two operations of a kind may be un-received, and
 // may be received in either order. The receive half of an operation starts after this rank's send half of it has ended.
+//
 // Waits. A send half waits for consumed words and, in combine, for the words of other send halves; a receive half waits
 // for what send halves write. All ranks must start their operations in the same order.
+//
 // Masks. No rank sends to a rank that it has masked, or waits for one. With `shrink`, a wait that passes its deadline
 // masks the rank. Headers carry masks, and a rank adopts those of its peers. A rank that finds itself masked records a
 // fault. Rows of a source that is masked during its receive become zeros.
