@@ -15,11 +15,12 @@
 // source, computes counts and places from them, and copies each slot to its rows as the flags come. Rows are ordered by
 // (source rank, token) inside an expert.
 //
-// Combine. The send half first writes the header to every peer as words and, as an owner, each token's weights to each
-// rank that holds one of its experts. Then, as a holder, it waits for the header of every owner and for the weights of
-// each of the owner's tokens that it holds, sums the token's rows in the order of k, in float32 (float64 for float64
-// rows), rounds once, and stores the partial row into the owner's slot [holder][token], then the flag of the group. The
-// receive half adds the partial rows of each token in the order of the ranks, then the bias, and rounds once.
+// Combine. The send half first writes, as an owner, the header and the weights of all of its tokens to every peer, as
+// words: only the holders know which tokens they hold. Then, as a holder, it waits for the header of every owner and
+// for the weights of each of the owner's tokens that it holds, sums the token's rows in the order of k, in float32
+// (float64 for float64 rows), rounds once, and stores the partial row into the owner's slot [holder][token], then the
+// flag of the group. The receive half adds the partial rows of each token in the order of the ranks, then the bias, and
+// rounds once.
 //
 // Memory order. A word carries its epoch, so it needs no flag. A flag is stored with release order at system scope
 // after the rows of its group. When both halves of a rank have read everything of an operation that peers wrote, its
