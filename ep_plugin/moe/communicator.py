@@ -77,8 +77,10 @@ class MoECommunicator:
         """Makes the operation of a dispatch from its operator's arguments."""
         self.new_combine: Callable[..., Operation] = functools.partial(Combine, engine)
         self.handle_sizes: HandleSizes = engine
+        self.nodes: Nodes | None = None
+        """What operations over several nodes share; None on one node."""
         if engine.rails.nodes:
-            nodes = Nodes(engine)
+            nodes = self.nodes = Nodes(engine)
             self.handle_sizes = NodesSizes(nodes)
             self.new_dispatch = functools.partial(DispatchAcrossNodes, nodes)
             self.new_combine = functools.partial(CombineAcrossNodes, nodes)
