@@ -1,35 +1,23 @@
 """Buffer's arguments: checks, and DeepEP's routing in MoECommunicator's terms.
 
 A check raises ValueError with the expected and the actual value. Shapes: T tokens here, K experts per token, E experts
-in all, R ranks, N rows received.
+in all, R ranks on N nodes.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+import itertools
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ep_plugin import env
+from ep_plugin.config import MAX_TOPK
 from ep_plugin.dtypes import weight_dtype
-from ep_plugin.moe.layout import DispatchHandle
-
-
-class Handle(NamedTuple):
-    """The routing of a dispatch, for `combine` and a cached `dispatch`. The caller owns it.
-
-    Code for DeepEP reads positions of its tuples: 0 and -2 of the one for a node, -4 of the one for several nodes.
-    """
-
-    rank_prefix_matrix: torch.Tensor
-    """int32 ``[R, R]``: the rows that ranks 0 to i send to rank j."""
-    recv_rank_prefix_sum: torch.Tensor
-    """int32 ``[R]``: the rows that ranks 0 to i send to this rank."""
-    routing: DispatchHandle
-    is_token_in_rank: torch.Tensor
-    """bool ``[T, R]``."""
-    num_worst_tokens: int
+from ep_plugin.errors import NotSupported
+from ep_plugin.transport.topology import NodeMap
 
 
 def rows_of(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -78,13 +66,16 @@ def check_kind(kind: type, **given: object) -> None:
             raise ValueError(f"{name}: expected None or an instance of {kind.__name__}, got {type(value).__name__}")
 
 
-def check_layout(per_rank: Any, in_rank: Any, per_expert: Any, tokens: int, size: int) -> None:
-    """All three must be as `get_dispatch_layout` returns them for so many tokens and ranks."""
+def check_layout(per_rank: Any, per_node: Any, in_rank: Any, per_expert: Any, tokens: int, nodes: NodeMap) -> None:
+    """All must be as `get_dispatch_layout` returns them for so many tokens. `per_node` is not used on one node."""
+    size = nodes.num_nodes * nodes.ranks_per_node
     layout: dict[str, Any] = {
         "num_tokens_per_rank": (per_rank, torch.int32, size),
         "is_token_in_rank": (in_rank, torch.bool, tokens, size),
         "num_tokens_per_expert": (per_expert, torch.int32, "E"),
     }
+    if nodes.num_nodes > 1:
+        layout["num_tokens_per_rdma_rank"] = (per_node, torch.int32, nodes.num_nodes)
     for name, (given, dtype, *shape) in layout.items():
         if not isinstance(given, torch.Tensor):
             raise ValueError(
@@ -134,18 +125,12 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__} of ({', '.join(type(one).__name__ for one in value)})"
 
 
-def handle_of(routing: DispatchHandle, is_token_in_rank: torch.Tensor, rank: int, num_worst_tokens: int) -> Handle:
-    """The handle of a dispatch. Its prefix sums are views of the plan."""
-    size = is_token_in_rank.shape[1]
-    matrix = routing.plan[: size * size].view(size, size)  # see MetaLayout in csrc/common/layout.h
-    return Handle(matrix, matrix[:, rank], routing, is_token_in_rank, num_worst_tokens)
-
-
 def layout_of(
-    topk_idx: torch.Tensor, num_experts: int, size: int
-) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
-    """num_tokens_per_rank int32 ``[R]``, None, num_tokens_per_expert int32 ``[E]``, is_token_in_rank ``[T, R]``."""
-    ids = topk_idx.long()
+    topk_idx: torch.Tensor, num_experts: int, nodes: NodeMap
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """num_tokens_per_rank int32 ``[R]``, num_tokens_per_rdma_rank int32 ``[N]`` or None on one node,
+    num_tokens_per_expert int32 ``[E]``, is_token_in_rank ``[T, R]``."""
+    ids, size = topk_idx.long(), nodes.num_nodes * nodes.ranks_per_node
     if ids.numel() and (ids.device.type == "cpu" or env.check_ids()):
         least, most = int(ids.min()), int(ids.max())
         if least < -1 or most >= num_experts:
@@ -154,12 +139,22 @@ def layout_of(
     chosen = torch.zeros((ids.shape[0], num_experts + 1), dtype=torch.bool, device=ids.device)
     chosen = chosen.scatter_(1, ids.masked_fill(dropped, num_experts), True)[:, :num_experts]
     in_rank = chosen.unflatten(1, (size, -1)).any(2)
-    return in_rank.sum(0, dtype=torch.int32), None, chosen.sum(0, dtype=torch.int32), in_rank
+    in_node = None
+    if nodes.num_nodes > 1:
+        by_node = in_rank.index_select(1, _ranks_by_node(nodes, ids.device))
+        in_node = by_node.unflatten(1, (nodes.num_nodes, -1)).any(2).sum(0, dtype=torch.int32)
+    return in_rank.sum(0, dtype=torch.int32), in_node, chosen.sum(0, dtype=torch.int32), in_rank
 
 
-def check_agreement(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_experts: int, size: int) -> None:
+@functools.lru_cache(maxsize=64)
+def _ranks_by_node(nodes: NodeMap, device: torch.device) -> torch.Tensor:
+    """int64 ``[R]``: the ranks of the first node, then those of the next."""
+    return torch.tensor(list(itertools.chain(*nodes.nodes)), device=device)
+
+
+def check_agreement(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_experts: int, nodes: NodeMap) -> None:
     """Refuse an `is_token_in_rank` that differs from `topk_idx`, by which tokens are sent."""
-    expected = layout_of(topk_idx, num_experts, size)[3]
+    expected = layout_of(topk_idx, num_experts, nodes)[3]
     differ = (expected != is_token_in_rank).nonzero()
     if len(differ):
         token, rank = differ[0].tolist()
@@ -171,7 +166,10 @@ def check_agreement(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_
 
 def ranks_as_experts(is_token_in_rank: torch.Tensor) -> torch.Tensor:
     """int32 ``[T, R]``: routing by rank alone equals routing to R experts, one on each rank."""
-    ranks = torch.arange(is_token_in_rank.shape[1], dtype=torch.int32, device=is_token_in_rank.device)
+    size = is_token_in_rank.shape[1]
+    if size > MAX_TOPK:
+        raise NotSupported(f"topk_idx: expected expert ids in groups of more than {MAX_TOPK} ranks, got None of {size}")
+    ranks = torch.arange(size, dtype=torch.int32, device=is_token_in_rank.device)
     return torch.where(is_token_in_rank, ranks, -1)
 
 

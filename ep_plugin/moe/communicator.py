@@ -82,6 +82,8 @@ class MoECommunicator:
         """Makes the operation of a dispatch from its operator's arguments."""
         self.new_combine: Callable[..., Operation]
         self.handle_sizes: HandleSizes
+        self.nodes: Nodes | None = None
+        """What operations over several nodes share; None on one node."""
         sizes = self._open_low_latency(group, resolved) if config.mode == "ll" else self._open(group, resolved)
         self.number = register(self, sizes)
 
@@ -91,7 +93,7 @@ class MoECommunicator:
         self.in_flight, self.handle_sizes = InFlight(engine), engine
         self.new_dispatch, self.new_combine = functools.partial(Dispatch, engine), functools.partial(Combine, engine)
         if engine.rails.nodes:
-            nodes = Nodes(engine)
+            nodes = self.nodes = Nodes(engine)
             self.handle_sizes = NodesSizes(nodes)
             self.new_dispatch = functools.partial(DispatchAcrossNodes, nodes)
             self.new_combine = functools.partial(CombineAcrossNodes, nodes)
