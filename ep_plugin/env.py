@@ -114,6 +114,11 @@ def launcher() -> Launcher:
     )
 
 
+def master() -> tuple[str, int]:
+    """The launcher's ``MASTER_ADDR`` and ``MASTER_PORT``; without them, the loopback address and port 8361."""
+    return _value("MASTER_ADDR") or "127.0.0.1", _integer("MASTER_PORT", at_least=1) or 8361
+
+
 @contextlib.contextmanager
 def symmetric_memory_variables() -> Iterator[None]:
     """Sets the variables that PyTorch's symmetric memory needs to exchange blocks, and restores them afterwards.

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_plugin import env
+from ep_plugin import _C, env
 from ep_plugin.config import MAX_TOPK
+from ep_plugin.deep_ep.handles import LowLatencyHandle
 from ep_plugin.dtypes import weight_dtype
 from ep_plugin.errors import NotSupported
+from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.transport.topology import NodeMap
 
 
@@ -131,10 +133,7 @@ def layout_of(
     """num_tokens_per_rank int32 ``[R]``, num_tokens_per_rdma_rank int32 ``[N]`` or None on one node,
     num_tokens_per_expert int32 ``[E]``, is_token_in_rank ``[T, R]``."""
     ids, size = topk_idx.long(), nodes.num_nodes * nodes.ranks_per_node
-    if ids.numel() and (ids.device.type == "cpu" or env.check_ids()):
-        least, most = int(ids.min()), int(ids.max())
-        if least < -1 or most >= num_experts:
-            raise ValueError(f"topk_idx: expected ids from -1 to {num_experts - 1}, got {least} to {most}")
+    check_ids(ids, num_experts)
     dropped = (ids < 0) | (ids >= num_experts)  # dispatch refuses ids that no expert has
     chosen = torch.zeros((ids.shape[0], num_experts + 1), dtype=torch.bool, device=ids.device)
     chosen = chosen.scatter_(1, ids.masked_fill(dropped, num_experts), True)[:, :num_experts]
@@ -144,6 +143,14 @@ def layout_of(
         by_node = in_rank.index_select(1, _ranks_by_node(nodes, ids.device))
         in_node = by_node.unflatten(1, (nodes.num_nodes, -1)).any(2).sum(0, dtype=torch.int32)
     return in_rank.sum(0, dtype=torch.int32), in_node, chosen.sum(0, dtype=torch.int32), in_rank
+
+
+def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
+    """Ids from -1 to E - 1, on CPUs and, with EP_PLUGIN_CHECK_IDS=1, on GPUs."""
+    if topk_idx.numel() and (topk_idx.device.type == "cpu" or env.check_ids()):
+        least, most = int(topk_idx.min()), int(topk_idx.max())
+        if least < -1 or most >= num_experts:
+            raise ValueError(f"topk_idx: expected ids from -1 to {num_experts - 1}, got {least} to {most}")
 
 
 @functools.lru_cache(maxsize=64)
@@ -178,3 +185,62 @@ def received_per_expert(num_tokens_per_expert: torch.Tensor, group: dist.Process
     total = num_tokens_per_expert.clone()
     dist.all_reduce(total, group=group)
     return total.view(group.size(), -1)[group.rank()]
+
+
+# -- low latency: T_max tokens of any rank at most, E_l = E / R experts here, N = R * T_max rows of each ---------------
+
+
+def quantized_as(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> str | None:
+    """MoECommunicator's `quantize`."""
+    if use_ue8m0 and not round_scale:
+        raise ValueError("use_ue8m0: expected False without round_scale=True, got True")
+    if not use_fp8:
+        return None
+    return "e4m3_ue8m0" if use_ue8m0 else "e4m3_pow2" if round_scale else "e4m3"
+
+
+def check_low_latency_dispatch(x: Any, topk_idx: Any, max_tokens: int, num_experts: int, use_fp8: bool) -> None:
+    """x bfloat16 [T, H], ids [T, K], T at most T_max."""
+    check_tensors(x=x, topk_idx=topk_idx)
+    check_tensor("x", x, (torch.bfloat16,), "T", "H")
+    _check_pairs(topk_idx, None, x.shape[0], max_tokens, num_experts)
+    if use_fp8 and x.shape[1] % _C.scale_block:
+        raise ValueError(
+            f"x: expected a hidden size that is a multiple of {_C.scale_block} with use_fp8=True, got {x.shape[1]}"
+        )
+
+
+def check_low_latency_combine(
+    x: Any, topk_idx: Any, topk_weights: Any, out: Any, handle: LowLatencyHandle, use_logfmt: bool
+) -> None:
+    """x bfloat16 [E_l, N, H], ids and weights [T, K], out bfloat16 [T, H]."""
+    check_tensors({"out": out}, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+    src_info, _, max_tokens, hidden, num_experts = handle
+    check_tensor("x", x, (torch.bfloat16,), *src_info.shape, hidden)
+    _check_pairs(topk_idx, topk_weights, "T", max_tokens, num_experts)
+    if out is not None:
+        check_tensor("out", out, (torch.bfloat16,), topk_idx.shape[0], hidden)
+    for name, given in (("x", x), ("out", out)):
+        if given is not None and not given.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(given.stride())}")
+    if use_logfmt and hidden % _C.ll_logfmt_group:
+        raise ValueError(
+            f"x: expected a hidden size that is a multiple of {_C.ll_logfmt_group} with use_logfmt=True, got {hidden}"
+        )
+
+
+def _check_pairs(
+    topk_idx: torch.Tensor, weights: torch.Tensor | None, tokens: int | str, max_tokens: int, num_experts: int
+) -> None:
+    check_tensor("topk_idx", topk_idx, (torch.int64, torch.int32), tokens, "K")
+    if topk_idx.shape[0] > max_tokens:
+        raise ValueError(
+            f"topk_idx: expected at most num_max_dispatch_tokens_per_rank={max_tokens} tokens, got {topk_idx.shape[0]}"
+        )
+    if not 0 < topk_idx.shape[1] <= min(MAX_TOPK, num_experts):
+        raise ValueError(
+            f"topk_idx: expected 1 to {min(MAX_TOPK, num_experts)} experts per token, got {topk_idx.shape[1]}"
+        )
+    check_ids(topk_idx, num_experts)
+    if weights is not None:
+        check_tensor("topk_weights", weights, (torch.float32,), *topk_idx.shape)

@@ -1,4 +1,4 @@
-"""``Buffer``: high-throughput dispatch and combine, with the interface of DeepEP 1.x's Buffer.
+"""``Buffer``: dispatch and combine, with the interface of DeepEP 1.x's Buffer. Its low-latency calls: low_latency.py.
 
 Shapes: T tokens here, H hidden size, K experts per token, E experts in all, E_l = E / R on this rank, R ranks, N rows
 received, ordered by (source rank, source token).
@@ -19,7 +19,9 @@ from ep_plugin import env
 from ep_plugin.config import MAX_TOPK, DispatchLayout, MoECommunicatorConfig
 from ep_plugin.deep_ep import arguments, handles
 from ep_plugin.deep_ep.handles import Handle
-from ep_plugin.deep_ep.utils import Config, EventHandle, EventOverlap, comm_stream, ordered
+from ep_plugin.deep_ep.low_latency import LowLatencyCalls
+from ep_plugin.deep_ep.tuning import Config
+from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, comm_stream, ordered
 from ep_plugin.errors import CommunicatorClosed, NotSupported
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
@@ -40,25 +42,21 @@ _LEAST_BOUND = 128
 _users: Counter[int] = Counter()
 _node_maps: weakref.WeakKeyDictionary[dist.ProcessGroup, NodeMap] = weakref.WeakKeyDictionary()
 
-_LOW_LATENCY = "{}: low-latency calls are not supported; use dispatch and combine"
-
 
 class _NotInBuffer(NotSupported, AttributeError):
     """An AttributeError too, so that hasattr() returns False."""
 
 
 class _RefusesByName(type):
-    """DeepEP's other functions are refused by name on the class too, before a Buffer exists."""
+    """DeepEP's other function is refused by name on the class too, before a Buffer exists."""
 
     def __getattr__(cls, name: str) -> NoReturn:
-        if "low_latency" in name:
-            raise _NotInBuffer(_LOW_LATENCY.format(f"Buffer.{name}"))
         if name == "get_local_buffer_tensor":
             raise _NotInBuffer(f"Buffer.{name} is not supported: callers do not get communication memory")
         raise AttributeError(f"{cls.__name__!r} has no attribute {name!r}")
 
 
-class Buffer(metaclass=_RefusesByName):
+class Buffer(LowLatencyCalls, metaclass=_RefusesByName):
     """Dispatch and combine for one group, with DeepEP's names.
 
     Construction is collective. Buffers of one group share their communicators, so another one costs nothing.
@@ -67,11 +65,15 @@ class Buffer(metaclass=_RefusesByName):
 
     Args:
         group: the ranks; None: the default group.
+        low_latency_mode: whether it has the low-latency calls, too. All ranks must then be on one node.
         explicitly_destroy: whether `destroy` will be called.
-        low_latency_mode, enable_shrink, comm (MPI): not supported. The other arguments are DeepEP's and have no effect.
+        enable_shrink: whether low-latency calls mask a rank for which another one waits 100 s, or the group's timeout
+            if that is less, and go on without it. Needs low_latency_mode.
+        comm (MPI): not supported. The other arguments are DeepEP's and have no effect.
 
     Raises:
-        NotSupported: a low-latency call, an argument that is not supported, or nodes with different numbers of ranks.
+        NotSupported: an argument that is not supported, nodes with different numbers of ranks, or low latency over
+            several nodes.
         ValueError: a wrong argument, before anything is launched.
         PeerTimeout, PeerAborted: as MoECommunicator.
     """
@@ -94,20 +96,24 @@ class Buffer(metaclass=_RefusesByName):
         enable_shrink: bool = False,
         comm: object = None,
     ) -> None:
-        if low_latency_mode:
-            raise NotSupported(_LOW_LATENCY.format("Buffer(low_latency_mode=True)"))
-        if enable_shrink or comm is not None:
-            name = "enable_shrink" if enable_shrink else "comm"
-            raise NotSupported(
-                f"Buffer({name}=...): expected the default, got {name} set; use a torch.distributed group"
-            )
+        if comm is not None:
+            raise NotSupported("Buffer(comm=...): expected the default, got comm set; use a torch.distributed group")
+        if enable_shrink and not low_latency_mode:
+            raise ValueError("enable_shrink: expected False without low_latency_mode=True, got True")
         self.group = checked_group(group)
         self.rank, self.group_size = self.group.rank(), self.group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        self.enable_shrink = enable_shrink
         self._nodes = _nodes_of(self.group)
+        if low_latency_mode and self._nodes.num_nodes > 1:
+            raise NotSupported(
+                f"Buffer(low_latency_mode=True): expected all {self.group_size} ranks on one node, got "
+                f"{self._nodes.num_nodes} nodes; dispatch and combine serve such groups"
+            )
         self._numbers: set[int] = set()  # of the communicators that it uses
         self._destroyed = False
+        super().__init__()
 
     def destroy(self) -> None:
         """Free the memory of communicators that no other Buffer uses. Needs explicitly_destroy=True."""
@@ -121,6 +127,7 @@ class Buffer(metaclass=_RefusesByName):
                 with contextlib.suppress(CommunicatorClosed):  # with its group
                     communicator(number).close()
         self._numbers.clear()
+        self._combine_buffers.clear()
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
@@ -336,11 +343,15 @@ class Buffer(metaclass=_RefusesByName):
             layout=DispatchLayout.TOKEN_MAJOR,
             max_tokens_per_rank=max(_LEAST_BOUND, 1 << (bound - 1).bit_length()) if num_worst_tokens else None,
         )
+        return self._communicator(config, device), ids
+
+    def _communicator(self, config: MoECommunicatorConfig, device: torch.device) -> MoECommunicator:
+        """The shared communicator of this configuration, which this Buffer uses until `destroy`."""
         comm = MoECommunicator.shared(self.group, config, device=device)
         if comm.number not in self._numbers:
             self._numbers.add(comm.number)
             _users[comm.number] += 1
-        return comm, ids
+        return comm
 
 
 def _nodes_of(group: dist.ProcessGroup) -> NodeMap:

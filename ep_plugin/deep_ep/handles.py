@@ -1,9 +1,10 @@
 """The handles of dispatches: tuples of tensors in the order of DeepEP's own.
 
 Callers take these tuples apart. Some save them with ``ctx.save_for_backward(*handle)`` and pass the saved tuple on. So
-every part is a tensor, and a handle can be made again from its parts.
+every part is a tensor, and a handle can be made again from its parts. A low-latency handle ends with three numbers.
 
-Shapes: T tokens here, R ranks on N nodes of G each, M segments of a dispatch over nodes.
+Shapes: T tokens here, R ranks on N nodes of G each, M segments of a dispatch over nodes. Of low-latency calls: T_max
+tokens of any rank at most, H hidden size, E experts, E_l = E / R of them here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,6 +21,10 @@ from ep_plugin.moe.layout import DispatchHandle
 
 _NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
 _LENGTHS = (6, 10)
+
+LowLatencyHandle: TypeAlias = tuple[torch.Tensor, torch.Tensor, int, int, int]
+"""src_info int32 ``[E_l, R * T_max]``, layout_range int64 ``[E_l, R]``, T_max, H, E. Both tensors are views of the
+plan, which has the inverse map that combine needs."""
 
 
 class Handle(tuple[torch.Tensor, ...]):
@@ -106,3 +112,53 @@ def _last_sources(comm: MoECommunicator) -> torch.Tensor:
         counts = itertools.accumulate(1 if same else nodes.chunks for same in here)
         _last[comm] = torch.tensor([count - 1 for count in counts], device=engine.device)
     return _last[comm]
+
+
+# -- low latency -----------------------------------------------------------------------------------------------------
+
+
+def low_latency_parts(layout: Any, plan: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """src_info and layout_range of a plan. layout: its _C.LlPlanLayout. rows: of each expert."""
+    src_info = plan[layout.src_info : layout.rows].view(-1, rows)
+    ranges = plan[layout.layout_range : layout.src_tokens].view(torch.int64)
+    return src_info, ranges.view(src_info.shape[0], -1)
+
+
+def check_low_latency(handle: Any, size: int) -> LowLatencyHandle:
+    """The parts of a low-latency handle of a group of `size` ranks. ValueError for anything else."""
+    parts = tuple(handle) if isinstance(handle, (tuple, list)) else ()
+    kinds = (torch.Tensor, torch.Tensor, int, int, int)
+    if len(parts) != len(kinds) or not all(map(isinstance, parts, kinds)):
+        got = f"({', '.join(type(part).__name__ for part in parts)})" if parts else type(handle).__name__
+        raise ValueError(
+            f"handle: expected what low_latency_dispatch returned, (src_info, layout_range, T_max, H, E), got {got}"
+        )
+    src_info, layout_range, max_tokens, hidden, num_experts = parts
+    if max_tokens < 1 or hidden < 1 or num_experts < 1 or num_experts % size:
+        raise ValueError(
+            f"handle: expected positive T_max, H and E, a multiple of {size} ranks, got {max_tokens}, {hidden} and "
+            f"{num_experts}"
+        )
+    local = num_experts // size
+    expected = {
+        "src_info": (src_info, torch.int32, size * max_tokens),
+        "layout_range": (layout_range, torch.int64, size),
+    }
+    for name, (given, dtype, columns) in expected.items():
+        if given.dtype is not dtype or given.shape != (local, columns):
+            raise ValueError(
+                f"handle: expected {name} as {dtype} of shape {[local, columns]}, got {given.dtype} of shape "
+                f"{list(given.shape)}"
+            )
+    return src_info, layout_range, max_tokens, hidden, num_experts
+
+
+def plan_behind(src_info: torch.Tensor, layout: Any) -> torch.Tensor:
+    """The plan that src_info is a view of. layout: its _C.LlPlanLayout, for T_max and K of the call."""
+    words = src_info.untyped_storage().nbytes() // src_info.element_size()
+    if words != layout.words or src_info.storage_offset() != layout.src_info or not src_info.is_contiguous():
+        raise ValueError(
+            "handle: expected the src_info that low_latency_dispatch returned for this topk_idx, no copy, in memory of "
+            f"{layout.words} words, got one at {src_info.storage_offset()} of {words}"
+        )
+    return src_info.as_strided((layout.words,), (1,), 0)

@@ -14,6 +14,7 @@ from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, weight_dtype
 from ep_plugin.moe.arguments import bulk_ready, check_beside, check_combine
 from ep_plugin.moe.in_flight import Tensors
+from ep_plugin.moe.layout import Routing
 from ep_plugin.moe.low_latency.dispatch import RECEIVE, SEND, check_stats, operation
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.moe.low_latency.in_flight import LowLatencyOperation
@@ -41,7 +42,8 @@ class LowLatencyCombine(LowLatencyOperation):
     ) -> None:
         y, weights, bias, extra, routing, comm = arguments
         assert extra is None, "weights travel in combine alone"
-        self._engine, self._routing = engine, engine.routing("handle", routing, comm)
+        self._engine = engine
+        self._routing = routing if isinstance(routing, Routing) else engine.routing("handle", routing, comm)
         self._y, self._weights, self._bias = y, weights, bias
         self._ids = self._routing.tensors.topk_ids if topk_ids is None else topk_ids
         self._out, self._logfmt, self._wait_cost = out, logfmt, wait_cost
@@ -87,11 +89,14 @@ class LowLatencyCombine(LowLatencyOperation):
     def finish(self) -> Tensors:
         """Adds the partial rows."""
         self._launch(RECEIVE)
-        return self._sums, None
+        return self.results()
 
     def whole(self) -> Tensors:
         self._prepare()
         self._launch(SEND | RECEIVE)
+        return self.results()
+
+    def results(self) -> Tensors:
         return self._sums, None
 
     def tensors(self) -> Tensors:

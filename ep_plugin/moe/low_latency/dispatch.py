@@ -73,12 +73,19 @@ class LowLatencyDispatch(LowLatencyOperation):
     def finish(self) -> Tensors:
         """Receives rows."""
         self._launch(RECEIVE)
-        return self._outputs()
+        return self.results()
 
     def whole(self) -> Tensors:
         self._prepare()
         self._launch(SEND | RECEIVE)
-        return self._outputs()
+        return self.results()
+
+    def results(self) -> Tensors:
+        """The operator's results; the handle's tensors are among them if this dispatch makes the routing."""
+        if self._call.previous is not None:
+            return self._result
+        assert self._topk_ids is not None
+        return *self._result, *handle_tensors(self._topk_ids, self._plan, self._result.tokens)
 
     def tensors(self) -> Tensors:
         call = self._call
@@ -132,13 +139,6 @@ class LowLatencyDispatch(LowLatencyOperation):
         op.phases, op.stream = phases, engine.enter()
         engine.kernels.ll_dispatch(self._args)
         engine.check()
-
-    def _outputs(self) -> Tensors:
-        """The operator's results; the handle's tensors are among them if this dispatch makes the routing."""
-        if self._call.previous is not None:
-            return self._result
-        assert self._topk_ids is not None
-        return *self._result, *handle_tensors(self._topk_ids, self._plan, self._result.tokens)
 
 
 _ADVICE = {

@@ -72,13 +72,8 @@ class LowLatencyEngine(GroupEngine):
                 f"max_tokens_per_rank: expected at most {_MOST_ROWS} rows of all local experts, got {rows} "
                 f"({self.local_experts} experts of {self.size} ranks' {self.max_tokens} tokens)"
             )
-        row_bytes = config.max_row_bytes or 2 * config.hidden_size
-        # Gradients of weights travel as rows of K values.
-        most = max(row_bytes, 8 * config.topk) + ROW_ALIGNMENT_BYTES - 1
-        widest = most - most % ROW_ALIGNMENT_BYTES
+        widest, self.shape = slots_of(config)
         self.config = dataclasses.replace(config, max_row_bytes=widest)
-        slot_bytes = _C.ll_slot_bytes(widest, config.hidden_size, config.topk)
-        self.shape = _C.LlShape(max_tokens=self.max_tokens, max_topk=config.topk, slot_bytes=slot_bytes)
         self.memory_bytes: int = _C.ll_block_bytes(self.size, self.shape)
         """Bytes of peer memory that this rank holds from its first operation on."""
 
@@ -165,6 +160,14 @@ class LowLatencyEngine(GroupEngine):
             )
         return Routing(handle, _C.Routing(num_tokens=T, topk=K), [rows])
 
+    def routing_of_plan(self, plan: torch.Tensor, topk_ids: torch.Tensor, capacity: int) -> Routing:
+        """The routing of a dispatch by its plan alone. topk_ids: int32 or int64 ``[T, K]``, for combine; -1 for pairs
+        that it leaves out. capacity: rows of an expert's block. The caller has checked all of them."""
+        rows = self.local_experts * capacity
+        totals = torch.full((1,), rows, dtype=torch.int64, device="cpu")
+        (T, K), nothing = topk_ids.shape, plan.new_empty((0, topk_ids.shape[1]))
+        return Routing(DispatchHandle(topk_ids, plan, nothing, totals, 0), _C.Routing(num_tokens=T, topk=K), [rows])
+
     def described(self, field: int, value: int) -> tuple[str, str]:
         name, said = _C.ll_header_fields[field], str(value)  # a peer may have garbled the value
         if name == "dtype" and 0 <= value < len(DTYPES):
@@ -172,3 +175,13 @@ class LowLatencyEngine(GroupEngine):
         elif name == "format" and value in list(_C.LlFormat):
             said = _C.LlFormat(value).name.lower()
         return _FIELD_NAMES.get(name, name.replace("_", " ")), said
+
+
+def slots_of(config: MoECommunicatorConfig) -> tuple[int, Any]:
+    """Bytes of the widest row, and the _C.LlShape by which kernels find slots."""
+    row_bytes = config.max_row_bytes or 2 * config.hidden_size
+    # Gradients of weights travel as rows of K values.
+    most = max(row_bytes, 8 * config.topk) + ROW_ALIGNMENT_BYTES - 1
+    widest = most - most % ROW_ALIGNMENT_BYTES
+    slot_bytes = _C.ll_slot_bytes(widest, config.hidden_size, config.topk)
+    return widest, _C.LlShape(max_tokens=config.max_tokens_per_rank, max_topk=config.topk, slot_bytes=slot_bytes)

@@ -26,6 +26,10 @@ class LowLatencyOperation(Operation):
     def whole(self) -> Tensors:
         """Enqueues both halves in one kernel."""
 
+    @abstractmethod
+    def results(self) -> Tensors:
+        """The operator's results, which exist from `start` on and have their values once it is received."""
+
 
 class LowLatencyInFlight:
     """The un-received operations of one communicator."""
