@@ -39,7 +39,7 @@ class Deadline {
   bool keep_waiting(const Run& run, int peer, uint64_t expected, uint64_t seen);
 
  private:
-  const bool bounded_;
+  bool bounded_;
   int64_t since_ = 0;
   int64_t checked_ = 0;
 };
