@@ -226,6 +226,21 @@ def test_megatrons_deepep_functions_work_over_nodes() -> None:
         assert found <= LIMIT
 
 
+def _deepep_backend(rank: int, size: int) -> dict[str, Any]:
+    from tests.integrations import test_megatron
+
+    found: dict[str, Any] = test_megatron._run_deepep(rank, ["ep4"])["ep4"]
+    return found
+
+
+def test_megatrons_own_deepep_backend_trains_over_nodes() -> None:
+    from tests.integrations.test_megatron import LIMIT
+
+    for found in on_nodes(2, 2, _deepep_backend):
+        assert len(found["difference"]) >= 5 and max(found["difference"].values()) <= LIMIT
+        assert min(found["ours"]["dispatch"], found["ours"]["combine"]) >= 2 and found["ours"]["stock"] == 0
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
