@@ -336,13 +336,11 @@ def _refusals(rank: int, size: int) -> None:
         buffer.combine(None, handle)
 
 
-def test_low_latency_and_what_else_is_not_there_is_refused_by_name() -> None:
+def test_what_is_not_there_is_refused_by_name() -> None:
     on_ranks(1, _not_there)
 
 
 def _not_there(rank: int, size: int) -> None:
-    with pytest.raises(NotSupported, match=r"Buffer\(low_latency_mode=True\): low-latency calls are not supported"):
-        deep_ep.Buffer(low_latency_mode=True)
     with pytest.raises(NotSupported, match=r"Buffer\(comm=...\): expected the default, got comm set"):
         deep_ep.Buffer(comm=object())
     with pytest.raises(ValueError, match="group: expected a process group that this rank belongs to, got 'world'"):
@@ -352,14 +350,7 @@ def _not_there(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="group: expected a process group that has not been destroyed, got"):
         deep_ep.Buffer(destroyed)
     buffer = deep_ep.Buffer()
-    for name in ("low_latency_dispatch", "low_latency_combine", "clean_low_latency_buffer"):
-        with pytest.raises(NotSupported, match=rf"Buffer\.{name}: low-latency calls are not supported"):
-            getattr(buffer, name)
-        with pytest.raises(NotSupported, match=rf"Buffer\.{name}: low-latency calls are not supported"):
-            getattr(deep_ep.Buffer, name)
-        assert not hasattr(deep_ep.Buffer, name)
-    with pytest.raises(NotSupported, match=r"Buffer\.get_low_latency_rdma_size_hint: low-latency"):
-        deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
+    assert not hasattr(deep_ep.Buffer, "get_local_buffer_tensor")
     with pytest.raises(NotSupported, match="get_local_buffer_tensor is not supported"):
         buffer.get_local_buffer_tensor(torch.uint8)
     with pytest.raises(AttributeError, match="internode"):
@@ -391,9 +382,13 @@ def test_it_is_found_under_deep_eps_name(tmp_path: Path) -> None:
         "import deep_ep\n"
         "from deep_ep import Buffer\n"
         "from deep_ep.utils import EventHandle, EventOverlap\n"
+        "from deep_ep.utils.envs import init_dist\n"
+        "from deep_ep.utils.math import calc_diff, hash_tensor, per_token_cast_back, per_token_cast_to_fp8\n"
+        "from deep_ep.utils.testing import bench, bench_kineto\n"
         "try:\n    from deep_ep import HybridEPBuffer\nexcept ImportError:\n    print('no hybrid')\n"
         "import ep_plugin.deep_ep, ep_plugin.deep_ep.utils\n"
         "assert deep_ep is ep_plugin.deep_ep and deep_ep.utils is ep_plugin.deep_ep.utils\n"
+        "assert deep_ep.utils.math is ep_plugin.deep_ep.utils.math and calc_diff is deep_ep.utils.math.calc_diff\n"
         "with EventOverlap(EventHandle()) as event: print(type(event) is deep_ep.EventOverlap)\n"
     )
     done = subprocess.run(

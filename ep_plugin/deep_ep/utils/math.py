@@ -56,7 +56,7 @@ def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor) -> torch.Te
     if x_fp8.numel() == 0:
         return x_fp8.to(torch.bfloat16)
     if x_scales.dtype is torch.int32:
-        exponents = x_scales.contiguous().view(torch.uint8).to(torch.int32)
+        exponents = x_scales.contiguous().flatten().view(torch.uint8).to(torch.int32)
         x_scales = (exponents << _FLOAT_MANTISSA_BITS).view(torch.float32)
     scales = x_scales.reshape(T, -1)[:, : ceil_div(H, _BLOCK)]  # exponent bytes may be padded
     rows = _blocks(x_fp8.float()) * scales.unsqueeze(2)
