@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from typing import Any
 
 import pytest
@@ -326,3 +327,35 @@ def _masks(rank: int, size: int) -> None:
 
 def test_masks() -> None:
     on_ranks(3, _masks)
+
+
+def _shrinks(rank: int, size: int) -> list[list[int]]:
+    """Rank 2 leaves before one call, then rank 1 before another. The call masks them, and the next one is right."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=6))
+    buffer = deep_ep.Buffer(group, low_latency_mode=True, enable_shrink=True)
+    case = Case(tokens=(9, 20, 0, 12), hidden=128, experts_per_rank=2, topk=3, seed=8)
+    sent, most, statuses = make(case), 24, []
+    buffer.clean_low_latency_buffer(most, 128, case.num_experts)
+    for gone in (2, 1):
+        if rank == gone:
+            return statuses
+        buffer.clean_low_latency_buffer(most, 128, case.num_experts)
+        status = torch.zeros(size, dtype=torch.int32)
+        buffer.low_latency_query_mask_buffer(status)
+        statuses.append(status.tolist())
+        case = dataclasses.replace(case, tokens=tuple(0 if other == gone else T for other, T in enumerate(case.tokens)))
+        sent = make(case)
+        results = buffer.low_latency_dispatch(sent.x[rank], sent.ids[rank], most, case.num_experts, use_fp8=False)
+        check_dispatch(case, sent, rank, most, results, None)
+        y = results_of(case, sent, rank, size * most)
+        sums = buffer.low_latency_combine(y, sent.ids[rank], sent.weights[rank], results[2])[0]
+        there = sent.ids[rank].masked_fill(status.bool()[sent.ids[rank].clamp(min=0) // 2], -1)
+        check_combine(case, sent, rank, size * most, there, sums)
+    return statuses
+
+
+def test_ranks_that_leave_are_masked_by_the_next_call() -> None:
+    outcomes = run_ranks(4, _shrinks, 4, timeout_s=90)
+    for rank in (0, 3):
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        assert outcomes[rank].value == [[0, 0, 1, 0], [0, 1, 1, 0]]

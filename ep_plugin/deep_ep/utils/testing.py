@@ -88,7 +88,7 @@ def bench_kineto(
     kernels = [
         Kernel(event.name, event.time_range.start, event.time_range.elapsed_us())
         for event in profile.events() or ()
-        if event.device_type is torch.autograd.DeviceType.CUDA
+        if event.device_type.name == "CUDA"
     ]
     names = (kernel_names,) if isinstance(kernel_names, str) else kernel_names
     times = [mean_durations(kernels, name, num_kernels_per_period) for name in names]

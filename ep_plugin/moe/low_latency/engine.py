@@ -179,6 +179,7 @@ class LowLatencyEngine(GroupEngine):
 
 def slots_of(config: MoECommunicatorConfig) -> tuple[int, Any]:
     """Bytes of the widest row, and the _C.LlShape by which kernels find slots."""
+    assert config.max_tokens_per_rank is not None
     row_bytes = config.max_row_bytes or 2 * config.hidden_size
     # Gradients of weights travel as rows of K values.
     most = max(row_bytes, 8 * config.topk) + ROW_ALIGNMENT_BYTES - 1
