@@ -30,7 +30,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 TRANSPORTS = ("auto", "shm", "nvlink")
-TEST_GATES = ("plan", "notify", "dispatch_send", "dispatch_recv", "combine_send", "all_gather", "reduce_scatter")
+TEST_GATES = (
+    "plan", "notify", "dispatch_send", "dispatch_recv", "combine_send", "all_gather", "reduce_scatter",
+    "ll_dispatch_send", "ll_dispatch_recv", "ll_combine_send", "ll_combine_recv",
+)  # fmt: skip
 
 _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -109,6 +112,11 @@ def launcher() -> Launcher:
         local_rank=_integer("LOCAL_RANK", at_least=0),
         local_world_size=_integer("LOCAL_WORLD_SIZE", at_least=1),
     )
+
+
+def master() -> tuple[str, int]:
+    """The launcher's ``MASTER_ADDR`` and ``MASTER_PORT``; without them, the loopback address and port 8361."""
+    return _value("MASTER_ADDR") or "127.0.0.1", _integer("MASTER_PORT", at_least=1) or 8361
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from ep_plugin.deep_ep.buffer import Buffer
-from ep_plugin.deep_ep.utils import Config, EventHandle, EventOverlap
+from ep_plugin.deep_ep.tuning import Config
+from ep_plugin.deep_ep.utils import EventHandle, EventOverlap
 
 __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]
 

@@ -1,35 +1,25 @@
 """Buffer's arguments: checks, and DeepEP's routing in MoECommunicator's terms.
 
 A check raises ValueError with the expected and the actual value. Shapes: T tokens here, K experts per token, E experts
-in all, R ranks, N rows received.
+in all, R ranks on N nodes.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+import itertools
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ep_plugin import env
+from ep_plugin import _C, env
+from ep_plugin.config import MAX_TOPK
+from ep_plugin.deep_ep.handles import LowLatencyHandle
 from ep_plugin.dtypes import weight_dtype
-from ep_plugin.moe.layout import DispatchHandle
-
-
-class Handle(NamedTuple):
-    """The routing of a dispatch, for `combine` and a cached `dispatch`. The caller owns it.
-
-    Code for DeepEP reads positions of its tuples: 0 and -2 of the one for a node, -4 of the one for several nodes.
-    """
-
-    rank_prefix_matrix: torch.Tensor
-    """int32 ``[R, R]``: the rows that ranks 0 to i send to rank j."""
-    recv_rank_prefix_sum: torch.Tensor
-    """int32 ``[R]``: the rows that ranks 0 to i send to this rank."""
-    routing: DispatchHandle
-    is_token_in_rank: torch.Tensor
-    """bool ``[T, R]``."""
-    num_worst_tokens: int
+from ep_plugin.errors import NotSupported
+from ep_plugin.moe.arguments import check_tensors
+from ep_plugin.transport.topology import NodeMap
 
 
 def rows_of(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -78,13 +68,16 @@ def check_kind(kind: type, **given: object) -> None:
             raise ValueError(f"{name}: expected None or an instance of {kind.__name__}, got {type(value).__name__}")
 
 
-def check_layout(per_rank: Any, in_rank: Any, per_expert: Any, tokens: int, size: int) -> None:
-    """All three must be as `get_dispatch_layout` returns them for so many tokens and ranks."""
+def check_layout(per_rank: Any, per_node: Any, in_rank: Any, per_expert: Any, tokens: int, nodes: NodeMap) -> None:
+    """All must be as `get_dispatch_layout` returns them for so many tokens. `per_node` is not used on one node."""
+    size = nodes.num_nodes * nodes.ranks_per_node
     layout: dict[str, Any] = {
         "num_tokens_per_rank": (per_rank, torch.int32, size),
         "is_token_in_rank": (in_rank, torch.bool, tokens, size),
         "num_tokens_per_expert": (per_expert, torch.int32, "E"),
     }
+    if nodes.num_nodes > 1:
+        layout["num_tokens_per_rdma_rank"] = (per_node, torch.int32, nodes.num_nodes)
     for name, (given, dtype, *shape) in layout.items():
         if not isinstance(given, torch.Tensor):
             raise ValueError(
@@ -134,32 +127,41 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__} of ({', '.join(type(one).__name__ for one in value)})"
 
 
-def handle_of(routing: DispatchHandle, is_token_in_rank: torch.Tensor, rank: int, num_worst_tokens: int) -> Handle:
-    """The handle of a dispatch. Its prefix sums are views of the plan."""
-    size = is_token_in_rank.shape[1]
-    matrix = routing.plan[: size * size].view(size, size)  # see MetaLayout in csrc/common/layout.h
-    return Handle(matrix, matrix[:, rank], routing, is_token_in_rank, num_worst_tokens)
-
-
 def layout_of(
-    topk_idx: torch.Tensor, num_experts: int, size: int
-) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
-    """num_tokens_per_rank int32 ``[R]``, None, num_tokens_per_expert int32 ``[E]``, is_token_in_rank ``[T, R]``."""
-    ids = topk_idx.long()
-    if ids.numel() and (ids.device.type == "cpu" or env.check_ids()):
-        least, most = int(ids.min()), int(ids.max())
-        if least < -1 or most >= num_experts:
-            raise ValueError(f"topk_idx: expected ids from -1 to {num_experts - 1}, got {least} to {most}")
+    topk_idx: torch.Tensor, num_experts: int, nodes: NodeMap
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """num_tokens_per_rank int32 ``[R]``, num_tokens_per_rdma_rank int32 ``[N]`` or None on one node,
+    num_tokens_per_expert int32 ``[E]``, is_token_in_rank ``[T, R]``."""
+    ids, size = topk_idx.long(), nodes.num_nodes * nodes.ranks_per_node
+    check_ids(ids, num_experts)
     dropped = (ids < 0) | (ids >= num_experts)  # dispatch refuses ids that no expert has
     chosen = torch.zeros((ids.shape[0], num_experts + 1), dtype=torch.bool, device=ids.device)
     chosen = chosen.scatter_(1, ids.masked_fill(dropped, num_experts), True)[:, :num_experts]
     in_rank = chosen.unflatten(1, (size, -1)).any(2)
-    return in_rank.sum(0, dtype=torch.int32), None, chosen.sum(0, dtype=torch.int32), in_rank
+    in_node = None
+    if nodes.num_nodes > 1:
+        by_node = in_rank.index_select(1, _ranks_by_node(nodes, ids.device))
+        in_node = by_node.unflatten(1, (nodes.num_nodes, -1)).any(2).sum(0, dtype=torch.int32)
+    return in_rank.sum(0, dtype=torch.int32), in_node, chosen.sum(0, dtype=torch.int32), in_rank
 
 
-def check_agreement(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_experts: int, size: int) -> None:
+def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
+    """Ids from -1 to E - 1, on CPUs and, with EP_PLUGIN_CHECK_IDS=1, on GPUs."""
+    if topk_idx.numel() and (topk_idx.device.type == "cpu" or env.check_ids()):
+        least, most = int(topk_idx.min()), int(topk_idx.max())
+        if least < -1 or most >= num_experts:
+            raise ValueError(f"topk_idx: expected ids from -1 to {num_experts - 1}, got {least} to {most}")
+
+
+@functools.lru_cache(maxsize=64)
+def _ranks_by_node(nodes: NodeMap, device: torch.device) -> torch.Tensor:
+    """int64 ``[R]``: the ranks of the first node, then those of the next."""
+    return torch.tensor(list(itertools.chain(*nodes.nodes)), device=device)
+
+
+def check_agreement(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_experts: int, nodes: NodeMap) -> None:
     """Refuse an `is_token_in_rank` that differs from `topk_idx`, by which tokens are sent."""
-    expected = layout_of(topk_idx, num_experts, size)[3]
+    expected = layout_of(topk_idx, num_experts, nodes)[3]
     differ = (expected != is_token_in_rank).nonzero()
     if len(differ):
         token, rank = differ[0].tolist()
@@ -171,7 +173,10 @@ def check_agreement(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_
 
 def ranks_as_experts(is_token_in_rank: torch.Tensor) -> torch.Tensor:
     """int32 ``[T, R]``: routing by rank alone equals routing to R experts, one on each rank."""
-    ranks = torch.arange(is_token_in_rank.shape[1], dtype=torch.int32, device=is_token_in_rank.device)
+    size = is_token_in_rank.shape[1]
+    if size > MAX_TOPK:
+        raise NotSupported(f"topk_idx: expected expert ids in groups of more than {MAX_TOPK} ranks, got None of {size}")
+    ranks = torch.arange(size, dtype=torch.int32, device=is_token_in_rank.device)
     return torch.where(is_token_in_rank, ranks, -1)
 
 
@@ -180,3 +185,62 @@ def received_per_expert(num_tokens_per_expert: torch.Tensor, group: dist.Process
     total = num_tokens_per_expert.clone()
     dist.all_reduce(total, group=group)
     return total.view(group.size(), -1)[group.rank()]
+
+
+# -- low latency: T_max tokens of any rank at most, E_l = E / R experts here, N = R * T_max rows of each ---------------
+
+
+def quantized_as(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> str | None:
+    """MoECommunicator's `quantize`."""
+    if use_ue8m0 and not round_scale:
+        raise ValueError("use_ue8m0: expected False without round_scale=True, got True")
+    if not use_fp8:
+        return None
+    return "e4m3_ue8m0" if use_ue8m0 else "e4m3_pow2" if round_scale else "e4m3"
+
+
+def check_low_latency_dispatch(x: Any, topk_idx: Any, max_tokens: int, num_experts: int, use_fp8: bool) -> None:
+    """x bfloat16 [T, H], ids [T, K], T at most T_max."""
+    check_tensors(x=x, topk_idx=topk_idx)
+    check_tensor("x", x, (torch.bfloat16,), "T", "H")
+    _check_pairs(topk_idx, None, x.shape[0], max_tokens, num_experts)
+    if use_fp8 and x.shape[1] % _C.scale_block:
+        raise ValueError(
+            f"x: expected a hidden size that is a multiple of {_C.scale_block} with use_fp8=True, got {x.shape[1]}"
+        )
+
+
+def check_low_latency_combine(
+    x: Any, topk_idx: Any, topk_weights: Any, out: Any, handle: LowLatencyHandle, use_logfmt: bool
+) -> None:
+    """x bfloat16 [E_l, N, H], ids and weights [T, K], out bfloat16 [T, H]."""
+    check_tensors({"out": out}, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+    src_info, _, max_tokens, hidden, num_experts = handle
+    check_tensor("x", x, (torch.bfloat16,), *src_info.shape, hidden)
+    _check_pairs(topk_idx, topk_weights, "T", max_tokens, num_experts)
+    if out is not None:
+        check_tensor("out", out, (torch.bfloat16,), topk_idx.shape[0], hidden)
+    for name, given in (("x", x), ("out", out)):
+        if given is not None and not given.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(given.stride())}")
+    if use_logfmt and hidden % _C.ll_logfmt_group:
+        raise ValueError(
+            f"x: expected a hidden size that is a multiple of {_C.ll_logfmt_group} with use_logfmt=True, got {hidden}"
+        )
+
+
+def _check_pairs(
+    topk_idx: torch.Tensor, weights: torch.Tensor | None, tokens: int | str, max_tokens: int, num_experts: int
+) -> None:
+    check_tensor("topk_idx", topk_idx, (torch.int64, torch.int32), tokens, "K")
+    if topk_idx.shape[0] > max_tokens:
+        raise ValueError(
+            f"topk_idx: expected at most num_max_dispatch_tokens_per_rank={max_tokens} tokens, got {topk_idx.shape[0]}"
+        )
+    if not 0 < topk_idx.shape[1] <= min(MAX_TOPK, num_experts):
+        raise ValueError(
+            f"topk_idx: expected 1 to {min(MAX_TOPK, num_experts)} experts per token, got {topk_idx.shape[1]}"
+        )
+    check_ids(topk_idx, num_experts)
+    if weights is not None:
+        check_tensor("topk_weights", weights, (torch.float32,), *topk_idx.shape)

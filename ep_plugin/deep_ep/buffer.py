@@ -1,4 +1,4 @@
-"""``Buffer``: high-throughput dispatch and combine, with the interface of DeepEP 1.x's Buffer.
+"""``Buffer``: dispatch and combine, with the interface of DeepEP 1.x's Buffer. Its low-latency calls: low_latency.py.
 
 Shapes: T tokens here, H hidden size, K experts per token, E experts in all, E_l = E / R on this rank, R ranks, N rows
 received, ordered by (source rank, source token).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections import Counter
 from typing import Any, NoReturn, TypeAlias
 
@@ -16,14 +17,17 @@ import torch.distributed as dist
 
 from ep_plugin import env
 from ep_plugin.config import MAX_TOPK, DispatchLayout, MoECommunicatorConfig
-from ep_plugin.deep_ep import arguments
-from ep_plugin.deep_ep.arguments import Handle
-from ep_plugin.deep_ep.utils import Config, EventHandle, EventOverlap, comm_stream, ordered
+from ep_plugin.deep_ep import arguments, handles
+from ep_plugin.deep_ep.handles import Handle
+from ep_plugin.deep_ep.low_latency import LowLatencyCalls
+from ep_plugin.deep_ep.tuning import Config
+from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, comm_stream, ordered
 from ep_plugin.errors import CommunicatorClosed, NotSupported
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.registry import communicator
-from ep_plugin.transport.exchange import checked_group
+from ep_plugin.transport.exchange import Exchange, checked_group
+from ep_plugin.transport.topology import NodeMap, discover
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
@@ -36,8 +40,7 @@ _LEAST_BOUND = 128
 # How many Buffers use a communicator, by its number. Ranks must close communicators alike, but collect garbage at
 # different times: so a Buffer leaves by destroy() alone. One that is never destroyed keeps its communicators open.
 _users: Counter[int] = Counter()
-
-_LOW_LATENCY = "{}: low-latency calls are not supported; use dispatch and combine"
+_node_maps: weakref.WeakKeyDictionary[dist.ProcessGroup, NodeMap] = weakref.WeakKeyDictionary()
 
 
 class _NotInBuffer(NotSupported, AttributeError):
@@ -45,29 +48,32 @@ class _NotInBuffer(NotSupported, AttributeError):
 
 
 class _RefusesByName(type):
-    """DeepEP's other functions are refused by name on the class too, before a Buffer exists."""
+    """DeepEP's other function is refused by name on the class too, before a Buffer exists."""
 
     def __getattr__(cls, name: str) -> NoReturn:
-        if "low_latency" in name:
-            raise _NotInBuffer(_LOW_LATENCY.format(f"Buffer.{name}"))
         if name == "get_local_buffer_tensor":
             raise _NotInBuffer(f"Buffer.{name} is not supported: callers do not get communication memory")
         raise AttributeError(f"{cls.__name__!r} has no attribute {name!r}")
 
 
-class Buffer(metaclass=_RefusesByName):
+class Buffer(LowLatencyCalls, metaclass=_RefusesByName):
     """Dispatch and combine for one group, with DeepEP's names.
 
-    Buffers of one group share their communicators, so another one costs nothing. `num_nvl_bytes` reserves no memory:
-    pools grow when an operation needs them. As in DeepEP, nothing is differentiable.
+    Construction is collective. Buffers of one group share their communicators, so another one costs nothing.
+    `num_nvl_bytes` and `num_rdma_bytes` reserve no memory: pools grow when an operation needs them. As in DeepEP,
+    nothing is differentiable.
 
     Args:
         group: the ranks; None: the default group.
+        low_latency_mode: whether it has the low-latency calls, too. All ranks must then be on one node.
         explicitly_destroy: whether `destroy` will be called.
-        low_latency_mode, enable_shrink, comm (MPI): not supported. The other arguments are DeepEP's and have no effect.
+        enable_shrink: whether low-latency calls mask a rank for which another one waits 100 s, or the group's timeout
+            if that is less, and go on without it. Needs low_latency_mode.
+        comm (MPI): not supported. The other arguments are DeepEP's and have no effect.
 
     Raises:
-        NotSupported: a low-latency call, or an argument that is not supported.
+        NotSupported: an argument that is not supported, nodes with different numbers of ranks, or low latency over
+            several nodes.
         ValueError: a wrong argument, before anything is launched.
         PeerTimeout, PeerAborted: as MoECommunicator.
     """
@@ -90,19 +96,24 @@ class Buffer(metaclass=_RefusesByName):
         enable_shrink: bool = False,
         comm: object = None,
     ) -> None:
-        if low_latency_mode:
-            raise NotSupported(_LOW_LATENCY.format("Buffer(low_latency_mode=True)"))
-        if enable_shrink or comm is not None:
-            name = "enable_shrink" if enable_shrink else "comm"
-            raise NotSupported(
-                f"Buffer({name}=...): expected the default, got {name} set; use a torch.distributed group"
-            )
+        if comm is not None:
+            raise NotSupported("Buffer(comm=...): expected the default, got comm set; use a torch.distributed group")
+        if enable_shrink and not low_latency_mode:
+            raise ValueError("enable_shrink: expected False without low_latency_mode=True, got True")
         self.group = checked_group(group)
         self.rank, self.group_size = self.group.rank(), self.group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        self.enable_shrink = enable_shrink
+        self._nodes = _nodes_of(self.group)
+        if low_latency_mode and self._nodes.num_nodes > 1:
+            raise NotSupported(
+                f"Buffer(low_latency_mode=True): expected all {self.group_size} ranks on one node, got "
+                f"{self._nodes.num_nodes} nodes; dispatch and combine serve such groups"
+            )
         self._numbers: set[int] = set()  # of the communicators that it uses
         self._destroyed = False
+        super().__init__()
 
     def destroy(self) -> None:
         """Free the memory of communicators that no other Buffer uses. Needs explicitly_destroy=True."""
@@ -116,6 +127,7 @@ class Buffer(metaclass=_RefusesByName):
                 with contextlib.suppress(CommunicatorClosed):  # with its group
                     communicator(number).close()
         self._numbers.clear()
+        self._combine_buffers.clear()
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
@@ -158,20 +170,21 @@ class Buffer(metaclass=_RefusesByName):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Count the tokens of each rank and expert. Not collective.
+        """Count the tokens of each rank, node and expert. Not collective.
 
         Args:
             topk_idx: int64 ``[T, K]``, -1: no expert.
 
         Returns:
-            num_tokens_per_rank int32 ``[R]``, None (there are no RDMA ranks), num_tokens_per_expert int32 ``[E]``,
-            is_token_in_rank bool ``[T, R]``, and the event.
+            num_tokens_per_rank int32 ``[R]``; num_tokens_per_rdma_rank int32 ``[nodes]``, the tokens with an expert on
+            each node, this one included, or None on one node; num_tokens_per_expert int32 ``[E]``; is_token_in_rank
+            bool ``[T, R]``; the event.
         """
         self._check_open()
         check_tensors(topk_idx=topk_idx)
         arguments.check_topk(topk_idx)
         arguments.check_experts(num_experts, self.group_size)
-        count = functools.partial(arguments.layout_of, topk_idx, num_experts, self.group_size)
+        count = functools.partial(arguments.layout_of, topk_idx, num_experts, self._nodes)
         device = topk_idx.device
         return ordered(count, device, topk_idx, previous_event, async_finish, allocate_on_comm_stream)
 
@@ -198,7 +211,8 @@ class Buffer(metaclass=_RefusesByName):
         Args:
             x: ``[T, H]``, or a pair of FP8 rows ``[T, H]`` and float32 scales ``[T, S]``.
             handle: repeats the routing of an earlier dispatch; topk_idx and topk_weights must be None, and only the
-                rows and the event are returned. Without it the results of `get_dispatch_layout` are needed.
+                rows and the event are returned. A tuple of its parts serves, too. Without it the results of
+                `get_dispatch_layout` are needed; num_tokens_per_rdma_rank only on several nodes.
             topk_idx, topk_weights: int64 and float32 ``[T, K]``, sent with the rows. Without topk_idx, is_token_in_rank
                 alone routes the tokens.
             num_worst_tokens: the number of rows of the result, at least R times the T of any rank; the host then waits
@@ -212,16 +226,16 @@ class Buffer(metaclass=_RefusesByName):
         """
         self._check_open()
         rows, scales = arguments.rows_of(x)
-        arguments.check_kind(Handle, handle=handle)
+        routing = None if handle is None else handles.routing_of(handle)
         sms = _sms_of(config)
-        if handle is None:
-            layout = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
-            arguments.check_layout(*layout, rows.shape[0], self.group_size)
+        if routing is None:
+            layout = num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert
+            arguments.check_layout(*layout, rows.shape[0], self._nodes)
             arguments.check_topk(topk_idx, topk_weights)
             arguments.check_sizes(num_worst_tokens, expert_alignment, rows.shape[0], self.group_size)
         elif topk_idx is not None or topk_weights is not None:
             raise ValueError("topk_idx: expected None with a handle, which has the routing, got a tensor")
-        reads = (rows, scales, handle, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
+        reads = (rows, scales, routing, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
         call = functools.partial(self._dispatch, reads, expert_alignment, num_worst_tokens, sms)
         return ordered(call, rows.device, reads, previous_event, async_finish, allocate_on_comm_stream)
 
@@ -250,26 +264,28 @@ class Buffer(metaclass=_RefusesByName):
         self._check_open()
         check_tensors({"topk_weights": topk_weights}, x=x)
         rows, _ = arguments.rows_of(x)
-        if not isinstance(handle, Handle):
-            raise ValueError(f"handle: expected what dispatch returned, got {type(handle).__name__}")
+        routing = handles.routing_of(handle)
         sms = _sms_of(config)
         if topk_weights is not None:
             arguments.check_tensor("topk_weights", topk_weights, (torch.float32,), rows.shape[0], "K")
         biases = arguments.biases_of(bias, rows)
 
         def add() -> tuple[torch.Tensor, torch.Tensor | None]:
-            comm = communicator(handle.routing.comm)
+            comm = communicator(routing.comm)
             comm.set_sms(**sms)
-            out = comm.combine(rows.contiguous(), handle.routing, bias=arguments.sum_of(biases))
+            out = comm.combine(rows.contiguous(), routing, bias=arguments.sum_of(biases))
             if topk_weights is None:
                 return out, None
             # Combined as rows of their own, since the values of experts that are elsewhere count too.
             K = topk_weights.shape[1]
             padded = torch.nn.functional.pad(topk_weights, (0, -K % 4)).contiguous()
-            return out, comm.combine(padded, handle.routing)[:, :K].contiguous()
+            return out, comm.combine(padded, routing)[:, :K].contiguous()
 
-        reads = (rows, handle, topk_weights, biases)
+        reads = (rows, routing, topk_weights, biases)
         return ordered(add, rows.device, reads, previous_event, async_finish, allocate_on_comm_stream)
+
+    # DeepEP's dispatch and combine call these on several nodes. Here they are the same functions.
+    internode_dispatch, internode_combine = dispatch, combine
 
     def __getattr__(self, name: str) -> Any:
         return getattr(type(self), name)
@@ -281,18 +297,17 @@ class Buffer(metaclass=_RefusesByName):
     def _dispatch(
         self, reads: tuple[Any, ...], expert_alignment: int, num_worst_tokens: int, sms: dict[str, int | None]
     ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None]:
-        rows, scales, handle, topk_idx, topk_weights, in_rank, per_expert = reads
-        if handle is None:
-            previous = None
+        rows, scales, previous, topk_idx, topk_weights, in_rank, per_expert = reads
+        if previous is None:
             comm, ids = self._route(topk_idx, in_rank, per_expert, num_worst_tokens, rows.device)
         else:
-            previous, num_worst_tokens = handle.routing, handle.num_worst_tokens
+            num_worst_tokens = handles.worst_tokens_of(previous)
             comm, ids = communicator(previous.comm), previous.topk_ids
         comm.set_sms(**sms)
         scales = None if scales is None else scales.contiguous()
         out, made = comm.dispatch(rows, ids, topk_weights, scales, previous, num_worst_tokens or None)
         received = out.tokens if out.scales is None else (out.tokens, out.scales)
-        if handle is not None:
+        if previous is not None:
             return received, None, None, None, None
         counts: list[int] = []
         if out.num_tokens_per_expert_cpu is not None:
@@ -303,7 +318,7 @@ class Buffer(metaclass=_RefusesByName):
         assert out.topk_ids is not None
         recv_idx = None if topk_idx is None else out.topk_ids.to(topk_idx.dtype)
         weights = None if out.weights is None else out.weights.float()  # float64 beside float64 rows
-        return received, recv_idx, weights, counts, arguments.handle_of(made, in_rank, self.rank, num_worst_tokens)
+        return received, recv_idx, weights, counts, handles.handle_of(comm, made, in_rank)
 
     def _route(
         self,
@@ -320,7 +335,7 @@ class Buffer(metaclass=_RefusesByName):
         else:
             ids = topk_idx.contiguous()
             if device.type == "cpu" or env.check_ids():
-                arguments.check_agreement(topk_idx, in_rank, num_experts, self.group_size)
+                arguments.check_agreement(topk_idx, in_rank, num_experts, self._nodes)
         config = MoECommunicatorConfig(
             num_experts=num_experts,
             hidden_size=_MOST_HIDDEN,
@@ -328,14 +343,26 @@ class Buffer(metaclass=_RefusesByName):
             layout=DispatchLayout.TOKEN_MAJOR,
             max_tokens_per_rank=max(_LEAST_BOUND, 1 << (bound - 1).bit_length()) if num_worst_tokens else None,
         )
+        return self._communicator(config, device), ids
+
+    def _communicator(self, config: MoECommunicatorConfig, device: torch.device) -> MoECommunicator:
+        """The shared communicator of this configuration, which this Buffer uses until `destroy`."""
         comm = MoECommunicator.shared(self.group, config, device=device)
-        nodes = comm.engine.node_map.num_nodes
-        if nodes > 1:
-            raise NotSupported(f"Buffer: expected a group of ranks on one node, got {nodes} nodes")
         if comm.number not in self._numbers:
             self._numbers.add(comm.number)
             _users[comm.number] += 1
-        return comm, ids
+        return comm
+
+
+def _nodes_of(group: dist.ProcessGroup) -> NodeMap:
+    """The nodes of a group. Collective for the first Buffer of the group."""
+    if group not in _node_maps:
+        exchange = Exchange(group)
+        try:
+            _node_maps[group], _ = discover(exchange, torch.device("cpu"))
+        finally:
+            exchange.close()
+    return _node_maps[group]
 
 
 def _sms_of(config: Config | None) -> dict[str, int | None]:

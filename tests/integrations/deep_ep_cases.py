@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -70,6 +72,21 @@ def make(case: Case) -> Sent:
     return Sent(x=x, scales=scales, ids=ids, weights=weights, in_rank=in_rank)
 
 
+def nodes_of(size: int) -> list[list[int]]:
+    """The ranks of each emulated node, from this rank's environment. EP_TEST_HOSTS: so many hosts get ranks in turn."""
+    hosts = int(os.environ.get("EP_TEST_HOSTS", "0"))
+    if hosts:
+        return [list(range(first, size, hosts)) for first in range(hosts)]
+    per_node = int(os.environ.get("EP_PLUGIN_RANKS_PER_NODE", size))
+    return [list(range(first, first + per_node)) for first in range(0, size, per_node)]
+
+
+def tokens_per_node(in_rank: torch.Tensor) -> list[int] | None:
+    """What get_dispatch_layout says of nodes."""
+    nodes = nodes_of(in_rank.shape[1])
+    return [int(in_rank[:, ranks].any(1).sum()) for ranks in nodes] if len(nodes) > 1 else None
+
+
 def on(device: str, what: T) -> T:
     """`what`, its tensors on another device."""
     moved = {
@@ -130,3 +147,18 @@ def combined(case: Case, everyone: list[Received], values: list[torch.Tensor], r
             if origin == rank:
                 total[token] += rows[row].double()
     return total
+
+
+def check_handle(handle: tuple[torch.Tensor, ...], sent: Sent, mine: Received, rank: int) -> None:
+    """DeepEP's own tests find each source's rows by position 0 of a node's handle, and by -4 of several nodes'."""
+    rows = torch.stack([in_rank.sum(0) for in_rank in sent.in_rank]).cumsum(0).int()
+    if len(nodes_of(len(rows))) == 1:
+        matrix, _, _, _, in_rank, _ = handle
+        assert matrix.dtype is torch.int32 and torch.equal(matrix, rows)
+        through = matrix[:, rank]
+    else:
+        in_rank, _, _, _, _, _, through, _, _, _ = handle
+        assert through is handle[-4] and through.dtype is torch.int32 and torch.equal(through, rows[:, rank])
+    assert torch.equal(in_rank, sent.in_rank[rank])
+    for source, (begin, end) in enumerate(itertools.pairwise([0, *through.tolist()])):
+        assert {origin for origin, _ in mine.source[begin:end]} <= {source}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from ep_plugin import deep_ep
 from ep_plugin.deep_ep.buffer import _users
 from ep_plugin.errors import CommunicatorClosed, NotSupported
+from tests.integrations import deep_ep_cases
 from tests.integrations.deep_ep_cases import Case, Received, Sent, combined, make, on, received
 from tests.moe.moe_cases import named, on_ranks, poisoned
 
@@ -61,12 +61,13 @@ def _all_calls(rank: int, size: int, cases: list[Case], device: str = "cpu") -> 
 def _layout(buffer: deep_ep.Buffer, case: Case, sent: Sent) -> dict[str, torch.Tensor]:
     rank, size = buffer.rank, buffer.group_size
     per_rank, per_rdma, per_expert, in_rank, _ = buffer.get_dispatch_layout(sent.ids[rank], case.num_experts)
-    assert per_rdma is None
+    assert (None if per_rdma is None else per_rdma.tolist()) == deep_ep_cases.tokens_per_node(sent.in_rank[rank])
     assert per_rank.dtype is per_expert.dtype is torch.int32 and in_rank.dtype is torch.bool
     assert torch.equal(in_rank, sent.in_rank[rank])
     assert per_rank.tolist() == [int(sent.in_rank[rank][:, other].sum()) for other in range(size)]
     assert per_expert.tolist() == [int((sent.ids[rank] == expert).sum()) for expert in range(case.num_experts)]
-    return {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+    layout = {"num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert}
+    return layout if per_rdma is None else layout | {"num_tokens_per_rdma_rank": per_rdma}
 
 
 def _with_topk(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[Received], **how: Any) -> None:
@@ -79,7 +80,7 @@ def _with_topk(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[Re
     _same(ids, mine.ids)
     _same(weights, mine.weights)
     assert counts == mine.counts and all(type(count) is int for count in counts)
-    _has_prefix_sums(handle, sent, mine, rank)
+    deep_ep_cases.check_handle(handle, sent, mine, rank)
     _combines(buffer, case, everyone, handle, **how)
     # A cached dispatch brings other rows the same way.
     again, *rest, event = buffer.dispatch(-sent.x[rank], handle=handle, **how)
@@ -87,16 +88,12 @@ def _with_topk(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[Re
     _same(again, -mine.x)
     assert rest == [None, None, None, None]
     _combines(buffer, case, everyone, handle, **how)
-
-
-def _has_prefix_sums(handle: deep_ep.buffer.Handle, sent: Sent, mine: Received, rank: int) -> None:
-    """DeepEP's own tests find each source's rows by position 0 of a node's handle, and by -4 of several nodes'."""
-    rows = torch.stack([in_rank.sum(0) for in_rank in sent.in_rank])
-    _same(handle[0], rows.cumsum(0).int())
-    _same(handle[-4], handle[0][:, rank])
-    _same(handle[-2], sent.in_rank[rank])
-    for source, (begin, end) in enumerate(itertools.pairwise([0, *handle[-4].tolist()])):
-        assert {origin for origin, _ in mine.source[begin:end]} <= {source}
+    # So does what is left of the handle after save_for_backward(*handle) under hooks that copy.
+    copied = tuple(part.clone() for part in handle)
+    again, *_, event = buffer.dispatch(-sent.x[rank], handle=copied, **how)
+    event.current_stream_wait()
+    _same(again, -mine.x)
+    _combines(buffer, case, everyone, copied, **how)
 
 
 def _rank_only(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[Received]) -> None:
@@ -105,7 +102,7 @@ def _rank_only(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[Re
     x, ids, weights, counts, handle, _ = buffer.dispatch(sent.x[rank], **layout, expert_alignment=case.alignment)
     _same(x, mine.x)
     assert ids is None and weights is None and counts == mine.counts
-    _has_prefix_sums(handle, sent, mine, rank)
+    deep_ep_cases.check_handle(handle, sent, mine, rank)
     _combines(buffer, case, everyone, handle)
     _same(buffer.dispatch(sent.x[rank], handle=handle)[0], mine.x)
 
@@ -134,7 +131,7 @@ def _worst_case(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[R
     for topk in ({"topk_idx": sent.ids[rank], "topk_weights": sent.weights[rank]}, {}):
         x, ids, weights, counts, handle, _ = buffer.dispatch(sent.x[rank], **layout, **topk, num_worst_tokens=worst)
         assert len(x) == worst and counts == []
-        _has_prefix_sums(handle, sent, mine, rank)
+        deep_ep_cases.check_handle(handle, sent, mine, rank)
         _same(x[:rows], mine.x)
         if topk:
             _same(ids[:rows], mine.ids)
@@ -169,7 +166,7 @@ def _combines(
     buffer: deep_ep.Buffer,
     case: Case,
     everyone: list[Received],
-    handle: deep_ep.buffer.Handle,
+    handle: tuple[torch.Tensor, ...],
     extra_rows: int = 0,
     **how: Any,
 ) -> None:
@@ -305,7 +302,9 @@ def _refusals(rank: int, size: int) -> None:
     refused("topk_weights: expected None or an instance of Tensor, got list", topk_weights=[1.0])
     refused("config: expected None or an instance of Config, got int", config=5)
     refused("previous_event: expected None or an instance of EventOverlap, got int", previous_event=3)
-    refused("handle: expected None or an instance of Handle, got str", handle="h")
+    refused("handle: expected what dispatch returned, got str", handle="h")
+    refused(r"handle: expected what dispatch returned, 6 or 10 tensors, got \(Tensor, int\)", handle=(x, 1))
+    refused(r"in their order, the last one torch.int64 in host memory, got torch.bfloat16 of shape", handle=[x] * 6)
     with pytest.raises(ValueError, match="handle: expected what dispatch returned, got NoneType"):
         buffer.combine(x, None)
     with pytest.raises(ValueError, match="num_experts: expected a positive multiple of the group's 2 ranks, got a"):
@@ -337,13 +336,11 @@ def _refusals(rank: int, size: int) -> None:
         buffer.combine(None, handle)
 
 
-def test_low_latency_and_what_else_is_not_there_is_refused_by_name() -> None:
+def test_what_is_not_there_is_refused_by_name() -> None:
     on_ranks(1, _not_there)
 
 
 def _not_there(rank: int, size: int) -> None:
-    with pytest.raises(NotSupported, match=r"Buffer\(low_latency_mode=True\): low-latency calls are not supported"):
-        deep_ep.Buffer(low_latency_mode=True)
     with pytest.raises(NotSupported, match=r"Buffer\(comm=...\): expected the default, got comm set"):
         deep_ep.Buffer(comm=object())
     with pytest.raises(ValueError, match="group: expected a process group that this rank belongs to, got 'world'"):
@@ -353,14 +350,7 @@ def _not_there(rank: int, size: int) -> None:
     with pytest.raises(ValueError, match="group: expected a process group that has not been destroyed, got"):
         deep_ep.Buffer(destroyed)
     buffer = deep_ep.Buffer()
-    for name in ("low_latency_dispatch", "low_latency_combine", "clean_low_latency_buffer"):
-        with pytest.raises(NotSupported, match=rf"Buffer\.{name}: low-latency calls are not supported"):
-            getattr(buffer, name)
-        with pytest.raises(NotSupported, match=rf"Buffer\.{name}: low-latency calls are not supported"):
-            getattr(deep_ep.Buffer, name)
-        assert not hasattr(deep_ep.Buffer, name)
-    with pytest.raises(NotSupported, match=r"Buffer\.get_low_latency_rdma_size_hint: low-latency"):
-        deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256)
+    assert not hasattr(deep_ep.Buffer, "get_local_buffer_tensor")
     with pytest.raises(NotSupported, match="get_local_buffer_tensor is not supported"):
         buffer.get_local_buffer_tensor(torch.uint8)
     with pytest.raises(AttributeError, match="internode"):
@@ -392,9 +382,13 @@ def test_it_is_found_under_deep_eps_name(tmp_path: Path) -> None:
         "import deep_ep\n"
         "from deep_ep import Buffer\n"
         "from deep_ep.utils import EventHandle, EventOverlap\n"
+        "from deep_ep.utils.envs import init_dist\n"
+        "from deep_ep.utils.math import calc_diff, hash_tensor, per_token_cast_back, per_token_cast_to_fp8\n"
+        "from deep_ep.utils.testing import bench, bench_kineto\n"
         "try:\n    from deep_ep import HybridEPBuffer\nexcept ImportError:\n    print('no hybrid')\n"
         "import ep_plugin.deep_ep, ep_plugin.deep_ep.utils\n"
         "assert deep_ep is ep_plugin.deep_ep and deep_ep.utils is ep_plugin.deep_ep.utils\n"
+        "assert deep_ep.utils.math is ep_plugin.deep_ep.utils.math and calc_diff is deep_ep.utils.math.calc_diff\n"
         "with EventOverlap(EventHandle()) as event: print(type(event) is deep_ep.EventOverlap)\n"
     )
     done = subprocess.run(

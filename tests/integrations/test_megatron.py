@@ -7,7 +7,7 @@ import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,7 +209,9 @@ def deepep_results() -> Callable[[], list[dict[str, Any]]]:
     return functools.cache(lambda: values(run_ranks(WORLD, _run_deepep, timeout_s=240)))
 
 
-def _run_deepep(rank: int) -> dict[str, Any]:
+def _run_deepep(
+    rank: int, names: Sequence[str] = ("ep4", "capacity", "recompute", "fp64-router", "tp2-ep2")
+) -> dict[str, Any]:
     import ep_plugin.integrations.hooks
 
     ep_plugin.integrations.hooks.switch_on(["deep_ep"])
@@ -217,7 +219,7 @@ def _run_deepep(rank: int) -> dict[str, Any]:
     for name in ("fused_a2a", "token_dispatcher", "moe_layer"):  # this file has imported some of them before
         importlib.reload(importlib.import_module(f"megatron.core.transformer.moe.{name}"))
     found = {}
-    for name in ("ep4", "capacity", "recompute", "fp64-router", "tp2-ep2"):
+    for name in names:
         if name in ("ep4", "tp2-ep2"):
             initialise(CASES[name].tp, WORLD // CASES[name].tp)
         found[name] = _run_case(rank, CASES[name], dispatcher="MoEFlexTokenDispatcher")

@@ -232,6 +232,10 @@ struct CombineAddArgs {
   Address stream;
 };
 
+// Low latency: common/low_latency_args.h.
+struct LlDispatchArgs;
+struct LlCombineArgs;
+
 struct KernelTable {
   void (*plan)(const PlanArgs&);
   void (*notify)(const NotifyArgs&);
@@ -248,6 +252,8 @@ struct KernelTable {
   void (*quantize)(const QuantizeArgs&);
   void (*pack)(const PackArgs&);
   void (*combine_add)(const CombineAddArgs&);
+  void (*ll_dispatch)(const LlDispatchArgs&);
+  void (*ll_combine)(const LlCombineArgs&);
 };
 
 const KernelTable& cpu_kernels();

@@ -40,6 +40,22 @@ EP_HD float e4m3_scale(float amax) {
   return scale == 0.0f ? 1.0f : scale;
 }
 
+// The smallest power of two that is not below `scale`, at least 2^-126. An infinite scale stays infinite.
+EP_HD float pow2_scale(float scale) {
+  constexpr uint32_t kSmallestNormal = 0x00800000u, kInfinity = 0x7F800000u, kMantissa = 0x007FFFFFu;
+  uint32_t bits;
+  std::memcpy(&bits, &scale, 4);
+  bits = bits < kSmallestNormal ? kSmallestNormal : (bits + kMantissa) & kInfinity;
+  std::memcpy(&scale, &bits, 4);
+  return scale;
+}
+// Such a scale as ue8m0: its exponent with bias 127. An infinite one becomes 255, NaN.
+EP_HD uint8_t ue8m0_of(float pow2) {
+  uint32_t bits;
+  std::memcpy(&bits, &pow2, 4);
+  return static_cast<uint8_t>(bits >> 23);
+}
+
 // The e4m3 of a magnitude or NaN: 4 bits of exponent with bias 7, and 3 bits of mantissa. It has no branches, so that
 // compilers can vectorise it.
 EP_HD uint32_t e4m3_magnitude(float value) {

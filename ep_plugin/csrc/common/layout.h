@@ -106,9 +106,13 @@ enum Step : int32_t {
   kPack = 7,
   kCombineAdd = 8,
   kAllGather = 9,
-  kReduceScatter = 10
+  kReduceScatter = 10,
+  kLlDispatchSend = 11,
+  kLlDispatchRecv = 12,
+  kLlCombineSend = 13,
+  kLlCombineRecv = 14
 };
-constexpr int kStateSteps = kCombineAdd;  // the steps that use State; collectives have words of their own
+constexpr int kStateSteps = kCombineAdd;  // the steps that use State; others have words of their own
 
 // ---------------------------------------------------------------------------------------------------------------
 // The control block: one per rank, written by peers. It starts as zeros and is never reset.
@@ -184,7 +188,8 @@ enum FaultCode : int32_t {
   kBadIds = 4,
   kBadData = 5,
   kTooSmall = 6,
-  kBadHandle = 7
+  kBadHandle = 7,
+  kMasked = 8  // low latency: a peer has masked this rank
 };
 
 struct Fault {

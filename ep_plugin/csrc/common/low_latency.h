@@ -1,0 +1,222 @@
+// The layout of all memory of low-latency dispatch and combine, for host and device. common/low_latency_args.h has the
+// arguments of the kernels and typed pointers.
+//
+//   block  peer memory, one per rank: words, flags, consumed words and slots, which peers write. It starts as zeros and
+//          is never reset. All strides come from the communicator's maxima (LlShape), never from a call.
+//   state  memory of the rank's device: epochs, masks, and counters of CTAs
+//   plan   the routing of one dispatch, in a tensor that the handle owns
+//
+// Shapes: R ranks, T tokens of one rank, T_max of a call (header.max_tokens) at most that of the communicator, K
+// experts per token, E experts, E_l = E / R on each rank. An expert's block in the output has R * T_max rows.
+//
+// Dispatch. The send half writes to every peer, itself included: the header and all of its expert ids, as words; then,
+// once for each token and rank that holds one of its experts, the row, into the slot of that token; then, for each
+// group of tokens, a flag at every rank that got a row of the group. The receive half waits for the words of every
+// source, computes counts and places from them, and copies each slot to its rows as the flags come. Rows are ordered by
+// (source rank, token) inside an expert.
+//
+// Combine. The send half first writes, as an owner, the header and the weights of all of its tokens to every peer, as
+// words: only the holders know which tokens they hold. Then, as a holder, it waits for the header of every owner and
+// for the weights of each of the owner's tokens that it holds, sums the token's rows in the order of k, in float32
+// (float64 for float64 rows), rounds once, and stores the partial row into the owner's slot [holder][token], then the
+// flag of the group. The receive half adds the partial rows of each token in the order of the ranks, then the bias, and
+// rounds once.
+//
+// Memory order. A word carries its epoch, so it needs no flag. A flag is stored with release order at system scope
+// after the rows of its group. When both halves of a rank have read everything of an operation that peers wrote, its
+// receive half stores the epoch in the consumed word of its parity at every peer, with release order.
+//
+// Reuse. Epochs alternate between two parities of everything. Before its first store to a peer, a send half waits until
+// the peer's consumed word of that parity is at least epoch - 2. So two operations of a kind may be un-received, and
+// may be received in either order. The receive half of an operation starts after this rank's send half of it has ended.
+//
+// Waits. A send half waits for consumed words and, in combine, for the words of other send halves; a receive half waits
+// for what send halves write. All ranks must start their operations in the same order.
+//
+// Masks. No rank sends to a rank that it has masked, or waits for one. With `shrink`, a wait that passes its deadline
+// masks the rank. Headers carry masks, and a rank adopts those of its peers. A rank that finds itself masked records a
+// fault. Rows of a source that is masked during its receive become zeros.
+// A rank that waits for a dead one is late itself. So with `shrink`, a half that has waited for half of its deadline
+// sets the `waiting` word of its rank at every peer, and its end clears them. A wait for a rank whose word is set
+// begins its deadline anew, at most R times.
+#pragma once
+#include "common/layout.h"
+
+namespace ep {
+
+enum LlKind : int32_t { kLlDispatch = 0, kLlCombine = 1 };
+enum LlPhase : int32_t { kLlSend = 1, kLlReceive = 2 };  // bits of `phases`
+
+// How rows travel. kLlLogfmt is for partial rows in combine, the others but kLlPlain for rows of dispatch.
+enum LlFormat : int32_t {
+  kLlPlain = 0,      // as they are
+  kLlE4m3 = 1,       // e4m3 with float32 scales (fp8.h)
+  kLlE4m3Pow2 = 2,   // e4m3 with float32 scales that are powers of two
+  kLlE4m3Ue8m0 = 3,  // the same scales as exponent bytes, four in an int32
+  kLlLogfmt = 4      // 10-bit codes (logfmt.h), where the owner has more than kLlWordTokens tokens
+};
+
+constexpr int kLlKinds = 2;
+constexpr int kLlParities = 2;
+constexpr int kLlSlots = 2;  // operations of a kind that may be un-received
+constexpr int64_t kLlMaxTokens = 4096;
+constexpr int64_t kLlMaxExperts = 32767;  // expert ids travel as int16
+constexpr int kLlMaxGroups = 128;
+constexpr int kLlWordTokens = 8;  // a rank with at most so many tokens sends rows as words, without flags
+
+EP_HD constexpr int ll_parity(uint64_t epoch) { return static_cast<int>(epoch & 1); }
+
+// ---------------------------------------------------------------------------------------------------------------
+// Words: 12 bytes of data and the lower half of the epoch, one 16-byte store on CUDA. On CPUs the epoch is stored last,
+// with release order. A reader waits for the words themselves.
+//
+// A word that no operation used for 2^32 epochs would look new. So every send half also refreshes, in each of its
+// arrays of words at each peer, the word of index ll_refreshed(): it writes any data there with the epoch's tag, unless
+// it writes that word anyway.
+struct alignas(16) LlWord {
+  uint32_t unit[3];
+  uint32_t epoch;
+};
+constexpr int kLlWordBytes = 12;  // of data
+EP_HD constexpr int64_t ll_words(int64_t bytes) { return ceil_div(bytes, kLlWordBytes); }
+EP_HD constexpr int64_t ll_refreshed(uint64_t epoch, int64_t words) {
+  return static_cast<int64_t>((epoch >> 1) % static_cast<uint64_t>(words));
+}
+
+// The properties of an operation that must be equal on all ranks, then those of the sending rank alone.
+struct LlHeader {
+  int32_t row_bytes;     // of a row of x or y as it travels, without scales; logfmt: as it would travel plain
+  int32_t scale_bytes;   // scales of one row, 0 without
+  int32_t topk;          // K
+  int32_t dtype;         // the caller's own code of the element type
+  int32_t format;        // LlFormat
+  int32_t max_tokens;    // T_max of the call
+  int32_t weight_bytes;  // combine: 4 or 8
+  int32_t config_hash;   // the lower half
+  int32_t num_tokens;    // T of the sending rank
+  uint32_t mask;         // bit r: the sending rank has masked rank r. Kernels fill it in
+  int32_t reserved[2];
+};
+constexpr int kLlHeaderFields = 9;  // that have names
+constexpr int kLlComparedFields = 8;
+constexpr int kLlHeaderWords = 4;
+static_assert(sizeof(LlHeader) == kLlHeaderWords * kLlWordBytes, "a header fills its words");
+
+// Expert ids: int16 [T,K] without gaps, -1: dropped. They follow the header, kLlIdsPerWord in a word.
+constexpr int kLlIdsPerWord = 6;
+EP_HD constexpr int64_t ll_id_words(int64_t tokens, int64_t K) { return ceil_div(tokens * K, kLlIdsPerWord); }
+
+// Weights: [K] of weight_bytes each. Each token has words of its own, at a stride for the communicator's K and 8 bytes.
+// Words that the token does not fill are not written. All bits set: the pair is not named by this combine. A NaN with
+// all bits set travels as another NaN. Without weights the owner sends 1.
+EP_HD constexpr int64_t ll_weight_words(int64_t K, int64_t weight_bytes) { return ll_words(K * weight_bytes); }
+
+// ---------------------------------------------------------------------------------------------------------------
+// Groups of slots. They depend on T of the rank that owns the tokens alone, never on the number of SMs. A flag is the
+// epoch of the latest operation, of its kind and parity, whose rows of the group are there. A group without rows for a
+// rank has no flag there. In combine, a holder flags each group of which it holds a token by the handle, even if no
+// pair is named now; the owner waits for those of which it names one.
+EP_HD constexpr int ll_group_tokens(int num_tokens) {
+  return num_tokens <= kLlMaxGroups ? 1 : static_cast<int>(ceil_div(num_tokens, kLlMaxGroups));
+}
+EP_HD constexpr int ll_groups(int num_tokens) {
+  return static_cast<int>(ceil_div(num_tokens, ll_group_tokens(num_tokens)));
+}
+EP_HD constexpr bool ll_rows_are_words(int num_tokens) { return num_tokens <= kLlWordTokens; }
+
+// A slot of dispatch: [row | scales]. Quantised rows: scales are float32 [ceil(H / 128)] or exponent bytes, padded with
+// zeros to a multiple of 4.
+EP_HD constexpr int64_t ll_scales_offset(int64_t row_bytes) { return align_up(row_bytes, kRowAlign); }
+EP_HD constexpr int64_t ll_image_bytes(int64_t row_bytes, int64_t scale_bytes) {
+  return ll_scales_offset(row_bytes) + align_up(scale_bytes, 4);
+}
+// A slot of combine: the partial row. In logfmt: for each group of 128 elements the row's place of the group, 256 bytes
+// of bfloat16, which holds the group's codes or, where it cannot be coded, its elements; then the LogfmtScale of each
+// group (logfmt.h).
+constexpr int kLlLogfmtGroup = 128;
+constexpr int kLlLogfmtScaleBytes = 8;
+EP_HD constexpr int64_t ll_logfmt_bytes(int64_t hidden) {
+  return 2 * hidden + ceil_div(hidden, kLlLogfmtGroup) * kLlLogfmtScaleBytes;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The maxima of a communicator, equal on all ranks for its life.
+struct LlShape {
+  int32_t max_tokens;
+  int32_t max_topk;
+  int64_t slot_bytes;
+};
+// Room for the widest row, for a quantised row and a coded one of `hidden` elements, and for K weights as a row.
+EP_HD constexpr int64_t ll_slot_bytes(int64_t max_row_bytes, int64_t hidden, int64_t max_topk) {
+  int64_t most = max_row_bytes;
+  const int64_t others[] = {ll_image_bytes(hidden, 4 * ceil_div(hidden, 128)), ll_logfmt_bytes(hidden), 8 * max_topk};
+  for (const int64_t bytes : others) most = bytes > most ? bytes : most;
+  return align_up(most, kSlotAlign);
+}
+
+struct LlLayout {
+  int64_t consumed;   // u64 [2 kinds][2 parities][R peers]: epoch that the peer has read of what this rank wrote
+  int64_t waiting;    // u32 [R]: 1: the rank waits for another one
+  int64_t flag;       // u64 [2 kinds][2 parities][R senders][kLlMaxGroups]
+  int64_t ids;        // LlWord [2 parities][R sources][id_words]: header, then expert ids
+  int64_t weights;    // LlWord [2 parities][R owners][weight_words]: header, then T_max * token_words of weights
+  int64_t row_words;  // LlWord [2 kinds][2 parities][R senders][kLlWordTokens][words_per_row]
+  int64_t slots;      // [2 kinds][2 parities][R senders][T_max] slots
+  int64_t bytes;
+  int64_t id_words;      // kLlHeaderWords and those of the ids
+  int64_t weight_words;  // kLlHeaderWords and those of the weights
+  int64_t token_words;
+  int64_t words_per_row;
+};
+EP_HD constexpr LlLayout ll_layout(int R, const LlShape& shape) {
+  const int64_t word = static_cast<int64_t>(sizeof(LlWord));
+  const int64_t places = static_cast<int64_t>(kLlKinds) * kLlParities * R;
+  LlLayout at{};
+  at.id_words = kLlHeaderWords + ll_id_words(shape.max_tokens, shape.max_topk);
+  at.token_words = ll_weight_words(shape.max_topk, 8);
+  at.weight_words = kLlHeaderWords + shape.max_tokens * at.token_words;
+  at.words_per_row = ll_words(shape.slot_bytes);
+  at.consumed = 0;
+  at.waiting = align_up(8 * places, kSlotAlign);
+  at.flag = align_up(at.waiting + 4 * R, kSlotAlign);
+  at.ids = at.flag + places * kLlMaxGroups * 8;
+  at.weights = align_up(at.ids + places / kLlKinds * at.id_words * word, kSlotAlign);
+  at.row_words = align_up(at.weights + places / kLlKinds * at.weight_words * word, kSlotAlign);
+  at.slots = align_up(at.row_words + places * kLlWordTokens * at.words_per_row * word, kSlotAlign);
+  at.bytes = at.slots + places * shape.max_tokens * shape.slot_bytes;
+  return at;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The state: in the memory of the rank's device, written by this rank's kernels, and by its host for `mask`. It starts
+// as zeros. The epoch of a send half is epoch[kind] + 1; its last CTA stores it, after every CTA has read it. A send
+// half without its receive half also leaves it in slot_epoch, for the receive half that comes later.
+struct LlState {
+  uint64_t epoch[kLlKinds];                 // send halves that have ended
+  uint64_t slot_epoch[kLlKinds][kLlSlots];  // by the operation's `slot`: its epoch
+  uint64_t ctas_done[kLlKinds][2];          // CUDA: by kind and half: CTAs of the running kernel that have finished
+  uint32_t mask[kMaxRanks];                 // 1: the rank is masked
+  uint32_t waits;                           // 1: this rank's `waiting` words are set
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// The plan: int32 words. `rows` is written for t < src_tokens[s], and src_info for rows that are there.
+struct LlPlanLayout {
+  int64_t
+      layout_range;    // int64 [E_l][R]: the lower half is the number of rows from the source, the upper one the first
+  int64_t src_tokens;  // [R]   T of each source
+  int64_t src_info;    // [E_l][R * T_max]: token of its source that the row is
+  int64_t rows;        // [R][T_max][K]: row of each pair, counted over all experts' blocks; -1: none
+  int64_t words;
+};
+EP_HD constexpr LlPlanLayout ll_plan_layout(int64_t R, int64_t local_experts, int64_t max_tokens, int64_t K) {
+  LlPlanLayout at{};
+  at.layout_range = 0;
+  at.src_tokens = 2 * local_experts * R;
+  at.src_info = at.src_tokens + R;
+  at.rows = at.src_info + local_experts * R * max_tokens;
+  at.words = at.rows + R * max_tokens * K;
+  return at;
+}
+
+}  // namespace ep

@@ -1,0 +1,130 @@
+// The kernels of low-latency dispatch and combine: one struct of arguments each, for both halves, and typed pointers
+// into the memory that common/low_latency.h describes. What common/api.h says of kernels holds here, too.
+#pragma once
+#include "common/low_latency.h"
+#include "common/views.h"
+
+namespace ep {
+
+// Both kernels. `comm.control` has the block of each rank. The host sets the header but for `mask`. `slot` alternates
+// between 0 and 1 from one operation of a kind to the next. A kernel runs the halves in `phases`; with both, receiving
+// need not wait until sending has ended. Costs are in nanoseconds; they are added to what is there.
+struct LlOperation {
+  Comm comm;
+  LlShape shape;
+  LlHeader header;
+  int32_t phases;  // LlPhase bits
+  int32_t slot;
+  int32_t shrink;     // 1: a wait that passes its deadline masks the rank; 0: it is a fault
+  int32_t num_sms;    // CUDA
+  Address state;      // LlState
+  Address wait_cost;  // receive: int64 [R]: time waited for the rows of each rank; or 0
+  Address stream;
+};
+
+// Output rows past an expert's count, and their scales and src_info, are not written. After a fault the counts, the
+// cumulative counts apart, are zeros.
+struct LlDispatchArgs {
+  LlOperation op;
+  // Send. Ids outside [-1, E) are recorded as kBadIds (field: the token) and count as dropped. A pair has a row of its
+  // own even if its token names the expert twice; more rows than a source has tokens are recorded as kBadData.
+  Address x;  // [T] rows, x_stride bytes apart: row_bytes each or, if quantised, row_bytes elements
+  int64_t x_stride;
+  Address ids;       // [T,K] contiguous, as the caller gave them
+  Address topk_ids;  // out: int32 [T,K], for the handle; or 0
+  int32_t id_bytes;  // 4 or 8
+  int32_t element;   // type of x if it is quantised: kFloat32, kBFloat16 or kFloat16
+  // Receive. Rows are R * T_max for each expert. S: scales of a row.
+  Address tokens;  // [E_l, rows, row_bytes]
+  Address scales;  // kLlE4m3, kLlE4m3Pow2: float32 [E_l, S, rows]; kLlE4m3Ue8m0: int32 [E_l, ceil(S / 4), rows]; or 0
+  Address plan;    // [ll_plan_layout().words]
+  Address expert_count;   // int32 [E_l]
+  Address expert_offset;  // int32 [E_l+1]: e * rows
+  Address cumulative;     // int32 [E_l]: expert_count is added to it; or 0
+};
+
+// A pair is named if the owner's id for it is not -1 now. The owner may name fewer pairs than the dispatch did, but no
+// others: it would wait for rows that nobody sends.
+struct LlCombineArgs {
+  LlOperation op;
+  // Send
+  Address y;        // [E_l, rows, hidden] contiguous, in any memory of this rank. Rows of pairs not named are not read
+  Address ids;      // [T,K] contiguous, of this rank's tokens
+  Address weights;  // [T,K] contiguous: f64 for f64 elements, else f32; or 0: 1 for every pair
+  Address plan;     // of the dispatch
+  int64_t hidden;
+  int32_t id_bytes;  // 4 or 8
+  int32_t element;
+  // Receive
+  Address out;   // [T, hidden] contiguous
+  Address bias;  // [T, hidden] contiguous or 0
+};
+
+EP_HD LlState& ll_state_of(const LlOperation& op) { return *at<LlState>(op.state); }
+
+// One rank's block with its parts named. `sender`: the rank that writes there.
+struct LlBlock {
+  Address base;
+  LlLayout lay;
+  int ranks;
+  LlShape shape;
+
+  EP_HD int64_t place(int kind, int parity, int sender) const {
+    return (static_cast<int64_t>(kind) * kLlParities + parity) * ranks + sender;
+  }
+  EP_HD uint64_t* consumed(int kind, int parity, int peer) const {
+    return at<uint64_t>(base, lay.consumed) + place(kind, parity, peer);
+  }
+  EP_HD uint32_t* waiting(int rank) const { return at<uint32_t>(base, lay.waiting) + rank; }
+  EP_HD uint64_t* flag(int kind, int parity, int sender, int group) const {
+    return at<uint64_t>(base, lay.flag) + place(kind, parity, sender) * kLlMaxGroups + group;
+  }
+  EP_HD LlWord* ids(int parity, int source) const {
+    return at<LlWord>(base, lay.ids) + place(0, parity, source) * lay.id_words;
+  }
+  EP_HD LlWord* weights(int parity, int owner) const {
+    return at<LlWord>(base, lay.weights) + place(0, parity, owner) * lay.weight_words;
+  }
+  EP_HD LlWord* weights_of_token(int parity, int owner, int token) const {
+    return weights(parity, owner) + kLlHeaderWords + token * lay.token_words;
+  }
+  EP_HD LlWord* row_words(int kind, int parity, int sender, int token) const {
+    return at<LlWord>(base, lay.row_words) + (place(kind, parity, sender) * kLlWordTokens + token) * lay.words_per_row;
+  }
+  EP_HD char* slot(int kind, int parity, int sender, int token) const {
+    return at<char>(base, lay.slots + (place(kind, parity, sender) * shape.max_tokens + token) * shape.slot_bytes);
+  }
+};
+EP_HD LlBlock ll_block(const LlOperation& op, int rank) {
+  return LlBlock{op.comm.control[rank], ll_layout(op.comm.num_ranks, op.shape), op.comm.num_ranks, op.shape};
+}
+
+// A plan with its parts named.
+struct LlPlan {
+  int64_t* layout_range;
+  int32_t *src_tokens, *src_info, *rows;
+  int64_t expert_rows;  // R * T_max
+};
+EP_HD LlPlan ll_plan_of(const LlOperation& op, Address plan) {
+  const Comm& comm = op.comm;
+  const LlPlanLayout lay = ll_plan_layout(comm.num_ranks, local_experts(comm), op.header.max_tokens, op.header.topk);
+  int32_t* words = at<int32_t>(plan);
+  return LlPlan{at<int64_t>(plan, 4 * lay.layout_range), words + lay.src_tokens, words + lay.src_info, words + lay.rows,
+                static_cast<int64_t>(comm.num_ranks) * op.header.max_tokens};
+}
+
+// The index of the first compared field in which two headers differ, or -1.
+EP_HD int ll_header_mismatch(const LlHeader& mine, const LlHeader& theirs) {
+  const int32_t* a = reinterpret_cast<const int32_t*>(&mine);
+  const int32_t* b = reinterpret_cast<const int32_t*>(&theirs);
+  for (int field = 0; field < kLlComparedFields; ++field)
+    if (a[field] != b[field]) return field;
+  return -1;
+}
+
+// Whether the rows of a rank with T tokens travel in logfmt.
+EP_HD bool ll_codes_rows(const LlHeader& header, int num_tokens) {
+  return header.format == kLlLogfmt && !ll_rows_are_words(num_tokens);
+}
+
+}  // namespace ep

@@ -1,0 +1,164 @@
+"""The handles of dispatches: tuples of tensors in the order of DeepEP's own.
+
+Callers take these tuples apart. Some save them with ``ctx.save_for_backward(*handle)`` and pass the saved tuple on. So
+every part is a tensor, and a handle can be made again from its parts. A low-latency handle ends with three numbers.
+
+Shapes: T tokens here, R ranks on N nodes of G each, M segments of a dispatch over nodes. Of low-latency calls: T_max
+tokens of any rank at most, H hidden size, E experts, E_l = E / R of them here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from typing import Any, TypeAlias
+
+import torch
+
+from ep_plugin.moe.communicator import MoECommunicator
+from ep_plugin.moe.layout import DispatchHandle
+
+_NOTHING = torch.empty(0, dtype=torch.int64, device="cpu")
+_LENGTHS = (6, 10)
+
+LowLatencyHandle: TypeAlias = tuple[torch.Tensor, torch.Tensor, int, int, int]
+"""src_info int32 ``[E_l, R * T_max]``, layout_range int64 ``[E_l, R]``, T_max, H, E. Both tensors are views of the
+plan, which has the inverse map that combine needs."""
+
+
+class Handle(tuple[torch.Tensor, ...]):
+    """The routing of a dispatch, for `combine` and a cached `dispatch`. The caller owns it.
+
+    It has the length of DeepEP's handle, and its contents where callers read them. The other parts are private:
+    DeepEP has the state of its kernels there.
+
+    On one node, 6 parts:
+        0: rank_prefix_matrix, int32 ``[R, R]``: the rows that ranks 0 to i send to rank j.
+        4: is_token_in_rank, bool ``[T, R]``.
+
+    On several nodes, 10 parts:
+        0: is_token_in_rank, bool ``[T, R]``.
+        6: recv_gbl_rank_prefix_sum, int32 ``[R]``: the rows that ranks 0 to i send to this rank.
+    """
+
+    routing: DispatchHandle
+    """The parts as MoECommunicator knows them. It needs no check of these very tensors."""
+
+
+def handle_of(comm: MoECommunicator, routing: DispatchHandle, is_token_in_rank: torch.Tensor) -> Handle:
+    """The handle of a dispatch that has run. Prefix sums are made of the plan."""
+    private = routing.plan, routing.topk_ids, routing.recv_rows
+    kept = torch.cat([_number(routing.comm), routing.totals])
+    if comm.nodes is None:
+        matrix = routing.plan[: comm.size**2].view(comm.size, comm.size)  # see MetaLayout in csrc/common/layout.h
+        handle = Handle((matrix, *private, is_token_in_rank, kept))
+    else:
+        received = _received_through(comm, routing)
+        handle = Handle((is_token_in_rank, *private, _NOTHING, _NOTHING, received, _NOTHING, _NOTHING, kept))
+    handle.routing = routing
+    return handle
+
+
+def routing_of(handle: object) -> DispatchHandle:
+    """The routing of a handle, or of a tuple or list of its parts. ValueError for anything else."""
+    if isinstance(handle, Handle):
+        return handle.routing
+    if not isinstance(handle, (tuple, list)):
+        raise ValueError(f"handle: expected what dispatch returned, got {type(handle).__name__}")
+    if len(handle) not in _LENGTHS or not all(isinstance(part, torch.Tensor) for part in handle):
+        parts = ", ".join(type(part).__name__ for part in handle)
+        raise ValueError(f"handle: expected what dispatch returned, 6 or 10 tensors, got ({parts})")
+    _, plan, topk_ids, recv_rows, *_, kept = handle
+    if kept.dtype is not torch.int64 or kept.dim() != 1 or len(kept) < 2 or kept.device.type != "cpu":
+        raise ValueError(
+            "handle: expected the parts of what dispatch returned, in their order, the last one torch.int64 in host "
+            f"memory, got {kept.dtype} of shape {list(kept.shape)} on {kept.device}"
+        )
+    return DispatchHandle(topk_ids, plan, recv_rows, kept[1:], int(kept[0]))
+
+
+def worst_tokens_of(routing: DispatchHandle) -> int:
+    """The num_worst_tokens of the dispatch that made the routing."""
+    return int(routing.totals[0]) if len(routing.totals) == 1 else 0
+
+
+@functools.lru_cache(maxsize=64)
+def _number(comm: int) -> torch.Tensor:
+    return torch.tensor([comm], device="cpu")
+
+
+def _received_through(comm: MoECommunicator, routing: DispatchHandle) -> torch.Tensor:
+    """int32 ``[R]``: the rows that ranks 0 to i send to this rank."""
+    nodes, T = comm.nodes, routing.topk_ids.shape[0]
+    assert nodes is not None
+    G, words, first = comm.engine.node_size, nodes.layout.words, nodes.layout.token_base
+    metas = routing.plan[T * nodes.num_nodes :][: nodes.num_segments * words].view(nodes.num_segments, words)
+    begins = metas[:, first : first + G].flatten().index_select(0, nodes.order)  # of all sources, in their order
+    ends = torch.cat([begins[1:], metas[0, first + G : first + G + 1]])
+    return ends.index_select(0, _last_sources(comm))
+
+
+# Of each communicator over nodes, int64 [R]: the last source of each rank, in the order of the output's rows.
+_last: weakref.WeakKeyDictionary[MoECommunicator, torch.Tensor] = weakref.WeakKeyDictionary()
+
+
+def _last_sources(comm: MoECommunicator) -> torch.Tensor:
+    """A rank of this node is one source. A rank of another node is as many as its tokens cross in chunks."""
+    if comm not in _last:
+        nodes, engine = comm.nodes, comm.engine
+        assert nodes is not None
+        here = [engine.node_map.node_of(rank) == engine.node for rank in range(comm.size)]
+        counts = itertools.accumulate(1 if same else nodes.chunks for same in here)
+        _last[comm] = torch.tensor([count - 1 for count in counts], device=engine.device)
+    return _last[comm]
+
+
+# -- low latency -----------------------------------------------------------------------------------------------------
+
+
+def low_latency_parts(layout: Any, plan: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """src_info and layout_range of a plan. layout: its _C.LlPlanLayout. rows: of each expert."""
+    src_info = plan[layout.src_info : layout.rows].view(-1, rows)
+    ranges = plan[layout.layout_range : layout.src_tokens].view(torch.int64)
+    return src_info, ranges.view(src_info.shape[0], -1)
+
+
+def check_low_latency(handle: Any, size: int) -> LowLatencyHandle:
+    """The parts of a low-latency handle of a group of `size` ranks. ValueError for anything else."""
+    parts = tuple(handle) if isinstance(handle, (tuple, list)) else ()
+    kinds = (torch.Tensor, torch.Tensor, int, int, int)
+    if len(parts) != len(kinds) or not all(map(isinstance, parts, kinds)):
+        got = f"({', '.join(type(part).__name__ for part in parts)})" if parts else type(handle).__name__
+        raise ValueError(
+            f"handle: expected what low_latency_dispatch returned, (src_info, layout_range, T_max, H, E), got {got}"
+        )
+    src_info, layout_range, max_tokens, hidden, num_experts = parts
+    if max_tokens < 1 or hidden < 1 or num_experts < 1 or num_experts % size:
+        raise ValueError(
+            f"handle: expected positive T_max, H and E, a multiple of {size} ranks, got {max_tokens}, {hidden} and "
+            f"{num_experts}"
+        )
+    local = num_experts // size
+    expected = {
+        "src_info": (src_info, torch.int32, size * max_tokens),
+        "layout_range": (layout_range, torch.int64, size),
+    }
+    for name, (given, dtype, columns) in expected.items():
+        if given.dtype is not dtype or given.shape != (local, columns):
+            raise ValueError(
+                f"handle: expected {name} as {dtype} of shape {[local, columns]}, got {given.dtype} of shape "
+                f"{list(given.shape)}"
+            )
+    return src_info, layout_range, max_tokens, hidden, num_experts
+
+
+def plan_behind(src_info: torch.Tensor, layout: Any) -> torch.Tensor:
+    """The plan that src_info is a view of. layout: its _C.LlPlanLayout, for T_max and K of the call."""
+    words = src_info.untyped_storage().nbytes() // src_info.element_size()
+    if words != layout.words or src_info.storage_offset() != layout.src_info or not src_info.is_contiguous():
+        raise ValueError(
+            "handle: expected the src_info that low_latency_dispatch returned for this topk_idx, no copy, in memory of "
+            f"{layout.words} words, got one at {src_info.storage_offset()} of {words}"
+        )
+    return src_info.as_strided((layout.words,), (1,), 0)

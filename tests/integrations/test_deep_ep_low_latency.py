@@ -1,0 +1,361 @@
+"""ep_plugin.deep_ep's low-latency calls against a plain oracle on 1 to 8 CPU ranks, and what they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_plugin import deep_ep
+from ep_plugin.deep_ep.buffer import _users
+from ep_plugin.errors import CommunicatorClosed, NotSupported
+from tests.integrations.deep_ep_cases import Case, make
+from tests.integrations.deep_ep_low_latency import check_combine, check_dispatch, results_of
+from tests.moe.moe_cases import named, on_ranks, poisoned
+from tests.ranks import run_ranks, values
+
+FORMATS = {None: {"use_fp8": False}, "plain": {}, "round_scale": {"round_scale": True}}
+FORMATS |= {"use_ue8m0": {"round_scale": True, "use_ue8m0": True}}
+CASES = {
+    1: [Case(tokens=(5,), hidden=128, experts_per_rank=3, topk=2)],
+    3: [
+        Case(tokens=(9, 0, 17), hidden=384, experts_per_rank=2, topk=4, seed=1),
+        Case(tokens=(1, 1, 0), hidden=512, experts_per_rank=1, topk=1, drop=0.5, seed=2),
+        Case(tokens=(30, 140, 4), hidden=128, experts_per_rank=3, topk=3, id_dtype=torch.int32, seed=3),
+    ],
+    8: [Case(tokens=(8, 1, 0, 14, 5, 5, 9, 2), hidden=128, experts_per_rank=2, topk=3, seed=4)],
+}
+
+
+def _buffer(**settings: Any) -> deep_ep.Buffer:
+    return deep_ep.Buffer(dist.group.WORLD, num_rdma_bytes=1 << 20, low_latency_mode=True, **settings)
+
+
+def _receive(event: Any, hook: Any, halves: bool) -> None:
+    if halves:
+        hook()
+    else:
+        assert hook is None
+        event.current_stream_wait()
+
+
+def _all_calls(rank: int, size: int, cases: list[Case]) -> None:
+    buffer = _buffer(num_qps_per_rank=2, allow_nvlink_for_low_latency_mode=False, allow_mnnvl=True)
+    for case in cases:
+        sent, most = make(case), max(case.tokens) + case.seed
+        expected = torch.zeros(case.experts_per_rank, dtype=torch.int32)
+        stats, costs = torch.zeros_like(expected), torch.zeros(size, dtype=torch.int64)
+        for number, (fp8, how) in enumerate(FORMATS.items()):
+            with named((fp8, case)), poisoned():
+                halves = number % 2 == 0
+                results = buffer.low_latency_dispatch(
+                    sent.x[rank],
+                    sent.ids[rank],
+                    most,
+                    case.num_experts,
+                    stats,
+                    costs,
+                    async_finish=not halves,
+                    return_recv_hook=halves,
+                    **how,
+                )
+                _receive(*results[3:], halves)
+                check_dispatch(case, sent, rank, most, results, fp8)
+                expected += results[1]
+                assert torch.equal(stats, expected) and (costs >= 0).all()
+                for zero_copy in (False, True):
+                    _combine(buffer, case, sent, results[2], halves, zero_copy)
+
+
+def _combine(buffer: deep_ep.Buffer, case: Case, sent: Any, handle: Any, halves: bool, zero_copy: bool) -> None:
+    """With a handle made again from its parts, and fewer pairs than were dispatched."""
+    rank, N = buffer.rank, handle[0].shape[1]
+    y, out = results_of(case, sent, rank, N), torch.empty((case.tokens[rank], case.hidden), dtype=torch.bfloat16)
+    if zero_copy:
+        buffer.get_next_low_latency_combine_buffer(handle)[:, :, :] = y
+        y = torch.full_like(y, 7.0)
+    left_out = torch.rand(sent.ids[rank].shape, generator=torch.Generator().manual_seed(rank)) < 0.3
+    now = sent.ids[rank].masked_fill(left_out, -1) if zero_copy else sent.ids[rank]
+    costs = torch.zeros(buffer.group_size, dtype=torch.int64)
+    sums, event, hook = buffer.low_latency_combine(
+        y,
+        now,
+        sent.weights[rank],
+        tuple(handle) if zero_copy else list(handle),
+        zero_copy=zero_copy,
+        async_finish=not halves,
+        return_recv_hook=halves,
+        out=out if zero_copy else None,
+        combine_wait_recv_cost_stats=costs,
+    )
+    _receive(event, hook, halves)
+    assert (sums is out) == zero_copy and (costs >= 0).all()
+    check_combine(case, sent, rank, N, now, sums)
+
+
+@pytest.mark.parametrize("size", CASES)
+def test_every_call_gives_what_the_oracle_says(size: int) -> None:
+    on_ranks(size, _all_calls, CASES[size], timeout_s=280)
+
+
+CASE = Case(tokens=(20, 13), hidden=256, experts_per_rank=2, topk=2, seed=5)
+FLAT = Case(tokens=(7, 9), hidden=256, experts_per_rank=2, topk=2, seed=6)
+
+
+def _halves(rank: int, size: int) -> None:
+    """Hooks late and in either order, between calls of the other mode; a third un-received call is refused."""
+    buffer, most = _buffer(explicitly_destroy=True), 24
+    sent = [make(dataclasses.replace(CASE, seed=seed)) for seed in range(5)]
+
+    def dispatch(number: int, halves: bool = True) -> Any:
+        return buffer.low_latency_dispatch(
+            sent[number].x[rank], sent[number].ids[rank], most, 4, use_fp8=False, return_recv_hook=halves
+        )
+
+    for turn in range(4):
+        first, second = dispatch(turn), dispatch(turn + 1)
+        with pytest.raises(ValueError, match="dispatch: expected the last but one dispatch to be received"):
+            dispatch(0, halves=False)
+        _throughput(buffer, make(FLAT))
+        for one in (second, first) if turn % 2 else (first, second):
+            one[4]()
+            one[4]()  # nothing to receive any more
+        for number, one in ((turn, first), (turn + 1, second)):
+            check_dispatch(CASE, sent[number], rank, most, one, None)
+    combines = []
+    for number, one in ((3, first), (4, second)):
+        rows = results_of(dataclasses.replace(CASE, seed=number), sent[number], rank, size * most)
+        buffer.get_next_low_latency_combine_buffer(one[2])[:] = rows
+        given = rows, sent[number].ids[rank], sent[number].weights[rank], one[2]
+        combines.append(buffer.low_latency_combine(*given, zero_copy=True, return_recv_hook=True))
+    with pytest.raises(ValueError, match="combine: expected the last but one combine to be received"):
+        buffer.low_latency_combine(*given)
+    for number, (sums, _, hook) in zip((4, 3), reversed(combines), strict=True):
+        hook()
+        case = dataclasses.replace(CASE, seed=number)
+        check_combine(case, sent[number], rank, size * most, sent[number].ids[rank], sums)
+    buffer.destroy()
+    assert not _users
+    with pytest.raises(CommunicatorClosed, match="got one after destroy"):
+        dispatch(0)
+
+
+def _throughput(buffer: deep_ep.Buffer, sent: Any) -> None:
+    rank = buffer.rank
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(sent.ids[rank], FLAT.num_experts)
+    x, _, _, _, handle, _ = buffer.dispatch(
+        sent.x[rank], None, per_rank, None, in_rank, per_expert, sent.ids[rank], sent.weights[rank]
+    )
+    times = in_rank.sum(1, keepdim=True)
+    torch.testing.assert_close(buffer.combine(x, handle)[0], sent.x[rank] * times, rtol=2**-7, atol=0)
+
+
+def test_halves_and_both_modes_in_one_buffer() -> None:
+    on_ranks(2, _halves, timeout_s=200)
+
+
+def _sizes(rank: int, size: int) -> None:
+    """Calls of several T_max share a communicator up to 128; another H or a larger T_max has its own."""
+    buffer = _buffer()
+    for hidden, most in ((128, 20), (128, 128), (128, 129), (256, 20)):
+        case = dataclasses.replace(CASE, hidden=hidden)
+        sent = make(case)
+        buffer.clean_low_latency_buffer(most, hidden, 4)
+        results = buffer.low_latency_dispatch(sent.x[rank], sent.ids[rank], most, 4)
+        check_dispatch(case, sent, rank, most, results, "plain")
+    comms = buffer._low_latency.values()
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint
+    assert [comm.engine.memory_bytes for comm in comms] == [
+        hint(num_max_dispatch_tokens_per_rank=most, hidden=hidden, num_ranks=size, num_experts=4)
+        for hidden, most in ((128, 1), (128, 200), (256, 128))
+    ]
+
+
+def test_sizes() -> None:
+    on_ranks(2, _sizes)
+
+
+def _refused(rank: int, size: int) -> None:
+    buffer, sent, most = _buffer(), make(CASE), 24
+    x, ids, weights = sent.x[rank], sent.ids[rank], sent.weights[rank]
+    handle = buffer.low_latency_dispatch(x, ids, most, 4)[2]
+    y = torch.zeros((2, size * most, 256), dtype=torch.bfloat16)
+
+    def dispatch(message: str, *given: Any, error: type[Exception] = ValueError, **how: Any) -> None:
+        with pytest.raises(error, match=message):
+            buffer.low_latency_dispatch(*(given + (x, ids, most, 4)[len(given) :]), **how)
+
+    def combine(message: str, *given: Any, **how: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            buffer.low_latency_combine(*(given + (y, ids, weights, handle)[len(given) :]), **how)
+
+    dispatch("topk_idx: expected at most num_max_dispatch_tokens_per_rank=3 tokens, got", x, ids, 3)
+    dispatch("num_max_dispatch_tokens_per_rank: expected 1 to 4096, got 4097", x, ids, 4097)
+    dispatch("num_experts: expected a positive multiple of the group's 2 ranks, got 5", x, ids, most, 5)
+    dispatch("x: expected torch.bfloat16 of shape .T, H., got torch.float32", x.float())
+    dispatch("a multiple of 128 with use_fp8=True, got 192", x[:, :192].contiguous())
+    dispatch("x: expected rows of a positive multiple of 16 bytes, got 200", x[:, :100].contiguous(), use_fp8=False)
+    dispatch("x: expected a tensor, got NoneType", None)
+    dispatch("topk_idx: expected torch.int64 of shape", x, ids[:2])
+    dispatch("topk_idx: expected ids from -1 to 3, got .* to 4", x, torch.full_like(ids, 4))
+    dispatch("topk_idx: expected 1 to 4 experts per token, got 0", x, ids[:, :0])
+    dispatch("use_ue8m0: expected False without round_scale=True, got True", use_ue8m0=True)
+    dispatch("async_finish: expected False with return_recv_hook=True", async_finish=True, return_recv_hook=True)
+    wrong = torch.zeros(3, dtype=torch.int32)
+    dispatch(r"cumulative_local_expert_recv_stats: expected torch.int32 of shape \[2\]", x, ids, most, 4, wrong)
+    dispatch(r"dispatch_wait_recv_cost_stats: expected torch.int64 of shape \[2\]", x, ids, most, 4, None, wrong)
+    combine("zero_copy: expected False with use_logfmt=True, got True", use_logfmt=True, zero_copy=True)
+    combine("async_finish: expected False with return_recv_hook=True", async_finish=True, return_recv_hook=True)
+    combine("zero_copy: expected get_next_low_latency_combine_buffer.handle. to be called", zero_copy=True)
+    combine(r"x: expected torch.bfloat16 of shape \[2, 48, 256\], got torch.bfloat16 of shape \[2, 47, 256\]", y[:, 1:])
+    combine("x: expected a contiguous tensor, got strides", y.transpose(0, 1).contiguous().transpose(0, 1))
+    combine("topk_weights: expected torch.float32 of shape", y, ids, weights[:, :1])
+    combine("topk_weights: expected a tensor, got NoneType", y, ids, None)
+    combine("topk_idx: expected at most num_max_dispatch_tokens_per_rank=24 tokens", y, ids.new_zeros((25, 2)))
+    combine("topk_idx: expected ids from -1 to 3, got .* to 9", y, torch.full_like(ids, 9))
+    combine("out: expected torch.bfloat16 of shape", out=torch.empty((1, 256)))
+    combine(r"combine_wait_recv_cost_stats: expected torch.int64 of shape \[2\]", combine_wait_recv_cost_stats=wrong)
+    src_info, layout_range, *numbers = handle
+    combine("handle: expected what low_latency_dispatch returned, .*, got NoneType", y, ids, weights, None)
+    copied = src_info.clone(), layout_range, *numbers
+    combine(
+        "handle: expected the src_info that low_latency_dispatch returned for this topk_idx", y, ids, weights, copied
+    )
+    fewer = (y, ids[:, :1].contiguous(), weights[:, :1].contiguous())
+    combine("handle: expected the src_info that low_latency_dispatch returned for this topk_idx", *fewer)
+    combine("handle: expected positive T_max, H and E", y, ids, weights, (src_info, layout_range, 24, 256, 3))
+    combine("handle: expected src_info as torch.int32", y, ids, weights, (src_info, layout_range, 25, 256, 4))
+    combine("handle: expected layout_range as torch.int64", y, ids, weights, (src_info, src_info, *numbers))
+    layout = buffer.get_dispatch_layout(ids, 4)
+    other = buffer.dispatch(x, None, layout[0], None, layout[3], layout[2], ids, weights)[4]
+    combine(
+        r"handle: expected what low_latency_dispatch returned, .*, got \(Tensor, .*Tensor\)", y, ids, weights, other
+    )
+    with pytest.raises(
+        ValueError, match=r"handle: expected what dispatch returned, 6 or 10 tensors, got \(Tensor, Ten"
+    ):
+        buffer.combine(x, handle)
+    _refused_without_a_mode(buffer, handle)
+    narrow = x[:, :64].contiguous()
+    handle = buffer.low_latency_dispatch(narrow, ids, most, 4, use_fp8=False)[2]
+    y = torch.zeros((2, size * most, 64), dtype=torch.bfloat16)
+    combine("x: expected a hidden size that is a multiple of 128 with use_logfmt=True, got 64", use_logfmt=True)
+    buffer.low_latency_combine(y, ids, weights, handle)  # refusals have enqueued nothing
+
+
+def _refused_without_a_mode(buffer: deep_ep.Buffer, handle: Any) -> None:
+    plain = deep_ep.Buffer(dist.group.WORLD)
+    calls = {
+        "clean_low_latency_buffer": (8, 128, 4),
+        "low_latency_dispatch": (None, None, 8, 4),
+        "low_latency_combine": (None, None, None, handle),
+        "get_next_low_latency_combine_buffer": (handle,),
+        "low_latency_clean_mask_buffer": (),
+    }
+    for name, given in calls.items():
+        with pytest.raises(ValueError, match=rf"{name}\(\): expected a Buffer made with low_latency_mode=True, got F"):
+            getattr(plain, name)(*given)
+    masks = {
+        "low_latency_update_mask_buffer": (1, True),
+        "low_latency_query_mask_buffer": (torch.zeros(2, dtype=torch.int32),),
+        "low_latency_clean_mask_buffer": (),
+    }
+    for name, given in masks.items():
+        with pytest.raises(ValueError, match=rf"{name}\(\): expected a Buffer made with enable_shrink=True, got False"):
+            getattr(buffer, name)(*given)
+    with pytest.raises(ValueError, match="enable_shrink: expected False without low_latency_mode=True, got True"):
+        deep_ep.Buffer(enable_shrink=True)
+
+
+def test_bad_input_is_refused_by_name() -> None:
+    on_ranks(2, _refused)
+
+
+def _over_nodes(rank: int, size: int) -> None:
+    with pytest.raises(NotSupported, match=r"low_latency_mode=True\): expected all 2 ranks on one node, got 2 nodes"):
+        deep_ep.Buffer(low_latency_mode=True)
+    deep_ep.Buffer()
+
+
+def test_low_latency_over_nodes_is_refused() -> None:
+    values(run_ranks(2, _over_nodes, 2, env={"EP_PLUGIN_RANKS_PER_NODE": "1"}))
+
+
+def _masks(rank: int, size: int) -> None:
+    """The others mask rank 2, which leaves, then serve each other alone, in calls of two shapes."""
+    buffer = _buffer(enable_shrink=True)
+    case = Case(tokens=(9, 20, 12), hidden=128, experts_per_rank=2, topk=3, seed=7)
+    sent, most, status = make(case), 24, torch.full((3,), 5, dtype=torch.int32)
+    for hidden in (128, 256):
+        buffer.clean_low_latency_buffer(most, hidden, case.num_experts)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0, 0, 0]
+    dist.barrier()
+    if rank == 2:
+        return
+    with pytest.raises(ValueError, match="rank_to_mask: expected a rank from 0 to 2, got 3"):
+        buffer.low_latency_update_mask_buffer(3, True)
+    buffer.low_latency_update_mask_buffer(2, True)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0, 0, 1]
+    alone = dataclasses.replace(case, tokens=(9, 20, 0))
+    for hidden in (128, 256):
+        part = dataclasses.replace(alone, hidden=hidden)
+        sent = make(part)
+        for halves in (False, True):
+            results = buffer.low_latency_dispatch(
+                sent.x[rank], sent.ids[rank], most, 6, use_fp8=False, return_recv_hook=halves
+            )
+            _receive(*results[3:], halves)
+            check_dispatch(part, sent, rank, most, results, None)
+            y = results_of(part, sent, rank, 3 * most)
+            sums = buffer.low_latency_combine(y, sent.ids[rank], sent.weights[rank], results[2])[0]
+            there = sent.ids[rank].masked_fill(sent.ids[rank] >= 4, -1)  # experts 4 and 5 are of rank 2
+            check_combine(part, sent, rank, 3 * most, there, sums)
+    buffer.low_latency_update_mask_buffer(2, False)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0, 0, 0]
+    buffer.low_latency_update_mask_buffer(2, True)
+    buffer.low_latency_clean_mask_buffer()
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0, 0, 0]
+
+
+def test_masks() -> None:
+    on_ranks(3, _masks)
+
+
+def _shrinks(rank: int, size: int) -> list[list[int]]:
+    """Rank 2 leaves before one call, then rank 1 before another. The call masks them, and the next one is right."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=6))
+    buffer = deep_ep.Buffer(group, low_latency_mode=True, enable_shrink=True)
+    case = Case(tokens=(9, 20, 0, 12), hidden=128, experts_per_rank=2, topk=3, seed=8)
+    sent, most, statuses = make(case), 24, []
+    buffer.clean_low_latency_buffer(most, 128, case.num_experts)
+    for gone in (2, 1):
+        if rank == gone:
+            return statuses
+        buffer.clean_low_latency_buffer(most, 128, case.num_experts)
+        status = torch.zeros(size, dtype=torch.int32)
+        buffer.low_latency_query_mask_buffer(status)
+        statuses.append(status.tolist())
+        case = dataclasses.replace(case, tokens=tuple(0 if other == gone else T for other, T in enumerate(case.tokens)))
+        sent = make(case)
+        results = buffer.low_latency_dispatch(sent.x[rank], sent.ids[rank], most, case.num_experts, use_fp8=False)
+        check_dispatch(case, sent, rank, most, results, None)
+        y = results_of(case, sent, rank, size * most)
+        sums = buffer.low_latency_combine(y, sent.ids[rank], sent.weights[rank], results[2])[0]
+        there = sent.ids[rank].masked_fill(status.bool()[sent.ids[rank].clamp(min=0) // 2], -1)
+        check_combine(case, sent, rank, size * most, there, sums)
+    return statuses
+
+
+def test_ranks_that_leave_are_masked_by_the_next_call() -> None:
+    outcomes = run_ranks(4, _shrinks, 4, timeout_s=90)
+    for rank in (0, 3):
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        assert outcomes[rank].value == [[0, 0, 1, 0], [0, 1, 1, 0]]

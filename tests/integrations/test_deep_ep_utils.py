@@ -1,0 +1,143 @@
+"""deep_ep.utils against plain torch, and the process group that its tests begin with."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_plugin.deep_ep.utils import math, testing
+from ep_plugin.deep_ep.utils.envs import init_dist
+from ep_plugin.errors import NotSupported
+
+
+def test_calc_diff() -> None:
+    x = torch.tensor([0.0, 1.0])
+    assert math.calc_diff(x, x) == 0.0
+    assert math.calc_diff(x, torch.tensor([1.0, 1.0])) == pytest.approx(1 - 2 * 6 / (5 + 8))
+    assert math.calc_diff(x[:0], x[:0]) == 0.0
+
+
+def test_numbers() -> None:
+    assert (math.ceil_div(9, 4), math.ceil_div(8, 4), math.align(9, 4), math.align(0, 4)) == (3, 2, 12, 0)
+    assert (math.safe_div(3, 2), math.safe_div(0, 0)) == (1.5, 0)
+    with pytest.raises(ZeroDivisionError):
+        math.safe_div(1, 0)
+
+
+@pytest.mark.parametrize("hidden", [128, 200, 640])
+def test_casts_to_fp8_and_back(hidden: int) -> None:
+    x = torch.randn((5, hidden)).bfloat16()
+    x[1], x[2, :128] = 0, 1e-6
+    rows, scales = math.per_token_cast_to_fp8(x)
+    assert rows.dtype is torch.float8_e4m3fn and rows.shape == x.shape and rows.is_contiguous()
+    assert scales.shape == (5, -(-hidden // 128)) and scales.dtype is torch.float32
+    blocks = torch.nn.functional.pad(x.float(), (0, -hidden % 128)).view(5, -1, 128).abs().amax(2)
+    torch.testing.assert_close(scales, blocks.clamp(min=1e-4) / 448)
+    back = math.per_token_cast_back(rows, scales)
+    assert back.dtype is torch.bfloat16
+    torch.testing.assert_close(back.float(), x.float(), rtol=0.07, atol=float(scales.max()) * 2**-9)
+    assert math.per_token_cast_back(rows[:0], scales[:0]).shape == (0, hidden)
+
+
+@pytest.mark.parametrize("hidden", [512, 640])
+def test_packed_scales(hidden: int) -> None:
+    groups = hidden // 128
+    exponents = torch.randint(120, 134, (3, groups), dtype=torch.uint8)
+    padded = torch.nn.functional.pad(exponents, (0, -groups % 4))
+    rows = torch.randn((3, hidden)).to(torch.float8_e4m3fn)
+    expected = rows.float() * (exponents.float() - 127).exp2().repeat_interleave(128, dim=1)
+    back = math.per_token_cast_back(rows, padded.view(torch.int32))
+    assert torch.equal(back, expected.bfloat16())
+
+
+def test_inplace_unique() -> None:
+    x = torch.tensor([[3, 1, 3, -1], [0, 0, 0, 0], [-1, -1, -1, -1]])
+    math.inplace_unique(x, 4)
+    assert x.tolist() == [[3, 1, -1, -1], [0, -1, -1, -1], [-1, -1, -1, -1]]
+    wide = torch.tensor([[1, 0, 1, 0]])
+    math.inplace_unique(wide, 2)
+    assert wide.tolist() == [[1, 0, -1, -1]]
+
+
+def test_grouped_scores() -> None:
+    scores = torch.arange(1.0, 13.0).view(2, 6)
+    kept = math.create_grouped_scores(scores, torch.tensor([[0, 2], [1, 1]]), 3)
+    assert kept.tolist() == [[1, 2, 0, 0, 5, 6], [0, 0, 9, 10, 0, 0]]
+
+
+def test_hashes_and_bytes() -> None:
+    x = torch.randn((3, 5))
+    assert math.hash_tensor(x) == math.hash_tensor(x.t().contiguous().t()) == math.hash_tensor(x.clone())
+    assert math.hash_tensor(x) != math.hash_tensor(x + 1)
+    assert math.hash_tensor(torch.tensor([True, True, False])) == 2
+    assert math.hash_tensors(x, (x, None)) == 0 and math.hash_tensors(x) == math.hash_tensor(x)
+    assert math.count_bytes(x, [x.half(), None]) == 90
+
+
+def test_bench_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    clock = iter(range(1000))
+    monkeypatch.setattr(testing.time, "perf_counter", lambda: next(clock) ** 2)
+    calls = []
+    mean, least, most = testing.bench(
+        lambda: calls.append("call"), num_warmups=2, num_tests=4, post_fn=lambda: calls.append("post")
+    )
+    assert calls == ["call"] * 2 + ["call", "post"] * 4
+    assert (mean, least, most) == (9.0, 5, 13)  # runs take 1, 5, 9 and 13; the first is left out
+    with pytest.raises(NotSupported, match="bench_kineto.*: expected a GPU"):
+        testing.bench_kineto(lambda: None, "dispatch")
+
+
+def test_kernels_of_a_profile() -> None:
+    kernels = [
+        testing.Kernel("ep::ep_ll_dispatch", 30.0, 2.0),
+        testing.Kernel("ep::ep_ll_dispatch", 10.0, 4.0),
+        testing.Kernel("ep::ep_ll_combine", 20.0, 7.0),
+        testing.Kernel("ep::ep_ll_dispatch", 40.0, 8.0),
+        testing.Kernel("ep::ep_ll_dispatch", 15.0, 6.0),
+    ]
+    assert testing.mean_durations(kernels, "combine", 1) == pytest.approx(7e-6)
+    assert testing.mean_durations(kernels, "dispatch", 2) == pytest.approx([3e-6, 7e-6])
+    with pytest.raises(ValueError, match=r"expected one kernel with 'ep_' in its name, got \['ep::ep_ll_c"):
+        testing.mean_durations(kernels, "ep_", 1)
+    with pytest.raises(ValueError, match="expected a divisor of the 4 launches of 'dispatch', got 3"):
+        testing.mean_durations(kernels, "dispatch", 3)
+
+
+def test_output_is_silenced(capfd: pytest.CaptureFixture[str]) -> None:
+    os.write(1, b"before\n")
+    with testing._silenced():
+        os.write(1, b"hidden\n")
+        os.write(2, b"hidden\n")
+    os.write(1, b"after\n")
+    assert capfd.readouterr() == ("before\nafter\n", "")
+
+
+def _init(number: int, port: int, results: multiprocessing.Queue) -> None:
+    node, local_rank = divmod(number, 2)
+    os.environ |= {"MASTER_PORT": str(port), "RANK": str(node), "WORLD_SIZE": "2"}
+    rank, size, group = init_dist(local_rank, 2, seed=3)
+    results.put((rank, size, group.size(), torch.empty(1).dtype is torch.bfloat16, torch.initial_seed()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="makes a group of CPU processes")
+def test_init_dist_on_two_nodes() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    results = context.Queue()
+    ranks = [context.Process(target=_init, args=(number, port, results), daemon=True) for number in range(4)]
+    for one in ranks:
+        one.start()
+    found = sorted(results.get(timeout=120) for _ in ranks)
+    for one in ranks:
+        one.join(60)
+    assert found == [(rank, 4, 4, True, 3 + rank) for rank in range(4)]
