@@ -1,0 +1,390 @@
+// What both low-latency kernels share: roles, waits that a mask ends, words, headers, and the end of an operation.
+// common/low_latency.h has the layout and the protocol; ll_dispatch.cu and ll_combine.cu are the kernels.
+//
+// Roles. In each CTA the last warp signals, and the others are workers. Workers wait for each other at a barrier of
+// their own, so the signalling warp can stall in a fence while workers go on to receive. Workers send tokens in
+// batches, see Batches. When a warp has written its share of a batch, it counts itself. When all have, the signalling
+// warp fences once at system scope and stores the flags of the batch.
+// Buffers. A word is 12 bytes of data and the epoch in one 16-byte access. Rows are loaded and stored 16 bytes at a
+// time, straight from memory to the slots of peers; nothing is staged but quantised rows that travel as words.
+// Memory order. Words are relaxed: each is complete by itself. Worker warps release their counts in the CTA; the
+// signalling warp acquires them, fences at system scope, and stores the flags. A reader acquires a flag at system scope
+// in one lane and joins its warp before the warp loads the rows. No bulk copies are used, so no proxy is fenced.
+// Masks. Each CTA reads the masks once, when it enters. With `shrink`, a wait also reads them while it waits, and sets
+// one at its deadline. Masks from the headers of peers are adopted when the kernel ends.
+// Waits. The signalling warp waits for its own workers without a deadline, because all their waits have one. A fault
+// ends it.
+#pragma once
+#include "common/low_latency_args.h"
+#include "cuda/core/copy.cuh"
+#include "cuda/core/launch.cuh"
+#include "cuda/core/peer.cuh"
+
+namespace ep::cuda {
+
+constexpr int kLlLeastWorkers = 3;
+constexpr int kLlWordUnits = 3;  // 4-byte units of data in a word
+constexpr int kLlMaskField = offsetof(LlHeader, mask) / 4;
+
+// --- Roles ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int num_workers() { return static_cast<int>(blockDim.x / kWarp) - 1; }
+__device__ __forceinline__ int worker_threads() { return static_cast<int>(blockDim.x) - kWarp; }
+// All workers wait for each other. True if `ok` is true in all of their threads.
+__device__ __forceinline__ bool join_workers(bool ok = true) {
+  return ptx::barrier_and(1, static_cast<uint32_t>(worker_threads()), ok);
+}
+
+// The number of this worker among all of the kernel. Consecutive numbers are on different SMs.
+__device__ __forceinline__ Team team_of_workers() { return team_of_warps(num_workers()); }
+
+// One half of one operation, as a CTA runs it.
+struct LlRun {
+  const LlOperation& op;
+  const LlLayout& lay;
+  LlKind kind;
+  Run run;
+  int parity;
+  uint32_t masked;  // bit r: rank r was masked when this CTA began to send or to receive
+
+  __device__ LlState& state() const { return ll_state_of(op); }
+  __device__ LlBlock block(int rank) const {
+    return LlBlock{op.comm.control[rank], lay, op.comm.num_ranks, op.shape};
+  }
+  __device__ LlBlock own() const { return block(op.comm.rank); }
+  __device__ bool is_masked(int rank) const { return (masked >> rank & 1u) != 0; }
+  __device__ uint32_t tag() const { return static_cast<uint32_t>(run.epoch); }
+  __device__ bool receives() const { return run.step == kLlDispatchRecv || run.step == kLlCombineRecv; }
+};
+
+__device__ inline LlRun ll_half(const LlOperation& op, const LlLayout& lay, LlKind kind, LlPhase phase, uint64_t epoch,
+                                uint32_t masked) {
+  const int first = kind == kLlDispatch ? kLlDispatchSend : kLlCombineSend;
+  const Step step = static_cast<Step>(phase == kLlSend ? first : first + 1);
+  return LlRun{op, lay, kind, Run{op.comm, step, epoch, true}, ll_parity(epoch), masked};
+}
+
+// --- Waits ---------------------------------------------------------------------------------------------------------
+
+enum class Found { kThere, kMasked, kGaveUp };
+
+// Waits until arrived(&seen) is true. With shrink, the deadline masks the peer, so that of Deadline must be later.
+template <class Arrived>
+__device__ Found ll_wait_longer(const LlRun& ll, int peer, uint64_t expected, Arrived arrived) {
+  const bool shrink = ll.op.shrink != 0;
+  const uint64_t limit = static_cast<uint64_t>(ll.op.comm.timeout_ns);
+  uint32_t* mask = &ll.state().mask[peer];
+  Deadline deadline{shrink ? kOwnKernel : kPeer};
+  uint64_t seen = 0;
+  Found found = Found::kThere;
+  while (!arrived(&seen)) {
+    if (shrink && deadline.since != 0 && ptx::globaltimer() - deadline.since > limit) ptx::st_relaxed_gpu(mask, 1);
+    if (shrink && ptx::ld_relaxed_gpu(mask) != 0) {
+      found = Found::kMasked;
+      break;
+    }
+    if (!deadline.keep_waiting(ll.run, peer, 0, expected, seen)) return Found::kGaveUp;
+  }
+  if (deadline.since != 0 && ll.receives() && ll.op.wait_cost != 0)
+    ptx::red_max_relaxed_gpu(&ll.state().waited[peer], ptx::globaltimer() - deadline.since);
+  return found;
+}
+template <class Arrived>
+__device__ __forceinline__ Found ll_wait(const LlRun& ll, int peer, uint64_t expected, Arrived arrived) {
+  if (ll.is_masked(peer)) return Found::kMasked;
+  uint64_t seen = 0;
+  return arrived(&seen) ? Found::kThere : ll_wait_longer(ll, peer, expected, arrived);
+}
+
+// One thread, for a word of this rank's block that grows: a flag or a consumed word. With acquire order.
+__device__ inline Found ll_wait_at_least(const LlRun& ll, int peer, const uint64_t* word, uint64_t value) {
+  return ll_wait(ll, peer, value, [=](uint64_t* seen) { return peer::has_reached(word, value, seen); });
+}
+
+// All lanes: lane 0 waits for a flag of the peer, then all may read its rows.
+__device__ inline Found ll_wait_rows(const LlRun& ll, int peer, int group) {
+  Found found = Found::kThere;
+  if (lane_id() == 0)
+    found = ll_wait_at_least(ll, peer, ll.own().flag(ll.kind, ll.parity, peer, group), ll.run.epoch);
+  found = static_cast<Found>(__shfl_sync(kAllLanes, static_cast<int>(found), 0));
+  __syncwarp();
+  return found;
+}
+
+// --- Words ---------------------------------------------------------------------------------------------------------
+
+struct LlData {
+  uint32_t unit[kLlWordUnits];
+};
+
+__device__ __forceinline__ void ll_store(LlWord* to, const LlData& data, uint32_t tag) {
+  peer::store(to, static_cast<uint64_t>(data.unit[1]) << 32 | data.unit[0],
+              static_cast<uint64_t>(tag) << 32 | data.unit[2]);
+}
+// Loads a word and returns its tag.
+__device__ __forceinline__ uint32_t ll_load(const LlWord* from, LlData* data) {
+  uint64_t low, high;
+  peer::poll(from, &low, &high);
+  data->unit[0] = static_cast<uint32_t>(low);
+  data->unit[1] = static_cast<uint32_t>(low >> 32);
+  data->unit[2] = static_cast<uint32_t>(high);
+  return static_cast<uint32_t>(high >> 32);
+}
+
+// Loads kWords words that follow each other; their loads are in flight together. Whether all have this operation's tag.
+template <int kWords>
+__device__ __forceinline__ bool ll_load_words(const LlRun& ll, const LlWord* from, LlData* data, uint64_t* seen) {
+  uint32_t tags[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) tags[i] = ll_load(from + i, data + i);
+  bool there = true;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i)
+    if (tags[i] != ll.tag()) there = false, *seen = tags[i];
+  return there;
+}
+// One thread: waits for such words. A wait that lasts has data of its own, so that `data` can be in registers.
+template <int kWords>
+__device__ __forceinline__ Found ll_wait_words(const LlRun& ll, int peer, const LlWord* from, LlData* data) {
+  if (ll.is_masked(peer)) return Found::kMasked;
+  uint64_t seen = 0;
+  if (ll_load_words<kWords>(ll, from, data, &seen)) return Found::kThere;
+  const Found found = ll_wait_longer(ll, peer, ll.tag(), [&ll, from](uint64_t* seen) {
+    LlData held[kWords];
+    return ll_load_words<kWords>(ll, from, held, seen);
+  });
+  ll_load_words<kWords>(ll, from, data, &seen);
+  return found;
+}
+
+// Unit `unit` of a word's bytes in a row of `units` 4-byte units; zero beyond its end.
+__device__ __forceinline__ uint32_t ll_unit(const char* row, int unit, int units) {
+  return unit < units ? static_cast<uint32_t>(ptx::ld_coherent(reinterpret_cast<const int32_t*>(row) + unit)) : 0u;
+}
+
+// Word `word` of this rank's header.
+__device__ inline LlData ll_header_word(const LlRun& ll, int word) {
+  const int32_t* fields = reinterpret_cast<const int32_t*>(&ll.op.header);
+  LlData data;
+#pragma unroll
+  for (int u = 0; u < kLlWordUnits; ++u) {
+    const int field = kLlWordUnits * word + u;
+    data.unit[u] = field == kLlMaskField ? ll.masked : static_cast<uint32_t>(fields[field]);
+  }
+  return data;
+}
+
+// One thread: refreshes one of `count` words, unless this operation writes it anyway (low_latency.h: ll_refreshed).
+template <class IsWritten>
+__device__ inline void ll_refresh(const LlRun& ll, LlWord* words, int64_t count, IsWritten is_written) {
+  const int64_t index = ll_refreshed(ll.run.epoch, count);
+  if (!is_written(static_cast<int>(index))) ll_store(words + index, LlData{}, ll.tag());
+}
+// One thread: does so for the words of rows for one peer. goes(token): this operation writes the token's words.
+template <class Goes>
+__device__ inline void ll_refresh_rows(const LlRun& ll, int peer, int num_tokens, int64_t bytes, Goes goes) {
+  const int per_row = static_cast<int>(ll.lay.words_per_row);
+  LlWord* words = ll.block(peer).row_words(ll.kind, ll.parity, ll.op.comm.rank, 0);
+  ll_refresh(ll, words, int64_t{kLlWordTokens} * per_row, [&](int index) {
+    const int token = index / per_row;
+    return ll_rows_are_words(num_tokens) && token < num_tokens && index % per_row < ll_words(bytes) && goes(token);
+  });
+}
+
+// One thread: waits for a peer's header, and compares it with this rank's.
+__device__ inline Found ll_open(const LlRun& ll, int peer, const LlWord* words, LlHeader* header) {
+  const Comm& comm = ll.op.comm;
+  const LlHeader& mine = ll.op.header;
+  LlData data[kLlHeaderWords];
+  const Found found = ll_wait_words<kLlHeaderWords>(ll, peer, words, data);
+  if (found != Found::kThere) return found;
+  memcpy(header, data, sizeof(LlHeader));
+  bool ok = true;
+  const int field = ll_header_mismatch(mine, *header);
+  if (field >= 0)
+    ok = fail(comm, kDisagree, ll.run.step, peer, field, reinterpret_cast<const int32_t*>(&mine)[field],
+              reinterpret_cast<const int32_t*>(header)[field]);
+  else if (header->num_tokens < 0 || header->num_tokens > mine.max_tokens)
+    ok = fail(comm, kBadData, ll.run.step, peer, 0, mine.max_tokens, header->num_tokens);
+  else if ((header->mask >> comm.rank & 1u) != 0)
+    ok = fail(comm, kMasked, ll.run.step, peer, 0, 0, 1);
+  return ok ? Found::kThere : Found::kGaveUp;
+}
+
+// An id as the caller gave it. What is no expert is recorded, and counts as dropped.
+__device__ inline int ll_id(const LlRun& ll, Address ids, int id_bytes, int pair) {
+  const int64_t id = id_bytes == 8 ? at<const int64_t>(ids)[pair] : at<const int32_t>(ids)[pair];
+  if (id >= -1 && id < ll.op.comm.num_experts) return static_cast<int>(id);
+  fail(ll.op.comm, kBadIds, ll.run.step, ll.op.comm.rank, pair / ll.op.header.topk, ll.op.comm.num_experts, id);
+  return -1;
+}
+// All lanes: bit r: rank r has one of the token's experts and is not masked.
+__device__ inline uint32_t ll_ranks_of(const LlRun& ll, Address ids, int id_bytes, int token) {
+  const int K = ll.op.header.topk;
+  const unsigned per_rank = static_cast<unsigned>(local_experts(ll.op.comm));
+  uint32_t bits = 0;
+  for (int k = lane_id(); k < K; k += kWarp) {
+    const int id = ll_id(ll, ids, id_bytes, token * K + k);
+    if (id >= 0) bits |= 1u << static_cast<unsigned>(id) / per_rank;
+  }
+  for (int step = 1; step < kWarp; step *= 2) bits |= __shfl_xor_sync(kAllLanes, bits, step);
+  return bits & ~ll.masked;
+}
+
+// --- Entering ------------------------------------------------------------------------------------------------------
+
+// All threads: enters the kernel. With a send half, waits until the peers have read what this rank wrote two operations
+// ago. False after a fault.
+__device__ inline bool ll_enter(LlRun& ll, uint32_t* shared_masked) {
+  const Comm& comm = ll.op.comm;
+  bool ok = !faulted(comm);
+  if (warp_id() == 0) {
+    const int peer = lane_id();
+    bool masked = peer < comm.num_ranks && ptx::ld_relaxed_gpu(&ll.state().mask[peer]) != 0;
+    if (ok && peer < comm.num_ranks && !masked && !ll.receives() && ll.run.epoch > kLlParities) {
+      const uint64_t* word = ll.own().consumed(ll.kind, ll.parity, peer);
+      const Found found = ll_wait_at_least(ll, peer, word, ll.run.epoch - kLlParities);
+      masked = found == Found::kMasked;
+      ok = found != Found::kGaveUp;
+    }
+    const unsigned bits = __ballot_sync(kAllLanes, masked);
+    if (peer == 0) *shared_masked = bits;
+  }
+  ok = __syncthreads_and(ok) != 0;
+  ll.masked = *shared_masked;
+  return ok;
+}
+
+// The epoch of the operation that a kernel runs. All threads read it when they enter; the last CTA advances it.
+__device__ inline uint64_t ll_epoch(const LlOperation& op, LlKind kind) {
+  const LlState& state = ll_state_of(op);
+  return (op.phases & kLlSend) != 0 ? state.epoch[kind] + 1 : state.slot_epoch[kind][op.slot];
+}
+
+// --- Batches of tokens whose flags are stored together -------------------------------------------------------------
+
+constexpr int kLlBatchTokens = 8;     // a batch has more only if one group has
+constexpr int kLlMostInBatch = 32;    // at most this many: the tokens of a group of the largest T
+static_assert(kLlMaxTokens / kLlMaxGroups <= kLlMostInBatch, "a group fits in a batch");
+
+// The items (groups of tokens) of one CTA, in batches. Every CTA has items blockIdx.x, blockIdx.x + gridDim.x, ...
+struct Batches {
+  int items;      // of the kernel
+  int per_item;   // tokens, at most
+  int per_batch;  // items
+
+  __device__ Batches(int items, int per_item)
+      : items(items), per_item(per_item), per_batch(max(1, kLlBatchTokens / per_item)) {}
+  __device__ int count() const {
+    const int mine = (items - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) /
+                     static_cast<int>(gridDim.x);
+    return mine <= 0 ? 0 : (mine + per_batch - 1) / per_batch;
+  }
+  // The i-th item of a batch; at or past `items`: none.
+  __device__ int item(int batch, int i) const {
+    return static_cast<int>(blockIdx.x) + (batch * per_batch + i) * static_cast<int>(gridDim.x);
+  }
+  __device__ int places() const { return per_batch * per_item; }  // of tokens in a batch
+};
+
+// A worker warp, when it has written its share of a batch.
+__device__ __forceinline__ void count_written(int32_t* written) {
+  __syncwarp();
+  if (lane_id() == 0) ptx::red_add_release_cta(written, 1);
+}
+// The signalling warp: waits until all workers have written a batch, and fences. False after a fault.
+__device__ inline bool fence_batch(const LlRun& ll, int32_t* written, int batch) {
+  const int32_t all = num_workers() * (batch + 1);
+  int ok = 1;
+  if (lane_id() == 0)
+    while (ok && ptx::ld_acquire_cta(written) < all) {
+      __nanosleep(40);
+      ok = !faulted(ll.op.comm);
+    }
+  ok = __shfl_sync(kAllLanes, ok, 0);
+  __syncwarp();
+  if (ok) peer::fence();
+  return ok != 0;
+}
+// All lanes, after the fence: stores the group's flag at each rank of `ranks`.
+__device__ inline void signal_group(const LlRun& ll, uint32_t ranks, int group) {
+  const int rank = lane_id();
+  if (rank < ll.op.comm.num_ranks && (ranks >> rank & 1u) != 0)
+    peer::store(ll.block(rank).flag(ll.kind, ll.parity, ll.op.comm.rank, group), ll.run.epoch);
+}
+
+// --- Leaving -------------------------------------------------------------------------------------------------------
+
+// All threads of every CTA, when its work is done. True in the CTA that is last.
+__device__ inline bool ll_last_to_finish(const LlOperation& op, LlKind kind) {
+  __shared__ bool last;
+  __syncthreads();  // thread 0 releases the writes of all threads
+  if (threadIdx.x == 0) {
+    uint64_t* done = &ll_state_of(op).ctas_done[kind][(op.phases & kLlSend) != 0 ? 0 : 1];
+    last = ptx::atom_add_acq_rel_gpu(done, 1) + 1 == gridDim.x;
+    if (last) *done = 0;
+  }
+  __syncthreads();
+  return last;
+}
+
+// One warp of the last CTA: adopts the masks in the headers of peers. words(r): the words of rank r in this rank's
+// block.
+template <class Words>
+__device__ inline void ll_adopt_masks(const LlRun& ll, Words words) {
+  const int R = ll.op.comm.num_ranks, rank = lane_id();
+  constexpr int kWord = kLlMaskField / kLlWordUnits;
+  LlData data{};
+  if (rank < R && ll_load(words(rank) + kWord, &data) != ll.tag()) data = LlData{};  // that rank is masked
+  uint32_t bits = data.unit[kLlMaskField % kLlWordUnits];
+  for (int step = 1; step < kWarp; step *= 2) bits |= __shfl_xor_sync(kAllLanes, bits, step);
+  if (rank < R && (bits >> rank & 1u) != 0) ptx::st_relaxed_gpu(&ll.state().mask[rank], 1);
+}
+
+// One warp of the last CTA of an operation that succeeded: advances the epoch and signals the consumed words.
+__device__ inline void ll_finish(const LlOperation& op, const LlRun& ll) {
+  const Comm& comm = op.comm;
+  LlState& state = ll.state();
+  const int peer = lane_id();
+  if ((op.phases & kLlSend) != 0 && peer == 0) {
+    state.epoch[ll.kind] = ll.run.epoch;
+    state.slot_epoch[ll.kind][op.slot] = ll.run.epoch;
+  }
+  if ((op.phases & kLlReceive) == 0 || peer >= comm.num_ranks) return;
+  if (op.wait_cost != 0) at<int64_t>(op.wait_cost)[peer] += static_cast<int64_t>(state.waited[peer]);
+  state.waited[peer] = 0;
+  if (ptx::ld_relaxed_gpu(&state.mask[peer]) == 0)
+    peer::signal(ll.block(peer).consumed(ll.kind, ll.parity, comm.rank), ll.run.epoch);
+}
+
+// --- Launches ------------------------------------------------------------------------------------------------------
+
+inline void require_ll(const LlOperation& op, int64_t image_bytes) {
+  const LlHeader& header = op.header;
+  require_comm(op.comm);
+  require_sms(op.num_sms);
+  require((op.phases & ~(kLlSend | kLlReceive)) == 0 && op.phases != 0, "phases", "1 to 3", op.phases);
+  require(op.slot >= 0 && op.slot < kLlSlots, "slot", "0 or 1", op.slot);
+  require(op.comm.num_experts <= kLlMaxExperts, "num_experts", "at most 32767", op.comm.num_experts);
+  require(op.shape.max_tokens >= 0 && op.shape.max_tokens <= kLlMaxTokens, "max_tokens of the communicator",
+          "at most 4096", op.shape.max_tokens);
+  require(header.topk >= 1 && header.topk <= op.shape.max_topk && header.topk <= kMaxTopk, "topk",
+          "1 to the communicator's and 128", header.topk);
+  require(header.max_tokens >= 0 && header.max_tokens <= op.shape.max_tokens, "max_tokens",
+          "at most that of the communicator", header.max_tokens);
+  require(header.num_tokens >= 0 && header.num_tokens <= header.max_tokens, "num_tokens", "at most max_tokens",
+          header.num_tokens);
+  require(header.row_bytes > 0 && header.row_bytes % kRowAlign == 0, "row_bytes", "a multiple of 16", header.row_bytes);
+  require(image_bytes <= op.shape.slot_bytes && op.shape.slot_bytes % kSlotAlign == 0, "slot_bytes",
+          "room for a row, a multiple of 128", op.shape.slot_bytes);
+}
+
+// The threads of a CTA: enough workers for its tasks, up to `most`, and the signalling warp.
+inline int ll_threads(const LlOperation& op, int64_t tasks_of_token, int most) {
+  const int64_t tokens = ceil_div(static_cast<int64_t>(op.comm.num_ranks) * op.header.max_tokens, op.num_sms);
+  const int64_t tasks = tokens * tasks_of_token;
+  const int64_t workers = tasks < kLlLeastWorkers ? kLlLeastWorkers : tasks > most ? most : tasks;
+  return static_cast<int>(workers + 1) * kWarp;
+}
+
+}  // namespace ep::cuda
