@@ -56,6 +56,10 @@ class Step(IntEnum):
     COMBINE_ADD = ...
     ALL_GATHER = ...
     REDUCE_SCATTER = ...
+    LL_DISPATCH_SEND = ...
+    LL_DISPATCH_RECV = ...
+    LL_COMBINE_SEND = ...
+    LL_COMBINE_RECV = ...
 
 class FaultCode(IntEnum):
     NONE = ...
@@ -66,6 +70,7 @@ class FaultCode(IntEnum):
     BAD_DATA = ...
     TOO_SMALL = ...
     BAD_HANDLE = ...
+    MASKED = ...
 
 class Total(IntEnum):
     SLOTS = ...
@@ -627,6 +632,166 @@ class SmallExchangeArgs:
 def small_words_bytes(ranks: int) -> int: ...
 def channel_slots_bytes(ranks: int, channels: int) -> int: ...
 
+ll_max_tokens: int
+ll_max_experts: int
+ll_word_tokens: int
+ll_logfmt_group: int
+ll_state_bytes: int
+ll_mask_offset: int
+ll_epoch_offset: int
+ll_header_fields: tuple[str, ...]
+
+class LlPhase(IntEnum):
+    SEND = ...
+    RECEIVE = ...
+
+class LlFormat(IntEnum):
+    PLAIN = ...
+    E4M3 = ...
+    E4M3_POW2 = ...
+    E4M3_UE8M0 = ...
+    LOGFMT = ...
+
+class LlShape:
+    max_tokens: int
+    max_topk: int
+    slot_bytes: int
+    def __init__(
+        self,
+        *,
+        max_tokens: int = ...,
+        max_topk: int = ...,
+        slot_bytes: int = ...,
+    ) -> None: ...
+
+class LlHeader:
+    row_bytes: int
+    scale_bytes: int
+    topk: int
+    dtype: int
+    format: int
+    max_tokens: int
+    weight_bytes: int
+    config_hash: int
+    num_tokens: int
+    def __init__(
+        self,
+        *,
+        row_bytes: int = ...,
+        scale_bytes: int = ...,
+        topk: int = ...,
+        dtype: int = ...,
+        format: int = ...,
+        max_tokens: int = ...,
+        weight_bytes: int = ...,
+        config_hash: int = ...,
+        num_tokens: int = ...,
+    ) -> None: ...
+
+class LlOperation:
+    comm: Comm
+    shape: LlShape
+    header: LlHeader
+    phases: int
+    slot: int
+    shrink: int
+    num_sms: int
+    state: int
+    wait_cost: int
+    stream: int
+    def __init__(
+        self,
+        *,
+        comm: Comm = ...,
+        shape: LlShape = ...,
+        header: LlHeader = ...,
+        phases: int = ...,
+        slot: int = ...,
+        shrink: int = ...,
+        num_sms: int = ...,
+        state: int = ...,
+        wait_cost: int = ...,
+        stream: int = ...,
+    ) -> None: ...
+
+class LlDispatchArgs:
+    op: LlOperation
+    x: int
+    x_stride: int
+    ids: int
+    topk_ids: int
+    id_bytes: int
+    element: int
+    tokens: int
+    scales: int
+    plan: int
+    expert_count: int
+    expert_offset: int
+    cumulative: int
+    def __init__(
+        self,
+        *,
+        op: LlOperation = ...,
+        x: int = ...,
+        x_stride: int = ...,
+        ids: int = ...,
+        topk_ids: int = ...,
+        id_bytes: int = ...,
+        element: int = ...,
+        tokens: int = ...,
+        scales: int = ...,
+        plan: int = ...,
+        expert_count: int = ...,
+        expert_offset: int = ...,
+        cumulative: int = ...,
+    ) -> None: ...
+
+class LlCombineArgs:
+    op: LlOperation
+    y: int
+    ids: int
+    weights: int
+    plan: int
+    hidden: int
+    id_bytes: int
+    element: int
+    out: int
+    bias: int
+    def __init__(
+        self,
+        *,
+        op: LlOperation = ...,
+        y: int = ...,
+        ids: int = ...,
+        weights: int = ...,
+        plan: int = ...,
+        hidden: int = ...,
+        id_bytes: int = ...,
+        element: int = ...,
+        out: int = ...,
+        bias: int = ...,
+    ) -> None: ...
+
+class LlPlanLayout:
+    layout_range: int
+    src_tokens: int
+    src_info: int
+    rows: int
+    words: int
+    def __init__(
+        self,
+        *,
+        layout_range: int = ...,
+        src_tokens: int = ...,
+        src_info: int = ...,
+        rows: int = ...,
+        words: int = ...,
+    ) -> None: ...
+
+def ll_slot_bytes(max_row_bytes: int, hidden: int, max_topk: int, /) -> int: ...
+def ll_block_bytes(ranks: int, shape: LlShape, /) -> int: ...
+def ll_plan_layout(ranks: int, local_experts: int, max_tokens: int, topk: int, /) -> LlPlanLayout: ...
+
 class _Kernels:
     """A device's kernel table; CPU kernels run to their end, CUDA kernels are enqueued."""
 
@@ -643,6 +808,8 @@ class _Kernels:
     def quantize(self, args: QuantizeArgs) -> None: ...
     def pack(self, args: PackArgs) -> None: ...
     def combine_add(self, args: CombineAddArgs) -> None: ...
+    def ll_dispatch(self, args: LlDispatchArgs) -> None: ...
+    def ll_combine(self, args: LlCombineArgs) -> None: ...
     def all_gather(self, args: AllGatherArgs | CpuAllGatherArgs) -> None: ...
     def reduce_scatter(self, args: ReduceScatterArgs | CpuReduceScatterArgs) -> None: ...
     def small_exchange(self, args: SmallExchangeArgs) -> None:

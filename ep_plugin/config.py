@@ -8,12 +8,12 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from ep_plugin.errors import NotSupported
-
 MAX_TOPK = 128
 MAX_EXPERTS = 2**31 - 1
 MAX_ALIGNMENT = 1 << 20
 MAX_RAIL_CHUNKS = 6
+MAX_LL_TOKENS = 4096
+MAX_LL_EXPERTS = 32767
 MAX_TIMEOUT_S = 1e9
 ROW_ALIGNMENT_BYTES = 16
 MODES = ("ht", "ll")
@@ -32,23 +32,24 @@ class DispatchLayout(enum.Enum):
     TOKEN_MAJOR = "token_major"
     """``[N, H]``, one row per token, ordered by (source rank, source token), with its local experts beside it."""
     EXPERT_MAJOR = "expert_major"
-    """``[E_l, R * T_max, H]``, a fixed block per local expert."""
+    """``[E_l, R * T_max, H]``, a fixed block per local expert, whose first rows are valid. For mode="ll" alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoECommunicatorConfig:
-    """Settings of one MoECommunicator. Construction raises ValueError for wrong values, NotSupported for other modes.
+    """Settings of one MoECommunicator. Construction raises ValueError for wrong values.
 
     num_experts: experts over all ranks; must be a multiple of the group's size.
     hidden_size: elements of a row, the largest that will be dispatched.
     topk: experts per token, the largest that will be dispatched; at most 128.
     max_tokens_per_rank: most tokens that any rank dispatches at once. Each pool then has room for as many tokens of
         every rank. None: pools grow when rows do not fit, to the most rows that one rank sent to another, for every
-        rank.
-    mode: "ht", high throughput. ("ll", low latency, is not served in this release.)
+        rank. mode="ll" needs it, at most 4096; memory is in proportion to it.
+    mode: "ht", high throughput; "ll", low latency, for few tokens per rank and no host in the way.
     layout: how dispatch arranges rows, a DispatchLayout or its value such as "flat". None: the mode's default, FLAT for
-        "ht".
-    max_row_bytes: bytes of the widest row, a multiple of 16. None: hidden_size elements of any dtype.
+        "ht", EXPERT_MAJOR for "ll", which has no other.
+    max_row_bytes: bytes of the widest row, a multiple of 16. None: hidden_size elements of any dtype; in mode="ll" of 2
+        bytes each.
     expert_alignment: each expert's group of FLAT rows is padded to a multiple of this, at most 2**20.
     rail_chunks: where the group spans nodes, the number of chunks, 1 to 6, into which a rank cuts its tokens. The rows
         of one chunk are forwarded inside the other node while those of the next one cross. More chunks mean more and
@@ -57,7 +58,9 @@ class MoECommunicatorConfig:
     dispatch_send_sms, dispatch_recv_sms, combine_send_sms, combine_recv_sms: SMs of each kernel. None: as many as fill
         the links with rows of the operation's shape, and more for small batches, if the operation's other kernel
         leaves so many. dispatch_recv_sms=0 or combine_recv_sms=0: one kernel sends and receives; for few SMs. A
-        dispatch without capacity= or previous_handle= is then sent after the host has the totals.
+        dispatch without capacity= or previous_handle= is then sent after the host has the totals. Not in mode="ll".
+    shrink: mode="ll": a rank for which a peer waits longer than timeout_s is masked, and the others go on without it.
+        False: they raise PeerTimeout.
 
     All ranks must agree on everything except the timeout and the SM counts.
     """
@@ -76,6 +79,7 @@ class MoECommunicatorConfig:
     dispatch_recv_sms: int | None = None
     combine_send_sms: int | None = None
     combine_recv_sms: int | None = None
+    shrink: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "hidden_size", "topk", "expert_alignment"):
@@ -99,11 +103,32 @@ class MoECommunicatorConfig:
         if self.layout in [layout.value for layout in DispatchLayout]:
             object.__setattr__(self, "layout", DispatchLayout(self.layout))
         _check_mode_and_layout(self.mode, self.layout)
+        if self.mode == "ll":
+            self._check_low_latency()
+        elif self.shrink is not False:
+            raise ValueError(f'shrink: expected False in mode="{self.mode}", got {self.shrink!r}')
 
     @property
     def resolved_layout(self) -> DispatchLayout:
         """The layout that dispatch returns: the one asked for, or the mode's default."""
-        return DispatchLayout.FLAT if self.layout is None else DispatchLayout(self.layout)
+        if self.layout is None:
+            return DispatchLayout.FLAT if self.mode == "ht" else DispatchLayout.EXPERT_MAJOR
+        return DispatchLayout(self.layout)
+
+    def _check_low_latency(self) -> None:
+        if not isinstance(self.shrink, bool):
+            raise ValueError(f"shrink: expected True or False, got {self.shrink!r}")
+        if self.max_tokens_per_rank is None or self.max_tokens_per_rank > MAX_LL_TOKENS:
+            raise ValueError(
+                f'max_tokens_per_rank: expected 1 to {MAX_LL_TOKENS} in mode="ll", got {self.max_tokens_per_rank}'
+            )
+        if self.num_experts > MAX_LL_EXPERTS:
+            raise ValueError(f'num_experts: expected at most {MAX_LL_EXPERTS} in mode="ll", got {self.num_experts}')
+        if self.expert_alignment != 1:
+            raise ValueError(f'expert_alignment: expected 1 in mode="ll", got {self.expert_alignment}')
+        for name in ("rail_chunks", *SMS_FIELDS):
+            if getattr(self, name) is not None:
+                raise ValueError(f'{name}: expected None in mode="ll", got {getattr(self, name)}')
 
     def agreement_hash(self) -> int:
         """A number below 2**63, equal on two ranks if they agree on every field on which all ranks must agree."""
@@ -136,9 +161,6 @@ def _check_mode_and_layout(mode: object, layout: object) -> None:
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
     if layout is not None and not isinstance(layout, DispatchLayout):
         raise ValueError(f"layout: expected a DispatchLayout or None, got {layout!r}")
-    if mode == "ll":
-        raise NotSupported('mode="ll" (low latency) is not served in this release; use mode="ht".')
-    if layout is DispatchLayout.EXPERT_MAJOR:
-        raise NotSupported(
-            'layout=EXPERT_MAJOR belongs to mode="ll" and is not served in this release; use FLAT or TOKEN_MAJOR.'
-        )
+    if layout is not None and (layout is DispatchLayout.EXPERT_MAJOR) != (mode == "ll"):
+        served = "EXPERT_MAJOR" if mode == "ll" else "FLAT or TOKEN_MAJOR"
+        raise ValueError(f'layout: expected {served} in mode="{mode}", got {layout.name}')

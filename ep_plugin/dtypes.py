@@ -25,8 +25,9 @@ DTYPES = [
     torch.int64,
 ]
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-# The values of `quantize`, and the dtype of quantised rows.
-QUANTIZED = {"e4m3": torch.float8_e4m3fn}
+# The values of `quantize`, and the dtype of quantised rows. The last two are for mode="ll" alone.
+QUANTIZED = {"e4m3": torch.float8_e4m3fn, "e4m3_pow2": torch.float8_e4m3fn, "e4m3_ue8m0": torch.float8_e4m3fn}
+QUANTIZED_BY_MODE = {"ht": ("e4m3",), "ll": tuple(QUANTIZED)}
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 

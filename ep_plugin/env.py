@@ -30,7 +30,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 TRANSPORTS = ("auto", "shm", "nvlink")
-TEST_GATES = ("plan", "notify", "dispatch_send", "dispatch_recv", "combine_send", "all_gather", "reduce_scatter")
+TEST_GATES = (
+    "plan", "notify", "dispatch_send", "dispatch_recv", "combine_send", "all_gather", "reduce_scatter",
+    "ll_dispatch_send", "ll_dispatch_recv", "ll_combine_send", "ll_combine_recv",
+)  # fmt: skip
 
 _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}

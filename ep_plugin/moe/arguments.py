@@ -6,7 +6,7 @@ import torch
 
 from ep_plugin import _C, env
 from ep_plugin.config import ROW_ALIGNMENT_BYTES
-from ep_plugin.dtypes import DTYPE_CODES, DTYPES, ELEMENTS, QUANTIZABLE, QUANTIZED, weight_dtype
+from ep_plugin.dtypes import DTYPE_CODES, DTYPES, ELEMENTS, QUANTIZABLE, QUANTIZED, QUANTIZED_BY_MODE, weight_dtype
 from ep_plugin.moe.layout import DispatchCall, DispatchHandle, Engine, Routing
 from ep_plugin.runtime.tensors import PLAIN, check_kind, check_memory, check_storage, is_traced
 
@@ -56,12 +56,13 @@ def check_tensors(optional: dict[str, object] | None = None, /, **given: object)
             check_kind(name, value)
 
 
-def check_quantize(x: torch.Tensor, quantize: str | None) -> None:
-    """That `quantize` is known, and that nobody expects gradients of what it rounds."""
+def check_quantize(x: torch.Tensor, quantize: str | None, mode: str = "ht") -> None:
+    """That `quantize` is known in this mode, and that nobody expects gradients of what it rounds."""
     if quantize is None:
         return
-    if not isinstance(quantize, str) or quantize not in QUANTIZED:
-        raise ValueError(f"quantize: expected None or {', '.join(map(repr, QUANTIZED))}, got {quantize!r}")
+    known = QUANTIZED_BY_MODE[mode]
+    if not isinstance(quantize, str) or quantize not in known:
+        raise ValueError(f"quantize: expected None or {', '.join(map(repr, known))}, got {quantize!r}")
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"x: expected a tensor without gradients, such as x.detach(), with quantize={quantize!r}, since "
@@ -98,7 +99,7 @@ def check_dispatch(engine: Engine, call: DispatchCall) -> None:
         raise ValueError(f"x: expected contiguous rows (stride 1 along H), got strides {tuple(x.stride())}")
     _check_ids(engine, ids, tokens)
     if call.weights is not None:
-        _check_beside("topk_weights", call.weights, tuple(ids.shape), engine)
+        check_beside("topk_weights", call.weights, tuple(ids.shape), engine)
         if x.dtype is torch.float64 and engine.device.type == "cuda":
             raise ValueError("topk_weights: expected None beside rows of torch.float64 on cuda, got weights")
     if call.scales is not None:
@@ -142,11 +143,11 @@ def check_combine(
         shape = (y.shape[0], routing.struct.topk)
     for name, beside in (("weights", weights), ("extra", extra)):
         if beside is not None:
-            _check_beside(name, beside, shape, engine)
+            check_beside(name, beside, shape, engine)
             if beside.dtype is not weight_dtype(y.dtype):
                 raise ValueError(f"{name}: expected {weight_dtype(y.dtype)}, got {beside.dtype}")
     if bias is not None:
-        _check_beside("bias", bias, (routing.struct.num_tokens, y.shape[1]), engine)
+        check_beside("bias", bias, (routing.struct.num_tokens, y.shape[1]), engine)
         if bias.dtype is not y.dtype:
             raise ValueError(f"bias: expected the dtype {y.dtype} of y, got {bias.dtype}")
 
@@ -237,7 +238,7 @@ def _check_here(engine: Engine, name: str, tensor: torch.Tensor) -> None:
     check_memory(name, tensor)
 
 
-def _check_beside(name: str, tensor: torch.Tensor, shape: tuple[int, ...], engine: Engine) -> None:
+def check_beside(name: str, tensor: torch.Tensor, shape: tuple[int, ...], engine: Engine) -> None:
     _check_here(engine, name, tensor)
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")

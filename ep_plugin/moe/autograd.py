@@ -19,6 +19,8 @@ from ep_plugin.dtypes import ELEMENTS, weight_dtype
 from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import bulk_ready
 from ep_plugin.moe.layout import DispatchResult
+from ep_plugin.moe.low_latency.gradients import combine_backward as expert_major_backward
+from ep_plugin.moe.registry import communicator
 from ep_plugin.runtime.streams import current_stream, kernels_for, on_device
 from ep_plugin.runtime.tensors import PLAIN, check_memory, is_lazy
 
@@ -82,7 +84,7 @@ def save_dispatch(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -
     tokens, _, row_weights, *_ = outputs
     ctx.save_for_backward(*(previous or outputs[_NUM_RESULTS:]))
     ctx.comm = comm
-    ctx.hidden, ctx.x_dtype, ctx.num_rows = x.shape[1], x.dtype, tokens.shape[0]
+    ctx.hidden, ctx.x_dtype, ctx.rows = x.shape[1], x.dtype, tokens.shape[:-1]
     ctx.weights_shape = None if row_weights is None else row_weights.shape
     ctx.x_needs_grad = x.requires_grad
     ctx.weights_need_grad = weights is not None and weights.requires_grad
@@ -107,11 +109,12 @@ def dispatch_backward(combine: Callable[..., Any], ctx: Any, *grads: torch.Tenso
 
 
 def _rows_to_send_back(ctx: Any, grad_tokens: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """The rows' gradients ``[N, H]``; when only the weights need one, zeros of the smallest width."""
+    """The rows' gradients ``[N, H]``, or EXPERT_MAJOR ``[E_l, N, H]``; when only the weights need one, zeros of the
+    smallest width."""
     if not ctx.x_needs_grad:
-        return like.new_zeros((ctx.num_rows, 8), dtype=ctx.x_dtype if ctx.x_dtype in ELEMENTS else torch.bfloat16)
+        return like.new_zeros((*ctx.rows, 8), dtype=ctx.x_dtype if ctx.x_dtype in ELEMENTS else torch.bfloat16)
     if grad_tokens is None:
-        return like.new_zeros((ctx.num_rows, ctx.hidden), dtype=ctx.x_dtype)
+        return like.new_zeros((*ctx.rows, ctx.hidden), dtype=ctx.x_dtype)
     return grad_tokens.contiguous()
 
 
@@ -120,12 +123,17 @@ def save_combine(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) ->
     saved = () if weights is None else (y, weights)  # a plain sum does not keep y alive
     ctx.save_for_backward(*routing, *saved)
     ctx.num_routing, ctx.comm, ctx.num_rows = len(routing), comm, y.shape[0]
+    ctx.expert_major = y.dim() == 3
     ctx.weighted, ctx.has_bias, ctx.has_extra = weights is not None, bias is not None, extra is not None
     ctx.rows_need_grad = any(tensor is not None and tensor.requires_grad for tensor in (y, weights, extra))
 
 
 def combine_backward(
-    dispatch: Callable[..., Any], ctx: Any, grad_out: torch.Tensor, grad_extra: torch.Tensor | None
+    dispatch: Callable[..., Any],
+    combine: Callable[..., Any],
+    ctx: Any,
+    grad_out: torch.Tensor,
+    grad_extra: torch.Tensor | None,
 ) -> Gradients:
     """Gradients of (y, weights, bias, extra): the outputs' gradients, by `dispatch` over the same routing."""
     grad_bias = grad_out if ctx.has_bias else None
@@ -133,6 +141,10 @@ def combine_backward(
         return None, None, grad_bias
     saved = list(ctx.saved_tensors)
     routing, rest = saved[: ctx.num_routing], saved[ctx.num_routing :]
+    if ctx.expert_major:
+        engine = communicator(ctx.comm).engine
+        found = expert_major_backward(engine, dispatch, combine, grad_out, routing, rest, ctx.comm)
+        return *found, grad_bias, None
     extra = grad_extra.contiguous() if ctx.has_extra and grad_extra is not None else None
     grads = grad_out.contiguous(), routing[0], extra, None
     rows, _, of_extra, ids, *_ = dispatch(*grads, ctx.num_rows, None, routing, ctx.comm, 0)

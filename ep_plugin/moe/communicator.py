@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.config import MoECommunicatorConfig
+from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
 from ep_plugin.moe import operators as ops
 from ep_plugin.moe.across_nodes.combine import CombineAcrossNodes
 from ep_plugin.moe.across_nodes.dispatch import DispatchAcrossNodes
@@ -27,6 +27,10 @@ from ep_plugin.moe.high_throughput.dispatch import Dispatch
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 from ep_plugin.moe.in_flight import CombineWork, DispatchWork, InFlight, Operation, untraced
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput, DispatchResult, HandleSizes
+from ep_plugin.moe.low_latency.combine import LowLatencyCombine
+from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
+from ep_plugin.moe.low_latency.engine import LowLatencyEngine
+from ep_plugin.moe.low_latency.in_flight import LowLatencyInFlight
 from ep_plugin.moe.registry import register, shared_communicator
 from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import resolve_device
@@ -38,8 +42,8 @@ _NUM_RESULTS = len(DispatchResult._fields)
 class MoECommunicator:
     """Dispatch and combine for one group of ranks and one configuration.
 
-    On CPUs the group may span nodes, with as many ranks on each; the group's backend, such as gloo, then carries rows
-    between nodes. On GPUs all ranks must be on one node.
+    In mode="ht" on CPUs the group may span nodes, with as many ranks on each; the group's backend, such as gloo, then
+    carries rows between nodes. Otherwise all ranks must be on one node.
 
     Construction is collective. All ranks of the group must call the same operations in the same order. Ranks that hold
     several communicators on one device must call all of these in one order. Otherwise ranks wait for each other until
@@ -71,19 +75,35 @@ class MoECommunicator:
         if not isinstance(config, MoECommunicatorConfig):
             raise ValueError(f"config: expected a MoECommunicatorConfig, got {type(config).__name__}")
         self.config = config
-        engine = self.engine = HighThroughputEngine(group, config, resolve_device(group, device))
-        self.in_flight = InFlight(engine)
-        self.new_dispatch: Callable[..., Operation] = functools.partial(Dispatch, engine)
+        resolved = resolve_device(group, device)
+        self.engine: Any = None  # HighThroughputEngine or LowLatencyEngine
+        self.in_flight: Any = None  # InFlight or LowLatencyInFlight
+        self.new_dispatch: Callable[..., Operation]
         """Makes the operation of a dispatch from its operator's arguments."""
-        self.new_combine: Callable[..., Operation] = functools.partial(Combine, engine)
-        self.handle_sizes: HandleSizes = engine
+        self.new_combine: Callable[..., Operation]
+        self.handle_sizes: HandleSizes
+        sizes = self._open_low_latency(group, resolved) if config.mode == "ll" else self._open(group, resolved)
+        self.number = register(self, sizes)
+
+    def _open(self, group: dist.ProcessGroup, device: torch.device) -> str:
+        """Makes the parts of a high-throughput communicator. Returns all that the sizes of its results depend on."""
+        engine = self.engine = HighThroughputEngine(group, self.config, device)
+        self.in_flight, self.handle_sizes = InFlight(engine), engine
+        self.new_dispatch, self.new_combine = functools.partial(Dispatch, engine), functools.partial(Combine, engine)
         if engine.rails.nodes:
             nodes = Nodes(engine)
             self.handle_sizes = NodesSizes(nodes)
             self.new_dispatch = functools.partial(DispatchAcrossNodes, nodes)
             self.new_combine = functools.partial(CombineAcrossNodes, nodes)
-        sizes = f"{engine.config_hash} {engine.size} {engine.node_map.num_nodes} {engine.meta_words} {_C.num_totals}"
-        self.number = register(self, sizes)
+        return f"{engine.config_hash} {engine.size} {engine.node_map.num_nodes} {engine.meta_words} {_C.num_totals}"
+
+    def _open_low_latency(self, group: dist.ProcessGroup, device: torch.device) -> str:
+        """Does the same for a low-latency communicator."""
+        engine = self.engine = LowLatencyEngine(group, self.config, device)
+        self.in_flight, self.handle_sizes = LowLatencyInFlight(engine), engine
+        self.new_dispatch = functools.partial(LowLatencyDispatch, engine)
+        self.new_combine = functools.partial(LowLatencyCombine, engine)
+        return f"{engine.config_hash} {engine.size} ll"
 
     @classmethod
     @untraced
@@ -137,6 +157,20 @@ class MoECommunicator:
         """Bytes that this rank has sent to other nodes, over all operations so far: rows, what travels beside them,
         expert ids and counts. 0 where the group has one node."""
         return self.engine.rails.bytes_sent
+
+    @property
+    def rank_mask(self) -> torch.Tensor:
+        """int32 ``[R]`` on the device, with ``shrink=True`` in mode="ll": 1 for masked ranks, which others neither send
+        to nor wait for. Kernels mask ranks that are late. You may write to it between operations. A rank that was late
+        has missed operations, so clear its mask only if all ranks have done the same number of operations.
+
+        Raises:
+            ValueError: the communicator was made without ``shrink=True``.
+        """
+        if not self.config.shrink:
+            raise ValueError("rank_mask: expected a communicator with shrink=True, got shrink=False")
+        mask: torch.Tensor = self.engine.mask
+        return mask
 
     # -- operations ----------------------------------------------------------------------------------------------
 
@@ -297,16 +331,17 @@ class MoECommunicator:
         made = DispatchResult(*tensors[:_NUM_RESULTS])
         if handle is None:
             handle = DispatchHandle._make((*tensors[_NUM_RESULTS:], self.number))
-        flat = self.engine.flat
-        limits = None if capacity is None else made.limits
+        layout = self.config.resolved_layout
+        low_latency = layout is DispatchLayout.EXPERT_MAJOR
+        limits = None if capacity is None or low_latency else made.limits
         out = DispatchOutput(
             tokens=made.tokens,
             scales=None if scales is None and quantize is None else made.scales,
             weights=None if topk_weights is None else made.weights,
-            topk_ids=None if flat else made.ids,
-            row_expert_ids=made.ids if flat else None,
+            topk_ids=made.ids if layout is DispatchLayout.TOKEN_MAJOR else None,
+            row_expert_ids=made.ids if layout is DispatchLayout.FLAT else None,
             num_tokens_per_expert=made.expert_counts,
-            num_tokens_per_expert_cpu=made.host_counts if capacity is None else None,
+            num_tokens_per_expert_cpu=made.host_counts if capacity is None and not low_latency else None,
             expert_offsets=made.expert_offsets,
             overflow=None if limits is None else limits[0],
             required=None if limits is None else limits[1],
@@ -321,7 +356,7 @@ class MoECommunicator:
         """The operator's arguments, but for `started`."""
         x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize = given
         check_tensors({"scales": scales}, x=x, topk_ids=topk_ids)
-        check_quantize(x, quantize)
+        check_quantize(x, quantize, self.config.mode)
         previous = [] if previous_handle is None else self._tensors_of("previous_handle", previous_handle)
         weights = as_weights("topk_weights", topk_weights, x)
         return x, topk_ids, weights, scales, capacity, quantize, previous, self.number

@@ -20,6 +20,8 @@ from ep_plugin.moe.arguments import check_devices
 from ep_plugin.moe.high_throughput.dispatch import empty_rows
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchCall
+from ep_plugin.moe.low_latency.dispatch import check_capacity, empty_result, handle_tensors
+from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.moe.registry import communicator
 from ep_plugin.runtime.tensors import PLAIN, is_lazy, is_traced
 
@@ -85,6 +87,8 @@ def _fake_dispatch(*inputs: Any) -> Tensors:
     engine, sizes = communicator(comm).engine, communicator(comm).handle_sizes
     check_devices(engine, x=x, topk_ids=topk_ids, topk_weights=topk_weights, scales=scales)
     T, K = topk_ids.shape
+    if isinstance(engine, LowLatencyEngine):
+        return _fake_low_latency_dispatch(engine, *inputs)
     local = engine.local_experts
 
     def ints(*shape: int | torch.SymInt) -> torch.Tensor:
@@ -112,11 +116,26 @@ def _fake_dispatch(*inputs: Any) -> Tensors:
     return *result, ints(T, K), ints(unknown() if plan_words is None else plan_words), ints(slots, K), totals
 
 
+def _fake_low_latency_dispatch(engine: LowLatencyEngine, *inputs: Any) -> Tensors:
+    x, topk_ids, _, _, capacity, quantize, previous, *_ = inputs
+    (T, K), per_expert = topk_ids.shape, capacity
+    if previous:
+        per_expert = engine.rows_of_plan(previous[1].shape[0], K)
+    elif capacity is None:
+        per_expert = check_capacity(engine, None, None)
+    call = DispatchCall(x, topk_ids, None, None, None, capacity, quantize)
+    result = empty_result(engine, call, per_expert)
+    if previous:
+        return result
+    plan = x.new_empty((engine.plan_words(T, K, per_expert),), dtype=torch.int32)
+    return *result, *handle_tensors(x.new_empty((T, K), dtype=torch.int32), plan, result.tokens)
+
+
 def _fake_combine(*inputs: Any) -> Tensors:
     y, weights, bias, extra, routing, comm, _ = inputs
     check_devices(communicator(comm).engine, y=y, weights=weights, bias=bias, extra=extra)
     T, K = routing[0].shape
-    return y.new_empty((T, y.shape[1])), None if extra is None else extra.new_empty((T, K))
+    return y.new_empty((T, y.shape[-1])), None if extra is None else extra.new_empty((T, K))
 
 
 dispatch: Callable[..., Any] = _operator(
@@ -135,5 +154,5 @@ combine: Callable[..., Any] = _operator(
     lambda comm: comm.new_combine,
     _fake_combine,
     autograd.save_combine,
-    lambda *given: autograd.combine_backward(dispatch, *given),
+    lambda *given: autograd.combine_backward(dispatch, combine, *given),
 )

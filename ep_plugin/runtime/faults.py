@@ -72,6 +72,8 @@ def _fault_error(
         return ValueError(
             f"handle: expected its tensors as dispatch wrote them, got other contents at step {step} (detail {field})"
         )
+    if code == FaultCode.MASKED:
+        return aborted_error(engine, peer, f"it has masked rank {engine.rank}, for which it had waited in vain")
     if code != FaultCode.BAD_DATA:
         raise ValueError(f"expected a known code, got {code}")
     return EpPluginError(

@@ -70,8 +70,6 @@ def _wrong_groups(rank: int) -> None:
     with pytest.raises(NotSupported, match="group: expected at most 1 ranks on one node, got 2"):
         open_communicator(SIZE)
     _C.max_ranks = most
-    with pytest.raises(NotSupported, match=r'mode="ll" .*not served in this release'):
-        open_communicator(SIZE, mode="ll")
     os.environ["EP_PLUGIN_TRANSPORT"] = "nvlink" if rank == 0 else "auto"
     wrong = "EP_PLUGIN_TRANSPORT: expected auto or shm for device cpu, got 'nvlink'"
     with pytest.raises(ValueError if rank == 0 else RuntimeError, match=wrong):

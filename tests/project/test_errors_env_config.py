@@ -173,15 +173,35 @@ def test_largest_topk_is_accepted():
     assert MoECommunicatorConfig(num_experts=128, hidden_size=16, topk=128).topk == 128
 
 
-@pytest.mark.parametrize("layout", [None, DispatchLayout.FLAT, DispatchLayout.EXPERT_MAJOR])
-def test_low_latency_is_refused_by_name(layout):
-    with pytest.raises(NotSupported, match=r'mode="ll".*not served in this release'):
-        MoECommunicatorConfig(**SMALL, mode="ll", layout=layout)
+LOW_LATENCY = {**SMALL, "mode": "ll", "max_tokens_per_rank": 4096}
 
 
-def test_expert_major_is_refused_by_name():
-    with pytest.raises(NotSupported, match=r"EXPERT_MAJOR.*not served in this release"):
+def test_each_mode_has_its_layouts():
+    assert MoECommunicatorConfig(**SMALL).resolved_layout is DispatchLayout.FLAT
+    assert MoECommunicatorConfig(**LOW_LATENCY).resolved_layout is DispatchLayout.EXPERT_MAJOR
+    assert MoECommunicatorConfig(**LOW_LATENCY, layout="expert_major").resolved_layout is DispatchLayout.EXPERT_MAJOR
+    with pytest.raises(ValueError, match=r'layout: expected FLAT or TOKEN_MAJOR in mode="ht", got EXPERT_MAJOR'):
         MoECommunicatorConfig(**SMALL, layout=DispatchLayout.EXPERT_MAJOR)
+    with pytest.raises(ValueError, match=r'layout: expected EXPERT_MAJOR in mode="ll", got FLAT'):
+        MoECommunicatorConfig(**LOW_LATENCY, layout=DispatchLayout.FLAT)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"max_tokens_per_rank": None}, "max_tokens_per_rank: expected 1 to 4096 .* got None"),
+        ({"max_tokens_per_rank": 4097}, "max_tokens_per_rank: expected 1 to 4096 .* got 4097"),
+        ({"num_experts": 32768}, "num_experts: expected at most 32767 .* got 32768"),
+        ({"expert_alignment": 16}, "expert_alignment: expected 1 .* got 16"),
+        ({"rail_chunks": 2}, "rail_chunks: expected None .* got 2"),
+        ({"combine_recv_sms": 0}, "combine_recv_sms: expected None .* got 0"),
+        ({"shrink": 1}, "shrink: expected True or False, got 1"),
+        ({"mode": "ht", "shrink": True}, 'shrink: expected False in mode="ht", got True'),
+    ],
+)
+def test_bad_config_of_low_latency(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        MoECommunicatorConfig(**{**LOW_LATENCY, **change})
 
 
 def test_agreement_hash_is_the_same_in_another_process():
@@ -233,7 +253,7 @@ def test_describe_names_every_agreed_field():
     text = MoECommunicatorConfig(**SMALL, timeout_s=5).describe()
     assert text == (
         "num_experts=8, hidden_size=64, topk=2, max_tokens_per_rank=None, mode=ht, layout=FLAT, "
-        "max_row_bytes=None, expert_alignment=1, rail_chunks=None"
+        "max_row_bytes=None, expert_alignment=1, rail_chunks=None, shrink=False"
     )
 
 

@@ -18,9 +18,10 @@ namespace ep::bindings {
 
 namespace py = pybind11;
 
-// Each adds its part to the module. bind_kernels() comes first: bind_collectives() adds to its submodules.
+// Each adds its part to the module. bind_kernels() comes first: others add to its submodules.
 void bind_kernels(py::module_& m);
 void bind_collectives(py::module_& m);
+void bind_low_latency(py::module_& m);
 void bind_board(py::module_& m);
 #if defined(EP_WITH_CUDA)
 void bind_device(py::module_& m);

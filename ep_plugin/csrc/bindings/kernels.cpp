@@ -34,7 +34,11 @@ void bind_constants(py::module_& m) {
              {"PACK", kPack},
              {"COMBINE_ADD", kCombineAdd},
              {"ALL_GATHER", kAllGather},
-             {"REDUCE_SCATTER", kReduceScatter}});
+             {"REDUCE_SCATTER", kReduceScatter},
+             {"LL_DISPATCH_SEND", kLlDispatchSend},
+             {"LL_DISPATCH_RECV", kLlDispatchRecv},
+             {"LL_COMBINE_SEND", kLlCombineSend},
+             {"LL_COMBINE_RECV", kLlCombineRecv}});
   bind_enum(m, "FaultCode",
             {{"NONE", kNoFault},
              {"TIMEOUT", kTimeout},
@@ -43,7 +47,8 @@ void bind_constants(py::module_& m) {
              {"BAD_IDS", kBadIds},
              {"BAD_DATA", kBadData},
              {"TOO_SMALL", kTooSmall},
-             {"BAD_HANDLE", kBadHandle}});
+             {"BAD_HANDLE", kBadHandle},
+             {"MASKED", kMasked}});
   bind_enum(m, "Total",
             {{"SLOTS", kTotalSlots}, {"ROWS", kTotalRows}, {"MAX_ROWS", kTotalMaxRows}, {"MAX_SENT", kTotalMaxSent}});
   bind_enum(m, "Element",

@@ -26,6 +26,7 @@ PYBIND11_MODULE(_C, m) {
   bindings::bind_kernels(m);
   bindings::bind_board(m);
   bindings::bind_collectives(m);
+  bindings::bind_low_latency(m);
 #if defined(EP_WITH_CUDA)
   bindings::bind_device(m);
 #endif

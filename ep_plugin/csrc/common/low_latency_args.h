@@ -43,8 +43,8 @@ struct LlDispatchArgs {
   Address cumulative;     // int32 [E_l]: expert_count is added to it; or 0
 };
 
-// A pair is named if the owner's id for it is not -1 now. The owner may name fewer pairs than the dispatch did, not
-// others: a holder records a pair that its plan does not have as kBadData.
+// A pair is named if the owner's id for it is not -1 now. The owner may name fewer pairs than the dispatch did, but no
+// others: it would wait for rows that nobody sends.
 struct LlCombineArgs {
   LlOperation op;
   // Send

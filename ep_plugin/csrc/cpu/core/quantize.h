@@ -8,10 +8,10 @@
 
 namespace ep::cpu {
 
-// Quantises a row of `hidden` elements. The maximum is taken over the bits of the magnitudes: compilers vectorise it,
-// but not a maximum of floats that may be NaN.
+// Quantises a row of `hidden` elements. pow2: scales are powers of two. The maximum is taken over the bits of the
+// magnitudes: compilers vectorise it, but not a maximum of floats that may be NaN.
 template <class T>
-void quantize_row(const T* row, int64_t hidden, uint8_t* out, float* scales) {
+void quantize_row(const T* row, int64_t hidden, uint8_t* out, float* scales, bool pow2 = false) {
   for (int64_t begin = 0; begin < hidden; begin += kScaleBlock) {
     const int count = static_cast<int>(hidden - begin < kScaleBlock ? hidden - begin : kScaleBlock);
     float values[kScaleBlock], amax;
@@ -25,7 +25,8 @@ void quantize_row(const T* row, int64_t hidden, uint8_t* out, float* scales) {
       most = counted > most ? counted : most;
     }
     std::memcpy(&amax, &most, 4);
-    const float scale = scales[begin / kScaleBlock] = e4m3_scale(amax);
+    const float exact = e4m3_scale(amax), scale = pow2 ? pow2_scale(exact) : exact;
+    scales[begin / kScaleBlock] = scale;
     for (int i = 0; i < count; ++i) {
       uint32_t bits;
       std::memcpy(&bits, values + i, 4);

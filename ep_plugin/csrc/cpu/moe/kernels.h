@@ -1,7 +1,8 @@
 // The CPU kernels of dispatch and combine, one per file (combine.cpp has both halves). Each runs to its end in the
-// calling thread. common/api.h describes their arguments.
+// calling thread. common/api.h and
+// common/low_latency_args.h describe their arguments.
 #pragma once
-#include "common/api.h"
+#include "common/low_latency_args.h"
 
 namespace ep::cpu {
 void plan(const PlanArgs& args);
@@ -23,4 +24,6 @@ void weight_grad(const WeightGradArgs& args);
 void quantize(const QuantizeArgs& args);
 void pack(const PackArgs& args);
 void combine_add(const CombineAddArgs& args);
+void ll_dispatch(const LlDispatchArgs& args);
+void ll_combine(const LlCombineArgs& args);
 }  // namespace ep::cpu

@@ -1,0 +1,123 @@
+// Low-latency dispatch and combine: constants, argument structs, sizes and kernels.
+#include <iterator>
+
+#include "bindings/bind.h"
+#include "common/low_latency_args.h"
+
+namespace ep::bindings {
+
+namespace {
+
+// In the order of the struct: a fault names a word of the header by its index.
+constexpr std::pair<const char*, int32_t LlHeader::*> kLlHeaderNames[] = {
+    {"row_bytes", &LlHeader::row_bytes},
+    {"scale_bytes", &LlHeader::scale_bytes},
+    {"topk", &LlHeader::topk},
+    {"dtype", &LlHeader::dtype},
+    {"format", &LlHeader::format},
+    {"max_tokens", &LlHeader::max_tokens},
+    {"weight_bytes", &LlHeader::weight_bytes},
+    {"config_hash", &LlHeader::config_hash},
+    {"num_tokens", &LlHeader::num_tokens},
+};
+static_assert(std::size(kLlHeaderNames) == kLlHeaderFields, "every word of the header has a name");
+
+void bind_constants(py::module_& m) {
+  m.attr("ll_max_tokens") = kLlMaxTokens;
+  m.attr("ll_max_experts") = kLlMaxExperts;
+  m.attr("ll_word_tokens") = kLlWordTokens;
+  m.attr("ll_logfmt_group") = kLlLogfmtGroup;
+  m.attr("ll_state_bytes") = sizeof(LlState);
+  m.attr("ll_mask_offset") = offsetof(LlState, mask);
+  m.attr("ll_epoch_offset") = offsetof(LlState, epoch);
+  bind_enum(m, "LlPhase", {{"SEND", kLlSend}, {"RECEIVE", kLlReceive}});
+  bind_enum(m, "LlFormat",
+            {{"PLAIN", kLlPlain},
+             {"E4M3", kLlE4m3},
+             {"E4M3_POW2", kLlE4m3Pow2},
+             {"E4M3_UE8M0", kLlE4m3Ue8m0},
+             {"LOGFMT", kLlLogfmt}});
+}
+
+void bind_structs(py::module_& m) {
+  Struct<LlShape>(m, "LlShape")
+      .field("max_tokens", &LlShape::max_tokens)
+      .field("max_topk", &LlShape::max_topk)
+      .field("slot_bytes", &LlShape::slot_bytes);
+  auto header = Struct<LlHeader>(m, "LlHeader");
+  py::list names;
+  for (const auto& [name, word] : kLlHeaderNames) {
+    header.field(name, word);
+    names.append(name);
+  }
+  m.attr("ll_header_fields") = py::tuple(names);
+  Struct<LlOperation>(m, "LlOperation")
+      .field("comm", &LlOperation::comm)
+      .field("shape", &LlOperation::shape)
+      .field("header", &LlOperation::header)
+      .field("phases", &LlOperation::phases)
+      .field("slot", &LlOperation::slot)
+      .field("shrink", &LlOperation::shrink)
+      .field("num_sms", &LlOperation::num_sms)
+      .field("state", &LlOperation::state)
+      .field("wait_cost", &LlOperation::wait_cost)
+      .field("stream", &LlOperation::stream);
+  Struct<LlDispatchArgs>(m, "LlDispatchArgs")
+      .field("op", &LlDispatchArgs::op)
+      .field("x", &LlDispatchArgs::x)
+      .field("x_stride", &LlDispatchArgs::x_stride)
+      .field("ids", &LlDispatchArgs::ids)
+      .field("topk_ids", &LlDispatchArgs::topk_ids)
+      .field("id_bytes", &LlDispatchArgs::id_bytes)
+      .field("element", &LlDispatchArgs::element)
+      .field("tokens", &LlDispatchArgs::tokens)
+      .field("scales", &LlDispatchArgs::scales)
+      .field("plan", &LlDispatchArgs::plan)
+      .field("expert_count", &LlDispatchArgs::expert_count)
+      .field("expert_offset", &LlDispatchArgs::expert_offset)
+      .field("cumulative", &LlDispatchArgs::cumulative);
+  Struct<LlCombineArgs>(m, "LlCombineArgs")
+      .field("op", &LlCombineArgs::op)
+      .field("y", &LlCombineArgs::y)
+      .field("ids", &LlCombineArgs::ids)
+      .field("weights", &LlCombineArgs::weights)
+      .field("plan", &LlCombineArgs::plan)
+      .field("hidden", &LlCombineArgs::hidden)
+      .field("id_bytes", &LlCombineArgs::id_bytes)
+      .field("element", &LlCombineArgs::element)
+      .field("out", &LlCombineArgs::out)
+      .field("bias", &LlCombineArgs::bias);
+}
+
+void bind_sizes(py::module_& m) {
+  m.def("ll_slot_bytes", &ll_slot_bytes);
+  m.def("ll_block_bytes", [](int ranks, const LlShape& shape) { return ll_layout(ranks, shape).bytes; });
+  Struct<LlPlanLayout>(m, "LlPlanLayout")
+      .field("layout_range", &LlPlanLayout::layout_range)
+      .field("src_tokens", &LlPlanLayout::src_tokens)
+      .field("src_info", &LlPlanLayout::src_info)
+      .field("rows", &LlPlanLayout::rows)
+      .field("words", &LlPlanLayout::words);
+  m.def("ll_plan_layout", &ll_plan_layout);
+}
+
+// A table without these kernels has no functions for them.
+void bind_table(py::module_ sub, const KernelTable& table) {
+  if (table.ll_dispatch == nullptr) return;
+  bind_kernel(sub, "ll_dispatch", table.ll_dispatch);
+  bind_kernel(sub, "ll_combine", table.ll_combine);
+}
+
+}  // namespace
+
+void bind_low_latency(py::module_& m) {
+  bind_constants(m);
+  bind_structs(m);
+  bind_sizes(m);
+  bind_table(m.attr("cpu"), cpu_kernels());
+#if defined(EP_WITH_CUDA)
+  bind_table(m.attr("cuda"), cuda_kernels());
+#endif
+}
+
+}  // namespace ep::bindings

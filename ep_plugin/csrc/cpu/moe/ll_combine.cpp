@@ -1,0 +1,326 @@
+// Low-latency combine: owners send the weights of their tokens to all ranks; holders sum rows to partial rows and store
+// them in the owners' slots; owners add the partial rows. common/low_latency.h has the layout and the rules.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "common/logfmt.h"
+#include "cpu/core/sums.h"
+#include "cpu/moe/kernels.h"
+#include "cpu/moe/low_latency.h"
+
+namespace ep::cpu {
+
+namespace {
+
+constexpr int kCodeBytes = kLlLogfmtGroup;                      // the lower 8 bits of a group's codes
+constexpr int kGroupBytes = kLlLogfmtGroup * sizeof(BFloat16);  // a group's place in a slot
+
+int64_t id_of(const LlCombineArgs& args, int64_t pair) {
+  return args.id_bytes == 8 ? at<int64_t>(args.ids)[pair] : at<int32_t>(args.ids)[pair];
+}
+
+// -- logfmt --------------------------------------------------------------------------------------------------------
+
+void encode_group(const float* values, char* to, LogfmtScale* scale) {
+  float amin = std::numeric_limits<float>::infinity(), amax = 0.0f;
+  bool coded = true;
+  for (int i = 0; i < kLlLogfmtGroup; ++i) {
+    const float magnitude = std::fabs(values[i]);
+    coded &= magnitude < 1.0f;  // false for NaN
+    amax = std::max(amax, magnitude);
+    if (magnitude != 0.0f) amin = std::min(amin, magnitude);
+  }
+  *scale = logfmt_scale(amin, amax, coded);
+  if (!coded) {
+    for (int i = 0; i < kLlLogfmtGroup; ++i) narrow(values[i], reinterpret_cast<BFloat16*>(to) + i);
+    return;
+  }
+  uint8_t* low = reinterpret_cast<uint8_t*>(to);
+  std::fill_n(low + kCodeBytes, kCodeBytes / 4, uint8_t{0});
+  for (int i = 0; i < kLlLogfmtGroup; ++i) {
+    const uint32_t code = logfmt_code(values[i], *scale);
+    low[i] = static_cast<uint8_t>(code);
+    low[kCodeBytes + i / 4] |= static_cast<uint8_t>(code >> 8 << (2 * (i % 4)));
+  }
+}
+
+void add_group(const char* from, const LogfmtScale& scale, float* sum) {
+  if (scale.step < 0.0f) return accumulate<BFloat16>(sum, reinterpret_cast<const BFloat16*>(from), kLlLogfmtGroup);
+  const uint8_t* low = reinterpret_cast<const uint8_t*>(from);
+  for (int i = 0; i < kLlLogfmtGroup; ++i)
+    sum[i] += logfmt_value(low[i] | (low[kCodeBytes + i / 4] >> (2 * (i % 4)) & 3u) << 8, scale);
+}
+
+// -- send: as an owner ---------------------------------------------------------------------------------------------
+
+// The weights of one token as they travel.
+template <class S>
+void travelling_weights(const LlCombineArgs& args, int64_t token, S* weights) {
+  const int K = args.op.header.topk;
+  for (int k = 0; k < K; ++k) {
+    const int64_t pair = token * K + k;
+    weights[k] = args.weights == 0 ? S(1) : at<S>(args.weights)[pair];
+    if (std::isnan(weights[k])) weights[k] = std::numeric_limits<S>::quiet_NaN();
+    if (id_of(args, pair) < 0) std::memset(weights + k, 0xFF, sizeof(S));
+  }
+}
+
+template <class S>
+bool is_named(const S& weight) {
+  const char* bytes = reinterpret_cast<const char*>(&weight);
+  return !std::all_of(bytes, bytes + sizeof(S), [](char byte) { return byte == '\xFF'; });
+}
+
+bool check_ids(const LlRun& ll, const LlCombineArgs& args) {
+  const Comm& comm = ll.op.comm;
+  const int K = ll.op.header.topk;
+  for (int64_t pair = 0; pair < static_cast<int64_t>(ll.op.header.num_tokens) * K; ++pair)
+    if (const int64_t id = id_of(args, pair); id < -1 || id >= comm.num_experts)
+      return fail(comm, kBadIds, ll.run.step, comm.rank, static_cast<int>(pair / K), comm.num_experts, id);
+  return true;
+}
+
+template <class S>
+Wait send_weights(const LlRun& ll, const LlCombineArgs& args, int peer) {
+  const Wait found = ll_wait_consumed(ll, peer);
+  if (found != Wait::kThere) return found;
+  const Comm& comm = ll.op.comm;
+  const LlHeader header = ll_own_header(ll);
+  const int T = header.num_tokens, K = header.topk;
+  const LlBlock to = ll.block(peer);
+  LlWord* words = to.weights(ll.parity, comm.rank);
+  ll_write_words(ll, words, &header, sizeof(header));
+  S weights[kMaxTopk];
+  for (int token = 0; token < T; ++token) {
+    travelling_weights(args, token, weights);
+    ll_write_words(ll, to.weights_of_token(ll.parity, comm.rank, token), weights, K * sizeof(S));
+  }
+  ll_refresh(ll, words, to.lay.weight_words, [&](int64_t index) {
+    const int64_t place = index - kLlHeaderWords;
+    return place < 0 || (place / to.lay.token_words < T &&
+                         place % to.lay.token_words < ll_weight_words(K, static_cast<int64_t>(sizeof(S))));
+  });
+  return Wait::kThere;
+}
+
+// -- send: as a holder ---------------------------------------------------------------------------------------------
+
+// The partial rows of one owner's tokens, whose element type is T.
+template <class T>
+class Holder {
+  using S = typename Sum<T>::type;
+
+ public:
+  Holder(const LlRun& ll, const LlCombineArgs& args)
+      : ll_(ll),
+        args_(args),
+        plan_(ll_plan_of(ll.op, args.plan)),
+        all_rows_(local_experts(ll.op.comm) * plan_.expert_rows),
+        partial_(ll.op.header.row_bytes) {}
+
+  bool reduce_for(int owner) {
+    const Comm& comm = ll_.op.comm;
+    const LlBlock own = ll_.own(), to = ll_.block(owner);
+    LlHeader header;
+    const Wait opened = ll_open(ll_, owner, own.weights(ll_.parity, owner), &header);
+    if (opened != Wait::kThere) return opened == Wait::kMasked;
+    const int T_owner = plan_.src_tokens[owner];
+    if (header.num_tokens != T_owner)
+      return fail(comm, kDisagree, ll_.run.step, owner, kLlComparedFields, T_owner, header.num_tokens);
+    const int K = header.topk, size = ll_group_tokens(T_owner);
+    std::fill_n(wrote_words_, kLlWordTokens, false);
+    for (int group = 0; group < ll_groups(T_owner); ++group) {
+      bool holds = false;
+      for (int token = group * size; token < std::min(T_owner, (group + 1) * size); ++token) {
+        const int32_t* rows = plan_.rows + (static_cast<int64_t>(owner) * ll_.op.header.max_tokens + token) * K;
+        if (std::all_of(rows, rows + K, [](int32_t row) { return row < 0; })) continue;
+        holds = true;
+        const Wait found = reduce_token(owner, token, rows, to);
+        if (found != Wait::kThere) return found == Wait::kMasked;
+      }
+      if (holds && !ll_rows_are_words(T_owner)) signal(to.flag(ll_.kind, ll_.parity, comm.rank, group), ll_.run.epoch);
+    }
+    ll_refresh_rows(ll_, to, T_owner, header.row_bytes, [&](int token) { return wrote_words_[token]; });
+    return true;
+  }
+
+ private:
+  Wait reduce_token(int owner, int token, const int32_t* rows, const LlBlock& to) {
+    const Comm& comm = ll_.op.comm;
+    const LlHeader& header = ll_.op.header;
+    S weights[kMaxTopk];
+    const LlWord* words = ll_.own().weights_of_token(ll_.parity, owner, token);
+    const Wait found = ll_wait_words(ll_, owner, words, weights, header.topk * sizeof(S));
+    if (found != Wait::kThere) return found;
+    count_ = 0;
+    for (int k = 0; k < header.topk; ++k) {
+      if (rows[k] < 0 || !is_named(weights[k])) continue;
+      if (rows[k] >= all_rows_) {
+        fail(comm, kBadHandle, ll_.run.step, comm.rank, token, all_rows_, rows[k]);
+        return Wait::kFault;
+      }
+      row_[count_] = at<const T>(args_.y) + rows[k] * args_.hidden;
+      factor_[count_++] = weights[k];
+    }
+    if (count_ == 0) return Wait::kThere;  // the owner names no pair here, and reads no partial row
+    const int T_owner = plan_.src_tokens[owner];
+    if (ll_codes_rows(header, T_owner)) {
+      reduce_coded(to.slot(ll_.kind, ll_.parity, comm.rank, token));
+    } else if (ll_rows_are_words(T_owner)) {
+      reduce(reinterpret_cast<T*>(partial_.data()));
+      ll_write_words(ll_, to.row_words(ll_.kind, ll_.parity, comm.rank, token), partial_.data(), header.row_bytes);
+      wrote_words_[token] = true;
+    } else {
+      reduce(reinterpret_cast<T*>(to.slot(ll_.kind, ll_.parity, comm.rank, token)));
+    }
+    return Wait::kThere;
+  }
+
+  void sum_block(int64_t begin, int elements, S* sum) const {
+    std::fill_n(sum, elements, S(0));
+    for (int i = 0; i < count_; ++i) accumulate<T>(sum, row_[i] + begin, elements, factor_[i]);
+  }
+
+  void reduce(T* out) const {
+    S sum[kSumBlock];
+    for (int64_t begin = 0; begin < args_.hidden; begin += kSumBlock) {
+      const int elements = static_cast<int>(std::min<int64_t>(kSumBlock, args_.hidden - begin));
+      sum_block(begin, elements, sum);
+      for (int i = 0; i < elements; ++i) narrow(sum[i], out + begin + i);
+    }
+  }
+
+  void reduce_coded(char* slot) const {
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      float sum[kLlLogfmtGroup];
+      LogfmtScale* scales = reinterpret_cast<LogfmtScale*>(slot + args_.hidden * sizeof(T));
+      for (int64_t begin = 0; begin < args_.hidden; begin += kLlLogfmtGroup) {
+        sum_block(begin, kLlLogfmtGroup, sum);
+        encode_group(sum, slot + begin * sizeof(T), scales + begin / kLlLogfmtGroup);
+      }
+    }
+  }
+
+  const LlRun& ll_;
+  const LlCombineArgs& args_;
+  const LlPlan plan_;
+  const int64_t all_rows_;
+  std::vector<char> partial_;
+  bool wrote_words_[kLlWordTokens];
+  int count_ = 0;
+  const T* row_[kMaxTopk];
+  S factor_[kMaxTopk];
+};
+
+template <class T>
+bool send_all(const LlRun& ll, const LlCombineArgs& args) {
+  const Comm& comm = ll.op.comm;
+  const int R = comm.num_ranks;
+  const LlPlan plan = ll_plan_of(ll.op, args.plan);
+  if (!check_ids(ll, args)) return false;
+  for (int s = 0; s < R; ++s)
+    if (plan.src_tokens[s] < 0 || plan.src_tokens[s] > ll.op.header.max_tokens)
+      return fail(comm, kBadHandle, ll.run.step, comm.rank, s, ll.op.header.max_tokens, plan.src_tokens[s]);
+  for (int step = 1; step <= R; ++step)
+    if (send_weights<typename Sum<T>::type>(ll, args, (comm.rank + step) % R) == Wait::kFault) return false;
+  if (!hold_at_gate(ll.run)) return false;
+  Holder<T> holder(ll, args);
+  for (int step = 1; step <= R; ++step)
+    if (!holder.reduce_for((comm.rank + step) % R)) return false;
+  return true;
+}
+
+// -- receive -------------------------------------------------------------------------------------------------------
+
+// The sums of this rank's tokens, whose element type is T.
+template <class T>
+class Owner {
+  using S = typename Sum<T>::type;
+
+ public:
+  Owner(const LlRun& ll, const LlCombineArgs& args)
+      : ll_(ll), args_(args), own_(ll.own()), T_(ll.op.header.num_tokens), sum_(args.hidden) {
+    if (ll_rows_are_words(T_)) words_.resize(ll.op.header.row_bytes);
+  }
+
+  bool run() {
+    for (int token = 0; token < T_; ++token) {
+      std::fill(sum_.begin(), sum_.end(), S(0));
+      for (int holder = 0; holder < ll_.op.comm.num_ranks; ++holder)
+        if (names(token, holder) && !add(token, holder)) return false;
+      if (args_.bias != 0) accumulate<T>(sum_.data(), at<const T>(args_.bias) + token * args_.hidden, args_.hidden);
+      T* out = at<T>(args_.out) + token * args_.hidden;
+      for (int64_t h = 0; h < args_.hidden; ++h) narrow(sum_[h], out + h);
+      if (token == 0 && !hold_at_gate(ll_.run)) return false;
+    }
+    return true;
+  }
+
+ private:
+  bool names(int64_t token, int holder) const {
+    const int K = ll_.op.header.topk, per_rank = local_experts(ll_.op.comm);
+    for (int k = 0; k < K; ++k) {
+      const int64_t id = id_of(args_, token * K + k);
+      if (id >= 0 && id / per_rank == holder) return true;
+    }
+    return false;
+  }
+
+  // Adds the partial row of a holder. False after a fault; a masked holder adds nothing.
+  bool add(int token, int holder) {
+    const char* row = own_.slot(ll_.kind, ll_.parity, holder, token);
+    Wait found;
+    if (ll_rows_are_words(T_)) {
+      const LlWord* words = own_.row_words(ll_.kind, ll_.parity, holder, token);
+      found = ll_wait_words(ll_, holder, words, words_.data(), words_.size());
+      row = words_.data();
+    } else {
+      found = ll_wait_flag(ll_, holder, own_.flag(ll_.kind, ll_.parity, holder, token / ll_group_tokens(T_)));
+    }
+    if (found != Wait::kThere) return found == Wait::kMasked;
+    if (ll_codes_rows(ll_.op.header, T_))
+      add_coded(row);
+    else
+      accumulate<T>(sum_.data(), reinterpret_cast<const T*>(row), args_.hidden);
+    return true;
+  }
+
+  void add_coded(const char* row) {
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      const LogfmtScale* scales = reinterpret_cast<const LogfmtScale*>(row + args_.hidden * sizeof(T));
+      for (int64_t begin = 0; begin < args_.hidden; begin += kLlLogfmtGroup)
+        add_group(row + begin * sizeof(T), scales[begin / kLlLogfmtGroup], sum_.data() + begin);
+    }
+  }
+
+  const LlRun& ll_;
+  const LlCombineArgs& args_;
+  const LlBlock own_;
+  const int T_;
+  std::vector<S> sum_;
+  std::vector<char> words_;
+};
+
+}  // namespace
+
+void ll_combine(const LlCombineArgs& args) {
+  const LlHeader& header = args.op.header;
+  if (header.format == kLlLogfmt && (args.element != kBFloat16 || args.hidden % kLlLogfmtGroup != 0))
+    throw std::invalid_argument("logfmt: expected bfloat16 rows of a multiple of " + std::to_string(kLlLogfmtGroup) +
+                                " elements, got " + std::to_string(args.hidden));
+  LlRun ll{args.op, kLlCombine, {args.op.comm, kNoStep, 0}, 0};
+  bool done = true;
+  with_element(args.element, [&](auto type) {
+    using T = decltype(type);
+    if ((args.op.phases & kLlSend) != 0 && ll_begin(args.op, kLlCombine, kLlSend, &ll) && send_all<T>(ll, args))
+      ll_finish_send(ll);
+    if ((args.op.phases & kLlReceive) == 0) return;
+    done = ll_begin(args.op, kLlCombine, kLlReceive, &ll) && Owner<T>(ll, args).run();
+    if (done) ll_finish_receive(ll);
+  });
+  if (!done) std::memset(at<char>(args.out), 0xFF, static_cast<int64_t>(header.num_tokens) * header.row_bytes);
+}
+
+}  // namespace ep::cpu

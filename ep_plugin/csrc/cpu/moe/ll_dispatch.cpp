@@ -1,0 +1,288 @@
+// Low-latency dispatch: rows go to the fixed slots of their tokens; the receiver computes counts and places from the
+// sources' expert ids. common/low_latency.h has the layout and the rules.
+#include <algorithm>
+#include <vector>
+
+#include "cpu/core/quantize.h"
+#include "cpu/moe/kernels.h"
+#include "cpu/moe/low_latency.h"
+
+namespace ep::cpu {
+
+namespace {
+
+constexpr int16_t kDropped = -1;
+
+// -- send ----------------------------------------------------------------------------------------------------------
+
+// Reads the caller's ids as they travel, and writes the handle's copy.
+bool read_ids(const LlRun& ll, const LlDispatchArgs& args, std::vector<int16_t>* ids) {
+  const Comm& comm = ll.op.comm;
+  const int K = ll.op.header.topk;
+  const int64_t pairs = static_cast<int64_t>(ll.op.header.num_tokens) * K;
+  ids->resize(pairs);
+  for (int64_t pair = 0; pair < pairs; ++pair) {
+    const int64_t id = args.id_bytes == 8 ? at<int64_t>(args.ids)[pair] : at<int32_t>(args.ids)[pair];
+    if (id < -1 || id >= comm.num_experts)
+      return fail(comm, kBadIds, ll.run.step, comm.rank, static_cast<int>(pair / K), comm.num_experts, id);
+    (*ids)[pair] = static_cast<int16_t>(id);
+    if (args.topk_ids != 0) at<int32_t>(args.topk_ids)[pair] = static_cast<int32_t>(id);
+  }
+  return true;
+}
+
+// The images [row | scales] of tokens, quantised if asked for. The next call overwrites the image.
+class Images {
+ public:
+  explicit Images(const LlDispatchArgs& args)
+      : args_(args), bytes_(ll_image_bytes(args.op.header.row_bytes, args.op.header.scale_bytes)) {
+    const LlHeader& header = args.op.header;
+    if (header.format == kLlPlain) return;
+    require_quantizable(args.element);
+    scales_.resize(quantized_scale_bytes(header.row_bytes) / kScaleBytes);
+    image_.resize(bytes_);
+  }
+
+  int64_t bytes() const { return bytes_; }
+
+  const char* of(int token) {
+    const LlHeader& header = args_.op.header;
+    const char* row = at<char>(args_.x, token * args_.x_stride);
+    if (header.format == kLlPlain) return row;
+    with_element(args_.element, [&](auto element) {
+      quantize_row(reinterpret_cast<const decltype(element)*>(row), header.row_bytes,
+                   reinterpret_cast<uint8_t*>(image_.data()), scales_.data(), header.format != kLlE4m3);
+    });
+    char* scales = image_.data() + ll_scales_offset(header.row_bytes);
+    if (header.format == kLlE4m3Ue8m0)
+      std::transform(scales_.begin(), scales_.end(), reinterpret_cast<uint8_t*>(scales), ue8m0_of);
+    else
+      std::memcpy(scales, scales_.data(), header.scale_bytes);
+    return image_.data();
+  }
+
+ private:
+  const LlDispatchArgs& args_;
+  const int64_t bytes_;
+  std::vector<char> image_;  // bytes after exponents stay zeros
+  std::vector<float> scales_;
+};
+
+bool goes_to(const LlRun& ll, const int16_t* ids, int rank) {
+  const int per_rank = local_experts(ll.op.comm), K = ll.op.header.topk;
+  return std::any_of(ids, ids + K, [&](int16_t id) { return id >= 0 && id / per_rank == rank; });
+}
+
+// Sends the header and all ids to one peer, after it has read what was there.
+Wait send_words(const LlRun& ll, const std::vector<int16_t>& ids, int64_t image_bytes, int peer) {
+  const Wait found = ll_wait_consumed(ll, peer);
+  if (found != Wait::kThere) return found;
+  const LlHeader header = ll_own_header(ll);
+  const LlBlock to = ll.block(peer);
+  LlWord* words = to.ids(ll.parity, ll.op.comm.rank);
+  ll_write_words(ll, words, &header, sizeof(header));
+  const int64_t bytes = static_cast<int64_t>(ids.size()) * 2;
+  if (bytes != 0) ll_write_words(ll, words + kLlHeaderWords, ids.data(), bytes);
+  ll_refresh(ll, words, to.lay.id_words, [&](int64_t index) { return index < kLlHeaderWords + ll_words(bytes); });
+  ll_refresh_rows(ll, to, header.num_tokens, image_bytes,
+                  [&](int token) { return goes_to(ll, ids.data() + token * header.topk, peer); });
+  return Wait::kThere;
+}
+
+void send_group(const LlRun& ll, const std::vector<int16_t>& ids, Images& images, int group) {
+  const Comm& comm = ll.op.comm;
+  const int R = comm.num_ranks, T = ll.op.header.num_tokens, K = ll.op.header.topk;
+  const int begin = group * ll_group_tokens(T), end = std::min(T, begin + ll_group_tokens(T));
+  bool sent[kMaxRanks] = {};
+  for (int token = begin; token < end; ++token) {
+    const char* image = nullptr;
+    for (int step = 1; step <= R; ++step) {
+      const int peer = (comm.rank + step) % R;
+      if (ll.masked(peer) || !goes_to(ll, ids.data() + static_cast<int64_t>(token) * K, peer)) continue;
+      if (image == nullptr) image = images.of(token);
+      const LlBlock to = ll.block(peer);
+      if (ll_rows_are_words(T)) {
+        ll_write_words(ll, to.row_words(ll.kind, ll.parity, comm.rank, token), image, images.bytes());
+      } else {
+        std::memcpy(to.slot(ll.kind, ll.parity, comm.rank, token), image, images.bytes());
+        sent[peer] = true;
+      }
+    }
+  }
+  for (int peer = 0; peer < R; ++peer)
+    if (sent[peer]) signal(ll.block(peer).flag(ll.kind, ll.parity, comm.rank, group), ll.run.epoch);
+}
+
+bool send_all(const LlRun& ll, const LlDispatchArgs& args) {
+  const Comm& comm = ll.op.comm;
+  std::vector<int16_t> ids;
+  if (!read_ids(ll, args, &ids)) return false;
+  Images images(args);
+  for (int step = 1; step <= comm.num_ranks; ++step)
+    if (send_words(ll, ids, images.bytes(), (comm.rank + step) % comm.num_ranks) == Wait::kFault) return false;
+  if (!hold_at_gate(ll.run)) return false;
+  const int T = ll.op.header.num_tokens;
+  for (int group = 0; group < ll_groups(T); ++group) send_group(ll, ids, images, group);
+  return true;
+}
+
+// -- receive -------------------------------------------------------------------------------------------------------
+
+// What one source sends here. A masked source has no tokens.
+struct Source {
+  int tokens = 0;
+  std::vector<int16_t> ids;
+};
+
+class Receiver {
+ public:
+  Receiver(const LlRun& ll, const LlDispatchArgs& args)
+      : ll_(ll),
+        args_(args),
+        header_(ll.op.header),
+        plan_(ll_plan_of(ll.op, args.plan)),
+        per_rank_(local_experts(ll.op.comm)),
+        sources_(ll.op.comm.num_ranks) {}
+
+  bool run() {
+    const Comm& comm = ll_.op.comm;
+    const int R = comm.num_ranks;
+    for (int step = 0; step < R; ++step)
+      if (!open((comm.rank + step) % R)) return false;
+    if (!place_rows()) return false;
+    for (int step = 0; step < R; ++step) {
+      if (!receive((comm.rank + step) % R)) return false;
+      if (step == 0 && !hold_at_gate(ll_.run)) return false;
+    }
+    return true;
+  }
+
+ private:
+  bool open(int s) {
+    Source& source = sources_[s];
+    const LlWord* words = ll_.own().ids(ll_.parity, s);
+    LlHeader header;
+    Wait found = ll_open(ll_, s, words, &header);
+    if (found == Wait::kThere) {
+      source.ids.resize(static_cast<size_t>(header.num_tokens) * header_.topk);
+      found = ll_wait_words(ll_, s, words + kLlHeaderWords, source.ids.data(), source.ids.size() * 2);
+    }
+    if (found == Wait::kThere) source.tokens = header.num_tokens;
+    return found != Wait::kFault;
+  }
+
+  // The local expert of a pair; -1: it is on another rank, or dropped.
+  int local_of(const Source& source, int64_t pair) const {
+    const int local = source.ids[pair] - ll_.op.comm.rank * per_rank_;
+    return source.ids[pair] != kDropped && local >= 0 && local < per_rank_ ? local : -1;
+  }
+
+  // Writes the plan and the tables of counts.
+  bool place_rows() {
+    const Comm& comm = ll_.op.comm;
+    const int R = comm.num_ranks, K = header_.topk;
+    std::vector<int32_t> counts(per_rank_), of_source(per_rank_);
+    for (int s = 0; s < R; ++s) {
+      const Source& source = sources_[s];
+      plan_.src_tokens[s] = source.tokens;
+      std::fill(of_source.begin(), of_source.end(), 0);
+      int32_t* rows = plan_.rows + static_cast<int64_t>(s) * header_.max_tokens * K;
+      for (int64_t pair = 0; pair < static_cast<int64_t>(source.tokens) * K; ++pair) {
+        if (source.ids[pair] < kDropped || source.ids[pair] >= comm.num_experts)
+          return fail(comm, kBadData, ll_.run.step, s, 0, comm.num_experts, source.ids[pair]);
+        const int local = local_of(source, pair);
+        rows[pair] = -1;
+        if (local < 0) continue;
+        if (of_source[local] == source.tokens)
+          return fail(comm, kBadData, ll_.run.step, s, 1, source.tokens, source.tokens + 1);
+        const int64_t row = local * plan_.expert_rows + counts[local] + of_source[local]++;
+        rows[pair] = static_cast<int32_t>(row);
+        plan_.src_info[row] = static_cast<int32_t>(pair / K);
+      }
+      for (int local = 0; local < per_rank_; ++local) {
+        plan_.layout_range[local * R + s] = static_cast<int64_t>(counts[local]) << 32 | of_source[local];
+        counts[local] += of_source[local];
+      }
+    }
+    for (int local = 0; local <= per_rank_; ++local)
+      at<int32_t>(args_.expert_offset)[local] = static_cast<int32_t>(local * plan_.expert_rows);
+    std::copy(counts.begin(), counts.end(), at<int32_t>(args_.expert_count));
+    for (int local = 0; local < per_rank_ && args_.cumulative != 0; ++local)
+      at<int32_t>(args_.cumulative)[local] += counts[local];
+    return true;
+  }
+
+  bool receive(int s) {
+    const Source& source = sources_[s];
+    const int K = header_.topk, size = ll_group_tokens(source.tokens);
+    const LlBlock own = ll_.own();
+    const bool as_words = ll_rows_are_words(source.tokens);
+    std::vector<char> image(as_words ? ll_image_bytes(header_.row_bytes, header_.scale_bytes) : 0);
+    int flagged = -1;  // the latest group whose flag is known to be there
+    for (int token = 0; token < source.tokens; ++token) {
+      const int32_t* rows = plan_.rows + (static_cast<int64_t>(s) * header_.max_tokens + token) * K;
+      if (std::all_of(rows, rows + K, [](int32_t row) { return row < 0; })) continue;
+      Wait found = Wait::kThere;
+      if (as_words)
+        found = ll_wait_words(ll_, s, own.row_words(ll_.kind, ll_.parity, s, token), image.data(), image.size());
+      else if (token / size != flagged)
+        found = ll_wait_flag(ll_, s, own.flag(ll_.kind, ll_.parity, s, flagged = token / size));
+      if (found == Wait::kFault) return false;
+      if (found == Wait::kMasked) flagged = -1;  // its other rows become zeros, too
+      const char* from = as_words ? image.data() : own.slot(ll_.kind, ll_.parity, s, token);
+      for (int k = 0; k < K; ++k)
+        if (rows[k] >= 0) write_row(found == Wait::kThere ? from : nullptr, rows[k]);
+    }
+    return true;
+  }
+
+  // Copies an image to an output row. No image: zeros.
+  void write_row(const char* image, int64_t row) {
+    const int64_t bytes = header_.row_bytes;
+    char* to = at<char>(args_.tokens, row * bytes);
+    if (image == nullptr)
+      std::memset(to, 0, bytes);
+    else
+      std::memcpy(to, image, bytes);
+    if (header_.format == kLlPlain) return;
+    // The scales of an expert lie [column][row]. A column is a float32, or four exponents.
+    const int64_t columns = ceil_div(header_.scale_bytes, kScaleBytes), rows = plan_.expert_rows;
+    int32_t* scales = at<int32_t>(args_.scales) + row / rows * columns * rows + row % rows;
+    const char* from = image == nullptr ? nullptr : image + ll_scales_offset(bytes);
+    for (int64_t column = 0; column < columns; ++column) {
+      int32_t value = 0;
+      if (from != nullptr) std::memcpy(&value, from + column * kScaleBytes, kScaleBytes);
+      scales[column * rows] = value;
+    }
+  }
+
+  const LlRun& ll_;
+  const LlDispatchArgs& args_;
+  const LlHeader& header_;
+  const LlPlan plan_;
+  const int per_rank_;
+  std::vector<Source> sources_;
+};
+
+void poison(const LlDispatchArgs& args) {
+  const Comm& comm = args.op.comm;
+  const LlPlan plan = ll_plan_of(args.op, args.plan);
+  const int per_rank = local_experts(comm);
+  std::fill_n(at<int32_t>(args.expert_count), per_rank, 0);
+  std::fill_n(at<int32_t>(args.expert_offset), per_rank + 1, 0);
+  std::fill_n(plan.layout_range, per_rank * comm.num_ranks, 0);
+  std::fill_n(plan.src_tokens, comm.num_ranks, 0);
+}
+
+}  // namespace
+
+void ll_dispatch(const LlDispatchArgs& args) {
+  LlRun ll{args.op, kLlDispatch, {args.op.comm, kNoStep, 0}, 0};
+  if ((args.op.phases & kLlSend) != 0 && ll_begin(args.op, kLlDispatch, kLlSend, &ll) && send_all(ll, args))
+    ll_finish_send(ll);
+  if ((args.op.phases & kLlReceive) == 0) return;
+  if (!ll_begin(args.op, kLlDispatch, kLlReceive, &ll) || !Receiver(ll, args).run()) return poison(args);
+  ll_finish_receive(ll);
+}
+
+}  // namespace ep::cpu

@@ -1,0 +1,134 @@
+// Waits, words and headers of low-latency kernels, see low_latency.h.
+#include "cpu/moe/low_latency.h"
+
+#include <algorithm>
+
+namespace ep::cpu {
+
+namespace {
+
+Step step_of(LlKind kind, LlPhase phase) {
+  if (kind == kLlDispatch) return phase == kLlSend ? kLlDispatchSend : kLlDispatchRecv;
+  return phase == kLlSend ? kLlCombineSend : kLlCombineRecv;
+}
+
+void mask(const LlRun& ll, int peer) { __atomic_store_n(&ll.state().mask[peer], 1, __ATOMIC_RELAXED); }
+
+// Waits until arrived() returns true. `seen` is what it has looked at last.
+template <class Arrived>
+Wait wait(const LlRun& ll, int peer, uint64_t expected, const uint64_t& seen, Arrived arrived) {
+  Deadline deadline;
+  int64_t since = 0;
+  for (;;) {
+    if (ll.masked(peer)) return Wait::kMasked;
+    if (arrived()) break;
+    const int64_t now = now_ns();
+    if (since == 0) since = now;
+    if (ll.op.shrink != 0 && now - since > ll.op.comm.timeout_ns) {
+      mask(ll, peer);
+      return Wait::kMasked;
+    }
+    if (!deadline.keep_waiting(ll.run, peer, expected, seen)) return Wait::kFault;
+  }
+  const bool receives = ll.run.step == kLlDispatchRecv || ll.run.step == kLlCombineRecv;
+  if (since != 0 && receives && ll.op.wait_cost != 0) at<int64_t>(ll.op.wait_cost)[peer] += now_ns() - since;
+  return Wait::kThere;
+}
+
+}  // namespace
+
+bool ll_begin(const LlOperation& op, LlKind kind, LlPhase phase, LlRun* ll) {
+  if (__atomic_load_n(&state_of(op.comm).fault, __ATOMIC_ACQUIRE) != 0) return false;
+  const LlState& state = ll->state();
+  ll->run.step = step_of(kind, phase);
+  ll->run.epoch = phase == kLlSend ? state.epoch[kind] + 1 : state.slot_epoch[kind][op.slot];
+  ll->parity = ll_parity(ll->run.epoch);
+  return true;
+}
+
+void ll_finish_send(const LlRun& ll) {
+  ll.state().epoch[ll.kind] = ll.run.epoch;
+  ll.state().slot_epoch[ll.kind][ll.op.slot] = ll.run.epoch;
+}
+
+void ll_finish_receive(const LlRun& ll) {
+  const Comm& comm = ll.op.comm;
+  for (int peer = 0; peer < comm.num_ranks; ++peer)
+    if (!ll.masked(peer)) signal(ll.block(peer).consumed(ll.kind, ll.parity, comm.rank), ll.run.epoch);
+}
+
+Wait ll_wait_flag(const LlRun& ll, int peer, const uint64_t* flag) {
+  uint64_t seen = 0;
+  return wait(ll, peer, ll.run.epoch, seen, [&] {
+    seen = __atomic_load_n(flag, __ATOMIC_ACQUIRE);
+    return seen >= ll.run.epoch;
+  });
+}
+
+Wait ll_wait_consumed(const LlRun& ll, int peer) {
+  if (ll.run.epoch <= kLlParities) return ll.masked(peer) ? Wait::kMasked : Wait::kThere;
+  const uint64_t* word = ll.own().consumed(ll.kind, ll.parity, peer);
+  const uint64_t wanted = ll.run.epoch - kLlParities;
+  uint64_t seen = 0;
+  return wait(ll, peer, wanted, seen, [&] {
+    seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
+    return seen >= wanted;
+  });
+}
+
+Wait ll_wait_words(const LlRun& ll, int peer, const LlWord* from, void* data, int64_t bytes) {
+  const uint32_t tag = static_cast<uint32_t>(ll.run.epoch);
+  uint64_t seen = 0;
+  for (int64_t done = 0; done < bytes; done += kLlWordBytes, ++from) {
+    const Wait found = wait(ll, peer, tag, seen, [&] {
+      seen = __atomic_load_n(&from->epoch, __ATOMIC_ACQUIRE);
+      return seen == tag;
+    });
+    if (found != Wait::kThere) return found;
+    std::memcpy(static_cast<char*>(data) + done, from->unit, std::min<int64_t>(kLlWordBytes, bytes - done));
+  }
+  return Wait::kThere;
+}
+
+void ll_write_words(const LlRun& ll, LlWord* to, const void* data, int64_t bytes) {
+  const uint32_t tag = static_cast<uint32_t>(ll.run.epoch);
+  const int64_t words = std::max<int64_t>(1, ll_words(bytes));
+  for (int64_t word = 0; word < words; ++word) {
+    const int64_t done = word * kLlWordBytes, count = std::min<int64_t>(kLlWordBytes, bytes - done);
+    if (count > 0) std::memcpy(to[word].unit, static_cast<const char*>(data) + done, count);
+    __atomic_store_n(&to[word].epoch, tag, __ATOMIC_RELEASE);
+  }
+}
+
+LlHeader ll_own_header(const LlRun& ll) {
+  LlHeader header = ll.op.header;
+  header.mask = 0;
+  for (int rank = 0; rank < ll.op.comm.num_ranks; ++rank) header.mask |= static_cast<uint32_t>(ll.masked(rank)) << rank;
+  return header;
+}
+
+Wait ll_open(const LlRun& ll, int peer, const LlWord* words, LlHeader* header) {
+  const Comm& comm = ll.op.comm;
+  const Wait found = ll_wait_words(ll, peer, words, header, sizeof(LlHeader));
+  if (found != Wait::kThere) return found;
+  const LlHeader& mine = ll.op.header;
+  const int field = ll_header_mismatch(mine, *header);
+  if (field >= 0) {
+    const int32_t ours = reinterpret_cast<const int32_t*>(&mine)[field];
+    fail(comm, kDisagree, ll.run.step, peer, field, ours, reinterpret_cast<const int32_t*>(header)[field]);
+    return Wait::kFault;
+  }
+  if (header->num_tokens < 0 || header->num_tokens > mine.max_tokens) {
+    fail(comm, kBadData, ll.run.step, peer, 0, mine.max_tokens, header->num_tokens);
+    return Wait::kFault;
+  }
+  if ((header->mask >> comm.rank & 1u) != 0) {
+    fail(comm, kMasked, ll.run.step, peer, 0, 0, 1);
+    return Wait::kFault;
+  }
+  for (int rank = 0; rank < comm.num_ranks; ++rank)
+    if ((header->mask >> rank & 1u) != 0) mask(ll, rank);
+  return Wait::kThere;
+}
+
+}  // namespace ep::cpu

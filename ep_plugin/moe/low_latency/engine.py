@@ -1,0 +1,174 @@
+"""The engine of low-latency communicators: peer memory made on first use, epochs and masks in device memory.
+
+Shapes: R ranks, T_max tokens of a rank at most, E_l local experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_plugin import _C
+from ep_plugin.config import ROW_ALIGNMENT_BYTES, MoECommunicatorConfig
+from ep_plugin.dtypes import DTYPES
+from ep_plugin.errors import CaptureRefused, NotSupported
+from ep_plugin.moe.arguments import check_handle_tensors
+from ep_plugin.moe.layout import DispatchHandle, Routing
+from ep_plugin.runtime.group import GroupEngine
+from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for
+from ep_plugin.transport import open_memory, transport_for
+from ep_plugin.transport.exchange import Exchange
+
+_FIELD_NAMES = {"topk": "top-k", "max_tokens": "most tokens of a rank", "num_tokens": "number of tokens"}
+_MOST_ROWS = 2**31 - 1  # kernels number them in 32 bits
+
+
+class LowLatencyEngine(GroupEngine):
+    """The resources of one communicator. Construction is collective over `group`; so is its first operation, which
+    makes the peer memory.
+
+    Attributes:
+        config: the communicator's configuration, with max_row_bytes set.
+        mask: int32 ``[R]`` on the device, 1: masked. Kernels read and write it.
+    """
+
+    flat = False
+    num_totals = 1  # of a handle: the rows of its output
+
+    def __init__(self, group: dist.ProcessGroup, config: MoECommunicatorConfig, device: torch.device) -> None:
+        super().__init__(Exchange(group, timeout_s=config.timeout_s), device, group, config)
+
+    def _construct(self, group: dist.ProcessGroup, config: MoECommunicatorConfig) -> None:
+        device = self.device
+        self.kernels = kernels_for(device)
+        if not hasattr(self.kernels, "ll_dispatch"):
+            raise NotSupported(f'mode="ll": expected a device of cpu in this release, got {device}')
+        self.config_hash = config.agreement_hash() & 0x7FFFFFFF
+        self.streams = Streams() if device.type == "cpu" else CallerStreams(device)
+        transport_for(device)
+        self.exchange.agree("the communicator", f"{config.describe()}, device={device.type}")
+        if config.num_experts % self.size:
+            raise ValueError(
+                f"num_experts: expected a multiple of the group's {self.size} ranks, got {config.num_experts}"
+            )
+        self.local_experts = config.num_experts // self.size
+        assert config.max_tokens_per_rank is not None
+        self.max_tokens: int = config.max_tokens_per_rank
+        self._set_sizes(config)
+        self._issued = [0, 0]  # operations of each kind
+        self._last_stream: int | None = None
+        self.comm: Any = None  # until the first operation
+        super()._construct(group)
+
+    def _set_sizes(self, config: MoECommunicatorConfig) -> None:
+        """The widest row, and the shape by which kernels find slots."""
+        rows = self.local_experts * self.size * self.max_tokens
+        if rows > _MOST_ROWS:
+            raise ValueError(
+                f"max_tokens_per_rank: expected at most {_MOST_ROWS} rows of all local experts, got {rows} "
+                f"({self.local_experts} experts of {self.size} ranks' {self.max_tokens} tokens)"
+            )
+        row_bytes = config.max_row_bytes or 2 * config.hidden_size
+        # Gradients of weights travel as rows of K values.
+        most = max(row_bytes, 8 * config.topk) + ROW_ALIGNMENT_BYTES - 1
+        widest = most - most % ROW_ALIGNMENT_BYTES
+        self.config = dataclasses.replace(config, max_row_bytes=widest)
+        slot_bytes = _C.ll_slot_bytes(widest, config.hidden_size, config.topk)
+        self.shape = _C.LlShape(max_tokens=self.max_tokens, max_topk=config.topk, slot_bytes=slot_bytes)
+        self.memory_bytes: int = _C.ll_block_bytes(self.size, self.shape)
+        """Bytes of peer memory that this rank holds from its first operation on."""
+
+    def _construct_node(self) -> None:
+        if self.rails.nodes:
+            raise NotSupported(
+                f'mode="ll": expected all {self.size} ranks on one node, got {self.node_map.num_nodes} nodes of '
+                f'{self.node_size}; use mode="ht" (EP_PLUGIN_RANKS_PER_NODE overrides how a host is split)'
+            )
+        self._make_boards(self.local_experts)
+        self.memory = open_memory(self.within, self.device)
+        self._resources.callback(self.memory.close)
+        self.ll_state = torch.zeros(_C.ll_state_bytes, dtype=torch.uint8, device=self.device)
+        begin = _C.ll_mask_offset
+        self.mask = self.ll_state[begin : begin + 4 * self.size].view(torch.int32)
+
+    def ensure_memory(self) -> None:
+        """Makes the peer memory at the first operation. Collective then."""
+        if self.comm is not None:
+            return
+        if self.streams.capturing():
+            raise CaptureRefused(
+                f"{self.name}: its memory is made by its first operation, and a CUDA graph is being captured: run one "
+                "step before capturing"
+            )
+        block = self.memory.allocate(self.memory_bytes, "low-latency memory")
+        self.comm = self._comm_struct(block.ptrs, self.config.num_experts)
+
+    def set_sms(self, counts: dict[str, int | None]) -> None:
+        """Refuses: the kernels choose their SMs."""
+        if counts:
+            raise ValueError(f'set_sms: expected no SM counts in mode="ll", got {", ".join(sorted(counts))}')
+
+    asked_sms: dict[str, int | None] = {}  # noqa: RUF012 - never changed
+
+    def enter(self) -> int:
+        """The caller's stream, ordered after this communicator's earlier operations."""
+        self._last_stream = self.streams.follow(self._last_stream)
+        return self._last_stream
+
+    def next_slot(self, kind: int) -> int:
+        """0 and 1 in turn for the operations of a kind (0: dispatch, 1: combine)."""
+        self._issued[kind] += 1
+        return self._issued[kind] % 2
+
+    # -- handles -------------------------------------------------------------------------------------------------
+
+    def plan_layout(self, max_tokens: int, topk: int) -> Any:
+        """Where the parts of a plan are, in int32 words, for calls of at most `max_tokens` tokens per rank."""
+        return _C.ll_plan_layout(self.size, self.local_experts, max_tokens, topk)
+
+    def plan_words(self, num_tokens: int, topk: int, capacity: int | None = None) -> int:
+        """int32 words of a plan. capacity: rows of an expert's block."""
+        return self.plan_layout(self.tokens_of(capacity), topk).words
+
+    def slots(self, capacity: int | None) -> int:
+        """Rows of a handle's recv_rows: the plan has them."""
+        return 0
+
+    def tokens_of(self, capacity: int | None) -> int:
+        """The most tokens of a rank, of a dispatch whose experts' blocks have `capacity` rows."""
+        return self.max_tokens if capacity is None else capacity // self.size
+
+    def rows_of_plan(self, words: int, topk: int) -> int:
+        """Rows of an expert's block, by the size of a plan."""
+        fixed, each = self.plan_layout(0, topk).words, self.plan_layout(1, topk).words
+        return self.size * ((words - fixed) // (each - fixed))
+
+    def routing(self, name: str, tensors: Sequence[torch.Tensor], comm: int) -> Routing:
+        """A handle, checked. ValueError, with the argument's `name`, when its tensors are not as dispatch made them."""
+        handle = DispatchHandle._make((*tensors, comm))
+        check_handle_tensors(self, name, handle, self.num_totals)
+        T, K = handle.topk_ids.shape
+        rows = int(handle.totals[0])
+        per_expert = rows // self.local_experts
+        shapes = ((T, K), (self.plan_words(T, K, per_expert),), (0, K))
+        for field, tensor, shape in zip(handle._fields, handle[:3], shapes, strict=False):
+            if tensor.shape != shape:
+                raise ValueError(f"{name}.{field}: expected shape {shape}, got {tuple(tensor.shape)}")
+        if not self.size <= per_expert <= self.size * self.max_tokens or rows % (self.local_experts * self.size):
+            raise ValueError(
+                f"{name}.totals: expected a multiple of {self.local_experts * self.size}, at most "
+                f"{self.local_experts * self.size * self.max_tokens} rows, got {rows}"
+            )
+        return Routing(handle, _C.Routing(num_tokens=T, topk=K), [rows])
+
+    def described(self, field: int, value: int) -> tuple[str, str]:
+        name, said = _C.ll_header_fields[field], str(value)  # a peer may have garbled the value
+        if name == "dtype" and 0 <= value < len(DTYPES):
+            said = str(DTYPES[value])
+        elif name == "format" and value in list(_C.LlFormat):
+            said = _C.LlFormat(value).name.lower()
+        return _FIELD_NAMES.get(name, name.replace("_", " ")), said

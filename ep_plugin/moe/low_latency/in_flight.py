@@ -1,0 +1,116 @@
+"""Low-latency operations between their halves: at most two of a kind are un-received at a time.
+
+To start an operation is to enqueue its send half, to collect it is to enqueue its receive half. Nothing else receives
+it. Two operations of a kind may be collected in either order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from abc import abstractmethod
+from collections import deque
+from typing import Any, ClassVar
+
+from ep_plugin.errors import CaptureRefused, EpPluginError
+from ep_plugin.moe.in_flight import Operation, Tensors
+from ep_plugin.moe.low_latency.engine import LowLatencyEngine
+
+
+class LowLatencyOperation(Operation):
+    """An operation whose halves may also be one kernel."""
+
+    kind: ClassVar[int]
+
+    @abstractmethod
+    def whole(self) -> Tensors:
+        """Enqueues both halves in one kernel."""
+
+
+class LowLatencyInFlight:
+    """The un-received operations of one communicator."""
+
+    def __init__(self, engine: LowLatencyEngine) -> None:
+        self._engine = engine
+        self._numbers = itertools.count(1)
+        self._by_number: weakref.WeakValueDictionary[int, LowLatencyOperation] = weakref.WeakValueDictionary()
+        # By kind, the latest two operations, the older one first; None: received.
+        self._latest: tuple[deque[LowLatencyOperation | None], ...] = (deque(maxlen=2), deque(maxlen=2))
+
+    def run(self, operation: LowLatencyOperation) -> Tensors:
+        """Runs the whole of `operation` and returns its results. Un-received operations stay so."""
+        with self._engine.lock:
+            self._check(operation)
+            result = self._engine.run(operation.name, _whole, operation)
+            self._latest[operation.kind].append(None)
+            return result
+
+    def start(self, operation: LowLatencyOperation) -> LowLatencyOperation:
+        """Starts `operation`, which is un-received from then on."""
+        engine = self._engine
+        with engine.lock:
+            self._check(operation)
+            engine.run(operation.name, _start, operation)
+            operation.capture = engine.streams.capturing()
+            operation.number = next(self._numbers)
+            self._by_number[operation.number] = operation
+            self._latest[operation.kind].append(operation)
+            return operation
+
+    def collect(self, number: int) -> Tensors:
+        """Receives a started operation, and returns its results."""
+        engine = self._engine
+        with engine.lock:
+            operation = self._by_number[number]
+            capture = engine.streams.capturing()
+            if operation.capture != capture:
+                engine.check()
+                raise CaptureRefused(
+                    f"{engine.name}: expected both halves of {operation.name} in the same capture of a CUDA graph, or "
+                    f"both outside of one, got the send half {_where(operation.capture)} and the receive half "
+                    f"{_where(capture)}"
+                )
+            if operation not in self._latest[operation.kind]:
+                engine.check()
+                raise EpPluginError(
+                    "wait(): expected an un-received operation, got one whose receiving has failed before"
+                )
+            self._forget(operation)
+            return engine.run(operation.name, _finish, operation)
+
+    def complete(self) -> None:
+        """Receives nothing: only its `wait()` receives an operation."""
+
+    def _check(self, operation: LowLatencyOperation) -> None:
+        """The operation's arguments, and that the last but one of its kind is received: they share their slots."""
+        operation.check()
+        latest, capture = self._latest[operation.kind], self._engine.streams.capturing()
+        for earlier in list(latest):
+            if earlier is not None and earlier.capture not in (0, capture):
+                self._forget(earlier)  # its capture is over: its kernels are in the graph and have not run
+        if len(latest) == 2 and latest[0] is not None:
+            un_received = 2 if latest[1] is not None else 1
+            raise ValueError(
+                f"{operation.name}: expected the last but one {operation.name} to be received by its wait(), since "
+                f"two may be un-received, got a new one with {un_received} un-received"
+            )
+
+    def _forget(self, operation: LowLatencyOperation) -> None:
+        latest = self._latest[operation.kind]
+        latest[latest.index(operation)] = None
+
+
+def _where(capture: int) -> str:
+    return "in a capture" if capture else "outside"
+
+
+def _whole(_: Any, operation: LowLatencyOperation) -> Tensors:
+    return operation.whole()
+
+
+def _start(_: Any, operation: LowLatencyOperation) -> None:
+    operation.start()
+
+
+def _finish(_: Any, operation: LowLatencyOperation) -> Tensors:
+    return operation.finish()

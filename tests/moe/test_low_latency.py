@@ -1,0 +1,170 @@
+"""Low-latency dispatch and combine against the oracle, bit for bit and within rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.moe.low_latency_cases import check_rows, check_sums, expert_results, low_latency, round_trip
+from tests.moe.moe_cases import ROUTINGS, Case, make_inputs, named, on_ranks, poisoned
+
+QUANTIZED = ("e4m3", "e4m3_pow2", "e4m3_ue8m0")
+SHAPES = {
+    "words": Case(tokens=(3, 8, 1), num_experts=6, seed=1),
+    "slots": Case(tokens=(9, 40, 17), num_experts=6, seed=2),
+    "words and slots": Case(tokens=(8, 9, 0), num_experts=12, topk=5, seed=3),
+    "several tokens in a group": Case(tokens=(300, 2, 129), num_experts=3, topk=3, hidden=8, seed=4),
+    "one token": Case(tokens=(1, 0, 1), num_experts=3, seed=5),
+    "no token": Case(tokens=(0, 0, 0), num_experts=3, seed=6),
+    "many experts of a token": Case(tokens=(4, 12, 11), num_experts=384, topk=128, hidden=8, seed=7),
+}
+
+
+def _all_shapes(rank: int, size: int) -> None:
+    for name, case in SHAPES.items():
+        with named(name), poisoned(), low_latency(case) as comm:
+            for number in range(3):
+                round_trip(comm, make_inputs(dataclasses.replace(case, seed=case.seed + 100 * number)))
+
+
+def test_shapes() -> None:
+    on_ranks(3, _all_shapes)
+
+
+def _all_dtypes(rank: int, size: int) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        for id_dtype in (torch.int32, torch.int64):
+            case = Case(tokens=(5, 20), num_experts=8, hidden=40, topk=3, dtype=dtype, id_dtype=id_dtype)
+            with named((dtype, id_dtype)), poisoned(), low_latency(case) as comm:
+                round_trip(comm, make_inputs(case))
+
+
+def test_dtypes() -> None:
+    on_ranks(2, _all_dtypes)
+
+
+def _quantized(rank: int, size: int) -> None:
+    for hidden in (128, 640):
+        for dtype in (torch.bfloat16, torch.float32):
+            case = Case(tokens=(6, 20), num_experts=4, hidden=hidden, topk=2, dtype=dtype, seed=hidden)
+            with low_latency(case) as comm:
+                for quantize in QUANTIZED:
+                    with named((hidden, dtype, quantize)), poisoned():
+                        out, _ = round_trip(comm, make_inputs(case), quantize)
+                        assert out.tokens.dtype is torch.float8_e4m3fn
+                        assert out.scales.dtype is (torch.int32 if quantize == "e4m3_ue8m0" else torch.float32)
+
+
+def test_quantized_rows() -> None:
+    on_ranks(2, _quantized)
+
+
+def _all_routings(rank: int, size: int) -> None:
+    case = Case(tokens=tuple(4 + 5 * r for r in range(size)), num_experts=2 * size, topk=2, dtype=torch.bfloat16)
+    with low_latency(case) as comm:
+        for number, routing in enumerate(ROUTINGS):
+            with named(routing), poisoned():
+                round_trip(comm, make_inputs(dataclasses.replace(case, routing=routing, seed=number)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_routings(size: int) -> None:
+    on_ranks(size, _all_routings)
+
+
+def test_eight_ranks() -> None:
+    on_ranks(8, _all_routings, timeout_s=200)
+
+
+def _fewer_pairs(rank: int, size: int) -> None:
+    case = Case(tokens=(5, 30), num_experts=8, topk=4, seed=9)
+    inputs = make_inputs(case)
+    generator = torch.Generator().manual_seed(1)
+    now = [ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.4, -1) for ids in inputs.ids]
+    with low_latency(case) as comm:
+        out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        y = expert_results(inputs, out.tokens.shape[1])
+        for weighted in (True, False):
+            fewer = handle._replace(topk_ids=now[rank].int())
+            result = comm.combine(y[rank], fewer, weights=inputs.weights[rank] if weighted else None)
+            check_sums(inputs, rank, y, result, weighted, now)
+        check_sums(inputs, rank, y, comm.combine(y[rank], handle), weighted=False)
+
+
+def test_a_combine_may_leave_out_pairs() -> None:
+    on_ranks(2, _fewer_pairs)
+
+
+def _zero_weights(rank: int, size: int) -> None:
+    case = Case(tokens=(5, 30), num_experts=8, topk=4, seed=10)
+    inputs = make_inputs(case)
+    inputs = dataclasses.replace(inputs, weights=[weights * (weights > 0) for weights in inputs.weights])
+    with low_latency(case) as comm:
+        round_trip(comm, inputs)
+        out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        y = expert_results(inputs, out.tokens.shape[1])[rank]
+        weights = torch.full_like(inputs.weights[rank], torch.nan)
+        weights.view(torch.int32).fill_(-1)  # a NaN that is the mark of pairs that are left out
+        sums = comm.combine(y, handle, weights=weights)
+        named_here = (inputs.ids[rank] >= 0).any(dim=1)
+        assert sums[named_here].isnan().all() and (sums[~named_here] == 0).all()
+
+
+def test_weights_of_zero_and_nan() -> None:
+    on_ranks(2, _zero_weights)
+
+
+def _bias(rank: int, size: int) -> None:
+    case = Case(tokens=(5, 30), num_experts=4, seed=11)
+    inputs = make_inputs(case)
+    with low_latency(case) as comm:
+        out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        y = expert_results(inputs, out.tokens.shape[1])[rank]
+        plain = comm.combine(y, handle, weights=inputs.weights[rank])
+        biased = comm.combine(y, handle, weights=inputs.weights[rank], bias=inputs.bias[rank])
+        torch.testing.assert_close(biased, plain + inputs.bias[rank])
+
+
+def test_bias() -> None:
+    on_ranks(2, _bias)
+
+
+def _smaller_calls(rank: int, size: int) -> None:
+    """Calls of fewer tokens, narrower rows and fewer experts per token than the communicator allows."""
+    most = Case(tokens=(40, 40), num_experts=8, hidden=64, topk=6)
+    with low_latency(most) as comm:
+        for number, (tokens, hidden, topk) in enumerate([((7, 20), 16, 2), ((40, 1), 64, 6), ((3, 3), 4, 1)]):
+            case = Case(tokens=tokens, num_experts=8, hidden=hidden, topk=topk, seed=number)
+            inputs = make_inputs(case)
+            with named(case), poisoned():
+                out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], capacity=2 * max(tokens))
+                assert out.tokens.shape == (4, 2 * max(tokens), hidden)
+                check_rows(comm, out, inputs)
+                y = expert_results(inputs, out.tokens.shape[1])
+                check_sums(inputs, rank, y, comm.combine(y[rank], handle, weights=inputs.weights[rank]))
+                again, same = comm.dispatch(inputs.x[rank], inputs.ids[rank], previous_handle=handle)
+                assert same is handle
+                check_rows(comm, again, inputs)
+
+
+def test_calls_smaller_than_the_communicator() -> None:
+    on_ranks(2, _smaller_calls)
+
+
+def _repeats(rank: int, size: int) -> None:
+    case = Case(tokens=(20, 33, 7), num_experts=6, topk=3, dtype=torch.bfloat16, hidden=256, seed=12)
+    inputs = make_inputs(case)
+    with low_latency(case) as comm:
+        first = None
+        for _ in range(20):
+            out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], quantize="e4m3")
+            y = torch.nan_to_num(out.tokens.float()).bfloat16()
+            sums = comm.combine(y, handle, weights=inputs.weights[rank])
+            first = sums if first is None else first
+            assert torch.equal(first.view(torch.int16), sums.view(torch.int16))
+
+
+def test_repeats_give_the_same_bits() -> None:
+    on_ranks(3, _repeats)
