@@ -157,7 +157,7 @@ bool Cta::anyone_polls() const {
 std::string Cta::waiting() const {
   std::string said = std::to_string(at_barrier) + " of " + std::to_string(live) + " at " +
                      (at_barrier ? barrier.instruction : "no barrier");
-  for (const Barrier& one : some)
+  for (const PartBarrier& one : some)
     if (one.here != 0) said += "; " + std::to_string(one.here) + " of " + std::to_string(one.threads) + " at a barrier";
   for (size_t w = 0; w < warps.size(); ++w)
     if (warps[w].here != 0)
@@ -209,7 +209,7 @@ Votes sync_cta(const char* instruction, bool vote) {
 Votes sync_some(unsigned barrier, unsigned threads, bool vote) {
   Thread& thread = static_cast<Thread&>(*here);
   expect(barrier > 0 && barrier < kBarriers && threads % kWarpSize == 0, "no such barrier");
-  Barrier& point = thread.cta->some[barrier];
+  PartBarrier& point = thread.cta->some[barrier];
   const uint32_t generation = point.generation;
   Votes& votes = point.votes[generation % 2];
   if (point.here == 0) votes = {true, false}, point.threads = threads;

@@ -93,7 +93,7 @@ struct Job {
 };
 
 // A barrier of some threads of a CTA.
-struct Barrier {
+struct PartBarrier {
   uint32_t generation = 0;
   unsigned here = 0;
   unsigned threads = 0;  // that the first one has named
@@ -175,7 +175,7 @@ struct Cta {
   SyncPoint barrier;
   unsigned at_barrier = 0;
   Votes votes[2] = {};
-  Barrier some[kBarriers];
+  PartBarrier some[kBarriers];
   std::set<const uint64_t*> barriers;
   std::vector<Load> loads;
   std::vector<Store> stores;

@@ -113,7 +113,7 @@ void require_ll_dispatch(const LlDispatchArgs& args) {
   require_ll(op, ll_image_bytes(header.row_bytes, header.scale_bytes));
   require(header.format >= kLlPlain && header.format <= kLlE4m3Ue8m0, "format", "0 to 3", header.format);
   const int64_t blocks = header.format == kLlPlain ? 0 : ceil_div(header.row_bytes, kScaleBlock);
-  const int64_t scales = blocks * (header.format == kLlE4m3Ue8m0 ? 1 : kScaleBytes);
+  const int64_t scales = header.format == kLlE4m3Ue8m0 ? align_up(blocks, 4) : blocks * kScaleBytes;
   require(header.scale_bytes == scales, "scale_bytes", std::to_string(scales).c_str(), header.scale_bytes);
   require(args.id_bytes == 4 || args.id_bytes == 8, "id_bytes", "4 or 8", args.id_bytes);
   if ((op.phases & kLlSend) != 0) {

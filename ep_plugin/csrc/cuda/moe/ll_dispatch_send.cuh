@@ -157,11 +157,11 @@ __device__ __forceinline__ void make_piece(const LlHeader& header, const char* r
     const int4 held = elements.quantized(scale);
     const int block = unit / kUnitsOfBlock;
     const bool exponents = header.format == kLlE4m3Ue8m0, first = unit % kUnitsOfBlock == 0;
-    const int scales = exponents ? header.scale_bytes : header.scale_bytes / static_cast<int>(kScaleBytes);
+    const int scales = static_cast<int>(ceil_div(header.row_bytes, kScaleBlock));
     images.each([&](char* image) {
       if (in) reinterpret_cast<int4*>(image)[unit] = held;
       char* to = image + header.row_bytes;
-      if (exponents && first && block < static_cast<int>(align_up(scales, 4)))
+      if (exponents && first && block < header.scale_bytes)
         to[block] = static_cast<char>(block < scales ? ue8m0_of(scale) : 0);
       if (!exponents && first && block < scales) reinterpret_cast<float*>(to)[block] = scale;
     });
