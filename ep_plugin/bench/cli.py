@@ -18,11 +18,21 @@ from ep_plugin.bench.suite import Suite, WrongResult
 from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite
 from ep_plugin.bench.suites.fsdp2 import Fsdp2Suite
 from ep_plugin.bench.suites.layers import LayersSuite
+from ep_plugin.bench.suites.low_latency import LowLatencySuite
 from ep_plugin.bench.suites.moe import MoeSuite
 from ep_plugin.bench.suites.overlap import OverlapSuite
 from ep_plugin.bench.suites.wire import WireSuite
 
-SUITES = (MoeSuite, AllGatherSuite, ReduceScatterSuite, OverlapSuite, LayersSuite, Fsdp2Suite, WireSuite)
+SUITES = (
+    MoeSuite,
+    LowLatencySuite,
+    AllGatherSuite,
+    ReduceScatterSuite,
+    OverlapSuite,
+    LayersSuite,
+    Fsdp2Suite,
+    WireSuite,
+)
 
 Out = Annotated[str | None, typer.Option(help="The JSON's file, or a folder (ends in /) that has one per hardware.")]
 

@@ -20,6 +20,7 @@ from ep_plugin.bench.suite import Suite, row
 from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite
 from ep_plugin.bench.suites.fsdp2 import Fsdp2Suite
 from ep_plugin.bench.suites.layers import LayersSuite
+from ep_plugin.bench.suites.low_latency import LowLatencySuite
 from ep_plugin.bench.suites.moe import MoeSuite
 from ep_plugin.bench.suites.overlap import OverlapSuite
 from ep_plugin.bench.suites.wire import WireSuite
@@ -69,6 +70,10 @@ ASKED: dict[str, tuple[type[Suite], dict[str, Any]]] = {
     "moe, sweep": (
         MoeSuite,
         {"backend": "cpu", **SIZES, "dtype": ["bfloat16"], "sweep": ["hidden=128,256", "topk=2"], "case": ["*_h*"]},
+    ),
+    "low-latency": (
+        LowLatencySuite,
+        {"backend": "cpu", **SIZES, "tokens": [4, 16], "hidden": 128, "dtype": "bfloat16", "peer": ["none"]},
     ),
     "wire": (WireSuite, {"backend": "cuda", "ranks": 3}),
     "allgather": (AllGatherSuite, {"backend": "cpu", "ranks": 4, "nodes": 2, "size": [64, 128]}),

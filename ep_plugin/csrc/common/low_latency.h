@@ -36,6 +36,9 @@
 // Masks. No rank sends to a rank that it has masked, or waits for one. With `shrink`, a wait that passes its deadline
 // masks the rank. Headers carry masks, and a rank adopts those of its peers. A rank that finds itself masked records a
 // fault. Rows of a source that is masked during its receive become zeros.
+// A rank that waits for a dead one is late itself. So with `shrink`, a half that has waited for half of its deadline
+// sets the `waiting` word of its rank at every peer, and its end clears them. A wait for a rank whose word is set
+// begins its deadline anew, at most R times.
 #pragma once
 #include "common/layout.h"
 
@@ -153,6 +156,7 @@ EP_HD constexpr int64_t ll_slot_bytes(int64_t max_row_bytes, int64_t hidden, int
 
 struct LlLayout {
   int64_t consumed;   // u64 [2 kinds][2 parities][R peers]: epoch that the peer has read of what this rank wrote
+  int64_t waiting;    // u32 [R]: 1: the rank waits for another one
   int64_t flag;       // u64 [2 kinds][2 parities][R senders][kLlMaxGroups]
   int64_t ids;        // LlWord [2 parities][R sources][id_words]: header, then expert ids
   int64_t weights;    // LlWord [2 parities][R owners][weight_words]: header, then T_max * token_words of weights
@@ -173,7 +177,8 @@ EP_HD constexpr LlLayout ll_layout(int R, const LlShape& shape) {
   at.weight_words = kLlHeaderWords + shape.max_tokens * at.token_words;
   at.words_per_row = ll_words(shape.slot_bytes);
   at.consumed = 0;
-  at.flag = align_up(8 * places, kSlotAlign);
+  at.waiting = align_up(8 * places, kSlotAlign);
+  at.flag = align_up(at.waiting + 4 * R, kSlotAlign);
   at.ids = at.flag + places * kLlMaxGroups * 8;
   at.weights = align_up(at.ids + places / kLlKinds * at.id_words * word, kSlotAlign);
   at.row_words = align_up(at.weights + places / kLlKinds * at.weight_words * word, kSlotAlign);
@@ -191,6 +196,7 @@ struct LlState {
   uint64_t slot_epoch[kLlKinds][kLlSlots];  // by the operation's `slot`: its epoch
   uint64_t ctas_done[kLlKinds][2];          // CUDA: by kind and half: CTAs of the running kernel that have finished
   uint32_t mask[kMaxRanks];                 // 1: the rank is masked
+  uint32_t waits;                           // 1: this rank's `waiting` words are set
   uint64_t verdict[kMaxRanks];              // CUDA, with shrink: whether a dispatch has the source's words (see there)
   uint64_t waited[kMaxRanks];               // CUDA: longest wait for the rank by a thread of the running receive half
 };

@@ -14,17 +14,45 @@ Step step_of(LlKind kind, LlPhase phase) {
 
 void mask(const LlRun& ll, int peer) { __atomic_store_n(&ll.state().mask[peer], 1, __ATOMIC_RELAXED); }
 
+// Says to the peers whether this rank waits for another one.
+void announce_wait(const LlRun& ll, bool waits) {
+  if (ll.state().waits == static_cast<uint32_t>(waits)) return;
+  ll.state().waits = waits;
+  for (int peer = 0; peer < ll.op.comm.num_ranks; ++peer)
+    __atomic_store_n(ll.block(peer).waiting(ll.op.comm.rank), waits, __ATOMIC_RELAXED);
+}
+
+// The deadline after which a wait with `shrink` masks its peer.
+class MaskDeadline {
+ public:
+  bool passed(const LlRun& ll, int peer, int64_t now) {
+    if (since_ == 0) since_ = now;
+    const int64_t waited = now - since_, most = ll.op.comm.timeout_ns;
+    if (waited > most / 2) announce_wait(ll, true);
+    if (waited <= most) return false;
+    const bool waits = __atomic_load_n(ll.own().waiting(peer), __ATOMIC_RELAXED) != 0;
+    if (!waits || ++renewed_ > ll.op.comm.num_ranks) return true;
+    since_ = now;
+    return false;
+  }
+
+ private:
+  int64_t since_ = 0;
+  int renewed_ = 0;
+};
+
 // Waits until arrived() returns true. `seen` is what it has looked at last.
 template <class Arrived>
 Wait wait(const LlRun& ll, int peer, uint64_t expected, const uint64_t& seen, Arrived arrived) {
-  Deadline deadline;
+  Deadline deadline(ll.op.shrink == 0);
+  MaskDeadline to_mask;
   int64_t since = 0;
   for (;;) {
     if (ll.masked(peer)) return Wait::kMasked;
     if (arrived()) break;
     const int64_t now = now_ns();
     if (since == 0) since = now;
-    if (ll.op.shrink != 0 && now - since > ll.op.comm.timeout_ns) {
+    if (ll.op.shrink != 0 && to_mask.passed(ll, peer, now)) {
       mask(ll, peer);
       return Wait::kMasked;
     }
@@ -47,11 +75,13 @@ bool ll_begin(const LlOperation& op, LlKind kind, LlPhase phase, LlRun* ll) {
 }
 
 void ll_finish_send(const LlRun& ll) {
+  announce_wait(ll, false);
   ll.state().epoch[ll.kind] = ll.run.epoch;
   ll.state().slot_epoch[ll.kind][ll.op.slot] = ll.run.epoch;
 }
 
 void ll_finish_receive(const LlRun& ll) {
+  announce_wait(ll, false);
   const Comm& comm = ll.op.comm;
   for (int peer = 0; peer < comm.num_ranks; ++peer)
     if (!ll.masked(peer)) signal(ll.block(peer).consumed(ll.kind, ll.parity, comm.rank), ll.run.epoch);

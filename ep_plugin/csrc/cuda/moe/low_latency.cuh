@@ -68,17 +68,43 @@ __device__ inline LlRun ll_half(const LlOperation& op, const LlLayout& lay, LlKi
 
 enum class Found { kThere, kMasked, kGaveUp };
 
-// Waits until arrived(&seen) is true. With shrink, the deadline masks the peer, so that of Deadline must be later.
+// Says to the peers whether this rank waits for another one. One thread at a time changes it.
+__device__ inline void ll_announce_wait(const LlRun& ll, uint32_t waits) {
+  uint32_t* said = &ll.state().waits;
+  if (ptx::ld_relaxed_gpu(said) == waits) return;
+  ptx::st_relaxed_gpu(said, waits);
+  for (int peer = 0; peer < ll.op.comm.num_ranks; ++peer)
+    ptx::st_release_sys(ll.block(peer).waiting(ll.op.comm.rank), waits);
+}
+
+// The deadline after which a wait with `shrink` masks its peer. A peer that waits itself gets more time, see
+// low_latency.h.
+struct MaskDeadline {
+  uint64_t since = 0;
+  int renewed = 0;
+
+  __device__ bool passed(const LlRun& ll, int peer) {
+    const uint64_t now = ptx::globaltimer(), most = static_cast<uint64_t>(ll.op.comm.timeout_ns);
+    if (since == 0) since = now;
+    if (now - since > most / 2) ll_announce_wait(ll, 1);
+    if (now - since <= most) return false;
+    if (ptx::ld_acquire_sys(ll.own().waiting(peer)) == 0 || ++renewed > ll.op.comm.num_ranks) return true;
+    since = now;
+    return false;
+  }
+};
+
+// Waits until arrived(&seen) is true.
 template <class Arrived>
 __device__ Found ll_wait_longer(const LlRun& ll, int peer, uint64_t expected, Arrived arrived) {
   const bool shrink = ll.op.shrink != 0;
-  const uint64_t limit = static_cast<uint64_t>(ll.op.comm.timeout_ns);
   uint32_t* mask = &ll.state().mask[peer];
-  Deadline deadline{shrink ? kOwnKernel : kPeer};
+  Deadline deadline{shrink ? kUntilMasked : kPeer};
+  MaskDeadline to_mask;
   uint64_t seen = 0;
   Found found = Found::kThere;
   while (!arrived(&seen)) {
-    if (shrink && deadline.since != 0 && ptx::globaltimer() - deadline.since > limit) ptx::st_relaxed_gpu(mask, 1);
+    if (shrink && to_mask.passed(ll, peer)) ptx::st_relaxed_gpu(mask, 1);
     if (shrink && ptx::ld_relaxed_gpu(mask) != 0) {
       found = Found::kMasked;
       break;
@@ -346,6 +372,7 @@ __device__ inline void ll_finish(const LlOperation& op, const LlRun& ll) {
   const Comm& comm = op.comm;
   LlState& state = ll.state();
   const int peer = lane_id();
+  if (peer == 0) ll_announce_wait(ll, 0);
   if ((op.phases & kLlSend) != 0 && peer == 0) {
     state.epoch[ll.kind] = ll.run.epoch;
     state.slot_epoch[ll.kind][op.slot] = ll.run.epoch;

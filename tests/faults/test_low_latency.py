@@ -1,0 +1,277 @@
+"""Faults of low-latency communicators: ranks that die in each half, aborts, masks, and wrong arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from ep_plugin import _C, MoECommunicator, MoECommunicatorConfig
+from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerAborted, PeerTimeout
+from tests.faults.fault_cases import at_gate, die_at_gate, nothing_left_behind
+from tests.moe.low_latency_cases import check_rows, check_sums, expert_results, low_latency, round_trip
+from tests.moe.moe_cases import Case, Inputs, make_inputs, on_ranks
+from tests.ranks import run_ranks, values
+
+DEADLINE_S = 2.0
+GRACE_S = 5.0
+SIZE = 3
+CASE = Case(tokens=(20, 12, 33), num_experts=6, topk=3, drop=0.0)
+GATES = ("ll_dispatch_send", "ll_dispatch_recv", "ll_combine_send", "ll_combine_recv")
+
+
+def _die_in(comm: MoECommunicator, gate: str) -> None:
+    """This process ends when a later kernel comes to the gate. The first operation has been before."""
+    comm.engine.comm.gate = _C.Step[gate.upper()]
+    die_at_gate(comm)
+
+
+def _killed(rank: int, gate: str, victim: int) -> PeerTimeout:
+    inputs = make_inputs(CASE)
+    comm = low_latency(CASE, timeout_s=DEADLINE_S)
+    round_trip(comm, inputs)
+    if rank == victim:
+        _die_in(comm, gate)
+    began = time.monotonic()
+    with pytest.raises(PeerTimeout) as caught:
+        for _ in range(3):
+            began = time.monotonic()
+            out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+            began = time.monotonic()
+            comm.combine(out.tokens, handle, weights=inputs.weights[rank])
+    assert time.monotonic() - began < DEADLINE_S + GRACE_S
+    with pytest.raises(PeerTimeout):
+        comm.dispatch(inputs.x[rank], inputs.ids[rank])
+    comm.close()
+    del comm
+    nothing_left_behind()
+    return caught.value
+
+
+@pytest.mark.parametrize(("gate", "victim"), [(gate, number % SIZE) for number, gate in enumerate(GATES)])
+def test_a_killed_rank_is_named(gate: str, victim: int) -> None:
+    outcomes = run_ranks(SIZE, _killed, gate, victim)
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            assert outcome.exitcode == -9
+            continue
+        assert outcome.error is None, outcome.trace
+        assert outcome.value.rank == victim and outcome.value.step.startswith("ll_"), outcome.value
+
+
+def _aborted(rank: int, gate: str) -> str:
+    inputs = make_inputs(CASE)
+    with low_latency(CASE, timeout_s=60) as comm:
+        round_trip(comm, inputs)
+        if rank == 0:
+            comm.engine.comm.gate = _C.Step[gate.upper()]
+            at_gate(comm, lambda: comm.abort("the test says so"))
+        began = time.monotonic()
+        with pytest.raises(PeerAborted) as caught:
+            for _ in range(3):
+                out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+                comm.combine(out.tokens, handle, weights=inputs.weights[rank])
+        assert time.monotonic() - began < GRACE_S
+    return f"{caught.value.rank} {caught.value.reason}"
+
+
+def test_an_abort_ends_every_wait() -> None:
+    for gate in ("ll_dispatch_send", "ll_combine_send"):
+        assert values(run_ranks(SIZE, _aborted, gate)) == ["0 the test says so"] * SIZE
+
+
+# -- masks -----------------------------------------------------------------------------------------------------------
+
+
+def _without(inputs: Inputs, gone: int) -> Inputs:
+    """The inputs as survivors should see them: rank `gone` has no tokens, and its experts none either."""
+    case = inputs.case
+    per_rank = case.num_experts // case.size
+    tokens = tuple(0 if rank == gone else count for rank, count in enumerate(case.tokens))
+    ids = [one.masked_fill((one >= 0) & (one // per_rank == gone), -1) for one in inputs.ids]
+    cut = {
+        name: [t[:0] if rank == gone else t for rank, t in enumerate(getattr(inputs, name))]
+        for name in ("x", "weights", "bias")
+    }
+    ids[gone] = ids[gone][:0]
+    return Inputs(case=dataclasses.replace(case, tokens=tokens), ids=ids, **cut)
+
+
+def _survive(rank: int, gate: str, victim: int) -> list[int]:
+    case = dataclasses.replace(CASE, tokens=(20, 12, 33, 5), num_experts=8)
+    comm = low_latency(case, timeout_s=DEADLINE_S, shrink=True)
+    round_trip(comm, make_inputs(case))
+    if rank == victim:
+        _die_in(comm, gate)
+    for number in range(6):
+        inputs = make_inputs(dataclasses.replace(case, seed=number))
+        out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        y = expert_results(inputs, out.tokens.shape[1])[rank]
+        if number < 2:  # the rank is masked in one of these
+            comm.combine(torch.nan_to_num(y), handle, weights=inputs.weights[rank])
+            continue
+        left = _without(inputs, victim)
+        check_rows(comm, out, left)
+        y = expert_results(left, out.tokens.shape[1])
+        result = comm.combine(y[rank], handle, weights=inputs.weights[rank])
+        check_sums(left, rank, y, result)
+    mask = comm.rank_mask.tolist()
+    comm.close()
+    return mask
+
+
+@pytest.mark.parametrize(("gate", "victim"), [(gate, 3 - number) for number, gate in enumerate(GATES)])
+def test_survivors_mask_a_killed_rank_and_go_on(gate: str, victim: int) -> None:
+    outcomes = run_ranks(4, _survive, gate, victim, timeout_s=90)
+    expected = [int(rank == victim) for rank in range(4)]
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert outcome.error is None, outcome.trace
+            assert outcome.value == expected
+
+
+def _masked_by_hand(rank: int, size: int) -> None:
+    """Rank 2 is masked by rank 0 alone; the mask travels, and rank 2 finds out."""
+    inputs = make_inputs(CASE)
+    with low_latency(CASE, shrink=True, timeout_s=20) as comm:
+        round_trip(comm, inputs)
+        if rank == 0:
+            comm.rank_mask[2] = 1
+        if rank == 2:
+            with pytest.raises((PeerAborted, PeerTimeout), match="masked rank 2"):
+                comm.dispatch(inputs.x[rank], inputs.ids[rank])
+            return
+        comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        left = _without(inputs, 2)
+        out, _ = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        check_rows(comm, out, left)
+        assert comm.rank_mask.tolist() == [0, 0, 1]
+
+
+def test_masks_travel() -> None:
+    outcomes = run_ranks(SIZE, _masked_by_hand, SIZE)
+    for outcome in outcomes[:2]:
+        assert outcome.error is None, outcome.trace
+
+
+# -- wrong arguments -------------------------------------------------------------------------------------------------
+
+
+def _bad_dispatches(comm: MoECommunicator, inputs: Inputs) -> dict[str, dict[str, Any]]:
+    x, ids = inputs.x[comm.rank], inputs.ids[comm.rank]
+    more = torch.zeros(34, CASE.hidden), torch.zeros(34, 3, dtype=torch.int64)
+    narrow = torch.zeros(len(x), 96)
+    return {
+        "x: expected at most max_tokens_per_rank=33 tokens, got 34": {"x": more[0], "topk_ids": more[1]},
+        "x: expected at most 4 tokens, by capacity=12, got": {"capacity": 12},
+        "x: expected rows of at most max_row_bytes=.* got 4096": {"x": torch.zeros(len(x), 1024)},
+        "x: expected a multiple of 128 elements, at most 24, with quantize='e4m3'": {"x": narrow, "quantize": "e4m3"},
+        "quantize: expected None or 'e4m3', 'e4m3_pow2', 'e4m3_ue8m0', got 'ue8m0'": {"quantize": "ue8m0"},
+        'topk_weights: expected None in mode="ll"': {"topk_weights": inputs.weights[comm.rank]},
+        'scales: expected None in mode="ll"': {"scales": torch.zeros(len(x), 1)},
+        'capacity: expected a multiple of the 3 ranks, at most 99, in mode="ll", got 100': {"capacity": 100},
+        "topk_ids: expected -1 or 0 to 5, got 6": {"topk_ids": torch.full_like(ids, -1).index_fill(0, _first(), 6)},
+        "topk_ids: expected distinct experts": {"topk_ids": torch.zeros_like(ids)},
+        "x: expected a tensor without gradients": {"x": x.clone().requires_grad_(), "quantize": "e4m3"},
+    }
+
+
+def _first() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64)
+
+
+def _bad_combines(comm: MoECommunicator, inputs: Inputs, y: torch.Tensor) -> dict[str, dict[str, Any]]:
+    weights = inputs.weights[comm.rank]
+    return {
+        r"y: expected shape \(2, 99, H\), got \(198, 24\)": {"y": y.flatten(0, 1)},
+        "y: expected a contiguous tensor": {"y": y.transpose(0, 1).contiguous().transpose(0, 1)},
+        "y: expected one of .* got torch.int32": {"y": y.int()},
+        r"weights: expected shape \(.*, 3\), got": {"weights": weights[:, :2].contiguous()},
+        r"bias: expected shape": {"bias": torch.zeros(1, 24)},
+        "handle: expected a DispatchHandle, got tuple": {"handle": ()},
+    }
+
+
+def _refused(rank: int, size: int) -> None:
+    inputs = make_inputs(CASE)
+    with low_latency(CASE) as comm:
+        given = {"x": inputs.x[rank], "topk_ids": inputs.ids[rank]}
+        for sentence, change in _bad_dispatches(comm, inputs).items():
+            with pytest.raises(ValueError, match=sentence):
+                comm.dispatch(**{**given, **change})
+        out, handle = comm.dispatch(**given)
+        y = torch.zeros_like(out.tokens)
+        for sentence, change in _bad_combines(comm, inputs, y).items():
+            with pytest.raises(ValueError, match=sentence):
+                comm.combine(**{"y": y, "handle": handle, **change})
+        with pytest.raises(ValueError, match="handle.plan: expected shape"):
+            comm.combine(y, handle._replace(plan=handle.plan[1:]))
+        with pytest.raises(ValueError, match='set_sms: expected no SM counts in mode="ll", got dispatch_send_sms'):
+            comm.set_sms(dispatch_send_sms=4)
+        with pytest.raises(ValueError, match="rank_mask: expected a communicator with shrink=True"):
+            _ = comm.rank_mask
+        round_trip(comm, inputs)
+    os.environ["EP_PLUGIN_RANKS_PER_NODE"] = "1"
+    with pytest.raises(NotSupported, match='mode="ll": expected all 3 ranks on one node, got 3 nodes of 1'):
+        low_latency(CASE)
+
+
+def test_wrong_arguments_are_refused_by_name() -> None:
+    on_ranks(SIZE, _refused)
+
+
+def _differ(rank: int, change: str) -> str:
+    case = dataclasses.replace(CASE, tokens=(20, 12), num_experts=4)
+    inputs = make_inputs(case)
+    with low_latency(case, timeout_s=20) as comm:
+        round_trip(comm, inputs)
+        x, ids, capacity = inputs.x[rank], inputs.ids[rank], None
+        if rank == 1 and change == "row bytes":
+            x = x[:, :16].contiguous()
+        elif rank == 1 and change == "dtype":
+            x = x.view(torch.int32)
+        elif rank == 1 and change == "top-k":
+            ids = ids[:, :2].contiguous()
+        elif rank == 1:
+            capacity = 2 * 16
+        with pytest.raises(EpPluginError) as caught:
+            for _ in range(2):
+                comm.dispatch(x, ids, capacity=capacity)
+        assert isinstance(caught.value, DisagreementError), caught.value
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["row bytes", "dtype", "top-k", "most tokens of a rank"])
+def test_calls_that_differ_are_named(change: str) -> None:
+    for said in values(run_ranks(2, _differ, change)):
+        assert change in said and "rank 0" in said and "rank 1" in said
+
+
+def _spoilt_plan(rank: int, size: int) -> None:
+    inputs = make_inputs(CASE)
+    with low_latency(CASE) as comm:
+        out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        y = torch.zeros_like(out.tokens)
+        handle.plan.fill_(2**30)
+        comm.engine.exchange.barrier("test")  # else a rank may abort while others dispatch
+        with pytest.raises((ValueError, PeerAborted), match="expected its tensors as dispatch wrote them"):
+            comm.combine(y, handle)
+
+
+def test_a_handle_with_other_contents() -> None:
+    on_ranks(SIZE, _spoilt_plan)
+
+
+def _first_use(rank: int, size: int) -> None:
+    config = MoECommunicatorConfig(num_experts=6, hidden_size=7168, topk=8 % 6, max_tokens_per_rank=128, mode="ll")
+    with MoECommunicator(None, config) as comm:
+        assert comm.engine.comm is None, "memory before the first operation"
+        assert comm.engine.memory_bytes < 40e6
+
+
+def test_memory_is_made_on_first_use() -> None:
+    on_ranks(SIZE, _first_use)

@@ -1,0 +1,208 @@
+"""The two halves of low-latency operations: in either order, late, many of them, and beside other communicators."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ep_plugin import _C
+from ep_plugin.moe.low_latency.combine import LowLatencyCombine
+from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
+from tests.moe.low_latency_cases import check_rows, check_sums, expert_results, low_latency, round_trip
+from tests.moe.moe_cases import Case, communicator, make_inputs, named, on_ranks
+from tests.moe.moe_cases import check_dispatch as check_flat
+
+CASE = Case(tokens=(20, 5, 33), num_experts=6, topk=3, dtype=torch.bfloat16, hidden=40)
+
+
+def _either_order(rank: int, size: int) -> None:
+    with low_latency(CASE) as comm:
+        for number in range(6):
+            pair = [make_inputs(dataclasses.replace(CASE, seed=2 * number + i)) for i in (0, 1)]
+            order = (1, 0) if (number + rank) % 2 else (0, 1)  # ranks differ in it
+            works = [comm.dispatch_async(one.x[rank], one.ids[rank]) for one in pair]
+            assert not works[0].done
+            outs = {i: works[i].wait() for i in order}
+            assert works[0].done and works[0].wait() is outs[0]
+            for i in (0, 1):
+                check_rows(comm, outs[i][0], pair[i])
+            y = [expert_results(one, outs[0][0].tokens.shape[1]) for one in pair]
+            sums = [comm.combine_async(y[i][rank], outs[i][1], pair[i].weights[rank]) for i in (0, 1)]
+            found = {i: sums[i].wait() for i in reversed(order)}
+            for i in (0, 1):
+                check_sums(pair[i], rank, y[i], found[i])
+
+
+def test_halves_in_either_order() -> None:
+    on_ranks(3, _either_order)
+
+
+def _late(rank: int, size: int) -> None:
+    """A dispatch is received after others have come and gone, a combine after dispatches."""
+    inputs = [make_inputs(dataclasses.replace(CASE, seed=seed)) for seed in range(4)]
+    with low_latency(CASE) as comm:
+        early = comm.dispatch_async(inputs[0].x[rank], inputs[0].ids[rank])
+        round_trip(comm, inputs[1])  # a whole dispatch and a whole combine
+        check_rows(comm, early.wait()[0], inputs[0])
+        out, handle = early.wait()
+        y = expert_results(inputs[0], out.tokens.shape[1])
+        late = comm.combine_async(y[rank], handle, inputs[0].weights[rank])
+        for one in inputs[2:]:
+            check_rows(comm, comm.dispatch(one.x[rank], one.ids[rank])[0], one)
+        check_sums(inputs[0], rank, y, late.wait())
+
+
+def test_late_receives() -> None:
+    on_ranks(3, _late)
+
+
+def _third(rank: int, size: int) -> None:
+    inputs = make_inputs(CASE)
+    given = inputs.x[rank], inputs.ids[rank]
+    with low_latency(CASE) as comm:
+        first, second = comm.dispatch_async(*given), comm.dispatch_async(*given)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="last but one dispatch to be received .* got .* 2 un-received"):
+                comm.dispatch(*given)
+        second.wait()
+        with pytest.raises(ValueError, match="last but one dispatch to be received .* got .* 1 un-received"):
+            comm.dispatch_async(*given)
+        first.wait()
+        out, handle = comm.dispatch(*given)
+        y = expert_results(inputs, out.tokens.shape[1])
+        works = [comm.combine_async(y[rank], handle, inputs.weights[rank]) for _ in range(2)]
+        with pytest.raises(ValueError, match="last but one combine to be received"):
+            comm.combine_async(y[rank], handle, inputs.weights[rank])
+        for work in works:
+            check_sums(inputs, rank, y, work.wait())
+
+
+def test_a_third_operation_is_refused() -> None:
+    on_ranks(3, _third)
+
+
+def _many(rank: int, size: int, count: int) -> None:
+    """Every row of every operation is compared, by values that tell the operation, the source and the token."""
+    generator = torch.Generator().manual_seed(1)
+    E, K, H, most = 2 * size, 2, 8, 12
+    case = Case(tokens=(most,) * size, num_experts=E, topk=K, hidden=H)
+    with low_latency(case) as comm:
+        for number in range(count):
+            tokens = torch.randint(0, most + 1, (size,), generator=generator).tolist()
+            ids = [torch.rand((T, E), generator=generator).topk(K, dim=1).indices for T in tokens]
+            x = [(torch.arange(T) + 100.0 * r + 1000 * (number % 997) + 1).repeat(H, 1).T for r, T in enumerate(tokens)]
+            out, handle = comm.dispatch(x[rank].contiguous(), ids[rank])
+            everywhere, token_of = torch.cat(ids), torch.cat(x)[:, 0]
+            for local in range(2):
+                chosen = token_of[(everywhere == 2 * rank + local).any(dim=1)]
+                assert int(out.num_tokens_per_expert[local]) == len(chosen), number
+                assert torch.equal(out.tokens[local, : len(chosen)], chosen.repeat(H, 1).T), number
+            sums = comm.combine(out.tokens, handle, weights=torch.full((tokens[rank], K), 0.5))
+            assert torch.equal(sums, x[rank]), number
+
+
+def test_thousands_of_operations() -> None:
+    on_ranks(3, _many, 1500)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_operations() -> None:
+    on_ranks(2, _many, 50_000, timeout_s=900)
+
+
+def _epochs_of_32_bits(rank: int, size: int) -> None:
+    """Words carry the lower half of the epoch; operations cross its wrap, with words that were not used before it."""
+    with low_latency(CASE) as comm:
+        small, large = dataclasses.replace(CASE, tokens=(2, 1, 3)), CASE
+        round_trip(comm, make_inputs(small))
+        begin = 2**32 - 5
+        epochs = comm.engine.ll_state[_C.ll_epoch_offset : _C.ll_epoch_offset + 16].view(torch.int64)
+        epochs.fill_(begin)
+        _consume_up_to(comm, begin)
+        comm.engine.exchange.barrier("test")
+        for number in range(10):
+            with named(number):
+                round_trip(comm, make_inputs(dataclasses.replace((small, large)[number % 3 == 2], seed=number)))
+
+
+def _consume_up_to(comm, epoch: int) -> None:
+    """Marks all operations up to `epoch` as received in this rank's block, which begins with the consumed words."""
+    import ctypes
+
+    words = (ctypes.c_uint64 * (4 * comm.size)).from_address(comm.engine.memory._open[0].ptrs[comm.rank])
+    words[:] = [epoch] * len(words)
+
+
+def test_epochs_wrap_in_words() -> None:
+    on_ranks(3, _epochs_of_32_bits)
+
+
+def _beside(rank: int, size: int) -> None:
+    """Two low-latency communicators and one of the other mode take turns."""
+    inputs = make_inputs(CASE)
+    with low_latency(CASE) as one, low_latency(CASE) as two, communicator(CASE) as flat:
+        work = one.dispatch_async(inputs.x[rank], inputs.ids[rank])
+        round_trip(two, inputs)
+        plain, handle = flat.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+        check_flat(plain, inputs.expected(flat.config.resolved_layout)[rank])
+        out, handle_of_one = work.wait()
+        check_rows(one, out, inputs)
+        y = expert_results(inputs, out.tokens.shape[1])
+        with pytest.raises(ValueError, match="handle: expected one of communicator"):
+            one.combine(y[rank], handle)
+        with pytest.raises(ValueError, match="handle: expected one of communicator"):
+            flat.combine(plain.tokens, handle_of_one)
+        check_sums(inputs, rank, y, one.combine(y[rank], handle_of_one, inputs.weights[rank]))
+
+
+def test_other_communicators_beside() -> None:
+    on_ranks(3, _beside)
+
+
+def _counters(rank: int, size: int) -> None:
+    inputs = make_inputs(CASE)
+    with low_latency(CASE) as comm:
+        cumulative = torch.full((comm.num_local_experts,), 5, dtype=torch.int32)
+        cost, back_cost = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+        given = inputs.x[rank], inputs.ids[rank], None, None, None, None, [], comm.number
+        for _ in range(2):
+            started = comm.in_flight.start(
+                LowLatencyDispatch(comm.engine, *given, cumulative=cumulative, wait_cost=cost)
+            )
+            results = comm.in_flight.collect(started.number)
+        assert torch.equal(cumulative, 5 + 2 * results[4])
+        y = expert_results(inputs, results[0].shape[1])
+        out = torch.full((CASE.tokens[rank], CASE.hidden), torch.nan, dtype=CASE.dtype)
+        given = y[rank], inputs.weights[rank], None, None, list(results[8:]), comm.number
+        sums = comm.in_flight.run(LowLatencyCombine(comm.engine, *given, out=out, wait_cost=back_cost))[0]
+        assert sums is out
+        check_sums(inputs, rank, y, out)
+        assert (cost >= 0).all() and (back_cost >= 0).all() and int(cost[rank]) == 0
+
+
+def test_counters_and_out() -> None:
+    on_ranks(3, _counters)
+
+
+def _logfmt(rank: int, size: int) -> None:
+    case = Case(tokens=(30, 4, 17), num_experts=6, topk=3, dtype=torch.bfloat16, hidden=256, seed=3)
+    inputs = make_inputs(case)
+    with low_latency(case) as comm:
+        _, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        y = expert_results(inputs, size * comm.config.max_tokens_per_rank)
+        for factor in (0.05, 3.0):  # all values are below 1, so groups are coded; some are not
+            scaled = [rows * factor for rows in y]
+            given = scaled[rank], inputs.weights[rank], None, None, list(handle[:-1]), comm.number
+            coded = comm.in_flight.run(LowLatencyCombine(comm.engine, *given, logfmt=True))[0]
+            plain = comm.combine(scaled[rank], handle, weights=inputs.weights[rank])
+            if case.tokens[rank] <= _C.ll_word_tokens:
+                assert torch.equal(coded, plain)
+            a, b = coded.double() + 1, plain.double() + 1
+            assert 1 - float(2 * (a * b).sum() / (a * a + b * b).sum()) < 1e-5, factor
+            torch.testing.assert_close(coded, plain, rtol=0.05, atol=0.02 * float(plain.abs().max()))
+
+
+def test_logfmt() -> None:
+    on_ranks(3, _logfmt)
