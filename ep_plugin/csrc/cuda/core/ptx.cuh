@@ -153,8 +153,8 @@ __device__ __forceinline__ int32_t ld_acquire_cta(int32_t* shared_word) {
   return value;
 }
 
-// A barrier of some warps of a CTA, which all lanes of these warps call: whether `vote` is true for all of them. Barrier
-// 0 is that of __syncthreads.
+// A barrier of some warps of a CTA, which all lanes of these warps call: whether `vote` is true for all of them.
+// Barrier 0 is that of __syncthreads.
 __device__ __forceinline__ bool barrier_and(uint32_t barrier, uint32_t threads, bool vote) {
   uint32_t all;
   asm volatile(

@@ -1,7 +1,8 @@
 // Low-latency combine: expert rows are weighted and reduced where they are, and one partial row for each (token, rank)
 // goes to the token's owner, who adds them. common/low_latency.h has the layout and the protocol.
 //
-// Roles. All workers send; then all workers receive. The last warp of each CTA signals the CTA's partial rows meanwhile.
+// Roles. All workers send; then all workers receive. The last warp of each CTA signals the CTA's partial rows
+// meanwhile.
 //   Weights  The workers of all CTAs share the header and the weights of all tokens for all peers, 32 words to a warp.
 //   Lists    A CTA sends whole groups of owners' tokens. One warp for each token waits for its weights, and lists the
 //            rows that are named.
@@ -24,7 +25,7 @@ namespace ep::cuda {
 
 namespace {
 
-constexpr int kMostWorkers = 31;
+constexpr int kMostWorkers = 23;  // with more, a thread has too few registers
 constexpr int kMaxThreads = (kMostWorkers + 1) * kWarp;
 
 // False after a fault.
@@ -62,8 +63,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const int64_t bytes = int64_t{args.op.header.num_tokens} * args.op.header.row_bytes;
     if (kReceives) fill_bytes(args.out, bytes, 0xFF, threadIdx.x, blockDim.x);
   } else if (warp_id() == 0) {
-    if (kSends) ll_adopt_masks(ll, [&](int rank) { return ll.own().weights(ll.parity, rank); });
-    ll_finish(args.op, ll);
+    ll_finish(ll);
   }
 }
 

@@ -9,7 +9,8 @@ struct Holders {
   uint64_t ranks = 0;
   int count = 0;
   __device__ explicit Holders(uint32_t bits) {
-    for (; bits != 0; bits &= bits - 1) ranks |= static_cast<uint64_t>(__ffs(static_cast<int>(bits)) - 1) << 4 * count++;
+    for (; bits != 0; bits &= bits - 1)
+      ranks |= static_cast<uint64_t>(__ffs(static_cast<int>(bits)) - 1) << 4 * count++;
   }
   __device__ __forceinline__ int operator[](int i) const { return static_cast<int>(ranks >> 4 * i & 15u); }
 };
@@ -85,7 +86,8 @@ class LlOwner {
       uint64_t seen;
 #pragma unroll
       for (int i = 0; i < kTermsAtOnce; ++i)
-        if (first + i < holders.count) there[i] = ll_load_words<1>(ll_, from(holders[first + i], token, word), data + i, &seen);
+        if (first + i < holders.count)
+          there[i] = ll_load_words<1>(ll_, from(holders[first + i], token, word), data + i, &seen);
 #pragma unroll
       for (int i = 0; i < kTermsAtOnce; ++i) {
         if (first + i >= holders.count) break;

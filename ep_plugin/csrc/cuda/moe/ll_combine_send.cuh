@@ -80,9 +80,7 @@ struct OwnedTokens {
 
   __device__ OwnedTokens(const LlRun& ll, const LlCombineArgs& args) : ll(ll), plan(ll_plan_of(ll.op, args.plan)) {}
 
-  __device__ int tokens_of(int owner) const {
-    return min(max(plan.src_tokens[owner], 0), ll.op.header.max_tokens);
-  }
+  __device__ int tokens_of(int owner) const { return min(max(plan.src_tokens[owner], 0), ll.op.header.max_tokens); }
   __device__ Batches batches() const {
     int most = 0;
     for (int owner = 0; owner < ll.op.comm.num_ranks; ++owner) most = max(most, tokens_of(owner));

@@ -5,7 +5,7 @@
 // list. So a CTA counts the pairs before its share, from the ids of all sources, and numbers its own pairs in order.
 // It waits for no other CTA.
 #pragma once
-#include "cuda/moe/low_latency.cuh"
+#include "cuda/moe/ll_words.cuh"
 #include "cuda/moe/positions.cuh"
 
 namespace ep::cuda {
@@ -17,10 +17,10 @@ constexpr int kWordsAtOnce = 4;  // words of ids that a thread loads at a time
 // What a CTA knows of the sources, and the pairs of one pass. In shared memory; `pairs_of` has E_l entries and is in
 // dynamic shared memory.
 struct Placed {
-  int32_t tokens[kMaxRanks];     // T of each source; 0: it is masked
-  int32_t begin[kMaxRanks + 1];  // the source's first token in the list
-  int32_t before[kMaxRanks];     // pairs of the source before this CTA's share of the list
-  int32_t lost[kMaxRanks];       // 1: a wait for its words ended with a mask
+  int32_t tokens[kMaxRanks];                  // T of each source; 0: it is masked
+  int32_t begin[kMaxRanks + 1];               // the source's first token in the list
+  int32_t before[kMaxRanks];                  // pairs of the source before this CTA's share of the list
+  int32_t lost[kMaxRanks];                    // 1: a wait for its words ended with a mask
   __align__(16) int32_t experts[kPassPairs];  // local expert of each pair, -1: none
   int32_t rows[kPassPairs];                   // row of each pair, -1: none
 };

@@ -3,7 +3,7 @@
 #include <type_traits>
 
 #include "cuda/core/quantize.cuh"
-#include "cuda/moe/low_latency.cuh"
+#include "cuda/moe/ll_words.cuh"
 
 namespace ep::cuda {
 
@@ -40,8 +40,8 @@ __device__ inline void send_ids(const LlRun& ll, const LlDispatchArgs& args, int
   const Team team = team_of_workers();
   for (int64_t i = team.index * kWarp + lane_id(); i < int64_t{words} * R; i += team.size * kWarp) {
     const int turn = static_cast<int>(i) / words, word = static_cast<int>(i) % words, peer = (me + 1 + turn) % R;
-    const LlData data = word < kLlHeaderWords ? ll_header_word(ll, word)
-                                              : ids_word(ll, args, word - kLlHeaderWords, turn == 0);
+    const LlData data =
+        word < kLlHeaderWords ? ll_header_word(ll, word) : ids_word(ll, args, word - kLlHeaderWords, turn == 0);
     if (!ll.is_masked(peer)) ll_store(ll.block(peer).ids(ll.parity, me) + word, data, ll.tag());
   }
   if (team.index == team.size - 1 && lane_id() < R && !ll.is_masked(lane_id())) {

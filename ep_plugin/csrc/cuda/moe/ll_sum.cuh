@@ -5,13 +5,13 @@
 #pragma once
 #include "common/logfmt.h"
 #include "cuda/core/element.cuh"
-#include "cuda/moe/low_latency.cuh"
+#include "cuda/moe/ll_words.cuh"
 
 namespace ep::cuda {
 
-constexpr int kTermsAtOnce = 4;          // whose loads are in flight together
-constexpr int kGroupLanes = 16;          // lanes that share a group of logfmt; each has 8 elements
-constexpr int kGroupBytes = 256;         // a group's place in a slot
+constexpr int kTermsAtOnce = 4;             // whose loads are in flight together
+constexpr int kGroupLanes = 16;             // lanes that share a group of logfmt; each has 8 elements
+constexpr int kGroupBytes = 256;            // a group's place in a slot
 constexpr int kCodeBytes = kLlLogfmtGroup;  // the lower 8 bits of a group's codes
 
 template <class Element>
@@ -96,8 +96,7 @@ __device__ inline void store_coded(char* slot, int64_t hidden, int unit, bool in
 __device__ inline void add_coded(const char* slot, int64_t hidden, int unit, LaneSum<BFloat16>& sum) {
   const int lane = unit % kGroupLanes;
   const char* group = group_in(const_cast<char*>(slot), unit);
-  const int64_t scale_bits =
-      ptx::ld_coherent(reinterpret_cast<const int64_t*>(slot + 2 * hidden) + unit / kGroupLanes);
+  const int64_t scale_bits = ptx::ld_coherent(reinterpret_cast<const int64_t*>(slot + 2 * hidden) + unit / kGroupLanes);
   const int64_t low = ptx::ld_coherent(reinterpret_cast<const int64_t*>(group) + lane);
   const uint32_t both =
       static_cast<uint32_t>(ptx::ld_coherent(reinterpret_cast<const int32_t*>(group + kCodeBytes) + lane / 2));

@@ -1,4 +1,4 @@
-// What both low-latency kernels share: roles, waits that a mask ends, words, headers, and the end of an operation.
+// What both low-latency kernels share: roles, waits that a mask ends, batches of flags, and the end of an operation.
 // common/low_latency.h has the layout and the protocol; ll_dispatch.cu and ll_combine.cu are the kernels.
 //
 // Roles. In each CTA the last warp signals, and the others are workers. Workers wait for each other at a barrier of
@@ -10,10 +10,9 @@
 // Memory order. Words are relaxed: each is complete by itself. Worker warps release their counts in the CTA; the
 // signalling warp acquires them, fences at system scope, and stores the flags. A reader acquires a flag at system scope
 // in one lane and joins its warp before the warp loads the rows. No bulk copies are used, so no proxy is fenced.
-// Masks. Each CTA reads the masks once, when it enters. With `shrink`, a wait also reads them while it waits, and sets
-// one at its deadline. Masks from the headers of peers are adopted when the kernel ends.
-// Waits. The signalling warp waits for its own workers without a deadline, because all their waits have one. A fault
-// ends it.
+// Masks. Each CTA reads the masks once, when it enters. Only with `shrink` do they change in a kernel: a wait sets one
+// at its deadline, and headers bring those of peers. Then waits that last read them, too. Waits. The signalling warp
+// waits for its own workers without a deadline, because all their waits have one. A fault ends it.
 #pragma once
 #include "common/low_latency_args.h"
 #include "cuda/core/copy.cuh"
@@ -23,8 +22,6 @@
 namespace ep::cuda {
 
 constexpr int kLlLeastWorkers = 3;
-constexpr int kLlWordUnits = 3;  // 4-byte units of data in a word
-constexpr int kLlMaskField = offsetof(LlHeader, mask) / 4;
 
 // --- Roles ---------------------------------------------------------------------------------------------------------
 
@@ -48,9 +45,7 @@ struct LlRun {
   uint32_t masked;  // bit r: rank r was masked when this CTA began to send or to receive
 
   __device__ LlState& state() const { return ll_state_of(op); }
-  __device__ LlBlock block(int rank) const {
-    return LlBlock{op.comm.control[rank], lay, op.comm.num_ranks, op.shape};
-  }
+  __device__ LlBlock block(int rank) const { return LlBlock{op.comm.control[rank], lay, op.comm.num_ranks, op.shape}; }
   __device__ LlBlock own() const { return block(op.comm.rank); }
   __device__ bool is_masked(int rank) const { return (masked >> rank & 1u) != 0; }
   __device__ uint32_t tag() const { return static_cast<uint32_t>(run.epoch); }
@@ -68,7 +63,7 @@ __device__ inline LlRun ll_half(const LlOperation& op, const LlLayout& lay, LlKi
 
 enum class Found { kThere, kMasked, kGaveUp };
 
-// Says to the peers whether this rank waits for another one. One thread at a time changes it.
+// Says to the peers whether this rank waits for another one.
 __device__ inline void ll_announce_wait(const LlRun& ll, uint32_t waits) {
   uint32_t* said = &ll.state().waits;
   if (ptx::ld_relaxed_gpu(said) == waits) return;
@@ -130,131 +125,10 @@ __device__ inline Found ll_wait_at_least(const LlRun& ll, int peer, const uint64
 // All lanes: lane 0 waits for a flag of the peer, then all may read its rows.
 __device__ inline Found ll_wait_rows(const LlRun& ll, int peer, int group) {
   Found found = Found::kThere;
-  if (lane_id() == 0)
-    found = ll_wait_at_least(ll, peer, ll.own().flag(ll.kind, ll.parity, peer, group), ll.run.epoch);
+  if (lane_id() == 0) found = ll_wait_at_least(ll, peer, ll.own().flag(ll.kind, ll.parity, peer, group), ll.run.epoch);
   found = static_cast<Found>(__shfl_sync(kAllLanes, static_cast<int>(found), 0));
   __syncwarp();
   return found;
-}
-
-// --- Words ---------------------------------------------------------------------------------------------------------
-
-struct LlData {
-  uint32_t unit[kLlWordUnits];
-};
-
-__device__ __forceinline__ void ll_store(LlWord* to, const LlData& data, uint32_t tag) {
-  peer::store(to, static_cast<uint64_t>(data.unit[1]) << 32 | data.unit[0],
-              static_cast<uint64_t>(tag) << 32 | data.unit[2]);
-}
-// Loads a word and returns its tag.
-__device__ __forceinline__ uint32_t ll_load(const LlWord* from, LlData* data) {
-  uint64_t low, high;
-  peer::poll(from, &low, &high);
-  data->unit[0] = static_cast<uint32_t>(low);
-  data->unit[1] = static_cast<uint32_t>(low >> 32);
-  data->unit[2] = static_cast<uint32_t>(high);
-  return static_cast<uint32_t>(high >> 32);
-}
-
-// Loads kWords words that follow each other; their loads are in flight together. Whether all have this operation's tag.
-template <int kWords>
-__device__ __forceinline__ bool ll_load_words(const LlRun& ll, const LlWord* from, LlData* data, uint64_t* seen) {
-  uint32_t tags[kWords];
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) tags[i] = ll_load(from + i, data + i);
-  bool there = true;
-#pragma unroll
-  for (int i = 0; i < kWords; ++i)
-    if (tags[i] != ll.tag()) there = false, *seen = tags[i];
-  return there;
-}
-// One thread: waits for such words. A wait that lasts has data of its own, so that `data` can be in registers.
-template <int kWords>
-__device__ __forceinline__ Found ll_wait_words(const LlRun& ll, int peer, const LlWord* from, LlData* data) {
-  if (ll.is_masked(peer)) return Found::kMasked;
-  uint64_t seen = 0;
-  if (ll_load_words<kWords>(ll, from, data, &seen)) return Found::kThere;
-  const Found found = ll_wait_longer(ll, peer, ll.tag(), [&ll, from](uint64_t* seen) {
-    LlData held[kWords];
-    return ll_load_words<kWords>(ll, from, held, seen);
-  });
-  ll_load_words<kWords>(ll, from, data, &seen);
-  return found;
-}
-
-// Unit `unit` of a word's bytes in a row of `units` 4-byte units; zero beyond its end.
-__device__ __forceinline__ uint32_t ll_unit(const char* row, int unit, int units) {
-  return unit < units ? static_cast<uint32_t>(ptx::ld_coherent(reinterpret_cast<const int32_t*>(row) + unit)) : 0u;
-}
-
-// Word `word` of this rank's header.
-__device__ inline LlData ll_header_word(const LlRun& ll, int word) {
-  const int32_t* fields = reinterpret_cast<const int32_t*>(&ll.op.header);
-  LlData data;
-#pragma unroll
-  for (int u = 0; u < kLlWordUnits; ++u) {
-    const int field = kLlWordUnits * word + u;
-    data.unit[u] = field == kLlMaskField ? ll.masked : static_cast<uint32_t>(fields[field]);
-  }
-  return data;
-}
-
-// One thread: refreshes one of `count` words, unless this operation writes it anyway (low_latency.h: ll_refreshed).
-template <class IsWritten>
-__device__ inline void ll_refresh(const LlRun& ll, LlWord* words, int64_t count, IsWritten is_written) {
-  const int64_t index = ll_refreshed(ll.run.epoch, count);
-  if (!is_written(static_cast<int>(index))) ll_store(words + index, LlData{}, ll.tag());
-}
-// One thread: does so for the words of rows for one peer. goes(token): this operation writes the token's words.
-template <class Goes>
-__device__ inline void ll_refresh_rows(const LlRun& ll, int peer, int num_tokens, int64_t bytes, Goes goes) {
-  const int per_row = static_cast<int>(ll.lay.words_per_row);
-  LlWord* words = ll.block(peer).row_words(ll.kind, ll.parity, ll.op.comm.rank, 0);
-  ll_refresh(ll, words, int64_t{kLlWordTokens} * per_row, [&](int index) {
-    const int token = index / per_row;
-    return ll_rows_are_words(num_tokens) && token < num_tokens && index % per_row < ll_words(bytes) && goes(token);
-  });
-}
-
-// One thread: waits for a peer's header, and compares it with this rank's.
-__device__ inline Found ll_open(const LlRun& ll, int peer, const LlWord* words, LlHeader* header) {
-  const Comm& comm = ll.op.comm;
-  const LlHeader& mine = ll.op.header;
-  LlData data[kLlHeaderWords];
-  const Found found = ll_wait_words<kLlHeaderWords>(ll, peer, words, data);
-  if (found != Found::kThere) return found;
-  memcpy(header, data, sizeof(LlHeader));
-  bool ok = true;
-  const int field = ll_header_mismatch(mine, *header);
-  if (field >= 0)
-    ok = fail(comm, kDisagree, ll.run.step, peer, field, reinterpret_cast<const int32_t*>(&mine)[field],
-              reinterpret_cast<const int32_t*>(header)[field]);
-  else if (header->num_tokens < 0 || header->num_tokens > mine.max_tokens)
-    ok = fail(comm, kBadData, ll.run.step, peer, 0, mine.max_tokens, header->num_tokens);
-  else if ((header->mask >> comm.rank & 1u) != 0)
-    ok = fail(comm, kMasked, ll.run.step, peer, 0, 0, 1);
-  return ok ? Found::kThere : Found::kGaveUp;
-}
-
-// An id as the caller gave it. What is no expert is recorded, and counts as dropped.
-__device__ inline int ll_id(const LlRun& ll, Address ids, int id_bytes, int pair) {
-  const int64_t id = id_bytes == 8 ? at<const int64_t>(ids)[pair] : at<const int32_t>(ids)[pair];
-  if (id >= -1 && id < ll.op.comm.num_experts) return static_cast<int>(id);
-  fail(ll.op.comm, kBadIds, ll.run.step, ll.op.comm.rank, pair / ll.op.header.topk, ll.op.comm.num_experts, id);
-  return -1;
-}
-// All lanes: bit r: rank r has one of the token's experts and is not masked.
-__device__ inline uint32_t ll_ranks_of(const LlRun& ll, Address ids, int id_bytes, int token) {
-  const int K = ll.op.header.topk;
-  const unsigned per_rank = static_cast<unsigned>(local_experts(ll.op.comm));
-  uint32_t bits = 0;
-  for (int k = lane_id(); k < K; k += kWarp) {
-    const int id = ll_id(ll, ids, id_bytes, token * K + k);
-    if (id >= 0) bits |= 1u << static_cast<unsigned>(id) / per_rank;
-  }
-  for (int step = 1; step < kWarp; step *= 2) bits |= __shfl_xor_sync(kAllLanes, bits, step);
-  return bits & ~ll.masked;
 }
 
 // --- Entering ------------------------------------------------------------------------------------------------------
@@ -289,8 +163,8 @@ __device__ inline uint64_t ll_epoch(const LlOperation& op, LlKind kind) {
 
 // --- Batches of tokens whose flags are stored together -------------------------------------------------------------
 
-constexpr int kLlBatchTokens = 8;     // a batch has more only if one group has
-constexpr int kLlMostInBatch = 32;    // at most this many: the tokens of a group of the largest T
+constexpr int kLlBatchTokens = 8;   // a batch has more only if one group has
+constexpr int kLlMostInBatch = 32;  // at most this many: the tokens of a group of the largest T
 static_assert(kLlMaxTokens / kLlMaxGroups <= kLlMostInBatch, "a group fits in a batch");
 
 // The items (groups of tokens) of one CTA, in batches. Every CTA has items blockIdx.x, blockIdx.x + gridDim.x, ...
@@ -302,8 +176,8 @@ struct Batches {
   __device__ Batches(int items, int per_item)
       : items(items), per_item(per_item), per_batch(max(1, kLlBatchTokens / per_item)) {}
   __device__ int count() const {
-    const int mine = (items - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) /
-                     static_cast<int>(gridDim.x);
+    const int mine =
+        (items - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
     return mine <= 0 ? 0 : (mine + per_batch - 1) / per_batch;
   }
   // The i-th item of a batch; at or past `items`: none.
@@ -354,21 +228,9 @@ __device__ inline bool ll_last_to_finish(const LlOperation& op, LlKind kind) {
   return last;
 }
 
-// One warp of the last CTA: adopts the masks in the headers of peers. words(r): the words of rank r in this rank's
-// block.
-template <class Words>
-__device__ inline void ll_adopt_masks(const LlRun& ll, Words words) {
-  const int R = ll.op.comm.num_ranks, rank = lane_id();
-  constexpr int kWord = kLlMaskField / kLlWordUnits;
-  LlData data{};
-  if (rank < R && ll_load(words(rank) + kWord, &data) != ll.tag()) data = LlData{};  // that rank is masked
-  uint32_t bits = data.unit[kLlMaskField % kLlWordUnits];
-  for (int step = 1; step < kWarp; step *= 2) bits |= __shfl_xor_sync(kAllLanes, bits, step);
-  if (rank < R && (bits >> rank & 1u) != 0) ptx::st_relaxed_gpu(&ll.state().mask[rank], 1);
-}
-
 // One warp of the last CTA of an operation that succeeded: advances the epoch and signals the consumed words.
-__device__ inline void ll_finish(const LlOperation& op, const LlRun& ll) {
+__device__ inline void ll_finish(const LlRun& ll) {
+  const LlOperation& op = ll.op;
   const Comm& comm = op.comm;
   LlState& state = ll.state();
   const int peer = lane_id();
