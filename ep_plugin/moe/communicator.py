@@ -193,21 +193,25 @@ class MoECommunicator:
             x: ``[T, H]``, rows of a multiple of 16 bytes.
             topk_ids: int32 or int64 ``[T, K]``, global expert ids; -1: dropped. A token may name an expert once
                 (checked on CPUs, and on GPUs with EP_PLUGIN_CHECK_IDS=1).
-            topk_weights: ``[T, K]`` of any float dtype.
-            scales: ``[T, S]``, which travels with the rows unchanged.
+            topk_weights: ``[T, K]`` of any float dtype. Not in mode="ll", whose combine takes them.
+            scales: ``[T, S]``, which travels with the rows unchanged. Not in mode="ll".
             previous_handle: reuse the routing of an earlier dispatch, which had the same topk_ids.
             capacity: rows of the output. The host then waits for nothing, and the output's ``overflow`` says on the
-                device whether rows were dropped.
+                device whether rows were dropped. In mode="ll": rows of each expert's block, a multiple of R; each rank
+                may then have capacity / R tokens.
             quantize: "e4m3": BF16, FP16 or FP32 rows (H a multiple of 16) are sent as float8_e4m3fn with a float32
                 scale for each 128 elements. The returned ``scales`` are ``[N, ceil(H / 128)]``, and a row is about
                 tokens * scales. reference.reference_quantize computes the same. A block with an infinity is NaN when
-                multiplied out; a block whose largest magnitude is below 2**-137 is up to a third off, or 0.
+                multiplied out; a block whose largest magnitude is below 2**-137 is up to a third off, or 0. In
+                mode="ll", where H is a multiple of 128, also "e4m3_pow2", with scales rounded up to powers of two, and
+                "e4m3_ue8m0", which returns the exponents of these, four in an int32.
 
         Returns:
             The rows, and the handle that `combine` needs. The caller owns both.
 
         Raises:
-            ValueError: wrong arguments; also an `x` that requires gradients with `quantize`.
+            ValueError: wrong arguments; also an `x` that requires gradients with `quantize`; in mode="ll" a third
+                un-received dispatch.
         """
         return self._dispatch(0, x, topk_ids, topk_weights, scales, previous_handle, capacity, quantize)
 
@@ -224,10 +228,12 @@ class MoECommunicator:
         collective: every rank must run it.
 
         Args:
-            y: ``[N, H]``, contiguous, one row per dispatched row.
+            y: ``[N, H]``, contiguous, one row per dispatched row; in EXPERT_MAJOR ``[E_l, R * T_max, H]``, of which the
+                rows that no token has are not read.
             handle: as dispatch returned it.
             weights: as dispatch returned them, ``[N]`` or, in TOKEN_MAJOR, ``[N, K]``; factors of the rows. In
-                TOKEN_MAJOR a row's weights are summed over its local experts. None: a plain sum.
+                TOKEN_MAJOR a row's weights are summed over its local experts. In EXPERT_MAJOR ``[T, K]``, those of this
+                rank's own tokens. None: a plain sum.
             bias: ``[T, H]`` of y's dtype, added to the result.
 
         Returns:
@@ -247,6 +253,9 @@ class MoECommunicator:
         quantize: str | None = None,
     ) -> DispatchWork:
         """Starts a dispatch. The communicator's next operation completes it if nobody has waited for it.
+
+        In mode="ll" this is the send half. Only the work's ``wait()`` runs the receive half, and two dispatches may be
+        un-received.
 
         With ``dispatch_recv_sms=0``, and neither `capacity` nor `previous_handle`, the host waits here until every rank
         has sent its number of rows.
@@ -270,7 +279,8 @@ class MoECommunicator:
         weights: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
     ) -> CombineWork:
-        """Starts a combine. The communicator's next operation completes it if nobody has waited for it.
+        """Starts a combine. The communicator's next operation completes it if nobody has waited for it. In mode="ll" it
+        has two halves, as in `dispatch_async`.
 
         Args:
             y, handle, weights, bias: as in `combine`. Do not write to them before `wait()`.

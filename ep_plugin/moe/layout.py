@@ -22,19 +22,23 @@ class DispatchOutput(NamedTuple):
 
     tokens: ``[N, H]``, of the dtype of ``x``, or of the one it was quantised to. FLAT: one row per (token, local
         expert), grouped by local expert, each group padded with zero rows to ``expert_alignment``. TOKEN_MAJOR: one row
-        per token.
+        per token. EXPERT_MAJOR: ``[E_l, R * T_max, H]``, one row per (token, local expert), first in the expert's
+        block; the rows after them are undefined.
     scales: ``[N, S]``, the scales of the rows, given or made by ``quantize``; None without scales. Gradients into them
-        are dropped.
+        are dropped. EXPERT_MAJOR: ``[E_l, R * T_max, S]``, stored transposed; S is H / 128 or, with "e4m3_ue8m0", the
+        int32 words of so many exponents.
     weights: FLAT ``[N]``, TOKEN_MAJOR ``[N, K]``; float32 (float64 for float64 rows), 0 where there is no pair; None
         when no weights were dispatched. Carries gradients back to ``topk_weights``.
-    topk_ids: TOKEN_MAJOR: int32 ``[N, K]``, local expert ids, -1 where the expert is elsewhere; None in FLAT.
-    row_expert_ids: FLAT: int32 ``[N]``, the local expert of each row, -1 for padding; None in TOKEN_MAJOR.
+    topk_ids: TOKEN_MAJOR: int32 ``[N, K]``, local expert ids, -1 where the expert is elsewhere; else None.
+    row_expert_ids: FLAT: int32 ``[N]``, the local expert of each row, -1 for padding; else None.
     num_tokens_per_expert: int32 ``[E_l]`` on the device, without padding. Where ``capacity`` was too small: in FLAT the
         rows that are present, in TOKEN_MAJOR also those of dropped tokens.
-    num_tokens_per_expert_cpu: int64 ``[E_l]`` in host memory; None when ``capacity`` was given.
+    num_tokens_per_expert_cpu: int64 ``[E_l]`` in host memory; None when ``capacity`` was given, and in EXPERT_MAJOR.
     expert_offsets: int32 ``[E_l + 1]`` on the device, where each expert's FLAT rows start, padding included.
-    overflow: int32 ``[]``: 1 when rows were dropped because ``capacity`` was too small; None without ``capacity``.
-    required: int32 ``[]``: rows that all tokens need; None without ``capacity``.
+        EXPERT_MAJOR: where its block starts.
+    overflow: int32 ``[]``: 1 when rows were dropped because ``capacity`` was too small; None without ``capacity``, and
+        in EXPERT_MAJOR, which drops none.
+    required: int32 ``[]``: rows that all tokens need; None where overflow is.
     """
 
     tokens: torch.Tensor
@@ -61,13 +65,14 @@ class DispatchHandle(NamedTuple):
     plan: torch.Tensor
     """int32, one after the other: ``[R, R]``, rows from all ranks up to the first for the second; bases and counts;
     ``[T, R]``, position among this rank's rows for each rank, -1: none; ``[T, K]``, position among this rank's pairs
-    for the expert, -1: dropped."""
+    for the expert, -1: dropped. EXPERT_MAJOR: as LlPlanLayout of ``csrc/common/low_latency.h``."""
     recv_rows: torch.Tensor
-    """int32 ``[slots, K]``, the output row of each received pair, -1: none."""
+    """int32 ``[slots, K]``, the output row of each received pair, -1: none. EXPERT_MAJOR: ``[0, K]``; the plan has
+    them."""
     totals: torch.Tensor
     """int64 on the host: slots, rows, most rows from any rank to any and from any to all, rows of each local expert.
 
-    With ``capacity``, that alone."""
+    With ``capacity``, that alone. EXPERT_MAJOR: the rows of the output."""
     comm: int
     """The number of the communicator that made it."""
 

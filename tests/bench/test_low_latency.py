@@ -47,4 +47,4 @@ def _wrong(rank: int) -> dict[str, Any]:
 
 def test_wrong_sums_are_not_timed() -> None:
     for found in values(run_ranks(RANKS, _wrong)):
-        assert "combine_fp32_t3 by ep_plugin: combine: off by" in found["wrong"][0]
+        assert "dispatch_fp32_t3 by ep_plugin: combine: off by" in found["wrong"][0]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 
 import pytest
 import torch
 
-from ep_plugin import _C
+from ep_plugin import _C, MoECommunicator
 from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
 from tests.moe.low_latency_cases import check_rows, check_sums, expert_results, low_latency, round_trip
@@ -113,26 +114,27 @@ def test_a_hundred_thousand_operations() -> None:
 
 
 def _epochs_of_32_bits(rank: int, size: int) -> None:
-    """Words carry the lower half of the epoch; operations cross its wrap, with words that were not used before it."""
+    """Words carry the lower half of the epoch; operations cross its wrap."""
     with low_latency(CASE) as comm:
         small, large = dataclasses.replace(CASE, tokens=(2, 1, 3)), CASE
         round_trip(comm, make_inputs(small))
         begin = 2**32 - 5
         epochs = comm.engine.ll_state[_C.ll_epoch_offset : _C.ll_epoch_offset + 16].view(torch.int64)
         epochs.fill_(begin)
-        _consume_up_to(comm, begin)
+        _age_block(comm, begin)
         comm.engine.exchange.barrier("test")
         for number in range(10):
             with named(number):
                 round_trip(comm, make_inputs(dataclasses.replace((small, large)[number % 3 == 2], seed=number)))
 
 
-def _consume_up_to(comm, epoch: int) -> None:
-    """Marks all operations up to `epoch` as received in this rank's block, which begins with the consumed words."""
-    import ctypes
-
-    words = (ctypes.c_uint64 * (4 * comm.size)).from_address(comm.engine.memory._open[0].ptrs[comm.rank])
-    words[:] = [epoch] * len(words)
+def _age_block(comm: MoECommunicator, epoch: int) -> None:
+    """Makes this rank's block as it is after `epoch` operations of each kind: everything consumed, every word old."""
+    block, flags = comm.engine.memory._open[0], 4 * comm.size
+    consumed = (ctypes.c_uint64 * flags).from_address(block.ptrs[comm.rank])
+    consumed[:] = [epoch] * flags
+    words = -(-8 * flags // 128) * 128 + 128 + flags * 128 * 8  # behind consumed words, waiting words and flags
+    ctypes.memset(block.ptrs[comm.rank] + words, 0x7F, block.nbytes - words)
 
 
 def test_epochs_wrap_in_words() -> None:
