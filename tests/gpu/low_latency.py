@@ -150,7 +150,7 @@ Step = Callable[[], tuple[DispatchOutput, torch.Tensor]]
 
 
 def random_batch(size: int, generator: torch.Generator) -> Batch:
-    """The same on every rank, on the host. Each rank has its own number of tokens that go somewhere, from none to all."""
+    """The same on every rank, on the host. Each rank has its own number of tokens with experts, from none to all."""
     shape = (size, T, K)
     valid = torch.randint(0, T + 1, (size, 1, 1), generator=generator)
     ids = torch.rand((size, T, EXPERTS_PER_RANK * size), generator=generator).topk(K, dim=2).indices

@@ -1,6 +1,7 @@
 """How many SMs the low-latency kernels run on: all of the device, shared by the ranks that use it.
 
-A kernel of both halves is launched cooperatively, so all its CTAs must fit beside those of the other ranks of the device.
+A kernel that both sends and waits is launched cooperatively: all its CTAs must fit beside those of the device's other
+ranks.
 """
 
 from __future__ import annotations

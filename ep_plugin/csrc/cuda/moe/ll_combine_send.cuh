@@ -59,17 +59,19 @@ struct LlTerm {
   int32_t row;
   float factor;
 };
-// The terms of the tokens of a batch. In shared memory; `terms` has K entries for each token and is in dynamic shared
-// memory.
-struct LlLists {
-  int32_t count[kLlMostInBatch];  // terms of the token that are named
-};
-
 // An owner's token.
 struct Owned {
   int owner;  // -1: there is no such token
   int token;
   int group;
+  int tokens;  // T of the owner
+};
+
+// The tokens of a batch and their terms. In shared memory; `terms` has K entries for each token and is in dynamic
+// shared memory.
+struct LlLists {
+  int32_t count[kLlMostInBatch];  // terms of the token that are named
+  Owned of[kLlMostInBatch];
 };
 
 // The tokens of all owners, as the CTAs of a kernel share them: in groups, owners in turn, the next rank first. This
@@ -93,7 +95,7 @@ struct OwnedTokens {
     const int owner = (ll.op.comm.rank + 1 + item % R) % R, group = item / R, T = tokens_of(owner);
     const int size = ll_group_tokens(T), token = group * size + in_group;
     const bool there = item < batches.items && in_group < size && token < T && !ll.is_masked(owner);
-    return Owned{there ? owner : -1, token, group};
+    return Owned{there ? owner : -1, token, group, T};
   }
   __device__ const int32_t* rows_of(int owner, int token) const {
     return plan.rows + (int64_t{owner} * ll.op.header.max_tokens + token) * ll.op.header.topk;
@@ -128,8 +130,7 @@ class LlHolder {
       for (int task = warp_id(); task < batches.places() * pieces; task += num_workers()) {
         const int place = task / pieces, count = lists_.count[place];
         if (count == 0) continue;
-        reduce(owned_.find(batches, batch, place), (task - place * pieces) * kWarp + lane_id(),
-               terms_ + place * header_.topk, count);
+        reduce(lists_.of[place], (task - place * pieces) * kWarp + lane_id(), terms_ + place * header_.topk, count);
       }
       count_written(written);
       join_workers();  // the lists may be overwritten
@@ -182,7 +183,7 @@ class LlHolder {
 
   // One warp: lists the terms of a token, in the order of k. Waits for its weights. False after a fault.
   __device__ bool list(const Owned& of, int place) {
-    if (lane_id() == 0) lists_.count[place] = 0;
+    if (lane_id() == 0) lists_.count[place] = 0, lists_.of[place] = of;
     __syncwarp();
     if (of.owner < 0) return true;
     const Comm& comm = ll_.op.comm;
@@ -214,14 +215,14 @@ class LlHolder {
     }
     if (lane_id() == 0) lists_.count[place] = count;
     __syncwarp();
-    if (held && count == 0 && ll_rows_are_words(owned_.tokens_of(of.owner))) refresh_unnamed(of);
+    if (held && count == 0 && ll_rows_are_words(of.tokens)) refresh_unnamed(of);
     return true;
   }
 
   // All lanes: sums this lane's unit of the token's rows, and stores it into the owner's slot, or as a word.
   __device__ __forceinline__ void reduce(const Owned& to, int unit, const LlTerm* terms, int count) const {
-    const int T = owned_.tokens_of(to.owner), me = ll_.op.comm.rank;
-    const bool words = ll_rows_are_words(T);
+    const int me = ll_.op.comm.rank;
+    const bool words = ll_rows_are_words(to.tokens);
     const bool in = unit < (words ? static_cast<int>(ll_words(header_.row_bytes)) : header_.row_bytes / 16);
     const auto row = [&](int i) { return at<const char>(args_.y, int64_t{terms[i].row} * header_.row_bytes); };
     const auto factor = [&](int i) { return terms[i].factor; };
@@ -256,9 +257,9 @@ __device__ inline void signal_partials(const LlRun& ll, const LlCombineArgs& arg
   for (int batch = 0; batch < batches.count(); ++batch) {
     // Lane p looks at place p; the lanes of a group vote.
     const int place = lane_id();
-    Owned of{-1, 0, 0};
+    Owned of{-1, 0, 0, 0};
     if (place < batches.places()) of = owned.find(batches, batch, place);
-    const bool flagged = of.owner >= 0 && !ll_rows_are_words(owned.tokens_of(of.owner));
+    const bool flagged = of.owner >= 0 && !ll_rows_are_words(of.tokens);
     const unsigned held = __ballot_sync(kAllLanes, flagged && owned.holds(of.owner, of.token));
     if (!fence_batch(ll, written, batch)) return;
     const int first = place / batches.per_item * batches.per_item;
