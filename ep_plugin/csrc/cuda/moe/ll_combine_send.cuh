@@ -59,6 +59,7 @@ struct LlTerm {
   int32_t row;
   float factor;
 };
+
 // An owner's token.
 struct Owned {
   int owner;  // -1: there is no such token
@@ -84,9 +85,12 @@ struct OwnedTokens {
 
   __device__ int tokens_of(int owner) const { return min(max(plan.src_tokens[owner], 0), ll.op.header.max_tokens); }
   __device__ Batches batches() const {
-    int most = 0;
-    for (int owner = 0; owner < ll.op.comm.num_ranks; ++owner) most = max(most, tokens_of(owner));
-    return Batches(ll.op.comm.num_ranks * ll_groups(most), ll_group_tokens(most));
+    int groups = 0, per_group = 1;  // 129 tokens are fewer groups than 128
+    for (int owner = 0; owner < ll.op.comm.num_ranks; ++owner) {
+      groups = max(groups, ll_groups(tokens_of(owner)));
+      per_group = max(per_group, ll_group_tokens(tokens_of(owner)));
+    }
+    return Batches(ll.op.comm.num_ranks * groups, per_group);
   }
   // The token at a place of a batch.
   __device__ Owned find(const Batches& batches, int batch, int place) const {
