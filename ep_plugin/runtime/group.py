@@ -35,6 +35,7 @@ class GroupEngine(BaseEngine):
         node_ranks: the ranks of the group on this node; node_size is their number, G.
         within: the exchange between them.
         rails: the way to the other nodes.
+        sharing: the ranks of the group whose device is this rank's, itself included.
         state: the device memory of this communicator's kernels, uint8.
         group_boards: `boards` if the group spans nodes.
     """
@@ -44,6 +45,8 @@ class GroupEngine(BaseEngine):
     def _construct(self, group: dist.ProcessGroup, *given: Any) -> None:
         self.node_map, reports = discover(self.exchange, self.device)
         _check_hosts(reports)
+        mine = reports[self.rank]
+        self.sharing = sum((one.host, one.device_id) == (mine.host, mine.device_id) for one in reports)
         self.node = self.node_map.node_of(self.rank)
         self.index = self.node_map.local_rank_of(self.rank)
         self.node_ranks = self.node_map.node_ranks(self.node)

@@ -12,10 +12,12 @@ import torch
 from ep_plugin import _C
 from ep_plugin.collectives.backends import cpu, cuda
 from ep_plugin.moe.high_throughput import engine, sms
+from ep_plugin.moe.low_latency import sms as low_latency_sms
 from ep_plugin.runtime.streams import Streams
 
 # A CTA is a thread of the system, so few of them.
 SMS = sms.KernelSms(2, 3)
+LOW_LATENCY_SMS = 2
 
 KERNELS = [
     "plan",
@@ -31,6 +33,8 @@ KERNELS = [
     "quantize",
     "pack",
     "combine_add",
+    "ll_dispatch",
+    "ll_combine",
 ]
 
 
@@ -83,3 +87,4 @@ def serve_cpus() -> None:
     torch.cuda.synchronize = lambda device=None: streams.drain()
     sms.for_dispatch = lambda *shape: SMS
     sms.for_combine = lambda *shape: SMS
+    low_latency_sms.for_device = lambda device, sharing: LOW_LATENCY_SMS

@@ -157,6 +157,8 @@ bool Cta::anyone_polls() const {
 std::string Cta::waiting() const {
   std::string said = std::to_string(at_barrier) + " of " + std::to_string(live) + " at " +
                      (at_barrier ? barrier.instruction : "no barrier");
+  for (const PartBarrier& one : some)
+    if (one.here != 0) said += "; " + std::to_string(one.here) + " of " + std::to_string(one.threads) + " at a barrier";
   for (size_t w = 0; w < warps.size(); ++w)
     if (warps[w].here != 0)
       said += "; lanes " + std::to_string(warps[w].here) + " of " + std::to_string(warps[w].lanes) + " of warp " +
@@ -201,6 +203,21 @@ Votes sync_cta(const char* instruction, bool vote) {
   ++cta.at_barrier;
   cta.release_cta_if_all();
   cta.stop_until(thread, cta.barrier.generation, generation);
+  return votes;
+}
+
+Votes sync_some(unsigned barrier, unsigned threads, bool vote) {
+  Thread& thread = static_cast<Thread&>(*here);
+  expect(barrier > 0 && barrier < kBarriers && threads % kWarpSize == 0, "no such barrier");
+  PartBarrier& point = thread.cta->some[barrier];
+  const uint32_t generation = point.generation;
+  Votes& votes = point.votes[generation % 2];
+  if (point.here == 0) votes = {true, false}, point.threads = threads;
+  expect(point.threads == threads, "joins a barrier of another number of threads");
+  votes.all &= vote;
+  votes.any |= vote;
+  if (++point.here == threads) point.here = 0, ++point.generation;
+  thread.cta->stop_until(thread, point.generation, generation);
   return votes;
 }
 

@@ -92,6 +92,15 @@ struct Job {
   std::atomic<bool> ended{false};
 };
 
+// A barrier of some threads of a CTA.
+struct PartBarrier {
+  uint32_t generation = 0;
+  unsigned here = 0;
+  unsigned threads = 0;  // that the first one has named
+  Votes votes[2] = {};   // of the previous and the current use
+};
+constexpr unsigned kBarriers = 16;
+
 struct Warp {
   SyncPoint point;
   uint32_t lanes = 0;          // bits of the lanes that have not ended
@@ -166,6 +175,7 @@ struct Cta {
   SyncPoint barrier;
   unsigned at_barrier = 0;
   Votes votes[2] = {};
+  PartBarrier some[kBarriers];
   std::set<const uint64_t*> barriers;
   std::vector<Load> loads;
   std::vector<Store> stores;

@@ -4,6 +4,7 @@
 
 #include "common/api.h"
 #include "common/collectives.h"
+#include "common/low_latency_args.h"
 #include "simt.h"
 
 namespace py = pybind11;
@@ -36,6 +37,8 @@ PYBIND11_MODULE(_simt, m) {
   bind(m, "quantize", table.quantize);
   bind(m, "pack", table.pack);
   bind(m, "combine_add", table.combine_add);
+  bind(m, "ll_dispatch", table.ll_dispatch);
+  bind(m, "ll_combine", table.ll_combine);
   bind(m, "all_gather", &ep::cuda::all_gather);
   bind(m, "small_exchange", &ep::cuda::small_exchange);
   bind(m, "reduce_scatter", &ep::cuda::reduce_scatter);

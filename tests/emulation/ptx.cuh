@@ -17,7 +17,11 @@ template <class T>
 T ld_relaxed_sys(const T* from) {
   return __atomic_load_n(from, __ATOMIC_RELAXED);
 }
-inline uint64_t ld_relaxed_gpu(const uint64_t* from) { return __atomic_load_n(from, __ATOMIC_RELAXED); }
+template <class T>
+T ld_relaxed_gpu(const T* from) {
+  return __atomic_load_n(from, __ATOMIC_RELAXED);
+}
+inline void st_relaxed_gpu(uint32_t* to, uint32_t value) { __atomic_store_n(to, value, __ATOMIC_RELAXED); }
 template <class T>
 void st_release_sys(T* to, T value) {
   __atomic_store_n(to, value, __ATOMIC_RELEASE);
@@ -51,6 +55,11 @@ inline uint64_t atom_cas_relaxed_gpu(uint64_t* to, uint64_t expected, uint64_t v
   __atomic_compare_exchange_n(to, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
+inline void red_max_relaxed_gpu(uint64_t* to, uint64_t value) {
+  uint64_t seen = __atomic_load_n(to, __ATOMIC_RELAXED);
+  while (seen < value && !__atomic_compare_exchange_n(to, &seen, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
 inline void fence_acq_rel_sys() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 
@@ -58,6 +67,10 @@ inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
 inline void red_max_release_cta(int32_t* word, int32_t value) { *word = std::max(*word, value); }
 inline void red_add_release_cta(int32_t* word, int32_t value) { *word += value; }
 inline int32_t ld_acquire_cta(int32_t* word) { return *word; }
+
+inline bool barrier_and(uint32_t barrier, uint32_t threads, bool vote) {
+  return simt::sync_some(barrier, threads, vote).all;
+}
 
 // --- Data that peers write
 template <class T>

@@ -68,6 +68,8 @@ struct Votes {
   bool all, any;
 };
 Votes sync_cta(const char* instruction, bool vote);
+// Barrier number `barrier`, at which `threads` threads of the CTA wait for each other.
+Votes sync_some(unsigned barrier, unsigned threads, bool vote);
 
 // --- Bulk copies and their barriers
 void barrier_init(uint64_t* barrier, uint32_t arrivals);

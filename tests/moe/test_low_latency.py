@@ -16,6 +16,7 @@ SHAPES = {
     "slots": Case(tokens=(9, 40, 17), num_experts=6, seed=2),
     "words and slots": Case(tokens=(8, 9, 0), num_experts=12, topk=5, seed=3),
     "several tokens in a group": Case(tokens=(300, 2, 129), num_experts=3, topk=3, hidden=8, seed=4),
+    "groups of several sizes": Case(tokens=(300, 128, 2), num_experts=3, topk=2, hidden=8, seed=8),
     "one token": Case(tokens=(1, 0, 1), num_experts=3, seed=5),
     "no token": Case(tokens=(0, 0, 0), num_experts=3, seed=6),
     "many experts of a token": Case(tokens=(4, 12, 11), num_experts=384, topk=128, hidden=8, seed=7),

@@ -118,6 +118,7 @@ def _epochs_of_32_bits(rank: int, size: int) -> None:
     with low_latency(CASE) as comm:
         small, large = dataclasses.replace(CASE, tokens=(2, 1, 3)), CASE
         round_trip(comm, make_inputs(small))
+        comm.engine.exchange.barrier("test")  # peers have signalled that they have read
         begin = 2**32 - 5
         epochs = comm.engine.ll_state[_C.ll_epoch_offset : _C.ll_epoch_offset + 16].view(torch.int64)
         epochs.fill_(begin)

@@ -197,6 +197,8 @@ struct LlState {
   uint64_t ctas_done[kLlKinds][2];          // CUDA: by kind and half: CTAs of the running kernel that have finished
   uint32_t mask[kMaxRanks];                 // 1: the rank is masked
   uint32_t waits;                           // 1: this rank's `waiting` words are set
+  uint64_t verdict[kMaxRanks];              // CUDA, with shrink: whether a dispatch has the source's words (see there)
+  uint64_t waited[kMaxRanks];               // CUDA: longest wait for the rank by a thread of the running receive half
 };
 
 // ---------------------------------------------------------------------------------------------------------------

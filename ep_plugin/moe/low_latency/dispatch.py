@@ -155,6 +155,7 @@ def operation(engine: LowLatencyEngine, header: Any, kind: int, wait_cost: torch
         header=header,
         slot=engine.next_slot(kind),
         shrink=int(engine.config.shrink),
+        num_sms=engine.num_sms,
         state=engine.ll_state.data_ptr(),
         wait_cost=0 if wait_cost is None else wait_cost.data_ptr(),
     )

@@ -18,6 +18,7 @@ from ep_plugin.dtypes import DTYPES
 from ep_plugin.errors import CaptureRefused, NotSupported
 from ep_plugin.moe.arguments import check_handle_tensors
 from ep_plugin.moe.layout import DispatchHandle, Routing
+from ep_plugin.moe.low_latency import sms
 from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for
 from ep_plugin.transport import open_memory, transport_for
@@ -84,6 +85,7 @@ class LowLatencyEngine(GroupEngine):
                 f'{self.node_size}; use mode="ht" (EP_PLUGIN_RANKS_PER_NODE overrides how a host is split)'
             )
         self._make_boards(self.local_experts)
+        self.num_sms = sms.for_device(self.device, self.sharing)
         self.memory = open_memory(self.within, self.device)
         self._resources.callback(self.memory.close)
         self.ll_state = torch.zeros(_C.ll_state_bytes, dtype=torch.uint8, device=self.device)

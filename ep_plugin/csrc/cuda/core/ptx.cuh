@@ -31,6 +31,14 @@ __device__ __forceinline__ uint64_t ld_relaxed_gpu(const uint64_t* from) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
   return value;
 }
+__device__ __forceinline__ uint32_t ld_relaxed_gpu(const uint32_t* from) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ void st_relaxed_gpu(uint32_t* to, uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
 __device__ __forceinline__ void st_release_sys(uint64_t* to, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
@@ -115,6 +123,9 @@ __device__ __forceinline__ uint64_t atom_cas_relaxed_gpu(uint64_t* to, uint64_t 
                : "memory");
   return before;
 }
+__device__ __forceinline__ void red_max_relaxed_gpu(uint64_t* to, uint64_t value) {
+  asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
 __device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
@@ -140,6 +151,23 @@ __device__ __forceinline__ int32_t ld_acquire_cta(int32_t* shared_word) {
                : "r"(shared_address(shared_word))
                : "memory");
   return value;
+}
+
+// A barrier of some warps of a CTA, which all lanes of these warps call: whether `vote` is true for all of them.
+// Barrier 0 is that of __syncthreads.
+__device__ __forceinline__ bool barrier_and(uint32_t barrier, uint32_t threads, bool vote) {
+  uint32_t all;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, all;\n"
+      "setp.ne.u32 mine, %3, 0;\n"
+      "barrier.cta.red.and.aligned.pred all, %1, %2, mine;\n"
+      "selp.u32 %0, 1, 0, all;\n"
+      "}\n"
+      : "=r"(all)
+      : "r"(barrier), "r"(threads), "r"(static_cast<uint32_t>(vote))
+      : "memory");
+  return all != 0;
 }
 
 // --- Data that peers write, in global memory or copied to shared memory --------------------------------------------

@@ -88,8 +88,8 @@ __device__ inline bool claims_abort_check(const Comm& comm, uint64_t now) {
 
 // Whether a wait is for a peer or for another kernel of this rank. The deadline is the timeout shifted left by this
 // value. A kernel of this rank gets four timeouts, because it waits for peers itself, up to three times; its own fault
-// then names the right rank.
-enum WaitFor { kPeer = 0, kOwnKernel = 2 };
+// then names the right rank. kUntilMasked: the caller has a deadline of its own.
+enum WaitFor { kPeer = 0, kOwnKernel = 2, kUntilMasked = 63 };
 
 // The deadline of one wait of one thread. Call keep_waiting() after every poll that found nothing.
 struct Deadline {

@@ -1,8 +1,8 @@
 // The CUDA kernels of dispatch and combine, one per file. Each function checks its arguments on the host
 // (std::invalid_argument) and enqueues a kernel. A launch that fails throws std::runtime_error with the kernel's name.
-// common/api.h describes the arguments.
+// common/api.h and common/low_latency_args.h describe the arguments.
 #pragma once
-#include "common/api.h"
+#include "common/low_latency_args.h"
 
 namespace ep::cuda {
 void plan(const PlanArgs& args);
@@ -18,4 +18,6 @@ void weight_grad(const WeightGradArgs& args);
 void quantize(const QuantizeArgs& args);
 void pack(const PackArgs& args);
 void combine_add(const CombineAddArgs& args);
+void ll_dispatch(const LlDispatchArgs& args);
+void ll_combine(const LlCombineArgs& args);
 }  // namespace ep::cuda

@@ -1,0 +1,132 @@
+// Low-latency combine: expert rows are weighted and reduced where they are, and one partial row for each (token, rank)
+// goes to the token's owner, who adds them. common/low_latency.h has the layout and the protocol.
+//
+// Roles. All workers send; then all workers receive. The last warp of each CTA signals the CTA's partial rows
+// meanwhile.
+//   Weights  The workers of all CTAs share the header and the weights of all tokens for all peers, 32 words to a warp.
+//   Lists    A CTA sends whole groups of owners' tokens. One warp for each token waits for its weights, and lists the
+//            rows that are named.
+//   Sums     The CTA's warps share its tokens in pieces of 32 lanes x 16 bytes. A lane sums its part of a token's rows
+//            in the order of k, rounds once, and stores it into the owner's slot.
+//   Flags    The signalling warp fences once for the CTA's groups, then stores their flags.
+//   Receive  Warps wait for the flags of a token's holders, one lane each, and add a piece of the partial rows in the
+//            order of the ranks, then the bias.
+// Few tokens. To an owner with at most kLlWordTokens tokens, partial rows go as words, without flags.
+// Buffers. Words, flags and slots are in the block of the rank that reads them. Shared memory has the lists of a batch.
+// Memory order. See low_latency.cuh. The last CTA signals the consumed words after all CTAs have read what peers wrote.
+// Co-residency. The send half sends weights and waits for those of peers, so the kernel is launched cooperatively,
+// unless it only receives.
+// After a fault. Nothing is signalled. The output is filled with 0xFF bytes.
+#include "cuda/moe/kernels.h"
+#include "cuda/moe/ll_combine_recv.cuh"
+#include "cuda/moe/ll_combine_send.cuh"
+
+namespace ep::cuda {
+
+namespace {
+
+constexpr int kMostWorkers = 23;  // with more, a thread has too few registers
+constexpr int kMaxThreads = (kMostWorkers + 1) * kWarp;
+
+// False after a fault.
+template <class Element>
+__device__ bool send(const LlRun& ll, const LlCombineArgs& args, int32_t* written) {
+  __shared__ LlLists lists;
+  if (warp_id() == num_workers()) {
+    signal_partials(ll, args, written);
+    return true;
+  }
+  send_weights(ll, args);
+  if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(ll.run);
+  __syncwarp();
+  return LlHolder<Element>(ll, args, lists, reinterpret_cast<LlTerm*>(dynamic_shared)).run(written);
+}
+
+template <int kPhases, class Element>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    ep_ll_combine(const __grid_constant__ LlCombineArgs args, const __grid_constant__ LlLayout lay) {
+  __shared__ uint32_t masked;
+  __shared__ int32_t written;  // by worker warps and batches
+  constexpr bool kSends = (kPhases & kLlSend) != 0, kReceives = (kPhases & kLlReceive) != 0;
+  if (threadIdx.x == 0) written = 0;
+  LlRun ll = ll_half(args.op, lay, kLlCombine, kSends ? kLlSend : kLlReceive, ll_epoch(args.op, kLlCombine), 0);
+  bool ok = ll_enter(ll, &masked);
+  if constexpr (kSends) ok = ok && send<Element>(ll, args, &written);
+  if constexpr (kReceives) {
+    const LlRun receiving = ll_half(args.op, lay, kLlCombine, kLlReceive, ll.run.epoch, ll.masked);
+    if (ok && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(receiving.run);
+    __syncwarp();
+    if (ok && warp_id() < num_workers()) LlOwner<Element>(receiving, args).run();
+  }
+  if (!ll_last_to_finish(args.op, kLlCombine)) return;
+  if (faulted(args.op.comm)) {
+    const int64_t bytes = int64_t{args.op.header.num_tokens} * args.op.header.row_bytes;
+    if (kReceives) fill_bytes(args.out, bytes, 0xFF, threadIdx.x, blockDim.x);
+  } else if (warp_id() == 0) {
+    ll_finish(ll);
+  }
+}
+
+template <int kPhases, class Element>
+void launch_phases(const LlCombineArgs& args) {
+  constexpr auto kKernel = ep_ll_combine<kPhases, Element>;
+  const LlOperation& op = args.op;
+  const int64_t limit = limits_of<kKernel>().shared_bytes;
+  const int64_t bytes =
+      (kPhases & kLlSend) == 0 ? 0 : int64_t{kLlMostInBatch} * op.header.topk * static_cast<int64_t>(sizeof(LlTerm));
+  require(bytes <= limit, "topk", "as much as shared memory has room for", op.header.topk);
+  const int threads = ll_threads(op, ceil_div(op.header.row_bytes, 16 * kWarp), kMostWorkers);
+  const LlLayout lay = ll_layout(op.comm.num_ranks, op.shape);
+  constexpr auto launch_it = (kPhases & kLlSend) != 0 ? launch_cooperatively<kKernel, LlCombineArgs, LlLayout>
+                                                      : launch<kKernel, LlCombineArgs, LlLayout>;
+  launch_it("low-latency combine", op.num_sms, threads, bytes, op.stream, args, lay);
+}
+
+template <class Element>
+void launch_element(const LlCombineArgs& args) {
+  switch (args.op.phases) {
+    case kLlSend:
+      return launch_phases<kLlSend, Element>(args);
+    case kLlReceive:
+      return launch_phases<kLlReceive, Element>(args);
+    default:
+      return launch_phases<kLlSend | kLlReceive, Element>(args);
+  }
+}
+
+void require_ll_combine(const LlCombineArgs& args) {
+  const LlOperation& op = args.op;
+  const LlHeader& header = op.header;
+  const bool coded = header.format == kLlLogfmt;
+  require_ll(op, coded ? ll_logfmt_bytes(args.hidden) : header.row_bytes);
+  require(coded || header.format == kLlPlain, "format", "0 or 4", header.format);
+  require(!coded || args.element == kBFloat16, "element in logfmt", "bfloat16", args.element);
+  require(!coded || args.hidden % kLlLogfmtGroup == 0, "hidden in logfmt", "a multiple of 128", args.hidden);
+  require(header.weight_bytes == 4, "weight_bytes", "4 on CUDA", header.weight_bytes);
+  require(header.row_bytes == args.hidden * (args.element == kFloat32 ? 4 : 2), "row_bytes", "hidden elements",
+          header.row_bytes);
+  require(args.id_bytes == 4 || args.id_bytes == 8, "id_bytes", "4 or 8", args.id_bytes);
+  if ((op.phases & kLlSend) != 0) require_rows("y", args.y);
+  if ((op.phases & kLlReceive) == 0) return;
+  require_rows("out", args.out);
+  require_rows("bias", args.bias);
+}
+
+}  // namespace
+
+void ll_combine(const LlCombineArgs& args) {
+  if (args.element != kFloat32 && args.element != kBFloat16 && args.element != kFloat16)
+    throw std::invalid_argument("element: expected float32, bfloat16 or float16 on CUDA, got code " +
+                                std::to_string(args.element));
+  require_ll_combine(args);
+  switch (args.element) {
+    case kFloat32:
+      return launch_element<Float32>(args);
+    case kBFloat16:
+      return launch_element<BFloat16>(args);
+    default:
+      return launch_element<Float16>(args);
+  }
+}
+
+}  // namespace ep::cuda

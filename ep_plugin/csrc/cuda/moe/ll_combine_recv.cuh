@@ -1,0 +1,121 @@
+// The receive half of low-latency combine. ll_combine.cu describes roles and memory order.
+#pragma once
+#include "cuda/moe/ll_sum.cuh"
+
+namespace ep::cuda {
+
+// The ranks that hold a token, in their order, four bits each.
+struct Holders {
+  uint64_t ranks = 0;
+  int count = 0;
+  __device__ explicit Holders(uint32_t bits) {
+    for (; bits != 0; bits &= bits - 1)
+      ranks |= static_cast<uint64_t>(__ffs(static_cast<int>(bits)) - 1) << 4 * count++;
+  }
+  __device__ __forceinline__ int operator[](int i) const { return static_cast<int>(ranks >> 4 * i & 15u); }
+};
+static_assert(kMaxRanks <= 16, "a rank fits in four bits");
+
+// The sums of this rank's tokens. Worker warps call run().
+template <class Element>
+class LlOwner {
+ public:
+  __device__ LlOwner(const LlRun& ll, const LlCombineArgs& args)
+      : ll_(ll), args_(args), header_(ll.op.header), words_(ll_rows_are_words(ll.op.header.num_tokens)) {}
+
+  __device__ void run() const {
+    const int T = header_.num_tokens, grid = static_cast<int>(gridDim.x);
+    const int units = words_ ? static_cast<int>(ll_words(header_.row_bytes)) : header_.row_bytes / 16;
+    const int pieces = (units + kWarp - 1) / kWarp;
+    for (int task = warp_id();; task += num_workers()) {
+      const int token = static_cast<int>(blockIdx.x) + task / pieces * grid;
+      if (token >= T) return;
+      const int unit = task % pieces * kWarp + lane_id();
+      const uint32_t ranks = ll_ranks_of(ll_, args_.ids, args_.id_bytes, token);
+      if (!(words_ ? add_words(token, unit, unit < units, ranks) : add_rows(token, unit, unit < units, ranks))) return;
+    }
+  }
+
+ private:
+  __device__ const char* bias(int token) const {
+    return args_.bias == 0 ? nullptr : at<const char>(args_.bias, int64_t{token} * header_.row_bytes);
+  }
+  __device__ char* out(int token) const { return at<char>(args_.out, int64_t{token} * header_.row_bytes); }
+
+  // All lanes: waits for the flags of the holders, one lane each, and drops those that are masked. False after a fault.
+  __device__ __forceinline__ bool wait_holders(int token, uint32_t* ranks) const {
+    const int group = token / ll_group_tokens(header_.num_tokens), rank = lane_id();
+    Found found = Found::kThere;
+    if ((*ranks >> rank & 1u) != 0)
+      found = ll_wait_at_least(ll_, rank, ll_.own().flag(ll_.kind, ll_.parity, rank, group), ll_.run.epoch);
+    *ranks &= __ballot_sync(kAllLanes, found == Found::kThere);
+    return __all_sync(kAllLanes, found != Found::kGaveUp) != 0;
+  }
+
+  __device__ __forceinline__ bool add_rows(int token, int unit, bool in, uint32_t ranks) const {
+    if (!wait_holders(token, &ranks)) return false;
+    if (!in) return true;
+    const Holders holders(ranks);
+    const auto slot = [&](int i) { return ll_.own().slot(ll_.kind, ll_.parity, holders[i], token); };
+    LaneSum<Element> sum;
+    if constexpr (std::is_same_v<Element, BFloat16>) {
+      if (header_.format == kLlLogfmt) {
+        for (int i = 0; i < holders.count; ++i) add_coded(slot(i), args_.hidden, unit, sum);
+        return finish(token, unit, sum);
+      }
+    }
+    sum.add(holders.count, [&](int i) { return ptx::ld_coherent(vector_in(slot(i), unit)); }, [](int) { return 1.0f; });
+    return finish(token, unit, sum);
+  }
+  __device__ __forceinline__ bool finish(int token, int unit, LaneSum<Element>& sum) const {
+    const char* added = bias(token);
+    if (added != nullptr) Element::add(sum.of, ptx::ld_coherent(vector_in(added, unit)), 1.0f);
+    reinterpret_cast<int4*>(out(token))[unit] = sum.rounded();
+    return true;
+  }
+
+  // The same for the words of a few tokens. All holders' words are loaded before the first is waited for.
+  __device__ __forceinline__ bool add_words(int token, int word, bool in, uint32_t ranks) const {
+    const Holders holders(ranks);
+    const int row_units = header_.row_bytes / 4;
+    LaneSum<Element> sum;
+    bool ok = true;
+    for (int first = 0; in && ok && first < holders.count; first += kTermsAtOnce) {
+      LlData data[kTermsAtOnce];
+      bool there[kTermsAtOnce];
+      uint64_t seen;
+#pragma unroll
+      for (int i = 0; i < kTermsAtOnce; ++i)
+        if (first + i < holders.count)
+          there[i] = ll_load_words<1>(ll_, from(holders[first + i], token, word), data + i, &seen);
+#pragma unroll
+      for (int i = 0; i < kTermsAtOnce; ++i) {
+        if (first + i >= holders.count) break;
+        const int rank = holders[first + i];
+        Found found = Found::kThere;
+        if (!there[i]) found = ll_wait_words<1>(ll_, rank, from(rank, token, word), data + i);
+        if (found == Found::kThere) Element::add(sum.of, vector_of(data[i]), 1.0f);
+        ok &= found != Found::kGaveUp;
+      }
+    }
+    if (!__all_sync(kAllLanes, ok)) return false;
+    if (!in) return true;
+    if (bias(token) != nullptr) Element::add(sum.of, load_word_unit(bias(token), word, row_units), 1.0f);
+    const LlData rounded = data_of(sum.rounded());
+#pragma unroll
+    for (int u = 0; u < kLlWordUnits; ++u)
+      if (const int unit = kLlWordUnits * word + u; unit < row_units)
+        reinterpret_cast<uint32_t*>(out(token))[unit] = rounded.unit[u];
+    return true;
+  }
+  __device__ __forceinline__ const LlWord* from(int rank, int token, int word) const {
+    return ll_.own().row_words(ll_.kind, ll_.parity, rank, token) + word;
+  }
+
+  const LlRun& ll_;
+  const LlCombineArgs& args_;
+  const LlHeader& header_;
+  const bool words_;
+};
+
+}  // namespace ep::cuda

@@ -1,0 +1,141 @@
+// Low-latency dispatch: sends rows to fixed slots, and copies slots to output rows as they arrive. There is no plan
+// and no host step. common/low_latency.h has the layout and the protocol.
+//
+// Roles. All workers send; then all workers receive. The last warp of each CTA signals the CTA's rows meanwhile.
+//   Words    The workers of all CTAs share the header and the ids for all peers, 32 words to a warp.
+//   Rows     A CTA sends whole groups of tokens. Its warps share the rows in pieces of 32 lanes x 16 bytes. A lane
+//   loads
+//            its part of x once, quantises it in registers, and stores it to every rank that needs the row.
+//   Flags    The signalling warp fences once for the CTA's groups, then stores their flags.
+//   Places   Every CTA waits for the ids of all sources, and computes the rows of its share of their tokens by itself.
+//            Some CTAs write the tables of counts, too.
+//   Copies   Warps wait for the flag of a token's group, load a piece of its slot once, and store it to all its rows.
+// Few tokens. A rank with at most kLlWordTokens tokens sends rows as words, without flags.
+// Buffers. Words, flags and slots are in the block of the rank that reads them. Shared memory has the counts of pairs
+// by expert, and a stage for one quantised row that travels as words. Memory order. See low_latency.cuh. The last CTA
+// signals the consumed words after all CTAs have read their rows. Co-residency. With both halves, the kernel sends and
+// waits for rows, so it is launched cooperatively. The send half alone waits only for what earlier kernels of peers
+// signal; the receive half alone sends nothing that others wait for before it ends. After a fault. Nothing is
+// signalled. The tables of counts are zeros.
+#include "cuda/moe/kernels.h"
+#include "cuda/moe/ll_dispatch_recv.cuh"
+#include "cuda/moe/ll_dispatch_send.cuh"
+
+namespace ep::cuda {
+
+namespace {
+
+constexpr int kMostWorkers = 23;  // with more, a thread has too few registers
+constexpr int kMaxThreads = (kMostWorkers + 1) * kWarp;
+
+// Dynamic shared memory. stage_bytes 0: the stage is in this rank's block.
+struct LlShared {
+  int32_t counts_bytes;
+  int32_t stage_bytes;
+};
+
+// From: the element type of rows that are quantised, or AsTheyAre.
+template <class From>
+__device__ void send(const LlRun& ll, const LlDispatchArgs& args, const LlShared& shared, int32_t* written) {
+  const int64_t image_bytes = ll_image_bytes(args.op.header.row_bytes, args.op.header.scale_bytes);
+  if (warp_id() == num_workers()) return signal_rows(ll, args, written);
+  send_ids(ll, args, image_bytes);
+  if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(ll.run);
+  __syncwarp();
+  if (blockIdx.x == 0) join_workers();  // a gate holds all rows of this CTA
+  if (ll_rows_are_words(args.op.header.num_tokens)) {
+    char* stage = shared.stage_bytes != 0 ? dynamic_shared + shared.counts_bytes : nullptr;
+    send_rows_as_words<From>(ll, args, image_bytes, stage);
+  } else {
+    send_rows_to_slots<From>(ll, args, written);
+  }
+}
+
+template <int kPhases, class From>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    ep_ll_dispatch(const __grid_constant__ LlDispatchArgs args, const __grid_constant__ LlLayout lay,
+                   const __grid_constant__ LlShared shared) {
+  __shared__ uint32_t masked;
+  __shared__ int32_t written;  // by worker warps and batches
+  constexpr bool kSends = (kPhases & kLlSend) != 0, kReceives = (kPhases & kLlReceive) != 0;
+  if (threadIdx.x == 0) written = 0;
+  LlRun ll = ll_half(args.op, lay, kLlDispatch, kSends ? kLlSend : kLlReceive, ll_epoch(args.op, kLlDispatch), 0);
+  if (ll_enter(ll, &masked)) {
+    if constexpr (kSends) send<From>(ll, args, shared, &written);
+    if constexpr (kReceives) {
+      __shared__ Placed placed;
+      const LlRun receiving = ll_half(args.op, lay, kLlDispatch, kLlReceive, ll.run.epoch, ll.masked);
+      if (warp_id() < num_workers())
+        LlReceiver(receiving, args, placed, reinterpret_cast<int32_t*>(dynamic_shared)).run();
+    }
+  }
+  if (!ll_last_to_finish(args.op, kLlDispatch)) return;
+  if (faulted(args.op.comm)) {
+    if (kReceives) clear_tables(args);
+  } else if (warp_id() == 0) {
+    ll_finish(ll);
+  }
+}
+
+template <int kPhases, class From>
+void launch_phases(const LlDispatchArgs& args) {
+  constexpr auto kKernel = ep_ll_dispatch<kPhases, From>;
+  const LlOperation& op = args.op;
+  const int64_t image_bytes = ll_image_bytes(op.header.row_bytes, op.header.scale_bytes);
+  const int64_t limit = limits_of<kKernel>().shared_bytes;
+  LlShared shared{};
+  if ((kPhases & kLlReceive) != 0)
+    shared.counts_bytes = static_cast<int32_t>(align_up(4 * local_experts(op.comm), kSlotAlign));
+  require(shared.counts_bytes <= limit, "experts of a rank", "as many as shared memory has room for",
+          local_experts(op.comm));
+  const bool staged = !std::is_same_v<From, AsTheyAre> && ll_rows_are_words(op.header.num_tokens);
+  if (staged && shared.counts_bytes + image_bytes <= limit)
+    shared.stage_bytes = static_cast<int32_t>(align_up(image_bytes, kRowAlign));
+  const int threads = ll_threads(op, ceil_div(image_bytes, kUnitBytes * kWarp), kMostWorkers);
+  const int64_t bytes = shared.counts_bytes + shared.stage_bytes;
+  const LlLayout lay = ll_layout(op.comm.num_ranks, op.shape);
+  constexpr auto launch_it = kPhases == (kLlSend | kLlReceive)
+                                 ? launch_cooperatively<kKernel, LlDispatchArgs, LlLayout, LlShared>
+                                 : launch<kKernel, LlDispatchArgs, LlLayout, LlShared>;
+  launch_it("low-latency dispatch", op.num_sms, threads, bytes, op.stream, args, lay, shared);
+}
+
+template <class From>
+void launch_from(const LlDispatchArgs& args) {
+  if (args.op.phases == kLlSend) return launch_phases<kLlSend, From>(args);
+  launch_phases<kLlSend | kLlReceive, From>(args);
+}
+
+void require_ll_dispatch(const LlDispatchArgs& args) {
+  const LlOperation& op = args.op;
+  const LlHeader& header = op.header;
+  require_ll(op, ll_image_bytes(header.row_bytes, header.scale_bytes));
+  require(header.format >= kLlPlain && header.format <= kLlE4m3Ue8m0, "format", "0 to 3", header.format);
+  const int64_t blocks = header.format == kLlPlain ? 0 : ceil_div(header.row_bytes, kScaleBlock);
+  const int64_t scales = header.format == kLlE4m3Ue8m0 ? align_up(blocks, 4) : blocks * kScaleBytes;
+  require(header.scale_bytes == scales, "scale_bytes", std::to_string(scales).c_str(), header.scale_bytes);
+  require(args.id_bytes == 4 || args.id_bytes == 8, "id_bytes", "4 or 8", args.id_bytes);
+  if ((op.phases & kLlSend) != 0) {
+    require_rows("x", args.x, header.num_tokens > 1 ? args.x_stride : 0);
+    if (header.format != kLlPlain) require_quantizable(args.element);
+  }
+  if ((op.phases & kLlReceive) != 0) require_rows("tokens", args.tokens);
+}
+
+}  // namespace
+
+void ll_dispatch(const LlDispatchArgs& args) {
+  require_ll_dispatch(args);
+  if (args.op.phases == kLlReceive) return launch_phases<kLlReceive, AsTheyAre>(args);
+  if (args.op.header.format == kLlPlain) return launch_from<AsTheyAre>(args);
+  switch (args.element) {
+    case kFloat32:
+      return launch_from<FromFloat32>(args);
+    case kBFloat16:
+      return launch_from<FromBFloat16>(args);
+    default:
+      return launch_from<FromFloat16>(args);
+  }
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,392 @@
+// The receive half of low-latency dispatch. ll_dispatch.cu describes roles and memory order.
+//
+// Places. All tokens of all sources form one list, in the order of (source, token). Each CTA receives an equal share of
+// it, which is contiguous. A pair's row in its expert's block is the number of earlier pairs of that expert in the
+// list. So a CTA counts the pairs before its share, from the ids of all sources, and numbers its own pairs in order.
+// It waits for no other CTA.
+#pragma once
+#include "cuda/moe/ll_words.cuh"
+#include "cuda/moe/positions.cuh"
+
+namespace ep::cuda {
+
+constexpr int kPassPairs = 512;  // pairs that a CTA places at a time
+constexpr int kRowVectors = 2;   // 16-byte vectors of a row that a lane copies at a time
+constexpr int kWordsAtOnce = 4;  // words of ids that a thread loads at a time
+
+// What a CTA knows of the sources, and the pairs of one pass. In shared memory; `pairs_of` has E_l entries and is in
+// dynamic shared memory.
+struct Placed {
+  int32_t tokens[kMaxRanks];                  // T of each source; 0: it is masked
+  int32_t begin[kMaxRanks + 1];               // the source's first token in the list
+  int32_t before[kMaxRanks];                  // pairs of the source before this CTA's share of the list
+  int32_t lost[kMaxRanks];                    // 1: a wait for its words ended with a mask
+  __align__(16) int32_t experts[kPassPairs];  // local expert of each pair, -1: none
+  int32_t rows[kPassPairs];                   // row of each pair, -1: none
+};
+
+// Workers of a CTA call all functions. Those that return bool return the same for all workers: false after a fault.
+class LlReceiver {
+ public:
+  __device__ LlReceiver(const LlRun& ll, const LlDispatchArgs& args, Placed& placed, int32_t* pairs_of)
+      : ll_(ll),
+        args_(args),
+        header_(ll.op.header),
+        plan_(ll_plan_of(ll.op, args.plan)),
+        placed_(placed),
+        pairs_of_(pairs_of),
+        ranks_(ll.op.comm.num_ranks),
+        per_rank_(local_experts(ll.op.comm)) {}
+
+  __device__ void run() {
+    if (!open()) return;
+    do {
+      list_sources();
+      if (!count_pairs([&](int source) { return placed_.before[source]; })) return;
+    } while (settle());
+    if (!write_tables()) return;
+    if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(ll_.run);
+    __syncwarp();
+    const int per_pass = max(1, kPassPairs / header_.topk), end = share(1);
+    bool ok = true;
+    for (int first = share(0); first < end; first += per_pass) {
+      const int tokens = min(per_pass, end - first);
+      if (!place(first, tokens)) return;
+      ok = copy_rows(first, tokens);
+      if (!join_workers(ok)) return;
+    }
+  }
+
+ private:
+  // --- Sources
+
+  __device__ const LlWord* words_of(int source) const { return ll_.own().ids(ll_.parity, source); }
+  __device__ int pairs_of_source(int source) const { return placed_.tokens[source] * header_.topk; }
+
+  __device__ bool open() {
+    bool ok = true;
+    const int source = lane_id();
+    if (warp_id() == 0 && source < ranks_) {
+      LlHeader header;
+      const Found found = ll_open(ll_, source, words_of(source), &header);
+      ok = found != Found::kGaveUp;
+      placed_.tokens[source] = found == Found::kThere ? header.num_tokens : 0;
+      placed_.lost[source] = found == Found::kMasked;
+    }
+    return join_workers(ok);
+  }
+
+  __device__ void list_sources() {
+    if (threadIdx.x == 0) {
+      placed_.begin[0] = 0;
+      for (int s = 0; s < ranks_; ++s) placed_.begin[s + 1] = placed_.begin[s] + placed_.tokens[s];
+    }
+    join_workers();
+    if (const int s = static_cast<int>(threadIdx.x); s < ranks_) {
+      const int before = min(max(share(0) - placed_.begin[s], 0), placed_.tokens[s]);
+      placed_.before[s] = before * header_.topk;
+    }
+  }
+
+  // The first token of this CTA's share, or (next = 1) the one after its last.
+  __device__ int share(int next) const {
+    const int64_t tokens = placed_.begin[ranks_];
+    return static_cast<int>(tokens * (blockIdx.x + next) / gridDim.x);
+  }
+
+  // With shrink, CTAs may see a source differently: its words arrive while its deadline passes. The first CTA decides
+  // for all. True if this CTA must count again.
+  __device__ bool settle() {
+    if (ll_.op.shrink == 0) return false;
+    bool changed = false;
+    const int source = lane_id();
+    if (warp_id() == 0 && source < ranks_) {
+      const bool lost = placed_.lost[source] != 0, there = decide(source, !lost);
+      changed = there == lost;
+      if (there) ll_.masked &= ~(1u << source);
+      LlHeader header;
+      if (changed && there && ll_open(ll_, source, words_of(source), &header) == Found::kThere)
+        placed_.tokens[source] = header.num_tokens;
+      if (!there) placed_.tokens[source] = 0;
+      placed_.lost[source] = !there;
+    }
+    changed = !join_workers(!changed);
+    ll_.masked = 0;
+    for (int s = 0; s < ranks_; ++s) ll_.masked |= static_cast<uint32_t>(placed_.lost[s]) << s;
+    return changed;
+  }
+  // The verdict is epoch * 2, plus 1 if the words are there.
+  __device__ bool decide(int source, bool there) const {
+    uint64_t* verdict = &ll_.state().verdict[source];
+    ptx::fence_acq_rel_gpu();
+    uint64_t held = ptx::ld_relaxed_gpu(verdict);
+    while (held >> 1 != ll_.run.epoch) {
+      const uint64_t before = ptx::atom_cas_relaxed_gpu(verdict, held, ll_.run.epoch << 1 | (there ? 1u : 0u));
+      held = before == held ? ll_.run.epoch << 1 | (there ? 1u : 0u) : before;
+    }
+    ptx::fence_acq_rel_gpu();
+    return (held & 1u) != 0;
+  }
+
+  // --- Counts
+
+  // Waits for the ids of all sources, and counts the first before(source) pairs of each in pairs_of_.
+  template <class Before>
+  __device__ bool count_pairs(Before before) {
+    for (int e = threadIdx.x; e < per_rank_; e += worker_threads()) pairs_of_[e] = 0;
+    join_workers();
+    int most = 0;
+    for (int s = 0; s < ranks_; ++s) most = max(most, placed_.tokens[s]);
+    const int words = static_cast<int>(ll_id_words(most, header_.topk));
+    bool ok = true;
+    for (int first = threadIdx.x; ok && first < ranks_ * words; first += kWordsAtOnce * worker_threads()) {
+      LlData data[kWordsAtOnce];
+      bool there[kWordsAtOnce];
+      uint64_t seen;
+#pragma unroll
+      for (int i = 0; i < kWordsAtOnce; ++i) {
+        const int at = min(first + i * worker_threads(), ranks_ * words - 1);
+        there[i] = ll_load_words<1>(ll_, words_of(at / words) + kLlHeaderWords + at % words, data + i, &seen);
+      }
+#pragma unroll
+      for (int i = 0; i < kWordsAtOnce; ++i) {
+        const int at = first + i * worker_threads();
+        if (at < ranks_ * words) ok &= count_word(at / words, at % words, data[i], there[i], before(at / words));
+      }
+    }
+    return join_workers(ok);
+  }
+
+  // Counts a word of ids, of whose pairs those below `before` count. If the word was not there, waits for it.
+  __device__ __forceinline__ bool count_word(int source, int word, LlData data, bool there, int before) {
+    const int pairs = pairs_of_source(source), first = word * kLlIdsPerWord;
+    if (first >= pairs) return true;
+    if (!there) {
+      const Found found = ll_wait_words<1>(ll_, source, words_of(source) + kLlHeaderWords + word, &data);
+      if (found == Found::kMasked) placed_.lost[source] = 1;
+      if (found != Found::kThere) return found == Found::kMasked;
+    }
+#pragma unroll
+    for (int i = 0; i < kLlIdsPerWord; ++i) {
+      if (first + i >= pairs) break;
+      const int id = id_in(data, i);
+      if (id < -1 || id >= ll_.op.comm.num_experts)
+        return fail(ll_.op.comm, kBadData, ll_.run.step, source, 0, ll_.op.comm.num_experts, id);
+      const int local = local_of(id);
+      if (first + i < before && local >= 0) atomicAdd(pairs_of_ + local, 1);
+    }
+    return true;
+  }
+
+  static __device__ __forceinline__ int id_in(const LlData& data, int i) {
+    return static_cast<int16_t>(data.unit[i / 2] >> 16 * (i % 2));
+  }
+  // The local expert of an id; -1: it is on another rank, or dropped.
+  __device__ __forceinline__ int local_of(int id) const {
+    const int local = id - ll_.op.comm.rank * per_rank_;
+    return id >= 0 && local >= 0 && local < per_rank_ ? local : -1;
+  }
+
+  // --- Tables. One CTA writes those of one source, while rows are under way.
+
+  __device__ bool write_tables() {
+    bool ok = true, counted = false;
+    for (int s = 0; s < ranks_; ++s) {
+      if (s % gridDim.x != gridDim.x - 1 - blockIdx.x) continue;
+      counted = true;
+      if (!count_pairs([&](int source) { return source < s ? pairs_of_source(source) : 0; })) return false;
+      for (int e = threadIdx.x; e < per_rank_; e += worker_threads())
+        plan_.layout_range[e * ranks_ + s] = static_cast<int64_t>(pairs_of_[e]) << 32;
+      if (!count_pairs([&](int source) { return source <= s ? pairs_of_source(source) : 0; })) return false;
+      for (int e = threadIdx.x; e < per_rank_; e += worker_threads()) ok &= write_expert(s, e);
+      if (threadIdx.x == 0) plan_.src_tokens[s] = placed_.tokens[s];
+      for (int e = threadIdx.x; s == 0 && e <= per_rank_; e += worker_threads())
+        at<int32_t>(args_.expert_offset)[e] = static_cast<int32_t>(e * plan_.expert_rows);
+    }
+    if (!join_workers(ok)) return false;
+    return !counted || count_pairs([&](int source) { return placed_.before[source]; });
+  }
+  __device__ bool write_expert(int s, int e) const {
+    int64_t& range = plan_.layout_range[e * ranks_ + s];
+    const int32_t through = pairs_of_[e], rows = through - static_cast<int32_t>(range >> 32);
+    range += rows;
+    if (s == ranks_ - 1) {
+      at<int32_t>(args_.expert_count)[e] = through;
+      if (args_.cumulative != 0) at<int32_t>(args_.cumulative)[e] += through;
+    }
+    return rows <= placed_.tokens[s] || too_many(s, rows);
+  }
+  __device__ bool too_many(int source, int rows) const {
+    return fail(ll_.op.comm, kBadData, ll_.run.step, source, 1, placed_.tokens[source], rows);
+  }
+
+  // --- Rows of a pass
+
+  __device__ int source_of(int listed) const {
+    int source = 0;
+    while (listed >= placed_.begin[source + 1]) ++source;
+    return source;
+  }
+
+  // Places the pairs of `tokens` tokens of the list, and writes the plan's rows and src_info.
+  __device__ bool place(int first, int tokens) {
+    const int K = header_.topk, pairs = tokens * K;
+    bool ok = true;
+    for (int i = threadIdx.x; i < pairs; i += worker_threads()) {
+      const int listed = first + i / K, s = source_of(listed);
+      const int pair = (listed - placed_.begin[s]) * K + i % K;
+      LlData data;
+      uint64_t seen;
+      ll_load_words<1>(ll_, words_of(s) + kLlHeaderWords + pair / kLlIdsPerWord, &data, &seen);
+      const int j = pair % kLlIdsPerWord;
+      const uint32_t unit = j < 2 ? data.unit[0] : j < 4 ? data.unit[1] : data.unit[2];
+      placed_.experts[i] = local_of(static_cast<int16_t>(unit >> 16 * (j % 2)));
+    }
+    join_workers();
+    for (int i = threadIdx.x; i < pairs; i += worker_threads()) {
+      const int expert = placed_.experts[i], listed = first + i / K, s = source_of(listed);
+      const int token = listed - placed_.begin[s];
+      int row = -1;
+      if (expert >= 0) {
+        const int position = pairs_of_[expert] + equal_before(placed_.experts, i, expert);
+        if (position < plan_.expert_rows) {
+          row = static_cast<int>(expert * plan_.expert_rows) + position;
+          plan_.src_info[row] = token;
+        } else {
+          ok = too_many(s, position);
+        }
+      }
+      placed_.rows[i] = row;
+      plan_.rows[(int64_t{s} * header_.max_tokens + token) * K + i % K] = row;
+    }
+    if (!join_workers(ok)) return false;
+    for (int i = threadIdx.x; i < pairs; i += worker_threads())
+      if (placed_.experts[i] >= 0) atomicAdd(pairs_of_ + placed_.experts[i], 1);
+    return true;
+  }
+
+  // Copies the images of these tokens to their rows. A warp takes pieces of images, the scales as a piece of their own.
+  __device__ bool copy_rows(int first, int tokens) const {
+    const int64_t image_bytes = ll_image_bytes(header_.row_bytes, header_.scale_bytes);
+    const int row_pieces = static_cast<int>(ceil_div(header_.row_bytes, kRowVectors * kWarp * 16));
+    const int slot_pieces = row_pieces + (header_.scale_bytes != 0 ? 1 : 0);
+    const int word_pieces = static_cast<int>(ceil_div(ll_words(image_bytes), kWarp));
+    const int pieces = max(slot_pieces, word_pieces);
+    for (int task = warp_id(); task < tokens * pieces; task += num_workers()) {
+      const int i = task / pieces, piece = task - i * pieces, s = source_of(first + i);
+      const bool words = ll_rows_are_words(placed_.tokens[s]);
+      const int32_t* rows = placed_.rows + i * header_.topk;
+      if (piece >= (words ? word_pieces : slot_pieces) || !any_row(rows)) continue;
+      const int token = first + i - placed_.begin[s];
+      bool ok;
+      if (words) {
+        ok = copy_words(s, token, piece, rows, static_cast<int>(image_bytes / 4));
+      } else {
+        const Found found = ll_wait_rows(ll_, s, token / ll_group_tokens(placed_.tokens[s]));
+        ok = found != Found::kGaveUp;
+        const char* image = found == Found::kThere ? ll_.own().slot(ll_.kind, ll_.parity, s, token) : nullptr;
+        if (ok && piece < row_pieces) copy_piece(image, piece, rows);
+        if (ok && piece == row_pieces) copy_scales(image, rows);
+      }
+      if (!__all_sync(kAllLanes, ok)) return false;
+    }
+    return true;
+  }
+
+  __device__ bool any_row(const int32_t* rows) const {
+    bool any = false;
+    for (int k = lane_id(); k < header_.topk; k += kWarp) any |= rows[k] >= 0;
+    return __any_sync(kAllLanes, any) != 0;
+  }
+  // All lanes: calls store(row) for each row of a token.
+  template <class Store>
+  __device__ __forceinline__ void each_row(const int32_t* rows, Store store) const {
+    for (int base = 0; base < header_.topk; base += kWarp) {
+      const int k = base + lane_id(), row = k < header_.topk ? rows[k] : -1;
+      for (unsigned left = __ballot_sync(kAllLanes, row >= 0); left != 0; left &= left - 1)
+        store(__shfl_sync(kAllLanes, row, __ffs(static_cast<int>(left)) - 1));
+    }
+  }
+
+  // The image is null if its source was masked: the rows become zeros.
+  __device__ __forceinline__ void copy_piece(const char* image, int piece, const int32_t* rows) const {
+    const int first = piece * kRowVectors * kWarp + lane_id(), vectors = header_.row_bytes / 16;
+    int4 held[kRowVectors];
+#pragma unroll
+    for (int v = 0; v < kRowVectors; ++v) {
+      held[v] = make_int4(0, 0, 0, 0);
+      if (image != nullptr && first + v * kWarp < vectors)
+        held[v] = ptx::ld_coherent(reinterpret_cast<const int4*>(image) + first + v * kWarp);
+    }
+    each_row(rows, [&](int row) {
+      int4* to = at<int4>(args_.tokens, int64_t{row} * header_.row_bytes);
+#pragma unroll
+      for (int v = 0; v < kRowVectors; ++v)
+        if (first + v * kWarp < vectors) to[first + v * kWarp] = held[v];
+    });
+  }
+
+  // The address of column `column` of the scales of a row. A column is a float32, or four exponents.
+  __device__ __forceinline__ int32_t* scale_of(int row, int column) const {
+    const unsigned rows = static_cast<unsigned>(plan_.expert_rows);
+    const unsigned expert = static_cast<unsigned>(row) / rows;
+    const int columns = static_cast<int>(ceil_div(header_.scale_bytes, kScaleBytes));
+    return at<int32_t>(args_.scales) + (int64_t{expert} * columns + column) * rows + (row - expert * rows);
+  }
+  __device__ void copy_scales(const char* image, const int32_t* rows) const {
+    const int columns = static_cast<int>(ceil_div(header_.scale_bytes, kScaleBytes));
+    for (int base = 0; base < columns; base += kWarp) {
+      const int column = base + lane_id();
+      int32_t held = 0;
+      if (image != nullptr && column < columns)
+        held = ptx::ld_coherent(reinterpret_cast<const int32_t*>(image + header_.row_bytes) + column);
+      each_row(rows, [&](int row) {
+        if (column < columns) *scale_of(row, column) = held;
+      });
+    }
+  }
+
+  // The same for 32 words of an image of `units` 4-byte units.
+  __device__ bool copy_words(int source, int token, int piece, const int32_t* rows, int units) const {
+    const int word = piece * kWarp + lane_id(), row_units = header_.row_bytes / 4;
+    const LlWord* from = ll_.own().row_words(ll_.kind, ll_.parity, source, token) + word;
+    LlData data{};
+    Found found = Found::kThere;
+    if (word * kLlWordUnits < units) found = ll_wait_words<1>(ll_, source, from, &data);
+    if (!__all_sync(kAllLanes, found != Found::kGaveUp)) return false;
+    if (found == Found::kMasked) data = LlData{};
+    each_row(rows, [&](int row) {
+      int32_t* to = at<int32_t>(args_.tokens, int64_t{row} * header_.row_bytes);
+#pragma unroll
+      for (int u = 0; u < kLlWordUnits; ++u) {
+        const int unit = word * kLlWordUnits + u;
+        if (unit >= units) continue;
+        *(unit < row_units ? to + unit : scale_of(row, unit - row_units)) = static_cast<int32_t>(data.unit[u]);
+      }
+    });
+    return true;
+  }
+
+  LlRun ll_;
+  const LlDispatchArgs& args_;
+  const LlHeader& header_;
+  const LlPlan plan_;
+  Placed& placed_;
+  int32_t* const pairs_of_;  // by local expert: the pairs before those that are placed next
+  const int ranks_;
+  const int per_rank_;
+};
+
+// All threads of the last CTA: after a fault the tables are zeros.
+__device__ inline void clear_tables(const LlDispatchArgs& args) {
+  const Comm& comm = args.op.comm;
+  const int R = comm.num_ranks, per_rank = local_experts(comm);
+  const LlPlan plan = ll_plan_of(args.op, args.plan);
+  const int first = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x);
+  for (int i = first; i < per_rank * R; i += step) plan.layout_range[i] = 0;
+  for (int i = first; i < R; i += step) plan.src_tokens[i] = 0;
+  for (int i = first; i < per_rank; i += step) at<int32_t>(args.expert_count)[i] = 0;
+  for (int i = first; i <= per_rank; i += step) at<int32_t>(args.expert_offset)[i] = 0;
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,272 @@
+// The send half of low-latency dispatch. ll_dispatch.cu describes roles and memory order.
+#pragma once
+#include <type_traits>
+
+#include "cuda/core/quantize.cuh"
+#include "cuda/moe/ll_words.cuh"
+
+namespace ep::cuda {
+
+// --- Words: header and ids -----------------------------------------------------------------------------------------
+
+// Word `word` of this rank's ids. With `copy`, also writes the handle's copy of them.
+__device__ inline LlData ids_word(const LlRun& ll, const LlDispatchArgs& args, int word, bool copy) {
+  const int pairs = ll.op.header.num_tokens * ll.op.header.topk;
+  LlData data{};
+#pragma unroll
+  for (int i = 0; i < kLlIdsPerWord; ++i) {
+    const int pair = word * kLlIdsPerWord + i;
+    if (pair >= pairs) break;
+    const int id = ll_id(ll, args.ids, args.id_bytes, pair);
+    data.unit[i / 2] |= (static_cast<uint32_t>(id) & 0xFFFFu) << 16 * (i % 2);
+    if (copy && args.topk_ids != 0) at<int32_t>(args.topk_ids)[pair] = id;
+  }
+  return data;
+}
+
+// Whether a token of this rank goes to `peer`. One thread.
+__device__ inline bool goes_to(const LlRun& ll, const LlDispatchArgs& args, int token, int peer) {
+  const int K = ll.op.header.topk, per_rank = local_experts(ll.op.comm);
+  for (int k = 0; k < K; ++k)
+    if (const int id = ll_id(ll, args.ids, args.id_bytes, token * K + k); id >= 0 && id / per_rank == peer) return true;
+  return false;
+}
+
+// All workers of the kernel: send this rank's header and ids to every peer, the next rank first.
+__device__ inline void send_ids(const LlRun& ll, const LlDispatchArgs& args, int64_t image_bytes) {
+  const LlHeader& header = ll.op.header;
+  const int R = ll.op.comm.num_ranks, me = ll.op.comm.rank;
+  const int words = static_cast<int>(kLlHeaderWords + ll_id_words(header.num_tokens, header.topk));
+  const Team team = team_of_workers();
+  for (int64_t i = team.index * kWarp + lane_id(); i < int64_t{words} * R; i += team.size * kWarp) {
+    const int turn = static_cast<int>(i) / words, word = static_cast<int>(i) % words, peer = (me + 1 + turn) % R;
+    const LlData data =
+        word < kLlHeaderWords ? ll_header_word(ll, word) : ids_word(ll, args, word - kLlHeaderWords, turn == 0);
+    if (!ll.is_masked(peer)) ll_store(ll.block(peer).ids(ll.parity, me) + word, data, ll.tag());
+  }
+  if (team.index == team.size - 1 && lane_id() < R && !ll.is_masked(lane_id())) {
+    const int peer = lane_id();
+    ll_refresh(ll, ll.block(peer).ids(ll.parity, me), ll.lay.id_words, [=](int index) { return index < words; });
+    ll_refresh_rows(ll, peer, header.num_tokens, image_bytes,
+                    [&](int token) { return goes_to(ll, args, token, peer); });
+  }
+  __syncwarp();
+}
+
+// --- Rows ----------------------------------------------------------------------------------------------------------
+
+// In place of an element type: rows travel as they are.
+struct AsTheyAre {};
+
+constexpr int kUnitBytes = 16;                           // of an image
+constexpr int kUnitsOfBlock = kScaleBlock / kUnitBytes;  // lanes that share a scale block
+
+// The elements of one unit of a quantised image.
+template <class From>
+struct Elements {
+  static constexpr int kVectors = kUnitBytes / From::kPerVector;
+  int4 vectors[kVectors];
+
+  // Zeros if the row has no such unit.
+  __device__ __forceinline__ Elements(const char* row, int unit, bool in) {
+    const int4* from = reinterpret_cast<const int4*>(row) + int64_t{unit} * kVectors;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) vectors[v] = in ? ptx::ld_coherent(from + v) : make_int4(0, 0, 0, 0);
+  }
+
+  // All lanes: the scale of the block, which kUnitsOfBlock lanes share.
+  __device__ __forceinline__ float scale(bool pow2) const {
+    float most = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      float values[From::kPerVector];
+      From::magnitudes(vectors[v], values);
+#pragma unroll
+      for (int i = 0; i < From::kPerVector; ++i) most = fmaxf(most, values[i]);
+    }
+#pragma unroll
+    for (int apart = 1; apart < kUnitsOfBlock; apart *= 2) most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, apart));
+    const float exact = e4m3_scale(most);
+    return pow2 ? pow2_scale(exact) : exact;
+  }
+
+  __device__ __forceinline__ int4 quantized(float scale) const {
+    constexpr int kWords = From::kPerVector / 4;
+    const Divisor divisor(scale);
+    int words[4];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      float values[From::kPerVector];
+      From::magnitudes(vectors[v], values);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        const float* four = values + 4 * w;
+        const uint32_t low = ptx::to_e4m3x2(divisor.divide(four[0]), divisor.divide(four[1]));
+        const uint32_t high = ptx::to_e4m3x2(divisor.divide(four[2]), divisor.divide(four[3]));
+        const uint32_t signs = From::signs(vectors[v], w) & 0x80808080u;
+        words[v * kWords + w] = static_cast<int>(((low | high << 16) & 0x7F7F7F7Fu) | signs);
+      }
+    }
+    return make_int4(words[0], words[1], words[2], words[3]);
+  }
+};
+
+// The addresses of a token's image: slots of ranks, or one stage.
+struct Images {
+  const LlRun& ll;
+  uint32_t ranks;  // 0: the stage
+  int first;       // the rank that is stored to first
+  int64_t offset;  // of the slot in a block
+  char* stage;
+
+  // Calls store(image) for each of them.
+  template <class Store>
+  __device__ __forceinline__ void each(Store store) const {
+    if (stage != nullptr) store(stage);
+    const int R = ll.op.comm.num_ranks;
+    for (int turn = 0, rank = first; turn < R; ++turn, rank = rank + 1 == R ? 0 : rank + 1)
+      if ((ranks >> rank & 1u) != 0) store(at<char>(ll.op.comm.control[rank], offset));
+  }
+};
+
+// Units that a lane makes at a time.
+template <class From>
+constexpr int kLaneUnits = std::is_same_v<From, AsTheyAre> ? 2 : 1;
+
+// All lanes: makes a piece of a token's image, kLaneUnits units in each lane, and stores them and their scales. find()
+// returns the Images; it is called while the loads of the row are in flight.
+template <class From, class Find>
+__device__ __forceinline__ void make_piece(const LlHeader& header, const char* row, int piece, Find find) {
+  constexpr int kUnits = kLaneUnits<From>;
+  const int unit = piece * kUnits * kWarp + lane_id(), units = header.row_bytes / kUnitBytes;
+  if constexpr (std::is_same_v<From, AsTheyAre>) {
+    int4 held[kUnits];
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u)
+      if (unit + u * kWarp < units) held[u] = ptx::ld_coherent(reinterpret_cast<const int4*>(row) + unit + u * kWarp);
+    find().each([&](char* image) {
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u)
+        if (unit + u * kWarp < units) reinterpret_cast<int4*>(image)[unit + u * kWarp] = held[u];
+    });
+  } else {
+    const bool in = unit < units;
+    const Elements<From> elements(row, unit, in);
+    const Images images = find();
+    const float scale = elements.scale(header.format != kLlE4m3);
+    const int4 held = elements.quantized(scale);
+    const int block = unit / kUnitsOfBlock;
+    const bool exponents = header.format == kLlE4m3Ue8m0, first = unit % kUnitsOfBlock == 0;
+    const int scales = static_cast<int>(ceil_div(header.row_bytes, kScaleBlock));
+    images.each([&](char* image) {
+      if (in) reinterpret_cast<int4*>(image)[unit] = held;
+      char* to = image + header.row_bytes;
+      if (exponents && first && block < header.scale_bytes)
+        to[block] = static_cast<char>(block < scales ? ue8m0_of(scale) : 0);
+      if (!exponents && first && block < scales) reinterpret_cast<float*>(to)[block] = scale;
+    });
+  }
+}
+
+template <class From>
+__device__ __forceinline__ int pieces_of(const LlHeader& header) {
+  constexpr int kBytes = kLaneUnits<From> * kWarp * kUnitBytes;
+  return (header.row_bytes + kBytes - 1) / kBytes;
+}
+
+__device__ __forceinline__ const char* row_of(const LlDispatchArgs& args, int token) {
+  return at<const char>(args.x, token * args.x_stride);
+}
+
+// The groups of this rank's tokens, as a CTA sends them.
+__device__ inline Batches sent_batches(const LlHeader& header) {
+  const int T = header.num_tokens;
+  return Batches(ll_rows_are_words(T) ? 0 : ll_groups(T), ll_group_tokens(T));
+}
+
+// Workers: store the rows of this CTA's groups to the slots of all ranks that need them.
+template <class From>
+__device__ void send_rows_to_slots(const LlRun& ll, const LlDispatchArgs& args, int32_t* written) {
+  const LlHeader& header = ll.op.header;
+  const int pieces = pieces_of<From>(header), R = ll.op.comm.num_ranks, me = ll.op.comm.rank;
+  const Batches batches = sent_batches(header);
+  for (int batch = 0; batch < batches.count(); ++batch) {
+    for (int task = warp_id(); task < batches.places() * pieces; task += num_workers()) {
+      const int place = task / pieces, piece = task - place * pieces;
+      const int item = batches.item(batch, place / batches.per_item);
+      const int token = item * batches.per_item + place % batches.per_item;
+      if (item >= batches.items || token >= header.num_tokens) continue;
+      make_piece<From>(header, row_of(args, token), piece, [&] {
+        const int64_t offset = ll.own().slot(ll.kind, ll.parity, me, token) - at<char>(ll.own().base);
+        return Images{ll, ll_ranks_of(ll, args.ids, args.id_bytes, token), (me + 1 + token) % R, offset, nullptr};
+      });
+    }
+    count_written(written);
+  }
+}
+
+// The signalling warp: stores the flags of this CTA's groups.
+__device__ inline void signal_rows(const LlRun& ll, const LlDispatchArgs& args, int32_t* written) {
+  const int T = ll.op.header.num_tokens;
+  const Batches batches = sent_batches(ll.op.header);
+  for (int batch = 0; batch < batches.count(); ++batch) {
+    uint32_t ranks = 0;  // in lane i: those of the batch's i-th group
+    for (int i = 0; i < batches.per_batch; ++i) {
+      const int item = batches.item(batch, i), end = min(T, (item + 1) * batches.per_item);
+      uint32_t of_group = 0;
+      for (int token = item * batches.per_item; item < batches.items && token < end; ++token)
+        of_group |= ll_ranks_of(ll, args.ids, args.id_bytes, token);
+      if (lane_id() == i) ranks = of_group;
+    }
+    if (!fence_batch(ll, written, batch)) return;
+    for (int i = 0; i < batches.per_batch; ++i)
+      signal_group(ll, __shfl_sync(kAllLanes, ranks, i), batches.item(batch, i));
+  }
+}
+
+// --- Few tokens: rows as words -------------------------------------------------------------------------------------
+
+// All lanes: sends 32 words of an image to the ranks that need it.
+__device__ inline void send_image_words(const LlRun& ll, const char* image, int64_t image_bytes, int token, int piece,
+                                        uint32_t ranks) {
+  const int word = piece * kWarp + lane_id(), units = static_cast<int>(image_bytes / 4), me = ll.op.comm.rank;
+  LlData data;
+#pragma unroll
+  for (int u = 0; u < kLlWordUnits; ++u) data.unit[u] = ll_unit(image, kLlWordUnits * word + u, units);
+  if (word >= ll_words(image_bytes)) return;
+  const int64_t offset =
+      reinterpret_cast<char*>(ll.own().row_words(ll.kind, ll.parity, me, token) + word) - at<char>(ll.own().base);
+  for (uint32_t left = ranks; left != 0; left &= left - 1)
+    ll_store(at<LlWord>(ll.op.comm.control[__ffs(static_cast<int>(left)) - 1], offset), data, ll.tag());
+}
+
+// Workers: send the rows of at most kLlWordTokens tokens. All CTAs share rows that travel as they are. A quantised row
+// is made by one CTA, in `stage`, from which it is sent; null: the stage is the token's slot in this rank's own block,
+// which is not used then.
+template <class From>
+__device__ void send_rows_as_words(const LlRun& ll, const LlDispatchArgs& args, int64_t image_bytes, char* stage) {
+  const LlHeader& header = ll.op.header;
+  const int T = header.num_tokens, me = ll.op.comm.rank;
+  const int word_pieces = static_cast<int>(ceil_div(ll_words(image_bytes), kWarp));
+  if constexpr (std::is_same_v<From, AsTheyAre>) {
+    const Team team = team_of_workers();
+    for (int64_t task = team.index; task < int64_t{T} * word_pieces; task += team.size) {
+      const int token = static_cast<int>(task) / word_pieces, piece = static_cast<int>(task) % word_pieces;
+      const uint32_t ranks = ll_ranks_of(ll, args.ids, args.id_bytes, token);
+      send_image_words(ll, row_of(args, token), image_bytes, token, piece, ranks);
+    }
+  } else {
+    for (int token = static_cast<int>(blockIdx.x); token < T; token += static_cast<int>(gridDim.x)) {
+      char* image = stage != nullptr ? stage : ll.own().slot(ll.kind, ll.parity, me, token);
+      const uint32_t ranks = ll_ranks_of(ll, args.ids, args.id_bytes, token);
+      for (int piece = warp_id(); piece < pieces_of<From>(header); piece += num_workers())
+        make_piece<From>(header, row_of(args, token), piece, [&] { return Images{ll, 0, 0, 0, image}; });
+      join_workers();
+      for (int piece = warp_id(); piece < word_pieces; piece += num_workers())
+        send_image_words(ll, image, image_bytes, token, piece, ranks);
+      join_workers();
+    }
+  }
+}
+
+}  // namespace ep::cuda

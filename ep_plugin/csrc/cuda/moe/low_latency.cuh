@@ -1,0 +1,279 @@
+// What both low-latency kernels share: roles, waits that a mask ends, batches of flags, and the end of an operation.
+// common/low_latency.h has the layout and the protocol; ll_dispatch.cu and ll_combine.cu are the kernels.
+//
+// Roles. In each CTA the last warp signals, and the others are workers. Workers wait for each other at a barrier of
+// their own, so the signalling warp can stall in a fence while workers go on to receive. Workers send tokens in
+// batches, see Batches. When a warp has written its share of a batch, it counts itself. When all have, the signalling
+// warp fences once at system scope and stores the flags of the batch.
+// Buffers. A word is 12 bytes of data and the epoch in one 16-byte access. Rows are loaded and stored 16 bytes at a
+// time, straight from memory to the slots of peers; nothing is staged but quantised rows that travel as words.
+// Memory order. Words are relaxed: each is complete by itself. Worker warps release their counts in the CTA; the
+// signalling warp acquires them, fences at system scope, and stores the flags. A reader acquires a flag at system scope
+// in one lane and joins its warp before the warp loads the rows. No bulk copies are used, so no proxy is fenced.
+// Masks. Each CTA reads the masks once, when it enters. Only with `shrink` do they change in a kernel: a wait sets one
+// at its deadline, and headers bring those of peers. Then waits that last read them, too. Waits. The signalling warp
+// waits for its own workers without a deadline, because all their waits have one. A fault ends it.
+#pragma once
+#include "common/low_latency_args.h"
+#include "cuda/core/copy.cuh"
+#include "cuda/core/launch.cuh"
+#include "cuda/core/peer.cuh"
+
+namespace ep::cuda {
+
+constexpr int kLlLeastWorkers = 3;
+
+// --- Roles ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int num_workers() { return static_cast<int>(blockDim.x / kWarp) - 1; }
+__device__ __forceinline__ int worker_threads() { return static_cast<int>(blockDim.x) - kWarp; }
+// All workers wait for each other. True if `ok` is true in all of their threads.
+__device__ __forceinline__ bool join_workers(bool ok = true) {
+  return ptx::barrier_and(1, static_cast<uint32_t>(worker_threads()), ok);
+}
+
+// The number of this worker among all of the kernel. Consecutive numbers are on different SMs.
+__device__ __forceinline__ Team team_of_workers() { return team_of_warps(num_workers()); }
+
+// One half of one operation, as a CTA runs it.
+struct LlRun {
+  const LlOperation& op;
+  const LlLayout& lay;
+  LlKind kind;
+  Run run;
+  int parity;
+  uint32_t masked;  // bit r: rank r was masked when this CTA began to send or to receive
+
+  __device__ LlState& state() const { return ll_state_of(op); }
+  __device__ LlBlock block(int rank) const { return LlBlock{op.comm.control[rank], lay, op.comm.num_ranks, op.shape}; }
+  __device__ LlBlock own() const { return block(op.comm.rank); }
+  __device__ bool is_masked(int rank) const { return (masked >> rank & 1u) != 0; }
+  __device__ uint32_t tag() const { return static_cast<uint32_t>(run.epoch); }
+  __device__ bool receives() const { return run.step == kLlDispatchRecv || run.step == kLlCombineRecv; }
+};
+
+__device__ inline LlRun ll_half(const LlOperation& op, const LlLayout& lay, LlKind kind, LlPhase phase, uint64_t epoch,
+                                uint32_t masked) {
+  const int first = kind == kLlDispatch ? kLlDispatchSend : kLlCombineSend;
+  const Step step = static_cast<Step>(phase == kLlSend ? first : first + 1);
+  return LlRun{op, lay, kind, Run{op.comm, step, epoch, true}, ll_parity(epoch), masked};
+}
+
+// --- Waits ---------------------------------------------------------------------------------------------------------
+
+enum class Found { kThere, kMasked, kGaveUp };
+
+// Says to the peers whether this rank waits for another one.
+__device__ inline void ll_announce_wait(const LlRun& ll, uint32_t waits) {
+  uint32_t* said = &ll.state().waits;
+  if (ptx::ld_relaxed_gpu(said) == waits) return;
+  ptx::st_relaxed_gpu(said, waits);
+  for (int peer = 0; peer < ll.op.comm.num_ranks; ++peer)
+    ptx::st_release_sys(ll.block(peer).waiting(ll.op.comm.rank), waits);
+}
+
+// The deadline after which a wait with `shrink` masks its peer. A peer that waits itself gets more time, see
+// low_latency.h.
+struct MaskDeadline {
+  uint64_t since = 0;
+  int renewed = 0;
+
+  __device__ bool passed(const LlRun& ll, int peer) {
+    const uint64_t now = ptx::globaltimer(), most = static_cast<uint64_t>(ll.op.comm.timeout_ns);
+    if (since == 0) since = now;
+    if (now - since > most / 2) ll_announce_wait(ll, 1);
+    if (now - since <= most) return false;
+    if (ptx::ld_acquire_sys(ll.own().waiting(peer)) == 0 || ++renewed > ll.op.comm.num_ranks) return true;
+    since = now;
+    return false;
+  }
+};
+
+// Waits until arrived(&seen) is true.
+template <class Arrived>
+__device__ Found ll_wait_longer(const LlRun& ll, int peer, uint64_t expected, Arrived arrived) {
+  const bool shrink = ll.op.shrink != 0;
+  uint32_t* mask = &ll.state().mask[peer];
+  Deadline deadline{shrink ? kUntilMasked : kPeer};
+  MaskDeadline to_mask;
+  uint64_t seen = 0;
+  Found found = Found::kThere;
+  while (!arrived(&seen)) {
+    if (shrink && to_mask.passed(ll, peer)) ptx::st_relaxed_gpu(mask, 1);
+    if (shrink && ptx::ld_relaxed_gpu(mask) != 0) {
+      found = Found::kMasked;
+      break;
+    }
+    if (!deadline.keep_waiting(ll.run, peer, 0, expected, seen)) return Found::kGaveUp;
+  }
+  if (deadline.since != 0 && ll.receives() && ll.op.wait_cost != 0)
+    ptx::red_max_relaxed_gpu(&ll.state().waited[peer], ptx::globaltimer() - deadline.since);
+  return found;
+}
+template <class Arrived>
+__device__ __forceinline__ Found ll_wait(const LlRun& ll, int peer, uint64_t expected, Arrived arrived) {
+  if (ll.is_masked(peer)) return Found::kMasked;
+  uint64_t seen = 0;
+  return arrived(&seen) ? Found::kThere : ll_wait_longer(ll, peer, expected, arrived);
+}
+
+// One thread, for a word of this rank's block that grows: a flag or a consumed word. With acquire order.
+__device__ inline Found ll_wait_at_least(const LlRun& ll, int peer, const uint64_t* word, uint64_t value) {
+  return ll_wait(ll, peer, value, [=](uint64_t* seen) { return peer::has_reached(word, value, seen); });
+}
+
+// All lanes: lane 0 waits for a flag of the peer, then all may read its rows.
+__device__ inline Found ll_wait_rows(const LlRun& ll, int peer, int group) {
+  Found found = Found::kThere;
+  if (lane_id() == 0) found = ll_wait_at_least(ll, peer, ll.own().flag(ll.kind, ll.parity, peer, group), ll.run.epoch);
+  found = static_cast<Found>(__shfl_sync(kAllLanes, static_cast<int>(found), 0));
+  __syncwarp();
+  return found;
+}
+
+// --- Entering ------------------------------------------------------------------------------------------------------
+
+// All threads: enters the kernel. With a send half, waits until the peers have read what this rank wrote two operations
+// ago. False after a fault.
+__device__ inline bool ll_enter(LlRun& ll, uint32_t* shared_masked) {
+  const Comm& comm = ll.op.comm;
+  bool ok = !faulted(comm);
+  if (warp_id() == 0) {
+    const int peer = lane_id();
+    bool masked = peer < comm.num_ranks && ptx::ld_relaxed_gpu(&ll.state().mask[peer]) != 0;
+    if (ok && peer < comm.num_ranks && !masked && !ll.receives() && ll.run.epoch > kLlParities) {
+      const uint64_t* word = ll.own().consumed(ll.kind, ll.parity, peer);
+      const Found found = ll_wait_at_least(ll, peer, word, ll.run.epoch - kLlParities);
+      masked = found == Found::kMasked;
+      ok = found != Found::kGaveUp;
+    }
+    const unsigned bits = __ballot_sync(kAllLanes, masked);
+    if (peer == 0) *shared_masked = bits;
+  }
+  ok = __syncthreads_and(ok) != 0;
+  ll.masked = *shared_masked;
+  return ok;
+}
+
+// The epoch of the operation that a kernel runs. All threads read it when they enter; the last CTA advances it.
+__device__ inline uint64_t ll_epoch(const LlOperation& op, LlKind kind) {
+  const LlState& state = ll_state_of(op);
+  return (op.phases & kLlSend) != 0 ? state.epoch[kind] + 1 : state.slot_epoch[kind][op.slot];
+}
+
+// --- Batches of tokens whose flags are stored together -------------------------------------------------------------
+
+constexpr int kLlBatchTokens = 8;   // a batch has more only if one group has
+constexpr int kLlMostInBatch = 32;  // at most this many: the tokens of a group of the largest T
+static_assert(kLlMaxTokens / kLlMaxGroups <= kLlMostInBatch, "a group fits in a batch");
+
+// The items (groups of tokens) of one CTA, in batches. Every CTA has items blockIdx.x, blockIdx.x + gridDim.x, ...
+struct Batches {
+  int items;      // of the kernel
+  int per_item;   // tokens, at most
+  int per_batch;  // items
+
+  __device__ Batches(int items, int per_item)
+      : items(items), per_item(per_item), per_batch(max(1, kLlBatchTokens / per_item)) {}
+  __device__ int count() const {
+    const int mine =
+        (items - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
+    return mine <= 0 ? 0 : (mine + per_batch - 1) / per_batch;
+  }
+  // The i-th item of a batch; at or past `items`: none.
+  __device__ int item(int batch, int i) const {
+    return static_cast<int>(blockIdx.x) + (batch * per_batch + i) * static_cast<int>(gridDim.x);
+  }
+  __device__ int places() const { return per_batch * per_item; }  // of tokens in a batch
+};
+
+// A worker warp, when it has written its share of a batch.
+__device__ __forceinline__ void count_written(int32_t* written) {
+  __syncwarp();
+  if (lane_id() == 0) ptx::red_add_release_cta(written, 1);
+}
+// The signalling warp: waits until all workers have written a batch, and fences. False after a fault.
+__device__ inline bool fence_batch(const LlRun& ll, int32_t* written, int batch) {
+  const int32_t all = num_workers() * (batch + 1);
+  int ok = 1;
+  if (lane_id() == 0)
+    while (ok && ptx::ld_acquire_cta(written) < all) {
+      __nanosleep(40);
+      ok = !faulted(ll.op.comm);
+    }
+  ok = __shfl_sync(kAllLanes, ok, 0);
+  __syncwarp();
+  if (ok) peer::fence();
+  return ok != 0;
+}
+// All lanes, after the fence: stores the group's flag at each rank of `ranks`.
+__device__ inline void signal_group(const LlRun& ll, uint32_t ranks, int group) {
+  const int rank = lane_id();
+  if (rank < ll.op.comm.num_ranks && (ranks >> rank & 1u) != 0)
+    peer::store(ll.block(rank).flag(ll.kind, ll.parity, ll.op.comm.rank, group), ll.run.epoch);
+}
+
+// --- Leaving -------------------------------------------------------------------------------------------------------
+
+// All threads of every CTA, when its work is done. True in the CTA that is last.
+__device__ inline bool ll_last_to_finish(const LlOperation& op, LlKind kind) {
+  __shared__ bool last;
+  __syncthreads();  // thread 0 releases the writes of all threads
+  if (threadIdx.x == 0) {
+    uint64_t* done = &ll_state_of(op).ctas_done[kind][(op.phases & kLlSend) != 0 ? 0 : 1];
+    last = ptx::atom_add_acq_rel_gpu(done, 1) + 1 == gridDim.x;
+    if (last) *done = 0;
+  }
+  __syncthreads();
+  return last;
+}
+
+// One warp of the last CTA of an operation that succeeded: advances the epoch and signals the consumed words.
+__device__ inline void ll_finish(const LlRun& ll) {
+  const LlOperation& op = ll.op;
+  const Comm& comm = op.comm;
+  LlState& state = ll.state();
+  const int peer = lane_id();
+  if (peer == 0) ll_announce_wait(ll, 0);
+  if ((op.phases & kLlSend) != 0 && peer == 0) {
+    state.epoch[ll.kind] = ll.run.epoch;
+    state.slot_epoch[ll.kind][op.slot] = ll.run.epoch;
+  }
+  if ((op.phases & kLlReceive) == 0 || peer >= comm.num_ranks) return;
+  if (op.wait_cost != 0) at<int64_t>(op.wait_cost)[peer] += static_cast<int64_t>(state.waited[peer]);
+  state.waited[peer] = 0;
+  if (ptx::ld_relaxed_gpu(&state.mask[peer]) == 0)
+    peer::signal(ll.block(peer).consumed(ll.kind, ll.parity, comm.rank), ll.run.epoch);
+}
+
+// --- Launches ------------------------------------------------------------------------------------------------------
+
+inline void require_ll(const LlOperation& op, int64_t image_bytes) {
+  const LlHeader& header = op.header;
+  require_comm(op.comm);
+  require_sms(op.num_sms);
+  require((op.phases & ~(kLlSend | kLlReceive)) == 0 && op.phases != 0, "phases", "1 to 3", op.phases);
+  require(op.slot >= 0 && op.slot < kLlSlots, "slot", "0 or 1", op.slot);
+  require(op.comm.num_experts <= kLlMaxExperts, "num_experts", "at most 32767", op.comm.num_experts);
+  require(op.shape.max_tokens >= 0 && op.shape.max_tokens <= kLlMaxTokens, "max_tokens of the communicator",
+          "at most 4096", op.shape.max_tokens);
+  require(header.topk >= 1 && header.topk <= op.shape.max_topk && header.topk <= kMaxTopk, "topk",
+          "1 to the communicator's and 128", header.topk);
+  require(header.max_tokens >= 0 && header.max_tokens <= op.shape.max_tokens, "max_tokens",
+          "at most that of the communicator", header.max_tokens);
+  require(header.num_tokens >= 0 && header.num_tokens <= header.max_tokens, "num_tokens", "at most max_tokens",
+          header.num_tokens);
+  require(header.row_bytes > 0 && header.row_bytes % kRowAlign == 0, "row_bytes", "a multiple of 16", header.row_bytes);
+  require(image_bytes <= op.shape.slot_bytes && op.shape.slot_bytes % kSlotAlign == 0, "slot_bytes",
+          "room for a row, a multiple of 128", op.shape.slot_bytes);
+}
+
+// The threads of a CTA: enough workers for its tasks, up to `most`, and the signalling warp.
+inline int ll_threads(const LlOperation& op, int64_t tasks_of_token, int most) {
+  const int64_t tokens = ceil_div(static_cast<int64_t>(op.comm.num_ranks) * op.header.max_tokens, op.num_sms);
+  const int64_t tasks = tokens * tasks_of_token;
+  const int64_t workers = tasks < kLlLeastWorkers ? kLlLeastWorkers : tasks > most ? most : tasks;
+  return static_cast<int>(workers + 1) * kWarp;
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,102 @@
+"""The CUDA kernels of low-latency dispatch and combine on CPUs, with the cases of the CPU and GPU tests."""
+
+from __future__ import annotations
+
+import signal
+import unittest.mock
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ep_plugin.errors import PeerTimeout
+from ep_plugin.moe import arguments as validate
+from tests.faults import test_low_latency as faults
+from tests.gpu import low_latency
+from tests.moe import low_latency_cases as cases
+from tests.moe import test_low_latency_halves as halves
+from tests.moe.moe_cases import make_inputs
+from tests.ranks import run_ranks, values
+
+SIMT = {"EP_TEST_KERNELS": "simt"}
+
+
+def _on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    return values(run_ranks(size, function, size, *args, timeout_s=240, env=SIMT))
+
+
+@pytest.mark.parametrize("name", [*low_latency.WHOLE, *low_latency.HALVES])
+def test_cases(name: str) -> None:
+    size = low_latency.RANKS.get(name, 2)
+    _on_ranks(size, low_latency.run_case, name)
+
+
+@pytest.mark.parametrize("size", [1, 5])
+def test_routings(size: int) -> None:
+    _on_ranks(size, low_latency.run_case, "routings")
+
+
+def test_half_precision() -> None:
+    _on_ranks(2, low_latency.half_precision)
+
+
+@pytest.mark.parametrize("case", [halves._counters, halves._logfmt, halves._epochs_of_32_bits])
+def test_parts_of_the_protocol(case: Callable[[int, int], None]) -> None:
+    _on_ranks(3, case)
+
+
+def test_every_row_of_many_operations() -> None:
+    _on_ranks(3, low_latency.many, 60)
+
+
+def test_the_steps_that_graphs_replay() -> None:
+    assert _on_ranks(2, low_latency.replayed, 9) == [9, 9]
+
+
+def _slowly(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Fibers are not as fast as GPUs."""
+    with unittest.mock.patch.multiple(faults, DEADLINE_S=5.0, GRACE_S=20.0):
+        return function(rank, *args)
+
+
+def _killed(rank: int, gate: str, victim: int) -> PeerTimeout:
+    return _slowly(rank, faults._killed, gate, victim)
+
+
+@pytest.mark.parametrize(("gate", "victim"), [(gate, number % 3) for number, gate in enumerate(faults.GATES)])
+def test_survivors_name_the_dead(gate: str, victim: int) -> None:
+    outcomes = run_ranks(3, _killed, gate, victim, timeout_s=120, env=SIMT)
+    assert outcomes[victim].exitcode == -signal.SIGKILL
+    for caught in values([one for rank, one in enumerate(outcomes) if rank != victim]):
+        assert caught.rank == victim and caught.step.startswith("ll_")
+
+
+def _survive(rank: int, gate: str, victim: int) -> list[int]:
+    return _slowly(rank, faults._survive, gate, victim)
+
+
+@pytest.mark.parametrize(("gate", "victim"), [("ll_dispatch_send", 3), ("ll_combine_send", 1)])
+def test_survivors_mask_the_dead_and_go_on(gate: str, victim: int) -> None:
+    outcomes = run_ranks(4, _survive, gate, victim, timeout_s=200, env=SIMT)
+    masks = values([one for rank, one in enumerate(outcomes) if rank != victim])
+    assert masks == [[int(rank == victim) for rank in range(4)]] * 3
+
+
+@pytest.mark.parametrize("change", ["row bytes", "top-k"])
+def test_calls_that_differ_are_named(change: str) -> None:
+    for said in values(run_ranks(2, faults._differ, change, timeout_s=120, env=SIMT)):
+        assert change in said
+
+
+def _bad_ids(rank: int, size: int) -> None:
+    case = faults.CASE
+    inputs = make_inputs(case)
+    with cases.low_latency(case, timeout_s=60) as comm, unittest.mock.patch.object(validate, "_check_id_values"):
+        inputs.ids[0][5, 1] = case.num_experts
+        with pytest.raises(Exception, match=r"expert id below 6, got 6 at token 5 of rank 0|rank 0"):
+            for _ in range(2):
+                comm.dispatch(inputs.x[rank], inputs.ids[rank])
+
+
+def test_bad_ids() -> None:
+    _on_ranks(3, _bad_ids)

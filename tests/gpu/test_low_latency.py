@@ -1,0 +1,43 @@
+"""Low-latency dispatch and combine on GPUs, one process per rank; ranks share a GPU where there are fewer."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu import low_latency
+from tests.ranks import run_ranks, values
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("name", [*low_latency.WHOLE, *low_latency.HALVES])
+def test_cases(name: str) -> None:
+    size = low_latency.RANKS.get(name, 2)
+    values(run_ranks(size, low_latency.run_case, size, name, timeout_s=280))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("size", [1, 4])
+def test_routings(size: int) -> None:
+    values(run_ranks(size, low_latency.run_case, size, "routings", timeout_s=280))
+
+
+@pytest.mark.gpu(1)
+def test_half_precision() -> None:
+    values(run_ranks(2, low_latency.half_precision, 2, timeout_s=120))
+
+
+@pytest.mark.gpu(1)
+def test_plain_kernels() -> None:
+    env = {"EP_PLUGIN_PLAIN_KERNELS": "1"}
+    values(run_ranks(3, low_latency.run_case, 3, "shapes", timeout_s=280, env=env))
+
+
+@pytest.mark.gpu(1)
+def test_every_row_of_thousands_of_operations() -> None:
+    values(run_ranks(3, low_latency.many, 3, 5000, timeout_s=280))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("size", [2, 4])
+def test_graphs_are_right_in_every_replay(size: int) -> None:
+    assert values(run_ranks(size, low_latency.replayed, size, 1000, timeout_s=280)) == [1000] * size
