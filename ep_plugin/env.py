@@ -5,6 +5,7 @@ Variables of ep_plugin (all optional):
 =============================  ==================================================================================
 EP_PLUGIN                      names of integrations, separated by commas, to switch on when torch is imported
 EP_PLUGIN_TRANSPORT            ``auto`` (default), ``shm`` or ``nvlink``: where peer-mapped memory comes from
+EP_PLUGIN_RAIL                 ``auto`` (default) or ``c10d``: what carries rows between nodes. The same on all ranks
 EP_PLUGIN_RANKS_PER_NODE       the number of consecutive ranks of the job that are one node, in all groups
 EP_PLUGIN_HOST                 the name of this process's host. Ranks of one machine with two names are on two hosts
 EP_PLUGIN_CHECK_IDS            ``1``: validate expert ids on GPUs, too; costs a synchronisation per dispatch
@@ -30,12 +31,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 TRANSPORTS = ("auto", "shm", "nvlink")
+RAILS = ("auto", "c10d")
 TEST_GATES = ("plan", "notify", "dispatch_send", "dispatch_recv", "combine_send", "all_gather", "reduce_scatter")
 
 _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _READ_HERE = (
-    "TRANSPORT", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG", "EMULATION",
+    "TRANSPORT", "RAIL", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG", "EMULATION",
     "LAUNCHED_BY", "COMMIT",
 )  # fmt: skip
 _KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
@@ -47,6 +49,7 @@ class Settings(NamedTuple):
     """The values of the ``EP_PLUGIN_*`` variables; the module's docstring explains each."""
 
     transport: str = "auto"
+    rail: str = "auto"
     ranks_per_node: int | None = None
     host: str | None = None
     check_ids: bool = False
@@ -84,6 +87,7 @@ def _parsed(values: tuple[str | None, ...]) -> Settings:
     _warn_about_unknown()
     return Settings(
         transport=_choice("EP_PLUGIN_TRANSPORT", TRANSPORTS) or "auto",
+        rail=_choice("EP_PLUGIN_RAIL", RAILS) or "auto",
         ranks_per_node=_integer("EP_PLUGIN_RANKS_PER_NODE", at_least=1),
         host=_value("EP_PLUGIN_HOST"),
         check_ids=_boolean("EP_PLUGIN_CHECK_IDS"),

@@ -64,16 +64,12 @@ class GroupEngine(BaseEngine):
             raise
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.exchange.barrier("construct communicator")
-        self._connect()
+        self.rails.open(self.exchange, self.exchange.all_gather("construct communicator", self.rails.offer()))
         self.exchange.watch = within.watch = weakly(self.check)
 
     @abstractmethod
     def _construct_node(self, *given: Any) -> None:
         """Makes what the ranks of this node share, collectively among them."""
-
-    def _connect(self) -> None:
-        """Connects the nodes, after each has been made. Collective over the group. By default it does nothing."""
 
     def _make_boards(self, local_experts: int) -> None:
         if self.rails.nodes:
