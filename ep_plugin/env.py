@@ -41,6 +41,7 @@ _READ_HERE = (
     "LAUNCHED_BY", "COMMIT",
 )  # fmt: skip
 _KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
+_RAIL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 _SYMMETRIC_MEMORY = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _warned: set[str] = set()
 
@@ -115,15 +116,27 @@ def launcher() -> Launcher:
     )
 
 
-@contextlib.contextmanager
-def symmetric_memory_variables() -> Iterator[None]:
+def symmetric_memory_variables() -> contextlib.AbstractContextManager[None]:
     """Sets the variables that PyTorch's symmetric memory needs to exchange blocks, and restores them afterwards.
 
     Two ranks may share a GPU, or each may see a different GPU as index 0, as under SLURM and Ray. PyTorch refuses both
     unless overlapping devices are allowed. Multicast mappings are disabled: they cost time and are never used.
     """
-    saved = {name: os.environ.get(name) for name in _SYMMETRIC_MEMORY}
-    os.environ.update(_SYMMETRIC_MEMORY)
+    return _variables(_SYMMETRIC_MEMORY)
+
+
+def rail_variables() -> contextlib.AbstractContextManager[None]:
+    """Sets the variables with which an NCCL backend of a rail is made, and restores them afterwards.
+
+    PyTorch's watchdog would end the process when a peer has died. A rail has deadlines of its own.
+    """
+    return _variables(_RAIL)
+
+
+@contextlib.contextmanager
+def _variables(wanted: dict[str, str]) -> Iterator[None]:
+    saved = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:

@@ -23,7 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ep_plugin import env
+from ep_plugin.transport.progress import Progress
+
 MOST_CTAS = 8  # of a kernel of NCCL: SMs that dispatch and combine leave to it
+_NEVER_S = 24 * 3600.0  # PyTorch's watchdog would end the process
 
 
 class Leg(NamedTuple):
@@ -42,13 +46,16 @@ class Rail:
         ident: the same on all ranks of the rail, and of no other rail.
         users: the communicators that have it; the last one closes it.
         gathers: whether `gather` uses more of the network's bandwidth than sends do.
-        together: whether legs begin all together.
+        together: whether legs begin all together, after torch's current stream, which also waits for them.
+        captures: whether a CUDA graph can capture the legs.
+        progress: which works the device has come to; None where the host waits.
     """
 
-    def __init__(self, backend: Any, ident: str, together: bool = False) -> None:
-        self._backend, self.ident = backend, ident
+    def __init__(self, backend: Any, ident: str, progress: Progress | None = None) -> None:
+        self._backend, self.ident, self.progress = backend, ident, progress
         self.users = 0
-        self.gathers = self.together = together
+        self.gathers = self.together = self.captures = progress is not None
+        self._ended = False
 
     def begin(self, legs: Sequence[Leg]) -> list[Any]:
         """Begins the legs, and returns their works. RuntimeError when the backend refuses one."""
@@ -77,6 +84,9 @@ class Rail:
         self._end("shutdown")
 
     def _end(self, how: str) -> None:
+        if self._ended:
+            return
+        self._ended = True
         with contextlib.suppress(RuntimeError):
             getattr(self._backend, how)()
 
@@ -84,7 +94,8 @@ class Rail:
 class GroupRail:
     """A rail that is the user's group; as Rail. It is nobody's to share or to close."""
 
-    gathers, ident = False, ""
+    gathers = captures = False
+    ident, progress = "", None
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], together: bool) -> None:
         """ranks: of the group, by node."""
@@ -176,9 +187,10 @@ def _connected(
     theirs = getattr(theirs, "wrapped_pg", theirs)  # torch.distributed wraps it where it debugs
     store = c10d.PrefixStore(f"rail {ident}", store)
     if device.type == "cuda" and c10d.is_nccl_available() and isinstance(theirs, c10d.ProcessGroupNCCL):
-        backend = c10d.ProcessGroupNCCL(store, node, num_nodes, _nccl_options(theirs, timeout_s))
+        with env.rail_variables():
+            backend = c10d.ProcessGroupNCCL(store, node, num_nodes, _nccl_options(theirs))
         backend.eager_connect_single_device(device)  # when it returns, all ranks have read its key
-        rail, keys = Rail(backend, ident, together=True), ["0"] if node == 0 else []
+        rail, keys = Rail(backend, ident, Progress(device)), ["0"] if node == 0 else []
     elif device.type == "cpu" and c10d.is_gloo_available() and isinstance(theirs, c10d.ProcessGroupGloo):
         options = _gloo_options(theirs, timeout_s)
         rail = Rail(c10d.ProcessGroupGloo(store, node, num_nodes, options), ident)
@@ -201,9 +213,9 @@ def _gloo_options(theirs: Any, timeout_s: float) -> Any:
     return options
 
 
-def _nccl_options(theirs: Any, timeout_s: float) -> Any:
+def _nccl_options(theirs: Any) -> Any:
     options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = datetime.timedelta(seconds=timeout_s)
+    options._timeout = datetime.timedelta(seconds=_NEVER_S)
     options.config = theirs.options.config
     asked = options.config.max_ctas
     options.config.max_ctas = min(asked, MOST_CTAS) if asked > 0 else MOST_CTAS  # below 1: not set

@@ -8,9 +8,10 @@ does, which is the same on all ranks.
 from __future__ import annotations
 
 import datetime
+import functools
 import secrets
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +31,14 @@ CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
 class UnderWay:
     """Sends and receives that have begun: (node, work of the backend) each; node None: a work for all nodes.
 
-    copies: (from, to) each, to be made when the works are over.
+    what: describes them. copies: (from, to) each, to be made when the works are over. captured: the event behind the
+    works where a CUDA graph captures them.
     """
 
     works: list[tuple[int | None, Any]]
+    what: str = ""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    captured: torch.cuda.Event | None = None
 
 
 class Rails:
@@ -56,6 +60,7 @@ class Rails:
         # The next node first, so that no two nodes send to one at a time.
         self.nodes = [(own + step) % node_map.num_nodes for step in range(1, node_map.num_nodes)]
         self._rail: Rail | GroupRail | None = None
+        self._owner = object()  # stands for this communicator among those that share the rail
         self._aborted = self._waiting = False
         if device.type == "cuda" and self.nodes and not serves_gpus(group):
             raise NotSupported(
@@ -94,17 +99,18 @@ class Rails:
             return self.start([(node, part) for node in self.nodes], landing.items())
         everyones = part.new_empty(len(self._ranks) * part.numel())
         self.bytes_sent += len(self.nodes) * part.numel()
-        try:
-            work = opened.gather(everyones, part)
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        work, captured = self._begin(opened, None, "", lambda: [opened.gather(everyones, part)])
         arrived = everyones.chunk(len(self._ranks))
-        return UnderWay(works=[(None, work)], copies=[(arrived[node], into) for node, into in landing.items()])
+        copies = [(arrived[node], into) for node, into in landing.items()]
+        return UnderWay(works=work, copies=copies, captured=captured)
 
     def start(
-        self, sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]]
+        self, sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]], what: str = ""
     ) -> UnderWay:
-        """Begins to send and receive uint8 tensors, (node, tensor) each."""
+        """Begins to send and receive uint8 tensors, (node, tensor) each: on GPUs after the caller's stream.
+
+        what: describes them in errors.
+        """
         opened = self._opened()
         legs = [
             Leg(node, tensor, sent, self._tag(tensor.numel()))
@@ -115,29 +121,72 @@ class Rails:
         # Gloo begins one leg after the other, so the node of one that fails is known.
         batches = [legs] if opened.together else [[leg] for leg in legs]
         works: list[tuple[int | None, Any]] = []
+        captured = None
         for batch in filter(None, batches):
             at = batch[0].node if len(batch) == 1 else None
-            try:
-                works += [(at, work) for work in opened.begin(batch)]
-            except RuntimeError as error:
-                raise self._lost(error, at) from error
-        return UnderWay(works=works)
+            begun, captured = self._begin(opened, at, what, functools.partial(opened.begin, batch))
+            works += begun
+        return UnderWay(works=works, what=what, captured=captured)
+
+    def _begin(
+        self, opened: Rail | GroupRail, node: int | None, what: str, begin: Callable[[], list[Any]]
+    ) -> tuple[list[tuple[int | None, Any]], torch.cuda.Event | None]:
+        progress = opened.progress
+        try:
+            if progress is not None:
+                progress.begin(self._owner, what)
+            works = begin()
+            captured = None if progress is None else progress.follow(works[0])
+        except RuntimeError as error:
+            raise self._lost(error, node, what) from error
+        return [(node, work) for work in works], captured
 
     def wait(self, under_way: UnderWay) -> None:
         """Waits until those have arrived: on GPUs the caller's stream does, else the host, with a deadline."""
         self._waiting = True
-        self._opened()
+        opened = self._opened()
         for node, work in under_way.works:
             try:
-                if self._device.type == "cuda":
-                    work.wait()  # with a timeout the host would wait too; NCCL watches its own
+                if opened.together:
+                    work.wait()  # with a timeout the host would wait too
                 else:
                     work.wait(timeout=datetime.timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
-                raise self._lost(error, node) from error
+                raise self._lost(error, node, under_way.what) from error
+        if under_way.captured is not None:
+            under_way.captured.wait()
         self._waiting = False
         for arrived, into in under_way.copies:
             into.copy_(arrived)
+
+    @property
+    def captures(self) -> bool:
+        """Whether a CUDA graph can capture what crosses."""
+        return self._rail is not None and self._rail.captures
+
+    def settle(self) -> None:
+        """On GPUs: orders the caller's stream after all that has begun, so that its memory may be used again."""
+        progress = None if self._rail is None else self._rail.progress
+        if progress is not None:
+            progress.settle()
+
+    def running(self) -> bool:
+        """On GPUs: whether messages of this communicator cross, or wait for a peer."""
+        return self._running() is not None
+
+    def overdue(self) -> PeerTimeout | None:
+        """On GPUs: the error of messages that are overdue."""
+        running = self._running()
+        # The deadlines of kernels begin later, with this rank's own sender: it waits for what crosses.
+        if running is None or running[1] < self._timeout_s - min(0.1 * self._timeout_s, 0.25):
+            return None
+        return self._lost(RuntimeError("they are overdue"), None, running[0])
+
+    def _running(self) -> tuple[str, float] | None:
+        """Which messages of this communicator are crossing, and for how many seconds. Costs no call of CUDA."""
+        progress = None if self._rail is None else self._rail.progress
+        running = None if progress is None else progress.running()
+        return None if running is None or running[0] is not self._owner else running[1:]
 
     def close(self) -> None:
         """Not collective. Peers still receive what this rank has sent."""
@@ -150,7 +199,7 @@ class Rails:
         if opened is None:
             return
         rail.drop(opened)
-        if self._waiting or self._device.type == "cuda":
+        if self._waiting or self.running():
             opened.interrupt(self.nodes[0], self._tag(-1))
 
     @property
@@ -174,14 +223,14 @@ class Rails:
         if opened is not None:
             rail.release(opened)
 
-    def _lost(self, error: RuntimeError, node: int | None = None) -> PeerTimeout:
+    def _lost(self, error: RuntimeError, node: int | None = None, what: str = "") -> PeerTimeout:
         """The error of a work for `node`. Its rank is a guess: a backend raises one kind of error for all failures."""
         if self._rail is not None:
             rail.drop(self._rail)
         others = [self._ranks[other] for other in ([node] if node is not None else self.nodes)]
         return PeerTimeout(
             f"rank {self._rank} waited at most {self._timeout_s:g} s for rank{'s' if len(others) > 1 else ''} "
-            f"{', '.join(map(str, others))} at step rail: {error}",
+            f"{', '.join(map(str, others))} at step rail{what and f' ({what})'}: {error}",
             others[0] if len(others) == 1 else None,
             "rail",
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sysconfig
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -49,6 +51,12 @@ class EmulatedStreams(Streams):
                 self._synchronize(one)
         if self.receive in earlier:
             self._kept.clear()
+
+    @contextlib.contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        """torch's operations run on the host, when the stream has come so far."""
+        self._synchronize(stream)
+        yield
 
     def join(self) -> None:
         self.order_after(self.caller(), self.send, self.receive)
