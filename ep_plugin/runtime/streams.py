@@ -37,7 +37,8 @@ class Streams:
         """Later work on `stream` starts after the work that is now enqueued on the `earlier` streams."""
 
     def on(self, stream: int) -> contextlib.AbstractContextManager[Any]:
-        """torch's operations in the block run on `send` or `receive`, and their memory is made for that stream."""
+        """torch's operations in the block run on `send` or `receive`, and their memory is made for that stream. The
+        block launches no kernels of ours."""
         return _SAME_DEVICE
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], bool]]:

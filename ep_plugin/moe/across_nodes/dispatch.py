@@ -212,19 +212,21 @@ class DispatchAcrossNodes(Operation):
                 column = routing.rail_rows[first:last, leg.to]
                 column.copy_(torch.where(needed[first:last, leg.to], rows, -1))
             routing.ids(0).copy_(nodes.local_id[indices])
-            self._exchange_ids(routing)
+        self._exchange_ids(routing)
         return routing
 
     def _exchange_ids(self, routing: NodesRouting) -> None:
         """On the send stream, also its memory."""
-        nodes, K = self._nodes, routing.topk_ids.shape[1]
-        packed = routing.topk_ids.new_full((sum(routing.sent), K), -1)  # -1: the padding of a leg
+        nodes, streams, K = self._nodes, self._engine.streams, routing.topk_ids.shape[1]
+        with streams.on(streams.send):
+            packed = routing.topk_ids.new_full((sum(routing.sent), K), -1)  # -1: the padding of a leg
         self._run_pack(routing, num_rows=len(packed), ids=routing.topk_ids.data_ptr(), topk=K, packed_ids=packed)
-        landed = packed.new_empty((sum(routing.received), K)).split(routing.received)
-        pairs = [[pair] for pair in zip(packed.split(routing.sent), landed, strict=True)]
-        nodes.finish(nodes.start_legs(nodes.legs, pairs, "expert ids"))
-        for number, ids in enumerate(landed, start=1):
-            routing.ids(number).copy_(nodes.local_id[nodes.table_index(ids)])
+        with streams.on(streams.send):
+            landed = packed.new_empty((sum(routing.received), K)).split(routing.received)
+            pairs = [[pair] for pair in zip(packed.split(routing.sent), landed, strict=True)]
+            nodes.finish(nodes.start_legs(nodes.legs, pairs, "expert ids"))
+            for number, ids in enumerate(landed, start=1):
+                routing.ids(number).copy_(nodes.local_id[nodes.table_index(ids)])
 
     def _cross(self, routing: NodesRouting) -> None:
         """Begins to send the rows that cross, in the order of the legs, and to receive theirs."""
