@@ -5,6 +5,7 @@ Variables of ep_plugin (all optional):
 =============================  ==================================================================================
 EP_PLUGIN                      names of integrations, separated by commas, to switch on when torch is imported
 EP_PLUGIN_TRANSPORT            ``auto`` (default), ``shm`` or ``nvlink``: where peer-mapped memory comes from
+EP_PLUGIN_RAIL                 ``auto`` (default) or ``c10d``: what carries rows between nodes. The same on all ranks
 EP_PLUGIN_RANKS_PER_NODE       the number of consecutive ranks of the job that are one node, in all groups
 EP_PLUGIN_HOST                 the name of this process's host. Ranks of one machine with two names are on two hosts
 EP_PLUGIN_CHECK_IDS            ``1``: validate expert ids on GPUs, too; costs a synchronisation per dispatch
@@ -30,6 +31,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 TRANSPORTS = ("auto", "shm", "nvlink")
+RAILS = ("auto", "c10d")
 TEST_GATES = (
     "plan", "notify", "dispatch_send", "dispatch_recv", "combine_send", "all_gather", "reduce_scatter",
     "ll_dispatch_send", "ll_dispatch_recv", "ll_combine_send", "ll_combine_recv",
@@ -38,10 +40,11 @@ TEST_GATES = (
 _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _READ_HERE = (
-    "TRANSPORT", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG", "EMULATION",
+    "TRANSPORT", "RAIL", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG", "EMULATION",
     "LAUNCHED_BY", "COMMIT",
 )  # fmt: skip
 _KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
+_RAIL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 _SYMMETRIC_MEMORY = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _warned: set[str] = set()
 
@@ -50,6 +53,7 @@ class Settings(NamedTuple):
     """The values of the ``EP_PLUGIN_*`` variables; the module's docstring explains each."""
 
     transport: str = "auto"
+    rail: str = "auto"
     ranks_per_node: int | None = None
     host: str | None = None
     check_ids: bool = False
@@ -87,6 +91,7 @@ def _parsed(values: tuple[str | None, ...]) -> Settings:
     _warn_about_unknown()
     return Settings(
         transport=_choice("EP_PLUGIN_TRANSPORT", TRANSPORTS) or "auto",
+        rail=_choice("EP_PLUGIN_RAIL", RAILS) or "auto",
         ranks_per_node=_integer("EP_PLUGIN_RANKS_PER_NODE", at_least=1),
         host=_value("EP_PLUGIN_HOST"),
         check_ids=_boolean("EP_PLUGIN_CHECK_IDS"),
@@ -119,15 +124,27 @@ def master() -> tuple[str, int]:
     return _value("MASTER_ADDR") or "127.0.0.1", _integer("MASTER_PORT", at_least=1) or 8361
 
 
-@contextlib.contextmanager
-def symmetric_memory_variables() -> Iterator[None]:
+def symmetric_memory_variables() -> contextlib.AbstractContextManager[None]:
     """Sets the variables that PyTorch's symmetric memory needs to exchange blocks, and restores them afterwards.
 
     Two ranks may share a GPU, or each may see a different GPU as index 0, as under SLURM and Ray. PyTorch refuses both
     unless overlapping devices are allowed. Multicast mappings are disabled: they cost time and are never used.
     """
-    saved = {name: os.environ.get(name) for name in _SYMMETRIC_MEMORY}
-    os.environ.update(_SYMMETRIC_MEMORY)
+    return _variables(_SYMMETRIC_MEMORY)
+
+
+def rail_variables() -> contextlib.AbstractContextManager[None]:
+    """Sets the variables with which an NCCL backend of a rail is made, and restores them afterwards.
+
+    PyTorch's watchdog would end the process when a peer has died. A rail has deadlines of its own.
+    """
+    return _variables(_RAIL)
+
+
+@contextlib.contextmanager
+def _variables(wanted: dict[str, str]) -> Iterator[None]:
+    saved = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:

@@ -47,10 +47,6 @@ class CollectiveEngine(GroupEngine):
         self._agree()
         super()._construct(group)
 
-    def _connect(self) -> None:
-        if self.gathers:
-            self.rails.connect(self.exchange)
-
     def _construct_node(self) -> None:
         device, within = self.device, self.within
         streams = self.streams = Streams() if device.type == "cpu" else CallerStreams(device)

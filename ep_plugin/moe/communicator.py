@@ -42,8 +42,8 @@ _NUM_RESULTS = len(DispatchResult._fields)
 class MoECommunicator:
     """Dispatch and combine for one group of ranks and one configuration.
 
-    In mode="ht" on CPUs the group may span nodes, with as many ranks on each; the group's backend, such as gloo, then
-    carries rows between nodes. Otherwise all ranks must be on one node.
+    In mode="ht" the group may span nodes, with as many ranks on each. A backend of the kind that the group has then
+    carries rows between nodes: gloo for CPUs, NCCL for GPUs. In mode="ll" all ranks must be on one node.
 
     Construction is collective. All ranks of the group must call the same operations in the same order. Ranks that hold
     several communicators on one device must call all of these in one order. Otherwise ranks wait for each other until
@@ -60,8 +60,8 @@ class MoECommunicator:
 
     Raises:
         DisagreementError: ranks have different configurations or devices.
-        NotSupported: this build or machine cannot serve the group, such as one of GPUs that spans nodes, or one whose
-            nodes have different numbers of ranks.
+        NotSupported: this build or machine cannot serve the group, such as one whose nodes have different numbers of
+            ranks, or one of GPUs over nodes whose backend cannot send GPU memory.
     """
 
     @untraced

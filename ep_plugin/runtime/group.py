@@ -21,9 +21,23 @@ from ep_plugin.runtime.base import BaseEngine
 from ep_plugin.runtime.board import Boards
 from ep_plugin.runtime.failures import GroupBoards
 from ep_plugin.runtime.faults import GRACE_S, aborted_error, error_of, gave_up
+from ep_plugin.runtime.poller import Poller
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.rails import Rails
 from ep_plugin.transport.topology import RankReport, discover
+
+_rail_poller = Poller("ep_plugin rails", pause_s=0.01, idle_s=0.05)
+
+
+class RailWatch:
+    """What the thread polls for the rail of one communicator."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+
+    def poll(self) -> bool:
+        self._look()
+        return False
 
 
 class GroupEngine(BaseEngine):
@@ -67,16 +81,16 @@ class GroupEngine(BaseEngine):
             raise
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.exchange.barrier("construct communicator")
-        self._connect()
+        self.rails.open(self.exchange, self.exchange.all_gather("construct communicator", self.rails.offer()))
         self.exchange.watch = within.watch = weakly(self.check)
+        if self.device.type == "cuda" and self.rails.nodes:
+            self._rail_watch = RailWatch(weakly(self._watch_rail))
+            self._resources.callback(_rail_poller.discard, self._rail_watch)
+            _rail_poller.add(self._rail_watch)
 
     @abstractmethod
     def _construct_node(self, *given: Any) -> None:
         """Makes what the ranks of this node share, collectively among them."""
-
-    def _connect(self) -> None:
-        """Connects the nodes, after each has been made. Collective over the group. By default it does nothing."""
 
     def _make_boards(self, local_experts: int) -> None:
         if self.rails.nodes:
@@ -162,6 +176,18 @@ class GroupEngine(BaseEngine):
         assert self.group_boards is not None
         self.group_boards.mark(rank, reason)
         self.rails.abort()
+
+    def _watch_rail(self) -> None:
+        """On GPUs: ends what crosses a rail, if it is overdue, or goes on although this communicator has failed.
+
+        Streams that wait for it go on then, and nothing that comes later is handed out as good.
+        """
+        late = self.rails.overdue()
+        failed = self._error is not None or not self.boards.quiet()
+        if late is not None and not failed:
+            self._remember(self._blamed(late))
+        if late is not None or (failed and self.rails.running()):
+            self.rails.abort()
 
     def _drained(self) -> Exception | None:
         if self._error is not None or not self.boards.quiet():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,15 @@ class Streams:
 
     def order_after(self, stream: int, *earlier: int) -> None:
         """Later work on `stream` starts after the work that is now enqueued on the `earlier` streams."""
+
+    def on(self, stream: int) -> contextlib.AbstractContextManager[Any]:
+        """torch's operations in the block run on `send` or `receive`, and their memory is made for that stream. The
+        block launches no kernels of ours."""
+        return _SAME_DEVICE
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], bool]]:
+        """A copy of `tensor` for the host, made on torch's current stream, and a function: whether it is there."""
+        return tensor, lambda: True
 
     def join(self) -> None:
         """Orders the caller's stream after all enqueued kernels."""
@@ -72,6 +82,16 @@ class SendReceiveStreams(Streams):
     def order_after(self, stream: int, *earlier: int) -> None:
         for one in earlier:
             _C.order_streams(stream, one, self._index)
+
+    def on(self, stream: int) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self._send if stream == self.send else self._receive)
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], bool]]:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        copy.copy_(tensor, non_blocking=True)
+        over = torch.cuda.Event()
+        over.record(torch.cuda.current_stream(self._device))
+        return copy, over.query
 
     def join(self) -> None:
         self.order_after(self.caller(), self.send, self.receive)

@@ -1,26 +1,27 @@
-"""The legs between nodes: shards to and from the ranks of one local rank on all nodes, over the group's own backend.
+"""One communicator's end of its rail: messages to and from the ranks of one local rank on all nodes.
 
-Sums are sent and received. Shards that all nodes want go so too, except over NCCL: there the rail has a communicator of
-its own, whose all-gather uses more of the network's bandwidth than sends do.
+The connections are those of `rail.py`, which communicators share. Here are what a communicator sends over them, how
+long it waits, and its errors. Over gloo tags tell the messages of communicators apart; over NCCL the order of calls
+does, which is the same on all ranks.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import datetime
-import os
+import functools
+import secrets
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from ep_plugin.errors import NotSupported, PeerTimeout
+from ep_plugin.transport import rail
 from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.rail import GroupRail, Leg, Rail
 from ep_plugin.transport.topology import NodeMap
 
 CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
@@ -30,15 +31,21 @@ CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 8 << 20}
 class UnderWay:
     """Sends and receives that have begun: (node, work of the backend) each; node None: a work for all nodes.
 
-    copies: (from, to) each, to be made when the works are over.
+    what: describes them. copies: (from, to) each, to be made when the works are over. captured: the event behind the
+    works where a CUDA graph captures them.
     """
 
     works: list[tuple[int | None, Any]]
+    what: str = ""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    captured: torch.cuda.Event | None = None
 
 
 class Rails:
-    """This rank's end of its rail. `bytes_sent` counts what it has sent to other nodes since it was made."""
+    """This rank's end of its rail. `bytes_sent` counts what it has sent to other nodes since it was made.
+
+    A rail is open after `open`, which all ranks call with what all of them have offered.
+    """
 
     def __init__(self, exchange: Exchange, group: dist.ProcessGroup, node_map: NodeMap, device: torch.device) -> None:
         """exchange: one over `group`. NotSupported when the group's backend cannot send from the memory of `device`."""
@@ -49,10 +56,11 @@ class Rails:
         self.bytes_sent = 0
         self.chunk_bytes = CHUNK_BYTES[device.type]
         self._ranks = node_map.rail(node_map.local_rank_of(self._rank))  # by node
-        own = node_map.node_of(self._rank)
+        own = self._node = node_map.node_of(self._rank)
         # The next node first, so that no two nodes send to one at a time.
         self.nodes = [(own + step) % node_map.num_nodes for step in range(1, node_map.num_nodes)]
-        self._together: Any = None
+        self._rail: Rail | GroupRail | None = None
+        self._owner = object()  # stands for this communicator among those that share the rail
         self._aborted = self._waiting = False
         if device.type == "cuda" and self.nodes and not serves_gpus(group):
             raise NotSupported(
@@ -60,119 +68,169 @@ class Rails:
                 f"{dist.get_backend_config(group)} for {device}"
             )
 
-    def connect(self, exchange: Exchange) -> None:
-        """Makes NCCL's communicator of this rail for `gather`, where the group's backend is NCCL. Collective.
+    def offer(self) -> list[str]:
+        """The rail that this process has, "" if none, and a name for a new one. Empty in a group of one node."""
+        if not self.nodes:
+            return []
+        found = self._rail = rail.find(self._key)
+        return ["" if found is None else found.ident, secrets.token_hex(8)]
 
-        It is no group of torch.distributed: to make one may take every rank of the job, as where NCCL splits the
-        largest communicator, and perhaps only the ranks of this group are here.
+    def open(self, exchange: Exchange, offers: Sequence[list[str]]) -> None:
+        """Takes the rail that all of its ranks have, or makes one with them. Collective. offers: of the group's ranks.
+
+        PeerTimeout when ranks of the rail do not connect.
         """
-        if not self.nodes or self._device.type != "cuda" or not c10d.is_nccl_available():
+        if not self.nodes:
             return
-        backend = self._group._get_backend(self._device)
-        if not isinstance(backend, c10d.ProcessGroupNCCL):
+        idents = [offers[peer][0] for peer in self._ranks]
+        if self._rail is not None and all(ident == self._rail.ident for ident in idents):
             return
-        options = c10d.ProcessGroupNCCL.Options()
-        options._timeout = datetime.timedelta(seconds=self._timeout_s)
-        options.config = backend.options.config
-        store = exchange.store(f"rail{self._ranks[0]}")
-        together = c10d.ProcessGroupNCCL(store, self._ranks.index(self._rank), len(self._ranks), options)
-        together.eager_connect_single_device(self._device)
-        self._together = together
-        _open.add(together)
+        self._give_back()
+        name, store = offers[self._ranks[0]][1], exchange.store(f"rail{self._ranks[0]}")
+        try:
+            self._rail = rail.make(self._key, self._group, self._ranks, self._node, name, store, self._timeout_s)
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
     def gather(self, part: torch.Tensor, landing: Mapping[int, torch.Tensor]) -> UnderWay:
         """Begins to send `part` to all other nodes, and to receive theirs of the same size, by node; uint8 tensors."""
-        if self._together is None:
+        opened = self._opened()
+        if not opened.gathers:
             return self.start([(node, part) for node in self.nodes], landing.items())
-        self._refuse_after_abort()
         everyones = part.new_empty(len(self._ranks) * part.numel())
         self.bytes_sent += len(self.nodes) * part.numel()
-        try:
-            work = self._together._allgather_base(everyones, part)
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        work, captured = self._begin(opened, None, "", lambda: [opened.gather(everyones, part)])
         arrived = everyones.chunk(len(self._ranks))
-        return UnderWay(works=[(None, work)], copies=[(arrived[node], into) for node, into in landing.items()])
+        copies = [(arrived[node], into) for node, into in landing.items()]
+        return UnderWay(works=work, copies=copies, captured=captured)
 
     def start(
-        self, sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]]
+        self, sends: Iterable[tuple[int, torch.Tensor]], receives: Iterable[tuple[int, torch.Tensor]], what: str = ""
     ) -> UnderWay:
-        """Begins to send and receive uint8 tensors, (node, tensor) each."""
-        self._refuse_after_abort()
-        legs = []
-        for kind, tensors in ((dist.isend, sends), (dist.irecv, receives)):
-            for node, tensor in tensors:
-                leg = dist.P2POp(
-                    kind, tensor, group=self._group, tag=self._tag(tensor.numel()), group_peer=self._ranks[node]
-                )
-                legs.append((node, leg))
-                self.bytes_sent += tensor.numel() if kind is dist.isend else 0
-        # NCCL begins all legs together. Gloo begins one after the other, so the node of a leg that fails is known.
-        batches = [legs] if self._device.type == "cuda" else [[leg] for leg in legs]
+        """Begins to send and receive uint8 tensors, (node, tensor) each: on GPUs after the caller's stream.
+
+        what: describes them in errors.
+        """
+        opened = self._opened()
+        legs = [
+            Leg(node, tensor, sent, self._tag(tensor.numel()))
+            for sent, tensors in ((True, sends), (False, receives))
+            for node, tensor in tensors
+        ]
+        self.bytes_sent += sum(leg.tensor.numel() for leg in legs if leg.sent)
+        # Gloo begins one leg after the other, so the node of one that fails is known.
+        batches = [legs] if opened.together else [[leg] for leg in legs]
         works: list[tuple[int | None, Any]] = []
+        captured = None
         for batch in filter(None, batches):
-            at = batch[0][0] if len(batch) == 1 else None
-            try:
-                works += [(at, work) for work in dist.batch_isend_irecv([leg for _, leg in batch])]
-            except RuntimeError as error:
-                raise self._lost(error, at) from error
-        return UnderWay(works=works)
+            at = batch[0].node if len(batch) == 1 else None
+            begun, captured = self._begin(opened, at, what, functools.partial(opened.begin, batch))
+            works += begun
+        return UnderWay(works=works, what=what, captured=captured)
+
+    def _begin(
+        self, opened: Rail | GroupRail, node: int | None, what: str, begin: Callable[[], list[Any]]
+    ) -> tuple[list[tuple[int | None, Any]], torch.cuda.Event | None]:
+        progress = opened.progress
+        try:
+            if progress is not None:
+                progress.begin(self._owner, what)
+            works = begin()
+            captured = None if progress is None else progress.follow(works[0])
+        except RuntimeError as error:
+            raise self._lost(error, node, what) from error
+        return [(node, work) for work in works], captured
 
     def wait(self, under_way: UnderWay) -> None:
         """Waits until those have arrived: on GPUs the caller's stream does, else the host, with a deadline."""
         self._waiting = True
-        self._refuse_after_abort()
+        opened = self._opened()
         for node, work in under_way.works:
             try:
-                if self._device.type == "cuda":
-                    work.wait()  # with a timeout the host would wait too; NCCL watches its own
+                if opened.together:
+                    work.wait()  # with a timeout the host would wait too
                 else:
                     work.wait(timeout=datetime.timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
-                raise self._lost(error, node) from error
+                raise self._lost(error, node, under_way.what) from error
+        if under_way.captured is not None:
+            under_way.captured.wait()
         self._waiting = False
         for arrived, into in under_way.copies:
             into.copy_(arrived)
 
+    @property
+    def captures(self) -> bool:
+        """Whether a CUDA graph can capture what crosses."""
+        return self._rail is not None and self._rail.captures
+
+    def settle(self) -> None:
+        """On GPUs: orders the caller's stream after all that has begun, so that its memory may be used again."""
+        progress = None if self._rail is None else self._rail.progress
+        if progress is not None:
+            progress.settle()
+
+    def running(self) -> bool:
+        """On GPUs: whether messages of this communicator cross, or wait for a peer."""
+        return self._running() is not None
+
+    def overdue(self) -> PeerTimeout | None:
+        """On GPUs: the error of messages that are overdue."""
+        running = self._running()
+        # The deadlines of kernels begin later, with this rank's own sender: it waits for what crosses.
+        if running is None or running[1] < self._timeout_s - min(0.1 * self._timeout_s, 0.25):
+            return None
+        return self._lost(RuntimeError("they are overdue"), None, running[0])
+
+    def _running(self) -> tuple[str, float] | None:
+        """Which messages of this communicator are crossing, and for how many seconds. Costs no call of CUDA."""
+        progress = None if self._rail is None else self._rail.progress
+        running = None if progress is None else progress.running()
+        return None if running is None or running[0] is not self._owner else running[1:]
+
     def close(self) -> None:
         """Not collective. Peers still receive what this rank has sent."""
-        self._end("shutdown")
+        self._give_back()
 
     def abort(self) -> None:
         """Ends waits for a rank that is gone, also those of another thread. Nothing begins after it."""
         self._aborted = True
-        self._end("abort")
-        if self._waiting and self._device.type == "cpu":
-            # Only an overdue wait ends gloo's other waits: it closes all connections of its group.
-            backend: Any = self._group._get_backend(self._device)
-            with contextlib.suppress(RuntimeError):
-                nothing = torch.empty(1, dtype=torch.uint8, device=self._device)
-                backend.recv([nothing], self._ranks[self.nodes[0]], self._tag(-1)).wait(
-                    datetime.timedelta(milliseconds=1)
-                )
+        opened = self._rail
+        if opened is None:
+            return
+        rail.drop(opened)
+        if self._waiting or self.running():
+            opened.interrupt(self.nodes[0], self._tag(-1))
+
+    @property
+    def _key(self) -> rail.Key:
+        job = dist.get_process_group_ranks(self._group)
+        return tuple(job[rank] for rank in self._ranks), self._device
 
     def _tag(self, nbytes: int) -> int:
         """Messages meet only those of the same communicator and size: gloo ends a process that gets a longer message
         than it expects, and takes a shorter one for whole. NCCL knows no tags."""
         return zlib.crc32(f"ep_plugin {self._name} {nbytes}".encode()) >> 1
 
-    def _refuse_after_abort(self) -> None:
-        if self._aborted:
-            raise self._lost(RuntimeError("the rail was aborted"))
+    def _opened(self) -> Rail | GroupRail:
+        opened = self._rail
+        if self._aborted or opened is None:
+            raise self._lost(RuntimeError("the rail was aborted" if self._aborted else "the rail is closed"))
+        return opened
 
-    def _end(self, how: str) -> None:
-        together, self._together = self._together, None
-        if together is not None:
-            _open.discard(together)
-            with contextlib.suppress(RuntimeError):
-                getattr(together, how)()
+    def _give_back(self) -> None:
+        opened, self._rail = self._rail, None
+        if opened is not None:
+            rail.release(opened)
 
-    def _lost(self, error: RuntimeError, node: int | None = None) -> PeerTimeout:
+    def _lost(self, error: RuntimeError, node: int | None = None, what: str = "") -> PeerTimeout:
         """The error of a work for `node`. Its rank is a guess: a backend raises one kind of error for all failures."""
+        if self._rail is not None:
+            rail.drop(self._rail)
         others = [self._ranks[other] for other in ([node] if node is not None else self.nodes)]
         return PeerTimeout(
             f"rank {self._rank} waited at most {self._timeout_s:g} s for rank{'s' if len(others) > 1 else ''} "
-            f"{', '.join(map(str, others))} at step rail: {error}",
+            f"{', '.join(map(str, others))} at step rail{what and f' ({what})'}: {error}",
             others[0] if len(others) == 1 else None,
             "rail",
         )
@@ -183,15 +241,3 @@ def serves_gpus(group: dist.ProcessGroup | None) -> bool:
     backends = dict(entry.split(":", 1) for entry in str(dist.get_backend_config(group)).split(","))
     # gloo and MPI call themselves a backend for CUDA tensors too.
     return backends.get("cuda") not in (None, "gloo", "mpi") and torch.cuda.is_available()
-
-
-_open: set[Any] = set()  # communicators that nobody has closed: NCCL warns where a process ends with one
-os.register_at_fork(after_in_child=_open.clear)  # they are the parent's
-
-
-@atexit.register
-def _abort_open() -> None:
-    """Aborts, since a shutdown could wait for peers that have failed."""
-    while _open:
-        with contextlib.suppress(RuntimeError):
-            _open.pop().abort()

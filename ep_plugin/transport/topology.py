@@ -35,6 +35,7 @@ class RankReport:
         device_id: the GPU's identity on its host; empty for a CPU.
         unreachable: identities of the GPUs that this rank's GPU cannot reach as a peer.
         ranks_per_node: EP_PLUGIN_RANKS_PER_NODE, None where it is not set.
+        rail: EP_PLUGIN_RAIL.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class RankReport:
     device_id: str = ""
     unreachable: tuple[str, ...] = ()
     ranks_per_node: int | None = None
+    rail: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def build_node_map(reports: Sequence[RankReport]) -> NodeMap:
 
     Raises:
         ValueError: the reports are not those.
-        DisagreementError: ranks have different values of EP_PLUGIN_RANKS_PER_NODE.
+        DisagreementError: ranks have different values of EP_PLUGIN_RANKS_PER_NODE or EP_PLUGIN_RAIL.
         NotSupported: nodes hold different numbers of ranks.
     """
     if [report.rank for report in reports] != list(range(len(reports))) or not reports:
@@ -99,11 +101,12 @@ def build_node_map(reports: Sequence[RankReport]) -> NodeMap:
     first = reports[0]
     hosts: dict[str, list[RankReport]] = {}
     for report in reports:
-        if report.ranks_per_node != first.ranks_per_node:
-            raise DisagreementError(
-                f"ranks disagree on EP_PLUGIN_RANKS_PER_NODE: {first.ranks_per_node} on rank 0, "
-                f"{report.ranks_per_node} on rank {report.rank}"
-            )
+        for name in ("ranks_per_node", "rail"):
+            mine, theirs = getattr(first, name), getattr(report, name)
+            if mine != theirs:
+                raise DisagreementError(
+                    f"ranks disagree on EP_PLUGIN_{name.upper()}: {mine} on rank 0, {theirs} on rank {report.rank}"
+                )
         hosts.setdefault(report.host, []).append(report)
     nodes = sorted(ranks for on_host in hosts.values() for ranks in _split_host(on_host))
     if len({len(ranks) for ranks in nodes}) > 1:
@@ -157,6 +160,7 @@ def report_of(rank: int, device: torch.device) -> RankReport:
         device_id=device_id,
         unreachable=unreachable,
         ranks_per_node=per_node,
+        rail=settings.rail,
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -114,14 +112,12 @@ def test_rails_carry_each_shard_once_per_other_node(size: int, per_node: int | N
 
 
 def _gathers_together(rank: int) -> int:
-    """As over NCCL: a communicator of the rail's own gathers shards, in more chunks than are under way at a time."""
+    """As over NCCL: the rail's backend gathers shards, in more chunks than are under way at a time."""
     count, device = 7 * 1000 + 13, torch.device("cpu")
     with HierarchicalAllGather() as gather:
         engine = gather.engine_on(device)
-        rails, rail = engine.rails, engine.node_map.rail(engine.index)
-        store = engine.exchange.store(f"rail{rail[0]}")
-        rails._together = dist.ProcessGroupGloo(store, rail.index(rank), len(rail), datetime.timedelta(seconds=60))
-        rails.chunk_bytes = 1000
+        engine.rails._rail.gathers = True
+        engine.rails.chunk_bytes = 1000
         mine = shard(0, rank, count, torch.uint8)
         for out in (poisoned(6 * count, torch.uint8), gather.allocate(6 * count, torch.uint8, device)):
             gather(out, mine)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sysconfig
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep_plugin import _C
 from ep_plugin.collectives.backends import cpu, cuda
@@ -38,6 +41,19 @@ KERNELS = [
 ]
 
 
+class _Keeping(TorchDispatchMode):
+    """Keeps what torch makes, as the memory of a GPU's stream is kept until the stream has used it."""
+
+    def __init__(self, kept: list[Any]) -> None:
+        super().__init__()
+        self._made = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._made.append(made)
+        return made
+
+
 class EmulatedStreams(Streams):
     """A send and a receive stream beside the caller's. A stream that must wait for another one waits on the host."""
 
@@ -53,6 +69,13 @@ class EmulatedStreams(Streams):
                 self._synchronize(one)
         if self.receive in earlier:
             self._kept.clear()
+
+    @contextlib.contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        """torch's operations run on the host, when the stream has come so far. Kernels may use what they make."""
+        self._synchronize(stream)
+        with _Keeping(self._kept):
+            yield
 
     def join(self) -> None:
         self.order_after(self.caller(), self.send, self.receive)

@@ -28,6 +28,7 @@ from tests.gpu import test_faults as faults
 from tests.gpu_stand_in import serve_with
 from tests.integrations import test_deep_ep
 from tests.moe import test_node_kernels as node_kernels
+from tests.moe.moe_cases import LAYOUTS, Case, communicator, make_inputs, named, ragged, round_trip
 from tests.ranks import run_ranks, values
 
 SIMT = {"EP_TEST_KERNELS": "simt"}
@@ -56,6 +57,26 @@ def _on_ranks(size: int, function: Callable[..., Any], *args: Any, **environment
 
 
 # -- dispatch and combine ------------------------------------------------------------------------------------------
+
+
+def _over_nodes(rank: int, size: int) -> None:
+    case = Case(tokens=ragged(size, 20, 1), num_experts=2 * size, topk=3, hidden=64, dtype=FP32)
+    inputs = make_inputs(case)
+    for layout in LAYOUTS:
+        with communicator(case, layout, max_tokens_per_rank=20) as comm, named(layout):
+            given = inputs.x[rank], inputs.ids[rank]
+            out, handle = round_trip(comm, inputs, inputs.expected(layout))
+            again, _ = comm.dispatch_async(*given, previous_handle=handle).wait()
+            assert same_bits(again.tokens, out.tokens)
+            fixed, bounded = comm.dispatch(*given, inputs.weights[rank], capacity=len(out.tokens) + 3)
+            assert same_bits(fixed.tokens[: len(out.tokens)], out.tokens)
+            sums = [comm.combine(each.tokens, key) for each, key in ((out, handle), (fixed, bounded))]
+            assert same_bits(*sums)
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(4, 2), (3, 1)])
+def test_over_nodes(size: int, per_node: int) -> None:
+    _on_ranks(size, _over_nodes, EP_PLUGIN_RANKS_PER_NODE=str(per_node))
 
 
 def _rounds(rank: int, size: int, names: Sequence[str], settings: dict[str, int]) -> list[str]:

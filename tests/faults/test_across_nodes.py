@@ -96,14 +96,14 @@ def _before_call(nodes: Nodes, method: str, number: int, act: Callable[[], None]
 # When the victim dies: in which call of Nodes, counted from the start of a round trip.
 CROSSING = {
     "before the counts cross": ("exchange_counts", 1),
-    "between counts and ids": ("start_leg", 1),
-    "while ids cross": ("finish", 3),
-    "before rows cross": ("start_leg", LEGS + 1),
-    "while rows cross": ("finish", 1 + LEGS + 2),
+    "between counts and ids": ("start_legs", 1),
+    "while ids cross": ("finish", 2),
+    "before rows cross": ("start_leg", 1),
+    "while rows cross": ("finish", 2 + 2),
     "before combine": ("agree", 1),
-    "before sums return": ("start_leg", 2 * LEGS + 1),
-    "while sums return": ("start_leg", 2 * LEGS + 3),
-    "before sums land": ("finish", 2 + 2 * LEGS + 1),
+    "before sums return": ("start_leg", LEGS + 1),
+    "while sums return": ("start_leg", LEGS + 3),
+    "before sums land": ("finish", 3 + LEGS + 1),
 }
 GATES = ("plan", "notify", "dispatch_send", "dispatch_recv", "combine_send")
 
@@ -307,12 +307,12 @@ def test_ranks_that_disagree_on_the_chunks_of_a_rail() -> None:
 
 
 _TOKENS_WORD, _FIRST_COUNT = _C.header_fields.index("num_tokens"), len(_C.header_fields)
-# What rank 2 sends in place of its counts (int64), or of its first leg's expert ids (int32): how it changes them, and
+# What rank 2 sends in place of its counts (int64), or of its expert ids (int32): how it changes them, and
 # what ranks say.
 GARBAGE: dict[str, tuple[int, Callable[[torch.Tensor], Any], str]] = {
     "negative count": (1, lambda words: words[_FIRST_COUNT].fill_(-1), "rank 2 sent -1 rows of"),
     "large count": (1, lambda words: words[_FIRST_COUNT].fill_(2**40), f"rank 2 sent {2**40} rows of"),
-    "one row fewer": (1, lambda words: words[_FIRST_COUNT].sub_(1), "step rail"),
+    "one row fewer": (1, lambda words: words[_FIRST_COUNT].sub_(1), " waited "),
     "negative tokens": (1, lambda words: words[_TOKENS_WORD].fill_(-5), "rank 2 sent -5 as its number of tokens"),
     "many tokens": (1, lambda words: words[_TOKENS_WORD].fill_(41), "rank 2 sent 41 as its number of tokens"),
     "header": (1, lambda words: words[:_FIRST_COUNT].fill_(2**62 + 7), "ranks disagree on one call"),
@@ -346,12 +346,12 @@ def _garbles(nodes: Nodes, call: int, change: Callable[[torch.Tensor], Any]) -> 
     start: Any = nodes._start
     calls = itertools.count(1)
 
-    def garbled(sends: Any, receives: Any) -> Any:
+    def garbled(sends: Any, receives: Any, what: str) -> Any:
         if next(calls) == call:
             sends = [(node, tensor.clone()) for node, tensor in sends]
             for _, tensor in sends:
                 change(tensor.view(torch.int64 if call == 1 else torch.int32))
-        return start(sends, receives)
+        return start(sends, receives, what)
 
     nodes._start = garbled  # type: ignore[method-assign]
 

@@ -21,6 +21,7 @@ from ep_plugin.moe.across_nodes.dispatch import DispatchAcrossNodes
 from ep_plugin.moe.across_nodes.legs import Leg, num_chunks
 from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.moe.across_nodes.routing import NodesRouting, NodesSizes, num_totals, plan_words
+from ep_plugin.runtime.streams import Streams
 from ep_plugin.transport.topology import NodeMap, RankReport, build_node_map
 
 N, G, LOCAL, T, K = 128, 8, 4, 4096, 8
@@ -38,8 +39,8 @@ class _Rails:
         self.nodes = [(NODE + step) % N for step in range(1, N)]
         self._counts, self.sent = counts, {}
 
-    def start(self, sends: Any, receives: Any) -> None:
-        if len(receives) <= 1:  # a leg's ids
+    def start(self, sends: Any, receives: Any, what: str) -> None:
+        if what == "expert ids":
             for _, tensor in receives:
                 tensor.view(torch.int32).fill_(FIRST_EXPERT_HERE)
             return
@@ -77,7 +78,8 @@ def an_engine(node_map: NodeMap) -> Any:
         on_rail=contextlib.nullcontext,
         layout=0,
         comm=_C.Comm(),
-        streams=SimpleNamespace(send=0),
+        streams=Streams(),
+        timeout_s=60.0,
         kernels=SimpleNamespace(pack=lambda args: None),
         dispatch_sms=lambda *sizes: SimpleNamespace(sending=1),
     )
@@ -147,7 +149,7 @@ def test_expert_tables_name_node_and_place(nodes: Nodes) -> None:
 def test_one_message_of_counts_goes_to_each_other_node(nodes: Nodes) -> None:
     engine = nodes.engine
     header = _C.Header(**dict.fromkeys(_C.header_fields, 1) | {"num_tokens": T})
-    sent, received = nodes.exchange_counts(header, [[2 * node for node in range(N)]])
+    sent, received = nodes.exchange_counts(header, torch.tensor([[2 * node for node in range(N)]]))
     assert sent == [2 * leg.to for leg in nodes.legs]
     assert received == [3 * leg.source for leg in nodes.legs]
     assert engine.rails.sent.keys() == set(range(N)) - {NODE}

@@ -62,6 +62,7 @@ def test_settings_read_every_variable_afresh(monkeypatch):
     ("name", "value"),
     [
         ("EP_PLUGIN_TRANSPORT", "rdma"),
+        ("EP_PLUGIN_RAIL", "nccl"),
         ("EP_PLUGIN_RANKS_PER_NODE", "0"),
         ("EP_PLUGIN_RANKS_PER_NODE", "two"),
         ("EP_PLUGIN_CHECK_IDS", "maybe"),

@@ -49,6 +49,10 @@ class CombineAcrossNodes(Operation):
 
     def start(self) -> None:
         """Adds up and sends back other nodes' tokens, which have the longest way. Then sends this node's."""
+        with self._nodes.operation():
+            self._start()
+
+    def _start(self) -> None:
         engine, streams, routing = self._engine, self._engine.streams, self._routing
         y, K = self._y, self._routing.topk_ids.shape[1]
         H = y.shape[1]
@@ -68,7 +72,8 @@ class CombineAcrossNodes(Operation):
         returned = sum(routing.sent)
         self._landed = y.new_empty((returned, H))
         self._landed_extra = None if self._extra is None else self._extra.new_empty((returned, K))
-        streams.order_after(streams.send, streams.caller())
+        self._nodes.enter()
+        streams.order_after(streams.receive, streams.caller())
         self._crossing = []
         for number in range(1, len(routing.tokens)):
             self._send(number)
@@ -78,11 +83,15 @@ class CombineAcrossNodes(Operation):
 
     def finish(self) -> Tensors:
         """Adds up this node's tokens, then the rows of all nodes."""
+        with self._nodes.operation():
+            return self._finish()
+
+    def _finish(self) -> Tensors:
         engine, streams = self._engine, self._engine.streams
-        streams.order_after(streams.receive, streams.caller())
         self._receive(0)
-        for crossing in self._crossing:
-            self._nodes.finish(crossing)
+        with streams.on(streams.receive):
+            for crossing in self._crossing:
+                self._nodes.finish(crossing)
         self._out = self._add()
         streams.join()
         engine.check()
@@ -106,7 +115,9 @@ class CombineAcrossNodes(Operation):
         extra = self._extras[number]
         if extra is not None and self._landed_extra is not None:
             pairs.append((extra, self._landed_extra[landing]))
-        return self._nodes.start_leg(self._nodes.legs[number - 1], pairs, back=True)
+        streams = self._engine.streams
+        with streams.on(streams.receive):
+            return self._nodes.start_leg(number - 1, pairs, back=True)
 
     def _add(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         engine, routing = self._engine, self._routing
@@ -114,6 +125,7 @@ class CombineAcrossNodes(Operation):
         out = torch.empty_like(self._sums[0])
         own_extra = self._extras[0]
         extra_out = None if own_extra is None else torch.empty_like(own_extra)
+        engine.streams.order_after(engine.streams.receive, engine.streams.caller())  # their memory
         args = _C.CombineAddArgs(
             comm=engine.comm,
             own=self._sums[0].data_ptr(),

@@ -73,18 +73,21 @@ class DispatchAcrossNodes(Operation):
         self._call = DispatchCall(bulk_ready("x", x), topk_ids, weights, scales, known, capacity, quantize)
         self._totals: torch.Tensor | None = None
         self._result: DispatchResult | None = None
-        self._keep: list[Any] = []  # memory that kernels and rails use
 
     def check(self) -> None:
         check_dispatch(self._engine, self._call)
 
     def start(self) -> None:
-        """Sends rows to the other nodes and to this one. The host waits until it knows how many rows come."""
+        """Sends rows to the other nodes and to this one. Without a capacity or a handle, the host waits until it knows
+        how many rows come."""
+        with self._nodes.operation():
+            self._start()
+
+    def _start(self) -> None:
         call, streams = self._call, self._engine.streams
         fresh = self._routing is None
-        streams.order_after(streams.send, streams.caller())
-        payload = self._payload()
-        headers = self._headers(payload)
+        self._payload = self._make_payload()
+        headers = self._headers()
         if self._engine.config.max_tokens_per_rank is not None:
             self._reserve([])  # before anything crosses
         routing = self._routing
@@ -92,9 +95,7 @@ class DispatchAcrossNodes(Operation):
             routing = self._routing = self._route(headers(_DISPATCH, len(call.x)))
         else:
             self._nodes.agree(headers(_CACHED, len(call.x)), routing.sent, routing.received)
-        packed = self._pack(payload, routing)
-        self._landed = payload.like(sum(routing.received))
-        self._crossing = [self._start_leg(leg, packed, routing) for leg in range(len(self._nodes.legs))]
+        self._cross(routing)
         if fresh:
             totals = self._plan_segments(routing, headers)
         else:
@@ -104,17 +105,24 @@ class DispatchAcrossNodes(Operation):
         if self._engine.config.max_tokens_per_rank is None:
             self._reserve(totals)
         self._allocate(totals, fresh)
-        self._send_segment(0, payload)
+        self._nodes.enter()
+        # Before the first send: what receives need is there, and they wait for that send by themselves.
+        streams.order_after(streams.receive, streams.send)
+        self._send_segment(0, self._payload)
 
     def finish(self) -> Tensors:
         """Receives this node's tokens, then forwards and receives those of other nodes as they come."""
+        with self._nodes.operation():
+            return self._finish()
+
+    def _finish(self) -> Tensors:
         engine, streams, routing = self._engine, self._engine.streams, self._routing
         assert routing is not None
-        streams.order_after(streams.receive, streams.caller(), streams.send)
         self._receive_segment(0)
         ends = list(itertools.accumulate(routing.received, initial=0))
         for number, crossing in enumerate(self._crossing):
-            self._nodes.finish(crossing)
+            with streams.on(streams.send):
+                self._nodes.finish(crossing)
             self._send_segment(number + 1, self._landed.part(ends[number], ends[number + 1]))
             self._receive_segment(number + 1)
         streams.join()
@@ -127,19 +135,21 @@ class DispatchAcrossNodes(Operation):
     def tensors(self) -> Tensors:
         call, routing = self._call, self._routing
         assert routing is not None
-        given = call.x, call.topk_ids, call.weights, call.scales
+        given = call.x, call.topk_ids, call.weights, call.scales, *self._payload, *self._packed
         return *given, routing.topk_ids, routing.plan, routing.recv_rows, *self._landed, *(self._result or ())
 
     # -- what start does -----------------------------------------------------------------------------------------
 
-    def _payload(self) -> Payload:
+    def _make_payload(self) -> Payload:
         """The rows as they travel: quantised once, for all destinations."""
         engine, call = self._engine, self._call
         if call.quantize is None:
+            self._nodes.enter()
             return Payload(call.x, call.scales, call.weights)
         T, H = call.x.shape
         rows = call.x.new_empty((T, H), dtype=QUANTIZED[call.quantize])
         scales = call.x.new_empty((T, num_scales(H)), dtype=torch.float32)
+        self._nodes.enter()
         args = _C.QuantizeArgs(
             x=call.x.data_ptr(),
             x_stride=call.x.stride(0) * call.x.element_size(),
@@ -153,10 +163,10 @@ class DispatchAcrossNodes(Operation):
         engine.kernels.quantize(args)
         return Payload(rows, scales, call.weights)
 
-    def _headers(self, payload: Payload) -> Any:
+    def _headers(self) -> Any:
         """A function of (operation, number of tokens): the words that ranks compare."""
         engine, K = self._engine, self._call.topk_ids.shape[1]
-        rows, scales, weights = payload
+        rows, scales, weights = self._payload
         self._row_bytes = rows.shape[1] * rows.element_size()
         self._scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
         weight_bytes = 0 if weights is None else weights.element_size()
@@ -173,46 +183,58 @@ class DispatchAcrossNodes(Operation):
         nodes, call = self._nodes, self._call
         ids = call.topk_ids
         T = len(ids)
-        indices = nodes.table_index(ids)
-        # A column more, for pairs that no node has.
-        needed = torch.zeros((T, nodes.num_nodes + 1), dtype=torch.bool, device=ids.device)
-        needed.scatter_(1, nodes.node_of[indices], True)
-        needed[:, nodes.node] = False
-        needed = needed[:, : nodes.num_nodes]
-        through = torch.nn.functional.pad(needed.to(torch.int32).cumsum(0, dtype=torch.int32), (0, 0, 1, 0))
+        streams = self._engine.streams
+        with streams.on(streams.send):
+            indices = nodes.table_index(ids)
+            # A column more, for pairs that no node has.
+            needed = torch.zeros((T, nodes.num_nodes + 1), dtype=torch.bool, device=ids.device)
+            needed.scatter_(1, nodes.node_of[indices], True)
+            needed[:, nodes.node] = False
+            needed = needed[:, : nodes.num_nodes]
+            through = torch.nn.functional.pad(needed.to(torch.int32).cumsum(0, dtype=torch.int32), (0, 0, 1, 0))
         bounds = nodes.bounds(T)
         if call.capacity is None:
-            counts = through[bounds].diff(dim=0).tolist()
+            with streams.on(streams.send):
+                counts = torch.stack([through[bound] for bound in bounds]).diff(dim=0).to(torch.int64)
             sent, received = nodes.exchange_counts(header, counts)
         else:
             sent = received = padded_rows(nodes)
             nodes.agree(header, sent, received)
-        routing = NodesRouting.empty(nodes, ids.to(torch.int32).contiguous(), sent, received)
-        routing.rail_rows.fill_(-1)
-        for leg, begin in zip(nodes.legs, itertools.accumulate(sent, initial=0), strict=False):
-            first, last = bounds[leg.chunk], bounds[leg.chunk + 1]
-            rows = through[first + 1 : last + 1, leg.to] - through[first, leg.to] + (begin - 1)
-            column = routing.rail_rows[first:last, leg.to]
-            column.copy_(torch.where(needed[first:last, leg.to], rows, -1))
-        routing.ids(0).copy_(nodes.local_id[indices])
+        own_ids = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
+        routing = NodesRouting.empty(nodes, own_ids, sent, received)
+        nodes.enter()
+        with streams.on(streams.send):
+            own_ids.copy_(ids)
+            routing.rail_rows.fill_(-1)
+            for leg, begin in zip(nodes.legs, itertools.accumulate(sent, initial=0), strict=False):
+                first, last = bounds[leg.chunk], bounds[leg.chunk + 1]
+                rows = through[first + 1 : last + 1, leg.to] - through[first, leg.to] + (begin - 1)
+                column = routing.rail_rows[first:last, leg.to]
+                column.copy_(torch.where(needed[first:last, leg.to], rows, -1))
+            routing.ids(0).copy_(nodes.local_id[indices])
         self._exchange_ids(routing)
         return routing
 
     def _exchange_ids(self, routing: NodesRouting) -> None:
-        nodes, K = self._nodes, routing.topk_ids.shape[1]
-        packed = routing.topk_ids.new_full((sum(routing.sent), K), -1)  # -1: the padding of a leg
+        """On the send stream, also its memory."""
+        nodes, streams, K = self._nodes, self._engine.streams, routing.topk_ids.shape[1]
+        with streams.on(streams.send):
+            packed = routing.topk_ids.new_full((sum(routing.sent), K), -1)  # -1: the padding of a leg
         self._run_pack(routing, num_rows=len(packed), ids=routing.topk_ids.data_ptr(), topk=K, packed_ids=packed)
-        landed = packed.new_empty((sum(routing.received), K))
-        legs = zip(nodes.legs, packed.split(routing.sent), landed.split(routing.received), strict=True)
-        crossing = [nodes.start_leg(leg, [(sent, received)]) for leg, sent, received in legs]
-        for number, (works, ids) in enumerate(zip(crossing, landed.split(routing.received), strict=True)):
-            nodes.finish(works)
-            routing.ids(number + 1).copy_(nodes.local_id[nodes.table_index(ids)])
+        with streams.on(streams.send):
+            landed = packed.new_empty((sum(routing.received), K)).split(routing.received)
+            pairs = [[pair] for pair in zip(packed.split(routing.sent), landed, strict=True)]
+            nodes.finish(nodes.start_legs(nodes.legs, pairs, "expert ids"))
+            for number, ids in enumerate(landed, start=1):
+                routing.ids(number).copy_(nodes.local_id[nodes.table_index(ids)])
 
-    def _pack(self, payload: Payload, routing: NodesRouting) -> Payload:
-        """The rows that cross, in the order of the legs."""
-        packed = payload.like(sum(routing.sent))
-        rows, scales, weights = payload
+    def _cross(self, routing: NodesRouting) -> None:
+        """Begins to send the rows that cross, in the order of the legs, and to receive theirs."""
+        streams = self._engine.streams
+        rows, scales, weights = self._payload
+        packed = self._packed = self._payload.like(sum(routing.sent))
+        self._landed = self._payload.like(sum(routing.received))
+        self._nodes.enter()
         self._run_pack(
             routing,
             num_rows=len(packed.rows),
@@ -228,13 +250,13 @@ class DispatchAcrossNodes(Operation):
             weight_bytes=0 if weights is None else weights.shape[1] * weights.element_size(),
             packed_weights=packed.weights,
         )
-        return packed
+        with streams.on(streams.send):
+            self._crossing = [self._start_leg(leg, packed, routing) for leg in range(len(self._nodes.legs))]
 
     def _run_pack(self, routing: NodesRouting, **given: Any) -> None:
         engine = self._engine
         T, N = routing.rail_rows.shape
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        self._keep += tensors.values()
         words = {name: value or 0 for name, value in given.items() if name not in tensors}
         engine.kernels.pack(
             _C.PackArgs(
@@ -253,12 +275,12 @@ class DispatchAcrossNodes(Operation):
         sent = packed.part(sum(routing.sent[:number]), sum(routing.sent[: number + 1]))
         landed = self._landed.part(sum(routing.received[:number]), sum(routing.received[: number + 1]))
         pairs = [(a, b) for a, b in zip(sent, landed, strict=True) if a is not None and b is not None]
-        return self._nodes.start_leg(self._nodes.legs[number], pairs)
+        return self._nodes.start_leg(number, pairs)
 
     def _plan_segments(self, routing: NodesRouting, headers: Any) -> list[int]:
         """Plans and notifies every segment, and gives it its places in the output. Returns the handle's totals."""
         nodes, engine, capacity = self._nodes, self._engine, self._call.capacity
-        per_segment = []
+        streams, per_segment = engine.streams, []
         for number, tokens in enumerate(routing.tokens):
             ticket = 0 if capacity is not None else engine.next_ticket()
             header = headers(_DISPATCH, tokens)
@@ -268,7 +290,8 @@ class DispatchAcrossNodes(Operation):
                 engine.wait_totals(ticket, totals, totals.new_empty(engine.local_experts))
                 per_segment.append(totals)
         alignment = engine.config.expert_alignment if engine.flat else 1
-        routing.place(alignment)
+        with streams.on(streams.send):
+            routing.place(alignment)
         if capacity is not None:
             routing.make_recv_rows(padded_slots(nodes))
             self._totals = torch.full((1,), capacity, dtype=torch.int64, device="cpu")

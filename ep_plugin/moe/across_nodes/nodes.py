@@ -6,13 +6,14 @@ Shapes: R ranks, N nodes of G ranks, E experts in all, E_n = E / N on this node,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from ep_plugin import _C
-from ep_plugin.errors import DisagreementError, EpPluginError
+from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
 from ep_plugin.moe.across_nodes.legs import Leg, chunk_bounds, legs_of, num_chunks, output_order
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 from ep_plugin.runtime.faults import DISAGREE_ON
@@ -20,6 +21,9 @@ from ep_plugin.transport.rails import UnderWay
 
 _HEADER = _C.header_fields
 _NOT_COMPARED = ("num_tokens",)
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""What this rank sends, and where it receives what another rank sends in its place."""
 
 
 class Nodes:
@@ -29,6 +33,8 @@ class Nodes:
         self.engine = engine
         node_map, device = engine.node_map, engine.device
         self.num_nodes, self.node = node_map.num_nodes, engine.node
+        self.host_waits = device.type == "cpu"
+        """Whether the host waits for every message."""
         self.chunks = num_chunks(self.num_nodes, engine.config.rail_chunks)
         self.legs = legs_of(self.node, self.num_nodes, self.chunks)
         self.layout = _C.meta_layout(engine.node_size, engine.node_experts)
@@ -55,62 +61,116 @@ class Nodes:
 
     # -- over the rail -------------------------------------------------------------------------------------------
 
-    def exchange_counts(self, header: Any, counts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-        """Sends every node the header and this rank's rows for it by chunk, and receives theirs.
+    def exchange_counts(self, header: Any, counts: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Sends every node the header and this rank's rows for it by chunk, and receives theirs. The host waits.
 
-        counts: ``[C][N]``. Returns the rows that each leg sends, and those that it brings.
+        counts: int64 ``[C, N]``, made on the send stream. Returns the rows that each leg sends, and those that it
+        brings.
         """
-        sent = [counts[leg.chunk][leg.to] for leg in self.legs]
-        return sent, self._exchange(header, sent, self._check_counts)
+        mine, theirs = self._exchange(header, counts)
+        for node in self.engine.rails.nodes:
+            self._check_counts(node, theirs[node])
+        first = len(_HEADER)
+        sent = [mine[leg.to][first + leg.chunk] for leg in self.legs]
+        return sent, [theirs[leg.source][first + leg.chunk] for leg in self.legs]
 
     def agree(self, header: Any, sent: Sequence[int], received: Sequence[int]) -> None:
         """Raises DisagreementError unless ranks of other nodes run the same operation, with the rows by leg that this
-        rank knows. On GPUs, where the host waits for nothing, it does nothing."""
-        if self.engine.device.type != "cpu":
+        rank knows. On GPUs, where the host does not wait for that, it does nothing."""
+        if not self.host_waits:
             return
-        theirs = self._exchange(header, sent)
-        for leg, mine, rows in zip(self.legs, received, theirs, strict=True):
+        counts = torch.zeros(self.chunks, self.num_nodes, dtype=torch.int64, device="cpu")
+        for leg, rows in zip(self.legs, sent, strict=True):
+            counts[leg.chunk, leg.to] = rows
+        _, theirs = self._exchange(header, counts)
+        for leg, mine in zip(self.legs, received, strict=True):
+            rows = theirs[leg.source][len(_HEADER) + leg.chunk]
             if mine != rows:
                 raise self._disagreement("rows that cross", leg.source, str(mine), str(rows))
 
-    def _exchange(
-        self, header: Any, sent: Sequence[int], check: Callable[[int, list[int]], None] | None = None
-    ) -> list[int]:
-        """Exchanges the header and the rows that each leg sends. Returns the rows that each leg brings."""
-        engine = self.engine
+    def _exchange(self, header: Any, counts: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
+        """Exchanges the header and `counts`, ``[C, N]``. Returns what this rank has sent to each node, and theirs."""
+        streams = self.engine.streams
         words = [int(getattr(header, name)) for name in _HEADER]
-        rows = {node: words + [0] * self.chunks for node in engine.rails.nodes}
-        for leg, count in zip(self.legs, sent, strict=True):
-            rows[leg.to][len(words) + leg.chunk] = count
-        going = {node: torch.tensor(row, device=engine.device) for node, row in rows.items()}
-        landed = {node: torch.empty_like(row) for node, row in going.items()}
-        self.finish(self._start(_as_bytes(going), _as_bytes(landed)))
-        theirs = {node: row.tolist() for node, row in landed.items()}
-        for node, row in theirs.items():
-            self._check_header(node, words, row)
-            if check is not None:
-                check(node, row)
-        return [theirs[leg.source][len(words) + leg.chunk] for leg in self.legs]
+        with streams.on(streams.send):
+            known = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=counts.is_cuda)
+            going = counts.new_empty(self.num_nodes, len(words) + self.chunks)
+            going[:, : len(words)].copy_(known.to(counts.device, non_blocking=True))
+            going[:, len(words) :].copy_(counts.t())
+            both = torch.stack([going, going])  # this node's row has no other
+            landed = both[1]
+            nodes = self.engine.rails.nodes
+            under_way = self._start(
+                [(node, going[node].view(torch.uint8)) for node in nodes],
+                [(node, landed[node].view(torch.uint8)) for node in nodes],
+                "counts",
+            )
+            self.finish(under_way)
+            mine, theirs = self._on_host(both)
+        for node in nodes:
+            self._check_header(node, words, theirs[node])
+        return mine, theirs
 
-    def start_leg(self, leg: Leg, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], back: bool = False) -> UnderWay:
-        """Begins to send the first tensor of each pair and to receive the second. back: from the receiver to the
-        sender of `leg`. Empty tensors are left out, on both ends alike."""
-        to, source = (leg.source, leg.to) if back else (leg.to, leg.source)
-        return self._start(
-            [(to, sent.view(-1).view(torch.uint8)) for sent, _ in pairs if sent.numel()],
-            [(source, landed.view(-1).view(torch.uint8)) for _, landed in pairs if landed.numel()],
-        )
+    def _on_host(self, tensor: torch.Tensor) -> list[Any]:
+        """The values of a tensor that torch's current stream has made, waited for with a deadline."""
+        copy, is_there = self.engine.streams.to_host(tensor)
+        most_s = 2 * self.engine.timeout_s + 5.0  # the rail's own deadline comes first, and says more
+        until = time.monotonic() + most_s
+        while not is_there():
+            self.engine.check()
+            if time.monotonic() > until:
+                raise EpPluginError(f"{self.engine.name}: the device did not finish step rail in {most_s:g} s")
+            time.sleep(0)
+        self.engine.check()  # the end of a wait may be that of the rail
+        return list(copy.tolist())
+
+    def start_legs(
+        self, legs: Sequence[Leg], pairs: Sequence[Sequence[Pair]], what: str, back: bool = False
+    ) -> UnderWay:
+        """Begins to send the first tensor of each pair of each leg, and to receive the second, after torch's current
+        stream. back: from the receivers to the senders of the legs. Empty tensors are left out, on both ends alike."""
+        sends, receives = [], []
+        for leg, each in zip(legs, pairs, strict=True):
+            to, source = (leg.source, leg.to) if back else (leg.to, leg.source)
+            sends += [(to, sent.view(-1).view(torch.uint8)) for sent, _ in each if sent.numel()]
+            receives += [(source, landed.view(-1).view(torch.uint8)) for _, landed in each if landed.numel()]
+        return self._start(sends, receives, what)
+
+    def start_leg(self, number: int, pairs: Sequence[Pair], back: bool = False) -> UnderWay:
+        leg = self.legs[number]
+        return self.start_legs([leg], [pairs], f"{'sums' if back else 'rows'} of chunk {leg.chunk}", back)
 
     def finish(self, under_way: UnderWay) -> None:
-        """Waits for what has begun: on CPUs the host does, with a deadline."""
+        """Waits for what has begun: on CPUs the host does, with a deadline, on GPUs torch's current stream."""
         with self._on_rail():
             self.engine.rails.wait(under_way)
 
     def _start(
-        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
+        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]], what: str
     ) -> UnderWay:
         with self._on_rail():
-            return self.engine.rails.start(sends, receives)
+            return self.engine.rails.start(sends, receives, what)
+
+    def enter(self) -> None:
+        """Lets the send stream use memory that has been made on the caller's stream, or that the caller has passed."""
+        streams = self.engine.streams
+        streams.order_after(streams.send, streams.caller())
+
+    @contextlib.contextmanager
+    def operation(self) -> Iterator[None]:
+        """Wraps what an operation enqueues. CaptureRefused, before that, if a CUDA graph cannot capture the rail."""
+        engine, streams = self.engine, self.engine.streams
+        if streams.capturing() and not engine.rails.captures:
+            raise CaptureRefused(
+                f"{engine.name}: expected a rail over NCCL while a CUDA graph is captured, got one over the group's "
+                "own backend, which cannot be captured"
+            )
+        try:
+            yield
+        except BaseException:
+            with streams.on(streams.send):  # the caller's stream comes after it, and its memory may be used again
+                engine.rails.settle()
+            raise
 
     @contextlib.contextmanager
     def _on_rail(self) -> Iterator[None]:
@@ -158,7 +218,3 @@ def _expert_tables(engine: HighThroughputEngine) -> tuple[list[int], list[int]]:
         node_of.append(node)
         local_id.append(node_map.local_rank_of(rank) * local + place if node == engine.node else -1)
     return [*node_of, node_map.num_nodes], [*local_id, engine.node_experts]
-
-
-def _as_bytes(rows: dict[int, torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    return [(node, row.view(torch.uint8)) for node, row in rows.items()]

@@ -19,7 +19,8 @@ _DISPATCH_RECV, _COMBINE_RECV = _C.Step.DISPATCH_RECV, _C.Step.COMBINE_RECV
 def plan_and_notify(engine: HighThroughputEngine, struct: Any, header: Any, ids: torch.Tensor, ticket: int) -> None:
     """ids: int32 ``[T_m, K]``, which the plan keeps as they are but for bad ones."""
     words = _C.block_count_words(len(ids), engine.node_size, engine.node_experts)
-    block_counts = torch.empty(words, dtype=torch.int32, device=engine.device)
+    with engine.streams.on(engine.streams.send):
+        block_counts = torch.empty(words, dtype=torch.int32, device=engine.device)
     common = {"comm": engine.comm, "routing": struct, "block_counts": address(block_counts)}
     common["stream"] = engine.streams.send
     engine.kernels.plan(_C.PlanArgs(ids=ids.data_ptr(), id_bytes=ids.element_size(), **common))

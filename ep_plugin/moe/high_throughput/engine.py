@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ep_plugin import _C, env
 from ep_plugin.config import SMS_FIELDS, DispatchLayout, MoECommunicatorConfig
 from ep_plugin.dtypes import DTYPES
-from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError, NotSupported
+from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
 from ep_plugin.moe.arguments import check_routing
 from ep_plugin.moe.high_throughput import sms
 from ep_plugin.moe.high_throughput.history import Expected, LatestRouting
@@ -25,6 +25,7 @@ from ep_plugin.runtime.streams import kernels_for, send_receive_streams
 from ep_plugin.transport import open_memory, transport_for
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import PeerBuffer
+from ep_plugin.transport.rail import MOST_CTAS
 
 # Plain ints, since an enum's hash is a call of Python, and they are looked up at every operation.
 DISPATCH_POOL, COMBINE_POOL = int(_C.Pool.DISPATCH), int(_C.Pool.COMBINE)
@@ -76,11 +77,8 @@ class HighThroughputEngine(GroupEngine):
     def _construct_node(self) -> None:
         device = self.device
         if device.type == "cuda" and self.rails.nodes:
-            raise NotSupported(
-                f"group: expected all {self.size} ranks on one node on cuda, got {self.node_map.num_nodes} nodes of "
-                f"{self.node_size}; dispatch and combine of groups that span nodes run on CPUs only in this release "
-                "(EP_PLUGIN_RANKS_PER_NODE overrides how a host is split)"
-            )
+            self._usable_sms = max(2, self._usable_sms - MOST_CTAS)
+            self._sms = sms.asked_of(self.config, self._usable_sms)
         self.node_experts = self.local_experts * self.node_size
         if device.type == "cuda" and self.node_experts + self.node_size > _C.max_keys:
             raise ValueError(

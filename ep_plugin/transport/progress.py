@@ -1,0 +1,82 @@
+"""Which operation of a rail a device has come to, as the host sees it.
+
+The operations of an NCCL communicator run one after the other, in a stream of its own, and wait for peers there without
+a deadline. A stream beside it waits for the same: when an operation's turn comes it writes the operation's number to
+pinned host memory, and 0 when the operation is over. The host reads that memory and calls nothing of CUDA, so it
+disturbs no capture of a graph. In a graph the writes are captured, too; a counter then tells its replays apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any
+
+import torch
+
+_NUMBERS = 4096  # of operations on their way, and of captured ones
+
+
+class Progress:
+    """The operations of one rail on one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._numbers = torch.arange(_NUMBERS, dtype=torch.int64, device=device)
+        self._counter = torch.zeros(1, dtype=torch.int64, device=device)
+        self._words = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._next = 0
+        self._captured: set[int] = set()
+        self._what: dict[int, tuple[Any, str]] = {}
+        self._seen: tuple[list[int], float] = [0, 0], 0.0
+        torch.cuda.current_stream(device).synchronize()  # the numbers are there
+
+    def begin(self, owner: Any, what: str) -> int:
+        """Before an operation begins after the current stream. Returns its number. what: a description for `running`"""
+        number, captured = self._number(), torch.cuda.is_current_stream_capturing()
+        if captured:
+            self._captured.add(number)
+        self._what[number] = owner, what
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._words[:1].copy_(self._numbers[number : number + 1], non_blocking=True)
+            if captured:
+                self._counter.add_(1)
+                self._words[1:].copy_(self._counter, non_blocking=True)
+        return number
+
+    def follow(self, work: Any) -> torch.cuda.Event | None:
+        """After the operation has begun. In a capture: the event after which the capture holds all of it."""
+        with torch.cuda.stream(self._stream):
+            work.wait()
+            self._words[:1].copy_(self._numbers[:1], non_blocking=True)
+            if not torch.cuda.is_current_stream_capturing():
+                return None
+            over = torch.cuda.Event()
+            over.record(self._stream)
+            return over
+
+    def settle(self) -> None:
+        """Orders the current stream after all operations that have begun."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def running(self) -> tuple[Any, str, float] | None:
+        """The owner and description of the operation whose turn it is, and for how many seconds it has been seen."""
+        words, now = self._words.tolist(), time.monotonic()
+        if words != self._seen[0]:
+            self._seen = words, now
+        if words[0] == 0:
+            return None
+        owner, what = self._what.get(words[0], (None, ""))
+        return owner, what, now - self._seen[1]
+
+    def _number(self) -> int:
+        """The next number but 0, which stands for no operation, and those in graphs, which may be replayed."""
+        with contextlib.suppress(StopIteration):
+            self._next = next(
+                number
+                for step in range(1, _NUMBERS)
+                if (number := (self._next + step) % _NUMBERS) and number not in self._captured
+            )
+        return self._next

@@ -1,0 +1,253 @@
+"""The connections of a rail: one backend of c10d between its ranks, which all communicators of the process share.
+
+Over gloo and NCCL the backend is our own. It is no group of torch.distributed: to make one may take every rank of the
+job, as where NCCL splits the largest communicator, and perhaps only the ranks of this group are here. A failure breaks
+our connections, and the user's process group stays whole. Gloo uses the devices of the user's group, NCCL its
+configuration, so rows take the network that the job has chosen. Over any other backend a rail is the user's group.
+
+Communicators find a rail by its ranks. The ranks of a rail compare which one they have, and make a new one together
+unless all have the same. Nobody finds a rail that has failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ep_plugin import env
+from ep_plugin.transport.progress import Progress
+
+MOST_CTAS = 8  # of a kernel of NCCL: SMs that dispatch and combine leave to it
+_NEVER_S = 24 * 3600.0  # PyTorch's watchdog would end the process
+
+
+class Leg(NamedTuple):
+    """A message of the rail: uint8 `tensor` to `node`, or from it. Gloo matches messages by their tag."""
+
+    node: int
+    tensor: torch.Tensor
+    sent: bool
+    tag: int
+
+
+class Rail:
+    """This rank's end of a backend of our own. A node is a rank of the backend.
+
+    Attributes:
+        ident: the same on all ranks of the rail, and of no other rail.
+        users: the communicators that have it; the last one closes it.
+        gathers: whether `gather` uses more of the network's bandwidth than sends do.
+        together: whether legs begin all together, after torch's current stream, which also waits for them.
+        captures: whether a CUDA graph can capture the legs.
+        progress: which works the device has come to; None where the host waits.
+    """
+
+    def __init__(self, backend: Any, ident: str, progress: Progress | None = None) -> None:
+        self._backend, self.ident, self.progress = backend, ident, progress
+        self.users = 0
+        self.gathers = self.together = self.captures = progress is not None
+        self._ended = False
+
+    def begin(self, legs: Sequence[Leg]) -> list[Any]:
+        """Begins the legs, and returns their works. RuntimeError when the backend refuses one."""
+        backend = self._backend
+        if self.together:
+            backend._start_coalescing()
+        works = [(backend.send if leg.sent else backend.recv)([leg.tensor], leg.node, leg.tag) for leg in legs]
+        return [backend._end_coalescing()] if self.together else works
+
+    def gather(self, everyones: torch.Tensor, part: torch.Tensor) -> Any:
+        """Begins to fill `everyones` with the `part` of every node, by node."""
+        return self._backend._allgather_base(everyones, part)
+
+    def interrupt(self, node: int, tag: int) -> None:
+        """Ends the waits of other threads. node: any other node; tag: of no message."""
+        if self.together:
+            self._end("abort")
+            return
+        # Only an overdue wait ends gloo's other waits: it closes all connections of its backend.
+        with contextlib.suppress(RuntimeError):
+            nothing = torch.empty(1, dtype=torch.uint8)
+            self._backend.recv([nothing], node, tag).wait(datetime.timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """Peers still receive what this rank has sent."""
+        self._end("shutdown")
+
+    def _end(self, how: str) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        with contextlib.suppress(RuntimeError):
+            getattr(self._backend, how)()
+
+
+class GroupRail:
+    """A rail that is the user's group; as Rail. It is nobody's to share or to close."""
+
+    gathers = captures = False
+    ident, progress = "", None
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], together: bool) -> None:
+        """ranks: of the group, by node."""
+        self._group, self._ranks, self.together = group, ranks, together
+
+    def begin(self, legs: Sequence[Leg]) -> list[Any]:
+        operations = [
+            dist.P2POp(
+                dist.isend if leg.sent else dist.irecv,
+                leg.tensor,
+                group=self._group,
+                tag=leg.tag,
+                group_peer=self._ranks[leg.node],
+            )
+            for leg in legs
+        ]
+        return list(dist.batch_isend_irecv(operations))
+
+    def gather(self, everyones: torch.Tensor, part: torch.Tensor) -> Any:
+        raise NotImplementedError("a group's legs are sent and received")
+
+    def interrupt(self, node: int, tag: int) -> None:
+        """Nothing here ends a wait before its deadline."""
+
+    def close(self) -> None: ...
+
+
+Key = tuple[tuple[int, ...], torch.device]
+"""The ranks of a rail in the job, by node, and the device whose memory crosses."""
+_known: dict[Key, Rail] = {}  # the rails that a new communicator may find
+_open: set[Rail] = set()
+_of_the_parent: list[Rail] = []  # never closed by a forked child, which would talk in its parent's place
+_lock = threading.RLock()
+
+
+def find(key: Key) -> Rail | None:
+    """This process's rail, for one more communicator, which calls `release`."""
+    with _lock:
+        rail = _known.get(key)
+        if rail is not None:
+            rail.users += 1
+        return rail
+
+
+def make(
+    key: Key, group: dist.ProcessGroup, ranks: Sequence[int], node: int, ident: str, store: Any, timeout_s: float
+) -> Rail | GroupRail:
+    """A new rail, for one communicator, which calls `release`. Collective over the rail.
+
+    group, ranks: the user's, and the rail's ranks in it, by node. node: this rank's. ident: a name that no other rail
+    has. store: for this communicator alone. RuntimeError when the ranks cannot be connected.
+    """
+    device = key[1]
+    rail = _connected(device, group._get_backend(device), len(ranks), node, ident, store, timeout_s)
+    if rail is None:
+        return GroupRail(group, ranks, together=device.type == "cuda")
+    with _lock:
+        rail.users = 1
+        _known[key] = rail
+        _open.add(rail)
+    return rail
+
+
+def drop(rail: Rail | GroupRail) -> None:
+    """Later communicators do not find this rail."""
+    with _lock:
+        for key, known in list(_known.items()):
+            if known is rail:
+                del _known[key]
+
+
+def release(rail: Rail | GroupRail) -> None:
+    """Gives a rail back, and closes it after its last communicator."""
+    if isinstance(rail, GroupRail):
+        return
+    with _lock:
+        rail.users -= 1
+        if rail.users > 0:
+            return
+        drop(rail)
+        _open.discard(rail)
+    rail.close()
+
+
+def _connected(
+    device: torch.device, theirs: Any, num_nodes: int, node: int, ident: str, store: Any, timeout_s: float
+) -> Rail | None:
+    """A rail over a backend like `theirs`, the user's; None for one that a rail shares with its user."""
+    theirs = getattr(theirs, "wrapped_pg", theirs)  # torch.distributed wraps it where it debugs
+    store = c10d.PrefixStore(f"rail {ident}", store)
+    if device.type == "cuda" and c10d.is_nccl_available() and isinstance(theirs, c10d.ProcessGroupNCCL):
+        with env.rail_variables():
+            backend = c10d.ProcessGroupNCCL(store, node, num_nodes, _nccl_options(theirs))
+        backend.eager_connect_single_device(device)  # when it returns, all ranks have read its key
+        rail, keys = Rail(backend, ident, Progress(device)), ["0"] if node == 0 else []
+    elif device.type == "cpu" and c10d.is_gloo_available() and isinstance(theirs, c10d.ProcessGroupGloo):
+        options = _gloo_options(theirs, timeout_s)
+        rail = Rail(c10d.ProcessGroupGloo(store, node, num_nodes, options), ident)
+        _greet(rail, node, num_nodes, timeout_s)
+        keys = [f"{number}/{node}" for number in range(len(options._devices))]
+    else:
+        return None
+    with contextlib.suppress(RuntimeError):  # a store that cannot delete
+        for key in keys:
+            store.delete_key(key)
+    return rail
+
+
+def _gloo_options(theirs: Any, timeout_s: float) -> Any:
+    kind: Any = c10d.ProcessGroupGloo
+    options = kind._Options()
+    options._devices = theirs.options._devices
+    options._threads = 1  # sends and receives need none
+    options._timeout = datetime.timedelta(seconds=timeout_s)
+    return options
+
+
+def _nccl_options(theirs: Any) -> Any:
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(seconds=_NEVER_S)
+    options.config = theirs.options.config
+    asked = options.config.max_ctas
+    options.config.max_ctas = min(asked, MOST_CTAS) if asked > 0 else MOST_CTAS  # below 1: not set
+    options.config.min_ctas = min(options.config.min_ctas, options.config.max_ctas)
+    return options
+
+
+def _greet(rail: Rail, node: int, num_nodes: int, timeout_s: float) -> None:
+    """Returns when all ranks are connected, and have read the keys by which they found each other."""
+    legs = [
+        Leg((node + step) % num_nodes, torch.zeros(1, dtype=torch.uint8, device="cpu"), sent, 0)
+        for sent in (True, False)
+        for step in range(1, num_nodes)
+    ]
+    for work in rail.begin(legs):
+        work.wait(datetime.timedelta(seconds=timeout_s))
+
+
+def _forget() -> None:
+    global _lock
+    _lock = threading.RLock()  # a thread that is not in the child may hold it
+    _of_the_parent.extend(_open)
+    _known.clear()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+@atexit.register
+def _abort_open() -> None:
+    """NCCL warns where a process ends with a communicator. Aborts, since a shutdown could wait for dead peers."""
+    for rail in list(_open):
+        if rail.together:
+            rail.interrupt(0, 0)
