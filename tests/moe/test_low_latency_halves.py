@@ -109,8 +109,9 @@ def test_thousands_of_operations() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_hundred_thousand_operations() -> None:
-    on_ranks(2, _many, 50_000, timeout_s=900)
+    on_ranks(2, _many, 50_000, timeout_s=1750)
 
 
 def _epochs_of_32_bits(rank: int, size: int) -> None:
