@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from ep_plugin import deep_ep
 from ep_plugin.deep_ep.buffer import _users
 from ep_plugin.errors import CommunicatorClosed, NotSupported
-from tests.integrations.deep_ep_cases import Case, make
+from tests.integrations.deep_ep_cases import Case, Sent, make, on
 from tests.integrations.deep_ep_low_latency import check_combine, check_dispatch, results_of
 from tests.moe.moe_cases import named, on_ranks, poisoned
 from tests.ranks import run_ranks, values
@@ -43,18 +45,19 @@ def _receive(event: Any, hook: Any, halves: bool) -> None:
         event.current_stream_wait()
 
 
-def _all_calls(rank: int, size: int, cases: list[Case]) -> None:
+def _all_calls(rank: int, size: int, cases: list[Case], device: str = "cpu") -> None:
     buffer = _buffer(num_qps_per_rank=2, allow_nvlink_for_low_latency_mode=False, allow_mnnvl=True)
     for case in cases:
         sent, most = make(case), max(case.tokens) + case.seed
-        expected = torch.zeros(case.experts_per_rank, dtype=torch.int32)
-        stats, costs = torch.zeros_like(expected), torch.zeros(size, dtype=torch.int64)
+        there = on(device, sent)
+        expected = torch.zeros(case.experts_per_rank, dtype=torch.int32, device=device)
+        stats, costs = torch.zeros_like(expected), torch.zeros(size, dtype=torch.int64, device=device)
         for number, (fp8, how) in enumerate(FORMATS.items()):
-            with named((fp8, case)), poisoned():
+            with named((fp8, case)), poisoned() if device == "cpu" else contextlib.nullcontext():
                 halves = number % 2 == 0
                 results = buffer.low_latency_dispatch(
-                    sent.x[rank],
-                    sent.ids[rank],
+                    there.x[rank],
+                    there.ids[rank],
                     most,
                     case.num_experts,
                     stats,
@@ -64,27 +67,33 @@ def _all_calls(rank: int, size: int, cases: list[Case]) -> None:
                     **how,
                 )
                 _receive(*results[3:], halves)
-                check_dispatch(case, sent, rank, most, results, fp8)
+                check_dispatch(case, sent, rank, most, tree_map_only(torch.Tensor, _on_cpu, results), fp8)
                 expected += results[1]
                 assert torch.equal(stats, expected) and (costs >= 0).all()
                 for zero_copy in (False, True):
                     _combine(buffer, case, sent, results[2], halves, zero_copy)
 
 
-def _combine(buffer: deep_ep.Buffer, case: Case, sent: Any, handle: Any, halves: bool, zero_copy: bool) -> None:
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, if it is on a GPU."""
+    return tensor.cpu()
+
+
+def _combine(buffer: deep_ep.Buffer, case: Case, sent: Sent, handle: Any, halves: bool, zero_copy: bool) -> None:
     """With a handle made again from its parts, and fewer pairs than were dispatched."""
-    rank, N = buffer.rank, handle[0].shape[1]
-    y, out = results_of(case, sent, rank, N), torch.empty((case.tokens[rank], case.hidden), dtype=torch.bfloat16)
+    rank, N, device = buffer.rank, handle[0].shape[1], handle[0].device
+    y = results_of(case, sent, rank, N).to(device)
+    out = torch.empty((case.tokens[rank], case.hidden), dtype=torch.bfloat16, device=device)
     if zero_copy:
         buffer.get_next_low_latency_combine_buffer(handle)[:, :, :] = y
         y = torch.full_like(y, 7.0)
     left_out = torch.rand(sent.ids[rank].shape, generator=torch.Generator().manual_seed(rank)) < 0.3
     now = sent.ids[rank].masked_fill(left_out, -1) if zero_copy else sent.ids[rank]
-    costs = torch.zeros(buffer.group_size, dtype=torch.int64)
+    costs = torch.zeros(buffer.group_size, dtype=torch.int64, device=device)
     sums, event, hook = buffer.low_latency_combine(
         y,
-        now,
-        sent.weights[rank],
+        now.to(device),
+        sent.weights[rank].to(device),
         tuple(handle) if zero_copy else list(handle),
         zero_copy=zero_copy,
         async_finish=not halves,
@@ -94,7 +103,7 @@ def _combine(buffer: deep_ep.Buffer, case: Case, sent: Any, handle: Any, halves:
     )
     _receive(event, hook, halves)
     assert (sums is out) == zero_copy and (costs >= 0).all()
-    check_combine(case, sent, rank, N, now, sums)
+    check_combine(case, sent, rank, N, now, sums.cpu())
 
 
 @pytest.mark.parametrize("size", CASES)
@@ -126,12 +135,16 @@ def _halves(rank: int, size: int) -> None:
             one[4]()  # nothing to receive any more
         for number, one in ((turn, first), (turn + 1, second)):
             check_dispatch(CASE, sent[number], rank, most, one, None)
-    combines = []
+    combines, places = [], set()
     for number, one in ((3, first), (4, second)):
         rows = results_of(dataclasses.replace(CASE, seed=number), sent[number], rank, size * most)
-        buffer.get_next_low_latency_combine_buffer(one[2])[:] = rows
+        place = buffer.get_next_low_latency_combine_buffer(one[2])
+        assert place.data_ptr() == buffer.get_next_low_latency_combine_buffer(one[2]).data_ptr()
+        place[:] = rows
+        places.add(place.data_ptr())
         given = rows, sent[number].ids[rank], sent[number].weights[rank], one[2]
         combines.append(buffer.low_latency_combine(*given, zero_copy=True, return_recv_hook=True))
+    assert len(places) == 2, "expected buffers that take turns"
     with pytest.raises(ValueError, match="combine: expected the last but one combine to be received"):
         buffer.low_latency_combine(*given)
     for number, (sums, _, hook) in zip((4, 3), reversed(combines), strict=True):
