@@ -11,11 +11,16 @@
 //   Flags    The signalling warp fences once for the CTA's groups, then stores their flags.
 //   Receive  Warps wait for the flags of a token's holders, one lane each, and add a piece of the partial rows in the
 //            order of the ranks, then the bias.
+//
 // Few tokens. To an owner with at most kLlWordTokens tokens, partial rows go as words, without flags.
+//
 // Buffers. Words, flags and slots are in the block of the rank that reads them. Shared memory has the lists of a batch.
+//
 // Memory order. See low_latency.cuh. The last CTA signals the consumed words after all CTAs have read what peers wrote.
+//
 // Co-residency. The send half sends weights and waits for those of peers, so the kernel is launched cooperatively,
 // unless it only receives.
+//
 // After a fault. Nothing is signalled. The output is filled with 0xFF bytes.
 #include "cuda/moe/kernels.h"
 #include "cuda/moe/ll_combine_recv.cuh"

@@ -4,19 +4,24 @@
 // Roles. All workers send; then all workers receive. The last warp of each CTA signals the CTA's rows meanwhile.
 //   Words    The workers of all CTAs share the header and the ids for all peers, 32 words to a warp.
 //   Rows     A CTA sends whole groups of tokens. Its warps share the rows in pieces of 32 lanes x 16 bytes. A lane
-//   loads
-//            its part of x once, quantises it in registers, and stores it to every rank that needs the row.
+//            loads its part of x once, quantises it in registers, and stores it to every rank that needs the row.
 //   Flags    The signalling warp fences once for the CTA's groups, then stores their flags.
 //   Places   Every CTA waits for the ids of all sources, and computes the rows of its share of their tokens by itself.
 //            Some CTAs write the tables of counts, too.
 //   Copies   Warps wait for the flag of a token's group, load a piece of its slot once, and store it to all its rows.
+//
 // Few tokens. A rank with at most kLlWordTokens tokens sends rows as words, without flags.
+//
 // Buffers. Words, flags and slots are in the block of the rank that reads them. Shared memory has the counts of pairs
-// by expert, and a stage for one quantised row that travels as words. Memory order. See low_latency.cuh. The last CTA
-// signals the consumed words after all CTAs have read their rows. Co-residency. With both halves, the kernel sends and
-// waits for rows, so it is launched cooperatively. The send half alone waits only for what earlier kernels of peers
-// signal; the receive half alone sends nothing that others wait for before it ends. After a fault. Nothing is
-// signalled. The tables of counts are zeros.
+// by expert, and a stage for one quantised row that travels as words.
+//
+// Memory order. See low_latency.cuh. The last CTA signals the consumed words after all CTAs have read their rows.
+//
+// Co-residency. With both halves, the kernel sends and waits for rows, so it is launched cooperatively. The send half
+// alone waits only for what earlier kernels of peers signal; the receive half alone sends nothing that others wait for
+// before it ends.
+//
+// After a fault. Nothing is signalled. The tables of counts are zeros.
 #include "cuda/moe/kernels.h"
 #include "cuda/moe/ll_dispatch_recv.cuh"
 #include "cuda/moe/ll_dispatch_send.cuh"

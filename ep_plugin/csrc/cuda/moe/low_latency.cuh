@@ -5,14 +5,19 @@
 // their own, so the signalling warp can stall in a fence while workers go on to receive. Workers send tokens in
 // batches, see Batches. When a warp has written its share of a batch, it counts itself. When all have, the signalling
 // warp fences once at system scope and stores the flags of the batch.
+//
 // Buffers. A word is 12 bytes of data and the epoch in one 16-byte access. Rows are loaded and stored 16 bytes at a
 // time, straight from memory to the slots of peers; nothing is staged but quantised rows that travel as words.
+//
 // Memory order. Words are relaxed: each is complete by itself. Worker warps release their counts in the CTA; the
 // signalling warp acquires them, fences at system scope, and stores the flags. A reader acquires a flag at system scope
 // in one lane and joins its warp before the warp loads the rows. No bulk copies are used, so no proxy is fenced.
+//
 // Masks. Each CTA reads the masks once, when it enters. Only with `shrink` do they change in a kernel: a wait sets one
-// at its deadline, and headers bring those of peers. Then waits that last read them, too. Waits. The signalling warp
-// waits for its own workers without a deadline, because all their waits have one. A fault ends it.
+// at its deadline, and headers bring those of peers. Then waits that last read them, too.
+//
+// Waits. The signalling warp waits for its own workers without a deadline, because all their waits have one. A fault
+// ends it.
 #pragma once
 #include "common/low_latency_args.h"
 #include "cuda/core/copy.cuh"
