@@ -15,7 +15,7 @@ from ep_plugin import env
 from ep_plugin.errors import EpPluginError, NotSupported
 from ep_plugin.integrations import hooks
 
-MOST_MS = 1.0
+MOST_MS = 4.0
 ENTRY_POINT = (
     "importlib.metadata.EntryPoint('ep_plugin', 'ep_plugin.integrations.autoload:start', 'torch.backends').load()()"
 )
@@ -37,7 +37,7 @@ def test_without_the_variable_hardly_anything_is_loaded() -> None:
     assert run(code).stdout.strip() == str(loaded)
 
 
-def test_without_the_variable_it_costs_less_than_a_millisecond(tmp_path: Path) -> None:
+def test_without_the_variable_it_costs_a_few_milliseconds_at_most(tmp_path: Path) -> None:
     code = f"""
 import importlib.metadata, sys, time
 import torch
