@@ -53,9 +53,9 @@ def _of(rank: int, count: int) -> torch.Tensor:
 
 
 def _process() -> dict[str, int]:
-    """What this process takes: bytes of resident memory, and numbers of open files and of mappings."""
+    """What this process takes: bytes of resident memory, and numbers of open files and of mappings of files."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    mappings = len(Path("/proc/self/maps").read_text().splitlines())
+    mappings = sum("/" in line for line in Path("/proc/self/maps").read_text().splitlines())  # not threads' stacks
     return {"resident": resident, "files": len(os.listdir("/proc/self/fd")), "mappings": mappings}
 
 
