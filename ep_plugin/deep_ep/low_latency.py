@@ -24,7 +24,7 @@ from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.in_flight import Operation, untraced
 from ep_plugin.moe.layout import DispatchResult
 from ep_plugin.moe.low_latency.engine import slots_of
-from ep_plugin.runtime.streams import record_stream, resolve_device
+from ep_plugin.runtime.streams import resolve_device
 from ep_plugin.transport.exchange import timeout_of
 
 Hook: TypeAlias = Callable[[], None]
@@ -323,19 +323,17 @@ def _run(
         *results, event = ordered(lambda: comm.in_flight.run(make()), device, reads, None, async_finish, False)
         return tuple(results), event, None
     started = comm.in_flight.start(make())
-    return started.results(), EventOverlap(), _hook(comm, started, device)
+    return started.results(), EventOverlap(), _hook(comm, started)
 
 
-def _hook(comm: MoECommunicator, started: Operation, device: torch.device) -> Hook:
+def _hook(comm: MoECommunicator, started: Operation) -> Hook:
     """Receives `started` on the current stream when it is called first."""
     un_received = [started]
 
     def hook() -> None:
         if not un_received:
             return
-        results = comm.in_flight.collect(un_received[0].number)
-        if device.type == "cuda":  # its memory may belong to another stream
-            record_stream(torch.cuda.current_stream(device), (un_received[0].tensors(), results))
+        comm.in_flight.collect(un_received[0].number)
         un_received.clear()
 
     return hook

@@ -58,16 +58,33 @@ class Rail:
         self._ended = False
 
     def begin(self, legs: Sequence[Leg]) -> list[Any]:
-        """Begins the legs, and returns their works. RuntimeError when the backend refuses one."""
+        """Begins the legs, and returns their works. RuntimeError when the backend refuses one or has ended."""
+        self._refuse_if_ended()
         backend = self._backend
-        if self.together:
-            backend._start_coalescing()
-        works = [(backend.send if leg.sent else backend.recv)([leg.tensor], leg.node, leg.tag) for leg in legs]
-        return [backend._end_coalescing()] if self.together else works
+        if not self.together:
+            return [self._one(leg) for leg in legs]
+        backend._start_coalescing()
+        try:
+            for leg in legs:
+                self._one(leg)
+        except RuntimeError:
+            # A group of NCCL that stays open would swallow this thread's later calls, also the user's.
+            with contextlib.suppress(RuntimeError):
+                backend._end_coalescing()
+            raise
+        return [backend._end_coalescing()]
 
     def gather(self, everyones: torch.Tensor, part: torch.Tensor) -> Any:
         """Begins to fill `everyones` with the `part` of every node, by node."""
+        self._refuse_if_ended()
         return self._backend._allgather_base(everyones, part)
+
+    def _one(self, leg: Leg) -> Any:
+        return (self._backend.send if leg.sent else self._backend.recv)([leg.tensor], leg.node, leg.tag)
+
+    def _refuse_if_ended(self) -> None:
+        if self._ended:
+            raise RuntimeError("the rail has ended, by a failure of a communicator that shares it")
 
     def interrupt(self, node: int, tag: int) -> None:
         """Ends the waits of other threads. node: any other node; tag: of no message."""

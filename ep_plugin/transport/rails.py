@@ -143,8 +143,15 @@ class Rails:
 
     def wait(self, under_way: UnderWay) -> None:
         """Waits until those have arrived: on GPUs the caller's stream does, else the host, with a deadline."""
-        self._waiting = True
-        opened = self._opened()
+        self._waiting = True  # before the look for an abort, which interrupts those that wait
+        try:
+            self._wait_for_works(self._opened(), under_way)
+        finally:
+            self._waiting = False
+        for arrived, into in under_way.copies:
+            into.copy_(arrived)
+
+    def _wait_for_works(self, opened: Rail | GroupRail, under_way: UnderWay) -> None:
         for node, work in under_way.works:
             try:
                 if opened.together:
@@ -155,9 +162,6 @@ class Rails:
                 raise self._lost(error, node, under_way.what) from error
         if under_way.captured is not None:
             under_way.captured.wait()
-        self._waiting = False
-        for arrived, into in under_way.copies:
-            into.copy_(arrived)
 
     @property
     def captures(self) -> bool:

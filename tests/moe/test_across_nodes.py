@@ -50,6 +50,24 @@ def on_nodes(num_nodes: int, per_node: int, function: Callable[..., Any], *args:
     return values(run_ranks(size, function, size, *args, timeout_s=timeout_s, env=env))
 
 
+def _chunks_of_few(rank: int, size: int) -> None:
+    """A chunk of 7 tokens is longer than the same chunk of 8, the most. All tokens go to all ranks."""
+    case = Case(tokens=(7,) * size, num_experts=size, topk=size)
+    inputs = make_inputs(case)
+    expected = inputs.expected(FLAT)[rank]
+    with communicator(case, FLAT, rail_chunks=5, max_tokens_per_rank=8) as comm:
+        out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank], capacity=7 * size)
+        same_bits("tokens", out.tokens[: len(expected.tokens)], expected.tokens)
+        whole = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+        z, without = comm.combine(out.tokens, handle), comm.combine(whole[0].tokens, whole[1])
+        same_bits("sums", z, without)
+
+
+def test_padding_has_room_for_every_number_of_tokens():
+    on_nodes(2, 1, _chunks_of_few)
+    on_nodes(3, 1, _chunks_of_few)
+
+
 # -- the cases of one node -------------------------------------------------------------------------------------------
 
 ONE_NODE_CASES = [

@@ -58,7 +58,9 @@ enum LlFormat : int32_t {
 
 constexpr int kLlKinds = 2;
 constexpr int kLlParities = 2;
-constexpr int kLlSlots = 2;  // operations of a kind that may be un-received
+// Places for the epochs of un-received operations of a kind, of which there are two at most. Those in CUDA graphs have
+// places of their own, since a graph may be replayed while others are un-received.
+constexpr int kLlSlots = 4;
 constexpr int64_t kLlMaxTokens = 4096;
 constexpr int64_t kLlMaxExperts = 32767;  // expert ids travel as int16
 constexpr int kLlMaxGroups = 128;

@@ -173,11 +173,13 @@ def routing_of(nodes: Nodes, name: str, handle: DispatchHandle) -> tuple[Routing
 
 
 def padded_rows(nodes: Nodes) -> list[int]:
-    """Rows of each leg where the host knows no counts: a whole chunk of the most tokens that a rank may have."""
+    """Rows of each leg where the host knows no counts: those of the longest chunk of a rank with the most tokens.
+
+    A chunk of fewer tokens may be longer than the same chunk of the most tokens, but never than the longest of them.
+    """
     most = nodes.engine.config.max_tokens_per_rank
     assert most is not None
-    bounds = nodes.bounds(most)
-    return [bounds[leg.chunk + 1] - bounds[leg.chunk] for leg in nodes.legs]
+    return [-(-most // nodes.chunks)] * len(nodes.legs)
 
 
 def padded_slots(nodes: Nodes) -> list[int]:

@@ -117,9 +117,10 @@ class LowLatencyEngine(GroupEngine):
         return self._last_stream
 
     def next_slot(self, kind: int) -> int:
-        """0 and 1 in turn for the operations of a kind (0: dispatch, 1: combine)."""
+        """0 and 1 in turn for the operations of a kind (0: dispatch, 1: combine); 2 and 3 for those in CUDA graphs,
+        which may be replayed while others are un-received."""
         self._issued[kind] += 1
-        return self._issued[kind] % 2
+        return self._issued[kind] % 2 + (2 if self.streams.capturing() else 0)
 
     # -- handles -------------------------------------------------------------------------------------------------
 

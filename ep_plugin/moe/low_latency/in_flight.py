@@ -12,9 +12,12 @@ from abc import abstractmethod
 from collections import deque
 from typing import Any, ClassVar
 
+import torch
+
 from ep_plugin.errors import CaptureRefused, EpPluginError
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
+from ep_plugin.runtime.streams import record_stream
 
 
 class LowLatencyOperation(Operation):
@@ -80,7 +83,10 @@ class LowLatencyInFlight:
                     "wait(): expected an un-received operation, got one whose receiving has failed before"
                 )
             self._forget(operation)
-            return engine.run(operation.name, _finish, operation)
+            result = engine.run(operation.name, _finish, operation)
+            if engine.device.type == "cuda":  # it may have been started on another stream
+                record_stream(torch.cuda.current_stream(engine.device), (operation.tensors(), result))
+            return result
 
     def complete(self) -> None:
         """Receives nothing: only its `wait()` receives an operation."""

@@ -49,6 +49,7 @@ class LlOwner {
     if ((*ranks >> rank & 1u) != 0)
       found = ll_wait_at_least(ll_, rank, ll_.own().flag(ll_.kind, ll_.parity, rank, group), ll_.run.epoch);
     *ranks &= __ballot_sync(kAllLanes, found == Found::kThere);
+    __syncwarp();  // what one lane has acquired, all may read
     return __all_sync(kAllLanes, found != Found::kGaveUp) != 0;
   }
 

@@ -34,6 +34,7 @@ __device__ __forceinline__ int num_workers() { return static_cast<int>(blockDim.
 __device__ __forceinline__ int worker_threads() { return static_cast<int>(blockDim.x) - kWarp; }
 // All workers wait for each other. True if `ok` is true in all of their threads.
 __device__ __forceinline__ bool join_workers(bool ok = true) {
+  __syncwarp();  // lanes may leave a wait apart, and the barrier takes whole warps
   return ptx::barrier_and(1, static_cast<uint32_t>(worker_threads()), ok);
 }
 
@@ -242,7 +243,8 @@ __device__ inline void ll_finish(const LlRun& ll) {
   if (peer == 0) ll_announce_wait(ll, 0);
   if ((op.phases & kLlSend) != 0 && peer == 0) {
     state.epoch[ll.kind] = ll.run.epoch;
-    state.slot_epoch[ll.kind][op.slot] = ll.run.epoch;
+    // A whole operation needs none, and in a replayed graph would overwrite that of an un-received one.
+    if ((op.phases & kLlReceive) == 0) state.slot_epoch[ll.kind][op.slot] = ll.run.epoch;
   }
   if ((op.phases & kLlReceive) == 0 || peer >= comm.num_ranks) return;
   if (op.wait_cost != 0) at<int64_t>(op.wait_cost)[peer] += static_cast<int64_t>(state.waited[peer]);
@@ -258,7 +260,7 @@ inline void require_ll(const LlOperation& op, int64_t image_bytes) {
   require_comm(op.comm);
   require_sms(op.num_sms);
   require((op.phases & ~(kLlSend | kLlReceive)) == 0 && op.phases != 0, "phases", "1 to 3", op.phases);
-  require(op.slot >= 0 && op.slot < kLlSlots, "slot", "0 or 1", op.slot);
+  require(op.slot >= 0 && op.slot < kLlSlots, "slot", "0 to 3", op.slot);
   require(op.comm.num_experts <= kLlMaxExperts, "num_experts", "at most 32767", op.comm.num_experts);
   require(op.shape.max_tokens >= 0 && op.shape.max_tokens <= kLlMaxTokens, "max_tokens of the communicator",
           "at most 4096", op.shape.max_tokens);
