@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -110,6 +111,7 @@ def test_thousands_of_operations() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.skipif("EP_TEST_LONG" not in os.environ, reason="takes minutes: EP_TEST_LONG=1 runs it")
 def test_a_hundred_thousand_operations() -> None:
     on_ranks(2, _many, 50_000, timeout_s=1750)
 
