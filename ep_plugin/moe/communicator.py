@@ -171,6 +171,7 @@ class MoECommunicator:
         """
         if not self.config.shrink:
             raise ValueError("rank_mask: expected a communicator with shrink=True, got shrink=False")
+        self.engine.streams.enter()  # what the caller does with it comes after the kernels
         mask: torch.Tensor = self.engine.mask
         return mask
 

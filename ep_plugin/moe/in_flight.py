@@ -121,7 +121,7 @@ class InFlight:
         operation.start()
         self._started = operation
         operation.capture = engine.streams.capturing()
-        engine.streams.record(*operation.tensors())  # a fault may keep the caller from ever joining the streams
+        engine.record(*operation.tensors())  # a fault may keep the caller from ever joining the streams
 
     def _torn(self, operation: Operation, capture: int) -> CaptureRefused:
         """The error of an operation that started in one capture, or none, and would finish in another."""

@@ -99,13 +99,21 @@ class BaseEngine(ABC):
             except BaseException as error:
                 if not isinstance(error, CaptureRefused):  # then nothing is enqueued
                     with contextlib.suppress(Exception):
-                        self.streams.join()  # kernels still use memory that the caller would give back
+                        self.settle()  # kernels still use memory that the caller would give back
                 self._fail(error, what)
                 raise
             finally:
                 del _running[self.device]
                 if self._to_close:
                     self.close()
+
+    def settle(self) -> None:
+        """Orders the caller's stream after all that is enqueued."""
+        self.streams.join()
+
+    def record(self, *tensors: torch.Tensor | None) -> None:
+        """Keeps the freed memory of `tensors` unused until all that is enqueued when it is freed is over."""
+        self.streams.record(*tensors)
 
     def check(self) -> None:
         """Raises the first error, if there is one; CommunicatorClosed after close."""

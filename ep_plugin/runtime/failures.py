@@ -85,7 +85,8 @@ class GroupBoards(Boards):
         if self._reason is None:
             self._reason = reason
             _poller.wake()
-            self._posted.wait(_POST_S)
+            if not _poller.is_current():
+                self._posted.wait(_POST_S)
 
     def wait_for_first(self, timeout_s: float) -> tuple[int, str] | None:
         """Returns `first` when it is known, or after `timeout_s` seconds."""

@@ -67,7 +67,7 @@ class GroupEngine(BaseEngine):
         self.node_size = len(self.node_ranks)
         if self.node_size > _C.max_ranks:
             raise NotSupported(f"group: expected at most {_C.max_ranks} ranks on one node, got {self.node_size}")
-        self.rails = Rails(self.exchange, group, self.node_map, self.device)
+        self.rails = Rails(self.exchange, group, self.node_map, self.device, weakly(self._fail_with_rail))
         self._resources.callback(self.rails.close)
         within = self.within = self.exchange
         if self.rails.nodes:
@@ -176,6 +176,22 @@ class GroupEngine(BaseEngine):
         assert self.group_boards is not None
         self.group_boards.mark(rank, reason)
         self.rails.abort()
+
+    def _fail_with_rail(self, reason: str) -> None:
+        """Another communicator has failed, and ends the rail of both: what crosses is over then, without data."""
+        if self._error is None and self.boards.quiet():
+            self._error = aborted_error(self, self.rank, reason)
+            self.boards.tell_abort(reason)
+
+    def settle(self) -> None:
+        for stream in (self.streams.send, self.streams.receive):
+            with self.streams.on(stream):  # memory was made on it, too
+                self.rails.settle()
+        super().settle()
+
+    def record(self, *tensors: torch.Tensor | None) -> None:
+        super().record(*tensors)
+        self.rails.record(*tensors)
 
     def _watch_rail(self) -> None:
         """On GPUs: ends what crosses a rail, if it is overdue, or goes on although this communicator has failed.

@@ -48,6 +48,10 @@ class Poller:
         with self._lock:
             self._polled.discard(polled)
 
+    def is_current(self) -> bool:
+        """Whether the caller is this poller's thread."""
+        return threading.current_thread() is self._thread
+
     def wake(self) -> None:
         """Makes a round of polls begin after `pause_s`."""
         if not self._wake.is_set():

@@ -5,7 +5,8 @@
   device, so at most one sending and one receiving kernel are resident. The send stream has the higher priority. The
   code that enqueues a kernel keeps its memory alive until `join`. If `join` may come on another stream, or never, it
   calls `record`. Otherwise the allocator would reuse memory that kernels still use.
-- `CallerStreams` serves collectives on GPUs. Kernels run on the caller's streams, in the order of the calls.
+- `CallerStreams` serves collectives and low latency on GPUs. Kernels run on the caller's streams, in the order of the
+  calls. Low-latency kernels take all SMs, so all communicators of a device share one order.
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ class Streams:
         """The caller's stream, ordered after the stream `earlier`."""
         return 0
 
+    def enter(self) -> int:
+        """The caller's stream, ordered after all earlier operations."""
+        return 0
+
 
 class SendReceiveStreams(Streams):
     """One stream for sending kernels and one for receiving kernels, beside the caller's stream."""
@@ -112,7 +117,7 @@ class SendReceiveStreams(Streams):
 
 
 class CallerStreams(Streams):
-    """The caller's streams. One communicator's operations run in the order of the calls, even on different streams."""
+    """The caller's streams. Operations run in the order of the calls, even on different streams."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -122,7 +127,7 @@ class CallerStreams(Streams):
         torch.cuda.synchronize(self._device)
 
     def capturing(self) -> int:
-        return int(torch.cuda.is_current_stream_capturing())
+        return _C.stream_capture(current_stream(self._device), self._device.index)
 
     def follow(self, earlier: int | None) -> int:
         """As in Streams. But a stream that is captured into a CUDA graph does not wait for a stream outside of it."""
@@ -134,7 +139,6 @@ class CallerStreams(Streams):
         return current
 
     def enter(self) -> int:
-        """The caller's stream, ordered after this communicator's earlier operations."""
         self._last = self.follow(self._last)
         return self._last
 
@@ -148,6 +152,12 @@ class CallerStreams(Streams):
 def send_receive_streams(device: torch.device) -> Streams:
     """The streams of dispatch and combine on `device`, which all communicators of the process share."""
     return Streams() if device.type == "cpu" else SendReceiveStreams(device)
+
+
+@functools.cache
+def low_latency_streams(device: torch.device) -> Streams:
+    """The streams of low-latency operations on `device`, which all communicators of the process share."""
+    return Streams() if device.type == "cpu" else CallerStreams(device)
 
 
 def record_stream(stream: torch.cuda.Stream, values: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -60,6 +61,12 @@ class Progress:
     def settle(self) -> None:
         """Orders the current stream after all operations that have begun."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def record(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Keeps the freed memory of CUDA tensors unused until all operations that have begun are over."""
+        for tensor in tensors:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(self._stream)
 
     def running(self) -> tuple[Any, str, float] | None:
         """The owner and description of the operation whose turn it is, and for how many seconds it has been seen."""

@@ -6,7 +6,7 @@ our connections, and the user's process group stays whole. Gloo uses the devices
 configuration, so rows take the network that the job has chosen. Over any other backend a rail is the user's group.
 
 Communicators find a rail by its ranks. The ranks of a rail compare which one they have, and make a new one together
-unless all have the same. Nobody finds a rail that has failed.
+unless all have the same. Nobody finds a rail that has failed, and all who have it fail with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import datetime
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from queue import Empty
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ep_plugin import env
 from ep_plugin.transport.progress import Progress
+from ep_plugin.transport.threads import call_in_thread
 
 MOST_CTAS = 8  # of a kernel of NCCL: SMs that dispatch and combine leave to it
 _NEVER_S = 24 * 3600.0  # PyTorch's watchdog would end the process
@@ -39,12 +41,19 @@ class Leg(NamedTuple):
     tag: int
 
 
+class User(Protocol):
+    """A communicator's end of a rail."""
+
+    def rail_ends(self, reason: str) -> None:
+        """Another user ends the rail. Messages that are under way are over then, without data. Any thread calls it."""
+
+
 class Rail:
     """This rank's end of a backend of our own. A node is a rank of the backend.
 
     Attributes:
         ident: the same on all ranks of the rail, and of no other rail.
-        users: the communicators that have it; the last one closes it.
+        users: those who have it; the last one closes it.
         gathers: whether `gather` uses more of the network's bandwidth than sends do.
         together: whether legs begin all together, after torch's current stream, which also waits for them.
         captures: whether a CUDA graph can capture the legs.
@@ -53,7 +62,7 @@ class Rail:
 
     def __init__(self, backend: Any, ident: str, progress: Progress | None = None) -> None:
         self._backend, self.ident, self.progress = backend, ident, progress
-        self.users = 0
+        self.users: set[User] = set()
         self.gathers = self.together = self.captures = progress is not None
         self._ended = False
 
@@ -86,15 +95,22 @@ class Rail:
         if self._ended:
             raise RuntimeError("the rail has ended, by a failure of a communicator that shares it")
 
-    def interrupt(self, node: int, tag: int) -> None:
-        """Ends the waits of other threads. node: any other node; tag: of no message."""
+    def interrupt(self, node: int, tag: int, user: User, reason: str) -> None:
+        """Ends the waits of other threads and of streams, for `user`. node: any other node; tag: of no message."""
         if self.together:
-            self._end("abort")
+            # Streams that wait go on then. First all others know that what comes next is not good.
+            for other in list(self.users):
+                if other is not user and not self._ended:
+                    other.rail_ends(reason)
+            self.abort()
             return
         # Only an overdue wait ends gloo's other waits: it closes all connections of its backend.
         with contextlib.suppress(RuntimeError):
             nothing = torch.empty(1, dtype=torch.uint8)
             self._backend.recv([nothing], node, tag).wait(datetime.timedelta(milliseconds=1))
+
+    def abort(self) -> None:
+        self._end("abort")
 
     def close(self) -> None:
         """Peers still receive what this rank has sent."""
@@ -134,33 +150,40 @@ class GroupRail:
     def gather(self, everyones: torch.Tensor, part: torch.Tensor) -> Any:
         raise NotImplementedError("a group's legs are sent and received")
 
-    def interrupt(self, node: int, tag: int) -> None:
+    def interrupt(self, node: int, tag: int, user: User, reason: str) -> None:
         """Nothing here ends a wait before its deadline."""
 
     def close(self) -> None: ...
 
 
-Key = tuple[tuple[int, ...], torch.device]
-"""The ranks of a rail in the job, by node, and the device whose memory crosses."""
+Key = tuple[tuple[int, ...], torch.device, str]
+"""The ranks of a rail in the job, by node, the device whose memory crosses, and the name of the group's backend."""
 _known: dict[Key, Rail] = {}  # the rails that a new communicator may find
 _open: set[Rail] = set()
 _of_the_parent: list[Rail] = []  # never closed by a forked child, which would talk in its parent's place
 _lock = threading.RLock()
 
 
-def find(key: Key) -> Rail | None:
-    """This process's rail, for one more communicator, which calls `release`."""
+def find(key: Key, user: User) -> Rail | None:
+    """This process's rail, for one more user, who calls `release`."""
     with _lock:
         rail = _known.get(key)
         if rail is not None:
-            rail.users += 1
+            rail.users.add(user)
         return rail
 
 
 def make(
-    key: Key, group: dist.ProcessGroup, ranks: Sequence[int], node: int, ident: str, store: Any, timeout_s: float
+    key: Key,
+    user: User,
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    node: int,
+    ident: str,
+    store: Any,
+    timeout_s: float,
 ) -> Rail | GroupRail:
-    """A new rail, for one communicator, which calls `release`. Collective over the rail.
+    """A new rail, for one user, who calls `release`. Collective over the rail.
 
     group, ranks: the user's, and the rail's ranks in it, by node. node: this rank's. ident: a name that no other rail
     has. store: for this communicator alone. RuntimeError when the ranks cannot be connected.
@@ -170,7 +193,7 @@ def make(
     if rail is None:
         return GroupRail(group, ranks, together=device.type == "cuda")
     with _lock:
-        rail.users = 1
+        rail.users.add(user)
         _known[key] = rail
         _open.add(rail)
     return rail
@@ -184,13 +207,13 @@ def drop(rail: Rail | GroupRail) -> None:
                 del _known[key]
 
 
-def release(rail: Rail | GroupRail) -> None:
-    """Gives a rail back, and closes it after its last communicator."""
+def release(rail: Rail | GroupRail, user: User) -> None:
+    """Gives a rail back, and closes it after its last user."""
     if isinstance(rail, GroupRail):
         return
     with _lock:
-        rail.users -= 1
-        if rail.users > 0:
+        rail.users.discard(user)
+        if rail.users:
             return
         drop(rail)
         _open.discard(rail)
@@ -206,7 +229,7 @@ def _connected(
     if device.type == "cuda" and c10d.is_nccl_available() and isinstance(theirs, c10d.ProcessGroupNCCL):
         with env.rail_variables():
             backend = c10d.ProcessGroupNCCL(store, node, num_nodes, _nccl_options(theirs))
-        backend.eager_connect_single_device(device)  # when it returns, all ranks have read its key
+        _connect_nccl(backend, device, timeout_s)  # when it returns, all ranks have read its key
         rail, keys = Rail(backend, ident, Progress(device)), ["0"] if node == 0 else []
     elif device.type == "cpu" and c10d.is_gloo_available() and isinstance(theirs, c10d.ProcessGroupGloo):
         options = _gloo_options(theirs, timeout_s)
@@ -240,6 +263,21 @@ def _nccl_options(theirs: Any) -> Any:
     return options
 
 
+def _connect_nccl(backend: Any, device: torch.device, timeout_s: float) -> None:
+    """RuntimeError when ranks do not come: NCCL itself waits for them without an end."""
+
+    def connect() -> None:
+        with torch.cuda.device(device):
+            backend.eager_connect_single_device(device)
+
+    try:
+        _, error = call_in_thread(connect).get(timeout=timeout_s)
+    except Empty:
+        raise RuntimeError(f"NCCL has not connected within {timeout_s:g} s") from None
+    if error is not None:
+        raise error
+
+
 def _greet(rail: Rail, node: int, num_nodes: int, timeout_s: float) -> None:
     """Returns when all ranks are connected, and have read the keys by which they found each other."""
     legs = [
@@ -267,4 +305,4 @@ def _abort_open() -> None:
     """NCCL warns where a process ends with a communicator. Aborts, since a shutdown could wait for dead peers."""
     for rail in list(_open):
         if rail.together:
-            rail.interrupt(0, 0)
+            rail.abort()

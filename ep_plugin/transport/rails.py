@@ -47,9 +47,17 @@ class Rails:
     A rail is open after `open`, which all ranks call with what all of them have offered.
     """
 
-    def __init__(self, exchange: Exchange, group: dist.ProcessGroup, node_map: NodeMap, device: torch.device) -> None:
-        """exchange: one over `group`. NotSupported when the group's backend cannot send from the memory of `device`."""
-        self._group, self._device = group, device
+    def __init__(
+        self,
+        exchange: Exchange,
+        group: dist.ProcessGroup,
+        node_map: NodeMap,
+        device: torch.device,
+        failed: Callable[[str], None],
+    ) -> None:
+        """exchange: one over `group`. failed: called by any thread, with a reason, when another communicator ends the
+        rail that both have. NotSupported when the group's backend cannot send from the memory of `device`."""
+        self._group, self._device, self._failed = group, device, failed
         self._rank = exchange.rank
         self._timeout_s = exchange.timeout_s
         self._name = exchange.name
@@ -60,7 +68,6 @@ class Rails:
         # The next node first, so that no two nodes send to one at a time.
         self.nodes = [(own + step) % node_map.num_nodes for step in range(1, node_map.num_nodes)]
         self._rail: Rail | GroupRail | None = None
-        self._owner = object()  # stands for this communicator among those that share the rail
         self._aborted = self._waiting = False
         if device.type == "cuda" and self.nodes and not serves_gpus(group):
             raise NotSupported(
@@ -72,7 +79,7 @@ class Rails:
         """The rail that this process has, "" if none, and a name for a new one. Empty in a group of one node."""
         if not self.nodes:
             return []
-        found = self._rail = rail.find(self._key)
+        found = self._rail = rail.find(self._key, self)
         return ["" if found is None else found.ident, secrets.token_hex(8)]
 
     def open(self, exchange: Exchange, offers: Sequence[list[str]]) -> None:
@@ -88,7 +95,7 @@ class Rails:
         self._give_back()
         name, store = offers[self._ranks[0]][1], exchange.store(f"rail{self._ranks[0]}")
         try:
-            self._rail = rail.make(self._key, self._group, self._ranks, self._node, name, store, self._timeout_s)
+            self._rail = rail.make(self._key, self, self._group, self._ranks, self._node, name, store, self._timeout_s)
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -134,7 +141,7 @@ class Rails:
         progress = opened.progress
         try:
             if progress is not None:
-                progress.begin(self._owner, what)
+                progress.begin(self, what)
             works = begin()
             captured = None if progress is None else progress.follow(works[0])
         except RuntimeError as error:
@@ -174,6 +181,12 @@ class Rails:
         if progress is not None:
             progress.settle()
 
+    def record(self, *tensors: torch.Tensor | None) -> None:
+        """On GPUs: keeps the freed memory of `tensors` unused until all that has begun is over."""
+        progress = None if self._rail is None else self._rail.progress
+        if progress is not None:
+            progress.record(tensors)
+
     def running(self) -> bool:
         """On GPUs: whether messages of this communicator cross, or wait for a peer."""
         return self._running() is not None
@@ -190,7 +203,7 @@ class Rails:
         """Which messages of this communicator are crossing, and for how many seconds. Costs no call of CUDA."""
         progress = None if self._rail is None else self._rail.progress
         running = None if progress is None else progress.running()
-        return None if running is None or running[0] is not self._owner else running[1:]
+        return None if running is None or running[0] is not self else running[1:]
 
     def close(self) -> None:
         """Not collective. Peers still receive what this rank has sent."""
@@ -204,12 +217,17 @@ class Rails:
             return
         rail.drop(opened)
         if self._waiting or self.running():
-            opened.interrupt(self.nodes[0], self._tag(-1))
+            reason = f"communicator {self._name}, which shares a rail with this one, has failed"
+            opened.interrupt(self.nodes[0], self._tag(-1), self, reason)
+
+    def rail_ends(self, reason: str) -> None:
+        self._failed(reason)
 
     @property
     def _key(self) -> rail.Key:
         job = dist.get_process_group_ranks(self._group)
-        return tuple(job[rank] for rank in self._ranks), self._device
+        backend = self._group._get_backend(self._device).name()
+        return tuple(job[rank] for rank in self._ranks), self._device, backend
 
     def _tag(self, nbytes: int) -> int:
         """Messages meet only those of the same communicator and size: gloo ends a process that gets a longer message
@@ -225,7 +243,7 @@ class Rails:
     def _give_back(self) -> None:
         opened, self._rail = self._rail, None
         if opened is not None:
-            rail.release(opened)
+            rail.release(opened, self)
 
     def _lost(self, error: RuntimeError, node: int | None = None, what: str = "") -> PeerTimeout:
         """The error of a work for `node`. Its rank is a guess: a backend raises one kind of error for all failures."""

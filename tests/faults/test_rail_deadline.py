@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -48,8 +49,11 @@ class _Stuck(Rail):
     def running(self) -> Any:
         return self._running and (*self._running[:2], time.monotonic() - self._running[2])
 
-    def interrupt(self, node: int, tag: int) -> None:
+    def record(self, tensors: Any) -> None: ...
+
+    def abort(self) -> None:
         self.interrupted += 1
+        self.interrupted_at = time.monotonic()
         self._running = None
 
 
@@ -131,6 +135,32 @@ def _aborted(rank: int) -> None:
 
 def test_an_abort_on_another_node_ends_the_rail() -> None:
     values(run_ranks(2, _aborted, env=ONE_EACH))
+
+
+def _shared_by_failed(rank: int) -> str | None:
+    """The messages of one communicator are overdue. Another one has messages behind them, which come to no end."""
+    late, other = open_communicator(2, timeout_s=0.5), open_communicator(2, timeout_s=60)
+    if rank == 0:
+        stuck = _as_on_gpus(late.engine)
+        late.engine.rails._rail.users = {late.engine.rails, other.engine.rails}
+        other.engine.rails._rail = stuck
+        known_before_the_end: list[bool] = []
+        end = stuck.abort
+        stuck.abort = lambda: (known_before_the_end.append(not other.engine.boards.quiet()), end())  # type: ignore
+        _starts(late.engine)
+        while not stuck.interrupted:
+            time.sleep(0.01)
+        assert known_before_the_end[0]
+    error = _error_of(other)
+    assert isinstance(error, PeerAborted) and error.rank == 0
+    for comm in (late, other):
+        comm.close()
+    return str(error)
+
+
+def test_whoever_shares_an_ended_rail_knows_it_before_the_end() -> None:
+    for said in values(run_ranks(2, _shared_by_failed, env=ONE_EACH)):
+        assert "which shares a rail with this one, has failed" in said
 
 
 def _others_messages(rank: int) -> None:
@@ -229,14 +259,31 @@ class _Nccl:
         self.store.set("0", "id")
 
 
-@pytest.mark.parametrize(("asked", "bounded"), [(-9, 8), (4, 4), (32, 8)])
-def test_nccl_of_a_rail_outlives_its_peers_and_leaves_room(
-    monkeypatch: pytest.MonkeyPatch, asked: int, bounded: int
-) -> None:
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("PrefixStore", "ProcessGroupNCCL", "is_nccl_available", "is_gloo_available")
     kinds = (lambda prefix, store: store, _Nccl, lambda: True, lambda: True)
     monkeypatch.setattr(rail, "c10d", SimpleNamespace(**dict(zip(names, kinds, strict=True))))
     monkeypatch.setattr(rail, "Progress", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_rank_that_does_not_connect_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = threading.Event()
+    monkeypatch.setattr(_Nccl, "eager_connect_single_device", lambda self, device: late.wait())
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"NCCL has not connected within 0\.2 s"):
+        rail._connected(torch.device("cuda", 0), _Nccl(), 2, 0, "name", dist.HashStore(), 0.2)
+    assert time.monotonic() - began < 5
+    late.set()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize(("asked", "bounded"), [(-9, 8), (4, 4), (32, 8)])
+def test_nccl_of_a_rail_outlives_its_peers_and_leaves_room(
+    monkeypatch: pytest.MonkeyPatch, asked: int, bounded: int
+) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     theirs, store = _Nccl(), dist.HashStore()
     theirs.options.config = SimpleNamespace(max_ctas=asked, min_ctas=16)
@@ -261,7 +308,7 @@ def test_messages_over_nccl_begin_all_together() -> None:
     made = Rail(backend, "name", SimpleNamespace())  # type: ignore[arg-type]
     row = torch.zeros(1, dtype=torch.uint8)
     assert made.begin([Leg(1, row, True, 0), Leg(2, row, False, 0)]) == ["work"]
-    made.interrupt(1, 0)
-    made.interrupt(1, 0)
+    made.abort()
+    made.abort()
     made.close()
     assert calls == ["begin", ("send", 1), ("receive", 2), "end", "abort"]

@@ -57,7 +57,7 @@ def test_use_after_close() -> None:
 
 
 def _too_many_experts(rank: int) -> None:
-    with pytest.raises(ValueError, match="num_experts: expected at most 7998 on cuda with 2 ranks, got 8000"):
+    with pytest.raises(ValueError, match="num_experts: expected at most 7998 on cuda for 2 ranks of a node, got 8000"):
         open_communicator(2, num_experts=8000)
     with open_communicator(2) as comm:
         round_trip(comm)

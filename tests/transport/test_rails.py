@@ -22,7 +22,7 @@ DEADLINE_S = 2.0
 
 
 def _users() -> list[int]:
-    return sorted(each.users for each in rail._open)
+    return sorted(len(each.users) for each in rail._open)
 
 
 def _shares(rank: int) -> list[int]:

@@ -49,10 +49,7 @@ class CombineAcrossNodes(Operation):
 
     def start(self) -> None:
         """Adds up and sends back other nodes' tokens, which have the longest way. Then sends this node's."""
-        with self._nodes.operation():
-            self._start()
-
-    def _start(self) -> None:
+        self._nodes.check_capture()
         engine, streams, routing = self._engine, self._engine.streams, self._routing
         y, K = self._y, self._routing.topk_ids.shape[1]
         H = y.shape[1]
@@ -83,10 +80,6 @@ class CombineAcrossNodes(Operation):
 
     def finish(self) -> Tensors:
         """Adds up this node's tokens, then the rows of all nodes."""
-        with self._nodes.operation():
-            return self._finish()
-
-    def _finish(self) -> Tensors:
         engine, streams = self._engine, self._engine.streams
         self._receive(0)
         with streams.on(streams.receive):

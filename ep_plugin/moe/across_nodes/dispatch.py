@@ -80,10 +80,7 @@ class DispatchAcrossNodes(Operation):
     def start(self) -> None:
         """Sends rows to the other nodes and to this one. Without a capacity or a handle, the host waits until it knows
         how many rows come."""
-        with self._nodes.operation():
-            self._start()
-
-    def _start(self) -> None:
+        self._nodes.check_capture()
         call, streams = self._call, self._engine.streams
         fresh = self._routing is None
         self._payload = self._make_payload()
@@ -112,10 +109,6 @@ class DispatchAcrossNodes(Operation):
 
     def finish(self) -> Tensors:
         """Receives this node's tokens, then forwards and receives those of other nodes as they come."""
-        with self._nodes.operation():
-            return self._finish()
-
-    def _finish(self) -> Tensors:
         engine, streams, routing = self._engine, self._engine.streams, self._routing
         assert routing is not None
         self._receive_segment(0)

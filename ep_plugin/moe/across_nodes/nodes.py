@@ -156,21 +156,14 @@ class Nodes:
         streams = self.engine.streams
         streams.order_after(streams.send, streams.caller())
 
-    @contextlib.contextmanager
-    def operation(self) -> Iterator[None]:
-        """Wraps what an operation enqueues. CaptureRefused, before that, if a CUDA graph cannot capture the rail."""
-        engine, streams = self.engine, self.engine.streams
-        if streams.capturing() and not engine.rails.captures:
+    def check_capture(self) -> None:
+        """Raises CaptureRefused if a CUDA graph is captured that cannot capture the rail."""
+        engine = self.engine
+        if engine.streams.capturing() and not engine.rails.captures:
             raise CaptureRefused(
                 f"{engine.name}: expected a rail over NCCL while a CUDA graph is captured, got one over the group's "
                 "own backend, which cannot be captured"
             )
-        try:
-            yield
-        except BaseException:
-            with streams.on(streams.send):  # the caller's stream comes after it, and its memory may be used again
-                engine.rails.settle()
-            raise
 
     @contextlib.contextmanager
     def _on_rail(self) -> Iterator[None]:

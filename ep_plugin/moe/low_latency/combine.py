@@ -135,6 +135,6 @@ class LowLatencyCombine(LowLatencyOperation):
 
     def _launch(self, phases: int) -> None:
         engine, op = self._engine, self._args.op
-        op.phases, op.stream = phases, engine.enter()
+        op.phases, op.stream = phases, engine.streams.enter()
         engine.kernels.ll_combine(self._args)
         engine.check()

@@ -136,7 +136,7 @@ class LowLatencyDispatch(LowLatencyOperation):
 
     def _launch(self, phases: int) -> None:
         engine, op = self._engine, self._args.op
-        op.phases, op.stream = phases, engine.enter()
+        op.phases, op.stream = phases, engine.streams.enter()
         engine.kernels.ll_dispatch(self._args)
         engine.check()
 

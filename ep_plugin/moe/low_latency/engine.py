@@ -20,7 +20,7 @@ from ep_plugin.moe.arguments import check_handle_tensors
 from ep_plugin.moe.layout import DispatchHandle, Routing
 from ep_plugin.moe.low_latency import sms
 from ep_plugin.runtime.group import GroupEngine
-from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for
+from ep_plugin.runtime.streams import kernels_for, low_latency_streams
 from ep_plugin.transport import open_memory, transport_for
 from ep_plugin.transport.exchange import Exchange
 
@@ -49,7 +49,7 @@ class LowLatencyEngine(GroupEngine):
         if not hasattr(self.kernels, "ll_dispatch"):
             raise NotSupported(f'mode="ll": expected a device of cpu in this release, got {device}')
         self.config_hash = config.agreement_hash() & 0x7FFFFFFF
-        self.streams = Streams() if device.type == "cpu" else CallerStreams(device)
+        self.streams = low_latency_streams(device)
         transport_for(device)
         self.exchange.agree("the communicator", f"{config.describe()}, device={device.type}")
         if config.num_experts % self.size:
@@ -61,7 +61,6 @@ class LowLatencyEngine(GroupEngine):
         self.max_tokens: int = config.max_tokens_per_rank
         self._set_sizes(config)
         self._issued = [0, 0]  # operations of each kind
-        self._last_stream: int | None = None
         self.comm: Any = None  # until the first operation
         super()._construct(group)
 
@@ -110,11 +109,6 @@ class LowLatencyEngine(GroupEngine):
             raise ValueError(f'set_sms: expected no SM counts in mode="ll", got {", ".join(sorted(counts))}')
 
     asked_sms: dict[str, int | None] = {}  # noqa: RUF012 - never changed
-
-    def enter(self) -> int:
-        """The caller's stream, ordered after this communicator's earlier operations."""
-        self._last_stream = self.streams.follow(self._last_stream)
-        return self._last_stream
 
     def next_slot(self, kind: int) -> int:
         """0 and 1 in turn for the operations of a kind (0: dispatch, 1: combine); 2 and 3 for those in CUDA graphs,
