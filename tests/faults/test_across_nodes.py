@@ -23,6 +23,7 @@ from tests.faults.fault_cases import (
     at_gate,
     nothing_left_behind,
     open_communicator,
+    open_with_deadline,
     orphaned_names,
     signal_self,
     tokens_for,
@@ -43,8 +44,8 @@ def _nodes_of(comm: MoECommunicator) -> Nodes:
     return comm.new_dispatch.args[0]  # type: ignore[attr-defined]
 
 
-def _open(size: int, **settings: Any) -> MoECommunicator:
-    comm = open_communicator(size, **({"timeout_s": DEADLINE_S, "hidden_size": WIDE} | settings))
+def _open(size: int, timeout_s: float = DEADLINE_S) -> MoECommunicator:
+    comm = open_with_deadline(size, timeout_s, hidden_size=WIDE)
     assert len(_nodes_of(comm).legs) == LEGS
     return comm
 
@@ -324,7 +325,7 @@ GARBAGE: dict[str, tuple[int, Callable[[torch.Tensor], Any], str]] = {
 
 def _sends_garbage(rank: int, name: str) -> str:
     call, change, _ = GARBAGE[name]
-    comm = open_communicator(4, timeout_s=DEADLINE_S, max_tokens_per_rank=40)
+    comm = open_with_deadline(4, DEADLINE_S, max_tokens_per_rank=40)
     _dispatch(comm, count=40)
     dist.barrier()
     if rank == 2:

@@ -21,7 +21,7 @@ from ep_plugin.runtime.group import RailWatch, weakly
 from ep_plugin.transport import progress, rail
 from ep_plugin.transport.progress import Progress
 from ep_plugin.transport.rail import Leg, Rail
-from tests.faults.fault_cases import open_communicator, tokens_for
+from tests.faults.fault_cases import open_communicator, open_with_deadline, tokens_for
 from tests.ranks import run_ranks, values
 
 ONE_EACH = {"EP_PLUGIN_RANKS_PER_NODE": "1"}
@@ -81,7 +81,7 @@ def _error_of(comm: Any) -> EpPluginError:
 
 
 def _overdue(rank: int) -> tuple[EpPluginError, float] | None:
-    comm = open_communicator(2, timeout_s=DEADLINE_S)
+    comm = open_with_deadline(2, DEADLINE_S)
     if rank == 1:  # makes no call
         error = _error_of(comm)
         assert isinstance(error, PeerAborted) and error.rank == 0
@@ -139,7 +139,7 @@ def test_an_abort_on_another_node_ends_the_rail() -> None:
 
 def _shared_by_failed(rank: int) -> str | None:
     """The messages of one communicator are overdue. Another one has messages behind them, which come to no end."""
-    late, other = open_communicator(2, timeout_s=0.5), open_communicator(2, timeout_s=60)
+    late, other = open_with_deadline(2, 0.5), open_communicator(2, timeout_s=60)
     if rank == 0:
         stuck = _as_on_gpus(late.engine)
         late.engine.rails._rail.users = {late.engine.rails, other.engine.rails}
@@ -165,7 +165,7 @@ def test_whoever_shares_an_ended_rail_knows_it_before_the_end() -> None:
 
 def _others_messages(rank: int) -> None:
     """Two communicators share a rail; the messages of one are overdue."""
-    late, other = open_communicator(2, timeout_s=0.5), open_communicator(2, timeout_s=60)
+    late, other = open_with_deadline(2, 0.5), open_communicator(2, timeout_s=60)
     if rank == 0:
         stuck = _as_on_gpus(late.engine)
         other.engine.rails._rail = stuck

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted
 from ep_plugin.transport import rail
-from tests.faults.fault_cases import open_communicator, round_trip, signal_self, tokens_for
+from tests.faults.fault_cases import open_communicator, open_with_deadline, round_trip, signal_self, tokens_for
 from tests.ranks import run_ranks, values
 
 TWO_NODES = {"EP_PLUGIN_RANKS_PER_NODE": "2"}
@@ -126,7 +126,7 @@ def test_a_group_outlives_an_abort_and_gets_a_new_rail(waiting: bool) -> None:
 
 def _dies(rank: int) -> int:
     """Rank 3 dies in a dispatch. The others still reach each other over the group."""
-    comm = open_communicator(4, timeout_s=DEADLINE_S)
+    comm = open_with_deadline(4, DEADLINE_S)
     round_trip(comm)
     dist.barrier()
     if rank == 3:
