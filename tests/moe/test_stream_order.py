@@ -44,6 +44,7 @@ def _round_trips(rank: int, size: int, layout: DispatchLayout, quantize: str | N
             fresh = *given, inputs.weights[rank], None, fixed, quantize, [], comm.number
             result = _run(comm, log, comm.new_dispatch(*fresh), host_waits=fixed is None)
             _check_dispatch(log, legs, host_waits=fixed is None)
+            _check_ids(log)
             handle, weights = list(result[8:]), result[2]
             cached = *given, None, None, fixed, None, handle, comm.number
             rows = _run(comm, log, comm.new_dispatch(*cached))[0]
@@ -64,6 +65,17 @@ def _check_dispatch(log: Log, legs: int, host_waits: bool) -> None:
     for leg, wait in enumerate(waited):
         assert wait < sends[leg + 1] < receives[leg + 1]
     assert len(log.order("host waits")) == (1 if host_waits else 0)
+
+
+def _check_ids(log: Log) -> None:
+    """Expert ids start before rows, and the first segment, which needs none, is planned before they are waited for."""
+    (started,), (waited,), plans = (
+        log.order("start", "expert ids"),
+        log.order("wait", "expert ids"),
+        log.order("kernel", "plan"),
+    )
+    assert started < log.order("start", "rows")[0]
+    assert log.order("start", "rows")[-1] < plans[0] < waited < plans[1]
 
 
 def _check_combine(log: Log, legs: int) -> None:

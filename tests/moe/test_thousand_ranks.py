@@ -192,6 +192,7 @@ def test_a_token_crosses_once_to_each_node_that_it_needs() -> None:
     with _Made() as made:
         call._row_bytes = 32
         routing = call._route(_C.Header(**dict.fromkeys(_C.header_fields, 1) | {"num_tokens": T}))
+        call._take_ids(routing, call._start_ids(routing))
     assert time.monotonic() - began < MOST_SECONDS
     assert max(made.sizes - {len(routing.plan)}) <= (T + 1) * (N + 1) < R * R
     expected = torch.full((T, N), -1)

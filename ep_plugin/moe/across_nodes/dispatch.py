@@ -3,8 +3,9 @@
 Each token crosses once to every node that needs it, over the rail to the rank with the sender's local rank. There it is
 dispatched inside the node, in a segment beside the node's own tokens. All segments write into one output.
 
-1. Ranks of a rail exchange how many rows they have for each other, then the rows' expert ids, then the rows themselves.
-2. While rows cross, every segment runs plan and notify, and gets its places in the output.
+1. Ranks of a rail exchange how many rows they have for each other. Then the rows' expert ids cross, and the rows behind
+   them.
+2. While rows cross, every segment runs plan and notify, and gets its places in the output. Own tokens wait for no ids.
 3. Own tokens are dispatched while rows cross; each leg's when it has come.
 
 With a capacity, legs have one size, padded with tokens without experts, and the host waits for nothing.
@@ -15,7 +16,7 @@ Shapes: T tokens, H hidden size, K experts per token, L legs, M = L + 1 segments
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,13 @@ class Payload(NamedTuple):
         return Payload(function(self.rows), *beside)
 
 
+class Ids(NamedTuple):
+    """Expert ids on their way: landed[i], int32 ``[rows, K]``, of the rows that leg i brings."""
+
+    landed: Sequence[torch.Tensor]
+    crossing: UnderWay
+
+
 class DispatchAcrossNodes(Operation):
     """One dispatch, from its operator's arguments to the rows that this rank receives."""
 
@@ -92,9 +100,10 @@ class DispatchAcrossNodes(Operation):
             routing = self._routing = self._route(headers(_DISPATCH, len(call.x)))
         else:
             self._nodes.agree(headers(_CACHED, len(call.x)), routing.sent, routing.received)
+        ids = self._start_ids(routing) if fresh else None
         self._cross(routing)
-        if fresh:
-            totals = self._plan_segments(routing, headers)
+        if ids is not None:
+            totals = self._plan_segments(routing, headers, ids)
         else:
             assert call.previous is not None
             totals = call.previous.totals
@@ -172,7 +181,7 @@ class DispatchAcrossNodes(Operation):
         return header
 
     def _route(self, header: Any) -> NodesRouting:
-        """Which rows cross to which node, and the expert ids of all segments."""
+        """Which rows cross to which node, and the expert ids of this node's tokens."""
         nodes, call = self._nodes, self._call
         ids = call.topk_ids
         T = len(ids)
@@ -205,11 +214,10 @@ class DispatchAcrossNodes(Operation):
                 column = routing.rail_rows[first:last, leg.to]
                 column.copy_(torch.where(needed[first:last, leg.to], rows, -1))
             routing.ids(0).copy_(nodes.local_id[indices])
-        self._exchange_ids(routing)
         return routing
 
-    def _exchange_ids(self, routing: NodesRouting) -> None:
-        """On the send stream, also its memory."""
+    def _start_ids(self, routing: NodesRouting) -> Ids:
+        """Begins to exchange the expert ids of the rows that cross: on the send stream, also its memory."""
         nodes, streams, K = self._nodes, self._engine.streams, routing.topk_ids.shape[1]
         with streams.on(streams.send):
             packed = routing.topk_ids.new_full((sum(routing.sent), K), -1)  # -1: the padding of a leg
@@ -217,9 +225,15 @@ class DispatchAcrossNodes(Operation):
         with streams.on(streams.send):
             landed = packed.new_empty((sum(routing.received), K)).split(routing.received)
             pairs = [[pair] for pair in zip(packed.split(routing.sent), landed, strict=True)]
-            nodes.finish(nodes.start_legs(nodes.legs, pairs, "expert ids"))
-            for number, ids in enumerate(landed, start=1):
-                routing.ids(number).copy_(nodes.local_id[nodes.table_index(ids)])
+            return Ids(landed, nodes.start_legs(nodes.legs, pairs, "expert ids"))
+
+    def _take_ids(self, routing: NodesRouting, ids: Ids) -> None:
+        """Waits for the expert ids of the segments that legs bring."""
+        nodes, streams = self._nodes, self._engine.streams
+        with streams.on(streams.send):
+            nodes.finish(ids.crossing)
+            for number, landed in enumerate(ids.landed, start=1):
+                routing.ids(number).copy_(nodes.local_id[nodes.table_index(landed)])
 
     def _cross(self, routing: NodesRouting) -> None:
         """Begins to send the rows that cross, in the order of the legs, and to receive theirs."""
@@ -270,11 +284,13 @@ class DispatchAcrossNodes(Operation):
         pairs = [(a, b) for a, b in zip(sent, landed, strict=True) if a is not None and b is not None]
         return self._nodes.start_leg(number, pairs)
 
-    def _plan_segments(self, routing: NodesRouting, headers: Any) -> list[int]:
+    def _plan_segments(self, routing: NodesRouting, headers: Any, ids: Ids) -> list[int]:
         """Plans and notifies every segment, and gives it its places in the output. Returns the handle's totals."""
         nodes, engine, capacity = self._nodes, self._engine, self._call.capacity
         streams, per_segment = engine.streams, []
         for number, tokens in enumerate(routing.tokens):
+            if number == 1:
+                self._take_ids(routing, ids)
             ticket = 0 if capacity is not None else engine.next_ticket()
             header = headers(_DISPATCH, tokens)
             segment.plan_and_notify(engine, routing.struct(number), header, routing.ids(number), ticket)
