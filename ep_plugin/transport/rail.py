@@ -6,13 +6,15 @@ our connections, and the user's process group stays whole. Gloo uses the devices
 configuration, so rows take the network that the job has chosen. Over any other backend a rail is the user's group.
 
 Communicators find a rail by its ranks. The ranks of a rail compare which one they have, and make a new one together
-unless all have the same. Nobody finds a rail that has failed, and all who have it fail with it.
+unless all have the same. Nobody finds a rail that has failed, and all who have it fail with it. A rail that CUDA graphs
+may hold stays open for later communicators.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import datetime
 import os
 import threading
@@ -30,6 +32,7 @@ from ep_plugin.transport.threads import call_in_thread
 
 MOST_CTAS = 8  # of a kernel of NCCL: SMs that dispatch and combine leave to it
 _NEVER_S = 24 * 3600.0  # PyTorch's watchdog would end the process
+_GRAPHS_S = 1.0  # how long the abort of a rail waits for CUDA graphs; kernels of NCCL end sooner
 
 
 class Leg(NamedTuple):
@@ -57,6 +60,7 @@ class Rail:
         gathers: whether `gather` uses more of the network's bandwidth than sends do.
         together: whether legs begin all together, after torch's current stream, which also waits for them.
         captures: whether a CUDA graph can capture the legs.
+        held: whether CUDA graphs may have its operations. NCCL ends a communicator when the last of them is gone.
         progress: which works the device has come to; None where the host waits.
     """
 
@@ -64,7 +68,7 @@ class Rail:
         self._backend, self.ident, self.progress = backend, ident, progress
         self.users: set[User] = set()
         self.gathers = self.together = self.captures = progress is not None
-        self._ended = False
+        self._ended = self.held = False
 
     def begin(self, legs: Sequence[Leg]) -> list[Any]:
         """Begins the legs, and returns their works. RuntimeError when the backend refuses one or has ended."""
@@ -120,14 +124,18 @@ class Rail:
         if self._ended:
             return
         self._ended = True
-        with contextlib.suppress(RuntimeError):
-            getattr(self._backend, how)()
+        end = getattr(self._backend, how)
+        with contextlib.suppress(RuntimeError, Empty):
+            if self.held:
+                call_in_thread(end).get(timeout=_GRAPHS_S)
+            else:
+                end()
 
 
 class GroupRail:
     """A rail that is the user's group; as Rail. It is nobody's to share or to close."""
 
-    gathers = captures = False
+    gathers = captures = held = False
     ident, progress = "", None
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], together: bool) -> None:
@@ -208,12 +216,12 @@ def drop(rail: Rail | GroupRail) -> None:
 
 
 def release(rail: Rail | GroupRail, user: User) -> None:
-    """Gives a rail back, and closes it after its last user."""
+    """Gives a rail back, and closes it after its last user, unless CUDA graphs may hold it."""
     if isinstance(rail, GroupRail):
         return
     with _lock:
         rail.users.discard(user)
-        if rail.users:
+        if rail.users or rail.held:
             return
         drop(rail)
         _open.discard(rail)
@@ -304,5 +312,7 @@ os.register_at_fork(after_in_child=_forget)
 def _abort_open() -> None:
     """NCCL warns where a process ends with a communicator. Aborts, since a shutdown could wait for dead peers."""
     for rail in list(_open):
-        if rail.together:
+        if rail.held:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(rail))  # its destructor would wait for graphs
+        elif rail.together:
             rail.abort()

@@ -144,6 +144,7 @@ class Rails:
                 progress.begin(self, what)
             works = begin()
             captured = None if progress is None else progress.follow(works[0])
+            opened.held |= captured is not None
         except RuntimeError as error:
             raise self._lost(error, node, what) from error
         return [(node, work) for work in works], captured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,17 +133,19 @@ def test_an_order_that_is_left_out_is_noticed(left_out: str) -> None:
 
 
 def _captures(rank: int, size: int) -> None:
-    """A rail over a backend that cannot be captured refuses a capture, before anything is enqueued."""
+    """A capture holds its rail. One that cannot be captured refuses a capture, before anything is enqueued."""
     case = Case(tokens=(TOKENS,) * size, num_experts=4 * size, topk=4, hidden=64)
     inputs = make_inputs(case)
     with communicator(case, LAYOUTS[0], max_tokens_per_rank=TOKENS) as comm:
         log, streams = as_on_gpus(comm), comm.engine.streams
         arguments = inputs.x[rank], inputs.ids[rank], None, None, size * TOKENS * 4, None, [], comm.number
+        rail = comm.engine.rails._rail
         _run(comm, log, comm.new_dispatch(*arguments))
-        streams.captured = 7
+        assert not rail.held
+        streams.captured, rail.follow = 7, lambda work: SimpleNamespace(wait=lambda: None)  # in place of an event
         _run(comm, log, comm.new_dispatch(*arguments))
-        assert not log.order("host waits")
-        comm.engine.rails._rail.captures = False
+        assert rail.held and not log.order("host waits")
+        rail.captures = False
         with pytest.raises(CaptureRefused, match="expected a rail over NCCL while a CUDA graph is captured"):
             _run(comm, log, comm.new_dispatch(*arguments))
         assert not log.events

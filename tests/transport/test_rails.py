@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
+import threading
 import time
 from typing import Any
 
@@ -190,3 +192,47 @@ def _over_the_group(rank: int) -> None:
 
 def test_other_backends_carry_rows_over_the_group() -> None:
     values(run_ranks(4, _over_the_group, env=TWO_NODES))
+
+
+class _HeldByAGraph:
+    """As NCCL's backend, whose calls return when a graph is gone."""
+
+    def __init__(self) -> None:
+        self.gone = threading.Event()
+        self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def shutdown(self) -> None:
+        assert self.gone.wait(20)
+        self.ended.put("shutdown")
+
+    def abort(self) -> None:
+        assert self.gone.wait(20)
+        self.ended.put("abort")
+
+
+def _held() -> rail.Rail:
+    backend: Any = _HeldByAGraph()
+    held = rail.Rail(backend, "rail")
+    held.held = True
+    return held
+
+
+def test_an_abort_does_not_wait_for_graphs_that_hold_a_rail() -> None:
+    held, began = _held(), time.monotonic()
+    held.abort()
+    assert time.monotonic() - began < rail._GRAPHS_S + 5 and held._backend.ended.empty()
+    held._backend.gone.set()
+    assert held._backend.ended.get(timeout=20) == "abort"
+
+
+def test_a_rail_that_graphs_hold_stays_open_for_the_next_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, key = _held(), ((0, 2), torch.device("cpu"), "nccl")
+    user: Any = object()
+    held.users.add(user)
+    monkeypatch.setattr(rail, "_known", {key: held})
+    monkeypatch.setattr(rail, "_open", {held})
+    rail.release(held, user)
+    assert rail.find(key, user) is held and held.users == {user}
+    rail.release(held, user)
+    rail._abort_open()
+    assert not held._ended
