@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -23,16 +27,29 @@ _PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch._dynamo"]
 _PRELOADED += ["ep_plugin.moe.communicator", "ep_plugin.collectives.all_gather", "ep_plugin.collectives.reduce_scatter"]
 _PRELOADED += ["tests.ranks", "tests.moe.moe_cases", "tests.faults.fault_cases", "tests.collectives.collective_cases"]
 
+_LINES = 100  # of a rank's notes that a failure shows
+_notes: TextIO | None = None  # the file of a rank that run_ranks has started; None: stderr
+_began = time.monotonic()
+
 
 @dataclass
 class Outcome:
-    """How a rank ended: what it returned, or what it raised, or only its exit code."""
+    """How a rank ended: what it returned, or what it raised, or only its exit code.
+
+    notes: the end of what it has noted. If it was left at the deadline, that is where each of its threads was.
+    """
 
     value: Any = None
     error: BaseException | None = None
     trace: str = ""
     exitcode: int | None = None
     seconds: float = 0.0
+    notes: str = ""
+
+
+def note(what: str) -> None:
+    """Says what this rank comes to, for the message of a failure."""
+    print(f"{time.monotonic() - _began:6.1f} s: {what}", file=_notes or sys.stderr, flush=True)
 
 
 def run_ranks(
@@ -58,20 +75,27 @@ def run_ranks(
         build()  # before time runs for the ranks
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
-    for rank in range(size):
-        ours, theirs = context.Pipe(duplex=False)
-        target_args = (theirs, rank, size, store.port, env or {}, function, args, timeout_s)
-        process = context.Process(target=_rank_main, args=target_args, daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        return _collect(pipes, processes, time.monotonic() + timeout_s)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        notes = [Path(folder, str(rank)) for rank in range(size)]
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            stuck_at = time.monotonic() + 0.98 * timeout_s
+            target_args = (theirs, rank, size, store.port, env or {}, function, args, timeout_s, notes[rank], stuck_at)
+            process = context.Process(target=_rank_main, args=target_args, daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            outcomes = _collect(pipes, processes, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        for outcome, path in zip(outcomes, notes, strict=True):
+            lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+            outcome.notes = "\n".join(lines[-_LINES:])
+        return outcomes
 
 
 def simt_asked(environment: Mapping[str, str]) -> bool:
@@ -80,11 +104,12 @@ def simt_asked(environment: Mapping[str, str]) -> bool:
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """What the ranks returned; an AssertionError with the trace of the first that failed."""
+    """What the ranks returned; an AssertionError with the trace of the first that failed, and the notes of all."""
+    noted = "\n".join(f"rank {rank} noted:\n{outcome.notes}" for rank, outcome in enumerate(outcomes) if outcome.notes)
     for rank, outcome in enumerate(outcomes):
         if outcome.error is not None:
-            raise AssertionError(f"rank {rank}: {outcome.error!r}\n{outcome.trace}") from outcome.error
-        assert outcome.exitcode == 0, f"rank {rank} ended with exit code {outcome.exitcode} and no result"
+            raise AssertionError(f"rank {rank}: {outcome.error!r}\n{outcome.trace}\n{noted}") from outcome.error
+        assert outcome.exitcode == 0, f"rank {rank} ended with exit code {outcome.exitcode} and no result\n{noted}"
     return [outcome.value for outcome in outcomes]
 
 
@@ -122,13 +147,17 @@ def _rank_main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     timeout_s: float,
+    notes: Path,
+    stuck_at: float,
 ) -> None:
+    global _notes, _began
     os.environ.update(env)
+    _began, _notes = time.monotonic(), notes.open("w")
+    faulthandler.dump_traceback_later(max(0.1, stuck_at - _began), file=_notes)
     nodes = int(os.environ.get("EP_TEST_NODES", "1"))
     if nodes > 1 and size % nodes == 0:
         os.environ.setdefault("EP_PLUGIN_RANKS_PER_NODE", str(size // nodes))
     torch.set_num_threads(1)
-    began = time.monotonic()
     value, error, trace = None, None, ""
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -142,7 +171,7 @@ def _rank_main(
         value = function(rank, *args)
     except BaseException as caught:
         error, trace = caught, traceback.format_exc()
-    pipe.send_bytes(_pickled((value, error, trace, time.monotonic() - began)))
+    pipe.send_bytes(_pickled((value, error, trace, time.monotonic() - _began)))
     if error is None:
         dist.destroy_process_group()
 

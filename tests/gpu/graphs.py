@@ -14,6 +14,7 @@ import torch
 
 from ep_plugin import CaptureRefused, DispatchOutput, MoECommunicator
 from tests.gpu.checks import ONE_KERNEL, TOKEN_MAJOR, Case, check_round, communicator, synchronize
+from tests.ranks import note
 
 REPLAYS = 1000
 EAGER_EVERY = 50
@@ -116,7 +117,7 @@ def replayed_in_one_kernel(rank: int, size: int) -> int:
     return replayed(rank, size, **ONE_KERNEL)
 
 
-def _recorded(
+def recorded_step(
     comm: MoECommunicator, static: Batch, factor: torch.Tensor
 ) -> Callable[[], tuple[DispatchOutput, torch.Tensor]]:
     """A call that replays a capture of `step`. On a CPU, which has no graphs, it runs `step`."""
@@ -145,7 +146,7 @@ def replayed(rank: int, size: int, replays: int = REPLAYS, **sms: int) -> int:
         static = Batch(*(part[rank].to(device) for part in random_batch(size, generator)))
         step(comm, static, factor)  # makes the pools, which cannot grow under a capture
         synchronize(device)
-        replay = _recorded(comm, static, factor)
+        replay = recorded_step(comm, static, factor)
         wrong = torch.zeros((replays, len(JUDGED)), dtype=torch.bool, device=device)
         for turn in range(replays):
             batch = random_batch(size, generator)
@@ -155,6 +156,7 @@ def replayed(rank: int, size: int, replays: int = REPLAYS, **sms: int) -> int:
             oracle = expected(Batch(*(part.to(device) for part in batch)), rank, factor)
             judge(wrong[turn], out, z, oracle)
             if turn % EAGER_EVERY == 0:
+                note(f"replay {turn} of {replays}")
                 judge(wrong[turn], *step(comm, static, factor), oracle)
                 check_round(comm, CASE, turn)
                 check_round(other, OTHER, turn)

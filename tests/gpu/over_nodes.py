@@ -5,10 +5,12 @@ All ranks may share one GPU. Each is a host of its own for NCCL; EP_PLUGIN_HOST 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+import unittest.mock
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import MoECommunicator, PeerAborted, PeerTimeout
+from ep_plugin.moe.across_nodes import legs
 from ep_plugin.testing.nodes import Cluster, variables_of
 from tests.gpu import checks, features, gradients, graphs
+from tests.ranks import note
 
 NODES = 2
 GRID = [name for name in checks.CASES if not name.startswith(("real_widths", "wide"))]
@@ -26,6 +30,7 @@ WIDE = [name for name in checks.CASES if name not in GRID]  # slow on CPUs
 DEADLINE_S = 4.0
 LONGEST_S = DEADLINE_S + 5
 REPLAYS = 100
+DEFAULT_CHUNKS = legs.num_chunks(NODES, None)
 
 
 def start(rank: int, size: int) -> None:
@@ -47,33 +52,56 @@ def on_nodes(rank: int, function: Callable[..., Any], size: int, *args: Any) -> 
     return function(rank, size, *args)
 
 
+@contextlib.contextmanager
+def _one_rail(rank: int, size: int) -> Iterator[None]:
+    """The communicators in the block share a rail, and cut rows into two chunks unless they say how many.
+
+    Ranks that share a GPU take turns of some 2 ms, so what counts is how often they wait for each other.
+    """
+    two = unittest.mock.patch.dict(legs._CHUNKS_OF_NODES, {NODES: 2})
+    with checks.communicator(checks.Case(hidden=64), rank, size, timeout_s=60), two:
+        yield
+
+
+@contextlib.contextmanager
+def _case(name: str, rank: int, size: int) -> Iterator[None]:
+    note(f"case {name}")
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"case {name}, rank {rank} of {size}")
+        raise
+
+
 # -- right results ---------------------------------------------------------------------------------------------------
 
 
 def grid(rank: int, size: int, names: list[str]) -> list[str]:
     """Layouts, dtypes, weights, known routings, ragged and empty ranks. Returns the names of the cases that ran."""
-    for seed, name in enumerate(names):
-        case = checks.CASES[name]
-        try:
-            with checks.communicator(case, rank, size, timeout_s=60) as comm:
+    with _one_rail(rank, size):
+        for seed, name in enumerate(names):
+            case, chunks = checks.CASES[name], DEFAULT_CHUNKS if name in WIDE else None
+            with (
+                _case(name, rank, size),
+                checks.communicator(case, rank, size, timeout_s=60, rail_chunks=chunks) as comm,
+            ):
                 assert comm.engine.node_map.num_nodes == NODES
                 checks.check_round(comm, case, seed)
-        except Exception as error:
-            error.add_note(f"case {name}, rank {rank} of {size}")
-            raise
     return names
 
 
 def bits_do_not_depend_on_chunks(rank: int, size: int) -> None:
+    """Nor do they differ from run to run."""
     case = checks.Case(tokens=150, hidden=256, topk=5)
     given = checks.make_inputs(case, size, 3)
     results = []
-    for chunks in (None, 1, 6, 6):
+    for chunks, runs in ((6, 2), (1, 1)):
         with checks.communicator(case, rank, size, timeout_s=60, rail_chunks=chunks) as comm:
-            device = comm.engine.device
-            out, handle = comm.dispatch(*(part[rank].to(device) for part in (given.x, given.ids, given.weights)))
-            z = comm.combine(out.tokens.sin(), handle, weights=out.weights)
-            results.append((out.tokens.cpu(), z.cpu()))
+            parts = [part[rank].to(comm.engine.device) for part in (given.x, given.ids, given.weights)]
+            for _ in range(runs):
+                out, handle = comm.dispatch(*parts)
+                z = comm.combine(out.tokens.sin(), handle, weights=out.weights)
+                results.append((out.tokens.cpu(), z.cpu()))
     for tokens, z in results[1:]:
         assert torch.equal(tokens, results[0][0]) and torch.equal(z, results[0][1])
 
@@ -138,6 +166,28 @@ def abort(rank: int, size: int) -> None:
         checks.check_round(later, case, 2)
 
 
+_left: list[Any] = []
+
+
+def graph_outlives(rank: int, size: int) -> None:
+    """The last communicator of a rail closes while a CUDA graph has operations of the rail. Another one works, and the
+    process ends with the graph."""
+    case = graphs.CASE
+    batch = graphs.random_batch(size, torch.Generator().manual_seed(size))
+    with checks.communicator(case, rank, size, timeout_s=60, max_tokens_per_rank=case.tokens) as comm:
+        device = comm.engine.device
+        factor, given = graphs.factors(size).to(device), graphs.Batch(*(part[rank].to(device) for part in batch))
+        graphs.step(comm, given, factor)  # makes the pools
+        replay = graphs.recorded_step(comm, given, factor)
+        replay()
+        note("closes")
+        began = checks.started(comm)
+    assert time.monotonic() - began < LONGEST_S
+    with checks.communicator(case, rank, size, timeout_s=60) as later:
+        checks.check_round(later, case, 1)
+    _left.append(replay)
+
+
 CASES: dict[str, Callable[[int, int], Any]] = {
     check.__name__: check
     for check in (
@@ -156,23 +206,11 @@ CASES: dict[str, Callable[[int, int], Any]] = {
 
 def cases(rank: int, size: int, names: list[str]) -> list[str]:
     """Those of CASES, in one start of the ranks. Returns the names of those that passed."""
-    for name in names:
-        try:
-            CASES[name](rank, size)
-        except Exception as error:
-            error.add_note(f"case {name}, rank {rank} of {size}")
-            raise
+    with _one_rail(rank, size):
+        for name in names:
+            with _case(name, rank, size):
+                CASES[name](rank, size)
     return names
-
-
-def everything(rank: int, size: int, names: list[str]) -> list[str]:
-    """The grid's cases of these names, all of CASES, and an abort. Returns the names of those that passed."""
-    return [*grid(rank, size, names), *cases(rank, size, list(CASES)), *_aborted(rank, size)]
-
-
-def _aborted(rank: int, size: int) -> list[str]:
-    abort(rank, size)
-    return ["abort"]
 
 
 # -- a rank that dies ------------------------------------------------------------------------------------------------

@@ -28,8 +28,9 @@ def test_case(name: str) -> None:
     assert values(_run(over_nodes.cases, [name])) == [[name]] * SIZE
 
 
-def test_an_abort_reaches_the_other_node() -> None:
-    values(_run(over_nodes.abort))
+@pytest.mark.parametrize("function", [over_nodes.abort, over_nodes.graph_outlives])
+def test_an_abort_and_a_close_leave_room_for_another(function: Callable[[int, int], None]) -> None:
+    values(_run(function))
 
 
 def test_survivors_name_the_dead() -> None:
