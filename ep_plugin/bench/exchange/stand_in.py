@@ -38,7 +38,7 @@ class Share(LowLatencyEngine):
         self._set_sizes(config)
         self.kernels, self.num_sms = kernels_for(device), sms.for_device(device, ranks)
         self.streams = Streams() if device.type == "cpu" else CallerStreams(device)
-        self._issued, self._last_stream = [0, 0], None
+        self._issued = [0, 0]
         zeros = functools.partial(torch.zeros, dtype=torch.uint8)
         self.state, self.ll_state = zeros(_C.state_bytes, device=device), zeros(_C.ll_state_bytes, device=device)
         self.block = zeros(self.memory_bytes, device=device)
