@@ -21,11 +21,13 @@ from ep_plugin.bench.suites.layers import LayersSuite
 from ep_plugin.bench.suites.low_latency import LowLatencySuite
 from ep_plugin.bench.suites.moe import MoeSuite
 from ep_plugin.bench.suites.overlap import OverlapSuite
+from ep_plugin.bench.suites.stand_in import StandInSuite
 from ep_plugin.bench.suites.wire import WireSuite
 
 SUITES = (
     MoeSuite,
     LowLatencySuite,
+    StandInSuite,
     AllGatherSuite,
     ReduceScatterSuite,
     OverlapSuite,

@@ -108,11 +108,11 @@ def _flat(
     offsets = _starts((counts + alignment - 1) // alignment * alignment)
     order = expert.argsort(stable=True)
     row = torch.empty_like(order)
-    row[order] = torch.arange(len(order)) - _starts(counts)[expert[order]] + offsets[expert[order]]
+    row[order] = torch.arange(len(order), device=x.device) - _starts(counts)[expert[order]] + offsets[expert[order]]
     rows = int(offsets[-1])
     tokens, row_weights = x.new_zeros((rows, x.shape[1])), weights.new_zeros(rows)
     tokens[row], row_weights[row] = x[token], weights[token, k]
-    ids = torch.full((rows,), -1, dtype=torch.int32)
+    ids = torch.full((rows,), -1, dtype=torch.int32, device=x.device)
     ids[row] = expert.int()
     return ReferenceOutput(tokens, row_weights, None, ids, counts.int(), offsets.int(), token, k, row)
 

@@ -11,6 +11,7 @@ import pytest
 
 from ep_plugin.errors import PeerTimeout
 from ep_plugin.moe import arguments as validate
+from tests.bench import test_stand_in
 from tests.faults import test_low_latency as faults
 from tests.gpu import low_latency
 from tests.moe import low_latency_cases as cases
@@ -47,6 +48,10 @@ def test_parts_of_the_protocol(case: Callable[[int, int], None]) -> None:
 
 def test_every_row_of_many_operations() -> None:
     _on_ranks(3, low_latency.many, 60)
+
+
+def test_ranks_that_share_a_device() -> None:
+    test_stand_in.check_rows(_on_ranks(1, test_stand_in.measure)[0])
 
 
 def test_the_steps_that_graphs_replay() -> None:

@@ -171,7 +171,7 @@ def time_cases(
 
 def floor_row(case: str, bytes_wire: int, rate_gb_s: float) -> Row:
     """The time of the rows that must cross, each once per rank, at the best rate of SM stores in the same run."""
-    us = round(bytes_wire / rate_gb_s / 1e3, 1)
+    us = max(0.1, round(bytes_wire / rate_gb_s / 1e3, 1))
     return row(case, FLOOR, Timing(median_us=us, p10_us=us, p90_us=us), bytes_wire)
 
 

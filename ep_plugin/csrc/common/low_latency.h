@@ -156,9 +156,16 @@ EP_HD constexpr int64_t ll_slot_bytes(int64_t max_row_bytes, int64_t hidden, int
   return align_up(most, kSlotAlign);
 }
 
+// Wakes a rank's thread that sleeps until a peer has written something. On CUDA nothing sleeps.
+struct LlBell {
+  uint32_t rings;   // grows by one at each ring: the thread sleeps on this word
+  uint32_t awaits;  // 1 + the peer for which the thread sleeps, or 0
+};
+
 struct LlLayout {
   int64_t consumed;   // u64 [2 kinds][2 parities][R peers]: epoch that the peer has read of what this rank wrote
   int64_t waiting;    // u32 [R]: 1: the rank waits for another one
+  int64_t bell;       // LlBell: CPUs alone
   int64_t flag;       // u64 [2 kinds][2 parities][R senders][kLlMaxGroups]
   int64_t ids;        // LlWord [2 parities][R sources][id_words]: header, then expert ids
   int64_t weights;    // LlWord [2 parities][R owners][weight_words]: header, then T_max * token_words of weights
@@ -180,7 +187,8 @@ EP_HD constexpr LlLayout ll_layout(int R, const LlShape& shape) {
   at.words_per_row = ll_words(shape.slot_bytes);
   at.consumed = 0;
   at.waiting = align_up(8 * places, kSlotAlign);
-  at.flag = align_up(at.waiting + 4 * R, kSlotAlign);
+  at.bell = align_up(at.waiting + 4 * R, kSlotAlign);
+  at.flag = align_up(at.bell + static_cast<int64_t>(sizeof(LlBell)), kSlotAlign);
   at.ids = at.flag + places * kLlMaxGroups * 8;
   at.weights = align_up(at.ids + places / kLlKinds * at.id_words * word, kSlotAlign);
   at.row_words = align_up(at.weights + places / kLlKinds * at.weight_words * word, kSlotAlign);

@@ -76,6 +76,7 @@ struct LlBlock {
     return at<uint64_t>(base, lay.consumed) + place(kind, parity, peer);
   }
   EP_HD uint32_t* waiting(int rank) const { return at<uint32_t>(base, lay.waiting) + rank; }
+  EP_HD LlBell& bell() const { return *at<LlBell>(base, lay.bell); }
   EP_HD uint64_t* flag(int kind, int parity, int sender, int group) const {
     return at<uint64_t>(base, lay.flag) + place(kind, parity, sender) * kLlMaxGroups + group;
   }

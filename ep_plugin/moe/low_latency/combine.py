@@ -15,7 +15,7 @@ from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, weight_dtype
 from ep_plugin.moe.arguments import bulk_ready, check_beside, check_combine
 from ep_plugin.moe.in_flight import Tensors
 from ep_plugin.moe.layout import Routing
-from ep_plugin.moe.low_latency.dispatch import RECEIVE, SEND, check_stats, operation
+from ep_plugin.moe.low_latency.dispatch import check_stats, operation
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.moe.low_latency.in_flight import LowLatencyOperation
 
@@ -81,21 +81,6 @@ class LowLatencyCombine(LowLatencyOperation):
             )
         check_stats("wait_cost", self._wait_cost, engine.size, torch.int64, engine)
 
-    def start(self) -> None:
-        """Sends weights; waits for those of peers, reduces rows and sends partial rows."""
-        self._prepare()
-        self._launch(SEND)
-
-    def finish(self) -> Tensors:
-        """Adds the partial rows."""
-        self._launch(RECEIVE)
-        return self.results()
-
-    def whole(self) -> Tensors:
-        self._prepare()
-        self._launch(SEND | RECEIVE)
-        return self.results()
-
     def results(self) -> Tensors:
         return self._sums, None
 
@@ -103,8 +88,7 @@ class LowLatencyCombine(LowLatencyOperation):
         given = self._y, self._weights, self._bias, self._ids, self._wait_cost
         return *given, self._routing.tensors.plan, self._sums
 
-    def _prepare(self) -> None:
-        """Makes the memory of the sums, and the kernel's arguments."""
+    def prepare(self) -> None:
         engine, y, handle = self._engine, self._y, self._routing.tensors
         engine.ensure_memory()
         T, K = handle.topk_ids.shape
@@ -133,7 +117,7 @@ class LowLatencyCombine(LowLatencyOperation):
             bias=0 if self._bias is None else self._bias.data_ptr(),
         )
 
-    def _launch(self, phases: int) -> None:
+    def launch(self, phases: int) -> None:
         engine, op = self._engine, self._args.op
         op.phases, op.stream = phases, engine.streams.enter()
         engine.kernels.ll_combine(self._args)

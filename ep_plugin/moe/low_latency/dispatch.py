@@ -18,7 +18,6 @@ from ep_plugin.moe.layout import DispatchCall, DispatchResult, Routing
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.moe.low_latency.in_flight import LowLatencyOperation
 
-SEND, RECEIVE = int(_C.LlPhase.SEND), int(_C.LlPhase.RECEIVE)
 FORMATS = {None: _C.LlFormat.PLAIN} | {name: _C.LlFormat[name.upper()] for name in QUANTIZED}
 _EXPONENTS = 4  # of scales, in an int32
 
@@ -65,21 +64,6 @@ class LowLatencyDispatch(LowLatencyOperation):
         check_stats("wait_cost", self._wait_cost, engine.size, torch.int64, engine)
         self._per_expert = per_expert
 
-    def start(self) -> None:
-        """Sends ids and rows."""
-        self._prepare()
-        self._launch(SEND)
-
-    def finish(self) -> Tensors:
-        """Receives rows."""
-        self._launch(RECEIVE)
-        return self.results()
-
-    def whole(self) -> Tensors:
-        self._prepare()
-        self._launch(SEND | RECEIVE)
-        return self.results()
-
     def results(self) -> Tensors:
         """The operator's results; the handle's tensors are among them if this dispatch makes the routing."""
         if self._call.previous is not None:
@@ -91,8 +75,7 @@ class LowLatencyDispatch(LowLatencyOperation):
         call = self._call
         return call.x, self._ids, self._topk_ids, self._plan, *self._result, self._cumulative, self._wait_cost
 
-    def _prepare(self) -> None:
-        """Makes the memory of the results, and the kernel's arguments."""
+    def prepare(self) -> None:
         engine, call = self._engine, self._call
         engine.ensure_memory()
         x, previous = call.x, call.previous
@@ -134,7 +117,7 @@ class LowLatencyDispatch(LowLatencyOperation):
             cumulative=0 if self._cumulative is None else self._cumulative.data_ptr(),
         )
 
-    def _launch(self, phases: int) -> None:
+    def launch(self, phases: int) -> None:
         engine, op = self._engine, self._args.op
         op.phases, op.stream = phases, engine.streams.enter()
         engine.kernels.ll_dispatch(self._args)

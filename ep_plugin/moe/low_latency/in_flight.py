@@ -14,10 +14,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from ep_plugin import _C
 from ep_plugin.errors import CaptureRefused, EpPluginError
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.runtime.streams import record_stream
+
+SEND, RECEIVE = int(_C.LlPhase.SEND), int(_C.LlPhase.RECEIVE)
 
 
 class LowLatencyOperation(Operation):
@@ -26,8 +29,26 @@ class LowLatencyOperation(Operation):
     kind: ClassVar[int]
 
     @abstractmethod
+    def prepare(self) -> None:
+        """Makes the memory of the results, and the kernel's arguments."""
+
+    @abstractmethod
+    def launch(self, phases: int) -> None:
+        """Enqueues the kernel of SEND, RECEIVE or both. `prepare` comes first."""
+
+    def start(self) -> None:
+        self.prepare()
+        self.launch(SEND)
+
+    def finish(self) -> Tensors:
+        self.launch(RECEIVE)
+        return self.results()
+
     def whole(self) -> Tensors:
         """Enqueues both halves in one kernel."""
+        self.prepare()
+        self.launch(SEND | RECEIVE)
+        return self.results()
 
     @abstractmethod
     def results(self) -> Tensors:

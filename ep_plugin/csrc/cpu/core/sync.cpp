@@ -78,14 +78,20 @@ bool fail(const Comm& comm, FaultCode code, Step step, int peer, int field, int6
   return false;
 }
 
-bool Deadline::keep_waiting(const Run& run, int peer, uint64_t expected, uint64_t seen) {
+bool Deadline::lasts(const Run& run, int peer, uint64_t expected, uint64_t seen, int64_t* waited_ns) {
   const int64_t now = now_ns();
   if (since_ == 0) since_ = now;
-  const int64_t waited = now - since_;
+  const int64_t waited = *waited_ns = now - since_;
   if (aborted(run)) return false;
   if (bounded_ && waited > run.comm.timeout_ns)
     return fail(run.comm, kTimeout, run.step, peer, 0, static_cast<int64_t>(expected), static_cast<int64_t>(seen));
   if (interrupted(waited, &checked_)) return fail_interrupted(run);
+  return true;
+}
+
+bool Deadline::keep_waiting(const Run& run, int peer, uint64_t expected, uint64_t seen) {
+  int64_t waited = 0;
+  if (!lasts(run, peer, expected, seen, &waited)) return false;
   pause(waited);
   return true;
 }

@@ -29,7 +29,7 @@ bool begin(const Comm& comm, Step step, Run* run);
 // Advances the step's epoch.
 void finish(const Run& run);
 
-// The deadline of one wait. Call keep_waiting() after every poll that found nothing.
+// The deadline of one wait. Call keep_waiting() after every poll that found nothing, or lasts() and pause otherwise.
 class Deadline {
  public:
   // bounded: false if the caller ends the wait in time.
@@ -37,6 +37,8 @@ class Deadline {
 
   // Pauses and returns true, or records a fault and returns false. A timeout names `peer`.
   bool keep_waiting(const Run& run, int peer, uint64_t expected, uint64_t seen);
+  // Does so without a pause. waited_ns: the time since the first call.
+  bool lasts(const Run& run, int peer, uint64_t expected, uint64_t seen, int64_t* waited_ns);
 
  private:
   bool bounded_;

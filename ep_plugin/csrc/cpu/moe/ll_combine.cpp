@@ -143,6 +143,7 @@ class Holder {
       if (holds && !ll_rows_are_words(T_owner)) signal(to.flag(ll_.kind, ll_.parity, comm.rank, group), ll_.run.epoch);
     }
     ll_refresh_rows(ll_, to, T_owner, header.row_bytes, [&](int token) { return wrote_words_[token]; });
+    ll_ring(ll_, owner);
     return true;
   }
 
@@ -225,6 +226,7 @@ bool send_all(const LlRun& ll, const LlCombineArgs& args) {
       return fail(comm, kBadHandle, ll.run.step, comm.rank, s, ll.op.header.max_tokens, plan.src_tokens[s]);
   for (int step = 1; step <= R; ++step)
     if (send_weights<typename Sum<T>::type>(ll, args, (comm.rank + step) % R) == Wait::kFault) return false;
+  ll_ring_all(ll);
   if (!hold_at_gate(ll.run)) return false;
   Holder<T> holder(ll, args);
   for (int step = 1; step <= R; ++step)

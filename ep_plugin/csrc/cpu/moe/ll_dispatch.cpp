@@ -123,6 +123,7 @@ bool send_all(const LlRun& ll, const LlDispatchArgs& args) {
   if (!hold_at_gate(ll.run)) return false;
   const int T = ll.op.header.num_tokens;
   for (int group = 0; group < ll_groups(T); ++group) send_group(ll, ids, images, group);
+  ll_ring_all(ll);
   return true;
 }
 

@@ -1,6 +1,11 @@
 // Waits, words and headers of low-latency kernels, see low_latency.h.
 #include "cpu/moe/low_latency.h"
 
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 
 namespace ep::cpu {
@@ -41,12 +46,40 @@ class MaskDeadline {
   int renewed_ = 0;
 };
 
+// How long a wait spins. Where ranks share cores, it would keep the peer that it waits for from running.
+constexpr int64_t kSpinNs = 50'000, kSpinSharedNs = 1'000;
+constexpr int64_t kNapNs = 1'000'000;  // the longest sleep between two looks at the deadline, at masks and at aborts
+
+int num_cores() {
+  cpu_set_t cores;
+  return sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
+}
+
+long futex(uint32_t* word, int what, uint32_t value, const timespec* time) {
+  return syscall(SYS_futex, word, what, value, time, nullptr, 0);
+}
+
+// Sleeps until `peer` rings, if arrived() is still false. The fence lets either this rank see what has arrived or the
+// peer see that it is awaited.
+template <class Arrived>
+void sleep(const LlRun& ll, int peer, Arrived arrived) {
+  LlBell& bell = ll.own().bell();
+  __atomic_store_n(&bell.awaits, static_cast<uint32_t>(peer) + 1, __ATOMIC_RELAXED);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  const uint32_t rings = __atomic_load_n(&bell.rings, __ATOMIC_ACQUIRE);
+  const timespec nap{0, kNapNs};
+  if (!arrived()) futex(&bell.rings, FUTEX_WAIT, rings, &nap);
+  __atomic_store_n(&bell.awaits, 0, __ATOMIC_RELAXED);
+}
+
 // Waits until arrived() returns true. `seen` is what it has looked at last.
 template <class Arrived>
 Wait wait(const LlRun& ll, int peer, uint64_t expected, const uint64_t& seen, Arrived arrived) {
+  static const int cores = num_cores();
+  const int64_t spin = ll.op.comm.num_ranks > cores ? kSpinSharedNs : kSpinNs;
   Deadline deadline(ll.op.shrink == 0);
   MaskDeadline to_mask;
-  int64_t since = 0;
+  int64_t since = 0, waited = 0;
   for (;;) {
     if (ll.masked(peer)) return Wait::kMasked;
     if (arrived()) break;
@@ -56,7 +89,11 @@ Wait wait(const LlRun& ll, int peer, uint64_t expected, const uint64_t& seen, Ar
       mask(ll, peer);
       return Wait::kMasked;
     }
-    if (!deadline.keep_waiting(ll.run, peer, expected, seen)) return Wait::kFault;
+    if (!deadline.lasts(ll.run, peer, expected, seen, &waited)) return Wait::kFault;
+    if (waited < spin)
+      __builtin_ia32_pause();
+    else
+      sleep(ll, peer, arrived);
   }
   const bool receives = ll.run.step == kLlDispatchRecv || ll.run.step == kLlCombineRecv;
   if (since != 0 && receives && ll.op.wait_cost != 0) at<int64_t>(ll.op.wait_cost)[peer] += now_ns() - since;
@@ -74,10 +111,23 @@ bool ll_begin(const LlOperation& op, LlKind kind, LlPhase phase, LlRun* ll) {
   return true;
 }
 
+void ll_ring(const LlRun& ll, int peer) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  LlBell& bell = ll.block(peer).bell();
+  if (__atomic_load_n(&bell.awaits, __ATOMIC_RELAXED) != static_cast<uint32_t>(ll.op.comm.rank) + 1) return;
+  __atomic_fetch_add(&bell.rings, 1, __ATOMIC_RELEASE);
+  futex(&bell.rings, FUTEX_WAKE, 1, nullptr);
+}
+
 void ll_finish_send(const LlRun& ll) {
   announce_wait(ll, false);
   ll.state().epoch[ll.kind] = ll.run.epoch;
   ll.state().slot_epoch[ll.kind][ll.op.slot] = ll.run.epoch;
+}
+
+void ll_ring_all(const LlRun& ll) {
+  for (int peer = 0; peer < ll.op.comm.num_ranks; ++peer)
+    if (!ll.masked(peer)) ll_ring(ll, peer);
 }
 
 void ll_finish_receive(const LlRun& ll) {
@@ -85,6 +135,7 @@ void ll_finish_receive(const LlRun& ll) {
   const Comm& comm = ll.op.comm;
   for (int peer = 0; peer < comm.num_ranks; ++peer)
     if (!ll.masked(peer)) signal(ll.block(peer).consumed(ll.kind, ll.parity, comm.rank), ll.run.epoch);
+  ll_ring_all(ll);
 }
 
 Wait ll_wait_flag(const LlRun& ll, int peer, const uint64_t* flag) {
