@@ -7,8 +7,9 @@
 
 It serves every mixture-of-experts model whose expert-parallel plan dispatches its experts. With
 ``EP_PLUGIN=transformers`` in the environment it also serves the default, ``ep_implementation="auto"``. After
-``overlap_shared_experts(model)`` shared experts run during the dispatch. For inference there are ``InferenceConfig`` and
-``low_latency(model, max_tokens_per_rank=64)``. The import raises ``ImportError`` for a transformers without such plans.
+``overlap_shared_experts(model)`` shared experts run during the dispatch. ``InferenceConfig`` and
+``low_latency(model, max_tokens_per_rank=64)`` are for inference. The import raises ``ImportError`` for a transformers
+without such plans.
 """
 
 from __future__ import annotations

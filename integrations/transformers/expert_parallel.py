@@ -116,15 +116,14 @@ class EpPluginExpertParallel(EPImplementation):
     def _run_blocks(self, out: DispatchOutput) -> torch.Tensor:
         """The experts' output for the rows of a low-latency dispatch, unweighted: ``[E_l, B, H]``."""
         tokens = out.tokens
-        if self.takes_sorted_rows and is_plain(self.experts, moe.grouped_mm_experts_forward, moe.batched_mm_experts_forward):
+        if self.takes_sorted_rows and is_plain(
+            self.experts, moe.grouped_mm_experts_forward, moe.batched_mm_experts_forward
+        ):
             return block_experts(self.experts, tokens)
-        local, each = tokens.shape[:2]
-        present = torch.arange(each, device=tokens.device) < out.num_tokens_per_expert.unsqueeze(1)
-        rows = tokens.masked_fill(~present.unsqueeze(2), 0)  # the rows of nobody may be NaN
-        # transformers skips rows with the id after the last.
-        ids = torch.arange(local, device=tokens.device).unsqueeze(1).where(present, local)
-        units = present.reshape(-1, 1).to(tokens.dtype)
-        return self.experts_forward(rows.flatten(0, 1), ids.reshape(-1, 1), units).contiguous().view_as(tokens)
+        present = torch.arange(tokens.size(1), device=tokens.device) < out.num_tokens_per_expert.unsqueeze(1)
+        rows = tokens.masked_fill(~present.unsqueeze(2), 0).flatten(0, 1)  # those of nobody may be NaN
+        ids = torch.arange(tokens.size(0), device=tokens.device).repeat_interleave(tokens.size(1)).unsqueeze(1)
+        return self.experts_forward(rows, ids, rows.new_ones(len(rows), 1)).contiguous().view_as(tokens)
 
 
 class AutoEpPlugin(AutoEP):

@@ -1,9 +1,9 @@
 """Inference with experts over all ranks: whole weights on every rank, and low-latency exchanges for few tokens.
 
-    config = InferenceConfig(ep_size=ranks, ep_implementation="ep_plugin")
-    model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", distributed_config=config)
-    with torch.no_grad(), low_latency(model, max_tokens_per_rank=64):
-        model.generate(...)
+config = InferenceConfig(ep_size=ranks, ep_implementation="ep_plugin")
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", distributed_config=config)
+with torch.no_grad(), low_latency(model, max_tokens_per_rank=64):
+    model.generate(...)
 """
 
 from __future__ import annotations
