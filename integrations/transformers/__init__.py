@@ -7,8 +7,9 @@
 
 It serves every mixture-of-experts model whose expert-parallel plan dispatches its experts. With
 ``EP_PLUGIN=transformers`` in the environment it also serves the default, ``ep_implementation="auto"``. After
-``overlap_shared_experts(model)`` shared experts run during the dispatch. The import raises ``ImportError`` for a
-transformers without such plans.
+``overlap_shared_experts(model)`` shared experts run during the dispatch. ``InferenceConfig`` and
+``low_latency(model, max_tokens_per_rank=64)`` are for inference. The import raises ``ImportError`` for a transformers
+without such plans.
 """
 
 from __future__ import annotations
@@ -26,12 +27,20 @@ except NotSupported as error:
 from transformers.distributed.expert_parallel import EPImplementationInterface
 
 from ep_plugin.integrations.transformers.expert_parallel import AutoEpPlugin, EpPluginExpertParallel
+from ep_plugin.integrations.transformers.inference import InferenceConfig, low_latency
 from ep_plugin.integrations.transformers.shared_experts import overlap_shared_experts
 
 EPImplementationInterface.register("ep_plugin", EpPluginExpertParallel)
 hooks.record("transformers", "on", 'ep_implementation="ep_plugin" is registered')
 
-__all__ = ["AutoEpPlugin", "EpPluginExpertParallel", "overlap_shared_experts", "switch_on"]
+__all__ = [
+    "AutoEpPlugin",
+    "EpPluginExpertParallel",
+    "InferenceConfig",
+    "low_latency",
+    "overlap_shared_experts",
+    "switch_on",
+]
 
 
 def switch_on() -> None:

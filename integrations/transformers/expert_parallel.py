@@ -2,14 +2,17 @@
 
 transformers' grouped experts sort rows, count them, mask those of other ranks, multiply, and restore the order. FLAT
 dispatches return rows that are grouped by expert already, so here only the products remain, by the same functions.
-Shapes: T tokens here, H hidden size, K experts per token, N rows that this rank receives, E_l experts on it.
+Low-latency dispatches return a block of rows for each expert, whose products are batched.
+Shapes: T tokens here, H hidden size, K experts per token, N rows that this rank receives, E_l experts on it, B rows of
+each expert's block.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP, EPImplementation
 from transformers.integrations import moe
 
-from ep_plugin import DispatchOutput, MoECommunicator
+from ep_plugin import DispatchOutput, MoECommunicator, NotSupported
 
 if TYPE_CHECKING:
     from ep_plugin.integrations.transformers.shared_experts import SharedAhead
@@ -35,7 +38,12 @@ class EpPluginExpertParallel(EPImplementation):
     Experts get FLAT rows, grouped by expert. Combine applies the weights in float32. Experts that run as transformers'
     grouped products multiply the rows in this order. Other implementations, such as eager or quantised ones, get the
     rows through the experts' own forward, which sorts them.
+
+    Attributes:
+        max_tokens_per_rank: most tokens of a rank in a low-latency exchange; None: high throughput.
     """
+
+    max_tokens_per_rank: int | None = None
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
@@ -47,7 +55,16 @@ class EpPluginExpertParallel(EPImplementation):
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Weighted expert output ``[T, H]`` of tokens ``[T, H]`` with global ids and weights ``[T, K]``."""
+        """Weighted expert output ``[T, H]`` of tokens ``[T, H]`` with global ids and weights ``[T, K]``.
+
+        Raises:
+            NotSupported: gradients are wanted of a low-latency exchange.
+        """
+        if self.max_tokens_per_rank is not None and torch.is_grad_enabled() and hidden_states.requires_grad:
+            raise NotSupported(
+                "low_latency: expected a forward without gradients, such as one under torch.no_grad(), got hidden "
+                "states that require them; train outside of low_latency()"
+            )
         num_tokens, is_sliced = hidden_states.size(0), self.tp_mesh.size() > 1
         if is_sliced:
             hidden_states, top_k_index, top_k_weights = (
@@ -57,20 +74,28 @@ class EpPluginExpertParallel(EPImplementation):
         return _gather_over(output, self.tp_mesh, num_tokens) if is_sliced else output
 
     def _exchange(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        limit = self.max_tokens_per_rank
+        settings: dict[str, Any] = {}
+        if limit is not None:
+            settings = dict(mode="ll", max_tokens_per_rank=limit, max_row_bytes=x.size(1) * x.element_size())
         comm = MoECommunicator.shared(
             self.ep_mesh.get_group(),
             num_experts=self.num_local_experts * self.ep_mesh.size(),
             hidden_size=x.size(1),
             topk=topk_ids.size(1),
             device=x.device,
+            **settings,
         )
+        weights = topk_weights if limit is None else None  # in low latency combine takes them
         if self.meanwhile is None:
-            out, handle = comm.dispatch(x, topk_ids, topk_weights)
+            out, handle = comm.dispatch(x, topk_ids, weights)
         else:
             self.meanwhile.check()
-            dispatched = comm.dispatch_async(x, topk_ids, topk_weights)
+            dispatched = comm.dispatch_async(x, topk_ids, weights)
             self.meanwhile.start()
             out, handle = dispatched.wait()
+        if limit is not None:
+            return comm.combine(self._run_blocks(out), handle, weights=topk_weights)
         return comm.combine(self._run(out), handle, weights=out.weights)
 
     def _run(self, out: DispatchOutput) -> torch.Tensor:
@@ -88,17 +113,36 @@ class EpPluginExpertParallel(EPImplementation):
             results = self.experts_forward(rows, expert_ids.long().unsqueeze(1), units).contiguous()
         return results[:0] if is_empty else results
 
+    def _run_blocks(self, out: DispatchOutput) -> torch.Tensor:
+        """The experts' output for the rows of a low-latency dispatch, unweighted: ``[E_l, B, H]``."""
+        tokens = out.tokens
+        if self.takes_sorted_rows and is_plain(
+            self.experts, moe.grouped_mm_experts_forward, moe.batched_mm_experts_forward
+        ):
+            return block_experts(self.experts, tokens)
+        present = torch.arange(tokens.size(1), device=tokens.device) < out.num_tokens_per_expert.unsqueeze(1)
+        rows = tokens.masked_fill(~present.unsqueeze(2), 0).flatten(0, 1)  # those of nobody may be NaN
+        ids = torch.arange(tokens.size(0), device=tokens.device).repeat_interleave(tokens.size(1)).unsqueeze(1)
+        return self.experts_forward(rows, ids, rows.new_ones(len(rows), 1)).contiguous().view_as(tokens)
+
 
 class AutoEpPlugin(AutoEP):
     """transformers' default, with its all-to-all replaced.
 
-    Its other choices stay: an all-reduce where ranks share a batch and need no gradients, and Mega MoE experts, whose
-    kernel exchanges tokens itself.
+    Its other choices stay: an all-reduce where ranks share a batch and need no gradients, unless low latency is asked
+    for, and Mega MoE experts, whose kernel exchanges tokens itself.
     """
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.all_to_all = EpPluginExpertParallel(experts, ep_mesh, tp_mesh)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        is_asked = self.all_to_all.max_tokens_per_rank is not None and self.megamoe is None
+        run = self.all_to_all if is_asked else super().__call__
+        return run(hidden_states, top_k_index, top_k_weights)
 
 
 def _slice_over(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -127,10 +171,15 @@ def takes_sorted_rows(experts: torch.nn.Module) -> bool:
 
 def is_grouped(experts: torch.nn.Module) -> bool:
     """Whether the experts, as configured now, run as transformers' grouped products of plain matrices."""
+    return is_plain(experts, moe.grouped_mm_experts_forward)
+
+
+def is_plain(experts: torch.nn.Module, *implementations: Callable[..., torch.Tensor]) -> bool:
+    """Whether the experts, as configured now, run by one of these `implementations`, on plain matrices."""
     chosen = moe.ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation)
     up = experts.gate_up_proj if experts.has_gate else experts.up_proj
     plain = up.is_floating_point() and up.element_size() > 1 and up.dtype is experts.down_proj.dtype
-    return chosen is moe.grouped_mm_experts_forward and plain
+    return chosen in implementations and plain
 
 
 def sorted_experts(
@@ -141,17 +190,39 @@ def sorted_experts(
     rows: ``[N, H]``, grouped by local expert, with N > 0. expert_ids: int32 ``[N]``, the local expert of each row.
     ends: int32 ``[E_l]``, the end of each expert's rows; the last is N.
     """
-    up = "gate_up_proj" if experts.has_gate else "up_proj"
-    hidden = _product(experts, up, rows, expert_ids, ends)
+
+    def product(name: str, rows: torch.Tensor) -> torch.Tensor:
+        bias = getattr(experts, f"{name}_bias")[expert_ids] if experts.has_bias else None
+        return moe._grouped_linear(rows, getattr(experts, name), ends, bias=bias, is_transposed=experts.is_transposed)
+
+    return _run_products(experts, rows, product)
+
+
+def block_experts(experts: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The experts' output for blocks of rows ``[E_l, B, H]``, unweighted, of their dtype and shape.
+
+    Each row depends on itself alone, so rows that nobody has may hold anything. Nothing waits for the host.
+    """
+
+    def product(name: str, rows: torch.Tensor) -> torch.Tensor:
+        weight = getattr(experts, name)
+        if not experts.is_transposed:
+            weight = weight.transpose(1, 2)
+        blocks = rows.view(*tokens.shape[:2], -1).to(weight.dtype)
+        if not experts.has_bias:
+            return torch.bmm(blocks, weight).flatten(0, 1)
+        return torch.baddbmm(getattr(experts, f"{name}_bias").unsqueeze(1), blocks, weight).flatten(0, 1)
+
+    return _run_products(experts, tokens.flatten(0, 1), product).view_as(tokens)
+
+
+def _run_products(
+    experts: torch.nn.Module, rows: torch.Tensor, product: Callable[[str, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The experts' output for `rows`. product: from a parameter's name and rows to their products with it."""
+    hidden = product("gate_up_proj" if experts.has_gate else "up_proj", rows)
     hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-    results = _product(experts, "down_proj", hidden, expert_ids, ends)
+    results = product("down_proj", hidden)
     if experts.has_post_expert_norm:
         results = experts.post_expert_norm(results)
     return results.to(rows.dtype).contiguous()
-
-
-def _product(
-    experts: torch.nn.Module, name: str, rows: torch.Tensor, expert_ids: torch.Tensor, ends: torch.Tensor
-) -> torch.Tensor:
-    bias = getattr(experts, f"{name}_bias")[expert_ids] if experts.has_bias else None
-    return moe._grouped_linear(rows, getattr(experts, name), ends, bias=bias, is_transposed=experts.is_transposed)

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MEGATRON = "train_deepseek_megatron"
 NEEDS = {
+    "generate_qwen3_moe": "transformers",
     "train_qwen3_moe": "transformers",
     "train_trainer": "transformers",
     "train_accelerate": "accelerate",
@@ -24,6 +25,7 @@ NEEDS = {
 }
 LINES = {
     "api": "comm = MoECommunicator(None, config)",
+    "generate_qwen3_moe": 'InferenceConfig(ep_size=ranks, ep_implementation="ep_plugin")',
     "train_fsdp2": "fsdp2.enable(model)",
     "train_accelerate": "fsdp2.enable(model)",
     "train_qwen3_moe": 'DistributedConfig(ep_size=ranks, fsdp_size=ranks, ep_implementation="ep_plugin")',
@@ -61,6 +63,10 @@ def test_runs_as_printed(path: Path, tmp_path: Path) -> None:
     output = torchrun(*counted, script, **dict(setting.split("=") for setting in settings))
     if path.stem == "api":
         assert sorted(re.findall(r"rank (\d): (\d+) tokens", output)) == [("0", "100"), ("1", "101")]
+        return
+    if path.stem == "generate_qwen3_moe":
+        assert sorted(re.findall(r"rank (\d): (\d) sequences of 24", output)) == [("0", "3"), ("1", "2")]
+        assert sorted(re.findall(r"rank (\d): one rank alone gives the same tokens", output)) == ["0", "1"]
         return
     losses = losses_in(output)
     assert len(losses) >= 4 and losses[-1] < losses[0], output

@@ -18,6 +18,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts 
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
 
 from ep_plugin.integrations.transformers.expert_parallel import (  # noqa: E402
+    block_experts,
     is_grouped,
     sorted_experts,
     takes_sorted_rows,
@@ -73,6 +74,22 @@ def test_same_bits_as_transformers(kind: type[torch.nn.Module], counts: list[int
     torch.testing.assert_close(rows.grad, their_rows.grad, rtol=0, atol=0)
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_blocks_of_rows_and_of_nan(kind: type[torch.nn.Module], dtype: torch.dtype) -> None:
+    experts, counts = _experts(kind, dtype), torch.tensor([7, 1, 0, 2])
+    present = torch.arange(8) < counts.unsqueeze(1)
+    tokens = torch.randn(EXPERTS, 8, HIDDEN).to(dtype).masked_fill(~present.unsqueeze(2), torch.nan)
+
+    results = block_experts(experts, tokens)
+    ids = torch.arange(EXPERTS).repeat_interleave(counts)
+    expected = experts(tokens[present], ids.unsqueeze(1), torch.ones(len(ids), 1, dtype=dtype))
+    assert results.shape == tokens.shape and results.dtype is dtype and results.is_contiguous()
+    limit = 1e-5 if dtype is torch.float32 else 2e-2  # a bias is added before the sum is rounded
+    torch.testing.assert_close(results[present], expected, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
