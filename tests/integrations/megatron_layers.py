@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ def make_layer(config: Any) -> Any:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    return MoELayer(config, spec.submodules.mlp.submodules, layer_number=1)
+    mlp = spec.submodules.mlp  # a ModuleSpec, from 0.19 on a functools.partial
+    submodules = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+    return MoELayer(config, submodules, layer_number=1)
 
 
 def initialise(tp: int, ep: int) -> None:
