@@ -124,8 +124,8 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Rows, counts and probabilities, as the experts take them."""
-        # With the backend "deepep" the overlapping schedule expects experts to keep permuted copies, and frees these rows
-        # while experts still use them.
+        # With the backend "deepep" the overlapping schedule frees these rows while experts still use them, since it
+        # expects experts to have permuted copies.
         overlap = getattr(self.config, "overlap_moe_expert_parallel_comm", False)
         if overlap and self.config.moe_flex_dispatcher_backend not in UNPERMUTED:
             hidden_states = hidden_states.clone()

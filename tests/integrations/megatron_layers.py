@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
+
+from ep_plugin.testing.megatron import submodules_of
 
 
 def make_config(dispatcher: str, tp: int, ep: int, **options: Any) -> Any:
@@ -39,9 +40,7 @@ def make_layer(config: Any) -> Any:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    mlp = spec.submodules.mlp  # a ModuleSpec, from 0.19 on a functools.partial
-    submodules = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
-    return MoELayer(config, submodules, layer_number=1)
+    return MoELayer(config, submodules_of(spec.submodules.mlp), layer_number=1)
 
 
 def initialise(tp: int, ep: int) -> None:
