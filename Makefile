@@ -1,13 +1,14 @@
 # Every target sets up what it needs: `make test` and `make demo` work from an empty checkout, without a GPU.
 
 VENV := .venv
+MEGATRON := .venv-megatron
 PY := $(VENV)/bin/python
 SUPPORTED := import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && { echo $$python; break; }; done)
 CSRC = $(shell find ep_plugin/csrc tests/emulation -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: venv build test demo lint docs format mutate gpu clean
+.PHONY: venv build test test-megatron demo lint docs format mutate gpu clean
 .DELETE_ON_ERROR:
 
 venv: $(VENV)/requirements.stamp
@@ -34,6 +35,19 @@ test: build
 	@if test -f tests/gpu/receipt.py; then $(PY) tests/gpu/receipt.py --check || true; fi
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
+# The newest Megatron-core needs Python 3.12, and is installed beside a PyTorch that is not for CPUs only: 5 GB.
+$(MEGATRON)/install.stamp: requirements/megatron.txt requirements/constraints.txt setup.py pyproject.toml
+	test -x $(MEGATRON)/bin/python || python3.12 -m venv $(MEGATRON)
+	$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/megatron.txt
+	EP_PLUGIN_BUILD_CUDA=0 $(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-build-isolation --no-deps -e .
+	touch $@
+
+test-megatron: $(MEGATRON)/install.stamp
+	EP_PLUGIN_BUILD_CUDA=0 $(MEGATRON)/bin/python setup.py --quiet build_ext --inplace
+	$(MEGATRON)/bin/python -m pytest -n 2 tests/integrations/test_megatron.py \
+		tests/integrations/test_megatron_schedule.py tests/integrations/test_scripts.py -k megatron
+
 demo: build
 	$(PY) -m examples.compare qwen3_moe --ranks 4 --out runs/demo $(DEMO_FLAGS)
 
@@ -59,5 +73,5 @@ gpu: venv
 	PYTHON=$(CURDIR)/$(PY) bash scripts/gpu.sh
 
 clean:
-	rm -rf $(VENV) build dist runs *.egg-info ep_plugin/_C.*.so .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(MEGATRON) build dist runs *.egg-info ep_plugin/_C.*.so .mypy_cache .pytest_cache .ruff_cache
 	find ep_plugin integrations examples tests -name __pycache__ -prune -exec rm -rf {} +

@@ -12,11 +12,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from ep_plugin.testing.megatron import without_transformer_engine
+from ep_plugin.testing.megatron import submodules_of, without_transformer_engine
 
 
 def main() -> None:
-    without_transformer_engine()  # Megatron-core 0.16.1 needs this where TransformerEngine is not installed
+    without_transformer_engine()  # Megatron-core needs this where TransformerEngine is not installed
     dist.init_process_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else "cpu"
@@ -32,7 +32,7 @@ def main() -> None:
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     torch.manual_seed(0)
-    layers = [MoELayer(config, spec.submodules.mlp.submodules, layer_number=number) for number in (1, 2)]
+    layers = [MoELayer(config, submodules_of(spec.submodules.mlp), layer_number=number) for number in (1, 2)]
     layers = torch.nn.ModuleList(layers).to(device)
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.05)
 

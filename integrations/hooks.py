@@ -39,7 +39,7 @@ class Integration(NamedTuple):
 
 
 INTEGRATIONS = {
-    "megatron": Integration("megatron.core.transformer.moe.moe_layer", "megatron.core", "0.16.1", below="0.17"),
+    "megatron": Integration("megatron.core.transformer.moe.moe_layer", "megatron.core", "0.16.1", below="0.20"),
     "fsdp2": Integration("torch.distributed.fsdp"),
     "transformers": Integration("transformers.distributed.expert_parallel", "transformers", "5.23"),
     "torchtitan": Integration("torchtitan.models.common.token_dispatcher", "torchtitan", "0.3.0"),
@@ -147,7 +147,7 @@ def check_signatures(name: str, module: ModuleType, expected: Iterable[str], adv
         except AttributeError:
             got = "none"
         if path + got != entry:
-            version = getattr(sys.modules[package], "__version__", "")
+            version = getattr(sys.modules[package], "__version__", "").partition("+")[0]  # Megatron adds a commit
             raise NotSupported(
                 f"{package} {version}: expected {entry}, as in {known}, got {got}; install {package} {known}, or leave "
                 f"{name} out of EP_PLUGIN{advice}"

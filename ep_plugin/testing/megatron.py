@@ -5,13 +5,16 @@ Every function changes this process permanently.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 
 def without_transformer_engine() -> None:
-    """Define two names that Megatron-core 0.16.1 reads but lacks without TransformerEngine."""
+    """Define two names that Megatron-core reads but lacks without TransformerEngine."""
     import megatron.core.utils
     from packaging.version import Version
 
@@ -23,8 +26,18 @@ def without_transformer_engine() -> None:
             moe_utils.te_general_gemm = None
 
 
-def serve_grouped_products() -> str:
-    """Let Megatron's GroupedMLP multiply by PyTorch where the package grouped_gemm is missing. Returns which."""
+def submodules_of(spec: Any) -> Any:
+    """The submodules in the spec of an MoE layer: a ModuleSpec, from Megatron-core 0.19 on a functools.partial."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
+
+
+def serve_grouped_products() -> str | None:
+    """Let Megatron's GroupedMLP multiply by PyTorch where the package grouped_gemm is missing.
+
+    Returns which. None where Megatron has no GroupedMLP: 0.17 and newer group products only by TransformerEngine.
+    """
+    if importlib.util.find_spec("megatron.core.transformer.moe.grouped_gemm_util") is None:
+        return None
     from megatron.core.transformer.moe import grouped_gemm_util
 
     if grouped_gemm_util.grouped_gemm_is_available() and grouped_gemm_util.ops.gmm is not _grouped_product:

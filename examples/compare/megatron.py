@@ -1,8 +1,8 @@
 """A DeepSeek-V3 of Megatron-core's own layers: experts are spread over all ranks, everything else is on each of them.
 
 It needs neither TransformerEngine nor grouped_gemm. Attention's projections are Megatron's. Megatron's own core
-attention takes no latents, so PyTorch's attention takes its place. In BF16 the experts are Megatron's grouped ones.
-Shapes: S sequence, B batch, N heads, D and D_v their sizes.
+attention takes no latents, so PyTorch's attention takes its place. In BF16 the experts are grouped up to Megatron-core
+0.16, which has such. Shapes: S sequence, B batch, N heads, D and D_v their sizes.
 """
 
 from __future__ import annotations
@@ -95,7 +95,6 @@ def build_model(options: Options, clock: ExchangeClock | None = None) -> Megatro
     """
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
-    serve_grouped_products()
     widths = MODELS["megatron"].presets[options.preset].widths
     model = MegatronDeepseek(_config(options, widths), widths["vocab_size"], options.seq_len)
     if options.arm == OURS:
@@ -136,7 +135,7 @@ def _config(options: Options, widths: dict[str, int]) -> MLATransformerConfig:
         moe_router_topk_scaling_factor=2.5,
         moe_router_load_balancing_type="none",
         moe_router_dtype="fp32",
-        moe_grouped_gemm=dtype is torch.bfloat16,
+        moe_grouped_gemm=dtype is torch.bfloat16 and serve_grouped_products() is not None,
         moe_token_dispatcher_type="flex" if options.arm == OURS else options.arm,
         expert_model_parallel_size=dist.get_world_size(),
         params_dtype=dtype,

@@ -7,8 +7,8 @@ or, in your own script, before the model is built:
     import ep_plugin.integrations.megatron
     ep_plugin.integrations.megatron.switch_on()
 
-Megatron-core 0.16.1 up to, not including, 0.17. Other versions raise NotSupported when this is imported, and options
-that are not supported raise it when the model is built.
+Megatron-core 0.16.1 up to, not including, 0.20; 0.17 and newer need Python 3.12. Other versions raise NotSupported when
+this is imported, and options that are not supported raise it when the model is built.
 """
 
 from __future__ import annotations

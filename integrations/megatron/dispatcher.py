@@ -8,7 +8,7 @@ P * K of them.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
@@ -18,8 +18,12 @@ from ep_plugin import MoECommunicator
 from ep_plugin.config import MAX_TOPK
 from ep_plugin.errors import NotSupported
 
-# Megatron's options for SMs, with their defaults: at the default we choose the number ourselves.
+# Options for SMs, with their defaults, at which we choose the number ourselves: from 0.19 on one for all backends, in
+# older versions one for each.
+SMS_OPTION = "moe_flex_dispatcher_num_sms"
 DEFAULT_SMS = {"deepep": ("moe_deepep_num_sms", 20), "hybridep": ("moe_hybridep_num_sms", 16)}
+# Backends of which Megatron knows that experts take the rows of dispatch themselves, not a permuted copy.
+UNPERMUTED = ("hybridep", "ncclep")
 
 
 class EpPluginTokenDispatcher(MoETokenDispatcher):
@@ -38,8 +42,7 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         # changes the configuration between calls.
         self.topk = config.num_moe_experts if config.moe_pad_expert_input_to_capacity else config.moe_router_topk
         check_config(config, self.topk, self.tp_size)
-        quantised = config.fp8 or config.fp4 or config.moe_router_padding_for_quantization
-        self.alignment = get_align_size_for_quantization(config) if quantised else 1
+        self.alignment = alignment_of(config)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
         self._communicator = MoECommunicator.shared(
@@ -64,11 +67,19 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         """The pipelines' overlapping schedule stores detached probabilities here, and reads counts."""
         return self
 
-    def set_shared_experts(self, shared_experts: Any) -> NoReturn:
-        raise NotSupported(
-            "moe_shared_expert_overlap: expected False with the flex dispatcher, as in Megatron itself, got True; "
-            "shared experts then run before the dispatch"
-        )
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        """Run shared experts on a stream of their own, beside the exchange. Before 0.18 Megatron's flex cannot."""
+        if not hasattr(shared_experts, "wait_current_stream"):
+            raise NotSupported(
+                "moe_shared_expert_overlap: expected False with the flex dispatcher before Megatron-core 0.18, as in "
+                "Megatron itself, got True; shared experts then run before the dispatch"
+            )
+        super().set_shared_experts(shared_experts)
+
+    def check_over_budget(self) -> None:
+        """Nothing is ever dropped for a budget: `check_config` refuses budgets."""
+
+    def reset_over_budget(self) -> None: ...
 
     def get_number_of_tokens_per_expert(self) -> torch.Tensor | None:
         """int64 ``[E_l]`` on the host, padding included."""
@@ -95,22 +106,28 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         Ordered on the caller's stream, whatever `async_finish` and `allocate_on_comm_stream` say.
         """
         assert self.token_indices is not None
+        shared = self.shared_experts
+        if shared is not None:
+            shared.wait_current_stream()
         out, self.handle = self._communicator.dispatch(
             hidden_states.contiguous(), self.token_indices.contiguous(), probs
         )
         assert out.num_tokens_per_expert_cpu is not None
         self.tokens_per_expert = -(-out.num_tokens_per_expert_cpu // self.alignment) * self.alignment
         self.dispatched_probs = out.weights
+        if shared is not None:
+            shared.pre_forward_comm(hidden_states, wait_current_stream=False)
+            shared.linear_fc1_forward_and_act(out.tokens)
         return out.tokens, out.weights
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """Rows, counts and probabilities, as the experts take them."""
-        # Under the name "deepep" the overlapping schedule expects experts to keep permuted copies. It frees these rows
-        # while experts still use them.
+        # With the backend "deepep" the overlapping schedule frees these rows while experts still use them, since it
+        # expects experts to have permuted copies.
         overlap = getattr(self.config, "overlap_moe_expert_parallel_comm", False)
-        if overlap and self.config.moe_flex_dispatcher_backend != "hybridep":
+        if overlap and self.config.moe_flex_dispatcher_backend not in UNPERMUTED:
             hidden_states = hidden_states.clone()
         if self.config.moe_router_dtype == "fp64":
             probs = probs.double()
@@ -125,11 +142,26 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
     ) -> torch.Tensor:
         """Sum the experts' rows ``[N, H]`` per token: ``[T, H]``."""
         handle, self.handle = self.handle, None
+        if self.shared_experts is not None:
+            self.shared_experts.wait_current_stream()
         return self._communicator.combine(hidden_states.contiguous(), handle)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` in the shape of the layer's input."""
+        shared = self.shared_experts
+        if shared is not None:
+            shared.linear_fc2_forward(hidden_states)
+            shared.post_forward_comm()
+            hidden_states = hidden_states + shared.get_output()
         return hidden_states.view(self.hidden_shape)
+
+
+def alignment_of(config: Any) -> int:
+    """The multiple to which each expert's rows are padded. Megatron's answer counts only where something needs it: up
+    to 0.17 it is never below 16, and from 0.18 on it is 0 where nothing does."""
+    needed = config.fp8 or config.fp4 or config.moe_router_padding_for_quantization
+    needed = needed or getattr(config, "use_transformer_engine_op_fuser", False)
+    return max(1, get_align_size_for_quantization(config)) if needed else 1
 
 
 def select(routing_map: torch.Tensor, probs: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,19 +197,28 @@ def check_config(config: Any, topk: int, tp_size: int) -> None:
             f"{option}: expected at most {MAX_TOPK} times 1/{tp_size} (expert tensor parallel ranks){why}, got {topk}; "
             "use the alltoall dispatcher"
         )
-    scopes = {getattr(scope, "name", str(scope)) for scope in getattr(config, "cuda_graph_scope", None) or ()}
+    option = "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"  # before 0.18
+    captured = {getattr(one, "name", str(one)) for one in getattr(config, option, None) or ()}
     implementation = getattr(config, "cuda_graph_impl", "none")
-    if implementation != "none" and (not scopes or scopes & {"moe", "full_iteration"}):
+    if implementation != "none" and (not captured or captured & {"moe", "full_iteration"}):
         raise NotSupported(
-            "cuda_graph_scope: expected scopes without whole MoE layers, such as attn, moe_router and moe_preprocess, "
-            f"since the host learns how many rows arrive, got {', '.join(sorted(scopes)) or 'all'} with "
+            f"{option}: expected no whole MoE layers, but parts such as attn, moe_router and moe_preprocess, since the "
+            f"host learns how many rows arrive, got {', '.join(sorted(captured)) or 'all'} with "
             f"cuda_graph_impl={implementation!r}"
         )
+    for option, unset in (("moe_expert_rank_capacity_factor", None), ("moe_ncclep_static_shape", False)):
+        if getattr(config, option, unset) != unset:
+            raise NotSupported(
+                f"{option}: expected {unset}, since dispatch returns the rows that arrive and drops none, got "
+                f"{getattr(config, option)!r}"
+            )
 
 
 def sms_of(config: Any) -> dict[str, int]:
     """The communicator's SMs: chosen by shape, unless the option differs from its default."""
-    option, default = DEFAULT_SMS.get(config.moe_flex_dispatcher_backend, ("", None))
+    option, default = SMS_OPTION, None
+    if not hasattr(config, option):
+        option, default = DEFAULT_SMS.get(config.moe_flex_dispatcher_backend, ("", None))
     asked = getattr(config, option, default)
     if asked is None or asked == default:
         return {}

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ep_plugin.testing.megatron import submodules_of
+
 
 def make_config(dispatcher: str, tp: int, ep: int, **options: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -38,7 +40,7 @@ def make_layer(config: Any) -> Any:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    return MoELayer(config, spec.submodules.mlp.submodules, layer_number=1)
+    return MoELayer(config, submodules_of(spec.submodules.mlp), layer_number=1)
 
 
 def initialise(tp: int, ep: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -25,6 +25,9 @@ from tests.ranks import run_ranks, values
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 ROOT = Path(__file__).parents[2]
+VERSION = importlib.metadata.version("megatron-core")
+RELEASE = tuple(map(int, VERSION.split(".")[:2]))
+GRAPHS = "cuda_graph_modules" if RELEASE >= (0, 18) else "cuda_graph_scope"
 WORLD = 4
 LIMIT = 1e-5
 PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
@@ -66,6 +69,21 @@ CASES = {
     "few-sms": Case(ours={"moe_deepep_num_sms": 6}),
     "one-token": Case(tokens=1),
 }
+if RELEASE >= (0, 18):
+    overlapped = {"moe_shared_expert_overlap": True}
+    CASES |= {
+        "shared-overlap": Case(options=DEEPSEEK, ours=overlapped),
+        "shared-overlap-tp2": Case(tp=2, options=DEEPSEEK, ours=overlapped),
+    }
+if RELEASE >= (0, 19):
+    CASES |= {
+        "few-sms": Case(ours={"moe_flex_dispatcher_num_sms": 6}),
+        "drop-and-pad-uneven": Case(
+            options=PADDED,
+            ours={"moe_flex_dispatcher_backend": "hybridep", "moe_hybridep_pad_uneven_dispatch_inputs": True},
+            tokens=16,
+        ),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +119,10 @@ def test_what_is_not_served_is_refused_when_the_layer_is_built(results) -> None:
         "shared expert overlap": "moe_shared_expert_overlap: expected False with the flex dispatcher",
         "top-k": "moe_router_topk: expected at most 128 times 1/2 .* got 65",
         "drop-and-pad": "num_moe_experts: expected at most 128 times 1/2 .*padded expert may take any token, got 128",
-        "whole graphs": "cuda_graph_scope: expected scopes without whole MoE layers.*got moe with",
+        "whole graphs": f"{GRAPHS}: expected no whole MoE layers, but parts .*got moe with",
     }
+    if RELEASE >= (0, 18):
+        expected["budget"] = "moe_expert_rank_capacity_factor: expected None, .*drops none, got 1.5"
     for found in results():
         assert found["refused"].keys() == expected.keys()
         for name, message in expected.items():
@@ -119,25 +139,25 @@ def test_padding_that_inference_switches_on_later_changes_nothing(results) -> No
 OTHER_MEGATRONS = {
     "old": (
         "package_info.__version__ = '0.15.3'",
-        "megatron: expected megatron.core 0.16.1 or newer and below 0.17, got 0.15.3; install such a version",
+        "megatron: expected megatron.core 0.16.1 or newer and below 0.20, got 0.15.3; install such a version",
     ),
     "new": (
-        "package_info.__version__ = '0.19.2'",
-        "megatron: expected megatron.core 0.16.1 or newer and below 0.17, got 0.19.2; install such a version",
+        "package_info.__version__ = '0.20.0'",
+        "megatron: expected megatron.core 0.16.1 or newer and below 0.20, got 0.20.0; install such a version",
     ),
     "other-call": (
         "module.MoEFlexTokenDispatcher.token_dispatch = lambda self, hidden_states, probs, stream: None",
-        "megatron.core 0.16.1: expected MoEFlexTokenDispatcher.token_dispatch(self, hidden_states, probs, "
+        f"megatron.core {VERSION}: expected MoEFlexTokenDispatcher.token_dispatch(self, hidden_states, probs, "
         "async_finish, allocate_on_comm_stream), as in 0.16.1, got (self, hidden_states, probs, stream); install",
     ),
     "gone": (
         "del module.MoEFlexTokenDispatcher",
-        "megatron.core 0.16.1: expected MoEFlexTokenDispatcher.__init__(self, num_local_experts, "
+        f"megatron.core {VERSION}: expected MoEFlexTokenDispatcher.__init__(self, num_local_experts, "
         "local_expert_indices, config, pg_collection), as in 0.16.1, got none; install",
     ),
     "no-option": (
         "del TransformerConfig.moe_router_dtype",
-        "megatron.core 0.16.1: expected TransformerConfig.moe_router_dtype, as in 0.16.1, got none; install",
+        f"megatron.core {VERSION}: expected TransformerConfig.moe_router_dtype, as in 0.16.1, got none; install",
     ),
 }
 
@@ -376,8 +396,10 @@ def _run_refusals() -> dict[str, Exception]:
     changes = {
         "top-k": {"moe_router_topk": 65},
         "drop-and-pad": {"moe_pad_expert_input_to_capacity": True, "num_moe_experts": 128},
-        "whole graphs": {"cuda_graph_impl": "local", "cuda_graph_scope": [SimpleNamespace(name="moe")]},
+        "whole graphs": {"cuda_graph_impl": "local", GRAPHS: [SimpleNamespace(name="moe")]},
     }
+    if RELEASE >= (0, 18):
+        changes["budget"] = {"moe_expert_rank_capacity_factor": 1.5}
     found: dict[str, Exception] = {}
     for name, options in changes.items():
         config = make_config("flex", 2, 2)

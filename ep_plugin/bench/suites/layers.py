@@ -22,7 +22,7 @@ from ep_plugin.bench.exchange.workload import CUDA_SIZES, ROUNDTRIP, ExchangeSui
 from ep_plugin.bench.suite import BY_BACKEND, Way, check_names, require_module, time_ways
 from ep_plugin.bench.timing import clock_of
 from ep_plugin.moe.communicator import MoECommunicator
-from ep_plugin.testing.megatron import serve_grouped_products, without_transformer_engine
+from ep_plugin.testing.megatron import serve_grouped_products, submodules_of, without_transformer_engine
 from ep_plugin.testing.torchtitan import without_triton
 
 OURS, STOCK, EXPERTS, ROUTER = "ep_plugin", "alltoall", "experts alone", "router alone"
@@ -184,10 +184,11 @@ def _megatron(suite: LayersSuite, device: torch.device) -> _Setup:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=suite.ranks)
     if device.type == "cuda":
         model_parallel_cuda_manual_seed(1)
-    about = serve_grouped_products()
+    grouped = serve_grouped_products()
+    about = grouped or "SequentialMLP, a product per expert"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The legacy GroupedMLP will be deprecated")
-        spec = get_moe_module_spec(use_te=False, num_experts=suite.experts, moe_grouped_gemm=True)
+        spec = get_moe_module_spec(use_te=False, num_experts=suite.experts, moe_grouped_gemm=grouped is not None)
     layers = {}
     for impl, dispatcher in ((STOCK, "alltoall"), (OURS, "flex")):
         config = TransformerConfig(
@@ -202,7 +203,7 @@ def _megatron(suite: LayersSuite, device: torch.device) -> _Setup:
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",
             moe_token_dispatcher_type=dispatcher,
-            moe_grouped_gemm=True,
+            moe_grouped_gemm=grouped is not None,
             add_bias_linear=False,
             gated_linear_unit=True,
             activation_func=torch.nn.functional.silu,
@@ -212,7 +213,7 @@ def _megatron(suite: LayersSuite, device: torch.device) -> _Setup:
             perform_initialization=False,
             use_cpu_initialization=device.type == "cpu",
         )
-        layer = MoELayer(config, spec.submodules, layer_number=1)
+        layer = MoELayer(config, submodules_of(spec), layer_number=1)
         layers[impl] = layer.to(device=device, dtype=torch.bfloat16).train()
     stock, ours = layers[STOCK], layers[OURS]
     assert type(ours.token_dispatcher) is megatron.EpPluginTokenDispatcher

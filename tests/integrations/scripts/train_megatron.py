@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 train_megatron.py OUT DISPATCHER
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -34,10 +35,10 @@ def build(dispatcher: str) -> torch.nn.ModuleList:
         use_cpu_initialization=True,
     )
     spec = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False)
+    mlp = spec.submodules.mlp  # a ModuleSpec, from Megatron-core 0.19 on a functools.partial
+    submodules = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
     torch.manual_seed(0)
-    return torch.nn.ModuleList(
-        MoELayer(config, spec.submodules.mlp.submodules, layer_number=number + 1) for number in range(LAYERS)
-    )
+    return torch.nn.ModuleList(MoELayer(config, submodules, layer_number=number + 1) for number in range(LAYERS))
 
 
 def main() -> None:
