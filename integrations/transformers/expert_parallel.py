@@ -58,12 +58,13 @@ class EpPluginExpertParallel(EPImplementation):
         """Weighted expert output ``[T, H]`` of tokens ``[T, H]`` with global ids and weights ``[T, K]``.
 
         Raises:
-            NotSupported: gradients are wanted of a low-latency exchange.
+            NotSupported: a low-latency exchange while gradients are enabled.
         """
-        if self.max_tokens_per_rank is not None and torch.is_grad_enabled() and hidden_states.requires_grad:
+        if self.max_tokens_per_rank is not None and torch.is_grad_enabled():
+            # Rows of nobody, which may be NaN, would reach the gradients of weights.
             raise NotSupported(
-                "low_latency: expected a forward without gradients, such as one under torch.no_grad(), got hidden "
-                "states that require them; train outside of low_latency()"
+                "low_latency: expected a forward under torch.no_grad() or torch.inference_mode(), got one with "
+                "gradients; train outside of low_latency()"
             )
         num_tokens, is_sliced = hidden_states.size(0), self.tp_mesh.size() > 1
         if is_sliced:

@@ -1,9 +1,11 @@
 """Inference with experts over all ranks: whole weights on every rank, and low-latency exchanges for few tokens.
 
-config = InferenceConfig(ep_size=ranks, ep_implementation="ep_plugin")
-model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", distributed_config=config)
-with torch.no_grad(), low_latency(model, max_tokens_per_rank=64):
-    model.generate(...)
+    config = InferenceConfig(ep_size=ranks, ep_implementation="ep_plugin")
+    model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", distributed_config=config)
+    with torch.no_grad(), low_latency(model, max_tokens_per_rank=64):
+        model(input_ids=tokens, past_key_values=cache)  # at most 64 tokens on each rank
+
+docs/low-latency.md says what it needs and refuses.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ def low_latency(model: torch.nn.Module, *, max_tokens_per_rank: int) -> Iterator
     Raises:
         ValueError: no experts of `model` exchange tokens through ep_plugin, or a wrong number. A forward with more
             tokens on a rank raises it, too.
-        NotSupported: raised by a forward: gradients are wanted, or the expert-parallel group spans nodes.
+        NotSupported: raised by a forward: gradients are enabled, or the expert-parallel group spans nodes.
     """
     MoECommunicatorConfig(num_experts=1, hidden_size=1, topk=1, mode="ll", max_tokens_per_rank=max_tokens_per_rank)
     found = [exchange for module in model.modules() if (exchange := exchanges.get(id(module))) is not None]
