@@ -9,6 +9,7 @@ struct Holders {
   uint64_t ranks = 0;
   int count = 0;
   __device__ explicit Holders(uint32_t bits) {
+#pragma unroll 1
     for (; bits != 0; bits &= bits - 1)
       ranks |= static_cast<uint64_t>(__ffs(static_cast<int>(bits)) - 1) << 4 * count++;
   }
@@ -27,6 +28,7 @@ class LlOwner {
     const int T = header_.num_tokens, grid = static_cast<int>(gridDim.x);
     const int units = words_ ? static_cast<int>(ll_words(header_.row_bytes)) : header_.row_bytes / 16;
     const int pieces = (units + kWarp - 1) / kWarp;
+#pragma unroll 1
     for (int task = warp_id();; task += num_workers()) {
       const int token = static_cast<int>(blockIdx.x) + task / pieces * grid;
       if (token >= T) return;
@@ -61,6 +63,7 @@ class LlOwner {
     LaneSum<Element> sum;
     if constexpr (std::is_same_v<Element, BFloat16>) {
       if (header_.format == kLlLogfmt) {
+#pragma unroll 1
         for (int i = 0; i < holders.count; ++i) add_coded(slot(i), args_.hidden, unit, sum);
         return finish(token, unit, sum);
       }
@@ -81,6 +84,7 @@ class LlOwner {
     const int row_units = header_.row_bytes / 4;
     LaneSum<Element> sum;
     bool ok = true;
+#pragma unroll 1
     for (int first = 0; in && ok && first < holders.count; first += kTermsAtOnce) {
       LlData data[kTermsAtOnce];
       bool there[kTermsAtOnce];

@@ -32,8 +32,10 @@ __device__ inline void send_weights(const LlRun& ll, const LlCombineArgs& args) 
   const int of_token = static_cast<int>(ll_weight_words(header.topk, header.weight_bytes));
   const int words = kLlHeaderWords + T * of_token;
   const Team team = team_of_workers();
-  for (int64_t i = team.index * kWarp + lane_id(); i < int64_t{words} * R; i += team.size * kWarp) {
-    const int turn = static_cast<int>(i / words), word = static_cast<int>(i % words), peer = (me + 1 + turn) % R;
+#pragma unroll 1
+  for (int i = static_cast<int>(team.index) * kWarp + lane_id(); i < words * R;
+       i += static_cast<int>(team.size) * kWarp) {
+    const int turn = i / words, word = i % words, peer = (me + 1 + turn) % R;
     if (ll.is_masked(peer)) continue;
     if (word < kLlHeaderWords) {
       ll_store(ll.block(peer).weights(ll.parity, me) + word, ll_header_word(ll, word), ll.tag());
@@ -86,6 +88,7 @@ struct OwnedTokens {
   __device__ int tokens_of(int owner) const { return min(max(plan.src_tokens[owner], 0), ll.op.header.max_tokens); }
   __device__ Batches batches() const {
     int groups = 0, per_group = 1;  // 129 tokens are fewer groups than 128
+#pragma unroll 1
     for (int owner = 0; owner < ll.op.comm.num_ranks; ++owner) {
       groups = max(groups, ll_groups(tokens_of(owner)));
       per_group = max(per_group, ll_group_tokens(tokens_of(owner)));
@@ -107,6 +110,7 @@ struct OwnedTokens {
   // One thread: whether the dispatch brought the token here.
   __device__ bool holds(int owner, int token) const {
     const int32_t* rows = rows_of(owner, token);
+#pragma unroll 1
     for (int k = 0; k < ll.op.header.topk; ++k)
       if (rows[k] >= 0) return true;
     return false;
@@ -126,11 +130,14 @@ class LlHolder {
     refresh();
     const Batches batches = owned_.batches();
     const int units = max_units(), pieces = (units + kWarp - 1) / kWarp;
+#pragma unroll 1
     for (int batch = 0; batch < batches.count(); ++batch) {
       bool ok = true;
+#pragma unroll 1
       for (int place = warp_id(); place < batches.places(); place += num_workers())
         ok = list(owned_.find(batches, batch, place), place) && ok;
       if (!join_workers(ok)) return false;
+#pragma unroll 1
       for (int task = warp_id(); task < batches.places() * pieces; task += num_workers()) {
         const int place = task / pieces, count = lists_.count[place];
         if (count == 0) continue;
@@ -152,10 +159,10 @@ class LlHolder {
       const int32_t tokens = owned_.plan.src_tokens[owner];
       LlHeader header;
       if (tokens < 0 || tokens > header_.max_tokens)
-        ok = fail(comm, kBadHandle, ll_.run.step, comm.rank, owner, header_.max_tokens, tokens);
+        ok = ll_fail(ll_, kBadHandle, comm.rank, owner, header_.max_tokens, tokens);
       const Found found = ll_open(ll_, owner, ll_.own().weights(ll_.parity, owner), &header);
       if (found == Found::kThere && header.num_tokens != tokens)
-        ok = fail(comm, kDisagree, ll_.run.step, owner, kLlComparedFields, tokens, header.num_tokens);
+        ok = ll_fail(ll_, kDisagree, owner, kLlComparedFields, tokens, header.num_tokens);
       ok = ok && found != Found::kGaveUp;
     }
     return join_workers(ok);
@@ -180,6 +187,7 @@ class LlHolder {
   // The most units that a row has: words if some owner has few tokens, else vectors.
   __device__ int max_units() const {
     int units = header_.row_bytes / 16;
+#pragma unroll 1
     for (int owner = 0; owner < ll_.op.comm.num_ranks; ++owner)
       if (ll_rows_are_words(owned_.tokens_of(owner))) units = static_cast<int>(ll_words(header_.row_bytes));
     return units;
@@ -196,6 +204,7 @@ class LlHolder {
     const int64_t all_rows = local_experts(comm) * owned_.plan.expert_rows;
     int count = 0;
     bool held = false;
+#pragma unroll 1
     for (int base = 0; base < header_.topk; base += kWarp) {
       const int k = base + lane_id();
       const int32_t row = k < header_.topk ? rows[k] : -1;
@@ -207,7 +216,7 @@ class LlHolder {
         const int u = k % kLlWordUnits;
         if (found == Found::kThere) bits = u == 0 ? data.unit[0] : u == 1 ? data.unit[1] : data.unit[2];
         ok = found != Found::kGaveUp;
-        if (row >= all_rows) ok = fail(comm, kBadHandle, ll_.run.step, comm.rank, of.token, all_rows, row);
+        if (row >= all_rows) ok = ll_fail(ll_, kBadHandle, comm.rank, of.token, all_rows, row);
       }
       if (!__all_sync(kAllLanes, ok)) return false;
       held |= __any_sync(kAllLanes, row >= 0) != 0;
@@ -258,6 +267,7 @@ class LlHolder {
 __device__ inline void signal_partials(const LlRun& ll, const LlCombineArgs& args, int32_t* written) {
   const OwnedTokens owned(ll, args);
   const Batches batches = owned.batches();
+#pragma unroll 1
   for (int batch = 0; batch < batches.count(); ++batch) {
     // Lane p looks at place p; the lanes of a group vote.
     const int place = lane_id();

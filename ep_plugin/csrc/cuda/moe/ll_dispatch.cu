@@ -96,7 +96,7 @@ void launch_from(const LlDispatchArgs& args) {
   const int64_t limit = limits_of<kKernel>().shared_bytes;
   LlShared shared{};
   if ((op.phases & kLlReceive) != 0)
-    shared.counts_bytes = static_cast<int32_t>(align_up(4 * local_experts(op.comm), kSlotAlign));
+    shared.counts_bytes = static_cast<int32_t>(align_up(3 * 4 * int64_t{local_experts(op.comm)}, kSlotAlign));
   require(shared.counts_bytes <= limit, "experts of a rank", "as many as shared memory has room for",
           local_experts(op.comm));
   const bool staged =

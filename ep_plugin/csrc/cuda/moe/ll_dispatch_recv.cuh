@@ -3,7 +3,8 @@
 // Places. All tokens of all sources form one list, in the order of (source, token). Each CTA receives an equal share of
 // it, which is contiguous. A pair's row in its expert's block is the number of earlier pairs of that expert in the
 // list. So a CTA counts the pairs before its share, from the ids of all sources, and numbers its own pairs in order.
-// It waits for no other CTA.
+// It waits for no other CTA. A CTA that writes the tables of a source counts that source's pairs and those of earlier
+// sources, too.
 #pragma once
 #include "cuda/moe/ll_words.cuh"
 #include "cuda/moe/positions.cuh"
@@ -12,13 +13,11 @@ namespace ep::cuda {
 
 constexpr int kPassPairs = 512;  // pairs that a CTA places at a time
 constexpr int kRowVectors = 2;   // 16-byte vectors of a row that a lane copies at a time
-constexpr int kWordsAtOnce = 4;  // words of ids that a thread loads at a time
-
-// What a CTA knows of the sources, and the pairs of one pass. In shared memory; `pairs_of` has E_l entries and is in
-// dynamic shared memory.
+// What a CTA knows of the sources, and the pairs of one pass. In shared memory.
 struct Placed {
   int32_t tokens[kMaxRanks];                  // T of each source; 0: it is masked
   int32_t begin[kMaxRanks + 1];               // the source's first token in the list
+  int32_t share[2];                           // this CTA's first token in the list, and the one after its last
   int32_t before[kMaxRanks];                  // pairs of the source before this CTA's share of the list
   int32_t lost[kMaxRanks];                    // 1: a wait for its words ended with a mask
   __align__(16) int32_t experts[kPassPairs];  // local expert of each pair, -1: none
@@ -28,28 +27,35 @@ struct Placed {
 // Workers of a CTA call all functions. Those that return bool return the same for all workers: false after a fault.
 class LlReceiver {
  public:
-  __device__ LlReceiver(const LlRun& ll, const LlDispatchArgs& args, Placed& placed, int32_t* pairs_of)
+  // counts: [3][E_l], in shared memory.
+  __device__ LlReceiver(const LlRun& ll, const LlDispatchArgs& args, Placed& placed, int32_t* counts)
       : ll_(ll),
         args_(args),
         header_(ll.op.header),
         plan_(ll_plan_of(ll.op, args.plan)),
         placed_(placed),
-        pairs_of_(pairs_of),
+        pairs_of_(counts),
         ranks_(ll.op.comm.num_ranks),
         per_rank_(local_experts(ll.op.comm)) {}
 
   __device__ void run() {
     if (!open()) return;
-    do {
+    const int grid = static_cast<int>(gridDim.x);
+    int table = grid - 1 - static_cast<int>(blockIdx.x);  // the source whose tables this CTA writes, if there is one
+    for (bool settled = false;;) {
       list_sources();
-      if (!count_pairs([&](int source) { return placed_.before[source]; })) return;
-    } while (settle());
-    if (!write_tables()) return;
+      if (!count_pairs(table < ranks_ ? table : -1)) return;
+      if (!settled && settle()) continue;
+      settled = true;
+      if (table < ranks_ && !write_tables(table)) return;
+      table += grid;
+      if (table >= ranks_) break;
+    }
     if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(ll_.run);
     __syncwarp();
-    const int per_pass = max(1, kPassPairs / header_.topk), end = share(1);
+    const int per_pass = max(1, kPassPairs / header_.topk), end = placed_.share[1];
     bool ok = true;
-    for (int first = share(0); first < end; first += per_pass) {
+    for (int first = placed_.share[0]; first < end; first += per_pass) {
       const int tokens = min(per_pass, end - first);
       if (!place(first, tokens)) return;
       ok = copy_rows(first, tokens);
@@ -79,19 +85,18 @@ class LlReceiver {
   __device__ void list_sources() {
     if (threadIdx.x == 0) {
       placed_.begin[0] = 0;
+#pragma unroll 1
       for (int s = 0; s < ranks_; ++s) placed_.begin[s + 1] = placed_.begin[s] + placed_.tokens[s];
+      // At most 65536 tokens and as many CTAs: the products fit in 32 bits.
+      const unsigned tokens = placed_.begin[ranks_], cta = blockIdx.x;
+      placed_.share[0] = static_cast<int>(tokens * cta / gridDim.x);
+      placed_.share[1] = static_cast<int>(tokens * (cta + 1) / gridDim.x);
     }
     join_workers();
     if (const int s = static_cast<int>(threadIdx.x); s < ranks_) {
-      const int before = min(max(share(0) - placed_.begin[s], 0), placed_.tokens[s]);
+      const int before = min(max(placed_.share[0] - placed_.begin[s], 0), placed_.tokens[s]);
       placed_.before[s] = before * header_.topk;
     }
-  }
-
-  // The first token of this CTA's share, or (next = 1) the one after its last.
-  __device__ int share(int next) const {
-    const int64_t tokens = placed_.begin[ranks_];
-    return static_cast<int>(tokens * (blockIdx.x + next) / gridDim.x);
   }
 
   // With shrink, CTAs may see a source differently: its words arrive while its deadline passes. The first CTA decides
@@ -112,6 +117,7 @@ class LlReceiver {
     }
     changed = !join_workers(!changed);
     ll_.masked = 0;
+#pragma unroll 1
     for (int s = 0; s < ranks_; ++s) ll_.masked |= static_cast<uint32_t>(placed_.lost[s]) << s;
     return changed;
   }
@@ -130,57 +136,45 @@ class LlReceiver {
 
   // --- Counts
 
-  // Waits for the ids of all sources, and counts the first before(source) pairs of each in pairs_of_.
-  template <class Before>
-  __device__ bool count_pairs(Before before) {
-    for (int e = threadIdx.x; e < per_rank_; e += worker_threads()) pairs_of_[e] = 0;
+  // Waits for the ids of all sources, and counts their pairs by local expert: those before this CTA's share, those of
+  // the sources before `table`, and those of `table`; -1: neither.
+  __device__ bool count_pairs(int table) {
+#pragma unroll 1
+    for (int e = threadIdx.x; e < 3 * per_rank_; e += worker_threads()) pairs_of_[e] = 0;
     join_workers();
     int most = 0;
+#pragma unroll 1
     for (int s = 0; s < ranks_; ++s) most = max(most, placed_.tokens[s]);
     const int words = static_cast<int>(ll_id_words(most, header_.topk));
     bool ok = true;
-    for (int first = threadIdx.x; ok && first < ranks_ * words; first += kWordsAtOnce * worker_threads()) {
-      LlData data[kWordsAtOnce];
-      bool there[kWordsAtOnce];
-      uint64_t seen;
-#pragma unroll
-      for (int i = 0; i < kWordsAtOnce; ++i) {
-        const int at = min(first + i * worker_threads(), ranks_ * words - 1);
-        there[i] = ll_load_words<1>(ll_, words_of(at / words) + kLlHeaderWords + at % words, data + i, &seen);
-      }
-#pragma unroll
-      for (int i = 0; i < kWordsAtOnce; ++i) {
-        const int at = first + i * worker_threads();
-        if (at < ranks_ * words) ok &= count_word(at / words, at % words, data[i], there[i], before(at / words));
-      }
-    }
+#pragma unroll 1
+    for (int at = threadIdx.x; ok && at < ranks_ * words; at += worker_threads())
+      ok = count_word(at / words, at % words, table);
     return join_workers(ok);
   }
 
-  // Counts a word of ids, of whose pairs those below `before` count. If the word was not there, waits for it.
-  __device__ __forceinline__ bool count_word(int source, int word, LlData data, bool there, int before) {
+  __device__ __forceinline__ bool count_word(int source, int word, int table) {
     const int pairs = pairs_of_source(source), first = word * kLlIdsPerWord;
     if (first >= pairs) return true;
-    if (!there) {
-      const Found found = ll_wait_words<1>(ll_, source, words_of(source) + kLlHeaderWords + word, &data);
-      if (found == Found::kMasked) placed_.lost[source] = 1;
-      if (found != Found::kThere) return found == Found::kMasked;
-    }
-#pragma unroll
-    for (int i = 0; i < kLlIdsPerWord; ++i) {
-      if (first + i >= pairs) break;
-      const int id = id_in(data, i);
+    LlData data;
+    const Found found = ll_wait_words<1>(ll_, source, words_of(source) + kLlHeaderWords + word, &data);
+    if (found == Found::kMasked) placed_.lost[source] = 1;
+    if (found != Found::kThere) return found == Found::kMasked;
+    const int before = placed_.before[source];
+    uint64_t ids = static_cast<uint64_t>(data.unit[1]) << 32 | data.unit[0], rest = data.unit[2];
+#pragma unroll 1
+    for (int pair = first; pair < min(first + kLlIdsPerWord, pairs);
+         ++pair, ids = ids >> 16 | rest << 48, rest >>= 16) {
+      const int id = static_cast<int16_t>(ids);
       if (id < -1 || id >= ll_.op.comm.num_experts)
-        return fail(ll_.op.comm, kBadData, ll_.run.step, source, 0, ll_.op.comm.num_experts, id);
+        return ll_fail(ll_, kBadData, source, 0, ll_.op.comm.num_experts, id);
       const int local = local_of(id);
-      if (first + i < before && local >= 0) atomicAdd(pairs_of_ + local, 1);
+      if (local >= 0 && pair < before) atomicAdd(pairs_of_ + local, 1);
+      if (local >= 0 && source <= table) atomicAdd(pairs_of_ + (source < table ? 1 : 2) * per_rank_ + local, 1);
     }
     return true;
   }
 
-  static __device__ __forceinline__ int id_in(const LlData& data, int i) {
-    return static_cast<int16_t>(data.unit[i / 2] >> 16 * (i % 2));
-  }
   // The local expert of an id; -1: it is on another rank, or dropped.
   __device__ __forceinline__ int local_of(int id) const {
     const int local = id - ll_.op.comm.rank * per_rank_;
@@ -189,41 +183,33 @@ class LlReceiver {
 
   // --- Tables. One CTA writes those of one source, while rows are under way.
 
-  __device__ bool write_tables() {
-    bool ok = true, counted = false;
-    for (int s = 0; s < ranks_; ++s) {
-      if (s % gridDim.x != gridDim.x - 1 - blockIdx.x) continue;
-      counted = true;
-      if (!count_pairs([&](int source) { return source < s ? pairs_of_source(source) : 0; })) return false;
-      for (int e = threadIdx.x; e < per_rank_; e += worker_threads())
-        plan_.layout_range[e * ranks_ + s] = static_cast<int64_t>(pairs_of_[e]) << 32;
-      if (!count_pairs([&](int source) { return source <= s ? pairs_of_source(source) : 0; })) return false;
-      for (int e = threadIdx.x; e < per_rank_; e += worker_threads()) ok &= write_expert(s, e);
-      if (threadIdx.x == 0) plan_.src_tokens[s] = placed_.tokens[s];
-      for (int e = threadIdx.x; s == 0 && e <= per_rank_; e += worker_threads())
-        at<int32_t>(args_.expert_offset)[e] = static_cast<int32_t>(e * plan_.expert_rows);
+  __device__ bool write_tables(int s) const {
+    bool ok = true;
+#pragma unroll 1
+    for (int e = threadIdx.x; e < per_rank_; e += worker_threads()) {
+      const int32_t earlier = pairs_of_[per_rank_ + e], rows = pairs_of_[2 * per_rank_ + e];
+      plan_.layout_range[e * ranks_ + s] = static_cast<int64_t>(earlier) << 32 | rows;
+      if (s == ranks_ - 1) {
+        at<int32_t>(args_.expert_count)[e] = earlier + rows;
+        if (args_.cumulative != 0) at<int32_t>(args_.cumulative)[e] += earlier + rows;
+      }
+      if (rows > placed_.tokens[s]) ok = too_many(s, rows);
     }
-    if (!join_workers(ok)) return false;
-    return !counted || count_pairs([&](int source) { return placed_.before[source]; });
-  }
-  __device__ bool write_expert(int s, int e) const {
-    int64_t& range = plan_.layout_range[e * ranks_ + s];
-    const int32_t through = pairs_of_[e], rows = through - static_cast<int32_t>(range >> 32);
-    range += rows;
-    if (s == ranks_ - 1) {
-      at<int32_t>(args_.expert_count)[e] = through;
-      if (args_.cumulative != 0) at<int32_t>(args_.cumulative)[e] += through;
-    }
-    return rows <= placed_.tokens[s] || too_many(s, rows);
+    if (threadIdx.x == 0) plan_.src_tokens[s] = placed_.tokens[s];
+#pragma unroll 1
+    for (int e = threadIdx.x; s == 0 && e <= per_rank_; e += worker_threads())
+      at<int32_t>(args_.expert_offset)[e] = static_cast<int32_t>(e * plan_.expert_rows);
+    return join_workers(ok);
   }
   __device__ bool too_many(int source, int rows) const {
-    return fail(ll_.op.comm, kBadData, ll_.run.step, source, 1, placed_.tokens[source], rows);
+    return ll_fail(ll_, kBadData, source, 1, placed_.tokens[source], rows);
   }
 
   // --- Rows of a pass
 
   __device__ int source_of(int listed) const {
     int source = 0;
+#pragma unroll 1
     while (listed >= placed_.begin[source + 1]) ++source;
     return source;
   }
@@ -232,6 +218,7 @@ class LlReceiver {
   __device__ bool place(int first, int tokens) {
     const int K = header_.topk, pairs = tokens * K;
     bool ok = true;
+#pragma unroll 1
     for (int i = threadIdx.x; i < pairs; i += worker_threads()) {
       const int listed = first + i / K, s = source_of(listed);
       const int pair = (listed - placed_.begin[s]) * K + i % K;
@@ -243,6 +230,7 @@ class LlReceiver {
       placed_.experts[i] = local_of(static_cast<int16_t>(unit >> 16 * (j % 2)));
     }
     join_workers();
+#pragma unroll 1
     for (int i = threadIdx.x; i < pairs; i += worker_threads()) {
       const int expert = placed_.experts[i], listed = first + i / K, s = source_of(listed);
       const int token = listed - placed_.begin[s];
@@ -260,6 +248,7 @@ class LlReceiver {
       plan_.rows[(int64_t{s} * header_.max_tokens + token) * K + i % K] = row;
     }
     if (!join_workers(ok)) return false;
+#pragma unroll 1
     for (int i = threadIdx.x; i < pairs; i += worker_threads())
       if (placed_.experts[i] >= 0) atomicAdd(pairs_of_ + placed_.experts[i], 1);
     return true;
@@ -272,6 +261,7 @@ class LlReceiver {
     const int slot_pieces = row_pieces + (header_.scale_bytes != 0 ? 1 : 0);
     const int word_pieces = static_cast<int>(ceil_div(ll_words(image_bytes), kWarp));
     const int pieces = max(slot_pieces, word_pieces);
+#pragma unroll 1
     for (int task = warp_id(); task < tokens * pieces; task += num_workers()) {
       const int i = task / pieces, piece = task - i * pieces, s = source_of(first + i);
       const bool words = ll_rows_are_words(placed_.tokens[s]);
@@ -295,14 +285,17 @@ class LlReceiver {
 
   __device__ bool any_row(const int32_t* rows) const {
     bool any = false;
+#pragma unroll 1
     for (int k = lane_id(); k < header_.topk; k += kWarp) any |= rows[k] >= 0;
     return __any_sync(kAllLanes, any) != 0;
   }
   // All lanes: calls store(row) for each row of a token.
   template <class Store>
   __device__ __forceinline__ void each_row(const int32_t* rows, Store store) const {
+#pragma unroll 1
     for (int base = 0; base < header_.topk; base += kWarp) {
       const int k = base + lane_id(), row = k < header_.topk ? rows[k] : -1;
+#pragma unroll 1
       for (unsigned left = __ballot_sync(kAllLanes, row >= 0); left != 0; left &= left - 1)
         store(__shfl_sync(kAllLanes, row, __ffs(static_cast<int>(left)) - 1));
     }
@@ -335,6 +328,7 @@ class LlReceiver {
   }
   __device__ void copy_scales(const char* image, const int32_t* rows) const {
     const int columns = static_cast<int>(ceil_div(header_.scale_bytes, kScaleBytes));
+#pragma unroll 1
     for (int base = 0; base < columns; base += kWarp) {
       const int column = base + lane_id();
       int32_t held = 0;
@@ -372,7 +366,7 @@ class LlReceiver {
   const LlHeader& header_;
   const LlPlan plan_;
   Placed& placed_;
-  int32_t* const pairs_of_;  // by local expert: the pairs before those that are placed next
+  int32_t* const pairs_of_;  // by local expert: the pairs before those that are placed next; then the other two counts
   const int ranks_;
   const int per_rank_;
 };
@@ -383,9 +377,13 @@ __device__ inline void clear_tables(const LlDispatchArgs& args) {
   const int R = comm.num_ranks, per_rank = local_experts(comm);
   const LlPlan plan = ll_plan_of(args.op, args.plan);
   const int first = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x);
+#pragma unroll 1
   for (int i = first; i < per_rank * R; i += step) plan.layout_range[i] = 0;
+#pragma unroll 1
   for (int i = first; i < R; i += step) plan.src_tokens[i] = 0;
+#pragma unroll 1
   for (int i = first; i < per_rank; i += step) at<int32_t>(args.expert_count)[i] = 0;
+#pragma unroll 1
   for (int i = first; i <= per_rank; i += step) at<int32_t>(args.expert_offset)[i] = 0;
 }
 

@@ -12,21 +12,27 @@ namespace ep::cuda {
 // Word `word` of this rank's ids. With `copy`, also writes the handle's copy of them.
 __device__ inline LlData ids_word(const LlRun& ll, const LlDispatchArgs& args, int word, bool copy) {
   const int pairs = ll.op.header.num_tokens * ll.op.header.topk;
-  LlData data{};
-#pragma unroll
-  for (int i = 0; i < kLlIdsPerWord; ++i) {
-    const int pair = word * kLlIdsPerWord + i;
-    if (pair >= pairs) break;
-    const int id = ll_id(ll, args.ids, args.id_bytes, pair);
-    data.unit[i / 2] |= (static_cast<uint32_t>(id) & 0xFFFFu) << 16 * (i % 2);
-    if (copy && args.topk_ids != 0) at<int32_t>(args.topk_ids)[pair] = id;
+  const int first = word * kLlIdsPerWord;
+  uint64_t low = 0, high = 0;
+#pragma unroll 1
+  for (int i = kLlIdsPerWord - 1; i >= 0; --i) {
+    const int pair = first + i;
+    uint64_t bits = 0;
+    if (pair < pairs) {
+      const int id = ll_id(ll, args.ids, args.id_bytes, pair);
+      bits = static_cast<uint64_t>(id) & 0xFFFFu;
+      if (copy && args.topk_ids != 0) at<int32_t>(args.topk_ids)[pair] = id;
+    }
+    high = high << 16 | low >> 48;
+    low = low << 16 | bits;
   }
-  return data;
+  return LlData{{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high)}};
 }
 
 // Whether a token of this rank goes to `peer`. One thread.
 __device__ inline bool goes_to(const LlRun& ll, const LlDispatchArgs& args, int token, int peer) {
   const int K = ll.op.header.topk, per_rank = local_experts(ll.op.comm);
+#pragma unroll 1
   for (int k = 0; k < K; ++k)
     if (const int id = ll_id(ll, args.ids, args.id_bytes, token * K + k); id >= 0 && id / per_rank == peer) return true;
   return false;
@@ -38,8 +44,10 @@ __device__ inline void send_ids(const LlRun& ll, const LlDispatchArgs& args, int
   const int R = ll.op.comm.num_ranks, me = ll.op.comm.rank;
   const int words = static_cast<int>(kLlHeaderWords + ll_id_words(header.num_tokens, header.topk));
   const Team team = team_of_workers();
-  for (int64_t i = team.index * kWarp + lane_id(); i < int64_t{words} * R; i += team.size * kWarp) {
-    const int turn = static_cast<int>(i) / words, word = static_cast<int>(i) % words, peer = (me + 1 + turn) % R;
+#pragma unroll 1
+  for (int i = static_cast<int>(team.index) * kWarp + lane_id(); i < words * R;
+       i += static_cast<int>(team.size) * kWarp) {
+    const int turn = i / words, word = i % words, peer = (me + 1 + turn) % R;
     const LlData data =
         word < kLlHeaderWords ? ll_header_word(ll, word) : ids_word(ll, args, word - kLlHeaderWords, turn == 0);
     if (!ll.is_masked(peer)) ll_store(ll.block(peer).ids(ll.parity, me) + word, data, ll.tag());
@@ -124,6 +132,7 @@ struct Images {
   __device__ __forceinline__ void each(Store store) const {
     if (stage != nullptr) store(stage);
     const int R = ll.op.comm.num_ranks;
+#pragma unroll 1
     for (int turn = 0, rank = first; turn < R; ++turn, rank = rank + 1 == R ? 0 : rank + 1)
       if ((ranks >> rank & 1u) != 0) store(at<char>(ll.op.comm.control[rank], offset));
   }
@@ -191,6 +200,7 @@ __device__ void send_rows_to_slots(const LlRun& ll, const LlDispatchArgs& args, 
   const int pieces = pieces_of<From>(header), R = ll.op.comm.num_ranks, me = ll.op.comm.rank;
   const Batches batches = sent_batches(header);
   for (int batch = 0; batch < batches.count(); ++batch) {
+#pragma unroll 1
     for (int task = warp_id(); task < batches.places() * pieces; task += num_workers()) {
       const int place = task / pieces, piece = task - place * pieces;
       const int item = batches.item(batch, place / batches.per_item);
@@ -209,16 +219,20 @@ __device__ void send_rows_to_slots(const LlRun& ll, const LlDispatchArgs& args, 
 __device__ inline void signal_rows(const LlRun& ll, const LlDispatchArgs& args, int32_t* written) {
   const int T = ll.op.header.num_tokens;
   const Batches batches = sent_batches(ll.op.header);
+#pragma unroll 1
   for (int batch = 0; batch < batches.count(); ++batch) {
     uint32_t ranks = 0;  // in lane i: those of the batch's i-th group
+#pragma unroll 1
     for (int i = 0; i < batches.per_batch; ++i) {
       const int item = batches.item(batch, i), end = min(T, (item + 1) * batches.per_item);
       uint32_t of_group = 0;
+#pragma unroll 1
       for (int token = item * batches.per_item; item < batches.items && token < end; ++token)
         of_group |= ll_ranks_of(ll, args.ids, args.id_bytes, token);
       if (lane_id() == i) ranks = of_group;
     }
     if (!fence_batch(ll, written, batch)) return;
+#pragma unroll 1
     for (int i = 0; i < batches.per_batch; ++i)
       signal_group(ll, __shfl_sync(kAllLanes, ranks, i), batches.item(batch, i));
   }
@@ -236,6 +250,7 @@ __device__ inline void send_image_words(const LlRun& ll, const char* image, int6
   if (word >= ll_words(image_bytes)) return;
   const int64_t offset =
       reinterpret_cast<char*>(ll.own().row_words(ll.kind, ll.parity, me, token) + word) - at<char>(ll.own().base);
+#pragma unroll 1
   for (uint32_t left = ranks; left != 0; left &= left - 1)
     ll_store(at<LlWord>(ll.op.comm.control[__ffs(static_cast<int>(left)) - 1], offset), data, ll.tag());
 }
@@ -250,18 +265,22 @@ __device__ void send_rows_as_words(const LlRun& ll, const LlDispatchArgs& args, 
   const int word_pieces = static_cast<int>(ceil_div(ll_words(image_bytes), kWarp));
   if constexpr (std::is_same_v<From, AsTheyAre>) {
     const Team team = team_of_workers();
+#pragma unroll 1
     for (int64_t task = team.index; task < int64_t{T} * word_pieces; task += team.size) {
       const int token = static_cast<int>(task) / word_pieces, piece = static_cast<int>(task) % word_pieces;
       const uint32_t ranks = ll_ranks_of(ll, args.ids, args.id_bytes, token);
       send_image_words(ll, row_of(args, token), image_bytes, token, piece, ranks);
     }
   } else {
+#pragma unroll 1
     for (int token = static_cast<int>(blockIdx.x); token < T; token += static_cast<int>(gridDim.x)) {
       char* image = stage != nullptr ? stage : ll.own().slot(ll.kind, ll.parity, me, token);
       const uint32_t ranks = ll_ranks_of(ll, args.ids, args.id_bytes, token);
+#pragma unroll 1
       for (int piece = warp_id(); piece < pieces_of<From>(header); piece += num_workers())
         make_piece<From>(header, row_of(args, token), piece, [&] { return Images{ll, 0, 0, 0, image}; });
       join_workers();
+#pragma unroll 1
       for (int piece = warp_id(); piece < word_pieces; piece += num_workers())
         send_image_words(ll, image, image_bytes, token, piece, ranks);
       join_workers();

@@ -22,6 +22,7 @@ struct LaneSum {
   // Adds `count` terms. load(i) returns the unit of term i, and factor(i) its factor.
   template <class Load, class Factor>
   __device__ __forceinline__ void add(int count, Load load, Factor factor) {
+#pragma unroll 1
     for (int first = 0; first < count; first += kTermsAtOnce) {
       int4 held[kTermsAtOnce];
 #pragma unroll

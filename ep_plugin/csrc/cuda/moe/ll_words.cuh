@@ -40,16 +40,13 @@ __device__ __forceinline__ bool ll_load_words(const LlRun& ll, const LlWord* fro
     if (tags[i] != ll.tag()) there = false, *seen = tags[i];
   return there;
 }
-// One thread: waits for such words. A wait that lasts has data of its own, so that `data` can be in registers.
+// One thread: waits for such words.
 template <int kWords>
 __device__ __forceinline__ Found ll_wait_words(const LlRun& ll, int peer, const LlWord* from, LlData* data) {
   if (ll.is_masked(peer)) return Found::kMasked;
   uint64_t seen = 0;
   if (ll_load_words<kWords>(ll, from, data, &seen)) return Found::kThere;
-  const Found found = ll_wait_longer(ll, peer, ll.tag(), [&ll, from](uint64_t* seen) {
-    LlData held[kWords];
-    return ll_load_words<kWords>(ll, from, held, seen);
-  });
+  const Found found = ll_wait_longer(ll, peer, Awaited{from, ll.tag(), kWords});
   ll_load_words<kWords>(ll, from, data, &seen);
   return found;
 }
@@ -89,7 +86,7 @@ __device__ inline void ll_refresh_rows(const LlRun& ll, int peer, int num_tokens
 }
 
 // One thread: waits for a peer's header, compares it with this rank's, and adopts its masks.
-__device__ inline Found ll_open(const LlRun& ll, int peer, const LlWord* words, LlHeader* header) {
+static __device__ __noinline__ Found ll_open(const LlRun ll, int peer, const LlWord* words, LlHeader* header) {
   const Comm& comm = ll.op.comm;
   const LlHeader& mine = ll.op.header;
   LlData data[kLlHeaderWords];
@@ -99,12 +96,12 @@ __device__ inline Found ll_open(const LlRun& ll, int peer, const LlWord* words, 
   bool ok = true;
   const int field = ll_header_mismatch(mine, *header);
   if (field >= 0)
-    ok = fail(comm, kDisagree, ll.run.step, peer, field, reinterpret_cast<const int32_t*>(&mine)[field],
-              reinterpret_cast<const int32_t*>(header)[field]);
+    ok = ll_fail(ll, kDisagree, peer, field, reinterpret_cast<const int32_t*>(&mine)[field],
+                 reinterpret_cast<const int32_t*>(header)[field]);
   else if (header->num_tokens < 0 || header->num_tokens > mine.max_tokens)
-    ok = fail(comm, kBadData, ll.run.step, peer, 0, mine.max_tokens, header->num_tokens);
+    ok = ll_fail(ll, kBadData, peer, 0, mine.max_tokens, header->num_tokens);
   else if ((header->mask >> comm.rank & 1u) != 0)
-    ok = fail(comm, kMasked, ll.run.step, peer, 0, 0, 1);
+    ok = ll_fail(ll, kMasked, peer, 0, 0, 1);
   for (int rank = 0; ok && ll.op.shrink != 0 && rank < comm.num_ranks; ++rank)
     if ((header->mask >> rank & 1u) != 0) ptx::st_relaxed_gpu(&ll.state().mask[rank], 1);
   return ok ? Found::kThere : Found::kGaveUp;
@@ -114,7 +111,7 @@ __device__ inline Found ll_open(const LlRun& ll, int peer, const LlWord* words, 
 __device__ inline int ll_id(const LlRun& ll, Address ids, int id_bytes, int pair) {
   const int64_t id = id_bytes == 8 ? at<const int64_t>(ids)[pair] : at<const int32_t>(ids)[pair];
   if (id >= -1 && id < ll.op.comm.num_experts) return static_cast<int>(id);
-  fail(ll.op.comm, kBadIds, ll.run.step, ll.op.comm.rank, pair / ll.op.header.topk, ll.op.comm.num_experts, id);
+  ll_fail(ll, kBadIds, ll.op.comm.rank, pair / ll.op.header.topk, ll.op.comm.num_experts, id);
   return -1;
 }
 // All lanes: bit r: rank r has one of the token's experts and is not masked.
@@ -122,6 +119,7 @@ __device__ inline uint32_t ll_ranks_of(const LlRun& ll, Address ids, int id_byte
   const int K = ll.op.header.topk;
   const unsigned per_rank = static_cast<unsigned>(local_experts(ll.op.comm));
   uint32_t bits = 0;
+#pragma unroll 1
   for (int k = lane_id(); k < K; k += kWarp) {
     const int id = ll_id(ll, ids, id_bytes, token * K + k);
     if (id >= 0) bits |= 1u << static_cast<unsigned>(id) / per_rank;

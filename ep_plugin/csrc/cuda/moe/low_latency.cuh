@@ -74,6 +74,7 @@ __device__ inline void ll_announce_wait(const LlRun& ll, uint32_t waits) {
   uint32_t* said = &ll.state().waits;
   if (ptx::ld_relaxed_gpu(said) == waits) return;
   ptx::st_relaxed_gpu(said, waits);
+#pragma unroll 1
   for (int peer = 0; peer < ll.op.comm.num_ranks; ++peer)
     ptx::st_release_sys(ll.block(peer).waiting(ll.op.comm.rank), waits);
 }
@@ -95,37 +96,62 @@ struct MaskDeadline {
   }
 };
 
-// Waits until arrived(&seen) is true.
-template <class Arrived>
-__device__ Found ll_wait_longer(const LlRun& ll, int peer, uint64_t expected, Arrived arrived) {
+// One poll of a wait: for `words` words that follow each other and carry the tag `value`, or, with words 0, for a
+// number that is at least `value`, with acquire order.
+struct Awaited {
+  const void* at;
+  uint64_t value;
+  int words;
+
+  __device__ bool arrived(uint64_t* seen) const {
+    if (words == 0) return peer::has_reached(static_cast<const uint64_t*>(at), value, seen);
+    bool there = true;
+#pragma unroll 1
+    for (int i = 0; i < words; ++i) {
+      uint64_t low, high;
+      peer::poll(static_cast<const LlWord*>(at) + i, &low, &high);
+      if (high >> 32 != value) there = false, *seen = high >> 32;
+    }
+    return there;
+  }
+};
+
+// What runs only where a wait lasts, or after a fault, is out of line: kernels that are not in a cache are fetched from
+// memory as they run, so every launch would pay for it.
+static __device__ __noinline__ bool ll_fail_in(const Comm& comm, Step step, FaultCode code, int peer, int field,
+                                               int64_t expected, int64_t seen) {
+  return fail(comm, code, step, peer, field, expected, seen);
+}
+__device__ __forceinline__ bool ll_fail(const LlRun& ll, FaultCode code, int peer, int field, int64_t expected,
+                                        int64_t seen) {
+  return ll_fail_in(ll.op.comm, ll.run.step, code, peer, field, expected, seen);
+}
+
+static __device__ __noinline__ Found ll_wait_longer(const LlRun ll, int peer, const Awaited awaited) {
   const bool shrink = ll.op.shrink != 0;
   uint32_t* mask = &ll.state().mask[peer];
   Deadline deadline{shrink ? kUntilMasked : kPeer};
   MaskDeadline to_mask;
   uint64_t seen = 0;
   Found found = Found::kThere;
-  while (!arrived(&seen)) {
+  while (!awaited.arrived(&seen)) {
     if (shrink && to_mask.passed(ll, peer)) ptx::st_relaxed_gpu(mask, 1);
     if (shrink && ptx::ld_relaxed_gpu(mask) != 0) {
       found = Found::kMasked;
       break;
     }
-    if (!deadline.keep_waiting(ll.run, peer, 0, expected, seen)) return Found::kGaveUp;
+    if (!deadline.keep_waiting(ll.run, peer, 0, awaited.value, seen)) return Found::kGaveUp;
   }
   if (deadline.since != 0 && ll.receives() && ll.op.wait_cost != 0)
     ptx::red_max_relaxed_gpu(&ll.state().waited[peer], ptx::globaltimer() - deadline.since);
   return found;
 }
-template <class Arrived>
-__device__ __forceinline__ Found ll_wait(const LlRun& ll, int peer, uint64_t expected, Arrived arrived) {
-  if (ll.is_masked(peer)) return Found::kMasked;
-  uint64_t seen = 0;
-  return arrived(&seen) ? Found::kThere : ll_wait_longer(ll, peer, expected, arrived);
-}
 
 // One thread, for a word of this rank's block that grows: a flag or a consumed word. With acquire order.
 __device__ inline Found ll_wait_at_least(const LlRun& ll, int peer, const uint64_t* word, uint64_t value) {
-  return ll_wait(ll, peer, value, [=](uint64_t* seen) { return peer::has_reached(word, value, seen); });
+  if (ll.is_masked(peer)) return Found::kMasked;
+  uint64_t seen = 0;
+  return peer::has_reached(word, value, &seen) ? Found::kThere : ll_wait_longer(ll, peer, Awaited{word, value, 0});
 }
 
 // All lanes: lane 0 waits for a flag of the peer, then all may read its rows.
