@@ -135,7 +135,7 @@ def wrong_rows(
     if not torch.equal(counts, expected.num_tokens_per_expert):
         return "dispatch: other counts than plain torch"
     wanted = expected.tokens if inputs.quantize is None else reference_quantize(expected.tokens)[0]
-    if not torch.equal(tokens[_present(tokens, counts)].view(torch.uint8), wanted.view(torch.uint8)):
+    if not torch.equal(tokens.view(torch.uint8)[_present(tokens, counts)], wanted.view(torch.uint8)):
         return "dispatch: other rows than plain torch"
     return None
 
