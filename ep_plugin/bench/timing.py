@@ -19,7 +19,6 @@ Clock = Callable[[Run], tuple[float, float]]  # the sample of a call; collective
 Name = TypeVar("Name", bound=Hashable)
 _FLUSH_FACTOR = 4  # sizes of the L2 cache that are written to empty it
 _LEAD_CYCLES = 1_000_000  # of the device's clock, about half a millisecond
-_LEAD_NS = 3_000_000  # of the moment when all ranks start, after the last one is ready
 WARMUP = 3  # calls of each implementation before the timed ones
 
 
@@ -28,14 +27,8 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def _host_sample(run: Run) -> tuple[float, float]:
-    """On the host's monotonic clock. The result of `run` is freed after the end; memory that it frees inside counts.
-
-    Ranks leave a barrier one by one, and its threads then work for some 100 us more. So ranks agree on a moment after
-    that, and sleep until then.
-    """
-    release = torch.tensor([time.perf_counter_ns() + _LEAD_NS])
-    dist.all_reduce(release, op=dist.ReduceOp.MAX)
-    time.sleep(max(0, release.item() - time.perf_counter_ns()) / 1e9)
+    """On the host's monotonic clock. The result of `run` is freed after the end; memory that it frees inside counts."""
+    dist.barrier()
     start = time.perf_counter_ns()
     result = run()
     end = time.perf_counter_ns()

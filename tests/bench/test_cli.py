@@ -23,6 +23,7 @@ from ep_plugin.bench.suites.layers import LayersSuite
 from ep_plugin.bench.suites.low_latency import LowLatencySuite
 from ep_plugin.bench.suites.moe import MoeSuite
 from ep_plugin.bench.suites.overlap import OverlapSuite
+from ep_plugin.bench.suites.stand_in import StandInSuite
 from ep_plugin.bench.suites.wire import WireSuite
 from ep_plugin.bench.timing import Timing
 
@@ -74,6 +75,11 @@ ASKED: dict[str, tuple[type[Suite], dict[str, Any]]] = {
     "low-latency": (
         LowLatencySuite,
         {"backend": "cpu", **SIZES, "tokens": [4, 16], "hidden": 128, "dtype": "bfloat16", "peer": ["none"]},
+    ),
+    "low-latency-stand-in": (
+        StandInSuite,
+        {"backend": "cpu", "share": [1, 2], "tokens": [4], "hidden": 128, "topk": 2, "experts": 8, "rate": 50.5,
+         "dtype": "bfloat16"},
     ),
     "wire": (WireSuite, {"backend": "cuda", "ranks": 3}),
     "allgather": (AllGatherSuite, {"backend": "cpu", "ranks": 4, "nodes": 2, "size": [64, 128]}),

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 from ep_plugin.bench.suites.collectives import MIB, AllGatherSuite, CollectiveSuite, ReduceScatterSuite
+from ep_plugin.bench.suites.low_latency import LowLatencySuite
 from ep_plugin.bench.suites.overlap import ALONE, OverlapSuite
+from ep_plugin.bench.suites.stand_in import StandInSuite
 from ep_plugin.bench.suites.wire import WireSuite
+
+LOW_LATENCY = ("dispatch_bf16", "dispatch_fp8", "combine_bf16")
 
 
 @pytest.mark.gpu(2)
@@ -28,6 +32,22 @@ def test_communication_beside_products_is_right_and_timed() -> None:
     for case in ("products_beside_dispatch", "products_beside_combine"):
         assert {impl for name, impl in rows if name == case} == {"ep_plugin", "nccl_all_to_all"}
         assert rows[case, "ep_plugin"]["sms"]
+
+
+@pytest.mark.gpu(1)
+def test_ranks_that_share_a_gpu_are_right_and_timed() -> None:
+    found = StandInSuite(backend="cuda", share=[2, 4], tokens=[1, 20], iterations=3).run()
+    rows = {(row["case"], row["impl"]): row for row in found["rows"]}
+    for name in (f"{what}_t{tokens}_x{share}" for what in LOW_LATENCY for tokens in (1, 20) for share in (2, 4)):
+        assert rows[name, "ep_plugin"]["sms"] and (name, "predicted") in rows
+
+
+@pytest.mark.gpu(2)
+def test_low_latency_is_right_and_timed_beside_nccl() -> None:
+    found = LowLatencySuite(backend="cuda", ranks=2, tokens=[1, 20], iterations=3, peer=["all_to_all"]).run()
+    rows = {(row["case"], row["impl"]) for row in found["rows"]}
+    for name in (f"{what}_t{tokens}" for what in LOW_LATENCY for tokens in (1, 20)):
+        assert {(name, "ep_plugin"), (name, "nccl_all_to_all")} <= rows
 
 
 @pytest.mark.gpu(2)

@@ -169,3 +169,23 @@ def _repeats(rank: int, size: int) -> None:
 
 def test_repeats_give_the_same_bits() -> None:
     on_ranks(3, _repeats)
+
+
+def _outputs_of_megabytes(rank: int, size: int) -> None:
+    case = Case(tokens=(64, 40), num_experts=8, topk=2, dtype=torch.float32, hidden=1024, seed=13)
+    with low_latency(case) as comm:
+        held = []
+        for number in range(5):
+            out, _ = round_trip(comm, make_inputs(dataclasses.replace(case, seed=case.seed + number)))
+            held.append((out.tokens[1:], out.tokens[1:].clone()))
+            del out
+        for rows, copy in held:
+            assert torch.equal(rows.view(torch.int32), copy.view(torch.int32))
+        del rows, held
+        inputs = make_inputs(case)
+        made = {comm.dispatch(inputs.x[rank], inputs.ids[rank])[0].tokens.data_ptr() for _ in range(5)}
+        assert len(made) == 1  # no new memory
+
+
+def test_outputs_share_memory_only_with_those_that_are_gone() -> None:
+    on_ranks(2, _outputs_of_megabytes)

@@ -24,7 +24,6 @@ from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.layout import DispatchOutput
 
 ALL_TO_ALL, ROW_PER_RANK, RAIL, NO_PEER = "all_to_all", "row_per_rank", "rail", "none"
-DEEP_EP = "deep_ep"  # also the name of its package
 
 
 def received(**fields: Any) -> DispatchOutput:
@@ -39,8 +38,6 @@ def find_peers(name: str) -> list[Any]:
         return []
     if name in PLAIN:
         return [PLAIN[name]]
-    if name == DEEP_EP:
-        name = "ep_plugin.bench.exchange.deep_ep:DeepEp"
     module, _, kind = name.partition(":")
     try:
         return [getattr(importlib.import_module(module), kind)]

@@ -7,6 +7,7 @@ memory is memory of the same device, so nothing crosses a link. On CPUs each ran
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ class Share(LowLatencyEngine):
         self._set_sizes(config)
         self.kernels, self.num_sms = kernels_for(device), sms.for_device(device, ranks)
         self.streams = Streams() if device.type == "cpu" else CallerStreams(device)
-        self._issued = [0, 0]
+        self._issued, self._outputs = [0, 0], deque(maxlen=2)
         zeros = functools.partial(torch.zeros, dtype=torch.uint8)
         self.state, self.ll_state = zeros(_C.state_bytes, device=device), zeros(_C.ll_state_bytes, device=device)
         self.block = zeros(self.memory_bytes, device=device)

@@ -22,7 +22,7 @@ import typer
 
 import ep_plugin.moe.operators  # noqa: F401  imported here, so that no timed call imports it
 from ep_plugin import _C
-from ep_plugin.bench.exchange.peers import ALL_TO_ALL, DEEP_EP, find_peers
+from ep_plugin.bench.exchange.peers import ALL_TO_ALL, find_peers
 from ep_plugin.bench.exchange.workload import (
     DTYPES,
     SCALE_BLOCK,
@@ -43,6 +43,7 @@ from ep_plugin.moe.low_latency.engine import slots_of
 from ep_plugin.moe.reference import reference_dispatch, reference_quantize
 
 OURS = "ep_plugin"
+DEEP_EP = "deep_ep"  # also the name of its package
 TOKENS = [1, 8, 32, 64, 128, 256]
 CPU_SIZES: dict[str, Any] = {"hidden": 1024, "topk": 4, "experts": 32, "dtype": "float32"}
 CUDA_SIZES: dict[str, Any] = {"hidden": 7168, "topk": 8, "experts": 256, "dtype": "bfloat16"}
@@ -135,7 +136,7 @@ def wrong_rows(
     if not torch.equal(counts, expected.num_tokens_per_expert):
         return "dispatch: other counts than plain torch"
     wanted = expected.tokens if inputs.quantize is None else reference_quantize(expected.tokens)[0]
-    if not torch.equal(tokens[_present(tokens, counts)].view(torch.uint8), wanted.view(torch.uint8)):
+    if not torch.equal(tokens.view(torch.uint8)[_present(tokens, counts)], wanted.view(torch.uint8)):
         return "dispatch: other rows than plain torch"
     return None
 
@@ -150,6 +151,11 @@ def wrong_sums(inputs: Inputs, mine: Batch, sums: torch.Tensor) -> str | None:
 def _present(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """`[E_l, N]`: the rows that a token has."""
     return torch.arange(tokens.shape[1], device=tokens.device) < counts.unsqueeze(1)
+
+
+def _find_peers(name: str) -> list[Any]:
+    """As `find_peers`. DeepEP's low-latency calls have a name, too."""
+    return find_peers("ep_plugin.bench.exchange.deep_ep:DeepEp" if name == DEEP_EP else name)
 
 
 class Scene:
@@ -190,7 +196,7 @@ class Scene:
             runs["combine_receive"] = Half(wait, start_combine, nothing)
         wire = self.inputs.bytes_wire(dedup=True)
         found = [self._way(what, OURS, run, self.check, wire) for what, run in runs.items()]
-        for peer, kind in ((name, kind) for name in peers for kind in find_peers(name)):
+        for peer, kind in ((name, kind) for name in peers for kind in _find_peers(name)):
             impl = kind(self.workload, self.device)
             rows, state = impl.dispatch(mine)
             name, wire = peer, self.inputs.bytes_wire(impl.dedup)
@@ -272,7 +278,7 @@ class LowLatencySuite(LowLatencySizes):
             object.__setattr__(self, "peer", [ALL_TO_ALL, DEEP_EP] if has_deep_ep else [ALL_TO_ALL])
         super().__post_init__()
         for name in self.peer:
-            find_peers(name)
+            _find_peers(name)
 
     def measure(self, device: torch.device) -> dict[str, Any]:
         rows: list[Row] = []

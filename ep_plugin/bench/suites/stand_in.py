@@ -53,9 +53,13 @@ class SharedScene:
         inputs = inputs_of(workload, dtype, quantize, device)
         self.workload, self.device, self.inputs = workload, device, inputs
         self.everyone = inputs.everyone
-        self.fixed = [replace(each, x=each.x.clone(), ids=each.ids.clone()) for each in inputs.everyone]
+        self.fixed = [
+            replace(each, x=each.x.clone(), ids=each.ids.clone(), weights=each.weights.clone())
+            for each in inputs.everyone
+        ]
         self.ranks = StandIn(workload.ranks, config_of(workload, inputs.element), device)
         self.turn = 0
+        self.counters = [torch.zeros(1, device=device) for _ in self.ranks.ranks]
         self.dispatch = Together(self.ranks, self._dispatch_of, [SEND | RECEIVE])
         self.dispatch_halves = Together(self.ranks, self._dispatch_of, [SEND, RECEIVE])
         self.dispatch.run()
@@ -183,13 +187,13 @@ class StandInSuite(LowLatencySizes):
 
 def _launch(scene: SharedScene) -> Way:
     """A graph of one kernel for each rank, which does nothing."""
-    tokens = [torch.zeros(1, device=scene.device) for _ in scene.ranks.ranks]
+    counters = scene.counters  # a graph does not keep them alive
 
     def all_of_them() -> None:
-        scene.ranks.at_once(lambda rank: tokens[rank].add_(1))
+        scene.ranks.at_once(lambda rank: counters[rank].add_(1))
 
     all_of_them()
     run = scene.ranks.recorded(all_of_them)
     return Way(
-        case=f"{LAUNCH}_{scene.inputs.name}_x{len(tokens)}", impl=OURS, run=run, check=lambda: None, bytes_wire=0
+        case=f"{LAUNCH}_{scene.inputs.name}_x{len(counters)}", impl=OURS, run=run, check=lambda: None, bytes_wire=0
     )

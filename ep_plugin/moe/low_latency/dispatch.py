@@ -6,6 +6,7 @@ scales of a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class LowLatencyDispatch(LowLatencyOperation):
         T, K = ids.shape
         self._plan = torch.empty(engine.plan_words(T, K, self._per_expert), dtype=torch.int32, device=engine.device)
         self._topk_ids = self._plan.new_empty((T, K)) if previous is None else None
-        self._result = empty_result(engine, call, self._per_expert)
+        self._result = empty_result(engine, call, self._per_expert, engine.rows_of)
         made, quantized = self._result, call.quantize is not None
         row_bytes = made.tokens.shape[2] * made.tokens.element_size()
         scale_bytes = 0
@@ -174,18 +175,23 @@ def check_stats(
         raise ValueError(f"{name}: expected {dtype}, got {tensor.dtype}")
 
 
-def empty_result(engine: LowLatencyEngine, call: DispatchCall, per_expert: int) -> DispatchResult:
-    """Memory for the results of a dispatch with `per_expert` rows in each expert's block. Serves fakes, too."""
-    x, local = call.x, engine.local_experts
+def empty_result(
+    engine: LowLatencyEngine, call: DispatchCall, per_expert: int, rows_of: Callable[..., torch.Tensor] | None = None
+) -> DispatchResult:
+    """Memory for the results of a dispatch with `per_expert` rows in each expert's block. Serves fakes, too.
+
+    rows_of: makes the tokens, of a shape and a dtype; None: x.new_empty.
+    """
+    x, local, rows_of = call.x, engine.local_experts, rows_of or call.x.new_empty
 
     def ints(*shape: int) -> torch.Tensor:
         return x.new_empty(shape, dtype=torch.int32)
 
     scales = None
     if call.quantize is None:
-        tokens = x.new_empty((local, per_expert, x.shape[1]))
+        tokens = rows_of((local, per_expert, x.shape[1]), dtype=x.dtype)
     else:
-        tokens = x.new_empty((local, per_expert, x.shape[1]), dtype=QUANTIZED[call.quantize])
+        tokens = rows_of((local, per_expert, x.shape[1]), dtype=QUANTIZED[call.quantize])
         groups = num_scales(x.shape[1])
         if call.quantize == "e4m3_ue8m0":
             words = (groups + _EXPONENTS - 1) // _EXPONENTS

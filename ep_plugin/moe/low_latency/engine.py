@@ -6,6 +6,8 @@ Shapes: R ranks, T_max tokens of a rank at most, E_l local experts, K experts pe
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ from ep_plugin.transport.exchange import Exchange
 
 _FIELD_NAMES = {"topk": "top-k", "max_tokens": "most tokens of a rank", "num_tokens": "number of tokens"}
 _MOST_ROWS = 2**31 - 1  # kernels number them in 32 bits
+_LARGE_BYTES = 2**20
 
 
 class LowLatencyEngine(GroupEngine):
@@ -61,6 +64,8 @@ class LowLatencyEngine(GroupEngine):
         self.max_tokens: int = config.max_tokens_per_rank
         self._set_sizes(config)
         self._issued = [0, 0]  # operations of each kind
+        self._outputs: deque[torch.UntypedStorage] = deque(maxlen=2)  # the latest
+        self._resources.callback(self._outputs.clear)
         self.comm: Any = None  # until the first operation
         super()._construct(group)
 
@@ -102,6 +107,20 @@ class LowLatencyEngine(GroupEngine):
             )
         block = self.memory.allocate(self.memory_bytes, "low-latency memory")
         self.comm = self._comm_struct(block.ptrs, self.config.num_experts)
+
+    def rows_of(self, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for output rows. Large ones on CPUs: that of an earlier output which nobody has any more, if there is
+        one. New memory comes from the system then, and a page fault for each row takes longer than its copy."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self.device.type != "cpu" or nbytes < _LARGE_BYTES:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        for storage in self._outputs:
+            if storage.nbytes() == nbytes and torch._C._storage_Use_Count(storage._cdata) == 1:
+                break
+        else:
+            storage = torch.UntypedStorage(nbytes)
+            self._outputs.append(storage)
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, (shape[1] * shape[2], shape[2], 1))
 
     def set_sms(self, counts: dict[str, int | None]) -> None:
         """Refuses: the kernels choose their SMs."""

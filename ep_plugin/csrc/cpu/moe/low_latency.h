@@ -30,8 +30,8 @@ void ll_finish_send(const LlRun& ll);
 // Ends a receive half: signals to the peers that what they wrote has been read.
 void ll_finish_receive(const LlRun& ll);
 
-// Wakes a peer that sleeps until this rank has written something, or every such peer. A peer that is not woken sees what
-// was written a moment later, so it is enough to do so after the last of what it waits for.
+// Wakes a peer that sleeps until this rank has written something, or every such peer. A peer that is not woken sees
+// what was written a moment later, so it is enough to do so after the last of what it waits for.
 void ll_ring(const LlRun& ll, int peer);
 void ll_ring_all(const LlRun& ll);
 
