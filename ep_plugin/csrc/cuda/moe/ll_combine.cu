@@ -47,17 +47,20 @@ __device__ bool send(const LlRun& ll, const LlCombineArgs& args, int32_t* writte
   return LlHolder<Element>(ll, args, lists, reinterpret_cast<LlTerm*>(dynamic_shared)).run(written);
 }
 
-template <int kPhases, class Element>
+// As for dispatch, profilers show one kernel for both halves, with "::combine" in its name.
+namespace combine {
+
+template <class Element>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ep_ll_combine(const __grid_constant__ LlCombineArgs args, const __grid_constant__ LlLayout lay) {
   __shared__ uint32_t masked;
   __shared__ int32_t written;  // by worker warps and batches
-  constexpr bool kSends = (kPhases & kLlSend) != 0, kReceives = (kPhases & kLlReceive) != 0;
+  const bool sends = (args.op.phases & kLlSend) != 0, receives = (args.op.phases & kLlReceive) != 0;
   if (threadIdx.x == 0) written = 0;
-  LlRun ll = ll_half(args.op, lay, kLlCombine, kSends ? kLlSend : kLlReceive, ll_epoch(args.op, kLlCombine), 0);
+  LlRun ll = ll_half(args.op, lay, kLlCombine, sends ? kLlSend : kLlReceive, ll_epoch(args.op, kLlCombine), 0);
   bool ok = ll_enter(ll, &masked);
-  if constexpr (kSends) ok = ok && send<Element>(ll, args, &written);
-  if constexpr (kReceives) {
+  if (sends) ok = ok && send<Element>(ll, args, &written);
+  if (receives) {
     const LlRun receiving = ll_half(args.op, lay, kLlCombine, kLlReceive, ll.run.epoch, ll.masked);
     if (ok && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(receiving.run);
     __syncwarp();
@@ -66,37 +69,27 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   if (!ll_last_to_finish(args.op, kLlCombine)) return;
   if (faulted(args.op.comm)) {
     const int64_t bytes = int64_t{args.op.header.num_tokens} * args.op.header.row_bytes;
-    if (kReceives) fill_bytes(args.out, bytes, 0xFF, threadIdx.x, blockDim.x);
+    if (receives) fill_bytes(args.out, bytes, 0xFF, threadIdx.x, blockDim.x);
   } else if (warp_id() == 0) {
     ll_finish(ll);
   }
 }
 
-template <int kPhases, class Element>
-void launch_phases(const LlCombineArgs& args) {
-  constexpr auto kKernel = ep_ll_combine<kPhases, Element>;
-  const LlOperation& op = args.op;
-  const int64_t limit = limits_of<kKernel>().shared_bytes;
-  const int64_t bytes =
-      (kPhases & kLlSend) == 0 ? 0 : int64_t{kLlMostInBatch} * op.header.topk * static_cast<int64_t>(sizeof(LlTerm));
-  require(bytes <= limit, "topk", "as much as shared memory has room for", op.header.topk);
-  const int threads = ll_threads(op, ceil_div(op.header.row_bytes, 16 * kWarp), kMostWorkers);
-  const LlLayout lay = ll_layout(op.comm.num_ranks, op.shape);
-  constexpr auto launch_it = (kPhases & kLlSend) != 0 ? launch_cooperatively<kKernel, LlCombineArgs, LlLayout>
-                                                      : launch<kKernel, LlCombineArgs, LlLayout>;
-  launch_it("low-latency combine", op.num_sms, threads, bytes, op.stream, args, lay);
-}
+}  // namespace combine
 
 template <class Element>
 void launch_element(const LlCombineArgs& args) {
-  switch (args.op.phases) {
-    case kLlSend:
-      return launch_phases<kLlSend, Element>(args);
-    case kLlReceive:
-      return launch_phases<kLlReceive, Element>(args);
-    default:
-      return launch_phases<kLlSend | kLlReceive, Element>(args);
-  }
+  constexpr auto kKernel = combine::ep_ll_combine<Element>;
+  const LlOperation& op = args.op;
+  const int64_t limit = limits_of<kKernel>().shared_bytes;
+  const int64_t bytes =
+      (op.phases & kLlSend) == 0 ? 0 : int64_t{kLlMostInBatch} * op.header.topk * static_cast<int64_t>(sizeof(LlTerm));
+  require(bytes <= limit, "topk", "as much as shared memory has room for", op.header.topk);
+  const int threads = ll_threads(op, ceil_div(op.header.row_bytes, 16 * kWarp), kMostWorkers);
+  const LlLayout lay = ll_layout(op.comm.num_ranks, op.shape);
+  const auto launch_it = (op.phases & kLlSend) != 0 ? launch_cooperatively<kKernel, LlCombineArgs, LlLayout>
+                                                    : launch<kKernel, LlCombineArgs, LlLayout>;
+  launch_it("low-latency combine", op.num_sms, threads, bytes, op.stream, args, lay);
 }
 
 void require_ll_combine(const LlCombineArgs& args) {

@@ -56,18 +56,22 @@ __device__ void send(const LlRun& ll, const LlDispatchArgs& args, const LlShared
   }
 }
 
-template <int kPhases, class From>
+// Profilers show one kernel for both halves, so the phases are no template parameter. Tools of DeepEP find "::dispatch"
+// in its name.
+namespace dispatch {
+
+template <class From>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ep_ll_dispatch(const __grid_constant__ LlDispatchArgs args, const __grid_constant__ LlLayout lay,
                    const __grid_constant__ LlShared shared) {
   __shared__ uint32_t masked;
   __shared__ int32_t written;  // by worker warps and batches
-  constexpr bool kSends = (kPhases & kLlSend) != 0, kReceives = (kPhases & kLlReceive) != 0;
+  const bool sends = (args.op.phases & kLlSend) != 0, receives = (args.op.phases & kLlReceive) != 0;
   if (threadIdx.x == 0) written = 0;
-  LlRun ll = ll_half(args.op, lay, kLlDispatch, kSends ? kLlSend : kLlReceive, ll_epoch(args.op, kLlDispatch), 0);
+  LlRun ll = ll_half(args.op, lay, kLlDispatch, sends ? kLlSend : kLlReceive, ll_epoch(args.op, kLlDispatch), 0);
   if (ll_enter(ll, &masked)) {
-    if constexpr (kSends) send<From>(ll, args, shared, &written);
-    if constexpr (kReceives) {
+    if (sends) send<From>(ll, args, shared, &written);
+    if (receives) {
       __shared__ Placed placed;
       const LlRun receiving = ll_half(args.op, lay, kLlDispatch, kLlReceive, ll.run.epoch, ll.masked);
       if (warp_id() < num_workers())
@@ -76,39 +80,36 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   }
   if (!ll_last_to_finish(args.op, kLlDispatch)) return;
   if (faulted(args.op.comm)) {
-    if (kReceives) clear_tables(args);
+    if (receives) clear_tables(args);
   } else if (warp_id() == 0) {
     ll_finish(ll);
   }
 }
 
-template <int kPhases, class From>
-void launch_phases(const LlDispatchArgs& args) {
-  constexpr auto kKernel = ep_ll_dispatch<kPhases, From>;
+}  // namespace dispatch
+
+template <class From>
+void launch_from(const LlDispatchArgs& args) {
+  constexpr auto kKernel = dispatch::ep_ll_dispatch<From>;
   const LlOperation& op = args.op;
   const int64_t image_bytes = ll_image_bytes(op.header.row_bytes, op.header.scale_bytes);
   const int64_t limit = limits_of<kKernel>().shared_bytes;
   LlShared shared{};
-  if ((kPhases & kLlReceive) != 0)
+  if ((op.phases & kLlReceive) != 0)
     shared.counts_bytes = static_cast<int32_t>(align_up(4 * local_experts(op.comm), kSlotAlign));
   require(shared.counts_bytes <= limit, "experts of a rank", "as many as shared memory has room for",
           local_experts(op.comm));
-  const bool staged = !std::is_same_v<From, AsTheyAre> && ll_rows_are_words(op.header.num_tokens);
+  const bool staged =
+      !std::is_same_v<From, AsTheyAre> && (op.phases & kLlSend) != 0 && ll_rows_are_words(op.header.num_tokens);
   if (staged && shared.counts_bytes + image_bytes <= limit)
     shared.stage_bytes = static_cast<int32_t>(align_up(image_bytes, kRowAlign));
   const int threads = ll_threads(op, ceil_div(image_bytes, kUnitBytes * kWarp), kMostWorkers);
   const int64_t bytes = shared.counts_bytes + shared.stage_bytes;
   const LlLayout lay = ll_layout(op.comm.num_ranks, op.shape);
-  constexpr auto launch_it = kPhases == (kLlSend | kLlReceive)
-                                 ? launch_cooperatively<kKernel, LlDispatchArgs, LlLayout, LlShared>
-                                 : launch<kKernel, LlDispatchArgs, LlLayout, LlShared>;
+  const auto launch_it = op.phases == (kLlSend | kLlReceive)
+                             ? launch_cooperatively<kKernel, LlDispatchArgs, LlLayout, LlShared>
+                             : launch<kKernel, LlDispatchArgs, LlLayout, LlShared>;
   launch_it("low-latency dispatch", op.num_sms, threads, bytes, op.stream, args, lay, shared);
-}
-
-template <class From>
-void launch_from(const LlDispatchArgs& args) {
-  if (args.op.phases == kLlSend) return launch_phases<kLlSend, From>(args);
-  launch_phases<kLlSend | kLlReceive, From>(args);
 }
 
 void require_ll_dispatch(const LlDispatchArgs& args) {
@@ -131,7 +132,6 @@ void require_ll_dispatch(const LlDispatchArgs& args) {
 
 void ll_dispatch(const LlDispatchArgs& args) {
   require_ll_dispatch(args);
-  if (args.op.phases == kLlReceive) return launch_phases<kLlReceive, AsTheyAre>(args);
   if (args.op.header.format == kLlPlain) return launch_from<AsTheyAre>(args);
   switch (args.element) {
     case kFloat32:
