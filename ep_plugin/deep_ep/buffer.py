@@ -60,8 +60,8 @@ class Buffer(LowLatencyCalls, metaclass=_RefusesByName):
     """Dispatch and combine for one group, with DeepEP's names.
 
     Construction is collective. Buffers of one group share their communicators, so another one costs nothing.
-    `num_nvl_bytes` and `num_rdma_bytes` reserve no memory: pools grow when an operation needs them. As in DeepEP,
-    nothing is differentiable.
+    `num_nvl_bytes` reserves no memory: pools grow when an operation needs them. `num_rdma_bytes` reserves the memory of
+    low-latency calls, see `LowLatencyCalls`. As in DeepEP, nothing is differentiable.
 
     Args:
         group: the ranks; None: the default group.
@@ -114,6 +114,8 @@ class Buffer(LowLatencyCalls, metaclass=_RefusesByName):
         self._numbers: set[int] = set()  # of the communicators that it uses
         self._destroyed = False
         super().__init__()
+        if low_latency_mode:
+            self._reserve(num_rdma_bytes)
 
     def destroy(self) -> None:
         """Free the memory of communicators that no other Buffer uses. Needs explicitly_destroy=True."""

@@ -23,9 +23,9 @@ from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.in_flight import Operation, untraced
 from ep_plugin.moe.layout import DispatchResult
-from ep_plugin.moe.low_latency.engine import slots_of
+from ep_plugin.moe.low_latency.engine import LowLatencyEngine, slots_of
 from ep_plugin.runtime.streams import resolve_device
-from ep_plugin.transport.exchange import timeout_of
+from ep_plugin.transport.exchange import Exchange, timeout_of
 
 Hook: TypeAlias = Callable[[], None]
 
@@ -34,6 +34,8 @@ Hook: TypeAlias = Callable[[], None]
 _LEAST_BOUND = 128
 _SHRINK_TIMEOUT_S = 100.0  # DeepEP's, after which a rank is masked
 _NUM_RESULTS = len(DispatchResult._fields)
+# T_max, H and E of the last size hint of so many ranks and bytes. A Buffer that is given these bytes is for such calls.
+_hinted: dict[tuple[int, int], tuple[int, int, int]] = {}
 
 
 @dataclasses.dataclass
@@ -47,8 +49,9 @@ class _CombineBuffers:
 class LowLatencyCalls:
     """What a Buffer with ``low_latency_mode=True`` has beside dispatch and combine.
 
-    Memory is made by the first call with a new E, H or bound of T_max (a power of two, at least 128), which is then
-    collective, and kept until ``destroy()``. Two dispatches and two combines may be un-received; a third is a
+    The constructor makes the memory for the sizes whose `get_low_latency_rdma_size_hint` is its `num_rdma_bytes`. Other
+    memory is made by the first call with a new E, H or bound of T_max (a power of two, at least 128), which is then
+    collective. It is kept until ``destroy()``. Two dispatches and two combines may be un-received; a third is a
     ValueError.
     """
 
@@ -69,11 +72,14 @@ class LowLatencyCalls:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of peer memory that low-latency calls of these sizes make on each rank. Nothing need be reserved."""
+        """Bytes of peer memory that low-latency calls of these sizes use on each rank. A Buffer with so many
+        num_rdma_bytes makes it in the constructor if all ranks have called this."""
         _check_max_tokens(num_max_dispatch_tokens_per_rank)
         arguments.check_experts(num_experts, num_ranks)
         config = _config_of(num_max_dispatch_tokens_per_rank, hidden, num_experts)
-        return _C.ll_block_bytes(num_ranks, slots_of(config)[1])
+        hint = _C.ll_block_bytes(num_ranks, slots_of(config)[1])
+        _hinted[num_ranks, hint] = (num_max_dispatch_tokens_per_rank, hidden, num_experts)
+        return hint
 
     @untraced
     @torch.no_grad()
@@ -244,6 +250,20 @@ class LowLatencyCalls:
         self._masked = [0] * self.group_size
         for comm in self._low_latency.values():
             comm.rank_mask.zero_()
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def _reserve(self, num_rdma_bytes: int) -> None:
+        """Make the memory of the sizes that this is the hint of. Collective. A rank may then be late in every call."""
+        sizes = _hinted.get((self.group_size, num_rdma_bytes))
+        exchange = Exchange(self.group)
+        try:
+            of_all = exchange.all_gather("low-latency sizes", sizes)
+        finally:
+            exchange.close()
+        if sizes is not None and all(theirs == list(sizes) for theirs in of_all):
+            engine = self._open(*sizes, resolve_device(self.group, None)).engine
+            engine.run("low-latency memory", LowLatencyEngine.ensure_memory)
 
     # -- what the calls share ------------------------------------------------------------------------------------
 

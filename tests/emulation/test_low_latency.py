@@ -13,7 +13,7 @@ from ep_plugin.errors import PeerTimeout
 from ep_plugin.moe import arguments as validate
 from tests.bench import test_stand_in
 from tests.faults import test_low_latency as faults
-from tests.gpu import low_latency
+from tests.gpu import low_latency, test_deep_ep
 from tests.moe import low_latency_cases as cases
 from tests.moe import test_low_latency_halves as halves
 from tests.moe.moe_cases import make_inputs
@@ -56,6 +56,11 @@ def test_ranks_that_share_a_device() -> None:
 
 def test_the_steps_that_graphs_replay() -> None:
     assert _on_ranks(2, low_latency.replayed, 9) == [9, 9]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_deepeps_calls(size: int) -> None:
+    _on_ranks(size, test_deep_ep.every_low_latency_call)
 
 
 def _slowly(rank: int, function: Callable[..., Any], *args: Any) -> Any:

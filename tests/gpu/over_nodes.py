@@ -33,9 +33,9 @@ REPLAYS = 100
 DEFAULT_CHUNKS = legs.num_chunks(NODES, None)
 
 
-def start(rank: int, size: int) -> None:
+def start(rank: int, size: int, nodes: int = NODES) -> None:
     """Puts this rank on its node. On a GPU, the default group gets NCCL for GPUs beside gloo for CPUs."""
-    given = variables_of(rank, Cluster(nodes=NODES, ranks=size // NODES, gpus=["0"]), port=0)
+    given = variables_of(rank, Cluster(nodes=nodes, ranks=size // nodes, gpus=["0"]), port=0)
     used = ("NCCL_", "TORCH_SYMM_MEM_", "EP_PLUGIN_HOST")
     os.environ.update({name: value for name, value in given.items() if name.startswith(used)})
     if checks.device_of(rank).type == "cpu":

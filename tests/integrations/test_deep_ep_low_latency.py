@@ -342,6 +342,30 @@ def test_masks() -> None:
     on_ranks(3, _masks)
 
 
+def _reserved(rank: int, size: int) -> list[int]:
+    """A hint that all ranks ask for makes memory. A rank may then leave before its first call, and is masked."""
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint
+    asked_by_one = [hint(24, 256, size, 6) if rank == 0 else None]
+    dist.broadcast_object_list(asked_by_one)
+    assert asked_by_one[0] is not None
+    group = dist.new_group(timeout=datetime.timedelta(seconds=6))
+    buffer = deep_ep.Buffer(group, num_rdma_bytes=asked_by_one[0], low_latency_mode=True)
+    assert not buffer._low_latency
+    buffer = deep_ep.Buffer(group, 0, hint(24, 128, size, 6), low_latency_mode=True, enable_shrink=True)
+    status = torch.zeros(size, dtype=torch.int32)
+    if rank < 2:
+        case = Case(tokens=(9, 20, 0), hidden=128, experts_per_rank=2, topk=3, seed=9)
+        sent = make(case)
+        results = buffer.low_latency_dispatch(sent.x[rank], sent.ids[rank], 24, 6, use_fp8=False)
+        check_dispatch(case, sent, rank, 24, results, None)
+        buffer.low_latency_query_mask_buffer(status)
+    return status.tolist()
+
+
+def test_a_rank_may_leave_before_its_first_call() -> None:
+    assert values(run_ranks(3, _reserved, 3, timeout_s=90)) == [[0, 0, 1], [0, 0, 1], [0, 0, 0]]
+
+
 def _shrinks(rank: int, size: int) -> list[list[int]]:
     """Rank 2 leaves before one call, then rank 1 before another. The call masks them, and the next one is right."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=6))

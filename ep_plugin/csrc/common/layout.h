@@ -13,8 +13,10 @@
 
 #if defined(__CUDACC__)
 #define EP_HD __host__ __device__ __forceinline__
+#define EP_NOINLINE __noinline__
 #else
 #define EP_HD inline
+#define EP_NOINLINE
 #endif
 
 namespace ep {

@@ -86,7 +86,7 @@ __device__ inline void ll_refresh_rows(const LlRun& ll, int peer, int num_tokens
 }
 
 // One thread: waits for a peer's header, compares it with this rank's, and adopts its masks.
-static __device__ __noinline__ Found ll_open(const LlRun ll, int peer, const LlWord* words, LlHeader* header) {
+static __device__ EP_NOINLINE Found ll_open(const LlRun ll, int peer, const LlWord* words, LlHeader* header) {
   const Comm& comm = ll.op.comm;
   const LlHeader& mine = ll.op.header;
   LlData data[kLlHeaderWords];

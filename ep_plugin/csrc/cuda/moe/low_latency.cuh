@@ -118,8 +118,8 @@ struct Awaited {
 
 // What runs only where a wait lasts, or after a fault, is out of line: kernels that are not in a cache are fetched from
 // memory as they run, so every launch would pay for it.
-static __device__ __noinline__ bool ll_fail_in(const Comm& comm, Step step, FaultCode code, int peer, int field,
-                                               int64_t expected, int64_t seen) {
+static __device__ EP_NOINLINE bool ll_fail_in(const Comm& comm, Step step, FaultCode code, int peer, int field,
+                                              int64_t expected, int64_t seen) {
   return fail(comm, code, step, peer, field, expected, seen);
 }
 __device__ __forceinline__ bool ll_fail(const LlRun& ll, FaultCode code, int peer, int field, int64_t expected,
@@ -127,7 +127,7 @@ __device__ __forceinline__ bool ll_fail(const LlRun& ll, FaultCode code, int pee
   return ll_fail_in(ll.op.comm, ll.run.step, code, peer, field, expected, seen);
 }
 
-static __device__ __noinline__ Found ll_wait_longer(const LlRun ll, int peer, const Awaited awaited) {
+static __device__ EP_NOINLINE Found ll_wait_longer(const LlRun ll, int peer, const Awaited awaited) {
   const bool shrink = ll.op.shrink != 0;
   uint32_t* mask = &ll.state().mask[peer];
   Deadline deadline{shrink ? kUntilMasked : kPeer};
