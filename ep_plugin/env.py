@@ -44,7 +44,7 @@ _READ_HERE = (
     "LAUNCHED_BY", "COMMIT",
 )  # fmt: skip
 _KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
-_RAIL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+_RAIL = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}  # together: no watchdog
 _SYMMETRIC_MEMORY = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _warned: set[str] = set()
 
@@ -136,7 +136,8 @@ def symmetric_memory_variables() -> contextlib.AbstractContextManager[None]:
 def rail_variables() -> contextlib.AbstractContextManager[None]:
     """Sets the variables with which an NCCL backend of a rail is made, and restores them afterwards.
 
-    PyTorch's watchdog would end the process when a peer has died. A rail has deadlines of its own.
+    They leave out PyTorch's watchdog, since a rail has deadlines of its own. When a peer has died or aborted, it would
+    have all ranks of the job write a dump, wait a minute for that, and end the process.
     """
     return _variables(_RAIL)
 

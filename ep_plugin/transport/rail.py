@@ -44,6 +44,16 @@ class Leg(NamedTuple):
     tag: int
 
 
+class _OnStream(NamedTuple):
+    """A work of NCCL. To wait for it would block the host, since the backend has no watchdog."""
+
+    work: Any
+
+    def wait(self) -> None:
+        """Orders torch's current stream after the work."""
+        self.work.synchronize()
+
+
 class User(Protocol):
     """A communicator's end of a rail."""
 
@@ -85,12 +95,12 @@ class Rail:
             with contextlib.suppress(RuntimeError):
                 backend._end_coalescing()
             raise
-        return [backend._end_coalescing()]
+        return [_OnStream(backend._end_coalescing())]
 
     def gather(self, everyones: torch.Tensor, part: torch.Tensor) -> Any:
         """Begins to fill `everyones` with the `part` of every node, by node."""
         self._refuse_if_ended()
-        return self._backend._allgather_base(everyones, part)
+        return _OnStream(self._backend._allgather_base(everyones, part))
 
     def _one(self, leg: Leg) -> Any:
         return (self._backend.send if leg.sent else self._backend.recv)([leg.tensor], leg.node, leg.tag)

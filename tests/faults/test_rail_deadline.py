@@ -251,7 +251,7 @@ class _Nccl:
 
     def __init__(self, store: Any = None, node: int = 0, size: int = 2, options: Any = None) -> None:
         self.store, self.options = store, options or SimpleNamespace(config=SimpleNamespace(max_ctas=-9, min_ctas=-9))
-        self.handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+        self.made_with = [os.environ.get(f"TORCH_NCCL_{name}") for name in ("BLOCKING_WAIT", "ASYNC_ERROR_HANDLING")]
 
     Options = SimpleNamespace
 
@@ -292,7 +292,8 @@ def test_nccl_of_a_rail_outlives_its_peers_and_leaves_room(
     backend = made._backend
     assert backend.options._timeout > datetime.timedelta(hours=1), "after any deadline of ours"
     assert (backend.options.config.max_ctas, backend.options.config.min_ctas) == (bounded, min(16, bounded))
-    assert backend.handling == "0" and os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert backend.made_with == ["1", "0"] and os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
 
 
 def test_messages_over_nccl_begin_all_together() -> None:
@@ -301,14 +302,15 @@ def test_messages_over_nccl_begin_all_together() -> None:
         _start_coalescing=lambda: calls.append("begin"),
         send=lambda tensors, node, tag: calls.append(("send", node)),
         recv=lambda tensors, node, tag: calls.append(("receive", node)),
-        _end_coalescing=lambda: calls.append("end") or "work",
+        _end_coalescing=lambda: calls.append("end") or SimpleNamespace(synchronize=lambda: calls.append("order")),
         abort=lambda: calls.append("abort"),
         shutdown=lambda: calls.append("shutdown"),
     )
     made = Rail(backend, "name", SimpleNamespace())  # type: ignore[arg-type]
     row = torch.zeros(1, dtype=torch.uint8)
-    assert made.begin([Leg(1, row, True, 0), Leg(2, row, False, 0)]) == ["work"]
+    (work,) = made.begin([Leg(1, row, True, 0), Leg(2, row, False, 0)])
+    work.wait()
     made.abort()
     made.abort()
     made.close()
-    assert calls == ["begin", ("send", 1), ("receive", 2), "end", "abort"]
+    assert calls == ["begin", ("send", 1), ("receive", 2), "end", "order", "abort"]

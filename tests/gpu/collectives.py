@@ -119,7 +119,7 @@ def scatters_of_two_streams(rank: int, size: int, rounds: int) -> int:
     return rounds
 
 
-def gather_and_scatter_once(rank: int, size: int, path: str) -> None:
+def gather_and_scatter_once(rank: int, size: int, path: str, nodes: int = 1) -> None:
     """A gather and a reduction of a few odd bytes, and of some that path "auto" takes another way."""
     device = device_of(rank)
     torch.cuda.set_device(device)
@@ -131,7 +131,7 @@ def gather_and_scatter_once(rank: int, size: int, path: str) -> None:
             assert same_bits(out.cpu(), torch.cat([theirs[0] for theirs in whole])), f"gather of {count}"
             total = _poisoned(count, BF16, device)
             scatter(total, whole[rank].flatten().to(device))
-            assert torch.equal(total.cpu(), reduced(whole, rank, size, 1.0)), f"sum of {count}"
+            assert torch.equal(total.cpu(), reduced(whole, rank, size // nodes, 1.0)), f"sum of {count}"
 
 
 def replayed(rank: int, size: int, path: str) -> int:

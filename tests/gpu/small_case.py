@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.gpu import checks, collectives, gradients, over_nodes
 
 
-def small(rank: int, size: int) -> None:
+def small(rank: int, size: int, nodes: int) -> None:
     """Two layouts, small enough for a tool that slows kernels by orders of magnitude."""
     for layout in (checks.FLAT, checks.TOKEN_MAJOR):
         case = checks.Case(tokens=70, hidden=256, topk=3, experts_per_rank=4, layout=layout)
@@ -27,7 +27,7 @@ def small(rank: int, size: int) -> None:
     gradients.check_gradients(rank, size, checks.FLAT, torch.bfloat16)
     if size > 1:
         for path in collectives.PATHS:
-            collectives.gather_and_scatter_once(rank, size, path)
+            collectives.gather_and_scatter_once(rank, size, path, nodes)
 
 
 if __name__ == "__main__":
@@ -38,6 +38,6 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     if nodes > 1:
         over_nodes.start(rank, size)
-    small(rank, size)
+    small(rank, size, nodes)
     dist.destroy_process_group()
     print(f"small_case: rank {rank} of {size} on {nodes} node(s) passed")

@@ -30,7 +30,7 @@ namespace ep::cuda {
 
 namespace {
 
-constexpr int kMostWorkers = 23;  // with more, a thread has too few registers
+constexpr int kMostWorkers = 19;  // with more, a thread has too few registers
 constexpr int kMaxThreads = (kMostWorkers + 1) * kWarp;
 
 // Dynamic shared memory. stage_bytes 0: the stage is in this rank's block.
