@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -51,7 +52,7 @@ def run_ranks(
     """
     context = multiprocessing.get_context(start)
     if start == "forkserver":
-        context.set_forkserver_preload(_PRELOADED)
+        start_server()
     if simt_asked(os.environ | (env or {})):
         from tests.emulation.build import build
 
@@ -72,6 +73,12 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.join()
+
+
+def start_server() -> None:
+    """Starts the process that ranks are forked from, unless it runs."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    forkserver.ensure_running()
 
 
 def simt_asked(environment: Mapping[str, str]) -> bool:
