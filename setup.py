@@ -31,6 +31,7 @@ from setuptools.errors import CompileError, OptionError
 CSRC = Path("ep_plugin/csrc")
 OBJECTS = Path("build/objects")
 DEFAULT_ARCHS = "80;90+PTX"
+WITH_CUDA = "-DEP_WITH_CUDA=1"
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-lineinfo"]
 NVCC_FLAGS += ["-Xcompiler", "-fPIC,-fvisibility=hidden"]
@@ -97,24 +98,32 @@ def cudart_folders(nvcc: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Toolchain:
-    """The command lines that turn one source into one object. `nvcc` is empty in a build for CPU only."""
+    """The command lines that turn one source into one object. `nvcc` is empty in a build for CPU only.
+
+    A C++ source that does not ask for CUDA is compiled alike with and without it, and builds of both kinds share it.
+    """
 
     cxx: tuple[str, ...]
     nvcc: tuple[str, ...] = ()
 
-    def command(self, source: Path) -> list[str]:
+    def compiler(self, source: Path) -> tuple[str, ...]:
         if source.suffix == ".cu":
-            return [*self.nvcc, f"-I{CSRC}", "-c", str(source)]
+            return (*self.nvcc, WITH_CUDA)
+        needs = self.nvcc and "EP_WITH_CUDA" in source.read_text()
+        return (*self.cxx, WITH_CUDA) if needs else self.cxx
+
+    def command(self, source: Path) -> list[str]:
         # Not part of the key: in an isolated build these folders have another name every time.
         folders = [
             pybind11.get_include(),
             *{sysconfig.get_path("include"), sysconfig.get_path("platinclude")},
         ]
-        return [*self.cxx, f"-I{CSRC}", *(f"-isystem{folder}" for folder in folders), "-c", str(source)]
+        system = [] if source.suffix == ".cu" else [f"-isystem{folder}" for folder in folders]
+        return [*self.compiler(source), f"-I{CSRC}", *system, "-c", str(source)]
 
-    def key(self) -> str:
-        """A name for this configuration, so that objects of another one are never taken for ours."""
-        parts = (self, pybind11.__version__, sysconfig.get_config_var("EXT_SUFFIX"))
+    def key(self, source: Path) -> str:
+        """A name for how `source` is compiled, so that an object of another configuration is never taken for ours."""
+        parts = (self.compiler(source), pybind11.__version__, sysconfig.get_config_var("EXT_SUFFIX"))
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -123,10 +132,9 @@ def make_toolchain(nvcc: str | None) -> Toolchain:
     cxx = (*compiler, *CXX_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", "")))
     if nvcc is None:
         return Toolchain(cxx=cxx)
-    cuda = "-DEP_WITH_CUDA=1"
     archs = arch_flags(os.environ.get("EP_PLUGIN_CUDA_ARCHS", DEFAULT_ARCHS))
     host = ["-ccbin", compiler[0]] if os.environ.get("CXX") else []
-    return Toolchain(cxx=(*cxx, cuda), nvcc=(nvcc, *NVCC_FLAGS, *archs, *host, cuda))
+    return Toolchain(cxx=cxx, nvcc=(nvcc, *NVCC_FLAGS, *archs, *host))
 
 
 def sources(with_cuda: bool) -> list[Path]:
@@ -150,15 +158,14 @@ def compile_object(command: list[str], target: Path) -> None:
 
 def compile_stale(toolchain: Toolchain) -> list[str]:
     """Compile, in parallel, what is older than its source or any header; the objects of all sources."""
-    folder = OBJECTS / toolchain.key()
     headers = [path.stat().st_mtime for path in CSRC.rglob("*.*h")]
     objects, stale = [], []
     for source in sources(with_cuda=bool(toolchain.nvcc)):
-        target = folder / f"{source.relative_to(CSRC).as_posix().replace('/', '.')}.o"
+        target = OBJECTS / toolchain.key(source) / f"{source.relative_to(CSRC).as_posix().replace('/', '.')}.o"
         objects.append(str(target))
         if not target.exists() or target.stat().st_mtime <= max(source.stat().st_mtime, *headers):
             stale.append((toolchain.command(source), target))
-    folder.mkdir(parents=True, exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda job: compile_object(*job), stale))
     return objects

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# Workers share the cores with ranks, and threads of OpenMP that wait for each other spin. As torchrun sets it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Whole training runs and the like; everything else keeps pyproject's default.
 SLOW_TIMEOUT_S = 900

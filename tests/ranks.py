@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
@@ -68,7 +69,7 @@ def run_ranks(
     """
     context = multiprocessing.get_context(start)
     if start == "forkserver":
-        context.set_forkserver_preload(_PRELOADED)
+        start_server()
     if simt_asked(os.environ | (env or {})):
         from tests.emulation.build import build
 
@@ -96,6 +97,12 @@ def run_ranks(
             lines = path.read_text(errors="replace").splitlines() if path.exists() else []
             outcome.notes = "\n".join(lines[-_LINES:])
         return outcomes
+
+
+def start_server() -> None:
+    """Starts the process that ranks are forked from, unless it runs."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    forkserver.ensure_running()
 
 
 def simt_asked(environment: Mapping[str, str]) -> bool:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from ep_plugin import env
 from ep_plugin.bench.provenance import cores
@@ -49,11 +51,17 @@ def run_on_ranks(ranks: int, backend: str, function: Callable[..., Any], *args: 
     if backend == "cuda" and ranks > torch.cuda.device_count():
         raise ValueError(f"ranks: expected at most one per GPU ({torch.cuda.device_count()} found), got {ranks}")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    spawn(_spawned, args=(ranks, store.port, *call), nprocs=ranks)
+    # Ranks without GPUs are forks of a process that has imported torch, and end without tearing the interpreter down: a
+    # thread of gloo may hold the last collective's tensors. CUDA needs processes that start anew.
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    method = "forkserver" if backend == "cpu" else "spawn"
+    start_processes(_started, (ranks, store.port, dict(os.environ), *call), ranks, start_method=method)
     return json.loads(store.get(_RESULT))
 
 
-def _spawned(rank: int, ranks: int, port: int, *call: Any) -> None:
+def _started(rank: int, ranks: int, port: int, environment: dict[str, str], *call: Any) -> None:
+    os.environ.clear()  # a fork has that of the process that it was forked from
+    os.environ.update(environment)
     store = TCPStore("127.0.0.1", port, is_master=False)
     result = _run(rank, rank, ranks, store, *call)
     if rank == 0:

@@ -154,7 +154,7 @@ def _train(options: Options, ranks: Ranks) -> dict[str, Any]:
     """The result of one arm, trained in fresh processes. Exits with a status other than 0 if a rank fails."""
     with tempfile.TemporaryDirectory() as folder, _environment(options):
         result = Path(folder) / "result.json"
-        ranks.run(("-u", "-m", "examples.compare.train", json.dumps(asdict(options)), str(result)), folder)
+        ranks.run(json.dumps(asdict(options)), str(result), folder)
         return json.loads(result.read_text())
 
 

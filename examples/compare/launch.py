@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import typer
 
 from ep_plugin.testing.nodes import parse_rate
 
+_TRAIN = "examples.compare.train"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -39,21 +41,25 @@ class Ranks:
             raise typer.BadParameter(str(error), param_hint="--rate") from None
         return cls(number=number, nodes=nodes, rate=rate)
 
-    def run(self, worker: tuple[str, ...], folder: str) -> None:
-        """Runs ``python *worker`` on every rank. folder: for the ranks' logs. typer.Exit when a rank fails."""
+    def run(self, options: str, result: str, folder: str) -> None:
+        """Runs ``train.run(options, result)`` on every rank. folder: for their logs. typer.Exit when a rank fails."""
         if self.nodes == 1:
-            _on_one_node(worker, self.number, folder)
+            _on_one_node((options, result), self.number, folder)
         else:
-            _over_nodes(worker, self)
+            _over_nodes((options, result), self)
 
 
-def _on_one_node(worker: tuple[str, ...], ranks: int, folder: str) -> None:
-    """torch's agent ends the other ranks when one dies, and all of them when this process is interrupted."""
+def _on_one_node(arguments: tuple[str, str], ranks: int, folder: str) -> None:
+    """Ranks without GPUs are forks of one process that has imported what they need. CUDA does not survive a fork.
+    torch's agent ends the other ranks when one dies, and all of them when this process is interrupted."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    on_gpus = torch.cuda.is_available()
+    multiprocessing.get_context("forkserver").set_forkserver_preload([_TRAIN, "examples.compare.models"])
     config = LaunchConfig(
+        start_method="spawn" if on_gpus else "forkserver",
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
@@ -64,7 +70,10 @@ def _on_one_node(worker: tuple[str, ...], ranks: int, folder: str) -> None:
         logs_specs=DefaultLogsSpecs(log_dir=folder),
     )
     try:
-        elastic_launch(config, sys.executable)(*worker)
+        if on_gpus:
+            elastic_launch(config, sys.executable)("-u", "-m", _TRAIN, *arguments)
+        else:
+            elastic_launch(config, _train)(*arguments)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(1) from None
@@ -73,11 +82,17 @@ def _on_one_node(worker: tuple[str, ...], ranks: int, folder: str) -> None:
         raise typer.Exit(128 + error.sigval) from None
 
 
-def _over_nodes(worker: tuple[str, ...], ranks: Ranks) -> None:
+def _train(*arguments: str) -> None:
+    from examples.compare import train
+
+    train.run(*arguments)
+
+
+def _over_nodes(arguments: tuple[str, str], ranks: Ranks) -> None:
     """The launcher of emulated nodes ends the other ranks when one dies, and all of them when this process ends it."""
     rate = [] if ranks.rate is None else ["--rate", ranks.rate]
     sizes = ["--nodes", str(ranks.nodes), "--ranks", str(ranks.number // ranks.nodes)]
-    command = [sys.executable, "-m", "ep_plugin.testing.nodes", *sizes, *rate, "--", sys.executable, *worker]
+    command = [sys.executable, "-m", "ep_plugin.testing.nodes", *sizes, *rate, "--", sys.executable, "-u", "-m", _TRAIN]
 
     def stop(signum: int, _: FrameType | None) -> None:
         print(f"stopped: got {signal.Signals(signum).name}", file=sys.stderr)
@@ -85,7 +100,7 @@ def _over_nodes(worker: tuple[str, ...], ranks: Ranks) -> None:
 
     before = {signum: signal.signal(signum, stop) for signum in _SIGNALS}
     try:
-        with subprocess.Popen(command) as launcher:
+        with subprocess.Popen([*command, *arguments]) as launcher:
             try:
                 status = launcher.wait()
             except BaseException:

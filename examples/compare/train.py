@@ -1,6 +1,7 @@
 """One arm on one rank: train, and let rank 0 write what was measured.
 
-`__main__.py` runs it as ``python -m examples.compare.train OPTIONS_JSON RESULT_PATH`` under torchrun's environment.
+`launch.py` calls `run` in a fork, or runs ``python -m examples.compare.train OPTIONS_JSON RESULT_PATH``, under
+torchrun's environment.
 """
 
 from __future__ import annotations
@@ -143,14 +144,18 @@ def _groups_by_mesh(model: torch.nn.Module) -> list[dict]:
     return [{"params": parameters} for parameters in groups.values()]
 
 
-@record
-def main() -> None:
-    options = Options(**json.loads(sys.argv[1]))
+def run(options_json: str, result_path: str) -> None:
+    options = Options(**json.loads(options_json))
     result = train(options)
     if dist.get_rank() == 0:
-        Path(sys.argv[2]).write_text(json.dumps({"options": asdict(options), **result}))
+        Path(result_path).write_text(json.dumps({"options": asdict(options), **result}))
     dist.barrier()
     dist.destroy_process_group()
+
+
+@record
+def main() -> None:
+    run(*sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     # A thread of gloo may still release the last collective's tensor. If it asks for the interpreter's lock while the

@@ -250,10 +250,8 @@ def test_a_run_that_is_cut_short_ends(tmp_path: Path, victim: str, signum: int, 
             character = process.stderr.read(1)
             assert character, f"the run ended before its first step: {seen}"
             seen += character
-        ranks = _children(process.pid)
-        if nodes > 1:  # they are children of the launcher of nodes
-            (of_nodes,) = ranks
-            ranks = _children(of_nodes)
+        # Children of the launcher of nodes, or of the process that they were forked from.
+        ranks = [rank for starter in _children(process.pid) for rank in _children(starter)]
         assert len(ranks) == 2
         os.kill(ranks[1] if victim == "rank" else process.pid, signum)
         process.communicate(timeout=60)

@@ -1,4 +1,7 @@
-"""Every example by the command that its docstring prints, without a GPU. Megatron's runs on CPUs by stand-ins."""
+"""Every example as its docstring says, without a GPU. Megatron's runs on CPUs by stand-ins.
+
+torchrun itself starts the shortest; the others run on ranks as torchrun starts them (tests/scripts_on_ranks.py).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from tests.scripts_on_ranks import run_script
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -35,8 +41,14 @@ LINES = {
 
 
 @functools.cache
+def on_ranks(*words: str, **variables: str) -> str:
+    """The output of two ranks without GPUs; each script runs once."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_script(words, 2, Path(folder), CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT), **variables)
+        return "".join(log.read_text() for log in sorted(Path(folder).glob("log.*")))
+
+
 def torchrun(*words: str, **variables: str) -> str:
-    """The output of two ranks without GPUs; each command runs once."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("EP_PLUGIN")}
     environment = inherited | {"CUDA_VISIBLE_DEVICES": ""} | variables
@@ -59,11 +71,13 @@ def test_runs_as_printed(path: Path, tmp_path: Path) -> None:
     assert printed is not None
     *settings, _, option, ranks, script = shlex.split(printed[1])
     assert (option, ranks, script) == ("--nproc-per-node", "2", f"examples/{path.name}")
-    counted = ["-m", "tests.integrations.counted", str(tmp_path / "counts")] if path.stem == MEGATRON else []
-    output = torchrun(*counted, script, **dict(setting.split("=") for setting in settings))
+    variables = dict(setting.split("=") for setting in settings)
     if path.stem == "api":
+        output = torchrun(script, **variables)
         assert sorted(re.findall(r"rank (\d): (\d+) tokens", output)) == [("0", "100"), ("1", "101")]
         return
+    counted = ["-m", "tests.integrations.counted", str(tmp_path / "counts")] if path.stem == MEGATRON else []
+    output = on_ranks(*counted, str(path), **variables)
     if path.stem == "generate_qwen3_moe":
         assert sorted(re.findall(r"rank (\d): (\d) sequences of 24", output)) == [("0", "3"), ("1", "2")]
         assert sorted(re.findall(r"rank (\d): one rank alone gives the same tokens", output)) == ["0", "1"]
@@ -84,9 +98,9 @@ def test_the_accelerate_loop_has_the_losses_of_stock_fsdp2(tmp_path: Path) -> No
         "import runpy\n"
         "from ep_plugin.integrations import fsdp2\n"
         "fsdp2.enable = lambda model: 0\n"
-        "runpy.run_path('examples/train_accelerate.py', run_name='__main__')\n"
+        f"runpy.run_path({str(ROOT / 'examples' / 'train_accelerate.py')!r}, run_name='__main__')\n"
     )
-    ours, stock = torchrun("examples/train_accelerate.py"), torchrun(str(tmp_path / "stock.py"))
+    ours, stock = on_ranks(str(ROOT / "examples" / "train_accelerate.py")), on_ranks(str(tmp_path / "stock.py"))
     assert "all_gathers=0" in stock and "all_gathers=0" not in ours
     assert len(losses_in(ours)) == 8
     assert losses_in(ours) == pytest.approx(losses_in(stock), rel=1e-5)

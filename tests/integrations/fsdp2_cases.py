@@ -252,7 +252,7 @@ def counting_stock_calls() -> Iterator[StockCalls]:
 def peak_bytes(run: Callable[[], Any]) -> int:
     """The most that PyTorch's CPU allocator had given out at once while ``run()`` ran, beyond what it had before."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())

@@ -39,9 +39,7 @@ def make_megatron_run_here() -> None:
     random._get_cuda_rng_state = lambda *args, **kwargs: None
     random._set_cuda_rng_state = lambda *args, **kwargs: None
     without_transformer_engine()
-    import megatron.core.transformer.moe.experts as experts
-
-    experts.jit_fuser = lambda function: function  # compiling would take a minute
+    torch.compiler.set_stance("force_eager")  # Megatron compiles its fusions, which would take a minute
 
 
 class _Anything:

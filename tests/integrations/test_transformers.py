@@ -349,7 +349,7 @@ def _run_case(case: Case, checkpoints: Path, rank: int) -> dict:
         if case.train:
             results |= _gradients(model)
         tensors[exchange] = {name: tensor.detach() for name, tensor in results.items()}
-        sorts[exchange] = sum(event.name == "aten::sort" for event in run.events())
+        sorts[exchange] = sum(event.name() == "aten::sort" for event in run.profiler.kineto_results.events())
     return {
         "difference": _difference(tensors["ep_plugin"], tensors["all_to_all"]),
         "calls": seen.calls,

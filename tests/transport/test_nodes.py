@@ -180,14 +180,26 @@ def test_a_bench_of_dispatch_and_combine_over_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suite", ["allgather", "moe"])
-@pytest.mark.parametrize(
-    ("ranks", "nodes", "message"),
-    [("2", "2", "ranks: expected 4, which the launcher has started, got 2"), ("4", "1", "nodes: expected 2, which")],
-)
-def test_a_bench_refuses_another_launch(suite: str, ranks: str, nodes: str, message: str, tmp_path: Path) -> None:
-    done = _bench(suite, "--ranks", ranks, "--nodes", nodes, out=tmp_path / "found.json")
+def test_a_bench_refuses_other_nodes(suite: str, tmp_path: Path) -> None:
+    done = _bench(suite, "--ranks", "4", "--nodes", "1", out=tmp_path / "found.json")
     assert done.returncode == 2
-    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert "nodes: expected 2, which" in " ".join(done.stderr.replace("│", " ").split())
+    assert not (tmp_path / "found.json").exists()
+
+
+@pytest.mark.parametrize("suite", ["allgather", "moe"])
+def test_a_bench_refuses_another_number_of_ranks(suite: str, tmp_path: Path) -> None:
+    """The command of one of four ranks, which refuses before it meets the others."""
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from ep_plugin.bench.cli import main
+
+    launched = variables_of(0, Cluster(nodes=2, ranks=2, launched_by="python -m ep_plugin.testing.nodes"), 1234)
+    arguments = [suite, "--backend", "cpu", "--ranks", "2", "--nodes", "2", "--out", str(tmp_path / "found.json")]
+    done = CliRunner(env=launched).invoke(main, arguments)
+    assert done.exit_code == 2
+    assert "ranks: expected 4, which the launcher has started, got 2" in " ".join(done.output.replace("│", " ").split())
     assert not (tmp_path / "found.json").exists()
 
 

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/api.h"
 #include "common/layout.h"
 
 namespace ep::bindings {
@@ -23,9 +24,11 @@ void bind_kernels(py::module_& m);
 void bind_collectives(py::module_& m);
 void bind_low_latency(py::module_& m);
 void bind_board(py::module_& m);
-#if defined(EP_WITH_CUDA)
-void bind_device(py::module_& m);
-#endif
+void bind_cuda(py::module_& m);  // in builds with CUDA alone
+
+// The functions of one table, in the submodule of this name, which bind_table() makes.
+void bind_table(py::module_& m, const char* name, const KernelTable& table);
+void bind_low_latency_table(py::module_& m, const char* name, const KernelTable& table);
 
 // A struct with fields that are given by keyword. Fields that are not given are 0; an unknown name is an
 // AttributeError. A launch makes one, so keywords are matched by pointer and values are stored without a copy of the

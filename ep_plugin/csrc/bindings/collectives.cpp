@@ -90,12 +90,6 @@ void bind_cuda_collectives(py::module_& m) {
   m.def("place_word", &place_word);
   m.attr("stream_words_shape") = py::make_tuple(2, kMaxPeerBlocks + 1, kMaxRanks);  // ready and done
   m.attr("stream_words_bytes") = sizeof(StreamWords);
-#if defined(EP_WITH_CUDA)
-  py::module_ cuda = m.attr("cuda");
-  bind_kernel(cuda, "all_gather", &cuda::all_gather);
-  bind_kernel(cuda, "small_exchange", &cuda::small_exchange);
-  bind_kernel(cuda, "reduce_scatter", &cuda::reduce_scatter);
-#endif
 }
 
 // Requests for blocks, and calls.

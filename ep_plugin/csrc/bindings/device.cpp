@@ -1,12 +1,20 @@
-// CUDA without communicators: host memory, streams, and the kernels of common/wire.h.
+// CUDA: kernels, host memory, streams, and the kernels of common/wire.h. What only builds with CUDA have is here, so
+// that builds without CUDA can take the objects of the other bindings.
 #if defined(EP_WITH_CUDA)
 #include "bindings/bind.h"
+#include "common/collectives.h"
 #include "common/wire.h"
 #include "cuda/core/host.h"
 
 namespace ep::bindings {
 
-void bind_device(py::module_& m) {
+void bind_cuda(py::module_& m) {
+  bind_table(m, "cuda", cuda_kernels());
+  bind_low_latency_table(m, "cuda", cuda_kernels());
+  py::module_ kernels = m.attr("cuda");
+  bind_kernel(kernels, "all_gather", &cuda::all_gather);
+  bind_kernel(kernels, "small_exchange", &cuda::small_exchange);
+  bind_kernel(kernels, "reduce_scatter", &cuda::reduce_scatter);
   Struct<WireArgs>(m, "WireArgs")
       .field("kind", &WireArgs::kind)
       .field("num_sms", &WireArgs::num_sms)

@@ -250,23 +250,6 @@ void bind_node_args(py::module_& m) {
       .field("stream", &CombineAddArgs::stream);
 }
 
-void bind_table(py::module_& m, const char* name, const KernelTable& table) {
-  py::module_ sub = m.def_submodule(name);
-  bind_kernel(sub, "plan", table.plan);
-  bind_kernel(sub, "notify", table.notify);
-  bind_kernel(sub, "dispatch_send", table.dispatch_send);
-  bind_kernel(sub, "wait_for_sender", table.wait_for_sender);
-  bind_kernel(sub, "dispatch_recv", table.dispatch_recv);
-  bind_kernel(sub, "combine_send", table.combine_send);
-  bind_kernel(sub, "combine_recv", table.combine_recv);
-  bind_kernel(sub, "dispatch", table.dispatch);
-  bind_kernel(sub, "combine", table.combine);
-  bind_kernel(sub, "weight_grad", table.weight_grad);
-  bind_kernel(sub, "quantize", table.quantize);
-  bind_kernel(sub, "pack", table.pack);
-  bind_kernel(sub, "combine_add", table.combine_add);
-}
-
 void bind_sizes(py::module_& m) {
   m.def("control_bytes", [](int ranks, int experts) { return control_layout(ranks, experts).bytes; });
   Struct<MetaLayout>(m, "MetaLayout")
@@ -300,6 +283,23 @@ void bind_sizes(py::module_& m) {
 
 }  // namespace
 
+void bind_table(py::module_& m, const char* name, const KernelTable& table) {
+  py::module_ sub = m.def_submodule(name);
+  bind_kernel(sub, "plan", table.plan);
+  bind_kernel(sub, "notify", table.notify);
+  bind_kernel(sub, "dispatch_send", table.dispatch_send);
+  bind_kernel(sub, "wait_for_sender", table.wait_for_sender);
+  bind_kernel(sub, "dispatch_recv", table.dispatch_recv);
+  bind_kernel(sub, "combine_send", table.combine_send);
+  bind_kernel(sub, "combine_recv", table.combine_recv);
+  bind_kernel(sub, "dispatch", table.dispatch);
+  bind_kernel(sub, "combine", table.combine);
+  bind_kernel(sub, "weight_grad", table.weight_grad);
+  bind_kernel(sub, "quantize", table.quantize);
+  bind_kernel(sub, "pack", table.pack);
+  bind_kernel(sub, "combine_add", table.combine_add);
+}
+
 void bind_kernels(py::module_& m) {
   bind_constants(m);
   bind_sizes(m);
@@ -308,9 +308,6 @@ void bind_kernels(py::module_& m) {
   bind_combine_args(m);
   bind_node_args(m);
   bind_table(m, "cpu", cpu_kernels());
-#if defined(EP_WITH_CUDA)
-  bind_table(m, "cuda", cuda_kernels());
-#endif
 }
 
 }  // namespace ep::bindings

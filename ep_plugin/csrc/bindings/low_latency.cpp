@@ -101,23 +101,21 @@ void bind_sizes(py::module_& m) {
   m.def("ll_plan_layout", &ll_plan_layout);
 }
 
+}  // namespace
+
 // A table without these kernels has no functions for them.
-void bind_table(py::module_ sub, const KernelTable& table) {
+void bind_low_latency_table(py::module_& m, const char* name, const KernelTable& table) {
   if (table.ll_dispatch == nullptr) return;
+  py::module_ sub = m.attr(name);
   bind_kernel(sub, "ll_dispatch", table.ll_dispatch);
   bind_kernel(sub, "ll_combine", table.ll_combine);
 }
-
-}  // namespace
 
 void bind_low_latency(py::module_& m) {
   bind_constants(m);
   bind_structs(m);
   bind_sizes(m);
-  bind_table(m.attr("cpu"), cpu_kernels());
-#if defined(EP_WITH_CUDA)
-  bind_table(m.attr("cuda"), cuda_kernels());
-#endif
+  bind_low_latency_table(m, "cpu", cpu_kernels());
 }
 
 }  // namespace ep::bindings

@@ -28,6 +28,6 @@ PYBIND11_MODULE(_C, m) {
   bindings::bind_collectives(m);
   bindings::bind_low_latency(m);
 #if defined(EP_WITH_CUDA)
-  bindings::bind_device(m);
+  bindings::bind_cuda(m);
 #endif
 }

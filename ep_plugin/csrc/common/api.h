@@ -257,8 +257,6 @@ struct KernelTable {
 };
 
 const KernelTable& cpu_kernels();
-#if defined(EP_WITH_CUDA)
-const KernelTable& cuda_kernels();
-#endif
+const KernelTable& cuda_kernels();  // in builds with CUDA alone
 
 }  // namespace ep

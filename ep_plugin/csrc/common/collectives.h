@@ -305,13 +305,11 @@ struct SmallExchangeArgs {
   Address stream;
 };
 
-#if defined(EP_WITH_CUDA)
-namespace cuda {
+namespace cuda {  // in builds with CUDA alone
 void all_gather(const AllGatherArgs& args);
 void reduce_scatter(const ReduceScatterArgs& args);
 void small_exchange(const SmallExchangeArgs& args);
 }  // namespace cuda
-#endif
 
 namespace cpu {
 void all_gather(const CpuAllGatherArgs& args);
