@@ -44,7 +44,7 @@ export PYTHONUNBUFFERED=1
 
 build() { EP_PLUGIN_BUILD_CUDA=1 $PYTHON -m pip install -q --no-build-isolation --no-deps -e .; }
 
-tests() { $PYTHON -m pytest -m gpu tests/gpu -q -n 4 --dist loadgroup; }
+tests() { $PYTHON -m pytest -m gpu tests/gpu -v -n 4 --dist loadgroup; }
 
 # The same tests where launches block, where all streams share one hardware queue, and on the plain kernels. Each has an
 # entry of its own in the receipt.
