@@ -48,7 +48,7 @@ def run_script(words: Sequence[str | Path], ranks: int, folder: Path, **variable
 
 
 def _run(words: list[str], folder: Path, environment: dict[str, str], log: Path) -> None:
-    """What the interpreter does with its words and its environment."""
+    """Does what the interpreter does with its words and its environment."""
     assert not {"transformers", "megatron", "torchtitan", "ep_plugin.integrations.hooks"} & sys.modules.keys()
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)

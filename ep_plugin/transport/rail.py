@@ -100,7 +100,8 @@ class Rail:
     def gather(self, everyones: torch.Tensor, part: torch.Tensor) -> Any:
         """Begins to fill `everyones` with the `part` of every node, by node."""
         self._refuse_if_ended()
-        return _OnStream(self._backend._allgather_base(everyones, part))
+        work = self._backend._allgather_base(everyones, part)
+        return _OnStream(work) if self.together else work
 
     def _one(self, leg: Leg) -> Any:
         return (self._backend.send if leg.sent else self._backend.recv)([leg.tensor], leg.node, leg.tag)
