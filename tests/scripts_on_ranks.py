@@ -32,11 +32,12 @@ def run_script(words: Sequence[str | Path], ranks: int, folder: Path, **variable
     start_server()
     context = multiprocessing.get_context("forkserver")
     processes = []
-    for rank, log in enumerate(logs):
-        own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(context.Process(target=_run, args=([str(word) for word in words], folder, own, log)))
-        processes[-1].start()
     try:
+        for rank, log in enumerate(logs):
+            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = context.Process(target=_run, args=([str(word) for word in words], folder, own, log))
+            process.start()
+            processes.append(process)
         for process in processes:
             process.join(timeout=200)
         codes = [process.exitcode for process in processes]

@@ -178,16 +178,18 @@ class GroupEngine(BaseEngine):
         self.rails.abort()
 
     def _fail_with_rail(self, reason: str) -> None:
-        """Another communicator has failed, and ends the rail of both: what crosses is over then, without data."""
-        if self._error is None and self.boards.quiet():
+        """Another communicator has failed, and ends the rail of both: messages under way then end without data."""
+        if not self.closed and self._error is None and self.boards.quiet():
             self._error = aborted_error(self, self.rank, reason)
             self.boards.tell_abort(reason)
 
     def settle(self) -> None:
-        for stream in (self.streams.send, self.streams.receive):
-            with self.streams.on(stream):  # memory was made on it, too
-                self.rails.settle()
-        super().settle()
+        try:
+            for stream in (self.streams.send, self.streams.receive):
+                with self.streams.on(stream):  # memory was made on it, too
+                    self.rails.settle()
+        finally:
+            super().settle()
 
     def record(self, *tensors: torch.Tensor | None) -> None:
         super().record(*tensors)

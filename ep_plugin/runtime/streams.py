@@ -130,11 +130,11 @@ class CallerStreams(Streams):
         return _C.stream_capture(current_stream(self._device), self._device.index)
 
     def follow(self, earlier: int | None) -> int:
-        """As in Streams. But a stream that is captured into a CUDA graph does not wait for a stream outside of it."""
+        """As in Streams, if both are in one capture of a CUDA graph, or in none. Others cannot wait for each other."""
         current = current_stream(self._device)
         if earlier is None or earlier == current:
             return current
-        if not self.capturing() or _C.stream_capture(earlier, self._device.index):
+        if self.capturing() == _C.stream_capture(earlier, self._device.index):
             torch.cuda.current_stream(self._device).wait_stream(self._stream(earlier))
         return current
 

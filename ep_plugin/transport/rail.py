@@ -113,11 +113,13 @@ class Rail:
     def interrupt(self, node: int, tag: int, user: User, reason: str) -> None:
         """Ends the waits of other threads and of streams, for `user`. node: any other node; tag: of no message."""
         if self.together:
-            # Streams that wait go on then. First all others know that what comes next is not good.
-            for other in list(self.users):
-                if other is not user and not self._ended:
-                    other.rail_ends(reason)
-            self.abort()
+            # Streams that wait go on then. First all other users are told that the data that follows is invalid.
+            try:
+                for other in list(self.users):
+                    if other is not user and not self._ended:
+                        other.rail_ends(reason)
+            finally:
+                self.abort()
             return
         # Only an overdue wait ends gloo's other waits: it closes all connections of its backend.
         with contextlib.suppress(RuntimeError):
@@ -247,7 +249,8 @@ def _connected(
     store = c10d.PrefixStore(f"rail {ident}", store)
     if device.type == "cuda" and c10d.is_nccl_available() and isinstance(theirs, c10d.ProcessGroupNCCL):
         with env.rail_variables():
-            backend = c10d.ProcessGroupNCCL(store, node, num_nodes, _nccl_options(theirs))
+            # A connection of its own to the store: a rank that is late blocks it.
+            backend = c10d.ProcessGroupNCCL(store.clone(), node, num_nodes, _nccl_options(theirs))
         _connect_nccl(backend, device, timeout_s)  # when it returns, all ranks have read its key
         rail, keys = Rail(backend, ident, Progress(device)), ["0"] if node == 0 else []
     elif device.type == "cpu" and c10d.is_gloo_available() and isinstance(theirs, c10d.ProcessGroupGloo):

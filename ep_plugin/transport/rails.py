@@ -68,6 +68,7 @@ class Rails:
         # The next node first, so that no two nodes send to one at a time.
         self.nodes = [(own + step) % node_map.num_nodes for step in range(1, node_map.num_nodes)]
         self._rail: Rail | GroupRail | None = None
+        self._owner = object()  # stands for this communicator in the rail's progress, which outlives it
         self._aborted = self._waiting = False
         if device.type == "cuda" and self.nodes and not serves_gpus(group):
             raise NotSupported(
@@ -141,7 +142,7 @@ class Rails:
         progress = opened.progress
         try:
             if progress is not None:
-                progress.begin(self, what)
+                progress.begin(self._owner, what)
             works = begin()
             captured = None if progress is None else progress.follow(works[0])
             opened.held |= captured is not None
@@ -204,7 +205,7 @@ class Rails:
         """Which messages of this communicator are crossing, and for how many seconds. Costs no call of CUDA."""
         progress = None if self._rail is None else self._rail.progress
         running = None if progress is None else progress.running()
-        return None if running is None or running[0] is not self else running[1:]
+        return None if running is None or running[0] is not self._owner else running[1:]
 
     def close(self) -> None:
         """Not collective. Peers still receive what this rank has sent."""

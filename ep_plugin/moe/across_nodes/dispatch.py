@@ -59,8 +59,10 @@ class Payload(NamedTuple):
 
 
 class Ids(NamedTuple):
-    """Expert ids on their way: landed[i], int32 ``[rows, K]``, of the rows that leg i brings."""
+    """Expert ids on their way, int32 ``[rows, K]``: packed, of all rows that are sent; landed[i], of those that leg i
+    brings."""
 
+    packed: torch.Tensor
     landed: Sequence[torch.Tensor]
     crossing: UnderWay
 
@@ -225,7 +227,7 @@ class DispatchAcrossNodes(Operation):
         with streams.on(streams.send):
             landed = packed.new_empty((sum(routing.received), K)).split(routing.received)
             pairs = [[pair] for pair in zip(packed.split(routing.sent), landed, strict=True)]
-            return Ids(landed, nodes.start_legs(nodes.legs, pairs, "expert ids"))
+            return Ids(packed, landed, nodes.start_legs(nodes.legs, pairs, "expert ids"))
 
     def _take_ids(self, routing: NodesRouting, ids: Ids) -> None:
         """Waits for the expert ids of the segments that legs bring."""

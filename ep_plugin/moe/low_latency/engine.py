@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -115,12 +116,15 @@ class LowLatencyEngine(GroupEngine):
         if self.device.type != "cpu" or nbytes < _LARGE_BYTES:
             return torch.empty(shape, dtype=dtype, device=self.device)
         for storage in self._outputs:
-            if storage.nbytes() == nbytes and torch._C._storage_Use_Count(storage._cdata) == 1:
+            # Tensors count in C++; whoever has only the storage has this Python object, as do the queue, `storage` and
+            # the call.
+            unused = torch._C._storage_Use_Count(storage._cdata) == 1 and sys.getrefcount(storage) <= 3
+            if unused and storage.nbytes() == nbytes:
                 break
         else:
             storage = torch.UntypedStorage(nbytes)
             self._outputs.append(storage)
-        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, (shape[1] * shape[2], shape[2], 1))
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, (shape[1] * shape[2], shape[2], 1))
 
     def set_sms(self, counts: dict[str, int | None]) -> None:
         """Refuses: the kernels choose their SMs."""

@@ -13,6 +13,7 @@ namespace ep::cuda {
 
 constexpr int kPassPairs = 512;  // pairs that a CTA places at a time
 constexpr int kRowVectors = 2;   // 16-byte vectors of a row that a lane copies at a time
+
 // What a CTA knows of the sources, and the pairs of one pass. In shared memory.
 struct Placed {
   int32_t tokens[kMaxRanks];                  // T of each source; 0: it is masked
