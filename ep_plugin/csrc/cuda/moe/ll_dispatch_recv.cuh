@@ -101,14 +101,15 @@ class LlReceiver {
   }
 
   // With shrink, CTAs may see a source differently: its words arrive while its deadline passes. The first CTA decides
-  // for all. True if this CTA must count again.
+  // for all. True if this CTA must count again: a source is there that it took for lost, or it has counted, perhaps in
+  // part, one that is lost.
   __device__ bool settle() {
     if (ll_.op.shrink == 0) return false;
     bool changed = false;
     const int source = lane_id();
     if (warp_id() == 0 && source < ranks_) {
       const bool lost = placed_.lost[source] != 0, there = decide(source, !lost);
-      changed = there == lost;
+      changed = there ? lost : placed_.tokens[source] != 0;
       if (there) ll_.masked &= ~(1u << source);
       LlHeader header;
       if (changed && there && ll_open(ll_, source, words_of(source), &header) == Found::kThere)
