@@ -26,7 +26,7 @@ from ep_plugin.errors import (
 from ep_plugin.runtime import faults
 from ep_plugin.transport import topology
 from tests.collectives.collective_cases import gather_ones, scatter_ones
-from tests.faults.fault_cases import die_at_gate, nothing_left_behind, orphaned_names
+from tests.faults.fault_cases import die_at_gate, nothing_left_behind, orphaned_names, set_deadline
 from tests.ranks import run_ranks, values
 
 SIZE = 3
@@ -34,10 +34,6 @@ DEADLINE_S = 2.0
 GRACE_S = 5.0
 CPU = torch.device("cpu")
 BIG = 300_000  # elements: several chunks
-
-
-def _quick_group() -> dist.ProcessGroup:
-    return dist.new_group(timeout=datetime.timedelta(seconds=DEADLINE_S))
 
 
 OPERATIONS: dict[str, tuple[type[Collective], Callable[[Collective, int], torch.Tensor]]] = {
@@ -48,8 +44,9 @@ OPERATIONS: dict[str, tuple[type[Collective], Callable[[Collective, int], torch.
 
 def _killed(rank: int, name: str, victim: int) -> PeerTimeout:
     kind, operation = OPERATIONS[name]
-    comm = kind(_quick_group())
+    comm = kind()
     operation(comm, 10)
+    set_deadline(comm.engine_on(CPU), DEADLINE_S)
     if rank == victim:
         engine = comm.engine_on(CPU)
         engine.comm.gate = _C.Step[name.upper()]
@@ -124,8 +121,9 @@ def test_a_rank_that_gave_up_itself_is_not_to_blame(waited_for: dict[int, int], 
 
 
 def _killed_before_allocate(rank: int) -> PeerTimeout:
-    gather = HierarchicalAllGather(_quick_group(), num_buffers=1)
+    gather = HierarchicalAllGather(num_buffers=1)
     kept = [gather.allocate(100, torch.float32)]
+    set_deadline(gather.engine_on(CPU), DEADLINE_S)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerTimeout) as caught:
@@ -145,8 +143,9 @@ def test_a_rank_that_dies_before_it_allocates_is_named() -> None:
 
 def _killed_on_another_node(rank: int, name: str) -> EpPluginError:
     kind, operation = OPERATIONS[name]
-    comm = kind(_quick_group())
+    comm = kind()
     operation(comm, 10)
+    set_deadline(comm.engine_on(CPU), DEADLINE_S)
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()

@@ -56,13 +56,12 @@ def open_communicator(size: int, **settings: Any) -> MoECommunicator:
 def open_with_deadline(size: int, timeout_s: float, **settings: Any) -> MoECommunicator:
     """As open_communicator, with a deadline that does not hold for the construction."""
     comm = open_communicator(size, timeout_s=60, **settings)
-    set_deadline(comm, timeout_s)
+    set_deadline(comm.engine, timeout_s)
     return comm
 
 
-def set_deadline(comm: MoECommunicator, timeout_s: float) -> None:
+def set_deadline(engine: Any, timeout_s: float) -> None:
     """Makes later waits end after `timeout_s`. A busy machine may take longer than that to construct a communicator."""
-    engine = comm.engine
     engine.timeout_s = engine.exchange.timeout_s = engine.within.timeout_s = engine.rails._timeout_s = timeout_s
     engine.comm.timeout_ns = int(timeout_s * 1e9)
 

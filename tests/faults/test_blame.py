@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import signal
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.base import Collective
 from ep_plugin.errors import EpPluginError
 from tests.collectives.collective_cases import gather_ones, scatter_ones
+from tests.faults.fault_cases import set_deadline
 from tests.ranks import run_ranks, values
 
 RANKS = 4
@@ -22,9 +23,10 @@ KINDS: dict[str, type[Collective]] = {"gather": HierarchicalAllGather, "sum": Hi
 
 
 def _loses(rank: int, kind: str, victim: int, how: str, count: int) -> EpPluginError:
-    comm = KINDS[kind](dist.new_group(timeout=datetime.timedelta(seconds=DEADLINE_S)))
+    comm = KINDS[kind]()
     operation = gather_ones if kind == "gather" else scatter_ones
     operation(comm, 10)
+    set_deadline(comm.engine_on(torch.device("cpu")), DEADLINE_S)
     dist.barrier()
     store = dist.distributed_c10d._get_default_store()
     if rank == victim:

@@ -211,7 +211,7 @@ def _without_a_peer(rank: int, size: int) -> None:
     """Rank 1 does not call dispatch. Notify's wait ends at the deadline, and then nothing is received early."""
     inputs = make_inputs(Case(tokens=(20,) * size, num_experts=2 * size))
     with communicator(inputs.case) as comm:
-        set_deadline(comm, 1.0)
+        set_deadline(comm.engine, 1.0)
         kernels = _hurry(comm)
         for _ in range(2):
             round_trip(comm, inputs, inputs.expected(FLAT))
@@ -233,7 +233,7 @@ def _killed_while_sending(rank: int, size: int) -> tuple[PeerTimeout, list[bool]
         os.environ["EP_PLUGIN_TEST_GATE"] = "dispatch_send"
     inputs = make_inputs(Case(tokens=(200,) * size, num_experts=2 * size))
     comm = communicator(inputs.case)
-    set_deadline(comm, 2.0)
+    set_deadline(comm.engine, 2.0)
     gate, comm.engine.comm.gate = comm.engine.comm.gate, 0
     kernels = _hurry(comm)
     for _ in range(2):
