@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ep_plugin.collectives.all_gather import HierarchicalAllGather
     from ep_plugin.collectives.reduce_scatter import HierarchicalReduceScatter
+    from ep_plugin.collectives.send_receive import Receive, Send, SendReceive
     from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
     from ep_plugin.errors import (
         CaptureRefused,
@@ -41,6 +42,9 @@ _HOMES = {
     "NotSupported": "ep_plugin.errors",
     "PeerAborted": "ep_plugin.errors",
     "PeerTimeout": "ep_plugin.errors",
+    "Receive": "ep_plugin.collectives.send_receive",
+    "Send": "ep_plugin.collectives.send_receive",
+    "SendReceive": "ep_plugin.collectives.send_receive",
 }
 
 __all__ = [
@@ -58,6 +62,9 @@ __all__ = [
     "NotSupported",
     "PeerAborted",
     "PeerTimeout",
+    "Receive",
+    "Send",
+    "SendReceive",
 ]
 
 

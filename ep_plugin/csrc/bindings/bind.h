@@ -23,6 +23,7 @@ namespace py = pybind11;
 void bind_kernels(py::module_& m);
 void bind_collectives(py::module_& m);
 void bind_low_latency(py::module_& m);
+void bind_messages(py::module_& m);
 void bind_board(py::module_& m);
 void bind_cuda(py::module_& m);  // in builds with CUDA alone
 

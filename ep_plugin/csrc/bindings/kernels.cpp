@@ -38,7 +38,9 @@ void bind_constants(py::module_& m) {
              {"LL_DISPATCH_SEND", kLlDispatchSend},
              {"LL_DISPATCH_RECV", kLlDispatchRecv},
              {"LL_COMBINE_SEND", kLlCombineSend},
-             {"LL_COMBINE_RECV", kLlCombineRecv}});
+             {"LL_COMBINE_RECV", kLlCombineRecv},
+             {"SEND", kSend},
+             {"RECEIVE", kReceive}});
   bind_enum(m, "FaultCode",
             {{"NONE", kNoFault},
              {"TIMEOUT", kTimeout},

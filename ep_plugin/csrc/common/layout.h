@@ -112,7 +112,9 @@ enum Step : int32_t {
   kLlDispatchSend = 11,
   kLlDispatchRecv = 12,
   kLlCombineSend = 13,
-  kLlCombineRecv = 14
+  kLlCombineRecv = 14,
+  kSend = 15,
+  kReceive = 16
 };
 constexpr int kStateSteps = kCombineAdd;  // the steps that use State; others have words of their own
 

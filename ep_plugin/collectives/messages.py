@@ -1,0 +1,171 @@
+"""The engine of one SendReceive object: lanes inside a node, and the group's backend to other nodes.
+
+Shapes: R ranks in the group, N nodes of G ranks each, R = N * G.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_plugin import _C
+from ep_plugin.errors import CommunicatorClosed, EpPluginError, NotSupported, PeerTimeout
+from ep_plugin.runtime.group import GroupEngine
+from ep_plugin.runtime.streams import Streams
+from ep_plugin.transport import open_memory, transport_for
+from ep_plugin.transport.exchange import Exchange
+
+_KEPT = 16  # calls whose tensors are kept before the finished ones are looked for
+_OVERDUE = 3  # of _C.CpuMessages.wait
+# Ranks compare positions in this list.
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+@dataclass(frozen=True)
+class Posted:
+    """One operation. tensor: uint8 ``[bytes]``, of elements of `dtype`. peer: a rank of the group."""
+
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    peer: int
+    channel: int
+    receives: bool
+
+
+@dataclass
+class Started:
+    """The operations of one call. works: those with ranks of other nodes, each with its rank."""
+
+    tickets: list[int] = field(default_factory=list)
+    works: list[tuple[int, dist.Work]] = field(default_factory=list)
+
+
+class MessageEngine(GroupEngine):
+    """Construction is collective over `group`."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_channels: int) -> None:
+        self.num_channels = num_channels
+        self._group = group
+        self._kept: dict[int, tuple[Started, list[torch.Tensor]]] = {}
+        super().__init__(Exchange(group), device, group)
+
+    def _construct(self, group: dist.ProcessGroup) -> None:
+        if self.device.type != "cpu":
+            raise NotSupported(f"SendReceive: expected a device of cpu in this release, got {self.device}")
+        transport_for(self.device)
+        mine = f"{self.device.type}, {self.num_channels}, torch {torch.__version__}"
+        self.exchange.agree("the device, num_channels and version of torch", mine)
+        super()._construct(group)
+
+    def _construct_node(self) -> None:
+        self.streams = Streams()
+        self._make_boards(0)
+        self.memory = open_memory(self.within, self.device)
+        self._resources.callback(self.memory.close)
+        block = self.memory.allocate(_C.message_memory_bytes(self.node_size, self.num_channels), "messages")
+        self.comm = self._comm_struct(block.ptrs, num_experts=self.node_size)
+        self.messages = _C.CpuMessages(self.comm, list(block.ptrs), self.num_channels)
+        self._resources.callback(self.messages.close)
+        self._places = {rank: index for index, rank in enumerate(self.node_ranks)}
+
+    def post(self, ops: Sequence[Posted]) -> Started:
+        """Starts the operations."""
+        started = Started()
+        for op in ops:
+            place = self._places.get(op.peer)
+            if place is None:
+                transfer = dist.irecv if op.receives else dist.isend
+                work = transfer(op.tensor, group=self._group, tag=op.channel, **self._peer(op))
+                assert work is not None
+                started.works.append((op.peer, work))
+                continue
+            message = _C.Message(
+                peer=place,
+                channel=op.channel,
+                receives=op.receives,
+                data=op.tensor.data_ptr(),
+                bytes=op.tensor.numel(),
+                dtype=_DTYPE_CODES[op.dtype],
+            )
+            started.tickets.append(self.messages.post(message))
+        self._keep(started, [op.tensor for op in ops])
+        return started
+
+    def wait(self, started: Started, timeout: datetime.timedelta | None) -> bool:
+        """Waits until the operations are over; False if `timeout` has passed. Raises if one has failed."""
+        try:
+            limit = 0 if not timeout else max(1, int(timeout.total_seconds() * 1e9))
+            result = self.messages.wait(started.tickets, limit, self.comm.timeout_ns)
+            if result == _OVERDUE:
+                return False
+            if result:
+                raise self.error()
+            while started.works:
+                self._wait_for(*started.works[0], timeout)
+                started.works.pop(0)
+        except BaseException as error:
+            self._fail(error, "send-receive")
+            raise
+        self._kept.pop(id(started), None)
+        return True
+
+    def is_over(self, started: Started) -> bool:
+        return all(self.messages.is_over(ticket) for ticket in started.tickets) and all(
+            work.is_completed() for _, work in started.works
+        )
+
+    def is_done(self, started: Started) -> bool:
+        return all(self.messages.is_done(ticket) for ticket in started.tickets) and all(
+            work.is_success() for _, work in started.works
+        )
+
+    def error(self) -> Exception:
+        """The error of messages that have failed."""
+        try:
+            self.check()
+        except (EpPluginError, ValueError) as error:
+            return error
+        return CommunicatorClosed(f"{self.name}: closed before its messages were over")
+
+    def described(self, field: int, value: int) -> tuple[str, str]:
+        if field == 0:
+            return "bytes of the message", str(value)
+        return "dtype", str(_DTYPES[value]) if 0 <= value < len(_DTYPES) else f"number {value}"
+
+    def _peer(self, op: Posted) -> dict[str, int]:
+        return {"group_src" if op.receives else "group_dst": op.peer}
+
+    def _wait_for(self, peer: int, work: dist.Work, timeout: datetime.timedelta | None) -> None:
+        try:
+            work.wait(timeout or datetime.timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            self.check()  # a failure on another node may be known
+            raise PeerTimeout(
+                f"{self.name}: rank {self.rank} waited for rank {peer} of another node at step send-receive: {error}",
+                peer,
+                "send-receive",
+            ) from None
+
+    def _keep(self, started: Started, tensors: list[torch.Tensor]) -> None:
+        """Keeps the tensors until their messages are over, also if nobody keeps the Work."""
+        if len(self._kept) >= _KEPT:
+            for key, (one, _) in list(self._kept.items()):
+                if self.is_over(one):
+                    self._kept.pop(key, None)
+        self._kept[id(started)] = started, tensors
+
+    def _drained(self) -> Exception | None:
+        if self._error is None and self.boards.quiet():
+            self.messages.wait_for_sends(self.comm.timeout_ns)
+        return super()._drained()
+
+    def settle(self) -> None:
+        """Messages that an earlier call has started go on."""
+
+    def record(self, *tensors: Any) -> None: ...

@@ -1,0 +1,231 @@
+"""SendReceive: messages between two ranks of a group.
+
+Inside a node a message goes through a lane in the receiver's memory, one lane for each source and channel. To ranks of
+other nodes it goes through the group's own backend.
+"""
+
+from __future__ import annotations
+
+import datetime
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
+
+from ep_plugin import _C
+from ep_plugin.collectives.messages import MessageEngine, Posted
+from ep_plugin.collectives.shards import as_bytes
+from ep_plugin.errors import CommunicatorClosed, PeerTimeout
+from ep_plugin.runtime.base import leave
+from ep_plugin.runtime.streams import resolve_device
+from ep_plugin.transport.exchange import checked_group
+
+
+@dataclass(frozen=True)
+class Send:
+    """Sends `tensor`, contiguous and of any dtype, to the rank `dst` of the group."""
+
+    tensor: torch.Tensor
+    dst: int
+    channel: int = 0
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Receives into `tensor`, contiguous, what the rank `src` of the group sends: as many bytes of the same dtype."""
+
+    tensor: torch.Tensor
+    src: int
+    channel: int = 0
+
+
+class SendReceive:
+    """Send and receive over one process group. Ranks are ranks of the group.
+
+    Operations return at once, and messages move on while the rank computes. A tensor that is sent must not change, and
+    one that is received must not be read, before the operation's `Work` has been waited for. Messages of one source,
+    destination and channel arrive in the order of their sends.
+
+    Raises:
+        ValueError: wrong arguments, before anything is sent.
+        NotSupported: the device is not a CPU.
+        DisagreementError: the two ends of a message have different sizes or dtypes.
+        PeerTimeout, PeerAborted: a peer is late or has failed. Every later call raises the same error, and only `close`
+            works.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        num_channels: int = 2,
+    ) -> None:
+        """Collective: all ranks of the group make the object together.
+
+        Args:
+            group: the process group, or None for the default group. Its timeout is the deadline of every wait.
+            device: of all tensors; None: the CUDA device for a group with a backend for GPUs, else the CPU.
+            num_channels: the number of channels, at least 1. A lane takes 1 MiB of the receiver's memory once it is
+                used.
+        """
+        if isinstance(num_channels, bool) or not isinstance(num_channels, int):
+            raise ValueError(f"num_channels: expected an integer, got {num_channels!r}")
+        if not 1 <= num_channels <= _C.max_message_channels:
+            raise ValueError(f"num_channels: expected 1 to {_C.max_message_channels}, got {num_channels}")
+        self.group = checked_group(group)
+        self.num_channels = num_channels
+        self.device = resolve_device(self.group, device)
+        self._closed = False
+        self._engine = MessageEngine(self.group, self.device, num_channels) if self.group.size() > 1 else None
+
+    def send(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> MessageWork:
+        """Sends `tensor` to rank `dst`. The `Work` is done when the tensor may change."""
+        return self.batch([Send(tensor, dst, channel)])
+
+    def receive(self, tensor: torch.Tensor, src: int, channel: int = 0) -> MessageWork:
+        """Receives into `tensor` the next message of rank `src`."""
+        return self.batch([Receive(tensor, src, channel)])
+
+    def exchange(
+        self, send: torch.Tensor, receive: torch.Tensor, dst: int, src: int, channel: int = 0
+    ) -> MessageWork:
+        """Sends to rank `dst` and receives from rank `src`, both at once."""
+        return self.batch([Send(send, dst, channel), Receive(receive, src, channel)])
+
+    def batch(self, ops: Sequence[Send | Receive]) -> MessageWork:
+        """Starts all operations; one `Work` for all of them. A message to this rank needs its receive in the batch."""
+        if not isinstance(ops, Sequence):
+            raise ValueError(f"ops: expected a sequence of Send and Receive, got {type(ops).__name__}")
+        posted = [self._checked(f"ops[{index}]", op) for index, op in enumerate(ops)]
+        own = [one for one in posted if one.peer == self.group.rank()]
+        pairs = self._pairs(own)
+        self.check()
+        for source, destination in pairs:
+            destination.tensor.copy_(source.tensor)
+        others = [one for one in posted if one.peer != self.group.rank()]
+        outputs = [op.tensor for op in ops if isinstance(op, Receive)]
+        if self._engine is None or not others:
+            return MessageWork(outputs)
+        return MessageWork(outputs, self._engine, self._engine.run("send-receive", MessageEngine.post, others))
+
+    def check(self) -> None:
+        """Raises the first error of this object, if there is one."""
+        if self._engine is not None:
+            self._engine.check()
+        elif self._closed:
+            raise CommunicatorClosed("expected an open communicator, got a closed one")
+
+    def abort(self, reason: str) -> None:
+        """Ends the waits of the ranks of this node, which raise PeerAborted(rank, reason), and refuses later calls."""
+        if self._engine is not None:
+            self._engine.abort(reason)
+
+    def close(self) -> None:
+        """Waits until what this rank has sent is under way, and releases the memory. Receives that are open fail."""
+        self._closed = True
+        if self._engine is not None:
+            self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        leave(self, error)
+
+    def _checked(self, name: str, op: Send | Receive) -> Posted:
+        """The operation as the engine takes it; ValueError if an argument is wrong."""
+        if not isinstance(op, (Send, Receive)):
+            raise ValueError(f"{name}: expected Send or Receive, got {type(op).__name__}")
+        receives = isinstance(op, Receive)
+        if not isinstance(op.tensor, torch.Tensor):
+            raise ValueError(f"{name}.tensor: expected a tensor, got {type(op.tensor).__name__}")
+        if op.tensor.device != self.device:
+            raise ValueError(f"{name}.tensor: expected device {self.device}, got {op.tensor.device}")
+        peer = _index(f"{name}.{'src' if receives else 'dst'}", op.src if receives else op.dst, self.group.size())
+        channel = _index(f"{name}.channel", op.channel, self.num_channels)
+        return Posted(as_bytes(f"{name}.tensor", op.tensor), op.tensor.dtype, peer, channel, receives)
+
+    def _pairs(self, own: Sequence[Posted]) -> list[tuple[Posted, Posted]]:
+        """The messages of this rank to itself, each with its receive; ValueError unless all match."""
+        sides: dict[int, tuple[list[Posted], list[Posted]]] = defaultdict(lambda: ([], []))
+        for one in own:
+            sides[one.channel][one.receives].append(one)
+        pairs = []
+        for channel, (sends, receives) in sides.items():
+            if len(sends) != len(receives):
+                raise ValueError(
+                    f"ops: expected a receive in the batch for each send of rank {self.group.rank()} to itself, got "
+                    f"{len(sends)} sends and {len(receives)} receives in channel {channel}"
+                )
+            pairs += zip(sends, receives, strict=True)
+        for source, destination in pairs:
+            if (len(source.tensor), source.dtype) != (len(destination.tensor), destination.dtype):
+                raise ValueError(
+                    f"ops: expected {len(source.tensor)} bytes of {source.dtype} in the receive of a message to this "
+                    f"rank itself, got {len(destination.tensor)} of {destination.dtype}"
+                )
+        return pairs
+
+
+class MessageWork(Work):
+    """The `torch.distributed.Work` of one call. It keeps the tensors alive until their messages are over."""
+
+    def __init__(
+        self, outputs: list[torch.Tensor], engine: MessageEngine | None = None, started: Any = None
+    ) -> None:
+        super().__init__()
+        self._outputs, self._engine, self._started = outputs, engine, started
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Waits until the messages are over: at most `timeout`, else the deadline of the group from their last progress.
+
+        Returns True. Raises PeerTimeout after either, and the communicator's error if the messages have failed.
+        """
+        if self._engine is not None and not self._engine.wait(self._started, timeout):
+            raise PeerTimeout(f"wait: expected the messages to end within {timeout}, they have not", None, "wait")
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the messages are over, with or without an error."""
+        return self._engine is None or self._engine.is_over(self._started)
+
+    def is_success(self) -> bool:
+        """Whether the messages are over and have arrived."""
+        return self._engine is None or self._engine.is_done(self._started)
+
+    def exception(self) -> Exception | None:
+        """The error that the messages ended with; None if they have none so far."""
+        if self.is_success() or self._engine is None or not self.is_completed():
+            return None
+        return self._engine.error()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that receive, in the order of the operations."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of `result()`, completed. Waits, and raises like `wait`."""
+        self.wait()
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+
+def _index(name: str, value: Any, count: int) -> int:
+    """`value` as an integer below `count`; ValueError if it is none."""
+    try:
+        index = operator.index(value)
+    except TypeError:
+        index = -1
+    if isinstance(value, bool) or not 0 <= index < count:
+        raise ValueError(f"{name}: expected 0 to {count - 1}, got {value!r}")
+    return index

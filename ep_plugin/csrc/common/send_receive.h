@@ -1,0 +1,69 @@
+// Send and receive inside a node: the layout of the memory in which messages travel.
+//
+// Words of this file:
+//   channel  messages of one source, destination and channel arrive in the order of their sends
+//   lane     the way of one source and channel to this rank, in this rank's memory: slots that form a ring
+//   chunk    the part of a message that fits into a slot. A message has at least one chunk, also if it has no bytes.
+//            Chunks are counted over all messages of a lane
+//
+// Memory order. The source writes a slot, then `sent` with release order. The receiver reads the slot, then writes
+// `consumed` with release order. Both words only grow.
+#pragma once
+#include <cstdint>
+
+#include "common/api.h"
+#include "common/views.h"
+
+namespace ep {
+
+constexpr int kMaxMessageChannels = 16;
+constexpr int kLaneSlots = 16;
+constexpr int64_t kLaneSlotBytes = 64 * 1024;
+
+// Every chunk carries its message's header. The receiver compares it with what it expects before it writes anything.
+struct MessageHeader {
+  uint64_t number;  // of the message in its lane, 1 for the first
+  int64_t bytes;    // of the message
+  int64_t dtype;    // a number for each dtype of torch
+};
+
+struct alignas(128) LaneSlot {
+  MessageHeader header;
+  alignas(64) char data[kLaneSlotBytes];
+};
+
+struct Lane {
+  alignas(128) uint64_t sent;      // chunks that the source has written
+  alignas(128) uint64_t consumed;  // chunks that the receiver has read
+  LaneSlot slots[kLaneSlots];
+};
+
+// Lets a peer wake a rank that sleeps until something arrives, or until there is room.
+struct alignas(128) MessageBell {
+  uint32_t rings;
+  uint32_t sleepers;
+};
+
+// A rank's memory: its bell, then lanes [num_channels][num_ranks]. It starts as zeros.
+EP_HD constexpr int64_t message_memory_bytes(int num_ranks, int num_channels) {
+  return static_cast<int64_t>(sizeof(MessageBell)) + static_cast<int64_t>(sizeof(Lane)) * num_ranks * num_channels;
+}
+EP_HD MessageBell& bell_in(Address memory) { return *at<MessageBell>(memory); }
+EP_HD Lane& lane_in(Address memory, int num_ranks, int channel, int source) {
+  return at<Lane>(memory, sizeof(MessageBell))[channel * num_ranks + source];
+}
+
+// A message as one of its two ends posts it. `data` stays the caller's, who keeps it until the message is over.
+struct Message {
+  int32_t peer;  // index in the node
+  int32_t channel;
+  int32_t receives;  // 1: from the peer; 0: to the peer
+  int32_t reserved;
+  Address data;
+  int64_t bytes;
+  int64_t dtype;
+};
+// The fields on which the two ends must agree, as faults number them.
+enum MessageField : int { kMessageBytes = 0, kMessageDtype = 1, kMessageNumber = 2 };
+
+}  // namespace ep
