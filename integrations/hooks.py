@@ -43,6 +43,7 @@ INTEGRATIONS = {
     "fsdp2": Integration("torch.distributed.fsdp"),
     "transformers": Integration("transformers.distributed.expert_parallel", "transformers", "5.23"),
     "torchtitan": Integration("torchtitan.models.common.token_dispatcher", "torchtitan", "0.3.0"),
+    "pipelining": Integration("torch.distributed.pipelining.schedules", "torch", "2.11"),
     "deep_ep": Integration("deep_ep"),
 }
 # Our modules that are not called ep_plugin.integrations.NAME.

@@ -21,6 +21,7 @@ from ep_plugin.bench.suites.layers import LayersSuite
 from ep_plugin.bench.suites.low_latency import LowLatencySuite
 from ep_plugin.bench.suites.moe import MoeSuite
 from ep_plugin.bench.suites.overlap import OverlapSuite
+from ep_plugin.bench.suites.send_receive import SendReceiveSuite
 from ep_plugin.bench.suites.stand_in import StandInSuite
 from ep_plugin.bench.suites.wire import WireSuite
 
@@ -30,6 +31,7 @@ SUITES = (
     StandInSuite,
     AllGatherSuite,
     ReduceScatterSuite,
+    SendReceiveSuite,
     OverlapSuite,
     LayersSuite,
     Fsdp2Suite,

@@ -92,9 +92,7 @@ class SendReceive:
         """Receives into `tensor` the next message of rank `src`."""
         return self.batch([Receive(tensor, src, channel)])
 
-    def exchange(
-        self, send: torch.Tensor, receive: torch.Tensor, dst: int, src: int, channel: int = 0
-    ) -> MessageWork:
+    def exchange(self, send: torch.Tensor, receive: torch.Tensor, dst: int, src: int, channel: int = 0) -> MessageWork:
         """Sends to rank `dst` and receives from rank `src`, both at once."""
         return self.batch([Send(send, dst, channel), Receive(receive, src, channel)])
 
@@ -142,12 +140,15 @@ class SendReceive:
         """The operation as the engine takes it; ValueError if an argument is wrong."""
         if not isinstance(op, (Send, Receive)):
             raise ValueError(f"{name}: expected Send or Receive, got {type(op).__name__}")
-        receives = isinstance(op, Receive)
+        if isinstance(op, Receive):
+            end, rank, receives = "src", op.src, True
+        else:
+            end, rank, receives = "dst", op.dst, False
         if not isinstance(op.tensor, torch.Tensor):
             raise ValueError(f"{name}.tensor: expected a tensor, got {type(op.tensor).__name__}")
         if op.tensor.device != self.device:
             raise ValueError(f"{name}.tensor: expected device {self.device}, got {op.tensor.device}")
-        peer = _index(f"{name}.{'src' if receives else 'dst'}", op.src if receives else op.dst, self.group.size())
+        peer = _index(f"{name}.{end}", rank, self.group.size())
         channel = _index(f"{name}.channel", op.channel, self.num_channels)
         return Posted(as_bytes(f"{name}.tensor", op.tensor), op.tensor.dtype, peer, channel, receives)
 
@@ -156,7 +157,7 @@ class SendReceive:
         sides: dict[int, tuple[list[Posted], list[Posted]]] = defaultdict(lambda: ([], []))
         for one in own:
             sides[one.channel][one.receives].append(one)
-        pairs = []
+        pairs: list[tuple[Posted, Posted]] = []
         for channel, (sends, receives) in sides.items():
             if len(sends) != len(receives):
                 raise ValueError(
@@ -176,14 +177,12 @@ class SendReceive:
 class MessageWork(Work):
     """The `torch.distributed.Work` of one call. It keeps the tensors alive until their messages are over."""
 
-    def __init__(
-        self, outputs: list[torch.Tensor], engine: MessageEngine | None = None, started: Any = None
-    ) -> None:
+    def __init__(self, outputs: list[torch.Tensor], engine: MessageEngine | None = None, started: Any = None) -> None:
         super().__init__()
         self._outputs, self._engine, self._started = outputs, engine, started
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Waits until the messages are over: at most `timeout`, else the deadline of the group from their last progress.
+        """Waits until the messages are over: at most `timeout`, else the group's timeout from their last progress.
 
         Returns True. Raises PeerTimeout after either, and the communicator's error if the messages have failed.
         """

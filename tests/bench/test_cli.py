@@ -23,6 +23,7 @@ from ep_plugin.bench.suites.layers import LayersSuite
 from ep_plugin.bench.suites.low_latency import LowLatencySuite
 from ep_plugin.bench.suites.moe import MoeSuite
 from ep_plugin.bench.suites.overlap import OverlapSuite
+from ep_plugin.bench.suites.send_receive import SendReceiveSuite
 from ep_plugin.bench.suites.stand_in import StandInSuite
 from ep_plugin.bench.suites.wire import WireSuite
 from ep_plugin.bench.timing import Timing
@@ -84,6 +85,9 @@ ASKED: dict[str, tuple[type[Suite], dict[str, Any]]] = {
     "wire": (WireSuite, {"backend": "cuda", "ranks": 3}),
     "allgather": (AllGatherSuite, {"backend": "cpu", "ranks": 4, "nodes": 2, "size": [64, 128]}),
     "reduce-scatter": (ReduceScatterSuite, {"backend": "cpu", "ranks": 4, "size": [64]}),
+    "send-receive": (
+        SendReceiveSuite, {"backend": "cpu", "ranks": 4, "size": [64, 128], "pattern": ["ring"]}
+    ),
     "overlap": (OverlapSuite, {"backend": "cuda", **SIZES, "size": [64, 128]}),
     "fsdp2": (
         Fsdp2Suite,

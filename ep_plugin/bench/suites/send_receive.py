@@ -1,0 +1,95 @@
+"""The suite `send-receive`: messages by SendReceive and by the backend's own batches of isend and irecv.
+
+A case is a pattern and a message's size in bytes. `one_way`: every even rank sends to the rank after it. `both_ways`:
+these two send to each other. `ring`: every rank sends to the rank after it and receives from the one before it. A call
+ends when all messages of its rank are over. `bytes_wire` are the bytes that a rank sends.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import typer
+from tqdm import tqdm
+
+from ep_plugin.bench.suite import BY_BACKEND, Row, Suite, Way, check_names, time_ways
+from ep_plugin.bench.timing import clock_of
+from ep_plugin.collectives.send_receive import Receive, Send, SendReceive
+
+KIB, MIB = 1 << 10, 1 << 20
+PATTERNS = ("one_way", "both_ways", "ring")
+_seeds = itertools.count()  # of the data of comparisons: the same on all ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendReceiveSuite(Suite):
+    """Send and receive, by pattern and size in bytes."""
+
+    command_name = "send-receive"
+    defaults: ClassVar = {
+        "cpu": {"ranks": 2, "size": [32, KIB, 16 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB]},
+    }
+
+    size: Annotated[list[int], typer.Option(help="Bytes of a message; repeatable. Default: 32 to 64 MiB.")] = BY_BACKEND
+    pattern: Annotated[list[str], typer.Option(help=f"{', '.join(PATTERNS)}; repeatable. Default: all.")] = BY_BACKEND
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "pattern", list(self.pattern or PATTERNS))
+        check_names("pattern", PATTERNS, self.pattern)
+        if self.ranks % 2:
+            raise ValueError(f"ranks: expected an even number, for pairs of ranks, got {self.ranks}")
+        for size in self.size:
+            if size < 1:
+                raise ValueError(f"size: expected at least 1 byte, got {size}")
+
+    def measure(self, device: torch.device) -> dict[str, Any]:
+        clock, rows = clock_of(device), list[Row]()
+        with closing(SendReceive(device=device)) as ours:
+            cases = list(itertools.product(self.pattern, self.size))
+            for pattern, size in tqdm(cases, unit="case", disable=dist.get_rank() != 0, leave=False):
+                ways = [self._way(pattern, size, device, made) for made in (ours, None)]
+                rows += time_ways(clock, ways, self.iterations)
+        return {"rows": rows, "notes": []}
+
+    def _way(self, pattern: str, size: int, device: torch.device, ours: SendReceive | None) -> Way:
+        """ours: None is the backend's own."""
+        rank = dist.get_rank()
+        before, after = (rank - 1) % self.ranks, (rank + 1) % self.ranks
+        if pattern != "ring":
+            before = after = rank ^ 1
+        sends = pattern != "one_way" or rank % 2 == 0
+        receives = pattern != "one_way" or rank % 2 == 1
+        source, out = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+        if ours is None:
+            ops = [dist.P2POp(dist.isend, source, after)] * sends + [dist.P2POp(dist.irecv, out, before)] * receives
+
+            def run() -> object:
+                return [work.wait() for work in dist.batch_isend_irecv(ops)]
+        else:
+            messages = [Send(source, after)] * sends + [Receive(out, before)] * receives
+
+            def run() -> object:
+                return ours.batch(messages).wait()
+
+        def check() -> str | None:
+            seed = next(_seeds) * self.ranks
+            source.copy_(_random(seed + rank, source))
+            out.fill_(0xA5)
+            run()
+            right = not receives or torch.equal(out, _random(seed + before, out))
+            return None if right else f"expected the bytes of rank {before}, got others"
+
+        impl = "ep_plugin" if ours else "gloo" if device.type == "cpu" else "nccl"
+        return Way(case=f"{pattern}_{size}", impl=impl, run=run, check=check, bytes_wire=size)
+
+
+def _random(seed: int, like: torch.Tensor) -> torch.Tensor:
+    """The bytes that a rank sends, which every rank can make."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.randint(0, 256, like.shape, generator=generator, dtype=torch.uint8, device=like.device)
