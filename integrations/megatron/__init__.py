@@ -42,6 +42,7 @@ hooks.check_signatures(
     ],
 )
 
+from ep_plugin.integrations.megatron import pipeline  # noqa: E402  checks its names, too
 from ep_plugin.integrations.megatron.dispatcher import EpPluginTokenDispatcher  # noqa: E402  checked above
 
 __all__ = ["EpPluginTokenDispatcher", "switch_on"]
@@ -50,4 +51,5 @@ __all__ = ["EpPluginTokenDispatcher", "switch_on"]
 def switch_on() -> None:
     """Let MoE layers that are built from now on use our dispatcher where the configuration says "flex"."""
     moe_layer.MoEFlexTokenDispatcher = EpPluginTokenDispatcher
+    pipeline.enable()
     hooks.record("megatron", "on", f"{moe_layer.__name__}.MoEFlexTokenDispatcher is {EpPluginTokenDispatcher.__name__}")

@@ -1,0 +1,79 @@
+"""Megatron-core's pipeline: messages between stages through SendReceive.
+
+Every schedule of Megatron sends through two functions of `p2p_communication`, which `enable` replaces: one that starts
+all messages as a batch, and one that starts them one by one. Activations use channel 0 and gradients channel 1, so that
+with two stages, where both neighbours are one rank, they do not meet.
+
+Left to Megatron: messages of GPUs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import p2p_communication
+
+from ep_plugin.collectives.send_receive import Receive, Send
+from ep_plugin.integrations import hooks
+from ep_plugin.integrations.messages import close_all, messages_of
+
+_PARAMETERS = (
+    "tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next, group, prev_pipeline_rank, "
+    "next_pipeline_rank"
+)
+hooks.check_signatures(
+    "megatron", p2p_communication, [f"_batched_p2p_ops({_PARAMETERS})", f"_p2p_ops({_PARAMETERS})"]
+)
+_ACTIVATIONS, _GRADIENTS = 0, 1  # channels
+_stock: dict[str, Any] = {name: getattr(p2p_communication, name) for name in ("_batched_p2p_ops", "_p2p_ops")}
+
+
+def enable() -> None:
+    """Sends through SendReceive from now on. Every rank of a pipeline calls it before the first step."""
+    p2p_communication._batched_p2p_ops = _batched_p2p_ops
+    p2p_communication._p2p_ops = _p2p_ops
+
+
+def disable() -> None:
+    """Restores Megatron's own functions, and closes what ours have made. No message may be under way."""
+    for name, stock in _stock.items():
+        setattr(p2p_communication, name, stock)
+    close_all()
+
+
+def _batched_p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> list[dist.Work]:
+    """One work for all messages."""
+    if _is_left(given):
+        found: list[dist.Work] = _stock["_batched_p2p_ops"](group=group, **given)
+        return found
+    messages = _messages(group, given)
+    return [messages_of(group).batch(list(messages.values()))] if messages else []
+
+
+def _p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> dict[str, dist.Work]:
+    """A work for each message, by Megatron's name for it."""
+    if _is_left(given):
+        found: dict[str, dist.Work] = _stock["_p2p_ops"](group=group, **given)
+        return found
+    return {name: messages_of(group).batch([message]) for name, message in _messages(group, given).items()}
+
+
+def _messages(group: dist.ProcessGroup, given: dict[str, Any]) -> dict[str, Send | Receive]:
+    before, after = (dist.get_group_rank(group, given[f"{side}_pipeline_rank"]) for side in ("prev", "next"))
+    found: dict[str, Send | Receive] = {}
+    if (tensor := given["tensor_send_next"]) is not None:
+        found["send_next"] = Send(tensor, after, _ACTIVATIONS)
+    if (tensor := given["tensor_recv_prev"]) is not None:
+        found["recv_prev"] = Receive(tensor, before, _ACTIVATIONS)
+    if (tensor := given["tensor_send_prev"]) is not None:
+        found["send_prev"] = Send(tensor, before, _GRADIENTS)
+    if (tensor := given["tensor_recv_next"]) is not None:
+        found["recv_next"] = Receive(tensor, after, _GRADIENTS)
+    return found
+
+
+def _is_left(given: dict[str, Any]) -> bool:
+    """Whether Megatron's own functions send these: all ranks of a pipeline have the same type of device."""
+    return any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in given.values())

@@ -1,0 +1,191 @@
+"""Megatron-core's pipeline schedules over SendReceive on CPU ranks: losses and gradients are Megatron's own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ep_plugin.errors import PeerTimeout
+from tests.faults.fault_cases import nothing_left_behind, set_deadline
+from tests.integrations.on_cpus import make_megatron_run_here
+from tests.ranks import run_ranks, values
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from tests.integrations.megatron_layers import make_config
+
+SEQUENCE, BATCH, HIDDEN, MICRO_BATCHES = 6, 2, 16, 8
+# By name: stages on each rank, and Megatron's options.
+SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
+    "1f1b": (1, {}),
+    "1f1b, one by one": (1, {"batch_p2p_comm": False}),
+    "interleaved": (2, {"batch_p2p_comm": False, "overlap_p2p_comm": True}),
+    "interleaved, batched": (2, {}),
+}
+
+
+class Chunk(nn.Module):
+    """One stage: a layer, between the input that Megatron sets and the output that it sends."""
+
+    def __init__(self, number: int, last: int, vp_stage: int | None, config: Any) -> None:
+        super().__init__()
+        from megatron.core.enums import ModelType
+
+        torch.manual_seed(number)
+        self.model_type = ModelType.encoder_or_decoder
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.number, self.last, self.vp_stage, self.config = number, last, vp_stage, config
+        self.given: torch.Tensor | None = None
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        self.given = tensor[0] if isinstance(tensor, list) else tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = x if self.number == 0 else self.given
+        return torch.tanh(self.linear(given)) + given
+
+
+def _prepare(size: int, stages: int, options: dict[str, Any], frees: bool = True) -> list[Chunk]:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=size,
+        virtual_pipeline_model_parallel_size=stages if stages > 1 else None,
+    )
+    config = make_config(
+        "alltoall",
+        1,
+        1,
+        num_layers=size * stages,
+        pipeline_model_parallel_size=size,
+        virtual_pipeline_model_parallel_size=stages if stages > 1 else None,
+        pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=frees,
+        hidden_size=HIDDEN,
+        **options,
+    )
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    return [
+        Chunk(rank + chunk * size, size * stages - 1, chunk if stages > 1 else None, config) for chunk in range(stages)
+    ]
+
+
+def _inputs() -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return iter([torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator) for _ in range(MICRO_BATCHES)])
+
+
+def _forward_step(inputs: Iterator[torch.Tensor], chunk: Chunk, *_: Any) -> tuple[torch.Tensor, Any]:
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        value = output.square().mean()
+        return value, {"loss": value.detach().clone()}
+
+    return chunk(next(inputs)), loss
+
+
+def _step(chunks: list[Chunk]) -> list[torch.Tensor]:
+    """The losses of the micro batches, where the last stage is."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    found = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=[_inputs() for _ in chunks] if len(chunks) > 1 else _inputs(),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=MICRO_BATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+    return [one["loss"] for one in found]
+
+
+def _train(size: int, stages: int, options: dict[str, Any], frees: bool) -> list[torch.Tensor]:
+    """Losses, then gradients. frees: Megatron frees outputs that it has sent."""
+    chunks = _prepare(size, stages, options, frees)
+    losses = _step(chunks) + _step(chunks)
+    return losses + [parameter.grad for chunk in chunks for parameter in chunk.parameters()]  # type: ignore[misc]
+
+
+def _run_here() -> None:
+    make_megatron_run_here()
+    cuda: Any = torch.cuda
+    cuda.synchronize = lambda *_: None
+    torch.zeros = _on_cpu(torch.zeros)  # type: ignore[assignment]
+
+
+def _on_cpu(make: Any) -> Any:
+    """Megatron's schedules count tokens on device "cuda"."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **given: Any) -> torch.Tensor:
+        if given.get("device") == "cuda":
+            given["device"] = "cpu"
+        tensor: torch.Tensor = make(*args, **given)
+        return tensor
+
+    return made
+
+
+def _compares(rank: int, size: int, name: str) -> tuple[int, int]:
+    _run_here()
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    from ep_plugin.collectives.send_receive import SendReceive
+    from ep_plugin.integrations.megatron import pipeline
+
+    stock = p2p_communication._batched_p2p_ops, p2p_communication._p2p_ops
+    expected = _train(size, *SCHEDULES[name], frees=False)  # gloo would read them after they are freed
+    started = []
+    batch = SendReceive.batch
+    SendReceive.batch = lambda self, ops: started.append(ops) or batch(self, ops)  # type: ignore[assignment, method-assign, func-returns-value]
+    pipeline.enable()
+    found = _train(size, *SCHEDULES[name], frees=True)
+    pipeline.disable()
+    assert (p2p_communication._batched_p2p_ops, p2p_communication._p2p_ops) == stock
+    nothing_left_behind()
+    assert len(found) == len(expected)
+    return len(started), sum(not torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("1f1b", 2), ("1f1b, one by one", 2), ("interleaved", 2), ("interleaved", 4), ("interleaved, batched", 4)],
+)
+def test_losses_and_gradients_are_those_of_megatron(name: str, size: int) -> None:
+    for calls, different in values(run_ranks(size, _compares, size, name, timeout_s=200)):
+        assert different == 0 and calls >= 2 * MICRO_BATCHES
+
+
+def _loses_a_stage(rank: int) -> tuple[int | None, float]:
+    _run_here()
+    from megatron.core import parallel_state
+
+    from ep_plugin.integrations.megatron import pipeline
+    from ep_plugin.integrations.messages import messages_of
+
+    pipeline.enable()
+    chunks = _prepare(2, 1, {})
+    _step(chunks)
+    set_deadline(messages_of(parallel_state.get_pipeline_model_parallel_group())._engine, 1.5)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(PeerTimeout) as caught:
+        _step(chunks)
+    return caught.value.rank, time.monotonic() - began
+
+
+def test_a_dead_stage_is_named() -> None:
+    peer, seconds = values(run_ranks(2, _loses_a_stage, timeout_s=120)[:1])[0]
+    assert peer == 1 and seconds < 6.5
