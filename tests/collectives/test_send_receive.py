@@ -416,3 +416,18 @@ def test_gpus_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.device = torch.device("cuda", 0)
     with pytest.raises(NotSupported, match="SendReceive: expected a device of cpu in this release, got cuda:0"):
         engine._construct(None)  # type: ignore[arg-type]
+
+
+def _ring(rank: int, size: int, dtype: torch.dtype) -> None:
+    from examples.ring_all_gather import ring_all_gather
+
+    for count in (1, 1000, 400_001):
+        mine = shard(count, rank, count, dtype)
+        expected = torch.stack([shard(count, peer, count, dtype) for peer in range(size)])
+        with SendReceive() as p2p:
+            assert same_bits(ring_all_gather(p2p, mine), expected)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.float32), (5, torch.uint8)])
+def test_a_ring_all_gather_is_bit_exact(size: int, dtype: torch.dtype) -> None:
+    values(run_ranks(size, _ring, size, dtype))

@@ -32,6 +32,7 @@ NEEDS = {
 LINES = {
     "api": "comm = MoECommunicator(None, config)",
     "generate_qwen3_moe": 'InferenceConfig(ep_size=ranks, ep_implementation="ep_plugin")',
+    "ring_all_gather": "p2p.exchange(",
     "train_fsdp2": "fsdp2.enable(model)",
     "train_accelerate": "fsdp2.enable(model)",
     "train_qwen3_moe": 'DistributedConfig(ep_size=ranks, fsdp_size=ranks, ep_implementation="ep_plugin")',
@@ -81,6 +82,9 @@ def test_runs_as_printed(path: Path, tmp_path: Path) -> None:
     if path.stem == "generate_qwen3_moe":
         assert sorted(re.findall(r"rank (\d): (\d) sequences of 24", output)) == [("0", "3"), ("1", "2")]
         assert sorted(re.findall(r"rank (\d): one rank alone gives the same tokens", output)) == ["0", "1"]
+        return
+    if path.stem == "ring_all_gather":
+        assert sorted(re.findall(r"rank (\d): 2 parts, equal to gloo's bit for bit: True", output)) == ["0", "1"]
         return
     losses = losses_in(output)
     assert len(losses) >= 4 and losses[-1] < losses[0], output
