@@ -16,6 +16,7 @@ import inspect
 import operator
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -88,6 +89,21 @@ def record(name: str, state: str, detail: str) -> None:
     if _rows.get(name) != row and env.settings().log:
         print(f"ep_plugin: {name}: {state}: {detail}", file=sys.stderr)
     _rows[name] = row
+
+
+# By integration: operations that ran through ep_plugin, and those that it left to the framework's own.
+served_counts: Counter[str] = Counter()
+left_counts: Counter[str] = Counter()
+
+
+def served(name: str, n: int = 1) -> None:
+    """Count operations that ran through ep_plugin."""
+    served_counts[name] += n
+
+
+def left(name: str, n: int = 1) -> None:
+    """Count operations that were left to the framework's own."""
+    left_counts[name] += n
 
 
 def switch_on(names: Sequence[str]) -> None:

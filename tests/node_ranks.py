@@ -107,7 +107,7 @@ def train_fsdp2() -> dict[str, Any]:
     import torch.distributed as dist
 
     from ep_plugin.integrations import fsdp2
-    from ep_plugin.integrations.fsdp2 import adapters
+    from ep_plugin.integrations.pairs import _pairs
     from tests.integrations import fsdp2_cases as cases
 
     dist.init_process_group("gloo")
@@ -118,7 +118,7 @@ def train_fsdp2() -> dict[str, Any]:
         model = cases.build(case)
         fsdp2.enable(model, reduce_scatter=reduces)
         differences[str(reduces)] = cases.difference(cases.train(case, model), stock)
-    pairs = list(adapters._pairs.values())
+    pairs = list(_pairs.values())
     result = {"differences": differences, "rails": [pair.all_gather.rail_bytes_sent for pair in pairs]}
     dist.barrier()
     dist.destroy_process_group()

@@ -4,9 +4,8 @@ A parameter group gathers over its shard group, and in backward, with ``reshard_
 FSDP2 names the group in the call but not in ``allocate``, so the adapter asks its parameter group. All parameter groups
 under one root share its ``comm_ctx`` from the first forward on: it stands for the model.
 
-The adapters of a process share a pair of collectives for each set of ranks, timeout and device. Not for each process
-group: with ``reshard_after_forward=int`` every FSDP module brings one of its own over the same ranks, and each pair
-keeps memory.
+With ``reshard_after_forward=int`` every FSDP module brings a process group of its own over the same ranks. Adapters
+share one pair of collectives for them (pairs.py).
 
 Sizes are remembered for each model and go with it. But ranks collect garbage at different times. So nothing that ranks
 must do alike, such as mapping a buffer or closing a pair, may depend on whether a dropped model is gone yet: sizes are
@@ -16,7 +15,6 @@ compared within one model, and a pair stays open until every adapter that has us
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -25,39 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
-from ep_plugin.transport.exchange import is_alive, timeout_of
-
-# By device, the gathered bytes from which PyTorch's own collective gathers into memory that peers have not mapped. On
-# GPUs such a gather costs ours one more copy, by SMs that the model wants: on 4 H200s NCCL is faster from this size on
-# (187 us to 207; at 256 MiB 657 to 810). CPUs have no such limit.
-STOCK_FROM_BYTES = {"cuda": 64 << 20}
-_SUM_SMS = 24  # backward has the others
+from ep_plugin.integrations.pairs import Pair, PairUser, can_sum
 
 
-class Pair:
-    """The collectives over ``group`` on ``device``. Their first use is collective, as making them is not."""
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_users: int = 0) -> None:
-        self.group, self.device, self.num_users = group, device, num_users
-        self.all_gather = HierarchicalAllGather(group)
-        self.reduce_scatter = HierarchicalReduceScatter(group, sms=_SUM_SMS)
-        # By model, the bytes that each adapter asks for.
-        self.sizes: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
-
-    def close(self) -> None:
-        self.all_gather.close()
-        self.reduce_scatter.close()
-
-
-_Key = tuple[tuple[int, ...], float, torch.device]
-_pairs: dict[_Key, Pair] = {}
-# Ranks and timeout of each process group as it was first seen: a script that changes the timeout later keeps its pair.
-_groups: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], float]] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()  # backward runs in a thread of autograd's
-
-
-class Adapter:
+class Adapter(PairUser):
     """Serves one parameter group in place of ``replaced``. That still serves the calls left to it, and makes the memory
     that peers need not map. ``launches`` counts the other calls."""
 
@@ -65,49 +34,19 @@ class Adapter:
     """The attribute of a Pair that serves."""
 
     def __init__(self, parameter_group: Any, replaced: Any) -> None:
+        super().__init__()
         self.parameter_group, self.replaced, self.launches = parameter_group, replaced, 0
-        self._keys: set[_Key] = set()
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any
     ) -> dist.Work | None:
-        collective = getattr(self.pair(group, output_tensor.device), self.collective)
-        if not self._is_ours(collective, output_tensor):
+        pair = self.pair(group, output_tensor.device)
+        if not self._is_ours(pair, output_tensor):
             return self.replaced(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
         self.launches += 1
-        return collective(output_tensor, input_tensor, **options)
+        return getattr(pair, self.collective)(output_tensor, input_tensor, **options)
 
-    def pair(self, group: dist.ProcessGroup, device: torch.device) -> Pair:
-        """The pair that serves ``group`` on ``device``. It stays open for this adapter until that leaves."""
-        with _lock:
-            found = _groups.get(group)
-            if found is None:
-                found = _groups[group] = tuple(dist.get_process_group_ranks(group)), timeout_of(group)
-            key = (*found, device)
-            pair = _pairs.get(key)
-            if pair is None:
-                pair = _pairs[key] = Pair(group, device)
-            elif pair.group is not group and not is_alive(pair.group):
-                pair.close()
-                pair = _pairs[key] = Pair(group, device, pair.num_users)
-            if key not in self._keys:
-                self._keys.add(key)
-                pair.num_users += 1
-            return pair
-
-    def leave(self) -> None:
-        """Closes the pairs that no other adapter uses."""
-        with _lock:
-            for key in self._keys:
-                pair = _pairs[key]
-                pair.num_users -= 1
-                if pair.num_users == 0:
-                    _pairs.pop(key).close()
-                for sizes in pair.sizes.values():
-                    sizes.pop(self, None)
-            self._keys.clear()
-
-    def _is_ours(self, collective: Any, output: torch.Tensor) -> bool:
+    def _is_ours(self, pair: Pair, output: torch.Tensor) -> bool:
         """Whether ours serves this call; the same on all ranks, as sizes and memory are."""
         raise NotImplementedError
 
@@ -140,9 +79,8 @@ class PluginAllGather(Adapter, AllGather):
         """Returns an uninitialised, one-dimensional tensor."""
         return self._allocate(self.parameter_group._all_gather_process_group, size, dtype, device)
 
-    def _is_ours(self, collective: Any, output: torch.Tensor) -> bool:
-        limit = STOCK_FROM_BYTES.get(output.device.type)
-        return limit is None or output.nbytes < limit or collective.maps(output)
+    def _is_ours(self, pair: Pair, output: torch.Tensor) -> bool:
+        return pair.gathers_well(output)
 
 
 class PluginReduceScatter(Adapter, ReduceScatter):
@@ -164,9 +102,8 @@ class PluginReduceScatter(Adapter, ReduceScatter):
         self._input_numel = numel
         return self._allocate(group, size, dtype, device)
 
-    def _is_ours(self, collective: Any, output: torch.Tensor) -> bool:
-        on_cpus = () if output.is_cuda else (torch.float64,)
-        return output.dtype in (torch.bfloat16, torch.float16, torch.float32, *on_cpus)
+    def _is_ours(self, pair: Pair, output: torch.Tensor) -> bool:
+        return can_sum(output)
 
 
 def _numel(size: Sequence[int]) -> int:

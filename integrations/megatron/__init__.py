@@ -1,4 +1,5 @@
-"""Megatron-core: our token dispatcher under ``--moe-token-dispatcher-type flex``, in an unmodified training script.
+"""Megatron-core: our token dispatcher under ``--moe-token-dispatcher-type flex``, and our collectives under its
+distributed optimizer, in an unmodified training script.
 
     EP_PLUGIN=megatron torchrun pretrain_gpt.py --moe-token-dispatcher-type flex ...
 
@@ -42,14 +43,21 @@ hooks.check_signatures(
     ],
 )
 
-from ep_plugin.integrations.megatron import pipeline  # noqa: E402  checks its names, too
-from ep_plugin.integrations.megatron.dispatcher import EpPluginTokenDispatcher  # noqa: E402  checked above
+from ep_plugin.integrations.megatron import optimizer, pipeline  # noqa: E402  checked above
+from ep_plugin.integrations.megatron.dispatcher import EpPluginTokenDispatcher  # noqa: E402
 
-__all__ = ["EpPluginTokenDispatcher", "switch_on"]
+__all__ = ["EpPluginTokenDispatcher", "optimizer", "pipeline", "switch_on"]
 
 
 def switch_on() -> None:
-    """Let MoE layers that are built from now on use our dispatcher where the configuration says "flex"."""
+    """Let MoE layers that are built from now on use our dispatcher where the configuration says "flex", and the
+    distributed optimizer and pipelines our collectives and messages."""
     moe_layer.MoEFlexTokenDispatcher = EpPluginTokenDispatcher
+    optimizer.enable()
     pipeline.enable()
-    hooks.record("megatron", "on", f"{moe_layer.__name__}.MoEFlexTokenDispatcher is {EpPluginTokenDispatcher.__name__}")
+    hooks.record(
+        "megatron",
+        "on",
+        f"{moe_layer.__name__}.MoEFlexTokenDispatcher is {EpPluginTokenDispatcher.__name__}; the distributed optimizer "
+        "gathers and sums through ep_plugin, and so do pipelines of CPUs send",
+    )

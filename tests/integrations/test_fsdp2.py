@@ -213,8 +213,7 @@ def test_memory_is_at_most_four_buffers_above_stock(name: str) -> None:
 
 
 def _measure_memory(rank: int, name: str) -> dict[str, int]:
-    from ep_plugin.integrations import fsdp2
-    from ep_plugin.integrations.fsdp2 import adapters
+    from ep_plugin.integrations import fsdp2, pairs
 
     case = cases.CASES.get(name, cases.Case(vocabulary=9000))
     case = dataclasses.replace(case, sequences=60, width=160)
@@ -225,7 +224,7 @@ def _measure_memory(rank: int, name: str) -> dict[str, int]:
             fsdp2.enable(model)
         cases.train(case, model, steps=2)
         peaks[arm] = cases.peak_bytes(functools.partial(cases.train, case, model, steps=2))
-    (pair,) = adapters._pairs.values()
+    (pair,) = pairs._pairs.values()
     layer = sum(whole.numel() * whole.element_size() for whole in model.blocks[0].parameters())
     gathered, reduced = (sum(each._engine.blocks.sizes) for each in (pair.all_gather, pair.reduce_scatter))
     return {**peaks, "layer": layer, "gathered": gathered, "reduced": reduced}
@@ -244,8 +243,7 @@ def test_what_is_remembered_of_a_model_goes_with_it() -> None:
 
 def _many_models(rank: int, models: int) -> dict[str, Any]:
     """Rank 0 has each model freed before the next one is made, rank 1 keeps them all."""
-    from ep_plugin.integrations import fsdp2
-    from ep_plugin.integrations.fsdp2 import adapters
+    from ep_plugin.integrations import fsdp2, pairs
 
     # What one module alone gathers is ordinary memory, however many models had such a one.
     case, kept, mapped = cases.Case(vocabulary=2000), [], []
@@ -258,7 +256,7 @@ def _many_models(rank: int, models: int) -> dict[str, Any]:
         kept.append(weakref.ref(model) if rank == 0 else model)
         fsdp2.enable(model)
         cases.train(case, model, steps=2)
-        (pair,) = adapters._pairs.values()
+        (pair,) = pairs._pairs.values()
         blocks = [collective._engine.blocks for collective in (pair.all_gather, pair.reduce_scatter)]
         mapped.append(sum(sum(each.sizes) for each in blocks))
     if rank == 0:
@@ -270,7 +268,7 @@ def _many_models(rank: int, models: int) -> dict[str, Any]:
         "mapped": max(mapped),
         "remembered": remembered,
         "sizes after disable": sum(len(sizes) for sizes in pair.sizes.values()),
-        "open after disable": list(adapters._pairs.values()) == [pair],
+        "open after disable": list(pairs._pairs.values()) == [pair],
     }
 
 

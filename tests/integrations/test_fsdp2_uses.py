@@ -189,10 +189,9 @@ def test_as_with_stock(results, name: str) -> None:
 def _large_root(rank: int) -> dict[str, Any]:
     """CPUs as GPUs are: with a limit, below the size of any group, and inputs of sums that nobody maps."""
     from ep_plugin import HierarchicalReduceScatter
-    from ep_plugin.integrations import fsdp2
-    from ep_plugin.integrations.fsdp2 import adapters
+    from ep_plugin.integrations import fsdp2, pairs
 
-    adapters.STOCK_FROM_BYTES = {"cpu": 1}
+    pairs.STOCK_FROM_BYTES = {"cpu": 1}
     HierarchicalReduceScatter.maps_nothing_on = ("cpu",)
     case = cases.Case(vocabulary=2000)
     stock = cases.train(case, cases.build(case))
@@ -200,7 +199,7 @@ def _large_root(rank: int) -> dict[str, Any]:
     fsdp2.enable(model)
     with cases.counting_stock_calls() as left:
         ours = cases.train(case, model)
-    (pair,) = adapters._pairs.values()
+    (pair,) = pairs._pairs.values()
     blocks = [len(collective._engine.blocks) for collective in (pair.all_gather, pair.reduce_scatter)]
     counts = {"ran": cases.as_dict(fsdp2.launches(model)), "left": cases.as_dict(left)}
     return {**cases.difference(ours, stock), **counts, "blocks": blocks}
@@ -223,17 +222,16 @@ def test_large_groups_that_peers_do_not_map_are_left_to_stock() -> None:
 def _replaced_by_the_script(rank: int) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-    from ep_plugin.integrations import fsdp2
-    from ep_plugin.integrations.fsdp2 import adapters
+    from ep_plugin.integrations import fsdp2, pairs
 
     model = _build(True)
     _step(model)
-    (pair,) = adapters._pairs.values()
+    (pair,) = pairs._pairs.values()
     own = DefaultAllGather()
     for layer in model:
         layer.set_custom_all_gather(own)
     fsdp2.disable(model)
-    assert adapters._pairs == {}, pair.num_users
+    assert pairs._pairs == {}, pair.num_users
     assert all(layer._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm is own for layer in model)
     fsdp2.enable(model)
     _step(model)
@@ -242,7 +240,7 @@ def _replaced_by_the_script(rank: int) -> None:
     _step(model)
     assert fsdp2.launches(model).all_gathers > 0
     fsdp2.disable(model)
-    assert adapters._pairs == {}
+    assert pairs._pairs == {}
 
 
 def test_collectives_that_the_script_has_replaced_are_closed_too() -> None:

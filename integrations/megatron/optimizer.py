@@ -1,0 +1,228 @@
+"""Megatron-core's distributed optimizer: its parameter gathers and gradient sums through ep_plugin.
+
+Megatron calls two functions of `param_and_grad_buffer` under a coalescing manager, in place: the shard is a slice of the
+bucket. With overlap it waits for the manager, so the Works of ours are appended to the manager's.
+
+Left to Megatron's own, and said once by a warning: all-reduces (without the distributed optimizer, and between its
+instances), sums of other operations and dtypes than `HierarchicalReduceScatter` adds, groups that ep_plugin refuses, and
+on GPUs gathers of 64 MiB and more into memory that peers have not mapped (pairs.py). The layer-wise optimizer's uneven
+gathers and Megatron-FSDP call torch.distributed themselves, and never come here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer as buffers
+from torch.overrides import TorchFunctionMode
+
+from ep_plugin.errors import NotSupported
+from ep_plugin.integrations import hooks
+from ep_plugin.integrations.pairs import Pair, PairUser, can_sum
+
+hooks.check_signatures(
+    "megatron",
+    buffers,
+    [
+        "dist_all_gather_func",
+        "dist_reduce_scatter_func",
+        "_coalescing_manager(group, device, async_ops)",
+        "reduce_scatter_with_fp32_accumulation(output_tensor, input_tensor, op, group, async_op)",
+        "_ParamAndGradBucketGroup.start_param_sync(self, force_sync)",
+        "_ParamAndGradBucketGroup.start_grad_sync(self, force_all_reduce)",
+        "_ParamAndGradBuffer.offload_to_cpu(self, move_params, move_grads)",
+    ],
+)
+
+_STOCK = "_ep_plugin_replaces"  # the attribute of ours that holds Megatron's
+_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
+_user = PairUser()
+_thread = threading.local()  # .manager: the innermost that is open in this thread
+_refused: weakref.WeakKeyDictionary[Pair, str] = weakref.WeakKeyDictionary()
+_streams: weakref.WeakKeyDictionary[Any, torch.cuda.Stream] = weakref.WeakKeyDictionary()
+_said: set[str] = set()
+
+
+def enable() -> None:
+    """Serve the gathers and sums of all data-parallel buckets from now on. Call it on every rank, between steps.
+
+    Parameter buffers that are made from now on lie in peer memory.
+    """
+    for (owner, name), wrap in _REPLACEMENTS.items():
+        stock = getattr(owner, name)
+        if not hasattr(stock, _STOCK):
+            ours = functools.wraps(stock)(wrap(stock))
+            setattr(ours, _STOCK, stock)
+            setattr(owner, name, ours)
+
+
+def disable() -> None:
+    """Restore what was replaced, and close the collectives. Call it on every rank, between steps.
+
+    Parameters stay where they are.
+    """
+    for owner, name in _REPLACEMENTS:
+        setattr(owner, name, getattr(getattr(owner, name), _STOCK, getattr(owner, name)))
+    _user.leave()
+
+
+def _manage(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A coalescing manager that waits for the Works of ours, too."""
+
+    @contextlib.contextmanager
+    def managed(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        outer = getattr(_thread, "manager", None)
+        with stock(*args, **kwargs) as manager:
+            _thread.manager, manager.ep_plugin_calls = manager, 0
+            try:
+                yield manager
+            finally:
+                _thread.manager = outer
+        if manager.ep_plugin_calls == 0:
+            _leave("all-reduces of gradients")
+
+    return managed
+
+
+def _serve(kind: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """kind: the attribute of a Pair that takes the place of `stock`."""
+
+    def call(
+        output: torch.Tensor,
+        shards: torch.Tensor,
+        /,
+        *,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+        **options: Any,
+    ) -> Any:
+        manager = getattr(_thread, "manager", None)
+        if manager is not None:
+            manager.ep_plugin_calls += 1
+        pair = _user.pair(group or dist.group.WORLD, output.device)
+        reason = _why_left(pair, kind, output, **options)
+        if reason:
+            _leave(reason)
+            return stock(output, shards, group=group, async_op=async_op, **options)
+        hooks.served("megatron")
+        collective = getattr(pair, kind)
+        if not async_op:
+            return collective(output, shards, **options)
+        with _beside(collective, output.device):
+            work = collective(output, shards, async_op=True, **options)
+        if manager is not None:
+            manager.append(work)
+        return work
+
+    return call
+
+
+def _why_left(pair: Pair, kind: str, output: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> str | None:
+    """Why Megatron's own serves this call, the same on all ranks; None: ours does."""
+    if kind == "reduce_scatter" and op not in _SUMS:
+        return f"reduce-scatters with the operation {op}"
+    if kind == "reduce_scatter" and not can_sum(output):
+        return f"reduce-scatters of {output.dtype} on {output.device.type}"
+    if not _is_served(pair, kind):
+        return _refused[pair]
+    if kind == "all_gather" and not pair.gathers_well(output):
+        return "gathers of 64 MiB and more into memory that peers have not mapped"
+    return None
+
+
+def _is_served(pair: Pair, kind: str) -> bool:
+    """Whether ep_plugin serves the pair's group. The first call of a kind is collective."""
+    if pair not in _refused and pair.group.size() > 1:
+        try:
+            getattr(pair, kind).engine_on(pair.device)
+        except NotSupported as error:
+            _refused[pair] = f"collectives over ranks {dist.get_process_group_ranks(pair.group)} ({error})"
+    return pair not in _refused
+
+
+def _leave(what: str) -> None:
+    hooks.left("megatron")
+    if what not in _said:
+        _said.add(what)
+        warnings.warn(f"ep_plugin: megatron: {what} are left to Megatron's own collectives", stacklevel=3)
+
+
+@contextlib.contextmanager
+def _beside(collective: Any, device: torch.device) -> Iterator[None]:
+    """On GPUs a stream of the collective's own, ordered after the current one."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _streams.get(collective)
+    if stream is None:
+        stream = _streams[collective] = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def _allocate(init: Callable[..., None]) -> Callable[..., None]:
+    """`_ParamAndGradBuffer.__init__`, whose parameters lie in peer memory."""
+
+    def init_in_peer_memory(self: Any, *args: Any, **kwargs: Any) -> None:
+        with _ParameterMemory(self):
+            init(self, *args, **kwargs)
+
+    return init_in_peer_memory
+
+
+class _ParameterMemory(TorchFunctionMode):
+    """Answers the first torch.zeros in the constructor of `buffer`, which is for parameters, by memory from `allocate`.
+
+    Memory that the user lets NCCL register stays NCCL's.
+    """
+
+    def __init__(self, buffer: Any) -> None:
+        super().__init__()
+        self.buffer, self.is_answered = buffer, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, buffer = kwargs or {}, self.buffer
+        if func is torch.zeros and not self.is_answered:
+            self.is_answered = True
+            of_parameters = buffer.ddp_config.use_distributed_optimizer and kwargs.get("dtype") is buffer.param_dtype
+            if of_parameters and not buffer.nccl_ub:
+                device = torch.device(kwargs["device"])
+                pair = _user.pair(buffer.data_parallel_group, device)
+                if _is_served(pair, "all_gather"):
+                    return pair.all_gather.allocate(args[0], kwargs["dtype"], device).zero_()
+        return func(*args, **kwargs)
+
+
+def _keep(offload: Callable[..., None]) -> Callable[..., None]:
+    """`_ParamAndGradBuffer.offload_to_cpu`, which cannot free memory that peers have mapped."""
+
+    def offload_others(self: Any, move_params: bool = True, move_grads: bool = True) -> None:
+        data = self.param_data if move_params else None
+        if data is not None and not data.untyped_storage().resizable():
+            raise NotSupported(
+                "offload_to_cpu(move_params=True): expected parameters in memory that can be freed, got memory that "
+                "peers have mapped; call ep_plugin.integrations.megatron.optimizer.disable() before the model is built"
+            )
+        offload(self, move_params, move_grads)
+
+    return offload_others
+
+
+_REPLACEMENTS: dict[tuple[Any, str], Callable[..., Any]] = {
+    (buffers, "_coalescing_manager"): _manage,
+    (buffers, "dist_all_gather_func"): functools.partial(_serve, "all_gather"),
+    (buffers, "dist_reduce_scatter_func"): functools.partial(_serve, "reduce_scatter"),
+    # A bucket group with FP32 accumulation, which ours always has, puts this one in the place of the last.
+    (buffers, "reduce_scatter_with_fp32_accumulation"): functools.partial(_serve, "reduce_scatter"),
+    (buffers._ParamAndGradBuffer, "__init__"): _allocate,
+    (buffers._ParamAndGradBuffer, "offload_to_cpu"): _keep,
+}

@@ -1,0 +1,92 @@
+"""The collectives that integrations share: a pair for each set of ranks, timeout and device.
+
+Not for each process group: frameworks make several over the same ranks, and each pair keeps memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
+from ep_plugin.transport.exchange import is_alive, timeout_of
+
+# By device, the gathered bytes from which PyTorch's own collective gathers into memory that peers have not mapped. On
+# GPUs such a gather costs ours one more copy, by SMs that the model wants: on 4 H200s NCCL is faster from this size on
+# (187 us to 207; at 256 MiB 657 to 810). CPUs have no such limit.
+STOCK_FROM_BYTES = {"cuda": 64 << 20}
+_SUM_SMS = 24  # backward has the others
+
+
+class Pair:
+    """The collectives over ``group`` on ``device``. Their first use is collective, as making them is not."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_users: int = 0) -> None:
+        self.group, self.device, self.num_users = group, device, num_users
+        self.all_gather = HierarchicalAllGather(group)
+        self.reduce_scatter = HierarchicalReduceScatter(group, sms=_SUM_SMS)
+        # By model, the bytes that each user asks for.
+        self.sizes: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
+
+    def gathers_well(self, output: torch.Tensor) -> bool:
+        """Whether a gather into ``output`` is not faster with PyTorch's own; the same on all ranks."""
+        limit = STOCK_FROM_BYTES.get(output.device.type)
+        return limit is None or output.nbytes < limit or self.all_gather.maps(output)
+
+    def close(self) -> None:
+        self.all_gather.close()
+        self.reduce_scatter.close()
+
+
+_Key = tuple[tuple[int, ...], float, torch.device]
+_pairs: dict[_Key, Pair] = {}
+# Ranks and timeout of each process group as it was first seen: a script that changes the timeout later keeps its pair.
+_groups: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], float]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()  # backward runs in a thread of autograd's
+
+
+class PairUser:
+    """Whoever uses pairs. Each stays open for it until it leaves."""
+
+    def __init__(self) -> None:
+        self._keys: set[_Key] = set()
+
+    def pair(self, group: dist.ProcessGroup, device: torch.device) -> Pair:
+        """The pair that serves ``group`` on ``device``."""
+        with _lock:
+            found = _groups.get(group)
+            if found is None:
+                found = _groups[group] = tuple(dist.get_process_group_ranks(group)), timeout_of(group)
+            key = (*found, device)
+            pair = _pairs.get(key)
+            if pair is None:
+                pair = _pairs[key] = Pair(group, device)
+            elif pair.group is not group and not is_alive(pair.group):
+                pair.close()
+                pair = _pairs[key] = Pair(group, device, pair.num_users)
+            if key not in self._keys:
+                self._keys.add(key)
+                pair.num_users += 1
+            return pair
+
+    def leave(self) -> None:
+        """Closes the pairs that nobody else uses."""
+        with _lock:
+            for key in self._keys:
+                pair = _pairs[key]
+                pair.num_users -= 1
+                if pair.num_users == 0:
+                    _pairs.pop(key).close()
+                for sizes in pair.sizes.values():
+                    sizes.pop(self, None)
+            self._keys.clear()
+
+
+def can_sum(tensor: torch.Tensor) -> bool:
+    """Whether HierarchicalReduceScatter adds this dtype on this device."""
+    on_cpus = () if tensor.is_cuda else (torch.float64,)
+    return tensor.dtype in (torch.bfloat16, torch.float16, torch.float32, *on_cpus)
