@@ -8,11 +8,36 @@ if TYPE_CHECKING:
     from ep_plugin.integrations.hooks import Status
 
 
+def enable(*names: str) -> None:
+    """Do what ``EP_PLUGIN=name,name`` does: each integration replaces its part once its framework is imported.
+
+    Call it before the framework builds models. Enabling twice changes nothing.
+
+    Raises:
+        ValueError: an unknown name.
+        EpPluginError: an integration that is not installed, or a framework that is not served.
+    """
+    from ep_plugin.integrations import hooks
+
+    hooks.enable(names)
+
+
+def disable(*names: str) -> None:
+    """Restore the very objects that these integrations replaced. What was built with ours keeps it.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    from ep_plugin.integrations import hooks
+
+    hooks.disable(names)
+
+
 def status() -> Status:
-    """The state of every integration in this process: "off", "waiting" for its framework, "on" or "failed", and why.
+    """The state of every integration in this process, what it replaced, and how much it served and left.
 
     Returns:
-        Rows (name, state, detail). Printed, they are a table.
+        Rows (name, state, detail, served, left), as `ep_plugin.integrations.hooks.Row`. Printed, they are a table.
     """
     from ep_plugin.integrations import hooks
 

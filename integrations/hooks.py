@@ -1,4 +1,4 @@
-"""Switches an integration on right after its framework's module is imported, and checks the framework.
+"""Enables an integration right after its framework's module is imported, checks the framework, keeps what is replaced.
 
 Nothing is imported that the script does not import. A finder in front of ``sys.meta_path`` waits for the modules in
 `INTEGRATIONS`. An error in ours ends the script's import with an EpPluginError. It is not an ImportError, since scripts
@@ -7,21 +7,25 @@ take that for "not installed" and continue without.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
+import multiprocessing
 import operator
+import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ep_plugin import env
+from ep_plugin import counts, env
+from ep_plugin.counts import left as left
+from ep_plugin.counts import served as served
 from ep_plugin.errors import EpPluginError, NotSupported
 
 
@@ -29,7 +33,7 @@ class Integration(NamedTuple):
     """An integration that a name in EP_PLUGIN stands for.
 
     module: the framework's module to wait for. If it is the name itself, ours is imported in its place. Otherwise our
-        `switch_on()` is called after it was executed, and again after a reload. It records what it replaced.
+        `enable()` is called after it was executed, and again after a reload.
     package: the module whose __version__ must be `at_least` and, if given, `below`.
     """
 
@@ -52,23 +56,38 @@ HOMES = {"deep_ep": "ep_plugin.deep_ep"}
 
 
 class Row(NamedTuple):
-    """One integration. state: "off", "waiting", "on" or "failed"; detail: the reason."""
+    """One integration.
+
+    state: "off"; "waiting" for its framework; "ready", replaced but without an operation yet; "on", has served some;
+        or "failed".
+    detail: what is replaced, or the reason.
+    served, left: operations that ran through ep_plugin, and that it left to the framework's own code.
+    """
 
     name: str
     state: str
     detail: str
+    served: int = 0
+    left: int = 0
 
 
 class Status(list[Row]):
     """A row for each integration; printed, a table."""
 
     def __repr__(self) -> str:
-        cells = [("integration", "state", "detail"), *self]
-        widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
-        return "\n".join(f"{name:<{widths[0]}}  {state:<{widths[1]}}  {detail}" for name, state, detail in cells)
+        cells = [("integration", "state", "served", "left", "detail")]
+        cells += [(row.name, row.state, str(row.served), str(row.left), row.detail) for row in self]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        one, two, *numbers, _ = widths
+        return "\n".join(
+            f"{name:<{one}}  {state:<{two}}  {served:>{numbers[0]}}  {left:>{numbers[1]}}  {detail}"
+            for name, state, served, left, detail in cells
+        )
 
 
 _rows: dict[str, Row] = {}
+# By integration, what is replaced now: owner, attribute, the object of ours there, and the one that was there.
+_replaced: dict[str, list[tuple[Any, str, Any, Any]]] = {}
 
 
 def status() -> Status:
@@ -78,9 +97,12 @@ def status() -> Status:
 
 def _row_of(name: str) -> Row:
     row = _rows.get(name, Row(name, "off", "not in EP_PLUGIN"))
-    if INTEGRATIONS[name].module == name and row.state != "on" and home_of(name) in sys.modules:
-        return Row(name, "on", f"the script imports {home_of(name)}")  # it needs no call, and imports nothing of ours
-    return row
+    is_known = name in _rows and row.state != "waiting"
+    if INTEGRATIONS[name].module == name and not is_known and home_of(name) in sys.modules:
+        row = Row(name, "ready", f"the script imports {home_of(name)}")  # it needs no call, and imports nothing of ours
+    num_served = counts.num_served[name]
+    state = "on" if row.state == "ready" and num_served else row.state
+    return row._replace(state=state, served=num_served, left=counts.num_left[name])
 
 
 def record(name: str, state: str, detail: str) -> None:
@@ -91,26 +113,52 @@ def record(name: str, state: str, detail: str) -> None:
     _rows[name] = row
 
 
-# By integration: operations that ran through ep_plugin, and those that it left to the framework's own.
-served_counts: Counter[str] = Counter()
-left_counts: Counter[str] = Counter()
+def replace(name: str, owner: Any, attribute: str, ours: Any) -> None:
+    """Put `ours` in the place of an attribute of a module or a class, or of an item of a dict.
+
+    A second call changes nothing. `restore` puts the very object back that was there. `status` lists what is replaced.
+    """
+    present = _members(owner)[attribute]
+    if present is not ours:
+        _put(owner, attribute, ours)
+        _replaced.setdefault(name, []).append((owner, attribute, ours, present))
+    record(name, "ready", f"replaced {', '.join(dict.fromkeys(_said(*entry[:2]) for entry in _replaced[name]))}")
 
 
-def served(name: str, n: int = 1) -> None:
-    """Count operations that ran through ep_plugin."""
-    served_counts[name] += n
+def restore(name: str) -> None:
+    """Put back what `replace` has replaced, unless somebody else has replaced it since."""
+    replaced = _replaced.pop(name, [])
+    for owner, attribute, ours, theirs in reversed(replaced):
+        if _members(owner).get(attribute) is ours:
+            _put(owner, attribute, theirs)
+    if replaced:
+        record(name, "off", "disabled")
 
 
-def left(name: str, n: int = 1) -> None:
-    """Count operations that were left to the framework's own."""
-    left_counts[name] += n
+def replaces(name: str) -> bool:
+    """Whether the integration `name` has replaced anything."""
+    return name in _replaced
 
 
-def switch_on(names: Sequence[str]) -> None:
-    """Switch these integrations on: at once if their module has been imported, else right after its import."""
+def _members(owner: Any) -> Any:
+    return owner if isinstance(owner, dict) else vars(owner)  # vars: a class's own, with its staticmethods as such
+
+
+def _put(owner: Any, attribute: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner[attribute] = value
+    else:
+        setattr(owner, attribute, value)
+
+
+def _said(owner: Any, attribute: str) -> str:
+    return repr(attribute) if isinstance(owner, dict) else f"{owner.__name__.rpartition('.')[2]}.{attribute}"
+
+
+def enable(names: Sequence[str]) -> None:
+    """Enable these integrations: at once if their module has been imported, else right after its import."""
+    _check_names(names)
     for name in names:
-        if name not in INTEGRATIONS:
-            raise ValueError(f"EP_PLUGIN: expected names among {', '.join(INTEGRATIONS)}, got {name!r}")
         if importlib.util.find_spec(home_of(name)) is None:
             raise NotSupported(
                 f"EP_PLUGIN: {name}: expected the module {home_of(name)}, found none; leave {name} out of EP_PLUGIN"
@@ -119,13 +167,71 @@ def switch_on(names: Sequence[str]) -> None:
         sys.meta_path.insert(0, _finder)
     for name in names:
         module, package, *_ = INTEGRATIONS[name]
-        record(name, "waiting", f"{module} has not been imported")
+        if name in _finder.second_names:
+            continue
+        if module not in sys.modules:
+            record(name, "waiting", f"{module} has not been imported")
         if module == name:
             _serve_in_place_of(name)
             continue
+        _forget(name)
         if package and not _is_being_imported(package):
             _after_import(package, functools.partial(check_version, name))
-        _after_import(module, functools.partial(_replace, name))
+        _after_import(module, functools.partial(_enable, name))
+
+
+def disable(names: Sequence[str]) -> None:
+    """Disable these integrations, whether enabled by name, by their own `enable()` or not at all."""
+    _check_names(names)
+    for name in names:
+        _forget(name)
+        if name in _rows:
+            record(name, "off", "disabled")
+        home = sys.modules.get(home_of(name))
+        if home is not None and INTEGRATIONS[name].module != name:
+            home.disable()
+
+
+def _check_names(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in INTEGRATIONS:
+            raise ValueError(f"EP_PLUGIN: expected names among {', '.join(INTEGRATIONS)}, got {name!r}")
+
+
+def _forget(name: str) -> None:
+    """Wait for the integration's modules no more, and let its name mean an installed package again."""
+    for callbacks in _finder.callbacks.values():
+        callbacks[:] = [callback for callback in callbacks if getattr(callback, "args", None) != (name,)]
+    if name in _finder.second_names:
+        _finder.second_names.remove(name)
+        for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+            del sys.modules[module]
+
+
+def warn_at_exit(names: Sequence[str]) -> None:
+    """Say in a line on stderr, when this process ends, which of `names` have served nothing.
+
+    Nothing is said where a process group was never made, as in launchers, on ranks other than 0, after an uncaught
+    error, and in children.
+    """
+    pid = os.getpid()
+
+    @atexit.register
+    def warn() -> None:
+        idle = [f"{row.name} ({row.state}: {row.detail}; {row.left} left)" for row in status() if not row.served]
+        idle = [said for said in idle if said.partition(" ")[0] in names]
+        if idle and os.getpid() == pid and not hasattr(sys, "last_value") and _is_first_rank():
+            print(f"ep_plugin: EP_PLUGIN: nothing was served by {', '.join(idle)}", file=sys.stderr)
+
+
+def _is_first_rank() -> bool:
+    """Whether this process is, or was, rank 0 of a job. A launcher is not, nor a child of multiprocessing."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None or multiprocessing.parent_process() is not None:
+        return False
+    if c10d.is_initialized():
+        return bool(c10d.get_rank() == 0)
+    return getattr(c10d, "_default_pg_init_method", None) is not None and env.launcher().rank in (0, None)
 
 
 def home_of(name: str) -> str:
@@ -197,11 +303,11 @@ def _is_being_imported(module: str) -> bool:
     return getattr(getattr(present, "__spec__", None), "_initializing", False) and not hasattr(present, "__version__")
 
 
-def _replace(name: str) -> None:
-    """Call our `switch_on` for the integration `name`."""
+def _enable(name: str) -> None:
+    """Call our `enable` for the integration `name`."""
     check_version(name)
     try:
-        importlib.import_module(home_of(name)).switch_on()
+        importlib.import_module(home_of(name)).enable()
     except Exception as error:
         record(name, "failed", f"{type(error).__name__}: {error}")
         if isinstance(error, EpPluginError):
@@ -260,7 +366,7 @@ class _SecondName(importlib.abc.Loader):
         name = module.__name__
         sys.modules[name] = importlib.import_module(self._home)
         if name in INTEGRATIONS:
-            record(name, "on", f"import {name} gives {self._home}")
+            record(name, "ready", f"import {name} gives {self._home}")
 
 
 _finder = _Finder()

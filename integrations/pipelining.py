@@ -29,23 +29,20 @@ _stock: Any = schedules._batch_p2p
 
 def enable() -> None:
     """Sends through SendReceive from now on. Every rank of a pipeline's group calls it before the first step."""
-    schedules._batch_p2p = _batch_p2p
-    hooks.record("pipelining", "on", f"{schedules.__name__}._batch_p2p is {__name__}")
+    hooks.replace("pipelining", schedules, "_batch_p2p", _batch_p2p)
 
 
 def disable() -> None:
     """Restores PyTorch's own function, and closes what ours has made. No message may be under way."""
-    schedules._batch_p2p = _stock
+    hooks.restore("pipelining")
     close_all()
-    hooks.record("pipelining", "off", "disabled")
-
-
-switch_on = enable
 
 
 def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
     """The messages of one step of a schedule: to ranks of one pipeline's group, in the order of the operations."""
     ours = [op for op in p2p_ops if op.tensor.device.type == "cpu" and op.tag == 0]
+    hooks.served("pipelining", len(ours))
+    hooks.left("pipelining", len(p2p_ops) - len(ours))
     works: list[dist.Work] = []
     if len(ours) < len(p2p_ops):
         works += _stock([op for op in p2p_ops if op not in ours], desc)

@@ -22,8 +22,9 @@ from torchtitan.models.common import token_dispatcher as stock
 from ep_plugin import MoECommunicator
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks
+from ep_plugin.integrations.communicators import communicator_of
 
-__all__ = ["EpPluginPaddedTokenDispatcher", "EpPluginTokenDispatcher", "switch_on", "token_dispatcher"]
+__all__ = ["EpPluginPaddedTokenDispatcher", "EpPluginTokenDispatcher", "disable", "enable", "token_dispatcher"]
 
 _MOST_HIDDEN = 1 << 24  # a limit, not a size: memory is allocated for the rows that are sent
 
@@ -85,7 +86,8 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
         """Set the mesh of expert parallelism. Without one, tokens stay on this rank."""
         self.ep_mesh, self.communicator = ep_mesh, None
         if ep_mesh is not None:
-            self.communicator = MoECommunicator.shared(
+            self.communicator = communicator_of(
+                "torchtitan",
                 ep_mesh.get_group(),
                 num_experts=self.num_experts,
                 hidden_size=_MOST_HIDDEN,
@@ -140,15 +142,20 @@ def token_dispatcher(config: stock.LocalTokenDispatcher.Config) -> EpPluginToken
     )
 
 
-def switch_on() -> None:
+def enable() -> None:
     """Let models that are configured from now on use our dispatchers in place of the all-to-all's.
 
     Call it right after the module of dispatchers was executed, before other modules import names from it.
     """
-    stock.AllToAllTokenDispatcher = EpPluginTokenDispatcher
-    stock.TorchAOTokenDispatcher = EpPluginPaddedTokenDispatcher
-    said = f"AllToAllTokenDispatcher and TorchAOTokenDispatcher of {stock.__name__} are ep_plugin's"
-    hooks.record("torchtitan", "on", said)
+    hooks.replace("torchtitan", stock, "AllToAllTokenDispatcher", EpPluginTokenDispatcher)
+    hooks.replace("torchtitan", stock, "TorchAOTokenDispatcher", EpPluginPaddedTokenDispatcher)
 
 
-hooks.record("torchtitan", "on", f"the override {__name__}.token_dispatcher is registered")
+def disable() -> None:
+    """Let models that are configured from now on use torchtitan's own dispatchers again. The override stays."""
+    hooks.restore("torchtitan")
+    hooks.record("torchtitan", "ready", _REGISTERED)
+
+
+_REGISTERED = f"the override {__name__}.token_dispatcher is registered"
+hooks.record("torchtitan", "ready", _REGISTERED)

@@ -350,6 +350,7 @@ class Buffer(LowLatencyCalls, metaclass=_RefusesByName):
     def _communicator(self, config: MoECommunicatorConfig, device: torch.device) -> MoECommunicator:
         """The shared communicator of this configuration, which this Buffer uses until `destroy`."""
         comm = MoECommunicator.shared(self.group, config, device=device)
+        comm.in_flight.serves = "deep_ep"
         if comm.number not in self._numbers:
             self._numbers.add(comm.number)
             _users[comm.number] += 1

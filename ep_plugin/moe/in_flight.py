@@ -18,6 +18,7 @@ from typing import ClassVar, Generic, ParamSpec, TypeAlias, TypeVar
 import torch
 from torch._compile import _disable_dynamo
 
+from ep_plugin import counts
 from ep_plugin.errors import CaptureRefused, EpPluginError
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 from ep_plugin.runtime.base import BaseEngine
@@ -53,7 +54,9 @@ class Operation(ABC):
 
 
 class InFlight:
-    """The operations of one communicator, at most one of them in flight."""
+    """The operations of one communicator, at most one of them in flight. `serves`: the integration that counts them."""
+
+    serves = ""
 
     def __init__(self, engine: BaseEngine) -> None:
         self._engine = engine
@@ -66,6 +69,7 @@ class InFlight:
         with self._engine.lock:
             self.complete()
             operation.check()
+            counts.served(self.serves)
             return self._engine.run(operation.name, _whole, operation)
 
     def start(self, operation: Operation) -> Operation:
@@ -73,6 +77,7 @@ class InFlight:
         with self._engine.lock:
             self.complete()
             operation.check()
+            counts.served(self.serves)
             self._engine.run(operation.name, self._start, operation)
             operation.number = next(self._numbers)
             self._by_number[operation.number] = operation

@@ -7,7 +7,8 @@
     fully_shard(model)
     fsdp2.enable(model)  # on every rank; fsdp2.disable(model) restores PyTorch's own
 
-``EP_PLUGIN=fsdp2`` in the environment does the same for every module that an unmodified script shards.
+``fsdp2.enable()`` without a model, or ``EP_PLUGIN=fsdp2`` in the environment of an unmodified script, does the same for
+every module that is sharded later.
 
 Left to PyTorch's own collectives
     Sums of dtypes that ours does not add on a device. On GPUs also gathers of 64 MiB and more whose size no other
@@ -25,6 +26,6 @@ Agreement between ranks
 
 from __future__ import annotations
 
-from ep_plugin.integrations.fsdp2.hooks import Launches, disable, enable, launches, switch_on
+from ep_plugin.integrations.fsdp2.hooks import Launches, disable, enable, launches
 
-__all__ = ["Launches", "disable", "enable", "launches", "switch_on"]
+__all__ = ["Launches", "disable", "enable", "launches"]

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from ep_plugin.integrations import hooks
 from ep_plugin.integrations.pairs import Pair, PairUser, can_sum
 
 
@@ -42,8 +43,10 @@ class Adapter(PairUser):
     ) -> dist.Work | None:
         pair = self.pair(group, output_tensor.device)
         if not self._is_ours(pair, output_tensor):
+            hooks.left("fsdp2")
             return self.replaced(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
         self.launches += 1
+        hooks.served("fsdp2")
         return getattr(pair, self.collective)(output_tensor, input_tensor, **options)
 
     def _is_ours(self, pair: Pair, output: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_plugin.errors import NotSupported
+from ep_plugin.integrations import hooks
 from ep_plugin.integrations.fsdp2.adapters import Adapter, PluginAllGather, PluginReduceScatter
-from ep_plugin.integrations.hooks import record
 
 # FSDP2's attributes of a parameter group that hold its collectives, and our adapter for each.
 ADAPTERS = {"_all_gather_comm": PluginAllGather, "_reduce_scatter_comm": PluginReduceScatter}
 _enabled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # for `status`
+_later = (False, False)  # which of ADAPTERS serve modules that are sharded from now on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Launches:
     reduce_scatters: int
 
 
-def enable(model: torch.nn.Module, *, all_gather: bool = True, reduce_scatter: bool = True) -> int:
+def enable(model: torch.nn.Module | None = None, *, all_gather: bool = True, reduce_scatter: bool = True) -> int:
     """Serves the collectives of every FSDP2 module in ``model`` from now on, and says so in `status()`.
 
     Call it on every rank, between steps, after ``fully_shard`` (after ``accelerator.prepare()``). A gather moves bytes
@@ -41,31 +42,43 @@ def enable(model: torch.nn.Module, *, all_gather: bool = True, reduce_scatter: b
     one set of ranks, which stay open until ``disable``.
 
     Args:
-        model: its FSDP2 modules may be nested at any depth.
+        model: its FSDP2 modules may be nested at any depth. None: every module that this process shards from now on.
         all_gather: serve the gathers of parameters; False leaves them to PyTorch.
         reduce_scatter: serve the reductions of gradients; False leaves them to PyTorch.
 
     Returns:
-        The number of parameter groups.
+        The number of parameter groups; 0 without a model.
 
     Raises:
         ValueError: a model without FSDP2 modules.
         NotSupported: a PyTorch whose parameter groups have no attributes for the collectives.
     """
-    groups = groups_of(model)
-    for group in groups:
-        _serve(group, all_gather, reduce_scatter)
-    _enabled.difference_update(model.modules())
-    if all_gather or reduce_scatter:
-        _enabled.add(model)
-    if not _is_switched_on():
+    global _later
+    if model is None:
+        groups, init = [], FSDPParamGroup.__init__
+        _later = all_gather, reduce_scatter
+        if any(_later):
+            ours = init if hooks.replaces("fsdp2") else _serving(init)
+            hooks.replace("fsdp2", FSDPParamGroup, "__init__", ours)
+        else:
+            hooks.restore("fsdp2")
+    else:
+        groups = groups_of(model)
+        for group in groups:
+            _serve(group, all_gather, reduce_scatter)
+        _enabled.difference_update(model.modules())
+        if all_gather or reduce_scatter:
+            _enabled.add(model)
+    if not hooks.replaces("fsdp2"):
         names = ", ".join(sorted(type(one).__name__ for one in _enabled))
-        record("fsdp2", "on" if names else "off", f"fsdp2.enable({names})" if names else "fsdp2.disable() was called")
+        hooks.record("fsdp2", *(("ready", f"fsdp2.enable({names})") if names else ("off", "disabled")))
     return len(groups)
 
 
-def disable(model: torch.nn.Module) -> None:
+def disable(model: torch.nn.Module | None = None) -> None:
     """Restores what served each parameter group before, and frees the memory that no other model uses.
+
+    Without a model, modules that are sharded from now on are PyTorch's; those that are served already stay so.
 
     Call it on every rank, between steps. Raises as `enable` does; a model that is not enabled stays as it is.
     """
@@ -83,24 +96,17 @@ def launches(model: torch.nn.Module) -> Launches:
     )
 
 
-def switch_on() -> None:
-    """Serves every module that this process shards from now on (``EP_PLUGIN=fsdp2``)."""
-    init = FSDPParamGroup.__init__
+def _serving(init: Callable[..., None]) -> Callable[..., None]:
+    """FSDP2's constructor of a parameter group, which then is served."""
 
     @functools.wraps(init)
     def init_and_serve(group: Any, *args: Any, **kwargs: Any) -> None:
         init(group, *args, **kwargs)
         if isinstance(group.mesh_info, FSDPMeshInfo):
             _check_attributes(group)
-            _serve(group, True, True)
+            _serve(group, *_later)
 
-    if not _is_switched_on():
-        FSDPParamGroup._ep_plugin_init, FSDPParamGroup.__init__ = init, init_and_serve
-    record("fsdp2", "on", "every module that fully_shard wraps gathers and reduces through ep_plugin")
-
-
-def _is_switched_on() -> bool:
-    return hasattr(FSDPParamGroup, "_ep_plugin_init")
+    return init_and_serve
 
 
 def _serve(group: Any, *wanted: bool) -> None:

@@ -6,7 +6,7 @@ distributed optimizer, in an unmodified training script.
 or, in your own script, before the model is built:
 
     import ep_plugin.integrations.megatron
-    ep_plugin.integrations.megatron.switch_on()
+    ep_plugin.integrations.megatron.enable()
 
 Megatron-core 0.16.1 up to, not including, 0.20; 0.17 and newer need Python 3.12. Other versions raise NotSupported when
 this is imported, and options that are not supported raise it when the model is built.
@@ -46,18 +46,19 @@ hooks.check_signatures(
 from ep_plugin.integrations.megatron import optimizer, pipeline  # noqa: E402  checked above
 from ep_plugin.integrations.megatron.dispatcher import EpPluginTokenDispatcher  # noqa: E402
 
-__all__ = ["EpPluginTokenDispatcher", "optimizer", "pipeline", "switch_on"]
+__all__ = ["EpPluginTokenDispatcher", "disable", "enable", "optimizer", "pipeline"]
 
 
-def switch_on() -> None:
+def enable() -> None:
     """Let MoE layers that are built from now on use our dispatcher where the configuration says "flex", and the
     distributed optimizer and pipelines our collectives and messages."""
-    moe_layer.MoEFlexTokenDispatcher = EpPluginTokenDispatcher
+    hooks.replace("megatron", moe_layer, "MoEFlexTokenDispatcher", EpPluginTokenDispatcher)
     optimizer.enable()
     pipeline.enable()
-    hooks.record(
-        "megatron",
-        "on",
-        f"{moe_layer.__name__}.MoEFlexTokenDispatcher is {EpPluginTokenDispatcher.__name__}; the distributed optimizer "
-        "gathers and sums through ep_plugin, and so do pipelines of CPUs send",
-    )
+
+
+def disable() -> None:
+    """Restore what Megatron had, for layers that are built from now on, and between steps for all others."""
+    optimizer.disable()
+    pipeline.disable()
+    hooks.restore("megatron")

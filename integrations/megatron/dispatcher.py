@@ -14,9 +14,9 @@ import torch
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-from ep_plugin import MoECommunicator
 from ep_plugin.config import MAX_TOPK
 from ep_plugin.errors import NotSupported
+from ep_plugin.integrations.communicators import communicator_of
 
 # Options for SMs, with their defaults, at which we choose the number ourselves: from 0.19 on one for all backends, in
 # older versions one for each.
@@ -45,7 +45,8 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         self.alignment = alignment_of(config)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
-        self._communicator = MoECommunicator.shared(
+        self._communicator = communicator_of(
+            "megatron",
             self.tp_ep_group,
             num_experts=config.num_moe_experts * self.tp_size,
             hidden_size=getattr(config, "moe_latent_size", None) or config.hidden_size,

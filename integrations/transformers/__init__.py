@@ -31,20 +31,29 @@ from ep_plugin.integrations.transformers.inference import InferenceConfig, low_l
 from ep_plugin.integrations.transformers.shared_experts import overlap_shared_experts
 
 EPImplementationInterface.register("ep_plugin", EpPluginExpertParallel)
-hooks.record("transformers", "on", 'ep_implementation="ep_plugin" is registered')
+_REGISTERED = 'ep_implementation="ep_plugin" is registered'
+hooks.record("transformers", "ready", _REGISTERED)
 
 __all__ = [
     "AutoEpPlugin",
     "EpPluginExpertParallel",
     "InferenceConfig",
+    "disable",
+    "enable",
     "low_latency",
     "overlap_shared_experts",
-    "switch_on",
 ]
 
 
-def switch_on() -> None:
-    """Let "auto", the default, exchange tokens through ep_plugin. Other names keep their meaning."""
-    EPImplementationInterface.register("auto", AutoEpPlugin)
-    said = 'ep_implementation="auto", the default, and "ep_plugin" exchange tokens through MoECommunicator'
-    hooks.record("transformers", "on", said)
+def enable() -> None:
+    """Let "auto", the default, exchange tokens through ep_plugin in models that are loaded from now on.
+
+    Other names keep their meaning.
+    """
+    hooks.replace("transformers", EPImplementationInterface._global_mapping, "auto", AutoEpPlugin)
+
+
+def disable() -> None:
+    """Let "auto" mean transformers' own exchange again, in models that are loaded from now on."""
+    hooks.restore("transformers")
+    hooks.record("transformers", "ready", _REGISTERED)

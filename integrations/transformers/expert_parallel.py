@@ -9,6 +9,7 @@ each expert's block.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP, EPImplementation
 from transformers.integrations import moe
 
-from ep_plugin import DispatchOutput, MoECommunicator, NotSupported
+from ep_plugin import DispatchOutput, NotSupported
+from ep_plugin.integrations import hooks
+from ep_plugin.integrations.communicators import communicator_of
 
 if TYPE_CHECKING:
     from ep_plugin.integrations.transformers.shared_experts import SharedAhead
@@ -79,7 +82,8 @@ class EpPluginExpertParallel(EPImplementation):
         settings: dict[str, Any] = {}
         if limit is not None:
             settings = dict(mode="ll", max_tokens_per_rank=limit, max_row_bytes=x.size(1) * x.element_size())
-        comm = MoECommunicator.shared(
+        comm = communicator_of(
+            "transformers",
             self.ep_mesh.get_group(),
             num_experts=self.num_local_experts * self.ep_mesh.size(),
             hidden_size=x.size(1),
@@ -137,6 +141,9 @@ class AutoEpPlugin(AutoEP):
     def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.all_to_all = EpPluginExpertParallel(experts, ep_mesh, tp_mesh)
+        for name in ("all_reduce", "megamoe"):
+            if (stock := getattr(self, name)) is not None:
+                setattr(self, name, functools.partial(_leave, stock))
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -144,6 +151,13 @@ class AutoEpPlugin(AutoEP):
         is_asked = self.all_to_all.max_tokens_per_rank is not None and self.megamoe is None
         run = self.all_to_all if is_asked else super().__call__
         return run(hidden_states, top_k_index, top_k_weights)
+
+
+def _leave(stock: EPImplementation, *inputs: torch.Tensor) -> torch.Tensor:
+    """What transformers' own exchange returns."""
+    if not torch.compiler.is_compiling():  # it would compile again whenever a count has changed
+        hooks.left("transformers")
+    return stock(*inputs)
 
 
 def _slice_over(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

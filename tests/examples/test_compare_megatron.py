@@ -42,7 +42,7 @@ def _run_rank(rank: int) -> dict[str, Any]:
     from examples.compare import megatron, train
 
     found: dict[str, Any] = {"refused": _refusal(megatron, moe_layer)}
-    ep_plugin.integrations.megatron.switch_on()
+    ep_plugin.integrations.megatron.enable()
     for arm in ARMS:
         model = megatron.build_model(replace(OPTIONS, arm=arm))
         found[arm] = _accumulated(train.backward, model, rank) | _train(model, rank)

@@ -28,7 +28,7 @@ MASKED_AFTER_S = 8.0
 def run(rank: int, size: int, script: Path, options: list[str], timed: bool = True) -> None:
     """Runs the script's main part on this rank. timed: whether it measures times; that takes longer than its checks."""
     over_nodes.start(rank, size, nodes=1)
-    hooks.switch_on(["deep_ep"])
+    hooks.enable(["deep_ep"])
     device = device_of(rank)
 
     def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int, int, dist.ProcessGroup]:

@@ -57,7 +57,7 @@ def _start(rank: int, size: int, tp: int) -> None:
 
     import ep_plugin.integrations.hooks
 
-    ep_plugin.integrations.hooks.switch_on(["megatron"])
+    ep_plugin.integrations.hooks.enable(["megatron"])
     initialise(tp, size // tp)
     model_parallel_cuda_manual_seed(1)
 

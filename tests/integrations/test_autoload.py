@@ -102,7 +102,7 @@ def test_names_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch, value: s
 
 @pytest.fixture
 def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on sys.path for made-up frameworks; "toy" waits for toyframe.layer and calls toyhook.switch_on()."""
+    """A folder on sys.path for made-up frameworks; "toy" waits for toyframe.layer and calls toyhook.enable()."""
     monkeypatch.syspath_prepend(tmp_path)
     finder = hooks._Finder()
     monkeypatch.setattr(hooks, "_finder", finder)
@@ -113,7 +113,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "toyframe").mkdir()
     write(tmp_path, "toyframe/__init__.py", "__version__ = '1.10.0rc1'")
     write(tmp_path, "toyframe/layer.py", "layer = 'stock'")
-    replace = "import toyframe.layer as m\ndef switch_on():\n m.layer = 'ours'\n record('toy', 'on', 'layer')"
+    replace = "import toyframe.layer as m\ndef enable():\n m.layer = 'ours'\n record('toy', 'on', 'layer')"
     write(tmp_path, "toyhook.py", f"from ep_plugin.integrations.hooks import record\n{replace}")
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("toy")]:
@@ -130,7 +130,7 @@ def state() -> hooks.Row:
 
 
 def test_the_hook_runs_after_the_module_and_again_when_it_is_reloaded(framework: Path) -> None:
-    hooks.switch_on(["toy"])
+    hooks.enable(["toy"])
     assert state() == ("toy", "waiting", "toyframe.layer has not been imported")
     assert importlib.util.find_spec("toyframe.layer") is not None
     assert "toyhook" not in sys.modules
@@ -145,20 +145,20 @@ def test_finders_without_find_spec_are_passed_over(framework: Path) -> None:
     class OfTheOldKind:
         def find_module(self, fullname: str, path: object = None) -> None: ...
 
-    hooks.switch_on(["toy"])
+    hooks.enable(["toy"])
     sys.meta_path.insert(0, OfTheOldKind())  # type: ignore[arg-type]
     assert importlib.import_module("toyframe.layer").layer == "ours"
 
 
 def test_a_module_that_is_there_already_is_served_at_once(framework: Path) -> None:
     layer = importlib.import_module("toyframe.layer")
-    hooks.switch_on(["toy"])
+    hooks.enable(["toy"])
     assert layer.layer == "ours"
 
 
 def test_an_old_framework_is_refused_with_both_versions(framework: Path) -> None:
     write(framework, "toyframe/__init__.py", "__version__ = '1.1.9+local'")
-    hooks.switch_on(["toy"])
+    hooks.enable(["toy"])
     with pytest.raises(NotSupported, match=r"toy: expected toyframe 1\.2 or newer, got 1\.1\.9\+local; install such"):
         importlib.import_module("toyframe")
     assert state() == ("toy", "failed", "toyframe is 1.1.9+local")
@@ -170,7 +170,7 @@ def test_a_framework_that_is_too_new_is_refused_with_both_versions(
 ) -> None:
     monkeypatch.setitem(hooks.INTEGRATIONS, "toy", hooks.INTEGRATIONS["toy"]._replace(below="2.0"))
     write(framework, "toyframe/__init__.py", f"__version__ = {version!r}")
-    hooks.switch_on(["toy"])
+    hooks.enable(["toy"])
     expected = rf"toy: expected toyframe 1\.2 or newer and below 2\.0, got {version}; install such"
     with pytest.raises(NotSupported, match=expected):
         importlib.import_module("toyframe")
@@ -178,8 +178,8 @@ def test_a_framework_that_is_too_new_is_refused_with_both_versions(
 
 
 def test_a_hook_that_fails_is_no_import_error(framework: Path) -> None:
-    write(framework, "toyhook.py", "from toyframe.layer import gone\ndef switch_on(): ...")
-    hooks.switch_on(["toy"])
+    write(framework, "toyhook.py", "from toyframe.layer import gone\ndef enable(): ...")
+    hooks.enable(["toy"])
     with pytest.raises(EpPluginError, match="EP_PLUGIN: toy: ImportError: cannot import name 'gone'"):
         importlib.import_module("toyframe.layer")
     assert state().state == "failed"
@@ -191,11 +191,11 @@ def test_an_integration_that_is_not_there_is_refused_by_name(framework: Path) ->
     with pytest.raises(
         NotSupported, match="EP_PLUGIN: toy: expected the module toyhook, found none; leave toy out of EP_PLUGIN"
     ):
-        hooks.switch_on(["toy"])
+        hooks.enable(["toy"])
 
 
 def test_a_framework_that_is_being_imported_is_refused(framework: Path) -> None:
-    write(framework, "toyframe/layer.py", "from ep_plugin.integrations import hooks; hooks.switch_on(['toy'])")
+    write(framework, "toyframe/layer.py", "from ep_plugin.integrations import hooks; hooks.enable(['toy'])")
     with pytest.raises(EpPluginError, match=r"expected torch to be imported before toyframe\.layer"):
         importlib.import_module("toyframe.layer")
 
@@ -206,7 +206,7 @@ def test_an_alias_is_the_module_itself(framework: Path, monkeypatch: pytest.Monk
     write(framework, "toyhome/utils.py", "value = 1")
     monkeypatch.setitem(hooks.INTEGRATIONS, "toyname", hooks.Integration("toyname"))
     monkeypatch.setitem(hooks.HOMES, "toyname", "toyhome")
-    hooks.switch_on(["toyname"])
+    hooks.enable(["toyname"])
     assert "toyhome" not in sys.modules
     alias, home = importlib.import_module("toyname.utils"), importlib.import_module("toyhome.utils")
     assert alias is home and alias.__name__ == "toyhome.utils"
@@ -222,13 +222,13 @@ def test_another_package_of_an_aliased_name_is_refused(framework: Path, monkeypa
     monkeypatch.setitem(hooks.HOMES, "toyframe", "toyhook")
     importlib.import_module("toyframe")
     with pytest.raises(EpPluginError, match=r"expected torch to be imported before toyframe, got toyframe from .*init"):
-        hooks.switch_on(["toyframe"])
+        hooks.enable(["toyframe"])
 
 
 def test_status_is_a_table(framework: Path) -> None:
     from ep_plugin.integrations import status
 
-    hooks.switch_on(["toy"])
+    hooks.enable(["toy"])
     lines = repr(status()).splitlines()
     assert len(lines) == 1 + len(hooks.INTEGRATIONS)
     assert lines[0].split() == ["integration", "state", "detail"]

@@ -215,7 +215,7 @@ def _fused_a2a(rank: int, size: int) -> float:
     from tests.integrations.on_cpus import make_megatron_run_here
 
     make_megatron_run_here()
-    ep_plugin.integrations.hooks.switch_on(["deep_ep"])
+    ep_plugin.integrations.hooks.enable(["deep_ep"])
     return test_megatron._run_fused_a2a(rank)
 
 

@@ -190,7 +190,7 @@ def _switched_on(rank: int) -> dict[str, Any]:
 
     case = cases.Case()
     earlier = cases.build(case)
-    assert fsdp2.switch_on() == fsdp2.switch_on()  # a reload of the framework does it again
+    assert fsdp2.enable() == fsdp2.enable()  # a reload of the framework does it again
     model = cases.build(case)
     with cases.counting_stock_calls() as left:
         cases.train(case, model)

@@ -153,7 +153,7 @@ def _layouts(rank: int, folder: Path) -> dict[str, float]:
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transformers.distributed.expert_parallel.EPImplementationInterface, "_global_mapping", {})
-        ours.switch_on()
+        ours.enable()
         shared = DistributedConfig(ep_size=2, tp_size=2)
         model = load(folder / "deepseek", distributed_config=shared)
         modes = _modes(patch)

@@ -180,7 +180,7 @@ for name, change in {changes!r}.items():
         exec(change)
         try:
             import ep_plugin.integrations.megatron
-            ep_plugin.integrations.megatron.switch_on()
+            ep_plugin.integrations.megatron.enable()
             said = "nothing"
         except Exception as error:
             said = f"{{type(error).__name__}}: {{error}}"
@@ -234,7 +234,7 @@ def _run_deepep(
 ) -> dict[str, Any]:
     import ep_plugin.integrations.hooks
 
-    ep_plugin.integrations.hooks.switch_on(["deep_ep"])
+    ep_plugin.integrations.hooks.enable(["deep_ep"])
     make_megatron_run_here()
     for name in ("fused_a2a", "token_dispatcher", "moe_layer"):  # this file has imported some of them before
         importlib.reload(importlib.import_module(f"megatron.core.transformer.moe.{name}"))
@@ -252,7 +252,7 @@ def _run_rank(rank: int) -> dict[str, Any]:
 
     import ep_plugin.integrations.hooks
 
-    ep_plugin.integrations.hooks.switch_on(["megatron", "deep_ep"])
+    ep_plugin.integrations.hooks.enable(["megatron", "deep_ep"])
     found: dict[str, Any] = {}
     tp = 0
     for name, case in sorted(CASES.items(), key=lambda item: item[1].tp):

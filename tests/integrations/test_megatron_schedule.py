@@ -36,6 +36,6 @@ def _run_rank(rank: int) -> dict[str, Any]:
     make_megatron_run_here()
     import ep_plugin.integrations.megatron
 
-    ep_plugin.integrations.megatron.switch_on()
+    ep_plugin.integrations.megatron.enable()
     initialise(1, WORLD)
     return megatron_schedule.run(rank, WORLD, torch.device("cpu"))

@@ -132,7 +132,7 @@ def test_shared_experts_run_once_and_before_the_dispatch_is_complete(ran: list[d
 def _auto(rank: int, checkpoints: Path) -> tuple[list[str], list[str]]:
     """Where ranks share a batch and want no gradients, "auto" makes an all-reduce of it: nothing to overlap with."""
     integration = _ours()
-    integration.switch_on()
+    integration.enable()
     case = CASES["tp, eval"]
     expected = _results(cases._load(checkpoints, case, "auto"), case, rank)
     model = cases._load(checkpoints, case, "auto")

@@ -180,7 +180,7 @@ def _megatron(suite: LayersSuite, device: torch.device) -> _Setup:
 
     from ep_plugin.integrations import megatron
 
-    megatron.switch_on()
+    megatron.enable()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=suite.ranks)
     if device.type == "cuda":
         model_parallel_cuda_manual_seed(1)

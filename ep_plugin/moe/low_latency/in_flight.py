@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ep_plugin import _C
+from ep_plugin import _C, counts
 from ep_plugin.errors import CaptureRefused, EpPluginError
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
@@ -56,7 +56,9 @@ class LowLatencyOperation(Operation):
 
 
 class LowLatencyInFlight:
-    """The un-received operations of one communicator."""
+    """The un-received operations of one communicator. `serves`: the integration that counts its operations."""
+
+    serves = ""
 
     def __init__(self, engine: LowLatencyEngine) -> None:
         self._engine = engine
@@ -69,6 +71,7 @@ class LowLatencyInFlight:
         """Runs the whole of `operation` and returns its results. Un-received operations stay so."""
         with self._engine.lock:
             self._check(operation)
+            counts.served(self.serves)
             result = self._engine.run(operation.name, _whole, operation)
             self._latest[operation.kind].append(None)
             return result
@@ -78,6 +81,7 @@ class LowLatencyInFlight:
         engine = self._engine
         with engine.lock:
             self._check(operation)
+            counts.served(self.serves)
             engine.run(operation.name, _start, operation)
             operation.capture = engine.streams.capturing()
             operation.number = next(self._numbers)
