@@ -2,7 +2,8 @@
 
 "fsdp2" counts the gathers and scatters of whole buffers, as FSDP2 calls them where nobody has replaced them.
 
-python -m tests.integrations.counted COUNTS_JSON SCRIPT [ARGUMENTS]. COUNTS_JSON gets the rank's number as a suffix.
+python -m tests.integrations.counted COUNTS_JSON SCRIPT [ARGUMENTS]. COUNTS_JSON gets the rank's number as a suffix,
+and with ".served" after it holds what `status()` says is on.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ def main() -> None:
         calls.update(["fsdp2"] if event.name() in FSDP2 else [])
         calls.update(["stock"] if any(name in event.name() for name in STOCK) else [])
     Path(f"{counts_path}.{os.environ['RANK']}").write_text(json.dumps(calls))
+    from ep_plugin.integrations import status
+
+    served = {row.name: row.served for row in status() if row.state == "on"}
+    Path(f"{counts_path}.{os.environ['RANK']}.served").write_text(json.dumps(served))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a thread of gloo may hold the last collective's tensors while the interpreter is torn down

@@ -7,11 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from ep_plugin import env
+from ep_plugin import counts, env
 from ep_plugin.errors import EpPluginError, NotSupported
 from ep_plugin.integrations import hooks
 
@@ -56,8 +57,14 @@ print(min(once() for _ in range(300)) * 1e3)
 
 def test_an_unknown_name_ends_the_import_of_torch() -> None:
     done = run("import torch", fails=True, EP_PLUGIN="transformers,magatron")
-    known = "megatron, fsdp2, transformers, torchtitan, pipelining, deep_ep"
-    assert f"EP_PLUGIN: expected names among {known}, got 'magatron'" in done.stderr
+    said = f"EP_PLUGIN: expected names among {', '.join(hooks.INTEGRATIONS)}, got 'magatron'"
+    assert done.stderr.splitlines()[-1].endswith(said) and "backend extension" not in done.stderr
+
+
+def test_a_late_import_of_torch_ends_with_our_sentence_too() -> None:
+    code = "import sys, types; sys.modules['deep_ep'] = types.ModuleType('deep_ep'); import torch"
+    last = run(code, fails=True, EP_PLUGIN="deep_ep").stderr.splitlines()[-1]
+    assert last.endswith("got deep_ep from None in sys.modules; put `import torch` first")
 
 
 def test_transformers_is_switched_on_when_the_script_gets_there_and_not_before() -> None:
@@ -80,12 +87,12 @@ print(json.dumps([steps, names]))
     done = run(code, EP_PLUGIN=" transformers, ", EP_PLUGIN_LOG="1")
     steps, names = json.loads(done.stdout)
     whole = ["transformers", "transformers.distributed.expert_parallel", "ep_plugin.integrations.transformers"]
-    assert steps == [[[], "waiting"], [["transformers"], "waiting"], [whole, "on"]]
+    assert steps == [[[], "waiting"], [["transformers"], "waiting"], [whole, "ready"]]
     assert (names["auto"], names["ep_plugin"]) == ("AutoEpPlugin", "EpPluginExpertParallel")
     assert names["all_to_all"] == "AllToAllEP"
     said = [line for line in done.stderr.splitlines() if line.startswith("ep_plugin: transformers")]
     assert "waiting: transformers.distributed.expert_parallel has not been imported" in said[0]
-    assert 'on: ep_implementation="auto"' in said[-1]
+    assert said[-1] == "ep_plugin: transformers: ready: replaced 'auto'"
 
 
 @pytest.mark.parametrize(
@@ -107,14 +114,18 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     finder = hooks._Finder()
     monkeypatch.setattr(hooks, "_finder", finder)
     monkeypatch.setattr(hooks, "_rows", {})
+    monkeypatch.setattr(hooks, "_replaced", {})
+    monkeypatch.setattr(counts, "num_served", Counter())
+    monkeypatch.setattr(counts, "num_left", Counter())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setitem(hooks.INTEGRATIONS, "toy", hooks.Integration("toyframe.layer", "toyframe", "1.2"))
     monkeypatch.setitem(hooks.HOMES, "toy", "toyhook")
     (tmp_path / "toyframe").mkdir()
     write(tmp_path, "toyframe/__init__.py", "__version__ = '1.10.0rc1'")
     write(tmp_path, "toyframe/layer.py", "layer = 'stock'")
-    replace = "import toyframe.layer as m\ndef enable():\n m.layer = 'ours'\n record('toy', 'on', 'layer')"
-    write(tmp_path, "toyhook.py", f"from ep_plugin.integrations.hooks import record\n{replace}")
+    ours = "def enable(): replace('toy', m, 'layer', 'ours')\ndef disable(): restore('toy')"
+    imports = "import toyframe.layer as m\nfrom ep_plugin.integrations.hooks import replace, restore"
+    write(tmp_path, "toyhook.py", f"{imports}\n{ours}")
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("toy")]:
         del sys.modules[name]
@@ -125,18 +136,18 @@ def write(folder: Path, name: str, text: str) -> None:
     importlib.invalidate_caches()
 
 
-def state() -> hooks.Row:
-    return next(row for row in hooks.status() if row.name == "toy")
+def state() -> tuple[str, str]:
+    return next((row.state, row.detail) for row in hooks.status() if row.name == "toy")
 
 
 def test_the_hook_runs_after_the_module_and_again_when_it_is_reloaded(framework: Path) -> None:
     hooks.enable(["toy"])
-    assert state() == ("toy", "waiting", "toyframe.layer has not been imported")
+    assert state() == ("waiting", "toyframe.layer has not been imported")
     assert importlib.util.find_spec("toyframe.layer") is not None
     assert "toyhook" not in sys.modules
     layer = importlib.import_module("toyframe.layer")
     assert layer.layer == "ours"
-    assert state() == ("toy", "on", "layer")
+    assert state() == ("ready", "replaced layer.layer")
     assert type(layer.__spec__.loader) is type(layer.__loader__) is importlib.machinery.SourceFileLoader
     assert importlib.reload(layer).layer == "ours"
 
@@ -156,12 +167,52 @@ def test_a_module_that_is_there_already_is_served_at_once(framework: Path) -> No
     assert layer.layer == "ours"
 
 
+def test_enabled_and_disabled_any_number_of_times(framework: Path) -> None:
+    hooks.disable(["toy"])
+    assert state() == ("off", "not in EP_PLUGIN")
+    for _ in range(2):
+        hooks.enable(["toy"])
+    hooks.disable(["toy"])  # before the framework is there
+    layer = importlib.import_module("toyframe.layer")
+    assert (layer.layer, state()) == ("stock", ("off", "disabled"))
+    layer.layer = stock = object()
+    for _ in range(2):
+        for _ in range(2):
+            hooks.enable(["toy"])
+            assert (layer.layer, state()) == ("ours", ("ready", "replaced layer.layer"))
+        for _ in range(2):
+            hooks.disable(["toy"])
+            assert layer.layer is stock and state() == ("off", "disabled")
+    assert importlib.reload(layer).layer == "stock"
+    with pytest.raises(ValueError, match="EP_PLUGIN: expected names among .*, got 'toi'"):
+        hooks.disable(["toi"])
+
+
+def test_what_somebody_else_has_replaced_since_stays(framework: Path) -> None:
+    layer = importlib.import_module("toyframe.layer")
+    hooks.enable(["toy"])
+    layer.layer = theirs = object()
+    hooks.disable(["toy"])
+    assert layer.layer is theirs
+
+
+def test_on_is_what_has_served(framework: Path) -> None:
+    importlib.import_module("toyframe.layer")
+    hooks.enable(["toy"])
+    hooks.left("toy", 3)
+    assert state()[0] == "ready"
+    hooks.served("toy")
+    assert hooks.status()[-1][1:] == ("on", "replaced layer.layer", 1, 3)
+    hooks.disable(["toy"])
+    assert hooks.status()[-1][1:] == ("off", "disabled", 1, 3)
+
+
 def test_an_old_framework_is_refused_with_both_versions(framework: Path) -> None:
     write(framework, "toyframe/__init__.py", "__version__ = '1.1.9+local'")
     hooks.enable(["toy"])
     with pytest.raises(NotSupported, match=r"toy: expected toyframe 1\.2 or newer, got 1\.1\.9\+local; install such"):
         importlib.import_module("toyframe")
-    assert state() == ("toy", "failed", "toyframe is 1.1.9+local")
+    assert state() == ("failed", "toyframe is 1.1.9+local")
 
 
 @pytest.mark.parametrize("version", ["2.0", "2.0.0rc1", "11.4.2"])
@@ -174,7 +225,7 @@ def test_a_framework_that_is_too_new_is_refused_with_both_versions(
     expected = rf"toy: expected toyframe 1\.2 or newer and below 2\.0, got {version}; install such"
     with pytest.raises(NotSupported, match=expected):
         importlib.import_module("toyframe")
-    assert state() == ("toy", "failed", f"toyframe is {version}")
+    assert state() == ("failed", f"toyframe is {version}")
 
 
 def test_a_hook_that_fails_is_no_import_error(framework: Path) -> None:
@@ -182,7 +233,7 @@ def test_a_hook_that_fails_is_no_import_error(framework: Path) -> None:
     hooks.enable(["toy"])
     with pytest.raises(EpPluginError, match="EP_PLUGIN: toy: ImportError: cannot import name 'gone'"):
         importlib.import_module("toyframe.layer")
-    assert state().state == "failed"
+    assert state()[0] == "failed"
 
 
 def test_an_integration_that_is_not_there_is_refused_by_name(framework: Path) -> None:
@@ -210,11 +261,19 @@ def test_an_alias_is_the_module_itself(framework: Path, monkeypatch: pytest.Monk
     assert "toyhome" not in sys.modules
     alias, home = importlib.import_module("toyname.utils"), importlib.import_module("toyhome.utils")
     assert alias is home and alias.__name__ == "toyhome.utils"
-    assert hooks.status()[-1] == ("toyname", "on", "import toyname gives toyhome")
+    assert hooks.status()[-1][:3] == ("toyname", "ready", "import toyname gives toyhome")
     assert sys.modules["toyname"] is sys.modules["toyhome"]
     assert sys.modules["toyhome"].__spec__.name == "toyhome"
+    hooks.enable(["toyname"])  # again
+    assert sys.modules["toyname"] is sys.modules["toyhome"] and hooks.status()[-1].state == "ready"
     with pytest.raises(ModuleNotFoundError, match="toyname.none"):
         importlib.import_module("toyname.none")
+    for _ in range(2):
+        hooks.disable(["toyname"])
+        assert hooks.status()[-1][:3] == ("toyname", "off", "disabled")
+    with pytest.raises(ModuleNotFoundError, match="toyname"):
+        importlib.import_module("toyname")
+    assert sys.modules["toyhome.utils"] is home
 
 
 def test_another_package_of_an_aliased_name_is_refused(framework: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,8 +290,8 @@ def test_status_is_a_table(framework: Path) -> None:
     hooks.enable(["toy"])
     lines = repr(status()).splitlines()
     assert len(lines) == 1 + len(hooks.INTEGRATIONS)
-    assert lines[0].split() == ["integration", "state", "detail"]
-    assert [line.split()[:2] for line in lines[1:]][-1] == ["toy", "waiting"]
+    assert lines[0].split() == ["integration", "state", "served", "left", "detail"]
+    assert [line.split()[:4] for line in lines[1:]][-1] == ["toy", "waiting", "0", "0"]
     assert len({line.index(row.state) for line, row in zip(lines[1:], status(), strict=True)}) == 1
 
 
@@ -247,4 +306,48 @@ print(json.dumps([*rows, row()]))
 """
     before, after = json.loads(run(code, EP_PLUGIN=variable).stdout)
     assert before[:2] == ["deep_ep", "waiting" if variable else "off"]
-    assert after == ["deep_ep", "on", "the script imports ep_plugin.deep_ep"]
+    assert after[:3] == ["deep_ep", "ready", "the script imports ep_plugin.deep_ep"]
+
+
+# -- the warning at exit ---------------------------------------------------------------------------------------------
+
+IDLE = "ep_plugin: EP_PLUGIN: nothing was served by"
+TRAIN = """
+import torch
+from torch.distributed.fsdp import fully_shard
+torch.distributed.init_process_group("gloo")
+model = fully_shard(torch.nn.Linear(8, 8))
+model(torch.ones(1, 8)).sum().backward()
+from ep_plugin.integrations import status
+row = next(row for row in status() if row.name == "fsdp2")
+assert (row.state, row.detail) == ("on", "replaced FSDPParamGroup.__init__") and row.served >= 2, row
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_the_first_rank_says_which_switch_served_nothing(tmp_path: Path) -> None:
+    """Once, though the launcher and both ranks have the variable."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    variables = os.environ | {"EP_PLUGIN": "megatron,fsdp2", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("ep_plugin")]
+    waiting = "waiting: megatron.core.transformer.moe.moe_layer has not been imported"
+    assert said == [f"{IDLE} megatron ({waiting}; 0 left)"]
+
+
+@pytest.mark.parametrize(
+    ("end", "warns"),
+    [("", True), ("torch.distributed.destroy_process_group()", True), ("raise ValueError", False)],
+    ids=["open", "destroyed", "error"],
+)
+def test_who_ends_without_an_error_is_warned(tmp_path: Path, end: str, warns: bool) -> None:
+    group = f"'gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1"
+    code = f"import torch\ntorch.distributed.init_process_group({group})\n{end}"
+    done = run(code, fails=not warns, EP_PLUGIN="fsdp2")
+    assert (IDLE in done.stderr) == warns
+
+
+def test_who_never_makes_a_group_is_not_warned() -> None:
+    assert "ep_plugin" not in run("import torch", EP_PLUGIN="fsdp2", RANK="0").stderr

@@ -98,6 +98,9 @@ def _switch_between_steps(rank: int) -> tuple[dict, dict]:
     def state() -> tuple[str, str]:
         return next((row.state, row.detail) for row in status() if row.name == "fsdp2")
 
+    def served() -> int:
+        return next(row.served for row in status() if row.name == "fsdp2")
+
     case = cases.Case()
     results = []
     for switching in (True, False):
@@ -108,15 +111,16 @@ def _switch_between_steps(rank: int) -> tuple[dict, dict]:
             if switching and turn in (1, 3):
                 assert fsdp2.enable(model, reduce_scatter=turn == 1) == 5
                 assert fsdp2.enable(model, reduce_scatter=turn == 1) == 5  # again changes nothing
-                assert state() == ("on", f"fsdp2.enable({type(model).__name__})")
+                assert state() == ("ready" if turn == 1 else "on", f"fsdp2.enable({type(model).__name__})")
             losses += cases.train(case, model, steps=1).losses
             if switching:
                 ran = fsdp2.launches(model)
                 counts.append((ran.all_gathers, ran.reduce_scatters))
+                assert served() == sum(map(sum, counts))
                 fsdp2.disable(model)
                 assert all(now is then for now, then in zip(cases.collectives_of(model), before, strict=True))
                 assert fsdp2.launches(model).parameter_groups == 0
-                assert state() == ("off", "fsdp2.disable() was called")
+                assert state() == ("off", "disabled")
         results.append({"losses": losses, "counts": counts})
     return results[0], results[1]
 
@@ -183,18 +187,26 @@ def test_switched_on_for_whatever_is_sharded_later() -> None:
         assert result["before"] == 0
         assert result["after"] == {"parameter_groups": 5, "all_gathers": 3 * 9, "reduce_scatters": 3 * 5}
         assert result["left"] == {"all_gathers": 0, "reduce_scatters": 0}
+        assert result["restored"] and result["disabled"] == 0
 
 
 def _switched_on(rank: int) -> dict[str, Any]:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
     from ep_plugin.integrations import fsdp2
 
-    case = cases.Case()
+    case, stock = cases.Case(), FSDPParamGroup.__init__
+    fsdp2.disable()
     earlier = cases.build(case)
-    assert fsdp2.enable() == fsdp2.enable()  # a reload of the framework does it again
+    assert fsdp2.enable() == fsdp2.enable() == 0  # a reload of the framework does it again
     model = cases.build(case)
     with cases.counting_stock_calls() as left:
         cases.train(case, model)
+    for _ in range(2):
+        fsdp2.disable()
     return {
+        "restored": FSDPParamGroup.__init__ is stock,
+        "disabled": fsdp2.launches(cases.build(case)).parameter_groups,
         "before": fsdp2.launches(earlier).parameter_groups,
         "after": cases.as_dict(fsdp2.launches(model)),
         "left": cases.as_dict(left),

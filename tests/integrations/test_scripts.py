@@ -26,10 +26,11 @@ EXCHANGES = {"ep_plugin::dispatch", "ep_plugin::combine"}
 
 @dataclass(frozen=True)
 class Run:
-    """What one launch left: its folder, and the exchanges of each rank."""
+    """What one launch left: its folder, and of each rank its exchanges and what `status()` says that it served."""
 
     out: Path
     counts: list[Counter[str]]
+    served: list[dict[str, int]]
 
 
 def launch(out: Path, script: str, *arguments: str | Path, switched_on: str = "") -> Run:
@@ -38,7 +39,8 @@ def launch(out: Path, script: str, *arguments: str | Path, switched_on: str = ""
     variables = {"PYTHONPATH": str(ROOT)} | ({"EP_PLUGIN": switched_on} if switched_on else {})
     words = ["-m", "tests.integrations.counted", out / "counts", SCRIPTS / script, *arguments]
     run_script(words, WORLD, out, **variables)
-    return Run(out, [Counter(json.loads((out / f"counts.{rank}").read_text())) for rank in range(WORLD)])
+    counts = [Counter(json.loads((out / f"counts.{rank}").read_text())) for rank in range(WORLD)]
+    return Run(out, counts, [json.loads((out / f"counts.{rank}.served").read_text()) for rank in range(WORLD)])
 
 
 def losses_of(run: Run, name: str) -> list[float]:
@@ -47,11 +49,12 @@ def losses_of(run: Run, name: str) -> list[float]:
     return losses
 
 
-def every_exchange_is_ours(run: Run, fsdp2: bool = True) -> None:
-    """fsdp2: the collectives of FSDP2 are ours too, or there are none."""
+def every_exchange_is_ours(run: Run, name: str, fsdp2: bool = True) -> None:
+    """name: the integration that counts them. fsdp2: the collectives of FSDP2 are ours too, or there are none."""
     expected = EXCHANGES if fsdp2 else EXCHANGES | {"fsdp2"}
-    for counts in run.counts:
+    for counts, served in zip(run.counts, run.served, strict=True):
         assert counts.keys() == expected and min(counts.values()) > 0, counts
+        assert served.keys() - {"fsdp2"} == {name} and served[name] == sum(counts[one] for one in EXCHANGES)
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------
@@ -101,7 +104,7 @@ def trained(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
 
 @pytest.mark.parametrize("script", ["train_trainer.py", "train_accelerate.py"])
 def test_transformers_scripts_exchange_through_us(trained, script: str) -> None:
-    every_exchange_is_ours(trained(script, "transformers"), fsdp2=False)
+    every_exchange_is_ours(trained(script, "transformers"), "transformers", fsdp2=False)
     for counts in trained(script, "").counts:
         assert counts.keys() == {"stock", "fsdp2"} and min(counts.values()) > 0
 
@@ -136,7 +139,8 @@ def test_stock_transformers_reads_the_checkpoint(trained, checkpoints: Path, scr
 @pytest.mark.parametrize("script", ["train_trainer.py", "train_accelerate.py"])
 def test_losses_are_the_same_with_the_collectives_of_fsdp_replaced_too(trained, script: str) -> None:
     both = trained(script, "transformers,fsdp2")
-    every_exchange_is_ours(both)
+    every_exchange_is_ours(both, "transformers")
+    assert min(served["fsdp2"] for served in both.served) > 0
     for model in MODELS:
         ours, theirs = (losses_of(run, f"{model}/losses.json") for run in (both, trained(script, "")))
         assert ours == pytest.approx(theirs, rel=LOSS_LIMIT)
@@ -149,7 +153,7 @@ def test_losses_are_the_same_with_the_collectives_of_fsdp_replaced_too(trained, 
 def test_a_megatron_script_trains_as_with_alltoall(tmp_path: Path) -> None:
     theirs = launch(tmp_path / "stock", "train_megatron.py", tmp_path / "stock", "alltoall")
     ours = launch(tmp_path / "ours", "train_megatron.py", tmp_path / "ours", "flex", switched_on="megatron")
-    every_exchange_is_ours(ours)
+    every_exchange_is_ours(ours, "megatron")
     for rank in range(WORLD):
         # It gathers counts of tokens as FSDP2 gathers parameters.
         assert theirs.counts[rank].keys() - {"fsdp2"} == {"stock"}
@@ -163,7 +167,7 @@ def test_a_torchtitan_script_trains_as_with_the_all_to_all(tmp_path: Path) -> No
     theirs = launch(tmp_path / "stock", "train_torchtitan.py", tmp_path / "stock", switched_on="fsdp2")
     for way, backend in (("ours", []), ("compiled", ["aot_eager"])):
         ours = launch(tmp_path / way, "train_torchtitan.py", tmp_path / way, *backend, switched_on="torchtitan,fsdp2")
-        every_exchange_is_ours(ours)
+        every_exchange_is_ours(ours, "torchtitan")
         for rank in range(WORLD):
             assert theirs.counts[rank].keys() == {"stock"}
             name = f"losses.{rank}.json"
@@ -174,7 +178,7 @@ def test_a_torchtitan_script_trains_as_with_the_all_to_all(tmp_path: Path) -> No
 
 def test_a_deep_ep_script_trains_as_dense_experts_do(tmp_path: Path) -> None:
     run = launch(tmp_path / "out", "train_deep_ep.py", tmp_path / "out", switched_on="deep_ep")
-    every_exchange_is_ours(run)
+    every_exchange_is_ours(run, "deep_ep")
     found = [losses_of(run, f"losses.{rank}.json") for rank in range(WORLD)]
     for step, expected in enumerate(_dense_losses()):
         assert [losses[step] for losses in found] == pytest.approx(expected, rel=LOSS_LIMIT)

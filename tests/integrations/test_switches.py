@@ -1,0 +1,73 @@
+"""enable() and disable() of every integration: each restores the very objects that it replaced."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# By integration: the framework's package, what makes it importable here, and the places that are replaced.
+PLACES = {
+    "fsdp2": (
+        "torch",
+        "from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup",
+        ["FSDPParamGroup.__init__"],
+    ),
+    "pipelining": ("torch", "from torch.distributed.pipelining import schedules", ["schedules._batch_p2p"]),
+    "transformers": (
+        "transformers",
+        "from transformers.distributed.expert_parallel import EPImplementationInterface as names",
+        ["names()['auto']"],
+    ),
+    "megatron": (
+        "megatron",
+        "from tests.integrations.on_cpus import make_megatron_run_here; make_megatron_run_here()\n"
+        "from megatron.core.transformer.moe import moe_layer",
+        ["moe_layer.MoEFlexTokenDispatcher"],
+    ),
+    "torchtitan": (
+        "torchtitan",
+        "from ep_plugin.testing.torchtitan import without_triton; without_triton()\n"
+        "from torchtitan.models.common import token_dispatcher as stock",
+        ["stock.AllToAllTokenDispatcher", "stock.TorchAOTokenDispatcher"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_disable_restores_the_very_objects(name: str) -> None:
+    package, imports, places = PLACES[name]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    code = f"""
+import torch
+{imports}
+import ep_plugin.integrations
+from ep_plugin.integrations import {name} as ours
+def found(): return [{", ".join(places)}]
+def row(): return next(row for row in ep_plugin.integrations.status() if row.name == "{name}")
+def both(): return zip(found(), before, strict=True)
+before = found()
+began = row().state
+ours.disable()
+assert all(now is then for now, then in both()) and row().state == began, row()
+switches = (ours.enable, ours.disable), (lambda: ep_plugin.integrations.enable("{name}"),) + (
+    lambda: ep_plugin.integrations.disable("{name}"),
+)
+for enable, disable in switches:
+    enable(), enable()
+    assert all(now is not then for now, then in both()), found()
+    assert row().state == "ready" and row().detail.count(",") == {len(places)} - 1, row()
+    disable(), disable()
+    assert all(now is then for now, then in both()), found()
+    assert "replaced" not in row().detail and row().state == ("ready" if "registered" in row().detail else "off")
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "EP_PLUGIN"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
