@@ -86,8 +86,8 @@ class Status(list[Row]):
 
 
 _rows: dict[str, Row] = {}
-# By integration, what is replaced now: owner, attribute, the object of ours there, and the one that was there.
-_replaced: dict[str, list[tuple[Any, str, Any, Any]]] = {}
+# By integration, what is replaced now: owner, attribute, the object of ours there, the one that was there, and a name.
+_replaced: dict[str, list[tuple[Any, str, Any, Any, str]]] = {}
 
 
 def status() -> Status:
@@ -113,22 +113,24 @@ def record(name: str, state: str, detail: str) -> None:
     _rows[name] = row
 
 
-def replace(name: str, owner: Any, attribute: str, ours: Any) -> None:
+def replace(name: str, owner: Any, attribute: str, ours: Any, said: str = "") -> None:
     """Put `ours` in the place of an attribute of a module or a class, or of an item of a dict.
 
-    A second call changes nothing. `restore` puts the very object back that was there. `status` lists what is replaced.
+    A second call changes nothing. `restore` puts the very object back that was there. `status` lists what is replaced,
+    as `said` or as the owner's name and the attribute.
     """
     present = _members(owner)[attribute]
     if present is not ours:
         _put(owner, attribute, ours)
-        _replaced.setdefault(name, []).append((owner, attribute, ours, present))
-    record(name, "ready", f"replaced {', '.join(dict.fromkeys(_said(*entry[:2]) for entry in _replaced[name]))}")
+        said = said or f"{owner.__name__.rpartition('.')[2]}.{attribute}"
+        _replaced.setdefault(name, []).append((owner, attribute, ours, present, said))
+    record(name, "ready", f"replaced {', '.join(dict.fromkeys(entry[-1] for entry in _replaced[name]))}")
 
 
 def restore(name: str) -> None:
     """Put back what `replace` has replaced, unless somebody else has replaced it since."""
     replaced = _replaced.pop(name, [])
-    for owner, attribute, ours, theirs in reversed(replaced):
+    for owner, attribute, ours, theirs, _ in reversed(replaced):
         if _members(owner).get(attribute) is ours:
             _put(owner, attribute, theirs)
     if replaced:
@@ -149,10 +151,6 @@ def _put(owner: Any, attribute: str, value: Any) -> None:
         owner[attribute] = value
     else:
         setattr(owner, attribute, value)
-
-
-def _said(owner: Any, attribute: str) -> str:
-    return repr(attribute) if isinstance(owner, dict) else f"{owner.__name__.rpartition('.')[2]}.{attribute}"
 
 
 def enable(names: Sequence[str]) -> None:

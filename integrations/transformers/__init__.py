@@ -50,7 +50,8 @@ def enable() -> None:
 
     Other names keep their meaning.
     """
-    hooks.replace("transformers", EPImplementationInterface._global_mapping, "auto", AutoEpPlugin)
+    names = EPImplementationInterface._global_mapping
+    hooks.replace("transformers", names, "auto", AutoEpPlugin, 'ep_implementation="auto", the default')
 
 
 def disable() -> None:

@@ -92,7 +92,7 @@ print(json.dumps([steps, names]))
     assert names["all_to_all"] == "AllToAllEP"
     said = [line for line in done.stderr.splitlines() if line.startswith("ep_plugin: transformers")]
     assert "waiting: transformers.distributed.expert_parallel has not been imported" in said[0]
-    assert said[-1] == "ep_plugin: transformers: ready: replaced 'auto'"
+    assert said[-1] == 'ep_plugin: transformers: ready: replaced ep_implementation="auto", the default'
 
 
 @pytest.mark.parametrize(
