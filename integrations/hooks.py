@@ -216,8 +216,7 @@ def warn_at_exit(names: Sequence[str]) -> None:
 
     @atexit.register
     def warn() -> None:
-        idle = [f"{row.name} ({row.state}: {row.detail}; {row.left} left)" for row in status() if not row.served]
-        idle = [said for said in idle if said.partition(" ")[0] in names]
+        idle = [f"{row.name} ({row.state}: {row.detail})" for row in status() if row.name in names and not row.served]
         if idle and os.getpid() == pid and not hasattr(sys, "last_value") and _is_first_rank():
             print(f"ep_plugin: EP_PLUGIN: nothing was served by {', '.join(idle)}", file=sys.stderr)
 

@@ -26,8 +26,6 @@ topk_idx_t = torch.int64
 def __getattr__(name: str) -> NoReturn:
     said = f"module {__name__!r} has no attribute {name!r}"
     if name == "ElasticBuffer":  # torchtitan asks for it, and tells its users only to install DeepEP 2
-        said = (
-            f"{__name__} has DeepEP 1.2.1's Buffer and no ElasticBuffer; leave deep_ep out of EP_PLUGIN to use DeepEP 2"
-        )
+        said = f"{__name__} has DeepEP 1.2.1's Buffer, no ElasticBuffer; for DeepEP 2 leave deep_ep out of EP_PLUGIN"
         warnings.warn(said, stacklevel=2)
     raise AttributeError(said)
