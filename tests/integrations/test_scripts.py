@@ -54,9 +54,12 @@ def every_exchange_is_ours(run: Run, name: str, fsdp2: bool = True) -> None:
     expected = EXCHANGES if fsdp2 else EXCHANGES | {"fsdp2"}
     for counts, served in zip(run.counts, run.served, strict=True):
         assert counts.keys() == expected and min(counts.values()) > 0, counts
-        # torchtitan's selective checkpointing shows the profiler each operator of a forward twice.
-        seen = served[name] * 5 // 3 if name == "torchtitan" else served[name]
-        assert served.keys() - {"fsdp2"} == {name} and seen == sum(counts[one] for one in EXCHANGES)
+        assert served.keys() - {"fsdp2"} == {name}
+        seen = sum(counts[one] for one in EXCHANGES)
+        if name == "torchtitan":  # with selective checkpointing or a compiler the profiler sees some calls twice
+            assert seen >= served[name] >= STEPS * 2 * 2 * 2  # layers, exchanges, directions
+        else:
+            assert seen == served[name]
 
 
 # -- transformers ----------------------------------------------------------------------------------------------------
