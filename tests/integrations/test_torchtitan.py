@@ -88,7 +88,7 @@ print(json.dumps([names, experts.token_dispatcher.pad_multiple, states]))
     names, pad, states = json.loads(done.stdout.splitlines()[-1])
     padded = "EpPluginPaddedTokenDispatcher"
     assert names == ["EpPluginTokenDispatcher.Config", f"{padded}.Config", padded]
-    assert pad == 16 and states["torchtitan"] == "on"
+    assert pad == 16 and states["torchtitan"] == "ready"
 
 
 @pytest.mark.parametrize(
