@@ -124,22 +124,33 @@ def replace(name: str, owner: Any, attribute: str, ours: Any, said: str = "") ->
         _put(owner, attribute, ours)
         said = said or f"{owner.__name__.rpartition('.')[2]}.{attribute}"
         _replaced.setdefault(name, []).append((owner, attribute, ours, present, said))
-    record(name, "ready", f"replaced {', '.join(dict.fromkeys(entry[-1] for entry in _replaced[name]))}")
+    _record_replaced(name)
 
 
-def restore(name: str) -> None:
-    """Put back what `replace` has replaced, unless somebody else has replaced it since."""
-    replaced = _replaced.pop(name, [])
-    for owner, attribute, ours, theirs, _ in reversed(replaced):
-        if _members(owner).get(attribute) is ours:
+def restore(name: str, *owners: Any) -> None:
+    """Put back what `replace` has replaced, in `owners` or everywhere, unless somebody else has replaced it since."""
+    kept = []
+    for entry in reversed(_replaced.pop(name, [])):
+        owner, attribute, ours, theirs, _ = entry
+        if owners and not any(owner is one for one in owners):
+            kept.insert(0, entry)
+        elif _members(owner).get(attribute) is ours:
             _put(owner, attribute, theirs)
-    if replaced:
+    if kept:
+        _replaced[name] = kept
+        _record_replaced(name)
+    elif name in _rows:
         record(name, "off", "disabled")
 
 
-def replaces(name: str) -> bool:
-    """Whether the integration `name` has replaced anything."""
-    return name in _replaced
+def replaces(name: str, owner: Any, attribute: str) -> bool:
+    """Whether an object of ours, put there by `replace`, is there now."""
+    present = _members(owner).get(attribute)
+    return any(entry[:2] == (owner, attribute) and entry[2] is present for entry in _replaced.get(name, ()))
+
+
+def _record_replaced(name: str) -> None:
+    record(name, "ready", f"replaced {', '.join(dict.fromkeys(entry[-1] for entry in _replaced[name]))}")
 
 
 def _members(owner: Any) -> Any:

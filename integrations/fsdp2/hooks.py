@@ -58,7 +58,7 @@ def enable(model: torch.nn.Module | None = None, *, all_gather: bool = True, red
         groups, init = [], FSDPParamGroup.__init__
         _later = all_gather, reduce_scatter
         if any(_later):
-            ours = init if hooks.replaces("fsdp2") else _serving(init)
+            ours = init if hooks.replaces("fsdp2", FSDPParamGroup, "__init__") else _serving(init)
             hooks.replace("fsdp2", FSDPParamGroup, "__init__", ours)
         else:
             hooks.restore("fsdp2")
@@ -69,7 +69,7 @@ def enable(model: torch.nn.Module | None = None, *, all_gather: bool = True, red
         _enabled.difference_update(model.modules())
         if all_gather or reduce_scatter:
             _enabled.add(model)
-    if not hooks.replaces("fsdp2"):
+    if not hooks.replaces("fsdp2", FSDPParamGroup, "__init__"):
         names = ", ".join(sorted(type(one).__name__ for one in _enabled))
         hooks.record("fsdp2", *(("ready", f"fsdp2.enable({names})") if names else ("off", "disabled")))
     return len(groups)

@@ -42,7 +42,6 @@ hooks.check_signatures(
     ],
 )
 
-_STOCK = "_ep_plugin_replaces"  # the attribute of ours that holds Megatron's
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
 _user = PairUser()
 _thread = threading.local()  # .manager: the innermost that is open in this thread
@@ -58,10 +57,8 @@ def enable() -> None:
     """
     for (owner, name), wrap in _REPLACEMENTS.items():
         stock = getattr(owner, name)
-        if not hasattr(stock, _STOCK):
-            ours = functools.wraps(stock)(wrap(stock))
-            setattr(ours, _STOCK, stock)
-            setattr(owner, name, ours)
+        ours = stock if hooks.replaces("megatron", owner, name) else functools.wraps(stock)(wrap(stock))
+        hooks.replace("megatron", owner, name, ours)
 
 
 def disable() -> None:
@@ -69,8 +66,7 @@ def disable() -> None:
 
     Parameters stay where they are.
     """
-    for owner, name in _REPLACEMENTS:
-        setattr(owner, name, getattr(getattr(owner, name), _STOCK, getattr(owner, name)))
+    hooks.restore("megatron", *(owner for owner, _ in _REPLACEMENTS))
     _user.leave()
 
 

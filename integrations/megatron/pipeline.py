@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import p2p_communication
 
@@ -23,23 +22,21 @@ _PARAMETERS = (
     "tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next, group, prev_pipeline_rank, "
     "next_pipeline_rank"
 )
-hooks.check_signatures(
-    "megatron", p2p_communication, [f"_batched_p2p_ops({_PARAMETERS})", f"_p2p_ops({_PARAMETERS})"]
-)
+_TENSORS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+hooks.check_signatures("megatron", p2p_communication, [f"_batched_p2p_ops({_PARAMETERS})", f"_p2p_ops({_PARAMETERS})"])
 _ACTIVATIONS, _GRADIENTS = 0, 1  # channels
 _stock: dict[str, Any] = {name: getattr(p2p_communication, name) for name in ("_batched_p2p_ops", "_p2p_ops")}
 
 
 def enable() -> None:
     """Sends through SendReceive from now on. Every rank of a pipeline calls it before the first step."""
-    p2p_communication._batched_p2p_ops = _batched_p2p_ops
-    p2p_communication._p2p_ops = _p2p_ops
+    hooks.replace("megatron", p2p_communication, "_batched_p2p_ops", _batched_p2p_ops)
+    hooks.replace("megatron", p2p_communication, "_p2p_ops", _p2p_ops)
 
 
 def disable() -> None:
     """Restores Megatron's own functions, and closes what ours have made. No message may be under way."""
-    for name, stock in _stock.items():
-        setattr(p2p_communication, name, stock)
+    hooks.restore("megatron", p2p_communication)
     close_all()
 
 
@@ -61,6 +58,7 @@ def _p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> dict[str, dist.Work]:
 
 
 def _messages(group: dist.ProcessGroup, given: dict[str, Any]) -> dict[str, Send | Receive]:
+    hooks.served("megatron", sum(given[name] is not None for name in _TENSORS))
     before, after = (dist.get_group_rank(group, given[f"{side}_pipeline_rank"]) for side in ("prev", "next"))
     found: dict[str, Send | Receive] = {}
     if (tensor := given["tensor_send_next"]) is not None:
@@ -76,4 +74,8 @@ def _messages(group: dist.ProcessGroup, given: dict[str, Any]) -> dict[str, Send
 
 def _is_left(given: dict[str, Any]) -> bool:
     """Whether Megatron's own functions send these: all ranks of a pipeline have the same type of device."""
-    return any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in given.values())
+    tensors = [given[name] for name in _TENSORS if given[name] is not None]
+    is_left = any(tensor.device.type != "cpu" for tensor in tensors)
+    if is_left:
+        hooks.left("megatron", len(tensors))
+    return is_left

@@ -27,8 +27,17 @@ PLACES = {
     "megatron": (
         "megatron",
         "from tests.integrations.on_cpus import make_megatron_run_here; make_megatron_run_here()\n"
-        "from megatron.core.transformer.moe import moe_layer",
-        ["moe_layer.MoEFlexTokenDispatcher"],
+        "from megatron.core.transformer.moe import moe_layer\n"
+        "from megatron.core.pipeline_parallel import p2p_communication as p2p\n"
+        "from megatron.core.distributed import param_and_grad_buffer as buffers",
+        [
+            "moe_layer.MoEFlexTokenDispatcher",
+            "p2p._p2p_ops",
+            "p2p._batched_p2p_ops",
+            "buffers._coalescing_manager",
+            "buffers.dist_reduce_scatter_func",
+            "buffers._ParamAndGradBuffer.__init__",
+        ],
     ),
     "torchtitan": (
         "torchtitan",
