@@ -23,9 +23,7 @@ _PARAMETERS = (
     "tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next, group, prev_pipeline_rank, "
     "next_pipeline_rank"
 )
-hooks.check_signatures(
-    "megatron", p2p_communication, [f"_batched_p2p_ops({_PARAMETERS})", f"_p2p_ops({_PARAMETERS})"]
-)
+hooks.check_signatures("megatron", p2p_communication, [f"_batched_p2p_ops({_PARAMETERS})", f"_p2p_ops({_PARAMETERS})"])
 _ACTIVATIONS, _GRADIENTS = 0, 1  # channels
 _stock: dict[str, Any] = {name: getattr(p2p_communication, name) for name in ("_batched_p2p_ops", "_p2p_ops")}
 
