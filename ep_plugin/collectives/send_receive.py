@@ -26,7 +26,7 @@ from ep_plugin.runtime.streams import resolve_device
 from ep_plugin.transport.exchange import checked_group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Send:
     """Sends `tensor`, contiguous and of any dtype, to the rank `dst` of the group."""
 
@@ -35,7 +35,7 @@ class Send:
     channel: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Receive:
     """Receives into `tensor`, contiguous, what the rank `src` of the group sends: as many bytes of the same dtype."""
 
