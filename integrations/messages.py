@@ -7,6 +7,7 @@ import threading
 import torch.distributed as dist
 
 from ep_plugin.collectives.send_receive import SendReceive
+from ep_plugin.transport.exchange import is_alive
 
 _objects: dict[dist.ProcessGroup, SendReceive] = {}
 _lock = threading.Lock()
@@ -18,6 +19,8 @@ def messages_of(group: dist.ProcessGroup | None) -> SendReceive:
     with _lock:
         found = _objects.get(group)
         if found is None:
+            for gone in [one for one in _objects if not is_alive(one)]:
+                _objects.pop(gone).close()
             found = _objects[group] = SendReceive(group, device="cpu")
         return found
 

@@ -6,6 +6,8 @@ Shapes: R ranks in the group, N nodes of G ranks each, R = N * G.
 from __future__ import annotations
 
 import datetime
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +22,10 @@ from ep_plugin.runtime.streams import Streams
 from ep_plugin.transport import open_memory, transport_for
 from ep_plugin.transport.exchange import Exchange
 
-_KEPT = 16  # calls whose tensors are kept before the finished ones are looked for
+_KEPT = 16  # calls whose tensors are kept, at least, before the finished ones are looked for
 _OVERDUE = 3  # of _C.CpuMessages.wait
+_LONGEST_NS = 2**62
+_TAGS = 2**20  # tags of our messages to other nodes begin here
 # Ranks compare positions in this list.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -40,10 +44,11 @@ class Posted:
 
 @dataclass
 class Started:
-    """The operations of one call. works: those with ranks of other nodes, each with its rank."""
+    """The operations of one call. works: those with ranks of other nodes that nobody has waited for."""
 
     tickets: list[int] = field(default_factory=list)
-    works: list[tuple[int, dist.Work]] = field(default_factory=list)
+    works: list[tuple[Posted, dist.Work]] = field(default_factory=list)
+    waiting: Any = field(default_factory=threading.Lock)  # gloo's second wait for a message would never end
 
 
 class MessageEngine(GroupEngine):
@@ -53,6 +58,8 @@ class MessageEngine(GroupEngine):
         self.num_channels = num_channels
         self._group = group
         self._kept: dict[int, tuple[Started, list[torch.Tensor]]] = {}
+        self._sweep_at = _KEPT
+        self._waiters: list[int] = []  # threads
         super().__init__(Exchange(group), device, group)
 
     def _construct(self, group: dist.ProcessGroup) -> None:
@@ -71,19 +78,22 @@ class MessageEngine(GroupEngine):
         block = self.memory.allocate(_C.message_memory_bytes(self.node_size, self.num_channels), "messages")
         self.comm = self._comm_struct(block.ptrs, num_experts=self.node_size)
         self.messages = _C.CpuMessages(self.comm, list(block.ptrs), self.num_channels)
-        self._resources.callback(self.messages.close)
+        self._resources.callback(self._kept.clear)
+        # Also at the end of the process: its thread must not use tensors that the interpreter frees.
+        self._resources.callback(weakref.finalize(self, self.messages.close))
         self._places = {rank: index for index, rank in enumerate(self.node_ranks)}
 
     def post(self, ops: Sequence[Posted]) -> Started:
         """Starts the operations."""
         started = Started()
+        self._keep(started, [op.tensor for op in ops])  # first, since an operation may raise when others have begun
         for op in ops:
             place = self._places.get(op.peer)
             if place is None:
                 transfer = dist.irecv if op.receives else dist.isend
-                work = transfer(op.tensor, group=self._group, tag=op.channel, **self._peer(op))
+                work = transfer(op.tensor, group=self._group, tag=self._tag(op), **self._peer(op))
                 assert work is not None
-                started.works.append((op.peer, work))
+                started.works.append((op, work))
                 continue
             message = _C.Message(
                 peer=place,
@@ -94,35 +104,54 @@ class MessageEngine(GroupEngine):
                 dtype=_DTYPE_CODES[op.dtype],
             )
             started.tickets.append(self.messages.post(message))
-        self._keep(started, [op.tensor for op in ops])
         return started
 
     def wait(self, started: Started, timeout: datetime.timedelta | None) -> bool:
         """Waits until the operations are over; False if `timeout` has passed. Raises if one has failed."""
+        if self._is_copy:
+            self.check()
+        self._waiters.append(threading.get_ident())
         try:
-            limit = 0 if not timeout else max(1, int(timeout.total_seconds() * 1e9))
+            limit = 0 if not timeout else min(max(1, int(timeout.total_seconds() * 1e9)), _LONGEST_NS)
             result = self.messages.wait(started.tickets, limit, self.comm.timeout_ns)
             if result == _OVERDUE:
                 return False
             if result:
                 raise self.error()
-            while started.works:
-                self._wait_for(*started.works[0], timeout)
-                started.works.pop(0)
+            with started.waiting:
+                while started.works:
+                    if self.closed:
+                        raise self.error()
+                    self._wait_for(*started.works[0], timeout)
+                    started.works.pop(0)
         except BaseException as error:
             self._fail(error, "send-receive")
             raise
+        finally:
+            self._waiters.remove(threading.get_ident())
+            if self._to_close:
+                self.close()
         self._kept.pop(id(started), None)
         return True
 
+    def close(self) -> None:
+        if threading.get_ident() in self._waiters:  # a signal handler's call: the wait below it uses the memory
+            self._to_close = True
+            return self.abort("closed by a signal handler during a wait")
+        super().close()
+
     def is_over(self, started: Started) -> bool:
+        if self._is_copy:
+            self.check()
         return all(self.messages.is_over(ticket) for ticket in started.tickets) and all(
-            work.is_completed() for _, work in started.works
+            work.is_completed() or self._error is not None for _, work in started.works
         )
 
     def is_done(self, started: Started) -> bool:
+        if self._is_copy:
+            self.check()
         return all(self.messages.is_done(ticket) for ticket in started.tickets) and all(
-            work.is_success() for _, work in started.works
+            work.is_completed() and work.is_success() for _, work in started.works
         )
 
     def error(self) -> Exception:
@@ -141,28 +170,46 @@ class MessageEngine(GroupEngine):
     def _peer(self, op: Posted) -> dict[str, int]:
         return {"group_src" if op.receives else "group_dst": op.peer}
 
-    def _wait_for(self, peer: int, work: dist.Work, timeout: datetime.timedelta | None) -> None:
-        try:
-            work.wait(timeout or datetime.timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
-            self.check()  # a failure on another node may be known
-            raise PeerTimeout(
-                f"{self.name}: rank {self.rank} waited for rank {peer} of another node at step send-receive: {error}",
-                peer,
-                "send-receive",
-            ) from None
+    def _tag(self, op: Posted) -> int:
+        """Tells the messages of this object from those of others of its group, and from the caller's."""
+        return _TAGS + self.exchange.number * _C.max_message_channels + op.channel
+
+    def _wait_for(self, op: Posted, work: dist.Work, timeout: datetime.timedelta | None) -> None:
+        with self.on_rail():  # a failure on another node may be known
+            try:
+                work.wait(timeout or datetime.timedelta(seconds=self.timeout_s))
+            except RuntimeError as error:
+                raise PeerTimeout(
+                    f"{self.name}: rank {self.rank} waited for rank {op.peer} of another node at step send-receive: "
+                    f"{error}",
+                    op.peer,
+                    "send-receive",
+                ) from None
 
     def _keep(self, started: Started, tensors: list[torch.Tensor]) -> None:
         """Keeps the tensors until their messages are over, also if nobody keeps the Work."""
-        if len(self._kept) >= _KEPT:
+        if len(self._kept) >= self._sweep_at:
             for key, (one, _) in list(self._kept.items()):
                 if self.is_over(one):
                     self._kept.pop(key, None)
+            self._sweep_at = max(_KEPT, 2 * len(self._kept))
         self._kept[id(started)] = started, tensors
 
     def _drained(self) -> Exception | None:
         if self._error is None and self.boards.quiet():
             self.messages.wait_for_sends(self.comm.timeout_ns)
+            for started, _ in list(self._kept.values()):
+                if not started.waiting.acquire(blocking=False):  # another thread waits for them
+                    continue
+                try:
+                    for op, work in started.works:
+                        if not op.receives:
+                            self._wait_for(op, work, None)
+                    started.works = [one for one in started.works if one[0].receives]
+                except EpPluginError as error:
+                    return error
+                finally:
+                    started.waiting.release()
         return super()._drained()
 
     def settle(self) -> None:

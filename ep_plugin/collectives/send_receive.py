@@ -26,7 +26,7 @@ from ep_plugin.runtime.streams import resolve_device
 from ep_plugin.transport.exchange import checked_group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Send:
     """Sends `tensor`, contiguous and of any dtype, to the rank `dst` of the group."""
 
@@ -35,7 +35,7 @@ class Send:
     channel: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Receive:
     """Receives into `tensor`, contiguous, what the rank `src` of the group sends: as many bytes of the same dtype."""
 
@@ -184,8 +184,11 @@ class MessageWork(Work):
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Waits until the messages are over: at most `timeout`, else the group's timeout from their last progress.
 
-        Returns True. Raises PeerTimeout after either, and the communicator's error if the messages have failed.
+        Returns True. Raises PeerTimeout after either, and the communicator's error if the messages have failed. With
+        ranks of other nodes the backend ends all its messages at `timeout`, so the communicator has failed then.
         """
+        if not isinstance(timeout, (datetime.timedelta, type(None))):
+            raise ValueError(f"timeout: expected a timedelta, got {timeout!r}")
         if self._engine is not None and not self._engine.wait(self._started, timeout):
             raise PeerTimeout(f"wait: expected the messages to end within {timeout}, they have not", None, "wait")
         return True
@@ -194,7 +197,7 @@ class MessageWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the messages are over, with or without an error."""
+        """Whether the messages are over, with or without an error. Over gloo, to other nodes, they are after `wait`."""
         return self._engine is None or self._engine.is_over(self._started)
 
     def is_success(self) -> bool:

@@ -93,6 +93,11 @@ class Exchange:
         """Tells the instances of a process apart in messages. The same on every rank after the first exchange."""
         return f"{self._group_name}.{self._number}"
 
+    @property
+    def number(self) -> int:
+        """The number in `name`."""
+        return self._number
+
     def store(self, name: str) -> Any:
         """The group's store, for keys under `name` of this instance. Valid after the first exchange. Keys stay."""
         from torch.distributed import distributed_c10d as c10d

@@ -1,12 +1,12 @@
 """Megatron-core's distributed optimizer: its parameter gathers and gradient sums through ep_plugin.
 
-Megatron calls two functions of `param_and_grad_buffer` under a coalescing manager, in place: the shard is a slice of the
-bucket. With overlap it waits for the manager, so the Works of ours are appended to the manager's.
+Megatron calls two functions of `param_and_grad_buffer` under a coalescing manager, in place: the shard is a slice of
+the bucket. With overlap it waits for the manager, so the Works of ours are appended to the manager's.
 
 Left to Megatron's own, and said once by a warning: all-reduces (without the distributed optimizer, and between its
-instances), sums of other operations and dtypes than `HierarchicalReduceScatter` adds, groups that ep_plugin refuses, and
-on GPUs gathers of 64 MiB and more into memory that peers have not mapped (pairs.py). The layer-wise optimizer's uneven
-gathers and Megatron-FSDP call torch.distributed themselves, and never come here.
+instances), sums of other operations and dtypes than `HierarchicalReduceScatter` adds, groups that ep_plugin refuses,
+and on GPUs gathers of 64 MiB and more into memory that peers have not mapped (pairs.py). The layer-wise optimizer's
+uneven gathers and Megatron-FSDP call torch.distributed themselves, and never come here.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def test_messages_cross_nodes() -> None:
     values(run_ranks(4, _across_nodes, env={"EP_PLUGIN_RANKS_PER_NODE": "2"}))
 
 
-def _disagrees(rank: int, what: str) -> str:
+def _disagrees(rank: int, what: str, count: int) -> str:
     p2p = SendReceive()
     if rank == 0:
         p2p.send(torch.ones(10), 1).wait()
@@ -208,7 +208,7 @@ def _disagrees(rank: int, what: str) -> str:
         with pytest.raises(DisagreementError) as caught:
             p2p.check()
     else:
-        got = torch.ones(11) if what == "bytes of the message" else torch.ones(10, dtype=torch.int32)
+        got = torch.ones(count, dtype=torch.int32 if what == "dtype" else torch.float32)
         work = p2p.receive(got, 0)
         with pytest.raises(DisagreementError) as caught:
             work.wait()
@@ -221,11 +221,13 @@ def _disagrees(rank: int, what: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["bytes of the message", "dtype"])
-def test_ends_that_disagree(what: str) -> None:
-    first, second = values(run_ranks(2, _disagrees, what))
+@pytest.mark.parametrize(("what", "count"), [("bytes of the message", 11), ("bytes of the message", 9), ("dtype", 10)])
+def test_ends_that_disagree(what: str, count: int) -> None:
+    first, second = values(run_ranks(2, _disagrees, what, count))
     assert first == second and what in second and "on rank 0" in second and "on rank 1" in second
-    assert ("44 on rank 1, 40 on rank 0" if what != "dtype" else "torch.int32 on rank 1, torch.float32") in second
+    assert (
+        f"{4 * count} on rank 1, 40 on rank 0" if what != "dtype" else "torch.int32 on rank 1, torch.float32"
+    ) in second
 
 
 def _loses_a_peer(rank: int, what: str) -> tuple[int | None, float]:

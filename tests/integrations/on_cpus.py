@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from ep_plugin.testing.megatron import without_transformer_engine
 from ep_plugin.testing.torchtitan import stand_in, without_triton
@@ -40,6 +41,24 @@ def make_megatron_run_here() -> None:
     random._set_cuda_rng_state = lambda *args, **kwargs: None
     without_transformer_engine()
     torch.compiler.set_stance("force_eager")  # Megatron compiles its fusions, which would take a minute
+
+
+def make_distributed_optimizer_run_here() -> None:
+    """Do the same for Megatron's distributed optimizer: what it makes on "cuda" is made here, and it meets no other
+    type of tensor than those it knows."""
+    make_megatron_run_here()
+    cuda: Any = torch.cuda
+    cuda.default_stream = cuda.current_stream
+    _Here().__enter__()
+
+
+class _Here(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        found = function(*args, **kwargs)
+        return found.replace("torch.", "torch.cuda.") if function is torch.Tensor.type and len(args) == 1 else found
 
 
 class _Anything:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ep_plugin.errors import PeerTimeout
+from ep_plugin.errors import CommunicatorClosed, PeerTimeout
 from tests.faults.fault_cases import nothing_left_behind, set_deadline
 from tests.ranks import run_ranks, values
 
@@ -148,3 +148,20 @@ def _other_messages(rank: int) -> None:
 
 def test_messages_of_several_groups_and_with_tags() -> None:
     values(run_ranks(2, _other_messages))
+
+
+def _makes_the_group_again(rank: int) -> None:
+    from ep_plugin.integrations import messages
+
+    first = messages.messages_of(None)
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "is_alive", lambda group: group is not dist.group.WORLD)  # as if it had been destroyed
+        messages.messages_of(dist.new_group([0, 1]))
+    with pytest.raises(CommunicatorClosed):
+        first.check()
+    messages.close_all()
+
+
+def test_objects_of_destroyed_groups_are_closed() -> None:
+    values(run_ranks(2, _makes_the_group_again))

@@ -14,6 +14,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -64,15 +65,15 @@ class MessageQueues : public std::enable_shared_from_this<MessageQueues> {
       failed_.insert(ticket);
       return ticket;
     }
-    open_.insert(ticket);
     Queue& queue =
         queues_[static_cast<size_t>((message.channel * comm_.num_ranks + message.peer) * 2 + message.receives)];
+    open_[ticket] = &queue;
     queue.open.push_back(Open{message, ticket});
     move(queue);
     if (!open_.empty() && !awake_) {
       if (!has_thread_) {
-        has_thread_ = true;
         std::thread([self = shared_from_this()] { self->work(); }).detach();
+        has_thread_ = true;  // not if it cannot be made: close() waits for its end
       }
       awake_ = true;
       posted_.notify_one();
@@ -127,6 +128,7 @@ class MessageQueues : public std::enable_shared_from_this<MessageQueues> {
     int64_t moved = 0;    // bytes of the first open message
     uint64_t number = 0;  // messages that are over
     uint64_t chunks = 0;  // that this rank has written or read
+    uint64_t moves = 0;   // moves_ after the last of them
   };
 
   static Step step_of(const Queue& queue) { return queue.receives ? kReceive : kSend; }
@@ -154,6 +156,7 @@ class MessageQueues : public std::enable_shared_from_this<MessageQueues> {
         copy_bytes(slot.data, at<char>(message.data, queue.moved), bytes);
         signal(&queue.lane->sent, ++queue.chunks);
       }
+      queue.moves = ++moves_;
       queue.moved += bytes;
       if (queue.moved < message.bytes) continue;
       open_.erase(first.ticket);
@@ -199,47 +202,50 @@ class MessageQueues : public std::enable_shared_from_this<MessageQueues> {
     open_.clear();
   }
 
-  // The queue that has the first message of these tickets that is open.
-  Queue* queue_of(const std::vector<uint64_t>& tickets) {
+  // What is left of these messages. A change of `open` or `moves` is progress of theirs; other messages do not count.
+  struct Rest {
+    size_t open = 0;
+    uint64_t moves = 0;
+    const Queue* first = nullptr;  // the queue of the first open one
+  };
+  Rest rest_of(const std::vector<uint64_t>& tickets) const {
+    Rest rest;
     for (const uint64_t ticket : tickets) {
-      if (open_.count(ticket) == 0) continue;
-      for (Queue& queue : queues_)
-        for (const Open& one : queue.open)
-          if (one.ticket == ticket) return &queue;
+      const auto found = open_.find(ticket);
+      if (found == open_.end()) continue;
+      if (rest.open++ == 0) rest.first = found->second;
+      rest.moves = std::max(rest.moves, found->second->moves);
     }
-    return nullptr;
+    return rest;
   }
 
   WaitResult wait_in(std::unique_lock<std::mutex>& lock, const std::vector<uint64_t>& tickets, int64_t limit_ns,
                      int64_t timeout_ns) {
     static const int cores = num_cores();
     const int64_t spin = comm_.num_ranks > cores ? kSpinSharedNs : kSpinNs;
-    const auto any = [&](const std::set<uint64_t>& of) {
-      return std::any_of(tickets.begin(), tickets.end(), [&](uint64_t one) { return of.count(one) != 0; });
-    };
     const int64_t begun = limit_ns > 0 ? now_ns() : 0;
     Comm comm = comm_;
     comm.timeout_ns = timeout_ns;
     WaitResult result = kReady;
     Deadline deadline;
+    Rest last;
     ++waiters_;
-    while (any(open_)) {
-      if (move_all()) {
-        deadline = Deadline{};
-        continue;
-      }
+    for (;;) {
+      const bool moved = move_all();
+      const Rest rest = rest_of(tickets);
+      if (rest.open == 0) break;
+      if (rest.open != last.open || rest.moves != last.moves) deadline = Deadline{};
+      last = rest;
       if (limit_ns > 0 && now_ns() - begun > limit_ns) {
         result = kOverdue;
         break;
       }
-      const Queue* queue = queue_of(tickets);
-      if (queue == nullptr) break;
-      const Run run{comm, step_of(*queue), 0};
-      const int peer = queue->peer;
-      const uint64_t expected = awaited(*queue), found = seen(*queue);
+      const Queue& queue = *rest.first;
+      const Run run{comm, step_of(queue), 0};
+      const uint64_t expected = awaited(queue), found = seen(queue);
       lock.unlock();
       int64_t waited = 0;
-      if (deadline.lasts(run, peer, expected, found, &waited)) {
+      if (deadline.lasts(run, queue.peer, expected, found, &waited) && !moved) {
         if (waited < spin)
           __builtin_ia32_pause();
         else
@@ -253,7 +259,9 @@ class MessageQueues : public std::enable_shared_from_this<MessageQueues> {
       else if (!open_.empty())
         posted_.notify_one();
     }
-    return result == kReady && any(failed_) ? kFaulted : result;
+    const bool failed =
+        std::any_of(tickets.begin(), tickets.end(), [this](uint64_t one) { return failed_.count(one) != 0; });
+    return result == kReady && failed ? kFaulted : result;
   }
 
   // Sleeps until a peer rings, if nothing can be moved. The fence lets either this rank see what has arrived, or the
@@ -320,9 +328,11 @@ class MessageQueues : public std::enable_shared_from_this<MessageQueues> {
   const pid_t process_;
   std::mutex mutex_;
   std::condition_variable posted_, ended_;
-  std::vector<Queue> queues_;  // [channel][peer][receives]
-  std::set<uint64_t> open_, failed_;
+  std::vector<Queue> queues_;        // [channel][peer][receives]
+  std::map<uint64_t, Queue*> open_;  // by ticket
+  std::set<uint64_t> failed_;
   uint64_t tickets_ = 0;
+  uint64_t moves_ = 0;  // chunks of all queues
   int waiters_ = 0;
   bool has_thread_ = false;
   bool awake_ = false;  // the thread polls

@@ -28,7 +28,7 @@ class Messages {
   // Whether the message is over and has not failed.
   bool is_done(uint64_t ticket);
   // Waits until the messages are over: kReady, or kFaulted if one of them has failed. kOverdue after limit_ns (0: no
-  // limit), without a fault. A wait in which nothing moves for timeout_ns records a fault.
+  // limit), without a fault. A wait in which none of these moves for timeout_ns records a fault.
   WaitResult wait(const std::vector<uint64_t>& tickets, int64_t limit_ns, int64_t timeout_ns);
   // Waits in this way as long as messages to peers are open.
   WaitResult wait_for_sends(int64_t timeout_ns);

@@ -1,0 +1,405 @@
+"""Megatron's DistributedOptimizer over our collectives, on 4 CPU ranks: five steps of a model with an MoE layer.
+
+The reference is Megatron itself, gathering through gloo, with a reduce-scatter that adds in float32 in rank order. On
+CPUs an operation of ours is over when the call returns. On GPUs it is over when its Work has been waited for; so each
+asynchronous operation here begins only then.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import signal
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_plugin.errors import NotSupported, PeerTimeout
+from tests.collectives.collective_cases import reduced, same_bits
+from tests.integrations.megatron_layers import make_config, make_layer
+from tests.integrations.on_cpus import make_distributed_optimizer_run_here
+from tests.ranks import run_ranks, values
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+WORLD, STEPS = 4, 5
+GATHERED, SUMMED = "dist_all_gather_func", "dist_reduce_scatter_func"
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """options: of DistributedDataParallelConfig."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    instances: int = 1
+
+
+CASES = {
+    "no overlap": Case(),
+    "gradients overlap": Case({"overlap_grad_reduce": True}),
+    "parameters overlap": Case({"overlap_param_gather": True}),
+    "both overlap": Case(OVERLAP),
+    "float32 gradients": Case({"grad_reduce_in_fp32": True}),
+    "float32 gradients, both overlap": Case({"grad_reduce_in_fp32": True} | OVERLAP),
+    "average": Case({"average_in_collective": True}),
+    "average, both overlap": Case({"average_in_collective": True} | OVERLAP),
+    "two instances": Case(instances=2),
+    "two instances, both overlap": Case(OVERLAP, instances=2),
+    "float32 accumulation": Case({"reduce_scatter_with_fp32_accumulation": True}),
+    "float32 accumulation, both overlap": Case({"reduce_scatter_with_fp32_accumulation": True} | OVERLAP),
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    """What every rank found; the world runs once, all of its cases."""
+    return values(run_ranks(WORLD, _run_rank, timeout_s=240))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gathers_and_sums_are_the_references_to_the_bit(results, name: str) -> None:
+    for rank, found in enumerate(results):
+        assert found[name]["steps"] == STEPS and found[name]["tensors"] > 10
+        assert found[name]["differ"] == [], f"rank {rank}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_gather_and_sum_is_ours(results, name: str) -> None:
+    case = CASES[name]
+    for found in results:
+        calls = found[name]["calls"]
+        assert calls["served"] == calls[GATHERED] + calls[SUMMED] >= 2 * 2 * STEPS
+        assert calls["left"] == (calls[SUMMED] if case.instances > 1 else 0)  # between instances an all-reduce each
+        assert (found[name]["buckets"] > 2) == case.options.get("overlap_grad_reduce", False)
+        assert found[name]["parameters are mapped"]
+
+
+def test_float32_accumulation_is_megatrons_own(results) -> None:
+    """That Megatron's own function for it, which ours replaces, gives the same bits."""
+    for found in results:
+        assert found["float32 accumulation, both overlap"]["differ from stock"] == []
+
+
+def test_disable_restores_the_very_objects(results) -> None:
+    for found in results:
+        assert len(found["replaced"]) == 6
+        assert found["restored"] == dict.fromkeys(found["replaced"], True)
+        assert found["reassigned"], "what Megatron put there for FP32 accumulation is its own again"
+        assert found["open pairs"] == 0
+
+
+def test_what_is_not_served_is_left_and_said_once() -> None:
+    for found in values(run_ranks(WORLD, _run_left, env={"EP_PLUGIN_RANKS_PER_NODE": "3"}, timeout_s=100)):
+        assert found["said"] == [
+            f"ep_plugin: megatron: {what} are left to Megatron's own collectives"
+            for what in (
+                "reduce-scatters with the operation RedOpType.MAX",
+                "reduce-scatters of torch.int32 on cpu",
+                "all-reduces of gradients",
+                "collectives over ranks [0, 1, 2, 3] (nodes with different numbers of ranks are not supported: "
+                "expected the same on every node, got node 0 (HOST) has 3, node 1 (HOST) has 1)",
+            )
+        ]
+        assert found["right"] == {"maximum": True, "integers": True, "all-reduce": True, "gather": True}
+        assert found["left"] == 2 * 4 and found["served"] == 0
+
+
+def test_offloading_mapped_parameters_is_refused(results) -> None:
+    for found in results:
+        with pytest.raises(NotSupported, match="offload_to_cpu.move_params=True.: expected parameters in memory that"):
+            raise found["offload"]
+        assert found["gradients are offloaded"]
+
+
+def test_a_dead_peer_raises() -> None:
+    victim, deadline_s = 1, 6.0
+    outcomes = run_ranks(3, _die_between_steps, victim, deadline_s, timeout_s=100)
+    assert outcomes[victim].exitcode == -signal.SIGKILL
+    for blamed, took in values([outcomes[0], outcomes[2]]):
+        assert blamed == victim and took < deadline_s + 5
+
+
+def _initialise(ep: int, instances: int = 1, minutes: float = 2) -> None:
+    from megatron.core import parallel_state
+
+    if instances > 1 and not parallel_state.HAVE_EINOPS:
+        parallel_state.HAVE_EINOPS, parallel_state.einops = True, SimpleNamespace(rearrange=_rearrange)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1,
+        num_distributed_optimizer_instances=instances,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=minutes,
+    )
+
+
+def _rearrange(ranks: Any, pattern: str, **sizes: int) -> Any:
+    """The one call of einops in Megatron's groups, where that package is missing."""
+    assert pattern == "(l s u) -> (l u) s"
+    return ranks.reshape([sizes[name] for name in "lsu"]).swapaxes(1, 2).reshape(-1, sizes["s"])
+
+
+class _Model(torch.nn.Module):
+    """Dense and expert parameters. seen: all parameters at the end of each forward, when all were gathered."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.first, self.last = (torch.nn.Linear(32, 32) for _ in range(2))
+        self.moe = make_layer(config)
+        self.seen: list[list[torch.Tensor]] = []
+        self.to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.last(self.moe(self.first(x))[0])
+        self.seen.append([parameter.detach().clone() for parameter in self.parameters()])
+        return y
+
+
+def _build(case: Case, ep: int = 2) -> tuple[Any, Any]:
+    """The model, wrapped, and its optimizer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = make_config("alltoall", 1, ep, bf16=True, params_dtype=torch.bfloat16)
+    ours = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=case.instances,
+        bucket_size=1000,
+        **case.options,
+    )
+    torch.manual_seed(3)
+    model = DistributedDataParallel(config, ours, _Model(config))
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        bf16=True,
+        use_distributed_optimizer=True,
+        clip_grad=0.0,
+        overlap_param_gather=ours.overlap_param_gather,
+    )
+    return model, get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
+
+
+def _step(model: Any, optimizer: Any, rank: int, step: int) -> list[torch.Tensor]:
+    """The shards of gradients that this rank has summed."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    x = torch.randn((6, 2, 32), generator=torch.Generator().manual_seed(WORLD * step + rank))
+    model(x.to(torch.bfloat16)).float().pow(2).mean().backward()
+    model.finish_grad_sync()
+    shards = []
+    for buffer in _buffers(model):
+        rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
+        shards += [bucket.grad_data.chunk(size)[rank].clone() for bucket in buffer.buckets]
+    optimizer.step()
+    return shards
+
+
+def _buffers(model: Any) -> list[Any]:
+    return [*model.buffers, *model.expert_parallel_buffers]
+
+
+def _train(case: Case, rank: int) -> tuple[list[list[torch.Tensor]], Any]:
+    """By step what was summed and, from the second on, gathered; and the model."""
+    model, optimizer = _build(case)
+    summed = [_step(model, optimizer, rank, step) for step in range(STEPS)]
+    if case.options.get("overlap_param_gather"):
+        model.disable_forward_pre_hook()  # gathers what the last step has left
+    last = [parameter.detach().clone() for parameter in model.parameters()]
+    gathered = [*model.module.seen[1:], last]
+    return [a + b for a, b in zip(summed, gathered, strict=True)], model
+
+
+def _in_rank_order(
+    output: torch.Tensor, whole: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    """The oracle in the place of Megatron's reduce-scatter: float32 sums in rank order, rounded once."""
+    size = group.size()
+    inputs = [torch.empty_like(whole) for _ in range(size)]
+    dist.all_gather(inputs, whole, group=group)
+    scale = 1 / size if op == dist.ReduceOp.AVG else 1.0
+    output.copy_(reduced([each.view(size, -1) for each in inputs], group.rank(), size, scale))
+    return _Late(lambda: None)
+
+
+class _Late:
+    """A Work whose operation begins when it is waited for."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.run: Callable[[], Any] | None = run
+
+    def wait(self) -> None:
+        run, self.run = self.run, None
+        if run is not None:
+            run()
+
+
+def _late(call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, async_op: bool = False, **options: Any) -> Any:
+        run = functools.partial(call, *args, **options)
+        return _Late(run) if async_op else run()
+
+    return called
+
+
+def _counted(counts: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _run_rank(rank: int) -> dict[str, Any]:
+    make_distributed_optimizer_run_here()
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+    import megatron.core.transformer.moe.moe_layer  # noqa: F401  there before the hook: served at once
+
+    from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
+    from ep_plugin.integrations import hooks, pairs
+
+    before = _replaceable(buffers)
+    hooks.switch_on(["megatron"])
+    found: dict[str, Any] = {"replaced": [key for key, now in _replaceable(buffers).items() if now is not before[key]]}
+    optimizer = importlib.import_module("ep_plugin.integrations.megatron.optimizer")
+    for collective in (HierarchicalAllGather, HierarchicalReduceScatter):
+        collective.__call__ = _late(collective.__call__)  # type: ignore[method-assign]
+    for name, case in CASES.items():
+        found[name] = _run_case(rank, case, buffers, optimizer)
+        if name == "no overlap":
+            found |= _offloaded(found[name].pop("model"))
+            optimizer.disable()
+            found["restored"] = {key: after is before[key] for key, after in _replaceable(buffers).items()}
+        found[name].pop("model", None)
+    optimizer.disable()
+    found["reassigned"] = getattr(buffers, SUMMED) is before["reduce_scatter_with_fp32_accumulation"]
+    found["open pairs"] = len(pairs._pairs)
+    return found
+
+
+def _replaceable(buffers: Any) -> dict[str, Any]:
+    names = (GATHERED, SUMMED, "_coalescing_manager", "reduce_scatter_with_fp32_accumulation")
+    of_class = {name: vars(buffers._ParamAndGradBuffer)[name] for name in ("__init__", "offload_to_cpu")}
+    return {name: getattr(buffers, name) for name in names} | of_class
+
+
+def _run_case(rank: int, case: Case, buffers: Any, optimizer: Any) -> dict[str, Any]:
+    from ep_plugin.integrations import hooks
+
+    optimizer.disable()
+    _initialise(2, case.instances)
+    accumulates, arms = "reduce_scatter_with_fp32_accumulation", {}
+    calls: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffers, SUMMED, _counted(calls, SUMMED, _in_rank_order))
+        patch.setattr(buffers, accumulates, _counted(calls, SUMMED, _in_rank_order))
+        patch.setattr(buffers, GATHERED, _counted(calls, GATHERED, getattr(buffers, GATHERED)))
+        arms["reference"] = _train(case, rank)
+    if accumulates in case.options:
+        arms["stock"] = _train(case, rank)
+    optimizer.enable()
+    served, left = hooks.served_counts["megatron"], hooks.left_counts["megatron"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        arms["ours"] = steps, model = _train(case, rank)
+    calls["served"], calls["left"] = hooks.served_counts["megatron"] - served, hooks.left_counts["megatron"] - left
+    gather = [
+        optimizer._user.pair(each.data_parallel_group, torch.device("cpu")).all_gather for each in _buffers(model)
+    ]
+    return {
+        "steps": len(steps),
+        "tensors": len(steps[0]),
+        "calls": calls,
+        "buckets": sum(len(each.buckets) for each in _buffers(model)),
+        "parameters are mapped": all(
+            one.maps(each.param_data) or each.data_parallel_group.size() == 1
+            for one, each in zip(gather, _buffers(model), strict=True)
+        ),
+        "model": model,
+        "differ": _different(steps, arms["reference"][0]),
+        "differ from stock": _different(steps, arms.get("stock", arms["reference"])[0]),
+    }
+
+
+def _different(ours: list[list[torch.Tensor]], theirs: list[list[torch.Tensor]]) -> list[tuple[int, int]]:
+    """Step and number of each tensor whose bits differ."""
+    steps = [list(zip(a, b, strict=True)) for a, b in zip(ours, theirs, strict=True)]
+    return [(step, n) for step, pairs in enumerate(steps) for n, pair in enumerate(pairs) if not same_bits(*pair)]
+
+
+def _offloaded(model: Any) -> dict[str, Any]:
+    buffer = model.buffers[0]
+    with pytest.raises(NotSupported) as caught:
+        buffer.offload_to_cpu()
+    buffer.offload_to_cpu(move_params=False)
+    return {"offload": caught.value, "gradients are offloaded": buffer.grad_data.untyped_storage().size() == 0}
+
+
+def _run_left(rank: int) -> dict[str, Any]:
+    """Calls as Megatron makes them, over ranks of nodes of 3 and 1."""
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+
+    from ep_plugin.integrations import hooks
+    from ep_plugin.integrations.megatron import optimizer
+
+    optimizer.enable()
+    group = dist.group.WORLD
+    right: dict[str, bool] = {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            out, whole = torch.empty(2), torch.arange(8.0) * (rank + 1)
+            getattr(buffers, SUMMED)(out, whole, op=dist.ReduceOp.MAX, group=group, async_op=False)
+            right["maximum"] = torch.equal(out, torch.arange(8.0).chunk(WORLD)[rank] * WORLD)
+            out, whole = torch.empty(2, dtype=torch.int32), torch.arange(8, dtype=torch.int32)
+            with buffers._coalescing_manager(group, async_ops=True) as manager:
+                getattr(buffers, SUMMED)(out, whole, op=dist.ReduceOp.SUM, group=group, async_op=True)
+            manager.wait()
+            right["integers"] = torch.equal(out, whole.chunk(WORLD)[rank] * WORLD)
+            total = torch.ones(3)
+            with buffers._coalescing_manager(group, async_ops=True) as manager:
+                dist.all_reduce(total, group=group, async_op=True)
+            manager.wait()
+            right["all-reduce"] = torch.equal(total, torch.full((3,), float(WORLD)))
+            gathered = torch.empty(WORLD)
+            with buffers._coalescing_manager(group, async_ops=True) as manager:
+                getattr(buffers, GATHERED)(gathered, torch.tensor([float(rank)]), group=group, async_op=True)
+            manager.wait()
+            right["gather"] = torch.equal(gathered, torch.arange(float(WORLD)))
+    said = [re.sub(r"\([^()]+\) has", "(HOST) has", str(each.message)) for each in caught]
+    said = [each for each in said if each.startswith("ep_plugin")]
+    return {
+        "said": said,
+        "right": right,
+        "left": hooks.left_counts["megatron"],
+        "served": hooks.served_counts["megatron"],
+    }
+
+
+def _die_between_steps(rank: int, victim: int, deadline_s: float) -> tuple[int | None, float]:
+    """Whom a survivor's step blames, and after how long."""
+    make_distributed_optimizer_run_here()
+    from ep_plugin.integrations.megatron import optimizer
+
+    optimizer.enable()
+    _initialise(1, minutes=deadline_s / 60)
+    model, updates = _build(Case(OVERLAP), ep=1)
+    _step(model, updates, rank, 0)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(PeerTimeout) as caught:
+        _step(model, updates, rank, 1)
+    return caught.value.rank, time.monotonic() - began
