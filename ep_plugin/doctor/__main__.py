@@ -62,6 +62,8 @@ def examine(timeout_s: float) -> tuple[bool, list[Finding]]:
     try:
         problem = ranks.connect(timeout_s)
         findings = [*findings, problem] if problem else ranks.examine(findings, timeout_s)
+        if not problem:
+            ranks.leave()
     except Exception as error:
         what = f"the checks across ranks failed: {type(error).__name__}: {error}"
         findings.append(Finding(FAILURE, "ranks", what, "report this, with the output of ep-doctor --json"))

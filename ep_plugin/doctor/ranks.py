@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -61,21 +62,31 @@ def connect(timeout_s: float) -> Finding | None:
         what = f"rank {started.rank} cannot reach the store at {address}:{port}: {_first_line(error)}"
         return Finding(FAILURE, "ranks", what, "check MASTER_ADDR, MASTER_PORT and the firewall between the hosts")
     store = PrefixStore("ep-doctor", tcp)
+    keys = [f"host/{rank}" for rank in range(started.world_size)]
+    store.set(keys[started.rank], json.dumps([socket.gethostname(), topology.host_identity()]))
     try:
-        store.set(f"host/{started.rank}", json.dumps([socket.gethostname(), topology.host_identity()]))
-        dist.init_process_group("gloo", timeout=timeout, store=store, rank=started.rank, world_size=started.world_size)
+        store.wait(keys, timeout)
+    except RuntimeError:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        what = f"{_ranks(missing)} did not come within {timeout_s:g} s"
+        return Finding(FAILURE, "ranks", what, "see what they printed; start as many ranks as WORLD_SIZE says")
+    try:
+        dist.init_process_group("gloo", None, timeout, started.world_size, started.rank, store)
     except RuntimeError as error:
-        come = [rank for rank in range(started.world_size) if store.check([f"host/{rank}"])]
-        missing = [rank for rank in range(started.world_size) if rank not in come]
-        if missing:
-            what = f"{_ranks(missing)} did not come within {timeout_s:g} s"
-            return Finding(FAILURE, "ranks", what, "see what they printed; start as many ranks as WORLD_SIZE says")
-        hosts = [json.loads(store.get(f"host/{rank}")) for rank in come]
-        shared = "; ".join(finding.what for finding in same_names(hosts))
-        what = f"all ranks came, but gloo cannot connect them: {_first_line(error)}{'; ' if shared else ''}{shared}"
+        named_alike = [finding.what for finding in same_names([json.loads(store.get(key)) for key in keys])]
+        what = "; ".join([f"all ranks came, but gloo cannot connect them: {_first_line(error)}", *named_alike])
         do = "set GLOO_SOCKET_IFNAME to the network device between the hosts, and give each host a name of its own"
         return Finding(FAILURE, "ranks", what, do)
     return None
+
+
+def leave() -> None:
+    """Ends the group. Rank 0, which may serve the store, leaves when the others are done with it."""
+    import torch.distributed as dist
+
+    with contextlib.suppress(RuntimeError):  # a rank that has died
+        dist.barrier()
+    dist.destroy_process_group()
 
 
 def examine(local: list[Finding], timeout_s: float) -> list[Finding]:
@@ -171,7 +182,8 @@ def map_nodes(reports: Sequence[topology.RankReport]) -> tuple[list[Finding], to
     most = software.extension().max_ranks if software.extension() else node_map.ranks_per_node
     if node_map.ranks_per_node > most:
         what = f"{node_map.ranks_per_node} ranks are on one node; a group takes at most {most} of a node"
-        found.append(Finding(FAILURE, "nodes", what, "use smaller groups, or split nodes by EP_PLUGIN_RANKS_PER_NODE"))
+        do = "use smaller groups, or split nodes by EP_PLUGIN_RANKS_PER_NODE"
+        return [*found, Finding(FAILURE, "nodes", what, do)], None
     return found, node_map
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 INSTALL_BENCH = "pip install 'ep_plugin[bench]'"
 _SECONDS = 1.0
 _BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-# What we measured, in GB/s per rank, and where. CPUs: an all-gather of 16 MiB in benchmarks/results/cpu2/allgather.json.
-# GPUs: ce_pull in benchmarks/results/h200x4/wire.json.
+# What we measured, in GB/s per rank, and where: for CPUs an all-gather of 16 MiB in
+# benchmarks/results/cpu2/allgather.json, for GPUs ce_pull in benchmarks/results/h200x4/wire.json.
 _COMMITTED = {"cpu": (2.2, "4 ranks on 2 cores"), "cuda": (369.6, "4 H200")}
 _ENOUGH = 0.7  # of the committed rate
 _TOKENS, _HIDDEN, _TOPK, _EXPERTS = 4096, 7168, 8, 256  # the case of README's table

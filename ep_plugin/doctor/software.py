@@ -28,7 +28,7 @@ FRAMEWORKS = {
 
 def check_variables() -> Iterator[Finding]:
     for name in env.unknown_variables():
-        close = difflib.get_close_matches(name, env.KNOWN, n=1, cutoff=0.8)
+        close = difflib.get_close_matches(name, env.KNOWN - {"EP_PLUGIN"}, n=1, cutoff=0.8)
         do = f"did you mean {close[0]}?" if close else f"unset it; known are {', '.join(sorted(env.KNOWN))}"
         yield Finding(WARNING, "variables", f"{name} is set, but ep_plugin has no such variable and ignores it", do)
     with warnings.catch_warnings():
