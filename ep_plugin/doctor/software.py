@@ -165,7 +165,8 @@ def check_frameworks() -> Iterator[Finding]:
             what, _, do = str(error).partition("; ")
             yield Finding(FAILURE if on else WARNING, "frameworks", what, do)
         else:
-            yield Finding(OK, "frameworks", f"{name} {version} is served")
+            served = "is served" if integration is not None else "is installed; any version is served"
+            yield Finding(OK, "frameworks", f"{name} {version} {served}")
     missing = ", ".join(sorted(FRAMEWORKS.keys() - framework_versions()))
     if missing:
         yield Finding(OK, "frameworks", f"not installed: {missing}")

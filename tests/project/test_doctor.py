@@ -34,7 +34,9 @@ Plant = Callable[[pytest.MonkeyPatch, Path], None]
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variables of ours or of a launcher, and for checks in this process no GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in list(os.environ):
         if name.startswith("EP_PLUGIN") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name)
@@ -439,6 +441,7 @@ def test_under_torchrun_rank_0_prints_once() -> None:
 def _examine(rank: int, plant: str, folder: Path) -> list[Finding]:
     """The findings of a rank, with a fault on the last one."""
     monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if rank == torch.distributed.get_world_size() - 1:
         PLANTED[plant](monkeypatch, folder)
     return ranks.examine([Finding(OK, "local", f"of rank {rank}")], timeout_s=10)
