@@ -1,4 +1,4 @@
-"""The rows that cross in dispatch and combine over several nodes: by formula, and counted in a routing.
+"""The rows that cross in dispatch and combine over nodes: by formula, and counted in a routing.
 
 Two levels: as ep_plugin.moe.across_nodes sends. Flat: an all-to-all over all ranks, with one row for each rank that a
 token needs, or with one for each of its K experts.

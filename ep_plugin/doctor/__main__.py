@@ -35,8 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # frameworks print when they are imported
         prints, findings = examine(options.timeout)
     if not prints:
-        problems = [finding for finding in findings if finding.subject == "ranks" and finding.level == FAILURE]
-        print("".join(f"ep-doctor: {finding.what}\n" for finding in problems), end="", file=sys.stderr)
+        for finding in findings:
+            if finding.level == FAILURE:
+                print(f"ep-doctor: {finding.subject}: {finding.what}; to do: {finding.do}", file=sys.stderr)
         return 0  # a launcher would end rank 0 before it has printed
     if options.json:
         shown = [finding._asdict() for finding in findings]
@@ -47,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine(timeout_s: float) -> tuple[bool, list[Finding]]:
-    """Whether this process prints, and what it and the other ranks found. Collective under a launcher."""
+    """Whether this process prints, and its findings: of all ranks on rank 0, and none on others that rank 0 has heard.
+
+    Collective under a launcher.
+    """
     findings = collect((*software.CHECKS, *machine.CHECKS))
     try:
         started = env.launcher()
@@ -55,19 +59,21 @@ def examine(timeout_s: float) -> tuple[bool, list[Finding]]:
         return True, findings  # check_variables says it
     if started.rank is None or started.world_size is None:
         return True, [*findings, Finding(OK, "ranks", _ALONE)]
+    prints = started.rank == 0
     if software.imported_torch() is None:
-        return True, findings
+        return prints, findings
     from ep_plugin.doctor import ranks
 
     try:
         problem = ranks.connect(timeout_s)
-        findings = [*findings, problem] if problem else ranks.examine(findings, timeout_s)
-        if not problem:
-            ranks.leave()
+        if problem is not None:
+            return prints, [*findings, problem]
+        of_all = ranks.examine(findings, timeout_s)
+        ranks.leave()
     except Exception as error:
         what = f"the checks across ranks failed: {type(error).__name__}: {error}"
-        findings.append(Finding(FAILURE, "ranks", what, "report this, with the output of ep-doctor --json"))
-    return started.rank == 0, findings
+        return prints, [*findings, Finding(FAILURE, "ranks", what, "report this, with the output of ep-doctor --json")]
+    return prints, of_all if prints else []
 
 
 def _seconds(text: str) -> float:

@@ -14,6 +14,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ import pytest
 import torch
 
 from ep_plugin import _C, env
-from ep_plugin.doctor import machine, ranks, software
+from ep_plugin.doctor import machine, ranks, rates, software
 from ep_plugin.doctor.__main__ import main
 from ep_plugin.doctor.findings import FAILURE, LEVELS, OK, WARNING, Finding, collect, render, status
 from ep_plugin.transport import shm
-from ep_plugin.transport.topology import RankReport
+from ep_plugin.transport.topology import NodeMap, RankReport
 from tests.ranks import run_ranks, values
 
 ROOT = Path(__file__).parents[2]
@@ -377,6 +378,19 @@ def test_a_framework_that_fails_when_it_is_imported(tmp_path: Path) -> None:
     assert "expected transformers 5.23 or newer, got 4.1" in finding.what
 
 
+@pytest.mark.parametrize("rank", [None, "1"])
+def test_a_torch_that_cannot_be_imported(rank: str | None, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
+    started = {} if rank is None else {"RANK": rank, "WORLD_SIZE": "2"}
+    exit_status, found, printed = doctor(PYTHONPATH=str(tmp_path), **started)
+    says = "PyTorch cannot be imported: ImportError: libcudart.so.13: cannot open shared object file"
+    if rank is None:
+        assert exit_status == 1
+        assert [finding.what for finding in problems(found) if finding.subject == "torch"] == [says]
+    else:  # rank 0 prints, and names this rank
+        assert exit_status == 0 and f"ep-doctor: torch: {says}; to do: " in printed
+
+
 def test_a_limit_on_the_size_of_files() -> None:
     size = 32 << 20
     done = subprocess.run(
@@ -411,7 +425,7 @@ def test_a_network_device_that_is_not_there() -> None:
 
 def test_a_store_that_nobody_serves_is_named() -> None:
     exit_status, _, printed = doctor("--timeout", "1", RANK="1", WORLD_SIZE="2", MASTER_PORT="1")
-    assert "ep-doctor: rank 1 cannot reach the store at 127.0.0.1:1" in printed
+    assert "ep-doctor: ranks: rank 1 cannot reach the store at 127.0.0.1:1" in printed
     assert exit_status == 0
 
 
@@ -517,6 +531,19 @@ def test_ranks_without_a_fault_have_a_rate_and_a_prediction(nodes: int, tmp_path
     assert sum(finding.subject == "nodes" for finding in found) == nodes
     assert ("45 GB/s assumed between nodes" in said[-1]) == (nodes == 2)
     assert "the ranks of each node map and read each other's memory" in said
+
+
+def test_gpus_that_copy_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, device = NodeMap(((0, 1),)), torch.device("cuda", 0)
+    slow, predicted = rates.describe(node, 25.0, device)
+    assert "25.0 GB/s from the next one; we measured 369.6 between 4 H200" in problems([slow])[0].what
+    assert "nvidia-smi nvlink" in slow.do
+    assert not problems([*rates.describe(node, 300.0, device)])
+    # Of 4096 tokens, those with one of their 8 experts among the 128 of the other rank: all but 1 in 273.
+    expected_ms = 4096 * (1 - comb(128, 8) / comb(256, 8)) * 7168 * 2 / 25e9 * 1e3
+    assert float(predicted.what.split()[2]) == pytest.approx(expected_ms, rel=0.02)
+    monkeypatch.setitem(sys.modules, "ep_plugin.bench.plan", None)  # as where typer is missing
+    assert "pip install 'ep_plugin[bench]'" in problems([*rates.describe(node, 25.0, device)])[0].do
 
 
 def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
