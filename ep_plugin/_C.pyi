@@ -853,7 +853,11 @@ class _Kernels:
 
 cpu: _Kernels
 cuda: _Kernels
-"""Absent from a build without CUDA."""
+"""Absent from a build without CUDA, as are the next two."""
+cuda_archs: list[int]
+"""The compute capabilities that the kernels were compiled for, such as 80 and 90."""
+cuda_version: int
+"""Of the compiler, such as 13000."""
 
 class WireArgs:
     """csrc/common/wire.h. This class and the next, and their functions: absent from a build without CUDA."""

@@ -43,7 +43,8 @@ _READ_HERE = (
     "TRANSPORT", "RAIL", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG", "EMULATION",
     "LAUNCHED_BY", "COMMIT",
 )  # fmt: skip
-_KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
+KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _RAIL = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}  # together: no watchdog
 _SYMMETRIC_MEMORY = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _warned: set[str] = set()
@@ -124,6 +125,21 @@ def master() -> tuple[str, int]:
     return _value("MASTER_ADDR") or "127.0.0.1", _integer("MASTER_PORT", at_least=1) or 8361
 
 
+def has_agent_store() -> bool:
+    """Whether the launcher's process serves the store at ``MASTER_ADDR``, as torchrun's does; else rank 0 serves it."""
+    return _value("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def torch_autoloads() -> bool:
+    """Whether ``import torch`` calls the backends that are installed, and so reads ``EP_PLUGIN``."""
+    return os.environ.get(_AUTOLOAD, "1") == "1"
+
+
+def without_autoload() -> contextlib.AbstractContextManager[None]:
+    """Makes ``import torch`` call no backend, and restores the variable afterwards."""
+    return _variables({_AUTOLOAD: "0"})
+
+
 def symmetric_memory_variables() -> contextlib.AbstractContextManager[None]:
     """Sets the variables that PyTorch's symmetric memory needs to exchange blocks, and restores them afterwards.
 
@@ -161,12 +177,18 @@ def socket_directory() -> str:
     return next((os.environ[name] for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if name in os.environ), "/tmp")
 
 
+def unknown_variables() -> list[str]:
+    """The variables ``EP_PLUGIN_*`` that are set, and that neither ep_plugin nor its build knows."""
+    ours = [name for name in os.environ if name.startswith(f"{_PREFIX}_")]
+    return [name for name in ours if not name.startswith(f"{_PREFIX}_BUILD_") and name not in KNOWN]
+
+
 def _warn_about_unknown() -> None:
-    for name in os.environ:
-        if not name.startswith(f"{_PREFIX}_") or name.startswith(f"{_PREFIX}_BUILD_") or name in _KNOWN | _warned:
+    for name in unknown_variables():
+        if name in _warned:
             continue
         _warned.add(name)
-        known = ", ".join(sorted(_KNOWN))
+        known = ", ".join(sorted(KNOWN))
         warnings.warn(f"{name} is set but not known to ep_plugin, and ignored; known: {known}", stacklevel=3)
 
 

@@ -83,6 +83,8 @@ def _plan(plot: Path | None = None, **options: Any) -> None:
     with _refusals():
         plan = Plan(**options)
         if plot is not None:
+            if plan.nodes < 2:
+                raise ValueError(f"nodes: expected at least 2 for --plot, got {plan.nodes}")
             _check_writable("plot", plot)
     typer.echo(traffic.markdown(plan))
     if plot is not None:

@@ -1,4 +1,4 @@
-"""The rows that cross in dispatch and combine over several nodes: by formula, and counted in a routing.
+"""The rows that cross in dispatch and combine over nodes: by formula, and counted in a routing.
 
 Two levels: as ep_plugin.moe.across_nodes sends. Flat: an all-to-all over all ranks, with one row for each rank that a
 token needs, or with one for each of its K experts.
@@ -43,7 +43,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_names("dtype", _ELEMENT_BYTES, [self.dtype])
-        least = {"nodes": 2, "ranks": 1, "tokens": 1, "hidden": 1, "topk": 1, "experts": 1}
+        least = {"nodes": 1, "ranks": 1, "tokens": 1, "hidden": 1, "topk": 1, "experts": 1}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ValueError(f"{name}: expected at least {smallest}, got {getattr(self, name)}")

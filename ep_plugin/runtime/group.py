@@ -24,7 +24,7 @@ from ep_plugin.runtime.faults import GRACE_S, aborted_error, error_of, gave_up
 from ep_plugin.runtime.poller import Poller
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.rails import Rails
-from ep_plugin.transport.topology import RankReport, discover
+from ep_plugin.transport.topology import check_hosts, discover
 
 _rail_poller = Poller("ep_plugin rails", pause_s=0.01, idle_s=0.05)
 
@@ -58,7 +58,7 @@ class GroupEngine(BaseEngine):
 
     def _construct(self, group: dist.ProcessGroup, *given: Any) -> None:
         self.node_map, reports = discover(self.exchange, self.device)
-        _check_hosts(reports)
+        check_hosts(reports)
         mine = reports[self.rank]
         self.sharing = sum((one.host, one.device_id) == (mine.host, mine.device_id) for one in reports)
         self.node = self.node_map.node_of(self.rank)
@@ -229,13 +229,3 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
             bound(*args)
 
     return call
-
-
-def _check_hosts(reports: Sequence[RankReport]) -> None:
-    """Ranks that do not know where they run could be counted on one host or on several."""
-    for report in reports:
-        if report.ranks_per_node is None and "/" not in report.host.strip("/"):
-            raise ValueError(
-                f"group: expected ranks that know their host, got rank {report.rank} on {report.host!r}, which has "
-                "neither a boot id nor a machine id; set EP_PLUGIN_RANKS_PER_NODE on every rank"
-            )

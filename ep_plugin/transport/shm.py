@@ -136,6 +136,31 @@ def _check_available(nbytes: int) -> None:
         raise MemoryError(f"expected at most the {available} bytes that this machine has available, got {nbytes}")
 
 
+def available_bytes() -> tuple[int, int]:
+    """The bytes that are available on this machine, and to this process's container. sys.maxsize: not known."""
+    return _machine_available(), _container_available()
+
+
+def try_block(nbytes: int) -> OSError | None:
+    """Makes and releases a block of this process, as an allocation does.
+
+    Returns:
+        None for unnamed memory. If that is refused and named memory works, the refusal.
+
+    Raises:
+        MemoryError, OSError: neither kind of memory can be had.
+    """
+    _check_available(nbytes)
+    block, error = attempt(_create_anonymous, nbytes)
+    if error is not None:
+        if not (isinstance(error, OSError) and _is_refusal(error)):
+            raise error
+        block = _create_named(nbytes)
+    assert block is not None
+    block.close()
+    return error
+
+
 def _machine_available() -> int:
     try:
         with open("/proc/meminfo") as file:

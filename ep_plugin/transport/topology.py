@@ -135,6 +135,16 @@ def check_peer_access(reports: Sequence[RankReport], node_map: NodeMap, group_ra
                     )
 
 
+def check_hosts(reports: Sequence[RankReport]) -> None:
+    """Raises ValueError for a rank that does not know its host. It could be counted on one host or on several."""
+    for report in reports:
+        if report.ranks_per_node is None and "/" not in report.host.strip("/"):
+            raise ValueError(
+                f"group: expected ranks that know their host, got rank {report.rank} on {report.host!r}, which has "
+                "neither a boot id nor a machine id; set EP_PLUGIN_RANKS_PER_NODE on every rank"
+            )
+
+
 def discover(exchange: Exchange, device: torch.device) -> tuple[NodeMap, list[RankReport]]:
     """The node map of the exchange's ranks, and their reports. Collective. Every rank raises as build_node_map does."""
     values = exchange.all_gather("report topology", dataclasses.asdict(report_of(exchange.rank, device)))

@@ -136,6 +136,7 @@ def test_wheel_metadata(wheel: tuple[Path, str]) -> None:
     assert unconditional == ["torch>=2.11"]
     assert any("megatron-core<0.20,>=0.16.1" in need for need in metadata.get_all("Requires-Dist", []))
     assert "ep-bench = ep_plugin.bench.__main__:main" in texts["entry_points.txt"]
+    assert "ep-doctor = ep_plugin.doctor.__main__:main" in texts["entry_points.txt"]
     assert "[torch.backends]\nep_plugin = ep_plugin.integrations.autoload:start" in texts["entry_points.txt"]
     assert "Apache License" in texts["LICENSE"]
 

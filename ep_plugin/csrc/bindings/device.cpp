@@ -35,6 +35,8 @@ void bind_cuda(py::module_& m) {
       .field("num_sms", &HoldArgs::num_sms)
       .field("stop", &HoldArgs::stop)
       .field("stream", &HoldArgs::stream);
+  m.attr("cuda_archs") = built_archs();
+  m.attr("cuda_version") = built_cuda();
   m.def("wire", &wire, py::call_guard<py::gil_scoped_release>());
   m.def("hold", &hold, py::call_guard<py::gil_scoped_release>());
   m.def("register_host", &register_host);

@@ -69,6 +69,14 @@ void order_captured(cudaStream_t later, cudaStream_t earlier) {
 
 }  // namespace
 
+std::vector<int> built_archs() {
+  std::vector<int> archs;
+  for (const int arch : {__CUDA_ARCH_LIST__}) archs.push_back(arch / 10);
+  return archs;
+}
+
+int built_cuda() { return CUDART_VERSION; }
+
 uint64_t register_host(uint64_t address, int64_t bytes, int device) {
   const OnDevice on(device);
   cuda::throw_on_error(

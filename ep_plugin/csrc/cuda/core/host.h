@@ -1,8 +1,14 @@
 // CUDA runtime calls that Python needs besides kernels. Functions raise std::runtime_error with the runtime's message.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 namespace ep {
+
+// The compute capabilities that the kernels were compiled for, such as 80 and 90, and the CUDA version of the
+// compiler, such as 13000.
+std::vector<int> built_archs();
+int built_cuda();
 
 // Makes host pages reachable from every device of this process, and returns their address on `device`. The caller owns
 // the pages and keeps them mapped until unregister_host(). The current device does not change.

@@ -1,0 +1,59 @@
+"""A finding of a check, its order, and how findings read."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+OK, WARNING, FAILURE = LEVELS = ("ok", "warning", "failure")
+
+
+class Finding(NamedTuple):
+    """What a check found.
+
+    level: "ok", "warning", or "failure" for what would stop a job.
+    subject: what was looked at, a word or two. what: a sentence. do: what helps; empty for "ok" alone.
+    """
+
+    level: str
+    subject: str
+    what: str
+    do: str = ""
+
+
+def collect(checks: Iterable[Callable[[], Iterator[Finding]]]) -> list[Finding]:
+    """The findings of all checks. A check that raises counts as a failure, and the others still run."""
+    found: list[Finding] = []
+    for check in checks:
+        try:
+            found.extend(check())
+        except Exception as error:
+            subject = check.__name__.removeprefix("check_").replace("_", " ")
+            what = f"this check itself failed: {type(error).__name__}: {error}"
+            found.append(Finding(FAILURE, subject, what, "report this, with the output of ep-doctor --json"))
+    return found
+
+
+def status(findings: Sequence[Finding]) -> int:
+    """The exit status: 1 if there is a failure."""
+    return int(any(finding.level == FAILURE for finding in findings))
+
+
+def render(findings: Sequence[Finding]) -> str:
+    """A table of level, subject and sentence, with what to do below each, and a last line that counts."""
+    width = max(80, min(shutil.get_terminal_size((120, 24)).columns, 120))
+    subjects = max((len(finding.subject) for finding in findings), default=0)
+    margin = " " * (len(FAILURE) + subjects + 4)
+    lines = []
+    for level, subject, what, do in findings:
+        start = f"{level:<{len(FAILURE)}}  {subject:<{subjects}}  "
+        lines += textwrap.wrap(what, width, initial_indent=start, subsequent_indent=margin, break_long_words=False)
+        if do:
+            start, rest = f"{margin}to do: ", f"{margin}       "
+            lines += textwrap.wrap(do, width, initial_indent=start, subsequent_indent=rest, break_long_words=False)
+    failures, warnings = (sum(finding.level == level for finding in findings) for level in (FAILURE, WARNING))
+    return "\n".join(
+        [*lines, "", f"{failures} failure{'s'[: failures != 1]}, {warnings} warning{'s'[: warnings != 1]}"]
+    )
