@@ -46,7 +46,8 @@ $(MEGATRON)/install.stamp: requirements/megatron.txt requirements/constraints.tx
 test-megatron: $(MEGATRON)/install.stamp
 	EP_PLUGIN_BUILD_CUDA=0 $(MEGATRON)/bin/python setup.py --quiet build_ext --inplace
 	$(MEGATRON)/bin/python -m pytest -n 2 tests/integrations/test_megatron.py \
-		tests/integrations/test_megatron_schedule.py tests/integrations/test_scripts.py -k megatron
+		tests/integrations/test_megatron_schedule.py tests/integrations/test_megatron_optimizer.py \
+		tests/integrations/test_megatron_pipeline.py tests/integrations/test_scripts.py -k megatron
 
 demo: build
 	$(PY) -m examples.compare qwen3_moe --ranks 4 --out runs/demo $(DEMO_FLAGS)

@@ -121,7 +121,7 @@ def framework_versions() -> dict[str, str]:
 
 def check_integrations() -> Iterator[Finding]:
     """Switches on what EP_PLUGIN names, and imports its framework, as a script would."""
-    from ep_plugin.integrations import autoload, hooks, status
+    from ep_plugin.integrations import hooks, status
 
     names = env.integrations()
     if names and not env.torch_autoloads():
@@ -134,9 +134,9 @@ def check_integrations() -> Iterator[Finding]:
     if imported_torch() is None:
         return
     try:
-        autoload.start()
+        hooks.enable(names)
     except Exception as error:
-        do = "correct EP_PLUGIN: a script ends in `import torch`, and this is the reason in the middle of the trace"
+        do = "correct EP_PLUGIN: a script ends in `import torch`, and this is the last line that it prints"
         yield Finding(FAILURE, "integrations", str(error), do)
         return
     for name in names:
@@ -148,7 +148,7 @@ def check_integrations() -> Iterator[Finding]:
             do = f"install {missing or 'a version that is served'}, or leave {name} out of EP_PLUGIN"
             yield Finding(FAILURE, "integrations", what, do)
     for row in status():
-        if row.state in ("on", "off"):
+        if row.state in ("ready", "on", "off"):
             yield Finding(OK, "integrations", f"{row.name} is {row.state}: {row.detail}")
 
 

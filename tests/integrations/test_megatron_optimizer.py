@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ep_plugin import counts
 from ep_plugin.errors import NotSupported, PeerTimeout
 from tests.collectives.collective_cases import reduced, same_bits
 from tests.integrations.megatron_layers import make_config, make_layer
@@ -271,7 +272,7 @@ def _run_rank(rank: int) -> dict[str, Any]:
     from ep_plugin.integrations import hooks, pairs
 
     before = _replaceable(buffers)
-    hooks.switch_on(["megatron"])
+    hooks.enable(["megatron"])
     found: dict[str, Any] = {"replaced": [key for key, now in _replaceable(buffers).items() if now is not before[key]]}
     optimizer = importlib.import_module("ep_plugin.integrations.megatron.optimizer")
     for collective in (HierarchicalAllGather, HierarchicalReduceScatter):
@@ -296,7 +297,6 @@ def _replaceable(buffers: Any) -> dict[str, Any]:
 
 
 def _run_case(rank: int, case: Case, buffers: Any, optimizer: Any) -> dict[str, Any]:
-    from ep_plugin.integrations import hooks
 
     optimizer.disable()
     _initialise(2, case.instances)
@@ -310,11 +310,11 @@ def _run_case(rank: int, case: Case, buffers: Any, optimizer: Any) -> dict[str, 
     if accumulates in case.options:
         arms["stock"] = _train(case, rank)
     optimizer.enable()
-    served, left = hooks.served_counts["megatron"], hooks.left_counts["megatron"]
+    served, left = counts.num_served["megatron"], counts.num_left["megatron"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         arms["ours"] = steps, model = _train(case, rank)
-    calls["served"], calls["left"] = hooks.served_counts["megatron"] - served, hooks.left_counts["megatron"] - left
+    calls["served"], calls["left"] = counts.num_served["megatron"] - served, counts.num_left["megatron"] - left
     gather = [
         optimizer._user.pair(each.data_parallel_group, torch.device("cpu")).all_gather for each in _buffers(model)
     ]
@@ -351,7 +351,6 @@ def _run_left(rank: int) -> dict[str, Any]:
     """Calls as Megatron makes them, over ranks of nodes of 3 and 1."""
     import megatron.core.distributed.param_and_grad_buffer as buffers
 
-    from ep_plugin.integrations import hooks
     from ep_plugin.integrations.megatron import optimizer
 
     optimizer.enable()
@@ -383,8 +382,8 @@ def _run_left(rank: int) -> dict[str, Any]:
     return {
         "said": said,
         "right": right,
-        "left": hooks.left_counts["megatron"],
-        "served": hooks.served_counts["megatron"],
+        "left": counts.num_left["megatron"],
+        "served": counts.num_served["megatron"],
     }
 
 

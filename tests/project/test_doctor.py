@@ -147,7 +147,7 @@ def build_for_older_gpus(monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
 
 def not_installed(monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
     monkeypatch.setenv("EP_PLUGIN", "deep_ep")
-    monkeypatch.setitem(sys.modules, "ep_plugin.integrations.autoload", types.SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr("ep_plugin.integrations.hooks.enable", lambda names: None)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: importlib.metadata.EntryPoints())
 
 
@@ -350,7 +350,9 @@ def test_alone_it_names_versions_build_and_integrations() -> None:
     assert torch.__version__ in said["torch"]
     assert "torchrun" in said["ranks"]
     on = [finding.what for finding in found if finding.subject == "integrations"]
-    assert any(what.startswith("deep_ep is on") for what in on) and any(what.startswith("fsdp2 is on") for what in on)
+    assert any(what.startswith("deep_ep is ready") for what in on) and any(
+        what.startswith("fsdp2 is ready") for what in on
+    )
     assert "megatron is off: not in EP_PLUGIN" in on
 
 
