@@ -27,9 +27,9 @@ def main() -> None:
     sys.argv = [script, *arguments]
     torch.set_num_threads(1)
     if "megatron" in Path(script).name:  # it asks CUDA for more than it needs
-        from tests.integrations.on_cpus import make_megatron_run_here
+        from tests.integrations.on_cpus import make_distributed_optimizer_run_here
 
-        make_megatron_run_here()
+        make_distributed_optimizer_run_here()
     if "torchtitan" in Path(script).name:  # it asks for an accelerator
         from tests.integrations.on_cpus import make_torchtitan_run_here
 

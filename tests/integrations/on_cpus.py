@@ -44,11 +44,12 @@ def make_megatron_run_here() -> None:
 
 
 def make_distributed_optimizer_run_here() -> None:
-    """Do the same for Megatron's distributed optimizer: what it makes on "cuda" is made here, and it meets no other
-    type of tensor than those it knows."""
+    """Do so for its distributed optimizer and schedules: what they make on "cuda" is made here, and they
+    meet no other type of tensor than those they know."""
     make_megatron_run_here()
     cuda: Any = torch.cuda
     cuda.default_stream = cuda.current_stream
+    cuda.synchronize = lambda *args: None
     _Here().__enter__()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import time
@@ -16,7 +15,7 @@ from torch import nn
 
 from ep_plugin.errors import PeerTimeout
 from tests.faults.fault_cases import nothing_left_behind, set_deadline
-from tests.integrations.on_cpus import make_megatron_run_here
+from tests.integrations.on_cpus import make_distributed_optimizer_run_here
 from tests.ranks import run_ranks, values
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -116,29 +115,9 @@ def _train(size: int, stages: int, options: dict[str, Any], frees: bool) -> list
     return losses + [parameter.grad for chunk in chunks for parameter in chunk.parameters()]  # type: ignore[misc]
 
 
-def _run_here() -> None:
-    make_megatron_run_here()
-    cuda: Any = torch.cuda
-    cuda.synchronize = lambda *_: None
-    torch.zeros = _on_cpu(torch.zeros)  # type: ignore[assignment]
-
-
-def _on_cpu(make: Any) -> Any:
-    """Megatron's schedules count tokens on device "cuda"."""
-
-    @functools.wraps(make)
-    def made(*args: Any, **given: Any) -> torch.Tensor:
-        if given.get("device") == "cuda":
-            given["device"] = "cpu"
-        tensor: torch.Tensor = make(*args, **given)
-        return tensor
-
-    return made
-
-
 def _compares(rank: int, size: int, names: list[str]) -> dict[str, tuple[int, int]]:
     """By schedule: calls of ours, and how many losses and gradients differ from Megatron's."""
-    _run_here()
+    make_distributed_optimizer_run_here()
     from megatron.core.pipeline_parallel import p2p_communication
 
     from ep_plugin.collectives.send_receive import SendReceive
@@ -173,7 +152,7 @@ def test_losses_and_gradients_are_those_of_megatron(size: int, names: list[str])
 
 
 def _loses_a_stage(rank: int) -> tuple[int | None, float]:
-    _run_here()
+    make_distributed_optimizer_run_here()
     from megatron.core import parallel_state
 
     from ep_plugin.integrations.megatron import pipeline
