@@ -43,6 +43,7 @@ hooks.check_signatures(
 )
 
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
+_SUM, _ACCUMULATED = "dist_reduce_scatter_func", "reduce_scatter_with_fp32_accumulation"
 _user = PairUser()
 _thread = threading.local()  # .manager: the innermost that is open in this thread
 _refused: weakref.WeakKeyDictionary[Pair, str] = weakref.WeakKeyDictionary()
@@ -57,8 +58,8 @@ def enable() -> None:
     """
     for (owner, name), wrap in _REPLACEMENTS.items():
         stock = getattr(owner, name)
-        ours = stock if hooks.replaces("megatron", owner, name) else functools.wraps(stock)(wrap(stock))
-        hooks.replace("megatron", owner, name, ours)
+        is_ours = hooks.replaces("megatron", owner, name) or (name == _SUM and _is_reassigned())
+        hooks.replace("megatron", owner, name, stock if is_ours else functools.wraps(stock)(wrap(stock)))
 
 
 def disable() -> None:
@@ -66,8 +67,17 @@ def disable() -> None:
 
     Parameters stay where they are.
     """
+    is_reassigned = _is_reassigned()
     hooks.restore("megatron", *(owner for owner, _ in _REPLACEMENTS))
+    if is_reassigned:
+        setattr(buffers, _SUM, getattr(buffers, _ACCUMULATED))
     _user.leave()
+
+
+def _is_reassigned() -> bool:
+    """Whether a bucket group with FP32 accumulation has put our function for it in the place of the reduce-scatter."""
+    ours = getattr(buffers, _ACCUMULATED)
+    return hooks.replaces("megatron", buffers, _ACCUMULATED) and getattr(buffers, _SUM) is ours
 
 
 def _manage(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,9 +226,9 @@ def _keep(offload: Callable[..., None]) -> Callable[..., None]:
 _REPLACEMENTS: dict[tuple[Any, str], Callable[..., Any]] = {
     (buffers, "_coalescing_manager"): _manage,
     (buffers, "dist_all_gather_func"): functools.partial(_serve, "all_gather"),
-    (buffers, "dist_reduce_scatter_func"): functools.partial(_serve, "reduce_scatter"),
+    (buffers, _SUM): functools.partial(_serve, "reduce_scatter"),
     # A bucket group with FP32 accumulation, which ours always has, puts this one in the place of the last.
-    (buffers, "reduce_scatter_with_fp32_accumulation"): functools.partial(_serve, "reduce_scatter"),
+    (buffers, _ACCUMULATED): functools.partial(_serve, "reduce_scatter"),
     (buffers._ParamAndGradBuffer, "__init__"): _allocate,
     (buffers._ParamAndGradBuffer, "offload_to_cpu"): _keep,
 }
