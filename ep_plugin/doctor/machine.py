@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import socket
@@ -29,6 +30,16 @@ def driver_version() -> str | None:
     return found[1] if found else "of unknown version"
 
 
+def newest_cuda() -> int:
+    """The newest CUDA that the driver serves, 13000 for 13.0; 0 if the driver is not there or does not answer."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
+
+
 def check_driver() -> Iterator[Finding]:
     torch, driver = imported_torch(), driver_version()
     if torch is None:
@@ -40,7 +51,7 @@ def check_driver() -> Iterator[Finding]:
             do = "to use the GPUs, install PyTorch for CUDA, and then ep_plugin again"
             yield Finding(WARNING, "driver", what, do)
         return
-    serves = torch._C._cuda_getDriverVersion()
+    serves = newest_cuda()
     if not serves:
         what = f"PyTorch was built for CUDA {built}, but NVIDIA's driver does not answer"
         yield Finding(WARNING, "driver", what, "load the driver, or start the container with --gpus all; CPUs work")

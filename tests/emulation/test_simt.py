@@ -71,7 +71,10 @@ def _over_nodes(rank: int, size: int) -> None:
             fixed, bounded = comm.dispatch(*given, inputs.weights[rank], capacity=len(out.tokens) + 3)
             assert same_bits(fixed.tokens[: len(out.tokens)], out.tokens)
             sums = [comm.combine(each.tokens, key) for each, key in ((out, handle), (fixed, bounded))]
-            assert same_bits(*sums)
+            comm.set_sms(**checks.ONE_KERNEL)
+            again, handle = comm.dispatch(*given, inputs.weights[rank])
+            assert same_bits(again.tokens, out.tokens)
+            assert same_bits(*sums) and same_bits(comm.combine(again.tokens, handle), sums[0])
 
 
 @pytest.mark.parametrize(("size", "per_node"), [(4, 2), (3, 1)])

@@ -104,7 +104,7 @@ def gpus(
     """PyTorch for CUDA 13.0 on a machine with GPUs."""
     found = types.SimpleNamespace(name="NVIDIA H200", total_memory=140 << 30, major=capability[0], minor=capability[1])
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    monkeypatch.setattr(machine, "newest_cuda", lambda: driver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)

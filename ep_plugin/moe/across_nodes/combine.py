@@ -65,7 +65,7 @@ class CombineAcrossNodes(Operation):
             self._common.append(common | {"hidden": H, "element": ELEMENTS[y.dtype]})
             self._sums.append(y.new_empty((tokens, H)))
             self._extras.append(None if self._extra is None else self._extra.new_empty((tokens, K)))
-        self._sms = engine.combine_sms(routing.tokens[0], row_bytes, K)
+        self._sms = segment.both_kernels(engine.combine_sms(routing.tokens[0], row_bytes, K))
         returned = sum(routing.sent)
         self._landed = y.new_empty((returned, H))
         self._landed_extra = None if self._extra is None else self._extra.new_empty((returned, K))
@@ -136,7 +136,7 @@ class CombineAcrossNodes(Operation):
             num_nodes=N,
             node=self._nodes.node,
             num_rows=len(self._landed),
-            num_sms=max(1, self._sms.receiving),
+            num_sms=self._sms.receiving,
             stream=engine.streams.receive,
         )
         engine.kernels.combine_add(args)

@@ -336,13 +336,13 @@ class DispatchAcrossNodes(Operation):
         engine, routing = self._engine, self._routing
         assert routing is not None
         rows, scales, weights = payload
-        sms = engine.dispatch_sms(len(rows), self._row_bytes + self._scale_bytes, routing.topk_ids.shape[1], False)
-        self._sms = sms
-        segment.send(engine, routing.struct(number), self._headers_of[number], sms, rows, scales, weights)
+        wanted = engine.dispatch_sms(len(rows), self._row_bytes + self._scale_bytes, routing.topk_ids.shape[1], False)
+        self._sms = segment.both_kernels(wanted)
+        segment.send(engine, routing.struct(number), self._headers_of[number], self._sms, rows, scales, weights)
 
     def _receive_segment(self, number: int) -> None:
         assert self._routing is not None
-        self._output.num_sms = max(1, self._sms.receiving)
+        self._output.num_sms = self._sms.receiving
         struct, header = self._routing.struct(number), self._headers_of[number]
         segment.receive(self._engine, struct, header, self._output)
 

@@ -16,6 +16,11 @@ from ep_plugin.moe.high_throughput.sms import KernelSms
 _DISPATCH_RECV, _COMBINE_RECV = _C.Step.DISPATCH_RECV, _C.Step.COMBINE_RECV
 
 
+def both_kernels(sms: KernelSms) -> KernelSms:
+    """`sms` where no kernel both sends and receives, as between nodes."""
+    return KernelSms(sms.sending, max(1, sms.receiving))
+
+
 def plan_and_notify(engine: HighThroughputEngine, struct: Any, header: Any, ids: torch.Tensor, ticket: int) -> None:
     """ids: int32 ``[T_m, K]``, which the plan keeps as they are but for bad ones."""
     words = _C.block_count_words(len(ids), engine.node_size, engine.node_experts)
