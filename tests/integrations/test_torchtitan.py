@@ -24,6 +24,7 @@ pytest.importorskip("torchtitan.models.qwen3", reason="needs torchtitan", exc_ty
 ROOT = Path(__file__).parents[2]
 WORLD, LIMIT = 4, 2e-2  # its experts compute in BF16
 EXACT = 1e-5
+TOKENS = (24, 24, 24, 24), (5, 0, 17, 1)
 OVERRIDE = "ep_plugin.integrations.torchtitan.token_dispatcher"
 
 
@@ -32,12 +33,19 @@ def results() -> Callable[[], list[dict[str, Any]]]:
     return functools.cache(lambda: values(run_ranks(WORLD, _run_rank, timeout_s=200)))
 
 
-@pytest.mark.parametrize("tokens", [(24, 24, 24, 24), (5, 0, 17, 1)], ids=["even", "ragged"])
+@pytest.mark.parametrize("tokens", TOKENS, ids=["even", "ragged"])
 def test_dispatch_and_combine_match_the_all_to_all(results, tokens: tuple[int, ...]) -> None:
     for rank, found in enumerate(results()):
         difference = found[str(tokens)]
         assert difference.keys() == {"rows", "counts", "out", "x.grad", "scores.grad"}
         assert max(difference.values()) <= EXACT, f"rank {rank}: {difference}"
+
+
+def test_they_match_over_two_nodes() -> None:
+    for found in values(run_ranks(WORLD, _run_rank, timeout_s=200, env={"EP_PLUGIN_RANKS_PER_NODE": "2"})):
+        assert found["padded"]["nodes"] == 2
+        assert max(max(found[str(tokens)].values()) for tokens in TOKENS) <= EXACT
+        assert max(found["experts"].values()) <= LIMIT
 
 
 def test_the_routed_experts_of_the_debug_model_match(results) -> None:
@@ -49,7 +57,7 @@ def test_the_routed_experts_of_the_debug_model_match(results) -> None:
 
 def test_quantised_experts_get_padded_groups(results) -> None:
     for found in results():
-        assert found["padded"] == {"counts": True, "sum": True, "out": True, "copied": True}
+        assert found["padded"] == {"copied": True, "nodes": 1, "counts": True, "sum": True, "out": True}
 
 
 def test_the_override_reaches_every_layer_of_the_debug_model() -> None:
@@ -210,7 +218,7 @@ def _run_rank(rank: int) -> dict[str, Any]:
 
     set_spmd_backend("default")  # the all-to-all then goes over the mesh that it was given
     found: dict[str, Any] = {}
-    for tokens in ((24, 24, 24, 24), (5, 0, 17, 1)):
+    for tokens in TOKENS:
         results = []
         for dispatcher in _dispatchers():
             x, scores, ids = _inputs(tokens[rank], rank)
@@ -230,7 +238,7 @@ def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-3)) if theirs.numel() else 0.0
 
 
-def _run_padded(rank: int) -> dict[str, bool]:
+def _run_padded(rank: int) -> dict[str, Any]:
     stock, ours = _dispatchers(pad_multiple=16)
     x, scores, ids = _inputs(9, rank)
     given = (x, scores, ids, ids.flatten().bincount(minlength=8))
@@ -241,6 +249,7 @@ def _run_padded(rank: int) -> dict[str, bool]:
     out = copied.combine(_scaled(rows, padded, 2 * rank), kept, x)
     return {
         "copied": copied is not ours and copied.communicator is ours.communicator,
+        "nodes": len(ours.communicator.engine.node_map.nodes),
         "counts": padded.tolist() == [16 * -(-count // 16) for count in counts.tolist()],
         "sum": int(padded.sum()) == len(rows),
         "out": torch.allclose(out, expected, rtol=1e-5, atol=1e-5),

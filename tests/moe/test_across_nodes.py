@@ -74,7 +74,7 @@ ONE_NODE_CASES = [
     (test_layouts._every_case, (2, 1), (2, 2), (3, 2), (2, 4)),
     (test_layouts._wide, (2, 2)),
     (test_layouts._without_weights_and_strided, (2, 1)),
-    (test_layouts._scales, (2, 2)),
+    (test_layouts._scales, (2, 2), (5, 1), (8, 1)),
     (test_layouts._twice, (2, 2)),
     (test_combine._float32_sums, (2, 2)),
     (test_combine._bias, (2, 2)),
