@@ -18,7 +18,7 @@ from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerTimeout
 from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import resolve_device
-from ep_plugin.transport.exchange import checked_group
+from ep_plugin.transport.exchange import Group, checked_group
 
 PATHS = ("auto", "copy_engine", "sm")
 _MOST_BYTES = 1 << 47  # a process can address no more
@@ -32,11 +32,11 @@ class Collective:
     maps_nothing_on: tuple[str, ...] = ()
     """Types of device on which operations gain nothing from mapped memory: `allocate` returns ordinary memory there."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, num_buffers: int = 2, path: str = "auto") -> None:
+    def __init__(self, group: Group = None, *, num_buffers: int = 2, path: str = "auto") -> None:
         """Exchanges nothing with peers. The first `allocate` or operation is collective and fixes the device.
 
         Args:
-            group: the process group, or None for the default group.
+            group: the process group, a DeviceMesh of one dimension, or None for the default group.
             num_buffers: the number of blocks of one size that `allocate` makes before it uses one again, at least 1.
                 Hosts may drift apart by as many calls as there are blocks beyond the tensors alive.
             path: what pushes shards inside a node on GPUs, "copy_engine" or "sm". "auto" decides by the size, and uses

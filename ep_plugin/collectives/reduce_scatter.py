@@ -23,6 +23,7 @@ from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.shards import as_bytes, cut, listed
 from ep_plugin.dtypes import ELEMENTS
 from ep_plugin.runtime.failures import STATUS_BYTES
+from ep_plugin.transport.exchange import Group
 
 _REDUCE = dist.ReduceOp
 
@@ -39,7 +40,7 @@ class HierarchicalReduceScatter(Collective):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: Group = None,
         *,
         num_buffers: int = 2,
         path: str = "auto",

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
 from ep_plugin import _C
@@ -23,7 +22,7 @@ from ep_plugin.collectives.shards import as_bytes
 from ep_plugin.errors import CommunicatorClosed, PeerTimeout
 from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import resolve_device
-from ep_plugin.transport.exchange import checked_group
+from ep_plugin.transport.exchange import Group, checked_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +60,7 @@ class SendReceive:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: Group = None,
         *,
         device: torch.device | str | None = None,
         num_channels: int = 2,
@@ -69,7 +68,7 @@ class SendReceive:
         """Collective: all ranks of the group make the object together.
 
         Args:
-            group: the process group, or None for the default group. Its timeout is the deadline of every wait.
+            group: as for HierarchicalAllGather. Its timeout is the deadline of every wait.
             device: of all tensors; None: the CUDA device for a group with a backend for GPUs, else the CPU.
             num_channels: the number of channels, at least 1. A lane takes 1 MiB of the receiver's memory once it is
                 used.

@@ -26,7 +26,7 @@ from ep_plugin.errors import CommunicatorClosed, NotSupported
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.registry import communicator
-from ep_plugin.transport.exchange import Exchange, checked_group
+from ep_plugin.transport.exchange import Exchange, Group, checked_group
 from ep_plugin.transport.topology import NodeMap, discover
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
@@ -84,7 +84,7 @@ class Buffer(LowLatencyCalls, metaclass=_RefusesByName):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: Group = None,
         num_nvl_bytes: int = 0,
         num_rdma_bytes: int = 0,
         low_latency_mode: bool = False,

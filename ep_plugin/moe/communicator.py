@@ -34,7 +34,7 @@ from ep_plugin.moe.low_latency.in_flight import LowLatencyInFlight
 from ep_plugin.moe.registry import register, shared_communicator
 from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import resolve_device
-from ep_plugin.transport.exchange import checked_group
+from ep_plugin.transport.exchange import Group, checked_group
 
 _NUM_RESULTS = len(DispatchResult._fields)
 
@@ -53,7 +53,7 @@ class MoECommunicator:
     peers fail. After such a fault every call raises that first error again, and only `close` works.
 
     Args:
-        group: the ranks; None: the default process group.
+        group: the ranks, a process group or a DeviceMesh of one dimension; None: the default process group.
         config: the settings, equal on all ranks but for the timeout and the SM counts.
         device: where tensors live; None: this process's current CUDA device for a group with a backend of GPUs (NCCL),
             else the CPU.
@@ -67,7 +67,7 @@ class MoECommunicator:
     @untraced
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        group: Group,
         config: MoECommunicatorConfig,
         device: torch.device | str | None = None,
     ) -> None:
@@ -111,7 +111,7 @@ class MoECommunicator:
     @untraced
     def shared(
         cls,
-        group: dist.ProcessGroup | None,
+        group: Group,
         config: MoECommunicatorConfig | None = None,
         *,
         device: torch.device | str | None = None,
@@ -131,8 +131,9 @@ class MoECommunicator:
             config = MoECommunicatorConfig(**settings)
         elif not isinstance(config, MoECommunicatorConfig):
             raise ValueError(f"config: expected a MoECommunicatorConfig, got {type(config).__name__}")
+        known = checked_group(group)
         return shared_communicator(
-            group, lambda: (resolve_device(group, device), config), lambda: cls(group, config, device)
+            known, lambda: (resolve_device(known, device), config), lambda: cls(known, config, device)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoECommunicator:

@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from queue import Empty
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from ep_plugin.config import MAX_TIMEOUT_S
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerTimeout, error_of_peer, reason_of
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 Posts = dict[int, dict[str, Any]]  # by index in an exchange's ranks
 
 # The store is polled: its own wait() keeps other threads from the store and logs each timeout.
@@ -63,7 +65,7 @@ class Exchange:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: Group = None,
         timeout_s: float | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
@@ -362,16 +364,24 @@ class Exchange:
         )
 
 
-def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """`group`, or the default group for None. ValueError unless it is there and this rank belongs to it."""
+def checked_group(group: Group) -> dist.ProcessGroup:
+    """The process group of `group`, a mesh of one dimension, or None for the default group.
+
+    Raises:
+        ValueError: there is no such group, or this rank does not belong to it.
+    """
     from torch.distributed import distributed_c10d as c10d
+    from torch.distributed.device_mesh import DeviceMesh
 
     if not c10d.is_initialized():
         raise ValueError("group: expected an initialised torch.distributed process group, got none")
     group = c10d.GroupMember.WORLD if group is None else group
+    if isinstance(group, DeviceMesh) and group.get_coordinate() is not None:
+        if group.ndim != 1:
+            raise ValueError(f"group: expected a mesh of one dimension, such as mesh['ep'], got {group!r}")
+        group = group.get_group()
     if not isinstance(group, c10d.ProcessGroup):  # new_group() returns a plain marker to ranks that it leaves out
-        hint = "; pass its get_group()" if hasattr(group, "get_group") else ""  # a DeviceMesh
-        raise ValueError(f"group: expected a process group that this rank belongs to, got {group!r}{hint}")
+        raise ValueError(f"group: expected a process group that this rank belongs to, got {group!r}")
     if not is_alive(group):
         raise ValueError(f"group: expected a process group that has not been destroyed, got {group.group_name}")
     return group

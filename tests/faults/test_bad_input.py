@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from ep_plugin import _C, DispatchLayout, HierarchicalAllGather, MoECommunicator, MoECommunicatorConfig
+from ep_plugin import _C, DispatchLayout, HierarchicalAllGather, MoECommunicator, MoECommunicatorConfig, SendReceive
 from ep_plugin.errors import CommunicatorClosed, NotSupported
 from ep_plugin.transport import open_memory
 from ep_plugin.transport.exchange import Exchange
@@ -83,13 +83,15 @@ def _no_groups_devices_or_configs(rank: int) -> None:
     config = MoECommunicatorConfig(num_experts=4, hidden_size=8, topk=2)
     gone = dist.new_group()
     dist.destroy_process_group(gone)
-    mesh = init_device_mesh("cpu", (SIZE,))
+    mesh, of_rank_0 = init_device_mesh("cpu", (SIZE,)), DeviceMesh("cpu", [0])
     wrong: list[tuple[Any, str]] = [
         ("world", "group: expected a process group that this rank belongs to, got 'world'"),
         (gone, "group: expected a process group that has not been destroyed, got"),
-        (mesh, r"group: expected a process group .*, got DeviceMesh.*; pass its get_group\(\)"),
+        (init_device_mesh("cpu", (SIZE, 1)), r"group: expected a mesh of one dimension, such as .*, got DeviceMesh"),
         (dist.GroupMember.NON_GROUP_MEMBER, "group: expected a process group that this rank belongs to, got -100"),
     ]
+    if rank != 0:
+        wrong.append((of_rank_0, "group: expected a process group that this rank belongs to, got DeviceMesh"))
     for group, says in wrong:
         for make in (MoECommunicator, MoECommunicator.shared, lambda group, _: HierarchicalAllGather(group)):
             with pytest.raises(ValueError, match=says):
@@ -109,8 +111,10 @@ def _no_groups_devices_or_configs(rank: int) -> None:
             MoECommunicator(None, none)
     with pytest.raises(ValueError, match="config: expected a MoECommunicatorConfig, got dict"):
         MoECommunicator.shared(None, {"num_experts": 4})
-    with MoECommunicator(mesh.get_group(), config, "cpu:0") as comm:
+    with MoECommunicator(mesh, config, "cpu:0") as comm:
         round_trip(comm)
+    assert MoECommunicator.shared(mesh, config) is MoECommunicator.shared(mesh.get_group(), config)
+    assert all(made(mesh).group is mesh.get_group() for made in (HierarchicalAllGather, SendReceive))
 
 
 def test_what_is_no_group_device_or_config() -> None:
