@@ -25,7 +25,7 @@ namespace ep::cpu {
 
 namespace {
 
-constexpr int64_t kSpinNs = 50'000, kSpinSharedNs = 1'000;  // as in low_latency.cpp: ranks may share cores
+constexpr int64_t kYieldNs = 400'000;  // as in low_latency.cpp
 constexpr int64_t kNapNs = 1'000'000;
 constexpr int64_t kMoveOnNs = 100'000;            // the thread goes on to look for so long after something has moved
 constexpr std::chrono::milliseconds kPoll{1};     // between two looks of the thread
@@ -36,11 +36,6 @@ uint64_t load(const uint64_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQ
 
 long futex(uint32_t* word, int what, uint32_t value, const timespec* time) {
   return syscall(SYS_futex, word, what, value, time, nullptr, 0);
-}
-
-int num_cores() {
-  cpu_set_t cores;
-  return sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
 }
 
 }  // namespace
@@ -221,8 +216,6 @@ class MessageQueues : public std::enable_shared_from_this<MessageQueues> {
 
   WaitResult wait_in(std::unique_lock<std::mutex>& lock, const std::vector<uint64_t>& tickets, int64_t limit_ns,
                      int64_t timeout_ns) {
-    static const int cores = num_cores();
-    const int64_t spin = comm_.num_ranks > cores ? kSpinSharedNs : kSpinNs;
     const int64_t begun = limit_ns > 0 ? now_ns() : 0;
     Comm comm = comm_;
     comm.timeout_ns = timeout_ns;
@@ -246,8 +239,8 @@ class MessageQueues : public std::enable_shared_from_this<MessageQueues> {
       lock.unlock();
       int64_t waited = 0;
       if (deadline.lasts(run, queue.peer, expected, found, &waited) && !moved) {
-        if (waited < spin)
-          __builtin_ia32_pause();
+        if (waited < kYieldNs)
+          sched_yield();
         else
           sleep();
       }

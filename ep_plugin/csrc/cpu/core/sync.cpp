@@ -16,8 +16,7 @@ void set_interruption(bool (*wanted)()) { interruption_wanted = wanted; }
 namespace cpu {
 
 namespace {
-constexpr int64_t kSpinNs = 50'000;    // a wait spins this long, then yields the core
-constexpr int64_t kYieldNs = 200'000;  // after this it sleeps between polls, because peers may share this core
+constexpr int64_t kYieldNs = 200'000;  // a wait yields its core for so long, then sleeps between polls
 constexpr int64_t kSleepNs = 50'000;
 constexpr int64_t kInterruptCheckNs = 20'000'000;  // a check may need the interpreter's lock
 
@@ -34,9 +33,7 @@ bool aborted(const Run& run) {
 bool fail_interrupted(const Run& run) { return fail(run.comm, kAborted, run.step, run.comm.rank, 0, 0, 0); }
 
 void pause(int64_t waited_ns) {
-  if (waited_ns < kSpinNs) {
-    __builtin_ia32_pause();
-  } else if (waited_ns < kYieldNs) {
+  if (waited_ns < kYieldNs) {
     sched_yield();
   } else {
     const timespec time{0, kSleepNs};

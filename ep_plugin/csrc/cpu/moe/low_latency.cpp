@@ -46,14 +46,9 @@ class MaskDeadline {
   int renewed_ = 0;
 };
 
-// How long a wait spins. Where ranks share cores, it would keep the peer that it waits for from running.
-constexpr int64_t kSpinNs = 50'000, kSpinSharedNs = 1'000;
+// A wait yields its core for so long, since the peer that it waits for may share it. Then it sleeps until a peer rings.
+constexpr int64_t kYieldNs = 400'000;
 constexpr int64_t kNapNs = 1'000'000;  // the longest sleep between two looks at the deadline, at masks and at aborts
-
-int num_cores() {
-  cpu_set_t cores;
-  return sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
-}
 
 long futex(uint32_t* word, int what, uint32_t value, const timespec* time) {
   return syscall(SYS_futex, word, what, value, time, nullptr, 0);
@@ -75,8 +70,6 @@ void sleep(const LlRun& ll, int peer, Arrived arrived) {
 // Waits until arrived() returns true. `seen` is what it has looked at last.
 template <class Arrived>
 Wait wait(const LlRun& ll, int peer, uint64_t expected, const uint64_t& seen, Arrived arrived) {
-  static const int cores = num_cores();
-  const int64_t spin = ll.op.comm.num_ranks > cores ? kSpinSharedNs : kSpinNs;
   Deadline deadline(ll.op.shrink == 0);
   MaskDeadline to_mask;
   int64_t since = 0, waited = 0;
@@ -90,8 +83,8 @@ Wait wait(const LlRun& ll, int peer, uint64_t expected, const uint64_t& seen, Ar
       return Wait::kMasked;
     }
     if (!deadline.lasts(ll.run, peer, expected, seen, &waited)) return Wait::kFault;
-    if (waited < spin)
-      __builtin_ia32_pause();
+    if (waited < kYieldNs)
+      sched_yield();
     else
       sleep(ll, peer, arrived);
   }
