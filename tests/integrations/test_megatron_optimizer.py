@@ -2,7 +2,7 @@
 
 The reference is Megatron itself, gathering through gloo, with a reduce-scatter that adds in float32 in rank order. On
 CPUs an operation of ours is over when the call returns. On GPUs it is over when its Work has been waited for; so each
-asynchronous operation here begins only then.
+asynchronous operation here begins only then. tests/gpu runs the same cases on GPUs, as they are.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class _Model(torch.nn.Module):
         self.first, self.last = (torch.nn.Linear(32, 32) for _ in range(2))
         self.moe = make_layer(config)
         self.seen: list[list[torch.Tensor]] = []
-        self.to(torch.bfloat16)
+        self.to(_device(), torch.bfloat16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.last(self.moe(self.first(x))[0])
@@ -173,7 +173,7 @@ def _build(case: Case, ep: int = 2) -> tuple[Any, Any]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    config = make_config("alltoall", 1, ep, bf16=True, params_dtype=torch.bfloat16)
+    config = make_config("alltoall", 1, ep, bf16=True, params_dtype=torch.bfloat16, deterministic_mode=True)
     ours = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         num_distributed_optimizer_instances=case.instances,
@@ -181,6 +181,10 @@ def _build(case: Case, ep: int = 2) -> tuple[Any, Any]:
         **case.options,
     )
     torch.manual_seed(3)
+    if torch.cuda.is_initialized():
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(3)
     model = DistributedDataParallel(config, ours, _Model(config))
     settings = OptimizerConfig(
         optimizer="adam",
@@ -198,7 +202,7 @@ def _step(model: Any, optimizer: Any, rank: int, step: int) -> list[torch.Tensor
     model.zero_grad_buffer()
     optimizer.zero_grad()
     x = torch.randn((6, 2, 32), generator=torch.Generator().manual_seed(WORLD * step + rank))
-    model(x.to(torch.bfloat16)).float().pow(2).mean().backward()
+    model(x.to(_device(), torch.bfloat16)).float().pow(2).mean().backward()
     model.finish_grad_sync()
     shards = []
     for buffer in _buffers(model):
@@ -263,21 +267,30 @@ def _counted(counts: Counter[str], name: str, function: Callable[..., Any]) -> C
     return call
 
 
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+
+
 def _run_rank(rank: int) -> dict[str, Any]:
+    from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
+
     make_distributed_optimizer_run_here()
+    for collective in (HierarchicalAllGather, HierarchicalReduceScatter):
+        collective.__call__ = _late(collective.__call__)  # type: ignore[method-assign]
+    return run_cases(rank, CASES)
+
+
+def run_cases(rank: int, cases: dict[str, Case]) -> dict[str, Any]:
     import megatron.core.distributed.param_and_grad_buffer as buffers
     import megatron.core.transformer.moe.moe_layer  # noqa: F401  there before the hook: served at once
 
-    from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
     from ep_plugin.integrations import hooks, pairs
 
     before = _replaceable(buffers)
     hooks.enable(["megatron"])
     found: dict[str, Any] = {"replaced": [key for key, now in _replaceable(buffers).items() if now is not before[key]]}
     optimizer = importlib.import_module("ep_plugin.integrations.megatron.optimizer")
-    for collective in (HierarchicalAllGather, HierarchicalReduceScatter):
-        collective.__call__ = _late(collective.__call__)  # type: ignore[method-assign]
-    for name, case in CASES.items():
+    for name, case in cases.items():
         found[name] = _run_case(rank, case, buffers, optimizer)
         if name == "no overlap":
             found |= _offloaded(found[name].pop("model"))
@@ -297,7 +310,6 @@ def _replaceable(buffers: Any) -> dict[str, Any]:
 
 
 def _run_case(rank: int, case: Case, buffers: Any, optimizer: Any) -> dict[str, Any]:
-
     optimizer.disable()
     _initialise(2, case.instances)
     accumulates, arms = "reduce_scatter_with_fp32_accumulation", {}
@@ -315,9 +327,7 @@ def _run_case(rank: int, case: Case, buffers: Any, optimizer: Any) -> dict[str, 
         warnings.simplefilter("ignore")
         arms["ours"] = steps, model = _train(case, rank)
     calls["served"], calls["left"] = counts.num_served["megatron"] - served, counts.num_left["megatron"] - left
-    gather = [
-        optimizer._user.pair(each.data_parallel_group, torch.device("cpu")).all_gather for each in _buffers(model)
-    ]
+    gather = [optimizer._user.pair(each.data_parallel_group, _device()).all_gather for each in _buffers(model)]
     return {
         "steps": len(steps),
         "tensors": len(steps[0]),
