@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -74,14 +76,19 @@ def _as_deep_ep_checks(rank: int, size: int, num_nodes: int, topk_nodes: int) ->
     weights = torch.full((TOKENS, TOPK), float(rank))
     for rows, given in ((x, x), (x, _as_fp8(x)), (random, random)):
         for topk in ({}, {"topk_idx": ids, "topk_weights": weights}):
-            for previous in (None, buffer.capture()):
-                how = {"config": deep_ep.Config(24, 8, 512, 16, 128), "async_finish": True, "previous_event": previous}
-                got = buffer.dispatch(given, **layout, **topk, **how)
+            for previous in (lambda: None, buffer.capture):
+                how = functools.partial(_asynchronous, previous)
+                got = buffer.dispatch(given, **layout, **topk, **how())
                 got[-1].current_stream_wait()
                 _check_one_source(got, given, rows is x, of_all, size, rank)
                 _check_sums(buffer, got, rows, weights if topk else None, in_rank, how)
     if topk_nodes == 1:
         assert int((in_rank.sum(1) > size // num_nodes).sum()) == 0
+
+
+def _asynchronous(previous: Callable[[], Any]) -> dict[str, Any]:
+    """Options of a call that waits for what `previous` returns now, or for the current stream."""
+    return {"config": deep_ep.Config(24, 8, 512, 16, 128), "async_finish": True, "previous_event": previous()}
 
 
 def _limited_ids(num_experts: int, num_nodes: int, topk_nodes: int) -> torch.Tensor:
@@ -108,16 +115,22 @@ def _check_one_source(got: Any, given: Any, one_value: bool, of_all: torch.Tenso
 
 
 def _check_sums(
-    buffer: deep_ep.Buffer, got: Any, rows: torch.Tensor, weights: torch.Tensor | None, in_rank: torch.Tensor, how: Any
+    buffer: deep_ep.Buffer,
+    got: Any,
+    rows: torch.Tensor,
+    weights: torch.Tensor | None,
+    in_rank: torch.Tensor,
+    how: Callable[[], dict[str, Any]],
 ) -> None:
     """The sum of a token's own rows is itself, times the number of ranks that it went to."""
     received_x, _, row_weights, _, handle, _ = got
     back = _from_fp8(*received_x).bfloat16() if isinstance(received_x, tuple) else received_x
-    again = buffer.dispatch(rows, handle=handle, **how)[0]
+    again, *_, event = buffer.dispatch(rows, handle=handle, **how())
     assert isinstance(again, torch.Tensor)
+    event.current_stream_wait()
     torch.testing.assert_close(again, back, rtol=0, atol=0 if back is received_x else 1e-3)
     bias = torch.ones_like(rows), torch.randn(rows.shape).to(rows)
-    sums, weight_sums, event = buffer.combine(back, handle, topk_weights=row_weights, bias=bias, **how)
+    sums, weight_sums, event = buffer.combine(back, handle, topk_weights=row_weights, bias=bias, **how())
     event.current_stream_wait()
     copies = in_rank.sum(1, keepdim=True)
     found = (sums.double() - bias[0].double() - bias[1].double()) / copies
