@@ -24,6 +24,20 @@ def run_script(words: Sequence[str | Path], ranks: int, folder: Path, **variable
     The output of each rank is then in ``folder/log.<rank>``. The ranks get the caller's environment without its
     EP_PLUGIN* variables, and `variables`.
     """
+    codes, logs = _on_ranks(words, ranks, folder, variables)
+    assert codes == [0] * ranks, f"exit status {codes}:\n" + "\n".join(log[-3000:] for log in logs)
+
+
+def run_code(code: str, folder: Path, **variables: str) -> tuple[int | None, str]:
+    """The exit status and the output of ``python code.py`` on one rank, without the import of PyTorch."""
+    (folder / "code.py").write_text(code)
+    (status,), (output,) = _on_ranks([folder / "code.py"], 1, folder, variables)
+    return status, output
+
+
+def _on_ranks(
+    words: Sequence[str | Path], ranks: int, folder: Path, variables: dict[str, str]
+) -> tuple[list[int | None], list[str]]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EP_PLUGIN")}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -45,7 +59,7 @@ def run_script(words: Sequence[str | Path], ranks: int, folder: Path, **variable
         for process in processes:
             process.kill()
             process.join()
-    assert codes == [0] * ranks, f"exit status {codes}:\n" + "\n".join(log.read_text()[-3000:] for log in logs)
+    return codes, [log.read_text() for log in logs]
 
 
 def _run(words: list[str], folder: Path, environment: dict[str, str], log: Path) -> None:

@@ -185,7 +185,11 @@ def _train_two_meshes(rank: int) -> dict[str, Any]:
 def test_switched_on_for_whatever_is_sharded_later() -> None:
     for result in values(run_ranks(2, _switched_on)):
         assert result["before"] == 0
-        assert result["after"] == {"parameter_groups": 5, "all_gathers": 3 * 9, "reduce_scatters": 3 * 5}
+        assert result["after"] == {
+            "parameter_groups": 5,
+            "all_gathers": cases.STEPS * 9,
+            "reduce_scatters": cases.STEPS * 5,
+        }
         assert result["left"] == {"all_gathers": 0, "reduce_scatters": 0}
         assert result["restored"] and result["disabled"] == 0
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts_on_ranks import run_code
 
 ROOT = Path(__file__).parents[2]
 # By integration: the framework's package, what makes it importable here, and the places that are replaced.
@@ -49,7 +48,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_disable_restores_the_very_objects(name: str) -> None:
+def test_disable_restores_the_very_objects(name: str, tmp_path: Path) -> None:
     package, imports, places = PLACES[name]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"needs {package}")
@@ -76,7 +75,5 @@ for enable, disable in switches:
     assert all(now is then for now, then in both()), found()
     assert "replaced" not in row().detail and row().state == ("ready" if "registered" in row().detail else "off")
 """
-    environment = {key: value for key, value in os.environ.items() if key != "EP_PLUGIN"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    status, output = run_code(code, tmp_path, PYTHONPATH=str(ROOT))
+    assert status == 0, output

@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import torch
 
 from ep_plugin.testing.torchtitan import without_triton
 from tests.ranks import run_ranks, values
+from tests.scripts_on_ranks import run_code
 
 without_triton()
 pytest.importorskip("torchtitan.models.qwen3", reason="needs torchtitan", exc_type=ImportError)
@@ -76,7 +74,7 @@ def test_the_override_reaches_every_layer_of_the_debug_model() -> None:
         assert (config.num_experts, config.top_k) == (64, 8)
 
 
-def test_the_variable_alone_switches_it_on() -> None:
+def test_the_variable_alone_switches_it_on(tmp_path: Path) -> None:
     code = """
 import json, torch
 from ep_plugin.testing.torchtitan import without_triton
@@ -91,9 +89,9 @@ names += [type(experts.token_dispatcher).__qualname__, type(experts.token_dispat
 states = {row.name: row.state for row in ep_plugin.integrations.status()}
 print(json.dumps([names, experts.token_dispatcher.pad_multiple, states]))
 """
-    done = _switched_on(code)
-    assert done.returncode == 0, done.stderr
-    names, pad, states = json.loads(done.stdout.splitlines()[-1])
+    status, lines = _switched_on(code, tmp_path)
+    assert status == 0, lines
+    names, pad, states = json.loads(lines[-1])
     padded = "EpPluginPaddedTokenDispatcher"
     assert names == ["EpPluginTokenDispatcher.Config", f"{padded}.Config", padded]
     assert pad == 16 and states["torchtitan"] == "ready"
@@ -123,7 +121,7 @@ print(json.dumps([names, experts.token_dispatcher.pad_multiple, states]))
     ],
     ids=["other-order", "new-setting", "gone"],
 )
-def test_a_version_whose_dispatchers_are_called_otherwise_is_refused(change: str, message: str) -> None:
+def test_a_version_whose_dispatchers_are_called_otherwise_is_refused(change: str, message: str, tmp_path: Path) -> None:
     """The hook sees a torchtitan 0.9.0 whose module of dispatchers ends with `change`."""
     code = f"""
 import torch, torchtitan
@@ -137,14 +135,14 @@ hooks._finder.callbacks["torchtitan.models.common.token_dispatcher"].insert(0, l
 }}))
 from torchtitan.models.qwen3 import model_registry
 """
-    done = _switched_on(code)
-    assert done.returncode != 0
-    last = done.stderr.strip().splitlines()[-1]
+    status, lines = _switched_on(code, tmp_path)
+    assert status != 0
+    last = lines[-1]
     assert last.startswith("ep_plugin.errors.NotSupported: torchtitan 0.9.0: " + message)
     assert last.endswith("leave torchtitan out of EP_PLUGIN and ep_plugin out of the overrides")
 
 
-def test_the_experimental_graph_trainer_is_refused_by_name() -> None:
+def test_the_experimental_graph_trainer_is_refused_by_name(tmp_path: Path) -> None:
     code = """
 import torch
 from ep_plugin.testing.torchtitan import without_triton
@@ -153,14 +151,15 @@ import torchtitan.models.qwen3
 from torchtitan.experiments.graph_trainer.common_utils import annotate_moe_ep_regions
 annotate_moe_ep_regions()
 """
-    done = _switched_on(code)
-    assert done.returncode != 0
-    assert "graph_trainer: expected AllToAllTokenDispatcher, whose steps it marks" in done.stderr.splitlines()[-1]
+    status, lines = _switched_on(code, tmp_path)
+    assert status != 0
+    assert "graph_trainer: expected AllToAllTokenDispatcher, whose steps it marks" in lines[-1]
 
 
-def _switched_on(code: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"EP_PLUGIN": "torchtitan", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+def _switched_on(code: str, folder: Path) -> tuple[int | None, list[str]]:
+    """The exit status, and the lines of the output."""
+    status, output = run_code(code, folder, EP_PLUGIN="torchtitan", PYTHONPATH=str(ROOT))
+    return status, output.strip().splitlines()
 
 
 def test_quantised_experts_without_expert_parallelism_are_refused() -> None:

@@ -230,7 +230,7 @@ def _fuzzed(rank: int, size: int, calls: int) -> None:
 
 
 def test_random_calls() -> None:
-    on_nodes(2, 2, _fuzzed, 2000 if os.environ.get("EP_TEST_LONG") == "1" else 400)
+    on_nodes(2, 2, _fuzzed, 2000 if os.environ.get("EP_TEST_LONG") == "1" else 200)
 
 
 def _refused(rank: int, size: int) -> None:

@@ -183,8 +183,9 @@ def _outputs_of_megabytes(rank: int, size: int) -> None:
             del out, rows
         for kept, copy in held:
             storage = kept if isinstance(kept, torch.UntypedStorage) else kept.untyped_storage()
-            assert bytes(storage) == bytes(copy.untyped_storage())
-        del kept, storage, held
+            whole, expected = (torch.empty(0, dtype=torch.uint8).set_(one) for one in (storage, copy.untyped_storage()))
+            assert torch.equal(whole, expected)
+        del kept, storage, whole, held
         inputs = make_inputs(case)
         made = {comm.dispatch(inputs.x[rank], inputs.ids[rank])[0].tokens.data_ptr() for _ in range(5)}
         assert len(made) == 1  # no new memory

@@ -99,6 +99,7 @@ def main() -> None:
     del config.model_spec.model.layers[2:]
     for layer in config.model_spec.model.layers:  # the default has no backward on CPUs
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        layer.moe.routed_experts.inner_experts.hidden_dim = 64
     trainer = config.build()
     trainer.train()
     (out / f"losses.{os.environ['RANK']}.json").write_text(json.dumps(trainer.metrics_processor.losses))
