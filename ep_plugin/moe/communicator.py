@@ -131,9 +131,8 @@ class MoECommunicator:
             config = MoECommunicatorConfig(**settings)
         elif not isinstance(config, MoECommunicatorConfig):
             raise ValueError(f"config: expected a MoECommunicatorConfig, got {type(config).__name__}")
-        known = checked_group(group)
         return shared_communicator(
-            known, lambda: (resolve_device(known, device), config), lambda: cls(known, config, device)
+            group, lambda known: (resolve_device(known, device), config), lambda known: cls(known, config, device)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoECommunicator:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ep_plugin.errors import CommunicatorClosed
-from ep_plugin.transport.exchange import checked_group, is_alive
+from ep_plugin.transport.exchange import Group, checked_group, is_alive
 
 # A communicator is Any here, since MoECommunicator's own module imports this one.
 _counts: dict[int, Iterator[int]] = {}  # of the communicators whose numbers have one hash
@@ -44,20 +44,22 @@ def register(comm: Any, sizes: str) -> int:
     return number
 
 
-def shared_communicator(group: dist.ProcessGroup | None, key: Callable[[], Hashable], make: Callable[[], Any]) -> Any:
-    """The open communicator of (group, key()), made by `make` if there is none.
+def shared_communicator(
+    group: Group, key: Callable[[dist.ProcessGroup], Hashable], make: Callable[[dist.ProcessGroup], Any]
+) -> Any:
+    """The open communicator of (group, key(group)), made by `make` if there is none.
 
     `key` is called once the group is known to be alive. Communicators of groups that have been destroyed are closed.
     """
     _close_orphans()
-    found_group = weakref.ref(checked_group(group))
-    wanted = key()
+    known = checked_group(group)
+    found_group, wanted = weakref.ref(known), key(known)
     with _groups_lock:
         lock, communicators = _groups.setdefault(found_group, (threading.Lock(), {}))
     with lock:
         found = communicators.get(wanted)
         if found is None or found.engine.closed:
-            found = communicators[wanted] = make()
+            found = communicators[wanted] = make(known)
         return found
 
 

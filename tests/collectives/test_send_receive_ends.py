@@ -59,11 +59,11 @@ def test_other_messages_do_not_put_off_a_deadline() -> None:
 def _moved_by_others(rank: int) -> None:
     """The messages of a Work come one by one, and other threads move them."""
     with SendReceive() as p2p:
-        set_deadline(p2p._engine, 1.0)
+        set_deadline(p2p._engine, 2.0)
         dist.barrier()
         if rank == 1:
             for number in range(12):
-                time.sleep(0.2)
+                time.sleep(0.25)
                 p2p.send(torch.tensor([number]), 0)
             return
         got = torch.zeros(12, dtype=torch.int64)
