@@ -10,7 +10,6 @@ import functools
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from ep_plugin import env
 from ep_plugin.config import MAX_TOPK, DispatchLayout, MoECommunicatorConfig

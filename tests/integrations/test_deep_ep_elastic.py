@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 import pytest
@@ -220,3 +221,38 @@ def _refusals(rank: int, size: int) -> None:
         buffer.dispatch(x, ids, num_experts=2, use_tma_aligned_col_major_sf=True)
     with pytest.raises(ValueError, match="explicitly_destroy"):
         buffer.destroy()
+
+
+def test_torchtitans_backend_runs_forward_and_backward() -> None:
+    pytest.importorskip("torchtitan.distributed")
+    on_ranks(2, _torchtitan)
+
+
+def _torchtitan(rank: int, size: int) -> None:
+    """The functions of its operators, which it registers for CUDA alone."""
+    sys.modules["deep_ep"] = deep_ep
+    from torchtitan.distributed.deepep import deepep
+
+    torch.library.impl("deepep::dispatch", "CPU")(deepep._dispatch_op_impl)
+    torch.library.impl("deepep::combine", "CPU")(deepep._combine_op_impl)
+    T, H, E, K = 16, 64, 2 * size, 2
+    deepep.get_buffer(dist.group.WORLD, hidden=H, num_max_tokens_per_rank=T, num_topk=K)
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn((T, H), generator=generator).requires_grad_()
+    ids = torch.rand((T, E), generator=generator).topk(K, 1).indices
+    weights = torch.rand((T, K), generator=generator).requires_grad_()
+    grad = torch.randn((T, H), generator=generator)
+    ops = torch.ops.deepep
+    rows, local, scores, _, handle = ops.dispatch(x, ids, weights, E, T, False)
+    out = ops.combine(rows * (scores * (local >= 0)).sum(1, keepdim=True), handle, True)
+    factors = weights.sum(1, keepdim=True)
+    torch.testing.assert_close(out, x * factors)
+    out.backward(grad)
+    torch.testing.assert_close(x.grad, grad * factors)
+    torch.testing.assert_close(weights.grad, (grad * x).sum(1, keepdim=True).expand(T, K))
+    with torch.no_grad():  # its path for inference: expanded rows, no host in the way
+        rows, _, scores, counts, handle = ops.dispatch(x, ids, weights, E, T, True)
+        valid = int(counts.sum())
+        y = torch.zeros_like(rows)
+        y[:valid] = rows[:valid] * scores[:valid, None]
+        torch.testing.assert_close(ops.combine(y, handle, False), x * factors)
