@@ -6,41 +6,25 @@ received, ordered by (source rank, source token).
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import weakref
-from collections import Counter
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from ep_plugin import env
 from ep_plugin.config import MAX_TOPK, DispatchLayout, MoECommunicatorConfig
 from ep_plugin.deep_ep import arguments, handles
+from ep_plugin.deep_ep.arguments import Rows
 from ep_plugin.deep_ep.handles import Handle
 from ep_plugin.deep_ep.low_latency import LowLatencyCalls
+from ep_plugin.deep_ep.shared import MOST_HIDDEN, SharedCommunicators, least_bound, sms_of
 from ep_plugin.deep_ep.tuning import Config
 from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, comm_stream, ordered
-from ep_plugin.errors import CommunicatorClosed, NotSupported
+from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.registry import communicator
-from ep_plugin.transport.exchange import Exchange, Group, checked_group
-from ep_plugin.transport.topology import NodeMap, discover
-
-Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
-
-# A limit of the communicators, not a size: memory is allocated for the rows that are sent.
-_MOST_HIDDEN = 1 << 24
-# Calls with num_worst_tokens make a communicator for at least so many tokens per rank, and for powers of two. Callers
-# who pass another number at every call, or at every rank, then share a few communicators.
-_LEAST_BOUND = 128
-
-# How many Buffers use a communicator, by its number. Ranks must close communicators alike, but collect garbage at
-# different times: so a Buffer leaves by destroy() alone. One that is never destroyed keeps its communicators open.
-_users: Counter[int] = Counter()
-_node_maps: weakref.WeakKeyDictionary[dist.ProcessGroup, NodeMap] = weakref.WeakKeyDictionary()
+from ep_plugin.transport.exchange import Group
 
 
 class _NotInBuffer(NotSupported, AttributeError):
@@ -56,7 +40,7 @@ class _RefusesByName(type):
         raise AttributeError(f"{cls.__name__!r} has no attribute {name!r}")
 
 
-class Buffer(LowLatencyCalls, metaclass=_RefusesByName):
+class Buffer(LowLatencyCalls, SharedCommunicators, metaclass=_RefusesByName):
     """Dispatch and combine for one group, with DeepEP's names.
 
     Construction is collective. Buffers of one group share their communicators, so another one costs nothing.
@@ -100,35 +84,22 @@ class Buffer(LowLatencyCalls, metaclass=_RefusesByName):
             raise NotSupported("Buffer(comm=...): expected the default, got comm set; use a torch.distributed group")
         if enable_shrink and not low_latency_mode:
             raise ValueError("enable_shrink: expected False without low_latency_mode=True, got True")
-        self.group = checked_group(group)
+        self._join(group, explicitly_destroy)
         self.rank, self.group_size = self.group.rank(), self.group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        self.enable_shrink = enable_shrink
-        self._nodes = _nodes_of(self.group)
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         if low_latency_mode and self._nodes.num_nodes > 1:
             raise NotSupported(
                 f"Buffer(low_latency_mode=True): expected all {self.group_size} ranks on one node, got "
                 f"{self._nodes.num_nodes} nodes; dispatch and combine serve such groups"
             )
-        self._numbers: set[int] = set()  # of the communicators that it uses
-        self._destroyed = False
         super().__init__()
         if low_latency_mode:
             self._reserve(num_rdma_bytes)
 
     def destroy(self) -> None:
-        """Free the memory of communicators that no other Buffer uses. Needs explicitly_destroy=True."""
-        if not self.explicitly_destroy:
-            raise ValueError("destroy(): expected a Buffer made with explicitly_destroy=True, got False")
-        self._destroyed = True
-        for number in self._numbers:
-            _users[number] -= 1
-            if not _users[number]:
-                del _users[number]
-                with contextlib.suppress(CommunicatorClosed):  # with its group
-                    communicator(number).close()
-        self._numbers.clear()
+        """Free the memory of communicators that no other buffer uses. Needs explicitly_destroy=True."""
+        super().destroy()
         self._combine_buffers.clear()
 
     @staticmethod
@@ -278,10 +249,7 @@ class Buffer(LowLatencyCalls, metaclass=_RefusesByName):
             out = comm.combine(rows.contiguous(), routing, bias=arguments.sum_of(biases))
             if topk_weights is None:
                 return out, None
-            # Combined as rows of their own, since the values of experts that are elsewhere count too.
-            K = topk_weights.shape[1]
-            padded = torch.nn.functional.pad(topk_weights, (0, -K % 4)).contiguous()
-            return out, comm.combine(padded, routing)[:, :K].contiguous()
+            return out, arguments.combined_weights(comm, topk_weights, routing)
 
         reads = (rows, routing, topk_weights, biases)
         return ordered(add, rows.device, reads, previous_event, async_finish, allocate_on_comm_stream)
@@ -291,10 +259,6 @@ class Buffer(LowLatencyCalls, metaclass=_RefusesByName):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(type(self), name)
-
-    def _check_open(self) -> None:
-        if self._destroyed:
-            raise CommunicatorClosed("Buffer: expected one that is in use, got one after destroy()")
 
     def _dispatch(
         self, reads: tuple[Any, ...], expert_alignment: int, num_worst_tokens: int, sms: dict[str, int | None]
@@ -340,38 +304,16 @@ class Buffer(LowLatencyCalls, metaclass=_RefusesByName):
                 arguments.check_agreement(topk_idx, in_rank, num_experts, self._nodes)
         config = MoECommunicatorConfig(
             num_experts=num_experts,
-            hidden_size=_MOST_HIDDEN,
+            hidden_size=MOST_HIDDEN,
             topk=min(num_experts, MAX_TOPK),
             layout=DispatchLayout.TOKEN_MAJOR,
-            max_tokens_per_rank=max(_LEAST_BOUND, 1 << (bound - 1).bit_length()) if num_worst_tokens else None,
+            max_tokens_per_rank=least_bound(bound) if num_worst_tokens else None,
         )
         return self._communicator(config, device), ids
-
-    def _communicator(self, config: MoECommunicatorConfig, device: torch.device) -> MoECommunicator:
-        """The shared communicator of this configuration, which this Buffer uses until `destroy`."""
-        comm = MoECommunicator.shared(self.group, config, device=device)
-        comm.in_flight.serves = "deep_ep"
-        if comm.number not in self._numbers:
-            self._numbers.add(comm.number)
-            _users[comm.number] += 1
-        return comm
-
-
-def _nodes_of(group: dist.ProcessGroup) -> NodeMap:
-    """The nodes of a group. Collective for the first Buffer of the group."""
-    if group not in _node_maps:
-        exchange = Exchange(group)
-        try:
-            _node_maps[group], _ = discover(exchange, torch.device("cpu"))
-        finally:
-            exchange.close()
-    return _node_maps[group]
 
 
 def _sms_of(config: Config | None) -> dict[str, int | None]:
     """SM counts for `MoECommunicator.set_sms`: one kernel sends and receives on the config's SMs."""
     arguments.check_kind(Config, config=config)
     sending = Buffer._asked_sms if config is None else config.num_sms
-    if sending is None:
-        return {}
-    return {"dispatch_send_sms": sending, "dispatch_recv_sms": 0, "combine_send_sms": sending, "combine_recv_sms": 0}
+    return sms_of(sending)

@@ -88,6 +88,13 @@ def _number(comm: int) -> torch.Tensor:
     return torch.tensor([comm], device="cpu")
 
 
+def received_from(comm: MoECommunicator, routing: DispatchHandle) -> torch.Tensor:
+    """int32 ``[R]``, the caller's own: the tokens that ranks 0 to i send to this rank."""
+    if comm.nodes is None:
+        return routing.plan[: comm.size**2].view(comm.size, comm.size)[:, comm.rank].clone()
+    return _received_through(comm, routing)
+
+
 def _received_through(comm: MoECommunicator, routing: DispatchHandle) -> torch.Tensor:
     """int32 ``[R]``: the rows that ranks 0 to i send to this rank."""
     nodes, T = comm.nodes, routing.topk_ids.shape[0]

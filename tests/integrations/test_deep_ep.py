@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import deep_ep
-from ep_plugin.deep_ep.buffer import _users
+from ep_plugin.deep_ep.shared import _users
 from ep_plugin.errors import CommunicatorClosed, NotSupported
 from tests.integrations import deep_ep_cases
 from tests.integrations.deep_ep_cases import Case, Received, Sent, combined, make, on, received

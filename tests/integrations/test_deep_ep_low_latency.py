@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from ep_plugin import deep_ep
-from ep_plugin.deep_ep.buffer import _users
+from ep_plugin.deep_ep.shared import _users
 from ep_plugin.errors import CommunicatorClosed, NotSupported
 from tests.integrations.deep_ep_cases import Case, Sent, make, on
 from tests.integrations.deep_ep_low_latency import check_combine, check_dispatch, results_of

@@ -1,0 +1,484 @@
+"""``ElasticBuffer``: dispatch and combine, with the interface of DeepEP 2.x's buffer, the part that training uses.
+
+Shapes: T tokens here, T_max tokens of any rank at most, H hidden size, K experts per token, E experts in all, E_l of
+them on this rank, R ranks, N rows received: one per token, or with do_expand one per (token, local expert).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+
+from ep_plugin.config import MAX_TOPK, DispatchLayout, MoECommunicatorConfig
+from ep_plugin.deep_ep import arguments, handles
+from ep_plugin.deep_ep.arguments import Rows
+from ep_plugin.deep_ep.shared import MOST_HIDDEN, SharedCommunicators, least_bound, sms_of
+from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, comm_stream, ordered
+from ep_plugin.deep_ep.utils.math import align
+from ep_plugin.errors import NotSupported
+from ep_plugin.moe.arguments import check_tensors
+from ep_plugin.moe.communicator import MoECommunicator
+from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
+from ep_plugin.moe.registry import communicator
+from ep_plugin.transport.exchange import Group
+
+_SIZE_ALIGNMENT = 2 << 20
+_NOT_SERVED = ("engram_", "get_engram_", "pp_", "get_pp_", "agrs_", "get_agrs_", "create_agrs_", "destroy_agrs_")
+_PRIVATE = ("recv_src_metadata", "dst_buffer_slot_idx", "token_metadata_at_forward", "channel_linked_list")
+
+
+class _NotInElasticBuffer(NotSupported, AttributeError):
+    """An AttributeError too, so that hasattr() returns False."""
+
+
+def _refuse(owner: str, name: str) -> NoReturn:
+    if name.startswith(_NOT_SERVED) or name == "all_gather":
+        raise _NotInElasticBuffer(
+            f"{owner}.{name} is not supported: expected dispatch, combine or barrier; Engram, pipeline messages and "
+            "all-gather sessions are not served"
+        )
+    if name in _PRIVATE:
+        raise _NotInElasticBuffer(f"{owner}.{name} is not supported: it is the state of DeepEP's kernels")
+    raise AttributeError(f"{owner!r} has no attribute {name!r}")
+
+
+class _RefusesByName(type):
+    def __getattr__(cls, name: str) -> NoReturn:
+        _refuse(cls.__name__, name)
+
+
+@dataclass(eq=False, kw_only=True)
+class EPHandle:
+    """The routing of a dispatch, for `combine` and a cached `dispatch`. The caller owns it.
+
+    do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: as given to dispatch.
+    topk_idx: ``[T, K]``, a copy unless do_handle_copy=False.
+    num_recv_tokens: tokens received, each counted once. Without do_cpu_sync: R * T_max.
+    num_expanded_tokens: the rows of the result.
+    num_recv_tokens_per_expert_list: each local expert's rows, rounded up. Empty without do_cpu_sync.
+    psum_num_recv_tokens_per_scaleup_rank: int32 ``[R]``, the tokens received from ranks 0 to i.
+    psum_num_recv_tokens_per_expert: int32 ``[E_l]``, the end of each expert's rows: with do_expand without its own
+        padding, else of counts rounded up.
+    num_unaligned_recv_tokens_per_expert: int32 ``[E_l]``, rows without padding; None without do_expand.
+    """
+
+    do_expand: bool
+    num_experts: int
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: torch.Tensor
+    num_recv_tokens: int
+    num_expanded_tokens: int
+    num_recv_tokens_per_expert_list: list[int]
+    psum_num_recv_tokens_per_scaleup_rank: torch.Tensor
+    psum_num_recv_tokens_per_expert: torch.Tensor
+    num_unaligned_recv_tokens_per_expert: torch.Tensor | None
+    routing: DispatchHandle = field(repr=False)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(type(self).__name__, name)
+
+
+class ElasticBuffer(SharedCommunicators, metaclass=_RefusesByName):
+    """Dispatch and combine for one group, with the names of DeepEP 2.x.
+
+    Construction is collective. Buffers of one group share their communicators. Rows are always ordered by source rank,
+    then source token, with do_expand inside each expert. As in DeepEP, nothing is differentiable.
+
+    Args:
+        group: the ranks; None: the default group.
+        num_bytes, hidden, num_topk, use_fp8_dispatch: `num_bytes` is kept, or computed by `get_buffer_size_hint`. It
+            reserves nothing: pools grow when an operation needs them.
+        num_max_tokens_per_rank: the default of dispatch.
+        num_cpu_bytes: Engram's; expected 0.
+        explicitly_destroy: whether `destroy` will be called.
+        The other arguments are DeepEP's and have no effect.
+
+    Raises:
+        NotSupported: num_cpu_bytes, or nodes with different numbers of ranks.
+        ValueError: a wrong argument, before anything is launched.
+        PeerTimeout, PeerAborted: as MoECommunicator.
+    """
+
+    def __init__(
+        self,
+        group: Group = None,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        if num_cpu_bytes:
+            raise NotSupported(
+                f"ElasticBuffer(num_cpu_bytes=...): expected 0, got {num_cpu_bytes}; Engram is not served"
+            )
+        _check_at_least(0, num_max_tokens_per_rank=num_max_tokens_per_rank)
+        self._join(group, explicitly_destroy)
+        self.rank_idx, self.num_ranks = self.group.rank(), self.group.size()
+        if num_bytes is None:
+            sizes = num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch
+            num_bytes = self.get_buffer_size_hint(self.group, *sizes)
+        self.num_bytes, self.num_max_tokens_per_rank = num_bytes, num_max_tokens_per_rank
+        self.deterministic, self.num_allocated_qps = deterministic, num_allocated_qps
+        self.allow_hybrid_mode, self.allow_multiple_reduction = allow_hybrid_mode, allow_multiple_reduction
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
+        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
+        self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: dist.ProcessGroup,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes of the rows, ids and weights that R * T_max tokens have at most, 2-byte elements in combine: a multiple
+        of 2 MiB, and larger for larger sizes."""
+        _check_at_least(0, num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_topk=num_topk)
+        row = hidden * (3 if use_fp8_dispatch else 4) + num_topk * 12  # a row of dispatch, one of combine
+        return align(group.size() * num_max_tokens_per_rank * row, _SIZE_ALIGNMENT)
+
+    def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *args: float, **kwargs: float) -> int:
+        """0: dispatch and combine take as many SMs as fill the links with rows of their shape."""
+        return 0
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """0: there are no queue pairs to choose."""
+        return 0
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """(1, R): every rank is one step away for callers."""
+        return 1, self.num_ranks
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """The number of nodes, and of ranks on each."""
+        return self._nodes.num_nodes, self._nodes.ranks_per_node
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """An event on the current stream."""
+        return EventHandle()
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream on which calls with async_with_compute_stream run, on the current GPU."""
+        if not torch.cuda.is_available():
+            raise ValueError("get_comm_stream(): expected a GPU, got a machine without one, where calls have no stream")
+        return comm_stream(torch.device("cuda", torch.cuda.current_device()))
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """The group's own barrier, on the current stream or the communication stream. Collective."""
+        self._check_open()
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        stream = torch.cuda.stream(self.get_comm_stream()) if on_gpu and use_comm_stream else contextlib.nullcontext()
+        if with_cpu_sync and on_gpu:
+            torch.cuda.synchronize()
+        with stream:
+            dist.barrier(self.group)
+        if with_cpu_sync and on_gpu:
+            torch.cuda.synchronize()
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventHandle | EventOverlap | None = None,
+        previous_event_before_epilogue: EventHandle | EventOverlap | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
+        """Send each token once to every rank that holds one of its experts. Collective.
+
+        Args:
+            x: ``[T, H]``, or a pair of FP8 rows ``[T, H]`` and float32 scales ``[T, S]``.
+            topk_idx, topk_weights: int64 and float32 ``[T, K]``; id -1: no expert.
+            cumulative_local_expert_recv_stats: int32 ``[E_l]``, to which the pairs received are added. Not with handle.
+            num_max_tokens_per_rank: T_max, the same on all ranks. None: the constructor's.
+            num_sms: an even number; 0: as many as fill the links.
+            previous_event_before_epilogue: waited for before the call, too.
+            handle: repeats the routing of an earlier dispatch. topk_idx must then be None, and do_expand as it was.
+            do_cpu_sync: False: the host waits for nothing, and the result has room for all rows that T_max tokens of
+                every rank may need. The rows after the last valid one are undefined. None: True without a handle.
+            do_expand: one row per (token, local expert), grouped by expert, each group padded with zero rows to
+                expert_alignment, whether or not do_zero_padding is set.
+            allocate_on_comm_stream, num_qps: no effect.
+
+        Returns:
+            The rows ``[N, H]`` (or the pair); topk_idx ``[N, K]`` as local ids, -1: not here, None with do_expand;
+            topk_weights float32 ``[N, K]``, with do_expand ``[N]``; the handle; the event.
+        """
+        self._check_open()
+        rows, scales = arguments.rows_of(x)
+        stats = cumulative_local_expert_recv_stats
+        if use_tma_aligned_col_major_sf:
+            raise NotSupported("use_tma_aligned_col_major_sf: expected False, got True; scales are row-major")
+        if do_zero_padding and not do_expand:
+            raise ValueError("do_zero_padding: expected False without do_expand=True, got True")
+        arguments.check_topk(topk_idx, topk_weights if handle is None else None)
+        sms = sms_of(_checked_sms(num_sms))
+        if handle is None:
+            call = self._fresh(rows, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, stats)
+            made = _Call(*call, do_expand, do_cpu_sync is not False, num_sms, do_handle_copy)
+        else:
+            given = (topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync, do_expand)
+            _check_cached(handle, given, topk_weights, stats)
+            made = None
+        reads = (rows, scales, topk_idx, topk_weights, None if handle is None else handle.routing)
+
+        def send() -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle]:
+            _wait(previous_event_before_epilogue)
+            flat = None if scales is None else scales.contiguous()
+            if handle is None:
+                assert made is not None and topk_idx is not None
+                comm, ids, routing, capacity = self._comm_of(made, rows.device), topk_idx.contiguous(), None, None
+                if not made.sync:
+                    capacity = made.capacity(self.num_ranks, topk_idx.shape[1])
+            else:
+                routing = handle.routing
+                comm, ids, capacity = (
+                    communicator(routing.comm),
+                    routing.topk_ids,
+                    handles.worst_tokens_of(routing) or None,
+                )
+            comm.set_sms(**sms)
+            out, new = comm.dispatch(rows, ids, topk_weights, flat, routing, capacity)
+            if stats is not None:
+                stats.add_(out.num_tokens_per_expert)
+            result = cast(EPHandle, handle) if made is None else made.handle_of(comm, out, new, topk_idx)
+            dtype = result.topk_idx.dtype
+            recv_idx = None if out.topk_ids is None else out.topk_ids.to(dtype)
+            weights = None if out.weights is None else out.weights.float()  # float64 beside float64 rows
+            return out.tokens if out.scales is None else (out.tokens, out.scales), recv_idx, weights, result
+
+        before = _overlap(previous_event)
+        *results, event = ordered(send, rows.device, reads, before, async_with_compute_stream, False)
+        return (*results, event)
+
+    @torch.no_grad()
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: EPHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventHandle | EventOverlap | None = None,
+        previous_event_before_epilogue: EventHandle | EventOverlap | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Sum each token's rows in float32, without weights. Collective.
+
+        Args:
+            x: ``[N, H]``, one row for each row that dispatch returned.
+            topk_weights: float32 ``[N, K]``, with do_expand ``[N]``. They are summed like the rows.
+            bias: ``[T, H]`` or two of them, added to the result. Two are added up and rounded first.
+            num_sms: 0: as in the dispatch.
+
+        Returns:
+            ``[T, H]`` of x's dtype, the weights float32 ``[T, K]`` or None, and the event.
+        """
+        self._check_open()
+        _check_handle(handle)
+        check_tensors({"topk_weights": topk_weights}, x=x)
+        rows, _ = arguments.rows_of(x)
+        K = handle.topk_idx.shape[1]
+        if topk_weights is not None:
+            shape = (rows.shape[0],) if handle.do_expand else (rows.shape[0], K)
+            arguments.check_tensor("topk_weights", topk_weights, (torch.float32,), *shape)
+        biases = arguments.biases_of(bias, rows)
+        sms = sms_of(_checked_sms(num_sms or handle.num_sms))
+
+        def add() -> tuple[torch.Tensor, torch.Tensor | None]:
+            _wait(previous_event_before_epilogue)
+            comm = communicator(handle.routing.comm)
+            comm.set_sms(**sms)
+            out = comm.combine(rows.contiguous(), handle.routing, bias=arguments.sum_of(biases))
+            if topk_weights is None:
+                return out, None
+            by_choice = _by_choice(comm, handle, topk_weights) if handle.do_expand else topk_weights
+            return out, arguments.combined_weights(comm, by_choice, handle.routing)
+
+        reads = (rows, handle.routing, topk_weights, biases)
+        before = _overlap(previous_event)
+        return ordered(add, rows.device, reads, before, async_with_compute_stream, False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type(self), name)
+
+    def _fresh(
+        self,
+        rows: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        num_experts: int | None,
+        most: int | None,
+        alignment: int | None,
+        stats: torch.Tensor | None,
+    ) -> tuple[int, int, int]:
+        """E, T_max and the alignment of a dispatch without a handle."""
+        most = self.num_max_tokens_per_rank if most is None else most
+        alignment = 1 if alignment is None else alignment
+        if num_experts is None:
+            raise ValueError("num_experts: expected an integer without a handle, got None")
+        arguments.check_experts(num_experts, self.num_ranks)
+        _check_at_least(1, expert_alignment=alignment, num_max_tokens_per_rank=most)
+        if topk_idx is None:
+            raise ValueError("topk_idx: expected a tensor without a handle, got None")
+        arguments.check_tensor("topk_idx", topk_idx, (topk_idx.dtype,), rows.shape[0], "K")
+        if rows.shape[0] > most:
+            raise ValueError(f"x: expected at most num_max_tokens_per_rank={most} tokens, got {rows.shape[0]}")
+        if stats is not None:
+            arguments.check_tensor(_STATS, stats, (torch.int32,), num_experts // self.num_ranks)
+        return num_experts, most, alignment
+
+    def _comm_of(self, call: _Call, device: torch.device) -> MoECommunicator:
+        config = MoECommunicatorConfig(
+            num_experts=call.num_experts,
+            hidden_size=MOST_HIDDEN,
+            topk=min(call.num_experts, MAX_TOPK),
+            layout=DispatchLayout.FLAT if call.expand else DispatchLayout.TOKEN_MAJOR,
+            expert_alignment=call.alignment if call.expand else 1,
+            max_tokens_per_rank=None if call.sync else least_bound(call.most),
+        )
+        return self._communicator(config, device)
+
+
+_STATS = "cumulative_local_expert_recv_stats"
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The settings of a dispatch without a handle. most: T_max. sync: do_cpu_sync."""
+
+    num_experts: int
+    most: int
+    alignment: int
+    expand: bool
+    sync: bool
+    num_sms: int
+    copy: bool
+
+    def capacity(self, size: int, topk: int) -> int:
+        """Rows that T_max tokens of every rank may need here."""
+        if not self.expand:
+            return size * self.most
+        local = self.num_experts // size
+        return align(size * self.most * min(topk, local) + local * (self.alignment - 1), self.alignment)
+
+    def handle_of(
+        self, comm: MoECommunicator, out: DispatchOutput, routing: DispatchHandle, topk_idx: torch.Tensor | None
+    ) -> EPHandle:
+        assert topk_idx is not None
+        counts, cpu = out.num_tokens_per_expert, out.num_tokens_per_expert_cpu
+        aligned = -(-counts // self.alignment) * self.alignment
+        ends = out.expert_offsets[:-1] + counts if self.expand else aligned.cumsum(0, dtype=torch.int32)
+        return EPHandle(
+            do_expand=self.expand,
+            num_experts=self.num_experts,
+            expert_alignment=self.alignment,
+            num_max_tokens_per_rank=self.most,
+            num_sms=self.num_sms,
+            topk_idx=topk_idx.clone() if self.copy else topk_idx,
+            num_recv_tokens=comm.size * self.most if cpu is None else int(routing.totals[0]),
+            num_expanded_tokens=out.tokens.shape[0],
+            num_recv_tokens_per_expert_list=[]
+            if cpu is None
+            else [align(count, self.alignment) for count in cpu.tolist()],
+            psum_num_recv_tokens_per_scaleup_rank=handles.received_from(comm, routing),
+            psum_num_recv_tokens_per_expert=ends,
+            num_unaligned_recv_tokens_per_expert=counts if self.expand else None,
+            routing=routing,
+        )
+
+
+def _by_choice(comm: MoECommunicator, handle: EPHandle, weights: torch.Tensor) -> torch.Tensor:
+    """``[N, K]``: each row's weight in the column of the choice that sent it. Dispatches the columns' numbers."""
+    T, K = handle.topk_idx.shape
+    numbers = torch.arange(1, K + 1, dtype=torch.float32, device=weights.device).expand(T, K).contiguous()
+    blank = weights.new_zeros((T, 4))
+    capacity = handles.worst_tokens_of(handle.routing) or None
+    out, _ = comm.dispatch(blank, handle.routing.topk_ids, numbers, None, handle.routing, capacity)
+    assert out.weights is not None and out.row_expert_ids is not None
+    column = out.weights.long().clamp(0, K)
+    if capacity is not None:  # the rows after the last expert's are undefined
+        row = torch.arange(len(column), device=column.device)
+        column = column.masked_fill(row >= out.expert_offsets[-1], 0)
+    spread = weights.new_zeros((len(weights), K + 1))
+    return spread.scatter_(1, column[:, None], weights[:, None])[:, 1:]
+
+
+def _check_at_least(least: int, **given: object) -> None:
+    for name, value in given.items():
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
+
+
+def _checked_sms(num_sms: int) -> int | None:
+    if type(num_sms) is not int or num_sms < 0 or num_sms % 2:
+        raise ValueError(f"num_sms: expected 0 or an even number of at least 2, got {num_sms!r}")
+    return num_sms or None
+
+
+def _check_handle(handle: object) -> None:
+    if not isinstance(handle, EPHandle):
+        raise ValueError(f"handle: expected the EPHandle that dispatch returned, got {type(handle).__name__}")
+
+
+def _check_cached(handle: EPHandle, given: tuple[Any, ...], weights: Any, stats: Any) -> None:
+    """What is given beside a handle must be None, or as it was."""
+    _check_handle(handle)
+    topk_idx, num_experts, most, alignment, sync, expand = given
+    for name, value in {"topk_idx": topk_idx, _STATS: stats}.items():
+        if value is not None:
+            raise ValueError(f"{name}: expected None with a handle, got {type(value).__name__}")
+    if sync:
+        raise ValueError("do_cpu_sync: expected None or False with a handle, got True")
+    same = {"num_experts": num_experts, "num_max_tokens_per_rank": most, "expert_alignment": alignment}
+    for name, value in (same | {"do_expand": expand}).items():
+        if value is not None and value != getattr(handle, name):
+            raise ValueError(f"{name}: expected {getattr(handle, name)}, as in the handle, got {value}")
+    if weights is not None:
+        arguments.check_tensor("topk_weights", weights, (torch.float32,), *handle.topk_idx.shape)
+
+
+def _overlap(event: EventHandle | EventOverlap | None) -> EventOverlap | None:
+    return EventOverlap(event) if isinstance(event, EventHandle) else event
+
+
+def _wait(event: EventHandle | EventOverlap | None) -> None:
+    if event is not None:
+        event.current_stream_wait()
