@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from ep_plugin.deep_ep.buffer import Buffer
-from ep_plugin.deep_ep.elastic import ElasticBuffer, EPHandle
+from ep_plugin.deep_ep.elastic import ElasticBuffer
+from ep_plugin.deep_ep.elastic_handles import EPHandle
 from ep_plugin.deep_ep.tuning import Config
 from ep_plugin.deep_ep.utils import EventHandle, EventOverlap
 

@@ -7,8 +7,7 @@ them on this rank, R ranks, N rows received: one per token, or with do_expand on
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,82 +15,35 @@ import torch.distributed as dist
 from ep_plugin.config import MAX_TOPK, DispatchLayout, MoECommunicatorConfig
 from ep_plugin.deep_ep import arguments, handles
 from ep_plugin.deep_ep.arguments import Rows
+from ep_plugin.deep_ep.elastic_handles import (
+    STATS,
+    Call,
+    EPHandle,
+    RefusesByName,
+    by_choice,
+    check_cached,
+    check_handle,
+)
 from ep_plugin.deep_ep.shared import MOST_HIDDEN, SharedCommunicators, least_bound, sms_of
 from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, comm_stream, ordered
 from ep_plugin.deep_ep.utils.math import align
 from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
-from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 from ep_plugin.moe.registry import communicator
 from ep_plugin.transport.exchange import Group
 
 _SIZE_ALIGNMENT = 2 << 20
-_NOT_SERVED = ("engram_", "get_engram_", "pp_", "get_pp_", "agrs_", "get_agrs_", "create_agrs_", "destroy_agrs_")
-_PRIVATE = ("recv_src_metadata", "dst_buffer_slot_idx", "token_metadata_at_forward", "channel_linked_list")
 
 
-class _NotInElasticBuffer(NotSupported, AttributeError):
-    """An AttributeError too, so that hasattr() returns False."""
-
-
-def _refuse(owner: str, name: str) -> NoReturn:
-    if name.startswith(_NOT_SERVED) or name == "all_gather":
-        raise _NotInElasticBuffer(
-            f"{owner}.{name} is not supported: expected dispatch, combine or barrier; Engram, pipeline messages and "
-            "all-gather sessions are not served"
-        )
-    if name in _PRIVATE:
-        raise _NotInElasticBuffer(f"{owner}.{name} is not supported: it is the state of DeepEP's kernels")
-    raise AttributeError(f"{owner!r} has no attribute {name!r}")
-
-
-class _RefusesByName(type):
-    def __getattr__(cls, name: str) -> NoReturn:
-        _refuse(cls.__name__, name)
-
-
-@dataclass(eq=False, kw_only=True)
-class EPHandle:
-    """The routing of a dispatch, for `combine` and a cached `dispatch`. The caller owns it.
-
-    do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: as given to dispatch.
-    topk_idx: ``[T, K]``, a copy unless do_handle_copy=False.
-    num_recv_tokens: tokens received, each counted once. Without do_cpu_sync: R * T_max.
-    num_expanded_tokens: the rows of the result.
-    num_recv_tokens_per_expert_list: each local expert's rows, rounded up. Empty without do_cpu_sync.
-    psum_num_recv_tokens_per_scaleup_rank: int32 ``[R]``, the tokens received from ranks 0 to i.
-    psum_num_recv_tokens_per_expert: int32 ``[E_l]``, the end of each expert's rows: with do_expand without its own
-        padding, else of counts rounded up.
-    num_unaligned_recv_tokens_per_expert: int32 ``[E_l]``, rows without padding; None without do_expand.
-    """
-
-    do_expand: bool
-    num_experts: int
-    expert_alignment: int
-    num_max_tokens_per_rank: int
-    num_sms: int
-    topk_idx: torch.Tensor
-    num_recv_tokens: int
-    num_expanded_tokens: int
-    num_recv_tokens_per_expert_list: list[int]
-    psum_num_recv_tokens_per_scaleup_rank: torch.Tensor
-    psum_num_recv_tokens_per_expert: torch.Tensor
-    num_unaligned_recv_tokens_per_expert: torch.Tensor | None
-    routing: DispatchHandle = field(repr=False)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        _refuse(type(self).__name__, name)
-
-
-class ElasticBuffer(SharedCommunicators, metaclass=_RefusesByName):
+class ElasticBuffer(SharedCommunicators, metaclass=RefusesByName):
     """Dispatch and combine for one group, with the names of DeepEP 2.x.
 
     Construction is collective. Buffers of one group share their communicators. Rows are always ordered by source rank,
     then source token, with do_expand inside each expert. As in DeepEP, nothing is differentiable.
 
     Args:
-        group: the ranks; None: the default group.
+        group: the ranks, a process group or a DeviceMesh of one dimension; None: the default group.
         num_bytes, hidden, num_topk, use_fp8_dispatch: `num_bytes` is kept, or computed by `get_buffer_size_hint`. It
             reserves nothing: pools grow when an operation needs them.
         num_max_tokens_per_rank: the default of dispatch.
@@ -228,7 +180,7 @@ class ElasticBuffer(SharedCommunicators, metaclass=_RefusesByName):
             cumulative_local_expert_recv_stats: int32 ``[E_l]``, to which the pairs received are added. Not with handle.
             num_max_tokens_per_rank: T_max, the same on all ranks. None: the constructor's.
             num_sms: an even number; 0: as many as fill the links.
-            previous_event_before_epilogue: waited for before the call, too.
+            previous_event_before_epilogue: the call waits for it as for previous_event.
             handle: repeats the routing of an earlier dispatch. topk_idx must then be None, and do_expand as it was.
             do_cpu_sync: False: the host waits for nothing, and the result has room for all rows that T_max tokens of
                 every rank may need. The rows after the last valid one are undefined. None: True without a handle.
@@ -251,14 +203,14 @@ class ElasticBuffer(SharedCommunicators, metaclass=_RefusesByName):
         sms = sms_of(_checked_sms(num_sms))
         if handle is None:
             call = self._fresh(rows, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, stats)
-            made = _Call(*call, do_expand, do_cpu_sync is not False, num_sms, do_handle_copy)
+            made = Call(*call, do_expand, do_cpu_sync is not False, num_sms, do_handle_copy)
         else:
             given = (topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync, do_expand)
-            _check_cached(handle, given, topk_weights, stats)
+            check_cached(handle, given, topk_weights, stats)
             made = None
-        reads = (rows, scales, topk_idx, topk_weights, None if handle is None else handle.routing)
+        reads = (rows, scales, topk_idx, topk_weights, stats, None if handle is None else handle.routing)
 
-        def send() -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle]:
+        def send() -> tuple[Any, ...]:
             _wait(previous_event_before_epilogue)
             flat = None if scales is None else scales.contiguous()
             if handle is None:
@@ -281,10 +233,11 @@ class ElasticBuffer(SharedCommunicators, metaclass=_RefusesByName):
             dtype = result.topk_idx.dtype
             recv_idx = None if out.topk_ids is None else out.topk_ids.to(dtype)
             weights = None if out.weights is None else out.weights.float()  # float64 beside float64 rows
-            return out.tokens if out.scales is None else (out.tokens, out.scales), recv_idx, weights, result
+            received = out.tokens if out.scales is None else (out.tokens, out.scales)
+            return received, recv_idx, weights, result, result.tensors()
 
         before = _overlap(previous_event)
-        *results, event = ordered(send, rows.device, reads, before, async_with_compute_stream, False)
+        *results, _, event = ordered(send, rows.device, reads, before, async_with_compute_stream, False)
         return (*results, event)
 
     @torch.no_grad()
@@ -313,7 +266,7 @@ class ElasticBuffer(SharedCommunicators, metaclass=_RefusesByName):
             ``[T, H]`` of x's dtype, the weights float32 ``[T, K]`` or None, and the event.
         """
         self._check_open()
-        _check_handle(handle)
+        check_handle(handle)
         check_tensors({"topk_weights": topk_weights}, x=x)
         rows, _ = arguments.rows_of(x)
         K = handle.topk_idx.shape[1]
@@ -330,8 +283,8 @@ class ElasticBuffer(SharedCommunicators, metaclass=_RefusesByName):
             out = comm.combine(rows.contiguous(), handle.routing, bias=arguments.sum_of(biases))
             if topk_weights is None:
                 return out, None
-            by_choice = _by_choice(comm, handle, topk_weights) if handle.do_expand else topk_weights
-            return out, arguments.combined_weights(comm, by_choice, handle.routing)
+            weights = by_choice(comm, handle, topk_weights) if handle.do_expand else topk_weights
+            return out, arguments.combined_weights(comm, weights, handle.routing)
 
         reads = (rows, handle.routing, topk_weights, biases)
         before = _overlap(previous_event)
@@ -362,10 +315,10 @@ class ElasticBuffer(SharedCommunicators, metaclass=_RefusesByName):
         if rows.shape[0] > most:
             raise ValueError(f"x: expected at most num_max_tokens_per_rank={most} tokens, got {rows.shape[0]}")
         if stats is not None:
-            arguments.check_tensor(_STATS, stats, (torch.int32,), num_experts // self.num_ranks)
+            arguments.check_tensor(STATS, stats, (torch.int32,), num_experts // self.num_ranks)
         return num_experts, most, alignment
 
-    def _comm_of(self, call: _Call, device: torch.device) -> MoECommunicator:
+    def _comm_of(self, call: Call, device: torch.device) -> MoECommunicator:
         config = MoECommunicatorConfig(
             num_experts=call.num_experts,
             hidden_size=MOST_HIDDEN,
@@ -375,70 +328,6 @@ class ElasticBuffer(SharedCommunicators, metaclass=_RefusesByName):
             max_tokens_per_rank=None if call.sync else least_bound(call.most),
         )
         return self._communicator(config, device)
-
-
-_STATS = "cumulative_local_expert_recv_stats"
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The settings of a dispatch without a handle. most: T_max. sync: do_cpu_sync."""
-
-    num_experts: int
-    most: int
-    alignment: int
-    expand: bool
-    sync: bool
-    num_sms: int
-    copy: bool
-
-    def capacity(self, size: int, topk: int) -> int:
-        """Rows that T_max tokens of every rank may need here."""
-        if not self.expand:
-            return size * self.most
-        local = self.num_experts // size
-        return align(size * self.most * min(topk, local) + local * (self.alignment - 1), self.alignment)
-
-    def handle_of(
-        self, comm: MoECommunicator, out: DispatchOutput, routing: DispatchHandle, topk_idx: torch.Tensor | None
-    ) -> EPHandle:
-        assert topk_idx is not None
-        counts, cpu = out.num_tokens_per_expert, out.num_tokens_per_expert_cpu
-        aligned = -(-counts // self.alignment) * self.alignment
-        ends = out.expert_offsets[:-1] + counts if self.expand else aligned.cumsum(0, dtype=torch.int32)
-        return EPHandle(
-            do_expand=self.expand,
-            num_experts=self.num_experts,
-            expert_alignment=self.alignment,
-            num_max_tokens_per_rank=self.most,
-            num_sms=self.num_sms,
-            topk_idx=topk_idx.clone() if self.copy else topk_idx,
-            num_recv_tokens=comm.size * self.most if cpu is None else int(routing.totals[0]),
-            num_expanded_tokens=out.tokens.shape[0],
-            num_recv_tokens_per_expert_list=[]
-            if cpu is None
-            else [align(count, self.alignment) for count in cpu.tolist()],
-            psum_num_recv_tokens_per_scaleup_rank=handles.received_from(comm, routing),
-            psum_num_recv_tokens_per_expert=ends,
-            num_unaligned_recv_tokens_per_expert=counts if self.expand else None,
-            routing=routing,
-        )
-
-
-def _by_choice(comm: MoECommunicator, handle: EPHandle, weights: torch.Tensor) -> torch.Tensor:
-    """``[N, K]``: each row's weight in the column of the choice that sent it. Dispatches the columns' numbers."""
-    T, K = handle.topk_idx.shape
-    numbers = torch.arange(1, K + 1, dtype=torch.float32, device=weights.device).expand(T, K).contiguous()
-    blank = weights.new_zeros((T, 4))
-    capacity = handles.worst_tokens_of(handle.routing) or None
-    out, _ = comm.dispatch(blank, handle.routing.topk_ids, numbers, None, handle.routing, capacity)
-    assert out.weights is not None and out.row_expert_ids is not None
-    column = out.weights.long().clamp(0, K)
-    if capacity is not None:  # the rows after the last expert's are undefined
-        row = torch.arange(len(column), device=column.device)
-        column = column.masked_fill(row >= out.expert_offsets[-1], 0)
-    spread = weights.new_zeros((len(weights), K + 1))
-    return spread.scatter_(1, column[:, None], weights[:, None])[:, 1:]
 
 
 def _check_at_least(least: int, **given: object) -> None:
@@ -451,28 +340,6 @@ def _checked_sms(num_sms: int) -> int | None:
     if type(num_sms) is not int or num_sms < 0 or num_sms % 2:
         raise ValueError(f"num_sms: expected 0 or an even number of at least 2, got {num_sms!r}")
     return num_sms or None
-
-
-def _check_handle(handle: object) -> None:
-    if not isinstance(handle, EPHandle):
-        raise ValueError(f"handle: expected the EPHandle that dispatch returned, got {type(handle).__name__}")
-
-
-def _check_cached(handle: EPHandle, given: tuple[Any, ...], weights: Any, stats: Any) -> None:
-    """What is given beside a handle must be None, or as it was."""
-    _check_handle(handle)
-    topk_idx, num_experts, most, alignment, sync, expand = given
-    for name, value in {"topk_idx": topk_idx, _STATS: stats}.items():
-        if value is not None:
-            raise ValueError(f"{name}: expected None with a handle, got {type(value).__name__}")
-    if sync:
-        raise ValueError("do_cpu_sync: expected None or False with a handle, got True")
-    same = {"num_experts": num_experts, "num_max_tokens_per_rank": most, "expert_alignment": alignment}
-    for name, value in (same | {"do_expand": expand}).items():
-        if value is not None and value != getattr(handle, name):
-            raise ValueError(f"{name}: expected {getattr(handle, name)}, as in the handle, got {value}")
-    if weights is not None:
-        arguments.check_tensor("topk_weights", weights, (torch.float32,), *handle.topk_idx.shape)
 
 
 def _overlap(event: EventHandle | EventOverlap | None) -> EventOverlap | None:

@@ -162,6 +162,8 @@ def _check_handle(
     assert handle.num_recv_tokens_per_expert_list == (mine.counts if sync else [])
     assert handle.num_recv_tokens == (len(mine.x) if sync else size * most)
     assert handle.num_expanded_tokens == rows
+    kept = [one for one in handle.tensors() if isinstance(one, torch.Tensor)]
+    assert len(kept) == 3 + handle.do_expand and any(one is handle.routing for one in handle.tensors())
     unaligned = handle.num_unaligned_recv_tokens_per_expert
     assert (None if unaligned is None else unaligned.tolist()) == (exact if handle.do_expand else None)
 
