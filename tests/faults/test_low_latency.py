@@ -137,8 +137,9 @@ def test_survivors_mask_a_killed_rank_and_go_on(gate: str, victim: int) -> None:
 def _masked_by_hand(rank: int, size: int) -> None:
     """Rank 2 is masked by rank 0 alone; the mask travels, and rank 2 finds out."""
     inputs = make_inputs(CASE)
-    with low_latency(CASE, shrink=True, timeout_s=5) as comm:
+    with low_latency(CASE, shrink=True, timeout_s=20) as comm:
         round_trip(comm, inputs)
+        comm.engine.comm.timeout_ns = int(5e9)  # a busy machine may take longer to construct it
         if rank == 0:
             comm.rank_mask[2] = 1
         if rank == 2:

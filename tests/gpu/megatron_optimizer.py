@@ -14,35 +14,26 @@ from tests.gpu import over_nodes
 from tests.integrations import test_megatron_optimizer as cpu
 from tests.integrations.megatron_layers import make_config
 
-WIDTH, LAYERS = 4096, 4  # BF16 parameters of a layer: 32 MiB, which copy engines gather
-BUCKETS = LAYERS
+WIDTH, LAYERS = 4096, 4  # a bucket is a layer, 32 MiB in BF16, which copy engines gather
 
 
 def cases(rank: int, size: int, names: list[str]) -> dict[str, Any]:
-    """What the CPU test finds, for these of its cases."""
+    """Runs these cases of the CPU test, and returns its findings."""
     _start(rank, size)
     torch.use_deterministic_algorithms(True)  # gradients of experts are scattered by atomic additions otherwise
     return cpu.run_cases(rank, {name: cpu.CASES[name] for name in names})
 
 
 def forward_trace(rank: int, size: int) -> dict[str, Any]:
-    """What the device does in a forward pass that gathers: the names of kernels, and when copies and products begin."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
+    """Traces a forward pass that gathers: the kernels' names, and how many copies begin between products."""
     _start(rank, size)
     from ep_plugin.integrations import hooks
 
     hooks.enable(["megatron"])
     cpu._initialise(1)
-    ours = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=WIDTH * WIDTH, **cpu.OVERLAP)
     layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
     config = make_config("alltoall", 1, 1, bf16=True, params_dtype=torch.bfloat16)
-    model = DistributedDataParallel(config, ours, torch.nn.Sequential(*layers))
-    settings = OptimizerConfig(
-        optimizer="adam", lr=1e-2, bf16=True, use_distributed_optimizer=True, clip_grad=0.0, overlap_param_gather=True
-    )
-    optimizer = get_megatron_optimizer(settings, [model], use_gloo_process_groups=False)
+    model, optimizer = cpu.wrapped(torch.nn.Sequential(*layers), config, cpu.Case(cpu.OVERLAP), WIDTH * WIDTH)
     x = torch.randn(4096, WIDTH, device="cuda", dtype=torch.bfloat16)
     for _ in range(2):
         model.zero_grad_buffer()

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECEIPT = Path(__file__).with_name("receipt.json")
 SETTINGS = ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "EP_PLUGIN_PLAIN_KERNELS")
 # What no GPU test runs.
-LEFT_OUT = ("ep_plugin/bench/", "ep_plugin/testing/", "ep_plugin/csrc/cpu/", "ep_plugin/doctor.py")
+LEFT_OUT = ("ep_plugin/bench/", "ep_plugin/testing/", "ep_plugin/csrc/cpu/")
 COMMENTS = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])+\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 

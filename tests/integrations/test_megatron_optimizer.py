@@ -1,4 +1,4 @@
-"""Megatron's DistributedOptimizer over our collectives, on 4 CPU ranks: three steps of a model with an MoE layer.
+"""Megatron's DistributedOptimizer over our collectives, on 4 CPU ranks: five steps of a model with an MoE layer.
 
 The reference is Megatron itself, gathering through gloo, with a reduce-scatter that adds in float32 in rank order. On
 CPUs an operation of ours is over when the call returns. On GPUs it is over when its Work has been waited for; so each
@@ -33,7 +33,7 @@ from tests.ranks import run_ranks, values
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-WORLD, STEPS = 4, 3
+WORLD, STEPS = 4, 5
 GATHERED, SUMMED = "dist_all_gather_func", "dist_reduce_scatter_func"
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
@@ -170,22 +170,27 @@ class _Model(torch.nn.Module):
 
 def _build(case: Case, ep: int = 2) -> tuple[Any, Any]:
     """The model, wrapped, and its optimizer."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
     config = make_config("alltoall", 1, ep, bf16=True, params_dtype=torch.bfloat16, deterministic_mode=True)
-    ours = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        num_distributed_optimizer_instances=case.instances,
-        bucket_size=1000,
-        **case.options,
-    )
     torch.manual_seed(3)
     if torch.cuda.is_initialized():
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         model_parallel_cuda_manual_seed(3)
-    model = DistributedDataParallel(config, ours, _Model(config))
+    return wrapped(_Model(config), config, case, bucket_size=1000)
+
+
+def wrapped(module: torch.nn.Module, config: Any, case: Case, bucket_size: int) -> tuple[Any, Any]:
+    """The module in Megatron's data parallelism, and its optimizer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    ours = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=case.instances,
+        bucket_size=bucket_size,
+        **case.options,
+    )
+    model = DistributedDataParallel(config, ours, module)
     settings = OptimizerConfig(
         optimizer="adam",
         lr=1e-2,
