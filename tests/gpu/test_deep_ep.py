@@ -14,7 +14,13 @@ import torch.distributed as dist
 
 from ep_plugin import deep_ep
 from tests.gpu import checks, over_nodes
-from tests.integrations import test_deep_ep, test_deep_ep_low_latency, test_deep_ep_nodes, test_deep_ep_own_test
+from tests.integrations import (
+    test_deep_ep,
+    test_deep_ep_elastic,
+    test_deep_ep_low_latency,
+    test_deep_ep_nodes,
+    test_deep_ep_own_test,
+)
 from tests.ranks import run_ranks, values
 
 
@@ -28,6 +34,16 @@ def every_call(rank: int, size: int, cases: list[Any]) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_call_gives_what_the_oracle_says(size: int) -> None:
     values(run_ranks(size, every_call, size, test_deep_ep.CASES[size], timeout_s=280))
+
+
+def every_elastic_call(rank: int, size: int) -> None:
+    test_deep_ep_elastic._all_calls(rank, size, test_deep_ep_elastic.CASES[size], str(checks.device_of(rank)))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("size", test_deep_ep_elastic.CASES)
+def test_elastic_buffer_gives_what_the_oracle_says(size: int) -> None:
+    values(run_ranks(size, every_elastic_call, size, timeout_s=280))
 
 
 # -- over nodes ------------------------------------------------------------------------------------------------------

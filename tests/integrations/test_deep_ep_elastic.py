@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from ep_plugin import deep_ep
 from ep_plugin.deep_ep.shared import _users
 from ep_plugin.errors import CommunicatorClosed, NotSupported
-from tests.integrations.deep_ep_cases import Case, Received, Sent, combined, make, received
+from tests.integrations.deep_ep_cases import Case, Received, Sent, combined, make, on, received
 from tests.moe.moe_cases import named, on_ranks, poisoned
 from tests.moe.test_across_nodes import on_nodes
 
@@ -39,15 +40,17 @@ def test_over_two_nodes() -> None:
     on_nodes(2, 2, _all_calls, CASES[4])
 
 
-def _all_calls(rank: int, size: int, cases: list[Case]) -> None:
+def _all_calls(rank: int, size: int, cases: list[Case], device: str = "cpu") -> None:
+    memory = poisoned if device == "cpu" else contextlib.nullcontext
     buffer = deep_ep.ElasticBuffer(cast(Any, dist.group.WORLD), explicitly_destroy=True)
     for case in cases:
         sent = make(case)
-        everyone = [received(case, sent, other) for other in range(size)]
+        everyone = [on(device, received(case, sent, other)) for other in range(size)]
+        sent = on(device, sent)
         for expand in (False, True):
             for sync in (True, False):
                 for fp8 in (False, True):
-                    with named((expand, sync, fp8, case)), poisoned():
+                    with named((expand, sync, fp8, case)), memory():
                         _round_trip(buffer, case, sent, everyone, expand, sync, fp8)
     buffer.barrier(with_cpu_sync=True)
     buffer.destroy()
@@ -70,11 +73,12 @@ def _round_trip(
 ) -> None:
     rank, most = buffer.rank_idx, max(case.tokens)
     mine = everyone[rank]
+    device = mine.x.device
     x: Any = sent.x[rank]
     rows_in = mine.x
     if fp8 and case.hidden % 16 == 0:
         x, rows_in = (x.to(torch.float8_e4m3fn), sent.scales[rank]), mine.x.to(torch.float8_e4m3fn)
-    stats = torch.ones(case.experts_per_rank, dtype=torch.int32)
+    stats = torch.ones(case.experts_per_rank, dtype=torch.int32, device=device)
     out, ids, weights, handle, event = buffer.dispatch(
         x,
         topk_idx=sent.ids[rank],
@@ -106,7 +110,7 @@ def _round_trip(
             assert torch.equal(got[1][real], mine.scales[tokens])
 
     check_rows(out)
-    expected_weights = torch.tensor([0.0 if pair is None else mine.weights[pair] for pair in where])
+    expected_weights = torch.tensor([0.0 if pair is None else mine.weights[pair] for pair in where], device=device)
     if expand:
         assert ids is None and torch.equal(weights[:n], expected_weights)
     else:
@@ -120,16 +124,16 @@ def _round_trip(
     check_rows(cached)
 
     generator = torch.Generator().manual_seed(99 + rank)
-    y = torch.zeros((handle.num_expanded_tokens, case.hidden), dtype=case.dtype)
-    y[real] = torch.randn((len(real), case.hidden), generator=generator).to(case.dtype)
-    w = torch.rand(weights.shape, generator=generator)
-    bias = torch.randn((case.tokens[rank], case.hidden), generator=generator).to(case.dtype)
+    y = torch.zeros((handle.num_expanded_tokens, case.hidden), dtype=case.dtype, device=device)
+    y[real] = torch.randn((len(real), case.hidden), generator=generator).to(device, case.dtype)
+    w = torch.rand(weights.shape, generator=generator).to(device)
+    bias = torch.randn((case.tokens[rank], case.hidden), generator=generator).to(device, case.dtype)
     sums, sum_weights, _ = buffer.combine(y, handle, topk_weights=w, bias=bias)
     plain, none, _ = buffer.combine(y, handle)
     assert none is None
     # Every rank adds up its rows by token; the oracle then adds these over ranks.
-    by_token = torch.zeros((len(mine.x), case.hidden), dtype=torch.float64)
-    by_choice = torch.zeros((len(mine.x), case.topk), dtype=torch.float64)
+    by_token = torch.zeros((len(mine.x), case.hidden), dtype=torch.float64, device=device)
+    by_choice = torch.zeros((len(mine.x), case.topk), dtype=torch.float64, device=device)
     for row in real:
         token, choice = cast("tuple[int, int]", where[row])
         by_token[token] += y[row].double()
@@ -146,8 +150,8 @@ def _round_trip(
 
 def _combined(case: Case, everyone: list[Received], mine: torch.Tensor, rank: int) -> torch.Tensor:
     of_all: list[Any] = [None] * len(everyone)
-    dist.all_gather_object(of_all, mine)
-    return combined(case, everyone, of_all, rank)
+    dist.all_gather_object(of_all, mine.cpu())
+    return combined(case, everyone, of_all, rank).to(mine.device)
 
 
 def _check_handle(
