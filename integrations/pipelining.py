@@ -7,7 +7,7 @@
 ``EP_PLUGIN=pipelining`` in the environment does the same in an unmodified script. Every schedule of PyTorch sends
 through one function, which this module replaces. Losses and gradients are PyTorch's own, bit for bit.
 
-Left to PyTorch: messages of GPUs, and messages with a tag.
+Left to PyTorch: messages with a tag, and of devices that are neither CPUs nor CUDA GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.pipelining import schedules
 
 from ep_plugin.collectives.send_receive import Receive, Send
 from ep_plugin.integrations import hooks
-from ep_plugin.integrations.messages import close_all, messages_of
+from ep_plugin.integrations.messages import close_all, messages_of, serves
 
 __all__ = ["disable", "enable"]
 
@@ -40,15 +40,15 @@ def disable() -> None:
 
 def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
     """The messages of one step of a schedule: to ranks of one pipeline's group, in the order of the operations."""
-    ours = [op for op in p2p_ops if op.tensor.device.type == "cpu" and op.tag == 0]
+    ours = [op for op in p2p_ops if serves(op.tensor) and op.tag == 0]
     hooks.served("pipelining", len(ours))
     hooks.left("pipelining", len(p2p_ops) - len(ours))
     works: list[dist.Work] = []
     if len(ours) < len(p2p_ops):
         works += _stock([op for op in p2p_ops if op not in ours], desc)
-    for group in {op.group: None for op in ours}:
-        ops = [_message(op) for op in ours if op.group is group]
-        works.append(messages_of(group).batch(ops))
+    for group, device in {(op.group, op.tensor.device): None for op in ours}:
+        ops = [_message(op) for op in ours if op.group is group and op.tensor.device == device]
+        works.append(messages_of(group, device).batch(ops))
     return works
 
 

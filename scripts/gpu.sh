@@ -112,7 +112,7 @@ more() {
   local suite fsdp2="fsdp2 --compile --unit 2 --compared 50 ${LAYERS:+--layers $LAYERS}"
   local sweep="moe --sweep hidden=2048,2880,4096,5120,8192 --sweep topk=1,2,4,6,10,16 --sweep experts=8,64,128,384,512"
   sweep+=" --sweep tokens=128,512,1024,2048,8192 --sweep skew=1.25,1.5,2 --sweep sms=4,8,12,16,24,48,96"
-  for suite in wire "$sweep" low-latency low-latency-stand-in allgather reduce-scatter overlap "$fsdp2"; do
+  for suite in wire "$sweep" low-latency low-latency-stand-in allgather reduce-scatter send-receive overlap "$fsdp2"; do
     $PYTHON -m ep_plugin.bench $suite --backend cuda --out benchmarks/results/
   done
 }

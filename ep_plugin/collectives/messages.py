@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.errors import CommunicatorClosed, EpPluginError, NotSupported, PeerTimeout
+from ep_plugin.collectives.backends.messages import CudaMessages
+from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerTimeout
 from ep_plugin.runtime.group import GroupEngine
-from ep_plugin.runtime.streams import Streams
+from ep_plugin.runtime.streams import LaneStreams, Streams, kernels_for
 from ep_plugin.transport import open_memory, transport_for
 from ep_plugin.transport.exchange import Exchange
 
@@ -46,7 +47,7 @@ class Posted:
 class Started:
     """The operations of one call. works: those with ranks of other nodes that nobody has waited for."""
 
-    tickets: list[int] = field(default_factory=list)
+    tickets: list[Any] = field(default_factory=list)
     works: list[tuple[Posted, dist.Work]] = field(default_factory=list)
     waiting: Any = field(default_factory=threading.Lock)  # gloo's second wait for a message would never end
 
@@ -63,21 +64,26 @@ class MessageEngine(GroupEngine):
         super().__init__(Exchange(group), device, group)
 
     def _construct(self, group: dist.ProcessGroup) -> None:
-        if self.device.type != "cpu":
-            raise NotSupported(f"SendReceive: expected a device of cpu in this release, got {self.device}")
         transport_for(self.device)
+        self.kernels = kernels_for(self.device)
         mine = f"{self.device.type}, {self.num_channels}, torch {torch.__version__}"
         self.exchange.agree("the device, num_channels and version of torch", mine)
         super()._construct(group)
 
     def _construct_node(self) -> None:
-        self.streams = Streams()
+        by_kernels = _moves_by_kernels(self.device)
         self._make_boards(0)
         self.memory = open_memory(self.within, self.device)
         self._resources.callback(self.memory.close)
-        block = self.memory.allocate(_C.message_memory_bytes(self.node_size, self.num_channels), "messages")
+        memory_bytes = _C.device_message_memory_bytes if by_kernels else _C.message_memory_bytes
+        block = self.memory.allocate(memory_bytes(self.node_size, self.num_channels), "messages")
         self.comm = self._comm_struct(block.ptrs, num_experts=self.node_size)
-        self.messages = _C.CpuMessages(self.comm, list(block.ptrs), self.num_channels)
+        self.messages: Any
+        if by_kernels:
+            lanes = LaneStreams(self.device)
+            self.streams, self.messages = lanes, CudaMessages(self, lanes)
+        else:
+            self.streams, self.messages = Streams(), _C.CpuMessages(self.comm, list(block.ptrs), self.num_channels)
         self._resources.callback(self._kept.clear)
         # Also at the end of the process: its thread must not use tensors that the interpreter frees.
         self._resources.callback(weakref.finalize(self, self.messages.close))
@@ -87,13 +93,10 @@ class MessageEngine(GroupEngine):
         """Starts the operations."""
         started = Started()
         self._keep(started, [op.tensor for op in ops])  # first, since an operation may raise when others have begun
+        self._post_to_nodes([op for op in ops if op.peer not in self._places], started)
         for op in ops:
             place = self._places.get(op.peer)
             if place is None:
-                transfer = dist.irecv if op.receives else dist.isend
-                work = transfer(op.tensor, group=self._group, tag=self._tag(op), **self._peer(op))
-                assert work is not None
-                started.works.append((op, work))
                 continue
             message = _C.Message(
                 peer=place,
@@ -106,8 +109,24 @@ class MessageEngine(GroupEngine):
             started.tickets.append(self.messages.post(message))
         return started
 
+    def _post_to_nodes(self, ops: Sequence[Posted], started: Started) -> None:
+        """Starts messages with ranks of other nodes. NCCL knows no tags, and moves those of one call together."""
+        if self.device.type == "cuda":
+            calls = [
+                dist.P2POp(dist.irecv if op.receives else dist.isend, op.tensor, group=self._group, group_peer=op.peer)
+                for op in ops
+            ]
+            started.works += [(ops[0], work) for work in dist.batch_isend_irecv(calls)] if ops else []
+            return
+        for op in ops:
+            transfer = dist.irecv if op.receives else dist.isend
+            work = transfer(op.tensor, group=self._group, tag=self._tag(op), **self._peer(op))
+            assert work is not None
+            started.works.append((op, work))
+
     def wait(self, started: Started, timeout: datetime.timedelta | None) -> bool:
-        """Waits until the operations are over; False if `timeout` has passed. Raises if one has failed."""
+        """Waits until the operations are over; False if `timeout` has passed. Raises if one has failed. On GPUs the
+        caller's stream waits, and the host only with a timeout."""
         if self._is_copy:
             self.check()
         self._waiters.append(threading.get_ident())
@@ -177,7 +196,10 @@ class MessageEngine(GroupEngine):
     def _wait_for(self, op: Posted, work: dist.Work, timeout: datetime.timedelta | None) -> None:
         with self.on_rail():  # a failure on another node may be known
             try:
-                work.wait(timeout or datetime.timedelta(seconds=self.timeout_s))
+                if self.device.type == "cuda" and not timeout:
+                    work.wait()  # with a time, the host would wait
+                else:
+                    work.wait(timeout or datetime.timedelta(seconds=self.timeout_s))
             except RuntimeError as error:
                 raise PeerTimeout(
                     f"{self.name}: rank {self.rank} waited for rank {op.peer} of another node at step send-receive: "
@@ -188,7 +210,7 @@ class MessageEngine(GroupEngine):
 
     def _keep(self, started: Started, tensors: list[torch.Tensor]) -> None:
         """Keeps the tensors until their messages are over, also if nobody keeps the Work."""
-        if len(self._kept) >= self._sweep_at:
+        if len(self._kept) >= self._sweep_at and not self.streams.capturing():
             for key, (one, _) in list(self._kept.items()):
                 if self.is_over(one):
                     self._kept.pop(key, None)
@@ -216,3 +238,7 @@ class MessageEngine(GroupEngine):
         """Messages that an earlier call has started go on."""
 
     def record(self, *tensors: Any) -> None: ...
+
+
+def _moves_by_kernels(device: torch.device) -> bool:
+    return device.type == "cuda"

@@ -50,9 +50,12 @@ class SendReceive:
     one that is received must not be read, before the operation's `Work` has been waited for. Messages of one source,
     destination and channel arrive in the order of their sends.
 
+    On GPUs an operation starts after what the caller's stream has then. A CUDA graph may capture operations of ranks of
+    one node together with their `wait()`. Wait for all eager operations before a replay.
+
     Raises:
         ValueError: wrong arguments, before anything is sent.
-        NotSupported: the device is not a CPU.
+        NotSupported: the GPUs of a node cannot reach each other.
         DisagreementError: the two ends of a message have different sizes or dtypes.
         PeerTimeout, PeerAborted: a peer is late or has failed. Every later call raises the same error, and only `close`
             works.
@@ -70,8 +73,9 @@ class SendReceive:
         Args:
             group: as for HierarchicalAllGather. Its timeout is the deadline of every wait.
             device: of all tensors; None: the CUDA device for a group with a backend for GPUs, else the CPU.
-            num_channels: the number of channels, at least 1. A lane takes 1 MiB of the receiver's memory once it is
-                used.
+            num_channels: the number of channels, at least 1. A lane takes 1 MiB of a CPU's memory once it is used, and
+                2 MiB of a GPU's at once. Between GPUs of different nodes a channel does not keep messages apart: there
+                those of two ranks match in the order of the calls.
         """
         if isinstance(num_channels, bool) or not isinstance(num_channels, int):
             raise ValueError(f"num_channels: expected an integer, got {num_channels!r}")
@@ -181,7 +185,8 @@ class MessageWork(Work):
         self._outputs, self._engine, self._started = outputs, engine, started
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Waits until the messages are over: at most `timeout`, else the group's timeout from their last progress.
+        """Waits until the messages are over: at most `timeout`, else the group's timeout from their last progress. On
+        GPUs the caller's stream waits, and the host only with a `timeout`: later calls raise what fails after that.
 
         Returns True. Raises PeerTimeout after either, and the communicator's error if the messages have failed. With
         ranks of other nodes the backend ends all its messages at `timeout`, so the communicator has failed then.
@@ -216,7 +221,8 @@ class MessageWork(Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of `result()`, completed. Waits, and raises like `wait`."""
         self.wait()
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        devices: list[int | str | torch.device] = list({one.device for one in self._outputs if one.is_cuda})
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         future.set_result(self._outputs)
         return future
 

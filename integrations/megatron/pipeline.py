@@ -4,7 +4,7 @@ Every schedule of Megatron sends through two functions of `p2p_communication`, w
 all messages as a batch, and one that starts them one by one. Activations use channel 0 and gradients channel 1, so that
 with two stages, where both neighbours are one rank, they do not meet.
 
-Left to Megatron: messages of GPUs.
+Left to Megatron: messages of devices that are neither CPUs nor CUDA GPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 
 from ep_plugin.collectives.send_receive import Receive, Send
 from ep_plugin.integrations import hooks
-from ep_plugin.integrations.messages import close_all, messages_of
+from ep_plugin.integrations.messages import close_all, messages_of, serves
 
 _PARAMETERS = (
     "tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next, group, prev_pipeline_rank, "
@@ -45,8 +45,8 @@ def _batched_p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> list[dist.Wor
     if _is_left(given):
         found: list[dist.Work] = _stock["_batched_p2p_ops"](group=group, **given)
         return found
-    messages = _messages(group, given)
-    return [messages_of(group).batch(list(messages.values()))] if messages else []
+    messages = list(_messages(group, given).values())
+    return [messages_of(group, messages[0].tensor.device).batch(messages)] if messages else []
 
 
 def _p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> dict[str, dist.Work]:
@@ -54,7 +54,10 @@ def _p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> dict[str, dist.Work]:
     if _is_left(given):
         found: dict[str, dist.Work] = _stock["_p2p_ops"](group=group, **given)
         return found
-    return {name: messages_of(group).batch([message]) for name, message in _messages(group, given).items()}
+    return {
+        name: messages_of(group, message.tensor.device).batch([message])
+        for name, message in _messages(group, given).items()
+    }
 
 
 def _messages(group: dist.ProcessGroup, given: dict[str, Any]) -> dict[str, Send | Receive]:
@@ -75,7 +78,7 @@ def _messages(group: dist.ProcessGroup, given: dict[str, Any]) -> dict[str, Send
 def _is_left(given: dict[str, Any]) -> bool:
     """Whether Megatron's own functions send these: all ranks of a pipeline have the same type of device."""
     tensors = [given[name] for name in _TENSORS if given[name] is not None]
-    is_left = any(tensor.device.type != "cpu" for tensor in tensors)
+    is_left = not all(map(serves, tensors))
     if is_left:
         hooks.left("megatron", len(tensors))
     return is_left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import os
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_plugin import DisagreementError, NotSupported, PeerAborted, PeerTimeout, Receive, Send, SendReceive
+from ep_plugin import DisagreementError, PeerAborted, PeerTimeout, Receive, Send, SendReceive
 from tests.collectives.collective_cases import DTYPES, same_bits, shard
 from tests.faults.fault_cases import nothing_left_behind, set_deadline
 from tests.ranks import run_ranks, values
@@ -203,7 +204,8 @@ def test_messages_cross_nodes() -> None:
 def _disagrees(rank: int, what: str, count: int) -> str:
     p2p = SendReceive()
     if rank == 0:
-        p2p.send(torch.ones(10), 1).wait()
+        with contextlib.suppress(DisagreementError):  # where a wait also sees failures of other messages
+            p2p.send(torch.ones(10), 1).wait()
         dist.barrier()
         with pytest.raises(DisagreementError) as caught:
             p2p.check()
@@ -409,15 +411,6 @@ def _two_objects(rank: int) -> None:
 
 def test_objects_do_not_meet() -> None:
     values(run_ranks(3, _two_objects))
-
-
-def test_gpus_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ep_plugin.collectives import messages
-
-    engine = object.__new__(messages.MessageEngine)
-    engine.device = torch.device("cuda", 0)
-    with pytest.raises(NotSupported, match="SendReceive: expected a device of cpu in this release, got cuda:0"):
-        engine._construct(None)  # type: ignore[arg-type]
 
 
 def _ring(rank: int, size: int, dtype: torch.dtype) -> None:

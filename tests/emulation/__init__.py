@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import itertools
 import sysconfig
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep_plugin import _C
+from ep_plugin.collectives import messages
 from ep_plugin.collectives.backends import cpu, cuda
 from ep_plugin.moe.high_throughput import engine, sms
 from ep_plugin.moe.low_latency import sms as low_latency_sms
@@ -38,6 +41,8 @@ KERNELS = [
     "combine_add",
     "ll_dispatch",
     "ll_combine",
+    "send_message",
+    "receive_message",
 ]
 
 
@@ -87,6 +92,33 @@ class EmulatedStreams(Streams):
         self._kept += tensors
 
 
+class EmulatedLanes(Streams):
+    """As LaneStreams, with a stream of the emulation for each lane. What the caller's stream has is done."""
+
+    _numbers = itertools.count(3)
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._lanes: dict[Any, int] = {}
+
+    def begin(self, lane: Any) -> int:
+        return self._lanes.setdefault(lane, next(self._numbers))
+
+    def end(self, lane: Any) -> Any:
+        number = self._lanes[lane]
+        wait = functools.partial(self._module.synchronize, number)
+        return SimpleNamespace(is_over=functools.partial(self._module.is_idle, number), join=wait, block=wait)
+
+    def aside(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def drain(self) -> None:
+        for number in self._lanes.values():
+            self._module.synchronize(number)
+
+    def close(self) -> None: ...
+
+
 def load() -> ModuleType:
     """The module of the kernels; compiles it if need be."""
     from tests.emulation.build import build  # needs pybind11, which nothing else here does
@@ -108,6 +140,8 @@ def serve_cpus() -> None:
     streams = EmulatedStreams(module)
     engine.send_receive_streams = lambda device: streams
     torch.cuda.synchronize = lambda device=None: streams.drain()
+    messages._moves_by_kernels = lambda device: True
+    messages.LaneStreams = lambda device: EmulatedLanes(module)  # type: ignore[assignment,misc]
     sms.for_dispatch = lambda *shape: SMS
     sms.for_combine = lambda *shape: SMS
     low_latency_sms.for_device = lambda device, sharing: LOW_LATENCY_SMS

@@ -5,6 +5,7 @@
 #include "common/api.h"
 #include "common/collectives.h"
 #include "common/low_latency_args.h"
+#include "common/send_receive.h"
 #include "simt.h"
 
 namespace py = pybind11;
@@ -42,6 +43,9 @@ PYBIND11_MODULE(_simt, m) {
   bind(m, "all_gather", &ep::cuda::all_gather);
   bind(m, "small_exchange", &ep::cuda::small_exchange);
   bind(m, "reduce_scatter", &ep::cuda::reduce_scatter);
+  bind(m, "send_message", &ep::cuda::send_message);
+  bind(m, "receive_message", &ep::cuda::receive_message);
   m.def("run_wrong", &simt::run_wrong, py::call_guard<py::gil_scoped_release>());
   m.def("synchronize", &simt::synchronize, py::call_guard<py::gil_scoped_release>());
+  m.def("is_idle", &simt::is_idle);
 }

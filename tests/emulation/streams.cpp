@@ -61,6 +61,12 @@ void enqueue(const Launch& launch, std::function<void()> kernel) {
   std::thread([job] { run(*job); }).detach();
 }
 
+bool is_idle(uint64_t stream) {
+  const std::lock_guard<std::mutex> lock(streams_mutex);
+  const std::shared_ptr<Job>& last = streams()[stream];
+  return last == nullptr || last->ended;
+}
+
 void synchronize(uint64_t stream) {
   std::shared_ptr<Job> last;
   {

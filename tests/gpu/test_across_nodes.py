@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import over_nodes
+from tests.gpu import messages, over_nodes
 from tests.ranks import Outcome, run_ranks, values
 
 SIZE = 4
@@ -46,6 +46,12 @@ def test_an_abort_reaches_the_other_node() -> None:
 def test_a_graph_outlives_its_communicator_and_its_process_ends() -> None:
     # Spawned processes end as scripts do.
     values(run_ranks(SIZE, over_nodes.on_nodes, over_nodes.graph_outlives, SIZE, timeout_s=200, start="spawn"))
+
+
+@pytest.mark.gpu(1)
+@one_at_a_time
+def test_messages_cross_nodes() -> None:
+    values(_run(messages.across_nodes))
 
 
 @pytest.mark.gpu(1)

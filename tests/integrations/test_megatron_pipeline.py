@@ -161,7 +161,8 @@ def _loses_a_stage(rank: int) -> tuple[int | None, float]:
     pipeline.enable()
     chunks = _prepare(2, 1, {})
     _step(chunks)
-    set_deadline(messages_of(parallel_state.get_pipeline_model_parallel_group())._engine, 1.5)
+    p2p = messages_of(parallel_state.get_pipeline_model_parallel_group(), torch.device("cpu"))
+    set_deadline(p2p._engine, 1.5)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -45,9 +45,9 @@ def _schedule(name: str, rank: int, size: int) -> tuple[Any, list[Block]]:
     from torch.distributed.pipelining import PipelineStage, schedules
 
     numbers = _stages(name, rank, size)
-    blocks, cpu = [Block(number) for number in numbers], torch.device("cpu")
+    blocks, device = [Block(number) for number in numbers], torch.get_default_device()
     stages = [
-        PipelineStage(block, number, size * len(numbers), cpu) for number, block in zip(numbers, blocks, strict=True)
+        PipelineStage(block, number, size * len(numbers), device) for number, block in zip(numbers, blocks, strict=True)
     ]
     given = stages if len(stages) > 1 else stages[0]
     return getattr(schedules, name)(given, MICRO_BATCHES, loss_fn=nn.functional.mse_loss), blocks
@@ -56,7 +56,8 @@ def _schedule(name: str, rank: int, size: int) -> tuple[Any, list[Block]]:
 def _step(schedule: Any, numbers: list[int], num_stages: int, seed: int) -> list[torch.Tensor]:
     """The losses of the micro batches, where the last stage is."""
     generator = torch.Generator().manual_seed(seed)
-    x, target = (torch.randn(BATCH, WIDTH, generator=generator) for _ in range(2))
+    made = (torch.randn(BATCH, WIDTH, generator=generator, device="cpu") for _ in range(2))
+    x, target = (one.to(torch.get_default_device()) for one in made)
     losses: list[torch.Tensor] = []
     given = {"target": target, "losses": losses} if num_stages - 1 in numbers else {}
     schedule.step(*([x] if 0 in numbers else []), **given)
@@ -85,7 +86,7 @@ def _compares(rank: int, size: int, name: str) -> tuple[int, bool]:
     pipelining.enable()
     calls = []
     for_group = messages.messages_of
-    pipelining.messages_of = lambda group: calls.append(group) or for_group(group)  # type: ignore[func-returns-value]
+    pipelining.messages_of = lambda *given: calls.append(given) or for_group(*given)  # type: ignore[func-returns-value]
     found = _train(name, rank, size)
     again = _train(name, rank, size)
     pipelining.disable()
@@ -112,7 +113,7 @@ def _loses_a_stage(rank: int) -> tuple[int | None, float]:
     pipelining.enable()
     schedule, _ = _schedule("Schedule1F1B", rank, 2)
     _step(schedule, [rank], 2, seed=0)
-    set_deadline(messages.messages_of(None)._engine, 1.5)
+    set_deadline(messages.messages_of(None, torch.device("cpu"))._engine, 1.5)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -153,11 +154,12 @@ def test_messages_of_several_groups_and_with_tags() -> None:
 def _makes_the_group_again(rank: int) -> None:
     from ep_plugin.integrations import messages
 
-    first = messages.messages_of(None)
+    cpu = torch.device("cpu")
+    first = messages.messages_of(None, cpu)
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(messages, "is_alive", lambda group: group is not dist.group.WORLD)  # as if it had been destroyed
-        messages.messages_of(dist.new_group([0, 1]))
+        messages.messages_of(dist.new_group([0, 1]), cpu)
     with pytest.raises(CommunicatorClosed):
         first.check()
     messages.close_all()

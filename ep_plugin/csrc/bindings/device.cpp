@@ -3,6 +3,7 @@
 #if defined(EP_WITH_CUDA)
 #include "bindings/bind.h"
 #include "common/collectives.h"
+#include "common/send_receive.h"
 #include "common/wire.h"
 #include "cuda/core/host.h"
 
@@ -15,6 +16,8 @@ void bind_cuda(py::module_& m) {
   bind_kernel(kernels, "all_gather", &cuda::all_gather);
   bind_kernel(kernels, "small_exchange", &cuda::small_exchange);
   bind_kernel(kernels, "reduce_scatter", &cuda::reduce_scatter);
+  bind_kernel(kernels, "send_message", &cuda::send_message);
+  bind_kernel(kernels, "receive_message", &cuda::receive_message);
   Struct<WireArgs>(m, "WireArgs")
       .field("kind", &WireArgs::kind)
       .field("num_sms", &WireArgs::num_sms)
@@ -42,6 +45,8 @@ void bind_cuda(py::module_& m) {
   m.def("register_host", &register_host);
   m.def("unregister_host", &unregister_host);
   m.def("order_streams", &order_streams, py::call_guard<py::gil_scoped_release>());
+  m.def("make_stream", &make_stream);
+  m.def("drop_stream", &drop_stream);
   m.def("stream_capture", &stream_capture);
 }
 

@@ -18,6 +18,11 @@ void bind_messages(py::module_& m) {
       .field("data", &Message::data)
       .field("bytes", &Message::bytes)
       .field("dtype", &Message::dtype);
+  m.def("device_message_memory_bytes", &device_message_memory_bytes);
+  Struct<DeviceMessageArgs>(m, "DeviceMessageArgs")
+      .field("comm", &DeviceMessageArgs::comm)
+      .field("message", &DeviceMessageArgs::message)
+      .field("stream", &DeviceMessageArgs::stream);
   py::class_<Messages>(m, "CpuMessages")
       .def(py::init<const Comm&, const std::vector<Address>&, int>())
       .def("post", &Messages::post, Unlocked())

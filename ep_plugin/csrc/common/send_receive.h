@@ -66,4 +66,61 @@ struct Message {
 // The fields on which the two ends must agree, as faults number them.
 enum MessageField : int { kMessageBytes = 0, kMessageDtype = 1, kMessageNumber = 2 };
 
+// --- GPU ranks -------------------------------------------------------------------------------------------------------
+// Here a lane has parts, and a CTA at each end moves one of them: chunk c of a message belongs to part c % parts. Every
+// part counts its own chunks. `written` and `read` are in device memory so that a CUDA graph that is replayed advances
+// them.
+constexpr int kMessageParts = 16;
+constexpr int kPartSlots = 4;
+constexpr int64_t kPartSlotBytes = 32 * 1024;
+constexpr int64_t kLeastChunkBytes = 4 * 1024;
+
+// Each rank has these words for each peer, channel and part. They start as zeros, and only grow.
+struct PartWords {
+  alignas(128) uint64_t sent;      // by the peer: its chunks in this rank's slots
+  alignas(128) uint64_t consumed;  // by the peer: this rank's chunks that it has read
+  alignas(128) uint64_t written;   // this rank's own: its chunks in the peer's slots
+  uint64_t read;                   // this rank's own: the peer's chunks that it has read
+};
+
+struct PartSlot {
+  MessageHeader header;  // without its number
+  alignas(128) char data[kPartSlotBytes];
+};
+
+// In a rank's memory, [num_channels][num_ranks]: the words that it shares with a rank, and that rank's slots here.
+struct DeviceLane {
+  PartWords words[kMessageParts];
+  PartSlot slots[kMessageParts][kPartSlots];
+};
+
+EP_HD constexpr int64_t device_message_memory_bytes(int num_ranks, int num_channels) {
+  return static_cast<int64_t>(sizeof(DeviceLane)) * num_ranks * num_channels;
+}
+
+// How a message is cut. Both ends compute it from its size.
+struct MessageCut {
+  int64_t chunk_bytes;  // of all chunks but the last
+  int64_t chunks;
+  int parts;
+};
+EP_HD constexpr MessageCut cut_message(int64_t bytes) {
+  const int64_t equal = align_up(ceil_div(bytes, kMessageParts), kLeastChunkBytes);
+  const int64_t chunk = equal < kLeastChunkBytes ? kLeastChunkBytes : equal < kPartSlotBytes ? equal : kPartSlotBytes;
+  const int64_t chunks = bytes == 0 ? 1 : ceil_div(bytes, chunk);
+  return MessageCut{chunk, chunks, static_cast<int>(chunks < kMessageParts ? chunks : kMessageParts)};
+}
+
+// One end of a message. comm.control[r]: the memory of rank r, as mapped here.
+struct DeviceMessageArgs {
+  Comm comm;
+  Message message;
+  Address stream;
+};
+
+namespace cuda {  // in builds with CUDA alone
+void send_message(const DeviceMessageArgs& args);
+void receive_message(const DeviceMessageArgs& args);
+}  // namespace cuda
+
 }  // namespace ep

@@ -50,16 +50,6 @@ __device__ void poison(const AllGatherArgs& args) {
   }
 }
 
-template <class Unit>
-__device__ __forceinline__ Unit load(const Unit* from) {
-  const volatile Unit* word = from;
-  return *word;
-}
-template <>
-__device__ __forceinline__ int4 load<int4>(const int4* from) {
-  return ptx::ld_coherent(from);
-}
-
 // Copies this CTA's units from `from` to the addresses to(0), ..., to(count - 1); 0 means none. A thread loads several
 // units before it stores the first. Peers may have written the source.
 template <class Unit, class To>
@@ -69,7 +59,7 @@ __device__ void copy_span(const AllGatherArgs& args, const Unit* from, int count
     Unit values[kInFlight] = {};
 #pragma unroll
     for (int v = 0; v < kInFlight; ++v)
-      if (first + v * kThreads < span.end) values[v] = load(from + first + v * kThreads);
+      if (first + v * kThreads < span.end) values[v] = load_shared(from + first + v * kThreads);
     for (int index = 0; index < count; ++index) {
       const Address address = to(index);
       if (address == 0) continue;

@@ -23,6 +23,17 @@ constexpr int kCopyWarps = 8;
 constexpr int kMinCopyWarps = 3;
 constexpr int kVectorsAtOnce = 8;  // plain path: 16-byte loads in flight per lane
 
+// A unit that a peer may have written.
+template <class Unit>
+__device__ __forceinline__ Unit load_shared(const Unit* from) {
+  const volatile Unit* word = from;
+  return *word;
+}
+template <>
+__device__ __forceinline__ int4 load_shared<int4>(const int4* from) {
+  return ptx::ld_coherent(from);
+}
+
 template <class Unit>
 __device__ __forceinline__ void copy_units(char* to, const char* from, int64_t bytes) {
   const int64_t count = bytes / static_cast<int64_t>(sizeof(Unit));

@@ -103,6 +103,20 @@ void order_streams(uint64_t later, uint64_t earlier, int device) {
   order(cuda::stream_of(later), cuda::stream_of(earlier), event);
 }
 
+uint64_t make_stream(int device) {
+  const OnDevice on(device);
+  int least, greatest;
+  cuda::throw_on_error(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+  cudaStream_t stream;
+  cuda::throw_on_error(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
+                       "cudaStreamCreateWithPriority");
+  return reinterpret_cast<uint64_t>(stream);
+}
+
+void drop_stream(uint64_t stream) {
+  cuda::throw_on_error(cudaStreamDestroy(cuda::stream_of(stream)), "cudaStreamDestroy");
+}
+
 uint64_t stream_capture(uint64_t stream, int device) {
   const OnDevice on(device);
   return capture_of(cuda::stream_of(stream));

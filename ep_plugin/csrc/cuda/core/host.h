@@ -19,6 +19,11 @@ void unregister_host(uint64_t address);
 // `device`. It also works while a CUDA graph captures `earlier`. The current device does not change.
 void order_streams(uint64_t later, uint64_t earlier, int device);
 
+// A stream of `device` that no other part of the process uses. It has the highest priority. The caller gives it to
+// drop_stream(), which does not wait for the stream's work.
+uint64_t make_stream(int device);
+void drop_stream(uint64_t stream);
+
 // The number of the CUDA graph capture in which a stream of `device` is; 0 if there is none.
 uint64_t stream_capture(uint64_t stream, int device);
 

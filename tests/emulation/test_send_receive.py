@@ -1,0 +1,55 @@
+"""The kernels of SendReceive on CPUs, with the checks of tests/gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.collectives import test_send_receive as cases
+from tests.gpu import messages
+from tests.ranks import Outcome, run_ranks, values
+
+
+def _run(size: int, case: Callable[..., Any], *args: Any) -> list[Outcome]:
+    return run_ranks(size, messages.on_device, case, *args, timeout_s=120, env={"EP_TEST_KERNELS": "simt"})
+
+
+@pytest.mark.parametrize(("size", "rounds"), [(2, 8), (3, 4)])
+def test_random_operations_arrive_bit_for_bit(size: int, rounds: int) -> None:
+    for count, wrong in values(_run(size, cases._random_operations, size, 3 + size, rounds, 100)):
+        assert count > rounds and wrong == 0
+
+
+def test_two_ranks_that_send_first_do_not_block_each_other() -> None:
+    assert values(_run(2, cases._both_ways)) == [True, True]
+
+
+def test_messages_of_a_channel_keep_their_order() -> None:
+    assert values(_run(2, cases._in_order))[1] == [*range(1, 100, 2), *range(0, 100, 2)]
+
+
+@pytest.mark.parametrize(("what", "count"), [("bytes of the message", 11), ("bytes of the message", 9), ("dtype", 10)])
+def test_ends_that_disagree(what: str, count: int) -> None:
+    first, second = values(_run(2, cases._disagrees, what, count))
+    assert first == second and what in second and "on rank 0" in second and "on rank 1" in second
+
+
+@pytest.mark.parametrize("what", ["send", "receive"])
+def test_a_dead_peer_is_named_within_the_deadline(what: str) -> None:
+    outcomes = _run(3, cases._loses_a_peer, what)
+    for peer, seconds in values([outcomes[0], outcomes[2]]):
+        assert peer == 1 and seconds < cases.DEADLINE_S + cases.GRACE_S
+
+
+def test_an_abort_ends_the_waits_of_peers() -> None:
+    assert max(values(_run(3, cases._aborts))) < 3
+
+
+def test_a_timeout_of_the_caller_is_no_fault() -> None:
+    values(_run(2, cases._times_out_softly))
+
+
+def test_close_waits_for_sends() -> None:
+    assert values(_run(2, cases._closes_early)) == [True, True]

@@ -1,0 +1,102 @@
+"""The checks of SendReceive on CPU ranks, on GPUs, which ranks may share (checks.device_of)."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import unittest.mock
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ep_plugin import SendReceive
+from ep_plugin.collectives import send_receive
+from tests.collectives import test_send_receive as cases
+from tests.gpu import checks, over_nodes
+from tests.integrations import test_pipelining
+
+KIB = 1024
+LANE = 16 * 4 * 32 * KIB
+SIZES = (0, 1, 3, 129, 4095, 4097, 65_537, 200_001, LANE // 4 + 4, LANE + 70_001, 3 * LANE)
+WAIT = datetime.timedelta(seconds=100)
+
+
+@contextlib.contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """In the block tensors and objects are made on `device`, and `wait()` blocks the host, as it does on CPUs."""
+    wait, payload = send_receive.MessageWork.wait, cases._payload
+
+    def blocks(work: Any, limit: datetime.timedelta | None = None) -> bool:
+        return wait(work, limit or WAIT)
+
+    def made(*args: Any) -> torch.Tensor:
+        with torch.device("cpu"):
+            return payload(*args).to(device)
+
+    with (
+        device,
+        unittest.mock.patch.object(cases, "SendReceive", functools.partial(SendReceive, device=device)),
+        unittest.mock.patch.object(cases, "_payload", made),
+        unittest.mock.patch.object(cases, "SIZES", SIZES),
+        unittest.mock.patch.object(send_receive.MessageWork, "wait", blocks),
+    ):
+        yield
+
+
+def on_device(rank: int, case: Callable[..., Any], *args: Any) -> Any:
+    """What ``case(rank, *args)`` returns there."""
+    with _on(checks.device_of(rank)):
+        return case(rank, *args)
+
+
+def across_nodes(rank: int, size: int) -> None:
+    on_device(rank, cases._across_nodes)
+
+
+def pipelines(rank: int, size: int, names: list[str]) -> list[tuple[int, bool]]:
+    """For each schedule of PyTorch, how often it sent through SendReceive, and whether all is as over NCCL."""
+    over_nodes.start(rank, size, nodes=1)
+    with checks.device_of(rank):
+        return [test_pipelining._compares(rank, size, name) for name in names]
+
+
+def captured(rank: int, size: int, replays: int) -> int:
+    """A ring of exchanges in a CUDA graph, replayed with new contents, between eager ones. Returns the replays."""
+    device = checks.device_of(rank)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    counts = (1, 40_001, LANE)
+    with SendReceive(device=device) as p2p:
+        sent = [torch.zeros(count, dtype=torch.uint8, device=device) for count in counts]
+        got = [torch.zeros_like(one) for one in sent]
+
+        def ring() -> None:
+            works = [p2p.exchange(one, two, after, before) for one, two in zip(sent, got, strict=True)]
+            for work in works:
+                work.wait()
+
+        def check(number: int) -> None:
+            for count, one in zip(counts, got, strict=True):
+                assert bool((one == (number + before + count) % 251).all()), (number, count)
+
+        def fill(number: int) -> None:
+            for count, one in zip(counts, sent, strict=True):
+                one.fill_((number + rank + count) % 251)
+
+        fill(0)
+        ring()
+        check(0)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ring()
+        for number in range(1, replays + 1):
+            fill(number)
+            if number % 5:
+                graph.replay()
+            else:
+                ring()
+            check(number)
+        torch.cuda.synchronize(device)
+        p2p.check()
+    return replays

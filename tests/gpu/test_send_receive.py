@@ -1,0 +1,83 @@
+"""SendReceive on GPUs: what arrives, CUDA graphs, and how failures end. Ranks share GPUs where there are fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.collectives import test_send_receive as cases
+from tests.gpu import messages
+from tests.ranks import Outcome, run_ranks, values
+
+
+def _run(size: int, case: Callable[..., Any], *args: Any, timeout_s: float = 200) -> list[Outcome]:
+    return run_ranks(size, messages.on_device, case, *args, timeout_s=timeout_s)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("size", "rounds"), [(2, 300), (4, 40)])
+def test_random_operations_arrive_bit_for_bit(size: int, rounds: int) -> None:
+    for count, wrong in values(_run(size, cases._random_operations, size, 11 + size, rounds, 64 * cases.MIB)):
+        assert count > rounds and wrong == 0
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("case", [cases._both_ways, cases._moves_alone, cases._moves_by_its_thread])
+def test_messages_move_without_each_other(case: Callable[..., Any]) -> None:
+    assert values(_run(2, case)) == [True, True]
+
+
+@pytest.mark.gpu(1)
+def test_messages_of_a_channel_keep_their_order() -> None:
+    assert values(_run(2, cases._in_order))[1] == [*range(1, 100, 2), *range(0, 100, 2)]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("case", [cases._to_itself, cases._two_objects])
+def test_objects_and_ranks(case: Callable[..., Any]) -> None:
+    values(_run(3, case))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("size", [2, 3])
+def test_graphs_are_right_in_every_replay(size: int) -> None:
+    assert values(run_ranks(size, messages.captured, size, 50, timeout_s=200)) == [50] * size
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("what", "count"), [("bytes of the message", 11), ("bytes of the message", 9), ("dtype", 10)])
+def test_ends_that_disagree(what: str, count: int) -> None:
+    first, second = values(_run(2, cases._disagrees, what, count))
+    assert first == second and what in second and "on rank 0" in second and "on rank 1" in second
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("what", ["send", "receive"])
+def test_a_dead_peer_is_named_within_the_deadline(what: str) -> None:
+    outcomes = _run(3, cases._loses_a_peer, what)
+    for peer, seconds in values([outcomes[0], outcomes[2]]):
+        assert peer == 1 and seconds < cases.DEADLINE_S + cases.GRACE_S
+
+
+@pytest.mark.gpu(1)
+def test_an_abort_ends_the_waits_of_peers() -> None:
+    assert max(values(_run(3, cases._aborts))) < 3
+
+
+@pytest.mark.gpu(1)
+def test_a_timeout_of_the_caller_is_no_fault() -> None:
+    values(_run(2, cases._times_out_softly))
+
+
+@pytest.mark.gpu(1)
+def test_close_waits_for_sends() -> None:
+    assert values(_run(2, cases._closes_early)) == [True, True]
+
+
+@pytest.mark.gpu(1)
+def test_pipelines_have_the_losses_and_parameters_of_pytorch() -> None:
+    names = ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"]
+    for found in values(run_ranks(2, messages.pipelines, 2, names, timeout_s=250)):
+        assert len(found) == len(names) and all(same and calls > 0 for calls, same in found)
