@@ -80,6 +80,7 @@ class MessageEngine(GroupEngine):
         self.comm = self._comm_struct(block.ptrs, num_experts=self.node_size)
         self.messages: Any
         if by_kernels:
+            self.kernels.load_message_kernels()
             lanes = LaneStreams(self.device)
             self.streams, self.messages = lanes, CudaMessages(self, lanes)
         else:

@@ -68,7 +68,7 @@ class GroupBoards(Boards):
         self.status_bytes_sent = 0
         self._fault = state[_C.fault_offset : _C.fault_offset + STATUS_BYTES]
         self._received = torch.zeros(num_nodes, STATUS_BYTES, dtype=torch.uint8, device=state.device)
-        self._on_host = torch.zeros(num_nodes, STATUS_BYTES, dtype=torch.uint8, pin_memory=state.is_cuda)
+        self._on_host = torch.zeros(num_nodes, STATUS_BYTES, dtype=torch.uint8, device="cpu", pin_memory=state.is_cuda)
         self._words = (ctypes.c_uint64 * num_nodes).from_address(self._on_host.data_ptr())
         super().__init__(exchange, local_experts, state.device)
         _poller.add(self)

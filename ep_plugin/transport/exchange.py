@@ -131,6 +131,8 @@ class Exchange:
                 self._error = error
                 if isinstance(error, PeerTimeout) and error.rank is not None:
                     self._post_failure(reason_of(error), max(self._count - 1, 0))
+                elif not self._nonce and self.size > 1:
+                    self._withdraw()
                 raise
 
     def barrier(self, step: str) -> None:
@@ -210,6 +212,7 @@ class Exchange:
         """Every rank posts its token, rank 0 invites the tokens that it finds, and each rank accepts."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         missing = list(others) if self.rank == 0 else [0]
+        latest: dict[int, str] = {}  # tokens that ranks have joined with, also if they have accepted since
         invited: list[str] = []
 
         def read(kind: str, ranks: Sequence[int] = others) -> Posts:
@@ -231,13 +234,14 @@ class Exchange:
         def lead() -> bool:
             nonlocal invited, missing
             raise_failures()
-            joined = [self._token, *tokens().values()]
+            latest.update(tokens())
+            joined = [self._token, *(latest[rank] for rank in sorted(latest))]
             # After the tokens: a rank that has accepted and left may have joined its next exchange.
             accepted = read("accept", missing)
             missing = [rank for rank in missing if accepted.get(rank, {}).get("nonce") != self._token]
             if not missing:
                 self._nonce = self._token
-            elif len(joined) == self.size and joined != invited:
+            elif len(joined) == self.size and joined != invited:  # again if a rank has left a failed attempt late
                 invited = joined
                 write("invitation", 0, {"nonce": self._token, "number": self._number, "tokens": joined})
             return not missing
@@ -279,6 +283,12 @@ class Exchange:
             }
         with contextlib.suppress(PeerTimeout):
             self._ask("abort", time.monotonic() + _LEAVE_S, self._write, posts, watched=False)
+
+    def _withdraw(self) -> None:
+        """Leaves an attempt to agree on a nonce. Nobody invites this token any more."""
+        with contextlib.suppress(PeerTimeout):
+            post = {f"{self._scope}/join/{self.rank}": {"token": ""}}
+            self._ask("abort", time.monotonic() + _LEAVE_S, self._write, post, watched=False)
 
     # -- the store -------------------------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ class Rail:
             return
         # Only an overdue wait ends gloo's other waits: it closes all connections of its backend.
         with contextlib.suppress(RuntimeError):
-            nothing = torch.empty(1, dtype=torch.uint8)
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
             self._backend.recv([nothing], node, tag).wait(datetime.timedelta(milliseconds=1))
 
     def abort(self) -> None:

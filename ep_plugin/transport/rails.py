@@ -75,6 +75,11 @@ class Rails:
                 "group: expected a backend that sends GPU memory between nodes, such as NCCL, got "
                 f"{dist.get_backend_config(group)} for {device}"
             )
+        if device.type == "cpu" and self.nodes and "cpu" not in backends_of(group):
+            raise NotSupported(
+                f"group: expected a backend for CPU memory, such as gloo, got {dist.get_backend_config(group)} for "
+                f"{device}"
+            )
 
     def offer(self) -> list[str]:
         """The rail that this process has, "" if none, and a name for a new one. Empty in a group of one node."""
@@ -260,8 +265,13 @@ class Rails:
         )
 
 
+def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """The group's backends by type of device."""
+    return dict(entry.split(":", 1) for entry in str(dist.get_backend_config(group)).split(","))
+
+
 def serves_gpus(group: dist.ProcessGroup | None) -> bool:
     """Whether the group has a backend for GPU memory, and this process a GPU."""
-    backends = dict(entry.split(":", 1) for entry in str(dist.get_backend_config(group)).split(","))
+    backends = backends_of(group)
     # gloo and MPI call themselves a backend for CUDA tensors too.
     return backends.get("cuda") not in (None, "gloo", "mpi") and torch.cuda.is_available()

@@ -43,6 +43,7 @@ KERNELS = [
     "ll_combine",
     "send_message",
     "receive_message",
+    "load_message_kernels",
 ]
 
 

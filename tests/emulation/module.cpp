@@ -45,6 +45,7 @@ PYBIND11_MODULE(_simt, m) {
   bind(m, "reduce_scatter", &ep::cuda::reduce_scatter);
   bind(m, "send_message", &ep::cuda::send_message);
   bind(m, "receive_message", &ep::cuda::receive_message);
+  m.def("load_message_kernels", &ep::cuda::load_message_kernels);
   m.def("run_wrong", &simt::run_wrong, py::call_guard<py::gil_scoped_release>());
   m.def("synchronize", &simt::synchronize, py::call_guard<py::gil_scoped_release>());
   m.def("is_idle", &simt::is_idle);

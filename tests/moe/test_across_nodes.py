@@ -41,6 +41,8 @@ from tests.moe.moe_cases import (
 from tests.ranks import run_ranks, values
 
 HEADER_BYTES = 9 * 8
+LONG = os.environ.get("EP_TEST_LONG") == "1"
+SHAPES = [(2, 1), (2, 2), (2, 4), (3, 2), (4, 2)]  # nodes and ranks of each
 
 
 def on_nodes(num_nodes: int, per_node: int, function: Callable[..., Any], *args: Any, timeout_s: float = 200) -> Any:
@@ -110,7 +112,7 @@ ONE_NODE_CASES = [
     [
         pytest.param(function, *nodes, id=f"{function.__module__[15:]}{function.__name__}-{nodes[0]}x{nodes[1]}")
         for function, *shapes in ONE_NODE_CASES
-        for nodes in shapes
+        for nodes in (SHAPES if LONG else shapes)
     ],
 )
 def test_as_on_one_node(function: Callable[..., Any], num_nodes: int, per_node: int) -> None:
@@ -230,7 +232,7 @@ def _fuzzed(rank: int, size: int, calls: int) -> None:
 
 
 def test_random_calls() -> None:
-    on_nodes(2, 2, _fuzzed, 2000 if os.environ.get("EP_TEST_LONG") == "1" else 200)
+    on_nodes(2, 2, _fuzzed, 2000 if LONG else 200)
 
 
 def _refused(rank: int, size: int) -> None:

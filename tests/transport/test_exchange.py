@@ -258,6 +258,29 @@ def test_a_late_rank_hears_at_once_and_the_next_construction_works():
     assert run(2, _one_is_late)[1] < 5.0
 
 
+def _fails_before_others_have_joined(rank: int, size: int) -> float:
+    """A rank fails before it has joined. Peers that hear of it late have left tokens that nobody may count on."""
+    longest = 0.0
+    for _ in range(30):
+        exchange = Exchange(timeout_s=8.0)
+        if rank == size - 1:
+            exchange.abort("a bad argument")
+        else:
+            with pytest.raises(PeerAborted, match="a bad argument"):
+                exchange.barrier("start")
+        start = time.monotonic()
+        again = Exchange(timeout_s=8.0)
+        again.barrier("again")
+        longest = max(longest, time.monotonic() - start)
+        again.close()
+        exchange.close()
+    return longest
+
+
+def test_the_next_construction_works_after_one_that_failed_early():
+    assert max(run(4, _fails_before_others_have_joined)) < 5.0
+
+
 def _a_kernel_times_out(rank: int, size: int) -> float:
     """Rank 0 waits for its peers to grow a pool, when its kernel has waited for rank 2 in vain. Rank 1 comes later."""
     exchange = Exchange(timeout_s=30.0)

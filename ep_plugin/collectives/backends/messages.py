@@ -47,6 +47,7 @@ class CudaMessages:
         self._last_sends: dict[Any, Ticket] = {}  # by lane
         self._receives: list[Ticket] = []
         self._sweep_at = _KEPT
+        self._set_fault(0)  # makes the stream and loads the kernel, for which the driver may wait for kernels that spin
 
     def post(self, message: _C.Message) -> Ticket:
         """Enqueues a message, after what the caller's stream has now."""
@@ -91,11 +92,14 @@ class CudaMessages:
         for ticket in still_open:
             ticket.failed = True
         if still_open:
-            with self._streams.aside():  # kernels that see it give up
-                self._rank.state[_C.fault_offset : _C.fault_offset + 8].view(torch.int64).fill_(1)
+            self._set_fault(1)  # kernels that see it give up
         return _DONE
 
     def close(self) -> None:
         self._receives.clear()
         self._last_sends.clear()
         self._streams.close()
+
+    def _set_fault(self, value: int) -> None:
+        with self._streams.aside():
+            self._rank.state[_C.fault_offset : _C.fault_offset + 8].view(torch.int64).fill_(value)

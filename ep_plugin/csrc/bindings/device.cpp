@@ -18,6 +18,7 @@ void bind_cuda(py::module_& m) {
   bind_kernel(kernels, "reduce_scatter", &cuda::reduce_scatter);
   bind_kernel(kernels, "send_message", &cuda::send_message);
   bind_kernel(kernels, "receive_message", &cuda::receive_message);
+  kernels.def("load_message_kernels", &cuda::load_message_kernels, py::call_guard<py::gil_scoped_release>());
   Struct<WireArgs>(m, "WireArgs")
       .field("kind", &WireArgs::kind)
       .field("num_sms", &WireArgs::num_sms)

@@ -70,7 +70,7 @@ enum MessageField : int { kMessageBytes = 0, kMessageDtype = 1, kMessageNumber =
 // Here a lane has parts, and a CTA at each end moves one of them: chunk c of a message belongs to part c % parts. Every
 // part counts its own chunks. `written` and `read` are in device memory so that a CUDA graph that is replayed advances
 // them.
-constexpr int kMessageParts = 16;
+constexpr int kMessageParts = 32;
 constexpr int kPartSlots = 4;
 constexpr int64_t kPartSlotBytes = 32 * 1024;
 constexpr int64_t kLeastChunkBytes = 4 * 1024;
@@ -121,6 +121,8 @@ struct DeviceMessageArgs {
 namespace cuda {  // in builds with CUDA alone
 void send_message(const DeviceMessageArgs& args);
 void receive_message(const DeviceMessageArgs& args);
+// Loads both kernels. A kernel that spins may keep the driver from loading another.
+void load_message_kernels();
 }  // namespace cuda
 
 }  // namespace ep
