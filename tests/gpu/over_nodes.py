@@ -6,6 +6,7 @@ All ranks may share one GPU. Each is a host of its own for NCCL; EP_PLUGIN_HOST 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import time
@@ -22,6 +23,7 @@ from ep_plugin import MoECommunicator, PeerAborted, PeerTimeout
 from ep_plugin.moe.across_nodes import legs
 from ep_plugin.testing.nodes import Cluster, variables_of
 from tests.gpu import checks, features, gradients, graphs
+from tests.integrations import on_cpus
 from tests.ranks import note
 
 NODES = 2
@@ -261,20 +263,29 @@ def _meet(size: int) -> None:
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
-def losses(rank: int, size: int) -> dict[str, list[float]]:
-    """Of a small Qwen3-MoE of transformers, FSDP2 with our gathers: through the built-in exchange, and through ours."""
+def losses(rank: int, size: int, name: str) -> dict[str, list[float]]:
+    """Of a small model, through the built-in exchange and through ours: a Qwen3-MoE of transformers in FSDP2 with our
+    gathers ("qwen3_moe"), or a DeepSeek-V3 of Megatron-core ("megatron")."""
     from ep_plugin.integrations import fsdp2
-    from examples.compare import models, train
+    from examples.compare import train
     from examples.compare.clock import ExchangeClock
     from examples.compare.options import MODELS, OURS, Options
 
-    device, preset = checks.device_of(rank), MODELS["qwen3_moe"].presets["tiny"]
+    device, preset = checks.device_of(rank), MODELS[name].presets["tiny"]
+    is_megatron = name == "megatron"
+    if is_megatron:
+        if device.type == "cpu":
+            on_cpus.make_megatron_run_here()
+        import ep_plugin.integrations.megatron
+
+        ep_plugin.integrations.megatron.enable()
+    models = importlib.import_module(f"examples.compare.{'megatron' if is_megatron else 'models'}")
     options = Options(
-        model="qwen3_moe", arm=OURS, preset="tiny", checkpoint=None, layers=2, text=__file__, steps=4, seq_len=32,
-        batch=2, micro_batches=1, lr=preset.lr, dtype="float32", seed=0, fsdp2=True, overlap=False,
+        model=name, arm=OURS, preset="tiny", checkpoint=None, layers=2, text=__file__, steps=4, seq_len=32,
+        batch=2, micro_batches=1, lr=preset.lr, dtype="float32", seed=0, fsdp2=not is_megatron, overlap=False,
     )  # fmt: skip
     found = {}
-    for arm in (MODELS["qwen3_moe"].built_in, OURS):
+    for arm in (MODELS[name].built_in, OURS):
         chosen, clock = replace(options, arm=arm), ExchangeClock(device)
         model = models.build_model(chosen, clock)
         if chosen.enables_fsdp2:

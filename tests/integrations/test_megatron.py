@@ -114,6 +114,14 @@ def test_every_exchange_is_ours(results, name: str) -> None:
         assert (found[name]["theirs"]["stock"] > 0) == (CASES[name].tp < WORLD)  # over tensor parallel ranks it gathers
 
 
+def test_matches_alltoall_over_two_nodes() -> None:
+    names = ["ep4", "tp2-ep2", "capacity-tp2", "deepseek"]
+    for rank, found in enumerate(values(run_ranks(WORLD, _run_some, names, timeout_s=240, env={"EP_TEST_NODES": "2"}))):
+        for name in names:
+            assert found[name]["ours"] == {"dispatch": 1, "combine": 1, "stock": 0}
+            assert max(found[name]["difference"].values()) <= LIMIT, f"rank {rank}, {name}: {found[name]['difference']}"
+
+
 def test_what_is_not_served_is_refused_when_the_layer_is_built(results) -> None:
     expected = {
         "shared expert overlap": "moe_shared_expert_overlap: expected False with the flex dispatcher",
@@ -266,6 +274,19 @@ def _run_rank(rank: int) -> dict[str, Any]:
             found["padded decode"] = _run_padded_decode(rank)
         if tp == 2 and "refused" not in found:
             found["refused"] = _run_refusals()
+    return found
+
+
+def _run_some(rank: int, names: list[str]) -> dict[str, Any]:
+    make_megatron_run_here()
+    import ep_plugin.integrations.megatron
+
+    ep_plugin.integrations.megatron.enable()
+    found: dict[str, Any] = {}
+    for name in names:
+        case = CASES[name]
+        initialise(case.tp, WORLD // case.tp)
+        found[name] = _run_case(rank, case)
     return found
 
 

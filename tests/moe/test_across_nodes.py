@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import DisagreementError, NotSupported
@@ -241,6 +242,8 @@ def _refused(rank: int, size: int) -> None:
         MoECommunicator(None, MoECommunicatorConfig(**settings, rail_chunks=2 + rank % 2))
     with pytest.raises(NotSupported, match=r'mode="ll": expected all 2 ranks on one node, got 2 nodes of 1'):
         MoECommunicator(None, MoECommunicatorConfig(**settings, mode="ll", max_tokens_per_rank=4))
+    with pytest.raises(NotSupported, match="expected a backend for CPU memory, such as gloo, got cuda:gloo for cpu"):
+        MoECommunicator(dist.new_group(backend="cuda:gloo"), MoECommunicatorConfig(**settings), "cpu")
     with pytest.raises(ValueError, match="rail_chunks: expected at most 6, got 7"):
         MoECommunicatorConfig(**settings, rail_chunks=7)
 

@@ -42,7 +42,8 @@ def test_survivors_name_the_dead() -> None:
         assert took < over_nodes.LONGEST_S
 
 
-def test_a_model_of_transformers_has_the_losses_of_the_built_in_exchange() -> None:
-    pytest.importorskip("transformers")
-    for found in values(_run(over_nodes.losses)):
+@pytest.mark.parametrize("name", ["qwen3_moe", "megatron"])
+def test_a_model_has_the_losses_of_the_built_in_exchange(name: str) -> None:
+    pytest.importorskip("megatron.core" if name == "megatron" else "transformers")
+    for found in values(_run(over_nodes.losses, name)):
         over_nodes.assert_same_losses(found)

@@ -36,7 +36,7 @@ class SendReceiveSuite(Suite):
         "cuda": {"ranks": None, "size": [32, KIB, 16 * KIB, 64 * KIB, MIB, 8 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB]},
     }
 
-    size: Annotated[list[int], typer.Option(help="Bytes of a message; repeatable. Default: 32 to 64 MiB, 1 GiB on GPUs.")] = BY_BACKEND
+    size: Annotated[list[int], typer.Option(help="Bytes of a message; repeatable. Default: from 32.")] = BY_BACKEND
     pattern: Annotated[list[str], typer.Option(help=f"{', '.join(PATTERNS)}; repeatable. Default: all.")] = BY_BACKEND
 
     def __post_init__(self) -> None:
