@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import itertools
 import sysconfig
+import time
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -106,9 +106,17 @@ class EmulatedLanes(Streams):
         return self._lanes.setdefault(lane, next(self._numbers))
 
     def end(self, lane: Any) -> Any:
-        number = self._lanes[lane]
-        wait = functools.partial(self._module.synchronize, number)
-        return SimpleNamespace(is_over=functools.partial(self._module.is_idle, number), join=wait, block=wait)
+        stream = self._lanes[lane]
+        count = self._module.enqueued(stream)
+
+        def is_over() -> bool:
+            return bool(self._module.ended(stream) >= count)
+
+        def wait() -> None:
+            while not is_over():
+                time.sleep(0.0001)
+
+        return SimpleNamespace(is_over=is_over, join=wait, block=wait)
 
     def aside(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()

@@ -48,5 +48,6 @@ PYBIND11_MODULE(_simt, m) {
   m.def("load_message_kernels", &ep::cuda::load_message_kernels);
   m.def("run_wrong", &simt::run_wrong, py::call_guard<py::gil_scoped_release>());
   m.def("synchronize", &simt::synchronize, py::call_guard<py::gil_scoped_release>());
-  m.def("is_idle", &simt::is_idle);
+  m.def("enqueued", &simt::enqueued);
+  m.def("ended", &simt::ended);
 }

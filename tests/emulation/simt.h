@@ -45,8 +45,9 @@ struct Launch {
 void enqueue(const Launch& launch, std::function<void()> kernel);
 // Waits until all kernels of a stream have ended.
 void synchronize(uint64_t stream);
-// Whether they have.
-bool is_idle(uint64_t stream);
+// How many kernels have been enqueued on a stream, and how many of them have ended.
+uint64_t enqueued(uint64_t stream);
+uint64_t ended(uint64_t stream);
 
 // The PTX griddepcontrol instructions of the kernel that the calling fiber runs: wait for the end of the kernel ahead
 // in the stream; allow the kernel behind to start, as far as this CTA is concerned.

@@ -14,10 +14,13 @@ namespace {
 
 constexpr unsigned kAtOnce = 4;  // CTAs that run at a time, unless the launch is cooperative
 
-// The last kernel of each stream.
+struct Stream {
+  std::shared_ptr<Job> last;
+  uint64_t enqueued = 0, ended = 0;  // kernels
+};
 std::mutex streams_mutex;
-std::map<uint64_t, std::shared_ptr<Job>>& streams() {
-  static auto* made = new std::map<uint64_t, std::shared_ptr<Job>>;
+std::map<uint64_t, Stream>& streams() {
+  static auto* made = new std::map<uint64_t, Stream>;
   return *made;
 }
 
@@ -55,23 +58,31 @@ void enqueue(const Launch& launch, std::function<void()> kernel) {
   job->kernel = std::move(kernel);
   if (launch.stream == 0) return run(*job);
   const std::lock_guard<std::mutex> lock(streams_mutex);
-  std::shared_ptr<Job>& last = streams()[launch.stream];
-  job->ahead = last;
-  last = job;
-  std::thread([job] { run(*job); }).detach();
+  Stream& stream = streams()[launch.stream];
+  job->ahead = stream.last;
+  stream.last = job;
+  ++stream.enqueued;
+  std::thread([job, &stream] {
+    run(*job);
+    const std::lock_guard<std::mutex> lock(streams_mutex);
+    ++stream.ended;
+  }).detach();
 }
 
-bool is_idle(uint64_t stream) {
+uint64_t enqueued(uint64_t stream) {
   const std::lock_guard<std::mutex> lock(streams_mutex);
-  const std::shared_ptr<Job>& last = streams()[stream];
-  return last == nullptr || last->ended;
+  return streams()[stream].enqueued;
+}
+uint64_t ended(uint64_t stream) {
+  const std::lock_guard<std::mutex> lock(streams_mutex);
+  return streams()[stream].ended;
 }
 
 void synchronize(uint64_t stream) {
   std::shared_ptr<Job> last;
   {
     const std::lock_guard<std::mutex> lock(streams_mutex);
-    last = streams()[stream];
+    last = streams()[stream].last;
   }
   if (last != nullptr) wait_until([&] { return last->ended.load(); });
 }

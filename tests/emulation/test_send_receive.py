@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from ep_plugin.collectives import send_receive
 from tests.collectives import test_send_receive as cases
 from tests.gpu import messages
 from tests.ranks import Outcome, run_ranks, values
@@ -49,6 +53,26 @@ def test_an_abort_ends_the_waits_of_peers() -> None:
 
 def test_a_timeout_of_the_caller_is_no_fault() -> None:
     values(_run(2, cases._times_out_softly))
+
+
+def _closes_ahead_of_the_device(rank: int) -> bool:
+    """The host closes while the message that a stream of its waits for is still to come, as it may on GPUs."""
+    p2p, got = cases.SendReceive(), torch.zeros(100_000)
+    if rank == 0:
+        time.sleep(0.5)
+        p2p.send(torch.ones_like(got), 1)
+    else:
+        work = p2p.receive(got, 0)
+        with unittest.mock.patch.object(work._started.tickets[0].mark, "join", lambda: None):
+            send_receive.MessageWork.wait(work, None)
+        assert not work.is_completed()
+    p2p.close()
+    return rank == 0 or bool((got == 1).all())
+
+
+def test_close_lets_a_message_end_that_a_stream_waits_for() -> None:
+    outcomes = run_ranks(2, _closes_ahead_of_the_device, env={"EP_TEST_KERNELS": "simt"}, timeout_s=60)
+    assert values(outcomes) == [True, True]
 
 
 def test_close_waits_for_sends() -> None:

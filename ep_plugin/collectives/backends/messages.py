@@ -31,11 +31,15 @@ class Rank(Protocol):
 
 
 class Ticket:
-    """One message. mark: its kernel's place on the stream of its lane."""
+    """One message.
+
+    mark: its kernel's place on the stream of its lane.
+    joined: a stream of the caller's waits for it. So it ends well or with an error, also if `close` comes first.
+    """
 
     def __init__(self, mark: LaneMark) -> None:
         self.mark = mark
-        self.failed = self.done = False
+        self.joined = self.failed = self.done = False
 
 
 class CudaMessages:
@@ -81,12 +85,13 @@ class CudaMessages:
             time.sleep(_PAUSE_S)
         for ticket in tickets:
             ticket.mark.join()
+            ticket.joined = True
         has_failed = not self._rank.boards.quiet() or any(ticket.failed for ticket in tickets)
         return _FAILED if has_failed else _DONE
 
     def wait_for_sends(self, timeout_ns: int) -> int:
-        """Blocks the host until all that is sent is over. Receives that are open then fail."""
-        for ticket in self._last_sends.values():
+        """Blocks the host until all is over that is sent, or that a stream waits for. Other receives then fail."""
+        for ticket in [*self._last_sends.values(), *(one for one in self._receives if one.joined)]:
             ticket.mark.block()
         still_open = [ticket for ticket in self._receives if not self.is_over(ticket)]
         for ticket in still_open:
