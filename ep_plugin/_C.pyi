@@ -859,6 +859,12 @@ class _Kernels:
     def small_exchange(self, args: SmallExchangeArgs) -> None:
         """On GPUs only."""
 
+    def send_message(self, args: DeviceMessageArgs) -> None:
+        """On GPUs only, as are the next two."""
+
+    def receive_message(self, args: DeviceMessageArgs) -> None: ...
+    def load_message_kernels(self) -> None: ...
+
 cpu: _Kernels
 cuda: _Kernels
 """Absent from a build without CUDA, as are the next two."""

@@ -7,7 +7,7 @@
 ``EP_PLUGIN=pipelining`` in the environment does the same in an unmodified script. Every schedule of PyTorch sends
 through one function, which this module replaces. Losses and gradients are PyTorch's own, bit for bit.
 
-Left to PyTorch: messages with a tag, and of devices that are neither CPUs nor CUDA GPUs.
+Left to PyTorch: messages of GPUs, and messages with a tag.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ stress() {
 }
 
 # Each rank under a sanitizer of its own: the tool does not follow the processes that a test starts. PyTorch's symmetric
-# memory finds out by a failing call whether the machine has fabric handles: failing calls are not reported. The kernels
-# of NCCL, which racecheck finds hazards in, are left out.
+# memory finds out by a failing call whether the machine has fabric handles: failing calls are not reported. NCCL's
+# kernels, in which racecheck finds hazards, are left out.
 sanitize() {
   local tool shape size nodes what rank pids
   for tool in memcheck racecheck; do

@@ -150,8 +150,7 @@ class LaneStreams(Streams):
         return _C.stream_capture(current_stream(self._device), self._index)
 
     def drain(self) -> None:
-        for stream in list(self._streams.values()):
-            stream.synchronize()
+        torch.cuda.synchronize(self._device)  # a CUDA graph runs its kernels on the caller's streams
 
     def close(self) -> None:
         """Gives the streams back. Their work goes on."""

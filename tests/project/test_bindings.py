@@ -22,7 +22,7 @@ def test_every_public_name_is_in_the_stub() -> None:
     values = {node.target.id for node in STUB.body if isinstance(node, ast.AnnAssign)}
     present = {name for name in vars(_C) if not name.startswith("__")}
     only_with_cuda = {"WireArgs", "HoldArgs", "wire", "hold", "cuda", "register_host", "unregister_host"}
-    only_with_cuda |= {"order_streams", "stream_capture", "cuda_archs", "cuda_version"}
+    only_with_cuda |= {"order_streams", "stream_capture", "make_stream", "drop_stream", "cuda_archs", "cuda_version"}
     known = functions | values | {name for name in CLASSES if not name.startswith("_")}
     assert present | only_with_cuda == known
 

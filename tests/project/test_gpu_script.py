@@ -94,7 +94,7 @@ def test_every_suite_of_more_can_be_asked_for(tree: Path, monkeypatch: pytest.Mo
         words = call.split(" --out ")[0].split()
         done = CliRunner().invoke(main, words)
         assert done.exit_code == 0, done.output
-    names = "wire moe_sweep low_latency low_latency_stand_in allgather reduce_scatter overlap fsdp2"
+    names = "wire moe_sweep low_latency low_latency_stand_in allgather reduce_scatter send_receive overlap fsdp2"
     assert [suite.name for suite in asked] == [*names.split(), "layers_megatron", "layers_torchtitan"]
 
 
