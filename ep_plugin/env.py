@@ -6,6 +6,7 @@ Variables of ep_plugin (all optional):
 EP_PLUGIN                      names of integrations, separated by commas, to switch on when torch is imported
 EP_PLUGIN_TRANSPORT            ``auto`` (default), ``shm`` or ``nvlink``: where peer-mapped memory comes from
 EP_PLUGIN_RAIL                 ``auto`` (default) or ``c10d``: what carries rows between nodes. The same on all ranks
+EP_PLUGIN_FALLBACK             ``stock``: integrations leave what ep_plugin does not serve to the framework, and warn
 EP_PLUGIN_RANKS_PER_NODE       the number of consecutive ranks of the job that are one node, in all groups
 EP_PLUGIN_HOST                 the name of this process's host. Ranks of one machine with two names are on two hosts
 EP_PLUGIN_CHECK_IDS            ``1``: validate expert ids on GPUs, too; costs a synchronisation per dispatch
@@ -32,6 +33,7 @@ from typing import NamedTuple
 
 TRANSPORTS = ("auto", "shm", "nvlink")
 RAILS = ("auto", "c10d")
+FALLBACKS = ("stock",)
 TEST_GATES = (
     "plan", "notify", "dispatch_send", "dispatch_recv", "combine_send", "all_gather", "reduce_scatter",
     "ll_dispatch_send", "ll_dispatch_recv", "ll_combine_send", "ll_combine_recv",
@@ -41,7 +43,7 @@ _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _READ_HERE = (
     "TRANSPORT", "RAIL", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG", "EMULATION",
-    "LAUNCHED_BY", "COMMIT",
+    "LAUNCHED_BY", "COMMIT", "FALLBACK",
 )  # fmt: skip
 KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -64,6 +66,7 @@ class Settings(NamedTuple):
     emulation: str | None = None
     launched_by: str | None = None
     commit: str | None = None
+    fallback: str | None = None
 
 
 class Launcher(NamedTuple):
@@ -102,6 +105,7 @@ def _parsed(values: tuple[str | None, ...]) -> Settings:
         emulation=_value("EP_PLUGIN_EMULATION"),
         launched_by=_value("EP_PLUGIN_LAUNCHED_BY"),
         commit=_value("EP_PLUGIN_COMMIT"),
+        fallback=_choice("EP_PLUGIN_FALLBACK", FALLBACKS),
     )
 
 

@@ -64,6 +64,7 @@ class CommunicatorClosed(EpPluginError, ValueError):
     """The communicator, or memory that belongs to it, was used after it was closed."""
 
 
+_NOT_SUPPORTED = "[not supported] "
 _FAULT = re.compile(r"\[rank (\d{1,9})(?:, step ([^]]*))?\] ")
 
 
@@ -73,10 +74,12 @@ def reason_of(error: BaseException) -> str:
         return f"[rank {error.rank}, step {error.step}] {error}"
     if isinstance(error, PeerAborted):
         return f"[rank {error.rank}] {error}"
+    if isinstance(error, NotSupported):
+        return f"{_NOT_SUPPORTED}{error}"
     return str(error) if isinstance(error, EpPluginError) else f"{type(error).__name__}: {error}"
 
 
-def error_of_peer(rank: int, reason: str, own_rank: int, name: str = "") -> PeerTimeout | PeerAborted:
+def error_of_peer(rank: int, reason: str, own_rank: int, name: str = "") -> EpPluginError:
     """The error of this rank after `rank` has failed.
 
     Args:
@@ -86,8 +89,11 @@ def error_of_peer(rank: int, reason: str, own_rank: int, name: str = "") -> Peer
         name: what comes first in the message.
 
     Returns:
-        An error that names the rank at fault: the one in `reason`, if it is another than these two, else `rank`.
+        An error that names the rank at fault: the one in `reason`, if it is another than these two, else `rank`. What
+        one rank does not support is NotSupported on all of them.
     """
+    if reason.startswith(_NOT_SUPPORTED):
+        return NotSupported(f"{name}rank {rank}: {reason.removeprefix(_NOT_SUPPORTED)}")
     fault = _FAULT.match(reason)
     if fault is None:
         return PeerAborted(f"{name}rank {rank} aborted: {reason}", rank, reason)

@@ -7,15 +7,25 @@ from typing import Any
 import torch.distributed as dist
 
 from ep_plugin import MoECommunicator
+from ep_plugin.errors import NotSupported
+from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.moe.in_flight import untraced
 
 
 @untraced
-def communicator_of(name: str, group: dist.ProcessGroup | None, **settings: Any) -> MoECommunicator:
+def communicator_of(name: str, group: dist.ProcessGroup | None, **settings: Any) -> MoECommunicator | None:
     """`MoECommunicator.shared(group, **settings)`, with its operations counted as those of the integration `name`.
 
     The communicator counts, not its caller: the compiler may trace the caller.
+
+    Returns:
+        None if the framework's own exchange is to serve the group (fallback.py).
     """
-    comm = MoECommunicator.shared(group, **settings)
+    try:
+        comm = MoECommunicator.shared(group, **settings)
+    except NotSupported as error:
+        if not falls_back(name, error):
+            raise
+        return None
     comm.in_flight.serves = name
     return comm

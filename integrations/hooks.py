@@ -27,6 +27,7 @@ from ep_plugin import counts, env
 from ep_plugin.counts import left as left
 from ep_plugin.counts import served as served
 from ep_plugin.errors import EpPluginError, NotSupported
+from ep_plugin.integrations.fallback import falls_back
 
 
 class Integration(NamedTuple):
@@ -59,7 +60,7 @@ class Row(NamedTuple):
     """One integration.
 
     state: "off"; "waiting" for its framework; "ready", replaced but without an operation yet; "on", has served some;
-        or "failed".
+        "stock", left to the framework (EP_PLUGIN_FALLBACK); or "failed".
     detail: what is replaced, or the reason.
     served, left: operations that ran through ep_plugin, and that it left to the framework's own code.
     """
@@ -185,7 +186,7 @@ def enable(names: Sequence[str]) -> None:
             continue
         _forget(name)
         if package and not _is_being_imported(package):
-            _after_import(package, functools.partial(check_version, name))
+            _after_import(package, functools.partial(_check_version, name))
         _after_import(module, functools.partial(_enable, name))
 
 
@@ -311,12 +312,27 @@ def _is_being_imported(module: str) -> bool:
     return getattr(getattr(present, "__spec__", None), "_initializing", False) and not hasattr(present, "__version__")
 
 
+def _check_version(name: str) -> bool:
+    """Whether the version is served; if not, and the framework is not to serve in our place, raise NotSupported."""
+    try:
+        check_version(name)
+    except NotSupported as error:
+        if not falls_back(name, error):
+            raise
+        record(name, "stock", str(error))
+        return False
+    return True
+
+
 def _enable(name: str) -> None:
     """Call our `enable` for the integration `name`."""
-    check_version(name)
+    if not _check_version(name):
+        return
     try:
         importlib.import_module(home_of(name)).enable()
     except Exception as error:
+        if isinstance(error, NotSupported) and falls_back(name, error):
+            return record(name, "stock", str(error))
         record(name, "failed", f"{type(error).__name__}: {error}")
         if isinstance(error, EpPluginError):
             raise

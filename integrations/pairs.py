@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
+from ep_plugin.errors import NotSupported
 from ep_plugin.transport.exchange import is_alive, timeout_of
 
 # By device, the gathered bytes from which PyTorch's own collective gathers into memory that peers have not mapped. On
@@ -29,8 +30,21 @@ class Pair:
         self.group, self.device, self.num_users = group, device, num_users
         self.all_gather = HierarchicalAllGather(group)
         self.reduce_scatter = HierarchicalReduceScatter(group, sms=_SUM_SMS)
+        self._refused: dict[str, NotSupported] = {}
         # By model, the bytes that each user asks for.
         self.sizes: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
+
+    def refused(self, name: str) -> NotSupported | None:
+        """Why `all_gather` or `reduce_scatter` does not serve the group, the same on all ranks; None: it does.
+
+        The first call for each name is collective.
+        """
+        if name not in self._refused and self.group.size() > 1:
+            try:
+                getattr(self, name).engine_on(self.device)
+            except NotSupported as error:
+                self._refused[name] = error.with_traceback(None)  # which would keep the callers' tensors
+        return self._refused.get(name)
 
     def gathers_well(self, output: torch.Tensor) -> bool:
         """Whether a gather into ``output`` is not faster with PyTorch's own; the same on all ranks."""

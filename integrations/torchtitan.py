@@ -26,6 +26,7 @@ from ep_plugin.integrations.communicators import communicator_of
 
 __all__ = ["EpPluginPaddedTokenDispatcher", "EpPluginTokenDispatcher", "disable", "enable", "token_dispatcher"]
 
+_THEIRS, _THEIR_PADDED = stock.AllToAllTokenDispatcher, stock.TorchAOTokenDispatcher
 _MOST_HIDDEN = 1 << 24  # a limit, not a size: memory is allocated for the rows that are sent
 
 _METHODS = (
@@ -81,6 +82,7 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
         super().__init__(config)
         self.pad_multiple = config.pad_multiple or 1
         self.communicator: MoECommunicator | None = None
+        self._own: Any = None  # torchtitan's dispatcher, where it serves in our place (fallback.py)
 
     def wire_meshes(self, *, ep_mesh: Any) -> None:
         """Set the mesh of expert parallelism. Without one, tokens stay on this rank."""
@@ -95,11 +97,21 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
                 expert_alignment=self.pad_multiple,
                 device=ep_mesh.device_type,
             )
+            if self.communicator is None:
+                self._own = self._torchtitans()
+                self._own.wire_meshes(ep_mesh=ep_mesh)
         elif self.pad_multiple > 1:
             raise NotSupported(
                 "expert_parallel_degree: expected more than 1 for quantised experts with ep_plugin's dispatcher, got "
                 "1; leave the override out"
             )
+
+    def _torchtitans(self) -> Any:
+        """torchtitan's own dispatcher of the same configuration."""
+        given: dict[str, Any] = {"num_experts": self.num_experts, "top_k": self.top_k}
+        if self.pad_multiple > 1:
+            return _THEIR_PADDED(_THEIR_PADDED.Config(**given, pad_multiple=self.pad_multiple))
+        return _THEIRS(_THEIRS.Config(**given))
 
     def dispatch(
         self,
@@ -109,6 +121,11 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, object]:
         """Rows ``[R, D]`` grouped by local expert, the rows of each with padding ``[e]``, and combine's metadata."""
+        if self._own is not None:
+            found: tuple[torch.Tensor, torch.Tensor, object] = self._own.dispatch(
+                x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
+            )
+            return found
         if self.communicator is None:
             return stock.LocalTokenDispatcher.dispatch(
                 self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
@@ -118,6 +135,9 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
 
     def combine(self, routed_output_RD: torch.Tensor, metadata: Any, x_TD: torch.Tensor) -> torch.Tensor:
         """Multiply the experts' rows by their scores and sum them per token: ``[T, D]``."""
+        if self._own is not None:
+            summed: torch.Tensor = self._own.combine(routed_output_RD, metadata, x_TD)
+            return summed
         if self.communicator is None:
             return stock.LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
         handle, scores_R = metadata

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ep_plugin.integrations import hooks
+from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.integrations.pairs import Pair, PairUser, can_sum
 
 
@@ -42,12 +43,19 @@ class Adapter(PairUser):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any
     ) -> dist.Work | None:
         pair = self.pair(group, output_tensor.device)
-        if not self._is_ours(pair, output_tensor):
+        if not (self._is_ours(pair, output_tensor) and self._is_served(pair)):
             hooks.left("fsdp2")
             return self.replaced(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
         self.launches += 1
         hooks.served("fsdp2")
         return getattr(pair, self.collective)(output_tensor, input_tensor, **options)
+
+    def _is_served(self, pair: Pair) -> bool:
+        """Whether ours serves the group. The first call is collective, and may raise NotSupported (fallback.py)."""
+        error = pair.refused(self.collective)
+        if error is not None and not falls_back("fsdp2", error):
+            raise error
+        return error is None
 
     def _is_ours(self, pair: Pair, output: torch.Tensor) -> bool:
         """Whether ours serves this call; the same on all ranks, as sizes and memory are."""
@@ -69,6 +77,8 @@ class Adapter(PairUser):
             nbytes = sizes[self] = _numel(size) * dtype.itemsize
             for other, theirs in sizes.items():
                 if other is not self and type(other) is type(self) and theirs <= 2 * nbytes and nbytes <= 2 * theirs:
+                    if not self._is_served(pair):
+                        break
                     return collective.allocate(_numel(size), dtype=dtype, device=device)
         return self.replaced.allocate(size, dtype=dtype, device=device)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from megatron.core import package_info  # megatron.core itself may still be importing, without a version
 
+from ep_plugin import env
 from ep_plugin.integrations import hooks
 
 hooks.check_version("megatron", package_info.__version__)
@@ -44,7 +45,7 @@ hooks.check_signatures(
 )
 
 from ep_plugin.integrations.megatron import optimizer, pipeline  # noqa: E402  checked above
-from ep_plugin.integrations.megatron.dispatcher import EpPluginTokenDispatcher  # noqa: E402
+from ep_plugin.integrations.megatron.dispatcher import EpPluginTokenDispatcher, dispatcher_or_stock  # noqa: E402
 
 __all__ = ["EpPluginTokenDispatcher", "disable", "enable", "optimizer", "pipeline"]
 
@@ -52,7 +53,8 @@ __all__ = ["EpPluginTokenDispatcher", "disable", "enable", "optimizer", "pipelin
 def enable() -> None:
     """Let MoE layers that are built from now on use our dispatcher where the configuration says "flex", and the
     distributed optimizer and pipelines our collectives and messages."""
-    hooks.replace("megatron", moe_layer, "MoEFlexTokenDispatcher", EpPluginTokenDispatcher)
+    ours = dispatcher_or_stock if env.settings().fallback else EpPluginTokenDispatcher
+    hooks.replace("megatron", moe_layer, "MoEFlexTokenDispatcher", ours)
     optimizer.enable()
     pipeline.enable()
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
-from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 
 from ep_plugin.config import MAX_TOPK
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations.communicators import communicator_of
+from ep_plugin.integrations.fallback import falls_back
 
 # Options for SMs, with their defaults, at which we choose the number ourselves: from 0.19 on one for all backends, in
 # older versions one for each.
@@ -24,6 +25,22 @@ SMS_OPTION = "moe_flex_dispatcher_num_sms"
 DEFAULT_SMS = {"deepep": ("moe_deepep_num_sms", 20), "hybridep": ("moe_hybridep_num_sms", 16)}
 # Backends of which Megatron knows that experts take the rows of dispatch themselves, not a permuted copy.
 UNPERMUTED = ("hybridep", "ncclep")
+
+
+class _LeftToMegatron(Exception):
+    """The group is not served, and has been said so."""
+
+
+def dispatcher_or_stock(*args: Any, **kwargs: Any) -> MoETokenDispatcher:
+    """Our dispatcher; Megatron's all-to-all where ours is not served and EP_PLUGIN_FALLBACK asks for that."""
+    try:
+        return EpPluginTokenDispatcher(*args, **kwargs)
+    except NotSupported as error:
+        if not falls_back("megatron", error):
+            raise
+    except _LeftToMegatron:
+        pass
+    return MoEAlltoAllTokenDispatcher(*args, **kwargs)
 
 
 class EpPluginTokenDispatcher(MoETokenDispatcher):
@@ -45,7 +62,7 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         self.alignment = alignment_of(config)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
-        self._communicator = communicator_of(
+        communicator = communicator_of(
             "megatron",
             self.tp_ep_group,
             num_experts=config.num_moe_experts * self.tp_size,
@@ -54,6 +71,9 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
             expert_alignment=self.alignment,
             **sms_of(config),
         )
+        if communicator is None:
+            raise _LeftToMegatron
+        self._communicator = communicator
         # Partial CUDA graphs pass these attributes from the router's graph to the exchange. Probabilities are passed as
         # results, with their gradients.
         self.cudagraph_attrs = ["token_indices"]

@@ -46,7 +46,6 @@ _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
 _SUM, _ACCUMULATED = "dist_reduce_scatter_func", "reduce_scatter_with_fp32_accumulation"
 _user = PairUser()
 _thread = threading.local()  # .manager: the innermost that is open in this thread
-_refused: weakref.WeakKeyDictionary[Pair, str] = weakref.WeakKeyDictionary()
 _streams: weakref.WeakKeyDictionary[Any, torch.cuda.Stream] = weakref.WeakKeyDictionary()
 _said: set[str] = set()
 
@@ -137,21 +136,12 @@ def _why_left(pair: Pair, kind: str, output: torch.Tensor, op: Any = dist.Reduce
         return f"reduce-scatters with the operation {op}"
     if kind == "reduce_scatter" and not can_sum(output):
         return f"reduce-scatters of {output.dtype} on {output.device.type}"
-    if not _is_served(pair, kind):
-        return _refused[pair]
+    error = pair.refused(kind)
+    if error is not None:
+        return f"collectives over ranks {dist.get_process_group_ranks(pair.group)} ({error})"
     if kind == "all_gather" and not pair.gathers_well(output):
         return "gathers of 64 MiB and more into memory that peers have not mapped"
     return None
-
-
-def _is_served(pair: Pair, kind: str) -> bool:
-    """Whether ep_plugin serves the pair's group. The first call of a kind is collective."""
-    if pair not in _refused and pair.group.size() > 1:
-        try:
-            getattr(pair, kind).engine_on(pair.device)
-        except NotSupported as error:
-            _refused[pair] = f"collectives over ranks {dist.get_process_group_ranks(pair.group)} ({error})"
-    return pair not in _refused
 
 
 def _leave(what: str) -> None:
@@ -203,7 +193,7 @@ class _ParameterMemory(TorchFunctionMode):
             if of_parameters and not buffer.nccl_ub:
                 device = torch.device(kwargs["device"])
                 pair = _user.pair(buffer.data_parallel_group, device)
-                if _is_served(pair, "all_gather"):
+                if pair.refused("all_gather") is None:
                     return pair.all_gather.allocate(args[0], kwargs["dtype"], device).zero_()
         return func(*args, **kwargs)
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted, PeerTimeout
+from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerAborted, PeerTimeout, reason_of
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import raise_together
 from tests.transport.memory_ranks import GROUP_TIMEOUT_S, die, run
@@ -279,6 +279,19 @@ def _fails_before_others_have_joined(rank: int, size: int) -> float:
 
 def test_the_next_construction_works_after_one_that_failed_early():
     assert max(run(4, _fails_before_others_have_joined)) < 5.0
+
+
+def _one_has_no_support(rank: int, size: int) -> None:
+    exchange = Exchange(timeout_s=8.0)
+    if rank == 1:
+        exchange.abort(reason_of(NotSupported("a GPU that reaches no other")))
+    else:
+        with pytest.raises(NotSupported, match="rank 1: a GPU that reaches no other"):
+            exchange.barrier("start")
+
+
+def test_what_one_rank_does_not_support_is_refused_by_all():
+    run(3, _one_has_no_support)
 
 
 def _a_kernel_times_out(rank: int, size: int) -> float:

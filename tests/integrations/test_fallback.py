@@ -1,0 +1,137 @@
+"""EP_PLUGIN_FALLBACK=stock: frameworks serve what ep_plugin does not, with one warning, and as they do without it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ep_plugin.errors import NotSupported
+from ep_plugin.integrations import hooks, status
+from ep_plugin.integrations.fallback import falls_back
+from tests.gpu import over_nodes
+from tests.ranks import run_ranks, values
+
+SIZE = 4
+REASON = "nodes with different numbers of ranks"
+
+
+Found = tuple[dict[str, Any], list[str], dict[str, tuple[int, int]]]
+
+
+def _on_unequal_nodes(rank: int, train: Callable[[int], dict[str, Any]]) -> Found:
+    """What ``train(rank)`` finds on a node of 3 ranks and one of 1; what was said; what was served and left."""
+    os.environ |= {"EP_PLUGIN_HOST": f"host {rank // 3}", "EP_PLUGIN_FALLBACK": "stock", "RANK": str(rank)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = train(rank)
+    said = [str(one.message) for one in caught if "is left to the framework" in str(one.message)]
+    return found, said, {row.name: (row.served, row.left) for row in status()}
+
+
+def _check_said(rank: int, said: list[str], *integrations: str) -> None:
+    """Rank 0 has named each integration once, with the reason."""
+    assert len(said) == (len(integrations) if rank == 0 else 0), said
+    for integration in integrations if rank == 0 else ():
+        (sentence,) = (one for one in said if f"ep_plugin: {integration} is left" in one)
+        assert REASON in sentence
+
+
+def _qwen(rank: int) -> dict[str, Any]:
+    return over_nodes.losses(rank, SIZE, "qwen3_moe", served=False)
+
+
+def test_a_model_of_transformers_in_fsdp2_trains_as_without() -> None:
+    pytest.importorskip("transformers")
+    outcomes = run_ranks(SIZE, _on_unequal_nodes, _qwen, timeout_s=200, env={"EP_TEST_DEVICE": "cpu"})
+    for rank, (found, said, counts) in enumerate(values(outcomes)):
+        theirs, ours = found.values()
+        assert ours == theirs and ours[-1] < ours[0]
+        _check_said(rank, said, "transformers", "fsdp2")
+        assert all(served == 0 for served, _ in counts.values())
+        assert counts["transformers"][1] > 0 and counts["fsdp2"][1] > 0
+
+
+def _megatron_layer(rank: int) -> dict[str, Any]:
+    from tests.integrations import test_megatron
+    from tests.integrations.megatron_layers import initialise
+    from tests.integrations.on_cpus import make_megatron_run_here
+
+    make_megatron_run_here()
+    import ep_plugin.integrations.megatron
+
+    ep_plugin.integrations.megatron.enable()
+    initialise(1, SIZE)
+    case = test_megatron.CASES["ep4"]
+    return test_megatron._run_case(rank, case, dispatcher="MoEAlltoAllTokenDispatcher")
+
+
+def test_a_layer_of_megatron_is_as_with_its_all_to_all() -> None:
+    pytest.importorskip("megatron.core")
+    for rank, (found, said, _) in enumerate(values(run_ranks(SIZE, _on_unequal_nodes, _megatron_layer, timeout_s=200))):
+        assert set(found["difference"].values()) == {0.0}
+        _check_said(rank, said, "megatron")
+
+
+def _experts_of_torchtitan(rank: int) -> dict[str, Any]:
+    from ep_plugin.testing.torchtitan import without_triton
+
+    without_triton()
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    from tests.integrations import test_torchtitan
+
+    set_spmd_backend("default")
+    return {"difference": test_torchtitan._run_experts(rank)}
+
+
+def test_experts_of_torchtitan_are_as_with_its_all_to_all() -> None:
+    pytest.importorskip("torchtitan.distributed.utils")
+    outcomes = run_ranks(SIZE, _on_unequal_nodes, _experts_of_torchtitan, timeout_s=200)
+    for rank, (found, said, _) in enumerate(values(outcomes)):
+        assert set(found["difference"].values()) == {0.0}
+        _check_said(rank, said, "torchtitan")
+
+
+def _refuses(rank: int, size: int) -> None:
+    os.environ["EP_PLUGIN_HOST"] = f"host {rank // 3}"
+    with pytest.raises(NotSupported, match=REASON):
+        over_nodes.losses(rank, size, "qwen3_moe")
+
+
+def test_without_the_variable_all_ranks_refuse() -> None:
+    pytest.importorskip("transformers")
+    values(run_ranks(SIZE, _refuses, SIZE, timeout_s=200, env={"EP_TEST_DEVICE": "cpu"}))
+
+
+def test_a_version_that_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = hooks.INTEGRATIONS["pipelining"]._replace(at_least="99")
+    monkeypatch.setitem(hooks.INTEGRATIONS, "pipelining", later)
+    import torch.distributed.pipelining.schedules as schedules
+
+    stock = schedules._batch_p2p
+    with pytest.raises(NotSupported, match="pipelining: expected torch 99 or newer"):
+        hooks.enable(["pipelining"])
+    hooks.disable(["pipelining"])
+    monkeypatch.setenv("EP_PLUGIN_FALLBACK", "stock")
+    with pytest.warns(UserWarning, match="pipelining is left to the framework .*torch 99 or newer"):
+        hooks.enable(["pipelining"])
+    (row,) = (row for row in status() if row.name == "pipelining")
+    assert row.state == "stock" and schedules._batch_p2p is stock
+    hooks.disable(["pipelining"])
+
+
+def test_only_rank_0_warns_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    error: Any = NotSupported("expected a test")
+    assert not falls_back("fsdp2", error)
+    monkeypatch.setenv("EP_PLUGIN_FALLBACK", "stock")
+    with pytest.warns(UserWarning, match="expected a test"):
+        assert falls_back("fsdp2", error)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert falls_back("fsdp2", error)
+        monkeypatch.setenv("RANK", "1")
+        assert falls_back("transformers", error)
