@@ -13,19 +13,22 @@ from ep_plugin.moe.in_flight import untraced
 
 
 @untraced
-def communicator_of(name: str, group: dist.ProcessGroup | None, **settings: Any) -> MoECommunicator | None:
+def communicator_of(name: str, group: dist.ProcessGroup | None, **settings: Any) -> MoECommunicator:
     """`MoECommunicator.shared(group, **settings)`, with its operations counted as those of the integration `name`.
 
     The communicator counts, not its caller: the compiler may trace the caller.
-
-    Returns:
-        None if the framework's own exchange is to serve the group (fallback.py).
     """
+    comm = MoECommunicator.shared(group, **settings)
+    comm.in_flight.serves = name
+    return comm
+
+
+@untraced
+def communicator_or_none(name: str, group: dist.ProcessGroup | None, **settings: Any) -> MoECommunicator | None:
+    """The same; None if the framework's own exchange is to serve the group (fallback.py)."""
     try:
-        comm = MoECommunicator.shared(group, **settings)
+        return communicator_of(name, group, **settings)
     except NotSupported as error:
         if not falls_back(name, error):
             raise
         return None
-    comm.in_flight.serves = name
-    return comm

@@ -22,7 +22,7 @@ from torchtitan.models.common import token_dispatcher as stock
 from ep_plugin import MoECommunicator
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks
-from ep_plugin.integrations.communicators import communicator_of
+from ep_plugin.integrations.communicators import communicator_or_none
 
 __all__ = ["EpPluginPaddedTokenDispatcher", "EpPluginTokenDispatcher", "disable", "enable", "token_dispatcher"]
 
@@ -88,7 +88,7 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
         """Set the mesh of expert parallelism. Without one, tokens stay on this rank."""
         self.ep_mesh, self.communicator = ep_mesh, None
         if ep_mesh is not None:
-            self.communicator = communicator_of(
+            self.communicator = communicator_or_none(
                 "torchtitan",
                 ep_mesh.get_group(),
                 num_experts=self.num_experts,

@@ -14,6 +14,7 @@ compared within one model, and a pair stays open until every adapter that has us
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ class Adapter(PairUser):
         """Whether ours serves the group. The first call is collective, and may raise NotSupported (fallback.py)."""
         error = pair.refused(self.collective)
         if error is not None and not falls_back("fsdp2", error):
-            raise error
+            raise copy.copy(error)  # a raised one would keep its callers' tensors
         return error is None
 
     def _is_ours(self, pair: Pair, output: torch.Tensor) -> bool:

@@ -27,10 +27,6 @@ DEFAULT_SMS = {"deepep": ("moe_deepep_num_sms", 20), "hybridep": ("moe_hybridep_
 UNPERMUTED = ("hybridep", "ncclep")
 
 
-class _LeftToMegatron(Exception):
-    """The group is not served, and has been said so."""
-
-
 def dispatcher_or_stock(*args: Any, **kwargs: Any) -> MoETokenDispatcher:
     """Our dispatcher; Megatron's all-to-all where ours is not served and EP_PLUGIN_FALLBACK asks for that."""
     try:
@@ -38,8 +34,6 @@ def dispatcher_or_stock(*args: Any, **kwargs: Any) -> MoETokenDispatcher:
     except NotSupported as error:
         if not falls_back("megatron", error):
             raise
-    except _LeftToMegatron:
-        pass
     return MoEAlltoAllTokenDispatcher(*args, **kwargs)
 
 
@@ -62,7 +56,7 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         self.alignment = alignment_of(config)
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
-        communicator = communicator_of(
+        self._communicator = communicator_of(
             "megatron",
             self.tp_ep_group,
             num_experts=config.num_moe_experts * self.tp_size,
@@ -71,9 +65,6 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
             expert_alignment=self.alignment,
             **sms_of(config),
         )
-        if communicator is None:
-            raise _LeftToMegatron
-        self._communicator = communicator
         # Partial CUDA graphs pass these attributes from the router's graph to the exchange. Probabilities are passed as
         # results, with their gradients.
         self.cudagraph_attrs = ["token_indices"]

@@ -23,7 +23,7 @@ from transformers.integrations import moe
 
 from ep_plugin import DispatchOutput, MoECommunicator, NotSupported, env
 from ep_plugin.integrations import hooks
-from ep_plugin.integrations.communicators import communicator_of
+from ep_plugin.integrations.communicators import communicator_or_none
 
 if TYPE_CHECKING:
     from ep_plugin.integrations.transformers.shared_experts import SharedAhead
@@ -55,7 +55,7 @@ class EpPluginExpertParallel(EPImplementation):
         self.meanwhile: SharedAhead | None = None  # shared experts to run during the dispatch
         # Serves in our place, where that is asked for (fallback.py). Made now: it keeps the experts' forward.
         self._stock = AllToAllEP(experts, ep_mesh, tp_mesh) if env.settings().fallback else None
-        self._is_left = False
+        self._left: set[int | None] = set()  # values of max_tokens_per_rank for which it does
         exchanges[id(experts)] = self
 
     def __call__(
@@ -72,7 +72,8 @@ class EpPluginExpertParallel(EPImplementation):
                 "low_latency: expected a forward under torch.no_grad() or torch.inference_mode(), got one with "
                 "gradients; train outside of low_latency()"
             )
-        comm = None if self._is_left else self._communicator(hidden_states, top_k_index)
+        is_left = self.max_tokens_per_rank in self._left
+        comm = None if is_left else self._communicator(hidden_states, top_k_index)
         if comm is None:
             return self._run_stock(hidden_states, top_k_index, top_k_weights)
         num_tokens, is_sliced = hidden_states.size(0), self.tp_mesh.size() > 1
@@ -90,7 +91,7 @@ class EpPluginExpertParallel(EPImplementation):
         settings: dict[str, Any] = {}
         if limit is not None:
             settings = dict(mode="ll", max_tokens_per_rank=limit, max_row_bytes=x.size(1) * x.element_size())
-        return communicator_of(
+        return communicator_or_none(
             "transformers",
             self.ep_mesh.get_group(),
             num_experts=self.num_local_experts * self.ep_mesh.size(),
@@ -117,7 +118,7 @@ class EpPluginExpertParallel(EPImplementation):
         return comm.combine(self._run(out), handle, weights=out.weights)
 
     def _run_stock(self, *inputs: torch.Tensor) -> torch.Tensor:
-        self._is_left = True
+        self._left.add(self.max_tokens_per_rank)
         assert self._stock is not None
         if self.meanwhile is not None:
             self.meanwhile.check()
