@@ -209,11 +209,14 @@ class Exchange:
     # -- the nonce -------------------------------------------------------------------------------------------------
 
     def _agree_on_nonce(self, step: str, deadline: float) -> None:
-        """Every rank posts its token, rank 0 invites the tokens that it finds, and each rank accepts."""
+        """Every rank posts its token, rank 0 invites the tokens that it finds, each rank accepts, and rank 0 seals.
+
+        Any rank may leave the attempt before, and begin another one: then its token is gone, or rank 0's nonce is.
+        """
         others = [rank for rank in range(self.size) if rank != self.rank]
         missing = list(others) if self.rank == 0 else [0]
-        latest: dict[int, str] = {}  # tokens that ranks have joined with, also if they have accepted since
         invited: list[str] = []
+        accepted: dict[str, Any] = {}
 
         def read(kind: str, ranks: Sequence[int] = others) -> Posts:
             return self._ask(step, deadline, self._read, {rank: f"{self._scope}/{kind}/{rank}" for rank in ranks})
@@ -234,25 +237,33 @@ class Exchange:
         def lead() -> bool:
             nonlocal invited, missing
             raise_failures()
-            latest.update(tokens())
-            joined = [self._token, *(latest[rank] for rank in sorted(latest))]
-            # After the tokens: a rank that has accepted and left may have joined its next exchange.
-            accepted = read("accept", missing)
-            missing = [rank for rank in missing if accepted.get(rank, {}).get("nonce") != self._token]
+            joined = tokens()
+            answers = {rank: (post["nonce"], post["token"]) for rank, post in read("accept").items()}
+            missing = [rank for rank in others if answers.get(rank) != (self._token, joined.get(rank))]
+            everyone = [self._token, *joined.values()]
             if not missing:
+                write("sealed", 0, {"nonce": self._token})
                 self._nonce = self._token
-            elif len(joined) == self.size and joined != invited:  # again if a rank has left a failed attempt late
-                invited = joined
-                write("invitation", 0, {"nonce": self._token, "number": self._number, "tokens": joined})
+            elif len(everyone) == self.size and everyone != invited:
+                invited = everyone
+                write("invitation", 0, {"nonce": self._token, "number": self._number, "tokens": everyone})
             return not missing
 
         def follow() -> bool:
+            nonlocal accepted
             raise_failures()
-            invitation = read("invitation", [0]).get(0, {"tokens": ()})
-            if self._token not in invitation["tokens"]:
+            if not accepted:
+                invitation = read("invitation", [0]).get(0, {"tokens": ()})
+                if self._token in invitation["tokens"]:
+                    write("accept", self.rank, {"nonce": invitation["nonce"], "token": self._token})
+                    accepted = invitation
                 return False
-            write("accept", self.rank, invitation)
-            self._nonce, self._number = invitation["nonce"], invitation["number"]
+            leader = read("join", [0]).get(0, {"token": ""})["token"]
+            if read("sealed", [0]).get(0, {"nonce": ""})["nonce"] != accepted["nonce"]:  # read after `leader`
+                if leader != accepted["nonce"]:  # rank 0 has left
+                    accepted = {}
+                return False
+            self._nonce, self._number = accepted["nonce"], accepted["number"]
             with _instances_lock:  # later attempts have one number on all ranks
                 _instances[self._group_name] = max(_instances[self._group_name], self._number)
             return True

@@ -165,20 +165,18 @@ def _leader_is_late(rank: int, size: int) -> None:
     store = dist.distributed_c10d._get_default_store()
     first, second = Exchange(), Exchange()
 
-    def until_the_others_have_left() -> None:
+    def slowly() -> None:
         if store.check([f"{first._scope}/invitation/0"]):
-            store.wait(["again/1", "again/2"])
+            time.sleep(0.2)  # the others accept, and wait
 
     if rank == 0:
-        first.watch = until_the_others_have_left
-    else:
-        second.watch = lambda: store.set(f"again/{rank}", "")  # while it waits for rank 0
+        first.watch = slowly
     with pytest.raises(DisagreementError, match="'step [ab]' as on rank"):
         first.all_gather("step b" if rank == 1 else "step a")
     second.barrier("together")
 
 
-def test_rank_that_accepts_late_compares_with_the_exchange_that_it_was_invited_to():
+def test_ranks_that_a_late_leader_invites_compare_with_the_exchange_that_they_began():
     run(3, _leader_is_late)
 
 
