@@ -122,6 +122,8 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor, object]:
         """Rows ``[R, D]`` grouped by local expert, the rows of each with padding ``[e]``, and combine's metadata."""
         if self._own is not None:
+            if not torch.compiler.is_compiling():  # it would compile again whenever a count has changed
+                hooks.left("torchtitan")
             found: tuple[torch.Tensor, torch.Tensor, object] = self._own.dispatch(
                 x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
             )

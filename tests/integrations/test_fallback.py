@@ -91,8 +91,8 @@ def _experts_of_torchtitan(rank: int) -> dict[str, Any]:
 def test_experts_of_torchtitan_are_as_with_its_all_to_all() -> None:
     pytest.importorskip("torchtitan.distributed.utils")
     outcomes = run_ranks(SIZE, _on_unequal_nodes, _experts_of_torchtitan, timeout_s=200)
-    for rank, (found, said, _) in enumerate(values(outcomes)):
-        assert set(found["difference"].values()) == {0.0}
+    for rank, (found, said, counts) in enumerate(values(outcomes)):
+        assert set(found["difference"].values()) == {0.0} and counts["torchtitan"] == (0, 1)
         _check_said(rank, said, "torchtitan")
 
 
