@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +187,15 @@ def _stopped_store(pipe: Any) -> None:
     pipe.recv()
 
 
+def _wait_until_stopped(pid: int) -> None:
+    """Waits until no thread of a process runs. os.kill() returns before that."""
+    deadline = time.monotonic() + 10.0
+    tasks = Path(f"/proc/{pid}/task")
+    while {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()} != {"T"}:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def _store_stops(rank: int, size: int, port: int, pid: int) -> float:
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -195,6 +205,8 @@ def _store_stops(rank: int, size: int, port: int, pid: int) -> float:
     dist.barrier()  # over the group's own connections: no rank still reads what the store holds
     if rank == 0:
         os.kill(pid, signal.SIGSTOP)
+        _wait_until_stopped(pid)
+    dist.barrier()
     start = time.monotonic()
     with pytest.raises(PeerTimeout, match="store of the process group does not answer at step 'after'"):
         exchange.barrier("after")
