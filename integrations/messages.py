@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.collectives.send_receive import SendReceive
-from ep_plugin.transport.exchange import is_alive
+from ep_plugin.transport.groups import is_alive
 
 _objects: dict[tuple[dist.ProcessGroup, torch.device], SendReceive] = {}
 _lock = threading.Lock()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.errors import NotSupported
-from ep_plugin.transport.exchange import is_alive, timeout_of
+from ep_plugin.transport.groups import is_alive, timeout_of
 
 # By device, the gathered bytes from which PyTorch's own collective gathers into memory that peers have not mapped. On
 # GPUs such a gather costs ours one more copy, by SMs that the model wants: on 4 H200s NCCL is faster from this size on

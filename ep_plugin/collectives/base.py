@@ -18,7 +18,7 @@ from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerTimeout
 from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import resolve_device
-from ep_plugin.transport.exchange import Group, checked_group
+from ep_plugin.transport.groups import Group, checked_group
 
 PATHS = ("auto", "copy_engine", "sm")
 _MOST_BYTES = 1 << 47  # a process can address no more

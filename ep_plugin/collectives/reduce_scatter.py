@@ -23,7 +23,7 @@ from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.collectives.shards import as_bytes, cut, listed
 from ep_plugin.dtypes import ELEMENTS
 from ep_plugin.runtime.failures import STATUS_BYTES
-from ep_plugin.transport.exchange import Group
+from ep_plugin.transport.groups import Group
 
 _REDUCE = dist.ReduceOp
 

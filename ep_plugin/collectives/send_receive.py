@@ -22,7 +22,7 @@ from ep_plugin.collectives.shards import as_bytes
 from ep_plugin.errors import CommunicatorClosed, PeerTimeout
 from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import resolve_device
-from ep_plugin.transport.exchange import Group, checked_group
+from ep_plugin.transport.groups import Group, checked_group
 
 
 @dataclass(frozen=True, eq=False)

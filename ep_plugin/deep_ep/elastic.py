@@ -31,7 +31,7 @@ from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.registry import communicator
-from ep_plugin.transport.exchange import Group
+from ep_plugin.transport.groups import Group
 
 _SIZE_ALIGNMENT = 2 << 20
 

@@ -25,7 +25,8 @@ from ep_plugin.moe.in_flight import Operation, untraced
 from ep_plugin.moe.layout import DispatchResult
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine, slots_of
 from ep_plugin.runtime.streams import resolve_device
-from ep_plugin.transport.exchange import Exchange, timeout_of
+from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.groups import timeout_of
 
 Hook: TypeAlias = Callable[[], None]
 

@@ -13,7 +13,8 @@ from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.errors import CommunicatorClosed
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.registry import communicator
-from ep_plugin.transport.exchange import Exchange, Group, checked_group
+from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.groups import Group, checked_group
 from ep_plugin.transport.topology import NodeMap, discover
 
 # A limit of the communicators, not a size: memory is allocated for the rows that are sent.

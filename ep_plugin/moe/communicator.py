@@ -34,7 +34,7 @@ from ep_plugin.moe.low_latency.in_flight import LowLatencyInFlight
 from ep_plugin.moe.registry import register, shared_communicator
 from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import resolve_device
-from ep_plugin.transport.exchange import Group, checked_group
+from ep_plugin.transport.groups import Group, checked_group
 
 _NUM_RESULTS = len(DispatchResult._fields)
 

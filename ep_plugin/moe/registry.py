@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ep_plugin.errors import CommunicatorClosed
-from ep_plugin.transport.exchange import Group, checked_group, is_alive
+from ep_plugin.transport.groups import Group, checked_group, is_alive
 
 # A communicator is Any here, since MoECommunicator's own module imports this one.
 _counts: dict[int, Iterator[int]] = {}  # of the communicators whose numbers have one hash

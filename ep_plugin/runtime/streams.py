@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.transport.rails import serves_gpus
+from ep_plugin.transport.groups import serves_gpus
 
 _SAME_DEVICE = contextlib.nullcontext()
 

@@ -17,20 +17,16 @@ import secrets
 import threading
 import time
 from queue import Empty
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ep_plugin.config import MAX_TIMEOUT_S
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerTimeout, error_of_peer, reason_of
+from ep_plugin.transport.groups import Group, checked_group, name_of, timeout_of
 from ep_plugin.transport.threads import call_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
 T = TypeVar("T")
-Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 Posts = dict[int, dict[str, Any]]  # by index in an exchange's ranks
 
 # The store is polled: its own wait() keeps other threads from the store and logs each timeout.
@@ -78,7 +74,7 @@ class Exchange:
         self.size: int = len(self.ranks)
         self.timeout_s: float = timeout_of(group) if timeout_s is None else timeout_s
         self.watch: Callable[[], None] | None = None
-        self._group_name = group.group_name
+        self._group_name = name_of(group)
         with _instances_lock:
             self._number = _instances[self._group_name] = _instances.get(self._group_name, 0) + 1
         self._store = c10d._get_process_group_store(group)
@@ -383,49 +379,3 @@ class Exchange:
             None,
             step,
         )
-
-
-def checked_group(group: Group) -> dist.ProcessGroup:
-    """The process group of `group`, a mesh of one dimension, or None for the default group.
-
-    Raises:
-        ValueError: there is no such group, or this rank does not belong to it.
-    """
-    from torch.distributed import distributed_c10d as c10d
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if not c10d.is_initialized():
-        raise ValueError("group: expected an initialised torch.distributed process group, got none")
-    group = c10d.GroupMember.WORLD if group is None else group
-    if isinstance(group, DeviceMesh) and group.get_coordinate() is not None:
-        if group.ndim != 1:
-            raise ValueError(f"group: expected a mesh of one dimension, such as mesh['ep'], got {group!r}")
-        group = group.get_group()
-    if not isinstance(group, c10d.ProcessGroup):  # new_group() returns a plain marker to ranks that it leaves out
-        raise ValueError(f"group: expected a process group that this rank belongs to, got {group!r}")
-    if not is_alive(group):
-        raise ValueError(f"group: expected a process group that has not been destroyed, got {group.group_name}")
-    return group
-
-
-def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether the process group has not been destroyed."""
-    from torch.distributed import get_process_group_ranks
-
-    try:
-        return bool(get_process_group_ranks(group))
-    except KeyError:
-        return False
-
-
-def timeout_of(group: dist.ProcessGroup) -> float:
-    """The group's timeout in seconds: the shortest of its backends', torch's default if none has one."""
-    from torch.distributed import distributed_c10d as c10d
-
-    timeouts = []
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        if timeout is not None:
-            timeouts.append(timeout.total_seconds())
-    return min(*timeouts, MAX_TIMEOUT_S) if timeouts else c10d.default_pg_timeout.total_seconds()

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ep_plugin import env
+from ep_plugin.transport.groups import backend_of
 from ep_plugin.transport.progress import Progress
 from ep_plugin.transport.threads import call_in_thread
 
@@ -210,7 +211,7 @@ def make(
     has. store: for this communicator alone. RuntimeError when the ranks cannot be connected.
     """
     device = key[1]
-    rail = _connected(device, group._get_backend(device), len(ranks), node, ident, store, timeout_s)
+    rail = _connected(device, backend_of(group, device), len(ranks), node, ident, store, timeout_s)
     if rail is None:
         return GroupRail(group, ranks, together=device.type == "cuda")
     with _lock:

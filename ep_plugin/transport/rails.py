@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ep_plugin.errors import NotSupported, PeerTimeout
 from ep_plugin.transport import rail
 from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.groups import backends_of, serves_gpus
 from ep_plugin.transport.rail import GroupRail, Leg, Rail
 from ep_plugin.transport.topology import NodeMap
 
@@ -233,8 +234,7 @@ class Rails:
     @property
     def _key(self) -> rail.Key:
         job = dist.get_process_group_ranks(self._group)
-        backend = self._group._get_backend(self._device).name()
-        return tuple(job[rank] for rank in self._ranks), self._device, backend
+        return tuple(job[rank] for rank in self._ranks), self._device, backends_of(self._group)[self._device.type]
 
     def _tag(self, nbytes: int) -> int:
         """Messages meet only those of the same communicator and size: gloo ends a process that gets a longer message
@@ -263,15 +263,3 @@ class Rails:
             others[0] if len(others) == 1 else None,
             "rail",
         )
-
-
-def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """The group's backends by type of device."""
-    return dict(entry.split(":", 1) for entry in str(dist.get_backend_config(group)).split(","))
-
-
-def serves_gpus(group: dist.ProcessGroup | None) -> bool:
-    """Whether the group has a backend for GPU memory, and this process a GPU."""
-    backends = backends_of(group)
-    # gloo and MPI call themselves a backend for CUDA tensors too.
-    return backends.get("cuda") not in (None, "gloo", "mpi") and torch.cuda.is_available()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.integrations import fsdp2_cases as cases
 from tests.ranks import run_ranks, values
@@ -79,3 +83,35 @@ def test_the_one_parameter_group_of_older_versions() -> None:
     for present, expected in ((group, [group]), (None, [])):
         state = SimpleNamespace(_fsdp_param_group=present)
         assert list(hooks._groups_of_module(SimpleNamespace(_get_fsdp_state=lambda state=state: state))) == expected
+
+
+def test_threads_as_ranks_are_refused_by_name() -> None:
+    (messages,) = values(run_ranks(1, _threads))
+    message = "group: expected ranks that are processes, got threads of one process (backend 'threaded')"
+    assert messages == [message] * 2
+
+
+def _threads(rank: int) -> list[str]:
+    """FSDP2 on two ranks of the backend that PyTorch's own tests use."""
+    from torch.testing._internal.distributed import multi_threaded_pg
+
+    from ep_plugin.errors import NotSupported
+    from ep_plugin.integrations import fsdp2
+
+    def train(rank: int) -> str:
+        dist.init_process_group("threaded", store=store, rank=rank, world_size=2)
+        model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+        fsdp2.enable(model)
+        with pytest.raises(NotSupported) as caught:
+            model(torch.ones(1, 4))
+        return str(caught.value)
+
+    store = dist.HashStore()
+    multi_threaded_pg._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(train, range(2)))
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        multi_threaded_pg._uninstall_threaded_pg()
