@@ -1,5 +1,4 @@
-"""The SendReceive objects of the integrations: one for each process group and device, shared by all that
-send over it."""
+"""The SendReceive objects of the integrations: one for each integration, process group and device."""
 
 from __future__ import annotations
 
@@ -9,34 +8,48 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.collectives.send_receive import SendReceive
+from ep_plugin.errors import NotSupported
+from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.transport.groups import is_alive
 
-_objects: dict[tuple[dist.ProcessGroup, torch.device], SendReceive] = {}
+_Key = tuple[str, dist.ProcessGroup, torch.device]
+_objects: dict[_Key, SendReceive | None] = {}  # None: the framework serves this group
 _lock = threading.Lock()
 
 
-def messages_of(group: dist.ProcessGroup | None, device: torch.device) -> SendReceive:
-    """The object for tensors of `group` on `device`; None: the default group. Collective at its first use."""
+def messages_of(name: str, group: dist.ProcessGroup | None, tensor: torch.Tensor) -> SendReceive | None:
+    """The object through which the integration `name` sends `tensor` over `group`, or None: it is left to the
+    framework. Collective over the group, or the default group, at its first use with the device of the tensor.
+
+    Messages between GPUs are left, since the frameworks' own are as fast or faster, and groups that ep_plugin does not
+    serve where the framework takes its place (fallback.py).
+    """
+    if tensor.device.type != "cpu":
+        return None
     group = group or dist.group.WORLD
     assert group is not None
+    key = name, group, tensor.device
     with _lock:
-        found = _objects.get((group, device))
-        if found is None:
-            for gone in [key for key in _objects if not is_alive(key[0])]:
-                _objects.pop(gone).close()
-            found = _objects[group, device] = SendReceive(group, device=device)
-        return found
+        if key not in _objects:
+            for gone in [key for key in _objects if not is_alive(key[1])]:
+                _close(gone)
+            try:
+                _objects[key] = SendReceive(group, device=tensor.device)
+            except NotSupported as error:
+                if not falls_back(name, error):
+                    raise
+                _objects[key] = None
+        return _objects[key]
 
 
-def serves(tensor: torch.Tensor) -> bool:
-    """Whether the integrations send this tensor. Between GPUs, the frameworks' own messages are as fast or faster."""
-    return tensor.device.type == "cpu"
-
-
-def close_all() -> None:
-    """Closes every object. Their groups get new ones at the next use."""
+def close_all(name: str) -> None:
+    """Closes the objects of the integration `name`. Their groups get new ones at the next use."""
     with _lock:
-        objects = list(_objects.values())
-        _objects.clear()
-    for one in objects:
-        one.close()
+        for key in [key for key in _objects if key[0] == name]:
+            _close(key)
+
+
+def _close(key: _Key) -> None:
+    found = _objects.pop(key)
+    if found is not None:
+        found.close()

@@ -7,7 +7,7 @@
 ``EP_PLUGIN=pipelining`` in the environment does the same in an unmodified script. Every schedule of PyTorch sends
 through one function, which this module replaces. Losses and gradients are PyTorch's own, bit for bit.
 
-Left to PyTorch: messages of GPUs, and messages with a tag.
+Left to PyTorch: messages of GPUs, messages with a tag, and with EP_PLUGIN_FALLBACK groups that are not served.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
-from ep_plugin.collectives.send_receive import Receive, Send
+from ep_plugin.collectives.send_receive import Receive, Send, SendReceive
 from ep_plugin.integrations import hooks
-from ep_plugin.integrations.messages import close_all, messages_of, serves
+from ep_plugin.integrations.messages import close_all, messages_of
 
 __all__ = ["disable", "enable"]
 
@@ -35,21 +35,23 @@ def enable() -> None:
 def disable() -> None:
     """Restores PyTorch's own function, and closes what ours has made. No message may be under way."""
     hooks.restore("pipelining")
-    close_all()
+    close_all("pipelining")
 
 
 def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
     """The messages of one step of a schedule: to ranks of one pipeline's group, in the order of the operations."""
-    ours = [op for op in p2p_ops if serves(op.tensor) and op.tag == 0]
-    hooks.served("pipelining", len(ours))
-    hooks.left("pipelining", len(p2p_ops) - len(ours))
-    works: list[dist.Work] = []
-    if len(ours) < len(p2p_ops):
-        works += _stock([op for op in p2p_ops if op not in ours], desc)
-    for group, device in {(op.group, op.tensor.device): None for op in ours}:
-        ops = [_message(op) for op in ours if op.group is group and op.tensor.device == device]
-        works.append(messages_of(group, device).batch(ops))
-    return works
+    theirs: list[dist.P2POp] = []
+    ours: dict[SendReceive, list[Send | Receive]] = {}
+    for op in p2p_ops:
+        through = None if op.tag else messages_of("pipelining", op.group, op.tensor)
+        if through is None:
+            theirs.append(op)
+        else:
+            ours.setdefault(through, []).append(_message(op))
+    hooks.left("pipelining", len(theirs))
+    hooks.served("pipelining", len(p2p_ops) - len(theirs))
+    works: list[dist.Work] = _stock(theirs, desc) if theirs else []
+    return works + [through.batch(messages) for through, messages in ours.items()]
 
 
 def _message(op: dist.P2POp) -> Send | Receive:

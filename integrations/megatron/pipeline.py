@@ -4,7 +4,7 @@ Every schedule of Megatron sends through two functions of `p2p_communication`, w
 all messages as a batch, and one that starts them one by one. Activations use channel 0 and gradients channel 1, so that
 with two stages, where both neighbours are one rank, they do not meet.
 
-Left to Megatron: messages of GPUs.
+Left to Megatron: messages of GPUs, and with EP_PLUGIN_FALLBACK groups that are not served.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import p2p_communication
 
-from ep_plugin.collectives.send_receive import Receive, Send
+from ep_plugin.collectives.send_receive import Receive, Send, SendReceive
 from ep_plugin.integrations import hooks
-from ep_plugin.integrations.messages import close_all, messages_of, serves
+from ep_plugin.integrations.messages import close_all, messages_of
 
 _PARAMETERS = (
     "tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next, group, prev_pipeline_rank, "
@@ -37,31 +37,28 @@ def enable() -> None:
 def disable() -> None:
     """Restores Megatron's own functions, and closes what ours have made. No message may be under way."""
     hooks.restore("megatron", p2p_communication)
-    close_all()
+    close_all("megatron")
 
 
 def _batched_p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> list[dist.Work]:
     """One work for all messages."""
-    if _is_left(given):
+    through = _messages_of(group, given)
+    if through is None:
         found: list[dist.Work] = _stock["_batched_p2p_ops"](group=group, **given)
         return found
-    messages = list(_messages(group, given).values())
-    return [messages_of(group, messages[0].tensor.device).batch(messages)] if messages else []
+    return [through.batch(list(_messages(group, given).values()))]
 
 
 def _p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> dict[str, dist.Work]:
     """A work for each message, by Megatron's name for it."""
-    if _is_left(given):
+    through = _messages_of(group, given)
+    if through is None:
         found: dict[str, dist.Work] = _stock["_p2p_ops"](group=group, **given)
         return found
-    return {
-        name: messages_of(group, message.tensor.device).batch([message])
-        for name, message in _messages(group, given).items()
-    }
+    return {name: through.batch([message]) for name, message in _messages(group, given).items()}
 
 
 def _messages(group: dist.ProcessGroup, given: dict[str, Any]) -> dict[str, Send | Receive]:
-    hooks.served("megatron", sum(given[name] is not None for name in _TENSORS))
     before, after = (dist.get_group_rank(group, given[f"{side}_pipeline_rank"]) for side in ("prev", "next"))
     found: dict[str, Send | Receive] = {}
     if (tensor := given["tensor_send_next"]) is not None:
@@ -75,10 +72,9 @@ def _messages(group: dist.ProcessGroup, given: dict[str, Any]) -> dict[str, Send
     return found
 
 
-def _is_left(given: dict[str, Any]) -> bool:
-    """Whether Megatron's own functions send these: all ranks of a pipeline have the same type of device."""
+def _messages_of(group: dist.ProcessGroup, given: dict[str, Any]) -> SendReceive | None:
+    """What sends these tensors, all on one type of device; None: Megatron's own functions, also if there are none."""
     tensors = [given[name] for name in _TENSORS if given[name] is not None]
-    is_left = not all(map(serves, tensors))
-    if is_left:
-        hooks.left("megatron", len(tensors))
-    return is_left
+    through = messages_of("megatron", group, tensors[0]) if tensors else None
+    (hooks.left if through is None else hooks.served)("megatron", len(tensors))
+    return through

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks, status
@@ -94,6 +95,24 @@ def test_experts_of_torchtitan_are_as_with_its_all_to_all() -> None:
     for rank, (found, said, counts) in enumerate(values(outcomes)):
         assert set(found["difference"].values()) == {0.0} and counts["torchtitan"] == (0, 1)
         _check_said(rank, said, "torchtitan")
+
+
+def _pipeline(rank: int) -> dict[str, Any]:
+    from ep_plugin.integrations import pipelining
+    from tests.integrations import test_pipelining
+
+    theirs = test_pipelining._train("Schedule1F1B", rank, SIZE)
+    pipelining.enable()
+    ours = test_pipelining._train("Schedule1F1B", rank, SIZE)
+    pipelining.disable()
+    pairs = zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True)
+    return {"equal": [torch.equal(one, other) for one, other in pairs]}
+
+
+def test_a_pipeline_is_as_with_messages_of_pytorch() -> None:
+    for rank, (found, said, counts) in enumerate(values(run_ranks(SIZE, _on_unequal_nodes, _pipeline))):
+        assert all(found["equal"]) and counts["pipelining"][0] == 0 < counts["pipelining"][1]
+        _check_said(rank, said, "pipelining")
 
 
 def _refuses(rank: int, size: int) -> None:

@@ -161,7 +161,7 @@ def _loses_a_stage(rank: int) -> tuple[int | None, float]:
     pipeline.enable()
     chunks = _prepare(2, 1, {})
     _step(chunks)
-    p2p = messages_of(parallel_state.get_pipeline_model_parallel_group(), torch.device("cpu"))
+    p2p = messages_of("megatron", parallel_state.get_pipeline_model_parallel_group(), torch.empty(0))
     set_deadline(p2p._engine, 1.5)
     dist.barrier()
     if rank == 1:

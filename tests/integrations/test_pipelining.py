@@ -115,7 +115,9 @@ def _loses_a_stage(rank: int) -> tuple[int | None, float]:
     pipelining.enable()
     schedule, _ = _schedule("Schedule1F1B", rank, 2)
     _step(schedule, [rank], 2, seed=0)
-    set_deadline(messages.messages_of(None, torch.device("cpu"))._engine, 1.5)
+    through = messages.messages_of("pipelining", None, torch.empty(0))
+    assert through is not None
+    set_deadline(through._engine, 1.5)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -156,15 +158,21 @@ def test_messages_of_several_groups_and_with_tags() -> None:
 def _makes_the_group_again(rank: int) -> None:
     from ep_plugin.integrations import messages
 
-    cpu = torch.device("cpu")
-    first = messages.messages_of(None, cpu)
+    tensor = torch.empty(0)
+    first = messages.messages_of("pipelining", None, tensor)
+    other = messages.messages_of("megatron", None, tensor)
+    assert first is not None and other is not None
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(messages, "is_alive", lambda group: group is not dist.group.WORLD)  # as if it had been destroyed
-        messages.messages_of(dist.new_group([0, 1]), cpu)
-    with pytest.raises(CommunicatorClosed):
-        first.check()
-    messages.close_all()
+        messages.messages_of("pipelining", dist.new_group([0, 1]), tensor)
+    for closed in (first, other):
+        with pytest.raises(CommunicatorClosed):
+            closed.check()
+    last = messages.messages_of("megatron", None, tensor)
+    messages.close_all("pipelining")
+    assert last is not None and last is messages.messages_of("megatron", None, tensor)
+    messages.close_all("megatron")
 
 
 def test_objects_of_destroyed_groups_are_closed() -> None:
