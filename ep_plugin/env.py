@@ -4,6 +4,7 @@ Variables of ep_plugin (all optional):
 
 =============================  ==================================================================================
 EP_PLUGIN                      names of integrations, separated by commas, to switch on when torch is imported
+EP_PLUGIN_CHILDREN             ``0``: programs that a rank of torchrun starts do not inherit ``EP_PLUGIN``
 EP_PLUGIN_TRANSPORT            ``auto`` (default), ``shm`` or ``nvlink``: where peer-mapped memory comes from
 EP_PLUGIN_RAIL                 ``auto`` (default) or ``c10d``: what carries rows between nodes. The same on all ranks
 EP_PLUGIN_FALLBACK             ``stock``: integrations leave what ep_plugin does not serve to the framework, and warn
@@ -43,7 +44,7 @@ _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _READ_HERE = (
     "TRANSPORT", "RAIL", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG", "EMULATION",
-    "LAUNCHED_BY", "COMMIT", "FALLBACK",
+    "LAUNCHED_BY", "COMMIT", "FALLBACK", "CHILDREN",
 )  # fmt: skip
 KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -67,6 +68,7 @@ class Settings(NamedTuple):
     launched_by: str | None = None
     commit: str | None = None
     fallback: str | None = None
+    children: bool = True
 
 
 class Launcher(NamedTuple):
@@ -82,6 +84,11 @@ def integrations() -> tuple[str, ...]:
     """The names in ``EP_PLUGIN``, in their order, each once. The caller refuses unknown names."""
     names = (name.strip() for name in os.environ.get(_PREFIX, "").split(","))
     return tuple(dict.fromkeys(name for name in names if name))
+
+
+def keep_from_children() -> None:
+    """Takes ``EP_PLUGIN`` out of the environment of programs that this process starts from now on."""
+    os.environ.pop(_PREFIX, None)
 
 
 def settings() -> Settings:
@@ -106,6 +113,7 @@ def _parsed(values: tuple[str | None, ...]) -> Settings:
         launched_by=_value("EP_PLUGIN_LAUNCHED_BY"),
         commit=_value("EP_PLUGIN_COMMIT"),
         fallback=_choice("EP_PLUGIN_FALLBACK", FALLBACKS),
+        children=_boolean("EP_PLUGIN_CHILDREN", default=True),
     )
 
 
@@ -208,10 +216,10 @@ def _choice(name: str, choices: tuple[str, ...]) -> str | None:
     raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
 
 
-def _boolean(name: str) -> bool:
+def _boolean(name: str, *, default: bool = False) -> bool:
     value = _value(name)
     if value is None:
-        return False
+        return default
     if value.lower() not in _BOOLEANS:
         raise ValueError(f"{name}: expected one of {', '.join(_BOOLEANS)}, got {value!r}")
     return _BOOLEANS[value.lower()]

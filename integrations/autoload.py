@@ -22,6 +22,8 @@ def start() -> None:
 
         try:
             hooks.enable(names)
+            if not env.settings().children and env.launcher().rank is not None:  # a launcher's children are the ranks
+                env.keep_from_children()
         except (ValueError, EpPluginError) as error:
             raise SwitchError(error) from None
         hooks.warn_at_exit(names)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import inspect
 import multiprocessing
@@ -28,6 +26,7 @@ from ep_plugin.counts import left as left
 from ep_plugin.counts import served as served
 from ep_plugin.errors import EpPluginError, NotSupported
 from ep_plugin.integrations.fallback import falls_back
+from ep_plugin.integrations.finder import Finder
 
 
 class Integration(NamedTuple):
@@ -177,7 +176,7 @@ def enable(names: Sequence[str]) -> None:
         sys.meta_path.insert(0, _finder)
     for name in names:
         module, package, *_ = INTEGRATIONS[name]
-        if name in _finder.second_names:
+        if name in _finder.homes:
             continue
         if module not in sys.modules:
             record(name, "waiting", f"{module} has not been imported")
@@ -212,10 +211,7 @@ def _forget(name: str) -> None:
     """Wait for the integration's modules no more, and let its name mean an installed package again."""
     for callbacks in _finder.callbacks.values():
         callbacks[:] = [callback for callback in callbacks if getattr(callback, "args", None) != (name,)]
-    if name in _finder.second_names:
-        _finder.second_names.remove(name)
-        for module in [module for module in sys.modules if module.partition(".")[0] == name]:
-            del sys.modules[module]
+    _finder.forget(name)
 
 
 def warn_at_exit(names: Sequence[str]) -> None:
@@ -290,7 +286,7 @@ def _serve_in_place_of(name: str) -> None:
     found = sys.modules.get(name)
     if found is not None and found is not sys.modules.get(home_of(name)):
         raise _too_late(name, f"got {name} from {getattr(found, '__file__', None)} in sys.modules")
-    _finder.second_names.add(name)
+    _finder.homes[name] = home_of(name)
 
 
 def _after_import(module: str, callback: Callable[[], None]) -> None:
@@ -339,58 +335,4 @@ def _enable(name: str) -> None:
         raise EpPluginError(f"EP_PLUGIN: {name}: {type(error).__name__}: {error}") from error
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds our modules under other names, and calls back after modules that other finders find."""
-
-    def __init__(self) -> None:
-        self.second_names: set[str] = set()
-        self.callbacks: dict[str, list[Callable[[], None]]] = {}
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        top = fullname.partition(".")[0]
-        if top in self.second_names:
-            home = home_of(top) + fullname[len(top) :]
-            there = importlib.util.find_spec(home)
-            return there and importlib.machinery.ModuleSpec(fullname, _SecondName(home), is_package=path is None)
-        if fullname not in self.callbacks:
-            return None
-        for finder in sys.meta_path:
-            find = None if finder is self else getattr(finder, "find_spec", None)  # Python skips those without it too
-            spec = find and find(fullname, path, target)
-            if spec is not None:
-                _call_after(spec.loader, fullname, self.callbacks[fullname])
-                return spec
-        return None
-
-
-def _call_after(loader: Any, name: str, callbacks: list[Callable[[], None]]) -> None:
-    """Let `loader` call back whenever it has executed the module `name`."""
-    execute = getattr(loader, "exec_module", None)
-    if execute is None:  # a package without code of its own
-        return
-
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        if module.__name__ == name:  # loaders of archives serve several modules
-            for callback in callbacks:
-                callback()
-
-    loader.exec_module = exec_module
-
-
-class _SecondName(importlib.abc.Loader):
-    """Puts a module of ours into sys.modules under a second name."""
-
-    def __init__(self, home: str) -> None:
-        self._home = home
-
-    def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        sys.modules[name] = importlib.import_module(self._home)
-        if name in INTEGRATIONS:
-            record(name, "ready", f"import {name} gives {self._home}")
-
-
-_finder = _Finder()
+_finder = Finder(lambda name, detail: record(name, "ready", detail))

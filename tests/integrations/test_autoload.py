@@ -15,6 +15,7 @@ import pytest
 from ep_plugin import counts, env
 from ep_plugin.errors import EpPluginError, NotSupported
 from ep_plugin.integrations import hooks
+from ep_plugin.integrations.finder import Finder
 
 MOST_MS = 4.0
 ENTRY_POINT = (
@@ -67,6 +68,30 @@ def test_a_late_import_of_torch_ends_with_our_sentence_too() -> None:
     assert last.endswith("got deep_ep from None in sys.modules; put `import torch` first")
 
 
+CHILD = """
+import subprocess, sys, torch, ep_plugin.integrations as integrations
+state = {row.name: row.state for row in integrations.status()}['fsdp2']
+if len(sys.argv) > 1:
+    sys.exit(f"child {state}")
+print(state, flush=True)
+subprocess.run([sys.executable, "-c", sys.orig_argv[2], "child"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "child"),
+    [
+        ({"RANK": "0"}, "waiting"),
+        ({"RANK": "0", "EP_PLUGIN_CHILDREN": "0"}, "off"),
+        ({"EP_PLUGIN_CHILDREN": "0"}, "waiting"),
+    ],
+    ids=["a rank", "a rank that keeps it", "a launcher"],
+)
+def test_a_rank_can_keep_the_switch_from_its_children(variables: dict[str, str], child: str) -> None:
+    done = run(CHILD, EP_PLUGIN="fsdp2", **variables)
+    assert (done.stdout.strip(), done.stderr.strip().splitlines()[-1]) == ("waiting", f"child {child}")
+
+
 def test_transformers_is_switched_on_when_the_script_gets_there_and_not_before() -> None:
     code = """
 import json, sys
@@ -111,7 +136,7 @@ def test_names_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch, value: s
 def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on sys.path for made-up frameworks; "toy" waits for toyframe.layer and calls toyhook.enable()."""
     monkeypatch.syspath_prepend(tmp_path)
-    finder = hooks._Finder()
+    finder = Finder(hooks._finder._say)
     monkeypatch.setattr(hooks, "_finder", finder)
     monkeypatch.setattr(hooks, "_rows", {})
     monkeypatch.setattr(hooks, "_replaced", {})
@@ -132,6 +157,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(folder: Path, name: str, text: str) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text + "\n")
     importlib.invalidate_caches()
 
@@ -274,6 +300,76 @@ def test_an_alias_is_the_module_itself(framework: Path, monkeypatch: pytest.Monk
     with pytest.raises(ModuleNotFoundError, match="toyname"):
         importlib.import_module("toyname")
     assert sys.modules["toyhome.utils"] is home
+
+
+INSTALLED = {
+    "__init__.py": "from .buffer import HybridEPBuffer\nfrom .here import Buffer\n__version__ = '9'",
+    "here.py": "class Buffer: ...",
+    "utils.py": "",
+    "buffer.py": "class HybridEPBuffer:\n    import deep_ep.utils as utils",
+    "hybrid/__init__.py": "",
+    "hybrid/deep.py": "from ..buffer import HybridEPBuffer",
+}
+USES = """
+import json, torch, deep_ep, ep_plugin.deep_ep, ep_plugin.integrations as integrations
+from deep_ep import Buffer, HybridEPBuffer
+import deep_ep.hybrid.deep as deep
+row = integrations.status()[-1]
+print(json.dumps([
+    deep_ep is ep_plugin.deep_ep, Buffer.__module__, HybridEPBuffer.__module__, deep.HybridEPBuffer is HybridEPBuffer,
+    HybridEPBuffer.utils is deep_ep.utils, deep_ep.__version__ != '9', hasattr(deep_ep, 'nothing'), row.detail,
+]))
+integrations.disable('deep_ep')
+assert not hasattr(ep_plugin.deep_ep, 'HybridEPBuffer')
+import deep_ep
+assert deep_ep.__version__ == '9'
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    for name, code in INSTALLED.items():
+        write(tmp_path, f"deep_ep/{name}", code)
+    return tmp_path
+
+
+def test_what_our_deep_ep_does_not_have_is_that_of_an_installed_one(installed: Path) -> None:
+    found = json.loads(run(USES, EP_PLUGIN="deep_ep", PYTHONPATH=str(installed)).stdout)
+    assert found == [
+        True, "ep_plugin.deep_ep.buffer", "deep_ep_installed.buffer", True, True, True, False,
+        "import deep_ep gives ep_plugin.deep_ep, and HybridEPBuffer of the deep_ep that is installed",
+    ]  # fmt: skip
+
+
+MISSES = """
+import torch, deep_ep
+try:
+    from deep_ep import HybridEPBuffer
+except ImportError as error:
+    print(error)
+try:
+    import deep_ep.hybrid
+except ImportError as error:
+    print(error)
+deep_ep.HybridEPBuffer
+"""
+
+
+def test_without_an_installed_deep_ep_the_name_is_missing() -> None:
+    done = run(MISSES, fails=True, EP_PLUGIN="deep_ep")
+    assert "cannot import name 'HybridEPBuffer' from 'ep_plugin.deep_ep'" in done.stdout
+    assert "No module named 'deep_ep.hybrid'" in done.stdout
+    said = "AttributeError: ep_plugin.deep_ep has no 'HybridEPBuffer', and no deep_ep is installed that has it"
+    assert done.stderr.splitlines()[-1] == said
+
+
+def test_an_installed_deep_ep_that_fails_is_named(installed: Path) -> None:
+    write(installed, "deep_ep/__init__.py", "import no_such_library")
+    code = "import torch, deep_ep; print(deep_ep.Buffer); deep_ep.HybridEPBuffer"
+    done = run(code, fails=True, EP_PLUGIN="deep_ep", PYTHONPATH=str(installed))
+    assert "ep_plugin.deep_ep.buffer" in done.stdout
+    said = "is installed cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"
+    assert done.stderr.splitlines()[-1].endswith(said)
 
 
 def test_another_package_of_an_aliased_name_is_refused(framework: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,7 @@ def test_settings_read_every_variable_afresh(monkeypatch):
         ("EP_PLUGIN_TEST_GATE", "later"),
         ("EP_PLUGIN_LOG", "debug"),
         ("EP_PLUGIN_FALLBACK", "nccl"),
+        ("EP_PLUGIN_CHILDREN", "none"),
     ],
 )
 def test_bad_settings_name_variable_expected_and_actual(monkeypatch, name, value):
