@@ -29,7 +29,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
     def __init__(self, say: Callable[[str, str], None]) -> None:
         self._say = say
-        self.callbacks: dict[str, list[Callable[[], None]]] = {}
+        self.callbacks: dict[str, list[Callable[[], object]]] = {}
         self.homes: dict[str, str] = {}
 
     def find_spec(
@@ -127,7 +127,7 @@ def _exists(module: str) -> bool:
         return False
 
 
-def _call_after(loader: Any, name: str, callbacks: list[Callable[[], None]]) -> None:
+def _call_after(loader: Any, name: str, callbacks: list[Callable[[], object]]) -> None:
     """Lets `loader` call back whenever it has executed the module `name`."""
     execute = getattr(loader, "exec_module", None)
     if execute is None:  # a package without code of its own

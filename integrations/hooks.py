@@ -129,7 +129,7 @@ def replace(name: str, owner: Any, attribute: str, ours: Any, said: str = "") ->
 
 def restore(name: str, *owners: Any) -> None:
     """Put back what `replace` has replaced, in `owners` or everywhere, unless somebody else has replaced it since."""
-    kept = []
+    kept: list[tuple[Any, str, Any, Any, str]] = []
     for entry in reversed(_replaced.pop(name, [])):
         owner, attribute, ours, theirs, _ = entry
         if owners and not any(owner is one for one in owners):
@@ -289,7 +289,7 @@ def _serve_in_place_of(name: str) -> None:
     _finder.homes[name] = home_of(name)
 
 
-def _after_import(module: str, callback: Callable[[], None]) -> None:
+def _after_import(module: str, callback: Callable[[], object]) -> None:
     """Call back after `module` is executed; at once if it has been."""
     _finder.callbacks.setdefault(module, []).append(callback)
     if _is_being_imported(module):

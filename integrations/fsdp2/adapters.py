@@ -63,7 +63,7 @@ class Adapter(PairUser):
         raise NotImplementedError
 
     def _allocate(
-        self, group: dist.ProcessGroup, size: Sequence[int], dtype: torch.dtype, device: torch.device
+        self, group: dist.ProcessGroup, size: Sequence[int | torch.SymInt], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Memory that peers map if another adapter of this kind in the model asks for about as much, else any other.
 
@@ -84,12 +84,12 @@ class Adapter(PairUser):
         return self.replaced.allocate(size, dtype=dtype, device=device)
 
 
-class PluginAllGather(Adapter, AllGather):
+class PluginAllGather(Adapter, AllGather):  # type: ignore[misc]
     """Gathers one parameter group's shards."""
 
     collective = "all_gather"
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns an uninitialised, one-dimensional tensor."""
         return self._allocate(self.parameter_group._all_gather_process_group, size, dtype, device)
 
@@ -97,13 +97,13 @@ class PluginAllGather(Adapter, AllGather):
         return pair.gathers_well(output)
 
 
-class PluginReduceScatter(Adapter, ReduceScatter):
+class PluginReduceScatter(Adapter, ReduceScatter):  # type: ignore[misc]
     """Reduces one parameter group's gradients."""
 
     collective = "reduce_scatter"
     _input_numel = 0  # of an input that was allocated, until its output is
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns an uninitialised, one-dimensional tensor. FSDP2 asks for an input and then for its output.
 
         On CPUs peers map the input. The output is ordinary memory: gradients are views of it, and live as long as they
@@ -120,5 +120,5 @@ class PluginReduceScatter(Adapter, ReduceScatter):
         return can_sum(output)
 
 
-def _numel(size: Sequence[int]) -> int:
+def _numel(size: Sequence[int | torch.SymInt]) -> int:
     return math.prod(int(extent) for extent in size)

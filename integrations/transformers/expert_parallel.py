@@ -13,7 +13,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +28,7 @@ from ep_plugin.integrations.communicators import communicator_or_none
 if TYPE_CHECKING:
     from ep_plugin.integrations.transformers.shared_experts import SharedAhead
 
+Experts: TypeAlias = Any  # a module of a class that transformers' decorator for experts has made
 # By the id of the experts module, which an exchange keeps alive.
 exchanges: weakref.WeakValueDictionary[int, EpPluginExpertParallel] = weakref.WeakValueDictionary()
 
@@ -94,7 +95,7 @@ class EpPluginExpertParallel(EPImplementation):
         return communicator_or_none(
             "transformers",
             self.ep_mesh.get_group(),
-            num_experts=self.num_local_experts * self.ep_mesh.size(),
+            num_experts=cast(int, self.num_local_experts) * self.ep_mesh.size(),
             hidden_size=x.size(1),
             topk=topk_ids.size(1),
             device=x.device,
@@ -128,6 +129,7 @@ class EpPluginExpertParallel(EPImplementation):
     def _run(self, out: DispatchOutput) -> torch.Tensor:
         """The experts' output for the dispatched rows, unweighted: ``[N, H]``."""
         rows, expert_ids, ends = out.tokens, out.row_expert_ids, out.expert_offsets[1:]
+        assert expert_ids is not None  # FLAT
         is_empty = rows.size(0) == 0
         if is_empty:
             # One row of zeros. If the experts were not called, the backward of FSDP's gather and of the dispatch would
@@ -162,7 +164,7 @@ class AutoEpPlugin(AutoEP):
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        self.all_to_all = EpPluginExpertParallel(experts, ep_mesh, tp_mesh)
+        self.all_to_all: Any = EpPluginExpertParallel(experts, ep_mesh, tp_mesh)
         for name in ("all_reduce", "megamoe"):
             if (stock := getattr(self, name)) is not None:
                 setattr(self, name, functools.partial(_leave, stock))
@@ -190,7 +192,7 @@ def _slice_over(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def _gather_over(rows: torch.Tensor, mesh: DeviceMesh, num_rows: int) -> torch.Tensor:
     """All `num_rows` rows from the slices of the ranks of `mesh`, which may be uneven or empty."""
-    shape = (num_rows, rows.size(1))
+    shape = torch.Size((num_rows, rows.size(1)))
     sliced = DTensor.from_local(rows.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1))
     return sliced.full_tensor()
 
@@ -206,12 +208,12 @@ def takes_sorted_rows(experts: torch.nn.Module) -> bool:
     return inspect.getclosurevars(function).nonlocals.get("experts_interface") is moe.ALL_EXPERTS_FUNCTIONS
 
 
-def is_grouped(experts: torch.nn.Module) -> bool:
+def is_grouped(experts: Experts) -> bool:
     """Whether the experts, as configured now, run as transformers' grouped products of plain matrices."""
     return is_plain(experts, moe.grouped_mm_experts_forward)
 
 
-def is_plain(experts: torch.nn.Module, *implementations: Callable[..., torch.Tensor]) -> bool:
+def is_plain(experts: Experts, *implementations: Callable[..., torch.Tensor]) -> bool:
     """Whether the experts, as configured now, run by one of these `implementations`, on plain matrices."""
     chosen = moe.ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation)
     up = experts.gate_up_proj if experts.has_gate else experts.up_proj
@@ -219,9 +221,7 @@ def is_plain(experts: torch.nn.Module, *implementations: Callable[..., torch.Ten
     return chosen in implementations and plain
 
 
-def sorted_experts(
-    experts: torch.nn.Module, rows: torch.Tensor, expert_ids: torch.Tensor, ends: torch.Tensor
-) -> torch.Tensor:
+def sorted_experts(experts: Experts, rows: torch.Tensor, expert_ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The experts' output for `rows`, unweighted: ``[N, H]`` of their dtype, differentiable in rows and parameters.
 
     rows: ``[N, H]``, grouped by local expert, with N > 0. expert_ids: int32 ``[N]``, the local expert of each row.
@@ -235,7 +235,7 @@ def sorted_experts(
     return _run_products(experts, rows, product)
 
 
-def block_experts(experts: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def block_experts(experts: Experts, tokens: torch.Tensor) -> torch.Tensor:
     """The experts' output for blocks of rows ``[E_l, B, H]``, unweighted, of their dtype and shape.
 
     Each row depends on itself alone, so rows that nobody has may hold anything. Nothing waits for the host.
@@ -254,7 +254,7 @@ def block_experts(experts: torch.nn.Module, tokens: torch.Tensor) -> torch.Tenso
 
 
 def _run_products(
-    experts: torch.nn.Module, rows: torch.Tensor, product: Callable[[str, torch.Tensor], torch.Tensor]
+    experts: Experts, rows: torch.Tensor, product: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """The experts' output for `rows`. product: from a parameter's name and rows to their products with it."""
     hidden = product("gate_up_proj" if experts.has_gate else "up_proj", rows)

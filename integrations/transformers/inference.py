@@ -52,7 +52,7 @@ def _leave_weights_whole() -> None:
     stock = getattr(mixin, name)
 
     @functools.wraps(stock)
-    def apply(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    def apply(model: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         if isinstance(model.config.distributed_config, InferenceConfig):
             return model
         return stock(model, *args, **kwargs)

@@ -105,7 +105,7 @@ def overlap_shared_experts(model: torch.nn.Module) -> int:
                 raise ahead._unfit("to give its shared experts its input alone, got ones that require more") from None
             block.register_forward_pre_hook(ahead.enter, with_kwargs=True)
             block.register_forward_hook(ahead.leave, always_call=True)
-            shared.forward = ahead.forward  # type: ignore[method-assign]
+            shared.forward = ahead.forward
             exchange.meanwhile = ahead
     if not found:
         raise ValueError(
