@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_plugin.deep_ep.utils import math, testing
+from ep_plugin.deep_ep.utils import check_nvlink_connections, envs, math, testing
 from ep_plugin.deep_ep.utils.envs import init_dist
 from ep_plugin.errors import NotSupported
+from ep_plugin.transport import topology
+from tests.ranks import run_ranks, values
 
 
 def test_calc_diff() -> None:
@@ -84,6 +86,30 @@ def test_hashes_and_bytes() -> None:
     assert math.hash_tensor(torch.tensor([True, True, False])) == 2
     assert math.hash_tensors(x, (x, None)) == 0 and math.hash_tensors(x) == math.hash_tensor(x)
     assert math.count_bytes(x, [x.half(), None]) == 90
+
+
+def test_buffers_where_deepep_2_has_them() -> None:
+    from ep_plugin import deep_ep
+    from ep_plugin.deep_ep.buffers import elastic, legacy
+
+    assert elastic.ElasticBuffer is deep_ep.ElasticBuffer and elastic.EPHandle is deep_ep.EPHandle
+    assert legacy.Buffer is deep_ep.Buffer
+
+
+def _checks_links(rank: int) -> None:
+    check_nvlink_connections(dist.group.WORLD)  # no GPUs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(envs, "resolve_device", lambda group, device: torch.device("cuda", rank))
+        patch.setattr(topology, "_gpu_identity", lambda device: (f"gpu {device.index}", ()))
+        check_nvlink_connections(dist.group.WORLD)
+        unreachable = ("gpu 1",) if rank == 0 else ()
+        patch.setattr(topology, "_gpu_identity", lambda device: (f"gpu {device.index}", unreachable))
+        with pytest.raises(NotSupported, match="rank 0 on cuda:0 .* cannot reach the memory of rank 1"):
+            check_nvlink_connections(dist.group.WORLD)
+
+
+def test_gpus_without_links_are_named() -> None:
+    values(run_ranks(2, _checks_links))
 
 
 def test_bench_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

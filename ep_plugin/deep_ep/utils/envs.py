@@ -1,4 +1,4 @@
-"""``deep_ep.utils.envs``: process groups of tests and benchmarks."""
+"""``deep_ep.utils.envs``: process groups of tests and benchmarks, and the check of the links between GPUs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import env
+from ep_plugin.runtime.streams import resolve_device
+from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.groups import Group, checked_group
+from ep_plugin.transport.topology import check_peer_access, discover
 
 
 def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int, int, dist.ProcessGroup]:
@@ -49,3 +53,17 @@ def init_seed(global_seed: int) -> None:
     seed = global_seed + dist.get_rank()
     torch.manual_seed(seed)
     random.seed(seed)
+
+
+def check_nvlink_connections(group: Group = None) -> None:
+    """Raises NotSupported on every rank, naming a pair, when GPUs of one node cannot reach each other. Collective.
+
+    Buffers make this check themselves. A group without a backend for GPUs passes.
+    """
+    group = checked_group(group)
+    exchange = Exchange(group)
+    try:
+        node_map, reports = discover(exchange, resolve_device(group, None))
+        check_peer_access(reports, node_map, range(group.size()))
+    finally:
+        exchange.close()
