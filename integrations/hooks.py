@@ -52,7 +52,8 @@ INTEGRATIONS = {
     "deep_ep": Integration("deep_ep"),
 }
 # Our modules that are not called ep_plugin.integrations.NAME.
-HOMES = {"deep_ep": "ep_plugin.deep_ep"}
+HOMES = {"deep_ep": "ep_plugin.deep_ep", "deep_ep_cpp": "ep_plugin.deep_ep.cpp"}
+ALONG = {"deep_ep": ("deep_ep_cpp",)}  # modules that are ours where the integration's is
 
 
 class Row(NamedTuple):
@@ -211,7 +212,8 @@ def _forget(name: str) -> None:
     """Wait for the integration's modules no more, and let its name mean an installed package again."""
     for callbacks in _finder.callbacks.values():
         callbacks[:] = [callback for callback in callbacks if getattr(callback, "args", None) != (name,)]
-    _finder.forget(name)
+    for module in (name, *ALONG.get(name, ())):
+        _finder.forget(module)
 
 
 def warn_at_exit(names: Sequence[str]) -> None:
@@ -283,10 +285,11 @@ def check_signatures(name: str, module: ModuleType, expected: Iterable[str], adv
 
 
 def _serve_in_place_of(name: str) -> None:
-    found = sys.modules.get(name)
-    if found is not None and found is not sys.modules.get(home_of(name)):
-        raise _too_late(name, f"got {name} from {getattr(found, '__file__', None)} in sys.modules")
-    _finder.homes[name] = home_of(name)
+    for module in (name, *ALONG.get(name, ())):
+        found = sys.modules.get(module)
+        if found is not None and found is not sys.modules.get(home_of(module)):
+            raise _too_late(module, f"got {module} from {getattr(found, '__file__', None)} in sys.modules")
+        _finder.homes[module] = home_of(module)
 
 
 def _after_import(module: str, callback: Callable[[], object]) -> None:
@@ -335,4 +338,4 @@ def _enable(name: str) -> None:
         raise EpPluginError(f"EP_PLUGIN: {name}: {type(error).__name__}: {error}") from error
 
 
-_finder = Finder(lambda name, detail: record(name, "ready", detail))
+_finder = Finder(lambda name, detail: record(name, "ready", detail) if name in INTEGRATIONS else None)
