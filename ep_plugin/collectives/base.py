@@ -18,7 +18,7 @@ from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerTimeout
 from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import resolve_device
-from ep_plugin.transport.groups import Group, checked_group
+from ep_plugin.transport.groups import Group, checked_group, name_of
 
 PATHS = ("auto", "copy_engine", "sm")
 _MOST_BYTES = 1 << 47  # a process can address no more
@@ -151,7 +151,7 @@ class Collective:
 
     def _check_group(self, group: dist.ProcessGroup | None) -> None:
         if group is not None and group is not self.group:
-            raise ValueError(f"group: expected {self.group.group_name}, which this object serves, got {group}")
+            raise ValueError(f"group: expected {name_of(self.group)}, which this object serves, got {group}")
 
     def _run(
         self,

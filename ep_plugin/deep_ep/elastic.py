@@ -1,4 +1,4 @@
-"""``ElasticBuffer``: dispatch and combine, with the interface of DeepEP 2.x's buffer, the part that training uses.
+"""``ElasticBuffer``: dispatch and combine, with the interface of DeepEP 2.x's buffer.
 
 Shapes: T tokens here, T_max tokens of any rank at most, H hidden size, K experts per token, E experts in all, E_l of
 them on this rank, R ranks, N rows received: one per token, or with do_expand one per (token, local expert).
@@ -24,6 +24,7 @@ from ep_plugin.deep_ep.elastic_handles import (
     check_cached,
     check_handle,
 )
+from ep_plugin.deep_ep.elastic_messages import ElasticMessages, check_at_least
 from ep_plugin.deep_ep.shared import MOST_HIDDEN, SharedCommunicators, least_bound, sms_of
 from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, comm_stream, ordered
 from ep_plugin.deep_ep.utils.math import align
@@ -36,7 +37,7 @@ from ep_plugin.transport.groups import Group
 _SIZE_ALIGNMENT = 2 << 20
 
 
-class ElasticBuffer(SharedCommunicators, metaclass=RefusesByName):
+class ElasticBuffer(ElasticMessages, SharedCommunicators, metaclass=RefusesByName):
     """Dispatch and combine for one group, with the names of DeepEP 2.x.
 
     Construction is collective. Buffers of one group share their communicators. Rows are always ordered by source rank,
@@ -80,7 +81,7 @@ class ElasticBuffer(SharedCommunicators, metaclass=RefusesByName):
             raise NotSupported(
                 f"ElasticBuffer(num_cpu_bytes=...): expected 0, got {num_cpu_bytes}; Engram is not served"
             )
-        _check_at_least(0, num_max_tokens_per_rank=num_max_tokens_per_rank)
+        check_at_least(0, num_max_tokens_per_rank=num_max_tokens_per_rank)
         self._join(group, explicitly_destroy)
         self.rank_idx, self.num_ranks = self.group.rank(), self.group.size()
         if num_bytes is None:
@@ -94,6 +95,11 @@ class ElasticBuffer(SharedCommunicators, metaclass=RefusesByName):
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
 
+    def destroy(self) -> None:
+        """Free the memory that no other buffer uses. Needs explicitly_destroy=True."""
+        super().destroy()
+        self._close_messages()
+
     @staticmethod
     def get_buffer_size_hint(
         group: dist.ProcessGroup,
@@ -106,7 +112,7 @@ class ElasticBuffer(SharedCommunicators, metaclass=RefusesByName):
     ) -> int:
         """Bytes of the rows, ids and weights that R * T_max tokens have at most, 2-byte elements in combine: a multiple
         of 2 MiB, and larger for larger sizes."""
-        _check_at_least(0, num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_topk=num_topk)
+        check_at_least(0, num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_topk=num_topk)
         row = hidden * (3 if use_fp8_dispatch else 4) + num_topk * 12  # a row of dispatch, one of combine
         return align(group.size() * num_max_tokens_per_rank * row, _SIZE_ALIGNMENT)
 
@@ -308,7 +314,7 @@ class ElasticBuffer(SharedCommunicators, metaclass=RefusesByName):
         if num_experts is None:
             raise ValueError("num_experts: expected an integer without a handle, got None")
         arguments.check_experts(num_experts, self.num_ranks)
-        _check_at_least(1, expert_alignment=alignment, num_max_tokens_per_rank=most)
+        check_at_least(1, expert_alignment=alignment, num_max_tokens_per_rank=most)
         if topk_idx is None:
             raise ValueError("topk_idx: expected a tensor without a handle, got None")
         arguments.check_tensor("topk_idx", topk_idx, (topk_idx.dtype,), rows.shape[0], "K")
@@ -328,12 +334,6 @@ class ElasticBuffer(SharedCommunicators, metaclass=RefusesByName):
             max_tokens_per_rank=None if call.sync else least_bound(call.most),
         )
         return self._communicator(config, device)
-
-
-def _check_at_least(least: int, **given: object) -> None:
-    for name, value in given.items():
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
 
 
 def _checked_sms(num_sms: int) -> int | None:

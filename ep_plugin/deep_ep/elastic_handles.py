@@ -17,7 +17,7 @@ from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 
 STATS = "cumulative_local_expert_recv_stats"
-_NOT_SERVED = ("engram_", "get_engram_", "pp_", "get_pp_", "agrs_", "get_agrs_", "create_agrs_", "destroy_agrs_")
+_NOT_SERVED = ("engram_", "get_engram_")
 _PRIVATE = ("recv_src_metadata", "dst_buffer_slot_idx", "token_metadata_at_forward", "channel_linked_list")
 
 
@@ -26,11 +26,8 @@ class _NotInElasticBuffer(NotSupported, AttributeError):
 
 
 def refuse(owner: str, name: str) -> NoReturn:
-    if name.startswith(_NOT_SERVED) or name == "all_gather":
-        raise _NotInElasticBuffer(
-            f"{owner}.{name} is not supported: expected dispatch, combine or barrier; Engram, pipeline messages and "
-            "all-gather sessions are not served"
-        )
+    if name.startswith(_NOT_SERVED):
+        raise _NotInElasticBuffer(f"{owner}.{name} is not supported: Engram is not served")
     if name in _PRIVATE:
         raise _NotInElasticBuffer(f"{owner}.{name} is not supported: it is the state of DeepEP's kernels")
     raise AttributeError(f"{owner!r} has no attribute {name!r}")

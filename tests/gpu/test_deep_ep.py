@@ -18,6 +18,7 @@ from tests.integrations import (
     test_deep_ep,
     test_deep_ep_elastic,
     test_deep_ep_low_latency,
+    test_deep_ep_messages,
     test_deep_ep_nodes,
     test_deep_ep_own_test,
 )
@@ -44,6 +45,19 @@ def every_elastic_call(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", test_deep_ep_elastic.CASES)
 def test_elastic_buffer_gives_what_the_oracle_says(size: int) -> None:
     values(run_ranks(size, every_elastic_call, size, timeout_s=280))
+
+
+def every_elastic_message(rank: int, size: int) -> None:
+    device = checks.device_of(rank)
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")  # says which tensors
+    test_deep_ep_messages.every_message(rank, size, str(device), group)
+    test_deep_ep_messages.every_session(rank, size, str(device), group)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("size", [2, 3])
+def test_elastic_buffer_sends_to_neighbours_and_gathers(size: int) -> None:
+    values(run_ranks(size, every_elastic_message, size, timeout_s=280))
 
 
 # -- over nodes ------------------------------------------------------------------------------------------------------
