@@ -8,7 +8,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && { echo $$python; break; }; done)
 CSRC = $(shell find ep_plugin/csrc tests/emulation -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: venv build test test-megatron demo lint docs format mutate gpu clean
+.PHONY: venv build test test-megatron demo lint docs format mutate gpu wheel clean
 .DELETE_ON_ERROR:
 
 venv: $(VENV)/requirements.stamp
@@ -72,6 +72,9 @@ mutate: build
 
 gpu: venv
 	PYTHON=$(CURDIR)/$(PY) bash scripts/gpu.sh
+
+wheel: venv
+	scripts/wheels.sh
 
 clean:
 	rm -rf $(VENV) $(MEGATRON) build dist runs *.egg-info ep_plugin/_C.*.so .mypy_cache .pytest_cache .ruff_cache

@@ -123,7 +123,9 @@ class Toolchain:
 
     def key(self, source: Path) -> str:
         """A name for how `source` is compiled, so that an object of another configuration is never taken for ours."""
-        parts = (self.compiler(source), pybind11.__version__, sysconfig.get_config_var("EXT_SUFFIX"))
+        parts: tuple[object, ...] = (self.compiler(source),)
+        if source.parent.name == "bindings":  # nothing else includes Python's headers: builds for several share it
+            parts += (pybind11.__version__, sysconfig.get_config_var("EXT_SUFFIX"))
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
