@@ -8,7 +8,7 @@
 It serves every mixture-of-experts model whose expert-parallel plan dispatches its experts. With
 ``EP_PLUGIN=transformers`` in the environment it also serves the default, ``ep_implementation="auto"``. After
 ``overlap_shared_experts(model)`` shared experts run during the dispatch. ``InferenceConfig`` and
-``low_latency(model, max_tokens_per_rank=64)`` are for inference. The import raises ``ImportError`` for a transformers
+``low_latency(model, max_tokens_per_rank=64)`` are for inference. The import raises ``NotSupported`` for a transformers
 without such plans.
 """
 
@@ -16,13 +16,9 @@ from __future__ import annotations
 
 import transformers
 
-from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks
 
-try:
-    hooks.check_version("transformers", transformers.__version__)
-except NotSupported as error:
-    raise ImportError(f"ep_plugin.integrations.{error}") from error
+hooks.check_version("transformers", transformers.__version__)
 
 from transformers.distributed.expert_parallel import EPImplementationInterface
 

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from ep_plugin import MoECommunicator
+from ep_plugin import MoECommunicator, NotSupported
 from tests.ranks import run_ranks, values
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -153,7 +153,7 @@ def test_other_experts_get_unit_weights_and_the_real_ones_stay_in_float32() -> N
 def test_older_transformers_is_refused_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.__version__", "5.22.1")
     monkeypatch.delitem(sys.modules, "ep_plugin.integrations.transformers", raising=False)
-    with pytest.raises(ImportError, match=r"expected transformers 5\.23 or newer.*got 5\.22\.1"):
+    with pytest.raises(NotSupported, match=r"expected transformers 5\.23 or newer.*got 5\.22\.1"):
         importlib.import_module("ep_plugin.integrations.transformers")
 
 
