@@ -2,13 +2,14 @@
 
 VENV := .venv
 MEGATRON := .venv-megatron
+HUGGINGFACE := .venv-huggingface
 PY := $(VENV)/bin/python
 SUPPORTED := import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && { echo $$python; break; }; done)
 CSRC = $(shell find ep_plugin/csrc tests/emulation -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: venv build test test-megatron demo lint docs format mutate gpu wheel clean
+.PHONY: venv build test test-megatron test-huggingface demo lint docs format mutate gpu wheel clean
 .DELETE_ON_ERROR:
 
 venv: $(VENV)/requirements.stamp
@@ -49,6 +50,17 @@ test-megatron: $(MEGATRON)/install.stamp
 		tests/integrations/test_megatron_schedule.py tests/integrations/test_megatron_optimizer.py \
 		tests/integrations/test_megatron_pipeline.py tests/integrations/test_scripts.py -k megatron
 
+# TRL, PEFT and datasets, 280 MB, and the packages of .venv as they are. pip says that torchtitan asks for other datasets.
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+$(HUGGINGFACE)/install.stamp: requirements/huggingface.txt requirements/constraints.txt $(VENV)/install.stamp
+	test -x $(HUGGINGFACE)/bin/python || $(PY) -m venv $(HUGGINGFACE)
+	echo "import site; site.addsitedir('$$($(PY) $(PURELIB))')" > "$$($(HUGGINGFACE)/bin/python $(PURELIB))/beside.pth"
+	$(HUGGINGFACE)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/huggingface.txt
+	touch $@
+
+test-huggingface: build $(HUGGINGFACE)/install.stamp
+	$(HUGGINGFACE)/bin/python -m pytest tests/huggingface $(PYTEST_FLAGS)
+
 demo: build
 	$(PY) -m examples.compare qwen3_moe --ranks 4 --out runs/demo $(DEMO_FLAGS)
 
@@ -77,5 +89,5 @@ wheel: venv
 	scripts/wheels.sh
 
 clean:
-	rm -rf $(VENV) $(MEGATRON) build dist runs *.egg-info ep_plugin/_C.*.so .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(MEGATRON) $(HUGGINGFACE) build dist runs *.egg-info ep_plugin/_C.*.so .mypy_cache .pytest_cache .ruff_cache
 	find ep_plugin integrations examples tests -name __pycache__ -prune -exec rm -rf {} +

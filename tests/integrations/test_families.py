@@ -60,8 +60,9 @@ def table(results: list[dict[str, Any]]) -> str:
             if "error" in found:
                 title = f"refused: transformers fails: {said}"
         rows.setdefault(title, []).append(f"`{name}`")
+    titles = sorted(rows, key=lambda title: (title.startswith("refused"), title))
     lines = [f"| | families of transformers {transformers.__version__} |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {title} | {', '.join(rows[title])} |" for title in sorted(rows, reverse=True)), ""])
+    return "\n".join([*lines, *(f"| {title} | {', '.join(rows[title])} |" for title in titles), ""])
 
 
 @pytest.mark.parametrize("name", TRIED)
