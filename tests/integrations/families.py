@@ -19,7 +19,8 @@ from tests.ranks import note
 
 # Of these, each family gets those that its configuration has.
 SMALL: dict[str, Any] = dict(
-    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, max_position_embeddings=64,
+    vocab_size=64, unpadded_vocab_size=64, max_position_embeddings=64, num_hidden_layers=2, hidden_size=32,
+    intermediate_size=32,
     num_attention_heads=4, num_key_value_heads=4, head_dim=8, use_cache=False, initializer_range=0.2,
     pad_token_id=0, bos_token_id=1, eos_token_id=2,
     num_experts=4, num_local_experts=4, n_routed_experts=4, moe_num_experts=4, n_shared_experts=1, n_group=1,
@@ -41,6 +42,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "glm4v_moe": dict(rope_parameters=_ROPE | dict(mrope_section=[1, 1, 0])),
     "glm5_next": _SPARSE | dict(qk_rope_head_dim=0),
     "granitemoehybrid": dict(mamba_n_heads=4),
+    "hy_v4_vl": dict(rope_parameters=_ROPE),
     "lfm2_moe": dict(layer_types=["full_attention", "conv"]),
     "mimo_v2_flash": dict(num_key_value_heads=2),
     "step3p7": _SPARSE | dict(sliding_window=16),
@@ -59,7 +61,7 @@ def families() -> dict[str, bool]:
             "".join(path.read_text() for path in folder.glob(f"{kind}_*.py")) for kind in ("configuration", "modeling")
         )
         is_dispatched = '"ep_dispatch_experts"' in plans
-        if is_dispatched or re.search(r"^class \w*(?:Experts|MoE|Moe|MoeBlock)\(", code, re.MULTILINE):
+        if (code and is_dispatched) or re.search(r"^class \w*(?:Experts|MoE|Moe|MoeBlock)\(", code, re.MULTILINE):
             found[folder.name] = is_dispatched
     return found
 
@@ -110,8 +112,8 @@ def tiny(family: str) -> torch.nn.Module:
 def compare(rank: int, names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
     """Of each family, how a step differs from that of transformers' own exchange. Collective.
 
-    Each has what `_compare` returns. Where transformers fails with FSDP, "with FSDP" is its error, and the rest is of
-    ranks that share a batch.
+    Each has what `_compare` returns, or why it was "not built". Where transformers fails with FSDP, "with FSDP" is its
+    error, and the rest is of ranks that share a batch.
     """
     import transformers
 
@@ -121,14 +123,26 @@ def compare(rank: int, names: list[str], folder: Path) -> dict[str, dict[str, An
     found = {}
     for name in names:
         note(name)
-        if rank == 0:
-            tiny(name).save_pretrained(folder / name)
-        dist.barrier()
+        if said := _save(name, folder / name, rank):
+            found[name] = {"not built": f"{said}; tests/integrations/families.py has the sizes"}
+            continue
         found[name] = _compare(_model_class(name), folder / name, rank, fsdp_size=2)
         if "error" in found[name]:
             shared = _compare(_model_class(name), folder / name, rank=0, fsdp_size=1, tp_size=2)
             found[name] = shared | {"with FSDP": found[name]["error"]}
     return found
+
+
+def _save(name: str, folder: Path, rank: int) -> str:
+    """Rank 0 saves a tiny model. Returns on all ranks why it could not."""
+    said = [""]
+    if rank == 0:
+        try:
+            tiny(name).save_pretrained(folder)
+        except Exception as error:
+            said = [f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(said)
+    return said[0]
 
 
 def _compare(model_class: type[Any], folder: Path, rank: int, **sizes: int) -> dict[str, Any]:

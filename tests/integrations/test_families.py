@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import sys
@@ -23,7 +22,7 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 BEGIN, END = "<!-- made by python -m tests.integrations.test_families --write -->\n", "<!-- end -->\n"
-LIMIT = 1e-4
+LIMIT = 3e-4  # of a gradient; some are sums that almost cancel
 MOST_USED = [
     "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe",
     "hunyuan_v1_moe", "jamba", "minimax", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe",
@@ -32,14 +31,14 @@ MOST_USED = [
 TRIED = [name for name, has_plan in families().items() if has_plan] if os.environ.get("EP_TEST_LONG") else MOST_USED
 
 
-@functools.cache
 def found_on_ranks(*names: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        return values(run_ranks(2, compare, names, Path(folder), timeout_s=280))
+        return values(run_ranks(2, compare, names, Path(folder), timeout_s=280, env={"HF_HUB_OFFLINE": "1"}))
 
 
 def check(results: list[dict[str, Any]], name: str) -> None:
     """A step is that of transformers' own exchange, unless that fails."""
+    assert "not built" not in results[0][name], f"{name}: {results[0][name]}"
     of_ranks = [one[name] for one in results if "error" not in one[name]]
     assert not of_ranks or max(found["gradient"] for found in of_ranks) > 1e-5, f"{name}: experts have no gradients"
     for rank, found in enumerate(of_ranks):
@@ -65,25 +64,30 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, *(f"| {title} | {', '.join(rows[title])} |" for title in titles), ""])
 
 
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return found_on_ranks(*TRIED, "llama4")
+
+
 @pytest.mark.parametrize("name", TRIED)
-def test_a_step_is_that_of_the_built_in_exchange(name: str) -> None:
-    check(found_on_ranks(*TRIED), name)
+def test_a_step_is_that_of_the_built_in_exchange(results: list[dict[str, Any]], name: str) -> None:
+    check(results, name)
 
 
-def test_transformers_refuses_a_family_without_a_plan() -> None:
+def test_transformers_refuses_a_family_without_a_plan(results: list[dict[str, Any]]) -> None:
     assert not families()["llama4"]
-    for found in found_on_ranks("llama4"):
+    for found in results:
         assert re.match("ValueError: `ep_size=2` was requested, but .* has no `ep_plan`", found["llama4"]["with FSDP"])
 
 
-def test_the_table_lists_every_family() -> None:
+def test_the_table_lists_every_family(results: list[dict[str, Any]]) -> None:
     present = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     if f"transformers {transformers.__version__} |" not in present:
         pytest.skip(f"the table is of another version than {transformers.__version__}")
     listed = [name for line in present.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split(" | ")[1])]
     assert sorted(listed) == list(families())
     if len(TRIED) > len(MOST_USED):
-        assert present == table(found_on_ranks(*TRIED))
+        assert present == table(results)
 
 
 def main() -> None:

@@ -125,6 +125,13 @@ def test_losses_are_those_of_the_built_in_exchange(trained, script: str, model: 
 
 
 @pytest.mark.parametrize("model", MODELS)
+def test_an_evaluation_with_a_short_last_batch_has_the_loss_of_the_built_in_exchange(trained, model: str) -> None:
+    runs = (trained("train_trainer.py", name).out / model for name in ("transformers", ""))
+    ours, theirs = (json.loads((out / "evaluated.json").read_text()) for out in runs)
+    assert ours == pytest.approx(theirs, rel=LOSS_LIMIT)
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("script", ["train_trainer.py", "train_accelerate.py"])
 def test_stock_transformers_reads_the_checkpoint(trained, checkpoints: Path, script: str, model: str) -> None:
     out = trained(script, "transformers").out / model

@@ -30,14 +30,19 @@ def train(path: Path, out: Path) -> None:
         learning_rate=1e-3,
         lr_scheduler_type="constant",
         logging_steps=1,
+        gradient_checkpointing=True,
+        per_device_eval_batch_size=2,
         save_strategy="no",
         save_only_model=True,
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
         disable_tqdm=True,
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+    examples = [{"input_ids": row, "labels": row} for row in rows]
+    # The last batch of an evaluation has 1 of 2 * world rows.
+    trainer = Trainer(model=model, args=arguments, train_dataset=examples, eval_dataset=examples[: 2 * world + 1])
     trainer.train()
+    evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model(str(out / "checkpoint"))
     model.eval()
     with torch.no_grad():
@@ -45,6 +50,7 @@ def train(path: Path, out: Path) -> None:
     if dist.get_rank() == 0:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         (out / "losses.json").write_text(json.dumps(losses))
+        (out / "evaluated.json").write_text(json.dumps(evaluated))
         torch.save({"input_ids": rows[:2], "logits": logits.cpu()}, out / "logits.pt")
 
 
