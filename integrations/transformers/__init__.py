@@ -14,6 +14,7 @@ without such plans.
 
 from __future__ import annotations
 
+# ruff: noqa: E402  an old transformers is refused before what it lacks is imported
 import transformers
 
 from ep_plugin.integrations import hooks

@@ -91,12 +91,10 @@ def test_the_table_lists_every_family(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
     made = table(found_on_ranks(*(name for name, has_plan in families().items() if has_plan)))
     if sys.argv[1:] == ["--write"]:
-        PAGE.write_text(before + BEGIN + made + END + after)
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(before + BEGIN + made + END + rest.partition(END)[2])
     else:
         print(made)
 
