@@ -21,7 +21,7 @@ from tests.ranks import run_ranks, values
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
-BEGIN, END = "<!-- made by python -m tests.integrations.test_families --write -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- made by python -m tests.integrations.test_families --write -->\n\n", "\n<!-- end -->\n"
 LIMIT = 3e-4  # of a gradient; some are sums that almost cancel
 MOST_USED = [
     "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe",
