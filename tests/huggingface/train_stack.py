@@ -58,7 +58,7 @@ def logged(trainer, name: str = "loss") -> list[float]:
 def logits_of(model) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
-        return model(input_ids=torch.tensor(WORDS[:2])).logits
+        return model(input_ids=torch.tensor(WORDS[:2]).to(model.device)).logits.cpu()
 
 
 def sft(path: Path, **more) -> SFTTrainer:
@@ -147,7 +147,7 @@ def main() -> None:
     logits["lora"] = logits_of(trainer.model)
 
     model = get_peft_model(load(path), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
-    batch = torch.tensor(WORDS[2 * dist.get_rank() :][:2])
+    batch = torch.tensor(WORDS[2 * dist.get_rank() :][:2]).to(model.device)
     model(input_ids=batch, labels=batch).loss.backward()
     found["gradients differ in a loop"] = spread([adapter.grad for adapter in adapters_of(model)])
 
