@@ -13,7 +13,9 @@ EP_PLUGIN_HOST                 the name of this process's host. Ranks of one mac
 EP_PLUGIN_CHECK_IDS            ``1``: validate expert ids on GPUs, too; costs a synchronisation per dispatch
 EP_PLUGIN_PLAIN_KERNELS        ``1``: dispatch and combine on GPUs use plain loads and stores, not bulk copies
 EP_PLUGIN_TEST_GATE            a step at which to halt, see TEST_GATES (tests only)
-EP_PLUGIN_LOG                  ``1``: print choices and allocations on stderr
+EP_PLUGIN_LOG                  ``1``: show records of level INFO, such as choices and allocations, on stderr (log.py)
+EP_PLUGIN_RANGES               ``profiler`` or ``nvtx``: put operations into ranges that profilers show (ranges.py)
+EP_PLUGIN_DUMP                 a folder into which a rank that fails writes its latest operations (runtime/calls.py)
 EP_PLUGIN_EMULATION            the nodes that ``ep_plugin.testing.nodes`` emulates; `ep-bench` puts it into results
 EP_PLUGIN_COMMIT               the commit that `ep-bench` writes into results outside of a git checkout
 EP_PLUGIN_LAUNCHED_BY          the command line of ``ep_plugin.testing.nodes``; `ep-bench` puts it before its own
@@ -35,6 +37,7 @@ from typing import NamedTuple
 TRANSPORTS = ("auto", "shm", "nvlink")
 RAILS = ("auto", "c10d")
 FALLBACKS = ("stock",)
+RANGES = ("profiler", "nvtx")
 TEST_GATES = (
     "plan", "notify", "dispatch_send", "dispatch_recv", "combine_send", "all_gather", "reduce_scatter",
     "ll_dispatch_send", "ll_dispatch_recv", "ll_combine_send", "ll_combine_recv",
@@ -44,7 +47,7 @@ _PREFIX = "EP_PLUGIN"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 _READ_HERE = (
     "TRANSPORT", "RAIL", "RANKS_PER_NODE", "HOST", "CHECK_IDS", "PLAIN_KERNELS", "TEST_GATE", "LOG", "EMULATION",
-    "LAUNCHED_BY", "COMMIT", "FALLBACK", "CHILDREN",
+    "LAUNCHED_BY", "COMMIT", "FALLBACK", "CHILDREN", "RANGES", "DUMP",
 )  # fmt: skip
 KNOWN = {_PREFIX, f"{_PREFIX}_CUDA_ARCHS", *(f"{_PREFIX}_{name}" for name in _READ_HERE)}
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -69,6 +72,8 @@ class Settings(NamedTuple):
     commit: str | None = None
     fallback: str | None = None
     children: bool = True
+    ranges: str | None = None
+    dump: str | None = None
 
 
 class Launcher(NamedTuple):
@@ -114,6 +119,8 @@ def _parsed(values: tuple[str | None, ...]) -> Settings:
         commit=_value("EP_PLUGIN_COMMIT"),
         fallback=_choice("EP_PLUGIN_FALLBACK", FALLBACKS),
         children=_boolean("EP_PLUGIN_CHILDREN", default=True),
+        ranges=_choice("EP_PLUGIN_RANGES", RANGES),
+        dump=_value("EP_PLUGIN_DUMP"),
     )
 
 

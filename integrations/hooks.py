@@ -27,6 +27,7 @@ from ep_plugin.counts import served as served
 from ep_plugin.errors import EpPluginError, NotSupported
 from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.integrations.finder import Finder
+from ep_plugin.log import log
 
 
 class Integration(NamedTuple):
@@ -107,10 +108,10 @@ def _row_of(name: str) -> Row:
 
 
 def record(name: str, state: str, detail: str) -> None:
-    """Store the state of an integration for `status`; print it on stderr with EP_PLUGIN_LOG=1."""
+    """Store the state of an integration for `status`, and log it."""
     row = Row(name, state, detail)
-    if _rows.get(name) != row and env.settings().log:
-        print(f"ep_plugin: {name}: {state}: {detail}", file=sys.stderr)
+    if _rows.get(name) != row:
+        log().info("%s: %s: %s", *row[:3])
     _rows[name] = row
 
 
@@ -217,9 +218,9 @@ def _forget(name: str) -> None:
 
 
 def warn_at_exit(names: Sequence[str]) -> None:
-    """Say in a line on stderr, when this process ends, which of `names` have served nothing.
+    """Log a warning, when this process ends, with those of `names` that have served nothing.
 
-    Nothing is said where a process group was never made, as in launchers, on ranks other than 0, after an uncaught
+    Nothing is logged where a process group was never made, as in launchers, on ranks other than 0, after an uncaught
     error, and in children.
     """
     pid = os.getpid()
@@ -228,7 +229,7 @@ def warn_at_exit(names: Sequence[str]) -> None:
     def warn() -> None:
         idle = [f"{row.name} ({row.state}: {row.detail})" for row in status() if row.name in names and not row.served]
         if idle and os.getpid() == pid and not hasattr(sys, "last_value") and _is_first_rank():
-            print(f"ep_plugin: EP_PLUGIN: nothing was served by {', '.join(idle)}", file=sys.stderr)
+            log().warning("EP_PLUGIN: nothing was served by %s", ", ".join(idle))
 
 
 def _is_first_rank() -> bool:

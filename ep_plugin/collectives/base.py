@@ -86,7 +86,9 @@ class Collective:
         if nbytes == 0 or self.group.size() == 1 or device.type in self.maps_nothing_on:
             self.check()
         else:
-            mapped = self.engine_on(device).run("allocate", lambda engine: engine.blocks.allocate(nbytes))
+            mapped = self.engine_on(device).run(
+                "allocate", lambda engine: engine.blocks.allocate(nbytes), nbytes=nbytes
+            )
         if mapped is None:
             return torch.empty(shape, dtype=dtype, device=device)
         tensor = mapped.view(dtype)
@@ -168,7 +170,7 @@ class Collective:
             alone(*args)
         else:
             engine = self.engine_on(device)
-            engine.run(self._name, operation, *args)
+            engine.run(self._name, operation, *args, nbytes=args[0].numel())  # of this rank's shard
             engine.check()
         if not async_op:
             return None

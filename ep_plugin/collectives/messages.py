@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from ep_plugin import _C
 from ep_plugin.collectives.backends.messages import CudaMessages
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerTimeout
+from ep_plugin.ranges import NOTHING
+from ep_plugin.runtime.calls import Call
 from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.streams import LaneStreams, Streams, kernels_for
 from ep_plugin.transport import open_memory, transport_for
@@ -47,6 +50,7 @@ class Posted:
 class Started:
     """The operations of one call. works: those with ranks of other nodes that nobody has waited for."""
 
+    call: Call
     tickets: list[Any] = field(default_factory=list)
     works: list[tuple[Posted, dist.Work]] = field(default_factory=list)
     waiting: Any = field(default_factory=threading.Lock)  # gloo's second wait for a message would never end
@@ -54,6 +58,8 @@ class Started:
 
 class MessageEngine(GroupEngine):
     """Construction is collective over `group`."""
+
+    in_order = False
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, num_channels: int) -> None:
         self.num_channels = num_channels
@@ -92,7 +98,7 @@ class MessageEngine(GroupEngine):
 
     def post(self, ops: Sequence[Posted]) -> Started:
         """Starts the operations."""
-        started = Started()
+        started = Started(self.last_call)
         self._keep(started, [op.tensor for op in ops])  # first, since an operation may raise when others have begun
         self._post_to_nodes([op for op in ops if op.peer not in self._places], started)
         for op in ops:
@@ -131,19 +137,13 @@ class MessageEngine(GroupEngine):
         if self._is_copy:
             self.check()
         self._waiters.append(threading.get_ident())
+        call = self.calls.begin("send-receive", "wait", started.call.nbytes, started.call)
         try:
-            limit = 0 if not timeout else min(max(1, int(timeout.total_seconds() * 1e9)), _LONGEST_NS)
-            result = self.messages.wait(started.tickets, limit, self.comm.timeout_ns)
-            if result == _OVERDUE:
+            with self._range(self._range_name(call)) if self._range else NOTHING:
+                arrived = self._wait_for_all(started, timeout)
+            call.ended = time.time()
+            if not arrived:
                 return False
-            if result:
-                raise self.error()
-            with started.waiting:
-                while started.works:
-                    if self.closed:
-                        raise self.error()
-                    self._wait_for(*started.works[0], timeout)
-                    started.works.pop(0)
         except BaseException as error:
             self._fail(error, "send-receive")
             raise
@@ -152,6 +152,21 @@ class MessageEngine(GroupEngine):
             if self._to_close:
                 self.close()
         self._kept.pop(id(started), None)
+        return True
+
+    def _wait_for_all(self, started: Started, timeout: datetime.timedelta | None) -> bool:
+        limit = 0 if not timeout else min(max(1, int(timeout.total_seconds() * 1e9)), _LONGEST_NS)
+        result = self.messages.wait(started.tickets, limit, self.comm.timeout_ns)
+        if result == _OVERDUE:
+            return False
+        if result:
+            raise self.error()
+        with started.waiting:
+            while started.works:
+                if self.closed:
+                    raise self.error()
+                self._wait_for(*started.works[0], timeout)
+                started.works.pop(0)
         return True
 
     def close(self) -> None:

@@ -113,7 +113,9 @@ class SendReceive:
         outputs = [op.tensor for op in ops if isinstance(op, Receive)]
         if self._engine is None or not others:
             return MessageWork(outputs)
-        return MessageWork(outputs, self._engine, self._engine.run("send-receive", MessageEngine.post, others))
+        nbytes = sum(one.tensor.numel() for one in others)
+        started = self._engine.run("send-receive", MessageEngine.post, others, nbytes=nbytes)
+        return MessageWork(outputs, self._engine, started)
 
     def check(self) -> None:
         """Raises the first error of this object, if there is one."""

@@ -22,16 +22,20 @@ from ep_plugin import counts
 from ep_plugin.errors import CaptureRefused, EpPluginError
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 from ep_plugin.runtime.base import BaseEngine
+from ep_plugin.runtime.calls import Call
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Tensors: TypeAlias = tuple[torch.Tensor | None, ...]
+SEND_PART, RECEIVE_PART = "send half", "receive half"  # of an operation that is called in two
 
 
 class Operation(ABC):
     """One dispatch or combine, made from its operator's arguments. It holds every tensor that its kernels read."""
 
     name: ClassVar[str]
+    nbytes: int  # of the rows that this rank passes in
+    call: Call | None = None  # that has started it
     number = 0  # by which the operator finds a started operation
     capture = 0  # the CUDA graph capture that it was started in; 0: none
     result: Tensors | None = None  # the operator's results, once finished and until collected
@@ -70,7 +74,7 @@ class InFlight:
             self.complete()
             operation.check()
             counts.served(self.serves)
-            return self._engine.run(operation.name, _whole, operation)
+            return self._engine.run(operation.name, _whole, operation, nbytes=operation.nbytes)
 
     def start(self, operation: Operation) -> Operation:
         """Completes the operation in flight, then starts `operation`, which is in flight from then on."""
@@ -78,7 +82,8 @@ class InFlight:
             self.complete()
             operation.check()
             counts.served(self.serves)
-            self._engine.run(operation.name, self._start, operation)
+            self._engine.run(operation.name, self._start, operation, nbytes=operation.nbytes, part=SEND_PART)
+            operation.call = self._engine.last_call
             operation.number = next(self._numbers)
             self._by_number[operation.number] = operation
             return operation
@@ -120,7 +125,9 @@ class InFlight:
                 self._started = None  # its kernels are in the graph and have not run
             raise self._torn(operation, capture)
         self._started = None
-        operation.result = engine.run(operation.name, _finish, operation)
+        operation.result = engine.run(
+            operation.name, _finish, operation, nbytes=operation.nbytes, part=RECEIVE_PART, continues=operation.call
+        )
 
     def _start(self, engine: BaseEngine, operation: Operation) -> None:
         operation.start()

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import sys
 import threading
+import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -20,9 +22,11 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.errors import CaptureRefused, CommunicatorClosed, EpPluginError, PeerAborted, PeerTimeout, reason_of
+from ep_plugin.ranges import NOTHING, opener
 from ep_plugin.runtime import uncaught
 from ep_plugin.runtime.board import Boards
-from ep_plugin.runtime.faults import aborted_error
+from ep_plugin.runtime.calls import Call, Calls, failed
+from ep_plugin.runtime.faults import aborted_error, seen_on_boards
 from ep_plugin.runtime.streams import Streams, on_device
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import undo_on_error
@@ -40,6 +44,9 @@ class BaseEngine(ABC):
     boards: Boards
     streams: Streams
     closed = True  # until it is constructed
+    in_order = True
+    """Whether all ranks call the same operations in the same order."""
+    last_call: Call
 
     def __init__(self, exchange: Exchange, device: torch.device, *given: Any) -> None:
         """`given` goes on to `_construct`, and is not kept."""
@@ -50,18 +57,34 @@ class BaseEngine(ABC):
         self.used_by: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._error: Exception | None = None
         self._captured = self._to_close = self._is_copy = False
+        self.calls = Calls(exchange.job_ranks, exchange.rank, self.in_order, self.name)
         # What is made now may be written outside of the caller's inference mode.
-        with torch.inference_mode(False), undo_on_error(lambda error: exchange.abort(reason_of(error))) as made:
+        with torch.inference_mode(False), undo_on_error(self._not_constructed) as made:
             self._resources = made
             self._resources.callback(exchange.close)
+            self._range = opener()
+            call = self.calls.begin("construction", "", 0, None)
             self._construct(*given)
+            call.ended = time.time()
         self._announced_name = self.name  # does not change any more
+        self._identify()
         self.closed = False
         uncaught.watch(self)
 
     @property
     def name(self) -> str:
         return f"communicator {self.exchange.name}"
+
+    def _identify(self) -> None:
+        """Once the ranks have agreed on their exchange."""
+        self.calls.name, self.calls.ident = self.name, self.exchange.ident
+
+    def _not_constructed(self, error: BaseException) -> None:
+        try:
+            self.exchange.abort(reason_of(error))
+        finally:
+            self._identify()
+            failed(self.calls, error, dict)
 
     @abstractmethod
     def _construct(self, *given: Any) -> None:
@@ -81,23 +104,42 @@ class BaseEngine(ABC):
             raise IndexError(f"expected an index below {self.size}, got {index}")
         return index
 
-    def run(self, what: str, operation: Callable[..., T], *args: Any) -> T:
-        """Calls operation(self, *args). Refused after a fault or a close. If it fails, peers abort."""
+    def run(
+        self,
+        what: str,
+        operation: Callable[..., T],
+        *args: Any,
+        nbytes: int = 0,
+        part: str = "",
+        continues: Call | None = None,
+    ) -> T:
+        """Calls operation(self, *args). Refused after a fault or a close. If it fails, peers abort.
+
+        nbytes, part, continues: see `Calls.begin`.
+        """
         with self.lock, on_device(self.device):
             if self.device in _running:  # the lock lets its thread in again
                 raise EpPluginError(
                     f"{self.name}: expected no operation during one of {_running[self.device].name}, got {what} in the "
                     "handler of a signal"
                 )
+            if self._error is None and not self.closed:
+                self.last_call = self.calls.begin(what, part, nbytes, continues)
             self.check()
+            call = self.last_call
             self.used_by.add(threading.current_thread())
             _C.announce(f"in {what} of {self._announced_name}")  # for messages of the peers of all communicators
             self._captured |= bool(self.streams.capturing())
             try:
                 _running[self.device] = self
-                return operation(self, *args)
+                with self._range(self._range_name(call)) if self._range else NOTHING:
+                    result = operation(self, *args)
+                call.ended = time.time()
+                return result
             except BaseException as error:
-                if not isinstance(error, CaptureRefused):  # then nothing is enqueued
+                if isinstance(error, CaptureRefused):  # nothing is enqueued
+                    call.ended = time.time()
+                else:
                     with contextlib.suppress(Exception):
                         self.settle()  # kernels still use memory that the caller would give back
                 self._fail(error, what)
@@ -106,6 +148,9 @@ class BaseEngine(ABC):
                 del _running[self.device]
                 if self._to_close:
                     self.close()
+
+    def _range_name(self, call: Call) -> str:
+        return f"{call.kind}{call.part and f' ({call.part})'} of {self._announced_name}, {call.nbytes} bytes"
 
     def settle(self) -> None:
         """Orders the caller's stream after all that is enqueued."""
@@ -141,6 +186,7 @@ class BaseEngine(ABC):
             self.check()  # after a fault the peers know, or find out by their own deadline
             self._error = aborted_error(self, self.rank, reason)
             self.boards.tell_abort(reason)
+            self._dump(self._error)
 
     def disown(self) -> None:
         """In a forked child, which shares the rank's memory and would exchange in its place: every call raises."""
@@ -160,7 +206,9 @@ class BaseEngine(ABC):
             self.closed = True
             try:
                 error = self._drained()
-                self._error = self._error or error
+                if self._error is None and error is not None:
+                    self._error = error
+                    self._dump(error)
             finally:
                 self._resources.close()
 
@@ -192,12 +240,18 @@ class BaseEngine(ABC):
         reason = f"{type(error).__name__} in {what}: {error}".removesuffix(": ")
         self._error = EpPluginError(f"{self.name}: failed earlier on this rank: {reason}")
         self.boards.tell_abort(reason)
+        self._dump(error)
 
     def _remember(self, error: EpPluginError | ValueError) -> None:
         """Keeps the first error. Peers abort for one that they cannot see for themselves."""
         self._error = copy.copy(error)
         if not isinstance(error, (PeerTimeout, PeerAborted)):
             self.boards.tell_abort(str(error))
+        self._dump(error)
+
+    def _dump(self, error: BaseException) -> None:
+        """The last act of whoever stores the first error: peers know of it already."""
+        failed(self.calls, error, functools.partial(seen_on_boards, self))
 
 
 class _Closable(Protocol):

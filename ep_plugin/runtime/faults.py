@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from ep_plugin import _C
 from ep_plugin._C import FaultCode
@@ -162,3 +163,19 @@ def _waits(boards: Boards) -> dict[int, int]:
     """The rank for which each other rank of the node has waited in vain."""
     faults = {rank: boards.fault_of(rank) for rank in range(boards.size) if rank != boards.index}
     return {rank: fault[2] for rank, fault in faults.items() if fault is not None and fault[0] == FaultCode.TIMEOUT}
+
+
+def seen_on_boards(engine: Communicator) -> dict[int, dict[str, Any]]:
+    """What the boards say of the ranks of the node, this one included, by rank in the group: the operation that each
+    was last in, and its wait that has been in vain. A board that somebody has overwritten says nothing."""
+    boards = engine.boards
+    found: dict[int, dict[str, Any]] = {}
+    for index in range(boards.size):
+        seen = found[engine.group_rank(index)] = {"last": "", "waits": None}
+        with contextlib.suppress(LookupError, TypeError, ValueError, OverflowError):
+            seen["last"] = boards.activity_of(index)
+            fault = boards.fault_of(index)
+            if fault is not None and fault[0] == FaultCode.TIMEOUT:
+                step, peer = _C.Step(fault[1]).name.lower(), engine.group_rank(fault[2])
+                seen["waits"] = {"step": step, "rank": peer, "expected": fault[4], "seen": fault[5]}
+    return found

@@ -182,6 +182,7 @@ class GroupEngine(BaseEngine):
         if not self.closed and self._error is None and self.boards.quiet():
             self._error = aborted_error(self, self.rank, reason)
             self.boards.tell_abort(reason)
+            self._dump(self._error)
 
     def settle(self) -> None:
         try:

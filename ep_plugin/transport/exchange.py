@@ -53,6 +53,7 @@ class Exchange:
         rank: this rank's index in ``ranks``.
         size: how many ranks take part.
         group_rank: this rank within the group. Messages and errors name ranks of the group.
+        job_ranks: the ranks that take part, in order, as ranks of the job.
         watch: called while an exchange waits; an exception from it ends the wait.
 
     Raises:
@@ -74,6 +75,8 @@ class Exchange:
         self.size: int = len(self.ranks)
         self.timeout_s: float = timeout_of(group) if timeout_s is None else timeout_s
         self.watch: Callable[[], None] | None = None
+        in_job = c10d.get_process_group_ranks(group)
+        self.job_ranks: tuple[int, ...] = tuple(in_job[rank] for rank in self.ranks)
         self._group_name = name_of(group)
         with _instances_lock:
             self._number = _instances[self._group_name] = _instances.get(self._group_name, 0) + 1
@@ -95,6 +98,11 @@ class Exchange:
     def number(self) -> int:
         """The number in `name`."""
         return self._number
+
+    @property
+    def ident(self) -> str:
+        """The same on every rank after the first exchange, and of no other instance or job; "" before."""
+        return self._nonce
 
     def store(self, name: str) -> Any:
         """The group's store, for keys under `name` of this instance. Valid after the first exchange. Keys stay."""

@@ -7,13 +7,12 @@ symmetric memory over NVLink (nvlink.py) serves GPUs.
 from __future__ import annotations
 
 import contextlib
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ep_plugin import env
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, NotSupported, error_of_peer
+from ep_plugin.log import log
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.topology import discover
 
@@ -95,9 +94,7 @@ class PeerMemory(ABC):
             raise ValueError(f"nbytes of {what}: expected an integer of at least 1, got {nbytes!r}")
         self.exchange.agree("an allocation", f"{nbytes} bytes for {what}")
         ptrs, release = self._map_blocks(nbytes, what)
-        if env.settings().log:
-            said = f"ep_plugin: rank {self.exchange.group_rank}: {what}, {nbytes} bytes on {self.device}"
-            print(said, file=sys.stderr)
+        log().info("rank %d: %s, %d bytes on %s", self.exchange.group_rank, what, nbytes, self.device)
         buffer = PeerBuffer(nbytes=nbytes, ptrs=ptrs, what=what, release=release)
         self._open = [*(other for other in self._open if not other.closed), buffer]
         return buffer

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.errors import NotSupported, PeerTimeout
+from ep_plugin.ranges import NOTHING, opener
 from ep_plugin.transport import rail
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.groups import backends_of, serves_gpus
@@ -62,6 +63,7 @@ class Rails:
         self._rank = exchange.rank
         self._timeout_s = exchange.timeout_s
         self._name = exchange.name
+        self._range = opener()
         self.bytes_sent = 0
         self.chunk_bytes = CHUNK_BYTES[device.type]
         self._ranks = node_map.rail(node_map.local_rank_of(self._rank))  # by node
@@ -112,8 +114,8 @@ class Rails:
         if not opened.gathers:
             return self.start([(node, part) for node in self.nodes], landing.items())
         everyones = part.new_empty(len(self._ranks) * part.numel())
-        self.bytes_sent += len(self.nodes) * part.numel()
-        work, captured = self._begin(opened, None, "", lambda: [opened.gather(everyones, part)])
+        nbytes = len(self.nodes) * part.numel()
+        work, captured = self._begin(opened, None, "", nbytes, lambda: [opened.gather(everyones, part)])
         arrived = everyones.chunk(len(self._ranks))
         copies = [(arrived[node], into) for node, into in landing.items()]
         return UnderWay(works=work, copies=copies, captured=captured)
@@ -131,25 +133,28 @@ class Rails:
             for sent, tensors in ((True, sends), (False, receives))
             for node, tensor in tensors
         ]
-        self.bytes_sent += sum(leg.tensor.numel() for leg in legs if leg.sent)
         # Gloo begins one leg after the other, so the node of one that fails is known.
         batches = [legs] if opened.together else [[leg] for leg in legs]
         works: list[tuple[int | None, Any]] = []
         captured = None
         for batch in filter(None, batches):
             at = batch[0].node if len(batch) == 1 else None
-            begun, captured = self._begin(opened, at, what, functools.partial(opened.begin, batch))
+            nbytes = sum(leg.tensor.numel() for leg in batch if leg.sent)
+            begun, captured = self._begin(opened, at, what, nbytes, functools.partial(opened.begin, batch))
             works += begun
         return UnderWay(works=works, what=what, captured=captured)
 
     def _begin(
-        self, opened: Rail | GroupRail, node: int | None, what: str, begin: Callable[[], list[Any]]
+        self, opened: Rail | GroupRail, node: int | None, what: str, nbytes: int, begin: Callable[[], list[Any]]
     ) -> tuple[list[tuple[int | None, Any]], torch.cuda.Event | None]:
+        """nbytes: that `begin` sends."""
+        self.bytes_sent += nbytes
         progress = opened.progress
         try:
             if progress is not None:
                 progress.begin(self._owner, what)
-            works = begin()
+            with self._range(self._step(f"send and receive, {nbytes} bytes", what)) if self._range else NOTHING:
+                works = begin()
             captured = None if progress is None else progress.follow(works[0])
             opened.held |= captured is not None
         except RuntimeError as error:
@@ -160,7 +165,8 @@ class Rails:
         """Waits until those have arrived: on GPUs the caller's stream does, else the host, with a deadline."""
         self._waiting = True  # before the look for an abort, which interrupts those that wait
         try:
-            self._wait_for_works(self._opened(), under_way)
+            with self._range(self._step("wait", under_way.what)) if self._range else NOTHING:
+                self._wait_for_works(self._opened(), under_way)
         finally:
             self._waiting = False
         for arrived, into in under_way.copies:
@@ -240,6 +246,10 @@ class Rails:
         """Messages meet only those of the same communicator and size: gloo ends a process that gets a longer message
         than it expects, and takes a shorter one for whole. NCCL knows no tags."""
         return zlib.crc32(f"ep_plugin {self._name} {nbytes}".encode()) >> 1
+
+    def _step(self, step: str, what: str) -> str:
+        """The name of a range."""
+        return f"rail of communicator {self._name}: {step}{what and f' ({what})'}"
 
     def _opened(self) -> Rail | GroupRail:
         opened = self._rail

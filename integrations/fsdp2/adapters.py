@@ -27,6 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from ep_plugin.integrations import hooks
 from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.integrations.pairs import Pair, PairUser, can_sum
+from ep_plugin.ranges import NOTHING, opener
 
 
 class Adapter(PairUser):
@@ -39,6 +40,7 @@ class Adapter(PairUser):
     def __init__(self, parameter_group: Any, replaced: Any) -> None:
         super().__init__()
         self.parameter_group, self.replaced, self.launches = parameter_group, replaced, 0
+        self._range = opener()
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any
@@ -49,7 +51,8 @@ class Adapter(PairUser):
             return self.replaced(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
         self.launches += 1
         hooks.served("fsdp2")
-        return getattr(pair, self.collective)(output_tensor, input_tensor, **options)
+        with self._range(f"FSDP2 {self.parameter_group!r}") if self._range else NOTHING:
+            return getattr(pair, self.collective)(output_tensor, input_tensor, **options)
 
     def _is_served(self, pair: Pair) -> bool:
         """Whether ours serves the group. The first call is collective, and may raise NotSupported (fallback.py)."""

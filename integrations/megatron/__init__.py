@@ -45,7 +45,11 @@ hooks.check_signatures(
 )
 
 from ep_plugin.integrations.megatron import optimizer, pipeline  # noqa: E402  checked above
-from ep_plugin.integrations.megatron.dispatcher import EpPluginTokenDispatcher, dispatcher_or_stock  # noqa: E402
+from ep_plugin.integrations.megatron.dispatcher import (  # noqa: E402
+    EpPluginTokenDispatcher,
+    dispatcher_or_stock,
+    set_layer_number,
+)
 
 __all__ = ["EpPluginTokenDispatcher", "disable", "enable", "optimizer", "pipeline"]
 
@@ -55,6 +59,8 @@ def enable() -> None:
     distributed optimizer and pipelines our collectives and messages."""
     ours = dispatcher_or_stock if env.settings().fallback else EpPluginTokenDispatcher
     hooks.replace("megatron", moe_layer, "MoEFlexTokenDispatcher", ours)
+    if env.settings().ranges:
+        hooks.replace("megatron", moe_layer.MoELayer, "set_layer_number", set_layer_number)
     optimizer.enable()
     pipeline.enable()
 

@@ -8,9 +8,11 @@ P * K of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 
@@ -18,6 +20,7 @@ from ep_plugin.config import MAX_TOPK
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations.communicators import communicator_of
 from ep_plugin.integrations.fallback import falls_back
+from ep_plugin.ranges import opener
 
 # Options for SMs, with their defaults, at which we choose the number ourselves: from 0.19 on one for all backends, in
 # older versions one for each.
@@ -73,6 +76,8 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         self.dispatched_probs: torch.Tensor | None = None
         self.tokens_per_expert: torch.Tensor | None = None
         self.handle: Any = None
+        self._range = opener()
+        self.layer_number: int | None = None  # for ranges; see set_layer_number
 
     @property
     def _comm_manager(self) -> EpPluginTokenDispatcher:
@@ -121,8 +126,8 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         shared = self.shared_experts
         if shared is not None:
             shared.wait_current_stream()
-        out, self.handle = self._communicator.dispatch(
-            hidden_states.contiguous(), self.token_indices.contiguous(), probs
+        out, self.handle = self._in_range(
+            self._communicator.dispatch, hidden_states.contiguous(), self.token_indices.contiguous(), probs
         )
         assert out.num_tokens_per_expert_cpu is not None
         self.tokens_per_expert = -(-out.num_tokens_per_expert_cpu // self.alignment) * self.alignment
@@ -156,7 +161,14 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         handle, self.handle = self.handle, None
         if self.shared_experts is not None:
             self.shared_experts.wait_current_stream()
-        return self._communicator.combine(hidden_states.contiguous(), handle)
+        return self._in_range(self._communicator.combine, hidden_states.contiguous(), handle)
+
+    def _in_range(self, operation: Callable[..., Any], *args: Any) -> Any:
+        """What `operation` returns, called in a range with the layer's number."""
+        if self._range is None or torch.compiler.is_compiling():
+            return operation(*args)
+        with self._range(f"Megatron layer {self.layer_number}"):
+            return operation(*args)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` in the shape of the layer's input."""
@@ -166,6 +178,15 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
             shared.post_forward_comm()
             hidden_states = hidden_states + shared.get_output()
         return hidden_states.view(self.hidden_shape)
+
+
+_set_layer_number: Any = MoELayer.set_layer_number
+
+
+def set_layer_number(layer: Any, layer_number: int) -> None:
+    """In the place of MoELayer's: the dispatcher learns the number, too. Used only where ranges are on."""
+    _set_layer_number(layer, layer_number)
+    layer.token_dispatcher.layer_number = layer_number
 
 
 def alignment_of(config: Any) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -24,6 +25,7 @@ from transformers.integrations import moe
 from ep_plugin import DispatchOutput, MoECommunicator, NotSupported, env
 from ep_plugin.integrations import hooks
 from ep_plugin.integrations.communicators import communicator_or_none
+from ep_plugin.ranges import opener
 
 if TYPE_CHECKING:
     from ep_plugin.integrations.transformers.shared_experts import SharedAhead
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 Experts: TypeAlias = Any  # a module of a class that transformers' decorator for experts has made
 # By the id of the experts module, which an exchange keeps alive.
 exchanges: weakref.WeakValueDictionary[int, EpPluginExpertParallel] = weakref.WeakValueDictionary()
+_numbers = itertools.count()  # of MoE layers: nothing tells an exchange which layer of the model is its own
 
 
 class EpPluginExpertParallel(EPImplementation):
@@ -57,6 +60,7 @@ class EpPluginExpertParallel(EPImplementation):
         # Serves in our place, where that is asked for (fallback.py). Made now: it keeps the experts' forward.
         self._stock = AllToAllEP(experts, ep_mesh, tp_mesh) if env.settings().fallback else None
         self._left: set[int | None] = set()  # values of max_tokens_per_rank for which it does
+        self._range, self._layer = opener(), f"transformers MoE layer {next(_numbers)}"
         exchanges[id(experts)] = self
 
     def __call__(
@@ -83,7 +87,11 @@ class EpPluginExpertParallel(EPImplementation):
                 _slice_over(tensor, self.tp_mesh) for tensor in (hidden_states, top_k_index, top_k_weights)
             )
         x, topk_ids = hidden_states.contiguous(), top_k_index.contiguous()
-        output = self._exchange(comm, x, topk_ids, top_k_weights)
+        if self._range is None or torch.compiler.is_compiling():
+            output = self._exchange(comm, x, topk_ids, top_k_weights)
+        else:
+            with self._range(self._layer):
+                output = self._exchange(comm, x, topk_ids, top_k_weights)
         return _gather_over(output, self.tp_mesh, num_tokens) if is_sliced else output
 
     def _communicator(self, x: torch.Tensor, topk_ids: torch.Tensor) -> MoECommunicator | None:

@@ -48,7 +48,9 @@ def _cleanup_fails(rank: int) -> tuple[list[str], list[str]]:
     def close() -> None:
         closed.append("exchange")
 
-    exchange: Any = SimpleNamespace(name="0.1", rank=rank, size=1, timeout_s=1.0, abort=abort, close=close)
+    exchange: Any = SimpleNamespace(
+        name="0.1", ident="", rank=rank, size=1, job_ranks=(rank,), timeout_s=1.0, abort=abort, close=close
+    )
     with pytest.raises(MemoryError, match="first") as caught:
         Failing(exchange, torch.device("cpu"))
     return closed, caught.value.__notes__

@@ -39,6 +39,7 @@ class CombineAcrossNodes(Operation):
         self._nodes, self._engine = nodes, nodes.engine
         self._known, self._routing = routing_of(nodes, "handle", handle)
         self._y, self._weights, self._extra = bulk_ready("y", y), weights, extra
+        self.nbytes = y.nbytes
         self._bias = None if bias is None else bulk_ready("bias", bias)
         self._sums: list[torch.Tensor] = []
         self._extras: list[torch.Tensor | None] = []

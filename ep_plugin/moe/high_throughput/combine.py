@@ -31,6 +31,7 @@ class Combine(Operation):
         y, weights, bias, extra, routing, comm = arguments
         self._engine, self._routing = engine, engine.routing("handle", routing, comm)
         self._y, self._weights, self._extra = bulk_ready("y", y), weights, extra
+        self.nbytes = y.nbytes
         self._bias = None if bias is None else bulk_ready("bias", bias)
         self._sums: tuple[torch.Tensor, torch.Tensor | None] | None = None
 

@@ -16,7 +16,7 @@ import torch
 
 from ep_plugin import _C, counts
 from ep_plugin.errors import CaptureRefused, EpPluginError
-from ep_plugin.moe.in_flight import Operation, Tensors
+from ep_plugin.moe.in_flight import RECEIVE_PART, SEND_PART, Operation, Tensors
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.runtime.streams import record_stream
 
@@ -72,7 +72,7 @@ class LowLatencyInFlight:
         with self._engine.lock:
             self._check(operation)
             counts.served(self.serves)
-            result = self._engine.run(operation.name, _whole, operation)
+            result = self._engine.run(operation.name, _whole, operation, nbytes=operation.nbytes)
             self._latest[operation.kind].append(None)
             return result
 
@@ -82,7 +82,8 @@ class LowLatencyInFlight:
         with engine.lock:
             self._check(operation)
             counts.served(self.serves)
-            engine.run(operation.name, _start, operation)
+            engine.run(operation.name, _start, operation, nbytes=operation.nbytes, part=SEND_PART)
+            operation.call = engine.last_call
             operation.capture = engine.streams.capturing()
             operation.number = next(self._numbers)
             self._by_number[operation.number] = operation
@@ -108,7 +109,9 @@ class LowLatencyInFlight:
                     "wait(): expected an un-received operation, got one whose receiving has failed before"
                 )
             self._forget(operation)
-            result = engine.run(operation.name, _finish, operation)
+            result = engine.run(
+                operation.name, _finish, operation, nbytes=operation.nbytes, part=RECEIVE_PART, continues=operation.call
+            )
             if engine.device.type == "cuda":  # it may have been started on another stream
                 record_stream(torch.cuda.current_stream(engine.device), (operation.tensors(), result))
             return result

@@ -1,0 +1,37 @@
+"""Ranges that profilers show around operations. They are off unless EP_PLUGIN_RANGES names a profiler.
+
+Each user keeps what `opener` returns, and tests it for None: that is all that ranges cost when they are off. A range
+enqueues nothing and waits for nothing. Code that torch.compile traces opens none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+from ep_plugin import env
+
+Opener: TypeAlias = Callable[[str], AbstractContextManager[Any]]
+"""From a range's name to a context manager."""
+NOTHING = nullcontext()
+"""In the place of a range that is off."""
+
+
+def opener() -> Opener | None:
+    """What opens ranges, as EP_PLUGIN_RANGES says; None: nothing does.
+
+    Raises:
+        ValueError: the variable has an unknown value, or names NVTX where PyTorch was built without it.
+    """
+    kind = env.settings().ranges
+    if kind is None:
+        return None
+    import torch
+
+    if kind == "profiler":
+        return torch.profiler.record_function
+    if torch.version.cuda is None:
+        raise ValueError("EP_PLUGIN_RANGES: expected profiler, since this PyTorch was built without CUDA, got 'nvtx'")
+    return functools.partial(torch.cuda.nvtx.range, "{}")

@@ -1,0 +1,158 @@
+"""The latest calls of this process's communicators, and the file that a failure writes of them.
+
+The calls are always kept, a fixed number of them. EP_PLUGIN_DUMP names a folder. Each communicator that fails then
+writes all calls to the file ``rank<rank in the job>.json`` there. `ep-doctor --merge` reads the files of all ranks.
+
+A replay of a CUDA graph is no call. On GPUs a call ends when its kernels are enqueued.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ep_plugin import env
+from ep_plugin.errors import PeerAborted, PeerTimeout
+from ep_plugin.log import log
+
+FORMAT = 1
+_KEPT = 1000
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of an operation, or of a part of it.
+
+    number: of the operation among all of its communicator, from 1; epoch: among those of its kind. nbytes: that this
+    rank passes in. began, ended: seconds since 1970; ended is None while the call runs, and after it has failed.
+    """
+
+    calls: Calls
+    kind: str
+    part: str
+    number: int
+    epoch: int
+    nbytes: int
+    began: float
+    ended: float | None = None
+
+
+@dataclass(eq=False)
+class Calls:
+    """The calls of one communicator.
+
+    ranks: those of the group, as ranks of the job; rank: this one among them. in_order: whether all of them call the
+    same operations in the same order. name and ident: as of the communicator's Exchange, once the ranks have agreed.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    in_order: bool
+    name: str
+    ident: str = ""
+    number: int = 0
+    epochs: Counter[str] = field(default_factory=Counter)
+
+    def begin(self, kind: str, part: str, nbytes: int, continues: Call | None) -> Call:
+        """Counts and keeps a call. `continues`: the call that has begun the same operation."""
+        if continues is None:
+            self.number += 1
+            self.epochs[kind] += 1
+            call = Call(self, kind, part, self.number, self.epochs[kind], nbytes, time.time())
+        else:
+            call = Call(self, kind, part, continues.number, continues.epoch, nbytes, time.time())
+        _recent.append(call)
+        return call
+
+
+_recent: deque[Call] = deque(maxlen=_KEPT)
+_failures: list[tuple[Calls, dict[str, Any]]] = []
+_writing = threading.Lock()
+_unwritable: set[str] = set()  # folders of which a warning was logged
+
+
+def failed(calls: Calls, error: BaseException, boards: Callable[[], dict[int, Any]]) -> None:
+    """Writes this process's calls after a communicator's first error, where EP_PLUGIN_DUMP asks for it. Never raises.
+
+    boards: returns what the boards say of the ranks of this node, by rank in the group.
+    """
+    folder = ""
+    try:
+        folder = env.settings().dump or ""
+        if folder:
+            with _writing:
+                _failures.append((calls, _failure(error, boards)))
+                _write(Path(folder), calls.ranks[calls.rank])
+    except Exception as second:  # the first error is raised, whatever happens here
+        if folder not in _unwritable:
+            _unwritable.add(folder)
+            log().warning("EP_PLUGIN_DUMP: %s: nothing was written: %s: %s", folder, type(second).__name__, second)
+
+
+def _failure(error: BaseException, boards: Callable[[], dict[int, Any]]) -> dict[str, Any]:
+    blamed = isinstance(error, (PeerTimeout, PeerAborted))
+    return {
+        "time": time.time(),
+        "error": type(error).__name__,
+        "text": str(error),
+        "rank": getattr(error, "rank", None) if blamed else None,
+        "step": getattr(error, "step", ""),
+        "boards": boards(),
+    }
+
+
+def _write(folder: Path, rank: int) -> None:
+    """rank: this process in the job."""
+    recent = list(_recent)
+    known = {id(one): one for one in [*(call.calls for call in recent), *(calls for calls, _ in _failures)]}
+    places = {key: place for place, key in enumerate(known)}
+    content = {
+        "format": FORMAT,
+        "rank": rank,
+        "world_size": dist.get_world_size() if dist.is_initialized() else None,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "written": time.time(),
+        "communicators": [
+            {
+                "name": one.name,
+                "ident": one.ident,
+                "ranks": one.ranks,
+                "in_order": one.in_order,
+                "epochs": one.epochs,
+                "failures": [failure for calls, failure in _failures if calls is one],
+            }
+            for one in known.values()
+        ],
+        "calls": [
+            {
+                "communicator": places[id(call.calls)],
+                **{name: getattr(call, name) for name in Call.__slots__ if name != "calls"},
+            }
+            for call in recent
+        ],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f".rank{rank}.{os.getpid()}"
+    unfinished.write_text(json.dumps(content, indent=1))
+    unfinished.replace(folder / f"rank{rank}.json")
+
+
+def _forget() -> None:
+    global _writing
+    _writing = threading.Lock()  # a thread of the parent may hold it
+    _recent.clear()
+    _failures.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
