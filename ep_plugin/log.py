@@ -7,22 +7,22 @@ import logging
 
 from ep_plugin import env
 
-_logger = logging.getLogger("ep_plugin")
+logger = logging.getLogger("ep_plugin")
 
 
 def log() -> logging.Logger:
     """The logger. With EP_PLUGIN_LOG=1 its INFO records are shown from the first call on."""
     if env.settings().log:
         _show_info()
-    return _logger
+    return logger
 
 
 @functools.cache
 def _show_info() -> None:
-    if _logger.level == logging.NOTSET:
-        _logger.setLevel(logging.INFO)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     # A script may configure logging at any time: its handlers then get the records instead.
-    handler.addFilter(lambda _: not logging.root.handlers and _logger.handlers == [handler])
-    _logger.addHandler(handler)
+    handler.addFilter(lambda _: not logging.root.handlers and logger.handlers == [handler])
+    logger.addHandler(handler)

@@ -7,9 +7,10 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from ep_plugin import env
-from ep_plugin.doctor import machine, software
+from ep_plugin.doctor import dumps, machine, software
 from ep_plugin.doctor.findings import FAILURE, OK, Finding, collect, render, status
 
 _EPILOG = """\
@@ -31,7 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON: status and findings")
     parser.add_argument("--timeout", type=_seconds, default=60.0, help="seconds to wait for other ranks (60)")
+    parser.add_argument(
+        "--merge", type=_folder, metavar="FOLDER", help="say who was where from the files of failed ranks"
+    )
     options = parser.parse_args(arguments)
+    if options.merge is not None:
+        return _show(dumps.merge(options.merge), options.json)
     with contextlib.redirect_stdout(sys.stderr):  # frameworks print when they are imported
         prints, findings = examine(options.timeout)
     if not prints:
@@ -39,7 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if finding.level == FAILURE:
                 print(f"ep-doctor: {finding.subject}: {finding.what}; to do: {finding.do}", file=sys.stderr)
         return 0  # a launcher would end rank 0 before it has printed
-    if options.json:
+    return _show(findings, options.json)
+
+
+def _show(findings: Sequence[Finding], as_json: bool) -> int:
+    if as_json:
         shown = [finding._asdict() for finding in findings]
         print(json.dumps({"status": status(findings), "findings": shown}, indent=2), flush=True)
     else:
@@ -74,6 +84,12 @@ def examine(timeout_s: float) -> tuple[bool, list[Finding]]:
         what = f"the checks across ranks failed: {type(error).__name__}: {error}"
         return prints, [*findings, Finding(FAILURE, "ranks", what, "report this, with the output of ep-doctor --json")]
     return prints, of_all if prints else []
+
+
+def _folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"expected a folder with the files of EP_PLUGIN_DUMP, got {text}")
+    return Path(text)
 
 
 def _seconds(text: str) -> float:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ep_plugin import env
 from ep_plugin.errors import PeerAborted, PeerTimeout
-from ep_plugin.log import log
+from ep_plugin.log import logger
 
 FORMAT = 1
 _KEPT = 1000
@@ -96,7 +96,7 @@ def failed(calls: Calls, error: BaseException, boards: Callable[[], dict[int, An
     except Exception as second:  # the first error is raised, whatever happens here
         if folder not in _unwritable:
             _unwritable.add(folder)
-            log().warning("EP_PLUGIN_DUMP: %s: nothing was written: %s: %s", folder, type(second).__name__, second)
+            logger.warning("EP_PLUGIN_DUMP: %s: nothing was written: %s: %s", folder, type(second).__name__, second)
 
 
 def _failure(error: BaseException, boards: Callable[[], dict[int, Any]]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _write(folder: Path, rank: int) -> None:
         ],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f".rank{rank}.{os.getpid()}"
+    unfinished = folder / f"rank{rank}.json.unfinished"
     unfinished.write_text(json.dumps(content, indent=1))
     unfinished.replace(folder / f"rank{rank}.json")
 

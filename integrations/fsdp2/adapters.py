@@ -51,7 +51,7 @@ class Adapter(PairUser):
             return self.replaced(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
         self.launches += 1
         hooks.served("fsdp2")
-        with self._range(f"FSDP2 {self.parameter_group!r}") if self._range else NOTHING:
+        with self._range(f"FSDP2 {getattr(self.parameter_group, '_module_fqn', '')}") if self._range else NOTHING:
             return getattr(pair, self.collective)(output_tensor, input_tensor, **options)
 
     def _is_served(self, pair: Pair) -> bool:

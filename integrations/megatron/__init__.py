@@ -60,7 +60,7 @@ def enable() -> None:
     ours = dispatcher_or_stock if env.settings().fallback else EpPluginTokenDispatcher
     hooks.replace("megatron", moe_layer, "MoEFlexTokenDispatcher", ours)
     if env.settings().ranges:
-        hooks.replace("megatron", moe_layer.MoELayer, "set_layer_number", set_layer_number)
+        hooks.replace("megatron", moe_layer.BaseMoELayer, "set_layer_number", set_layer_number)
     optimizer.enable()
     pipeline.enable()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 
@@ -180,11 +180,11 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         return hidden_states.view(self.hidden_shape)
 
 
-_set_layer_number: Any = MoELayer.set_layer_number
+_set_layer_number: Any = BaseMoELayer.set_layer_number
 
 
 def set_layer_number(layer: Any, layer_number: int) -> None:
-    """In the place of MoELayer's: the dispatcher learns the number, too. Used only where ranges are on."""
+    """In the place of BaseMoELayer's: the dispatcher learns the number, too. Used only where ranges are on."""
     _set_layer_number(layer, layer_number)
     layer.token_dispatcher.layer_number = layer_number
 

@@ -1,0 +1,232 @@
+"""`ep-doctor --merge FOLDER`: from the files that failed ranks have written (EP_PLUGIN_DUMP), who was where.
+
+runtime/calls.py writes the files. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ep_plugin.doctor.findings import FAILURE, OK, WARNING, Finding
+
+_FORMAT = 1
+_LATE_S = 1.0  # ranks that begin an operation within this time of each other are on time; clocks of hosts differ, too
+_BLAME_OTHERS = ("PeerTimeout", "PeerAborted")
+
+
+class Call(NamedTuple):
+    """One call; see the dump's writer. `ended` is None for the call that a rank was in."""
+
+    kind: str
+    part: str
+    number: int
+    epoch: int
+    began: float
+    ended: float | None
+
+    def __str__(self) -> str:
+        return f"{'in' if self.ended is None else 'after'} {self.kind} {self.epoch}{self.part and f' ({self.part})'}"
+
+
+class Failure(NamedTuple):
+    """The first error of a communicator on one rank. rank: the one at fault, in the job; None: not known.
+
+    boards: the operation that each rank of the node was last in, by rank of the job."""
+
+    time: float
+    error: str
+    text: str
+    rank: int | None
+    step: str
+    boards: dict[int, str]
+
+
+class Communicator(NamedTuple):
+    """One rank's side of a communicator. ranks: of the job."""
+
+    name: str
+    ident: str
+    ranks: tuple[int, ...]
+    in_order: bool
+    failure: Failure | None
+    calls: list[Call]
+
+
+class Dump(NamedTuple):
+    """One rank's file."""
+
+    rank: int
+    world_size: int
+    communicators: list[Communicator]
+
+    @property
+    def failure(self) -> tuple[Communicator, Failure] | None:
+        """The rank's first failure, and where."""
+        failed = [(one, one.failure) for one in self.communicators if one.failure is not None]
+        return min(failed, key=lambda pair: pair[1].time, default=None)
+
+
+def merge(folder: Path) -> list[Finding]:
+    """What the files in `folder` say together."""
+    findings: list[Finding] = []
+    dumps: dict[int, Dump] = {}
+    for path in sorted(folder.glob("rank*")):
+        try:
+            dump = _dump_of(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            what = f"{path.name} cannot be used: {type(error).__name__}: {error}"
+            findings.append(Finding(WARNING, "files", what, "its rank may have died while it wrote; the rest is used"))
+            continue
+        if dump.rank in dumps:
+            what = f"{path.name} is of rank {dump.rank}, as another file is"
+            findings.append(Finding(WARNING, "files", what, "let each job write into an empty folder of its own"))
+            continue
+        dumps[dump.rank] = dump
+    if not dumps:
+        do = "set EP_PLUGIN_DUMP to a folder that all ranks can write to, and run the job again"
+        return [*findings, Finding(FAILURE, "files", f"{folder} has no file of any rank", do)]
+    return [*findings, *_strangers(dumps), *_failures(dumps), *_missing(dumps), *_places(dumps)]
+
+
+def _dump_of(content: Any) -> Dump:
+    if content["format"] != _FORMAT:
+        raise ValueError(f"expected format {_FORMAT}, got {content['format']!r}")
+    calls = defaultdict(list)
+    for call in content["calls"]:
+        number, epoch, began = int(call["number"]), int(call["epoch"]), float(call["began"])
+        ended = None if call["ended"] is None else float(call["ended"])
+        calls[int(call["communicator"])].append(Call(str(call["kind"]), str(call["part"]), number, epoch, began, ended))
+    communicators = []
+    for place, one in enumerate(content["communicators"]):
+        ranks = tuple(map(int, one["ranks"]))
+        failure = _failure_of(one["failures"][0], ranks) if one["failures"] else None
+        in_order = bool(one["in_order"])
+        communicators.append(Communicator(str(one["name"]), str(one["ident"]), ranks, in_order, failure, calls[place]))
+    rank = int(content["rank"])
+    known = [rank, *(rank for one in communicators for rank in one.ranks)]
+    return Dump(rank, int(content["world_size"] or 1 + max(known)), communicators)
+
+
+def _failure_of(found: Any, ranks: Sequence[int]) -> Failure:
+    at_fault = None if found["rank"] is None else ranks[int(found["rank"])]
+    boards = {ranks[int(rank)]: str(seen["last"]) for rank, seen in found["boards"].items()}
+    return Failure(float(found["time"]), str(found["error"]), str(found["text"]), at_fault, str(found["step"]), boards)
+
+
+def _strangers(dumps: dict[int, Dump]) -> Iterator[Finding]:
+    """Ranks whose files share no communicator with those of the others. Takes them out of `dumps`."""
+    idents = {rank: {one.ident for one in dump.communicators if one.ident} for rank, dump in dumps.items()}
+    met = {
+        rank
+        for rank, own in idents.items()
+        if len(dumps) == 1 or any(own & theirs for other, theirs in idents.items() if other != rank)
+    }
+    if not met:  # they never agreed on a communicator
+        return
+    for rank in sorted(set(dumps) - met):
+        if idents[rank]:
+            del dumps[rank]
+            what = f"the file of rank {rank} shares no communicator with the others: it is of another job, and left out"
+            yield Finding(WARNING, "files", what, "let each job write into an empty folder of its own")
+
+
+def _failures(dumps: dict[int, Dump]) -> Iterator[Finding]:
+    """The first failure of each rank, in the order of their times. A rank that failed by itself comes as a failure."""
+    failed = [(rank, *dump.failure) for rank, dump in dumps.items() if dump.failure is not None]
+    for rank, communicator, failure in sorted(failed, key=lambda entry: entry[2].time):
+        when = time.strftime("%H:%M:%S", time.localtime(failure.time))
+        what = f"at {when} {failure.error} in {communicator.name}: {failure.text}"
+        if failure.error in _BLAME_OTHERS and failure.rank != rank:
+            yield Finding(OK, f"rank {rank}", what)
+        else:
+            do = f"begin with this error: rank {rank} failed by itself, and the other ranks stopped because of it"
+            yield Finding(FAILURE, f"rank {rank}", what, do)
+
+
+def _missing(dumps: dict[int, Dump]) -> Iterator[Finding]:
+    """Ranks that left no file, with the last that others have seen of them."""
+    for rank in sorted(set(range(max(dump.world_size for dump in dumps.values()))) - set(dumps)):
+        seen = [
+            (failure.time, f"rank {other} saw it last {last or 'in no operation'}")
+            for other, dump in dumps.items()
+            if dump.failure is not None
+            for failure in [dump.failure[1]]
+            for last in [failure.boards.get(rank)]
+            if last is not None
+        ]
+        blamed = _said(other for other, dump in dumps.items() if dump.failure and dump.failure[1].rank == rank)
+        what = f"left no file; {max(seen)[1] if seen else 'no rank of its node has left one that mentions it'}"
+        if blamed:
+            yield Finding(FAILURE, f"rank {rank}", f"{what}; {blamed} waited for it in vain", _LOOK.format(rank=rank))
+        else:
+            yield Finding(WARNING, f"rank {rank}", what, _LOOK.format(rank=rank))
+
+
+_LOOK = (
+    "look at the end of rank {rank}'s output and at its exit code: it was killed, or it hangs outside of ep_plugin "
+    "(`py-spy dump --pid PID` on its host shows where), or it could not write its file"
+)
+
+
+def _places(dumps: dict[int, Dump]) -> Iterator[Finding]:
+    """For each communicator, the last call of each rank; then who is behind, or called something else."""
+    sides: dict[str, dict[int, Communicator]] = defaultdict(dict)
+    for rank, dump in sorted(dumps.items()):
+        for one in dump.communicators:
+            if one.calls:
+                sides[one.ident or one.name][rank] = one
+    for by_rank in sides.values():
+        first = next(iter(by_rank.values()))
+        last = {rank: max(one.calls, key=lambda call: (call.number, call.began)) for rank, one in by_rank.items()}
+        said = "; ".join(_grouped({rank: str(call) for rank, call in last.items()}))
+        yield Finding(OK, first.name, said)
+        if first.in_order and any(one.failure is not None for one in by_rank.values()):
+            yield from _out_of_step(first.name, by_rank, last)
+
+
+def _out_of_step(name: str, by_rank: dict[int, Communicator], last: dict[int, Call]) -> Iterator[Finding]:
+    kinds: dict[int, dict[int, str]] = defaultdict(dict)  # by number, by rank
+    for rank, one in by_rank.items():
+        for call in one.calls:
+            kinds[call.number][rank] = f"{call.kind} {call.epoch}"
+    differing = min((number for number, by in kinds.items() if len(set(by.values())) > 1), default=None)
+    if differing is not None:
+        what = f"ranks differ in operation {differing}: {'; '.join(_grouped(kinds[differing]))}"
+        do = "all ranks must call the same operations in the same order: look for a condition that differs among them"
+        yield Finding(FAILURE, name, what, do)
+        return
+    furthest = max(call.number for call in last.values())
+    behind = {rank: str(call) for rank, call in last.items() if call.number < furthest}
+    ahead = _said(rank for rank, call in last.items() if call.number == furthest)
+    if behind:
+        kind = next(iter(kinds[furthest].values()))
+        what = f"behind: {'; '.join(_grouped(behind))}, while {ahead} came to {kind}"
+        do = f"look at what {_said(behind)} did after that: its output, and operations of other communicators above"
+        yield Finding(FAILURE, name, what, do)
+        return
+    began = {rank: call.began for rank, call in last.items()}
+    late = {rank for rank in began if began[rank] - min(began.values()) > _LATE_S}
+    if late:
+        after = max(began.values()) - min(began.values())
+        what = f"late: {_said(late)} came to {next(iter(kinds[furthest].values()))} up to {after:.1f} s after the first rank"
+        do = f"look at what {_said(late)} did before it; if that takes as long by right, raise the group's timeout"
+        yield Finding(FAILURE, name, what, do)
+
+
+def _grouped(texts: dict[int, str]) -> list[str]:
+    """ "ranks 0, 2 ..." for each text, in the order of the ranks."""
+    ranks = defaultdict(list)
+    for rank, text in sorted(texts.items()):
+        ranks[text].append(rank)
+    return [f"{_said(those)} {text}" for text, those in ranks.items()]
+
+
+def _said(ranks: Iterable[int | None]) -> str:
+    """ "rank 1" or "ranks 0, 2"; "" for none."""
+    known = sorted(rank for rank in set(ranks) if rank is not None)
+    return f"rank{'s'[: len(known) != 1]} {', '.join(map(str, known))}" if known else ""

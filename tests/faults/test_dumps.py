@@ -1,0 +1,267 @@
+"""Ranks that fail write their latest calls (EP_PLUGIN_DUMP), and `ep-doctor --merge` says who was where."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_plugin.collectives.all_gather import HierarchicalAllGather
+from ep_plugin.collectives.send_receive import SendReceive
+from ep_plugin.doctor.__main__ import main
+from ep_plugin.doctor.dumps import merge
+from ep_plugin.doctor.findings import FAILURE, OK, WARNING, Finding
+from ep_plugin.errors import EpPluginError, PeerAborted, PeerTimeout
+from ep_plugin.runtime import calls
+from tests.faults.fault_cases import die_at_gate, open_with_deadline, round_trip, set_deadline
+from tests.ranks import run_ranks, values
+
+SIZE, VICTIM, DEADLINE_S = 3, 1, 1.5
+
+
+def _killed(rank: int) -> str:
+    """The victim is killed in its second dispatch."""
+    if rank == VICTIM:
+        os.environ["EP_PLUGIN_TEST_GATE"] = "notify"
+    comm = open_with_deadline(SIZE, DEADLINE_S)
+    held_at, comm.engine.comm.gate = comm.engine.comm.gate, 0
+    round_trip(comm)
+    comm.engine.comm.gate = held_at
+    if rank == VICTIM:
+        die_at_gate(comm)
+    with pytest.raises(PeerTimeout) as caught:
+        round_trip(comm)
+    comm.close()
+    return str(caught.value)
+
+
+def _one_fails(rank: int) -> str:
+    """The victim raises an error of its own between two operations, and its peers abort."""
+    with pytest.raises(ZeroDivisionError if rank == VICTIM else PeerAborted) as caught, \
+            open_with_deadline(SIZE, 30) as comm:  # fmt: skip
+        round_trip(comm)
+        dist.barrier()
+        if rank == VICTIM:
+            raise ZeroDivisionError("a bad batch")
+        round_trip(comm)
+    return str(caught.value)
+
+
+def _one_is_late(rank: int) -> str:
+    """The victim comes to a gather when its peers have given up."""
+    gather = HierarchicalAllGather(None)
+    shard, out = torch.zeros(4), torch.zeros(4 * SIZE)
+    gather(out, shard)
+    set_deadline(gather.engine_on(torch.device("cpu")), DEADLINE_S)
+    if rank == VICTIM:
+        dist.barrier()
+    with pytest.raises(PeerTimeout) as caught:
+        gather(out, shard)
+    if rank != VICTIM:
+        dist.barrier()
+    gather.close()
+    return str(caught.value)
+
+
+def _messages(rank: int) -> str:
+    """Nobody sends what rank 0 waits for."""
+    with SendReceive() as messages:
+        set_deadline(messages._engine, 1)
+        work = messages.receive(torch.zeros(4), 1) if rank == 0 else None
+        dist.barrier()
+        if work is None:
+            dist.barrier()
+            return ""
+        with pytest.raises(PeerTimeout) as caught:
+            work.wait()
+        dist.barrier()
+        return str(caught.value)
+
+
+def dumped(folder: Path, size: int, function: Callable[[int], Any]) -> dict[str, Any]:
+    """Runs the ranks, and returns the files that they wrote."""
+    run_ranks(size, function, env={"EP_PLUGIN_DUMP": str(folder)})
+    return {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
+
+
+def of(findings: list[Finding], subject: str, level: str) -> str:
+    """The sentence of the only finding of this subject and level."""
+    [found] = [one for one in findings if (one.subject, one.level) == (subject, level)]
+    assert bool(found.do) == (level != OK)
+    return found.what
+
+
+def test_a_killed_rank_left_no_file_and_the_others_say_where_it_was(tmp_path: Path) -> None:
+    files = dumped(tmp_path, SIZE, _killed)
+    assert set(files) == {"rank0.json", "rank2.json"}
+    for rank in (0, 2):
+        [one] = files[f"rank{rank}.json"]["communicators"]
+        [failure] = one["failures"]
+        assert (failure["error"], failure["rank"], failure["step"]) == ("PeerTimeout", VICTIM, "notify")
+        assert (one["ranks"], one["epochs"]) == ([0, 1, 2], {"construction": 1, "dispatch": 2, "combine": 1})
+        own = failure["boards"][str(rank)]["waits"]
+        assert (own["rank"], own["step"]) == (VICTIM, "notify") and own["expected"] > own["seen"]
+        assert failure["boards"][str(VICTIM)] == {"last": f"in dispatch of {one['name']}", "waits": None}
+        last = files[f"rank{rank}.json"]["calls"][-1]
+        assert (last["kind"], last["number"], last["epoch"], last["ended"]) == ("dispatch", 4, 2, None)
+        assert last["nbytes"] == 5 * 8 * 4
+    findings = merge(tmp_path)
+    assert "saw it last in dispatch of communicator" in of(findings, "rank 1", FAILURE)
+    assert "ranks 0, 2 waited for it in vain" in of(findings, "rank 1", FAILURE)
+    assert of(findings, one["name"], OK) == "ranks 0, 2 in dispatch 2"
+    assert "PeerTimeout" in of(findings, "rank 0", OK)
+
+
+def test_a_rank_that_fails_by_itself_comes_first(tmp_path: Path) -> None:
+    assert len(dumped(tmp_path, SIZE, _one_fails)) == SIZE
+    findings = merge(tmp_path)
+    assert "ZeroDivisionError: a bad batch" in of(findings, "rank 1", FAILURE)
+    assert findings[0].subject == "rank 1"
+    assert {one.level for one in findings if one.subject in ("rank 0", "rank 2")} == {OK}
+    [name] = {one.subject for one in findings if one.subject.startswith("communicator")}
+    assert of(findings, name, FAILURE) == "behind: rank 1 after combine 1, while ranks 0, 2 came to dispatch 2"
+
+
+def test_a_rank_that_is_late_is_named_with_its_delay(tmp_path: Path) -> None:
+    assert len(dumped(tmp_path, SIZE, _one_is_late)) == SIZE
+    findings = merge(tmp_path)
+    [name] = {one.subject for one in findings if one.subject.startswith("communicator")}
+    assert of(findings, name, OK) == "ranks 0, 1, 2 in all-gather 2"
+    assert of(findings, name, FAILURE).startswith("late: rank 1 came to all-gather 2 up to ")
+
+
+def test_messages_say_what_is_waited_for(tmp_path: Path) -> None:
+    files = dumped(tmp_path, 2, _messages)
+    last = files["rank0.json"]["calls"][-1]
+    assert (last["kind"], last["part"], last["epoch"], last["ended"]) == ("send-receive", "wait", 1, None)
+    said = [one.what for one in merge(tmp_path) if one.subject.startswith("communicator")]
+    assert "rank 0 in send-receive 1 (wait)" in said[0]
+
+
+def _into_a_file(rank: int, path: str) -> tuple[str, list[str]]:
+    import logging
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ep_plugin").addHandler(handler)
+    comms = [open_with_deadline(2, 30) for _ in range(2)]
+    for comm in comms:
+        comm.abort("no more")
+    with pytest.raises(PeerAborted) as caught:
+        round_trip(comms[0])
+    return str(caught.value), records
+
+
+def test_a_folder_that_cannot_be_written_is_said_once_and_hides_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    for text, records in values(run_ranks(2, _into_a_file, str(path), env={"EP_PLUGIN_DUMP": str(path)})):
+        assert "aborted: no more" in text
+        assert len(records) == 1 and records[0].startswith(f"EP_PLUGIN_DUMP: {path}: nothing was written: ")
+
+
+def _count(rank: int) -> tuple[int, list[str]]:
+    comm = open_with_deadline(2, 30)
+    for _ in range(calls._KEPT // 2 + 1):
+        round_trip(comm)
+    dist.barrier()
+    comm.abort("over")
+    return len(calls._recent), sorted({call.kind for call in calls._recent})
+
+
+def test_the_history_is_bounded() -> None:
+    assert values(run_ranks(2, _count)) == [(calls._KEPT, ["combine", "dispatch"])] * 2
+
+
+# -- merging files ---------------------------------------------------------------------------------------------------
+
+
+def dump(rank: int, kinds: list[str], *, ident: str = "a", failure: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The file of a rank of two that has called operations of these kinds, and is in the last."""
+    listed = [
+        {
+            "communicator": 0, "kind": kind, "part": "", "number": number, "epoch": kinds[:number].count(kind),
+            "nbytes": 0, "began": float(number), "ended": None if number == len(kinds) else number + 0.5,
+        }
+        for number, kind in enumerate(kinds, start=1)
+    ]  # fmt: skip
+    failure = failure or {"rank": 1 - rank, "error": "PeerTimeout", "text": "late"}
+    failure = {"time": 100.0 + rank, "step": "notify", "boards": {}, **failure}
+    one = {"name": "communicator 0.1", "ident": ident, "ranks": [0, 1], "in_order": True, "failures": [failure]}
+    return {"format": calls.FORMAT, "rank": rank, "world_size": 2, "communicators": [one], "calls": listed}
+
+
+def merged(folder: Path, *dumps: Any) -> list[Finding]:
+    for rank, content in enumerate(dumps):
+        (folder / f"rank{rank}.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return merge(folder)
+
+
+def test_ranks_that_call_different_operations_are_named(tmp_path: Path) -> None:
+    findings = merged(tmp_path, dump(0, ["dispatch", "combine"]), dump(1, ["dispatch", "dispatch"]))
+    said = of(findings, "communicator 0.1", FAILURE)
+    assert said == "ranks differ in operation 2: rank 0 combine 1; rank 1 dispatch 2"
+
+
+def test_a_file_of_another_job_is_left_out(tmp_path: Path) -> None:
+    third = dump(2, ["combine"], ident="old")
+    findings = merged(tmp_path, dump(0, ["dispatch"]), dump(1, ["dispatch"]), third)
+    assert "rank 2 shares no communicator" in of(findings, "files", WARNING)
+    assert of(findings, "communicator 0.1", OK) == "ranks 0, 1 in dispatch 1"
+
+
+WHOLE = json.dumps(dump(1, ["dispatch"]))
+BAD = {
+    "cut": WHOLE[: len(WHOLE) // 2],
+    "empty": "",
+    "no object": "[1, 2]",
+    "null": "null",
+    "another format": WHOLE.replace('"format": 1', '"format": 7'),
+    "no calls": WHOLE.replace('"calls"', '"called"'),
+    "a rank that is none": WHOLE.replace('"rank": 1, "world_size"', '"rank": "one", "world_size"'),
+    "a rank outside of the group": WHOLE.replace('"rank": 0, "error"', '"rank": 17, "error"'),
+    "not text": "\udcff",
+    "nested": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", BAD.values(), ids=BAD)
+def test_a_bad_file_is_named_and_the_rest_is_used(tmp_path: Path, content: str) -> None:
+    assert content != WHOLE
+    (tmp_path / "rank1.json").write_bytes(content.encode(errors="surrogateescape"))
+    (tmp_path / "rank0.json").write_text(json.dumps(dump(0, ["dispatch"])))
+    findings = merge(tmp_path)
+    assert of(findings, "files", WARNING).startswith("rank1.json cannot be used: ")
+    assert of(findings, "communicator 0.1", OK) == "rank 0 in dispatch 1"
+    assert "left no file" in of(findings, "rank 1", FAILURE)
+
+
+def test_the_command_prints_sentences_and_json_without_torch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank0.json").write_text(json.dumps(dump(0, ["dispatch"])))
+    assert main(["--merge", str(tmp_path)]) == 1
+    assert "rank 1            left no file" in capsys.readouterr().out
+    code = (
+        "import sys; from ep_plugin.doctor.__main__ import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "--json", "--merge", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["--merge", str(tmp_path / "nothing")])
+
+
+def test_an_empty_folder_says_how_files_come(tmp_path: Path) -> None:
+    [finding] = merge(tmp_path)
+    assert finding.level == FAILURE and "EP_PLUGIN_DUMP" in finding.do
