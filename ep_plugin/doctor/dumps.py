@@ -6,6 +6,7 @@ runtime/calls.py writes the files. Nothing here needs torch.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 from ep_plugin.doctor.findings import FAILURE, OK, WARNING, Finding
 
 _FORMAT = 1
-_LATE_S = 1.0  # ranks that begin an operation within this time of each other are on time; clocks of hosts differ, too
 _BLAME_OTHERS = ("PeerTimeout", "PeerAborted")
 
 
@@ -36,7 +36,8 @@ class Call(NamedTuple):
 class Failure(NamedTuple):
     """The first error of a communicator on one rank. rank: the one at fault, in the job; None: not known.
 
-    boards: the operation that each rank of the node was last in, by rank of the job."""
+    boards: the operation that each rank of the node was last in, by rank of the job.
+    """
 
     time: float
     error: str
@@ -141,11 +142,16 @@ def _failures(dumps: dict[int, Dump]) -> Iterator[Finding]:
     for rank, communicator, failure in sorted(failed, key=lambda entry: entry[2].time):
         when = time.strftime("%H:%M:%S", time.localtime(failure.time))
         what = f"at {when} {failure.error} in {communicator.name}: {failure.text}"
-        if failure.error in _BLAME_OTHERS and failure.rank != rank:
+        if not _is_own(rank, failure):
             yield Finding(OK, f"rank {rank}", what)
         else:
             do = f"begin with this error: rank {rank} failed by itself, and the other ranks stopped because of it"
             yield Finding(FAILURE, f"rank {rank}", what, do)
+
+
+def _is_own(rank: int, failure: Failure) -> bool:
+    """Whether `rank` failed by itself, not because of another rank."""
+    return failure.error not in _BLAME_OTHERS or failure.rank == rank
 
 
 def _missing(dumps: dict[int, Dump]) -> Iterator[Finding]:
@@ -174,48 +180,54 @@ _LOOK = (
 
 
 def _places(dumps: dict[int, Dump]) -> Iterator[Finding]:
-    """For each communicator, the last call of each rank; then who is behind, or called something else."""
+    """For each communicator, where each rank was when the first of them failed; then who was elsewhere."""
     sides: dict[str, dict[int, Communicator]] = defaultdict(dict)
     for rank, dump in sorted(dumps.items()):
         for one in dump.communicators:
-            if one.calls:
-                sides[one.ident or one.name][rank] = one
+            sides[one.ident or one.name][rank] = one
     for by_rank in sides.values():
         first = next(iter(by_rank.values()))
-        last = {rank: max(one.calls, key=lambda call: (call.number, call.began)) for rank, one in by_rank.items()}
-        said = "; ".join(_grouped({rank: str(call) for rank, call in last.items()}))
-        yield Finding(OK, first.name, said)
-        if first.in_order and any(one.failure is not None for one in by_rank.values()):
-            yield from _out_of_step(first.name, by_rank, last)
+        failed_at = min((one.failure.time for one in by_rank.values() if one.failure is not None), default=math.inf)
+        calls = {rank: seen for rank, one in by_rank.items() if (seen := _until(failed_at, one.calls))}
+        if not calls:
+            continue
+        last = {rank: max(seen, key=lambda call: (call.number, call.began)) for rank, seen in calls.items()}
+        yield Finding(OK, first.name, "; ".join(_grouped({rank: str(call) for rank, call in last.items()})))
+        # What a rank did before it failed by itself is no news.
+        if (
+            first.in_order
+            and failed_at < math.inf
+            and not any(one.failure is not None and _is_own(rank, one.failure) for rank, one in by_rank.items())
+        ):
+            yield from _out_of_step(first.name, calls, last)
 
 
-def _out_of_step(name: str, by_rank: dict[int, Communicator], last: dict[int, Call]) -> Iterator[Finding]:
+def _until(end: float, calls: Iterable[Call]) -> list[Call]:
+    """The calls that had begun by then, as they were then. A late rank goes on after its peers have failed."""
+    begun = (call for call in calls if call.began <= end)
+    return [call._replace(ended=None) if call.ended is not None and call.ended > end else call for call in begun]
+
+
+def _out_of_step(name: str, calls: dict[int, list[Call]], last: dict[int, Call]) -> Iterator[Finding]:
     kinds: dict[int, dict[int, str]] = defaultdict(dict)  # by number, by rank
-    for rank, one in by_rank.items():
-        for call in one.calls:
+    for rank, seen in calls.items():
+        for call in seen:
             kinds[call.number][rank] = f"{call.kind} {call.epoch}"
     differing = min((number for number, by in kinds.items() if len(set(by.values())) > 1), default=None)
+    furthest = max(call.number for call in last.values())
+    behind = {rank: str(call) for rank, call in last.items() if call.number < furthest}
     if differing is not None:
         what = f"ranks differ in operation {differing}: {'; '.join(_grouped(kinds[differing]))}"
         do = "all ranks must call the same operations in the same order: look for a condition that differs among them"
         yield Finding(FAILURE, name, what, do)
-        return
-    furthest = max(call.number for call in last.values())
-    behind = {rank: str(call) for rank, call in last.items() if call.number < furthest}
-    ahead = _said(rank for rank, call in last.items() if call.number == furthest)
-    if behind:
-        kind = next(iter(kinds[furthest].values()))
-        what = f"behind: {'; '.join(_grouped(behind))}, while {ahead} came to {kind}"
-        do = f"look at what {_said(behind)} did after that: its output, and operations of other communicators above"
+    elif behind:
+        what = f"behind: {'; '.join(_grouped(behind))}, while {_said(set(last) - set(behind))} came further"
+        do = f"look at what {_said(behind)} did then: its output, and its calls of other communicators"
         yield Finding(FAILURE, name, what, do)
-        return
-    began = {rank: call.began for rank, call in last.items()}
-    late = {rank for rank in began if began[rank] - min(began.values()) > _LATE_S}
-    if late:
-        after = max(began.values()) - min(began.values())
-        what = f"late: {_said(late)} came to {next(iter(kinds[furthest].values()))} up to {after:.1f} s after the first rank"
-        do = f"look at what {_said(late)} did before it; if that takes as long by right, raise the group's timeout"
-        yield Finding(FAILURE, name, what, do)
+    elif len(last) > 1:
+        what = f"all of {_said(last)} had come to the same operation"
+        do = "look at the rank and the step in the first error above, and at ranks without a file"
+        yield Finding(WARNING, name, what, do)
 
 
 def _grouped(texts: dict[int, str]) -> list[str]:
