@@ -69,6 +69,7 @@ def test_settings_read_every_variable_afresh(monkeypatch):
         ("EP_PLUGIN_PLAIN_KERNELS", "2"),
         ("EP_PLUGIN_TEST_GATE", "later"),
         ("EP_PLUGIN_LOG", "debug"),
+        ("EP_PLUGIN_RANGES", "tracy"),
         ("EP_PLUGIN_FALLBACK", "nccl"),
         ("EP_PLUGIN_CHILDREN", "none"),
     ],
