@@ -141,7 +141,9 @@ def _failures(dumps: dict[int, Dump]) -> Iterator[Finding]:
     failed = [(rank, *dump.failure) for rank, dump in dumps.items() if dump.failure is not None]
     for rank, communicator, failure in sorted(failed, key=lambda entry: entry[2].time):
         when = time.strftime("%H:%M:%S", time.localtime(failure.time))
-        what = f"at {when} {failure.error} in {communicator.name}: {failure.text}"
+        what = f"at {when} {failure.error}: {failure.text}"
+        if communicator.name not in failure.text:
+            what = f"in {communicator.name} {what}"
         if not _is_own(rank, failure):
             yield Finding(OK, f"rank {rank}", what)
         else:
@@ -199,7 +201,7 @@ def _places(dumps: dict[int, Dump]) -> Iterator[Finding]:
             and failed_at < math.inf
             and not any(one.failure is not None and _is_own(rank, one.failure) for rank, one in by_rank.items())
         ):
-            yield from _out_of_step(first.name, calls, last)
+            yield from _out_of_step(first, calls, last)
 
 
 def _until(end: float, calls: Iterable[Call]) -> list[Call]:
@@ -208,7 +210,8 @@ def _until(end: float, calls: Iterable[Call]) -> list[Call]:
     return [call._replace(ended=None) if call.ended is not None and call.ended > end else call for call in begun]
 
 
-def _out_of_step(name: str, calls: dict[int, list[Call]], last: dict[int, Call]) -> Iterator[Finding]:
+def _out_of_step(one: Communicator, calls: dict[int, list[Call]], last: dict[int, Call]) -> Iterator[Finding]:
+    """By rank: the calls of a communicator, and the last of them."""
     kinds: dict[int, dict[int, str]] = defaultdict(dict)  # by number, by rank
     for rank, seen in calls.items():
         for call in seen:
@@ -219,15 +222,14 @@ def _out_of_step(name: str, calls: dict[int, list[Call]], last: dict[int, Call])
     if differing is not None:
         what = f"ranks differ in operation {differing}: {'; '.join(_grouped(kinds[differing]))}"
         do = "all ranks must call the same operations in the same order: look for a condition that differs among them"
-        yield Finding(FAILURE, name, what, do)
+        yield Finding(FAILURE, one.name, what, do)
     elif behind:
         what = f"behind: {'; '.join(_grouped(behind))}, while {_said(set(last) - set(behind))} came further"
         do = f"look at what {_said(behind)} did then: its output, and its calls of other communicators"
-        yield Finding(FAILURE, name, what, do)
-    elif len(last) > 1:
-        what = f"all of {_said(last)} had come to the same operation"
-        do = "look at the rank and the step in the first error above, and at ranks without a file"
-        yield Finding(WARNING, name, what, do)
+        yield Finding(FAILURE, one.name, what, do)
+    elif len(last) == len(one.ranks):
+        do = "look at the rank and the step in the first error above; a larger timeout helps if that rank is only slow"
+        yield Finding(WARNING, one.name, "all ranks had come to the same operation", do)
 
 
 def _grouped(texts: dict[int, str]) -> list[str]:

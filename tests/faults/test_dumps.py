@@ -115,7 +115,6 @@ def test_a_killed_rank_left_no_file_and_the_others_say_where_it_was(tmp_path: Pa
     assert "saw it last in dispatch of communicator" in of(findings, "rank 1", FAILURE)
     assert "ranks 0, 2 waited for it in vain" in of(findings, "rank 1", FAILURE)
     assert of(findings, one["name"], OK) == "ranks 0, 2 in dispatch 2"
-    assert "ranks 0, 2 had come to the same operation" in of(findings, one["name"], WARNING)
     assert "PeerTimeout" in of(findings, "rank 0", OK)
 
 
@@ -208,6 +207,11 @@ def test_ranks_that_call_different_operations_are_named(tmp_path: Path) -> None:
     findings = merged(tmp_path, dump(0, ["dispatch", "combine"]), dump(1, ["dispatch", "dispatch"]))
     said = of(findings, "communicator 0.1", FAILURE)
     assert said == "ranks differ in operation 2: rank 0 combine 1; rank 1 dispatch 2"
+
+
+def test_ranks_in_the_same_operation_are_said_to_be_there(tmp_path: Path) -> None:
+    findings = merged(tmp_path, dump(0, ["dispatch"]), dump(1, ["dispatch"]))
+    assert of(findings, "communicator 0.1", WARNING) == "all ranks had come to the same operation"
 
 
 def test_a_file_of_another_job_is_left_out(tmp_path: Path) -> None:
