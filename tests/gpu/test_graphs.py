@@ -29,3 +29,10 @@ def test_an_eager_dispatch_is_not_waited_for_in_a_capture() -> None:
 @pytest.mark.gpu(1)
 def test_a_capture_without_pools_is_refused_and_goes_on() -> None:
     assert values(run_ranks(2, graphs.refused, 2, timeout_s=120)) == [True] * 2
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("ranges", ["profiler", "nvtx"])
+def test_a_captured_step_with_ranges_for_profilers(ranges: str) -> None:
+    done = values(run_ranks(2, graphs.replayed, 2, env={"EP_PLUGIN_RANGES": ranges}, timeout_s=280))
+    assert done == [graphs.REPLAYS] * 2
