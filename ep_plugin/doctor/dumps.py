@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ep_plugin.doctor.findings import FAILURE, OK, WARNING, Finding
 
 _FORMAT = 1
+_MOST_RANKS = 2**20
 _BLAME_OTHERS = ("PeerTimeout", "PeerAborted")
 
 
@@ -63,6 +64,7 @@ class Dump(NamedTuple):
 
     rank: int
     world_size: int
+    written: float
     communicators: list[Communicator]
 
     @property
@@ -79,7 +81,7 @@ def merge(folder: Path) -> list[Finding]:
     for path in sorted(folder.glob("rank*")):
         try:
             dump = _dump_of(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
             what = f"{path.name} cannot be used: {type(error).__name__}: {error}"
             findings.append(Finding(WARNING, "files", what, "its rank may have died while it wrote; the rest is used"))
             continue
@@ -110,29 +112,35 @@ def _dump_of(content: Any) -> Dump:
         communicators.append(Communicator(str(one["name"]), str(one["ident"]), ranks, in_order, failure, calls[place]))
     rank = int(content["rank"])
     known = [rank, *(rank for one in communicators for rank in one.ranks)]
-    return Dump(rank, int(content["world_size"] or 1 + max(known)), communicators)
+    world_size = int(content["world_size"] or 1 + max(known))
+    if not 0 <= min(known) <= max(known) < world_size <= _MOST_RANKS:
+        raise ValueError(
+            f"expected ranks from 0 to {min(world_size, _MOST_RANKS) - 1}, got {min(known)} to {max(known)}"
+        )
+    return Dump(rank, world_size, float(content["written"]), communicators)
 
 
 def _failure_of(found: Any, ranks: Sequence[int]) -> Failure:
-    at_fault = None if found["rank"] is None else ranks[int(found["rank"])]
-    boards = {ranks[int(rank)]: str(seen["last"]) for rank, seen in found["boards"].items()}
-    return Failure(float(found["time"]), str(found["error"]), str(found["text"]), at_fault, str(found["step"]), boards)
+    in_job = dict(enumerate(ranks))
+    at_fault = None if found["rank"] is None else in_job[int(found["rank"])]
+    boards = {in_job[int(rank)]: str(seen["last"]) for rank, seen in found["boards"].items()}
+    when = float(found["time"])
+    time.localtime(when)  # raises if it is no time
+    return Failure(when, str(found["error"]), str(found["text"]), at_fault, str(found["step"]), boards)
 
 
 def _strangers(dumps: dict[int, Dump]) -> Iterator[Finding]:
-    """Ranks whose files share no communicator with those of the others. Takes them out of `dumps`."""
-    idents = {rank: {one.ident for one in dump.communicators if one.ident} for rank, dump in dumps.items()}
-    met = {
-        rank
-        for rank, own in idents.items()
-        if len(dumps) == 1 or any(own & theirs for other, theirs in idents.items() if other != rank)
-    }
-    if not met:  # they never agreed on a communicator
-        return
-    for rank in sorted(set(dumps) - met):
-        if idents[rank]:
+    """Files that an earlier job has left in the folder: a later file has another communicator of the same name and
+    ranks, or another number of ranks. Takes them out of `dumps`."""
+    latest = max(dumps.values(), key=lambda dump: dump.written)
+    idents: dict[tuple[str, tuple[int, ...]], str] = {}
+    for dump in sorted(dumps.values(), key=lambda dump: dump.written):
+        idents |= {(one.name, one.ranks): one.ident for one in dump.communicators if one.ident}
+    for rank, dump in sorted(dumps.items()):
+        is_old = any(one.ident and one.ident != idents[one.name, one.ranks] for one in dump.communicators)
+        if is_old or dump.world_size != latest.world_size:
             del dumps[rank]
-            what = f"the file of rank {rank} shares no communicator with the others: it is of another job, and left out"
+            what = f"the file of rank {rank} is of an earlier job, and left out"
             yield Finding(WARNING, "files", what, "let each job write into an empty folder of its own")
 
 
@@ -201,7 +209,9 @@ def _places(dumps: dict[int, Dump]) -> Iterator[Finding]:
             and failed_at < math.inf
             and not any(one.failure is not None and _is_own(rank, one.failure) for rank, one in by_rank.items())
         ):
-            yield from _out_of_step(first, calls, last)
+            blamed = {one.failure.rank for one in by_rank.values() if one.failure is not None}
+            waiting = {rank for rank, one in by_rank.items() if one.failure is not None and rank not in blamed}
+            yield from _out_of_step(first, calls, last, waiting)
 
 
 def _until(end: float, calls: Iterable[Call]) -> list[Call]:
@@ -210,24 +220,28 @@ def _until(end: float, calls: Iterable[Call]) -> list[Call]:
     return [call._replace(ended=None) if call.ended is not None and call.ended > end else call for call in begun]
 
 
-def _out_of_step(one: Communicator, calls: dict[int, list[Call]], last: dict[int, Call]) -> Iterator[Finding]:
-    """By rank: the calls of a communicator, and the last of them."""
+def _out_of_step(
+    one: Communicator, calls: dict[int, list[Call]], last: dict[int, Call], waiting: set[int]
+) -> Iterator[Finding]:
+    """By rank: the calls of a communicator, and the last of them. waiting: ranks that waited for another one while no
+    rank waited for them. They may be an operation behind those that had their rows from the rank at fault."""
     kinds: dict[int, dict[int, str]] = defaultdict(dict)  # by number, by rank
     for rank, seen in calls.items():
         for call in seen:
             kinds[call.number][rank] = f"{call.kind} {call.epoch}"
     differing = min((number for number, by in kinds.items() if len(set(by.values())) > 1), default=None)
     furthest = max(call.number for call in last.values())
-    behind = {rank: str(call) for rank, call in last.items() if call.number < furthest}
+    apart = {rank for rank, call in last.items() if call.number < furthest}
+    behind = {rank: str(last[rank]) for rank in apart - waiting}
     if differing is not None:
         what = f"ranks differ in operation {differing}: {'; '.join(_grouped(kinds[differing]))}"
         do = "all ranks must call the same operations in the same order: look for a condition that differs among them"
         yield Finding(FAILURE, one.name, what, do)
     elif behind:
-        what = f"behind: {'; '.join(_grouped(behind))}, while {_said(set(last) - set(behind))} came further"
+        what = f"behind: {'; '.join(_grouped(behind))}, while {_said(set(last) - apart)} came further"
         do = f"look at what {_said(behind)} did then: its output, and its calls of other communicators"
         yield Finding(FAILURE, one.name, what, do)
-    elif len(last) == len(one.ranks):
+    elif len(last) == len(one.ranks) and not apart:
         do = "look at the rank and the step in the first error above; a larger timeout helps if that rank is only slow"
         yield Finding(WARNING, one.name, "all ranks had come to the same operation", do)
 

@@ -21,7 +21,15 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ep_plugin import _C
-from ep_plugin.errors import CaptureRefused, CommunicatorClosed, EpPluginError, PeerAborted, PeerTimeout, reason_of
+from ep_plugin.errors import (
+    CaptureRefused,
+    CommunicatorClosed,
+    EpPluginError,
+    NotSupported,
+    PeerAborted,
+    PeerTimeout,
+    reason_of,
+)
 from ep_plugin.ranges import NOTHING, opener
 from ep_plugin.runtime import uncaught
 from ep_plugin.runtime.board import Boards
@@ -84,7 +92,8 @@ class BaseEngine(ABC):
             self.exchange.abort(reason_of(error))
         finally:
             self._identify()
-            failed(self.calls, error, dict)
+            if not isinstance(error, NotSupported):  # another exchange may serve the group
+                failed(self.calls, error, dict)
 
     @abstractmethod
     def _construct(self, *given: Any) -> None:
@@ -243,11 +252,15 @@ class BaseEngine(ABC):
         self._dump(error)
 
     def _remember(self, error: EpPluginError | ValueError) -> None:
-        """Keeps the first error. Peers abort for one that they cannot see for themselves."""
+        """Keeps the first error."""
         self._error = copy.copy(error)
+        self._publish(error)
+        self._dump(error)
+
+    def _publish(self, error: EpPluginError | ValueError) -> None:
+        """Peers abort for an error that they cannot see for themselves."""
         if not isinstance(error, (PeerTimeout, PeerAborted)):
             self.boards.tell_abort(str(error))
-        self._dump(error)
 
     def _dump(self, error: BaseException) -> None:
         """The last act of whoever stores the first error: peers know of it already."""

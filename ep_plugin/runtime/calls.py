@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch.distributed as dist
@@ -24,9 +25,11 @@ import torch.distributed as dist
 from ep_plugin import env
 from ep_plugin.errors import PeerAborted, PeerTimeout
 from ep_plugin.log import logger
+from ep_plugin.transport.threads import call_in_thread
 
 FORMAT = 1
 _KEPT = 1000
+_WRITE_S = 5.0  # the longest that a failing rank waits for its folder, whose server may be gone
 
 
 @dataclass(slots=True)
@@ -77,8 +80,8 @@ class Calls:
 
 _recent: deque[Call] = deque(maxlen=_KEPT)
 _failures: list[tuple[Calls, dict[str, Any]]] = []
-_writing = threading.Lock()
-_unwritable: set[str] = set()  # folders of which a warning was logged
+_writing = threading.RLock()  # a signal's handler, or garbage that is collected, may fail another communicator
+_unwritable: set[str] = set()  # folders of which a warning was logged; nothing more is written there
 
 
 def failed(calls: Calls, error: BaseException, boards: Callable[[], dict[int, Any]]) -> None:
@@ -89,14 +92,18 @@ def failed(calls: Calls, error: BaseException, boards: Callable[[], dict[int, An
     folder = ""
     try:
         folder = env.settings().dump or ""
-        if folder:
+        if folder and folder not in _unwritable:
             with _writing:
                 _failures.append((calls, _failure(error, boards)))
-                _write(Path(folder), calls.ranks[calls.rank])
+                rank = calls.ranks[calls.rank]
+                answers = call_in_thread(_write, Path(folder), rank, json.dumps(_content(rank)))
+                _, problem = answers.get(timeout=_WRITE_S)
+            if problem is not None:
+                raise problem
     except Exception as second:  # the first error is raised, whatever happens here
-        if folder not in _unwritable:
-            _unwritable.add(folder)
-            logger.warning("EP_PLUGIN_DUMP: %s: nothing was written: %s: %s", folder, type(second).__name__, second)
+        _unwritable.add(folder)
+        why = f"no answer in {_WRITE_S:g} s" if isinstance(second, Empty) else f"{type(second).__name__}: {second}"
+        logger.warning("EP_PLUGIN_DUMP: %s: nothing was written: %s", folder, why)
 
 
 def _failure(error: BaseException, boards: Callable[[], dict[int, Any]]) -> dict[str, Any]:
@@ -111,12 +118,12 @@ def _failure(error: BaseException, boards: Callable[[], dict[int, Any]]) -> dict
     }
 
 
-def _write(folder: Path, rank: int) -> None:
-    """rank: this process in the job."""
+def _content(rank: int) -> dict[str, Any]:
+    """What the file says. rank: this process in the job."""
     recent = list(_recent)
     known = {id(one): one for one in [*(call.calls for call in recent), *(calls for calls, _ in _failures)]}
     places = {key: place for place, key in enumerate(known)}
-    content = {
+    return {
         "format": FORMAT,
         "rank": rank,
         "world_size": dist.get_world_size() if dist.is_initialized() else None,
@@ -142,15 +149,18 @@ def _write(folder: Path, rank: int) -> None:
             for call in recent
         ],
     }
+
+
+def _write(folder: Path, rank: int, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f"rank{rank}.json.unfinished"
-    unfinished.write_text(json.dumps(content, indent=1))
+    unfinished.write_text(text)
     unfinished.replace(folder / f"rank{rank}.json")
 
 
 def _forget() -> None:
     global _writing
-    _writing = threading.Lock()  # a thread of the parent may hold it
+    _writing = threading.RLock()  # a thread of the parent may hold it
     _recent.clear()
     _failures.clear()
 

@@ -161,10 +161,10 @@ class GroupEngine(BaseEngine):
             return error
         return PeerTimeout(f"{error} {gave_up(error.rank, at_fault)}", at_fault, error.step)
 
-    def _remember(self, error: EpPluginError | ValueError) -> None:
+    def _publish(self, error: EpPluginError | ValueError) -> None:
         """Peers on this node see by themselves that another rank is late. Peers on other nodes do not, and no peer sees
         that this rank's rail is broken."""
-        super()._remember(error)
+        super()._publish(error)
         if isinstance(error, PeerTimeout) and self.group_boards is not None:
             if error.step == "rail":
                 self.boards.tell_abort(reason_of(error))

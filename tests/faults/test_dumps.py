@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ep_plugin.collectives.send_receive import SendReceive
 from ep_plugin.doctor.__main__ import main
 from ep_plugin.doctor.dumps import merge
 from ep_plugin.doctor.findings import FAILURE, OK, WARNING, Finding
-from ep_plugin.errors import PeerAborted, PeerTimeout
+from ep_plugin.errors import EpPluginError, PeerAborted, PeerTimeout
 from ep_plugin.runtime import calls
 from tests.faults.fault_cases import die_at_gate, open_with_deadline, round_trip, set_deadline
 from tests.ranks import run_ranks, values
@@ -166,6 +167,35 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_hides_no_error(tmp_pat
         assert len(records) == 1 and records[0].startswith(f"EP_PLUGIN_DUMP: {path}: nothing was written: ")
 
 
+def _never_answers(rank: int) -> tuple[str, list[str], float]:
+    """The folder's file for this rank is a pipe that nobody reads."""
+    os.mkfifo(Path(os.environ["EP_PLUGIN_DUMP"]) / f"rank{rank}.json.unfinished")
+    calls._WRITE_S = 0.5
+    began = time.monotonic()
+    text, records = _into_a_file(rank, "")
+    return text, records, time.monotonic() - began
+
+
+def test_a_folder_that_never_answers_delays_the_error_a_little(tmp_path: Path) -> None:
+    for text, records, took in values(run_ranks(2, _never_answers, env={"EP_PLUGIN_DUMP": str(tmp_path)})):
+        assert "aborted: no more" in text and took < 20
+        assert records == [f"EP_PLUGIN_DUMP: {tmp_path}: nothing was written: no answer in 0.5 s"]
+
+
+def test_a_failure_during_a_write_is_written_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EP_PLUGIN_DUMP", str(tmp_path))
+    monkeypatch.setattr(calls, "_failures", [])
+    inner = calls.Calls((0,), 0, True, "inner")
+
+    def boards() -> dict[int, Any]:
+        calls.failed(inner, EpPluginError("of a handler"), dict)
+        return {}
+
+    calls.failed(calls.Calls((0,), 0, True, "outer"), EpPluginError("first"), boards)
+    content = json.loads((tmp_path / "rank0.json").read_text())
+    assert sorted(one["name"] for one in content["communicators"] if one["failures"]) == ["inner", "outer"]
+
+
 def _count(rank: int) -> tuple[int, list[str]]:
     comm = open_with_deadline(2, 30)
     for _ in range(calls._KEPT // 2 + 1):
@@ -182,8 +212,10 @@ def test_the_history_is_bounded() -> None:
 # -- merging files ---------------------------------------------------------------------------------------------------
 
 
-def dump(rank: int, kinds: list[str], *, ident: str = "a", failure: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The file of a rank of two that has called operations of these kinds, and is in the last."""
+def dump(
+    rank: int, kinds: list[str], *, size: int = 2, ident: str = "a", failure: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The file of a rank that has called operations of these kinds, and is in the last."""
     listed = [
         {
             "communicator": 0, "kind": kind, "part": "", "number": number, "epoch": kinds[:number].count(kind),
@@ -191,10 +223,15 @@ def dump(rank: int, kinds: list[str], *, ident: str = "a", failure: dict[str, An
         }
         for number, kind in enumerate(kinds, start=1)
     ]  # fmt: skip
-    failure = failure or {"rank": 1 - rank, "error": "PeerTimeout", "text": "late"}
+    failure = failure or {"rank": (rank + 1) % size, "error": "PeerTimeout", "text": "late"}
     failure = {"time": 100.0 + rank, "step": "notify", "boards": {}, **failure}
-    one = {"name": "communicator 0.1", "ident": ident, "ranks": [0, 1], "in_order": True, "failures": [failure]}
-    return {"format": calls.FORMAT, "rank": rank, "world_size": 2, "communicators": [one], "calls": listed}
+    one = {"name": "communicator 0.1", "ident": ident, "in_order": True, "failures": [failure]}
+    one["ranks"] = list(range(size))
+    written = 200.0 - ord(ident[0])
+    return {
+        "format": calls.FORMAT, "rank": rank, "world_size": size, "written": written, "communicators": [one],
+        "calls": listed,
+    }  # fmt: skip
 
 
 def merged(folder: Path, *dumps: Any) -> list[Finding]:
@@ -214,11 +251,33 @@ def test_ranks_in_the_same_operation_are_said_to_be_there(tmp_path: Path) -> Non
     assert of(findings, "communicator 0.1", WARNING) == "all ranks had come to the same operation"
 
 
-def test_a_file_of_another_job_is_left_out(tmp_path: Path) -> None:
-    third = dump(2, ["combine"], ident="old")
-    findings = merged(tmp_path, dump(0, ["dispatch"]), dump(1, ["dispatch"]), third)
-    assert "rank 2 shares no communicator" in of(findings, "files", WARNING)
+def test_who_waited_for_the_rank_at_fault_is_not_behind(tmp_path: Path) -> None:
+    """Ranks 0 and 2 waited for rank 1, which left no file. Rank 2 lacked its rows of an operation before."""
+    blames = {"rank": 1, "error": "PeerTimeout", "text": "late"}
+    ahead, apart = (dump(rank, ["dispatch"] * many, size=3, failure=blames) for rank, many in ((0, 2), (2, 1)))
+    (tmp_path / "rank2.json").write_text(json.dumps(apart))
+    findings = merged(tmp_path, ahead)
+    assert of(findings, "communicator 0.1", OK) == "rank 0 in dispatch 2; rank 2 in dispatch 1"
+    assert [one.subject for one in findings if one.level == FAILURE] == ["rank 1"]
+
+
+def test_files_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
+    """Ranks 2 and 3 of the present job left none."""
+    old = [dump(rank, ["combine"], size=4, ident="old") for rank in (2, 3)]
+    findings = merged(tmp_path, *(dump(rank, ["dispatch"], size=4) for rank in (0, 1)), *old)
+    said = [one.what for one in findings if one.level == WARNING and one.subject == "files"]
+    assert said == [f"the file of rank {rank} is of an earlier job, and left out" for rank in (2, 3)]
     assert of(findings, "communicator 0.1", OK) == "ranks 0, 1 in dispatch 1"
+    assert all("left no file" in of(findings, f"rank {rank}", level) for rank, level in ((2, FAILURE), (3, WARNING)))
+
+
+def test_files_of_groups_that_share_no_rank_are_of_one_job(tmp_path: Path) -> None:
+    other = dump(1, ["combine"], ident="b")
+    other["communicators"][0] |= {"name": "communicator 1.1", "ranks": [1]}
+    other["communicators"][0]["failures"][0]["rank"] = 0
+    findings = merged(tmp_path, dump(0, ["dispatch"]), other)
+    assert not [one for one in findings if one.subject == "files"]
+    assert of(findings, "communicator 1.1", OK) == "rank 1 in combine 1"
 
 
 WHOLE = json.dumps(dump(1, ["dispatch"]))
@@ -231,6 +290,10 @@ BAD = {
     "no calls": WHOLE.replace('"calls"', '"called"'),
     "a rank that is none": WHOLE.replace('"rank": 1, "world_size"', '"rank": "one", "world_size"'),
     "a rank outside of the group": WHOLE.replace('"rank": 0, "error"', '"rank": 17, "error"'),
+    "a negative rank": WHOLE.replace('"rank": 0, "error"', '"rank": -1, "error"'),
+    "a time that is none": WHOLE.replace('"time": 101.0', '"time": 1e300'),
+    "a world without end": WHOLE.replace('"world_size": 2', '"world_size": 1e400'),
+    "a world too large": WHOLE.replace('"world_size": 2', '"world_size": 1000000000000'),
     "not text": "\udcff",
     "nested": "[" * 100_000,
 }
