@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     )
     from ep_plugin.moe.communicator import MoECommunicator
     from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
+    from ep_plugin.moe.recording import read_stats, record_stats, stats, write_stats
+    from ep_plugin.moe.statistics import LoadStats
 
 __version__ = "0.1.0"
 
@@ -37,6 +39,7 @@ _HOMES = {
     "EpPluginError": "ep_plugin.errors",
     "HierarchicalAllGather": "ep_plugin.collectives.all_gather",
     "HierarchicalReduceScatter": "ep_plugin.collectives.reduce_scatter",
+    "LoadStats": "ep_plugin.moe.statistics",
     "MoECommunicator": "ep_plugin.moe.communicator",
     "MoECommunicatorConfig": "ep_plugin.config",
     "NotSupported": "ep_plugin.errors",
@@ -45,6 +48,10 @@ _HOMES = {
     "Receive": "ep_plugin.collectives.send_receive",
     "Send": "ep_plugin.collectives.send_receive",
     "SendReceive": "ep_plugin.collectives.send_receive",
+    "read_stats": "ep_plugin.moe.recording",
+    "record_stats": "ep_plugin.moe.recording",
+    "stats": "ep_plugin.moe.recording",
+    "write_stats": "ep_plugin.moe.recording",
 }
 
 __all__ = [
@@ -57,6 +64,7 @@ __all__ = [
     "EpPluginError",
     "HierarchicalAllGather",
     "HierarchicalReduceScatter",
+    "LoadStats",
     "MoECommunicator",
     "MoECommunicatorConfig",
     "NotSupported",
@@ -65,6 +73,10 @@ __all__ = [
     "Receive",
     "Send",
     "SendReceive",
+    "read_stats",
+    "record_stats",
+    "stats",
+    "write_stats",
 ]
 
 

@@ -32,6 +32,7 @@ from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.moe.low_latency.in_flight import LowLatencyInFlight
 from ep_plugin.moe.registry import register, shared_communicator
+from ep_plugin.moe.statistics import LoadStats, Sums
 from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import resolve_device
 from ep_plugin.transport.groups import Group, checked_group
@@ -312,6 +313,27 @@ class MoECommunicator:
             if sms != self.engine.asked_sms:
                 self.in_flight.complete()
                 self.engine.set_sms(sms)
+
+    def stats(self, reset: bool = False) -> LoadStats:
+        """What this communicator has done on this rank since its last reset, or since `ep_plugin.record_stats()`.
+
+        It waits for the operations that are enqueued. Recording itself waits for nothing. Not collective.
+
+        Args:
+            reset: start at zero again.
+
+        Raises:
+            ValueError: this process does not record.
+            CaptureRefused: a CUDA graph is being captured.
+        """
+        with self.engine.lock:
+            self.engine.check()
+            if not Sums.recording:
+                raise ValueError("stats: expected ep_plugin.record_stats() before the operations, got no recording")
+            found: LoadStats = self.engine.load.read()
+            if reset:
+                self.engine.load.reset()
+            return found
 
     # -- faults and the end --------------------------------------------------------------------------------------
 

@@ -31,6 +31,11 @@ def communicator(number: int) -> Any:
     return found
 
 
+def open_communicators() -> list[Any]:
+    """The MoECommunicators of this process that are not closed."""
+    return [comm for comm in list(_communicators.values()) if not comm.engine.closed]
+
+
 def register(comm: Any, sizes: str) -> int:
     """Gives `comm` a number, by which it is found as long as it lives. Graphs can carry ints, not objects.
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import datetime
 import functools
 import secrets
+import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +46,11 @@ class UnderWay:
 
 
 class Rails:
-    """This rank's end of its rail. `bytes_sent` counts what it has sent to other nodes since it was made.
+    """This rank's end of its rail.
+
+    Attributes:
+        bytes_sent, bytes_received: to and from other nodes since it was made.
+        waited_ns: by rank of the group, nanoseconds that the host has waited for its messages; empty on GPUs.
 
     A rail is open after `open`, which all ranks call with what all of them have offered.
     """
@@ -64,7 +70,8 @@ class Rails:
         self._timeout_s = exchange.timeout_s
         self._name = exchange.name
         self._range = opener()
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_received = 0
+        self.waited_ns: Counter[int] = Counter()
         self.chunk_bytes = CHUNK_BYTES[device.type]
         self._ranks = node_map.rail(node_map.local_rank_of(self._rank))  # by node
         own = self._node = node_map.node_of(self._rank)
@@ -115,6 +122,7 @@ class Rails:
             return self.start([(node, part) for node in self.nodes], landing.items())
         everyones = part.new_empty(len(self._ranks) * part.numel())
         nbytes = len(self.nodes) * part.numel()
+        self.bytes_received += nbytes
         work, captured = self._begin(opened, None, "", nbytes, lambda: [opened.gather(everyones, part)])
         arrived = everyones.chunk(len(self._ranks))
         copies = [(arrived[node], into) for node, into in landing.items()]
@@ -133,6 +141,7 @@ class Rails:
             for sent, tensors in ((True, sends), (False, receives))
             for node, tensor in tensors
         ]
+        self.bytes_received += sum(leg.tensor.numel() for leg in legs if not leg.sent)
         # Gloo begins one leg after the other, so the node of one that fails is known.
         batches = [legs] if opened.together else [[leg] for leg in legs]
         works: list[tuple[int | None, Any]] = []
@@ -174,6 +183,7 @@ class Rails:
 
     def _wait_for_works(self, opened: Rail | GroupRail, under_way: UnderWay) -> None:
         for node, work in under_way.works:
+            since = time.monotonic_ns()
             try:
                 if opened.together:
                     work.wait()  # with a timeout the host would wait too
@@ -181,6 +191,8 @@ class Rails:
                     work.wait(timeout=datetime.timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
                 raise self._lost(error, node, under_way.what) from error
+            if node is not None and self._device.type == "cpu":
+                self.waited_ns[self._ranks[node]] += time.monotonic_ns() - since
         if under_way.captured is not None:
             under_way.captured.wait()
 

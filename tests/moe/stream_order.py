@@ -207,7 +207,7 @@ class TorchOnStreams(TorchDispatchMode):
         for argument in schema.arguments[1:] if like else schema.arguments:
             write = argument.alias_info is not None and argument.alias_info.is_write
             tensors = [leaf for leaf in tree_leaves(given.get(argument.name)) if isinstance(leaf, torch.Tensor)]
-            ranges += [_range(tensor, write) for tensor in tensors]
+            ranges += [_range(part, write) for tensor in tensors for part in _parts(tensor)]
         if all(each.alias_info is None for each in schema.returns):
             for tensor in returned:
                 ranges.append(_range(tensor, True))
@@ -215,6 +215,12 @@ class TorchOnStreams(TorchDispatchMode):
                 log.made_on[storage.data_ptr()] = storage.nbytes(), log.current
         log.use(log.current, name, ranges)
         return result
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The rows of a matrix that has gaps between them; else the tensor."""
+    has_gaps = tensor.dim() == 2 and tensor.stride(0) > tensor.shape[1] and tensor.stride(1) == 1
+    return list(tensor) if has_gaps else [tensor]
 
 
 def _range(tensor: torch.Tensor, write: bool) -> tuple[int, int, bool]:
@@ -315,6 +321,7 @@ def as_on_gpus(comm: Any) -> Log:
     nodes: Nodes = comm.new_dispatch.args[0]
     nodes.host_waits = False
     engine.streams = RecordingStreams(log)
+    engine.load._sums._streams = engine.streams
     engine.kernels = RecordingKernels(log, engine.kernels, nodes.layout)
     engine.rails._rail = RecordingRail(log, engine.rails._rail)
     return log

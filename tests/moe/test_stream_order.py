@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import ep_plugin
 from ep_plugin.config import DispatchLayout
 from ep_plugin.errors import CaptureRefused
 from tests.moe.moe_cases import LAYOUTS, Case, communicator, make_inputs, ragged
@@ -39,6 +40,7 @@ def _round_trips(rank: int, size: int, layout: DispatchLayout, quantize: str | N
     case = Case(tokens=ragged(size, TOKENS, 1), num_experts=4 * size, topk=4, hidden=128)
     inputs, capacity = make_inputs(case), size * TOKENS * case.topk
     with communicator(case, layout, rail_chunks=chunks, max_tokens_per_rank=TOKENS) as comm:
+        ep_plugin.record_stats()
         log, legs = as_on_gpus(comm), len(comm.new_dispatch.args[0].legs)
         given = inputs.x[rank], inputs.ids[rank]
         for fixed in (None, capacity):

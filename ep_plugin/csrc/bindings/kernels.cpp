@@ -20,6 +20,7 @@ void bind_constants(py::module_& m) {
   m.attr("num_totals") = kTotals;
   m.attr("scale_block") = kScaleBlock;
   m.attr("state_bytes") = sizeof(State);
+  m.attr("waited_offset") = offsetof(State, waited_ns);
   bind_enum(m, "Op", {{"DISPATCH", kOpDispatch}, {"CACHED_DISPATCH", kOpCachedDispatch}, {"COMBINE", kOpCombine}});
   bind_enum(m, "Layout", {{"FLAT", kFlat}, {"TOKEN_MAJOR", kTokenMajor}});
   bind_enum(m, "Pool", {{"DISPATCH", kDispatchPool}, {"COMBINE", kCombinePool}});
@@ -276,6 +277,10 @@ void bind_sizes(py::module_& m) {
   });
   m.def("slot_bytes", [](int64_t row_bytes, int64_t scale_bytes, int64_t weight_bytes, int64_t topk) {
     return slot_layout(row_bytes, scale_bytes, weight_bytes, topk).bytes;
+  });
+  m.def("sent_slot_bytes", [](int64_t row_bytes, int64_t scale_bytes, int64_t weight_bytes, int64_t topk) {
+    const SlotLayout at = slot_layout(row_bytes, scale_bytes, weight_bytes, topk);
+    return at.image - at.ids;
   });
   m.def("partial_bytes", [](int64_t row_bytes, int64_t weight_bytes, int64_t topk) {
     return partial_layout(row_bytes, weight_bytes, topk).bytes;

@@ -57,6 +57,7 @@ class CombineAcrossNodes(Operation):
         row_bytes = H * y.element_size()
         weight_bytes = 0 if self._extra is None else self._extra.element_size()
         words = row_bytes, 0, weight_bytes, K, DTYPE_CODES[y.dtype]
+        self._partial = row_bytes, weight_bytes, K
         headers = [engine.header(_COMBINE, *words, tokens) for tokens in routing.tokens]
         self._nodes.agree(headers[0], routing.sent, routing.received)
         self._reserve(_C.partial_bytes(row_bytes, weight_bytes, K))
@@ -81,12 +82,13 @@ class CombineAcrossNodes(Operation):
 
     def finish(self) -> Tensors:
         """Adds up this node's tokens, then the rows of all nodes."""
-        engine, streams = self._engine, self._engine.streams
+        engine, streams, routing = self._engine, self._engine.streams, self._routing
         self._receive(0)
         with streams.on(streams.receive):
             for crossing in self._crossing:
                 self._nodes.finish(crossing)
         self._out = self._add()
+        engine.load.combined(routing.metas.view(-1), *self._partial)
         streams.join()
         engine.check()
         return self._out

@@ -130,10 +130,12 @@ class DispatchAcrossNodes(Operation):
                 self._nodes.finish(crossing)
             self._send_segment(number + 1, self._landed.part(ends[number], ends[number + 1]))
             self._receive_segment(number + 1)
+        is_fresh, capacity = self._call.previous is None, self._call.capacity
+        engine.load.dispatched(routing.metas.view(-1), self._slot, routing.topk_ids, is_fresh, engine.flat, capacity)
         streams.join()
         engine.check()
         assert self._result is not None
-        if self._call.previous is not None:
+        if not is_fresh:
             return self._result
         return *self._result, routing.topk_ids, routing.plan, routing.recv_rows, self._totals
 
@@ -175,7 +177,8 @@ class DispatchAcrossNodes(Operation):
         self._row_bytes = rows.shape[1] * rows.element_size()
         self._scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
         weight_bytes = 0 if weights is None else weights.element_size()
-        self._slot_bytes: int = _C.slot_bytes(self._row_bytes, self._scale_bytes, weight_bytes, K)
+        self._slot = self._row_bytes, self._scale_bytes, weight_bytes, K
+        self._slot_bytes: int = _C.slot_bytes(*self._slot)
 
         def header(op: int, num_tokens: int) -> Any:
             beside = self._scale_bytes, weight_bytes, K, DTYPE_CODES[rows.dtype]

@@ -16,6 +16,7 @@ from ep_plugin import _C
 from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
 from ep_plugin.moe.across_nodes.legs import Leg, chunk_bounds, legs_of, num_chunks, output_order
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
+from ep_plugin.moe.high_throughput.load import HighThroughputLoad, Source
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.transport.rails import UnderWay
 
@@ -37,11 +38,14 @@ class Nodes:
         """Whether the host waits for every message."""
         self.chunks = num_chunks(self.num_nodes, engine.config.rail_chunks)
         self.legs = legs_of(self.node, self.num_nodes, self.chunks)
-        self.layout = _C.meta_layout(engine.node_size, engine.node_experts)
+        self.layout = engine.meta_layout
         order = output_order(node_map, self.node, self.chunks)
         G = engine.node_size
         self.order = torch.tensor([source.segment * G + source.local_rank for source in order], device=device)
         """``[S]``, segment * G + local rank of each source, in the order of the output's rows."""
+        node_by_segment = [self.node, *(leg.source for leg in self.legs)]
+        sources = [Source(*each, node_map.node_ranks(node_by_segment[each.segment])[each.local_rank]) for each in order]
+        engine.load = HighThroughputLoad(engine, self.layout, engine.local_experts, sources)
         node_of, local_id = _expert_tables(engine)
         self.node_of = torch.tensor(node_of, device=device)
         """``[E + 2]`` by expert id + 1: the node that holds the expert; N for -1 and for E."""

@@ -45,6 +45,7 @@ class Combine(Operation):
         row_bytes = y.shape[1] * y.element_size()
         weight_bytes = 0 if self._extra is None else self._extra.element_size()
         header = engine.header(_COMBINE, row_bytes, 0, weight_bytes, K, DTYPE_CODES[y.dtype], T)
+        self._partial = row_bytes, weight_bytes, K
         self._common = {"comm": engine.comm, "routing": routing.struct, "header": header}
         self._common |= {"hidden": y.shape[1], "element": ELEMENTS[y.dtype]}
         engine.reserve(COMBINE_POOL, self._pool_bytes(_C.partial_bytes(row_bytes, weight_bytes, K)))
@@ -73,8 +74,10 @@ class Combine(Operation):
             streams.order_after(streams.receive, streams.caller())
             engine.wait_for_sender(_COMBINE_RECV)
             engine.kernels.combine_recv(recv)
+            self._record()
             streams.join()
         else:
+            self._record()
             streams.order_after(streams.caller(), streams.send)
             streams.record_caller(*self._sums)
         engine.check()
@@ -83,6 +86,10 @@ class Combine(Operation):
 
     def tensors(self) -> Tensors:
         return self._y, self._weights, self._bias, self._extra, *self._routing.tensors[:-1], *(self._sums or ())
+
+    def _record(self) -> None:
+        """Adds this combine to the statistics, before the caller's stream is ordered after the send stream."""
+        self._engine.load.combined(self._routing.tensors.plan, *self._partial)
 
     def _pool_bytes(self, partial_bytes: int) -> int:
         engine, routing = self._engine, self._routing

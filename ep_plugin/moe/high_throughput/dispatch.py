@@ -43,6 +43,7 @@ class Dispatch(Operation):
         self._known: list[int] = []  # the totals, once the host knows them
         self._reserved = False  # the pool is known to be large enough
         self._sent = False  # send has been launched; without _reserved it sends nothing into a pool that is too small
+        self._recorded = False
         self._block_counts: torch.Tensor | None = None
         self._recv_rows: torch.Tensor | None = None
         self._result: DispatchResult | None = None
@@ -107,7 +108,8 @@ class Dispatch(Operation):
         weight_bytes = 0 if weights is None else weights.element_size()
         op = _DISPATCH if previous is None else _CACHED_DISPATCH
         self._header = engine.header(op, row_bytes, scale_bytes, weight_bytes, K, DTYPE_CODES[dtype], T)
-        self._slot_bytes: int = _C.slot_bytes(row_bytes, scale_bytes, weight_bytes, K)
+        self._slot = row_bytes, scale_bytes, weight_bytes, K
+        self._slot_bytes: int = _C.slot_bytes(*self._slot)
         self._sms = engine.dispatch_sms(T, row_bytes + scale_bytes, K, call.quantize is not None)
         if previous is not None:
             self._struct, self._known = previous.struct, previous.totals
@@ -144,6 +146,7 @@ class Dispatch(Operation):
         # Other threads may have used the output's memory on the caller's stream until now.
         streams.order_after(streams.send, streams.caller())
         engine.kernels.dispatch(send, recv)
+        self._record()
         self._remember_routing()
 
     # -- what finish enqueues ------------------------------------------------------------------------------------
@@ -199,7 +202,16 @@ class Dispatch(Operation):
         if wait_for_sender:
             engine.wait_for_sender(_DISPATCH_RECV, fresh=self._call.previous is None)
         engine.kernels.dispatch_recv(args)
+        self._record()
         streams.join()
+
+    def _record(self) -> None:
+        """Adds this dispatch to the statistics, once, before the caller's stream is ordered after the send stream."""
+        if self._recorded:
+            return
+        self._recorded, engine, call = True, self._engine, self._call
+        is_fresh = call.previous is None
+        engine.load.dispatched(self._plan, self._slot, self._topk_ids, is_fresh, engine.flat, call.capacity)
 
     def _reserve_by_totals(self) -> bool:
         """Grows every rank's pool where some rank's is too small. Returns whether rows must be sent now, or again."""

@@ -18,6 +18,7 @@ from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
 from ep_plugin.moe.arguments import check_routing
 from ep_plugin.moe.high_throughput import sms
 from ep_plugin.moe.high_throughput.history import Expected, LatestRouting
+from ep_plugin.moe.high_throughput.load import HighThroughputLoad
 from ep_plugin.moe.layout import DispatchHandle, Routing
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.runtime.group import GroupEngine, weakly
@@ -85,7 +86,9 @@ class HighThroughputEngine(GroupEngine):
                 f"num_experts: expected at most {_C.max_keys - self.node_size} on cuda for {self.node_size} ranks of a "
                 f"node, got {self.node_experts}"
             )
-        self.meta_words = _C.meta_layout(self.node_size, self.node_experts).words
+        self.meta_layout = _C.meta_layout(self.node_size, self.node_experts)
+        self.meta_words = self.meta_layout.words
+        self.load = HighThroughputLoad(self, self.meta_layout, self.local_experts)
         self._make_boards(self.local_experts)
         self.memory = open_memory(self.within, device)
         self._resources.callback(self.memory.close)

@@ -17,7 +17,7 @@ from ep_plugin.moe.in_flight import Tensors
 from ep_plugin.moe.layout import Routing
 from ep_plugin.moe.low_latency.dispatch import check_stats, operation
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
-from ep_plugin.moe.low_latency.in_flight import LowLatencyOperation
+from ep_plugin.moe.low_latency.in_flight import RECEIVE, LowLatencyOperation
 
 
 class LowLatencyCombine(LowLatencyOperation):
@@ -122,4 +122,6 @@ class LowLatencyCombine(LowLatencyOperation):
         engine, op = self._engine, self._args.op
         op.phases, op.stream = phases, engine.streams.enter()
         engine.kernels.ll_combine(self._args)
+        if phases & RECEIVE:
+            engine.load.combined()
         engine.check()

@@ -17,7 +17,7 @@ from ep_plugin.moe.arguments import bulk_ready, check_beside, check_dispatch
 from ep_plugin.moe.in_flight import Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchResult, Routing
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
-from ep_plugin.moe.low_latency.in_flight import LowLatencyOperation
+from ep_plugin.moe.low_latency.in_flight import RECEIVE, LowLatencyOperation
 
 FORMATS = {None: _C.LlFormat.PLAIN} | {name: _C.LlFormat[name.upper()] for name in QUANTIZED}
 _EXPONENTS = 4  # of scales, in an int32
@@ -123,6 +123,8 @@ class LowLatencyDispatch(LowLatencyOperation):
         engine, op = self._engine, self._args.op
         op.phases, op.stream = phases, engine.streams.enter()
         engine.kernels.ll_dispatch(self._args)
+        if phases & RECEIVE:
+            engine.load.dispatched(self._plan, self._call.previous is None)
         engine.check()
 
 
@@ -134,6 +136,7 @@ _ADVICE = {
 
 def operation(engine: LowLatencyEngine, header: Any, kind: int, wait_cost: torch.Tensor | None) -> Any:
     """What dispatch and combine pass to their kernels alike."""
+    counted = engine.load.wait_cost() if wait_cost is None else wait_cost
     return _C.LlOperation(
         comm=engine.comm,
         shape=engine.shape,
@@ -142,7 +145,7 @@ def operation(engine: LowLatencyEngine, header: Any, kind: int, wait_cost: torch
         shrink=int(engine.config.shrink),
         num_sms=engine.num_sms,
         state=engine.ll_state.data_ptr(),
-        wait_cost=0 if wait_cost is None else wait_cost.data_ptr(),
+        wait_cost=0 if counted is None else counted.data_ptr(),
     )
 
 

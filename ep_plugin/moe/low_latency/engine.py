@@ -22,6 +22,7 @@ from ep_plugin.errors import CaptureRefused, NotSupported
 from ep_plugin.moe.arguments import check_handle_tensors
 from ep_plugin.moe.layout import DispatchHandle, Routing
 from ep_plugin.moe.low_latency import sms
+from ep_plugin.moe.low_latency.load import LowLatencyLoad
 from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.streams import kernels_for, low_latency_streams
 from ep_plugin.transport import open_memory, transport_for
@@ -93,6 +94,7 @@ class LowLatencyEngine(GroupEngine):
         self.num_sms = sms.for_device(self.device, self.sharing)
         self.memory = open_memory(self.within, self.device)
         self._resources.callback(self.memory.close)
+        self.load = LowLatencyLoad(self, self.local_experts)
         self.ll_state = torch.zeros(_C.ll_state_bytes, dtype=torch.uint8, device=self.device)
         begin = _C.ll_mask_offset
         self.mask = self.ll_state[begin : begin + 4 * self.size].view(torch.int32)

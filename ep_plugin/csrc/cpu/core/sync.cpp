@@ -93,11 +93,16 @@ bool Deadline::keep_waiting(const Run& run, int peer, uint64_t expected, uint64_
   return true;
 }
 
+bool Deadline::met(const Run& run, int peer) const {
+  if (since_ != 0) state_of(run.comm).waited_ns[peer] += now_ns() - since_;
+  return true;
+}
+
 bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int peer) {
   Deadline deadline;
   for (;;) {
     const uint64_t seen = load_acquire(word);
-    if (seen >= value) return true;
+    if (seen >= value) return deadline.met(run, peer);
     if (!deadline.keep_waiting(run, peer, value, seen)) return false;
   }
 }
@@ -107,7 +112,7 @@ bool wait_tagged(const Run& run, const uint64_t* word, int peer, uint32_t* value
   for (;;) {
     const uint64_t seen = load_acquire(word);
     *value = static_cast<uint32_t>(seen);
-    if (has_tag(seen, run.epoch)) return true;
+    if (has_tag(seen, run.epoch)) return deadline.met(run, peer);
     if (!deadline.keep_waiting(run, peer, run.epoch & UINT32_MAX, seen >> 32)) return false;
   }
 }

@@ -39,6 +39,8 @@ class Deadline {
   bool keep_waiting(const Run& run, int peer, uint64_t expected, uint64_t seen);
   // Does so without a pause. waited_ns: the time since the first call.
   bool lasts(const Run& run, int peer, uint64_t expected, uint64_t seen, int64_t* waited_ns);
+  // Adds the time since the first call to State::waited_ns. Always returns true.
+  bool met(const Run& run, int peer) const;
 
  private:
   bool bounded_;

@@ -1,0 +1,157 @@
+"""Load statistics of high-throughput communicators, from the sums of their operations' routing metadata.
+
+Every word of the metadata (csrc/common/layout.h: MetaLayout) that is read here is a count or a difference of counts, so
+the sums over operations are the counts of all of them.
+
+Shapes: R ranks, G ranks on this node, M segments (1 on one node), E_l local experts, W words of a segment's metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.moe.statistics import LoadStats, Sums
+from ep_plugin.runtime.group import GroupEngine
+
+_DISPATCH, _CACHED_DISPATCH, _COMBINE = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH), int(_C.Op.COMBINE)
+_DROPPED_IDS, _DROPPED_ROWS = "dropped ids", "dropped rows"
+
+
+class Source(NamedTuple):
+    """Tokens of `rank`, or of a chunk of them: those that `local_rank` sends in `segment`."""
+
+    segment: int
+    local_rank: int
+    rank: int
+
+
+class _Kind(NamedTuple):
+    """Operations whose rows are alike. row_bytes: of a row as it travels, with what is beside it."""
+
+    op: int
+    row_bytes: int
+    topk: int
+
+
+class HighThroughputLoad:
+    """See statistics.Load. sources: in the order of their rows in the output."""
+
+    def __init__(
+        self, engine: GroupEngine, layout: Any, local_experts: int, sources: Sequence[Source] | None = None
+    ) -> None:
+        self._layout, self._local_experts = layout, local_experts
+        self._rank, self._size, self._index, self._node_ranks = (
+            engine.rank,
+            engine.size,
+            engine.index,
+            engine.node_ranks,
+        )
+        self._is_one_node = sources is None
+        self._sources = sources or [Source(0, index, rank) for index, rank in enumerate(self._node_ranks)]
+        self._sums = Sums(engine.name, engine.streams)
+        self._rails = engine.rails
+        self._waited: torch.Tensor | None = None
+        if engine.device.type == "cpu":
+            self._waited = engine.state[_C.waited_offset :][: 8 * engine.node_size].view(torch.int64)
+        self._before = self._growing()
+
+    def dispatched(
+        self,
+        plan: torch.Tensor,
+        slot: tuple[int, int, int, int],
+        topk_ids: torch.Tensor,
+        is_fresh: bool,
+        is_flat: bool,
+        capacity: int | None,
+    ) -> None:
+        """plan: int32, begins with the metadata ``[M, W]``. slot: bytes of a row, its scales and a weight, and K.
+        topk_ids: ``[T, K]``, with -1s where the caller had them."""
+        if not Sums.recording:
+            return
+        kind = _Kind(_DISPATCH if is_fresh else _CACHED_DISPATCH, _C.sent_slot_bytes(*slot), slot[3])
+        self._sums.add(kind, lambda: self._metas(plan))
+        if not is_fresh:
+            return
+        if not self._is_one_node:  # else they follow from the metadata
+            self._sums.add(_DROPPED_IDS, lambda: (topk_ids == -1).sum())
+        if capacity is not None:
+            at = self._layout
+            needed = at.expert_offset + self._local_experts if is_flat else at.token_base + len(self._node_ranks)
+            self._sums.add(_DROPPED_ROWS, lambda: (self._metas(plan)[0, needed] - capacity).clamp_(min=0))
+
+    def combined(self, plan: torch.Tensor, row_bytes: int, extra_bytes: int, topk: int) -> None:
+        """plan: as in `dispatched`. row_bytes: of a partial row. extra_bytes: of a value that travels back for each
+        pair; 0 without."""
+        if Sums.recording:
+            self._sums.add(_Kind(_COMBINE, row_bytes + extra_bytes * topk, topk), lambda: self._metas(plan))
+
+    def read(self) -> LoadStats:
+        sums, at, G = self._sums.read(), self._layout, len(self._node_ranks)
+        sent = received = 0
+        dropped = {what: int(sums.pop(what, 0)) for what in (_DROPPED_IDS, _DROPPED_ROWS)}
+        tokens = torch.zeros(self._size, self._local_experts, dtype=torch.int64, device="cpu")
+        for kind, metas in sums.items():
+            ours = metas[:, at.rank_count : at.rank_count + G].sum(0)  # rows of this rank for each
+            theirs = metas[:, at.recv_offset : at.recv_offset + G + 1].diff(dim=1).sum(0)
+            outgoing, incoming = (theirs, ours) if kind.op == _COMBINE else (ours, theirs)
+            sent += kind.row_bytes * int(outgoing.sum() - outgoing[self._index])
+            received += kind.row_bytes * int(incoming.sum() - incoming[self._index])
+            if kind.op != _DISPATCH:
+                continue
+            tokens += self._tokens(metas)
+            if self._is_one_node:
+                pairs = metas[0, at.expert_count : at.expert_count + self._size * self._local_experts].sum()
+                dropped[_DROPPED_IDS] += int(kind.topk * metas[0, at.src_tokens + self._index] - pairs)
+        growing = self._growing() - self._before
+        counts = {
+            op: sum(n for kind, n in self._sums.counts.items() if isinstance(kind, _Kind) and kind.op == op)
+            for op in (_DISPATCH, _CACHED_DISPATCH, _COMBINE)
+        }
+        return LoadStats(
+            rank=self._rank,
+            num_experts=self._size * self._local_experts,
+            dispatches=counts[_DISPATCH],
+            cached_dispatches=counts[_CACHED_DISPATCH],
+            combines=counts[_COMBINE],
+            tokens=tokens,
+            dropped_ids=dropped[_DROPPED_IDS],
+            dropped_rows=dropped[_DROPPED_ROWS],
+            link_bytes_sent=sent,
+            link_bytes_received=received,
+            rail_bytes_sent=int(growing[0]),
+            rail_bytes_received=int(growing[1]),
+            waited_ns=None if self._waited is None else growing[2:],
+        )
+
+    def reset(self) -> None:
+        self._sums.reset()
+        self._before = self._growing()
+
+    def _metas(self, plan: torch.Tensor) -> torch.Tensor:
+        """``[M, W']``: the words that no kernel writes after notify."""
+        M, W = 1 + max(source.segment for source in self._sources), self._layout.words
+        return plan[: M * W].view(M, W)[:, : self._layout.send_chunk_end]
+
+    def _tokens(self, metas: torch.Tensor) -> torch.Tensor:
+        """``[R, E_l]``: where the rows of a source begin among an expert's, taken from where the next source's do."""
+        at, local, G = self._layout, self._local_experts, len(self._node_ranks)
+        begins = metas[:, at.flat_base : at.flat_base + G * local].view(len(metas), G, local)
+        segments, local_ranks, ranks = (torch.tensor(each, device="cpu") for each in zip(*self._sources, strict=True))
+        ends = metas[0, at.expert_offset : at.expert_offset + local] + metas[0, at.expert_rows : at.expert_rows + local]
+        counts = torch.cat([begins[segments, local_ranks], ends.unsqueeze(0)]).diff(dim=0)
+        return counts.new_zeros(self._size, local).index_add_(0, ranks, counts)
+
+    def _growing(self) -> torch.Tensor:
+        """int64 ``[2 + R]``, counted since construction, recording or not: rail bytes sent and received, and waits."""
+        rails = self._rails
+        counted = torch.zeros(2 + self._size, dtype=torch.int64, device="cpu")
+        counted[0], counted[1] = rails.bytes_sent, rails.bytes_received
+        for rank, waited in rails.waited_ns.items():
+            counted[2 + rank] = waited
+        if self._waited is not None:
+            counted[2:][torch.tensor(self._node_ranks, device="cpu")] += self._waited
+        return counted

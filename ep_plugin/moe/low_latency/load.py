@@ -1,0 +1,63 @@
+"""Load statistics of low-latency communicators, from the counts in their dispatches' plans.
+
+Shapes: R ranks, E_l local experts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ep_plugin.moe.statistics import LoadStats, Sums
+from ep_plugin.runtime.group import GroupEngine
+
+_DISPATCH, _CACHED_DISPATCH, _COMBINE = "dispatch", "cached dispatch", "combine"
+
+
+class LowLatencyLoad:
+    """See statistics.Load."""
+
+    def __init__(self, engine: GroupEngine, local_experts: int) -> None:
+        self._rank, self._size, self._local_experts = engine.rank, engine.size, local_experts
+        self._sums = Sums(engine.name, engine.streams)
+        self._waited = torch.zeros(engine.size, dtype=torch.int64, device=engine.device)
+
+    def wait_cost(self) -> torch.Tensor | None:
+        """int64 ``[R]``, to which kernels add the nanoseconds that they wait for each rank; None: not now."""
+        return self._waited if Sums.recording else None
+
+    def dispatched(self, plan: torch.Tensor, is_fresh: bool) -> None:
+        """plan: int32, csrc/common/low_latency.h's LlPlanLayout."""
+        if not Sums.recording:
+            return
+        if is_fresh:
+            self._sums.add(_DISPATCH, lambda: plan[: 2 * self._local_experts * self._size])
+        else:
+            self._sums.counts[_CACHED_DISPATCH] += 1
+
+    def combined(self) -> None:
+        if Sums.recording:
+            self._sums.counts[_COMBINE] += 1
+
+    def read(self) -> LoadStats:
+        ranges = self._sums.read().get(_DISPATCH)
+        counts, shape = self._sums.counts, (self._local_experts, self._size, 2)  # each range: a count and a begin
+        tokens = torch.zeros(shape, dtype=torch.int64, device="cpu") if ranges is None else ranges.view(shape)
+        return LoadStats(
+            rank=self._rank,
+            num_experts=self._size * self._local_experts,
+            dispatches=counts[_DISPATCH],
+            cached_dispatches=counts[_CACHED_DISPATCH],
+            combines=counts[_COMBINE],
+            tokens=tokens[:, :, 0].t().contiguous(),
+            dropped_ids=None,
+            dropped_rows=0,
+            link_bytes_sent=None,
+            link_bytes_received=None,
+            rail_bytes_sent=0,
+            rail_bytes_received=0,
+            waited_ns=self._waited.to("cpu", copy=True),
+        )
+
+    def reset(self) -> None:
+        self._sums.reset()
+        self._waited.zero_()

@@ -1,0 +1,137 @@
+"""Load statistics: the tokens that reached each expert, the bytes that moved, and the ranks that were waited for.
+
+While statistics are recorded, each operation adds its routing to a tensor in device memory, by one addition on the
+stream of its kernels. The host reads the sums when somebody asks for them. `ep_plugin.moe.recording` has the switch.
+
+Shapes: R ranks, E_l local experts.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ep_plugin.errors import CaptureRefused
+from ep_plugin.runtime.streams import Streams
+
+
+class LoadStats(NamedTuple):
+    """What one communicator has done on this rank since its last reset. The tensors are copies in host memory.
+
+    Operations count when they are complete. Those in a CUDA graph count once, when they are captured; their tokens and
+    link bytes count at each replay.
+    """
+
+    rank: int
+    """This rank in the communicator's group."""
+    num_experts: int
+    """E. This rank has the experts from rank * E_l on."""
+    dispatches: int
+    """Dispatches that made a routing. A forward that activation checkpointing runs again counts again."""
+    cached_dispatches: int
+    """Dispatches with ``previous_handle``. The backward of a combine is one."""
+    combines: int
+    """Combines. The backward of a dispatch is one."""
+    tokens: torch.Tensor
+    """int64 ``[R, E_l]``: tokens from each source rank for each local expert, in dispatches that made a routing. Rows
+    beyond ``capacity`` are among them."""
+    dropped_ids: int | None
+    """-1s in this rank's topk_ids, in dispatches that made a routing; None in mode="ll"."""
+    dropped_rows: int
+    """Output rows beyond ``capacity``, padding included, in dispatches that made a routing."""
+    link_bytes_sent: int | None
+    """Bytes of rows, and of ids, weights and scales beside them, to other ranks of this node; None in mode="ll"."""
+    link_bytes_received: int | None
+    """The same, from other ranks of this node."""
+    rail_bytes_sent: int
+    """Bytes to other nodes, with counts and ids."""
+    rail_bytes_received: int
+    """Bytes from other nodes, with counts and ids."""
+    waited_ns: torch.Tensor | None
+    """int64 ``[R]``, nanoseconds that this rank waited for each rank. On CPUs: the host, for signals of ranks of this
+    node, and for messages of other nodes. In mode="ll": receive halves, for the longest-waiting thread, without
+    operations whose caller passed a tensor for these times. None in mode="ht" on GPUs, whose kernels do not measure
+    it."""
+
+    @property
+    def skew(self) -> float:
+        """The tokens of the busiest local expert over their mean; 1: balanced, 0: no tokens."""
+        return skew_of(self.tokens.sum(0))
+
+
+def skew_of(tokens: torch.Tensor) -> float:
+    """The largest of some counts over their mean; 0 if all are 0."""
+    return float(tokens.max() / tokens.double().mean()) if tokens.any() else 0.0
+
+
+class Load(Protocol):
+    """The statistics of one communicator. Callers hold the communicator's lock."""
+
+    def read(self) -> LoadStats:
+        """Waits for the operations that are enqueued."""
+
+    def reset(self) -> None:
+        """Starts at zero again. Waits for nothing."""
+
+
+class Sums:
+    """Sums of int32 words of operations, by key, on the stream that runs their sending kernels."""
+
+    recording = False
+    """Whether operations of this process add what they have; a class attribute."""
+
+    def __init__(self, name: str, streams: Streams) -> None:
+        self._name, self._streams = name, streams
+        self._sums: dict[Hashable, torch.Tensor] = {}
+        self.counts: Counter[Hashable] = Counter()
+        """Additions by key."""
+
+    def add(self, key: Hashable, words: Callable[[], torch.Tensor]) -> None:
+        """Adds a tensor of integers, which `words` makes on that stream, to those of the same key and shape."""
+        total = self._sums.get(key)
+        if total is None and self._streams.capturing():  # new memory would start at zero at each replay
+            warnings.warn(
+                f"{self._name}: statistics do not count this CUDA graph: after record_stats(), run one step of this "
+                "shape before capturing",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        with self._streams.on(self._streams.send):
+            added = words()
+            if total is None:
+                with torch.inference_mode(False):  # it may grow outside of the caller's inference mode
+                    total = self._sums[key] = torch.zeros(added.shape, dtype=torch.int64, device=added.device)
+            total.add_(added)
+        self.counts[key] += 1
+
+    def read(self) -> dict[Any, torch.Tensor]:
+        """The sums, int64 in host memory."""
+        self._check("read")
+        self._enter()
+        with self._streams.on(self._streams.send):
+            return {key: total.to("cpu", copy=True) for key, total in self._sums.items()}
+
+    def reset(self) -> None:
+        """Keeps the memory, to which captured graphs add."""
+        self._check("reset")
+        self._enter()
+        with self._streams.on(self._streams.send):
+            for total in self._sums.values():
+                total.zero_()
+        self.counts.clear()
+
+    def _enter(self) -> None:
+        """What comes next runs after all operations, also those of graphs that the caller's stream has replayed."""
+        self._streams.enter()
+        self._streams.order_after(self._streams.send, self._streams.caller())
+
+    def _check(self, what: str) -> None:
+        if self._streams.capturing():
+            raise CaptureRefused(
+                f"{self._name}: expected statistics to be {what} outside of the capture of a CUDA graph, got it in one"
+            )
