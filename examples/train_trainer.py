@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
-import ep_plugin.integrations.transformers  # noqa: F401  registers the name "ep_plugin"
+from ep_plugin.integrations.transformers import LoadCallback  # registers the name "ep_plugin"
 
 
 def small_checkpoint() -> str:
@@ -47,6 +47,7 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(),
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+    trainer.add_callback(LoadCallback(trainer))  # logs the load of experts and ranks beside the loss
     trainer.train()
     dist.destroy_process_group()
 

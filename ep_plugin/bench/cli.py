@@ -1,4 +1,4 @@
-"""The command line of `ep-bench`: a command for each suite, `plan` and `report`."""
+"""The command line of `ep-bench`: a command for each suite, `plan`, `report` and `load`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from ep_plugin.bench import provenance, report, traffic
+from ep_plugin.bench import load, provenance, report, traffic
 from ep_plugin.bench.plan import Plan
 from ep_plugin.bench.suite import Suite, WrongResult
 from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite
@@ -120,6 +120,22 @@ def report_command(
     if refused:
         typer.echo("\n".join(refused), err=True)
         raise typer.Exit(2)
+
+
+@main.command("load")
+def load_command(
+    files: Annotated[list[Path], typer.Argument(help="Files of ep_plugin.write_stats.", exists=True, dir_okay=False)],
+    plot: Annotated[Path | None, typer.Option(help="The PNG's file: tokens from each rank for each expert.")] = None,
+) -> None:
+    """Prints the load of a run, whose ranks wrote a file each: tokens, drops, bytes and waits."""
+    with _refusals():
+        loads = load.load(files)
+        if plot is not None:
+            _check_writable("plot", plot)
+    for found in loads:
+        typer.echo(load.markdown(found))
+    if plot is not None:
+        load.plot(loads, plot)
 
 
 @contextmanager

@@ -8,8 +8,8 @@
 It serves every mixture-of-experts model whose expert-parallel plan dispatches its experts. With
 ``EP_PLUGIN=transformers`` in the environment it also serves the default, ``ep_implementation="auto"``. After
 ``overlap_shared_experts(model)`` shared experts run during the dispatch. ``InferenceConfig`` and
-``low_latency(model, max_tokens_per_rank=64)`` are for inference. The import raises ``NotSupported`` for a transformers
-without such plans.
+``low_latency(model, max_tokens_per_rank=64)`` are for inference. ``LoadCallback`` logs load statistics. The import
+raises ``NotSupported`` for a transformers without such plans.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from transformers.distributed.expert_parallel import EPImplementationInterface
 
 from ep_plugin.integrations.transformers.expert_parallel import AutoEpPlugin, EpPluginExpertParallel
 from ep_plugin.integrations.transformers.inference import InferenceConfig, low_latency
+from ep_plugin.integrations.transformers.load import LoadCallback
 from ep_plugin.integrations.transformers.shared_experts import overlap_shared_experts
 
 EPImplementationInterface.register("ep_plugin", EpPluginExpertParallel)
@@ -35,6 +36,7 @@ __all__ = [
     "AutoEpPlugin",
     "EpPluginExpertParallel",
     "InferenceConfig",
+    "LoadCallback",
     "disable",
     "enable",
     "low_latency",

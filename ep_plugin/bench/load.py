@@ -1,0 +1,114 @@
+"""The load of a run, from the files that ep_plugin.write_stats wrote on its ranks: tables and a heat map.
+
+Shapes: R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ep_plugin.bench.report import markdown_table
+from ep_plugin.moe.recording import read_stats
+from ep_plugin.moe.statistics import LoadStats, skew_of
+
+
+class Load(NamedTuple):
+    """One communicator. ranks: its records, by rank; ranks without a file are missing."""
+
+    name: str
+    ranks: dict[int, LoadStats]
+
+    def tokens(self) -> torch.Tensor:
+        """float64 ``[R, E]``: tokens from each rank for each expert. NaN for experts of ranks without a file."""
+        first = next(iter(self.ranks.values()))
+        size, local = first.tokens.shape
+        tokens = torch.full((size, size, local), torch.nan, dtype=torch.float64)
+        for rank, stats in self.ranks.items():
+            tokens[:, rank] = stats.tokens.double()
+        return tokens.flatten(1)
+
+
+def load(paths: Sequence[Path]) -> list[Load]:
+    """The communicators in all files. ValueError when a file is none, or two files do not belong to one run."""
+    found: dict[str, dict[int, LoadStats]] = {}
+    for path in paths:
+        for name, stats in read_stats(path).items():
+            ranks = found.setdefault(name, {})
+            if stats.rank in ranks:
+                raise ValueError(f"{path}: expected one file for each rank, got a second one for rank {stats.rank}")
+            ranks[stats.rank] = stats
+            shapes = {tuple(each.tokens.shape) for each in ranks.values()}
+            if len(shapes) > 1:
+                raise ValueError(f"{path}: expected files of one run, got {name} with tokens of shapes {shapes}")
+    if not found:
+        raise ValueError("files: expected at least one communicator in them, got none")
+    return [Load(name, dict(sorted(ranks.items()))) for name, ranks in found.items()]
+
+
+def markdown(found: Load) -> str:
+    """A line per rank, and one sentence on experts."""
+    received = torch.tensor([int(stats.tokens.sum()) for stats in found.ranks.values()], dtype=torch.float64)
+    mean = max(float(received.mean()), 1.0)
+    lines = [
+        {
+            "rank": str(rank),
+            "tokens received": f"{tokens:,.0f}",
+            "of the mean": f"{tokens / mean:.2f} ×",
+            "skew of its experts": f"{stats.skew:.2f}",
+            "dropped": f"{(stats.dropped_ids or 0) + stats.dropped_rows:,}",
+            "link MB sent": _megabytes(stats.link_bytes_sent),
+            "rail MB sent": _megabytes(stats.rail_bytes_sent),
+            "waited most for": _longest(stats.waited_ns),
+        }
+        for (rank, stats), tokens in zip(found.ranks.items(), received.tolist(), strict=True)
+    ]
+    table = markdown_table({name: [line[name] for line in lines] for name in lines[0]}, ("waited most for",))
+    per_expert = found.tokens().sum(0)
+    busiest = int(per_expert.nan_to_num(-1).argmax())
+    known = per_expert[~per_expert.isnan()]
+    return (
+        f"### {found.name}\n\n{table}\n\nThe busiest of {len(known)} experts is {busiest}, with "
+        f"{int(per_expert[busiest]):,} tokens: {skew_of(known):.2f} × the mean.\n"
+    )
+
+
+def _megabytes(count: int | None) -> str:
+    return "" if count is None else f"{count / 1e6:,.1f}"
+
+
+def _longest(waited_ns: torch.Tensor | None) -> str:
+    if waited_ns is None or not waited_ns.any():
+        return ""
+    rank = int(waited_ns.argmax())
+    return f"rank {rank}: {int(waited_ns[rank]) / 1e9:.3f} s"
+
+
+def plot(loads: Sequence[Load], path: Path) -> None:
+    """A PNG with a heat map per communicator: the tokens from each rank for each expert."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    heights = [2 + 0.25 * len(found.tokens()) for found in loads]
+    figure, panels = plt.subplots(
+        len(loads), figsize=(10, sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
+    )
+    for axes, found in zip(panels[:, 0], loads, strict=True):
+        figure.colorbar(_draw(axes, found), ax=axes, label="tokens")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _draw(axes: Any, found: Load) -> Any:
+    tokens = found.tokens()
+    image = axes.imshow(tokens.numpy(), aspect="auto", interpolation="nearest", cmap="viridis", vmin=0)
+    axes.set(xlabel="expert", ylabel="from rank", title=found.name)
+    axes.set_yticks(range(len(tokens)))
+    for first in range(0, tokens.shape[1], tokens.shape[1] // len(tokens)):
+        axes.axvline(first - 0.5, color="white", linewidth=0.5)  # the experts of a rank
+    return image
