@@ -16,6 +16,7 @@ from tests.faults import test_low_latency as faults
 from tests.gpu import low_latency, test_deep_ep
 from tests.moe import low_latency_cases as cases
 from tests.moe import test_low_latency_halves as halves
+from tests.moe import test_statistics as statistics
 from tests.moe.moe_cases import make_inputs
 from tests.ranks import run_ranks, values
 
@@ -35,6 +36,10 @@ def test_cases(name: str) -> None:
 @pytest.mark.parametrize("size", [1, 5])
 def test_routings(size: int) -> None:
     _on_ranks(size, low_latency.run_case, "routings")
+
+
+def test_load_statistics() -> None:
+    _on_ranks(4, statistics._low_latency)
 
 
 def test_half_precision() -> None:

@@ -28,6 +28,7 @@ from tests.gpu import test_faults as faults
 from tests.gpu_stand_in import serve_with
 from tests.integrations import test_deep_ep
 from tests.moe import test_node_kernels as node_kernels
+from tests.moe import test_statistics as statistics
 from tests.moe.moe_cases import LAYOUTS, Case, communicator, make_inputs, named, ragged, round_trip
 from tests.ranks import run_ranks, values
 
@@ -80,6 +81,11 @@ def _over_nodes(rank: int, size: int) -> None:
 @pytest.mark.parametrize(("size", "per_node"), [(4, 2), (3, 1)])
 def test_over_nodes(size: int, per_node: int) -> None:
     _on_ranks(size, _over_nodes, EP_PLUGIN_RANKS_PER_NODE=str(per_node))
+
+
+@pytest.mark.parametrize("settings", [{}, checks.ONE_KERNEL], ids=["two kernels", "one kernel"])
+def test_load_statistics(settings: dict[str, int]) -> None:
+    _on_ranks(4, statistics._one_node, settings)
 
 
 def _rounds(rank: int, size: int, names: Sequence[str], settings: dict[str, int]) -> list[str]:

@@ -52,6 +52,7 @@ class HighThroughputLoad:
         )
         self._is_one_node = sources is None
         self._sources = sources or [Source(0, index, rank) for index, rank in enumerate(self._node_ranks)]
+        self._num_segments = 1 + max(source.segment for source in self._sources)
         self._sums = Sums(engine.name, engine.streams)
         self._rails = engine.rails
         self._waited: torch.Tensor | None = None
@@ -133,7 +134,7 @@ class HighThroughputLoad:
 
     def _metas(self, plan: torch.Tensor) -> torch.Tensor:
         """``[M, W']``: the words that no kernel writes after notify."""
-        M, W = 1 + max(source.segment for source in self._sources), self._layout.words
+        M, W = self._num_segments, self._layout.words
         return plan[: M * W].view(M, W)[:, : self._layout.send_chunk_end]
 
     def _tokens(self, metas: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,48 @@
+"""Load statistics on GPUs equal what the routers chose, and recording them synchronises nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu import checks, load_cases
+from tests.ranks import note, run_ranks, values
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("sms", [{}, checks.ONE_KERNEL], ids=["two kernels", "one kernel"])
+def test_sums_equal_what_the_routers_chose(sms: dict[str, int]) -> None:
+    values(run_ranks(4, _counted, 4, sms, timeout_s=200))
+
+
+def _counted(rank: int, size: int, sms: dict[str, int]) -> None:
+    load_cases.counted(rank, size, **sms)
+
+
+@pytest.mark.gpu(1)
+def test_every_replay_of_a_graph_counts() -> None:
+    values(run_ranks(2, load_cases.replayed, 2, timeout_s=120))
+
+
+@pytest.mark.gpu(1)
+def test_low_latency() -> None:
+    values(run_ranks(2, load_cases.low_latency, 2, timeout_s=120))
+
+
+@pytest.mark.gpu(1)
+def test_recording_adds_one_kernel_to_an_operation_and_no_synchronisation() -> None:
+    for found in values(run_ranks(2, load_cases.profiled, 2, timeout_s=200)):
+        off, on = found["False"], found["True"]
+        waits = {name for name in off.keys() | on.keys() if "ynchronize" in name or "Query" in name}
+        assert "cudaLaunchKernel" in on, sorted(on)  # or nothing was traced
+        for name in waits - {"cudaDeviceSynchronize"}:  # the profiler's own
+            assert on.get(name, 0) <= off.get(name, 0), (name, off, on)
+        assert on.get("aten::add_", 0) == off.get("aten::add_", 0) + 2
+        for copy in ("aten::_local_scalar_dense", "aten::copy_", "cudaMemcpyAsync"):
+            assert on.get(copy, 0) == off.get(copy, 0), (copy, off, on)
+
+
+@pytest.mark.gpu(2)
+def test_a_round_trip_takes_as_long_as_without() -> None:
+    for off, on in values(run_ranks(2, load_cases.timed, 2, timeout_s=250)):
+        note(f"{off:.3f} ms without, {on:.3f} ms with statistics")
+        assert on < 1.03 * off
