@@ -9,9 +9,10 @@ Shapes: R ranks, E_l local experts.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,12 +69,14 @@ def skew_of(tokens: torch.Tensor) -> float:
     return float(tokens.max() / tokens.double().mean()) if tokens.any() else 0.0
 
 
-class Load(Protocol):
+class Load(ABC):
     """The statistics of one communicator. Callers hold the communicator's lock."""
 
+    @abstractmethod
     def read(self) -> LoadStats:
         """Waits for the operations that are enqueued."""
 
+    @abstractmethod
     def reset(self) -> None:
         """Starts at zero again. Waits for nothing."""
 

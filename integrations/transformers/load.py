@@ -27,7 +27,8 @@ class LoadCallback(TrainerCallback):
     - ``moe/rank_skew``: the same of ranks.
     - ``moe/dropped``: -1s in ids, and rows beyond a capacity.
     - ``moe/link_gb``, ``moe/rail_gb``: 1e9 bytes that all ranks have sent inside nodes, and between nodes.
-    - ``moe/longest_wait_s``: seconds that a rank has waited for another; the longest. On CPUs alone.
+    - ``moe/longest_wait_s``: the longest time that a rank has waited for another, in seconds. Not on GPUs, but in low
+      latency.
 
     Args:
         trainer: whose `log` gets them. On the logging steps its ranks gather a few numbers.

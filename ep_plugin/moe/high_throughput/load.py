@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ep_plugin import _C
-from ep_plugin.moe.statistics import LoadStats, Sums
+from ep_plugin.moe.statistics import Load, LoadStats, Sums
 from ep_plugin.runtime.group import GroupEngine
 
 _DISPATCH, _CACHED_DISPATCH, _COMBINE = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH), int(_C.Op.COMBINE)
@@ -37,19 +37,15 @@ class _Kind(NamedTuple):
     topk: int
 
 
-class HighThroughputLoad:
-    """See statistics.Load. sources: in the order of their rows in the output."""
+class HighThroughputLoad(Load):
+    """sources: in the order of their rows in the output; None: the ranks of the one node."""
 
     def __init__(
         self, engine: GroupEngine, layout: Any, local_experts: int, sources: Sequence[Source] | None = None
     ) -> None:
         self._layout, self._local_experts = layout, local_experts
-        self._rank, self._size, self._index, self._node_ranks = (
-            engine.rank,
-            engine.size,
-            engine.index,
-            engine.node_ranks,
-        )
+        self._rank, self._size = engine.rank, engine.size
+        self._index, self._node_ranks = engine.index, engine.node_ranks
         self._is_one_node = sources is None
         self._sources = sources or [Source(0, index, rank) for index, rank in enumerate(self._node_ranks)]
         self._num_segments = 1 + max(source.segment for source in self._sources)

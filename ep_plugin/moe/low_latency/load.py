@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from ep_plugin.moe.statistics import LoadStats, Sums
+from ep_plugin.moe.statistics import Load, LoadStats, Sums
 from ep_plugin.runtime.group import GroupEngine
 
 _DISPATCH, _CACHED_DISPATCH, _COMBINE = "dispatch", "cached dispatch", "combine"
 
 
-class LowLatencyLoad:
-    """See statistics.Load."""
+class LowLatencyLoad(Load):
+    """The tokens of plans, and the waits that kernels measure."""
 
     def __init__(self, engine: GroupEngine, local_experts: int) -> None:
         self._rank, self._size, self._local_experts = engine.rank, engine.size, local_experts
