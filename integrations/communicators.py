@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +11,11 @@ from ep_plugin import MoECommunicator
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.moe.in_flight import untraced
+from ep_plugin.runtime.group import find_nodes
+from ep_plugin.runtime.streams import resolve_device
+from ep_plugin.transport.exchange import Exchange
+
+_checked: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 @untraced
@@ -32,3 +38,22 @@ def communicator_or_none(name: str, group: dist.ProcessGroup | None, **settings:
         if not falls_back(name, error):
             raise
         return None
+
+
+def check_group(name: str, group: dist.ProcessGroup, device: str) -> None:
+    """Raises NotSupported where communicators cannot serve the group; warns if the framework is to serve it instead.
+
+    For integrations that know the group long before the first rows come. Collective at the first call for a group.
+    device: the type of device on which rows will be.
+    """
+    if group in _checked:
+        return
+    exchange = Exchange(group)
+    try:
+        find_nodes(exchange, group, resolve_device(group, device))
+    except NotSupported as error:
+        if not falls_back(name, error):
+            raise
+    finally:
+        exchange.close()
+    _checked.add(group)

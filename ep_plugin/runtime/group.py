@@ -23,10 +23,30 @@ from ep_plugin.runtime.failures import GroupBoards
 from ep_plugin.runtime.faults import GRACE_S, aborted_error, error_of, gave_up
 from ep_plugin.runtime.poller import Poller
 from ep_plugin.transport.exchange import Exchange
-from ep_plugin.transport.rails import Rails
-from ep_plugin.transport.topology import check_hosts, discover
+from ep_plugin.transport.rails import Rails, check_backend
+from ep_plugin.transport.topology import NodeMap, RankReport, check_hosts, check_peer_access, discover
 
 _rail_poller = Poller("ep_plugin rails", pause_s=0.01, idle_s=0.05)
+
+
+def find_nodes(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> tuple[NodeMap, list[RankReport]]:
+    """Which ranks of the group are on which node, and what each has reported. Collective.
+
+    Args:
+        exchange: one over all ranks of `group`.
+        device: this rank's.
+
+    Raises:
+        NotSupported: communicators cannot serve the group. All ranks raise it.
+    """
+    node_map, reports = discover(exchange, device)
+    check_hosts(reports)
+    if node_map.ranks_per_node > _C.max_ranks:
+        raise NotSupported(f"group: expected at most {_C.max_ranks} ranks on one node, got {node_map.ranks_per_node}")
+    check_peer_access(reports, node_map, exchange.ranks)
+    if node_map.num_nodes > 1:
+        check_backend(group, device)
+    return node_map, reports
 
 
 class RailWatch:
@@ -57,16 +77,13 @@ class GroupEngine(BaseEngine):
     group_boards: GroupBoards | None = None
 
     def _construct(self, group: dist.ProcessGroup, *given: Any) -> None:
-        self.node_map, reports = discover(self.exchange, self.device)
-        check_hosts(reports)
+        self.node_map, reports = find_nodes(self.exchange, group, self.device)
         mine = reports[self.rank]
         self.sharing = sum((one.host, one.device_id) == (mine.host, mine.device_id) for one in reports)
         self.node = self.node_map.node_of(self.rank)
         self.index = self.node_map.local_rank_of(self.rank)
         self.node_ranks = self.node_map.node_ranks(self.node)
         self.node_size = len(self.node_ranks)
-        if self.node_size > _C.max_ranks:
-            raise NotSupported(f"group: expected at most {_C.max_ranks} ranks on one node, got {self.node_size}")
         self.rails = Rails(self.exchange, group, self.node_map, self.device, weakly(self._fail_with_rail))
         self._resources.callback(self.rails.close)
         within = self.within = self.exchange

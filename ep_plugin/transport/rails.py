@@ -45,6 +45,19 @@ class UnderWay:
     captured: torch.cuda.Event | None = None
 
 
+def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises NotSupported when the group's backend cannot send the memory of `device` to other nodes."""
+    if device.type == "cuda" and not serves_gpus(group):
+        raise NotSupported(
+            "group: expected a backend that sends GPU memory between nodes, such as NCCL, got "
+            f"{dist.get_backend_config(group)} for {device}"
+        )
+    if device.type == "cpu" and "cpu" not in backends_of(group):
+        raise NotSupported(
+            f"group: expected a backend for CPU memory, such as gloo, got {dist.get_backend_config(group)} for {device}"
+        )
+
+
 class Rails:
     """This rank's end of its rail.
 
@@ -64,7 +77,7 @@ class Rails:
         failed: Callable[[str], None],
     ) -> None:
         """exchange: one over `group`. failed: called by any thread, with a reason, when another communicator ends the
-        rail that both have. NotSupported when the group's backend cannot send from the memory of `device`."""
+        rail that both have."""
         self._group, self._device, self._failed = group, device, failed
         self._rank = exchange.rank
         self._timeout_s = exchange.timeout_s
@@ -80,16 +93,6 @@ class Rails:
         self._rail: Rail | GroupRail | None = None
         self._owner = object()  # stands for this communicator in the rail's progress, which outlives it
         self._aborted = self._waiting = False
-        if device.type == "cuda" and self.nodes and not serves_gpus(group):
-            raise NotSupported(
-                "group: expected a backend that sends GPU memory between nodes, such as NCCL, got "
-                f"{dist.get_backend_config(group)} for {device}"
-            )
-        if device.type == "cpu" and self.nodes and "cpu" not in backends_of(group):
-            raise NotSupported(
-                f"group: expected a backend for CPU memory, such as gloo, got {dist.get_backend_config(group)} for "
-                f"{device}"
-            )
 
     def offer(self) -> list[str]:
         """The rail that this process has, "" if none, and a name for a new one. Empty in a group of one node."""

@@ -24,7 +24,7 @@ from transformers.integrations import moe
 
 from ep_plugin import DispatchOutput, MoECommunicator, NotSupported, env
 from ep_plugin.integrations import hooks
-from ep_plugin.integrations.communicators import communicator_or_none
+from ep_plugin.integrations.communicators import check_group, communicator_or_none
 from ep_plugin.ranges import opener
 
 if TYPE_CHECKING:
@@ -52,8 +52,13 @@ class EpPluginExpertParallel(EPImplementation):
 
     max_tokens_per_rank: int | None = None
 
-    def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+    def __init__(
+        self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, is_certain: bool = True
+    ) -> None:
+        """is_certain: whether the model will exchange tokens. Then a group that is not served is refused here."""
         super().__init__(experts, ep_mesh, tp_mesh)
+        if is_certain:
+            check_group("transformers", ep_mesh.get_group(), ep_mesh.device_type)
         self.experts = experts
         self.takes_sorted_rows = takes_sorted_rows(experts)
         self.meanwhile: SharedAhead | None = None  # shared experts to run during the dispatch
@@ -172,7 +177,8 @@ class AutoEpPlugin(AutoEP):
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        self.all_to_all: Any = EpPluginExpertParallel(experts, ep_mesh, tp_mesh)
+        is_certain = self.all_reduce is None and self.megamoe is None
+        self.all_to_all: Any = EpPluginExpertParallel(experts, ep_mesh, tp_mesh, is_certain)
         for name in ("all_reduce", "megamoe"):
             if (stock := getattr(self, name)) is not None:
                 setattr(self, name, functools.partial(_leave, stock))

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -116,12 +117,34 @@ def test_a_pipeline_is_as_with_messages_of_pytorch() -> None:
 
 
 def _refuses(rank: int, size: int) -> None:
+    from transformers import PreTrainedModel
+
     os.environ["EP_PLUGIN_HOST"] = f"host {rank // 3}"
-    with pytest.raises(NotSupported, match=REASON):
+    load = PreTrainedModel._load_pretrained_model
+    counting = mock.patch.object(PreTrainedModel, "_load_pretrained_model", side_effect=load)
+    with counting as loads, pytest.raises(NotSupported, match=REASON):
         over_nodes.losses(rank, size, "qwen3_moe")
+    assert loads.call_count == 1  # of the model with the built-in exchange
+    assert _runs_on_a_shared_batch(size).isfinite().all()
 
 
-def test_without_the_variable_all_ranks_refuse() -> None:
+def _runs_on_a_shared_batch(size: int) -> torch.Tensor:
+    """Logits of a model for which "auto" chooses transformers' all-reduce, on any group."""
+    from transformers.distributed import DistributedConfig
+
+    import ep_plugin.integrations.transformers as ours
+    from tests.integrations import test_transformers
+
+    ours.enable()
+    model = test_transformers._model(hidden_size=64, num_experts=size, num_experts_per_tok=2)
+    model.config.num_key_value_heads = size
+    shared = DistributedConfig(ep_size=size, tp_size=size)
+    model = type(model).from_pretrained(None, config=model.config, state_dict={}, distributed_config=shared)
+    with torch.no_grad():
+        return model(input_ids=torch.arange(8).unsqueeze(0)).logits
+
+
+def test_without_the_variable_all_ranks_refuse_before_weights_are_loaded() -> None:
     pytest.importorskip("transformers")
     values(run_ranks(SIZE, _refuses, SIZE, timeout_s=200, env={"EP_TEST_DEVICE": "cpu"}))
 
