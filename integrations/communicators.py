@@ -12,7 +12,7 @@ from ep_plugin.errors import NotSupported
 from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.moe.in_flight import untraced
 from ep_plugin.runtime.group import find_nodes
-from ep_plugin.runtime.streams import resolve_device
+from ep_plugin.runtime.streams import kernels_for, resolve_device
 from ep_plugin.transport.exchange import Exchange
 
 _checked: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -41,16 +41,26 @@ def communicator_or_none(name: str, group: dist.ProcessGroup | None, **settings:
 
 
 def check_group(name: str, group: dist.ProcessGroup, device: str) -> None:
-    """Raises NotSupported where communicators cannot serve the group; warns if the framework is to serve it instead.
+    """Refuses a group that communicators cannot serve, or warns if the framework is to serve it instead.
 
     For integrations that know the group long before the first rows come. Collective at the first call for a group.
-    device: the type of device on which rows will be.
+
+    Args:
+        name: the integration.
+        group: the ranks of the communicators.
+        device: the type of device on which rows will be.
+
+    Raises:
+        NotSupported: the group is not served. All ranks raise it.
+        ValueError: this build has no kernels for the device.
     """
     if group in _checked:
         return
+    resolved = resolve_device(group, device)
+    kernels_for(resolved)
     exchange = Exchange(group)
     try:
-        find_nodes(exchange, group, resolve_device(group, device))
+        find_nodes(exchange, group, resolved)
     except NotSupported as error:
         if not falls_back(name, error):
             raise

@@ -10,10 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks, status
+from ep_plugin.integrations.communicators import check_group
 from ep_plugin.integrations.fallback import falls_back
+from ep_plugin.runtime import streams
 from tests.gpu import over_nodes
 from tests.ranks import run_ranks, values
 
@@ -147,6 +150,15 @@ def _runs_on_a_shared_batch(size: int) -> torch.Tensor:
 def test_without_the_variable_all_ranks_refuse_before_weights_are_loaded() -> None:
     pytest.importorskip("transformers")
     values(run_ranks(SIZE, _refuses, SIZE, timeout_s=200, env={"EP_TEST_DEVICE": "cpu"}))
+
+
+def _needs_kernels_for_gpus(rank: int) -> None:
+    with mock.patch.object(streams, "_C", object()), pytest.raises(ValueError, match="has no CUDA kernels"):
+        check_group("transformers", dist.group.WORLD, "cuda")
+
+
+def test_a_build_without_cuda_kernels_is_refused_with_the_group() -> None:
+    values(run_ranks(1, _needs_kernels_for_gpus))
 
 
 def test_a_version_that_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
