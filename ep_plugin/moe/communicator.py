@@ -1,4 +1,4 @@
-"""MoECommunicator: expert-parallel dispatch and combine over a process group.
+"""MoECommunicator: expert-parallel dispatch and combine over a process group. Most lines are its public docstrings.
 
 Shapes: T tokens on this rank, H hidden size, K experts per token, S scales per token, E experts in all, R ranks,
 E_l = E / R local experts, N rows received.

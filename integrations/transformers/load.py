@@ -70,7 +70,7 @@ def _numbers(before: dict[str, LoadStats], now: dict[str, LoadStats]) -> torch.T
         per_expert.append((stats.tokens if old is None else stats.tokens - old.tokens).sum(0))
         sums += _sums(stats) if old is None else _sums(stats) - _sums(old)
         if stats.waited_ns is not None:
-            waits.append(stats.waited_ns if old is None else stats.waited_ns - old.waited_ns)
+            waits.append(stats.waited_ns if old is None or old.waited_ns is None else stats.waited_ns - old.waited_ns)
     tokens, waited = torch.cat(per_expert), torch.cat(waits)
     most = int(tokens.max()) if len(tokens) else 0
     longest = float(waited.max()) if len(waited) else math.nan
@@ -78,12 +78,14 @@ def _numbers(before: dict[str, LoadStats], now: dict[str, LoadStats]) -> torch.T
 
 
 def _sums(stats: LoadStats) -> torch.Tensor:
-    dropped = (stats.dropped_ids or 0) + stats.dropped_rows
-    return torch.tensor([dropped, stats.link_bytes_sent or 0, stats.rail_bytes_sent], dtype=torch.float64)
+    """Drops, link bytes and rail bytes; NaN: not known."""
+    dropped = math.nan if stats.dropped_ids is None else stats.dropped_ids + stats.dropped_rows
+    link_bytes = math.nan if stats.link_bytes_sent is None else stats.link_bytes_sent
+    return torch.tensor([dropped, link_bytes, stats.rail_bytes_sent], dtype=torch.float64)
 
 
 def _metrics(ranks: torch.Tensor) -> dict[str, float]:
-    """The metrics of all ranks' numbers ``[ranks, 7]``; none if no tokens were dispatched."""
+    """The metrics of all ranks' numbers ``[ranks, 7]`` that are known; none if no tokens were dispatched."""
     most, tokens, experts, dropped, link_bytes, rail_bytes, waits = ranks.unbind(1)
     if not tokens.any():
         return {}
@@ -93,6 +95,6 @@ def _metrics(ranks: torch.Tensor) -> dict[str, float]:
         "moe/dropped": float(dropped.sum()),
         "moe/link_gb": float(link_bytes.sum() / 1e9),
         "moe/rail_gb": float(rail_bytes.sum() / 1e9),
+        "moe/longest_wait_s": float(waits.max() / 1e9),
     }
-    known = waits[~waits.isnan()]
-    return metrics | ({"moe/longest_wait_s": float(known.max() / 1e9)} if len(known) else {})
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
