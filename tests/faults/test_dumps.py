@@ -177,7 +177,9 @@ def _never_answers(rank: int) -> tuple[str, list[str], float]:
 
 
 def test_a_folder_that_never_answers_delays_the_error_a_little(tmp_path: Path) -> None:
-    for text, records, took in values(run_ranks(2, _never_answers, env={"EP_PLUGIN_DUMP": str(tmp_path)})):
+    for text, records, took in values(
+        run_ranks(2, _never_answers, env={"EP_PLUGIN_DUMP": str(tmp_path)}, timeout_s=30)
+    ):
         assert "aborted: no more" in text and took < 20
         assert records == [f"EP_PLUGIN_DUMP: {tmp_path}: nothing was written: no answer in 0.5 s"]
 
