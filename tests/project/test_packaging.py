@@ -152,7 +152,7 @@ def test_sdist_holds_what_its_pages_point_to(tmp_path: Path) -> None:
     pages = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
     words = {word.rstrip("./") for word in re.findall(r"[\w.-]+/[\w./-]*", pages)}
     made_later = (".", "runs/", "build/", "dist/")  # folders that git ignores: there or not, they are not shipped
-    pointed = {word for word in words if (ROOT / word).exists() and not word.startswith(made_later)}
+    pointed = {word for word in words if (ROOT / word).exists() and not f"{word}/".startswith(made_later)}
     assert {"docs/fsdp2.md", "tests/ranks.py", "scripts/gpu.sh", "benchmarks/results", "requirements"} <= pointed
     assert (pointed | {"Makefile"}) - names == set()
 
