@@ -34,11 +34,15 @@ class Operation(ABC):
     """One dispatch or combine, made from its operator's arguments. It holds every tensor that its kernels read."""
 
     name: ClassVar[str]
-    nbytes: int  # of the rows that this rank passes in
     call: Call | None = None  # that has started it
     number = 0  # by which the operator finds a started operation
     capture = 0  # the CUDA graph capture that it was started in; 0: none
     result: Tensors | None = None  # the operator's results, once finished and until collected
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Of the rows that this rank passes in. Valid after `check`."""
 
     @abstractmethod
     def check(self) -> None:

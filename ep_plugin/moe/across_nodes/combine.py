@@ -39,11 +39,14 @@ class CombineAcrossNodes(Operation):
         self._nodes, self._engine = nodes, nodes.engine
         self._known, self._routing = routing_of(nodes, "handle", handle)
         self._y, self._weights, self._extra = bulk_ready("y", y), weights, extra
-        self.nbytes = y.nbytes
         self._bias = None if bias is None else bulk_ready("bias", bias)
         self._sums: list[torch.Tensor] = []
         self._extras: list[torch.Tensor | None] = []
         self._out: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._y.nbytes
 
     def check(self) -> None:
         check_combine(self._engine, self._y, self._weights, self._bias, self._extra, self._known)

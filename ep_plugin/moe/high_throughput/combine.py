@@ -31,9 +31,12 @@ class Combine(Operation):
         y, weights, bias, extra, routing, comm = arguments
         self._engine, self._routing = engine, engine.routing("handle", routing, comm)
         self._y, self._weights, self._extra = bulk_ready("y", y), weights, extra
-        self.nbytes = y.nbytes
         self._bias = None if bias is None else bulk_ready("bias", bias)
         self._sums: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._y.nbytes
 
     def check(self) -> None:
         check_combine(self._engine, self._y, self._weights, self._bias, self._extra, self._routing)

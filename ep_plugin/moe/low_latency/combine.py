@@ -45,9 +45,12 @@ class LowLatencyCombine(LowLatencyOperation):
         self._engine = engine
         self._routing = routing if isinstance(routing, Routing) else engine.routing("handle", routing, comm)
         self._y, self._weights, self._bias = y, weights, bias
-        self.nbytes = y.nbytes
         self._ids = self._routing.tensors.topk_ids if topk_ids is None else topk_ids
         self._out, self._logfmt, self._wait_cost = out, logfmt, wait_cost
+
+    @property
+    def nbytes(self) -> int:
+        return self._y.nbytes
 
     def check(self) -> None:
         engine, y, routing = self._engine, self._y, self._routing

@@ -43,8 +43,11 @@ class LowLatencyDispatch(LowLatencyOperation):
         known = engine.routing("previous_handle", previous, comm) if previous else None
         self._engine, self._capacity = engine, capacity
         self._call = DispatchCall(bulk_ready("x", x), topk_ids, weights, scales, known, capacity, quantize)
-        self.nbytes = x.nbytes
         self._cumulative, self._wait_cost = cumulative, wait_cost
+
+    @property
+    def nbytes(self) -> int:
+        return self._call.x.nbytes
 
     def check(self) -> None:
         engine, call = self._engine, self._call
