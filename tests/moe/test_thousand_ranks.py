@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -50,6 +50,9 @@ class _Rails:
             words[-1] = self._counts(node)
             tensor.view(torch.int64).copy_(torch.tensor(words))
 
+    bytes_sent = bytes_received = 0
+    waited_ns: ClassVar[dict[int, int]] = {}
+
     def wait(self, under_way: None) -> None: ...
 
 
@@ -64,12 +67,16 @@ def an_engine(node_map: NodeMap) -> Any:
     return SimpleNamespace(
         node_map=node_map,
         node=NODE,
+        size=R,
         index=INDEX,
+        node_ranks=node_map.node_ranks(NODE),
         rank=node_map.node_ranks(NODE)[INDEX],
         name="communicator 0.0",
         node_size=G,
         local_experts=LOCAL,
         node_experts=LOCAL * G,
+        meta_layout=_C.meta_layout(G, LOCAL * G),
+        state=torch.zeros(_C.state_bytes, dtype=torch.uint8),
         num_totals=_C.num_totals + LOCAL,
         device=torch.device("cpu"),
         config=MoECommunicatorConfig(num_experts=E, hidden_size=64, topk=K, max_tokens_per_rank=T),

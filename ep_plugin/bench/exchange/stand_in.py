@@ -21,6 +21,7 @@ from ep_plugin.errors import EpPluginError
 from ep_plugin.moe.low_latency import sms
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.moe.low_latency.in_flight import LowLatencyOperation
+from ep_plugin.moe.low_latency.load import LowLatencyLoad
 from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for
 
 TIMEOUT_S = 20.0
@@ -45,6 +46,7 @@ class Share(LowLatencyEngine):
         self.block = zeros(self.memory_bytes, device=device)
         self._board = zeros(_C.board_bytes(self.local_experts), pin_memory=device.type == "cuda")
         self.boards: Any = SimpleNamespace(device_address=self._board.data_ptr())
+        self.load = LowLatencyLoad(self, self.local_experts)
 
     @property
     def name(self) -> str:
