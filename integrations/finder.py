@@ -1,7 +1,7 @@
 """A finder in front of ``sys.meta_path``: it calls back after modules are imported, and finds ours under other names.
 
-What our module for a name does not have comes from the package that is installed under this name. That package is
-imported under a third name: ``deep_ep_installed``, where ``import deep_ep`` gives ours.
+Attributes that our module lacks come from the package that is installed under the name. That package is imported under
+a third name: ``deep_ep_installed``, where ``import deep_ep`` gives ours.
 """
 
 from __future__ import annotations

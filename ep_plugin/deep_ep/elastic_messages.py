@@ -170,7 +170,7 @@ class ElasticMessages:
         self._sessions = GatherSessions(self.group, num_max_session_bytes, num_max_all_gathers_per_session)
 
     def create_agrs_session(self) -> None:
-        """Begins a session. What the one before has gathered is not valid any more."""
+        """Begins a session. Tensors of the session before are not valid any more."""
         _made(self._sessions, "agrs_set_config").begin()
 
     def destroy_agrs_session(self) -> None:

@@ -203,7 +203,7 @@ def _places(dumps: dict[int, Dump]) -> Iterator[Finding]:
             continue
         last = {rank: max(seen, key=lambda call: (call.number, call.began)) for rank, seen in calls.items()}
         yield Finding(OK, first.name, "; ".join(_grouped({rank: str(call) for rank, call in last.items()})))
-        # What a rank did before it failed by itself is no news.
+        # Where ranks are is a finding only if none of them failed by itself.
         if (
             first.in_order
             and failed_at < math.inf

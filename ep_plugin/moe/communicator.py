@@ -315,7 +315,7 @@ class MoECommunicator:
                 self.engine.set_sms(sms)
 
     def stats(self, reset: bool = False) -> LoadStats:
-        """What this communicator has done on this rank since its last reset, or since `ep_plugin.record_stats()`.
+        """The load of this communicator on this rank since its last reset, or since `ep_plugin.record_stats()`.
 
         It waits for the operations that are enqueued. Recording itself waits for nothing. Not collective.
 

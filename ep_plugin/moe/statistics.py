@@ -21,7 +21,7 @@ from ep_plugin.runtime.streams import Streams
 
 
 class LoadStats(NamedTuple):
-    """What one communicator has done on this rank since its last reset. The tensors are copies in host memory.
+    """The load of one communicator on this rank since its last reset. The tensors are copies in host memory.
 
     Operations count when they are complete. Those in a CUDA graph count once, when they are captured; their tokens and
     link bytes count at each replay.

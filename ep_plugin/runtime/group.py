@@ -30,7 +30,7 @@ _rail_poller = Poller("ep_plugin rails", pause_s=0.01, idle_s=0.05)
 
 
 def find_nodes(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> tuple[NodeMap, list[RankReport]]:
-    """Which ranks of the group are on which node, and what each has reported. Collective.
+    """The node map of the group, and the report of each rank. Collective.
 
     Args:
         exchange: one over all ranks of `group`.
