@@ -35,7 +35,9 @@ def check_variables() -> Iterator[Finding]:
         warnings.simplefilter("ignore")  # about those above
         for read in (env.settings, env.launcher):
             try:
-                given = {name: value for name, value in read()._asdict().items() if value not in (None, False, "auto")}
+                found = read()
+                defaults = type(found)()._asdict()
+                given = {name: value for name, value in found._asdict().items() if value != defaults[name]}
             except ValueError as error:
                 yield Finding(FAILURE, "variables", str(error), "correct the variable or unset it")
                 continue

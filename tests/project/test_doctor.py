@@ -317,6 +317,13 @@ def test_gpus_that_reach_each_other_have_their_row_of_the_matrix(monkeypatch: py
     assert "GPU 1: NVIDIA H200, 140 GiB, sm_90, reaches GPUs 0, 2" in said
 
 
+def test_variables_are_listed_only_when_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert collect([software.check_variables]) == []
+    monkeypatch.setenv("EP_PLUGIN_CHILDREN", "0")
+    monkeypatch.setenv("RANK", "3")
+    assert [finding.what for finding in collect([software.check_variables])] == ["children is False", "rank is 3"]
+
+
 def test_a_check_that_breaks_is_a_failure_and_the_others_run() -> None:
     def check_that_breaks() -> Iterator[Finding]:
         raise KeyError("unforeseen")
