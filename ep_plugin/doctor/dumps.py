@@ -203,7 +203,7 @@ def _places(dumps: dict[int, Dump]) -> Iterator[Finding]:
             continue
         last = {rank: max(seen, key=lambda call: (call.number, call.began)) for rank, seen in calls.items()}
         yield Finding(OK, first.name, "; ".join(_grouped({rank: str(call) for rank, call in last.items()})))
-        # Where ranks are is a finding only if none of them failed by itself.
+        # A rank that failed by itself explains why others are ahead of it.
         if (
             first.in_order
             and failed_at < math.inf

@@ -67,7 +67,7 @@ def counted(rank: int, size: int, **sms: int) -> None:
 
 
 def _check_bytes(found: LoadStats, size: int) -> None:
-    """What all ranks have sent, all ranks have received."""
+    """All ranks together have received as many bytes as they have sent."""
     both = torch.tensor([found.link_bytes_sent, found.link_bytes_received])
     dist.all_reduce(both)
     assert both[0] == both[1]

@@ -111,7 +111,7 @@ def _over_nodes(rank: int) -> list[tuple[Any, ...]]:
 
 
 def test_two_nodes() -> None:
-    """What a rank has sent over links and rails, the other ranks of its node and its rail have received."""
+    """The ranks of a node, and those of a rail, have received as many bytes as they have sent each other."""
     ranks = values(run_ranks(4, _over_nodes, env=NODES_OF_2))
     for case in zip(*ranks, strict=True):
         links_sent, links_received, rails_sent, rails_received = zip(*case, strict=True)
