@@ -13,6 +13,7 @@ sanitize  a small case under compute-sanitizer
 stress    the tests once under each of three settings
 evidence  all of these tests on one, two and four of four GPUs
 bench     ep-bench moe
+links     ep-bench's suites whose figures are of the links between GPUs: low-latency, send-receive, overlap, collectives
 more      ep-bench's other suites but layers
 nodes     the tests on two emulated nodes; with 2 GPUs or more, ep-bench allgather and moe on two nodes of half of them
 train     a Qwen3-MoE of 30B-A3B's widths through both exchanges
@@ -31,7 +32,7 @@ END
 read -ra steps <<<"${*:-build tests bench}"
 for step in "${steps[@]}"; do
   case $step in
-    build | tests | sanitize | stress | evidence | bench | more | nodes | train | deepseek) ;;
+    build | tests | sanitize | stress | evidence | bench | links | more | nodes | train | deepseek) ;;
     -h | --help) usage; exit 0 ;;
     *) echo "gpu.sh: expected a step, got '$step'" >&2; usage >&2; exit 2 ;;
   esac
@@ -108,11 +109,26 @@ bench() {
   $PYTHON -m pytest -m gpu tests/gpu/test_trace.py -q # once more, on an idle machine
 }
 
+# Gathers and sums also of sizes that Megatron-core's buckets have.
+links() {
+  local suite
+  for suite in low-latency send-receive overlap \
+    "allgather $(sizes) --size 80000000" "reduce-scatter $(sizes) --size 80000000"; do
+    $PYTHON -m ep_plugin.bench $suite --backend cuda --out benchmarks/results/
+  done
+}
+
+# 64 KiB to 1 GiB.
+sizes() {
+  local power
+  for power in 16 18 20 22 24 26 28 30; do printf -- '--size %d ' $((1 << power)); done
+}
+
 more() {
   local suite fsdp2="fsdp2 --compile --unit 2 --compared 50 ${LAYERS:+--layers $LAYERS}"
   local sweep="moe --sweep hidden=2048,2880,4096,5120,8192 --sweep topk=1,2,4,6,10,16 --sweep experts=8,64,128,384,512"
   sweep+=" --sweep tokens=128,512,1024,2048,8192 --sweep skew=1.25,1.5,2 --sweep sms=4,8,12,16,24,48,96"
-  for suite in wire "$sweep" low-latency low-latency-stand-in allgather reduce-scatter send-receive overlap "$fsdp2"; do
+  for suite in wire "$sweep" low-latency-stand-in "$fsdp2"; do
     $PYTHON -m ep_plugin.bench $suite --backend cuda --out benchmarks/results/
   done
 }

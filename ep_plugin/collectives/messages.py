@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_plugin import _C
+from ep_plugin import _C, env
 from ep_plugin.collectives.backends.messages import CudaMessages
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerTimeout
 from ep_plugin.ranges import NOTHING
@@ -83,7 +83,8 @@ class MessageEngine(GroupEngine):
         self._resources.callback(self.memory.close)
         memory_bytes = _C.device_message_memory_bytes if by_kernels else _C.message_memory_bytes
         block = self.memory.allocate(memory_bytes(self.node_size, self.num_channels), "messages")
-        self.comm = self._comm_struct(block.ptrs, num_experts=self.node_size)
+        plain = env.settings().plain_kernels
+        self.comm = self._comm_struct(block.ptrs, num_experts=self.node_size, plain=plain)
         self.messages: Any
         if by_kernels:
             self.kernels.load_message_kernels()

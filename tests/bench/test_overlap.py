@@ -28,6 +28,7 @@ SUITE = OverlapSuite(
     backend="cuda", ranks=RANKS, size=[MIB, 80_000], iterations=3, tokens=40, hidden=128, topk=2, experts=6
 )
 GATHERS = ("ep_plugin", "gloo", "ep_plugin, foreign output")
+MESSAGES = ("ep_plugin", "gloo")
 EXCHANGES = ("ep_plugin", "gloo_all_to_all")
 
 
@@ -68,14 +69,16 @@ def test_every_way_is_timed_beside_the_products_and_its_excess_is_over_the_produ
     (found, calls), _ = values(run_ranks(RANKS, _counted))
     assert found["base_case"] == ALONE
     gathers = {"products_beside_1MiB": MIB // 2, "products_beside_80000B": 40_000}
+    messages = {"products_beside_1MiB_ring": MIB, "products_beside_80000B_ring": 80_000}
     exchanges = ("products_beside_dispatch", "products_beside_combine")
     alone, *beside = found["rows"]
     assert (alone["case"], alone["impl"], alone["bytes_wire"]) == (ALONE, "matmul", 0)
     expected = {(case, impl) for case in gathers for impl in GATHERS}
+    expected |= {(case, impl) for case in messages for impl in MESSAGES}
     expected |= {(case, impl) for case in exchanges for impl in EXCHANGES}
     assert {(row["case"], row["impl"]) for row in beside} == expected
     for row in beside:
-        assert row["bytes_wire"] == gathers.get(row["case"], row["bytes_wire"]) > 0
+        assert row["bytes_wire"] == (gathers | messages).get(row["case"], row["bytes_wire"]) > 0
     # Two products for each call that is timed, the products alone among them, and for each of two comparisons.
     timed = (WARMUP + SUITE.iterations) * len(found["rows"])
     assert calls == overlap.PRODUCTS * (2 * len(found["rows"]) + timed)

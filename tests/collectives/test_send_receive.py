@@ -57,7 +57,8 @@ def _random_operations(rank: int, size: int, seed: int, rounds: int, largest: in
                 if rank == src:
                     ops.append(Send(payload, dst, channel))
                 elif rank == dst:
-                    ops.append(Receive(torch.full_like(payload, 1), src, channel))
+                    room = payload.new_ones(len(payload) + own.randrange(2))
+                    ops.append(Receive(room[len(room) - len(payload) :], src, channel))  # of another alignment
                     expected.append((ops[-1].tensor, payload))
             works = []
             while ops:

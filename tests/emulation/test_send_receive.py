@@ -16,13 +16,14 @@ from tests.gpu import messages
 from tests.ranks import Outcome, run_ranks, values
 
 
-def _run(size: int, case: Callable[..., Any], *args: Any) -> list[Outcome]:
-    return run_ranks(size, messages.on_device, case, *args, timeout_s=120, env={"EP_TEST_KERNELS": "simt"})
+def _run(size: int, case: Callable[..., Any], *args: Any, plain: bool = False) -> list[Outcome]:
+    env = {"EP_TEST_KERNELS": "simt"} | ({"EP_PLUGIN_PLAIN_KERNELS": "1"} if plain else {})
+    return run_ranks(size, messages.on_device, case, *args, timeout_s=120, env=env)
 
 
-@pytest.mark.parametrize(("size", "rounds"), [(2, 8), (3, 4)])
-def test_random_operations_arrive_bit_for_bit(size: int, rounds: int) -> None:
-    for count, wrong in values(_run(size, cases._random_operations, size, 3 + size, rounds, 100)):
+@pytest.mark.parametrize(("size", "rounds", "plain"), [(2, 8, False), (3, 4, False), (2, 3, True)])
+def test_random_operations_arrive_bit_for_bit(size: int, rounds: int, plain: bool) -> None:
+    for count, wrong in values(_run(size, cases._random_operations, size, 3 + size, rounds, 100, plain=plain)):
         assert count > rounds and wrong == 0
 
 

@@ -12,14 +12,16 @@ from tests.gpu import messages
 from tests.ranks import Outcome, run_ranks, values
 
 
-def _run(size: int, case: Callable[..., Any], *args: Any, timeout_s: float = 200) -> list[Outcome]:
-    return run_ranks(size, messages.on_device, case, *args, timeout_s=timeout_s)
+def _run(size: int, case: Callable[..., Any], *args: Any, plain: bool = False) -> list[Outcome]:
+    env = {"EP_PLUGIN_PLAIN_KERNELS": "1"} if plain else {}
+    return run_ranks(size, messages.on_device, case, *args, timeout_s=200, env=env)
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize(("size", "rounds"), [(2, 300), (4, 40)])
-def test_random_operations_arrive_bit_for_bit(size: int, rounds: int) -> None:
-    for count, wrong in values(_run(size, cases._random_operations, size, 11 + size, rounds, 64 * cases.MIB)):
+@pytest.mark.parametrize(("size", "rounds", "plain"), [(2, 300, False), (4, 40, False), (2, 60, True)])
+def test_random_operations_arrive_bit_for_bit(size: int, rounds: int, plain: bool) -> None:
+    found = _run(size, cases._random_operations, size, 11 + size, rounds, 64 * cases.MIB, plain=plain)
+    for count, wrong in values(found):
         assert count > rounds and wrong == 0
 
 

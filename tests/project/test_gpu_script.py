@@ -80,7 +80,7 @@ def test_layers_are_those_of_what_trains(tree: Path, step: str, variables: dict[
     assert len([call for call in calls if wanted in call]) == 1
 
 
-def test_every_suite_of_more_can_be_asked_for(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_suite_of_links_and_more_can_be_asked_for(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call's options are those of a suite. The suites are made, and not run."""
     asked = []
     monkeypatch.setattr(Suite, "run", lambda suite: asked.append(suite) or sys.exit(0))
@@ -88,13 +88,13 @@ def test_every_suite_of_more_can_be_asked_for(tree: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Fsdp2Suite, "run", Suite.run)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    _, calls = run(tree, "more", "deepseek")
+    _, calls = run(tree, "links", "more", "deepseek")
     benched = [call.removeprefix("-m ep_plugin.bench ") for call in calls if call.startswith("-m ep_plugin.bench ")]
     for call in benched:
         words = call.split(" --out ")[0].split()
         done = CliRunner().invoke(main, words)
         assert done.exit_code == 0, done.output
-    names = "wire moe_sweep low_latency low_latency_stand_in allgather reduce_scatter send_receive overlap fsdp2"
+    names = "low_latency send_receive overlap allgather reduce_scatter wire moe_sweep low_latency_stand_in fsdp2"
     assert [suite.name for suite in asked] == [*names.split(), "layers_megatron", "layers_torchtitan"]
 
 

@@ -21,8 +21,10 @@ from ep_plugin.bench.exchange.peers import ALL_TO_ALL
 from ep_plugin.bench.exchange.workload import CACHED, COMBINE, CUDA_SIZES, SENDS_ON_12, ExchangeSuite, Spec
 from ep_plugin.bench.suite import BY_BACKEND, Way, time_ways
 from ep_plugin.bench.suites.collectives import MIB, AllGatherSuite
+from ep_plugin.bench.suites.send_receive import RING, SendReceiveSuite
 from ep_plugin.bench.timing import Run, clock_of
 from ep_plugin.collectives import HierarchicalAllGather
+from ep_plugin.collectives.send_receive import SendReceive
 
 ALONE = "products_alone"
 PRODUCTS = 2
@@ -34,12 +36,15 @@ Beside = Callable[[Callable[[], None], Run], Run]  # makes one call of both, whi
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapSuite(ExchangeSuite):
-    """The time that all-gather, dispatch and combine add to two matrix products beside them. GPUs only."""
+    """The time that all-gather, messages, dispatch and combine add to two products beside them. GPUs only."""
 
     command_name = "overlap"
     defaults: ClassVar = {"cuda": CUDA_SIZES | {"size": [256 * MIB, 512 * MIB]}}
 
-    size: Annotated[list[int], typer.Option(help="Bytes gathered; repeatable. Default: 256 and 512 MiB.")] = BY_BACKEND
+    size: Annotated[
+        list[int],
+        typer.Option(help="Bytes gathered, and of a message round a ring; repeatable. Default: 256 and 512 MiB."),
+    ] = BY_BACKEND
 
     def __post_init__(self) -> None:
         if self.backend == "cpu":
@@ -74,10 +79,14 @@ class OverlapSuite(ExchangeSuite):
         with ExitStack() as opened:
             gathers = self.gathers(device.type)
             gather = opened.enter_context(HierarchicalAllGather(path="copy_engine"))
+            messages = opened.enter_context(SendReceive(device=device))
+            ring = SendReceiveSuite(backend=device.type, ranks=self.ranks, size=self.size, pattern=[RING])
             for size in self.size:
                 case = f"products_beside_{size // MIB}MiB" if size % MIB == 0 else f"products_beside_{size}B"
                 found = gathers.ways(device, size, {"ep_plugin": gather}, next_to_products)
                 ways += [replace(way, case=case) for way in found]
+                found = ring.ways(device, RING, size, messages, next_to_products)
+                ways += [replace(way, case=f"{case}_ring") for way in found]
             # The routing of the dispatch is known, so it does not wait on the host.
             for case, what in (("products_beside_dispatch", CACHED), ("products_beside_combine", COMBINE)):
                 spec = Spec(name=case, what=what, dtype="bfloat16", workload=self.workload, sms=SENDS_ON_12)

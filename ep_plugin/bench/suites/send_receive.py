@@ -8,6 +8,7 @@ ends when all messages of its rank are over. `bytes_wire` are the bytes that a r
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -18,11 +19,12 @@ import typer
 from tqdm import tqdm
 
 from ep_plugin.bench.suite import BY_BACKEND, Row, Suite, Way, check_names, time_ways
-from ep_plugin.bench.timing import clock_of
+from ep_plugin.bench.timing import Run, clock_of
 from ep_plugin.collectives.send_receive import Receive, Send, SendReceive
 
 KIB, MIB = 1 << 10, 1 << 20
-PATTERNS = ("one_way", "both_ways", "ring")
+RING = "ring"
+PATTERNS = ("one_way", "both_ways", RING)
 _seeds = itertools.count()  # of the data of comparisons: the same on all ranks
 
 
@@ -43,7 +45,7 @@ class SendReceiveSuite(Suite):
         super().__post_init__()
         object.__setattr__(self, "pattern", list(self.pattern or PATTERNS))
         check_names("pattern", PATTERNS, self.pattern)
-        if self.ranks % 2:
+        if self.ranks % 2 and self.pattern != [RING]:
             raise ValueError(f"ranks: expected an even number, for pairs of ranks, got {self.ranks}")
         for size in self.size:
             if size < 1:
@@ -54,15 +56,27 @@ class SendReceiveSuite(Suite):
         with closing(SendReceive(device=device)) as ours:
             cases = list(itertools.product(self.pattern, self.size))
             for pattern, size in tqdm(cases, unit="case", disable=dist.get_rank() != 0, leave=False):
-                ways = [self._way(pattern, size, device, made) for made in (ours, None)]
-                rows += time_ways(clock, ways, self.iterations)
+                rows += time_ways(clock, self.ways(device, pattern, size, ours), self.iterations)
         return {"rows": rows, "notes": []}
 
-    def _way(self, pattern: str, size: int, device: torch.device, ours: SendReceive | None) -> Way:
+    def ways(
+        self,
+        device: torch.device,
+        pattern: str,
+        size: int,
+        ours: SendReceive,
+        wrap: Callable[[Run], Run] = lambda run: run,
+    ) -> list[Way]:
+        """By ep_plugin and by the backend. wrap: is applied to each call."""
+        return [self._way(device, pattern, size, made, wrap) for made in (ours, None)]
+
+    def _way(
+        self, device: torch.device, pattern: str, size: int, ours: SendReceive | None, wrap: Callable[[Run], Run]
+    ) -> Way:
         """ours: None is the backend's own."""
         rank = dist.get_rank()
         before, after = (rank - 1) % self.ranks, (rank + 1) % self.ranks
-        if pattern != "ring":
+        if pattern != RING:
             before = after = rank ^ 1
         sends = pattern != "one_way" or rank % 2 == 0
         receives = pattern != "one_way" or rank % 2 == 1
@@ -70,13 +84,15 @@ class SendReceiveSuite(Suite):
         if ours is None:
             ops = [dist.P2POp(dist.isend, source, after)] * sends + [dist.P2POp(dist.irecv, out, before)] * receives
 
-            def run() -> object:
+            def call() -> object:
                 return [work.wait() for work in dist.batch_isend_irecv(ops)]
         else:
             messages = [Send(source, after)] * sends + [Receive(out, before)] * receives
 
-            def run() -> object:
+            def call() -> object:
                 return ours.batch(messages).wait()
+
+        run = wrap(call)
 
         def check() -> str | None:
             seed = next(_seeds) * self.ranks

@@ -70,9 +70,9 @@ enum MessageField : int { kMessageBytes = 0, kMessageDtype = 1, kMessageNumber =
 // Here a lane has parts, and a CTA at each end moves one of them: chunk c of a message belongs to part c % parts. Every
 // part counts its own chunks. `written` and `read` are in device memory so that a CUDA graph that is replayed advances
 // them.
-constexpr int kMessageParts = 32;
-constexpr int kPartSlots = 4;
-constexpr int64_t kPartSlotBytes = 32 * 1024;
+constexpr int kMessageParts = 16;
+constexpr int kPartSlots = 16;
+constexpr int64_t kPartSlotBytes = 16 * 1024;
 constexpr int64_t kLeastChunkBytes = 4 * 1024;
 
 // Each rank has these words for each peer, channel and part. They start as zeros, and only grow.
@@ -83,6 +83,8 @@ struct PartWords {
   uint64_t read;                   // this rank's own: the peer's chunks that it has read
 };
 
+// The first slot of each part of a message has the message's header. The receiver compares it with what it expects
+// before it reads anything.
 struct PartSlot {
   MessageHeader header;  // without its number
   alignas(128) char data[kPartSlotBytes];
