@@ -40,12 +40,37 @@ def test_a_result_has_every_implementation_at_every_size(
     result = json.loads(out.read_text())
     name = command.replace("-", "_")
     assert result["suite"] == (name if nodes == 1 else f"{name}_2_nodes")
-    given = ["--iterations 2", f"--nodes {nodes}", "--size 64 --size 80000"]
+    given = ["--iterations 2", f"--nodes {nodes}", "--size 64 --size 80000", "--dtype float32"]
     assert result["command"] == " ".join(["ep-bench", *arguments[:5], *given])
     found = {(row["case"], row["impl"]) for row in result["rows"]}
     assert found == {(size, impl) for size in ("64", "80000") for impl in CASES[command]}
     for row in result["rows"]:
         assert row["bytes_wire"] == int(row["case"]) // 2 and row["median_us"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("command", CASES)
+def test_a_dtype_other_than_the_default_is_in_the_cases(command: str, dtype: str, tmp_path: Path) -> None:
+    arguments = [command, "--backend", "cpu", "--ranks", str(RANKS), "--iterations", "2", "--size", "64"]
+    done = CliRunner().invoke(cli.main, [*arguments, "--dtype", dtype, "--out", str(tmp_path) + "/"])
+    assert done.exit_code == 0, done.output
+    (written,) = tmp_path.rglob("*.json")
+    assert written.name == f"{command.replace('-', '_')}.json"
+    result = json.loads(written.read_text())
+    assert result["command"].endswith(f"--size 64 --dtype {dtype}")
+    short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+    assert {(row["case"], row["impl"]) for row in result["rows"]} == {(f"64_{short}", impl) for impl in CASES[command]}
+    assert all(row["bytes_wire"] == 32 for row in result["rows"])
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("cuda", "bfloat16")])
+def test_the_tensors_have_the_dtype_that_was_asked_for(backend: str, dtype: str) -> None:
+    for given in (None, "float32", "bfloat16", "float16"):
+        for what in (AllGatherSuite, ReduceScatterSuite):
+            suite = what(backend=backend, ranks=RANKS, size=[64], dtype=given)
+            assert suite.dtype == (given or dtype)
+            whole = suite._empty(torch.device("cpu"), 64)
+            assert (whole.dtype, whole.nbytes) == (getattr(torch, given or dtype), 64)
 
 
 class _Wrong:
@@ -165,6 +190,8 @@ def test_outputs_that_peers_have_not_mapped_take_a_kernel(
         ({"nodes": 3}, "nodes: expected a divisor of 2 ranks, got 3"),
         ({"iterations": 0}, "iterations: expected at least 1, got 0"),
         ({"size": [12]}, "size: expected a multiple of 8 bytes, an element for each rank, got 12"),
+        ({"size": [6], "dtype": "float16"}, "size: expected a multiple of 4 bytes, an element for each rank, got 6"),
+        ({"dtype": "float8"}, "dtype: expected one of float32, bfloat16, float16, got 'float8'"),
     ],
 )
 def test_what_cannot_be_measured(given: dict[str, Any], says: str) -> None:

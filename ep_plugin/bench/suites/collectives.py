@@ -1,6 +1,7 @@
 """The suites `allgather` and `reduce-scatter`: ours, and the backend's own.
 
-A case is a size in bytes: of the gathered output, or of the input that is scattered. Every implementation is compared
+A case is a size in bytes: of the gathered output, or of the input that is scattered. A dtype other than the backend's
+default is in its name, too. Every implementation is compared
 with plain torch before any is timed, and once more after, each time with new data and into poisoned memory.
 `bytes_wire` are the bytes that must reach a rank: from its peers, or with several nodes over its rail, where the bytes
 that ep_plugin sent are compared with them. `sms` are of the largest of ep_plugin's kernels; the backend's own for the
@@ -22,15 +23,15 @@ import typer
 from tqdm import tqdm
 
 from ep_plugin import _C
-from ep_plugin.bench.suite import BY_BACKEND, OverNodes, Row, Way, time_ways
+from ep_plugin.bench.exchange.workload import DTYPES, SHORT_NAMES
+from ep_plugin.bench.suite import BY_BACKEND, OverNodes, Row, Way, check_names, time_ways
 from ep_plugin.bench.timing import Run, clock_of
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.backends.paths import gather_sms, scatter_sms
 from ep_plugin.transport.rails import CHUNK_BYTES
 
 KIB, MIB = 1 << 10, 1 << 20
-DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 _seeds = itertools.count()  # of the data of comparisons: the same on all ranks
 # The names of PyTorch 2.13 and later, or those of before.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -46,15 +47,19 @@ class CollectiveSuite(OverNodes):
     foreign: ClassVar[str]  # the name of the tensor that peers may not have mapped
     by_backend: ClassVar[Any]  # called with output and input
     defaults: ClassVar = {
-        "cpu": {"ranks": 4, "size": [64 * KIB, MIB, 16 * MIB]},
-        "cuda": {"ranks": None, "size": [KIB * 4**power for power in range(3, 11)]},
+        "cpu": {"ranks": 4, "size": [64 * KIB, MIB, 16 * MIB], "dtype": "float32"},
+        "cuda": {"ranks": None, "size": [KIB * 4**power for power in range(3, 11)], "dtype": "bfloat16"},
     }
 
     size: Annotated[list[int], typer.Option(help="Bytes; repeatable. Default: 64 KiB and more.")] = BY_BACKEND
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16. Default: float32 on cpu, bfloat16 on cuda.")
+    ] = BY_BACKEND
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        unit = self.ranks * DTYPES[self.backend].itemsize
+        check_names("dtype", _TOLERANCE, [self.dtype])
+        unit = self.ranks * DTYPES[self.dtype].itemsize
         for size in self.size:
             if size < unit or size % unit:
                 raise ValueError(f"size: expected a multiple of {unit} bytes, an element for each rank, got {size}")
@@ -108,7 +113,9 @@ class CollectiveSuite(OverNodes):
             return None if sent == expected else f"expected {expected} bytes over the rail in a call, got {sent}"
 
         sms = None if made is None or not out.is_cuda else self.most_sms(size, made.path, "foreign" in impl)
-        return Way(case=str(size), impl=impl, run=run, check=check, bytes_wire=self.bytes_wire(size), sms=sms)
+        is_default = self.dtype == self.defaults[self.backend]["dtype"]
+        case = str(size) if is_default else f"{size}_{SHORT_NAMES[self.dtype]}"
+        return Way(case=case, impl=impl, run=run, check=check, bytes_wire=self.bytes_wire(size), sms=sms)
 
     def bytes_wire(self, size: int) -> int:
         return size // self.ranks * (self.ranks - 1 if self.nodes == 1 else self.nodes - 1)
@@ -122,7 +129,7 @@ class CollectiveSuite(OverNodes):
         return self.kernel_sms(path, shard, chunk, per_node, foreign)
 
     def _empty(self, device: torch.device, size: int, made: Any = None) -> torch.Tensor:
-        dtype = DTYPES[self.backend]
+        dtype = DTYPES[self.dtype]
         if made is None:
             return torch.empty(size // dtype.itemsize, dtype=dtype, device=device)
         allocated: torch.Tensor = made.allocate(size // dtype.itemsize, dtype, device)
@@ -189,7 +196,7 @@ class ReduceScatterSuite(CollectiveSuite):
 
     def is_right(self, out: torch.Tensor, sources: list[torch.Tensor]) -> bool:
         mine = torch.stack([source.view(self.ranks, -1)[dist.get_rank()].float() for source in sources])
-        return bool(((out.float() - mine.sum(0)).abs() <= _TOLERANCE[out.dtype] * mine.abs().sum(0)).all())
+        return bool(((out.float() - mine.sum(0)).abs() <= _TOLERANCE[self.dtype] * mine.abs().sum(0)).all())
 
     def kernel_sms(self, path: str, shard: int, chunk: int, per_node: int, foreign: bool) -> int:
         return scatter_sms(path, chunk, per_node, _C.max_channels)
