@@ -113,7 +113,7 @@ bench() {
 links() {
   local suite
   for suite in low-latency send-receive overlap \
-    "allgather $(sizes) --size 80000000" "reduce-scatter $(sizes) --size 80000000"; do
+    "allgather $(sizes) --size 80000000" "reduce-scatter $(sizes)" "reduce-scatter --size 160000000 --dtype float32"; do
     $PYTHON -m ep_plugin.bench $suite --backend cuda --out benchmarks/results/
   done
 }

@@ -50,16 +50,16 @@ def test_a_result_has_every_implementation_at_every_size(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("command", CASES)
-def test_a_dtype_other_than_the_default_is_in_the_cases(command: str, dtype: str, tmp_path: Path) -> None:
+def test_a_dtype_other_than_the_default_is_in_the_name(command: str, dtype: str, tmp_path: Path) -> None:
     arguments = [command, "--backend", "cpu", "--ranks", str(RANKS), "--iterations", "2", "--size", "64"]
     done = CliRunner().invoke(cli.main, [*arguments, "--dtype", dtype, "--out", str(tmp_path) + "/"])
     assert done.exit_code == 0, done.output
     (written,) = tmp_path.rglob("*.json")
-    assert written.name == f"{command.replace('-', '_')}.json"
+    short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+    assert written.name == f"{command.replace('-', '_')}_{short}.json"
     result = json.loads(written.read_text())
     assert result["command"].endswith(f"--size 64 --dtype {dtype}")
-    short = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
-    assert {(row["case"], row["impl"]) for row in result["rows"]} == {(f"64_{short}", impl) for impl in CASES[command]}
+    assert {(row["case"], row["impl"]) for row in result["rows"]} == {("64", impl) for impl in CASES[command]}
     assert all(row["bytes_wire"] == 32 for row in result["rows"])
 
 

@@ -94,7 +94,7 @@ def test_every_suite_of_links_and_more_can_be_asked_for(tree: Path, monkeypatch:
         words = call.split(" --out ")[0].split()
         done = CliRunner().invoke(main, words)
         assert done.exit_code == 0, done.output
-    names = "low_latency send_receive overlap allgather reduce_scatter wire moe_sweep low_latency_stand_in fsdp2"
+    names = "low_latency send_receive overlap allgather reduce_scatter reduce_scatter_fp32 wire moe_sweep low_latency_stand_in fsdp2"
     assert [suite.name for suite in asked] == [*names.split(), "layers_megatron", "layers_torchtitan"]
 
 

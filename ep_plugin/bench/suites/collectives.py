@@ -1,7 +1,6 @@
 """The suites `allgather` and `reduce-scatter`: ours, and the backend's own.
 
-A case is a size in bytes: of the gathered output, or of the input that is scattered. A dtype other than the backend's
-default is in its name, too. Every implementation is compared
+A case is a size in bytes: of the gathered output, or of the input that is scattered. Every implementation is compared
 with plain torch before any is timed, and once more after, each time with new data and into poisoned memory.
 `bytes_wire` are the bytes that must reach a rank: from its peers, or with several nodes over its rail, where the bytes
 that ep_plugin sent are compared with them. `sms` are of the largest of ep_plugin's kernels; the backend's own for the
@@ -66,7 +65,9 @@ class CollectiveSuite(OverNodes):
 
     @property
     def name(self) -> str:
-        return self.named(super().name)
+        """A dtype other than the backend's default is in the name."""
+        is_default = self.dtype == self.defaults[self.backend]["dtype"]
+        return self.named(super().name if is_default else f"{super().name}_{SHORT_NAMES[self.dtype]}")
 
     def measure(self, device: torch.device) -> dict[str, Any]:
         clock, rows = clock_of(device), list[Row]()
@@ -113,9 +114,7 @@ class CollectiveSuite(OverNodes):
             return None if sent == expected else f"expected {expected} bytes over the rail in a call, got {sent}"
 
         sms = None if made is None or not out.is_cuda else self.most_sms(size, made.path, "foreign" in impl)
-        is_default = self.dtype == self.defaults[self.backend]["dtype"]
-        case = str(size) if is_default else f"{size}_{SHORT_NAMES[self.dtype]}"
-        return Way(case=case, impl=impl, run=run, check=check, bytes_wire=self.bytes_wire(size), sms=sms)
+        return Way(case=str(size), impl=impl, run=run, check=check, bytes_wire=self.bytes_wire(size), sms=sms)
 
     def bytes_wire(self, size: int) -> int:
         return size // self.ranks * (self.ranks - 1 if self.nodes == 1 else self.nodes - 1)
