@@ -76,5 +76,12 @@ def test_close_lets_a_message_end_that_a_stream_waits_for() -> None:
     assert values(outcomes) == [True, True]
 
 
+def test_a_pipeline_has_the_losses_and_parameters_of_pytorch() -> None:
+    names = ["ScheduleInterleaved1F1B"]
+    outcomes = run_ranks(2, messages.pipelines, 2, names, env={"EP_TEST_KERNELS": "simt"}, timeout_s=120)
+    for [(calls, different)] in values(outcomes):
+        assert not different and calls > 0
+
+
 def test_close_waits_for_sends() -> None:
     assert values(_run(2, cases._closes_early)) == [True, True]

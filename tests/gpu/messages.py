@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ep_plugin import SendReceive
 from ep_plugin.collectives import send_receive
-from ep_plugin.integrations import pipelining
+from ep_plugin.integrations import messages, pipelining
 from tests.collectives import test_send_receive as cases
 from tests.gpu import checks, over_nodes
 from tests.integrations import test_pipelining
@@ -56,10 +57,18 @@ def across_nodes(rank: int, size: int) -> None:
     on_device(rank, cases._across_nodes)
 
 
+def _messages_of(name: str, group: dist.ProcessGroup | None, tensor: torch.Tensor) -> SendReceive | None:
+    """As the integrations' `messages_of`, which leaves messages between GPUs to PyTorch."""
+    key = name, group or dist.group.WORLD, tensor.device
+    if key not in messages._objects:
+        messages._objects[key] = SendReceive(key[1], device=tensor.device)
+    return messages._objects[key]
+
+
 def pipelines(rank: int, size: int, names: list[str]) -> list[tuple[int, list[str]]]:
     """For each schedule of PyTorch, how often it sent through SendReceive, and what is not as over NCCL."""
     over_nodes.start(rank, size, nodes=1)
-    with checks.device_of(rank), unittest.mock.patch.object(pipelining, "serves", lambda tensor: True):
+    with checks.device_of(rank), unittest.mock.patch.object(pipelining, "messages_of", _messages_of):
         return [test_pipelining._compares(rank, size, name) for name in names]
 
 
