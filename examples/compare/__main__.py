@@ -4,6 +4,7 @@
     python -m examples.compare qwen3 --preset 4b --layers 12
     python -m examples.compare deepseek_v3 --preset v3
     python -m examples.compare megatron                         # DeepSeek-V3 of Megatron-core's layers, on GPUs only
+    python -m examples.compare megatron_dense                   # Qwen3-4B of Megatron-core's layers, on GPUs only
     python -m examples.compare qwen3_moe --nodes 2 --ranks 4    # two emulated nodes of two ranks
 
 Both arms start from the same weights and train on the same batches. Each runs in fresh processes, `--rounds` times and
@@ -34,7 +35,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def main(
     model: Annotated[str, typer.Argument(help=" | ".join(MODELS))],
-    preset: Annotated[str | None, typer.Option(help="tiny, or a published size. (default: tiny; megatron: v3)")] = None,
+    preset: Annotated[str | None, typer.Option(help="tiny, or a published size. (default: tiny; of Megatron's: the other)")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Folder of a checkpoint to train on.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers. (default: all)")] = None,
     text: Annotated[Path | None, typer.Option(help="File or folder. (default: Python's standard library)")] = None,
@@ -92,8 +93,9 @@ def resolve(
             f"expected more than {dense}, since the first {dense} have no experts, got {layers or most}",
             param_hint="--layers",
         )
-    if model == "megatron":
-        _check_megatron(checkpoint)
+    is_megatron = MODELS[model].module == "megatron"
+    if is_megatron:
+        _check_megatron(model, checkpoint)
     chosen = {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
     return Options(
         model=model,
@@ -104,7 +106,7 @@ def resolve(
         text=str(text.resolve()) if text else None,
         dtype=dtype or (defaults.dtype if torch.cuda.is_available() else "float32"),
         seed=seed,
-        fsdp2=fsdp2 and model != "megatron",
+        fsdp2=fsdp2 and not is_megatron,
         overlap=overlap and model == "deepseek_v3",
         **chosen,
     )
@@ -128,15 +130,15 @@ def _read_config(checkpoint: Path, model: str) -> dict[str, Any]:
     return config
 
 
-def _check_megatron(checkpoint: Path | None) -> None:
+def _check_megatron(model: str, checkpoint: Path | None) -> None:
     if importlib.util.find_spec("megatron") is None:
         raise typer.BadParameter("expected megatron-core, found none: pip install 'ep_plugin[megatron]'")
     if not torch.cuda.is_available():
         raise typer.BadParameter(
-            "expected NVIDIA GPUs, which Megatron-core's layers need, found none: deepseek_v3 runs on CPUs"
+            "expected NVIDIA GPUs, which Megatron-core's layers need, found none: qwen3 and deepseek_v3 run on CPUs"
         )
     if checkpoint is not None:
-        raise typer.BadParameter("expected a preset for megatron, got a checkpoint", param_hint="--checkpoint")
+        raise typer.BadParameter(f"expected a preset for {model}, got a checkpoint", param_hint="--checkpoint")
 
 
 def _make_folder(out: Path) -> None:
@@ -160,8 +162,8 @@ def _train(options: Options, ranks: Ranks) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _environment(options: Options) -> Iterator[None]:
-    """Sets EP_PLUGIN for processes that start meanwhile: Megatron's dispatcher is chosen by it alone."""
-    if options.model != "megatron":
+    """Sets EP_PLUGIN for processes that start meanwhile: Megatron's arms differ by it alone."""
+    if MODELS[options.model].module != "megatron":
         yield
         return
     before = os.environ.get("EP_PLUGIN")

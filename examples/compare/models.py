@@ -12,7 +12,7 @@ from transformers.distributed import DistributedConfig
 
 from ep_plugin.integrations.transformers import overlap_shared_experts
 from examples.compare.clock import ExchangeClock, register_timed
-from examples.compare.options import MODELS, Options
+from examples.compare.options import BETAS, MODELS, WEIGHT_DECAY, Options
 
 # Classes, with the settings of their presets that are no widths.
 CLASSES = {
@@ -49,6 +49,17 @@ def build_model(options: Options, clock: ExchangeClock) -> PreTrainedModel:
     if options.overlaps:
         overlap_shared_experts(model)
     return model.train()
+
+
+def build_optimizer(model: PreTrainedModel, options: Options) -> torch.optim.AdamW:
+    """AdamW, with a parameter group per device mesh: a fused update takes tensors of one mesh only."""
+    groups: dict[object, list[torch.nn.Parameter]] = {}
+    for parameter in model.parameters():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
+    fused = next(model.parameters()).is_cuda or None
+    settings = {"lr": options.lr, "betas": BETAS, "weight_decay": WEIGHT_DECAY, "fused": fused}
+    return torch.optim.AdamW([{"params": parameters} for parameters in groups.values()], **settings)
 
 
 def _initialise_shards(model: PreTrainedModel, *, std: float, seed: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 OURS = "ep_plugin"
+BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01  # of Adam
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +65,14 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """built_in: the framework's own exchange or collectives, the other arm. The first preset is the default."""
+    """built_in: the framework's own exchange or collectives, the other arm. The first preset is the default.
+
+    module: of this package, with `build_model` and `build_optimizer`.
+    """
 
     built_in: str
     presets: dict[str, Preset] = field(repr=False)
+    module: str = "models"
 
 
 QWEN3_MOE = {
@@ -137,20 +142,29 @@ DEEPSEEK_V3 = {
 }  # fmt: skip
 
 MEGATRON = {
-    # Mixtures only, as 58 of DeepSeek-V3's 61 layers are, and as many as fit when each GPU holds everything but the
-    # other ranks' experts. A vocabulary that the text fills: 129,280 words would dominate four layers, but not 61.
+    # A mixture, as 58 of DeepSeek-V3's 61 layers are. An expert's parameter takes 18 bytes: in BF16 and float32, its
+    # gradient, and two moments. So on 4 GPUs a layer takes 53 GB of each, and one layer fits 80 GB. A vocabulary that
+    # the text fills: 129,280 words would dominate one layer, but not 61.
     "v3": replace(
         DEEPSEEK_V3["v3"],
         widths=DEEPSEEK_V3["v3"].widths | {"first_k_dense_replace": 0, "vocab_size": 32768},
+        layers=1,
         micro_batches=4,
         lr=2e-5,
     ),
     "tiny": replace(DEEPSEEK_V3["tiny"], micro_batches=4),
 }
 
+MEGATRON_DENSE = {
+    # 24 of 36 layers: parameters, gradients and moments take 25 GB of each of 4 GPUs, activations 30 GB.
+    "4b": replace(QWEN3["4b"], layers=24),
+    "tiny": QWEN3["tiny"],
+}
+
 MODELS = {
     "qwen3_moe": Model(built_in="all_to_all", presets=QWEN3_MOE),
     "qwen3": Model(built_in="stock", presets=QWEN3),
     "deepseek_v3": Model(built_in="all_to_all", presets=DEEPSEEK_V3),
-    "megatron": Model(built_in="alltoall", presets=MEGATRON),
+    "megatron": Model(built_in="alltoall", presets=MEGATRON, module="megatron"),
+    "megatron_dense": Model(built_in="stock", presets=MEGATRON_DENSE, module="megatron"),
 }

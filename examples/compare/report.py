@@ -29,7 +29,8 @@ def summarise(results: list[dict[str, Any]], *, code_hash: str) -> dict[str, Any
     Returns:
         Speeds are tokens of all ranks per second at the median step. Exchange times are of a median step:
         ``with_waiting`` is the mean of the ranks, ``alone`` excludes the wait for slower ranks. Both arms' must have
-        been timed. ``compare.max_rel_diff`` is the largest |a - b| / |b| of the loss over all steps and pairs of runs.
+        been timed. ``served`` counts the operations of each arm's first run on rank 0.
+        ``compare.max_rel_diff`` is the largest |a - b| / |b| of the loss over all steps and pairs of runs.
     """
     first = results[0]
     options = first["options"]
@@ -72,6 +73,7 @@ def summarise(results: list[dict[str, Any]], *, code_hash: str) -> dict[str, Any
         "step_ms": {name: 1e3 * seconds for name, seconds in step_seconds.items()},
         **exchange,
         "fsdp2_launches": {name: runs[0]["fsdp2_launches"] for name, runs in arms.items()},
+        "served": {name: runs[0]["served"] for name, runs in arms.items()},
         "losses": {name: runs[0]["losses"] for name, runs in arms.items()},
         "options": {name: value for name, value in options.items() if name != "arm"},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

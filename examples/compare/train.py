@@ -19,15 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from ep_plugin import env
-from ep_plugin.integrations import fsdp2
+from ep_plugin.integrations import fsdp2, status
 from examples.compare.clock import ExchangeClock
 from examples.compare.data import batch_at, read_text
-from examples.compare.options import Options
+from examples.compare.options import MODELS, Options
 
 WARMUP_STEPS = 5
 
@@ -39,6 +38,7 @@ def train(options: Options) -> dict[str, Any]:
         losses: per step, the mean over ranks.
         emulation: the nodes that are emulated, or None.
         step_seconds: per step, of the slowest rank.
+        served: by integration, the operations that ep_plugin served on rank 0, and those that it left to the framework.
         exchange_seconds, exchange_alone_seconds: per step, the mean over ranks, and without waiting for slower ranks.
             Absent for Megatron, for a dense model, and where shared experts run during the exchange.
         fsdp2_launches: what ep_plugin ran for FSDP2, or None.
@@ -46,11 +46,12 @@ def train(options: Options) -> dict[str, Any]:
     device = _start_process_group()
     clock = ExchangeClock(device)
     # Megatron-core may be absent where the other models are trained.
-    models = importlib.import_module(f"examples.compare.{'megatron' if options.model == 'megatron' else 'models'}")
+    models = importlib.import_module(f"examples.compare.{MODELS[options.model].module}")
     model = models.build_model(options, clock)
     if options.enables_fsdp2:
         fsdp2.enable(model)
-    losses, step_seconds, exchanges = _run_steps(model, options, device, clock)
+    optimizer = models.build_optimizer(model, options)
+    losses, step_seconds, exchanges = _run_steps(model, optimizer, options, device, clock)
     dist.all_reduce(step_seconds, op=dist.ReduceOp.MAX)
     dist.all_reduce(losses)
     result = {
@@ -61,6 +62,7 @@ def train(options: Options) -> dict[str, Any]:
         "losses": (losses / dist.get_world_size()).tolist(),
         "step_seconds": step_seconds.tolist(),
         "fsdp2_launches": asdict(fsdp2.launches(model)) if options.enables_fsdp2 else None,
+        "served": {row.name: {"served": row.served, "left": row.left} for row in status() if row.served or row.left},
     }
     if exchanges.numel() and not options.overlaps:
         shortest, exchange_seconds = exchanges.clone(), exchanges.sum(dim=1)
@@ -87,7 +89,7 @@ def _start_process_group() -> torch.device:
 
 
 def _run_steps(
-    model: torch.nn.Module, options: Options, device: torch.device, clock: ExchangeClock
+    model: torch.nn.Module, optimizer: Any, options: Options, device: torch.device, clock: ExchangeClock
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's loss and seconds of every step, float64 ``[steps]``, and the seconds of each dispatch and combine,
     float64 ``[steps, exchanges]``.
@@ -97,10 +99,6 @@ def _run_steps(
     # One rank learns the byte pairs of a large vocabulary, and all train on the same ids.
     found = [read_text(path, model.vocab_size) if rank == 0 else None]
     dist.broadcast_object_list(found)
-    optimizer = torch.optim.AdamW(
-        _groups_by_mesh(model), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=device.type == "cuda" or None
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP_STEPS))
     measured = torch.zeros(2, options.steps, dtype=torch.float64)
     exchanges: list[list[float]] = []
     bar = tqdm(range(options.steps), desc=options.arm, unit="step", disable=rank != 0, mininterval=1)
@@ -108,10 +106,11 @@ def _run_steps(
         numbers = range(step * options.micro_batches, (step + 1) * options.micro_batches)
         shape = {"batch": options.batch, "seq_len": options.seq_len}
         batches = [batch_at(found[0], **shape, seed=options.seed, step=at, rank=rank).to(device) for at in numbers]
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr * min(1.0, (step + 1) / WARMUP_STEPS)
         start = time.perf_counter()
         value = backward(model, batches)
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
         value = value.item()
         if device.type == "cuda":
@@ -133,15 +132,6 @@ def backward(model: torch.nn.Module, batches: list[torch.Tensor]) -> torch.Tenso
         loss.backward()
         total += loss.detach()
     return total
-
-
-def _groups_by_mesh(model: torch.nn.Module) -> list[dict]:
-    """One parameter group per device mesh: a fused update takes tensors of one mesh only."""
-    groups: dict[object, list[torch.nn.Parameter]] = {}
-    for parameter in model.parameters():
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault(mesh, []).append(parameter)
-    return [{"params": parameters} for parameters in groups.values()]
 
 
 def run(options_json: str, result_path: str) -> None:
