@@ -17,11 +17,12 @@ links     ep-bench's suites whose figures are of the links between GPUs: low-lat
 more      ep-bench's other suites but layers
 nodes     the tests on two emulated nodes; with 2 GPUs or more, ep-bench allgather and moe on two nodes of half of them
 train     a Qwen3-MoE of 30B-A3B's widths through both exchanges
-deepseek  DeepSeek-V3 of transformers and of Megatron-core, and ep-bench layers
+deepseek  DeepSeek-V3 of transformers and of Megatron-core, a dense model of Megatron-core, and ep-bench layers
 
 PYTHON    the interpreter (.venv/bin/python where there is one)
 OUT       a folder that gets what is written, too
-LAYERS    decoder layers of what trains, in place of 36 (more: fsdp2), 4 (train, deepseek)
+LAYERS    decoder layers of what trains, in place of 36 (more: fsdp2), 4 (train, deepseek), 1 (deepseek: DeepSeek-V3
+          of Megatron-core); its dense model always has 24
 STEPS     optimizer steps of train and deepseek, in place of their presets'
 
 benchmarks/results/h200x2 has fsdp2.json of LAYERS=8 and train_deepseek_v3_hf_2_layers.json of LAYERS=2 STEPS=8.
@@ -158,7 +159,9 @@ train() {
 deepseek() {
   local layers=${LAYERS:+_${LAYERS}_layers}
   train_one "train_deepseek_v3_hf$layers" deepseek_v3 --preset v3 ${LAYERS:+--layers "$LAYERS"}
+  # Its optimizer keeps 12 bytes per parameter in float32: a layer takes 53 GB of each of 4 GPUs, 104 GB of each of 2.
   train_one "train_deepseek_v3_megatron$layers" megatron ${LAYERS:+--layers "$LAYERS"}
+  train_one train_megatron_dense megatron_dense --preset 4b
   local framework
   for framework in megatron torchtitan; do
     $PYTHON -m ep_plugin.bench layers --framework $framework --backend cuda --out benchmarks/results/

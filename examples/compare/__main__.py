@@ -35,7 +35,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def main(
     model: Annotated[str, typer.Argument(help=" | ".join(MODELS))],
-    preset: Annotated[str | None, typer.Option(help="tiny, or a published size. (default: tiny; of Megatron's: the other)")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="tiny, or a published size. (default: tiny; megatron: v3; megatron_dense: 4b)")
+    ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Folder of a checkpoint to train on.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers. (default: all)")] = None,
     text: Annotated[Path | None, typer.Option(help="File or folder. (default: Python's standard library)")] = None,

@@ -1,12 +1,12 @@
 """Models of Megatron-core's own layers, trained by its data parallelism and its distributed optimizer.
 
-`megatron` is a DeepSeek-V3 whose experts are spread over all ranks, `megatron_dense` a Qwen3 without experts. Every rank
-has all other parameters. Their gradients are summed in float32 into shards during the backward, and each rank updates
-its shard; the next forward gathers the parameters. Experts, which one rank has alone, are neither summed nor gathered.
+`megatron` is a DeepSeek-V3 whose experts are spread over all ranks, `megatron_dense` a Qwen3 without experts. All other
+parameters are on every rank. During the backward their gradients are summed in float32, to a shard on each rank. The
+rank updates its shard, and the next forward gathers the parameters. An expert is on one rank, so it needs neither.
 
-It needs neither TransformerEngine nor grouped_gemm. Attention's projections are Megatron's. Megatron's own core
-attention takes no latents and keeps S x S scores, so PyTorch's attention takes its place. In BF16 the experts are grouped up to Megatron-core
-0.16, which has such. Shapes: S sequence, B batch, N heads, D and D_v their sizes.
+TransformerEngine and grouped_gemm are not needed. Attention's projections are Megatron's. Megatron's own core attention
+takes no latents and keeps S x S scores, so PyTorch's attention takes its place. In BF16 the experts are grouped up to
+Megatron-core 0.16, which has such. Shapes: S sequence, B batch, N heads, D and D_v their sizes.
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ class Optimizer:
             use_distributed_optimizer=True,
             overlap_param_gather=True,
         )
-        self._shards = megatron_optimizer.get_megatron_optimizer(
-            settings, [self._model], use_gloo_process_groups=False
-        )
+        self._shards = megatron_optimizer.get_megatron_optimizer(settings, [self._model], use_gloo_process_groups=False)
         if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
             for group in self.param_groups:
                 group["fused"] = True  # as TransformerEngine's Adam is, without temporary copies of the parameters

@@ -156,7 +156,7 @@ MEGATRON = {
 }
 
 MEGATRON_DENSE = {
-    # 24 of 36 layers: parameters, gradients and moments take 25 GB of each of 4 GPUs, activations 30 GB.
+    # 24 of 36 layers: parameters, gradients and moments take 25 GB of each of 4 GPUs, activations about as much again.
     "4b": replace(QWEN3["4b"], layers=24),
     "tiny": QWEN3["tiny"],
 }

@@ -57,7 +57,7 @@ def test_help_names_the_models_and_options() -> None:
 @pytest.mark.parametrize(
     ("model", "given", "message"),
     [
-        ("gpt2", {}, "expected one of qwen3_moe, qwen3, deepseek_v3, megatron, got 'gpt2'"),
+        ("gpt2", {}, "expected one of qwen3_moe, qwen3, deepseek_v3, megatron, megatron_dense, got 'gpt2'"),
         ("qwen3_moe", {"checkpoint": Path("/nowhere")}, "folder with a checkpoint, got /nowhere without config.json"),
         ("qwen3_moe", {"text": Path("/nowhere/text")}, "got /nowhere/text, which does not exist"),
         ("qwen3_moe", {"preset": "large"}, "expected one of tiny, 30b-a3b, got 'large'"),
@@ -100,10 +100,14 @@ def test_nodes_that_cannot_be_are_refused(options: tuple[int, int, str | None], 
 def test_megatron_asks_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(typer.BadParameter, match="expected NVIDIA GPUs, .* found none: deepseek_v3 runs on CPUs"):
+    with pytest.raises(
+        typer.BadParameter, match="expected NVIDIA GPUs, .* found none: qwen3 and deepseek_v3 run on CPUs"
+    ):
         resolved("megatron")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert (resolved("megatron").preset, resolved("megatron").micro_batches) == ("v3", 4)
+    ours, dense = resolved("megatron"), resolved("megatron_dense")
+    assert (ours.preset, ours.layers, ours.micro_batches, ours.fsdp2) == ("v3", 1, 4, False)
+    assert (dense.preset, dense.layers, dense.dtype, dense.fsdp2) == ("4b", 24, "bfloat16", False)
     with pytest.raises(typer.BadParameter, match="expected a preset for megatron, got a checkpoint"):
         resolved("megatron", checkpoint=_checkpoint_of("megatron", monkeypatch))
 
@@ -119,7 +123,10 @@ def test_only_megatrons_arms_change_ep_plugin(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("EP_PLUGIN", "fsdp2")
     pytest.importorskip("megatron.core")
     ours = resolved("megatron")
-    for options, value in ((ours, "megatron"), (replace(ours, arm="alltoall"), ""), (resolved("qwen3"), "fsdp2")):
+    dense = resolved("megatron_dense")
+    expected = [(ours, "megatron"), (replace(ours, arm="alltoall"), ""), (resolved("qwen3"), "fsdp2")]
+    expected += [(dense, "megatron"), (replace(dense, arm="stock"), "")]
+    for options, value in expected:
         with _environment(options):
             assert os.environ["EP_PLUGIN"] == value
         assert os.environ["EP_PLUGIN"] == "fsdp2"
@@ -173,6 +180,9 @@ def compared(out: Path, *arguments: str | Path, builtin: str) -> dict[str, Any]:
     assert metrics["fsdp2_launches"][OURS]["all_gathers"] > 0
     assert metrics["fsdp2_launches"][OURS]["reduce_scatters"] > 0
     assert metrics["fsdp2_launches"][builtin] is None
+    served = metrics["served"]
+    assert served[OURS]["fsdp2"]["served"] >= metrics["steps"] and "fsdp2" not in served[builtin]
+    assert all(counted["left"] == 0 for counted in served[OURS].values())
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert builtin in result.stdout and "tokens/s" in result.stdout
     return metrics

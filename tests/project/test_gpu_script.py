@@ -72,6 +72,7 @@ def test_other_words_are_refused_before_any_step(tree: Path, steps: tuple[str, .
         ("train", {}, "examples.compare qwen3_moe --preset 30b-a3b --layers 4 --no-fsdp2 "),
         ("deepseek", {}, "examples.compare deepseek_v3 --preset v3 --ranks 2 --out runs/"),
         ("deepseek", {"LAYERS": "2", "STEPS": "8"}, "examples.compare megatron --layers 2 --ranks 2"),
+        ("deepseek", {"LAYERS": "2"}, "examples.compare megatron_dense --preset 4b --ranks 2"),
     ],
 )
 def test_layers_are_those_of_what_trains(tree: Path, step: str, variables: dict[str, str], wanted: str) -> None:
@@ -142,9 +143,9 @@ def test_sanitizers_watch_ranks_of_one_and_of_two_nodes(tree: Path) -> None:
         (
             "deepseek",
             {"LAYERS": "2", "STEPS": "8"},
-            "deepseek_v3_hf_2_layers deepseek_v3_megatron_2_layers",
+            "deepseek_v3_hf_2_layers deepseek_v3_megatron_2_layers megatron_dense",
         ),
-        ("deepseek", {}, "deepseek_v3_hf deepseek_v3_megatron"),
+        ("deepseek", {}, "deepseek_v3_hf deepseek_v3_megatron megatron_dense"),
         ("train", {}, "qwen3_30b_a3b_4_layers"),
     ],
 )
