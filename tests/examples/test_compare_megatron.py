@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +30,9 @@ OPTIONS = Options(
 BUILT_IN = {"megatron": "alltoall", "megatron_dense": "stock"}
 # Per step: a dispatch and a combine of the mixture, and those of their backward.
 EXCHANGES = {"megatron": 4 * STEPS * MICRO_BATCHES, "megatron_dense": 0}
+# In BF16 experts are grouped, and a row may be rounded elsewhere.
+CASES = [(model, dtype) for model in BUILT_IN for dtype in ("float32", "bfloat16")]
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +41,21 @@ def results() -> list[dict[str, Any]]:
     return values(run_ranks(WORLD, _run_rank, timeout_s=240))
 
 
-@pytest.mark.parametrize("model", BUILT_IN)
-def test_both_arms_have_the_same_losses(results: list[dict[str, Any]], model: str) -> None:
+@pytest.mark.parametrize(("model", "dtype"), CASES)
+def test_both_arms_have_the_same_losses(results: list[dict[str, Any]], model: str, dtype: str) -> None:
     for found in results:
-        ours, stock = found[model, OURS]["losses"], found[model, BUILT_IN[model]]["losses"]
+        ours, stock = found[model, dtype, OURS]["losses"], found[model, dtype, BUILT_IN[model]]["losses"]
         assert len(ours) == STEPS and ours[-1] < ours[0]
-        assert ours == pytest.approx(stock, rel=1e-5)
+        assert ours[0] == pytest.approx(math.log(256), abs=0.3)  # it guesses
+        assert ours == pytest.approx(stock, rel=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("model", BUILT_IN)
+@pytest.mark.parametrize(("model", "dtype"), CASES)
 def test_every_exchange_gather_and_sum_is_ours_and_none_in_the_other_arm(
-    results: list[dict[str, Any]], model: str
+    results: list[dict[str, Any]], model: str, dtype: str
 ) -> None:
     for found in results:
-        ours, stock = found[model, OURS], found[model, BUILT_IN[model]]
+        ours, stock = found[model, dtype, OURS], found[model, dtype, BUILT_IN[model]]
         assert ours["calls"]["HierarchicalAllGather"] >= STEPS
         assert ours["calls"]["HierarchicalReduceScatter"] >= STEPS
         assert ours["sums"] == {torch.float32}
@@ -87,15 +92,17 @@ def _run_rank(rank: int) -> dict[str, Any]:
     for collective in (HierarchicalAllGather, HierarchicalReduceScatter):
         collective.__call__ = _counted(collective.__call__, calls, sums)  # type: ignore[method-assign]
     found: dict[Any, Any] = {"refused": [_refusal(megatron)]}
-    for model, built_in in BUILT_IN.items():
-        for arm in (built_in, OURS):
+    for model, dtype in CASES:
+        for arm in (BUILT_IN[model], OURS):
             (hooks.enable if arm == OURS else hooks.disable)(["megatron"])
             counts.num_served.clear()
             calls.clear()
-            options = replace(OPTIONS, model=model, arm=arm)
-            found[model, arm] = train.train(options) | {"calls": calls.copy(), "sums": sums}
-        found[model] = _gradients_of(train.backward, megatron.build_model(options), rank)
-        if model == "megatron":
+            sums.clear()
+            options = replace(OPTIONS, model=model, arm=arm, dtype=dtype)
+            found[model, dtype, arm] = train.train(options) | {"calls": calls.copy(), "sums": sums.copy()}
+        if dtype == "float32":
+            found[model] = _gradients_of(train.backward, megatron.build_model(options), rank)
+        if (model, dtype) == CASES[0]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(moe_layer, "MoEFlexTokenDispatcher", lambda *args, **kwargs: None)
                 found["refused"].append(_refusal(megatron))
