@@ -126,13 +126,13 @@ class LlHolder {
 
   // False after a fault.
   __device__ bool run(int32_t* written) {
-    if (!open()) return false;
-    refresh();
     const Batches batches = owned_.batches();
     const int units = max_units(), pieces = (units + kWarp - 1) / kWarp;
+    bool ok = warp_id() != num_workers() - 1 || open();  // while the other warps list tokens
+    refresh();
+    if (batches.count() == 0) return join_workers(ok);
 #pragma unroll 1
     for (int batch = 0; batch < batches.count(); ++batch) {
-      bool ok = true;
 #pragma unroll 1
       for (int place = warp_id(); place < batches.places(); place += num_workers())
         ok = list(owned_.find(batches, batch, place), place) && ok;
@@ -150,12 +150,12 @@ class LlHolder {
   }
 
  private:
-  // Waits for the header of every owner, and compares T with the plan.
+  // One warp: waits for the header of every owner, and compares T with the plan.
   __device__ bool open() {
     const Comm& comm = ll_.op.comm;
     bool ok = true;
     const int owner = lane_id();
-    if (warp_id() == 0 && owner < comm.num_ranks) {
+    if (owner < comm.num_ranks) {
       const int32_t tokens = owned_.plan.src_tokens[owner];
       LlHeader header;
       if (tokens < 0 || tokens > header_.max_tokens)
@@ -165,7 +165,7 @@ class LlHolder {
         ok = ll_fail(ll_, kDisagree, owner, kLlComparedFields, tokens, header.num_tokens);
       ok = ok && found != Found::kGaveUp;
     }
-    return join_workers(ok);
+    return __all_sync(kAllLanes, ok) != 0;
   }
 
   // Refreshes a word of the rows for each owner. list() does it where a row that this rank holds is not named.

@@ -45,10 +45,12 @@ __device__ void send(const LlRun& ll, const LlDispatchArgs& args, const LlShared
   const int64_t image_bytes = ll_image_bytes(args.op.header.row_bytes, args.op.header.scale_bytes);
   if (warp_id() == num_workers()) return signal_rows(ll, args, written);
   send_ids(ll, args, image_bytes);
-  if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(ll.run);
-  __syncwarp();
-  if (blockIdx.x == 0) join_workers();  // a gate holds all rows of this CTA
-  if (ll_rows_are_words(args.op.header.num_tokens)) {
+  const bool words = ll_rows_are_words(args.op.header.num_tokens);
+  if (blockIdx.x == (words ? gridDim.x - 1 : 0)) {  // the CTA that has the first row
+    if (threadIdx.x == 0) hold_at_gate(ll.run);
+    join_workers();
+  }
+  if (words) {
     char* stage = shared.stage_bytes != 0 ? dynamic_shared + shared.counts_bytes : nullptr;
     send_rows_as_words<From>(ll, args, image_bytes, stage);
   } else {

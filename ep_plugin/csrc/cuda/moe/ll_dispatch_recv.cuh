@@ -70,17 +70,26 @@ class LlReceiver {
   __device__ const LlWord* words_of(int source) const { return ll_.own().ids(ll_.parity, source); }
   __device__ int pairs_of_source(int source) const { return placed_.tokens[source] * header_.topk; }
 
+  // The last warp waits for the headers. Where ids are few, the other threads wait for the ids that they count first.
   __device__ bool open() {
     bool ok = true;
     const int source = lane_id();
-    if (warp_id() == 0 && source < ranks_) {
+    if (warp_id() == num_workers() - 1 && source < ranks_) {
       LlHeader header;
       const Found found = ll_open(ll_, source, words_of(source), &header);
       ok = found != Found::kGaveUp;
       placed_.tokens[source] = found == Found::kThere ? header.num_tokens : 0;
       placed_.lost[source] = found == Found::kMasked;
     }
-    return join_workers(ok);
+    if (ll_ids_are_few(header_)) {
+      const int words = ll_sent_id_words(header_, 0), at = static_cast<int>(threadIdx.x);
+      if (at < ranks_ * words) early_found_ = wait_ids(at / words, at % words, &early_);
+      is_early_ = true;
+    }
+    return join_workers(ok && early_found_ != Found::kGaveUp);
+  }
+  __device__ __forceinline__ Found wait_ids(int source, int word, LlData* data) const {
+    return ll_wait_words<1>(ll_, source, words_of(source) + kLlHeaderWords + word, data);
   }
 
   __device__ void list_sources() {
@@ -147,19 +156,20 @@ class LlReceiver {
     int most = 0;
 #pragma unroll 1
     for (int s = 0; s < ranks_; ++s) most = max(most, placed_.tokens[s]);
-    const int words = static_cast<int>(ll_id_words(most, header_.topk));
+    const int words = ll_sent_id_words(header_, most);
     bool ok = true;
 #pragma unroll 1
     for (int at = threadIdx.x; ok && at < ranks_ * words; at += worker_threads())
-      ok = count_word(at / words, at % words, table);
+      ok = count_word(at / words, at % words, table, is_early_ && at == static_cast<int>(threadIdx.x));
+    is_early_ = false;
     return join_workers(ok);
   }
 
-  __device__ __forceinline__ bool count_word(int source, int word, int table) {
+  __device__ __forceinline__ bool count_word(int source, int word, int table, bool is_early) {
     const int pairs = pairs_of_source(source), first = word * kLlIdsPerWord;
     if (first >= pairs) return true;
-    LlData data;
-    const Found found = ll_wait_words<1>(ll_, source, words_of(source) + kLlHeaderWords + word, &data);
+    LlData data = early_;
+    const Found found = is_early ? early_found_ : wait_ids(source, word, &data);
     if (found == Found::kMasked) placed_.lost[source] = 1;
     if (found != Found::kThere) return found == Found::kMasked;
     const int before = placed_.before[source];
@@ -369,6 +379,9 @@ class LlReceiver {
   const LlPlan plan_;
   Placed& placed_;
   int32_t* const pairs_of_;  // by local expert: the pairs before those that are placed next; then the other two counts
+  LlData early_{};           // the word of this thread's first place in the list of words, where ids are few
+  Found early_found_ = Found::kThere;  // how the wait for it ended
+  bool is_early_ = false;              // early_ is not counted yet
   const int ranks_;
   const int per_rank_;
 };

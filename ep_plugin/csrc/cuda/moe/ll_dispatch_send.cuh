@@ -42,7 +42,7 @@ __device__ inline bool goes_to(const LlRun& ll, const LlDispatchArgs& args, int 
 __device__ inline void send_ids(const LlRun& ll, const LlDispatchArgs& args, int64_t image_bytes) {
   const LlHeader& header = ll.op.header;
   const int R = ll.op.comm.num_ranks, me = ll.op.comm.rank;
-  const int words = static_cast<int>(kLlHeaderWords + ll_id_words(header.num_tokens, header.topk));
+  const int words = kLlHeaderWords + ll_sent_id_words(header, header.num_tokens);
   const Team team = team_of_workers();
 #pragma unroll 1
   for (int i = static_cast<int>(team.index) * kWarp + lane_id(); i < words * R;
@@ -257,7 +257,7 @@ __device__ inline void send_image_words(const LlRun& ll, const char* image, int6
 
 // Workers: send the rows of at most kLlWordTokens tokens. All CTAs share rows that travel as they are. A quantised row
 // is made by one CTA, in `stage`, from which it is sent; null: the stage is the token's slot in this rank's own block,
-// which is not used then.
+// which is not used then. The last workers and CTAs come first, since the first ones send ids.
 template <class From>
 __device__ void send_rows_as_words(const LlRun& ll, const LlDispatchArgs& args, int64_t image_bytes, char* stage) {
   const LlHeader& header = ll.op.header;
@@ -266,14 +266,14 @@ __device__ void send_rows_as_words(const LlRun& ll, const LlDispatchArgs& args, 
   if constexpr (std::is_same_v<From, AsTheyAre>) {
     const Team team = team_of_workers();
 #pragma unroll 1
-    for (int64_t task = team.index; task < int64_t{T} * word_pieces; task += team.size) {
+    for (int64_t task = team.size - 1 - team.index; task < int64_t{T} * word_pieces; task += team.size) {
       const int token = static_cast<int>(task) / word_pieces, piece = static_cast<int>(task) % word_pieces;
       const uint32_t ranks = ll_ranks_of(ll, args.ids, args.id_bytes, token);
       send_image_words(ll, row_of(args, token), image_bytes, token, piece, ranks);
     }
   } else {
 #pragma unroll 1
-    for (int token = static_cast<int>(blockIdx.x); token < T; token += static_cast<int>(gridDim.x)) {
+    for (int token = static_cast<int>(gridDim.x - 1 - blockIdx.x); token < T; token += static_cast<int>(gridDim.x)) {
       char* image = stage != nullptr ? stage : ll.own().slot(ll.kind, ll.parity, me, token);
       const uint32_t ranks = ll_ranks_of(ll, args.ids, args.id_bytes, token);
 #pragma unroll 1

@@ -51,6 +51,16 @@ __device__ __forceinline__ Found ll_wait_words(const LlRun& ll, int peer, const 
   return found;
 }
 
+// How many words of ids a rank sends to a peer. Where T_max allows few, they are always as many, so that a receiver may
+// wait for them beside the header, which has T.
+constexpr int64_t kLlFewIdWords = 64;
+__device__ __forceinline__ bool ll_ids_are_few(const LlHeader& header) {
+  return ll_id_words(header.max_tokens, header.topk) <= kLlFewIdWords;
+}
+__device__ __forceinline__ int ll_sent_id_words(const LlHeader& header, int num_tokens) {
+  return static_cast<int>(ll_id_words(ll_ids_are_few(header) ? header.max_tokens : num_tokens, header.topk));
+}
+
 // Unit `unit` of a word's bytes in a row of `units` 4-byte units; zero beyond its end.
 __device__ __forceinline__ uint32_t ll_unit(const char* row, int unit, int units) {
   return unit < units ? static_cast<uint32_t>(ptx::ld_coherent(reinterpret_cast<const int32_t*>(row) + unit)) : 0u;

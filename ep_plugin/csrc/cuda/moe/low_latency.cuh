@@ -173,11 +173,15 @@ __device__ inline bool ll_enter(LlRun& ll, uint32_t* shared_masked) {
   if (warp_id() == 0) {
     const int peer = lane_id();
     bool masked = peer < comm.num_ranks && ptx::ld_relaxed_gpu(&ll.state().mask[peer]) != 0;
-    if (ok && peer < comm.num_ranks && !masked && !ll.receives() && ll.run.epoch > kLlParities) {
+    if (peer < comm.num_ranks && !ll.receives() && ll.run.epoch > kLlParities) {
       const uint64_t* word = ll.own().consumed(ll.kind, ll.parity, peer);
-      const Found found = ll_wait_at_least(ll, peer, word, ll.run.epoch - kLlParities);
-      masked = found == Found::kMasked;
-      ok = found != Found::kGaveUp;
+      const uint64_t value = ll.run.epoch - kLlParities;
+      // The usual case is one load, beside that of the mask.
+      if (peer::acquire(word) < value && ok && !masked) {
+        const Found found = ll_wait_longer(ll, peer, Awaited{word, value, 0});
+        masked = found == Found::kMasked;
+        ok = found != Found::kGaveUp;
+      }
     }
     const unsigned bits = __ballot_sync(kAllLanes, masked);
     if (peer == 0) *shared_masked = bits;
