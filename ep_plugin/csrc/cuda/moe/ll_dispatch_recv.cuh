@@ -54,10 +54,11 @@ class LlReceiver {
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(ll_.run);
     __syncwarp();
-    const int per_pass = max(1, kPassPairs / header_.topk), end = placed_.share[1];
+    const int end = placed_.share[1];
     bool ok = true;
-    for (int first = placed_.share[0]; first < end; first += per_pass) {
-      const int tokens = min(per_pass, end - first);
+    for (int first = placed_.share[0]; first < end; first += per_pass()) {
+      const int tokens = min(per_pass(), end - first);
+      if (first != placed_.share[0]) find_experts(first, tokens);
       if (!place(first, tokens)) return;
       ok = copy_rows(first, tokens);
       if (!join_workers(ok)) return;
@@ -69,6 +70,7 @@ class LlReceiver {
 
   __device__ const LlWord* words_of(int source) const { return ll_.own().ids(ll_.parity, source); }
   __device__ int pairs_of_source(int source) const { return placed_.tokens[source] * header_.topk; }
+  __device__ int per_pass() const { return max(1, kPassPairs / header_.topk); }  // tokens
 
   // The last warp waits for the headers. Where ids are few, the other threads wait for the ids that they count first.
   __device__ bool open() {
@@ -148,7 +150,7 @@ class LlReceiver {
   // --- Counts
 
   // Waits for the ids of all sources, and counts their pairs by local expert: those before this CTA's share, those of
-  // the sources before `table`, and those of `table`; -1: neither.
+  // the sources before `table`, and those of `table`; -1: neither. Finds the experts of the first pass, too.
   __device__ bool count_pairs(int table) {
 #pragma unroll 1
     for (int e = threadIdx.x; e < 3 * per_rank_; e += worker_threads()) pairs_of_[e] = 0;
@@ -172,15 +174,18 @@ class LlReceiver {
     const Found found = is_early ? early_found_ : wait_ids(source, word, &data);
     if (found == Found::kMasked) placed_.lost[source] = 1;
     if (found != Found::kThere) return found == Found::kMasked;
-    const int before = placed_.before[source];
+    const int before = placed_.before[source], share = placed_.share[0];
+    const int pairs_of_pass = min(per_pass(), placed_.share[1] - share) * header_.topk;
+    int place = (placed_.begin[source] - share) * header_.topk + first;  // of the pair in the first pass
     uint64_t ids = static_cast<uint64_t>(data.unit[1]) << 32 | data.unit[0], rest = data.unit[2];
 #pragma unroll 1
     for (int pair = first; pair < min(first + kLlIdsPerWord, pairs);
-         ++pair, ids = ids >> 16 | rest << 48, rest >>= 16) {
+         ++pair, ++place, ids = ids >> 16 | rest << 48, rest >>= 16) {
       const int id = static_cast<int16_t>(ids);
       if (id < -1 || id >= ll_.op.comm.num_experts)
         return ll_fail(ll_, kBadData, source, 0, ll_.op.comm.num_experts, id);
       const int local = local_of(id);
+      if (place >= 0 && place < pairs_of_pass) placed_.experts[place] = local;
       if (local >= 0 && pair < before) atomicAdd(pairs_of_ + local, 1);
       if (local >= 0 && source <= table) atomicAdd(pairs_of_ + (source < table ? 1 : 2) * per_rank_ + local, 1);
     }
@@ -226,10 +231,9 @@ class LlReceiver {
     return source;
   }
 
-  // Places the pairs of `tokens` tokens of the list, and writes the plan's rows and src_info.
-  __device__ bool place(int first, int tokens) {
+  // The experts of the pairs of `tokens` tokens of the list.
+  __device__ void find_experts(int first, int tokens) {
     const int K = header_.topk, pairs = tokens * K;
-    bool ok = true;
 #pragma unroll 1
     for (int i = threadIdx.x; i < pairs; i += worker_threads()) {
       const int listed = first + i / K, s = source_of(listed);
@@ -242,6 +246,12 @@ class LlReceiver {
       placed_.experts[i] = local_of(static_cast<int16_t>(unit >> 16 * (j % 2)));
     }
     join_workers();
+  }
+
+  // Places these pairs, whose experts are known, and writes the plan's rows and src_info.
+  __device__ bool place(int first, int tokens) {
+    const int K = header_.topk, pairs = tokens * K;
+    bool ok = true;
 #pragma unroll 1
     for (int i = threadIdx.x; i < pairs; i += worker_threads()) {
       const int expert = placed_.experts[i], listed = first + i / K, s = source_of(listed);
