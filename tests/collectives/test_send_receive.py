@@ -22,7 +22,8 @@ from tests.faults.fault_cases import nothing_left_behind, set_deadline
 from tests.ranks import run_ranks, values
 
 MIB = 2**20
-LANE = MIB  # bytes that a lane holds
+LANE = MIB  # bytes that a lane of CPUs holds
+MORE = 9 * MIB + 3  # than any lane holds
 DEADLINE_S, GRACE_S = 1.5, 5.0
 SIZES = (0, 1, 3, 129, 4097, 65_536, 65_537, 200_001, LANE, 3 * LANE + 5)
 
@@ -82,7 +83,7 @@ def test_random_operations_arrive_bit_for_bit(size: int, rounds: int, largest: i
 
 def _both_ways(rank: int) -> bool:
     """Both send far more than a lane holds before they receive, and one of them waits for the send first."""
-    other, count = 1 - rank, 4 * LANE + 3
+    other, count = 1 - rank, MORE
     with SendReceive() as p2p:
         mine, theirs = (torch.full((count,), value, dtype=torch.uint8) for value in (rank + 1, 0))
         sends = p2p.send(mine, other)
@@ -235,7 +236,7 @@ def test_ends_that_disagree(what: str, count: int) -> None:
 
 def _loses_a_peer(rank: int, what: str) -> tuple[int | None, float]:
     p2p = _open(DEADLINE_S)
-    data = torch.ones(5 * LANE, dtype=torch.uint8)
+    data = torch.ones(MORE, dtype=torch.uint8)
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

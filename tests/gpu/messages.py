@@ -20,7 +20,7 @@ from tests.gpu import checks, over_nodes
 from tests.integrations import test_pipelining
 
 KIB = 1024
-LANE = 32 * 4 * 32 * KIB
+LANE = 32 * 16 * 16 * KIB  # bytes that a lane of GPUs holds
 SIZES = (0, 1, 3, 129, 4095, 4097, 65_537, 200_001, LANE // 4 + 4, LANE + 70_001, 3 * LANE)
 WAIT = datetime.timedelta(seconds=100)
 

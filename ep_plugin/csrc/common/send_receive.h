@@ -70,8 +70,8 @@ enum MessageField : int { kMessageBytes = 0, kMessageDtype = 1, kMessageNumber =
 // Here a lane has parts, and a CTA at each end moves one of them: chunk c of a message belongs to part c % parts. Every
 // part counts its own chunks. `written` and `read` are in device memory so that a CUDA graph that is replayed advances
 // them.
-constexpr int kMessageParts = 16;
-constexpr int kPartSlots = 32;
+constexpr int kMessageParts = 32;
+constexpr int kPartSlots = 16;
 constexpr int64_t kPartSlotBytes = 16 * 1024;
 constexpr int64_t kLeastChunkBytes = 4 * 1024;
 

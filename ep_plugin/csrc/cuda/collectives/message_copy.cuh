@@ -55,8 +55,8 @@ struct PlainCopy {
 // the one warp copies, and the others wait with it.
 struct BulkCopy {
   static constexpr int kWarps = 1;
-  static constexpr int kStages = 10;
-  static constexpr int kStoring = 5;  // chunks whose stores may be under way
+  static constexpr int kStages = 8;
+  static constexpr int kStoring = 3;  // chunks whose stores may be under way
   static constexpr int kLoading = kStages - kStoring;
 
   static Cut cut() { return cut_row(kPartSlotBytes, kPartSlotBytes, kWarps, kStages, 0); }

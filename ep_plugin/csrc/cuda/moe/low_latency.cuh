@@ -270,7 +270,7 @@ __device__ inline void ll_finish(const LlRun& ll) {
   const Comm& comm = op.comm;
   LlState& state = ll.state();
   const int peer = lane_id();
-  if (peer == 0) ll_announce_wait(ll, 0);
+  if (op.shrink != 0 && peer == 0) ll_announce_wait(ll, 0);
   if ((op.phases & kLlSend) != 0 && peer == 0) {
     state.epoch[ll.kind] = ll.run.epoch;
     // A whole operation needs none, and in a replayed graph would overwrite that of an un-received one.
@@ -279,8 +279,8 @@ __device__ inline void ll_finish(const LlRun& ll) {
   if ((op.phases & kLlReceive) == 0 || peer >= comm.num_ranks) return;
   if (op.wait_cost != 0) at<int64_t>(op.wait_cost)[peer] += static_cast<int64_t>(state.waited[peer]);
   state.waited[peer] = 0;
-  if (ptx::ld_relaxed_gpu(&state.mask[peer]) == 0)
-    peer::signal(ll.block(peer).consumed(ll.kind, ll.parity, comm.rank), ll.run.epoch);
+  const bool masked = op.shrink != 0 ? ptx::ld_relaxed_gpu(&state.mask[peer]) != 0 : ll.is_masked(peer);
+  if (!masked) peer::signal(ll.block(peer).consumed(ll.kind, ll.parity, comm.rank), ll.run.epoch);
 }
 
 // --- Launches ------------------------------------------------------------------------------------------------------
