@@ -240,13 +240,16 @@ __device__ inline void signal_rows(const LlRun& ll, const LlDispatchArgs& args, 
 
 // --- Few tokens: rows as words -------------------------------------------------------------------------------------
 
-// All lanes: sends 32 words of an image to the ranks that need it.
-__device__ inline void send_image_words(const LlRun& ll, const char* image, int64_t image_bytes, int token, int piece,
-                                        uint32_t ranks) {
+// All lanes: sends 32 words of an image to the ranks that need it. find() returns them; it is called while the loads of
+// the image are in flight.
+template <class Find>
+__device__ __forceinline__ void send_image_words(const LlRun& ll, const char* image, int64_t image_bytes, int token,
+                                                 int piece, Find find) {
   const int word = piece * kWarp + lane_id(), units = static_cast<int>(image_bytes / 4), me = ll.op.comm.rank;
   LlData data;
 #pragma unroll
   for (int u = 0; u < kLlWordUnits; ++u) data.unit[u] = ll_unit(image, kLlWordUnits * word + u, units);
+  const uint32_t ranks = find();
   if (word >= ll_words(image_bytes)) return;
   const int64_t offset =
       reinterpret_cast<char*>(ll.own().row_words(ll.kind, ll.parity, me, token) + word) - at<char>(ll.own().base);
@@ -268,8 +271,8 @@ __device__ void send_rows_as_words(const LlRun& ll, const LlDispatchArgs& args, 
 #pragma unroll 1
     for (int64_t task = team.size - 1 - team.index; task < int64_t{T} * word_pieces; task += team.size) {
       const int token = static_cast<int>(task) / word_pieces, piece = static_cast<int>(task) % word_pieces;
-      const uint32_t ranks = ll_ranks_of(ll, args.ids, args.id_bytes, token);
-      send_image_words(ll, row_of(args, token), image_bytes, token, piece, ranks);
+      send_image_words(ll, row_of(args, token), image_bytes, token, piece,
+                       [&] { return ll_ranks_of(ll, args.ids, args.id_bytes, token); });
     }
   } else {
 #pragma unroll 1
@@ -282,7 +285,7 @@ __device__ void send_rows_as_words(const LlRun& ll, const LlDispatchArgs& args, 
       join_workers();
 #pragma unroll 1
       for (int piece = warp_id(); piece < word_pieces; piece += num_workers())
-        send_image_words(ll, image, image_bytes, token, piece, ranks);
+        send_image_words(ll, image, image_bytes, token, piece, [=] { return ranks; });
       join_workers();
     }
   }
