@@ -116,7 +116,7 @@ def check_shared_memory() -> Iterator[Finding]:
         refusal = None
     else:
         if refusal is None:
-            yield Finding(OK, "shared memory", f"unnamed shared memory works ({size})")
+            yield Finding(OK, "shared memory", f"unnamed shared memory works: a block of {_BLOCK >> 20} MiB was made")
         else:
             what = f"unnamed shared memory is refused ({refusal}), so ranks on CPUs use names in {_SHM}"
             do = "allow memfd_create in the container's seccomp profile, or give /dev/shm enough space"
@@ -164,7 +164,7 @@ def check_proc() -> Iterator[Finding]:
     except ValueError as error:
         yield Finding(FAILURE, "host", str(error), "set EP_PLUGIN_RANKS_PER_NODE on every rank")
     else:
-        yield Finding(OK, "host", f"this host is {host}")
+        yield Finding(OK, "host", f"ranks with the same name are on this host: {host}")
 
 
 def check_socket_directory() -> Iterator[Finding]:
