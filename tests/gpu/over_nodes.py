@@ -275,7 +275,7 @@ def losses(rank: int, size: int, name: str, served: bool = True) -> dict[str, li
     is_megatron = name == "megatron"
     if is_megatron:
         if device.type == "cpu":
-            on_cpus.make_megatron_run_here()
+            on_cpus.make_distributed_optimizer_run_here()
         import ep_plugin.integrations.megatron
 
         ep_plugin.integrations.megatron.enable()
@@ -290,7 +290,7 @@ def losses(rank: int, size: int, name: str, served: bool = True) -> dict[str, li
         model = models.build_model(chosen, clock)
         if chosen.enables_fsdp2:
             fsdp2.enable(model)
-        means, _, _ = train._run_steps(model, chosen, device, clock)
+        means, _, _ = train._run_steps(model, models.build_optimizer(model, chosen), chosen, device, clock)
         dist.all_reduce(means)
         found[arm] = (means / size).tolist()
         if chosen.enables_fsdp2:
