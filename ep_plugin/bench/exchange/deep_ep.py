@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import deep_ep
@@ -14,20 +15,35 @@ from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.layout import DispatchOutput
 
 
+MOST_TOKENS = 256  # per rank, in the Buffer of all workloads
+_MULTIPLE = 4  # DeepEP asks that the tokens of all ranks together are a multiple of it
+
+
+@functools.cache
+def _buffer(hidden: int, ranks: int, experts: int) -> Any:
+    """One Buffer for all numbers of tokens, since making one takes seconds. Collective."""
+    return deep_ep.Buffer(
+        dist.group.WORLD,
+        num_rdma_bytes=deep_ep.Buffer.get_low_latency_rdma_size_hint(MOST_TOKENS, hidden, ranks, experts),
+        low_latency_mode=True,
+        num_qps_per_rank=experts // ranks,
+        explicitly_destroy=True,  # so that the end of the process waits for no other rank
+    )
+
+
 class DeepEp:
     """The members of peers.AllToAll, for rows in EXPERT_MAJOR."""
 
     layout, dedup = DispatchLayout.EXPERT_MAJOR, False
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
-        sizes = workload.tokens, workload.hidden, workload.ranks, workload.experts
-        self._tokens, self._experts = workload.tokens, workload.experts
-        self._buffer = deep_ep.Buffer(
-            dist.group.WORLD,
-            num_rdma_bytes=deep_ep.Buffer.get_low_latency_rdma_size_hint(*sizes),
-            low_latency_mode=True,
-            num_qps_per_rank=workload.local_experts,
-        )
+        self._tokens, self._experts = -(-workload.tokens // _MULTIPLE) * _MULTIPLE, workload.experts
+        if self._tokens > MOST_TOKENS:
+            raise ValueError(f"tokens: expected at most {MOST_TOKENS} beside DeepEP, got {workload.tokens}")
+        self._buffer = _buffer(workload.hidden, workload.ranks, workload.experts)
+        _all_are_here(device)
+        self._buffer.clean_low_latency_buffer(self._tokens, workload.hidden, workload.experts)
+        _all_are_here(device)
 
     def dispatch(self, batch: Batch, previous: Any = None) -> tuple[DispatchOutput, Any]:
         rows, counts, handle, *_ = self._buffer.low_latency_dispatch(
@@ -40,3 +56,9 @@ class DeepEp:
         batch, handle = state
         sums: torch.Tensor = self._buffer.low_latency_combine(y, batch.ids, batch.weights, handle)[0]
         return sums
+
+
+def _all_are_here(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
