@@ -21,8 +21,8 @@ def messages_of(name: str, group: dist.ProcessGroup | None, tensor: torch.Tensor
     """The object through which the integration `name` sends `tensor` over `group`, or None: it is left to the
     framework. Collective over the group, or the default group, at its first use with the device of the tensor.
 
-    Messages between GPUs are left, since the frameworks' own are as fast or faster, and groups that ep_plugin does not
-    serve where the framework takes its place (fallback.py).
+    Messages between GPUs are left, since a receive that is started early would hold SMs until its message comes, and
+    groups that ep_plugin does not serve where the framework takes its place (fallback.py).
     """
     if tensor.device.type != "cpu":
         return None

@@ -74,7 +74,7 @@ class SendReceive:
             group: as for HierarchicalAllGather. Its timeout is the deadline of every wait.
             device: of all tensors; None: the CUDA device for a group with a backend for GPUs, else the CPU.
             num_channels: the number of channels, at least 1. A lane takes 1 MiB of a CPU's memory once it is used, and
-                4 MiB of a GPU's at once. Between GPUs of different nodes a channel does not keep messages apart: there
+                8 MiB of a GPU's at once. Between GPUs of different nodes a channel does not keep messages apart: there
                 those of two ranks match in the order of the calls.
         """
         if isinstance(num_channels, bool) or not isinstance(num_channels, int):
