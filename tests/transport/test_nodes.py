@@ -158,7 +158,7 @@ def test_a_bench_runs_on_the_ranks_of_its_launcher(tmp_path: Path) -> None:
     assert found["emulation"] == "2 nodes of 2 ranks on the loopback device"
     assert found["command"] == (
         "python -m ep_plugin.testing.nodes --device cpu --network loopback -- "
-        "ep-bench allgather --backend cpu --ranks 4 --iterations 1 --nodes 2 --size 64"
+        "ep-bench allgather --backend cpu --ranks 4 --iterations 1 --nodes 2 --size 64 --dtype float32"
     )
     assert {row["bytes_wire"] for row in found["rows"]} == {16}
     assert {row["impl"] for row in found["rows"]} == {"ep_plugin", "ep_plugin, foreign output", "gloo"}

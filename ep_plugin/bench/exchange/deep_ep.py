@@ -14,7 +14,6 @@ from ep_plugin.bench.exchange.workload import Batch, Workload
 from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.layout import DispatchOutput
 
-
 MOST_TOKENS = 256  # per rank, in the Buffer of all workloads
 _MULTIPLE = 4  # DeepEP asks that the tokens of all ranks together are a multiple of it
 
