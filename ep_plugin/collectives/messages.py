@@ -102,7 +102,7 @@ class MessageEngine(GroupEngine):
         started = Started(self.last_call)
         self._keep(started, [op.tensor for op in ops])  # first, since an operation may raise when others have begun
         self._post_to_nodes([op for op in ops if op.peer not in self._places], started)
-        for op in ops:
+        for op in sorted(ops, key=self._turn) if _moves_by_kernels(self.device) else ops:
             place = self._places.get(op.peer)
             if place is None:
                 continue
@@ -202,6 +202,12 @@ class MessageEngine(GroupEngine):
         if field == 0:
             return "bytes of the message", str(value)
         return "dtype", str(_DTYPES[value]) if 0 <= value < len(_DTYPES) else f"number {value}"
+
+    def _turn(self, op: Posted) -> tuple[int, int, bool, int]:
+        """Orders the messages of a batch as their other ends are ordered. A GPU has room for the kernels of some messages
+        at a time, and in one order of all messages the first that is not over is among those of both its ends."""
+        low, high = sorted((self.rank, op.peer))
+        return low, high, op.receives == (self.rank == low), op.channel
 
     def _peer(self, op: Posted) -> dict[str, int]:
         return {"group_src" if op.receives else "group_dst": op.peer}

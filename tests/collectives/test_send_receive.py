@@ -97,6 +97,22 @@ def test_two_ranks_that_send_first_do_not_block_each_other() -> None:
     assert values(run_ranks(2, _both_ways)) == [True, True]
 
 
+def _everyone_to_everyone(rank: int, size: int, num_channels: int) -> None:
+    """All send, in one batch and ahead of what they receive, more than lanes hold."""
+    lanes = [(peer, channel) for peer in range(size) if peer != rank for channel in range(num_channels)]
+    with SendReceive(num_channels=num_channels) as p2p:
+        sent = [torch.full((MORE - 3,), 40 * rank + 10 * peer + channel, dtype=torch.uint8) for peer, channel in lanes]
+        got = [torch.zeros_like(one) for one in sent]
+        sends = [Send(one, *lane) for one, lane in zip(sent, lanes, strict=True)]
+        p2p.batch([*sends, *(Receive(one, *lane) for one, lane in zip(got, lanes, strict=True))]).wait()
+        for one, (peer, channel) in zip(got, lanes, strict=True):
+            assert bool((one == 40 * peer + 10 * rank + channel).all()), f"from rank {peer} in channel {channel}"
+
+
+def test_everyone_sends_to_everyone_before_it_receives() -> None:
+    values(run_ranks(4, _everyone_to_everyone, 4, 2))
+
+
 def _moves_alone(rank: int) -> bool:
     """Neither waits before a barrier of gloo: messages move on while the ranks do something else."""
     with SendReceive() as p2p:

@@ -31,6 +31,10 @@ def test_two_ranks_that_send_first_do_not_block_each_other() -> None:
     assert values(_run(2, cases._both_ways)) == [True, True]
 
 
+def test_everyone_sends_to_everyone_before_it_receives() -> None:
+    values(_run(3, cases._everyone_to_everyone, 3, 1))
+
+
 def test_messages_of_a_channel_keep_their_order() -> None:
     assert values(_run(2, cases._in_order))[1] == [*range(1, 100, 2), *range(0, 100, 2)]
 

@@ -104,7 +104,8 @@ constexpr int kLlComparedFields = 8;
 constexpr int kLlHeaderWords = 4;
 static_assert(sizeof(LlHeader) == kLlHeaderWords * kLlWordBytes, "a header fills its words");
 
-// Expert ids: int16 [T,K] without gaps, -1: dropped. They follow the header, kLlIdsPerWord in a word.
+// Expert ids: int16 [T,K] without gaps, -1: dropped. They follow the header, kLlIdsPerWord in a word. A sender may add
+// words up to those of T_max tokens.
 constexpr int kLlIdsPerWord = 6;
 EP_HD constexpr int64_t ll_id_words(int64_t tokens, int64_t K) { return ceil_div(tokens * K, kLlIdsPerWord); }
 

@@ -20,7 +20,8 @@ constexpr int kMaxMessageChannels = 16;
 constexpr int kLaneSlots = 16;
 constexpr int64_t kLaneSlotBytes = 64 * 1024;
 
-// Every chunk carries its message's header. The receiver compares it with what it expects before it writes anything.
+// On CPUs every chunk carries its message's header. The receiver compares it with what it expects before it writes
+// anything.
 struct MessageHeader {
   uint64_t number;  // of the message in its lane, 1 for the first
   int64_t bytes;    // of the message

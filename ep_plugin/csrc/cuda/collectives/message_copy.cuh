@@ -55,13 +55,13 @@ struct PlainCopy {
 // the one warp copies, and the others wait with it.
 struct BulkCopy {
   static constexpr int kWarps = 1;
-  static constexpr int kStages = 8;
-  static constexpr int kStoring = 3;  // chunks whose stores may be under way
-  static constexpr int kLoading = kStages - kStoring;
+  static constexpr int kStages = 3;  // little shared memory, so that the CTAs of 16 messages fit on a GPU (H100)
+  static constexpr int kStores = 2;  // send: chunks whose stores to the peer may be under way
+  static constexpr int kLoads = 2;   // receive: chunks whose loads from slots may be under way
 
   static Cut cut() { return cut_row(kPartSlotBytes, kPartSlotBytes, kWarps, kStages, 0); }
 
-  // A chunk is copied when its store is written. That of the last kStoring ones is under way meanwhile.
+  // A chunk is copied when its store is written. Those of the last kStores ones are under way meanwhile.
   template <class SlotOf>
   static __device__ void send(const Run& run, const Cut& cut, const Part& part, Counters& counters, const char* tensor,
                               SlotOf slot_of) {
@@ -79,7 +79,7 @@ struct BulkCopy {
       if (lane_id() == 0) ptx::bulk_wait<0>();
       count_until(chunk);
     };
-    load_until(kLoading);
+    load_until(kStages - kStores);
     for (; chunk < chunks; ++chunk) {
       if (allowed <= chunk) allowed = counters.look_allowed();
       if (allowed <= chunk) {
@@ -90,12 +90,12 @@ struct BulkCopy {
       if (lane_id() == 0) {
         peer::store_bulk(slot_of(chunk), ring.stage(ring.taken), static_cast<uint32_t>(part.size(chunk)));
         ptx::bulk_commit();
-        ptx::bulk_wait<kStoring>();
+        ptx::bulk_wait<kStores>();
       }
       ++ring.taken;
-      count_until(chunk + 1 - kStoring);
+      count_until(chunk + 1 - kStores);
       __syncwarp();
-      load_until(chunk + 1 + kLoading);
+      load_until(chunk + 1 + kStages - kStores);
     }
     count_all();
     finish_loads(run, ring);
@@ -109,7 +109,7 @@ struct BulkCopy {
     const int chunks = part.chunks();
     int allowed = 0;
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      const int ahead = min(chunks, chunk + kLoading), before = allowed;
+      const int ahead = min(chunks, chunk + kLoads), before = allowed;
       if (allowed < ahead) allowed = allowed > chunk ? counters.look_allowed() : counters.wait_allowed(run.comm, chunk);
       if (allowed == 0) break;
       if (allowed > before) ptx::fence_proxy_async();
@@ -120,7 +120,7 @@ struct BulkCopy {
       if (lane_id() == 0) {
         ptx::bulk_store(tensor + part.begin(chunk), ring.stage(ring.taken), static_cast<uint32_t>(part.size(chunk)));
         ptx::bulk_commit();
-        ptx::bulk_wait_read<kStoring>();
+        ptx::bulk_wait_read<kStages - kLoads>();
       }
       __syncwarp();
       ++ring.taken;

@@ -6,8 +6,8 @@
 // Buffers. As in common/send_receive.h. No peer touches a tensor of this rank, so tensors may be any device memory.
 // Memory order. The guide acquires a word of the peer at system scope and releases the count in its CTA, where warps
 // acquire it. A warp that has copied its share counts it, with release order in the CTA. The guide acquires the counts
-// of all warps, fences once at system scope, and signals. The fence waits for all stores of its SM, so a thread that
-// copies must not fence.
+// of all warps, fences once at system scope, and signals. The fence waits for all stores of its SM, so threads
+// that copy leave it to the guide.
 // After a fault. A receiver fills what has not arrived with 0xFF bytes.
 #pragma once
 #include "common/send_receive.h"

@@ -129,7 +129,7 @@ class LlHolder {
     const Batches batches = owned_.batches();
     const int units = max_units(), pieces = (units + kWarp - 1) / kWarp;
     bool ok = warp_id() != num_workers() - 1 || open();  // while the other warps list tokens
-    refresh();
+    if (ok) refresh();
     if (batches.count() == 0) return join_workers(ok);
 #pragma unroll 1
     for (int batch = 0; batch < batches.count(); ++batch) {

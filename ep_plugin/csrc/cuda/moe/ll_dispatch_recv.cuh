@@ -396,20 +396,4 @@ class LlReceiver {
   const int per_rank_;
 };
 
-// All threads of the last CTA: after a fault the tables are zeros.
-__device__ inline void clear_tables(const LlDispatchArgs& args) {
-  const Comm& comm = args.op.comm;
-  const int R = comm.num_ranks, per_rank = local_experts(comm);
-  const LlPlan plan = ll_plan_of(args.op, args.plan);
-  const int first = static_cast<int>(threadIdx.x), step = static_cast<int>(blockDim.x);
-#pragma unroll 1
-  for (int i = first; i < per_rank * R; i += step) plan.layout_range[i] = 0;
-#pragma unroll 1
-  for (int i = first; i < R; i += step) plan.src_tokens[i] = 0;
-#pragma unroll 1
-  for (int i = first; i < per_rank; i += step) at<int32_t>(args.expert_count)[i] = 0;
-#pragma unroll 1
-  for (int i = first; i <= per_rank; i += step) at<int32_t>(args.expert_offset)[i] = 0;
-}
-
 }  // namespace ep::cuda

@@ -51,8 +51,8 @@ __device__ __forceinline__ Found ll_wait_words(const LlRun& ll, int peer, const 
   return found;
 }
 
-// How many words of ids a rank sends to a peer. Where T_max allows few, they are always as many, so that a receiver may
-// wait for them beside the header, which has T.
+// How many words of ids a rank sends to a peer. Where T_max allows few, their number depends on T_max alone, so that a
+// receiver may wait for them beside the header, which has T.
 constexpr int64_t kLlFewIdWords = 64;
 __device__ __forceinline__ bool ll_ids_are_few(const LlHeader& header) {
   return ll_id_words(header.max_tokens, header.topk) <= kLlFewIdWords;
