@@ -34,7 +34,7 @@ build: $(VENV)/install.stamp
 # leave a worker without work.
 test: build
 	@if test -f tests/gpu/receipt.py; then $(PY) tests/gpu/receipt.py --check || true; fi
-	$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 
 # The newest Megatron-core needs Python 3.12, and is installed beside a PyTorch that is not for CPUs only: 5 GB.
 $(MEGATRON)/install.stamp: requirements/megatron.txt requirements/constraints.txt setup.py pyproject.toml
