@@ -204,8 +204,9 @@ class MessageEngine(GroupEngine):
         return "dtype", str(_DTYPES[value]) if 0 <= value < len(_DTYPES) else f"number {value}"
 
     def _turn(self, op: Posted) -> tuple[int, int, bool, int]:
-        """Orders the messages of a batch as their other ends are ordered. A GPU has room for the kernels of some messages
-        at a time, and in one order of all messages the first that is not over is among those of both its ends."""
+        """The place of a message in an order that all ranks share. A GPU has room for the kernels of some messages at a
+        time. So the first message that is not over is among those that both its ends have begun.
+        """
         low, high = sorted((self.rank, op.peer))
         return low, high, op.receives == (self.rank == low), op.channel
 
