@@ -8,5 +8,5 @@ set -euo pipefail
 first_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # Set EP_PLUGIN here or outside, for example EP_PLUGIN=megatron. srun and torchrun pass the environment on.
 export EP_PLUGIN_DUMP=${EP_PLUGIN_DUMP:-ep_plugin_dump/$SLURM_JOB_ID} # if a rank fails: ep-doctor --merge this folder
-srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
+srun --kill-on-bad-exit=1 torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
   --rdzv-backend c10d --rdzv-endpoint "$first_host:${PORT:-29500}" --rdzv-id "$SLURM_JOB_ID" "$@"

@@ -15,14 +15,13 @@ from torch.distributed.run import get_args_parser
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
-# srun starts its command once on each of two nodes, and ends with the status of one that failed.
+# srun starts its command once on each of two nodes. When one fails, it ends the other, as it has been asked to.
 STAND_INS = {
     "scontrol": "#!/bin/sh\necho localhost; echo another-host\n",
     "srun": """#!/bin/bash
+[ "$1" = --kill-on-bad-exit=1 ] && shift || exit 9
 for node in 0 1; do EP_PLUGIN_HOST=node$node "$@" & pids+=($!); done
-status=0
-for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
-exit $status
+for _ in "${pids[@]}"; do wait -n || { status=$?; kill "${pids[@]}"; wait; exit $status; }; done
 """,
 }
 SCRIPT = """
