@@ -50,7 +50,7 @@ def _sbatch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | job | {"PATH": path, "PORT": port, "PYTHONPATH": str(ROOT)}
     command = ["bash", str(CLUSTER / "slurm.sh"), str(folder / "train.py"), *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def test_slurm_starts_one_job_on_all_nodes(tmp_path: Path) -> None:
