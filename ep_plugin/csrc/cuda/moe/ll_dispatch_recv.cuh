@@ -72,7 +72,7 @@ class LlReceiver {
   __device__ int pairs_of_source(int source) const { return placed_.tokens[source] * header_.topk; }
   __device__ int per_pass() const { return max(1, kPassPairs / header_.topk); }  // tokens
 
-  // The last warp waits for the headers. Where ids are few, the other threads wait for the ids that they count first.
+  // The last warp waits for the headers. If ids are few, the other threads wait for the ids that they count first.
   __device__ bool open() {
     bool ok = true;
     const int source = lane_id();
