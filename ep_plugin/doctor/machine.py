@@ -164,7 +164,7 @@ def check_proc() -> Iterator[Finding]:
     except ValueError as error:
         yield Finding(FAILURE, "host", str(error), "set EP_PLUGIN_RANKS_PER_NODE on every rank")
     else:
-        yield Finding(OK, "host", f"ranks with the same name are on this host: {host}")
+        yield Finding(OK, "host", f"its name is {host}; ranks with the same name form a node")
 
 
 def check_socket_directory() -> Iterator[Finding]:
