@@ -680,11 +680,12 @@ def channel_slots_bytes(ranks: int, channels: int) -> int: ...
 
 ll_max_tokens: int
 ll_max_experts: int
-ll_word_tokens: int
+ll_few_pairs: int
 ll_logfmt_group: int
 ll_state_bytes: int
 ll_mask_offset: int
 ll_epoch_offset: int
+ll_unsaid_offset: int
 ll_header_fields: tuple[str, ...]
 
 class LlPhase(IntEnum):

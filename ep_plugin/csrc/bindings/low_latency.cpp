@@ -25,11 +25,12 @@ static_assert(std::size(kLlHeaderNames) == kLlHeaderFields, "every word of the h
 void bind_constants(py::module_& m) {
   m.attr("ll_max_tokens") = kLlMaxTokens;
   m.attr("ll_max_experts") = kLlMaxExperts;
-  m.attr("ll_word_tokens") = kLlWordTokens;
+  m.attr("ll_few_pairs") = kLlFewPairs;
   m.attr("ll_logfmt_group") = kLlLogfmtGroup;
   m.attr("ll_state_bytes") = sizeof(LlState);
   m.attr("ll_mask_offset") = offsetof(LlState, mask);
   m.attr("ll_epoch_offset") = offsetof(LlState, epoch);
+  m.attr("ll_unsaid_offset") = offsetof(LlState, unsaid);
   bind_enum(m, "LlPhase", {{"SEND", kLlSend}, {"RECEIVE", kLlReceive}});
   bind_enum(m, "LlFormat",
             {{"PLAIN", kLlPlain},

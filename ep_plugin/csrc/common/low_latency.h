@@ -14,6 +14,8 @@
 // group of tokens, a flag at every rank that got a row of the group. The receive half waits for the words of every
 // source, computes counts and places from them, and copies each slot to its rows as the flags come. Rows are ordered by
 // (source rank, token) inside an expert.
+// On CUDA a source sends at least ll_early_words() words of ids. Pairs that it does not have are -1. So a receiver
+// waits for these words beside the header, which has T.
 //
 // Combine. The send half first writes, as an owner, the header and the weights of all of its tokens to every peer, as
 // words: only the holders know which tokens they hold. Then, as a holder, it waits for the header of every owner and
@@ -21,10 +23,14 @@
 // (float64 for float64 rows), rounds once, and stores the partial row into the owner's slot [holder][token], then the
 // flag of the group. The receive half adds the partial rows of each token in the order of the ranks, then the bias, and
 // rounds once.
+// Few pairs. An owner with at most kLlFewPairs pairs sends the header alone. Its holders wait for nothing before they
+// send it the row of each pair, as words. The receive half weights and adds the rows of each token in the order of k,
+// then the bias, and rounds once. So rows cross the links once, and no words of the owner come before them.
 //
 // Memory order. A word carries its epoch, so it needs no flag. A flag is stored with release order at system scope
-// after the rows of its group. When both halves of a rank have read everything of an operation that peers wrote, its
-// receive half stores the epoch in the consumed word of its parity at every peer, with release order.
+// after the rows of its group. When both halves of a rank have read everything of an operation that peers wrote, the
+// epoch is stored in the consumed word of its parity at every peer, with release order: by the receive half, or, on
+// CUDA, after a kernel that runs both halves, by the next kernel of its kind. So no CTA waits for the others.
 //
 // Reuse. Epochs alternate between two parities of everything. Before its first store to a peer, a send half waits until
 // the peer's consumed word of that parity is at least epoch - 2. So two operations of a kind may be un-received, and
@@ -53,7 +59,7 @@ enum LlFormat : int32_t {
   kLlE4m3 = 1,       // e4m3 with float32 scales (fp8.h)
   kLlE4m3Pow2 = 2,   // e4m3 with float32 scales that are powers of two
   kLlE4m3Ue8m0 = 3,  // the same scales as exponent bytes, four in an int32
-  kLlLogfmt = 4      // 10-bit codes (logfmt.h), where the owner has more than kLlWordTokens tokens
+  kLlLogfmt = 4      // 10-bit codes (logfmt.h), where the owner has more than kLlFewPairs pairs
 };
 
 constexpr int kLlKinds = 2;
@@ -64,7 +70,7 @@ constexpr int kLlSlots = 4;
 constexpr int64_t kLlMaxTokens = 4096;
 constexpr int64_t kLlMaxExperts = 32767;  // expert ids travel as int16
 constexpr int kLlMaxGroups = 128;
-constexpr int kLlWordTokens = 8;  // a rank with at most so many tokens sends rows as words, without flags
+constexpr int kLlFewPairs = 128;  // combine: to an owner with at most so many pairs, each pair's row goes as words
 
 EP_HD constexpr int ll_parity(uint64_t epoch) { return static_cast<int>(epoch & 1); }
 
@@ -104,10 +110,14 @@ constexpr int kLlComparedFields = 8;
 constexpr int kLlHeaderWords = 4;
 static_assert(sizeof(LlHeader) == kLlHeaderWords * kLlWordBytes, "a header fills its words");
 
-// Expert ids: int16 [T,K] without gaps, -1: dropped. They follow the header, kLlIdsPerWord in a word. A sender may add
-// words up to those of T_max tokens.
+// Expert ids: int16 [T,K] without gaps, -1: dropped. They follow the header, kLlIdsPerWord in a word.
 constexpr int kLlIdsPerWord = 6;
+constexpr int kLlEarlyWords = 64;
 EP_HD constexpr int64_t ll_id_words(int64_t tokens, int64_t K) { return ceil_div(tokens * K, kLlIdsPerWord); }
+EP_HD constexpr int ll_early_words(int64_t max_tokens, int64_t K) {
+  const int64_t words = ll_id_words(max_tokens, K);
+  return static_cast<int>(words < kLlEarlyWords ? words : kLlEarlyWords);  // of T_max tokens, if these have few
+}
 
 // Weights: [K] of weight_bytes each. Each token has words of its own, at a stride for the communicator's K and 8 bytes.
 // Words that the token does not fill are not written. All bits set: the pair is not named by this combine. A NaN with
@@ -125,7 +135,6 @@ EP_HD constexpr int ll_group_tokens(int num_tokens) {
 EP_HD constexpr int ll_groups(int num_tokens) {
   return static_cast<int>(ceil_div(num_tokens, ll_group_tokens(num_tokens)));
 }
-EP_HD constexpr bool ll_rows_are_words(int num_tokens) { return num_tokens <= kLlWordTokens; }
 
 // A slot of dispatch: [row | scales]. Quantised rows: scales are float32 [ceil(H / 128)] or exponent bytes, padded with
 // zeros to a multiple of 4.
@@ -164,14 +173,15 @@ struct LlBell {
 };
 
 struct LlLayout {
-  int64_t consumed;   // u64 [2 kinds][2 parities][R peers]: epoch that the peer has read of what this rank wrote
-  int64_t waiting;    // u32 [R]: 1: the rank waits for another one
-  int64_t bell;       // LlBell: CPUs alone
-  int64_t flag;       // u64 [2 kinds][2 parities][R senders][kLlMaxGroups]
-  int64_t ids;        // LlWord [2 parities][R sources][id_words]: header, then expert ids
-  int64_t weights;    // LlWord [2 parities][R owners][weight_words]: header, then T_max * token_words of weights
-  int64_t row_words;  // LlWord [2 kinds][2 parities][R senders][kLlWordTokens][words_per_row]
-  int64_t slots;      // [2 kinds][2 parities][R senders][T_max] slots
+  int64_t consumed;    // u64 [2 kinds][2 parities][R peers]: epoch that the peer has read of what this rank wrote
+  int64_t waiting;     // u32 [R]: 1: the rank waits for another one
+  int64_t bell;        // LlBell: CPUs alone
+  int64_t flag;        // u64 [2 kinds][2 parities][R senders][kLlMaxGroups]
+  int64_t ids;         // LlWord [2 parities][R sources][id_words]: header, then expert ids
+  int64_t weights;     // LlWord [2 parities][R owners][weight_words]: header, then T_max * token_words of weights
+  int64_t pair_words;  // combine: LlWord [2 parities][kLlFewPairs][words_per_row]: the rows of this rank's pairs. On
+                       // CPUs a row is stored as it is, and the last one of its words says that it is there
+  int64_t slots;       // [2 kinds][2 parities][R senders][T_max] slots
   int64_t bytes;
   int64_t id_words;      // kLlHeaderWords and those of the ids
   int64_t weight_words;  // kLlHeaderWords and those of the weights
@@ -192,20 +202,22 @@ EP_HD constexpr LlLayout ll_layout(int R, const LlShape& shape) {
   at.flag = align_up(at.bell + static_cast<int64_t>(sizeof(LlBell)), kSlotAlign);
   at.ids = at.flag + places * kLlMaxGroups * 8;
   at.weights = align_up(at.ids + places / kLlKinds * at.id_words * word, kSlotAlign);
-  at.row_words = align_up(at.weights + places / kLlKinds * at.weight_words * word, kSlotAlign);
-  at.slots = align_up(at.row_words + places * kLlWordTokens * at.words_per_row * word, kSlotAlign);
+  at.pair_words = align_up(at.weights + places / kLlKinds * at.weight_words * word, kSlotAlign);
+  at.slots = align_up(at.pair_words + kLlParities * kLlFewPairs * at.words_per_row * word, kSlotAlign);
   at.bytes = at.slots + places * shape.max_tokens * shape.slot_bytes;
   return at;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // The state: in the memory of the rank's device, written by this rank's kernels, and by its host for `mask`. It starts
-// as zeros. The epoch of a send half is epoch[kind] + 1; its last CTA stores it, after every CTA has read it. A send
-// half without its receive half also leaves it in slot_epoch, for the receive half that comes later.
+// as zeros. The epoch of a send half is epoch[kind] + 1; on CUDA the last CTA to enter stores it, after every CTA has
+// read it. A send half without its receive half also leaves it in slot_epoch, for the receive half that comes later.
 struct LlState {
-  uint64_t epoch[kLlKinds];                 // send halves that have ended
+  uint64_t epoch[kLlKinds];                 // of the latest send half
   uint64_t slot_epoch[kLlKinds][kLlSlots];  // by the operation's `slot`: its epoch
+  uint64_t unsaid[kLlKinds];                // CUDA: epoch for which the next kernel signals the consumed words, or 0
   uint64_t ctas_done[kLlKinds][2];          // CUDA: by kind and half: CTAs of the running kernel that have finished
+  uint32_t ctas_entered[kLlKinds];          // CUDA: CTAs of the running send half that have read the epoch
   uint32_t mask[kMaxRanks];                 // 1: the rank is masked
   uint32_t waits;                           // 1: this rank's `waiting` words are set
   uint64_t verdict[kMaxRanks];              // CUDA, with shrink: whether a dispatch has the source's words (see there)

@@ -89,8 +89,8 @@ struct LlBlock {
   EP_HD LlWord* weights_of_token(int parity, int owner, int token) const {
     return weights(parity, owner) + kLlHeaderWords + token * lay.token_words;
   }
-  EP_HD LlWord* row_words(int kind, int parity, int sender, int token) const {
-    return at<LlWord>(base, lay.row_words) + (place(kind, parity, sender) * kLlWordTokens + token) * lay.words_per_row;
+  EP_HD LlWord* pair_words(int parity, int pair) const {
+    return at<LlWord>(base, lay.pair_words) + (int64_t{parity} * kLlFewPairs + pair) * lay.words_per_row;
   }
   EP_HD char* slot(int kind, int parity, int sender, int token) const {
     return at<char>(base, lay.slots + (place(kind, parity, sender) * shape.max_tokens + token) * shape.slot_bytes);
@@ -123,9 +123,7 @@ EP_HD int ll_header_mismatch(const LlHeader& mine, const LlHeader& theirs) {
   return -1;
 }
 
-// Whether the rows of a rank with T tokens travel in logfmt.
-EP_HD bool ll_codes_rows(const LlHeader& header, int num_tokens) {
-  return header.format == kLlLogfmt && !ll_rows_are_words(num_tokens);
-}
+// Combine: whether a rank with T tokens has few pairs.
+EP_HD bool ll_has_few_pairs(const LlHeader& header, int num_tokens) { return num_tokens * header.topk <= kLlFewPairs; }
 
 }  // namespace ep

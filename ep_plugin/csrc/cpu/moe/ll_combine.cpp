@@ -1,5 +1,6 @@
 // Low-latency combine: owners send the weights of their tokens to all ranks; holders sum rows to partial rows and store
-// them in the owners' slots; owners add the partial rows. common/low_latency.h has the layout and the rules.
+// them in the owners' slots; owners add the partial rows. An owner with few pairs gets their rows and sums them itself.
+// common/low_latency.h has the layout and the rules.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -88,7 +89,7 @@ Wait send_weights(const LlRun& ll, const LlCombineArgs& args, int peer) {
   if (found != Wait::kThere) return found;
   const Comm& comm = ll.op.comm;
   const LlHeader header = ll_own_header(ll);
-  const int T = header.num_tokens, K = header.topk;
+  const int K = header.topk, T = ll_has_few_pairs(header, header.num_tokens) ? 0 : header.num_tokens;
   const LlBlock to = ll.block(peer);
   LlWord* words = to.weights(ll.parity, comm.rank);
   ll_write_words(ll, words, &header, sizeof(header));
@@ -105,9 +106,23 @@ Wait send_weights(const LlRun& ll, const LlCombineArgs& args, int peer) {
   return Wait::kThere;
 }
 
+// The word behind a pair's row.
+LlWord* word_of_pair(const LlBlock& block, int parity, int64_t pair) {
+  return block.pair_words(parity, static_cast<int>(pair)) + block.lay.words_per_row - 1;
+}
+
+// Refreshes the word of one of this rank's own pairs, which several holders write.
+void refresh_pairs(const LlRun& ll, const LlCombineArgs& args) {
+  const LlHeader& header = ll.op.header;
+  const int few = ll_has_few_pairs(header, header.num_tokens) ? header.num_tokens * header.topk : 0;
+  const int64_t pair = ll_refreshed(ll.run.epoch, kLlFewPairs), id = pair < few ? id_of(args, pair) : -1;
+  if (id < 0 || ll.masked(static_cast<int>(id / local_experts(ll.op.comm))))
+    ll_write_words(ll, word_of_pair(ll.own(), ll.parity, pair), nullptr, 0);
+}
+
 // -- send: as a holder ---------------------------------------------------------------------------------------------
 
-// The partial rows of one owner's tokens, whose element type is T.
+// The rows and partial rows for the owners' tokens, whose element type is T.
 template <class T>
 class Holder {
   using S = typename Sum<T>::type;
@@ -117,9 +132,26 @@ class Holder {
       : ll_(ll),
         args_(args),
         plan_(ll_plan_of(ll.op, args.plan)),
-        all_rows_(local_experts(ll.op.comm) * plan_.expert_rows),
-        partial_(ll.op.header.row_bytes) {}
+        all_rows_(local_experts(ll.op.comm) * plan_.expert_rows) {}
 
+  // For an owner with few pairs: sends the rows, and waits for nothing.
+  bool send_rows(int owner) {
+    const LlBlock to = ll_.block(owner);
+    if (ll_.masked(owner)) return true;
+    const int pairs = plan_.src_tokens[owner] * ll_.op.header.topk;
+    const int32_t* rows = rows_of(owner, 0);
+    for (int pair = 0; pair < pairs; ++pair) {
+      if (rows[pair] < 0) continue;
+      if (!check_row(pair / ll_.op.header.topk, rows[pair])) return false;
+      const T* row = at<const T>(args_.y) + rows[pair] * args_.hidden;
+      std::memcpy(to.pair_words(ll_.parity, pair), row, ll_.op.header.row_bytes);
+      ll_write_words(ll_, word_of_pair(to, ll_.parity, pair), nullptr, 0);
+    }
+    ll_ring(ll_, owner);
+    return true;
+  }
+
+  // Waits for the owner's header. If the owner has many pairs, then sends the partial rows.
   bool reduce_for(int owner) {
     const Comm& comm = ll_.op.comm;
     const LlBlock own = ll_.own(), to = ll_.block(owner);
@@ -129,25 +161,32 @@ class Holder {
     const int T_owner = plan_.src_tokens[owner];
     if (header.num_tokens != T_owner)
       return fail(comm, kDisagree, ll_.run.step, owner, kLlComparedFields, T_owner, header.num_tokens);
+    if (ll_has_few_pairs(header, T_owner)) return true;
     const int K = header.topk, size = ll_group_tokens(T_owner);
-    std::fill_n(wrote_words_, kLlWordTokens, false);
     for (int group = 0; group < ll_groups(T_owner); ++group) {
       bool holds = false;
       for (int token = group * size; token < std::min(T_owner, (group + 1) * size); ++token) {
-        const int32_t* rows = plan_.rows + (static_cast<int64_t>(owner) * ll_.op.header.max_tokens + token) * K;
+        const int32_t* rows = rows_of(owner, token);
         if (std::all_of(rows, rows + K, [](int32_t row) { return row < 0; })) continue;
         holds = true;
         const Wait found = reduce_token(owner, token, rows, to);
         if (found != Wait::kThere) return found == Wait::kMasked;
       }
-      if (holds && !ll_rows_are_words(T_owner)) signal(to.flag(ll_.kind, ll_.parity, comm.rank, group), ll_.run.epoch);
+      if (holds) signal(to.flag(ll_.kind, ll_.parity, comm.rank, group), ll_.run.epoch);
     }
-    ll_refresh_rows(ll_, to, T_owner, header.row_bytes, [&](int token) { return wrote_words_[token]; });
     ll_ring(ll_, owner);
     return true;
   }
 
  private:
+  const int32_t* rows_of(int owner, int token) const {
+    return plan_.rows + (static_cast<int64_t>(owner) * ll_.op.header.max_tokens + token) * ll_.op.header.topk;
+  }
+  bool check_row(int token, int64_t row) const {
+    const Comm& comm = ll_.op.comm;
+    return row < all_rows_ || fail(comm, kBadHandle, ll_.run.step, comm.rank, token, all_rows_, row);
+  }
+
   Wait reduce_token(int owner, int token, const int32_t* rows, const LlBlock& to) {
     const Comm& comm = ll_.op.comm;
     const LlHeader& header = ll_.op.header;
@@ -158,24 +197,16 @@ class Holder {
     count_ = 0;
     for (int k = 0; k < header.topk; ++k) {
       if (rows[k] < 0 || !is_named(weights[k])) continue;
-      if (rows[k] >= all_rows_) {
-        fail(comm, kBadHandle, ll_.run.step, comm.rank, token, all_rows_, rows[k]);
-        return Wait::kFault;
-      }
+      if (!check_row(token, rows[k])) return Wait::kFault;
       row_[count_] = at<const T>(args_.y) + rows[k] * args_.hidden;
       factor_[count_++] = weights[k];
     }
     if (count_ == 0) return Wait::kThere;  // the owner names no pair here, and reads no partial row
-    const int T_owner = plan_.src_tokens[owner];
-    if (ll_codes_rows(header, T_owner)) {
-      reduce_coded(to.slot(ll_.kind, ll_.parity, comm.rank, token));
-    } else if (ll_rows_are_words(T_owner)) {
-      reduce(reinterpret_cast<T*>(partial_.data()));
-      ll_write_words(ll_, to.row_words(ll_.kind, ll_.parity, comm.rank, token), partial_.data(), header.row_bytes);
-      wrote_words_[token] = true;
-    } else {
-      reduce(reinterpret_cast<T*>(to.slot(ll_.kind, ll_.parity, comm.rank, token)));
-    }
+    char* slot = to.slot(ll_.kind, ll_.parity, comm.rank, token);
+    if (header.format == kLlLogfmt)
+      reduce_coded(slot);
+    else
+      reduce(reinterpret_cast<T*>(slot));
     return Wait::kThere;
   }
 
@@ -208,8 +239,6 @@ class Holder {
   const LlCombineArgs& args_;
   const LlPlan plan_;
   const int64_t all_rows_;
-  std::vector<char> partial_;
-  bool wrote_words_[kLlWordTokens];
   int count_ = 0;
   const T* row_[kMaxTopk];
   S factor_[kMaxTopk];
@@ -226,9 +255,14 @@ bool send_all(const LlRun& ll, const LlCombineArgs& args) {
       return fail(comm, kBadHandle, ll.run.step, comm.rank, s, ll.op.header.max_tokens, plan.src_tokens[s]);
   for (int step = 1; step <= R; ++step)
     if (send_weights<typename Sum<T>::type>(ll, args, (comm.rank + step) % R) == Wait::kFault) return false;
+  refresh_pairs(ll, args);
   ll_ring_all(ll);
   if (!hold_at_gate(ll.run)) return false;
   Holder<T> holder(ll, args);
+  for (int step = 1; step <= R; ++step) {
+    const int owner = (comm.rank + step) % R;
+    if (ll_has_few_pairs(ll.op.header, plan.src_tokens[owner]) && !holder.send_rows(owner)) return false;
+  }
   for (int step = 1; step <= R; ++step)
     if (!holder.reduce_for((comm.rank + step) % R)) return false;
   return true;
@@ -243,15 +277,17 @@ class Owner {
 
  public:
   Owner(const LlRun& ll, const LlCombineArgs& args)
-      : ll_(ll), args_(args), own_(ll.own()), T_(ll.op.header.num_tokens), sum_(args.hidden) {
-    if (ll_rows_are_words(T_)) words_.resize(ll.op.header.row_bytes);
-  }
+      : ll_(ll),
+        args_(args),
+        own_(ll.own()),
+        T_(ll.op.header.num_tokens),
+        few_(ll_has_few_pairs(ll.op.header, T_)),
+        sum_(args.hidden) {}
 
   bool run() {
     for (int token = 0; token < T_; ++token) {
       std::fill(sum_.begin(), sum_.end(), S(0));
-      for (int holder = 0; holder < ll_.op.comm.num_ranks; ++holder)
-        if (names(token, holder) && !add(token, holder)) return false;
+      if (!(few_ ? add_pairs(token) : add_holders(token))) return false;
       if (args_.bias != 0) accumulate<T>(sum_.data(), at<const T>(args_.bias) + token * args_.hidden, args_.hidden);
       T* out = at<T>(args_.out) + token * args_.hidden;
       for (int64_t h = 0; h < args_.hidden; ++h) narrow(sum_[h], out + h);
@@ -261,6 +297,27 @@ class Owner {
   }
 
  private:
+  // Adds the rows of the token's pairs that are named. A masked holder adds nothing. False after a fault.
+  bool add_pairs(int token) {
+    const int K = ll_.op.header.topk, per_rank = local_experts(ll_.op.comm);
+    for (int pair = token * K; pair < (token + 1) * K; ++pair) {
+      const int64_t id = id_of(args_, pair);
+      if (id < 0) continue;
+      char nothing[kLlWordBytes];
+      const Wait found = ll_wait_words(ll_, static_cast<int>(id / per_rank), word_of_pair(own_, ll_.parity, pair),
+                                       nothing, sizeof(nothing));
+      if (found == Wait::kFault) return false;
+      const S weight = args_.weights == 0 ? S(1) : at<S>(args_.weights)[pair];
+      const T* row = reinterpret_cast<const T*>(own_.pair_words(ll_.parity, pair));
+      if (found == Wait::kThere) accumulate<T>(sum_.data(), row, args_.hidden, weight);
+    }
+    return true;
+  }
+  bool add_holders(int token) {
+    for (int holder = 0; holder < ll_.op.comm.num_ranks; ++holder)
+      if (names(token, holder) && !add(token, holder)) return false;
+    return true;
+  }
   bool names(int64_t token, int holder) const {
     const int K = ll_.op.header.topk, per_rank = local_experts(ll_.op.comm);
     for (int k = 0; k < K; ++k) {
@@ -273,16 +330,9 @@ class Owner {
   // Adds the partial row of a holder. False after a fault; a masked holder adds nothing.
   bool add(int token, int holder) {
     const char* row = own_.slot(ll_.kind, ll_.parity, holder, token);
-    Wait found;
-    if (ll_rows_are_words(T_)) {
-      const LlWord* words = own_.row_words(ll_.kind, ll_.parity, holder, token);
-      found = ll_wait_words(ll_, holder, words, words_.data(), words_.size());
-      row = words_.data();
-    } else {
-      found = ll_wait_flag(ll_, holder, own_.flag(ll_.kind, ll_.parity, holder, token / ll_group_tokens(T_)));
-    }
+    const Wait found = ll_wait_flag(ll_, holder, own_.flag(ll_.kind, ll_.parity, holder, token / ll_group_tokens(T_)));
     if (found != Wait::kThere) return found == Wait::kMasked;
-    if (ll_codes_rows(ll_.op.header, T_))
+    if (ll_.op.header.format == kLlLogfmt)
       add_coded(row);
     else
       accumulate<T>(sum_.data(), reinterpret_cast<const T*>(row), args_.hidden);
@@ -301,8 +351,8 @@ class Owner {
   const LlCombineArgs& args_;
   const LlBlock own_;
   const int T_;
+  const bool few_;
   std::vector<S> sum_;
-  std::vector<char> words_;
 };
 
 }  // namespace

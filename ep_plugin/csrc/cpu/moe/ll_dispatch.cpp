@@ -74,7 +74,7 @@ bool goes_to(const LlRun& ll, const int16_t* ids, int rank) {
 }
 
 // Sends the header and all ids to one peer, after it has read what was there.
-Wait send_words(const LlRun& ll, const std::vector<int16_t>& ids, int64_t image_bytes, int peer) {
+Wait send_words(const LlRun& ll, const std::vector<int16_t>& ids, int peer) {
   const Wait found = ll_wait_consumed(ll, peer);
   if (found != Wait::kThere) return found;
   const LlHeader header = ll_own_header(ll);
@@ -84,8 +84,6 @@ Wait send_words(const LlRun& ll, const std::vector<int16_t>& ids, int64_t image_
   const int64_t bytes = static_cast<int64_t>(ids.size()) * 2;
   if (bytes != 0) ll_write_words(ll, words + kLlHeaderWords, ids.data(), bytes);
   ll_refresh(ll, words, to.lay.id_words, [&](int64_t index) { return index < kLlHeaderWords + ll_words(bytes); });
-  ll_refresh_rows(ll, to, header.num_tokens, image_bytes,
-                  [&](int token) { return goes_to(ll, ids.data() + token * header.topk, peer); });
   return Wait::kThere;
 }
 
@@ -101,12 +99,8 @@ void send_group(const LlRun& ll, const std::vector<int16_t>& ids, Images& images
       if (ll.masked(peer) || !goes_to(ll, ids.data() + static_cast<int64_t>(token) * K, peer)) continue;
       if (image == nullptr) image = images.of(token);
       const LlBlock to = ll.block(peer);
-      if (ll_rows_are_words(T)) {
-        ll_write_words(ll, to.row_words(ll.kind, ll.parity, comm.rank, token), image, images.bytes());
-      } else {
-        std::memcpy(to.slot(ll.kind, ll.parity, comm.rank, token), image, images.bytes());
-        sent[peer] = true;
-      }
+      std::memcpy(to.slot(ll.kind, ll.parity, comm.rank, token), image, images.bytes());
+      sent[peer] = true;
     }
   }
   for (int peer = 0; peer < R; ++peer)
@@ -119,7 +113,7 @@ bool send_all(const LlRun& ll, const LlDispatchArgs& args) {
   if (!read_ids(ll, args, &ids)) return false;
   Images images(args);
   for (int step = 1; step <= comm.num_ranks; ++step)
-    if (send_words(ll, ids, images.bytes(), (comm.rank + step) % comm.num_ranks) == Wait::kFault) return false;
+    if (send_words(ll, ids, (comm.rank + step) % comm.num_ranks) == Wait::kFault) return false;
   if (!hold_at_gate(ll.run)) return false;
   const int T = ll.op.header.num_tokens;
   for (int group = 0; group < ll_groups(T); ++group) send_group(ll, ids, images, group);
@@ -217,20 +211,16 @@ class Receiver {
     const Source& source = sources_[s];
     const int K = header_.topk, size = ll_group_tokens(source.tokens);
     const LlBlock own = ll_.own();
-    const bool as_words = ll_rows_are_words(source.tokens);
-    std::vector<char> image(as_words ? ll_image_bytes(header_.row_bytes, header_.scale_bytes) : 0);
     int flagged = -1;  // the latest group whose flag is known to be there
     for (int token = 0; token < source.tokens; ++token) {
       const int32_t* rows = plan_.rows + (static_cast<int64_t>(s) * header_.max_tokens + token) * K;
       if (std::all_of(rows, rows + K, [](int32_t row) { return row < 0; })) continue;
       Wait found = Wait::kThere;
-      if (as_words)
-        found = ll_wait_words(ll_, s, own.row_words(ll_.kind, ll_.parity, s, token), image.data(), image.size());
-      else if (token / size != flagged)
+      if (token / size != flagged)
         found = ll_wait_flag(ll_, s, own.flag(ll_.kind, ll_.parity, s, flagged = token / size));
       if (found == Wait::kFault) return false;
       if (found == Wait::kMasked) flagged = -1;  // its other rows become zeros, too
-      const char* from = as_words ? image.data() : own.slot(ll_.kind, ll_.parity, s, token);
+      const char* from = own.slot(ll_.kind, ll_.parity, s, token);
       for (int k = 0; k < K; ++k)
         if (rows[k] >= 0) write_row(found == Wait::kThere ? from : nullptr, rows[k]);
     }

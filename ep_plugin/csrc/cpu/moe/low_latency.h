@@ -48,15 +48,6 @@ void ll_refresh(const LlRun& ll, LlWord* words, int64_t count, IsWritten is_writ
   const int64_t index = ll_refreshed(ll.run.epoch, count);
   if (!is_written(index)) ll_write_words(ll, words + index, nullptr, 0);
 }
-// Does so for the words of rows. goes(token): this rank sends the token's row there; bytes: of a row.
-template <class Goes>
-void ll_refresh_rows(const LlRun& ll, const LlBlock& to, int num_tokens, int64_t bytes, Goes goes) {
-  const int64_t per_row = to.lay.words_per_row;
-  ll_refresh(ll, to.row_words(ll.kind, ll.parity, ll.op.comm.rank, 0), kLlWordTokens * per_row, [&](int64_t index) {
-    const int token = static_cast<int>(index / per_row);
-    return token < num_tokens && ll_rows_are_words(num_tokens) && index % per_row < ll_words(bytes) && goes(token);
-  });
-}
 
 // This operation's header as this rank sends it.
 LlHeader ll_own_header(const LlRun& ll);

@@ -8,7 +8,8 @@
 // fault.
 // Epochs. They live in State, not in kernel arguments, so that a replayed CUDA graph advances them. Every CTA reads its
 // epoch before it counts itself, and only the last CTA advances it. Notify is the exception: its CTA 0 advances the
-// epoch while the other CTAs may still compute positions, so these must not use Run::epoch.
+// epoch while the other CTAs may still compute positions, so these must not use Run::epoch. Low-latency kernels, which
+// are short, count CTAs as they enter (low_latency.cuh).
 #pragma once
 #include "common/views.h"
 #include "cuda/core/ptx.cuh"

@@ -12,11 +12,12 @@
 //   Receive  Warps wait for the flags of a token's holders, one lane each, and add a piece of the partial rows in the
 //            order of the ranks, then the bias.
 //
-// Few tokens. To an owner with at most kLlWordTokens tokens, partial rows go as words, without flags.
+// Few pairs. To and at an owner with at most kLlFewPairs pairs, ll_combine_few.cuh takes the place of all but the
+// header.
 //
 // Buffers. Words, flags and slots are in the block of the rank that reads them. Shared memory has the lists of a batch.
 //
-// Memory order. See low_latency.cuh. The last CTA signals the consumed words after all CTAs have read what peers wrote.
+// Memory order. See low_latency.cuh.
 //
 // Co-residency. The send half sends weights and waits for those of peers, so the kernel is launched cooperatively,
 // unless it only receives.
@@ -44,7 +45,18 @@ __device__ bool send(const LlRun& ll, const LlCombineArgs& args, int32_t* writte
   send_weights(ll, args);
   if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(ll.run);
   __syncwarp();
-  return LlHolder<Element>(ll, args, lists, reinterpret_cast<LlTerm*>(dynamic_shared)).run(written);
+  const bool sent = send_pairs(ll, args);
+  return LlHolder<Element>(ll, args, lists, reinterpret_cast<LlTerm*>(dynamic_shared)).run(written) && sent;
+}
+
+// Workers. False after a fault.
+template <class Element>
+__device__ bool receive(const LlRun& ll, const LlCombineArgs& args) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(ll.run);
+  __syncwarp();
+  const LlHeader& header = args.op.header;
+  if (ll_has_few_pairs(header, header.num_tokens)) return LlFewOwner<Element>(ll, args).run();
+  return LlOwner<Element>(ll, args).run();
 }
 
 // As for dispatch, profilers show one kernel for both halves, with "::combine" in its name.
@@ -58,21 +70,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const bool sends = (args.op.phases & kLlSend) != 0, receives = (args.op.phases & kLlReceive) != 0;
   if (threadIdx.x == 0) written = 0;
   LlRun ll = ll_half(args.op, lay, kLlCombine, sends ? kLlSend : kLlReceive, ll_epoch(args.op, kLlCombine), 0);
+  const bool works = warp_id() < num_workers();
   bool ok = ll_enter(ll, &masked);
-  if (sends) ok = ok && send<Element>(ll, args, &written);
-  if (receives) {
-    const LlRun receiving = ll_half(args.op, lay, kLlCombine, kLlReceive, ll.run.epoch, ll.masked);
-    if (ok && blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(receiving.run);
-    __syncwarp();
-    if (ok && warp_id() < num_workers()) LlOwner<Element>(receiving, args).run();
-  }
-  if (!ll_last_to_finish(args.op, kLlCombine)) return;
-  if (faulted(args.op.comm)) {
-    const int64_t bytes = int64_t{args.op.header.num_tokens} * args.op.header.row_bytes;
-    if (receives) fill_bytes(args.out, bytes, 0xFF, threadIdx.x, blockDim.x);
-  } else if (warp_id() == 0) {
-    ll_finish(ll);
-  }
+  if (ok && !works) ll_begin(ll);
+  if (ok && sends) ok = send<Element>(ll, args, &written);
+  if (ok && receives && works)
+    ok = receive<Element>(ll_half(args.op, lay, kLlCombine, kLlReceive, ll.run.epoch, ll.masked), args);
+  if (!ll_leave(ll, ok) && receives)
+    fill_bytes(args.out, int64_t{args.op.header.num_tokens} * args.op.header.row_bytes, 0xFF, threadIdx.x, blockDim.x);
 }
 
 }  // namespace combine

@@ -17,24 +17,22 @@ struct Holders {
 };
 static_assert(kMaxRanks <= 16, "a rank fits in four bits");
 
-// The sums of this rank's tokens. Worker warps call run().
+// The sums of this rank's tokens, if it has many pairs.
 template <class Element>
 class LlOwner {
  public:
-  __device__ LlOwner(const LlRun& ll, const LlCombineArgs& args)
-      : ll_(ll), args_(args), header_(ll.op.header), words_(ll_rows_are_words(ll.op.header.num_tokens)) {}
+  __device__ LlOwner(const LlRun& ll, const LlCombineArgs& args) : ll_(ll), args_(args), header_(ll.op.header) {}
 
-  __device__ void run() const {
-    const int T = header_.num_tokens, grid = static_cast<int>(gridDim.x);
-    const int units = words_ ? static_cast<int>(ll_words(header_.row_bytes)) : header_.row_bytes / 16;
+  // Workers. False after a fault.
+  __device__ bool run() const {
+    const int T = header_.num_tokens, grid = static_cast<int>(gridDim.x), units = header_.row_bytes / 16;
     const int pieces = (units + kWarp - 1) / kWarp;
 #pragma unroll 1
     for (int task = warp_id();; task += num_workers()) {
       const int token = static_cast<int>(blockIdx.x) + task / pieces * grid;
-      if (token >= T) return;
+      if (token >= T) return true;
       const int unit = task % pieces * kWarp + lane_id();
-      const uint32_t ranks = ll_ranks_of(ll_, args_.ids, args_.id_bytes, token);
-      if (!(words_ ? add_words(token, unit, unit < units, ranks) : add_rows(token, unit, unit < units, ranks))) return;
+      if (!add_rows(token, unit, unit < units, ll_ranks_of(ll_, args_.ids, args_.id_bytes, token))) return false;
     }
   }
 
@@ -78,49 +76,9 @@ class LlOwner {
     return true;
   }
 
-  // The same for the words of a few tokens. All holders' words are loaded before the first is waited for.
-  __device__ __forceinline__ bool add_words(int token, int word, bool in, uint32_t ranks) const {
-    const Holders holders(ranks);
-    const int row_units = header_.row_bytes / 4;
-    LaneSum<Element> sum;
-    bool ok = true;
-#pragma unroll 1
-    for (int first = 0; in && ok && first < holders.count; first += kTermsAtOnce) {
-      LlData data[kTermsAtOnce];
-      bool there[kTermsAtOnce];
-      uint64_t seen;
-#pragma unroll
-      for (int i = 0; i < kTermsAtOnce; ++i)
-        if (first + i < holders.count)
-          there[i] = ll_load_words<1>(ll_, from(holders[first + i], token, word), data + i, &seen);
-#pragma unroll
-      for (int i = 0; i < kTermsAtOnce; ++i) {
-        if (first + i >= holders.count) break;
-        const int rank = holders[first + i];
-        Found found = Found::kThere;
-        if (!there[i]) found = ll_wait_words<1>(ll_, rank, from(rank, token, word), data + i);
-        if (found == Found::kThere) Element::add(sum.of, vector_of(data[i]), 1.0f);
-        ok &= found != Found::kGaveUp;
-      }
-    }
-    if (!__all_sync(kAllLanes, ok)) return false;
-    if (!in) return true;
-    if (bias(token) != nullptr) Element::add(sum.of, load_word_unit(bias(token), word, row_units), 1.0f);
-    const LlData rounded = data_of(sum.rounded());
-#pragma unroll
-    for (int u = 0; u < kLlWordUnits; ++u)
-      if (const int unit = kLlWordUnits * word + u; unit < row_units)
-        reinterpret_cast<uint32_t*>(out(token))[unit] = rounded.unit[u];
-    return true;
-  }
-  __device__ __forceinline__ const LlWord* from(int rank, int token, int word) const {
-    return ll_.own().row_words(ll_.kind, ll_.parity, rank, token) + word;
-  }
-
   const LlRun& ll_;
   const LlCombineArgs& args_;
   const LlHeader& header_;
-  const bool words_;
 };
 
 }  // namespace ep::cuda

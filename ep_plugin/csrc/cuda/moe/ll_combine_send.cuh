@@ -1,6 +1,6 @@
 // The send half of low-latency combine. ll_combine.cu describes roles and memory order.
 #pragma once
-#include "cuda/moe/ll_sum.cuh"
+#include "cuda/moe/ll_combine_few.cuh"
 
 namespace ep::cuda {
 
@@ -25,10 +25,12 @@ __device__ inline LlData weights_word(const LlRun& ll, const LlCombineArgs& args
   return data;
 }
 
-// All workers of the kernel: send this rank's header and weights to every peer, the next rank first.
+// All workers of the kernel: send this rank's header to every peer, the next rank first, and the weights if it has many
+// pairs.
 __device__ inline void send_weights(const LlRun& ll, const LlCombineArgs& args) {
   const LlHeader& header = ll.op.header;
-  const int R = ll.op.comm.num_ranks, me = ll.op.comm.rank, T = header.num_tokens;
+  const int R = ll.op.comm.num_ranks, me = ll.op.comm.rank;
+  const int T = ll_has_few_pairs(header, header.num_tokens) ? 0 : header.num_tokens;
   const int of_token = static_cast<int>(ll_weight_words(header.topk, header.weight_bytes));
   const int words = kLlHeaderWords + T * of_token;
   const Team team = team_of_workers();
@@ -51,6 +53,7 @@ __device__ inline void send_weights(const LlRun& ll, const LlCombineArgs& args) 
       const int place = index - kLlHeaderWords;
       return place < 0 || (place / stride < T && place % stride < of_token);
     });
+    if (lane_id() == me) refresh_pairs(ll, args);
   }
   __syncwarp();
 }
@@ -77,15 +80,18 @@ struct LlLists {
   Owned of[kLlMostInBatch];
 };
 
-// The tokens of all owners, as the CTAs of a kernel share them: in groups, owners in turn, the next rank first. This
-// depends on the plan alone, so workers and the signalling warp see the same batches.
+// The tokens of all owners with many pairs, as the CTAs of a kernel share them: in groups, owners in turn, the next
+// rank first. This depends on the plan alone, so workers and the signalling warp see the same batches.
 struct OwnedTokens {
   const LlRun& ll;
   const LlPlan plan;
 
   __device__ OwnedTokens(const LlRun& ll, const LlCombineArgs& args) : ll(ll), plan(ll_plan_of(ll.op, args.plan)) {}
 
-  __device__ int tokens_of(int owner) const { return min(max(plan.src_tokens[owner], 0), ll.op.header.max_tokens); }
+  __device__ int tokens_of(int owner) const {
+    const int tokens = min(max(plan.src_tokens[owner], 0), ll.op.header.max_tokens);
+    return ll_has_few_pairs(ll.op.header, tokens) ? 0 : tokens;
+  }
   __device__ Batches batches() const {
     int groups = 0, per_group = 1;  // 129 tokens are fewer groups than 128
 #pragma unroll 1
@@ -127,10 +133,8 @@ class LlHolder {
   // False after a fault.
   __device__ bool run(int32_t* written) {
     const Batches batches = owned_.batches();
-    const int units = max_units(), pieces = (units + kWarp - 1) / kWarp;
+    const int pieces = (header_.row_bytes / 16 + kWarp - 1) / kWarp;
     bool ok = warp_id() != num_workers() - 1 || open();  // while the other warps list tokens
-    if (ok) refresh();
-    if (batches.count() == 0) return join_workers(ok);
 #pragma unroll 1
     for (int batch = 0; batch < batches.count(); ++batch) {
 #pragma unroll 1
@@ -146,7 +150,7 @@ class LlHolder {
       count_written(written);
       join_workers();  // the lists may be overwritten
     }
-    return true;
+    return ok;
   }
 
  private:
@@ -168,31 +172,6 @@ class LlHolder {
     return __all_sync(kAllLanes, ok) != 0;
   }
 
-  // Refreshes a word of the rows for each owner. list() does it where a row that this rank holds is not named.
-  __device__ void refresh() const {
-    const Team team = team_of_workers();
-    const int owner = lane_id();
-    if (team.index == team.size - 1 && owner < ll_.op.comm.num_ranks && !ll_.is_masked(owner))
-      ll_refresh_rows(ll_, owner, owned_.tokens_of(owner), header_.row_bytes,
-                      [&](int token) { return owned_.holds(owner, token); });
-    __syncwarp();
-  }
-  __device__ void refresh_unnamed(const Owned& to) const {
-    const int64_t per_row = ll_.lay.words_per_row, index = ll_refreshed(ll_.run.epoch, kLlWordTokens * per_row);
-    if (lane_id() == 0 && index / per_row == to.token && index % per_row < ll_words(header_.row_bytes))
-      ll_store(ll_.block(to.owner).row_words(ll_.kind, ll_.parity, ll_.op.comm.rank, 0) + index, LlData{}, ll_.tag());
-    __syncwarp();
-  }
-
-  // The most units that a row has: words if some owner has few tokens, else vectors.
-  __device__ int max_units() const {
-    int units = header_.row_bytes / 16;
-#pragma unroll 1
-    for (int owner = 0; owner < ll_.op.comm.num_ranks; ++owner)
-      if (ll_rows_are_words(owned_.tokens_of(owner))) units = static_cast<int>(ll_words(header_.row_bytes));
-    return units;
-  }
-
   // One warp: lists the terms of a token, in the order of k. Waits for its weights. False after a fault.
   __device__ bool list(const Owned& of, int place) {
     if (lane_id() == 0) lists_.count[place] = 0, lists_.of[place] = of;
@@ -203,7 +182,6 @@ class LlHolder {
     const LlWord* words = ll_.own().weights_of_token(ll_.parity, of.owner, of.token);
     const int64_t all_rows = local_experts(comm) * owned_.plan.expert_rows;
     int count = 0;
-    bool held = false;
 #pragma unroll 1
     for (int base = 0; base < header_.topk; base += kWarp) {
       const int k = base + lane_id();
@@ -219,7 +197,6 @@ class LlHolder {
         if (row >= all_rows) ok = ll_fail(ll_, kBadHandle, comm.rank, of.token, all_rows, row);
       }
       if (!__all_sync(kAllLanes, ok)) return false;
-      held |= __any_sync(kAllLanes, row >= 0) != 0;
       const unsigned named = __ballot_sync(kAllLanes, bits != kNotNamed);
       if (bits != kNotNamed)
         terms_[place * header_.topk + count + __popc(named & ((1u << lane_id()) - 1u))] =
@@ -228,25 +205,16 @@ class LlHolder {
     }
     if (lane_id() == 0) lists_.count[place] = count;
     __syncwarp();
-    if (held && count == 0 && ll_rows_are_words(of.tokens)) refresh_unnamed(of);
     return true;
   }
 
-  // All lanes: sums this lane's unit of the token's rows, and stores it into the owner's slot, or as a word.
+  // All lanes: sums this lane's vector of the token's rows, and stores it into the owner's slot.
   __device__ __forceinline__ void reduce(const Owned& to, int unit, const LlTerm* terms, int count) const {
     const int me = ll_.op.comm.rank;
-    const bool words = ll_rows_are_words(to.tokens);
-    const bool in = unit < (words ? static_cast<int>(ll_words(header_.row_bytes)) : header_.row_bytes / 16);
+    const bool in = unit < header_.row_bytes / 16;
     const auto row = [&](int i) { return at<const char>(args_.y, int64_t{terms[i].row} * header_.row_bytes); };
     const auto factor = [&](int i) { return terms[i].factor; };
     LaneSum<Element> sum;
-    if (words) {
-      if (!in) return;
-      sum.add(count, [&](int i) { return load_word_unit(row(i), unit, header_.row_bytes / 4); }, factor);
-      ll_store(ll_.block(to.owner).row_words(ll_.kind, ll_.parity, me, to.token) + unit, data_of(sum.rounded()),
-               ll_.tag());
-      return;
-    }
     if (in) sum.add(count, [&](int i) { return ptx::ld_coherent(vector_in(row(i), unit)); }, factor);
     char* slot = ll_.block(to.owner).slot(ll_.kind, ll_.parity, me, to.token);
     if constexpr (std::is_same_v<Element, BFloat16>) {
@@ -273,7 +241,7 @@ __device__ inline void signal_partials(const LlRun& ll, const LlCombineArgs& arg
     const int place = lane_id();
     Owned of{-1, 0, 0, 0};
     if (place < batches.places()) of = owned.find(batches, batch, place);
-    const bool flagged = of.owner >= 0 && !ll_rows_are_words(of.tokens);
+    const bool flagged = of.owner >= 0;
     const unsigned held = __ballot_sync(kAllLanes, flagged && owned.holds(of.owner, of.token));
     if (!fence_batch(ll, written, batch)) return;
     const int first = place / batches.per_item * batches.per_item;

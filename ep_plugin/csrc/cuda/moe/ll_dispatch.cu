@@ -7,15 +7,13 @@
 //            loads its part of x once, quantises it in registers, and stores it to every rank that needs the row.
 //   Flags    The signalling warp fences once for the CTA's groups, then stores their flags.
 //   Places   Every CTA waits for the ids of all sources, and computes the rows of its share of their tokens by itself.
-//            Some CTAs write the tables of counts, too.
+//            Some CTAs write the tables of counts, too. With few pairs every warp does it (ll_dispatch_few.cuh).
 //   Copies   Warps wait for the flag of a token's group, load a piece of its slot once, and store it to all its rows.
 //
-// Few tokens. A rank with at most kLlWordTokens tokens sends rows as words, without flags.
+// Buffers. Words, flags and slots are in the block of the rank that reads them. Shared memory has the experts of pairs,
+// and their counts by expert.
 //
-// Buffers. Words, flags and slots are in the block of the rank that reads them. Shared memory has the counts of pairs
-// by expert, and a stage for one quantised row that travels as words.
-//
-// Memory order. See low_latency.cuh. The last CTA signals the consumed words after all CTAs have read their rows.
+// Memory order. See low_latency.cuh.
 //
 // Co-residency. With both halves, the kernel sends and waits for rows, so it is launched cooperatively. The send half
 // alone waits only for what earlier kernels of peers signal; the receive half alone sends nothing that others wait for
@@ -23,6 +21,7 @@
 //
 // After a fault. Nothing is signalled. The tables of counts are zeros.
 #include "cuda/moe/kernels.h"
+#include "cuda/moe/ll_dispatch_few.cuh"
 #include "cuda/moe/ll_dispatch_recv.cuh"
 #include "cuda/moe/ll_dispatch_send.cuh"
 
@@ -33,32 +32,28 @@ namespace {
 constexpr int kMostWorkers = 19;  // with more, a thread has too few registers
 constexpr int kMaxThreads = (kMostWorkers + 1) * kWarp;
 
-// Dynamic shared memory. stage_bytes 0: the stage is in this rank's block.
-struct LlShared {
-  int32_t counts_bytes;
-  int32_t stage_bytes;
-};
-
 // From: the element type of rows that are quantised, or AsTheyAre.
 template <class From>
-__device__ void send(const LlRun& ll, const LlDispatchArgs& args, const LlShared& shared, int32_t* written) {
-  const int64_t image_bytes = ll_image_bytes(args.op.header.row_bytes, args.op.header.scale_bytes);
+__device__ void send(const LlRun& ll, const LlDispatchArgs& args, int32_t* written) {
   if (warp_id() == num_workers()) return signal_rows(ll, args, written);
-  send_ids(ll, args, image_bytes);
-  const bool words = ll_rows_are_words(args.op.header.num_tokens);
-  if (blockIdx.x == (words ? gridDim.x - 1 : 0)) {  // the CTA that has the first row
+  send_ids(ll, args);
+  if (blockIdx.x == gridDim.x - 1) {  // the CTA that has the first row
     if (threadIdx.x == 0) hold_at_gate(ll.run);
     join_workers();
   }
-  if (words) {
-    char* stage = shared.stage_bytes != 0 ? dynamic_shared + shared.counts_bytes : nullptr;
-    send_rows_as_words<From>(ll, args, image_bytes, stage);
-  } else {
-    send_rows_to_slots<From>(ll, args, written);
-  }
+  send_rows_to_slots<From>(ll, args, written);
 }
 
-// All threads of the last CTA: after a fault the tables are zeros.
+// Workers. False after a fault.
+__device__ bool receive(const LlRun& ll, const LlDispatchArgs& args) {
+  __shared__ Placed placed;
+  int32_t* counts = reinterpret_cast<int32_t*>(dynamic_shared);
+  LlFewReceiver few(ll, args, placed, counts);
+  if (!few.open()) return false;
+  return few.serves() ? few.run() : LlReceiver(ll, args, placed, counts).run();
+}
+
+// All threads of a CTA: after a fault the tables are zeros.
 __device__ void clear_tables(const LlDispatchArgs& args) {
   const Comm& comm = args.op.comm;
   const int R = comm.num_ranks, per_rank = local_experts(comm);
@@ -80,28 +75,20 @@ namespace dispatch {
 
 template <class From>
 __global__ void __launch_bounds__(kMaxThreads, 1)
-    ep_ll_dispatch(const __grid_constant__ LlDispatchArgs args, const __grid_constant__ LlLayout lay,
-                   const __grid_constant__ LlShared shared) {
+    ep_ll_dispatch(const __grid_constant__ LlDispatchArgs args, const __grid_constant__ LlLayout lay) {
   __shared__ uint32_t masked;
   __shared__ int32_t written;  // by worker warps and batches
   const bool sends = (args.op.phases & kLlSend) != 0, receives = (args.op.phases & kLlReceive) != 0;
   if (threadIdx.x == 0) written = 0;
   LlRun ll = ll_half(args.op, lay, kLlDispatch, sends ? kLlSend : kLlReceive, ll_epoch(args.op, kLlDispatch), 0);
-  if (ll_enter(ll, &masked)) {
-    if (sends) send<From>(ll, args, shared, &written);
-    if (receives) {
-      __shared__ Placed placed;
-      const LlRun receiving = ll_half(args.op, lay, kLlDispatch, kLlReceive, ll.run.epoch, ll.masked);
-      if (warp_id() < num_workers())
-        LlReceiver(receiving, args, placed, reinterpret_cast<int32_t*>(dynamic_shared)).run();
-    }
+  bool ok = ll_enter(ll, &masked);
+  if (ok) {
+    const bool works = warp_id() < num_workers();
+    if (!works) ll_begin(ll);
+    if (sends) send<From>(ll, args, &written);
+    if (receives && works) ok = receive(ll_half(args.op, lay, kLlDispatch, kLlReceive, ll.run.epoch, ll.masked), args);
   }
-  if (!ll_last_to_finish(args.op, kLlDispatch)) return;
-  if (faulted(args.op.comm)) {
-    if (receives) clear_tables(args);
-  } else if (warp_id() == 0) {
-    ll_finish(ll);
-  }
+  if (!ll_leave(ll, ok) && receives) clear_tables(args);
 }
 
 }  // namespace dispatch
@@ -112,22 +99,13 @@ void launch_from(const LlDispatchArgs& args) {
   const LlOperation& op = args.op;
   const int64_t image_bytes = ll_image_bytes(op.header.row_bytes, op.header.scale_bytes);
   const int64_t limit = limits_of<kKernel>().shared_bytes;
-  LlShared shared{};
-  if ((op.phases & kLlReceive) != 0)
-    shared.counts_bytes = static_cast<int32_t>(align_up(3 * 4 * int64_t{local_experts(op.comm)}, kSlotAlign));
-  require(shared.counts_bytes <= limit, "experts of a rank", "as many as shared memory has room for",
-          local_experts(op.comm));
-  const bool staged =
-      !std::is_same_v<From, AsTheyAre> && (op.phases & kLlSend) != 0 && ll_rows_are_words(op.header.num_tokens);
-  if (staged && shared.counts_bytes + image_bytes <= limit)
-    shared.stage_bytes = static_cast<int32_t>(align_up(image_bytes, kRowAlign));
+  const int64_t counts = (op.phases & kLlReceive) == 0 ? 0 : 3 * 4 * int64_t{local_experts(op.comm)};
+  require(counts <= limit, "experts of a rank", "as many as shared memory has room for", local_experts(op.comm));
   const int threads = ll_threads(op, ceil_div(image_bytes, kUnitBytes * kWarp), kMostWorkers);
-  const int64_t bytes = shared.counts_bytes + shared.stage_bytes;
   const LlLayout lay = ll_layout(op.comm.num_ranks, op.shape);
-  const auto launch_it = op.phases == (kLlSend | kLlReceive)
-                             ? launch_cooperatively<kKernel, LlDispatchArgs, LlLayout, LlShared>
-                             : launch<kKernel, LlDispatchArgs, LlLayout, LlShared>;
-  launch_it("low-latency dispatch", op.num_sms, threads, bytes, op.stream, args, lay, shared);
+  const auto launch_it = op.phases == (kLlSend | kLlReceive) ? launch_cooperatively<kKernel, LlDispatchArgs, LlLayout>
+                                                             : launch<kKernel, LlDispatchArgs, LlLayout>;
+  launch_it("low-latency dispatch", op.num_sms, threads, counts, op.stream, args, lay);
 }
 
 void require_ll_dispatch(const LlDispatchArgs& args) {

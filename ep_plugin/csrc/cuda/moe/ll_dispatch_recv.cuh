@@ -1,4 +1,4 @@
-// The receive half of low-latency dispatch. ll_dispatch.cu describes roles and memory order.
+// The receive half of low-latency dispatch where there are many pairs. ll_dispatch.cu describes roles and memory order.
 //
 // Places. All tokens of all sources form one list, in the order of (source, token). Each CTA receives an equal share of
 // it, which is contiguous. A pair's row in its expert's block is the number of earlier pairs of that expert in the
@@ -6,93 +6,47 @@
 // It waits for no other CTA. A CTA that writes the tables of a source counts that source's pairs and those of earlier
 // sources, too.
 #pragma once
-#include "cuda/moe/ll_words.cuh"
+#include "cuda/moe/ll_rows.cuh"
+#include "cuda/moe/ll_sources.cuh"
 #include "cuda/moe/positions.cuh"
 
 namespace ep::cuda {
 
-constexpr int kPassPairs = 512;  // pairs that a CTA places at a time
-constexpr int kRowVectors = 2;   // 16-byte vectors of a row that a lane copies at a time
-
-// What a CTA knows of the sources, and the pairs of one pass. In shared memory.
-struct Placed {
-  int32_t tokens[kMaxRanks];                  // T of each source; 0: it is masked
-  int32_t begin[kMaxRanks + 1];               // the source's first token in the list
-  int32_t share[2];                           // this CTA's first token in the list, and the one after its last
-  int32_t before[kMaxRanks];                  // pairs of the source before this CTA's share of the list
-  int32_t lost[kMaxRanks];                    // 1: a wait for its words ended with a mask
-  __align__(16) int32_t experts[kPassPairs];  // local expert of each pair, -1: none
-  int32_t rows[kPassPairs];                   // row of each pair, -1: none
-};
-
 // Workers of a CTA call all functions. Those that return bool return the same for all workers: false after a fault.
-class LlReceiver {
+class LlReceiver : public LlSources {
  public:
-  // counts: [3][E_l], in shared memory.
-  __device__ LlReceiver(const LlRun& ll, const LlDispatchArgs& args, Placed& placed, int32_t* counts)
-      : ll_(ll),
-        args_(args),
-        header_(ll.op.header),
-        plan_(ll_plan_of(ll.op, args.plan)),
-        placed_(placed),
-        pairs_of_(counts),
-        ranks_(ll.op.comm.num_ranks),
-        per_rank_(local_experts(ll.op.comm)) {}
+  using LlSources::LlSources;
 
-  __device__ void run() {
-    if (!open()) return;
+  // After open(). False after a fault.
+  __device__ bool run() {
     const int grid = static_cast<int>(gridDim.x);
     int table = grid - 1 - static_cast<int>(blockIdx.x);  // the source whose tables this CTA writes, if there is one
     for (bool settled = false;;) {
       list_sources();
-      if (!count_pairs(table < ranks_ ? table : -1)) return;
+      if (!count_pairs(table < ranks_ ? table : -1)) return false;
       if (!settled && settle()) continue;
       settled = true;
-      if (table < ranks_ && !write_tables(table)) return;
+      if (table < ranks_ && !write_tables(table)) return false;
       table += grid;
       if (table >= ranks_) break;
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(ll_.run);
     __syncwarp();
+    const LlRowWriter writer(ll_, args_, plan_.expert_rows);
     const int end = placed_.share[1];
-    bool ok = true;
     for (int first = placed_.share[0]; first < end; first += per_pass()) {
       const int tokens = min(per_pass(), end - first);
       if (first != placed_.share[0]) find_experts(first, tokens);
-      if (!place(first, tokens)) return;
-      ok = copy_rows(first, tokens);
-      if (!join_workers(ok)) return;
+      if (!place(first, tokens) || !join_workers(copy_rows(writer, first, tokens))) return false;
     }
+    return true;
   }
 
  private:
   // --- Sources
 
-  __device__ const LlWord* words_of(int source) const { return ll_.own().ids(ll_.parity, source); }
   __device__ int pairs_of_source(int source) const { return placed_.tokens[source] * header_.topk; }
   __device__ int per_pass() const { return max(1, kPassPairs / header_.topk); }  // tokens
-
-  // The last warp waits for the headers. If ids are few, the other threads wait for the ids that they count first.
-  __device__ bool open() {
-    bool ok = true;
-    const int source = lane_id();
-    if (warp_id() == num_workers() - 1 && source < ranks_) {
-      LlHeader header;
-      const Found found = ll_open(ll_, source, words_of(source), &header);
-      ok = found != Found::kGaveUp;
-      placed_.tokens[source] = found == Found::kThere ? header.num_tokens : 0;
-      placed_.lost[source] = found == Found::kMasked;
-    }
-    if (ll_ids_are_few(header_)) {
-      const int words = ll_sent_id_words(header_, 0), at = static_cast<int>(threadIdx.x);
-      if (at < ranks_ * words) early_found_ = wait_ids(at / words, at % words, &early_);
-      is_early_ = true;
-    }
-    return join_workers(ok && early_found_ != Found::kGaveUp);
-  }
-  __device__ __forceinline__ Found wait_ids(int source, int word, LlData* data) const {
-    return ll_wait_words<1>(ll_, source, words_of(source) + kLlHeaderWords + word, data);
-  }
 
   __device__ void list_sources() {
     if (threadIdx.x == 0) {
@@ -162,64 +116,30 @@ class LlReceiver {
     bool ok = true;
 #pragma unroll 1
     for (int at = threadIdx.x; ok && at < ranks_ * words; at += worker_threads())
-      ok = count_word(at / words, at % words, table, is_early_ && at == static_cast<int>(threadIdx.x));
-    is_early_ = false;
+      ok = count_word(at / words, at % words, table);
     return join_workers(ok);
   }
 
-  __device__ __forceinline__ bool count_word(int source, int word, int table, bool is_early) {
+  __device__ __forceinline__ bool count_word(int source, int word, int table) {
     const int pairs = pairs_of_source(source), first = word * kLlIdsPerWord;
     if (first >= pairs) return true;
-    LlData data = early_;
-    const Found found = is_early ? early_found_ : wait_ids(source, word, &data);
+    LlData data;
+    const Found found = wait_ids(source, word, &data);
     if (found == Found::kMasked) placed_.lost[source] = 1;
     if (found != Found::kThere) return found == Found::kMasked;
-    const int before = placed_.before[source], share = placed_.share[0];
-    const int pairs_of_pass = min(per_pass(), placed_.share[1] - share) * header_.topk;
-    int place = (placed_.begin[source] - share) * header_.topk + first;  // of the pair in the first pass
-    uint64_t ids = static_cast<uint64_t>(data.unit[1]) << 32 | data.unit[0], rest = data.unit[2];
-#pragma unroll 1
-    for (int pair = first; pair < min(first + kLlIdsPerWord, pairs);
-         ++pair, ++place, ids = ids >> 16 | rest << 48, rest >>= 16) {
-      const int id = static_cast<int16_t>(ids);
-      if (id < -1 || id >= ll_.op.comm.num_experts)
-        return ll_fail(ll_, kBadData, source, 0, ll_.op.comm.num_experts, id);
-      const int local = local_of(id);
-      if (place >= 0 && place < pairs_of_pass) placed_.experts[place] = local;
-      if (local >= 0 && pair < before) atomicAdd(pairs_of_ + local, 1);
-      if (local >= 0 && source <= table) atomicAdd(pairs_of_ + (source < table ? 1 : 2) * per_rank_ + local, 1);
+    if (!check_ids(data, source)) return false;
+    const int share = placed_.share[0], left = pairs - first, before = placed_.before[source] - first;
+    const int place = (placed_.begin[source] - share) * header_.topk + first;  // of the first pair in the first pass
+    const int end = min(per_pass(), placed_.share[1] - share) * header_.topk;
+#pragma unroll
+    for (int i = 0; i < kLlIdsPerWord; ++i) {
+      const int local = local_of(id_in(data, i));
+      if (i < left && place + i >= 0 && place + i < end) placed_.experts[place + i] = local;
+      if (i < left && local >= 0 && i < before) atomicAdd(pairs_of_ + local, 1);
+      if (i < left && local >= 0 && source <= table)
+        atomicAdd(pairs_of_ + (source < table ? 1 : 2) * per_rank_ + local, 1);
     }
     return true;
-  }
-
-  // The local expert of an id; -1: it is on another rank, or dropped.
-  __device__ __forceinline__ int local_of(int id) const {
-    const int local = id - ll_.op.comm.rank * per_rank_;
-    return id >= 0 && local >= 0 && local < per_rank_ ? local : -1;
-  }
-
-  // --- Tables. One CTA writes those of one source, while rows are under way.
-
-  __device__ bool write_tables(int s) const {
-    bool ok = true;
-#pragma unroll 1
-    for (int e = threadIdx.x; e < per_rank_; e += worker_threads()) {
-      const int32_t earlier = pairs_of_[per_rank_ + e], rows = pairs_of_[2 * per_rank_ + e];
-      plan_.layout_range[e * ranks_ + s] = static_cast<int64_t>(earlier) << 32 | rows;
-      if (s == ranks_ - 1) {
-        at<int32_t>(args_.expert_count)[e] = earlier + rows;
-        if (args_.cumulative != 0) at<int32_t>(args_.cumulative)[e] += earlier + rows;
-      }
-      if (rows > placed_.tokens[s]) ok = too_many(s, rows);
-    }
-    if (threadIdx.x == 0) plan_.src_tokens[s] = placed_.tokens[s];
-#pragma unroll 1
-    for (int e = threadIdx.x; s == 0 && e <= per_rank_; e += worker_threads())
-      at<int32_t>(args_.expert_offset)[e] = static_cast<int32_t>(e * plan_.expert_rows);
-    return join_workers(ok);
-  }
-  __device__ bool too_many(int source, int rows) const {
-    return ll_fail(ll_, kBadData, source, 1, placed_.tokens[source], rows);
   }
 
   // --- Rows of a pass
@@ -276,124 +196,19 @@ class LlReceiver {
     return true;
   }
 
-  // Copies the images of these tokens to their rows. A warp takes pieces of images, the scales as a piece of their own.
-  __device__ bool copy_rows(int first, int tokens) const {
-    const int64_t image_bytes = ll_image_bytes(header_.row_bytes, header_.scale_bytes);
-    const int row_pieces = static_cast<int>(ceil_div(header_.row_bytes, kRowVectors * kWarp * 16));
-    const int slot_pieces = row_pieces + (header_.scale_bytes != 0 ? 1 : 0);
-    const int word_pieces = static_cast<int>(ceil_div(ll_words(image_bytes), kWarp));
-    const int pieces = max(slot_pieces, word_pieces);
+  // Copies the images of these tokens to their rows. Warps take pieces of images in turn.
+  __device__ bool copy_rows(const LlRowWriter& writer, int first, int tokens) const {
+    const int pieces = writer.pieces();
+    bool ok = true;
 #pragma unroll 1
-    for (int task = warp_id(); task < tokens * pieces; task += num_workers()) {
-      const int i = task / pieces, piece = task - i * pieces, s = source_of(first + i);
-      const bool words = ll_rows_are_words(placed_.tokens[s]);
+    for (int task = warp_id(); ok && task < tokens * pieces; task += num_workers()) {
+      const int i = task / pieces, s = source_of(first + i);
       const int32_t* rows = placed_.rows + i * header_.topk;
-      if (piece >= (words ? word_pieces : slot_pieces) || !any_row(rows)) continue;
-      const int token = first + i - placed_.begin[s];
-      bool ok;
-      if (words) {
-        ok = copy_words(s, token, piece, rows, static_cast<int>(image_bytes / 4));
-      } else {
-        const Found found = ll_wait_rows(ll_, s, token / ll_group_tokens(placed_.tokens[s]));
-        ok = found != Found::kGaveUp;
-        const char* image = found == Found::kThere ? ll_.own().slot(ll_.kind, ll_.parity, s, token) : nullptr;
-        if (ok && piece < row_pieces) copy_piece(image, piece, rows);
-        if (ok && piece == row_pieces) copy_scales(image, rows);
-      }
-      if (!__all_sync(kAllLanes, ok)) return false;
+      ok = writer.copy(s, placed_.tokens[s], first + i - placed_.begin[s], task - i * pieces,
+                       [=](int k) { return rows[k]; });
     }
-    return true;
+    return ok;
   }
-
-  __device__ bool any_row(const int32_t* rows) const {
-    bool any = false;
-#pragma unroll 1
-    for (int k = lane_id(); k < header_.topk; k += kWarp) any |= rows[k] >= 0;
-    return __any_sync(kAllLanes, any) != 0;
-  }
-  // All lanes: calls store(row) for each row of a token.
-  template <class Store>
-  __device__ __forceinline__ void each_row(const int32_t* rows, Store store) const {
-#pragma unroll 1
-    for (int base = 0; base < header_.topk; base += kWarp) {
-      const int k = base + lane_id(), row = k < header_.topk ? rows[k] : -1;
-#pragma unroll 1
-      for (unsigned left = __ballot_sync(kAllLanes, row >= 0); left != 0; left &= left - 1)
-        store(__shfl_sync(kAllLanes, row, __ffs(static_cast<int>(left)) - 1));
-    }
-  }
-
-  // The image is null if its source was masked: the rows become zeros.
-  __device__ __forceinline__ void copy_piece(const char* image, int piece, const int32_t* rows) const {
-    const int first = piece * kRowVectors * kWarp + lane_id(), vectors = header_.row_bytes / 16;
-    int4 held[kRowVectors];
-#pragma unroll
-    for (int v = 0; v < kRowVectors; ++v) {
-      held[v] = make_int4(0, 0, 0, 0);
-      if (image != nullptr && first + v * kWarp < vectors)
-        held[v] = ptx::ld_coherent(reinterpret_cast<const int4*>(image) + first + v * kWarp);
-    }
-    each_row(rows, [&](int row) {
-      int4* to = at<int4>(args_.tokens, int64_t{row} * header_.row_bytes);
-#pragma unroll
-      for (int v = 0; v < kRowVectors; ++v)
-        if (first + v * kWarp < vectors) to[first + v * kWarp] = held[v];
-    });
-  }
-
-  // The address of column `column` of the scales of a row. A column is a float32, or four exponents.
-  __device__ __forceinline__ int32_t* scale_of(int row, int column) const {
-    const unsigned rows = static_cast<unsigned>(plan_.expert_rows);
-    const unsigned expert = static_cast<unsigned>(row) / rows;
-    const int columns = static_cast<int>(ceil_div(header_.scale_bytes, kScaleBytes));
-    return at<int32_t>(args_.scales) + (int64_t{expert} * columns + column) * rows + (row - expert * rows);
-  }
-  __device__ void copy_scales(const char* image, const int32_t* rows) const {
-    const int columns = static_cast<int>(ceil_div(header_.scale_bytes, kScaleBytes));
-#pragma unroll 1
-    for (int base = 0; base < columns; base += kWarp) {
-      const int column = base + lane_id();
-      int32_t held = 0;
-      if (image != nullptr && column < columns)
-        held = ptx::ld_coherent(reinterpret_cast<const int32_t*>(image + header_.row_bytes) + column);
-      each_row(rows, [&](int row) {
-        if (column < columns) *scale_of(row, column) = held;
-      });
-    }
-  }
-
-  // The same for 32 words of an image of `units` 4-byte units.
-  __device__ bool copy_words(int source, int token, int piece, const int32_t* rows, int units) const {
-    const int word = piece * kWarp + lane_id(), row_units = header_.row_bytes / 4;
-    const LlWord* from = ll_.own().row_words(ll_.kind, ll_.parity, source, token) + word;
-    LlData data{};
-    Found found = Found::kThere;
-    if (word * kLlWordUnits < units) found = ll_wait_words<1>(ll_, source, from, &data);
-    if (!__all_sync(kAllLanes, found != Found::kGaveUp)) return false;
-    if (found == Found::kMasked) data = LlData{};
-    each_row(rows, [&](int row) {
-      int32_t* to = at<int32_t>(args_.tokens, int64_t{row} * header_.row_bytes);
-#pragma unroll
-      for (int u = 0; u < kLlWordUnits; ++u) {
-        const int unit = word * kLlWordUnits + u;
-        if (unit >= units) continue;
-        *(unit < row_units ? to + unit : scale_of(row, unit - row_units)) = static_cast<int32_t>(data.unit[u]);
-      }
-    });
-    return true;
-  }
-
-  LlRun ll_;
-  const LlDispatchArgs& args_;
-  const LlHeader& header_;
-  const LlPlan plan_;
-  Placed& placed_;
-  int32_t* const pairs_of_;  // by local expert: the pairs before those that are placed next; then the other two counts
-  LlData early_{};           // the word of this thread's first place in the list of words, where ids are few
-  Found early_found_ = Found::kThere;  // how the wait for it ended
-  bool is_early_ = false;              // early_ is not counted yet
-  const int ranks_;
-  const int per_rank_;
 };
 
 }  // namespace ep::cuda

@@ -9,37 +9,25 @@ namespace ep::cuda {
 
 // --- Words: header and ids -----------------------------------------------------------------------------------------
 
-// Word `word` of this rank's ids. With `copy`, also writes the handle's copy of them.
+// Word `word` of this rank's ids; -1 where it has no pair. With `copy`, also writes the handle's copy of them.
 __device__ inline LlData ids_word(const LlRun& ll, const LlDispatchArgs& args, int word, bool copy) {
-  const int pairs = ll.op.header.num_tokens * ll.op.header.topk;
-  const int first = word * kLlIdsPerWord;
-  uint64_t low = 0, high = 0;
-#pragma unroll 1
-  for (int i = kLlIdsPerWord - 1; i >= 0; --i) {
-    const int pair = first + i;
-    uint64_t bits = 0;
-    if (pair < pairs) {
-      const int id = ll_id(ll, args.ids, args.id_bytes, pair);
-      bits = static_cast<uint64_t>(id) & 0xFFFFu;
-      if (copy && args.topk_ids != 0) at<int32_t>(args.topk_ids)[pair] = id;
-    }
-    high = high << 16 | low >> 48;
-    low = low << 16 | bits;
+  const int pairs = ll.op.header.num_tokens * ll.op.header.topk, first = word * kLlIdsPerWord;
+  int64_t ids[kLlIdsPerWord];  // loaded together
+#pragma unroll
+  for (int i = 0; i < kLlIdsPerWord; ++i)
+    ids[i] = first + i < pairs ? ll_load_id(args.ids, args.id_bytes, first + i) : -1;
+  LlData data{};
+#pragma unroll
+  for (int i = 0; i < kLlIdsPerWord; ++i) {
+    const int id = ll_checked_id(ll, ids[i], first + i);
+    if (copy && args.topk_ids != 0 && first + i < pairs) at<int32_t>(args.topk_ids)[first + i] = id;
+    data.unit[i / 2] |= (static_cast<uint32_t>(id) & 0xFFFFu) << 16 * (i % 2);
   }
-  return LlData{{static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high)}};
-}
-
-// Whether a token of this rank goes to `peer`. One thread.
-__device__ inline bool goes_to(const LlRun& ll, const LlDispatchArgs& args, int token, int peer) {
-  const int K = ll.op.header.topk, per_rank = local_experts(ll.op.comm);
-#pragma unroll 1
-  for (int k = 0; k < K; ++k)
-    if (const int id = ll_id(ll, args.ids, args.id_bytes, token * K + k); id >= 0 && id / per_rank == peer) return true;
-  return false;
+  return data;
 }
 
 // All workers of the kernel: send this rank's header and ids to every peer, the next rank first.
-__device__ inline void send_ids(const LlRun& ll, const LlDispatchArgs& args, int64_t image_bytes) {
+__device__ inline void send_ids(const LlRun& ll, const LlDispatchArgs& args) {
   const LlHeader& header = ll.op.header;
   const int R = ll.op.comm.num_ranks, me = ll.op.comm.rank;
   const int words = kLlHeaderWords + ll_sent_id_words(header, header.num_tokens);
@@ -55,8 +43,6 @@ __device__ inline void send_ids(const LlRun& ll, const LlDispatchArgs& args, int
   if (team.index == team.size - 1 && lane_id() < R && !ll.is_masked(lane_id())) {
     const int peer = lane_id();
     ll_refresh(ll, ll.block(peer).ids(ll.parity, me), ll.lay.id_words, [=](int index) { return index < words; });
-    ll_refresh_rows(ll, peer, header.num_tokens, image_bytes,
-                    [&](int token) { return goes_to(ll, args, token, peer); });
   }
   __syncwarp();
 }
@@ -119,18 +105,16 @@ struct Elements {
   }
 };
 
-// The addresses of a token's image: slots of ranks, or one stage.
+// The addresses of a token's image: slots of ranks.
 struct Images {
   const LlRun& ll;
-  uint32_t ranks;  // 0: the stage
+  uint32_t ranks;
   int first;       // the rank that is stored to first
   int64_t offset;  // of the slot in a block
-  char* stage;
 
   // Calls store(image) for each of them.
   template <class Store>
   __device__ __forceinline__ void each(Store store) const {
-    if (stage != nullptr) store(stage);
     const int R = ll.op.comm.num_ranks;
 #pragma unroll 1
     for (int turn = 0, rank = first; turn < R; ++turn, rank = rank + 1 == R ? 0 : rank + 1)
@@ -189,8 +173,7 @@ __device__ __forceinline__ const char* row_of(const LlDispatchArgs& args, int to
 
 // The groups of this rank's tokens, as a CTA sends them.
 __device__ inline Batches sent_batches(const LlHeader& header) {
-  const int T = header.num_tokens;
-  return Batches(ll_rows_are_words(T) ? 0 : ll_groups(T), ll_group_tokens(T));
+  return Batches(ll_groups(header.num_tokens), ll_group_tokens(header.num_tokens));
 }
 
 // Workers: store the rows of this CTA's groups to the slots of all ranks that need them.
@@ -208,7 +191,7 @@ __device__ void send_rows_to_slots(const LlRun& ll, const LlDispatchArgs& args, 
       if (item >= batches.items || token >= header.num_tokens) continue;
       make_piece<From>(header, row_of(args, token), piece, [&] {
         const int64_t offset = ll.own().slot(ll.kind, ll.parity, me, token) - at<char>(ll.own().base);
-        return Images{ll, ll_ranks_of(ll, args.ids, args.id_bytes, token), (me + 1 + token) % R, offset, nullptr};
+        return Images{ll, ll_ranks_of(ll, args.ids, args.id_bytes, token), (me + 1 + token) % R, offset};
       });
     }
     count_written(written);
@@ -235,59 +218,6 @@ __device__ inline void signal_rows(const LlRun& ll, const LlDispatchArgs& args, 
 #pragma unroll 1
     for (int i = 0; i < batches.per_batch; ++i)
       signal_group(ll, __shfl_sync(kAllLanes, ranks, i), batches.item(batch, i));
-  }
-}
-
-// --- Few tokens: rows as words -------------------------------------------------------------------------------------
-
-// All lanes: sends 32 words of an image to the ranks that need it. find() returns them; it is called while the loads of
-// the image are in flight.
-template <class Find>
-__device__ __forceinline__ void send_image_words(const LlRun& ll, const char* image, int64_t image_bytes, int token,
-                                                 int piece, Find find) {
-  const int word = piece * kWarp + lane_id(), units = static_cast<int>(image_bytes / 4), me = ll.op.comm.rank;
-  LlData data;
-#pragma unroll
-  for (int u = 0; u < kLlWordUnits; ++u) data.unit[u] = ll_unit(image, kLlWordUnits * word + u, units);
-  const uint32_t ranks = find();
-  if (word >= ll_words(image_bytes)) return;
-  const int64_t offset =
-      reinterpret_cast<char*>(ll.own().row_words(ll.kind, ll.parity, me, token) + word) - at<char>(ll.own().base);
-#pragma unroll 1
-  for (uint32_t left = ranks; left != 0; left &= left - 1)
-    ll_store(at<LlWord>(ll.op.comm.control[__ffs(static_cast<int>(left)) - 1], offset), data, ll.tag());
-}
-
-// Workers: send the rows of at most kLlWordTokens tokens. All CTAs share rows that travel as they are. A quantised row
-// is made by one CTA, in `stage`, from which it is sent; null: the stage is the token's slot in this rank's own block,
-// which is not used then. The last workers and CTAs come first, since the first ones send ids.
-template <class From>
-__device__ void send_rows_as_words(const LlRun& ll, const LlDispatchArgs& args, int64_t image_bytes, char* stage) {
-  const LlHeader& header = ll.op.header;
-  const int T = header.num_tokens, me = ll.op.comm.rank;
-  const int word_pieces = static_cast<int>(ceil_div(ll_words(image_bytes), kWarp));
-  if constexpr (std::is_same_v<From, AsTheyAre>) {
-    const Team team = team_of_workers();
-#pragma unroll 1
-    for (int64_t task = team.size - 1 - team.index; task < int64_t{T} * word_pieces; task += team.size) {
-      const int token = static_cast<int>(task) / word_pieces, piece = static_cast<int>(task) % word_pieces;
-      send_image_words(ll, row_of(args, token), image_bytes, token, piece,
-                       [&] { return ll_ranks_of(ll, args.ids, args.id_bytes, token); });
-    }
-  } else {
-#pragma unroll 1
-    for (int token = static_cast<int>(gridDim.x - 1 - blockIdx.x); token < T; token += static_cast<int>(gridDim.x)) {
-      char* image = stage != nullptr ? stage : ll.own().slot(ll.kind, ll.parity, me, token);
-      const uint32_t ranks = ll_ranks_of(ll, args.ids, args.id_bytes, token);
-#pragma unroll 1
-      for (int piece = warp_id(); piece < pieces_of<From>(header); piece += num_workers())
-        make_piece<From>(header, row_of(args, token), piece, [&] { return Images{ll, 0, 0, 0, image}; });
-      join_workers();
-#pragma unroll 1
-      for (int piece = warp_id(); piece < word_pieces; piece += num_workers())
-        send_image_words(ll, image, image_bytes, token, piece, [=] { return ranks; });
-      join_workers();
-    }
   }
 }
 

@@ -51,14 +51,9 @@ __device__ __forceinline__ Found ll_wait_words(const LlRun& ll, int peer, const 
   return found;
 }
 
-// How many words of ids a rank sends to a peer. Where T_max allows few, their number depends on T_max alone, so that a
-// receiver may wait for them beside the header, which has T.
-constexpr int64_t kLlFewIdWords = 64;
-__device__ __forceinline__ bool ll_ids_are_few(const LlHeader& header) {
-  return ll_id_words(header.max_tokens, header.topk) <= kLlFewIdWords;
-}
+// How many words of ids a rank with T tokens sends to a peer.
 __device__ __forceinline__ int ll_sent_id_words(const LlHeader& header, int num_tokens) {
-  return static_cast<int>(ll_id_words(ll_ids_are_few(header) ? header.max_tokens : num_tokens, header.topk));
+  return max(ll_early_words(header.max_tokens, header.topk), static_cast<int>(ll_id_words(num_tokens, header.topk)));
 }
 
 // Unit `unit` of a word's bytes in a row of `units` 4-byte units; zero beyond its end.
@@ -84,17 +79,6 @@ __device__ inline void ll_refresh(const LlRun& ll, LlWord* words, int64_t count,
   const int64_t index = ll_refreshed(ll.run.epoch, count);
   if (!is_written(static_cast<int>(index))) ll_store(words + index, LlData{}, ll.tag());
 }
-// One thread: does so for the words of rows for one peer. goes(token): this operation writes the token's words.
-template <class Goes>
-__device__ inline void ll_refresh_rows(const LlRun& ll, int peer, int num_tokens, int64_t bytes, Goes goes) {
-  const int per_row = static_cast<int>(ll.lay.words_per_row);
-  LlWord* words = ll.block(peer).row_words(ll.kind, ll.parity, ll.op.comm.rank, 0);
-  ll_refresh(ll, words, int64_t{kLlWordTokens} * per_row, [&](int index) {
-    const int token = index / per_row;
-    return ll_rows_are_words(num_tokens) && token < num_tokens && index % per_row < ll_words(bytes) && goes(token);
-  });
-}
-
 // One thread: waits for a peer's header, compares it with this rank's, and adopts its masks.
 static __device__ EP_NOINLINE Found ll_open(const LlRun ll, int peer, const LlWord* words, LlHeader* header) {
   const Comm& comm = ll.op.comm;
@@ -118,11 +102,16 @@ static __device__ EP_NOINLINE Found ll_open(const LlRun ll, int peer, const LlWo
 }
 
 // An id as the caller gave it. What is no expert is recorded, and counts as dropped.
-__device__ inline int ll_id(const LlRun& ll, Address ids, int id_bytes, int pair) {
-  const int64_t id = id_bytes == 8 ? at<const int64_t>(ids)[pair] : at<const int32_t>(ids)[pair];
+__device__ __forceinline__ int64_t ll_load_id(Address ids, int id_bytes, int pair) {
+  return id_bytes == 8 ? at<const int64_t>(ids)[pair] : at<const int32_t>(ids)[pair];
+}
+__device__ __forceinline__ int ll_checked_id(const LlRun& ll, int64_t id, int pair) {
   if (id >= -1 && id < ll.op.comm.num_experts) return static_cast<int>(id);
   ll_fail(ll, kBadIds, ll.op.comm.rank, pair / ll.op.header.topk, ll.op.comm.num_experts, id);
   return -1;
+}
+__device__ inline int ll_id(const LlRun& ll, Address ids, int id_bytes, int pair) {
+  return ll_checked_id(ll, ll_load_id(ids, id_bytes, pair), pair);
 }
 // All lanes: bit r: rank r has one of the token's experts and is not masked.
 __device__ inline uint32_t ll_ranks_of(const LlRun& ll, Address ids, int id_bytes, int token) {

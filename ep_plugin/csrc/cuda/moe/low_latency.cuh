@@ -7,11 +7,14 @@
 // warp fences once at system scope and stores the flags of the batch.
 //
 // Buffers. A word is 12 bytes of data and the epoch in one 16-byte access. Rows are loaded and stored 16 bytes at a
-// time, straight from memory to the slots of peers; nothing is staged but quantised rows that travel as words.
+// time, straight from memory to the slots of peers. Nothing is staged.
 //
 // Memory order. Words are relaxed: each is complete by itself. Worker warps release their counts in the CTA; the
 // signalling warp acquires them, fences at system scope, and stores the flags. A reader acquires a flag at system scope
 // in one lane and joins its warp before the warp loads the rows. No bulk copies are used, so no proxy is fenced.
+//
+// CTAs. Each CTA counts itself when it has entered. The last one to enter advances the epoch, which all have read then.
+// Only some kernels also count CTAs that finish (ll_counts_ctas).
 //
 // Masks. Each CTA reads the masks once, when it enters. Only with `shrink` do they change in a kernel: a wait sets one
 // at its deadline, and headers bring those of peers. Then waits that last read them, too.
@@ -191,10 +194,39 @@ __device__ inline bool ll_enter(LlRun& ll, uint32_t* shared_masked) {
   return ok;
 }
 
-// The epoch of the operation that a kernel runs. All threads read it when they enter; the last CTA advances it.
+// The epoch of the operation that a kernel runs. All threads read it when they enter.
 __device__ inline uint64_t ll_epoch(const LlOperation& op, LlKind kind) {
   const LlState& state = ll_state_of(op);
   return (op.phases & kLlSend) != 0 ? state.epoch[kind] + 1 : state.slot_epoch[kind][op.slot];
+}
+
+// Whether the last CTA to finish has something to do: say that this rank waits no longer, add the time that it waited,
+// or, without a send half, signal the consumed words. Counting CTAs takes microseconds, so other kernels do not.
+__device__ __forceinline__ bool ll_counts_ctas(const LlOperation& op) {
+  return op.shrink != 0 || op.wait_cost != 0 || op.phases == kLlReceive;
+}
+
+// The signalling warp of each CTA, when all threads of the CTA have entered. The last CTA to come advances the epoch;
+// the first of the grid signals what the whole operation before this one has read.
+__device__ inline void ll_begin(const LlRun& ll) {
+  const LlOperation& op = ll.op;
+  LlState& state = ll.state();
+  const bool sends = (op.phases & kLlSend) != 0, receives = (op.phases & kLlReceive) != 0;
+  if (sends && lane_id() == 0 && ptx::atom_add_relaxed_gpu(&state.ctas_entered[ll.kind], 1) + 1 == gridDim.x) {
+    state.ctas_entered[ll.kind] = 0;
+    state.epoch[ll.kind] = ll.run.epoch;
+    // A whole operation needs none, and in a replayed graph would overwrite that of an un-received one.
+    if (!receives) state.slot_epoch[ll.kind][op.slot] = ll.run.epoch;
+  }
+  __syncwarp();
+  if (blockIdx.x != 0) return;
+  const uint64_t unsaid = state.unsaid[ll.kind];
+  const int peer = lane_id();
+  __syncwarp();  // all lanes have read it
+  if (peer == 0) state.unsaid[ll.kind] = sends && receives && !ll_counts_ctas(op) ? ll.run.epoch : 0;
+  if (unsaid != 0 && peer < op.comm.num_ranks && !ll.is_masked(peer))
+    peer::signal(ll.block(peer).consumed(ll.kind, ll_parity(unsaid), op.comm.rank), unsaid);
+  __syncwarp();
 }
 
 // --- Batches of tokens whose flags are stored together -------------------------------------------------------------
@@ -203,23 +235,25 @@ constexpr int kLlBatchTokens = 8;   // a batch has more only if one group has
 constexpr int kLlMostInBatch = 32;  // at most this many: the tokens of a group of the largest T
 static_assert(kLlMaxTokens / kLlMaxGroups <= kLlMostInBatch, "a group fits in a batch");
 
-// The items (groups of tokens) of one CTA, in batches. Every CTA has items blockIdx.x, blockIdx.x + gridDim.x, ...
+// The items (groups of tokens) of one CTA, in batches. Every CTA has items cta, cta + gridDim.x, ... The last CTA of
+// the grid is cta 0, since the first ones send words.
 struct Batches {
   int items;      // of the kernel
   int per_item;   // tokens, at most
   int per_batch;  // items
+  int cta;
 
   __device__ Batches(int items, int per_item)
-      : items(items), per_item(per_item), per_batch(max(1, kLlBatchTokens / per_item)) {}
+      : items(items),
+        per_item(per_item),
+        per_batch(max(1, kLlBatchTokens / per_item)),
+        cta(static_cast<int>(gridDim.x - 1 - blockIdx.x)) {}
   __device__ int count() const {
-    const int mine =
-        (items - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
+    const int mine = (items - cta + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
     return mine <= 0 ? 0 : (mine + per_batch - 1) / per_batch;
   }
   // The i-th item of a batch; at or past `items`: none.
-  __device__ int item(int batch, int i) const {
-    return static_cast<int>(blockIdx.x) + (batch * per_batch + i) * static_cast<int>(gridDim.x);
-  }
+  __device__ int item(int batch, int i) const { return cta + (batch * per_batch + i) * static_cast<int>(gridDim.x); }
   __device__ int places() const { return per_batch * per_item; }  // of tokens in a batch
 };
 
@@ -264,23 +298,29 @@ __device__ inline bool ll_last_to_finish(const LlOperation& op, LlKind kind) {
   return last;
 }
 
-// One warp of the last CTA of an operation that succeeded: advances the epoch and signals the consumed words.
+// One warp of the last CTA of an operation that succeeded.
 __device__ inline void ll_finish(const LlRun& ll) {
   const LlOperation& op = ll.op;
   const Comm& comm = op.comm;
   LlState& state = ll.state();
   const int peer = lane_id();
   if (op.shrink != 0 && peer == 0) ll_announce_wait(ll, 0);
-  if ((op.phases & kLlSend) != 0 && peer == 0) {
-    state.epoch[ll.kind] = ll.run.epoch;
-    // A whole operation needs none, and in a replayed graph would overwrite that of an un-received one.
-    if ((op.phases & kLlReceive) == 0) state.slot_epoch[ll.kind][op.slot] = ll.run.epoch;
-  }
   if ((op.phases & kLlReceive) == 0 || peer >= comm.num_ranks) return;
   if (op.wait_cost != 0) at<int64_t>(op.wait_cost)[peer] += static_cast<int64_t>(state.waited[peer]);
   state.waited[peer] = 0;
   const bool masked = op.shrink != 0 ? ptx::ld_relaxed_gpu(&state.mask[peer]) != 0 : ll.is_masked(peer);
   if (!masked) peer::signal(ll.block(peer).consumed(ll.kind, ll.parity, comm.rank), ll.run.epoch);
+}
+
+// All threads of every CTA, when its work is done. False in a CTA that is to give up the results: the last one after a
+// fault or, where CTAs are not counted, each that sees it.
+__device__ inline bool ll_leave(const LlRun& ll, bool ok) {
+  const LlOperation& op = ll.op;
+  if (!ll_counts_ctas(op)) return __syncthreads_and(ok && (threadIdx.x != 0 || !faulted(op.comm))) != 0;
+  if (!ll_last_to_finish(op, ll.kind)) return true;
+  if (faulted(op.comm)) return false;
+  if (warp_id() == 0) ll_finish(ll);
+  return true;
 }
 
 // --- Launches ------------------------------------------------------------------------------------------------------
