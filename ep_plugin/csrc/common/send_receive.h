@@ -84,17 +84,13 @@ struct PartWords {
   uint64_t read;                   // this rank's own: the peer's chunks that it has read
 };
 
-// The first slot of each part of a message has the message's header. The receiver compares it with what it expects
-// before it reads anything.
-struct PartSlot {
-  MessageHeader header;  // without its number
-  alignas(128) char data[kPartSlotBytes];
-};
-
-// In a rank's memory, [num_channels][num_ranks]: the words that it shares with a rank, and that rank's slots here.
+// In a rank's memory, [num_channels][num_ranks]: the words that it shares with a rank, and that rank's slots here. The
+// header of the first slot of each part of a message is that of the message, without its number. The receiver compares
+// it with what it expects before it reads anything. Slots that the parts fill at the same time lie next to each other.
 struct DeviceLane {
   PartWords words[kMessageParts];
-  PartSlot slots[kMessageParts][kPartSlots];
+  alignas(128) MessageHeader headers[kPartSlots][kMessageParts];
+  alignas(128) char slots[kPartSlots][kMessageParts][kPartSlotBytes];
 };
 
 EP_HD constexpr int64_t device_message_memory_bytes(int num_ranks, int num_channels) {

@@ -34,13 +34,13 @@ __global__ void __launch_bounds__(kThreads<Copy>)
   const Part part(message);
   const int chunks = part.chunks();
   const uint64_t before = words.written;
-  const auto slot_of = [&](int chunk) -> PartSlot& { return lane.slots[index][(before + chunk) % kPartSlots]; };
   if (is_guide<Copy>()) {
     bool has_header = false;
     const auto allowed = [&](uint64_t* consumed) {
       *consumed = peer::acquire(&words.consumed);
       const int room = at_most(*consumed + kPartSlots - before, chunks);
-      if (!has_header && room > 0) slot_of(0).header = MessageHeader{0, message.bytes, message.dtype};
+      if (!has_header && room > 0)
+        lane.headers[before % kPartSlots][index] = MessageHeader{0, message.bytes, message.dtype};
       has_header = room > 0;
       return room;
     };
@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(kThreads<Copy>)
     const auto next = [&](int sent) { return before + sent + 1 - kPartSlots; };
     guide(run, counters, Copy::kWarps, chunks, message.peer, allowed, signal, next);
   } else if (copies<Copy>()) {
-    Copy::send(run, cut, part, counters, at<const char>(message.data), [&](int chunk) { return slot_of(chunk).data; });
+    Copy::send(run, cut, part, counters, at<const char>(message.data),
+               [&](int chunk) { return lane.slots[(before + chunk) % kPartSlots][index]; });
   }
   __syncthreads();
   if (threadIdx.x == 0 && counters.finished == chunks) words.written = before + chunks;
@@ -68,13 +69,12 @@ __global__ void __launch_bounds__(kThreads<Copy>)
   PartWords& words = lane.words[index];
   const int chunks = part.chunks();
   const uint64_t before = words.read;
-  const auto slot_of = [&](int chunk) -> PartSlot& { return lane.slots[index][(before + chunk) % kPartSlots]; };
   if (is_guide<Copy>()) {
     bool checked = false;
     const auto allowed = [&](uint64_t* sent) {
       *sent = peer::acquire(&words.sent);
       const int arrived = at_most(*sent - before, chunks);
-      if (!checked && arrived > 0 && !check_header(run, slot_of(0).header, message)) return -1;
+      if (!checked && arrived > 0 && !check_header(run, lane.headers[before % kPartSlots][index], message)) return -1;
       checked = arrived > 0;
       return arrived;
     };
@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(kThreads<Copy>)
     const auto next = [&](int read) { return before + read + 1; };
     guide(run, counters, Copy::kWarps, chunks, message.peer, allowed, signal, next);
   } else if (copies<Copy>()) {
-    Copy::receive(run, cut, part, counters, at<char>(message.data), [&](int chunk) { return slot_of(chunk).data; });
+    Copy::receive(run, cut, part, counters, at<char>(message.data),
+                  [&](int chunk) { return lane.slots[(before + chunk) % kPartSlots][index]; });
   }
   __syncthreads();
   if (counters.finished < chunks) return poison(message, part, counters.finished);
