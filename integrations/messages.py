@@ -21,10 +21,11 @@ def messages_of(name: str, group: dist.ProcessGroup | None, tensor: torch.Tensor
     """The object through which the integration `name` sends `tensor` over `group`, or None: it is left to the
     framework. Collective over the group, or the default group, at its first use with the device of the tensor.
 
-    Messages between GPUs are left, since a receive that is started early would hold SMs until its message comes, and
-    groups that ep_plugin does not serve where the framework takes its place (fallback.py).
+    Left are other devices than CPUs and GPUs, GPUs of several nodes, and groups that ep_plugin does not serve where the
+    framework takes its place (fallback.py). Between GPUs of several nodes ep_plugin would send through NCCL, too, which
+    needs the order in which the framework starts the messages.
     """
-    if tensor.device.type != "cpu":
+    if tensor.device.type not in ("cpu", "cuda"):
         return None
     group = group or dist.group.WORLD
     assert group is not None
@@ -33,13 +34,21 @@ def messages_of(name: str, group: dist.ProcessGroup | None, tensor: torch.Tensor
         if key not in _objects:
             for gone in [key for key in _objects if not is_alive(key[1])]:
                 _close(gone)
-            try:
-                _objects[key] = SendReceive(group, device=tensor.device)
-            except NotSupported as error:
-                if not falls_back(name, error):
-                    raise
-                _objects[key] = None
+            _objects[key] = _made(name, group, tensor.device)
         return _objects[key]
+
+
+def _made(name: str, group: dist.ProcessGroup, device: torch.device) -> SendReceive | None:
+    try:
+        made = SendReceive(group, device=device)
+    except NotSupported as error:
+        if not falls_back(name, error):
+            raise
+        return None
+    if device.type == "cuda" and made.num_nodes > 1:
+        made.close()
+        return None
+    return made
 
 
 def close_all(name: str) -> None:

@@ -87,6 +87,11 @@ class SendReceive:
         self._closed = False
         self._engine = MessageEngine(self.group, self.device, num_channels) if self.group.size() > 1 else None
 
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes that the group spans."""
+        return 1 if self._engine is None else self._engine.node_map.num_nodes
+
     def send(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> MessageWork:
         """Sends `tensor` to rank `dst`. The `Work` is done when the tensor may change."""
         return self.batch([Send(tensor, dst, channel)])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ep_plugin import SendReceive
 from ep_plugin.collectives import send_receive
-from ep_plugin.integrations import messages, pipelining
+from ep_plugin.integrations.messages import messages_of
 from tests.collectives import test_send_receive as cases
 from tests.gpu import checks, over_nodes
 from tests.integrations import test_pipelining
@@ -57,19 +57,29 @@ def across_nodes(rank: int, size: int) -> None:
     on_device(rank, cases._across_nodes)
 
 
-def _messages_of(name: str, group: dist.ProcessGroup | None, tensor: torch.Tensor) -> SendReceive | None:
-    """As the integrations' `messages_of`, which leaves messages between GPUs to PyTorch."""
-    key = name, group or dist.group.WORLD, tensor.device
-    if key not in messages._objects:
-        messages._objects[key] = SendReceive(key[1], device=tensor.device)
-    return messages._objects[key]
-
-
 def pipelines(rank: int, size: int, names: list[str]) -> list[tuple[int, list[str]]]:
     """For each schedule of PyTorch, how often it sent through SendReceive, and what is not as over NCCL."""
     over_nodes.start(rank, size, nodes=1)
-    with checks.device_of(rank), unittest.mock.patch.object(pipelining, "messages_of", _messages_of):
+    with checks.device_of(rank):
         return [test_pipelining._compares(rank, size, name) for name in names]
+
+
+def megatron_pipelines(rank: int, size: int, names: list[str]) -> dict[str, tuple[int, int]]:
+    """By schedule of Megatron-core, how often it sent through SendReceive, and how much is not as over NCCL."""
+    from tests.integrations import test_megatron_pipeline
+
+    over_nodes.start(rank, size, nodes=1)
+    stays = unittest.mock.patch.object(test_megatron_pipeline, "make_distributed_optimizer_run_here")
+    with checks.device_of(rank), stays:
+        return test_megatron_pipeline._compares(rank, size, names)
+
+
+def over_nodes_is_left(rank: int, size: int) -> bool:
+    """Whether messages between GPUs of two nodes stay the framework's, and those inside a node do not."""
+    tensor = torch.empty(1, device=checks.device_of(rank))
+    groups = [dist.new_group([2 * node, 2 * node + 1]) for node in range(size // 2)]
+    inside = messages_of("pipelining", groups[rank // 2], tensor)
+    return inside is not None and messages_of("pipelining", None, tensor) is None
 
 
 def captured(rank: int, size: int, replays: int) -> int:

@@ -91,3 +91,13 @@ def test_pipelines_have_the_losses_and_parameters_of_pytorch() -> None:
         assert len(found) == len(names)
         for calls, different in found:
             assert not different and calls > 0
+
+
+@pytest.mark.gpu(1)
+def test_pipelines_have_the_losses_and_gradients_of_megatron() -> None:
+    pytest.importorskip("megatron.core")
+    names = ["1f1b", "1f1b, one by one", "interleaved"]
+    for found in values(run_ranks(2, messages.megatron_pipelines, 2, names, timeout_s=250)):
+        assert list(found) == names
+        for name, (calls, different) in found.items():
+            assert different == 0 and calls > 0, name

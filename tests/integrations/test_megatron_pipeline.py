@@ -80,8 +80,9 @@ def _prepare(size: int, stages: int, options: dict[str, Any], frees: bool = True
 
 
 def _inputs() -> Iterator[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return iter([torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator) for _ in range(MICRO_BATCHES)])
+    generator, device = torch.Generator().manual_seed(3), torch.get_default_device()
+    made = (torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator, device="cpu") for _ in range(MICRO_BATCHES))
+    return iter([one.to(device) for one in made])
 
 
 def _forward_step(inputs: Iterator[torch.Tensor], chunk: Chunk, *_: Any) -> tuple[torch.Tensor, Any]:

@@ -167,7 +167,7 @@ def _makes_the_group_again(rank: int) -> None:
     from ep_plugin.integrations import messages
 
     tensor = torch.empty(0)
-    assert messages.messages_of("pipelining", None, tensor.to("meta")) is None  # only CPUs are served
+    assert messages.messages_of("pipelining", None, tensor.to("meta")) is None  # CPUs and GPUs are served
     first = messages.messages_of("pipelining", None, tensor)
     other = messages.messages_of("megatron", None, tensor)
     assert first is not None and other is not None
