@@ -20,7 +20,7 @@ from tests.ranks import run_ranks, values
 DEADLINE_S = 2.0
 GRACE_S = 5.0
 SIZE = 3
-CASE = Case(tokens=(20, 12, 33), num_experts=6, topk=3, drop=0.0)
+CASE = Case(tokens=(20, 12, 33), num_experts=6, topk=4, drop=0.0)
 GATES = ("ll_dispatch_send", "ll_dispatch_recv", "ll_combine_send", "ll_combine_recv")
 
 
@@ -191,7 +191,7 @@ def _bad_combines(comm: MoECommunicator, inputs: Inputs, y: torch.Tensor) -> dic
         r"y: expected shape \(2, 99, H\), got \(198, 24\)": {"y": y.flatten(0, 1)},
         "y: expected a contiguous tensor": {"y": y.transpose(0, 1).contiguous().transpose(0, 1)},
         "y: expected one of .* got torch.int32": {"y": y.int()},
-        r"weights: expected shape \(.*, 3\), got": {"weights": weights[:, :2].contiguous()},
+        r"weights: expected shape \(.*, 4\), got": {"weights": weights[:, :2].contiguous()},
         r"bias: expected shape": {"bias": torch.zeros(1, 24)},
         "handle: expected a DispatchHandle, got tuple": {"handle": ()},
     }

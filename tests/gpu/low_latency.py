@@ -121,7 +121,7 @@ def many(rank: int, size: int, count: int) -> None:
 
 
 def _half_precision(rank: int, size: int) -> None:
-    for tokens, id_dtype in itertools.product(((5, 20), (9, 3)), (torch.int32, torch.int64)):
+    for tokens, id_dtype in itertools.product(((5, 44), (9, 3)), (torch.int32, torch.int64)):
         case = Case(tokens=tokens, num_experts=8, hidden=40, topk=3, dtype=torch.float16, id_dtype=id_dtype)
         with cases.low_latency(case) as comm:
             cases.round_trip(comm, make_inputs(case))
@@ -133,7 +133,7 @@ def half_precision(rank: int, size: int) -> None:
 
 # -- CUDA graphs ---------------------------------------------------------------------------------------------------
 
-T, FEW, H, K, EXPERTS_PER_RANK = 40, 7, 64, 3, 4
+T, FEW, H, K, EXPERTS_PER_RANK = 50, 7, 64, 3, 4
 EAGER_EVERY = 50
 TOLERANCE = 1e-5
 

@@ -12,9 +12,12 @@ from tests.moe.moe_cases import ROUTINGS, Case, make_inputs, named, on_ranks, po
 
 QUANTIZED = ("e4m3", "e4m3_pow2", "e4m3_ue8m0")
 SHAPES = {
-    "words": Case(tokens=(3, 8, 1), num_experts=6, seed=1),
-    "slots": Case(tokens=(9, 40, 17), num_experts=6, seed=2),
-    "words and slots": Case(tokens=(8, 9, 0), num_experts=12, topk=5, seed=3),
+    "few pairs": Case(tokens=(3, 8, 1), num_experts=6, seed=1),
+    "many pairs": Case(tokens=(27, 40, 32), num_experts=6, topk=5, seed=2),
+    "few and many pairs": Case(tokens=(32, 33, 0), num_experts=12, topk=4, seed=3),
+    "more pairs than come early": Case(tokens=(70, 5, 78), num_experts=12, topk=5, hidden=8, seed=9),
+    "more pairs than every warp counts": Case(tokens=(70, 70, 70), num_experts=12, topk=5, hidden=8, seed=10),
+    "groups and few pairs": Case(tokens=(150, 2, 20), num_experts=6, hidden=8, seed=11),
     "several tokens in a group": Case(tokens=(300, 2, 129), num_experts=3, topk=3, hidden=8, seed=4),
     "groups of several sizes": Case(tokens=(300, 128, 2), num_experts=3, topk=2, hidden=8, seed=8),
     "one token": Case(tokens=(1, 0, 1), num_experts=3, seed=5),
@@ -37,7 +40,7 @@ def test_shapes() -> None:
 def _all_dtypes(rank: int, size: int) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         for id_dtype in (torch.int32, torch.int64):
-            case = Case(tokens=(5, 20), num_experts=8, hidden=40, topk=3, dtype=dtype, id_dtype=id_dtype)
+            case = Case(tokens=(5, 44), num_experts=8, hidden=40, topk=3, dtype=dtype, id_dtype=id_dtype)
             with named((dtype, id_dtype)), poisoned(), low_latency(case) as comm:
                 round_trip(comm, make_inputs(case))
 
@@ -63,7 +66,8 @@ def test_quantized_rows() -> None:
 
 
 def _all_routings(rank: int, size: int) -> None:
-    case = Case(tokens=tuple(4 + 5 * r for r in range(size)), num_experts=2 * size, topk=2, dtype=torch.bfloat16)
+    tokens = tuple(4 + r + 66 * (r % 2) for r in range(size))  # few and many pairs
+    case = Case(tokens=tokens, num_experts=2 * size, topk=2, dtype=torch.bfloat16)
     with low_latency(case) as comm:
         for number, routing in enumerate(ROUTINGS):
             with named(routing), poisoned():
@@ -80,7 +84,7 @@ def test_eight_ranks() -> None:
 
 
 def _fewer_pairs(rank: int, size: int) -> None:
-    case = Case(tokens=(5, 30), num_experts=8, topk=4, seed=9)
+    case = Case(tokens=(5, 40), num_experts=8, topk=4, seed=9)
     inputs = make_inputs(case)
     generator = torch.Generator().manual_seed(1)
     now = [ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.4, -1) for ids in inputs.ids]
@@ -99,7 +103,7 @@ def test_a_combine_may_leave_out_pairs() -> None:
 
 
 def _zero_weights(rank: int, size: int) -> None:
-    case = Case(tokens=(5, 30), num_experts=8, topk=4, seed=10)
+    case = Case(tokens=(5, 40), num_experts=8, topk=4, seed=10)
     inputs = make_inputs(case)
     inputs = dataclasses.replace(inputs, weights=[weights * (weights > 0) for weights in inputs.weights])
     with low_latency(case) as comm:
@@ -118,7 +122,7 @@ def test_weights_of_zero_and_nan() -> None:
 
 
 def _bias(rank: int, size: int) -> None:
-    case = Case(tokens=(5, 30), num_experts=4, seed=11)
+    case = Case(tokens=(5, 70), num_experts=4, seed=11)
     inputs = make_inputs(case)
     with low_latency(case) as comm:
         out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
@@ -155,7 +159,7 @@ def test_calls_smaller_than_the_communicator() -> None:
 
 
 def _repeats(rank: int, size: int) -> None:
-    case = Case(tokens=(20, 33, 7), num_experts=6, topk=3, dtype=torch.bfloat16, hidden=256, seed=12)
+    case = Case(tokens=(20, 33, 7), num_experts=6, topk=5, dtype=torch.bfloat16, hidden=256, seed=12)
     inputs = make_inputs(case)
     with low_latency(case) as comm:
         first = None

@@ -16,7 +16,7 @@ from tests.moe.low_latency_cases import check_rows, check_sums, expert_results, 
 from tests.moe.moe_cases import Case, communicator, make_inputs, named, on_ranks
 from tests.moe.moe_cases import check_dispatch as check_flat
 
-CASE = Case(tokens=(20, 5, 33), num_experts=6, topk=3, dtype=torch.bfloat16, hidden=40)
+CASE = Case(tokens=(20, 5, 33), num_experts=6, topk=5, dtype=torch.bfloat16, hidden=40)
 
 
 def _either_order(rank: int, size: int) -> None:
@@ -88,7 +88,7 @@ def test_a_third_operation_is_refused() -> None:
 def _many(rank: int, size: int, count: int) -> None:
     """Every row of every operation is compared, by values that tell the operation, the source and the token."""
     generator = torch.Generator().manual_seed(1)
-    E, K, H, most = 2 * size, 2, 8, 12
+    E, K, H, most = 2 * size, 4, 8, 110
     case = Case(tokens=(most,) * size, num_experts=E, topk=K, hidden=H)
     with low_latency(case) as comm:
         for number in range(count):
@@ -101,7 +101,7 @@ def _many(rank: int, size: int, count: int) -> None:
                 chosen = token_of[(everywhere == 2 * rank + local).any(dim=1)]
                 assert int(out.num_tokens_per_expert[local]) == len(chosen), number
                 assert torch.equal(out.tokens[local, : len(chosen)], chosen.repeat(H, 1).T), number
-            sums = comm.combine(out.tokens, handle, weights=torch.full((tokens[rank], K), 0.5))
+            sums = comm.combine(out.tokens, handle, weights=torch.full((tokens[rank], K), 1 / K))
             assert torch.equal(sums, x[rank]), number
 
 
@@ -193,7 +193,7 @@ def test_counters_and_out() -> None:
 
 
 def _logfmt(rank: int, size: int) -> None:
-    case = Case(tokens=(30, 4, 17), num_experts=6, topk=3, dtype=torch.bfloat16, hidden=256, seed=3)
+    case = Case(tokens=(45, 4, 17), num_experts=6, topk=3, dtype=torch.bfloat16, hidden=256, seed=3)
     inputs = make_inputs(case)
     with low_latency(case) as comm:
         _, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
