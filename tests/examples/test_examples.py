@@ -22,6 +22,7 @@ from tests.scripts_on_ranks import run_script
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MEGATRON = "train_deepseek_megatron"
+ON_CPUS = ("-m", "tests.integrations.on_cpus")
 NEEDS = {
     "generate_qwen3_moe": "transformers",
     "train_qwen3_moe": "transformers",
@@ -63,7 +64,7 @@ def losses_in(output: str) -> list[float]:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_runs_as_printed(path: Path, tmp_path: Path) -> None:
+def test_runs_as_printed(path: Path) -> None:
     needed = NEEDS.get(path.stem)
     if needed and importlib.util.find_spec(needed) is None:
         pytest.skip(f"needs {needed}")
@@ -77,8 +78,7 @@ def test_runs_as_printed(path: Path, tmp_path: Path) -> None:
         output = torchrun(script, **variables)
         assert sorted(re.findall(r"rank (\d): (\d+) tokens", output)) == [("0", "100"), ("1", "101")]
         return
-    counted = ["-m", "tests.integrations.counted", str(tmp_path / "counts")] if path.stem == MEGATRON else []
-    output = on_ranks(*counted, str(path), **variables)
+    output = on_ranks(*(ON_CPUS if path.stem == MEGATRON else ()), str(path), **variables)
     if path.stem == "generate_qwen3_moe":
         assert sorted(re.findall(r"rank (\d): (\d) sequences of 24", output)) == [("0", "3"), ("1", "2")]
         assert sorted(re.findall(r"rank (\d): one rank alone gives the same tokens", output)) == ["0", "1"]
@@ -119,13 +119,8 @@ def test_the_megatron_example_has_the_losses_of_stock(tmp_path: Path) -> None:
     )
     stock.write_text(ours.read_text().replace('"flex"', '"alltoall"'))
     arms = {
-        name: on_ranks(
-            "-m", "tests.integrations.counted", str(tmp_path / name), script, "--pipeline", "2", ranks=4, **switch
-        )
-        for name, script, switch in (
-            ("ours", str(ours), {"EP_PLUGIN": "megatron"}),
-            ("stock", str(stock), {}),
-        )
+        name: on_ranks(*ON_CPUS, str(script), "--pipeline", "2", ranks=4, **switch)
+        for name, script, switch in (("ours", ours, {"EP_PLUGIN": "megatron"}), ("stock", stock, {}))
     }
     assert re.search(r"^megatron +on +[1-9]", arms["ours"], re.MULTILINE)
     assert re.search(r"^megatron +off", arms["stock"], re.MULTILINE)

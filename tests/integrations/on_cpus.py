@@ -1,6 +1,7 @@
 """Makes Megatron-core's MoE layers and torchtitan's trainer run on CPU ranks.
 
-Every function changes this process permanently.
+Every function changes this process permanently. ``python -m tests.integrations.on_cpus SCRIPT [ARGUMENTS]`` runs a
+script that trains with Megatron-core's distributed optimizer.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import runpy
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,3 +132,9 @@ def _cpu_as_accelerator() -> SimpleNamespace:
         "memory_stats": {},
     }
     return SimpleNamespace(**{name: lambda *args, answer=answer: answer for name, answer in answers.items()})
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    make_distributed_optimizer_run_here()
+    runpy.run_path(sys.argv[0], run_name="__main__")

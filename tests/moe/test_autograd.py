@@ -124,20 +124,19 @@ def _case(size: int, routing: str, dtype: torch.dtype, seed: int) -> Inputs:
 
 
 def _against_the_oracle(rank: int, size: int) -> None:
+    drawn = [("random", dtype) for dtype in DTYPES]
+    drawn += [
+        (routing, torch.float64) for routing in ("last rank only", "one expert", "even ranks drop", "all dropped")
+    ]
+    all_inputs = [_case(size, routing, dtype, seed) for seed, (routing, dtype) in enumerate(drawn)]
     for layout, alignment in ((FLAT, 1), (FLAT, 8), (TOKEN_MAJOR, 1)):
-        for seed, (routing, dtype) in enumerate(
-            [("random", dtype) for dtype in DTYPES]
-            + [
-                (routing, torch.float64)
-                for routing in ("last rank only", "one expert", "even ranks drop", "all dropped")
-            ]
-        ):
-            inputs = _case(size, routing, dtype, seed)
-            expected = _expected(inputs, layout, rank, alignment)
-            cotangent = _cotangents(inputs)[rank].to(dtype)
-            with communicator(inputs.case, layout, expert_alignment=alignment) as comm:
+        with communicator(all_inputs[0].case, layout, expert_alignment=alignment) as comm:
+            for inputs in all_inputs:
+                dtype = inputs.case.dtype
+                expected = _expected(inputs, layout, rank, alignment)
+                cotangent = _cotangents(inputs)[rank].to(dtype)
                 for weighted in (True, False):
-                    with named((layout, alignment, routing, dtype, weighted)), poisoned():
+                    with named((layout, alignment, inputs.case, weighted)), poisoned():
                         leaves = _leaves(inputs, rank)
                         _layer(comm, leaves, inputs.ids[rank], weighted).backward(cotangent)
                         _compare(leaves.grads(), expected, dtype)

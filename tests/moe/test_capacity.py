@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ep_plugin import DispatchLayout
+from ep_plugin import DispatchLayout, MoECommunicator
 from ep_plugin.moe.layout import DispatchOutput
 from ep_plugin.moe.reference import ReferenceOutput, reference_combine
 from tests.moe.moe_cases import (
@@ -69,14 +69,13 @@ def _check(out: DispatchOutput, expected: ReferenceOutput, required: int, capaci
     assert out.overflow.shape == out.required.shape == ()
 
 
-def _one(rank: int, inputs: Inputs, layout: DispatchLayout, alignment: int, share: float, spare: int) -> None:
+def _one(rank: int, comm: MoECommunicator, inputs: Inputs, share: float, spare: int) -> None:
     """Each rank's capacity is `share` of the rows that it needs, plus `spare`."""
-    case = inputs.case
+    case, layout, alignment = inputs.case, comm.config.layout, comm.config.expert_alignment
     full = inputs.expected(layout, alignment)
     capacities = [int(share * len(out.tokens)) + spare for out in full]
     cut = [_cut(out, capacity, layout) for out, capacity in zip(full, capacities, strict=True)]
-    settings = {"expert_alignment": alignment, "max_tokens_per_rank": max(case.tokens) or 1}
-    with communicator(case, layout, **settings) as comm, poisoned():
+    with poisoned():
         out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank], capacity=capacities[rank])
         _check(out, cut[rank], len(full[rank].tokens), capacities[rank])
         y = [expert_rows(len(o.tokens), case.hidden, case.dtype, r) for r, o in enumerate(cut)]
@@ -104,9 +103,11 @@ def _every_capacity(rank: int, size: int) -> None:
         for routing in ("random", "last rank only"):
             case = Case(tokens=ragged(size, 40, 3), num_experts=3 * size, topk=3, routing=routing, seed=3)
             inputs = make_inputs(case)
-            for share, spare in ((1.0, 0), (1.0, 7), (2.0, 300), (0.7, 0), (0.25, 1), (0.0, 1), (0.0, 0)):
-                with named((layout, alignment, routing, share, spare)):
-                    _one(rank, inputs, layout, alignment, share, spare)
+            settings = {"expert_alignment": alignment, "max_tokens_per_rank": max(case.tokens) or 1}
+            with communicator(case, layout, **settings) as comm:
+                for share, spare in ((1.0, 0), (1.0, 7), (2.0, 300), (0.7, 0), (0.25, 1), (0.0, 1), (0.0, 0)):
+                    with named((layout, alignment, routing, share, spare)):
+                        _one(rank, comm, inputs, share, spare)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
