@@ -685,7 +685,7 @@ ll_logfmt_group: int
 ll_state_bytes: int
 ll_mask_offset: int
 ll_epoch_offset: int
-ll_unsaid_offset: int
+ll_unsignalled_offset: int
 ll_header_fields: tuple[str, ...]
 
 class LlPhase(IntEnum):

@@ -21,9 +21,9 @@ def messages_of(name: str, group: dist.ProcessGroup | None, tensor: torch.Tensor
     """The object through which the integration `name` sends `tensor` over `group`, or None: it is left to the
     framework. Collective over the group, or the default group, at its first use with the device of the tensor.
 
-    Left are other devices than CPUs and GPUs, GPUs of several nodes, and groups that ep_plugin does not serve where the
-    framework takes its place (fallback.py). Between GPUs of several nodes ep_plugin would send through NCCL, too, which
-    needs the order in which the framework starts the messages.
+    ep_plugin leaves devices that are neither CPUs nor GPUs, and GPUs whose group spans nodes or is not served. It would
+    send between nodes through NCCL, which matches messages in the order of the calls, and that of the framework may
+    differ. For CPUs it leaves groups that are not served only where the framework takes its place (fallback.py).
     """
     if tensor.device.type not in ("cpu", "cuda"):
         return None
@@ -42,7 +42,7 @@ def _made(name: str, group: dist.ProcessGroup, device: torch.device) -> SendRece
     try:
         made = SendReceive(group, device=device)
     except NotSupported as error:
-        if not falls_back(name, error):
+        if device.type == "cpu" and not falls_back(name, error):
             raise
         return None
     if device.type == "cuda" and made.num_nodes > 1:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import random
 import signal
 import unittest.mock
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ep_plugin import MoECommunicator
 from ep_plugin.errors import PeerTimeout
 from ep_plugin.moe import arguments as validate
+from ep_plugin.moe.low_latency import sms
+from ep_plugin.moe.low_latency.combine import LowLatencyCombine
+from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
 from tests.bench import test_stand_in
 from tests.faults import test_low_latency as faults
 from tests.gpu import low_latency, test_deep_ep
 from tests.moe import low_latency_cases as cases
+from tests.moe import test_low_latency as whole
 from tests.moe import test_low_latency_halves as halves
 from tests.moe import test_statistics as statistics
-from tests.moe.moe_cases import make_inputs
+from tests.moe.moe_cases import Case, make_inputs, named, poisoned, same_bits
 from tests.ranks import run_ranks, values
 
 SIMT = {"EP_TEST_KERNELS": "simt"}
@@ -31,6 +41,62 @@ def _on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 def test_cases(name: str) -> None:
     size = low_latency.RANKS.get(name, 2)
     _on_ranks(size, low_latency.run_case, name)
+
+
+def _on_ctas(rank: int, size: int, ctas: int) -> None:
+    sms.for_device = lambda device, sharing: ctas
+    for name in ("few pairs", "few and many pairs", "groups and few pairs", "many experts of few tokens"):
+        with named(name), poisoned(), cases.low_latency(whole.SHAPES[name]) as comm:
+            for seed in range(2):
+                cases.round_trip(comm, make_inputs(dataclasses.replace(whole.SHAPES[name], seed=seed)))
+
+
+@pytest.mark.parametrize("ctas", [1, 7, 20])
+def test_numbers_of_ctas(ctas: int) -> None:
+    """Fewer than the ranks, and more."""
+    _on_ranks(3, _on_ctas, ctas)
+
+
+def _forms(rank: int, size: int, rounds: int) -> None:
+    """Two operations of a kind at a time. Each rank runs each of them whole or in halves, which it receives in either
+    order, and counts its waits or not."""
+    sms.for_device = lambda device, sharing: 3
+    mine, shapes = random.Random(rank), random.Random(7)
+    case = Case(tokens=(50,) * size, num_experts=2 * size, topk=3, dtype=torch.bfloat16, hidden=40)
+
+    def run(comm: MoECommunicator, made: list[Callable[..., Any]]) -> list[Any]:
+        results, halves = {}, []
+        for number, make in enumerate(made):
+            operation = make(wait_cost=torch.zeros(size, dtype=torch.int64) if mine.random() < 0.3 else None)
+            if mine.random() < 0.5:
+                results[number] = comm.in_flight.run(operation)
+            else:
+                halves.append((number, comm.in_flight.start(operation).number))
+        for number, started in mine.sample(halves, len(halves)):
+            results[number] = comm.in_flight.collect(started)
+        return [results[number] for number in range(len(made))]
+
+    with cases.low_latency(case, timeout_s=60) as comm:
+        for number in range(rounds):
+            drawn = [tuple(shapes.choice((0, 1, 42, 43, 50)) for _ in range(size)) for _ in range(2)]
+            inputs = [make_inputs(dataclasses.replace(case, tokens=tokens, seed=number)) for tokens in drawn]
+            with named(number):
+                given = [(one.x[rank], one.ids[rank], None, None, None, None, [], comm.number) for one in inputs]
+                out = run(comm, [functools.partial(LowLatencyDispatch, comm.engine, *one) for one in given])
+                y = [cases.expert_results(one, out[0][0].shape[1]) for one in inputs]
+                given = [
+                    (y[i][rank], one.weights[rank], None, None, list(out[i][8:]), comm.number)
+                    for i, one in enumerate(inputs)
+                ]
+                sums = run(comm, [functools.partial(LowLatencyCombine, comm.engine, *one) for one in given])
+                for i, one in enumerate(inputs):
+                    rows = cases.expected_rows(one, rank, out[i][0].shape[1])
+                    same_bits("tokens", out[i][0].flatten(0, 1)[rows.place], rows.tokens)
+                    cases.check_sums(one, rank, y[i], sums[i][0])
+
+
+def test_ranks_run_operations_in_different_forms() -> None:
+    _on_ranks(3, _forms, 8)
 
 
 @pytest.mark.parametrize("size", [1, 5])
@@ -95,6 +161,16 @@ def test_survivors_mask_the_dead_and_go_on(gate: str, victim: int) -> None:
     outcomes = run_ranks(4, _survive, gate, victim, timeout_s=200, env=SIMT)
     masks = values([one for rank, one in enumerate(outcomes) if rank != victim])
     assert masks == [[int(rank == victim) for rank in range(4)]] * 3
+
+
+def test_a_masked_rank_that_goes_on_changes_no_later_sum(tmp_path: Path) -> None:
+    outcomes = run_ranks(3, _late, tmp_path, timeout_s=100, env=SIMT)
+    assert values(outcomes) == [([3.0], [0, 0, 1]), None, None]
+
+
+def _late(rank: int, flags: Path) -> Any:
+    with unittest.mock.patch.multiple(faults, DEADLINE_S=4.0):
+        return faults._late(rank, flags)
 
 
 @pytest.mark.parametrize("change", ["row bytes", "top-k"])

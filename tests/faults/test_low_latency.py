@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +134,56 @@ def test_survivors_mask_a_killed_rank_and_go_on(gate: str, victim: int) -> None:
         if rank != victim:
             assert outcome.error is None, outcome.trace
             assert outcome.value == expected
+
+
+def _wait_for(flag: Path) -> None:
+    ends = time.monotonic() + 40
+    while not flag.exists():
+        assert time.monotonic() < ends, flag
+        time.sleep(0.02)
+
+
+def _late(rank: int, flags: Path) -> tuple[list[float], list[int]] | None:
+    """Rank 2 stops in a combine before it sends rows, is masked, and sends them when rank 1's are on their way in a
+    later combine. What rank 0 gets then: its sums, and who is masked."""
+    case = Case(tokens=(4, 0, 0), num_experts=3, topk=1, dtype=torch.float32, hidden=4096, drop=0.0)
+    inputs, ones = make_inputs(case), torch.ones(case.tokens[rank], 1)
+    comm = low_latency(case, timeout_s=DEADLINE_S, shrink=True)
+
+    def dispatched(to: int) -> tuple[torch.Tensor, Any]:
+        out, handle = comm.dispatch(inputs.x[rank], torch.full_like(inputs.ids[rank], to))
+        return torch.full_like(out.tokens, 3.0), handle
+
+    def combine(to: int) -> None:
+        y, handle = dispatched(to)
+        comm.combine(y, handle, weights=ones)
+
+    combine(2)
+    y, handle = dispatched(2)
+    if rank == 2:
+        comm.engine.comm.gate, comm.engine.comm.timeout_ns = _C.Step.LL_COMBINE_SEND, 60 * 10**9
+        at_gate(comm, lambda: (_wait_for(flags / "go"), _C.open_gate(comm.engine.boards.address)))  # type: ignore[func-returns-value, arg-type]
+        with contextlib.suppress(EpPluginError):
+            comm.combine(y + 4, handle, weights=ones)
+        (flags / "gone").touch()
+        return None
+    comm.combine(y, handle, weights=ones)
+    combine(1)
+    y, handle = dispatched(1)
+    work = comm.combine_async(y, handle, ones)
+    if rank == 1:
+        work.wait()
+        (flags / "sent").touch()
+        _wait_for(flags / "gone")
+        return None
+    _wait_for(flags / "sent")
+    (flags / "go").touch()
+    _wait_for(flags / "gone")
+    return work.wait().unique().tolist(), comm.rank_mask.tolist()
+
+
+def test_a_masked_rank_that_goes_on_changes_no_later_sum(tmp_path: Path) -> None:
+    assert values(run_ranks(SIZE, _late, tmp_path, timeout_s=60)) == [([3.0], [0, 0, 1]), None, None]
 
 
 def _masked_by_hand(rank: int, size: int) -> None:

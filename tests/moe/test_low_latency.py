@@ -23,6 +23,7 @@ SHAPES = {
     "one token": Case(tokens=(1, 0, 1), num_experts=3, seed=5),
     "no token": Case(tokens=(0, 0, 0), num_experts=3, seed=6),
     "many experts of a token": Case(tokens=(4, 12, 11), num_experts=384, topk=128, hidden=8, seed=7),
+    "many experts of few tokens": Case(tokens=(3, 1, 2), num_experts=96, topk=40, hidden=8, seed=12),
 }
 
 

@@ -123,7 +123,7 @@ def _epochs_of_32_bits(rank: int, size: int) -> None:
         round_trip(comm, make_inputs(small))
         comm.engine.exchange.barrier("test")  # peers have signalled that they have read
         begin = 2**32 - 5
-        for offset, value in ((_C.ll_epoch_offset, begin), (_C.ll_unsaid_offset, 0)):
+        for offset, value in ((_C.ll_epoch_offset, begin), (_C.ll_unsignalled_offset, 0)):
             comm.engine.ll_state[offset : offset + 16].view(torch.int64).fill_(value)
         _age_block(comm, begin)
         comm.engine.exchange.barrier("test")

@@ -87,6 +87,11 @@ class Inputs:
         rows = rows_on_the_wire(self.workload, [batch.ids for batch in self.everyone], dedup)
         return rows * self.everyone[0].row_bytes
 
+    def our_bytes_wire(self, what: str) -> int:
+        """Of a dispatch or a combine of ours, or of a half. A combine of few pairs sends a row for each of them."""
+        few = self.workload.tokens * self.workload.topk <= _C.ll_few_pairs
+        return self.bytes_wire(dedup=not (few and what.startswith("combine")))
+
     def expert_rows(self, rank: int, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The rows of `rank` times its experts' factors. Rows that no token has are NaN."""
         local = self.factors.view(self.workload.ranks, -1)[rank].view(-1, 1, 1)
@@ -194,8 +199,7 @@ class Scene:
             runs["combine"] = lambda: comm.combine(y, handle, weights=mine.weights)
             runs["combine_send"] = Half(start_combine, nothing, wait)
             runs["combine_receive"] = Half(wait, start_combine, nothing)
-        wire = self.inputs.bytes_wire(dedup=True)
-        found = [self._way(what, OURS, run, self.check, wire) for what, run in runs.items()]
+        found = [self._way(what, OURS, run, self.check, self.inputs.our_bytes_wire(what)) for what, run in runs.items()]
         for peer, kind in ((name, kind) for name in peers for kind in _find_peers(name)):
             impl = kind(self.workload, self.device)
             rows, state = impl.dispatch(mine)

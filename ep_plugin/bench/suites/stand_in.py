@@ -78,13 +78,13 @@ class SharedScene:
         weights = self.fixed[rank.rank].weights
         return LowLatencyCombine(rank, self.y[rank.rank], weights, None, None, routing, 0)
 
-    def ways(self, bytes_wire: int) -> list[Way]:
-        found = self._ways("dispatch", self.dispatch, self.dispatch_halves, bytes_wire)
+    def ways(self) -> list[Way]:
+        found = self._ways("dispatch", self.dispatch, self.dispatch_halves)
         if self.inputs.quantize is None:
-            found += self._ways("combine", self.combine, self.combine_halves, bytes_wire)
+            found += self._ways("combine", self.combine, self.combine_halves)
         return found
 
-    def _ways(self, what: str, whole: Together, halves: Together, bytes_wire: int) -> list[Way]:
+    def _ways(self, what: str, whole: Together, halves: Together) -> list[Way]:
         def nothing(*_: Any) -> None: ...
 
         send, receive = halves.runs
@@ -96,7 +96,7 @@ class SharedScene:
         check = self.check_dispatch if what == "dispatch" else self.check_combine
         judged = {what: lambda: check(whole)} | dict.fromkeys(list(runs)[1:], lambda: check(halves))
         sms = self.ranks.ranks[0].num_sms if self.device.type == "cuda" else None
-        suffix = f"{self.inputs.name}_x{self.workload.ranks}"
+        suffix, bytes_wire = f"{self.inputs.name}_x{self.workload.ranks}", self.inputs.our_bytes_wire(what)
         return [
             Way(case=f"{name}_{suffix}", impl=OURS, run=run, check=judged[name], bytes_wire=bytes_wire, sms=sms)
             for name, run in runs.items()
@@ -165,10 +165,7 @@ class StandInSuite(LowLatencySizes):
         for workload in self.workloads():
             for quantize in (False, True):
                 scene = SharedScene(workload, self.dtype, quantize, device)
-                wire = scene.inputs.bytes_wire(dedup=True)
-                timed = time_ways(
-                    clock_of_halves(clock_of(device)), [*scene.ways(wire), _launch(scene)], self.iterations
-                )
+                timed = time_ways(clock_of_halves(clock_of(device)), [*scene.ways(), _launch(scene)], self.iterations)
                 *cases, launch = timed
                 rows += [launch, *(line for each in cases for line in self._lines(each, launch["median_us"]))]
                 if not quantize:

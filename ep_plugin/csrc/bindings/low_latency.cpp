@@ -30,7 +30,7 @@ void bind_constants(py::module_& m) {
   m.attr("ll_state_bytes") = sizeof(LlState);
   m.attr("ll_mask_offset") = offsetof(LlState, mask);
   m.attr("ll_epoch_offset") = offsetof(LlState, epoch);
-  m.attr("ll_unsaid_offset") = offsetof(LlState, unsaid);
+  m.attr("ll_unsignalled_offset") = offsetof(LlState, unsignalled);
   bind_enum(m, "LlPhase", {{"SEND", kLlSend}, {"RECEIVE", kLlReceive}});
   bind_enum(m, "LlFormat",
             {{"PLAIN", kLlPlain},

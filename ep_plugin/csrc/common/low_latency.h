@@ -25,12 +25,14 @@
 // rounds once.
 // Few pairs. An owner with at most kLlFewPairs pairs sends the header alone. Its holders wait for nothing before they
 // send it the row of each pair, as words. The receive half weights and adds the rows of each token in the order of k,
-// then the bias, and rounds once. So rows cross the links once, and no words of the owner come before them.
+// then the bias, and rounds once. So all data crosses the links one way, and no row waits for words of its owner. With
+// shrink there are no few pairs (ll_has_few_pairs).
 //
 // Memory order. A word carries its epoch, so it needs no flag. A flag is stored with release order at system scope
 // after the rows of its group. When both halves of a rank have read everything of an operation that peers wrote, the
-// epoch is stored in the consumed word of its parity at every peer, with release order: by the receive half, or, on
-// CUDA, after a kernel that runs both halves, by the next kernel of its kind. So no CTA waits for the others.
+// epoch is stored in the consumed word of its parity at every peer, with release order. The receive half does it. On
+// CUDA a kernel with both halves may leave it to the next send half of its kind, and then does not count its CTAs at
+// the end (ll_counts_ctas in low_latency.cuh).
 //
 // Reuse. Epochs alternate between two parities of everything. Before its first store to a peer, a send half waits until
 // the peer's consumed word of that parity is at least epoch - 2. So two operations of a kind may be un-received, and
@@ -112,11 +114,12 @@ static_assert(sizeof(LlHeader) == kLlHeaderWords * kLlWordBytes, "a header fills
 
 // Expert ids: int16 [T,K] without gaps, -1: dropped. They follow the header, kLlIdsPerWord in a word.
 constexpr int kLlIdsPerWord = 6;
-constexpr int kLlEarlyWords = 64;
 EP_HD constexpr int64_t ll_id_words(int64_t tokens, int64_t K) { return ceil_div(tokens * K, kLlIdsPerWord); }
+// CUDA: the words of ids that a source sends in any case.
+constexpr int kLlEarlyWords = 64;  // at most
 EP_HD constexpr int ll_early_words(int64_t max_tokens, int64_t K) {
   const int64_t words = ll_id_words(max_tokens, K);
-  return static_cast<int>(words < kLlEarlyWords ? words : kLlEarlyWords);  // of T_max tokens, if these have few
+  return static_cast<int>(words < kLlEarlyWords ? words : kLlEarlyWords);
 }
 
 // Weights: [K] of weight_bytes each. Each token has words of its own, at a stride for the communicator's K and 8 bytes.
@@ -215,9 +218,9 @@ EP_HD constexpr LlLayout ll_layout(int R, const LlShape& shape) {
 struct LlState {
   uint64_t epoch[kLlKinds];                 // of the latest send half
   uint64_t slot_epoch[kLlKinds][kLlSlots];  // by the operation's `slot`: its epoch
-  uint64_t unsaid[kLlKinds];                // CUDA: epoch for which the next kernel signals the consumed words, or 0
+  uint64_t unsignalled[kLlKinds];           // CUDA: epoch that the next send half stores in consumed words, or 0
   uint64_t ctas_done[kLlKinds][2];          // CUDA: by kind and half: CTAs of the running kernel that have finished
-  uint32_t ctas_entered[kLlKinds];          // CUDA: CTAs of the running send half that have read the epoch
+  uint64_t ctas_entered[kLlKinds];          // CUDA: CTAs of the running send half that have read the epoch
   uint32_t mask[kMaxRanks];                 // 1: the rank is masked
   uint32_t waits;                           // 1: this rank's `waiting` words are set
   uint64_t verdict[kMaxRanks];              // CUDA, with shrink: whether a dispatch has the source's words (see there)

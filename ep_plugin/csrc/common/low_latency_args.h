@@ -123,7 +123,11 @@ EP_HD int ll_header_mismatch(const LlHeader& mine, const LlHeader& theirs) {
   return -1;
 }
 
-// Combine: whether a rank with T tokens has few pairs.
-EP_HD bool ll_has_few_pairs(const LlHeader& header, int num_tokens) { return num_tokens * header.topk <= kLlFewPairs; }
+// Combine: whether a rank with T tokens has few pairs. Several holders write the words of a pair, in one operation
+// each. With shrink, a holder that was masked may write when others have gone on. So every holder has its own places
+// then.
+EP_HD bool ll_has_few_pairs(const LlOperation& op, int num_tokens) {
+  return op.shrink == 0 && num_tokens * op.header.topk <= kLlFewPairs;
+}
 
 }  // namespace ep

@@ -89,7 +89,7 @@ Wait send_weights(const LlRun& ll, const LlCombineArgs& args, int peer) {
   if (found != Wait::kThere) return found;
   const Comm& comm = ll.op.comm;
   const LlHeader header = ll_own_header(ll);
-  const int K = header.topk, T = ll_has_few_pairs(header, header.num_tokens) ? 0 : header.num_tokens;
+  const int K = header.topk, T = ll_has_few_pairs(ll.op, header.num_tokens) ? 0 : header.num_tokens;
   const LlBlock to = ll.block(peer);
   LlWord* words = to.weights(ll.parity, comm.rank);
   ll_write_words(ll, words, &header, sizeof(header));
@@ -114,7 +114,7 @@ LlWord* word_of_pair(const LlBlock& block, int parity, int64_t pair) {
 // Refreshes the word of one of this rank's own pairs, which several holders write.
 void refresh_pairs(const LlRun& ll, const LlCombineArgs& args) {
   const LlHeader& header = ll.op.header;
-  const int few = ll_has_few_pairs(header, header.num_tokens) ? header.num_tokens * header.topk : 0;
+  const int few = ll_has_few_pairs(ll.op, header.num_tokens) ? header.num_tokens * header.topk : 0;
   const int64_t pair = ll_refreshed(ll.run.epoch, kLlFewPairs), id = pair < few ? id_of(args, pair) : -1;
   if (id < 0 || ll.masked(static_cast<int>(id / local_experts(ll.op.comm))))
     ll_write_words(ll, word_of_pair(ll.own(), ll.parity, pair), nullptr, 0);
@@ -161,7 +161,7 @@ class Holder {
     const int T_owner = plan_.src_tokens[owner];
     if (header.num_tokens != T_owner)
       return fail(comm, kDisagree, ll_.run.step, owner, kLlComparedFields, T_owner, header.num_tokens);
-    if (ll_has_few_pairs(header, T_owner)) return true;
+    if (ll_has_few_pairs(ll_.op, T_owner)) return true;
     const int K = header.topk, size = ll_group_tokens(T_owner);
     for (int group = 0; group < ll_groups(T_owner); ++group) {
       bool holds = false;
@@ -261,7 +261,7 @@ bool send_all(const LlRun& ll, const LlCombineArgs& args) {
   Holder<T> holder(ll, args);
   for (int step = 1; step <= R; ++step) {
     const int owner = (comm.rank + step) % R;
-    if (ll_has_few_pairs(ll.op.header, plan.src_tokens[owner]) && !holder.send_rows(owner)) return false;
+    if (ll_has_few_pairs(ll.op, plan.src_tokens[owner]) && !holder.send_rows(owner)) return false;
   }
   for (int step = 1; step <= R; ++step)
     if (!holder.reduce_for((comm.rank + step) % R)) return false;
@@ -281,7 +281,7 @@ class Owner {
         args_(args),
         own_(ll.own()),
         T_(ll.op.header.num_tokens),
-        few_(ll_has_few_pairs(ll.op.header, T_)),
+        few_(ll_has_few_pairs(ll.op, T_)),
         sum_(args.hidden) {}
 
   bool run() {

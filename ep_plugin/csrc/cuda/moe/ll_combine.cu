@@ -12,8 +12,8 @@
 //   Receive  Warps wait for the flags of a token's holders, one lane each, and add a piece of the partial rows in the
 //            order of the ranks, then the bias.
 //
-// Few pairs. To and at an owner with at most kLlFewPairs pairs, ll_combine_few.cuh takes the place of all but the
-// header.
+// Few pairs. For an owner with few pairs, ll_combine_few.cuh takes the place of weights, lists, sums, flags and
+// receive.
 //
 // Buffers. Words, flags and slots are in the block of the rank that reads them. Shared memory has the lists of a batch.
 //
@@ -55,7 +55,7 @@ __device__ bool receive(const LlRun& ll, const LlCombineArgs& args) {
   if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(ll.run);
   __syncwarp();
   const LlHeader& header = args.op.header;
-  if (ll_has_few_pairs(header, header.num_tokens)) return LlFewOwner<Element>(ll, args).run();
+  if (ll_has_few_pairs(args.op, header.num_tokens)) return LlFewOwner<Element>(ll, args).run();
   return LlOwner<Element>(ll, args).run();
 }
 
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   LlRun ll = ll_half(args.op, lay, kLlCombine, sends ? kLlSend : kLlReceive, ll_epoch(args.op, kLlCombine), 0);
   const bool works = warp_id() < num_workers();
   bool ok = ll_enter(ll, &masked);
-  if (ok && !works) ll_begin(ll);
+  if (ok && sends && !works) ll_begin_send(ll);
   if (ok && sends) ok = send<Element>(ll, args, &written);
   if (ok && receives && works)
     ok = receive<Element>(ll_half(args.op, lay, kLlCombine, kLlReceive, ll.run.epoch, ll.masked), args);

@@ -18,7 +18,7 @@ __device__ inline bool send_pairs(const LlRun& ll, const LlCombineArgs& args) {
   const int K = header.topk, R = comm.num_ranks, grid = static_cast<int>(gridDim.x);
   const auto few_tokens = [&](int owner) {
     const int tokens = min(max(plan.src_tokens[owner], 0), header.max_tokens);
-    return ll_has_few_pairs(header, tokens) && !ll.is_masked(owner) ? tokens : 0;
+    return ll_has_few_pairs(ll.op, tokens) && !ll.is_masked(owner) ? tokens : 0;
   };
   int most = 0;
 #pragma unroll 1
@@ -61,7 +61,7 @@ __device__ inline bool send_pairs(const LlRun& ll, const LlCombineArgs& args) {
 // One thread of the kernel: refreshes a word of this rank's rows of pairs, which several holders write.
 __device__ inline void refresh_pairs(const LlRun& ll, const LlCombineArgs& args) {
   const LlHeader& header = ll.op.header;
-  const int few = ll_has_few_pairs(header, header.num_tokens) ? header.num_tokens * header.topk : 0;
+  const int few = ll_has_few_pairs(ll.op, header.num_tokens) ? header.num_tokens * header.topk : 0;
   const int per_row = static_cast<int>(ll.lay.words_per_row);
   ll_refresh(ll, ll.own().pair_words(ll.parity, 0), int64_t{kLlFewPairs} * per_row, [&](int index) {
     const int pair = index / per_row, id = pair < few ? ll_id(ll, args.ids, args.id_bytes, pair) : -1;

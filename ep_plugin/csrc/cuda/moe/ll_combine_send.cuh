@@ -30,7 +30,7 @@ __device__ inline LlData weights_word(const LlRun& ll, const LlCombineArgs& args
 __device__ inline void send_weights(const LlRun& ll, const LlCombineArgs& args) {
   const LlHeader& header = ll.op.header;
   const int R = ll.op.comm.num_ranks, me = ll.op.comm.rank;
-  const int T = ll_has_few_pairs(header, header.num_tokens) ? 0 : header.num_tokens;
+  const int T = ll_has_few_pairs(ll.op, header.num_tokens) ? 0 : header.num_tokens;
   const int of_token = static_cast<int>(ll_weight_words(header.topk, header.weight_bytes));
   const int words = kLlHeaderWords + T * of_token;
   const Team team = team_of_workers();
@@ -90,7 +90,7 @@ struct OwnedTokens {
 
   __device__ int tokens_of(int owner) const {
     const int tokens = min(max(plan.src_tokens[owner], 0), ll.op.header.max_tokens);
-    return ll_has_few_pairs(ll.op.header, tokens) ? 0 : tokens;
+    return ll_has_few_pairs(ll.op, tokens) ? 0 : tokens;
   }
   __device__ Batches batches() const {
     int groups = 0, per_group = 1;  // 129 tokens are fewer groups than 128

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   bool ok = ll_enter(ll, &masked);
   if (ok) {
     const bool works = warp_id() < num_workers();
-    if (!works) ll_begin(ll);
+    if (sends && !works) ll_begin_send(ll);
     if (sends) send<From>(ll, args, &written);
     if (receives && works) ok = receive(ll_half(args.op, lay, kLlDispatch, kLlReceive, ll.run.epoch, ll.masked), args);
   }

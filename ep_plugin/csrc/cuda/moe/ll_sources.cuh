@@ -35,7 +35,7 @@ class LlSources {
         ranks_(ll.op.comm.num_ranks),
         per_rank_(local_experts(ll.op.comm)) {}
 
-  // The last warp waits for the headers, and the other threads for the early words.
+  // The last warp waits for the headers first. All threads wait for the early words.
   __device__ bool open() {
     bool ok = true;
     const int source = lane_id();

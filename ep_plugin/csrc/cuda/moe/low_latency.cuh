@@ -206,13 +206,14 @@ __device__ __forceinline__ bool ll_counts_ctas(const LlOperation& op) {
   return op.shrink != 0 || op.wait_cost != 0 || op.phases == kLlReceive;
 }
 
-// The signalling warp of each CTA, when all threads of the CTA have entered. The last CTA to come advances the epoch;
-// the first of the grid signals what the whole operation before this one has read.
-__device__ inline void ll_begin(const LlRun& ll) {
+// The signalling warp of each CTA of a send half, when all threads of the CTA have entered. The last CTA to come
+// advances the epoch. The first of the grid signals what a whole operation before this one has read. A receive half
+// alone touches nothing of this, since CUDA graphs may run it beside a send half.
+__device__ inline void ll_begin_send(const LlRun& ll) {
   const LlOperation& op = ll.op;
   LlState& state = ll.state();
-  const bool sends = (op.phases & kLlSend) != 0, receives = (op.phases & kLlReceive) != 0;
-  if (sends && lane_id() == 0 && ptx::atom_add_relaxed_gpu(&state.ctas_entered[ll.kind], 1) + 1 == gridDim.x) {
+  const bool receives = (op.phases & kLlReceive) != 0;
+  if (lane_id() == 0 && ptx::atom_add_acq_rel_gpu(&state.ctas_entered[ll.kind], 1) + 1 == gridDim.x) {
     state.ctas_entered[ll.kind] = 0;
     state.epoch[ll.kind] = ll.run.epoch;
     // A whole operation needs none, and in a replayed graph would overwrite that of an un-received one.
@@ -220,12 +221,12 @@ __device__ inline void ll_begin(const LlRun& ll) {
   }
   __syncwarp();
   if (blockIdx.x != 0) return;
-  const uint64_t unsaid = state.unsaid[ll.kind];
+  const uint64_t unsignalled = state.unsignalled[ll.kind];
   const int peer = lane_id();
   __syncwarp();  // all lanes have read it
-  if (peer == 0) state.unsaid[ll.kind] = sends && receives && !ll_counts_ctas(op) ? ll.run.epoch : 0;
-  if (unsaid != 0 && peer < op.comm.num_ranks && !ll.is_masked(peer))
-    peer::signal(ll.block(peer).consumed(ll.kind, ll_parity(unsaid), op.comm.rank), unsaid);
+  if (peer == 0) state.unsignalled[ll.kind] = receives && !ll_counts_ctas(op) ? ll.run.epoch : 0;
+  if (unsignalled != 0 && peer < op.comm.num_ranks && !ll.is_masked(peer))
+    peer::signal(ll.block(peer).consumed(ll.kind, ll_parity(unsignalled), op.comm.rank), unsignalled);
   __syncwarp();
 }
 
@@ -316,7 +317,10 @@ __device__ inline void ll_finish(const LlRun& ll) {
 // fault or, where CTAs are not counted, each that sees it.
 __device__ inline bool ll_leave(const LlRun& ll, bool ok) {
   const LlOperation& op = ll.op;
-  if (!ll_counts_ctas(op)) return __syncthreads_and(ok && (threadIdx.x != 0 || !faulted(op.comm))) != 0;
+  if (!ll_counts_ctas(op)) {
+    ok = __syncthreads_and(ok) != 0;  // all results of the CTA are written
+    return __syncthreads_and(ok && (threadIdx.x != 0 || !faulted(op.comm))) != 0;
+  }
   if (!ll_last_to_finish(op, ll.kind)) return true;
   if (faulted(op.comm)) return false;
   if (warp_id() == 0) ll_finish(ll);
