@@ -273,6 +273,8 @@ def losses(rank: int, size: int, name: str, served: bool = True) -> dict[str, li
 
     device, preset = checks.device_of(rank), MODELS[name].presets["tiny"]
     is_megatron = name == "megatron"
+    if device.type == "cuda":
+        os.environ["LOCAL_RANK"] = str(device.index)  # by which transformers chooses the device
     if is_megatron:
         if device.type == "cpu":
             on_cpus.make_distributed_optimizer_run_here()
