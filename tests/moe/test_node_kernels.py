@@ -127,8 +127,8 @@ def _pack(comm: MoECommunicator, places: torch.Tensor, num_rows: int, parts: dic
 
 def _expected_packed(part: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
     expected = _poisoned(num_rows + GUARD, part.shape[1], dtype=part.dtype)
-    for token, node in ((places >= 0) & (places < num_rows)).nonzero().tolist():
-        expected[places[token, node]] = part[token]
+    token, node = ((places >= 0) & (places < num_rows)).nonzero(as_tuple=True)
+    expected[places[token, node].long()] = part[token]
     return expected
 
 
