@@ -7,8 +7,8 @@
 ``EP_PLUGIN=pipelining`` in the environment does the same in an unmodified script. Every schedule of PyTorch sends
 through one function, which this module replaces. Losses and gradients are PyTorch's own, bit for bit.
 
-Left to PyTorch: messages between GPUs of several nodes, messages with a tag, and with EP_PLUGIN_FALLBACK groups that
-are not served.
+Left to PyTorch: messages with a tag, those between GPUs if the group spans nodes or is not served, and with
+EP_PLUGIN_FALLBACK groups of CPUs that are not served.
 """
 
 from __future__ import annotations

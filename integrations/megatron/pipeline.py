@@ -4,7 +4,8 @@ Every schedule of Megatron sends through two functions of `p2p_communication`, w
 all messages as a batch, and one that starts them one by one. Activations use channel 0 and gradients channel 1, so that
 with two stages, where both neighbours are one rank, they do not meet.
 
-Left to Megatron: messages between GPUs of several nodes, and with EP_PLUGIN_FALLBACK groups that are not served.
+Left to Megatron: messages between GPUs if the group spans nodes or is not served, and with EP_PLUGIN_FALLBACK groups of
+CPUs that are not served.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@
 //            loads its part of x once, quantises it in registers, and stores it to every rank that needs the row.
 //   Flags    The signalling warp fences once for the CTA's groups, then stores their flags.
 //   Places   Every CTA waits for the ids of all sources, and computes the rows of its share of their tokens by itself.
-//            Some CTAs write the tables of counts, too. With few pairs every warp does it (ll_dispatch_few.cuh).
+//            Some CTAs write the tables of counts, too. In a small dispatch every warp places its own token
+//            (ll_dispatch_small.cuh).
 //   Copies   Warps wait for the flag of a token's group, load a piece of its slot once, and store it to all its rows.
 //
 // Buffers. Words, flags and slots are in the block of the rank that reads them. Shared memory has the experts of pairs,
@@ -21,9 +22,9 @@
 //
 // After a fault. Nothing is signalled. The tables of counts are zeros.
 #include "cuda/moe/kernels.h"
-#include "cuda/moe/ll_dispatch_few.cuh"
 #include "cuda/moe/ll_dispatch_recv.cuh"
 #include "cuda/moe/ll_dispatch_send.cuh"
+#include "cuda/moe/ll_dispatch_small.cuh"
 
 namespace ep::cuda {
 
@@ -48,9 +49,9 @@ __device__ void send(const LlRun& ll, const LlDispatchArgs& args, int32_t* writt
 __device__ bool receive(const LlRun& ll, const LlDispatchArgs& args) {
   __shared__ Placed placed;
   int32_t* counts = reinterpret_cast<int32_t*>(dynamic_shared);
-  LlFewReceiver few(ll, args, placed, counts);
-  if (!few.open()) return false;
-  return few.serves() ? few.run() : LlReceiver(ll, args, placed, counts).run();
+  LlSmallReceiver small(ll, args, placed, counts);
+  if (!small.open()) return false;
+  return small.serves() ? small.run() : LlReceiver(ll, args, placed, counts).run();
 }
 
 // All threads of a CTA: after a fault the tables are zeros.

@@ -1,4 +1,4 @@
-// The receive half of low-latency dispatch where there are many pairs. ll_dispatch.cu describes roles and memory order.
+// The receive half of a low-latency dispatch that is not small. ll_dispatch.cu describes roles and memory order.
 //
 // Places. All tokens of all sources form one list, in the order of (source, token). Each CTA receives an equal share of
 // it, which is contiguous. A pair's row in its expert's block is the number of earlier pairs of that expert in the

@@ -5,7 +5,7 @@
 
 namespace ep::cuda {
 
-constexpr int kPassPairs = 512;  // pairs that a CTA places at a time, where there are many
+constexpr int kPassPairs = 512;  // pairs that a CTA places at a time, in a dispatch that is not small
 constexpr int kEarlyPairs = kLlEarlyWords * kLlIdsPerWord;
 
 // What a CTA knows of the sources, and the pairs of one pass. In shared memory.
@@ -13,7 +13,7 @@ struct Placed {
   int32_t tokens[kMaxRanks];                            // T of each source; 0: it is masked
   int32_t lost[kMaxRanks];                              // 1: a wait for its words ended with a mask
   __align__(16) int16_t early[kMaxRanks][kEarlyPairs];  // local expert of each source's first pairs, -1: none
-  // Where there are many pairs:
+  // For a dispatch that is not small:
   int32_t begin[kMaxRanks + 1];               // the source's first token in the list
   int32_t share[2];                           // this CTA's first token in the list, and the one after its last
   int32_t before[kMaxRanks];                  // pairs of the source before this CTA's share of the list

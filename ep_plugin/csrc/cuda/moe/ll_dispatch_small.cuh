@@ -1,24 +1,25 @@
-// The receive half of low-latency dispatch where all sources together have few pairs. ll_dispatch.cu describes roles
-// and memory order.
+// The receive half of a small low-latency dispatch: all sources together have at most kSmallPairs pairs. ll_dispatch.cu
+// describes roles and memory order.
 //
 // Places. Each CTA has the experts of all pairs in shared memory. A warp that copies a piece of a token finds the row
 // of each of the token's pairs by itself: it counts the earlier pairs of the same expert. So no thread waits for
-// another after the ids have arrived. Tasks. The pieces of all tokens go round the warps of all CTAs but the last ones,
-// which write the tables of counts.
+// another after the ids have arrived.
+//
+// Tasks. The pieces of all tokens go round the warps of all CTAs but the last ones, which write the tables of counts.
 #pragma once
 #include "cuda/moe/ll_rows.cuh"
 #include "cuda/moe/ll_sources.cuh"
 
 namespace ep::cuda {
 
-constexpr int kFewPairs = 1024;  // with more, it takes less time to count experts once for all tokens of a CTA
+constexpr int kSmallPairs = 1024;  // with more, it takes less time to count experts once for all tokens of a CTA
 
 // Workers of a CTA call run(), after open().
-class LlFewReceiver : public LlSources {
+class LlSmallReceiver : public LlSources {
  public:
   using LlSources::LlSources;
 
-  // Whether all pairs are in `early`, and few. With shrink, CTAs must agree on the sources first.
+  // Whether the dispatch is small, and all its pairs are in `early`. With shrink, CTAs must agree on the sources first.
   __device__ bool serves() const {
     const int K = header_.topk, most = ll_early_words(header_.max_tokens, K) * kLlIdsPerWord;
     int pairs = 0;
@@ -28,7 +29,7 @@ class LlFewReceiver : public LlSources {
       early = early && placed_.tokens[s] * K <= most;
       pairs += placed_.tokens[s] * K;
     }
-    return early && pairs <= kFewPairs;
+    return early && pairs <= kSmallPairs;
   }
 
   // False after a fault.
