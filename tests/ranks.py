@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
+import unittest.mock
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -27,6 +28,24 @@ _PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch._dynamo"]
 # Where Python writes no bytecode, each rank would compile these.
 _PRELOADED += ["ep_plugin.moe.communicator", "ep_plugin.collectives.all_gather", "ep_plugin.collectives.reduce_scatter"]
 _PRELOADED += ["tests.ranks", "tests.moe.moe_cases", "tests.faults.fault_cases", "tests.collectives.collective_cases"]
+
+# What ranks of tests that name a framework have imported beside it. A server for each stays until the end.
+_OF_FRAMEWORKS = {
+    "": [],
+    "transformers": [
+        "transformers.distributed.expert_parallel",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    ],
+    "megatron": [
+        "megatron.core.distributed",
+        "megatron.core.models.gpt",
+        "megatron.core.optimizer",
+        "megatron.core.pipeline_parallel.schedules",
+        "megatron.core.transformer.moe.moe_layer",
+    ],
+}
+_servers = {"": forkserver._forkserver}
 
 _LINES = 100  # of a rank's notes that a failure shows
 _notes: TextIO | None = None  # the file of a rank that run_ranks has started; None: stderr
@@ -60,16 +79,17 @@ def run_ranks(
     timeout_s: float = 60,
     env: dict[str, str] | None = None,
     start: str = "forkserver",
+    framework: str = "",
 ) -> list[Outcome]:
     """Calls `function(rank, *args)` in `size` processes that share a gloo group, and returns how each ended.
 
-    `function` is importable by name. `start`: how multiprocessing starts them. The group's store lives in the calling
-    process, so it outlives every rank. Whoever is left at the deadline is killed, and its outcome then has neither a
-    value nor an error.
+    `function` is importable by name. `start`: how multiprocessing starts them. `framework`: which the ranks, forked by
+    a server, have imported. The group's store lives in the calling process, so it outlives every rank. Whoever is left
+    at the deadline is killed, and its outcome then has neither a value nor an error.
     """
     context = multiprocessing.get_context(start)
     if start == "forkserver":
-        start_server()
+        start_server(framework)
     if simt_asked(os.environ | (env or {})):
         from tests.emulation.build import build
 
@@ -83,7 +103,10 @@ def run_ranks(
             stuck_at = time.monotonic() + 0.98 * timeout_s
             target_args = (theirs, rank, size, store.port, env or {}, function, args, timeout_s, notes[rank], stuck_at)
             process = context.Process(target=_rank_main, args=target_args, daemon=True)
-            process.start()
+            with unittest.mock.patch.object(
+                forkserver, "connect_to_new_process", _servers[framework].connect_to_new_process
+            ):
+                process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
@@ -99,10 +122,11 @@ def run_ranks(
         return outcomes
 
 
-def start_server() -> None:
+def start_server(framework: str = "") -> None:
     """Starts the process that ranks are forked from, unless it runs."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
-    forkserver.ensure_running()
+    server = _servers.setdefault(framework, forkserver.ForkServer())
+    server.set_forkserver_preload(_PRELOADED + _OF_FRAMEWORKS[framework])
+    server.ensure_running()
 
 
 def simt_asked(environment: Mapping[str, str]) -> bool:

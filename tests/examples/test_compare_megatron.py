@@ -38,7 +38,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     """What every rank found; the world runs once, all models and arms."""
-    return values(run_ranks(WORLD, _run_rank, timeout_s=240))
+    return values(run_ranks(WORLD, _run_rank, timeout_s=240, framework="megatron"))
 
 
 @pytest.mark.parametrize(("model", "dtype"), CASES)

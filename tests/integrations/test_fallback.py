@@ -51,7 +51,9 @@ def _qwen(rank: int) -> dict[str, Any]:
 
 def test_a_model_of_transformers_in_fsdp2_trains_as_without() -> None:
     pytest.importorskip("transformers")
-    outcomes = run_ranks(SIZE, _on_unequal_nodes, _qwen, timeout_s=200, env={"EP_TEST_DEVICE": "cpu"})
+    outcomes = run_ranks(
+        SIZE, _on_unequal_nodes, _qwen, timeout_s=200, env={"EP_TEST_DEVICE": "cpu"}, framework="transformers"
+    )
     for rank, (found, said, counts) in enumerate(values(outcomes)):
         theirs, ours = found.values()
         assert ours == theirs and ours[-1] < ours[0]
@@ -76,7 +78,8 @@ def _megatron_layer(rank: int) -> dict[str, Any]:
 
 def test_a_layer_of_megatron_is_as_with_its_all_to_all() -> None:
     pytest.importorskip("megatron.core")
-    for rank, (found, said, _) in enumerate(values(run_ranks(SIZE, _on_unequal_nodes, _megatron_layer, timeout_s=200))):
+    outcomes = run_ranks(SIZE, _on_unequal_nodes, _megatron_layer, timeout_s=200, framework="megatron")
+    for rank, (found, said, _) in enumerate(values(outcomes)):
         assert set(found["difference"].values()) == {0.0}
         _check_said(rank, said, "megatron")
 
@@ -149,7 +152,7 @@ def _runs_on_a_shared_batch(size: int) -> torch.Tensor:
 
 def test_without_the_variable_all_ranks_refuse_before_weights_are_loaded() -> None:
     pytest.importorskip("transformers")
-    values(run_ranks(SIZE, _refuses, SIZE, timeout_s=200, env={"EP_TEST_DEVICE": "cpu"}))
+    values(run_ranks(SIZE, _refuses, SIZE, timeout_s=200, env={"EP_TEST_DEVICE": "cpu"}, framework="transformers"))
 
 
 def _needs_kernels_for_gpus(rank: int) -> None:

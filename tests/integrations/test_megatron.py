@@ -89,7 +89,7 @@ if RELEASE >= (0, 19):
 @pytest.fixture(scope="module")
 def results() -> Callable[[], list[dict[str, Any]]]:
     """What every rank found; the world runs once, all of its cases."""
-    return functools.cache(lambda: values(run_ranks(WORLD, _run_rank, timeout_s=240)))
+    return functools.cache(lambda: values(run_ranks(WORLD, _run_rank, timeout_s=240, framework="megatron")))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -116,7 +116,9 @@ def test_every_exchange_is_ours(results, name: str) -> None:
 
 def test_matches_alltoall_over_two_nodes() -> None:
     names = ["ep4", "tp2-ep2", "capacity-tp2", "deepseek"]
-    for rank, found in enumerate(values(run_ranks(WORLD, _run_some, names, timeout_s=240, env={"EP_TEST_NODES": "2"}))):
+    for rank, found in enumerate(
+        values(run_ranks(WORLD, _run_some, names, timeout_s=240, env={"EP_TEST_NODES": "2"}, framework="megatron"))
+    ):
         for name in names:
             assert found[name]["ours"] == {"dispatch": 1, "combine": 1, "stock": 0}
             assert max(found[name]["difference"].values()) <= LIMIT, f"rank {rank}, {name}: {found[name]['difference']}"
@@ -234,7 +236,7 @@ def test_megatrons_own_deepep_backend_trains_on_our_deep_ep(deepep_results, name
 
 @pytest.fixture(scope="module")
 def deepep_results() -> Callable[[], list[dict[str, Any]]]:
-    return functools.cache(lambda: values(run_ranks(WORLD, _run_deepep, timeout_s=240)))
+    return functools.cache(lambda: values(run_ranks(WORLD, _run_deepep, timeout_s=240, framework="megatron")))
 
 
 def _run_deepep(

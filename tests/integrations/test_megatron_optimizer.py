@@ -65,7 +65,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     """What every rank found; the world runs once, all of its cases."""
-    return values(run_ranks(WORLD, _run_rank, timeout_s=240))
+    return values(run_ranks(WORLD, _run_rank, timeout_s=240, framework="megatron"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -101,7 +101,9 @@ def test_disable_restores_the_very_objects(results) -> None:
 
 
 def test_what_is_not_served_is_left_and_said_once() -> None:
-    for found in values(run_ranks(WORLD, _run_left, env={"EP_PLUGIN_RANKS_PER_NODE": "3"}, timeout_s=100)):
+    for found in values(
+        run_ranks(WORLD, _run_left, env={"EP_PLUGIN_RANKS_PER_NODE": "3"}, timeout_s=100, framework="megatron")
+    ):
         assert found["said"] == [
             f"ep_plugin: megatron: {what} are left to Megatron's own collectives"
             for what in (
@@ -125,7 +127,7 @@ def test_offloading_mapped_parameters_is_refused(results) -> None:
 
 def test_a_dead_peer_raises() -> None:
     victim, deadline_s = 1, 6.0
-    outcomes = run_ranks(3, _die_between_steps, victim, deadline_s, timeout_s=100)
+    outcomes = run_ranks(3, _die_between_steps, victim, deadline_s, timeout_s=100, framework="megatron")
     assert outcomes[victim].exitcode == -signal.SIGKILL
     for blamed, took in values([outcomes[0], outcomes[2]]):
         assert blamed == victim and took < deadline_s + 5

@@ -147,7 +147,7 @@ def _compares(rank: int, size: int, names: list[str]) -> dict[str, tuple[int, in
     [(2, ["1f1b", "1f1b, one by one", "interleaved"]), (4, ["interleaved", "interleaved, batched"])],
 )
 def test_losses_and_gradients_are_those_of_megatron(size: int, names: list[str]) -> None:
-    for compared in values(run_ranks(size, _compares, size, names, timeout_s=200)):
+    for compared in values(run_ranks(size, _compares, size, names, timeout_s=200, framework="megatron")):
         for name, (calls, different) in compared.items():
             assert different == 0 and calls >= 2 * MICRO_BATCHES, name
 
@@ -174,5 +174,5 @@ def _loses_a_stage(rank: int) -> tuple[int | None, float]:
 
 
 def test_a_dead_stage_is_named() -> None:
-    peer, seconds = values(run_ranks(2, _loses_a_stage, timeout_s=120)[:1])[0]
+    peer, seconds = values(run_ranks(2, _loses_a_stage, timeout_s=120, framework="megatron")[:1])[0]
     assert peer == 1 and seconds < 6.5

@@ -56,7 +56,7 @@ def _qwen2() -> torch.nn.Module:
 
 
 def _on_two_ranks(function: Callable, checkpoints: Path, timeout_s: float = 240) -> list:
-    return values(run_ranks(2, function, checkpoints, timeout_s=timeout_s))
+    return values(run_ranks(2, function, checkpoints, timeout_s=timeout_s, framework="transformers"))
 
 
 def _ours() -> object:

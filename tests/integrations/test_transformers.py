@@ -91,7 +91,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run_world(checkpoints: Path) -> Callable[[int], list[dict[str, dict]]]:
     """Results by case of every rank of a world, which runs once however many tests ask for it."""
-    return functools.cache(lambda world: values(run_ranks(world, _run_rank, world, checkpoints, timeout_s=240)))
+    return functools.cache(
+        lambda world: values(run_ranks(world, _run_rank, world, checkpoints, timeout_s=240, framework="transformers"))
+    )
 
 
 @pytest.mark.parametrize(("world", "name"), NAMED, ids=[name for _, name in NAMED])
@@ -115,7 +117,9 @@ def test_nothing_is_sorted(run_world, world: int, name: str) -> None:
 
 def test_a_group_over_two_nodes_matches_the_built_in_exchange(checkpoints: Path) -> None:
     env = {"EP_PLUGIN_RANKS_PER_NODE": "2"}
-    for rank, results in enumerate(values(run_ranks(4, _run_over_nodes, checkpoints, env=env, timeout_s=240))):
+    for rank, results in enumerate(
+        values(run_ranks(4, _run_over_nodes, checkpoints, env=env, timeout_s=240, framework="transformers"))
+    ):
         for name, found in results.items():
             _check_difference(CASES[4][name], rank, found["difference"])
             assert found["rail_bytes"] > 0
@@ -140,12 +144,12 @@ def test_two_models_in_one_process(run_world) -> None:
 
 
 def test_a_compiled_model_has_the_loss_and_gradients_of_the_built_in_exchange(checkpoints: Path) -> None:
-    for difference in values(run_ranks(2, _run_compiled, checkpoints, timeout_s=280)):
+    for difference in values(run_ranks(2, _run_compiled, checkpoints, timeout_s=280, framework="transformers")):
         assert max(difference.values()) <= LIMITS[torch.float32], difference
 
 
 def test_other_experts_get_unit_weights_and_the_real_ones_stay_in_float32() -> None:
-    for found in values(run_ranks(2, _run_bf16_experts)):
+    for found in values(run_ranks(2, _run_bf16_experts, framework="transformers")):
         assert found["units"]
         assert found["out"] < 4e-3 and found["weights.grad"] < 1e-6, found
 
