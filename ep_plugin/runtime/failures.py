@@ -50,10 +50,10 @@ class GroupBoards(Boards):
         group_size: int,
         found: Callable[[int, str], None],
     ) -> None:
-        """state: the communicator's device state, uint8, which has its fault word. store: for this communicator alone.
-        rank: this one, of `group_size` ranks in the group. found: the polling thread calls it with the rank of another
-        one that has failed and its reason, again at each poll until `close`."""
-        self._store = store.clone()  # a connection of its own: a poll delays no other use of the store
+        """state: the communicator's device state, uint8, which has its fault word. store: Exchange.polled_store, for
+        keys of this communicator alone. rank: this one, of `group_size` ranks in the group. found: the polling thread
+        calls it with the rank of another one that has failed and its reason, again at each poll until `close`."""
+        self._store = store
         self._rank, self._group_size, self._found = rank, group_size, found
         self._waited_for: int | None = None
         self._waits: dict[int, int] = {}

@@ -111,7 +111,7 @@ class GroupEngine(BaseEngine):
 
     def _make_boards(self, local_experts: int) -> None:
         if self.rails.nodes:
-            store, found = self.exchange.store("failure"), weakly(self._fail_with_another_node)
+            store, found = self.exchange.polled_store("failure"), weakly(self._fail_with_another_node)
             self.boards = self.group_boards = GroupBoards(
                 self.within,
                 local_experts,

@@ -1,8 +1,10 @@
 """All-gather of small values between the ranks of a process group, with a deadline, over the group's own store.
 
 Ranks use it before they share memory. Each rank posts one key per exchange, ``ep_plugin/<nonce>/<n>/<rank>``, which
-names the step it belongs to, so ranks in different steps raise at once. A rank deletes its key two exchanges later,
-when every peer has read it. The last rank to close deletes the rest.
+names the step it belongs to. Rank 0 reads these posts and writes them together to ``<n>/all``, which the others read.
+So only rank 0 sends more requests where there are more ranks. If a post names another step, rank 0 writes what it has,
+and all ranks raise. A rank that fails says so under one key, which all ranks watch. A rank deletes its keys two
+exchanges later, when every peer has read them. The last rank to close deletes the rest.
 
 Ranks agree on the nonce when an exchange is first used. Rank 0 of the exchange invites every rank that has posted a
 fresh token. So ranks neither read keys of an earlier process group on the same store, nor lose count when one of them
@@ -13,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import threading
 import time
+import weakref
 from queue import Empty
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,8 +36,12 @@ Posts = dict[int, dict[str, Any]]  # by index in an exchange's ranks
 # The store is polled: its own wait() keeps other threads from the store and logs each timeout.
 _FIRST_PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.01
+_LONGEST_PAUSE_PER_RANK_S = 0.0001  # one store serves the polls of all ranks
 _LEAVE_S = 1.0  # the longest that an abort or a close waits for the store
 
+_polled: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""A second connection to each store, for threads that poll. Their requests do not delay the first."""
+os.register_at_fork(after_in_child=_polled.clear)
 _instances: dict[str, int] = {}  # by the name of a group, which a group made again shares
 _instances_lock = threading.Lock()
 _reported: set[str] = set()  # tokens of ranks whose failure to agree on a nonce this process has raised
@@ -81,10 +89,15 @@ class Exchange:
         with _instances_lock:
             self._number = _instances[self._group_name] = _instances.get(self._group_name, 0) + 1
         self._store = c10d._get_process_group_store(group)
+        self._below: Any = self._store
+        while isinstance(self._below, c10d.PrefixStore):
+            self._below = self._below.underlying_store
         self._scope = "ep_plugin/all" if ranks is None else f"ep_plugin/from{self.ranks[0]}"
         self._token = secrets.token_hex(8)
         self._nonce = ""  # agreed at the first exchange
-        self._count = 0
+        self._count = self._done = 0  # exchanges that have begun, and those that have succeeded
+        self._has_heard = False  # of a peer's failure
+        self._longest_pause_s = max(_LONGEST_PAUSE_S, self.size * _LONGEST_PAUSE_PER_RANK_S)
         self._closed = False
         self._lock = threading.Lock()
         self._error: EpPluginError | None = None
@@ -110,6 +123,17 @@ class Exchange:
 
         return c10d.PrefixStore(f"ep_plugin/{self._nonce}/{name}", self._store)
 
+    def polled_store(self, name: str) -> Any:
+        """Other keys of this instance, for a thread that polls, over a second connection to the store. All instances of
+        the process share it. PeerTimeout if the store does not answer."""
+        from torch.distributed import distributed_c10d as c10d
+
+        polled = _polled.get(self._below)
+        if polled is None:
+            made = self._ask("connect to the store", time.monotonic() + self.timeout_s, self._below.clone)
+            polled = _polled.setdefault(self._below, made)
+        return c10d.PrefixStore(f"ep_plugin/{self._nonce}/{name}", polled)
+
     def all_gather(self, step: str, value: Any = None) -> list[Any]:
         """Gathers ``value`` of every rank. Collective: all ranks call the same steps in the same order.
 
@@ -123,7 +147,7 @@ class Exchange:
         Raises:
             PeerTimeout: the deadline passed, here or on a peer; it names the missing ranks, or the store if that does
                 not answer.
-            DisagreementError: a peer is in another step.
+            DisagreementError: a peer is in another step, once rank 0 has come.
             PeerAborted: a peer has failed. After any of these errors every further call raises it again.
         """
         with self._lock:
@@ -133,8 +157,8 @@ class Exchange:
                 return self._all_gather(step, value)
             except EpPluginError as error:
                 self._error = error
-                if isinstance(error, PeerTimeout) and error.rank is not None:
-                    self._post_failure(reason_of(error), max(self._count - 1, 0))
+                if isinstance(error, PeerTimeout) and error.rank is not None and not self._has_heard:
+                    self._post_failure(reason_of(error), self._done)
                 elif not self._nonce and self.size > 1:
                     self._withdraw()
                 raise
@@ -157,13 +181,13 @@ class Exchange:
                 )
 
     def abort(self, reason: str) -> None:
-        """Makes every peer's current or next exchange raise the error of ``reason``. Waits for no peer."""
+        """Makes every peer's next exchange that is not over here raise the error of ``reason``. Waits for no peer."""
         with self._lock:
             if self._error is not None:
                 return
             self._error = error_of_peer(self.group_rank, reason, self.group_rank)
             if self.size > 1:
-                self._post_failure(reason, self._count)
+                self._post_failure(reason, self._done)
 
     def close(self) -> None:
         """Gives up this rank's part in the keys: the last rank to close deletes them. Never fails; idempotent."""
@@ -175,39 +199,79 @@ class Exchange:
                 self._ask("close", time.monotonic() + _LEAVE_S, self._delete_if_last, watched=False)
 
     def _all_gather(self, step: str, value: Any) -> list[Any]:
+        value = json.loads(json.dumps(value))  # as peers get it
         if self.size == 1:
-            return [json.loads(json.dumps(value))]
-        text = json.dumps({"step": step, "value": value})
+            return [value]
         deadline = time.monotonic() + self.timeout_s
         if not self._nonce:
             self._agree_on_nonce(step, deadline)
         turn = self._count
         self._count += 1
-        self._ask(step, deadline, self._post, turn, text)
-        return [post["value"] for post in self._collect(turn, step, deadline)]
+        post = {"step": step, "value": value}
+        self._ask(step, deadline, self._post, turn, post)
+        posts = self._collect(turn, post, deadline) if self.rank == 0 else self._receive(turn, step, deadline)
+        for rank, one in sorted(posts.items()):
+            self._check(rank, one, step)
+        self._done = turn + 1
+        return [posts[rank]["value"] for rank in range(self.size)]
 
-    def _collect(self, turn: int, step: str, deadline: float) -> list[dict[str, Any]]:
-        """The posts of all ranks for exchange ``turn``. Raises at the first that does not belong to ``step``."""
+    def _collect(self, turn: int, own: dict[str, Any], deadline: float) -> Posts:
+        """On rank 0: the posts of all ranks for exchange `turn`, which the others then get. Some are missing if one
+        belongs to another step."""
+        step, posts = own["step"], {0: own}
+
+        def missing() -> list[int]:
+            return [rank for rank in range(self.size) if rank not in posts]
+
+        def poll() -> bool:
+            found = self._ask(step, deadline, self._read, {rank: self._key(turn, rank) for rank in missing()})
+            posts.update(found)
+            is_over = len(posts) == self.size or any(post["step"] != step for post in found.values())
+            if len(posts) == self.size or not is_over:
+                self._raise_failure(turn, step, deadline)
+            if is_over:
+                self._ask(step, deadline, self._write, {self._key(turn, "all"): posts})
+            return is_over
+
+        self._poll(poll, deadline, lambda: self._late(missing(), step))
+        return posts
+
+    def _receive(self, turn: int, step: str, deadline: float) -> Posts:
+        """On another rank: the posts that rank 0 has collected for exchange `turn`."""
         posts: Posts = {}
 
         def poll() -> bool:
-            keys = {rank: self._key(turn, rank) for rank in range(self.size) if rank not in posts}
-            for rank, posted in self._ask(step, deadline, self._read, keys).items():
-                self._check(rank, posted, step)
-                posts[rank] = posted
-            return len(posts) == self.size
+            found = self._get(step, deadline, self._key(turn, "all"))
+            if found is None:
+                self._raise_failure(turn, step, deadline)
+                return False
+            posts.update({int(rank): post for rank, post in found.items()})
+            return True
 
-        self._poll(poll, deadline, lambda: self._late([rank for rank in range(self.size) if rank not in posts], step))
-        return [posts[rank] for rank in range(self.size)]
+        def late() -> PeerTimeout:
+            keys = [(rank, self._key(turn, rank)) for rank in range(self.size)]
+            there = dict(self._ask(step, time.monotonic() + _LEAVE_S, self._existing, keys))
+            return self._late([rank for rank, _ in keys if rank not in there] or [0], step)
+
+        self._poll(poll, deadline, late)
+        return posts
+
+    def _raise_failure(self, turn: int, step: str, deadline: float) -> None:
+        """Raises if a rank has failed in exchange `turn`, or before it."""
+        failure = self._get(step, deadline, self._failure_key(self._nonce))
+        if failure is not None and failure["turn"] <= turn:
+            raise self._heard(failure)
+
+    def _heard(self, failure: dict[str, Any]) -> EpPluginError:
+        """The error of a peer's failure, of which this rank then tells nobody: all ranks can see it."""
+        self._has_heard = True
+        return error_of_peer(self.ranks[failure["rank"]], failure["abort"], self.group_rank)
 
     def _check(self, rank: int, posted: dict[str, Any], step: str) -> None:
-        peer = self.ranks[rank]
-        if "abort" in posted:
-            raise error_of_peer(peer, posted["abort"], self.group_rank)
         if posted["step"] != step:
             raise DisagreementError(
                 f"ranks are in different steps of {self.name}: expected {step!r} as on rank {self.group_rank}, "
-                f"got {posted['step']!r} on rank {peer}"
+                f"got {posted['step']!r} on rank {self.ranks[rank]}"
             )
 
     # -- the nonce -------------------------------------------------------------------------------------------------
@@ -221,31 +285,38 @@ class Exchange:
         missing = list(others) if self.rank == 0 else [0]
         invited: list[str] = []
         accepted: dict[str, Any] = {}
+        latest = ""  # token of the latest failure whose keys this rank has read
 
-        def read(kind: str, ranks: Sequence[int] = others) -> Posts:
-            return self._ask(step, deadline, self._read, {rank: f"{self._scope}/{kind}/{rank}" for rank in ranks})
+        def read(kind: str, ranks: Sequence[int], until: float = deadline) -> Posts:
+            return self._ask(step, until, self._read, {rank: f"{self._scope}/{kind}/{rank}" for rank in ranks})
 
         def write(kind: str, rank: int, post: dict[str, Any]) -> None:
             self._ask(step, deadline, self._write, {f"{self._scope}/{kind}/{rank}": post})
 
-        def tokens() -> dict[int, str]:
-            return {rank: post["token"] for rank, post in read("join").items() if post["token"]}
+        def tokens(until: float = deadline) -> dict[int, str]:
+            return {rank: post["token"] for rank, post in read("join", others, until).items() if post["token"]}
 
-        def raise_failures() -> None:
-            for rank, post in read("failure").items():
+        def raise_failure() -> None:
+            nonlocal latest
+            failed = read("failed", [0]).get(0, {"token": ""})["token"]
+            if failed == latest:
+                return
+            for failure in read("failure", others).values():
                 # A failure with an earlier number belongs to an attempt that this rank has left by itself.
-                if post["number"] >= self._number and post["token"] not in _reported:
-                    _reported.add(post["token"])
-                    self._check(rank, post, step)
+                if failure["number"] >= self._number and failure["token"] not in _reported:
+                    _reported.add(failure["token"])
+                    raise self._heard(failure)
+            latest = failed
 
         def lead() -> bool:
             nonlocal invited, missing
-            raise_failures()
+            raise_failure()
             joined = tokens()
-            answers = {rank: (post["nonce"], post["token"]) for rank, post in read("accept").items()}
+            answers = {rank: (post["nonce"], post["token"]) for rank, post in read("accept", others).items()}
             missing = [rank for rank in others if answers.get(rank) != (self._token, joined.get(rank))]
             everyone = [self._token, *joined.values()]
             if not missing:
+                write("failed", 0, {"token": ""})  # the peers that an earlier failure was about have come
                 write("sealed", 0, {"nonce": self._token})
                 self._nonce = self._token
             elif len(everyone) == self.size and everyone != invited:
@@ -255,9 +326,9 @@ class Exchange:
 
         def follow() -> bool:
             nonlocal accepted
-            raise_failures()
+            invitation = accepted or read("invitation", [0]).get(0, {"tokens": ()})
+            raise_failure()  # read after the invitation
             if not accepted:
-                invitation = read("invitation", [0]).get(0, {"tokens": ()})
                 if self._token in invitation["tokens"]:
                     write("accept", self.rank, {"nonce": invitation["nonce"], "token": self._token})
                     accepted = invitation
@@ -273,29 +344,29 @@ class Exchange:
             return True
 
         def late() -> PeerTimeout:
-            joined = tokens()
+            joined = tokens(time.monotonic() + _LEAVE_S)
             return self._late([rank for rank in others if rank not in joined] or missing, step)
 
         write("join", self.rank, {"token": self._token})
         self._poll(lead if self.rank == 0 else follow, deadline, late)
-        # This rank waits for no peer any more, and the peers that an earlier failure was about have come.
+        # This rank waits for no peer any more.
         write("join", self.rank, {"token": ""})
         write("failure", self.rank, {"number": 0})
 
     def _post_failure(self, reason: str, first_turn: int) -> None:
-        """Makes peers raise in exchanges from `first_turn` to the next, and while they wait to agree on a nonce.
-
-        An exchange that has succeeded here keeps its post: peers may have yet to read it.
-        """
-        failure: dict[str, Any] = {"abort": reason}
+        """Makes peers raise in exchanges from `first_turn` on, and while they wait to agree on a nonce. They finish the
+        exchanges before it. Of two failures under one nonce the later one stays."""
+        failure = {"rank": self.rank, "abort": reason, "turn": first_turn}
         if self._nonce:
-            posts = {self._key(turn, self.rank): failure for turn in range(first_turn, self._count + 1)}
+            posts = {self._failure_key(self._nonce): failure}
         else:
             posts = {
                 f"{self._scope}/join/{self.rank}": {"token": ""},
                 f"{self._scope}/failure/{self.rank}": {**failure, "token": self._token, "number": self._number},
-                f"ep_plugin/{self._token}/0/{self.rank}": failure,  # read by ranks that have accepted this one's nonce
+                f"{self._scope}/failed/0": {"token": self._token},  # the last one: then peers read the others
             }
+            if self.rank == 0:
+                posts[self._failure_key(self._token)] = failure  # for ranks that have accepted this nonce
         with contextlib.suppress(PeerTimeout):
             self._ask("abort", time.monotonic() + _LEAVE_S, self._write, posts, watched=False)
 
@@ -309,13 +380,15 @@ class Exchange:
 
     def _poll(self, done: Callable[[], bool], deadline: float, late: Callable[[], PeerTimeout]) -> None:
         pause_s = _FIRST_PAUSE_S
+        if self.rank > 0:
+            deadline += 2 * self._longest_pause_s  # rank 0 names the missing ranks first
         while not done():
             if time.monotonic() >= deadline:
                 raise late()
             if self.watch is not None:
                 self.watch()
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, self._longest_pause_s)
 
     def _ask(self, step: str, deadline: float, function: Callable[..., T], *args: Any, watched: bool = True) -> T:
         """Calls function(*args), which uses the store, in another thread.
@@ -340,22 +413,37 @@ class Exchange:
                 raise error
             return answer
 
-    def _key(self, turn: int, rank: int) -> str:
+    def _key(self, turn: int, rank: int | str) -> str:
         return f"ep_plugin/{self._nonce}/{turn}/{rank}"
 
-    def _read(self, keys: dict[int, str]) -> Posts:
-        """The posts under the keys that exist."""
-        if not self._store.check(list(keys.values())):
-            keys = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        texts = self._store.multi_get(list(keys.values())) if keys else []
-        return {rank: json.loads(text) for rank, text in zip(keys, texts, strict=True)}
+    def _failure_key(self, nonce: str) -> str:
+        return f"ep_plugin/{nonce}/failure"
 
-    def _post(self, turn: int, text: str) -> None:
-        self._store.set(self._key(turn, self.rank), text)
+    def _get(self, step: str, deadline: float, key: str) -> Any:
+        """What is under the key; None: it does not exist."""
+        return self._ask(step, deadline, self._read, {0: key}).get(0)
+
+    def _read(self, keys: dict[int, str]) -> dict[int, Any]:
+        """What is under the keys that exist."""
+        there = self._existing(list(keys.items()))
+        texts = self._store.multi_get([key for _, key in there]) if there else []
+        return {rank: json.loads(text) for (rank, _), text in zip(there, texts, strict=True)}
+
+    def _existing(self, keys: list[tuple[int, str]]) -> list[tuple[int, str]]:
+        """Those of `keys` that exist: one request if all do, otherwise halves are asked for in turn."""
+        if not keys or self._store.check([key for _, key in keys]):
+            return keys
+        half = len(keys) // 2
+        return self._existing(keys[:half]) + self._existing(keys[half:]) if half else []
+
+    def _post(self, turn: int, post: dict[str, Any]) -> None:
+        self._store.set(self._key(turn, self.rank), json.dumps(post))
         if turn > 1:  # all ranks have begun the exchange before this one, so they have read the posts before that
             self._delete([self._key(turn - 2, self.rank)])
+            if self.rank == 0:
+                self._delete([self._key(turn - 2, "all")])
 
-    def _write(self, posts: dict[str, dict[str, Any]]) -> None:
+    def _write(self, posts: dict[str, Any]) -> None:
         for key, post in posts.items():
             self._store.set(key, json.dumps(post))
 
@@ -369,7 +457,8 @@ class Exchange:
         closed = f"ep_plugin/{self._nonce}/closed"
         if self._store.add(closed, 1) == self.size:
             turns = range(max(0, self._count - 3), self._count + 1)
-            self._delete([closed, *(self._key(turn, rank) for turn in turns for rank in range(self.size))])
+            posts = (self._key(turn, rank) for turn in turns for rank in [*range(self.size), "all"])
+            self._delete([closed, self._failure_key(self._nonce), *posts])
 
     def _late(self, missing: list[int], step: str) -> PeerTimeout:
         ranks = [self.ranks[rank] for rank in missing]

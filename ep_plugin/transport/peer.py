@@ -19,6 +19,8 @@ from ep_plugin.transport.topology import discover
 if TYPE_CHECKING:
     import torch
 
+_LONGEST_REASON = 2000  # characters: one value of a store carries those of all ranks
+
 
 class PeerBuffer:
     """One allocation: a block of ``nbytes`` bytes on every rank. ``what`` names it in messages.
@@ -155,7 +157,7 @@ def raise_together(exchange: Exchange, step: str, error: Exception | None, value
         EpPluginError: from this rank's own error.
         PeerAborted: this rank has none; it names the first rank that has one, and the reason.
     """
-    reason = None if error is None else f"{type(error).__name__}: {error}"
+    reason = None if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
     found = exchange.all_gather(step, [reason, value])
     if error is not None:
         raise EpPluginError(f"rank {exchange.group_rank}: {step} failed: {error}") from error

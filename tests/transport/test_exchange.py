@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerAborted, PeerTimeout, reason_of
+from ep_plugin.transport import exchange as transport_exchange
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import raise_together
 from tests.transport.memory_ranks import GROUP_TIMEOUT_S, die, run
@@ -44,12 +45,16 @@ def _everything_that_works(rank: int, size: int) -> None:
     second.barrier("pair up")
     # The two are apart: they may be used in any order, as long as each is used alike.
     order = (first, second) if rank % 2 else (second, first)
-    for exchange in order:
-        exchange._write({exchange._key(1, rank): {"step": "apart", "value": [exchange.name, rank]}})
+    posts = {exchange: {"step": "apart", "value": [exchange.name, rank]} for exchange in order}
+    for exchange, post in posts.items():
+        exchange._post(1, post)
     for exchange in (first, second):
-        got = [post["value"] for post in exchange._collect(1, "apart", time.monotonic() + 5.0)]
-        assert got == [[exchange.name, r] for r in range(size)]
+        ends = time.monotonic() + 5.0
+        got = exchange._collect(1, posts[exchange], ends) if rank == 0 else exchange._receive(1, "apart", ends)
+        assert [got[r]["value"] for r in range(size)] == [[exchange.name, r] for r in range(size)]
 
+    first.polled_store("kept").set(f"key {rank}", "value")
+    world.barrier("kept")
     for group in _subgroups(rank, size):
         if group is not None:
             exchange = Exchange(group)
@@ -57,6 +62,9 @@ def _everything_that_works(rank: int, size: int) -> None:
             ranks = dist.get_process_group_ranks(group)
             assert exchange.all_gather("global rank", rank) == ranks
             assert ranks[exchange.rank] == rank
+            exchange.polled_store("kept")
+    assert first.polled_store("kept").get(f"key {(rank + 1) % size}") == b"value"
+    assert len(transport_exchange._polled) == 1
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -88,6 +96,36 @@ def test_keys_do_not_pile_up_in_the_store():
     assert max(grown) <= 2 * 2
 
 
+class _Counted:
+    """A store that notes how many keys each request names."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.keys = store, []
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            self.keys.append(len(args[0]) if isinstance(args[0], list) else 1)
+            return function(*args)
+
+        return call
+
+
+def _requests(rank: int, size: int) -> int:
+    """The most keys that a request names."""
+    exchange = Exchange()
+    exchange._store = counted = _Counted(exchange._store)
+    for _ in range(4):
+        exchange.barrier("a turn")
+    return max(counted.keys)
+
+
+def test_only_rank_0_reads_what_each_rank_posts():
+    most = run(5, _requests)
+    assert most[0] > 1 and most[1:] == [1] * 4
+
+
 def _rank_two_is_missing(rank: int, size: int) -> float:
     exchange = Exchange()
     exchange.barrier("together")
@@ -108,6 +146,57 @@ def _rank_two_is_missing(rank: int, size: int) -> float:
 def test_dead_rank_is_named_with_the_step_at_the_deadline():
     waited = run(4, _rank_two_is_missing, killed=(2,))
     assert all(1.0 <= seconds < 6.0 for seconds in waited)
+
+
+def _told(store: dist.Store, key: str) -> None:
+    """Waits until another rank of the test has set the key."""
+    store.wait([key], datetime.timedelta(seconds=60))
+
+
+def _leader_comes_last(rank: int, size: int) -> None:
+    exchange, store = Exchange(timeout_s=60), c10d._get_default_store()
+    exchange.barrier("start")
+    if rank == 0:
+        _told(store, "given up")
+        with pytest.raises(PeerAborted, match="rank [12] aborted: .* for rank 0"):
+            exchange.barrier("late")
+    else:
+        exchange.timeout_s = 0.5
+        with pytest.raises(PeerTimeout) as caught:
+            exchange.barrier("late")
+        assert caught.value.rank == 0
+        if store.add("gave up", 1) == size - 1:
+            store.set("given up", "")
+
+
+def test_a_leader_hears_that_its_peers_have_given_up():
+    run(3, _leader_comes_last)
+
+
+def _leader_is_interrupted(rank: int, size: int) -> None:
+    exchange, store = Exchange(timeout_s=60), c10d._get_default_store()
+    exchange.barrier("start")
+    if rank == 0:
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        exchange.watch = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            exchange.barrier("with rank 2")
+        exchange.abort("KeyboardInterrupt: ")
+    elif rank == 1:
+        began = time.monotonic()
+        with pytest.raises(PeerAborted, match="rank 0 aborted: KeyboardInterrupt"):
+            exchange.barrier("with rank 2")
+        assert time.monotonic() - began < 20
+        store.set("raised", "")
+    else:
+        _told(store, "raised")  # it never comes
+
+
+def test_an_abort_ends_the_exchange_that_it_interrupts():
+    run(3, _leader_is_interrupted)
 
 
 def _two_are_missing(rank: int, size: int) -> None:
