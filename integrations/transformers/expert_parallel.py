@@ -99,6 +99,10 @@ class EpPluginExpertParallel(EPImplementation):
                 output = self._exchange(comm, x, topk_ids, top_k_weights)
         return _gather_over(output, self.tp_mesh, num_tokens) if is_sliced else output
 
+    def check_low_latency(self) -> None:
+        """NotSupported if the expert-parallel group cannot exchange in low latency. Collective."""
+        check_group("transformers", self.ep_mesh.get_group(), self.ep_mesh.device_type, "ll")
+
     def _communicator(self, x: torch.Tensor, topk_ids: torch.Tensor) -> MoECommunicator | None:
         """None: transformers' own exchange serves the group."""
         limit = self.max_tokens_per_rank
@@ -179,6 +183,8 @@ class AutoEpPlugin(AutoEP):
         super().__init__(experts, ep_mesh, tp_mesh)
         is_certain = self.all_reduce is None and self.megamoe is None
         self.all_to_all: Any = EpPluginExpertParallel(experts, ep_mesh, tp_mesh, is_certain)
+        if self.megamoe is not None:
+            del exchanges[id(experts)]  # it exchanges nothing
         for name in ("all_reduce", "megamoe"):
             if (stock := getattr(self, name)) is not None:
                 setattr(self, name, functools.partial(_leave, stock))

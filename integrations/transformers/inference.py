@@ -76,12 +76,14 @@ def low_latency(model: torch.nn.Module, *, max_tokens_per_rank: int) -> Iterator
     Raises:
         ValueError: no experts of `model` exchange tokens through ep_plugin, or a wrong number. A forward with more
             tokens on a rank raises it, too.
-        NotSupported: raised by a forward: gradients are enabled, or the expert-parallel group spans nodes.
+        NotSupported: the expert-parallel group spans nodes. A forward raises it, too, if gradients are enabled.
     """
     MoECommunicatorConfig(num_experts=1, hidden_size=1, topk=1, mode="ll", max_tokens_per_rank=max_tokens_per_rank)
     found = [exchange for module in model.modules() if (exchange := exchanges.get(id(module))) is not None]
     if not found:
         raise ValueError(f"model: expected experts whose exchange is ep_plugin's, found none in {type(model).__name__}")
+    for exchange in found:
+        exchange.check_low_latency()
     before = [exchange.max_tokens_per_rank for exchange in found]
     for exchange in found:
         exchange.max_tokens_per_rank = max_tokens_per_rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("size", [2, 3])
 def test_tokens_are_those_of_one_rank_alone(checkpoints: Path, size: int) -> None:
     kinds = cases.KINDS if size == 2 else ("even",)  # the others' 8 experts do not go into 3
-    for results in values(run_ranks(size, cases.both, size, checkpoints, kinds, timeout_s=280)):
+    for results in values(
+        run_ranks(size, cases.both, size, checkpoints, kinds, timeout_s=280, framework="transformers")
+    ):
         assert len(results) == 2 * len(kinds)
         for name, (tokens, expected) in results.items():
             assert tokens == expected, name
@@ -43,7 +46,7 @@ def test_tokens_are_those_of_one_rank_alone(checkpoints: Path, size: int) -> Non
 
 
 def test_groups_that_each_have_all_experts(checkpoints: Path) -> None:
-    for difference in values(run_ranks(4, _two_groups, checkpoints, timeout_s=240)):
+    for difference in values(run_ranks(4, _two_groups, checkpoints, timeout_s=240, framework="transformers")):
         assert difference < LIMIT
 
 
@@ -58,7 +61,7 @@ def _two_groups(rank: int, folder: Path) -> float:
 @pytest.fixture(scope="module")
 def found(checkpoints: Path) -> list[dict[str, Any]]:
     """Of each of two ranks, what the functions below have found."""
-    return values(run_ranks(2, _everything, checkpoints, timeout_s=280))
+    return values(run_ranks(2, _everything, checkpoints, timeout_s=280, framework="transformers"))
 
 
 CHECKS: dict[str, Callable[[int, Path], Any]] = {}
@@ -322,15 +325,33 @@ def test_refusals(found: list[dict[str, Any]], name: str, message: str) -> None:
             raise ValueError(said[name])
 
 
-def test_groups_over_nodes_are_refused_by_name(checkpoints: Path) -> None:
+def test_groups_over_nodes_are_refused_before_a_forward(checkpoints: Path) -> None:
     env = {"EP_PLUGIN_RANKS_PER_NODE": "1"}
-    for outcome in run_ranks(2, _over_nodes, checkpoints, env=env, timeout_s=240):
+    for outcome in run_ranks(2, _over_nodes, checkpoints, env=env, timeout_s=240, framework="transformers"):
         assert isinstance(outcome.error, NotSupported), outcome.trace
         assert 'mode="ll": expected all 2 ranks on one node, got 2 nodes of 1' in str(outcome.error)
 
 
 def _over_nodes(rank: int, folder: Path) -> None:
-    _logits(cases.load(folder / "even", 2), cases.prompts(1))
+    model = cases.load(folder / "even", 2)
+    with cases.integration().low_latency(model, max_tokens_per_rank=32):
+        raise AssertionError("entered")
+
+
+def test_groups_over_nodes_fall_back_where_that_is_asked_for(checkpoints: Path) -> None:
+    env = {"EP_PLUGIN_RANKS_PER_NODE": "1", "EP_PLUGIN_FALLBACK": "stock"}
+    outcomes = run_ranks(2, _falls_back, checkpoints, env=env, timeout_s=240, framework="transformers")
+    for difference, warned in values(outcomes):
+        assert difference < LIMIT and warned == 1
+
+
+def _falls_back(rank: int, folder: Path) -> tuple[float, int]:
+    """How far logits in low_latency are from those of one rank alone, and how often its refusal was warned of."""
+    model, alone = cases.load(folder / "even", 2), cases.load(folder / "even", 0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        difference = max(_difference(model, alone, rank) for _ in range(2))
+    return difference, sum("transformers is left to the framework" in str(one.message) for one in said)
 
 
 def test_another_transformers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

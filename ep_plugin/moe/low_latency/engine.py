@@ -27,6 +27,7 @@ from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.streams import kernels_for, low_latency_streams
 from ep_plugin.transport import open_memory, transport_for
 from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.topology import NodeMap
 
 _FIELD_NAMES = {"topk": "top-k", "max_tokens": "most tokens of a rank", "num_tokens": "number of tokens"}
 _MOST_ROWS = 2**31 - 1  # kernels number them in 32 bits
@@ -85,11 +86,7 @@ class LowLatencyEngine(GroupEngine):
         """Bytes of peer memory that this rank holds from its first operation on."""
 
     def _construct_node(self) -> None:
-        if self.rails.nodes:
-            raise NotSupported(
-                f'mode="ll": expected all {self.size} ranks on one node, got {self.node_map.num_nodes} nodes of '
-                f'{self.node_size}; use mode="ht" (EP_PLUGIN_RANKS_PER_NODE overrides how a host is split)'
-            )
+        check_one_node(self.node_map)
         self._make_boards(self.local_experts)
         self.num_sms = sms.for_device(self.device, self.sharing)
         self.memory = open_memory(self.within, self.device)
@@ -197,6 +194,16 @@ class LowLatencyEngine(GroupEngine):
         elif name == "format" and value in list(_C.LlFormat):
             said = _C.LlFormat(value).name.lower()
         return _FIELD_NAMES.get(name, name.replace("_", " ")), said
+
+
+def check_one_node(node_map: NodeMap) -> None:
+    """NotSupported unless the group's ranks are all on one node."""
+    nodes, each = node_map.num_nodes, node_map.ranks_per_node
+    if nodes > 1:
+        raise NotSupported(
+            f'mode="ll": expected all {nodes * each} ranks on one node, got {nodes} nodes of {each}; use mode="ht" '
+            "(EP_PLUGIN_RANKS_PER_NODE overrides how a host is split)"
+        )
 
 
 def slots_of(config: MoECommunicatorConfig) -> tuple[int, Any]:
