@@ -64,8 +64,9 @@ def main(
     started = Ranks.of(ranks, nodes, rate)
     _make_folder(out)
     code_hash = hash_sources()
-    arms = [options, replace(options, arm=MODELS[model].built_in)] * rounds
-    results = [_train(arm, started) for arm in arms]
+    arms = [(number, arm) for number in range(1, rounds + 1) for arm in (OURS, MODELS[model].built_in)]
+    titled = [replace(options, arm=arm, title=f"{arm}, round {number} of {rounds}") for number, arm in arms]
+    results = [_train(one, started) for one in titled]
 
     from examples.compare import report
 

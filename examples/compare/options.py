@@ -32,10 +32,11 @@ class Preset:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What one arm trains; a comparison's arms differ in `arm` alone. Paths are strings, to travel as JSON.
+    """What one arm trains; a comparison's arms differ in `arm` and `title` alone. Paths are strings, to travel as JSON.
 
-    arm: OURS, or the name of what is built in. checkpoint: a folder, in place of the preset's widths and weights.
-    fsdp2: the arm OURS also gathers and reduces for FSDP2. overlap: its shared experts run during the dispatch.
+    arm: OURS, or the name of what is built in. title: of the progress bar. checkpoint: a folder, in place of the
+    preset's widths and weights. fsdp2: the arm OURS also gathers and reduces for FSDP2. overlap: its shared experts run
+    during the dispatch.
     """
 
     model: str
@@ -53,6 +54,7 @@ class Options:
     seed: int
     fsdp2: bool
     overlap: bool
+    title: str = ""
 
     @property
     def enables_fsdp2(self) -> bool:

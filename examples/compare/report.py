@@ -75,7 +75,7 @@ def summarise(results: list[dict[str, Any]], *, code_hash: str) -> dict[str, Any
         "fsdp2_launches": {name: runs[0]["fsdp2_launches"] for name, runs in arms.items()},
         "served": {name: runs[0]["served"] for name, runs in arms.items()},
         "losses": {name: runs[0]["losses"] for name, runs in arms.items()},
-        "options": {name: value for name, value in options.items() if name != "arm"},
+        "options": {name: value for name, value in options.items() if name not in ("arm", "title")},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "code_hash": code_hash,
     }

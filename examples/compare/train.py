@@ -101,7 +101,7 @@ def _run_steps(
     dist.broadcast_object_list(found)
     measured = torch.zeros(2, options.steps, dtype=torch.float64)
     exchanges: list[list[float]] = []
-    bar = tqdm(range(options.steps), desc=options.arm, unit="step", disable=rank != 0, mininterval=1)
+    bar = tqdm(range(options.steps), desc=options.title, unit="step", disable=rank != 0, mininterval=1)
     for step in bar:
         numbers = range(step * options.micro_batches, (step + 1) * options.micro_batches)
         shape = {"batch": options.batch, "seq_len": options.seq_len}

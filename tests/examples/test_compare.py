@@ -185,6 +185,9 @@ def compared(out: Path, *arguments: str | Path, builtin: str) -> dict[str, Any]:
     assert all(counted["left"] == 0 for counted in served[OURS].values())
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert builtin in result.stdout and "tokens/s" in result.stdout
+    for number in range(1, metrics["rounds"] + 1):
+        for arm in (OURS, builtin):
+            assert f"{arm}, round {number} of {metrics['rounds']}: 100%" in result.stderr
     return metrics
 
 
