@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ep_plugin.moe.communicator import MoECommunicator
     from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
     from ep_plugin.moe.recording import read_stats, record_stats, stats, write_stats
-    from ep_plugin.moe.statistics import LoadStats
+    from ep_plugin.moe.statistics import LoadStats, layer
 
 __version__ = "0.1.0"
 
@@ -48,6 +48,7 @@ _HOMES = {
     "Receive": "ep_plugin.collectives.send_receive",
     "Send": "ep_plugin.collectives.send_receive",
     "SendReceive": "ep_plugin.collectives.send_receive",
+    "layer": "ep_plugin.moe.statistics",
     "read_stats": "ep_plugin.moe.recording",
     "record_stats": "ep_plugin.moe.recording",
     "stats": "ep_plugin.moe.recording",
@@ -73,6 +74,7 @@ __all__ = [
     "Receive",
     "Send",
     "SendReceive",
+    "layer",
     "read_stats",
     "record_stats",
     "stats",

@@ -24,12 +24,27 @@ class Load(NamedTuple):
 
     def tokens(self) -> torch.Tensor:
         """float64 ``[R, E]``: tokens from each rank for each expert. NaN for experts of ranks without a file."""
-        first = next(iter(self.ranks.values()))
-        size, local = first.tokens.shape
-        tokens = torch.full((size, size, local), torch.nan, dtype=torch.float64)
-        for rank, stats in self.ranks.items():
-            tokens[:, rank] = stats.tokens.double()
-        return tokens.flatten(1)
+        return self._over_ranks({rank: stats.tokens for rank, stats in self.ranks.items()})
+
+    def layers(self) -> dict[str, torch.Tensor]:
+        """float64 ``[E]``: tokens for each expert, by layer; {}: no layer is known. NaN as in `tokens`."""
+        names = dict.fromkeys(name for stats in self.ranks.values() for name in stats.layers)
+        found = {}
+        for name in names:
+            of_ranks = {
+                rank: stats.layers.get(name, torch.zeros_like(stats.tokens)) for rank, stats in self.ranks.items()
+            }
+            found[name] = self._over_ranks(of_ranks).sum(0)
+        outside = self.tokens().sum(0) - sum(found.values())
+        return found | {"no layer": outside} if found and outside.nansum() else found
+
+    def _over_ranks(self, tokens: dict[int, torch.Tensor]) -> torch.Tensor:
+        """``[R, E]`` from the ``[R, E_l]`` of each rank."""
+        size, local = next(iter(tokens.values())).shape
+        whole = torch.full((size, size, local), torch.nan, dtype=torch.float64)
+        for rank, of_rank in tokens.items():
+            whole[:, rank] = of_rank.double()
+        return whole.flatten(1)
 
 
 def load(paths: Sequence[Path]) -> list[Load]:
@@ -50,7 +65,7 @@ def load(paths: Sequence[Path]) -> list[Load]:
 
 
 def markdown(found: Load) -> str:
-    """A line per rank, and one sentence on experts."""
+    """A line per rank, one sentence on experts, and a line per layer if layers are known."""
     received = torch.tensor([int(stats.tokens.sum()) for stats in found.ranks.values()], dtype=torch.float64)
     mean = max(float(received.mean()), 1.0)
     lines = [
@@ -67,13 +82,29 @@ def markdown(found: Load) -> str:
         for (rank, stats), tokens in zip(found.ranks.items(), received.tolist(), strict=True)
     ]
     table = markdown_table({name: [line[name] for line in lines] for name in lines[0]}, ("waited most for",))
-    per_expert = found.tokens().sum(0)
-    busiest = int(per_expert.nan_to_num(-1).argmax())
-    known = per_expert[~per_expert.isnan()]
-    return (
-        f"### {found.name}\n\n{table}\n\nThe busiest of {len(known)} experts is {busiest}, with "
-        f"{int(per_expert[busiest]):,} tokens: {skew_of(known):.2f} × the mean.\n"
+    busiest, tokens, skew = _busiest(found.tokens().sum(0))
+    experts = sum(stats.tokens.shape[1] for stats in found.ranks.values())
+    text = (
+        f"### {found.name}\n\n{table}\n\nThe busiest of {experts} experts is {busiest}, with {tokens:,} tokens: "
+        f"{skew:.2f} × the mean.\n"
     )
+    if layers := found.layers():
+        of_layers = list(zip(*map(_busiest, layers.values()), strict=True))
+        columns = {
+            "layer": list(layers),
+            "tokens": [f"{int(per_expert.nansum()):,}" for per_expert in layers.values()],
+            "busiest expert": [str(expert) for expert in of_layers[0]],
+            "its tokens": [f"{count:,}" for count in of_layers[1]],
+            "of the mean": [f"{skew:.2f} ×" for skew in of_layers[2]],
+        }
+        text += f"\n{markdown_table(columns, ('layer',))}\n"
+    return text
+
+
+def _busiest(per_expert: torch.Tensor) -> tuple[int, int, float]:
+    """The busiest expert, its tokens, and these over the mean of the experts that are known."""
+    busiest = int(per_expert.nan_to_num(-1).argmax())
+    return busiest, int(per_expert[busiest]), skew_of(per_expert[~per_expert.isnan()])
 
 
 def _megabytes(count: int | None) -> str:
@@ -88,13 +119,13 @@ def _longest(waited_ns: torch.Tensor | None) -> str:
 
 
 def plot(loads: Sequence[Load], path: Path) -> None:
-    """A PNG with a heat map per communicator: the tokens from each rank for each expert."""
+    """A PNG with a heat map per communicator: the tokens of each layer, or from each rank, for each expert."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    heights = [2 + 0.25 * len(found.tokens()) for found in loads]
+    heights = [2 + 0.25 * len(found.layers() or found.tokens()) for found in loads]
     figure, panels = plt.subplots(
         len(loads), figsize=(10, sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
     )
@@ -105,10 +136,13 @@ def plot(loads: Sequence[Load], path: Path) -> None:
 
 
 def _draw(axes: Any, found: Load) -> Any:
-    tokens = found.tokens()
+    layers, tokens = found.layers(), found.tokens()
+    local = tokens.shape[1] // len(tokens)
+    if layers:
+        tokens = torch.stack(list(layers.values()))
     image = axes.imshow(tokens.numpy(), aspect="auto", interpolation="nearest", cmap="viridis", vmin=0)
-    axes.set(xlabel="expert", ylabel="from rank", title=found.name)
-    axes.set_yticks(range(len(tokens)))
-    for first in range(0, tokens.shape[1], tokens.shape[1] // len(tokens)):
+    axes.set(xlabel="expert", ylabel="" if layers else "from rank", title=found.name)
+    axes.set_yticks(range(len(tokens)), list(layers) if layers else None)
+    for first in range(0, tokens.shape[1], local):
         axes.axvline(first - 0.5, color="white", linewidth=0.5)  # the experts of a rank
     return image

@@ -17,7 +17,7 @@ from ep_plugin.moe.registry import open_communicators
 from ep_plugin.moe.statistics import LoadStats, Sums
 
 _HEAD = {"format": "ep_plugin load", "version": 1}
-_TENSORS = ("tokens", "waited_ns")
+_TENSORS = ("tokens", "waited_ns")  # and those of `layers`
 
 
 def record_stats(on: bool = True) -> None:
@@ -69,9 +69,11 @@ def read_stats(path: str | os.PathLike[str]) -> dict[str, LoadStats]:
 
 def _to_json(record: LoadStats) -> dict[str, Any]:
     fields = record._asdict()
-    return fields | {name: fields[name].tolist() for name in _TENSORS if fields[name] is not None}
+    layers = {name: tokens.tolist() for name, tokens in record.layers.items()}
+    return fields | {name: fields[name].tolist() for name in _TENSORS if fields[name] is not None} | {"layers": layers}
 
 
 def _from_json(fields: dict[str, Any]) -> LoadStats:
     given = {name: torch.tensor(fields[name], dtype=torch.int64) for name in _TENSORS if fields[name] is not None}
-    return LoadStats(**{**fields, **given})
+    layers = {name: torch.tensor(tokens, dtype=torch.int64) for name, tokens in fields["layers"].items()}
+    return LoadStats(**{**fields, **given, "layers": layers})

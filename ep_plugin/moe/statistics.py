@@ -8,16 +8,51 @@ Shapes: R ranks, E_l local experts.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 
 from ep_plugin.errors import CaptureRefused
+from ep_plugin.ranges import NOTHING
 from ep_plugin.runtime.streams import Streams
+
+_here = threading.local()
+
+
+def layer(name: str) -> AbstractContextManager[None]:
+    """A block whose dispatches count in `LoadStats.layers` under `name`, too, if this thread starts them.
+
+    For models whose layers share a communicator. The integrations with transformers and Megatron-core enter it
+    themselves. It has no effect while statistics are off, and none inside code that torch.compile traces: enter it
+    around the compiled call.
+
+    Raises:
+        ValueError: `name` is no string.
+    """
+    if not isinstance(name, str):
+        raise ValueError(f"layer: expected a string, got {name!r}")
+    return _entered(name) if Sums.recording else NOTHING
+
+
+@contextlib.contextmanager
+def _entered(name: str) -> Iterator[None]:
+    before, _here.layer = current_layer(), name
+    try:
+        yield
+    finally:
+        _here.layer = before
+
+
+def current_layer() -> str | None:
+    """The name of the innermost `layer` that this thread is in."""
+    return getattr(_here, "layer", None)
 
 
 class LoadStats(NamedTuple):
@@ -40,6 +75,9 @@ class LoadStats(NamedTuple):
     tokens: torch.Tensor
     """int64 ``[R, E_l]``: tokens from each source rank for each local expert, in dispatches that made a routing. Rows
     beyond ``capacity`` are among them."""
+    layers: dict[str, torch.Tensor]
+    """Like `tokens`, by the layer that started the dispatch, in the order of their first ones; without dispatches
+    outside of a `layer`."""
     dropped_ids: int | None
     """-1s in this rank's topk_ids, in dispatches that made a routing; None in mode="ll"."""
     dropped_rows: int
@@ -60,7 +98,7 @@ class LoadStats(NamedTuple):
 
     @property
     def skew(self) -> float:
-        """The tokens of the busiest local expert over their mean; 1: balanced, 0: no tokens."""
+        """The tokens of the busiest local expert, over all layers, over their mean; 1: balanced, 0: no tokens."""
         return skew_of(self.tokens.sum(0))
 
 
@@ -98,8 +136,8 @@ class Sums:
         total = self._sums.get(key)
         if total is None and self._streams.capturing():  # new memory would start at zero at each replay
             warnings.warn(
-                f"{self._name}: statistics do not count this CUDA graph: after record_stats(), run one step of this "
-                "shape before capturing",
+                f"{self._name}: statistics do not count this CUDA graph: after record_stats(), run one step of all its "
+                "layers before capturing",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -59,8 +59,7 @@ def enable() -> None:
     distributed optimizer and pipelines our collectives and messages."""
     ours = dispatcher_or_stock if env.settings().fallback else EpPluginTokenDispatcher
     hooks.replace("megatron", moe_layer, "MoEFlexTokenDispatcher", ours)
-    if env.settings().ranges:
-        hooks.replace("megatron", moe_layer.BaseMoELayer, "set_layer_number", set_layer_number)
+    hooks.replace("megatron", moe_layer.BaseMoELayer, "set_layer_number", set_layer_number)
     optimizer.enable()
     pipeline.enable()
 

@@ -20,7 +20,8 @@ from ep_plugin.config import MAX_TOPK
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations.communicators import communicator_of
 from ep_plugin.integrations.fallback import falls_back
-from ep_plugin.ranges import opener
+from ep_plugin.moe.statistics import layer
+from ep_plugin.ranges import NOTHING, opener
 
 # Options for SMs, with their defaults, at which we choose the number ourselves: from 0.19 on one for all backends, in
 # older versions one for each.
@@ -77,7 +78,7 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         self.tokens_per_expert: torch.Tensor | None = None
         self.handle: Any = None
         self._range = opener()
-        self.layer_number: int | None = None  # for ranges; see set_layer_number
+        self.layer_number: int | None = None  # see set_layer_number
 
     @property
     def _comm_manager(self) -> EpPluginTokenDispatcher:
@@ -164,10 +165,11 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         return self._in_range(self._communicator.combine, hidden_states.contiguous(), handle)
 
     def _in_range(self, operation: Callable[..., Any], *args: Any) -> Any:
-        """What `operation` returns, called in a range with the layer's number."""
-        if self._range is None or torch.compiler.is_compiling():
+        """What `operation` returns, called in the range of this layer, and counted in it."""
+        if torch.compiler.is_compiling() or self.layer_number is None:
             return operation(*args)
-        with self._range(f"Megatron layer {self.layer_number}"):
+        name = f"Megatron layer {self.layer_number}"
+        with layer(name), self._range(name) if self._range else NOTHING:
             return operation(*args)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -183,10 +185,11 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
 _set_layer_number: Any = BaseMoELayer.set_layer_number
 
 
-def set_layer_number(layer: Any, layer_number: int) -> None:
-    """In the place of BaseMoELayer's: the dispatcher learns the number, too. Used only where ranges are on."""
-    _set_layer_number(layer, layer_number)
-    layer.token_dispatcher.layer_number = layer_number
+def set_layer_number(self: Any, layer_number: int) -> None:
+    """In the place of BaseMoELayer's: the dispatcher learns the number, too."""
+    _set_layer_number(self, layer_number)
+    if self.token_dispatcher is not None:
+        self.token_dispatcher.layer_number = layer_number
 
 
 def alignment_of(config: Any) -> int:

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 import ep_plugin
 from ep_plugin import LoadStats
+from ep_plugin.moe.statistics import skew_of
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 
 class LoadCallback(TrainerCallback):
-    """Logs the load of all communicators, over all ranks and layers, since the log before it.
+    """Logs the load of all communicators, over all ranks, since the log before it.
 
         trainer.add_callback(LoadCallback(trainer))
 
-    Every rank adds one. At each logging step `Trainer.log` gets, beside the loss:
+    Every rank adds one. Whenever Trainer logs during training, its `log` gets, beside the loss:
 
-    - ``moe/expert_skew``: tokens of the busiest expert over the mean of all experts. 1: balanced.
-    - ``moe/rank_skew``: the same of ranks.
+    - ``moe/expert_skew``: for each layer the tokens of its busiest expert over the mean of its experts; then the mean
+      over layers. 1: balanced. The most is E / K, for E experts and K per token.
+    - ``moe/worst_expert_skew``, ``moe/worst_layer``: the largest of these, and the place of its layer among all layers,
+      in the order in which they first ran, from 0. What torch.compile has traced counts as one more layer.
+    - ``moe/rank_skew``: the same as ``moe/expert_skew``, of the tokens that ranks receive.
     - ``moe/dropped``: -1s in ids, and rows beyond a capacity.
     - ``moe/link_gb``, ``moe/rail_gb``: 1e9 bytes that all ranks have sent inside nodes, and between nodes.
-    - ``moe/longest_wait_s``: the longest time that a rank has waited for another, in seconds. Not on GPUs, but in low
-      latency.
+    - ``moe/longest_wait_s``: seconds that one rank has waited for another, the most of all pairs. On GPUs in low
+      latency alone.
 
     Args:
-        trainer: whose `log` gets them. On the logging steps its ranks gather a few numbers.
+        trainer: whose `log` gets them. For each log, its ranks gather the counts of their experts in every layer.
         folder: an existing one, to which each rank writes load-RANK.json at the end of training, for `ep-bench load`.
     """
 
@@ -42,13 +46,26 @@ class LoadCallback(TrainerCallback):
         self._before: dict[str, LoadStats] = {}
         ep_plugin.record_stats()
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._before = ep_plugin.stats()
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not control.should_log:
-            return
+        if control.should_log:
+            self._log(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if control.should_log:
+            self._log(control)
+
+    def _log(self, control: TrainerControl) -> None:
         now = ep_plugin.stats()
-        local = _numbers(self._before, now).to(args.device)
+        changed = {name: _since(self._before.get(name), stats) for name, stats in now.items()}
         self._before = now
-        metrics = _metrics(self._trainer.accelerator.gather(local.unsqueeze(0)).cpu())
+        metrics = _metrics(gather_object([_numbers(list(changed.values()))]))
         if metrics:
             self._trainer.log(metrics)
             control.should_log = True  # the loss is still to be logged
@@ -60,41 +77,74 @@ class LoadCallback(TrainerCallback):
             ep_plugin.write_stats(Path(self._folder, f"load-{args.process_index}.json"))
 
 
-def _numbers(before: dict[str, LoadStats], now: dict[str, LoadStats]) -> torch.Tensor:
-    """float64 ``[7]`` of this rank: tokens of its busiest expert, of all of them, how many experts there are, drops,
-    link bytes, rail bytes, and the longest wait in nanoseconds, NaN if no communicator knows it."""
-    per_expert, waits = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
-    sums = torch.zeros(3, dtype=torch.float64)
-    for name, stats in now.items():
-        old = before.get(name)
-        per_expert.append((stats.tokens if old is None else stats.tokens - old.tokens).sum(0))
-        sums += _sums(stats) if old is None else _sums(stats) - _sums(old)
-        if stats.waited_ns is not None:
-            waits.append(stats.waited_ns if old is None or old.waited_ns is None else stats.waited_ns - old.waited_ns)
-    tokens, waited = torch.cat(per_expert), torch.cat(waits)
-    most = int(tokens.max()) if len(tokens) else 0
-    longest = float(waited.max()) if len(waited) else math.nan
-    return torch.tensor([most, int(tokens.sum()), len(tokens), *sums.tolist(), longest], dtype=torch.float64)
+def _since(before: LoadStats | None, now: LoadStats) -> LoadStats:
+    """What has been added to `before`."""
+    if before is None:
+        return now
+    nothing = torch.zeros_like(now.tokens)
+    return now._replace(
+        tokens=now.tokens - before.tokens,
+        layers={name: tokens - before.layers.get(name, nothing) for name, tokens in now.layers.items()},
+        dropped_ids=_less(now.dropped_ids, before.dropped_ids),
+        dropped_rows=now.dropped_rows - before.dropped_rows,
+        link_bytes_sent=_less(now.link_bytes_sent, before.link_bytes_sent),
+        rail_bytes_sent=now.rail_bytes_sent - before.rail_bytes_sent,
+        waited_ns=_less(now.waited_ns, before.waited_ns),
+    )
 
 
-def _sums(stats: LoadStats) -> torch.Tensor:
-    """Drops, link bytes and rail bytes; NaN: not known."""
-    dropped = math.nan if stats.dropped_ids is None else stats.dropped_ids + stats.dropped_rows
-    link_bytes = math.nan if stats.link_bytes_sent is None else stats.link_bytes_sent
-    return torch.tensor([dropped, link_bytes, stats.rail_bytes_sent], dtype=torch.float64)
+def _less(now: Any, before: Any) -> Any:
+    return None if now is None or before is None else now - before
 
 
-def _metrics(ranks: torch.Tensor) -> dict[str, float]:
-    """The metrics of all ranks' numbers ``[ranks, 7]`` that are known; none if no tokens were dispatched."""
-    most, tokens, experts, dropped, link_bytes, rail_bytes, waits = ranks.unbind(1)
-    if not tokens.any():
-        return {}
-    metrics = {
-        "moe/expert_skew": float(most.max() * experts.sum() / tokens.sum()),
-        "moe/rank_skew": float(tokens.max() / tokens.mean()),
-        "moe/dropped": float(dropped.sum()),
-        "moe/link_gb": float(link_bytes.sum() / 1e9),
-        "moe/rail_gb": float(rail_bytes.sum() / 1e9),
-        "moe/longest_wait_s": float(waits.max() / 1e9),
+def _numbers(found: list[LoadStats]) -> dict[str, Any]:
+    """Of this rank: by layer the number of its first expert and the tokens of each of its experts, and sums over the
+    communicators that know them. Layers come first, then what is in none, by communicator."""
+    layers: dict[str, tuple[int, torch.Tensor]] = {}
+    outside: dict[str, tuple[int, torch.Tensor]] = {}
+    for number, stats in enumerate(found):
+        first = stats.rank * stats.tokens.shape[1]
+        for name, tokens in stats.layers.items():
+            of_this, nothing = tokens.sum(0), (first, torch.zeros_like(tokens[0]))
+            if name in layers and (layers[name][0], len(layers[name][1])) != (first, len(of_this)):
+                name = f"{name} of communicator {number}"
+            layers[name] = first, layers.get(name, nothing)[1] + of_this  # several communicators may serve one layer
+        outside[f"communicator {number}"] = first, (stats.tokens - sum(stats.layers.values())).sum(0)
+    dropped = [one.dropped_ids + one.dropped_rows for one in found if one.dropped_ids is not None]
+    links = [one.link_bytes_sent for one in found if one.link_bytes_sent is not None]
+    waits = [int(one.waited_ns.max()) for one in found if one.waited_ns is not None]
+    return {
+        "layers": {name: (first, tokens.tolist()) for name, (first, tokens) in (layers | outside).items()},
+        "moe/dropped": sum(dropped) if dropped else None,
+        "moe/link_gb": sum(links) / 1e9 if links else None,
+        "moe/rail_gb": sum(one.rail_bytes_sent for one in found) / 1e9,
+        "moe/longest_wait_s": max(waits) / 1e9 if waits else None,
     }
-    return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
+def _metrics(ranks: list[dict[str, Any]]) -> dict[str, float]:
+    """The metrics that are known of all ranks' numbers; none if no tokens were dispatched."""
+    expert_skews: dict[int, float] = {}  # by the number of the layer
+    rank_skews = []
+    for number, name in enumerate(dict.fromkeys(name for rank in ranks for name in rank["layers"])):
+        rows = [rank["layers"][name] for rank in ranks if name in rank["layers"]]
+        of_experts = torch.zeros(max(first + len(tokens) for first, tokens in rows), dtype=torch.int64)
+        for first, tokens in rows:  # several ranks may have copies of an expert
+            of_experts[first : first + len(tokens)] += torch.tensor(tokens)
+        if of_experts.any():
+            expert_skews[number] = skew_of(of_experts)
+            rank_skews.append(skew_of(torch.tensor([sum(tokens) for _, tokens in rows])))
+    if not expert_skews:
+        return {}
+    worst = max(expert_skews, key=lambda number: expert_skews[number])
+    metrics = {
+        "moe/expert_skew": sum(expert_skews.values()) / len(expert_skews),
+        "moe/worst_expert_skew": expert_skews[worst],
+        "moe/worst_layer": float(worst),
+        "moe/rank_skew": sum(rank_skews) / len(rank_skews),
+    }
+    for name in ("moe/dropped", "moe/link_gb", "moe/rail_gb", "moe/longest_wait_s"):
+        known = [float(rank[name]) for rank in ranks if rank[name] is not None]
+        if known:
+            metrics[name] = max(known) if name == "moe/longest_wait_s" else sum(known)
+    return metrics

@@ -17,7 +17,7 @@ from ep_plugin.moe.recording import _HEAD, _to_json
 NAME = "communicator 0.1"
 
 
-def stats(rank: int, tokens: list[list[int]]) -> LoadStats:
+def stats(rank: int, tokens: list[list[int]], layers: dict[str, list[list[int]]] | None = None) -> LoadStats:
     return LoadStats(
         rank=rank,
         num_experts=4,
@@ -25,6 +25,7 @@ def stats(rank: int, tokens: list[list[int]]) -> LoadStats:
         cached_dispatches=1,
         combines=4,
         tokens=torch.tensor(tokens),
+        layers={name: torch.tensor(of_layer) for name, of_layer in (layers or {}).items()},
         dropped_ids=1000,
         dropped_rows=5,
         link_bytes_sent=2_500_000,
@@ -53,6 +54,27 @@ def test_table_and_heat_map(tmp_path: Path) -> None:
     assert cells[2] == ["0", "10", "0.50 ×", "2.00", "1,005", "2.5", "0.0", "rank 1: 1.500 s"]
     assert cells[3] == ["1", "30", "1.50 ×", "1.20", "1,005", "2.5", "0.0", ""]
     assert "The busiest of 4 experts is 2, with 18 tokens: 1.80 × the mean." in result.output
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_line_for_each_layer(tmp_path: Path) -> None:
+    layers = {"first": [[4, 0], [5, 0]], "second": [[1, 0], [0, 0]]}
+    files = [write(tmp_path / "a", stats(0, [[5, 0], [5, 0]], layers))]
+    files.append(write(tmp_path / "b", stats(1, [[9, 6], [9, 6]], {"first": [[9, 6], [9, 3]]})))
+    result = run(*files, "--plot", str(tmp_path / "load.png"))
+    assert result.exit_code == 0, result.output
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.output.splitlines() if "|" in line]
+    assert cells[-3:] == [
+        ["first", "36", "2", "18", "2.00 ×"],
+        ["second", "1", "0", "1", "4.00 ×"],
+        ["no layer", "3", "3", "3", "4.00 ×"],
+    ]
+    (found,) = load([Path(file) for file in files])
+    assert {name: tokens.tolist() for name, tokens in found.layers().items()} == {
+        "first": [9, 0, 18, 9],
+        "second": [1, 0, 0, 0],
+        "no layer": [0, 0, 0, 3],
+    }
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
 
 

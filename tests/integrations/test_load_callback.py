@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from ep_plugin import read_stats
+import ep_plugin
+from ep_plugin import LoadStats, read_stats
 from ep_plugin.bench import cli
+from tests.bench.test_load import stats
 from tests.scripts_on_ranks import run_script
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -35,13 +38,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_log_has_what_the_routers_chose(run: Path) -> None:
     found = json.loads((run / "found.json").read_text())
-    chosen = torch.tensor(found["chosen"]).double()  # [ranks, logs, experts]
+    chosen = torch.tensor(found["chosen"]).double()  # [ranks, logs, layers, experts]
     loads = [entry for entry in found["logged"] if "moe/expert_skew" in entry]
     assert len(loads) == chosen.shape[1] == 2
     for log, per_expert in zip(loads, chosen.sum(0), strict=True):
-        assert log["moe/expert_skew"] == pytest.approx(float(per_expert.max() / per_expert.mean()))
-        received = per_expert.view(2, -1).sum(1)
-        assert log["moe/rank_skew"] == pytest.approx(float(received.max() / received.mean()))
+        skews = per_expert.amax(1) / per_expert.mean(1)
+        assert log["moe/expert_skew"] == pytest.approx(float(skews.mean()))
+        assert log["moe/worst_expert_skew"] == pytest.approx(float(skews.max()))
+        assert log["moe/worst_layer"] == int(skews.argmax())
+        received = per_expert.view(2, 2, -1).sum(2)  # [layers, ranks]
+        assert log["moe/rank_skew"] == pytest.approx(float((received.amax(1) / received.mean(1)).mean()))
         assert log["moe/dropped"] == log["moe/rail_gb"] == 0
         assert log["moe/link_gb"] > 0 and log["moe/longest_wait_s"] >= 0
 
@@ -53,14 +59,64 @@ def test_the_loss_is_logged_as_without_it(run: Path) -> None:
 
 
 def test_the_files_have_the_whole_run(run: Path) -> None:
-    chosen = torch.tensor(json.loads((run / "found.json").read_text())["chosen"]).sum(1)  # [ranks, experts]
+    layers = torch.tensor(json.loads((run / "found.json").read_text())["chosen"]).sum(1)  # [ranks, layers, experts]
+    chosen = layers.sum(1)
     for rank in range(2):
         (stats,) = read_stats(run / f"load-{rank}.json").values()
-        assert torch.equal(stats.tokens, chosen[:, rank * EXPERTS // 2 :][:, : EXPERTS // 2])
+        here = slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
+        assert torch.equal(stats.tokens, chosen[:, here])
+        assert list(stats.layers) == ["transformers MoE layer 0", "transformers MoE layer 1"]
+        for number, tokens in enumerate(stats.layers.values()):
+            assert torch.equal(tokens, layers[:, number, here])
     files = [str(run / f"load-{rank}.json") for rank in range(2)]
     printed = CliRunner().invoke(cli.main, ["load", *files])
     busiest = int(chosen.sum(0).argmax())
     assert f"The busiest of 8 experts is {busiest}, with {int(chosen.sum(0).max()):,} tokens" in printed.output
+    assert "| transformers MoE layer 1 " in printed.output
+
+
+def metrics_of(*ranks: list[LoadStats]) -> dict[str, float]:
+    from ep_plugin.integrations.transformers import load
+
+    return load._metrics([load._numbers(found) for found in ranks])
+
+
+def test_communicators_that_serve_one_layer_are_added() -> None:
+    """As training and low latency do."""
+    rows, more = [[5, 5], [5, 5]], [[1, 1], [1, 1]]
+    ranks = [[stats(rank, rows, {"first": rows}), stats(rank, more, {"first": more})] for rank in range(2)]
+    found = metrics_of(*ranks)
+    assert (found["moe/expert_skew"], found["moe/rank_skew"], found["moe/worst_layer"]) == (1, 1, 0)
+
+
+def test_copies_of_an_expert_are_one_expert() -> None:
+    """Four ranks, of which each two have all experts."""
+    busy, idle = [[6, 2], [6, 2]], [[2, 6], [2, 6]]
+    found = metrics_of(*([stats(rank % 2, rows)] for rank, rows in enumerate([busy, busy, idle, idle])))
+    assert found["moe/expert_skew"] == found["moe/rank_skew"] == 1
+
+
+def test_layers_that_only_some_ranks_have() -> None:
+    rows, uneven, nothing = [[5, 5], [5, 5]], [[9, 3], [9, 3]], [[0, 0], [0, 0]]
+    found = metrics_of([stats(0, nothing)], [stats(1, rows, {"late": rows})])
+    assert found["moe/expert_skew"] == 2 and found["moe/worst_layer"] == 1  # behind what rank 0 has in no layer
+    assert metrics_of([stats(0, nothing)], [stats(1, uneven)])["moe/rank_skew"] == 2  # compiled layers
+    assert metrics_of([stats(0, nothing)], [stats(1, nothing)]) == {}
+
+
+def test_epochs_are_logged_without_what_was_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ep_plugin.integrations.transformers import LoadCallback, load
+
+    seen = iter([stats(0, [[9, 1], [9, 1]]), stats(0, [[9, 5], [9, 1]])])
+    monkeypatch.setattr(ep_plugin, "stats", lambda: {"communicator 0.1": next(seen)})
+    monkeypatch.setattr(ep_plugin, "record_stats", lambda: None)
+    monkeypatch.setattr(load, "gather_object", lambda of_rank: of_rank)
+    logged: list[dict[str, float]] = []
+    callback = LoadCallback(SimpleNamespace(log=logged.append))  # type: ignore[arg-type]
+    control = SimpleNamespace(should_log=True)
+    callback.on_train_begin(None, None, control)  # type: ignore[arg-type]
+    callback.on_epoch_end(None, None, control)  # type: ignore[arg-type]
+    assert logged[0]["moe/expert_skew"] == 2 and logged[0]["moe/dropped"] == 0 and control.should_log
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:

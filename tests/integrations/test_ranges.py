@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
+import ep_plugin
 from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter, SendReceive
 from ep_plugin.integrations import fsdp2
 from tests.faults.fault_cases import open_communicator, round_trip, tokens_for
@@ -145,7 +146,7 @@ def _transformers(rank: int) -> list[str]:
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_transformers_numbers_its_moe_layers_and_still_compiles() -> None:
-    for names in values(run_ranks(2, _transformers, env=RANGES, timeout_s=120)):
+    for names in values(run_ranks(2, _transformers, env=RANGES, timeout_s=120, framework="transformers")):
         assert [name for name in names if LAYER.match(name)] == [f"transformers MoE layer {n}" for n in range(2)]
         assert names[1:3] == OPERATIONS
 
@@ -159,11 +160,14 @@ def _megatron(rank: int) -> list[str]:
 
     initialise(1, 2)
     megatron.enable()
+    ep_plugin.record_stats()
     layer = make_layer(make_config("flex", 1, 2))
     layer.set_layer_number(7)
     names: list[str] = []
     with seen(names):
         layer(torch.randn(3, 2, 32))
+    (stats,) = ep_plugin.stats().values()
+    assert torch.equal(stats.layers["Megatron layer 7"], stats.tokens) and stats.tokens.any()
     megatron.disable()
     assert "ep_plugin" not in type(layer).set_layer_number.__module__
     return names
@@ -171,7 +175,7 @@ def _megatron(rank: int) -> list[str]:
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_megatron_names_the_layer() -> None:
-    for names in values(run_ranks(2, _megatron, env=RANGES, timeout_s=120)):
+    for names in values(run_ranks(2, _megatron, env=RANGES, timeout_s=120, framework="megatron")):
         assert [name.partition(" of C")[0] for name in names] == [
             "Megatron layer 7", "dispatch", "Megatron layer 7", "combine",
         ]  # fmt: skip

@@ -181,6 +181,42 @@ def test_low_latency() -> None:
     on_ranks(4, _low_latency)
 
 
+def _layers(rank: int, size: int, mode: str) -> None:
+    first, second, third = (make_inputs(case) for case in CASES[:3])
+
+    def given(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        return inputs.x[rank], inputs.ids[rank]
+
+    with low_latency(CASE) if mode == "ll" else communicator(CASE) as comm:
+        ep_plugin.record_stats()
+        with ep_plugin.layer("first"):
+            comm.dispatch(*given(first))
+            with ep_plugin.layer("second"):
+                later = comm.dispatch_async(*given(second))
+            _, handle = comm.dispatch(*given(first))
+        later.wait()
+        with ep_plugin.layer("second"):
+            comm.dispatch(*given(first), previous_handle=handle)
+        comm.dispatch(*given(third))
+        expected = [_chosen(inputs, rank) for inputs in (first, second, third)]
+        found = comm.stats(reset=True)
+        assert found.layers.keys() == {"first", "second"} and found.dispatches == 4
+        assert torch.equal(found.layers["first"], 2 * expected[0]) and torch.equal(found.layers["second"], expected[1])
+        assert torch.equal(found.tokens, 2 * expected[0] + expected[1] + expected[2])
+        assert not any(tokens.any() for tokens in comm.stats().layers.values())
+        with pytest.raises(KeyError), ep_plugin.layer("third"):
+            raise KeyError
+        with pytest.raises(ValueError, match="layer: expected a string, got 12"):
+            ep_plugin.layer(12)  # type: ignore[arg-type]
+        comm.dispatch(*given(third))
+        assert "third" not in comm.stats().layers
+
+
+@pytest.mark.parametrize(("mode", "nodes"), [("ht", 1), ("ht", 2), ("ll", 1)])
+def test_layers_that_share_a_communicator(mode: str, nodes: int) -> None:
+    values(run_ranks(4, _layers, 4, mode, env=NODES_OF_2 if nodes == 2 else {}))
+
+
 LATE_S = 0.5
 
 

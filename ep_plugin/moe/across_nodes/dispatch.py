@@ -32,6 +32,7 @@ from ep_plugin.moe.high_throughput.dispatch import empty_rows
 from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, address
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchHandle, DispatchResult
+from ep_plugin.moe.statistics import current_layer
 from ep_plugin.transport.rails import UnderWay
 
 _DISPATCH, _CACHED = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
@@ -81,6 +82,7 @@ class DispatchAcrossNodes(Operation):
             known, self._routing = routing_of(nodes, "previous_handle", handle)
         self._nodes, self._engine = nodes, engine
         self._call = DispatchCall(bulk_ready("x", x), topk_ids, weights, scales, known, capacity, quantize)
+        self._layer = current_layer()
         self._totals: torch.Tensor | None = None
         self._result: DispatchResult | None = None
 
@@ -134,7 +136,8 @@ class DispatchAcrossNodes(Operation):
             self._send_segment(number + 1, self._landed.part(ends[number], ends[number + 1]))
             self._receive_segment(number + 1)
         is_fresh, capacity = self._call.previous is None, self._call.capacity
-        engine.load.dispatched(routing.metas.view(-1), self._slot, routing.topk_ids, is_fresh, engine.flat, capacity)
+        given = routing.metas.view(-1), self._slot, routing.topk_ids, is_fresh, engine.flat, capacity
+        engine.load.dispatched(*given, self._layer)
         streams.join()
         engine.check()
         assert self._result is not None

@@ -22,6 +22,7 @@ from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, HighThroughputEn
 from ep_plugin.moe.high_throughput.history import Rows
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchResult
+from ep_plugin.moe.statistics import current_layer
 
 _DISPATCH, _CACHED_DISPATCH = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
 _DISPATCH_RECV = _C.Step.DISPATCH_RECV
@@ -42,7 +43,7 @@ class Dispatch(Operation):
         self._known: list[int] = []  # the totals, once the host knows them
         self._reserved = False  # the pool is known to be large enough
         self._sent = False  # send has been launched; without _reserved it sends nothing into a pool that is too small
-        self._recorded = False
+        self._layer, self._recorded = current_layer(), False
         self._block_counts: torch.Tensor | None = None
         self._recv_rows: torch.Tensor | None = None
         self._result: DispatchResult | None = None
@@ -214,7 +215,8 @@ class Dispatch(Operation):
             return
         self._recorded, engine, call = True, self._engine, self._call
         is_fresh = call.previous is None
-        engine.load.dispatched(self._plan, self._slot, self._topk_ids, is_fresh, engine.flat, call.capacity)
+        given = self._plan, self._slot, self._topk_ids, is_fresh, engine.flat, call.capacity
+        engine.load.dispatched(*given, self._layer)
 
     def _reserve_by_totals(self) -> bool:
         """Grows every rank's pool where some rank's is too small. Returns whether rows must be sent now, or again."""

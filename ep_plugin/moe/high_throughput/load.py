@@ -30,11 +30,13 @@ class Source(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Operations whose rows are alike. row_bytes: of a row as it travels, with what is beside it."""
+    """Operations whose rows are alike. row_bytes: of a row as it travels, with what is beside it. layer: of dispatches
+    that make a routing."""
 
     op: int
     row_bytes: int
     topk: int
+    layer: str | None = None
 
 
 class HighThroughputLoad(Load):
@@ -64,12 +66,14 @@ class HighThroughputLoad(Load):
         is_fresh: bool,
         is_flat: bool,
         capacity: int | None,
+        layer: str | None,
     ) -> None:
         """plan: int32, begins with the metadata ``[M, W]``. slot: bytes of a row, its scales and a weight, and K.
-        topk_ids: ``[T, K]``, with -1s where the caller had them."""
+        topk_ids: ``[T, K]``, with -1s where the caller had them. layer: that has started the dispatch."""
         if not Sums.recording:
             return
-        kind = _Kind(_DISPATCH if is_fresh else _CACHED_DISPATCH, _C.sent_slot_bytes(*slot), slot[3])
+        row_bytes, topk = _C.sent_slot_bytes(*slot), slot[3]
+        kind = _Kind(_DISPATCH, row_bytes, topk, layer) if is_fresh else _Kind(_CACHED_DISPATCH, row_bytes, topk)
         self._sums.add(kind, lambda: self._metas(plan))
         if not is_fresh:
             return
@@ -91,6 +95,7 @@ class HighThroughputLoad(Load):
         sent = received = 0
         dropped = {what: int(sums.pop(what, 0)) for what in (_DROPPED_IDS, _DROPPED_ROWS)}
         tokens = torch.zeros(self._size, self._local_experts, dtype=torch.int64, device="cpu")
+        layers: dict[str, torch.Tensor] = {}
         for kind, metas in sums.items():
             ours = metas[:, at.rank_count : at.rank_count + G].sum(0)  # rows of this rank for each
             theirs = metas[:, at.recv_offset : at.recv_offset + G + 1].diff(dim=1).sum(0)
@@ -99,7 +104,10 @@ class HighThroughputLoad(Load):
             received += kind.row_bytes * int(incoming.sum() - incoming[self._index])
             if kind.op != _DISPATCH:
                 continue
-            tokens += self._tokens(metas)
+            found = self._tokens(metas)
+            tokens += found
+            if kind.layer is not None:
+                layers[kind.layer] = layers.get(kind.layer, 0) + found
             if self._is_one_node:
                 pairs = metas[0, at.expert_count : at.expert_count + self._size * self._local_experts].sum()
                 dropped[_DROPPED_IDS] += int(kind.topk * metas[0, at.src_tokens + self._index] - pairs)
@@ -115,6 +123,7 @@ class HighThroughputLoad(Load):
             cached_dispatches=counts[_CACHED_DISPATCH],
             combines=counts[_COMBINE],
             tokens=tokens,
+            layers=layers,
             dropped_ids=dropped[_DROPPED_IDS],
             dropped_rows=dropped[_DROPPED_ROWS],
             link_bytes_sent=sent,

@@ -18,6 +18,7 @@ from ep_plugin.moe.in_flight import Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchResult, Routing
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.moe.low_latency.in_flight import RECEIVE, LowLatencyOperation
+from ep_plugin.moe.statistics import current_layer
 
 FORMATS = {None: _C.LlFormat.PLAIN} | {name: _C.LlFormat[name.upper()] for name in QUANTIZED}
 _EXPONENTS = 4  # of scales, in an int32
@@ -43,7 +44,7 @@ class LowLatencyDispatch(LowLatencyOperation):
         known = engine.routing("previous_handle", previous, comm) if previous else None
         self._engine, self._capacity = engine, capacity
         self._call = DispatchCall(bulk_ready("x", x), topk_ids, weights, scales, known, capacity, quantize)
-        self._cumulative, self._wait_cost = cumulative, wait_cost
+        self._cumulative, self._wait_cost, self._layer = cumulative, wait_cost, current_layer()
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +128,7 @@ class LowLatencyDispatch(LowLatencyOperation):
         op.phases, op.stream = phases, engine.streams.enter()
         engine.kernels.ll_dispatch(self._args)
         if phases & RECEIVE:
-            engine.load.dispatched(self._plan, self._call.previous is None)
+            engine.load.dispatched(self._plan, self._call.previous is None, self._layer)
         engine.check()
 
 

@@ -25,12 +25,12 @@ class LowLatencyLoad(Load):
         """int64 ``[R]``, to which kernels add the nanoseconds that they wait for each rank; None: not now."""
         return self._waited if Sums.recording else None
 
-    def dispatched(self, plan: torch.Tensor, is_fresh: bool) -> None:
-        """plan: int32, csrc/common/low_latency.h's LlPlanLayout."""
+    def dispatched(self, plan: torch.Tensor, is_fresh: bool, layer: str | None) -> None:
+        """plan: int32, csrc/common/low_latency.h's LlPlanLayout. layer: that has started the dispatch."""
         if not Sums.recording:
             return
         if is_fresh:
-            self._sums.add(_DISPATCH, lambda: plan[: 2 * self._local_experts * self._size])
+            self._sums.add((_DISPATCH, layer), lambda: plan[: 2 * self._local_experts * self._size])
         else:
             self._sums.counts[_CACHED_DISPATCH] += 1
 
@@ -39,16 +39,17 @@ class LowLatencyLoad(Load):
             self._sums.counts[_COMBINE] += 1
 
     def read(self) -> LoadStats:
-        ranges = self._sums.read().get(_DISPATCH)
         counts, shape = self._sums.counts, (self._local_experts, self._size, 2)  # each range: a count and a begin
-        tokens = torch.zeros(shape, dtype=torch.int64, device="cpu") if ranges is None else ranges.view(shape)
+        found = {layer: ranges.view(shape)[:, :, 0].t() for (_, layer), ranges in self._sums.read().items()}
+        tokens = torch.zeros(self._size, self._local_experts, dtype=torch.int64, device="cpu")
         return LoadStats(
             rank=self._rank,
             num_experts=self._size * self._local_experts,
-            dispatches=counts[_DISPATCH],
+            dispatches=sum(counts[_DISPATCH, layer] for layer in found),
             cached_dispatches=counts[_CACHED_DISPATCH],
             combines=counts[_COMBINE],
-            tokens=tokens[:, :, 0].t().contiguous(),
+            tokens=sum(found.values(), tokens),
+            layers={layer: of_layer.contiguous() for layer, of_layer in found.items() if layer is not None},
             dropped_ids=None,
             dropped_rows=0,
             link_bytes_sent=None,

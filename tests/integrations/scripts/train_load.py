@@ -59,7 +59,7 @@ def main() -> None:
     )
     trainer.add_callback(LoadCallback(trainer, folder=str(out)))
     trainer.train()
-    counts = torch.stack(chosen).view(2, -1, EXPERTS).sum(1)  # of each log
+    counts = torch.stack(chosen).view(2, 2, -1, EXPERTS).sum(1)  # of each log and layer
     per_rank = [torch.empty_like(counts) for _ in range(world)]
     dist.all_gather(per_rank, counts)
     if dist.get_rank() == 0:
