@@ -169,7 +169,7 @@ def test_a_masked_rank_that_goes_on_changes_no_later_sum(tmp_path: Path) -> None
 
 
 def _late(rank: int, flags: Path) -> Any:
-    with unittest.mock.patch.multiple(faults, DEADLINE_S=4.0):
+    with unittest.mock.patch.multiple(faults, DEADLINE_S=8.0):
         return faults._late(rank, flags)
 
 

@@ -34,7 +34,7 @@ DEADLINE_S = 2.0
 GRACE_S = 5.0
 PATIENCE_S = 20.0  # far more than any test here may take: nothing ends by a deadline
 AT_ONCE_S = 1.5  # a second, and what a crowded machine adds
-LEGS = 4  # of two nodes by default, and of three
+LONG = os.environ.get("EP_TEST_LONG") == "1"
 TOKENS = 200
 TWO_NODES = {"EP_PLUGIN_RANKS_PER_NODE": "2"}
 WIDE = 2048  # rows that no socket's buffer holds
@@ -45,9 +45,7 @@ def _nodes_of(comm: MoECommunicator) -> Nodes:
 
 
 def _open(size: int, timeout_s: float = DEADLINE_S) -> MoECommunicator:
-    comm = open_with_deadline(size, timeout_s, hidden_size=WIDE)
-    assert len(_nodes_of(comm).legs) == LEGS
-    return comm
+    return open_with_deadline(size, timeout_s, hidden_size=WIDE)
 
 
 def _round_trip(comm: MoECommunicator, hidden: int = WIDE) -> None:
@@ -94,18 +92,21 @@ def _before_call(nodes: Nodes, method: str, number: int, act: Callable[[], None]
     setattr(nodes, method, call)
 
 
-# When the victim dies: in which call of Nodes, counted from the start of a round trip.
-CROSSING = {
-    "before the counts cross": ("exchange_counts", 1),
-    "between counts and ids": ("start_legs", 1),
-    "while ids cross": ("finish", 2),
-    "before rows cross": ("start_leg", 1),
-    "while rows cross": ("finish", 2 + 2),
-    "before combine": ("agree", 1),
-    "before sums return": ("start_leg", LEGS + 1),
-    "while sums return": ("start_leg", LEGS + 3),
-    "before sums land": ("finish", 3 + LEGS + 1),
-}
+def _crossings(legs: int) -> dict[str, tuple[str, int]]:
+    """When the victim dies: in which call of Nodes, counted from the start of a round trip of so many legs each way."""
+    return {
+        "before the counts cross": ("exchange_counts", 1),
+        "between counts and ids": ("start_legs", 1),
+        "while ids cross": ("finish", 2),
+        "before rows cross": ("start_leg", 1),
+        "while rows cross": ("finish", 2 + 1 + legs // 3),
+        "before combine": ("agree", 1),
+        "before sums return": ("start_leg", legs + 1),
+        "while sums return": ("start_leg", legs + 1 + legs // 2),
+        "before sums land": ("finish", 3 + legs + 1),
+    }
+
+
 GATES = ("plan", "notify", "dispatch_send", "dispatch_recv", "combine_send")
 
 
@@ -123,7 +124,8 @@ def _loses(rank: int, size: int, victim: int, when: str, how: int = signal.SIGKI
         if when in GATES:
             at_gate(comm, lambda: signal_self(how))
         else:
-            _before_call(_nodes_of(comm), *CROSSING[when], lambda: signal_self(how))
+            nodes = _nodes_of(comm)
+            _before_call(nodes, *_crossings(len(nodes.legs))[when], lambda: signal_self(how))
     dist.barrier()  # the deadline is for what follows
     error, took = _fails(comm)
     _ends(comm, error)
@@ -142,14 +144,21 @@ def _assert_all_name(size: int, victim: int, outcomes: list[Any]) -> None:
     assert not orphaned_names()
 
 
-@pytest.mark.parametrize("when", [*CROSSING, *GATES])
-def test_a_rank_killed_on_another_node_is_named_by_every_survivor(when: str) -> None:
-    _assert_all_name(4, 3, run_ranks(4, _loses, 4, 3, when, env=TWO_NODES))
+MOMENTS = [*_crossings(0), *GATES]
+KILLED = [(2, 2, 3, when) for when in MOMENTS]  # nodes, ranks of each, the victim, when
+KILLED += [(3, 1, 1, when) for when in ("between counts and ids", "notify", "before sums land")]
+if LONG:
+    KILLED += [
+        (*shape, shape[0] * shape[1] - 1, when) for shape in ((2, 1), (2, 4), (3, 2), (4, 2)) for when in MOMENTS
+    ]
 
 
-@pytest.mark.parametrize("when", ["between counts and ids", "notify", "before sums land"])
-def test_a_rank_killed_on_one_of_three_nodes_of_one_rank(when: str) -> None:
-    _assert_all_name(3, 1, run_ranks(3, _loses, 3, 1, when, env={"EP_PLUGIN_RANKS_PER_NODE": "1"}))
+@pytest.mark.parametrize(("num_nodes", "per_node", "victim", "when"), KILLED)
+def test_a_rank_killed_on_another_node_is_named_by_every_survivor(
+    num_nodes: int, per_node: int, victim: int, when: str
+) -> None:
+    size, env = num_nodes * per_node, {"EP_PLUGIN_RANKS_PER_NODE": str(per_node)}
+    _assert_all_name(size, victim, run_ranks(size, _loses, size, victim, when, env=env))
 
 
 @pytest.mark.parametrize("when", ["before combine", "combine_send", "while sums return"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ep_plugin import _C, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerAborted, PeerTimeout
@@ -105,15 +106,19 @@ def _without(inputs: Inputs, gone: int) -> Inputs:
 
 def _survive(rank: int, gate: str, victim: int) -> list[int]:
     case = dataclasses.replace(CASE, tokens=(20, 12, 33, 5), num_experts=8)
-    comm = low_latency(case, timeout_s=DEADLINE_S, shrink=True)
+    comm = low_latency(case, timeout_s=60, shrink=True)
     round_trip(comm, make_inputs(case))
     if rank == victim:
         _die_in(comm, gate)
+    comm.engine.exchange.barrier("test")  # so that the victim alone is late
+    patient_ns, comm.engine.comm.timeout_ns = comm.engine.comm.timeout_ns, int(DEADLINE_S * 1e9)
     for number in range(6):
+        if number == 2:  # the rank has been masked
+            comm.engine.comm.timeout_ns = patient_ns
         inputs = make_inputs(dataclasses.replace(case, seed=number))
         out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
         y = expert_results(inputs, out.tokens.shape[1])[rank]
-        if number < 2:  # the rank is masked in one of these
+        if number < 2:
             comm.combine(torch.nan_to_num(y), handle, weights=inputs.weights[rank])
             continue
         left = _without(inputs, victim)
@@ -148,7 +153,7 @@ def _late(rank: int, flags: Path) -> tuple[list[float], list[int]] | None:
     later combine. What rank 0 gets then: its sums, and who is masked."""
     case = Case(tokens=(4, 0, 0), num_experts=3, topk=1, dtype=torch.float32, hidden=4096, drop=0.0)
     inputs, ones = make_inputs(case), torch.ones(case.tokens[rank], 1)
-    comm = low_latency(case, timeout_s=DEADLINE_S, shrink=True)
+    comm = low_latency(case, timeout_s=60, shrink=True)
 
     def dispatched(to: int) -> tuple[torch.Tensor, Any]:
         out, handle = comm.dispatch(inputs.x[rank], torch.full_like(inputs.ids[rank], to))
@@ -160,15 +165,22 @@ def _late(rank: int, flags: Path) -> tuple[list[float], list[int]] | None:
 
     combine(2)
     y, handle = dispatched(2)
+    comm.engine.exchange.barrier("test")  # so that rank 2 alone is late
     if rank == 2:
-        comm.engine.comm.gate, comm.engine.comm.timeout_ns = _C.Step.LL_COMBINE_SEND, 60 * 10**9
+        comm.engine.comm.gate = _C.Step.LL_COMBINE_SEND
         at_gate(comm, lambda: (_wait_for(flags / "go"), _C.open_gate(comm.engine.boards.address)))  # type: ignore[func-returns-value, arg-type]
         with contextlib.suppress(EpPluginError):
             comm.combine(y + 4, handle, weights=ones)
         (flags / "gone").touch()
         return None
+    patient_ns, comm.engine.comm.timeout_ns = comm.engine.comm.timeout_ns, int(DEADLINE_S * 1e9)
     comm.combine(y, handle, weights=ones)
+    if rank == 0:  # the other one waits for rank 2 in the dispatch that comes now
+        comm.engine.comm.timeout_ns = patient_ns
+        (flags / "masked").touch()
+    _wait_for(flags / "masked")
     combine(1)
+    comm.engine.comm.timeout_ns = patient_ns
     y, handle = dispatched(1)
     work = comm.combine_async(y, handle, ones)
     if rank == 1:
@@ -310,7 +322,7 @@ def _spoilt_plan(rank: int, size: int) -> None:
         out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
         y = torch.zeros_like(out.tokens)
         handle.plan.fill_(2**30)
-        comm.engine.exchange.barrier("test")  # else a rank may abort while others dispatch
+        dist.barrier()  # else a rank may abort while others dispatch
         with pytest.raises((ValueError, PeerAborted), match="expected its tensors as dispatch wrote them"):
             comm.combine(y, handle)
 

@@ -120,9 +120,11 @@ def test_as_on_one_node(function: Callable[..., Any], num_nodes: int, per_node: 
     on_nodes(num_nodes, per_node, function)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_nodes", "per_node"), SHAPES if LONG else [(2, 1)])
 @pytest.mark.parametrize(("backend", "steps"), [("aot_eager", [20, 37, 3]), ("inductor", [20, 37])])
-def test_a_layer_in_one_graph(backend: str, steps: list[int]) -> None:
-    on_nodes(2, 1, test_compile._compiled, backend, steps)
+def test_a_layer_in_one_graph(backend: str, steps: list[int], num_nodes: int, per_node: int) -> None:
+    on_nodes(num_nodes, per_node, test_compile._compiled, backend, steps, timeout_s=600)
 
 
 # -- what nodes add --------------------------------------------------------------------------------------------------

@@ -219,6 +219,31 @@ def test_a_token_crosses_once_to_each_node_that_it_needs() -> None:
     assert [len(routing.ids(number)) for number in range(N)] == [T, *(3 * leg.source for leg in nodes.legs)]
 
 
+def test_the_plan_kernel_counts_the_tokens_of_every_segment(nodes: Nodes) -> None:
+    routing, generator = a_routing(nodes, 2), torch.Generator().manual_seed(2)
+    comm = _C.Comm(
+        rank=INDEX, num_ranks=G, num_experts=G * LOCAL, gate=_C.Step.NONE, state=nodes.engine.state.data_ptr()
+    )
+    began = time.monotonic()
+    for number, tokens in enumerate(routing.tokens):
+        ids = torch.rand(tokens, G * LOCAL, generator=generator).topk(K).indices.int()
+        ids[torch.rand(tokens, K, generator=generator) < 0.5] = -1  # those of other nodes
+        routing.ids(number).copy_(ids)
+        args = _C.PlanArgs(comm=comm, routing=routing.struct(number), ids=routing.ids(number).data_ptr(), id_bytes=4)
+        _C.cpu.plan(args)
+        send_pos, pair_pos = routing._part(number, K, G), routing._part(number, K + G, K)
+        chosen = torch.nn.functional.one_hot(ids.long() + 1, G * LOCAL + 1).sum(1)[:, 1:]  # [T_m, E_n], 0 or 1
+        needed = chosen.view(tokens, G, LOCAL).amax(2)
+        assert routing.ids(number).equal(ids)
+        assert send_pos.equal(torch.where(needed > 0, needed.cumsum(0) - 1, -1).int())
+        before = (chosen.cumsum(0) - 1).gather(1, ids.long().clamp_min(0))
+        assert pair_pos.equal(torch.where(ids < 0, -1, before).int())
+        meta, at = routing.metas[number], nodes.layout
+        assert meta[at.rank_count :][:G].equal(needed.sum(0).int())
+        assert meta[at.expert_count :][: G * LOCAL].equal(chosen.sum(0).int())
+    assert time.monotonic() - began < MOST_SECONDS
+
+
 def test_sizes_with_a_capacity_are_known_before_dispatch(nodes: Nodes) -> None:
     """Legs are as long as the most tokens of a rank, so memory grows with the nodes: a communicator says how much."""
     sizes = NodesSizes(nodes)

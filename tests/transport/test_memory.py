@@ -108,7 +108,7 @@ def _die_with_memory(rank: int, size: int, open_memory: Open) -> None:
     exchange.barrier("written")
     if rank == 1:
         die()
-    exchange.timeout_s = 1.0
+    exchange.timeout_s = 2.5
     with pytest.raises(PeerTimeout) as caught:
         memory.allocate(4096, "with a dead peer")
     assert caught.value.rank == 1
