@@ -29,7 +29,7 @@ _PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch._dynamo"]
 _PRELOADED += ["ep_plugin.moe.communicator", "ep_plugin.collectives.all_gather", "ep_plugin.collectives.reduce_scatter"]
 _PRELOADED += ["tests.ranks", "tests.moe.moe_cases", "tests.faults.fault_cases", "tests.collectives.collective_cases"]
 
-# What ranks of tests that name a framework have imported beside it. A server for each stays until the end.
+# Imported once, too, for tests that name the framework. Each framework has a server, which stays until the end.
 _OF_FRAMEWORKS = {
     "": [],
     "transformers": [

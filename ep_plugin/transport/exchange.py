@@ -9,6 +9,8 @@ exchanges later, when every peer has read them. The last rank to close deletes t
 Ranks agree on the nonce when an exchange is first used. Rank 0 of the exchange invites every rank that has posted a
 fresh token. So ranks neither read keys of an earlier process group on the same store, nor lose count when one of them
 missed a construction. The next agreement overwrites the keys of this one.
+
+The file is long because agreement, exchanges and failures share these keys, and are right only together.
 """
 
 from __future__ import annotations
