@@ -15,6 +15,8 @@ raises ``NotSupported`` for a transformers without such plans.
 from __future__ import annotations
 
 # ruff: noqa: E402  an old transformers is refused before what it lacks is imported
+from typing import TYPE_CHECKING, Any
+
 import transformers
 
 from ep_plugin.integrations import hooks
@@ -25,8 +27,10 @@ from transformers.distributed.expert_parallel import EPImplementationInterface
 
 from ep_plugin.integrations.transformers.expert_parallel import AutoEpPlugin, EpPluginExpertParallel
 from ep_plugin.integrations.transformers.inference import InferenceConfig, low_latency
-from ep_plugin.integrations.transformers.load import LoadCallback
 from ep_plugin.integrations.transformers.shared_experts import overlap_shared_experts
+
+if TYPE_CHECKING:
+    from ep_plugin.integrations.transformers.load import LoadCallback
 
 EPImplementationInterface.register("ep_plugin", EpPluginExpertParallel)
 _REGISTERED = 'ep_implementation="ep_plugin" is registered'
@@ -42,6 +46,16 @@ __all__ = [
     "low_latency",
     "overlap_shared_experts",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports LoadCallback at its first use. EP_PLUGIN imports this module in the middle of an import of a model, whose
+    module Trainer's own modules may need."""
+    if name != "LoadCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ep_plugin.integrations.transformers.load import LoadCallback
+
+    return LoadCallback
 
 
 def enable() -> None:

@@ -14,7 +14,7 @@ import ep_plugin
 from ep_plugin import LoadStats, read_stats
 from ep_plugin.bench import cli
 from tests.bench.test_load import stats
-from tests.scripts_on_ranks import run_script
+from tests.scripts_on_ranks import run_code, run_script
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -117,6 +117,20 @@ def test_epochs_are_logged_without_what_was_before_training(monkeypatch: pytest.
     callback.on_train_begin(None, None, control)  # type: ignore[arg-type]
     callback.on_epoch_end(None, None, control)  # type: ignore[arg-type]
     assert logged[0]["moe/expert_skew"] == 2 and logged[0]["moe/dropped"] == 0 and control.should_log
+
+
+MODEL_FIRST = """
+import sys
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+assert "ep_plugin.integrations.transformers" in sys.modules
+assert "transformers.trainer_callback" not in sys.modules  # 5.24's needs modules of models, which are being imported
+from ep_plugin.integrations.transformers import LoadCallback
+"""
+
+
+def test_the_switch_needs_nothing_of_trainer_while_a_model_is_imported(tmp_path: Path) -> None:
+    status, output = run_code(MODEL_FIRST, tmp_path, EP_PLUGIN="transformers")
+    assert status == 0, output
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
