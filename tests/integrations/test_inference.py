@@ -354,6 +354,35 @@ def _falls_back(rank: int, folder: Path) -> tuple[float, int]:
     return difference, sum("transformers is left to the framework" in str(one.message) for one in said)
 
 
+@_check
+def _mega_moe(rank: int, folder: Path) -> str:
+    """What is said of a model whose experts' own kernel exchanges tokens."""
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.expert_parallel import AutoEP
+
+    ours, stock = cases.integration(), AutoEP.__init__
+
+    def with_kernel(exchange: Any, *given: Any) -> None:
+        stock(exchange, *given)
+        exchange.megamoe = lambda *inputs: inputs[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        names = transformers.distributed.expert_parallel.EPImplementationInterface
+        patch.setattr(names, "_global_mapping", dict(names._global_mapping))
+        patch.setattr(AutoEP, "__init__", with_kernel)
+        ours.enable()
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model = load(folder / "even", distributed_config=DistributedConfig(ep_size=2, fsdp_size=2))
+    with pytest.raises(ValueError) as caught, ours.low_latency(model, max_tokens_per_rank=32):
+        pass
+    return str(caught.value)
+
+
+def test_experts_whose_kernel_exchanges_tokens_are_not_ours(found: list[dict[str, Any]]) -> None:
+    for said in (results["_mega_moe"] for results in found):
+        assert "expected experts whose exchange is ep_plugin's, found none" in said
+
+
 def test_another_transformers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.distributed import mixin
 
