@@ -43,7 +43,7 @@ def test_recording_adds_one_kernel_to_an_operation_and_no_synchronisation() -> N
 
 @pytest.mark.gpu(2)
 def test_recording_adds_little_to_a_round_trip() -> None:
-    """Of the host's time, while it waits for the totals."""
+    """Host time, while the caller waits for the totals. Its share differs between machines: see docs/statistics.md."""
     for off, on in values(run_ranks(2, load_cases.timed, 2, timeout_s=250)):
         note(f"{off:.3f} ms without, {on:.3f} ms with statistics")
-        assert on < off + 0.1
+        assert on < 1.3 * off
