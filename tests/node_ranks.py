@@ -102,6 +102,23 @@ def broadcast_times() -> dict[str, Any]:
     return seconds
 
 
+def dispatch_and_combine() -> dict[str, Any]:
+    """The cases of one node, and the bytes that cross."""
+    import torch.distributed as dist
+
+    from tests.moe import test_across_nodes as over
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for function, *_ in over.ONE_NODE_CASES:
+        function(rank, size)
+    for near in (False, True):
+        over._bytes_on_rails(rank, size, int(os.environ["LOCAL_WORLD_SIZE"]), near)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"passed": len(over.ONE_NODE_CASES)}
+
+
 def train_fsdp2() -> dict[str, Any]:
     """FSDP2 over all ranks of all nodes, through its own collectives and through ours."""
     import torch.distributed as dist

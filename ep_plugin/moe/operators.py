@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
-from ep_plugin.moe import autograd
+from ep_plugin.moe import autograd, inductor
 from ep_plugin.moe.arguments import check_devices
 from ep_plugin.moe.high_throughput.dispatch import empty_rows
 from ep_plugin.moe.in_flight import Operation, Tensors
@@ -63,12 +63,16 @@ def _operator(
     def call(*inputs: Any) -> Any:
         return seen(*inputs) if _watched(inputs) else differentiable(run, *inputs)
 
+    def traced(*inputs: Any) -> Tensors:
+        inductor.keep(seen.default)
+        return fake(*inputs)
+
     # torch.compile calls operators whose sizes it cannot know between its graphs. It would trace their Python.
     for key in ("CPU", "CUDA"):
         _library.impl(name, _disable_dynamo(with_empty(run)), key)
     recorded = _disable_dynamo(autograd.autograd_kernel(seen.default, differentiable))
     _library.impl(name, recorded, "Autograd", with_keyset=True)
-    torch.library.register_fake(f"ep_plugin::{name}", with_empty(fake), lib=_library)
+    torch.library.register_fake(f"ep_plugin::{name}", with_empty(traced), lib=_library)
     return call
 
 

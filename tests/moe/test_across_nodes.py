@@ -122,7 +122,7 @@ def test_as_on_one_node(function: Callable[..., Any], num_nodes: int, per_node: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_nodes", "per_node"), SHAPES if LONG else [(2, 1)])
-@pytest.mark.parametrize(("backend", "steps"), [("aot_eager", [20, 37, 3]), ("inductor", [20, 37])])
+@pytest.mark.parametrize(("backend", "steps"), [("aot_eager", [20, 37, 3]), ("inductor", [3])])
 def test_a_layer_in_one_graph(backend: str, steps: list[int], num_nodes: int, per_node: int) -> None:
     on_nodes(num_nodes, per_node, test_compile._compiled, backend, steps, timeout_s=600)
 
@@ -234,8 +234,9 @@ def _fuzzed(rank: int, size: int, calls: int) -> None:
                     round_trip(comm, inputs, inputs.expected(layout))
 
 
+@pytest.mark.timeout(1200)
 def test_random_calls() -> None:
-    on_nodes(2, 2, _fuzzed, 2000 if LONG else 200)
+    on_nodes(2, 2, _fuzzed, 2000 if LONG else 200, timeout_s=1150)
 
 
 def _refused(rank: int, size: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._functorch.config
 import torch._inductor.config
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,9 +49,15 @@ def _step(layer: MoELayer, run: Callable[[torch.Tensor], torch.Tensor], x: torch
     return [z.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
-def _compiled(rank: int, size: int, backend: str, tokens_of_steps: list[int]) -> None:
-    torch.manual_seed(rank)
+def _generate_afresh() -> None:
     torch._inductor.config.compile_threads = 1  # no pool of workers for a handful of kernels
+    torch._inductor.config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
+
+
+def _compiled(rank: int, size: int, backend: str, tokens_of_steps: list[int]) -> None:
+    _generate_afresh()
+    torch.manual_seed(rank)
     everything = ((FLAT, None), (TOKEN_MAJOR, None), (FLAT, 400))
     for layout, capacity in everything if backend == "aot_eager" else everything[:1]:
         case = Case(tokens=(1,) * size, num_experts=2 * size, hidden=16)
@@ -73,7 +80,36 @@ def test_whole_layer_in_one_graph() -> None:
 
 
 def test_whole_layer_through_the_code_generator() -> None:
-    on_ranks(2, _compiled, "inductor", [20, 37])
+    """Rank 1 has no tokens, and takes part."""
+    on_ranks(2, _compiled, "inductor", [3])
+
+
+def _independent(rank: int, size: int) -> None:
+    _generate_afresh()
+    case = Case(tokens=(1,) * size, num_experts=2 * size, hidden=16)
+    with communicator(case) as comm:
+
+        def both(x: list[torch.Tensor], ids: list[torch.Tensor], weights: list[torch.Tensor]) -> torch.Tensor:
+            sums = []
+            for given in zip(x, ids, weights, strict=True):
+                out, handle = comm.dispatch(*given)
+                sums.append(comm.combine(out.tokens.sin(), handle, weights=out.weights).sum())
+            return sums[0] * sums[1]
+
+        results = []
+        for run in (both, torch.compile(both, fullgraph=True, dynamic=True)):
+            generator = torch.Generator().manual_seed(rank)
+            tokens = (700, 5) if rank else (5, 700)
+            x = [torch.randn(n, 16, generator=generator).requires_grad_() for n in tokens]
+            ids = [torch.rand(n, 2 * size, generator=generator).topk(2).indices for n in tokens]
+            run(x, ids, [torch.rand(n, 2, generator=generator) for n in tokens]).backward()
+            results.append([each.grad for each in x])
+        torch.testing.assert_close(*results)
+
+
+def test_exchanges_that_do_not_depend_on_each_other_keep_their_order() -> None:
+    """Inductor would order those of the backward by the memory that they free."""
+    on_ranks(2, _independent)
 
 
 def _compiled_in_parts(rank: int, size: int, backend: str, way: str) -> None:

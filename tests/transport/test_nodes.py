@@ -16,15 +16,16 @@ import pytest
 
 from ep_plugin.testing import nodes
 from ep_plugin.testing.nodes import Cluster, parse_rate, variables_of
+from tests.moe.test_across_nodes import ONE_NODE_CASES, SHAPES
 
 RANKS = str(Path(__file__).parents[1] / "node_ranks.py")
 LAUNCHER = [sys.executable, "-m", "ep_plugin.testing.nodes", "--device", "cpu"]
 
 
-def launch(*options: str, run: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def launch(*options: str, run: str, timeout_s: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     command = [*LAUNCHER, *options, "--", sys.executable, RANKS, run]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout_s)
 
 
 def results(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
@@ -66,6 +67,16 @@ def test_memory_of_peers_ends_at_the_node(network) -> None:
         assert rank["reached"] == 2
         assert len(rank["refused"]) == 2
         assert all("node0@" in refusal and "node1@" in refusal for refusal in rank["refused"])
+
+
+@pytest.mark.skipif("EP_TEST_LONG" not in os.environ, reason="takes minutes: EP_TEST_LONG=1 runs it")
+@pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces())
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("num_nodes", "per_node"), SHAPES)
+def test_the_cases_of_one_node_between_namespaces(num_nodes: int, per_node: int) -> None:
+    given = ("--network", "namespaces", "--nodes", str(num_nodes), "--ranks", str(per_node))
+    for rank in results(launch(*given, run="dispatch_and_combine", timeout_s=880)):
+        assert rank["passed"] == len(ONE_NODE_CASES)
 
 
 @pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces())
