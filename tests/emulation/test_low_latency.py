@@ -118,7 +118,7 @@ def test_parts_of_the_protocol(case: Callable[[int, int], None]) -> None:
 
 
 def test_every_row_of_many_operations() -> None:
-    _on_ranks(3, low_latency.many, 60)
+    _on_ranks(3, low_latency.many, 30)
 
 
 def test_ranks_that_share_a_device() -> None:
@@ -136,7 +136,7 @@ def test_deepeps_calls(size: int) -> None:
 
 def _slowly(rank: int, function: Callable[..., Any], *args: Any) -> Any:
     """Fibers are not as fast as GPUs."""
-    with unittest.mock.patch.multiple(faults, DEADLINE_S=12.0, GRACE_S=20.0):
+    with unittest.mock.patch.multiple(faults, DEADLINE_S=5.0, GRACE_S=20.0):
         return function(rank, *args)
 
 

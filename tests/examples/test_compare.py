@@ -240,18 +240,16 @@ def test_deepseek_v3_of_a_checkpoint_on_a_text_without_overlap(tmp_path: Path) -
     exchange_is_timed(metrics)
 
 
-@pytest.mark.parametrize("nodes", ["1", "2"])
-def test_a_rank_that_raises_ends_the_run(nodes: str, tmp_path: Path) -> None:
+def test_a_rank_that_raises_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("short")
-    result = run("qwen3_moe", *SMALL, "--nodes", nodes, "--text", tmp_path / "text.txt", "--out", tmp_path)
+    result = run("qwen3_moe", *SMALL, "--text", tmp_path / "text.txt", "--out", tmp_path)
     assert result.returncode == 1
     assert "expected at least seq_len=32 tokens, got 5" in result.stderr
     assert not (tmp_path / "metrics.json").exists()
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize(
-    ("victim", "signum", "status"), [("rank", signal.SIGKILL, 1), ("launcher", signal.SIGTERM, 143)]
+    ("victim", "signum", "status", "nodes"), [("rank", signal.SIGKILL, 1, 2), ("launcher", signal.SIGTERM, 143, 1)]
 )
 def test_a_run_that_is_cut_short_ends(tmp_path: Path, victim: str, signum: int, status: int, nodes: int) -> None:
     command = [*COMMAND, "qwen3", *SMALL, "--nodes", str(nodes), "--steps", "100000", "--out", str(tmp_path)]

@@ -171,7 +171,7 @@ def _rows_for_nodes(case: Case, ids: torch.Tensor, per_node: int, own: int) -> i
 
 def _bytes_on_rails(rank: int, size: int, per_node: int, near: bool) -> None:
     """Rows cross once per node, with their weights and, the first time, their ids; sums come back once."""
-    case = Case(tokens=(40, 64, 7, 0, 33, 50)[:size], num_experts=4 * size, topk=4, hidden=64)
+    case = Case(tokens=(40, 64, 7, 0, 33, 50, 12, 21)[:size], num_experts=4 * size, topk=4, hidden=64)
     inputs = make_inputs(case)
     node, K, ids = rank // per_node, case.topk, inputs.ids[rank]
     if near:  # node-limited routing: every token stays on its node or goes to the next one
