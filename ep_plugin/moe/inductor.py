@@ -1,29 +1,38 @@
-"""Our operators in the code that inductor generates for torch.compile: each runs, and in the order of the program.
+"""Our operators in the code that inductor generates for torch.compile: they run, and in the order of the program.
 
-Inductor leaves out an operator whose results nobody reads. It takes a result without elements for such, like the sums
-of a rank without tokens, for which the peers of that rank would wait. It also reorders exchanges that do not depend on
+Inductor leaves out an operator whose results nobody reads. Nobody reads a result without elements, such as the sums of
+a rank without tokens, but the peers of that rank would wait. Inductor also reorders exchanges that do not depend on
 each other, by the sizes of their tensors, which differ between ranks.
+
+An operator that PyTorch drops from the graph before inductor lowers it does not run. Inside a nested graph, such as a
+branch of `torch.cond`, the order is kept among the operators of that graph.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from typing import Any
 
 import torch
 
 _LOWERING = "torch._inductor.lowering"
 _LATEST = "ep_plugin_latest"  # an attribute of a graph: the name of its latest operation of ours
+_lock = threading.Lock()
+_kept: set[torch._ops.OpOverload] = set()
 
 
 def keep(operator: torch._ops.OpOverload) -> None:
-    """Sees to it, once inductor has been imported. It is called while a compiler traces `operator`."""
-    if _LOWERING not in sys.modules:
-        return
+    """Registers how inductor lowers `operator`. Has no effect before inductor is imported, so every trace calls it."""
+    with _lock:
+        if _LOWERING in sys.modules and operator not in _kept:
+            _register(operator)
+            _kept.add(operator)
+
+
+def _register(operator: torch._ops.OpOverload) -> None:
     lowering = importlib.import_module(_LOWERING)  # waits where another thread is importing it
-    if operator in lowering.lowerings:
-        return
     lowering.make_fallback(operator, layout_constraint=lowering.constrain_to_fake_tensors, warn=False)
     generate, virtualized = lowering.lowerings[operator], importlib.import_module("torch._inductor.virtualized")
 
@@ -35,7 +44,7 @@ def keep(operator: torch._ops.OpOverload) -> None:
         kernel.has_side_effects = lambda: True
         earlier = getattr(graph, _LATEST, None)
         if earlier is not None:
-            graph.additional_star_deps[kernel.get_operation_name()].add(earlier)
+            graph.additional_buffer_deps[kernel.get_operation_name()].add(earlier)
         setattr(graph, _LATEST, kernel.get_name())
         return results
 

@@ -190,7 +190,7 @@ def check_combine(
     close(f"combine, weighted={weighted}", result, exact, magnitude, case.dtype, roundings_of(comm))
     if case.dtype in (torch.bfloat16, torch.float16):
         rounded = rounded_combine(comm.engine.node_map.nodes, y, received, case, weights)[rank]
-        nearly_same_bits(f"combine, weighted={weighted}", result, rounded)
+        nearly_equal(f"combine, weighted={weighted}", result, rounded)
     return result
 
 
@@ -214,7 +214,7 @@ def rounded_combine(
     return list(torch.stack(sums).sum(0).to(case.dtype).split(list(case.tokens)))
 
 
-def nearly_same_bits(what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+def nearly_equal(what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Fails where more than 1 % of the elements differ. Near a tie, a sum in float32 may round to the other side."""
     differ = int((actual != expected).sum())
     assert differ <= 1 + actual.numel() // 100, f"{what}: {differ} of {actual.numel()} elements round otherwise"

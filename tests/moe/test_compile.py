@@ -80,8 +80,8 @@ def test_whole_layer_in_one_graph() -> None:
 
 
 def test_whole_layer_through_the_code_generator() -> None:
-    """Rank 1 has no tokens, and takes part."""
-    on_ranks(2, _compiled, "inductor", [3])
+    """Rank 1 takes part in the first step, in which it has no tokens."""
+    on_ranks(2, _compiled, "inductor", [3, 20])
 
 
 def _independent(rank: int, size: int) -> None:
