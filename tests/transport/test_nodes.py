@@ -75,7 +75,8 @@ def test_memory_of_peers_ends_at_the_node(network) -> None:
 @pytest.mark.parametrize(("num_nodes", "per_node"), SHAPES)
 def test_the_cases_of_one_node_between_namespaces(num_nodes: int, per_node: int) -> None:
     given = ("--network", "namespaces", "--nodes", str(num_nodes), "--ranks", str(per_node))
-    for rank in results(launch(*given, run="dispatch_and_combine", timeout_s=880)):
+    root = str(Path(__file__).parents[2])
+    for rank in results(launch(*given, run="dispatch_and_combine", timeout_s=880, PYTHONPATH=root)):
         assert rank["passed"] == len(ONE_NODE_CASES)
 
 
