@@ -111,8 +111,8 @@ def _megabytes(count: int | None) -> str:
     return "" if count is None else f"{count / 1e6:,.1f}"
 
 
-def _longest(waited_ns: torch.Tensor | None) -> str:
-    if waited_ns is None or not waited_ns.any():
+def _longest(waited_ns: torch.Tensor) -> str:
+    if not waited_ns.any():
         return ""
     rank = int(waited_ns.argmax())
     return f"rank {rank}: {int(waited_ns[rank]) / 1e9:.3f} s"

@@ -70,10 +70,10 @@ def read_stats(path: str | os.PathLike[str]) -> dict[str, LoadStats]:
 def _to_json(record: LoadStats) -> dict[str, Any]:
     fields = record._asdict()
     layers = {name: tokens.tolist() for name, tokens in record.layers.items()}
-    return fields | {name: fields[name].tolist() for name in _TENSORS if fields[name] is not None} | {"layers": layers}
+    return fields | {name: fields[name].tolist() for name in _TENSORS} | {"layers": layers}
 
 
 def _from_json(fields: dict[str, Any]) -> LoadStats:
-    given = {name: torch.tensor(fields[name], dtype=torch.int64) for name in _TENSORS if fields[name] is not None}
+    given = {name: torch.tensor(fields[name], dtype=torch.int64) for name in _TENSORS}
     layers = {name: torch.tensor(tokens, dtype=torch.int64) for name, tokens in fields["layers"].items()}
     return LoadStats(**{**fields, **given, "layers": layers})

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ep_plugin import _C
 from ep_plugin.errors import CaptureRefused
 from ep_plugin.ranges import NOTHING
 from ep_plugin.runtime.streams import Streams
@@ -90,11 +91,11 @@ class LoadStats(NamedTuple):
     """Bytes to other nodes, with counts and ids."""
     rail_bytes_received: int
     """Bytes from other nodes, with counts and ids."""
-    waited_ns: torch.Tensor | None
+    waited_ns: torch.Tensor
     """int64 ``[R]``, nanoseconds that this rank waited for each rank. On CPUs: the host, for signals of ranks of this
-    node, and for messages of other nodes. In mode="ll": receive halves, for the longest-waiting thread, without
-    operations whose caller passed a tensor for these times. None in mode="ht" on GPUs, whose kernels do not measure
-    it."""
+    node, and for messages of other nodes. On GPUs: a kernel, until a rank of this node has begun the same operation;
+    0 for ranks of other nodes. In mode="ll": receive halves, for the longest-waiting thread, without operations whose
+    caller passed a tensor for these times."""
 
     @property
     def skew(self) -> float:
@@ -120,51 +121,75 @@ class Load(ABC):
 
 
 class Sums:
-    """Sums of int32 words of operations, by key, on the stream that runs their sending kernels."""
+    """Sums of int32 counts of operations, by key, on the stream that runs their sending kernels.
+
+    kernels: of the communicator's device.
+    """
 
     recording = False
     """Whether operations of this process add what they have; a class attribute."""
 
-    def __init__(self, name: str, streams: Streams) -> None:
-        self._name, self._streams = name, streams
+    def __init__(self, name: str, streams: Streams, kernels: Any) -> None:
+        self._name, self._streams, self._kernels = name, streams, kernels
         self._sums: dict[Hashable, torch.Tensor] = {}
+        self._args: dict[Hashable, Any] = {}
         self.counts: Counter[Hashable] = Counter()
         """Additions by key."""
 
-    def add(self, key: Hashable, words: Callable[[], torch.Tensor]) -> None:
-        """Adds a tensor of integers, which `words` makes on that stream, to those of the same key and shape."""
-        total = self._sums.get(key)
-        if total is None and self._streams.capturing():  # new memory would start at zero at each replay
-            warnings.warn(
-                f"{self._name}: statistics do not count this CUDA graph: after record_stats(), run one step of all its "
-                "layers before capturing",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return
-        with self._streams.on(self._streams.send):
-            added = words()
-            if total is None:
-                with torch.inference_mode(False):  # it may grow outside of the caller's inference mode
-                    total = self._sums[key] = torch.zeros(added.shape, dtype=torch.int64, device=added.device)
-            total.add_(added)
+    def add(self, key: Hashable, counts: torch.Tensor) -> None:
+        """Adds int32 ``[N, C]``, whose rows are contiguous, to the sums of `key`, whose counts all have this shape.
+
+        `counts` must be ready on that stream, which reads it.
+        """
+        args = self._args.get(key)
+        if args is None:
+            if self._streams.capturing():  # new memory would start at zero at each replay
+                warnings.warn(
+                    f"{self._name}: statistics do not count this CUDA graph: after record_stats(), run one step of all "
+                    "its layers before capturing",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return
+            args = self._args[key] = self._begin(key, counts)
+        args.counts, args.stream = counts.data_ptr(), self._streams.send or self._streams.caller()
+        self._kernels.add_counts(args)
         self.counts[key] += 1
 
-    def read(self) -> dict[Any, torch.Tensor]:
-        """The sums, int64 in host memory."""
+    def add_made(self, key: Hashable, make: Callable[[], torch.Tensor]) -> None:
+        """Adds one number, int32 ``[]``, which `make` computes on that stream."""
+        with self._streams.on(self._streams.send):
+            made = make().view(1, 1)
+        self.add(key, made)
+
+    def read(self, waited: Callable[[], torch.Tensor]) -> tuple[dict[Any, torch.Tensor], torch.Tensor]:
+        """The sums, int64, and what `waited` returns: copies in host memory, made on that stream."""
         self._check("read")
         self._enter()
         with self._streams.on(self._streams.send):
-            return {key: total.to("cpu", copy=True) for key, total in self._sums.items()}
+            return {key: total.to("cpu", copy=True) for key, total in self._sums.items()}, waited().to("cpu", copy=True)
 
-    def reset(self) -> None:
-        """Keeps the memory, to which captured graphs add."""
+    def reset(self, waited: Callable[[], Any]) -> None:
+        """Also calls `waited`, on that stream. Keeps the memory, to which captured graphs add."""
         self._check("reset")
         self._enter()
         with self._streams.on(self._streams.send):
             for total in self._sums.values():
                 total.zero_()
+            waited()
         self.counts.clear()
+
+    def _begin(self, key: Hashable, counts: torch.Tensor) -> Any:
+        """Makes the sums of a key, and the kernel's arguments but for the counts."""
+        rows, columns = counts.shape
+        with torch.inference_mode(False), self._streams.on(self._streams.send):  # they outlive the caller's mode
+            sums = self._sums[key] = torch.zeros(rows, columns, dtype=torch.int64, device=counts.device)
+        return _C.AddCountsArgs(
+            sums=sums.data_ptr(),
+            row_stride=counts.stride(0),
+            num_rows=rows,
+            num_columns=columns,
+        )
 
     def _enter(self) -> None:
         """What comes next runs after all operations, also those of graphs that the caller's stream has replayed."""

@@ -71,9 +71,11 @@ class GroupEngine(BaseEngine):
         rails: the way to the other nodes.
         sharing: the ranks of the group whose device is this rank's, itself included.
         state: the device memory of this communicator's kernels, uint8.
+        kernels: the kernel table of the device.
         group_boards: `boards` if the group spans nodes.
     """
 
+    kernels: Any
     group_boards: GroupBoards | None = None
 
     def _construct(self, group: dist.ProcessGroup, *given: Any) -> None:

@@ -189,6 +189,9 @@ class CallerStreams(Streams):
         self._device = device
         self._last: int | None = None
 
+    def caller(self) -> int:
+        return current_stream(self._device)
+
     def drain(self) -> None:
         torch.cuda.synchronize(self._device)
 

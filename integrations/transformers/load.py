@@ -31,8 +31,7 @@ class LoadCallback(TrainerCallback):
     - ``moe/rank_skew``: the same as ``moe/expert_skew``, of the tokens that ranks receive.
     - ``moe/dropped``: -1s in ids, and rows beyond a capacity.
     - ``moe/link_gb``, ``moe/rail_gb``: 1e9 bytes that all ranks have sent inside nodes, and between nodes.
-    - ``moe/longest_wait_s``: seconds that one rank has waited for another, the most of all pairs. On GPUs in low
-      latency alone.
+    - ``moe/longest_wait_s``: seconds that one rank has waited for another, the most of all pairs.
 
     Args:
         trainer: whose `log` gets them. For each log, its ranks gather the counts of their experts in every layer.
@@ -89,7 +88,7 @@ def _since(before: LoadStats | None, now: LoadStats) -> LoadStats:
         dropped_rows=now.dropped_rows - before.dropped_rows,
         link_bytes_sent=_less(now.link_bytes_sent, before.link_bytes_sent),
         rail_bytes_sent=now.rail_bytes_sent - before.rail_bytes_sent,
-        waited_ns=_less(now.waited_ns, before.waited_ns),
+        waited_ns=now.waited_ns - before.waited_ns,
     )
 
 
@@ -112,13 +111,12 @@ def _numbers(found: list[LoadStats]) -> dict[str, Any]:
         outside[f"communicator {number}"] = first, (stats.tokens - sum(stats.layers.values())).sum(0)
     dropped = [one.dropped_ids + one.dropped_rows for one in found if one.dropped_ids is not None]
     links = [one.link_bytes_sent for one in found if one.link_bytes_sent is not None]
-    waits = [int(one.waited_ns.max()) for one in found if one.waited_ns is not None]
     return {
         "layers": {name: (first, tokens.tolist()) for name, (first, tokens) in (layers | outside).items()},
         "moe/dropped": sum(dropped) if dropped else None,
         "moe/link_gb": sum(links) / 1e9 if links else None,
         "moe/rail_gb": sum(one.rail_bytes_sent for one in found) / 1e9,
-        "moe/longest_wait_s": max(waits) / 1e9 if waits else None,
+        "moe/longest_wait_s": max((int(one.waited_ns.max()) for one in found), default=0) / 1e9,
     }
 
 

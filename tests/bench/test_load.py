@@ -32,7 +32,7 @@ def stats(rank: int, tokens: list[list[int]], layers: dict[str, list[list[int]]]
         link_bytes_received=0,
         rail_bytes_sent=0,
         rail_bytes_received=0,
-        waited_ns=torch.tensor([0, 1_500_000_000]) if rank == 0 else None,
+        waited_ns=torch.tensor([0, 1_500_000_000 if rank == 0 else 0]),
     )
 
 

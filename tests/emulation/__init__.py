@@ -39,6 +39,7 @@ KERNELS = [
     "quantize",
     "pack",
     "combine_add",
+    "add_counts",
     "ll_dispatch",
     "ll_combine",
     "send_message",

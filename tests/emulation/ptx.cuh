@@ -55,6 +55,7 @@ inline uint64_t atom_cas_relaxed_gpu(uint64_t* to, uint64_t expected, uint64_t v
   __atomic_compare_exchange_n(to, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
+inline void red_add_relaxed_gpu(uint64_t* to, uint64_t value) { __atomic_fetch_add(to, value, __ATOMIC_RELAXED); }
 inline void red_max_relaxed_gpu(uint64_t* to, uint64_t value) {
   uint64_t seen = __atomic_load_n(to, __ATOMIC_RELAXED);
   while (seen < value && !__atomic_compare_exchange_n(to, &seen, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {

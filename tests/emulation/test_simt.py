@@ -23,7 +23,7 @@ from ep_plugin.moe.autograd import weight_grad
 from tests import emulation as simt
 from tests.collectives.collective_cases import BF16, FP16, FP32, gathered_by_gloo, poisoned, reduced, same_bits, shard
 from tests.faults import handle_cases
-from tests.gpu import checks, early, features, gradients, small_operations
+from tests.gpu import checks, early, features, gradients, load_cases, small_operations
 from tests.gpu import test_faults as faults
 from tests.gpu_stand_in import serve_with
 from tests.integrations import test_deep_ep
@@ -86,6 +86,11 @@ def test_over_nodes(size: int, per_node: int) -> None:
 @pytest.mark.parametrize("settings", [{}, checks.ONE_KERNEL], ids=["two kernels", "one kernel"])
 def test_load_statistics(settings: dict[str, int]) -> None:
     _on_ranks(4, statistics._one_node, settings)
+    _on_ranks(3, _late, settings)
+
+
+def _late(rank: int, size: int, settings: dict[str, int]) -> None:
+    load_cases.late(rank, size, **settings)
 
 
 def _rounds(rank: int, size: int, names: Sequence[str], settings: dict[str, int]) -> list[str]:

@@ -6,6 +6,7 @@ Shapes: R ranks, T tokens per rank, K experts per token, E_l experts of a rank.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -22,6 +23,7 @@ from tests.moe.moe_cases import named
 
 CASES = ("plain", "token_major", "aligned", "empty_ranks", "all_dropped", "one_rank_receives_all")
 REPLAYS, ROUNDS = 7, 60
+LATE_S = 0.6
 
 
 def chosen(ids: list[torch.Tensor], rank: int, per_rank: int) -> torch.Tensor:
@@ -132,7 +134,31 @@ def low_latency(rank: int, size: int) -> None:
             replay()
         found = comm.stats()
         assert torch.equal(found.tokens, REPLAYS * chosen(given.ids, rank, case.experts_per_rank))
-        assert found.waited_ns is not None and bool((found.waited_ns >= 0).all())
+        assert bool((found.waited_ns >= 0).all())
+
+
+def late(rank: int, size: int, **sms: int) -> None:
+    """A dispatch, one with a handle and a combine count how long each rank is waited for, when the last one is late."""
+    case = checks.Case(tokens=40, hidden=256, topk=4)
+    given = checks.make_inputs(case, size, seed=5)
+    ep_plugin.record_stats()
+    with checks.communicator(case, rank, size, **sms) as comm:
+        x, ids = given.x[rank].to(comm.engine.device), given.ids[rank].to(comm.engine.device)
+        out, handle = comm.dispatch(x, ids)
+        comm.combine(out.tokens, handle)
+        for operation in (
+            lambda: comm.dispatch(x, ids),
+            lambda: comm.dispatch(x, ids, previous_handle=handle),
+            lambda: comm.combine(out.tokens, handle),
+        ):
+            comm.stats(reset=True)
+            dist.barrier()
+            if rank == size - 1:
+                time.sleep(LATE_S)
+            operation()
+            seconds = comm.stats().waited_ns.double() / 1e9
+            assert float(seconds[:-1].max()) < 0.4 * LATE_S, seconds
+            assert (0.6 * LATE_S < float(seconds[-1]) < 2 * LATE_S) == (rank != size - 1), seconds
 
 
 def profiled(rank: int, size: int) -> dict[str, dict[str, int]]:

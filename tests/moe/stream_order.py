@@ -263,6 +263,10 @@ def _accesses(name: str, a: Any, layout: Any) -> Iterator[tuple[int, int, bool]]
             yield own, a.num_tokens * nbytes, False
             yield landed, a.num_rows * nbytes, False
             yield out, a.num_tokens * nbytes, True
+    elif name == "add_counts":
+        for row in range(a.num_rows):
+            yield a.counts + 4 * row * a.row_stride, 4 * a.num_columns, False
+        yield a.sums, 8 * a.num_rows * a.num_columns, True
     elif name != "wait_for_sender":
         yield from _accesses_of_segment(name, a, layout)
 
@@ -321,7 +325,7 @@ def as_on_gpus(comm: Any) -> Log:
     nodes: Nodes = comm.new_dispatch.args[0]
     nodes.host_waits = False
     engine.streams = RecordingStreams(log)
-    engine.load._sums._streams = engine.streams
     engine.kernels = RecordingKernels(log, engine.kernels, nodes.layout)
+    engine.load._sums._streams, engine.load._sums._kernels = engine.streams, engine.kernels
     engine.rails._rail = RecordingRail(log, engine.rails._rail)
     return log

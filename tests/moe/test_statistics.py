@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 import ep_plugin
-from ep_plugin import CaptureRefused, CommunicatorClosed, LoadStats, MoECommunicator
+from ep_plugin import _C, CaptureRefused, CommunicatorClosed, LoadStats, MoECommunicator
 from ep_plugin.moe.statistics import Sums, skew_of
 from ep_plugin.runtime.streams import Streams
 from tests.moe.low_latency_cases import low_latency
 from tests.moe.moe_cases import FLAT, LAYOUTS, Case, Inputs, communicator, make_inputs, named, on_ranks
 from tests.moe.test_one_kernel import ONE_KERNEL
-from tests.ranks import run_ranks, simt_asked, values
+from tests.ranks import run_ranks, values
 
 NODES_OF_2 = {"EP_PLUGIN_RANKS_PER_NODE": "2"}
 CASE = Case(tokens=(17, 0, 40, 9), num_experts=8, topk=3, hidden=32)
@@ -241,8 +240,6 @@ def _late(rank: int, mode: str) -> list[int]:
 def test_waits_name_the_late_rank(mode: str, nodes: int) -> None:
     if (mode, nodes) == ("ll", 2):
         pytest.skip("low latency serves one node")
-    if mode == "ht" and simt_asked(os.environ):
-        pytest.skip("kernels of GPUs do not measure it")
     found = values(run_ranks(4, _late, mode, env=NODES_OF_2 if nodes == 2 else {}))
     waiting = range(3) if nodes == 1 else (1, 2)  # the late rank's node and its rail
     for rank in waiting:
@@ -311,20 +308,24 @@ class _Captured(Streams):
 
 
 def test_a_graph_counts_if_its_sums_are_there() -> None:
-    streams, word = _Captured(), torch.ones(2, dtype=torch.int32)
-    sums = Sums("communicator 0.1", streams)
+    streams, counts, waited = _Captured(), torch.arange(6, dtype=torch.int32).view(2, 3)[:, :2], torch.ones(3)
+    sums = Sums("communicator 0.1", streams, _C.cpu)
     with pytest.warns(RuntimeWarning, match="statistics do not count this CUDA graph"):
-        sums.add("dispatch", lambda: word)
+        sums.add("dispatch", counts)
     for refused in (sums.read, sums.reset):
         with pytest.raises(CaptureRefused, match="outside of the capture of a CUDA graph"):
-            refused()
+            refused(lambda: waited)
     streams.captured = 0
     with torch.inference_mode():
-        sums.add("dispatch", lambda: word)
+        sums.add("dispatch", counts)
     streams.captured = 7
-    sums.add("dispatch", lambda: word)
+    sums.add("dispatch", counts)
     streams.captured = 0
-    assert sums.read()["dispatch"].tolist() == [2, 2] and sums.counts["dispatch"] == 2
+    found, copied = sums.read(lambda: waited)
+    assert found["dispatch"].tolist() == [[0, 2], [6, 8]] and sums.counts["dispatch"] == 2
+    assert torch.equal(copied, waited)
+    sums.reset(waited.zero_)
+    assert not sums.read(lambda: waited)[0]["dispatch"].any() and not waited.any() and copied.all()
 
 
 def test_skew() -> None:

@@ -251,6 +251,13 @@ void bind_node_args(py::module_& m) {
       .field("node", &CombineAddArgs::node)
       .field("num_sms", &CombineAddArgs::num_sms)
       .field("stream", &CombineAddArgs::stream);
+  Struct<AddCountsArgs>(m, "AddCountsArgs")
+      .field("sums", &AddCountsArgs::sums)
+      .field("counts", &AddCountsArgs::counts)
+      .field("row_stride", &AddCountsArgs::row_stride)
+      .field("num_rows", &AddCountsArgs::num_rows)
+      .field("num_columns", &AddCountsArgs::num_columns)
+      .field("stream", &AddCountsArgs::stream);
 }
 
 void bind_sizes(py::module_& m) {
@@ -305,6 +312,7 @@ void bind_table(py::module_& m, const char* name, const KernelTable& table) {
   bind_kernel(sub, "quantize", table.quantize);
   bind_kernel(sub, "pack", table.pack);
   bind_kernel(sub, "combine_add", table.combine_add);
+  bind_kernel(sub, "add_counts", table.add_counts);
 }
 
 void bind_kernels(py::module_& m) {

@@ -232,6 +232,16 @@ struct CombineAddArgs {
   Address stream;
 };
 
+// Load statistics: adds counts to sums, word by word.
+struct AddCountsArgs {
+  Address sums;    // int64 [num_rows, num_columns] contiguous
+  Address counts;  // int32 [num_rows, num_columns], rows row_stride words apart
+  int64_t row_stride;
+  int64_t num_rows;
+  int64_t num_columns;
+  Address stream;
+};
+
 // Low latency: common/low_latency_args.h.
 struct LlDispatchArgs;
 struct LlCombineArgs;
@@ -252,6 +262,7 @@ struct KernelTable {
   void (*quantize)(const QuantizeArgs&);
   void (*pack)(const PackArgs&);
   void (*combine_add)(const CombineAddArgs&);
+  void (*add_counts)(const AddCountsArgs&);
   void (*ll_dispatch)(const LlDispatchArgs&);
   void (*ll_combine)(const LlCombineArgs&);
 };

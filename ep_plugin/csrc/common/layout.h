@@ -179,7 +179,8 @@ struct State {
   uint64_t next_abort_check;        // time from which one thread of the device may read the board's abort word again
   uint32_t next_row[3];  // by Queue (cuda/moe/rows.cuh): rows that warps have requested after their first one
   uint32_t chunk_done[2][kMaxChunks];  // by Pool: CTAs whose rows of the chunk are written
-  int64_t waited_ns[kMaxRanks];        // CPUs: time that this rank's kernels have waited for each rank of the node
+  // Time that this rank's kernels have waited for each rank of the node. CUDA: for its counts and openings alone.
+  uint64_t waited_ns[kMaxRanks];
 };
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -51,11 +51,10 @@ class HighThroughputLoad(Load):
         self._is_one_node = sources is None
         self._sources = sources or [Source(0, index, rank) for index, rank in enumerate(self._node_ranks)]
         self._num_segments = 1 + max(source.segment for source in self._sources)
-        self._sums = Sums(engine.name, engine.streams)
+        self._sums = Sums(engine.name, engine.streams, engine.kernels)
         self._rails = engine.rails
-        self._waited: torch.Tensor | None = None
-        if engine.device.type == "cpu":
-            self._waited = engine.state[_C.waited_offset :][: 8 * engine.node_size].view(torch.int64)
+        self._waited = engine.state[_C.waited_offset :][: 8 * engine.node_size].view(torch.int64)
+        self._waited_before = torch.zeros_like(self._waited)
         self._before = self._growing()
 
     def dispatched(
@@ -74,24 +73,25 @@ class HighThroughputLoad(Load):
             return
         row_bytes, topk = _C.sent_slot_bytes(*slot), slot[3]
         kind = _Kind(_DISPATCH, row_bytes, topk, layer) if is_fresh else _Kind(_CACHED_DISPATCH, row_bytes, topk)
-        self._sums.add(kind, lambda: self._metas(plan))
+        self._sums.add(kind, self._metas(plan))
         if not is_fresh:
             return
         if not self._is_one_node:  # else they follow from the metadata
-            self._sums.add(_DROPPED_IDS, lambda: (topk_ids == -1).sum())
+            self._sums.add_made(_DROPPED_IDS, lambda: (topk_ids == -1).sum(dtype=torch.int32))
         if capacity is not None:
             at = self._layout
             needed = at.expert_offset + self._local_experts if is_flat else at.token_base + len(self._node_ranks)
-            self._sums.add(_DROPPED_ROWS, lambda: (self._metas(plan)[0, needed] - capacity).clamp_(min=0))
+            self._sums.add_made(_DROPPED_ROWS, lambda: (self._metas(plan)[0, needed] - capacity).clamp_(min=0))
 
     def combined(self, plan: torch.Tensor, row_bytes: int, extra_bytes: int, topk: int) -> None:
         """plan: as in `dispatched`. row_bytes: of a partial row. extra_bytes: of a value that travels back for each
         pair; 0 without."""
         if Sums.recording:
-            self._sums.add(_Kind(_COMBINE, row_bytes + extra_bytes * topk, topk), lambda: self._metas(plan))
+            self._sums.add(_Kind(_COMBINE, row_bytes + extra_bytes * topk, topk), self._metas(plan))
 
     def read(self) -> LoadStats:
-        sums, at, G = self._sums.read(), self._layout, len(self._node_ranks)
+        sums, waited = self._sums.read(lambda: self._waited - self._waited_before)
+        at, G = self._layout, len(self._node_ranks)
         sent = received = 0
         dropped = {what: int(sums.pop(what, 0)) for what in (_DROPPED_IDS, _DROPPED_ROWS)}
         tokens = torch.zeros(self._size, self._local_experts, dtype=torch.int64, device="cpu")
@@ -112,6 +112,7 @@ class HighThroughputLoad(Load):
                 pairs = metas[0, at.expert_count : at.expert_count + self._size * self._local_experts].sum()
                 dropped[_DROPPED_IDS] += int(kind.topk * metas[0, at.src_tokens + self._index] - pairs)
         growing = self._growing() - self._before
+        growing[2:][torch.tensor(self._node_ranks, device="cpu")] += waited
         counts = {
             op: sum(n for kind, n in self._sums.counts.items() if isinstance(kind, _Kind) and kind.op == op)
             for op in (_DISPATCH, _CACHED_DISPATCH, _COMBINE)
@@ -130,17 +131,17 @@ class HighThroughputLoad(Load):
             link_bytes_received=received,
             rail_bytes_sent=int(growing[0]),
             rail_bytes_received=int(growing[1]),
-            waited_ns=None if self._waited is None else growing[2:],
+            waited_ns=growing[2:],
         )
 
     def reset(self) -> None:
-        self._sums.reset()
+        self._sums.reset(lambda: self._waited_before.copy_(self._waited))
         self._before = self._growing()
 
     def _metas(self, plan: torch.Tensor) -> torch.Tensor:
         """``[M, W']``: the words that no kernel writes after notify."""
         M, W = self._num_segments, self._layout.words
-        return plan[: M * W].view(M, W)[:, : self._layout.send_chunk_end]
+        return plan.as_strided((M, self._layout.send_chunk_end), (W, 1))
 
     def _tokens(self, metas: torch.Tensor) -> torch.Tensor:
         """``[R, E_l]``: where the rows of a source begin among an expert's, taken from where the next source's do."""
@@ -152,12 +153,11 @@ class HighThroughputLoad(Load):
         return counts.new_zeros(self._size, local).index_add_(0, ranks, counts)
 
     def _growing(self) -> torch.Tensor:
-        """int64 ``[2 + R]``, counted since construction, recording or not: rail bytes sent and received, and waits."""
+        """int64 ``[2 + R]``, which rails count since construction, recording or not: bytes sent and received, and waits
+        for each rank."""
         rails = self._rails
         counted = torch.zeros(2 + self._size, dtype=torch.int64, device="cpu")
         counted[0], counted[1] = rails.bytes_sent, rails.bytes_received
         for rank, waited in rails.waited_ns.items():
             counted[2 + rank] = waited
-        if self._waited is not None:
-            counted[2:][torch.tensor(self._node_ranks, device="cpu")] += self._waited
         return counted

@@ -18,7 +18,7 @@ class LowLatencyLoad(Load):
 
     def __init__(self, engine: GroupEngine, local_experts: int) -> None:
         self._rank, self._size, self._local_experts = engine.rank, engine.size, local_experts
-        self._sums = Sums(engine.name, engine.streams)
+        self._sums = Sums(engine.name, engine.streams, engine.kernels)
         self._waited = torch.zeros(engine.size, dtype=torch.int64, device=engine.device)
 
     def wait_cost(self) -> torch.Tensor | None:
@@ -30,7 +30,7 @@ class LowLatencyLoad(Load):
         if not Sums.recording:
             return
         if is_fresh:
-            self._sums.add((_DISPATCH, layer), lambda: plan[: 2 * self._local_experts * self._size])
+            self._sums.add((_DISPATCH, layer), plan[: 2 * self._local_experts * self._size].unsqueeze(0))
         else:
             self._sums.counts[_CACHED_DISPATCH] += 1
 
@@ -40,7 +40,8 @@ class LowLatencyLoad(Load):
 
     def read(self) -> LoadStats:
         counts, shape = self._sums.counts, (self._local_experts, self._size, 2)  # each range: a count and a begin
-        found = {layer: ranges.view(shape)[:, :, 0].t() for (_, layer), ranges in self._sums.read().items()}
+        sums, waited = self._sums.read(lambda: self._waited)
+        found = {layer: ranges.view(shape)[:, :, 0].t() for (_, layer), ranges in sums.items()}
         tokens = torch.zeros(self._size, self._local_experts, dtype=torch.int64, device="cpu")
         return LoadStats(
             rank=self._rank,
@@ -56,9 +57,8 @@ class LowLatencyLoad(Load):
             link_bytes_received=None,
             rail_bytes_sent=0,
             rail_bytes_received=0,
-            waited_ns=self._waited.to("cpu", copy=True),
+            waited_ns=waited,
         )
 
     def reset(self) -> None:
-        self._sums.reset()
-        self._waited.zero_()
+        self._sums.reset(self._waited.zero_)

@@ -69,14 +69,16 @@ __device__ __forceinline__ bool has_reached(const uint64_t* word, uint64_t value
   return *seen >= value && acquire(word) >= value;
 }
 
-// Waits until *word >= value, with acquire order. False after a fault. A timeout names `rank`.
+// Waits until *word >= value, with acquire order. False after a fault. A timeout names `rank`. With `counts`, the time
+// counts as waited for that rank.
 __device__ inline bool wait_at_least(const Run& run, const uint64_t* word, uint64_t value, int rank,
-                                     WaitFor whom = kPeer) {
+                                     WaitFor whom = kPeer, bool counts = false) {
   if (acquire(word) >= value) return true;  // the usual case
   Deadline deadline{whom};
   uint64_t seen;
   while (!has_reached(word, value, &seen))
     if (!deadline.keep_waiting(run, rank, 0, value, seen)) return false;
+  if (counts) deadline.count(run.comm, rank);
   return true;
 }
 

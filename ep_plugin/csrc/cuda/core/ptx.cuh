@@ -123,6 +123,9 @@ __device__ __forceinline__ uint64_t atom_cas_relaxed_gpu(uint64_t* to, uint64_t 
                : "memory");
   return before;
 }
+__device__ __forceinline__ void red_add_relaxed_gpu(uint64_t* to, uint64_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
 __device__ __forceinline__ void red_max_relaxed_gpu(uint64_t* to, uint64_t value) {
   asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }

@@ -112,6 +112,11 @@ struct Deadline {
     __nanosleep(40);
     return true;
   }
+
+  // Adds the time since the first poll that found nothing to State::waited_ns. One thread calls it when a wait is over.
+  __device__ void count(const Comm& comm, int peer) const {
+    if (since != 0) ptx::red_add_relaxed_gpu(&state_of(comm).waited_ns[peer], ptx::globaltimer() - since);
+  }
 };
 
 // Stops at this step's test gate until the test opens it. Returns true at once if the step has no gate. One thread

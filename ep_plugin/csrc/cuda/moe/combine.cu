@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kReduceWarps* kWarp, 1)
         CombineSendJob job(sending, send, order, cut, kSendWarps, progress);
         go_on = reduce_rows<Element>(job, sending, cut, ring);
       }
-      if (go_on && open_sources_of_warp(receiving, kCombinePool, recv.header, nullptr)) {
+      if (go_on && open_sources_of_warp(receiving, kCombinePool, recv.header, nullptr, kSendWarps)) {
         const NextRow parts(receiving, kCombineRecvRows, parts_to_receive(recv, cut), kSendWarps,
                             kReducers - kSendWarps, !sends);
         CombineRecvJob job(receiving, recv, cut, bases, parts);

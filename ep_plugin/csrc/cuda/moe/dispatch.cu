@@ -24,7 +24,7 @@ __device__ void receive(const Run& run, const DispatchRecvArgs& args, const Meta
   clear_padding(out, team_of_warps(cut.first_warp, cut.warps));
   const int thread = warp_in(cut) * kWarp + lane_id();
   if (blockIdx.x == 0) write_tables(out, thread, cut.warps * kWarp);
-  if (!open_sources_of_warp(run, kDispatchPool, args.header, meta.src_tokens)) return;
+  if (!open_sources_of_warp(run, kDispatchPool, args.header, meta.src_tokens, cut.first_warp)) return;
   if (blockIdx.x == 0 && thread == 0) hold_at_gate(run);
   __syncwarp();
   DispatchRecvJob job(out, cut, kBulk);

@@ -18,6 +18,7 @@ void weight_grad(const WeightGradArgs& args);
 void quantize(const QuantizeArgs& args);
 void pack(const PackArgs& args);
 void combine_add(const CombineAddArgs& args);
+void add_counts(const AddCountsArgs& args);
 void ll_dispatch(const LlDispatchArgs& args);
 void ll_combine(const LlCombineArgs& args);
 }  // namespace ep::cuda

@@ -74,6 +74,7 @@ __device__ bool check_header(const Run& run, const NotifyArgs& args, int source,
 
 // Each lane reads kWordsAtOnce words of a count row, from `first` on, kWarp apart; -1 past the end. While one is
 // missing, it polls all of them again. One after the other would cost a poll for each word after the last has arrived.
+// The time of lane 0 counts as waited.
 __device__ bool read_words(const Run& run, const uint64_t* row, int words, int first, int source, int32_t* values) {
   Deadline deadline;
   for (;;) {
@@ -92,7 +93,10 @@ __device__ bool read_words(const Run& run, const uint64_t* row, int words, int f
       }
       values[j] = static_cast<int32_t>(static_cast<uint32_t>(held[j]));
     }
-    if (all_here) return true;
+    if (all_here) {
+      if (lane_id() == 0) deadline.count(run.comm, source);
+      return true;
+    }
     if (!deadline.keep_waiting(run, source, 0, run.epoch & UINT32_MAX, missing >> 32)) return false;
   }
 }

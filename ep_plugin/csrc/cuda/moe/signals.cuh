@@ -75,10 +75,11 @@ __device__ inline bool check_opening(const Run& run, const Opening* word, int so
 }
 
 // Waits for a source's opening and checks it against this rank's header. `src_tokens`: T of each source, or null.
-__device__ inline bool open_source(const Run& run, Pool pool, int source, const Header& mine,
-                                   const int32_t* src_tokens) {
+// `counts`: in one warp of the kernel, whose time counts as waited.
+__device__ inline bool open_source(const Run& run, Pool pool, int source, const Header& mine, const int32_t* src_tokens,
+                                   bool counts) {
   const Opening* word = opening(run.comm, run.comm.rank, pool, source);
-  return peer::wait_at_least(run, &word->flag, run.epoch, source) &&
+  return peer::wait_at_least(run, &word->flag, run.epoch, source, kPeer, counts) &&
          check_opening(run, word, source, mine, src_tokens == nullptr ? -1 : src_tokens[source]);
 }
 
@@ -86,12 +87,16 @@ __device__ inline bool open_source(const Run& run, Pool pool, int source, const 
 // the CTA.
 __device__ inline bool open_source_of_lane(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
   const int source = lane_of_last_warp();
-  return source < 0 || source >= run.comm.num_ranks || open_source(run, pool, source, mine, src_tokens);
+  return source < 0 || source >= run.comm.num_ranks ||
+         open_source(run, pool, source, mine, src_tokens, blockIdx.x == 0);
 }
-// The same for any one warp, in kernels whose warps have several roles. Joins the warp.
-__device__ inline bool open_sources_of_warp(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens) {
+// The same for any one warp, in kernels whose warps have several roles. In CTA 0, the time of the warp `first` counts.
+// Joins the warp.
+__device__ inline bool open_sources_of_warp(const Run& run, Pool pool, const Header& mine, const int32_t* src_tokens,
+                                            int first) {
   const int source = lane_id();
-  const bool ok = source >= run.comm.num_ranks || open_source(run, pool, source, mine, src_tokens);
+  const bool counts = blockIdx.x == 0 && warp_id() == first;
+  const bool ok = source >= run.comm.num_ranks || open_source(run, pool, source, mine, src_tokens, counts);
   return __all_sync(kAllLanes, ok) != 0;
 }
 
