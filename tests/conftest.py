@@ -8,6 +8,8 @@ import pytest
 
 # Workers share the cores with ranks, and threads of OpenMP that wait for each other spin. As torchrun sets it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch asks a name server for the names of local addresses. An answer that is lost then delays a test by 1 s, not by 5.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # Whole training runs and the like; everything else keeps pyproject's default.
 SLOW_TIMEOUT_S = 900

@@ -57,22 +57,27 @@ def poisoned(count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.full((count * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype)
 
 
-def _numbered(shard: torch.Tensor, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of `shard`, of `step` elements, and a number for each element that tells it from those around it."""
+def _numbered(shard: torch.Tensor, step: int, every: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Parts of `shard`, of `step` elements: one of `every`, and the last. The part's index, the part, and a number for
+    each element that tells it from those around it."""
     numbers = torch.arange(min(step, len(shard)), dtype=torch.int32, device=shard.device) % 8191
-    for index, part in enumerate(shard.split(step)):
-        yield part, numbers[: len(part)] + 7 * index
+    parts = shard.split(step)
+    for index, part in enumerate(parts):
+        if index % every == 0 or index == len(parts) - 1:
+            yield index, part, numbers[: len(part)] + 7 * index
 
 
-def fill_numbered(shard: torch.Tensor, added: int, step: int) -> None:
-    """A shard of gigabytes: numbers that go round, and `added`."""
-    for part, numbers in _numbered(shard, step):
+def fill_numbered(shard: torch.Tensor, added: int, step: int, every: int = 1) -> None:
+    """A shard of gigabytes: numbers that go round, and `added`. Parts between those of `every` stay as they are."""
+    for _, part, numbers in _numbered(shard, step, every):
         part.copy_(numbers + added)
 
 
-def assert_numbered(shard: torch.Tensor, expected: Callable[[torch.Tensor], torch.Tensor], step: int) -> None:
-    """That each element of `shard` is what `expected` makes of the numbers, part by part."""
-    for index, (part, numbers) in enumerate(_numbered(shard, step)):
+def assert_numbered(
+    shard: torch.Tensor, expected: Callable[[torch.Tensor], torch.Tensor], step: int, every: int = 1
+) -> None:
+    """That each element of these parts of `shard` is what `expected` makes of the numbers."""
+    for index, part, numbers in _numbered(shard, step, every):
         assert torch.equal(part, expected(numbers).to(part.dtype)), f"elements from {index * step} on"
 
 
