@@ -1,10 +1,12 @@
-"""The communicators of integrations, whose operations `ep_plugin.integrations.status()` counts."""
+"""The communicators of integrations, whose operations `ep_plugin.integrations.status()` and load statistics count."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ep_plugin import MoECommunicator
@@ -12,6 +14,8 @@ from ep_plugin.errors import NotSupported
 from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.moe.in_flight import untraced
 from ep_plugin.moe.low_latency.engine import check_one_node
+from ep_plugin.moe.statistics import layer
+from ep_plugin.ranges import NOTHING, Opener
 from ep_plugin.runtime.group import find_nodes
 from ep_plugin.runtime.streams import kernels_for, resolve_device
 from ep_plugin.transport.exchange import Exchange
@@ -41,6 +45,17 @@ def communicator_or_none(name: str, group: dist.ProcessGroup | None, **settings:
         if not falls_back(name, error):
             raise
         return None
+
+
+def in_layer(name: str, opens: Opener | None, operation: Callable[..., Any], *args: Any) -> Any:
+    """What `operation` returns, called in a range of the layer's name, and counted in its load.
+
+    Code that torch.compile traces opens no range, and counts in no layer.
+    """
+    if torch.compiler.is_compiling():
+        return operation(*args)
+    with layer(name), opens(name) if opens else NOTHING:
+        return operation(*args)
 
 
 def check_group(name: str, group: dist.ProcessGroup, device: str, mode: str = "ht") -> None:

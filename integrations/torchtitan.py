@@ -12,6 +12,7 @@ here, D hidden size, K experts per token, E experts in all, e on this rank, R ro
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,11 +23,13 @@ from torchtitan.models.common import token_dispatcher as stock
 from ep_plugin import MoECommunicator
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks
-from ep_plugin.integrations.communicators import communicator_or_none
+from ep_plugin.integrations.communicators import communicator_or_none, in_layer
+from ep_plugin.ranges import opener
 
 __all__ = ["EpPluginPaddedTokenDispatcher", "EpPluginTokenDispatcher", "disable", "enable", "token_dispatcher"]
 
 _THEIRS, _THEIR_PADDED = stock.AllToAllTokenDispatcher, stock.TorchAOTokenDispatcher
+_numbers = itertools.count()  # of MoE layers: nothing tells a dispatcher which layer of the model is its own
 _MOST_HIDDEN = 1 << 24  # a limit, not a size: memory is allocated for the rows that are sent
 
 _METHODS = (
@@ -82,6 +85,7 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
         super().__init__(config)
         self.pad_multiple = config.pad_multiple or 1
         self.communicator: MoECommunicator | None = None
+        self._range, self._layer = opener(), f"torchtitan MoE layer {next(_numbers)}"
         self._own: Any = None  # torchtitan's dispatcher, where it serves in our place (fallback.py)
 
     def wire_meshes(self, *, ep_mesh: Any) -> None:
@@ -132,18 +136,21 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
             return stock.LocalTokenDispatcher.dispatch(
                 self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
             )
-        out, handle = self.communicator.dispatch(x_TD.contiguous(), topk_expert_ids_TK.contiguous(), topk_scores_TK)
+        x, topk_ids = x_TD.contiguous(), topk_expert_ids_TK.contiguous()
+        out, handle = in_layer(self._layer, self._range, self.communicator.dispatch, x, topk_ids, topk_scores_TK)
         return out.tokens, out.expert_offsets.diff(), (handle, out.weights)
 
     def combine(self, routed_output_RD: torch.Tensor, metadata: Any, x_TD: torch.Tensor) -> torch.Tensor:
         """Multiply the experts' rows by their scores and sum them per token: ``[T, D]``."""
+        summed: torch.Tensor
         if self._own is not None:
-            summed: torch.Tensor = self._own.combine(routed_output_RD, metadata, x_TD)
-            return summed
-        if self.communicator is None:
-            return stock.LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
-        handle, scores_R = metadata
-        return self.communicator.combine(routed_output_RD.contiguous(), handle, weights=scores_R)
+            summed = self._own.combine(routed_output_RD, metadata, x_TD)
+        elif self.communicator is None:
+            summed = stock.LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
+        else:
+            rows, (handle, scores_R) = routed_output_RD.contiguous(), metadata
+            summed = in_layer(self._layer, self._range, self.communicator.combine, rows, handle, scores_R)
+        return summed
 
 
 class EpPluginPaddedTokenDispatcher(EpPluginTokenDispatcher):

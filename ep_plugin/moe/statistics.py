@@ -30,9 +30,8 @@ _here = threading.local()
 def layer(name: str) -> AbstractContextManager[None]:
     """A block whose dispatches count in `LoadStats.layers` under `name`, too, if this thread starts them.
 
-    For models whose layers share a communicator. The integrations with transformers and Megatron-core enter it
-    themselves. It has no effect while statistics are off, and none inside code that torch.compile traces: enter it
-    around the compiled call.
+    For models whose layers share a communicator. The integrations with frameworks enter it themselves. It has no effect
+    while statistics are off, and none inside code that torch.compile traces: enter it around the compiled call.
 
     Raises:
         ValueError: `name` is no string.

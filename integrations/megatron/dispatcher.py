@@ -18,10 +18,9 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from ep_plugin.config import MAX_TOPK
 from ep_plugin.errors import NotSupported
-from ep_plugin.integrations.communicators import communicator_of
+from ep_plugin.integrations.communicators import communicator_of, in_layer
 from ep_plugin.integrations.fallback import falls_back
-from ep_plugin.moe.statistics import layer
-from ep_plugin.ranges import NOTHING, opener
+from ep_plugin.ranges import opener
 
 # Options for SMs, with their defaults, at which we choose the number ourselves: from 0.19 on one for all backends, in
 # older versions one for each.
@@ -127,7 +126,7 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         shared = self.shared_experts
         if shared is not None:
             shared.wait_current_stream()
-        out, self.handle = self._in_range(
+        out, self.handle = self._in_layer(
             self._communicator.dispatch, hidden_states.contiguous(), self.token_indices.contiguous(), probs
         )
         assert out.num_tokens_per_expert_cpu is not None
@@ -162,15 +161,12 @@ class EpPluginTokenDispatcher(MoETokenDispatcher):
         handle, self.handle = self.handle, None
         if self.shared_experts is not None:
             self.shared_experts.wait_current_stream()
-        return self._in_range(self._communicator.combine, hidden_states.contiguous(), handle)
+        return self._in_layer(self._communicator.combine, hidden_states.contiguous(), handle)
 
-    def _in_range(self, operation: Callable[..., Any], *args: Any) -> Any:
-        """What `operation` returns, called in the range of this layer, and counted in it."""
-        if torch.compiler.is_compiling() or self.layer_number is None:
+    def _in_layer(self, operation: Callable[..., Any], *args: Any) -> Any:
+        if self.layer_number is None:
             return operation(*args)
-        name = f"Megatron layer {self.layer_number}"
-        with layer(name), self._range(name) if self._range else NOTHING:
-            return operation(*args)
+        return in_layer(f"Megatron layer {self.layer_number}", self._range, operation, *args)
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[T, H]`` in the shape of the layer's input."""

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AllToAllEP, AutoEP, EPImplementation
 from transformers.integrations import moe
 
-from ep_plugin import DispatchOutput, MoECommunicator, NotSupported, env, layer
+from ep_plugin import DispatchOutput, MoECommunicator, NotSupported, env
 from ep_plugin.integrations import hooks
-from ep_plugin.integrations.communicators import check_group, communicator_or_none
-from ep_plugin.ranges import NOTHING, opener
+from ep_plugin.integrations.communicators import check_group, communicator_or_none, in_layer
+from ep_plugin.ranges import opener
 
 if TYPE_CHECKING:
     from ep_plugin.integrations.transformers.shared_experts import SharedAhead
@@ -92,11 +92,7 @@ class EpPluginExpertParallel(EPImplementation):
                 _slice_over(tensor, self.tp_mesh) for tensor in (hidden_states, top_k_index, top_k_weights)
             )
         x, topk_ids = hidden_states.contiguous(), top_k_index.contiguous()
-        if torch.compiler.is_compiling():
-            output = self._exchange(comm, x, topk_ids, top_k_weights)
-        else:
-            with layer(self._layer), self._range(self._layer) if self._range else NOTHING:
-                output = self._exchange(comm, x, topk_ids, top_k_weights)
+        output = in_layer(self._layer, self._range, self._exchange, comm, x, topk_ids, top_k_weights)
         return _gather_over(output, self.tp_mesh, num_tokens) if is_sliced else output
 
     def check_low_latency(self) -> None:

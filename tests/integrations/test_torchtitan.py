@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import ep_plugin
 from ep_plugin.testing.torchtitan import without_triton
 from tests.ranks import run_ranks, values
 from tests.scripts_on_ranks import run_code
@@ -56,6 +57,15 @@ def test_the_routed_experts_of_the_debug_model_match(results) -> None:
 def test_quantised_experts_get_padded_groups(results) -> None:
     for found in results():
         assert found["padded"] == {"copied": True, "nodes": 1, "counts": True, "sum": True, "out": True}
+
+
+def test_each_layer_has_its_own_load(results) -> None:
+    found = [rank["layers"] for rank in results()]
+    assert all(layers.keys() == found[0].keys() for layers in found)
+    first, second = (int(name.removeprefix("torchtitan MoE layer ")) for name in found[0])
+    assert second == first + 1
+    tokens = [sum(layers[f"torchtitan MoE layer {number}"] for layers in found) for number in (first, second)]
+    assert tokens == [WORLD * 9 * 3, 2 * WORLD * 9 * 3]
 
 
 def test_the_override_reaches_every_layer_of_the_debug_model() -> None:
@@ -229,6 +239,7 @@ def _run_rank(rank: int) -> dict[str, Any]:
         found[str(tokens)] = {name: _relative(results[1][name], theirs) for name, theirs in results[0].items()}
     found["experts"] = _run_experts(rank)
     found["padded"] = _run_padded(rank)
+    found["layers"] = _run_layers(rank)
     return found
 
 
@@ -253,6 +264,18 @@ def _run_padded(rank: int) -> dict[str, Any]:
         "sum": int(padded.sum()) == len(rows),
         "out": torch.allclose(out, expected, rtol=1e-5, atol=1e-5),
     }
+
+
+def _run_layers(rank: int) -> dict[str, int]:
+    """By layer, the tokens for this rank's experts: of one dispatch of the first, and two of the second."""
+    first, second = (_dispatchers()[1] for _ in range(2))
+    x, scores, ids = _inputs(9, rank)
+    ep_plugin.record_stats()
+    for dispatcher in (first, second, second):
+        dispatcher.dispatch(x, scores, ids, ids.flatten().bincount(minlength=8))
+    layers = first.communicator.stats().layers
+    ep_plugin.record_stats(False)
+    return {name: int(tokens.sum()) for name, tokens in layers.items()}
 
 
 def _run_experts(rank: int) -> dict[str, float]:
