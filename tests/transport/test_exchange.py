@@ -145,7 +145,7 @@ def _rank_two_is_missing(rank: int, size: int) -> float:
 
 def test_dead_rank_is_named_with_the_step_at_the_deadline():
     waited = run(4, _rank_two_is_missing, killed=(2,))
-    assert all(1.0 <= seconds < 6.0 for seconds in waited)
+    assert 1.0 <= max(waited) < 6.0  # a rank that came later hears of the first one's deadline
 
 
 def _told(store: dist.Store, key: str) -> None:
