@@ -57,6 +57,10 @@ def test_numbers_of_ctas(ctas: int) -> None:
     _on_ranks(3, _on_ctas, ctas)
 
 
+def test_no_word_of_a_pair_grows_old() -> None:
+    _on_ranks(2, halves._words_stay_young, True)
+
+
 def _forms(rank: int, size: int, rounds: int) -> None:
     """Two operations of a kind at a time. Each rank runs each of them whole or in halves, which it receives in either
     order, and counts its waits or not."""

@@ -15,6 +15,7 @@ from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
 from tests.moe.low_latency_cases import check_rows, check_sums, expert_results, low_latency, round_trip
 from tests.moe.moe_cases import Case, communicator, make_inputs, named, on_ranks
 from tests.moe.moe_cases import check_dispatch as check_flat
+from tests.ranks import simt_asked
 
 CASE = Case(tokens=(20, 5, 33), num_experts=6, topk=5, dtype=torch.bfloat16, hidden=40)
 
@@ -143,6 +144,46 @@ def _age_block(comm: MoECommunicator, epoch: int) -> None:
 
 def test_epochs_wrap_in_words() -> None:
     on_ranks(3, _epochs_of_32_bits)
+
+
+FEW_PAIRS = 128  # whose rows travel as words
+
+
+def words_of_pairs(comm: MoECommunicator) -> torch.Tensor:
+    """int32 ``[2, FEW_PAIRS, words of a row, 4]``: this rank's words of rows, which end with their epochs."""
+    engine, block = comm.engine, comm.engine.memory._open[0]
+    per_row = -(-engine.shape.slot_bytes // 12)
+    behind = 4 * comm.size * engine.shape.max_tokens * engine.shape.slot_bytes  # slots, to the block's end
+    nbytes = 2 * FEW_PAIRS * per_row * 16
+    begin = block.ptrs[comm.rank] + engine.memory_bytes - behind - nbytes
+    words = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(begin), dtype=torch.int32)
+    return words.view(2, FEW_PAIRS, per_row, 4)
+
+
+def _words_stay_young(rank: int, size: int, every_word: bool) -> None:
+    """One token is combined again and again, and each combine refreshes one more word of pairs that it does not have.
+
+    every_word: as kernels of GPUs have it; on CPUs the last word of a row says that the row is there.
+    """
+    case = Case(tokens=(1,) * size, num_experts=2 * size, topk=1, dtype=torch.float32, hidden=4, drop=0.0)
+    with low_latency(case) as comm:
+        inputs, old = make_inputs(case), 0x7F7F7F7F
+        round_trip(comm, inputs)
+        comm.engine.exchange.barrier("test")  # peers have signalled that they have read
+        words = words_of_pairs(comm)
+        ages = words[..., 3] if every_word else words[:, :, -1, 3]
+        ages.fill_(old)
+        comm.engine.exchange.barrier("test")
+        for _ in range(2 * FEW_PAIRS):
+            out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+            sums = comm.combine(out.tokens.nan_to_num(), handle)
+        assert torch.equal(sums, inputs.x[rank])
+        comm.engine.exchange.barrier("test")
+        assert int((ages != old).sum()) >= 2 * FEW_PAIRS, f"{int((ages == old).sum())} of {ages.numel()} are old"
+
+
+def test_no_word_of_a_pair_grows_old() -> None:
+    on_ranks(2, _words_stay_young, simt_asked(os.environ))
 
 
 def _beside(rank: int, size: int) -> None:
