@@ -129,5 +129,7 @@ EP_HD int ll_header_mismatch(const LlHeader& mine, const LlHeader& theirs) {
 EP_HD bool ll_has_few_pairs(const LlOperation& op, int num_tokens) {
   return op.shrink == 0 && num_tokens * op.header.topk <= kLlFewPairs;
 }
+// Whether all owners have, whatever their tokens.
+EP_HD bool ll_always_few_pairs(const LlOperation& op) { return ll_has_few_pairs(op, op.header.max_tokens); }
 
 }  // namespace ep

@@ -34,35 +34,40 @@ namespace {
 constexpr int kMostWorkers = 19;  // with more, a thread has too few registers
 constexpr int kMaxThreads = (kMostWorkers + 1) * kWarp;
 
-// False after a fault.
-template <class Element>
+// False after a fault. kAlwaysFew: see ll_always_few_pairs.
+template <class Element, bool kAlwaysFew>
 __device__ bool send(const LlRun& ll, const LlCombineArgs& args, int32_t* written) {
   __shared__ LlLists lists;
   if (warp_id() == num_workers()) {
-    signal_partials(ll, args, written);
+    if (!kAlwaysFew) signal_partials(ll, args, written);
     return true;
   }
   send_weights(ll, args);
   if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(ll.run);
   __syncwarp();
   const bool sent = send_pairs(ll, args);
-  return LlHolder<Element>(ll, args, lists, reinterpret_cast<LlTerm*>(dynamic_shared)).run(written) && sent;
+  LlHolder<Element> holder(ll, args, lists, reinterpret_cast<LlTerm*>(dynamic_shared));
+  return (kAlwaysFew ? holder.open() : holder.run(written)) && sent;
 }
 
 // Workers. False after a fault.
-template <class Element>
+template <class Element, bool kAlwaysFew>
 __device__ bool receive(const LlRun& ll, const LlCombineArgs& args) {
   if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(ll.run);
   __syncwarp();
   const LlHeader& header = args.op.header;
-  if (ll_has_few_pairs(args.op, header.num_tokens)) return LlFewOwner<Element>(ll, args).run();
-  return LlOwner<Element>(ll, args).run();
+  const bool few = kAlwaysFew || ll_has_few_pairs(args.op, header.num_tokens);
+  bool ok = true;
+  if (!few) ok = LlOwner<Element>(ll, args).run();
+  __syncwarp();  // keeps the code in this order
+  if (few) ok = LlFewOwner<Element>(ll, args).run();
+  return ok;
 }
 
 // As for dispatch, profilers show one kernel for both halves, with "::combine" in its name.
 namespace combine {
 
-template <class Element>
+template <class Element, bool kAlwaysFew>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ep_ll_combine(const __grid_constant__ LlCombineArgs args, const __grid_constant__ LlLayout lay) {
   __shared__ uint32_t masked;
@@ -73,18 +78,18 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const bool works = warp_id() < num_workers();
   bool ok = ll_enter(ll, &masked);
   if (ok && sends && !works) ll_begin_send(ll);
-  if (ok && sends) ok = send<Element>(ll, args, &written);
+  if (ok && sends) ok = send<Element, kAlwaysFew>(ll, args, &written);
   if (ok && receives && works)
-    ok = receive<Element>(ll_half(args.op, lay, kLlCombine, kLlReceive, ll.run.epoch, ll.masked), args);
+    ok = receive<Element, kAlwaysFew>(ll_half(args.op, lay, kLlCombine, kLlReceive, ll.run.epoch, ll.masked), args);
   if (!ll_leave(ll, ok) && receives)
     fill_bytes(args.out, int64_t{args.op.header.num_tokens} * args.op.header.row_bytes, 0xFF, threadIdx.x, blockDim.x);
 }
 
 }  // namespace combine
 
-template <class Element>
-void launch_element(const LlCombineArgs& args) {
-  constexpr auto kKernel = combine::ep_ll_combine<Element>;
+template <class Element, bool kAlwaysFew>
+void launch_kernel(const LlCombineArgs& args) {
+  constexpr auto kKernel = combine::ep_ll_combine<Element, kAlwaysFew>;
   const LlOperation& op = args.op;
   const int64_t limit = limits_of<kKernel>().shared_bytes;
   const int64_t bytes =
@@ -95,6 +100,11 @@ void launch_element(const LlCombineArgs& args) {
   const auto launch_it = (op.phases & kLlSend) != 0 ? launch_cooperatively<kKernel, LlCombineArgs, LlLayout>
                                                     : launch<kKernel, LlCombineArgs, LlLayout>;
   launch_it("low-latency combine", op.num_sms, threads, bytes, op.stream, args, lay);
+}
+
+template <class Element>
+void launch_element(const LlCombineArgs& args) {
+  return ll_always_few_pairs(args.op) ? launch_kernel<Element, true>(args) : launch_kernel<Element, false>(args);
 }
 
 void require_ll_combine(const LlCombineArgs& args) {

@@ -93,41 +93,45 @@ class LlFewOwner {
   // All lanes: one word of the sum of a token's rows that are named, in the order of k. A masked holder adds nothing.
   __device__ __forceinline__ bool add(int token, int word, bool in) const {
     const int K = header_.topk, per_rank = local_experts(ll_.op.comm), row_units = header_.row_bytes / 4;
+    const int per_row = static_cast<int>(ll_.lay.words_per_row);
     LaneSum<Element> sum;
-    bool ok = true;
 #pragma unroll 1
     for (int base = 0; base < K; base += kWarp) {
-      const int k = base + lane_id(), pair = token * K + k;
-      const int id = k < K ? ll_id(ll_, args_.ids, args_.id_bytes, pair) : -1;
-      const float weight = id >= 0 && args_.weights != 0 ? at<const float>(args_.weights)[pair] : 1.0f;
-      const int holder = id >= 0 ? id / per_rank : -1;
-      unsigned left = __ballot_sync(kAllLanes, holder >= 0);
+      const int k = base + lane_id(), first = token * K + base;
+      const LlWord* words = from(first, word);
+      const int id = k < K ? ll_id(ll_, args_.ids, args_.id_bytes, token * K + k) : -1;
+      const float weight = id >= 0 && args_.weights != 0 ? at<const float>(args_.weights)[token * K + k] : 1.0f;
+      unsigned left = __ballot_sync(kAllLanes, id >= 0 && !ll_.is_masked(id / per_rank));
 #pragma unroll 1
       while (left != 0) {
-        LlData data[kRowsAtOnce];  // loaded together, before the first is waited for
-        bool there[kRowsAtOnce];
+        LlData data[kRowsAtOnce];
         int bits[kRowsAtOnce];
-        uint64_t seen;
+        unsigned others = left;
 #pragma unroll
-        for (int i = 0; i < kRowsAtOnce; ++i, left &= left - 1) {
-          bits[i] = __ffs(static_cast<int>(left)) - 1;  // -1: there are no more
-          if (bits[i] >= 0 && in)
-            there[i] = ll_load_words<1>(ll_, from(token * K + base + bits[i], word), data + i, &seen);
+        for (int i = 0; i < kRowsAtOnce; ++i, others &= others - 1)
+          bits[i] = __ffs(static_cast<int>(others)) - 1;  // -1: there are no more
+        bool there = !in;
+#pragma unroll 1
+        for (int polls = ll_.polls(); !there && polls > 0; --polls) {
+          uint64_t seen;
+          there = true;
+#pragma unroll
+          for (int i = 0; i < kRowsAtOnce; ++i)  // their loads are in flight together
+            if (bits[i] >= 0) there &= ll_load_words<1>(ll_, words + bits[i] * per_row, data + i, &seen);
+        }
+        if (__any_sync(kAllLanes, !there) != 0) {
+          if (__any_sync(kAllLanes, !there && !wait_longer(first, left & ~others, word)) != 0) return false;
+          continue;
         }
 #pragma unroll
         for (int i = 0; i < kRowsAtOnce; ++i) {
           if (bits[i] < 0) break;
-          const int rank = __shfl_sync(kAllLanes, holder, bits[i]);
           const float factor = __shfl_sync(kAllLanes, weight, bits[i]);
-          if (!in || !ok) continue;
-          Found found = Found::kThere;
-          if (!there[i]) found = ll_wait_words<1>(ll_, rank, from(token * K + base + bits[i], word), data + i);
-          if (found == Found::kThere) Element::add(sum.of, vector_of(data[i]), factor);
-          ok = found != Found::kGaveUp;
+          if (in) Element::add(sum.of, vector_of(data[i]), factor);
         }
+        left = others;
       }
     }
-    if (!__all_sync(kAllLanes, ok)) return false;
     if (!in) return true;
     const int64_t offset = int64_t{token} * header_.row_bytes;
     if (args_.bias != 0)
@@ -137,6 +141,17 @@ class LlFewOwner {
     for (int u = 0; u < kLlWordUnits; ++u)
       if (const int unit = kLlWordUnits * word + u; unit < row_units)
         at<uint32_t>(args_.out, offset)[unit] = rounded.unit[u];
+    return true;
+  }
+  // One thread: waits for a word of the pairs first + b, for each bit b. False after a fault.
+  __device__ __forceinline__ bool wait_longer(int first, unsigned bits, int word) const {
+    const int per_rank = local_experts(ll_.op.comm);
+#pragma unroll 1
+    for (; bits != 0; bits &= bits - 1) {
+      const int pair = first + __ffs(static_cast<int>(bits)) - 1;
+      const int holder = ll_id(ll_, args_.ids, args_.id_bytes, pair) / per_rank;
+      if (ll_wait_longer(ll_, holder, Awaited{from(pair, word), ll_.tag(), 1}) != Found::kThere) return false;
+    }
     return true;
   }
   __device__ __forceinline__ const LlWord* from(int pair, int word) const {

@@ -130,11 +130,15 @@ class LlHolder {
   __device__ LlHolder(const LlRun& ll, const LlCombineArgs& args, LlLists& lists, LlTerm* terms)
       : ll_(ll), args_(args), header_(ll.op.header), owned_(ll, args), lists_(lists), terms_(terms) {}
 
-  // False after a fault.
+  // The last warp waits for the header of every owner, and compares T with the plan. Others return at once. False in a
+  // warp that has met a fault.
+  __device__ bool open() { return warp_id() != num_workers() - 1 || open_all(); }
+
+  // Calls open(), too. False after a fault.
   __device__ bool run(int32_t* written) {
     const Batches batches = owned_.batches();
     const int pieces = (header_.row_bytes / 16 + kWarp - 1) / kWarp;
-    bool ok = warp_id() != num_workers() - 1 || open();  // while the other warps list tokens
+    bool ok = open();  // while the other warps list tokens
 #pragma unroll 1
     for (int batch = 0; batch < batches.count(); ++batch) {
 #pragma unroll 1
@@ -154,8 +158,7 @@ class LlHolder {
   }
 
  private:
-  // One warp: waits for the header of every owner, and compares T with the plan.
-  __device__ bool open() {
+  __device__ bool open_all() {
     const Comm& comm = ll_.op.comm;
     bool ok = true;
     const int owner = lane_id();

@@ -7,8 +7,8 @@
 //            loads its part of x once, quantises it in registers, and stores it to every rank that needs the row.
 //   Flags    The signalling warp fences once for the CTA's groups, then stores their flags.
 //   Places   Every CTA waits for the ids of all sources, and computes the rows of its share of their tokens by itself.
-//            Some CTAs write the tables of counts, too. In a small dispatch every warp places its own token
-//            (ll_dispatch_small.cuh).
+//            Some CTAs write the tables of counts, too. In a small dispatch every warp places its own token, or writes
+//            tables (ll_dispatch_small.cuh).
 //   Copies   Warps wait for the flag of a token's group, load a piece of its slot once, and store it to all its rows.
 //
 // Buffers. Words, flags and slots are in the block of the rank that reads them. Shared memory has the experts of pairs,
@@ -45,13 +45,19 @@ __device__ void send(const LlRun& ll, const LlDispatchArgs& args, int32_t* writt
   send_rows_to_slots<From>(ll, args, written);
 }
 
-// Workers. False after a fault.
+// Workers. False after a fault. kAlwaysSmall: see ll_always_small.
+template <bool kAlwaysSmall>
 __device__ bool receive(const LlRun& ll, const LlDispatchArgs& args) {
   __shared__ Placed placed;
   int32_t* counts = reinterpret_cast<int32_t*>(dynamic_shared);
   LlSmallReceiver small(ll, args, placed, counts);
   if (!small.open()) return false;
-  return small.serves() ? small.run() : LlReceiver(ll, args, placed, counts).run();
+  const bool is_small = kAlwaysSmall || small.serves();
+  bool ok = true;
+  if (!is_small) ok = LlReceiver(ll, args, placed, counts).run();
+  __syncwarp();  // keeps the code in this order
+  if (is_small) ok = small.run();
+  return ok;
 }
 
 // All threads of a CTA: after a fault the tables are zeros.
@@ -74,7 +80,7 @@ __device__ void clear_tables(const LlDispatchArgs& args) {
 // in its name.
 namespace dispatch {
 
-template <class From>
+template <class From, bool kAlwaysSmall>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     ep_ll_dispatch(const __grid_constant__ LlDispatchArgs args, const __grid_constant__ LlLayout lay) {
   __shared__ uint32_t masked;
@@ -87,16 +93,17 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const bool works = warp_id() < num_workers();
     if (sends && !works) ll_begin_send(ll);
     if (sends) send<From>(ll, args, &written);
-    if (receives && works) ok = receive(ll_half(args.op, lay, kLlDispatch, kLlReceive, ll.run.epoch, ll.masked), args);
+    if (receives && works)
+      ok = receive<kAlwaysSmall>(ll_half(args.op, lay, kLlDispatch, kLlReceive, ll.run.epoch, ll.masked), args);
   }
   if (!ll_leave(ll, ok) && receives) clear_tables(args);
 }
 
 }  // namespace dispatch
 
-template <class From>
-void launch_from(const LlDispatchArgs& args) {
-  constexpr auto kKernel = dispatch::ep_ll_dispatch<From>;
+template <class From, bool kAlwaysSmall>
+void launch_kernel(const LlDispatchArgs& args) {
+  constexpr auto kKernel = dispatch::ep_ll_dispatch<From, kAlwaysSmall>;
   const LlOperation& op = args.op;
   const int64_t image_bytes = ll_image_bytes(op.header.row_bytes, op.header.scale_bytes);
   const int64_t limit = limits_of<kKernel>().shared_bytes;
@@ -107,6 +114,11 @@ void launch_from(const LlDispatchArgs& args) {
   const auto launch_it = op.phases == (kLlSend | kLlReceive) ? launch_cooperatively<kKernel, LlDispatchArgs, LlLayout>
                                                              : launch<kKernel, LlDispatchArgs, LlLayout>;
   launch_it("low-latency dispatch", op.num_sms, threads, counts, op.stream, args, lay);
+}
+
+template <class From>
+void launch_from(const LlDispatchArgs& args) {
+  return ll_always_small(args.op) ? launch_kernel<From, true>(args) : launch_kernel<From, false>(args);
 }
 
 void require_ll_dispatch(const LlDispatchArgs& args) {

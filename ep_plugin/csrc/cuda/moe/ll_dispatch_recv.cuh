@@ -26,7 +26,7 @@ class LlReceiver : public LlSources {
       if (!count_pairs(table < ranks_ ? table : -1)) return false;
       if (!settled && settle()) continue;
       settled = true;
-      if (table < ranks_ && !write_tables(table)) return false;
+      if (table < ranks_ && !write_tables_of(table)) return false;
       table += grid;
       if (table >= ranks_) break;
     }
@@ -140,6 +140,15 @@ class LlReceiver : public LlSources {
         atomicAdd(pairs_of_ + (source < table ? 1 : 2) * per_rank_ + local, 1);
     }
     return true;
+  }
+
+  // Writes the tables of a source, whose pairs this CTA has counted.
+  __device__ bool write_tables_of(int s) const {
+    bool ok = true;
+#pragma unroll 1
+    for (int e = threadIdx.x; e < per_rank_; e += worker_threads())
+      ok = write_tables(e, s, pairs_of_[per_rank_ + e], pairs_of_[2 * per_rank_ + e]) && ok;
+    return join_workers(ok);
   }
 
   // --- Rows of a pass

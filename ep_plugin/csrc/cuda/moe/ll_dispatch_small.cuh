@@ -2,10 +2,10 @@
 // describes roles and memory order.
 //
 // Places. Each CTA has the experts of all pairs in shared memory. A warp that copies a piece of a token finds the row
-// of each of the token's pairs by itself: it counts the earlier pairs of the same expert. So no thread waits for
-// another after the ids have arrived.
+// of each of the token's pairs by itself: it counts the earlier pairs of the same expert. A warp that writes the tables
+// of some experts counts all their pairs. So no thread waits for another after the ids have arrived.
 //
-// Tasks. The pieces of all tokens go round the warps of all CTAs but the last ones, which write the tables of counts.
+// Tasks. The pieces of all tokens, then the tables, go round the warps of all CTAs.
 #pragma once
 #include "cuda/moe/ll_rows.cuh"
 #include "cuda/moe/ll_sources.cuh"
@@ -13,40 +13,41 @@
 namespace ep::cuda {
 
 constexpr int kSmallPairs = 1024;  // with more, it takes less time to count experts once for all tokens of a CTA
+constexpr int kTableParts = 4;     // lanes that share an expert of the tables
+constexpr int kTableExperts = kWarp / kTableParts;
+
+// Whether every dispatch with these bounds is small. With shrink, CTAs must agree on the sources first.
+inline bool ll_always_small(const LlOperation& op) {
+  const int64_t pairs = int64_t{op.header.max_tokens} * op.header.topk;
+  return op.header.topk <= kWarp && op.shrink == 0 && pairs <= kEarlyPairs && pairs * op.comm.num_ranks <= kSmallPairs;
+}
 
 // Workers of a CTA call run(), after open().
 class LlSmallReceiver : public LlSources {
  public:
   using LlSources::LlSources;
 
-  // Whether the dispatch is small, and all its pairs are in `early`. With shrink, CTAs must agree on the sources first.
+  // Whether this dispatch is small, and all its pairs are in `early`.
   __device__ bool serves() const {
     const int K = header_.topk, most = ll_early_words(header_.max_tokens, K) * kLlIdsPerWord;
-    int pairs = 0;
     bool early = K <= kWarp && ll_.op.shrink == 0;
 #pragma unroll 1
-    for (int s = 0; s < ranks_; ++s) {
-      early = early && placed_.tokens[s] * K <= most;
-      pairs += placed_.tokens[s] * K;
-    }
-    return early && pairs <= kSmallPairs;
+    for (int s = 0; s < ranks_; ++s) early = early && placed_.tokens[s] * K <= most;
+    return early && all_tokens() * K <= kSmallPairs;
   }
 
   // False after a fault.
   __device__ bool run() const {
-    const int grid = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
-    const int copying = grid > ranks_ ? grid - ranks_ : grid;  // CTAs
+    if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(ll_.run);
+    __syncwarp();
+    const LlRowWriter writer(ll_, args_, plan_.expert_rows);
+    const int pieces = writer.pieces(), copies = all_tokens() * pieces;
+    const int tables = (per_rank_ + kTableExperts - 1) / kTableExperts;
+    const Team team = team_of_workers();
     bool ok = true;
 #pragma unroll 1
-    for (int table = grid - 1 - cta; ok && table < ranks_; table += grid) ok = count(table) && write_tables(table);
-    if (cta == 0 && threadIdx.x == 0) hold_at_gate(ll_.run);
-    __syncwarp();
-    if (cta >= copying || !ok) return ok;
-    const LlRowWriter writer(ll_, args_, plan_.expert_rows);
-    const int tokens = all_tokens(), pieces = writer.pieces();
-#pragma unroll 1
-    for (int task = warp_id() * copying + cta; ok && task < tokens * pieces; task += num_workers() * copying)
-      ok = copy(writer, task / pieces, task % pieces);
+    for (int task = static_cast<int>(team.index); ok && task < copies + tables; task += static_cast<int>(team.size))
+      ok = task < copies ? copy(writer, task / pieces, task % pieces) : count_experts((task - copies) * kTableExperts);
     return ok;
   }
 
@@ -58,20 +59,20 @@ class LlSmallReceiver : public LlSources {
     return tokens;
   }
 
-  // Counts the pairs of the sources before `table`, and those of `table`, by expert.
-  __device__ bool count(int table) const {
+  // All lanes: writes the tables of kTableExperts experts for all sources.
+  __device__ __forceinline__ bool count_experts(int first) const {
+    const int e = first + lane_id() / kTableParts, part = lane_id() % kTableParts;
+    bool ok = true;
+    int earlier = 0;
 #pragma unroll 1
-    for (int e = threadIdx.x; e < 2 * per_rank_; e += worker_threads()) pairs_of_[per_rank_ + e] = 0;
-    join_workers();
-#pragma unroll 1
-    for (int s = 0; s <= table; ++s) {
-      const int pairs = placed_.tokens[s] * header_.topk;
-#pragma unroll 1
-      for (int i = threadIdx.x; i < pairs; i += worker_threads())
-        if (const int expert = placed_.early[s][i]; expert >= 0)
-          atomicAdd(pairs_of_ + (s < table ? 1 : 2) * per_rank_ + expert, 1);
+    for (int s = 0; s < ranks_; ++s) {
+      int rows = equal_pairs(s, placed_.tokens[s] * header_.topk, e, part, kTableParts);
+#pragma unroll
+      for (int apart = 1; apart < kTableParts; apart *= 2) rows += __shfl_xor_sync(kAllLanes, rows, apart);
+      if (part == 0 && e < per_rank_) ok = write_tables(e, s, earlier, rows) && ok;
+      earlier += rows;
     }
-    return join_workers();
+    return __all_sync(kAllLanes, ok) != 0;
   }
 
   // All lanes: a piece of the token at `listed` of the list of all tokens.
@@ -85,31 +86,48 @@ class LlSmallReceiver : public LlSources {
            writer.copy(source, placed_.tokens[source], token, piece, [=](int) { return row; });
   }
 
-  // In lane k: the row of the token's pair k, -1: none. With `writes`, also writes the plan's rows and src_info.
+  // In lane k: the row of the token's pair k, -1: none. With `writes`, also writes the plan's rows and src_info. The
+  // lanes k, k + width, ... share the count for pair k.
   __device__ __forceinline__ int place(int source, int token, bool writes, bool* ok) const {
-    const int K = header_.topk, k = lane_id(), first = token * K;
+    const int K = header_.topk, first = token * K;
+    int width = 1, shift = 0;
+#pragma unroll 1
+    for (; width < K; width *= 2) ++shift;
+    const int k = lane_id() & (width - 1);
     const int expert = k < K ? placed_.early[source][first + k] : -1;
+    int position = 0;
+#pragma unroll 1
+    for (int s = 0; expert >= 0 && s <= source; ++s)
+      position +=
+          equal_pairs(s, s < source ? placed_.tokens[s] * K : first + k, expert, lane_id() >> shift, kWarp >> shift);
+#pragma unroll 1
+    for (int apart = width; apart < kWarp; apart *= 2) position += __shfl_xor_sync(kAllLanes, position, apart);
     int row = -1;
-#pragma unroll 1
-    for (unsigned left = __ballot_sync(kAllLanes, expert >= 0); left != 0; left &= left - 1) {
-      const int owner = __ffs(static_cast<int>(left)) - 1, wanted = __shfl_sync(kAllLanes, expert, owner);
-      int equal = 0;  // earlier pairs of this expert, as this lane sees them
-#pragma unroll 1
-      for (int s = 0; s <= source; ++s) {
-        const int end = s < source ? placed_.tokens[s] * K : first + owner;
-        for (int i = lane_id(); i < end; i += kWarp) equal += placed_.early[s][i] == wanted;
-      }
-      const int position = __reduce_add_sync(kAllLanes, equal);
-      if (position >= plan_.expert_rows)
-        *ok = too_many(source, position);
-      else if (k == owner)
-        row = static_cast<int>(wanted * plan_.expert_rows) + position;
-    }
-    if (writes && k < K) {
+    if (expert >= 0 && position >= plan_.expert_rows)
+      *ok = too_many(source, position);
+    else if (expert >= 0 && lane_id() < width)
+      row = static_cast<int>(expert * plan_.expert_rows) + position;
+    if (writes && lane_id() < K) {
       plan_.rows[(int64_t{source} * header_.max_tokens + token) * K + k] = row;
       if (row >= 0) plan_.src_info[row] = token;
     }
     return row;
+  }
+
+  // The pairs of a source before `end` that have this expert. They are taken eight at a time; this counts those of the
+  // eights part, part + parts, ...
+  __device__ __forceinline__ int equal_pairs(int source, int end, int expert, int part, int parts) const {
+    constexpr int kPairs = 8;
+    int equal = 0;
+#pragma unroll 1
+    for (int i = part * kPairs; i < end; i += parts * kPairs) {
+      const int4 held = *reinterpret_cast<const int4*>(&placed_.early[source][i]);
+      const int words[] = {held.x, held.y, held.z, held.w};
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j)
+        equal += i + j < end && static_cast<int16_t>(words[j / 2] >> 16 * (j % 2)) == expert ? 1 : 0;
+    }
+    return equal;
   }
 };
 

@@ -46,17 +46,17 @@ class LlSources {
       placed_.tokens[source] = found == Found::kThere ? header.num_tokens : 0;
       placed_.lost[source] = found == Found::kMasked;
     }
-    const int words = ll_early_words(header_.max_tokens, header_.topk);
+    const int words = ll_early_words(header_.max_tokens, header_.topk), polls = words < kLlEarlyWords ? ll_.polls() : 1;
 #pragma unroll 1
     for (int i = threadIdx.x; ok && i < ranks_ * kLlEarlyWords; i += worker_threads())
-      if (i % kLlEarlyWords < words) ok = take_early(i / kLlEarlyWords, i % kLlEarlyWords);
+      if (i % kLlEarlyWords < words) ok = take_early(i / kLlEarlyWords, i % kLlEarlyWords, polls);
     return join_workers(ok);
   }
 
  protected:
   __device__ const LlWord* words_of(int source) const { return ll_.own().ids(ll_.parity, source); }
-  __device__ __forceinline__ Found wait_ids(int source, int word, LlData* data) const {
-    return ll_wait_words<1>(ll_, source, words_of(source) + kLlHeaderWords + word, data);
+  __device__ __forceinline__ Found wait_ids(int source, int word, LlData* data, int polls = 1) const {
+    return ll_wait_words<1>(ll_, source, words_of(source) + kLlHeaderWords + word, data, polls);
   }
 
   // The id of pair `i` of a word.
@@ -76,26 +76,18 @@ class LlSources {
     return worst == 0 || ll_fail(ll_, kBadData, source, 0, ll_.op.comm.num_experts, worst);
   }
 
-  // --- Tables. One CTA writes those of one source, from pairs_of_: by expert, the pairs of earlier sources in
-  // pairs_of_[E_l + e], and those of this source in pairs_of_[2 E_l + e].
-
-  __device__ bool write_tables(int s) const {
-    bool ok = true;
-#pragma unroll 1
-    for (int e = threadIdx.x; e < per_rank_; e += worker_threads()) {
-      const int32_t earlier = pairs_of_[per_rank_ + e], rows = pairs_of_[2 * per_rank_ + e];
-      plan_.layout_range[e * ranks_ + s] = static_cast<int64_t>(earlier) << 32 | rows;
-      if (s == ranks_ - 1) {
-        at<int32_t>(args_.expert_count)[e] = earlier + rows;
-        if (args_.cumulative != 0) at<int32_t>(args_.cumulative)[e] += earlier + rows;
-      }
-      if (rows > placed_.tokens[s]) ok = too_many(s, rows);
+  // One thread: writes what the tables say of an expert and a source. earlier: pairs of earlier sources. rows: pairs of
+  // this one.
+  __device__ __forceinline__ bool write_tables(int e, int s, int32_t earlier, int32_t rows) const {
+    plan_.layout_range[e * ranks_ + s] = static_cast<int64_t>(earlier) << 32 | rows;
+    if (e == 0) plan_.src_tokens[s] = placed_.tokens[s];
+    if (s == ranks_ - 1) {
+      at<int32_t>(args_.expert_count)[e] = earlier + rows;
+      if (args_.cumulative != 0) at<int32_t>(args_.cumulative)[e] += earlier + rows;
+      at<int32_t>(args_.expert_offset)[e + 1] = static_cast<int32_t>((e + 1) * plan_.expert_rows);
+      if (e == 0) at<int32_t>(args_.expert_offset)[0] = 0;
     }
-    if (threadIdx.x == 0) plan_.src_tokens[s] = placed_.tokens[s];
-#pragma unroll 1
-    for (int e = threadIdx.x; s == 0 && e <= per_rank_; e += worker_threads())
-      at<int32_t>(args_.expert_offset)[e] = static_cast<int32_t>(e * plan_.expert_rows);
-    return join_workers(ok);
+    return rows <= placed_.tokens[s] || too_many(s, rows);
   }
   __device__ bool too_many(int source, int rows) const {
     return ll_fail(ll_, kBadData, source, 1, placed_.tokens[source], rows);
@@ -111,9 +103,9 @@ class LlSources {
   const int per_rank_;
 
  private:
-  __device__ __forceinline__ bool take_early(int source, int word) {
+  __device__ __forceinline__ bool take_early(int source, int word, int polls) {
     LlData data{};
-    const Found found = wait_ids(source, word, &data);
+    const Found found = wait_ids(source, word, &data, polls);
     if (found == Found::kGaveUp) return false;
     if (found == Found::kMasked) data = LlData{{~0u, ~0u, ~0u}};
     if (!check_ids(data, source)) return false;

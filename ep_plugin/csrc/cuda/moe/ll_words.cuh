@@ -40,12 +40,16 @@ __device__ __forceinline__ bool ll_load_words(const LlRun& ll, const LlWord* fro
     if (tags[i] != ll.tag()) there = false, *seen = tags[i];
   return there;
 }
-// One thread: waits for such words.
+// One thread: waits for such words. polls: before it looks for faults and at its deadline.
 template <int kWords>
-__device__ __forceinline__ Found ll_wait_words(const LlRun& ll, int peer, const LlWord* from, LlData* data) {
+__device__ __forceinline__ Found ll_wait_words(const LlRun& ll, int peer, const LlWord* from, LlData* data,
+                                               int polls = 1) {
   if (ll.is_masked(peer)) return Found::kMasked;
   uint64_t seen = 0;
-  if (ll_load_words<kWords>(ll, from, data, &seen)) return Found::kThere;
+#pragma unroll 1
+  do {
+    if (ll_load_words<kWords>(ll, from, data, &seen)) return Found::kThere;
+  } while (--polls > 0);
   const Found found = ll_wait_longer(ll, peer, Awaited{from, ll.tag(), kWords});
   ll_load_words<kWords>(ll, from, data, &seen);
   return found;
@@ -84,7 +88,7 @@ static __device__ EP_NOINLINE Found ll_open(const LlRun ll, int peer, const LlWo
   const Comm& comm = ll.op.comm;
   const LlHeader& mine = ll.op.header;
   LlData data[kLlHeaderWords];
-  const Found found = ll_wait_words<kLlHeaderWords>(ll, peer, words, data);
+  const Found found = ll_wait_words<kLlHeaderWords>(ll, peer, words, data, ll.polls());
   if (found != Found::kThere) return found;
   memcpy(header, data, sizeof(LlHeader));
   bool ok = true;

@@ -19,6 +19,10 @@
 // Masks. Each CTA reads the masks once, when it enters. Only with `shrink` do they change in a kernel: a wait sets one
 // at its deadline, and headers bring those of peers. Then waits that last read them, too.
 //
+// Instructions. A kernel runs each of its instructions once or twice, and fetches them from memory. So their number and
+// their order count: what most calls need follows in one piece, and small calls, whose bounds the host knows, have
+// kernels without the rest.
+//
 // Waits. The signalling warp waits for its own workers without a deadline, because all their waits have one. A fault
 // ends it.
 #pragma once
@@ -30,6 +34,7 @@
 namespace ep::cuda {
 
 constexpr int kLlLeastWorkers = 3;
+constexpr int kLlPolls = 16;  // of a wait for few words, before it looks for faults and at its deadline
 
 // --- Roles ---------------------------------------------------------------------------------------------------------
 
@@ -59,6 +64,8 @@ struct LlRun {
   __device__ bool is_masked(int rank) const { return (masked >> rank & 1u) != 0; }
   __device__ uint32_t tag() const { return static_cast<uint32_t>(run.epoch); }
   __device__ bool receives() const { return run.step == kLlDispatchRecv || run.step == kLlCombineRecv; }
+  // The polls of a wait for few words. They are not counted as time that was waited.
+  __device__ int polls() const { return op.wait_cost != 0 ? 1 : kLlPolls; }
 };
 
 __device__ inline LlRun ll_half(const LlOperation& op, const LlLayout& lay, LlKind kind, LlPhase phase, uint64_t epoch,
