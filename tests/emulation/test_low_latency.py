@@ -66,7 +66,7 @@ def _forms(rank: int, size: int, rounds: int) -> None:
     order, and counts its waits or not."""
     sms.for_device = lambda device, sharing: 3
     mine, shapes = random.Random(rank), random.Random(7)
-    case = Case(tokens=(50,) * size, num_experts=2 * size, topk=3, dtype=torch.bfloat16, hidden=40)
+    case = Case(tokens=(100,) * size, num_experts=2 * size, topk=3, dtype=torch.bfloat16, hidden=40)
 
     def run(comm: MoECommunicator, made: list[Callable[..., Any]]) -> list[Any]:
         results, halves = {}, []
@@ -82,7 +82,7 @@ def _forms(rank: int, size: int, rounds: int) -> None:
 
     with cases.low_latency(case, timeout_s=60) as comm:
         for number in range(rounds):
-            drawn = [tuple(shapes.choice((0, 1, 42, 43, 50)) for _ in range(size)) for _ in range(2)]
+            drawn = [tuple(shapes.choice((0, 1, 85, 86, 100)) for _ in range(size)) for _ in range(2)]
             inputs = [make_inputs(dataclasses.replace(case, tokens=tokens, seed=number)) for tokens in drawn]
             with named(number):
                 given = [(one.x[rank], one.ids[rank], None, None, None, None, [], comm.number) for one in inputs]

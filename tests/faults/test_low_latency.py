@@ -23,7 +23,7 @@ from tests.ranks import run_ranks, values
 DEADLINE_S = 2.0
 GRACE_S = 5.0
 SIZE = 3
-CASE = Case(tokens=(20, 12, 33), num_experts=6, topk=4, drop=0.0)
+CASE = Case(tokens=(20, 12, 66), num_experts=6, topk=4, drop=0.0)
 GATES = ("ll_dispatch_send", "ll_dispatch_recv", "ll_combine_send", "ll_combine_recv")
 
 
@@ -107,7 +107,7 @@ def _without(inputs: Inputs, gone: int) -> Inputs:
 
 
 def _survive(rank: int, gate: str, victim: int) -> list[int]:
-    case = dataclasses.replace(CASE, tokens=(20, 12, 33, 5), num_experts=8)
+    case = dataclasses.replace(CASE, tokens=(20, 12, 66, 5), num_experts=8)
     comm = low_latency(case, timeout_s=60, shrink=True)
     round_trip(comm, make_inputs(case))
     if rank == victim:
@@ -230,17 +230,17 @@ def test_masks_travel() -> None:
 
 def _bad_dispatches(comm: MoECommunicator, inputs: Inputs) -> dict[str, dict[str, Any]]:
     x, ids = inputs.x[comm.rank], inputs.ids[comm.rank]
-    more = torch.zeros(34, CASE.hidden), torch.zeros(34, 3, dtype=torch.int64)
+    more = torch.zeros(67, CASE.hidden), torch.zeros(67, 3, dtype=torch.int64)
     narrow = torch.zeros(len(x), 96)
     return {
-        "x: expected at most max_tokens_per_rank=33 tokens, got 34": {"x": more[0], "topk_ids": more[1]},
+        "x: expected at most max_tokens_per_rank=66 tokens, got 67": {"x": more[0], "topk_ids": more[1]},
         "x: expected at most 4 tokens, by capacity=12, got": {"capacity": 12},
         "x: expected rows of at most max_row_bytes=.* got 4096": {"x": torch.zeros(len(x), 1024)},
         "x: expected a multiple of 128 elements, at most 24, with quantize='e4m3'": {"x": narrow, "quantize": "e4m3"},
         "quantize: expected None or 'e4m3', 'e4m3_pow2', 'e4m3_ue8m0', got 'ue8m0'": {"quantize": "ue8m0"},
         'topk_weights: expected None in mode="ll"': {"topk_weights": inputs.weights[comm.rank]},
         'scales: expected None in mode="ll"': {"scales": torch.zeros(len(x), 1)},
-        'capacity: expected a multiple of the 3 ranks, at most 99, in mode="ll", got 100': {"capacity": 100},
+        'capacity: expected a multiple of the 3 ranks, at most 198, in mode="ll", got 200': {"capacity": 200},
         "topk_ids: expected -1 or 0 to 5, got 6": {"topk_ids": torch.full_like(ids, -1).index_fill(0, _first(), 6)},
         "topk_ids: expected distinct experts": {"topk_ids": torch.zeros_like(ids)},
         "x: expected a tensor without gradients": {"x": x.clone().requires_grad_(), "quantize": "e4m3"},
@@ -254,7 +254,7 @@ def _first() -> torch.Tensor:
 def _bad_combines(comm: MoECommunicator, inputs: Inputs, y: torch.Tensor) -> dict[str, dict[str, Any]]:
     weights = inputs.weights[comm.rank]
     return {
-        r"y: expected shape \(2, 99, H\), got \(198, 24\)": {"y": y.flatten(0, 1)},
+        r"y: expected shape \(2, 198, H\), got \(396, 24\)": {"y": y.flatten(0, 1)},
         "y: expected a contiguous tensor": {"y": y.transpose(0, 1).contiguous().transpose(0, 1)},
         "y: expected one of .* got torch.int32": {"y": y.int()},
         r"weights: expected shape \(.*, 4\), got": {"weights": weights[:, :2].contiguous()},

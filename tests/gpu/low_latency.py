@@ -23,6 +23,7 @@ from tests.moe.moe_cases import Case, make_inputs
 
 WHOLE = {
     "shapes": whole._all_shapes,
+    "few ranks with many pairs": whole._few_ranks_with_many_pairs,
     "quantized": whole._quantized,
     "routings": whole._all_routings,
     "fewer pairs": whole._fewer_pairs,
@@ -121,7 +122,7 @@ def many(rank: int, size: int, count: int) -> None:
 
 
 def _half_precision(rank: int, size: int) -> None:
-    for tokens, id_dtype in itertools.product(((5, 44), (9, 3)), (torch.int32, torch.int64)):
+    for tokens, id_dtype in itertools.product(((5, 90), (9, 3)), (torch.int32, torch.int64)):
         case = Case(tokens=tokens, num_experts=8, hidden=40, topk=3, dtype=torch.float16, id_dtype=id_dtype)
         with cases.low_latency(case) as comm:
             cases.round_trip(comm, make_inputs(case))
@@ -133,7 +134,7 @@ def half_precision(rank: int, size: int) -> None:
 
 # -- CUDA graphs ---------------------------------------------------------------------------------------------------
 
-T, FEW, H, K, EXPERTS_PER_RANK = 50, 7, 64, 3, 4
+T, FEW, H, K, EXPERTS_PER_RANK = 90, 7, 64, 3, 4
 EAGER_EVERY = 50
 TOLERANCE = 1e-5
 

@@ -13,8 +13,8 @@ from tests.moe.moe_cases import ROUTINGS, Case, make_inputs, named, on_ranks, po
 QUANTIZED = ("e4m3", "e4m3_pow2", "e4m3_ue8m0")
 SHAPES = {
     "few pairs": Case(tokens=(3, 8, 1), num_experts=6, seed=1),
-    "many pairs": Case(tokens=(27, 40, 32), num_experts=6, topk=5, seed=2),
-    "few and many pairs": Case(tokens=(32, 33, 0), num_experts=12, topk=4, seed=3),
+    "many pairs": Case(tokens=(53, 80, 64), num_experts=6, topk=5, seed=2),
+    "few and many pairs": Case(tokens=(64, 65, 0), num_experts=12, topk=4, seed=3),
     "more pairs than come early": Case(tokens=(70, 5, 78), num_experts=12, topk=5, hidden=8, seed=9),
     "more pairs than every warp counts": Case(tokens=(70, 70, 70), num_experts=12, topk=5, hidden=8, seed=10),
     "groups and few pairs": Case(tokens=(150, 2, 20), num_experts=6, hidden=8, seed=11),
@@ -38,10 +38,21 @@ def test_shapes() -> None:
     on_ranks(3, _all_shapes)
 
 
+def _few_ranks_with_many_pairs(rank: int, size: int) -> None:
+    """Both have few pairs together, but one has more than come early on a GPU."""
+    case = Case(tokens=(100, 3), num_experts=12, topk=5, hidden=8, seed=14)
+    with low_latency(case) as comm:
+        round_trip(comm, make_inputs(case))
+
+
+def test_few_ranks_with_many_pairs() -> None:
+    on_ranks(2, _few_ranks_with_many_pairs)
+
+
 def _all_dtypes(rank: int, size: int) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         for id_dtype in (torch.int32, torch.int64):
-            case = Case(tokens=(5, 44), num_experts=8, hidden=40, topk=3, dtype=dtype, id_dtype=id_dtype)
+            case = Case(tokens=(5, 90), num_experts=8, hidden=40, topk=3, dtype=dtype, id_dtype=id_dtype)
             with named((dtype, id_dtype)), poisoned(), low_latency(case) as comm:
                 round_trip(comm, make_inputs(case))
 
@@ -67,7 +78,7 @@ def test_quantized_rows() -> None:
 
 
 def _all_routings(rank: int, size: int) -> None:
-    tokens = tuple(4 + r + 66 * (r % 2) for r in range(size))  # few and many pairs
+    tokens = tuple(4 + r + 130 * (r % 2) for r in range(size))  # few and many pairs
     case = Case(tokens=tokens, num_experts=2 * size, topk=2, dtype=torch.bfloat16)
     with low_latency(case) as comm:
         for number, routing in enumerate(ROUTINGS):
@@ -85,7 +96,7 @@ def test_eight_ranks() -> None:
 
 
 def _fewer_pairs(rank: int, size: int) -> None:
-    case = Case(tokens=(5, 40), num_experts=8, topk=4, seed=9)
+    case = Case(tokens=(5, 70), num_experts=8, topk=4, seed=9)
     inputs = make_inputs(case)
     generator = torch.Generator().manual_seed(1)
     now = [ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.4, -1) for ids in inputs.ids]
@@ -104,7 +115,7 @@ def test_a_combine_may_leave_out_pairs() -> None:
 
 
 def _zero_weights(rank: int, size: int) -> None:
-    case = Case(tokens=(5, 40), num_experts=8, topk=4, seed=10)
+    case = Case(tokens=(5, 70), num_experts=8, topk=4, seed=10)
     inputs = make_inputs(case)
     inputs = dataclasses.replace(inputs, weights=[weights * (weights > 0) for weights in inputs.weights])
     with low_latency(case) as comm:
@@ -123,7 +134,7 @@ def test_weights_of_zero_and_nan() -> None:
 
 
 def _bias(rank: int, size: int) -> None:
-    case = Case(tokens=(5, 70), num_experts=4, seed=11)
+    case = Case(tokens=(5, 140), num_experts=4, seed=11)
     inputs = make_inputs(case)
     with low_latency(case) as comm:
         out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
@@ -139,9 +150,9 @@ def test_bias() -> None:
 
 def _smaller_calls(rank: int, size: int) -> None:
     """Calls of fewer tokens, narrower rows and fewer experts per token than the communicator allows."""
-    most = Case(tokens=(40, 40), num_experts=8, hidden=64, topk=6)
+    most = Case(tokens=(50, 50), num_experts=8, hidden=64, topk=6)
     with low_latency(most) as comm:
-        for number, (tokens, hidden, topk) in enumerate([((7, 20), 16, 2), ((40, 1), 64, 6), ((3, 3), 4, 1)]):
+        for number, (tokens, hidden, topk) in enumerate([((7, 20), 16, 2), ((50, 1), 64, 6), ((3, 3), 4, 1)]):
             case = Case(tokens=tokens, num_experts=8, hidden=hidden, topk=topk, seed=number)
             inputs = make_inputs(case)
             with named(case), poisoned():
@@ -160,7 +171,7 @@ def test_calls_smaller_than_the_communicator() -> None:
 
 
 def _repeats(rank: int, size: int) -> None:
-    case = Case(tokens=(20, 33, 7), num_experts=6, topk=5, dtype=torch.bfloat16, hidden=256, seed=12)
+    case = Case(tokens=(20, 60, 7), num_experts=6, topk=5, dtype=torch.bfloat16, hidden=256, seed=12)
     inputs = make_inputs(case)
     with low_latency(case) as comm:
         first = None

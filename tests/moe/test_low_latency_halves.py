@@ -17,7 +17,7 @@ from tests.moe.moe_cases import Case, communicator, make_inputs, named, on_ranks
 from tests.moe.moe_cases import check_dispatch as check_flat
 from tests.ranks import simt_asked
 
-CASE = Case(tokens=(20, 5, 33), num_experts=6, topk=5, dtype=torch.bfloat16, hidden=40)
+CASE = Case(tokens=(20, 5, 60), num_experts=6, topk=5, dtype=torch.bfloat16, hidden=40)
 
 
 def _either_order(rank: int, size: int) -> None:
@@ -146,7 +146,7 @@ def test_epochs_wrap_in_words() -> None:
     on_ranks(3, _epochs_of_32_bits)
 
 
-FEW_PAIRS = 128  # whose rows travel as words
+FEW_PAIRS = _C.ll_few_pairs  # whose rows travel as words
 
 
 def words_of_pairs(comm: MoECommunicator) -> torch.Tensor:
@@ -234,7 +234,7 @@ def test_counters_and_out() -> None:
 
 
 def _logfmt(rank: int, size: int) -> None:
-    case = Case(tokens=(45, 4, 17), num_experts=6, topk=3, dtype=torch.bfloat16, hidden=256, seed=3)
+    case = Case(tokens=(90, 4, 17), num_experts=6, topk=3, dtype=torch.bfloat16, hidden=256, seed=3)
     inputs = make_inputs(case)
     with low_latency(case) as comm:
         _, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])

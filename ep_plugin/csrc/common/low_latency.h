@@ -72,7 +72,7 @@ constexpr int kLlSlots = 4;
 constexpr int64_t kLlMaxTokens = 4096;
 constexpr int64_t kLlMaxExperts = 32767;  // expert ids travel as int16
 constexpr int kLlMaxGroups = 128;
-constexpr int kLlFewPairs = 128;  // combine: to an owner with at most so many pairs, each pair's row goes as words
+constexpr int kLlFewPairs = 256;  // combine: to an owner with at most so many pairs, each pair's row goes as words
 
 EP_HD constexpr int ll_parity(uint64_t epoch) { return static_cast<int>(epoch & 1); }
 

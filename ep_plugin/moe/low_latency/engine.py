@@ -114,11 +114,9 @@ class LowLatencyEngine(GroupEngine):
         nbytes = math.prod(shape) * dtype.itemsize
         if self.device.type != "cpu" or nbytes < _LARGE_BYTES:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        for storage in self._outputs:
-            # Tensors count in C++; whoever has only the storage has this Python object, as do the queue, `storage` and
-            # the call.
-            unused = torch._C._storage_Use_Count(storage._cdata) == 1 and sys.getrefcount(storage) <= 3
-            if unused and storage.nbytes() == nbytes:
+        for at in range(len(self._outputs)):
+            if _is_unused(self._outputs, at) and self._outputs[at].nbytes() == nbytes:
+                storage = self._outputs[at]
                 break
         else:
             storage = torch.UntypedStorage(nbytes)
@@ -194,6 +192,19 @@ class LowLatencyEngine(GroupEngine):
         elif name == "format" and value in list(_C.LlFormat):
             said = _C.LlFormat(value).name.lower()
         return _FIELD_NAMES.get(name, name.replace("_", " ")), said
+
+
+def _references(queue: Sequence[object], at: int) -> int:
+    return sys.getrefcount(queue[at])
+
+
+_OF_THE_QUEUE_ALONE = _references(deque([object()]), 0)  # it depends on the version of Python
+
+
+def _is_unused(outputs: Sequence[torch.UntypedStorage], at: int) -> bool:
+    """Whether nobody else has the storage. Tensors count in C++. Whoever has only the storage has this Python object."""
+    alone = _references(outputs, at) == _OF_THE_QUEUE_ALONE
+    return alone and torch._C._storage_Use_Count(outputs[at]._cdata) == 1
 
 
 def check_one_node(node_map: NodeMap) -> None:

@@ -56,12 +56,8 @@ __device__ bool receive(const LlRun& ll, const LlCombineArgs& args) {
   if (blockIdx.x == 0 && threadIdx.x == 0) hold_at_gate(ll.run);
   __syncwarp();
   const LlHeader& header = args.op.header;
-  const bool few = kAlwaysFew || ll_has_few_pairs(args.op, header.num_tokens);
-  bool ok = true;
-  if (!few) ok = LlOwner<Element>(ll, args).run();
-  __syncwarp();  // keeps the code in this order
-  if (few) ok = LlFewOwner<Element>(ll, args).run();
-  return ok;
+  if (kAlwaysFew || ll_has_few_pairs(args.op, header.num_tokens)) return LlFewOwner<Element>(ll, args).run();
+  return LlOwner<Element>(ll, args).run();
 }
 
 // As for dispatch, profilers show one kernel for both halves, with "::combine" in its name.
