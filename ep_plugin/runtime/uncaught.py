@@ -7,10 +7,12 @@ copies of the parent's communicators abort nothing and close nothing.
 from __future__ import annotations
 
 import functools
+import multiprocessing.process
 import multiprocessing.util
 import os
 import sys
 import threading
+import traceback
 import weakref
 from types import TracebackType
 from typing import Any, Protocol
@@ -38,8 +40,7 @@ def watch(engine: Engine) -> None:
     with _live_lock:
         _live = (*(ref for ref in _live if ref() is not None), weakref.ref(engine))
     _hook_interpreter()
-    # A multiprocessing child catches its exception itself, and runs finalizers, its own only, while that is in flight.
-    _hook_finalizers(os.getpid())
+    _hook_multiprocessing(os.getpid())
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None:
         _hook_shell(shell)
@@ -75,8 +76,25 @@ def _hook_interpreter() -> None:
 
 
 @functools.cache
-def _hook_finalizers(pid: int) -> None:
-    multiprocessing.util.Finalize(None, lambda: abort_all(sys.exc_info()[1]), exitpriority=100)
+def _hook_multiprocessing(pid: int) -> None:
+    """A multiprocessing child catches its exception itself. Up to Python 3.13 it then runs finalizers, its own only,
+    while the exception is in flight. From 3.14 on it only prints the exception."""
+    if sys.version_info < (3, 14):
+        multiprocessing.util.Finalize(None, lambda: abort_all(sys.exc_info()[1]), exitpriority=100)
+    elif multiprocessing.parent_process() is not None:
+        _hook_printing()
+
+
+@functools.cache
+def _hook_printing() -> None:
+    printed, caller = traceback.print_exc, multiprocessing.process.BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
+
+    def print_exc(*args: Any, **more: Any) -> None:
+        if sys._getframe(1).f_code is caller:
+            abort_all(sys.exc_info()[1])
+        printed(*args, **more)
+
+    traceback.print_exc = print_exc
 
 
 @functools.cache

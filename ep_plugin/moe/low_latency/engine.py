@@ -202,7 +202,7 @@ _OF_THE_QUEUE_ALONE = _references(deque([object()]), 0)  # it depends on the ver
 
 
 def _is_unused(outputs: Sequence[torch.UntypedStorage], at: int) -> bool:
-    """Whether nobody else has the storage. Tensors count in C++. Whoever has only the storage has this Python object."""
+    """Whether nobody else has the storage. Tensors count in C++; who has only the storage has this Python object."""
     alone = _references(outputs, at) == _OF_THE_QUEUE_ALONE
     return alone and torch._C._storage_Use_Count(outputs[at]._cdata) == 1
 
