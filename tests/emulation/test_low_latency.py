@@ -156,6 +156,17 @@ def test_survivors_name_the_dead(gate: str, victim: int) -> None:
         assert caught.rank == victim and caught.step.startswith("ll_")
 
 
+def _left(rank: int, gate: str) -> None:
+    _slowly(rank, faults._left_by_a_fault, gate)
+
+
+@pytest.mark.parametrize("gate", ["ll_dispatch_send", "ll_combine_send"])
+def test_no_results_after_a_fault(gate: str) -> None:
+    outcomes = run_ranks(3, _left, gate, timeout_s=120, env=SIMT)
+    assert outcomes[0].exitcode == -signal.SIGKILL
+    values(outcomes[1:])
+
+
 def _survive(rank: int, gate: str, victim: int) -> list[int]:
     return _slowly(rank, faults._survive, gate, victim)
 

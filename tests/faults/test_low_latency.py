@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 from ep_plugin import _C, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, PeerAborted, PeerTimeout
+from ep_plugin.moe.layout import DispatchResult
+from ep_plugin.moe.low_latency.combine import LowLatencyCombine
+from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
 from tests.faults.fault_cases import at_gate, die_at_gate, nothing_left_behind
 from tests.moe.low_latency_cases import check_rows, check_sums, expert_results, low_latency, round_trip
 from tests.moe.moe_cases import Case, Inputs, make_inputs, on_ranks
@@ -66,6 +69,42 @@ def test_a_killed_rank_is_named(gate: str, victim: int) -> None:
             continue
         assert outcome.error is None, outcome.trace
         assert outcome.value.rank == victim and outcome.value.step.startswith("ll_"), outcome.value
+
+
+def _left_by_a_fault(rank: int, gate: str) -> None:
+    """Rank 0 dies at the gate. What the others' operations leave says nothing that is wrong."""
+    inputs = make_inputs(CASE)
+    comm = low_latency(CASE, timeout_s=60)
+    round_trip(comm, inputs)
+    given = (inputs.x[rank], inputs.ids[rank], None, None, None, None, [], comm.number)
+    dispatch = LowLatencyDispatch(comm.engine, *given)
+    if gate == "ll_dispatch_send":
+        _fails(comm, dispatch, gate)
+        if rank:
+            left = DispatchResult(*dispatch.results()[:8])
+            assert not left.expert_counts.any() and not left.expert_offsets.any()
+        return
+    results = comm.in_flight.run(dispatch)
+    sums = torch.zeros(CASE.tokens[rank], CASE.hidden)
+    given = (results[0], inputs.weights[rank], None, None, list(results[8:]), comm.number)
+    _fails(comm, LowLatencyCombine(comm.engine, *given, out=sums), gate)
+    assert (sums.view(torch.uint8) == 0xFF).all()
+
+
+def _fails(comm: MoECommunicator, operation: Any, gate: str) -> None:
+    if comm.rank == 0:
+        _die_in(comm, gate)
+    comm.engine.exchange.barrier("test")  # so that the victim alone is late
+    comm.engine.comm.timeout_ns = int(DEADLINE_S * 1e9)
+    with pytest.raises(PeerTimeout):
+        comm.in_flight.run(operation)
+
+
+@pytest.mark.parametrize("gate", ["ll_dispatch_send", "ll_combine_send"])
+def test_no_results_after_a_fault(gate: str) -> None:
+    outcomes = run_ranks(SIZE, _left_by_a_fault, gate)
+    assert outcomes[0].exitcode == -9
+    values(outcomes[1:])
 
 
 def _aborted(rank: int, gate: str) -> str:
