@@ -50,7 +50,7 @@ test-megatron: $(MEGATRON)/install.stamp
 		tests/integrations/test_megatron_schedule.py tests/integrations/test_megatron_optimizer.py \
 		tests/integrations/test_megatron_pipeline.py tests/integrations/test_scripts.py -k megatron
 
-# TRL, PEFT and datasets, 280 MB, and the packages of .venv as they are. pip says that torchtitan asks for other datasets.
+# TRL, PEFT, datasets and DeepSpeed, 300 MB, and the packages of .venv as they are. pip says that torchtitan asks for other datasets.
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(HUGGINGFACE)/install.stamp: requirements/huggingface.txt requirements/constraints.txt $(VENV)/install.stamp
 	test -x $(HUGGINGFACE)/bin/python || $(PY) -m venv $(HUGGINGFACE)

@@ -20,6 +20,7 @@ from ep_plugin.integrations.fsdp2.adapters import Adapter, PluginAllGather, Plug
 
 # FSDP2's attributes of a parameter group that hold its collectives, and our adapter for each.
 ADAPTERS = {"_all_gather_comm": PluginAllGather, "_reduce_scatter_comm": PluginReduceScatter}
+_SETTERS = ("set_symm_mem", "set_allocate_memory_from_process_group")  # of a parameter group
 _enabled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # for `status`
 _later = (False, False)  # which of ADAPTERS serve modules that are sharded from now on
 
@@ -125,6 +126,21 @@ def _serve(group: Any, *wanted: bool) -> None:
         if is_wanted:
             made[name] = adapter(group, present)
             setattr(group, name, made[name])
+    for setter in _SETTERS:
+        if made:
+            vars(group)[setter] = functools.partial(_set, group, setter)
+        else:
+            vars(group).pop(setter, None)
+
+
+def _set(group: Any, setter: str, *args: Any) -> None:
+    """In place of FSDP2's setters of other collectives, which refuse a group that is served, but do not say by whom."""
+    if any(isinstance(getattr(group, name), Adapter) for name in ADAPTERS):
+        raise NotSupported(
+            f"{setter}_for_comm: expected collectives of PyTorch, got those of ep_plugin: call "
+            "ep_plugin.integrations.fsdp2.disable(model) first, or leave fsdp2 out of EP_PLUGIN"
+        )
+    getattr(type(group), setter)(group, *args)
 
 
 def groups_of(model: torch.nn.Module) -> list[Any]:

@@ -16,6 +16,7 @@ from ep_plugin import DispatchHandle, DispatchOutput, MoECommunicator, MoECommun
 from tests.gpu.checks import device_of
 from tests.moe import low_latency_cases as cases
 from tests.moe import test_low_latency as whole
+from tests.moe import test_low_latency_autograd as autograd
 from tests.moe import test_low_latency_halves as halves
 from tests.moe.moe_cases import Case, make_inputs
 
@@ -31,9 +32,16 @@ WHOLE = {
     "bias": whole._bias,
     "smaller calls": whole._smaller_calls,
     "repeats": whole._repeats,
+    "most tokens": whole._most_tokens,
+    "gradients": autograd.gradients_of,
 }
-HALVES = {"either order": halves._either_order, "late": halves._late}
-RANKS = {"shapes": 3, "repeats": 3, "either order": 3, "late": 3}
+HALVES = {
+    "either order": halves._either_order,
+    "late": halves._late,
+    "a third": halves._third,
+    "others beside": halves._beside,
+}
+RANKS = {"shapes": 3, "repeats": 3, "gradients": 3} | dict.fromkeys(HALVES, 3)
 """Of cases that do not have 2 ranks."""
 
 

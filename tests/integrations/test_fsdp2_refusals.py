@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from ep_plugin.errors import NotSupported
 from tests.integrations import fsdp2_cases as cases
 from tests.ranks import run_ranks, values
 
@@ -55,6 +56,27 @@ def _refusals(rank: int) -> list[str]:
             fsdp2.enable(wrapped)
         messages.append(str(caught.value))
     return messages
+
+
+@pytest.mark.parametrize("setter", ["set_symm_mem_for_comm", "set_allocate_memory_from_process_group_for_comm"])
+def test_setters_of_other_collectives_say_who_serves_the_model(setter: str) -> None:
+    assert values(run_ranks(2, _other_collectives, setter)) == [None, None]
+
+
+def _other_collectives(rank: int, setter: str) -> None:
+    from ep_plugin.integrations import fsdp2
+
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    fsdp2.enable(model)
+    says = rf"{setter}: expected collectives of PyTorch, got those of ep_plugin: call .*fsdp2\.disable\(model\) first"
+    with pytest.raises(NotSupported, match=says):
+        getattr(model, setter)(*([True] if "memory" in setter else []))
+    fsdp2.disable(model)
+    if "memory" in setter:
+        getattr(model, setter)(False)  # PyTorch's own
+    (group,) = fsdp2.hooks.groups_of(model)
+    assert "set_symm_mem" not in vars(group) and "set_allocate_memory_from_process_group" not in vars(group)
 
 
 def test_an_fsdp2_without_the_places_is_refused_by_version() -> None:

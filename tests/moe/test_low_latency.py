@@ -49,6 +49,16 @@ def test_few_ranks_with_many_pairs() -> None:
     on_ranks(2, _few_ranks_with_many_pairs)
 
 
+def _most_tokens(rank: int, size: int) -> None:
+    case = Case(tokens=(4096, 1), num_experts=4, topk=2, hidden=8, seed=15)
+    with low_latency(case) as comm:
+        round_trip(comm, make_inputs(case))
+
+
+def test_as_many_tokens_as_are_allowed() -> None:
+    on_ranks(2, _most_tokens)
+
+
 def _all_dtypes(rank: int, size: int) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         for id_dtype in (torch.int32, torch.int64):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ep_plugin.moe.layout import DispatchOutput
 from tests.moe.low_latency_cases import low_latency
 from tests.moe.moe_cases import Case, Inputs, make_inputs, named, on_ranks, poisoned
 
+ON_ANY_DEVICE = ((5, torch.float32), (3, torch.bfloat16))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
@@ -40,7 +42,12 @@ def _oracle(inputs: Inputs, x: list, weights: list, experts: torch.Tensor, weigh
 
 
 def _gradients(rank: int, size: int) -> None:
-    for topk, dtype in ((1, torch.float64), (3, torch.float64), (5, torch.float32), (3, torch.bfloat16)):
+    gradients_of(rank, size, ((1, torch.float64), (3, torch.float64), *ON_ANY_DEVICE))
+
+
+def gradients_of(rank: int, size: int, calls: Iterable[tuple[int, torch.dtype]] = ON_ANY_DEVICE) -> None:
+    """calls: experts per token, and the dtype of rows."""
+    for topk, dtype in calls:
         case = Case(tokens=(7, 0, 20), num_experts=6, topk=topk, dtype=dtype, hidden=8, seed=topk)
         inputs = make_inputs(case)
         per_rank = case.num_experts // size
