@@ -157,10 +157,10 @@ def raise_together(exchange: Exchange, step: str, error: Exception | None, value
         EpPluginError: from this rank's own error.
         PeerAborted: this rank has none; it names the first rank that has one, and the reason.
     """
-    reason = None if error is None else f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
-    found = exchange.all_gather(step, [reason, value])
+    reason = None if error is None else f"{type(error).__name__}: {error}"
+    found = exchange.all_gather(step, [reason and reason[:_LONGEST_REASON], value])
     if error is not None:
-        raise EpPluginError(f"rank {exchange.group_rank}: {step} failed: {error}") from error
+        raise EpPluginError(f"rank {exchange.group_rank}: {step} failed: {reason}") from error
     for rank, (theirs, _) in zip(exchange.ranks, found, strict=True):
         if theirs is not None:
             raise error_of_peer(rank, f"{step} failed: {theirs}", exchange.group_rank)
