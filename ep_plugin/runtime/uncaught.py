@@ -78,7 +78,8 @@ def _hook_interpreter() -> None:
 @functools.cache
 def _hook_multiprocessing(pid: int) -> None:
     """A multiprocessing child catches its exception itself. Up to Python 3.13 it then runs finalizers, its own only,
-    while the exception is in flight. From 3.14 on it only prints the exception."""
+    while the exception is in flight. From 3.14 on it only prints the exception, and says nothing of a `SystemExit`, of
+    which peers then do not hear."""
     if sys.version_info < (3, 14):
         multiprocessing.util.Finalize(None, lambda: abort_all(sys.exc_info()[1]), exitpriority=100)
     elif multiprocessing.parent_process() is not None:

@@ -128,12 +128,12 @@ def _serve(group: Any, *wanted: bool) -> None:
             setattr(group, name, made[name])
     for setter in _SETTERS:
         if made:
-            vars(group)[setter] = functools.partial(_set, group, setter)
+            vars(group)[setter] = functools.partial(_set_unless_served, group, setter)
         else:
             vars(group).pop(setter, None)
 
 
-def _set(group: Any, setter: str, *args: Any) -> None:
+def _set_unless_served(group: Any, setter: str, *args: Any) -> None:
     """In place of FSDP2's setters of other collectives, which refuse a group that is served, but do not say by whom."""
     if any(isinstance(getattr(group, name), Adapter) for name in ADAPTERS):
         raise NotSupported(

@@ -19,9 +19,9 @@
 // Masks. Each CTA reads the masks once, when it enters. Only with `shrink` do they change in a kernel: a wait sets one
 // at its deadline, and headers bring those of peers. Then waits that last read them, too.
 //
-// Instructions. A kernel runs each of its instructions once or twice, and fetches them from memory. So their number and
-// their order count: what most calls need follows in one piece, and small calls, whose bounds the host knows, have
-// kernels without the rest.
+// Instructions. A kernel runs most of its instructions once or twice, and fetches them from memory. So fewer of them
+// take less time, and so does code that lies in the order in which it runs. Calls whose bounds allow few tokens have
+// kernels of their own, without the code for many.
 //
 // Waits. The signalling warp waits for its own workers without a deadline, because all their waits have one. A fault
 // ends it.
