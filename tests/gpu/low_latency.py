@@ -1,24 +1,30 @@
 """Low-latency dispatch and combine on GPUs: the CPU tests' cases, and CUDA graphs that are judged on the device.
 
+With EP_TEST_DEVICE=cpu steps run in place of graphs, on the CPU.
+
 Shapes: R ranks, T tokens of a rank, H hidden size, K experts per token, E_l experts of a rank, N = R * T rows of each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import unittest.mock
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from ep_plugin import DispatchHandle, DispatchOutput, MoECommunicator, MoECommunicatorConfig
-from tests.gpu.checks import device_of
+from ep_plugin import DispatchHandle, DispatchOutput, MoECommunicator, MoECommunicatorConfig, deep_ep
+from tests.gpu.checks import device_of, synchronize
 from tests.moe import low_latency_cases as cases
 from tests.moe import test_low_latency as whole
 from tests.moe import test_low_latency_autograd as autograd
 from tests.moe import test_low_latency_halves as halves
 from tests.moe.moe_cases import Case, make_inputs
+
+Result = TypeVar("Result")
 
 # -- the CPU tests' cases ------------------------------------------------------------------------------------------
 
@@ -61,16 +67,22 @@ class OnDevice:
         self._comm.__exit__(*failure)
 
     def dispatch(self, *args: Any, **more: Any) -> tuple[DispatchOutput, DispatchHandle]:
-        return _on_host(self._comm.dispatch(*self._moved(args), **self._moved_by_name(more)))
+        return self._finished(self._comm.dispatch(*self._moved(args), **self._moved_by_name(more)))
 
     def combine(self, *args: Any, **more: Any) -> torch.Tensor:
-        return _on_host(self._comm.combine(*self._moved(args), **self._moved_by_name(more)))
+        return self._finished(self._comm.combine(*self._moved(args), **self._moved_by_name(more)))
 
     def dispatch_async(self, *args: Any) -> _HostWork:
-        return _HostWork(self._comm.dispatch_async(*self._moved(args)))
+        return _HostWork(self._comm.dispatch_async(*self._moved(args)), self._finished)
 
     def combine_async(self, *args: Any) -> _HostWork:
-        return _HostWork(self._comm.combine_async(*self._moved(args)))
+        return _HostWork(self._comm.combine_async(*self._moved(args)), self._finished)
+
+    def _finished(self, result: Any) -> Any:
+        """The result on the host, or the error that kernels found: the call has returned before they ran."""
+        result = _on_host(result)
+        self._comm.check()
+        return result
 
     def _moved(self, values: Any) -> list[Any]:
         return [self._one(value) for value in values]
@@ -86,8 +98,8 @@ class OnDevice:
 
 
 class _HostWork:
-    def __init__(self, work: Any) -> None:
-        self._work, self._result = work, None
+    def __init__(self, work: Any, finished: Callable[[Any], Any]) -> None:
+        self._work, self._finished, self._result = work, finished, None
 
     @property
     def done(self) -> bool:
@@ -95,7 +107,7 @@ class _HostWork:
 
     def wait(self) -> Any:
         if self._result is None:
-            self._result = _on_host(self._work.wait())
+            self._result = self._finished(self._work.wait())
         return self._result
 
 
@@ -109,24 +121,24 @@ def _on_host(result: Any) -> Any:
     return tuple(map(_on_host, result))
 
 
-def on_device(rank: int, size: int, function: Callable[[int, int], None]) -> None:
-    """A case of the CPU tests, by a communicator of this rank's device."""
+def on_device(rank: int, function: Callable[..., Result], *args: Any) -> Result:
+    """A case of the CPU tests, `function(rank, *args)`, by a communicator of this rank's device."""
     device = device_of(rank)
 
     def opened(group: Any, config: MoECommunicatorConfig) -> OnDevice:
         return OnDevice(MoECommunicator(group, config, device))
 
     with unittest.mock.patch.object(cases, "MoECommunicator", opened):
-        function(rank, size)
+        return function(rank, *args)
 
 
 def run_case(rank: int, size: int, name: str) -> None:
-    on_device(rank, size, (WHOLE | HALVES)[name])
+    on_device(rank, (WHOLE | HALVES)[name], size)
 
 
 def many(rank: int, size: int, count: int) -> None:
     """`count` operations of each kind in which every row is compared."""
-    on_device(rank, size, lambda rank, size: halves._many(rank, size, count))
+    on_device(rank, halves._many, size, count)
 
 
 def _half_precision(rank: int, size: int) -> None:
@@ -137,7 +149,7 @@ def _half_precision(rank: int, size: int) -> None:
 
 
 def half_precision(rank: int, size: int) -> None:
-    on_device(rank, size, _half_precision)
+    on_device(rank, _half_precision, size)
 
 
 # -- CUDA graphs ---------------------------------------------------------------------------------------------------
@@ -155,20 +167,17 @@ class Batch(NamedTuple):
     weights: torch.Tensor
 
 
-Step = Callable[[], tuple[DispatchOutput, torch.Tensor]]
+def random_batch(size: int, generator: torch.Generator | None, device: torch.device | str = "cpu") -> Batch:
+    """The same on every rank. Each rank has its own number of tokens with experts, from none to all.
 
-
-def random_batch(size: int, generator: torch.Generator) -> Batch:
-    """The same on every rank, on the host. Each rank has its own number of tokens with experts, from none to all."""
+    generator: None: the device's own, which a graph may record.
+    """
+    made: dict[str, Any] = {"generator": generator, "device": device}
     shape = (size, T, K)
-    valid = torch.randint(0, T + 1, (size, 1, 1), generator=generator)
-    ids = torch.rand((size, T, EXPERTS_PER_RANK * size), generator=generator).topk(K, dim=2).indices
-    dropped = (torch.rand(shape, generator=generator) < 0.15) | (torch.arange(T)[None, :, None] >= valid)
-    return Batch(
-        torch.randn((size, T, H), generator=generator),
-        ids.masked_fill(dropped, -1),
-        torch.rand(shape, generator=generator) + 0.1,
-    )
+    valid = torch.randint(0, T + 1, (size, 1, 1), **made)
+    ids = torch.rand((size, T, EXPERTS_PER_RANK * size), **made).topk(K, dim=2).indices
+    dropped = (torch.rand(shape, **made) < 0.15) | (torch.arange(T, device=device)[None, :, None] >= valid)
+    return Batch(torch.randn((size, T, H), **made), ids.masked_fill(dropped, -1), torch.rand(shape, **made) + 0.1)
 
 
 def judge(wrong: torch.Tensor, batch: Batch, rank: int, out: DispatchOutput, z: torch.Tensor) -> None:
@@ -210,7 +219,7 @@ def _step(comm: MoECommunicator, given: Batch, apart: bool = False) -> tuple[Dis
     return out, comm.combine(y, handle, given.weights) if work is None else work.wait()
 
 
-def _recorded(device: torch.device, step: Step) -> Step:
+def _recorded(device: torch.device, step: Callable[[], Result]) -> Callable[[], Result]:
     """The step in a CUDA graph. A host runs it again."""
     if device.type == "cpu":
         return step
@@ -219,17 +228,15 @@ def _recorded(device: torch.device, step: Step) -> Step:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         made = step()
 
-    def replay() -> tuple[DispatchOutput, torch.Tensor]:
+    def replay() -> Result:
         graph.replay()
         return made
 
     return replay
 
 
-def replayed(rank: int, size: int, replays: int) -> int:
-    """Replays of three graphs in turn, of other numbers of operations and tokens, with eager calls between them."""
-    device, generator = device_of(rank), torch.Generator().manual_seed(size)
-    config = MoECommunicatorConfig(
+def graph_config(size: int) -> MoECommunicatorConfig:
+    return MoECommunicatorConfig(
         num_experts=EXPERTS_PER_RANK * size,
         hidden_size=H,
         topk=K,
@@ -238,7 +245,12 @@ def replayed(rank: int, size: int, replays: int) -> int:
         max_row_bytes=4 * H,
         timeout_s=60,
     )
-    with MoECommunicator(None, config, device) as comm:
+
+
+def replayed(rank: int, size: int, replays: int) -> int:
+    """Replays of three graphs in turn, of other numbers of operations and tokens, with eager calls between them."""
+    device, generator = device_of(rank), torch.Generator().manual_seed(size)
+    with MoECommunicator(None, graph_config(size), device) as comm:
         static = Batch(*(part[rank].to(device) for part in random_batch(size, generator)))
         few = Batch(*(part[:FEW] for part in static))
         _step(comm, static)  # makes the memory
@@ -261,3 +273,170 @@ def replayed(rank: int, size: int, replays: int) -> int:
         assert not failed, f"{len(failed)} wrong results of {replays} replays, first {failed[:5]}"
         comm.check()
     return replays
+
+
+def compared(rank: int, size: int, count: int) -> int:
+    """`count` operations of each kind, with many and few tokens in turn. Their graph makes and judges its batches."""
+    device = device_of(rank)
+    torch.manual_seed(size)  # the ranks make the same batches
+    wrong = torch.zeros(3, dtype=torch.bool, device=device)
+    with MoECommunicator(None, graph_config(size), device) as comm:
+
+        def steps() -> None:
+            for tokens in (T, FEW):
+                batch = Batch(*(part[:, :tokens] for part in random_batch(size, None, device)))
+                given = Batch(*(part[rank].contiguous() for part in batch))
+                judge(wrong, batch, rank, *_step(comm, given))
+
+        steps()
+        graph = _recorded(device, steps)
+        for done in range(2, count, 2):
+            graph()
+            if done % 1000 == 0:
+                assert not wrong.any(), f"{wrong.tolist()}: wrong counts, rows or sums among {done} operations"
+                dist.barrier()  # nobody waits for long
+        assert not wrong.any(), wrong.tolist()
+        comm.check()
+    return count
+
+
+# -- every option in a CUDA graph ----------------------------------------------------------------------------------
+
+WIDE = 256  # elements of a row that is quantised or coded
+
+
+class Options(NamedTuple):
+    """Of one dispatch and one combine. through: whose interface they are of."""
+
+    through: str
+    dispatch: dict[str, Any] = {}  # noqa: RUF012
+    combine: dict[str, Any] = {}  # noqa: RUF012
+
+
+OURS, DEEP_EP = "MoECommunicator", "deep_ep.Buffer"
+OPTIONS = {
+    "bias": Options(OURS, {}, {"bias": True}),
+    "e4m3": Options(OURS, {"quantize": "e4m3"}),
+    "e4m3_pow2": Options(OURS, {"quantize": "e4m3_pow2"}),
+    "e4m3_ue8m0": Options(OURS, {"quantize": "e4m3_ue8m0"}, {"bias": True}),
+    "deep_ep": Options(DEEP_EP),
+    "deep_ep in halves": Options(DEEP_EP, {"return_recv_hook": True}, {"return_recv_hook": True}),
+    "deep_ep, BF16, logfmt": Options(DEEP_EP, {"use_fp8": False}, {"use_logfmt": True}),
+    "deep_ep, ue8m0, zero_copy": Options(DEEP_EP, {"round_scale": True, "use_ue8m0": True}, {"zero_copy": True}),
+    "deep_ep, counters, out": Options(DEEP_EP, {"stats": True}, {"out": True}),
+}
+
+
+def _ours(comm: MoECommunicator, given: Batch, options: Options) -> list[torch.Tensor]:
+    out, handle = comm.dispatch(given.x, given.ids, **options.dispatch)
+    bias = given.x * 3 if options.combine else None
+    z = comm.combine(out.tokens.to(given.x.dtype), handle, given.weights, bias)
+    scales = [] if out.scales is None else [out.scales]
+    return [out.num_tokens_per_expert, z, out.tokens, *scales]
+
+
+def _deep_ep(buffer: deep_ep.Buffer, given: Batch, options: Options) -> list[torch.Tensor]:
+    """Results as `_ours`, and then those that only DeepEP's interface has."""
+    experts, dispatch, combine = EXPERTS_PER_RANK * buffer.group_size, dict(options.dispatch), dict(options.combine)
+    device = given.x.device
+    counters = []
+    if dispatch.pop("stats", False):
+        counters = [torch.zeros(EXPERTS_PER_RANK, dtype=torch.int32, device=device)]
+        dispatch["cumulative_local_expert_recv_stats"] = counters[0]
+        dispatch["dispatch_wait_recv_cost_stats"] = torch.zeros(buffer.group_size, dtype=torch.int64, device=device)
+    received, counts, handle, _, hook = buffer.low_latency_dispatch(given.x, given.ids, T, experts, **dispatch)
+    if hook is not None:
+        hook()
+    rows, *scales = received if isinstance(received, tuple) else (received,)
+    y = rows.to(torch.bfloat16)
+    if combine.get("zero_copy"):
+        buffer.get_next_low_latency_combine_buffer(handle).copy_(y)
+    if combine.pop("out", False):
+        combine["out"] = torch.full_like(given.x, torch.nan)
+    z, _, hook = buffer.low_latency_combine(y, given.ids, given.weights, handle, **combine)
+    if hook is not None:
+        hook()
+    src_info, layout_range, *_ = handle
+    return [counts, z, rows, *scales, src_info, layout_range, *counters]
+
+
+def _same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> torch.Tensor:
+    """bool: whether all bits are the same, of tensors ``[E_l, N, ...]`` those of the rows that there are."""
+    verdicts = []
+    for one, other in zip(mine, theirs, strict=True):
+        differs = one.flatten().view(torch.uint8) != other.flatten().view(torch.uint8)
+        if one.dim() >= 2 and len(one) == EXPERTS_PER_RANK and one.shape[1] > EXPERTS_PER_RANK:
+            per_row = differs.view(*one.shape[:2], -1).any(2)
+            differs = per_row & (torch.arange(one.shape[1], device=one.device) < mine[0][:, None])
+        verdicts.append(differs.any())
+    return ~torch.stack(verdicts).any()
+
+
+def replayed_options(rank: int, size: int, name: str, replays: int) -> int:
+    """Replays with new batches give the bits of the same calls outside of a graph, which other tests judge."""
+    device, options = device_of(rank), OPTIONS[name]
+    config = MoECommunicatorConfig(
+        num_experts=EXPERTS_PER_RANK * size, hidden_size=WIDE, topk=K, mode="ll", max_tokens_per_rank=T, timeout_s=60
+    )
+    generator = torch.Generator().manual_seed(size)
+
+    def given() -> Batch:
+        batch = Batch(*(part[rank] for part in random_batch(size, generator)))
+        return batch._replace(x=batch.x.repeat(1, WIDE // H).bfloat16())
+
+    with contextlib.ExitStack() as stack:
+        if options.through == OURS:
+            call: Callable[..., list[torch.Tensor]] = _ours
+            through: Any = stack.enter_context(MoECommunicator(None, config, device))
+        else:
+            call, through = _deep_ep, deep_ep.Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
+            stack.callback(through.destroy)
+        stack.enter_context(torch.no_grad())
+        static = Batch(*(part.to(device) for part in given()))
+        for _ in range(2):  # makes the memory, both buffers of zero_copy too
+            call(through, static, options)
+        replay = _recorded(device, lambda: call(through, static, options))
+        same = torch.zeros(replays, dtype=torch.bool, device=device)
+        for turn in range(replays):
+            for to, source in zip(static, given(), strict=True):
+                to.copy_(source)
+            expected = [part.clone() for part in call(through, static, options)]
+            same[turn] = _same(expected, replay())
+        assert same.all(), f"replays {(~same).nonzero().flatten().tolist()} differ"
+    return replays
+
+
+# -- what runs between the halves ----------------------------------------------------------------------------------
+
+
+def sent_alone(rank: int, size: int) -> None:
+    """Send halves end on the device, so no kernel waits there until the receive half.
+
+    That of a dispatch ends before a peer has called; that of a combine needs the weights of peers that have called.
+    """
+    device = device_of(rank)
+    with MoECommunicator(None, graph_config(size), device) as comm:
+        batch = Batch(*(part.to(device) for part in random_batch(size, torch.Generator().manual_seed(size))))
+        given = Batch(*(part[rank] for part in batch))
+        _step(comm, given)
+
+        def idle_everywhere() -> None:
+            synchronize(device)  # a kernel that waited would give up, and the communicator refuse what follows
+            comm.check()
+            dist.barrier()
+
+        if rank != 0:
+            idle_everywhere()
+        works = [comm.dispatch_async(given.x, given.ids) for _ in range(2)]
+        if rank == 0:
+            idle_everywhere()
+        out, handle = [work.wait() for work in works][1]
+        experts = torch.arange(EXPERTS_PER_RANK, device=device) + rank * EXPERTS_PER_RANK
+        y = out.tokens * _factor(experts)[:, None, None]
+        work = comm.combine_async(y, handle, given.weights)
+        idle_everywhere()
+        z = work.wait()
+        wrong = torch.zeros(3, dtype=torch.bool, device=device)
+        judge(wrong, batch, rank, out, z)
+        assert not wrong.any(), wrong.tolist()
+        comm.check()

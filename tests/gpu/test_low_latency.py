@@ -35,12 +35,29 @@ def test_plain_kernels() -> None:
 
 
 @pytest.mark.gpu(1)
+def test_every_row_of_hundreds_of_calls() -> None:
+    values(run_ranks(3, low_latency.many, 3, 500, timeout_s=280))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.timeout(1800)
 def test_every_row_of_thousands_of_operations() -> None:
-    operations = 100_000 if os.environ.get("EP_TEST_LONG") == "1" else 1500
-    values(run_ranks(3, low_latency.many, 3, operations, timeout_s=280 if operations < 10_000 else 3000))
+    operations = 100_000 if os.environ.get("EP_TEST_LONG") == "1" else 3000
+    assert values(run_ranks(2, low_latency.compared, 2, operations, timeout_s=1700)) == [operations] * 2
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_graphs_are_right_in_every_replay(size: int) -> None:
     assert values(run_ranks(size, low_latency.replayed, size, 1000, timeout_s=280)) == [1000] * size
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("name", low_latency.OPTIONS)
+def test_every_option_in_a_graph(name: str) -> None:
+    assert values(run_ranks(2, low_latency.replayed_options, 2, name, 60, timeout_s=120)) == [60] * 2
+
+
+@pytest.mark.gpu(1)
+def test_no_kernel_waits_between_the_halves() -> None:
+    values(run_ranks(3, low_latency.sent_alone, 3, timeout_s=120))
