@@ -152,6 +152,23 @@ def half_precision(rank: int, size: int) -> None:
     on_device(rank, _half_precision, size)
 
 
+def _few_and_many(rank: int, size: int) -> None:
+    """Calls of either kind of kernel: few tokens, whose pairs go as words, and many, whose rows go to slots."""
+    for tokens, quantize in ((5, None), (100, None), (100, "e4m3_pow2")):
+        case = Case(tokens=(tokens,) * size, num_experts=4 * size, topk=3, dtype=torch.bfloat16, hidden=256)
+        inputs = make_inputs(case)
+        with cases.low_latency(case, timeout_s=120) as comm:
+            if quantize is None:
+                cases.round_trip(comm, inputs)
+            else:
+                out, _ = comm.dispatch(inputs.x[rank], inputs.ids[rank], quantize=quantize)
+                cases.check_rows(comm, out, inputs, quantize)
+
+
+def few_and_many(rank: int, size: int) -> None:
+    on_device(rank, _few_and_many, size)
+
+
 # -- CUDA graphs ---------------------------------------------------------------------------------------------------
 
 T, FEW, H, K, EXPERTS_PER_RANK = 90, 7, 64, 3, 4

@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ep_plugin.testing.megatron import without_transformer_engine
+from tests.gpu import checks, over_nodes
 from tests.integrations import megatron_schedule
 from tests.integrations.megatron_layers import initialise, make_config, make_layer
 
@@ -41,15 +41,12 @@ def parity(rank: int, size: int, tp: int) -> dict[str, dict[str, float]]:
 def overlapped_schedule(rank: int, size: int) -> dict[str, Any]:
     """What the schedule that overlaps exchanges gives with each dispatcher."""
     _start(rank, size, 1)
-    return megatron_schedule.run(rank, size, torch.device("cuda", rank))
+    return megatron_schedule.run(rank, size, checks.device_of(rank))
 
 
 def _start(rank: int, size: int, tp: int) -> None:
     """NCCL, Megatron's groups, and our dispatcher in the place of its own."""
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    store = dist.distributed_c10d._get_default_store()
-    dist.destroy_process_group()
-    dist.init_process_group("nccl", store=dist.PrefixStore("megatron", store), rank=rank, world_size=size)
+    over_nodes.start(rank, size, nodes=1)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     without_transformer_engine()
     import megatron.core.transformer.moe.moe_layer  # noqa: F401  there before the hook: served at once

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import itertools
 import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -53,6 +54,17 @@ def on_device(rank: int, case: Callable[..., Any], *args: Any) -> Any:
         return case(rank, *args)
 
 
+def small(rank: int) -> None:
+    """Messages between neighbours of a node that move by ordinary and by bulk copies, both ways at once."""
+    device, peer = checks.device_of(rank), rank ^ 1
+    with SendReceive(device=device) as p2p:
+        for nbytes in (1001, 200_000):
+            sent = torch.full((nbytes,), rank + 1, dtype=torch.uint8, device=device)
+            got = torch.zeros_like(sent)
+            p2p.exchange(sent, got, peer, peer).wait()
+            assert bool((got == peer + 1).all()), nbytes
+
+
 def across_nodes(rank: int, size: int) -> None:
     on_device(rank, cases._across_nodes)
 
@@ -72,6 +84,73 @@ def megatron_pipelines(rank: int, size: int, names: list[str]) -> dict[str, tupl
     stays = unittest.mock.patch.object(test_megatron_pipeline, "make_distributed_optimizer_run_here")
     with checks.device_of(rank), stays:
         return test_megatron_pipeline._compares(rank, size, names)
+
+
+def loses_a_stage(rank: int, framework: str) -> tuple[int | None, float]:
+    """Whom the first stage of a pipeline of two names when the second has died, and how long that takes."""
+    from tests.integrations import test_megatron_pipeline
+
+    over_nodes.start(rank, 2, nodes=1)
+    if framework == "pytorch":
+        return on_device(rank, test_pipelining._loses_a_stage)
+    stays = unittest.mock.patch.object(test_megatron_pipeline, "make_distributed_optimizer_run_here")
+    with stays:
+        return on_device(rank, test_megatron_pipeline._loses_a_stage)
+
+
+# -- what products wait for ------------------------------------------------------------------------------------------
+
+SIDE, PRODUCTS, MESSAGE = 4096, 40, 8 << 20
+LEAD_CYCLES = 20_000_000  # some 10 ms, in which the host enqueues all of it
+GAP_US = 20.0
+
+
+def gaps_between_products(rank: int, size: int) -> dict[str, list[float]]:
+    """Microseconds between products that follow each other, beside messages both ways: NCCL's and ours, and by arm the
+    round that has the fewest long gaps. A product waits for the message that began two products before it."""
+    over_nodes.start(rank, size, nodes=1)
+    device, peer = checks.device_of(rank), rank ^ 1
+    a, b = (torch.randn(SIDE, SIDE, device=device).bfloat16() for _ in range(2))
+    sent, got = (torch.zeros(MESSAGE, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def stock() -> list[Any]:
+        ops = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, got, peer)]
+        return dist.batch_isend_irecv(ops)
+
+    with SendReceive(device=device) as p2p:
+        arms = {"NCCL": stock, "ours": lambda: [p2p.exchange(sent, got, peer, peer)]}
+        found = {}
+        for name, begin in arms.items():
+            rounds = [_gaps(begin, a, b) for _ in range(4)]
+            found[name] = min(rounds[1:], key=lambda gaps: sum(gap > GAP_US for gap in gaps))
+    return found
+
+
+def _is_product(kernel: str) -> bool:
+    return not any(word in kernel for word in ("ep_", "nccl", "spin_kernel", "Memset", "Memcpy"))
+
+
+def _gaps(begin: Callable[[], list[Any]], a: torch.Tensor, b: torch.Tensor) -> list[float]:
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        torch.cuda._sleep(LEAD_CYCLES)
+        under_way: list[list[Any]] = []
+        for _ in range(PRODUCTS):
+            under_way.append(begin())
+            a @ b
+            for work in under_way.pop(0) if len(under_way) > 1 else []:
+                work.wait()
+        for work in under_way.pop():
+            work.wait()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (one.start_ns(), one.start_ns() + one.duration_ns())
+        for one in profiler.profiler.kineto_results.events()
+        if one.device_type() == torch.autograd.DeviceType.CUDA and _is_product(one.name())
+    )
+    assert len(spans) == PRODUCTS, len(spans)
+    return [(after[0] - before[1]) / 1e3 for before, after in itertools.pairwise(spans)]
 
 
 def over_nodes_is_left(rank: int, size: int) -> bool:

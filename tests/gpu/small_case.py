@@ -1,5 +1,5 @@
-"""One rank of a small dispatch and combine, their backward, a gather and a reduction, for compute-sanitizer, which
-watches the process it starts.
+"""One rank of small operations of every kind, for compute-sanitizer, which watches the process it starts: dispatch and
+combine, in low latency too, their backward, a gather, a reduction and messages.
 
 `python tests/gpu/small_case.py RANK SIZE STORE [NODES]`, where STORE is a file that all ranks name and none has used
 before. NODES is 1 or 2: the emulated nodes of the ranks, which may share a GPU.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.gpu import checks, collectives, gradients, over_nodes
+from tests.gpu import checks, collectives, gradients, low_latency, messages, over_nodes
 
 
 def small(rank: int, size: int, nodes: int) -> None:
@@ -25,7 +25,10 @@ def small(rank: int, size: int, nodes: int) -> None:
         with checks.communicator(case, rank, size, timeout_s=120) as comm:
             checks.check_round(comm, case, seed=1)
     gradients.check_gradients(rank, size, checks.FLAT, torch.bfloat16)
+    if nodes == 1:  # which low latency serves
+        low_latency.few_and_many(rank, size)
     if size > 1:
+        messages.small(rank)
         for path in collectives.PATHS:
             collectives.gather_and_scatter_once(rank, size, path, nodes)
 

@@ -85,19 +85,44 @@ def test_close_waits_for_sends() -> None:
 
 
 @pytest.mark.gpu(1)
-def test_pipelines_have_the_losses_and_parameters_of_pytorch() -> None:
-    names = ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"]
-    for found in values(run_ranks(2, messages.pipelines, 2, names, timeout_s=250)):
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        (2, ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"]),
+        (3, ["ScheduleZBVZeroBubble"]),
+        (4, ["Schedule1F1B", "ScheduleInterleaved1F1B"]),
+    ],
+)
+def test_pipelines_have_the_losses_and_parameters_of_pytorch(size: int, names: list[str]) -> None:
+    for found in values(run_ranks(size, messages.pipelines, size, names, timeout_s=250)):
         assert len(found) == len(names)
         for calls, different in found:
             assert not different and calls > 0
 
 
 @pytest.mark.gpu(1)
-def test_pipelines_have_the_losses_and_gradients_of_megatron() -> None:
+@pytest.mark.parametrize(("size", "names"), [(2, ["1f1b", "1f1b, one by one", "interleaved"]), (4, ["interleaved"])])
+def test_pipelines_have_the_losses_and_gradients_of_megatron(size: int, names: list[str]) -> None:
     pytest.importorskip("megatron.core")
-    names = ["1f1b", "1f1b, one by one", "interleaved"]
-    for found in values(run_ranks(2, messages.megatron_pipelines, 2, names, timeout_s=250)):
+    for found in values(run_ranks(size, messages.megatron_pipelines, size, names, timeout_s=250)):
         assert list(found) == names
         for name, (calls, different) in found.items():
             assert different == 0 and calls > 0, name
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("framework", ["pytorch", "megatron"])
+def test_a_dead_stage_is_named(framework: str) -> None:
+    if framework == "megatron":
+        pytest.importorskip("megatron.core")
+    peer, seconds = values(run_ranks(2, messages.loses_a_stage, framework, timeout_s=120)[:1])[0]
+    assert peer == 1 and seconds < cases.DEADLINE_S + cases.GRACE_S
+
+
+@pytest.mark.gpu(2)
+def test_products_beside_messages_wait_no_longer_than_beside_nccl() -> None:
+    """Where all streams share one hardware queue, as Megatron asks for."""
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    for found in values(run_ranks(2, messages.gaps_between_products, 2, timeout_s=120, env=env)):
+        long = {arm: sum(gap > messages.GAP_US for gap in gaps) for arm, gaps in found.items()}
+        assert long["ours"] <= long["NCCL"], found
