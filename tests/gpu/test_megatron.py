@@ -1,4 +1,4 @@
-"""Megatron's MoE layer on GPUs: our dispatcher against its alltoall, outputs and all gradients. Ranks may share GPUs."""
+"""Megatron's MoE layer on GPUs, which ranks may share: our dispatcher against its alltoall, outputs and gradients."""
 
 from __future__ import annotations
 
