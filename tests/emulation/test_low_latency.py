@@ -131,6 +131,21 @@ def test_ranks_that_share_a_device() -> None:
 
 def test_the_steps_that_graphs_replay() -> None:
     assert _on_ranks(2, low_latency.replayed, 9) == [9, 9]
+    assert _on_ranks(2, low_latency.compared, 6) == [6, 6]
+
+
+def _options(rank: int, size: int) -> None:
+    for name in low_latency.OPTIONS:
+        with named(name):
+            low_latency.replayed_options(rank, size, name, 2)
+
+
+def test_options_that_graphs_replay() -> None:
+    _on_ranks(2, _options)
+
+
+def test_no_kernel_waits_between_the_halves() -> None:
+    _on_ranks(3, low_latency.sent_alone)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -176,6 +191,14 @@ def test_survivors_mask_the_dead_and_go_on(gate: str, victim: int) -> None:
     outcomes = run_ranks(4, _survive, gate, victim, timeout_s=200, env=SIMT)
     masks = values([one for rank, one in enumerate(outcomes) if rank != victim])
     assert masks == [[int(rank == victim) for rank in range(4)]] * 3
+
+
+def _slow_survivor(rank: int) -> list[int]:
+    return _slowly(rank, faults._slow_survivor)
+
+
+def test_a_rank_that_has_waited_for_a_dead_one_is_not_masked() -> None:
+    assert values(run_ranks(3, _slow_survivor, timeout_s=120, env=SIMT)[:2]) == [[0, 0, 1]] * 2
 
 
 def test_a_masked_rank_that_goes_on_changes_no_later_sum(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
 from tests.faults.fault_cases import at_gate, die_at_gate, finish, nothing_left_behind
 from tests.moe.low_latency_cases import check_rows, check_sums, expert_results, low_latency, round_trip
-from tests.moe.moe_cases import Case, Inputs, make_inputs, on_ranks
+from tests.moe.moe_cases import Case, Inputs, make_inputs, named, on_ranks
 from tests.ranks import run_ranks, values
 
 DEADLINE_S = 2.0
@@ -166,10 +167,11 @@ def _survive(rank: int, gate: str, victim: int) -> list[int]:
             comm.combine(torch.nan_to_num(y), handle, weights=inputs.weights[rank])
             continue
         left = _without(inputs, victim)
-        check_rows(comm, out, left)
-        y = expert_results(left, out.tokens.shape[1])
-        result = comm.combine(y[rank], handle, weights=inputs.weights[rank])
-        check_sums(left, rank, y, result)
+        with named((number, comm.rank_mask.tolist())):
+            check_rows(comm, out, left)
+            y = expert_results(left, out.tokens.shape[1])
+            result = comm.combine(y[rank], handle, weights=inputs.weights[rank])
+            check_sums(left, rank, y, result)
     mask = comm.rank_mask.tolist()
     comm.close()
     return mask
@@ -183,6 +185,33 @@ def test_survivors_mask_a_killed_rank_and_go_on(gate: str, victim: int) -> None:
         if rank != victim:
             assert outcome.error is None, outcome.trace
             assert outcome.value == expected
+
+
+def _slow_survivor(rank: int) -> list[int]:
+    """Rank 2 is dead, and for that rank 0 is late: it comes late to a dispatch in which it waits for rank 2, and so to
+    the combine after it, for which rank 1 waits. Returns whom the others mask."""
+    inputs = make_inputs(CASE)
+    comm = low_latency(CASE, timeout_s=60, shrink=True)
+    round_trip(comm, inputs)
+    comm.engine.exchange.barrier("test")
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.engine.comm.timeout_ns = int(DEADLINE_S * 1e9)
+    time.sleep(0.5 * DEADLINE_S if rank == 0 else 0)
+    out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+    left = _without(inputs, 2)
+    check_rows(comm, out, left)
+    time.sleep(0.75 * DEADLINE_S if rank == 0 else 0)  # then rank 1 has waited for longer than its deadline
+    y = expert_results(left, out.tokens.shape[1])
+    result = comm.combine(y[rank], handle, weights=inputs.weights[rank])
+    check_sums(left, rank, y, result)
+    mask = comm.rank_mask.tolist()
+    comm.close()
+    return mask
+
+
+def test_a_rank_that_has_waited_for_a_dead_one_is_not_masked() -> None:
+    assert values(run_ranks(SIZE, _slow_survivor)[:2]) == [[0, 0, 1]] * 2
 
 
 def _wait_for(flag: Path) -> None:

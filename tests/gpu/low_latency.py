@@ -429,7 +429,8 @@ def replayed_options(rank: int, size: int, name: str, replays: int) -> int:
 def sent_alone(rank: int, size: int) -> None:
     """Send halves end on the device, so no kernel waits there until the receive half.
 
-    That of a dispatch ends before a peer has called; that of a combine needs the weights of peers that have called.
+    That of a dispatch ends before a peer has called; that of a second one needs peers that have called the first, and
+    that of a combine needs their weights.
     """
     device = device_of(rank)
     with MoECommunicator(None, graph_config(size), device) as comm:
@@ -444,9 +445,11 @@ def sent_alone(rank: int, size: int) -> None:
 
         if rank != 0:
             idle_everywhere()
-        works = [comm.dispatch_async(given.x, given.ids) for _ in range(2)]
+        works = [comm.dispatch_async(given.x, given.ids)]
         if rank == 0:
             idle_everywhere()
+        works.append(comm.dispatch_async(given.x, given.ids))
+        idle_everywhere()
         out, handle = [work.wait() for work in works][1]
         experts = torch.arange(EXPERTS_PER_RANK, device=device) + rank * EXPERTS_PER_RANK
         y = out.tokens * _factor(experts)[:, None, None]

@@ -6,7 +6,10 @@ import os
 import signal
 import threading
 import time
+import unittest.mock
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,10 +136,15 @@ def test_bad_ids(tokens: int) -> None:
 # -- low latency: the CPU tests' cases -------------------------------------------------------------------------------
 
 
+def on_gpu(rank: int, case: Callable[..., Any], *args: Any) -> Any:
+    with unittest.mock.patch.multiple(faults, DEADLINE_S=DEADLINE_S):
+        return low_latency.on_device(rank, case, *args)
+
+
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(("gate", "victim"), [(gate, number % faults.SIZE) for number, gate in enumerate(faults.GATES)])
 def test_low_latency_names_the_dead(gate: str, victim: int) -> None:
-    outcomes = run_ranks(faults.SIZE, low_latency.on_device, faults._killed, gate, victim, timeout_s=90)
+    outcomes = run_ranks(faults.SIZE, on_gpu, faults._killed, gate, victim, timeout_s=90)
     assert outcomes.pop(victim).exitcode == -signal.SIGKILL
     for error in values(outcomes):
         assert error.rank == victim and error.step.startswith("ll_"), error
@@ -145,26 +153,32 @@ def test_low_latency_names_the_dead(gate: str, victim: int) -> None:
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(("gate", "victim"), [(gate, 3 - number) for number, gate in enumerate(faults.GATES)])
 def test_low_latency_masks_the_dead_and_goes_on(gate: str, victim: int) -> None:
-    outcomes = run_ranks(4, low_latency.on_device, faults._survive, gate, victim, timeout_s=120)
+    outcomes = run_ranks(4, on_gpu, faults._survive, gate, victim, timeout_s=120)
     assert outcomes.pop(victim).exitcode == -signal.SIGKILL
     assert values(outcomes) == [[int(rank == victim) for rank in range(4)]] * 3
 
 
 @pytest.mark.gpu(1)
 def test_a_masked_rank_that_goes_on_changes_no_later_sum(tmp_path: Path) -> None:
-    outcomes = run_ranks(3, low_latency.on_device, faults._late, tmp_path, timeout_s=90)
+    outcomes = run_ranks(3, on_gpu, faults._late, tmp_path, timeout_s=90)
     assert values(outcomes) == [([3.0], [0, 0, 1]), None, None]
 
 
 @pytest.mark.gpu(1)
+def test_a_rank_that_has_waited_for_a_dead_one_is_not_masked() -> None:
+    outcomes = run_ranks(3, on_gpu, faults._slow_survivor, timeout_s=90)
+    assert values(outcomes[:2]) == [[0, 0, 1]] * 2
+
+
+@pytest.mark.gpu(1)
 def test_masks_travel() -> None:
-    values(run_ranks(3, low_latency.on_device, faults._masked_by_hand, 3, timeout_s=90))
+    values(run_ranks(3, on_gpu, faults._masked_by_hand, 3, timeout_s=90))
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("gate", ["ll_dispatch_send", "ll_combine_send"])
 def test_low_latency_leaves_no_results_after_a_fault(gate: str) -> None:
-    outcomes = run_ranks(3, low_latency.on_device, faults._left_by_a_fault, gate, timeout_s=90)
+    outcomes = run_ranks(3, on_gpu, faults._left_by_a_fault, gate, timeout_s=90)
     assert outcomes.pop(0).exitcode == -signal.SIGKILL
     values(outcomes)
 
@@ -172,13 +186,11 @@ def test_low_latency_leaves_no_results_after_a_fault(gate: str) -> None:
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("gate", ["ll_dispatch_send", "ll_combine_send"])
 def test_an_abort_ends_every_wait_of_low_latency(gate: str) -> None:
-    assert (
-        values(run_ranks(3, low_latency.on_device, faults._aborted, gate, timeout_s=90)) == ["0 the test says so"] * 3
-    )
+    assert values(run_ranks(3, on_gpu, faults._aborted, gate, timeout_s=90)) == ["0 the test says so"] * 3
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("change", ["row bytes", "dtype", "top-k", "most tokens of a rank"])
 def test_calls_of_low_latency_that_differ_are_named(change: str) -> None:
-    for said in values(run_ranks(2, low_latency.on_device, faults._differ, change, timeout_s=90)):
+    for said in values(run_ranks(2, on_gpu, faults._differ, change, timeout_s=90)):
         assert change in said and "rank 0" in said and "rank 1" in said

@@ -45,8 +45,8 @@
 // masks the rank. Headers carry masks, and a rank adopts those of its peers. A rank that finds itself masked records a
 // fault. Rows of a source that is masked during its receive become zeros.
 // A rank that waits for a dead one is late itself. So with `shrink`, a half that has waited for half of its deadline
-// sets the `waiting` word of its rank at every peer, and its end clears them. A wait for a rank whose word is set
-// begins its deadline anew, at most R times.
+// adds 1 to the `waiting` word of its rank at every peer, and its end adds 1 again. When a wait for a rank has lasted
+// for its deadline, and the word is odd or has changed meanwhile, the deadline begins anew, at most R times.
 #pragma once
 #include "common/layout.h"
 
@@ -177,7 +177,7 @@ struct LlBell {
 
 struct LlLayout {
   int64_t consumed;    // u64 [2 kinds][2 parities][R peers]: epoch that the peer has read of what this rank wrote
-  int64_t waiting;     // u32 [R]: 1: the rank waits for another one
+  int64_t waiting;     // u32 [R]: odd: the rank waits for another one
   int64_t bell;        // LlBell: CPUs alone
   int64_t flag;        // u64 [2 kinds][2 parities][R senders][kLlMaxGroups]
   int64_t ids;         // LlWord [2 parities][R sources][id_words]: header, then expert ids
@@ -222,7 +222,7 @@ struct LlState {
   uint64_t ctas_done[kLlKinds][2];          // CUDA: by kind and half: CTAs of the running kernel that have finished
   uint64_t ctas_entered[kLlKinds];          // CUDA: CTAs of the running send half that have read the epoch
   uint32_t mask[kMaxRanks];                 // 1: the rank is masked
-  uint32_t waits;                           // 1: this rank's `waiting` words are set
+  uint64_t waits;                           // the lower half is in this rank's `waiting` words
   uint64_t verdict[kMaxRanks];              // CUDA, with shrink: whether a dispatch has the source's words (see there)
   uint64_t waited[kMaxRanks];               // CUDA: longest wait for the rank by a thread of the running receive half
 };

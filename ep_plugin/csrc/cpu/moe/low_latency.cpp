@@ -21,28 +21,33 @@ void mask(const LlRun& ll, int peer) { __atomic_store_n(&ll.state().mask[peer], 
 
 // Says to the peers whether this rank waits for another one.
 void announce_wait(const LlRun& ll, bool waits) {
-  if (ll.state().waits == static_cast<uint32_t>(waits)) return;
-  ll.state().waits = waits;
+  uint64_t& count = ll.state().waits;
+  if (count % 2 == static_cast<uint64_t>(waits)) return;
+  ++count;
   for (int peer = 0; peer < ll.op.comm.num_ranks; ++peer)
-    __atomic_store_n(ll.block(peer).waiting(ll.op.comm.rank), waits, __ATOMIC_RELAXED);
+    __atomic_store_n(ll.block(peer).waiting(ll.op.comm.rank), static_cast<uint32_t>(count), __ATOMIC_RELAXED);
 }
 
-// The deadline after which a wait with `shrink` masks its peer.
+// The deadline after which a wait with `shrink` masks its peer. A peer that has waited itself gets more time, see
+// low_latency.h.
 class MaskDeadline {
  public:
   bool passed(const LlRun& ll, int peer, int64_t now) {
-    if (since_ == 0) since_ = now;
+    const auto waits = [&] { return __atomic_load_n(ll.own().waiting(peer), __ATOMIC_RELAXED); };
+    if (since_ == 0) since_ = now, waits_ = waits();
     const int64_t waited = now - since_, most = ll.op.comm.timeout_ns;
     if (waited > most / 2) announce_wait(ll, true);
     if (waited <= most) return false;
-    const bool waits = __atomic_load_n(ll.own().waiting(peer), __ATOMIC_RELAXED) != 0;
-    if (!waits || ++renewed_ > ll.op.comm.num_ranks) return true;
-    since_ = now;
+    const uint32_t latest = waits();
+    const bool has_waited = latest % 2 != 0 || latest != waits_;
+    if (!has_waited || ++renewed_ > ll.op.comm.num_ranks) return true;
+    since_ = now, waits_ = latest;
     return false;
   }
 
  private:
   int64_t since_ = 0;
+  uint32_t waits_ = 0;
   int renewed_ = 0;
 };
 

@@ -80,29 +80,34 @@ __device__ inline LlRun ll_half(const LlOperation& op, const LlLayout& lay, LlKi
 enum class Found { kThere, kMasked, kGaveUp };
 
 // Says to the peers whether this rank waits for another one.
-__device__ inline void ll_announce_wait(const LlRun& ll, uint32_t waits) {
-  uint32_t* said = &ll.state().waits;
-  if (ptx::ld_relaxed_gpu(said) == waits) return;
-  ptx::st_relaxed_gpu(said, waits);
+__device__ inline void ll_announce_wait(const LlRun& ll, bool waits) {
+  uint64_t* count = &ll.state().waits;
+  const uint64_t before = ptx::ld_relaxed_gpu(count);
+  if ((before & 1) == waits || ptx::atom_cas_relaxed_gpu(count, before, before + 1) != before) return;
 #pragma unroll 1
   for (int peer = 0; peer < ll.op.comm.num_ranks; ++peer)
-    ptx::st_release_sys(ll.block(peer).waiting(ll.op.comm.rank), waits);
+    ptx::st_release_sys(ll.block(peer).waiting(ll.op.comm.rank), static_cast<uint32_t>(before + 1));
 }
 
-// The deadline after which a wait with `shrink` masks its peer. A peer that waits itself gets more time, see
+// The deadline after which a wait with `shrink` masks its peer. A peer that has waited itself gets more time, see
 // low_latency.h.
 struct MaskDeadline {
   uint64_t since = 0;
+  uint32_t waits = 0;  // the peer's word at that time
   int renewed = 0;
 
   __device__ bool passed(const LlRun& ll, int peer) {
     const uint64_t now = ptx::globaltimer(), most = static_cast<uint64_t>(ll.op.comm.timeout_ns);
-    if (since == 0) since = now;
-    if (now - since > most / 2) ll_announce_wait(ll, 1);
-    if (now - since <= most) return false;
-    if (ptx::ld_acquire_sys(ll.own().waiting(peer)) == 0 || ++renewed > ll.op.comm.num_ranks) return true;
+    const bool begins = since == 0;
+    if (begins) since = now;
+    if (now - since > most / 2) ll_announce_wait(ll, true);
+    if (!begins && now - since <= most) return false;
+    const uint32_t latest = ptx::ld_acquire_sys(ll.own().waiting(peer));
+    const bool has_waited = (latest & 1) != 0 || latest != waits;
+    waits = latest;
+    if (begins) return false;
     since = now;
-    return false;
+    return !has_waited || ++renewed > ll.op.comm.num_ranks;
   }
 };
 
@@ -312,7 +317,7 @@ __device__ inline void ll_finish(const LlRun& ll) {
   const Comm& comm = op.comm;
   LlState& state = ll.state();
   const int peer = lane_id();
-  if (op.shrink != 0 && peer == 0) ll_announce_wait(ll, 0);
+  if (op.shrink != 0 && peer == 0) ll_announce_wait(ll, false);
   if ((op.phases & kLlReceive) == 0 || peer >= comm.num_ranks) return;
   if (op.wait_cost != 0) at<int64_t>(op.wait_cost)[peer] += static_cast<int64_t>(state.waited[peer]);
   state.waited[peer] = 0;
