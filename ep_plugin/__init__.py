@@ -83,6 +83,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "integrations":
+        return import_module("ep_plugin.integrations")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'ep_plugin' has no attribute {name!r}")

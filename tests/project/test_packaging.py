@@ -199,6 +199,8 @@ def test_import_is_cheap(tmp_path: Path) -> None:
     code = f"import sys, ep_plugin; print([name for name in {HEAVY} if name in sys.modules])"
     loaded = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT)).stdout.strip()
     assert loaded == "[]"
+    code = "import ep_plugin; print(ep_plugin.integrations.status())"  # which loads them
+    assert "transformers" in run(sys.executable, "-c", code, cwd=tmp_path).stdout
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
