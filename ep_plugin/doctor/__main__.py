@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,11 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(findings: Sequence[Finding], as_json: bool) -> int:
-    if as_json:
-        shown = [finding._asdict() for finding in findings]
-        print(json.dumps({"status": status(findings), "findings": shown}, indent=2), flush=True)
-    else:
-        print(render(findings), flush=True)
+    shown = [finding._asdict() for finding in findings]
+    text = json.dumps({"status": status(findings), "findings": shown}, indent=2) if as_json else render(findings)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # as in `ep-doctor | head`; Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status(findings)
 
 

@@ -21,6 +21,9 @@ FRAMEWORKS = {
     "megatron-core": "megatron",
     "transformers": "transformers",
     "accelerate": None,
+    "trl": None,
+    "peft": None,
+    "deepspeed": None,
     "torchtitan": "torchtitan",
     "deep_ep": None,
 }

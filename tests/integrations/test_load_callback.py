@@ -21,10 +21,8 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 ROOT, EXPERTS = Path(__file__).parents[2], 8
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run on two ranks."""
-    out = tmp_path_factory.mktemp("load")
+def train(out: Path, *tracker: str) -> None:
+    """A run on two ranks that writes to `out`, and to a tracker that Trainer knows."""
     config = transformers.Qwen3MoeConfig(
         vocab_size=64, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_experts=EXPERTS,
         num_experts_per_tok=3, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -32,7 +30,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(out / "model")
     script = ROOT / "tests" / "integrations" / "scripts" / "train_load.py"
-    run_script([script, out, out / "model"], 2, out, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
+    run_script([script, out, out / "model", *tracker], 2, out, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run."""
+    out = tmp_path_factory.mktemp("load")
+    train(out)
     return out
 
 

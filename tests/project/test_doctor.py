@@ -496,7 +496,7 @@ def dies(monkeypatch: pytest.MonkeyPatch, _: Path) -> None:
 PLANTED: dict[str, Plant] = {
     "nothing": lambda monkeypatch, _: None,
     "mixed versions": old_torch,
-    "mixed frameworks": versions(transformers="5.24.0"),
+    "mixed frameworks": versions(transformers="5.23.0"),
     "mixed switches": variable("EP_PLUGIN", "fsdp2"),
     "mixed devices": other_device,
     "unequal nodes": variable("EP_PLUGIN_HOST", "elsewhere"),

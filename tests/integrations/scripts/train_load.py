@@ -1,6 +1,6 @@
 """Trains with a LoadCallback, and counts what the routers choose.
 
-torchrun --nproc-per-node 2 train_load.py OUT MODEL
+torchrun --nproc-per-node 2 train_load.py OUT MODEL [TRACKER]
 """
 
 import json
@@ -47,7 +47,7 @@ def main() -> None:
         logging_steps=2,
         save_strategy="no",
         save_only_model=True,
-        report_to=[],
+        report_to=sys.argv[3:],
         use_cpu=True,
         disable_tqdm=True,
     )
