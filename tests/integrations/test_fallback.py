@@ -63,7 +63,7 @@ def test_a_model_of_transformers_in_fsdp2_trains_as_without() -> None:
 
 
 def _megatron_layer(rank: int) -> dict[str, Any]:
-    from tests.integrations import test_megatron
+    from tests.integrations.megatron_cases import Case, run_case
     from tests.integrations.megatron_layers import initialise
     from tests.integrations.on_cpus import make_megatron_run_here
 
@@ -72,8 +72,7 @@ def _megatron_layer(rank: int) -> dict[str, Any]:
 
     ep_plugin.integrations.megatron.enable()
     initialise(1, SIZE)
-    case = test_megatron.CASES["ep4"]
-    return test_megatron._run_case(rank, case, dispatcher="MoEAlltoAllTokenDispatcher")
+    return run_case(rank, Case(), dispatcher="MoEAlltoAllTokenDispatcher")
 
 
 def test_a_layer_of_megatron_is_as_with_its_all_to_all() -> None:

@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,34 +23,10 @@ from tests.ranks import run_ranks, values
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
+from tests.integrations.megatron_cases import DEEPSEEK, GRAPHS, LIMIT, RELEASE, VERSION, WORLD, Case, relative, run_case
+
 ROOT = Path(__file__).parents[2]
-VERSION = importlib.metadata.version("megatron-core")
-RELEASE = tuple(map(int, VERSION.split(".")[:2]))
-GRAPHS = "cuda_graph_modules" if RELEASE >= (0, 18) else "cuda_graph_scope"
-WORLD = 4
-LIMIT = 1e-5
 PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One layer. options: of both configurations; ours: beside them, of the one with our dispatcher."""
-
-    tp: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
-    ours: dict[str, Any] = field(default_factory=dict)
-    tokens: int = 7
-
-
-DEEPSEEK = {
-    "moe_router_topk": 4,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_num_groups": 4,
-    "moe_router_group_topk": 2,
-    "moe_router_topk_scaling_factor": 2.5,
-    "moe_router_enable_expert_bias": True,
-    "moe_shared_expert_intermediate_size": 24,
-}
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 CASES = {
     "ep4": Case(),
@@ -252,7 +227,7 @@ def _run_deepep(
     for name in names:
         if name in ("ep4", "tp2-ep2"):
             initialise(CASES[name].tp, WORLD // CASES[name].tp)
-        found[name] = _run_case(rank, CASES[name], dispatcher="MoEFlexTokenDispatcher")
+        found[name] = run_case(rank, CASES[name], dispatcher="MoEFlexTokenDispatcher")
     return found
 
 
@@ -269,7 +244,7 @@ def _run_rank(rank: int) -> dict[str, Any]:
         if case.tp != tp:
             tp = case.tp
             initialise(tp, WORLD // tp)
-        found[name] = _run_case(rank, case)
+        found[name] = run_case(rank, case)
         if tp == 1 and "parts" not in found:
             found["parts"] = _run_parts(rank)
             found["fused_a2a"] = _run_fused_a2a(rank)
@@ -288,70 +263,8 @@ def _run_some(rank: int, names: list[str]) -> dict[str, Any]:
     for name in names:
         case = CASES[name]
         initialise(case.tp, WORLD // case.tp)
-        found[name] = _run_case(rank, case)
+        found[name] = run_case(rank, case)
     return found
-
-
-def _run_case(rank: int, case: Case, dispatcher: str = "EpPluginTokenDispatcher") -> dict[str, Any]:
-    """dispatcher: the class that "flex" stands for."""
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: F401
-
-    ep = WORLD // case.tp
-    layers = {}
-    for kind, more in (("alltoall", {}), ("flex", case.ours)):
-        torch.manual_seed(11)
-        layers[kind] = make_layer(make_config(kind, case.tp, ep, **case.options, **more))
-    assert type(layers["flex"].token_dispatcher).__name__ == dispatcher
-    layers["flex"].load_state_dict(layers["alltoall"].state_dict())
-    results, counts = {}, {}
-    for kind, layer in layers.items():
-        generator = torch.Generator().manual_seed(100 + rank)
-        x = torch.randn((case.tokens, 2, 32), generator=generator).requires_grad_()
-        with _counting() as counts[kind]:
-            y, bias = layer(x)
-            y.backward(torch.randn(y.shape, generator=generator))
-        assert bias is None
-        results[kind] = {"y": y.detach(), "x.grad": x.grad} | {
-            name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None
-        }
-    assert results["flex"].keys() == results["alltoall"].keys()
-    return {
-        "difference": {name: _relative(results["flex"][name], theirs) for name, theirs in results["alltoall"].items()},
-        "ours": counts["flex"],
-        "theirs": counts["alltoall"],
-    }
-
-
-def _relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-3)) if theirs.numel() else 0.0
-
-
-class _counting:
-    """Calls of our operators, and of torch's all-to-all, in a forward (and what it recomputes in backward)."""
-
-    def __enter__(self) -> dict[str, int]:
-        from ep_plugin import MoECommunicator
-
-        self.counts = {"dispatch": 0, "combine": 0, "stock": 0}
-        self.patch = pytest.MonkeyPatch()
-        for owner, name, key in (
-            (MoECommunicator, "dispatch", "dispatch"),
-            (MoECommunicator, "combine", "combine"),
-            (dist, "all_to_all_single", "stock"),
-        ):
-            self.patch.setattr(owner, name, self._counted(getattr(owner, name), key))
-        return self.counts
-
-    def _counted(self, function: Callable[..., Any], key: str) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.counts[key] += 1
-            return function(*args, **kwargs)
-
-        return counted
-
-    def __exit__(self, *error: object) -> None:
-        self.patch.undo()
 
 
 def _run_padded_decode(rank: int) -> float:
@@ -364,7 +277,7 @@ def _run_padded_decode(rank: int) -> float:
         plain = layer(x)[0]
         set_decode_expert_padding(layer, True, capacity_factor=layer.config.num_moe_experts / 3)
         padded = layer(x)[0]
-    return _relative(padded, plain)
+    return relative(padded, plain)
 
 
 def _dispatcher(config: Any) -> Any:
@@ -457,4 +370,4 @@ def _run_fused_a2a(rank: int) -> float:
     grad_x = x.detach().sin() * probs.detach().sum(1, keepdim=True)
     grad_probs = (x.detach().sin() * x.detach()).sum(1, keepdim=True).expand_as(probs)
     pairs = ((y, exact), (x.grad, grad_x), (probs.grad, grad_probs))
-    return max(_relative(ours.detach(), theirs) for ours, theirs in pairs)
+    return max(relative(ours.detach(), theirs) for ours, theirs in pairs)
