@@ -22,10 +22,7 @@ from ep_plugin.integrations.communicators import communicator_of, in_layer
 from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.ranges import opener
 
-# Options for SMs, with their defaults, at which we choose the number ourselves: from 0.19 on one for all backends, in
-# older versions one for each.
-SMS_OPTION = "moe_flex_dispatcher_num_sms"
-DEFAULT_SMS = {"deepep": ("moe_deepep_num_sms", 20), "hybridep": ("moe_hybridep_num_sms", 16)}
+SMS_OPTION = "moe_flex_dispatcher_num_sms"  # from 0.19 on; older versions have one for each backend
 # Backends of which Megatron knows that experts take the rows of dispatch themselves, not a permuted copy.
 UNPERMUTED = ("hybridep", "ncclep")
 
@@ -238,7 +235,14 @@ def check_config(config: Any, topk: int, tp_size: int) -> None:
             f"host learns how many rows arrive, got {', '.join(sorted(captured)) or 'all'} with "
             f"cuda_graph_impl={implementation!r}"
         )
-    for option, unset in (("moe_expert_rank_capacity_factor", None), ("moe_ncclep_static_shape", False)):
+    unserved: list[tuple[str, Any]] = [
+        ("moe_paged_stash", False),
+        ("moe_ncclep_static_shape", False),
+        ("moe_ncclep_zero_copy", False),
+    ]
+    if config.moe_flex_dispatcher_backend != "ncclep":  # which needs it for the size of a buffer, and drops nothing
+        unserved.insert(0, ("moe_expert_rank_capacity_factor", None))
+    for option, unset in unserved:
         if getattr(config, option, unset) != unset:
             raise NotSupported(
                 f"{option}: expected {unset}, since dispatch returns the rows that arrive and drops none, got "
@@ -247,11 +251,9 @@ def check_config(config: Any, topk: int, tp_size: int) -> None:
 
 
 def sms_of(config: Any) -> dict[str, int]:
-    """The communicator's SMs: chosen by shape, unless the option differs from its default."""
-    option, default = SMS_OPTION, None
-    if not hasattr(config, option):
-        option, default = DEFAULT_SMS.get(config.moe_flex_dispatcher_backend, ("", None))
-    asked = getattr(config, option, default)
-    if asked is None or asked == default:
+    """The communicator's SMs: chosen by shape, unless the option differs from Megatron's default."""
+    option = SMS_OPTION if hasattr(config, SMS_OPTION) else f"moe_{config.moe_flex_dispatcher_backend}_num_sms"
+    asked = getattr(config, option)
+    if asked is None or asked == getattr(type(config), option):
         return {}
     return {"dispatch_send_sms": asked, "dispatch_recv_sms": 0, "combine_send_sms": asked, "combine_recv_sms": 0}

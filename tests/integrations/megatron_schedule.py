@@ -14,12 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.integrations.megatron_cases import RELEASE
 from tests.integrations.megatron_layers import make_config
 
 MICRO_BATCHES, LAYERS = 2, 2
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
-# Dispatcher and backend; with "deepep" the schedule frees the rows under the experts, with "hybridep" it does not.
+# Dispatcher and backend; with "deepep" the schedule frees the rows under the experts, with the others it does not.
 ARMS = {"alltoall": ("alltoall", "deepep"), "deepep": ("flex", "deepep"), "hybridep": ("flex", "hybridep")}
+if RELEASE >= (0, 19):
+    ARMS["ncclep"] = ("flex", "ncclep")
 
 
 def run(rank: int, size: int, device: torch.device) -> dict[str, Any]:
