@@ -21,29 +21,34 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 ROOT, EXPERTS = Path(__file__).parents[2], 8
 
 
-def train(out: Path, *tracker: str) -> None:
-    """A run on two ranks that writes to `out`, and to a tracker that Trainer knows."""
+def train(out: Path, *tracker: str, skewed: bool = False) -> None:
+    """A run on two ranks that writes to `out`, and to a tracker that Trainer knows. skewed: one rank gets no token."""
     config = transformers.Qwen3MoeConfig(
         vocab_size=64, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_experts=EXPERTS,
         num_experts_per_tok=3, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     )  # fmt: skip
     torch.manual_seed(0)
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(out / "model")
+    model = transformers.Qwen3MoeForCausalLM(config)
+    for layer in model.model.layers if skewed else []:
+        layer.mlp.gate.weight.data.zero_()  # of equal logits the same neighbours are chosen for every token
+    model.save_pretrained(out / "model")
     script = ROOT / "tests" / "integrations" / "scripts" / "train_load.py"
     run_script([script, out, out / "model", *tracker], 2, out, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["random", "skewed"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run."""
     out = tmp_path_factory.mktemp("load")
-    train(out)
+    train(out, skewed=request.param == "skewed")
     return out
 
 
-def test_the_log_has_what_the_routers_chose(run: Path) -> None:
+def test_the_log_has_what_the_routers_chose(run: Path, request: pytest.FixtureRequest) -> None:
     found = json.loads((run / "found.json").read_text())
     chosen = torch.tensor(found["chosen"]).double()  # [ranks, logs, layers, experts]
+    if "skewed" in request.node.name:
+        assert (chosen.sum((0, 1, 2)).view(2, -1).sum(1) == 0).sum() == 1
     loads = [entry for entry in found["logged"] if "moe/expert_skew" in entry]
     assert len(loads) == chosen.shape[1] == 2
     for log, per_expert in zip(loads, chosen.sum(0), strict=True):

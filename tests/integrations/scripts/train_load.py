@@ -43,6 +43,7 @@ def main() -> None:
     arguments = TrainingArguments(
         output_dir=str(out / "trainer"),
         max_steps=4,
+        learning_rate=0.0,  # routers stay as the checkpoint has them
         per_device_train_batch_size=2,
         logging_steps=2,
         save_strategy="no",
