@@ -22,7 +22,7 @@ from tests.gpu import checks, graphs
 from tests.moe.moe_cases import named
 
 CASES = ("plain", "token_major", "aligned", "empty_ranks", "all_dropped", "one_rank_receives_all")
-REPLAYS, ROUNDS = 7, 60
+REPLAYS, ROUNDS, LAYERS = 7, 60, 4
 LATE_S = 0.6
 
 
@@ -181,14 +181,29 @@ def profiled(rank: int, size: int) -> dict[str, dict[str, int]]:
     return found
 
 
-def timed(rank: int, size: int) -> tuple[float, float]:
-    """Milliseconds of a dispatch and its combine of the headline's batch: medians without and with recording."""
+def timed(rank: int, size: int, trains: bool) -> tuple[float, float]:
+    """Milliseconds of a step with the headline's batch, medians without and with recording: a dispatch and its combine,
+    or the forward and backward passes of some layers of experts."""
     case = checks.Case(tokens=4096, ragged=0, hidden=7168, topk=8, experts_per_rank=256 // size, dropped=0.0)
     generator = torch.Generator().manual_seed(rank)
     with checks.communicator(case, rank, size) as comm:
         device = comm.engine.device
         x = torch.randn(case.tokens, case.hidden, generator=generator).to(case.dtype).to(device)
         weights, ids = (part.to(device) for part in torch.rand(case.tokens, 256, generator=generator).topk(case.topk))
+        up, down = (torch.randn(shape, device=device).to(case.dtype) / 64 for shape in ((7168, 1024), (1024, 7168)))
+
+        def round_trip() -> None:
+            out, handle = comm.dispatch(x, ids, weights)
+            comm.combine(out.tokens, handle, weights=out.weights)
+
+        def train() -> None:
+            z = x.requires_grad_()
+            for _ in range(LAYERS):
+                out, handle = comm.dispatch(z, ids, weights)
+                z = z + comm.combine((out.tokens @ up).relu() @ down, handle, weights=out.weights)
+            z.float().square().mean().backward()
+            x.grad = None
+
         times: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(2 * ROUNDS):
             on = turn % 2 == 1
@@ -196,8 +211,7 @@ def timed(rank: int, size: int) -> tuple[float, float]:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             checks.started(comm)
             begin.record()
-            out, handle = comm.dispatch(x, ids, weights)
-            comm.combine(out.tokens, handle, weights=out.weights)
+            train() if trains else round_trip()
             end.record()
             end.synchronize()
             slowest = torch.tensor(begin.elapsed_time(end))

@@ -55,6 +55,13 @@ def test_recording_adds_one_kernel_to_an_operation_and_no_synchronisation() -> N
 @pytest.mark.gpu(2)
 def test_recording_adds_little_to_a_round_trip() -> None:
     """Host time, while the caller waits for the totals. Its share differs between machines: see docs/statistics.md."""
-    for off, on in values(run_ranks(2, load_cases.timed, 2, timeout_s=250)):
+    for off, on in values(run_ranks(2, load_cases.timed, 2, False, timeout_s=250)):
         note(f"{off:.3f} ms without, {on:.3f} ms with statistics")
         assert on < 1.3 * off
+
+
+@pytest.mark.gpu(2)
+def test_a_training_step_takes_as_long_with_recording() -> None:
+    for off, on in values(run_ranks(2, load_cases.timed, 2, True, timeout_s=250)):
+        note(f"{off:.3f} ms without, {on:.3f} ms with statistics")
+        assert on < 1.03 * off
