@@ -1,5 +1,6 @@
-"""All-gather and reduce-scatter of gigabytes: no count of bytes fits 32 bits with a sign; of shards above 2 GiB, none
-fits 32 bits. Memory that ranks share takes the system long to make, so there EP_TEST_LONG=1 asks for such shards."""
+"""All-gather, reduce-scatter and messages of gigabytes: no count of bytes fits 32 bits with a sign; of shards and
+messages above 2 GiB, none fits 32 bits. Memory that ranks share takes the system long to make, so there EP_TEST_LONG=1
+asks for such shards."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
+from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter, SendReceive
 from tests.collectives.collective_cases import assert_numbered, fill_numbered
 from tests.ranks import run_ranks, values
 
@@ -61,3 +62,20 @@ def _sum(rank: int) -> None:
 @pytest.mark.slow
 def test_a_sum() -> None:
     values(run_ranks(RANKS, _sum, timeout_s=200))
+
+
+def _message(rank: int) -> None:
+    tensor = torch.empty(WORDS, dtype=torch.int32)
+    with SendReceive() as p2p:
+        if rank == 0:
+            fill_numbered(tensor, 7, STEP, EVERY)
+            p2p.send(tensor, 1).wait()
+        else:
+            p2p.receive(tensor, 0).wait()
+            assert_numbered(tensor, lambda numbers: numbers + 7, STEP, EVERY)
+
+
+@needs_memory
+@pytest.mark.slow
+def test_a_message() -> None:
+    values(run_ranks(RANKS, _message, timeout_s=200))

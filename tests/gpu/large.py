@@ -1,10 +1,10 @@
-"""Gathers and sums of shards above 2 GiB on GPUs: no count of bytes or elements fits 32 bits."""
+"""Gathers and sums of shards, and messages, above 2 GiB on GPUs: no count of bytes or elements fits 32 bits."""
 
 from __future__ import annotations
 
 import torch
 
-from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter
+from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter, SendReceive
 from tests.collectives.collective_cases import assert_numbered, fill_numbered
 from tests.gpu.checks import device_of
 
@@ -36,3 +36,14 @@ def scatter(rank: int, size: int, path: str) -> None:
         added = 1000 * size * rank + 2000 * sum(range(size))
         assert_numbered(shards[rank], lambda numbers: size * numbers + added, STEP)
         made.check()
+
+
+def exchange(rank: int, words: int) -> None:
+    """Messages of so many words, both ways between two ranks."""
+    device = device_of(rank)
+    sent, got = (torch.empty(words, dtype=torch.int32, device=device) for _ in range(2))
+    with SendReceive(device=device) as p2p:
+        fill_numbered(sent, rank, STEP)
+        p2p.exchange(sent, got, 1 - rank, 1 - rank).wait()
+        assert_numbered(got, lambda numbers: numbers + 1 - rank, STEP)
+        p2p.check()

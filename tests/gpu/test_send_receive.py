@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.collectives import test_send_receive as cases
-from tests.gpu import messages
+from tests.gpu import large, messages
 from tests.ranks import Outcome, run_ranks, values
 
 
@@ -35,6 +35,14 @@ def test_messages_move_without_each_other(case: Callable[..., Any]) -> None:
 def test_everyone_sends_to_everyone_before_it_receives() -> None:
     """An H100 has room for the kernels of 16 messages, and each rank sends 18."""
     values(_run(4, cases._everyone_to_everyone, 4, 6))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.xdist_group("much memory")
+@pytest.mark.parametrize("words", [large.WORDS, large.WORDS + 1])
+def test_messages_above_two_gigabytes(words: int) -> None:
+    """By bulk copies, and by ordinary ones where the size is no multiple of 16 bytes."""
+    values(run_ranks(2, large.exchange, words, timeout_s=200))
 
 
 @pytest.mark.gpu(1)
