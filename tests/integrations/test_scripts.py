@@ -175,6 +175,22 @@ def test_a_megatron_script_trains_as_with_alltoall(tmp_path: Path) -> None:
         assert losses_of(ours, name) == pytest.approx(losses_of(theirs, name), rel=LOSS_LIMIT)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+def test_callers_of_megatron_train_as_with_alltoall(tmp_path: Path) -> None:
+    name = "train_megatron_callers.py"
+    theirs = launch(tmp_path / "stock", name, tmp_path / "stock", "alltoall")
+    assert all(counts.keys() - {"fsdp2"} == {"stock"} for counts in theirs.counts)
+    for switch in ("megatron", "deep_ep"):
+        ours = launch(tmp_path / switch, name, tmp_path / switch, "flex", switched_on=switch)
+        every_exchange_is_ours(ours, switch)
+        for rank in range(WORLD):
+            found, expected = (json.loads((run.out / f"losses.{rank}.json").read_text()) for run in (ours, theirs))
+            assert found.keys() == expected.keys() and len(found) == 8
+            for case, losses in found.items():
+                assert losses == pytest.approx(expected[case], rel=LOSS_LIMIT), (switch, case)
+                assert len(set(losses)) == STEPS, case
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan")
 def test_a_torchtitan_script_trains_as_with_the_all_to_all(tmp_path: Path) -> None:
     # Both with our collectives: torchtitan asks FSDP2 for a reduction (PREMUL_SUM) that gloo does not know.
