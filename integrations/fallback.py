@@ -6,12 +6,12 @@ variable. Failures stay errors.
 
 from __future__ import annotations
 
-import warnings
-
 from ep_plugin import env
 from ep_plugin.errors import NotSupported
+from ep_plugin.log import log
 
 _said: set[tuple[str, str]] = set()
+_fallen_back: set[str] = set()
 
 
 def falls_back(name: str, error: NotSupported) -> bool:
@@ -21,8 +21,19 @@ def falls_back(name: str, error: NotSupported) -> bool:
     """
     if env.settings().fallback is None:
         return False
-    if (name, str(error)) not in _said:
-        _said.add((name, str(error)))
-        if env.launcher().rank in (0, None):
-            warnings.warn(f"ep_plugin: {name} is left to the framework (EP_PLUGIN_FALLBACK): {error}", stacklevel=3)
+    _fallen_back.add(name)
+    warn_once(f"{name} is left to the framework (EP_PLUGIN_FALLBACK)", str(error))
     return True
+
+
+def has_fallen_back(name: str) -> bool:
+    """Whether the framework has taken the place of the integration `name` anywhere in this process."""
+    return name in _fallen_back
+
+
+def warn_once(what: str, why: str) -> None:
+    """Log a warning: on rank 0, and once in a process for each text."""
+    if (what, why) not in _said:
+        _said.add((what, why))
+        if env.launcher().rank in (0, None):
+            log().warning("%s: %s", what, why)

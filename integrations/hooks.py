@@ -25,7 +25,7 @@ from ep_plugin import counts, env
 from ep_plugin.counts import left as left
 from ep_plugin.counts import served as served
 from ep_plugin.errors import EpPluginError, NotSupported
-from ep_plugin.integrations.fallback import falls_back
+from ep_plugin.integrations.fallback import falls_back, has_fallen_back
 from ep_plugin.integrations.finder import Finder
 from ep_plugin.log import log
 
@@ -221,13 +221,14 @@ def warn_at_exit(names: Sequence[str]) -> None:
     """Log a warning, when this process ends, with those of `names` that have served nothing.
 
     Nothing is logged where a process group was never made, as in launchers, on ranks other than 0, after an uncaught
-    error, and in children.
+    error, in children, and for names that were left to the framework with a warning of their own (fallback.py).
     """
     pid = os.getpid()
 
     @atexit.register
     def warn() -> None:
-        idle = [f"{row.name} ({row.state}: {row.detail})" for row in status() if row.name in names and not row.served]
+        served_nothing = [row for row in status() if row.name in names and not row.served]
+        idle = [f"{row.name} ({row.state}: {row.detail})" for row in served_nothing if not has_fallen_back(row.name)]
         if idle and os.getpid() == pid and not hasattr(sys, "last_value") and _is_first_rank():
             log().warning("EP_PLUGIN: nothing was served by %s", ", ".join(idle))
 

@@ -24,20 +24,21 @@ def run_script(words: Sequence[str | Path], ranks: int, folder: Path, **variable
     The output of each rank is then in ``folder/log.<rank>``. The ranks get the caller's environment without its
     EP_PLUGIN* variables, and `variables`.
     """
-    codes, logs = _on_ranks(words, ranks, folder, variables)
+    codes, logs = run_until_end(words, ranks, folder, **variables)
     assert codes == [0] * ranks, f"exit status {codes}:\n" + "\n".join(log[-3000:] for log in logs)
 
 
 def run_code(code: str, folder: Path, **variables: str) -> tuple[int | None, str]:
     """The exit status and the output of ``python code.py`` on one rank, without the import of PyTorch."""
     (folder / "code.py").write_text(code)
-    (status,), (output,) = _on_ranks([folder / "code.py"], 1, folder, variables)
+    (status,), (output,) = run_until_end([folder / "code.py"], 1, folder, **variables)
     return status, output
 
 
-def _on_ranks(
-    words: Sequence[str | Path], ranks: int, folder: Path, variables: dict[str, str]
+def run_until_end(
+    words: Sequence[str | Path], ranks: int, folder: Path, **variables: str
 ) -> tuple[list[int | None], list[str]]:
+    """The exit status and the output of each rank of `run_script`, however they end."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EP_PLUGIN")}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

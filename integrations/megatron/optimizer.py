@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks
+from ep_plugin.integrations.fallback import warn_once
 from ep_plugin.integrations.pairs import Pair, PairUser, can_sum
 
 hooks.check_signatures(
@@ -47,7 +47,6 @@ _SUM, _ACCUMULATED = "dist_reduce_scatter_func", "reduce_scatter_with_fp32_accum
 _user = PairUser()
 _thread = threading.local()  # .manager: the innermost that is open in this thread
 _streams: weakref.WeakKeyDictionary[Any, torch.cuda.Stream] = weakref.WeakKeyDictionary()
-_said: set[str] = set()
 
 
 def enable() -> None:
@@ -146,9 +145,7 @@ def _why_left(pair: Pair, kind: str, output: torch.Tensor, op: Any = dist.Reduce
 
 def _leave(what: str) -> None:
     hooks.left("megatron")
-    if what not in _said:
-        _said.add(what)
-        warnings.warn(f"ep_plugin: megatron: {what} are left to Megatron's own collectives", stacklevel=3)
+    warn_once("megatron", f"{what} are left to Megatron's own collectives")
 
 
 @contextlib.contextmanager

@@ -118,6 +118,21 @@ def make_torchtitan_run_here() -> None:
 
     utils.device_type, utils.device_module = "cpu", _cpu_as_accelerator()
     utils.get_local_device = lambda: torch.device("cpu")
+    _let_gloo_multiply()
+
+
+def _let_gloo_multiply() -> None:
+    """Gloo has no PREMUL_SUM, with which FSDP2 averages experts' gradients: multiply first, then sum."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter as Stock
+
+    def reduce_scatter(self: Any, output_tensor: Any, input_tensor: Any, group: Any, op: Any, **kwargs: Any) -> Any:
+        if op == dist.ReduceOp.PREMUL_SUM:
+            _, factor = op.__getstate__()
+            input_tensor, op = input_tensor * factor, dist.ReduceOp.SUM
+        return theirs(self, output_tensor, input_tensor, group, op, **kwargs)
+
+    theirs: Any = Stock.__call__
+    Stock.__call__ = reduce_scatter  # type: ignore[method-assign]
 
 
 def _cpu_as_accelerator() -> SimpleNamespace:

@@ -445,5 +445,17 @@ def test_who_ends_without_an_error_is_warned(tmp_path: Path, end: str, warns: bo
     assert (IDLE in done.stderr) == warns
 
 
+def test_who_was_left_to_the_framework_is_warned_of_that_alone(tmp_path: Path) -> None:
+    code = f"""
+import torch
+torch.distributed.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)
+from ep_plugin.errors import NotSupported
+from ep_plugin.integrations.fallback import falls_back
+assert falls_back("fsdp2", NotSupported("a reason"))
+"""
+    done = run(code, EP_PLUGIN="fsdp2", EP_PLUGIN_FALLBACK="stock")
+    assert done.stderr.splitlines() == ["fsdp2 is left to the framework (EP_PLUGIN_FALLBACK): a reason"]
+
+
 def test_who_never_makes_a_group_is_not_warned() -> None:
     assert not run("import torch", EP_PLUGIN="fsdp2", RANK="0").stderr

@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from ep_plugin import counts
 from ep_plugin.errors import NotSupported, PeerTimeout
 from tests.collectives.collective_cases import reduced, same_bits
+from tests.integrations.logs import logged_warnings
 from tests.integrations.megatron_layers import make_config, make_layer
 from tests.integrations.on_cpus import make_distributed_optimizer_run_here
 from tests.ranks import run_ranks, values
@@ -105,7 +105,7 @@ def test_what_is_not_served_is_left_and_said_once() -> None:
         run_ranks(WORLD, _run_left, env={"EP_PLUGIN_RANKS_PER_NODE": "3"}, timeout_s=100, framework="megatron")
     ):
         assert found["said"] == [
-            f"ep_plugin: megatron: {what} are left to Megatron's own collectives"
+            f"megatron: {what} are left to Megatron's own collectives"
             for what in (
                 "reduce-scatters with the operation RedOpType.MAX",
                 "reduce-scatters of torch.int32 on cpu",
@@ -330,9 +330,7 @@ def _run_case(rank: int, case: Case, buffers: Any, optimizer: Any) -> dict[str, 
         arms["stock"] = _train(case, rank)
     optimizer.enable()
     served, left = counts.num_served["megatron"], counts.num_left["megatron"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        arms["ours"] = steps, model = _train(case, rank)
+    arms["ours"] = steps, model = _train(case, rank)
     calls["served"], calls["left"] = counts.num_served["megatron"] - served, counts.num_left["megatron"] - left
     gather = [optimizer._user.pair(each.data_parallel_group, _device()).all_gather for each in _buffers(model)]
     return {
@@ -373,8 +371,7 @@ def _run_left(rank: int) -> dict[str, Any]:
     optimizer.enable()
     group = dist.group.WORLD
     right: dict[str, bool] = {}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with logged_warnings() as logged:
         for _ in range(2):
             out, whole = torch.empty(2), torch.arange(8.0) * (rank + 1)
             getattr(buffers, SUMMED)(out, whole, op=dist.ReduceOp.MAX, group=group, async_op=False)
@@ -394,8 +391,7 @@ def _run_left(rank: int) -> dict[str, Any]:
                 getattr(buffers, GATHERED)(gathered, torch.tensor([float(rank)]), group=group, async_op=True)
             manager.wait()
             right["gather"] = torch.equal(gathered, torch.arange(float(WORLD)))
-    said = [re.sub(r"\([^()]+\) has", "(HOST) has", str(each.message)) for each in caught]
-    said = [each for each in said if each.startswith("ep_plugin")]
+    said = [re.sub(r"\([^()]+\) has", "(HOST) has", each) for each in logged]
     return {
         "said": said,
         "right": right,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from ep_plugin.integrations import hooks
-from tests.scripts_on_ranks import run_script
+from tests.scripts_on_ranks import run_script, run_until_end
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -35,14 +36,22 @@ class Run:
     served: list[dict[str, int]]
 
 
-def launch(out: Path, script: str, *arguments: str | Path, switched_on: str = "") -> Run:
-    """Runs a script on WORLD ranks, as torchrun would."""
+def launch(
+    out: Path, script: str, *arguments: str | Path, switched_on: str = "", ranks: int = WORLD, **variables: str
+) -> Run:
+    """Runs a script on some ranks, as torchrun would."""
+    run_script(words_of(out, script, *arguments), ranks, out, **variables_of(switched_on), **variables)
+    counts = [Counter(json.loads((out / f"counts.{rank}").read_text())) for rank in range(ranks)]
+    return Run(out, counts, [json.loads((out / f"counts.{rank}.served").read_text()) for rank in range(ranks)])
+
+
+def words_of(out: Path, script: str, *arguments: str | Path) -> list[str | Path]:
     out.mkdir(parents=True)
-    variables = {"PYTHONPATH": str(ROOT)} | ({"EP_PLUGIN": switched_on} if switched_on else {})
-    words = ["-m", "tests.integrations.counted", out / "counts", SCRIPTS / script, *arguments]
-    run_script(words, WORLD, out, **variables)
-    counts = [Counter(json.loads((out / f"counts.{rank}").read_text())) for rank in range(WORLD)]
-    return Run(out, counts, [json.loads((out / f"counts.{rank}.served").read_text()) for rank in range(WORLD)])
+    return ["-m", "tests.integrations.counted", out / "counts", SCRIPTS / script, *arguments]
+
+
+def variables_of(switched_on: str) -> dict[str, str]:
+    return {"PYTHONPATH": str(ROOT)} | ({"EP_PLUGIN": switched_on} if switched_on else {})
 
 
 def losses_of(run: Run, name: str) -> list[float]:
@@ -160,7 +169,7 @@ def test_losses_are_the_same_with_the_collectives_of_fsdp_replaced_too(trained, 
         assert ours == pytest.approx(theirs, rel=LOSS_LIMIT)
 
 
-# -- Megatron and DeepEP ---------------------------------------------------------------------------------------------
+# -- Megatron and torchtitan -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
@@ -204,6 +213,62 @@ def test_a_torchtitan_script_trains_as_with_the_all_to_all(tmp_path: Path) -> No
             losses = losses_of(ours, name)
             assert losses == pytest.approx(losses_of(theirs, name), rel=LOSS_LIMIT)
             assert losses[-1] < losses[0]
+
+
+# -- What is not served is left to the framework ---------------------------------------------------------------------
+
+RANKS_OF_UNEQUAL_NODES, UNEQUAL = 4, {"EP_PLUGIN_RANKS_PER_NODE": "3"}
+REASON = "nodes with different numbers of ranks are not supported"
+
+
+def left_to_the_framework(run: Run, *names: str) -> None:
+    """Nothing was served, and rank 0 alone has said of each name once that it is left."""
+    assert not any(run.served) and not any(counts.keys() & EXCHANGES for counts in run.counts)
+    for rank in range(RANKS_OF_UNEQUAL_NODES):
+        said = [line for line in (run.out / f"log.{rank}").read_text().splitlines() if FALLBACK.search(line)]
+        assert len(said) == (len(names) if rank == 0 else 0), said
+        for name in names if rank == 0 else ():
+            assert any(f"{name} is left to the framework (EP_PLUGIN_FALLBACK): {REASON}" in line for line in said)
+
+
+FALLBACK = re.compile("ep_plugin|EP_PLUGIN|is left to|are left to")
+
+
+def every_rank_refuses(out: Path, script: str, *arguments: str | Path, switched_on: str) -> None:
+    words, variables = words_of(out, script, *arguments), variables_of(switched_on) | UNEQUAL
+    codes, logs = run_until_end(words, RANKS_OF_UNEQUAL_NODES, out, **variables)
+    assert codes == [1] * RANKS_OF_UNEQUAL_NODES
+    assert all(re.search(f"NotSupported: .*{REASON}", log.splitlines()[-1]) for log in logs), logs
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+def test_a_megatron_script_over_unequal_nodes_trains_through_its_own_exchange(tmp_path: Path) -> None:
+    name, ranks = "train_megatron.py", RANKS_OF_UNEQUAL_NODES
+    theirs = launch(tmp_path / "stock", name, tmp_path / "stock", "alltoall", ranks=ranks)
+    variables = UNEQUAL | {"EP_PLUGIN_FALLBACK": "stock"}
+    left = launch(tmp_path / "left", name, tmp_path / "left", "flex", switched_on="megatron", ranks=ranks, **variables)
+    left_to_the_framework(left, "megatron")
+    for rank in range(ranks):
+        assert left.counts[rank] == theirs.counts[rank]
+        losses = f"losses.{rank}.json"
+        assert losses_of(left, losses) == losses_of(theirs, losses)
+    every_rank_refuses(tmp_path / "refused", name, tmp_path / "refused", "flex", switched_on="megatron")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan")
+def test_a_torchtitan_script_over_unequal_nodes_trains_through_its_own_exchange(tmp_path: Path) -> None:
+    name, ranks, switches = "train_torchtitan.py", RANKS_OF_UNEQUAL_NODES, "torchtitan,fsdp2"
+    theirs = launch(tmp_path / "stock", name, tmp_path / "stock", ranks=ranks)
+    variables = UNEQUAL | {"EP_PLUGIN_FALLBACK": "stock"}
+    left = launch(tmp_path / "left", name, tmp_path / "left", switched_on=switches, ranks=ranks, **variables)
+    left_to_the_framework(left, "torchtitan", "fsdp2")
+    for rank in range(ranks):
+        losses = f"losses.{rank}.json"
+        assert losses_of(left, losses) == losses_of(theirs, losses)
+    every_rank_refuses(tmp_path / "refused", name, tmp_path / "refused", switched_on=switches)
+
+
+# -- DeepEP ----------------------------------------------------------------------------------------------------------
 
 
 def test_callers_of_deep_ep_train_as_dense_experts_do(tmp_path: Path) -> None:
