@@ -4,7 +4,7 @@ Variables of ep_plugin (all optional):
 
 =============================  ==================================================================================
 EP_PLUGIN                      names of integrations, separated by commas, to switch on when torch is imported
-EP_PLUGIN_CHILDREN             ``0``: programs that a rank of torchrun starts do not inherit ``EP_PLUGIN``
+EP_PLUGIN_CHILDREN             ``0``: no ``EP_PLUGIN`` in programs that ranks or scripts start; ``ranks``: only in ranks
 EP_PLUGIN_TRANSPORT            ``auto`` (default), ``shm`` or ``nvlink``: where peer-mapped memory comes from
 EP_PLUGIN_RAIL                 ``auto`` (default) or ``c10d``: what carries rows between nodes. The same on all ranks
 EP_PLUGIN_FALLBACK             ``stock``: integrations leave what ep_plugin does not serve to the framework, and warn
@@ -38,6 +38,7 @@ TRANSPORTS = ("auto", "shm", "nvlink")
 RAILS = ("auto", "c10d")
 FALLBACKS = ("stock",)
 RANGES = ("profiler", "nvtx")
+_RANKS = "ranks"  # a value of EP_PLUGIN_CHILDREN
 TEST_GATES = (
     "plan", "notify", "dispatch_send", "dispatch_recv", "combine_send", "all_gather", "reduce_scatter",
     "ll_dispatch_send", "ll_dispatch_recv", "ll_combine_send", "ll_combine_recv",
@@ -72,6 +73,7 @@ class Settings(NamedTuple):
     commit: str | None = None
     fallback: str | None = None
     children: bool = True
+    only_ranks: bool = False
     ranges: str | None = None
     dump: str | None = None
 
@@ -96,6 +98,11 @@ def keep_from_children() -> None:
     os.environ.pop(_PREFIX, None)
 
 
+def keep_from_programs() -> None:
+    """Keeps ``EP_PLUGIN`` for those that are ranks among the processes that this one starts from now on."""
+    os.environ[f"{_PREFIX}_CHILDREN"] = _RANKS
+
+
 def settings() -> Settings:
     """The current settings. ValueError with the variable and its value, if a value is wrong."""
     return _parsed(tuple(os.environ.get(f"{_PREFIX}_{name}") for name in _READ_HERE))
@@ -105,6 +112,7 @@ def settings() -> Settings:
 def _parsed(values: tuple[str | None, ...]) -> Settings:
     """Parses ``values``. Cached, since operations ask for the settings often."""
     _warn_about_unknown()
+    only_ranks = (_value("EP_PLUGIN_CHILDREN") or "").lower() == _RANKS
     return Settings(
         transport=_choice("EP_PLUGIN_TRANSPORT", TRANSPORTS) or "auto",
         rail=_choice("EP_PLUGIN_RAIL", RAILS) or "auto",
@@ -118,7 +126,8 @@ def _parsed(values: tuple[str | None, ...]) -> Settings:
         launched_by=_value("EP_PLUGIN_LAUNCHED_BY"),
         commit=_value("EP_PLUGIN_COMMIT"),
         fallback=_choice("EP_PLUGIN_FALLBACK", FALLBACKS),
-        children=_boolean("EP_PLUGIN_CHILDREN", default=True),
+        children=not only_ranks and _boolean("EP_PLUGIN_CHILDREN", default=True),
+        only_ranks=only_ranks,
         ranges=_choice("EP_PLUGIN_RANGES", RANGES),
         dump=_value("EP_PLUGIN_DUMP"),
     )

@@ -83,13 +83,79 @@ subprocess.run([sys.executable, "-c", sys.orig_argv[2], "child"])
     [
         ({"RANK": "0"}, "waiting"),
         ({"RANK": "0", "EP_PLUGIN_CHILDREN": "0"}, "off"),
-        ({"EP_PLUGIN_CHILDREN": "0"}, "waiting"),
+        ({}, "waiting"),
+        ({"EP_PLUGIN_CHILDREN": "0"}, "off"),
     ],
-    ids=["a rank", "a rank that keeps it", "a launcher"],
+    ids=["a rank", "a rank that keeps it", "a script", "a script that keeps it"],
 )
-def test_a_rank_can_keep_the_switch_from_its_children(variables: dict[str, str], child: str) -> None:
+def test_a_rank_or_a_script_can_keep_the_switch_from_its_children(variables: dict[str, str], child: str) -> None:
     done = run(CHILD, EP_PLUGIN="fsdp2", **variables)
     assert (done.stdout.strip(), done.stderr.strip().splitlines()[-1]) == ("waiting", f"child {child}")
+
+
+SCRIPT = """
+import multiprocessing, os, subprocess, sys, torch
+import ep_plugin.integrations as integrations
+
+def say(what):
+    print(what, {row.name: row.state for row in integrations.status()}["fsdp2"], flush=True)
+
+def start(what, **variables):
+    command = [sys.executable, __file__, what]
+    subprocess.run(command, env=os.environ | variables, check=True)
+
+def rank(method):
+    say(f"{method}:")
+    start(f"program of {method}:")
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        say(sys.argv[1])
+        if sys.argv[1] in ("rank:", "launcher:"):
+            start(f"program of {sys.argv[1]}" if sys.argv[1] == "rank:" else "its rank:", RANK="0")
+        sys.exit()
+    say("script:")
+    start("program:")
+    start("rank:", RANK="0")
+    start("launcher:")
+    for method in ("fork", "spawn", "forkserver"):
+        process = multiprocessing.get_context(method).Process(target=rank, args=(method,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "off"),
+    [
+        ({}, ()),
+        (
+            {"EP_PLUGIN_CHILDREN": "0"},
+            ("program", "program of rank", "launcher", "program of fork", "program of spawn", "program of forkserver"),
+        ),
+    ],
+    ids=["by default", "EP_PLUGIN_CHILDREN=0"],
+)
+def test_what_a_script_without_a_launcher_starts(tmp_path: Path, variables: dict[str, str], off: tuple[str]) -> None:
+    """Its ranks use ep_plugin, however they are started. Other programs do not, if it says so."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("EP_PLUGIN")}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"],
+        env=inherited | {"EP_PLUGIN": "fsdp2"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split(": ") for line in done.stdout.splitlines())
+    assert found.keys() == {
+        *("script", "program", "rank", "program of rank", "launcher", "its rank"),
+        *("fork", "spawn", "forkserver", "program of fork", "program of spawn", "program of forkserver"),
+    }
+    assert {who for who, state in found.items() if state == "off"} == set(off)
+    assert {state for who, state in found.items() if who not in off} == {"waiting"}
 
 
 def test_transformers_is_switched_on_when_the_script_gets_there_and_not_before() -> None:
