@@ -26,11 +26,13 @@ from ep_plugin.deep_ep.elastic_handles import (
 )
 from ep_plugin.deep_ep.elastic_messages import ElasticMessages, check_at_least
 from ep_plugin.deep_ep.shared import MOST_HIDDEN, SharedCommunicators, least_bound, sms_of
+from ep_plugin.deep_ep.tuning import sms_that_fill
 from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, comm_stream, ordered
 from ep_plugin.deep_ep.utils.math import align
 from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
+from ep_plugin.moe.high_throughput.sms import usable_sms
 from ep_plugin.moe.registry import communicator
 from ep_plugin.transport.groups import Group
 
@@ -116,9 +118,38 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators, metaclass=RefusesByNam
         row = hidden * (3 if use_fp8_dispatch else 4) + num_topk * 12  # a row of dispatch, one of combine
         return align(group.size() * num_max_tokens_per_rank * row, _SIZE_ALIGNMENT)
 
-    def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *args: float, **kwargs: float) -> int:
-        """0: dispatch and combine take as many SMs as fill the links with rows of their shape."""
-        return 0
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 0,
+        sm_write_gbs: float = 0,
+    ) -> int:
+        """The number of SMs with which one kernel, which sends and receives, fills the links of a node's GPUs.
+
+        Experts are taken as drawn at random. As `num_sms`, 0 is a choice of its own: then sending and receiving run on
+        SMs of their own, as many as the rows' shape asks for.
+
+        Args:
+            num_experts, num_topk: E and K.
+            nvlink_gbs, sm_read_gbs, sm_write_gbs: GB/s of a GPU's links in one direction, and of an SM's loads and
+                stores. 0: as measured (docs/performance.md).
+            num_scaleout_topk, rdma_gbs: no effect, since no SM carries rows between nodes.
+
+        Returns:
+            An even number from 4 to the SMs that an operation may hold. 0 without GPUs, where there are no SMs.
+        """
+        arguments.check_experts(num_experts, self.num_ranks)
+        if not 1 <= num_topk <= num_experts:
+            raise ValueError(f"num_topk: expected 1 to num_experts={num_experts}, got {num_topk}")
+        if not torch.cuda.is_available():
+            return 0
+        most = usable_sms(torch.device("cuda", torch.cuda.current_device()))
+        rates = nvlink_gbs, sm_read_gbs, sm_write_gbs
+        return sms_that_fill(self.num_nvlink_ranks, num_experts, num_topk, rates, most)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """0: there are no queue pairs to choose."""
@@ -186,7 +217,8 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators, metaclass=RefusesByNam
             cumulative_local_expert_recv_stats: int32 ``[E_l]``, to which the pairs received are added. Not with handle.
             num_max_tokens_per_rank: T_max, the same on all ranks. None: the constructor's.
             num_sms: an even number; 0: as many as fill the links.
-            previous_event_before_epilogue: the call waits for it as for previous_event.
+            previous_event: the call runs after it and, with async_with_compute_stream, not after the current stream.
+            previous_event_before_epilogue: the whole call runs after it, too, since its halves overlap.
             handle: repeats the routing of an earlier dispatch. topk_idx must then be None, and do_expand as it was.
             do_cpu_sync: False: the host waits for nothing, and the result has room for all rows that T_max tokens of
                 every rank may need. The rows after the last valid one are undefined. None: True without a handle.
@@ -199,6 +231,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators, metaclass=RefusesByNam
             topk_weights float32 ``[N, K]``, with do_expand ``[N]``; the handle; the event.
         """
         self._check_open()
+        before, later = _overlaps(previous_event, previous_event_before_epilogue)
         rows, scales = arguments.rows_of(x)
         stats = cumulative_local_expert_recv_stats
         if use_tma_aligned_col_major_sf:
@@ -217,7 +250,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators, metaclass=RefusesByNam
         reads = (rows, scales, topk_idx, topk_weights, stats, None if handle is None else handle.routing)
 
         def send() -> tuple[Any, ...]:
-            _wait(previous_event_before_epilogue)
+            later.current_stream_wait()
             flat = None if scales is None else scales.contiguous()
             if handle is None:
                 assert made is not None and topk_idx is not None
@@ -242,7 +275,6 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators, metaclass=RefusesByNam
             received = out.tokens if out.scales is None else (out.tokens, out.scales)
             return received, recv_idx, weights, result, result.tensors()
 
-        before = _overlap(previous_event)
         *results, _, event = ordered(send, rows.device, reads, before, async_with_compute_stream, False)
         return (*results, event)
 
@@ -267,11 +299,14 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators, metaclass=RefusesByNam
             topk_weights: float32 ``[N, K]``, with do_expand ``[N]``. They are summed like the rows.
             bias: ``[T, H]`` or two of them, added to the result. Two are added up and rounded first.
             num_sms: 0: as in the dispatch.
+            previous_event, previous_event_before_epilogue: as in `dispatch`.
+            allocate_on_comm_stream, num_qps: no effect.
 
         Returns:
             ``[T, H]`` of x's dtype, the weights float32 ``[T, K]`` or None, and the event.
         """
         self._check_open()
+        before, later = _overlaps(previous_event, previous_event_before_epilogue)
         check_handle(handle)
         check_tensors({"topk_weights": topk_weights}, x=x)
         rows, _ = arguments.rows_of(x)
@@ -283,7 +318,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators, metaclass=RefusesByNam
         sms = sms_of(_checked_sms(num_sms or handle.num_sms))
 
         def add() -> tuple[torch.Tensor, torch.Tensor | None]:
-            _wait(previous_event_before_epilogue)
+            later.current_stream_wait()
             comm = communicator(handle.routing.comm)
             comm.set_sms(**sms)
             out = comm.combine(rows.contiguous(), handle.routing, bias=arguments.sum_of(biases))
@@ -293,7 +328,6 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators, metaclass=RefusesByNam
             return out, arguments.combined_weights(comm, weights, handle.routing)
 
         reads = (rows, handle.routing, topk_weights, biases)
-        before = _overlap(previous_event)
         return ordered(add, rows.device, reads, before, async_with_compute_stream, False)
 
     def __getattr__(self, name: str) -> Any:
@@ -342,10 +376,10 @@ def _checked_sms(num_sms: int) -> int | None:
     return num_sms or None
 
 
-def _overlap(event: EventHandle | EventOverlap | None) -> EventOverlap | None:
-    return EventOverlap(event) if isinstance(event, EventHandle) else event
-
-
-def _wait(event: EventHandle | EventOverlap | None) -> None:
-    if event is not None:
-        event.current_stream_wait()
+def _overlaps(
+    previous: EventHandle | EventOverlap | None, later: EventHandle | EventOverlap | None
+) -> tuple[EventOverlap | None, EventOverlap]:
+    """`previous_event` and `previous_event_before_epilogue`, whichever of DeepEP's two classes they are of."""
+    first, second = (EventOverlap(event) if isinstance(event, EventHandle) else event for event in (previous, later))
+    arguments.check_kind(EventOverlap, previous_event=first, previous_event_before_epilogue=second)
+    return first, second or EventOverlap()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ep_plugin import deep_ep
+from ep_plugin import MoECommunicator, deep_ep
 from ep_plugin.deep_ep.shared import _users
+from ep_plugin.deep_ep.tuning import sms_that_fill
 from ep_plugin.errors import CommunicatorClosed, NotSupported
 from tests.integrations.deep_ep_cases import Case, Received, Sent, combined, make, on, received
 from tests.moe.moe_cases import named, on_ranks, poisoned
@@ -87,6 +90,8 @@ def _round_trip(
         num_experts=case.num_experts,
         num_max_tokens_per_rank=most,
         expert_alignment=case.alignment,
+        previous_event=buffer.capture(),
+        previous_event_before_epilogue=deep_ep.EventOverlap(buffer.capture()),
         async_with_compute_stream=True,
         do_cpu_sync=sync,
         do_expand=expand,
@@ -127,8 +132,13 @@ def _round_trip(
     y = torch.zeros((handle.num_expanded_tokens, case.hidden), dtype=case.dtype, device=device)
     y[real] = torch.randn((len(real), case.hidden), generator=generator).to(device, case.dtype)
     w = torch.rand(weights.shape, generator=generator).to(device)
-    bias = torch.randn((case.tokens[rank], case.hidden), generator=generator).to(device, case.dtype)
+    bias, other = (
+        torch.randn((case.tokens[rank], case.hidden), generator=generator).to(device, case.dtype) for _ in range(2)
+    )
     sums, sum_weights, _ = buffer.combine(y, handle, topk_weights=w, bias=bias)
+    events = {"previous_event": buffer.capture(), "previous_event_before_epilogue": buffer.capture()}
+    paired, _, event = buffer.combine(y, handle, bias=(bias, other), **events, async_with_compute_stream=True)
+    event.current_stream_wait()
     plain, none, _ = buffer.combine(y, handle)
     assert none is None
     # Every rank adds up its rows by token; the oracle then adds these over ranks.
@@ -145,6 +155,9 @@ def _round_trip(
     tolerance = {"rtol": 2e-2, "atol": 4e-2} if case.dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(plain.double(), total, **tolerance)
     torch.testing.assert_close(sums.double(), total + bias.double(), **tolerance)
+    torch.testing.assert_close(paired.double(), total + bias.double() + other.double(), **tolerance)
+    one, _, _ = buffer.combine(y, handle, bias=(bias.float() + other.float()).to(case.dtype))
+    assert torch.equal(paired, one)  # two are added up and rounded first
     torch.testing.assert_close(sum_weights, _combined(case, everyone, by_choice, rank).float(), rtol=1e-5, atol=1e-5)
 
 
@@ -184,7 +197,83 @@ def _hints(rank: int, size: int) -> None:
     buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=128, hidden=4096, num_topk=8)
     assert buffer.num_bytes == small
     assert (buffer.get_logical_domain_size(), buffer.get_physical_domain_size()) == ((1, size), (1, size))
-    assert buffer.get_theoretical_num_sms(64, 8) == buffer.get_theoretical_num_qps(20) == 0
+    assert buffer.get_theoretical_num_qps(20) == 0
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        assert buffer.get_theoretical_num_sms(64, 8) == 0
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)),
+    ):
+        assert buffer.get_theoretical_num_sms(64, 8) == sms_that_fill(size, 64, 8, (0, 0, 0), 100)
+        rates = {"nvlink_gbs": 200, "sm_read_gbs": 200, "sm_write_gbs": 50}
+        assert buffer.get_theoretical_num_sms(64, 8, **rates) == sms_that_fill(size, 64, 8, (200, 200, 50), 100)
+    for experts, topk, expected in ((63, 8, "num_experts"), (64, 0, "num_topk"), (64, 65, "num_topk")):
+        with pytest.raises(ValueError, match=expected):
+            buffer.get_theoretical_num_sms(experts, topk)
+
+
+def test_sms_fill_the_links() -> None:
+    measured = (0.0, 0.0, 0.0)
+    # A token of two ranks: 3 loads and 4 stores of a row, of which one crosses the links.
+    assert sms_that_fill(2, 1024, 512, (100, 100, 50), 100) == 12  # (3 / 100 + 4 / 50) * 100 = 11, made even
+    assert sms_that_fill(2, 1024, 512, (200, 100, 50), 100) == 22  # links twice as fast
+    counts = [sms_that_fill(ranks, 256, 8, measured, 100) for ranks in (2, 4, 8)]
+    assert counts == sorted(counts, reverse=True)  # more of the rows cross
+    assert all(count % 2 == 0 for count in counts)
+    assert sms_that_fill(8, 256, 8, (1, 0, 0), 100) == 4
+    assert sms_that_fill(2, 256, 8, (900, 0, 0), 51) == 50
+    assert sms_that_fill(1, 1, 1, measured, 100) > 0  # a rank alone
+
+
+def test_a_call_runs_after_both_events() -> None:
+    on_ranks(2, _events)
+
+
+def _events(rank: int, size: int) -> None:
+    buffer = deep_ep.ElasticBuffer(cast(Any, dist.group.WORLD), num_max_tokens_per_rank=4)
+    x, ids = torch.ones((3, 64)), torch.zeros((3, 1), dtype=torch.int64)
+    order: list[str] = []
+
+    class Event(deep_ep.EventHandle):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def current_stream_wait(self) -> None:
+            order.append(self.name)
+
+    def recording(name: str) -> Any:
+        method = getattr(MoECommunicator, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            order.append(name)
+            return method(*args, **kwargs)
+
+        return mock.patch.object(MoECommunicator, name, call)
+
+    with recording("dispatch"), recording("combine"):
+        for kind in (lambda event: event, deep_ep.EventOverlap):
+            events = {
+                "previous_event": kind(Event("previous")),
+                "previous_event_before_epilogue": kind(Event("epilogue")),
+            }
+            for asynchronous in (False, True):
+                given = events | {"async_with_compute_stream": asynchronous}
+                rows, _, _, handle, _ = buffer.dispatch(x, ids, num_experts=2, **given)
+                buffer.dispatch(x, handle=handle, **given)
+                buffer.combine(rows, handle, **given)
+                assert order == ["previous", "epilogue", "dispatch"] * 2 + ["previous", "epilogue", "combine"]
+                order.clear()
+    for name in ("previous_event", "previous_event_before_epilogue"):
+        wrong: Any = {name: 3}
+        with pytest.raises(ValueError, match=f"{name}: expected None or an instance of EventOverlap, got int"):
+            buffer.dispatch(x, ids, num_experts=2, **wrong)
+        with pytest.raises(ValueError, match=f"{name}: expected None or an instance of EventOverlap, got int"):
+            buffer.combine(rows, handle, **wrong)
+    for bias in ((x, x, x), (x, x[:2]), (x, x.double()), [x, x], (x, None)):
+        with pytest.raises(ValueError, match="bias: expected"):
+            buffer.combine(rows, handle, bias=cast(Any, bias))
 
 
 def test_what_is_not_served_is_refused_by_name() -> None:
