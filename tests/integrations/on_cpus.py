@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from ep_plugin import env
 from ep_plugin.testing.megatron import without_transformer_engine
 from ep_plugin.testing.torchtitan import stand_in, without_triton
 
@@ -119,6 +120,16 @@ def make_torchtitan_run_here() -> None:
     utils.device_type, utils.device_module = "cpu", _cpu_as_accelerator()
     utils.get_local_device = lambda: torch.device("cpu")
     _let_gloo_multiply()
+    if "deep_ep" in env.integrations():
+        run_torchtitans_deepep_here()
+
+
+def run_torchtitans_deepep_here() -> None:
+    """Its operators are registered for CUDA alone, though nothing in them needs it. `deep_ep` must be ours."""
+    from torchtitan.distributed.deepep import deepep
+
+    torch.library.impl("deepep::dispatch", "CPU")(deepep._dispatch_op_impl)
+    torch.library.impl("deepep::combine", "CPU")(deepep._combine_op_impl)
 
 
 def _let_gloo_multiply() -> None:

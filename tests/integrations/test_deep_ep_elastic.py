@@ -17,6 +17,7 @@ from ep_plugin.deep_ep.shared import _users
 from ep_plugin.deep_ep.tuning import sms_that_fill
 from ep_plugin.errors import CommunicatorClosed, NotSupported
 from tests.integrations.deep_ep_cases import Case, Received, Sent, combined, make, on, received
+from tests.integrations.on_cpus import run_torchtitans_deepep_here
 from tests.moe.moe_cases import named, on_ranks, poisoned
 from tests.moe.test_across_nodes import on_nodes
 
@@ -328,8 +329,7 @@ def _torchtitan(rank: int, size: int) -> None:
     sys.modules["deep_ep"] = deep_ep
     from torchtitan.distributed.deepep import deepep
 
-    torch.library.impl("deepep::dispatch", "CPU")(deepep._dispatch_op_impl)
-    torch.library.impl("deepep::combine", "CPU")(deepep._combine_op_impl)
+    run_torchtitans_deepep_here()
     T, H, E, K = 16, 64, 2 * size, 2
     deepep.get_buffer(dist.group.WORLD, hidden=H, num_max_tokens_per_rank=T, num_topk=K)
     generator = torch.Generator().manual_seed(rank)

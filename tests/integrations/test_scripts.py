@@ -202,13 +202,18 @@ def test_callers_of_megatron_train_as_with_alltoall(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan")
 def test_a_torchtitan_script_trains_as_with_the_all_to_all(tmp_path: Path) -> None:
-    # Both with our collectives: torchtitan asks FSDP2 for a reduction (PREMUL_SUM) that gloo does not know.
-    theirs = launch(tmp_path / "stock", "train_torchtitan.py", tmp_path / "stock", switched_on="fsdp2")
-    for way, backend in (("ours", []), ("compiled", ["aot_eager"])):
-        ours = launch(tmp_path / way, "train_torchtitan.py", tmp_path / way, *backend, switched_on="torchtitan,fsdp2")
-        every_exchange_is_ours(ours, "torchtitan")
+    theirs = launch(tmp_path / "stock", "train_torchtitan.py", tmp_path / "stock")
+    ways = {
+        "ours": ("torchtitan,fsdp2", []),
+        "compiled": ("torchtitan,fsdp2", ["--compile", "aot_eager"]),
+        "deepep": ("deep_ep", ["--exchange", "deepep"]),
+    }
+    for way, (switched_on, options) in ways.items():
+        ours = launch(tmp_path / way, "train_torchtitan.py", tmp_path / way, *options, switched_on=switched_on)
+        first, *others = switched_on.split(",")
+        every_exchange_is_ours(ours, first, fsdp2="fsdp2" in others)
         for rank in range(WORLD):
-            assert theirs.counts[rank].keys() == {"stock"}
+            assert theirs.counts[rank].keys() == {"stock", "fsdp2"}
             name = f"losses.{rank}.json"
             losses = losses_of(ours, name)
             assert losses == pytest.approx(losses_of(theirs, name), rel=LOSS_LIMIT)

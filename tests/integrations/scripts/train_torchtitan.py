@@ -1,11 +1,11 @@
 """Trains torchtitan's debug mixture-of-experts model with its own trainer, experts sharded over all ranks.
 
-torchrun --nproc-per-node 2 train_torchtitan.py OUT [BACKEND that torch.compile compiles its blocks with]
+torchrun --nproc-per-node 2 train_torchtitan.py OUT [--compile BACKEND] [--exchange deepep]
 """
 
+import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.qwen3 import model_registry
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.tools.logging import init_logger
 
@@ -80,9 +81,15 @@ class Recording(MetricsProcessor):
 
 
 def main() -> None:
-    out, backend = Path(sys.argv[1]), sys.argv[2:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--compile", help="the backend with which torch.compile compiles blocks")
+    parser.add_argument("--exchange", default="standard", help="torchtitan's comm_backend of the experts")
+    args = parser.parse_args()
+    out, backend = args.out, args.compile
     init_logger()
     config = qwen3_moe_debug()
+    config.model_spec = model_registry("debugmodel_moe", moe_comm_backend=args.exchange)
     config.dump_folder = str(out)
     config.tokenizer, config.dataloader = Numbers.Config(), Counting.Config()
     config.metrics = Recording.Config(log_freq=1)
@@ -94,7 +101,7 @@ def main() -> None:
     training.local_batch_size, training.seq_len, training.steps = 2, 32, STEPS
     training.mixed_precision_param, training.disable_cuda_graphs = "float32", True
     if backend:
-        config.compile.enable, config.compile.components, config.compile.backend = True, ["model"], backend[0]
+        config.compile.enable, config.compile.components, config.compile.backend = True, ["model"], backend
         config.activation_checkpoint = None
     del config.model_spec.model.layers[2:]
     for layer in config.model_spec.model.layers:  # the default has no backward on CPUs
