@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -344,9 +346,10 @@ def _run_refusals() -> dict[str, Exception]:
         with pytest.raises(NotSupported) as caught:
             _dispatcher(config)
         found[name] = caught.value
-    with pytest.raises(NotSupported) as caught:
-        _dispatcher(make_config("flex", 2, 2)).set_shared_experts(layer)
-    found["shared expert overlap"] = caught.value
+    for variables in ({}, {"EP_PLUGIN_FALLBACK": "stock"}):  # no fallback serves it
+        with mock.patch.dict(os.environ, variables), pytest.raises(NotSupported) as caught:
+            _dispatcher(make_config("flex", 2, 2)).set_shared_experts(layer)
+        found["shared expert overlap"] = caught.value
     return found
 
 

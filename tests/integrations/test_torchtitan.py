@@ -25,6 +25,7 @@ WORLD, LIMIT = 4, 2e-2  # its experts compute in BF16
 EXACT = 1e-5
 TOKENS = (24, 24, 24, 24), (5, 0, 17, 1)
 OVERRIDE = "ep_plugin.integrations.torchtitan.token_dispatcher"
+EVERYWHERE: list[dict[str, str]] = [{}, {"EP_PLUGIN_FALLBACK": "stock"}]  # what no fallback serves
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,8 @@ from torchtitan.models.qwen3 import model_registry
     assert last.endswith("leave torchtitan out of EP_PLUGIN and ep_plugin out of the overrides")
 
 
-def test_the_experimental_graph_trainer_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variables", EVERYWHERE, ids=["by default", "also in fallback"])
+def test_the_experimental_graph_trainer_is_refused_by_name(tmp_path: Path, variables: dict[str, str]) -> None:
     code = """
 import torch
 from ep_plugin.testing.torchtitan import without_triton
@@ -161,21 +163,26 @@ import torchtitan.models.qwen3
 from torchtitan.experiments.graph_trainer.common_utils import annotate_moe_ep_regions
 annotate_moe_ep_regions()
 """
-    status, lines = _switched_on(code, tmp_path)
+    status, lines = _switched_on(code, tmp_path, **variables)
     assert status != 0
     assert "graph_trainer: expected AllToAllTokenDispatcher, whose steps it marks" in lines[-1]
 
 
-def _switched_on(code: str, folder: Path) -> tuple[int | None, list[str]]:
+def _switched_on(code: str, folder: Path, **variables: str) -> tuple[int | None, list[str]]:
     """The exit status, and the lines of the output."""
-    status, output = run_code(code, folder, EP_PLUGIN="torchtitan", PYTHONPATH=str(ROOT))
+    status, output = run_code(code, folder, EP_PLUGIN="torchtitan", PYTHONPATH=str(ROOT), **variables)
     return status, output.strip().splitlines()
 
 
-def test_quantised_experts_without_expert_parallelism_are_refused() -> None:
+@pytest.mark.parametrize("variables", EVERYWHERE, ids=["by default", "also in fallback"])
+def test_quantised_experts_without_expert_parallelism_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
     from ep_plugin.errors import NotSupported
     from ep_plugin.integrations.torchtitan import EpPluginTokenDispatcher
 
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     dispatcher = EpPluginTokenDispatcher.Config(num_experts=8, top_k=2, pad_multiple=16).build()
     with pytest.raises(NotSupported, match="expert_parallel_degree: expected more than 1 for quantised experts.*got 1"):
         dispatcher.wire_meshes(ep_mesh=None)
