@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ep_plugin import _C, PeerAborted, PeerTimeout
+from ep_plugin.moe.low_latency import sms
 from tests.faults import test_low_latency as faults
 from tests.gpu import checks, low_latency
 from tests.ranks import run_ranks, values
@@ -158,9 +159,15 @@ def test_low_latency_masks_the_dead_and_goes_on(gate: str, victim: int) -> None:
     assert values(outcomes) == [[int(rank == victim) for rank in range(4)]] * 3
 
 
+def late(rank: int, flags: Path) -> Any:
+    """On one CTA, whose gate holds all rows."""
+    with unittest.mock.patch.object(sms, "for_device", lambda device, sharing: 1):
+        return on_gpu(rank, faults._late, flags)
+
+
 @pytest.mark.gpu(1)
 def test_a_masked_rank_that_goes_on_changes_no_later_sum(tmp_path: Path) -> None:
-    outcomes = run_ranks(3, on_gpu, faults._late, tmp_path, timeout_s=90)
+    outcomes = run_ranks(3, late, tmp_path, timeout_s=90)
     assert values(outcomes) == [([3.0], [0, 0, 1]), None, None]
 
 
