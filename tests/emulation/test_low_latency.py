@@ -22,7 +22,7 @@ from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
 from tests.bench import test_stand_in
 from tests.faults import test_low_latency as faults
-from tests.gpu import low_latency, test_deep_ep
+from tests.gpu import low_latency, low_latency_graphs, test_deep_ep
 from tests.moe import low_latency_cases as cases
 from tests.moe import test_low_latency as whole
 from tests.moe import test_low_latency_halves as halves
@@ -130,14 +130,14 @@ def test_ranks_that_share_a_device() -> None:
 
 
 def test_the_steps_that_graphs_replay() -> None:
-    assert _on_ranks(2, low_latency.replayed, 9) == [9, 9]
-    assert _on_ranks(2, low_latency.compared, 6) == [6, 6]
+    assert _on_ranks(2, low_latency_graphs.replayed, 9) == [9, 9]
+    assert _on_ranks(2, low_latency_graphs.compared, 6) == [6, 6]
 
 
 def _options(rank: int, size: int) -> None:
-    for name in low_latency.OPTIONS:
+    for name in low_latency_graphs.OPTIONS:
         with named(name):
-            low_latency.replayed_options(rank, size, name, 2)
+            low_latency_graphs.replayed_options(rank, size, name, 2)
 
 
 def test_options_that_graphs_replay() -> None:
@@ -145,7 +145,7 @@ def test_options_that_graphs_replay() -> None:
 
 
 def test_no_kernel_waits_between_the_halves() -> None:
-    _on_ranks(3, low_latency.sent_alone)
+    _on_ranks(3, low_latency_graphs.sent_alone)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -10,6 +10,7 @@ import torch
 from ep_plugin.testing.megatron import without_transformer_engine
 from tests.gpu import checks, over_nodes
 from tests.integrations import megatron_schedule
+from tests.integrations.megatron_cases import DEEPSEEK
 from tests.integrations.megatron_layers import initialise, make_config, make_layer
 
 CASES: dict[str, dict[str, Any]] = {
@@ -18,15 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
     "drop-and-pad": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
     "recompute": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     "deterministic": {"deterministic_mode": True},
-    "deepseek": {
-        "moe_router_topk": 4,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_num_groups": 4,
-        "moe_router_group_topk": 2,
-        "moe_router_topk_scaling_factor": 2.5,
-        "moe_router_enable_expert_bias": True,
-        "moe_shared_expert_intermediate_size": 64,
-    },
+    "deepseek": DEEPSEEK | {"moe_shared_expert_intermediate_size": 64},
 }
 
 

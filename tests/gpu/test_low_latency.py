@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.gpu import low_latency
+from tests.gpu import low_latency, low_latency_graphs
 from tests.ranks import run_ranks, values
 
 
@@ -43,21 +43,21 @@ def test_every_row_of_hundreds_of_calls() -> None:
 @pytest.mark.timeout(1800)
 def test_every_row_of_thousands_of_operations() -> None:
     operations = 100_000 if os.environ.get("EP_TEST_LONG") == "1" else 3000
-    assert values(run_ranks(2, low_latency.compared, 2, operations, timeout_s=1700)) == [operations] * 2
+    assert values(run_ranks(2, low_latency_graphs.compared, 2, operations, timeout_s=1700)) == [operations] * 2
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_graphs_are_right_in_every_replay(size: int) -> None:
-    assert values(run_ranks(size, low_latency.replayed, size, 1000, timeout_s=280)) == [1000] * size
+    assert values(run_ranks(size, low_latency_graphs.replayed, size, 1000, timeout_s=280)) == [1000] * size
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("name", low_latency.OPTIONS)
+@pytest.mark.parametrize("name", low_latency_graphs.OPTIONS)
 def test_every_option_in_a_graph(name: str) -> None:
-    assert values(run_ranks(2, low_latency.replayed_options, 2, name, 60, timeout_s=120)) == [60] * 2
+    assert values(run_ranks(2, low_latency_graphs.replayed_options, 2, name, 60, timeout_s=120)) == [60] * 2
 
 
 @pytest.mark.gpu(1)
 def test_no_kernel_waits_between_the_halves() -> None:
-    values(run_ranks(3, low_latency.sent_alone, 3, timeout_s=120))
+    values(run_ranks(3, low_latency_graphs.sent_alone, 3, timeout_s=120))
