@@ -149,6 +149,13 @@ def _without(inputs: Inputs, gone: int) -> Inputs:
     return Inputs(case=dataclasses.replace(case, tokens=tokens), ids=ids, **cut)
 
 
+def _check_without(comm: MoECommunicator, left: Inputs, out: Any, handle: Any, weights: torch.Tensor) -> None:
+    """A dispatch, and the combine after it, are those of `left`, the inputs without the rank that is gone."""
+    check_rows(comm, out, left)
+    y = expert_results(left, out.tokens.shape[1])
+    check_sums(left, comm.rank, y, comm.combine(y[comm.rank], handle, weights=weights))
+
+
 def _survive(rank: int, gate: str, victim: int) -> list[int]:
     case = dataclasses.replace(CASE, tokens=(20, 12, 66, 5), num_experts=8)
     comm = low_latency(case, timeout_s=60, shrink=True)
@@ -168,10 +175,7 @@ def _survive(rank: int, gate: str, victim: int) -> list[int]:
             continue
         left = _without(inputs, victim)
         with named((number, comm.rank_mask.tolist())):
-            check_rows(comm, out, left)
-            y = expert_results(left, out.tokens.shape[1])
-            result = comm.combine(y[rank], handle, weights=inputs.weights[rank])
-            check_sums(left, rank, y, result)
+            _check_without(comm, left, out, handle, inputs.weights[rank])
     mask = comm.rank_mask.tolist()
     comm.close()
     return mask
@@ -199,12 +203,8 @@ def _slow_survivor(rank: int) -> list[int]:
     comm.engine.comm.timeout_ns = int(DEADLINE_S * 1e9)
     time.sleep(0.5 * DEADLINE_S if rank == 0 else 0)
     out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
-    left = _without(inputs, 2)
-    check_rows(comm, out, left)
     time.sleep(0.75 * DEADLINE_S if rank == 0 else 0)  # then rank 1 has waited for longer than its deadline
-    y = expert_results(left, out.tokens.shape[1])
-    result = comm.combine(y[rank], handle, weights=inputs.weights[rank])
-    check_sums(left, rank, y, result)
+    _check_without(comm, _without(inputs, 2), out, handle, inputs.weights[rank])
     mask = comm.rank_mask.tolist()
     comm.close()
     return mask
