@@ -6,6 +6,7 @@ the rank's own start (CUDA). An iteration lasts from the first start to the last
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ Run = Callable[[], object]
 Clock = Callable[[Run], tuple[float, float]]  # the sample of a call; collective
 Name = TypeVar("Name", bound=Hashable)
 _FLUSH_FACTOR = 4  # sizes of the L2 cache that are written to empty it
-_LEAD_CYCLES = 1_000_000  # of the device's clock, about half a millisecond
+_LEAD_CYCLES = 4_000_000  # of the device's clock, about two milliseconds
+_LEAD_NS = 1_000_000  # by which the last rank has left the all-reduce
 WARMUP = 3  # calls of each implementation before the timed ones
 
 
@@ -27,8 +29,15 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def _host_sample(run: Run) -> tuple[float, float]:
-    """On the host's monotonic clock. The result of `run` is freed after the end; memory that it frees inside counts."""
-    dist.barrier()
+    """On the host's monotonic clock. The result of `run` is freed after the end; memory that it frees inside counts.
+
+    A barrier lets ranks go one after the other, as they wake up. So they agree on a moment, and none sleeps until then.
+    """
+    moment = torch.tensor(time.perf_counter_ns() + _LEAD_NS)
+    dist.all_reduce(moment, dist.ReduceOp.MAX)
+    release = int(moment)
+    while time.perf_counter_ns() < release:
+        os.sched_yield()
     start = time.perf_counter_ns()
     result = run()
     end = time.perf_counter_ns()

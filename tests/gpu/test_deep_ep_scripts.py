@@ -23,21 +23,19 @@ class Run(NamedTuple):
     timed: bool = True
 
 
+PRESSURE = "--num-experts 4 --num-topk 4 --num-tokens 32 --hidden 2048 --pressure-test"
 RUNS = {
     "low latency, 2 ranks": Run("test_low_latency.py", 2, "--num-experts 16"),
     "low latency, 4 ranks": Run("test_low_latency.py", 4, "--num-experts 16"),
     "one node, 2 ranks": Run("test_intranode.py", 2, "--num-experts 32 --num-tokens 512"),
     "one node, 4 ranks": Run("test_intranode.py", 4, "--num-experts 32 --num-tokens 128 --hidden 2048"),
     "logfmt, 2 ranks": Run("test_low_latency.py", 2, "--num-experts 8 --num-tokens 64 --hidden 2048 --use-logfmt"),
+    "logfmt, 4 ranks": Run("test_low_latency.py", 4, "--num-experts 8 --num-tokens 32 --hidden 2048 --use-logfmt"),
     "shrink, 8 ranks": Run(
         "test_low_latency.py", 8, "--num-experts 16 --num-topk 4 --num-tokens 32 --hidden 2048 --shrink-test"
     ),
-    "pressure, 2 ranks": Run(
-        "test_low_latency.py",
-        2,
-        "--num-experts 4 --num-topk 4 --num-tokens 32 --hidden 2048 --pressure-test",
-        timed=False,
-    ),
+    "pressure, 2 ranks": Run("test_low_latency.py", 2, PRESSURE, timed=False),
+    "pressure, 4 ranks": Run("test_low_latency.py", 4, PRESSURE, timed=False),
 }
 
 
