@@ -3,9 +3,7 @@
 // thread belongs to the queues, not to Messages: it holds them while it runs, so a forked child destroys neither.
 #include "cpu/collectives/messages.h"
 
-#include <linux/futex.h>
 #include <sched.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -33,10 +31,6 @@ constexpr std::chrono::milliseconds kLinger{50};  // the thread goes on to poll 
 constexpr int kChunksAtATime = 4;                 // of one lane, before the next lane has its turn
 
 uint64_t load(const uint64_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
-
-long futex(uint32_t* word, int what, uint32_t value, const timespec* time) {
-  return syscall(SYS_futex, word, what, value, time, nullptr, 0);
-}
 
 }  // namespace
 
@@ -264,8 +258,7 @@ class MessageQueues : public std::enable_shared_from_this<MessageQueues> {
     __atomic_fetch_add(&bell.sleepers, 1, __ATOMIC_SEQ_CST);
     const uint32_t rings = __atomic_load_n(&bell.rings, __ATOMIC_ACQUIRE);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    const timespec nap{0, kNapNs};
-    if (!can_move()) futex(&bell.rings, FUTEX_WAIT, rings, &nap);
+    if (!can_move()) sleep_on(&bell.rings, rings, kNapNs);
     __atomic_fetch_sub(&bell.sleepers, 1, __ATOMIC_RELAXED);
   }
 
@@ -280,7 +273,7 @@ class MessageQueues : public std::enable_shared_from_this<MessageQueues> {
     MessageBell& bell = bell_in(memory_[static_cast<size_t>(peer)]);
     if (__atomic_load_n(&bell.sleepers, __ATOMIC_RELAXED) == 0) return;
     __atomic_fetch_add(&bell.rings, 1, __ATOMIC_RELEASE);
-    futex(&bell.rings, FUTEX_WAKE, INT_MAX, nullptr);
+    wake(&bell.rings, INT_MAX);
   }
 
   // The thread.

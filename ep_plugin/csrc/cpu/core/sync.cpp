@@ -1,7 +1,10 @@
 // Signals, waits and faults of CPU kernels, see sync.h.
 #include "cpu/core/sync.h"
 
+#include <linux/futex.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "common/board.h"
 
@@ -47,6 +50,13 @@ int64_t now_ns() {
   clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<int64_t>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
 }
+
+void sleep_on(uint32_t* word, uint32_t seen, int64_t most_ns) {
+  const timespec time{0, most_ns};
+  syscall(SYS_futex, word, FUTEX_WAIT, seen, &time, nullptr, 0);
+}
+
+void wake(uint32_t* word, int sleepers) { syscall(SYS_futex, word, FUTEX_WAKE, sleepers, nullptr, nullptr, 0); }
 
 bool interrupted(int64_t waited_ns, int64_t* checked_ns) {
   if (interruption_wanted == nullptr || waited_ns - *checked_ns < kInterruptCheckNs) return false;

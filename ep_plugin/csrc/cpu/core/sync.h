@@ -20,6 +20,11 @@ struct Run {
 
 int64_t now_ns();
 
+// Sleeps until another process wakes sleepers on *word, at most for `most_ns`. Returns at once unless *word == seen.
+void sleep_on(uint32_t* word, uint32_t seen, int64_t most_ns);
+// Wakes as many as `sleepers` of those that sleep on *word, whose value has changed.
+void wake(uint32_t* word, int sleepers);
+
 // Whether the host wants a wait that has lasted `waited_ns` to end (set_interruption). It checks now and then;
 // `checked_ns` is the time of the last check.
 bool interrupted(int64_t waited_ns, int64_t* checked_ns);

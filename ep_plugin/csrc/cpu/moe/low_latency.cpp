@@ -1,10 +1,7 @@
 // Waits, words and headers of low-latency kernels, see low_latency.h.
 #include "cpu/moe/low_latency.h"
 
-#include <linux/futex.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 
@@ -55,10 +52,6 @@ class MaskDeadline {
 constexpr int64_t kYieldNs = 400'000;
 constexpr int64_t kNapNs = 1'000'000;  // the longest sleep between two looks at the deadline, at masks and at aborts
 
-long futex(uint32_t* word, int what, uint32_t value, const timespec* time) {
-  return syscall(SYS_futex, word, what, value, time, nullptr, 0);
-}
-
 // Sleeps until `peer` rings, if arrived() is still false. The fence lets either this rank see what has arrived or the
 // peer see that it is awaited.
 template <class Arrived>
@@ -67,8 +60,7 @@ void sleep(const LlRun& ll, int peer, Arrived arrived) {
   __atomic_store_n(&bell.awaits, static_cast<uint32_t>(peer) + 1, __ATOMIC_RELAXED);
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
   const uint32_t rings = __atomic_load_n(&bell.rings, __ATOMIC_ACQUIRE);
-  const timespec nap{0, kNapNs};
-  if (!arrived()) futex(&bell.rings, FUTEX_WAIT, rings, &nap);
+  if (!arrived()) sleep_on(&bell.rings, rings, kNapNs);
   __atomic_store_n(&bell.awaits, 0, __ATOMIC_RELAXED);
 }
 
@@ -114,7 +106,7 @@ void ll_ring(const LlRun& ll, int peer) {
   LlBell& bell = ll.block(peer).bell();
   if (__atomic_load_n(&bell.awaits, __ATOMIC_RELAXED) != static_cast<uint32_t>(ll.op.comm.rank) + 1) return;
   __atomic_fetch_add(&bell.rings, 1, __ATOMIC_RELEASE);
-  futex(&bell.rings, FUTEX_WAKE, 1, nullptr);
+  wake(&bell.rings, 1);
 }
 
 void ll_finish_send(const LlRun& ll) {
