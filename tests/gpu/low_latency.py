@@ -20,8 +20,8 @@ from tests.moe.moe_cases import Case, make_inputs
 Result = TypeVar("Result")
 
 WHOLE = {
-    "shapes": whole._all_shapes,
-    "few ranks with many pairs": whole._few_ranks_with_many_pairs,
+    "shapes of 2 ranks": whole._all_shapes,
+    "shapes of 3 ranks": whole._all_shapes,
     "quantized": whole._quantized,
     "routings": whole._all_routings,
     "fewer pairs": whole._fewer_pairs,
@@ -29,7 +29,6 @@ WHOLE = {
     "bias": whole._bias,
     "smaller calls": whole._smaller_calls,
     "repeats": whole._repeats,
-    "most tokens": whole._most_tokens,
     "gradients": autograd.gradients_of,
 }
 HALVES = {
@@ -38,7 +37,7 @@ HALVES = {
     "a third": halves._third,
     "others beside": halves._beside,
 }
-RANKS = {"shapes": 3, "repeats": 3, "gradients": 3} | dict.fromkeys(HALVES, 3)
+RANKS = {"shapes of 3 ranks": 3, "repeats": 3, "gradients": 3} | dict.fromkeys(HALVES, 3)
 """Of cases that do not have 2 ranks."""
 
 
