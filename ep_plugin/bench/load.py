@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ep_plugin.bench.report import markdown_table
+from ep_plugin.bench.report import markdown_table, picture
 from ep_plugin.moe.recording import read_stats
 from ep_plugin.moe.statistics import LoadStats, skew_of
 
@@ -120,19 +120,10 @@ def _longest(waited_ns: torch.Tensor) -> str:
 
 def plot(loads: Sequence[Load], path: Path) -> None:
     """A PNG with a heat map per communicator: the tokens of each layer, or from each rank, for each expert."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     heights = [2 + 0.25 * len(found.layers() or found.tokens()) for found in loads]
-    figure, panels = plt.subplots(
-        len(loads), figsize=(10, sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
-    )
-    for axes, found in zip(panels[:, 0], loads, strict=True):
-        figure.colorbar(_draw(axes, found), ax=axes, label="tokens")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, len(loads), figsize=(10, sum(heights)), height_ratios=heights) as (figure, panels):
+        for axes, found in zip(panels, loads, strict=True):
+            figure.colorbar(_draw(axes, found), ax=axes, label="tokens")
 
 
 def _draw(axes: Any, found: Load) -> Any:

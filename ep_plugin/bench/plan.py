@@ -17,7 +17,7 @@ import torch
 import typer
 
 from ep_plugin import _C
-from ep_plugin.bench.suite import check_names
+from ep_plugin.bench.suite import check_least, check_names
 from ep_plugin.config import ROW_ALIGNMENT_BYTES
 from ep_plugin.moe.across_nodes.legs import chunk_bounds, legs_of, num_chunks
 
@@ -43,10 +43,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_names("dtype", _ELEMENT_BYTES, [self.dtype])
-        least = {"nodes": 1, "ranks": 1, "tokens": 1, "hidden": 1, "topk": 1, "experts": 1}
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise ValueError(f"{name}: expected at least {smallest}, got {getattr(self, name)}")
+        check_least(dict.fromkeys(("nodes", "ranks", "tokens", "hidden", "topk", "experts"), 1), self)
         for name in ("rail_gbps", "link_gbps"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: expected a rate above 0, got {getattr(self, name):g}")

@@ -5,8 +5,9 @@ Results of earlier versions, whose suites had other names, are read too.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ep_plugin.bench.suite import Row, matching
+from ep_plugin.bench.suite import FLOOR, OURS, Row, matching
 
-OURS, FLOOR = "ep_plugin", "floor"
 _KEYS = {"suite", "hardware", "versions", "code_hash", "command", "rows"}
 _ROW_KEYS = {"case", "impl", "median_us", "p10_us", "p90_us", "bytes_wire", "gb_s", "sms"}
 
@@ -112,27 +112,32 @@ def _base(result: dict[str, Any]) -> float:
     return next((row["median_us"] for row in result["rows"] if row["case"] == result.get("base_case")), 0.0)
 
 
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """A PNG with one panel per result: a bar per implementation and case, whiskers from p10 to p90."""
+@contextlib.contextmanager
+def picture(path: Path, rows: int, columns: int = 1, **options: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """A figure and its panels, to be drawn on; then a PNG. options: of matplotlib's subplots."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    heights = [1 + 0.3 * len(result["rows"]) for result in results]
-    figure, panels = plt.subplots(
-        len(results), figsize=(9, 1 + sum(heights)), layout="constrained", squeeze=False, height_ratios=heights
-    )
-    for axes, result in zip(panels[:, 0], results, strict=True):
-        base = _base(result)
-        rows = [row for row in result["rows"] if row["case"] != result.get("base_case")]
-        above = f"above {result['base_case']}, " if base else ""
-        _draw(axes, rows, base)
-        axes.set_title(f"{result['suite']} on {result['hardware']}")
-        axes.set_xlabel(f"µs {above}median and p10 to p90 (lower is better)")
-        axes.grid(alpha=0.3)
+    figure, panels = plt.subplots(rows, columns, layout="constrained", squeeze=False, **options)
+    yield figure, list(panels.flat)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """A PNG with one panel per result: a bar per implementation and case, whiskers from p10 to p90."""
+    heights = [1 + 0.3 * len(result["rows"]) for result in results]
+    with picture(path, len(results), figsize=(9, 1 + sum(heights)), height_ratios=heights) as (_, panels):
+        for axes, result in zip(panels, results, strict=True):
+            base = _base(result)
+            rows = [row for row in result["rows"] if row["case"] != result.get("base_case")]
+            above = f"above {result['base_case']}, " if base else ""
+            _draw(axes, rows, base)
+            axes.set_title(f"{result['suite']} on {result['hardware']}")
+            axes.set_xlabel(f"µs {above}median and p10 to p90 (lower is better)")
+            axes.grid(alpha=0.3)
 
 
 def _draw(axes: Any, rows: list[Row], base: float) -> None:

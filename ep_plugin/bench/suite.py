@@ -7,7 +7,7 @@ import importlib
 import os
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, ClassVar
 
@@ -21,6 +21,7 @@ from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.timing import Clock, Run, Timing, time_in_turn
 
 Row = dict[str, Any]
+OURS, FLOOR = "ep_plugin", "floor"  # implementations in results
 SMS_ARE = "SMs: of the kernels that move rows; plan and notify run on others, for some microseconds"
 BY_BACKEND: Any = None  # the default of a field whose value Suite.defaults has for each backend
 
@@ -50,9 +51,7 @@ class Suite(ABC):
             if not torch.cuda.is_available():
                 raise ValueError("backend: expected a machine with GPUs for cuda, found none")
             object.__setattr__(self, "ranks", torch.cuda.device_count())
-        for name, least in self.least.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+        check_least(self.least, self)
 
     @abstractmethod
     def measure(self, device: torch.device) -> dict[str, Any]:
@@ -143,14 +142,14 @@ class Way:
     """One implementation of a case. run: the call that is timed. bytes_wire, sms: see `row`.
 
     check: repeats the call on data that no call has moved before, and returns a sentence on what is wrong with its
-    result, or None; collective.
+    result, or None; collective. By default nothing is compared.
     """
 
     case: str
     impl: str
     run: Run
-    check: Callable[[], str | None]
-    bytes_wire: int
+    check: Callable[[], str | None] = lambda: None
+    bytes_wire: int = 0
     sms: int | None = None
 
 
@@ -165,6 +164,11 @@ def time_ways(clock: Clock, ways: list[Way], iterations: int) -> list[Row]:
     timings = time_in_turn(clock, {(way.case, way.impl): way.run for way in ways}, iterations)
     compare(" (after the timing)")
     return [row(way.case, way.impl, timings[way.case, way.impl], way.bytes_wire, way.sms) for way in ways]
+
+
+def backend_of(device: torch.device) -> str:
+    """The backend of the group on this device: the name of its own collectives in results."""
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def require_right(mine: list[str]) -> None:
@@ -197,6 +201,13 @@ def require_module(module: str, option: str, use: str) -> None:
         importlib.import_module(module)
     except ImportError as error:
         raise ValueError(f"{option}: expected {module}, {use}: {error}") from error
+
+
+def check_least(least: Mapping[str, float], given: object) -> None:
+    """ValueError, naming the attribute, for one of `given` that is below its least value."""
+    for name, smallest in least.items():
+        if getattr(given, name) < smallest:
+            raise ValueError(f"{name}: expected at least {smallest}, got {getattr(given, name):g}")
 
 
 def check_names(option: str, known: Iterable[str], given: list[str]) -> None:

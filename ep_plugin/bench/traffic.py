@@ -25,7 +25,7 @@ from ep_plugin.bench.plan import (
     expected_rows,
     random_routing,
 )
-from ep_plugin.bench.report import markdown_table
+from ep_plugin.bench.report import markdown_table, picture
 from ep_plugin.config import ROW_ALIGNMENT_BYTES
 from ep_plugin.dtypes import num_scales
 
@@ -155,28 +155,21 @@ def plot(plan: Plan, path: Path) -> None:
     The routing has at most 256 tokens per rank, and its rows are scaled. With a node limit, dashed lines are of routing
     that has it, and the others of routing that has none.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for limit in dict.fromkeys((None, plan.node_limit)):
-        points = points_of(replace(plan, node_limit=limit))
-        for axes, where in zip(panels, _TITLES, strict=True):
-            _draw(axes, points, where, limit)
-    for axes, title in zip(panels, _TITLES.values(), strict=True):
-        axes.set(xlabel="nodes", ylabel="MB per rank, dispatch and combine", title=title, xscale="log", ylim=(0, None))
-        axes.set_xticks(_numbers_of_nodes(plan))
-        axes.minorticks_off()
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.grid(alpha=0.3)
-    panels[0].legend(fontsize="small")
-    figure.suptitle(
-        f"{plan.ranks} ranks per node, T {plan.tokens}, H {plan.hidden}, K {plan.topk} of {plan.experts}, {plan.dtype}"
-    )
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    shape = f"T {plan.tokens}, H {plan.hidden}, K {plan.topk} of {plan.experts}, {plan.dtype}"
+    with picture(path, 1, 2, figsize=(11, 4.5)) as (figure, panels):
+        for limit in dict.fromkeys((None, plan.node_limit)):
+            points = points_of(replace(plan, node_limit=limit))
+            for axes, where in zip(panels, _TITLES, strict=True):
+                _draw(axes, points, where, limit)
+        for axes, title in zip(panels, _TITLES.values(), strict=True):
+            axes.set(xlabel="nodes", ylabel="MB per rank, dispatch and combine", title=title)
+            axes.set(xscale="log", ylim=(0, None))
+            axes.set_xticks(_numbers_of_nodes(plan))
+            axes.minorticks_off()
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.grid(alpha=0.3)
+        panels[0].legend(fontsize="small")
+        figure.suptitle(f"{plan.ranks} ranks per node, {shape}")
 
 
 _TITLES = {RAIL: "between nodes (rail)", LINKS: "inside a node (links)"}

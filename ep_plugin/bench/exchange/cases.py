@@ -36,14 +36,13 @@ from ep_plugin.bench.exchange.workload import (
     rows_on_the_wire,
     rows_over_rails,
 )
-from ep_plugin.bench.suite import Row, Way, row, time_ways
+from ep_plugin.bench.suite import FLOOR, OURS, Row, Way, backend_of, row, time_ways
 from ep_plugin.bench.timing import Run, Timing, clock_of
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.layout import DispatchOutput
 from ep_plugin.moe.reference import reference_dispatch, reference_quantize
 
-OURS, FLOOR = "ep_plugin", "floor"
 ROOM = 1.125  # of the mean rows per rank: the capacity of a dispatch that has one, unless a rank receives more
 
 Check = Callable[[], str | None]
@@ -78,7 +77,7 @@ class Scene:
         ours = EpPlugin(spec.workload, device, spec.layout, spec.sms, capacity)
         opened.enter_context(contextlib.closing(ours))
         impls: dict[str, Any] = {OURS: ours}
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = backend_of(device)
         for peer in peers if spec.peers else []:
             for kind in find_peers(peer):
                 if kind.layout is spec.layout:
@@ -243,7 +242,7 @@ class Recorded:
     """
 
     def __init__(self, step: Step, batch: Batch) -> None:
-        self._batch = replace(batch, x=batch.x.clone(), ids=batch.ids.clone(), weights=batch.weights.clone())
+        self._batch = batch.clone()
         step(self._batch)
         self._capture(step)
 
@@ -260,9 +259,7 @@ class Recorded:
 
     def of(self, batch: Batch) -> torch.Tensor:
         """Replays the graph with the rows, ids and weights of `batch`, which stay for later calls, into NaN."""
-        self._batch.x.copy_(batch.x)
-        self._batch.ids.copy_(batch.ids)
-        self._batch.weights.copy_(batch.weights)
+        self._batch.copy_(batch)
         self._result.fill_(torch.nan)
         return self()
 

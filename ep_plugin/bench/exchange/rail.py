@@ -13,6 +13,8 @@ import itertools
 import torch
 import torch.distributed as dist
 
+from ep_plugin.bench.exchange.workload import random_bytes
+
 
 class RailAllToAll:
     """Calls make one or two all-to-alls between the ranks of this rank's rail: there, or back, or there and back.
@@ -72,9 +74,8 @@ class _Leg:
 
 
 def _bytes(seed: int, rank: int, node: int, like: torch.Tensor) -> torch.Tensor:
-    """What a rank sends to a node, which both ends can make."""
-    generator = torch.Generator(like.device).manual_seed((seed * 4096 + rank) * 4096 + node)
-    return torch.randint(0, 256, like.shape, generator=generator, dtype=torch.uint8, device=like.device)
+    """What a rank sends to a node."""
+    return random_bytes((seed * 4096 + rank) * 4096 + node, like)
 
 
 @functools.cache

@@ -6,18 +6,21 @@ Shapes: R ranks, T tokens per rank, H hidden size, K experts per token, E expert
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
 import typer
 
-from ep_plugin.bench.suite import BY_BACKEND, Suite
+from ep_plugin.bench.suite import BY_BACKEND, Suite, check_least
 from ep_plugin.config import DispatchLayout
 
 SCALE_BLOCK = 128  # elements of an FP8 row per scale
+seeds = itertools.count()  # of the data of comparisons: the same on all ranks
 HOT_RANK = 0  # of skewed routing
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SUMMABLE = tuple(DTYPES)
 DTYPES["float8"] = torch.float8_e4m3fn
 SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
 # The sizes of README's table, and sizes that two cores can exchange.
@@ -68,9 +71,7 @@ class Workload:
     skew: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "tokens", "hidden", "topk", "experts", "skew"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name):g}")
+        check_least(dict.fromkeys(("ranks", "tokens", "hidden", "topk", "experts", "skew"), 1), self)
         if self.experts % self.ranks:
             raise ValueError(f"experts: expected a multiple of the {self.ranks} ranks, got {self.experts}")
         if self.topk > self.experts:
@@ -133,7 +134,7 @@ def specs_of(
     workload: Workload, dtypes: tuple[str, ...], layouts: tuple[DispatchLayout, ...], on_gpus: bool
 ) -> list[Spec]:
     """All cases for these types and layouts. Cases that share inputs are next to each other."""
-    summable = [dtype for dtype in dtypes if dtype != "float8"]
+    summable = [dtype for dtype in dtypes if dtype in SUMMABLE]
     found = [
         Spec(name=name.format(SHORT_NAMES[dtype]), what=what, dtype=dtype, layout=layout, workload=workload, sms=sms,
              peers=not sms)
@@ -211,6 +212,16 @@ class Batch:
         scales = -(-H // SCALE_BLOCK) * torch.float32.itemsize if scaled else 0
         return H * (1 if self.quantize else self.x.element_size()) + scales
 
+    def clone(self) -> Batch:
+        """A batch with rows, ids and weights in memory of its own."""
+        return replace(self, x=self.x.clone(), ids=self.ids.clone(), weights=self.weights.clone())
+
+    def copy_(self, other: Batch) -> None:
+        """Takes over the rows, ids and weights of `other`."""
+        self.x.copy_(other.x)
+        self.ids.copy_(other.ids)
+        self.weights.copy_(other.weights)
+
 
 def batches(workload: Workload, dtype: torch.dtype, device: torch.device) -> list[Batch]:
     """The tokens of each rank, the same on every rank."""
@@ -259,6 +270,12 @@ def other_rows(everyone: list[Batch], turn: int, reroute: bool) -> list[Batch]:
         scales = None if batch.scales is None else batch.scales[rows]
         found.append(replace(batch, x=x, ids=ids, weights=batch.weights[rows], scales=scales))
     return found
+
+
+def random_bytes(seed: int, like: torch.Tensor) -> torch.Tensor:
+    """uint8 in the shape of `like`: what one rank sends, which every rank can make."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.randint(0, 256, like.shape, generator=generator, dtype=torch.uint8, device=like.device)
 
 
 def expert_factors(workload: Workload, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

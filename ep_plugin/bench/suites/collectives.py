@@ -9,7 +9,6 @@ rails are not in it.
 
 from __future__ import annotations
 
-import itertools
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -22,8 +21,8 @@ import typer
 from tqdm import tqdm
 
 from ep_plugin import _C
-from ep_plugin.bench.exchange.workload import DTYPES, SHORT_NAMES
-from ep_plugin.bench.suite import BY_BACKEND, OverNodes, Row, Way, check_names, time_ways
+from ep_plugin.bench.exchange.workload import DTYPES, SHORT_NAMES, seeds
+from ep_plugin.bench.suite import BY_BACKEND, OURS, OverNodes, Row, Way, backend_of, check_names, time_ways
 from ep_plugin.bench.timing import Run, clock_of
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.backends.paths import gather_sms, scatter_sms
@@ -31,7 +30,6 @@ from ep_plugin.transport.rails import CHUNK_BYTES
 
 KIB, MIB = 1 << 10, 1 << 20
 _TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
-_seeds = itertools.count()  # of the data of comparisons: the same on all ranks
 # The names of PyTorch 2.13 and later, or those of before.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -73,7 +71,7 @@ class CollectiveSuite(OverNodes):
         clock, rows = clock_of(device), list[Row]()
         with ExitStack() as opened:
             ours = {impl: opened.enter_context(closing(made)) for impl, made in self.ours().items()}
-            self.check_nodes(ours["ep_plugin"].engine_on(device).node_map.num_nodes)
+            self.check_nodes(ours[OURS].engine_on(device).node_map.num_nodes)
             for size in tqdm(self.size, unit="size", disable=dist.get_rank() != 0, leave=False):
                 rows += time_ways(clock, self.ways(device, size, ours), self.iterations)
         return {"rows": rows, "notes": []}
@@ -86,12 +84,11 @@ class CollectiveSuite(OverNodes):
         ours: ep_plugin's collectives by their names in results. wrap: is applied to each call.
         """
         found = [self._way(impl, made, self.tensors(device, size, made), wrap) for impl, made in ours.items()]
-        made = ours["ep_plugin"]
+        made = ours[OURS]
         if device.type not in made.maps_nothing_on:
             found.append(self._way(f"ep_plugin, foreign {self.foreign}", made, self.tensors(device, size), wrap))
         in_place = device.type == "cuda"  # as FSDP2 calls it; gloo's would overlap
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        return [*found, self._way(backend, None, self.tensors(device, size, in_place=in_place), wrap)]
+        return [*found, self._way(backend_of(device), None, self.tensors(device, size, in_place=in_place), wrap)]
 
     def _way(self, impl: str, made: Any, tensors: Pair, wrap: Callable[[Run], Run]) -> Way:
         """made: ep_plugin's collective; None: the backend's."""
@@ -101,7 +98,7 @@ class CollectiveSuite(OverNodes):
         run = wrap(lambda: call(out, source))
 
         def check() -> str | None:
-            seed = next(_seeds)
+            seed = next(seeds)
             sources = [_random(seed * self.ranks + rank, source) for rank in range(self.ranks)]
             out.view(torch.uint8).fill_(0xA5)
             source.copy_(sources[dist.get_rank()])
@@ -161,7 +158,7 @@ class AllGatherSuite(CollectiveSuite):
     by_backend = staticmethod(_all_gather)
 
     def ours(self) -> dict[str, Any]:
-        paths = {"ep_plugin": "auto"}
+        paths = {OURS: "auto"}
         if self.backend == "cuda":
             paths |= {"ep_plugin copy_engine": "copy_engine", "ep_plugin sm": "sm"}
         return {impl: HierarchicalAllGather(path=path) for impl, path in paths.items()}
@@ -188,7 +185,7 @@ class ReduceScatterSuite(CollectiveSuite):
     by_backend = staticmethod(_reduce_scatter)
 
     def ours(self) -> dict[str, Any]:
-        return {"ep_plugin": HierarchicalReduceScatter()}
+        return {OURS: HierarchicalReduceScatter()}
 
     def tensors(self, device: torch.device, size: int, made: Any = None, in_place: bool = False) -> Pair:
         return self._empty(device, size, made), self._empty(device, size // self.ranks)

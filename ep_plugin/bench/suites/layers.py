@@ -19,13 +19,13 @@ import typer
 
 from ep_plugin.bench.exchange.cases import sms_of
 from ep_plugin.bench.exchange.workload import CUDA_SIZES, ROUNDTRIP, ExchangeSuite, rows_on_the_wire
-from ep_plugin.bench.suite import BY_BACKEND, Way, check_names, require_module, time_ways
+from ep_plugin.bench.suite import BY_BACKEND, OURS, Way, check_names, require_module, time_ways
 from ep_plugin.bench.timing import clock_of
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.testing.megatron import serve_grouped_products, submodules_of, without_transformer_engine
 from ep_plugin.testing.torchtitan import without_triton
 
-OURS, STOCK, EXPERTS, ROUTER = "ep_plugin", "alltoall", "experts alone", "router alone"
+STOCK, EXPERTS, ROUTER = "alltoall", "experts alone", "router alone"
 FRAMEWORKS = {"megatron": "megatron.core", "torchtitan": "torchtitan"}
 LIMIT = 2e-2  # of BF16: the largest difference of a tensor over its largest value
 _CROSSINGS = 4  # dispatch, combine, and the backward of both

@@ -27,6 +27,7 @@ from ep_plugin.bench.exchange.workload import (
     DTYPES,
     SCALE_BLOCK,
     SHORT_NAMES,
+    SUMMABLE,
     Batch,
     Workload,
     batches,
@@ -34,7 +35,7 @@ from ep_plugin.bench.exchange.workload import (
     other_rows,
     rows_on_the_wire,
 )
-from ep_plugin.bench.suite import BY_BACKEND, Row, Suite, Way, check_names, time_ways
+from ep_plugin.bench.suite import BY_BACKEND, OURS, Row, Suite, Way, backend_of, check_names, time_ways
 from ep_plugin.bench.timing import Clock, Run, clock_of
 from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.moe.communicator import MoECommunicator
@@ -42,12 +43,10 @@ from ep_plugin.moe.layout import DispatchOutput
 from ep_plugin.moe.low_latency.engine import slots_of
 from ep_plugin.moe.reference import reference_dispatch, reference_quantize
 
-OURS = "ep_plugin"
 DEEP_EP = "deep_ep"  # also the name of its package
 TOKENS = [1, 8, 32, 64, 128, 256]
 CPU_SIZES: dict[str, Any] = {"hidden": 1024, "topk": 4, "experts": 32, "dtype": "float32"}
 CUDA_SIZES: dict[str, Any] = {"hidden": 7168, "topk": 8, "experts": 256, "dtype": "bfloat16"}
-SUMMABLE = ("float32", "bfloat16", "float16")
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the largest sum
 
 
@@ -199,7 +198,8 @@ class Scene:
             runs["combine"] = lambda: comm.combine(y, handle, weights=mine.weights)
             runs["combine_send"] = Half(start_combine, nothing, wait)
             runs["combine_receive"] = Half(wait, start_combine, nothing)
-        found = [self._way(what, OURS, run, self.check, self.inputs.our_bytes_wire(what)) for what, run in runs.items()]
+        ours = (self._way(what, OURS, run, self.inputs.our_bytes_wire(what)) for what, run in runs.items())
+        found = [replace(way, check=self.check) for way in ours]
         for peer, kind in ((name, kind) for name in peers for kind in _find_peers(name)):
             impl = kind(self.workload, self.device)
             rows, state = impl.dispatch(mine)
@@ -208,15 +208,15 @@ class Scene:
             if self.quantize is None:
                 peer_runs["combine"] = functools.partial(impl.combine, rows.tokens, state)
             if peer == ALL_TO_ALL:
-                name = f"{'nccl' if self.device.type == 'cuda' else 'gloo'}_{ALL_TO_ALL}"
+                name = f"{backend_of(self.device)}_{ALL_TO_ALL}"
                 known = functools.partial(impl.dispatch, mine, state)
-                found.append(self._way("dispatch", f"{name}, routing known", known, nothing, wire))
+                found.append(self._way("dispatch", f"{name}, routing known", known, wire))
             # `moe` compares the peer's results.
-            found += [self._way(what, name, run, nothing, wire) for what, run in peer_runs.items()]
+            found += [self._way(what, name, run, wire) for what, run in peer_runs.items()]
         return found
 
-    def _way(self, what: str, impl: str, run: Run, check: Callable[[], str | None], bytes_wire: int) -> Way:
-        return Way(case=f"{what}_{self.inputs.name}", impl=impl, run=run, check=check, bytes_wire=bytes_wire)
+    def _way(self, what: str, impl: str, run: Run, bytes_wire: int) -> Way:
+        return Way(case=f"{what}_{self.inputs.name}", impl=impl, run=run, bytes_wire=bytes_wire)
 
     def dispatch(self, batch: Batch) -> tuple[DispatchOutput, Any]:
         return self.comm.dispatch(batch.x, batch.ids, quantize=self.quantize)

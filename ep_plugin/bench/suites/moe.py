@@ -30,6 +30,7 @@ from ep_plugin.bench.exchange.workload import (
     CUDA_SIZES,
     DTYPES,
     FLAT,
+    SUMMABLE,
     ExchangeSuite,
     Spec,
     Workload,
@@ -43,7 +44,6 @@ from ep_plugin.config import ROW_ALIGNMENT_BYTES, DispatchLayout
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, DISPATCH_POOL
 
 LAYOUTS = (DispatchLayout.FLAT.value, DispatchLayout.TOKEN_MAJOR.value)
-SUMMABLE = tuple(name for name in DTYPES if name != "float8")
 _SHARED: dict[str, Any] = {"layout": list(LAYOUTS), "case": [], "sweep": []}
 
 

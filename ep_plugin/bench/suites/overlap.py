@@ -19,7 +19,7 @@ import typer
 from ep_plugin.bench.exchange.cases import Scene
 from ep_plugin.bench.exchange.peers import ALL_TO_ALL
 from ep_plugin.bench.exchange.workload import CACHED, COMBINE, CUDA_SIZES, SENDS_ON_12, ExchangeSuite, Spec
-from ep_plugin.bench.suite import BY_BACKEND, Way, time_ways
+from ep_plugin.bench.suite import BY_BACKEND, OURS, Way, time_ways
 from ep_plugin.bench.suites.collectives import MIB, AllGatherSuite
 from ep_plugin.bench.suites.send_receive import RING, SendReceiveSuite
 from ep_plugin.bench.timing import Run, clock_of
@@ -75,7 +75,7 @@ class OverlapSuite(ExchangeSuite):
 
             return replace(way, check=check)
 
-        ways = [Way(case=ALONE, impl="matmul", run=products, check=products, bytes_wire=0)]
+        ways = [Way(case=ALONE, impl="matmul", run=products, check=products)]
         with ExitStack() as opened:
             gathers = self.gathers(device.type)
             gather = opened.enter_context(HierarchicalAllGather(path="copy_engine"))
@@ -83,7 +83,7 @@ class OverlapSuite(ExchangeSuite):
             ring = SendReceiveSuite(backend=device.type, ranks=self.ranks, size=self.size, pattern=[RING])
             for size in self.size:
                 case = f"products_beside_{size // MIB}MiB" if size % MIB == 0 else f"products_beside_{size}B"
-                found = gathers.ways(device, size, {"ep_plugin": gather}, next_to_products)
+                found = gathers.ways(device, size, {OURS: gather}, next_to_products)
                 ways += [replace(way, case=case) for way in found]
                 found = ring.ways(device, RING, size, messages, next_to_products)
                 ways += [replace(way, case=f"{case}_ring") for way in found]

@@ -18,14 +18,14 @@ import torch.distributed as dist
 import typer
 from tqdm import tqdm
 
-from ep_plugin.bench.suite import BY_BACKEND, Row, Suite, Way, check_names, time_ways
+from ep_plugin.bench.exchange.workload import random_bytes, seeds
+from ep_plugin.bench.suite import BY_BACKEND, OURS, Row, Suite, Way, backend_of, check_names, time_ways
+from ep_plugin.bench.suites.collectives import KIB, MIB
 from ep_plugin.bench.timing import Run, clock_of
 from ep_plugin.collectives.send_receive import Receive, Send, SendReceive
 
-KIB, MIB = 1 << 10, 1 << 20
 RING = "ring"
 PATTERNS = ("one_way", "both_ways", RING)
-_seeds = itertools.count()  # of the data of comparisons: the same on all ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,18 +95,12 @@ class SendReceiveSuite(Suite):
         run = wrap(call)
 
         def check() -> str | None:
-            seed = next(_seeds) * self.ranks
-            source.copy_(_random(seed + rank, source))
+            seed = next(seeds) * self.ranks
+            source.copy_(random_bytes(seed + rank, source))
             out.fill_(0xA5)
             run()
-            right = not receives or torch.equal(out, _random(seed + before, out))
+            right = not receives or torch.equal(out, random_bytes(seed + before, out))
             return None if right else f"expected the bytes of rank {before}, got others"
 
-        impl = "ep_plugin" if ours else "gloo" if device.type == "cpu" else "nccl"
+        impl = OURS if ours else backend_of(device)
         return Way(case=f"{pattern}_{size}", impl=impl, run=run, check=check, bytes_wire=size)
-
-
-def _random(seed: int, like: torch.Tensor) -> torch.Tensor:
-    """The bytes that a rank sends, which every rank can make."""
-    generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.randint(0, 256, like.shape, generator=generator, dtype=torch.uint8, device=like.device)

@@ -13,7 +13,7 @@ On CPUs ranks are threads, and the kernels those of CPUs: that tests the suite, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -22,11 +22,10 @@ import typer
 from ep_plugin.bench.exchange.cases import floor_row
 from ep_plugin.bench.exchange.stand_in import Share, StandIn, Together
 from ep_plugin.bench.exchange.workload import Batch, Workload, other_rows
-from ep_plugin.bench.suite import BY_BACKEND, Row, Way, row, time_ways
+from ep_plugin.bench.suite import BY_BACKEND, OURS, Row, Way, row, time_ways
 from ep_plugin.bench.suites.low_latency import (
     CPU_SIZES,
     CUDA_SIZES,
-    OURS,
     TOKENS,
     Half,
     LowLatencySizes,
@@ -53,10 +52,7 @@ class SharedScene:
         inputs = inputs_of(workload, dtype, quantize, device)
         self.workload, self.device, self.inputs = workload, device, inputs
         self.everyone = inputs.everyone
-        self.fixed = [
-            replace(each, x=each.x.clone(), ids=each.ids.clone(), weights=each.weights.clone())
-            for each in inputs.everyone
-        ]
+        self.fixed = [batch.clone() for batch in inputs.everyone]
         self.ranks = StandIn(workload.ranks, config_of(workload, inputs.element), device)
         self.turn = 0
         self.counters = [torch.zeros(1, device=device) for _ in self.ranks.ranks]
@@ -130,9 +126,7 @@ class SharedScene:
         self.turn += 1
         everyone = other_rows(self.everyone, self.turn, reroute=True)
         for fixed, other in zip(self.fixed, everyone, strict=True):
-            fixed.x.copy_(other.x)
-            fixed.ids.copy_(other.ids)
-            fixed.weights.copy_(other.weights)
+            fixed.copy_(other)
         return everyone
 
 
@@ -191,6 +185,4 @@ def _launch(scene: SharedScene) -> Way:
 
     all_of_them()
     run = scene.ranks.recorded(all_of_them)
-    return Way(
-        case=f"{LAUNCH}_{scene.inputs.name}_x{len(counters)}", impl=OURS, run=run, check=lambda: None, bytes_wire=0
-    )
+    return Way(case=f"{LAUNCH}_{scene.inputs.name}_x{len(counters)}", impl=OURS, run=run)
