@@ -38,11 +38,8 @@ class Operation(ABC):
     number = 0  # by which the operator finds a started operation
     capture = 0  # the CUDA graph capture that it was started in; 0: none
     result: Tensors | None = None  # the operator's results, once finished and until collected
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Of the rows that this rank passes in. Valid after `check`."""
+    rows: torch.Tensor
+    """The rows that this rank passes in."""
 
     @abstractmethod
     def check(self) -> None:
@@ -55,6 +52,11 @@ class Operation(ABC):
     @abstractmethod
     def finish(self) -> Tensors:
         """Enqueues the kernels that receive, and orders the caller's stream after them."""
+
+    def whole(self) -> Tensors:
+        """Does both."""
+        self.start()
+        return self.finish()
 
     @abstractmethod
     def tensors(self) -> Tensors:
@@ -78,7 +80,7 @@ class InFlight:
             self.complete()
             operation.check()
             counts.served(self.serves)
-            return self._engine.run(operation.name, _whole, operation, nbytes=operation.nbytes)
+            return self._engine.run(operation.name, lambda _: operation.whole(), nbytes=operation.rows.nbytes)
 
     def start(self, operation: Operation) -> Operation:
         """Completes the operation in flight, then starts `operation`, which is in flight from then on."""
@@ -86,7 +88,7 @@ class InFlight:
             self.complete()
             operation.check()
             counts.served(self.serves)
-            self._engine.run(operation.name, self._start, operation, nbytes=operation.nbytes, part=SEND_PART)
+            self._engine.run(operation.name, self._start, operation, nbytes=operation.rows.nbytes, part=SEND_PART)
             operation.call = self._engine.last_call
             operation.number = next(self._numbers)
             self._by_number[operation.number] = operation
@@ -129,8 +131,9 @@ class InFlight:
                 self._started = None  # its kernels are in the graph and have not run
             raise self._torn(operation, capture)
         self._started = None
+        nbytes = operation.rows.nbytes
         operation.result = engine.run(
-            operation.name, _finish, operation, nbytes=operation.nbytes, part=RECEIVE_PART, continues=operation.call
+            operation.name, lambda _: operation.finish(), nbytes=nbytes, part=RECEIVE_PART, continues=operation.call
         )
 
     def _start(self, engine: BaseEngine, operation: Operation) -> None:
@@ -147,15 +150,6 @@ class InFlight:
             f"{self._engine.name}: expected an operation that was begun {began} to be completed and waited for there "
             f"too, got its wait(), or the next operation, {now}"
         )
-
-
-def _whole(_: BaseEngine, operation: Operation) -> Tensors:
-    operation.start()
-    return operation.finish()
-
-
-def _finish(_: BaseEngine, operation: Operation) -> Tensors:
-    return operation.finish()
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:

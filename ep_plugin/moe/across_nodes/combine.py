@@ -38,24 +38,20 @@ class CombineAcrossNodes(Operation):
         handle = DispatchHandle._make((*routing, comm))
         self._nodes, self._engine = nodes, nodes.engine
         self._known, self._routing = routing_of(nodes, "handle", handle)
-        self._y, self._weights, self._extra = bulk_ready("y", y), weights, extra
+        self.rows, self._weights, self._extra = bulk_ready("y", y), weights, extra
         self._bias = None if bias is None else bulk_ready("bias", bias)
         self._sums: list[torch.Tensor] = []
         self._extras: list[torch.Tensor | None] = []
         self._out: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self._y.nbytes
-
     def check(self) -> None:
-        check_combine(self._engine, self._y, self._weights, self._bias, self._extra, self._known)
+        check_combine(self._engine, self.rows, self._weights, self._bias, self._extra, self._known)
 
     def start(self) -> None:
         """Adds up and sends back other nodes' tokens, which have the longest way. Then sends this node's."""
         self._nodes.check_capture()
         engine, streams, routing = self._engine, self._engine.streams, self._routing
-        y, K = self._y, self._routing.topk_ids.shape[1]
+        y, K = self.rows, self._routing.topk_ids.shape[1]
         H = y.shape[1]
         row_bytes = H * y.element_size()
         weight_bytes = 0 if self._extra is None else self._extra.element_size()
@@ -97,11 +93,11 @@ class CombineAcrossNodes(Operation):
         return self._out
 
     def tensors(self) -> Tensors:
-        given = self._y, self._weights, self._bias, self._extra, *self._known.tensors[:-1]
+        given = self.rows, self._weights, self._bias, self._extra, *self._known.tensors[:-1]
         return *given, *self._sums, *self._extras, self._landed, self._landed_extra, *(self._out or ())
 
     def _send(self, number: int) -> None:
-        segment.combine_send(self._engine, self._common[number], self._sms, self._y, self._weights, self._extra)
+        segment.combine_send(self._engine, self._common[number], self._sms, self.rows, self._weights, self._extra)
 
     def _receive(self, number: int) -> None:
         segment.combine_receive(self._engine, self._common[number], self._sms, self._sums[number], self._extras[number])

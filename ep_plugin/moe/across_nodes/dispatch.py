@@ -81,14 +81,11 @@ class DispatchAcrossNodes(Operation):
             handle = DispatchHandle._make((*previous, comm))
             known, self._routing = routing_of(nodes, "previous_handle", handle)
         self._nodes, self._engine = nodes, engine
-        self._call = DispatchCall(bulk_ready("x", x), topk_ids, weights, scales, known, capacity, quantize)
+        self.rows = bulk_ready("x", x)
+        self._call = DispatchCall(self.rows, topk_ids, weights, scales, known, capacity, quantize)
         self._layer = current_layer()
         self._totals: torch.Tensor | None = None
         self._result: DispatchResult | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self._call.x.nbytes
 
     def check(self) -> None:
         check_dispatch(self._engine, self._call)

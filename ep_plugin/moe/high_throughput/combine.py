@@ -30,20 +30,16 @@ class Combine(Operation):
     def __init__(self, engine: HighThroughputEngine, *arguments: Any) -> None:
         y, weights, bias, extra, routing, comm = arguments
         self._engine, self._routing = engine, engine.routing("handle", routing, comm)
-        self._y, self._weights, self._extra = bulk_ready("y", y), weights, extra
+        self.rows, self._weights, self._extra = bulk_ready("y", y), weights, extra
         self._bias = None if bias is None else bulk_ready("bias", bias)
         self._sums: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self._y.nbytes
-
     def check(self) -> None:
-        check_combine(self._engine, self._y, self._weights, self._bias, self._extra, self._routing)
+        check_combine(self._engine, self.rows, self._weights, self._bias, self._extra, self._routing)
 
     def start(self) -> None:
         """Reduces each slot's rows of y to a partial row and sends it to the token's owner."""
-        engine, streams, y, routing = self._engine, self._engine.streams, self._y, self._routing
+        engine, streams, y, routing = self._engine, self._engine.streams, self.rows, self._routing
         T, K = routing.tensors.topk_ids.shape
         row_bytes = y.shape[1] * y.element_size()
         weight_bytes = 0 if self._extra is None else self._extra.element_size()
@@ -88,7 +84,7 @@ class Combine(Operation):
         return self._sums
 
     def tensors(self) -> Tensors:
-        return self._y, self._weights, self._bias, self._extra, *self._routing.tensors[:-1], *(self._sums or ())
+        return self.rows, self._weights, self._bias, self._extra, *self._routing.tensors[:-1], *(self._sums or ())
 
     def _record(self) -> None:
         """Adds this combine to the statistics, before the caller's stream is ordered after the send stream."""
@@ -103,7 +99,7 @@ class Combine(Operation):
 
     def _recv_args(self, num_sms: int, stream: int) -> Any:
         """The receiving kernel's arguments. Also makes the memory of the sums."""
-        y, extra = self._y, self._extra
+        y, extra = self.rows, self._extra
         T, K = self._routing.tensors.topk_ids.shape
         out, extra_out = y.new_empty((T, y.shape[1])), None if extra is None else extra.new_empty((T, K))
         self._sums = out, extra_out

@@ -38,7 +38,8 @@ class Dispatch(Operation):
         x, topk_ids, weights, scales, capacity, quantize, previous, comm = arguments
         known = engine.routing("previous_handle", previous, comm) if previous else None
         self._engine = engine
-        self._call = DispatchCall(bulk_ready("x", x), topk_ids, weights, scales, known, capacity, quantize)
+        self.rows = bulk_ready("x", x)
+        self._call = DispatchCall(self.rows, topk_ids, weights, scales, known, capacity, quantize)
         self._ticket = 0  # of the totals that the host waits for; 0: it waits for none
         self._known: list[int] = []  # the totals, once the host knows them
         self._reserved = False  # the pool is known to be large enough
@@ -47,10 +48,6 @@ class Dispatch(Operation):
         self._block_counts: torch.Tensor | None = None
         self._recv_rows: torch.Tensor | None = None
         self._result: DispatchResult | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self._call.x.nbytes
 
     def check(self) -> None:
         check_dispatch(self._engine, self._call)

@@ -44,23 +44,19 @@ class LowLatencyCombine(LowLatencyOperation):
         assert extra is None, "weights travel in combine alone"
         self._engine = engine
         self._routing = routing if isinstance(routing, Routing) else engine.routing("handle", routing, comm)
-        self._y, self._weights, self._bias = y, weights, bias
+        self.rows, self._weights, self._bias = y, weights, bias
         self._ids = self._routing.tensors.topk_ids if topk_ids is None else topk_ids
         self._out, self._logfmt, self._wait_cost = out, logfmt, wait_cost
 
-    @property
-    def nbytes(self) -> int:
-        return self._y.nbytes
-
     def check(self) -> None:
-        engine, y, routing = self._engine, self._y, self._routing
+        engine, y, routing = self._engine, self.rows, self._routing
         rows = routing.totals[0]
         local, per_expert = engine.local_experts, rows // engine.local_experts
         if y.dim() != 3 or y.shape[:2] != (local, per_expert):
             raise ValueError(f"y: expected shape ({local}, {per_expert}, H), got {tuple(y.shape)}")
         if not y.is_contiguous():
             raise ValueError(f"y: expected a contiguous tensor, got strides {tuple(y.stride())}")
-        flat = self._y = bulk_ready("y", y.view(rows, y.shape[2]))
+        flat = self.rows = bulk_ready("y", y.view(rows, y.shape[2]))
         check_combine(engine, flat, None, self._bias, None, routing)
         row_bytes, most = flat.shape[1] * flat.element_size(), engine.config.max_row_bytes
         if most is not None and row_bytes > most:
@@ -89,11 +85,11 @@ class LowLatencyCombine(LowLatencyOperation):
         return self._sums, None
 
     def tensors(self) -> Tensors:
-        given = self._y, self._weights, self._bias, self._ids, self._wait_cost
+        given = self.rows, self._weights, self._bias, self._ids, self._wait_cost
         return *given, self._routing.tensors.plan, self._sums
 
     def prepare(self) -> None:
-        engine, y, handle = self._engine, self._y, self._routing.tensors
+        engine, y, handle = self._engine, self.rows, self._routing.tensors
         engine.ensure_memory()
         T, K = handle.topk_ids.shape
         per_expert = self._routing.totals[0] // engine.local_experts

@@ -43,12 +43,9 @@ class LowLatencyDispatch(LowLatencyOperation):
         x, topk_ids, weights, scales, capacity, quantize, previous, comm = arguments
         known = engine.routing("previous_handle", previous, comm) if previous else None
         self._engine, self._capacity = engine, capacity
-        self._call = DispatchCall(bulk_ready("x", x), topk_ids, weights, scales, known, capacity, quantize)
+        self.rows = bulk_ready("x", x)
+        self._call = DispatchCall(self.rows, topk_ids, weights, scales, known, capacity, quantize)
         self._cumulative, self._wait_cost, self._layer = cumulative, wait_cost, current_layer()
-
-    @property
-    def nbytes(self) -> int:
-        return self._call.x.nbytes
 
     def check(self) -> None:
         engine, call = self._engine, self._call

@@ -10,7 +10,7 @@ import itertools
 import weakref
 from abc import abstractmethod
 from collections import deque
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -72,7 +72,7 @@ class LowLatencyInFlight:
         with self._engine.lock:
             self._check(operation)
             counts.served(self.serves)
-            result = self._engine.run(operation.name, _whole, operation, nbytes=operation.nbytes)
+            result = self._engine.run(operation.name, lambda _: operation.whole(), nbytes=operation.rows.nbytes)
             self._latest[operation.kind].append(None)
             return result
 
@@ -82,7 +82,7 @@ class LowLatencyInFlight:
         with engine.lock:
             self._check(operation)
             counts.served(self.serves)
-            engine.run(operation.name, _start, operation, nbytes=operation.nbytes, part=SEND_PART)
+            engine.run(operation.name, lambda _: operation.start(), nbytes=operation.rows.nbytes, part=SEND_PART)
             operation.call = engine.last_call
             operation.capture = engine.streams.capturing()
             operation.number = next(self._numbers)
@@ -109,8 +109,9 @@ class LowLatencyInFlight:
                     "wait(): expected an un-received operation, got one whose receiving has failed before"
                 )
             self._forget(operation)
+            nbytes = operation.rows.nbytes
             result = engine.run(
-                operation.name, _finish, operation, nbytes=operation.nbytes, part=RECEIVE_PART, continues=operation.call
+                operation.name, lambda _: operation.finish(), nbytes=nbytes, part=RECEIVE_PART, continues=operation.call
             )
             if engine.device.type == "cuda":  # it may have been started on another stream
                 record_stream(torch.cuda.current_stream(engine.device), (operation.tensors(), result))
@@ -140,15 +141,3 @@ class LowLatencyInFlight:
 
 def _where(capture: int) -> str:
     return "in a capture" if capture else "outside"
-
-
-def _whole(_: Any, operation: LowLatencyOperation) -> Tensors:
-    return operation.whole()
-
-
-def _start(_: Any, operation: LowLatencyOperation) -> None:
-    operation.start()
-
-
-def _finish(_: Any, operation: LowLatencyOperation) -> Tensors:
-    return operation.finish()
