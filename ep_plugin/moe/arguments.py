@@ -5,13 +5,25 @@ from __future__ import annotations
 import torch
 
 from ep_plugin import _C, env
-from ep_plugin.config import ROW_ALIGNMENT_BYTES
+from ep_plugin.config import ROW_ALIGNMENT_BYTES, MoECommunicatorConfig
 from ep_plugin.dtypes import DTYPE_CODES, DTYPES, ELEMENTS, QUANTIZABLE, QUANTIZED, QUANTIZED_BY_MODE, weight_dtype
 from ep_plugin.moe.layout import DispatchCall, DispatchHandle, Engine, Routing
 from ep_plugin.runtime.tensors import PLAIN, check_kind, check_memory, check_storage, is_traced
+from ep_plugin.transport import transport_for
+from ep_plugin.transport.exchange import Exchange
 
 _ROWS, _SLOTS = _C.Total.ROWS, _C.Total.SLOTS
-_MOST_ROWS = 2**31 - 1  # kernels number them in 32 bits
+MOST_ROWS = 2**31 - 1  # kernels number them in 32 bits
+
+
+def check_group(exchange: Exchange, config: MoECommunicatorConfig, device: torch.device) -> None:
+    """Refuses a group that cannot be served, or whose ranks do not agree. Collective; nothing is allocated before."""
+    transport_for(device)
+    exchange.agree("the communicator", f"{config.describe()}, device={device.type}")
+    if config.num_experts % exchange.size:
+        raise ValueError(
+            f"num_experts: expected a multiple of the group's {exchange.size} ranks, got {config.num_experts}"
+        )
 
 
 def as_weights(name: str, weights: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
@@ -41,6 +53,11 @@ def bulk_ready(name: str, rows: torch.Tensor) -> torch.Tensor:
     return (
         rows.clone(memory_format=torch.contiguous_format) if (rows.data_ptr() | apart) % ROW_ALIGNMENT_BYTES else rows
     )
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Where kernels find a tensor; 0: there is none."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def check_tensors(optional: dict[str, object] | None = None, /, **given: object) -> None:
@@ -185,16 +202,21 @@ def check_handle_tensors(engine: Engine, name: str, handle: DispatchHandle, num_
             raise ValueError(f"{name}.{field}: expected torch.int32, got {tensor.dtype}")
 
 
+def check_handle_shapes(name: str, handle: DispatchHandle, plan_words: int, slots: int) -> None:
+    """A handle's plan and recv_rows have these sizes."""
+    pairs = (handle.plan, (plan_words,)), (handle.recv_rows, (slots, handle.topk_ids.shape[1]))
+    for field, (tensor, shape) in zip(("plan", "recv_rows"), pairs, strict=True):
+        if tensor.shape != shape:
+            raise ValueError(f"{name}.{field}: expected shape {shape}, got {tuple(tensor.shape)}")
+
+
 def check_routing(engine: Engine, name: str, routing: DispatchHandle) -> None:
     """A handle's tensors are where, and as, dispatch made them: kernels take their addresses."""
     check_handle_tensors(engine, name, routing, engine.num_totals)
     T, K = routing.topk_ids.shape
     totals, most = routing.totals, engine.config.max_tokens_per_rank
     slots = int(totals[_SLOTS]) if len(totals) > 1 else engine.size * (most or 0)
-    shapes = ((T, K), (engine.plan_words(T, K),), (slots, K))
-    for field, tensor, shape in zip(routing._fields, routing[:3], shapes, strict=False):
-        if tensor.shape != shape:
-            raise ValueError(f"{name}.{field}: expected shape {shape}, got {tuple(tensor.shape)}")
+    check_handle_shapes(name, routing, engine.plan_words(T, K), slots)
 
 
 def _check_quantizable(call: DispatchCall) -> None:
@@ -289,8 +311,8 @@ def _check_capacity(engine: Engine, call: DispatchCall) -> None:
     capacity, previous = call.capacity, call.previous
     if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
         raise ValueError(f"capacity: expected an integer of at least 0, rows, got {capacity!r}")
-    if capacity > _MOST_ROWS:
-        raise ValueError(f"capacity: expected at most {_MOST_ROWS} rows, got {capacity}")
+    if capacity > MOST_ROWS:
+        raise ValueError(f"capacity: expected at most {MOST_ROWS} rows, got {capacity}")
     if previous is None:
         if engine.config.max_tokens_per_rank is None:
             raise ValueError(

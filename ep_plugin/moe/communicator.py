@@ -20,7 +20,6 @@ from ep_plugin.moe import operators as ops
 from ep_plugin.moe.across_nodes.combine import CombineAcrossNodes
 from ep_plugin.moe.across_nodes.dispatch import DispatchAcrossNodes
 from ep_plugin.moe.across_nodes.nodes import Nodes
-from ep_plugin.moe.across_nodes.routing import NodesSizes
 from ep_plugin.moe.arguments import as_weights, check_quantize, check_tensors
 from ep_plugin.moe.high_throughput.combine import Combine
 from ep_plugin.moe.high_throughput.dispatch import Dispatch
@@ -94,8 +93,7 @@ class MoECommunicator:
         self.in_flight, self.handle_sizes = InFlight(engine), engine
         self.new_dispatch, self.new_combine = functools.partial(Dispatch, engine), functools.partial(Combine, engine)
         if engine.rails.nodes:
-            nodes = self.nodes = Nodes(engine)
-            self.handle_sizes = NodesSizes(nodes)
+            nodes = self.nodes = self.handle_sizes = Nodes(engine)
             self.new_dispatch = functools.partial(DispatchAcrossNodes, nodes)
             self.new_combine = functools.partial(CombineAcrossNodes, nodes)
         return f"{engine.config_hash} {engine.size} {engine.node_map.num_nodes} {engine.meta_words} {_C.num_totals}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
@@ -105,18 +104,6 @@ class LoadStats(NamedTuple):
 def skew_of(tokens: torch.Tensor) -> float:
     """The largest of some counts over their mean; 0 if all are 0."""
     return float(tokens.max() / tokens.double().mean()) if tokens.any() else 0.0
-
-
-class Load(ABC):
-    """The statistics of one communicator. Callers hold the communicator's lock."""
-
-    @abstractmethod
-    def read(self) -> LoadStats:
-        """Waits for the operations that are enqueued."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Starts at zero again. Waits for nothing."""
 
 
 class Sums:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from ep_plugin import _C, DispatchLayout, MoECommunicator
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZABLE, num_scales, weight_dtype
-from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, DISPATCH_POOL, address
+from ep_plugin.moe.arguments import address
+from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, DISPATCH_POOL
 from ep_plugin.moe.reference import reference_quantize
 from ep_plugin.runtime.streams import current_stream
 from tests.faults.fault_cases import finish, here, open_communicator

@@ -20,7 +20,7 @@ from ep_plugin import _C, MoECommunicatorConfig
 from ep_plugin.moe.across_nodes.dispatch import DispatchAcrossNodes
 from ep_plugin.moe.across_nodes.legs import Leg, num_chunks
 from ep_plugin.moe.across_nodes.nodes import Nodes
-from ep_plugin.moe.across_nodes.routing import NodesRouting, NodesSizes, num_totals, plan_words
+from ep_plugin.moe.across_nodes.routing import NodesRouting
 from ep_plugin.runtime.streams import Streams
 from ep_plugin.transport.topology import NodeMap, RankReport, build_node_map
 
@@ -177,9 +177,9 @@ def test_a_handle_stays_small(nodes: Nodes) -> None:
     routing.make_recv_rows([tokens * 2 for tokens in routing.tokens])
     structs = [routing.struct(number) for number in range(nodes.num_segments)]
     assert time.monotonic() - began < MOST_SECONDS
-    words = plan_words(nodes, T, K, routing.received)
+    words = nodes.words_of(T, K, routing.received)
     assert words == len(routing.plan) == T * N + N * nodes.layout.words + sum(routing.tokens) * (2 * K + G)
-    assert num_totals(nodes) == _C.num_totals + LOCAL + 2 * (N - 1) + N
+    assert nodes.num_totals == _C.num_totals + LOCAL + 2 * (N - 1) + N
     held = held_by(nodes, routing)
     assert sum(tensor.nbytes for tensor in held) < MOST_BYTES
     assert {id(table) for table in held if table.numel() > T * N} == {id(routing.plan), id(routing.recv_rows)}
@@ -246,9 +246,8 @@ def test_the_plan_kernel_counts_the_tokens_of_every_segment(nodes: Nodes) -> Non
 
 def test_sizes_with_a_capacity_are_known_before_dispatch(nodes: Nodes) -> None:
     """Legs are as long as the most tokens of a rank, so memory grows with the nodes: a communicator says how much."""
-    sizes = NodesSizes(nodes)
-    assert sizes.plan_words(T, K, 1) == T * N + N * nodes.layout.words + N * T * (2 * K + G)
-    assert sizes.slots(1) == N * G * T
+    assert nodes.plan_words(T, K, 1) == T * N + N * nodes.layout.words + N * T * (2 * K + G)
+    assert nodes.slots(1) == N * G * T
 
 
 @pytest.mark.parametrize("alignment", [1, 16])

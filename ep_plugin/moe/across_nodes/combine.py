@@ -19,8 +19,8 @@ from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS
 from ep_plugin.moe.across_nodes import segment
 from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.moe.across_nodes.routing import routing_of
-from ep_plugin.moe.arguments import bulk_ready, check_combine
-from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, address
+from ep_plugin.moe.arguments import address, bulk_ready, check_combine
+from ep_plugin.moe.high_throughput.engine import COMBINE_POOL
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchHandle
 from ep_plugin.transport.rails import UnderWay

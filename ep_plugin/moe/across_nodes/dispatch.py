@@ -26,10 +26,10 @@ from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
 from ep_plugin.errors import EpPluginError
 from ep_plugin.moe.across_nodes import segment
 from ep_plugin.moe.across_nodes.nodes import Nodes
-from ep_plugin.moe.across_nodes.routing import NodesRouting, padded_rows, padded_slots, routing_of
-from ep_plugin.moe.arguments import bulk_ready, check_dispatch
+from ep_plugin.moe.across_nodes.routing import NodesRouting, routing_of
+from ep_plugin.moe.arguments import MOST_ROWS, address, bulk_ready, check_dispatch
 from ep_plugin.moe.high_throughput.dispatch import empty_rows
-from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, address
+from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchHandle, DispatchResult
 from ep_plugin.moe.statistics import current_layer
@@ -37,7 +37,6 @@ from ep_plugin.transport.rails import UnderWay
 
 _DISPATCH, _CACHED = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
 _SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS, _C.Total.MAX_SENT
-_MOST_ROWS = 2**31 - 1
 
 
 class Payload(NamedTuple):
@@ -209,7 +208,7 @@ class DispatchAcrossNodes(Operation):
                 counts = torch.stack([through[bound] for bound in bounds]).diff(dim=0).to(torch.int64)
             sent, received = nodes.exchange_counts(header, counts)
         else:
-            sent = received = padded_rows(nodes)
+            sent = received = nodes.padded_rows()
             nodes.agree(header, sent, received)
         own_ids = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
         routing = NodesRouting.empty(nodes, own_ids, sent, received)
@@ -311,15 +310,15 @@ class DispatchAcrossNodes(Operation):
         with streams.on(streams.send):
             routing.place(alignment)
         if capacity is not None:
-            routing.make_recv_rows(padded_slots(nodes))
+            routing.make_recv_rows(nodes.padded_slots())
             self._totals = torch.full((1,), capacity, dtype=torch.int64, device="cpu")
             return [capacity]
         every = torch.stack(per_segment)
         slots = every[:, _SLOTS].tolist()
         counts = every[:, _C.num_totals :].sum(0)
         rows = int(((counts + alignment - 1) // alignment * alignment).sum())
-        if max(rows, sum(slots)) > _MOST_ROWS:
-            raise EpPluginError(f"{engine.name}: step plan: expected at most {_MOST_ROWS} rows, got {rows}")
+        if max(rows, sum(slots)) > MOST_ROWS:
+            raise EpPluginError(f"{engine.name}: step plan: expected at most {MOST_ROWS} rows, got {rows}")
         heads = {_SLOTS: sum(slots), _ROWS: rows, _MAX_ROWS: int(every[:, _MAX_ROWS].max())}
         heads[_MAX_SENT] = int(every[:, _MAX_SENT].max())
         totals_list = [heads[total] for total in sorted(heads)] + counts.tolist()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ep_plugin.moe.high_throughput.load import Source
 from ep_plugin.transport.topology import NodeMap
 
 # Few nodes send long messages to each other, and forwarding a chunk overlaps with the next one's way. With many nodes,
@@ -23,13 +24,6 @@ class Leg(NamedTuple):
     chunk: int
     to: int
     source: int
-
-
-class Source(NamedTuple):
-    """The rows of one rank, or of one chunk of it, in a segment."""
-
-    segment: int
-    local_rank: int
 
 
 def num_chunks(num_nodes: int, asked: int | None) -> int:
@@ -59,7 +53,7 @@ def output_order(node_map: NodeMap, node: int, chunks: int) -> list[Source]:
     for rank in range(node_map.num_nodes * node_map.ranks_per_node):
         source, index = node_map.node_of(rank), node_map.local_rank_of(rank)
         if source == node:
-            order.append(Source(0, index))
+            order.append(Source(0, index, rank))
         else:
-            order += [Source(segments[source, chunk], index) for chunk in range(chunks)]
+            order += [Source(segments[source, chunk], index, rank) for chunk in range(chunks)]
     return order

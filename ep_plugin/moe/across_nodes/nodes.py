@@ -16,7 +16,7 @@ from ep_plugin import _C
 from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
 from ep_plugin.moe.across_nodes.legs import Leg, chunk_bounds, legs_of, num_chunks, output_order
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
-from ep_plugin.moe.high_throughput.load import HighThroughputLoad, Source
+from ep_plugin.moe.high_throughput.load import HighThroughputLoad
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.transport.rails import UnderWay
 
@@ -28,7 +28,7 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class Nodes:
-    """What is the same for all operations of one communicator over several nodes."""
+    """What is the same for all operations of one communicator over several nodes. Also its HandleSizes."""
 
     def __init__(self, engine: HighThroughputEngine) -> None:
         self.engine = engine
@@ -38,23 +38,19 @@ class Nodes:
         """Whether the host waits for every message."""
         self.chunks = num_chunks(self.num_nodes, engine.config.rail_chunks)
         self.legs = legs_of(self.node, self.num_nodes, self.chunks)
+        self.num_segments = len(self.legs) + 1
+        self.num_totals = engine.num_totals + 2 * len(self.legs) + self.num_segments
         self.layout = engine.meta_layout
         order = output_order(node_map, self.node, self.chunks)
         G = engine.node_size
         self.order = torch.tensor([source.segment * G + source.local_rank for source in order], device=device)
         """``[S]``, segment * G + local rank of each source, in the order of the output's rows."""
-        node_by_segment = [self.node, *(leg.source for leg in self.legs)]
-        sources = [Source(*each, node_map.node_ranks(node_by_segment[each.segment])[each.local_rank]) for each in order]
-        engine.load = HighThroughputLoad(engine, self.layout, engine.local_experts, sources)
+        engine.load = HighThroughputLoad(engine, self.layout, engine.local_experts, order)
         node_of, local_id = _expert_tables(engine)
         self.node_of = torch.tensor(node_of, device=device)
         """``[E + 2]`` by expert id + 1: the node that holds the expert; N for -1 and for E."""
         self.local_id = torch.tensor(local_id, dtype=torch.int32, device=device)
         """``[E + 2]`` by expert id + 1: the expert's number among those of this node; -1: not here; E_n: no such id."""
-
-    @property
-    def num_segments(self) -> int:
-        return len(self.legs) + 1
 
     def bounds(self, num_tokens: int) -> list[int]:
         return chunk_bounds(num_tokens, self.chunks)
@@ -62,6 +58,35 @@ class Nodes:
     def table_index(self, ids: torch.Tensor) -> torch.Tensor:
         """Expert ids of any value as indices of the tables."""
         return ids.clamp(-1, self.engine.config.num_experts).long() + 1
+
+    # -- sizes ---------------------------------------------------------------------------------------------------
+
+    def words_of(self, num_tokens: int, topk: int, received: Sequence[int]) -> int:
+        """int32 words of the plan of T tokens, beside those that the legs bring."""
+        fixed = num_tokens * self.num_nodes + self.num_segments * self.layout.words
+        return fixed + (num_tokens + sum(received)) * (2 * topk + self.engine.node_size)
+
+    def plan_words(self, num_tokens: int, topk: int, capacity: int | None) -> int | None:
+        return None if capacity is None else self.words_of(num_tokens, topk, self.padded_rows())
+
+    def slots(self, capacity: int | None) -> int | None:
+        return None if capacity is None else sum(self.padded_slots())
+
+    def padded_rows(self) -> list[int]:
+        """Rows of each leg where the host knows no counts: those of the longest chunk of a rank with the most tokens.
+
+        A chunk of fewer tokens may be longer than the same chunk of the most tokens, but never than the longest of
+        them.
+        """
+        most = self.engine.config.max_tokens_per_rank
+        assert most is not None
+        return [-(-most // self.chunks)] * len(self.legs)
+
+    def padded_slots(self) -> list[int]:
+        """Slots of each segment where the host knows no counts."""
+        most = self.engine.config.max_tokens_per_rank
+        assert most is not None
+        return [self.engine.node_size * rows for rows in (most, *self.padded_rows())]
 
     # -- over the rail -------------------------------------------------------------------------------------------
 

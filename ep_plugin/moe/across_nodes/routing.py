@@ -21,7 +21,7 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.moe.across_nodes.nodes import Nodes
-from ep_plugin.moe.arguments import check_handle_tensors
+from ep_plugin.moe.arguments import check_handle_shapes, check_handle_tensors
 from ep_plugin.moe.layout import DispatchHandle, Routing
 
 _WORD_BYTES = 4
@@ -52,7 +52,7 @@ class NodesRouting:
 
     @classmethod
     def empty(cls, nodes: Nodes, topk_ids: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> NodesRouting:
-        words = plan_words(nodes, topk_ids.shape[0], topk_ids.shape[1], received)
+        words = nodes.words_of(topk_ids.shape[0], topk_ids.shape[1], received)
         return cls(nodes, topk_ids, sent, received, topk_ids.new_empty(words, dtype=torch.int32))
 
     def ids(self, segment: int) -> torch.Tensor:
@@ -124,66 +124,22 @@ def _starts_of(counts: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor,
     return starts, through[-1]
 
 
-def plan_words(nodes: Nodes, num_tokens: int, topk: int, received: Sequence[int]) -> int:
-    """int32 words of the plan of T tokens, beside those that the legs bring."""
-    fixed = num_tokens * nodes.num_nodes + nodes.num_segments * nodes.layout.words
-    return fixed + (num_tokens + sum(received)) * (2 * topk + nodes.engine.node_size)
-
-
-class NodesSizes:
-    """HandleSizes of a communicator over several nodes."""
-
-    def __init__(self, nodes: Nodes) -> None:
-        self._nodes = nodes
-        self.num_totals = num_totals(nodes)
-
-    def plan_words(self, num_tokens: int, topk: int, capacity: int | None) -> int | None:
-        return None if capacity is None else plan_words(self._nodes, num_tokens, topk, padded_rows(self._nodes))
-
-    def slots(self, capacity: int | None) -> int | None:
-        return None if capacity is None else sum(padded_slots(self._nodes))
-
-
-def num_totals(nodes: Nodes) -> int:
-    return nodes.engine.num_totals + 2 * len(nodes.legs) + nodes.num_segments
-
-
 def routing_of(nodes: Nodes, name: str, handle: DispatchHandle) -> tuple[Routing, NodesRouting]:
     """A handle's routing. ValueError, with the argument's `name`, when its tensors are not as dispatch made them."""
     engine = nodes.engine
     L, first = len(nodes.legs), engine.num_totals
-    check_handle_tensors(engine, name, handle, num_totals(nodes))
+    check_handle_tensors(engine, name, handle, nodes.num_totals)
     totals: list[int] = handle.totals.tolist()
-    T, K = handle.topk_ids.shape
     if len(totals) == 1:
-        sent, slots = padded_rows(nodes), padded_slots(nodes)
+        sent, slots = nodes.padded_rows(), nodes.padded_slots()
         received = sent
     else:
         sent, received, slots = totals[first : first + L], totals[first + L : first + 2 * L], totals[first + 2 * L :]
         rows = [*sent, *received, *slots]
         if min(rows, default=0) < 0 or max(rows, default=0) > _C.max_tokens * engine.node_size:
             raise ValueError(f"{name}.totals: expected the contents that dispatch wrote, got {totals}")
-    words = plan_words(nodes, T, K, received)
-    for field, tensor, shape in (("plan", handle.plan, (words,)), ("recv_rows", handle.recv_rows, (sum(slots), K))):
-        if tensor.shape != shape:
-            raise ValueError(f"{name}.{field}: expected shape {shape}, got {tuple(tensor.shape)}")
+    T, K = handle.topk_ids.shape
+    check_handle_shapes(name, handle, nodes.words_of(T, K, received), sum(slots))
     routing = NodesRouting(nodes, handle.topk_ids, sent, received, handle.plan)
     routing.recv_rows, routing.slots = handle.recv_rows, slots
     return Routing(handle, routing.struct(0), totals), routing
-
-
-def padded_rows(nodes: Nodes) -> list[int]:
-    """Rows of each leg where the host knows no counts: those of the longest chunk of a rank with the most tokens.
-
-    A chunk of fewer tokens may be longer than the same chunk of the most tokens, but never than the longest of them.
-    """
-    most = nodes.engine.config.max_tokens_per_rank
-    assert most is not None
-    return [-(-most // nodes.chunks)] * len(nodes.legs)
-
-
-def padded_slots(nodes: Nodes) -> list[int]:
-    """Slots of each segment where the host knows no counts."""
-    most = nodes.engine.config.max_tokens_per_rank
-    assert most is not None
-    return [nodes.engine.node_size * rows for rows in (most, *padded_rows(nodes))]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ep_plugin import _C
-from ep_plugin.moe.high_throughput.engine import HighThroughputEngine, address
+from ep_plugin.moe.arguments import address
+from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 from ep_plugin.moe.high_throughput.sms import KernelSms
 
 _DISPATCH_RECV, _COMBINE_RECV = _C.Step.DISPATCH_RECV, _C.Step.COMBINE_RECV

@@ -11,8 +11,8 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS
-from ep_plugin.moe.arguments import bulk_ready, check_combine
-from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, HighThroughputEngine, address
+from ep_plugin.moe.arguments import address, bulk_ready, check_combine
+from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, HighThroughputEngine
 from ep_plugin.moe.in_flight import Operation, Tensors
 
 _COMBINE, _COMBINE_RECV, _MAX_SENT = int(_C.Op.COMBINE), _C.Step.COMBINE_RECV, _C.Total.MAX_SENT

@@ -17,8 +17,8 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
-from ep_plugin.moe.arguments import bulk_ready, check_dispatch
-from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, HighThroughputEngine, address
+from ep_plugin.moe.arguments import address, bulk_ready, check_dispatch
+from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, HighThroughputEngine
 from ep_plugin.moe.high_throughput.history import Rows
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchResult

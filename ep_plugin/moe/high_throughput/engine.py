@@ -15,7 +15,7 @@ from ep_plugin import _C, env
 from ep_plugin.config import SMS_FIELDS, DispatchLayout, MoECommunicatorConfig
 from ep_plugin.dtypes import DTYPES
 from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
-from ep_plugin.moe.arguments import check_routing
+from ep_plugin.moe.arguments import address, check_group, check_routing
 from ep_plugin.moe.high_throughput import sms
 from ep_plugin.moe.high_throughput.history import Expected, LatestRouting
 from ep_plugin.moe.high_throughput.load import HighThroughputLoad
@@ -23,7 +23,7 @@ from ep_plugin.moe.layout import DispatchHandle, Routing
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.runtime.group import GroupEngine, weakly
 from ep_plugin.runtime.streams import kernels_for, send_receive_streams
-from ep_plugin.transport import open_memory, transport_for
+from ep_plugin.transport import open_memory
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import PeerBuffer
 from ep_plugin.transport.rail import MOST_CTAS
@@ -40,10 +40,6 @@ _HEADER_WORDS = ("op", "row_bytes", "scale_bytes", "weight_bytes", "topk", "dtyp
 def _header(layout: int, config_hash: int, *words: int) -> Any:
     """Most calls resemble an earlier one. Never changed."""
     return _C.Header(layout=layout, config_hash=config_hash, **dict(zip(_HEADER_WORDS, words, strict=True)))
-
-
-def address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 class HighThroughputEngine(GroupEngine):
@@ -65,7 +61,7 @@ class HighThroughputEngine(GroupEngine):
         self.asked_sms: dict[str, int | None] = {}
         self._sms = sms.asked_of(config, self._usable_sms)
         self.streams = send_receive_streams(device)
-        self._agree()
+        check_group(self.exchange, config, device)
         self.local_experts = config.num_experts // self.size
         self.num_totals = _C.num_totals + self.local_experts
         self.latest_routing, self.expected = LatestRouting(), Expected()
@@ -94,16 +90,6 @@ class HighThroughputEngine(GroupEngine):
         self._resources.callback(self.memory.close)
         self._control = self.memory.allocate(_C.control_bytes(self.node_size, self.node_experts), "control")
         self.comm = self._comm_struct(self._control.ptrs, self.node_experts, plain=env.settings().plain_kernels)
-
-    def _agree(self) -> None:
-        """Refuses, before anything is allocated, what this group cannot serve or does not agree on."""
-        config = self.config
-        transport_for(self.device)
-        self.exchange.agree("the communicator", f"{config.describe()}, device={self.device.type}")
-        if config.num_experts % self.size:
-            raise ValueError(
-                f"num_experts: expected a multiple of the group's {self.size} ranks, got {config.num_experts}"
-            )
 
     # -- SMs -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ep_plugin import _C
-from ep_plugin.moe.statistics import Load, LoadStats, Sums
+from ep_plugin.moe.statistics import LoadStats, Sums
 from ep_plugin.runtime.group import GroupEngine
 
 _DISPATCH, _CACHED_DISPATCH, _COMBINE = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH), int(_C.Op.COMBINE)
@@ -39,7 +39,7 @@ class _Kind(NamedTuple):
     layer: str | None = None
 
 
-class HighThroughputLoad(Load):
+class HighThroughputLoad:
     """sources: in the order of their rows in the output; None: the ranks of the one node."""
 
     def __init__(
@@ -90,6 +90,7 @@ class HighThroughputLoad(Load):
             self._sums.add(_Kind(_COMBINE, row_bytes + extra_bytes * topk, topk), self._metas(plan))
 
     def read(self) -> LoadStats:
+        """Waits for the operations that are enqueued."""
         sums, waited = self._sums.read(lambda: self._waited - self._waited_before)
         at, G = self._layout, len(self._node_ranks)
         sent = received = 0
@@ -135,6 +136,7 @@ class HighThroughputLoad(Load):
         )
 
     def reset(self) -> None:
+        """Starts at zero again. Waits for nothing."""
         self._sums.reset(lambda: self._waited_before.copy_(self._waited))
         self._before = self._growing()
 

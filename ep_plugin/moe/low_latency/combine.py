@@ -12,7 +12,7 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, weight_dtype
-from ep_plugin.moe.arguments import bulk_ready, check_beside, check_combine
+from ep_plugin.moe.arguments import address, bulk_ready, check_beside, check_combine
 from ep_plugin.moe.in_flight import Tensors
 from ep_plugin.moe.layout import Routing
 from ep_plugin.moe.low_latency.dispatch import check_stats, operation
@@ -108,13 +108,13 @@ class LowLatencyCombine(LowLatencyOperation):
             op=operation(engine, header, self.kind, self._wait_cost),
             y=y.data_ptr(),
             ids=self._ids.data_ptr(),
-            weights=0 if self._weights is None else self._weights.data_ptr(),
+            weights=address(self._weights),
             plan=handle.plan.data_ptr(),
             hidden=y.shape[1],
             id_bytes=self._ids.element_size(),
             element=ELEMENTS[y.dtype],
             out=self._sums.data_ptr(),
-            bias=0 if self._bias is None else self._bias.data_ptr(),
+            bias=address(self._bias),
         )
 
     def launch(self, phases: int) -> None:

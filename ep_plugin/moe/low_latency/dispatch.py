@@ -13,7 +13,7 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
-from ep_plugin.moe.arguments import bulk_ready, check_beside, check_dispatch
+from ep_plugin.moe.arguments import address, bulk_ready, check_beside, check_dispatch
 from ep_plugin.moe.in_flight import Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchResult, Routing
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
@@ -109,15 +109,15 @@ class LowLatencyDispatch(LowLatencyOperation):
             x=x.data_ptr(),
             x_stride=x.stride(0) * x.element_size(),
             ids=ids.data_ptr(),
-            topk_ids=0 if self._topk_ids is None else self._topk_ids.data_ptr(),
+            topk_ids=address(self._topk_ids),
             id_bytes=ids.element_size(),
             element=ELEMENTS[x.dtype] if quantized else 0,
             tokens=made.tokens.data_ptr(),
-            scales=0 if made.scales is None else made.scales.data_ptr(),
+            scales=address(made.scales),
             plan=self._plan.data_ptr(),
             expert_count=made.expert_counts.data_ptr(),
             expert_offset=made.expert_offsets.data_ptr(),
-            cumulative=0 if self._cumulative is None else self._cumulative.data_ptr(),
+            cumulative=address(self._cumulative),
         )
 
     def launch(self, phases: int) -> None:
@@ -146,7 +146,7 @@ def operation(engine: LowLatencyEngine, header: Any, kind: int, wait_cost: torch
         shrink=int(engine.config.shrink),
         num_sms=engine.num_sms,
         state=engine.ll_state.data_ptr(),
-        wait_cost=0 if counted is None else counted.data_ptr(),
+        wait_cost=address(counted),
     )
 
 

@@ -19,18 +19,17 @@ from ep_plugin import _C
 from ep_plugin.config import ROW_ALIGNMENT_BYTES, MoECommunicatorConfig
 from ep_plugin.dtypes import DTYPES
 from ep_plugin.errors import CaptureRefused, NotSupported
-from ep_plugin.moe.arguments import check_handle_tensors
+from ep_plugin.moe.arguments import MOST_ROWS, check_group, check_handle_shapes, check_handle_tensors
 from ep_plugin.moe.layout import DispatchHandle, Routing
 from ep_plugin.moe.low_latency import sms
 from ep_plugin.moe.low_latency.load import LowLatencyLoad
 from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.streams import kernels_for, low_latency_streams
-from ep_plugin.transport import open_memory, transport_for
+from ep_plugin.transport import open_memory
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.topology import NodeMap
 
 _FIELD_NAMES = {"topk": "top-k", "max_tokens": "most tokens of a rank", "num_tokens": "number of tokens"}
-_MOST_ROWS = 2**31 - 1  # kernels number them in 32 bits
 _LARGE_BYTES = 2**20
 
 
@@ -56,12 +55,7 @@ class LowLatencyEngine(GroupEngine):
             raise NotSupported(f'mode="ll": expected a device of cpu in this release, got {device}')
         self.config_hash = config.agreement_hash() & 0x7FFFFFFF
         self.streams = low_latency_streams(device)
-        transport_for(device)
-        self.exchange.agree("the communicator", f"{config.describe()}, device={device.type}")
-        if config.num_experts % self.size:
-            raise ValueError(
-                f"num_experts: expected a multiple of the group's {self.size} ranks, got {config.num_experts}"
-            )
+        check_group(self.exchange, config, device)
         self.local_experts = config.num_experts // self.size
         assert config.max_tokens_per_rank is not None
         self.max_tokens: int = config.max_tokens_per_rank
@@ -75,9 +69,9 @@ class LowLatencyEngine(GroupEngine):
     def _set_sizes(self, config: MoECommunicatorConfig) -> None:
         """The widest row, and the shape by which kernels find slots."""
         rows = self.local_experts * self.size * self.max_tokens
-        if rows > _MOST_ROWS:
+        if rows > MOST_ROWS:
             raise ValueError(
-                f"max_tokens_per_rank: expected at most {_MOST_ROWS} rows of all local experts, got {rows} "
+                f"max_tokens_per_rank: expected at most {MOST_ROWS} rows of all local experts, got {rows} "
                 f"({self.local_experts} experts of {self.size} ranks' {self.max_tokens} tokens)"
             )
         widest, self.shape = slots_of(config)
@@ -166,10 +160,7 @@ class LowLatencyEngine(GroupEngine):
         T, K = handle.topk_ids.shape
         rows = int(handle.totals[0])
         per_expert = rows // self.local_experts
-        shapes = ((T, K), (self.plan_words(T, K, per_expert),), (0, K))
-        for field, tensor, shape in zip(handle._fields, handle[:3], shapes, strict=False):
-            if tensor.shape != shape:
-                raise ValueError(f"{name}.{field}: expected shape {shape}, got {tuple(tensor.shape)}")
+        check_handle_shapes(name, handle, self.plan_words(T, K, per_expert), 0)
         if not self.size <= per_expert <= self.size * self.max_tokens or rows % (self.local_experts * self.size):
             raise ValueError(
                 f"{name}.totals: expected a multiple of {self.local_experts * self.size}, at most "

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from ep_plugin.moe.statistics import Load, LoadStats, Sums
+from ep_plugin.moe.statistics import LoadStats, Sums
 from ep_plugin.runtime.group import GroupEngine
 
 _DISPATCH, _CACHED_DISPATCH, _COMBINE = "dispatch", "cached dispatch", "combine"
 
 
-class LowLatencyLoad(Load):
+class LowLatencyLoad:
     """The tokens of plans, and the waits that kernels measure."""
 
     def __init__(self, engine: GroupEngine, local_experts: int) -> None:
@@ -39,6 +39,7 @@ class LowLatencyLoad(Load):
             self._sums.counts[_COMBINE] += 1
 
     def read(self) -> LoadStats:
+        """Waits for the operations that are enqueued."""
         counts, shape = self._sums.counts, (self._local_experts, self._size, 2)  # each range: a count and a begin
         sums, waited = self._sums.read(lambda: self._waited)
         found = {layer: ranges.view(shape)[:, :, 0].t() for (_, layer), ranges in sums.items()}
@@ -61,4 +62,5 @@ class LowLatencyLoad(Load):
         )
 
     def reset(self) -> None:
+        """Starts at zero again. Waits for nothing."""
         self._sums.reset(self._waited.zero_)
