@@ -24,6 +24,11 @@ LEAST_SMS = {"dispatch_recv_sms": 0, "combine_recv_sms": 0}  # 0: the sending ke
 _LOCAL_FIELDS = ("timeout_s", *SMS_FIELDS)
 
 
+def in_one_kernel(sms: int) -> dict[str, int]:
+    """SMS_FIELDS where one kernel of each operation sends and receives, on so many SMs."""
+    return {"dispatch_send_sms": sms, "dispatch_recv_sms": 0, "combine_send_sms": sms, "combine_recv_sms": 0}
+
+
 class DispatchLayout(enum.Enum):
     """How dispatch arranges the rows it returns (N rows received, H hidden size, K top-k, E_l local experts)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -88,9 +89,5 @@ def check_group(name: str, group: dist.ProcessGroup, device: str, mode: str = "h
 def _node_map_of(group: dist.ProcessGroup, device: str) -> NodeMap:
     resolved = resolve_device(group, device)
     kernels_for(resolved)
-    exchange = Exchange(group)
-    try:
-        node_map, _ = find_nodes(exchange, group, resolved)
-    finally:
-        exchange.close()
-    return node_map
+    with contextlib.closing(Exchange(group)) as exchange:
+        return find_nodes(exchange, group, resolved)[0]

@@ -7,7 +7,7 @@ received, ordered by (source rank, source token).
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,7 +19,7 @@ from ep_plugin.deep_ep.handles import Handle
 from ep_plugin.deep_ep.low_latency import LowLatencyCalls
 from ep_plugin.deep_ep.shared import MOST_HIDDEN, SharedCommunicators, least_bound, sms_of
 from ep_plugin.deep_ep.tuning import Config
-from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, comm_stream, ordered
+from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, ordered
 from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
@@ -27,20 +27,7 @@ from ep_plugin.moe.registry import communicator
 from ep_plugin.transport.groups import Group
 
 
-class _NotInBuffer(NotSupported, AttributeError):
-    """An AttributeError too, so that hasattr() returns False."""
-
-
-class _RefusesByName(type):
-    """DeepEP's other function is refused by name on the class too, before a Buffer exists."""
-
-    def __getattr__(cls, name: str) -> NoReturn:
-        if name == "get_local_buffer_tensor":
-            raise _NotInBuffer(f"Buffer.{name} is not supported: callers do not get communication memory")
-        raise AttributeError(f"{cls.__name__!r} has no attribute {name!r}")
-
-
-class Buffer(LowLatencyCalls, SharedCommunicators, metaclass=_RefusesByName):
+class Buffer(LowLatencyCalls, SharedCommunicators):
     """Dispatch and combine for one group, with DeepEP's names.
 
     Construction is collective. Buffers of one group share their communicators, so another one costs nothing.
@@ -61,6 +48,8 @@ class Buffer(LowLatencyCalls, SharedCommunicators, metaclass=_RefusesByName):
         ValueError: a wrong argument, before anything is launched.
         PeerTimeout, PeerAborted: as MoECommunicator.
     """
+
+    not_served: ClassVar = {"get_local_buffer_tensor": "callers do not get communication memory"}
 
     num_sms: int = 20
     """DeepEP's default, for callers that compute with it. Until `set_num_sms`, calls use as many as fill the links."""
@@ -127,12 +116,6 @@ class Buffer(LowLatencyCalls, SharedCommunicators, metaclass=_RefusesByName):
     def capture() -> EventOverlap:
         """An event on the current stream."""
         return EventOverlap(EventHandle())
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream on which calls with async_finish run, on the current GPU."""
-        if not torch.cuda.is_available():
-            raise ValueError("get_comm_stream(): expected a GPU, got a machine without one, where calls have no stream")
-        return comm_stream(torch.device("cuda", torch.cuda.current_device()))
 
     @torch.no_grad()
     def get_dispatch_layout(
@@ -257,11 +240,8 @@ class Buffer(LowLatencyCalls, SharedCommunicators, metaclass=_RefusesByName):
     # DeepEP's dispatch and combine call these on several nodes. Here they are the same functions.
     internode_dispatch, internode_combine = dispatch, combine
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(type(self), name)
-
     def _dispatch(
-        self, reads: tuple[Any, ...], expert_alignment: int, num_worst_tokens: int, sms: dict[str, int | None]
+        self, reads: tuple[Any, ...], expert_alignment: int, num_worst_tokens: int, sms: dict[str, int]
     ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None]:
         rows, scales, previous, topk_idx, topk_weights, in_rank, per_expert = reads
         if previous is None:
@@ -312,7 +292,7 @@ class Buffer(LowLatencyCalls, SharedCommunicators, metaclass=_RefusesByName):
         return self._communicator(config, device), ids
 
 
-def _sms_of(config: Config | None) -> dict[str, int | None]:
+def _sms_of(config: Config | None) -> dict[str, int]:
     """SM counts for `MoECommunicator.set_sms`: one kernel sends and receives on the config's SMs."""
     arguments.check_kind(Config, config=config)
     sending = Buffer._asked_sms if config is None else config.num_sms

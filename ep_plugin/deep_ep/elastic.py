@@ -16,18 +16,18 @@ from ep_plugin.config import MAX_TOPK, DispatchLayout, MoECommunicatorConfig
 from ep_plugin.deep_ep import arguments, handles
 from ep_plugin.deep_ep.arguments import Rows
 from ep_plugin.deep_ep.elastic_handles import (
+    NOT_SERVED,
     STATS,
     Call,
     EPHandle,
-    RefusesByName,
     by_choice,
     check_cached,
     check_handle,
 )
-from ep_plugin.deep_ep.elastic_messages import ElasticMessages, check_at_least
+from ep_plugin.deep_ep.elastic_messages import SIZE_ALIGNMENT, ElasticMessages, check_at_least
 from ep_plugin.deep_ep.shared import MOST_HIDDEN, SharedCommunicators, least_bound, sms_of
 from ep_plugin.deep_ep.tuning import sms_that_fill
-from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, comm_stream, ordered
+from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, ordered
 from ep_plugin.deep_ep.utils.math import align
 from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
@@ -36,10 +36,8 @@ from ep_plugin.moe.high_throughput.sms import usable_sms
 from ep_plugin.moe.registry import communicator
 from ep_plugin.transport.groups import Group
 
-_SIZE_ALIGNMENT = 2 << 20
 
-
-class ElasticBuffer(ElasticMessages, SharedCommunicators, metaclass=RefusesByName):
+class ElasticBuffer(ElasticMessages, SharedCommunicators):
     """Dispatch and combine for one group, with the names of DeepEP 2.x.
 
     Construction is collective. Buffers of one group share their communicators. Rows are always ordered by source rank,
@@ -59,6 +57,8 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators, metaclass=RefusesByNam
         ValueError: a wrong argument, before anything is launched.
         PeerTimeout, PeerAborted: as MoECommunicator.
     """
+
+    not_served = NOT_SERVED
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators, metaclass=RefusesByNam
         of 2 MiB, and larger for larger sizes."""
         check_at_least(0, num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_topk=num_topk)
         row = hidden * (3 if use_fp8_dispatch else 4) + num_topk * 12  # a row of dispatch, one of combine
-        return align(group.size() * num_max_tokens_per_rank * row, _SIZE_ALIGNMENT)
+        return align(group.size() * num_max_tokens_per_rank * row, SIZE_ALIGNMENT)
 
     def get_theoretical_num_sms(
         self,
@@ -167,12 +167,6 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators, metaclass=RefusesByNam
     def capture() -> EventHandle:
         """An event on the current stream."""
         return EventHandle()
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream on which calls with async_with_compute_stream run, on the current GPU."""
-        if not torch.cuda.is_available():
-            raise ValueError("get_comm_stream(): expected a GPU, got a machine without one, where calls have no stream")
-        return comm_stream(torch.device("cuda", torch.cuda.current_device()))
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
         """The group's own barrier, on the current stream or the communication stream. Collective."""
@@ -329,9 +323,6 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators, metaclass=RefusesByNam
 
         reads = (rows, handle.routing, topk_weights, biases)
         return ordered(add, rows.device, reads, before, async_with_compute_stream, False)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(type(self), name)
 
     def _fresh(
         self,

@@ -11,33 +11,15 @@ from typing import Any, NoReturn
 import torch
 
 from ep_plugin.deep_ep import arguments, handles
+from ep_plugin.deep_ep.shared import refuse
 from ep_plugin.deep_ep.utils.math import align
-from ep_plugin.errors import NotSupported
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
 
 STATS = "cumulative_local_expert_recv_stats"
-_NOT_SERVED = ("engram_", "get_engram_")
 _PRIVATE = ("recv_src_metadata", "dst_buffer_slot_idx", "token_metadata_at_forward", "channel_linked_list")
-
-
-class _NotInElasticBuffer(NotSupported, AttributeError):
-    """An AttributeError too, so that hasattr() returns False."""
-
-
-def refuse(owner: str, name: str) -> NoReturn:
-    if name.startswith(_NOT_SERVED):
-        raise _NotInElasticBuffer(f"{owner}.{name} is not supported: Engram is not served")
-    if name in _PRIVATE:
-        raise _NotInElasticBuffer(f"{owner}.{name} is not supported: it is the state of DeepEP's kernels")
-    raise AttributeError(f"{owner!r} has no attribute {name!r}")
-
-
-class RefusesByName(type):
-    """Refuses by name on the class too, before a buffer exists."""
-
-    def __getattr__(cls, name: str) -> NoReturn:
-        refuse(cls.__name__, name)
+NOT_SERVED = dict.fromkeys(("engram_", "get_engram_"), "Engram is not served")
+NOT_SERVED |= dict.fromkeys(_PRIVATE, "it is the state of DeepEP's kernels")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -74,7 +56,7 @@ class EPHandle:
         return tuple(value for value in vars(self).values() if isinstance(value, (torch.Tensor, tuple)))
 
     def __getattr__(self, name: str) -> NoReturn:
-        refuse(type(self).__name__, name)
+        refuse(type(self).__name__, name, NOT_SERVED)
 
 
 @dataclass(frozen=True)

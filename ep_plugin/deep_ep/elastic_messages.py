@@ -19,7 +19,7 @@ from ep_plugin.collectives.send_receive import MessageWork, SendReceive
 from ep_plugin.deep_ep.utils.math import align
 from ep_plugin.runtime.streams import resolve_device
 
-_SIZE_ALIGNMENT = 2 << 20
+SIZE_ALIGNMENT = 2 << 20
 _PART_ALIGNMENT = 128  # of the tensors in a session's memory
 
 
@@ -138,12 +138,12 @@ class ElasticMessages:
     @staticmethod
     def get_pp_buffer_size_hint(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
         """Bytes for the tensors under way to and from both neighbours, a multiple of 2 MiB."""
-        return align(4 * num_max_tensor_bytes * num_max_inflight_tensors, _SIZE_ALIGNMENT)
+        return align(4 * num_max_tensor_bytes * num_max_inflight_tensors, SIZE_ALIGNMENT)
 
     @staticmethod
     def get_agrs_buffer_size_hint(group: dist.ProcessGroup, num_max_session_bytes: int) -> int:
         """Bytes for the gathered tensors of a session, a multiple of 2 MiB."""
-        return align(num_max_session_bytes, _SIZE_ALIGNMENT)
+        return align(num_max_session_bytes, SIZE_ALIGNMENT)
 
     def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int, num_qps: int = 0) -> None:
         """Prepares `pp_send` and `pp_recv`. Collective. No message may be under way."""

@@ -6,6 +6,7 @@ E_l = E / R on this rank, R ranks, N = R * T_max rows of each expert.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from ep_plugin import _C
 from ep_plugin.config import MAX_LL_TOKENS, MAX_TOPK, MoECommunicatorConfig
 from ep_plugin.deep_ep import arguments, handles
 from ep_plugin.deep_ep.handles import LowLatencyHandle
+from ep_plugin.deep_ep.shared import least_bound
 from ep_plugin.deep_ep.utils.event import EventOverlap, ordered
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
@@ -30,9 +32,6 @@ from ep_plugin.transport.groups import timeout_of
 
 Hook: TypeAlias = Callable[[], None]
 
-# A communicator serves calls of at most so many tokens per rank, or the next power of two. So calls with different
-# T_max share a few communicators.
-_LEAST_BOUND = 128
 _SHRINK_TIMEOUT_S = 100.0  # DeepEP's, after which a rank is masked
 _NUM_RESULTS = len(DispatchResult._fields)
 # T_max, H and E of the last size hint of so many ranks and bytes. A Buffer that is given these bytes is for such calls.
@@ -257,11 +256,8 @@ class LowLatencyCalls:
     def _reserve(self, num_rdma_bytes: int) -> None:
         """Make the memory of the sizes that this is the hint of. Collective. A rank may then be late in every call."""
         sizes = _hinted.get((self.group_size, num_rdma_bytes))
-        exchange = Exchange(self.group)
-        try:
+        with contextlib.closing(Exchange(self.group)) as exchange:
             of_all = exchange.all_gather("low-latency sizes", sizes)
-        finally:
-            exchange.close()
         if sizes is not None and all(theirs == list(sizes) for theirs in of_all):
             engine = self._open(*sizes, resolve_device(self.group, None)).engine
             engine.run("low-latency memory", LowLatencyEngine.ensure_memory)
@@ -331,7 +327,7 @@ def _config_of(max_tokens: int, hidden: int, num_experts: int) -> MoECommunicato
         num_experts=num_experts,
         hidden_size=hidden,
         topk=min(num_experts, MAX_TOPK),
-        max_tokens_per_rank=max(_LEAST_BOUND, 1 << (max_tokens - 1).bit_length()),
+        max_tokens_per_rank=least_bound(max_tokens),
     )
 
 

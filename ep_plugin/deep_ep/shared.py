@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from ep_plugin.config import MoECommunicatorConfig
-from ep_plugin.errors import CommunicatorClosed
+from ep_plugin.config import MoECommunicatorConfig, in_one_kernel
+from ep_plugin.deep_ep.utils.event import comm_stream
+from ep_plugin.errors import CommunicatorClosed, NotSupported
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.registry import communicator
 from ep_plugin.transport.exchange import Exchange
@@ -29,8 +31,32 @@ _users: Counter[int] = Counter()
 _node_maps: weakref.WeakKeyDictionary[dist.ProcessGroup, NodeMap] = weakref.WeakKeyDictionary()
 
 
-class SharedCommunicators:
+class _NotInBuffer(NotSupported, AttributeError):
+    """An AttributeError too, so that hasattr() returns False."""
+
+
+def refuse(owner: str, name: str, reasons: dict[str, str]) -> NoReturn:
+    """Refuses an attribute by name. reasons: why DeepEP's are not served, by the begin of their names."""
+    for begin, reason in reasons.items():
+        if name.startswith(begin):
+            raise _NotInBuffer(f"{owner}.{name} is not supported: {reason}")
+    raise AttributeError(f"{owner!r} has no attribute {name!r}")
+
+
+class RefusesByName(type):
+    """Refuses DeepEP's other functions by name, on the class too, before a buffer exists."""
+
+    not_served: dict[str, str]
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        refuse(cls.__name__, name, cls.not_served)
+
+
+class SharedCommunicators(metaclass=RefusesByName):
     """The communicators of one group that a buffer uses. Buffers of a group share them."""
+
+    not_served: ClassVar[dict[str, str]] = {}
+    """As in `refuse`."""
 
     def _join(self, group: Group, explicitly_destroy: bool) -> None:
         """Collective for the first buffer of the group."""
@@ -55,6 +81,12 @@ class SharedCommunicators:
                     communicator(number).close()
         self._numbers.clear()
 
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream on which asynchronous calls run, on the current GPU."""
+        if not torch.cuda.is_available():
+            raise ValueError("get_comm_stream(): expected a GPU, got a machine without one, where calls have no stream")
+        return comm_stream(torch.device("cuda", torch.cuda.current_device()))
+
     def _check_open(self) -> None:
         if self._destroyed:
             raise CommunicatorClosed(f"{type(self).__name__}: expected one that is in use, got one after destroy()")
@@ -68,15 +100,15 @@ class SharedCommunicators:
             _users[comm.number] += 1
         return comm
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type(self), name)
+
 
 def _nodes_of(group: dist.ProcessGroup) -> NodeMap:
     """The nodes of a group. Collective for the first buffer of the group."""
     if group not in _node_maps:
-        exchange = Exchange(group)
-        try:
+        with contextlib.closing(Exchange(group)) as exchange:
             _node_maps[group], _ = discover(exchange, torch.device("cpu"))
-        finally:
-            exchange.close()
     return _node_maps[group]
 
 
@@ -85,8 +117,6 @@ def least_bound(tokens: int) -> int:
     return max(_LEAST_BOUND, 1 << (tokens - 1).bit_length())
 
 
-def sms_of(num_sms: int | None) -> dict[str, int | None]:
+def sms_of(num_sms: int | None) -> dict[str, int]:
     """SM counts for `MoECommunicator.set_sms`: one kernel sends and receives. None: those that fill the links."""
-    if num_sms is None:
-        return {}
-    return {"dispatch_send_sms": num_sms, "dispatch_recv_sms": 0, "combine_send_sms": num_sms, "combine_recv_sms": 0}
+    return {} if num_sms is None else in_one_kernel(num_sms)

@@ -194,15 +194,13 @@ def share_memory(node_map: topology.NodeMap, exchange: Any, device: Any) -> tupl
     node = node_map.node_ranks(node_map.node_of(exchange.rank))
     if software.extension() is None or len(node) < 2:
         return [], 0.0
-    within = Exchange(None, exchange.timeout_s, ranks=node)
-    try:
-        return [], rates.copy_rate(within, device)
-    except (EpPluginError, RuntimeError, OSError, ValueError) as error:
-        do = "ranks of one node must run on one machine, as one user, in one container or pod, and see the same /proc; "
-        do += "if two machines have one identity, set EP_PLUGIN_HOST to another name on each"
-        return [Finding(FAILURE, "peer memory", f"ranks cannot share memory: {error}", do)], 0.0
-    finally:
-        within.close()
+    with contextlib.closing(Exchange(None, exchange.timeout_s, ranks=node)) as within:
+        try:
+            return [], rates.copy_rate(within, device)
+        except (EpPluginError, RuntimeError, OSError, ValueError) as error:
+            do = "ranks of one node must run on one machine, as one user, in one container or pod, and see the same "
+            do += "/proc; if two machines have one identity, set EP_PLUGIN_HOST to another name on each"
+            return [Finding(FAILURE, "peer memory", f"ranks cannot share memory: {error}", do)], 0.0
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 
-from ep_plugin.config import MAX_TOPK
+from ep_plugin.config import MAX_TOPK, in_one_kernel
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations.communicators import communicator_of, in_layer
 from ep_plugin.integrations.fallback import falls_back
@@ -256,4 +256,4 @@ def sms_of(config: Any) -> dict[str, int]:
     asked = getattr(config, option)
     if asked is None or asked == getattr(type(config), option):
         return {}
-    return {"dispatch_send_sms": asked, "dispatch_recv_sms": 0, "combine_send_sms": asked, "combine_recv_sms": 0}
+    return in_one_kernel(asked)

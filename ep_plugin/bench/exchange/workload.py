@@ -14,7 +14,7 @@ import torch
 import typer
 
 from ep_plugin.bench.suite import BY_BACKEND, Suite, check_least
-from ep_plugin.config import DispatchLayout
+from ep_plugin.config import DispatchLayout, in_one_kernel
 
 SCALE_BLOCK = 128  # elements of an FP8 row per scale
 seeds = itertools.count()  # of the data of comparisons: the same on all ranks
@@ -35,11 +35,6 @@ Sms = dict[str, Any]  # SMs, by fields of MoECommunicatorConfig; fields that are
 SENDS_ON_12: Sms = {"dispatch_send_sms": 12, "dispatch_recv_sms": 48, "combine_send_sms": 12, "combine_recv_sms": 36}
 
 
-def in_all(sms: int) -> Sms:
-    """So many SMs for all kernels that move rows: one kernel for each operation."""
-    return {"dispatch_send_sms": sms, "dispatch_recv_sms": 0, "combine_send_sms": sms, "combine_recv_sms": 0}
-
-
 # The cases of each type. Cases with SMs of their own are for GPUs.
 _OF_EACH_TYPE: list[tuple[str, str, DispatchLayout, Sms]] = [
     ("dispatch_flat_{}", DISPATCH, FLAT, {}),
@@ -47,11 +42,11 @@ _OF_EACH_TYPE: list[tuple[str, str, DispatchLayout, Sms]] = [
     ("combine_flat_{}", COMBINE, FLAT, {}),
     ("roundtrip_flat_{}", ROUNDTRIP, FLAT, {}),
     ("dispatch_flat_{}_12sm", DISPATCH, FLAT, SENDS_ON_12),
-    ("dispatch_flat_{}_12total", DISPATCH, FLAT, in_all(12)),
+    ("dispatch_flat_{}_12total", DISPATCH, FLAT, in_one_kernel(12)),
     ("combine_flat_{}_12sm", COMBINE, FLAT, SENDS_ON_12),
-    ("combine_flat_{}_12total", COMBINE, FLAT, in_all(12)),
+    ("combine_flat_{}_12total", COMBINE, FLAT, in_one_kernel(12)),
     ("dispatch_token_major_{}", DISPATCH, TOKEN_MAJOR, {}),
-    ("dispatch_token_major_{}_12sm", DISPATCH, TOKEN_MAJOR, in_all(12)),
+    ("dispatch_token_major_{}_12sm", DISPATCH, TOKEN_MAJOR, in_one_kernel(12)),
 ]
 
 
@@ -181,7 +176,7 @@ def sweep_specs(workload: Workload, dtype: str, sweep: list[str]) -> list[Spec]:
             except ValueError as error:
                 raise ValueError(f"sweep: expected numbers for {axis}, got {value!r}") from error
             sizes: dict[str, Any] = {axis: size}
-            changed = (workload, in_all(int(size))) if axis == "sms" else (replace(workload, **sizes), {})
+            changed = (workload, in_one_kernel(int(size))) if axis == "sms" else (replace(workload, **sizes), {})
             changes[f"{AXES[axis]}{value}"] = changed
     return [
         Spec(name=f"{what}_flat_{SHORT_NAMES[dtype]}_{change}", what=what, dtype=dtype, workload=sizes, sms=sms,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import torch
@@ -61,9 +62,6 @@ def check_nvlink_connections(group: Group = None) -> None:
     Buffers make this check themselves. A group without a backend for GPUs passes.
     """
     group = checked_group(group)
-    exchange = Exchange(group)
-    try:
+    with contextlib.closing(Exchange(group)) as exchange:
         node_map, reports = discover(exchange, resolve_device(group, None))
         check_peer_access(reports, node_map, range(group.size()))
-    finally:
-        exchange.close()
