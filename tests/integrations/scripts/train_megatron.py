@@ -7,6 +7,7 @@ import functools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,26 +16,25 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-STEPS, LAYERS, HIDDEN = 4, 2, 32
+STEPS, LAYERS, HIDDEN, EXPERTS, TOPK = 4, 2, 32, 8, 2
 
 
-def build(dispatcher: str) -> torch.nn.ModuleList:
+def build(**options: Any) -> torch.nn.ModuleList:
+    """options: of TransformerConfig, beside the sizes."""
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
         ffn_hidden_size=64,
         moe_ffn_hidden_size=16,
         num_attention_heads=4,
-        num_moe_experts=8,
-        moe_router_topk=2,
-        moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32",
-        moe_token_dispatcher_type=dispatcher,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOPK,
         add_bias_linear=False,
         expert_model_parallel_size=dist.get_world_size(),
         use_cpu_initialization=True,
+        **options,
     )
-    spec = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False)
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False)
     mlp = spec.submodules.mlp  # a ModuleSpec, from Megatron-core 0.19 on a functools.partial
     submodules = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def main() -> None:
     out, dispatcher = Path(sys.argv[1]), sys.argv[2]
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
-    layers = build(dispatcher)
+    layers = build(moe_token_dispatcher_type=dispatcher, moe_router_load_balancing_type="none", moe_router_dtype="fp32")
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []

@@ -3,7 +3,6 @@
 torchrun --nproc-per-node 2 train_megatron_callers.py OUT DISPATCHER
 """
 
-import functools
 import json
 import sys
 from pathlib import Path
@@ -11,37 +10,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-from megatron.core.transformer.transformer_config import TransformerConfig
 
-STEPS, LAYERS, HIDDEN, EXPERTS, TOPK, LONGEST = 4, 2, 32, 8, 2, 12
+from tests.integrations.scripts.train_megatron import HIDDEN, STEPS, TOPK, build
+
+LONGEST = 12
 ROUTINGS = ("router", "all to one rank", "padded", "uneven")
 
 # Of the exchange, both converters of models set these; the user's options replace some.
-CONVERTED = dict(
-    num_layers=LAYERS,
-    hidden_size=HIDDEN,
-    ffn_hidden_size=64,
-    moe_ffn_hidden_size=16,
-    num_attention_heads=4,
-    num_moe_experts=EXPERTS,
-    moe_router_topk=TOPK,
-    moe_token_dispatcher_type="alltoall",
-    variable_seq_lengths=True,
-    add_bias_linear=False,
-    use_cpu_initialization=True,
-)
-
-
-def build(options: dict) -> torch.nn.ModuleList:
-    config = TransformerConfig(**CONVERTED | options, expert_model_parallel_size=dist.get_world_size())
-    spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False)
-    mlp = spec.submodules.mlp  # a ModuleSpec, from Megatron-core 0.19 on a functools.partial
-    submodules = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
-    torch.manual_seed(0)
-    return torch.nn.ModuleList(MoELayer(config, submodules, layer_number=number + 1) for number in range(LAYERS))
+CONVERTED = dict(moe_token_dispatcher_type="alltoall", variable_seq_lengths=True)
 
 
 def sequences_of(step: int, routing: str) -> list[torch.Tensor]:
@@ -87,7 +64,7 @@ class Verl:
         options |= dict(moe_router_dtype="fp32", moe_router_load_balancing_type="none", moe_enable_routing_replay=True)
         options |= dict(recompute_granularity="selective", recompute_modules=["moe"])
         RouterReplay.clear_global_router_replay_instances()
-        self.layers = build(options)
+        self.layers = build(**CONVERTED | options)
 
     def backward(self, step: int, routing: str) -> float:
         sequences = sequences_of(step, routing)
@@ -117,7 +94,7 @@ class MsSwift:
         options = dict(moe_token_dispatcher_type=dispatcher, moe_enable_deepep=dispatcher == "flex")
         options |= dict(moe_router_dtype="fp32", moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-3)
         options |= dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
-        self.layers = build(options)
+        self.layers = build(**CONVERTED | options)
 
     def backward(self, step: int, routing: str) -> float:
         for layer in self.layers:
