@@ -54,11 +54,7 @@ class LoadCallback(TrainerCallback):
         if control.should_log:
             self._log(control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if control.should_log:
-            self._log(control)
+    on_epoch_end = on_step_end
 
     def _log(self, control: TrainerControl) -> None:
         now = ep_plugin.stats()
