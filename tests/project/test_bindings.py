@@ -29,14 +29,14 @@ def test_every_public_name_is_in_the_stub() -> None:
 
 @pytest.mark.parametrize("name", STRUCTS)
 def test_fields_of_a_struct(name: str) -> None:
-    body = CLASSES[name].body
-    fields = [node.target.id for node in body if isinstance(node, ast.AnnAssign)]
-    init = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    bound = {field for field, value in vars(getattr(_C, name)).items() if isinstance(value, property)}
-    assert set(fields) == bound
-    assert [argument.arg for argument in init.args.kwonlyargs] == fields
+    fields = {node.target.id: node.value for node in CLASSES[name].body if isinstance(node, ast.AnnAssign)}
+    assert CLASSES[name].bases[0].id == "_Struct"
+    assert all(fields.values()), "a field that is not given is 0"
+    kind = getattr(_C, name)
+    assert fields.keys() == {field for field, value in vars(kind).items() if isinstance(value, property)}
+    kind(**{field: getattr(kind(), field) for field in fields})
     with pytest.raises(AttributeError):
-        getattr(_C, name)(no_such_field=1)
+        kind(no_such_field=1)
 
 
 @pytest.mark.parametrize("name", ENUMS)
