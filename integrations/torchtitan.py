@@ -128,10 +128,7 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
         if self._own is not None:
             if not torch.compiler.is_compiling():  # it would compile again whenever a count has changed
                 hooks.left("torchtitan")
-            found: tuple[torch.Tensor, torch.Tensor, object] = self._own.dispatch(
-                x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
-            )
-            return found
+            return self._own.dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E)
         if self.communicator is None:
             return stock.LocalTokenDispatcher.dispatch(
                 self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
@@ -142,15 +139,12 @@ class EpPluginTokenDispatcher(stock.BaseEPTokenDispatcher):
 
     def combine(self, routed_output_RD: torch.Tensor, metadata: Any, x_TD: torch.Tensor) -> torch.Tensor:
         """Multiply the experts' rows by their scores and sum them per token: ``[T, D]``."""
-        summed: torch.Tensor
         if self._own is not None:
-            summed = self._own.combine(routed_output_RD, metadata, x_TD)
-        elif self.communicator is None:
-            summed = stock.LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
-        else:
-            rows, (handle, scores_R) = routed_output_RD.contiguous(), metadata
-            summed = in_layer(self._layer, self._range, self.communicator.combine, rows, handle, scores_R)
-        return summed
+            return self._own.combine(routed_output_RD, metadata, x_TD)
+        if self.communicator is None:
+            return stock.LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
+        rows, (handle, scores_R) = routed_output_RD.contiguous(), metadata
+        return in_layer(self._layer, self._range, self.communicator.combine, rows, handle, scores_R)
 
 
 class EpPluginPaddedTokenDispatcher(EpPluginTokenDispatcher):

@@ -171,8 +171,7 @@ class MoECommunicator:
         if not self.config.shrink:
             raise ValueError("rank_mask: expected a communicator with shrink=True, got shrink=False")
         self.engine.streams.enter()  # what the caller does with it comes after the kernels
-        mask: torch.Tensor = self.engine.mask
-        return mask
+        return self.engine.mask
 
     # -- operations ----------------------------------------------------------------------------------------------
 
@@ -328,7 +327,7 @@ class MoECommunicator:
             self.engine.check()
             if not Sums.recording:
                 raise ValueError("stats: expected ep_plugin.record_stats() before the operations, got no recording")
-            found: LoadStats = self.engine.load.read()
+            found = self.engine.load.read()
             if reset:
                 self.engine.load.reset()
             return found

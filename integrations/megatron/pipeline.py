@@ -45,8 +45,7 @@ def _batched_p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> list[dist.Wor
     """One work for all messages."""
     through = _messages_of(group, given)
     if through is None:
-        found: list[dist.Work] = _stock["_batched_p2p_ops"](group=group, **given)
-        return found
+        return _stock["_batched_p2p_ops"](group=group, **given)
     return [through.batch(list(_messages(group, given).values()))]
 
 
@@ -54,8 +53,7 @@ def _p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> dict[str, dist.Work]:
     """A work for each message, by Megatron's name for it."""
     through = _messages_of(group, given)
     if through is None:
-        found: dict[str, dist.Work] = _stock["_p2p_ops"](group=group, **given)
-        return found
+        return _stock["_p2p_ops"](group=group, **given)
     return {name: through.batch([message]) for name, message in _messages(group, given).items()}
 
 

@@ -178,8 +178,7 @@ def _round_trip(impl: Any, factors: torch.Tensor | None, batch: Batch) -> torch.
     """factors: `[E]` that experts multiply their rows by; None: experts return their rows."""
     out, state = impl.dispatch(batch)
     y = out.tokens if factors is None else out.tokens * row_factors(factors, out).unsqueeze(1)
-    z: torch.Tensor = impl.combine(y, state)
-    return z
+    return impl.combine(y, state)
 
 
 def row_factors(factors: torch.Tensor, out: DispatchOutput) -> torch.Tensor:

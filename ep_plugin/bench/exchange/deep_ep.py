@@ -53,8 +53,7 @@ class DeepEp:
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
         batch, handle = state
-        sums: torch.Tensor = self._buffer.low_latency_combine(y, batch.ids, batch.weights, handle)[0]
-        return sums
+        return self._buffer.low_latency_combine(y, batch.ids, batch.weights, handle)[0]
 
 
 def _all_are_here(device: torch.device) -> None:

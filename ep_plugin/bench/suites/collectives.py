@@ -128,8 +128,7 @@ class CollectiveSuite(OverNodes):
         dtype = DTYPES[self.dtype]
         if made is None:
             return torch.empty(size // dtype.itemsize, dtype=dtype, device=device)
-        allocated: torch.Tensor = made.allocate(size // dtype.itemsize, dtype, device)
-        return allocated
+        return made.allocate(size // dtype.itemsize, dtype, device)
 
     @abstractmethod
     def ours(self) -> dict[str, Any]: ...
