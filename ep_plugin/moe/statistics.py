@@ -150,15 +150,13 @@ class Sums:
 
     def read(self, waited: Callable[[], torch.Tensor]) -> tuple[dict[Any, torch.Tensor], torch.Tensor]:
         """The sums, int64, and what `waited` returns: copies in host memory, made on that stream."""
-        self._check("read")
-        self._enter()
+        self._enter("read")
         with self._streams.on(self._streams.send):
             return {key: total.to("cpu", copy=True) for key, total in self._sums.items()}, waited().to("cpu", copy=True)
 
     def reset(self, waited: Callable[[], Any]) -> None:
         """Also calls `waited`, on that stream. Keeps the memory, to which captured graphs add."""
-        self._check("reset")
-        self._enter()
+        self._enter("reset")
         with self._streams.on(self._streams.send):
             for total in self._sums.values():
                 total.zero_()
@@ -177,13 +175,11 @@ class Sums:
             num_columns=columns,
         )
 
-    def _enter(self) -> None:
+    def _enter(self, what: str) -> None:
         """What comes next runs after all operations, also those of graphs that the caller's stream has replayed."""
-        self._streams.enter()
-        self._streams.order_after(self._streams.send, self._streams.caller())
-
-    def _check(self, what: str) -> None:
         if self._streams.capturing():
             raise CaptureRefused(
                 f"{self._name}: expected statistics to be {what} outside of the capture of a CUDA graph, got it in one"
             )
+        self._streams.enter()
+        self._streams.order_after(self._streams.send, self._streams.caller())

@@ -355,8 +355,8 @@ class DispatchAcrossNodes(Operation):
     def _allocate(self, totals: list[int], fresh: bool) -> None:
         """Makes the output, and the arguments by which every segment's rows come into it."""
         engine, call = self._engine, self._call
-        local, words = engine.local_experts, self._routing.plan if self._routing is not None else None
-        assert words is not None
+        assert self._routing is not None
+        local, words = engine.local_experts, self._routing.plan
         rows = call.capacity if call.capacity is not None else totals[_ROWS if engine.flat else _SLOTS]
         counts, offsets = words.new_empty(local), words.new_empty(local + 1)
         limits = None if call.capacity is None else words.new_empty(2)

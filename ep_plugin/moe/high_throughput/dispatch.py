@@ -319,13 +319,11 @@ class Dispatch(Operation):
 
     def _allocate(self, args: Any, room: Rows) -> None:
         """Makes the output and the routing's recv_rows, and enters them and the pools as they are now in `args`."""
-        result = self._result = self._empty_result(room.output)
+        made = empty_rows(self._call, self._engine.flat, room.output)
+        counts = self._expert_counts, self._expert_offsets, self._limits, self._host_counts
+        result = self._result = DispatchResult(*made, *counts)
         args.comm = self._engine.comm
-        args.tokens, args.scales, args.weights = (
-            result.tokens.data_ptr(),
-            address(result.scales),
-            address(result.weights),
-        )
+        args.tokens, args.scales, args.weights = map(address, (result.tokens, result.scales, result.weights))
         if self._engine.flat:
             args.row_expert_ids = result.ids.data_ptr()
         else:
@@ -335,10 +333,6 @@ class Dispatch(Operation):
             self._recv_rows = self._plan.new_empty((room.slots, self._topk_ids.shape[1]))
             self._struct.recv_rows, self._struct.slots = self._recv_rows.data_ptr(), room.slots
             args.routing = self._struct
-
-    def _empty_result(self, rows: int) -> DispatchResult:
-        made = empty_rows(self._call, self._engine.flat, rows)
-        return DispatchResult(*made, self._expert_counts, self._expert_offsets, self._limits, self._host_counts)
 
 
 def empty_rows(
