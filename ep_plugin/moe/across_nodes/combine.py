@@ -16,16 +16,16 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS
-from ep_plugin.moe.across_nodes import segment
 from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.moe.across_nodes.routing import routing_of
 from ep_plugin.moe.arguments import address, bulk_ready, check_combine
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL
+from ep_plugin.moe.high_throughput.kernels import combine_recv_args, combine_send_args
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchHandle
 from ep_plugin.transport.rails import UnderWay
 
-_COMBINE, _MAX_SENT = int(_C.Op.COMBINE), _C.Total.MAX_SENT
+_COMBINE, _COMBINE_RECV, _MAX_SENT = int(_C.Op.COMBINE), _C.Step.COMBINE_RECV, _C.Total.MAX_SENT
 
 
 class CombineAcrossNodes(Operation):
@@ -66,7 +66,7 @@ class CombineAcrossNodes(Operation):
             self._common.append(common | {"hidden": H, "element": ELEMENTS[y.dtype]})
             self._sums.append(y.new_empty((tokens, H)))
             self._extras.append(None if self._extra is None else self._extra.new_empty((tokens, K)))
-        self._sms = segment.both_kernels(engine.combine_sms(routing.tokens[0], row_bytes, K))
+        self._sms = engine.combine_sms(routing.tokens[0], row_bytes, K).in_two_kernels()
         returned = sum(routing.sent)
         self._landed = y.new_empty((returned, H))
         self._landed_extra = None if self._extra is None else self._extra.new_empty((returned, K))
@@ -97,10 +97,16 @@ class CombineAcrossNodes(Operation):
         return *given, *self._sums, *self._extras, self._landed, self._landed_extra, *(self._out or ())
 
     def _send(self, number: int) -> None:
-        segment.combine_send(self._engine, self._common[number], self._sms, self.rows, self._weights, self._extra)
+        engine, sms = self._engine, self._sms.sending
+        given = self.rows, self._weights, self._extra
+        engine.kernels.combine_send(combine_send_args(self._common[number], sms, engine.streams.send, *given))
 
     def _receive(self, number: int) -> None:
-        segment.combine_receive(self._engine, self._common[number], self._sms, self._sums[number], self._extras[number])
+        """Adds the partial rows of this node."""
+        engine, sms = self._engine, self._sms.receiving
+        engine.wait_for_sender(_COMBINE_RECV)
+        given = self._sums[number], self._extras[number]
+        engine.kernels.combine_recv(combine_recv_args(self._common[number], sms, engine.streams.receive, *given))
 
     def _return(self, number: int) -> UnderWay:
         """Begins to send a segment's sums back, and to receive those of the rows that the same leg has sent."""

@@ -24,18 +24,19 @@ import torch
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
 from ep_plugin.errors import EpPluginError
-from ep_plugin.moe.across_nodes import segment
 from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.moe.across_nodes.routing import NodesRouting, routing_of
 from ep_plugin.moe.arguments import MOST_ROWS, address, bulk_ready, check_dispatch
 from ep_plugin.moe.high_throughput.dispatch import empty_rows
 from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL
+from ep_plugin.moe.high_throughput.kernels import dispatch_send_args, plan_and_notify
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchHandle, DispatchResult
 from ep_plugin.moe.statistics import current_layer
 from ep_plugin.transport.rails import UnderWay
 
 _DISPATCH, _CACHED = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
+_DISPATCH_RECV = _C.Step.DISPATCH_RECV
 _SLOTS, _ROWS, _MAX_ROWS, _MAX_SENT = _C.Total.SLOTS, _C.Total.ROWS, _C.Total.MAX_ROWS, _C.Total.MAX_SENT
 
 
@@ -301,7 +302,10 @@ class DispatchAcrossNodes(Operation):
                 self._take_ids(routing, ids)
             ticket = 0 if capacity is not None else engine.next_ticket()
             header = headers(_DISPATCH, tokens)
-            segment.plan_and_notify(engine, routing.struct(number), header, routing.ids(number), ticket)
+            words = _C.block_count_words(tokens, engine.node_size, engine.node_experts)
+            with streams.on(streams.send):
+                counts = torch.empty(words, dtype=torch.int32, device=engine.device)
+            plan_and_notify(engine, routing.struct(number), header, routing.ids(number), counts, ticket)
             if ticket:
                 totals = torch.empty(engine.num_totals, dtype=torch.int64, device="cpu")
                 engine.wait_totals(ticket, totals, totals.new_empty(engine.local_experts))
@@ -343,14 +347,19 @@ class DispatchAcrossNodes(Operation):
         assert routing is not None
         rows, scales, weights = payload
         wanted = engine.dispatch_sms(len(rows), self._row_bytes + self._scale_bytes, routing.topk_ids.shape[1], False)
-        self._sms = segment.both_kernels(wanted)
-        segment.send(engine, routing.struct(number), self._headers_of[number], self._sms, rows, scales, weights)
+        self._sms = wanted.in_two_kernels()
+        given = self._sms.sending, rows, scales, weights
+        args = dispatch_send_args(engine, routing.struct(number), self._headers_of[number], *given)
+        engine.kernels.dispatch_send(args)
 
     def _receive_segment(self, number: int) -> None:
+        """Receives into the whole output, whose arguments become the segment's."""
         assert self._routing is not None
-        self._output.num_sms = self._sms.receiving
-        struct, header = self._routing.struct(number), self._headers_of[number]
-        segment.receive(self._engine, struct, header, self._output)
+        engine, output = self._engine, self._output
+        output.comm, output.num_sms = engine.comm, self._sms.receiving
+        output.routing, output.header = self._routing.struct(number), self._headers_of[number]
+        engine.wait_for_sender(_DISPATCH_RECV)
+        engine.kernels.dispatch_recv(output)
 
     def _allocate(self, totals: list[int], fresh: bool) -> None:
         """Makes the output, and the arguments by which every segment's rows come into it."""

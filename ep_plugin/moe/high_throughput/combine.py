@@ -11,8 +11,9 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS
-from ep_plugin.moe.arguments import address, bulk_ready, check_combine
+from ep_plugin.moe.arguments import bulk_ready, check_combine
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, HighThroughputEngine
+from ep_plugin.moe.high_throughput.kernels import combine_recv_args, combine_send_args
 from ep_plugin.moe.in_flight import Operation, Tensors
 
 _COMBINE, _COMBINE_RECV, _MAX_SENT = int(_C.Op.COMBINE), _C.Step.COMBINE_RECV, _C.Total.MAX_SENT
@@ -49,15 +50,7 @@ class Combine(Operation):
         self._common |= {"hidden": y.shape[1], "element": ELEMENTS[y.dtype]}
         engine.reserve(COMBINE_POOL, self._pool_bytes(_C.partial_bytes(row_bytes, weight_bytes, K)))
         self._sms = engine.combine_sms(T, row_bytes, K)
-        send = _C.CombineSendArgs(
-            y=y.data_ptr(),
-            rows=y.shape[0],
-            weights=address(self._weights),
-            extra=address(self._extra),
-            num_sms=self._sms.sending,
-            stream=streams.send,
-            **self._common,
-        )
+        send = combine_send_args(self._common, self._sms.sending, streams.send, y, self._weights, self._extra)
         recv = None if self._sms.receiving else self._recv_args(self._sms.sending, streams.send)
         streams.order_after(streams.send, streams.caller())
         if recv is None:
@@ -103,11 +96,4 @@ class Combine(Operation):
         T, K = self._routing.tensors.topk_ids.shape
         out, extra_out = y.new_empty((T, y.shape[1])), None if extra is None else extra.new_empty((T, K))
         self._sums = out, extra_out
-        return _C.CombineRecvArgs(
-            out=out.data_ptr(),
-            bias=address(self._bias),
-            extra=address(extra_out),
-            num_sms=num_sms,
-            stream=stream,
-            **self._common,
-        )
+        return combine_recv_args(self._common, num_sms, stream, out, extra_out, self._bias)

@@ -20,6 +20,7 @@ from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
 from ep_plugin.moe.arguments import address, bulk_ready, check_dispatch
 from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, HighThroughputEngine
 from ep_plugin.moe.high_throughput.history import Rows
+from ep_plugin.moe.high_throughput.kernels import dispatch_send_args, plan_and_notify
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchResult
 from ep_plugin.moe.statistics import current_layer
@@ -65,7 +66,9 @@ class Dispatch(Operation):
             self._reserved = True
         streams.order_after(streams.send, streams.caller())
         if self._call.previous is None:
-            self._plan_and_notify()
+            assert self._block_counts is not None
+            ids, counts = self._call.topk_ids, self._block_counts
+            plan_and_notify(engine, self._struct, self._header, ids, counts, self._ticket)
         if self._sms.receiving == 0:
             self._send_and_receive_in_one()
             return
@@ -126,13 +129,6 @@ class Dispatch(Operation):
             self._totals = torch.full((1,), call.capacity, dtype=torch.int64, device="cpu")
             self._known = [call.capacity]
         self._struct = engine.routing_struct(self._topk_ids, self._plan, None)
-
-    def _plan_and_notify(self) -> None:
-        engine, ids = self._engine, self._call.topk_ids
-        common = {"comm": engine.comm, "routing": self._struct, "stream": engine.streams.send}
-        common["block_counts"] = address(self._block_counts)
-        engine.kernels.plan(_C.PlanArgs(ids=ids.data_ptr(), id_bytes=ids.element_size(), **common))
-        engine.kernels.notify(_C.NotifyArgs(header=self._header, ticket=self._ticket, **common))
 
     def _send_and_receive_in_one(self) -> None:
         """One kernel sends and receives, so its output must exist before anything is sent."""
@@ -278,21 +274,16 @@ class Dispatch(Operation):
     # -- memory and kernels' arguments ---------------------------------------------------------------------------
 
     def _send_args(self) -> Any:
-        call, x, scales = self._call, self._call.x, self._call.scales
-        return _C.DispatchSendArgs(
-            comm=self._engine.comm,
-            routing=self._struct,
-            header=self._header,
-            x=x.data_ptr(),
-            x_stride=x.stride(0) * x.element_size(),
-            scales=address(scales),
-            scale_stride=0 if scales is None else scales.stride(0) * scales.element_size(),
-            weights=address(call.weights),
-            num_sms=self._sms.sending,
+        call = self._call
+        given = self._sms.sending, call.x, call.scales, call.weights
+        return dispatch_send_args(
+            self._engine,
+            self._struct,
+            self._header,
+            *given,
             optimistic=int(not self._reserved),
             quantize=int(call.quantize is not None),
-            element=ELEMENTS[x.dtype] if call.quantize is not None else 0,
-            stream=self._engine.streams.send,
+            element=ELEMENTS[call.x.dtype] if call.quantize is not None else 0,
         )
 
     def _recv_args(self, num_sms: int, stream: int) -> Any:

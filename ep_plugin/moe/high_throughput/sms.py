@@ -32,6 +32,10 @@ class KernelSms(NamedTuple):
     sending: int
     receiving: int
 
+    def in_two_kernels(self) -> KernelSms:
+        """The same where no kernel does both, as between nodes."""
+        return KernelSms(self.sending, max(1, self.receiving))
+
 
 Asked: TypeAlias = tuple[int | None, int | None]
 """Sending and receiving SMs as the configuration has them; None: not asked for."""

@@ -1,0 +1,84 @@
+"""The arguments of the kernels of dispatch and combine, on one node and in each segment of several.
+
+Shapes: T tokens, H hidden size, K experts per token, N rows of the output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ep_plugin import _C
+from ep_plugin.moe.arguments import address
+from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
+
+
+def plan_and_notify(
+    engine: HighThroughputEngine, struct: Any, header: Any, ids: torch.Tensor, block_counts: torch.Tensor, ticket: int
+) -> None:
+    """ids: ``[T, K]``. block_counts: memory for plan. ticket: of the totals, see `HighThroughputEngine.next_ticket`."""
+    common = {"comm": engine.comm, "routing": struct, "stream": engine.streams.send}
+    common["block_counts"] = block_counts.data_ptr()
+    engine.kernels.plan(_C.PlanArgs(ids=ids.data_ptr(), id_bytes=ids.element_size(), **common))
+    engine.kernels.notify(_C.NotifyArgs(header=header, ticket=ticket, **common))
+
+
+def dispatch_send_args(
+    engine: HighThroughputEngine,
+    struct: Any,
+    header: Any,
+    num_sms: int,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    **more: int,
+) -> _C.DispatchSendArgs:
+    """x: ``[T, H]``; scales and weights of its rows."""
+    return _C.DispatchSendArgs(
+        comm=engine.comm,
+        routing=struct,
+        header=header,
+        x=x.data_ptr(),
+        x_stride=x.stride(0) * x.element_size(),
+        scales=address(scales),
+        scale_stride=0 if scales is None else scales.stride(0) * scales.element_size(),
+        weights=address(weights),
+        num_sms=num_sms,
+        stream=engine.streams.send,
+        **more,
+    )
+
+
+def combine_send_args(
+    common: dict[str, Any],
+    num_sms: int,
+    stream: int,
+    y: torch.Tensor,
+    weights: torch.Tensor | None,
+    extra: torch.Tensor | None,
+) -> _C.CombineSendArgs:
+    """y: ``[N, H]``; weights and extra values of its rows. common: what sending and receiving have in common."""
+    return _C.CombineSendArgs(
+        y=y.data_ptr(),
+        rows=y.shape[0],
+        weights=address(weights),
+        extra=address(extra),
+        num_sms=num_sms,
+        stream=stream,
+        **common,
+    )
+
+
+def combine_recv_args(
+    common: dict[str, Any],
+    num_sms: int,
+    stream: int,
+    out: torch.Tensor,
+    extra: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+) -> _C.CombineRecvArgs:
+    """Partial rows are added to out ``[T, H]``, extra values to extra ``[T, K]``."""
+    return _C.CombineRecvArgs(
+        out=out.data_ptr(), bias=address(bias), extra=address(extra), num_sms=num_sms, stream=stream, **common
+    )
