@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks
 from ep_plugin.integrations.fsdp2.adapters import Adapter, PluginAllGather, PluginReduceScatter
+from ep_plugin.integrations.groups import check_group
+from ep_plugin.transport.groups import checked_group
 
 # FSDP2's attributes of a parameter group that hold its collectives, and our adapter for each.
 ADAPTERS = {"_all_gather_comm": PluginAllGather, "_reduce_scatter_comm": PluginReduceScatter}
@@ -40,7 +42,8 @@ def enable(model: torch.nn.Module | None = None, *, all_gather: bool = True, red
     Call it on every rank, between steps, after ``fully_shard`` (after ``accelerator.prepare()``). A gather moves bytes
     and changes no bit of any result. A reduction adds in float32 in a fixed order, which differs from other libraries
     in the last bits. The first forward makes the collectives, with the ranks of each group. All models share those of
-    one set of ranks, which stay open until ``disable``.
+    one set of ranks, which stay open until ``disable``. Groups that are not served are refused here, or where a module
+    is sharded later: both calls are collective.
 
     Args:
         model: its FSDP2 modules may be nested at any depth. None: every module that this process shards from now on.
@@ -51,8 +54,9 @@ def enable(model: torch.nn.Module | None = None, *, all_gather: bool = True, red
         The number of parameter groups; 0 without a model.
 
     Raises:
-        ValueError: a model without FSDP2 modules.
-        NotSupported: a PyTorch whose parameter groups have no attributes for the collectives.
+        ValueError: a model without FSDP2 modules, or on a device for which this build has no kernels.
+        NotSupported: a PyTorch whose parameter groups have no attributes for the collectives, or a process group that
+            is not served; the latter only logs a warning with EP_PLUGIN_FALLBACK=stock.
     """
     global _later
     if model is None:
@@ -65,6 +69,8 @@ def enable(model: torch.nn.Module | None = None, *, all_gather: bool = True, red
             hooks.restore("fsdp2")
     else:
         groups = groups_of(model)
+        if all_gather or reduce_scatter:
+            _check_process_groups(groups)
         for group in groups:
             _serve(group, all_gather, reduce_scatter)
         _enabled.difference_update(model.modules())
@@ -105,6 +111,7 @@ def _serving(init: Callable[..., None]) -> Callable[..., None]:
         init(group, *args, **kwargs)
         if isinstance(group.mesh_info, FSDPMeshInfo):
             _check_attributes(group)
+            _check_process_groups([group])
             _serve(group, *_later)
 
     return init_and_serve
@@ -167,6 +174,14 @@ def _groups_of_module(module: FSDPModule) -> Iterator[Any]:
     for group in [state._fsdp_param_group] if groups is None else groups:
         if group is not None and isinstance(group.mesh_info, FSDPMeshInfo):
             yield group
+
+
+def _check_process_groups(groups: Iterable[Any]) -> None:
+    """Refuses process groups that are not served, before anything is changed. Collective over each of them."""
+    for group in groups:
+        for mesh_info in (group.mesh_info, group.post_forward_mesh_info):  # the latter: reshard_after_forward=int
+            if isinstance(mesh_info, FSDPMeshInfo) and mesh_info.shard_mesh_size > 1:
+                check_group("fsdp2", checked_group(mesh_info.shard_process_group), group.device)
 
 
 def _check_attributes(group: Any) -> None:

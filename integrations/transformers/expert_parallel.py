@@ -24,7 +24,9 @@ from transformers.integrations import moe
 
 from ep_plugin import DispatchOutput, MoECommunicator, NotSupported, env
 from ep_plugin.integrations import hooks
-from ep_plugin.integrations.communicators import check_group, communicator_or_none, in_layer
+from ep_plugin.integrations.communicators import communicator_or_none, in_layer
+from ep_plugin.integrations.groups import check_group
+from ep_plugin.moe.low_latency.engine import check_one_node
 from ep_plugin.ranges import opener
 
 if TYPE_CHECKING:
@@ -97,7 +99,7 @@ class EpPluginExpertParallel(EPImplementation):
 
     def check_low_latency(self) -> None:
         """NotSupported if the expert-parallel group cannot exchange in low latency. Collective."""
-        check_group("transformers", self.ep_mesh.get_group(), self.ep_mesh.device_type, "ll")
+        check_group("transformers", self.ep_mesh.get_group(), self.ep_mesh.device_type, check_one_node)
 
     def _communicator(self, x: torch.Tensor, topk_ids: torch.Tensor) -> MoECommunicator | None:
         """None: transformers' own exchange serves the group."""

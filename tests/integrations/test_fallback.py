@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -11,11 +12,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage
 
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks, status
-from ep_plugin.integrations.communicators import check_group
 from ep_plugin.integrations.fallback import falls_back
+from ep_plugin.integrations.groups import check_group
 from ep_plugin.runtime import streams
 from tests.gpu import over_nodes
 from tests.integrations.logs import logged_warnings
@@ -151,6 +155,69 @@ def _runs_on_a_shared_batch(size: int) -> torch.Tensor:
 def test_without_the_variable_all_ranks_refuse_before_weights_are_loaded() -> None:
     pytest.importorskip("transformers")
     values(run_ranks(SIZE, _refuses, SIZE, timeout_s=200, env={"EP_TEST_DEVICE": "cpu"}, framework="transformers"))
+
+
+def _sharded(**options: Any) -> FSDPModule:
+    return fully_shard(torch.nn.Linear(8, 8), mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **options)
+
+
+def _enables(**options: Any) -> None:
+    from ep_plugin.integrations import fsdp2
+
+    model = _sharded(**options)
+    try:
+        fsdp2.enable(model)
+    except NotSupported:
+        assert fsdp2.launches(model).parameter_groups == 0  # PyTorch still serves the model
+        raise
+
+
+def _shards_later() -> None:
+    from ep_plugin.integrations import fsdp2
+
+    fsdp2.enable()
+    _sharded()
+
+
+def _makes_a_stage() -> None:
+    from ep_plugin.integrations import pipelining
+
+    pipelining.enable()
+    PipelineStage(torch.nn.Linear(8, 8), dist.get_rank(), SIZE, torch.device("cpu"))
+
+
+# What makes the group known, the ranks, and the ranks of the first nodes. The last node has the others.
+KNOWN: dict[str, tuple[Callable[[], None], int, int]] = {
+    "fsdp2, a model is enabled": (_enables, SIZE, 3),
+    "fsdp2, a model is enabled that reshards over three ranks": (
+        functools.partial(_enables, reshard_after_forward=3),
+        6,
+        2,
+    ),
+    "fsdp2, a module is sharded": (_shards_later, SIZE, 3),
+    "pipelining, a stage is made": (_makes_a_stage, SIZE, 3),
+}
+
+
+def _says_at_once(rank: int, case: str, fallback: bool) -> list[str]:
+    make, _, per_node = KNOWN[case]
+    os.environ |= {"EP_PLUGIN_HOST": f"host {rank // per_node}", "RANK": str(rank)}
+    if not fallback:
+        with pytest.raises(NotSupported, match=REASON):
+            make()
+        return []
+    os.environ["EP_PLUGIN_FALLBACK"] = "stock"
+    with logged_warnings() as said:
+        make()
+        make()
+    return said
+
+
+@pytest.mark.parametrize("fallback", [False, True], ids=["refused", "left"])
+@pytest.mark.parametrize("case", KNOWN)
+def test_groups_are_refused_where_they_become_known(case: str, fallback: bool) -> None:
+    for rank, said in enumerate(values(run_ranks(KNOWN[case][1], _says_at_once, case, fallback))):
+        _check_said(rank, said, *([case.partition(",")[0]] if fallback else []))
 
 
 def _needs_kernels_for_gpus(rank: int) -> None:

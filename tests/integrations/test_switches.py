@@ -17,7 +17,11 @@ PLACES = {
         "from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup",
         ["FSDPParamGroup.__init__"],
     ),
-    "pipelining": ("torch", "from torch.distributed.pipelining import schedules", ["schedules._batch_p2p"]),
+    "pipelining": (
+        "torch",
+        "from torch.distributed.pipelining import schedules, stage",
+        ["schedules._batch_p2p", "stage._PipelineStageBase.__init__"],
+    ),
     "transformers": (
         "transformers",
         "from transformers.distributed.expert_parallel import EPImplementationInterface as names",
