@@ -2,11 +2,17 @@
 
 A comment in the line before a fence says how its Python runs: ``<!-- snippet: ranks=2 files=qwen3_moe -->``, or
 ``<!-- snippet: parse -->`` for code that needs a GPU, a framework that is not installed, or the reader's own names.
-A Python block without such a comment runs in one process. Bash parses shell blocks and those without a language.
+A Python block without such a comment runs in one process. Bash parses shell blocks and those without a language, and
+runs those marked ``<!-- snippet: run -->``, which may have ``files``, too.
+
+A text block marked ``<!-- snippet: output -->`` is output of the block before it that runs, and one marked
+``<!-- snippet: output=status -->`` is output of that function of OUTPUTS. Its lines must be there in this order. A
+number stands for any number. ``columns=2`` compares the first two columns alone, where the left edge of a table is one.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -82,7 +88,33 @@ def qwen3_moe(folder: Path) -> None:
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder / "Qwen" / "Qwen3-30B-A3B")
 
 
-FILES = {"qwen3_moe": qwen3_moe}
+def load_statistics(folder: Path) -> None:
+    """The files that the script of docs/statistics.md writes on 2 ranks."""
+    (script,) = (one for one in snippets("python") if "write_stats" in one.code)
+    run_on_ranks(script, 2, folder)
+
+
+FILES = {"qwen3_moe": qwen3_moe, "load_statistics": load_statistics}
+
+
+def status(folder: Path) -> str:
+    """What `status()` prints at the end of an example on 2 ranks."""
+    pytest.importorskip("transformers")
+    example = ROOT / "examples" / "train_qwen3_moe.py"
+    (folder / "status.py").write_text(
+        f"import runpy\nrunpy.run_path({str(example)!r}, run_name='__main__')\n"
+        "import ep_plugin; print(ep_plugin.integrations.status())\n"
+    )
+    run_script(["status.py"], 2, folder, EP_PLUGIN="transformers,fsdp2", CUDA_VISIBLE_DEVICES="")
+    return (folder / "log.0").read_text()
+
+
+def doctor_on_ranks(folder: Path) -> str:
+    run_script(["-m", "ep_plugin.doctor"], 4, folder, CUDA_VISIBLE_DEVICES="")
+    return (folder / "log.0").read_text()
+
+
+OUTPUTS = {"status": status, "doctor_on_ranks": doctor_on_ranks}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -115,21 +147,28 @@ def test_shell_parses(snippet: Snippet) -> None:
     assert done.returncode == 0, f"{snippet}: {done.stderr}"
 
 
-@pytest.mark.parametrize("snippet", [snippet for snippet in snippets("python") if snippet.how != "parse"], ids=str)
-def test_python_runs_as_printed(snippet: Snippet, tmp_path: Path) -> None:
-    options = dict(option.split("=", 1) for option in snippet.how.split())
-    unknown = options.keys() - {"ranks", "files"}
-    assert not unknown, f"{snippet}: expected the options ranks and files, got {sorted(unknown)}"
-    if "files" in options:
-        FILES[options["files"]](tmp_path)
-    script = tmp_path / "snippet.py"
-    script.write_text(snippet.code)
-    if "ranks" in options:
-        run_script([script], int(options["ranks"]), tmp_path)
-        return
+def options_of(snippet: Snippet, *known: str) -> dict[str, str]:
+    """By name, the values of a snippet's options: "" for a name alone."""
+    options = {name: value for name, _, value in (option.partition("=") for option in snippet.how.split())}
+    unknown = options.keys() - set(known)
+    assert not unknown, f"{snippet}: expected the options {', '.join(known)}, got {sorted(unknown)}"
+    return options
+
+
+def runs(snippet: Snippet) -> bool:
+    if snippet.language == "python":
+        return snippet.how != "parse"
+    return snippet.language == "shell" and snippet.how.startswith("run")
+
+
+def output_of(snippet: Snippet, command: list[str], folder: Path) -> str:
+    """What `command` prints on stdout and stderr."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("EP_PLUGIN")}
+    variables["PATH"] = f"{Path(sys.executable).parent}:{variables['PATH']}"
     done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
+        command,
+        cwd=folder,
+        env=variables | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -137,6 +176,99 @@ def test_python_runs_as_printed(snippet: Snippet, tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode == 0, f"{snippet}: exit status {done.returncode}\n{done.stdout}"
+    return done.stdout
+
+
+def run_on_ranks(snippet: Snippet, ranks: int, folder: Path) -> str:
+    """The output of rank 0."""
+    (folder / "snippet.py").write_text(snippet.code)
+    run_script([folder / "snippet.py"], ranks, folder)
+    return (folder / "log.0").read_text()
+
+
+def outputs_of(snippet: Snippet) -> list[Snippet]:
+    """The blocks marked as output of `snippet`: those before the next one that runs."""
+    found = []
+    for later in snippets():
+        if later.page == snippet.page and later.line > snippet.line:
+            if runs(later):
+                break
+            if later.how.split()[:1] == ["output"]:
+                found.append(later)
+    return found
+
+
+def entries(text: str, columns: int | None) -> list[str]:
+    """The lines of an output, with what wraps to the next ones, and # in place of numbers."""
+    lines = re.sub(r"\n +", " ", text).splitlines()
+    if columns is not None:
+        lines = [" ".join(re.split(r" *\| *| {2,}", line)[:columns]) for line in lines]
+    lines = [re.sub(r"\d+([.,]\d+)*", "#", " ".join(line.split())) for line in lines]
+    return [re.sub("-+", "-", line) for line in lines if line]  # rules of tables are as wide as their columns
+
+
+def check_output(snippet: Snippet, printed: str) -> None:
+    options = options_of(snippet, "output", "columns")
+    columns = int(options["columns"]) if "columns" in options else None
+    rest = iter(entries(printed, columns))
+    missing = [entry for entry in entries(snippet.code, columns) if entry not in rest]
+    assert not missing, f"{snippet}: not printed, or not in this order: {missing[0]}\n{printed}"
+
+
+@pytest.mark.parametrize("snippet", [snippet for snippet in snippets("python") if runs(snippet)], ids=str)
+def test_python_runs_as_printed(snippet: Snippet, tmp_path: Path) -> None:
+    options = options_of(snippet, "ranks", "files")
+    if "files" in options:
+        FILES[options["files"]](tmp_path)
+    if "ranks" in options:
+        printed = run_on_ranks(snippet, int(options["ranks"]), tmp_path)
+    else:
+        (tmp_path / "snippet.py").write_text(snippet.code)
+        printed = output_of(snippet, [sys.executable, "snippet.py"], tmp_path)
+    for output in outputs_of(snippet):
+        check_output(output, printed)
+
+
+@pytest.mark.parametrize("snippet", [snippet for snippet in snippets("shell") if runs(snippet)], ids=str)
+def test_shell_runs_as_printed(snippet: Snippet, tmp_path: Path) -> None:
+    options = options_of(snippet, "run", "files")
+    if "files" in options:
+        FILES[options["files"]](tmp_path)
+    printed = output_of(snippet, ["bash", "-ec", snippet.code], tmp_path)
+    for output in outputs_of(snippet):
+        check_output(output, printed)
+
+
+@pytest.mark.parametrize("snippet", [one for one in snippets("text") if one.how.startswith("output=")], ids=str)
+def test_output_is_as_printed(snippet: Snippet, tmp_path: Path) -> None:
+    check_output(snippet, OUTPUTS[options_of(snippet, "output", "columns")["output"]](tmp_path))
+
+
+def test_each_output_is_compared() -> None:
+    marked = {str(snippet) for snippet in snippets("text") if snippet.how.split()[:1] == ["output"]}
+    compared = [str(output) for snippet in snippets() if runs(snippet) for output in outputs_of(snippet)]
+    assert sorted(compared) == sorted(marked)
+
+
+@pytest.mark.parametrize(
+    ("printed", "is_same"),
+    [
+        ("step 3   done\nmore\n12 sums", True),
+        ("step 12 done\n99 sums", True),
+        ("step 3\n  done\n12 sums", True),
+        ("12 sums\nstep 3 done", False),
+        ("step 3 done", False),
+        ("step one done\n12 sums", False),
+    ],
+    ids=["a line between", "other numbers", "wrapped", "other order", "a line less", "no number"],
+)
+def test_outputs_are_compared(printed: str, is_same: bool) -> None:
+    snippet = Snippet(ROOT / "README.md", 1, "text", "output", "step 1 done\n2 sums\n")
+    if is_same:
+        check_output(snippet, printed)
+        return
+    with pytest.raises(AssertionError, match="not printed, or not in this order"):
+        check_output(snippet, printed)
 
 
 def test_fences_name_a_language_that_is_tested() -> None:
