@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils import _pytree as pytree
 
 from ep_plugin import _C
@@ -56,6 +57,20 @@ def _taken(model: Any) -> Gradients:
 def _step(model: Any, seed: int = 0) -> Gradients:
     _loss(model, seed).backward()
     return _taken(model)
+
+
+def _pytorch_counts(rank: int, enabled: bool) -> int:
+    model = _build(enabled)
+    with CommDebugMode() as counts:
+        _step(model)
+    return counts.get_total_counts()
+
+
+@pytest.mark.parametrize("enabled", [False, True], ids=["stock", "ours"])
+def test_comm_debug_mode_counts_collectives_of_pytorch_alone(enabled: bool) -> None:
+    layers = 3
+    expected = 0 if enabled else layers * 3  # a gather in forward and in backward, and a reduction
+    assert values(run_ranks(2, _pytorch_counts, enabled)) == [expected] * 2
 
 
 def _everything_unsharded_ahead(enabled: bool) -> Gradients:

@@ -148,6 +148,14 @@ def test_a_compiled_model_has_the_loss_and_gradients_of_the_built_in_exchange(ch
         assert max(difference.values()) <= LIMITS[torch.float32], difference
 
 
+def test_losses_of_training_in_bf16_stay_within_a_hundredth(checkpoints: Path) -> None:
+    """Of the losses with the built-in exchange, as README.md says."""
+    outcomes = run_ranks(2, _train_in_bf16, checkpoints, timeout_s=200, framework="transformers")
+    for losses in values(outcomes):
+        assert losses["ep_plugin"] == pytest.approx(losses["all_to_all"], rel=1e-2)
+        assert losses["ep_plugin"][-1] < 0.9 * losses["ep_plugin"][0]
+
+
 def test_other_experts_get_unit_weights_and_the_real_ones_stay_in_float32() -> None:
     for found in values(run_ranks(2, _run_bf16_experts, framework="transformers")):
         assert found["units"]
@@ -399,6 +407,28 @@ def _run_bf16_experts(rank: int) -> dict[str, float | bool]:
         "out": float((out.double() - exact).norm() / exact.norm()),
         "weights.grad": float((weights.grad.double() - exact_grad).norm() / exact_grad.norm()),
     }
+
+
+def _train_in_bf16(rank: int, checkpoints: Path) -> dict[str, list[float]]:
+    """Losses of ten steps with each exchange."""
+    importlib.import_module("ep_plugin.integrations.transformers")
+    transformers.utils.logging.disable_progress_bar()
+    case = Case(ep=2, fsdp=2, dtype=torch.bfloat16, seq_lens=(200, 200))
+    losses: dict[str, list[float]] = {}
+    for exchange in ("all_to_all", "ep_plugin"):
+        model = _load(checkpoints, case, exchange)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)  # with larger weights, rounding alone parts the losses
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        losses[exchange] = []
+        for _ in range(10):
+            loss = _forward(model, _tokens(case, rank))["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[exchange].append(loss.item())
+    return losses
 
 
 def _run_compiled(rank: int, checkpoints: Path) -> dict[str, float]:
