@@ -18,12 +18,13 @@ import ep_plugin
 from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter, SendReceive
 from ep_plugin.integrations import fsdp2
 from tests.faults.fault_cases import open_communicator, round_trip, tokens_for
+from tests.gpu import ranges
 from tests.ranks import run_ranks, values
 
 RANGES = {"EP_PLUGIN_RANGES": "profiler"}
 NBYTES = 5 * 8 * 4  # of the tokens of round_trip, each of which goes to two experts
 OPERATIONS = [f"dispatch of C, {NBYTES} bytes", f"combine of C, {2 * NBYTES} bytes"]
-LAYER = re.compile(r"^(FSDP2|Megatron layer|transformers MoE layer) ")
+LAYER = re.compile(r"^(FSDP2|Megatron layer|torchtitan MoE layer|transformers MoE layer) ")
 
 
 @contextlib.contextmanager
@@ -106,7 +107,8 @@ def test_fsdp2_names_the_parameter_group_in_forward_and_backward() -> None:
     for names in values(run_ranks(2, _fsdp2, env=RANGES)):
         for layer in ("0", "1"):
             inside = [after for before, after in itertools.pairwise(names) if before == f"FSDP2 {layer}"]
-            assert {name.partition(" of C")[0] for name in inside} == {"all-gather", "reduce-scatter"}
+            shard = (8 * 8 + 8) * 4 // 2  # bytes of a rank's half of weight and bias
+            assert set(inside) == {f"{operation} of C, {shard} bytes" for operation in ("all-gather", "reduce-scatter")}
 
 
 class _Experts(torch.nn.Module):
@@ -166,6 +168,8 @@ def _megatron(rank: int) -> list[str]:
     names: list[str] = []
     with seen(names):
         layer(torch.randn(3, 2, 32))
+    rows_bytes = 3 * 2 * 32 * 4
+    assert names[1] == f"dispatch of C, {rows_bytes} bytes"
     (stats,) = ep_plugin.stats().values()
     assert torch.equal(stats.layers["Megatron layer 7"], stats.tokens) and stats.tokens.any()
     megatron.disable()
@@ -179,6 +183,44 @@ def test_megatron_names_the_layer() -> None:
         assert [name.partition(" of C")[0] for name in names] == [
             "Megatron layer 7", "dispatch", "Megatron layer 7", "combine",
         ]  # fmt: skip
+
+
+def _torchtitan(rank: int) -> list[str]:
+    from ep_plugin.testing.torchtitan import without_triton
+
+    without_triton()
+    from ep_plugin.integrations.torchtitan import EpPluginTokenDispatcher
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    x, ids, weights = tokens_for(rank, 2, 5)
+    names: list[str] = []
+    with seen(names):
+        for _ in range(2):
+            layer = EpPluginTokenDispatcher.Config(num_experts=4, top_k=2).build()
+            layer.wire_meshes(ep_mesh=mesh)
+            rows, _, metadata = layer.dispatch(x, weights, ids, ids.flatten().bincount(minlength=4))
+            layer.combine(rows, metadata, x)
+    return names
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan")
+def test_torchtitan_numbers_its_moe_layers() -> None:
+    expected = [one for layer in range(2) for name in OPERATIONS for one in (f"torchtitan MoE layer {layer}", name)]
+    assert values(run_ranks(2, _torchtitan, env=RANGES, timeout_s=120)) == [expected] * 2
+
+
+def _nvtx(rank: int) -> tuple[list[str], list[str]]:
+    """With a stand-in for the library of NVTX."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.version, "cuda", "13.0")
+        for function in ("range_push", "range_pop"):
+            patch.setattr(torch.cuda.nvtx, function, lambda *name: None)
+        return ranges.pushed(rank, 2)
+
+
+def test_nvtx_gets_the_communicator_and_bytes() -> None:
+    for names, expected in values(run_ranks(2, _nvtx, env={"EP_PLUGIN_RANGES": "nvtx", "EP_TEST_DEVICE": "cpu"})):
+        assert names == expected
 
 
 def _without_nvtx(rank: int) -> str:
