@@ -17,7 +17,8 @@ def main() -> None:
         missing = (error.name or "").partition(".")[0]
         if missing not in _EXTRA:
             raise
-        print(f"ep-bench: expected {missing}, found none: pip install 'ep_plugin[bench]'", file=sys.stderr)
+        install = "run pip install '.[bench]' in the repository's root"
+        print(f"ep-bench: expected {missing}, found none: {install}", file=sys.stderr)
         sys.exit(2)
 
 

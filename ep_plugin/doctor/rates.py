@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ep_plugin.transport.exchange import Exchange
     from ep_plugin.transport.topology import NodeMap
 
-INSTALL_BENCH = "pip install 'ep_plugin[bench]'"
+INSTALL_BENCH = "pip install '.[bench]' in the repository's root"
 _SECONDS = 2.0
 _BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 # What we measured, in GB/s per rank, and where: for CPUs an all-gather of 16 MiB in

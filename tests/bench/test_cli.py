@@ -138,8 +138,8 @@ def test_committed_results_can_be_reported() -> None:
 @pytest.mark.parametrize(
     ("hidden", "status", "says"),
     [
-        ("typer", 2, "ep-bench: expected typer, found none: pip install 'ep_plugin[bench]'\n"),
-        ("rich", 2, "ep-bench: expected rich, found none: pip install 'ep_plugin[bench]'\n"),
+        ("typer", 2, "ep-bench: expected typer, found none: run pip install '.[bench]' in the repository's root\n"),
+        ("rich", 2, "ep-bench: expected rich, found none: run pip install '.[bench]' in the repository's root\n"),
         ("ep_plugin.bench.report", 1, "Traceback"),
         ("antigravity", 0, ""),
     ],

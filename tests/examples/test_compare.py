@@ -23,7 +23,7 @@ pytest.importorskip("matplotlib")
 import typer
 
 from examples.compare import data
-from examples.compare.__main__ import _environment, _make_folder, resolve
+from examples.compare.cli import _environment, _make_folder, resolve
 from examples.compare.launch import Ranks
 from examples.compare.options import OURS
 
@@ -75,6 +75,15 @@ def test_bad_options_are_refused(model: str, given: dict[str, Any], message: str
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize("hidden", ["typer", "transformers", "matplotlib"])
+def test_a_package_that_is_not_installed_is_named_with_what_to_install(hidden: str) -> None:
+    start = f"import runpy, sys; sys.modules[{hidden!r}] = None"
+    code = f"{start}; runpy.run_module('examples.compare', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    install = "run pip install '.[bench,transformers]' in the repository's root"
+    assert (done.returncode, done.stderr) == (2, f"examples.compare: expected {hidden}, found none: {install}\n")
+
+
 def test_bad_options_end_the_command_before_anything_starts(tmp_path: Path) -> None:
     for arguments in (["qwen3_moe", "--preset", "large"], ["qwen3_moe", "--lr", "-1"]):
         result = run(*arguments, "--out", tmp_path / "out")
@@ -114,7 +123,7 @@ def test_megatron_asks_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _checkpoint_of(model_type: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = {"model_type": model_type, "num_hidden_layers": 2}
-    monkeypatch.setattr("examples.compare.__main__._read_config", lambda checkpoint, model: config)
+    monkeypatch.setattr("examples.compare.cli._read_config", lambda checkpoint, model: config)
     return Path("checkpoint")
 
 

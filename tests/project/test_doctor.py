@@ -552,7 +552,7 @@ def test_gpus_that_copy_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     expected_ms = 4096 * (1 - comb(128, 8) / comb(256, 8)) * 7168 * 2 / 25e9 * 1e3
     assert float(predicted.what.split()[2]) == pytest.approx(expected_ms, rel=0.02)
     monkeypatch.setitem(sys.modules, "ep_plugin.bench.plan", None)  # as where typer is missing
-    assert "pip install 'ep_plugin[bench]'" in problems([*rates.describe(node, 25.0, device)])[0].do
+    assert "pip install '.[bench]' in the repository's root" in problems([*rates.describe(node, 25.0, device)])[0].do
 
 
 def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
