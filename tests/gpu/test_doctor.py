@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -25,8 +26,11 @@ def said_by(*launcher: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.gpu(1)
-def test_alone_it_names_the_gpu_the_driver_and_the_build() -> None:
+def test_alone_it_names_the_gpu_the_driver_the_build_and_versions() -> None:
     said = said_by()
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    versions = said["torch"][0].split(", ")
+    assert {f"torch {torch.__version__}", f"cuda {torch.version.cuda}", f"nccl {nccl}"} <= set(versions)
     assert any(what.startswith("GPU 0: NVIDIA") for what in said["GPUs"])
     assert "for CUDA up to" in said["driver"][0]
     assert "kernels for CPUs and for sm_" in said["build"][0]

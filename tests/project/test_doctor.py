@@ -317,6 +317,14 @@ def test_gpus_that_reach_each_other_have_their_row_of_the_matrix(monkeypatch: py
     assert "GPU 1: NVIDIA H200, 140 GiB, sm_90, reaches GPUs 0, 2" in said
 
 
+def test_versions_of_a_build_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    (found,) = software.check_torch()
+    assert {f"torch {torch.__version__}", "cuda 13.0", "nccl 2.28.9"} <= set(found.what.split(", "))
+
+
 def test_variables_are_listed_only_when_they_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert collect([software.check_variables]) == []
     monkeypatch.setenv("EP_PLUGIN_CHILDREN", "0")
