@@ -9,6 +9,7 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from ep_plugin.deep_ep.utils import check_nvlink_connections, envs, math, testing
 from ep_plugin.deep_ep.utils.envs import init_dist
@@ -29,6 +30,19 @@ def test_the_version_is_that_of_the_interface() -> None:
 
     assert deep_ep.__version__.startswith("1.2.1+")
     assert not hasattr(deep_ep, "HybridEPBuffer")  # Megatron asks at every import: no warning
+
+
+def test_callers_that_look_for_1_2_1_find_it() -> None:
+    import ep_plugin.deep_ep as deep_ep
+
+    assert Version("1.2.1") <= Version(deep_ep.__version__) < Version("1.2.2")
+    assert [int(part) for part in deep_ep.__version__.partition("+")[0].split(".")] == [1, 2, 1]
+    names = ["dispatch", "combine", "internode_dispatch", "internode_combine", "get_dispatch_layout", "capture"]
+    names += ["set_num_sms", "get_dispatch_config", "get_combine_config", "is_sm90_compiled", "get_comm_stream"]
+    names += ["low_latency_dispatch", "low_latency_combine", "get_low_latency_rdma_size_hint"]
+    names += ["clean_low_latency_buffer", "get_next_low_latency_combine_buffer"]
+    names += [f"low_latency_{verb}_mask_buffer" for verb in ("update", "query", "clean")]
+    assert [name for name in names if not hasattr(deep_ep.Buffer, name)] == []
 
 
 def test_numbers() -> None:
