@@ -156,6 +156,19 @@ def test_stock_transformers_reads_the_checkpoint(trained, checkpoints: Path, scr
     assert (before - logits).abs().max() > 1e-2  # it was trained
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_trainer_goes_on_from_a_checkpoint(checkpoints: Path, tmp_path: Path, model: str) -> None:
+    """It is loaded as a new model: transformers refuses the rest, as docs/transformers.md says."""
+    out = tmp_path / "out"
+    run = launch(out, "continue_trainer.py", out, checkpoints / model, switched_on="transformers")
+    every_exchange_is_ours(run, "transformers", fsdp2=False)
+    found = json.loads((out / "found.json").read_text())
+    assert found["whole"][3] < found["whole"][0]
+    assert found["continued"] == pytest.approx(found["whole"][2:], rel=LOSS_LIMIT)
+    assert "Resuming is not supported for models sharded at load time" in found["saving the optimizer"]
+    assert "Error" in found["resuming"]
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("ep_plugin.integrations.fsdp2") is None, reason="needs ep_plugin.integrations.fsdp2"
 )
