@@ -224,7 +224,7 @@ struct LlState {
   uint32_t mask[kMaxRanks];                 // 1: the rank is masked
   uint64_t waits;                           // the lower half is in this rank's `waiting` words
   uint64_t verdict[kMaxRanks];              // CUDA, with shrink: whether a dispatch has the source's words (see there)
-  uint64_t waited[kMaxRanks];               // CUDA: longest wait for the rank by a thread of the running receive half
+  uint64_t waited[kMaxRanks];               // CUDA: longest wait for the rank by a thread of the running operation
 };
 
 // ---------------------------------------------------------------------------------------------------------------

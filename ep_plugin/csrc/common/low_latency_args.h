@@ -18,7 +18,7 @@ struct LlOperation {
   int32_t shrink;     // 1: a wait that passes its deadline masks the rank; 0: it is a fault
   int32_t num_sms;    // CUDA
   Address state;      // LlState
-  Address wait_cost;  // receive: int64 [R]: time waited for the rows of each rank; or 0
+  Address wait_cost;  // int64 [R]: time waited for each rank's ids and rows, or weights and rows; or 0
   Address stream;
 };
 

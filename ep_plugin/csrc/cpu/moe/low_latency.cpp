@@ -85,8 +85,7 @@ Wait wait(const LlRun& ll, int peer, uint64_t expected, const uint64_t& seen, Ar
     else
       sleep(ll, peer, arrived);
   }
-  const bool receives = ll.run.step == kLlDispatchRecv || ll.run.step == kLlCombineRecv;
-  if (since != 0 && receives && ll.op.wait_cost != 0) at<int64_t>(ll.op.wait_cost)[peer] += now_ns() - since;
+  if (since != 0 && ll.run.step != kLlDispatchSend && ll.op.wait_cost != 0) at<int64_t>(ll.op.wait_cost)[peer] += now_ns() - since;
   return Wait::kThere;
 }
 

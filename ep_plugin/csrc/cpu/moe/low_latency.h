@@ -35,7 +35,8 @@ void ll_finish_receive(const LlRun& ll);
 void ll_ring(const LlRun& ll, int peer);
 void ll_ring_all(const LlRun& ll);
 
-// Wait for a flag, for `bytes` bytes of words, and for a peer's consumed word. Waits for rows count in wait_cost.
+// Wait for a flag, for `bytes` bytes of words, and for a peer's consumed word. All but a dispatch's send half count in
+// wait_cost.
 Wait ll_wait_flag(const LlRun& ll, int peer, const uint64_t* flag);
 Wait ll_wait_words(const LlRun& ll, int peer, const LlWord* from, void* data, int64_t bytes);
 Wait ll_wait_consumed(const LlRun& ll, int peer);

@@ -157,7 +157,7 @@ static __device__ EP_NOINLINE Found ll_wait_longer(const LlRun ll, int peer, con
     }
     if (!deadline.keep_waiting(ll.run, peer, 0, awaited.value, seen)) return Found::kGaveUp;
   }
-  if (deadline.since != 0 && ll.receives() && ll.op.wait_cost != 0)
+  if (deadline.since != 0 && ll.run.step != kLlDispatchSend && ll.op.wait_cost != 0)
     ptx::red_max_relaxed_gpu(&ll.state().waited[peer], ptx::globaltimer() - deadline.since);
   return found;
 }
