@@ -72,6 +72,13 @@ def check_tensor(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...]
         )
 
 
+def check_at_least(least: int, **given: object) -> None:
+    """ValueError unless all are integers of at least `least`."""
+    for name, value in given.items():
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
+
+
 def check_kind(kind: type, **given: object) -> None:
     """Each must be of `kind`, or None."""
     for name, value in given.items():

@@ -64,10 +64,10 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         num_qps_per_rank: int = 24,
         allow_nvlink_for_low_latency_mode: bool = True,
         allow_mnnvl: bool = False,
-        use_fabric: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
         comm: object = None,
+        use_fabric: bool = False,
     ) -> None:
         if comm is not None:
             raise NotSupported("Buffer(comm=...): expected the default, got comm set; use a torch.distributed group")

@@ -24,7 +24,7 @@ from ep_plugin.deep_ep.elastic_handles import (
     check_cached,
     check_handle,
 )
-from ep_plugin.deep_ep.elastic_messages import SIZE_ALIGNMENT, ElasticMessages, check_at_least
+from ep_plugin.deep_ep.elastic_messages import SIZE_ALIGNMENT, ElasticMessages
 from ep_plugin.deep_ep.shared import MOST_HIDDEN, SharedCommunicators, least_bound, sms_of
 from ep_plugin.deep_ep.tuning import sms_that_fill
 from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, ordered
@@ -83,7 +83,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
             raise NotSupported(
                 f"ElasticBuffer(num_cpu_bytes=...): expected 0, got {num_cpu_bytes}; Engram is not served"
             )
-        check_at_least(0, num_max_tokens_per_rank=num_max_tokens_per_rank)
+        arguments.check_at_least(0, num_max_tokens_per_rank=num_max_tokens_per_rank)
         self._join(group, explicitly_destroy)
         self.rank_idx, self.num_ranks = self.group.rank(), self.group.size()
         if num_bytes is None:
@@ -114,7 +114,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
     ) -> int:
         """Bytes of the rows, ids and weights that R * T_max tokens have at most, 2-byte elements in combine: a multiple
         of 2 MiB, and larger for larger sizes."""
-        check_at_least(0, num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_topk=num_topk)
+        arguments.check_at_least(0, num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_topk=num_topk)
         row = hidden * (3 if use_fp8_dispatch else 4) + num_topk * 12  # a row of dispatch, one of combine
         return align(group.size() * num_max_tokens_per_rank * row, SIZE_ALIGNMENT)
 
@@ -339,7 +339,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
         if num_experts is None:
             raise ValueError("num_experts: expected an integer without a handle, got None")
         arguments.check_experts(num_experts, self.num_ranks)
-        check_at_least(1, expert_alignment=alignment, num_max_tokens_per_rank=most)
+        arguments.check_at_least(1, expert_alignment=alignment, num_max_tokens_per_rank=most)
         if topk_idx is None:
             raise ValueError("topk_idx: expected a tensor without a handle, got None")
         arguments.check_tensor("topk_idx", topk_idx, (topk_idx.dtype,), rows.shape[0], "K")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ep_plugin.collectives.all_gather import HierarchicalAllGather
 from ep_plugin.collectives.send_receive import MessageWork, SendReceive
+from ep_plugin.deep_ep import arguments
 from ep_plugin.deep_ep.utils.math import align
 from ep_plugin.runtime.streams import resolve_device
 
@@ -147,7 +148,9 @@ class ElasticMessages:
 
     def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int, num_qps: int = 0) -> None:
         """Prepares `pp_send` and `pp_recv`. Collective. No message may be under way."""
-        check_at_least(1, num_max_tensor_bytes=num_max_tensor_bytes, num_max_inflight_tensors=num_max_inflight_tensors)
+        arguments.check_at_least(
+            1, num_max_tensor_bytes=num_max_tensor_bytes, num_max_inflight_tensors=num_max_inflight_tensors
+        )
         if self._pipeline is not None:
             self._pipeline.close()
         self._pipeline = PipelineMessages(self.group, num_max_tensor_bytes, num_max_inflight_tensors)
@@ -164,7 +167,7 @@ class ElasticMessages:
         """Makes the memory of sessions. Collective. No session may be open."""
         sizes = {"num_max_session_bytes": num_max_session_bytes}
         sizes["num_max_all_gathers_per_session"] = num_max_all_gathers_per_session
-        check_at_least(1, **sizes)
+        arguments.check_at_least(1, **sizes)
         if self._sessions is not None:
             self._sessions.close()
         self._sessions = GatherSessions(self.group, num_max_session_bytes, num_max_all_gathers_per_session)
@@ -216,13 +219,6 @@ class ElasticMessages:
         for made in (self._pipeline, self._sessions):
             if made is not None:
                 made.close()
-
-
-def check_at_least(least: int, **given: object) -> None:
-    """ValueError unless all are integers of at least `least`."""
-    for name, value in given.items():
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name}: expected an integer of at least {least}, got {value!r}")
 
 
 def _made(one: Any, by: str) -> Any:

@@ -23,7 +23,7 @@ from ep_plugin.deep_ep.shared import least_bound
 from ep_plugin.deep_ep.utils.event import EventOverlap, ordered
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
-from ep_plugin.moe.in_flight import Operation, untraced
+from ep_plugin.moe.in_flight import Operation, Work, untraced
 from ep_plugin.moe.layout import DispatchResult
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine, slots_of
 from ep_plugin.runtime.streams import resolve_device
@@ -75,6 +75,7 @@ class LowLatencyCalls:
         """Bytes of peer memory that low-latency calls of these sizes use on each rank. A Buffer with so many
         num_rdma_bytes makes it in the constructor if all ranks have called this."""
         _check_max_tokens(num_max_dispatch_tokens_per_rank)
+        arguments.check_at_least(1, hidden=hidden, num_ranks=num_ranks)
         arguments.check_experts(num_experts, num_ranks)
         config = _config_of(num_max_dispatch_tokens_per_rank, hidden, num_experts)
         hint = _C.ll_block_bytes(num_ranks, slots_of(config)[1])
@@ -281,6 +282,8 @@ class LowLatencyCalls:
                 arguments.check_tensor(name, given, (torch.int32,), num_experts // self.group_size)
             elif given is not None:
                 arguments.check_tensor(name, given, (torch.int64,), self.group_size)
+            if given is not None and not given.is_contiguous():
+                raise ValueError(f"{name}: expected a contiguous tensor, got strides {given.stride()}")
 
     def _open(self, max_tokens: int, hidden: int, num_experts: int, device: torch.device) -> MoECommunicator:
         """The communicator of calls of these sizes, made if there is none. It then knows of all masked ranks."""
@@ -344,14 +347,16 @@ def _run(
 
 
 def _hook(comm: MoECommunicator, started: Operation) -> Hook:
-    """Receives `started` on the current stream when it is called first."""
-    un_received = [started]
+    """Receives `started` on the current stream when it is called first. Several threads may call it."""
+
+    def receive() -> bool:
+        comm.in_flight.collect(started.number)
+        return True
+
+    work = Work(started, receive)
 
     def hook() -> None:
-        if not un_received:
-            return
-        comm.in_flight.collect(un_received[0].number)
-        un_received.clear()
+        work.wait()
 
     return hook
 

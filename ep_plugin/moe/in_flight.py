@@ -38,6 +38,7 @@ class Operation(ABC):
     number = 0  # by which the operator finds a started operation
     capture = 0  # the CUDA graph capture that it was started in; 0: none
     result: Tensors | None = None  # the operator's results, once finished and until collected
+    is_dropped = False  # the caller has no Work of it any more, and has not waited
     rows: torch.Tensor
     """The rows that this rank passes in."""
 
@@ -199,6 +200,10 @@ class Work(Generic[T]):
                 self._result = self._complete()
                 self._complete = self._operation = None  # they hold the arguments
             return self._result
+
+    def __del__(self) -> None:
+        if self._operation is not None:
+            self._operation.is_dropped = True
 
 
 DispatchWork: TypeAlias = Work[tuple[DispatchOutput, DispatchHandle]]

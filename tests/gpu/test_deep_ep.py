@@ -93,6 +93,16 @@ def test_every_low_latency_call_gives_what_the_oracle_says(size: int) -> None:
     values(run_ranks(size, every_low_latency_call, size, timeout_s=280))
 
 
+def waits(rank: int, size: int, tokens: tuple[int, ...]) -> None:
+    test_deep_ep_low_latency._waits(rank, size, tokens, str(checks.device_of(rank)))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("tokens", test_deep_ep_low_latency.WAITED_TOKENS)
+def test_statistics_of_waiting_name_the_late_rank(tokens: str) -> None:
+    values(run_ranks(3, waits, 3, test_deep_ep_low_latency.WAITED_TOKENS[tokens], timeout_s=120))
+
+
 def own_checks(rank: int, size: int, use_logfmt: bool) -> None:
     with checks.device_of(rank):
         test_deep_ep_own_test._all_checks(rank, size, use_logfmt)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -221,6 +223,10 @@ def _refused(rank: int, size: int) -> None:
     wrong = torch.zeros(3, dtype=torch.int32)
     dispatch(r"cumulative_local_expert_recv_stats: expected torch.int32 of shape \[2\]", x, ids, most, 4, wrong)
     dispatch(r"dispatch_wait_recv_cost_stats: expected torch.int64 of shape \[2\]", x, ids, most, 4, None, wrong)
+    strided = torch.zeros((2, 2), dtype=torch.int64)[:, 0]
+    dispatch(
+        "dispatch_wait_recv_cost_stats: expected a contiguous tensor, got strides .2,.", x, ids, most, 4, None, strided
+    )
     combine("zero_copy: expected False with use_logfmt=True, got True", use_logfmt=True, zero_copy=True)
     combine("async_finish: expected False with return_recv_hook=True", async_finish=True, return_recv_hook=True)
     combine("zero_copy: expected get_next_low_latency_combine_buffer.handle. to be called", zero_copy=True)
@@ -258,6 +264,62 @@ def _refused(rank: int, size: int) -> None:
     y = torch.zeros((2, size * most, 64), dtype=torch.bfloat16)
     combine("x: expected a hidden size that is a multiple of 128 with use_logfmt=True, got 64", use_logfmt=True)
     buffer.low_latency_combine(y, ids, weights, handle)  # refusals have enqueued nothing
+
+
+def test_size_hint_refuses_what_is_no_size() -> None:
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint
+    with pytest.raises(ValueError, match="num_ranks: expected an integer of at least 1, got 0"):
+        hint(128, 7168, 0, 256)
+    with pytest.raises(ValueError, match=r"hidden: expected an integer of at least 1, got 7168\.0"):
+        hint(128, 7168.0, 8, 256)
+
+
+WAITED = Case(tokens=(9, 20, 12), hidden=128, experts_per_rank=2, topk=3, seed=9)
+WAITED_TOKENS = {"few pairs": (9, 20, 12), "many pairs": (100, 110, 120)}
+_LATE_S = 1.0
+
+
+def _waits(rank: int, size: int, tokens: tuple[int, ...], device: str = "cpu") -> None:
+    """Rank 1 is late in a dispatch, then in a combine. The others' statistics say for whom they waited."""
+    case, most = dataclasses.replace(WAITED, tokens=tokens), max(tokens)
+    buffer, sent = deep_ep.Buffer(dist.group.WORLD, 0, 0, True, 24, True, False, True), on(device, make(case))
+    x, ids, weights = sent.x[rank], sent.ids[rank], sent.weights[rank]
+    costs = [torch.zeros(size, dtype=torch.int64, device=device) for _ in range(2)]
+    out, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, most, case.num_experts, use_fp8=False)
+    for late in range(2):
+        dist.barrier()
+        if rank == 1 and late == 0:
+            time.sleep(_LATE_S)
+        buffer.low_latency_dispatch(x, ids, most, case.num_experts, None, costs[0], use_fp8=False)
+        dist.barrier()
+        if rank == 1 and late == 1:
+            time.sleep(_LATE_S)
+        buffer.low_latency_combine(out.nan_to_num(), ids, weights, handle, combine_wait_recv_cost_stats=costs[1])
+    for cost in costs:
+        seconds = (cost / 1e9).tolist()
+        if rank != 1:  # threads of a GPU also wait for this rank's own
+            assert _LATE_S / 2 < seconds[1] < 20 and max(seconds[0], seconds[2]) < seconds[1] / 2, seconds
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("tokens", WAITED_TOKENS)
+def test_statistics_of_waiting_name_the_late_rank(tokens: str) -> None:
+    on_ranks(3, _waits, WAITED_TOKENS[tokens])
+
+
+def _in_threads(rank: int, size: int) -> None:
+    """Several threads call one hook at once. The operation is received once, and all of them return after it."""
+    buffer, sent = _buffer(), make(CASE)
+    for _ in range(20):
+        results = buffer.low_latency_dispatch(sent.x[rank], sent.ids[rank], 24, 4, use_fp8=False, return_recv_hook=True)
+        with ThreadPoolExecutor(4) as pool:
+            for one in [pool.submit(results[4]) for _ in range(4)]:
+                one.result()
+        check_dispatch(CASE, sent, rank, 24, results, None)
+
+
+def test_a_hook_may_be_called_by_several_threads() -> None:
+    on_ranks(2, _in_threads)
 
 
 def _refused_without_a_mode(buffer: deep_ep.Buffer, handle: Any) -> None:

@@ -85,7 +85,7 @@ def scales_as_float(out: DispatchOutput, rows: Rows, quantize: str, groups: int)
     found = scales.flatten(0, 1)[rows.place]
     if quantize != "e4m3_ue8m0":
         return found
-    exponents = found.contiguous().view(torch.uint8).view(len(found), -1)
+    exponents = found.contiguous().view(torch.uint8).view(len(found), 4 * scales.shape[2])
     assert not exponents[:, groups:].any(), "expected zeros after the exponents"
     return (exponents[:, :groups].float() - 127).exp2()
 

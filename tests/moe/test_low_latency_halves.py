@@ -86,6 +86,29 @@ def test_a_third_operation_is_refused() -> None:
     on_ranks(3, _third)
 
 
+def _dropped(rank: int, size: int) -> None:
+    """Rank 0 drops works that it has not waited for. Later operations of the kind receive them."""
+    inputs = make_inputs(CASE)
+    given = inputs.x[rank], inputs.ids[rank]
+    with low_latency(CASE) as comm:
+        for _ in range(5):
+            works = [comm.dispatch_async(*given) for _ in range(2)]
+            if rank > 0:
+                check_rows(comm, works[0].wait()[0], inputs)
+                works[1].wait()
+            works.clear()
+            out, handle = comm.dispatch(*given)
+            check_rows(comm, out, inputs)
+            y = expert_results(inputs, out.tokens.shape[1])
+            comm.combine_async(y[rank], handle, inputs.weights[rank])
+            for _ in range(2):
+                check_sums(inputs, rank, y, comm.combine(y[rank], handle, inputs.weights[rank]))
+
+
+def test_operations_that_nobody_waits_for_do_not_block_later_ones() -> None:
+    on_ranks(3, _dropped)
+
+
 def _many(rank: int, size: int, count: int) -> None:
     """Every row of every operation is compared, by values that tell the operation, the source and the token."""
     generator = torch.Generator().manual_seed(1)

@@ -1,7 +1,8 @@
 """Low-latency operations between their halves: at most two of a kind are un-received at a time.
 
-To start an operation is to enqueue its send half, to collect it is to enqueue its receive half. Nothing else receives
-it. Two operations of a kind may be collected in either order.
+To start an operation is to enqueue its send half, to collect it is to enqueue its receive half. Two operations of a
+kind may be collected in either order. Nothing else receives an operation, unless its caller has dropped it: then the
+next but one of its kind does, which uses the same slots.
 """
 
 from __future__ import annotations
@@ -127,6 +128,8 @@ class LowLatencyInFlight:
         for earlier in list(latest):
             if earlier is not None and earlier.capture not in (0, capture):
                 self._forget(earlier)  # its capture is over: its kernels are in the graph and have not run
+        if len(latest) == 2 and latest[0] is not None and latest[0].is_dropped and latest[0].capture == capture:
+            self.collect(latest[0].number)
         if len(latest) == 2 and latest[0] is not None:
             un_received = 2 if latest[1] is not None else 1
             raise ValueError(
