@@ -1,6 +1,8 @@
-"""The collectives that integrations share: a pair for each set of ranks, timeout and device.
+"""The collectives of the integrations: a pair for each process group and device.
 
-Not for each process group: frameworks make several over the same ranks, and each pair keeps memory.
+Operations of one pair match in the order of the calls, so groups must not share one unless all ranks use them in one
+order. Within a model that holds, and FSDP2 makes a group for each module over the same ranks, while each pair keeps
+memory. So a model that says so has one pair for such groups.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _SUM_SMS = 24  # backward has the others
 class Pair:
     """The collectives over ``group`` on ``device``. Their first use is collective, as making them is not."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_users: int = 0) -> None:
-        self.group, self.device, self.num_users = group, device, num_users
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device, self.num_users = group, device, 0
         self.all_gather = HierarchicalAllGather(group)
         self.reduce_scatter = HierarchicalReduceScatter(group, sms=_SUM_SMS)
         self._refused: dict[str, NotSupported] = {}
@@ -56,41 +58,47 @@ class Pair:
         self.reduce_scatter.close()
 
 
-_Key = tuple[tuple[int, ...], float, torch.device]
+_Key = tuple[dist.ProcessGroup, torch.device]
+_Ranks = tuple[tuple[int, ...], float]  # with the timeout
 _pairs: dict[_Key, Pair] = {}
 # Ranks and timeout of each process group as it was first seen: a script that changes the timeout later keeps its pair.
-_groups: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], float]] = weakref.WeakKeyDictionary()
+_ranks: weakref.WeakKeyDictionary[Any, _Ranks] = weakref.WeakKeyDictionary()
+# By model, the first of its groups over the same ranks.
+_first: weakref.WeakKeyDictionary[Any, dict[_Ranks, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()  # backward runs in a thread of autograd's
 
 
 class PairUser:
-    """Whoever uses pairs. Each stays open for it until it leaves."""
+    """Whoever uses pairs. Each stays open for it until it leaves or the group is destroyed."""
 
     def __init__(self) -> None:
         self._keys: set[_Key] = set()
 
-    def pair(self, group: dist.ProcessGroup, device: torch.device) -> Pair:
-        """The pair that serves ``group`` on ``device``."""
+    def pair(self, group: dist.ProcessGroup, device: torch.device, model: Any = None) -> Pair:
+        """The pair that serves `group` on `device`.
+
+        Args:
+            model: its groups over the same ranks, with the same timeout, share a pair. All ranks must use them in one
+                order, or data of one group would reach another.
+        """
         with _lock:
-            found = _groups.get(group)
-            if found is None:
-                found = _groups[group] = tuple(dist.get_process_group_ranks(group)), timeout_of(group)
-            key = (*found, device)
-            pair = _pairs.get(key)
-            if pair is None:
-                pair = _pairs[key] = Pair(group, device)
-            elif pair.group is not group and not is_alive(pair.group):
-                pair.close()
-                pair = _pairs[key] = Pair(group, device, pair.num_users)
+            if model is not None:
+                group = _first_over_its_ranks(group, model)
+            key = group, device
+            if key not in _pairs:
+                for gone in [each for each in _pairs if not is_alive(each[0])]:
+                    _pairs.pop(gone).close()
+                _pairs[key] = Pair(group, device)
+            pair = _pairs[key]
             if key not in self._keys:
-                self._keys.add(key)
+                self._keys = (self._keys & _pairs.keys()) | {key}
                 pair.num_users += 1
             return pair
 
     def leave(self) -> None:
         """Closes the pairs that nobody else uses."""
         with _lock:
-            for key in self._keys:
+            for key in self._keys & _pairs.keys():
                 pair = _pairs[key]
                 pair.num_users -= 1
                 if pair.num_users == 0:
@@ -98,6 +106,16 @@ class PairUser:
                 for sizes in pair.sizes.values():
                     sizes.pop(self, None)
             self._keys.clear()
+
+
+def _first_over_its_ranks(group: dist.ProcessGroup, model: Any) -> dist.ProcessGroup:
+    ranks = _ranks.get(group)
+    if ranks is None:
+        ranks = _ranks[group] = tuple(dist.get_process_group_ranks(group)), timeout_of(group)
+    groups = _first.setdefault(model, {})
+    if ranks not in groups or not is_alive(groups[ranks]):
+        groups[ranks] = group
+    return groups[ranks]
 
 
 def can_sum(tensor: torch.Tensor) -> bool:

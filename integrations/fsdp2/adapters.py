@@ -4,8 +4,8 @@ A parameter group gathers over its shard group, and in backward, with ``reshard_
 FSDP2 names the group in the call but not in ``allocate``, so the adapter asks its parameter group. All parameter groups
 under one root share its ``comm_ctx`` from the first forward on: it stands for the model.
 
-With ``reshard_after_forward=int`` every FSDP module brings a process group of its own over the same ranks. Adapters
-share one pair of collectives for them (pairs.py).
+With ``reshard_after_forward=int`` every FSDP module brings a process group of its own over the same ranks. Adapters of
+one model share one pair of collectives for them (pairs.py).
 
 Sizes are remembered for each model and go with it. But ranks collect garbage at different times. So nothing that ranks
 must do alike, such as mapping a buffer or closing a pair, may depend on whether a dropped model is gone yet: sizes are
@@ -45,7 +45,7 @@ class Adapter(PairUser):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any
     ) -> dist.Work | None:
-        pair = self.pair(group, output_tensor.device)
+        pair = self.pair(group, output_tensor.device, self.parameter_group.comm_ctx)
         if not (self._is_ours(pair, output_tensor) and self._is_served(pair)):
             hooks.left("fsdp2")
             return self.replaced(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
@@ -74,7 +74,7 @@ class Adapter(PairUser):
         size that one module alone needs, such as a large embedding's, it would raise the peak by as much again. Any
         other memory serves that, and costs a copy.
         """
-        pair = self.pair(group, device)
+        pair = self.pair(group, device, self.parameter_group.comm_ctx)
         collective = getattr(pair, self.collective)
         if device.type not in collective.maps_nothing_on:
             sizes = pair.sizes.setdefault(self.parameter_group.comm_ctx, weakref.WeakKeyDictionary())

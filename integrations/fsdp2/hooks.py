@@ -42,7 +42,7 @@ def enable(model: torch.nn.Module | None = None, *, all_gather: bool = True, red
     Call it on every rank, between steps, after ``fully_shard`` (after ``accelerator.prepare()``). A gather moves bytes
     and changes no bit of any result. A reduction adds in float32 in a fixed order, which differs from other libraries
     in the last bits. The first forward makes the collectives, with the ranks of each group. All models share those of
-    one set of ranks, which stay open until ``disable``. Groups that are not served are refused here, or where a module
+    one process group, which stay open until ``disable``. Groups that are not served are refused here, or where a module
     is sharded later: both calls are collective.
 
     Args:

@@ -263,20 +263,20 @@ def test_collectives_that_the_script_has_replaced_are_closed_too() -> None:
 
 
 def _of_their_own_timeout(rank: int) -> tuple[list[float], bool]:
-    from ep_plugin.integrations.fsdp2.adapters import PluginAllGather
+    from ep_plugin.integrations.pairs import PairUser
 
     first, again, other = (dist.new_group(timeout=datetime.timedelta(seconds=seconds)) for seconds in (50, 50, 3))
-    user, timeouts = PluginAllGather(None, None), []
+    user, timeouts, model = PairUser(), [], torch.nn.Module()
     for group in (first, other):
-        pair = user.pair(group, torch.device("cpu"))
+        pair = user.pair(group, torch.device("cpu"), model)
         pair.all_gather(torch.empty(2), torch.ones(1))
         timeouts.append(pair.all_gather.engine_on(torch.device("cpu")).timeout_s)
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=7), first)
-    same = user.pair(first, torch.device("cpu")) is user.pair(again, torch.device("cpu"))
+    same = user.pair(first, torch.device("cpu"), model) is user.pair(again, torch.device("cpu"), model)
     user.leave()
     return timeouts, same
 
 
 def test_groups_wait_as_long_as_they_say() -> None:
-    """Those of the same ranks share their collectives if they wait as long, also when that is changed later."""
+    """Those of a model over the same ranks share their collectives if they wait as long, also if that changes later."""
     assert values(run_ranks(2, _of_their_own_timeout)) == [([50.0, 3.0], True)] * 2
