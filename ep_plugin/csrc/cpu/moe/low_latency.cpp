@@ -85,7 +85,8 @@ Wait wait(const LlRun& ll, int peer, uint64_t expected, const uint64_t& seen, Ar
     else
       sleep(ll, peer, arrived);
   }
-  if (since != 0 && ll.run.step != kLlDispatchSend && ll.op.wait_cost != 0) at<int64_t>(ll.op.wait_cost)[peer] += now_ns() - since;
+  if (since != 0 && ll.run.step != kLlDispatchSend && ll.op.wait_cost != 0)
+    at<int64_t>(ll.op.wait_cost)[peer] += now_ns() - since;
   return Wait::kThere;
 }
 
