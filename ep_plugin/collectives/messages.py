@@ -33,14 +33,18 @@ _TAGS = 2**20  # tags of our messages to other nodes begin here
 # Ranks compare positions in this list.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_DTYPE_BITS, _DIM_BITS = 8, 4  # of the number that stands for a dtype and an order of dimensions
 
 
 @dataclass(frozen=True)
 class Posted:
-    """One operation. tensor: uint8 ``[bytes]``, of elements of `dtype`. peer: a rank of the group."""
+    """One operation. tensor: uint8 ``[bytes]``, of elements of `dtype`. order: of the caller's dimensions in memory,
+    ``()`` for a contiguous tensor. peer: a rank of the group.
+    """
 
     tensor: torch.Tensor
     dtype: torch.dtype
+    order: tuple[int, ...]
     peer: int
     channel: int
     receives: bool
@@ -112,7 +116,7 @@ class MessageEngine(GroupEngine):
                 receives=op.receives,
                 data=op.tensor.data_ptr(),
                 bytes=op.tensor.numel(),
-                dtype=_DTYPE_CODES[op.dtype],
+                dtype=_dtype_and_order(op),
             )
             started.tickets.append(self.messages.post(message))
         return started
@@ -201,7 +205,17 @@ class MessageEngine(GroupEngine):
     def described(self, field: int, value: int) -> tuple[str, str]:
         if field == 0:
             return "bytes of the message", str(value)
-        return "dtype", str(_DTYPES[value]) if 0 <= value < len(_DTYPES) else f"number {value}"
+        code, digits = value & (1 << _DTYPE_BITS) - 1, value >> _DTYPE_BITS
+        if value < 0 or code >= len(_DTYPES):
+            return "dtype", f"number {value}"
+        order: list[int] = []
+        while digits:
+            order.insert(0, digits % (1 << _DIM_BITS) - 1)
+            digits >>= _DIM_BITS
+        return "dtype", f"{_DTYPES[code]}" + (f" with dimensions in the order {order}" if order else "")
+
+    def is_on_this_node(self, peer: int) -> bool:
+        return peer in self._places
 
     def _turn(self, op: Posted) -> tuple[int, int, bool, int]:
         """The place of a message in an order that all ranks share. A GPU has room for the kernels of some messages at a
@@ -262,6 +276,14 @@ class MessageEngine(GroupEngine):
         """Messages that an earlier call has started go on."""
 
     def record(self, *tensors: Any) -> None: ...
+
+
+def _dtype_and_order(op: Posted) -> int:
+    """The number that both ends compare."""
+    digits = 0
+    for dim in op.order:
+        digits = digits << _DIM_BITS | dim + 1
+    return digits << _DTYPE_BITS | _DTYPE_CODES[op.dtype]
 
 
 def _moves_by_kernels(device: torch.device) -> bool:

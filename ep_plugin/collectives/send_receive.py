@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Work
 
 from ep_plugin import _C
 from ep_plugin.collectives.messages import MessageEngine, Posted
-from ep_plugin.collectives.shards import as_bytes
+from ep_plugin.collectives.shards import as_bytes_in_order
 from ep_plugin.errors import CommunicatorClosed, PeerTimeout
 from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import resolve_device
@@ -27,7 +27,7 @@ from ep_plugin.transport.groups import Group, checked_group
 
 @dataclass(frozen=True, eq=False)
 class Send:
-    """Sends `tensor`, contiguous and of any dtype, to the rank `dst` of the group."""
+    """Sends `tensor`, of any dtype, to the rank `dst` of the group. SendReceive says which strides it may have."""
 
     tensor: torch.Tensor
     dst: int
@@ -36,7 +36,7 @@ class Send:
 
 @dataclass(frozen=True, eq=False)
 class Receive:
-    """Receives into `tensor`, contiguous, what the rank `src` of the group sends: as many bytes of the same dtype."""
+    """Receives into `tensor` what the rank `src` of the group sends: as many bytes of the same dtype."""
 
     tensor: torch.Tensor
     src: int
@@ -50,13 +50,16 @@ class SendReceive:
     one that is received must not be read, before the operation's `Work` has been waited for. Messages of one source,
     destination and channel arrive in the order of their sends.
 
+    Tensors are contiguous or, inside a node, have no gaps and the same order of dimensions in memory at both ends, such
+    as channels_last.
+
     On GPUs an operation starts after what the caller's stream has then. A CUDA graph may capture operations of ranks of
     one node together with their `wait()`. Wait for all eager operations before a replay.
 
     Raises:
         ValueError: wrong arguments, before anything is sent.
         NotSupported: the GPUs of a node cannot reach each other.
-        DisagreementError: the two ends of a message have different sizes or dtypes.
+        DisagreementError: the two ends of a message have different sizes, dtypes or orders of dimensions.
         PeerTimeout, PeerAborted: a peer is late or has failed. Every later call raises the same error, and only `close`
             works.
     """
@@ -160,7 +163,13 @@ class SendReceive:
             raise ValueError(f"{name}.tensor: expected device {self.device}, got {op.tensor.device}")
         peer = _index(f"{name}.{end}", rank, self.group.size())
         channel = _index(f"{name}.channel", op.channel, self.num_channels)
-        return Posted(as_bytes(f"{name}.tensor", op.tensor), op.tensor.dtype, peer, channel, receives)
+        tensor, order = as_bytes_in_order(f"{name}.tensor", op.tensor)
+        if order and self._engine is not None and not self._engine.is_on_this_node(peer):
+            raise ValueError(
+                f"{name}.tensor: expected a contiguous tensor in a message with rank {peer} of another node, got "
+                f"strides {tuple(op.tensor.stride())}"
+            )
+        return Posted(tensor, op.tensor.dtype, order, peer, channel, receives)
 
     def _pairs(self, own: Sequence[Posted]) -> list[tuple[Posted, Posted]]:
         """The messages of this rank to itself, each with its receive; ValueError unless all match."""
@@ -180,6 +189,11 @@ class SendReceive:
                 raise ValueError(
                     f"ops: expected {len(source.tensor)} bytes of {source.dtype} in the receive of a message to this "
                     f"rank itself, got {len(destination.tensor)} of {destination.dtype}"
+                )
+            if source.order != destination.order:
+                raise ValueError(
+                    f"ops: expected the order of dimensions {source.order} in the receive of a message to this rank "
+                    f"itself, got {destination.order}; () is contiguous"
                 )
         return pairs
 

@@ -6,11 +6,14 @@ Shapes: R ranks, n elements of a shard.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from ep_plugin.runtime.tensors import check_memory
+
+MAX_ORDERED_DIMS = 12  # of a tensor that is not contiguous
 
 
 class CutShards(Sequence[torch.Tensor]):
@@ -72,6 +75,31 @@ def as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     check_memory(name, tensor)
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
+    return _flat(tensor)
+
+
+def as_bytes_in_order(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """As `as_bytes`, also for a tensor without gaps whose dimensions lie in another order, such as channels_last.
+
+    Returns:
+        The bytes, and the dimensions of more than one element from the outermost in memory to the innermost; () for a
+        contiguous tensor.
+    """
+    check_memory(name, tensor)
+    if tensor.is_contiguous():
+        return _flat(tensor), ()
+    strides, shape = tensor.stride(), tensor.shape
+    order = sorted((dim for dim, extent in enumerate(shape) if extent > 1), key=strides.__getitem__, reverse=True)
+    inner = [math.prod(shape[dim] for dim in order[place + 1 :]) for place in range(len(order))]
+    if [strides[dim] for dim in order] != inner or tensor.dim() > MAX_ORDERED_DIMS:
+        raise ValueError(
+            f"{name}: expected a contiguous tensor, or one of at most {MAX_ORDERED_DIMS} dimensions without gaps or "
+            f"overlaps, got shape {tuple(shape)} with strides {tuple(strides)}"
+        )
+    return _flat(tensor), tuple(order)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.requires_grad or tensor.dim() != 1 or tensor.stride(0) != 1:  # one element may have any stride
         tensor = tensor.detach().as_strided((tensor.numel(),), (1,))
     return tensor.view(torch.uint8)

@@ -28,6 +28,9 @@ DEADLINE_S, GRACE_S = 1.5, 5.0
 SIZES = (0, 1, 3, 129, 4097, 65_536, 65_537, 200_001, LANE, 3 * LANE + 5)
 
 
+SQUARE = torch.ones(2, 2)
+
+
 def _payload(number: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     return shard(number, 0, nbytes // dtype.itemsize, dtype)
 
@@ -179,6 +182,38 @@ def _to_itself(rank: int) -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_rank_may_send_to_itself_in_a_batch(size: int) -> None:
     values(run_ranks(size, _to_itself))
+
+
+def _in_another_order_of_dimensions(rank: int) -> str:
+    """Channels last, and a transposed matrix in the same batch; then ends that differ."""
+    p2p, peer = SendReceive(), 1 - rank
+    image = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    matrix = torch.arange(6.0).view(2, 3).t()
+    got, got_matrix = torch.empty_like(image), torch.empty_like(matrix)
+    assert not got.is_contiguous() and not got_matrix.is_contiguous()
+    sends = [Send(image + rank, peer), Send(matrix - rank, peer), Send(image, rank)]
+    own = torch.empty_like(image)
+    p2p.batch([*sends, Receive(got, peer), Receive(got_matrix, peer), Receive(own, rank)]).wait()
+    assert torch.equal(got, image + peer) and torch.equal(got_matrix, matrix - peer) and torch.equal(own, image)
+    sent, got = (image, got) if rank == 0 else (image.contiguous(), got.contiguous())
+    with pytest.raises(DisagreementError) as caught:
+        p2p.exchange(sent, got, peer, peer).wait()
+    p2p.close()
+    return str(caught.value)
+
+
+def test_dimensions_may_lie_in_another_order_at_both_ends() -> None:
+    for said in values(run_ranks(2, _in_another_order_of_dimensions)):
+        assert "torch.float32 with dimensions in the order [0, 2, 3, 1] on rank 0" in said, said
+
+
+def _across_nodes_in_another_order(rank: int) -> None:
+    with SendReceive() as p2p, pytest.raises(ValueError, match=r"contiguous tensor in a message with rank [01] of ano"):
+        p2p.send(torch.ones(2, 3).t(), 1 - rank)
+
+
+def test_dimensions_lie_in_order_between_nodes() -> None:
+    values(run_ranks(2, _across_nodes_in_another_order, env={"EP_PLUGIN_RANKS_PER_NODE": "1"}))
 
 
 def _from_threads(rank: int) -> bool:
@@ -370,12 +405,15 @@ def _bad_input(rank: int) -> None:
         (lambda: p2p.send(x, "1"), r"dst: expected 0 to 1, got '1'"),
         (lambda: p2p.send(x, 1, channel=2), r"channel: expected 0 to 1, got 2"),
         (lambda: p2p.send([1.0], 1 - rank), r"tensor: expected a tensor, got list"),
-        (lambda: p2p.send(torch.ones(4, 4).t(), 1 - rank), r"expected a contiguous tensor"),
+        (lambda: p2p.send(torch.ones(4, 4)[:, ::2], 1 - rank), r"contiguous tensor.* got shape \(4, 2\) with strides"),
+        (lambda: p2p.send(torch.ones(1, 4).expand(3, 4), 1 - rank), r"without gaps or overlaps, got shape \(3, 4\)"),
+        (lambda: p2p.send(torch.ones([2, 2] + [1] * 11).transpose(0, 1), 1 - rank), r"of at most 12 dimensions"),
         (lambda: p2p.send(torch.ones(4).to_sparse(), 1 - rank), r"expected a dense tensor"),
         (lambda: p2p.send(torch.ones(4, device="meta"), 1 - rank), r"expected device cpu, got meta"),
         (lambda: p2p.send(x, rank), r"expected a receive in the batch for each send of rank"),
         (lambda: p2p.receive(x, rank), r"got 0 sends and 1 receives"),
         (lambda: p2p.exchange(x, torch.ones(5), rank, rank), r"expected 16 bytes of torch.float32"),
+        (lambda: p2p.exchange(SQUARE, SQUARE.t(), rank, rank), r"the order of dimensions \(\) in .*, got \(1, 0\)"),
         (lambda: p2p.batch([x]), r"ops\[0\]: expected Send or Receive, got Tensor"),
         (lambda: p2p.batch(Send(x, 1 - rank)), r"expected a sequence of Send and Receive"),
         (lambda: p2p.batch([Send(x, 1 - rank), Send(x, 9)]), r"ops\[1\].dst"),
@@ -388,7 +426,7 @@ def _bad_input(rank: int) -> None:
             call()
     got = torch.zeros(4)
     p2p.exchange(x, got, 1 - rank, 1 - rank).wait()
-    assert got.tolist() == [1.0] * 4, "nothing was sent by what was refused"
+    assert got.tolist() == x.tolist() == [1.0] * 4, "nothing was sent by what was refused"
     p2p.close()
     with pytest.raises(Exception, match="closed"):
         p2p.send(x, 1 - rank)

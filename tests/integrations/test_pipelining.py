@@ -7,6 +7,7 @@ import signal
 import time
 import unittest.mock
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +19,14 @@ from ep_plugin.collectives.send_receive import MessageWork, Receive, Send, SendR
 from ep_plugin.errors import CommunicatorClosed, PeerTimeout
 from tests.faults.fault_cases import nothing_left_behind, set_deadline
 from tests.ranks import run_ranks, values
+from tests.scripts_on_ranks import run_script
 
+ROOT = Path(__file__).parents[2]
 WIDTH, BATCH, MICRO_BATCHES = 48, 16, 8
 # By schedule: its stages on each rank.
 SCHEDULES = {"ScheduleGPipe": 1, "Schedule1F1B": 1, "ScheduleInterleaved1F1B": 2, "ScheduleLoopedBFS": 2}
 SCHEDULES |= {"ScheduleInterleavedZeroBubble": 2, "ScheduleZBVZeroBubble": 2, "ScheduleDualPipeV": 2}
+SCHEDULES |= {"a table of actions": 2}  # of `_by_table`
 
 
 class Block(nn.Module):
@@ -53,7 +57,31 @@ def _schedule(name: str, rank: int, size: int) -> tuple[Any, list[Block]]:
         PipelineStage(block, number, size * len(numbers), device) for number, block in zip(numbers, blocks, strict=True)
     ]
     given = stages if len(stages) > 1 else stages[0]
-    return getattr(schedules, name)(given, MICRO_BATCHES, loss_fn=nn.functional.mse_loss), blocks
+    make = _by_table if name == "a table of actions" else getattr(schedules, name)
+    return make(given, MICRO_BATCHES, loss_fn=nn.functional.mse_loss), blocks
+
+
+def _by_table(stages: list[Any], num_micro_batches: int, **options: Any) -> Any:
+    """A schedule that PyTorch does not have: each micro batch goes through all stages before the next one does."""
+    from torch.distributed.pipelining.schedules import (
+        BACKWARD_INPUT,
+        BACKWARD_WEIGHT,
+        FORWARD,
+        _Action,
+        _PipelineScheduleRuntime,
+    )
+
+    schedule = _PipelineScheduleRuntime(stages, num_micro_batches, **options)
+    size = stages[0].group_size
+    table: dict[int, list[_Action | None]] = {}
+    for rank in range(size):
+        numbers, each = (rank, rank + size), range(num_micro_batches)
+        table[rank] = [_Action(number, FORWARD, one) for one in each for number in numbers]
+        for one in each:
+            for number in reversed(numbers):
+                table[rank] += [_Action(number, kind, one) for kind in (BACKWARD_INPUT, BACKWARD_WEIGHT)]
+    schedule._prepare_schedule_with_comms(table)
+    return schedule
 
 
 def _step(schedule: Any, numbers: list[int], num_stages: int, seed: int) -> list[torch.Tensor]:
@@ -117,6 +145,66 @@ def test_losses_and_parameters_are_those_of_pytorch(name: str, size: int) -> Non
         assert not different and calls > MICRO_BATCHES
 
 
+class Image(nn.Module):
+    """A convolution whose output, and whose input's gradient, are channels-last."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.convolution = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.convolution(x)).to(memory_format=torch.channels_last)
+
+
+def _trains_images(rank: int, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[bool]]:
+    """Losses and gradients of the second step, and whether each message's tensor was contiguous."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    from ep_plugin.integrations import pipelining
+
+    pipelining.enable()
+    stage = Image(rank)
+    schedule = ScheduleGPipe(
+        PipelineStage(stage, rank, size, torch.device("cpu")), MICRO_BATCHES, loss_fn=nn.functional.mse_loss
+    )
+    batch, contiguous, losses = SendReceive.batch, list[bool](), list[torch.Tensor]()
+
+    def noted(self: SendReceive, ops: Sequence[Send | Receive]) -> MessageWork:
+        contiguous.extend(op.tensor.is_contiguous() for op in ops)
+        return batch(self, ops)
+
+    x, target = _images()
+    with unittest.mock.patch.object(SendReceive, "batch", noted):
+        for _ in range(2):
+            stage.zero_grad()
+            given = {"target": target, "losses": losses} if rank == size - 1 else {}
+            schedule.step(*([x] if rank == 0 else []), **given)
+    pipelining.disable()
+    gradients = [p.grad for p in stage.parameters() if p.grad is not None]
+    return [loss.detach() for loss in losses], gradients, contiguous
+
+
+def _images() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    made = (torch.randn(BATCH, 4, 6, 5, generator=generator) for _ in range(2))
+    return [one.to(memory_format=torch.channels_last) for one in made]
+
+
+def test_activations_may_be_channels_last() -> None:
+    """Gloo refuses them, so one process that runs both stages is the reference."""
+    results = values(run_ranks(2, _trains_images, 2))
+    stages, (x, target) = [Image(0), Image(1)], _images()
+    losses = []
+    for part, wanted in zip(x.chunk(MICRO_BATCHES), target.chunk(MICRO_BATCHES), strict=True):
+        losses.append(nn.functional.mse_loss(stages[1](stages[0](part)), wanted))
+        (losses[-1] / MICRO_BATCHES).backward()
+    torch.testing.assert_close(results[1][0], [loss.detach() for loss in losses])
+    for (_, gradients, contiguous), stage in zip(results, stages, strict=True):
+        assert contiguous and not any(contiguous)
+        torch.testing.assert_close(gradients, [p.grad for p in stage.parameters()])
+
+
 def _loses_a_stage(rank: int) -> tuple[int | None, float]:
     from ep_plugin.integrations import messages, pipelining
 
@@ -138,6 +226,37 @@ def _loses_a_stage(rank: int) -> tuple[int | None, float]:
 def test_a_dead_stage_is_named() -> None:
     peer, seconds = values(run_ranks(2, _loses_a_stage)[:1])[0]
     assert peer == 1 and seconds < 6.5
+
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(rank)
+stage = PipelineStage(torch.nn.Linear(16, 16), rank, ranks, torch.device("cpu"))
+schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=torch.nn.functional.mse_loss)
+x, losses = torch.linspace(-1, 1, 128).view(8, 16), []
+schedule.step(*([x] if rank == 0 else []), **({} if rank == 0 else {"target": x, "losses": losses}))
+import ep_plugin.integrations
+row = next(row for row in ep_plugin.integrations.status() if row.name == "pipelining")
+print([loss.item() for loss in losses], row.state, row.served, row.left)
+dist.destroy_process_group()
+"""
+
+
+def test_the_variable_alone_switches_it_on(tmp_path: Path) -> None:
+    outputs = {}
+    for switch in ("", "pipelining"):
+        (tmp_path / "train.py").write_text(SCRIPT)
+        run_script(
+            [tmp_path / "train.py"], 2, tmp_path, PYTHONPATH=str(ROOT), **({"EP_PLUGIN": switch} if switch else {})
+        )
+        outputs[switch] = [(tmp_path / f"log.{rank}").read_text().splitlines()[-1].split("] ") for rank in range(2)]
+    for (stock, off), (ours, on) in zip(outputs[""], outputs["pipelining"], strict=True):
+        assert (stock, off, on) == (ours, "off 0 0", "on 8 0")  # an activation and a gradient for each micro batch
 
 
 def _other_messages(rank: int) -> None:

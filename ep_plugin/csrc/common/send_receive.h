@@ -25,7 +25,7 @@ constexpr int64_t kLaneSlotBytes = 64 * 1024;
 struct MessageHeader {
   uint64_t number;  // of the message in its lane, 1 for the first
   int64_t bytes;    // of the message
-  int64_t dtype;    // a number for each dtype of torch
+  int64_t dtype;    // a number for each dtype of torch and order of dimensions
 };
 
 struct alignas(128) LaneSlot {
