@@ -7,6 +7,7 @@ other nodes it goes through the group's own backend.
 from __future__ import annotations
 
 import datetime
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
@@ -195,6 +196,12 @@ class SendReceive:
                     f"ops: expected the order of dimensions {source.order} in the receive of a message to this rank "
                     f"itself, got {destination.order}; () is contiguous"
                 )
+        for (source, _), (_, destination) in itertools.product(pairs, pairs):
+            if shared := _shared_bytes(source.tensor, destination.tensor):
+                raise ValueError(
+                    "ops: expected a receive of a message to this rank itself in other memory than what is sent, got "
+                    f"{shared} bytes in both"
+                )
         return pairs
 
 
@@ -246,6 +253,12 @@ class MessageWork(Work):
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         future.set_result(self._outputs)
         return future
+
+
+def _shared_bytes(one: torch.Tensor, other: torch.Tensor) -> int:
+    """How many bytes of memory two uint8 ``[bytes]`` tensors share."""
+    first, last = max(one.data_ptr(), other.data_ptr()), min(one.data_ptr() + len(one), other.data_ptr() + len(other))
+    return max(0, last - first)
 
 
 def _index(name: str, value: Any, count: int) -> int:

@@ -28,7 +28,7 @@ DEADLINE_S, GRACE_S = 1.5, 5.0
 SIZES = (0, 1, 3, 129, 4097, 65_536, 65_537, 200_001, LANE, 3 * LANE + 5)
 
 
-SQUARE = torch.ones(2, 2)
+TEN, SQUARE = torch.arange(10.0), torch.ones(2, 2)
 
 
 def _payload(number: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -399,6 +399,7 @@ def test_a_forked_child_is_refused() -> None:
 
 def _bad_input(rank: int) -> None:
     p2p, x = SendReceive(num_channels=2), torch.ones(4)
+    overlapping = [Send(TEN[:4], rank), Receive(TEN[2:6], rank)]
     cases: list[tuple[Any, str]] = [
         (lambda: p2p.send(x, 2), r"dst: expected 0 to 1, got 2"),
         (lambda: p2p.send(x, -1), r"dst: expected 0 to 1, got -1"),
@@ -414,6 +415,7 @@ def _bad_input(rank: int) -> None:
         (lambda: p2p.receive(x, rank), r"got 0 sends and 1 receives"),
         (lambda: p2p.exchange(x, torch.ones(5), rank, rank), r"expected 16 bytes of torch.float32"),
         (lambda: p2p.exchange(SQUARE, SQUARE.t(), rank, rank), r"the order of dimensions \(\) in .*, got \(1, 0\)"),
+        (lambda: p2p.batch([Send(torch.zeros(3), rank), Receive(x[:3], rank), *overlapping]), r"got 8 bytes in both"),
         (lambda: p2p.batch([x]), r"ops\[0\]: expected Send or Receive, got Tensor"),
         (lambda: p2p.batch(Send(x, 1 - rank)), r"expected a sequence of Send and Receive"),
         (lambda: p2p.batch([Send(x, 1 - rank), Send(x, 9)]), r"ops\[1\].dst"),
