@@ -60,7 +60,8 @@ class SendReceive:
     Raises:
         ValueError: wrong arguments, before anything is sent.
         NotSupported: the GPUs of a node cannot reach each other.
-        DisagreementError: the two ends of a message have different sizes, dtypes or orders of dimensions.
+        DisagreementError: the two ends of a message inside a node have different sizes, dtypes or orders of dimensions.
+            Between nodes the group's backend does not compare dtypes, and decides what different sizes do.
         PeerTimeout, PeerAborted: a peer is late or has failed. Every later call raises the same error, and only `close`
             works.
     """
