@@ -81,3 +81,25 @@ for enable, disable in switches:
 """
     status, output = run_code(code, tmp_path, PYTHONPATH=str(ROOT))
     assert status == 0, output
+
+
+def test_disable_gives_the_names_of_deep_ep_back(tmp_path: Path) -> None:
+    """`deep_ep` replaces what its names import."""
+    for name in ("deep_ep", "deep_ep_cpp"):
+        (tmp_path / f"{name}.py").write_text("")
+    code = f"""
+import importlib, sys, torch
+import ep_plugin.integrations as integrations
+names = "deep_ep", "deep_ep_cpp"
+def found(): return [importlib.import_module(name).__file__ for name in names]
+stock = [f"{tmp_path}/{{name}}.py" for name in names]
+for _ in range(2):
+    integrations.enable("deep_ep"), integrations.enable("deep_ep")
+    assert all("ep_plugin/deep_ep" in now for now in found()), found()
+    integrations.disable("deep_ep"), integrations.disable("deep_ep")
+    assert found() == stock, found()
+    for name in names:
+        del sys.modules[name]
+"""
+    status, output = run_code(code, tmp_path, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert status == 0, output
