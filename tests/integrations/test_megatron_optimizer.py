@@ -7,6 +7,7 @@ asynchronous operation here begins only then. tests/gpu runs the same cases on G
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -117,6 +118,15 @@ def test_what_is_not_served_is_left_and_said_once() -> None:
         ]
         assert found["right"] == {"maximum": True, "integers": True, "all-reduce": True, "gather": True}
         assert found["left"] == 2 * 4 and found["served"] == 0
+
+
+def test_memory_that_nccl_registers_stays_megatrons() -> None:
+    """With `nccl_ub` parameters are not mapped, so gathers of the size from which NCCL is faster stay Megatron's."""
+    for found in values(run_ranks(2, _run_nccl_ub, timeout_s=100, framework="megatron")):
+        assert found["allocators"] == ["nccl"] and found["mapped"] == [False] and found["right"]
+        said = "gathers of 64 MiB and more into memory that peers have not mapped"
+        assert found["said"] == [f"megatron: {said} are left to Megatron's own collectives"]
+        assert found["left"] == 2 and found["served"] == 2
 
 
 def test_offloading_mapped_parameters_is_refused(results) -> None:
@@ -397,6 +407,53 @@ def _run_left(rank: int) -> dict[str, Any]:
     return {
         "said": said,
         "right": right,
+        "left": counts.num_left["megatron"],
+        "served": counts.num_served["megatron"],
+    }
+
+
+def _run_nccl_ub(rank: int) -> dict[str, Any]:
+    """Two steps. Every gather counts as a large one."""
+    make_distributed_optimizer_run_here()
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+
+    from ep_plugin.integrations import pairs
+    from ep_plugin.integrations.megatron import optimizer
+
+    allocators: list[str] = []
+    nccl = SimpleNamespace(
+        init=lambda: None,
+        create_nccl_mem_pool=lambda **options: allocators.append("nccl"),
+        nccl_mem=lambda *args, **options: contextlib.nullcontext(),
+    )
+    optimizer.enable()
+    _initialise(1)
+    with (
+        mock.patch.object(buffers, "nccl_allocator", nccl),
+        mock.patch.dict(pairs.STOCK_FROM_BYTES, {"cpu": 1}),
+        logged_warnings() as logged,
+    ):
+        config = make_config("alltoall", 1, 1, bf16=True, params_dtype=torch.bfloat16)
+        torch.manual_seed(3)
+        module = torch.nn.Linear(8, 8).to(torch.bfloat16)
+        module.config = config
+        model, updates = wrapped(module, config, Case({"nccl_ub": True}), bucket_size=1000)
+        gathers = [optimizer._user.pair(each.data_parallel_group, _device()).all_gather for each in _buffers(model)]
+        for _ in range(2):
+            model.zero_grad_buffer()
+            updates.zero_grad()
+            model(torch.ones(4, 8, dtype=torch.bfloat16)).float().sum().backward()
+            model.finish_grad_sync()
+            updates.step()
+    weight = module.weight.detach().float()
+    lowest, highest = weight.clone(), weight.clone()
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    return {
+        "allocators": allocators,
+        "mapped": [one.maps(each.param_data) for one, each in zip(gathers, _buffers(model), strict=True)],
+        "right": torch.equal(lowest, highest),
+        "said": logged,
         "left": counts.num_left["megatron"],
         "served": counts.num_served["megatron"],
     }
