@@ -159,15 +159,15 @@ def test_low_latency_masks_the_dead_and_goes_on(gate: str, victim: int) -> None:
     assert values(outcomes) == [[int(rank == victim) for rank in range(4)]] * 3
 
 
-def late(rank: int, flags: Path) -> Any:
-    """On one CTA, whose gate holds all rows."""
+def on_one_cta(rank: int, *case: Any) -> Any:
+    """As `on_gpu`, with one CTA, whose gate holds all rows."""
     with unittest.mock.patch.object(sms, "for_device", lambda device, sharing: 1):
-        return on_gpu(rank, faults._late, flags)
+        return on_gpu(rank, *case)
 
 
 @pytest.mark.gpu(1)
 def test_a_masked_rank_that_goes_on_changes_no_later_sum(tmp_path: Path) -> None:
-    outcomes = run_ranks(3, late, tmp_path, timeout_s=90)
+    outcomes = run_ranks(3, on_one_cta, faults._late, tmp_path, timeout_s=90)
     assert values(outcomes) == [([3.0], [0, 0, 1]), None, None]
 
 
@@ -185,7 +185,7 @@ def test_masks_travel() -> None:
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("gate", ["ll_dispatch_send", "ll_combine_send"])
 def test_low_latency_leaves_no_results_after_a_fault(gate: str) -> None:
-    outcomes = run_ranks(3, on_gpu, faults._left_by_a_fault, gate, timeout_s=90)
+    outcomes = run_ranks(3, on_one_cta, faults._left_by_a_fault, gate, timeout_s=90)
     assert outcomes.pop(0).exitcode == -signal.SIGKILL
     values(outcomes)
 

@@ -53,15 +53,14 @@ def test_recording_adds_one_kernel_to_an_operation_and_no_synchronisation() -> N
 
 
 @pytest.mark.gpu(2)
-def test_recording_adds_little_to_a_round_trip() -> None:
-    """Host time, while the caller waits for the totals. Its share differs between machines: see docs/statistics.md."""
-    for off, on in values(run_ranks(2, load_cases.timed, 2, False, timeout_s=250)):
-        note(f"{off:.3f} ms without, {on:.3f} ms with statistics")
-        assert on < 1.3 * off
-
-
-@pytest.mark.gpu(2)
-def test_a_training_step_takes_as_long_with_recording() -> None:
-    for off, on in values(run_ranks(2, load_cases.timed, 2, True, timeout_s=250)):
-        note(f"{off:.3f} ms without, {on:.3f} ms with statistics")
-        assert on < 1.03 * off
+@pytest.mark.parametrize(("trains", "limit"), [(False, 1.3), (True, 1.03)], ids=["round trip", "training step"])
+def test_recording_adds_little(trains: bool, limit: float) -> None:
+    """In one of three trials, since other tests share the GPUs. A round trip counts the host's time, which waits for
+    the totals there. Its share differs between machines: see docs/statistics.md."""
+    for _ in range(3):
+        times = values(run_ranks(2, load_cases.timed, 2, trains, timeout_s=80))
+        for off, on in times:
+            note(f"{off:.3f} ms without, {on:.3f} ms with statistics")
+        if all(on < limit * off for off, on in times):
+            return
+    pytest.fail(f"expected less than {limit} times as long with statistics, got {times}")
