@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.errors import EpPluginError, PeerAborted
-from ep_plugin.moe.high_throughput.dispatch import Dispatch
+from ep_plugin.moe.high_throughput import dispatch as high_throughput
 from tests.faults.disagreement_cases import assert_calls_named, assert_configs_named, calls_differ, configs_differ
 from tests.faults.fault_cases import nothing_left_behind, open_communicator, round_trip, tokens_for
 from tests.ranks import run_ranks, values
@@ -30,7 +30,7 @@ def _no_memory(*_: Any, **__: Any) -> None:
 
 
 def _failing_dispatch(comm: Any, x: Any, ids: Any, weights: Any) -> None:
-    Dispatch._empty_result = _no_memory
+    high_throughput.empty_rows = _no_memory
     comm.dispatch(x, ids, weights)
 
 

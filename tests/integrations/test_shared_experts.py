@@ -69,10 +69,10 @@ class _Order:
     """What a forward did: "shared" for each time that shared experts ran, "dispatched" when a dispatch is completed."""
 
     def __init__(self, model: torch.nn.Module, patch: pytest.MonkeyPatch) -> None:
-        from ep_plugin.moe import in_flight  # which finishes asynchronous operations: here, dispatches of a forward
+        from ep_plugin.moe.high_throughput.dispatch import Dispatch
 
         self.seen: list[str] = []
-        patch.setattr(in_flight, "_finish", self._noting("dispatched", in_flight._finish))
+        patch.setattr(Dispatch, "finish", self._noting("dispatched", Dispatch.finish))
         for layer in model.model.layers:
             layer.mlp.shared_experts.down_proj.register_forward_hook(lambda *_: self.seen.append("shared"))
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from ep_plugin import DispatchLayout, MoECommunicator
 from ep_plugin.errors import CaptureRefused, PeerTimeout
-from ep_plugin.moe.high_throughput.dispatch import Dispatch
+from ep_plugin.moe.high_throughput import dispatch as high_throughput
 from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, HighThroughputEngine
 from ep_plugin.moe.high_throughput.history import REMEMBERED, SPARE_ROWS, Expected, Rows
-from ep_plugin.moe.layout import DispatchResult
+from ep_plugin.moe.layout import DispatchCall
 from ep_plugin.runtime.streams import Streams
 from tests.faults.fault_cases import die_at_gate, set_deadline
 from tests.moe.moe_cases import (
@@ -114,14 +114,14 @@ def _memory_for_no_more(rank: int, size: int) -> None:
     with communicator(inputs.case, timeout_s=20) as comm:
         kernels = _hurry(comm)
         out, _ = round_trip(comm, inputs, inputs.expected(FLAT))
-        most, allocate = len(out.tokens), Dispatch._empty_result
+        most, allocate = len(out.tokens), high_throughput.empty_rows
 
-        def tight(operation: Dispatch, rows: int) -> DispatchResult:
+        def tight(call: DispatchCall, flat: bool, rows: int) -> Any:
             if rank == 0 and rows > most:
                 raise torch.OutOfMemoryError("emulated")
-            return allocate(operation, rows)
+            return allocate(call, flat, rows)
 
-        with unittest.mock.patch.object(Dispatch, "_empty_result", tight):
+        with unittest.mock.patch.object(high_throughput, "empty_rows", tight):
             round_trip(comm, inputs, inputs.expected(FLAT))
         assert kernels.since_last() == [False, rank != 0]
 
@@ -242,14 +242,14 @@ def _killed_while_sending(rank: int, size: int) -> tuple[PeerTimeout, list[bool]
     if rank == 1:
         die_at_gate(comm)
     made: list[torch.Tensor] = []
-    allocate = Dispatch._empty_result
+    allocate = high_throughput.empty_rows
 
-    def kept(operation: Dispatch, rows: int) -> DispatchResult:
-        result = allocate(operation, rows)
-        made.append(result.tokens)
+    def kept(call: DispatchCall, flat: bool, rows: int) -> Any:
+        result = allocate(call, flat, rows)
+        made.append(result[0])
         return result
 
-    Dispatch._empty_result = kept
+    high_throughput.empty_rows = kept
     with pytest.raises(PeerTimeout) as raised:
         comm.dispatch(inputs.x[rank], inputs.ids[rank])
     comm.close()
