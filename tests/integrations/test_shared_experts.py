@@ -72,14 +72,15 @@ class _Order:
         from ep_plugin.moe.high_throughput.dispatch import Dispatch
 
         self.seen: list[str] = []
-        patch.setattr(Dispatch, "finish", self._noting("dispatched", Dispatch.finish))
+        patch.setattr(Dispatch, "finish", self._noting(Dispatch.finish))
         for layer in model.model.layers:
             layer.mlp.shared_experts.down_proj.register_forward_hook(lambda *_: self.seen.append("shared"))
 
-    def _noting(self, what: str, function: Callable) -> Callable:
-        def noting(*args):
-            self.seen.append(what)
-            return function(*args)
+    def _noting(self, finish: Callable) -> Callable:
+        def noting(operation):
+            if operation.number:  # it is asynchronous: a backward's is not
+                self.seen.append("dispatched")
+            return finish(operation)
 
         return noting
 
