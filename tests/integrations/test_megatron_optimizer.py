@@ -67,7 +67,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     """What every rank found; the world runs once, all of its cases."""
-    return values(run_ranks(WORLD, _run_rank, timeout_s=240, framework="megatron"))
+    return values(run_ranks(WORLD, _run_rank, timeout_s=280, framework="megatron"))
 
 
 @pytest.mark.parametrize("name", CASES)
