@@ -92,8 +92,8 @@ class LoadStats(NamedTuple):
     waited_ns: torch.Tensor
     """int64 ``[R]``, nanoseconds that this rank waited for each rank. On CPUs: the host, for signals of ranks of this
     node, and for messages of other nodes. On GPUs: a kernel, until a rank of this node has begun the same operation;
-    0 for ranks of other nodes. In mode="ll": receive halves, for the longest-waiting thread, without operations whose
-    caller passed a tensor for these times."""
+    0 for ranks of other nodes. In mode="ll": receive halves and a combine's send half, for the longest-waiting thread,
+    without operations whose caller passed a tensor for these times."""
 
     @property
     def skew(self) -> float:

@@ -50,9 +50,8 @@ def _python(text: str) -> str:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     for node in ast.walk(ast.parse(text)):
-        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        if documented and ast.get_docstring(node, clean=False) is not None:
-            first, last = node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            first, last = node.lineno, node.end_lineno or node.lineno  # a docstring, also an attribute's
             lines[first - 1 : last] = [""] * (last - first + 1)
     return " ".join(" ".join(lines).split())
 

@@ -122,7 +122,8 @@ class LowLatencyInFlight:
         """Receives nothing: only its `wait()` receives an operation."""
 
     def _check(self, operation: LowLatencyOperation) -> None:
-        """The operation's arguments, and that the last but one of its kind is received: they share their slots."""
+        """The operation's arguments, and that the last but one of its kind is received: they share their slots. If its
+        caller has dropped it, it is received now."""
         operation.check()
         latest, capture = self._latest[operation.kind], self._engine.streams.capturing()
         for earlier in list(latest):
