@@ -29,6 +29,12 @@ def test_half_precision() -> None:
 
 
 @pytest.mark.gpu(1)
+def test_plain_kernels_change_nothing() -> None:
+    env = {"EP_PLUGIN_PLAIN_KERNELS": "1"}
+    values(run_ranks(3, low_latency.run_case, 3, "shapes of 3 ranks", timeout_s=280, env=env))
+
+
+@pytest.mark.gpu(1)
 def test_every_row_of_hundreds_of_calls() -> None:
     values(run_ranks(3, low_latency.many, 3, 500, timeout_s=280))
 
