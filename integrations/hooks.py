@@ -50,6 +50,7 @@ INTEGRATIONS = {
     "transformers": Integration("transformers.distributed.expert_parallel", "transformers", "5.23"),
     "torchtitan": Integration("torchtitan.models.common.token_dispatcher", "torchtitan", "0.3.0"),
     "pipelining": Integration("torch.distributed.pipelining.schedules", "torch", "2.11"),
+    "deepspeed": Integration("deepspeed.comm.torch", "deepspeed", "0.19.8"),
     "deep_ep": Integration("deep_ep"),
 }
 # Our modules that are not called ep_plugin.integrations.NAME.

@@ -23,6 +23,7 @@ from ep_plugin.transport.groups import is_alive, timeout_of
 # (187 us to 207; at 256 MiB 657 to 810). CPUs have no such limit.
 STOCK_FROM_BYTES = {"cuda": 64 << 20}
 _SUM_SMS = 24  # backward has the others
+_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
 
 
 class Pair:
@@ -33,6 +34,7 @@ class Pair:
         self.all_gather = HierarchicalAllGather(group)
         self.reduce_scatter = HierarchicalReduceScatter(group, sms=_SUM_SMS)
         self._refused: dict[str, NotSupported] = {}
+        self._streams: dict[str, torch.cuda.Stream] = {}
         # By model, the bytes that each user asks for.
         self.sizes: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
 
@@ -52,6 +54,37 @@ class Pair:
         """Whether a gather into ``output`` is not faster with PyTorch's own; the same on all ranks."""
         limit = STOCK_FROM_BYTES.get(output.device.type)
         return limit is None or output.nbytes < limit or self.all_gather.maps(output)
+
+    def why_left(self, name: str, output: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> str | None:
+        """What the framework's own collective has to serve, the same on all ranks; None: `run` serves the call."""
+        if name == "reduce_scatter" and op not in _SUMS:
+            return f"reduce-scatters with the operation {op}"
+        if name == "reduce_scatter" and not can_sum(output):
+            return f"reduce-scatters of {output.dtype} on {output.device.type}"
+        error = self.refused(name)
+        if error is not None:
+            return f"collectives over ranks {dist.get_process_group_ranks(self.group)} ({error})"
+        if name == "all_gather" and not self.gathers_well(output):
+            return "gathers of 64 MiB and more into memory that peers have not mapped"
+        return None
+
+    def run(self, name: str, output: torch.Tensor, shards: torch.Tensor, async_op: bool, **options: Any) -> Any:
+        """Calls `all_gather` or `reduce_scatter`; with async_op, on GPUs, beside the current stream and after it.
+
+        Returns:
+            What the collective returns: its Work, or None without async_op.
+        """
+        collective = getattr(self, name)
+        if not async_op:
+            return collective(output, shards, **options)
+        if self.device.type != "cuda":
+            return collective(output, shards, async_op=True, **options)
+        stream = self._streams.get(name)
+        if stream is None:
+            stream = self._streams[name] = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            return collective(output, shards, async_op=True, **options)
 
     def close(self) -> None:
         self.all_gather.close()

@@ -23,7 +23,7 @@ FRAMEWORKS = {
     "accelerate": None,
     "trl": None,
     "peft": None,
-    "deepspeed": None,
+    "deepspeed": "deepspeed",
     "torchtitan": "torchtitan",
     "deep_ep": None,
 }

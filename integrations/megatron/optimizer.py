@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks
 from ep_plugin.integrations.fallback import warn_once
-from ep_plugin.integrations.pairs import Pair, PairUser, can_sum
+from ep_plugin.integrations.pairs import PairUser
 
 hooks.check_signatures(
     "megatron",
@@ -42,11 +41,9 @@ hooks.check_signatures(
     ],
 )
 
-_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
 _SUM, _ACCUMULATED = "dist_reduce_scatter_func", "reduce_scatter_with_fp32_accumulation"
 _user = PairUser()
 _thread = threading.local()  # .manager: the innermost that is open in this thread
-_streams: weakref.WeakKeyDictionary[Any, torch.cuda.Stream] = weakref.WeakKeyDictionary()
 
 
 def enable() -> None:
@@ -112,54 +109,22 @@ def _serve(kind: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         if manager is not None:
             manager.ep_plugin_calls += 1
         pair = _user.pair(group or dist.group.WORLD, output.device)
-        reason = _why_left(pair, kind, output, **options)
+        reason = pair.why_left(kind, output, **options)
         if reason:
             _leave(reason)
             return stock(output, shards, group=group, async_op=async_op, **options)
         hooks.served("megatron")
-        collective = getattr(pair, kind)
-        if not async_op:
-            return collective(output, shards, **options)
-        with _beside(collective, output.device):
-            work = collective(output, shards, async_op=True, **options)
-        if manager is not None:
+        work = pair.run(kind, output, shards, async_op, **options)
+        if async_op and manager is not None:
             manager.append(work)
         return work
 
     return call
 
 
-def _why_left(pair: Pair, kind: str, output: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> str | None:
-    """Why Megatron's own serves this call, the same on all ranks; None: ours does."""
-    if kind == "reduce_scatter" and op not in _SUMS:
-        return f"reduce-scatters with the operation {op}"
-    if kind == "reduce_scatter" and not can_sum(output):
-        return f"reduce-scatters of {output.dtype} on {output.device.type}"
-    error = pair.refused(kind)
-    if error is not None:
-        return f"collectives over ranks {dist.get_process_group_ranks(pair.group)} ({error})"
-    if kind == "all_gather" and not pair.gathers_well(output):
-        return "gathers of 64 MiB and more into memory that peers have not mapped"
-    return None
-
-
 def _leave(what: str) -> None:
     hooks.left("megatron")
     warn_once("megatron", f"{what} are left to Megatron's own collectives")
-
-
-@contextlib.contextmanager
-def _beside(collective: Any, device: torch.device) -> Iterator[None]:
-    """On GPUs a stream of the collective's own, ordered after the current one."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = _streams.get(collective)
-    if stream is None:
-        stream = _streams[collective] = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
 
 
 def _allocate(init: Callable[..., None]) -> Callable[..., None]:

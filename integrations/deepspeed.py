@@ -1,0 +1,91 @@
+"""DeepSpeed: the parameter gathers and the gradient sums of ZeRO through ep_plugin.
+
+    from ep_plugin.integrations import deepspeed
+
+    deepspeed.enable()  # on every rank, before deepspeed.initialize; deepspeed.disable() restores DeepSpeed's own
+
+``EP_PLUGIN=deepspeed`` in the environment does the same in an unmodified script. Two methods of DeepSpeed's
+`TorchBackend` are replaced. ZeRO-3 gathers parameters and sums gradients through them; ZeRO-1 and ZeRO-2 gather through
+one.
+
+Left to DeepSpeed, and said once by a warning: other operations and dtypes than `HierarchicalReduceScatter` adds, groups
+that ep_plugin refuses, and on GPUs gathers of 64 MiB and more, whose memory peers have not mapped (pairs.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.comm.reduce_op import ReduceOp
+from deepspeed.comm.torch import TorchBackend
+
+from ep_plugin.integrations import hooks
+from ep_plugin.integrations.fallback import warn_once
+from ep_plugin.integrations.pairs import PairUser
+
+__all__ = ["disable", "enable"]
+
+for _name in ("all_gather_into_tensor", "reduce_scatter_tensor", "_reduce_op"):
+    hooks.check_signatures("deepspeed", TorchBackend, [_name])  # a decorator of DeepSpeed's hides their arguments
+_stock: dict[str, Callable[..., Any]] = {}
+_user = PairUser()
+
+
+def enable() -> None:
+    """Serves the gathers and sums of every process group from now on. Call it on every rank, between steps."""
+    for ours in (all_gather_into_tensor, reduce_scatter_tensor):
+        name = ours.__name__
+        _stock.setdefault(name, getattr(TorchBackend, name))
+        hooks.replace("deepspeed", TorchBackend, name, ours)
+
+
+def disable() -> None:
+    """Restores what was replaced, and closes the collectives. Call it on every rank, between steps."""
+    hooks.restore("deepspeed")
+    _stock.clear()
+    _user.leave()
+
+
+def all_gather_into_tensor(
+    self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """In the place of TorchBackend.all_gather_into_tensor."""
+    stock = functools.partial(_stock["all_gather_into_tensor"], self)
+    return _run("all_gather", stock, output_tensor, input_tensor, group, async_op)
+
+
+def reduce_scatter_tensor(
+    self: Any,
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    op: Any = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """In the place of TorchBackend.reduce_scatter_tensor."""
+    stock = functools.partial(_stock["reduce_scatter_tensor"], self)
+    return _run("reduce_scatter", stock, output_tensor, input_tensor, group, async_op, op=self._reduce_op(op))
+
+
+def _run(
+    name: str,
+    stock: Callable[..., Any],
+    output: torch.Tensor,
+    shards: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    async_op: bool,
+    **op: Any,
+) -> Any:
+    """Calls `name` of the group's Pair, or `stock`."""
+    pair = _user.pair(group or dist.group.WORLD, output.device)
+    reason = pair.why_left(name, output, **op)
+    if reason is None:
+        hooks.served("deepspeed")
+        return pair.run(name, output, shards, async_op, **op)
+    hooks.left("deepspeed")
+    warn_once("deepspeed", f"{reason} are left to DeepSpeed's own collectives")
+    return stock(output, shards, group=group, async_op=async_op, **op)
