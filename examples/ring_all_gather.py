@@ -13,7 +13,7 @@ def ring_all_gather(p2p: SendReceive, mine: torch.Tensor) -> torch.Tensor:
     """Returns ``[R, n]``, the tensor `mine` ``[n]`` of every rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     before, after = (rank - 1) % ranks, (rank + 1) % ranks
-    parts = torch.empty(ranks, len(mine), dtype=mine.dtype)
+    parts = mine.new_empty((ranks, len(mine)))
     parts[rank] = mine
     for step in range(ranks - 1):  # the part of rank - step goes on, the part of the rank before it comes
         here, coming = (rank - step) % ranks, (rank - step - 1) % ranks

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests.collectives import test_send_receive as cases
 from tests.gpu import large, messages
@@ -48,6 +49,12 @@ def test_messages_above_two_gigabytes(words: int) -> None:
 @pytest.mark.gpu(1)
 def test_messages_of_a_channel_keep_their_order() -> None:
     assert values(_run(2, cases._in_order))[1] == [*range(1, 100, 2), *range(0, 100, 2)]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (3, torch.float32), (4, torch.uint8)])
+def test_a_ring_all_gather_is_bit_exact(size: int, dtype: torch.dtype) -> None:
+    values(_run(size, cases._ring, size, dtype))
 
 
 @pytest.mark.gpu(1)
