@@ -8,6 +8,7 @@ Shapes: R ranks, T tokens of a rank, H hidden size, K experts per token, E_l exp
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -184,7 +185,12 @@ OPTIONS = {
     "e4m3": Options(OURS, {"quantize": "e4m3"}),
     "e4m3_pow2": Options(OURS, {"quantize": "e4m3_pow2"}),
     "e4m3_ue8m0": Options(OURS, {"quantize": "e4m3_ue8m0"}, {"bias": True}),
+    "e4m3 in halves": Options(OURS, {"quantize": "e4m3", "apart": True}, {"bias": True}),
+    "e4m3_ue8m0 in halves": Options(OURS, {"quantize": "e4m3_ue8m0", "apart": True}),
+    "a known routing": Options(OURS, {"known": True}),
     "deep_ep": Options(DEEP_EP),
+    "deep_ep, async_finish": Options(DEEP_EP, {"async_finish": True}, {"async_finish": True}),
+    "deep_ep, async_finish, BF16": Options(DEEP_EP, {"async_finish": True, "use_fp8": False}),
     "deep_ep in halves": Options(DEEP_EP, {"return_recv_hook": True}, {"return_recv_hook": True}),
     "deep_ep, BF16, logfmt": Options(DEEP_EP, {"use_fp8": False}, {"use_logfmt": True}),
     "deep_ep, ue8m0, zero_copy": Options(DEEP_EP, {"round_scale": True, "use_ue8m0": True}, {"zero_copy": True}),
@@ -193,8 +199,18 @@ OPTIONS = {
 
 
 def _ours(comm: MoECommunicator, given: Batch, options: Options) -> list[torch.Tensor]:
-    out, handle = comm.dispatch(given.x, given.ids, **options.dispatch)
+    dispatch = dict(options.dispatch)
     bias = given.x * 3 if options.combine else None
+    if dispatch.pop("known", False):
+        dispatch["previous_handle"] = comm.dispatch(given.x + 1, given.ids)[1]
+    if dispatch.pop("apart", False):  # two of each kind at a time, and others between their halves
+        first, second = (comm.dispatch_async(given.x + i, given.ids, **dispatch) for i in (0, 1))
+        other = second.wait()[0].tokens.to(given.x.dtype)
+        out, handle = first.wait()
+        works = [comm.combine_async(y, handle, given.weights, bias) for y in (out.tokens.to(given.x.dtype), other)]
+        others, z = works[1].wait(), works[0].wait()
+        return [out.num_tokens_per_expert, z, out.tokens, out.scales, others]
+    out, handle = comm.dispatch(given.x, given.ids, **dispatch)
     z = comm.combine(out.tokens.to(given.x.dtype), handle, given.weights, bias)
     scales = [] if out.scales is None else [out.scales]
     return [out.num_tokens_per_expert, z, out.tokens, *scales]
@@ -209,7 +225,8 @@ def _deep_ep(buffer: deep_ep.Buffer, given: Batch, options: Options) -> list[tor
         counters = [torch.zeros(EXPERTS_PER_RANK, dtype=torch.int32, device=device)]
         dispatch["cumulative_local_expert_recv_stats"] = counters[0]
         dispatch["dispatch_wait_recv_cost_stats"] = torch.zeros(buffer.group_size, dtype=torch.int64, device=device)
-    received, counts, handle, _, hook = buffer.low_latency_dispatch(given.x, given.ids, T, experts, **dispatch)
+    received, counts, handle, event, hook = buffer.low_latency_dispatch(given.x, given.ids, T, experts, **dispatch)
+    event.current_stream_wait()
     if hook is not None:
         hook()
     rows, *scales = received if isinstance(received, tuple) else (received,)
@@ -218,7 +235,8 @@ def _deep_ep(buffer: deep_ep.Buffer, given: Batch, options: Options) -> list[tor
         buffer.get_next_low_latency_combine_buffer(handle).copy_(y)
     if combine.pop("out", False):
         combine["out"] = torch.full_like(given.x, torch.nan)
-    z, _, hook = buffer.low_latency_combine(y, given.ids, given.weights, handle, **combine)
+    z, event, hook = buffer.low_latency_combine(y, given.ids, given.weights, handle, **combine)
+    event.current_stream_wait()
     if hook is not None:
         hook()
     src_info, layout_range, *_ = handle
@@ -269,6 +287,62 @@ def replayed_options(rank: int, size: int, name: str, replays: int) -> int:
             same[turn] = _same(expected, replay())
         assert same.all(), f"replays {(~same).nonzero().flatten().tolist()} differ"
     return replays
+
+
+LATE, LATE_S = 1, 0.3  # the rank that is late, and for how long
+
+
+def counted(rank: int, size: int, replays: int) -> list[float]:
+    """Statistics that captured calls were given grow in each replay: by the rows received, and by the waits for LATE.
+
+    Returns, for many and few tokens, and for dispatch and combine, the least seconds that a replay has added.
+    """
+    buffer = deep_ep.Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
+    try:
+        return [least for tokens in (T, FEW) for least in _counted(buffer, rank, size, tokens, replays)]
+    finally:
+        buffer.destroy()
+
+
+def _counted(buffer: deep_ep.Buffer, rank: int, size: int, tokens: int, replays: int) -> list[float]:
+    """A dispatch and its combine are in graphs of their own, so that a rank can be late in either."""
+    device, experts, generator = device_of(rank), EXPERTS_PER_RANK * size, torch.Generator().manual_seed(size)
+
+    def fresh() -> Batch:
+        """Each rank has a row at LATE, so it waits for LATE in a combine too."""
+        batch = Batch(*(part[:, :tokens] for part in random_batch(size, generator)))
+        batch.ids[:, 0] = torch.tensor([LATE * EXPERTS_PER_RANK, *[-1] * (K - 1)])
+        return batch._replace(x=batch.x.bfloat16())
+
+    static = Batch(*(part[rank].to(device) for part in fresh()))
+    rows = torch.zeros(EXPERTS_PER_RANK, dtype=torch.int32, device=device)
+    costs = [torch.zeros(size, dtype=torch.int64, device=device) for _ in range(2)]
+    made: list[Any] = []
+
+    def dispatch() -> None:
+        made[:] = buffer.low_latency_dispatch(static.x, static.ids, T, experts, rows, costs[0], use_fp8=False)
+
+    def combine() -> None:
+        given = made[0].nan_to_num(), static.ids, static.weights, made[2]
+        buffer.low_latency_combine(*given, combine_wait_recv_cost_stats=costs[1])
+
+    buffer.clean_low_latency_buffer(T, H, experts)  # makes the memory
+    kinds = [_recorded(device, one) for one in (dispatch, combine)]
+    expected, added = torch.zeros(EXPERTS_PER_RANK, dtype=torch.int32), torch.zeros((replays, 2))
+    for turn in range(replays):
+        batch = fresh()
+        for to, source in zip(static, batch, strict=True):
+            to.copy_(source[rank])
+        for kind, run in enumerate(kinds):
+            before = int(costs[kind][LATE])
+            dist.barrier()
+            time.sleep(LATE_S if rank == LATE else 0)
+            run()
+            added[turn, kind] = (int(costs[kind][LATE]) - before) / 1e9
+        mine = torch.arange(EXPERTS_PER_RANK) + rank * EXPERTS_PER_RANK
+        expected += (batch.ids[..., None] == mine).flatten(0, 2).sum(0)
+        assert rows.tolist() == expected.tolist(), f"replay {turn}"
+    return added.amin(0).tolist()
 
 
 # -- what runs between the halves ----------------------------------------------------------------------------------

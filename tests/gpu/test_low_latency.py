@@ -59,5 +59,12 @@ def test_every_option_in_a_graph(name: str) -> None:
 
 
 @pytest.mark.gpu(1)
+def test_statistics_grow_in_every_replay() -> None:
+    added = values(run_ranks(3, low_latency_graphs.counted, 3, 4, timeout_s=120))
+    del added[low_latency_graphs.LATE]
+    assert min(map(min, added)) > low_latency_graphs.LATE_S / 2, added
+
+
+@pytest.mark.gpu(1)
 def test_no_kernel_waits_between_the_halves() -> None:
     values(run_ranks(3, low_latency_graphs.sent_alone, 3, timeout_s=120))
