@@ -22,6 +22,7 @@ from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
 from tests.bench import test_stand_in
 from tests.faults import test_low_latency as faults
+from tests.faults import test_low_latency_hooks as hooks
 from tests.gpu import low_latency, low_latency_graphs, test_deep_ep
 from tests.moe import low_latency_cases as cases
 from tests.moe import test_low_latency as whole
@@ -197,6 +198,13 @@ def test_survivors_mask_the_dead_and_go_on(gate: str, victim: int) -> None:
     outcomes = run_ranks(4, _survive, gate, victim, timeout_s=200, env=SIMT)
     masks = values([one for rank, one in enumerate(outcomes) if rank != victim])
     assert masks == [[int(rank == victim) for rank in range(4)]] * 3
+
+
+@pytest.mark.parametrize(("case", "place"), zip((hooks.masked, hooks.killed), hooks.BETWEEN, strict=True))
+def test_two_ranks_that_die_before_their_hooks(case: Callable[..., Any], place: str) -> None:
+    outcomes = run_ranks(4, _slowly, case, hooks.OF_FOUR, place, (1, 2), timeout_s=200, env=SIMT)
+    for found in hooks.values_of_survivors(outcomes, (1, 2)):
+        assert found == [0, 1, 1, 0] if case is hooks.masked else found[0] in (1, 2), found
 
 
 def _slow_survivor(rank: int) -> list[int]:

@@ -28,6 +28,7 @@ DEADLINE_S = 2.0
 GRACE_S = 5.0
 SIZE = 3
 CASE = Case(tokens=(20, 12, 66), num_experts=6, topk=4, drop=0.0)
+OF_FOUR = dataclasses.replace(CASE, tokens=(20, 12, 66, 5), num_experts=8)
 GATES = ("ll_dispatch_send", "ll_dispatch_recv", "ll_combine_send", "ll_combine_recv")
 
 
@@ -37,13 +38,13 @@ def _die_in(comm: MoECommunicator, gate: str) -> None:
     die_at_gate(comm)
 
 
-def _killed(rank: int, gate: str, victim: int) -> PeerTimeout:
-    inputs = make_inputs(CASE)
-    comm = low_latency(CASE, timeout_s=60)
+def _killed(rank: int, gate: str, *victims: int, case: Case = CASE) -> PeerTimeout:
+    inputs = make_inputs(case)
+    comm = low_latency(case, timeout_s=60)
     round_trip(comm, inputs)
-    if rank == victim:
+    if rank in victims:
         _die_in(comm, gate)
-    comm.engine.exchange.barrier("test")  # so that the victim alone is late
+    comm.engine.exchange.barrier("test")  # so that the victims alone are late
     comm.engine.comm.timeout_ns = int(DEADLINE_S * 1e9)
     began = time.monotonic()
     with pytest.raises(PeerTimeout) as caught:
@@ -70,6 +71,24 @@ def test_a_killed_rank_is_named(gate: str, victim: int) -> None:
             continue
         assert outcome.error is None, outcome.trace
         assert outcome.value.rank == victim and outcome.value.step.startswith("ll_"), outcome.value
+
+
+def _two_killed(rank: int, gate: str, victims: tuple[int, int]) -> PeerTimeout:
+    return _killed(rank, gate, *victims, case=OF_FOUR)
+
+
+TWO = {"ll_dispatch_send": (0, 2), "ll_combine_recv": (1, 3)}
+
+
+@pytest.mark.parametrize("gate", TWO)
+def test_one_of_two_killed_ranks_is_named(gate: str) -> None:
+    outcomes = run_ranks(4, _two_killed, gate, TWO[gate])
+    for rank, outcome in enumerate(outcomes):
+        if rank in TWO[gate]:
+            assert outcome.exitcode == -9
+            continue
+        assert outcome.error is None, outcome.trace
+        assert outcome.value.rank in TWO[gate] and outcome.value.step.startswith("ll_"), outcome.value
 
 
 def _left_by_a_fault(rank: int, gate: str) -> None:
@@ -135,18 +154,18 @@ def test_an_abort_ends_every_wait() -> None:
 # -- masks -----------------------------------------------------------------------------------------------------------
 
 
-def _without(inputs: Inputs, gone: int) -> Inputs:
-    """The inputs as survivors should see them: rank `gone` has no tokens, and its experts none either."""
+def _without(inputs: Inputs, *gone: int) -> Inputs:
+    """The inputs as survivors should see them: the ranks `gone` have no tokens, and their experts none either."""
     case = inputs.case
     per_rank = case.num_experts // case.size
-    tokens = tuple(0 if rank == gone else count for rank, count in enumerate(case.tokens))
-    ids = [one.masked_fill((one >= 0) & (one // per_rank == gone), -1) for one in inputs.ids]
+    tokens = tuple(0 if rank in gone else count for rank, count in enumerate(case.tokens))
+    away = torch.tensor([expert // per_rank in gone for expert in range(case.num_experts)])
+    ids = [one.masked_fill((one >= 0) & away[one.clamp(min=0)], -1) for one in inputs.ids]
     cut = {
-        name: [t[:0] if rank == gone else t for rank, t in enumerate(getattr(inputs, name))]
-        for name in ("x", "weights", "bias")
+        name: [t[:0] if rank in gone else t for rank, t in enumerate(given)]
+        for name, given in {"x": inputs.x, "ids": ids, "weights": inputs.weights, "bias": inputs.bias}.items()
     }
-    ids[gone] = ids[gone][:0]
-    return Inputs(case=dataclasses.replace(case, tokens=tokens), ids=ids, **cut)
+    return Inputs(case=dataclasses.replace(case, tokens=tokens), **cut)
 
 
 def _check_without(comm: MoECommunicator, left: Inputs, out: Any, handle: Any, weights: torch.Tensor) -> None:
@@ -156,16 +175,16 @@ def _check_without(comm: MoECommunicator, left: Inputs, out: Any, handle: Any, w
     check_sums(left, comm.rank, y, comm.combine(y[comm.rank], handle, weights=weights))
 
 
-def _survive(rank: int, gate: str, victim: int) -> list[int]:
-    case = dataclasses.replace(CASE, tokens=(20, 12, 66, 5), num_experts=8)
+def _survive(rank: int, gate: str, *victims: int) -> list[int]:
+    case = OF_FOUR
     comm = low_latency(case, timeout_s=60, shrink=True)
     round_trip(comm, make_inputs(case))
-    if rank == victim:
+    if rank in victims:
         _die_in(comm, gate)
-    comm.engine.exchange.barrier("test")  # so that the victim alone is late
+    comm.engine.exchange.barrier("test")  # so that the victims alone are late
     patient_ns, comm.engine.comm.timeout_ns = comm.engine.comm.timeout_ns, int(DEADLINE_S * 1e9)
     for number in range(6):
-        if number == 2:  # the rank has been masked
+        if number == 2:  # they have been masked
             comm.engine.comm.timeout_ns = patient_ns
         inputs = make_inputs(dataclasses.replace(case, seed=number))
         out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
@@ -173,7 +192,7 @@ def _survive(rank: int, gate: str, victim: int) -> list[int]:
         if number < 2:
             comm.combine(torch.nan_to_num(y), handle, weights=inputs.weights[rank])
             continue
-        left = _without(inputs, victim)
+        left = _without(inputs, *victims)
         with named((number, comm.rank_mask.tolist())):
             _check_without(comm, left, out, handle, inputs.weights[rank])
     mask = comm.rank_mask.tolist()
@@ -189,6 +208,13 @@ def test_survivors_mask_a_killed_rank_and_go_on(gate: str, victim: int) -> None:
         if rank != victim:
             assert outcome.error is None, outcome.trace
             assert outcome.value == expected
+
+
+@pytest.mark.parametrize("gate", TWO)
+def test_survivors_mask_two_killed_ranks_and_go_on(gate: str) -> None:
+    outcomes = run_ranks(4, _survive, gate, *TWO[gate], timeout_s=90)
+    masks = values([outcome for rank, outcome in enumerate(outcomes) if rank not in TWO[gate]])
+    assert masks == [[int(rank in TWO[gate]) for rank in range(4)]] * 2
 
 
 def _slow_survivor(rank: int) -> list[int]:

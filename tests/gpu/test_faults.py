@@ -17,6 +17,7 @@ import torch
 from ep_plugin import _C, PeerAborted, PeerTimeout
 from ep_plugin.moe.low_latency import sms
 from tests.faults import test_low_latency as faults
+from tests.faults import test_low_latency_hooks as hooks
 from tests.gpu import checks, low_latency
 from tests.ranks import run_ranks, values
 
@@ -149,6 +150,54 @@ def test_low_latency_names_the_dead(gate: str, victim: int) -> None:
     assert outcomes.pop(victim).exitcode == -signal.SIGKILL
     for error in values(outcomes):
         assert error.rank == victim and error.step.startswith("ll_"), error
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("gate", faults.TWO)
+def test_low_latency_names_one_of_two_dead(gate: str) -> None:
+    victims = faults.TWO[gate]
+    outcomes = run_ranks(4, on_gpu, faults._two_killed, gate, victims, timeout_s=90)
+    for error in hooks.values_of_survivors(outcomes, victims):
+        assert error.rank in victims and error.step.startswith("ll_"), error
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("gate", faults.TWO)
+def test_low_latency_masks_two_dead_and_goes_on(gate: str) -> None:
+    victims = faults.TWO[gate]
+    outcomes = run_ranks(4, on_gpu, faults._survive, gate, *victims, timeout_s=120)
+    assert hooks.values_of_survivors(outcomes, victims) == [[int(rank in victims) for rank in range(4)]] * 2
+
+
+def with_hooks(rank: int, case: Callable[..., Any], *args: Any) -> Any:
+    with unittest.mock.patch.multiple(faults, DEADLINE_S=DEADLINE_S):
+        return case(rank, *args, str(checks.device_of(rank)))
+
+
+OF_HOOKS = [
+    *((hooks.OF_THREE, place, (victim,)) for place, victim in hooks.PLACES.items()),
+    *((hooks.OF_FOUR, place, (1, 2)) for place in hooks.BETWEEN),
+]
+NAMES_OF_HOOKS = [f"{place}, {len(victims)} of {len(case.tokens)}" for case, place, victims in OF_HOOKS]
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("given", OF_HOOKS, ids=NAMES_OF_HOOKS)
+def test_hooks_name_the_dead(given: tuple[Any, str, tuple[int, ...]]) -> None:
+    case, _, victims = given
+    outcomes = run_ranks(len(case.tokens), with_hooks, hooks.killed, *given, timeout_s=90)
+    for named, seconds in hooks.values_of_survivors(outcomes, victims):
+        assert named in victims and seconds < DEADLINE_S + 5
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("given", OF_HOOKS, ids=NAMES_OF_HOOKS)
+def test_hooks_mask_the_dead_and_go_on(given: tuple[Any, str, tuple[int, ...]]) -> None:
+    case, _, victims = given
+    size = len(case.tokens)
+    outcomes = run_ranks(size, with_hooks, hooks.masked, *given, timeout_s=120)
+    expected = [int(rank in victims) for rank in range(size)]
+    assert hooks.values_of_survivors(outcomes, victims) == [expected] * (size - len(victims))
 
 
 @pytest.mark.gpu(1)
