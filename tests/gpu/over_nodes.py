@@ -35,11 +35,16 @@ REPLAYS = 100
 DEFAULT_CHUNKS = legs.num_chunks(NODES, None)
 
 
-def start(rank: int, size: int, nodes: int = NODES) -> None:
-    """Puts this rank on its node. On a GPU, the default group gets NCCL for GPUs beside gloo for CPUs."""
+def place(rank: int, size: int, nodes: int = NODES) -> None:
+    """Sets the variables by which this rank is on its node, and may share a GPU, once NCCL starts."""
     given = variables_of(rank, Cluster(nodes=nodes, ranks=size // nodes, gpus=["0"]), port=0)
     used = ("NCCL_", "TORCH_SYMM_MEM_", "EP_PLUGIN_HOST")
     os.environ.update({name: value for name, value in given.items() if name.startswith(used)})
+
+
+def start(rank: int, size: int, nodes: int = NODES) -> None:
+    """Puts this rank on its node. On a GPU, the default group gets NCCL for GPUs beside gloo for CPUs."""
+    place(rank, size, nodes)
     if checks.device_of(rank).type == "cpu":
         return
     store = dist.distributed_c10d._get_default_store()
