@@ -18,9 +18,9 @@ def test_cases(name: str) -> None:
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize("size", [1, 4])
-def test_routings(size: int) -> None:
-    values(run_ranks(size, low_latency.run_case, size, "routings", timeout_s=280))
+@pytest.mark.parametrize(("name", "size"), [("routings", 1), ("routings", 4), ("quantized", 4)])
+def test_cases_of_other_sizes(name: str, size: int) -> None:
+    values(run_ranks(size, low_latency.run_case, size, name, timeout_s=280))
 
 
 @pytest.mark.gpu(1)

@@ -59,7 +59,8 @@ def test_dtypes() -> None:
 def _quantized(rank: int, size: int) -> None:
     for hidden in (128, 640):
         for dtype in (torch.bfloat16, torch.float32):
-            case = Case(tokens=(6, 20), num_experts=4, hidden=hidden, topk=2, dtype=dtype, seed=hidden)
+            tokens = (6, 20, 140, 0)[:size]
+            case = Case(tokens=tokens, num_experts=2 * size, hidden=hidden, topk=2, dtype=dtype, seed=hidden)
             with low_latency(case) as comm:
                 for quantize in QUANTIZED:
                     with named((hidden, dtype, quantize)), poisoned():
@@ -68,8 +69,9 @@ def _quantized(rank: int, size: int) -> None:
                         assert out.scales.dtype is (torch.int32 if quantize == "e4m3_ue8m0" else torch.float32)
 
 
-def test_quantized_rows() -> None:
-    on_ranks(2, _quantized)
+@pytest.mark.parametrize("size", [2, 4])
+def test_quantized_rows(size: int) -> None:
+    on_ranks(size, _quantized)
 
 
 def _all_routings(rank: int, size: int) -> None:
