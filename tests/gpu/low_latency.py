@@ -36,6 +36,7 @@ HALVES = {
     "late": halves._late,
     "a third": halves._third,
     "others beside": halves._beside,
+    "collectives and messages beside": halves._collectives_beside,
 }
 RANKS = {"shapes of 3 ranks": 3, "repeats": 3, "gradients": 3} | dict.fromkeys(HALVES, 3)
 """Of cases that do not have 2 ranks."""

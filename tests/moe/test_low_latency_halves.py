@@ -9,11 +9,12 @@ import os
 import pytest
 import torch
 
-from ep_plugin import _C, MoECommunicator
+from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter, MoECommunicator, SendReceive
 from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
+from tests.collectives.collective_cases import reduced, shard
 from tests.moe.low_latency_cases import check_rows, check_sums, expert_results, low_latency, round_trip
-from tests.moe.moe_cases import Case, communicator, make_inputs, named, on_ranks
+from tests.moe.moe_cases import Case, communicator, make_inputs, named, on_ranks, same_bits
 from tests.moe.moe_cases import check_dispatch as check_flat
 from tests.ranks import simt_asked
 
@@ -229,6 +230,44 @@ def _beside(rank: int, size: int) -> None:
 
 def test_other_communicators_beside() -> None:
     on_ranks(3, _beside)
+
+
+COUNTS = (5, 4097, 300_001)  # elements of a shard or of a message
+
+
+def _collectives_beside(rank: int, size: int) -> None:
+    """A gather, a sum and messages begin between the halves of a dispatch and of a combine, and end late."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+    with (
+        low_latency(CASE) as comm,
+        HierarchicalAllGather() as gather,
+        HierarchicalReduceScatter() as scatter,
+        SendReceive(device=comm.engine.device) as p2p,
+    ):
+        for seed, count in enumerate(COUNTS):
+            given = make_inputs(dataclasses.replace(CASE, seed=seed))
+            wholes = [shard(seed, source, size * count, torch.bfloat16).view(size, count) for source in range(size)]
+            mine = wholes[rank].to(comm.engine.device)
+            gathered, total, *messages = (torch.zeros_like(one) for one in (mine, mine[0], mine[0], mine[0]))
+            dispatch = comm.dispatch_async(given.x[rank], given.ids[rank])
+            works = [gather(gathered, mine[0], async_op=True), p2p.exchange(mine[1], messages[0], after, before, 0)]
+            out, handle = dispatch.wait()
+            y = expert_results(given, out.tokens.shape[1])
+            combine = comm.combine_async(y[rank], handle, given.weights[rank])
+            works += [scatter(total, mine, async_op=True), p2p.exchange(mine[2], messages[1], before, after, 1)]
+            sums = combine.wait()
+            for work in reversed(works):
+                work.wait()
+            check_rows(comm, out, given)
+            check_sums(given, rank, y, sums)
+            same_bits("gather", gathered.cpu(), torch.stack([whole[0] for whole in wholes]))
+            same_bits("sum", total.cpu(), reduced(wholes, rank, size, 1.0))
+            for message, source, row in zip(messages, (before, after), (1, 2), strict=True):
+                same_bits("message", message.cpu(), wholes[source][row])
+
+
+def test_collectives_and_messages_beside() -> None:
+    on_ranks(3, _collectives_beside)
 
 
 def _counters(rank: int, size: int) -> None:
