@@ -117,7 +117,7 @@ def test_half_precision() -> None:
     _on_ranks(2, low_latency.half_precision)
 
 
-@pytest.mark.parametrize("case", [halves._counters, halves._logfmt, halves._epochs_of_32_bits])
+@pytest.mark.parametrize("case", [halves._counters, halves._logfmt, halves._bytes_of_logfmt, halves._epochs_of_32_bits])
 def test_parts_of_the_protocol(case: Callable[[int, int], None]) -> None:
     _on_ranks(3, case)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import os
 
 import pytest
@@ -315,3 +316,45 @@ def _logfmt(rank: int, size: int) -> None:
 
 def test_logfmt() -> None:
     on_ranks(3, _logfmt)
+
+
+def slots_of_combine(comm: MoECommunicator) -> torch.Tensor:
+    """uint8 ``[2, R, T_max, bytes]``: this rank's slots of partial rows, by parity and holder."""
+    engine, block = comm.engine, comm.engine.memory._open[0]
+    shape = 2, comm.size, engine.shape.max_tokens, engine.shape.slot_bytes
+    nbytes = math.prod(shape)
+    begin = block.ptrs[comm.rank] + engine.memory_bytes - nbytes  # the last part of the block
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(begin), dtype=torch.uint8).view(shape)
+
+
+def _bytes_of_logfmt(rank: int, size: int) -> None:
+    """Of every 128 sums below 1, a combine with logfmt stores 160 bytes of codes and 8 of scale; of others, 8 more than
+    their 256. Bytes count as stored if they do not depend on what was in the slots."""
+    case = Case(tokens=(90, 4, 17), num_experts=6, topk=3, dtype=torch.bfloat16, hidden=512, seed=3)
+    inputs = make_inputs(case)
+    named_there = [(inputs.ids[rank] // 2 == holder).any(1) for holder in range(size)]
+    with low_latency(case) as comm:
+        out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank])
+        slots = slots_of_combine(comm)
+        for coded, stored in ((False, 4 * 256), (True, 3 * (160 + 8) + 256 + 8)):
+            y = torch.rand(out.tokens.shape, generator=torch.Generator().manual_seed(rank)).bfloat16() * 0.2 + 0.1
+            y[:, :, -128:] += 1  # the last group cannot be coded
+            given = y, None, None, None, list(handle[:-1]), comm.number
+            found = []
+            for poison in (0x00, 0xFF):
+                comm.engine.exchange.barrier("test")  # peers have received what was before
+                slots.fill_(poison)
+                comm.engine.exchange.barrier("test")
+                for _ in range(2):  # of both parities
+                    comm.in_flight.run(LowLatencyCombine(comm.engine, *given, logfmt=coded))
+                found.append(slots.clone())
+            nbytes = (found[0] == found[1]).sum(3)
+            assert nbytes.shape == (2, size, comm.engine.shape.max_tokens)
+            expected = torch.zeros_like(nbytes)
+            if case.tokens[rank] * case.topk > _C.ll_few_pairs:
+                expected[:, :, : case.tokens[rank]] = stored * torch.stack(named_there)
+            assert torch.equal(nbytes, expected), (coded, nbytes.unique().tolist())
+
+
+def test_bytes_of_logfmt() -> None:
+    on_ranks(3, _bytes_of_logfmt)
