@@ -326,7 +326,10 @@ def _counted(buffer: deep_ep.Buffer, rank: int, size: int, tokens: int, replays:
         given = made[0].nan_to_num(), static.ids, static.weights, made[2]
         buffer.low_latency_combine(*given, combine_wait_recv_cost_stats=costs[1])
 
-    buffer.clean_low_latency_buffer(T, H, experts)  # makes the memory
+    dispatch()  # which makes the memory
+    combine()
+    for counts in (rows, *costs):
+        counts.zero_()
     kinds = [_recorded(device, one) for one in (dispatch, combine)]
     expected, added = torch.zeros(EXPERTS_PER_RANK, dtype=torch.int32), torch.zeros((replays, 2))
     for turn in range(replays):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ep_plugin import SendReceive
 from ep_plugin.collectives import send_receive
 from ep_plugin.integrations.messages import messages_of
+from ep_plugin.integrations.pairs import PairUser
 from tests.collectives import test_send_receive as cases
 from tests.gpu import checks, over_nodes
 from tests.integrations import test_pipelining
@@ -105,32 +106,52 @@ LEAD_CYCLES = 20_000_000  # some 10 ms, in which the host enqueues all of it
 GAP_US = 20.0
 
 
-def gaps_between_products(rank: int, size: int) -> dict[str, list[float]]:
-    """Microseconds between products that follow each other, beside messages both ways: NCCL's and ours, and by arm the
-    round that has the fewest long gaps. A product waits for the message that began two products before it."""
+def gaps_between_products(rank: int, size: int, beside: str) -> dict[str, list[float]]:
+    """Microseconds between products that follow each other, beside messages both ways or gathers: NCCL's and ours, and
+    by arm the round that has the fewest long gaps. A product waits for what began two products before it."""
     over_nodes.start(rank, size, nodes=1)
-    device, peer = checks.device_of(rank), rank ^ 1
+    device = checks.device_of(rank)
     a, b = (torch.randn(SIDE, SIDE, device=device).bfloat16() for _ in range(2))
+    found = {}
+    with contextlib.ExitStack() as stack:
+        for name, begin in (_messages if beside == "messages" else _gathers)(stack, device, rank ^ 1).items():
+            rounds = [_gaps(begin, a, b) for _ in range(4)]
+            found[name] = min(rounds[1:], key=lambda gaps: sum(gap > GAP_US for gap in gaps))
+    return found
+
+
+Begin = Callable[[], list[Any]]
+
+
+def _messages(stack: contextlib.ExitStack, device: torch.device, peer: int) -> dict[str, Begin]:
     sent, got = (torch.zeros(MESSAGE, dtype=torch.uint8, device=device) for _ in range(2))
+    p2p = stack.enter_context(SendReceive(device=device))
 
     def stock() -> list[Any]:
         ops = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, got, peer)]
         return dist.batch_isend_irecv(ops)
 
-    with SendReceive(device=device) as p2p:
-        arms = {"NCCL": stock, "ours": lambda: [p2p.exchange(sent, got, peer, peer)]}
-        found = {}
-        for name, begin in arms.items():
-            rounds = [_gaps(begin, a, b) for _ in range(4)]
-            found[name] = min(rounds[1:], key=lambda gaps: sum(gap > GAP_US for gap in gaps))
-    return found
+    return {"NCCL": stock, "ours": lambda: [p2p.exchange(sent, got, peer, peer)]}
+
+
+def _gathers(stack: contextlib.ExitStack, device: torch.device, peer: int) -> dict[str, Begin]:
+    """By copy engines, as parameters of a data-parallel bucket are gathered: in place, on a stream of the gather's."""
+    pair = PairUser().pair(dist.group.WORLD, device)
+    stack.callback(pair.close)
+    theirs = torch.zeros(8 * MESSAGE, dtype=torch.uint8, device=device)
+    ours = pair.all_gather.allocate(len(theirs), theirs.dtype, device)
+    mine = slice(dist.get_rank() * len(theirs) // 2, (dist.get_rank() + 1) * len(theirs) // 2)
+    return {
+        "NCCL": lambda: [dist.all_gather_into_tensor(theirs, theirs[mine], async_op=True)],
+        "ours": lambda: [pair.run("all_gather", ours, ours[mine], async_op=True)],
+    }
 
 
 def _is_product(kernel: str) -> bool:
     return not any(word in kernel for word in ("ep_", "nccl", "spin_kernel", "Memset", "Memcpy"))
 
 
-def _gaps(begin: Callable[[], list[Any]], a: torch.Tensor, b: torch.Tensor) -> list[float]:
+def _gaps(begin: Begin, a: torch.Tensor, b: torch.Tensor) -> list[float]:
     torch.cuda.synchronize()
     dist.barrier()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:

@@ -135,9 +135,10 @@ def test_a_dead_stage_is_named(framework: str) -> None:
 
 
 @pytest.mark.gpu(2)
-def test_products_beside_messages_wait_no_longer_than_beside_nccl() -> None:
+@pytest.mark.parametrize("beside", ["messages", "gathers"])
+def test_products_wait_no_longer_than_beside_nccl(beside: str) -> None:
     """Where all streams share one hardware queue, as Megatron asks for."""
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    for found in values(run_ranks(2, messages.gaps_between_products, 2, timeout_s=120, env=env)):
+    for found in values(run_ranks(2, messages.gaps_between_products, 2, beside, timeout_s=120, env=env)):
         long = {arm: sum(gap > messages.GAP_US for gap in gaps) for arm, gaps in found.items()}
         assert long["ours"] <= long["NCCL"], found
