@@ -21,6 +21,7 @@ from ep_plugin.collectives.backends.messages import CudaMessages
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerTimeout
 from ep_plugin.ranges import NOTHING
 from ep_plugin.runtime.calls import Call
+from ep_plugin.runtime.faults import disagreement
 from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.streams import LaneStreams, Streams, kernels_for
 from ep_plugin.transport import open_memory, transport_for
@@ -30,6 +31,7 @@ _KEPT = 16  # calls whose tensors are kept, at least, before the finished ones a
 _OVERDUE = 3  # of _C.CpuMessages.wait
 _LONGEST_NS = 2**62
 _TAGS = 2**20  # tags of our messages to other nodes begin here
+_KINDS = 2**9  # and a channel has so many
 # Ranks compare positions in this list.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -51,12 +53,21 @@ class Posted:
 
 
 @dataclass
+class Transfer:
+    """What the group's backend moves for one operation: its header, int64 ``[2]``, or its tensor."""
+
+    op: Posted
+    work: dist.Work
+    header: torch.Tensor | None = None
+
+
+@dataclass
 class Started:
-    """The operations of one call. works: those with ranks of other nodes that nobody has waited for."""
+    """The operations of one call. transfers: those with ranks of other nodes that nobody has waited for."""
 
     call: Call
     tickets: list[Any] = field(default_factory=list)
-    works: list[tuple[Posted, dist.Work]] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
     waiting: Any = field(default_factory=threading.Lock)  # gloo's second wait for a message would never end
 
 
@@ -122,19 +133,27 @@ class MessageEngine(GroupEngine):
         return started
 
     def _post_to_nodes(self, ops: Sequence[Posted], started: Started) -> None:
-        """Starts messages with ranks of other nodes. NCCL knows no tags, and moves those of one call together."""
+        """Starts messages with ranks of other nodes. NCCL knows no tags, and moves those of one call together. Over
+        gloo a header goes before each, which both ends compare; NCCL's would have to be read by the host."""
         if self.device.type == "cuda":
             calls = [
                 dist.P2POp(dist.irecv if op.receives else dist.isend, op.tensor, group=self._group, group_peer=op.peer)
                 for op in ops
             ]
-            started.works += [(ops[0], work) for work in dist.batch_isend_irecv(calls)] if ops else []
+            started.transfers += [Transfer(ops[0], work) for work in dist.batch_isend_irecv(calls)] if ops else []
             return
         for op in ops:
-            transfer = dist.irecv if op.receives else dist.isend
-            work = transfer(op.tensor, group=self._group, tag=self._tag(op), **self._peer(op))
-            assert work is not None
-            started.works.append((op, work))
+            header = torch.tensor(_header(op))
+            started.transfers.append(Transfer(op, self._transfer(op, header, 0), header))
+            started.transfers.append(Transfer(op, self._transfer(op, op.tensor, _kind(op))))
+        # Headers come whatever they say. Tensors that differ never meet.
+        started.transfers.sort(key=lambda one: one.header is None or not one.op.receives)
+
+    def _transfer(self, op: Posted, tensor: torch.Tensor, kind: int) -> dist.Work:
+        begin = dist.irecv if op.receives else dist.isend
+        work = begin(tensor, group=self._group, tag=self._tag(op, kind), **self._peer(op))
+        assert work is not None
+        return work
 
     def wait(self, started: Started, timeout: datetime.timedelta | None) -> bool:
         """Waits until the operations are over; False if `timeout` has passed. Raises if one has failed. On GPUs the
@@ -167,11 +186,11 @@ class MessageEngine(GroupEngine):
         if result:
             raise self.error()
         with started.waiting:
-            while started.works:
+            while started.transfers:
                 if self.closed:
                     raise self.error()
-                self._wait_for(*started.works[0], timeout)
-                started.works.pop(0)
+                self._wait_for(started.transfers[0], timeout)
+                started.transfers.pop(0)
         return True
 
     def close(self) -> None:
@@ -184,14 +203,14 @@ class MessageEngine(GroupEngine):
         if self._is_copy:
             self.check()
         return all(self.messages.is_over(ticket) for ticket in started.tickets) and all(
-            work.is_completed() or self._error is not None for _, work in started.works
+            one.work.is_completed() or self._error is not None for one in started.transfers
         )
 
     def is_done(self, started: Started) -> bool:
         if self._is_copy:
             self.check()
         return all(self.messages.is_done(ticket) for ticket in started.tickets) and all(
-            work.is_completed() and work.is_success() for _, work in started.works
+            one.work.is_completed() and one.work.is_success() for one in started.transfers
         )
 
     def error(self) -> Exception:
@@ -227,11 +246,12 @@ class MessageEngine(GroupEngine):
     def _peer(self, op: Posted) -> dict[str, int]:
         return {"group_src" if op.receives else "group_dst": op.peer}
 
-    def _tag(self, op: Posted) -> int:
+    def _tag(self, op: Posted, kind: int) -> int:
         """Tells the messages of this object from those of others of its group, and from the caller's."""
-        return _TAGS + self.exchange.number * _C.max_message_channels + op.channel
+        return _TAGS + (self.exchange.number * _C.max_message_channels + op.channel) * _KINDS + kind
 
-    def _wait_for(self, op: Posted, work: dist.Work, timeout: datetime.timedelta | None) -> None:
+    def _wait_for(self, transfer: Transfer, timeout: datetime.timedelta | None) -> None:
+        op, work = transfer.op, transfer.work
         with self.on_rail():  # a failure on another node may be known
             try:
                 if self.device.type == "cuda" and not timeout:
@@ -245,6 +265,10 @@ class MessageEngine(GroupEngine):
                     op.peer,
                     "send-receive",
                 ) from None
+        if transfer.header is not None and op.receives:
+            for field_, (mine, theirs) in enumerate(zip(_header(op), transfer.header.tolist(), strict=True)):
+                if mine != theirs:
+                    raise disagreement(self, "send-receive", op.peer, field_, mine, theirs)
 
     def _keep(self, started: Started, tensors: list[torch.Tensor]) -> None:
         """Keeps the tensors until their messages are over, also if nobody keeps the Work."""
@@ -262,10 +286,10 @@ class MessageEngine(GroupEngine):
                 if not started.waiting.acquire(blocking=False):  # another thread waits for them
                     continue
                 try:
-                    for op, work in started.works:
-                        if not op.receives:
-                            self._wait_for(op, work, None)
-                    started.works = [one for one in started.works if one[0].receives]
+                    for one in started.transfers:
+                        if not one.op.receives:
+                            self._wait_for(one, None)
+                    started.transfers = [one for one in started.transfers if one.op.receives]
                 except EpPluginError as error:
                     return error
                 finally:
@@ -278,8 +302,18 @@ class MessageEngine(GroupEngine):
     def record(self, *tensors: Any) -> None: ...
 
 
+def _header(op: Posted) -> list[int]:
+    """What both ends of a message compare, in the order of `MessageEngine.described`."""
+    return [op.tensor.numel(), _dtype_and_order(op)]
+
+
+def _kind(op: Posted) -> int:
+    """Tells tensors of different headers apart. gloo ends the process of a rank that receives more than it expects, and
+    lets those of different tags wait."""
+    return 1 + sum(_header(op)) % (_KINDS - 1)
+
+
 def _dtype_and_order(op: Posted) -> int:
-    """The number that both ends compare."""
     digits = 0
     for dim in op.order:
         digits = digits << _DIM_BITS | dim + 1

@@ -60,8 +60,8 @@ class SendReceive:
     Raises:
         ValueError: wrong arguments, before anything is sent.
         NotSupported: the GPUs of a node cannot reach each other.
-        DisagreementError: the two ends of a message inside a node have different sizes, dtypes or orders of dimensions.
-            Between nodes the group's backend does not compare dtypes, and decides what different sizes do.
+        DisagreementError: the two ends of a message have different sizes, dtypes or orders of dimensions. Between GPUs
+            of different nodes NCCL does not compare dtypes, and decides what different sizes do.
         PeerTimeout, PeerAborted: a peer is late or has failed. Every later call raises the same error, and only `close`
             works.
     """
@@ -166,9 +166,9 @@ class SendReceive:
         peer = _index(f"{name}.{end}", rank, self.group.size())
         channel = _index(f"{name}.channel", op.channel, self.num_channels)
         tensor, order = as_bytes_in_order(f"{name}.tensor", op.tensor)
-        if order and self._engine is not None and not self._engine.is_on_this_node(peer):
+        if order and self.device.type == "cuda" and self._engine and not self._engine.is_on_this_node(peer):
             raise ValueError(
-                f"{name}.tensor: expected a contiguous tensor in a message with rank {peer} of another node, got "
+                f"{name}.tensor: expected a contiguous tensor in a message with rank {peer} of another node's GPU, got "
                 f"strides {tuple(op.tensor.stride())}"
             )
         return Posted(tensor, op.tensor.dtype, order, peer, channel, receives)

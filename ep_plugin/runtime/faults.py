@@ -60,7 +60,7 @@ def _fault_error(
     if code == FaultCode.TIMEOUT:
         return _timeout(engine, step, index, expected, seen)
     if code == FaultCode.DISAGREE:
-        return disagreement(engine, step, index, field, expected, seen)
+        return disagreement(engine, step, peer, field, expected, seen)
     if code == FaultCode.BAD_IDS:
         return ValueError(
             f"topk_ids: expected -1 or an expert id below {expected}, got {seen} at token {field} of rank {peer}"
@@ -83,13 +83,12 @@ def _fault_error(
     )
 
 
-def disagreement(engine: Communicator, step: str, index: int, field: int, mine: int, theirs: int) -> DisagreementError:
-    """The error when this rank has `mine` in a field on which ranks must agree, and the rank of board `index` has
-    `theirs`."""
+def disagreement(engine: Communicator, step: str, rank: int, field: int, mine: int, theirs: int) -> DisagreementError:
+    """The error when this rank has `mine` in a field on which ranks must agree, and another one has `theirs`."""
     name, described = engine.described(field, mine)
     return DisagreementError(
         f"{DISAGREE_ON} one call of {engine.name} at step {step}: {name} is "
-        f"{described} on rank {engine.rank}, {engine.described(field, theirs)[1]} on rank {engine.group_rank(index)}"
+        f"{described} on rank {engine.rank}, {engine.described(field, theirs)[1]} on rank {rank}"
     )
 
 

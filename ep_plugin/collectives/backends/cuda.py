@@ -56,7 +56,8 @@ class Calls:
         self._number += 1
         different = _C.post_call(*self._ranks, self._number, nbytes, element, place)
         if different is not None:
-            raise disagreement(self._node, step.name.lower(), *different)
+            index, *values = different
+            raise disagreement(self._node, step.name.lower(), self._node.group_rank(index), *values)
 
 
 class CudaNode:
