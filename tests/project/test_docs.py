@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.scripts_on_ranks import run_script
+from tests.scripts_on_ranks import run_script, run_until_end
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -109,12 +109,68 @@ def status(folder: Path) -> str:
     return (folder / "log.0").read_text()
 
 
+FAILS = """
+import datetime, os, time, torch, torch.distributed as dist
+from pathlib import Path
+from ep_plugin import MoECommunicator, MoECommunicatorConfig
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
+comm = MoECommunicator(None, MoECommunicatorConfig(num_experts=8, hidden_size=64, topk=2))
+try:
+    for step in range(4):
+        while step == 3 and dist.get_rank() == 1:
+            time.sleep(0.05)
+            if len(list(Path().glob("left.*"))) == dist.get_world_size() - 1:
+                os._exit(9)
+        out, handle = comm.dispatch(torch.randn(4, 64), torch.arange(8).view(4, 2))
+        comm.combine(out.tokens, handle)
+finally:
+    Path(f"left.{dist.get_rank()}").touch()
+"""
+
+
+def fails(folder: Path, ranks: int = 2, **variables: str) -> str:
+    """What rank 0 prints of a job in which rank 1 sleeps in the place of its fourth dispatch."""
+    (folder / "fails.py").write_text(FAILS)
+    codes, logs = run_until_end([folder / "fails.py"], ranks, folder, CUDA_VISIBLE_DEVICES="", **variables)
+    assert all(codes), logs
+    return logs[0]
+
+
+def merged(folder: Path) -> str:
+    (folder / "dumps").mkdir()
+    fails(folder, 4, EP_PLUGIN_DUMP=str(folder / "dumps"))
+    command = [sys.executable, "-m", "ep_plugin.doctor", "--merge", "dumps"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120).stdout
+
+
+def idle(folder: Path) -> str:
+    """A script that imports FSDP2 and shards nothing."""
+    group = f"'gloo', init_method='file://{folder}/store', rank=0, world_size=1"
+    code = f"import torch\ntorch.distributed.init_process_group({group})\nimport torch.distributed.fsdp"
+    variables = os.environ | {"EP_PLUGIN": "fsdp2"}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=120
+    ).stderr
+
+
+def fallback(folder: Path) -> str:
+    """A script that shards a model over two nodes, of two ranks and of one."""
+    (folder / "shards.py").write_text(
+        "import torch\nfrom torch.distributed.fsdp import fully_shard\n"
+        "torch.distributed.init_process_group('gloo')\nfully_shard(torch.nn.Linear(8, 8))"
+    )
+    unequal = {"EP_PLUGIN_RANKS_PER_NODE": "2", "EP_PLUGIN_HOST": "my-host", "CUDA_VISIBLE_DEVICES": ""}
+    run_script([folder / "shards.py"], 3, folder, EP_PLUGIN="fsdp2", EP_PLUGIN_FALLBACK="stock", **unequal)
+    return re.sub("@[^,]+", "", (folder / "log.0").read_text())  # what tells this machine from others
+
+
 def doctor_on_ranks(folder: Path) -> str:
     run_script(["-m", "ep_plugin.doctor"], 4, folder, CUDA_VISIBLE_DEVICES="")
     return (folder / "log.0").read_text()
 
 
-OUTPUTS = {"status": status, "doctor_on_ranks": doctor_on_ranks}
+OUTPUTS = {function.__name__: function for function in (status, fails, merged, idle, fallback, doctor_on_ranks)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
