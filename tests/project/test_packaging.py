@@ -168,6 +168,33 @@ def test_installed_wheel_imports(wheel: tuple[Path, str], tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("wheel")
+def test_make_wheel_makes_one_that_any_linux_loads(tree: Path, tmp_path: Path) -> None:
+    """Without nvcc, and without the download of what builds it: the script, its flags for the linker and auditwheel."""
+    pytest.importorskip("auditwheel")
+    # The wheel's objects are taken over: only the link is repeated.
+    (tree / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "wheels.sh", tree / "scripts")
+    (tree / ".venv").symlink_to(sys.prefix)
+    local = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1"}  # 0: no isolation
+    run("scripts/wheels.sh", cwd=tree, EP_PLUGIN_BUILD_CUDA="0", WHEEL_PYTHONS=sys.executable, **local)
+    (sdist,) = (tree / "dist").glob("*.tar.gz")
+    (path,) = (tree / "dist").glob("*.whl")
+    version = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert re.fullmatch(rf"ep_plugin-[\d.]+-{version}-{version}-manylinux_\d+_\d+_x86_64\.whl", path.name), path.name
+    site = tmp_path / "site"
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(site)
+    assert {each.name for each in site.iterdir()} == {"ep_plugin", f"{sdist.name.removesuffix('.tar.gz')}.dist-info"}
+    (extension,) = site.glob("ep_plugin/_C.*.so")
+    content = extension.read_bytes()
+    linked = [
+        name for name in ("libstdc++.so", "libtorch", "libc10", "libcuda", "libpython") if name.encode() in content
+    ]
+    assert not linked
+    assert in_site(site, "import ep_plugin._C as c; print(c.max_ranks)", cwd=tmp_path).isdecimal()
+
+
+@pytest.mark.usefixtures("wheel")
 def test_editable_install_imports_from_the_tree(tree: Path, without_nvcc: str, tmp_path: Path) -> None:
     # The wheel's objects are taken over: only the link is repeated.
     build = "import setuptools.build_meta as b, sys; print(b.build_editable(sys.argv[1]))"
