@@ -86,16 +86,23 @@ class Finder(importlib.abc.MetaPathFinder):
             found = self._found_by_others(name, None)
             if found is None or found.origin is None:
                 return None
+            # An extension is initialised by a function of its own name, and may put itself there.
+            is_extension = found.origin.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES))
             spec = importlib.util.spec_from_file_location(
-                other, found.origin, submodule_search_locations=found.submodule_search_locations
+                name if is_extension else other,
+                found.origin,
+                submodule_search_locations=found.submodule_search_locations,
             )
             assert spec is not None and spec.loader is not None
-            sys.modules[other] = importlib.util.module_from_spec(spec)
+            ours = sys.modules[name]
             try:
+                sys.modules[other] = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(sys.modules[other])
             except BaseException:
-                del sys.modules[other]
+                sys.modules.pop(other, None)
                 raise
+            finally:
+                sys.modules[name] = ours
         return other
 
     def _found_by_others(self, *given: Any) -> importlib.machinery.ModuleSpec | None:

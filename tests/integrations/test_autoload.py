@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shlex
 import subprocess
 import sys
+import sysconfig
 from collections import Counter
 from pathlib import Path
 
@@ -405,6 +407,32 @@ def test_what_our_deep_ep_does_not_have_is_that_of_an_installed_one(installed: P
         True, "ep_plugin.deep_ep.buffer", "deep_ep_installed.buffer", True, True, True, False,
         "import deep_ep gives ep_plugin.deep_ep, and HybridEPBuffer of the deep_ep that is installed",
     ]  # fmt: skip
+
+
+EXTENSION = """
+#include <Python.h>
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "deep_ep_cpp", NULL, -1, NULL};
+PyMODINIT_FUNC PyInit_deep_ep_cpp(void) {
+    PyObject* module = PyModule_Create(&definition);
+    PyModule_AddIntConstant(module, "kernels", 7);
+    return module;
+}
+"""
+USES_EXTENSION = """
+import sys, torch, deep_ep, deep_ep_cpp, ep_plugin.deep_ep.cpp as ours
+for _ in range(2):
+    assert deep_ep_cpp.kernels == 7 and not hasattr(deep_ep_cpp, 'nothing')
+    assert sys.modules['deep_ep_cpp'] is deep_ep_cpp is ours and deep_ep_cpp.Config is deep_ep.Config
+"""
+
+
+def test_what_our_extension_does_not_have_is_that_of_an_installed_one(tmp_path: Path) -> None:
+    write(tmp_path, "deep_ep_cpp.c", EXTENSION)
+    built = tmp_path / f"deep_ep_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+    compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")[0]
+    include = f"-I{sysconfig.get_path('include')}"
+    subprocess.run([compiler, "-shared", "-fPIC", include, tmp_path / "deep_ep_cpp.c", "-o", built], check=True)
+    run(USES_EXTENSION, EP_PLUGIN="deep_ep", PYTHONPATH=str(tmp_path))
 
 
 MISSES = """
