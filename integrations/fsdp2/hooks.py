@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks
+from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.integrations.fsdp2.adapters import Adapter, PluginAllGather, PluginReduceScatter
 from ep_plugin.integrations.groups import check_group
 from ep_plugin.transport.groups import checked_group
@@ -51,12 +52,12 @@ def enable(model: torch.nn.Module | None = None, *, all_gather: bool = True, red
         reduce_scatter: serve the reductions of gradients; False leaves them to PyTorch.
 
     Returns:
-        The number of parameter groups; 0 without a model.
+        The number of parameter groups; 0 without a model, or if PyTorch is to serve it (fallback.py).
 
     Raises:
         ValueError: a model without FSDP2 modules, or on a device for which this build has no kernels.
         NotSupported: a PyTorch whose parameter groups have no attributes for the collectives, or a process group that
-            is not served; the latter only logs a warning with EP_PLUGIN_FALLBACK=stock.
+            is not served. With EP_PLUGIN_FALLBACK=stock, both only log a warning.
     """
     global _later
     if model is None:
@@ -69,6 +70,8 @@ def enable(model: torch.nn.Module | None = None, *, all_gather: bool = True, red
             hooks.restore("fsdp2")
     else:
         groups = groups_of(model)
+        if not all(map(_has_places, groups)):
+            return 0
         if all_gather or reduce_scatter:
             _check_process_groups(groups)
         for group in groups:
@@ -94,7 +97,7 @@ def disable(model: torch.nn.Module | None = None) -> None:
 
 def launches(model: torch.nn.Module) -> Launches:
     """Counts of what ran through ep_plugin: the way to see that it is on. Raises as `enable` does."""
-    groups = groups_of(model)
+    groups = [group for group in groups_of(model) if _has_places(group)]
     serving = [comm for group in groups for name in ADAPTERS if isinstance(comm := getattr(group, name), Adapter)]
     return Launches(
         parameter_groups=len({id(comm.parameter_group) for comm in serving}),
@@ -109,8 +112,7 @@ def _serving(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def init_and_serve(group: Any, *args: Any, **kwargs: Any) -> None:
         init(group, *args, **kwargs)
-        if isinstance(group.mesh_info, FSDPMeshInfo):
-            _check_attributes(group)
+        if isinstance(group.mesh_info, FSDPMeshInfo) and _has_places(group):
             _check_process_groups([group])
             _serve(group, *_later)
 
@@ -151,17 +153,14 @@ def _set_unless_served(group: Any, setter: str, *args: Any) -> None:
 
 
 def groups_of(model: torch.nn.Module) -> list[Any]:
-    """FSDP2's sharded parameter groups of all modules of ``model``, each once. Raises as `enable` does."""
+    """FSDP2's sharded parameter groups of all modules of ``model``, each once. Raises ValueError as `enable` does."""
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise ValueError(f"model: expected modules wrapped by FSDP2, got {_described(model)}")
     # Modules that were sharded as a list share their groups.
-    groups = list({id(group): group for module in modules for group in _groups_of_module(module)}.values())
-    for group in groups:
-        _check_attributes(group)
-    return groups
+    return list({id(group): group for module in modules for group in _groups_of_module(module)}.values())
 
 
 def _groups_of_module(module: FSDPModule) -> Iterator[Any]:
@@ -184,13 +183,19 @@ def _check_process_groups(groups: Iterable[Any]) -> None:
                 check_group("fsdp2", checked_group(mesh_info.shard_process_group), group.device)
 
 
-def _check_attributes(group: Any) -> None:
-    for name in (*ADAPTERS, "comm_ctx"):
-        if not hasattr(group, name):
-            raise NotSupported(
-                f"FSDP2 of PyTorch {torch.__version__} is not supported: expected parameter groups with {name}, as in "
-                "2.11 to 2.15"
-            )
+def _has_places(group: Any) -> bool:
+    """Whether FSDP2 has the attributes for our collectives. If not, NotSupported, unless PyTorch's own are to serve."""
+    missing = next((name for name in (*ADAPTERS, "comm_ctx") if not hasattr(group, name)), None)
+    if missing is None:
+        return True
+    error = NotSupported(
+        f"FSDP2 of PyTorch {torch.__version__} is not supported: expected parameter groups with {missing}, as in 2.11 "
+        "to 2.15"
+    )
+    if not falls_back("fsdp2", error):
+        raise error
+    hooks.record("fsdp2", "stock", str(error))
+    return False
 
 
 def _described(model: torch.nn.Module) -> str:

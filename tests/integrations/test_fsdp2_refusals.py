@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ep_plugin.errors import NotSupported
 from tests.integrations import fsdp2_cases as cases
+from tests.integrations.logs import logged_warnings
 from tests.ranks import run_ranks, values
 
 
@@ -93,6 +96,33 @@ def _without_the_places(rank: int) -> str:
     with pytest.raises(NotSupported) as caught:
         fsdp2.enable(model)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["a model", "what is sharded later"])
+def test_an_fsdp2_without_the_places_is_left_to_pytorch_where_the_variable_says_so(later: bool) -> None:
+    values(run_ranks(2, _left_without_the_places, later, env={"EP_PLUGIN_FALLBACK": "stock"}))
+
+
+def _left_without_the_places(rank: int, later: bool) -> None:
+    from ep_plugin.integrations import fsdp2, hooks
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    os.environ["RANK"] = str(rank)
+    with logged_warnings() as said, mock.patch.object(fsdp2.hooks, "ADAPTERS", {"_moved": object}):
+        if later:
+            fsdp2.enable()
+        for layer in model:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        if not later:
+            assert fsdp2.enable(model) == 0
+        assert fsdp2.launches(model).parameter_groups == 0
+    (row,) = (row for row in hooks.status() if row.name == "fsdp2")
+    assert row.state == "stock" and "expected parameter groups with _moved" in row.detail
+    assert [sentence.partition(":")[0] for sentence in said] == (
+        ["fsdp2 is left to the framework (EP_PLUGIN_FALLBACK)"] if rank == 0 else []
+    )
+    model(torch.ones(2, 4)).sum().backward()
+    assert row == next(row for row in hooks.status() if row.name == "fsdp2") and (row.served, row.left) == (0, 0)
 
 
 def test_the_one_parameter_group_of_older_versions() -> None:
