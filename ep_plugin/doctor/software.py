@@ -126,7 +126,7 @@ def framework_versions() -> dict[str, str]:
 
 def check_integrations() -> Iterator[Finding]:
     """Switches on what EP_PLUGIN names, and imports its framework, as a script would."""
-    from ep_plugin.integrations import hooks, status
+    from ep_plugin.integrations import fallback, hooks, status
 
     names = env.integrations()
     if names and not env.torch_autoloads():
@@ -148,25 +148,34 @@ def check_integrations() -> Iterator[Finding]:
         try:
             importlib.import_module(hooks.INTEGRATIONS[name].module)
         except Exception as error:
+            if fallback.has_fallen_back(name):  # its framework lacks the module, and will not import it
+                continue
             what = f"{name} is in EP_PLUGIN, but {hooks.INTEGRATIONS[name].module} fails: {error}"
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             do = f"install {missing or 'a version that is served'}, or leave {name} out of EP_PLUGIN"
             yield Finding(FAILURE, "integrations", what, do)
     for row in status():
-        if row.state in ("ready", "on", "off"):
+        if row.state == "stock":
+            reason, _, do = row.detail.partition("; ")
+            what = f"{row.name} is left to the framework (EP_PLUGIN_FALLBACK): {reason}"
+            yield Finding(WARNING, "integrations", what, do or f"leave {row.name} out of EP_PLUGIN")
+        elif row.state in ("ready", "on", "off"):
             yield Finding(OK, "integrations", f"{row.name} is {row.state}: {row.detail}")
 
 
 def check_frameworks() -> Iterator[Finding]:
     from ep_plugin.integrations import hooks
 
+    is_left = False
+    with contextlib.suppress(ValueError):  # check_variables says it
+        is_left = env.settings().fallback is not None
     for name, version in framework_versions().items():
         integration = FRAMEWORKS[name]
         try:
             if integration is not None:
                 hooks.check_version(integration, version)
         except NotSupported as error:
-            on = integration in env.integrations()
+            on = integration in env.integrations() and not is_left
             what, _, do = str(error).partition("; ")
             yield Finding(FAILURE if on else WARNING, "frameworks", what, do)
         else:

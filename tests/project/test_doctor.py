@@ -395,6 +395,26 @@ def test_a_framework_that_fails_when_it_is_imported(tmp_path: Path) -> None:
     assert "expected transformers 5.23 or newer, got 4.1" in finding.what
 
 
+def test_a_framework_that_is_left_to_itself_stops_no_job(tmp_path: Path) -> None:
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text("__version__ = '4.1'\n")  # it has no module that we replace, either
+    variables = {"EP_PLUGIN": "transformers", "EP_PLUGIN_FALLBACK": "stock", "PYTHONPATH": str(tmp_path)}
+    _, found, _ = doctor(**variables)
+    (finding,) = [finding for finding in problems(found) if finding.subject == "integrations"]
+    assert (finding.level, finding.do.partition(",")[0]) == (WARNING, "install such a version")
+    assert finding.what.startswith("transformers is left to the framework (EP_PLUGIN_FALLBACK): transformers: expected")
+
+
+@pytest.mark.parametrize(("fallback", "level"), [("", FAILURE), ("stock", WARNING)])
+def test_an_old_framework_that_is_asked_for(fallback: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions(transformers="4.57.1")(monkeypatch, ROOT)
+    monkeypatch.setenv("EP_PLUGIN", "transformers")
+    monkeypatch.setenv("EP_PLUGIN_FALLBACK", fallback)
+    (finding,) = problems(collect([software.check_frameworks]))
+    assert finding.level == level and "got 4.57.1" in finding.what
+
+
 @pytest.mark.parametrize("rank", [None, "1"])
 def test_a_torch_that_cannot_be_imported(rank: str | None, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open shared object file')\n")
