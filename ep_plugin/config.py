@@ -165,7 +165,8 @@ def _check_mode_and_layout(mode: object, layout: object) -> None:
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
     if layout is not None and not isinstance(layout, DispatchLayout):
-        raise ValueError(f"layout: expected a DispatchLayout or None, got {layout!r}")
+        names = ", ".join(known.value for known in DispatchLayout)
+        raise ValueError(f"layout: expected a DispatchLayout, one of {names}, or None, got {layout!r}")
     if layout is not None and (layout is DispatchLayout.EXPERT_MAJOR) != (mode == "ll"):
         served = "EXPERT_MAJOR" if mode == "ll" else "FLAT or TOKEN_MAJOR"
         raise ValueError(f'layout: expected {served} in mode="{mode}", got {layout.name}')

@@ -164,7 +164,7 @@ def test_config_defaults():
         ({"combine_send_sms": 2.5}, "combine_send_sms: expected an integer of at least 1, got 2.5"),
         ({"combine_recv_sms": -1}, "combine_recv_sms: expected an integer of at least 0, got -1"),
         ({"mode": "fast"}, "mode: expected one of ht, ll, got 'fast'"),
-        ({"layout": "flt"}, "layout: expected a DispatchLayout or None, got 'flt'"),
+        ({"layout": "flt"}, "one of flat, token_major, expert_major, or None, got 'flt'"),
         ({"num_experts": 2**31}, "num_experts: expected at most 2147483647, got 2147483648"),
     ],
 )
