@@ -29,6 +29,9 @@ def facts(device: Any) -> dict[str, str]:
     found["source of ep_plugin"] = hash_sources()[:12]
     found["build"] = "none" if _C is None else f"for {getattr(_C, 'cuda_archs', 'CPUs only')}"
     found["EP_PLUGIN"] = ",".join(env.integrations()) or "none"
+    found["EP_PLUGIN_FALLBACK"] = "none"
+    with contextlib.suppress(ValueError):  # software.check_variables says it
+        found["EP_PLUGIN_FALLBACK"] = env.settings().fallback or "none"
     found["driver"] = machine.driver_version() or "none"
     found["device type"] = device.type
     return found
