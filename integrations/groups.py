@@ -14,6 +14,7 @@ from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.runtime.group import find_nodes
 from ep_plugin.runtime.streams import kernels_for, resolve_device
 from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.groups import checked_group
 from ep_plugin.transport.topology import NodeMap
 
 _node_maps: weakref.WeakKeyDictionary[dist.ProcessGroup, NodeMap | None] = weakref.WeakKeyDictionary()
@@ -42,7 +43,7 @@ def check_group(
     """
     try:
         if group not in _node_maps:
-            _node_maps[group] = _node_map_of(group, device)
+            _node_maps[group] = _node_map_of(checked_group(group), device)
         node_map = _node_maps[group]
         if check_nodes is not None and node_map is not None:
             check_nodes(node_map)

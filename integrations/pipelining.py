@@ -25,7 +25,6 @@ from ep_plugin.collectives.send_receive import Receive, Send, SendReceive
 from ep_plugin.integrations import hooks
 from ep_plugin.integrations.groups import check_group
 from ep_plugin.integrations.messages import close_all, messages_of
-from ep_plugin.transport.groups import checked_group
 
 __all__ = ["disable", "enable"]
 
@@ -54,7 +53,7 @@ def disable() -> None:
 def _init_checked(self: Any, *args: Any, **kwargs: Any) -> None:
     _init(self, *args, **kwargs)
     if torch.device(self.device).type == "cpu" and self.group_size > 1:  # groups of GPUs are left to PyTorch
-        check_group("pipelining", checked_group(self.group), "cpu")
+        check_group("pipelining", self.group or dist.group.WORLD, "cpu")
 
 
 def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +72,8 @@ def enable(model: torch.nn.Module | None = None, *, all_gather: bool = True, red
         groups = groups_of(model)
         if not all(map(_has_places, groups)):
             return 0
-        if all_gather or reduce_scatter:
-            _check_process_groups(groups)
+        if (all_gather or reduce_scatter) and not all(map(_has_process_groups, groups)):
+            return 0
         for group in groups:
             _serve(group, all_gather, reduce_scatter)
         _enabled.difference_update(model.modules())
@@ -112,8 +112,7 @@ def _serving(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def init_and_serve(group: Any, *args: Any, **kwargs: Any) -> None:
         init(group, *args, **kwargs)
-        if isinstance(group.mesh_info, FSDPMeshInfo) and _has_places(group):
-            _check_process_groups([group])
+        if isinstance(group.mesh_info, FSDPMeshInfo) and _has_places(group) and _has_process_groups(group):
             _serve(group, *_later)
 
     return init_and_serve
@@ -175,23 +174,35 @@ def _groups_of_module(module: FSDPModule) -> Iterator[Any]:
             yield group
 
 
-def _check_process_groups(groups: Iterable[Any]) -> None:
-    """Refuses process groups that are not served, before anything is changed. Collective over each of them."""
-    for group in groups:
-        for mesh_info in (group.mesh_info, group.post_forward_mesh_info):  # the latter: reshard_after_forward=int
-            if isinstance(mesh_info, FSDPMeshInfo) and mesh_info.shard_mesh_size > 1:
-                check_group("fsdp2", checked_group(mesh_info.shard_process_group), group.device)
+def _has_process_groups(group: Any) -> bool:
+    """Whether ours or PyTorch's collectives serve the process groups of a parameter group, as our adapters decide.
+
+    If its ranks are threads, NotSupported, unless PyTorch's own are to serve. Called before anything is changed, and
+    collective over each process group.
+    """
+    for mesh_info in (group.mesh_info, group.post_forward_mesh_info):  # the latter: reshard_after_forward=int
+        if isinstance(mesh_info, FSDPMeshInfo) and mesh_info.shard_mesh_size > 1:
+            try:
+                process_group = checked_group(mesh_info.shard_process_group)
+            except NotSupported as error:
+                return _unless_left(error)
+            check_group("fsdp2", process_group, group.device)
+    return True
 
 
 def _has_places(group: Any) -> bool:
     """Whether FSDP2 has the attributes for our collectives. If not, NotSupported, unless PyTorch's own are to serve."""
     missing = next((name for name in (*ADAPTERS, "comm_ctx") if not hasattr(group, name)), None)
-    if missing is None:
-        return True
-    error = NotSupported(
-        f"FSDP2 of PyTorch {torch.__version__} is not supported: expected parameter groups with {missing}, as in 2.11 "
-        "to 2.15"
+    return missing is None or _unless_left(
+        NotSupported(
+            f"FSDP2 of PyTorch {torch.__version__} is not supported: expected parameter groups with {missing}, as in "
+            "2.11 to 2.15"
+        )
     )
+
+
+def _unless_left(error: NotSupported) -> bool:
+    """Raises the error, or returns False where PyTorch's own collectives are to serve (fallback.py)."""
     if not falls_back("fsdp2", error):
         raise error
     hooks.record("fsdp2", "stock", str(error))

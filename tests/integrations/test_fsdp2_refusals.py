@@ -137,10 +137,16 @@ def test_the_one_parameter_group_of_older_versions() -> None:
         assert list(hooks._groups_of_module(SimpleNamespace(_get_fsdp_state=lambda state=state: state))) == expected
 
 
+THREADS = "group: expected ranks that are processes, got threads of one process (backend 'threaded')"
+
+
 def test_threads_as_ranks_are_refused_by_name() -> None:
-    (messages,) = values(run_ranks(1, _threads))
-    message = "group: expected ranks that are processes, got threads of one process (backend 'threaded')"
-    assert messages == [message] * 2
+    assert values(run_ranks(1, _threads)) == [[THREADS] * 2]
+
+
+def test_threads_as_ranks_are_left_to_pytorch_where_the_variable_says_so() -> None:
+    (found,) = values(run_ranks(1, _threads, env={"EP_PLUGIN_FALLBACK": "stock"}))
+    assert found == [f"0 groups, stock: {THREADS}, gradient 2.0"] * 2
 
 
 def _threads(rank: int) -> list[str]:
@@ -148,14 +154,21 @@ def _threads(rank: int) -> list[str]:
     from torch.testing._internal.distributed import multi_threaded_pg
 
     from ep_plugin.errors import NotSupported
-    from ep_plugin.integrations import fsdp2
+    from ep_plugin.integrations import fsdp2, hooks
+    from ep_plugin.integrations.groups import check_group
 
     def train(rank: int) -> str:
         dist.init_process_group("threaded", store=store, rank=rank, world_size=2)
         model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
-        with pytest.raises(NotSupported) as caught:
-            fsdp2.enable(model)
-        return str(caught.value)
+        try:
+            count = fsdp2.enable(model)
+        except NotSupported as error:
+            return str(error)
+        check_group("pipelining", dist.group.WORLD, "cpu")
+        model(torch.ones(2, 4)).sum().backward()
+        (row,) = (row for row in hooks.status() if row.name == "fsdp2")
+        gradient = next(model.parameters()).grad.to_local().mean().item()
+        return f"{count} groups, {row.state}: {row.detail}, gradient {gradient}"
 
     store = dist.HashStore()
     multi_threaded_pg._install_threaded_pg()
