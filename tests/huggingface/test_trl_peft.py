@@ -103,3 +103,4 @@ def test_who_averages_the_gradients_of_adapters(ours: Run, stock: Run) -> None:
     for run in (ours, stock):
         assert found(run)["adapters differ"] == 0.0  # Trainer does
         assert found(run)["gradients differ in a loop"] > 1e-3  # nobody does
+        assert found(run)["averages differ"] == 0.0 and found(run)["averages differ from the mean"] < 1e-6

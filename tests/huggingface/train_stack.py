@@ -110,6 +110,11 @@ def spread(tensors: list[torch.Tensor]) -> float:
     return float((everybody[0] - everybody[-1]).abs().max())
 
 
+def average(parameter: torch.Tensor) -> None:
+    """As in docs/fsdp2.md."""
+    dist.all_reduce(parameter.grad.div_(dist.get_world_size()))
+
+
 def length(completions, **_) -> list[float]:
     return [float(len(completion.split())) / 8 for completion in completions]
 
@@ -149,7 +154,19 @@ def main() -> None:
     model = get_peft_model(load(path), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
     batch = torch.tensor(WORDS[2 * dist.get_rank() :][:2]).to(model.device)
     model(input_ids=batch, labels=batch).loss.backward()
-    found["gradients differ in a loop"] = spread([adapter.grad for adapter in adapters_of(model)])
+    alone = [adapter.grad for adapter in adapters_of(model)]
+    found["gradients differ in a loop"] = spread(alone)
+    for adapter in adapters_of(model):
+        adapter.grad = None
+        adapter.register_post_accumulate_grad_hook(average)
+    model(input_ids=batch, labels=batch).loss.backward()
+    averaged = [adapter.grad for adapter in adapters_of(model)]
+    for gradient in alone:
+        dist.all_reduce(gradient)
+    found["averages differ"] = spread(averaged)
+    found["averages differ from the mean"] = max(
+        float((one - total / WORLD).abs().max()) for one, total in zip(averaged, alone, strict=True)
+    )
 
     found["saving the optimizer"] = refusal(lambda: sft(path, save_strategy="steps", save_only_model=False))
     found["resuming"] = refusal(lambda: resume(path))
