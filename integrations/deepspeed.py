@@ -14,16 +14,22 @@ that ep_plugin refuses, and on GPUs gathers of 64 MiB and more, whose memory pee
 
 from __future__ import annotations
 
+# ruff: noqa: E402  an old DeepSpeed is refused before what it lacks is imported
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+
+from ep_plugin.integrations import hooks
+
+hooks.check_version("deepspeed", getattr(deepspeed, "__version__", None))  # it may still be importing
+
 from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.comm.torch import TorchBackend
 
-from ep_plugin.integrations import hooks
 from ep_plugin.integrations.fallback import warn_once
 from ep_plugin.integrations.pairs import PairUser
 

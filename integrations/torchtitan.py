@@ -12,17 +12,23 @@ here, D hidden size, K experts per token, E experts in all, e on this rank, R ro
 
 from __future__ import annotations
 
+# ruff: noqa: E402  an old torchtitan is refused before what it lacks is imported
 import itertools
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torchtitan.config import override
-from torchtitan.models.common import token_dispatcher as stock
+import torchtitan
 
 from ep_plugin import MoECommunicator
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks
+
+hooks.check_version("torchtitan", torchtitan.__version__)
+
+from torchtitan.config import override
+from torchtitan.models.common import token_dispatcher as stock
+
 from ep_plugin.integrations.communicators import communicator_or_none, in_layer
 from ep_plugin.ranges import opener
 

@@ -9,6 +9,7 @@ import pytest
 
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks
+from tests.scripts_on_ranks import run_code
 
 PASSED = json.loads(Path(__file__).with_name("megatron_receipt.json").read_text())
 
@@ -35,3 +36,21 @@ def test_other_minor_versions_of_megatron_are_refused() -> None:
                 hooks.check_version("megatron", version)
     with pytest.raises(NotSupported, match="got 0.16.0"):
         hooks.check_version("megatron", "0.16.0")
+
+
+@pytest.mark.parametrize("name", [name for name, one in hooks.INTEGRATIONS.items() if one.package not in ("", "torch")])
+def test_an_old_framework_is_refused_where_a_script_imports_ours(name: str, tmp_path: Path) -> None:
+    """The same error for each, before something that an old version lacks is imported."""
+    package = tmp_path.joinpath(*hooks.INTEGRATIONS[name].package.split("."))
+    package.mkdir(parents=True)
+    for file in ("__init__.py", "package_info.py"):  # the latter: Megatron-core's
+        (package / file).write_text("__version__ = '0.1.2'\n")
+    status, output = run_code(f"import ep_plugin.integrations.{name}", tmp_path, PYTHONPATH=str(tmp_path))
+    last = output.splitlines()[-1]
+    assert status == 1 and last.startswith(f"ep_plugin.errors.NotSupported: {name}: expected ") and "got 0.1.2" in last
+
+
+def test_a_checkout_that_does_not_know_its_version_is_judged_by_its_signatures() -> None:
+    hooks.check_version("torchtitan", "0.0.0+unknown")
+    with pytest.raises(NotSupported, match="got 0.0.0"):
+        hooks.check_version("torchtitan", "0.0.0")
