@@ -19,13 +19,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.git_version_info import version as installed
 
 from ep_plugin.integrations import hooks
 
-hooks.check_version("deepspeed", getattr(deepspeed, "__version__", None))  # it may still be importing
+hooks.check_version("deepspeed", installed)  # deepspeed.__version__ may not be there yet
 
 from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.comm.torch import TorchBackend
@@ -35,32 +35,40 @@ from ep_plugin.integrations.pairs import PairUser
 
 __all__ = ["disable", "enable"]
 
-for _name in ("all_gather_into_tensor", "reduce_scatter_tensor", "_reduce_op"):
+_NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor")
+for _name in (*_NAMES, "_reduce_op"):
     hooks.check_signatures("deepspeed", TorchBackend, [_name])  # a decorator of DeepSpeed's hides their arguments
-_stock: dict[str, Callable[..., Any]] = {}
+_stock: dict[str, Callable[..., Any]] = {_name: getattr(TorchBackend, _name) for _name in _NAMES}
 _user = PairUser()
+_is_on = False
 
 
 def enable() -> None:
     """Serves the gathers and sums of every process group from now on. Call it on every rank, between steps."""
-    for ours in (all_gather_into_tensor, reduce_scatter_tensor):
-        name = ours.__name__
-        _stock.setdefault(name, getattr(TorchBackend, name))
-        hooks.replace("deepspeed", TorchBackend, name, ours)
+    global _is_on
+    hooks.replace("deepspeed", TorchBackend, "all_gather_into_tensor", all_gather_into_tensor)
+    hooks.replace("deepspeed", TorchBackend, "reduce_scatter_tensor", reduce_scatter_tensor)
+    _is_on = True
 
 
 def disable() -> None:
     """Restores what was replaced, and closes the collectives. Call it on every rank, between steps."""
+    global _is_on
     hooks.restore("deepspeed")
-    _stock.clear()
+    _is_on = False  # somebody else's wrapper may still call ours
     _user.leave()
 
 
 def all_gather_into_tensor(
-    self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    self: Any,
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: Any = None,
+    async_op: bool = False,
+    **others: Any,
 ) -> Any:
     """In the place of TorchBackend.all_gather_into_tensor."""
-    stock = functools.partial(_stock["all_gather_into_tensor"], self)
+    stock = functools.partial(_stock["all_gather_into_tensor"], self, **others)
     return _run("all_gather", stock, output_tensor, input_tensor, group, async_op)
 
 
@@ -71,27 +79,32 @@ def reduce_scatter_tensor(
     op: Any = ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
+    **others: Any,
 ) -> Any:
     """In the place of TorchBackend.reduce_scatter_tensor."""
-    stock = functools.partial(_stock["reduce_scatter_tensor"], self)
+    stock = functools.partial(_stock["reduce_scatter_tensor"], self, **others)
     return _run("reduce_scatter", stock, output_tensor, input_tensor, group, async_op, op=self._reduce_op(op))
 
 
 def _run(
     name: str,
-    stock: Callable[..., Any],
+    stock: functools.partial[Any],
     output: torch.Tensor,
     shards: torch.Tensor,
-    group: dist.ProcessGroup | None,
+    group: Any,
     async_op: bool,
     **op: Any,
 ) -> Any:
-    """Calls `name` of the group's Pair, or `stock`."""
+    """Calls `name` of the group's Pair, or `stock`. Arguments that are not known here go to stock with the rest."""
+    is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
+    if stock.keywords or not is_member or not _is_on or torch.compiler.is_compiling():
+        return stock(output, shards, group=group, async_op=async_op, **op)
     pair = _user.pair(group or dist.group.WORLD, output.device)
     reason = pair.why_left(name, output, **op)
     if reason is None:
+        work = pair.run(name, output, shards.contiguous(), async_op, **op)
         hooks.served("deepspeed")
-        return pair.run(name, output, shards, async_op, **op)
+        return work
     hooks.left("deepspeed")
     warn_once("deepspeed", f"{reason} are left to DeepSpeed's own collectives")
     return stock(output, shards, group=group, async_op=async_op, **op)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.errors import NotSupported
+from ep_plugin.runtime.streams import record_stream
 from ep_plugin.transport.groups import is_alive, timeout_of
 
 # By device, the gathered bytes from which PyTorch's own collective gathers into memory that peers have not mapped. On
@@ -83,6 +84,7 @@ class Pair:
         if stream is None:
             stream = self._streams[name] = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
+        record_stream(stream, (output, shards))  # the caller may free either before the stream has come to them
         with torch.cuda.stream(stream):
             return collective(output, shards, async_op=True, **options)
 

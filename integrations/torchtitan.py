@@ -24,7 +24,7 @@ from ep_plugin import MoECommunicator
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks
 
-hooks.check_version("torchtitan", torchtitan.__version__)
+hooks.check_version("torchtitan", getattr(torchtitan, "__version__", None))
 
 from torchtitan.config import override
 from torchtitan.models.common import token_dispatcher as stock

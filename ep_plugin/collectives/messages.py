@@ -30,8 +30,9 @@ from ep_plugin.transport.exchange import Exchange
 _KEPT = 16  # calls whose tensors are kept, at least, before the finished ones are looked for
 _OVERDUE = 3  # of _C.CpuMessages.wait
 _LONGEST_NS = 2**62
-_TAGS = 2**20  # tags of our messages to other nodes begin here
-_KINDS = 2**9  # and a channel has so many
+# Tags of our messages to other nodes are _TAGS and more, and below 2**31. Two sizes have the same if they differ by a
+# multiple of the prime number _SIZES.
+_TAGS, _OBJECTS, _SIZES = 2**30, 2**9, 2**17 - 1
 # Ranks compare positions in this list.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -143,15 +144,15 @@ class MessageEngine(GroupEngine):
             started.transfers += [Transfer(ops[0], work) for work in dist.batch_isend_irecv(calls)] if ops else []
             return
         for op in ops:
-            header = torch.tensor(_header(op))
+            header = torch.tensor(_header(op), device="cpu")
             started.transfers.append(Transfer(op, self._transfer(op, header, 0), header))
-            started.transfers.append(Transfer(op, self._transfer(op, op.tensor, _kind(op))))
-        # Headers come whatever they say. Tensors that differ never meet.
+            started.transfers.append(Transfer(op, self._transfer(op, op.tensor, 1 + sum(_header(op)) % _SIZES)))
+        # A header arrives in any case, and a tensor that differs from what is expected never does.
         started.transfers.sort(key=lambda one: one.header is None or not one.op.receives)
 
-    def _transfer(self, op: Posted, tensor: torch.Tensor, kind: int) -> dist.Work:
+    def _transfer(self, op: Posted, tensor: torch.Tensor, place: int) -> dist.Work:
         begin = dist.irecv if op.receives else dist.isend
-        work = begin(tensor, group=self._group, tag=self._tag(op, kind), **self._peer(op))
+        work = begin(tensor, group=self._group, tag=self._tag(op, place), **self._peer(op))
         assert work is not None
         return work
 
@@ -180,17 +181,22 @@ class MessageEngine(GroupEngine):
 
     def _wait_for_all(self, started: Started, timeout: datetime.timedelta | None) -> bool:
         limit = 0 if not timeout else min(max(1, int(timeout.total_seconds() * 1e9)), _LONGEST_NS)
+        until = time.monotonic() + limit / 1e9 if limit else None
         result = self.messages.wait(started.tickets, limit, self.comm.timeout_ns)
         if result == _OVERDUE:
             return False
         if result:
             raise self.error()
-        with started.waiting:
+        if not started.waiting.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic())):
+            return False
+        try:
             while started.transfers:
-                if self.closed:
+                if self.closed or self._error is not None:
                     raise self.error()
-                self._wait_for(started.transfers[0], timeout)
+                self._wait_for(started.transfers[0], until)
                 started.transfers.pop(0)
+        finally:
+            started.waiting.release()
         return True
 
     def close(self) -> None:
@@ -246,18 +252,23 @@ class MessageEngine(GroupEngine):
     def _peer(self, op: Posted) -> dict[str, int]:
         return {"group_src" if op.receives else "group_dst": op.peer}
 
-    def _tag(self, op: Posted, kind: int) -> int:
-        """Tells the messages of this object from those of others of its group, and from the caller's."""
-        return _TAGS + (self.exchange.number * _C.max_message_channels + op.channel) * _KINDS + kind
+    def _tag(self, op: Posted, place: int) -> int:
+        """Tells the messages of this object from those of others of its group, and from the caller's. place: 0 for
+        headers. Tensors of other sizes or dtypes have other places, since gloo ends the process of a rank that receives
+        more than it expects."""
+        number = self.exchange.number % _OBJECTS
+        return _TAGS + (number * _C.max_message_channels + op.channel) * (_SIZES + 1) + place
 
-    def _wait_for(self, transfer: Transfer, timeout: datetime.timedelta | None) -> None:
+    def _wait_for(self, transfer: Transfer, until: float | None = None) -> None:
+        """until: a time.monotonic(); None: the group's timeout."""
         op, work = transfer.op, transfer.work
+        seconds = self.timeout_s if until is None else max(1e-3, until - time.monotonic())
         with self.on_rail():  # a failure on another node may be known
             try:
-                if self.device.type == "cuda" and not timeout:
+                if self.device.type == "cuda" and until is None:
                     work.wait()  # with a time, the host would wait
                 else:
-                    work.wait(timeout or datetime.timedelta(seconds=self.timeout_s))
+                    work.wait(datetime.timedelta(seconds=seconds))
             except RuntimeError as error:
                 raise PeerTimeout(
                     f"{self.name}: rank {self.rank} waited for rank {op.peer} of another node at step send-receive: "
@@ -288,7 +299,7 @@ class MessageEngine(GroupEngine):
                 try:
                     for one in started.transfers:
                         if not one.op.receives:
-                            self._wait_for(one, None)
+                            self._wait_for(one)
                     started.transfers = [one for one in started.transfers if one.op.receives]
                 except EpPluginError as error:
                     return error
@@ -305,12 +316,6 @@ class MessageEngine(GroupEngine):
 def _header(op: Posted) -> list[int]:
     """What both ends of a message compare, in the order of `MessageEngine.described`."""
     return [op.tensor.numel(), _dtype_and_order(op)]
-
-
-def _kind(op: Posted) -> int:
-    """Tells tensors of different headers apart. gloo ends the process of a rank that receives more than it expects, and
-    lets those of different tags wait."""
-    return 1 + sum(_header(op)) % (_KINDS - 1)
 
 
 def _dtype_and_order(op: Posted) -> int:

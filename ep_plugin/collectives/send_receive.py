@@ -51,8 +51,8 @@ class SendReceive:
     one that is received must not be read, before the operation's `Work` has been waited for. Messages of one source,
     destination and channel arrive in the order of their sends.
 
-    Tensors are contiguous or, inside a node, have no gaps and the same order of dimensions in memory at both ends, such
-    as channels_last.
+    Tensors are contiguous, or have no gaps and the same order of dimensions in memory at both ends, such as
+    channels_last. Between GPUs of different nodes they must be contiguous.
 
     On GPUs an operation starts after what the caller's stream has then. A CUDA graph may capture operations of ranks of
     one node together with their `wait()`. Wait for all eager operations before a replay.

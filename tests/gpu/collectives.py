@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter, NotSupported, PeerTimeout
 from ep_plugin.errors import DisagreementError, PeerAborted
+from ep_plugin.integrations.pairs import PairUser
 from tests.collectives.collective_cases import BF16, DTYPES, FP16, FP32, reduced, same_bits, shard
 from tests.gpu.checks import device_of
 
@@ -208,6 +209,30 @@ def two_groups(rank: int, size: int, calls: int) -> list[list[int]]:
         assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
         assert all(len(gather.engine_on(device).blocks) <= 12 for gather in (every, some))
         return wrong.nonzero().tolist()
+
+
+def inputs_that_are_freed(rank: int, size: int) -> int:
+    """Asynchronous calls whose inputs nobody keeps, while rank 1 is late. Returns how many were right."""
+    device, count, right = device_of(rank), 1 << 20, 0
+    torch.cuda.set_device(device)
+    pair = PairUser().pair(dist.group.WORLD, device)
+    wholes, parts = torch.empty(size * count, device=device), torch.empty(count, device=device)
+    expected = torch.arange(1.0, size + 1, device=device)
+    for _ in range(4):  # in the first the memory is made
+        for name, output, given in (("all_gather", wholes, count), ("reduce_scatter", parts, size * count)):
+            torch.cuda.synchronize()
+            dist.barrier()
+            if rank == 1:
+                torch.cuda._sleep(200_000_000)
+            mine = torch.full((given,), rank + 1.0, device=device)
+            work = pair.run(name, output, mine, async_op=True)
+            del mine
+            other = torch.full((given,), -1.0, device=device)  # in the same memory, if that is free
+            work.wait()
+            wanted = expected.repeat_interleave(count) if output is wholes else expected.sum().expand(count)
+            right += bool(torch.equal(output, wanted)) and bool((other == -1).all())
+    pair.close()
+    return right
 
 
 def _taken(device: torch.device) -> tuple[int, int]:

@@ -46,6 +46,11 @@ def test_reduce_scatters_of_two_streams_take_turns_in_their_slots(size: int) -> 
     values(run_ranks(size, collectives.scatters_of_two_streams, size, 20, timeout_s=100))
 
 
+@pytest.mark.gpu(1)
+def test_inputs_of_asynchronous_calls_may_be_freed_early() -> None:
+    assert values(run_ranks(2, collectives.inputs_that_are_freed, 2, timeout_s=100)) == [8, 8]
+
+
 @pytest.mark.gpu(4)
 def test_two_nodes_of_two_over_nccl() -> None:
     environment = {"EP_PLUGIN_RANKS_PER_NODE": "2"}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -97,13 +98,57 @@ def _leaves_the_rest(rank: int, size: int) -> None:
     assert summed.tolist() == 3 * [size - 1.0]
     assert (_row().served, _row().left) == (0, 1)
     pair = dist.new_group([0, 1])
-    if rank < 2:
+    if rank == 2:
+        assert deepspeed.comm.allgather_fn(gathered[:6], gathered[:3], group=pair) is None
+    else:
         deepspeed.comm.allgather_fn(gathered[:6], torch.full((3,), rank, dtype=torch.uint8), group=pair)
         work = deepspeed.comm.reduce_scatter_fn(summed, torch.full((6,), 1.0 + rank), group=pair, async_op=True)
         work.wait()
         assert gathered[:6].tolist() == [0, 0, 0, 1, 1, 1]
         assert summed.tolist() == 3 * [3.0]
-        assert (_row().served, _row().left) == (2, 1)
+        strided = torch.full((6, 2), 1.0 + rank)[:, 0]
+        deepspeed.comm.reduce_scatter_fn(summed, strided if rank else strided.contiguous(), group=pair)
+        assert summed.tolist() == 3 * [3.0]
+        assert (_row().served, _row().left) == (3, 1)
+    ours.disable()
+
+
+def _compiles(rank: int, size: int) -> None:
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
+    import deepspeed
+
+    from ep_plugin.integrations import deepspeed as ours
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    ours.enable()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def gather(part: torch.Tensor) -> torch.Tensor:
+        whole = torch.empty(size * len(part))
+        deepspeed.comm.all_gather_into_tensor(whole, part)
+        return whole + 1
+
+    assert gather(torch.full((2,), float(rank))).tolist() == [1.0 + peer for peer in range(size) for _ in range(2)]
+
+
+def _outlives_a_wrapper(rank: int, size: int) -> None:
+    """Somebody wraps our method, and we are disabled and enabled again below it."""
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
+    import deepspeed
+    from deepspeed.comm.torch import TorchBackend
+
+    from ep_plugin.integrations import deepspeed as ours
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    ours.enable()
+    wrapped = TorchBackend.all_gather_into_tensor
+    TorchBackend.all_gather_into_tensor = lambda *args, **kwargs: wrapped(*args, **kwargs)
+    for turn, served in enumerate((1, 1, 2)):
+        whole = torch.empty(size)
+        deepspeed.comm.allgather_fn(whole, torch.tensor([float(rank + turn)]))
+        assert whole.tolist() == [float(peer + turn) for peer in range(size)]
+        assert _row().served == served
+        ours.enable() if turn else ours.disable()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -114,3 +159,8 @@ def test_zero_trains_like_stock(stage: int, size: int, dtype: torch.dtype) -> No
 
 def test_other_operations_are_left_to_deepspeed() -> None:
     on_ranks(3, _leaves_the_rest)
+
+
+@pytest.mark.parametrize("case", [_compiles, _outlives_a_wrapper])
+def test_others_may_compile_and_wrap_the_methods(case: Callable[[int, int], None]) -> None:
+    on_ranks(2, case)
