@@ -1,15 +1,6 @@
-"""DeepSpeed: the parameter gathers and the gradient sums of ZeRO through ep_plugin.
+"""DeepSpeed: the parameter gathers and the gradient sums of ZeRO through ep_plugin (docs/deepspeed.md).
 
-    from ep_plugin.integrations import deepspeed
-
-    deepspeed.enable()  # on every rank, before deepspeed.initialize; deepspeed.disable() restores DeepSpeed's own
-
-``EP_PLUGIN=deepspeed`` in the environment does the same in an unmodified script. Two methods of DeepSpeed's
-`TorchBackend` are replaced. ZeRO-3 gathers parameters and sums gradients through them; ZeRO-1 and ZeRO-2 gather through
-one.
-
-Left to DeepSpeed, and said once by a warning: other operations and dtypes than `HierarchicalReduceScatter` adds, groups
-that ep_plugin refuses, and on GPUs gathers of 64 MiB and more, whose memory peers have not mapped (pairs.py).
+Left to DeepSpeed are calls that `Pair.why_left` names, said once by a warning, and those of code that is compiled.
 """
 
 from __future__ import annotations
@@ -67,7 +58,6 @@ def all_gather_into_tensor(
     async_op: bool = False,
     **others: Any,
 ) -> Any:
-    """In the place of TorchBackend.all_gather_into_tensor."""
     stock = functools.partial(_stock["all_gather_into_tensor"], self, **others)
     return _run("all_gather", stock, output_tensor, input_tensor, group, async_op)
 
@@ -81,7 +71,6 @@ def reduce_scatter_tensor(
     async_op: bool = False,
     **others: Any,
 ) -> Any:
-    """In the place of TorchBackend.reduce_scatter_tensor."""
     stock = functools.partial(_stock["reduce_scatter_tensor"], self, **others)
     return _run("reduce_scatter", stock, output_tensor, input_tensor, group, async_op, op=self._reduce_op(op))
 
