@@ -147,7 +147,7 @@ class MessageEngine(GroupEngine):
             header = torch.tensor(_header(op), device="cpu")
             started.transfers.append(Transfer(op, self._transfer(op, header, 0), header))
             started.transfers.append(Transfer(op, self._transfer(op, op.tensor, 1 + sum(_header(op)) % _SIZES)))
-        # A header arrives in any case, and a tensor that differs from what is expected never does.
+        # Headers first: they arrive in any case. A tensor of another size or dtype has another tag, and never does.
         started.transfers.sort(key=lambda one: one.header is None or not one.op.receives)
 
     def _transfer(self, op: Posted, tensor: torch.Tensor, place: int) -> dist.Work:

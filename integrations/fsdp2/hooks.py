@@ -175,10 +175,10 @@ def _groups_of_module(module: FSDPModule) -> Iterator[Any]:
 
 
 def _has_process_groups(group: Any) -> bool:
-    """Whether ours or PyTorch's collectives serve the process groups of a parameter group, as our adapters decide.
+    """Whether our adapters may serve a parameter group, which leave to PyTorch what they do not serve.
 
-    If its ranks are threads, NotSupported, unless PyTorch's own are to serve. Called before anything is changed, and
-    collective over each process group.
+    False if its ranks are threads and PyTorch's own collectives are to serve (fallback.py). NotSupported for threads
+    and other groups that nobody is to serve. Called before anything is changed; collective over each process group.
     """
     for mesh_info in (group.mesh_info, group.post_forward_mesh_info):  # the latter: reshard_after_forward=int
         if isinstance(mesh_info, FSDPMeshInfo) and mesh_info.shard_mesh_size > 1:

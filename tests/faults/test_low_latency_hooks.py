@@ -84,7 +84,7 @@ class Calls:
 
 
 def killed(rank: int, case: Case, place: str, victims: tuple[int, ...], device: str = "cpu") -> tuple[Any, float]:
-    """Whom a survivor names, and after how many seconds."""
+    """The rank that a survivor names, and the seconds until then."""
     calls = Calls(rank, case, device, place if rank in victims else "", shrink=False)
     began = time.monotonic()
     with pytest.raises(PeerTimeout) as caught:
@@ -100,7 +100,7 @@ def killed(rank: int, case: Case, place: str, victims: tuple[int, ...], device: 
 
 
 def masked(rank: int, case: Case, place: str, victims: tuple[int, ...], device: str = "cpu") -> list[int]:
-    """Whom a survivor has masked, once its results are right again. Where all has been sent, they are right at once."""
+    """The ranks that a survivor has masked, once its results are right again: at once, where all has been sent."""
     calls = Calls(rank, case, device, place if rank in victims else "", shrink=True)
     with named("the call in which they die"):
         calls.round_trip(1, lost=victims if place == BETWEEN[0] else (), exact=place in BETWEEN)
