@@ -4,7 +4,7 @@ Addresses and streams are integers. Enums are those of csrc/common/layout.h and 
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import dataclass_transform
+from typing import Any, Self, dataclass_transform
 
 max_ranks: int
 max_topk: int
@@ -100,6 +100,8 @@ def e4m3(magnitude: float, scale: float) -> int:
 @dataclass_transform(eq_default=False, kw_only_default=True)
 class _Struct:
     """A struct of api.h, whose constructor takes the fields as keywords."""
+
+    def copy(self) -> Self: ...
 
 class MetaLayout(_Struct):
     """The first int32 word of each part of a handle's routing metadata, and how many words there are in all."""

@@ -165,7 +165,12 @@ def layout_of(
 
 def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
     """Ids from -1 to E - 1, on CPUs and, with EP_PLUGIN_CHECK_IDS=1, on GPUs."""
-    if topk_idx.numel() and (topk_idx.device.type == "cpu" or env.check_ids()):
+    on_cpu = topk_idx.device.type == "cpu"
+    if topk_idx.numel() and (on_cpu or env.check_ids()):
+        if on_cpu and topk_idx.is_contiguous():
+            size = topk_idx.element_size(), *topk_idx.shape
+            if _C.find_bad_id(topk_idx.data_ptr(), *size, num_experts) is None:
+                return
         least, most = int(topk_idx.min()), int(topk_idx.max())
         if least < -1 or most >= num_experts:
             raise ValueError(f"topk_idx: expected ids from -1 to {num_experts - 1}, got {least} to {most}")
@@ -259,6 +264,5 @@ def _check_pairs(
         raise ValueError(
             f"topk_idx: expected 1 to {min(MAX_TOPK, num_experts)} experts per token, got {topk_idx.shape[1]}"
         )
-    check_ids(topk_idx, num_experts)
     if weights is not None:
         check_tensor("topk_weights", weights, (torch.float32,), *topk_idx.shape)

@@ -126,13 +126,14 @@ def _last_sources(comm: MoECommunicator) -> torch.Tensor:
 
 def low_latency_parts(layout: Any, plan: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """src_info and layout_range of a plan. layout: its _C.LlPlanLayout. rows: of each expert."""
-    src_info = plan[layout.src_info : layout.rows].view(-1, rows)
-    ranges = plan[layout.layout_range : layout.src_tokens].view(torch.int64)
-    return src_info, ranges.view(src_info.shape[0], -1)
+    local = (layout.rows - layout.src_info) // rows
+    words = (layout.src_tokens - layout.layout_range) // local
+    ranges = plan.as_strided((local, words), (words, 1), layout.layout_range)
+    return plan.as_strided((local, rows), (rows, 1), layout.src_info), ranges.view(torch.int64)
 
 
-def check_low_latency(handle: Any, size: int) -> LowLatencyHandle:
-    """The parts of a low-latency handle of a group of `size` ranks. ValueError for anything else."""
+def parts_of(handle: Any) -> LowLatencyHandle:
+    """The parts of a low-latency handle. ValueError for anything else."""
     parts = tuple(handle) if isinstance(handle, (tuple, list)) else ()
     kinds = (torch.Tensor, torch.Tensor, int, int, int)
     if len(parts) != len(kinds) or not all(map(isinstance, parts, kinds)):
@@ -140,7 +141,12 @@ def check_low_latency(handle: Any, size: int) -> LowLatencyHandle:
         raise ValueError(
             f"handle: expected what low_latency_dispatch returned, (src_info, layout_range, T_max, H, E), got {got}"
         )
-    src_info, layout_range, max_tokens, hidden, num_experts = parts
+    return parts
+
+
+def check_low_latency(handle: LowLatencyHandle, size: int) -> None:
+    """ValueError unless the parts of a handle are those of a group of `size` ranks."""
+    src_info, layout_range, max_tokens, hidden, num_experts = handle
     if max_tokens < 1 or hidden < 1 or num_experts < 1 or num_experts % size:
         raise ValueError(
             f"handle: expected positive T_max, H and E, a multiple of {size} ranks, got {max_tokens}, {hidden} and "
@@ -157,7 +163,6 @@ def check_low_latency(handle: Any, size: int) -> LowLatencyHandle:
                 f"handle: expected {name} as {dtype} of shape {[local, columns]}, got {given.dtype} of shape "
                 f"{list(given.shape)}"
             )
-    return src_info, layout_range, max_tokens, hidden, num_experts
 
 
 def plan_behind(src_info: torch.Tensor, layout: Any) -> torch.Tensor:

@@ -27,6 +27,7 @@ from ep_plugin.moe.in_flight import Operation, Work, untraced
 from ep_plugin.moe.layout import DispatchResult
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine, slots_of
 from ep_plugin.runtime.streams import resolve_device
+from ep_plugin.runtime.tensors import KnownCalls, call_of
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.groups import timeout_of
 
@@ -66,6 +67,7 @@ class LowLatencyCalls:
     def __init__(self) -> None:
         self._low_latency: dict[tuple[int, int, int, torch.device], MoECommunicator] = {}
         self._combine_buffers: dict[tuple[int, int, int, torch.device], _CombineBuffers] = {}
+        self._known = KnownCalls()
         self._masked = [0] * self.group_size  # as set by calls, for communicators that are made later
 
     @staticmethod
@@ -139,15 +141,21 @@ class LowLatencyCalls:
         """
         self._check_low_latency("low_latency_dispatch")
         _check_async(async_finish, return_recv_hook)
-        max_tokens = _check_max_tokens(num_max_dispatch_tokens_per_rank)
-        arguments.check_experts(num_experts, self.group_size)
+        max_tokens = num_max_dispatch_tokens_per_rank
         stats = {"cumulative": cumulative_local_expert_recv_stats, "wait_cost": dispatch_wait_recv_cost_stats}
-        arguments.check_low_latency_dispatch(x, topk_idx, max_tokens, num_experts, use_fp8)
-        self._check_stats(
-            num_experts,
-            cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
-            dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
-        )
+        form = _C.form_of(x, topk_idx, *stats.values())
+        call = call_of(form, "dispatch", max_tokens, num_experts, use_fp8, round_scale, use_ue8m0)
+        if not self._known.find(call):
+            _check_max_tokens(max_tokens)
+            arguments.check_experts(num_experts, self.group_size)
+            arguments.check_low_latency_dispatch(x, topk_idx, max_tokens, num_experts, use_fp8)
+            self._check_stats(
+                num_experts,
+                cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
+                dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
+            )
+            self._known.remember(call)
+        arguments.check_ids(topk_idx, num_experts)
         quantize = arguments.quantized_as(use_fp8, round_scale, use_ue8m0)
         hidden = x.shape[1]
         comm = self._open(max_tokens, hidden, num_experts, x.device)
@@ -198,16 +206,22 @@ class LowLatencyCalls:
         _check_async(async_finish, return_recv_hook)
         if use_logfmt and zero_copy:
             raise ValueError("zero_copy: expected False with use_logfmt=True, got True")
-        src_info, _, max_tokens, hidden, num_experts = handles.check_low_latency(handle, self.group_size)
-        arguments.check_low_latency_combine(x, topk_idx, topk_weights, out, handle, use_logfmt)
-        self._check_stats(num_experts, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
+        src_info, layout_range, *sizes = handles.parts_of(handle)
+        form = _C.form_of(x, topk_idx, topk_weights, src_info, layout_range, out, combine_wait_recv_cost_stats)
+        call = call_of(form, "combine", *sizes, use_logfmt)
+        max_tokens, hidden, num_experts = sizes
+        if not self._known.find(call):
+            handles.check_low_latency(handle, self.group_size)
+            arguments.check_low_latency_combine(x, topk_idx, topk_weights, out, handle, use_logfmt)
+            self._check_stats(num_experts, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats)
+            self._known.remember(call)
+        arguments.check_ids(topk_idx, num_experts)
         comm = self._open(max_tokens, hidden, num_experts, x.device)
         plan = handles.plan_behind(src_info, comm.engine.plan_layout(max_tokens, topk_idx.shape[1]))
         rows = self._combine_buffer(handle, sends=True) if zero_copy else x
 
         def make() -> Operation:
-            routing = comm.engine.routing_of_plan(plan, topk_idx.contiguous(), self.group_size * max_tokens)
-            given = rows, topk_weights.contiguous(), None, None, routing, comm.number
+            given = rows, topk_weights.contiguous(), None, None, (topk_idx.contiguous(), plan), comm.number
             return comm.new_combine(*given, out=out, logfmt=use_logfmt, wait_cost=combine_wait_recv_cost_stats)
 
         reads = (rows, topk_idx, topk_weights, plan, out, combine_wait_recv_cost_stats)
@@ -219,7 +233,7 @@ class LowLatencyCalls:
         """bfloat16 ``[E_l, N, H]``: rows for the next combine with ``zero_copy=True``. Two tensors take turns, which
         this Buffer keeps. Fill it before that combine."""
         self._check_low_latency("get_next_low_latency_combine_buffer")
-        handles.check_low_latency(handle, self.group_size)
+        handles.check_low_latency(handles.parts_of(handle), self.group_size)
         return self._combine_buffer(handle, sends=False)
 
     # -- masks ---------------------------------------------------------------------------------------------------

@@ -121,12 +121,9 @@ def check_dispatch(engine: Engine, call: DispatchCall) -> None:
             raise ValueError("topk_weights: expected None beside rows of torch.float64 on cuda, got weights")
     if call.scales is not None:
         _check_scales(engine, call.scales, tokens)
+    check_capture(engine, call)
     if call.capacity is not None:
         _check_capacity(engine, call)
-    elif call.previous is None and engine.streams.capturing():
-        raise ValueError(
-            "capacity: expected a number of rows while a CUDA graph is captured, since the host cannot wait, got None"
-        )
     elif call.previous is not None and is_bounded(call.previous):
         raise ValueError(
             "capacity: expected a number of rows, since previous_handle was made with one and the host knows no other, "
@@ -135,6 +132,14 @@ def check_dispatch(engine: Engine, call: DispatchCall) -> None:
     if call.previous is not None and call.previous.tensors.topk_ids.shape != ids.shape:
         expected = tuple(call.previous.tensors.topk_ids.shape)
         raise ValueError(f"topk_ids: expected the shape {expected} of previous_handle, got {tuple(ids.shape)}")
+
+
+def check_capture(engine: Engine, call: DispatchCall) -> None:
+    """In the capture of a CUDA graph, the host knows the output's rows by itself."""
+    if call.capacity is None and call.previous is None and engine.streams.capturing():
+        raise ValueError(
+            "capacity: expected a number of rows while a CUDA graph is captured, since the host cannot wait, got None"
+        )
 
 
 def check_combine(
@@ -184,22 +189,31 @@ def is_bounded(routing: Routing) -> bool:
 
 def check_handle_tensors(engine: Engine, name: str, handle: DispatchHandle, num_totals: int) -> None:
     """A handle's tensors are of the dtypes and on the devices that dispatch made them, and totals of its size."""
-    check_tensors(**{f"{name}.{field}": tensor for field, tensor in zip(handle._fields, handle[:-1], strict=False)})
-    if handle.topk_ids.dim() != 2:
-        raise ValueError(f"{name}.topk_ids: expected 2 dimensions, got shape {tuple(handle.topk_ids.shape)}")
     totals = handle.totals
+    check_tensors(**{f"{name}.totals": totals})
+    check_handle_words(engine, name, **dict(zip(handle._fields, handle[:3], strict=False)))
     check_memory(f"{name}.totals", totals)
     if totals.device.type != "cpu" or totals.dtype is not torch.int64 or totals.shape not in ((1,), (num_totals,)):
         raise ValueError(
             f"{name}.totals: expected 1 or {num_totals} torch.int64 in host memory, got shape "
             f"{tuple(totals.shape)} of {totals.dtype} on {totals.device}"
         )
-    for field, tensor in zip(handle._fields, handle[:3], strict=False):
+
+
+def check_handle_words(
+    engine: Engine, name: str, id_dtypes: tuple[torch.dtype, ...] = (torch.int32,), **words: torch.Tensor
+) -> None:
+    """The tensors of a handle that kernels read, by field, are as, and where, dispatch made them."""
+    check_tensors(**{f"{name}.{field}": tensor for field, tensor in words.items()})
+    if words["topk_ids"].dim() != 2:
+        raise ValueError(f"{name}.topk_ids: expected 2 dimensions, got shape {tuple(words['topk_ids'].shape)}")
+    for field, tensor in words.items():
         _check_here(engine, f"{name}.{field}", tensor)
         if not tensor.is_contiguous():
             raise ValueError(f"{name}.{field}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
-        if tensor.dtype is not torch.int32:
-            raise ValueError(f"{name}.{field}: expected torch.int32, got {tensor.dtype}")
+        known = id_dtypes if field == "topk_ids" else (torch.int32,)
+        if tensor.dtype not in known:
+            raise ValueError(f"{name}.{field}: expected {' or '.join(map(str, known))}, got {tensor.dtype}")
 
 
 def check_handle_shapes(name: str, handle: DispatchHandle, plan_words: int, slots: int) -> None:
@@ -279,12 +293,15 @@ def _check_ids(engine: Engine, ids: torch.Tensor, tokens: int) -> None:
         raise ValueError(f"topk_ids: expected 1 to topk={most} experts per token, got {ids.shape[1]}")
     if not ids.is_contiguous():
         raise ValueError(f"topk_ids: expected a contiguous tensor, got strides {tuple(ids.stride())}")
-    on_cpu = engine.device.type == "cpu"
-    if on_cpu or (env.check_ids() and not engine.streams.capturing()):
-        _check_id_values(engine, ids if on_cpu else ids.cpu())
+    check_id_values(engine, ids)
 
 
-def _check_id_values(engine: Engine, ids: torch.Tensor) -> None:
+def check_id_values(engine: Engine, ids: torch.Tensor) -> None:
+    """ids ``[T, K]`` of known experts, none twice for a token: on CPUs, and on GPUs with EP_PLUGIN_CHECK_IDS=1."""
+    if engine.device.type != "cpu":
+        if not env.check_ids() or engine.streams.capturing():
+            return
+        ids = ids.cpu()
     bad = _C.find_bad_id(ids.data_ptr(), ids.element_size(), ids.shape[0], ids.shape[1], engine.config.num_experts)
     if bad is None:
         return

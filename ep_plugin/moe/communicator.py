@@ -25,7 +25,7 @@ from ep_plugin.moe.high_throughput.combine import Combine
 from ep_plugin.moe.high_throughput.dispatch import Dispatch
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 from ep_plugin.moe.in_flight import CombineWork, DispatchWork, InFlight, Operation, untraced
-from ep_plugin.moe.layout import DispatchHandle, DispatchOutput, DispatchResult, HandleSizes
+from ep_plugin.moe.layout import NOTHING, DispatchHandle, DispatchOutput, DispatchResult, HandleSizes
 from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
@@ -37,6 +37,7 @@ from ep_plugin.runtime.streams import resolve_device
 from ep_plugin.transport.groups import Group, checked_group
 
 _NUM_RESULTS = len(DispatchResult._fields)
+_NUM_ROUTING = len(DispatchHandle._fields) - 1  # tensors of a handle
 
 
 class MoECommunicator:
@@ -82,6 +83,7 @@ class MoECommunicator:
         """Makes the operation of a dispatch from its operator's arguments."""
         self.new_combine: Callable[..., Operation]
         self.handle_sizes: HandleSizes
+        self._num_routing = _NUM_ROUTING  # tensors of a handle that operations need
         self.nodes: Nodes | None = None
         """What operations over several nodes share; None on one node."""
         sizes = self._open_low_latency(group, resolved) if config.mode == "ll" else self._open(group, resolved)
@@ -102,6 +104,7 @@ class MoECommunicator:
         """Does the same for a low-latency communicator."""
         engine = self.engine = LowLatencyEngine(group, self.config, device)
         self.in_flight, self.handle_sizes = LowLatencyInFlight(engine), engine
+        self._num_routing = 2  # topk_ids and the plan
         self.new_dispatch = functools.partial(LowLatencyDispatch, engine)
         self.new_combine = functools.partial(LowLatencyCombine, engine)
         return f"{engine.config_hash} {engine.size} ll"
@@ -362,7 +365,9 @@ class MoECommunicator:
         _, _, topk_weights, scales, handle, capacity, quantize = given
         made = DispatchResult(*tensors[:_NUM_RESULTS])
         if handle is None:
-            handle = DispatchHandle._make((*tensors[_NUM_RESULTS:], self.number))
+            routing = tensors[_NUM_RESULTS:]
+            nothing = (NOTHING,) * (_NUM_ROUTING - len(routing))
+            handle = DispatchHandle._make((*routing, *nothing, self.number))
         layout = self.config.resolved_layout
         low_latency = layout is DispatchLayout.EXPERT_MAJOR
         limits = None if capacity is None or low_latency else made.limits
@@ -408,4 +413,4 @@ class MoECommunicator:
             raise ValueError(
                 f"{name}: expected one of communicator {self.number}, got one of communicator {handle.comm}"
             )
-        return list(handle[:-1])
+        return list(handle[: self._num_routing])

@@ -53,6 +53,10 @@ class DispatchOutput(NamedTuple):
     required: torch.Tensor | None
 
 
+NOTHING = torch.empty(0, dtype=torch.int32, device="cpu")
+"""In the place of a handle's tensor that its layout does not need."""
+
+
 class DispatchHandle(NamedTuple):
     """The routing of one dispatch, for combine and for ``previous_handle=``: ordinary tensors and a number.
 
@@ -67,12 +71,12 @@ class DispatchHandle(NamedTuple):
     ``[T, R]``, position among this rank's rows for each rank, -1: none; ``[T, K]``, position among this rank's pairs
     for the expert, -1: dropped. EXPERT_MAJOR: as LlPlanLayout of ``csrc/common/low_latency.h``."""
     recv_rows: torch.Tensor
-    """int32 ``[slots, K]``, the output row of each received pair, -1: none. EXPERT_MAJOR: ``[0, K]``; the plan has
-    them."""
+    """int32 ``[slots, K]``, the output row of each received pair, -1: none. Empty in EXPERT_MAJOR, as are the totals:
+    the plan says all."""
     totals: torch.Tensor
     """int64 on the host: slots, rows, most rows from any rank to any and from any to all, rows of each local expert.
 
-    With ``capacity``, that alone. EXPERT_MAJOR: the rows of the output."""
+    With ``capacity``, that alone."""
     comm: int
     """The number of the communicator that made it."""
 
@@ -109,7 +113,7 @@ class DispatchResult(NamedTuple):
     tokens: torch.Tensor
     scales: torch.Tensor | None
     weights: torch.Tensor | None
-    ids: torch.Tensor
+    ids: torch.Tensor | None
     expert_counts: torch.Tensor
     expert_offsets: torch.Tensor
     limits: torch.Tensor | None

@@ -20,7 +20,7 @@ from ep_plugin.moe.arguments import check_devices
 from ep_plugin.moe.high_throughput.dispatch import empty_rows
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchCall
-from ep_plugin.moe.low_latency.dispatch import check_capacity, empty_result, handle_tensors
+from ep_plugin.moe.low_latency.dispatch import check_capacity, empty_result
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.moe.registry import communicator
 from ep_plugin.runtime.tensors import PLAIN, is_lazy, is_traced
@@ -127,12 +127,11 @@ def _fake_low_latency_dispatch(engine: LowLatencyEngine, *inputs: Any) -> Tensor
         per_expert = engine.rows_of_plan(previous[1].shape[0], K)
     elif capacity is None:
         per_expert = check_capacity(engine, None, None)
-    call = DispatchCall(x, topk_ids, None, None, None, capacity, quantize)
-    result = empty_result(engine, call, per_expert)
+    result = empty_result(engine, x, quantize, per_expert)
     if previous:
         return result
     plan = x.new_empty((engine.plan_words(T, K, per_expert),), dtype=torch.int32)
-    return *result, *handle_tensors(x.new_empty((T, K), dtype=torch.int32), plan, result.tokens)
+    return *result, x.new_empty((T, K), dtype=torch.int32), plan
 
 
 def _fake_combine(*inputs: Any) -> Tensors:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import torch
+
+from ep_plugin import _C
 
 # Types whose value is their memory: no compiler's stand-in, no sharded tensor, no user's own subclass.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SETTINGS = (int, bool, str, type(None))
+_MOST_KNOWN = 512  # calls
 # Types that torch's dispatcher cannot pass to an operator of ours in eager mode.
 _REFUSED = ("DTensor", "FakeTensor", "FunctionalTensor", "NestedTensor")
 
@@ -53,6 +60,7 @@ def check_storage(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+_C.read_tensors(torch.Tensor.__dlpack_c_exchange_api__, *PLAIN)
 _dispatch_keys = torch._C._dispatch_keys
 _dense_keys: set[int] = set()  # dispatch keys of tensors that have passed every check but that of the storage
 
@@ -73,3 +81,37 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
             )
         _dense_keys.add(keys)
     check_storage(name, tensor)
+
+
+class KnownCalls:
+    """What was found out about calls, for those that are alike: their tensors' forms and their settings are equal.
+
+    A form is all that kernels must know of tensors but for addresses and values (`_C.form_of`). To look at it takes a
+    microsecond, where checks take ten times as long.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Any] = {}
+
+    def find(self, call: Hashable) -> Any:
+        """What `remember` was given for `call`; None: nothing."""
+        return self._found.get(call)
+
+    def remember(self, call: Hashable, found: Any = True) -> None:
+        """call: forms and settings; None is remembered by nobody."""
+        if call is not None:
+            if len(self._found) == _MOST_KNOWN:
+                self._found.clear()
+            self._found[call] = found
+
+
+def call_of(form: bytes | None, *settings: Hashable) -> Hashable:
+    """What calls that are alike have in common. None: each is a call of its own, as with tensors that have no form, or
+    with settings of other types than numbers and names."""
+    if form is None:
+        return None
+    kinds = tuple(map(type, settings))  # 1 and True are equal
+    for kind in kinds:
+        if kind not in _SETTINGS:
+            return None
+    return form, settings, kinds

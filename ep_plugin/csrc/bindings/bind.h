@@ -25,6 +25,7 @@ void bind_collectives(py::module_& m);
 void bind_low_latency(py::module_& m);
 void bind_messages(py::module_& m);
 void bind_board(py::module_& m);
+void bind_forms(py::module_& m);
 void bind_cuda(py::module_& m);  // in builds with CUDA alone
 
 // The functions of one table, in the submodule of this name, which bind_table() makes.
@@ -48,6 +49,7 @@ class Struct : public py::class_<Args> {
       }
       return args;
     }));
+    this->def("copy", [](const Args& args) { return args; });
   }
 
   template <class Value>
@@ -92,6 +94,20 @@ void set_words(Word* to, const std::vector<Word>& from) {
     throw py::value_error("ranks: expected at most " + std::to_string(kMaxRanks) + ", got " +
                           std::to_string(from.size()));
   std::copy(from.begin(), from.end(), to);
+}
+
+// Where a tensor begins; 0 for None.
+Address address_of(py::handle tensor);
+
+// A method of a struct that enters the addresses of as many tensors, in this order; None: 0.
+template <class Args>
+auto point_to(std::initializer_list<Address Args::*> members) {
+  return [members = std::vector<Address Args::*>(members)](Args& args, const py::args& tensors) {
+    if (tensors.size() != members.size())
+      throw py::value_error("tensors: expected " + std::to_string(members.size()) + ", got " +
+                            std::to_string(tensors.size()));
+    for (size_t i = 0; i < members.size(); ++i) args.*members[i] = address_of(tensors[i]);
+  };
 }
 
 // A setter for a struct's array of one word per rank.

@@ -76,7 +76,11 @@ void bind_structs(py::module_& m) {
       .field("plan", &LlDispatchArgs::plan)
       .field("expert_count", &LlDispatchArgs::expert_count)
       .field("expert_offset", &LlDispatchArgs::expert_offset)
-      .field("cumulative", &LlDispatchArgs::cumulative);
+      .field("cumulative", &LlDispatchArgs::cumulative)
+      .def("point_to", point_to({&LlDispatchArgs::x, &LlDispatchArgs::ids, &LlDispatchArgs::topk_ids,
+                                 &LlDispatchArgs::tokens, &LlDispatchArgs::scales, &LlDispatchArgs::plan,
+                                 &LlDispatchArgs::expert_count, &LlDispatchArgs::expert_offset,
+                                 &LlDispatchArgs::cumulative}));
   Struct<LlCombineArgs>(m, "LlCombineArgs")
       .field("op", &LlCombineArgs::op)
       .field("y", &LlCombineArgs::y)
@@ -87,7 +91,9 @@ void bind_structs(py::module_& m) {
       .field("id_bytes", &LlCombineArgs::id_bytes)
       .field("element", &LlCombineArgs::element)
       .field("out", &LlCombineArgs::out)
-      .field("bias", &LlCombineArgs::bias);
+      .field("bias", &LlCombineArgs::bias)
+      .def("point_to", point_to({&LlCombineArgs::y, &LlCombineArgs::ids, &LlCombineArgs::weights, &LlCombineArgs::plan,
+                                 &LlCombineArgs::out, &LlCombineArgs::bias}));
 }
 
 void bind_sizes(py::module_& m) {

@@ -11,10 +11,11 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS
-from ep_plugin.moe.arguments import bulk_ready, check_combine
+from ep_plugin.moe.arguments import bulk_ready, check_combine, is_bounded, rows_of
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, HighThroughputEngine
 from ep_plugin.moe.high_throughput.kernels import combine_recv_args, combine_send_args
 from ep_plugin.moe.in_flight import Operation, Tensors
+from ep_plugin.runtime.tensors import call_of
 
 _COMBINE, _COMBINE_RECV, _MAX_SENT = int(_C.Op.COMBINE), _C.Step.COMBINE_RECV, _C.Total.MAX_SENT
 
@@ -36,7 +37,12 @@ class Combine(Operation):
         self._sums: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def check(self) -> None:
-        check_combine(self._engine, self.rows, self._weights, self._bias, self._extra, self._routing)
+        engine, routing, given = self._engine, self._routing, (self.rows, self._weights, self._bias, self._extra)
+        rows, bounded, shape = rows_of(engine, routing), is_bounded(routing), routing.tensors.topk_ids.shape
+        alike = call_of(_C.form_of(*given), "combine", rows, bounded, *shape)
+        if not engine.known.find(alike):
+            check_combine(engine, *given, routing)
+            engine.known.remember(alike)
 
     def start(self) -> None:
         """Reduces each slot's rows of y to a partial row and sends it to the token's owner."""

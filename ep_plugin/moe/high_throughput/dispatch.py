@@ -17,13 +17,14 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
-from ep_plugin.moe.arguments import address, bulk_ready, check_dispatch
+from ep_plugin.moe.arguments import address, bulk_ready, check_capture, check_dispatch, check_id_values
 from ep_plugin.moe.high_throughput.engine import DISPATCH_POOL, HighThroughputEngine
 from ep_plugin.moe.high_throughput.history import Rows
 from ep_plugin.moe.high_throughput.kernels import dispatch_send_args, plan_and_notify
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchResult
 from ep_plugin.moe.statistics import current_layer
+from ep_plugin.runtime.tensors import call_of
 
 _DISPATCH, _CACHED_DISPATCH = int(_C.Op.DISPATCH), int(_C.Op.CACHED_DISPATCH)
 _DISPATCH_RECV = _C.Step.DISPATCH_RECV
@@ -51,7 +52,16 @@ class Dispatch(Operation):
         self._result: DispatchResult | None = None
 
     def check(self) -> None:
-        check_dispatch(self._engine, self._call)
+        engine, call = self._engine, self._call
+        form = _C.form_of(call.x, call.topk_ids, call.weights, call.scales)
+        # The host knows the totals of a routing, and they bound the capacity: each is a call of its own.
+        alike = None if call.previous is not None else call_of(form, "dispatch", call.capacity, call.quantize)
+        if not engine.known.find(alike):
+            check_dispatch(engine, call)
+            engine.known.remember(alike)
+            return
+        check_capture(engine, call)
+        check_id_values(engine, call.topk_ids)
 
     def start(self) -> None:
         """Plans, notifies and sends. Rows wait for the host only when the pool has to grow.
@@ -237,9 +247,9 @@ class Dispatch(Operation):
         self._known = self._engine.wait_totals(self._ticket, self._totals, self._host_counts)
 
     def _remember_routing(self) -> None:
-        """The handle that this dispatch makes needs no check as long as it is the communicator's latest."""
+        """The handle that this dispatch makes needs no check as long as it is among the communicator's latest."""
         if self._call.previous is None:
-            self._engine.latest_routing.remember(self._routing_tensors(), self._struct, self._known)
+            self._engine.routings.remember(self._routing_tensors(), self._struct, self._known)
 
     def _routing_tensors(self) -> tuple[Any, ...]:
         """The tensors of the handle, of which recv_rows is not made at first."""

@@ -17,12 +17,13 @@ from ep_plugin.dtypes import DTYPES
 from ep_plugin.errors import CaptureRefused, DisagreementError, EpPluginError
 from ep_plugin.moe.arguments import address, check_group, check_routing
 from ep_plugin.moe.high_throughput import sms
-from ep_plugin.moe.high_throughput.history import Expected, LatestRouting
+from ep_plugin.moe.high_throughput.history import Expected, Routings
 from ep_plugin.moe.high_throughput.load import HighThroughputLoad
 from ep_plugin.moe.layout import DispatchHandle, Routing
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.runtime.group import GroupEngine, weakly
 from ep_plugin.runtime.streams import kernels_for, send_receive_streams
+from ep_plugin.runtime.tensors import KnownCalls
 from ep_plugin.transport import open_memory
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import PeerBuffer
@@ -64,7 +65,8 @@ class HighThroughputEngine(GroupEngine):
         check_group(self.exchange, config, device)
         self.local_experts = config.num_experts // self.size
         self.num_totals = _C.num_totals + self.local_experts
-        self.latest_routing, self.expected = LatestRouting(), Expected()
+        self.routings, self.expected = Routings(), Expected()
+        self.known = KnownCalls()  # whose arguments were found right
         self._tickets = 0
         self.reserved = 0
         """Calls of `reserve`; peers compare it when they grow a pool."""
@@ -182,7 +184,7 @@ class HighThroughputEngine(GroupEngine):
     def routing(self, name: str, tensors: Sequence[torch.Tensor], comm: int) -> Routing:
         """A handle, checked. ValueError, with the argument's `name`, when its tensors are not as dispatch made them."""
         handle = DispatchHandle._make((*tensors, comm))
-        known = self.latest_routing.find(handle)
+        known = self.routings.find(handle)
         if known is not None:
             return known
         check_routing(self, name, handle)

@@ -1,4 +1,4 @@
-"""A communicator's memory of its dispatches: the routing made last, and how many rows each brought."""
+"""A communicator's memory of its dispatches: the routings made last, and how many rows each brought."""
 
 from __future__ import annotations
 
@@ -11,43 +11,52 @@ import torch
 
 from ep_plugin.moe.layout import DispatchHandle, Routing
 
+_MOST_ROUTINGS = 256  # of the layers that share a communicator, until their backward
 REMEMBERED = 16  # dispatches
 SPARE_ROWS = 256
 MOST_SPREAD = 16  # remembered counts may differ by this part of the largest, plus SPARE_ROWS
 
 
-class LatestRouting:
-    """The routing made last. Most calls use it, and its handle needs no second check. Keeps no tensor alive."""
+class Routings:
+    """The routings made last. Their handles need no second check. Keeps no tensor alive."""
 
     def __init__(self) -> None:
-        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self._by_plan: dict[int, _Made] = {}  # by the plan's id
 
     def remember(self, tensors: Sequence[torch.Tensor], struct: Any, totals: list[int]) -> None:
         """tensors: a handle's. struct and totals: as in Routing."""
-        self._tensors = [weakref.ref(tensor) for tensor in tensors]
-        self._shapes = [tensor.shape for tensor in tensors]
-        self._struct, self._totals = struct, totals
+        if len(self._by_plan) == _MOST_ROUTINGS:
+            del self._by_plan[next(iter(self._by_plan))]
+        plan = id(tensors[1])
+        self._by_plan.pop(plan, None)  # of a tensor that is gone, whose id this one has
+        made = _Made(tuple(map(weakref.ref, tensors)), [tensor.shape for tensor in tensors], struct, totals)
+        self._by_plan[plan] = made
 
     def find(self, handle: DispatchHandle) -> Routing | None:
         """The routing of `handle`, if its tensors are the very ones that were made, of the same shapes and memory."""
-        if not self._tensors:
-            return None
         ids, plan, recv_rows, totals, _ = handle
-        same_ids, same_plan, same_recv_rows, same_totals = self._tensors
+        made = self._by_plan.get(id(plan))
+        if made is None:
+            return None
+        same_ids, same_plan, same_recv_rows, same_totals = made.tensors
         if (
-            ids is not None  # as a reference to a tensor that is gone returns
-            and plan is not None
-            and recv_rows is not None
-            and totals is not None
-            and same_ids() is ids
+            same_ids() is ids
             and same_plan() is plan
             and same_recv_rows() is recv_rows
             and same_totals() is totals
-            and self._shapes == [ids.shape, plan.shape, recv_rows.shape, totals.shape]
-            and self._struct.lies_at(ids.data_ptr(), plan.data_ptr(), recv_rows.data_ptr())
+            and plan is not None  # as all references to tensors that are gone return
+            and made.shapes == [ids.shape, plan.shape, recv_rows.shape, totals.shape]
+            and made.struct.lies_at(ids.data_ptr(), plan.data_ptr(), recv_rows.data_ptr())
         ):
-            return Routing(handle, self._struct, self._totals)
+            return Routing(handle, made.struct, made.totals)
         return None
+
+
+class _Made(NamedTuple):
+    tensors: tuple[weakref.ref[torch.Tensor], ...]
+    shapes: list[torch.Size]
+    struct: Any
+    totals: list[int]
 
 
 class Rows(NamedTuple):

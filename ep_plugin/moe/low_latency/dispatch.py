@@ -13,7 +13,7 @@ import torch
 
 from ep_plugin import _C
 from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, QUANTIZED, num_scales
-from ep_plugin.moe.arguments import address, bulk_ready, check_beside, check_dispatch
+from ep_plugin.moe.arguments import check_beside, check_dispatch, check_id_values
 from ep_plugin.moe.in_flight import Tensors
 from ep_plugin.moe.layout import DispatchCall, DispatchResult, Routing
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
@@ -40,93 +40,89 @@ class LowLatencyDispatch(LowLatencyOperation):
         cumulative: torch.Tensor | None = None,
         wait_cost: torch.Tensor | None = None,
     ) -> None:
-        x, topk_ids, weights, scales, capacity, quantize, previous, comm = arguments
-        known = engine.routing("previous_handle", previous, comm) if previous else None
-        self._engine, self._capacity = engine, capacity
-        self.rows = bulk_ready("x", x)
-        self._call = DispatchCall(self.rows, topk_ids, weights, scales, known, capacity, quantize)
+        x, topk_ids, weights, scales, capacity, quantize, previous, _ = arguments
+        self._engine, self.rows, self._routing = engine, x, previous[:2]
+        # The rows of a routing follow from its ids: the same ids give the same places.
+        self._ids = previous[0] if previous else topk_ids
+        self._given = x, topk_ids, weights, scales, capacity, quantize
         self._cumulative, self._wait_cost, self._layer = cumulative, wait_cost, current_layer()
 
     def check(self) -> None:
-        engine, call = self._engine, self._call
-        for name, given in (("topk_weights", call.weights), ("scales", call.scales)):
+        x, topk_ids, weights, scales, capacity, quantize = self._given
+        form = _C.form_of(x, topk_ids, weights, scales, self._cumulative, self._wait_cost, *self._routing)
+        if self._is_known(form, capacity, quantize):
+            check_id_values(self._engine, topk_ids)
+        else:
+            self._check_all()
+
+    def _check_all(self) -> None:
+        engine, (x, topk_ids, weights, scales, capacity, quantize) = self._engine, self._given
+        for name, given in (("topk_weights", weights), ("scales", scales)):
             if given is not None:
                 raise ValueError(f'{name}: expected None in mode="ll", got shape {tuple(given.shape)}: {_ADVICE[name]}')
-        per_expert = check_capacity(engine, call.capacity, call.previous)
-        check_dispatch(engine, call._replace(capacity=engine.local_experts * per_expert))
-        hidden, widest = call.x.shape[1], engine.config.hidden_size
-        if call.quantize is not None and (hidden % _C.scale_block or hidden > widest):
+        previous = engine.routing("previous_handle", *self._routing) if self._routing else None
+        self._per_expert = per_expert = check_capacity(engine, capacity, previous)
+        self._align("x", x)
+        rows = engine.local_experts * per_expert
+        check_dispatch(engine, DispatchCall(self.rows, topk_ids, None, None, previous, rows, quantize))
+        hidden, widest = x.shape[1], engine.config.hidden_size
+        if quantize is not None and (hidden % _C.scale_block or hidden > widest):
             raise ValueError(
                 f"x: expected a multiple of {_C.scale_block} elements, at most {widest}, with "
-                f'quantize={call.quantize!r} in mode="ll", got {hidden}'
+                f'quantize={quantize!r} in mode="ll", got {hidden}'
             )
         most = engine.tokens_of(per_expert)
-        if call.x.shape[0] > most:
-            raise ValueError(f"x: expected at most {most} tokens, by capacity={call.capacity}, got {call.x.shape[0]}")
+        if x.shape[0] > most:
+            raise ValueError(f"x: expected at most {most} tokens, by capacity={capacity}, got {x.shape[0]}")
         check_stats("cumulative", self._cumulative, engine.local_experts, torch.int32, engine)
         check_stats("wait_cost", self._wait_cost, engine.size, torch.int64, engine)
-        self._per_expert = per_expert
 
     def results(self) -> Tensors:
         """The operator's results; the handle's tensors are among them if this dispatch makes the routing."""
-        if self._call.previous is not None:
-            return self._result
-        assert self._topk_ids is not None
-        return *self._result, *handle_tensors(self._topk_ids, self._plan, self._result.tokens)
+        return self._result if self._routing else (*self._result, self._topk_ids, self._plan)
 
     def tensors(self) -> Tensors:
-        call = self._call
-        return call.x, self._ids, self._topk_ids, self._plan, *self._result, self._cumulative, self._wait_cost
+        return self.rows, self._ids, self._topk_ids, self._plan, *self._result, self._cumulative, self._wait_cost
 
-    def prepare(self) -> None:
-        engine, call = self._engine, self._call
-        engine.ensure_memory()
-        x, previous = call.x, call.previous
-        # The rows of a routing follow from its ids: the same ids give the same places.
-        ids = self._ids = call.topk_ids if previous is None else previous.tensors.topk_ids
-        T, K = ids.shape
-        self._plan = torch.empty(engine.plan_words(T, K, self._per_expert), dtype=torch.int32, device=engine.device)
-        self._topk_ids = self._plan.new_empty((T, K)) if previous is None else None
-        self._result = empty_result(engine, call, self._per_expert, engine.rows_of)
-        made, quantized = self._result, call.quantize is not None
-        row_bytes = made.tokens.shape[2] * made.tokens.element_size()
+    def describe(self) -> tuple[Any, int, int]:
+        engine, x, quantize = self._engine, self.rows, self._given[-1]
+        dtype, groups = QUANTIZED.get(quantize, x.dtype), int(num_scales(x.shape[1]))
         scale_bytes = 0
-        if made.scales is not None:
-            groups = int(num_scales(x.shape[1]))
-            scale_bytes = -(-groups // 4) * 4 if call.quantize == "e4m3_ue8m0" else 4 * groups
+        if quantize is not None:
+            scale_bytes = -(-groups // 4) * 4 if quantize == "e4m3_ue8m0" else 4 * groups
+        T, K = self._ids.shape
         header = _C.LlHeader(
-            row_bytes=row_bytes,
+            row_bytes=x.shape[1] * dtype.itemsize,
             scale_bytes=scale_bytes,
             topk=K,
-            dtype=DTYPE_CODES[made.tokens.dtype],
-            format=FORMATS[call.quantize],
+            dtype=DTYPE_CODES[dtype],
+            format=FORMATS[quantize],
             max_tokens=engine.tokens_of(self._per_expert),
             config_hash=engine.config_hash,
             num_tokens=T,
         )
-        self._args = _C.LlDispatchArgs(
-            op=operation(engine, header, self.kind, self._wait_cost),
-            x=x.data_ptr(),
+        args = _C.LlDispatchArgs(
+            op=operation(engine, header),
             x_stride=x.stride(0) * x.element_size(),
-            ids=ids.data_ptr(),
-            topk_ids=address(self._topk_ids),
-            id_bytes=ids.element_size(),
-            element=ELEMENTS[x.dtype] if quantized else 0,
-            tokens=made.tokens.data_ptr(),
-            scales=address(made.scales),
-            plan=self._plan.data_ptr(),
-            expert_count=made.expert_counts.data_ptr(),
-            expert_offset=made.expert_offsets.data_ptr(),
-            cumulative=address(self._cumulative),
+            id_bytes=self._ids.element_size(),
+            element=ELEMENTS[x.dtype] if quantize is not None else 0,
         )
+        return args, self._per_expert, engine.plan_words(T, K, self._per_expert)
+
+    def fill(self, args: Any, known: Any) -> None:
+        engine, x, ids, (_, per_expert, plan_words) = self._engine, self.rows, self._ids, known
+        quantize = self._given[-1]
+        self._plan = x.new_empty(plan_words, dtype=torch.int32)
+        self._topk_ids = None if self._routing else self._plan.new_empty(ids.shape)
+        made = self._result = empty_result(engine, x, quantize, per_expert, engine.rows_of)
+        out = made.tokens, made.scales, self._plan, made.expert_counts, made.expert_offsets
+        args.point_to(x, ids, self._topk_ids, *out, self._cumulative)
 
     def launch(self, phases: int) -> None:
-        engine, op = self._engine, self._args.op
-        op.phases, op.stream = phases, engine.streams.enter()
-        engine.kernels.ll_dispatch(self._args)
+        self._engine.kernels.ll_dispatch(self._ready(phases))
         if phases & RECEIVE:
-            engine.load.dispatched(self._plan, self._call.previous is None, self._layer)
-        engine.check()
+            self._engine.load.dispatched(self._plan, not self._routing, self._layer)
+        self._engine.check()
 
 
 _ADVICE = {
@@ -135,18 +131,15 @@ _ADVICE = {
 }
 
 
-def operation(engine: LowLatencyEngine, header: Any, kind: int, wait_cost: torch.Tensor | None) -> Any:
-    """What dispatch and combine pass to their kernels alike."""
-    counted = engine.load.wait_cost() if wait_cost is None else wait_cost
+def operation(engine: LowLatencyEngine, header: Any) -> Any:
+    """What dispatch and combine pass to their kernels alike, whichever operation it is."""
     return _C.LlOperation(
         comm=engine.comm,
         shape=engine.shape,
         header=header,
-        slot=engine.next_slot(kind),
         shrink=int(engine.config.shrink),
         num_sms=engine.num_sms,
         state=engine.ll_state.data_ptr(),
-        wait_cost=address(counted),
     )
 
 
@@ -181,33 +174,30 @@ def check_stats(
 
 
 def empty_result(
-    engine: LowLatencyEngine, call: DispatchCall, per_expert: int, rows_of: Callable[..., torch.Tensor] | None = None
+    engine: LowLatencyEngine,
+    x: torch.Tensor,
+    quantize: str | None,
+    per_expert: int,
+    rows_of: Callable[..., torch.Tensor] | None = None,
 ) -> DispatchResult:
     """Memory for the results of a dispatch with `per_expert` rows in each expert's block. Serves fakes, too.
 
     rows_of: makes the tokens, of a shape and a dtype; None: x.new_empty.
     """
-    x, local, rows_of = call.x, engine.local_experts, rows_of or call.x.new_empty
+    local, rows_of = engine.local_experts, rows_of or x.new_empty
 
     def ints(*shape: int) -> torch.Tensor:
         return x.new_empty(shape, dtype=torch.int32)
 
     scales = None
-    if call.quantize is None:
+    if quantize is None:
         tokens = rows_of((local, per_expert, x.shape[1]), dtype=x.dtype)
     else:
-        tokens = rows_of((local, per_expert, x.shape[1]), dtype=QUANTIZED[call.quantize])
+        tokens = rows_of((local, per_expert, x.shape[1]), dtype=QUANTIZED[quantize])
         groups = num_scales(x.shape[1])
-        if call.quantize == "e4m3_ue8m0":
+        if quantize == "e4m3_ue8m0":
             words = (groups + _EXPONENTS - 1) // _EXPONENTS
             scales = x.new_empty((local, words, per_expert), dtype=torch.int32).transpose(1, 2)
         else:
             scales = x.new_empty((local, groups, per_expert), dtype=torch.float32).transpose(1, 2)
-    return DispatchResult(tokens, scales, None, ints(0), ints(local), ints(local + 1), None, None)
-
-
-def handle_tensors(topk_ids: torch.Tensor, plan: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A handle's tensors. The plan has all that is known of received rows; `tokens` has one for each row."""
-    rows = tokens.shape[0] * tokens.shape[1]
-    totals = torch.full((1,), rows, dtype=torch.int64, device="cpu")
-    return topk_ids, plan, plan.new_empty((0, topk_ids.shape[1])), totals
+    return DispatchResult(tokens, scales, None, None, ints(local), ints(local + 1), None, None)

@@ -19,12 +19,13 @@ from ep_plugin import _C
 from ep_plugin.config import ROW_ALIGNMENT_BYTES, MoECommunicatorConfig
 from ep_plugin.dtypes import DTYPES
 from ep_plugin.errors import CaptureRefused, NotSupported
-from ep_plugin.moe.arguments import MOST_ROWS, check_group, check_handle_shapes, check_handle_tensors
-from ep_plugin.moe.layout import DispatchHandle, Routing
+from ep_plugin.moe.arguments import MOST_ROWS, check_group, check_handle_words
+from ep_plugin.moe.layout import NOTHING, DispatchHandle, Routing
 from ep_plugin.moe.low_latency import sms
 from ep_plugin.moe.low_latency.load import LowLatencyLoad
 from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.streams import kernels_for, low_latency_streams
+from ep_plugin.runtime.tensors import KnownCalls
 from ep_plugin.transport import open_memory
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.topology import NodeMap
@@ -40,10 +41,11 @@ class LowLatencyEngine(GroupEngine):
     Attributes:
         config: the communicator's configuration, with max_row_bytes set.
         mask: int32 ``[R]`` on the device, 1: masked. Kernels read and write it.
+        known: of calls that were checked, what their operation's `describe` returned.
     """
 
     flat = False
-    num_totals = 1  # of a handle: the rows of its output
+    num_totals = 1  # of a routing: the rows of its output
 
     def __init__(self, group: dist.ProcessGroup, config: MoECommunicatorConfig, device: torch.device) -> None:
         super().__init__(Exchange(group, timeout_s=config.timeout_s), device, group, config)
@@ -61,6 +63,7 @@ class LowLatencyEngine(GroupEngine):
         self.max_tokens: int = config.max_tokens_per_rank
         self._set_sizes(config)
         self._issued = [0, 0]  # operations of each kind
+        self.known = KnownCalls()
         self._outputs: deque[torch.UntypedStorage] = deque(maxlen=2)  # the latest
         self._resources.callback(self._outputs.clear)
         self.comm: Any = None  # until the first operation
@@ -153,28 +156,27 @@ class LowLatencyEngine(GroupEngine):
         fixed, each = self.plan_layout(0, topk).words, self.plan_layout(1, topk).words
         return self.size * ((words - fixed) // (each - fixed))
 
-    def routing(self, name: str, tensors: Sequence[torch.Tensor], comm: int) -> Routing:
-        """A handle, checked. ValueError, with the argument's `name`, when its tensors are not as dispatch made them."""
-        handle = DispatchHandle._make((*tensors, comm))
-        check_handle_tensors(self, name, handle, self.num_totals)
-        T, K = handle.topk_ids.shape
-        rows = int(handle.totals[0])
-        per_expert = rows // self.local_experts
-        check_handle_shapes(name, handle, self.plan_words(T, K, per_expert), 0)
-        if not self.size <= per_expert <= self.size * self.max_tokens or rows % (self.local_experts * self.size):
-            raise ValueError(
-                f"{name}.totals: expected a multiple of {self.local_experts * self.size}, at most "
-                f"{self.local_experts * self.size * self.max_tokens} rows, got {rows}"
-            )
-        return Routing(handle, _C.Routing(num_tokens=T, topk=K), [rows])
+    def routing(self, name: str, topk_ids: torch.Tensor, plan: torch.Tensor) -> Routing:
+        """A handle's tensors, checked. ValueError, with the argument's `name`, when they are not as dispatch made them.
 
-    def routing_of_plan(self, plan: torch.Tensor, topk_ids: torch.Tensor, capacity: int) -> Routing:
-        """The routing of a dispatch by its plan alone. topk_ids: int32 or int64 ``[T, K]``, for combine; -1 for pairs
-        that it leaves out. capacity: rows of an expert's block. The caller has checked all of them."""
-        rows = self.local_experts * capacity
-        totals = torch.full((1,), rows, dtype=torch.int64, device="cpu")
-        (T, K), nothing = topk_ids.shape, plan.new_empty((0, topk_ids.shape[1]))
-        return Routing(DispatchHandle(topk_ids, plan, nothing, totals, 0), _C.Routing(num_tokens=T, topk=K), [rows])
+        topk_ids: also int64, and with -1 for pairs that a combine leaves out.
+        """
+        check_handle_words(self, name, (torch.int32, torch.int64), topk_ids=topk_ids, plan=plan)
+        T, K = topk_ids.shape
+        per_expert = self.rows_of_plan(plan.numel(), K)
+        if plan.dim() != 1 or plan.numel() != self.plan_words(T, K, per_expert) or not (
+            self.size <= per_expert <= self.size * self.max_tokens
+        ):
+            raise ValueError(
+                f"{name}.plan: expected one of {self.size} ranks, {self.local_experts} experts here and {K} experts per "
+                f"token, got shape {tuple(plan.shape)}"
+            )
+        if self.tokens_of(per_expert) < T:
+            raise ValueError(
+                f"{name}.topk_ids: expected at most {self.tokens_of(per_expert)} tokens, by its plan, got {T}"
+            )
+        handle = DispatchHandle(topk_ids, plan, NOTHING, NOTHING, 0)
+        return Routing(handle, _C.Routing(num_tokens=T, topk=K), [self.local_experts * per_expert])
 
     def described(self, field: int, value: int) -> tuple[str, str]:
         name, said = _C.ll_header_fields[field], str(value)  # a peer may have garbled the value

@@ -11,15 +11,18 @@ import itertools
 import weakref
 from abc import abstractmethod
 from collections import deque
-from typing import ClassVar
+from collections.abc import Hashable
+from typing import Any, ClassVar
 
 import torch
 
 from ep_plugin import _C, counts
 from ep_plugin.errors import CaptureRefused, EpPluginError
+from ep_plugin.moe.arguments import address, bulk_ready
 from ep_plugin.moe.in_flight import RECEIVE_PART, SEND_PART, Operation, Tensors
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.runtime.streams import record_stream
+from ep_plugin.runtime.tensors import call_of
 
 SEND, RECEIVE = int(_C.LlPhase.SEND), int(_C.LlPhase.RECEIVE)
 
@@ -28,14 +31,55 @@ class LowLatencyOperation(Operation):
     """An operation whose halves may also be one kernel."""
 
     kind: ClassVar[int]
+    _engine: LowLatencyEngine
+    _wait_cost: torch.Tensor | None
+    _call: Hashable = None  # what is known of it, and of others, is found by this; None: it is like no other
+    _known: Any = None  # what `describe` returned for such a call
 
     @abstractmethod
-    def prepare(self) -> None:
-        """Makes the memory of the results, and the kernel's arguments."""
+    def describe(self) -> tuple[Any, ...]:
+        """The kernel's arguments but for what differs between calls of one form, and sizes that follow from the form.
+        `check` comes first."""
+
+    @abstractmethod
+    def fill(self, args: Any, known: Any) -> None:
+        """Makes the memory of the results, and enters all addresses in `args`. known: what `describe` returned."""
 
     @abstractmethod
     def launch(self, phases: int) -> None:
         """Enqueues the kernel of SEND, RECEIVE or both. `prepare` comes first."""
+
+    def prepare(self) -> None:
+        """Makes the memory of the results, and the kernel's arguments."""
+        engine = self._engine
+        engine.ensure_memory()
+        if self._known is None:
+            self._known = self.describe()
+            engine.known.remember(self._call, self._known)
+        args = self._args = self._known[0].copy()
+        self.fill(args, self._known)
+        op = args.op
+        op.slot = engine.next_slot(self.kind)
+        counted = engine.load.wait_cost() if self._wait_cost is None else self._wait_cost
+        op.wait_cost = address(counted)
+
+    def _is_known(self, form: bytes | None, *settings: Hashable) -> bool:
+        """Whether a call of this form and these settings was checked before, and all of it found right."""
+        self._call = call_of(form, self.kind, *settings)
+        self._known = self._engine.known.find(self._call)
+        return self._known is not None
+
+    def _align(self, name: str, rows: torch.Tensor) -> None:
+        """Sets `rows` to ``[N, H]`` as kernels take them. A copy makes the call one of its own."""
+        self.rows = bulk_ready(name, rows)
+        if self.rows is not rows:
+            self._call = None
+
+    def _ready(self, phases: int) -> Any:
+        """The kernel's arguments for `phases` on the caller's stream."""
+        op = self._args.op
+        op.phases, op.stream = phases, self._engine.streams.enter()
+        return self._args
 
     def start(self) -> None:
         self.prepare()
