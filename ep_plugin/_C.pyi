@@ -4,7 +4,9 @@ Addresses and streams are integers. Enums are those of csrc/common/layout.h and 
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, Self, dataclass_transform
+from typing import Self, dataclass_transform
+
+from torch import Tensor
 
 max_ranks: int
 max_topk: int
@@ -102,6 +104,14 @@ class _Struct:
     """A struct of api.h, whose constructor takes the fields as keywords."""
 
     def copy(self) -> Self: ...
+
+def read_tensors(exchange_api: object, *types: type) -> None:
+    """Names PyTorch's interface for C (Tensor.__dlpack_c_exchange_api__), and the types whose tensors have a form."""
+
+def form_of(*tensors: object) -> bytes | None:
+    """All that kernels must know of tensors but for addresses and values, as bytes: dtypes, devices, sizes, strides,
+    and how far each begins past a multiple of row_align; also which are None. None for others than dense tensors whose
+    values are all in memory, as a kernel reads them: those have no form."""
 
 class MetaLayout(_Struct):
     """The first int32 word of each part of a handle's routing metadata, and how many words there are in all."""
@@ -474,6 +484,20 @@ class LlDispatchArgs(_Struct):
     expert_offset: int = ...
     cumulative: int = ...
 
+    def point_to(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        topk_ids: Tensor | None,
+        tokens: Tensor,
+        scales: Tensor | None,
+        plan: Tensor,
+        expert_count: Tensor,
+        expert_offset: Tensor,
+        cumulative: Tensor | None,
+    ) -> None:
+        """Enters the tensors' addresses."""
+
 class LlCombineArgs(_Struct):
     op: LlOperation = ...
     y: int = ...
@@ -485,6 +509,11 @@ class LlCombineArgs(_Struct):
     element: int = ...
     out: int = ...
     bias: int = ...
+
+    def point_to(
+        self, y: Tensor, ids: Tensor, weights: Tensor | None, plan: Tensor, out: Tensor, bias: Tensor | None
+    ) -> None:
+        """Enters the tensors' addresses."""
 
 class LlPlanLayout(_Struct):
     layout_range: int = ...

@@ -31,7 +31,7 @@ def load(path: Path) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{path}: expected a result that ep-bench wrote, got JSON without {missing}")
     for row in result["rows"]:
-        if not isinstance(row, dict) or row.keys() != _ROW_KEYS:
+        if not isinstance(row, dict) or row.keys() - {"host_us"} != _ROW_KEYS:
             raise ValueError(f"{path}: expected rows of {sorted(_ROW_KEYS)}, got {row!r}")
     return result
 
@@ -95,6 +95,7 @@ def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
         "median µs": lambda row: f"{row['median_us']:,.0f}",
         "p10": lambda row: f"{row['p10_us']:,.0f}",
         "p90": lambda row: f"{row['p90_us']:,.0f}",
+        "host µs": lambda row: "" if row.get("host_us") is None else f"{row['host_us']:,.0f}",
         "MB on the wire": lambda row: f"{row['bytes_wire'] / 1e6:.1f}" if row["bytes_wire"] else "",
         "GB/s": lambda row: f"{row['gb_s']:.1f}" if row["bytes_wire"] else "",
         "SMs": lambda row: "" if row["sms"] is None else str(row["sms"]),

@@ -2,10 +2,12 @@
 
 A sample is the start and the end of a call on one rank, in microseconds, on a clock that the ranks share (CPU) or since
 the rank's own start (CUDA). An iteration lasts from the first start to the last end: on CUDA, the slowest rank's time.
+The third part of a sample is how long the call kept its host, NaN where that is all of the time.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -16,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 Run = Callable[[], object]
-Clock = Callable[[Run], tuple[float, float]]  # the sample of a call; collective
+Sample = tuple[float, float, float]
+Clock = Callable[[Run], Sample]  # the sample of a call; collective
 Name = TypeVar("Name", bound=Hashable)
 _FLUSH_FACTOR = 4  # sizes of the L2 cache that are written to empty it
 _LEAD_CYCLES = 4_000_000  # of the device's clock, about two milliseconds
@@ -28,7 +31,7 @@ def clock_of(device: torch.device) -> Clock:
     return _host_sample if device.type == "cpu" else _DeviceClock(device)
 
 
-def _host_sample(run: Run) -> tuple[float, float]:
+def _host_sample(run: Run) -> Sample:
     """On the host's monotonic clock. The result of `run` is freed after the end; memory that it frees inside counts.
 
     A barrier lets ranks go one after the other, as they wake up. So they agree on a moment, and none sleeps until then.
@@ -42,7 +45,7 @@ def _host_sample(run: Run) -> tuple[float, float]:
     result = run()
     end = time.perf_counter_ns()
     del result
-    return start / 1e3, end / 1e3
+    return start / 1e3, end / 1e3, math.nan
 
 
 class _DeviceClock:
@@ -58,45 +61,53 @@ class _DeviceClock:
         self._flush = torch.empty(_FLUSH_FACTOR * l2_bytes, dtype=torch.uint8, device=device)
         self._token = torch.zeros(1, device=device)
 
-    def __call__(self, run: Run) -> tuple[float, float]:
+    def __call__(self, run: Run) -> Sample:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self._device)
         torch.cuda._sleep(_LEAD_CYCLES)
         self._flush.zero_()
         dist.all_reduce(self._token)
         start.record()
+        began = time.perf_counter_ns()
         result = run()
+        host_us = (time.perf_counter_ns() - began) / 1e3
         end.record()
         torch.cuda.synchronize(self._device)
         del result
-        return 0.0, 1e3 * start.elapsed_time(end)
+        return 0.0, 1e3 * start.elapsed_time(end), host_us
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Microseconds of an iteration: the median, and the 10th and 90th percentile."""
+    """Microseconds of an iteration: the median, and the 10th and 90th percentile.
+
+    host_us: the median of how long the call keeps the slowest rank's host; None on CPUs, where that is the time itself.
+    """
 
     median_us: float
     p10_us: float
     p90_us: float
+    host_us: float | None = None
 
 
 def time_in_turn(clock: Clock, runs: Mapping[Name, Run], iterations: int, warmup: int = WARMUP) -> dict[Name, Timing]:
     """Times several implementations in turns, each turn in the reverse order of the one before. Collective."""
-    samples: dict[Name, list[tuple[float, float]]] = {name: [] for name in runs}
+    samples: dict[Name, list[Sample]] = {name: [] for name in runs}
     for turn in range(warmup + iterations):
         for name in runs if turn % 2 == 0 else reversed(list(runs)):
             sample = clock(runs[name])
             if turn >= warmup:
                 samples[name].append(sample)
-    everyone: list[dict[Name, list[tuple[float, float]]]] = [{}] * dist.get_world_size()
+    everyone: list[dict[Name, list[Sample]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, samples)
     return {name: summarise([theirs[name] for theirs in everyone]) for name in runs}
 
 
-def summarise(samples: list[list[tuple[float, float]]]) -> Timing:
+def summarise(samples: list[list[Sample]]) -> Timing:
     """Statistics of the iterations from `samples[rank][iteration]`."""
-    table = torch.tensor(samples, dtype=torch.float64)  # [R, iterations, 2]
+    table = torch.tensor(samples, dtype=torch.float64)  # [R, iterations, 3]
+    host = float(table[:, :, 2].amax(0).median())
     spans = table[:, :, 1].amax(0) - table[:, :, 0].amin(0)
     p10, median, p90 = torch.quantile(spans, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-    return Timing(median_us=round(median, 1), p10_us=round(p10, 1), p90_us=round(p90, 1))
+    host_us = None if math.isnan(host) else round(host, 1)
+    return Timing(median_us=round(median, 1), p10_us=round(p10, 1), p90_us=round(p90, 1), host_us=host_us)

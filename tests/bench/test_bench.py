@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -23,7 +24,7 @@ from tests.ranks import run_ranks, values
 
 RANKS = 2
 SIZES = {"ranks": RANKS, "tokens": 40, "hidden": 128, "topk": 2, "experts": 6}
-ROW_KEYS = ["case", "impl", "median_us", "p10_us", "p90_us", "bytes_wire", "gb_s", "sms"]
+ROW_KEYS = ["case", "impl", "median_us", "p10_us", "p90_us", "host_us", "bytes_wire", "gb_s", "sms"]
 GLOO = "gloo_all_to_all"
 # Which implementations each case has, on CPUs.
 EXPECTED = {
@@ -183,10 +184,14 @@ def test_what_cannot_be_measured_is_refused_by_name(arguments: list[str], says: 
 
 
 def test_an_iteration_lasts_from_the_first_start_to_the_last_end() -> None:
-    early = [(0.0, 5.0), (100.0, 130.0)]
-    late = [(2.0, 12.0), (101.0, 110.0)]
-    timing = summarise([early, late])  # 12 and 30 µs
-    assert (timing.median_us, timing.p10_us, timing.p90_us) == (21.0, 13.8, 28.2)
+    early = [(0.0, 5.0, 3.0), (100.0, 130.0, 4.0), (200.0, 221.0, 9.0)]
+    late = [(2.0, 12.0, 2.0), (101.0, 110.0, 8.0), (201.0, 203.0, 1.0)]
+    timing = summarise([early, late])  # 12, 30 and 21 µs; hosts kept for 3, 8 and 9
+    assert (timing.median_us, timing.p10_us, timing.p90_us, timing.host_us) == (21.0, 13.8, 28.2, 8.0)
+
+
+def test_a_clock_without_host_times_has_none() -> None:
+    assert summarise([[(0.0, 5.0, math.nan)]]).host_us is None
 
 
 def test_bytes_are_those_of_the_busiest_rank_and_direction() -> None:

@@ -36,7 +36,7 @@ from ep_plugin.bench.exchange.workload import (
     rows_on_the_wire,
 )
 from ep_plugin.bench.suite import BY_BACKEND, OURS, Row, Suite, Way, backend_of, check_names, time_ways
-from ep_plugin.bench.timing import Clock, Run, clock_of
+from ep_plugin.bench.timing import Clock, Run, Sample, clock_of
 from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.layout import DispatchOutput
@@ -56,7 +56,7 @@ class Half:
     def __init__(self, timed: Callable[[Any], Any], before: Callable[[], Any], after: Callable[[Any], object]) -> None:
         self._timed, self._before, self._after = timed, before, after
 
-    def sample(self, clock: Clock) -> tuple[float, float]:
+    def sample(self, clock: Clock) -> Sample:
         given, made = self._before(), []
         sample = clock(lambda: made.append(self._timed(given)))
         self._after(made[0])
