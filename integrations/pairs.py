@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ep_plugin import _C
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.errors import NotSupported
-from ep_plugin.runtime.streams import record_stream
+from ep_plugin.runtime.streams import current_stream, on_stream, record_stream
 from ep_plugin.transport.groups import is_alive, timeout_of
 
 # By device, the gathered bytes from which PyTorch's own collective gathers into memory that peers have not mapped. On
@@ -83,9 +84,9 @@ class Pair:
         stream = self._streams.get(name)
         if stream is None:
             stream = self._streams[name] = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        _C.order_streams(stream.cuda_stream, current_stream(self.device), self.device.index)
         record_stream(stream, (output, shards))  # the caller may free either before the stream has come to them
-        with torch.cuda.stream(stream):
+        with on_stream(stream):
             return collective(output, shards, async_op=True, **options)
 
     def close(self) -> None:

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from ep_plugin import _C
 from ep_plugin.collectives.base import Collective, CollectiveWork
 from ep_plugin.collectives.engine import CollectiveEngine
-from ep_plugin.collectives.shards import address_of, as_bytes, cut, listed
+from ep_plugin.collectives.shards import CutShards, address_of, as_bytes, check_cut, flat, listed
+from ep_plugin.runtime.tensors import call_of
 from ep_plugin.transport.rails import UnderWay
 
 _CHUNKS_AHEAD = 4  # on the rails at a time: over NCCL each arrives in memory of its own, and is copied
@@ -54,8 +56,11 @@ class HierarchicalAllGather(Collective):
             async_op: return a Work.
         """
         self._check_group(group)
-        outputs = cut("output_tensor", output_tensor, self.group.size(), "input_tensor", input_tensor)
-        args = as_bytes("input_tensor", input_tensor), outputs
+        alike, size = call_of(_C.form_of(output_tensor, input_tensor)), self.group.size()
+        if not self._known.find(alike):
+            check_cut("output_tensor", output_tensor, size, "input_tensor", input_tensor)
+            self._known.remember(alike)
+        args = flat(input_tensor), CutShards(output_tensor, size)
         return self._run(gather, gather_alone, args, [output_tensor], async_op)
 
     def all_gather(

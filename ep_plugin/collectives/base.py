@@ -17,7 +17,8 @@ from torch.distributed.distributed_c10d import Work
 from ep_plugin.collectives.engine import CollectiveEngine
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerTimeout
 from ep_plugin.runtime.base import leave
-from ep_plugin.runtime.streams import resolve_device
+from ep_plugin.runtime.streams import caller_stream, resolve_device
+from ep_plugin.runtime.tensors import KnownCalls
 from ep_plugin.transport.groups import Group, checked_group, name_of
 
 PATHS = ("auto", "copy_engine", "sm")
@@ -53,6 +54,7 @@ class Collective:
         self._num_buffers, self.path = num_buffers, path
         self._engine: CollectiveEngine | None = None
         self._making = threading.RLock()
+        self._known = KnownCalls()  # whose tensors were found right
         self._closed = False
 
     def allocate(
@@ -177,7 +179,7 @@ class Collective:
         event = None
         if device.type == "cuda":
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
+            event.record(caller_stream(device))
         return CollectiveWork(outputs, self._check_enqueued, event)
 
 
@@ -226,7 +228,7 @@ class CollectiveWork(Work):
                     raise PeerTimeout(f"wait: expected the operation to end within {timeout}, it has not", None, "wait")
                 time.sleep(0.0005)
             self._check()
-        torch.cuda.current_stream(self._outputs[0].device).wait_event(self._event)
+        caller_stream(self._outputs[0].device).wait_event(self._event)
         return True
 
     def synchronize(self) -> None:

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from ep_plugin import _C
 from ep_plugin.collectives.base import Collective, CollectiveWork
 from ep_plugin.collectives.engine import CollectiveEngine
-from ep_plugin.collectives.shards import as_bytes, cut, listed
+from ep_plugin.collectives.shards import CutShards, check_contiguous, check_cut, flat, listed
 from ep_plugin.dtypes import ELEMENTS
 from ep_plugin.runtime.failures import STATUS_BYTES
+from ep_plugin.runtime.tensors import call_of
 from ep_plugin.transport.groups import Group
 
 _REDUCE = dist.ReduceOp
@@ -80,27 +81,36 @@ class HierarchicalReduceScatter(Collective):
             async_op: return a Work.
         """
         self._check_group(group)
-        shards = cut("input_tensor", input_tensor, self.group.size(), "output_tensor", output_tensor)
-        return self._scatter("output_tensor", output_tensor, shards, op, async_op)
+        alike, size = call_of(_C.form_of(input_tensor, output_tensor)), self.group.size()
+        if not self._known.find(alike):
+            check_cut("input_tensor", input_tensor, size, "output_tensor", output_tensor)
+            _check_dtype(output_tensor)
+            self._known.remember(alike)
+        return self._scatter(output_tensor, CutShards(input_tensor, size), op, async_op)
 
     def reduce_scatter(
         self, output: torch.Tensor, input_list: Sequence[torch.Tensor], op: Any = _REDUCE.SUM, async_op: bool = False
     ) -> CollectiveWork | None:
         """The list form: input_list holds R contiguous tensors of n elements each, one for each rank's `output`."""
         shards = listed("input_list", input_list, self.group.size(), "output", output)
-        return self._scatter("output", output, shards, op, async_op)
+        check_contiguous("output", output)
+        _check_dtype(output)
+        return self._scatter(output, shards, op, async_op)
 
     def _scatter(
-        self, name: str, output: torch.Tensor, shards: Sequence[torch.Tensor], op: Any, async_op: bool
+        self, output: torch.Tensor, shards: Sequence[torch.Tensor], op: Any, async_op: bool
     ) -> CollectiveWork | None:
-        out, dtype = as_bytes(name, output), output.dtype
-        if dtype not in ELEMENTS:
-            names = ", ".join(str(known) for known in ELEMENTS)
-            raise ValueError(f"dtype: expected one of {names}, got {dtype}")
-        if out.is_cuda and dtype == torch.float64:
-            raise ValueError(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16 on GPUs, got {dtype}")
-        args = out, shards, dtype, _scale_of(op, self.group.size())
+        args = flat(output), shards, output.dtype, _scale_of(op, self.group.size())
         return self._run(scatter, scatter_alone, args, [output], async_op)
+
+
+def _check_dtype(tensor: torch.Tensor) -> None:
+    """ValueError unless sums of its dtype are served on its device."""
+    if tensor.dtype not in ELEMENTS:
+        names = ", ".join(str(known) for known in ELEMENTS)
+        raise ValueError(f"dtype: expected one of {names}, got {tensor.dtype}")
+    if tensor.is_cuda and tensor.dtype == torch.float64:
+        raise ValueError(f"dtype: expected torch.float32, torch.bfloat16 or torch.float16 on GPUs, got {tensor.dtype}")
 
 
 def scatter(

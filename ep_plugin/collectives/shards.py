@@ -17,12 +17,13 @@ MAX_ORDERED_DIMS = 12  # of a tensor that is not contiguous
 
 
 class CutShards(Sequence[torch.Tensor]):
-    """`whole`, uint8 ``[count * bytes]``, as `count` shards."""
+    """A contiguous tensor as `count` shards."""
 
     def __init__(self, whole: torch.Tensor, count: int) -> None:
         self.whole, self._count = whole, count
-        self._bytes = whole.numel() // count
+        self._bytes = whole.nbytes // count
         self.first_address = whole.data_ptr()
+        self._flat: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return self._count
@@ -30,20 +31,23 @@ class CutShards(Sequence[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]  # no slices
         if not 0 <= index < self._count:
             raise IndexError(f"expected an index from 0 to {self._count - 1}, got {index}")
-        return self.whole.narrow(0, index * self._bytes, self._bytes)
+        if self._flat is None:
+            self._flat = flat(self.whole)
+        return self._flat.narrow(0, index * self._bytes, self._bytes)
 
     def address(self, index: int) -> int:
         return self.first_address + index * self._bytes
 
 
-def cut(name: str, whole: torch.Tensor, count: int, like_name: str, like: torch.Tensor) -> CutShards:
-    """`whole` as `count` shards; ValueError unless it is a tensor of R*n elements, where `like` has n of them."""
+def check_cut(name: str, whole: torch.Tensor, count: int, like_name: str, like: torch.Tensor) -> None:
+    """ValueError unless `whole` has `count` times the elements of `like`, and both are contiguous in memory."""
     check_alike(name, whole, like_name, like)
     if whole.numel() != count * like.numel():
         raise ValueError(
             f"{name}: expected {count} x {like.numel()} elements, one {like_name} for each rank, got {whole.numel()}"
         )
-    return CutShards(as_bytes(name, whole), count)
+    check_contiguous(name, whole)
+    check_contiguous(like_name, like)
 
 
 def listed(
@@ -72,10 +76,15 @@ def check_alike(name: str, tensor: torch.Tensor, like_name: str, like: torch.Ten
 
 def as_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as uint8 ``[bytes]`` in the same memory; ValueError unless it is contiguous and has its values there."""
+    check_contiguous(name, tensor)
+    return flat(tensor)
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """ValueError unless `tensor` is contiguous and has its values in its memory."""
     check_memory(name, tensor)
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
-    return _flat(tensor)
 
 
 def as_bytes_in_order(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -87,7 +96,7 @@ def as_bytes_in_order(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tu
     """
     check_memory(name, tensor)
     if tensor.is_contiguous():
-        return _flat(tensor), ()
+        return flat(tensor), ()
     strides, shape = tensor.stride(), tensor.shape
     order = sorted((dim for dim, extent in enumerate(shape) if extent > 1), key=strides.__getitem__, reverse=True)
     inner = [math.prod(shape[dim] for dim in order[place + 1 :]) for place in range(len(order))]
@@ -96,10 +105,11 @@ def as_bytes_in_order(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tu
             f"{name}: expected a contiguous tensor, or one of at most {MAX_ORDERED_DIMS} dimensions without gaps or "
             f"overlaps, got shape {tuple(shape)} with strides {tuple(strides)}"
         )
-    return _flat(tensor), tuple(order)
+    return flat(tensor), tuple(order)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as uint8 ``[bytes]`` in the same memory."""
     if tensor.requires_grad or tensor.dim() != 1 or tensor.stride(0) != 1:  # one element may have any stride
         tensor = tensor.detach().as_strided((tensor.numel(),), (1,))
     return tensor.view(torch.uint8)

@@ -91,13 +91,13 @@ class SendReceiveStreams(Streams):
             _C.order_streams(stream, one, self._index)
 
     def on(self, stream: int) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(self._send if stream == self.send else self._receive)
+        return on_stream(self._send if stream == self.send else self._receive)
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], bool]]:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
         over = torch.cuda.Event()
-        over.record(torch.cuda.current_stream(self._device))
+        over.record(caller_stream(self._device))
         return copy, over.query
 
     def join(self) -> None:
@@ -108,7 +108,7 @@ class SendReceiveStreams(Streams):
         record_stream(self._receive, tensors)
 
     def record_caller(self, *tensors: torch.Tensor | None) -> None:
-        record_stream(torch.cuda.current_stream(self._device), tensors)
+        record_stream(caller_stream(self._device), tensors)
 
     def drain(self) -> None:
         self._send.synchronize()
@@ -144,7 +144,7 @@ class LaneStreams(Streams):
         stream = self._streams.get("aside")
         if stream is None:
             stream = self._streams["aside"] = self._made()
-        return torch.cuda.stream(stream)
+        return on_stream(stream)
 
     def capturing(self) -> int:
         return _C.stream_capture(current_stream(self._device), self._index)
@@ -174,7 +174,7 @@ class LaneMark:
 
     def join(self) -> None:
         """Orders the caller's stream after the work."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        caller_stream(self._device).wait_event(self._event)
 
     def block(self) -> None:
         """Blocks the host until the work is over."""
@@ -204,17 +204,12 @@ class CallerStreams(Streams):
         if earlier is None or earlier == current:
             return current
         if self.capturing() == _C.stream_capture(earlier, self._device.index):
-            torch.cuda.current_stream(self._device).wait_stream(self._stream(earlier))
+            _C.order_streams(current, earlier, self._device.index)
         return current
 
     def enter(self) -> int:
         self._last = self.follow(self._last)
         return self._last
-
-    def _stream(self, handle: int) -> torch.cuda.Stream:
-        if handle == 0:
-            return torch.cuda.default_stream(self._device)
-        return torch.cuda.ExternalStream(handle, self._device)
 
 
 @functools.cache
@@ -240,8 +235,41 @@ def record_stream(stream: torch.cuda.Stream, values: Any) -> None:
 
 
 def current_stream(device: torch.device) -> int:
-    """The caller's stream on `device`. Creating PyTorch's object for it would take ten times as long."""
+    """The caller's stream on `device`."""
     return 0 if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def caller_stream(device: torch.device) -> torch.cuda.Stream:
+    """The caller's stream on the GPU `device`, as torch.cuda.current_stream, which makes another object at each call."""
+    return _stream_object(*torch._C._cuda_getCurrentStream(device.index))
+
+
+@functools.lru_cache(maxsize=256)
+def _stream_object(stream_id: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
+def on_stream(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
+    """Makes `stream` the current one, as torch.cuda.stream, which takes the host ten times as long."""
+    if torch._C._cuda_getDevice() != stream.device_index:
+        return torch.cuda.stream(stream)
+    return _OnStream(stream)
+
+
+class _OnStream:
+    """For a stream of the current device."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream.stream_id, stream.device_index, stream.device_type
+
+    def __enter__(self) -> None:
+        self._before = torch._C._cuda_getCurrentStream(self._stream[1])
+        torch._C._cuda_setStream(*self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._cuda_setStream(*self._before)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

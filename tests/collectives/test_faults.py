@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, HierarchicalAllGather, HierarchicalReduceScatter
+from ep_plugin.collectives import base
 from ep_plugin.collectives.base import Collective, CollectiveWork
 from ep_plugin.errors import (
     CommunicatorClosed,
@@ -238,7 +239,7 @@ ENDS: dict[str, tuple[Callable[[Any], None], type[Exception] | None, str]] = {
 def _closed_as_on_gpus(rank: int, name: str) -> None:
     end, error, said = ENDS[name]
     stream = _Stream()
-    torch.cuda.current_stream = lambda device=None: stream  # type: ignore[assignment, return-value]
+    base.caller_stream = lambda device: stream  # type: ignore[assignment, return-value]
     gather = HierarchicalAllGather()
     out = torch.empty(10)
     gather(out, torch.ones(5))
@@ -277,7 +278,7 @@ class _Event:
 
 
 def _works_as_on_gpus(rank: int) -> None:
-    torch.cuda.current_stream = lambda device=None: _Stream()  # type: ignore[assignment, return-value]
+    base.caller_stream = lambda device: _Stream()  # type: ignore[assignment, return-value]
     gather = HierarchicalAllGather()
     gather_ones(gather, 5)
     early, late = _Event(), _Event()

@@ -224,13 +224,11 @@ def test_streams_of_one_graph_follow_each_other(
     recording = {handle for handle, kind in ((before, earlier), (now, current)) if kind == "recording"}
     monkeypatch.setattr(_C, "stream_capture", lambda stream, _: stream in recording, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: now, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(wait_stream=waited.append))
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: before)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current == "recording")
+    monkeypatch.setattr(_C, "order_streams", lambda *given: waited.append(given), raising=False)
     streams = CallerStreams(torch.device("cuda", 0))
     streams._last = before
     assert streams.enter() == now
-    assert waited == ([before] if waits else [])
+    assert waited == ([(now, before, 0)] if waits else [])
     assert streams.enter() == now and len(waited) == waits
 
 

@@ -178,24 +178,29 @@ class CudaGatherNode(CudaNode):
         if found is None:
             self._refuse_first_in_graph("staging")
             self._compare(nbytes, _STAGED, outputs)
-            return self._gather_staged(shard, outputs)
-        block, offsets = found
-        place = _C.place_word(block, offsets[0])
-        self._compare(nbytes, place, outputs)
-        targets = [node.blocks.address_at(index, block) + offsets[node.index] for index in range(node.node_size)]
-        launch = self._launch_of(shard, outputs, targets, block, place)
-        if not self._streams.capturing():
-            self._keep(key, launch)
-        self._push(*launch)
+            launches = self._staged(shard, outputs)
+        else:
+            block, offsets = found
+            place = _C.place_word(block, offsets[0])
+            self._compare(nbytes, place, outputs)
+            targets = [node.blocks.address_at(index, block) + offsets[node.index] for index in range(node.node_size)]
+            launches = [self._launch_of(shard, outputs, targets, block, place)]
+        if len(launches) == 1 and not self._streams.capturing():
+            self._keep(key, launches[0])
+        for launch in launches:
+            self._push(*launch)
 
-    def _gather_staged(self, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+    def _staged(self, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> list[tuple[Any, Sequence[int]]]:
+        """What a gather launches for each piece that goes through the staging blocks."""
         node, staging = self._node, self._workspace("staging", paths.STAGING_BYTES)
         step = paths.staged_bytes(node.node_size)
+        launches = []
         for begin in range(0, shard.numel(), step):
             part = shard[begin : begin + step]
             parts = [output[begin : begin + step] for output in outputs]
             targets = [address + node.index * part.numel() for address in staging]
-            self._push(*self._launch_of(part, parts, targets, _C.staging_block, _STAGED, staging[node.index]))
+            launches.append(self._launch_of(part, parts, targets, _C.staging_block, _STAGED, staging[node.index]))
+        return launches
 
     def _compare(self, nbytes: int, place: int, outputs: Sequence[torch.Tensor]) -> None:
         """Raises DisagreementError if a peer has called something else. In a capture, which the kernels compare, keeps

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from ep_plugin import _C
 from ep_plugin.deep_ep.arguments import check_kind
-from ep_plugin.runtime.streams import record_stream
+from ep_plugin.runtime.streams import caller_stream, on_stream, record_stream
 
 
 class EventHandle:
@@ -18,7 +19,7 @@ class EventHandle:
 
     def __init__(self) -> None:
         self.event: torch.cuda.Event | None = None
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             self.event = torch.cuda.Event()
             self.event.record()
 
@@ -74,10 +75,10 @@ def ordered(
             previous.current_stream_wait()
         results = operation()
         return *results, EventOverlap(EventHandle() if async_finish else None)
-    caller, comm = torch.cuda.current_stream(device), comm_stream(device)
-    with torch.cuda.stream(comm):
+    caller, comm = caller_stream(device), comm_stream(device)
+    with on_stream(comm):
         if previous is None or previous.event is None:
-            comm.wait_stream(caller)
+            _C.order_streams(comm.cuda_stream, caller.cuda_stream, device.index)
         else:
             previous.current_stream_wait()
         results = operation()

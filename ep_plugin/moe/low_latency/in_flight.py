@@ -21,7 +21,7 @@ from ep_plugin.errors import CaptureRefused, EpPluginError
 from ep_plugin.moe.arguments import address, bulk_ready
 from ep_plugin.moe.in_flight import RECEIVE_PART, SEND_PART, Operation, Tensors
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
-from ep_plugin.runtime.streams import record_stream
+from ep_plugin.runtime.streams import caller_stream, record_stream
 from ep_plugin.runtime.tensors import call_of
 
 SEND, RECEIVE = int(_C.LlPhase.SEND), int(_C.LlPhase.RECEIVE)
@@ -159,7 +159,7 @@ class LowLatencyInFlight:
                 operation.name, lambda _: operation.finish(), nbytes=nbytes, part=RECEIVE_PART, continues=operation.call
             )
             if engine.device.type == "cuda":  # it may have been started on another stream
-                record_stream(torch.cuda.current_stream(engine.device), (operation.tensors(), result))
+                record_stream(caller_stream(engine.device), (operation.tensors(), result))
             return result
 
     def complete(self) -> None:
