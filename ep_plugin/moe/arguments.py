@@ -191,7 +191,7 @@ def check_handle_tensors(engine: Engine, name: str, handle: DispatchHandle, num_
     """A handle's tensors are of the dtypes and on the devices that dispatch made them, and totals of its size."""
     totals = handle.totals
     check_tensors(**{f"{name}.totals": totals})
-    check_handle_words(engine, name, **dict(zip(handle._fields, handle[:3], strict=False)))
+    check_handle_words(engine, name, topk_ids=handle.topk_ids, plan=handle.plan, recv_rows=handle.recv_rows)
     check_memory(f"{name}.totals", totals)
     if totals.device.type != "cpu" or totals.dtype is not torch.int64 or totals.shape not in ((1,), (num_totals,)):
         raise ValueError(

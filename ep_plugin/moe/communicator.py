@@ -413,4 +413,4 @@ class MoECommunicator:
             raise ValueError(
                 f"{name}: expected one of communicator {self.number}, got one of communicator {handle.comm}"
             )
-        return list(handle[: self._num_routing])
+        return [handle.topk_ids, handle.plan, handle.recv_rows, handle.totals][: self._num_routing]

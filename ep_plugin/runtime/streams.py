@@ -240,7 +240,7 @@ def current_stream(device: torch.device) -> int:
 
 
 def caller_stream(device: torch.device) -> torch.cuda.Stream:
-    """The caller's stream on the GPU `device`, as torch.cuda.current_stream, which makes another object at each call."""
+    """The caller's stream on the GPU `device`. torch.cuda.current_stream makes another object at each call."""
     return _stream_object(*torch._C._cuda_getCurrentStream(device.index))
 
 

@@ -370,7 +370,7 @@ def _refused(rank: int, size: int) -> None:
         for sentence, change in _bad_combines(comm, inputs, y).items():
             with pytest.raises(ValueError, match=sentence):
                 comm.combine(**{"y": y, "handle": handle, **change})
-        with pytest.raises(ValueError, match="handle.plan: expected shape"):
+        with pytest.raises(ValueError, match="handle.plan: expected one of 3 ranks"):
             comm.combine(y, handle._replace(plan=handle.plan[1:]))
         with pytest.raises(ValueError, match='set_sms: expected no SM counts in mode="ll", got dispatch_send_sms'):
             comm.set_sms(dispatch_send_sms=4)

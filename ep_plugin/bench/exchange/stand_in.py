@@ -23,6 +23,7 @@ from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.moe.low_latency.in_flight import LowLatencyOperation
 from ep_plugin.moe.low_latency.load import LowLatencyLoad
 from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for
+from ep_plugin.runtime.tensors import KnownCalls
 
 TIMEOUT_S = 20.0
 
@@ -40,7 +41,7 @@ class Share(LowLatencyEngine):
         self._set_sizes(config)
         self.kernels, self.num_sms = kernels_for(device), sms.for_device(device, ranks)
         self.streams = Streams() if device.type == "cpu" else CallerStreams(device)
-        self._issued, self._outputs = [0, 0], deque(maxlen=2)
+        self._issued, self._outputs, self.known = [0, 0], deque(maxlen=2), KnownCalls()
         zeros = functools.partial(torch.zeros, dtype=torch.uint8)
         self.state, self.ll_state = zeros(_C.state_bytes, device=device), zeros(_C.ll_state_bytes, device=device)
         self.block = zeros(self.memory_bytes, device=device)

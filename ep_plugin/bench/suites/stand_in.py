@@ -67,10 +67,10 @@ class SharedScene:
 
     def _dispatch_of(self, rank: Share) -> LowLatencyDispatch:
         mine = self.fixed[rank.rank]
-        return LowLatencyDispatch(rank, mine.x, mine.ids, None, None, None, self.inputs.quantize, None, 0)
+        return LowLatencyDispatch(rank, mine.x, mine.ids, None, None, None, self.inputs.quantize, [], 0)
 
     def _combine_of(self, rank: Share) -> LowLatencyCombine:
-        routing = list(self.dispatch.results()[rank.rank][-4:])
+        routing = list(self.dispatch.results()[rank.rank][-2:])
         weights = self.fixed[rank.rank].weights
         return LowLatencyCombine(rank, self.y[rank.rank], weights, None, None, routing, 0)
 

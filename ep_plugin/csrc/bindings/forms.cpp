@@ -37,7 +37,7 @@ int64_t int_of(const py::object& object, PyObject* method) {
 // not.
 bool holds_all(PyObject* object, const DLTensor& tensor) {
   static PyObject *const storage_name = interned("untyped_storage"), *const nbytes_name = interned("nbytes"),
-                          *const address_name = interned("data_ptr");
+                         *const address_name = interned("data_ptr");
   int64_t last = 0;
   for (int i = 0; i < tensor.num_dims; ++i) last += (tensor.shape[i] - 1) * tensor.strides[i];
   const py::object storage = call(object, storage_name);
@@ -63,7 +63,8 @@ bool append_form(std::string& form, PyObject* object) {
   for (int i = 0; i < tensor.num_dims; ++i) is_empty |= tensor.shape[i] == 0;
   if (!is_empty && (tensor.data == nullptr || !holds_all(object, tensor))) return false;
   const auto misaligned = static_cast<uint16_t>(reinterpret_cast<uintptr_t>(tensor.data) % kRowAlign);
-  const Head head{tensor.num_dims, tensor.device_type, tensor.device_id, tensor.type_code, tensor.type_bits, misaligned};
+  const Head head{tensor.num_dims,  tensor.device_type, tensor.device_id,
+                  tensor.type_code, tensor.type_bits,   misaligned};
   form.append(reinterpret_cast<const char*>(&head), sizeof(head));
   form.append(reinterpret_cast<const char*>(tensor.shape), tensor.num_dims * sizeof(int64_t));
   form.append(reinterpret_cast<const char*>(tensor.strides), tensor.num_dims * sizeof(int64_t));

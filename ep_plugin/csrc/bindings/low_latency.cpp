@@ -77,10 +77,10 @@ void bind_structs(py::module_& m) {
       .field("expert_count", &LlDispatchArgs::expert_count)
       .field("expert_offset", &LlDispatchArgs::expert_offset)
       .field("cumulative", &LlDispatchArgs::cumulative)
-      .def("point_to", point_to({&LlDispatchArgs::x, &LlDispatchArgs::ids, &LlDispatchArgs::topk_ids,
-                                 &LlDispatchArgs::tokens, &LlDispatchArgs::scales, &LlDispatchArgs::plan,
-                                 &LlDispatchArgs::expert_count, &LlDispatchArgs::expert_offset,
-                                 &LlDispatchArgs::cumulative}));
+      .def("point_to",
+           point_to({&LlDispatchArgs::x, &LlDispatchArgs::ids, &LlDispatchArgs::topk_ids, &LlDispatchArgs::tokens,
+                     &LlDispatchArgs::scales, &LlDispatchArgs::plan, &LlDispatchArgs::expert_count,
+                     &LlDispatchArgs::expert_offset, &LlDispatchArgs::cumulative}));
   Struct<LlCombineArgs>(m, "LlCombineArgs")
       .field("op", &LlCombineArgs::op)
       .field("y", &LlCombineArgs::y)

@@ -19,8 +19,8 @@ inline pybind11::capsule dlpack_bytes(Address address, int64_t bytes, int device
     int64_t bytes;
     PyObject* owner;
   };
-  const DLTensor tensor{at<void>(address), device < 0 ? kDLCpu : kDLCuda, std::max(device, 0), 1, kDLUnsigned, 8, 1,
-                        nullptr, nullptr, 0};
+  const DLTensor tensor{
+      at<void>(address), device < 0 ? kDLCpu : kDLCuda, std::max(device, 0), 1, kDLUnsigned, 8, 1, nullptr, nullptr, 0};
   auto* exported = new Export{{tensor, nullptr, nullptr}, bytes, owner.release().ptr()};
   exported->tensor.tensor.shape = &exported->bytes;
   exported->tensor.manager = exported;

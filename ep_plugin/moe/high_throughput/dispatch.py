@@ -326,9 +326,9 @@ class Dispatch(Operation):
         args.comm = self._engine.comm
         args.tokens, args.scales, args.weights = map(address, (result.tokens, result.scales, result.weights))
         if self._engine.flat:
-            args.row_expert_ids = result.ids.data_ptr()
+            args.row_expert_ids = address(result.ids)
         else:
-            args.topk_ids = result.ids.data_ptr()
+            args.topk_ids = address(result.ids)
         args.capacity = room.output
         if self._call.previous is None:
             self._recv_rows = self._plan.new_empty((room.slots, self._topk_ids.shape[1]))

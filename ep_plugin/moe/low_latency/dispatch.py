@@ -134,7 +134,6 @@ _ADVICE = {
 def operation(engine: LowLatencyEngine, header: Any) -> Any:
     """What dispatch and combine pass to their kernels alike, whichever operation it is."""
     return _C.LlOperation(
-        comm=engine.comm,
         shape=engine.shape,
         header=header,
         shrink=int(engine.config.shrink),

@@ -164,11 +164,13 @@ class LowLatencyEngine(GroupEngine):
         check_handle_words(self, name, (torch.int32, torch.int64), topk_ids=topk_ids, plan=plan)
         T, K = topk_ids.shape
         per_expert = self.rows_of_plan(plan.numel(), K)
-        if plan.dim() != 1 or plan.numel() != self.plan_words(T, K, per_expert) or not (
-            self.size <= per_expert <= self.size * self.max_tokens
+        if (
+            plan.dim() != 1
+            or plan.numel() != self.plan_words(T, K, per_expert)
+            or not (self.size <= per_expert <= self.size * self.max_tokens)
         ):
             raise ValueError(
-                f"{name}.plan: expected one of {self.size} ranks, {self.local_experts} experts here and {K} experts per "
+                f"{name}.plan: expected one of {self.size} ranks, {self.local_experts} experts here and {K} for each "
                 f"token, got shape {tuple(plan.shape)}"
             )
         if self.tokens_of(per_expert) < T:

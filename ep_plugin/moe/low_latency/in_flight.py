@@ -59,7 +59,7 @@ class LowLatencyOperation(Operation):
         args = self._args = self._known[0].copy()
         self.fill(args, self._known)
         op = args.op
-        op.slot = engine.next_slot(self.kind)
+        op.comm, op.slot = engine.comm, engine.next_slot(self.kind)
         counted = engine.load.wait_cost() if self._wait_cost is None else self._wait_cost
         op.wait_cost = address(counted)
 
