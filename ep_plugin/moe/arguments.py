@@ -298,10 +298,12 @@ def _check_ids(engine: Engine, ids: torch.Tensor, tokens: int) -> None:
 
 def check_id_values(engine: Engine, ids: torch.Tensor) -> None:
     """ids ``[T, K]`` of known experts, none twice for a token: on CPUs, and on GPUs with EP_PLUGIN_CHECK_IDS=1."""
-    if engine.device.type != "cpu":
-        if not env.check_ids() or engine.streams.capturing():
-            return
-        ids = ids.cpu()
+    on_cpu = engine.device.type == "cpu"
+    if on_cpu or (env.check_ids() and not engine.streams.capturing()):
+        _check_id_values(engine, ids if on_cpu else ids.cpu())
+
+
+def _check_id_values(engine: Engine, ids: torch.Tensor) -> None:
     bad = _C.find_bad_id(ids.data_ptr(), ids.element_size(), ids.shape[0], ids.shape[1], engine.config.num_experts)
     if bad is None:
         return

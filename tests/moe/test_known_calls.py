@@ -28,13 +28,13 @@ def _refused(says: str, call: Callable[..., object], *given: object, **more: obj
         call(*given, **more)
 
 
-def _tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x = torch.arange(TOKENS * HIDDEN, dtype=torch.float32).view(TOKENS, HIDDEN).bfloat16()
     return x, torch.tensor([[0, 1], [1, 2], [2, 3], [3, -1]]), torch.full((TOKENS, TOPK), 0.5)
 
 
 def _communicators(rank: int, size: int) -> None:
-    x, ids, weights = _tokens()
+    x, ids, weights = tokens()
     bad, twice = ids.clone(), ids.clone()
     bad[1, 0], twice[1, 0] = EXPERTS, 2
     for config in (HT, LL):
@@ -70,11 +70,11 @@ def _forms_in_turn(rank: int, size: int) -> None:
     with MoECommunicator(dist.group.WORLD, LL) as comm:
         generator = torch.Generator().manual_seed(rank)
         for turn in range(12):
-            tokens, hidden = (TOKENS, 0, 1, 3)[turn % 4], (HIDDEN // 2, 16)[turn % 2]
+            num_tokens, hidden = (TOKENS, 0, 1, 3)[turn % 4], (HIDDEN // 2, 16)[turn % 2]
             dtype, id_dtype = ((torch.bfloat16, torch.int64), (torch.float32, torch.int32))[turn // 2 % 2]
-            x = torch.randint(-8, 8, (tokens, hidden), generator=generator).to(dtype)
+            x = torch.randint(-8, 8, (num_tokens, hidden), generator=generator).to(dtype)
             x = x if turn % 3 else torch.cat([x, x], dim=1)[:, :hidden]
-            ids = torch.rand(tokens, EXPERTS, generator=generator).topk(TOPK).indices.to(id_dtype)
+            ids = torch.rand(num_tokens, EXPERTS, generator=generator).topk(TOPK).indices.to(id_dtype)
             capacity = None if turn % 2 else size * TOKENS
             out, handle = comm.dispatch(x, ids, capacity=capacity)
             again, _ = comm.dispatch(x * 2, ids, capacity=capacity, previous_handle=handle)
@@ -82,7 +82,7 @@ def _forms_in_turn(rank: int, size: int) -> None:
             with named(f"turn {turn}"):
                 sums = comm.combine(out.tokens, handle, bias=bias)
                 assert torch.equal(sums, x * 2 + (0 if bias is None else 1))
-                weights = torch.full((tokens, TOPK), 0.5)
+                weights = torch.full((num_tokens, TOPK), 0.5)
                 assert torch.equal(comm.combine(again.tokens, handle, weights), x * 2)
 
 
@@ -92,7 +92,7 @@ def test_calls_of_several_forms(size: int) -> None:
 
 
 def _buffers(rank: int, size: int) -> None:
-    x, ids, weights = _tokens()
+    x, ids, weights = tokens()
     bad = ids.clone()
     bad[1, 0] = EXPERTS
     buffer = Buffer(dist.group.WORLD, 0, 1, low_latency_mode=True, num_qps_per_rank=EXPERTS // size)
