@@ -105,7 +105,7 @@ class _Struct:
 
     def copy(self) -> Self: ...
 
-def read_tensors(exchange_api: object, *types: type) -> None:
+def read_tensors(exchange_api: object, tensor: type, parameter: type) -> None:
     """Names PyTorch's interface for C (Tensor.__dlpack_c_exchange_api__), and the types whose tensors have a form."""
 
 def form_of(*tensors: object) -> bytes | None:

@@ -2,7 +2,7 @@
 
 A sample is the start and the end of a call on one rank, in microseconds, on a clock that the ranks share (CPU) or since
 the rank's own start (CUDA). An iteration lasts from the first start to the last end: on CUDA, the slowest rank's time.
-The third part of a sample is how long the call kept its host, NaN where that is all of the time.
+The third part of a sample is the microseconds until the call returned to the host; NaN on CPUs, where that is the end.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _DeviceClock:
 class Timing:
     """Microseconds of an iteration: the median, and the 10th and 90th percentile.
 
-    host_us: the median of how long the call keeps the slowest rank's host; None on CPUs, where that is the time itself.
+    host_us: the median of the microseconds until the call returned on the slowest rank; None on CPUs.
     """
 
     median_us: float

@@ -54,7 +54,7 @@ class Collective:
         self._num_buffers, self.path = num_buffers, path
         self._engine: CollectiveEngine | None = None
         self._making = threading.RLock()
-        self._known = KnownCalls()  # whose tensors were found right
+        self._known = KnownCalls()
         self._closed = False
 
     def allocate(

@@ -224,9 +224,9 @@ def check_handle_shapes(name: str, handle: DispatchHandle, plan_words: int, slot
             raise ValueError(f"{name}.{field}: expected shape {shape}, got {tuple(tensor.shape)}")
 
 
-def check_routing(engine: Engine, name: str, routing: DispatchHandle) -> None:
+def check_routing(engine: Engine, name: str, routing: DispatchHandle, num_totals: int) -> None:
     """A handle's tensors are where, and as, dispatch made them: kernels take their addresses."""
-    check_handle_tensors(engine, name, routing, engine.num_totals)
+    check_handle_tensors(engine, name, routing, num_totals)
     T, K = routing.topk_ids.shape
     totals, most = routing.totals, engine.config.max_tokens_per_rank
     slots = int(totals[_SLOTS]) if len(totals) > 1 else engine.size * (most or 0)

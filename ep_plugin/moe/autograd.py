@@ -82,7 +82,8 @@ def autograd_kernel(op: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 def save_dispatch(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
     x, _, weights, *_, previous, comm, _ = inputs
     tokens, _, row_weights, *_ = outputs
-    ctx.save_for_backward(*(previous or outputs[_NUM_RESULTS:]))
+    made = outputs[_NUM_RESULTS:][: communicator(comm).num_routing]  # the same whether torch saw the operator or not
+    ctx.save_for_backward(*(previous or made))
     ctx.comm = comm
     ctx.hidden, ctx.x_dtype, ctx.rows = x.shape[1], x.dtype, tokens.shape[:-1]
     ctx.weights_shape = None if row_weights is None else row_weights.shape

@@ -82,8 +82,9 @@ class MoECommunicator:
         self.new_dispatch: Callable[..., Operation]
         """Makes the operation of a dispatch from its operator's arguments."""
         self.new_combine: Callable[..., Operation]
-        self.handle_sizes: HandleSizes
-        self._num_routing = _NUM_ROUTING  # tensors of a handle that operations need
+        self.handle_sizes: HandleSizes  # not in mode="ll"
+        self.num_routing = _NUM_ROUTING
+        """How many of a handle's tensors operations need: all, or in mode="ll" topk_ids and the plan."""
         self.nodes: Nodes | None = None
         """What operations over several nodes share; None on one node."""
         sizes = self._open_low_latency(group, resolved) if config.mode == "ll" else self._open(group, resolved)
@@ -103,8 +104,8 @@ class MoECommunicator:
     def _open_low_latency(self, group: dist.ProcessGroup, device: torch.device) -> str:
         """Does the same for a low-latency communicator."""
         engine = self.engine = LowLatencyEngine(group, self.config, device)
-        self.in_flight, self.handle_sizes = LowLatencyInFlight(engine), engine
-        self._num_routing = 2  # topk_ids and the plan
+        self.in_flight = LowLatencyInFlight(engine)
+        self.num_routing = 2
         self.new_dispatch = functools.partial(LowLatencyDispatch, engine)
         self.new_combine = functools.partial(LowLatencyCombine, engine)
         return f"{engine.config_hash} {engine.size} ll"
@@ -365,7 +366,7 @@ class MoECommunicator:
         _, _, topk_weights, scales, handle, capacity, quantize = given
         made = DispatchResult(*tensors[:_NUM_RESULTS])
         if handle is None:
-            routing = tensors[_NUM_RESULTS:]
+            routing = tensors[_NUM_RESULTS:][: self.num_routing]  # compiled code has empty tensors for the others
             nothing = (NOTHING,) * (_NUM_ROUTING - len(routing))
             handle = DispatchHandle._make((*routing, *nothing, self.number))
         layout = self.config.resolved_layout
@@ -413,4 +414,4 @@ class MoECommunicator:
             raise ValueError(
                 f"{name}: expected one of communicator {self.number}, got one of communicator {handle.comm}"
             )
-        return [handle.topk_ids, handle.plan, handle.recv_rows, handle.totals][: self._num_routing]
+        return [handle.topk_ids, handle.plan, handle.recv_rows, handle.totals][: self.num_routing]

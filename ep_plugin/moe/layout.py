@@ -53,7 +53,8 @@ class DispatchOutput(NamedTuple):
     required: torch.Tensor | None
 
 
-NOTHING = torch.empty(0, dtype=torch.int32, device="cpu")
+with torch.inference_mode(False):  # callers may save it for a backward
+    NOTHING = torch.empty(0, dtype=torch.int32, device="cpu")
 """In the place of a handle's tensor that its layout does not need."""
 
 
@@ -71,8 +72,8 @@ class DispatchHandle(NamedTuple):
     ``[T, R]``, position among this rank's rows for each rank, -1: none; ``[T, K]``, position among this rank's pairs
     for the expert, -1: dropped. EXPERT_MAJOR: as LlPlanLayout of ``csrc/common/low_latency.h``."""
     recv_rows: torch.Tensor
-    """int32 ``[slots, K]``, the output row of each received pair, -1: none. Empty in EXPERT_MAJOR, as are the totals:
-    the plan says all."""
+    """int32 ``[slots, K]``, the output row of each received pair, -1: none. In EXPERT_MAJOR the plan says all: this and
+    the totals are empty, and nobody reads them."""
     totals: torch.Tensor
     """int64 on the host: slots, rows, most rows from any rank to any and from any to all, rows of each local expert.
 
@@ -140,7 +141,6 @@ class Engine(Protocol):
     streams: Streams
     size: int
     local_experts: int
-    num_totals: int
     flat: bool
 
     def plan_words(self, num_tokens: int, topk: int, capacity: int | None = None) -> int:

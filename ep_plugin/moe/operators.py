@@ -88,12 +88,12 @@ def _watched(inputs: tuple[Any, ...]) -> bool:
 
 def _fake_dispatch(*inputs: Any) -> Tensors:
     x, topk_ids, topk_weights, scales, capacity, quantize, previous, comm, _ = inputs
-    engine, sizes = communicator(comm).engine, communicator(comm).handle_sizes
+    engine = communicator(comm).engine
     check_devices(engine, x=x, topk_ids=topk_ids, topk_weights=topk_weights, scales=scales)
     T, K = topk_ids.shape
     if isinstance(engine, LowLatencyEngine):
         return _fake_low_latency_dispatch(engine, *inputs)
-    local = engine.local_experts
+    local, sizes = engine.local_experts, communicator(comm).handle_sizes
 
     def ints(*shape: int | torch.SymInt) -> torch.Tensor:
         return x.new_empty(shape, dtype=torch.int32)

@@ -60,7 +60,8 @@ def check_storage(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-_C.read_tensors(torch.Tensor.__dlpack_c_exchange_api__, *PLAIN)
+if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):  # otherwise no tensor has a form
+    _C.read_tensors(torch.Tensor.__dlpack_c_exchange_api__, *PLAIN)
 _dispatch_keys = torch._C._dispatch_keys
 _dense_keys: set[int] = set()  # dispatch keys of tensors that have passed every check but that of the storage
 
@@ -84,10 +85,11 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 class KnownCalls:
-    """What was found out about calls, for those that are alike: their tensors' forms and their settings are equal.
+    """Calls that were checked, and what follows from their arguments. Calls are alike if the forms of their tensors and
+    their settings are equal; one of them is enough to check.
 
-    A form is all that kernels must know of tensors but for addresses and values (`_C.form_of`). To look at it takes a
-    microsecond, where checks take ten times as long.
+    A form is all that kernels must know of tensors but for addresses and values (`_C.form_of`). Making it takes a tenth
+    of the time of the checks.
     """
 
     def __init__(self) -> None:
@@ -98,16 +100,16 @@ class KnownCalls:
         return self._found.get(call)
 
     def remember(self, call: Hashable, found: Any = True) -> None:
-        """call: forms and settings; None is remembered by nobody."""
+        """call: see `call_of`; None is never found again."""
         if call is not None:
-            if len(self._found) == _MOST_KNOWN:
+            if len(self._found) >= _MOST_KNOWN:  # several threads may be here
                 self._found.clear()
             self._found[call] = found
 
 
 def call_of(form: bytes | None, *settings: Hashable) -> Hashable:
-    """What calls that are alike have in common. None: each is a call of its own, as with tensors that have no form, or
-    with settings of other types than numbers and names."""
+    """What calls that are alike have in common. None: the call is like no other, since its tensors have no form, or its
+    settings are neither numbers nor names."""
     if form is None:
         return None
     kinds = tuple(map(type, settings))  # 1 and True are equal

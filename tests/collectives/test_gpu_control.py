@@ -245,6 +245,13 @@ def _keeps_launches(rank: int) -> None:
     blocks._set_row(63, (0, 0))  # a block was dropped, as far as anyone can tell
     gather(outputs[0], shards[0])
     assert len(node._kept) == 1, "launches outlived the blocks that they were made for"
+    in_one_piece = paths.staged_bytes(2) // BF16.itemsize
+    for count, kept in ((in_one_piece, 2), (in_one_piece + 1, 2)):  # pieces use the block one after the other
+        foreign, part = torch.empty(2 * count, dtype=BF16), torch.empty(count, dtype=BF16)
+        for turn in range(3):
+            gather(foreign, part.fill_(10 * turn + rank))
+            assert foreign[::count].tolist() == [10 * turn, 10 * turn + 1]
+        assert len(node._kept) == kept
     gather.close()
 
 

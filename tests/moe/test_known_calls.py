@@ -1,8 +1,10 @@
-"""Calls whose forms are known, after ones that were right: what can differ between such calls is still refused."""
+"""Calls that are like earlier ones: what can differ between them is still looked at."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ import torch.distributed as dist
 
 from ep_plugin import MoECommunicator, MoECommunicatorConfig
 from ep_plugin.deep_ep import Buffer
+from ep_plugin.moe.high_throughput import engine
+from ep_plugin.moe.low_latency.combine import LowLatencyCombine
+from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
 from tests.moe.moe_cases import named, on_ranks
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 4, 128, 2, 4
@@ -54,10 +59,75 @@ def _communicators(rank: int, size: int) -> None:
             _refused("y: expected a storage of at least", comm.combine, _freed(out.tokens), handle, row_weights)
             _refused("weights: expected", comm.combine, out.tokens, handle, row_weights[:-1])
             _refused("handle.plan: expected", comm.combine, out.tokens, handle._replace(plan=handle.plan[:-1]))
-            longer = torch.cat([handle.topk_ids] * 2)
-            _refused("handle", comm.combine, out.tokens, handle._replace(topk_ids=longer))
-            _refused("handle", comm.dispatch, x, ids, previous_handle=handle._replace(topk_ids=longer))
+            longer = handle._replace(topk_ids=torch.cat([handle.topk_ids] * 2))
+            said = "topk_ids: expected at most 4 tokens, by its plan, got 8" if config is LL else "plan: expected shape"
+            _refused(f"^handle.{said}", comm.combine, out.tokens, longer)
+            _refused(f"^previous_handle.{said}", comm.dispatch, x, ids, previous_handle=longer)
             assert torch.equal(comm.combine(out.tokens, handle, row_weights), sums)  # nobody was disturbed
+
+
+def _bounded(rank: int, size: int) -> None:
+    """Handles of one communicator whose routings have other sizes, with capacities."""
+    x, ids, weights = tokens()
+    scales = torch.ones(TOKENS, 1)
+    with MoECommunicator(dist.group.WORLD, HT) as comm:
+        for _ in range(2):
+            many, of_many = comm.dispatch(x, ids, weights, capacity=size * 8)
+            few, of_few = comm.dispatch(x[:2], ids[:2], weights[:2], capacity=size * 4)
+            comm.combine(many.tokens, of_many, bias=x)
+            comm.combine(few.tokens, of_few, bias=x[:2])
+            comm.dispatch(x, ids, weights, capacity=size * 8, previous_handle=of_many)
+            comm.dispatch(x, ids, None, scales, capacity=size * 8)
+        _refused("y: expected the .* rows that dispatch returned", comm.combine, few.tokens, of_many, bias=x)
+        _refused("y: expected the .* rows that dispatch returned", comm.combine, many.tokens, of_few, bias=x[:2])
+        _refused("bias: expected shape", comm.combine, many.tokens, of_many, bias=x[:2])
+        given = x, ids, weights
+        _refused("capacity: expected .* rows, which", comm.dispatch, *given, None, of_many, size * 4)
+        _refused("topk_ids: expected the shape", comm.dispatch, x[:2], ids[:2], None, None, of_many, size * 8)
+        _refused("scales: expected None with quantize", comm.dispatch, x, ids, None, scales, None, size * 8, "e4m3")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_calls_with_capacities(size: int) -> None:
+    on_ranks(size, _bounded)
+
+
+def _earlier_handles(rank: int, size: int) -> None:
+    x, ids, weights = tokens()
+    with MoECommunicator(dist.group.WORLD, HT) as comm:
+        made = [comm.dispatch(x * turn, ids, weights) for turn in range(1, 9)]
+        with mock.patch.object(engine, "check_routing", side_effect=AssertionError("a handle was checked again")):
+            for turn, (out, handle) in reversed(list(enumerate(made, 1))):
+                assert torch.equal(comm.combine(out.tokens, handle, out.weights)[:3], x[:3] * turn)
+
+
+def test_handles_of_several_layers_need_no_second_check() -> None:
+    on_ranks(1, _earlier_handles)
+
+
+def _counters(rank: int, size: int) -> None:
+    """Kernels add to the counters' memory."""
+    x, ids, weights = tokens()
+    with MoECommunicator(dist.group.WORLD, LL) as comm:
+        cumulative, cost = torch.zeros(EXPERTS // size, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)
+        given: Any = (x, ids, None, None, None, None, [], comm.number)
+        run, wrong = comm.in_flight.run, (cost.int(), torch.zeros(size + 1, dtype=torch.int64))
+        for _ in range(2):
+            made = run(LowLatencyDispatch(comm.engine, *given, cumulative=cumulative, wait_cost=cost))
+        for other in wrong:
+            _refused("wait_cost: expected", run, LowLatencyDispatch(comm.engine, *given, wait_cost=other))
+        for other in (cumulative.long(), cumulative.repeat(2)):
+            _refused("cumulative: expected", run, LowLatencyDispatch(comm.engine, *given, cumulative=other))
+        given = (made[0], weights, None, None, list(made[8:]), comm.number)
+        for _ in range(2):
+            run(LowLatencyCombine(comm.engine, *given, wait_cost=cost))
+        for other in wrong:
+            _refused("wait_cost: expected", run, LowLatencyCombine(comm.engine, *given, wait_cost=other))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_wrong_counters(size: int) -> None:
+    on_ranks(size, _counters)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -97,10 +167,13 @@ def _buffers(rank: int, size: int) -> None:
     bad[1, 0] = EXPERTS
     buffer = Buffer(dist.group.WORLD, 0, 1, low_latency_mode=True, num_qps_per_rank=EXPERTS // size)
     dispatch, combine = buffer.low_latency_dispatch, buffer.low_latency_combine
-    for _ in range(3):
+    for turn in range(4):
         rows, _, handle, *_ = dispatch(x, ids, TOKENS, EXPERTS, use_fp8=False)
-        sums, *_ = combine(rows, ids, weights, handle)
+        sums, *_ = combine(rows, ids.int() if turn % 2 else ids, weights, handle)
         assert torch.equal(sums[:3], x[:3])
+    half, _, of_half, *_ = dispatch(x[:, :64].contiguous(), ids, TOKENS, EXPERTS, use_fp8=False)
+    combine(half, ids, weights, of_half)
+    _refused("multiple of 128 with use_logfmt=True, got 64", combine, half, ids, weights, of_half, use_logfmt=True)
     _refused("topk_idx: expected ids from -1 to 3", dispatch, x, bad, TOKENS, EXPERTS, use_fp8=False)
     _refused("num_max_dispatch_tokens_per_rank: expected 1 to", dispatch, x, ids, 4.0, EXPERTS, use_fp8=False)
     _refused("num_experts: expected a positive", dispatch, x, ids, TOKENS, [EXPERTS], use_fp8=False)

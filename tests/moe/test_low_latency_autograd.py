@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from ep_plugin import MoECommunicator
 from ep_plugin.moe.layout import DispatchOutput
@@ -166,3 +172,40 @@ def _fakes(rank: int, size: int, quantize: str | None) -> None:
 @pytest.mark.parametrize("quantize", [None, "e4m3", "e4m3_ue8m0"])
 def test_fakes_have_the_shapes_and_strides_of_results(quantize: str | None) -> None:
     on_ranks(2, _fakes, quantize)
+
+
+def _watched_and_not(rank: int, size: int) -> None:
+    """torch sees the operators where a mode or a profiler is on, maybe in one of forward and backward alone."""
+    inputs = make_inputs(Case(tokens=(7, 3), num_experts=4, topk=2, hidden=8, dtype=torch.float32))
+    ids, weights = inputs.ids[rank], inputs.weights[rank]
+    experts = torch.ones(4 // size, 8)
+
+    def nobody() -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    watchers = nobody, lambda: FlopCounterMode(display=False), torch.profiler.profile
+    with low_latency(inputs.case) as comm:
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            return _layer(comm, x, ids, weights, experts)
+
+        gradients = []
+        for forward, backward in itertools.product(watchers, watchers):
+            x = inputs.x[rank].clone().requires_grad_()
+            with named((forward, backward)):
+                with forward():
+                    z = checkpoint(layer, x, use_reentrant=False)
+                with backward():
+                    z.square().sum().backward()
+                assert x.grad is not None
+                gradients.append(x.grad)
+        assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+        for watcher in watchers:
+            with watcher():
+                _, handle = comm.dispatch(inputs.x[rank].clone().requires_grad_(), ids)
+            assert not any(part.requires_grad for part in handle[:-1]) and handle.totals.device.type == "cpu"
+            copy.deepcopy(handle)
+
+
+def test_forward_and_recomputation_may_be_watched_or_not() -> None:
+    on_ranks(2, _watched_and_not)

@@ -14,6 +14,8 @@ DTYPES = [
     torch.bool,
     torch.uint8,
     torch.int8,
+    torch.int4,
+    torch.uint4,
     torch.int16,
     torch.int32,
     torch.int64,
@@ -93,6 +95,18 @@ def _late(wrapped: Callable[[Callable[[torch.Tensor], torch.Tensor]], object]) -
 def test_what_kernels_cannot_read_has_no_form(make: Callable[[], object]) -> None:
     assert _C.form_of(torch.zeros(2), make()) is None
     assert _C.form_of(torch.zeros(2)) is not None  # no error is left behind
+
+
+class _Interrupted(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, *given: object) -> object:
+        raise KeyboardInterrupt
+
+
+def test_an_interruption_is_no_answer() -> None:
+    tensor = torch.zeros(2)
+    with pytest.raises(KeyboardInterrupt), _Interrupted():
+        _C.form_of(tensor)
+    assert _C.form_of(tensor) is not None
 
 
 def test_a_storage_may_end_where_the_tensor_does() -> None:

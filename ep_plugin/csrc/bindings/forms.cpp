@@ -14,12 +14,12 @@ PyObject *tensor_type = nullptr, *parameter_type = nullptr;
 
 // What a form begins with for each tensor; its sizes and then its strides follow. Without padding: bytes are compared.
 struct Head {
+  PyObject* dtype;   // PyTorch's object. DLPack knows fewer dtypes
   int32_t num_dims;  // -1: no tensor
   int32_t device_type, device_id;
-  uint8_t type_code, type_bits;
-  uint16_t misaligned;  // bytes past a multiple of kRowAlign
+  int32_t misaligned;  // bytes past a multiple of kRowAlign
 };
-static_assert(sizeof(Head) == 16, "no padding");
+static_assert(sizeof(Head) == sizeof(PyObject*) + 4 * sizeof(int32_t), "no padding");
 
 PyObject* interned(const char* name) { return PyUnicode_InternFromString(name); }
 
@@ -30,7 +30,9 @@ py::object call(PyObject* object, PyObject* method) {
 }
 
 int64_t int_of(const py::object& object, PyObject* method) {
-  return PyLong_AsLongLong(call(object.ptr(), method).ptr());
+  const int64_t value = PyLong_AsLongLong(call(object.ptr(), method).ptr());
+  if (PyErr_Occurred()) throw py::error_already_set();
+  return value;
 }
 
 // Whether the storage of `object` holds all elements of `tensor`, which has some. One that was freed or resized may
@@ -45,29 +47,32 @@ bool holds_all(PyObject* object, const DLTensor& tensor) {
   return begin + (last + 1) * tensor.type_bits / 8 <= int_of(storage, nbytes_name);
 }
 
+void append(std::string& form, const void* from, size_t bytes) { form.append(static_cast<const char*>(from), bytes); }
+
 // Appends the form of a tensor. Returns whether it has one.
 bool append_form(std::string& form, PyObject* object) {
+  static PyObject *const is_neg_name = interned("is_neg"), *const dtype_name = interned("dtype");
   if (object == Py_None) {
-    const Head head{-1, 0, 0, 0, 0, 0};
-    form.append(reinterpret_cast<const char*>(&head), sizeof(head));
+    const Head head{nullptr, -1, 0, 0, 0};
+    append(form, &head, sizeof(head));
     return true;
   }
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
   if (type != tensor_type && type != parameter_type) return false;
   DLTensor tensor;
   if (api->from_object(object, &tensor) != 0) throw py::error_already_set();  // as for one without memory
-  static PyObject* const is_neg = interned("is_neg");
   if (tensor.type_code == kDLComplex || tensor.type_lanes != 1) return false;
-  if (call(object, is_neg).ptr() != Py_False) return false;
+  if (call(object, is_neg_name).ptr() != Py_False) return false;
   bool is_empty = false;
   for (int i = 0; i < tensor.num_dims; ++i) is_empty |= tensor.shape[i] == 0;
   if (!is_empty && (tensor.data == nullptr || !holds_all(object, tensor))) return false;
-  const auto misaligned = static_cast<uint16_t>(reinterpret_cast<uintptr_t>(tensor.data) % kRowAlign);
-  const Head head{tensor.num_dims,  tensor.device_type, tensor.device_id,
-                  tensor.type_code, tensor.type_bits,   misaligned};
-  form.append(reinterpret_cast<const char*>(&head), sizeof(head));
-  form.append(reinterpret_cast<const char*>(tensor.shape), tensor.num_dims * sizeof(int64_t));
-  form.append(reinterpret_cast<const char*>(tensor.strides), tensor.num_dims * sizeof(int64_t));
+  const auto dtype = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, dtype_name));
+  if (!dtype) throw py::error_already_set();
+  const auto misaligned = static_cast<int32_t>(reinterpret_cast<uintptr_t>(tensor.data) % kRowAlign);
+  const Head head{dtype.ptr(), tensor.num_dims, tensor.device_type, tensor.device_id, misaligned};
+  append(form, &head, sizeof(head));
+  append(form, tensor.shape, tensor.num_dims * sizeof(int64_t));
+  append(form, tensor.strides, tensor.num_dims * sizeof(int64_t));
   return true;
 }
 
@@ -99,7 +104,8 @@ void bind_forms(py::module_& m) {
     try {
       for (py::handle tensor : tensors)
         if (!append_form(form, tensor.ptr())) return py::none();
-    } catch (const py::error_already_set&) {
+    } catch (const py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) throw;  // such as Ctrl-C
       return py::none();
     }
     return py::bytes(form);

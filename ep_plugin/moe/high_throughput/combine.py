@@ -38,8 +38,9 @@ class Combine(Operation):
 
     def check(self) -> None:
         engine, routing, given = self._engine, self._routing, (self.rows, self._weights, self._bias, self._extra)
-        rows, bounded, shape = rows_of(engine, routing), is_bounded(routing), routing.tensors.topk_ids.shape
-        alike = call_of(_C.form_of(*given), "combine", rows, bounded, *shape)
+        alike = None
+        if is_bounded(routing):  # others have as many rows as their routing happens to bring
+            alike = call_of(_C.form_of(*given), rows_of(engine, routing), *routing.tensors.topk_ids.shape)
         if not engine.known.find(alike):
             check_combine(engine, *given, routing)
             engine.known.remember(alike)

@@ -55,7 +55,7 @@ class Dispatch(Operation):
         engine, call = self._engine, self._call
         form = _C.form_of(call.x, call.topk_ids, call.weights, call.scales)
         # The host knows the totals of a routing, and they bound the capacity: each is a call of its own.
-        alike = None if call.previous is not None else call_of(form, "dispatch", call.capacity, call.quantize)
+        alike = None if call.previous is not None else call_of(form, call.capacity, call.quantize)
         if not engine.known.find(alike):
             check_dispatch(engine, call)
             engine.known.remember(alike)

@@ -66,7 +66,7 @@ class HighThroughputEngine(GroupEngine):
         self.local_experts = config.num_experts // self.size
         self.num_totals = _C.num_totals + self.local_experts
         self.routings, self.expected = Routings(), Expected()
-        self.known = KnownCalls()  # whose arguments were found right
+        self.known = KnownCalls()
         self._tickets = 0
         self.reserved = 0
         """Calls of `reserve`; peers compare it when they grow a pool."""
@@ -187,7 +187,7 @@ class HighThroughputEngine(GroupEngine):
         known = self.routings.find(handle)
         if known is not None:
             return known
-        check_routing(self, name, handle)
+        check_routing(self, name, handle, self.num_totals)
         return Routing(handle, self.routing_struct(*handle[:3]), handle.totals.tolist())
 
     def header(self, *words: int) -> Any:

@@ -45,7 +45,6 @@ class LowLatencyEngine(GroupEngine):
     """
 
     flat = False
-    num_totals = 1  # of a routing: the rows of its output
 
     def __init__(self, group: dist.ProcessGroup, config: MoECommunicatorConfig, device: torch.device) -> None:
         super().__init__(Exchange(group, timeout_s=config.timeout_s), device, group, config)
@@ -142,10 +141,6 @@ class LowLatencyEngine(GroupEngine):
     def plan_words(self, num_tokens: int, topk: int, capacity: int | None = None) -> int:
         """int32 words of a plan. capacity: rows of an expert's block."""
         return self.plan_layout(self.tokens_of(capacity), topk).words
-
-    def slots(self, capacity: int | None) -> int:
-        """Rows of a handle's recv_rows: the plan has them."""
-        return 0
 
     def tokens_of(self, capacity: int | None) -> int:
         """The most tokens of a rank, of a dispatch whose experts' blocks have `capacity` rows."""

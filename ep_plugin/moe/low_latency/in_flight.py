@@ -33,8 +33,8 @@ class LowLatencyOperation(Operation):
     kind: ClassVar[int]
     _engine: LowLatencyEngine
     _wait_cost: torch.Tensor | None
-    _call: Hashable = None  # what is known of it, and of others, is found by this; None: it is like no other
-    _known: Any = None  # what `describe` returned for such a call
+    _call: Hashable = None  # by which the engine knows calls like this one, see `call_of`
+    _known: Any = None  # what `describe` returned for one of them
 
     @abstractmethod
     def describe(self) -> tuple[Any, ...]:
