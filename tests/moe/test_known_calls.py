@@ -78,8 +78,8 @@ def _bounded(rank: int, size: int) -> None:
             comm.combine(few.tokens, of_few, bias=x[:2])
             comm.dispatch(x, ids, weights, capacity=size * 8, previous_handle=of_many)
             comm.dispatch(x, ids, None, scales, capacity=size * 8)
-        _refused("y: expected the .* rows that dispatch returned", comm.combine, few.tokens, of_many, bias=x)
-        _refused("y: expected the .* rows that dispatch returned", comm.combine, many.tokens, of_few, bias=x[:2])
+        _refused("y: expected the .* rows that dispatch returned", comm.combine, few.tokens, of_many, bias=x[:2])
+        _refused("y: expected the .* rows that dispatch returned", comm.combine, many.tokens, of_few, bias=x)
         _refused("bias: expected shape", comm.combine, many.tokens, of_many, bias=x[:2])
         given = x, ids, weights
         _refused("capacity: expected .* rows, which", comm.dispatch, *given, None, of_many, size * 4)
