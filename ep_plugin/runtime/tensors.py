@@ -89,7 +89,7 @@ class KnownCalls:
     their settings are equal; one of them is enough to check.
 
     A form is all that kernels must know of tensors but for addresses and values (`_C.form_of`). Making it takes a tenth
-    of the time of the checks.
+    of the time of the checks. A check of anything else, such as values or the state of a stream, belongs to every call.
     """
 
     def __init__(self) -> None:
