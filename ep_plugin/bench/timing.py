@@ -106,7 +106,7 @@ def time_in_turn(clock: Clock, runs: Mapping[Name, Run], iterations: int, warmup
 def summarise(samples: list[list[Sample]]) -> Timing:
     """Statistics of the iterations from `samples[rank][iteration]`."""
     table = torch.tensor(samples, dtype=torch.float64)  # [R, iterations, 3]
-    host = float(table[:, :, 2].amax(0).median())
+    host = float(table[:, :, 2].amax(0).quantile(0.5))
     spans = table[:, :, 1].amax(0) - table[:, :, 0].amin(0)
     p10, median, p90 = torch.quantile(spans, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
     host_us = None if math.isnan(host) else round(host, 1)

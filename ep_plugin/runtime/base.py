@@ -63,7 +63,6 @@ class BaseEngine(ABC):
         self.rank, self.size, self.timeout_s = exchange.rank, exchange.size, exchange.timeout_s
         self.lock = _enqueue_locks.setdefault(device, threading.RLock())
         self.used_by: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        self._user: Callable[[], threading.Thread | None] = lambda: None  # the latest
         self._error: Exception | None = None
         self._captured = self._to_close = self._is_copy = False
         self.calls = Calls(exchange.job_ranks, exchange.rank, self.in_order, self.name)
@@ -137,10 +136,7 @@ class BaseEngine(ABC):
                 self.last_call = self.calls.begin(what, part, nbytes, continues)
             self.check()
             call = self.last_call
-            user = threading.current_thread()
-            if user is not self._user():
-                self.used_by.add(user)
-                self._user = weakref.ref(user)
+            self.used_by.add(threading.current_thread())
             _C.announce(f"in {what} of {self._announced_name}")  # for messages of the peers of all communicators
             self._captured |= bool(self.streams.capturing())
             try:

@@ -250,7 +250,7 @@ def _stream_object(stream_id: int, device_index: int, device_type: int) -> torch
 
 
 def on_stream(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
-    """Makes `stream` the current one, as torch.cuda.stream, which takes the host ten times as long."""
+    """Makes `stream` the current one, as torch.cuda.stream does, which makes several objects for it."""
     if torch._C._cuda_getDevice() != stream.device_index:
         return torch.cuda.stream(stream)
     return _OnStream(stream)

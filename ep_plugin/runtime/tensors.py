@@ -108,8 +108,8 @@ class KnownCalls:
 
 
 def call_of(form: bytes | None, *settings: Hashable) -> Hashable:
-    """What calls that are alike have in common. None: the call is like no other, since its tensors have no form, or its
-    settings are neither numbers nor names."""
+    """The key by which `KnownCalls` finds calls that are alike. None: the call is like no other, since its tensors have
+    no form, or its settings are neither numbers nor names."""
     if form is None:
         return None
     kinds = tuple(map(type, settings))  # 1 and True are equal

@@ -84,6 +84,8 @@ def _bounded(rank: int, size: int) -> None:
         given = x, ids, weights
         _refused("capacity: expected .* rows, which", comm.dispatch, *given, None, of_many, size * 4)
         _refused("topk_ids: expected the shape", comm.dispatch, x[:2], ids[:2], None, None, of_many, size * 8)
+        given = x[:2], ids[:2], weights[:2]
+        _refused("capacity: expected .* rows, which", comm.dispatch, *given, None, of_many, size * 4)
         _refused("scales: expected None with quantize", comm.dispatch, x, ids, None, scales, None, size * 8, "e4m3")
 
 

@@ -191,7 +191,7 @@ class CudaGatherNode(CudaNode):
             self._push(*launch)
 
     def _staged(self, shard: torch.Tensor, outputs: Sequence[torch.Tensor]) -> list[tuple[Any, Sequence[int]]]:
-        """What a gather launches for each piece that goes through the staging blocks."""
+        """The launches of a gather through the staging blocks, one for each piece."""
         node, staging = self._node, self._workspace("staging", paths.STAGING_BYTES)
         step = paths.staged_bytes(node.node_size)
         launches = []
