@@ -49,6 +49,7 @@ def fail_by_itself_later() -> None:
         dist.all_reduce(torch.ones(1))
     except RuntimeError:
         say({"raised": dist.get_rank()})
+        time.sleep(1)  # the launcher has seen rank 1's end by then
         sys.exit(1)
 
 

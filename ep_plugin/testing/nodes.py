@@ -14,7 +14,8 @@ other, as on real hosts. Networks of the nodes:
   LOCAL_RANK 0 of 1, and is a host of its own for NCCL, which refuses two ranks of one host on one GPU.
 
 The ranks end with the launcher, also when it is killed. The first rank that fails decides the exit status (128 + the
-signal that killed it). The other ranks have ``--grace`` seconds to end by themselves.
+signal that killed it); of ranks that fail within 20 ms, the lowest. The other ranks have ``--grace`` seconds to end by
+themselves.
 """
 
 from __future__ import annotations
