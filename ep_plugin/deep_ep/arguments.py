@@ -19,8 +19,6 @@ from ep_plugin.deep_ep.handles import LowLatencyHandle
 from ep_plugin.dtypes import weight_dtype
 from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
-from ep_plugin.moe.communicator import MoECommunicator
-from ep_plugin.moe.layout import DispatchHandle
 from ep_plugin.transport.topology import NodeMap
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
@@ -52,13 +50,6 @@ def sum_of(biases: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
         return biases[0].contiguous() if biases else None
     first, second = (bias.to(weight_dtype(bias.dtype)) for bias in biases)
     return (first + second).to(biases[0].dtype)
-
-
-def combined_weights(comm: MoECommunicator, weights: torch.Tensor, routing: DispatchHandle) -> torch.Tensor:
-    """``[T, K]``: weights ``[N, K]`` combined as rows of their own, since those of experts elsewhere count too."""
-    K = weights.shape[1]
-    padded = torch.nn.functional.pad(weights, (0, -K % 4)).contiguous()
-    return comm.combine(padded, routing)[:, :K].contiguous()
 
 
 def check_tensor(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...], *shape: int | str) -> None:

@@ -211,7 +211,8 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
 
         Args:
             x: ``[N, H]``, one row for each row that dispatch returned.
-            topk_weights: float32 ``[N, K]``, summed over the same ranks.
+            topk_weights: float32 ``[N, K]``, or ``[N, R]`` after a dispatch without topk_idx, summed over the same
+                ranks. A rank without them sends zeros.
             bias: ``[T, H]`` or two of them, added to the result. Two are added up and rounded first.
 
         Returns:
@@ -223,16 +224,15 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         routing = handles.routing_of(handle)
         sms = _sms_of(config)
         if topk_weights is not None:
-            arguments.check_tensor("topk_weights", topk_weights, (torch.float32,), rows.shape[0], "K")
+            K = routing.topk_ids.shape[1]
+            arguments.check_tensor("topk_weights", topk_weights, (torch.float32,), rows.shape[0], K)
         biases = arguments.biases_of(bias, rows)
 
         def add() -> tuple[torch.Tensor, torch.Tensor | None]:
             comm = communicator(routing.comm)
             comm.set_sms(**sms)
-            out = comm.combine(rows.contiguous(), routing, bias=arguments.sum_of(biases))
-            if topk_weights is None:
-                return out, None
-            return out, arguments.combined_weights(comm, topk_weights, routing)
+            out, weights = comm.combine_with_values(rows.contiguous(), routing, topk_weights, arguments.sum_of(biases))
+            return out, None if weights is None else weights.float()  # float64 beside float64 rows
 
         reads = (rows, routing, topk_weights, biases)
         return ordered(add, rows.device, reads, previous_event, async_finish, allocate_on_comm_stream)

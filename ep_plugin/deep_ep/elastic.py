@@ -20,7 +20,6 @@ from ep_plugin.deep_ep.elastic_handles import (
     STATS,
     Call,
     EPHandle,
-    by_choice,
     check_cached,
     check_handle,
 )
@@ -290,7 +289,8 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
 
         Args:
             x: ``[N, H]``, one row for each row that dispatch returned.
-            topk_weights: float32 ``[N, K]``, with do_expand ``[N]``. They are summed like the rows.
+            topk_weights: float32 ``[N, K]``, with do_expand ``[N]``. They are summed like the rows. A rank without
+                them sends zeros.
             bias: ``[T, H]`` or two of them, added to the result. Two are added up and rounded first.
             num_sms: 0: as in the dispatch.
             previous_event, previous_event_before_epilogue: as in `dispatch`.
@@ -315,11 +315,9 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
             later.current_stream_wait()
             comm = communicator(handle.routing.comm)
             comm.set_sms(**sms)
-            out = comm.combine(rows.contiguous(), handle.routing, bias=arguments.sum_of(biases))
-            if topk_weights is None:
-                return out, None
-            weights = by_choice(comm, handle, topk_weights) if handle.do_expand else topk_weights
-            return out, arguments.combined_weights(comm, weights, handle.routing)
+            given = rows.contiguous(), handle.routing, topk_weights, arguments.sum_of(biases)
+            out, weights = comm.combine_with_values(*given)
+            return out, None if weights is None else weights.float()  # float64 beside float64 rows
 
         reads = (rows, handle.routing, topk_weights, biases)
         return ordered(add, rows.device, reads, before, async_with_compute_stream, False)

@@ -104,22 +104,6 @@ class Call:
         )
 
 
-def by_choice(comm: MoECommunicator, handle: EPHandle, weights: torch.Tensor) -> torch.Tensor:
-    """``[N, K]``: each row's weight in the column of the choice that sent it. Dispatches the columns' numbers."""
-    T, K = handle.topk_idx.shape
-    numbers = torch.arange(1, K + 1, dtype=torch.float32, device=weights.device).expand(T, K).contiguous()
-    blank = weights.new_zeros((T, 4))
-    capacity = handles.worst_tokens_of(handle.routing) or None
-    out, _ = comm.dispatch(blank, handle.routing.topk_ids, numbers, None, handle.routing, capacity)
-    assert out.weights is not None and out.row_expert_ids is not None
-    column = out.weights.long().clamp(0, K)
-    if capacity is not None:  # the rows after the last expert's are undefined
-        row = torch.arange(len(column), device=column.device)
-        column = column.masked_fill(row >= out.expert_offsets[-1], 0)
-    spread = weights.new_zeros((len(weights), K + 1))
-    return spread.scatter_(1, column[:, None], weights[:, None])[:, 1:]
-
-
 def check_handle(handle: object) -> None:
     if not isinstance(handle, EPHandle):
         raise ValueError(f"handle: expected the EPHandle that dispatch returned, got {type(handle).__name__}")

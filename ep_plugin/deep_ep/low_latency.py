@@ -221,7 +221,8 @@ class LowLatencyCalls:
         rows = self._combine_buffer(handle, sends=True) if zero_copy else x
 
         def make() -> Operation:
-            given = rows, topk_weights.contiguous(), None, None, (topk_idx.contiguous(), plan), comm.number
+            weights, routing = topk_weights.contiguous(), (topk_idx.contiguous(), plan)
+            given = rows, weights, None, None, False, routing, comm.number
             return comm.new_combine(*given, out=out, logfmt=use_logfmt, wait_cost=combine_wait_recv_cost_stats)
 
         reads = (rows, topk_idx, topk_weights, plan, out, combine_wait_recv_cost_stats)

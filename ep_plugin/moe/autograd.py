@@ -105,7 +105,7 @@ def dispatch_backward(combine: Callable[..., Any], ctx: Any, *grads: torch.Tenso
             extra = y.new_zeros(ctx.weights_shape, dtype=dtype)
         else:
             extra = grad_weights.to(dtype).contiguous()
-    rows, weights = combine(y, None, None, extra, routing, ctx.comm, 0)
+    rows, weights = combine(y, None, None, extra, False, routing, ctx.comm, 0)
     return rows if ctx.x_needs_grad else None, None, weights if ctx.weights_need_grad else None
 
 
@@ -120,7 +120,8 @@ def _rows_to_send_back(ctx: Any, grad_tokens: torch.Tensor | None, like: torch.T
 
 
 def save_combine(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
-    y, weights, bias, extra, routing, comm, _ = inputs
+    y, weights, bias, extra, per_row, routing, comm, _ = inputs
+    assert extra is None or not (per_row and extra.requires_grad), "only values of pairs are differentiable"
     saved = () if weights is None else (y, weights)  # a plain sum does not keep y alive
     ctx.save_for_backward(*routing, *saved)
     ctx.num_routing, ctx.comm, ctx.num_rows = len(routing), comm, y.shape[0]

@@ -246,6 +246,29 @@ class MoECommunicator:
         """
         return self._combine(0, y, handle, weights, bias)
 
+    def combine_with_values(
+        self, y: torch.Tensor, handle: DispatchHandle, values: torch.Tensor | None, bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Combines without weights, and sums values that travel beside the rows. Not in mode="ll".
+
+        Every rank calls it for the same combine, also one that has no values: zeros travel in their place. Not
+        differentiable in `values`.
+
+        Args:
+            y, handle, bias: as in `combine`.
+            values: as dispatch returned its weights, ``[N]`` or, in TOKEN_MAJOR, ``[N, K]``. Those of pairs whose
+                experts are elsewhere are summed, too.
+
+        Returns:
+            The rows' sums, and for each pair the sum of its values over the ranks that its token went to, in the order
+            of the ranks: ``[T, K]``, or None without `values`.
+        """
+        if self.config.mode == "ll":
+            raise ValueError('combine_with_values: expected mode="ht", got mode="ll"')
+        y, _, bias, _, _, *rest = self._combine_arguments(y, handle, None, bias)
+        out, sums = ops.combine(y, None, bias, as_weights("values", values, y), True, *rest, 0)
+        return out, None if values is None else sums
+
     @untraced
     def dispatch_async(
         self,
@@ -404,7 +427,7 @@ class MoECommunicator:
         y, handle, weights, bias = given
         check_tensors({"bias": bias}, y=y)
         routing = self._tensors_of("handle", handle)
-        return y, as_weights("weights", weights, y), bias, None, routing, self.number
+        return y, as_weights("weights", weights, y), bias, None, False, routing, self.number
 
     def _tensors_of(self, name: str, handle: object) -> list[torch.Tensor]:
         """The tensors of a handle that this communicator has made. `name`: the argument."""

@@ -135,7 +135,7 @@ def _fake_low_latency_dispatch(engine: LowLatencyEngine, *inputs: Any) -> Tensor
 
 
 def _fake_combine(*inputs: Any) -> Tensors:
-    y, weights, bias, extra, routing, comm, _ = inputs
+    y, weights, bias, extra, _, routing, comm, _ = inputs
     check_devices(communicator(comm).engine, y=y, weights=weights, bias=bias, extra=extra)
     T, K = routing[0].shape
     return y.new_empty((T, y.shape[-1])), None if extra is None else extra.new_empty((T, K))
@@ -152,8 +152,8 @@ dispatch: Callable[..., Any] = _operator(
     lambda *given: autograd.dispatch_backward(combine, *given),
 )
 combine: Callable[..., Any] = _operator(
-    "combine(Tensor y, Tensor? weights, Tensor? bias, Tensor? extra, Tensor[] routing, int comm, int started) "
-    "-> (Tensor out, Tensor extra_out)",
+    "combine(Tensor y, Tensor? weights, Tensor? bias, Tensor? extra, bool per_row, Tensor[] routing, int comm, "
+    "int started) -> (Tensor out, Tensor extra_out)",
     lambda comm: comm.new_combine,
     _fake_combine,
     autograd.save_combine,

@@ -90,7 +90,7 @@ def _forms(rank: int, size: int, rounds: int) -> None:
                 out = run(comm, [functools.partial(LowLatencyDispatch, comm.engine, *one) for one in given])
                 y = [cases.expert_results(one, out[0][0].shape[1]) for one in inputs]
                 given = [
-                    (y[i][rank], one.weights[rank], None, None, list(out[i][8:]), comm.number)
+                    (y[i][rank], one.weights[rank], None, None, False, list(out[i][8:]), comm.number)
                     for i, one in enumerate(inputs)
                 ]
                 sums = run(comm, [functools.partial(LowLatencyCombine, comm.engine, *one) for one in given])

@@ -105,12 +105,6 @@ def extremes_are_refused(rank: int, size: int, layout: DispatchLayout) -> int:
     return refused
 
 
-def ids_beyond_the_last_are_refused(rank: int, size: int, layout: DispatchLayout) -> None:
-    """Ids decide from which rank a weight's gradient returns."""
-    said = _try(rank, size, layout, _backward, lambda handle: handle.topk_ids.data.fill_(HUGE))
-    assert rank != 0 or SAID in said, said
-
-
 def rows_apart_are_refused(rank: int, size: int) -> None:
     """In TOKEN_MAJOR all pairs of a slot came with one row."""
 

@@ -108,7 +108,7 @@ def _left_by_a_fault(rank: int, gate: str) -> None:
         return
     results = comm.in_flight.run(dispatch)
     sums = torch.zeros(CASE.tokens[rank], CASE.hidden, device=device)
-    given = (results[0], weights, None, None, list(results[8:]), comm.number)
+    given = (results[0], weights, None, None, False, list(results[8:]), comm.number)
     _fails(comm, LowLatencyCombine(comm.engine, *given, out=sums), gate)
     assert (sums.view(torch.uint8) == 0xFF).all()
 

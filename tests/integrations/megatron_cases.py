@@ -101,6 +101,7 @@ class _counting:
         for owner, name, key in (
             (MoECommunicator, "dispatch", "dispatch"),
             (MoECommunicator, "combine", "combine"),
+            (MoECommunicator, "combine_with_values", "combine"),
             (dist, "all_to_all_single", "stock"),
         ):
             self.patch.setattr(owner, name, self._counted(getattr(owner, name), key))

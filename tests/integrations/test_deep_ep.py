@@ -103,7 +103,7 @@ def _rank_only(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[Re
     _same(x, mine.x)
     assert ids is None and weights is None and counts == mine.counts
     deep_ep_cases.check_handle(handle, sent, mine, rank)
-    _combines(buffer, case, everyone, handle)
+    _combines(buffer, case, everyone, handle, columns=buffer.group_size)
     _same(buffer.dispatch(sent.x[rank], handle=handle)[0], mine.x)
 
 
@@ -138,7 +138,7 @@ def _worst_case(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[R
             _same(weights[:rows], mine.weights)
             assert len(ids) == len(weights) == worst and bool((ids[rows:] == -1).all())
         assert len(buffer.dispatch(sent.x[rank], handle=handle)[0]) == worst
-        _combines(buffer, case, everyone, handle, extra_rows=worst - rows)
+        _combines(buffer, case, everyone, handle, worst - rows, 0 if topk else buffer.group_size)
 
 
 def _asynchronous(buffer: deep_ep.Buffer, case: Case, sent: Sent, everyone: list[Received]) -> None:
@@ -168,14 +168,16 @@ def _combines(
     everyone: list[Received],
     handle: tuple[torch.Tensor, ...],
     extra_rows: int = 0,
+    columns: int = 0,
     **how: Any,
 ) -> None:
-    """Combine with and without bias, and of weights that are not 0 where the expert is elsewhere."""
+    """Combine with and without bias, and of weights that are not 0 where the expert is elsewhere. Then one to which
+    rank 0 brings no weights, as a caller does that has got no row."""
     rank = buffer.rank
     generator = torch.Generator().manual_seed(case.seed + 100)
     device = everyone[rank].x.device
     y = [torch.randn((len(got.source), case.hidden), generator=generator).to(device, case.dtype) for got in everyone]
-    beside = [torch.rand((len(got.source), case.topk), generator=generator).to(device) for got in everyone]
+    beside = [torch.rand((len(got.source), columns or case.topk), generator=generator).to(device) for got in everyone]
     bias = [torch.randn((case.tokens[rank], case.hidden), generator=generator).to(device, case.dtype) for _ in range(2)]
     mine = torch.nn.functional.pad(y[rank], (0, 0, 0, extra_rows), value=float("nan"))
     my_weights = torch.nn.functional.pad(beside[rank], (0, 0, 0, extra_rows), value=float("nan"))
@@ -191,6 +193,13 @@ def _combines(
     event.current_stream_wait()
     assert none is None
     _near(plain, exact, case.dtype)
+    beside[0].zero_()
+    out, weights, event = buffer.combine(mine, handle, topk_weights=None if rank == 0 else my_weights, **how)
+    event.current_stream_wait()
+    _near(out, exact, case.dtype)
+    assert (weights is None) == (rank == 0)
+    if weights is not None:
+        _near(weights, combined(case, everyone, beside, rank), torch.float32)
 
 
 def _same(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from types import SimpleNamespace
 from typing import Any, cast
@@ -159,7 +160,13 @@ def _round_trip(
     torch.testing.assert_close(paired.double(), total + bias.double() + other.double(), **tolerance)
     one, _, _ = buffer.combine(y, handle, bias=(bias.float() + other.float()).to(case.dtype))
     assert torch.equal(paired, one)  # two are added up and rounded first
-    torch.testing.assert_close(sum_weights, _combined(case, everyone, by_choice, rank).float(), rtol=1e-5, atol=1e-5)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+    close(sum_weights, _combined(case, everyone, by_choice, rank).float())
+    _, sum_weights, _ = buffer.combine(y, handle, topk_weights=None if rank == 0 else w)
+    of_others = _combined(case, everyone, by_choice * (rank != 0), rank).float()
+    assert (sum_weights is None) == (rank == 0)
+    if sum_weights is not None:
+        close(sum_weights, of_others)
 
 
 def _combined(case: Case, everyone: list[Received], mine: torch.Tensor, rank: int) -> torch.Tensor:

@@ -301,12 +301,15 @@ def test_callers_of_deep_ep_train_as_dense_experts_do(tmp_path: Path) -> None:
     for case in found[0]:
         style, _, routing = case.partition(", ")
         limit = 1e-2 if style == "axolotl" else LOSS_LIMIT  # its rows are bfloat16
-        expected = _dense_losses(script, routing)
+        # In Axolotl a rank that receives no row gives the weights of its tokens no gradient.
+        fixed = {1} if (style, routing) == ("axolotl", "all to one rank") else set()
+        expected = _dense_losses(script, routing, fixed)
         assert [losses[case] for losses in found] == [pytest.approx(losses, rel=limit) for losses in expected], case
 
 
-def _dense_losses(script: Any, routing: str) -> list[list[float]]:
-    """The training of scripts/train_deep_ep.py in one process, every expert on every token. By rank and step."""
+def _dense_losses(script: Any, routing: str, fixed: set[int]) -> list[list[float]]:
+    """The training of scripts/train_deep_ep.py in one process, every expert on every token. By rank and step.
+    fixed: ranks whose routing weights get no gradient."""
     experts, hidden = script.EXPERTS, script.HIDDEN
     generator = torch.Generator().manual_seed(7)
     router = (torch.randn((hidden, experts), generator=generator) / 8).requires_grad_()
@@ -317,7 +320,7 @@ def _dense_losses(script: Any, routing: str) -> list[list[float]]:
         losses = []
         for rank in range(WORLD):
             x = script.tokens_of(data[step], rank, routing)
-            values, ids = script.route(x @ router, routing)
+            values, ids = script.route(x @ (router.detach() if rank in fixed else router), routing)
             gates = torch.zeros((len(x), experts)).scatter_add(1, ids.clamp(min=0), values)
             z = torch.einsum("te,teh->th", gates, torch.einsum("tk,ekh->teh", x, weight))
             losses.append(script.loss_of(z, x))

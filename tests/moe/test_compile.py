@@ -170,10 +170,14 @@ def _library_checks(rank: int, size: int) -> None:
                     torch.ops.ep_plugin.dispatch,
                     (torch.rand(6, 144), ids, weights, None, None, "e4m3", [], number, 0),
                 ),
-                "combine": (torch.ops.ep_plugin.combine, (out.tokens, None, None, None, routing, number, 0)),
+                "combine": (torch.ops.ep_plugin.combine, (out.tokens, None, None, None, False, routing, number, 0)),
                 "combine, all of it": (
                     torch.ops.ep_plugin.combine,
-                    (y, row_weights, live, out.weights, routing, number, 0),
+                    (y, row_weights, live, out.weights, False, routing, number, 0),
+                ),
+                "combine, values of rows": (
+                    torch.ops.ep_plugin.combine,
+                    (y, None, live, out.weights, True, routing, number, 0),
                 ),
             }
             for name, (op, args) in calls.items():

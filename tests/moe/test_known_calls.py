@@ -120,7 +120,7 @@ def _counters(rank: int, size: int) -> None:
             _refused("wait_cost: expected", run, LowLatencyDispatch(comm.engine, *given, wait_cost=other))
         for other in (cumulative.long(), cumulative.repeat(2)):
             _refused("cumulative: expected", run, LowLatencyDispatch(comm.engine, *given, cumulative=other))
-        given = (made[0], weights, None, None, list(made[8:]), comm.number)
+        given = (made[0], weights, None, None, False, list(made[8:]), comm.number)
         for _ in range(2):
             run(LowLatencyCombine(comm.engine, *given, wait_cost=cost))
         for other in wrong:

@@ -285,7 +285,7 @@ def _counters(rank: int, size: int) -> None:
         assert torch.equal(cumulative, 5 + 2 * results[4])
         y = expert_results(inputs, results[0].shape[1])
         out = torch.full((CASE.tokens[rank], CASE.hidden), torch.nan, dtype=CASE.dtype)
-        given = y[rank], inputs.weights[rank], None, None, list(results[8:]), comm.number
+        given = y[rank], inputs.weights[rank], None, None, False, list(results[8:]), comm.number
         sums = comm.in_flight.run(LowLatencyCombine(comm.engine, *given, out=out, wait_cost=back_cost))[0]
         assert sums is out
         check_sums(inputs, rank, y, out)
@@ -304,7 +304,7 @@ def _logfmt(rank: int, size: int) -> None:
         y = expert_results(inputs, size * comm.config.max_tokens_per_rank)
         for factor in (0.05, 3.0):  # all values are below 1, so groups are coded; some are not
             scaled = [rows * factor for rows in y]
-            given = scaled[rank], inputs.weights[rank], None, None, list(handle[:-1]), comm.number
+            given = scaled[rank], inputs.weights[rank], None, None, False, list(handle[:-1]), comm.number
             coded = comm.in_flight.run(LowLatencyCombine(comm.engine, *given, logfmt=True))[0]
             plain = comm.combine(scaled[rank], handle, weights=inputs.weights[rank])
             if case.tokens[rank] * case.topk <= _C.ll_few_pairs:
@@ -339,7 +339,7 @@ def _bytes_of_logfmt(rank: int, size: int) -> None:
         for coded, stored in ((False, 4 * 256), (True, 3 * (160 + 8) + 256 + 8)):
             y = torch.rand(out.tokens.shape, generator=torch.Generator().manual_seed(rank)).bfloat16() * 0.2 + 0.1
             y[:, :, -128:] += 1  # the last group cannot be coded
-            given = y, None, None, None, list(handle[:-1]), comm.number
+            given = y, None, None, None, False, list(handle[:-1]), comm.number
             found = []
             for poison in (0x00, 0xFF):
                 comm.engine.exchange.barrier("test")  # peers have received what was before

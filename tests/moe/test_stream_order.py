@@ -52,7 +52,7 @@ def _round_trips(rank: int, size: int, layout: DispatchLayout, quantize: str | N
             cached = *given, None, None, fixed, None, handle, comm.number
             rows = _run(comm, log, comm.new_dispatch(*cached))[0]
             _check_dispatch(log, legs, host_waits=False)
-            combine = comm.new_combine(rows, weights, inputs.x[rank], weights, handle, comm.number)
+            combine = comm.new_combine(rows, weights, inputs.x[rank], weights, False, handle, comm.number)
             sums, extra = _run(comm, log, combine)
             assert sums.shape == given[0].shape and extra.shape == given[1].shape
             _check_combine(log, legs)

@@ -72,7 +72,7 @@ class SharedScene:
     def _combine_of(self, rank: Share) -> LowLatencyCombine:
         routing = list(self.dispatch.results()[rank.rank][-2:])
         weights = self.fixed[rank.rank].weights
-        return LowLatencyCombine(rank, self.y[rank.rank], weights, None, None, routing, 0)
+        return LowLatencyCombine(rank, self.y[rank.rank], weights, None, None, False, routing, 0)
 
     def ways(self) -> list[Way]:
         found = self._ways("dispatch", self.dispatch, self.dispatch_halves)

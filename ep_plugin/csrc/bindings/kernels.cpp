@@ -177,6 +177,7 @@ void bind_combine_args(py::module_& m) {
       .field("hidden", &CombineSendArgs::hidden)
       .field("element", &CombineSendArgs::element)
       .field("num_sms", &CombineSendArgs::num_sms)
+      .field("per_row", &CombineSendArgs::per_row)
       .field("stream", &CombineSendArgs::stream);
   Struct<CombineRecvArgs>(m, "CombineRecvArgs")
       .field("comm", &CombineRecvArgs::comm)

@@ -134,10 +134,12 @@ struct CombineSendArgs {
   Address y;  // [rows, hidden] contiguous
   int64_t rows;
   Address weights;  // FLAT [rows], TOKEN_MAJOR [rows,K], or 0: a plain sum; f64 for f64 elements, else f32
-  Address extra;    // same shape and type: a value for each pair that returns to the owner, or 0
+  Address extra;    // same shape and type: values that return to the owners, or 0. They travel if weight_bytes says so
   int64_t hidden;
   int32_t element;
   int32_t num_sms;  // CUDA
+  int32_t per_row;  // TOKEN_MAJOR. 1: all K extra values of a row travel; 0: those of experts elsewhere are zeros
+  int32_t reserved;
   Address stream;
 };
 
@@ -148,7 +150,7 @@ struct CombineRecvArgs {
   Header header;
   Address out;    // [T, hidden] contiguous
   Address bias;   // [T, hidden] contiguous or 0
-  Address extra;  // out: [T,K] or 0; 0 for pairs for which nothing returned
+  Address extra;  // out: [T,K], the sums of the extra values in the order of the ranks; or 0
   int64_t hidden;
   int32_t element;
   int32_t num_sms;  // CUDA

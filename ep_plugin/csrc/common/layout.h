@@ -303,7 +303,7 @@ EP_HD constexpr SlotLayout slot_layout(int64_t row_bytes, int64_t scale_bytes, i
   return at;
 }
 
-// A slot of the combine pool: [partial row | extra[K]]. `extra` is one value for each pair, for the token's owner.
+// A slot of the combine pool: [partial row | extra[K]]. The token's owner adds up the extra values of all ranks.
 struct PartialLayout {
   int64_t extra;  // f32 or f64 [K]; absent when weight_bytes is 0
   int64_t bytes;

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from ep_plugin import _C
-from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS
+from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, weight_dtype
 from ep_plugin.moe.across_nodes.nodes import Nodes
 from ep_plugin.moe.across_nodes.routing import routing_of
 from ep_plugin.moe.arguments import address, bulk_ready, check_combine
+from ep_plugin.moe.high_throughput.combine import extra_bytes
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL
 from ep_plugin.moe.high_throughput.kernels import combine_recv_args, combine_send_args
 from ep_plugin.moe.in_flight import Operation, Tensors
@@ -34,11 +35,11 @@ class CombineAcrossNodes(Operation):
     name = "combine"
 
     def __init__(self, nodes: Nodes, *arguments: Any) -> None:
-        y, weights, bias, extra, routing, comm = arguments
+        y, weights, bias, extra, per_row, routing, comm = arguments
         handle = DispatchHandle._make((*routing, comm))
         self._nodes, self._engine = nodes, nodes.engine
         self._known, self._routing = routing_of(nodes, "handle", handle)
-        self.rows, self._weights, self._extra = bulk_ready("y", y), weights, extra
+        self.rows, self._weights, self._extra, self._per_row = bulk_ready("y", y), weights, extra, per_row
         self._bias = None if bias is None else bulk_ready("bias", bias)
         self._sums: list[torch.Tensor] = []
         self._extras: list[torch.Tensor | None] = []
@@ -54,7 +55,7 @@ class CombineAcrossNodes(Operation):
         y, K = self.rows, self._routing.topk_ids.shape[1]
         H = y.shape[1]
         row_bytes = H * y.element_size()
-        weight_bytes = 0 if self._extra is None else self._extra.element_size()
+        weight_bytes = extra_bytes(y, self._extra, self._per_row)
         words = row_bytes, 0, weight_bytes, K, DTYPE_CODES[y.dtype]
         self._partial = row_bytes, weight_bytes, K
         headers = [engine.header(_COMBINE, *words, tokens) for tokens in routing.tokens]
@@ -65,11 +66,11 @@ class CombineAcrossNodes(Operation):
             common = {"comm": engine.comm, "routing": routing.struct(number), "header": header}
             self._common.append(common | {"hidden": H, "element": ELEMENTS[y.dtype]})
             self._sums.append(y.new_empty((tokens, H)))
-            self._extras.append(None if self._extra is None else self._extra.new_empty((tokens, K)))
+            self._extras.append(self._new_extra(tokens) if weight_bytes else None)
         self._sms = engine.combine_sms(routing.tokens[0], row_bytes, K).in_two_kernels()
         returned = sum(routing.sent)
         self._landed = y.new_empty((returned, H))
-        self._landed_extra = None if self._extra is None else self._extra.new_empty((returned, K))
+        self._landed_extra = self._new_extra(returned) if weight_bytes else None
         self._nodes.enter()
         streams.order_after(streams.receive, streams.caller())
         self._crossing = []
@@ -98,7 +99,7 @@ class CombineAcrossNodes(Operation):
 
     def _send(self, number: int) -> None:
         engine, sms = self._engine, self._sms.sending
-        given = self.rows, self._weights, self._extra
+        given = self.rows, self._weights, self._extra, self._per_row
         engine.kernels.combine_send(combine_send_args(self._common[number], sms, engine.streams.send, *given))
 
     def _receive(self, number: int) -> None:
@@ -148,7 +149,10 @@ class CombineAcrossNodes(Operation):
             stream=engine.streams.receive,
         )
         engine.kernels.combine_add(args)
-        return out, extra_out
+        return out, None if self._extra is None else extra_out
+
+    def _new_extra(self, tokens: int) -> torch.Tensor:
+        return self.rows.new_empty((tokens, self._routing.topk_ids.shape[1]), dtype=weight_dtype(self.rows.dtype))
 
     def _reserve(self, partial_bytes: int) -> None:
         """The pool serves one segment after the other."""

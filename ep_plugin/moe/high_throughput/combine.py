@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ep_plugin import _C
-from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS
+from ep_plugin.dtypes import DTYPE_CODES, ELEMENTS, weight_dtype
 from ep_plugin.moe.arguments import bulk_ready, check_combine, is_bounded, rows_of
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, HighThroughputEngine
 from ep_plugin.moe.high_throughput.kernels import combine_recv_args, combine_send_args
@@ -24,15 +24,17 @@ class Combine(Operation):
     """One combine, from its operator's arguments to the sums.
 
     y: ``[N, H]``. weights: ``[N]`` or ``[N, K]``, factors of y's rows. bias: ``[T, H]``. extra: as weights; values that
-    travel back to ``[T, K]`` beside the rows, for the gradient of dispatch's weights.
+    travel beside the rows, and are added up to ``[T, K]``. per_row: False: those of experts elsewhere are left out, and
+    all ranks or none have some, as for the gradient of dispatch's weights; True: all values of a row count, and a rank
+    that has none sends zeros.
     """
 
     name = "combine"
 
     def __init__(self, engine: HighThroughputEngine, *arguments: Any) -> None:
-        y, weights, bias, extra, routing, comm = arguments
+        y, weights, bias, extra, per_row, routing, comm = arguments
         self._engine, self._routing = engine, engine.routing("handle", routing, comm)
-        self.rows, self._weights, self._extra = bulk_ready("y", y), weights, extra
+        self.rows, self._weights, self._extra, self._per_row = bulk_ready("y", y), weights, extra, per_row
         self._bias = None if bias is None else bulk_ready("bias", bias)
         self._sums: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
@@ -50,14 +52,15 @@ class Combine(Operation):
         engine, streams, y, routing = self._engine, self._engine.streams, self.rows, self._routing
         T, K = routing.tensors.topk_ids.shape
         row_bytes = y.shape[1] * y.element_size()
-        weight_bytes = 0 if self._extra is None else self._extra.element_size()
+        weight_bytes = extra_bytes(y, self._extra, self._per_row)
         header = engine.header(_COMBINE, row_bytes, 0, weight_bytes, K, DTYPE_CODES[y.dtype], T)
         self._partial = row_bytes, weight_bytes, K
         self._common = {"comm": engine.comm, "routing": routing.struct, "header": header}
         self._common |= {"hidden": y.shape[1], "element": ELEMENTS[y.dtype]}
         engine.reserve(COMBINE_POOL, self._pool_bytes(_C.partial_bytes(row_bytes, weight_bytes, K)))
         self._sms = engine.combine_sms(T, row_bytes, K)
-        send = combine_send_args(self._common, self._sms.sending, streams.send, y, self._weights, self._extra)
+        given = y, self._weights, self._extra, self._per_row
+        send = combine_send_args(self._common, self._sms.sending, streams.send, *given)
         recv = None if self._sms.receiving else self._recv_args(self._sms.sending, streams.send)
         streams.order_after(streams.send, streams.caller())
         if recv is None:
@@ -104,3 +107,8 @@ class Combine(Operation):
         out, extra_out = y.new_empty((T, y.shape[1])), None if extra is None else extra.new_empty((T, K))
         self._sums = out, extra_out
         return combine_recv_args(self._common, num_sms, stream, out, extra_out, self._bias)
+
+
+def extra_bytes(y: torch.Tensor, extra: torch.Tensor | None, per_row: bool) -> int:
+    """Of an extra value that travels beside the rows of `y`; 0: none do."""
+    return weight_dtype(y.dtype).itemsize if per_row or extra is not None else 0

@@ -13,6 +13,8 @@ from ep_plugin import _C
 from ep_plugin.moe.arguments import address
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 
+_TOKEN_MAJOR = int(_C.Layout.TOKEN_MAJOR)
+
 
 def plan_and_notify(
     engine: HighThroughputEngine, struct: Any, header: Any, ids: torch.Tensor, block_counts: torch.Tensor, ticket: int
@@ -57,6 +59,7 @@ def combine_send_args(
     y: torch.Tensor,
     weights: torch.Tensor | None,
     extra: torch.Tensor | None,
+    per_row: bool,
 ) -> _C.CombineSendArgs:
     """y: ``[N, H]``; weights and extra values of its rows. common: what sending and receiving have in common."""
     return _C.CombineSendArgs(
@@ -64,6 +67,7 @@ def combine_send_args(
         rows=y.shape[0],
         weights=address(weights),
         extra=address(extra),
+        per_row=int(per_row and common["routing"].layout == _TOKEN_MAJOR),
         num_sms=num_sms,
         stream=stream,
         **common,

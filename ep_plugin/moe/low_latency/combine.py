@@ -38,7 +38,7 @@ class LowLatencyCombine(LowLatencyOperation):
         logfmt: bool = False,
         wait_cost: torch.Tensor | None = None,
     ) -> None:
-        y, self._weights, self._bias, extra, routing, _ = arguments
+        y, self._weights, self._bias, extra, _, routing, _ = arguments
         assert extra is None, "weights travel in combine alone"
         self._engine, self.rows = engine, y
         self._ids, self._plan, *_ = routing

@@ -48,7 +48,7 @@ def combine_backward(
     grad_y = (wide * factors).to(y.dtype).masked_fill(~present.unsqueeze(2), 0)
     dots = (y * wide).sum(dim=2, keepdim=True, dtype=weights.dtype).masked_fill(~present.unsqueeze(2), 0)
     one_hot = dots.new_zeros((*dots.shape[:2], _padded_width(K, weights))).scatter(2, k_of_row, dots)
-    grad_weights = combine(one_hot, None, None, None, routing, comm, 0)[0]
+    grad_weights = combine(one_hot, None, None, None, False, routing, comm, 0)[0]
     return grad_y, grad_weights[:, :K]
 
 

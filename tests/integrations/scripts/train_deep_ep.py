@@ -123,8 +123,8 @@ class PlainDispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_rows, grad_local, grad_weights, grad_holder):
-        # Axolotl passes None on a rank that has received no row, which then has no gradient of its weights.
-        weights = grad_weights.contiguous()
+        # A rank that has received no row passes no weights. Its own then get no gradient.
+        weights = grad_weights.contiguous() if len(grad_rows) else None
         grad_x, grad_topk, _ = PlainDispatch.buffer.combine(grad_rows.contiguous(), ctx.handle, topk_weights=weights)
         return grad_x.float(), None, grad_topk
 
@@ -251,6 +251,8 @@ def train(style: str, routing: str) -> list[float]:
             y = y + factor * (rows.float() @ mine[expert])
         loss = loss_of(combine.apply(y, handle), x.detach())
         loss.backward()
+        if router.grad is None:
+            router.grad = torch.zeros_like(router)
         dist.all_reduce(router.grad)
         with torch.no_grad():
             for parameter in (router, mine):

@@ -68,17 +68,18 @@ void reduce_row(const CombineSendArgs& args, const Terms<typename Sum<T>::type>&
   }
 }
 
-void copy_extra(const CombineSendArgs& args, int64_t slot, char* to) {
+// Writes the extra values of a slot, whose TOKEN_MAJOR row is `row`; -1: it has none.
+void copy_extra(const CombineSendArgs& args, int64_t slot, int64_t row, char* to) {
   const int K = args.routing.topk;
   const int64_t wb = args.header.weight_bytes;
   const int32_t* rows = at<const int32_t>(args.routing.recv_rows) + slot * K;
+  const bool flat = args.routing.layout == kFlat, per_row = !flat && args.per_row != 0;
   for (int k = 0; k < K; ++k) {
-    if (rows[k] < 0) {
+    const int64_t from = per_row ? row : rows[k];
+    if (args.extra == 0 || from < 0)
       std::memset(to + k * wb, 0, wb);
-    } else {
-      const int64_t from = args.routing.layout == kFlat ? rows[k] : int64_t{rows[k]} * K + k;
-      std::memcpy(to + k * wb, at<char>(args.extra, from * wb), wb);
-    }
+    else
+      std::memcpy(to + k * wb, at<char>(args.extra, (flat ? from : from * K + k) * wb), wb);
   }
 }
 
@@ -94,7 +95,7 @@ bool send_slot(const Run& run, const CombineSendArgs& args, const Meta& meta, in
   if (!gather_terms(run, args, slot, &terms)) return false;
   char* to = at<char>(comm.pool[kCombinePool][owner], offset);
   reduce_row<T>(args, terms, reinterpret_cast<T*>(to));
-  if (args.header.weight_bytes != 0) copy_extra(args, slot, to + lay.extra);
+  if (args.header.weight_bytes != 0) copy_extra(args, slot, terms.count > 0 ? terms.row[0] : -1, to + lay.extra);
   return true;
 }
 
@@ -147,20 +148,17 @@ void receive_token(const CombineRecvArgs& args, const PartialLayout& lay, const 
   sum_rows<T>(rows, count, args.hidden, at<T>(args.out) + t * args.hidden);
 }
 
-bool collect_extra(const Run& run, const CombineRecvArgs& args, const PartialLayout& lay, const int64_t* slot, int t) {
+template <class S>
+void add_extra(const CombineRecvArgs& args, const PartialLayout& lay, const int64_t* slot, int t) {
   const Comm& comm = args.comm;
   const int K = args.routing.topk;
-  const int64_t wb = args.header.weight_bytes;
-  const int32_t* ids = at<const int32_t>(args.routing.topk_ids) + static_cast<int64_t>(t) * K;
-  for (int k = 0; k < K; ++k) {
-    char* to = at<char>(args.extra, (static_cast<int64_t>(t) * K + k) * wb);
-    std::memset(to, 0, wb);
-    if (ids[k] < 0) continue;
-    const int64_t from = ids[k] < comm.num_experts ? slot[ids[k] / local_experts(comm)] : -1;
-    if (from < 0) return fail(comm, kBadHandle, run.step, comm.rank, t, comm.num_experts, ids[k]);
-    std::memcpy(to, at<char>(comm.pool[kCombinePool][comm.rank], from * lay.bytes + lay.extra + k * wb), wb);
+  S* to = at<S>(args.extra) + static_cast<int64_t>(t) * K;
+  std::fill_n(to, K, S(0));
+  for (int d = 0; d < comm.num_ranks; ++d) {
+    if (slot[d] < 0) continue;
+    const S* from = at<const S>(comm.pool[kCombinePool][comm.rank], slot[d] * lay.bytes + lay.extra);
+    for (int k = 0; k < K; ++k) to[k] += from[k];
   }
-  return true;
 }
 
 template <class T>
@@ -187,7 +185,7 @@ bool receive_all(const Run& run, const CombineRecvArgs& args) {
     for (int t = chunks.begin(c); t < chunks.end(c); ++t) {
       if (!find_partials(run, args, meta, t, slot)) return false;
       receive_token<T>(args, lay, slot, t);
-      if (args.extra != 0 && !collect_extra(run, args, lay, slot, t)) return false;
+      if (args.extra != 0) add_extra<typename Sum<T>::type>(args, lay, slot, t);
     }
   }
   return true;

@@ -47,11 +47,9 @@ class CombineRecvJob {
 
   // One term for each rank to which the token went, in rank order.
   __device__ int list_terms(const Row& row, Term* terms) const {
-    const int lane = lane_id();
-    const int32_t position = lane < run_.comm.num_ranks ? position_at(row.token, lane) : -1;
-    const int32_t slot = position < 0 ? -1 : slot_of(row, lane, position);
+    const int32_t slot = slot_of_lane(row);
     const unsigned mask = __ballot_sync(kAllLanes, slot >= 0);
-    if (slot >= 0) terms[__popc(mask & ((1u << lane) - 1u))] = Term{slot, 1.0f};
+    if (slot >= 0) terms[__popc(mask & ((1u << lane_id()) - 1u))] = Term{slot, 1.0f};
     return __popc(mask);
   }
 
@@ -68,39 +66,37 @@ class CombineRecvJob {
   __device__ void prefetch(int, int) const {}
   __device__ void completed(uint32_t) const {}
 
-  // Copies the values that the ranks of the experts returned, one for each pair.
+  // Adds the extra values of the same ranks, in rank order.
   __device__ void finish(const Row& row) const {
     if (args_.extra == 0 || row.piece != 0) return;
-    const int K = args_.routing.topk, per_rank = local_experts(run_.comm);
-    for (int k = lane_id(); k < K; k += kWarp) {
-      const int64_t pair = static_cast<int64_t>(row.token) * K + k;
-      const int32_t id = at<const int32_t>(args_.routing.topk_ids)[pair];
-      const int rank = id / per_rank;
-      const bool is_expert = id < run_.comm.num_experts;
-      if (!is_expert) fail(run_.comm, kBadHandle, kCombineRecv, run_.comm.rank, row.token, run_.comm.num_experts, id);
-      const int32_t position = is_expert && id >= 0 ? position_at(row.token, rank) : -1;
-      const int32_t slot = position < 0 ? -1 : slot_of(row, rank, position);
-      at<float>(args_.extra)[pair] =
-          slot < 0 ? 0.0f
-                   : ptx::ld_coherent(
-                         reinterpret_cast<const float*>(source(slot) + partial_layout_of(args_.header).extra) + k);
+    const int K = args_.routing.topk;
+    const int64_t offset = partial_layout_of(args_.header).extra;
+    const int32_t slot = slot_of_lane(row);
+    const unsigned from = __ballot_sync(kAllLanes, slot >= 0);
+    for (int k = lane_id(); k - lane_id() < K; k += kWarp) {
+      float sum = 0.0f;
+      for (unsigned left = from; left != 0; left &= left - 1) {
+        const char* partial = source(__shfl_sync(kAllLanes, slot, __ffs(left) - 1));
+        if (k < K) sum += ptx::ld_coherent(reinterpret_cast<const float*>(partial + offset) + k);
+      }
+      if (k < K) at<float>(args_.extra)[static_cast<int64_t>(row.token) * K + k] = sum;
     }
   }
 
  private:
   static constexpr int32_t kNotRequested = -1;
 
-  // The slot of a token's partial row from `rank`. If it lies outside the pool: -1, and the fault is recorded.
-  __device__ int32_t slot_of(const Row& row, int rank, int32_t position) const {
+  // The slot of the token's partial row from the rank of this lane, or -1. If it lies outside the pool: -1, and the
+  // fault is recorded.
+  __device__ int32_t slot_of_lane(const Row& row) const {
+    const int rank = lane_id(), R = run_.comm.num_ranks;
+    const int32_t position =
+        rank < R ? at<const int32_t>(args_.routing.send_pos)[static_cast<int64_t>(row.token) * R + rank] : -1;
+    if (position < 0) return -1;
     const int64_t slot = int64_t{bases_[rank]} + position;
     if (slot < slots_) return static_cast<int32_t>(slot);
     fail(run_.comm, kBadHandle, kCombineRecv, run_.comm.rank, row.token, slots_, slot);
     return -1;
-  }
-
-  // The position of the token's partial row among those that `rank` sends here, or -1.
-  __device__ int32_t position_at(int32_t token, int rank) const {
-    return at<const int32_t>(args_.routing.send_pos)[static_cast<int64_t>(token) * run_.comm.num_ranks + rank];
   }
 
   // One lane per rank: whether the chunk has arrived from all ranks. kEnd after a fault.

@@ -225,11 +225,21 @@ class CombineSendJob {
   __device__ void write_extra(const Row& row) const {
     const int K = args_.routing.topk;
     float* to = reinterpret_cast<float*>(target(row) + lay_.extra);
+    const bool per_row = args_.per_row != 0;
+    const int32_t of_token = per_row ? token_row(row) : -1;
     for (int k = lane_id(); k < K; k += kWarp) {
-      const int32_t from = recv_row(row, k);
+      const int32_t from = per_row ? of_token : recv_row(row, k);
       const int64_t index = flat_ ? from : static_cast<int64_t>(from) * K + k;
-      to[k] = from < 0 || from >= args_.rows ? 0.0f : at<const float>(args_.extra)[index];
+      const bool given = args_.extra != 0 && from >= 0 && from < args_.rows;
+      to[k] = given ? at<const float>(args_.extra)[index] : 0.0f;
     }
+  }
+
+  // The TOKEN_MAJOR row of y, or -1.
+  __device__ int32_t token_row(const Row& row) const {
+    int32_t most = -1;
+    for (int k = lane_id(); k < args_.routing.topk; k += kWarp) most = max(most, recv_row(row, k));
+    return __reduce_max_sync(kAllLanes, most);
   }
 
   const Run& run_;
@@ -271,7 +281,7 @@ inline void require_combine_send(const CombineSendArgs& args) {
   require_sms(args.num_sms);
   require_elements(args.header, args.hidden, args.element);
   require_rows("y", args.y);
-  require(args.header.weight_bytes == 0 || args.rows == 0 || args.extra != 0, "extra", "an address", 0);
+  require(args.per_row == 0 || args.routing.layout == kTokenMajor, "per_row", "0 but in TOKEN_MAJOR", args.per_row);
 }
 
 }  // namespace ep::cuda
