@@ -22,6 +22,7 @@ from ep_plugin.bench.timing import Clock, Run, Timing, time_in_turn
 
 Row = dict[str, Any]
 OURS, FLOOR = "ep_plugin", "floor"  # implementations in results
+CALLS_HELP = "Calls in a row in a timed iteration, whose mean is the time of one."
 SMS_ARE = "SMs: of the kernels that move rows; plan and notify run on others, for some microseconds"
 BY_BACKEND: Any = None  # the default of a field whose value Suite.defaults has for each backend
 

@@ -1,12 +1,15 @@
-"""Clocks: all ranks make one call at a time, released together.
+"""Clocks: all ranks are released together, and make one call, or several in a row.
 
 A sample is the start and the end of a call on one rank, in microseconds, on a clock that the ranks share (CPU) or since
 the rank's own start (CUDA). An iteration lasts from the first start to the last end: on CUDA, the slowest rank's time.
 The third part of a sample is the microseconds until the call returned to the host; NaN on CPUs, where that is the end.
+Of several calls in a row, all three are divided by their number. Ranks that share cores start one after the other, and
+one call is often over before the last of them starts. In a row, that wait counts once for all calls.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -27,12 +30,19 @@ _LEAD_NS = 1_000_000  # by which the last rank has left the all-reduce
 WARMUP = 3  # calls of each implementation before the timed ones
 
 
-def clock_of(device: torch.device) -> Clock:
-    return _host_sample if device.type == "cpu" else _DeviceClock(device)
+def clock_of(device: torch.device, calls: int = 1) -> Clock:
+    """calls: in a row, in each sample."""
+    return functools.partial(_host_sample, calls) if device.type == "cpu" else _DeviceClock(device, calls)
 
 
-def _host_sample(run: Run) -> Sample:
-    """On the host's monotonic clock. The result of `run` is freed after the end; memory that it frees inside counts.
+def _repeat(run: Run, calls: int) -> object:
+    for _ in range(calls - 1):
+        run()
+    return run()
+
+
+def _host_sample(calls: int, run: Run) -> Sample:
+    """On the host's monotonic clock. The last result is freed after the end; memory that `run` frees inside counts.
 
     A barrier lets ranks go one after the other, as they wake up. So they agree on a moment, and none sleeps until then.
     """
@@ -42,10 +52,10 @@ def _host_sample(run: Run) -> Sample:
     while time.perf_counter_ns() < release:
         os.sched_yield()
     start = time.perf_counter_ns()
-    result = run()
+    result = _repeat(run, calls)
     end = time.perf_counter_ns()
     del result
-    return start / 1e3, end / 1e3, math.nan
+    return start / 1e3 / calls, end / 1e3 / calls, math.nan
 
 
 class _DeviceClock:
@@ -55,8 +65,8 @@ class _DeviceClock:
     fixed lead, as in a training step: enqueueing costs no device time, a wait of the host inside `run` does.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, calls: int) -> None:
+        self._device, self._calls = device, calls
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(_FLUSH_FACTOR * l2_bytes, dtype=torch.uint8, device=device)
         self._token = torch.zeros(1, device=device)
@@ -69,12 +79,12 @@ class _DeviceClock:
         dist.all_reduce(self._token)
         start.record()
         began = time.perf_counter_ns()
-        result = run()
+        result = _repeat(run, self._calls)
         host_us = (time.perf_counter_ns() - began) / 1e3
         end.record()
         torch.cuda.synchronize(self._device)
         del result
-        return 0.0, 1e3 * start.elapsed_time(end), host_us
+        return 0.0, 1e3 * start.elapsed_time(end) / self._calls, host_us / self._calls
 
 
 @dataclass(frozen=True, kw_only=True)

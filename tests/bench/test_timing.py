@@ -19,3 +19,17 @@ def test_a_host_whose_clock_is_ahead_keeps_nobody_waiting(monkeypatch: pytest.Mo
     began = time.monotonic()
     start, end, _ = timing.clock_of(torch.device("cpu"))(lambda: None)
     assert end - start >= 0 and time.monotonic() - began < 5
+
+
+def test_calls_in_a_row_count_as_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda moment, op: None)
+    made: list[float] = []
+
+    def call() -> None:
+        made.append(time.perf_counter())
+        time.sleep(0.02)
+
+    start, end, _ = timing.clock_of(torch.device("cpu"), calls=5)(call)
+    assert len(made) == 5
+    assert end - start == pytest.approx(1e6 * (made[-1] + 0.02 - made[0]) / 5, rel=0.1)
+    assert 2e4 <= end - start < 3e4

@@ -428,6 +428,23 @@ def test_a_handle_with_other_contents() -> None:
     on_ranks(SIZE, _spoilt_plan)
 
 
+def _spoilt_rows(rank: int, size: int) -> None:
+    """A rank reads the rows of its own pairs where they are."""
+    case = dataclasses.replace(CASE, tokens=(9,), num_experts=4)
+    inputs = make_inputs(case)
+    for value in (2**30, -1):
+        with low_latency(case) as comm:
+            out, handle = comm.dispatch(inputs.x[0], inputs.ids[0])
+            rows = comm.engine.plan_layout(comm.engine.tokens_of(out.tokens.shape[1]), case.topk).rows
+            handle.plan[rows:] = value
+            with pytest.raises(ValueError, match="expected its tensors as dispatch wrote them"):
+                comm.combine(torch.zeros_like(out.tokens), handle)
+
+
+def test_a_handle_with_other_rows_of_own_pairs() -> None:
+    on_ranks(1, _spoilt_rows)
+
+
 def _first_use(rank: int, size: int) -> None:
     config = MoECommunicatorConfig(num_experts=6, hidden_size=7168, topk=8 % 6, max_tokens_per_rank=128, mode="ll")
     with MoECommunicator(None, config) as comm:

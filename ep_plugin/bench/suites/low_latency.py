@@ -35,7 +35,7 @@ from ep_plugin.bench.exchange.workload import (
     other_rows,
     rows_on_the_wire,
 )
-from ep_plugin.bench.suite import BY_BACKEND, OURS, Row, Suite, Way, backend_of, check_names, time_ways
+from ep_plugin.bench.suite import BY_BACKEND, CALLS_HELP, OURS, Row, Suite, Way, backend_of, check_names, time_ways
 from ep_plugin.bench.timing import Clock, Run, Sample, clock_of
 from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.moe.communicator import MoECommunicator
@@ -66,9 +66,10 @@ class Half:
         self._after(self._timed(self._before()))
 
 
-def clock_of_halves(clock: Clock) -> Clock:
-    """A clock that times of a Half only its call."""
-    return lambda run: run.sample(clock) if isinstance(run, Half) else clock(run)
+def clock_of_halves(device: torch.device, calls: int = 1) -> Clock:
+    """A clock that times of a Half only its call, and no two in a row."""
+    clock, one = clock_of(device, calls), clock_of(device)
+    return lambda run: run.sample(one) if isinstance(run, Half) else clock(run)
 
 
 @dataclass(frozen=True)
@@ -268,13 +269,15 @@ class LowLatencySuite(LowLatencySizes):
 
     command_name = "low-latency"
     defaults: ClassVar = {
-        "cpu": {**CPU_SIZES, "ranks": 4, "tokens": TOKENS, "peer": [ALL_TO_ALL]},
-        "cuda": {**CUDA_SIZES, "ranks": None, "tokens": TOKENS, "peer": None},
+        "cpu": {**CPU_SIZES, "ranks": 4, "calls": 8, "tokens": TOKENS, "peer": [ALL_TO_ALL]},
+        "cuda": {**CUDA_SIZES, "ranks": None, "calls": 1, "tokens": TOKENS, "peer": None},
     }
+    least: ClassVar = LowLatencySizes.least | {"calls": 1}
 
     peer: Annotated[list[str], typer.Option(help="all_to_all, deep_ep, none, or an adapter, module:Class.")] = (
         BY_BACKEND
     )
+    calls: Annotated[int, typer.Option(help=f"{CALLS_HELP} Halves are timed one by one.")] = BY_BACKEND
 
     def __post_init__(self) -> None:
         if self.backend == "cuda" and self.peer is None:
@@ -291,7 +294,7 @@ class LowLatencySuite(LowLatencySizes):
             for quantize in (False, True):
                 scene = Scene(workload, self.dtype, quantize, device)
                 with contextlib.closing(scene.comm):
-                    rows += time_ways(clock_of_halves(clock_of(device)), scene.ways(self.peer), self.iterations)
+                    rows += time_ways(clock_of_halves(device, self.calls), scene.ways(self.peer), self.iterations)
                 if not quantize:
                     notes.append(memory_note(workload, scene.comm.config))
         return {"rows": rows, "notes": notes}

@@ -19,13 +19,14 @@ import typer
 from tqdm import tqdm
 
 from ep_plugin.bench.exchange.workload import random_bytes, seeds
-from ep_plugin.bench.suite import BY_BACKEND, OURS, Row, Suite, Way, backend_of, check_names, time_ways
+from ep_plugin.bench.suite import BY_BACKEND, CALLS_HELP, OURS, Row, Suite, Way, backend_of, check_names, time_ways
 from ep_plugin.bench.suites.collectives import KIB, MIB
 from ep_plugin.bench.timing import Run, clock_of
 from ep_plugin.collectives.send_receive import Receive, Send, SendReceive
 
 RING = "ring"
 PATTERNS = ("one_way", "both_ways", RING)
+_SMALL = [32, KIB, 16 * KIB, 64 * KIB]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +34,15 @@ class SendReceiveSuite(Suite):
     """Send and receive, by pattern and size in bytes."""
 
     command_name = "send-receive"
+    least: ClassVar = Suite.least | {"calls": 1}
     defaults: ClassVar = {
-        "cpu": {"ranks": 2, "size": [32, KIB, 16 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB]},
-        "cuda": {"ranks": None, "size": [32, KIB, 16 * KIB, 64 * KIB, MIB, 8 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB]},
+        "cpu": {"ranks": 2, "calls": 8, "size": [*_SMALL, MIB, 16 * MIB, 64 * MIB]},
+        "cuda": {"ranks": None, "calls": 1, "size": [*_SMALL, MIB, 8 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB]},
     }
 
     size: Annotated[list[int], typer.Option(help="Bytes of a message; repeatable. Default: from 32.")] = BY_BACKEND
     pattern: Annotated[list[str], typer.Option(help=f"{', '.join(PATTERNS)}; repeatable. Default: all.")] = BY_BACKEND
+    calls: Annotated[int, typer.Option(help=CALLS_HELP)] = BY_BACKEND
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +55,7 @@ class SendReceiveSuite(Suite):
                 raise ValueError(f"size: expected at least 1 byte, got {size}")
 
     def measure(self, device: torch.device) -> dict[str, Any]:
-        clock, rows = clock_of(device), list[Row]()
+        clock, rows = clock_of(device, self.calls), list[Row]()
         with closing(SendReceive(device=device)) as ours:
             cases = list(itertools.product(self.pattern, self.size))
             for pattern, size in tqdm(cases, unit="case", disable=dist.get_rank() != 0, leave=False):

@@ -36,7 +36,7 @@ from ep_plugin.bench.suites.low_latency import (
     wrong_rows,
     wrong_sums,
 )
-from ep_plugin.bench.timing import Run, Timing, clock_of
+from ep_plugin.bench.timing import Run, Timing
 from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
 from ep_plugin.moe.low_latency.in_flight import RECEIVE, SEND
@@ -159,7 +159,7 @@ class StandInSuite(LowLatencySizes):
         for workload in self.workloads():
             for quantize in (False, True):
                 scene = SharedScene(workload, self.dtype, quantize, device)
-                timed = time_ways(clock_of_halves(clock_of(device)), [*scene.ways(), _launch(scene)], self.iterations)
+                timed = time_ways(clock_of_halves(device), [*scene.ways(), _launch(scene)], self.iterations)
                 *cases, launch = timed
                 rows += [launch, *(line for each in cases for line in self._lines(each, launch["median_us"]))]
                 if not quantize:

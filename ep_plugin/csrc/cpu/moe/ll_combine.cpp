@@ -111,12 +111,18 @@ LlWord* word_of_pair(const LlBlock& block, int parity, int64_t pair) {
   return block.pair_words(parity, static_cast<int>(pair)) + block.lay.words_per_row - 1;
 }
 
+// Whether the rows of a holder's pairs stay where they are: a call with both halves reads this rank's own from y.
+bool stays(const LlRun& ll, int holder) {
+  return holder == ll.op.comm.rank && ll.op.phases == (kLlSend | kLlReceive);
+}
+
 // Refreshes the word of one of this rank's own pairs, which several holders write.
 void refresh_pairs(const LlRun& ll, const LlCombineArgs& args) {
   const LlHeader& header = ll.op.header;
   const int few = ll_has_few_pairs(ll.op, header.num_tokens) ? header.num_tokens * header.topk : 0;
   const int64_t pair = ll_refreshed(ll.run.epoch, kLlFewPairs), id = pair < few ? id_of(args, pair) : -1;
-  if (id < 0 || ll.masked(static_cast<int>(id / local_experts(ll.op.comm))))
+  const int holder = static_cast<int>(id / local_experts(ll.op.comm));
+  if (id < 0 || ll.masked(holder) || stays(ll, holder))
     ll_write_words(ll, word_of_pair(ll.own(), ll.parity, pair), nullptr, 0);
 }
 
@@ -137,7 +143,7 @@ class Holder {
   // For an owner with few pairs: sends the rows, and waits for nothing.
   bool send_rows(int owner) {
     const LlBlock to = ll_.block(owner);
-    if (ll_.masked(owner)) return true;
+    if (ll_.masked(owner) || stays(ll_, owner)) return true;
     const int pairs = plan_.src_tokens[owner] * ll_.op.header.topk;
     const int32_t* rows = rows_of(owner, 0);
     for (int pair = 0; pair < pairs; ++pair) {
@@ -282,6 +288,7 @@ class Owner {
         own_(ll.own()),
         T_(ll.op.header.num_tokens),
         few_(ll_has_few_pairs(ll.op, T_)),
+        plan_(ll_plan_of(ll.op, args.plan)),
         sum_(args.hidden) {}
 
   bool run() {
@@ -303,15 +310,30 @@ class Owner {
     for (int pair = token * K; pair < (token + 1) * K; ++pair) {
       const int64_t id = id_of(args_, pair);
       if (id < 0) continue;
-      char nothing[kLlWordBytes];
-      const Wait found = ll_wait_words(ll_, static_cast<int>(id / per_rank), word_of_pair(own_, ll_.parity, pair),
-                                       nothing, sizeof(nothing));
+      const int holder = static_cast<int>(id / per_rank);
+      const T* row = nullptr;
+      const Wait found = stays(ll_, holder) ? find_row(pair, &row) : wait_for_row(holder, pair, &row);
       if (found == Wait::kFault) return false;
       const S weight = args_.weights == 0 ? S(1) : at<S>(args_.weights)[pair];
-      const T* row = reinterpret_cast<const T*>(own_.pair_words(ll_.parity, pair));
       if (found == Wait::kThere) accumulate<T>(sum_.data(), row, args_.hidden, weight);
     }
     return true;
+  }
+  Wait wait_for_row(int holder, int pair, const T** row) const {
+    char nothing[kLlWordBytes];
+    *row = reinterpret_cast<const T*>(own_.pair_words(ll_.parity, pair));
+    return ll_wait_words(ll_, holder, word_of_pair(own_, ll_.parity, pair), nothing, sizeof(nothing));
+  }
+  // The row of a pair whose expert is here.
+  Wait find_row(int pair, const T** row) const {
+    const Comm& comm = ll_.op.comm;
+    const LlHeader& header = ll_.op.header;
+    const int64_t rows = local_experts(comm) * plan_.expert_rows;
+    const int32_t found = plan_.rows[static_cast<int64_t>(comm.rank) * header.max_tokens * header.topk + pair];
+    *row = at<const T>(args_.y) + found * args_.hidden;
+    if (found >= 0 && found < rows) return Wait::kThere;
+    fail(comm, kBadHandle, ll_.run.step, comm.rank, pair / header.topk, rows, found);
+    return Wait::kFault;
   }
   bool add_holders(int token) {
     for (int holder = 0; holder < ll_.op.comm.num_ranks; ++holder)
@@ -352,6 +374,7 @@ class Owner {
   const LlBlock own_;
   const int T_;
   const bool few_;
+  const LlPlan plan_;
   std::vector<S> sum_;
 };
 
