@@ -45,7 +45,7 @@ from ep_plugin.moe.reference import reference_dispatch, reference_quantize
 
 DEEP_EP = "deep_ep"  # also the name of its package
 TOKENS = [1, 8, 32, 64, 128, 256]
-CPU_SIZES: dict[str, Any] = {"hidden": 1024, "topk": 4, "experts": 32, "dtype": "float32"}
+CPU_SIZES: dict[str, Any] = {"hidden": 1024, "topk": 4, "experts": 32, "dtype": "bfloat16"}
 CUDA_SIZES: dict[str, Any] = {"hidden": 7168, "topk": 8, "experts": 256, "dtype": "bfloat16"}
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the largest sum
 
