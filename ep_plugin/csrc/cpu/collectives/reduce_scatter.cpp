@@ -1,28 +1,26 @@
 // Reduce-scatter on CPUs: every rank posts its shard for each rank, and sums all ranks' shards for itself in rank
 // order. pieces.h describes buffers and memory order. After a fault, the output is filled with 0xFF bytes.
 #include "cpu/collectives/pieces.h"
-#include "cpu/core/elements.h"
+#include "cpu/core/sums.h"
 
 namespace ep::cpu {
 
 namespace {
 
-constexpr int kBlock = 512;  // elements summed at a time: the sums stay in the first-level cache
-
 template <class T>
 void sum_chunk(const T* const* from, int ranks, int64_t elements, double scale, T* out) {
   using S = typename Sum<T>::type;
-  S sum[kBlock];
-  for (int64_t first = 0; first < elements; first += kBlock) {
-    const int count = static_cast<int>(std::min<int64_t>(kBlock, elements - first));
-    for (int i = 0; i < count; ++i) sum[i] = widen(from[0][first + i]);
-    for (int r = 1; r < ranks; ++r) {
-      const T* row = from[r] + first;
-      for (int i = 0; i < count; ++i) sum[i] += widen(row[i]);
-    }
+  S sums[kSumBlock];
+  S* const sum = sums;
+  for (int64_t first = 0; first < elements; first += kSumBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kSumBlock, elements - first));
+    vectorize(EP_LOOP {
+      for (int i = 0; i < count; ++i) sum[i] = widen(from[0][first + i]);
+    });
+    for (int r = 1; r < ranks; ++r) accumulate<T>(sum, from[r] + first, count);
     if (scale != 1.0)
       for (int i = 0; i < count; ++i) sum[i] *= static_cast<S>(scale);
-    for (int i = 0; i < count; ++i) narrow(sum[i], out + first + i);
+    narrow_all(sum, count, out + first);
   }
 }
 

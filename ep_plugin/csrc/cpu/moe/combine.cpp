@@ -64,7 +64,7 @@ void reduce_row(const CombineSendArgs& args, const Terms<typename Sum<T>::type>&
       else
         accumulate<T>(sum, row, count);
     }
-    for (int i = 0; i < count; ++i) narrow(sum[i], out + h + i);
+    narrow_all(sum, count, out + h);
   }
 }
 

@@ -112,9 +112,7 @@ LlWord* word_of_pair(const LlBlock& block, int parity, int64_t pair) {
 }
 
 // Whether the rows of a holder's pairs stay where they are: a call with both halves reads this rank's own from y.
-bool stays(const LlRun& ll, int holder) {
-  return holder == ll.op.comm.rank && ll.op.phases == (kLlSend | kLlReceive);
-}
+bool stays(const LlRun& ll, int holder) { return holder == ll.op.comm.rank && ll.op.phases == (kLlSend | kLlReceive); }
 
 // Refreshes the word of one of this rank's own pairs, which several holders write.
 void refresh_pairs(const LlRun& ll, const LlCombineArgs& args) {
@@ -226,7 +224,7 @@ class Holder {
     for (int64_t begin = 0; begin < args_.hidden; begin += kSumBlock) {
       const int elements = static_cast<int>(std::min<int64_t>(kSumBlock, args_.hidden - begin));
       sum_block(begin, elements, sum);
-      for (int i = 0; i < elements; ++i) narrow(sum[i], out + begin + i);
+      narrow_all(sum, elements, out + begin);
     }
   }
 
@@ -297,7 +295,7 @@ class Owner {
       if (!(few_ ? add_pairs(token) : add_holders(token))) return false;
       if (args_.bias != 0) accumulate<T>(sum_.data(), at<const T>(args_.bias) + token * args_.hidden, args_.hidden);
       T* out = at<T>(args_.out) + token * args_.hidden;
-      for (int64_t h = 0; h < args_.hidden; ++h) narrow(sum_[h], out + h);
+      narrow_all(sum_.data(), static_cast<int>(args_.hidden), out);
       if (token == 0 && !hold_at_gate(ll_.run)) return false;
     }
     return true;
