@@ -262,9 +262,14 @@ class MoECommunicator:
         Returns:
             The rows' sums, and for each pair the sum of its values over the ranks that its token went to, in the order
             of the ranks: ``[T, K]``, or None without `values`.
+
+        Raises:
+            ValueError: mode="ll", `values` that require a gradient, or as `combine`.
         """
         if self.config.mode == "ll":
             raise ValueError('combine_with_values: expected mode="ht", got mode="ll"')
+        if values is not None and values.requires_grad and torch.is_grad_enabled():
+            raise ValueError("values: expected a tensor without gradient, got one with requires_grad=True")
         y, _, bias, _, _, *rest = self._combine_arguments(y, handle, None, bias)
         out, sums = ops.combine(y, None, bias, as_weights("values", values, y), True, *rest, 0)
         return out, None if values is None else sums

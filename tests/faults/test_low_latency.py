@@ -372,6 +372,8 @@ def _refused(rank: int, size: int) -> None:
                 comm.combine(**{"y": y, "handle": handle, **change})
         with pytest.raises(ValueError, match="handle.plan: expected one of 3 ranks"):
             comm.combine(y, handle._replace(plan=handle.plan[1:]))
+        with pytest.raises(ValueError, match='combine_with_values: expected mode="ht", got mode="ll"'):
+            comm.combine_with_values(y, handle, None)
         with pytest.raises(ValueError, match='set_sms: expected no SM counts in mode="ll", got dispatch_send_sms'):
             comm.set_sms(dispatch_send_sms=4)
         with pytest.raises(ValueError, match="rank_mask: expected a communicator with shrink=True"):

@@ -132,3 +132,45 @@ def _another_dtype(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 3])
 def test_rows_of_another_type_and_width_come_back(size: int) -> None:
     on_ranks(size, _another_dtype)
+
+
+def _values_beside_rows(rank: int, size: int) -> None:
+    """Values of all K columns, float64 too, where rank 0 has none and the rows are the oracle's."""
+    for layout in LAYOUTS:
+        for dtype in (torch.float64, torch.bfloat16):
+            case = Case(tokens=ragged(size, 20), num_experts=2 * size, topk=min(3, 2 * size), hidden=8, dtype=dtype)
+            inputs = make_inputs(case)
+            with named((layout, dtype)), communicator(case, layout=layout) as comm:
+                out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+                values = torch.full_like(out.weights, float(rank))
+                plain = comm.combine(out.tokens, handle)
+                rows, sums = comm.combine_with_values(out.tokens, handle, values if rank else None)
+                same_bits("the rows", rows, plain)
+                assert (sums is None) == (rank == 0)
+                if sums is None:
+                    continue
+                ids = inputs.ids[rank]
+                ranks = torch.where(ids >= 0, ids // 2, -1)
+                expected = ranks.clamp(min=0)  # of each pair, in FLAT
+                if layout == TOKEN_MAJOR:  # of each rank that the token went to, in every column
+                    went = (ranks.unsqueeze(2) == torch.arange(size)).any(1)
+                    expected = (went * torch.arange(size)).sum(1, keepdim=True).expand_as(ids)
+                same_bits("the values", sums, expected.to(sums.dtype))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_values_travel_beside_the_rows(size: int) -> None:
+    on_ranks(size, _values_beside_rows)
+
+
+def _values_with_gradients(rank: int, size: int) -> None:
+    case = Case(tokens=(4,), num_experts=2, topk=2, hidden=8)
+    inputs = make_inputs(case)
+    with communicator(case) as comm:
+        out, handle = comm.dispatch(inputs.x[0], inputs.ids[0], inputs.weights[0])
+        with pytest.raises(ValueError, match="values: expected a tensor without gradient, got one with requires_grad"):
+            comm.combine_with_values(out.tokens, handle, torch.ones_like(out.weights).requires_grad_())
+
+
+def test_values_with_gradients_are_refused() -> None:
+    on_ranks(1, _values_with_gradients)
