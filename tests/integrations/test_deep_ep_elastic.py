@@ -260,7 +260,7 @@ def _events(rank: int, size: int) -> None:
 
         return mock.patch.object(MoECommunicator, name, call)
 
-    with recording("dispatch"), recording("combine"):
+    with recording("dispatch"), recording("combine_with_values"):
         for kind in (lambda event: event, deep_ep.EventOverlap):
             events = {
                 "previous_event": kind(Event("previous")),
@@ -271,7 +271,12 @@ def _events(rank: int, size: int) -> None:
                 rows, _, _, handle, _ = buffer.dispatch(x, ids, num_experts=2, **given)
                 buffer.dispatch(x, handle=handle, **given)
                 buffer.combine(rows, handle, **given)
-                assert order == ["previous", "epilogue", "dispatch"] * 2 + ["previous", "epilogue", "combine"]
+                assert order == [
+                    *["previous", "epilogue", "dispatch"] * 2,
+                    "previous",
+                    "epilogue",
+                    "combine_with_values",
+                ]
                 order.clear()
     for name in ("previous_event", "previous_event_before_epilogue"):
         wrong: Any = {name: 3}
