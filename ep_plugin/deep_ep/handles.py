@@ -70,6 +70,8 @@ def routing_of(handle: object) -> DispatchHandle:
         parts = ", ".join(type(part).__name__ for part in handle)
         raise ValueError(f"handle: expected what dispatch returned, 6 or 10 tensors, got ({parts})")
     _, plan, topk_ids, recv_rows, *_, kept = handle
+    if topk_ids.dim() != 2:
+        raise ValueError(f"handle.topk_ids: expected 2 dimensions, got shape {tuple(topk_ids.shape)}")
     if kept.dtype is not torch.int64 or kept.dim() != 1 or len(kept) < 2 or kept.device.type != "cpu":
         raise ValueError(
             "handle: expected the parts of what dispatch returned, in their order, the last one torch.int64 in host "

@@ -163,7 +163,7 @@ def check_combine(
     shape: tuple[int, ...] = (y.shape[0],)
     if not engine.flat:
         shape = (y.shape[0], routing.struct.topk)
-    for name, beside in (("weights", weights), ("extra", extra)):
+    for name, beside in (("weights", weights), ("values", extra)):
         if beside is not None:
             check_beside(name, beside, shape, engine)
             if beside.dtype is not weight_dtype(y.dtype):

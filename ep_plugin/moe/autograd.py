@@ -126,7 +126,9 @@ def save_combine(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) ->
     ctx.save_for_backward(*routing, *saved)
     ctx.num_routing, ctx.comm, ctx.num_rows = len(routing), comm, y.shape[0]
     ctx.expert_major = y.dim() == 3
-    ctx.weighted, ctx.has_bias, ctx.has_extra = weights is not None, bias is not None, extra is not None
+    ctx.weighted, ctx.has_bias, ctx.has_extra = weights is not None, bias is not None, extra is not None and not per_row
+    if per_row and outputs[1] is not None:
+        ctx.mark_non_differentiable(outputs[1])
     ctx.rows_need_grad = any(tensor is not None and tensor.requires_grad for tensor in (y, weights, extra))
 
 

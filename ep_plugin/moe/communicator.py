@@ -268,6 +268,7 @@ class MoECommunicator:
         """
         if self.config.mode == "ll":
             raise ValueError('combine_with_values: expected mode="ht", got mode="ll"')
+        check_tensors({"values": values, "bias": bias}, y=y)
         if values is not None and values.requires_grad and torch.is_grad_enabled():
             raise ValueError("values: expected a tensor without gradient, got one with requires_grad=True")
         y, _, bias, _, _, *rest = self._combine_arguments(y, handle, None, bias)

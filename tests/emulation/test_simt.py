@@ -72,6 +72,7 @@ def _over_nodes(rank: int, size: int) -> None:
             fixed, bounded = comm.dispatch(*given, inputs.weights[rank], capacity=len(out.tokens) + 3)
             assert same_bits(fixed.tokens[: len(out.tokens)], out.tokens)
             sums = [comm.combine(each.tokens, key) for each, key in ((out, handle), (fixed, bounded))]
+            assert same_bits(comm.combine_with_values(out.tokens, handle, None)[0], sums[0])
             comm.set_sms(**checks.ONE_KERNEL)
             again, handle = comm.dispatch(*given, inputs.weights[rank])
             assert same_bits(again.tokens, out.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +164,28 @@ def test_values_travel_beside_the_rows(size: int) -> None:
     on_ranks(size, _values_beside_rows)
 
 
+def _gradients_of_rows(rank: int, size: int) -> None:
+    """The rows' gradients, where only some ranks have values."""
+    for layout in LAYOUTS:
+        case = Case(tokens=ragged(size, 20), num_experts=2 * size, topk=2, hidden=8)
+        inputs = make_inputs(case)
+        with named(layout), communicator(case, layout=layout) as comm:
+            out, handle = comm.dispatch(inputs.x[rank], inputs.ids[rank], inputs.weights[rank])
+            found = []
+            for values in (None, out.weights if rank else None):
+                y = out.tokens.clone().requires_grad_()
+                rows, sums = comm.combine_with_values(y, handle, values)
+                assert sums is None or not sums.requires_grad
+                rows.square().sum().backward()
+                found.append(y.grad)
+            same_bits("gradients", *found)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_have_gradients_beside_values(size: int) -> None:
+    on_ranks(size, _gradients_of_rows)
+
+
 def _values_with_gradients(rank: int, size: int) -> None:
     case = Case(tokens=(4,), num_experts=2, topk=2, hidden=8)
     inputs = make_inputs(case)
@@ -170,6 +193,13 @@ def _values_with_gradients(rank: int, size: int) -> None:
         out, handle = comm.dispatch(inputs.x[0], inputs.ids[0], inputs.weights[0])
         with pytest.raises(ValueError, match="values: expected a tensor without gradient, got one with requires_grad"):
             comm.combine_with_values(out.tokens, handle, torch.ones_like(out.weights).requires_grad_())
+        wrong: Any = [1.0]
+        for sentence, values in {
+            "values: expected a tensor, got list": wrong,
+            r"values: expected shape .*, got \(1,\)": torch.ones(1),
+        }.items():
+            with pytest.raises(ValueError, match=sentence):
+                comm.combine_with_values(out.tokens, handle, values)
 
 
 def test_values_with_gradients_are_refused() -> None:

@@ -125,7 +125,9 @@ class CombineAcrossNodes(Operation):
         engine, routing = self._engine, self._routing
         T, N = routing.rail_rows.shape
         out = torch.empty_like(self._sums[0])
-        own_extra = self._extras[0]
+        own_extra = landed_extra = None  # without values of its own, this rank returns none
+        if self._extra is not None:
+            own_extra, landed_extra = self._extras[0], self._landed_extra
         extra_out = None if own_extra is None else torch.empty_like(own_extra)
         engine.streams.order_after(engine.streams.receive, engine.streams.caller())  # their memory
         args = _C.CombineAddArgs(
@@ -136,7 +138,7 @@ class CombineAcrossNodes(Operation):
             bias=address(self._bias),
             out=out.data_ptr(),
             own_extra=address(own_extra),
-            landed_extra=address(self._landed_extra),
+            landed_extra=address(landed_extra),
             extra_out=address(extra_out),
             topk=routing.topk_ids.shape[1],
             hidden=out.shape[1],
@@ -149,7 +151,7 @@ class CombineAcrossNodes(Operation):
             stream=engine.streams.receive,
         )
         engine.kernels.combine_add(args)
-        return out, None if self._extra is None else extra_out
+        return out, extra_out
 
     def _new_extra(self, tokens: int) -> torch.Tensor:
         return self.rows.new_empty((tokens, self._routing.topk_ids.shape[1]), dtype=weight_dtype(self.rows.dtype))

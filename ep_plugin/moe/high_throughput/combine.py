@@ -69,7 +69,7 @@ class Combine(Operation):
             engine.kernels.combine(send, recv)
 
     def finish(self) -> Tensors:
-        """Adds the partial rows: the sums ``[T, H]``, and the extra values ``[T, K]`` if any travelled back."""
+        """Adds the partial rows: the sums ``[T, H]``, and those of the extra values ``[T, K]`` if it has some."""
         engine, streams = self._engine, self._engine.streams
         if self._sums is None:
             recv = self._recv_args(self._sms.receiving, streams.receive)

@@ -61,7 +61,8 @@ def combine_send_args(
     extra: torch.Tensor | None,
     per_row: bool,
 ) -> _C.CombineSendArgs:
-    """y: ``[N, H]``; weights and extra values of its rows. common: what sending and receiving have in common."""
+    """y: ``[N, H]``; weights and extra values of its rows. per_row: as in Combine. common: what sending and receiving
+    have in common."""
     return _C.CombineSendArgs(
         y=y.data_ptr(),
         rows=y.shape[0],

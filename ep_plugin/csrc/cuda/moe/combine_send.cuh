@@ -225,7 +225,7 @@ class CombineSendJob {
   __device__ void write_extra(const Row& row) const {
     const int K = args_.routing.topk;
     float* to = reinterpret_cast<float*>(target(row) + lay_.extra);
-    const bool per_row = args_.per_row != 0;
+    const bool per_row = args_.per_row != 0 && args_.extra != 0;
     const int32_t of_token = per_row ? token_row(row) : -1;
     for (int k = lane_id(); k < K; k += kWarp) {
       const int32_t from = per_row ? of_token : recv_row(row, k);
