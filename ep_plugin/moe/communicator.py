@@ -268,11 +268,11 @@ class MoECommunicator:
         """
         if self.config.mode == "ll":
             raise ValueError('combine_with_values: expected mode="ht", got mode="ll"')
-        check_tensors({"values": values, "bias": bias}, y=y)
+        y, _, bias, _, _, *rest = self._combine_arguments(y, handle, None, bias)
+        values = as_weights("values", values, y)
         if values is not None and values.requires_grad and torch.is_grad_enabled():
             raise ValueError("values: expected a tensor without gradient, got one with requires_grad=True")
-        y, _, bias, _, _, *rest = self._combine_arguments(y, handle, None, bias)
-        out, sums = ops.combine(y, None, bias, as_weights("values", values, y), True, *rest, 0)
+        out, sums = ops.combine(y, None, bias, values, True, *rest, 0)
         return out, None if values is None else sums
 
     @untraced

@@ -180,6 +180,7 @@ def test_bad_ids() -> None:
 def test_contents_of_handles(layout: DispatchLayout, plain: str) -> None:
     refused = _on_ranks(2, handle_cases.extremes_are_refused, layout, EP_PLUGIN_PLAIN_KERNELS=plain)
     assert refused[0] == handle_cases.NUM_EXTREMES
+    _on_ranks(2, handle_cases.ids_beyond_the_last_do_no_harm, layout, EP_PLUGIN_PLAIN_KERNELS=plain)
 
 
 def test_pairs_of_a_slot_name_one_row() -> None:

@@ -105,6 +105,11 @@ def extremes_are_refused(rank: int, size: int, layout: DispatchLayout) -> int:
     return refused
 
 
+def ids_beyond_the_last_do_no_harm(rank: int, size: int, layout: DispatchLayout) -> None:
+    """No kernel of a backward reads the handle's ids: the positions decide where a weight's gradient returns."""
+    assert _try(rank, size, layout, _backward, lambda handle: handle.topk_ids.data.fill_(HUGE)) == ""
+
+
 def rows_apart_are_refused(rank: int, size: int) -> None:
     """In TOKEN_MAJOR all pairs of a slot came with one row."""
 

@@ -42,6 +42,7 @@ def test_contents_of_handles(layout: DispatchLayout, plain: str) -> None:
     env = {"EP_PLUGIN_PLAIN_KERNELS": plain}
     outcomes = run_ranks(2, on_cuda, handles.extremes_are_refused, 2, layout, timeout_s=240, env=env)
     assert values(outcomes)[0] == handles.NUM_EXTREMES
+    values(run_ranks(2, on_cuda, handles.ids_beyond_the_last_do_no_harm, 2, layout, timeout_s=90, env=env))
 
 
 @pytest.mark.gpu(1)

@@ -328,10 +328,12 @@ class Owner {
     const LlHeader& header = ll_.op.header;
     const int64_t rows = local_experts(comm) * plan_.expert_rows;
     const int32_t found = plan_.rows[static_cast<int64_t>(comm.rank) * header.max_tokens * header.topk + pair];
+    if (!(found >= 0 && found < rows)) {
+      fail(comm, kBadHandle, ll_.run.step, comm.rank, pair / header.topk, rows, found);
+      return Wait::kFault;
+    }
     *row = at<const T>(args_.y) + found * args_.hidden;
-    if (found >= 0 && found < rows) return Wait::kThere;
-    fail(comm, kBadHandle, ll_.run.step, comm.rank, pair / header.topk, rows, found);
-    return Wait::kFault;
+    return Wait::kThere;
   }
   bool add_holders(int token) {
     for (int holder = 0; holder < ll_.op.comm.num_ranks; ++holder)
