@@ -135,7 +135,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
         Args:
             num_experts, num_topk: E and K.
             nvlink_gbs, sm_read_gbs, sm_write_gbs: GB/s of a GPU's links in one direction, and of an SM's loads and
-                stores. 0: as measured (docs/performance.md).
+                stores. 0: as measured (docs/where-time-goes.md).
             num_scaleout_topk, rdma_gbs: no effect, since no SM carries rows between nodes.
 
         Returns:

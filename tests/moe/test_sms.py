@@ -48,7 +48,7 @@ def sending_of_combine(ranks: int, row_bytes: int, topk: int) -> int:
 
 
 def test_other_shapes_take_what_fills_the_links() -> None:
-    """docs/performance.md has the best measured numbers: 32, 28, 24, 20, 14 and 28 for the first six."""
+    """docs/where-time-goes.md has the best measured numbers: 32, 28, 24, 20, 14 and 28 for the first six."""
     by_width = [sending_of_combine(4, 2 * hidden, 8) for hidden in (2048, 2880, 4096, 5120)]
     assert by_width == [34, 27, 22, 20]
     assert [sending_of_combine(4, BF16, topk) for topk in (1, 16)] == [14, 26]

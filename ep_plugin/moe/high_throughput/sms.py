@@ -2,7 +2,7 @@
 
 The time of a row on an SM, divided by its time on the links, is the number of SMs that fill the links. It grows when
 rows are narrow, are sums of many terms, or mostly stay on this rank. More SMs would only queue for the links. The
-constants fit measurements on two H200s with rows of 2 to 16 KB and 1 to 16 experts per token (docs/performance.md).
+constants fit measurements on two H200s with rows of 2 to 16 KB and 1 to 16 experts per token (docs/where-time-goes.md).
 Small batches fill no links, and finish sooner with more SMs.
 """
 
