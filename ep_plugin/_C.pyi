@@ -1,6 +1,8 @@
 """Types of the extension: csrc/common/api.h documents each argument. Fields that are not given are 0.
 
-Addresses and streams are integers. Enums are those of csrc/common/layout.h and api.h."""
+Addresses and streams are integers. Enums are those of csrc/common/layout.h and api.h. The file is long because one stub
+describes a whole module.
+"""
 
 from collections.abc import Sequence
 from enum import IntEnum

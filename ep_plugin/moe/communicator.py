@@ -1,4 +1,6 @@
-"""MoECommunicator: expert-parallel dispatch and combine over a process group. Most lines are its public docstrings.
+"""MoECommunicator: expert-parallel dispatch and combine over a process group.
+
+The file is long because most of its lines are public docstrings.
 
 Shapes: T tokens on this rank, H hidden size, K experts per token, S scales per token, E experts in all, R ranks,
 E_l = E / R local experts, N rows received.

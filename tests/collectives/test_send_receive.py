@@ -1,4 +1,7 @@
-"""SendReceive on CPU ranks: what arrives, in which order, what is refused, and how failures end."""
+"""SendReceive on CPU ranks: what arrives, in which order, what is refused, and how failures end.
+
+The file is long because tests/gpu/messages.py runs these cases on GPUs, so they have one place.
+"""
 
 from __future__ import annotations
 

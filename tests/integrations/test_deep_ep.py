@@ -1,4 +1,7 @@
-"""ep_plugin.deep_ep against an independent oracle on 2 to 6 CPU ranks; what it refuses; how it is found by its name."""
+"""ep_plugin.deep_ep against an independent oracle on 2 to 6 CPU ranks; what it refuses; how it is found by its name.
+
+The file is long because all of it tests one interface, that of Buffer's throughput calls.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""ep_plugin.deep_ep's low-latency calls against a plain oracle on 1 to 8 CPU ranks, and what they refuse."""
+"""ep_plugin.deep_ep's low-latency calls against a plain oracle on 1 to 8 CPU ranks, and what they refuse.
+
+The file is long because all of it tests one interface, and tests/gpu runs its cases, too.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 The reference is Megatron itself, gathering through gloo, with a reduce-scatter that adds in float32 in rank order. On
 CPUs an operation of ours is over when the call returns. On GPUs it is over when its Work has been waited for; so each
 asynchronous operation here begins only then. tests/gpu runs the same cases on GPUs, as they are.
+
+The file is long because it also has the model and the reference, which tests/gpu imports.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Every case loads one checkpoint twice, once per exchange, feeds both the same tokens, and compares logits,
 loss and the gradient of every parameter shard. A world of ranks is started once and runs all of its cases.
+
+The file is long because it also has the models and the comparison, which other tests of transformers import.
 """
 
 from __future__ import annotations

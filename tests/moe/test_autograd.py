@@ -1,4 +1,7 @@
-"""Gradients of dispatch and combine, against the oracle's own autograd and against finite differences."""
+"""Gradients of dispatch and combine, against the oracle's own autograd and against finite differences.
+
+The file is long because all tests share one layer, its leaves and its oracle.
+"""
 
 from __future__ import annotations
 

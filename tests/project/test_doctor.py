@@ -1,4 +1,7 @@
-"""ep-doctor finds planted faults and says what to do. Faults are planted in what the system says."""
+"""ep-doctor finds planted faults and says what to do. Faults are planted in what the system says.
+
+The file is long because the same functions plant faults in one process and in a rank of several.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Exchange: what it carries, how it fails, and what it leaves in the store."""
+"""Exchange: what it carries, how it fails, and what it leaves in the store.
+
+The file is long because one class makes all these promises, and each needs ranks of its own.
+"""
 
 from __future__ import annotations
 

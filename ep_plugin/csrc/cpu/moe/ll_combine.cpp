@@ -1,6 +1,7 @@
 // Low-latency combine: owners send the weights of their tokens to all ranks; holders sum rows to partial rows and store
 // them in the owners' slots; owners add the partial rows. An owner with few pairs gets their rows and sums them itself.
-// common/low_latency.h has the layout and the rules.
+// common/low_latency.h has the layout and the rules. The file is long because owner and holder are both here: each
+// reads what the other one writes.
 #include <algorithm>
 #include <cmath>
 #include <limits>
