@@ -9,7 +9,6 @@ one call is often over before the last of them starts. In a row, that wait count
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import time
@@ -30,9 +29,35 @@ _LEAD_NS = 1_000_000  # by which the last rank has left the all-reduce
 WARMUP = 3  # calls of each implementation before the timed ones
 
 
+@dataclass(frozen=True)
+class Half:
+    """A half of an operation, of which clocks time that half alone. start: the send half; it returns the receive half.
+
+    sends: the send half is timed, and the receive half is called after it; else the other way round.
+    """
+
+    start: Callable[[], Run]
+    sends: bool
+
+    def __call__(self) -> object:
+        return self.start()()
+
+
 def clock_of(device: torch.device, calls: int = 1) -> Clock:
-    """calls: in a row, in each sample."""
-    return functools.partial(_host_sample, calls) if device.type == "cpu" else _DeviceClock(device, calls)
+    """calls: in a row, in each sample; of a Half, one."""
+    sample = _host_sample if device.type == "cpu" else _DeviceClock(device)
+
+    def clock(run: Run) -> Sample:
+        if not isinstance(run, Half):
+            return sample(run, calls)
+        if not run.sends:
+            return sample(run.start(), 1)
+        receive: list[Run] = []
+        found = sample(lambda: receive.append(run.start()), 1)
+        receive[0]()
+        return found
+
+    return clock
 
 
 def _repeat(run: Run, calls: int) -> object:
@@ -41,7 +66,7 @@ def _repeat(run: Run, calls: int) -> object:
     return run()
 
 
-def _host_sample(calls: int, run: Run) -> Sample:
+def _host_sample(run: Run, calls: int) -> Sample:
     """On the host's monotonic clock. The last result is freed after the end; memory that `run` frees inside counts.
 
     A barrier lets ranks go one after the other, as they wake up. So they agree on a moment, and none sleeps until then.
@@ -65,13 +90,13 @@ class _DeviceClock:
     fixed lead, as in a training step: enqueueing costs no device time, a wait of the host inside `run` does.
     """
 
-    def __init__(self, device: torch.device, calls: int) -> None:
-        self._device, self._calls = device, calls
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(_FLUSH_FACTOR * l2_bytes, dtype=torch.uint8, device=device)
         self._token = torch.zeros(1, device=device)
 
-    def __call__(self, run: Run) -> Sample:
+    def __call__(self, run: Run, calls: int) -> Sample:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self._device)
         torch.cuda._sleep(_LEAD_CYCLES)
@@ -79,12 +104,12 @@ class _DeviceClock:
         dist.all_reduce(self._token)
         start.record()
         began = time.perf_counter_ns()
-        result = _repeat(run, self._calls)
+        result = _repeat(run, calls)
         host_us = (time.perf_counter_ns() - began) / 1e3
         end.record()
         torch.cuda.synchronize(self._device)
         del result
-        return 0.0, 1e3 * start.elapsed_time(end) / self._calls, host_us / self._calls
+        return 0.0, 1e3 * start.elapsed_time(end) / calls, host_us / calls
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,8 @@ def test_tables_compare_with_the_floor_and_with_peers() -> None:
 
 
 def _round_trip_sms(_: int) -> int:
-    with contextlib.closing(EpPlugin(WIDE, torch.device("cpu"), FLAT, {})) as ours:
+    spec = Spec(name="", what=ROUNDTRIP, dtype="bfloat16", workload=WIDE)
+    with contextlib.closing(EpPlugin(spec, torch.device("cpu"))) as ours:
         return sms_of(ours.comm, ROUNDTRIP, WIDE, 2 * WIDE.hidden)
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ep_plugin.bench.exchange import cases
-from ep_plugin.bench.exchange.cases import EpPlugin, Recorded, poisoned
+from ep_plugin.bench.exchange.cases import EpPlugin, Recorded
+from ep_plugin.bench.exchange.oracle import poisoned
 from ep_plugin.bench.exchange.peers import AllToAll, Routing
 from ep_plugin.bench.exchange.workload import Batch, Workload
 from ep_plugin.bench.suite import WrongResult, measured

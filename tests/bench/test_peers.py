@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ep_plugin.bench.exchange.cases import row_factors, wrong_combine, wrong_dispatch
+from ep_plugin.bench.exchange.oracle import expert_rows, wrong_combine, wrong_dispatch
 from ep_plugin.bench.exchange.peers import PLAIN, _flat_order, _inverse
 from ep_plugin.bench.exchange.rail import RailAllToAll
 from ep_plugin.bench.exchange.workload import DTYPES, FLAT, Batch, Workload, batches, expert_factors, other_rows
@@ -45,8 +45,7 @@ def _wrong_results(peer: Any, rank: int, dtype: str, everyone: list[Batch], out:
     if problem or dtype == "float8":
         return problem
     factors = expert_factors(WORKLOAD, DTYPES[dtype], CPU)
-    y = out.tokens * row_factors(factors, out).unsqueeze(1)
-    return wrong_combine(peer.combine(y, state), everyone[rank], factors)
+    return wrong_combine(peer.combine(expert_rows(factors, out, rank), state), everyone[rank], factors)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8"])

@@ -10,10 +10,14 @@ import torch
 from ep_plugin.bench.suite import measured
 from ep_plugin.bench.suites.stand_in import StandInSuite
 from ep_plugin.moe.low_latency.combine import LowLatencyCombine
+from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
+from ep_plugin.moe.low_latency.in_flight import RECEIVE, SEND
 from tests.ranks import run_ranks, values
 
 SIZES = {"iterations": 1, "hidden": 128, "topk": 2, "experts": 6, "dtype": "float32"}
 SUITE = StandInSuite(backend="cpu", share=[3], tokens=[3, 20], rate=50.0, **SIZES)
+
+WRONG = {"dispatch": "tokens: expected the oracle's values", "combine": "relative errors"}
 
 
 def measure(rank: int, _: int = 1) -> dict[str, Any]:
@@ -43,19 +47,30 @@ def test_every_case_has_its_rows() -> None:
     assert found["notes"][1].startswith("a communicator for T = 3 takes ")
 
 
-def _wrong(rank: int) -> dict[str, Any]:
-    launch = LowLatencyCombine.launch
+def _wrong(rank: int, kind: type[Any], phases: int) -> list[str]:
+    """What is said of ranks whose `phases` of the operation leave half of each result's first row behind."""
+    launch = kind.launch
 
-    def twice_as_much(self: LowLatencyCombine, phases: int) -> None:
-        launch(self, phases)
-        self.results()[0].mul_(2)
+    def launch_wrongly(self: Any, launched: int) -> None:
+        launch(self, launched)
+        if launched == phases:
+            row = self.results()[0].flatten(end_dim=-2)[0]
+            row[: len(row) // 2] = 0
 
-    LowLatencyCombine.launch = twice_as_much
-    return measure(rank)
+    kind.launch = launch_wrongly
+    return measure(rank)["wrong"]
 
 
-def test_wrong_sums_are_not_timed() -> None:
-    assert "combine_fp32_t3_x3 by ep_plugin: combine: off by" in values(run_ranks(1, _wrong))[0]["wrong"][0]
+@pytest.mark.parametrize("halves", [["_send", "_receive"], [""]], ids=["halves", "whole"])
+@pytest.mark.parametrize(("kind", "what"), [(LowLatencyDispatch, "dispatch"), (LowLatencyCombine, "combine")])
+def test_wrong_results_are_not_timed(kind: type[Any], what: str, halves: list[str]) -> None:
+    (found,) = values(run_ranks(1, _wrong, kind, RECEIVE if halves[1:] else SEND | RECEIVE))
+    assert "rows" not in found
+    for half in halves:
+        start = f"rank 0: {what}{half}_fp32_t3_x3 by ep_plugin: "
+        assert any(text.startswith(start) and WRONG[what] in text for text in found)
+    if halves[1:]:  # the whole operation is right
+        assert not any(f" {what}_fp32_t3_x3 by " in text for text in found)
 
 
 @pytest.mark.parametrize(

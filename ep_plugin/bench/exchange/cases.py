@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +16,19 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from ep_plugin.bench.exchange.peers import PLAIN, RAIL, find_peers
+from ep_plugin.bench.exchange.oracle import expert_rows, poisoned, wrong_combine, wrong_dispatch
+from ep_plugin.bench.exchange.peers import ALL_TO_ALL, RAIL, find_peers, name_in_results
 from ep_plugin.bench.exchange.rail import RailAllToAll
 from ep_plugin.bench.exchange.workload import (
     CACHED,
     COMBINE,
     DISPATCH,
     DTYPES,
+    EXPERT_MAJOR,
+    FLAT,
     ROUNDTRIP,
+    SEND,
     Batch,
-    Sms,
     Spec,
     Workload,
     batches,
@@ -37,16 +39,15 @@ from ep_plugin.bench.exchange.workload import (
     rows_over_rails,
 )
 from ep_plugin.bench.suite import FLOOR, OURS, Row, Way, backend_of, row, time_ways
-from ep_plugin.bench.timing import Run, Timing, clock_of
-from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
+from ep_plugin.bench.timing import Half, Run, Timing, clock_of
+from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.layout import DispatchOutput
-from ep_plugin.moe.reference import reference_dispatch, reference_quantize
 
 ROOM = 1.125  # of the mean rows per rank: the capacity of a dispatch that has one, unless a rank receives more
 
-Check = Callable[[], str | None]
-Step = Callable[[Batch], torch.Tensor]
+Step = Callable[[Batch], Any]
+StepOfAll = Callable[[list[Batch]], Mapping[int, Any]]
 
 
 class Scene:
@@ -60,8 +61,8 @@ class Scene:
     ) -> None:
         self.spec, self.device, self.wrap, self.rank, self.nodes = spec, device, wrap, dist.get_rank(), nodes
         made = batches(spec.workload, DTYPES[spec.dtype], device)
-        self._everyone = [replace(batch, quantize=spec.quantize) for batch in made]
-        self.mine, self.ids = self._everyone[self.rank], [batch.ids for batch in made]
+        self.everyone = [replace(batch, quantize=spec.quantize) for batch in made]
+        self.mine, self.ids = self.everyone[self.rank], [batch.ids for batch in made]
         self.factors = expert_factors(spec.workload, self.mine.x.dtype, device)
         self._turn = 0
 
@@ -69,81 +70,105 @@ class Scene:
         rows = rows_on_the_wire(self.spec.workload, self.ids, dedup, self.nodes, two_levels)
         return self.spec.crossings * rows * self.mine.row_bytes
 
+    def judge(
+        self,
+        step: StepOfAll,
+        layout: DispatchLayout = FLAT,
+        reroute: bool = True,
+        multiplied: bool = True,
+        exact_fp8: bool = True,
+    ) -> str | None:
+        """How the result of `step` differs from plain torch's; None when it does not.
+
+        step: is called with batches of all ranks that no call has moved before, into poisoned memory. It returns, for
+            each rank of this process, the rows that a dispatch has brought it, or the sums `[T, H]` of its tokens.
+        layout, exact_fp8: of the rows. reroute: routes have changed, too.
+        multiplied: experts have multiplied their rows by their factors, else by 1.
+        """
+        self._turn += 1
+        spec, everyone = self.spec, other_rows(self.everyone, self._turn, reroute)
+        factors = self.factors if multiplied else torch.ones_like(self.factors)
+        with poisoned():
+            found = step(everyone)
+        for rank, got in found.items():
+            if isinstance(got, DispatchOutput):
+                problem = wrong_dispatch(got, everyone, spec.workload, layout, rank, exact_fp8)
+            else:
+                problem = wrong_combine(got, everyone[rank], factors, roundings=4 if self.nodes == 1 else 5)
+            if problem:
+                return problem
+        return None
+
     def ways(self, peers: list[str], opened: contextlib.ExitStack) -> list[Way]:
         """ep_plugin and the peers, which are named as `find_peers` takes them. `opened` closes ep_plugin's."""
         spec, device = self.spec, self.device
         most = int(rows_by_rank(spec.workload, self.ids, dedup=False).sum(0).max())
         capacity = max(most, int(ROOM * self.ids[0].numel())) if spec.capacity else None
-        ours = EpPlugin(spec.workload, device, spec.layout, spec.sms, capacity)
+        ours = (Halves if spec.half else EpPlugin)(spec, device, capacity)
         opened.enter_context(contextlib.closing(ours))
-        impls: dict[str, Any] = {OURS: ours}
-        backend = backend_of(device)
+        sms = None
+        if device.type == "cuda" and spec.layout is not EXPERT_MAJOR:
+            sms = sms_of(ours.comm, spec.what, spec.workload, self.mine.row_bytes, spec.quantize)
+        wire = self.bytes_wire(spec.dedup, two_levels=True)
+        ways = [replace(self._way(OURS, ours, spec.what), bytes_wire=wire, sms=sms)]
         for peer in peers if spec.peers else []:
             for kind in find_peers(peer):
-                if kind.layout is spec.layout:
-                    impls[f"{backend}_{peer}" if peer in PLAIN else kind.__name__] = kind(spec.workload, device)
-        sms = {}
-        if device.type == "cuda":
-            sms = {OURS: sms_of(ours.comm, spec.what, spec.workload, self.mine.row_bytes, spec.quantize)}
-        ways = []
-        for name, impl in impls.items():
-            run, check = self._calls(impl)
-            wire = self.bytes_wire(impl.dedup, two_levels=impl is ours)
-            ways.append(Way(case=spec.name, impl=name, run=run, check=check, bytes_wire=wire, sms=sms.get(name)))
+                if spec.layout not in (kind.layout, EXPERT_MAJOR):
+                    continue
+                impl, name = kind(spec.workload, device), name_in_results(peer, backend_of(device))
+                if peer == ALL_TO_ALL and spec.layout is EXPERT_MAJOR and spec.what == DISPATCH:
+                    ways.append(self._way(f"{name}, routing known", impl, CACHED))
+                ways.append(self._way(name, impl, spec.what))
         if RAIL in peers and spec.peers:
-            ways.append(self._rail_way(f"{backend}_{RAIL}"))
+            ways.append(self._rail_way(name_in_results(RAIL, backend_of(device)), wire))
         return ways
 
-    def _rail_way(self, name: str) -> Way:
+    def _rail_way(self, name: str, bytes_wire: int) -> Way:
         """The all-to-all between nodes of the bytes of ep_plugin's rows, ids and weights."""
         spec, K = self.spec, self.spec.workload.topk
         beside = 4 * K * (2 if spec.what != CACHED else 1)  # float32 weights, and int32 ids where they are new
         there = 0 if spec.what == COMBINE else self.mine.row_bytes + beside
         back = self.mine.row_bytes if spec.what in (COMBINE, ROUNDTRIP) else 0
         rail = RailAllToAll(rows_over_rails(spec.workload, self.ids, self.nodes), there, back, self.device)
-        wire = self.bytes_wire(dedup=True, two_levels=True)
-        return Way(case=spec.name, impl=name, run=self.wrap(rail), check=rail.check, bytes_wire=wire)
+        return Way(case=spec.name, impl=name, run=self.wrap(rail), check=rail.check, bytes_wire=bytes_wire)
 
-    def _calls(self, impl: Any) -> tuple[Run, Check]:
+    def _way(self, name: str, impl: Any, what: str) -> Way:
+        run, check = self._calls(impl, what)
+        return Way(case=self.spec.name, impl=name, run=run, check=check, bytes_wire=self.bytes_wire(impl.dedup))
+
+    def _calls(self, impl: Any, what: str) -> tuple[Run, Callable[[], str | None]]:
         """The call that is timed, and its check.
 
         Experts return their rows in the call that is timed, and multiply them in its check. A graph contains its
         experts, which return their rows in both.
         """
         spec, mine = self.spec, self.mine
-        if spec.what in (DISPATCH, CACHED):
-            state = impl.dispatch(mine)[1] if spec.what == CACHED else None
-            check = functools.partial(self._check_dispatch, impl, state)
-            return self.wrap(functools.partial(impl.dispatch, mine, state)), check
+        if what in (DISPATCH, CACHED):
+            state = impl.dispatch(mine)[1] if what == CACHED else None
+            exact = getattr(impl, "exact_fp8", True)
+            step = self._here(functools.partial(_rows_in_order, impl, state))
+            check = functools.partial(self.judge, step, impl.layout, reroute=state is None, exact_fp8=exact)
+            return self._timed(impl, DISPATCH, mine, state), check
         plain: Step = functools.partial(_round_trip, impl, None)
         if spec.graph:
             graph = Recorded(plain, mine)
-            return graph, functools.partial(self._check_round_trip, graph.of, torch.ones_like(self.factors))
-        multiplying: Step = functools.partial(_round_trip, impl, self.factors)
-        check = functools.partial(self._check_round_trip, multiplying, self.factors)
-        if spec.what == ROUNDTRIP:
+            return graph, functools.partial(self.judge, self._here(graph.of), multiplied=False)
+        multiplying = functools.partial(expert_rows, self.factors, rank=self.rank)
+        check = functools.partial(self.judge, self._here(functools.partial(_round_trip, impl, multiplying)))
+        if what == ROUNDTRIP:
             return self.wrap(functools.partial(plain, mine)), check
         out, state = impl.dispatch(mine)
-        return self.wrap(functools.partial(impl.combine, out.tokens, state)), check
+        return self._timed(impl, COMBINE, out.tokens, state), check
 
-    def _check_dispatch(self, impl: Any, previous: Any) -> str | None:
-        """previous: the routing of `mine`, to be used again; None: a new one."""
-        everyone = self._others(reroute=previous is None)
-        with poisoned():
-            found: Any = self.wrap(lambda: impl.dispatch(everyone[self.rank], previous))()
-        return wrong_dispatch(found[0], everyone, self.spec.workload, self.spec.layout, self.rank)
+    def _here(self, step: Step) -> StepOfAll:
+        """The step on this rank's batch."""
+        return lambda everyone: {self.rank: self.wrap(lambda: step(everyone[self.rank]))()}
 
-    def _check_round_trip(self, step: Step, factors: torch.Tensor) -> str | None:
-        """factors: `[E]`, by which the experts of `step` multiply their rows."""
-        batch = self._others()[self.rank]
-        with poisoned():
-            z: Any = self.wrap(lambda: step(batch))()
-        return wrong_combine(z, batch, factors, roundings=4 if self.nodes == 1 else 5)
-
-    def _others(self, reroute: bool = True) -> list[Batch]:
-        """The batches of all ranks with other rows than before; as many cross. reroute: False keeps the ids."""
-        self._turn += 1
-        return other_rows(self._everyone, self._turn, reroute)
+    def _timed(self, impl: Any, operation: str, *given: Any) -> Run:
+        """A call of the operation, or of the half that the case is about."""
+        if self.spec.half:
+            return Half(functools.partial(getattr(impl, f"start_{operation}"), *given), self.spec.half == SEND)
+        return self.wrap(functools.partial(getattr(impl, operation), *given))
 
 
 def time_cases(
@@ -153,12 +178,14 @@ def time_cases(
     iterations: int,
     rate: float | None = None,
     nodes: int = 1,
+    calls: int = 1,
 ) -> list[Row]:
     """Compares and times the cases. Collective. Raises WrongResult when an implementation disagrees with the oracle.
 
     peers: names as `find_peers` takes them. rate: GB/s of the floors; None leaves the floors out. nodes: see `Scene`.
+    calls: in a row, see `clock_of`.
     """
-    clock, rows = clock_of(device), list[Row]()
+    clock, rows = clock_of(device, calls), list[Row]()
     for spec in tqdm(specs, unit="case", disable=dist.get_rank() != 0, leave=False):
         with contextlib.ExitStack() as opened:
             scene = Scene(spec, device, nodes=nodes)
@@ -174,19 +201,16 @@ def floor_row(case: str, bytes_wire: int, rate_gb_s: float) -> Row:
     return row(case, FLOOR, Timing(median_us=us, p10_us=us, p90_us=us), bytes_wire)
 
 
-def _round_trip(impl: Any, factors: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-    """factors: `[E]` that experts multiply their rows by; None: experts return their rows."""
+def _rows_in_order(impl: Any, previous: Any, batch: Batch) -> DispatchOutput:
+    """What a dispatch returns, with rows in ep_plugin's order."""
+    out, state = impl.dispatch(batch, previous)
+    return impl.in_order(out, state) if hasattr(impl, "in_order") else out
+
+
+def _round_trip(impl: Any, experts: Callable[[DispatchOutput], torch.Tensor] | None, batch: Batch) -> torch.Tensor:
+    """experts: None: they return their rows."""
     out, state = impl.dispatch(batch)
-    y = out.tokens if factors is None else out.tokens * row_factors(factors, out).unsqueeze(1)
-    return impl.combine(y, state)
-
-
-def row_factors(factors: torch.Tensor, out: DispatchOutput) -> torch.Tensor:
-    """The factor of each FLAT row's expert; of padding, any."""
-    local = factors.view(dist.get_world_size(), -1)[dist.get_rank()]
-    if out.row_expert_ids is not None:
-        return local[out.row_expert_ids.clamp(min=0).long()]
-    return local.repeat_interleave(out.num_tokens_per_expert.long(), output_size=len(out.tokens))
+    return impl.combine(out.tokens if experts is None else experts(out), state)
 
 
 class EpPlugin:
@@ -197,31 +221,43 @@ class EpPlugin:
 
     dedup = True
 
-    def __init__(
-        self, sizes: Workload, device: torch.device, layout: DispatchLayout, sms: Sms, capacity: int | None = None
-    ) -> None:
-        config = MoECommunicatorConfig(
-            num_experts=sizes.experts,
-            hidden_size=sizes.hidden,
-            topk=sizes.topk,
-            max_tokens_per_rank=sizes.tokens,
-            layout=layout,
-            **sms,
-        )
-        self.comm = MoECommunicator(None, config, device)
-        self._capacity = capacity
+    def __init__(self, spec: Spec, device: torch.device, capacity: int | None = None) -> None:
+        self.comm = MoECommunicator(None, spec.config, device)
+        self.layout, self._capacity = spec.layout, capacity
 
     def dispatch(self, batch: Batch, previous: Any = None) -> tuple[DispatchOutput, Any]:
-        known: dict[str, Any] = {"previous_handle": None if previous is None else previous[0]}
-        options = known | {"capacity": self._capacity, "quantize": "e4m3" if batch.quantize else None}
-        out, handle = self.comm.dispatch(batch.x, batch.ids, batch.weights, batch.scales, **options)
-        return out, (handle, out.weights)
+        return self._made(batch, *self.comm.dispatch(*self._given(batch, previous)))
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
         return self.comm.combine(y, state[0], weights=state[1])
 
     def close(self) -> None:
         self.comm.close()
+
+    def _given(self, batch: Batch, previous: Any = None) -> tuple[Any, ...]:
+        weights = None if self.layout is EXPERT_MAJOR else batch.weights  # in mode="ll" combine takes them
+        handle, quantize = None if previous is None else previous[0], "e4m3" if batch.quantize else None
+        return batch.x, batch.ids, weights, batch.scales, handle, self._capacity, quantize
+
+    def _made(self, batch: Batch, out: DispatchOutput, handle: Any) -> tuple[DispatchOutput, Any]:
+        return out, (handle, batch.weights if out.weights is None else out.weights)
+
+
+class Halves(EpPlugin):
+    """Does both in two calls: a start, and the call that it returns."""
+
+    def start_dispatch(self, batch: Batch, previous: Any = None) -> Run:
+        work = self.comm.dispatch_async(*self._given(batch, previous))
+        return lambda: self._made(batch, *work.wait())
+
+    def start_combine(self, y: torch.Tensor, state: Any) -> Run:
+        return self.comm.combine_async(y, state[0], weights=state[1]).wait
+
+    def dispatch(self, batch: Batch, previous: Any = None) -> Any:
+        return self.start_dispatch(batch, previous)()
+
+    def combine(self, y: torch.Tensor, state: Any) -> Any:
+        return self.start_combine(y, state)()
 
 
 def sms_of(comm: MoECommunicator, what: str, workload: Workload, row_bytes: int, quantize: bool = False) -> int:
@@ -264,91 +300,3 @@ class Recorded:
 
     def _replay(self) -> None:
         self._graph.replay()
-
-
-def wrong_dispatch(
-    got: DispatchOutput, everyone: list[Batch], workload: Workload, layout: DispatchLayout, rank: int
-) -> str | None:
-    """How `got` differs from the rows that belong to this rank, bit for bit; None when it does not.
-
-    Weights, row_expert_ids and num_tokens_per_expert are compared where `got` has them.
-
-    everyone: the batches of all ranks, each of T tokens.
-    """
-    with everyone[rank].x.device:  # the oracle makes its own tensors on the default device
-        ids, weights = [batch.ids for batch in everyone], [batch.weights for batch in everyone]
-        numbers = list(torch.arange(sum(map(len, ids))).unsqueeze(1).split(len(ids[0])))  # in place of rows
-        expected = reference_dispatch(numbers, ids, weights, num_experts=workload.experts, layout=layout)[rank]
-    source = expected.tokens.squeeze(1)
-    sent = [reference_quantize(batch.x) if batch.quantize else (batch.x, batch.scales) for batch in everyone]
-    rows = torch.cat([x.view(torch.int64) for x, _ in sent])[source]  # compared as bits, whatever the type
-    scales = [scales for _, scales in sent if scales is not None]
-    pairs = {
-        "tokens": (got.tokens.view(torch.int64), rows),
-        "scales": (got.scales, torch.cat(scales)[source] if scales else None),
-        "topk_ids": (got.topk_ids, expected.topk_ids),
-    }
-    for name in ("weights", "row_expert_ids", "num_tokens_per_expert"):
-        if getattr(got, name) is not None:
-            pairs[name] = getattr(got, name), getattr(expected, name)
-    for name, pair in pairs.items():
-        problem = _difference(*pair)
-        if problem:
-            return f"{name}: {problem}"
-    return None
-
-
-def wrong_combine(got: torch.Tensor, batch: Batch, factors: torch.Tensor, roundings: int = 4) -> str | None:
-    """How `[T, H]` differs from the weighted sums in float64; None when every element is within roundings of them.
-
-    Four roundings to the rows' type are allowed (weights, a product, a rank's sum, the result), a fifth with several
-    nodes (a node's sum), and those of float32 sums, relative to the sum of the terms' magnitudes.
-
-    factors: `[E]`, by which the experts multiplied their rows.
-    """
-    if got.shape != batch.x.shape:
-        return f"expected shape {tuple(batch.x.shape)}, got {tuple(got.shape)}"
-    exact, magnitude = (torch.zeros_like(batch.x, dtype=torch.float64) for _ in range(2))
-    for ids, weights in zip(batch.ids.t(), batch.weights.t(), strict=True):
-        term = (batch.x * factors[ids].unsqueeze(1)).double() * weights.double().unsqueeze(1)
-        exact += term
-        magnitude += term.abs()
-    allowed = roundings / 2 * torch.finfo(got.dtype).eps + 32 * torch.finfo(torch.float32).eps
-    errors = (got.double() - exact).abs() / (magnitude + torch.finfo(got.dtype).smallest_normal)
-    wrong = ~(errors <= allowed)  # written so that NaN is wrong
-    if not bool(wrong.any()):
-        return None
-    worst, rows = float(errors.max()), int(wrong.any(1).sum())
-    return f"expected relative errors of at most {allowed:g}, got {worst:g}, and more in {rows} of {len(got)} rows"
-
-
-def _difference(got: torch.Tensor | None, expected: torch.Tensor | None) -> str | None:
-    if expected is None or got is None:
-        return None if got is expected else f"expected {'none' if expected is None else 'some'}, got the opposite"
-    if got.shape != expected.shape:
-        return f"expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
-    wrong = got != expected
-    differing = (wrong if wrong.dim() == 1 else wrong.any(1)).nonzero()
-    if len(differing) == 0:
-        return None
-    first = int(differing[0])
-    return f"expected the oracle's values, got others in {len(differing)} of {got.shape[0]} rows, first row {first}"
-
-
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """Fills memory that torch allocates inside with NaN, or with the largest integers.
-
-    PyTorch ties this setting to deterministic algorithms. The warnings of operations that have none are left out.
-    """
-    settings: Any = torch.utils.deterministic  # its annotations leave the setting out
-    mode, fill = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import the compiler
-    settings.fill_uninitialized_memory = True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.set_deterministic_debug_mode(mode)
-        settings.fill_uninitialized_memory = fill

@@ -31,9 +31,9 @@ def _buffer(hidden: int, ranks: int, experts: int) -> Any:
 
 
 class DeepEp:
-    """The members of peers.AllToAll, for rows in EXPERT_MAJOR."""
+    """The members of peers.AllToAll, for rows in EXPERT_MAJOR, which come in any order within an expert."""
 
-    layout, dedup = DispatchLayout.EXPERT_MAJOR, False
+    layout, dedup, exact_fp8 = DispatchLayout.EXPERT_MAJOR, False, False
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self._tokens, self._experts = -(-workload.tokens // _MULTIPLE) * _MULTIPLE, workload.experts
@@ -50,6 +50,19 @@ class DeepEp:
         )
         tokens, scales = rows if batch.quantize else (rows, None)
         return received(tokens=tokens, scales=scales, num_tokens_per_expert=counts), (batch, handle)
+
+    def in_order(self, out: DispatchOutput, state: Any) -> DispatchOutput:
+        """By (source rank, source token), as the handle says: the token of each row, and each rank's first and number
+        of rows, in the upper and the lower half of a word."""
+        token, ranges, *_ = state[1]
+        first, number = (part.unsqueeze(2) for part in (ranges >> 32, ranges & 0xFFFFFFFF))  # [E_l, R, 1]
+        row = torch.arange(token.shape[1], device=token.device)
+        of_rank = (row >= first) & (row < first + number)  # [E_l, R, N]
+        source = of_rank.int().argmax(1) * self._tokens + token
+        order = source.masked_fill(~of_rank.any(1), source.numel()).argsort(1)
+        expert = torch.arange(len(order), device=order.device).unsqueeze(1)
+        tokens = out.tokens.view(torch.uint8)[expert, order].view(out.tokens.dtype)
+        return out._replace(tokens=tokens, scales=None if out.scales is None else out.scales[expert, order])
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
         batch, handle = state

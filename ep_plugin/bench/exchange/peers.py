@@ -3,8 +3,11 @@
 `AllToAll` sends a row per (token, expert), between a sort and a gather, as Megatron's dispatcher does. The counts are
 exchanged first, and reach the host while the device sorts and gathers. Combine gathers and sums, without atomic
 additions; the weights stay with the token's owner. `RowPerRank` sends a row per (token, rank), with the token's ids and
-weights behind it; combine returns one sum for each. For another library, DeepEP or NCCL-EP for instance, write a class
-with the members of `AllToAll` and name it: `--peer module:Class`.
+weights behind it; combine returns one sum for each. `deep_ep` is DeepEP's low-latency mode, in deep_ep.py.
+
+For another library, NCCL-EP for instance, write a class with the members of `AllToAll` and name it: `--peer
+module:Class`. Two members are for comparisons alone, and may be missing. `in_order(out, state)` returns the output with
+its rows in ep_plugin's order. `exact_fp8 = False` allows FP8 rows and scales that are not rounded as torch rounds them.
 
 Shapes: R ranks, T tokens here, K experts per token, E_l experts per rank, N rows received.
 """
@@ -24,6 +27,7 @@ from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.layout import DispatchOutput
 
 ALL_TO_ALL, ROW_PER_RANK, RAIL, NO_PEER = "all_to_all", "row_per_rank", "rail", "none"
+DEEP_EP = "deep_ep"  # also the name of its package
 
 
 def received(**fields: Any) -> DispatchOutput:
@@ -38,12 +42,17 @@ def find_peers(name: str) -> list[Any]:
         return []
     if name in PLAIN:
         return [PLAIN[name]]
-    module, _, kind = name.partition(":")
+    module, _, kind = ("ep_plugin.bench.exchange.deep_ep:DeepEp" if name == DEEP_EP else name).partition(":")
     try:
         return [getattr(importlib.import_module(module), kind)]
     except (ImportError, AttributeError, ValueError) as error:
         expected = f"{', '.join(PLAIN)}, {RAIL}, {NO_PEER}, or module:Class that can be imported"
         raise ValueError(f"peer: expected {expected}, got {name!r}: {error}") from error
+
+
+def name_in_results(peer: str, backend: str) -> str:
+    """backend: of the default group, which carries the plain peers."""
+    return f"{backend}_{peer}" if peer in (*PLAIN, RAIL) else peer.rpartition(":")[2]
 
 
 @dataclass(frozen=True, kw_only=True)

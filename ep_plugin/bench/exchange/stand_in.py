@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from ep_plugin import _C
+from ep_plugin.bench.timing import Run
 from ep_plugin.config import MoECommunicatorConfig
 from ep_plugin.errors import EpPluginError
 from ep_plugin.moe.low_latency import sms
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
-from ep_plugin.moe.low_latency.in_flight import LowLatencyOperation
+from ep_plugin.moe.low_latency.in_flight import RECEIVE, SEND, LowLatencyOperation
 from ep_plugin.moe.low_latency.load import LowLatencyLoad
 from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for
 from ep_plugin.runtime.tensors import KnownCalls
@@ -108,13 +109,14 @@ class StandIn:
 
 
 class Together:
-    """An operation of all ranks at a time, with fixed inputs and outputs. run: all of its `phases`, one after another.
+    """An operation of all ranks at a time, with fixed inputs and outputs.
 
-    make: the operation of a rank. phases: of LowLatencyOperation.launch. Each has a graph of its own on GPUs.
+    make: the operation of a rank. apart: its halves are launched one after the other. Each launch has a graph of its
+    own on GPUs.
     """
 
-    def __init__(self, ranks: StandIn, make: Callable[[Share], LowLatencyOperation], phases: Sequence[int]) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: StandIn, make: Callable[[Share], LowLatencyOperation], apart: bool = False) -> None:
+        self._ranks, phases = ranks, [SEND, RECEIVE] if apart else [SEND | RECEIVE]
         self.operations = [make(rank) for rank in ranks.ranks]
         for operation in self.operations:
             operation.check()
@@ -124,14 +126,20 @@ class Together:
         ranks.check()
         on_gpu = ranks.device.type == "cuda"
         pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        self.runs = [
+        self._runs = [
             ranks.recorded(functools.partial(self._launch, each, on_gpu and index == 0), pool)
             for index, each in enumerate(phases)
         ]
 
     def run(self) -> None:
-        for part in self.runs:
+        for part in self._runs:
             part()
+
+    def start(self) -> Run:
+        """Launches the first half and returns the launch of the second."""
+        send, receive = self._runs
+        send()
+        return receive
 
     def results(self) -> list[Any]:
         """The operations' results, which each run writes anew."""

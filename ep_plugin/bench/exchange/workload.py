@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar
 import torch
 import typer
 
+from ep_plugin import _C
 from ep_plugin.bench.suite import BY_BACKEND, Suite, check_least
-from ep_plugin.config import DispatchLayout, in_one_kernel
+from ep_plugin.config import DispatchLayout, MoECommunicatorConfig, in_one_kernel
 
 SCALE_BLOCK = 128  # elements of an FP8 row per scale
 seeds = itertools.count()  # of the data of comparisons: the same on all ranks
@@ -27,7 +28,8 @@ SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8
 CPU_SIZES: dict[str, Any] = {"ranks": 4, "tokens": 1024, "hidden": 2048, "topk": 4, "experts": 32}
 CUDA_SIZES: dict[str, Any] = {"ranks": None, "tokens": 4096, "hidden": 7168, "topk": 8, "experts": 256}
 DISPATCH, CACHED, COMBINE, ROUNDTRIP = "dispatch", "cached", "combine", "roundtrip"
-FLAT, TOKEN_MAJOR = DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR
+FLAT, TOKEN_MAJOR, EXPERT_MAJOR = DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR, DispatchLayout.EXPERT_MAJOR
+SEND, RECEIVE = "send", "receive"  # halves of an operation
 SKEW = 2.0  # of the skewed case
 SMALL_TOKENS = (512, 128)  # T of the round trips whose latency counts
 
@@ -93,19 +95,27 @@ class ExchangeSuite(Suite):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.workload  # raises for sizes that cannot be
+        self.workloads()  # raises for sizes that cannot be
+
+    def workload_of(self, ranks: int, tokens: int) -> Workload:
+        """Routing is uniformly random."""
+        return Workload(ranks=ranks, tokens=tokens, hidden=self.hidden, topk=self.topk, experts=self.experts)
+
+    def workloads(self) -> list[Workload]:
+        """All sizes that are measured."""
+        return [self.workload]
 
     @property
     def workload(self) -> Workload:
-        """The sizes; routing is uniformly random."""
-        return Workload(ranks=self.ranks, tokens=self.tokens, hidden=self.hidden, topk=self.topk, experts=self.experts)
+        return self.workload_of(self.ranks, self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """One case. peers: they do it too. capacity: ep_plugin's output has a fixed size, so its host does not wait.
 
-    quantize: rows leave as FP8 with scales, quantised on the way. graph: a CUDA graph is replayed.
+    layout: EXPERT_MAJOR is that of mode="ll". quantize: rows leave as FP8 with scales, quantised on the way. graph: a
+    CUDA graph is replayed. half: SEND or RECEIVE, of an operation in mode="ll".
     """
 
     name: str
@@ -118,6 +128,28 @@ class Spec:
     capacity: bool = False
     quantize: bool = False
     graph: bool = False
+    half: str = ""
+
+    @property
+    def config(self) -> MoECommunicatorConfig:
+        """ep_plugin's."""
+        sizes, options = self.workload, self.sms
+        if self.layout is EXPERT_MAJOR:
+            options = {"mode": "ll", "max_row_bytes": sizes.hidden * DTYPES[self.dtype].itemsize}
+        return MoECommunicatorConfig(
+            num_experts=sizes.experts,
+            hidden_size=sizes.hidden,
+            topk=sizes.topk,
+            max_tokens_per_rank=sizes.tokens,
+            layout=self.layout,
+            **options,
+        )
+
+    @property
+    def dedup(self) -> bool:
+        """Whether ep_plugin sends one row per (token, rank): a low-latency combine of few pairs sends one for each."""
+        few = self.workload.tokens * self.workload.topk <= _C.ll_few_pairs
+        return not (few and self.what == COMBINE and self.layout is EXPERT_MAJOR)
 
     @property
     def crossings(self) -> int:

@@ -29,7 +29,7 @@ from ep_plugin.bench.exchange.workload import (
     CPU_SIZES,
     CUDA_SIZES,
     DTYPES,
-    FLAT,
+    ROUNDTRIP,
     SUMMABLE,
     ExchangeSuite,
     Spec,
@@ -83,8 +83,8 @@ class MoeSuite(OverNodes, ExchangeSuite):
             row_bytes, unit = self.hidden * DTYPES[name].itemsize, ROW_ALIGNMENT_BYTES
             if row_bytes % unit:
                 raise ValueError(f"hidden: expected rows of a multiple of {unit} bytes, got {row_bytes} with {name}")
-        for name in self.peer:
-            find_peers(name)
+        for kind in (kind for name in self.peer for kind in find_peers(name)):
+            check_names("peer", LAYOUTS, [kind.layout.value])
         if RAIL in self.peer and self.nodes == 1:
             raise ValueError(f"peer: expected none of rail on one node, where no rows cross rails, got {self.peer}")
         if self.sweep:
@@ -110,8 +110,9 @@ class MoeSuite(OverNodes, ExchangeSuite):
         return [spec for spec in found if spec.name in chosen or (self.sweep and spec in found[:2])]
 
     def measure(self, device: torch.device) -> dict[str, Any]:
-        self.check_nodes(num_nodes(device, self.workload))
-        rate, notes = None, [] if self.sweep else [footprint(device, self.workload, self.dtype[0])]
+        nodes, memory = footprint(device, self.workload, self.dtype[0])
+        self.check_nodes(nodes)
+        rate, notes = None, [] if self.sweep else [memory]
         if device.type == "cuda":
             notes = [SMS_ARE, *notes]
         if device.type == "cuda" and self.nodes == 1:
@@ -121,19 +122,14 @@ class MoeSuite(OverNodes, ExchangeSuite):
         return {"rows": rows, "notes": notes}
 
 
-def num_nodes(device: torch.device, workload: Workload) -> int:
-    """The nodes that the ranks are on. Collective."""
-    with contextlib.closing(EpPlugin(workload, device, FLAT, {})) as ours:
-        return ours.comm.engine.node_map.num_nodes
-
-
-def footprint(device: torch.device, workload: Workload, dtype: str) -> str:
-    """A sentence on a FLAT communicator: its bytes beyond tensors, and the seconds until its first operations, which
-    allocate its pools, have finished. Collective."""
+def footprint(device: torch.device, workload: Workload, dtype: str) -> tuple[int, str]:
+    """The nodes that the ranks are on, and a sentence on a FLAT communicator: its bytes beyond tensors, and the seconds
+    until its first operations, which allocate its pools, have finished. Collective."""
+    spec = Spec(name="footprint", what=ROUNDTRIP, dtype=dtype, workload=workload)
     batch = batches(workload, DTYPES[dtype], device)[dist.get_rank()]
     dist.barrier()
     began = time.perf_counter()
-    with contextlib.closing(EpPlugin(workload, device, FLAT, {})) as ours:
+    with contextlib.closing(EpPlugin(spec, device)) as ours:
         out, state = ours.dispatch(batch)
         if dtype in SUMMABLE:
             ours.combine(out.tokens, state)
@@ -142,6 +138,7 @@ def footprint(device: torch.device, workload: Workload, dtype: str) -> str:
         seconds, engine = time.perf_counter() - began, ours.comm.engine
         pools = (engine.pool_bytes(DISPATCH_POOL) + engine.pool_bytes(COMBINE_POOL)) / 2**20
         control = (_C.control_bytes(engine.node_size, engine.node_experts) + _C.state_bytes) / 2**20
+        nodes = engine.node_map.num_nodes
     memory = f"{pools:,.1f} MiB for pools and {control:,.1f} MiB for control"
     took = f"{seconds:.3f} s until its first dispatch and combine have finished"
-    return f"a communicator takes {memory}, and {took}"
+    return nodes, f"a communicator takes {memory}, and {took}"

@@ -13,121 +13,95 @@ On CPUs ranks are threads, and the kernels those of CPUs: that tests the suite, 
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
 import typer
 
-from ep_plugin.bench.exchange.cases import floor_row
+from ep_plugin.bench.exchange.cases import Scene, floor_row
+from ep_plugin.bench.exchange.oracle import expert_rows
+from ep_plugin.bench.exchange.peers import received
 from ep_plugin.bench.exchange.stand_in import Share, StandIn, Together
-from ep_plugin.bench.exchange.workload import Batch, Workload, other_rows
+from ep_plugin.bench.exchange.workload import COMBINE, DISPATCH, EXPERT_MAJOR, SEND, Batch, Spec, Workload
 from ep_plugin.bench.suite import BY_BACKEND, OURS, Row, Way, row, time_ways
-from ep_plugin.bench.suites.low_latency import (
-    CPU_SIZES,
-    CUDA_SIZES,
-    TOKENS,
-    Half,
-    LowLatencySizes,
-    clock_of_halves,
-    config_of,
-    inputs_of,
-    memory_note,
-    wrong_rows,
-    wrong_sums,
-)
-from ep_plugin.bench.timing import Run, Timing
+from ep_plugin.bench.suites.low_latency import CPU_SIZES, CUDA_SIZES, LowLatencySizes
+from ep_plugin.bench.timing import Half, Run, Timing, clock_of
+from ep_plugin.moe.layout import DispatchOutput, DispatchResult
 from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
-from ep_plugin.moe.low_latency.in_flight import RECEIVE, SEND
 
 PREDICTED, LAUNCH = "predicted", "launch"
 _TIMES = ("median_us", "p10_us", "p90_us")
 
 
-class SharedScene:
-    """The inputs of one T and type for all ranks, their operations, and the comparison with plain torch."""
+class SharedScene(Scene):
+    """The operations of all ranks, of cases that differ in operation and half alone, and their comparison."""
 
-    def __init__(self, workload: Workload, dtype: str, quantize: bool, device: torch.device) -> None:
-        inputs = inputs_of(workload, dtype, quantize, device)
-        self.workload, self.device, self.inputs = workload, device, inputs
-        self.everyone = inputs.everyone
-        self.fixed = [batch.clone() for batch in inputs.everyone]
-        self.ranks = StandIn(workload.ranks, config_of(workload, inputs.element), device)
-        self.turn = 0
-        self.counters = [torch.zeros(1, device=device) for _ in self.ranks.ranks]
-        self.dispatch = Together(self.ranks, self._dispatch_of, [SEND | RECEIVE])
-        self.dispatch_halves = Together(self.ranks, self._dispatch_of, [SEND, RECEIVE])
-        self.dispatch.run()
-        if quantize:
-            return
-        self.y = [made[0].clone() for made in self.dispatch.results()]
-        self.combine = Together(self.ranks, self._combine_of, [SEND | RECEIVE])
-        self.combine_halves = Together(self.ranks, self._combine_of, [SEND, RECEIVE])
+    def __init__(self, specs: list[Spec], device: torch.device) -> None:
+        super().__init__(specs[0], device)
+        self._specs = specs
+        self._fixed = [batch.clone() for batch in self.everyone]
+        self.ranks = StandIn(self.spec.workload.ranks, self.spec.config, device)
+        self._counters = [torch.zeros(1, device=device) for _ in self.ranks.ranks]  # a graph does not keep them alive
+        self._dispatch = Together(self.ranks, self._dispatch_of)
+        self._dispatch.run()
+        self._y = [out.tokens.clone() for out in _received(self._dispatch)]
+        self._operations = {(DISPATCH, False): self._dispatch}
+        makers: dict[str, Any] = {DISPATCH: self._dispatch_of, COMBINE: self._combine_of}
+        for what, apart in dict.fromkeys((spec.what, spec.half != "") for spec in specs[1:]):
+            self._operations[what, apart] = Together(self.ranks, makers[what], apart)
 
     def _dispatch_of(self, rank: Share) -> LowLatencyDispatch:
-        mine = self.fixed[rank.rank]
-        return LowLatencyDispatch(rank, mine.x, mine.ids, None, None, None, self.inputs.quantize, [], 0)
+        mine = self._fixed[rank.rank]
+        return LowLatencyDispatch(rank, mine.x, mine.ids, None, None, None, "e4m3" if mine.quantize else None, [], 0)
 
     def _combine_of(self, rank: Share) -> LowLatencyCombine:
-        routing = list(self.dispatch.results()[rank.rank][-2:])
-        weights = self.fixed[rank.rank].weights
-        return LowLatencyCombine(rank, self.y[rank.rank], weights, None, None, False, routing, 0)
+        routing = list(self._dispatch.results()[rank.rank][-2:])
+        weights = self._fixed[rank.rank].weights
+        return LowLatencyCombine(rank, self._y[rank.rank], weights, None, None, False, routing, 0)
 
-    def ways(self) -> list[Way]:
-        found = self._ways("dispatch", self.dispatch, self.dispatch_halves)
-        if self.inputs.quantize is None:
-            found += self._ways("combine", self.combine, self.combine_halves)
-        return found
-
-    def _ways(self, what: str, whole: Together, halves: Together) -> list[Way]:
-        def nothing(*_: Any) -> None: ...
-
-        send, receive = halves.runs
-        runs: dict[str, Run] = {
-            what: whole.run,
-            f"{what}_send": Half(lambda _: send(), nothing, lambda _: receive()),
-            f"{what}_receive": Half(lambda _: receive(), send, nothing),
-        }
-        check = self.check_dispatch if what == "dispatch" else self.check_combine
-        judged = {what: lambda: check(whole)} | dict.fromkeys(list(runs)[1:], lambda: check(halves))
+    def shared_ways(self) -> Iterator[Way]:
+        """The cases, and a graph of one kernel for each rank, which does nothing."""
         sms = self.ranks.ranks[0].num_sms if self.device.type == "cuda" else None
-        suffix, bytes_wire = f"{self.inputs.name}_x{self.workload.ranks}", self.inputs.our_bytes_wire(what)
-        return [
-            Way(case=f"{name}_{suffix}", impl=OURS, run=run, check=judged[name], bytes_wire=bytes_wire, sms=sms)
-            for name, run in runs.items()
-        ]
+        for spec in self._specs:
+            operation = self._operations[spec.what, spec.half != ""]
+            run: Run = Half(operation.start, spec.half == SEND) if spec.half else operation.run
+            check = functools.partial(self.judge, functools.partial(self._moved, spec.what, operation), EXPERT_MAJOR)
+            wire = self.bytes_wire(spec.dedup)
+            yield Way(case=self._named(spec.name), impl=OURS, run=run, check=check, bytes_wire=wire, sms=sms)
 
-    def check_dispatch(self, operation: Together) -> str | None:
-        """Compares a dispatch of other rows and routes with plain torch."""
-        everyone = self._change_inputs()
-        operation.run()
-        self.ranks.check()
-        for rank, made in enumerate(operation.results()):
-            problem = wrong_rows(self.inputs, everyone, rank, made[0], made[4])
-            if problem:
-                return problem
-        return None
+        def all_of_them() -> None:
+            self.ranks.at_once(lambda rank: self._counters[rank].add_(1))
 
-    def check_combine(self, operation: Together) -> str | None:
-        """Does so for a combine."""
-        everyone = self._change_inputs()
-        self.dispatch.run()
-        for rank, made in enumerate(self.dispatch.results()):
-            self.y[rank].copy_(self.inputs.expert_rows(rank, made[0], made[4]))
-        operation.run()
-        self.ranks.check()
-        for mine, (sums, _) in zip(everyone, operation.results(), strict=True):
-            if problem := wrong_sums(self.inputs, mine, sums):
-                return problem
-        return None
+        all_of_them()
+        launch = self._named(self.spec.name.replace(DISPATCH, LAUNCH))
+        yield Way(case=launch, impl=OURS, run=self.ranks.recorded(all_of_them))
 
-    def _change_inputs(self) -> list[Batch]:
-        self.turn += 1
-        everyone = other_rows(self.everyone, self.turn, reroute=True)
-        for fixed, other in zip(self.fixed, everyone, strict=True):
+    def _named(self, name: str) -> str:
+        return f"{name}_x{len(self._counters)}"
+
+    def _moved(self, what: str, operation: Together, everyone: list[Batch]) -> dict[int, Any]:
+        """Runs the operation with these batches as its inputs. Returns its results by rank."""
+        for fixed, other in zip(self._fixed, everyone, strict=True):
             fixed.copy_(other)
-        return everyone
+        if what == COMBINE:
+            self._dispatch.run()
+            for rank, out in enumerate(_received(self._dispatch)):
+                self._y[rank].copy_(expert_rows(self.factors, out, rank))
+        operation.run()
+        self.ranks.check()
+        sums_or_rows = [sums for sums, _ in operation.results()] if what == COMBINE else _received(operation)
+        return dict(enumerate(sums_or_rows))
+
+
+def _received(dispatch: Together) -> list[DispatchOutput]:
+    """What each rank has."""
+    results = [DispatchResult(*made[:-2]) for made in dispatch.results()]  # without the handle's tensors
+    return [received(tokens=got.tokens, scales=got.scales, num_tokens_per_expert=got.expert_counts) for got in results]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +110,8 @@ class StandInSuite(LowLatencySizes):
 
     command_name = "low-latency-stand-in"
     defaults: ClassVar = {
-        "cpu": {**CPU_SIZES, "ranks": 1, "share": [2], "tokens": [8, 64]},
-        "cuda": {**CUDA_SIZES, "ranks": 1, "share": [2, 4], "tokens": TOKENS},
+        "cpu": CPU_SIZES | {"ranks": 1, "share": [2], "tokens": [8, 64]},
+        "cuda": CUDA_SIZES | {"ranks": 1, "share": [2, 4]},
     }
 
     share: Annotated[list[int], typer.Option(help="Ranks that share the device; repeatable.")] = BY_BACKEND
@@ -154,16 +128,11 @@ class StandInSuite(LowLatencySizes):
         return [self.workload_of(share, tokens) for share in self.share for tokens in self.tokens]
 
     def measure(self, device: torch.device) -> dict[str, Any]:
-        rows: list[Row] = []
-        notes = [f"floor: {self.rate:g} GB/s per GPU and direction, as given"]
-        for workload in self.workloads():
-            for quantize in (False, True):
-                scene = SharedScene(workload, self.dtype, quantize, device)
-                timed = time_ways(clock_of_halves(device), [*scene.ways(), _launch(scene)], self.iterations)
-                *cases, launch = timed
-                rows += [launch, *(line for each in cases for line in self._lines(each, launch["median_us"]))]
-                if not quantize:
-                    notes.append(memory_note(workload, config_of(workload, scene.inputs.element)))
+        clock, rows = clock_of(device), list[Row]()
+        for _, alike in itertools.groupby(self.specs(), lambda spec: (spec.workload, spec.quantize)):
+            *cases, launch = time_ways(clock, [*SharedScene([*alike], device).shared_ways()], self.iterations)
+            rows += [launch, *(line for each in cases for line in self._lines(each, launch["median_us"]))]
+        notes = [f"floor: {self.rate:g} GB/s per GPU and direction, as given", *self.memory_notes()]
         return {"rows": rows, "notes": notes}
 
     def _lines(self, measured: Row, launch_us: float) -> list[Row]:
@@ -174,15 +143,3 @@ class StandInSuite(LowLatencySizes):
             link_us = found[-1]["median_us"]
         sums = {name: max(0.1, round(measured[name] + link_us - launch_us, 1)) for name in _TIMES}
         return [*found, row(case, PREDICTED, Timing(**sums), 0)]
-
-
-def _launch(scene: SharedScene) -> Way:
-    """A graph of one kernel for each rank, which does nothing."""
-    counters = scene.counters  # a graph does not keep them alive
-
-    def all_of_them() -> None:
-        scene.ranks.at_once(lambda rank: counters[rank].add_(1))
-
-    all_of_them()
-    run = scene.ranks.recorded(all_of_them)
-    return Way(case=f"{LAUNCH}_{scene.inputs.name}_x{len(counters)}", impl=OURS, run=run)
