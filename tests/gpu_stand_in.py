@@ -95,7 +95,7 @@ def as_on_gpus(made: Collective, path: str, per_node: int) -> Kernels:
         dist.new_group(list(range(first, first + per_node))) for first in range(0, dist.get_world_size(), per_node)
     ]
     names = ("place_word", "staging_block", "Step", "small_words_bytes", "channel_slots_bytes")
-    names += ("post_call", "call_ring_bytes")
+    names += ("post_call",)
     arguments = ("AllGatherArgs", "ReduceScatterArgs", "SmallExchangeArgs")
     stand_in = SimpleNamespace(**dict.fromkeys(arguments, Arguments), **{name: getattr(_C, name) for name in names})
     cuda._C = stand_in

@@ -26,7 +26,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,12 +34,12 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from ep_plugin import _C
+from ep_plugin.collectives.control import ControlSet
 from ep_plugin.collectives.shards import addresses_of, storage_of
 from ep_plugin.errors import CaptureRefused, DisagreementError, PeerTimeout
 from ep_plugin.runtime.faults import DISAGREE_ON, Communicator
 from ep_plugin.runtime.streams import Streams
 from ep_plugin.transport.peer import PeerBuffer, PeerMemory
-from ep_plugin.transport.shm import ShmMemory
 
 _MOST_WASTE = 2  # a block is at most so many times as large as what it serves
 _IDLE_CALLS = 512
@@ -48,7 +48,7 @@ _PAGE_BYTES = 4096  # blocks are whole pages
 
 class Node(Communicator, Protocol):
     """This rank among the ranks of its node, as blocks and the operations inside a node see it. `rank` is the rank in
-    the group, `index` the local rank. `posts` is host memory of the node."""
+    the group, `index` the local rank. `control` is what its ranks share besides blocks."""
 
     index: int
     node_size: int
@@ -60,7 +60,7 @@ class Node(Communicator, Protocol):
     comm: _C.Comm
     kernels: Any
     memory: PeerMemory
-    posts: ShmMemory
+    control: ControlSet
     blocks: Blocks
 
     def check(self) -> None: ...
@@ -68,16 +68,27 @@ class Node(Communicator, Protocol):
 
 @dataclass
 class Block:
-    """One block on every rank of the node. `owner` is kept alive by the tensors made of the block on this rank."""
+    """One block on every rank of the node."""
 
     buffer: PeerBuffer
     address: int
-    owner: weakref.ref[Any] | None = None
+    key: int = field(default_factory=itertools.count().__next__)  # in _owners
     stream: int | None = None  # on which it was last made a tensor
     used: int = 0  # the call that last took it, or found it taken
 
     def live_owner(self) -> Any:
-        return None if self.owner is None else self.owner()
+        """What the tensors made of the block on this rank keep alive; None without such tensors."""
+        owner = _owners.get(self.key)
+        return None if owner is None else owner()
+
+    def forget_owner(self) -> None:
+        """From here on the owner's death is posted nowhere."""
+        _owners.pop(self.key, None)
+
+
+_owners: dict[int, weakref.ref[Any]] = {}
+"""The owners of blocks. Not in the blocks: the garbage collector clears weak references that it finds in a cycle before
+it calls `__del__`, and then `close` would unmap tensors that are alive."""
 
 
 class Blocks:
@@ -92,7 +103,7 @@ class Blocks:
         self._by_address: dict[int, int] = {}
         self._calls = 0
         self._captured: list[Any] = []  # owners of the blocks that CUDA graphs use
-        requests: tuple[int, ...] = node.posts.allocate(_C.requests_bytes, "requests").ptrs
+        requests = node.control.requests
         self._own = requests[node.index]
         # This rank first: it need not wait to know which blocks are taken here.
         self._order = [node.index, *(index for index in range(len(requests)) if index != node.index)]
@@ -133,7 +144,7 @@ class Blocks:
         block.stream = self._node.streams.follow(block.stream)
         owner = _Owner()
         # Posts the release at once, but not for a forked child's copy. No Python runs, which a signal could interrupt.
-        block.owner = weakref.ref(
+        _owners[block.key] = weakref.ref(
             owner, partial(_C.release_dead_block, self._own, number, self._uses[number], os.getpid())
         )
         self.keep_if_captured(number)
@@ -149,7 +160,7 @@ class Blocks:
         """Closes the blocks that no tensor refers to. The others close with that tensor, on GPUs with the process."""
         for block in self._blocks.values():
             owner = block.live_owner()
-            block.owner = None  # the memory for releases goes now
+            block.forget_owner()  # the memory for releases goes now
             if owner is not None:
                 self._memory.disown(block.buffer)
                 if self._device.type == "cpu":
@@ -161,7 +172,7 @@ class Blocks:
         self._calls += 1
         call = self._calls
         for number, block in self._blocks.items():
-            if block.owner is not None and block.owner() is None:
+            if block.key in _owners and block.live_owner() is None:
                 _C.release_block(self._own, number, self._uses[number])  # in case the post at its death was lost
         _C.post_request(self._own, call, nbytes, ctypes.addressof(self._uses))
         largest = max(_MOST_WASTE * nbytes, _PAGE_BYTES)
@@ -242,6 +253,7 @@ class Blocks:
                 block = self._blocks.pop(number)
                 del self._by_address[block.address]
                 self._set_row(number, (0,) * len(block.buffer.ptrs))
+                block.forget_owner()
                 block.buffer.close()
 
     def _longest_unused(self, numbers: list[int]) -> list[int]:

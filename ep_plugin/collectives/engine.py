@@ -13,11 +13,11 @@ import torch.distributed as dist
 from ep_plugin import _C
 from ep_plugin.collectives.backends import cpu, cuda, paths
 from ep_plugin.collectives.blocks import Blocks
+from ep_plugin.collectives.control import take_set
 from ep_plugin.runtime.group import GroupEngine
 from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for
 from ep_plugin.transport import open_memory, transport_for
 from ep_plugin.transport.exchange import Exchange
-from ep_plugin.transport.shm import ShmMemory
 
 _FIELDS = {"op": "operation", "bytes": "bytes of a shard", "place": "place in peer memory"}
 _VALUES = {
@@ -45,26 +45,24 @@ class CollectiveEngine(GroupEngine):
     def _construct(self, group: dist.ProcessGroup) -> None:
         self.kernels = kernels_for(self.device)
         self._agree()
-        super()._construct(group)
+        super()._construct(group, group)
 
-    def _construct_node(self) -> None:
+    def _construct_node(self, group: dist.ProcessGroup) -> None:
         device, within = self.device, self.within
         streams = self.streams = Streams() if device.type == "cpu" else CallerStreams(device)
-        self._make_boards(0)
         self.memory = open_memory(within, device)
         self._resources.callback(self.memory.close)
-        control_bytes = cpu.CONTROL_BYTES if device.type == "cpu" else cuda.CONTROL_BYTES
-        control = self.memory.allocate(control_bytes, "control")
-        self.posts = ShmMemory(within)
-        self._resources.callback(self.posts.close)
+        self.control = take_set(group, within, self.memory)
+        self._resources.callback(self.control.close)
+        self._make_boards(self.control.board)
         self.blocks = Blocks(self, self.num_buffers)
         self._resources.callback(self.blocks.close)
-        self.comm = self._comm_struct(control.ptrs, num_experts=self.node_size)
+        self.comm = self._comm_struct(self.control.block, num_experts=self.node_size)
         if self.node_size > 1:
             if not isinstance(streams, CallerStreams):
                 self.inside = cpu.CpuNode(self)
             elif self.gathers:
-                self.inside = cuda.CudaGatherNode(self, streams, within)
+                self.inside = cuda.CudaGatherNode(self, streams)
             else:
                 self.inside = cuda.CudaSumNode(self, streams)
             self._resources.callback(self.inside.close)

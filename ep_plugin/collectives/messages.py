@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ep_plugin import _C, env
 from ep_plugin.collectives.backends.messages import CudaMessages
+from ep_plugin.collectives.control import take_set
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerTimeout
 from ep_plugin.ranges import NOTHING
 from ep_plugin.runtime.calls import Call
@@ -94,9 +95,11 @@ class MessageEngine(GroupEngine):
 
     def _construct_node(self) -> None:
         by_kernels = _moves_by_kernels(self.device)
-        self._make_boards(0)
         self.memory = open_memory(self.within, self.device)
         self._resources.callback(self.memory.close)
+        control = take_set(self._group, self.within, self.memory)  # its lanes take the place of the control block
+        self._resources.callback(control.close)
+        self._make_boards(control.board)
         memory_bytes = _C.device_message_memory_bytes if by_kernels else _C.message_memory_bytes
         block = self.memory.allocate(memory_bytes(self.node_size, self.num_channels), "messages")
         plain = env.settings().plain_kernels

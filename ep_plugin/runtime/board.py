@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
 from ep_plugin import _C
-from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import undo_on_error
-from ep_plugin.transport.shm import ShmMemory
 
 T = TypeVar("T")
 
 
 class Boards:
-    """The boards of a group, one per rank. Construction is collective.
+    """The boards of the ranks of a node, in host memory that its caller has mapped and gives back after `close`.
 
     Attributes:
         index: this rank's index among the boards.
@@ -31,20 +29,18 @@ class Boards:
         device_address: the same board as kernels see it.
     """
 
-    def __init__(self, exchange: Exchange, local_experts: int, device: torch.device) -> None:
-        nbytes = _C.board_bytes(local_experts)
-        self.index, self.size = exchange.rank, exchange.size
+    def __init__(self, boards: Sequence[int], index: int, local_experts: int, device: torch.device) -> None:
+        """boards: the address of each rank's board here, of zeroed memory. index: this rank's. device: of kernels."""
+        self.index, self.size = index, len(boards)
         self._local_experts = local_experts
         # Another thread, or a signal's handler, may use the boards while this one closes them.
         self._guard = threading.RLock()
         self._closed = False
         with undo_on_error() as self._resources:
-            memory = ShmMemory(exchange)
-            self._resources.callback(memory.close)
-            self._ptrs = memory.allocate(nbytes, "board").ptrs
+            self._ptrs = tuple(boards)
             self.address = self.device_address = self._ptrs[self.index]
             if device.type == "cuda":
-                self.device_address = _C.register_host(self.address, nbytes, device.index)
+                self.device_address = _C.register_host(self.address, _C.board_bytes(local_experts), device.index)
                 self._resources.callback(self._unregister)
             self._resources.callback(_C.unlist_board, self.address)
             _C.list_board(self.address)
@@ -100,7 +96,7 @@ class Boards:
         return _C.board_totals(self.address, self._local_experts, copy.data_ptr(), expert_counts.data_ptr())
 
     def close(self) -> None:
-        """Gives the memory back. May be called again."""
+        """From here on nobody reads or writes the boards. May be called again."""
         with self._guard:
             self._closed = True
             self._resources.close()

@@ -15,7 +15,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from ep_plugin import _C
 from ep_plugin.runtime.board import Boards
 from ep_plugin.runtime.faults import culprit
 from ep_plugin.runtime.poller import Poller
-from ep_plugin.transport.exchange import Exchange
 
 STATUS_BYTES = 8
 _POST_S = 1.0  # the longest that a failing rank waits for the store, which may be gone
@@ -41,7 +40,8 @@ class GroupBoards(Boards):
 
     def __init__(
         self,
-        exchange: Exchange,
+        boards: Sequence[int],
+        index: int,
         local_experts: int,
         state: torch.Tensor,
         num_nodes: int,
@@ -50,9 +50,10 @@ class GroupBoards(Boards):
         group_size: int,
         found: Callable[[int, str], None],
     ) -> None:
-        """state: the communicator's device state, uint8, which has its fault word. store: Exchange.polled_store, for
-        keys of this communicator alone. rank: this one, of `group_size` ranks in the group. found: the polling thread
-        calls it with the rank of another one that has failed and its reason, again at each poll until `close`."""
+        """boards, index, local_experts: as for Boards. state: the communicator's device state, uint8, which has its
+        fault word. store: Exchange.polled_store, for keys of this communicator alone. rank: this one, of `group_size`
+        ranks in the group. found: the polling thread calls it with the rank of another one that has failed and its
+        reason, again at each poll until `close`."""
         self._store = store
         self._rank, self._group_size, self._found = rank, group_size, found
         self._waited_for: int | None = None
@@ -70,7 +71,7 @@ class GroupBoards(Boards):
         self._received = torch.zeros(num_nodes, STATUS_BYTES, dtype=torch.uint8, device=state.device)
         self._on_host = torch.zeros(num_nodes, STATUS_BYTES, dtype=torch.uint8, device="cpu", pin_memory=state.is_cuda)
         self._words = (ctypes.c_uint64 * num_nodes).from_address(self._on_host.data_ptr())
-        super().__init__(exchange, local_experts, state.device)
+        super().__init__(boards, index, local_experts, state.device)
         _poller.add(self)
 
     def quiet(self) -> bool:
@@ -170,7 +171,7 @@ class GroupBoards(Boards):
         return next((node for node, word in enumerate(self._words) if word), None)
 
     def close(self) -> None:
-        """Gives the memory back. From here on `found` is not called."""
+        """From here on `found` is not called, and nobody reads or writes the boards."""
         if self._reason is not None:
             self._posted.wait(_POST_S)  # another thread may be publishing it
         _poller.discard(self)

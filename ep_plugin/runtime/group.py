@@ -24,6 +24,7 @@ from ep_plugin.runtime.faults import GRACE_S, aborted_error, error_of, gave_up
 from ep_plugin.runtime.poller import Poller
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.rails import Rails, check_backend
+from ep_plugin.transport.shm import ShmMemory
 from ep_plugin.transport.topology import NodeMap, RankReport, check_hosts, check_peer_access, discover
 
 _rail_poller = Poller("ep_plugin rails", pause_s=0.01, idle_s=0.05)
@@ -111,11 +112,19 @@ class GroupEngine(BaseEngine):
     def _construct_node(self, *given: Any) -> None:
         """Makes what the ranks of this node share, collectively among them."""
 
-    def _make_boards(self, local_experts: int) -> None:
+    def _allocate_boards(self, local_experts: int) -> tuple[int, ...]:
+        """Host memory for boards that no other communicator uses: the address of each board of the node. Collective."""
+        memory = ShmMemory(self.within)
+        self._resources.callback(memory.close)
+        return memory.allocate(_C.board_bytes(local_experts), "board").ptrs
+
+    def _make_boards(self, boards: Sequence[int], local_experts: int = 0) -> None:
+        """boards: the address of each board of the node. Whoever has allocated them frees them after `close`."""
         if self.rails.nodes:
             store, found = self.exchange.polled_store("failure"), weakly(self._fail_with_another_node)
             self.boards = self.group_boards = GroupBoards(
-                self.within,
+                boards,
+                self.index,
                 local_experts,
                 self.state,
                 self.node_map.num_nodes,
@@ -125,7 +134,7 @@ class GroupEngine(BaseEngine):
                 found,
             )
         else:
-            self.boards = Boards(self.within, local_experts, self.device)
+            self.boards = Boards(boards, self.index, local_experts, self.device)
         self._resources.callback(self.boards.close)
 
     def _comm_struct(self, control: Sequence[int], num_experts: int, plain: bool = False) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -167,3 +168,16 @@ def _outlives(rank: int) -> None:
 
 def test_a_tensor_may_outlive_its_communicator() -> None:
     values(run_ranks(2, _outlives))
+
+
+def _outlives_a_cycle(rank: int) -> None:
+    gather = HierarchicalAllGather()
+    tensor = gather.allocate(COUNT, torch.float32).fill_(rank)
+    gather.itself = gather  # type: ignore[attr-defined]
+    del gather
+    gc.collect()
+    assert bool((tensor == rank).all()) and bool((tensor.fill_(7.0) == 7.0).all())
+
+
+def test_a_tensor_may_outlive_a_communicator_that_the_garbage_collector_closes() -> None:
+    values(run_ranks(2, _outlives_a_cycle))

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ep_plugin import _C
 from ep_plugin.collectives import messages
-from ep_plugin.collectives.backends import cpu, cuda
 from ep_plugin.moe.high_throughput import engine, sms
 from ep_plugin.moe.low_latency import sms as low_latency_sms
 from ep_plugin.runtime.streams import Streams
@@ -146,7 +145,6 @@ def serve_cpus() -> None:
     module = load()
     for name in KERNELS:
         setattr(_C.cpu, name, getattr(module, name))
-    cpu.CONTROL_BYTES = max(cpu.CONTROL_BYTES, cuda.CONTROL_BYTES)
     streams = EmulatedStreams(module)
     engine.send_receive_streams = lambda device: streams
     torch.cuda.synchronize = lambda device=None: streams.drain()

@@ -11,8 +11,6 @@ from ep_plugin import _C
 from ep_plugin.collectives.blocks import Node
 from ep_plugin.collectives.shards import addresses_of
 
-CONTROL_BYTES = _C.collective_control_bytes
-
 
 class CpuNode:
     """The operations of one communicator on shards of the node's ranks."""

@@ -25,10 +25,8 @@ from ep_plugin.collectives.shards import addresses_of, key_of
 from ep_plugin.errors import CaptureRefused
 from ep_plugin.runtime.faults import disagreement
 from ep_plugin.runtime.streams import CallerStreams
-from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import PeerBuffer
 
-CONTROL_BYTES = _C.device_control_bytes
 _STAGED = _C.place_word(_C.staging_block, 0)
 _MOST_KEPT = 256  # launches that a communicator remembers
 
@@ -42,9 +40,8 @@ class Calls:
     """
 
     def __init__(self, node: Node) -> None:
-        """Collective over the node."""
         self._node: Node = weakref.proxy(node)
-        self._rings = (ctypes.c_int64 * node.node_size)(*node.posts.allocate(_C.call_ring_bytes, "calls").ptrs)
+        self._rings = (ctypes.c_int64 * node.node_size)(*node.control.calls)
         self._ranks = ctypes.addressof(self._rings), node.node_size, node.index
         self._number = 0
 
@@ -64,7 +61,6 @@ class CudaNode:
     """The memory, the streams and the small operations of one communicator inside a node."""
 
     def __init__(self, node: Node, streams: CallerStreams) -> None:
-        """Collective over the node."""
         self._node: Node = weakref.proxy(node)
         self._streams = streams
         self._calls = Calls(node)
@@ -152,10 +148,10 @@ class CudaGatherNode(CudaNode):
     """Gathers: copy engines or a kernel push. All ranks pass outputs at the same place of the same block, or all pass
     other memory."""
 
-    def __init__(self, node: Node, streams: CallerStreams, exchange: Exchange) -> None:
+    def __init__(self, node: Node, streams: CallerStreams) -> None:
         super().__init__(node, streams)
         self._changes = 0  # of the blocks when the kept launches were made
-        self.waits = StreamWaits(node, exchange)  # last, since nothing closes it if a later step fails
+        self.waits = StreamWaits(node)  # last, since nothing closes it if a later step fails
 
     def close(self) -> None:
         self.waits.close()

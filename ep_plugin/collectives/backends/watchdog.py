@@ -22,8 +22,6 @@ import torch
 from ep_plugin import _C
 from ep_plugin.collectives.blocks import Node, tensor_at
 from ep_plugin.runtime.poller import Poller
-from ep_plugin.transport.exchange import Exchange
-from ep_plugin.transport.shm import ShmMemory
 
 _LOOK_S = 0.02
 _POISON_S = 1.0
@@ -48,8 +46,7 @@ class StreamWaits:
     collectives.h. `progress`: int64 ``[2]``, the operations that this rank's stream has begun and finished.
     """
 
-    def __init__(self, node: Node, exchange: Exchange) -> None:
-        """Collective over the node, whose host memory `exchange` shares."""
+    def __init__(self, node: Node) -> None:
         self.node: Node = weakref.proxy(node)
         self.number = 0  # of the latest gather
         self.pending: deque[Pending] = deque()
@@ -59,15 +56,11 @@ class StreamWaits:
         self._open = True
         self.progress = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
         with contextlib.ExitStack() as made:
-            memory = ShmMemory(exchange)
-            made.callback(memory.close)
-            block = memory.allocate(_C.stream_words_bytes, "stream words")
-            made.callback(block.close)
             self.addresses = []
-            for address in block.ptrs:
+            for address in node.control.stream_words:
                 self.addresses.append(_C.register_host(address, _C.stream_words_bytes, node.device.index))
                 made.callback(_unregister, address)
-            own = tensor_at(block.ptrs[exchange.rank], _C.stream_words_bytes, torch.device("cpu"))
+            own = tensor_at(node.control.stream_words[node.index], _C.stream_words_bytes, torch.device("cpu"))
             self.words: torch.Tensor = own.view(torch.int64).view(_C.stream_words_shape)
             _warm_up(node.device)
             self._resources = made.pop_all()

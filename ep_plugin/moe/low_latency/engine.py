@@ -83,7 +83,7 @@ class LowLatencyEngine(GroupEngine):
 
     def _construct_node(self) -> None:
         check_one_node(self.node_map)
-        self._make_boards(self.local_experts)
+        self._make_boards(self._allocate_boards(self.local_experts), self.local_experts)
         self.num_sms = sms.for_device(self.device, self.sharing)
         self.memory = open_memory(self.within, self.device)
         self._resources.callback(self.memory.close)
