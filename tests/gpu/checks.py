@@ -222,8 +222,32 @@ class CombineOracle:
         assert_close(what, z, exact, magnitude, self._dtype, self._roundings)
 
 
+def value_rows(given: Inputs, holder: int) -> torch.Tensor:
+    """Values that travel beside the rows of `holder`, in the shape of its weights. Small integers: sums are exact."""
+    values = given.expected[holder].weights
+    return (torch.arange(values.numel()) % 1009 + holder).view(values.shape).to(values.dtype)
+
+
+def value_sums(case: Case, given: Inputs, rank: int) -> torch.Tensor:
+    """``[T, K]``: what `rank` gets when every rank combines its `value_rows`."""
+    sums = torch.zeros(given.ids[rank].shape, dtype=given.expected[rank].weights.dtype)
+    begin = sum(given.tokens[:rank])
+    for holder, out in enumerate(given.expected):
+        values = value_rows(given, holder)
+        theirs = (out.pair_token >= begin) & (out.pair_token < begin + given.tokens[rank])
+        token, k, row = out.pair_token[theirs] - begin, out.pair_k[theirs], out.pair_row[theirs]
+        if case.layout is FLAT:
+            sums[token, k] += values[row]
+        else:  # a slot's pairs have one row, whose values count once
+            row_of = torch.full((len(sums),), -1)
+            row_of[token] = row
+            went = row_of >= 0
+            sums[went] += values[row_of[went]]
+    return sums
+
+
 def check_round(comm: MoECommunicator, case: Case, seed: int) -> None:
-    """Dispatch, combine with and without weights, and a dispatch over the same routing."""
+    """Dispatch, combine with and without weights and with values, and a dispatch over the same routing."""
     rank, size, device = comm.rank, comm.size, comm.engine.device
     given = make_inputs(case, size, seed)
     x, ids, weights = (part[rank].to(device) for part in (given.x, given.ids, given.weights))
@@ -236,6 +260,9 @@ def check_round(comm: MoECommunicator, case: Case, seed: int) -> None:
     z = comm.combine(y, handle, weights=out.weights, bias=bias.to(device))
     oracle.check("weighted combine", z, weighted=True, bias=bias)
     oracle.check("combine", comm.combine(y, handle), weighted=False)
+    z, sums = comm.combine_with_values(y, handle, value_rows(given, rank).to(device))
+    oracle.check("combine with values", z, weighted=False)
+    assert torch.equal(sums.cpu(), value_sums(case, given, rank)), "sums of values"
 
     cached, _ = comm.dispatch(x.flip(1), ids, weights, previous_handle=handle)
     expected = given.expected[rank]
