@@ -23,7 +23,10 @@ def enable(*names: str) -> None:
 
 
 def disable(*names: str) -> None:
-    """Restore the very objects that these integrations replaced. What was built with ours keeps it.
+    """Restore the very objects that these integrations replaced.
+
+    Dispatchers and hooks of models that are built keep ours. Messages of pipelines, and the collectives of Megatron's
+    optimizer and of DeepSpeed, are the framework's again at once.
 
     Raises:
         ValueError: an unknown name.

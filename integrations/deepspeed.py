@@ -31,22 +31,17 @@ for _name in (*_NAMES, "_reduce_op"):
     hooks.check_signatures("deepspeed", TorchBackend, [_name])  # a decorator of DeepSpeed's hides their arguments
 _stock: dict[str, Callable[..., Any]] = {_name: getattr(TorchBackend, _name) for _name in _NAMES}
 _user = PairUser()
-_is_on = False
 
 
 def enable() -> None:
     """Serves the gathers and sums of every process group from now on. Call it on every rank, between steps."""
-    global _is_on
     hooks.replace("deepspeed", TorchBackend, "all_gather_into_tensor", all_gather_into_tensor)
     hooks.replace("deepspeed", TorchBackend, "reduce_scatter_tensor", reduce_scatter_tensor)
-    _is_on = True
 
 
 def disable() -> None:
     """Restores what was replaced, and closes the collectives. Call it on every rank, between steps."""
-    global _is_on
     hooks.restore("deepspeed")
-    _is_on = False  # somebody else's wrapper may still call ours
     _user.leave()
 
 
@@ -86,7 +81,8 @@ def _run(
 ) -> Any:
     """Calls `name` of the group's Pair, or `stock`. Arguments that are not known here go to stock with the rest."""
     is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
-    if stock.keywords or not is_member or not _is_on or torch.compiler.is_compiling():
+    is_enabled = hooks.is_enabled("deepspeed", TorchBackend)
+    if stock.keywords or not is_member or not is_enabled or torch.compiler.is_compiling():
         return stock(output, shards, group=group, async_op=async_op, **op)
     pair = _user.pair(group or dist.group.WORLD, output.device)
     reason = pair.why_left(name, output, **op)

@@ -146,6 +146,11 @@ def restore(name: str, *owners: Any) -> None:
         record(name, "off", "disabled")
 
 
+def is_enabled(name: str, owner: Any) -> bool:
+    """Whether attributes of `owner` are replaced. Not after `restore`, when somebody's wrapper may still call ours."""
+    return any(entry[0] is owner for entry in _replaced.get(name, ()))
+
+
 def replaces(name: str, owner: Any, attribute: str) -> bool:
     """Whether an object of ours, put there by `replace`, is there now."""
     present = _members(owner).get(attribute)

@@ -13,8 +13,25 @@ from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.transport.groups import is_alive
 
 _Key = tuple[str, dist.ProcessGroup, torch.device]
-_objects: dict[_Key, SendReceive | None] = {}  # None: the framework serves this group
 _lock = threading.Lock()
+
+
+class _Slot:
+    """The object of one key, made at its first use. made: None if the framework serves the group."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # of its own: other threads may make those of other groups in another order
+        self.is_made, self.made = False, None
+
+    made: SendReceive | None
+
+    def close(self) -> None:
+        with self.lock:
+            if self.made is not None:
+                self.made.close()
+
+
+_slots: dict[_Key, _Slot] = {}
 
 
 def messages_of(name: str, group: dist.ProcessGroup | None, tensor: torch.Tensor) -> SendReceive | None:
@@ -25,17 +42,23 @@ def messages_of(name: str, group: dist.ProcessGroup | None, tensor: torch.Tensor
     send between nodes through NCCL, which matches messages in the order of the calls, and that of the framework may
     differ. For CPUs it leaves groups that are not served only where the framework takes its place (fallback.py).
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"tensor of a message: expected a tensor, got {type(tensor).__name__}")
     if tensor.device.type not in ("cpu", "cuda"):
         return None
     group = group or dist.group.WORLD
     assert group is not None
     key = name, group, tensor.device
     with _lock:
-        if key not in _objects:
-            for gone in [key for key in _objects if not is_alive(key[1])]:
-                _close(gone)
-            _objects[key] = _made(name, group, tensor.device)
-        return _objects[key]
+        slot = _slots.get(key)
+        gone = [] if slot else [_slots.pop(one) for one in list(_slots) if not is_alive(one[1])]
+        slot = slot or _slots.setdefault(key, _Slot())
+    for one in gone:
+        one.close()
+    with slot.lock:
+        if not slot.is_made:
+            slot.made, slot.is_made = _made(name, group, tensor.device), True
+        return slot.made
 
 
 def _made(name: str, group: dist.ProcessGroup, device: torch.device) -> SendReceive | None:
@@ -54,11 +77,6 @@ def _made(name: str, group: dist.ProcessGroup, device: torch.device) -> SendRece
 def close_all(name: str) -> None:
     """Closes the objects of the integration `name`. Their groups get new ones at the next use."""
     with _lock:
-        for key in [key for key in _objects if key[0] == name]:
-            _close(key)
-
-
-def _close(key: _Key) -> None:
-    found = _objects.pop(key)
-    if found is not None:
-        found.close()
+        closing = [_slots.pop(key) for key in list(_slots) if key[0] == name]
+    for slot in closing:
+        slot.close()

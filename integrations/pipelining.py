@@ -52,12 +52,16 @@ def disable() -> None:
 @functools.wraps(_init)
 def _init_checked(self: Any, *args: Any, **kwargs: Any) -> None:
     _init(self, *args, **kwargs)
+    if not hooks.is_enabled("pipelining", schedules):
+        return
     if torch.device(self.device).type == "cpu" and self.group_size > 1:  # groups of GPUs are left to PyTorch
         check_group("pipelining", self.group or dist.group.WORLD, "cpu")
 
 
 def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
     """The messages of one step of a schedule: to ranks of one pipeline's group, in the order of the operations."""
+    if not hooks.is_enabled("pipelining", schedules):
+        return _stock(p2p_ops, desc)
     theirs: list[dist.P2POp] = []
     ours: dict[SendReceive, list[Send | Receive]] = {}
     for op in p2p_ops:

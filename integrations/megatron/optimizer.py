@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -87,32 +88,30 @@ def _manage(stock: Callable[..., Any]) -> Callable[..., Any]:
                 yield manager
             finally:
                 _thread.manager = outer
-        if manager.ep_plugin_calls == 0:
+        if manager.ep_plugin_calls == 0 and hooks.is_enabled("megatron", buffers):
             _leave("all-reduces of gradients")
 
     return managed
 
 
 def _serve(kind: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """kind: the attribute of a Pair that takes the place of `stock`."""
+    """kind: the attribute of a Pair that takes the place of `stock`. Arguments have the names of stock's."""
+    first, second, *others = inspect.signature(stock).parameters
 
-    def call(
-        output: torch.Tensor,
-        shards: torch.Tensor,
-        /,
-        *,
-        group: dist.ProcessGroup | None = None,
-        async_op: bool = False,
-        **options: Any,
-    ) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip((first, second, *others), args, strict=False)) | kwargs
+        if first not in given or second not in given or not hooks.is_enabled("megatron", buffers):
+            return stock(*args, **kwargs)
         manager = getattr(_thread, "manager", None)
         if manager is not None:
             manager.ep_plugin_calls += 1
+        output, shards = given.pop(first), given.pop(second)
+        group, async_op, options = given.pop("group", None), given.pop("async_op", False), given
         pair = _user.pair(group or dist.group.WORLD, output.device)
         reason = pair.why_left(kind, output, **options)
         if reason:
             _leave(reason)
-            return stock(output, shards, group=group, async_op=async_op, **options)
+            return stock(*args, **kwargs)
         hooks.served("megatron")
         work = pair.run(kind, output, shards, async_op, **options)
         if async_op and manager is not None:

@@ -73,6 +73,8 @@ def _messages(group: dist.ProcessGroup, given: dict[str, Any]) -> dict[str, Send
 
 def _messages_of(group: dist.ProcessGroup, given: dict[str, Any]) -> SendReceive | None:
     """What sends these tensors, all on one type of device; None: Megatron's own functions, also if there are none."""
+    if not hooks.is_enabled("megatron", p2p_communication):
+        return None
     tensors = [given[name] for name in _TENSORS if given[name] is not None]
     through = messages_of("megatron", group, tensors[0]) if tensors else None
     (hooks.left if through is None else hooks.served)("megatron", len(tensors))

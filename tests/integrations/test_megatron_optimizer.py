@@ -414,6 +414,34 @@ def _run_left(rank: int) -> dict[str, Any]:
     }
 
 
+def _outlives_a_wrapper(rank: int) -> None:
+    """Arguments may be given as stock takes them, and somebody may wrap our function while we are disabled below it."""
+    make_distributed_optimizer_run_here()
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+
+    from ep_plugin.integrations.megatron import optimizer
+
+    optimizer.enable()
+    group, whole, total = dist.group.WORLD, torch.empty(2), torch.empty(1)
+    gather, scatter = getattr(buffers, GATHERED), getattr(buffers, SUMMED)
+    setattr(buffers, GATHERED, lambda *args, **kwargs: gather(*args, **kwargs))
+    for served in (4, 4):
+        getattr(buffers, GATHERED)(whole, torch.tensor([float(rank)]), group)
+        assert whole.tolist() == [0.0, 1.0]
+        getattr(buffers, GATHERED)(output_tensor=whole, input_tensor=torch.tensor([float(-rank)]))
+        assert whole.tolist() == [0.0, -1.0]
+        scatter(total, torch.arange(2.0), dist.ReduceOp.SUM, group)
+        assert total.item() == 2.0 * rank
+        scatter(output=total, input=torch.arange(2.0), group=group, async_op=False)
+        assert total.item() == 2.0 * rank and counts.num_served["megatron"] == served
+        optimizer.disable()
+    assert counts.num_left["megatron"] == 0
+
+
+def test_calls_of_any_form_are_served_until_ours_is_disabled() -> None:
+    values(run_ranks(2, _outlives_a_wrapper, framework="megatron"))
+
+
 def _run_nccl_ub(rank: int) -> dict[str, Any]:
     """Two steps. Every gather counts as a large one."""
     make_distributed_optimizer_run_here()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import unittest.mock
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ep_plugin import counts
 from ep_plugin.collectives.send_receive import MessageWork, Receive, Send, SendReceive
 from ep_plugin.errors import CommunicatorClosed, PeerTimeout
 from tests.faults.fault_cases import nothing_left_behind, set_deadline
@@ -282,8 +284,61 @@ def test_messages_of_several_groups_and_with_tags() -> None:
     values(run_ranks(2, _other_messages))
 
 
+def _outlives_a_wrapper(rank: int) -> None:
+    """Somebody wraps our function, and we are disabled below it."""
+    from torch.distributed.pipelining import schedules
+
+    from ep_plugin.integrations import messages, pipelining
+
+    pipelining.enable()
+    ours = schedules._batch_p2p
+    schedules._batch_p2p = lambda ops, desc=None: ours(ops, desc)
+    for served in (2, 2):
+        out = torch.zeros(3)
+        ops = [dist.P2POp(op, tensor, 1 - rank) for op, tensor in ((dist.isend, torch.ones(3)), (dist.irecv, out))]
+        schedules._wait_batch_p2p(schedules._batch_p2p(ops))
+        assert out.tolist() == [1.0] * 3 and counts.num_served["pipelining"] == served
+        pipelining.disable()
+    assert not messages._slots
+
+
+def test_others_may_wrap_the_function() -> None:
+    values(run_ranks(2, _outlives_a_wrapper))
+
+
+def _from_threads(rank: int) -> None:
+    """Each thread first uses a group of its own, in another order on each rank."""
+    from ep_plugin.integrations import messages
+
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    begun = [threading.Event() for _ in groups]
+    made: dict[int, Any] = {}
+
+    def use(place: int, before: int | None) -> None:
+        if before is not None:
+            begun[before].wait()
+        begun[place].set()
+        made[place] = messages.messages_of("pipelining", groups[place], torch.empty(0))
+
+    first, second = (0, 1) if rank == 0 else (1, 0)
+    threads = [threading.Thread(target=use, args=given) for given in ((first, None), (second, first))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made[0] is not made[1] and None not in made.values()
+    messages.close_all("pipelining")
+
+
+def test_threads_may_first_use_groups_in_any_order() -> None:
+    values(run_ranks(2, _from_threads, timeout_s=30))
+
+
 def _makes_the_group_again(rank: int) -> None:
     from ep_plugin.integrations import messages
+
+    with pytest.raises(ValueError, match="tensor of a message: expected a tensor, got list"):
+        messages.messages_of("pipelining", None, [1.0])  # type: ignore[arg-type]
 
     tensor = torch.empty(0)
     assert messages.messages_of("pipelining", None, tensor.to("meta")) is None  # CPUs and GPUs are served
