@@ -46,6 +46,7 @@ _OF_FRAMEWORKS = {
     ],
 }
 _servers = {"": forkserver._forkserver}
+_environment = dict(os.environ)  # of servers: a test that sets variables may be the first that needs one
 
 _LINES = 100  # of a rank's notes that a failure shows
 _notes: TextIO | None = None  # the file of a rank that run_ranks has started; None: stderr
@@ -126,7 +127,8 @@ def start_server(framework: str = "") -> None:
     """Starts the process that ranks are forked from, unless it runs."""
     server = _servers.setdefault(framework, forkserver.ForkServer())
     server.set_forkserver_preload(_PRELOADED + _OF_FRAMEWORKS[framework])
-    server.ensure_running()
+    with unittest.mock.patch.dict(os.environ, _environment, clear=True):
+        server.ensure_running()
 
 
 def simt_asked(environment: Mapping[str, str]) -> bool:

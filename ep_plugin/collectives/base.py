@@ -197,6 +197,14 @@ def _shape_of(size: int | Sequence[int]) -> tuple[int, ...]:
     return shape
 
 
+def check_timeout(timeout: datetime.timedelta | None) -> None:
+    """ValueError unless a Work can wait for `timeout`. A timedelta of 0 is none, as in torch.distributed."""
+    if not isinstance(timeout, (datetime.timedelta, type(None))):
+        raise ValueError(f"timeout: expected a timedelta, got {timeout!r}")
+    if timeout is not None and timeout < datetime.timedelta():
+        raise ValueError(f"timeout: expected a timedelta of at least 0, got {timeout.total_seconds():g} s")
+
+
 class CollectiveWork(Work):
     """The `torch.distributed.Work` of an operation with ``async_op=True``.
 
@@ -217,6 +225,7 @@ class CollectiveWork(Work):
 
         Returns True. Raises the communicator's error as far as it is known, and PeerTimeout after the timeout.
         """
+        check_timeout(timeout)
         if self._event is None:
             return True
         self._check()

@@ -225,7 +225,7 @@ class MessageEngine(GroupEngine):
     def error(self) -> Exception:
         """The error of messages that have failed."""
         try:
-            self.check()
+            self.check_enqueued()
         except (EpPluginError, ValueError) as error:
             return error
         return CommunicatorClosed(f"{self.name}: closed before its messages were over")

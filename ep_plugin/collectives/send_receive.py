@@ -18,6 +18,7 @@ import torch
 from torch.distributed.distributed_c10d import Work
 
 from ep_plugin import _C
+from ep_plugin.collectives.base import check_timeout
 from ep_plugin.collectives.messages import MessageEngine, Posted
 from ep_plugin.collectives.shards import as_bytes_in_order
 from ep_plugin.errors import CommunicatorClosed, PeerTimeout
@@ -140,7 +141,10 @@ class SendReceive:
             self._engine.abort(reason)
 
     def close(self) -> None:
-        """Waits until what this rank has sent is under way, and releases the memory. Receives that are open fail."""
+        """Waits until what this rank has sent is under way, and releases the memory. Receives that are open fail.
+
+        Sends that make no progress for the group's timeout fail, too: a warning is logged, and their `Work` raises.
+        """
         self._closed = True
         if self._engine is not None:
             self._engine.close()
@@ -220,8 +224,7 @@ class MessageWork(Work):
         Returns True. Raises PeerTimeout after either, and the communicator's error if the messages have failed. With
         ranks of other nodes the backend ends all its messages at `timeout`, so the communicator has failed then.
         """
-        if not isinstance(timeout, (datetime.timedelta, type(None))):
-            raise ValueError(f"timeout: expected a timedelta, got {timeout!r}")
+        check_timeout(timeout)
         if self._engine is not None and not self._engine.wait(self._started, timeout):
             raise PeerTimeout(f"wait: expected the messages to end within {timeout}, they have not", None, "wait")
         return True

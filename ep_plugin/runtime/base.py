@@ -30,6 +30,7 @@ from ep_plugin.errors import (
     PeerTimeout,
     reason_of,
 )
+from ep_plugin.log import log
 from ep_plugin.ranges import NOTHING, opener
 from ep_plugin.runtime import uncaught
 from ep_plugin.runtime.board import Boards
@@ -218,6 +219,7 @@ class BaseEngine(ABC):
                 if self._error is None and error is not None:
                     self._error = error
                     self._dump(error)
+                    log().warning("%s: closed with an error that no call has raised: %s", self.name, error)
             finally:
                 self._resources.close()
 

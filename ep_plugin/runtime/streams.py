@@ -308,8 +308,11 @@ def resolve_device(group: dist.ProcessGroup | None, device: torch.device | str |
             raise ValueError(f"device: expected cpu, cuda, or cuda with an index, got {device!r}") from None
     if device.type == "cpu":
         return torch.device("cpu")
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda":
         return device
+    if not torch.cuda.is_available():
+        kernels_for(device)  # a build without CUDA says that
+        raise ValueError(f"device: expected cpu, since PyTorch {torch.__version__} finds no CUDA device, got {device}")
     if device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     if device.index >= torch.cuda.device_count():

@@ -37,6 +37,8 @@ def check_kind(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name}: expected a tensor with memory of its own, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name}: expected a dense tensor, got one of layout {tensor.layout}")
+    if tensor.is_quantized:
+        raise ValueError(f"{name}: expected a tensor without scale and zero point, got one of {tensor.dtype}")
     if tensor.is_nested:
         raise ValueError(f"{name}: expected a dense tensor, got a nested one")
     if torch._is_functional_tensor(tensor):

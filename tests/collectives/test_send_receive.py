@@ -13,6 +13,7 @@ import random
 import signal
 import threading
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from ep_plugin import DisagreementError, PeerAborted, PeerTimeout, Receive, Send, SendReceive
 from tests.collectives.collective_cases import DTYPES, same_bits, shard
 from tests.faults.fault_cases import nothing_left_behind, set_deadline
+from tests.integrations.logs import logged_warnings
 from tests.ranks import run_ranks, values
 
 MIB = 2**20
@@ -424,6 +426,30 @@ def test_close_waits_for_sends() -> None:
     assert values(run_ranks(2, _closes_early)) == [True, True]
 
 
+def _closes_in_vain(rank: int) -> int | None:
+    """Nobody receives: `close` waits as long as any wait, says so, and the Work names the peer."""
+    p2p = _open(DEADLINE_S)
+    dist.barrier()
+    if rank == 1:
+        dist.barrier()
+        p2p.close()
+        return None
+    work = p2p.send(torch.ones(MORE, dtype=torch.uint8), 1)
+    with logged_warnings() as logged:
+        p2p.close()
+    dist.barrier()
+    assert len(logged) == 1 and "closed with an error that no call has raised" in logged[0] and "rank 1" in logged[0]
+    assert isinstance(work.exception(), PeerTimeout) and not work.is_success()
+    with pytest.raises(PeerTimeout, match="for rank 1 at step send") as caught:
+        work.wait()
+    nothing_left_behind()
+    return caught.value.rank
+
+
+def test_a_send_that_nobody_receives_is_not_lost_silently() -> None:
+    assert values(run_ranks(2, _closes_in_vain))[0] == 1
+
+
 def _forks(rank: int) -> bool:
     """A forked child neither hangs nor takes the rank's messages."""
     with SendReceive() as p2p:
@@ -444,6 +470,12 @@ def _forks(rank: int) -> bool:
 
 def test_a_forked_child_is_refused() -> None:
     assert values(run_ranks(2, _forks)) == [True, True]
+
+
+def _quantised() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch advises another package
+        return torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
 
 
 def _bad_input(rank: int) -> None:
@@ -471,6 +503,9 @@ def _bad_input(rank: int) -> None:
         (lambda: SendReceive(num_channels=0), r"num_channels: expected 1 to 16, got 0"),
         (lambda: SendReceive(num_channels="2"), r"num_channels: expected an integer"),
         (lambda: SendReceive(device="banana"), r"device: expected cpu, cuda"),
+        (lambda: p2p.send(_quantised(), 1 - rank), r"expected a tensor without scale and zero point, got .*quint8"),
+        (lambda: p2p.batch([]).wait(datetime.timedelta(seconds=-1)), r"timeout: expected .* of at least 0, got -1 s"),
+        (lambda: p2p.batch([]).wait(1.0), r"timeout: expected a timedelta, got 1.0"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
