@@ -22,9 +22,9 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-# Imported once, before ranks are forked: autograd and checkpointing pull in the compiler, seconds for each rank. None
-# of it may touch a GPU by being imported: CUDA does not survive a fork.
-_PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch._dynamo"]
+# Imported once, before ranks are forked: autograd, checkpointing, Megatron and torchtitan pull in the compiler, seconds
+# for each rank. None of it may touch a GPU by being imported: CUDA does not survive a fork.
+_PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx"]
 # Where Python writes no bytecode, each rank would compile these.
 _PRELOADED += ["ep_plugin.moe.communicator", "ep_plugin.collectives.all_gather", "ep_plugin.collectives.reduce_scatter"]
 _PRELOADED += ["tests.ranks", "tests.moe.moe_cases", "tests.faults.fault_cases", "tests.collectives.collective_cases"]
@@ -126,7 +126,7 @@ def run_ranks(
 def start_server(framework: str = "") -> None:
     """Starts the process that ranks are forked from, unless it runs."""
     server = _servers.setdefault(framework, forkserver.ForkServer())
-    server.set_forkserver_preload(_PRELOADED + _OF_FRAMEWORKS[framework])
+    server.set_forkserver_preload([*_PRELOADED, *_OF_FRAMEWORKS[framework], "tests.frozen"])
     with unittest.mock.patch.dict(os.environ, _environment, clear=True):
         server.ensure_running()
 
