@@ -175,7 +175,7 @@ class Trained:
     parameters: dict[str, torch.Tensor]
 
 
-_adamw = functools.partial(torch.optim.AdamW, lr=2e-3, foreach=False)
+_adamw = functools.partial(torch.optim.AdamW, lr=2e-3, fused=True)  # one operation for all parameters
 
 
 def train(
