@@ -24,7 +24,7 @@ LEFT_OUT = {"wire.cu", "host.cu", "stream_words.cu"}
 IN_PLACE = {"ptx.cuh": "cuda/core", "stream_words.h": "cuda/collectives"}
 SUFFIXES = {".h", ".cuh", ".cu", ".cpp", ".py"}
 # Fortified, longjmp refuses to go to another fiber's stack.
-FLAGS = "-std=c++17 -O1 -g1 -U_FORTIFY_SOURCE -fPIC -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas"
+FLAGS = "-std=c++17 -O1 -U_FORTIFY_SOURCE -fPIC -fvisibility=hidden -Wall -Wextra -Wno-unknown-pragmas"
 FLAGS += " -DEP_WITH_CUDA=1 -x c++"
 
 
