@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
 from ep_plugin.bench import load, provenance, report, traffic
 from ep_plugin.bench.plan import Plan
-from ep_plugin.bench.suite import Suite, WrongResult
+from ep_plugin.bench.suite import Suite, WrongResult, take_fields
 from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite
 from ep_plugin.bench.suites.fsdp2 import Fsdp2Suite
 from ep_plugin.bench.suites.layers import LayersSuite
@@ -62,16 +62,8 @@ def _add_command(kind: type[Suite]) -> None:
             typer.echo(f"wrote {path}", err=True)
 
     out_option = inspect.signature(command).parameters["out"].replace(annotation=Out)
-    _take_fields(command, kind, out_option)
+    take_fields(command, kind, out_option)
     main.command(kind.command_name, help=kind.__doc__)(command)
-
-
-def _take_fields(command: Callable[..., None], kind: type, *more: inspect.Parameter) -> None:
-    """Gives the command the fields of the dataclass as its options, and `more`."""
-    hints = get_type_hints(kind, include_extras=True)
-    fields = [each.replace(annotation=hints[each.name]) for each in inspect.signature(kind).parameters.values()]
-    options = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*fields, *more)]
-    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
 
 
 _kind: type[Suite]
@@ -92,7 +84,7 @@ def _plan(plot: Path | None = None, **options: Any) -> None:
 
 
 Plot = Annotated[Path | None, typer.Option(help="The file of a PNG with the bytes over 2 to N nodes.")]
-_take_fields(_plan, Plan, inspect.signature(_plan).parameters["plot"].replace(annotation=Plot))
+take_fields(_plan, Plan, inspect.signature(_plan).parameters["plot"].replace(annotation=Plot))
 main.command("plan", help=Plan.__doc__)(_plan)
 
 

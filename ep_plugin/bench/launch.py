@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,37 +26,59 @@ _RESULT = "ep_bench/result"
 _TIMEOUT = datetime.timedelta(seconds=300)
 
 
-def run_on_ranks(ranks: int, backend: str, function: Callable[..., Any], *args: Any) -> Any:
+def run_on_ranks(
+    ranks: int, backend: str, function: Callable[..., Any], *args: Any, timeout: datetime.timedelta | None = _TIMEOUT
+) -> Any:
     """Calls `function(device, *args)` on each rank of a group, under gloo (cpu) or NCCL (cuda, one GPU per rank).
 
     Under a launcher only rank 0 returns: the other processes end here, so a program can call this once.
 
     Args:
         function: importable by name, as it is sent to the ranks; so are `args`.
+        timeout: of the group; None: the backend's default.
 
     Returns:
         Rank 0's result, after a round trip through JSON.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: with the traceback of the first rank that fails; the others end.
+        torch.multiprocessing.spawn.ProcessException: of the first rank that fails, with its traceback or signal. The
+            others end, as all do when this call is interrupted.
         ValueError: fewer GPUs than ranks, or a launcher that has started another number of ranks.
     """
-    call = (backend, function, args)
+    call = (backend, timeout, function, args)
     started = env.launcher()
     if started.rank is not None and started.world_size is not None:
         if started.world_size != ranks:
             raise ValueError(f"ranks: expected {started.world_size}, which the launcher has started, got {ranks}")
         result = _run(started.rank, started.local_rank or 0, ranks, None, *call)
-        return json.loads(result) if started.rank == 0 else sys.exit(0)
+        return json.loads(result) if started.rank == 0 else end_process()
     if backend == "cuda" and ranks > torch.cuda.device_count():
         raise ValueError(f"ranks: expected at most one per GPU ({torch.cuda.device_count()} found), got {ranks}")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # Ranks without GPUs are forks of a process that has imported torch, and end without tearing the interpreter down: a
     # thread of gloo may hold the last collective's tensors. CUDA needs processes that start anew.
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, function.__module__])
     method = "forkserver" if backend == "cpu" else "spawn"
-    start_processes(_started, (ranks, store.port, dict(os.environ), *call), ranks, start_method=method)
+    arguments = (ranks, store.port, dict(os.environ), *call)
+    started_ranks = start_processes(_started, arguments, ranks, join=False, start_method=method)
+    try:
+        while not started_ranks.join():
+            pass
+    finally:
+        for process in started_ranks.processes:
+            process.terminate()
     return json.loads(store.get(_RESULT))
+
+
+def end_process() -> NoReturn:
+    """Ends this process at once, with status 0.
+
+    A thread of gloo may still release the last collective's tensor. If it asks for the interpreter's lock while the
+    interpreter is torn down, the process aborts.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _started(rank: int, ranks: int, port: int, environment: dict[str, str], *call: Any) -> None:
@@ -68,10 +90,12 @@ def _started(rank: int, ranks: int, port: int, environment: dict[str, str], *cal
         store.set(_RESULT, result)
 
 
-def _run(rank: int, local_rank: int, ranks: int, store: TCPStore | None, backend: str, function: Any, args: Any) -> str:
+def _run(
+    rank: int, local_rank: int, ranks: int, store: TCPStore | None, backend: str, timeout: Any, function: Any, args: Any
+) -> str:
     """This rank's result as JSON. Without a store, the environment says where the ranks meet."""
     device = torch.device("cpu") if backend == "cpu" else torch.device("cuda", local_rank)
-    group: dict[str, Any] = {"store": store, "rank": rank, "world_size": ranks, "timeout": _TIMEOUT}
+    group: dict[str, Any] = {"store": store, "rank": rank, "world_size": ranks, "timeout": timeout}
     if backend == "cpu":
         torch.set_num_threads(max(1, cores() // ranks))
         dist.init_process_group("gloo", **group)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import importlib
+import inspect
 import os
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -202,6 +203,15 @@ def require_module(module: str, option: str, use: str) -> None:
         importlib.import_module(module)
     except ImportError as error:
         raise ValueError(f"{option}: expected {module}, {use}: {error}") from error
+
+
+def take_fields(command: Callable[..., None], kind: type, *more: inspect.Parameter) -> None:
+    """Gives the command, for typer, the annotated fields of the dataclass as its options, and `more`."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields = [each.replace(annotation=hints[each.name]) for each in inspect.signature(kind).parameters.values()]
+    options = [each for each in (*fields, *more) if get_origin(each.annotation) is Annotated]
+    options = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in options]
+    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
 
 
 def check_least(least: Mapping[str, float], given: object) -> None:

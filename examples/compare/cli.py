@@ -17,101 +17,78 @@ import contextlib
 import importlib.util
 import json
 import os
-import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 
 from ep_plugin.bench.provenance import hash_sources
-from examples.compare.launch import Ranks
-from examples.compare.options import MODELS, OURS, Options
+from ep_plugin.bench.suite import take_fields
+from examples.compare.launch import Comparison
+from examples.compare.options import DTYPES, MODELS, OURS, Options
 
-DTYPES = ("float32", "bfloat16", "float16")
 
-
-def main(
-    model: Annotated[str, typer.Argument(help=" | ".join(MODELS))],
-    preset: Annotated[
-        str | None, typer.Option(help="tiny, or a published size. (default: tiny; megatron: v3; megatron_dense: 4b)")
-    ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Folder of a checkpoint to train on.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers. (default: all)")] = None,
-    text: Annotated[Path | None, typer.Option(help="File or folder. (default: Python's standard library)")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps. (default: the preset's)")] = None,
-    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence. (default: the preset's)")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank. (default: the preset's)")] = None,
-    micro_batches: Annotated[int | None, typer.Option(min=1, help="Batches per step. (default: the preset's)")] = None,
-    lr: Annotated[float | None, typer.Option(min=0, help="Learning rate of AdamW. (default: the preset's)")] = None,
-    dtype: Annotated[str | None, typer.Option(help=" | ".join(DTYPES) + " (default: the preset's)")] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights and of the batches.")] = 0,
-    fsdp2: Annotated[bool, typer.Option(help="ep_plugin gathers and reduces for FSDP2 too.")] = True,
-    overlap: Annotated[bool, typer.Option(help="Shared experts run during ep_plugin's dispatch.")] = True,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each arm trains.")] = 2,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes. (default: one per GPU; 4 without GPUs)")] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Emulated nodes of as many ranks each.")] = 1,
-    rate: Annotated[str | None, typer.Option(help="Of a node's link, such as 1gbit. (default: no limit)")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for metrics.json and loss.png.")] = Path("runs/compare"),
-) -> None:
+def main(**given: Any) -> None:
     """Train MODEL through ep_plugin and through what is built in, and compare loss and speed."""
-    options = resolve(
-        model, preset, checkpoint=checkpoint, layers=layers, text=text, steps=steps, seq_len=seq_len, batch=batch,
-        micro_batches=micro_batches, lr=lr, dtype=dtype, seed=seed, fsdp2=fsdp2, overlap=overlap,
-    )  # fmt: skip
-    started = Ranks.of(ranks, nodes, rate)
-    _make_folder(out)
-    code_hash = hash_sources()
-    arms = [(number, arm) for number in range(1, rounds + 1) for arm in (OURS, MODELS[model].built_in)]
-    titled = [replace(options, arm=arm, title=f"{arm}, round {number} of {rounds}") for number, arm in arms]
-    results = [_train(one, started) for one in titled]
+    comparison = Comparison(**given)
+    options = resolve(comparison)
+    _make_folder(comparison.out)
+    code_hash, rounds = hash_sources(), comparison.rounds
+    arms = [(number, arm) for number in range(1, rounds + 1) for arm in (OURS, MODELS[options.model].built_in)]
+    results = []
+    for number, arm in arms:
+        one = replace(options, arm=arm, title=f"{arm}, round {number} of {rounds}")
+        with _environment(one):
+            results.append(comparison.train(one))
 
     from examples.compare import report
 
-    report.write(report.summarise(results, code_hash=code_hash), out)
+    report.write(report.summarise(results, code_hash=code_hash), comparison.out)
 
 
-def resolve(
-    model: str, preset: str | None, *, checkpoint: Path | None, layers: int | None, text: Path | None,
-    dtype: str | None, seed: int, fsdp2: bool, overlap: bool, **given: Any,
-) -> Options:  # fmt: skip
+take_fields(main, Comparison)
+
+
+def resolve(given: Options) -> Options:
     """The options of the arm OURS, where None takes the preset's value. Refuses what no process should start for."""
+    model, checkpoint, text = given.model, given.checkpoint, given.text
     presets = _value_of(MODELS, model, "MODEL").presets
-    preset = preset or next(iter(presets))
+    preset = given.preset or next(iter(presets))
     defaults = _value_of(presets, preset, "--preset")
-    if dtype is not None:
-        _value_of(dict.fromkeys(DTYPES), dtype, "--dtype")
-    if text is not None and not text.exists():
+    if given.dtype is not None:
+        _value_of(dict.fromkeys(DTYPES), given.dtype, "--dtype")
+    if text is not None and not Path(text).exists():
         raise typer.BadParameter(f"expected a file or folder, got {text}, which does not exist", param_hint="--text")
-    if model == "qwen3" and not fsdp2:
+    if model == "qwen3" and not given.fsdp2:
         raise typer.BadParameter("expected --fsdp2 for qwen3, which has no experts to exchange", param_hint="--fsdp2")
     dense, most = defaults.dense_layers, defaults.layers
     if checkpoint is not None:
-        config = _read_config(checkpoint, model)
+        config = _read_config(Path(checkpoint), model)
         dense, most = config.get("first_k_dense_replace", 0), config["num_hidden_layers"]
-    if (layers or most) <= dense:
+    if (given.layers or most) <= dense:
         raise typer.BadParameter(
-            f"expected more than {dense}, since the first {dense} have no experts, got {layers or most}",
+            f"expected more than {dense}, since the first {dense} have no experts, got {given.layers or most}",
             param_hint="--layers",
         )
     is_megatron = MODELS[model].module == "megatron"
     if is_megatron:
         _check_megatron(model, checkpoint)
-    chosen = {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
+    asked = {each.name: getattr(given, each.name) for each in fields(Options)}
+    chosen = {name: vars(defaults).get(name) if value is None else value for name, value in asked.items()}
     return Options(
-        model=model,
-        arm=OURS,
-        preset=preset,
-        checkpoint=str(checkpoint.resolve()) if checkpoint else None,
-        layers=layers or most,
-        text=str(text.resolve()) if text else None,
-        dtype=dtype or (defaults.dtype if torch.cuda.is_available() else "float32"),
-        seed=seed,
-        fsdp2=fsdp2 and not is_megatron,
-        overlap=overlap and model == "deepseek_v3",
-        **chosen,
+        **chosen
+        | {
+            "preset": preset,
+            "checkpoint": checkpoint and str(Path(checkpoint).resolve()),
+            "layers": given.layers or most,
+            "text": text and str(Path(text).resolve()),
+            "dtype": given.dtype or (defaults.dtype if torch.cuda.is_available() else "float32"),
+            "fsdp2": given.fsdp2 and not is_megatron,
+            "overlap": given.overlap and model == "deepseek_v3",
+        }
     )
 
 
@@ -133,7 +110,7 @@ def _read_config(checkpoint: Path, model: str) -> dict[str, Any]:
     return config
 
 
-def _check_megatron(model: str, checkpoint: Path | None) -> None:
+def _check_megatron(model: str, checkpoint: str | None) -> None:
     if importlib.util.find_spec("megatron") is None:
         raise typer.BadParameter(
             "expected megatron-core, found none: run pip install '.[megatron]' in the repository's root"
@@ -155,14 +132,6 @@ def _make_folder(out: Path) -> None:
     for path in (out / "metrics.json", out / "loss.png"):
         if path.is_dir() or not os.access(path if path.exists() else out, os.W_OK):
             raise typer.BadParameter(f"expected a file that can be written, got {path}", param_hint="--out")
-
-
-def _train(options: Options, ranks: Ranks) -> dict[str, Any]:
-    """The result of one arm, trained in fresh processes. Exits with a status other than 0 if a rank fails."""
-    with tempfile.TemporaryDirectory() as folder, _environment(options):
-        result = Path(folder) / "result.json"
-        ranks.run(json.dumps(asdict(options)), str(result), folder)
-        return json.loads(result.read_text())
 
 
 @contextlib.contextmanager

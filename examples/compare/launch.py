@@ -2,112 +2,92 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
+import json
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import FrameType
+from typing import Annotated, Any
 
 import torch
-import typer
+from torch.multiprocessing.spawn import ProcessException
+from typer import BadParameter, Exit, Option
 
+from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.testing.nodes import parse_rate
+from examples.compare.options import Options
 
-_TRAIN = "examples.compare.train"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """The processes of an arm. nodes: of as many ranks each, emulated. rate: of a node's link, None for no limit."""
+class Comparison(Options):
+    """What both arms train, how often, and on which ranks. typer.BadParameter names an option that cannot be."""
 
-    number: int
-    nodes: int = 1
-    rate: str | None = None
+    rounds: Annotated[int, Option(min=1, help="How often each arm trains.")] = 2
+    ranks: Annotated[int, Option(min=1, help="Processes. (default: one per GPU; 4 without GPUs)")] = None
+    nodes: Annotated[int, Option(min=1, help="Emulated nodes of as many ranks each.")] = 1
+    rate: Annotated[str | None, Option(help="Of a node's link, such as 1gbit. (default: no limit)")] = None
+    out: Annotated[Path, Option(help="Folder for metrics.json and loss.png.")] = Path("runs/compare")
 
-    @classmethod
-    def of(cls, ranks: int | None, nodes: int, rate: str | None) -> Ranks:
-        """From the command line's options. typer.BadParameter names one that cannot be."""
-        number = ranks or torch.cuda.device_count() or 4
-        if number % nodes:
-            raise typer.BadParameter(f"expected a divisor of {number} ranks, got {nodes}", param_hint="--nodes")
-        if rate is not None and nodes == 1:
-            raise typer.BadParameter(f"expected none with one node, which has no link, got {rate}", param_hint="--rate")
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", self.ranks or torch.cuda.device_count() or 4)
+        if self.ranks % self.nodes:
+            raise BadParameter(f"expected a divisor of {self.ranks} ranks, got {self.nodes}", param_hint="--nodes")
+        if self.rate is not None and self.nodes == 1:
+            raise BadParameter(f"expected none with one node, which has no link, got {self.rate}", param_hint="--rate")
         try:
-            if rate is not None:
-                parse_rate(rate)
+            if self.rate is not None:
+                parse_rate(self.rate)
         except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--rate") from None
-        return cls(number=number, nodes=nodes, rate=rate)
+            raise BadParameter(str(error), param_hint="--rate") from None
 
-    def run(self, options: str, result: str, folder: str) -> None:
-        """Runs ``train.run(options, result)`` on every rank. folder: for their logs. typer.Exit when a rank fails."""
-        if self.nodes == 1:
-            _on_one_node((options, result), self.number, folder)
-        else:
-            _over_nodes((options, result), self)
+    def train(self, options: Options) -> dict[str, Any]:
+        """What `train.run` returns on rank 0. typer.Exit when a rank fails, or this process is asked to end."""
+        from examples.compare import train
 
+        with _ended_by_signals():
+            if self.nodes > 1:
+                return self._over_nodes(options)
+            try:
+                return run_on_ranks(self.ranks, train.backend(), train.run, asdict(options), timeout=None)
+            except ProcessException as error:
+                print(error, file=sys.stderr)
+                raise Exit(1) from None
 
-def _on_one_node(arguments: tuple[str, str], ranks: int, folder: str) -> None:
-    """Ranks without GPUs are forks of one process that has imported what they need. CUDA does not survive a fork.
-    torch's agent ends the other ranks when one dies, and all of them when this process is interrupted."""
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    on_gpus = torch.cuda.is_available()
-    multiprocessing.get_context("forkserver").set_forkserver_preload([_TRAIN, "examples.compare.models"])
-    config = LaunchConfig(
-        start_method="spawn" if on_gpus else "forkserver",
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id="compare",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=folder),
-    )
-    try:
-        if on_gpus:
-            elastic_launch(config, sys.executable)("-u", "-m", _TRAIN, *arguments)
-        else:
-            elastic_launch(config, _train)(*arguments)
-    except ChildFailedError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(1) from None
-    except SignalException as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        raise typer.Exit(128 + error.sigval) from None
+    def _over_nodes(self, options: Options) -> dict[str, Any]:
+        """The launcher of emulated nodes ends the other ranks when one dies, and all when this process ends it."""
+        rate = [] if self.rate is None else ["--rate", self.rate]
+        sizes = ["--nodes", str(self.nodes), "--ranks", str(self.ranks // self.nodes)]
+        launcher = [sys.executable, "-m", "ep_plugin.testing.nodes", *sizes, *rate, "--"]
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "result.json"
+            train = [sys.executable, "-u", "-m", "examples.compare.train", json.dumps(asdict(options)), str(result)]
+            with subprocess.Popen([*launcher, *train]) as ranks:
+                try:
+                    status = ranks.wait()
+                except BaseException:
+                    ranks.terminate()
+                    raise
+            if status:
+                raise Exit(1)
+            return json.loads(result.read_text())
 
 
-def _train(*arguments: str) -> None:
-    from examples.compare import train
-
-    train.run(*arguments)
-
-
-def _over_nodes(arguments: tuple[str, str], ranks: Ranks) -> None:
-    """The launcher of emulated nodes ends the other ranks when one dies, and all of them when this process ends it."""
-    rate = [] if ranks.rate is None else ["--rate", ranks.rate]
-    sizes = ["--nodes", str(ranks.nodes), "--ranks", str(ranks.number // ranks.nodes)]
-    command = [sys.executable, "-m", "ep_plugin.testing.nodes", *sizes, *rate, "--", sys.executable, "-u", "-m", _TRAIN]
-
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
     def stop(signum: int, _: FrameType | None) -> None:
         print(f"stopped: got {signal.Signals(signum).name}", file=sys.stderr)
-        raise typer.Exit(128 + signum)
+        raise Exit(128 + signum)
 
     before = {signum: signal.signal(signum, stop) for signum in _SIGNALS}
     try:
-        with subprocess.Popen([*command, *arguments]) as launcher:
-            try:
-                status = launcher.wait()
-            except BaseException:
-                launcher.terminate()
-                raise
+        yield
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-    if status:
-        raise typer.Exit(1)

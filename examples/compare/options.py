@@ -1,10 +1,14 @@
-"""The models that can be compared, their presets, and what one arm trains. Imports no torch: it is read by the CLI."""
+"""The models that can be compared, their presets, and what one arm trains."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from typer import Argument, Option
 
 OURS = "ep_plugin"
+DTYPES = ("float32", "bfloat16", "float16")
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01  # of Adam
 
 
@@ -28,41 +32,6 @@ class Preset:
     def dense_layers(self) -> int:
         """Layers without experts, before all others."""
         return self.widths.get("first_k_dense_replace", 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What one arm trains; a comparison's arms differ in `arm` and `title` alone. Paths are strings, to travel as JSON.
-
-    arm: OURS, or the name of what is built in. title: of the progress bar. checkpoint: a folder, in place of the
-    preset's widths and weights. fsdp2: the arm OURS also gathers and reduces for FSDP2. overlap: its shared experts run
-    during the dispatch.
-    """
-
-    model: str
-    arm: str
-    preset: str
-    checkpoint: str | None
-    layers: int
-    text: str | None
-    steps: int
-    seq_len: int
-    batch: int
-    micro_batches: int
-    lr: float
-    dtype: str
-    seed: int
-    fsdp2: bool
-    overlap: bool
-    title: str = ""
-
-    @property
-    def enables_fsdp2(self) -> bool:
-        return self.arm == OURS and self.fsdp2
-
-    @property
-    def overlaps(self) -> bool:
-        return self.arm == OURS and self.overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,3 +139,42 @@ MODELS = {
     "megatron": Model(built_in="alltoall", presets=MEGATRON, module="megatron"),
     "megatron_dense": Model(built_in="stock", presets=MEGATRON_DENSE, module="megatron"),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What one arm trains. A comparison's arms differ in `arm` and `title` alone. Ranks get it as JSON.
+
+    Annotated fields are options of the command line; None is replaced by the preset's value before anything is trained.
+    checkpoint: in place of the preset's widths and weights. arm: OURS, or the name of what is built in. title: of the
+    progress bar.
+    """
+
+    model: Annotated[str, Argument(help=" | ".join(MODELS))]
+    preset: Annotated[
+        str | None, Option(help="tiny, or a published size. (default: tiny; megatron: v3; megatron_dense: 4b)")
+    ] = None
+    checkpoint: Annotated[str | None, Option(metavar="PATH", help="Folder of a checkpoint to train on.")] = None
+    layers: Annotated[int | None, Option(min=1, help="Decoder layers. (default: all)")] = None
+    text: Annotated[str | None, Option(metavar="PATH", help="File or folder. (default: Python's standard library)")] = (
+        None
+    )
+    steps: Annotated[int | None, Option(min=1, help="Optimizer steps. (default: the preset's)")] = None
+    seq_len: Annotated[int | None, Option(min=2, help="Tokens per sequence. (default: the preset's)")] = None
+    batch: Annotated[int | None, Option(min=1, help="Sequences per rank. (default: the preset's)")] = None
+    micro_batches: Annotated[int | None, Option(min=1, help="Batches per step. (default: the preset's)")] = None
+    lr: Annotated[float | None, Option(min=0, help="Learning rate of AdamW. (default: the preset's)")] = None
+    dtype: Annotated[str | None, Option(help=" | ".join(DTYPES) + " (default: the preset's)")] = None
+    seed: Annotated[int, Option(help="Of the weights and of the batches.")] = 0
+    fsdp2: Annotated[bool, Option(help="ep_plugin gathers and reduces for FSDP2 too.")] = True
+    overlap: Annotated[bool, Option(help="Shared experts run during ep_plugin's dispatch.")] = True
+    arm: str = OURS
+    title: str = ""
+
+    @property
+    def enables_fsdp2(self) -> bool:
+        return self.arm == OURS and self.fsdp2
+
+    @property
+    def overlaps(self) -> bool:
+        return self.arm == OURS and self.overlap

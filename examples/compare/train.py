@@ -1,7 +1,7 @@
-"""One arm on one rank: train, and let rank 0 write what was measured.
+"""One arm on one rank: train, and let rank 0 return what was measured.
 
-`launch.py` calls `run` in a fork, or runs ``python -m examples.compare.train OPTIONS_JSON RESULT_PATH``, under
-torchrun's environment.
+`launch.py` starts ranks that call `run`, or runs ``python -m examples.compare.train OPTIONS_JSON RESULT_PATH`` where
+RANK and WORLD_SIZE are set.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from ep_plugin import env
+from ep_plugin.bench.launch import end_process, run_on_ranks
 from ep_plugin.integrations import fsdp2, status
+from examples.compare import models  # here, so that ranks are forked from a process that has imported it
 from examples.compare.clock import ExchangeClock
 from examples.compare.data import batch_at, read_text
 from examples.compare.options import MODELS, Options
@@ -31,8 +32,8 @@ from examples.compare.options import MODELS, Options
 WARMUP_STEPS = 5
 
 
-def train(options: Options) -> dict[str, Any]:
-    """Train the arm; the result is the same on all ranks.
+def train(options: Options, device: torch.device) -> dict[str, Any]:
+    """Train the arm in the default group; the result is the same on all ranks.
 
     Returns:
         losses: per step, the mean over ranks.
@@ -43,14 +44,13 @@ def train(options: Options) -> dict[str, Any]:
             Absent for Megatron, for a dense model, and where shared experts run during the exchange.
         fsdp2_launches: what ep_plugin ran for FSDP2, or None.
     """
-    device = _start_process_group()
     clock = ExchangeClock(device)
-    # Megatron-core may be absent where the other models are trained.
-    models = importlib.import_module(f"examples.compare.{MODELS[options.model].module}")
-    model = models.build_model(options, clock)
+    is_megatron = MODELS[options.model].module == "megatron"  # which may be absent where other models are trained
+    module = importlib.import_module("examples.compare.megatron") if is_megatron else models
+    model = module.build_model(options, clock)
     if options.enables_fsdp2:
         fsdp2.enable(model)
-    optimizer = models.build_optimizer(model, options)
+    optimizer = module.build_optimizer(model, options)
     losses, step_seconds, exchanges = _run_steps(model, optimizer, options, device, clock)
     dist.all_reduce(step_seconds, op=dist.ReduceOp.MAX)
     dist.all_reduce(losses)
@@ -71,21 +71,6 @@ def train(options: Options) -> dict[str, Any]:
         result["exchange_seconds"] = (exchange_seconds / dist.get_world_size()).tolist()
         result["exchange_alone_seconds"] = shortest.sum(dim=1).tolist()
     return result
-
-
-def _start_process_group() -> torch.device:
-    # Presets are initialised shard by shard afterwards, so what this warns of is overwritten.
-    warnings.filterwarnings("ignore", message="DTensor random operators")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-        return device
-    dist.init_process_group("gloo")
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // dist.get_world_size()))
-    return torch.device("cpu")
 
 
 def _run_steps(
@@ -134,24 +119,27 @@ def backward(model: torch.nn.Module, batches: list[torch.Tensor]) -> torch.Tenso
     return total
 
 
-def run(options_json: str, result_path: str) -> None:
-    options = Options(**json.loads(options_json))
-    result = train(options)
-    if dist.get_rank() == 0:
-        Path(result_path).write_text(json.dumps({"options": asdict(options), **result}))
-    dist.barrier()
-    dist.destroy_process_group()
+def backend() -> str:
+    """Of ranks, as `run_on_ranks` names it."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@record
-def main() -> None:
-    run(*sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A thread of gloo may still release the last collective's tensor. If it asks for the interpreter's lock while the
-    # interpreter is torn down, the process aborts.
-    os._exit(0)
+def run(device: torch.device, given: dict[str, Any]) -> dict[str, Any]:
+    """The options and `train`'s result. given: Options' fields."""
+    # Presets are initialised shard by shard afterwards, so what this warns of is overwritten.
+    warnings.filterwarnings("ignore", message="DTensor random operators")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    os.environ["LOCAL_RANK"] = str(device.index or 0)  # by which transformers chooses the device
+    return {"options": given, **train(Options(**given), device)}
+
+
+def main(options: str, result: str) -> None:
+    ranks = env.launcher().world_size
+    found = run_on_ranks(ranks, backend(), run, json.loads(options), timeout=None)
+    Path(result).write_text(json.dumps(found))
+    end_process()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -24,8 +24,8 @@ import typer
 
 from examples.compare import data
 from examples.compare.cli import _environment, _make_folder, resolve
-from examples.compare.launch import Ranks
-from examples.compare.options import OURS
+from examples.compare.launch import Comparison
+from examples.compare.options import OURS, Options
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "examples.compare"]
@@ -40,8 +40,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def resolved(model: str, **given: Any) -> Any:
-    names = ("preset", "checkpoint", "layers", "text", "dtype", "steps", "seq_len", "batch", "micro_batches", "lr")
-    return resolve(model, **dict.fromkeys(names) | {"seed": 0, "fsdp2": True, "overlap": True} | given)
+    return resolve(Options(model=model, **given))
 
 
 # -- options ---------------------------------------------------------------------------------------------------------
@@ -102,7 +101,7 @@ def test_bad_options_end_the_command_before_anything_starts(tmp_path: Path) -> N
 )
 def test_nodes_that_cannot_be_are_refused(options: tuple[int, int, str | None], message: str) -> None:
     with pytest.raises(typer.BadParameter) as raised:
-        Ranks.of(*options)
+        Comparison(model="qwen3_moe", **dict(zip(("ranks", "nodes", "rate"), options, strict=True)))
     assert message in str(raised.value)
 
 
