@@ -39,7 +39,7 @@ Posts = dict[int, dict[str, Any]]  # by index in an exchange's ranks
 _FIRST_PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.01
 _LONGEST_PAUSE_PER_RANK_S = 0.0001  # one store serves the polls of all ranks
-_LEAVE_S = 1.0  # the longest that an abort or a close waits for the store
+_LEAVE_S = 1.0  # the longest that an abort, a close or an operation at the deadline waits for the store
 
 _polled: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """A second connection to each store, for threads that poll. Their requests do not delay the first."""
@@ -398,8 +398,8 @@ class Exchange:
         A store whose server is stopped blocks in recv, whatever its timeout. The thread then stays behind.
         """
         answers = call_in_thread(function, *args)
-        # An operation that begins at the deadline still gets the time that a healthy store needs.
-        until = max(deadline, time.monotonic() + 0.1)
+        # An operation that begins at the deadline still gets the time that a healthy store needs on a busy machine.
+        until = max(deadline, time.monotonic() + _LEAVE_S)
         while True:
             try:
                 answer, error = answers.get(timeout=0.01)
