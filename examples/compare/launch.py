@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -54,8 +55,12 @@ class Comparison(Options):
         with _ended_by_signals():
             if self.nodes > 1:
                 return self._over_nodes(options)
+            if self.ranks > 1:
+                os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it
             try:
                 return run_on_ranks(self.ranks, train.backend(), train.run, asdict(options), timeout=None)
+            except ValueError as error:
+                raise BadParameter(str(error), param_hint="--ranks") from None
             except ProcessException as error:
                 print(error, file=sys.stderr)
                 raise Exit(1) from None

@@ -154,11 +154,11 @@ class Options:
     preset: Annotated[
         str | None, Option(help="tiny, or a published size. (default: tiny; megatron: v3; megatron_dense: 4b)")
     ] = None
-    checkpoint: Annotated[str | None, Option(metavar="PATH", help="Folder of a checkpoint to train on.")] = None
+    checkpoint: Annotated[str | None, Option(metavar="<path>", help="Folder of a checkpoint to train on.")] = None
     layers: Annotated[int | None, Option(min=1, help="Decoder layers. (default: all)")] = None
-    text: Annotated[str | None, Option(metavar="PATH", help="File or folder. (default: Python's standard library)")] = (
-        None
-    )
+    text: Annotated[
+        str | None, Option(metavar="<path>", help="File or folder. (default: Python's standard library)")
+    ] = None
     steps: Annotated[int | None, Option(min=1, help="Optimizer steps. (default: the preset's)")] = None
     seq_len: Annotated[int | None, Option(min=2, help="Tokens per sequence. (default: the preset's)")] = None
     batch: Annotated[int | None, Option(min=1, help="Sequences per rank. (default: the preset's)")] = None

@@ -49,6 +49,7 @@ class LowLatencySizes(ExchangeSuite):
     least: ClassVar = {"ranks": 1, "iterations": 1, "hidden": 128}
 
     tokens: Annotated[list[int], typer.Option(help="Tokens per rank, T; repeatable.")] = BY_BACKEND  # type: ignore[assignment]
+    hidden: Annotated[int, typer.Option(help="Elements of a row, H: a multiple of 128.")] = BY_BACKEND
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16. FP8 rows are quantised from it.")] = BY_BACKEND
 
     def __post_init__(self) -> None:
