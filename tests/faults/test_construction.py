@@ -76,8 +76,12 @@ def _first(*_: Any, **__: Any) -> Any:
     raise MemoryError("first")
 
 
-def _second(*_: Any) -> None:
-    raise OSError("second")
+def _failing_after(function: Callable[..., None]) -> Callable[..., None]:
+    def fail(*args: Any) -> None:
+        function(*args)
+        raise OSError("second")
+
+    return fail
 
 
 # What fails, of which object, and what makes it.
@@ -101,7 +105,7 @@ def _fails_at(rank: int, stage: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == FAILS:
             patch.setattr(owner, name, _first)
-            patch.setattr(_C, "unlist_board", _second)  # the clean-up
+            patch.setattr(_C, "unlist_board", _failing_after(_C.unlist_board))  # the clean-up
         with pytest.raises(MemoryError if rank == FAILS else PeerAborted, match="first") as caught:
             make()
         notes = getattr(caught.value, "__notes__", [])
