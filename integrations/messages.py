@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import torch
@@ -17,16 +18,17 @@ _lock = threading.Lock()
 
 
 class _Slot:
-    """The object of one key, made at its first use. made: None if the framework serves the group."""
+    """The object of one key, made at its first use. made: once `is_made`, None if the framework serves the group."""
+
+    made: SendReceive | None = None
+    is_made = is_closed = False
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # of its own: other threads may make those of other groups in another order
-        self.is_made, self.made = False, None
-
-    made: SendReceive | None
 
     def close(self) -> None:
         with self.lock:
+            self.is_closed = True
             if self.made is not None:
                 self.made.close()
 
@@ -53,12 +55,13 @@ def messages_of(name: str, group: dist.ProcessGroup | None, tensor: torch.Tensor
         slot = _slots.get(key)
         gone = [] if slot else [_slots.pop(one) for one in list(_slots) if not is_alive(one[1])]
         slot = slot or _slots.setdefault(key, _Slot())
-    for one in gone:
-        one.close()
+    _close(gone)
     with slot.lock:
-        if not slot.is_made:
-            slot.made, slot.is_made = _made(name, group, tensor.device), True
-        return slot.made
+        if not slot.is_closed:
+            if not slot.is_made:
+                slot.made, slot.is_made = _made(name, group, tensor.device), True
+            return slot.made
+    return messages_of(name, group, tensor)  # another thread has closed it meanwhile
 
 
 def _made(name: str, group: dist.ProcessGroup, device: torch.device) -> SendReceive | None:
@@ -78,5 +81,11 @@ def close_all(name: str) -> None:
     """Closes the objects of the integration `name`. Their groups get new ones at the next use."""
     with _lock:
         closing = [_slots.pop(key) for key in list(_slots) if key[0] == name]
-    for slot in closing:
-        slot.close()
+    _close(closing)
+
+
+def _close(slots: list[_Slot]) -> None:
+    """Closes all, also if one raises."""
+    with contextlib.ExitStack() as stack:
+        for slot in slots:
+            stack.callback(slot.close)

@@ -3,15 +3,17 @@
 Each HierarchicalAllGather, HierarchicalReduceScatter and SendReceive takes a set. The first one of a group allocates
 `SETS` of them, so the next ones map no memory for control. When all sets are taken, the next one allocates again.
 
-Collectives share memory, not state: each has its own exchange, board and counters. Ranks may use two collectives of a
-group in different orders, from different threads, and an error of one does not reach the other. A set is taken once,
-since a peer may still write to it when this rank has closed. The memory goes when all who took a set of it have closed.
+Collectives share memory, not state: each has its own exchange, board and counters, so an error of one does not reach
+another. A set is taken once, since a peer may still write to it when this rank has closed. A construction that fails
+wastes its set. A rank frees the memory when its collectives that took a set of it have closed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
+import secrets
 import threading
 import weakref
 from collections.abc import Callable
@@ -26,7 +28,7 @@ from ep_plugin.transport.peer import PeerBuffer, PeerMemory, undo_on_error
 from ep_plugin.transport.shm import ShmMemory
 
 SETS = 4
-_PAGE_BYTES = 4096  # CUDA registers whole pages of host memory
+_PAGE_BYTES = mmap.PAGESIZE  # CUDA registers whole pages of host memory
 _HOST_PARTS = {
     "board": _C.board_bytes(0),
     "requests": _C.requests_bytes,
@@ -63,22 +65,20 @@ def take_set(group: dist.ProcessGroup, exchange: Exchange, memory: PeerMemory) -
     Raises:
         EpPluginError, PeerAborted, PeerTimeout: a rank cannot get the memory, or is late.
     """
-    with _lock:
-        latest = _latest.get(group, {}).get(memory.device)
-        number = None if latest is None else latest.reserve()
+    key = memory.device, exchange.ranks  # another split of the group into nodes has other memory
     with undo_on_error() as held:
-        mine = None
-        if latest is not None and number is not None:
-            held.callback(latest.release)
-            mine = [latest.ident, number]
+        with _lock:
+            latest = _latest.get(group, {}).get(key)
+            number = None if latest is None else latest.reserve(held)
+        mine = None if latest is None or number is None else [latest.ident, number]
         offers = exchange.all_gather("choice of control memory", mine)
-        # The first rank's number counts: its threads reserve in an order that other ranks need not share.
+        # All ranks use the number of the node's first rank. After a failed construction other ranks may be ahead of it.
         if latest is None or None in offers or len({ident for ident, _ in offers}) > 1:
             held.close()
             latest, number = _ControlMemory(exchange, memory), 0
             held.callback(latest.release)
             with _lock:
-                _latest.setdefault(group, {})[memory.device] = latest
+                _latest.setdefault(group, {})[key] = latest
         else:
             number = offers[0][1]
         return latest.set_at(number)
@@ -91,7 +91,7 @@ class _ControlMemory:
         """Collective."""
         host = memory if memory.device.type == "cpu" else ShmMemory(exchange)
         block_bytes = _C.collective_control_bytes if memory.device.type == "cpu" else _C.device_control_bytes
-        self.ident = exchange.ident or "of one rank"
+        self.ident = exchange.ident or secrets.token_hex(8)  # one rank has nobody to agree with
         self._reserved = self._users = 1
         self._host_bytes = sum(map(_pages, _HOST_PARTS.values()))
         self._block_bytes = _pages(block_bytes)
@@ -105,12 +105,14 @@ class _ControlMemory:
         self._buffers.callback(buffer.close)
         return buffer
 
-    def reserve(self) -> int | None:
-        """Takes the next number and keeps the memory, until `release`; None if it has gone or has no set left."""
+    def reserve(self, held: contextlib.ExitStack) -> int | None:
+        """Takes the next number and keeps the memory, until `release`, which `held` calls; None if it has gone or has
+        no set left."""
         with _lock:
             if self._users == 0 or self._reserved == SETS:
                 return None
             self._users += 1
+            held.callback(self.release)
             self._reserved += 1
             return self._reserved - 1
 
@@ -140,7 +142,8 @@ def _pages(nbytes: int) -> int:
 
 
 _lock = threading.RLock()
-_latest: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _ControlMemory]] = weakref.WeakKeyDictionary()
+_Key = tuple[torch.device, tuple[int, ...]]  # with the ranks of the node
+_latest: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, _ControlMemory]] = weakref.WeakKeyDictionary()
 
 
 def _forget() -> None:

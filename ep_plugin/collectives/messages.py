@@ -97,7 +97,7 @@ class MessageEngine(GroupEngine):
         by_kernels = _moves_by_kernels(self.device)
         self.memory = open_memory(self.within, self.device)
         self._resources.callback(self.memory.close)
-        control = take_set(self._group, self.within, self.memory)  # its lanes take the place of the control block
+        control = take_set(self._group, self.within, self.memory)  # lanes are used in place of its block
         self._resources.callback(control.close)
         self._make_boards(control.board)
         memory_bytes = _C.device_message_memory_bytes if by_kernels else _C.message_memory_bytes

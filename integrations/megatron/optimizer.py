@@ -96,12 +96,13 @@ def _manage(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _serve(kind: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     """kind: the attribute of a Pair that takes the place of `stock`. Arguments have the names of stock's."""
-    first, second, *others = inspect.signature(stock).parameters
+    signature = inspect.signature(stock)
+    first, second, *_ = signature.parameters
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip((first, second, *others), args, strict=False)) | kwargs
-        if first not in given or second not in given or not hooks.is_enabled("megatron", buffers):
+        if not hooks.is_enabled("megatron", buffers):
             return stock(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments  # TypeError for what stock does not take
         manager = getattr(_thread, "manager", None)
         if manager is not None:
             manager.ep_plugin_calls += 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +42,10 @@ def _allocations() -> Iterator[list[str]]:
 
 def _engine(made: HierarchicalAllGather | HierarchicalReduceScatter | SendReceive) -> Any:
     return made._engine if isinstance(made, SendReceive) else made.engine_on(CPU)
+
+
+def _latest_of(made: HierarchicalAllGather) -> Any:
+    return control_module._latest[made.group][CPU, _engine(made).within.ranks]
 
 
 def _works(made: HierarchicalAllGather | HierarchicalReduceScatter | SendReceive) -> None:
@@ -96,7 +102,7 @@ def _takes_many(rank: int) -> None:
         for number in range(2 * SETS + 1):
             gather = HierarchicalAllGather()
             _works(gather)
-            sets.append((control_module._latest[gather.group][CPU].ident, _engine(gather).boards.address))
+            sets.append((_latest_of(gather).ident, _engine(gather).boards.address))
             kept.append(gather)
             if number % 2:
                 kept.pop(0).close()
@@ -151,11 +157,11 @@ def _counts_differ(rank: int, peers: tuple[int, ...], allocations: int) -> None:
     with _allocations() as names:
         made = [HierarchicalAllGather()]
         _works(made[0])
-        latest = control_module._latest[made[0].group][CPU]
+        latest = _latest_of(made[0])
         for peer in peers:
             if rank == peer:
-                assert latest.reserve() is not None
-                latest.release()
+                with contextlib.ExitStack() as failed:
+                    assert latest.reserve(failed) is not None
             made.append(HierarchicalAllGather())
             _works(made[-1])
     assert names.count("control") == allocations
@@ -225,6 +231,43 @@ def _lacks_memory(rank: int) -> None:
 
 def test_a_rank_without_memory_fails_for_all_and_leaves_nothing() -> None:
     values(run_ranks(2, _lacks_memory))
+
+
+def _splits_again(rank: int) -> None:
+    """The variable that splits a host into nodes is read for each collective."""
+    with contextlib.ExitStack() as stack:
+        for nodes_of in ("2", "1", "2", "1"):
+            os.environ["EP_PLUGIN_RANKS_PER_NODE"] = nodes_of
+            gather = stack.enter_context(HierarchicalAllGather())
+            _works(gather)
+            assert len(_engine(gather).control.board) == int(nodes_of)
+    nothing_left_behind()
+
+
+def test_another_split_into_nodes_has_other_memory() -> None:
+    values(run_ranks(2, _splits_again))
+
+
+@pytest.mark.parametrize("page", [4096, 65536])
+def test_parts_lie_on_pages_of_their_own(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "_PAGE_BYTES", page)
+    allocate = SimpleNamespace(device=CPU, allocate=lambda nbytes, what: _Buffer(nbytes), disown=lambda buffer: None)
+    memory = control_module._ControlMemory(SimpleNamespace(ident="one"), allocate)  # type: ignore[arg-type]
+    pages = [
+        begin // page + number
+        for taken in (memory.set_at(place) for place in range(SETS))
+        for name, nbytes in control_module._HOST_PARTS.items()
+        for begin in getattr(taken, name)
+        for number in range(-(-nbytes // page))
+    ]
+    assert len(pages) == len(set(pages))
+
+
+class _Buffer:
+    """Memory of one rank that nobody uses."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.ptrs, self.close = (1 << 20,), lambda: None
 
 
 def _forks(rank: int) -> None:
