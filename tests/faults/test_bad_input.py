@@ -96,11 +96,14 @@ def _no_groups_devices_or_configs(rank: int) -> None:
         for make in (MoECommunicator, MoECommunicator.shared, lambda group, _: HierarchicalAllGather(group)):
             with pytest.raises(ValueError, match=says):
                 make(group, config)
-    for device, says in (
+    devices: list[tuple[Any, str]] = [
         ("banana", "device: expected cpu, cuda, or cuda with an index, got 'banana'"),
         ("meta", "device: expected cpu or cuda, got meta"),
         (1.5, "device: expected cpu, cuda, or cuda with an index, got 1.5"),
-    ):
+    ]
+    if not torch.cuda.is_available():
+        devices += [(device, f"device: expected cpu, since .*, got {device}") for device in ("cuda", "cuda:0")]
+    for device, says in devices:
         for make in (MoECommunicator, MoECommunicator.shared):
             with pytest.raises(ValueError, match=says):
                 make(None, config, device=device)
