@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ep_plugin.collectives.send_receive import SendReceive
 from ep_plugin.errors import NotSupported
-from ep_plugin.integrations.fallback import falls_back
+from ep_plugin.integrations.fallback import falls_back, warn_once
 from ep_plugin.transport.groups import is_alive
 
 _Key = tuple[str, dist.ProcessGroup, torch.device]
@@ -42,7 +42,7 @@ def messages_of(name: str, group: dist.ProcessGroup | None, tensor: torch.Tensor
 
     ep_plugin leaves devices that are neither CPUs nor GPUs, and GPUs whose group spans nodes or is not served. It would
     send between nodes through NCCL, which matches messages in the order of the calls, and that of the framework may
-    differ. For CPUs it leaves groups that are not served only where the framework takes its place (fallback.py).
+    differ. A warning says once that GPUs are left. For CPUs it leaves groups that are not served only where the framework takes its place (fallback.py).
     """
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"tensor of a message: expected a tensor, got {type(tensor).__name__}")
@@ -68,13 +68,21 @@ def _made(name: str, group: dist.ProcessGroup, device: torch.device) -> SendRece
     try:
         made = SendReceive(group, device=device)
     except NotSupported as error:
-        if device.type == "cpu" and not falls_back(name, error):
+        if device.type == "cuda":
+            _warn(name, group, str(error))
+        elif not falls_back(name, error):
             raise
         return None
     if device.type == "cuda" and made.num_nodes > 1:
         made.close()
+        _warn(name, group, f"expected GPUs of one node, got those of {made.num_nodes} nodes")
         return None
     return made
+
+
+def _warn(name: str, group: dist.ProcessGroup, why: str) -> None:
+    ranks = dist.get_process_group_ranks(group)
+    warn_once(name, f"messages between the GPUs of ranks {ranks} are left to the framework ({why})")
 
 
 def close_all(name: str) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as buffers
 from torch.overrides import TorchFunctionMode
 
+from ep_plugin import counts
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations import hooks
 from ep_plugin.integrations.fallback import warn_once
@@ -113,7 +114,7 @@ def _serve(kind: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         if reason:
             _leave(reason)
             return stock(*args, **kwargs)
-        hooks.served("megatron")
+        hooks.served("megatron", kind=counts.COLLECTIVES)
         work = pair.run(kind, output, shards, async_op, **options)
         if async_op and manager is not None:
             manager.append(work)

@@ -4,17 +4,24 @@ Every schedule of Megatron sends through two functions of `p2p_communication`, w
 all messages as a batch, and one that starts them one by one. Activations use channel 0 and gradients channel 1, so that
 with two stages, where both neighbours are one rank, they do not meet.
 
+Megatron waits for the whole device after each batch, unless `batch_p2p_sync` is off, to work around a bug of PyTorch's
+batches. It has no need to after a batch of ours, which the current stream has waited for.
+
 Left to Megatron: messages between GPUs if the group spans nodes or is not served, and with EP_PLUGIN_FALLBACK groups of
 CPUs that are not served.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from ep_plugin import counts
 from ep_plugin.collectives.send_receive import Receive, Send, SendReceive
 from ep_plugin.integrations import hooks
 from ep_plugin.integrations.messages import close_all, messages_of
@@ -24,21 +31,54 @@ _PARAMETERS = (
     "next_pipeline_rank"
 )
 _TENSORS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
-hooks.check_signatures("megatron", p2p_communication, [f"_batched_p2p_ops({_PARAMETERS})", f"_p2p_ops({_PARAMETERS})"])
+_COMMUNICATE = (
+    "P2PCommunicator._communicate(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, "
+    "wait_on_reqs)"
+)
+hooks.check_signatures(
+    "megatron", p2p_communication, [f"_batched_p2p_ops({_PARAMETERS})", f"_p2p_ops({_PARAMETERS})", _COMMUNICATE]
+)
 _ACTIVATIONS, _GRADIENTS = 0, 1  # channels
 _stock: dict[str, Any] = {name: getattr(p2p_communication, name) for name in ("_batched_p2p_ops", "_p2p_ops")}
+_stock["_communicate"] = P2PCommunicator._communicate
+_thread = threading.local()  # .sent_by_stock: whether messages of the last call in this thread were Megatron's
 
 
 def enable() -> None:
     """Sends through SendReceive from now on. Every rank of a pipeline calls it before the first step."""
     hooks.replace("megatron", p2p_communication, "_batched_p2p_ops", _batched_p2p_ops)
     hooks.replace("megatron", p2p_communication, "_p2p_ops", _p2p_ops)
+    hooks.replace("megatron", P2PCommunicator, "_communicate", _communicate)
 
 
 def disable() -> None:
     """Restores Megatron's own functions, and closes what ours have made. No message may be under way."""
-    hooks.restore("megatron", p2p_communication)
+    hooks.restore("megatron", p2p_communication, P2PCommunicator)
     close_all("megatron")
+
+
+class _Config:
+    """A configuration of Megatron's as it is, but that the device need not be waited for after messages of ours."""
+
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._theirs, name)
+
+    @property
+    def batch_p2p_sync(self) -> bool:
+        return self._theirs.batch_p2p_sync and _thread.sent_by_stock
+
+
+@functools.wraps(_stock["_communicate"])
+def _communicate(self: Any, **given: Any) -> Any:
+    theirs, _thread.sent_by_stock = self.config, True
+    self.config = _Config(theirs)
+    try:
+        return _stock["_communicate"](self, **given)
+    finally:
+        self.config = theirs
 
 
 def _batched_p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> list[dist.Work]:
@@ -73,9 +113,14 @@ def _messages(group: dist.ProcessGroup, given: dict[str, Any]) -> dict[str, Send
 
 def _messages_of(group: dist.ProcessGroup, given: dict[str, Any]) -> SendReceive | None:
     """What sends these tensors, all on one type of device; None: Megatron's own functions, also if there are none."""
+    _thread.sent_by_stock = True
     if not hooks.is_enabled("megatron", p2p_communication):
         return None
     tensors = [given[name] for name in _TENSORS if given[name] is not None]
     through = messages_of("megatron", group, tensors[0]) if tensors else None
-    (hooks.left if through is None else hooks.served)("megatron", len(tensors))
+    _thread.sent_by_stock = bool(tensors) and through is None
+    if through is None:
+        hooks.left("megatron", len(tensors))
+    else:
+        hooks.served("megatron", len(tensors), counts.MESSAGES)
     return through

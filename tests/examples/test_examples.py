@@ -122,7 +122,12 @@ def test_the_megatron_example_has_the_losses_of_stock(tmp_path: Path) -> None:
         name: on_ranks(*ON_CPUS, str(script), "--pipeline", "2", ranks=4, **switch)
         for name, script, switch in (("ours", ours, {"EP_PLUGIN": "megatron"}), ("stock", stock, {}))
     }
-    assert re.search(r"^megatron +on +[1-9]", arms["ours"], re.MULTILINE)
+    row = re.search(r"^megatron +on +(\d+) .* served (.*); replaced", arms["ours"], re.MULTILINE)
+    assert row is not None, arms["ours"]
+    kinds = dict(reversed(each.split(" ", 1)) for each in row[2].split(", "))
+    assert kinds.keys() == {"dispatches and combines", "gathers and sums", "messages"}
+    assert sum(map(int, kinds.values())) == int(row[1])
+    assert int(kinds["messages"]) == 10 * 4 * 2  # steps, micro batches, and both ways
     assert re.search(r"^megatron +off", arms["stock"], re.MULTILINE)
     assert len(losses_in(arms["ours"])) == 4
     assert losses_in(arms["ours"]) == pytest.approx(losses_in(arms["stock"]), rel=1e-2)

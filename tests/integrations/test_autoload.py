@@ -210,6 +210,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(hooks, "_replaced", {})
     monkeypatch.setattr(counts, "num_served", Counter())
     monkeypatch.setattr(counts, "num_left", Counter())
+    monkeypatch.setattr(counts, "num_served_of_kind", Counter())
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setitem(hooks.INTEGRATIONS, "toy", hooks.Integration("toyframe.layer", "toyframe", "1.2"))
     monkeypatch.setitem(hooks.HOMES, "toy", "toyhook")
@@ -299,6 +300,11 @@ def test_on_is_what_has_served(framework: Path) -> None:
     assert hooks.status()[-1][1:] == ("on", "replaced layer.layer", 1, 3)
     hooks.disable(["toy"])
     assert hooks.status()[-1][1:] == ("off", "disabled", 1, 3)
+    hooks.enable(["toy"])
+    assert hooks.status()[-1][1:] == ("ready", "replaced layer.layer", 0, 0)
+    hooks.served("toy", 2, "messages")
+    hooks.served("toy", 1, "gathers")
+    assert hooks.status()[-1][1:] == ("on", "served 2 messages, 1 gathers; replaced layer.layer", 3, 0)
 
 
 def test_an_old_framework_is_refused_with_both_versions(framework: Path) -> None:

@@ -35,8 +35,10 @@ PLACES = {
         "from megatron.core.distributed import param_and_grad_buffer as buffers",
         [
             "moe_layer.MoEFlexTokenDispatcher",
+            "vars(moe_layer.BaseMoELayer).get('set_layer_number')",
             "p2p._p2p_ops",
             "p2p._batched_p2p_ops",
+            "p2p.P2PCommunicator._communicate",
             "buffers._coalescing_manager",
             "buffers.dist_reduce_scatter_func",
             "buffers._ParamAndGradBuffer.__init__",
