@@ -23,8 +23,10 @@ import torch
 import torch.distributed as dist
 
 # Imported once, before ranks are forked: autograd, checkpointing, Megatron and torchtitan pull in the compiler, seconds
-# for each rank. None of it may touch a GPU by being imported: CUDA does not survive a fork.
-_PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx"]
+# for each rank. None of it may touch a GPU by being imported, since CUDA does not survive a fork. The compiler's back
+# end asks for the GPUs that it finds.
+_PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "torch._dynamo"]
+_PRELOADED += [] if torch.backends.cuda.is_built() else ["torch._inductor.compile_fx"]
 # Where Python writes no bytecode, each rank would compile these.
 _PRELOADED += ["ep_plugin.moe.communicator", "ep_plugin.collectives.all_gather", "ep_plugin.collectives.reduce_scatter"]
 _PRELOADED += ["tests.ranks", "tests.moe.moe_cases", "tests.faults.fault_cases", "tests.collectives.collective_cases"]
