@@ -108,9 +108,7 @@ def _row_of(name: str) -> Row:
     state = "on" if row.state == "ready" and num_served else row.state
     kinds = [(n, kind) for (of, kind), n in counts.num_served_of_kind.items() if of == name and n]
     served_each = f"served {', '.join(f'{n} {kind}' for n, kind in kinds)}; " if len(kinds) > 1 else ""
-    return row._replace(
-        state=state, detail=served_each + row.detail, served=num_served, left=counts.num_left[name]
-    )
+    return row._replace(state=state, detail=served_each + row.detail, served=num_served, left=counts.num_left[name])
 
 
 def record(name: str, state: str, detail: str) -> None:
