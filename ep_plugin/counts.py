@@ -15,19 +15,12 @@ num_served_of_kind: Counter[tuple[str, str]] = Counter()  # by integration and k
 
 
 def served(name: str, n: int = 1, kind: str = "") -> None:
-    """Count `n` operations of the integration `name` that ran through ep_plugin."""
+    """Count `n` operations of the integration `name` that ran through ep_plugin. kind: if it has several, in words."""
     num_served[name] += n
-    num_served_of_kind[name, kind] += n
+    if kind:
+        num_served_of_kind[name, kind] += n
 
 
 def left(name: str, n: int = 1) -> None:
     """Count `n` operations that the integration `name` saw and left to the framework's own code."""
     num_left[name] += n
-
-
-def begin(name: str) -> None:
-    """Count from zero again, for an integration that is enabled."""
-    for counter in (num_served, num_left):
-        counter.pop(name, None)
-    for key in [key for key in num_served_of_kind if key[0] == name]:
-        del num_served_of_kind[key]

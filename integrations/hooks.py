@@ -64,8 +64,7 @@ class Row(NamedTuple):
     state: "off"; "waiting" for its framework; "ready", replaced but without an operation yet; "on", has served some;
         "stock", left to the framework (EP_PLUGIN_FALLBACK); or "failed".
     detail: what is replaced, or the reason. How many operations of each kind were served, if there are several kinds.
-    served, left: operations since it was enabled that ran through ep_plugin, and that it left to the framework's own
-        code.
+    served, left: operations that ran through ep_plugin, and that it left to the framework's own code.
     """
 
     name: str
@@ -106,7 +105,7 @@ def _row_of(name: str) -> Row:
         row = Row(name, "ready", f"the script imports {home_of(name)}")  # it needs no call, and imports nothing of ours
     num_served = counts.num_served[name]
     state = "on" if row.state == "ready" and num_served else row.state
-    kinds = [(n, kind) for (of, kind), n in counts.num_served_of_kind.items() if of == name and n]
+    kinds = [(n, kind) for (of, kind), n in list(counts.num_served_of_kind.items()) if of == name and n]
     served_each = f"served {', '.join(f'{n} {kind}' for n, kind in kinds)}; " if len(kinds) > 1 else ""
     return row._replace(state=state, detail=served_each + row.detail, served=num_served, left=counts.num_left[name])
 
@@ -128,8 +127,6 @@ def replace(name: str, owner: Any, attribute: str, ours: Any, said: str = "") ->
     present = _members(owner)[attribute]
     if present is not ours:
         _put(owner, attribute, ours)
-        if name not in _replaced:
-            counts.begin(name)
         said = said or f"{owner.__name__.rpartition('.')[2]}.{attribute}"
         _replaced.setdefault(name, []).append((owner, attribute, ours, present, said))
     _record_replaced(name)
@@ -300,7 +297,6 @@ def check_signatures(name: str, module: ModuleType, expected: Iterable[str], adv
 
 
 def _serve_in_place_of(name: str) -> None:
-    counts.begin(name)
     for module in (name, *ALONG.get(name, ())):
         found = sys.modules.get(module)
         if found is not None and found is not sys.modules.get(home_of(module)):

@@ -41,9 +41,9 @@ def messages_of(name: str, group: dist.ProcessGroup | None, tensor: torch.Tensor
     framework. Collective over the group, or the default group, at its first use with the device of the tensor.
 
     ep_plugin leaves devices that are neither CPUs nor GPUs, and GPUs whose group spans nodes or is not served; a
-    warning says so once. It would send between nodes through NCCL, which matches messages in the order of the calls,
-    and that of the framework may differ. For CPUs it leaves groups that are not served only where the framework takes
-    its place (fallback.py).
+    warning says so once, on rank 0 of the job for its groups. It would send between nodes through NCCL, which
+    matches messages in the order of the calls, and that of the framework may differ. For CPUs it leaves groups that
+    are not served only where the framework takes its place (fallback.py).
     """
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"tensor of a message: expected a tensor, got {type(tensor).__name__}")

@@ -5,7 +5,8 @@ all messages as a batch, and one that starts them one by one. Activations use ch
 with two stages, where both neighbours are one rank, they do not meet.
 
 Megatron waits for the whole device after each batch, unless `batch_p2p_sync` is off, to work around a bug of PyTorch's
-batches. It has no need to after a batch of ours, which the current stream has waited for.
+batches. After a batch of ours this is not needed: `Work.wait()` has made the current stream wait for the messages. So
+`enable` also wraps `P2PCommunicator._communicate`, which would wait.
 
 Left to Megatron: messages between GPUs if the group spans nodes or is not served, and with EP_PLUGIN_FALLBACK groups of
 CPUs that are not served.
@@ -13,6 +14,7 @@ CPUs that are not served.
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from typing import Any
@@ -41,7 +43,7 @@ hooks.check_signatures(
 _ACTIVATIONS, _GRADIENTS = 0, 1  # channels
 _stock: dict[str, Any] = {name: getattr(p2p_communication, name) for name in ("_batched_p2p_ops", "_p2p_ops")}
 _stock["_communicate"] = P2PCommunicator._communicate
-_thread = threading.local()  # .sent_by_stock: whether messages of the last call in this thread were Megatron's
+_thread = threading.local()  # .needs_sync: whether to wait for the device after the last batch of this thread
 
 
 def enable() -> None:
@@ -68,17 +70,15 @@ class _Config:
 
     @property
     def batch_p2p_sync(self) -> bool:
-        return self._theirs.batch_p2p_sync and _thread.sent_by_stock
+        return self._theirs.batch_p2p_sync and _thread.needs_sync
 
 
 @functools.wraps(_stock["_communicate"])
 def _communicate(self: Any, **given: Any) -> Any:
-    theirs, _thread.sent_by_stock = self.config, True
-    self.config = _Config(theirs)
-    try:
-        return _stock["_communicate"](self, **given)
-    finally:
-        self.config = theirs
+    _thread.needs_sync = True
+    view = copy.copy(self)
+    view.config = _Config(self.config)
+    return _stock["_communicate"](view, **given)
 
 
 def _batched_p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> list[dist.Work]:
@@ -113,12 +113,12 @@ def _messages(group: dist.ProcessGroup, given: dict[str, Any]) -> dict[str, Send
 
 def _messages_of(group: dist.ProcessGroup, given: dict[str, Any]) -> SendReceive | None:
     """What sends these tensors, all on one type of device; None: Megatron's own functions, also if there are none."""
-    _thread.sent_by_stock = True
+    _thread.needs_sync = True
     if not hooks.is_enabled("megatron", p2p_communication):
         return None
     tensors = [given[name] for name in _TENSORS if given[name] is not None]
     through = messages_of("megatron", group, tensors[0]) if tensors else None
-    _thread.sent_by_stock = bool(tensors) and through is None
+    _thread.needs_sync = bool(tensors) and through is None
     if through is None:
         hooks.left("megatron", len(tensors))
     else:

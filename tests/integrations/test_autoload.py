@@ -301,8 +301,14 @@ def test_on_is_what_has_served(framework: Path) -> None:
     hooks.disable(["toy"])
     assert hooks.status()[-1][1:] == ("off", "disabled", 1, 3)
     hooks.enable(["toy"])
-    assert hooks.status()[-1][1:] == ("ready", "replaced layer.layer", 0, 0)
+    assert hooks.status()[-1][1:] == ("on", "replaced layer.layer", 1, 3)
+
+
+def test_several_kinds_are_counted_apart(framework: Path) -> None:
+    importlib.import_module("toyframe.layer")
+    hooks.enable(["toy"])
     hooks.served("toy", 2, "messages")
+    assert hooks.status()[-1][1:] == ("on", "replaced layer.layer", 2, 0)
     hooks.served("toy", 1, "gathers")
     assert hooks.status()[-1][1:] == ("on", "served 2 messages, 1 gathers; replaced layer.layer", 3, 0)
 

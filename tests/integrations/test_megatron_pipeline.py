@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -131,9 +132,9 @@ def _compares(rank: int, size: int, names: list[str]) -> dict[str, tuple[int, in
     waits: list[str] = []  # Megatron's, for the whole device: ours names the device when it opens or closes
     synchronize = torch.cuda.synchronize
 
-    def counted(*args: Any) -> None:
-        waits.extend([] if args else [name])
-        synchronize(*args)
+    def counted(*args: Any, **kwargs: Any) -> None:
+        waits.extend([] if args or kwargs else [name])
+        synchronize(*args, **kwargs)
 
     torch.cuda.synchronize = counted  # type: ignore[assignment]
     compared = {}
@@ -145,6 +146,9 @@ def _compares(rank: int, size: int, names: list[str]) -> dict[str, tuple[int, in
         pipeline.enable()
         found = _train(size, *SCHEDULES[name], frees=True)
         assert not waits
+        with mock.patch.object(pipeline, "messages_of", return_value=None):  # Megatron's own messages, below ours
+            _train(size, *SCHEDULES[name], frees=False)
+        assert (len(waits) > 0) == is_batched
         pipeline.disable()
         assert (p2p_communication._batched_p2p_ops, p2p_communication._p2p_ops) == stock
         different = sum(not torch.equal(one, other) for one, other in zip(found, expected, strict=True))
