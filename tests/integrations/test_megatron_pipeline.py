@@ -139,6 +139,7 @@ def _compares(rank: int, size: int, names: list[str]) -> dict[str, tuple[int, in
     torch.cuda.synchronize = counted  # type: ignore[assignment]
     compared = {}
     for name in names:
+        waits.clear()
         expected = _train(size, *SCHEDULES[name], frees=False)  # gloo would read them after they are freed
         is_batched = SCHEDULES[name][1].get("batch_p2p_comm", True)
         assert (len(waits) > 0) == is_batched
