@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-EXCHANGES, COLLECTIVES, MESSAGES = "dispatches and combines", "gathers and sums", "messages"
+DISPATCHES, COLLECTIVES, MESSAGES = "dispatches and combines", "gathers and sums", "messages"
 
 num_served: Counter[str] = Counter()
 num_left: Counter[str] = Counter()

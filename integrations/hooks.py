@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
     state: "off"; "waiting" for its framework; "ready", replaced but without an operation yet; "on", has served some;
         "stock", left to the framework (EP_PLUGIN_FALLBACK); or "failed".
-    detail: what is replaced, or the reason. How many operations of each kind were served, if there are several kinds.
+    detail: what is replaced, or the reason. First the number of each kind that was served, if there are several.
     served, left: operations that ran through ep_plugin, and that it left to the framework's own code.
     """
 
@@ -105,7 +105,7 @@ def _row_of(name: str) -> Row:
         row = Row(name, "ready", f"the script imports {home_of(name)}")  # it needs no call, and imports nothing of ours
     num_served = counts.num_served[name]
     state = "on" if row.state == "ready" and num_served else row.state
-    kinds = [(n, kind) for (of, kind), n in list(counts.num_served_of_kind.items()) if of == name and n]
+    kinds = [(n, kind) for (of, kind), n in list(counts.num_served_of_kind.items()) if of == name]
     served_each = f"served {', '.join(f'{n} {kind}' for n, kind in kinds)}; " if len(kinds) > 1 else ""
     return row._replace(state=state, detail=served_each + row.detail, served=num_served, left=counts.num_left[name])
 

@@ -80,7 +80,7 @@ class InFlight:
         with self._engine.lock:
             self.complete()
             operation.check()
-            counts.served(self.serves, kind=counts.EXCHANGES)
+            counts.served(self.serves, kind=counts.DISPATCHES)
             return self._engine.run(operation.name, lambda _: operation.whole(), nbytes=operation.rows.nbytes)
 
     def start(self, operation: Operation) -> Operation:
@@ -88,7 +88,7 @@ class InFlight:
         with self._engine.lock:
             self.complete()
             operation.check()
-            counts.served(self.serves, kind=counts.EXCHANGES)
+            counts.served(self.serves, kind=counts.DISPATCHES)
             self._engine.run(operation.name, self._start, operation, nbytes=operation.rows.nbytes, part=SEND_PART)
             operation.call = self._engine.last_call
             operation.number = next(self._numbers)

@@ -60,7 +60,7 @@ def disable() -> None:
 
 
 class _Config:
-    """A configuration of Megatron's as it is, but that the device need not be waited for after messages of ours."""
+    """Megatron's configuration, but `batch_p2p_sync` is False after a batch that SendReceive has sent."""
 
     def __init__(self, theirs: Any) -> None:
         self._theirs = theirs

@@ -1,4 +1,4 @@
-"""What the integrations of pipelines leave to their framework is said once."""
+"""A warning says once which messages between GPUs are left to the framework."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class LowLatencyInFlight:
         """Runs the whole of `operation` and returns its results. Un-received operations stay so."""
         with self._engine.lock:
             self._check(operation)
-            counts.served(self.serves, kind=counts.EXCHANGES)
+            counts.served(self.serves, kind=counts.DISPATCHES)
             result = self._engine.run(operation.name, lambda _: operation.whole(), nbytes=operation.rows.nbytes)
             self._latest[operation.kind].append(None)
             return result
@@ -126,7 +126,7 @@ class LowLatencyInFlight:
         engine = self._engine
         with engine.lock:
             self._check(operation)
-            counts.served(self.serves, kind=counts.EXCHANGES)
+            counts.served(self.serves, kind=counts.DISPATCHES)
             engine.run(operation.name, lambda _: operation.start(), nbytes=operation.rows.nbytes, part=SEND_PART)
             operation.call = engine.last_call
             operation.capture = engine.streams.capturing()
