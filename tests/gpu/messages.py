@@ -107,14 +107,15 @@ GAP_US = 20.0
 
 
 def gaps_between_products(rank: int, size: int, beside: str) -> dict[str, list[float]]:
-    """Microseconds between products that follow each other, beside messages both ways or gathers: NCCL's and ours, and
-    by arm the round that has the fewest long gaps. A product waits for what began two products before it."""
+    """Microseconds between products that follow each other, beside messages both ways, gathers or sums: NCCL's and ours,
+    and by arm the round that has the fewest long gaps. A product waits for what began two products before it."""
     over_nodes.start(rank, size, nodes=1)
     device = checks.device_of(rank)
     a, b = (torch.randn(SIDE, SIDE, device=device).bfloat16() for _ in range(2))
     found = {}
     with contextlib.ExitStack() as stack:
-        for name, begin in (_messages if beside == "messages" else _gathers)(stack, device, rank ^ 1).items():
+        arms = {"messages": _messages, "gathers": _gathers, "sums": _sums}[beside]
+        for name, begin in arms(stack, device, rank ^ 1).items():
             rounds = [_gaps(begin, a, b) for _ in range(4)]
             found[name] = min(rounds[1:], key=lambda gaps: sum(gap > GAP_US for gap in gaps))
     return found
@@ -144,6 +145,19 @@ def _gathers(stack: contextlib.ExitStack, device: torch.device, peer: int) -> di
     return {
         "NCCL": lambda: [dist.all_gather_into_tensor(theirs, theirs[mine], async_op=True)],
         "ours": lambda: [pair.run("all_gather", ours, ours[mine], async_op=True)],
+    }
+
+
+def _sums(stack: contextlib.ExitStack, device: torch.device, peer: int) -> dict[str, Begin]:
+    """Of gradients in BF16, as those of a data-parallel bucket are summed."""
+    pair = PairUser().pair(dist.group.WORLD, device)
+    stack.callback(pair.close)
+    theirs = torch.zeros(4 * MESSAGE, dtype=torch.bfloat16, device=device)
+    ours = pair.reduce_scatter.allocate(len(theirs), theirs.dtype, device)
+    mine = slice(dist.get_rank() * len(theirs) // 2, (dist.get_rank() + 1) * len(theirs) // 2)
+    return {
+        "NCCL": lambda: [dist.reduce_scatter_tensor(theirs[mine], theirs, async_op=True)],
+        "ours": lambda: [pair.run("reduce_scatter", ours[mine], ours, async_op=True)],
     }
 
 

@@ -135,7 +135,7 @@ def test_a_dead_stage_is_named(framework: str) -> None:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("beside", ["messages", "gathers"])
+@pytest.mark.parametrize("beside", ["messages", "gathers", "sums"])
 def test_products_wait_no_longer_than_beside_nccl(beside: str) -> None:
     """Where all streams share one hardware queue, as Megatron asks for."""
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
