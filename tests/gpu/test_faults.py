@@ -21,7 +21,7 @@ from tests.faults import test_low_latency_hooks as hooks
 from tests.gpu import checks, low_latency
 from tests.ranks import run_ranks, values
 
-# Their deadlines are real time: at most one of these runs at a time.
+# Their deadlines are real time: at most one of these runs at a time, beside one of the hooks'.
 pytestmark = pytest.mark.xdist_group("faults")
 
 DEADLINE_S = 4.0
@@ -182,6 +182,7 @@ NAMES_OF_HOOKS = [f"{place}, {len(victims)} of {len(case.tokens)}" for case, pla
 
 
 @pytest.mark.gpu(1)
+@pytest.mark.xdist_group("faults of hooks")
 @pytest.mark.parametrize("given", OF_HOOKS, ids=NAMES_OF_HOOKS)
 def test_hooks_name_the_dead(given: tuple[Any, str, tuple[int, ...]]) -> None:
     case, _, victims = given
@@ -191,6 +192,7 @@ def test_hooks_name_the_dead(given: tuple[Any, str, tuple[int, ...]]) -> None:
 
 
 @pytest.mark.gpu(1)
+@pytest.mark.xdist_group("faults of hooks")
 @pytest.mark.parametrize("given", OF_HOOKS, ids=NAMES_OF_HOOKS)
 def test_hooks_mask_the_dead_and_go_on(given: tuple[Any, str, tuple[int, ...]]) -> None:
     case, _, victims = given
