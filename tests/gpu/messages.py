@@ -107,8 +107,8 @@ GAP_US = 20.0
 
 
 def gaps_between_products(rank: int, size: int, beside: str) -> dict[str, list[float]]:
-    """Microseconds between products that follow each other, beside messages both ways, gathers or sums: NCCL's and ours,
-    and by arm the round that has the fewest long gaps. A product waits for what began two products before it."""
+    """Microseconds between products that follow each other, beside messages both ways, gathers or sums: NCCL's and
+    ours, and by arm the round that has the fewest long gaps. A product waits for what began two products before it."""
     over_nodes.start(rank, size, nodes=1)
     device = checks.device_of(rank)
     a, b = (torch.randn(SIDE, SIDE, device=device).bfloat16() for _ in range(2))
