@@ -1,5 +1,5 @@
 """A plugin of pytest for `make test-megatron`: when no test has failed, it writes the version of Megatron-core into
-megatron_receipt.json, with the numbers of tests and the day."""
+megatron_receipt.json, with the numbers of tests, the day and the commit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ep_plugin.bench.provenance import commit
 
 RECEIPT = Path(__file__).with_name("megatron_receipt.json")
 
@@ -24,6 +26,7 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
         "passed": len(terminalreporter.stats["passed"]),
         "skipped": len(terminalreporter.stats.get("skipped", [])),
         "date": datetime.date.today().isoformat(),
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
     }
