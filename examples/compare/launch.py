@@ -90,7 +90,8 @@ def _ended_by_signals() -> Iterator[None]:
         print(f"stopped: got {signal.Signals(signum).name}", file=sys.stderr)
         raise Exit(128 + signum)
 
-    before = {signum: signal.signal(signum, stop) for signum in _SIGNALS}
+    ignored = signal.SIG_IGN  # as nohup has SIGHUP
+    before = {signum: signal.signal(signum, stop) for signum in _SIGNALS if signal.getsignal(signum) is not ignored}
     try:
         yield
     finally:

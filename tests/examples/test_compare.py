@@ -24,7 +24,7 @@ import typer
 
 from examples.compare import data
 from examples.compare.cli import _environment, _make_folder, resolve
-from examples.compare.launch import Comparison
+from examples.compare.launch import Comparison, _ended_by_signals
 from examples.compare.options import OURS, Options
 
 ROOT = Path(__file__).parents[2]
@@ -279,6 +279,18 @@ def test_a_run_that_is_cut_short_ends(tmp_path: Path, victim: str, signum: int, 
     finally:
         process.terminate()
         process.wait(timeout=60)
+
+
+def test_a_signal_that_is_ignored_ends_nothing() -> None:
+    """nohup starts a command that ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with pytest.raises(typer.Exit) as ended, _ended_by_signals():
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended.value.exit_code == 143
 
 
 def _children(pid: int) -> list[int]:
