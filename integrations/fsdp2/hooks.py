@@ -196,7 +196,7 @@ def _has_places(group: Any) -> bool:
     return missing is None or _unless_left(
         NotSupported(
             f"FSDP2 of PyTorch {torch.__version__} is not supported: expected parameter groups with {missing}, as in "
-            "2.11 to 2.15"
+            "2.11 and newer"
         )
     )
 
