@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ep_plugin.bench import load, provenance, report, traffic
-from ep_plugin.bench.plan import Plan
+from ep_plugin.bench import load, plan, provenance, report
 from ep_plugin.bench.suite import Suite, WrongResult, take_fields
 from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite
 from ep_plugin.bench.suites.fsdp2 import Fsdp2Suite
@@ -73,19 +72,18 @@ for _kind in SUITES:
 
 def _plan(plot: Path | None = None, **options: Any) -> None:
     with _refusals():
-        plan = Plan(**options)
-        if plot is not None:
-            if plan.nodes < 2:
-                raise ValueError(f"nodes: expected at least 2 for --plot, got {plan.nodes}")
-            _check_writable("plot", plot)
-    typer.echo(traffic.markdown(plan))
+        asked = plan.Plan(**options)
+        if plot is not None and asked.nodes < 2:
+            raise ValueError(f"nodes: expected at least 2 for --plot, got {asked.nodes}")
+        _check_writable("plot", plot)
+    typer.echo(plan.markdown(asked))
     if plot is not None:
-        traffic.plot(plan, plot)
+        plan.plot(asked, plot)
 
 
 Plot = Annotated[Path | None, typer.Option(help="The file of a PNG with the bytes over 2 to N nodes.")]
-take_fields(_plan, Plan, inspect.signature(_plan).parameters["plot"].replace(annotation=Plot))
-main.command("plan", help=Plan.__doc__)(_plan)
+take_fields(_plan, plan.Plan, inspect.signature(_plan).parameters["plot"].replace(annotation=Plot))
+main.command("plan", help=plan.Plan.__doc__)(_plan)
 
 
 @main.command("report")
@@ -102,8 +100,7 @@ def report_command(
         except ValueError as error:
             refused.append(str(error))
     with _refusals():
-        if plot is not None:
-            _check_writable("plot", plot)
+        _check_writable("plot", plot)
         results = report.of_cases(loaded, case or []) if loaded else []
     for result in results:
         typer.echo(report.markdown(result))
@@ -122,8 +119,7 @@ def load_command(
     """Prints the load of a run, whose ranks wrote a file each: tokens, drops, bytes and waits."""
     with _refusals():
         loads = load.load(files)
-        if plot is not None:
-            _check_writable("plot", plot)
+        _check_writable("plot", plot)
     for found in loads:
         typer.echo(load.markdown(found))
     if plot is not None:
@@ -153,8 +149,10 @@ def _result_path(out: str | None, suite: Suite) -> Path | None:
     return path
 
 
-def _check_writable(option: str, path: Path) -> None:
-    """Makes the folder of `path`. ValueError, naming the option, when no file can be written there."""
+def _check_writable(option: str, path: Path | None) -> None:
+    """Makes the folder of `path`, if any. ValueError, naming the option, when no file can be written there."""
+    if path is None:
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -81,7 +81,7 @@ def markdown(found: Load) -> str:
         }
         for (rank, stats), tokens in zip(found.ranks.items(), received.tolist(), strict=True)
     ]
-    table = markdown_table({name: [line[name] for line in lines] for name in lines[0]}, ("waited most for",))
+    table = markdown_table(lines, ("waited most for",))
     busiest, tokens, skew = _busiest(found.tokens().sum(0))
     experts = sum(stats.tokens.shape[1] for stats in found.ranks.values())
     text = (
@@ -89,15 +89,12 @@ def markdown(found: Load) -> str:
         f"{skew:.2f} × the mean.\n"
     )
     if layers := found.layers():
-        of_layers = list(zip(*map(_busiest, layers.values()), strict=True))
-        columns = {
-            "layer": list(layers),
-            "tokens": [f"{int(per_expert.nansum()):,}" for per_expert in layers.values()],
-            "busiest expert": [str(expert) for expert in of_layers[0]],
-            "its tokens": [f"{count:,}" for count in of_layers[1]],
-            "of the mean": [f"{skew:.2f} ×" for skew in of_layers[2]],
-        }
-        text += f"\n{markdown_table(columns, ('layer',))}\n"
+        lines = []
+        for layer, per_expert in layers.items():
+            expert, count, skew = _busiest(per_expert)
+            line = {"layer": layer, "tokens": f"{int(per_expert.nansum()):,}", "busiest expert": str(expert)}
+            lines.append(line | {"its tokens": f"{count:,}", "of the mean": f"{skew:.2f} ×"})
+        text += f"\n{markdown_table(lines, ('layer',))}\n"
     return text
 
 

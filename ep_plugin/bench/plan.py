@@ -1,24 +1,28 @@
-"""The rows that cross in dispatch and combine over nodes: by formula, and counted in a routing.
+"""`ep-bench plan`: the rows, bytes and least times of dispatch and combine over nodes, by formula and counted.
 
 Two levels: as ep_plugin.moe.across_nodes sends. Flat: an all-to-all over all ranks, with one row for each rank that a
 token needs, or with one for each of its K experts.
 
-Shapes: R ranks, N nodes of G ranks, T tokens per rank, H hidden size, K experts per token, E experts in all.
+Shapes: R ranks, N nodes of G ranks, T tokens per rank, H hidden size, K experts per token, E experts in all, E_l of R.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 
 from ep_plugin import _C
+from ep_plugin.bench.report import markdown_table, picture
 from ep_plugin.bench.suite import check_least, check_names
 from ep_plugin.config import ROW_ALIGNMENT_BYTES
+from ep_plugin.dtypes import num_scales
 from ep_plugin.moe.across_nodes.legs import chunk_bounds, legs_of, num_chunks
 
 TWO_LEVEL, ROW_PER_RANK, COPIES = WAYS = ("two levels", "flat, a row per rank", "flat, K copies")
@@ -156,3 +160,144 @@ def _pairs(plan: Plan, ids: torch.Tensor) -> torch.Tensor:
     pairs = torch.zeros(len(ids), plan.size + 1, dtype=torch.int32)
     pairs.scatter_add_(1, ranks, torch.ones_like(ranks, dtype=torch.int32))
     return pairs[:, :-1].unflatten(1, (plan.nodes, plan.ranks))
+
+
+RAIL, LINKS = "rail", "links"
+_COUNTED = 256  # tokens per rank in the routing of the picture
+_NOTES = """\
+- formula: each token draws M of the N nodes evenly (M: the node limit, else N), then K of their e = E M / N experts.
+  It needs a place with n experts with probability q(n) = M / N p(n), p(n) = 1 - C(e - n, K) / C(e, K). Rows per token:
+  two levels: (N - 1) q(E / N) on the rail, N (G - 1) q(E / R) on the links;
+  flat, a row per rank: (R - G) q(E / R) and (G - 1) q(E / R); flat, K copies: K (R - G) / R and K (G - 1) / R.
+- counted: the rows of rank 0 in one random routing of that kind, in the legs that ep_plugin sends.
+- links: what dispatch sends to the other ranks of the node, and combine receives from them.
+- time: the least that the rates allow; rail and links work at once, but for forwarding the rail's last leg."""
+
+
+class Bytes(NamedTuple):
+    rows: float
+    ids: float
+    weights: float
+    scales: float
+    counts: float
+
+
+def bytes_of(plan: Plan, way: str, path: str, operation: str, rows: float, weights: bool) -> Bytes:
+    """The bytes of so many rows and of their counts. weights: dispatch sends float32 weights, or combine returns their
+    gradients. Signals inside the node, a few words for each pair of ranks, are left out."""
+    K, local = plan.topk, plan.experts // plan.size
+    with_each = 1 if way == COPIES else K
+    fresh = operation == DISPATCH
+    ids, weight = 4 * with_each * fresh, 4 * with_each * weights
+    row, scale = plan.row_bytes(operation), 4 * int(num_scales(plan.hidden))
+    scale *= plan.dtype == "fp8" and operation != COMBINE
+    peers = plan.ranks - 1 if path == LINKS else plan.size - plan.ranks
+    counts = 8 * local * peers
+    if way == TWO_LEVEL and path == RAIL:
+        counts = 8 * (len(_C.header_fields) + plan.chunks) * (plan.nodes - 1)
+    elif way == TWO_LEVEL:  # csrc/common/layout.h: slots, whose parts are aligned, and count rows
+        segments = 1 + plan.chunks * (plan.nodes - 1)
+        counts = 8 * (2 * len(_C.header_fields) + plan.ranks + local) * segments * peers
+        ids = 0 if operation == COMBINE else 2 * _aligned(4 * K)
+        weight, scale = _aligned(weight), _aligned(scale)
+    has_counts = fresh or (way == TWO_LEVEL and path == RAIL)  # over the rail, ranks compare every operation
+    return Bytes(rows * row, rows * ids, rows * weight, rows * scale, counts * has_counts)
+
+
+def least_seconds(plan: Plan, way: str, operation: str, rows: Rows, weights: bool) -> float:
+    """The time that the rates allow where rail and links work at once, but for the forwarding of the rail's last leg.
+
+    Combine runs backwards: its first leg waits for the sums of the node's ranks.
+    """
+    rail, links = (
+        sum(bytes_of(plan, way, path, operation, rows_of(operation, path, rows), weights)) / (rate * 1e9)
+        for path, rate in ((RAIL, plan.rail_gbps), (LINKS, plan.link_gbps))
+    )
+    tail = links * rows.last / rows.links if rows.last else 0
+    return max(rail + tail, links)
+
+
+def rows_of(operation: str, path: str, rows: Rows) -> float:
+    """The rows that an operation sends over the rail. Over the links: that dispatch sends, and combine receives."""
+    return rows.links if path == LINKS else rows.landed if operation == COMBINE else rows.sent
+
+
+def rows_by_source(plan: Plan, most: int | None = None) -> dict[str, dict[str, Rows]]:
+    """The rows of rank 0, by formula, and counted in a random routing. most: tokens that are counted, and scaled."""
+    few = replace(plan, tokens=min(plan.tokens, most or plan.tokens))
+    generator, scale = torch.Generator().manual_seed(0), plan.tokens / few.tokens
+    counted = counted_rows(few, [random_routing(few, generator) for _ in range(plan.nodes)])
+    scaled = {way: Rows(*(number * scale for number in rows)) for way, rows in counted.items()}
+    return {"formula": expected_rows(plan), "counted": scaled}
+
+
+def markdown(plan: Plan) -> str:
+    """The predictions for rank 0 as a table."""
+    found, lines = rows_by_source(plan), []
+    for operation, way, path, source in itertools.product((DISPATCH, COMBINE), WAYS, (RAIL, LINKS), found):
+        rows, weights = found[source][way], operation == DISPATCH
+        number = rows_of(operation, path, rows)
+        parts = bytes_of(plan, way, path, operation, number, weights)
+        line = {"operation": operation, "exchange": way, "path": path, "rows by": source}
+        line["rows per token"] = f"{number / plan.tokens:.3f}"
+        line |= {f"{name}, MB": f"{size / 1e6:.3f}" for name, size in parts._asdict().items()}
+        line["all, MB"] = f"{sum(parts) / 1e6:.3f}"
+        time = least_seconds(plan, way, operation, rows, weights) if path == RAIL else 0
+        line["time, ms"] = f"{time * 1e3:.3f}" if time else ""
+        lines.append(line)
+    return f"{markdown_table(lines, ('operation', 'exchange', 'path', 'rows by'))}\n\n{_NOTES}"
+
+
+def points_of(plan: Plan) -> dict[int, dict[tuple[str, str, str], float]]:
+    """Bytes of a dispatch with weights and its combine, by (source, path, way), for numbers of nodes from 2 on.
+
+    Those are the divisors of the plan's, each with as many ranks for each node.
+    """
+    points = {}
+    for nodes in (number for number in range(2, plan.nodes + 1) if plan.nodes % number == 0):
+        part = replace(plan, nodes=nodes, node_limit=plan.node_limit and min(plan.node_limit, nodes))
+        points[nodes] = {
+            (source, path, way): sum(
+                sum(bytes_of(part, way, path, operation, rows_of(operation, path, rows), operation == DISPATCH))
+                for operation in (DISPATCH, COMBINE)
+            )
+            for source, by_way in rows_by_source(part, _COUNTED).items()
+            for path in (RAIL, LINKS)
+            for way, rows in by_way.items()
+        }
+    return points
+
+
+def plot(plan: Plan, path: Path) -> None:
+    """A PNG of the bytes per rank over the number of nodes: lines by formula, marks counted in a random routing.
+
+    The routing has at most 256 tokens per rank, and its rows are scaled. With a node limit, dashed lines are of routing
+    that has it, and the others of routing that has none.
+    """
+    shape = f"T {plan.tokens}, H {plan.hidden}, K {plan.topk} of {plan.experts}, {plan.dtype}"
+    with picture(path, 1, 2, figsize=(11, 4.5)) as (figure, panels):
+        for limit in dict.fromkeys((None, plan.node_limit)):
+            points = points_of(replace(plan, node_limit=limit))
+            limited = "" if limit is None else f", at most {limit} nodes per token"
+            for (axes, where), (index, way) in itertools.product(
+                zip(panels, (RAIL, LINKS), strict=True), enumerate(WAYS)
+            ):
+                formula, counted = (
+                    [point[source, where, way] / 1e6 for point in points.values()] for source in ("formula", "counted")
+                )
+                style: dict[str, Any] = {"color": f"C{index}", "linestyle": "-" if limit is None else "--"}
+                axes.plot(list(points), formula, label=way + limited, **style)
+                axes.plot(list(points), counted, "x", color=style["color"])
+        for axes, title in zip(panels, ("between nodes (rail)", "inside a node (links)"), strict=True):
+            axes.set(xlabel="nodes", ylabel="MB per rank, dispatch and combine", title=title)
+            axes.set(xscale="log", ylim=(0, None))
+            axes.set_xticks(list(points))
+            axes.minorticks_off()
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.grid(alpha=0.3)
+        panels[0].legend(fontsize="small")
+        figure.suptitle(f"{plan.ranks} ranks per node, {shape}")
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES

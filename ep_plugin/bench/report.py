@@ -60,17 +60,19 @@ def markdown(result: dict[str, Any]) -> str:
 
 def _table(result: dict[str, Any]) -> str:
     """The columns that have values in these rows, as a markdown table."""
-    columns = {name: [cell(row) for row in result["rows"]] for name, cell in _columns(result).items()}
-    return markdown_table({name: cells for name, cells in columns.items() if any(cells)}, ("case", "implementation"))
+    lines = [{name: cell(row) for name, cell in _columns(result).items()} for row in result["rows"]]
+    filled = {name for line in lines for name, cell in line.items() if cell}
+    lines = [{name: cell for name, cell in line.items() if name in filled} for line in lines]
+    return markdown_table(lines, ("case", "implementation"))
 
 
-def markdown_table(columns: dict[str, list[str]], left: Collection[str]) -> str:
-    """The cells of each column. left: the columns whose cells begin at the left."""
+def markdown_table(lines: list[dict[str, str]], left: Collection[str]) -> str:
+    """The cells of each line by their columns. left: the columns whose cells begin at the left."""
     table = Table(box=box.MARKDOWN)
-    for name in columns:
+    for name in lines[0]:
         table.add_column(name, justify="left" if name in left else "right")
-    for line in zip(*columns.values(), strict=True):
-        table.add_row(*line)
+    for line in lines:
+        table.add_row(*line.values())
     console = Console(width=1000, color_system=None, markup=False)
     with console.capture() as captured:
         console.print(table)

@@ -65,8 +65,7 @@ def copy_rate(within: Exchange, device: torch.device) -> float:
 def describe(node_map: NodeMap, gbps: float, device: torch.device) -> Iterator[Finding]:
     """The rate beside the committed one, and the least time of a dispatch at that rate."""
     try:
-        from ep_plugin.bench.plan import DISPATCH, TWO_LEVEL, Plan, expected_rows
-        from ep_plugin.bench.traffic import least_seconds
+        from ep_plugin.bench.plan import DISPATCH, TWO_LEVEL, Plan, expected_rows, least_seconds
     except ModuleNotFoundError as error:
         what = f"each rank copies {gbps:.1f} GB/s; there is no prediction without {error.name}"
         yield Finding(WARNING, "copy rate", what, INSTALL_BENCH)

@@ -18,15 +18,20 @@ from ep_plugin.bench.plan import (
     COMBINE,
     COPIES,
     DISPATCH,
+    LINKS,
+    RAIL,
     ROW_PER_RANK,
     TWO_LEVEL,
     WAYS,
     Plan,
+    bytes_of,
     counted_rows,
     expected_rows,
+    least_seconds,
+    points_of,
     random_routing,
+    rows_of,
 )
-from ep_plugin.bench.traffic import LINKS, RAIL, bytes_of, least_seconds, points_of, rows_of
 from tests.moe.moe_cases import Case, make_inputs
 from tests.ranks import run_ranks, values
 
@@ -218,14 +223,14 @@ def test_the_picture_is_of_all_numbers_of_nodes_that_divide_the_plans(tmp_path: 
     assert picture.read_bytes().startswith(b"\x89PNG")
     plan = Plan(nodes=6, ranks=2, tokens=400, hidden=64, topk=4, experts=48, node_limit=3)
     points = points_of(plan)
-    assert [point.nodes for point in points] == [2, 3, 6]
-    for point in points:
-        assert point.formula.keys() == point.counted.keys() == set(itertools.product((RAIL, LINKS), WAYS))
-        for key, size in point.formula.items():
-            assert point.counted[key] == pytest.approx(size, rel=0.2), (point.nodes, key)
+    assert list(points) == [2, 3, 6]
+    for nodes, point in points.items():
+        assert point.keys() == set(itertools.product(("formula", "counted"), (RAIL, LINKS), WAYS))
+        for where in itertools.product((RAIL, LINKS), WAYS):
+            assert point["counted", *where] == pytest.approx(point["formula", *where], rel=0.2), (nodes, where)
     rows = expected_rows(plan)[COPIES]
     parts = (
         bytes_of(plan, COPIES, RAIL, DISPATCH, rows.sent, True),
         bytes_of(plan, COPIES, RAIL, COMBINE, rows.sent, False),
     )
-    assert points[-1].formula[RAIL, COPIES] == pytest.approx(sum(map(sum, parts)))
+    assert points[6]["formula", RAIL, COPIES] == pytest.approx(sum(map(sum, parts)))
