@@ -14,27 +14,18 @@ import typer
 
 from ep_plugin.bench import load, plan, provenance, report
 from ep_plugin.bench.suite import Suite, WrongResult, take_fields
-from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite
+from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite, SendReceiveSuite
 from ep_plugin.bench.suites.fsdp2 import Fsdp2Suite
 from ep_plugin.bench.suites.layers import LayersSuite
-from ep_plugin.bench.suites.low_latency import LowLatencySuite
-from ep_plugin.bench.suites.moe import MoeSuite
+from ep_plugin.bench.suites.moe import LowLatencySuite, MoeSuite
 from ep_plugin.bench.suites.overlap import OverlapSuite
-from ep_plugin.bench.suites.send_receive import SendReceiveSuite
 from ep_plugin.bench.suites.stand_in import StandInSuite
 from ep_plugin.bench.suites.wire import WireSuite
 
-SUITES = (
-    MoeSuite,
-    LowLatencySuite,
-    StandInSuite,
-    AllGatherSuite,
-    ReduceScatterSuite,
-    SendReceiveSuite,
-    OverlapSuite,
-    LayersSuite,
-    Fsdp2Suite,
-    WireSuite,
+SUITES: tuple[type[Suite], ...] = (
+    *(MoeSuite, LowLatencySuite, StandInSuite),
+    *(AllGatherSuite, ReduceScatterSuite, SendReceiveSuite),
+    *(OverlapSuite, LayersSuite, Fsdp2Suite, WireSuite),
 )
 
 Out = Annotated[str | None, typer.Option(help="The JSON's file, or a folder (ends in /) that has one per hardware.")]
@@ -65,7 +56,6 @@ def _add_command(kind: type[Suite]) -> None:
     main.command(kind.command_name, help=kind.__doc__)(command)
 
 
-_kind: type[Suite]
 for _kind in SUITES:
     _add_command(_kind)
 
@@ -102,10 +92,7 @@ def report_command(
     with _refusals():
         _check_writable("plot", plot)
         results = report.of_cases(loaded, case or []) if loaded else []
-    for result in results:
-        typer.echo(report.markdown(result))
-    if plot is not None and results:
-        report.plot(results, plot)
+    _print(report, results, plot)
     if refused:
         typer.echo("\n".join(refused), err=True)
         raise typer.Exit(2)
@@ -120,10 +107,15 @@ def load_command(
     with _refusals():
         loads = load.load(files)
         _check_writable("plot", plot)
-    for found in loads:
-        typer.echo(load.markdown(found))
-    if plot is not None:
-        load.plot(loads, plot)
+    _print(load, loads, plot)
+
+
+def _print(how: Any, results: list[Any], plot: Path | None) -> None:
+    """Prints each result, and draws all of them if `plot` is given. how: the module with `markdown` and `plot`."""
+    for result in results:
+        typer.echo(how.markdown(result))
+    if plot is not None and results:
+        how.plot(results, plot)
 
 
 @contextmanager

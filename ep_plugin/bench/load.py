@@ -22,29 +22,20 @@ class Load(NamedTuple):
     name: str
     ranks: dict[int, LoadStats]
 
-    def tokens(self) -> torch.Tensor:
+    def tokens(self, layer: str | None = None) -> torch.Tensor:
         """float64 ``[R, E]``: tokens from each rank for each expert. NaN for experts of ranks without a file."""
-        return self._over_ranks({rank: stats.tokens for rank, stats in self.ranks.items()})
+        size, local = next(iter(self.ranks.values())).tokens.shape
+        whole = torch.full((size, size, local), torch.nan, dtype=torch.float64)
+        for rank, stats in self.ranks.items():
+            whole[:, rank] = (stats.tokens if layer is None else stats.layers.get(layer, torch.zeros(()))).double()
+        return whole.flatten(1)
 
     def layers(self) -> dict[str, torch.Tensor]:
         """float64 ``[E]``: tokens for each expert, by layer; {}: no layer is known. NaN as in `tokens`."""
         names = dict.fromkeys(name for stats in self.ranks.values() for name in stats.layers)
-        found = {}
-        for name in names:
-            of_ranks = {
-                rank: stats.layers.get(name, torch.zeros_like(stats.tokens)) for rank, stats in self.ranks.items()
-            }
-            found[name] = self._over_ranks(of_ranks).sum(0)
+        found = {name: self.tokens(name).sum(0) for name in names}
         outside = self.tokens().sum(0) - sum(found.values())
         return found | {"no layer": outside} if found and outside.nansum() else found
-
-    def _over_ranks(self, tokens: dict[int, torch.Tensor]) -> torch.Tensor:
-        """``[R, E]`` from the ``[R, E_l]`` of each rank."""
-        size, local = next(iter(tokens.values())).shape
-        whole = torch.full((size, size, local), torch.nan, dtype=torch.float64)
-        for rank, of_rank in tokens.items():
-            whole[:, rank] = of_rank.double()
-        return whole.flatten(1)
 
 
 def load(paths: Sequence[Path]) -> list[Load]:
@@ -66,21 +57,23 @@ def load(paths: Sequence[Path]) -> list[Load]:
 
 def markdown(found: Load) -> str:
     """A line per rank, one sentence on experts, and a line per layer if layers are known."""
-    received = torch.tensor([int(stats.tokens.sum()) for stats in found.ranks.values()], dtype=torch.float64)
-    mean = max(float(received.mean()), 1.0)
-    lines = [
-        {
-            "rank": str(rank),
-            "tokens received": f"{tokens:,.0f}",
-            "of the mean": f"{tokens / mean:.2f} ×",
-            "skew of its experts": f"{stats.skew:.2f}",
-            "dropped": f"{(stats.dropped_ids or 0) + stats.dropped_rows:,}",
-            "link MB sent": _megabytes(stats.link_bytes_sent),
-            "rail MB sent": _megabytes(stats.rail_bytes_sent),
-            "waited most for": _longest(stats.waited_ns),
-        }
-        for (rank, stats), tokens in zip(found.ranks.items(), received.tolist(), strict=True)
-    ]
+    mean = max(sum(int(stats.tokens.sum()) for stats in found.ranks.values()) / len(found.ranks), 1.0)
+    lines = []
+    for rank, stats in found.ranks.items():
+        tokens, longest = int(stats.tokens.sum()), int(stats.waited_ns.argmax())
+        sent = {"link MB sent": stats.link_bytes_sent, "rail MB sent": stats.rail_bytes_sent}
+        waited = f"rank {longest}: {int(stats.waited_ns[longest]) / 1e9:.3f} s" if stats.waited_ns.any() else ""
+        lines.append(
+            {
+                "rank": str(rank),
+                "tokens received": f"{tokens:,}",
+                "of the mean": f"{tokens / mean:.2f} ×",
+                "skew of its experts": f"{stats.skew:.2f}",
+                "dropped": f"{(stats.dropped_ids or 0) + stats.dropped_rows:,}",
+                **{name: "" if count is None else f"{count / 1e6:,.1f}" for name, count in sent.items()},
+                "waited most for": waited,
+            }
+        )
     table = markdown_table(lines, ("waited most for",))
     busiest, tokens, skew = _busiest(found.tokens().sum(0))
     experts = sum(stats.tokens.shape[1] for stats in found.ranks.values())
@@ -102,17 +95,6 @@ def _busiest(per_expert: torch.Tensor) -> tuple[int, int, float]:
     """The busiest expert, its tokens, and these over the mean of the experts that are known."""
     busiest = int(per_expert.nan_to_num(-1).argmax())
     return busiest, int(per_expert[busiest]), skew_of(per_expert[~per_expert.isnan()])
-
-
-def _megabytes(count: int | None) -> str:
-    return "" if count is None else f"{count / 1e6:,.1f}"
-
-
-def _longest(waited_ns: torch.Tensor) -> str:
-    if not waited_ns.any():
-        return ""
-    rank = int(waited_ns.argmax())
-    return f"rank {rank}: {int(waited_ns[rank]) / 1e9:.3f} s"
 
 
 def plot(loads: Sequence[Load], path: Path) -> None:

@@ -17,13 +17,11 @@ from typer.testing import CliRunner
 from ep_plugin.bench import provenance, report
 from ep_plugin.bench.cli import SUITES, main
 from ep_plugin.bench.suite import Suite, row
-from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite
+from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite, SendReceiveSuite
 from ep_plugin.bench.suites.fsdp2 import Fsdp2Suite
 from ep_plugin.bench.suites.layers import LayersSuite
-from ep_plugin.bench.suites.low_latency import LowLatencySuite
-from ep_plugin.bench.suites.moe import MoeSuite
+from ep_plugin.bench.suites.moe import LowLatencySuite, MoeSuite
 from ep_plugin.bench.suites.overlap import OverlapSuite
-from ep_plugin.bench.suites.send_receive import SendReceiveSuite
 from ep_plugin.bench.suites.stand_in import StandInSuite
 from ep_plugin.bench.suites.wire import WireSuite
 from ep_plugin.bench.timing import Timing

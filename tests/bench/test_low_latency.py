@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from ep_plugin.bench.exchange import cases, peers
-from ep_plugin.bench.exchange.cases import Halves, time_cases
+from ep_plugin.bench.exchange.cases import EpPlugin, time_cases
 from ep_plugin.bench.exchange.oracle import wrong_dispatch
 from ep_plugin.bench.exchange.peers import AllToAll, received
 from ep_plugin.bench.exchange.workload import FLAT, Batch, batches
 from ep_plugin.bench.suite import WrongResult, measured
-from ep_plugin.bench.suites.low_latency import LowLatencySuite
+from ep_plugin.bench.suites.moe import LowLatencySuite
 from ep_plugin.bench.timing import Run
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.reference import reference_dispatch, reference_quantize
@@ -98,7 +98,7 @@ class DoubleSums(AllToAll):
         return 2 * super().combine(y, state)
 
 
-class WrongHalves(Halves):
+class WrongHalves(EpPlugin):
     """Two rows of a dispatch change places, and sums are twice as large."""
 
     def start_dispatch(self, batch: Batch, previous: Any = None) -> Run:
@@ -121,7 +121,7 @@ def _as_all_to_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def _halves(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cases, "Halves", WrongHalves)
+    patch.setattr(cases, "EpPlugin", WrongHalves)
 
 
 def _without_weights(patch: pytest.MonkeyPatch) -> None:

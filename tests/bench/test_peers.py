@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from ep_plugin.bench.exchange.oracle import expert_rows, wrong_combine, wrong_dispatch
-from ep_plugin.bench.exchange.peers import PLAIN, _flat_order, _inverse
-from ep_plugin.bench.exchange.rail import RailAllToAll
+from ep_plugin.bench.exchange.peers import PLAIN, RailAllToAll, _flat_order, _inverse
 from ep_plugin.bench.exchange.workload import DTYPES, FLAT, Batch, Workload, batches, expert_factors, other_rows
 from tests.ranks import run_ranks, values
 
@@ -57,28 +56,27 @@ def test_the_peer_is_right(name: str, dtype: str) -> None:
 ROWS = torch.tensor([[0, 3, 0], [0, 2, 5], [4, 0, 1], [0, 0, 7], [2, 2, 0], [6, 1, 0]])  # 3 nodes of 2 ranks
 
 
-def over_the_rail(rank: int, there: int, back: int, garbled: bool) -> str | None:
-    rail = RailAllToAll(ROWS, there, back, CPU)
-    if garbled and rank == 4:
-        leg = rail._legs[-1]
-        fill = leg.fill
+class Garbled(RailAllToAll):
+    """Rank 4 changes a byte that it sends on the last leg."""
 
-        def fill_wrongly(seed: int, rank: int) -> None:
-            fill(seed, rank)
-            leg._leaving[0] += 1
+    def __call__(self) -> None:
+        self._legs[-1].leaving[:1] += int(self._rank == 4)
+        super().__call__()
 
-        leg.fill = fill_wrongly  # type: ignore[method-assign]
+
+def over_the_rail(rank: int, there: int, back: int, kind: type[RailAllToAll]) -> str | None:
+    rail = kind(ROWS, there, back, CPU)
     rail()
     return rail.check()
 
 
 @pytest.mark.parametrize(("there", "back"), [(12, 0), (0, 8), (16, 4)], ids=["there", "back", "there and back"])
 def test_the_rail_carries_what_it_is_given(there: int, back: int) -> None:
-    assert values(run_ranks(6, over_the_rail, there, back, False)) == [None] * 6
+    assert values(run_ranks(6, over_the_rail, there, back, RailAllToAll)) == [None] * 6
 
 
 def test_a_rail_that_carries_something_else_is_found() -> None:
-    found = values(run_ranks(6, over_the_rail, 16, 4, True))
+    found = values(run_ranks(6, over_the_rail, 16, 4, Garbled))
     wrong = "expected the bytes that the other nodes have sent, got others"
     assert found == [wrong if rank == 2 else None for rank in range(6)]  # rank 4 returns rows to rank 2 first
 

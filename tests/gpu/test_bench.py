@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ep_plugin.bench.suites.collectives import MIB, AllGatherSuite, CollectiveSuite, ReduceScatterSuite
-from ep_plugin.bench.suites.low_latency import LowLatencySuite
+from ep_plugin.bench.suites.moe import LowLatencySuite
 from ep_plugin.bench.suites.overlap import ALONE, OverlapSuite
 from ep_plugin.bench.suites.stand_in import StandInSuite
 from ep_plugin.bench.suites.wire import WireSuite

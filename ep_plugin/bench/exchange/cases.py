@@ -17,8 +17,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from ep_plugin.bench.exchange.oracle import expert_rows, poisoned, wrong_combine, wrong_dispatch
-from ep_plugin.bench.exchange.peers import ALL_TO_ALL, RAIL, find_peers, name_in_results
-from ep_plugin.bench.exchange.rail import RailAllToAll
+from ep_plugin.bench.exchange.peers import ALL_TO_ALL, RAIL, RailAllToAll, find_peers, name_in_results
 from ep_plugin.bench.exchange.workload import (
     CACHED,
     COMBINE,
@@ -47,7 +46,6 @@ from ep_plugin.moe.layout import DispatchOutput
 ROOM = 1.125  # of the mean rows per rank: the capacity of a dispatch that has one, unless a rank receives more
 
 Step = Callable[[Batch], Any]
-StepOfAll = Callable[[list[Batch]], Mapping[int, Any]]
 
 
 class Scene:
@@ -72,11 +70,11 @@ class Scene:
 
     def judge(
         self,
-        step: StepOfAll,
+        step: Callable[[list[Batch]], Mapping[int, Any]],
         layout: DispatchLayout = FLAT,
         reroute: bool = True,
-        multiplied: bool = True,
         exact_fp8: bool = True,
+        multiplied: bool = True,
     ) -> str | None:
         """How the result of `step` differs from plain torch's; None when it does not.
 
@@ -104,7 +102,7 @@ class Scene:
         spec, device = self.spec, self.device
         most = int(rows_by_rank(spec.workload, self.ids, dedup=False).sum(0).max())
         capacity = max(most, int(ROOM * self.ids[0].numel())) if spec.capacity else None
-        ours = (Halves if spec.half else EpPlugin)(spec, device, capacity)
+        ours = EpPlugin(spec, device, capacity)
         opened.enter_context(contextlib.closing(ours))
         sms = None
         if device.type == "cuda" and spec.layout is not EXPERT_MAJOR:
@@ -145,24 +143,34 @@ class Scene:
         spec, mine = self.spec, self.mine
         if what in (DISPATCH, CACHED):
             state = impl.dispatch(mine)[1] if what == CACHED else None
-            exact = getattr(impl, "exact_fp8", True)
-            step = self._here(functools.partial(_rows_in_order, impl, state))
-            check = functools.partial(self.judge, step, impl.layout, reroute=state is None, exact_fp8=exact)
-            return self._timed(impl, DISPATCH, mine, state), check
-        plain: Step = functools.partial(_round_trip, impl, None)
+
+            def rows_in_order(batch: Batch) -> DispatchOutput:
+                out, made = impl.dispatch(batch, state)
+                return impl.in_order(out, made) if hasattr(impl, "in_order") else out
+
+            exact, reroute = getattr(impl, "exact_fp8", True), state is None
+            return self._timed(impl, DISPATCH, mine, state), self._check(rows_in_order, impl.layout, reroute, exact)
+
+        def round_trip(batch: Batch, multiply: bool = False) -> torch.Tensor:
+            out, made = impl.dispatch(batch)
+            return impl.combine(expert_rows(self.factors, out, self.rank) if multiply else out.tokens, made)
+
         if spec.graph:
-            graph = Recorded(plain, mine)
-            return graph, functools.partial(self.judge, self._here(graph.of), multiplied=False)
-        multiplying = functools.partial(expert_rows, self.factors, rank=self.rank)
-        check = functools.partial(self.judge, self._here(functools.partial(_round_trip, impl, multiplying)))
+            graph = Recorded(round_trip, mine)
+            return graph, self._check(graph.of, multiplied=False)
+        check = self._check(functools.partial(round_trip, multiply=True))
         if what == ROUNDTRIP:
-            return self.wrap(functools.partial(plain, mine)), check
+            return self.wrap(functools.partial(round_trip, mine)), check
         out, state = impl.dispatch(mine)
         return self._timed(impl, COMBINE, out.tokens, state), check
 
-    def _here(self, step: Step) -> StepOfAll:
-        """The step on this rank's batch."""
-        return lambda everyone: {self.rank: self.wrap(lambda: step(everyone[self.rank]))()}
+    def _check(self, step: Step, *given: Any, **options: Any) -> Callable[[], str | None]:
+        """How the step on this rank's batch is compared. given, options: of `judge`."""
+
+        def here(everyone: list[Batch]) -> Mapping[int, Any]:
+            return {self.rank: self.wrap(lambda: step(everyone[self.rank]))()}
+
+        return functools.partial(self.judge, here, *given, **options)
 
     def _timed(self, impl: Any, operation: str, *given: Any) -> Run:
         """A call of the operation, or of the half that the case is about."""
@@ -201,20 +209,8 @@ def floor_row(case: str, bytes_wire: int, rate_gb_s: float) -> Row:
     return row(case, FLOOR, Timing(median_us=us, p10_us=us, p90_us=us), bytes_wire)
 
 
-def _rows_in_order(impl: Any, previous: Any, batch: Batch) -> DispatchOutput:
-    """What a dispatch returns, with rows in ep_plugin's order."""
-    out, state = impl.dispatch(batch, previous)
-    return impl.in_order(out, state) if hasattr(impl, "in_order") else out
-
-
-def _round_trip(impl: Any, experts: Callable[[DispatchOutput], torch.Tensor] | None, batch: Batch) -> torch.Tensor:
-    """experts: None: they return their rows."""
-    out, state = impl.dispatch(batch)
-    return impl.combine(out.tokens if experts is None else experts(out), state)
-
-
 class EpPlugin:
-    """Dispatch and combine of one communicator. The constructor is collective; the caller closes it.
+    """Dispatch and combine of one communicator, of halves in two calls. Made collectively; the caller closes it.
 
     capacity: rows of every dispatch's output, so that the host does not wait; None: as many as arrive.
     """
@@ -223,41 +219,34 @@ class EpPlugin:
 
     def __init__(self, spec: Spec, device: torch.device, capacity: int | None = None) -> None:
         self.comm = MoECommunicator(None, spec.config, device)
-        self.layout, self._capacity = spec.layout, capacity
+        self.layout, self.close = spec.layout, self.comm.close
+        self._capacity, self._apart = capacity, spec.half != ""
 
     def dispatch(self, batch: Batch, previous: Any = None) -> tuple[DispatchOutput, Any]:
+        if self._apart:
+            return self.start_dispatch(batch, previous)()
         return self._made(batch, *self.comm.dispatch(*self._given(batch, previous)))
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
+        if self._apart:
+            return self.start_combine(y, state)()
         return self.comm.combine(y, state[0], weights=state[1])
 
-    def close(self) -> None:
-        self.comm.close()
+    def start_dispatch(self, batch: Batch, previous: Any = None) -> Callable[[], tuple[DispatchOutput, Any]]:
+        """The send half; the receive half is the call that it returns."""
+        work = self.comm.dispatch_async(*self._given(batch, previous))
+        return lambda: self._made(batch, *work.wait())
 
-    def _given(self, batch: Batch, previous: Any = None) -> tuple[Any, ...]:
+    def start_combine(self, y: torch.Tensor, state: Any) -> Callable[[], torch.Tensor]:
+        return self.comm.combine_async(y, state[0], weights=state[1]).wait
+
+    def _given(self, batch: Batch, previous: Any) -> tuple[Any, ...]:
         weights = None if self.layout is EXPERT_MAJOR else batch.weights  # in mode="ll" combine takes them
         handle, quantize = None if previous is None else previous[0], "e4m3" if batch.quantize else None
         return batch.x, batch.ids, weights, batch.scales, handle, self._capacity, quantize
 
     def _made(self, batch: Batch, out: DispatchOutput, handle: Any) -> tuple[DispatchOutput, Any]:
         return out, (handle, batch.weights if out.weights is None else out.weights)
-
-
-class Halves(EpPlugin):
-    """Does both in two calls: a start, and the call that it returns."""
-
-    def start_dispatch(self, batch: Batch, previous: Any = None) -> Run:
-        work = self.comm.dispatch_async(*self._given(batch, previous))
-        return lambda: self._made(batch, *work.wait())
-
-    def start_combine(self, y: torch.Tensor, state: Any) -> Run:
-        return self.comm.combine_async(y, state[0], weights=state[1]).wait
-
-    def dispatch(self, batch: Batch, previous: Any = None) -> Any:
-        return self.start_dispatch(batch, previous)()
-
-    def combine(self, y: torch.Tensor, state: Any) -> Any:
-        return self.start_combine(y, state)()
 
 
 def sms_of(comm: MoECommunicator, what: str, workload: Workload, row_bytes: int, quantize: bool = False) -> int:

@@ -3,17 +3,20 @@
 `AllToAll` sends a row per (token, expert), between a sort and a gather, as Megatron's dispatcher does. The counts are
 exchanged first, and reach the host while the device sorts and gathers. Combine gathers and sums, without atomic
 additions; the weights stay with the token's owner. `RowPerRank` sends a row per (token, rank), with the token's ids and
-weights behind it; combine returns one sum for each. `deep_ep` is DeepEP's low-latency mode, in deep_ep.py.
+weights behind it; combine returns one sum for each. `RailAllToAll` sends the bytes of the rows that must cross between
+nodes, and nothing else: it shows the rate that the links and the backend allow. `deep_ep` is DeepEP's low-latency mode,
+in deep_ep.py.
 
 For another library, NCCL-EP for instance, write a class with the members of `AllToAll` and name it: `--peer
 module:Class`. Two members are for comparisons alone, and may be missing. `in_order(out, state)` returns the output with
 its rows in ep_plugin's order. `exact_fp8 = False` allows FP8 rows and scales that are not rounded as torch rounds them.
 
-Shapes: R ranks, T tokens here, K experts per token, E_l experts per rank, N rows received.
+Shapes: R ranks, T tokens here, K experts per token, E_l experts per rank, N rows received (of the rail: nodes).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ep_plugin.bench.exchange.workload import SCALE_BLOCK, Batch, Workload
+from ep_plugin.bench.exchange.workload import SCALE_BLOCK, Batch, Workload, random_bytes, seeds
 from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.layout import DispatchOutput
 
@@ -55,22 +58,36 @@ def name_in_results(peer: str, backend: str) -> str:
     return f"{backend}_{peer}" if peer in (*PLAIN, RAIL) else peer.rpartition(":")[2]
 
 
+class Bags(NamedTuple):
+    """Rows to be summed: the numbers of those of all bags `[n]`, and where each bag begins; or `[bags, n]` and None."""
+
+    rows: torch.Tensor
+    begins: torch.Tensor | None
+
+    def sums(self, rows: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """weights: in the shape of the numbers, by which rows are multiplied; None: by 1."""
+        bag = torch.nn.functional.embedding_bag
+        return bag(self.rows, rows, self.begins, mode="sum", per_sample_weights=weights)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """token: `[T*K]` the token of each pair, by (expert, token). position: `[T, K]` the positions of a token's pairs.
+    """token: the token of each row that leaves. home: those rows in bags of one token. sent, landed: rows per rank.
 
-    to_flat: `[N]` the received row of each FLAT row; from_flat: the inverse. sent, received: rows per rank. counts:
-    `[E_l]`. weights: `[T, K]`.
+    source: the arrived row of each FLAT row. there: the FLAT row of each arrived row; with a row per rank, FLAT rows in
+    bags of one arrived row. counts: `[E_l]`. weights: of the sums in `home`; with a row per rank, of those in `there`.
+    here: with a row per rank, `[N, K]` bool, the pairs of arrived rows whose experts are here.
     """
 
     token: torch.Tensor
-    position: torch.Tensor
-    to_flat: torch.Tensor
-    from_flat: torch.Tensor
+    home: Bags
     sent: list[int]
-    received: list[int]
+    landed: list[int]
+    source: torch.Tensor
+    there: Any
     counts: torch.Tensor
     weights: torch.Tensor
+    here: torch.Tensor | None = None
 
 
 class AllToAll:
@@ -79,7 +96,7 @@ class AllToAll:
     layout, dedup = DispatchLayout.FLAT, False
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
-        self._ranks, self._experts = workload.ranks, workload.experts
+        self._ranks, self._experts, self._local = workload.ranks, workload.experts, workload.local_experts
 
     def dispatch(self, batch: Batch, previous: Any = None) -> tuple[DispatchOutput, Any]:
         """The output, see `received`, with rows in ep_plugin's order, and a state for combine and later dispatches.
@@ -87,144 +104,155 @@ class AllToAll:
         previous: the state of an earlier dispatch, whose routing is used again.
         """
         batch = _quantized(batch) if batch.quantize else batch
+        words = [part.view(torch.int32) for part in (batch.x, batch.scales) if part is not None]
+        words += self._beside(batch, fresh=previous is None)
         if previous is None:
-            leaving, routing = self._route(batch)
+            counts, order = self._route(batch)
+            arriving_counts, rows_by_rank = _exchange_counts(counts)
+            token, home = order()
+            leaving = _leaving(words, token)
+            sent, landed = rows_by_rank()
         else:
-            leaving, routing = _rows(batch, previous.token), replace(previous, weights=batch.weights)
-        arrived = _exchange(leaving, routing.sent, routing.received)
-        width = batch.x.view(torch.int32).shape[1]
-        tokens = arrived[:, :width].index_select(0, routing.to_flat).view(batch.x.dtype)
-        scales = None
-        if batch.scales is not None:
-            scales = arrived[:, width:].index_select(0, routing.to_flat).view(batch.scales.dtype)
+            leaving, sent, landed = _leaving(words, previous.token), previous.sent, previous.landed
+        arrived, *beside = _exchange(leaving, sent, landed).split([part.shape[1] for part in words], 1)
+        scales = None if batch.scales is None else beside.pop(0)
+        if previous is None:
+            found = self._arrived(batch, arriving_counts, sum(landed), beside)
+            routing = Routing(token=token, home=home, sent=sent, landed=landed, **found)
+        else:
+            routing = replace(previous, weights=self._weights(batch, previous.here, beside))
+        tokens = arrived.index_select(0, routing.source).view(batch.x.dtype)
+        if scales is not None:
+            scales = scales.index_select(0, routing.source).view(torch.float32)
         return received(tokens=tokens, scales=scales, num_tokens_per_expert=routing.counts), routing
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
         """`[T, H]`: the weighted sum of each token's rows in y `[N, H]`. Not called for TOKEN_MAJOR."""
-        leaving = y.view(torch.int32).index_select(0, state.from_flat)
-        rows = _exchange(leaving, state.received, state.sent).view(y.dtype)
-        weights = state.weights.to(y.dtype)
-        return torch.nn.functional.embedding_bag(state.position, rows, mode="sum", per_sample_weights=weights)
+        leaving = y.view(torch.int32).index_select(0, state.there)
+        return state.home.sums(_exchange(leaving, state.landed, state.sent).view(y.dtype), state.weights.to(y.dtype))
 
-    def _route(self, batch: Batch) -> tuple[torch.Tensor, Routing]:
-        """The rows in the order in which they leave, and their routing."""
+    def _beside(self, batch: Batch, fresh: bool) -> list[torch.Tensor]:
+        """What rows carry behind them, as 4-byte words. fresh: the routing is new."""
+        return []
+
+    def _route(self, batch: Batch) -> tuple[torch.Tensor, Callable[[], tuple[torch.Tensor, Bags]]]:
+        """The counts `[R, n]` of the rows that leave, and a call that makes `token` and `home`."""
         pair_ids = batch.ids.reshape(-1)
-        leaving_counts = torch.zeros(self._experts, dtype=torch.int64, device=pair_ids.device)
-        leaving_counts.scatter_add_(0, pair_ids, torch.ones_like(pair_ids))
-        arriving_counts, rows_by_rank = _exchange_counts(leaving_counts.view(self._ranks, -1))
-        order = torch.argsort(pair_ids.to(torch.int16), stable=True)  # short keys make a GPU's radix sort short
-        token = order // batch.ids.shape[1]
-        leaving = _rows(batch, token)
-        sent, received = rows_by_rank()
-        to_flat = _flat_order(arriving_counts, sum(received))
-        return leaving, Routing(
-            token=token,
-            position=_inverse(order).view_as(batch.ids),
-            to_flat=to_flat,
-            from_flat=_inverse(to_flat),
-            sent=sent,
-            received=received,
-            counts=arriving_counts.sum(0),
-            weights=batch.weights,
-        )
+        counts = torch.zeros(self._experts, dtype=torch.int64, device=pair_ids.device)
+        counts.scatter_add_(0, pair_ids, torch.ones_like(pair_ids))
+
+        def order() -> tuple[torch.Tensor, Bags]:
+            by_expert = torch.argsort(pair_ids.to(torch.int16), stable=True)  # short keys make a GPU's radix sort short
+            return by_expert // batch.ids.shape[1], Bags(_inverse(by_expert).view_as(batch.ids), None)
+
+        return counts.view(self._ranks, -1), order
+
+    def _arrived(self, batch: Batch, counts: torch.Tensor, total: int, beside: list[torch.Tensor]) -> dict[str, Any]:
+        """The fields of the routing that depend on what has arrived: counts `[R, n]`, and words beside the rows."""
+        source = _flat_order(counts, total)
+        return {"source": source, "there": _inverse(source), "counts": counts.sum(0), "weights": batch.weights}
+
+    def _weights(self, batch: Batch, here: torch.Tensor | None, beside: list[torch.Tensor]) -> torch.Tensor:
+        return batch.weights
 
 
-class Bags(NamedTuple):
-    """Rows to be summed: the numbers `[n]` of those of all bags, one bag after the other, and where each begins."""
+class RowPerRank(AllToAll):
+    """FLAT dispatch and combine. A token crosses once per rank."""
 
-    rows: torch.Tensor
-    begins: torch.Tensor
-
-    def sums(self, rows: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """weights: `[n]`, by which rows are multiplied; None: by 1."""
-        bag = torch.nn.functional.embedding_bag
-        return bag(self.rows, rows, self.begins, mode="sum", per_sample_weights=weights)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankRouting:
-    """token: `[M]` the token of each row that leaves, by (rank, token). leaving: those rows in bags of one token.
-
-    here: `[N, K]` bool, the pairs of arrived rows whose experts are here. source: the arrived row of each FLAT row.
-    arrived: FLAT rows in bags of one arrived row. weights: of the FLAT rows of `arrived`. sent, received: rows per
-    rank. counts: `[E_l]`.
-    """
-
-    token: torch.Tensor
-    leaving: Bags
-    here: torch.Tensor
-    source: torch.Tensor
-    arrived: Bags
-    weights: torch.Tensor
-    sent: list[int]
-    received: list[int]
-    counts: torch.Tensor
-
-
-class RowPerRank:
-    """FLAT dispatch and combine with the members of `AllToAll`. A token crosses once per rank."""
-
-    layout, dedup = DispatchLayout.FLAT, True
-
-    def __init__(self, workload: Workload, device: torch.device) -> None:
-        self._ranks, self._local = workload.ranks, workload.local_experts
-
-    def dispatch(self, batch: Batch, previous: Any = None) -> tuple[DispatchOutput, Any]:
-        batch = _quantized(batch) if batch.quantize else batch
-        words = [batch.x.view(torch.int32), batch.weights.view(torch.int32)]
-        if batch.scales is not None:
-            words.append(batch.scales.view(torch.int32))
-        if previous is None:
-            needed = torch.zeros(len(batch.ids), self._ranks, dtype=torch.bool, device=batch.x.device)
-            needed.scatter_(1, batch.ids // self._local, True)
-            _, rows_by_rank = _exchange_counts(needed.sum(0).unsqueeze(1))
-            token = needed.t().nonzero()[:, 1]
-            words.append(batch.ids.to(torch.int32))
-            leaving = _side_by_side(words, token)
-            sent, landed = rows_by_rank()
-        else:
-            token, sent, landed = previous.token, previous.sent, previous.received
-            leaving = _side_by_side(words, token)
-        rows, weights, *beside = _exchange(leaving, sent, landed).split([part.shape[1] for part in words], 1)
-        weights = weights.contiguous().view(batch.weights.dtype)
-        if previous is None:
-            routing = self._route(needed, token, beside.pop(), weights, sent, landed)
-        else:
-            routing = replace(previous, weights=weights[previous.here])
-        tokens = rows.index_select(0, routing.source).view(batch.x.dtype)
-        scales = beside[0].index_select(0, routing.source).view(torch.float32) if beside else None
-        return received(tokens=tokens, scales=scales, num_tokens_per_expert=routing.counts), routing
+    dedup = True
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
-        partial = state.arrived.sums(y, state.weights.to(y.dtype))
-        rows = _exchange(partial.view(torch.int32), state.received, state.sent).view(y.dtype)
-        return state.leaving.sums(rows)
+        partial = state.there.sums(y, state.weights.to(y.dtype))
+        return state.home.sums(_exchange(partial.view(torch.int32), state.landed, state.sent).view(y.dtype))
 
-    def _route(
-        self,
-        needed: torch.Tensor,
-        token: torch.Tensor,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        sent: list[int],
-        landed: list[int],
-    ) -> RankRouting:
-        """needed: `[T, R]` bool. ids, weights: `[N, K]`, of the rows that have arrived."""
-        local = ids - dist.get_rank() * self._local
+    def _beside(self, batch: Batch, fresh: bool) -> list[torch.Tensor]:
+        return [batch.weights.view(torch.int32), *([batch.ids.to(torch.int32)] if fresh else [])]
+
+    def _route(self, batch: Batch) -> tuple[torch.Tensor, Callable[[], tuple[torch.Tensor, Bags]]]:
+        needed = torch.zeros(len(batch.ids), self._ranks, dtype=torch.bool, device=batch.x.device)
+        needed.scatter_(1, batch.ids // self._local, True)
+
+        def order() -> tuple[torch.Tensor, Bags]:
+            token = needed.t().nonzero()[:, 1]
+            return token, Bags(torch.argsort(token, stable=True), _begins(needed.sum(1)))
+
+        return needed.sum(0).unsqueeze(1), order
+
+    def _arrived(self, batch: Batch, counts: torch.Tensor, total: int, beside: list[torch.Tensor]) -> dict[str, Any]:
+        local = beside[1] - dist.get_rank() * self._local
         here = (local >= 0) & (local < self._local)
         expert, row = local[here], here.nonzero()[:, 0]
         order = torch.argsort(expert.to(torch.int16), stable=True)
-        return RankRouting(
-            token=token,
-            leaving=Bags(torch.argsort(token, stable=True), _begins(needed.sum(1))),
-            here=here,
-            source=row[order],
-            arrived=Bags(_inverse(order), _begins(here.sum(1))),
-            weights=weights[here],
-            sent=sent,
-            received=landed,
-            counts=torch.bincount(expert, minlength=self._local),
-        )
+        return {
+            "source": row[order],
+            "there": Bags(_inverse(order), _begins(here.sum(1))),
+            "counts": torch.bincount(expert, minlength=self._local),
+            "weights": self._weights(batch, here, beside),
+            "here": here,
+        }
+
+    def _weights(self, batch: Batch, here: torch.Tensor | None, beside: list[torch.Tensor]) -> torch.Tensor:
+        return beside[0].contiguous().view(batch.weights.dtype)[here]
+
+
+class _Leg(NamedTuple):
+    """One all-to-all of bytes. received, sent: bytes from and to the rail's rank on each node."""
+
+    arriving: torch.Tensor
+    leaving: torch.Tensor
+    received: list[int]
+    sent: list[int]
+
+
+class RailAllToAll:
+    """Calls make one or two all-to-alls between the ranks of this rank's rail: there, or back, or there and back.
+
+    rows: `[R, N]`, rows of each rank for each other node, see `rows_over_rails`. there, back: bytes of a row in each
+    direction; 0: none goes. The constructor is collective over the default group.
+    """
+
+    def __init__(self, rows: torch.Tensor, there: int, back: int, device: torch.device) -> None:
+        R, per_node = len(rows), len(rows) // rows.shape[1]
+        self._rank = dist.get_rank()
+        self._rail = list(range(self._rank % per_node, R, per_node))
+        self._own = self._rank // per_node
+        self._group = _rail_group(R, per_node)
+        sent, received = rows[self._rank].tolist(), rows[self._rail, self._own].tolist()
+        self._legs = []
+        for leaving, arriving, size in ((sent, received, there), (received, sent, back)):
+            sizes = [[rows * size for rows in side] for side in (arriving, leaving)]
+            into, out = (torch.empty(sum(side), dtype=torch.uint8, device=device) for side in sizes)
+            self._legs += [_Leg(into, out, *sizes)] if size else []
+
+    def __call__(self) -> None:
+        for leg in self._legs:
+            dist.all_to_all_single(*leg, group=self._group)
+
+    def check(self) -> str | None:
+        """Sends bytes that no call has sent before. A sentence when others have come; collective."""
+        turn = next(seeds)
+
+        def content(number: int, rank: int, node: int, like: torch.Tensor) -> torch.Tensor:
+            """What a rank sends to a node in a leg."""
+            return random_bytes(((2 * turn + number) * 4096 + rank) * 4096 + node, like)
+
+        for number, leg in enumerate(self._legs):
+            for node, part in enumerate(leg.leaving.split(leg.sent)):
+                part.copy_(content(number, self._rank, node, part))
+            leg.arriving.fill_(0xA5)
+        self()
+        for number, leg in enumerate(self._legs):
+            parts = zip(self._rail, leg.arriving.split(leg.received), strict=True)
+            if not all(torch.equal(part, content(number, rank, self._own, part)) for rank, part in parts):
+                return "expected the bytes that the other nodes have sent, got others"
+        return None
+
+
+@functools.cache
+def _rail_group(ranks: int, per_node: int) -> dist.ProcessGroup:
+    """The group of this rank's rail. Collective when it is first called."""
+    made = [dist.new_group(list(range(local, ranks, per_node))) for local in range(per_node)]
+    return made[dist.get_rank() % per_node]
 
 
 PLAIN: dict[str, Any] = {ALL_TO_ALL: AllToAll, ROW_PER_RANK: RowPerRank}
@@ -246,15 +274,7 @@ def _quantized(batch: Batch) -> Batch:
     return replace(batch, x=rows[:, :H].contiguous(), scales=scales, quantize=False)
 
 
-def _rows(batch: Batch, token: torch.Tensor) -> torch.Tensor:
-    """The rows of `token` as 4-byte words, each with its scales behind it."""
-    words = batch.x.view(torch.int32)
-    if batch.scales is not None:
-        words = torch.cat((words, batch.scales.view(torch.int32)), 1)
-    return words.index_select(0, token)
-
-
-def _side_by_side(words: list[torch.Tensor], token: torch.Tensor) -> torch.Tensor:
+def _leaving(words: list[torch.Tensor], token: torch.Tensor) -> torch.Tensor:
     """The rows of `token` in each of the tensors, `[T, n]` int32, beside each other."""
     rows = words[0].new_empty((len(token), sum(part.shape[1] for part in words)))
     for part, place in zip(words, rows.split([part.shape[1] for part in words], 1), strict=True):

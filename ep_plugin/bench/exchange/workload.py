@@ -148,8 +148,8 @@ class Spec:
     @property
     def dedup(self) -> bool:
         """Whether ep_plugin sends one row per (token, rank): a low-latency combine of few pairs sends one for each."""
-        few = self.workload.tokens * self.workload.topk <= _C.ll_few_pairs
-        return not (few and self.what == COMBINE and self.layout is EXPERT_MAJOR)
+        many = self.workload.tokens * self.workload.topk > _C.ll_few_pairs
+        return many or self.what != COMBINE or self.layout is not EXPERT_MAJOR
 
     @property
     def crossings(self) -> int:
@@ -181,10 +181,8 @@ def specs_of(
         for tokens in SMALL_TOKENS:
             sizes = replace(workload, tokens=tokens)
             small = Spec(name=f"roundtrip_t{tokens}", what=ROUNDTRIP, dtype=dtype, workload=sizes, capacity=True)
-            found.append(small)
-            if on_gpus:
-                found.append(replace(small, name=f"{small.name}_graph", graph=True, peers=False))
-            found.append(replace(small, name=f"{small.name}_host_wait", capacity=False))
+            graph = [replace(small, name=f"{small.name}_graph", graph=True, peers=False)] if on_gpus else []
+            found += [small, *graph, replace(small, name=f"{small.name}_host_wait", capacity=False)]
     return found
 
 
@@ -292,10 +290,10 @@ def other_rows(everyone: list[Batch], turn: int, reroute: bool) -> list[Batch]:
     random = torch.Generator(device).manual_seed(turn)
     for batch in everyone:
         rows, routes = (torch.randperm(len(batch.x), generator=random, device=device) for _ in range(2))
-        x = batch.x.view(torch.int64)[rows].view(batch.x.dtype)
-        ids = batch.ids[routes] if reroute else batch.ids
-        scales = None if batch.scales is None else batch.scales[rows]
-        found.append(replace(batch, x=x, ids=ids, weights=batch.weights[rows], scales=scales))
+        other = replace(batch, x=batch.x.view(torch.int64)[rows].view(batch.x.dtype), weights=batch.weights[rows])
+        if reroute:
+            other = replace(other, ids=batch.ids[routes])
+        found.append(other if batch.scales is None else replace(other, scales=batch.scales[rows]))
     return found
 
 
@@ -311,23 +309,21 @@ def expert_factors(workload: Workload, dtype: torch.dtype, device: torch.device)
     return (0.5 + (torch.arange(workload.experts, dtype=torch.float64, device=device) * 0.6180339887) % 1).to(dtype)
 
 
-def rows_by_rank(workload: Workload, ids: list[torch.Tensor], dedup: bool) -> torch.Tensor:
-    """Rows from each rank to each rank, int64 `[R, R]` on the host. ids: `[T, K]` of each rank.
+def rows_by_rank(workload: Workload, ids: list[torch.Tensor], dedup: bool, nodes: int | None = None) -> torch.Tensor:
+    """Rows from each rank to each rank, int64 `[R, R]` on the host; with `nodes` to each node, `[R, N]`.
 
-    dedup: a token crosses once per destination rank, however many of its experts are there.
+    ids: `[T, K]` of each rank. dedup: a token crosses once per destination, however many of its experts are there.
     """
-    owners = torch.stack([chosen // workload.local_experts for chosen in ids])  # [R, T, K]
-    pairs = torch.stack([(owners == rank).sum(2) for rank in range(workload.ranks)], 1)  # [R, R, T]
+    places = workload.ranks if nodes is None else nodes
+    owners = torch.stack([chosen // (workload.experts // places) for chosen in ids])  # [R, T, K]
+    pairs = torch.stack([(owners == place).sum(2) for place in range(places)], 1)  # [R, places, T]
     return (pairs.clamp(max=1) if dedup else pairs).sum(2).cpu()
 
 
 def rows_over_rails(workload: Workload, ids: list[torch.Tensor], nodes: int) -> torch.Tensor:
     """Tokens of each rank that need each other node, int64 `[R, N]` on the host. A node has R / N consecutive ranks."""
-    experts, per_node = workload.experts // nodes, workload.ranks // nodes
-    owners = torch.stack([chosen // experts for chosen in ids])  # [R, T, K]
-    needed = torch.stack([(owners == node).any(2) for node in range(nodes)], 1).sum(2).cpu()
-    needed[torch.arange(workload.ranks), torch.arange(workload.ranks) // per_node] = 0
-    return needed
+    node = torch.arange(workload.ranks) // (workload.ranks // nodes)
+    return rows_by_rank(workload, ids, True, nodes).masked_fill(node[:, None] == torch.arange(nodes), 0)
 
 
 def rows_on_the_wire(
@@ -337,11 +333,10 @@ def rows_on_the_wire(
 
     dedup: see `rows_by_rank`. two_levels: a token crosses once per node, to the rank of the same rail.
     """
-    R, per_node = workload.ranks, workload.ranks // nodes
     if two_levels and nodes > 1:
-        needed = rows_over_rails(workload, ids, nodes)
-        landed = needed.view(nodes, per_node, nodes).sum(0)  # by local rank and node
-        return int(max(needed.sum(1).max(), landed.max()))
-    node = torch.arange(R) // per_node
-    sent = rows_by_rank(workload, ids, dedup).masked_fill(node[:, None] == node if nodes > 1 else torch.eye(R) > 0, 0)
+        sent = rows_over_rails(workload, ids, nodes)
+        landed = sent.view(nodes, -1, nodes).sum(0)  # by local rank and node
+        return int(max(sent.sum(1).max(), landed.max()))
+    place = torch.arange(workload.ranks) // (workload.ranks // nodes if nodes > 1 else 1)
+    sent = rows_by_rank(workload, ids, dedup).masked_fill(place[:, None] == place, 0)
     return int(torch.maximum(sent.sum(0), sent.sum(1)).max())

@@ -1,14 +1,22 @@
-"""The suites `allgather` and `reduce-scatter`: ours, and the backend's own.
+"""The suites `allgather`, `reduce-scatter` and `send-receive`: ours, and the backend's own.
 
-A case is a size in bytes: of the gathered output, or of the input that is scattered. Every implementation is compared
-with plain torch before any is timed, and once more after, each time with new data and into poisoned memory.
-`bytes_wire` are the bytes that must reach a rank: from its peers, or with several nodes over its rail, where the bytes
-that ep_plugin sent are compared with them. `sms` are of the largest of ep_plugin's kernels; the backend's own for the
-rails are not in it.
+Every implementation is compared with plain torch before any is timed, and once more after, each time with new data and
+into poisoned memory.
+
+A case of the first two is a size in bytes: of the gathered output, or of the input that is scattered. `bytes_wire` are
+the bytes that must reach a rank: from its peers, or with several nodes over its rail, where the bytes that ep_plugin
+sent are compared with them. `sms` are of the largest of ep_plugin's kernels; the backend's own for the rails are not in
+it.
+
+A case of `send-receive` is a pattern and a message's size in bytes. `one_way`: every even rank sends to the rank after
+it. `both_ways`: these two send to each other. `ring`: every rank sends to the rank after it and receives from the one
+before it. A call ends when all messages of its rank are over. `bytes_wire` are the bytes that a rank sends.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -21,20 +29,40 @@ import typer
 from tqdm import tqdm
 
 from ep_plugin import _C
-from ep_plugin.bench.exchange.workload import DTYPES, SHORT_NAMES, seeds
-from ep_plugin.bench.suite import BY_BACKEND, OURS, OverNodes, Row, Way, backend_of, check_names, time_ways
+from ep_plugin.bench.exchange.workload import DTYPES, SHORT_NAMES, random_bytes, seeds
+from ep_plugin.bench.suite import (
+    BY_BACKEND,
+    CALLS_HELP,
+    OURS,
+    OverNodes,
+    Row,
+    Suite,
+    Way,
+    backend_of,
+    check_names,
+    time_ways,
+)
 from ep_plugin.bench.timing import Run, clock_of
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.backends.paths import gather_sms, scatter_sms
+from ep_plugin.collectives.send_receive import Receive, Send, SendReceive
 from ep_plugin.transport.rails import CHUNK_BYTES
 
 KIB, MIB = 1 << 10, 1 << 20
 _TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
+RING = "ring"
+PATTERNS = ("one_way", "both_ways", RING)
+_SMALL = [32, KIB, 16 * KIB, 64 * KIB]  # bytes of messages
 # The names of PyTorch 2.13 and later, or those of before.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # input and output
+Wrap = Callable[[Run], Run]  # is applied to each call that is timed or compared
+
+
+def _as_it_is(run: Run) -> Run:
+    return run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +104,10 @@ class CollectiveSuite(OverNodes):
                 rows += time_ways(clock, self.ways(device, size, ours), self.iterations)
         return {"rows": rows, "notes": []}
 
-    def ways(
-        self, device: torch.device, size: int, ours: dict[str, Any], wrap: Callable[[Run], Run] = lambda run: run
-    ) -> list[Way]:
+    def ways(self, device: torch.device, size: int, ours: dict[str, Any], wrap: Wrap = _as_it_is) -> list[Way]:
         """By each of `ours`, by ep_plugin with memory that peers have not mapped, and by the backend. Collective.
 
-        ours: ep_plugin's collectives by their names in results. wrap: is applied to each call.
+        ours: ep_plugin's collectives by their names in results.
         """
         found = [self._way(impl, made, self.tensors(device, size, made), wrap) for impl, made in ours.items()]
         made = ours[OURS]
@@ -90,7 +116,7 @@ class CollectiveSuite(OverNodes):
         in_place = device.type == "cuda"  # as FSDP2 calls it; gloo's would overlap
         return [*found, self._way(backend_of(device), None, self.tensors(device, size, in_place=in_place), wrap)]
 
-    def _way(self, impl: str, made: Any, tensors: Pair, wrap: Callable[[Run], Run]) -> Way:
+    def _way(self, impl: str, made: Any, tensors: Pair, wrap: Wrap) -> Way:
         """made: ep_plugin's collective; None: the backend's."""
         source, out = tensors
         size = max(source.nbytes, out.nbytes)
@@ -195,6 +221,75 @@ class ReduceScatterSuite(CollectiveSuite):
 
     def kernel_sms(self, path: str, shard: int, chunk: int, per_node: int, foreign: bool) -> int:
         return scatter_sms(path, chunk, per_node, _C.max_channels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendReceiveSuite(Suite):
+    """Send and receive, by pattern and size in bytes."""
+
+    command_name = "send-receive"
+    least: ClassVar = Suite.least | {"calls": 1}
+    defaults: ClassVar = {
+        "cpu": {"ranks": 2, "calls": 8, "size": [*_SMALL, MIB, 16 * MIB, 64 * MIB]},
+        "cuda": {"ranks": None, "calls": 1, "size": [*_SMALL, MIB, 8 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB]},
+    }
+
+    size: Annotated[list[int], typer.Option(help="Bytes of a message; repeatable. Default: from 32.")] = BY_BACKEND
+    pattern: Annotated[list[str], typer.Option(help=f"{', '.join(PATTERNS)}; repeatable. Default: all.")] = BY_BACKEND
+    calls: Annotated[int, typer.Option(help=CALLS_HELP)] = BY_BACKEND
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "pattern", list(self.pattern or PATTERNS))
+        check_names("pattern", PATTERNS, self.pattern)
+        if self.ranks % 2 and self.pattern != [RING]:
+            raise ValueError(f"ranks: expected an even number, for pairs of ranks, got {self.ranks}")
+        for size in self.size:
+            if size < 1:
+                raise ValueError(f"size: expected at least 1 byte, got {size}")
+
+    def measure(self, device: torch.device) -> dict[str, Any]:
+        clock, rows = clock_of(device, self.calls), list[Row]()
+        with closing(SendReceive(device=device)) as ours:
+            cases = list(itertools.product(self.pattern, self.size))
+            for pattern, size in tqdm(cases, unit="case", disable=dist.get_rank() != 0, leave=False):
+                rows += time_ways(clock, self.ways(device, pattern, size, ours), self.iterations)
+        return {"rows": rows, "notes": []}
+
+    def ways(
+        self, device: torch.device, pattern: str, size: int, ours: SendReceive, wrap: Wrap = _as_it_is
+    ) -> list[Way]:
+        """By ep_plugin and by the backend."""
+        rank = dist.get_rank()
+        before, after = (rank - 1) % self.ranks, (rank + 1) % self.ranks
+        if pattern != RING:
+            before = after = rank ^ 1
+        sends, receives = (pattern != "one_way" or rank % 2 == receiver for receiver in (0, 1))
+
+        def way(impl: str, send: Callable[..., Any], receive: Callable[..., Any], batch: Callable[..., Any]) -> Way:
+            source, out = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+            messages = [send(source, after)] * sends + [receive(out, before)] * receives
+            run = wrap(lambda: batch(messages))
+
+            def check() -> str | None:
+                seed = next(seeds) * self.ranks
+                source.copy_(random_bytes(seed + rank, source))
+                out.fill_(0xA5)
+                run()
+                right = not receives or torch.equal(out, random_bytes(seed + before, out))
+                return None if right else f"expected the bytes of rank {before}, got others"
+
+            return Way(case=f"{pattern}_{size}", impl=impl, run=run, check=check, bytes_wire=size)
+
+        return [
+            way(OURS, Send, Receive, lambda messages: ours.batch(messages).wait()),
+            way(
+                backend_of(device),
+                functools.partial(dist.P2POp, dist.isend),
+                functools.partial(dist.P2POp, dist.irecv),
+                lambda messages: [work.wait() for work in dist.batch_isend_irecv(messages)],
+            ),
+        ]
 
 
 def _random(seed: int, like: torch.Tensor) -> torch.Tensor:

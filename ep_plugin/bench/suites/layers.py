@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -32,7 +32,6 @@ _CROSSINGS = 4  # dispatch, combine, and the backward of both
 _CPU_SIZES: dict[str, Any] = {"ranks": 2, "tokens": 256, "hidden": 512, "topk": 4, "experts": 16, "ffn": 128}
 
 Tensors = dict[str, torch.Tensor]
-Step = Callable[[], torch.Tensor]  # forward and backward; returns the output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,12 @@ class LayersSuite(ExchangeSuite):
         batches = [setup.batch(turn) for turn in range(2)]
         batch, difference = batches[-1], dict[str, float]()
         steps = {impl: _step(setup.layers[impl], batch.inputs, batch.dy) for impl in (STOCK, OURS)}
-        steps[EXPERTS] = _alone(setup.experts, _inputs_of(setup.experts, setup.layers[OURS], batch))
+        given: list[torch.Tensor] = []  # to the experts by our layer
+        hook = setup.experts.register_forward_pre_hook(lambda module, inputs: given.extend(inputs))
+        with torch.no_grad():
+            setup.layers[OURS](*batch.inputs)
+        hook.remove()
+        steps[EXPERTS] = _alone(setup.experts, given)
         if setup.router is not None:
             steps[ROUTER] = _alone(setup.router, batch.inputs)
 
@@ -79,22 +83,14 @@ class LayersSuite(ExchangeSuite):
 
         ids: list[torch.Tensor] = [torch.empty(0)] * self.ranks
         dist.all_gather_object(ids, batch.ids.cpu())
-        sizes, row_bytes = self.workload, self.hidden * torch.bfloat16.itemsize
-        # An all-to-all sends a row per expert, ours one per rank.
-        rows_wire = {impl: rows_on_the_wire(sizes, ids, dedup=impl == OURS) for impl in (STOCK, OURS)}
-        sms = {OURS: sms_of(setup.communicator(), ROUNDTRIP, sizes, row_bytes)} if device.type == "cuda" else {}
+        row_bytes = self.hidden * torch.bfloat16.itemsize
         size = f"T {self.tokens}, H {self.hidden}, {self.ffn} wide, top {self.topk} of {self.experts}"
-        ways = [
-            Way(
-                case=f"{setup.layer_name}, {size}",
-                impl=impl,
-                run=step,
-                check=compare if impl == OURS else lambda: None,
-                bytes_wire=_CROSSINGS * rows_wire.get(impl, 0) * row_bytes,
-                sms=sms.get(impl),
-            )
-            for impl, step in steps.items()
-        ]
+        ways = [Way(case=f"{setup.layer_name}, {size}", impl=impl, run=step) for impl, step in steps.items()]
+        for index, impl in enumerate((STOCK, OURS)):  # an all-to-all sends a row per expert, ours one per rank
+            wire = _CROSSINGS * rows_on_the_wire(self.workload, ids, dedup=impl == OURS) * row_bytes
+            ways[index] = replace(ways[index], bytes_wire=wire)
+        sms = sms_of(setup.communicator(), ROUNDTRIP, self.workload, row_bytes) if device.type == "cuda" else None
+        ways[1] = replace(ways[1], check=compare, sms=sms)
         rows = time_ways(clock_of(device), ways, self.iterations)
         notes = notes_of(setup.about, {row["impl"]: row["median_us"] for row in rows})
         return {"rows": rows, "notes": notes, "max_rel_diff": max(difference.values())}
@@ -126,8 +122,8 @@ class _Setup:
     communicator: Callable[[], MoECommunicator]
 
 
-def _step(module: Any, inputs: Sequence[torch.Tensor], dy: torch.Tensor) -> Step:
-    """Forward and backward, with gradients made anew, as after zero_grad."""
+def _step(module: Any, inputs: Sequence[torch.Tensor], dy: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Forward and backward, with gradients made anew, as after zero_grad. It returns the output."""
 
     def step() -> torch.Tensor:
         _forget(module, inputs)
@@ -138,21 +134,12 @@ def _step(module: Any, inputs: Sequence[torch.Tensor], dy: torch.Tensor) -> Step
     return step
 
 
-def _alone(module: Any, inputs: Sequence[torch.Tensor]) -> Step:
+def _alone(module: Any, inputs: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The step of a part of the layer, on copies of its inputs."""
     inputs = [tensor.detach().clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs]
     with torch.no_grad():
         dy = torch.randn_like(_first(module(*inputs)))
     return _step(module, inputs, dy)
-
-
-def _inputs_of(experts: torch.nn.Module, layer: torch.nn.Module, batch: _Batch) -> list[torch.Tensor]:
-    """The inputs that the layer gives to its experts."""
-    given: list[torch.Tensor] = []
-    hook = experts.register_forward_pre_hook(lambda module, inputs: given.extend(inputs))
-    with torch.no_grad():
-        layer(*batch.inputs)
-    hook.remove()
-    return given
 
 
 def _forget(module: Any, inputs: Sequence[torch.Tensor]) -> None:

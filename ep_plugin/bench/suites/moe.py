@@ -1,18 +1,26 @@
-"""The suite `moe`: dispatch, combine, both, and cached dispatch, of ep_plugin and of the same exchange by collectives.
+"""The suites `moe` and `low-latency`: dispatch and combine of ep_plugin, and the same exchange by collectives.
 
-`bytes_wire` counts the rows and scales that cross to or from the busiest rank in its busier direction; routing is left
-out. `floor` is the time of the rows that must cross at the best rate of SM stores, measured just before, on GPUs.
+`bytes_wire` counts the rows and scales that cross to or from the busiest rank in its busier direction; routing and
+weights are left out.
 
-With `--nodes` only what crosses between nodes counts, there is no `floor`, and by default there are two more peers: an
-all-to-all that sends a row once per rank, and the rail's own all-to-all of the bytes that ep_plugin must send.
+`moe` has dispatch, combine, both, and cached dispatch. `floor` is the time of the rows that must cross at the best rate
+of SM stores, measured just before, on GPUs. With `--nodes` only what crosses between nodes counts, there is no `floor`,
+and by default there are two more peers: an all-to-all that sends a row once per rank, and the rail's own all-to-all of
+the bytes that ep_plugin must send. With `--sweep` the cases are dispatch and combine of these sizes, the headline, and
+of others: `t512` has T = 512, `skew2` twice the mean of rows for rank 0, `sms12` one kernel for each operation on 12
+SMs.
 
-With `--sweep` the cases are dispatch and combine of these sizes, the headline, and of others: `t512` has T = 512,
-`skew2` twice the mean of rows for rank 0, `sms12` one kernel for each operation on 12 SMs.
+`low-latency` has dispatch and combine in mode="ll", both halves in one and apart. `t64` has T = 64 tokens per rank.
+`send` and `receive` are the halves of an operation. All ranks are released together before each of them, so a receive
+half finds what the others have sent. `routing known`: the peer has routed the same tokens before, and exchanges rows
+alone, without counts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import itertools
 import time
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -21,30 +29,22 @@ import torch
 import torch.distributed as dist
 import typer
 
-import ep_plugin.moe.operators  # noqa: F401  imported here, so that the time of a construction leaves it out
+import ep_plugin.moe.operators  # noqa: F401  imported here, so that neither a construction nor a timed call imports it
 from ep_plugin import _C
+from ep_plugin.bench.exchange import workload
 from ep_plugin.bench.exchange.cases import EpPlugin, time_cases
-from ep_plugin.bench.exchange.peers import ALL_TO_ALL, RAIL, ROW_PER_RANK, find_peers
-from ep_plugin.bench.exchange.workload import (
-    CPU_SIZES,
-    CUDA_SIZES,
-    DTYPES,
-    ROUNDTRIP,
-    SUMMABLE,
-    ExchangeSuite,
-    Spec,
-    Workload,
-    batches,
-    specs_of,
-    sweep_specs,
-)
-from ep_plugin.bench.suite import BY_BACKEND, SMS_ARE, OverNodes, check_names, matching
+from ep_plugin.bench.exchange.peers import ALL_TO_ALL, DEEP_EP, RAIL, ROW_PER_RANK, find_peers
+from ep_plugin.bench.exchange.workload import DTYPES, SUMMABLE, ExchangeSuite, Spec, Workload
+from ep_plugin.bench.suite import BY_BACKEND, CALLS_HELP, SMS_ARE, OverNodes, check_names, matching
 from ep_plugin.bench.suites.wire import best_sm_store_rate
 from ep_plugin.config import ROW_ALIGNMENT_BYTES, DispatchLayout
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL, DISPATCH_POOL
+from ep_plugin.moe.low_latency.engine import slots_of
 
 LAYOUTS = (DispatchLayout.FLAT.value, DispatchLayout.TOKEN_MAJOR.value)
 _SHARED: dict[str, Any] = {"layout": list(LAYOUTS), "case": [], "sweep": []}
+_LL: dict[str, Any] = {"dtype": "bfloat16", "tokens": [1, 8, 32, 64, 128, 256]}
+LL_CPU_SIZES, LL_CUDA_SIZES = workload.CPU_SIZES | {"hidden": 1024} | _LL, workload.CUDA_SIZES | _LL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class MoeSuite(OverNodes, ExchangeSuite):
 
     command_name = "moe"
     defaults: ClassVar = {
-        "cpu": CPU_SIZES | _SHARED | {"dtype": ["float32"]},
-        "cuda": CUDA_SIZES | _SHARED | {"dtype": ["bfloat16", "float8"]},
+        "cpu": workload.CPU_SIZES | _SHARED | {"dtype": ["float32"]},
+        "cuda": workload.CUDA_SIZES | _SHARED | {"dtype": ["bfloat16", "float8"]},
     }
     least: ClassVar = {"iterations": 1, "nodes": 1}
 
@@ -102,10 +102,10 @@ class MoeSuite(OverNodes, ExchangeSuite):
     def specs(self) -> list[Spec]:
         """The cases that `case` selects. A sweep's first two, the headline, are always among them."""
         if self.sweep:
-            found = sweep_specs(self.workload, self.dtype[0], self.sweep)
+            found = workload.sweep_specs(self.workload, self.dtype[0], self.sweep)
         else:
             layouts = tuple(DispatchLayout(name) for name in self.layout)
-            found = specs_of(self.workload, tuple(self.dtype), layouts, self.backend == "cuda")
+            found = workload.specs_of(self.workload, tuple(self.dtype), layouts, self.backend == "cuda")
         chosen = matching([spec.name for spec in found], self.case)
         return [spec for spec in found if spec.name in chosen or (self.sweep and spec in found[:2])]
 
@@ -122,11 +122,11 @@ class MoeSuite(OverNodes, ExchangeSuite):
         return {"rows": rows, "notes": notes}
 
 
-def footprint(device: torch.device, workload: Workload, dtype: str) -> tuple[int, str]:
+def footprint(device: torch.device, sizes: Workload, dtype: str) -> tuple[int, str]:
     """The nodes that the ranks are on, and a sentence on a FLAT communicator: its bytes beyond tensors, and the seconds
     until its first operations, which allocate its pools, have finished. Collective."""
-    spec = Spec(name="footprint", what=ROUNDTRIP, dtype=dtype, workload=workload)
-    batch = batches(workload, DTYPES[dtype], device)[dist.get_rank()]
+    spec = Spec(name="footprint", what=workload.ROUNDTRIP, dtype=dtype, workload=sizes)
+    batch = workload.batches(sizes, DTYPES[dtype], device)[dist.get_rank()]
     dist.barrier()
     began = time.perf_counter()
     with contextlib.closing(EpPlugin(spec, device)) as ours:
@@ -142,3 +142,76 @@ def footprint(device: torch.device, workload: Workload, dtype: str) -> tuple[int
     memory = f"{pools:,.1f} MiB for pools and {control:,.1f} MiB for control"
     took = f"{seconds:.3f} s until its first dispatch and combine have finished"
     return nodes, f"a communicator takes {memory}, and {took}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowLatencySizes(ExchangeSuite):
+    """The options that say what is exchanged."""
+
+    least: ClassVar = {"ranks": 1, "iterations": 1, "hidden": 128}
+
+    tokens: Annotated[list[int], typer.Option(help="Tokens per rank, T; repeatable.")] = BY_BACKEND  # type: ignore[assignment]
+    hidden: Annotated[int, typer.Option(help="Elements of a row, H: a multiple of 128.")] = BY_BACKEND
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16. FP8 rows are quantised from it.")] = BY_BACKEND
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_names("dtype", SUMMABLE, [self.dtype])
+        if self.hidden % workload.SCALE_BLOCK:
+            raise ValueError(f"hidden: expected a multiple of {workload.SCALE_BLOCK}, got {self.hidden}")
+
+    def workloads(self) -> list[Workload]:
+        return [self.workload_of(self.ranks, tokens) for tokens in self.tokens]
+
+    def specs(self) -> list[Spec]:
+        """Of each workload: dispatch and combine, then dispatch of FP8 rows, each whole and in halves."""
+        kinds = [(workload.DISPATCH, False), (workload.COMBINE, False), (workload.DISPATCH, True)]
+        halves = ("", workload.SEND, workload.RECEIVE)
+        found = []
+        for sizes, (what, quantize), half in itertools.product(self.workloads(), kinds, halves):
+            kind = f"{'fp8' if quantize else workload.SHORT_NAMES[self.dtype]}_t{sizes.tokens}"
+            name = "_".join(filter(None, (what, half, kind)))
+            found.append(Spec(name=name, what=what, dtype=self.dtype, workload=sizes, layout=workload.EXPERT_MAJOR,
+                              quantize=quantize, half=half, peers=not half))  # fmt: skip
+        return found
+
+    def memory_notes(self) -> list[str]:
+        """What a communicator takes for each workload, on its ranks and on 8."""
+        notes = []
+        for spec in self.specs():
+            ranks, shape = spec.workload.ranks, slots_of(spec.config)[1]
+            takes, on_8 = (_C.ll_block_bytes(number, shape) / 2**20 for number in (ranks, 8))
+            notes.append(
+                f"a communicator for T = {spec.workload.tokens} takes {takes:,.1f} MiB of peer memory on each of "
+                f"{ranks} ranks; on 8 ranks {on_8:,.1f} MiB"
+            )
+        return list(dict.fromkeys(notes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowLatencySuite(LowLatencySizes):
+    """Low-latency dispatch and combine of few tokens, against all-to-all with sort and index."""
+
+    command_name = "low-latency"
+    defaults: ClassVar = {
+        "cpu": LL_CPU_SIZES | {"calls": 8, "peer": [ALL_TO_ALL]},
+        "cuda": LL_CUDA_SIZES | {"calls": 1, "peer": None},
+    }
+    least: ClassVar = LowLatencySizes.least | {"calls": 1}
+
+    peer: Annotated[list[str], typer.Option(help="all_to_all, deep_ep, none, or an adapter, module:Class.")] = (
+        BY_BACKEND
+    )
+    calls: Annotated[int, typer.Option(help=f"{CALLS_HELP} Halves are timed one by one.")] = BY_BACKEND
+
+    def __post_init__(self) -> None:
+        if self.backend == "cuda" and self.peer is None:
+            has_deep_ep = importlib.util.find_spec(DEEP_EP) is not None
+            object.__setattr__(self, "peer", [ALL_TO_ALL, DEEP_EP] if has_deep_ep else [ALL_TO_ALL])
+        super().__post_init__()
+        for name in self.peer:
+            find_peers(name)
+
+    def measure(self, device: torch.device) -> dict[str, Any]:
+        rows = time_cases(device, self.specs(), self.peer, self.iterations, calls=self.calls)
+        return {"rows": rows, "notes": self.memory_notes()}

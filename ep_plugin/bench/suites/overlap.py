@@ -8,6 +8,7 @@ they are timed: beside the products.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,8 +21,7 @@ from ep_plugin.bench.exchange.cases import Scene
 from ep_plugin.bench.exchange.peers import ALL_TO_ALL
 from ep_plugin.bench.exchange.workload import CACHED, COMBINE, CUDA_SIZES, SENDS_ON_12, ExchangeSuite, Spec
 from ep_plugin.bench.suite import BY_BACKEND, OURS, Way, time_ways
-from ep_plugin.bench.suites.collectives import MIB, AllGatherSuite
-from ep_plugin.bench.suites.send_receive import RING, SendReceiveSuite
+from ep_plugin.bench.suites.collectives import MIB, RING, AllGatherSuite, SendReceiveSuite
 from ep_plugin.bench.timing import Run, clock_of
 from ep_plugin.collectives import HierarchicalAllGather
 from ep_plugin.collectives.send_receive import SendReceive
@@ -65,8 +65,7 @@ class OverlapSuite(ExchangeSuite):
             for _ in range(PRODUCTS):
                 product()
 
-        def next_to_products(run: Run) -> Run:
-            return beside(products, run)
+        next_to_products = functools.partial(beside, products)
 
         def with_products_compared(way: Way) -> Way:
             def check() -> str | None:
@@ -77,16 +76,16 @@ class OverlapSuite(ExchangeSuite):
 
         ways = [Way(case=ALONE, impl="matmul", run=products, check=products)]
         with ExitStack() as opened:
-            gathers = self.gathers(device.type)
             gather = opened.enter_context(HierarchicalAllGather(path="copy_engine"))
             messages = opened.enter_context(SendReceive(device=device))
+            gathers = self.gathers(device.type)
             ring = SendReceiveSuite(backend=device.type, ranks=self.ranks, size=self.size, pattern=[RING])
             for size in self.size:
                 case = f"products_beside_{size // MIB}MiB" if size % MIB == 0 else f"products_beside_{size}B"
-                found = gathers.ways(device, size, {OURS: gather}, next_to_products)
-                ways += [replace(way, case=case) for way in found]
-                found = ring.ways(device, RING, size, messages, next_to_products)
-                ways += [replace(way, case=f"{case}_ring") for way in found]
+                for way in gathers.ways(device, size, {OURS: gather}, next_to_products):
+                    ways.append(replace(way, case=case))
+                for way in ring.ways(device, RING, size, messages, next_to_products):
+                    ways.append(replace(way, case=f"{case}_ring"))
             # The routing of the dispatch is known, so it does not wait on the host.
             for case, what in (("products_beside_dispatch", CACHED), ("products_beside_combine", COMBINE)):
                 spec = Spec(name=case, what=what, dtype="bfloat16", workload=self.workload, sms=SENDS_ON_12)

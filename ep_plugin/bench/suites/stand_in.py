@@ -1,7 +1,9 @@
 """The suite `low-latency-stand-in`: what low-latency dispatch and combine take beside the time of the links.
 
-N ranks share one GPU, each on 1/N of its SMs, in one process. Their rows go to memory of the same GPU. The kernels of
-all ranks for an operation, or for one half of it, are in one CUDA graph, so the host adds nothing. The rows of a case:
+N ranks share one GPU, each with a stream and on 1/N of its SMs, in one process. They run the operations and the kernels
+of ranks that have processes of their own. Only the group is missing: their rows go to memory of the same GPU. The
+kernels of all ranks for an operation, or for one half of it, are in one CUDA graph, so the host adds nothing. The rows
+of a case:
 
 - `ep_plugin`: the time of the graph.
 - `floor`: the bytes of the busiest rank at `--rate`.
@@ -15,27 +17,159 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar
 
 import torch
 import typer
 
+from ep_plugin import _C
 from ep_plugin.bench.exchange.cases import Scene, floor_row
 from ep_plugin.bench.exchange.oracle import expert_rows
 from ep_plugin.bench.exchange.peers import received
-from ep_plugin.bench.exchange.stand_in import Share, StandIn, Together
 from ep_plugin.bench.exchange.workload import COMBINE, DISPATCH, EXPERT_MAJOR, SEND, Batch, Spec, Workload
 from ep_plugin.bench.suite import BY_BACKEND, OURS, Row, Way, row, time_ways
-from ep_plugin.bench.suites.low_latency import CPU_SIZES, CUDA_SIZES, LowLatencySizes
+from ep_plugin.bench.suites.moe import LL_CPU_SIZES, LL_CUDA_SIZES, LowLatencySizes
 from ep_plugin.bench.timing import Half, Run, Timing, clock_of
+from ep_plugin.config import MoECommunicatorConfig
+from ep_plugin.errors import EpPluginError
 from ep_plugin.moe.layout import DispatchOutput, DispatchResult
+from ep_plugin.moe.low_latency import in_flight, sms
 from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
+from ep_plugin.moe.low_latency.engine import LowLatencyEngine
+from ep_plugin.moe.low_latency.in_flight import LowLatencyOperation
+from ep_plugin.moe.low_latency.load import LowLatencyLoad
+from ep_plugin.runtime.streams import CallerStreams, Streams, kernels_for
+from ep_plugin.runtime.tensors import KnownCalls
 
 PREDICTED, LAUNCH = "predicted", "launch"
-_TIMES = ("median_us", "p10_us", "p90_us")
+TIMEOUT_S = 20.0
+
+
+class Share(LowLatencyEngine):
+    """The engine of one of `ranks` ranks, without a group and boards. `StandIn` gives it the memory of all ranks."""
+
+    def __init__(self, rank: int, ranks: int, config: MoECommunicatorConfig, device: torch.device) -> None:
+        assert config.max_tokens_per_rank is not None
+        self.device, self.timeout_s = device, TIMEOUT_S
+        self.rank = self.index = rank
+        self.size = self.node_size = ranks
+        self.local_experts, self.max_tokens = config.num_experts // ranks, config.max_tokens_per_rank
+        self.config_hash = config.agreement_hash() & 0x7FFFFFFF
+        self._set_sizes(config)
+        self.kernels, self.num_sms = kernels_for(device), sms.for_device(device, ranks)
+        self.streams = Streams() if device.type == "cpu" else CallerStreams(device)
+        self._issued, self._outputs, self.known = [0, 0], deque(maxlen=2), KnownCalls()
+        zeros = functools.partial(torch.zeros, dtype=torch.uint8)
+        self.state, self.ll_state = zeros(_C.state_bytes, device=device), zeros(_C.ll_state_bytes, device=device)
+        self.block = zeros(self.memory_bytes, device=device)
+        self._board = zeros(_C.board_bytes(self.local_experts), pin_memory=device.type == "cuda")
+        self.boards: Any = SimpleNamespace(device_address=self._board.data_ptr())
+        self.load = LowLatencyLoad(self, self.local_experts)
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} of the stand-in"
+
+    def check(self) -> None:
+        if not _C.board_quiet(self._board.data_ptr()):
+            fault = _C.board_fault(self._board.data_ptr())
+            raise EpPluginError(f"{self.name}: (code, step, peer, field, expected, seen) = {fault}")
+
+
+class StandIn:
+    """The ranks, and how they do something at the same time."""
+
+    def __init__(self, ranks: int, config: MoECommunicatorConfig, device: torch.device) -> None:
+        self.device = device
+        self.ranks = [Share(rank, ranks, config, device) for rank in range(ranks)]
+        for rank in self.ranks:
+            rank.comm = rank._comm_struct([share.block.data_ptr() for share in self.ranks], config.num_experts)
+        if device.type == "cuda":
+            self._streams = [torch.cuda.Stream(device) for _ in self.ranks]
+        else:
+            self._threads = ThreadPoolExecutor(ranks)
+
+    def at_once(self, does: Callable[[int], object]) -> None:
+        """does(rank) for every rank, each on its stream, or in its thread. The caller's stream waits for all."""
+        if self.device.type == "cpu":
+            list(self._threads.map(does, range(len(self.ranks))))
+            return
+        caller = torch.cuda.current_stream(self.device)
+        for stream in self._streams:
+            stream.wait_stream(caller)
+        for rank, stream in enumerate(self._streams):
+            with torch.cuda.stream(stream):
+                does(rank)
+        for stream in self._streams:
+            caller.wait_stream(stream)
+
+    def recorded(self, does: Callable[[], object], pool: Any = None) -> Callable[[], object]:
+        """`does` as the replay of a CUDA graph, whose memory comes from `pool`; on CPUs itself."""
+        if self.device.type == "cpu":
+            return does
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            does()
+        return graph.replay
+
+    def check(self) -> None:
+        """Raises EpPluginError for a fault of any rank, after what is enqueued."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for rank in self.ranks:
+            rank.check()
+
+
+class Together:
+    """An operation of all ranks at a time, with fixed inputs and outputs.
+
+    make: the operation of a rank. apart: its halves are launched one after the other. Each launch has a graph of its
+    own on GPUs.
+    """
+
+    def __init__(self, ranks: StandIn, make: Callable[[Share], LowLatencyOperation], apart: bool = False) -> None:
+        send, receive = in_flight.SEND, in_flight.RECEIVE
+        self._ranks, phases = ranks, [send, receive] if apart else [send | receive]
+        self.operations = [make(rank) for rank in ranks.ranks]
+        for operation in self.operations:
+            operation.check()
+        for operation in self.operations:
+            operation.prepare()
+        for each in phases:  # loads the kernels: none may be loaded while another one waits for it
+            self._launch(each)
+        ranks.check()
+        on_gpu = ranks.device.type == "cuda"
+        pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._runs = [
+            ranks.recorded(functools.partial(self._launch, each, on_gpu and index == 0), pool)
+            for index, each in enumerate(phases)
+        ]
+
+    def run(self) -> None:
+        for part in self._runs:
+            part()
+
+    def start(self) -> Run:
+        """Launches the first half and returns the launch of the second."""
+        send, receive = self._runs
+        send()
+        return receive
+
+    def results(self) -> list[Any]:
+        """The operations' results, which each run writes anew."""
+        return [operation.results() for operation in self.operations]
+
+    def _launch(self, phases: int, anew: bool = False) -> None:
+        """anew: into new memory, that of a graph."""
+        for operation in self.operations if anew else ():
+            operation.prepare()
+        self._ranks.at_once(lambda rank: self.operations[rank].launch(phases))
 
 
 class SharedScene(Scene):
@@ -110,8 +244,8 @@ class StandInSuite(LowLatencySizes):
 
     command_name = "low-latency-stand-in"
     defaults: ClassVar = {
-        "cpu": CPU_SIZES | {"ranks": 1, "share": [2], "tokens": [8, 64]},
-        "cuda": CUDA_SIZES | {"ranks": 1, "share": [2, 4]},
+        "cpu": LL_CPU_SIZES | {"ranks": 1, "share": [2], "tokens": [8, 64]},
+        "cuda": LL_CUDA_SIZES | {"ranks": 1, "share": [2, 4]},
     }
 
     share: Annotated[list[int], typer.Option(help="Ranks that share the device; repeatable.")] = BY_BACKEND
@@ -141,5 +275,6 @@ class StandInSuite(LowLatencySizes):
         if "_receive_" not in case:
             found.append(floor_row(case, measured["bytes_wire"], self.rate))
             link_us = found[-1]["median_us"]
-        sums = {name: max(0.1, round(measured[name] + link_us - launch_us, 1)) for name in _TIMES}
+        times = ("median_us", "p10_us", "p90_us")
+        sums = {name: max(0.1, round(measured[name] + link_us - launch_us, 1)) for name in times}
         return [*found, row(case, PREDICTED, Timing(**sums), 0)]
