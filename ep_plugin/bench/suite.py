@@ -22,6 +22,7 @@ from ep_plugin.bench.launch import run_on_ranks
 from ep_plugin.bench.timing import Clock, Run, Timing, time_in_turn
 
 Row = dict[str, Any]
+Through = Callable[[Run], Any]  # makes a call, alone or beside something else, and returns its result
 OURS, FLOOR = "ep_plugin", "floor"  # implementations in results
 CALLS_HELP = "Calls in a row in a timed iteration, whose mean is the time of one."
 SMS_ARE = "SMs: of the kernels that move rows; plan and notify run on others, for some microseconds"
@@ -143,14 +144,14 @@ def measured(device: torch.device, suite: Suite) -> dict[str, Any]:
 class Way:
     """One implementation of a case. run: the call that is timed. bytes_wire, sms: see `row`.
 
-    check: repeats the call on data that no call has moved before, and returns a sentence on what is wrong with its
-    result, or None; collective. By default nothing is compared.
+    check: repeats the call, through its argument, on data that no call has moved before, and returns a sentence on what
+    is wrong with its result, or None; collective. By default nothing is compared.
     """
 
     case: str
     impl: str
     run: Run
-    check: Callable[[], str | None] = lambda: None
+    check: Callable[[Through], str | None] = lambda through: None
     bytes_wire: int = 0
     sms: int | None = None
 
@@ -159,7 +160,7 @@ def time_ways(clock: Clock, ways: list[Way], iterations: int) -> list[Row]:
     """Compares all ways, times them in turn, and compares them again. Raises WrongResult. Collective."""
 
     def compare(when: str) -> None:
-        found = [(way, way.check()) for way in ways]
+        found = [(way, way.check(lambda run: run())) for way in ways]
         require_right([f"{way.case} by {way.impl}: {problem}{when}" for way, problem in found if problem])
 
     compare("")

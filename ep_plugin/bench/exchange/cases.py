@@ -7,7 +7,6 @@ NaN. (A graph's memory is its own: there the result holds NaN.) So results of an
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -37,7 +36,7 @@ from ep_plugin.bench.exchange.workload import (
     rows_on_the_wire,
     rows_over_rails,
 )
-from ep_plugin.bench.suite import FLOOR, OURS, Row, Way, backend_of, row, time_ways
+from ep_plugin.bench.suite import FLOOR, OURS, Row, Through, Way, backend_of, row, time_ways
 from ep_plugin.bench.timing import Half, Run, Timing, clock_of
 from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.communicator import MoECommunicator
@@ -45,19 +44,15 @@ from ep_plugin.moe.layout import DispatchOutput
 
 ROOM = 1.125  # of the mean rows per rank: the capacity of a dispatch that has one, unless a rank receives more
 
-Step = Callable[[Batch], Any]
-
 
 class Scene:
     """A case's inputs and implementations, and the comparison with plain torch. Methods are collective.
 
-    wrap: is applied to each call of an implementation, timed or compared. nodes: of as many consecutive ranks each.
+    nodes: of as many consecutive ranks each.
     """
 
-    def __init__(
-        self, spec: Spec, device: torch.device, wrap: Callable[[Run], Run] = lambda run: run, nodes: int = 1
-    ) -> None:
-        self.spec, self.device, self.wrap, self.rank, self.nodes = spec, device, wrap, dist.get_rank(), nodes
+    def __init__(self, spec: Spec, device: torch.device, nodes: int = 1) -> None:
+        self.spec, self.device, self.rank, self.nodes = spec, device, dist.get_rank(), nodes
         made = batches(spec.workload, DTYPES[spec.dtype], device)
         self.everyone = [replace(batch, quantize=spec.quantize) for batch in made]
         self.mine, self.ids = self.everyone[self.rank], [batch.ids for batch in made]
@@ -68,26 +63,26 @@ class Scene:
         rows = rows_on_the_wire(self.spec.workload, self.ids, dedup, self.nodes, two_levels)
         return self.spec.crossings * rows * self.mine.row_bytes
 
+    def fresh(self, reroute: bool = True) -> list[Batch]:
+        """Batches of all ranks that no call has moved before. reroute: with other routes, too."""
+        self._turn += 1
+        return other_rows(self.everyone, self._turn, reroute)
+
     def judge(
         self,
-        step: Callable[[list[Batch]], Mapping[int, Any]],
+        found: Mapping[int, Any],
+        everyone: list[Batch],
         layout: DispatchLayout = FLAT,
-        reroute: bool = True,
         exact_fp8: bool = True,
         multiplied: bool = True,
     ) -> str | None:
-        """How the result of `step` differs from plain torch's; None when it does not.
+        """How the results for the batches `everyone` differ from plain torch's; None when they do not.
 
-        step: is called with batches of all ranks that no call has moved before, into poisoned memory. It returns, for
-            each rank of this process, the rows that a dispatch has brought it, or the sums `[T, H]` of its tokens.
-        layout, exact_fp8: of the rows. reroute: routes have changed, too.
-        multiplied: experts have multiplied their rows by their factors, else by 1.
+        found: for each rank of this process, the rows that a dispatch has brought it, or the sums `[T, H]` of its
+            tokens.
+        layout, exact_fp8: of the rows. multiplied: experts have multiplied their rows by their factors, else by 1.
         """
-        self._turn += 1
-        spec, everyone = self.spec, other_rows(self.everyone, self._turn, reroute)
-        factors = self.factors if multiplied else torch.ones_like(self.factors)
-        with poisoned():
-            found = step(everyone)
+        spec, factors = self.spec, self.factors if multiplied else torch.ones_like(self.factors)
         for rank, got in found.items():
             if isinstance(got, DispatchOutput):
                 problem = wrong_dispatch(got, everyone, spec.workload, layout, rank, exact_fp8)
@@ -128,55 +123,47 @@ class Scene:
         there = 0 if spec.what == COMBINE else self.mine.row_bytes + beside
         back = self.mine.row_bytes if spec.what in (COMBINE, ROUNDTRIP) else 0
         rail = RailAllToAll(rows_over_rails(spec.workload, self.ids, self.nodes), there, back, self.device)
-        return Way(case=spec.name, impl=name, run=self.wrap(rail), check=rail.check, bytes_wire=bytes_wire)
+        return Way(case=spec.name, impl=name, run=rail, check=rail.check, bytes_wire=bytes_wire)
 
     def _way(self, name: str, impl: Any, what: str) -> Way:
-        run, check = self._calls(impl, what)
-        return Way(case=self.spec.name, impl=name, run=run, check=check, bytes_wire=self.bytes_wire(impl.dedup))
+        """Experts return their rows in a round trip that is timed, and multiply them in the one that is compared.
 
-    def _calls(self, impl: Any, what: str) -> tuple[Run, Callable[[], str | None]]:
-        """The call that is timed, and its check.
-
-        Experts return their rows in the call that is timed, and multiply them in its check. A graph contains its
-        experts, which return their rows in both.
+        A graph contains its experts, which return their rows in both.
         """
-        spec, mine = self.spec, self.mine
-        if what in (DISPATCH, CACHED):
-            state = impl.dispatch(mine)[1] if what == CACHED else None
-
-            def rows_in_order(batch: Batch) -> DispatchOutput:
-                out, made = impl.dispatch(batch, state)
-                return impl.in_order(out, made) if hasattr(impl, "in_order") else out
-
-            exact, reroute = getattr(impl, "exact_fp8", True), state is None
-            return self._timed(impl, DISPATCH, mine, state), self._check(rows_in_order, impl.layout, reroute, exact)
+        spec = self.spec
+        # Of the call; each check makes it anew.
+        given: list[Any] = [self.mine, impl.dispatch(self.mine)[1] if what == CACHED else None]
+        method = getattr(impl, ("start_" if spec.half else "") + (COMBINE if what == COMBINE else DISPATCH))
 
         def round_trip(batch: Batch, multiply: bool = False) -> torch.Tensor:
-            out, made = impl.dispatch(batch)
-            return impl.combine(expert_rows(self.factors, out, self.rank) if multiply else out.tokens, made)
+            out, state = impl.dispatch(batch)
+            return impl.combine(expert_rows(self.factors, out, self.rank) if multiply else out.tokens, state)
 
+        def call() -> Any:
+            return method(*given)
+
+        run: Run = Half(call, spec.half == SEND) if spec.half else call
+        judged = run
         if spec.graph:
-            graph = Recorded(round_trip, mine)
-            return graph, self._check(graph.of, multiplied=False)
-        check = self._check(functools.partial(round_trip, multiply=True))
-        if what == ROUNDTRIP:
-            return self.wrap(functools.partial(round_trip, mine)), check
-        out, state = impl.dispatch(mine)
-        return self._timed(impl, COMBINE, out.tokens, state), check
+            graph = Recorded(round_trip, self.mine)
+            run, judged = graph, lambda: graph.of(given[0])
+        elif what == ROUNDTRIP:
+            run, judged = lambda: round_trip(given[0]), lambda: round_trip(given[0], multiply=True)
 
-    def _check(self, step: Step, *given: Any, **options: Any) -> Callable[[], str | None]:
-        """How the step on this rank's batch is compared. given, options: of `judge`."""
+        def check(through: Through) -> str | None:
+            everyone = self.fresh(reroute=what != CACHED)
+            given[0] = everyone[self.rank]
+            with poisoned():
+                if what == COMBINE:
+                    out, state = impl.dispatch(given[0])
+                    given[:] = expert_rows(self.factors, out, self.rank), state
+                got = through(judged)
+            if what in (DISPATCH, CACHED):
+                got = impl.in_order(*got) if hasattr(impl, "in_order") else got[0]
+            exact_fp8 = getattr(impl, "exact_fp8", True)
+            return self.judge({self.rank: got}, everyone, impl.layout, exact_fp8, multiplied=not spec.graph)
 
-        def here(everyone: list[Batch]) -> Mapping[int, Any]:
-            return {self.rank: self.wrap(lambda: step(everyone[self.rank]))()}
-
-        return functools.partial(self.judge, here, *given, **options)
-
-    def _timed(self, impl: Any, operation: str, *given: Any) -> Run:
-        """A call of the operation, or of the half that the case is about."""
-        if self.spec.half:
-            return Half(functools.partial(getattr(impl, f"start_{operation}"), *given), self.spec.half == SEND)
-        return self.wrap(functools.partial(getattr(impl, operation), *given))
+        return Way(case=spec.name, impl=name, run=run, check=check, bytes_wire=self.bytes_wire(impl.dedup))
 
 
 def time_cases(
@@ -210,7 +197,7 @@ def floor_row(case: str, bytes_wire: int, rate_gb_s: float) -> Row:
 
 
 class EpPlugin:
-    """Dispatch and combine of one communicator, of halves in two calls. Made collectively; the caller closes it.
+    """Dispatch and combine of one communicator, whole or in halves. Made collectively; the caller closes it.
 
     capacity: rows of every dispatch's output, so that the host does not wait; None: as many as arrive.
     """
@@ -219,17 +206,12 @@ class EpPlugin:
 
     def __init__(self, spec: Spec, device: torch.device, capacity: int | None = None) -> None:
         self.comm = MoECommunicator(None, spec.config, device)
-        self.layout, self.close = spec.layout, self.comm.close
-        self._capacity, self._apart = capacity, spec.half != ""
+        self.layout, self.close, self._capacity = spec.layout, self.comm.close, capacity
 
     def dispatch(self, batch: Batch, previous: Any = None) -> tuple[DispatchOutput, Any]:
-        if self._apart:
-            return self.start_dispatch(batch, previous)()
         return self._made(batch, *self.comm.dispatch(*self._given(batch, previous)))
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
-        if self._apart:
-            return self.start_combine(y, state)()
         return self.comm.combine(y, state[0], weights=state[1])
 
     def start_dispatch(self, batch: Batch, previous: Any = None) -> Callable[[], tuple[DispatchOutput, Any]]:
@@ -265,12 +247,12 @@ class Recorded:
     Every call returns the same memory. The constructor runs `step` once, so it is collective when `step` is.
     """
 
-    def __init__(self, step: Step, batch: Batch) -> None:
+    def __init__(self, step: Callable[[Batch], torch.Tensor], batch: Batch) -> None:
         self._batch = batch.clone()
         step(self._batch)
         self._capture(step)
 
-    def _capture(self, step: Step) -> None:
+    def _capture(self, step: Callable[[Batch], torch.Tensor]) -> None:
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         # NCCL's watchdog thread queries events meanwhile, which would end a capture of all threads.

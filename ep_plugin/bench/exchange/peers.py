@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin.bench.exchange.workload import SCALE_BLOCK, Batch, Workload, random_bytes, seeds
+from ep_plugin.bench.suite import Through
 from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.layout import DispatchOutput
 
@@ -228,7 +229,7 @@ class RailAllToAll:
         for leg in self._legs:
             dist.all_to_all_single(*leg, group=self._group)
 
-    def check(self) -> str | None:
+    def check(self, through: Through) -> str | None:
         """Sends bytes that no call has sent before. A sentence when others have come; collective."""
         turn = next(seeds)
 
@@ -240,7 +241,7 @@ class RailAllToAll:
             for node, part in enumerate(leg.leaving.split(leg.sent)):
                 part.copy_(content(number, self._rank, node, part))
             leg.arriving.fill_(0xA5)
-        self()
+        through(self)
         for number, leg in enumerate(self._legs):
             parts = zip(self._rail, leg.arriving.split(leg.received), strict=True)
             if not all(torch.equal(part, content(number, rank, self._own, part)) for rank, part in parts):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -37,12 +36,13 @@ from ep_plugin.bench.suite import (
     OverNodes,
     Row,
     Suite,
+    Through,
     Way,
     backend_of,
     check_names,
     time_ways,
 )
-from ep_plugin.bench.timing import Run, clock_of
+from ep_plugin.bench.timing import clock_of
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.collectives.backends.paths import gather_sms, scatter_sms
 from ep_plugin.collectives.send_receive import Receive, Send, SendReceive
@@ -57,20 +57,12 @@ _SMALL = [32, KIB, 16 * KIB, 64 * KIB]  # bytes of messages
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # input and output
-Wrap = Callable[[Run], Run]  # is applied to each call that is timed or compared
-
-
-def _as_it_is(run: Run) -> Run:
-    return run
-
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveSuite(OverNodes):
-    """All-gather or reduce-scatter."""
+    """All-gather, if it `gathers`, or reduce-scatter."""
 
-    foreign: ClassVar[str]  # the name of the tensor that peers may not have mapped
-    by_backend: ClassVar[Any]  # called with output and input
+    gathers: ClassVar[bool]
     defaults: ClassVar = {
         "cpu": {"ranks": 4, "size": [64 * KIB, MIB, 16 * MIB], "dtype": "float32"},
         "cuda": {"ranks": None, "size": [KIB * 4**power for power in range(3, 11)], "dtype": "bfloat16"},
@@ -104,39 +96,47 @@ class CollectiveSuite(OverNodes):
                 rows += time_ways(clock, self.ways(device, size, ours), self.iterations)
         return {"rows": rows, "notes": []}
 
-    def ways(self, device: torch.device, size: int, ours: dict[str, Any], wrap: Wrap = _as_it_is) -> list[Way]:
-        """By each of `ours`, by ep_plugin with memory that peers have not mapped, and by the backend. Collective.
+    def ours(self) -> dict[str, Any]:
+        """ep_plugin's collectives by their names in results."""
+        if not self.gathers:
+            return {OURS: HierarchicalReduceScatter()}
+        forced = {"ep_plugin copy_engine": "copy_engine", "ep_plugin sm": "sm"} if self.backend == "cuda" else {}
+        return {impl: HierarchicalAllGather(path=path) for impl, path in ({OURS: "auto"} | forced).items()}
 
-        ours: ep_plugin's collectives by their names in results.
-        """
-        found = [self._way(impl, made, self.tensors(device, size, made), wrap) for impl, made in ours.items()]
-        made = ours[OURS]
-        if device.type not in made.maps_nothing_on:
-            found.append(self._way(f"ep_plugin, foreign {self.foreign}", made, self.tensors(device, size), wrap))
-        in_place = device.type == "cuda"  # as FSDP2 calls it; gloo's would overlap
-        return [*found, self._way(backend_of(device), None, self.tensors(device, size, in_place=in_place), wrap)]
+    def ways(self, device: torch.device, size: int, ours: dict[str, Any]) -> list[Way]:
+        """By each of `ours`, by ep_plugin with memory that peers have not mapped, and by the backend. Collective."""
+        found = [self._way(device, size, impl, made) for impl, made in ours.items()]
+        if device.type not in ours[OURS].maps_nothing_on:
+            foreign = f"ep_plugin, foreign {'output' if self.gathers else 'input'}"
+            found.append(self._way(device, size, foreign, ours[OURS], foreign=True))
+        return [*found, self._way(device, size, backend_of(device), None)]
 
-    def _way(self, impl: str, made: Any, tensors: Pair, wrap: Wrap) -> Way:
-        """made: ep_plugin's collective; None: the backend's."""
-        source, out = tensors
-        size = max(source.nbytes, out.nbytes)
-        call = self.by_backend if made is None else made
-        run = wrap(lambda: call(out, source))
+    def _way(self, device: torch.device, size: int, impl: str, made: Any, foreign: bool = False) -> Way:
+        """made: ep_plugin's collective; None: the backend's. foreign: peers have not mapped the larger tensor."""
+        large = self._empty(device, size, None if foreign else made)
+        # As FSDP2 calls it; gloo's would overlap.
+        in_place = self.gathers and not foreign and (made is not None or device.type == "cuda")
+        small = large.chunk(self.ranks)[dist.get_rank()] if in_place else self._empty(device, size // self.ranks)
+        source, out = (small, large) if self.gathers else (large, small)
+        call = (_all_gather if self.gathers else _reduce_scatter) if made is None else made
 
-        def check() -> str | None:
+        def run() -> object:
+            return call(out, source)
+
+        def check(through: Through) -> str | None:
             seed = next(seeds)
             sources = [_random(seed * self.ranks + rank, source) for rank in range(self.ranks)]
             out.view(torch.uint8).fill_(0xA5)
             source.copy_(sources[dist.get_rank()])
             before = 0 if made is None else made.rail_bytes_sent
-            run()
-            if not self.is_right(out, sources):
+            through(run)
+            if not self._is_right(out, sources):
                 return "expected plain torch's result for the same inputs, got another"
             sent = 0 if made is None else made.rail_bytes_sent - before
             expected = 0 if made is None or self.nodes == 1 else self.bytes_wire(size)
             return None if sent == expected else f"expected {expected} bytes over the rail in a call, got {sent}"
 
-        sms = None if made is None or not out.is_cuda else self.most_sms(size, made.path, "foreign" in impl)
+        sms = None if made is None or not out.is_cuda else self.most_sms(size, made.path, foreign)
         return Way(case=str(size), impl=impl, run=run, check=check, bytes_wire=self.bytes_wire(size), sms=sms)
 
     def bytes_wire(self, size: int) -> int:
@@ -147,8 +147,11 @@ class CollectiveSuite(OverNodes):
         per_node, shard = self.ranks // self.nodes, size // self.ranks
         if per_node == 1:
             return 0  # all bytes go over the rails
+        # The bytes of a shard that kernels move at a time from or to the rails.
         chunk = shard if self.nodes == 1 else min(shard, CHUNK_BYTES[self.backend])
-        return self.kernel_sms(path, shard, chunk, per_node, foreign)
+        if self.gathers:
+            return max(gather_sms(path, piece, per_node, mapped=not foreign) for piece in (shard, chunk))
+        return scatter_sms(path, chunk, per_node, _C.max_channels)
 
     def _empty(self, device: torch.device, size: int, made: Any = None) -> torch.Tensor:
         dtype = DTYPES[self.dtype]
@@ -156,22 +159,11 @@ class CollectiveSuite(OverNodes):
             return torch.empty(size // dtype.itemsize, dtype=dtype, device=device)
         return made.allocate(size // dtype.itemsize, dtype, device)
 
-    @abstractmethod
-    def ours(self) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def tensors(self, device: torch.device, size: int, made: Any = None, in_place: bool = False) -> Pair:
-        """Input and output, the larger one of `size` bytes, and from `made.allocate` if `made` is given.
-
-        in_place: a gather's input is part of its output. It always is where `made` is given.
-        """
-
-    @abstractmethod
-    def is_right(self, out: torch.Tensor, sources: list[torch.Tensor]) -> bool: ...
-
-    @abstractmethod
-    def kernel_sms(self, path: str, shard: int, chunk: int, per_node: int, foreign: bool) -> int:
-        """chunk: bytes of a shard that kernels move at a time from or to the rails."""
+    def _is_right(self, out: torch.Tensor, sources: list[torch.Tensor]) -> bool:
+        if self.gathers:
+            return torch.equal(out, torch.cat(sources))
+        mine = torch.stack([source.view(self.ranks, -1)[dist.get_rank()].float() for source in sources])
+        return bool(((out.float() - mine.sum(0)).abs() <= _TOLERANCE[self.dtype] * mine.abs().sum(0)).all())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,26 +171,7 @@ class AllGatherSuite(CollectiveSuite):
     """All-gather, by size in bytes of the gathered output."""
 
     command_name = "allgather"
-    foreign = "output"
-    by_backend = staticmethod(_all_gather)
-
-    def ours(self) -> dict[str, Any]:
-        paths = {OURS: "auto"}
-        if self.backend == "cuda":
-            paths |= {"ep_plugin copy_engine": "copy_engine", "ep_plugin sm": "sm"}
-        return {impl: HierarchicalAllGather(path=path) for impl, path in paths.items()}
-
-    def tensors(self, device: torch.device, size: int, made: Any = None, in_place: bool = False) -> Pair:
-        out = self._empty(device, size, made)
-        if made is None and not in_place:
-            return self._empty(device, size // self.ranks), out
-        return out.chunk(self.ranks)[dist.get_rank()], out
-
-    def is_right(self, out: torch.Tensor, sources: list[torch.Tensor]) -> bool:
-        return torch.equal(out, torch.cat(sources))
-
-    def kernel_sms(self, path: str, shard: int, chunk: int, per_node: int, foreign: bool) -> int:
-        return max(gather_sms(path, piece, per_node, mapped=not foreign) for piece in (shard, chunk))
+    gathers = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,21 +179,7 @@ class ReduceScatterSuite(CollectiveSuite):
     """Reduce-scatter, by size in bytes of each rank's input."""
 
     command_name = "reduce-scatter"
-    foreign = "input"
-    by_backend = staticmethod(_reduce_scatter)
-
-    def ours(self) -> dict[str, Any]:
-        return {OURS: HierarchicalReduceScatter()}
-
-    def tensors(self, device: torch.device, size: int, made: Any = None, in_place: bool = False) -> Pair:
-        return self._empty(device, size, made), self._empty(device, size // self.ranks)
-
-    def is_right(self, out: torch.Tensor, sources: list[torch.Tensor]) -> bool:
-        mine = torch.stack([source.view(self.ranks, -1)[dist.get_rank()].float() for source in sources])
-        return bool(((out.float() - mine.sum(0)).abs() <= _TOLERANCE[self.dtype] * mine.abs().sum(0)).all())
-
-    def kernel_sms(self, path: str, shard: int, chunk: int, per_node: int, foreign: bool) -> int:
-        return scatter_sms(path, chunk, per_node, _C.max_channels)
+    gathers = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,9 +215,7 @@ class SendReceiveSuite(Suite):
                 rows += time_ways(clock, self.ways(device, pattern, size, ours), self.iterations)
         return {"rows": rows, "notes": []}
 
-    def ways(
-        self, device: torch.device, pattern: str, size: int, ours: SendReceive, wrap: Wrap = _as_it_is
-    ) -> list[Way]:
+    def ways(self, device: torch.device, pattern: str, size: int, ours: SendReceive) -> list[Way]:
         """By ep_plugin and by the backend."""
         rank = dist.get_rank()
         before, after = (rank - 1) % self.ranks, (rank + 1) % self.ranks
@@ -269,13 +226,15 @@ class SendReceiveSuite(Suite):
         def way(impl: str, send: Callable[..., Any], receive: Callable[..., Any], batch: Callable[..., Any]) -> Way:
             source, out = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
             messages = [send(source, after)] * sends + [receive(out, before)] * receives
-            run = wrap(lambda: batch(messages))
 
-            def check() -> str | None:
+            def run() -> object:
+                return batch(messages)
+
+            def check(through: Through) -> str | None:
                 seed = next(seeds) * self.ranks
                 source.copy_(random_bytes(seed + rank, source))
                 out.fill_(0xA5)
-                run()
+                through(run)
                 right = not receives or torch.equal(out, random_bytes(seed + before, out))
                 return None if right else f"expected the bytes of rank {before}, got others"
 

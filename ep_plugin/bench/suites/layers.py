@@ -73,7 +73,7 @@ class LayersSuite(ExchangeSuite):
         if setup.router is not None:
             steps[ROUTER] = _alone(setup.router, batch.inputs)
 
-        def compare() -> str | None:
+        def compare(_: Any) -> str | None:
             for turn, compared in enumerate(batches):
                 theirs, ours = (_output_and_gradients(setup.layers[impl], compared) for impl in (STOCK, OURS))
                 found = differences(ours, theirs).items()

@@ -8,7 +8,6 @@ they are timed: beside the products.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ import typer
 from ep_plugin.bench.exchange.cases import Scene
 from ep_plugin.bench.exchange.peers import ALL_TO_ALL
 from ep_plugin.bench.exchange.workload import CACHED, COMBINE, CUDA_SIZES, SENDS_ON_12, ExchangeSuite, Spec
-from ep_plugin.bench.suite import BY_BACKEND, OURS, Way, time_ways
+from ep_plugin.bench.suite import BY_BACKEND, OURS, Through, Way, time_ways
 from ep_plugin.bench.suites.collectives import MIB, RING, AllGatherSuite, SendReceiveSuite
 from ep_plugin.bench.timing import Run, clock_of
 from ep_plugin.collectives import HierarchicalAllGather
@@ -65,16 +64,18 @@ class OverlapSuite(ExchangeSuite):
             for _ in range(PRODUCTS):
                 product()
 
-        next_to_products = functools.partial(beside, products)
+        def check_products(_: Through) -> str | None:
+            products()
+            return product.wrong()
 
-        def with_products_compared(way: Way) -> Way:
-            def check() -> str | None:
-                problem = way.check()
+        def beside_products(way: Way) -> Way:
+            def check(_: Through) -> str | None:
+                problem = way.check(lambda run: beside(products, run)())
                 return product.wrong() or problem
 
-            return replace(way, check=check)
+            return replace(way, run=beside(products, way.run), check=check)
 
-        ways = [Way(case=ALONE, impl="matmul", run=products, check=products)]
+        ways = list[Way]()
         with ExitStack() as opened:
             gather = opened.enter_context(HierarchicalAllGather(path="copy_engine"))
             messages = opened.enter_context(SendReceive(device=device))
@@ -82,15 +83,14 @@ class OverlapSuite(ExchangeSuite):
             ring = SendReceiveSuite(backend=device.type, ranks=self.ranks, size=self.size, pattern=[RING])
             for size in self.size:
                 case = f"products_beside_{size // MIB}MiB" if size % MIB == 0 else f"products_beside_{size}B"
-                for way in gathers.ways(device, size, {OURS: gather}, next_to_products):
-                    ways.append(replace(way, case=case))
-                for way in ring.ways(device, RING, size, messages, next_to_products):
-                    ways.append(replace(way, case=f"{case}_ring"))
+                ways += [replace(way, case=case) for way in gathers.ways(device, size, {OURS: gather})]
+                ways += [replace(way, case=f"{case}_ring") for way in ring.ways(device, RING, size, messages)]
             # The routing of the dispatch is known, so it does not wait on the host.
             for case, what in (("products_beside_dispatch", CACHED), ("products_beside_combine", COMBINE)):
                 spec = Spec(name=case, what=what, dtype="bfloat16", workload=self.workload, sms=SENDS_ON_12)
-                ways += Scene(spec, device, next_to_products).ways([ALL_TO_ALL], opened)
-            rows = time_ways(clock_of(device), [with_products_compared(way) for way in ways], self.iterations)
+                ways += Scene(spec, device).ways([ALL_TO_ALL], opened)
+            alone = Way(case=ALONE, impl="matmul", run=products, check=check_products)
+            rows = time_ways(clock_of(device), [alone, *map(beside_products, ways)], self.iterations)
         return {"rows": rows, "notes": [], "base_case": ALONE}
 
 

@@ -29,10 +29,10 @@ import typer
 
 from ep_plugin import _C
 from ep_plugin.bench.exchange.cases import Scene, floor_row
-from ep_plugin.bench.exchange.oracle import expert_rows
+from ep_plugin.bench.exchange.oracle import expert_rows, poisoned
 from ep_plugin.bench.exchange.peers import received
-from ep_plugin.bench.exchange.workload import COMBINE, DISPATCH, EXPERT_MAJOR, SEND, Batch, Spec, Workload
-from ep_plugin.bench.suite import BY_BACKEND, OURS, Row, Way, row, time_ways
+from ep_plugin.bench.exchange.workload import COMBINE, DISPATCH, EXPERT_MAJOR, SEND, Spec, Workload
+from ep_plugin.bench.suite import BY_BACKEND, OURS, Row, Through, Way, row, time_ways
 from ep_plugin.bench.suites.moe import LL_CPU_SIZES, LL_CUDA_SIZES, LowLatencySizes
 from ep_plugin.bench.timing import Half, Run, Timing, clock_of
 from ep_plugin.config import MoECommunicatorConfig
@@ -139,7 +139,6 @@ class Together:
         self.operations = [make(rank) for rank in ranks.ranks]
         for operation in self.operations:
             operation.check()
-        for operation in self.operations:
             operation.prepare()
         for each in phases:  # loads the kernels: none may be loaded while another one waits for it
             self._launch(each)
@@ -204,7 +203,7 @@ class SharedScene(Scene):
         for spec in self._specs:
             operation = self._operations[spec.what, spec.half != ""]
             run: Run = Half(operation.start, spec.half == SEND) if spec.half else operation.run
-            check = functools.partial(self.judge, functools.partial(self._moved, spec.what, operation), EXPERT_MAJOR)
+            check = functools.partial(self._check, spec.what, operation)
             wire = self.bytes_wire(spec.dedup)
             yield Way(case=self._named(spec.name), impl=OURS, run=run, check=check, bytes_wire=wire, sms=sms)
 
@@ -218,18 +217,19 @@ class SharedScene(Scene):
     def _named(self, name: str) -> str:
         return f"{name}_x{len(self._counters)}"
 
-    def _moved(self, what: str, operation: Together, everyone: list[Batch]) -> dict[int, Any]:
-        """Runs the operation with these batches as its inputs. Returns its results by rank."""
+    def _check(self, what: str, operation: Together, _: Through) -> str | None:
+        everyone = self.fresh()
         for fixed, other in zip(self._fixed, everyone, strict=True):
             fixed.copy_(other)
-        if what == COMBINE:
-            self._dispatch.run()
-            for rank, out in enumerate(_received(self._dispatch)):
-                self._y[rank].copy_(expert_rows(self.factors, out, rank))
-        operation.run()
-        self.ranks.check()
-        sums_or_rows = [sums for sums, _ in operation.results()] if what == COMBINE else _received(operation)
-        return dict(enumerate(sums_or_rows))
+        with poisoned():
+            if what == COMBINE:
+                self._dispatch.run()
+                for rank, out in enumerate(_received(self._dispatch)):
+                    self._y[rank].copy_(expert_rows(self.factors, out, rank))
+            operation.run()
+            self.ranks.check()
+            found = [sums for sums, _ in operation.results()] if what == COMBINE else _received(operation)
+        return self.judge(dict(enumerate(found)), everyone, EXPERT_MAJOR)
 
 
 def _received(dispatch: Together) -> list[DispatchOutput]:

@@ -100,7 +100,7 @@ class Wire:
         args.set_pairs(*((theirs, here) if pulls else (here, theirs)))
         _C.wire(args)
 
-    def wrong(self, copy: Copy) -> str | None:
+    def wrong(self, copy: Copy, _: object = None) -> str | None:
         """Copies into poisoned memory and compares every byte: a sentence on what is wrong, or None. Collective."""
         pulls = copy.kind in _PULLS
         self._sink.fill_(0xFF)
