@@ -1,5 +1,5 @@
 """ep-bench: what ep_plugin is measured with. Results are compared with an oracle before anything is timed.
 
-A suite is one file in `suites/`: a frozen dataclass, derived from `suite.Suite`, whose fields are the options of its
-command and whose `measure` runs on every rank. `cli.py` lists the suites.
+A suite is a frozen dataclass in `suites/`, derived from `suite.Suite`. Its fields are the options of its command, and
+its `measure` runs on every rank. `cli.py` lists the suites.
 """

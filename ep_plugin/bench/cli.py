@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from collections.abc import Iterator
@@ -51,8 +50,7 @@ def _add_command(kind: type[Suite]) -> None:
             path.write_text(json.dumps(result, indent=2) + "\n")
             typer.echo(f"wrote {path}", err=True)
 
-    out_option = inspect.signature(command).parameters["out"].replace(annotation=Out)
-    take_fields(command, kind, out_option)
+    take_fields(command, kind, out=Out)
     main.command(kind.command_name, help=kind.__doc__)(command)
 
 
@@ -72,7 +70,7 @@ def _plan(plot: Path | None = None, **options: Any) -> None:
 
 
 Plot = Annotated[Path | None, typer.Option(help="The file of a PNG with the bytes over 2 to N nodes.")]
-take_fields(_plan, plan.Plan, inspect.signature(_plan).parameters["plot"].replace(annotation=Plot))
+take_fields(_plan, plan.Plan, plot=Plot)
 main.command("plan", help=plan.Plan.__doc__)(_plan)
 
 

@@ -206,12 +206,16 @@ def require_module(module: str, option: str, use: str) -> None:
         raise ValueError(f"{option}: expected {module}, {use}: {error}") from error
 
 
-def take_fields(command: Callable[..., None], kind: type, *more: inspect.Parameter) -> None:
-    """Gives the command, for typer, the annotated fields of the dataclass as its options, and `more`."""
+def take_fields(command: Callable[..., None], kind: type, **more: Any) -> None:
+    """Gives the command, for typer, the annotated fields of the dataclass as its options, and `more`.
+
+    more: annotations of optional parameters, by their names.
+    """
     hints = get_type_hints(kind, include_extras=True)
-    fields = [each.replace(annotation=hints[each.name]) for each in inspect.signature(kind).parameters.values()]
-    options = [each for each in (*fields, *more) if get_origin(each.annotation) is Annotated]
-    options = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in options]
+    options = [each.replace(annotation=hints[each.name]) for each in inspect.signature(kind).parameters.values()]
+    options = [each for each in options if get_origin(each.annotation) is Annotated]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options += [inspect.Parameter(name, keyword, default=None, annotation=hint) for name, hint in more.items()]
     command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
 
 

@@ -213,10 +213,8 @@ def wrong_losses(losses: dict[str, list[float]]) -> list[str]:
     }
     found = []
     for name, (limit, sentence) in expected.items():
-        differences = _differences(losses[name], stock)
-        wrong = [step for step, difference in enumerate(differences) if not difference <= limit]
-        if wrong:
-            step = wrong[0]
+        wrong = [step for step, by in enumerate(_differences(losses[name], stock)) if not by <= limit]
+        for step in wrong[:1]:
             found.append(f"{sentence}, got {losses[name][step]} in place of {stock[step]} in step {step}")
     return found
 

@@ -184,9 +184,9 @@ class SharedScene(Scene):
         self._dispatch.run()
         self._y = [out.tokens.clone() for out in _received(self._dispatch)]
         self._operations = {(DISPATCH, False): self._dispatch}
-        makers: dict[str, Any] = {DISPATCH: self._dispatch_of, COMBINE: self._combine_of}
         for what, apart in dict.fromkeys((spec.what, spec.half != "") for spec in specs[1:]):
-            self._operations[what, apart] = Together(self.ranks, makers[what], apart)
+            make: Any = self._combine_of if what == COMBINE else self._dispatch_of
+            self._operations[what, apart] = Together(self.ranks, make, apart)
 
     def _dispatch_of(self, rank: Share) -> LowLatencyDispatch:
         mine = self._fixed[rank.rank]
