@@ -43,7 +43,10 @@ def _add_command(kind: type[Suite]) -> None:
     def command(out: str | None = None, **options: Any) -> None:
         with _refusals():
             suite = kind(**options)
-            path = _result_path(out, suite)
+            path = None if out is None else Path(out)
+            if path is not None and f"{out}".endswith("/"):
+                path /= f"{provenance.hardware_folder(suite.backend, suite.ranks)}/{suite.name}.json"
+            _check_writable("out", path)  # before anything is measured
             result = suite.run()
         typer.echo(report.markdown(result))
         if path is not None:
@@ -126,17 +129,6 @@ def _refusals() -> Iterator[None]:
     except WrongResult as error:
         typer.echo(f"wrong results, so nothing was timed:\n{error}", err=True)
         raise typer.Exit(1) from error
-
-
-def _result_path(out: str | None, suite: Suite) -> Path | None:
-    """The result's file. ValueError, before anything is measured, when it cannot be written."""
-    if out is None:
-        return None
-    path = Path(out)
-    if out.endswith("/"):
-        path = path / provenance.hardware_folder(suite.backend, suite.ranks) / f"{suite.name}.json"
-    _check_writable("out", path)
-    return path
 
 
 def _check_writable(option: str, path: Path | None) -> None:

@@ -28,6 +28,16 @@ from ep_plugin.moe.across_nodes.legs import chunk_bounds, legs_of, num_chunks
 TWO_LEVEL, ROW_PER_RANK, COPIES = WAYS = ("two levels", "flat, a row per rank", "flat, K copies")
 DISPATCH, CACHED, COMBINE = "dispatch", "cached dispatch", "combine"
 _ELEMENT_BYTES = {"bf16": (2, 2), "fp32": (4, 4), "fp8": (1, 2)}  # of rows in dispatch and in combine
+RAIL, LINKS = "rail", "links"
+_COUNTED = 256  # tokens per rank in the routing of the picture
+_NOTES = """\
+- formula: each token draws M of the N nodes evenly (M: the node limit, else N), then K of their e = E M / N experts.
+  It needs a place with n experts with probability q(n) = M / N p(n), p(n) = 1 - C(e - n, K) / C(e, K). Rows per token:
+  two levels: (N - 1) q(E / N) on the rail, N (G - 1) q(E / R) on the links;
+  flat, a row per rank: (R - G) q(E / R) and (G - 1) q(E / R); flat, K copies: K (R - G) / R and K (G - 1) / R.
+- counted: the rows of rank 0 in one random routing of that kind, in the legs that ep_plugin sends.
+- links: what dispatch sends to the other ranks of the node, and combine receives from them.
+- time: the least that the rates allow; rail and links work at once, but for forwarding the rail's last leg."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +142,6 @@ def counted_rows(plan: Plan, routing: Sequence[torch.Tensor], node: int = 0, ind
     N, G = plan.nodes, plan.ranks
     inside = torch.zeros(N, G, dtype=torch.bool)
     inside[node, torch.arange(G) != index] = True
-    outside = torch.arange(N) != node
     pairs = _pairs(plan, routing[node])
     needed = pairs > 0
     needs_node = needed.any(2)
@@ -147,11 +156,12 @@ def counted_rows(plan: Plan, routing: Sequence[torch.Tensor], node: int = 0, ind
         landed += int(chunk.any(1).sum())
         last = int(chunk[:, inside[node]].sum())
         links += last
-    flat = [(int(table[:, outside].sum()), int(table[:, inside].sum())) for table in (needed, pairs)]
-    return {
-        TWO_LEVEL: Rows(sent, landed, links, last),
-        **{way: Rows(far, far, near) for way, (far, near) in zip((ROW_PER_RANK, COPIES), flat, strict=True)},
-    }
+
+    def flat(rows: torch.Tensor) -> Rows:
+        far = int(rows[:, torch.arange(N) != node].sum())
+        return Rows(far, far, int(rows[:, inside].sum()))
+
+    return {TWO_LEVEL: Rows(sent, landed, links, last), ROW_PER_RANK: flat(needed), COPIES: flat(pairs)}
 
 
 def _pairs(plan: Plan, ids: torch.Tensor) -> torch.Tensor:
@@ -160,18 +170,6 @@ def _pairs(plan: Plan, ids: torch.Tensor) -> torch.Tensor:
     pairs = torch.zeros(len(ids), plan.size + 1, dtype=torch.int32)
     pairs.scatter_add_(1, ranks, torch.ones_like(ranks, dtype=torch.int32))
     return pairs[:, :-1].unflatten(1, (plan.nodes, plan.ranks))
-
-
-RAIL, LINKS = "rail", "links"
-_COUNTED = 256  # tokens per rank in the routing of the picture
-_NOTES = """\
-- formula: each token draws M of the N nodes evenly (M: the node limit, else N), then K of their e = E M / N experts.
-  It needs a place with n experts with probability q(n) = M / N p(n), p(n) = 1 - C(e - n, K) / C(e, K). Rows per token:
-  two levels: (N - 1) q(E / N) on the rail, N (G - 1) q(E / R) on the links;
-  flat, a row per rank: (R - G) q(E / R) and (G - 1) q(E / R); flat, K copies: K (R - G) / R and K (G - 1) / R.
-- counted: the rows of rank 0 in one random routing of that kind, in the legs that ep_plugin sends.
-- links: what dispatch sends to the other ranks of the node, and combine receives from them.
-- time: the least that the rates allow; rail and links work at once, but for forwarding the rail's last leg."""
 
 
 class Bytes(NamedTuple):

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ep_plugin.bench.exchange.workload import SCALE_BLOCK, Batch, Workload, random_bytes, seeds
+from ep_plugin.bench.exchange.workload import SCALE_BLOCK, Batch, Workload, random_like, seeds
 from ep_plugin.bench.suite import Through
 from ep_plugin.config import DispatchLayout
 from ep_plugin.moe.layout import DispatchOutput
@@ -235,7 +235,7 @@ class RailAllToAll:
 
         def content(number: int, rank: int, node: int, like: torch.Tensor) -> torch.Tensor:
             """What a rank sends to a node in a leg."""
-            return random_bytes(((2 * turn + number) * 4096 + rank) * 4096 + node, like)
+            return random_like(((2 * turn + number) * 4096 + rank) * 4096 + node, like)
 
         for number, leg in enumerate(self._legs):
             for node, part in enumerate(leg.leaving.split(leg.sent)):

@@ -297,10 +297,12 @@ def other_rows(everyone: list[Batch], turn: int, reroute: bool) -> list[Batch]:
     return found
 
 
-def random_bytes(seed: int, like: torch.Tensor) -> torch.Tensor:
-    """uint8 in the shape of `like`: what one rank sends, which every rank can make."""
-    generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.randint(0, 256, like.shape, generator=generator, dtype=torch.uint8, device=like.device)
+def random_like(seed: int, like: torch.Tensor) -> torch.Tensor:
+    """Random bytes, or numbers of another type, in the shape of `like`: what a rank sends, and every rank can make."""
+    random: dict[str, Any] = {"generator": torch.Generator(like.device).manual_seed(seed), "device": like.device}
+    if like.dtype is torch.uint8:
+        return torch.randint(0, 256, like.shape, dtype=torch.uint8, **random)
+    return torch.randn(like.shape, dtype=torch.float32, **random).to(like.dtype)
 
 
 def expert_factors(workload: Workload, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

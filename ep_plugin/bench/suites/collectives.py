@@ -28,7 +28,7 @@ import typer
 from tqdm import tqdm
 
 from ep_plugin import _C
-from ep_plugin.bench.exchange.workload import DTYPES, SHORT_NAMES, random_bytes, seeds
+from ep_plugin.bench.exchange.workload import DTYPES, SHORT_NAMES, random_like, seeds
 from ep_plugin.bench.suite import (
     BY_BACKEND,
     CALLS_HELP,
@@ -125,7 +125,7 @@ class CollectiveSuite(OverNodes):
 
         def check(through: Through) -> str | None:
             seed = next(seeds)
-            sources = [_random(seed * self.ranks + rank, source) for rank in range(self.ranks)]
+            sources = [random_like(seed * self.ranks + rank, source) for rank in range(self.ranks)]
             out.view(torch.uint8).fill_(0xA5)
             source.copy_(sources[dist.get_rank()])
             before = 0 if made is None else made.rail_bytes_sent
@@ -232,10 +232,10 @@ class SendReceiveSuite(Suite):
 
             def check(through: Through) -> str | None:
                 seed = next(seeds) * self.ranks
-                source.copy_(random_bytes(seed + rank, source))
+                source.copy_(random_like(seed + rank, source))
                 out.fill_(0xA5)
                 through(run)
-                right = not receives or torch.equal(out, random_bytes(seed + before, out))
+                right = not receives or torch.equal(out, random_like(seed + before, out))
                 return None if right else f"expected the bytes of rank {before}, got others"
 
             return Way(case=f"{pattern}_{size}", impl=impl, run=run, check=check, bytes_wire=size)
@@ -249,9 +249,3 @@ class SendReceiveSuite(Suite):
                 lambda messages: [work.wait() for work in dist.batch_isend_irecv(messages)],
             ),
         ]
-
-
-def _random(seed: int, like: torch.Tensor) -> torch.Tensor:
-    """A rank's input, which every rank can make on its own device."""
-    generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.randn(like.shape, generator=generator, dtype=torch.float32, device=like.device).to(like.dtype)
