@@ -19,6 +19,7 @@ from ep_plugin.deep_ep.handles import LowLatencyHandle
 from ep_plugin.dtypes import weight_dtype
 from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
+from ep_plugin.runtime import tensors
 from ep_plugin.transport.topology import NodeMap
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
@@ -29,6 +30,9 @@ def rows_of(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     rows, scales = x if _is_pair(x) else (x, None)
     if not isinstance(rows, torch.Tensor):
         raise ValueError(f"x: expected a tensor, or a tuple of rows and scales, got {_described(x)}")
+    _check_dense("x", rows)
+    if scales is not None:
+        _check_dense("scales", scales)
     if rows.dim() != 2:
         raise ValueError(f"x: expected rows of shape [T, H], got shape {list(rows.shape)}")
     return rows, scales
@@ -53,7 +57,8 @@ def sum_of(biases: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
 
 
 def check_tensor(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...], *shape: int | str) -> None:
-    """`given` must have one of the dtypes, and this shape. A name in it stands for any size."""
+    """`given` must be dense, of one of the dtypes, and of this shape. A name in it stands for any size."""
+    _check_dense(name, given)
     sizes = zip(shape, given.shape, strict=False)
     fits = given.dim() == len(shape) and all(isinstance(wanted, str) or wanted == size for wanted, size in sizes)
     if given.dtype not in dtypes or not fits:
@@ -61,6 +66,12 @@ def check_tensor(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...]
             f"{name}: expected {dtypes[0]} of shape [{', '.join(map(str, shape))}], got {given.dtype} of shape "
             f"{list(given.shape)}"
         )
+
+
+def _check_dense(name: str, given: torch.Tensor) -> None:
+    """ValueError for sparse and mkldnn tensors, which many of torch's operators refuse without a name."""
+    if given.layout is not torch.strided:
+        tensors.check_kind(name, given)
 
 
 def check_at_least(least: int, **given: object) -> None:

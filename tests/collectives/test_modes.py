@@ -65,6 +65,7 @@ def _distributed(shape: int) -> torch.Tensor:
 NOT_THERE: dict[str, tuple[Callable[[int], Any], str]] = {
     "fake": (_fake, "expected a tensor with memory of its own, got FakeTensor"),
     "distributed": (_distributed, "expected a tensor with memory of its own, got DTensor"),
+    "mkldnn": (lambda count: torch.ones(count).to_mkldnn(), "expected a dense tensor, got one of layout torch._mkldnn"),
     "negative": (lambda count: torch.ones(count)._neg_view(), "expected a tensor that is in memory as it is"),
     "zeros": (lambda count: torch._efficientzerotensor(count), "expected a tensor that is in memory as it is"),
     "a list": (lambda count: [1.0] * count, "expected a tensor, got list"),

@@ -491,6 +491,8 @@ def _bad_input(rank: int) -> None:
         (lambda: p2p.send(torch.ones(1, 4).expand(3, 4), 1 - rank), r"without gaps or overlaps, got shape \(3, 4\)"),
         (lambda: p2p.send(torch.ones([2, 2] + [1] * 11).transpose(0, 1), 1 - rank), r"of at most 12 dimensions"),
         (lambda: p2p.send(torch.ones(4).to_sparse(), 1 - rank), r"expected a dense tensor"),
+        (lambda: p2p.send(x.to_mkldnn(), 1 - rank), r"tensor: expected a dense tensor, got one of .*mkldnn"),
+        (lambda: p2p.receive(x.to_mkldnn(), 1 - rank), r"tensor: expected a dense tensor, got one of .*mkldnn"),
         (lambda: p2p.send(torch.ones(4, device="meta"), 1 - rank), r"expected device cpu, got meta"),
         (lambda: p2p.send(x, rank), r"expected a receive in the batch for each send of rank"),
         (lambda: p2p.receive(x, rank), r"got 0 sends and 1 receives"),

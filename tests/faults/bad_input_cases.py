@@ -244,6 +244,19 @@ COMBINE: dict[str, tuple[WrongRows, str]] = {
         r"bias: expected a contiguous .*strides \(16, 2\)",
     ),
 }
+# torch makes mkldnn tensors of floats on CPUs only. They say that they are strided and contiguous, and have no storage.
+_MKLDNN = "expected a dense tensor, got one of layout torch._mkldnn"
+DISPATCH_ON_CPU: dict[str, tuple[Wrong, str]] = {
+    "mkldnn x": (lambda g: {"x": g.x.to_mkldnn()}, f"x: {_MKLDNN}"),
+    "mkldnn ids": (lambda g: {"topk_ids": g.weights.to_mkldnn()}, f"topk_ids: {_MKLDNN}"),
+    "mkldnn weights": (lambda g: {"topk_weights": g.weights.to_mkldnn()}, f"topk_weights: {_MKLDNN}"),
+    "mkldnn scales": (lambda g: {"scales": g.weights.to_mkldnn()}, f"scales: {_MKLDNN}"),
+}
+COMBINE_ON_CPU: dict[str, tuple[WrongRows, str]] = {
+    "mkldnn y": (lambda y, away: {"y": y.to_mkldnn()}, f"y: {_MKLDNN}"),
+    "mkldnn weights": (lambda y, away: {"weights": _zeros(12).to_mkldnn()}, f"weights: {_MKLDNN}"),
+    "mkldnn bias": (lambda y, away: {"bias": _zeros(6, 8).to_mkldnn()}, f"bias: {_MKLDNN}"),
+}
 DISPATCH_ON_CUDA: dict[str, tuple[Wrong, str]] = {
     "weights of double rows": (
         lambda g: {"x": g.x.double()},
@@ -267,7 +280,7 @@ def wrong_dispatches(rank: int, layout: DispatchLayout) -> int:
     unbounded = open_communicator(SIZE, layout=layout)
     g = good()
     right = {"x": g.x, "topk_ids": g.ids, "topk_weights": g.weights}
-    table = DISPATCH | (DISPATCH_ON_CUDA if here().type == "cuda" else {})
+    table = DISPATCH | (DISPATCH_ON_CUDA if here().type == "cuda" else DISPATCH_ON_CPU)
     for turn, (wrong, says) in enumerate(table.values()):
         if rank == turn % SIZE:
             for call in (comm.dispatch, comm.dispatch_async):
@@ -288,7 +301,7 @@ def wrong_combines(rank: int) -> int:
     comm, other = open_communicator(SIZE), open_communicator(SIZE)
     g = good()
     out, handle = comm.dispatch(g.x, g.ids, g.weights)
-    table = COMBINE | (COMBINE_ON_CUDA if here().type == "cuda" else {})
+    table = COMBINE | (COMBINE_ON_CUDA if here().type == "cuda" else COMBINE_ON_CPU)
     for turn, (wrong, says) in enumerate(table.values()):
         if rank == turn % SIZE:
             for call in (comm.combine, comm.combine_async):

@@ -18,7 +18,9 @@ from ep_plugin.transport import open_memory
 from ep_plugin.transport.exchange import Exchange
 from tests.faults.bad_input_cases import (
     COMBINE,
+    COMBINE_ON_CPU,
     DISPATCH,
+    DISPATCH_ON_CPU,
     SIZE,
     good,
     use_after_close,
@@ -31,11 +33,11 @@ from tests.ranks import run_ranks, values
 
 @pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
 def test_wrong_dispatch_arguments(layout: DispatchLayout) -> None:
-    assert values(run_ranks(SIZE, wrong_dispatches, layout)) == [len(DISPATCH)] * SIZE
+    assert values(run_ranks(SIZE, wrong_dispatches, layout)) == [len(DISPATCH | DISPATCH_ON_CPU)] * SIZE
 
 
 def test_wrong_combine_arguments_and_handles() -> None:
-    assert values(run_ranks(SIZE, wrong_combines)) == [len(COMBINE)] * SIZE
+    assert values(run_ranks(SIZE, wrong_combines)) == [len(COMBINE | COMBINE_ON_CPU)] * SIZE
 
 
 def _after_it_is_gone(rank: int) -> None:

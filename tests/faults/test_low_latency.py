@@ -338,6 +338,8 @@ def _bad_dispatches(comm: MoECommunicator, inputs: Inputs) -> dict[str, dict[str
         'capacity: expected a multiple of the 3 ranks, at most 198, in mode="ll", got 200': {"capacity": 200},
         "topk_ids: expected -1 or 0 to 5, got 6": {"topk_ids": torch.full_like(ids, -1).index_fill(0, _first(), 6)},
         "topk_ids: expected distinct experts": {"topk_ids": torch.zeros_like(ids)},
+        "x: expected a dense tensor, got one of layout torch._mkldnn": {"x": x.to_mkldnn()},
+        "topk_ids: expected a dense tensor, got one of layout torch._mkldnn": {"topk_ids": ids.float().to_mkldnn()},
         "x: expected a tensor without gradients": {"x": x.clone().requires_grad_(), "quantize": "e4m3"},
     }
 
@@ -347,7 +349,7 @@ def _first() -> torch.Tensor:
 
 
 def _bad_combines(comm: MoECommunicator, inputs: Inputs, y: torch.Tensor) -> dict[str, dict[str, Any]]:
-    weights = inputs.weights[comm.rank]
+    x, weights = inputs.x[comm.rank], inputs.weights[comm.rank]
     return {
         r"y: expected shape \(2, 198, H\), got \(396, 24\)": {"y": y.flatten(0, 1)},
         "y: expected a contiguous tensor": {"y": y.transpose(0, 1).contiguous().transpose(0, 1)},
@@ -355,6 +357,9 @@ def _bad_combines(comm: MoECommunicator, inputs: Inputs, y: torch.Tensor) -> dic
         r"weights: expected shape \(.*, 4\), got": {"weights": weights[:, :2].contiguous()},
         r"bias: expected shape": {"bias": torch.zeros(1, 24)},
         "handle: expected a DispatchHandle, got tuple": {"handle": ()},
+        "y: expected a dense tensor, got one of layout torch._mkldnn": {"y": y.to_mkldnn()},
+        "weights: expected a dense tensor, got one of layout torch._mkldnn": {"weights": weights.to_mkldnn()},
+        "bias: expected a dense tensor, got one of layout torch._mkldnn": {"bias": x.to_mkldnn()},
     }
 
 

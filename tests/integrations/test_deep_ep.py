@@ -344,8 +344,36 @@ def _refusals(rank: int, size: int) -> None:
     for message, bias in biases.items():
         with pytest.raises(ValueError, match=rf"bias: expected .*{message}"):
             buffer.combine(x, handle, bias=bias)
+    _refuses_what_is_not_dense(refused, buffer, x, ids, weights, handle)
     with pytest.raises(ValueError, match="x: expected a tensor, got NoneType"):
         buffer.combine(None, handle)
+
+
+def _refuses_what_is_not_dense(
+    refused: Callable[..., None],
+    buffer: deep_ep.Buffer,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    handle: Any,
+) -> None:
+    for change in (torch.Tensor.to_sparse, torch.Tensor.to_mkldnn):
+        rows, factors = change(x), change(weights)
+        got = f"expected a dense tensor, got one of layout {rows.layout}"
+        refused(f"x: {got}", x=rows)
+        refused(f"scales: {got}", x=(x, factors))
+        refused(f"topk_idx: {got}", topk_idx=factors)
+        refused(f"topk_weights: {got}", topk_weights=factors)
+        refused(f"num_tokens_per_rank: {got}", num_tokens_per_rank=factors)
+        with pytest.raises(ValueError, match=f"topk_idx: {got}"):
+            buffer.get_dispatch_layout(factors, 8)
+        for name, given in {
+            "x": {"x": rows},
+            "topk_weights": {"x": x, "topk_weights": factors},
+            "bias": {"x": x, "bias": (x, rows)},
+        }.items():
+            with pytest.raises(ValueError, match=f"{name}: {got}"):
+                buffer.combine(**given, handle=handle)
 
 
 def test_what_is_not_there_is_refused_by_name() -> None:

@@ -325,6 +325,18 @@ def _refusals(rank: int, size: int) -> None:
     for match, given in wrong:
         with pytest.raises(ValueError, match=match):
             buffer.dispatch(x, **given)
+    rows, _, _, handle, _ = buffer.dispatch(x, ids, num_experts=2)
+    for change in (torch.Tensor.to_sparse, torch.Tensor.to_mkldnn):
+        floats = change(ids.float())
+        got = f"expected a dense tensor, got one of layout {floats.layout}"
+        for name, given in {"x": (change(x), ids), "topk_idx": (x, floats), "topk_weights": (x, ids, floats)}.items():
+            with pytest.raises(ValueError, match=f"{name}: {got}"):
+                buffer.dispatch(*given, num_experts=2)
+        for name, given in {"x": (change(rows), handle), "topk_weights": (rows, handle, floats)}.items():
+            with pytest.raises(ValueError, match=f"{name}: {got}"):
+                buffer.combine(*given)
+        with pytest.raises(ValueError, match=f"bias: {got}"):
+            buffer.combine(rows, handle, bias=(x, change(x)))
     with pytest.raises(NotSupported, match="use_tma_aligned_col_major_sf"):
         buffer.dispatch(x, ids, num_experts=2, use_tma_aligned_col_major_sf=True)
     with pytest.raises(ValueError, match="explicitly_destroy"):

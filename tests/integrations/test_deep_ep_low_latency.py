@@ -241,6 +241,16 @@ def _refused(rank: int, size: int) -> None:
     combine("topk_idx: expected ids from -1 to 3, got .* to 9", y, torch.full_like(ids, 9))
     combine("out: expected torch.bfloat16 of shape", out=torch.empty((1, 256)))
     combine(r"combine_wait_recv_cost_stats: expected torch.int64 of shape \[2\]", combine_wait_recv_cost_stats=wrong)
+    for change in (torch.Tensor.to_sparse, torch.Tensor.to_mkldnn):
+        factors = change(weights)
+        got = f"expected a dense tensor, got one of layout {factors.layout}"
+        dispatch(f"x: {got}", change(x))
+        dispatch(f"topk_idx: {got}", x, factors)
+        dispatch(f"cumulative_local_expert_recv_stats: {got}", x, ids, most, 4, factors)
+        combine(f"x: {got}", change(y))
+        combine(f"topk_idx: {got}", y, factors)
+        combine(f"topk_weights: {got}", y, ids, factors)
+        combine(f"out: {got}", out=change(x))
     src_info, layout_range, *numbers = handle
     combine("handle: expected what low_latency_dispatch returned, .*, got NoneType", y, ids, weights, None)
     copied = src_info.clone(), layout_range, *numbers

@@ -196,6 +196,9 @@ def _values_with_gradients(rank: int, size: int) -> None:
         wrong: Any = [1.0]
         for sentence, values in {
             "values: expected a tensor, got list": wrong,
+            "values: expected a dense tensor, got one of layout torch._mkldnn": torch.ones_like(
+                out.weights
+            ).to_mkldnn(),
             r"values: expected shape .*, got \(1,\)": torch.ones(1),
         }.items():
             with pytest.raises(ValueError, match=sentence):

@@ -286,6 +286,7 @@ def _wrong_fields(rank: int, size: int) -> None:
         for field, value, said in (
             ("recv_rows", None, "expected a tensor, got NoneType"),
             ("totals", handle.totals.tolist(), "expected a tensor, got list"),
+            ("plan", handle.plan.float().to_mkldnn(), "expected a dense tensor, got one of layout torch._mkldnn"),
             ("topk_ids", handle.topk_ids.flatten(), r"expected 2 dimensions, got shape \(\d+,\)"),
         ):
             with pytest.raises(ValueError, match=rf"handle\.{field}: {said}"):

@@ -82,6 +82,7 @@ def _late(wrapped: Callable[[Callable[[torch.Tensor], torch.Tensor]], object]) -
         lambda: torch.zeros(3).as_subclass(_Subclass),
         lambda: torch.zeros(3, device="meta"),
         lambda: torch.zeros(3).to_sparse(),
+        lambda: torch.zeros(3).to_mkldnn(),
         lambda: torch.zeros(3, dtype=torch.complex64),
         lambda: torch.zeros(3, dtype=torch.complex64).conj().imag,
         lambda: torch._efficientzerotensor((3,)),

@@ -17,6 +17,7 @@ from ep_plugin.moe.in_flight import Tensors
 from ep_plugin.moe.low_latency.dispatch import check_stats, operation
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine
 from ep_plugin.moe.low_latency.in_flight import RECEIVE, LowLatencyOperation
+from ep_plugin.runtime.tensors import check_kind
 
 
 class LowLatencyCombine(LowLatencyOperation):
@@ -54,6 +55,7 @@ class LowLatencyCombine(LowLatencyOperation):
         routing = engine.routing("handle", self._ids, self._plan)
         rows = routing.totals[0]
         local, per_expert = engine.local_experts, rows // engine.local_experts
+        check_kind("y", y)  # before its view is taken
         if y.dim() != 3 or y.shape[:2] != (local, per_expert):
             raise ValueError(f"y: expected shape ({local}, {per_expert}, H), got {tuple(y.shape)}")
         if not y.is_contiguous():
