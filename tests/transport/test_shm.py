@@ -278,6 +278,20 @@ def test_a_block_is_opened_by_both_kinds_of_path(prefix, monkeypatch):
         block.close()
 
 
+@pytest.mark.parametrize("create", [shm._create_anonymous, shm._create_named], ids=["unnamed", "named"])
+def test_a_block_of_another_user_is_refused_by_name(prefix, monkeypatch, create):
+    monkeypatch.setattr(shm, "_PREFIX", prefix)
+    user = os.geteuid()
+    with contextlib.closing(create(4096)) as block:
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)  # only root could give the block away
+        said = f"expected a regular file of 4096 bytes of user {user + 1}, got .* 4096 bytes, user {user}$"
+        with (
+            pytest.raises(PermissionError, match=f"{block.path}: {said}"),
+            shm._opened([block.path, block.token], 4096),
+        ):
+            pass
+
+
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("tightest", ["", "job", "job/step"])
 def test_the_tightest_cgroup_above_the_process_is_the_limit(monkeypatch, tmp_path, version, tightest):
