@@ -22,7 +22,9 @@ from ep_plugin.moe.low_latency.combine import LowLatencyCombine
 from ep_plugin.moe.low_latency.dispatch import LowLatencyDispatch
 from tests.bench import test_stand_in
 from tests.faults import test_low_latency as faults
+from tests.faults import test_low_latency_arguments as fault_arguments
 from tests.faults import test_low_latency_hooks as hooks
+from tests.faults import test_low_latency_masks as fault_masks
 from tests.gpu import low_latency, low_latency_graphs, test_deep_ep
 from tests.moe import low_latency_cases as cases
 from tests.moe import test_low_latency as whole
@@ -190,7 +192,7 @@ def test_no_results_after_a_fault(gate: str) -> None:
 
 
 def _survive(rank: int, gate: str, victim: int) -> list[int]:
-    return _slowly(rank, faults._survive, gate, victim)
+    return _slowly(rank, fault_masks._survive, gate, victim)
 
 
 @pytest.mark.parametrize(("gate", "victim"), [("ll_dispatch_send", 3), ("ll_combine_send", 1)])
@@ -208,7 +210,7 @@ def test_two_ranks_that_die_before_their_hooks(case: Callable[..., Any], place: 
 
 
 def _slow_survivor(rank: int) -> list[int]:
-    return _slowly(rank, faults._slow_survivor)
+    return _slowly(rank, fault_masks._slow_survivor)
 
 
 def test_a_rank_that_has_waited_for_a_dead_one_is_not_masked() -> None:
@@ -222,12 +224,12 @@ def test_a_masked_rank_that_goes_on_changes_no_later_sum(tmp_path: Path) -> None
 
 def _late(rank: int, flags: Path) -> Any:
     with unittest.mock.patch.multiple(faults, DEADLINE_S=8.0):
-        return faults._late(rank, flags)
+        return fault_masks._late(rank, flags)
 
 
 @pytest.mark.parametrize("change", ["row bytes", "top-k"])
 def test_calls_that_differ_are_named(change: str) -> None:
-    for said in values(run_ranks(2, faults._differ, change, timeout_s=120, env=SIMT)):
+    for said in values(run_ranks(2, fault_arguments._differ, change, timeout_s=120, env=SIMT)):
         assert change in said
 
 

@@ -28,6 +28,7 @@ from tests.gpu import test_faults as faults
 from tests.gpu_stand_in import serve_with
 from tests.integrations import test_deep_ep
 from tests.moe import test_node_kernels as node_kernels
+from tests.moe import test_one_output as one_output
 from tests.moe import test_statistics as statistics
 from tests.moe.moe_cases import LAYOUTS, Case, communicator, make_inputs, named, ragged, round_trip
 from tests.ranks import run_ranks, values
@@ -216,12 +217,12 @@ def test_node_kernels(case: Callable[..., None]) -> None:
 @pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
 def test_dispatches_fill_one_output(layout: DispatchLayout, plain: str) -> None:
     for one_kernel in (False, True):
-        _on_ranks(3, node_kernels.fills_one_output, layout, one_kernel, EP_PLUGIN_PLAIN_KERNELS=plain)
+        _on_ranks(3, one_output.fills_one_output, layout, one_kernel, EP_PLUGIN_PLAIN_KERNELS=plain)
 
 
 @pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
 def test_rewritten_bases_are_checked(layout: DispatchLayout) -> None:
-    _on_ranks(2, node_kernels.refuses_bases_outside, layout)
+    _on_ranks(2, one_output.refuses_bases_outside, layout)
 
 
 # -- all-gather and reduce-scatter ---------------------------------------------------------------------------------

@@ -17,7 +17,9 @@ import torch
 from ep_plugin import _C, PeerAborted, PeerTimeout
 from ep_plugin.moe.low_latency import sms
 from tests.faults import test_low_latency as faults
+from tests.faults import test_low_latency_arguments as fault_arguments
 from tests.faults import test_low_latency_hooks as hooks
+from tests.faults import test_low_latency_masks as fault_masks
 from tests.gpu import checks, low_latency
 from tests.ranks import run_ranks, values
 
@@ -165,7 +167,7 @@ def test_low_latency_names_one_of_two_dead(gate: str) -> None:
 @pytest.mark.parametrize("gate", faults.TWO)
 def test_low_latency_masks_two_dead_and_goes_on(gate: str) -> None:
     victims = faults.TWO[gate]
-    outcomes = run_ranks(4, on_gpu, faults._survive, gate, *victims, timeout_s=120)
+    outcomes = run_ranks(4, on_gpu, fault_masks._survive, gate, *victims, timeout_s=120)
     assert hooks.values_of_survivors(outcomes, victims) == [[int(rank in victims) for rank in range(4)]] * 2
 
 
@@ -205,7 +207,7 @@ def test_hooks_mask_the_dead_and_go_on(given: tuple[Any, str, tuple[int, ...]]) 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(("gate", "victim"), [(gate, 3 - number) for number, gate in enumerate(faults.GATES)])
 def test_low_latency_masks_the_dead_and_goes_on(gate: str, victim: int) -> None:
-    outcomes = run_ranks(4, on_gpu, faults._survive, gate, victim, timeout_s=120)
+    outcomes = run_ranks(4, on_gpu, fault_masks._survive, gate, victim, timeout_s=120)
     assert outcomes.pop(victim).exitcode == -signal.SIGKILL
     assert values(outcomes) == [[int(rank == victim) for rank in range(4)]] * 3
 
@@ -218,19 +220,19 @@ def on_one_cta(rank: int, *case: Any) -> Any:
 
 @pytest.mark.gpu(1)
 def test_a_masked_rank_that_goes_on_changes_no_later_sum(tmp_path: Path) -> None:
-    outcomes = run_ranks(3, on_one_cta, faults._late, tmp_path, timeout_s=90)
+    outcomes = run_ranks(3, on_one_cta, fault_masks._late, tmp_path, timeout_s=90)
     assert values(outcomes) == [([3.0], [0, 0, 1]), None, None]
 
 
 @pytest.mark.gpu(1)
 def test_a_rank_that_has_waited_for_a_dead_one_is_not_masked() -> None:
-    outcomes = run_ranks(3, on_gpu, faults._slow_survivor, timeout_s=90)
+    outcomes = run_ranks(3, on_gpu, fault_masks._slow_survivor, timeout_s=90)
     assert values(outcomes[:2]) == [[0, 0, 1]] * 2
 
 
 @pytest.mark.gpu(1)
 def test_masks_travel() -> None:
-    values(run_ranks(3, on_gpu, faults._masked_by_hand, 3, timeout_s=90))
+    values(run_ranks(3, on_gpu, fault_masks._masked_by_hand, 3, timeout_s=90))
 
 
 @pytest.mark.gpu(1)
@@ -250,5 +252,5 @@ def test_an_abort_ends_every_wait_of_low_latency(gate: str) -> None:
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("change", ["row bytes", "dtype", "top-k", "most tokens of a rank"])
 def test_calls_of_low_latency_that_differ_are_named(change: str) -> None:
-    for said in values(run_ranks(2, on_gpu, faults._differ, change, timeout_s=90)):
+    for said in values(run_ranks(2, on_gpu, fault_arguments._differ, change, timeout_s=90)):
         assert change in said and "rank 0" in said and "rank 1" in said

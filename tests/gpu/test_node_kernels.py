@@ -10,6 +10,7 @@ from ep_plugin import DispatchLayout
 from tests.faults import handle_cases
 from tests.faults.fault_cases import on_cuda
 from tests.moe import test_node_kernels as cases
+from tests.moe import test_one_output as one_output
 from tests.moe.moe_cases import LAYOUTS
 from tests.ranks import run_ranks, values
 
@@ -26,14 +27,14 @@ def test_kernels(case: Callable[..., None]) -> None:
 def test_dispatches_fill_one_output(layout: DispatchLayout, plain: str) -> None:
     env = {"EP_PLUGIN_PLAIN_KERNELS": plain}
     for one_kernel in (False, True):
-        values(run_ranks(2, on_cuda, cases.fills_one_output, 2, layout, one_kernel, timeout_s=120, env=env))
+        values(run_ranks(2, on_cuda, one_output.fills_one_output, 2, layout, one_kernel, timeout_s=120, env=env))
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.xdist_group("faults")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rewritten_bases_are_checked(layout: DispatchLayout) -> None:
-    values(run_ranks(2, on_cuda, cases.refuses_bases_outside, 2, layout, timeout_s=120))
+    values(run_ranks(2, on_cuda, one_output.refuses_bases_outside, 2, layout, timeout_s=120))
 
 
 @pytest.mark.gpu(1)
