@@ -31,7 +31,7 @@ from tests.faults.fault_cases import die_at_gate, nothing_left_behind, orphaned_
 from tests.ranks import run_ranks, values
 
 SIZE = 3
-DEADLINE_S = 2.0
+DEADLINE_S = 1.5
 GRACE_S = 5.0
 CPU = torch.device("cpu")
 BIG = 300_000  # elements: several chunks

@@ -27,7 +27,7 @@ from tests.faults.fault_cases import (
 )
 from tests.ranks import run_ranks, values
 
-DEADLINE_S = 2.0
+DEADLINE_S = 1.5
 GRACE_S = 5.0
 SIZE = 3
 ONE_CHUNK, THREE_CHUNKS = 20, 80
