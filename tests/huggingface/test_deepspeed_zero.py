@@ -131,8 +131,12 @@ def _compiles(rank: int, size: int) -> None:
     assert gather(torch.full((2,), float(rank))).tolist() == [1.0 + peer for peer in range(size) for _ in range(2)]
 
 
+def _wrapper(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: method(*args, **kwargs)
+
+
 def _outlives_a_wrapper(rank: int, size: int) -> None:
-    """Somebody wraps our method, and we are disabled and enabled again below it."""
+    """Somebody wraps our methods. Below the wrappers, ours call stock while they are disabled."""
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
     import deepspeed
     from deepspeed.comm.torch import TorchBackend
@@ -141,13 +145,15 @@ def _outlives_a_wrapper(rank: int, size: int) -> None:
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     ours.enable()
-    wrapped = TorchBackend.all_gather_into_tensor
-    TorchBackend.all_gather_into_tensor = lambda *args, **kwargs: wrapped(*args, **kwargs)
-    for turn, served in enumerate((1, 1, 2)):
-        whole = torch.empty(size)
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        setattr(TorchBackend, name, _wrapper(getattr(TorchBackend, name)))
+    for turn, served in enumerate((2, 2, 4)):
+        whole, total = torch.empty(size), torch.empty(1)
         deepspeed.comm.allgather_fn(whole, torch.tensor([float(rank + turn)]))
         assert whole.tolist() == [float(peer + turn) for peer in range(size)]
-        assert _row().served == served
+        deepspeed.comm.reduce_scatter_fn(total, torch.arange(float(size)) + turn)
+        assert total.item() == size * (rank + turn)
+        assert (_row().served, _row().left) == (served, 0)
         ours.enable() if turn else ours.disable()
 
 
