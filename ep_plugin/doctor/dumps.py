@@ -145,9 +145,11 @@ def _strangers(dumps: dict[int, Dump]) -> Iterator[Finding]:
 
 
 def _failures(dumps: dict[int, Dump]) -> Iterator[Finding]:
-    """The first failure of each rank, in the order of their times. A rank that failed by itself comes as a failure."""
+    """The first failure of each rank. Ranks that failed by themselves come first, as failures; then by time, since
+    peers may note what they heard before the rank that failed has noted its own error."""
     failed = [(rank, *dump.failure) for rank, dump in dumps.items() if dump.failure is not None]
-    for rank, communicator, failure in sorted(failed, key=lambda entry: entry[2].time):
+    failed.sort(key=lambda entry: (not _is_own(entry[0], entry[2]), entry[2].time))
+    for rank, communicator, failure in failed:
         when = time.strftime("%H:%M:%S", time.localtime(failure.time))
         what = f"at {when} {failure.error}: {failure.text}"
         if communicator.name not in failure.text:

@@ -120,7 +120,10 @@ def test_a_killed_rank_left_no_file_and_the_others_say_where_it_was(tmp_path: Pa
 
 
 def test_a_rank_that_fails_by_itself_comes_first(tmp_path: Path) -> None:
-    assert len(dumped(tmp_path, SIZE, _one_fails)) == SIZE
+    files = dumped(tmp_path, SIZE, _one_fails)
+    assert len(files) == SIZE
+    files["rank0.json"]["communicators"][0]["failures"][0]["time"] -= 60  # its clock, or it was noted first
+    (tmp_path / "rank0.json").write_text(json.dumps(files["rank0.json"]))
     findings = merge(tmp_path)
     assert "ZeroDivisionError: a bad batch" in of(findings, "rank 1", FAILURE)
     assert findings[0].subject == "rank 1"
