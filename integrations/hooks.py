@@ -1,8 +1,8 @@
 """Enables an integration right after its framework's module is imported, checks the framework, keeps what is replaced.
 
-Nothing is imported that the script does not import. A finder in front of ``sys.meta_path`` waits for the modules in
-`INTEGRATIONS`. An error in ours ends the script's import with an EpPluginError. It is not an ImportError, since scripts
-take that for "not installed" and continue without.
+Of a framework that the script does not import, nothing is imported. A finder in front of ``sys.meta_path`` waits for
+the modules in `INTEGRATIONS`. An error in ours ends the script's import with an EpPluginError. It is not an
+ImportError, since scripts take that for "not installed" and continue without.
 """
 
 from __future__ import annotations
@@ -36,16 +36,25 @@ class Integration(NamedTuple):
     module: the framework's module to wait for. If it is the name itself, ours is imported in its place. Otherwise our
         `enable()` is called after it was executed, and again after a reload.
     package: the module whose __version__ must be `at_least` and, if given, `below`.
+    before: modules that may be imported without `module`, and of which ours replaces something. `module` is imported
+        after them.
     """
 
     module: str
     package: str = ""
     at_least: str = ""
     below: str = ""
+    before: tuple[str, ...] = ()
 
 
 INTEGRATIONS = {
-    "megatron": Integration("megatron.core.transformer.moe.moe_layer", "megatron.core", "0.16.1", below="0.20"),
+    "megatron": Integration(
+        "megatron.core.transformer.moe.moe_layer",
+        "megatron.core",
+        "0.16.1",
+        below="0.20",
+        before=("megatron.core.distributed", "megatron.core.pipeline_parallel"),
+    ),
     "fsdp2": Integration("torch.distributed.fsdp"),
     "transformers": Integration("transformers.distributed.expert_parallel", "transformers", "5.23"),
     "torchtitan": Integration("torchtitan.models.common.token_dispatcher", "torchtitan", "0.3.0"),
@@ -91,6 +100,8 @@ class Status(list[Row]):
 _rows: dict[str, Row] = {}
 # By integration, what is replaced now: owner, attribute, the object of ours there, the one that was there, and a name.
 _replaced: dict[str, list[tuple[Any, str, Any, Any, str]]] = {}
+# The same, of what `restore` could not put back because something else, such as a wrapper of ours, was there.
+_covered: dict[str, list[tuple[Any, str, Any, Any, str]]] = {}
 
 
 def status() -> Status:
@@ -129,18 +140,32 @@ def replace(name: str, owner: Any, attribute: str, ours: Any, said: str = "") ->
         _put(owner, attribute, ours)
         said = said or f"{owner.__name__.rpartition('.')[2]}.{attribute}"
         _replaced.setdefault(name, []).append((owner, attribute, ours, present, said))
+    else:
+        again = [entry for entry in _covered.get(name, ()) if entry[:2] == (owner, attribute) and entry[2] is ours]
+        for entry in again:
+            _covered[name].remove(entry)
+            _replaced.setdefault(name, []).append(entry)
     _record_replaced(name)
 
 
 def restore(name: str, *owners: Any) -> None:
-    """Put back what `replace` has replaced, in `owners` or everywhere, unless somebody else has replaced it since."""
+    """Put back what `replace` has replaced, in `owners` or everywhere, unless somebody else has replaced it since.
+
+    If that is undone, a later `replace` or `restore` knows ours again.
+    """
     kept: list[tuple[Any, str, Any, Any, str]] = []
-    for entry in reversed(_replaced.pop(name, [])):
+    covered: list[tuple[Any, str, Any, Any, str]] = []
+    of_others = {id(entry) for entry in _covered.get(name, ())}
+    for entry in reversed(_covered.pop(name, []) + _replaced.pop(name, [])):
         owner, attribute, ours, theirs, _ = entry
         if owners and not any(owner is one for one in owners):
-            kept.insert(0, entry)
+            (covered if id(entry) in of_others else kept).insert(0, entry)
         elif _members(owner).get(attribute) is ours:
             _put(owner, attribute, theirs)
+        else:
+            covered.insert(0, entry)
+    if covered:
+        _covered[name] = covered
     if kept:
         _replaced[name] = kept
         _record_replaced(name)
@@ -156,11 +181,12 @@ def is_enabled(name: str, owner: Any) -> bool:
 def replaces(name: str, owner: Any, attribute: str) -> bool:
     """Whether an object of ours, put there by `replace`, is there now."""
     present = _members(owner).get(attribute)
-    return any(entry[:2] == (owner, attribute) and entry[2] is present for entry in _replaced.get(name, ()))
+    entries = [*_replaced.get(name, ()), *_covered.get(name, ())]
+    return any(entry[:2] == (owner, attribute) and entry[2] is present for entry in entries)
 
 
 def _record_replaced(name: str) -> None:
-    record(name, "ready", f"replaced {', '.join(dict.fromkeys(entry[-1] for entry in _replaced[name]))}")
+    record(name, "ready", f"replaced {', '.join(dict.fromkeys(entry[-1] for entry in _replaced.get(name, ())))}")
 
 
 def _members(owner: Any) -> Any:
@@ -185,7 +211,7 @@ def enable(names: Sequence[str]) -> None:
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
     for name in names:
-        module, package, *_ = INTEGRATIONS[name]
+        module, package, *_, before = INTEGRATIONS[name]
         if name in _finder.homes:
             continue
         if module not in sys.modules:
@@ -197,6 +223,8 @@ def enable(names: Sequence[str]) -> None:
         if package and not _is_being_imported(package):
             _after_import(package, functools.partial(_check_version, name))
         _after_import(module, functools.partial(_enable, name))
+        for other in before:
+            _after_import(other, functools.partial(_import_module_of, name))
 
 
 def disable(names: Sequence[str]) -> None:
@@ -258,7 +286,7 @@ def home_of(name: str) -> str:
 
 def check_version(name: str, version: str | None = None) -> None:
     """Raise NotSupported unless the integration `name` serves `version`, by default the imported package's."""
-    _, package, at_least, below = INTEGRATIONS[name]
+    _, package, at_least, below, _ = INTEGRATIONS[name]
     version = version or getattr(sys.modules.get(package), "__version__", None)
     if not version or version.endswith("+unknown"):  # as torchtitan says in a checkout that is not installed
         return
@@ -280,7 +308,7 @@ def check_signatures(name: str, module: ModuleType, expected: Iterable[str], adv
 
     expected: signatures such as "Class.method(self, x)", or "Class.attribute". advice: ends the message.
     """
-    _, package, known, _ = INTEGRATIONS[name]
+    _, package, known, *_ = INTEGRATIONS[name]
     for entry in expected:
         path, bracket, _ = entry.partition("(")
         try:
@@ -333,6 +361,12 @@ def _check_version(name: str) -> bool:
         record(name, "stock", str(error))
         return False
     return True
+
+
+def _import_module_of(name: str) -> None:
+    """Import the module after which ours is enabled, unless that has happened or is happening."""
+    if INTEGRATIONS[name].module not in sys.modules:
+        importlib.import_module(INTEGRATIONS[name].module)
 
 
 def _enable(name: str) -> None:

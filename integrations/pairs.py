@@ -7,6 +7,7 @@ memory. So a model that says so has one pair for such groups.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import Any
@@ -59,8 +60,9 @@ class Pair:
 
     def why_left(self, name: str, output: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> str | None:
         """What the framework's own collective has to serve, the same on all ranks; None: `run` serves the call."""
-        if name == "reduce_scatter" and op not in _SUMS:
-            return f"reduce-scatters with the operation {op}"
+        if name == "reduce_scatter" and not any(op == known for known in _SUMS):  # a ReduceOp knows its kind
+            kinds = [kind for kind, known in dist.ReduceOp.RedOpType.__members__.items() if op == known]
+            return f"reduce-scatters with the operation {', '.join(kinds) or op}"
         if name == "reduce_scatter" and not can_sum(output):
             return f"reduce-scatters of {output.dtype} on {output.device.type}"
         error = self.refused(name)
@@ -90,8 +92,9 @@ class Pair:
             return collective(output, shards, async_op=True, **options)
 
     def close(self) -> None:
-        self.all_gather.close()
-        self.reduce_scatter.close()
+        """Closes both, also if one raises."""
+        with contextlib.closing(self.all_gather), contextlib.closing(self.reduce_scatter):
+            pass
 
 
 _Key = tuple[dist.ProcessGroup, torch.device]
@@ -133,12 +136,12 @@ class PairUser:
 
     def leave(self) -> None:
         """Closes the pairs that nobody else uses."""
-        with _lock:
+        with contextlib.ExitStack() as closing, _lock:
             for key in self._keys & _pairs.keys():
                 pair = _pairs[key]
                 pair.num_users -= 1
                 if pair.num_users == 0:
-                    _pairs.pop(key).close()
+                    closing.callback(_pairs.pop(key).close)
                 for sizes in pair.sizes.values():
                     sizes.pop(self, None)
             self._keys.clear()

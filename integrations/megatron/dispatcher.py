@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from ep_plugin.config import MAX_TOPK, in_one_kernel
 from ep_plugin.errors import NotSupported
+from ep_plugin.integrations import hooks
 from ep_plugin.integrations.communicators import communicator_of, in_layer
 from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.ranges import opener
@@ -27,14 +28,40 @@ SMS_OPTION = "moe_flex_dispatcher_num_sms"  # from 0.19 on; older versions have 
 UNPERMUTED = ("hybridep", "ncclep")
 
 
-def dispatcher_or_stock(*args: Any, **kwargs: Any) -> MoETokenDispatcher:
+def dispatcher_or_stock(
+    num_local_experts: int, local_expert_indices: list[int], config: Any, pg_collection: Any = None
+) -> MoETokenDispatcher:
     """Our dispatcher; Megatron's all-to-all where ours is not served and EP_PLUGIN_FALLBACK asks for that."""
+    given = num_local_experts, local_expert_indices, config, pg_collection
     try:
-        return EpPluginTokenDispatcher(*args, **kwargs)
+        return EpPluginTokenDispatcher(*given)
     except NotSupported as error:
+        if reason := _needs_flex(config):
+            raise NotSupported(f"{error}; its all-to-all cannot take the place of ours: {reason}") from error
         if not falls_back("megatron", error):
             raise
-    return MoEAlltoAllTokenDispatcher(*args, **kwargs)
+    return StockTokenDispatcher(*given)
+
+
+def _needs_flex(config: Any) -> str | None:
+    """Why a layer whose configuration says "flex" cannot have Megatron's all-to-all; None: it can."""
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return "overlap_moe_expert_parallel_comm makes Megatron use the attributes of a flex dispatcher"
+    if (config.fp8 or config.fp4) and config.moe_flex_dispatcher_backend in UNPERMUTED:
+        return f"with FP8 or FP4 Megatron leaves the padding to the backend {config.moe_flex_dispatcher_backend}"
+    return None
+
+
+class StockTokenDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's all-to-all in the place of ours. It counts its operations as left to Megatron."""
+
+    def token_dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        hooks.left("megatron")
+        return super().token_dispatch(*args, **kwargs)
+
+    def token_combine(self, *args: Any, **kwargs: Any) -> Any:
+        hooks.left("megatron")
+        return super().token_combine(*args, **kwargs)
 
 
 class EpPluginTokenDispatcher(MoETokenDispatcher):

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as buffers
+from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 from ep_plugin import counts
@@ -78,37 +79,60 @@ def _is_reassigned() -> bool:
 
 
 def _manage(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A coalescing manager that waits for the Works of ours, too."""
+    """A coalescing manager that waits for the Works of ours, too.
+
+    If its body raises, as ours may, the group collects no further operations, which torch's manager would let it do.
+    """
 
     @contextlib.contextmanager
-    def managed(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    def managed(group: dist.ProcessGroup | None = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
         outer = getattr(_thread, "manager", None)
-        with stock(*args, **kwargs) as manager:
+        collected: dict[Any, Any] = distributed_c10d._world.pg_coalesce_state
+        key = group or dist.group.WORLD
+        with stock(group, *args, **kwargs) as manager:
             _thread.manager, manager.ep_plugin_calls = manager, 0
             try:
                 yield manager
+            except BaseException:
+                collected.pop(key, None)
+                raise
             finally:
                 _thread.manager = outer
+            num_theirs = max(1, len(collected.get(key, ())))
         if manager.ep_plugin_calls == 0 and hooks.is_enabled("megatron", buffers):
-            _leave("all-reduces of gradients")
+            _leave("all-reduces of gradients", num_theirs)
 
     return managed
 
 
-def _serve(kind: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """kind: the attribute of a Pair that takes the place of `stock`. Arguments have the names of stock's."""
-    signature = inspect.signature(stock)
+def _gather(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> None: ...
+
+
+def _sum(output: Any, input: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> None: ...
+
+
+def _accumulate(
+    output_tensor: Any, input_tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> None: ...
+
+
+def _serve(kind: str, form: Callable[..., None], stock: Callable[..., Any]) -> Callable[..., Any]:
+    """kind: the attribute of a Pair that takes the place of `stock`. form: has the parameters of Megatron's own, which
+    `stock` does not show if somebody has wrapped it."""
+    signature = inspect.signature(form)
     first, second, *_ = signature.parameters
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not hooks.is_enabled("megatron", buffers):
             return stock(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments  # TypeError for what stock does not take
+        output, shards = given.pop(first), given.pop(second)
+        group, async_op, options = given.pop("group", None), given.pop("async_op", False), given
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            return stock(*args, **kwargs)
         manager = getattr(_thread, "manager", None)
         if manager is not None:
             manager.ep_plugin_calls += 1
-        output, shards = given.pop(first), given.pop(second)
-        group, async_op, options = given.pop("group", None), given.pop("async_op", False), given
         pair = _user.pair(group or dist.group.WORLD, output.device)
         reason = pair.why_left(kind, output, **options)
         if reason:
@@ -123,8 +147,8 @@ def _serve(kind: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _leave(what: str) -> None:
-    hooks.left("megatron")
+def _leave(what: str, number: int = 1) -> None:
+    hooks.left("megatron", number)
     warn_once("megatron", f"{what} are left to Megatron's own collectives")
 
 
@@ -132,7 +156,8 @@ def _allocate(init: Callable[..., None]) -> Callable[..., None]:
     """`_ParamAndGradBuffer.__init__`, whose parameters lie in peer memory."""
 
     def init_in_peer_memory(self: Any, *args: Any, **kwargs: Any) -> None:
-        with _ParameterMemory(self):
+        is_enabled = hooks.is_enabled("megatron", buffers._ParamAndGradBuffer)
+        with _ParameterMemory(self) if is_enabled else contextlib.nullcontext():
             init(self, *args, **kwargs)
 
     return init_in_peer_memory
@@ -178,10 +203,10 @@ def _keep(offload: Callable[..., None]) -> Callable[..., None]:
 
 _REPLACEMENTS: dict[tuple[Any, str], Callable[..., Any]] = {
     (buffers, "_coalescing_manager"): _manage,
-    (buffers, "dist_all_gather_func"): functools.partial(_serve, "all_gather"),
-    (buffers, _SUM): functools.partial(_serve, "reduce_scatter"),
+    (buffers, "dist_all_gather_func"): functools.partial(_serve, "all_gather", _gather),
+    (buffers, _SUM): functools.partial(_serve, "reduce_scatter", _sum),
     # A bucket group with FP32 accumulation, which ours always has, puts this one in the place of the last.
-    (buffers, _ACCUMULATED): functools.partial(_serve, "reduce_scatter"),
+    (buffers, _ACCUMULATED): functools.partial(_serve, "reduce_scatter", _accumulate),
     (buffers._ParamAndGradBuffer, "__init__"): _allocate,
     (buffers._ParamAndGradBuffer, "offload_to_cpu"): _keep,
 }

@@ -8,8 +8,8 @@ Megatron waits for the whole device after each batch, unless `batch_p2p_sync` is
 batches. After a batch of ours this is not needed: `Work.wait()` has made the current stream wait for the messages. So
 `enable` also wraps `P2PCommunicator._communicate`, which would wait.
 
-Left to Megatron: messages between GPUs if the group spans nodes or is not served, and with EP_PLUGIN_FALLBACK groups of
-CPUs that are not served.
+Left to Megatron: `use_ring_exchange_p2p`, messages between GPUs if the group spans nodes or is not served, and with
+EP_PLUGIN_FALLBACK groups of CPUs that are not served.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from ep_plugin import counts
 from ep_plugin.collectives.send_receive import Receive, Send, SendReceive
 from ep_plugin.integrations import hooks
+from ep_plugin.integrations.fallback import warn_once
 from ep_plugin.integrations.messages import close_all, messages_of
 
 _PARAMETERS = (
@@ -75,6 +76,9 @@ class _Config:
 
 @functools.wraps(_stock["_communicate"])
 def _communicate(self: Any, **given: Any) -> Any:
+    if getattr(self.config, "use_ring_exchange_p2p", False) and hooks.is_enabled("megatron", P2PCommunicator):
+        hooks.left("megatron")
+        warn_once("megatron", "messages by use_ring_exchange_p2p are left to Megatron")
     _thread.needs_sync = True
     view = copy.copy(self)
     view.config = _Config(self.config)

@@ -6,6 +6,7 @@ import functools
 import os
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -75,15 +76,44 @@ def _megatron_layer(rank: int) -> dict[str, Any]:
 
     ep_plugin.integrations.megatron.enable()
     initialise(1, SIZE)
-    return run_case(rank, Case(), dispatcher="MoEAlltoAllTokenDispatcher")
+    return run_case(rank, Case(), dispatcher="StockTokenDispatcher")
 
 
 def test_a_layer_of_megatron_is_as_with_its_all_to_all() -> None:
     pytest.importorskip("megatron.core")
     outcomes = run_ranks(SIZE, _on_unequal_nodes, _megatron_layer, timeout_s=200, framework="megatron")
-    for rank, (found, said, _) in enumerate(values(outcomes)):
+    for rank, (found, said, counts) in enumerate(values(outcomes)):
         assert set(found["difference"].values()) == {0.0}
+        assert counts["megatron"][0] == 0 and counts["megatron"][1] > 0
         _check_said(rank, said, "megatron")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm makes Megatron use"),
+        ({"fp8": "e4m3", "moe_flex_dispatcher_backend": "hybridep"}, "leaves the padding to the backend hybridep"),
+        ({"fp4": "e2m1", "moe_flex_dispatcher_backend": "ncclep"}, "leaves the padding to the backend ncclep"),
+    ],
+)
+def test_a_layer_of_megatron_that_needs_flex_is_refused(options: dict[str, Any], why: str) -> None:
+    pytest.importorskip("megatron.core")
+    for error in values(run_ranks(1, _refused, options, framework="megatron", env={"EP_PLUGIN_FALLBACK": "stock"})):
+        assert "the group" in error and why in error
+
+
+def _refused(rank: int, options: dict[str, Any]) -> str:
+    from tests.integrations.on_cpus import make_megatron_run_here
+
+    make_megatron_run_here()
+    from ep_plugin.integrations.megatron import dispatcher
+
+    defaults = {"overlap_moe_expert_parallel_comm": False, "fp8": None, "fp4": None}
+    config = SimpleNamespace(**defaults | {"moe_flex_dispatcher_backend": "deepep"} | options)
+    fails = mock.patch.object(dispatcher, "EpPluginTokenDispatcher", side_effect=NotSupported("the group"))
+    with fails, pytest.raises(NotSupported) as refused:
+        dispatcher.dispatcher_or_stock(1, [0], config)
+    return str(refused.value)
 
 
 def _experts_of_torchtitan(rank: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(hooks, "_finder", finder)
     monkeypatch.setattr(hooks, "_rows", {})
     monkeypatch.setattr(hooks, "_replaced", {})
+    monkeypatch.setattr(hooks, "_covered", {})
     monkeypatch.setattr(counts, "num_served", Counter())
     monkeypatch.setattr(counts, "num_left", Counter())
     monkeypatch.setattr(counts, "num_served_of_kind", Counter())
@@ -69,6 +70,36 @@ def test_finders_without_find_spec_are_passed_over(framework: Path) -> None:
     hooks.enable(["toy"])
     sys.meta_path.insert(0, OfTheOldKind())  # type: ignore[arg-type]
     assert importlib.import_module("toyframe.layer").layer == "ours"
+
+
+@pytest.mark.parametrize("first", ["toyframe.early", "toyframe.layer"])
+def test_the_module_is_imported_after_others_that_ours_changes(
+    framework: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    served = hooks.Integration("toyframe.layer", "toyframe", "1.2", before=("toyframe.early",))
+    monkeypatch.setitem(hooks.INTEGRATIONS, "toy", served)
+    write(framework, "toyframe/early.py", "begun = True")
+    write(framework, "toyframe/layer.py", "import toyframe.early\nlayer = 'stock'")
+    hooks.enable(["toy"])
+    importlib.import_module(first)
+    assert sys.modules["toyframe.layer"].layer == "ours"
+    assert state() == ("ready", "replaced layer.layer")
+
+
+@pytest.mark.parametrize("enabled_again", [False, True])
+def test_ours_is_known_again_when_a_wrapper_is_taken_away(framework: Path, enabled_again: bool) -> None:
+    layer = importlib.import_module("toyframe.layer")
+    hooks.enable(["toy"])
+    layer.layer = "a wrapper of ours"
+    hooks.disable(["toy"])
+    assert (layer.layer, hooks.is_enabled("toy", layer)) == ("a wrapper of ours", False)
+    layer.layer = "ours"
+    assert hooks.replaces("toy", layer, "layer")
+    if enabled_again:
+        hooks.enable(["toy"])
+        assert hooks.is_enabled("toy", layer) and state() == ("ready", "replaced layer.layer")
+    hooks.disable(["toy"])
+    assert layer.layer == "stock"
 
 
 def test_a_module_that_is_there_already_is_served_at_once(framework: Path) -> None:

@@ -111,7 +111,7 @@ def test_what_is_not_served_is_left_and_said_once() -> None:
         assert found["said"] == [
             f"megatron: {what} are left to Megatron's own collectives"
             for what in (
-                "reduce-scatters with the operation RedOpType.MAX",
+                "reduce-scatters with the operation MAX",
                 "reduce-scatters of torch.int32 on cpu",
                 "all-reduces of gradients",
                 "collectives over ranks [0, 1, 2, 3] (nodes with different numbers of ranks are not supported: "
@@ -440,6 +440,73 @@ def _outlives_a_wrapper(rank: int) -> None:
 
 def test_calls_of_any_form_are_served_until_ours_is_disabled() -> None:
     values(run_ranks(2, _outlives_a_wrapper, framework="megatron"))
+
+
+def _odd_calls(rank: int) -> None:
+    """A wrapper that hides parameters was there first; operations are objects; a group is not the rank's own."""
+    make_distributed_optimizer_run_here()
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+
+    from ep_plugin.integrations.megatron import optimizer
+
+    stock = getattr(buffers, GATHERED)
+    setattr(buffers, GATHERED, lambda *args, **kwargs: stock(*args, **kwargs))
+    optimizer.enable()
+    gather, scatter, whole, total = getattr(buffers, GATHERED), getattr(buffers, SUMMED), torch.empty(2), torch.empty(1)
+    gather(whole, input_tensor=torch.tensor([float(rank)]))
+    assert whole.tolist() == [0.0, 1.0]
+    for op, expected in ((dist._make_nccl_premul_sum(0.5), rank), (dist.ReduceOp(dist.ReduceOp.SUM), 2 * rank)):
+        scatter(total, torch.arange(2.0), op)
+        assert total.item() == expected
+    assert (counts.num_served["megatron"], counts.num_left["megatron"]) == (3, 0)
+    gather(whole, torch.ones(1), dist.GroupMember.NON_GROUP_MEMBER)
+    assert (counts.num_served["megatron"], counts.num_left["megatron"]) == (3, 0)
+    with buffers._coalescing_manager(dist.group.WORLD, async_ops=True) as manager:
+        sums = [torch.ones(1) for _ in range(3)]
+        for one in sums:
+            dist.all_reduce(one)
+    manager.wait()
+    assert [one.item() for one in sums] == [2.0] * 3 and counts.num_left["megatron"] == 3
+    with pytest.raises(RuntimeError, match="ours"), buffers._coalescing_manager(dist.group.WORLD, async_ops=True):
+        dist.all_reduce(torch.ones(1))
+        raise RuntimeError("an error of ours")
+    dist.all_reduce(total.fill_(1))
+    assert total.item() == 2.0, "the sum was collected and never made"
+
+
+def test_calls_of_any_kind_are_served_or_left() -> None:
+    values(run_ranks(2, _odd_calls, framework="megatron"))
+
+
+def _allocates(rank: int) -> list[bool]:
+    """Whether parameters are ordinary memory: while ours is enabled, and when it is disabled below a wrapper."""
+    make_distributed_optimizer_run_here()
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+
+    from ep_plugin.integrations.megatron import optimizer
+
+    def init(self: Any) -> None:
+        self.data = torch.zeros(1000, dtype=torch.float32, device="cpu")
+
+    buffer = SimpleNamespace(
+        ddp_config=SimpleNamespace(use_distributed_optimizer=True),
+        param_dtype=torch.float32,
+        nccl_ub=False,
+        data_parallel_group=dist.group.WORLD,
+    )
+    ours, found = optimizer._allocate(init), []
+    optimizer.enable()
+    of_enabled = buffers._ParamAndGradBuffer.__init__
+    buffers._ParamAndGradBuffer.__init__ = lambda *args, **kwargs: of_enabled(*args, **kwargs)
+    for _ in range(2):
+        ours(buffer)
+        found.append(buffer.data.untyped_storage().resizable())
+        optimizer.disable()
+    return found
+
+
+def test_parameters_are_ordinary_memory_when_ours_is_disabled() -> None:
+    assert values(run_ranks(2, _allocates, framework="megatron")) == [[False, True]] * 2
 
 
 def _run_nccl_ub(rank: int) -> dict[str, Any]:
