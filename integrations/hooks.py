@@ -8,6 +8,7 @@ ImportError, since scripts take that for "not installed" and continue without.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -97,11 +98,26 @@ class Status(list[Row]):
         )
 
 
+@dataclasses.dataclass
+class _Replacement:
+    """An object of ours in the place of another, under the name that `status` shows.
+
+    serves: False after a `restore` that found something else there, such as a wrapper of ours.
+    """
+
+    owner: Any
+    attribute: str
+    ours: Any
+    theirs: Any
+    said: str
+    serves: bool = True
+
+    def is_there(self) -> bool:
+        return _members(self.owner).get(self.attribute) is self.ours
+
+
 _rows: dict[str, Row] = {}
-# By integration, what is replaced now: owner, attribute, the object of ours there, the one that was there, and a name.
-_replaced: dict[str, list[tuple[Any, str, Any, Any, str]]] = {}
-# The same, of what `restore` could not put back because something else, such as a wrapper of ours, was there.
-_covered: dict[str, list[tuple[Any, str, Any, Any, str]]] = {}
+_replaced: dict[str, list[_Replacement]] = {}  # by integration
 
 
 def status() -> Status:
@@ -139,12 +155,9 @@ def replace(name: str, owner: Any, attribute: str, ours: Any, said: str = "") ->
     if present is not ours:
         _put(owner, attribute, ours)
         said = said or f"{owner.__name__.rpartition('.')[2]}.{attribute}"
-        _replaced.setdefault(name, []).append((owner, attribute, ours, present, said))
-    else:
-        again = [entry for entry in _covered.get(name, ()) if entry[:2] == (owner, attribute) and entry[2] is ours]
-        for entry in again:
-            _covered[name].remove(entry)
-            _replaced.setdefault(name, []).append(entry)
+        _replaced.setdefault(name, []).append(_Replacement(owner, attribute, ours, present, said))
+    for one in _of(name, owner):
+        one.serves |= one.is_there()
     _record_replaced(name)
 
 
@@ -153,21 +166,14 @@ def restore(name: str, *owners: Any) -> None:
 
     If that is undone, a later `replace` or `restore` knows ours again.
     """
-    kept: list[tuple[Any, str, Any, Any, str]] = []
-    covered: list[tuple[Any, str, Any, Any, str]] = []
-    of_others = {id(entry) for entry in _covered.get(name, ())}
-    for entry in reversed(_covered.pop(name, []) + _replaced.pop(name, [])):
-        owner, attribute, ours, theirs, _ = entry
-        if owners and not any(owner is one for one in owners):
-            (covered if id(entry) in of_others else kept).insert(0, entry)
-        elif _members(owner).get(attribute) is ours:
-            _put(owner, attribute, theirs)
+    for one in reversed(_replaced.pop(name, [])):
+        is_asked = not owners or any(one.owner is owner for owner in owners)
+        if is_asked and one.is_there():
+            _put(one.owner, one.attribute, one.theirs)
         else:
-            covered.insert(0, entry)
-    if covered:
-        _covered[name] = covered
-    if kept:
-        _replaced[name] = kept
+            one.serves &= not is_asked
+            _replaced.setdefault(name, []).insert(0, one)
+    if any(one.serves for one in _replaced.get(name, ())):
         _record_replaced(name)
     elif name in _rows:
         record(name, "off", "disabled")
@@ -175,18 +181,21 @@ def restore(name: str, *owners: Any) -> None:
 
 def is_enabled(name: str, owner: Any) -> bool:
     """Whether attributes of `owner` are replaced. Not after `restore`, when somebody's wrapper may still call ours."""
-    return any(entry[0] is owner for entry in _replaced.get(name, ()))
+    return any(one.serves and one.owner is owner for one in _replaced.get(name, ()))
 
 
 def replaces(name: str, owner: Any, attribute: str) -> bool:
     """Whether an object of ours, put there by `replace`, is there now."""
-    present = _members(owner).get(attribute)
-    entries = [*_replaced.get(name, ()), *_covered.get(name, ())]
-    return any(entry[:2] == (owner, attribute) and entry[2] is present for entry in entries)
+    return any(one.attribute == attribute and one.is_there() for one in _of(name, owner))
+
+
+def _of(name: str, owner: Any) -> list[_Replacement]:
+    return [one for one in _replaced.get(name, ()) if one.owner is owner]
 
 
 def _record_replaced(name: str) -> None:
-    record(name, "ready", f"replaced {', '.join(dict.fromkeys(entry[-1] for entry in _replaced.get(name, ())))}")
+    said = dict.fromkeys(one.said for one in _replaced.get(name, ()) if one.serves)
+    record(name, "ready", f"replaced {', '.join(said)}")
 
 
 def _members(owner: Any) -> Any:

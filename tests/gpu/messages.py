@@ -137,28 +137,34 @@ def _messages(stack: contextlib.ExitStack, device: torch.device, peer: int) -> d
 
 def _gathers(stack: contextlib.ExitStack, device: torch.device, peer: int) -> dict[str, Begin]:
     """By copy engines, as parameters of a data-parallel bucket are gathered: in place, on a stream of the gather's."""
-    pair = PairUser().pair(dist.group.WORLD, device)
-    stack.callback(pair.close)
-    theirs = torch.zeros(8 * MESSAGE, dtype=torch.uint8, device=device)
-    ours = pair.all_gather.allocate(len(theirs), theirs.dtype, device)
-    mine = slice(dist.get_rank() * len(theirs) // 2, (dist.get_rank() + 1) * len(theirs) // 2)
+    run, theirs, ours, mine = _bucket(stack, device, "all_gather", torch.uint8)
     return {
         "NCCL": lambda: [dist.all_gather_into_tensor(theirs, theirs[mine], async_op=True)],
-        "ours": lambda: [pair.run("all_gather", ours, ours[mine], async_op=True)],
+        "ours": lambda: [run(ours, ours[mine])],
     }
 
 
 def _sums(stack: contextlib.ExitStack, device: torch.device, peer: int) -> dict[str, Begin]:
     """Of gradients in BF16, as those of a data-parallel bucket are summed."""
-    pair = PairUser().pair(dist.group.WORLD, device)
-    stack.callback(pair.close)
-    theirs = torch.zeros(4 * MESSAGE, dtype=torch.bfloat16, device=device)
-    ours = pair.reduce_scatter.allocate(len(theirs), theirs.dtype, device)
-    mine = slice(dist.get_rank() * len(theirs) // 2, (dist.get_rank() + 1) * len(theirs) // 2)
+    run, theirs, ours, mine = _bucket(stack, device, "reduce_scatter", torch.bfloat16)
     return {
         "NCCL": lambda: [dist.reduce_scatter_tensor(theirs[mine], theirs, async_op=True)],
-        "ours": lambda: [pair.run("reduce_scatter", ours[mine], ours, async_op=True)],
+        "ours": lambda: [run(ours[mine], ours)],
     }
+
+
+def _bucket(
+    stack: contextlib.ExitStack, device: torch.device, name: str, dtype: torch.dtype
+) -> tuple[Callable[..., Any], torch.Tensor, torch.Tensor, slice]:
+    """Our collective `name` beside the stream, a bucket for NCCL and one for ours, and this rank's part of both."""
+    pair = PairUser().pair(dist.group.WORLD, device)
+    stack.callback(pair.close)
+    count = 8 * MESSAGE // dtype.itemsize
+    theirs = torch.zeros(count, dtype=dtype, device=device)
+    ours = getattr(pair, name).allocate(count, dtype, device)
+    part = count // dist.get_world_size()
+    mine = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
+    return functools.partial(pair.run, name, async_op=True), theirs, ours, mine
 
 
 def _is_product(kernel: str) -> bool:

@@ -23,7 +23,6 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(hooks, "_finder", finder)
     monkeypatch.setattr(hooks, "_rows", {})
     monkeypatch.setattr(hooks, "_replaced", {})
-    monkeypatch.setattr(hooks, "_covered", {})
     monkeypatch.setattr(counts, "num_served", Counter())
     monkeypatch.setattr(counts, "num_left", Counter())
     monkeypatch.setattr(counts, "num_served_of_kind", Counter())
