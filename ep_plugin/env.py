@@ -11,7 +11,7 @@ EP_PLUGIN_FALLBACK             ``stock``: integrations leave what ep_plugin does
 EP_PLUGIN_RANKS_PER_NODE       the number of consecutive ranks of the job that are one node, in all groups
 EP_PLUGIN_HOST                 the name of this process's host. Ranks of one machine with two names are on two hosts
 EP_PLUGIN_CHECK_IDS            ``1``: validate expert ids on GPUs, too; costs a synchronisation per dispatch
-EP_PLUGIN_PLAIN_KERNELS        ``1``: dispatch and combine on GPUs use plain loads and stores, not bulk copies
+EP_PLUGIN_PLAIN_KERNELS        ``1``: dispatch, combine and messages on GPUs use plain loads and stores
 EP_PLUGIN_TEST_GATE            a step at which to halt, see TEST_GATES (tests only)
 EP_PLUGIN_LOG                  ``1``: show records of level INFO, such as choices and allocations, on stderr (log.py)
 EP_PLUGIN_RANGES               ``profiler`` or ``nvtx``: put operations into ranges that profilers show (ranges.py)

@@ -1,4 +1,5 @@
-// How kernels reach other ranks: map, store, signal, wait. Another transport would replace this file.
+// How kernels reach other ranks: map, store, signal, wait. Another transport inside a node would change this file, and
+// the plain stores to mapped addresses in copy.cuh and signals.cuh.
 //
 // map     The address of a rank's control block or pool. Every rank's memory is mapped into this process, so a peer is
 //         reached by ordinary addresses. common/views.h finds the words inside a control block.
