@@ -51,7 +51,8 @@ test-megatron: $(MEGATRON)/install.stamp
 	set -e; for version in $(MEGATRON_CORE); do \
 		$(MEGATRON)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps megatron-core==$$version; \
 		$(MEGATRON)/bin/python -m pytest -n 2 -p tests.integrations.megatron_receipt \
-			tests/integrations/test_megatron*.py tests/integrations/test_scripts.py -k megatron; \
+			tests/integrations/test_megatron*.py tests/integrations/test_scripts.py tests/integrations/test_switches.py \
+			tests/integrations/test_fallback.py tests/examples/test_examples.py -k megatron; \
 	done
 
 # TRL, PEFT, datasets and DeepSpeed, 300 MB, and the packages of .venv as they are. pip says that torchtitan asks for other datasets.

@@ -56,7 +56,7 @@ class Pair:
     def gathers_well(self, output: torch.Tensor) -> bool:
         """Whether a gather into ``output`` is not faster with PyTorch's own; the same on all ranks."""
         limit = STOCK_FROM_BYTES.get(output.device.type)
-        return limit is None or output.nbytes < limit or self.all_gather.maps(output)
+        return limit is None or output.nbytes < limit or self.group.size() == 1 or self.all_gather.maps(output)
 
     def why_left(self, name: str, output: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> str | None:
         """What the framework's own collective has to serve, the same on all ranks; None: `run` serves the call."""

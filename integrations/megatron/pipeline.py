@@ -19,6 +19,7 @@ import functools
 import threading
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -34,6 +35,7 @@ _PARAMETERS = (
     "next_pipeline_rank"
 )
 _TENSORS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+_SIDES = ("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next")
 _COMMUNICATE = (
     "P2PCommunicator._communicate(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, "
     "wait_on_reqs)"
@@ -76,13 +78,24 @@ class _Config:
 
 @functools.wraps(_stock["_communicate"])
 def _communicate(self: Any, **given: Any) -> Any:
-    if getattr(self.config, "use_ring_exchange_p2p", False) and hooks.is_enabled("megatron", P2PCommunicator):
-        hooks.left("megatron")
-        warn_once("megatron", "messages by use_ring_exchange_p2p are left to Megatron")
+    if hooks.is_enabled("megatron", P2PCommunicator):
+        if getattr(self.config, "use_ring_exchange_p2p", False):
+            hooks.left("megatron")
+            warn_once("megatron", "messages by use_ring_exchange_p2p are left to Megatron")
+        elif _begins_with_shapes(self.config, given):
+            # All stages make it now. A stage that waits for Megatron's shapes could not, and its neighbour, which sends
+            # them after its own messages, would wait for it.
+            messages_of("megatron", self.pp_group, torch.empty(0, device=torch.cuda.current_device()))
     _thread.needs_sync = True
     view = copy.copy(self)
     view.config = _Config(self.config)
     return _stock["_communicate"](view, **given)
+
+
+def _begins_with_shapes(config: Any, given: dict[str, Any]) -> bool:
+    """Whether Megatron sends shapes before these messages."""
+    sends_shapes = any(getattr(config, name, False) for name in ("variable_seq_lengths", "mtp_standalone"))
+    return sends_shapes and any(given[side] is not None and given[side] is not False for side in _SIDES)
 
 
 def _batched_p2p_ops(*, group: dist.ProcessGroup, **given: Any) -> list[dist.Work]:

@@ -104,11 +104,14 @@ def _over_gloo(ops: list[Send | Receive]) -> int:
     return sum(not torch.equal(ours, theirs) for ours, theirs in received)
 
 
-@pytest.mark.parametrize(("size", "rounds", "largest"), [(2, 1200, 64 * MIB), (3, 600, 5 * MIB), (8, 150, 2 * MIB)])
-def test_random_operations_arrive_bit_for_bit(size: int, rounds: int, largest: int) -> None:
-    """10,000 and more in all."""
+@pytest.mark.parametrize(
+    ("size", "rounds", "largest", "least"),
+    [(2, 1200, 64 * MIB, 4800), (3, 600, 5 * MIB, 3500), (8, 150, 2 * MIB, 2300)],
+)
+def test_random_operations_arrive_bit_for_bit(size: int, rounds: int, largest: int, least: int) -> None:
+    """10,000 in all."""
     for count, wrong in values(run_ranks(size, _random_operations, size, 7 + size, rounds, largest, timeout_s=250)):
-        assert count > rounds and wrong == 0
+        assert count >= least and wrong == 0
 
 
 def _both_ways(rank: int) -> bool:

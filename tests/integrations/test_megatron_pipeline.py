@@ -30,6 +30,7 @@ SCHEDULES: dict[str, tuple[int, dict[str, Any]]] = {
     "1f1b, one by one": (1, {"batch_p2p_comm": False}),
     "interleaved": (2, {"batch_p2p_comm": False, "overlap_p2p_comm": True}),
     "interleaved, batched": (2, {}),
+    "lengths that vary": (1, {"variable_seq_lengths": True}),
 }
 
 
@@ -80,9 +81,10 @@ def _prepare(size: int, stages: int, options: dict[str, Any], frees: bool = True
     ]
 
 
-def _inputs() -> Iterator[torch.Tensor]:
+def _inputs(config: Any) -> Iterator[torch.Tensor]:
     generator, device = torch.Generator().manual_seed(3), torch.get_default_device()
-    made = (torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator, device="cpu") for _ in range(MICRO_BATCHES))
+    lengths = [SEQUENCE + config.variable_seq_lengths * number for number in range(MICRO_BATCHES)]
+    made = (torch.randn(length, BATCH, HIDDEN, generator=generator, device="cpu") for length in lengths)
     return iter([one.to(device) for one in made])
 
 
@@ -100,7 +102,7 @@ def _step(chunks: list[Chunk]) -> list[torch.Tensor]:
 
     found = get_forward_backward_func()(
         forward_step_func=_forward_step,
-        data_iterator=[_inputs() for _ in chunks] if len(chunks) > 1 else _inputs(),
+        data_iterator=[_inputs(one.config) for one in chunks] if len(chunks) > 1 else _inputs(chunks[0].config),
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=MICRO_BATCHES,
         seq_length=SEQUENCE,
@@ -143,10 +145,11 @@ def _compares(rank: int, size: int, names: list[str]) -> dict[str, tuple[int, in
         expected = _train(size, *SCHEDULES[name], frees=False)  # gloo would read them after they are freed
         is_batched = SCHEDULES[name][1].get("batch_p2p_comm", True)
         assert (len(waits) > 0) == is_batched
+        for_shapes = len(waits) // 2 if SCHEDULES[name][1].get("variable_seq_lengths") else 0  # Megatron sends them
         started.clear(), waits.clear()
         pipeline.enable()
         found = _train(size, *SCHEDULES[name], frees=True)
-        assert not waits
+        assert len(waits) == for_shapes
         with mock.patch.object(pipeline, "messages_of", return_value=None):  # Megatron's own messages, below ours
             _train(size, *SCHEDULES[name], frees=False)
         assert (len(waits) > 0) == is_batched
@@ -160,7 +163,10 @@ def _compares(rank: int, size: int, names: list[str]) -> dict[str, tuple[int, in
 
 @pytest.mark.parametrize(
     ("size", "names"),
-    [(2, ["1f1b", "1f1b, one by one", "interleaved"]), (4, ["interleaved", "interleaved, batched"])],
+    [
+        (2, ["1f1b", "1f1b, one by one", "interleaved"]),
+        (4, ["interleaved", "interleaved, batched", "lengths that vary"]),
+    ],
 )
 def test_losses_and_gradients_are_those_of_megatron(size: int, names: list[str]) -> None:
     for compared in values(run_ranks(size, _compares, size, names, timeout_s=200, framework="megatron")):

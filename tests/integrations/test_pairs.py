@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from unittest import mock
 
 import pytest
 import torch
@@ -51,3 +52,18 @@ def _destroyed(rank: int) -> None:
 
 def test_collectives_of_destroyed_groups_are_closed() -> None:
     values(run_ranks(2, _destroyed))
+
+
+def _alone(rank: int) -> None:
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    user, output, mine = pairs.PairUser(), torch.empty(4), torch.arange(4.0)
+    pair = user.pair(alone, CPU)
+    with mock.patch.dict(pairs.STOCK_FROM_BYTES, {"cpu": 1}):  # as on GPUs
+        assert pair.why_left("all_gather", output) is None
+    pair.run("all_gather", output, mine, async_op=True).wait()
+    assert torch.equal(output, mine)
+    user.leave()
+
+
+def test_a_gather_over_one_rank_is_served_in_memory_that_nobody_else_maps() -> None:
+    values(run_ranks(2, _alone))
