@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.integrations.megatron_cases import RELEASE
 from tests.integrations.megatron_layers import make_config
 
 MICRO_BATCHES, LAYERS = 2, 2
+PIPELINE = 2  # stages, chunks of each, and ranks that share the experts
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
 # Dispatcher and backend; with "deepep" the schedule frees the rows under the experts, with the others it does not.
 ARMS = {"alltoall": ("alltoall", "deepep"), "deepep": ("flex", "deepep"), "hybridep": ("flex", "hybridep")}
@@ -76,16 +78,25 @@ class _Attention(torch.nn.Module):
         return output.permute(2, 0, 1, 3).flatten(2)
 
 
-def _model(dispatcher: str, backend: str, size: int, device: torch.device, overlap: bool) -> Any:
+def _model(
+    dispatcher: str,
+    backend: str,
+    size: int,
+    device: torch.device,
+    overlap: bool,
+    place: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Any:
+    """place: of a chunk of a pipeline's model, as GPTModel takes it."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    settings: dict[str, Any] = {"num_layers": LAYERS} | options
     config = make_config(
         dispatcher,
         1,
         size,
-        num_layers=LAYERS,
         hidden_size=64,
         moe_ffn_hidden_size=32,
         moe_router_topk=2,
@@ -97,8 +108,10 @@ def _model(dispatcher: str, backend: str, size: int, device: torch.device, overl
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
+        **settings,
     )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    stage = {"vp_stage": place["vp_stage"]} if place else {}
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization, **stage)
     spec.layer_norm = WrappedTorchNorm
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = _Attention
@@ -110,15 +123,87 @@ def _model(dispatcher: str, backend: str, size: int, device: torch.device, overl
         SEQUENCE,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+        **place,
     )
     return model.to(device=device, dtype=torch.bfloat16).train()
 
 
-def _batches(rank: int, device: torch.device) -> list[dict[str, Any]]:
+def over_a_pipeline(device: torch.device, enable: Callable[[], None]) -> dict[str, Any]:
+    """By arm: how far losses and gradients are, relatively, from those of alltoall without the schedule and before
+    `enable`, and what was called. The model has PIPELINE stages with as many chunks each, of one layer. Groups are
+    initialised for it.
+    """
+    found: dict[str, Any] = {}
+    reference = _chunks("alltoall", "deepep", device, overlap=False)
+    expected = _through(reference, device)
+    enable()
+    for name, (dispatcher, backend) in ARMS.items():
+        chunks = _chunks(dispatcher, backend, device, overlap=True)
+        for chunk, model in zip(chunks, reference, strict=True):
+            chunk.load_state_dict(model.state_dict())
+        counts: Counter[str] = Counter()
+        with _watched(counts):
+            losses = _through(chunks, device)
+        differences = {"loss": max((abs(a - b) / b for a, b in zip(losses, expected, strict=True)), default=0.0)}
+        for number, (chunk, model) in enumerate(zip(chunks, reference, strict=True)):
+            found_here = _differences(_gradients(chunk), _gradients(model))
+            differences |= {f"chunk {number}: {key}": value for key, value in found_here.items()}
+        found[name] = {"losses": losses, "difference": differences, "calls": dict(counts)}
+    return found
+
+
+def _chunks(dispatcher: str, backend: str, device: torch.device, overlap: bool) -> list[Any]:
+    from megatron.core import parallel_state
+
+    pipeline: dict[str, Any] = {
+        "num_layers": PIPELINE * PIPELINE,
+        "pipeline_model_parallel_size": PIPELINE,
+        "virtual_pipeline_model_parallel_size": PIPELINE,
+        "batch_p2p_comm": False,
+        "overlap_p2p_comm": True,
+    }
+    made = []
+    for stage in range(PIPELINE):
+        is_first, is_last = (
+            getattr(parallel_state, f"is_pipeline_{which}_stage")(ignore_virtual=False, vp_stage=stage)
+            for which in ("first", "last")
+        )
+        place = {"pre_process": is_first, "post_process": is_last, "vp_stage": stage}
+        made.append(_model(dispatcher, backend, PIPELINE, device, overlap, place, **pipeline))
+    return made
+
+
+def _through(chunks: list[Any], device: torch.device) -> list[float]:
+    """A step through Megatron's pipeline. The losses of the micro batches, where the last stage is."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+        loss = output.float().mean()
+        return loss, {"loss": float(loss.detach())}
+
+    def forward_step(batches: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+        run = model.build_schedule_plan if return_schedule_plan else model
+        return run(**next(batches)), loss_of
+
+    seed = parallel_state.get_expert_model_parallel_rank()
+    stored = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(_batches(seed, device, 2 * PIPELINE)) for _ in chunks],
+        model=chunks,
+        num_microbatches=2 * PIPELINE,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+    return [each["loss"] for each in stored]
+
+
+def _batches(rank: int, device: torch.device, count: int = MICRO_BATCHES) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(rank)
     positions = torch.arange(SEQUENCE, device=device).expand(BATCH, SEQUENCE)
     found = []
-    for _ in range(MICRO_BATCHES):
+    for _ in range(count):
         ids = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator).to(device)
         labels = ids.roll(-1, dims=1)
         found.append({"input_ids": ids, "position_ids": positions, "attention_mask": None, "labels": labels})
@@ -174,6 +259,7 @@ def _watched(counts: Counter[str]) -> Iterator[None]:
     from megatron.core.models.common.model_chunk_schedule_plan import TransformerLayerSchedulePlan
 
     from ep_plugin import MoECommunicator
+    from ep_plugin.collectives.send_receive import SendReceive
 
     def counted(key: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -193,6 +279,7 @@ def _watched(counts: Counter[str]) -> Iterator[None]:
         patch.setattr(dist, "all_to_all_single", counted("stock", dist.all_to_all_single))
         for name in ("dispatch", "combine"):
             patch.setattr(MoECommunicator, name, counted(name, getattr(MoECommunicator, name)))
+        patch.setattr(SendReceive, "batch", counted("messages", SendReceive.batch))
         yield
 
 
