@@ -109,7 +109,7 @@ def _over_gloo(ops: list[Send | Receive]) -> int:
     [(2, 1200, 64 * MIB, 4800), (3, 600, 5 * MIB, 3500), (8, 150, 2 * MIB, 2300)],
 )
 def test_random_operations_arrive_bit_for_bit(size: int, rounds: int, largest: int, least: int) -> None:
-    """10,000 in all."""
+    """More than 10,000 messages in all."""
     for count, wrong in values(run_ranks(size, _random_operations, size, 7 + size, rounds, largest, timeout_s=250)):
         assert count >= least and wrong == 0
 
