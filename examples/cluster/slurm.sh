@@ -5,7 +5,8 @@
 #SBATCH --exclusive
 # Trains on all GPUs of all nodes of a SLURM job: sbatch examples/cluster/slurm.sh train.py [arguments]
 set -euo pipefail
-first_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first_host=${hosts%%$'\n'*}
 # Set EP_PLUGIN here or outside, for example EP_PLUGIN=megatron. srun and torchrun pass the environment on.
 export EP_PLUGIN_DUMP=${EP_PLUGIN_DUMP:-ep_plugin_dump/$SLURM_JOB_ID} # if a rank fails: ep-doctor --merge this folder
 srun --kill-on-bad-exit=1 torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
