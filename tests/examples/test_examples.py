@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -111,15 +112,21 @@ def test_the_accelerate_loop_has_the_losses_of_stock_fsdp2(tmp_path: Path) -> No
 
 
 def test_the_megatron_example_has_the_losses_of_stock(tmp_path: Path) -> None:
-    """Over two stages of two ranks: in stock, with Megatron's own dispatcher, collectives and messages."""
     pytest.importorskip("megatron")
-    ours, stock = tmp_path / "ours_megatron.py", tmp_path / "stock_megatron.py"
+    compare_megatron_with_stock(tmp_path, functools.partial(on_ranks, *ON_CPUS, ranks=4))
+
+
+def compare_megatron_with_stock(folder: Path, run: Callable[..., str]) -> None:
+    """Over two stages of two ranks: ours, and stock with Megatron's own dispatcher, collectives and messages.
+    `run` returns the output of 4 ranks that run a script with these arguments and variables.
+    """
+    ours, stock = folder / "ours_megatron.py", folder / "stock_megatron.py"
     ours.write_text(
         (ROOT / "examples" / f"{MEGATRON}.py").read_text().replace("= 64, 2, 128, 4, 20", "= 16, 2, 128, 4, 10")
     )
     stock.write_text(ours.read_text().replace('"flex"', '"alltoall"'))
     arms = {
-        name: on_ranks(*ON_CPUS, str(script), "--pipeline", "2", ranks=4, **switch)
+        name: run(str(script), "--pipeline", "2", **switch)
         for name, script, switch in (("ours", ours, {"EP_PLUGIN": "megatron"}), ("stock", stock, {}))
     }
     row = re.search(r"^megatron +on +(\d+) .* served (.*); replaced", arms["ours"], re.MULTILINE)

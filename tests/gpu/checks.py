@@ -60,6 +60,7 @@ CASES = {
 }
 
 
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # of the hardware, for all streams, as Megatron asks for
 ONE_KERNEL = {"dispatch_send_sms": 5, "dispatch_recv_sms": 0, "combine_send_sms": 6, "combine_recv_sms": 0}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from ep_plugin.testing.megatron import without_transformer_engine
 from tests.gpu import checks, over_nodes
 from tests.integrations import megatron_schedule
-from tests.integrations.megatron_cases import DEEPSEEK
+from tests.integrations.megatron_cases import DEEPSEEK, GRAPHS, RELEASE
 from tests.integrations.megatron_layers import initialise, make_config, make_layer
 
 CASES: dict[str, dict[str, Any]] = {
@@ -21,12 +23,18 @@ CASES: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic_mode": True},
     "deepseek": DEEPSEEK | {"moe_shared_expert_intermediate_size": 64},
 }
+OURS: dict[str, dict[str, Any]] = {}
+"""By case, options of the layer with our dispatcher only."""
+if RELEASE >= (0, 18):
+    CASES["shared experts beside"] = CASES["deepseek"]
+    OURS["shared experts beside"] = {"moe_shared_expert_overlap": True}
+REPLAYS = 3
 
 
 def parity(rank: int, size: int, tp: int) -> dict[str, dict[str, float]]:
     """Relative differences of outputs and gradients, by case and tensor."""
     _start(rank, size, tp)
-    found = {name: _differences(rank, size, tp, options) for name, options in CASES.items()}
+    found = {name: _differences(rank, size, tp, options, OURS.get(name, {})) for name, options in CASES.items()}
     found["bf16"] = _differences(rank, size, tp, {"bf16": True, "params_dtype": torch.bfloat16})
     return found
 
@@ -37,28 +45,90 @@ def overlapped_schedule(rank: int, size: int) -> dict[str, Any]:
     return megatron_schedule.run(rank, size, checks.device_of(rank))
 
 
-def _start(rank: int, size: int, tp: int) -> None:
-    """NCCL, Megatron's groups, and our dispatcher in the place of its own."""
-    over_nodes.start(rank, size, nodes=1)
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    without_transformer_engine()
-    import megatron.core.transformer.moe.moe_layer  # noqa: F401  there before the hook: served at once
+def overlapped_pipeline(rank: int, size: int) -> dict[str, Any]:
+    """What that schedule gives over a pipeline with each dispatcher."""
+    _import(rank, size)
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    import ep_plugin.integrations.hooks
+    megatron_schedule.initialise_pipeline()
+    model_parallel_cuda_manual_seed(1)
+    return megatron_schedule.over_a_pipeline(checks.device_of(rank), _enable)
 
-    ep_plugin.integrations.hooks.enable(["megatron"])
+
+def graphs_of_parts(rank: int, size: int) -> dict[str, list[float]]:
+    """By parts of a layer in a CUDA graph: how far the output is from the layer's without one, replay by replay, for
+    other tokens each time. As TransformerLayer runs it: what the graph returns, and nothing else, reaches the rest."""
+    _start(rank, size, 1)
+    return {
+        "+".join(parts): _replayed(rank, size, parts) for parts in (["moe_router"], ["moe_router", "moe_preprocess"])
+    }
+
+
+@torch.no_grad()
+def _replayed(rank: int, size: int, parts: list[str]) -> list[float]:
+    from megatron.core.transformer import cuda_graphs
+
+    settings: dict[str, Any] = {"hidden_size": 256, "moe_ffn_hidden_size": 128, "ffn_hidden_size": 512}
+    settings |= DEEPSEEK | {"cuda_graph_impl": "transformer_engine", GRAPHS: parts}
+    layer = make_layer(make_config("flex", 1, size, **settings)).cuda()
+    generator = torch.Generator("cuda").manual_seed(rank)
+    given = [torch.randn((64, 2, 256), generator=generator, device="cuda") for _ in range(1 + REPLAYS)]
+    expected = [layer(x)[0] for x in given]
+    x, graph = given[0].clone(), torch.cuda.CUDAGraph()
+    cuda_graphs._set_capture_start()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = list(layer(x))
+    cuda_graphs._set_capture_end()
+    shared, dispatcher = captured.pop(), layer.token_dispatcher
+    hidden, probs, *rest = captured
+    differences = []
+    for tokens, wanted in zip(given[1:], expected[1:], strict=True):
+        x.copy_(tokens)
+        graph.replay()
+        known = {"hidden_states": hidden, "probs": probs, "shared_expert_output": shared}
+        if "moe_preprocess" in parts:
+            for name, value in zip(dispatcher.valid_cudagraph_attrs or [], rest, strict=True):
+                setattr(dispatcher, name, value)
+        else:
+            known["routing_map"] = rest[0]
+        layer.cudagraph_tensor_store.set(**known)
+        differences.append(_relative(layer(hidden)[0], wanted))
+        layer.cudagraph_tensor_store.clear()
+    return differences
+
+
+def _start(rank: int, size: int, tp: int) -> None:
+    """NCCL, Megatron's groups, and our dispatcher in the place of its own."""
+    _import(rank, size)
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    _enable()
     initialise(tp, size // tp)
     model_parallel_cuda_manual_seed(1)
 
 
-def _differences(rank: int, size: int, tp: int, options: dict[str, Any]) -> dict[str, float]:
+def _import(rank: int, size: int) -> None:
+    over_nodes.start(rank, size, nodes=1)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    without_transformer_engine()
+    import megatron.core.transformer.moe.moe_layer  # noqa: F401  there before the hook: served at once
+
+
+def _enable() -> None:
+    import ep_plugin.integrations.hooks
+
+    ep_plugin.integrations.hooks.enable(["megatron"])
+
+
+def _differences(
+    rank: int, size: int, tp: int, options: dict[str, Any], ours: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, float]:
     settings = {"hidden_size": 256, "moe_ffn_hidden_size": 128, "ffn_hidden_size": 512} | options
     dtype = settings.get("params_dtype", torch.float32)
     backend = "hybridep" if "moe_pad_expert_input_to_capacity" in options else "deepep"
     layers = {}
-    for dispatcher in ("alltoall", "flex"):
-        config = make_config(dispatcher, tp, size // tp, moe_flex_dispatcher_backend=backend, **settings)
+    for dispatcher, more in (("alltoall", {}), ("flex", dict(ours))):
+        config = make_config(dispatcher, tp, size // tp, moe_flex_dispatcher_backend=backend, **(settings | more))
         layers[dispatcher] = make_layer(config).cuda().to(dtype)
     assert type(layers["flex"].token_dispatcher).__name__ == "EpPluginTokenDispatcher"
     layers["flex"].load_state_dict(layers["alltoall"].state_dict())

@@ -13,7 +13,7 @@ from tests.ranks import run_ranks, values
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("needs megatron-core", allow_module_level=True)
 
-from tests.gpu import megatron_optimizer
+from tests.gpu import checks, megatron_optimizer
 from tests.integrations import test_megatron_optimizer as cpu
 
 SIZE = 4
@@ -40,7 +40,7 @@ def test_gathers_and_sums_are_the_references_to_the_bit(names: list[str]) -> Non
 @pytest.mark.gpu(1)
 @one_at_a_time
 def test_one_hardware_queue_is_enough() -> None:
-    _run(["both overlap"], CUDA_DEVICE_MAX_CONNECTIONS="1")
+    _run(["both overlap"], **checks.ONE_QUEUE)
 
 
 @pytest.mark.gpu(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.collectives import test_send_receive as cases
-from tests.gpu import large, messages
+from tests.gpu import checks, large, messages
 from tests.ranks import Outcome, run_ranks, values
 
 
@@ -101,25 +101,33 @@ def test_close_waits_for_sends() -> None:
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize(
-    ("size", "names"),
+    ("size", "names", "env"),
     [
-        (2, ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"]),
-        (3, ["ScheduleZBVZeroBubble"]),
-        (4, ["Schedule1F1B", "ScheduleInterleaved1F1B"]),
+        (2, ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"], {}),
+        (2, ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"], checks.ONE_QUEUE),
+        (3, ["ScheduleZBVZeroBubble"], {}),
+        (4, ["Schedule1F1B", "ScheduleInterleaved1F1B"], {}),
     ],
 )
-def test_pipelines_have_the_losses_and_parameters_of_pytorch(size: int, names: list[str]) -> None:
-    for found in values(run_ranks(size, messages.pipelines, size, names, timeout_s=250)):
+def test_pipelines_have_the_losses_and_parameters_of_pytorch(size: int, names: list[str], env: dict[str, str]) -> None:
+    for found in values(run_ranks(size, messages.pipelines, size, names, timeout_s=250, env=env)):
         assert len(found) == len(names)
         for calls, different in found:
             assert not different and calls > 0
 
 
 @pytest.mark.gpu(1)
-@pytest.mark.parametrize(("size", "names"), [(2, ["1f1b", "1f1b, one by one", "interleaved"]), (4, ["interleaved"])])
-def test_pipelines_have_the_losses_and_gradients_of_megatron(size: int, names: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("size", "names", "env"),
+    [
+        (2, ["1f1b", "1f1b, one by one", "interleaved"], {}),
+        (2, ["1f1b", "interleaved"], checks.ONE_QUEUE),
+        (4, ["interleaved", "interleaved, batched", "lengths that vary"], {}),
+    ],
+)
+def test_pipelines_have_the_losses_and_gradients_of_megatron(size: int, names: list[str], env: dict[str, str]) -> None:
     pytest.importorskip("megatron.core")
-    for found in values(run_ranks(size, messages.megatron_pipelines, size, names, timeout_s=250)):
+    for found in values(run_ranks(size, messages.megatron_pipelines, size, names, timeout_s=250, env=env)):
         assert list(found) == names
         for name, (calls, different) in found.items():
             assert different == 0 and calls > 0, name
@@ -137,8 +145,7 @@ def test_a_dead_stage_is_named(framework: str) -> None:
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("beside", ["messages", "gathers", "sums"])
 def test_products_wait_no_longer_than_beside_nccl(beside: str) -> None:
-    """Where all streams share one hardware queue, as Megatron asks for."""
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    for found in values(run_ranks(2, messages.gaps_between_products, 2, beside, timeout_s=120, env=env)):
+    """Where all streams share one hardware queue."""
+    for found in values(run_ranks(2, messages.gaps_between_products, 2, beside, timeout_s=120, env=checks.ONE_QUEUE)):
         long = {arm: sum(gap > messages.GAP_US for gap in gaps) for arm, gaps in found.items()}
         assert long["ours"] <= long["NCCL"], found

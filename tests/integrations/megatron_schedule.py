@@ -130,8 +130,8 @@ def _model(
 
 def over_a_pipeline(device: torch.device, enable: Callable[[], None]) -> dict[str, Any]:
     """By arm: how far losses and gradients are, relatively, from those of alltoall without the schedule and before
-    `enable`, and what was called. The model has PIPELINE stages with as many chunks each, of one layer. Groups are
-    initialised for it.
+    `enable`, and what was called. The model has PIPELINE stages with as many chunks each, of one layer. Megatron's
+    groups are those of `initialise_pipeline`.
     """
     found: dict[str, Any] = {}
     reference = _chunks("alltoall", "deepep", device, overlap=False)
@@ -150,6 +150,31 @@ def over_a_pipeline(device: torch.device, enable: Callable[[], None]) -> dict[st
             differences |= {f"chunk {number}: {key}": value for key, value in found_here.items()}
         found[name] = {"losses": losses, "difference": differences, "calls": dict(counts)}
     return found
+
+
+def pipelines_are_as_alltoall(by_rank: list[dict[str, Any]], limit: float) -> None:
+    """Asserts that each arm overlapped its layers, sent our messages, exchanged in its own way only, and has losses and
+    gradients within `limit`. by_rank: what `over_a_pipeline` returned."""
+    assert any(arm["losses"] for found in by_rank for arm in found.values())
+    for rank, found in enumerate(by_rank):
+        assert found.keys() == ARMS.keys()
+        for name, arm in found.items():
+            worst = max(arm["difference"], key=arm["difference"].get)
+            assert arm["difference"][worst] <= limit, f"rank {rank}, {name}: {worst} differs: {arm['difference']}"
+            calls = arm["calls"]
+            assert calls["overlapped"] and calls["messages"]
+            assert ("dispatch" in calls) == ("stock" not in calls) == (name != "alltoall")
+
+
+def initialise_pipeline() -> None:
+    """Makes Megatron's groups for `over_a_pipeline`, on PIPELINE * PIPELINE ranks."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=PIPELINE,
+        virtual_pipeline_model_parallel_size=PIPELINE,
+        expert_model_parallel_size=PIPELINE,
+    )
 
 
 def _chunks(dispatcher: str, backend: str, device: torch.device, overlap: bool) -> list[Any]:
