@@ -51,7 +51,7 @@ struct SyncPoint {
 
   void join(const char* name, bool first) {
     if (first) instruction = name;
-    if (std::strcmp(instruction, name) != 0)
+    if (instruction != name && std::strcmp(instruction, name) != 0)
       give_up(std::string("joins ") + name + " while others are in " + instruction);
   }
 };
@@ -74,13 +74,13 @@ struct Store {
 };
 
 struct Thread : Fiber {
-  ucontext_t begin;
-  jmp_buf context;
   bool begun = false, ended = false;
   bool polled = false;  // it stopped after a poll that found nothing
   const uint32_t* waits_for = nullptr;
   uint32_t generation = 0;  // of the sync point for which it waits
   uint32_t groups = 0;      // of bulk stores that it has committed
+  jmp_buf context;
+  ucontext_t begin;
 };
 
 // One launch of a kernel.
