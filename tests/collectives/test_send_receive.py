@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import gc
 import os
 import random
@@ -37,8 +38,17 @@ SIZES = (0, 1, 3, 129, 4097, 65_536, 65_537, 200_001, LANE, 3 * LANE + 5)
 TEN, SQUARE = torch.arange(10.0), torch.ones(2, 2)
 
 
+@functools.cache
+def _random_bytes() -> torch.Tensor:
+    return shard(0, 0, 4 * MIB, torch.uint8)
+
+
 def _payload(number: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    return shard(number, 0, nbytes // dtype.itemsize, dtype)
+    """Of at most `nbytes` bytes, which are not those of other numbers."""
+    nbytes -= nbytes % dtype.itemsize
+    source, begin = _random_bytes(), 16 * (number % 10_000)
+    made = source.repeat(1 + (begin + nbytes) // len(source))[begin : begin + nbytes].clone()
+    return made.remainder_(2).view(dtype) if dtype is torch.bool else made.view(dtype)
 
 
 def _open(deadline_s: float | None = None, **settings: Any) -> SendReceive:
@@ -63,11 +73,13 @@ def _random_operations(rank: int, size: int, seed: int, rounds: int, largest: in
                 nbytes = alike.choice([alike.choice(SIZES), alike.randrange(300)])
                 if alike.random() < 0.002:
                     nbytes = largest
-                payload = _payload(count, nbytes, dtype)
                 count += 1
+                if rank not in (src, dst):
+                    continue
+                payload = _payload(count, nbytes, dtype)
                 if rank == src:
                     ops.append(Send(payload, dst, channel))
-                elif rank == dst:
+                else:
                     room = payload.new_ones(len(payload) + own.randrange(2))
                     ops.append(Receive(room[len(room) - len(payload) :], src, channel))  # of another alignment
                     expected.append((ops[-1].tensor, payload))
