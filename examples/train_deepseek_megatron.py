@@ -70,7 +70,9 @@ def main() -> None:
         finalize_model_grads_func=finalize_model_grads,
     )  # fmt: skip
     torch.manual_seed(0)
-    buckets = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
+    buckets = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
     model = DistributedDataParallel(config, buckets, Stage(config).to(device, torch.bfloat16))
     settings = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(settings, [model])
