@@ -38,16 +38,20 @@ SIZES = (0, 1, 3, 129, 4097, 65_536, 65_537, 200_001, LANE, 3 * LANE + 5)
 TEN, SQUARE = torch.arange(10.0), torch.ones(2, 2)
 
 
+_PERIOD = 4 * MIB - 17  # of long payloads; no part of a lane's size, so that each round of its slots has other bytes
+
+
 @functools.cache
 def _random_bytes() -> torch.Tensor:
-    return shard(0, 0, 4 * MIB, torch.uint8)
+    return shard(0, 0, _PERIOD, torch.uint8)
 
 
 def _payload(number: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Of at most `nbytes` bytes, which are not those of other numbers."""
+    """Random bytes, at most `nbytes`, as `dtype`. Other numbers give other bytes, up to 10,000."""
     nbytes -= nbytes % dtype.itemsize
     source, begin = _random_bytes(), 16 * (number % 10_000)
-    made = source.repeat(1 + (begin + nbytes) // len(source))[begin : begin + nbytes].clone()
+    whole = source.repeat(1 + (begin + nbytes) // _PERIOD) if begin + nbytes > _PERIOD else source
+    made = whole[begin : begin + nbytes].clone()
     return made.remainder_(2).view(dtype) if dtype is torch.bool else made.view(dtype)
 
 

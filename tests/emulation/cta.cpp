@@ -24,7 +24,8 @@ __thread Fiber* here = nullptr;
 namespace {
 
 constexpr size_t kStackBytes = 64 * 1024;
-constexpr size_t kStackStep = 3 * 64, kStackSteps = 64;  // stacks begin at different places in the cache
+// Stacks begin an odd number of cache lines apart, so in different sets of the cache.
+constexpr size_t kStackStep = 3 * 64, kStackSteps = 64;
 constexpr unsigned kRoundsBetweenYields = 16;
 constexpr unsigned kLongestSleepUs = 2000;
 

@@ -79,6 +79,7 @@ struct Thread : Fiber {
   const uint32_t* waits_for = nullptr;
   uint32_t generation = 0;  // of the sync point for which it waits
   uint32_t groups = 0;      // of bulk stores that it has committed
+  // Last: many bytes that the loop over threads does not read.
   jmp_buf context;
   ucontext_t begin;
 };

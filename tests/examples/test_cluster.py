@@ -15,7 +15,7 @@ from torch.distributed.run import get_args_parser
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
-# scontrol needs a while for each host: a reader that leaves after the first line would end it by SIGPIPE.
+# scontrol prints hosts one by one. A reader that stops after the first line would end it by SIGPIPE.
 # srun starts its command once on each of two nodes. When one fails, it ends the other, as it has been asked to.
 STAND_INS = {
     "scontrol": "#!/bin/sh\necho localhost; sleep 0.1; echo another-host\n",

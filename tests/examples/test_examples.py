@@ -118,7 +118,7 @@ def test_the_megatron_example_has_the_losses_of_stock(tmp_path: Path) -> None:
 
 def compare_megatron_with_stock(folder: Path, run: Callable[..., str]) -> None:
     """Over two stages of two ranks: ours, and stock with Megatron's own dispatcher, collectives and messages.
-    `run` returns the output of 4 ranks that run a script with these arguments and variables.
+    `run(script, *arguments, **variables)` runs the script on 4 ranks and returns their output.
     """
     ours, stock = folder / "ours_megatron.py", folder / "stock_megatron.py"
     ours.write_text(

@@ -60,7 +60,8 @@ CASES = {
 }
 
 
-ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # of the hardware, for all streams, as Megatron asks for
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""All streams share one hardware queue, as Megatron-core asks for."""
 ONE_KERNEL = {"dispatch_send_sms": 5, "dispatch_recv_sms": 0, "combine_send_sms": 6, "combine_recv_sms": 0}
 
 

@@ -14,6 +14,7 @@ from tests.gpu import checks, over_nodes
 from tests.integrations import megatron_schedule
 from tests.integrations.megatron_cases import DEEPSEEK, GRAPHS, RELEASE
 from tests.integrations.megatron_layers import initialise, make_config, make_layer
+from tests.integrations.test_megatron_graphs import _keep_only
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -46,7 +47,7 @@ def overlapped_schedule(rank: int, size: int) -> dict[str, Any]:
 
 
 def overlapped_pipeline(rank: int, size: int) -> dict[str, Any]:
-    """What that schedule gives over a pipeline with each dispatcher."""
+    """Runs that schedule over a pipeline, with each dispatcher."""
     _import(rank, size)
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -56,8 +57,9 @@ def overlapped_pipeline(rank: int, size: int) -> dict[str, Any]:
 
 
 def graphs_of_parts(rank: int, size: int) -> dict[str, list[float]]:
-    """By parts of a layer in a CUDA graph: how far the output is from the layer's without one, replay by replay, for
-    other tokens each time. As TransformerLayer runs it: what the graph returns, and nothing else, reaches the rest."""
+    """By captured parts of a layer: for each replay, the relative difference between its output and that of the layer
+    without a graph. Each replay has new tokens. As in TransformerLayer, only what the graph returns reaches the rest.
+    """
     _start(rank, size, 1)
     return {
         "+".join(parts): _replayed(rank, size, parts) for parts in (["moe_router"], ["moe_router", "moe_preprocess"])
@@ -87,8 +89,7 @@ def _replayed(rank: int, size: int, parts: list[str]) -> list[float]:
         graph.replay()
         known = {"hidden_states": hidden, "probs": probs, "shared_expert_output": shared}
         if "moe_preprocess" in parts:
-            for name, value in zip(dispatcher.valid_cudagraph_attrs or [], rest, strict=True):
-                setattr(dispatcher, name, value)
+            _keep_only(dispatcher, dict(zip(dispatcher.valid_cudagraph_attrs or [], rest, strict=True)))
         else:
             known["routing_map"] = rest[0]
         layer.cudagraph_tensor_store.set(**known)

@@ -221,6 +221,8 @@ def _through(chunks: list[Any], device: torch.device) -> list[float]:
         micro_batch_size=BATCH,
         forward_only=False,
     )
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return [each["loss"] for each in stored]
 
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,20 +19,20 @@ ENTRY_POINT = (
 )
 
 
-def run(code: str, *, fails: bool = False, folder: Path | None = None, **variables: str) -> Any:
-    """Runs `code` in a fresh Python, in `folder`, that has only these EP_PLUGIN* variables."""
+def run(code: str, *, fails: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a fresh Python that has only these EP_PLUGIN* variables."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("EP_PLUGIN")}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=inherited | variables, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=inherited | variables, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return done
 
 
 @pytest.fixture
-def beside_torch(tmp_path: Path) -> Path:
-    """A folder with a package `torch` that only does what torch does at the end of its import. Tests of many processes
-    would spend their time in the rest."""
+def stand_in_for_torch(tmp_path: Path) -> Path:
+    """A folder with a package `torch` that only does what torch does at the end of its import. The whole import in each
+    of many processes would take most of a test's time."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(f"import importlib.metadata\n{ENTRY_POINT}\n")
     return tmp_path
@@ -94,10 +93,8 @@ subprocess.run([sys.executable, "-c", sys.orig_argv[2], "child"])
     ],
     ids=["a rank", "a rank that keeps it", "a script", "a script that keeps it"],
 )
-def test_a_rank_or_a_script_can_keep_the_switch_from_its_children(
-    beside_torch: Path, variables: dict[str, str], child: str
-) -> None:
-    done = run(CHILD, folder=beside_torch, EP_PLUGIN="fsdp2", **variables)
+def test_a_rank_or_a_script_can_keep_the_switch_from_its_children(variables: dict[str, str], child: str) -> None:
+    done = run(CHILD, EP_PLUGIN="fsdp2", **variables)
     assert (done.stdout.strip(), done.stderr.strip().splitlines()[-1]) == ("waiting", f"child {child}")
 
 
@@ -122,6 +119,7 @@ if __name__ == "__main__":
         if sys.argv[1] in ("rank:", "launcher:"):
             start(f"program of {sys.argv[1]}" if sys.argv[1] == "rank:" else "its rank:", RANK="0")
         sys.exit()
+    assert not hasattr(torch, "Tensor")  # the stand-in
     say("script:")
     start("program:")
     start("rank:", RANK="0")
@@ -146,13 +144,13 @@ if __name__ == "__main__":
     ids=["by default", "EP_PLUGIN_CHILDREN=0"],
 )
 def test_what_a_script_without_a_launcher_starts(
-    beside_torch: Path, variables: dict[str, str], off: tuple[str, ...]
+    stand_in_for_torch: Path, variables: dict[str, str], off: tuple[str, ...]
 ) -> None:
     """Its ranks use ep_plugin, however they are started. Other programs do not, if it says so."""
-    (beside_torch / "script.py").write_text(SCRIPT)
+    (stand_in_for_torch / "script.py").write_text(SCRIPT)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("EP_PLUGIN")}
     done = subprocess.run(
-        [sys.executable, beside_torch / "script.py"],
+        [sys.executable, stand_in_for_torch / "script.py"],
         env=inherited | {"EP_PLUGIN": "fsdp2"} | variables,
         capture_output=True,
         text=True,
