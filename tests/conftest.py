@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,6 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # Whole training runs and the like; everything else keeps pyproject's default.
 SLOW_TIMEOUT_S = 900
-
-WAITING = Path(__file__).parent / "faults"  # whose ranks mostly wait for deadlines
 
 MARKERS = (
     "gpu(n=1): needs n CUDA devices; skipped where there are fewer",
@@ -32,17 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
-    items[:] = _waiting_beside_working(items)
-
-
-def _waiting_beside_working(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The files of `WAITING` spread evenly among the others, so that two workers seldom wait at the same time."""
-    files: dict[bool, dict[Path, list[pytest.Item]]] = {True: {}, False: {}}
-    for item in items:
-        files[WAITING in item.path.parents].setdefault(item.path, []).append(item)
-    places = [(place + 0.5) / len(found) for found in files.values() for place in range(len(found))]
-    in_order = [tests for found in files.values() for tests in found.values()]
-    return [item for _, tests in sorted(zip(places, in_order, strict=True), key=lambda one: one[0]) for item in tests]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
