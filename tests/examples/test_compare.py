@@ -212,6 +212,14 @@ def test_qwen3_moe_in_two_rounds(tmp_path: Path) -> None:
     exchange_is_timed(metrics)
 
 
+def test_qwen3_moe_over_two_nodes(tmp_path: Path) -> None:
+    arguments = [*SMALL, "--nodes", "2", "--rounds", "1"]
+    metrics = compared(tmp_path, "qwen3_moe", *arguments, builtin="all_to_all")
+    assert metrics["emulation"].startswith("2 nodes of 1 ranks on ")
+    assert metrics["compare"]["max_rel_diff"] <= 1e-4
+    exchange_is_timed(metrics)
+
+
 def test_dense_qwen3(tmp_path: Path) -> None:
     metrics = compared(tmp_path, "qwen3", *SMALL, "--rounds", "1", builtin="stock")
     assert metrics["rounds"] == 1
@@ -228,16 +236,15 @@ def test_deepseek_v3_with_overlap(tmp_path: Path) -> None:
     assert "exchange_ms" not in metrics, "shared experts would be in it"
 
 
-def test_deepseek_v3_of_a_checkpoint_on_a_text_without_overlap_over_two_nodes(tmp_path: Path) -> None:
+def test_deepseek_v3_of_a_checkpoint_on_a_text_without_overlap(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path / "model")
     (tmp_path / "text.txt").write_text("to be, or not to be, that is the question. " * 50)
     files = ["--checkpoint", tmp_path / "model", "--text", tmp_path / "text.txt"]
-    arguments = [*files, *SMALL[2:], "--rounds", "1", "--no-overlap", "--nodes", "2"]
+    arguments = [*files, *SMALL[2:], "--rounds", "1", "--no-overlap"]
     metrics = compared(tmp_path / "out", "deepseek_v3", *arguments, builtin="all_to_all")
     assert metrics["model"] == f"deepseek_v3 checkpoint {tmp_path / 'model'}, 2 layers"
     assert metrics["compare"]["max_rel_diff"] <= 1e-4
     assert metrics["options"]["overlap"] is False
-    assert metrics["emulation"].startswith("2 nodes of 1 ranks on ")
     exchange_is_timed(metrics)
 
 
