@@ -38,7 +38,8 @@ SIZES = (0, 1, 3, 129, 4097, 65_536, 65_537, 200_001, LANE, 3 * LANE + 5)
 TEN, SQUARE = torch.arange(10.0), torch.ones(2, 2)
 
 
-_PERIOD = 4 * MIB - 17  # of long payloads; no part of a lane's size, so that each round of its slots has other bytes
+# Long payloads repeat after so many bytes. It divides no lane's size, so a slot holds other bytes in each round.
+_PERIOD = 4 * MIB - 17
 
 
 @functools.cache
@@ -47,7 +48,7 @@ def _random_bytes() -> torch.Tensor:
 
 
 def _payload(number: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random bytes, at most `nbytes`, as `dtype`. Other numbers give other bytes, up to 10,000."""
+    """Random bytes, at most `nbytes`, as `dtype`. Payloads of different numbers below 10,000 differ."""
     nbytes -= nbytes % dtype.itemsize
     source, begin = _random_bytes(), 16 * (number % 10_000)
     whole = source.repeat(1 + (begin + nbytes) // _PERIOD) if begin + nbytes > _PERIOD else source

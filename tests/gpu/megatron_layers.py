@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from tests.integrations.megatron_cases import DEEPSEEK, GRAPHS, RELEASE
 from tests.integrations.megatron_layers import initialise, make_config, make_layer
 from tests.integrations.test_megatron_graphs import _keep_only
 
+SIZES = {"hidden_size": 256, "moe_ffn_hidden_size": 128, "ffn_hidden_size": 512}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "capacity": {"moe_expert_capacity_factor": 0.5},
@@ -36,7 +35,7 @@ def parity(rank: int, size: int, tp: int) -> dict[str, dict[str, float]]:
     """Relative differences of outputs and gradients, by case and tensor."""
     _start(rank, size, tp)
     found = {name: _differences(rank, size, tp, options, OURS.get(name, {})) for name, options in CASES.items()}
-    found["bf16"] = _differences(rank, size, tp, {"bf16": True, "params_dtype": torch.bfloat16})
+    found["bf16"] = _differences(rank, size, tp, {"bf16": True, "params_dtype": torch.bfloat16}, {})
     return found
 
 
@@ -70,11 +69,10 @@ def graphs_of_parts(rank: int, size: int) -> dict[str, list[float]]:
 def _replayed(rank: int, size: int, parts: list[str]) -> list[float]:
     from megatron.core.transformer import cuda_graphs
 
-    settings: dict[str, Any] = {"hidden_size": 256, "moe_ffn_hidden_size": 128, "ffn_hidden_size": 512}
-    settings |= DEEPSEEK | {"cuda_graph_impl": "transformer_engine", GRAPHS: parts}
-    layer = make_layer(make_config("flex", 1, size, **settings)).cuda()
+    options = DEEPSEEK | {"cuda_graph_impl": "transformer_engine", GRAPHS: parts}
+    layer = make_layer(make_config("flex", 1, size, **SIZES, **options)).cuda()
     generator = torch.Generator("cuda").manual_seed(rank)
-    given = [torch.randn((64, 2, 256), generator=generator, device="cuda") for _ in range(1 + REPLAYS)]
+    given = [torch.randn((64, 2, SIZES["hidden_size"]), generator=generator, device="cuda") for _ in range(1 + REPLAYS)]
     expected = [layer(x)[0] for x in given]
     x, graph = given[0].clone(), torch.cuda.CUDAGraph()
     cuda_graphs._set_capture_start()
@@ -121,14 +119,12 @@ def _enable() -> None:
     ep_plugin.integrations.hooks.enable(["megatron"])
 
 
-def _differences(
-    rank: int, size: int, tp: int, options: dict[str, Any], ours: Mapping[str, Any] = MappingProxyType({})
-) -> dict[str, float]:
-    settings = {"hidden_size": 256, "moe_ffn_hidden_size": 128, "ffn_hidden_size": 512} | options
+def _differences(rank: int, size: int, tp: int, options: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
+    settings = SIZES | options
     dtype = settings.get("params_dtype", torch.float32)
     backend = "hybridep" if "moe_pad_expert_input_to_capacity" in options else "deepep"
     layers = {}
-    for dispatcher, more in (("alltoall", {}), ("flex", dict(ours))):
+    for dispatcher, more in (("alltoall", {}), ("flex", ours)):
         config = make_config(dispatcher, tp, size // tp, moe_flex_dispatcher_backend=backend, **(settings | more))
         layers[dispatcher] = make_layer(config).cuda().to(dtype)
     assert type(layers["flex"].token_dispatcher).__name__ == "EpPluginTokenDispatcher"

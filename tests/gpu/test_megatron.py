@@ -81,7 +81,8 @@ def test_the_example_over_a_pipeline_has_the_losses_of_stock(tmp_path: Path, env
         launcher = [sys.executable, "-m", "ep_plugin.testing.nodes", "--nodes", "1", "--ranks", "4"]
         command = [*launcher, "--", sys.executable, *words]
         inherited = {name: value for name, value in os.environ.items() if name != "EP_PLUGIN"}
-        inherited["PYTHONPATH"] = os.pathsep.join([str(examples.ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+        paths = [str(examples.ROOT), os.environ.get("PYTHONPATH")]
+        inherited["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         inherited["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # ranks share it
         done = subprocess.run(command, env=inherited | variables | env, capture_output=True, text=True, timeout=140)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -203,17 +203,9 @@ def _through(chunks: list[Any], device: torch.device) -> list[float]:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        loss = output.float().mean()
-        return loss, {"loss": float(loss.detach())}
-
-    def forward_step(batches: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
-        run = model.build_schedule_plan if return_schedule_plan else model
-        return run(**next(batches)), loss_of
-
     seed = parallel_state.get_expert_model_parallel_rank()
     stored = get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=_forward_step,
         data_iterator=[iter(_batches(seed, device, 2 * PIPELINE)) for _ in chunks],
         model=chunks,
         num_microbatches=2 * PIPELINE,
@@ -224,6 +216,17 @@ def _through(chunks: list[Any], device: torch.device) -> list[float]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return [each["loss"] for each in stored]
+
+
+def _forward_step(batches: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+    """The output of the next micro batch, or its plan for the overlapping schedule, and the function of its loss."""
+    run = model.build_schedule_plan if return_schedule_plan else model
+    return run(**next(batches)), _loss_of
+
+
+def _loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    loss = output.float().mean()
+    return loss, {"loss": float(loss.detach())}
 
 
 def _batches(rank: int, device: torch.device, count: int = MICRO_BATCHES) -> list[dict[str, Any]]:
@@ -251,13 +254,9 @@ def _overlapped(model: Any, rank: int, device: torch.device) -> list[float]:
     """The same by Megatron's schedule, which runs the backward of each micro batch beside the next one's forward."""
     from megatron.core.pipeline_parallel.combined_1f1b import combined_1f1b_schedule_for_no_pipelining
 
-    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        loss = output.float().mean()
-        return loss, {"loss": float(loss.detach())}
-
     def forward_step(batches: Any, model: Any, return_schedule_plan: bool) -> tuple[Any, Any]:
         assert return_schedule_plan
-        return model.build_schedule_plan(**next(batches)), loss_of
+        return _forward_step(batches, model, return_schedule_plan)
 
     stored, _ = combined_1f1b_schedule_for_no_pipelining(
         forward_step,
