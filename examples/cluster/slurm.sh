@@ -5,7 +5,7 @@
 #SBATCH --exclusive
 # Trains on all GPUs of all nodes of a SLURM job: sbatch examples/cluster/slurm.sh train.py [arguments]
 set -euo pipefail
-hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") # all of them: `| head -n 1` would end scontrol by SIGPIPE
 first_host=${hosts%%$'\n'*}
 # Set EP_PLUGIN here or outside, for example EP_PLUGIN=megatron. srun and torchrun pass the environment on.
 export EP_PLUGIN_DUMP=${EP_PLUGIN_DUMP:-ep_plugin_dump/$SLURM_JOB_ID} # if a rank fails: ep-doctor --merge this folder

@@ -83,8 +83,8 @@ def _communicate(self: Any, **given: Any) -> Any:
             hooks.left("megatron")
             warn_once("megatron", "messages by use_ring_exchange_p2p are left to Megatron")
         elif _begins_with_shapes(self.config, given):
-            # Making the object is collective, so all stages do it now. Later some would wait for shapes of a neighbour,
-            # which waits for them to make it.
+            # Making the object is collective, so all stages do it before shapes. The first message would be too late:
+            # a stage would wait for its neighbour's shapes, and the neighbour for that stage to make the object.
             messages_of("megatron", self.pp_group, torch.empty(0, device=torch.cuda.current_device()))
     _thread.needs_sync = True
     view = copy.copy(self)
