@@ -33,6 +33,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -91,16 +92,16 @@ def run(cluster: Cluster, command: list[str], grace_s: float) -> int:
 
     No rank is left when it returns or raises.
     """
-    port = _PORT if cluster.network else _free_port()
     ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(cluster.size):
-            variables = {**os.environ, **variables_of(rank, cluster, port)}
-            start = functools.partial(_before_exec, os.getpid(), cluster.network, rank // cluster.ranks)
-            ranks.append(subprocess.Popen(command, env=variables, preexec_fn=start, start_new_session=True))
-        return _wait(ranks, grace_s)
-    finally:
-        _end(ranks)
+    with contextlib.nullcontext(_PORT) if cluster.network else held_port() as port:
+        try:
+            for rank in range(cluster.size):
+                variables = {**os.environ, **variables_of(rank, cluster, port)}
+                start = functools.partial(_before_exec, os.getpid(), cluster.network, rank // cluster.ranks)
+                ranks.append(subprocess.Popen(command, env=variables, preexec_fn=start, start_new_session=True))
+            return _wait(ranks, grace_s)
+        finally:
+            _end(ranks)
 
 
 def variables_of(rank: int, cluster: Cluster, port: int) -> dict[str, str]:
@@ -177,9 +178,15 @@ def _before_exec(launcher: int, network: Network | None, node: int) -> None:
         os._exit(1)  # the launcher died before the line above
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A free TCP port that no other process is given while the context lasts. A server that sets SO_REUSEADDR, as
+    PyTorch's stores do, can listen on it.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))  # and does not listen
+        yield int(holder.getsockname()[1])
 
 
 def _visible_gpus() -> list[str]:

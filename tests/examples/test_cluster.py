@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
+
+from ep_plugin.testing.nodes import held_port
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
@@ -44,14 +45,12 @@ def _sbatch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         (folder / name).write_text(content)
         (folder / name).chmod(0o755)
     (folder / "train.py").write_text(SCRIPT)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
     job = {"SLURM_JOB_NODELIST": "hosts", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_ID": "17"}
     path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | job | {"PATH": path, "PORT": port, "PYTHONPATH": str(ROOT)}
     command = ["bash", str(CLUSTER / "slurm.sh"), str(folder / "train.py"), *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    with held_port() as port:
+        environment = os.environ | job | {"PATH": path, "PORT": str(port), "PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def test_slurm_starts_one_job_on_all_nodes(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from packaging.version import Version
 from ep_plugin.deep_ep.utils import check_nvlink_connections, envs, math, testing
 from ep_plugin.deep_ep.utils.envs import init_dist
 from ep_plugin.errors import NotSupported
+from ep_plugin.testing.nodes import held_port
 from ep_plugin.transport import topology
 from tests.ranks import run_ranks, values
 
@@ -176,15 +176,13 @@ def _init(number: int, port: int, results: multiprocessing.Queue) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="makes a group of CPU processes")
 def test_init_dist_on_two_nodes() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     context = multiprocessing.get_context("forkserver")
     results = context.Queue()
-    ranks = [context.Process(target=_init, args=(number, port, results), daemon=True) for number in range(4)]
-    for one in ranks:
-        one.start()
-    found = sorted(results.get(timeout=120) for _ in ranks)
-    for one in ranks:
-        one.join(60)
+    with held_port() as port:
+        ranks = [context.Process(target=_init, args=(number, port, results), daemon=True) for number in range(4)]
+        for one in ranks:
+            one.start()
+        found = sorted(results.get(timeout=120) for _ in ranks)
+        for one in ranks:
+            one.join(60)
     assert found == [(rank, 4, 4, True, 3 + rank) for rank in range(4)]

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ep_plugin.testing import nodes
 from ep_plugin.testing.nodes import Cluster, parse_rate, variables_of
@@ -268,6 +270,13 @@ def test_ranks_share_gpus_where_there_are_fewer(gpus: int, shared: bool, monkeyp
     assert (f"which share {gpus} GPU(s); each sees one as its LOCAL_RANK 0" in capfd.readouterr().err) is shared
     with pytest.raises(ValueError, match="rate: expected none with GPUs"):
         nodes._choose(options, 10**9, "")
+
+
+def test_a_held_port_is_free_for_the_ranks_store_alone() -> None:
+    with nodes.held_port() as port:
+        with pytest.raises(OSError, match="in use"), socket.socket() as other:
+            other.bind(("127.0.0.1", port))
+        assert dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False).port == port
 
 
 def test_rates() -> None:
