@@ -185,7 +185,7 @@ def held_port() -> Iterator[int]:
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("", 0))  # and does not listen
+        holder.bind(("", 0))  # without listen(): nobody can listen beside a listener
         yield int(holder.getsockname()[1])
 
 
