@@ -164,7 +164,7 @@ def test_deepeps_calls(size: int) -> None:
 
 def _slowly(rank: int, function: Callable[..., Any], *args: Any) -> Any:
     """Fibers are not as fast as GPUs."""
-    with unittest.mock.patch.multiple(faults, DEADLINE_S=3.0, GRACE_S=20.0):
+    with unittest.mock.patch.multiple(faults, DEADLINE_S=5.0, GRACE_S=20.0):
         return function(rank, *args)
 
 
