@@ -15,6 +15,7 @@ from ep_plugin.bench import load, plan, provenance, report
 from ep_plugin.bench.suite import Suite, WrongResult, take_fields
 from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite, SendReceiveSuite
 from ep_plugin.bench.suites.fsdp2 import Fsdp2Suite
+from ep_plugin.bench.suites.host import HostSuite
 from ep_plugin.bench.suites.layers import LayersSuite
 from ep_plugin.bench.suites.moe import LowLatencySuite, MoeSuite
 from ep_plugin.bench.suites.overlap import OverlapSuite
@@ -24,7 +25,7 @@ from ep_plugin.bench.suites.wire import WireSuite
 SUITES: tuple[type[Suite], ...] = (
     *(MoeSuite, LowLatencySuite, StandInSuite),
     *(AllGatherSuite, ReduceScatterSuite, SendReceiveSuite),
-    *(OverlapSuite, LayersSuite, Fsdp2Suite, WireSuite),
+    *(HostSuite, OverlapSuite, LayersSuite, Fsdp2Suite, WireSuite),
 )
 
 Out = Annotated[str | None, typer.Option(help="The JSON's file, or a folder (ends in /) that has one per hardware.")]

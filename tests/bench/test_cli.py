@@ -19,6 +19,7 @@ from ep_plugin.bench.cli import SUITES, main
 from ep_plugin.bench.suite import Suite, row
 from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite, SendReceiveSuite
 from ep_plugin.bench.suites.fsdp2 import Fsdp2Suite
+from ep_plugin.bench.suites.host import HostSuite
 from ep_plugin.bench.suites.layers import LayersSuite
 from ep_plugin.bench.suites.moe import LowLatencySuite, MoeSuite
 from ep_plugin.bench.suites.overlap import OverlapSuite
@@ -86,6 +87,7 @@ ASKED: dict[str, tuple[type[Suite], dict[str, Any]]] = {
     "send-receive": (
         SendReceiveSuite, {"backend": "cpu", "ranks": 4, "size": [64, 128], "pattern": ["ring"]}
     ),
+    "host": (HostSuite, {"backend": "cpu", **SIZES, "dtype": "float32", "calls": 3}),
     "overlap": (OverlapSuite, {"backend": "cuda", **SIZES, "size": [64, 128]}),
     "fsdp2": (
         Fsdp2Suite,

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from ep_plugin.bench.exchange import sums
 from ep_plugin.bench.exchange.oracle import expert_rows, wrong_combine, wrong_dispatch
 from ep_plugin.bench.exchange.peers import PLAIN, RailAllToAll, _flat_order, _inverse
 from ep_plugin.bench.exchange.workload import DTYPES, FLAT, Batch, Workload, batches, expert_factors, other_rows
+from ep_plugin.bench.suite import measured
+from ep_plugin.bench.suites.moe import MoeSuite
 from tests.ranks import run_ranks, values
 
 RANKS = 3
 # Skewed routes: ranks receive unequally. 144: FP8 rows have more scales than whole blocks.
 WORKLOAD = Workload(ranks=RANKS, tokens=37, hidden=144, topk=3, experts=12, skew=1.5)
 CPU = torch.device("cpu")
+MOE = MoeSuite(
+    backend="cpu", ranks=2, iterations=1, tokens=20, hidden=256, topk=2, experts=6, dtype=["bfloat16", "float8"],
+    layout=["token_major"], peer=["none"],
+)  # fmt: skip
 
 
 def all_turns(rank: int, name: str, dtype: str) -> list[str | None]:
@@ -51,6 +60,55 @@ def _wrong_results(peer: Any, rank: int, dtype: str, everyone: list[Batch], out:
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_peer_is_right(name: str, dtype: str) -> None:
     assert values(run_ranks(RANKS, all_turns, name, dtype)) == [[None] * 4] * RANKS
+
+
+def _beside_deep_ep(rank: int) -> dict[str, Any]:
+    sys.modules["deep_ep"] = importlib.import_module("ep_plugin.deep_ep")
+    return measured(CPU, replace(MOE, peer=["deep_ep"]))
+
+
+def test_throughput_calls_with_deep_eps_interface() -> None:
+    found = values(run_ranks(2, _beside_deep_ep))[0]
+    peer = {row["case"] for row in found["rows"] if row["impl"] == "deep_ep"}
+    token_major = {"dispatch_token_major_bf16", "dispatch_cached_token_major_bf16", "combine_token_major_bf16"}
+    assert peer == token_major | {"dispatch_token_major_fp8", "dispatch_cached_token_major_fp8"}
+
+
+def _doubled(rank: int) -> dict[str, Any]:
+    sys.modules["deep_ep"] = importlib.import_module("ep_plugin.deep_ep")
+    kind = importlib.import_module("ep_plugin.bench.exchange.deep_ep").DeepEpThroughput
+    combine = kind.combine
+    kind.combine = lambda self, y, state: 2 * combine(self, y, state)
+    return measured(CPU, replace(MOE, peer=["deep_ep"], dtype=["bfloat16"]))
+
+
+def test_wrong_sums_of_deep_ep_are_found() -> None:
+    wrong = values(run_ranks(2, _doubled))[0]["wrong"]
+    assert all("combine_token_major_bf16 by deep_ep: expected relative errors" in sentence for sentence in wrong)
+
+
+@pytest.mark.parametrize("way", [sums.by_embedding_bag, sums.by_matrix_product, sums.in_order_of_k])
+def test_each_way_of_summing_is_right(way: sums.Sum) -> None:
+    rows, weights = torch.randn(11, 6), torch.randn(4, 3)
+    numbers = torch.randint(0, 11, (4, 3))
+    expected = (rows[numbers].double() * weights.double().unsqueeze(2)).sum(1)
+    torch.testing.assert_close(way(rows, numbers, weights).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_fastest_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(sums, "_fastest", {})
+    monkeypatch.setattr(sums, "_seconds", lambda way, *_: {"by_matrix_product": 1.0}.get(way.__name__, 2.0))
+    matrix_product = sums.by_matrix_product
+
+    def by_matrix_product(*given: torch.Tensor) -> torch.Tensor:
+        called.append("product")
+        return matrix_product(*given)
+
+    monkeypatch.setattr(sums, "by_matrix_product", by_matrix_product)
+    rows, numbers = torch.ones(3, 2), torch.zeros(4, 2, dtype=torch.int64)
+    assert torch.equal(sums.weighted_sums(rows, numbers, torch.ones(4, 2)), torch.full((4, 2), 2.0))
+    assert called == ["product"]
 
 
 ROWS = torch.tensor([[0, 3, 0], [0, 2, 5], [4, 0, 1], [0, 0, 7], [2, 2, 0], [6, 1, 0]])  # 3 nodes of 2 ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ep_plugin.bench.suites.collectives import MIB, AllGatherSuite, CollectiveSuite, ReduceScatterSuite
+from ep_plugin.bench.suites.host import HostSuite
 from ep_plugin.bench.suites.moe import LowLatencySuite
 from ep_plugin.bench.suites.overlap import ALONE, OverlapSuite
 from ep_plugin.bench.suites.stand_in import StandInSuite
@@ -40,6 +41,12 @@ def test_ranks_that_share_a_gpu_are_right_and_timed() -> None:
     rows = {(row["case"], row["impl"]): row for row in found["rows"]}
     for name in (f"{what}_t{tokens}_x{share}" for what in LOW_LATENCY for tokens in (1, 20) for share in (2, 4)):
         assert rows[name, "ep_plugin"]["sms"] and (name, "predicted") in rows
+
+
+@pytest.mark.gpu(1)
+def test_calls_of_the_host_are_timed() -> None:
+    found = HostSuite(backend="cuda", ranks=1, iterations=2, calls=3).run()
+    assert {("all_gather", "nccl"), ("combine", "ep_plugin")} <= {(row["case"], row["impl"]) for row in found["rows"]}
 
 
 @pytest.mark.gpu(2)

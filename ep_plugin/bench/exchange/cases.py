@@ -106,7 +106,7 @@ class Scene:
         ways = [replace(self._way(OURS, ours, spec.what), bytes_wire=wire, sms=sms)]
         for peer in peers if spec.peers else []:
             for kind in find_peers(peer):
-                if spec.layout not in (kind.layout, EXPERT_MAJOR):
+                if not serves(kind, spec.layout):
                     continue
                 impl, name = kind(spec.workload, device), name_in_results(peer, backend_of(device))
                 if peer == ALL_TO_ALL and spec.layout is EXPERT_MAJOR and spec.what == DISPATCH:
@@ -166,6 +166,11 @@ class Scene:
         return Way(case=spec.name, impl=name, run=run, check=check, bytes_wire=self.bytes_wire(impl.dedup))
 
 
+def serves(kind: Any, layout: DispatchLayout) -> bool:
+    """Whether a peer takes part in a case of `layout`. FLAT peers bring the rows of EXPERT_MAJOR in the same order."""
+    return kind.layout is layout or (layout is EXPERT_MAJOR and kind.layout is FLAT)
+
+
 def time_cases(
     device: torch.device,
     specs: list[Spec],
@@ -212,7 +217,8 @@ class EpPlugin:
         return self._made(batch, *self.comm.dispatch(*self._given(batch, previous)))
 
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
-        return self.comm.combine(y, state[0], weights=state[1])
+        weights = None if self.layout is DispatchLayout.TOKEN_MAJOR else state[1]  # experts have weighted these rows
+        return self.comm.combine(y, state[0], weights=weights)
 
     def start_dispatch(self, batch: Batch, previous: Any = None) -> Callable[[], tuple[DispatchOutput, Any]]:
         """The send half; the receive half is the call that it returns."""

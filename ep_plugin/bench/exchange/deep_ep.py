@@ -1,4 +1,7 @@
-"""DeepEP's low-latency calls as a peer: `deep_ep` in `--peer`, where its package can be imported. BF16 and FP8 rows."""
+"""DeepEP as a peer: `deep_ep` in `--peer`, where its package can be imported. BF16 and FP8 rows.
+
+`DeepEp` makes its low-latency calls, `DeepEpThroughput` its throughput calls inside a node.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +70,54 @@ class DeepEp:
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
         batch, handle = state
         return self._buffer.low_latency_combine(y, batch.ids, batch.weights, handle)[0]
+
+
+@functools.cache
+def _throughput_buffer(nbytes: int) -> Any:
+    """One Buffer for all cases of a shape. Collective."""
+    return deep_ep.Buffer(dist.group.WORLD, nbytes, 0, explicitly_destroy=True)
+
+
+class DeepEpThroughput:
+    """The members of peers.AllToAll, for rows in TOKEN_MAJOR. The SMs and chunks are DeepEP's defaults."""
+
+    layout, dedup = DispatchLayout.TOKEN_MAJOR, True
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        self._experts = workload.experts
+        row_bytes = workload.hidden * torch.bfloat16.itemsize
+        kind, ranks = deep_ep.Buffer, workload.ranks
+        configs = kind.get_dispatch_config(ranks), kind.get_combine_config(ranks)
+        sizes = [config.get_nvl_buffer_size_hint(row_bytes, ranks) for config in configs]
+        self._buffer = _throughput_buffer(max(sizes))
+        _all_are_here(device)
+
+    def dispatch(self, batch: Batch, previous: Any = None) -> tuple[DispatchOutput, Any]:
+        x = batch.x if batch.scales is None else (batch.x, batch.scales)
+        if previous is not None:
+            rows, *_ = self._buffer.dispatch(x, handle=previous[1])
+            return previous[0]._replace(**_rows(rows), weights=None), previous  # no weights travel
+        per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(batch.ids, self._experts)
+        rows, ids, weights, counts, handle, _ = self._buffer.dispatch(
+            x,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=batch.ids,
+            topk_weights=batch.weights,
+        )
+        out = received(**_rows(rows), topk_ids=ids, weights=weights, num_tokens_per_expert=torch.tensor(counts))
+        return out, (out, handle)
+
+    def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
+        """`[T, H]`: the sum of each token's rows in y `[N, H]`, which experts have weighted."""
+        return self._buffer.combine(y, state[1])[0]
+
+
+def _rows(rows: Any) -> dict[str, torch.Tensor]:
+    """The fields of an output that hold its rows, with scales beside FP8 rows."""
+    return {"tokens": rows[0], "scales": rows[1]} if isinstance(rows, tuple) else {"tokens": rows}
 
 
 def _all_are_here(device: torch.device) -> None:

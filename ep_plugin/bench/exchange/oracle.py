@@ -21,11 +21,16 @@ _MAY_BE_MISSING = ("num_tokens_per_expert", "weights", "row_expert_ids")
 
 
 def expert_rows(factors: torch.Tensor, out: DispatchOutput, rank: int) -> torch.Tensor:
-    """The rows of `rank`, in FLAT or EXPERT_MAJOR, times the factors of their experts. factors: `[E]`.
+    """Returns the rows of `rank` times the factors of their experts. factors: `[E]`.
 
-    Padding of FLAT gets any factor. The rows of EXPERT_MAJOR that no token has are NaN: nobody may read them.
+    A row of TOKEN_MAJOR is multiplied by the sum of its local experts' factors, each times its weight. Padding of FLAT
+    gets any factor. The rows of EXPERT_MAJOR that no token has are NaN: nobody may read them.
     """
     local = factors[rank * len(out.num_tokens_per_expert) :][: len(out.num_tokens_per_expert)]
+    if out.topk_ids is not None and out.weights is not None:
+        terms = local[out.topk_ids.clamp(min=0).long()].float() * out.weights.float()
+        of_rows = terms.masked_fill(out.topk_ids < 0, 0).sum(1, keepdim=True)
+        return (out.tokens.float() * of_rows).to(out.tokens.dtype)
     if out.tokens.dim() == 3:
         return (out.tokens * local.view(-1, 1, 1)).masked_fill(~_present(out).unsqueeze(2), torch.nan)
     if out.row_expert_ids is not None:

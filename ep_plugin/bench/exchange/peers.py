@@ -2,10 +2,10 @@
 
 `AllToAll` sends a row per (token, expert), between a sort and a gather, as Megatron's dispatcher does. The counts are
 exchanged first, and reach the host while the device sorts and gathers. Combine gathers and sums, without atomic
-additions; the weights stay with the token's owner. `RowPerRank` sends a row per (token, rank), with the token's ids and
-weights behind it; combine returns one sum for each. `RailAllToAll` sends the bytes of the rows that must cross between
-nodes, and nothing else: it shows the rate that the links and the backend allow. `deep_ep` is DeepEP's low-latency mode,
-in deep_ep.py.
+additions, by the fastest of the ways in sums.py; the weights stay with the token's owner. `RowPerRank` sends a row per
+(token, rank), with the token's ids and weights behind it; combine returns one sum for each. `RailAllToAll` sends the
+bytes of the rows that must cross between nodes, and nothing else: it shows the rate that the links and the backend
+allow. `deep_ep` is DeepEP, in deep_ep.py.
 
 For another library, NCCL-EP for instance, write a class with the members of `AllToAll` and name it: `--peer
 module:Class`. Two members are for comparisons alone, and may be missing. `in_order(out, state)` returns the output with
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ep_plugin.bench.exchange.sums import weighted_sums
 from ep_plugin.bench.exchange.workload import SCALE_BLOCK, Batch, Workload, random_like, seeds
 from ep_plugin.bench.suite import Through
 from ep_plugin.config import DispatchLayout
@@ -32,6 +33,7 @@ from ep_plugin.moe.layout import DispatchOutput
 
 ALL_TO_ALL, ROW_PER_RANK, RAIL, NO_PEER = "all_to_all", "row_per_rank", "rail", "none"
 DEEP_EP = "deep_ep"  # also the name of its package
+_DEEP_EP = "ep_plugin.bench.exchange.deep_ep:DeepEp,DeepEpThroughput"
 
 
 def received(**fields: Any) -> DispatchOutput:
@@ -46,9 +48,9 @@ def find_peers(name: str) -> list[Any]:
         return []
     if name in PLAIN:
         return [PLAIN[name]]
-    module, _, kind = ("ep_plugin.bench.exchange.deep_ep:DeepEp" if name == DEEP_EP else name).partition(":")
+    module, _, kinds = (_DEEP_EP if name == DEEP_EP else name).partition(":")
     try:
-        return [getattr(importlib.import_module(module), kind)]
+        return [getattr(importlib.import_module(module), kind) for kind in kinds.split(",")]
     except (ImportError, AttributeError, ValueError) as error:
         expected = f"{', '.join(PLAIN)}, {RAIL}, {NO_PEER}, or module:Class that can be imported"
         raise ValueError(f"peer: expected {expected}, got {name!r}: {error}") from error
@@ -60,28 +62,39 @@ def name_in_results(peer: str, backend: str) -> str:
 
 
 class Bags(NamedTuple):
-    """Rows to be summed: the numbers of those of all bags `[n]`, and where each bag begins; or `[bags, n]` and None."""
+    """Bags of rows, of which each bag is summed.
+
+    rows: the row numbers of all bags, one bag after the other, `[n]`.
+    starts: where each bag begins in `rows`, `[bags]`.
+    """
 
     rows: torch.Tensor
-    begins: torch.Tensor | None
+    starts: torch.Tensor
 
     def sums(self, rows: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """weights: in the shape of the numbers, by which rows are multiplied; None: by 1."""
+        """Returns `[bags, H]`. weights: `[n]`, a factor for each row of a bag; None: 1."""
         bag = torch.nn.functional.embedding_bag
-        return bag(self.rows, rows, self.begins, mode="sum", per_sample_weights=weights)
+        return bag(self.rows, rows, self.starts, mode="sum", per_sample_weights=weights)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """token: the token of each row that leaves. home: those rows in bags of one token. sent, landed: rows per rank.
+    """What a dispatch keeps for combine and for later dispatches.
 
-    source: the arrived row of each FLAT row. there: the FLAT row of each arrived row; with a row per rank, FLAT rows in
-    bags of one arrived row. counts: `[E_l]`. weights: of the sums in `home`; with a row per rank, of those in `there`.
-    here: with a row per rank, `[N, K]` bool, the pairs of arrived rows whose experts are here.
+    token: the token of each row that leaves.
+    home: how the returned rows of a token are summed. With a row per expert: their numbers, `[T, K]`. With a row per
+        rank: a bag for each token.
+    sent, landed: rows to each rank, and rows from each rank.
+    source: the arrived row of each FLAT row.
+    there: with a row per expert, the FLAT row of each arrived row. With a row per rank, a bag of FLAT rows for each
+        arrived row.
+    counts: rows of each local expert, `[E_l]`.
+    weights: with a row per expert, the factors of the rows in `home`; with a row per rank, of the rows in `there`.
+    here: with a row per rank, `[N, K]` bool: whether the expert of an arrived row's pair is on this rank.
     """
 
     token: torch.Tensor
-    home: Bags
+    home: Any
     sent: list[int]
     landed: list[int]
     source: torch.Tensor
@@ -130,21 +143,22 @@ class AllToAll:
     def combine(self, y: torch.Tensor, state: Any) -> torch.Tensor:
         """`[T, H]`: the weighted sum of each token's rows in y `[N, H]`. Not called for TOKEN_MAJOR."""
         leaving = y.view(torch.int32).index_select(0, state.there)
-        return state.home.sums(_exchange(leaving, state.landed, state.sent).view(y.dtype), state.weights.to(y.dtype))
+        rows = _exchange(leaving, state.landed, state.sent).view(y.dtype)
+        return weighted_sums(rows, state.home, state.weights.to(y.dtype))
 
     def _beside(self, batch: Batch, fresh: bool) -> list[torch.Tensor]:
         """What rows carry behind them, as 4-byte words. fresh: the routing is new."""
         return []
 
-    def _route(self, batch: Batch) -> tuple[torch.Tensor, Callable[[], tuple[torch.Tensor, Bags]]]:
-        """The counts `[R, n]` of the rows that leave, and a call that makes `token` and `home`."""
+    def _route(self, batch: Batch) -> tuple[torch.Tensor, Callable[[], tuple[torch.Tensor, Any]]]:
+        """Returns the counts `[R, n]` of the rows that leave, and a call that makes `token` and `home`."""
         pair_ids = batch.ids.reshape(-1)
         counts = torch.zeros(self._experts, dtype=torch.int64, device=pair_ids.device)
         counts.scatter_add_(0, pair_ids, torch.ones_like(pair_ids))
 
-        def order() -> tuple[torch.Tensor, Bags]:
+        def order() -> tuple[torch.Tensor, torch.Tensor]:
             by_expert = torch.argsort(pair_ids.to(torch.int16), stable=True)  # short keys make a GPU's radix sort short
-            return by_expert // batch.ids.shape[1], Bags(_inverse(by_expert).view_as(batch.ids), None)
+            return by_expert // batch.ids.shape[1], _inverse(by_expert).view_as(batch.ids)
 
         return counts.view(self._ranks, -1), order
 
@@ -169,13 +183,13 @@ class RowPerRank(AllToAll):
     def _beside(self, batch: Batch, fresh: bool) -> list[torch.Tensor]:
         return [batch.weights.view(torch.int32), *([batch.ids.to(torch.int32)] if fresh else [])]
 
-    def _route(self, batch: Batch) -> tuple[torch.Tensor, Callable[[], tuple[torch.Tensor, Bags]]]:
+    def _route(self, batch: Batch) -> tuple[torch.Tensor, Callable[[], tuple[torch.Tensor, Any]]]:
         needed = torch.zeros(len(batch.ids), self._ranks, dtype=torch.bool, device=batch.x.device)
         needed.scatter_(1, batch.ids // self._local, True)
 
         def order() -> tuple[torch.Tensor, Bags]:
             token = needed.t().nonzero()[:, 1]
-            return token, Bags(torch.argsort(token, stable=True), _begins(needed.sum(1)))
+            return token, Bags(torch.argsort(token, stable=True), _starts(needed.sum(1)))
 
         return needed.sum(0).unsqueeze(1), order
 
@@ -186,7 +200,7 @@ class RowPerRank(AllToAll):
         order = torch.argsort(expert.to(torch.int16), stable=True)
         return {
             "source": row[order],
-            "there": Bags(_inverse(order), _begins(here.sum(1))),
+            "there": Bags(_inverse(order), _starts(here.sum(1))),
             "counts": torch.bincount(expert, minlength=self._local),
             "weights": self._weights(batch, here, beside),
             "here": here,
@@ -196,7 +210,7 @@ class RowPerRank(AllToAll):
         return beside[0].contiguous().view(batch.weights.dtype)[here]
 
 
-class _Leg(NamedTuple):
+class _Bytes(NamedTuple):
     """One all-to-all of bytes. received, sent: bytes from and to the rail's rank on each node."""
 
     arriving: torch.Tensor
@@ -223,7 +237,7 @@ class RailAllToAll:
         for leaving, arriving, size in ((sent, received, there), (received, sent, back)):
             sizes = [[rows * size for rows in side] for side in (arriving, leaving)]
             into, out = (torch.empty(sum(side), dtype=torch.uint8, device=device) for side in sizes)
-            self._legs += [_Leg(into, out, *sizes)] if size else []
+            self._legs += [_Bytes(into, out, *sizes)] if size else []
 
     def __call__(self) -> None:
         for leg in self._legs:
@@ -234,7 +248,7 @@ class RailAllToAll:
         turn = next(seeds)
 
         def content(number: int, rank: int, node: int, like: torch.Tensor) -> torch.Tensor:
-            """What a rank sends to a node in a leg."""
+            """Returns the bytes that a rank sends to a node in an all-to-all."""
             return random_like(((2 * turn + number) * 4096 + rank) * 4096 + node, like)
 
         for number, leg in enumerate(self._legs):
@@ -260,7 +274,7 @@ PLAIN: dict[str, Any] = {ALL_TO_ALL: AllToAll, ROW_PER_RANK: RowPerRank}
 """The peers that have names."""
 
 
-def _begins(sizes: torch.Tensor) -> torch.Tensor:
+def _starts(sizes: torch.Tensor) -> torch.Tensor:
     return sizes.cumsum(0) - sizes
 
 

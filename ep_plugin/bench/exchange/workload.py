@@ -48,6 +48,8 @@ _OF_EACH_TYPE: list[tuple[str, str, DispatchLayout, Sms]] = [
     ("combine_flat_{}_12sm", COMBINE, FLAT, SENDS_ON_12),
     ("combine_flat_{}_12total", COMBINE, FLAT, in_one_kernel(12)),
     ("dispatch_token_major_{}", DISPATCH, TOKEN_MAJOR, {}),
+    ("dispatch_cached_token_major_{}", CACHED, TOKEN_MAJOR, {}),
+    ("combine_token_major_{}", COMBINE, TOKEN_MAJOR, {}),
     ("dispatch_token_major_{}_12sm", DISPATCH, TOKEN_MAJOR, in_one_kernel(12)),
 ]
 

@@ -54,8 +54,8 @@ RING = "ring"
 PATTERNS = ("one_way", "both_ways", RING)
 _SMALL = [32, KIB, 16 * KIB, 64 * KIB]  # bytes of messages
 # The names of PyTorch 2.13 and later, or those of before.
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class CollectiveSuite(OverNodes):
         in_place = self.gathers and not foreign and (made is not None or device.type == "cuda")
         small = large.chunk(self.ranks)[dist.get_rank()] if in_place else self._empty(device, size // self.ranks)
         source, out = (small, large) if self.gathers else (large, small)
-        call = (_all_gather if self.gathers else _reduce_scatter) if made is None else made
+        call = (all_gather if self.gathers else reduce_scatter) if made is None else made
 
         def run() -> object:
             return call(out, source)

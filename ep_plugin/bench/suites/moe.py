@@ -68,23 +68,27 @@ class MoeSuite(OverNodes, ExchangeSuite):
     peer: Annotated[
         list[str],
         typer.Option(
-            help="all_to_all, row_per_rank, rail (of several nodes), none, or an adapter, module:Class, for another "
-            "library; repeatable. Default: all_to_all; with several nodes the first three."
+            help="all_to_all, deep_ep, row_per_rank, rail (of several nodes), none, or an adapter, module:Class, for "
+            "another library; repeatable. Default: all_to_all, and on GPUs DeepEP where it is installed; with several "
+            "nodes all_to_all, row_per_rank and rail."
         ),
     ] = BY_BACKEND
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.peer is None:
-            object.__setattr__(self, "peer", [ALL_TO_ALL, *([ROW_PER_RANK, RAIL] if self.nodes > 1 else [])])
+            peers = [ALL_TO_ALL, ROW_PER_RANK, RAIL] if self.nodes > 1 else default_peers(self.backend)
+            object.__setattr__(self, "peer", peers)
         check_names("dtype", DTYPES, self.dtype)
         check_names("layout", LAYOUTS, self.layout)
         for name in self.dtype:
             row_bytes, unit = self.hidden * DTYPES[name].itemsize, ROW_ALIGNMENT_BYTES
             if row_bytes % unit:
                 raise ValueError(f"hidden: expected rows of a multiple of {unit} bytes, got {row_bytes} with {name}")
-        for kind in (kind for name in self.peer for kind in find_peers(name)):
-            check_names("peer", LAYOUTS, [kind.layout.value])
+        for name in self.peer:
+            layouts = [kind.layout.value for kind in find_peers(name)]
+            if not set(layouts) & set(LAYOUTS):
+                check_names("peer", LAYOUTS, layouts)
         if RAIL in self.peer and self.nodes == 1:
             raise ValueError(f"peer: expected none of rail on one node, where no rows cross rails, got {self.peer}")
         if self.sweep:
@@ -120,6 +124,12 @@ class MoeSuite(OverNodes, ExchangeSuite):
             notes = [f"floor: {rate:.1f} GB/s, the best rate of SM stores in this run ({case})", *notes]
         rows = time_cases(device, self.specs(), self.peer, self.iterations, rate, self.nodes)
         return {"rows": rows, "notes": notes}
+
+
+def default_peers(backend: str) -> list[str]:
+    """The peers on one node. DeepEP needs GPUs."""
+    has_deep_ep = backend == "cuda" and importlib.util.find_spec(DEEP_EP) is not None
+    return [ALL_TO_ALL, DEEP_EP] if has_deep_ep else [ALL_TO_ALL]
 
 
 def footprint(device: torch.device, sizes: Workload, dtype: str) -> tuple[int, str]:
@@ -194,8 +204,8 @@ class LowLatencySuite(LowLatencySizes):
 
     command_name = "low-latency"
     defaults: ClassVar = {
-        "cpu": LL_CPU_SIZES | {"calls": 8, "peer": [ALL_TO_ALL]},
-        "cuda": LL_CUDA_SIZES | {"calls": 1, "peer": None},
+        "cpu": LL_CPU_SIZES | {"calls": 8},
+        "cuda": LL_CUDA_SIZES | {"calls": 1},
     }
     least: ClassVar = LowLatencySizes.least | {"calls": 1}
 
@@ -205,9 +215,8 @@ class LowLatencySuite(LowLatencySizes):
     calls: Annotated[int, typer.Option(help=f"{CALLS_HELP} Halves are timed one by one.")] = BY_BACKEND
 
     def __post_init__(self) -> None:
-        if self.backend == "cuda" and self.peer is None:
-            has_deep_ep = importlib.util.find_spec(DEEP_EP) is not None
-            object.__setattr__(self, "peer", [ALL_TO_ALL, DEEP_EP] if has_deep_ep else [ALL_TO_ALL])
+        if self.peer is None:
+            object.__setattr__(self, "peer", default_peers(self.backend))
         super().__post_init__()
         for name in self.peer:
             find_peers(name)
