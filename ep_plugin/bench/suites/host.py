@@ -137,12 +137,12 @@ def _communicators(suite: HostSuite, batch: Batch, opened: contextlib.ExitStack)
 
 
 def _buffers(suite: HostSuite, batch: Batch, opened: contextlib.ExitStack) -> Calls:
-    """DeepEP's interface by ep_plugin and, where it is installed and has GPUs, by DeepEP."""
+    """DeepEP's interface by ep_plugin and, where it is installed and has GPUs, by DeepEP, for 2 ranks or more."""
     if batch.x.dtype is not torch.bfloat16:
         return
     yield from _throughput_calls(importlib.import_module("ep_plugin.deep_ep"), OURS, suite, batch, opened)
     yield from _low_latency_calls(suite, batch, opened)
-    if batch.x.is_cuda and importlib.util.find_spec(DEEP_EP) is not None:
+    if batch.x.is_cuda and suite.ranks > 1 and importlib.util.find_spec(DEEP_EP) is not None:
         yield from _throughput_calls(importlib.import_module(DEEP_EP), DEEP_EP, suite, batch, opened)
 
 
