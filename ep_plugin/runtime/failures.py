@@ -50,19 +50,26 @@ class GroupBoards(Boards):
         group_size: int,
         found: Callable[[int, str], None],
     ) -> None:
-        """boards, index, local_experts: as for Boards. state: the communicator's device state, uint8, which has its
-        fault word. store: Exchange.polled_store, for keys of this communicator alone. rank: this one, of `group_size`
-        ranks in the group. found: the polling thread calls it with the rank of another one that has failed and its
-        reason, again at each poll until `close`."""
+        """
+        Args:
+            boards, index, local_experts: as for Boards.
+            state: the communicator's device state, uint8. It contains the fault word.
+            store: Exchange.polled_store, for keys of this communicator alone.
+            rank: this rank, of `group_size` ranks in the group.
+            found: after another rank has failed, the polling thread calls it at each poll until `close`, with that rank
+                and its reason.
+        """
         self._store = store
         self._rank, self._group_size, self._found = rank, group_size, found
         self._waited_for: int | None = None
         self._waits: dict[int, int] = {}
-        """By rank, the rank that it has waited for in vain. Replaced as a whole: another thread reads it."""
+        """By rank, the rank that it has waited for in vain. Replaced as a whole, since another thread reads it."""
         self._unknown = deque(other for other in range(group_size) if other != rank)
-        """The ranks that are not in `_waits`; the next poll begins with the first."""
+        """The ranks that are not in `_waits`. The next poll begins with the first one."""
         self._reason: str | None = None
         self._posted = threading.Event()
+        self._post_until = 0.0
+        self._begun = self._done = 0  # polls: how many have begun, and the number of the latest one that is over
         self.first: tuple[int, str] | None = None
         """The other rank that failed first, and its reason, as far as this process knows."""
         self._polling = threading.RLock()  # a poll may drop the last reference to the object that calls `close`
@@ -84,10 +91,15 @@ class GroupBoards(Boards):
     def post(self, reason: str) -> None:
         """Publishes this rank's failure to the other nodes, unless another rank was first."""
         if self._reason is None:
+            self._post_until = time.monotonic() + _POST_S
             self._reason = reason
             _poller.wake()
-            if not _poller.is_current():
-                self._posted.wait(_POST_S)
+            self._wait_until_posted()
+
+    def _wait_until_posted(self) -> None:
+        """Waits for the store, until `_POST_S` after `post` at the latest."""
+        if not _poller.is_current():
+            self._posted.wait(max(0.0, self._post_until - time.monotonic()))
 
     def wait_for_first(self, timeout_s: float) -> tuple[int, str] | None:
         """Returns `first` when it is known, or after `timeout_s` seconds."""
@@ -98,19 +110,28 @@ class GroupBoards(Boards):
         return self.first
 
     def culprit(self, waited_for: int | None) -> int | None:
-        """The rank at fault, after this rank has waited in vain for `waited_for` (None: not known).
+        """Returns the rank at fault after this rank has waited in vain for `waited_for`. None: not known.
 
-        Returns early when `first` is known.
+        It reads the store at least once, and returns early when `first` is known.
         """
         self._waited_for = -1 if waited_for is None else waited_for
         return culprit(self._rank, self._group_size, waited_for, self._look, lambda: self.first is not None)
 
     def _look(self) -> dict[int, int]:
-        _poller.wake()
+        """Returns `_waits` after a poll that begins now.
+
+        A rank that fails posts its reason before it closes its connections. So `first` has the reason after such a
+        poll, whatever this rank saw of the connections.
+        """
+        begun, until = self._begun, time.monotonic() + _POST_S
+        while self._done <= begun and time.monotonic() < until:
+            _poller.wake()
+            time.sleep(0.005)
         return self._waits
 
     def poll(self) -> bool:
         """Publishes this rank's failure and passes on another rank's."""
+        self._begun += 1
         with contextlib.suppress(RuntimeError):  # the store is gone, and the group with it
             if self._waited_for is not None:
                 self._store.set(f"{self._rank} waits", str(self._waited_for))
@@ -119,6 +140,7 @@ class GroupBoards(Boards):
                 self._exchange_first()
         if self._reason is not None:
             self._posted.set()
+        self._done = self._begun
         with self._polling:
             if not self._closed and self.first is not None:
                 self._found(*self.first)
@@ -148,39 +170,42 @@ class GroupBoards(Boards):
             self.first = found
 
     def _standing(self, key: str) -> bytes | None:
-        """The value of a key of the store; None: there is none."""
+        """Returns the value of a key of the store. None: there is none."""
         return self._store.get(key) if self._store.check([key]) else None
 
     def mark(self, rank: int, reason: str) -> None:
-        """Marks the boards of this node with the failure of `rank` of another one. Its index comes after the node's."""
+        """Marks the boards of this node with the failure of `rank`, which is on another node.
+
+        The boards name it by an index behind those of the node's ranks.
+        """
         self._mark(self.size + rank, reason)
 
     def attach_status(self, status: torch.Tensor) -> None:
-        """Writes the word that is sent to `status`, uint8 ``[STATUS_BYTES]``."""
+        """Writes the status word of this rank to `status`, uint8 ``[STATUS_BYTES]``."""
         status.copy_(self._fault)
         self.status_bytes_sent += STATUS_BYTES
 
     def receive_status(self, node: int, status: torch.Tensor) -> None:
-        """Takes the word that `node` has sent. A bad one makes later kernels exit and this rank's own word bad."""
+        """Adds the word that `node` has sent to this rank's own. If it is bad, later kernels exit."""
         self._received[node].bitwise_or_(status)
         self._fault.bitwise_or_(status)
         self._on_host[node].copy_(self._received[node], non_blocking=True)
 
     def bad_node(self) -> int | None:
-        """The first node that has sent a bad word, as far as the device has come."""
+        """Returns the first node that has sent a bad word, as far as the device has come. None: there is none."""
         return next((node for node, word in enumerate(self._words) if word), None)
 
     def close(self) -> None:
-        """From here on `found` is not called, and nobody reads or writes the boards."""
+        """Ends all calls of `found` and all use of the boards."""
         if self._reason is not None:
-            self._posted.wait(_POST_S)  # another thread may be publishing it
+            self._wait_until_posted()  # another thread may be publishing it
         _poller.discard(self)
         with self._polling:
             super().close()
 
 
 def _wait_in(text: bytes | None, group_size: int) -> int | None:
-    """The rank that another one has waited for (-1: not known), as it stands in the store; None for anything else."""
+    """Reads the rank that another one has waited for (-1: not known) from the store's text. None: it is not one."""
     try:
         rank = int(text or b"")
     except ValueError:
@@ -189,7 +214,7 @@ def _wait_in(text: bytes | None, group_size: int) -> int | None:
 
 
 def _failure_in(text: bytes | None, group_size: int) -> tuple[int, str] | None:
-    """The rank that has failed and its reason, as they stand in the store; None for anything else."""
+    """Reads the rank that has failed and its reason from the store's text. None: they are not there."""
     try:
         match json.loads(text or b"null"):
             case [int(rank), str(reason)] if not isinstance(rank, bool) and 0 <= rank < group_size:
