@@ -29,6 +29,8 @@ from ep_plugin.errors import (
     PeerAborted,
     PeerTimeout,
     reason_of,
+    text_of,
+    type_and_text,
 )
 from ep_plugin.log import log
 from ep_plugin.ranges import NOTHING, opener
@@ -48,7 +50,7 @@ os.register_at_fork(after_in_child=_running.clear)
 
 
 class BaseEngine(ABC):
-    """The state of one communicator. A subclass's `_construct` sets `boards` and `streams`, and fills `_resources`."""
+    """The state of one communicator. A subclass's `_construct` sets `boards` and `streams` and fills `_resources`."""
 
     boards: Boards
     streams: Streams
@@ -58,7 +60,7 @@ class BaseEngine(ABC):
     last_call: Call
 
     def __init__(self, exchange: Exchange, device: torch.device, *given: Any) -> None:
-        """`given` goes on to `_construct`, and is not kept."""
+        """given: the arguments of `_construct`, which are not kept."""
         self.device = device
         self.exchange = exchange
         self.rank, self.size, self.timeout_s = exchange.rank, exchange.size, exchange.timeout_s
@@ -85,7 +87,7 @@ class BaseEngine(ABC):
         return f"communicator {self.exchange.name}"
 
     def _identify(self) -> None:
-        """Once the ranks have agreed on their exchange."""
+        """Gives the kept calls their name. It holds once the ranks have agreed on their exchange."""
         self.calls.name, self.calls.ident = self.name, self.exchange.ident
 
     def _not_constructed(self, error: BaseException) -> None:
@@ -102,14 +104,14 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def found_error(self) -> EpPluginError | ValueError | None:
-        """The exception for the fault or abort on this communicator's board; None: there is none."""
+        """Returns the exception for the fault or abort on this communicator's board. None: there is none."""
 
     @abstractmethod
     def described(self, field: int, value: int) -> tuple[str, str]:
-        """The name of a field on which ranks must agree, and `value` as text."""
+        """Returns the name of a field on which ranks must agree, and `value` as text."""
 
     def group_rank(self, index: int) -> int:
-        """The rank within the group that has the board of this index."""
+        """Returns the rank within the group that has the board of this index."""
         if not 0 <= index < self.size:
             raise IndexError(f"expected an index below {self.size}, got {index}")
         return index
@@ -123,9 +125,10 @@ class BaseEngine(ABC):
         part: str = "",
         continues: Call | None = None,
     ) -> T:
-        """Calls operation(self, *args). Refused after a fault or a close. If it fails, peers abort.
+        """Returns operation(self, *args). If the operation fails, peers abort.
 
-        nbytes, part, continues: see `Calls.begin`.
+        After a fault or a close it raises as `check` does, and calls nothing. nbytes, part, continues: see
+        `Calls.begin`.
         """
         with self.lock, on_device(self.device):
             if self.device in _running:  # the lock lets its thread in again
@@ -171,7 +174,7 @@ class BaseEngine(ABC):
         self.streams.record(*tensors)
 
     def check(self) -> None:
-        """Raises the first error, if there is one; CommunicatorClosed after close."""
+        """Raises the first error, if there is one, and CommunicatorClosed after close."""
         if self._error is None and not self.closed and self.boards.quiet():
             return
         if self.closed:
@@ -191,22 +194,28 @@ class BaseEngine(ABC):
         raise copy.copy(self._error)  # a raised one would keep its callers' tensors alive
 
     def abort(self, reason: str) -> None:
-        """Ends every wait in this communicator, here and on the peers, with PeerAborted(this rank, reason)."""
-        with contextlib.suppress(EpPluginError, ValueError):
-            self.check()  # after a fault the peers know, or find out by their own deadline
-            self._error = aborted_error(self, self.rank, reason)
-            self.boards.tell_abort(reason)
-            self._dump(self._error)
+        """Ends every wait in this communicator, here and on the peers, with PeerAborted(this rank, reason).
+
+        reason: any text, which is never read as a reason of ours. It arrives as `text_of` returns it.
+        """
+        try:
+            self.check()
+        except (EpPluginError, ValueError):
+            return  # peers know of the fault, or find out by their own deadline
+        reason = text_of(reason)
+        self._error = aborted_error(self, self.rank, reason)
+        self.boards.tell_abort(reason)
+        self._dump(self._error)
 
     def disown(self) -> None:
-        """In a forked child, which shares the rank's memory and would exchange in its place: every call raises."""
+        """Makes every call raise in a forked child, which shares the rank's memory and would exchange in its place."""
         self.lock, self._is_copy = threading.RLock(), True  # a thread of the parent may hold the old one
         self._error = EpPluginError(
             f"{self.name}: expected to be used by the process that made it, got its forked child {os.getpid()}"
         )
 
     def close(self) -> None:
-        """Gives everything back; works whatever state this rank, the device or the peers are in."""
+        """Gives everything back. It works whatever state this rank, the device or the peers are in."""
         with self.lock:
             if self.closed or self._is_copy:
                 return
@@ -229,7 +238,7 @@ class BaseEngine(ABC):
             self.streams.drain()
             return self._error or self.found_error()
         except Exception as error:  # a broken device has nothing to drain, and must not keep memory open
-            return EpPluginError(f"{self.name}: closed before what was enqueued was over: {error}")
+            return EpPluginError(f"{self.name}: closed before what was enqueued was over: {text_of(error)}")
 
     def __del__(self) -> None:
         if self.closed or self._is_copy or sys.is_finalizing():  # the end of the process frees all memory
@@ -242,13 +251,13 @@ class BaseEngine(ABC):
             self.close()
 
     def _fail(self, error: BaseException, what: str) -> None:
-        """After an operation has raised `error`: peers do not wait for the rest of it, and later calls raise."""
+        """Makes peers and later calls raise after an operation has raised `error`."""
         if self.closed or self._error is not None or isinstance(error, CaptureRefused):
             return
         if isinstance(error, EpPluginError):
             self._remember(error)
             return
-        reason = f"{type(error).__name__} in {what}: {error}".removesuffix(": ")
+        reason = f"{type(error).__name__} in {what}: {text_of(error)}".removesuffix(": ")
         self._error = EpPluginError(f"{self.name}: failed earlier on this rank: {reason}")
         self.boards.tell_abort(reason)
         self._dump(error)
@@ -260,12 +269,12 @@ class BaseEngine(ABC):
         self._dump(error)
 
     def _publish(self, error: EpPluginError | ValueError) -> None:
-        """Peers abort for an error that they cannot see for themselves."""
+        """Makes peers abort if they cannot see the error for themselves."""
         if not isinstance(error, (PeerTimeout, PeerAborted)):
-            self.boards.tell_abort(str(error))
+            self.boards.tell_abort(reason_of(error))
 
     def _dump(self, error: BaseException) -> None:
-        """The last act of whoever stores the first error: peers know of it already."""
+        """Writes the calls of this process. It comes last, since peers do not wait for it."""
         failed(self.calls, error, functools.partial(seen_on_boards, self))
 
 
@@ -275,7 +284,17 @@ class _Closable(Protocol):
 
 
 def leave(comm: _Closable, error: BaseException | None) -> None:
-    """The end of a ``with`` block, by `error`: closes `comm`. After a failure peers abort."""
-    if uncaught.is_failure(error):
-        comm.abort(f"{type(error).__name__}: {error}")
-    comm.close()
+    """Closes `comm` at the end of a ``with`` block, which `error` has ended. After a failure peers abort.
+
+    The block's error is raised. An error of abort or close becomes a note on it.
+    """
+    try:
+        try:
+            if uncaught.is_failure(error):
+                comm.abort(type_and_text(error))
+        finally:
+            comm.close()
+    except Exception as second:
+        if not uncaught.is_failure(error):
+            raise
+        error.add_note(f"closing failed, too: {type_and_text(second)}")

@@ -30,7 +30,7 @@ class Boards:
     """
 
     def __init__(self, boards: Sequence[int], index: int, local_experts: int, device: torch.device) -> None:
-        """boards: the address of each rank's board here, of zeroed memory. index: this rank's. device: of kernels."""
+        """boards: the address here of each rank's board, in zeroed memory. device: where kernels run."""
         self.index, self.size = index, len(boards)
         self._local_experts = local_experts
         # Another thread, or a signal's handler, may use the boards while this one closes them.
@@ -46,32 +46,32 @@ class Boards:
             _C.list_board(self.address)
 
     def quiet(self) -> bool:
-        """Whether there is neither a fault nor an abort."""
+        """Returns whether the board has neither a fault nor an abort."""
         with self._guard:  # as _read does, in the path of every operation
             return self._closed or _C.board_quiet(self.address)
 
     def fault(self) -> tuple[int, int, int, int, int, int] | None:
-        """The first fault on this rank's board, as `fault_of` returns it."""
+        """Returns the first fault on this rank's board, as `fault_of` does."""
         return self.fault_of(self.index)
 
     def fault_of(self, rank: int) -> tuple[int, int, int, int, int, int] | None:
-        """The first fault on the board of `rank`: (code, step, peer, field, expected, seen)."""
+        """Returns the first fault on the board of `rank`: (code, step, peer, field, expected, seen)."""
         return self._read(_C.board_fault, rank, None)
 
     def abort(self) -> tuple[int, str] | None:
-        """The rank that aborted, and why."""
+        """Returns the index of the rank that aborted, and its reason. None: no rank has."""
         return self._read(_C.board_abort, self.index, None)
 
     def activity_of(self, rank: int) -> str:
-        """The operation that `rank` called last."""
+        """Returns the operation that `rank` called last."""
         return self._read(_C.board_activity, rank, "")
 
     def reserved_pools_of(self, rank: int) -> int:
-        """The last value that `rank` passed to `set_reserved_pools`."""
+        """Returns the last value that `rank` passed to `set_reserved_pools`."""
         return self._read(_C.reserved_pools, rank, 0)
 
     def set_reserved_pools(self, count: int) -> None:
-        """Publishes for how many operations this rank has found its pool large enough, or made it so."""
+        """Publishes the number of operations for which this rank has checked, and if need be grown, its pool."""
         with self._guard:  # as _read does, in the path of every operation
             if not self._closed:
                 _C.set_reserved_pools(self.address, count)
@@ -81,28 +81,29 @@ class Boards:
         self._read(_C.unlist_board, self.index, None)
 
     def tell_abort(self, reason: str) -> None:
-        """Marks every rank's board, this one's too: all waits end at once."""
+        """Marks every rank's board, this one's too: all waits end at once. reason: from `reason_of` or `text_of`."""
         self._mark(self.index, reason)
 
     def wait_ticket(self, ticket: int, timeout_s: float) -> bool:
-        """Waits for a notify's totals; False when a fault, an abort or the deadline came first."""
+        """Waits for a notify's totals. Returns False if a fault, an abort or the deadline came first."""
         return _C.wait_ticket(self.address, ticket, int(timeout_s * 1e9)) == 0
 
     def totals(self, copy: torch.Tensor, expert_counts: torch.Tensor) -> list[int]:
-        """Slots, rows, most rows from any rank to any and from any to all.
+        """Returns four totals: slots, rows, the most rows from one rank to another, and the most from one rank to all.
 
-        Writes these and then the rows of each local expert to `copy`, and the latter to `expert_counts`; both int64.
+        It writes the totals and then the rows of each local expert to `copy`, and the rows of each local expert to
+        `expert_counts`. Both tensors are int64.
         """
         return _C.board_totals(self.address, self._local_experts, copy.data_ptr(), expert_counts.data_ptr())
 
     def close(self) -> None:
-        """From here on nobody reads or writes the boards. May be called again."""
+        """Ends all use of the boards: later calls read and write nothing. It may be called again."""
         with self._guard:
             self._closed = True
             self._resources.close()
 
     def _read(self, function: Callable[[int], T], rank: int, closed: T) -> T:
-        """function(address of the board of `rank`), or `closed` after close."""
+        """Returns function(address of the board of `rank`), or `closed` after close."""
         with self._guard:
             return closed if self._closed else function(self._ptrs[rank])
 

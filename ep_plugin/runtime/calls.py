@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ep_plugin import env
-from ep_plugin.errors import PeerAborted, PeerTimeout
+from ep_plugin.errors import PeerAborted, PeerTimeout, text_of, type_and_text
 from ep_plugin.log import logger
 from ep_plugin.transport.threads import call_in_thread
 
@@ -36,8 +36,11 @@ _WRITE_S = 5.0  # the longest that a failing rank waits for its folder, whose se
 class Call:
     """One call of an operation, or of a part of it.
 
-    number: of the operation among all of its communicator, from 1; epoch: among those of its kind. nbytes: that this
-    rank passes in. began, ended: seconds since 1970; ended is None while the call runs, and after it has failed.
+    Attributes:
+        number: the count of the operation in its communicator, 1 for the first.
+        epoch: its count among the operations of its kind.
+        nbytes: the bytes that this rank passes in.
+        began, ended: seconds since 1970. ended is None while the call runs, and after it has failed.
     """
 
     calls: Calls
@@ -54,8 +57,11 @@ class Call:
 class Calls:
     """The calls of one communicator.
 
-    ranks: those of the group, as ranks of the job; rank: this one among them. in_order: whether all of them call the
-    same operations in the same order. name and ident: as of the communicator's Exchange, once the ranks have agreed.
+    Attributes:
+        ranks: the ranks of the group, as ranks of the job.
+        rank: the index of this rank among them.
+        in_order: whether all ranks call the same operations in the same order.
+        name, ident: the name and ident of the communicator's Exchange, once the ranks have agreed.
     """
 
     ranks: tuple[int, ...]
@@ -67,7 +73,7 @@ class Calls:
     epochs: Counter[str] = field(default_factory=Counter)
 
     def begin(self, kind: str, part: str, nbytes: int, continues: Call | None) -> Call:
-        """Counts and keeps a call. `continues`: the call that has begun the same operation."""
+        """Counts, keeps and returns a call. continues: the call that has begun the same operation."""
         if continues is None:
             self.number += 1
             self.epochs[kind] += 1
@@ -102,7 +108,7 @@ def failed(calls: Calls, error: BaseException, boards: Callable[[], dict[int, An
                 raise problem
     except Exception as second:  # the first error is raised, whatever happens here
         _unwritable.add(folder)
-        why = f"no answer in {_WRITE_S:g} s" if isinstance(second, Empty) else f"{type(second).__name__}: {second}"
+        why = f"no answer in {_WRITE_S:g} s" if isinstance(second, Empty) else type_and_text(second)
         logger.warning("EP_PLUGIN_DUMP: %s: nothing was written: %s", folder, why)
 
 
@@ -111,7 +117,7 @@ def _failure(error: BaseException, boards: Callable[[], dict[int, Any]]) -> dict
     return {
         "time": time.time(),
         "error": type(error).__name__,
-        "text": str(error),
+        "text": text_of(error),
         "rank": getattr(error, "rank", None) if blamed else None,
         "step": getattr(error, "step", ""),
         "boards": boards(),
@@ -119,7 +125,7 @@ def _failure(error: BaseException, boards: Callable[[], dict[int, Any]]) -> dict
 
 
 def _content(rank: int) -> dict[str, Any]:
-    """What the file says. rank: this process in the job."""
+    """Returns the content of the file. rank: the rank of this process in the job."""
     recent = list(_recent)
     known = {id(one): one for one in [*(call.calls for call in recent), *(calls for calls, _ in _failures)]}
     places = {key: place for place, key in enumerate(known)}

@@ -1,4 +1,4 @@
-"""The exception for a fault on the board: the rank that waited, the one that it waited for, the step, the values."""
+"""Makes exceptions of the faults on a board, and finds the rank at fault after a timeout."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Communicator(Protocol):
 
 
 def error_of(engine: Communicator) -> EpPluginError | ValueError | None:
-    """The exception for the fault or abort on this communicator's board; None: there is none."""
+    """Returns the exception for the fault or abort on this communicator's board. None: there is none."""
     boards = engine.boards
     fault = abort = None
     try:
@@ -84,7 +84,7 @@ def _fault_error(
 
 
 def disagreement(engine: Communicator, step: str, rank: int, field: int, mine: int, theirs: int) -> DisagreementError:
-    """The error when this rank has `mine` in a field on which ranks must agree, and another one has `theirs`."""
+    """Returns the error for a field on which ranks must agree: it is `mine` here and `theirs` on `rank`."""
     name, described = engine.described(field, mine)
     return DisagreementError(
         f"{DISAGREE_ON} one call of {engine.name} at step {step}: {name} is "
@@ -93,9 +93,7 @@ def disagreement(engine: Communicator, step: str, rank: int, field: int, mine: i
 
 
 def aborted_error(engine: Communicator, rank: int, reason: str) -> EpPluginError:
-    """The error after `rank` has aborted. A disagreement that `rank` found raises DisagreementError on all ranks."""
-    if reason.startswith(DISAGREE_ON):
-        return DisagreementError(reason)
+    """Returns the error of this rank after `rank` has failed. reason: as `error_of_peer` takes it."""
     return error_of_peer(rank, reason, engine.rank, f"{engine.name}: ")
 
 
@@ -122,7 +120,7 @@ def _timeout(engine: Communicator, step: str, index: int, expected: int, seen: i
 
 
 def gave_up(peer: int | None, at_fault: int | None) -> str:
-    """The sentence for a timeout whose `peer` is not the rank at fault."""
+    """Returns the sentence for a timeout whose `peer` is not the rank at fault."""
     return f"Rank {peer} has given up waiting, too, and rank {at_fault} has not."
 
 
@@ -133,13 +131,19 @@ def culprit(
     look: Callable[[], Mapping[int, int]],
     known: Callable[[], bool] = lambda: False,
 ) -> int | None:
-    """The rank at fault, of `size` ranks, after rank `own` has waited in vain for rank `index`; None: not known.
+    """Returns the rank at fault after rank `own`, of `size` ranks, has waited in vain for rank `index`.
 
-    It is the end of the chain of waits. Where the chain is a circle, as among ranks that wait for each other's room, it
-    is the rank that has not given up, if there is only one.
+    The rank at fault ends the chain of waits. The chain may be a circle, as among ranks that wait for each other's
+    room. Then the rank at fault is the one that has not given up, if there is only one.
 
-    `look` returns, for each other rank that has waited in vain, the rank that it waited for. It is called again for a
-    moment, until only one rank has not given up, or `known` says that the answer is not needed.
+    Args:
+        index: None: not known.
+        look: returns, by rank, the rank that each other rank has waited for in vain. It is called at least once, and
+            again for `GRACE_S`, until only one rank has not given up.
+        known: whether the answer is not needed any more.
+
+    Returns:
+        None: not known.
     """
     until = time.monotonic() + GRACE_S
     while True:
@@ -159,14 +163,17 @@ def culprit(
 
 
 def _waits(boards: Boards) -> dict[int, int]:
-    """The rank for which each other rank of the node has waited in vain."""
+    """Returns, by rank of the node, the rank that each other rank has waited for in vain."""
     faults = {rank: boards.fault_of(rank) for rank in range(boards.size) if rank != boards.index}
     return {rank: fault[2] for rank, fault in faults.items() if fault is not None and fault[0] == FaultCode.TIMEOUT}
 
 
 def seen_on_boards(engine: Communicator) -> dict[int, dict[str, Any]]:
-    """What the boards say of the ranks of the node, this one included, by rank in the group: the operation that each
-    was last in, and its wait that has been in vain. A board that somebody has overwritten says nothing."""
+    """Returns what the boards say of each rank of the node, by rank in the group.
+
+    "last" is the operation that the rank was last in. "waits" is its wait that has been in vain, or None. A board that
+    somebody has overwritten adds nothing.
+    """
     boards = engine.boards
     found: dict[int, dict[str, Any]] = {}
     for index in range(boards.size):

@@ -27,7 +27,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Store, _register_process_group, _unregister_process_group
 
 from ep_plugin import env
-from ep_plugin.errors import EpPluginError, NotSupported
+from ep_plugin.errors import EpPluginError, NotSupported, text_of
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import PeerMemory, attempt, raise_together
 from ep_plugin.transport.topology import check_peer_access
@@ -88,7 +88,7 @@ class NvlinkMemory(PeerMemory):
         except EpPluginError:
             raise
         except (RuntimeError, OSError) as error:
-            self.exchange.abort(f"mapping of {what} failed: {error}")
+            self.exchange.abort(f"mapping of {what} failed: {text_of(error)}")
             raise EpPluginError(f"rank {self.exchange.group_rank}: mapping of {what} failed: {error}") from error
 
     def _fault_in(self, ptrs: tuple[int, ...], block: torch.Tensor) -> Exception | None:

@@ -11,15 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ep_plugin.errors import CommunicatorClosed, EpPluginError, NotSupported, error_of_peer
+from ep_plugin.errors import CommunicatorClosed, EpPluginError, NotSupported, error_of_peer, type_and_text
 from ep_plugin.log import log
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.topology import discover
 
 if TYPE_CHECKING:
     import torch
-
-_LONGEST_REASON = 2000  # characters: one value of a store carries those of all ranks
 
 
 class PeerBuffer:
@@ -49,7 +47,7 @@ class PeerBuffer:
     def close(self) -> None:
         """Unmaps every block from this process. Waits for no peer; idempotent.
 
-        The caller sees to it that nothing in this process still uses the addresses.
+        Nothing in this process may still use the addresses.
         """
         release, self._release = self._release, None
         if release is not None:
@@ -120,10 +118,10 @@ class PeerMemory(ABC):
 
 @contextlib.contextmanager
 def undo_on_error(before: Callable[[BaseException], None] | None = None) -> Iterator[contextlib.ExitStack]:
-    """A stack of callbacks that undo what the ``with`` block has made. They run if the block raises.
+    """Yields a stack of callbacks that undo what the ``with`` block has made. They run if the block raises.
 
     The block's error is raised. An error of a callback becomes a note on it, and the other callbacks still run.
-    `before` runs first, with the error.
+    `before` is called first, with the error.
     """
     stack = contextlib.ExitStack()
     try:
@@ -134,12 +132,12 @@ def undo_on_error(before: Callable[[BaseException], None] | None = None) -> Iter
         try:
             stack.close()
         except Exception as second:
-            error.add_note(f"cleaning up failed, too: {type(second).__name__}: {second}")
+            error.add_note(f"cleaning up failed, too: {type_and_text(second)}")
         raise
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    """The function's result, or the error of the system or of PyTorch that peers must know before it is raised."""
+    """Returns the function's result, or the error of the system or of PyTorch, which peers must know of first."""
     try:
         return function(*args), None
     except (OSError, ValueError, OverflowError, MemoryError, RuntimeError) as error:
@@ -157,8 +155,8 @@ def raise_together(exchange: Exchange, step: str, error: Exception | None, value
         EpPluginError: from this rank's own error.
         PeerAborted: this rank has none; it names the first rank that has one, and the reason.
     """
-    reason = None if error is None else f"{type(error).__name__}: {error}"
-    found = exchange.all_gather(step, [reason and reason[:_LONGEST_REASON], value])
+    reason = None if error is None else type_and_text(error)
+    found = exchange.all_gather(step, [reason, value])
     if error is not None:
         raise EpPluginError(f"rank {exchange.group_rank}: {step} failed: {reason}") from error
     for rank, (theirs, _) in zip(exchange.ranks, found, strict=True):
