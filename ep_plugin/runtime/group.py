@@ -31,11 +31,11 @@ _rail_poller = Poller("ep_plugin rails", pause_s=0.01, idle_s=0.05)
 
 
 def find_nodes(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> tuple[NodeMap, list[RankReport]]:
-    """The node map of the group, and the report of each rank. Collective.
+    """Returns the node map of the group and the report of each rank. Collective.
 
     Args:
-        exchange: one over all ranks of `group`.
-        device: this rank's.
+        exchange: an exchange between all ranks of `group`.
+        device: the device of this rank.
 
     Raises:
         NotSupported: communicators cannot serve the group. All ranks raise it.
@@ -51,7 +51,7 @@ def find_nodes(exchange: Exchange, group: dist.ProcessGroup, device: torch.devic
 
 
 class RailWatch:
-    """What the thread polls for the rail of one communicator."""
+    """The object through which the polling thread watches the rail of one communicator."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         self._look = look
@@ -66,11 +66,12 @@ class GroupEngine(BaseEngine):
 
     Attributes:
         node_map: which ranks of the group are on which node.
-        node, index: this rank's node, and its place there.
-        node_ranks: the ranks of the group on this node; node_size is their number, G.
-        within: the exchange between them.
-        rails: the way to the other nodes.
-        sharing: the ranks of the group whose device is this rank's, itself included.
+        node, index: this rank's node, and its local rank there.
+        node_ranks: the ranks of the group on this node.
+        node_size: their number, G.
+        within: the exchange between the ranks of this node.
+        rails: this rank's connections to other nodes.
+        sharing: the number of ranks in the group that use this rank's device, itself included.
         state: the device memory of this communicator's kernels, uint8.
         kernels: the kernel table of the device.
         group_boards: `boards` if the group spans nodes.
@@ -110,16 +111,19 @@ class GroupEngine(BaseEngine):
 
     @abstractmethod
     def _construct_node(self, *given: Any) -> None:
-        """Makes what the ranks of this node share, collectively among them."""
+        """Makes the memory that the ranks of this node share. Collective among them."""
 
     def _allocate_boards(self, local_experts: int) -> tuple[int, ...]:
-        """Host memory for boards that no other communicator uses: the address of each board of the node. Collective."""
+        """Allocates the boards of this communicator in host memory. Collective.
+
+        Returns the address of each rank's board, by local rank. This object frees the memory.
+        """
         memory = ShmMemory(self.within)
         self._resources.callback(memory.close)
         return memory.allocate(_C.board_bytes(local_experts), "board").ptrs
 
     def _make_boards(self, boards: Sequence[int], local_experts: int = 0) -> None:
-        """boards: the address of each board of the node. Whoever has allocated them frees them after `close`."""
+        """Makes `boards` from the address of each rank's board. The caller frees their memory after `close`."""
         if self.rails.nodes:
             store, found = self.exchange.polled_store("failure"), weakly(self._fail_with_another_node)
             self.boards = self.group_boards = GroupBoards(
@@ -138,7 +142,7 @@ class GroupEngine(BaseEngine):
         self._resources.callback(self.boards.close)
 
     def _comm_struct(self, control: Sequence[int], num_experts: int, plain: bool = False) -> Any:
-        """The communicator as kernels of this node see it. num_experts: of the node."""
+        """Returns the communicator as kernels of this node see it. num_experts: the number of experts on the node."""
         comm = _C.Comm(
             rank=self.index,
             num_ranks=self.node_size,
@@ -154,8 +158,11 @@ class GroupEngine(BaseEngine):
 
     @contextlib.contextmanager
     def on_rail(self) -> Iterator[None]:
-        """Wraps calls of the rails. A backend fails whatever has ended a peer, and does not say which peer. So a
-        failure that another rank publishes within a moment is raised in place of the backend's error."""
+        """Wraps calls of the rails, and replaces a backend's error by the failure that another rank publishes.
+
+        A backend raises the same error whatever has ended a peer, and does not say which peer that is. So this waits a
+        moment for a failure in the store.
+        """
         try:
             yield
         except PeerTimeout as error:
@@ -179,7 +186,7 @@ class GroupEngine(BaseEngine):
         return aborted_error(self, *first)
 
     def _blamed(self, error: PeerTimeout) -> EpPluginError:
-        """`error`, or the one that names the rank at fault, as far as the ranks of all nodes publish in a moment."""
+        """Returns `error`, or an error that names the rank at fault, if the ranks of all nodes show it in a moment."""
         boards = self.group_boards
         assert boards is not None
         at_fault = boards.culprit(error.rank)
@@ -190,8 +197,11 @@ class GroupEngine(BaseEngine):
         return PeerTimeout(f"{error} {gave_up(error.rank, at_fault)}", at_fault, error.step)
 
     def _publish(self, error: EpPluginError | ValueError) -> None:
-        """Peers on this node see by themselves that another rank is late. Peers on other nodes do not, and no peer sees
-        that this rank's rail is broken."""
+        """Publishes timeouts as well, as far as peers cannot see them.
+
+        Peers on this node see by themselves that another rank is late. Peers on other nodes do not. No peer sees that
+        this rank's rail is broken.
+        """
         super()._publish(error)
         if isinstance(error, PeerTimeout) and self.group_boards is not None:
             if error.step == "rail":
@@ -206,7 +216,7 @@ class GroupEngine(BaseEngine):
         self.rails.abort()
 
     def _fail_with_rail(self, reason: str) -> None:
-        """Another communicator has failed, and ends the rail of both: messages under way then end without data."""
+        """Fails because another communicator has failed and ends the rail of both. Messages then end without data."""
         if not self.closed and self._error is None and self.boards.quiet():
             self._error = aborted_error(self, self.rank, reason)
             self.boards.tell_abort(reason)
@@ -225,9 +235,9 @@ class GroupEngine(BaseEngine):
         self.rails.record(*tensors)
 
     def _watch_rail(self) -> None:
-        """On GPUs: ends what crosses a rail, if it is overdue, or goes on although this communicator has failed.
+        """Aborts the rail on GPUs if its messages are overdue, or still cross after this communicator has failed.
 
-        Streams that wait for it go on then, and nothing that comes later is handed out as good.
+        Streams that wait for the messages then continue. No later result is returned as good.
         """
         late = self.rails.overdue()
         failed = self._error is not None or not self.boards.quiet()
@@ -242,14 +252,14 @@ class GroupEngine(BaseEngine):
         return super()._drained()
 
     def group_rank(self, index: int) -> int:
-        """As in the base. Boards also name ranks of other nodes: those come after the ranks of the node."""
+        """Returns the rank as the base does. Indices behind the ranks of the node name ranks of the whole group."""
         if not 0 <= index < self.node_size + self.size:
             raise IndexError(f"expected an index below {self.node_size + self.size}, got {index}")
         return self.node_ranks[index] if index < self.node_size else index - self.node_size
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """`method` without keeping its object alive: does nothing when the object is gone."""
+    """Returns a function that calls `method` without keeping its object alive. It does nothing once that is gone."""
     found = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:

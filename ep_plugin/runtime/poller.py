@@ -1,4 +1,4 @@
-"""A thread of the process that polls, for waits that end by themselves neither on a device nor on another node."""
+"""A thread that polls, for waits that nothing else ends: neither a device nor another node does."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _STOP_S = 2.0  # a poll may be waiting for a store that is gone
 
 class Polled(Protocol):
     def poll(self) -> bool:
-        """Whether to poll again soon. May be called until the object is gone, also after `Poller.discard`."""
+        """Returns whether to poll again soon. Calls may come after `Poller.discard`, until the object is gone."""
 
 
 class Poller:
     """Calls `poll` of the objects added to it, in a thread that starts with the first of them."""
 
     def __init__(self, name: str, *, pause_s: float, idle_s: float | None = None) -> None:
-        """pause_s: before each round of polls. idle_s: the longest time without one; None waits for `wake`."""
+        """pause_s: the pause before each round. idle_s: the longest time without a round; None waits for `wake`."""
         self._name, self._pause_s, self._idle_s = name, pause_s, idle_s
         self._polled: weakref.WeakSet[Polled] = weakref.WeakSet()
         self._lock = threading.RLock()  # garbage that is collected while it is held may discard others
@@ -49,7 +49,7 @@ class Poller:
             self._polled.discard(polled)
 
     def is_current(self) -> bool:
-        """Whether the caller is this poller's thread."""
+        """Returns whether the caller is this poller's thread."""
         return threading.current_thread() is self._thread
 
     def wake(self) -> None:
