@@ -22,7 +22,7 @@ import secrets
 import threading
 import time
 import weakref
-from queue import Empty
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerTimeout, error_of_peer, reason_of
@@ -40,10 +40,13 @@ _FIRST_PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.01
 _LONGEST_PAUSE_PER_RANK_S = 0.0001  # one store serves the polls of all ranks
 _LEAVE_S = 1.0  # the longest that an abort, a close or an operation at the deadline waits for the store
+_RETRY_S = 2.0  # ranks that retry together come within this time of each other
 
 _polled: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """A second connection to each store, for threads that poll. Their requests do not delay the first."""
 os.register_at_fork(after_in_child=_polled.clear)
+_unanswered: weakref.WeakKeyDictionary[Any, SimpleQueue[Any]] = weakref.WeakKeyDictionary()
+"""By store, where the answer to a request will be whose deadline has passed."""
 _instances: dict[str, int] = {}  # by the name of a group, which a group made again shares
 _instances_lock = threading.Lock()
 _reported: set[str] = set()  # tokens of ranks whose failure to agree on a nonce this process has raised
@@ -160,7 +163,7 @@ class Exchange:
             except EpPluginError as error:
                 self._error = error
                 if isinstance(error, PeerTimeout) and error.rank is not None and not self._has_heard:
-                    self._post_failure(reason_of(error), self._done)
+                    self._post_failure(reason_of(error), self._done, waited=True)
                 elif not self._nonce and self.size > 1:
                     self._withdraw()
                 raise
@@ -197,8 +200,7 @@ class Exchange:
             if self._closed or not self._nonce:
                 return
             self._closed = True
-            with contextlib.suppress(PeerTimeout):
-                self._ask("close", time.monotonic() + _LEAVE_S, self._delete_if_last, watched=False)
+            self._leave(self._delete_if_last)
 
     def _all_gather(self, step: str, value: Any) -> list[Any]:
         value = json.loads(json.dumps(value))  # as peers get it
@@ -288,6 +290,8 @@ class Exchange:
         invited: list[str] = []
         accepted: dict[str, Any] = {}
         latest = ""  # token of the latest failure whose keys this rank has read
+        began = time.monotonic()
+        patience_s = min(_RETRY_S, self.timeout_s / 2)
 
         def read(kind: str, ranks: Sequence[int], until: float = deadline) -> Posts:
             return self._ask(step, until, self._read, {rank: f"{self._scope}/{kind}/{rank}" for rank in ranks})
@@ -295,34 +299,51 @@ class Exchange:
         def write(kind: str, rank: int, post: dict[str, Any]) -> None:
             self._ask(step, deadline, self._write, {f"{self._scope}/{kind}/{rank}": post})
 
-        def tokens(until: float = deadline) -> dict[int, str]:
-            return {rank: post["token"] for rank, post in read("join", others, until).items() if post["token"]}
+        def joined(ranks: Sequence[int] = others, until: float = deadline) -> Posts:
+            return {rank: post for rank, post in read("join", ranks, until).items() if post["token"]}
+
+        def latest_failure() -> str:
+            return read("failed", [0]).get(0, {"token": ""})["token"]
+
+        def failures() -> list[dict[str, Any]]:
+            # A failure with an earlier number belongs to an attempt that this rank has left by itself.
+            new = [one for one in read("failure", others).values() if one["number"] >= self._number]
+            return sorted((one for one in new if one["token"] not in _reported), key=lambda one: one["number"])
 
         def raise_failure() -> None:
             nonlocal latest
-            failed = read("failed", [0]).get(0, {"token": ""})["token"]
+            failed = latest_failure()
             if failed == latest:
                 return
-            for failure in read("failure", others).values():
-                # A failure with an earlier number belongs to an attempt that this rank has left by itself.
-                if failure["number"] >= self._number and failure["token"] not in _reported:
-                    _reported.add(failure["token"])
-                    raise self._heard(failure)
+            for failure in failures():
+                if failure["waited"] and failure["token"] in earlier:
+                    # That rank waited before this one came. If it takes the same step again, both retry together.
+                    again = joined([failure["rank"]]).get(failure["rank"])
+                    if again is None and time.monotonic() < began + patience_s:
+                        return
+                    if again is not None and again["step"] == step:
+                        _reported.add(failure["token"])
+                        self._number = max(self._number, again["number"])
+                        continue
+                _reported.add(failure["token"])
+                raise self._heard(failure)
             latest = failed
 
         def lead() -> bool:
             nonlocal invited, missing
             raise_failure()
-            joined = tokens()
+            there = joined()
+            tokens = {rank: post["token"] for rank, post in there.items()}
             answers = {rank: (post["nonce"], post["token"]) for rank, post in read("accept", others).items()}
-            missing = [rank for rank in others if answers.get(rank) != (self._token, joined.get(rank))]
-            everyone = [self._token, *joined.values()]
+            missing = [rank for rank in others if answers.get(rank) != (self._token, tokens.get(rank))]
+            everyone = [self._token, *tokens.values()]
             if not missing:
                 write("failed", 0, {"token": ""})  # the peers that an earlier failure was about have come
                 write("sealed", 0, {"nonce": self._token})
                 self._nonce = self._token
             elif len(everyone) == self.size and everyone != invited:
                 invited = everyone
+                self._number = max(self._number, *(post["number"] for post in there.values()))
                 write("invitation", 0, {"nonce": self._token, "number": self._number, "tokens": everyone})
             return not missing
 
@@ -341,42 +362,48 @@ class Exchange:
                     accepted = {}
                 return False
             self._nonce, self._number = accepted["nonce"], accepted["number"]
-            with _instances_lock:  # later attempts have one number on all ranks
-                _instances[self._group_name] = max(_instances[self._group_name], self._number)
             return True
 
         def late() -> PeerTimeout:
-            joined = tokens(time.monotonic() + _LEAVE_S)
-            return self._late([rank for rank in others if rank not in joined] or missing, step)
+            there = joined(until=time.monotonic() + _LEAVE_S)
+            return self._late([rank for rank in others if rank not in there] or missing, step)
 
-        write("join", self.rank, {"token": self._token})
+        earlier = [one["token"] for one in failures()] if latest_failure() else []
+        write("join", self.rank, {"token": self._token, "number": self._number, "step": step})
         self._poll(lead if self.rank == 0 else follow, deadline, late)
+        with _instances_lock:  # later attempts have one number on all ranks
+            _instances[self._group_name] = max(_instances[self._group_name], self._number)
         # This rank waits for no peer any more.
         write("join", self.rank, {"token": ""})
         write("failure", self.rank, {"number": 0})
 
-    def _post_failure(self, reason: str, first_turn: int) -> None:
-        """Makes peers raise in exchanges from `first_turn` on, and while they wait to agree on a nonce. They finish the
-        exchanges before it. Of two failures under one nonce the later one stays."""
+    def _post_failure(self, reason: str, first_turn: int, waited: bool = False) -> None:
+        """Makes peers raise in exchanges from `first_turn` on, and while they wait to agree on a nonce.
+
+        They finish the exchanges before it. Of two failures under one nonce the later one stays. waited: whether this
+        rank has waited for others in vain.
+        """
         failure = {"rank": self.rank, "abort": reason, "turn": first_turn}
         if self._nonce:
             posts = {self._failure_key(self._nonce): failure}
         else:
             posts = {
                 f"{self._scope}/join/{self.rank}": {"token": ""},
-                f"{self._scope}/failure/{self.rank}": {**failure, "token": self._token, "number": self._number},
+                f"{self._scope}/failure/{self.rank}": {
+                    **failure,
+                    "token": self._token,
+                    "number": self._number,
+                    "waited": waited,
+                },
                 f"{self._scope}/failed/0": {"token": self._token},  # the last one: then peers read the others
             }
             if self.rank == 0:
                 posts[self._failure_key(self._token)] = failure  # for ranks that have accepted this nonce
-        with contextlib.suppress(PeerTimeout):
-            self._ask("abort", time.monotonic() + _LEAVE_S, self._write, posts, watched=False)
+        self._leave(self._write, posts)
 
     def _withdraw(self) -> None:
         """Leaves an attempt to agree on a nonce. Nobody invites this token any more."""
-        with contextlib.suppress(PeerTimeout):
-            post = {f"{self._scope}/join/{self.rank}": {"token": ""}}
-            self._ask("abort", time.monotonic() + _LEAVE_S, self._write, post, watched=False)
+        self._leave(self._write, {f"{self._scope}/join/{self.rank}": {"token": ""}})
 
     # -- the store -------------------------------------------------------------------------------------------------
 
@@ -405,6 +432,7 @@ class Exchange:
                 answer, error = answers.get(timeout=0.01)
             except Empty:
                 if time.monotonic() >= until:
+                    _unanswered[self._below] = answers
                     raise self._store_gone(step, f"no answer in {self.timeout_s:g} s") from None
                 if watched and self.watch is not None:
                     self.watch()
@@ -414,6 +442,17 @@ class Exchange:
             if error is not None:
                 raise error
             return answer
+
+    def _leave(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls function(*args), which uses the store, and waits at most `_LEAVE_S` seconds for it.
+
+        It does nothing while the store has not answered an earlier request: so a store that is stopped costs this time
+        once, not for each object that is closed.
+        """
+        earlier = _unanswered.get(self._below)
+        if earlier is None or not earlier.empty():
+            with contextlib.suppress(PeerTimeout):
+                self._ask("leave", time.monotonic() + _LEAVE_S, function, *args, watched=False)
 
     def _key(self, turn: int, rank: int | str) -> str:
         return f"ep_plugin/{self._nonce}/{turn}/{rank}"

@@ -116,6 +116,15 @@ def signal_self(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
+def wait_until_stopped(pid: int) -> None:
+    """Waits until no thread of a process runs. os.kill() returns before that."""
+    deadline = time.monotonic() + 20.0
+    tasks = Path(f"/proc/{pid}/task")
+    while {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()} != {"T"}:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def die_at_gate(comm: MoECommunicator) -> None:
     """Ends this process by SIGKILL as soon as a kernel is held at its test gate."""
     at_gate(comm, lambda: signal_self(signal.SIGKILL))

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ep_plugin import _C, HierarchicalAllGather, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.collectives import engine as collective_engine
-from ep_plugin.errors import PeerAborted
+from ep_plugin.errors import PeerAborted, PeerTimeout
 from ep_plugin.moe.high_throughput.engine import HighThroughputEngine
 from ep_plugin.runtime.base import BaseEngine
 from ep_plugin.transport import shm
@@ -70,6 +71,23 @@ def test_a_rank_that_cannot_construct_does_not_keep_its_peers_waiting() -> None:
         "device: expected cpu or cuda, got meta",
     ]
     assert time.monotonic() - began < PATIENCE_S
+
+
+def _misses(rank: int) -> None:
+    """Rank 1 misses three constructions. Then both construct together, five times."""
+    if rank != FAILS:
+        for _ in range(3):
+            with pytest.raises(PeerTimeout, match="for rank 1"):
+                open_communicator(2, timeout_s=0.5)
+    for _ in range(5):
+        dist.barrier()
+        with open_communicator(2, timeout_s=PATIENCE_S) as comm:
+            round_trip(comm)
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_ranks_construct_together_after_one_has_missed_constructions(nodes: str) -> None:
+    values(run_ranks(2, _misses, env={"EP_TEST_NODES": nodes}))
 
 
 def _first(*_: Any, **__: Any) -> Any:

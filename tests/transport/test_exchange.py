@@ -6,11 +6,11 @@ The file is long because one class makes all these promises, and each needs rank
 from __future__ import annotations
 
 import datetime
+import functools
 import multiprocessing
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from ep_plugin.errors import DisagreementError, EpPluginError, NotSupported, Pee
 from ep_plugin.transport import exchange as transport_exchange
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.peer import raise_together
+from tests.faults.fault_cases import wait_until_stopped
 from tests.transport.memory_ranks import GROUP_TIMEOUT_S, die, run
 
 
@@ -279,15 +280,6 @@ def _stopped_store(pipe: Any) -> None:
     pipe.recv()
 
 
-def _wait_until_stopped(pid: int) -> None:
-    """Waits until no thread of a process runs. os.kill() returns before that."""
-    deadline = time.monotonic() + 10.0
-    tasks = Path(f"/proc/{pid}/task")
-    while {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()} != {"T"}:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def _store_stops(rank: int, size: int, port: int, pid: int) -> float:
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -297,7 +289,7 @@ def _store_stops(rank: int, size: int, port: int, pid: int) -> float:
     dist.barrier()  # over the group's own connections: no rank still reads what the store holds
     if rank == 0:
         os.kill(pid, signal.SIGSTOP)
-        _wait_until_stopped(pid)
+        wait_until_stopped(pid)
     dist.barrier()
     start = time.monotonic()
     with pytest.raises(PeerTimeout, match="store of the process group does not answer at step 'after'"):
@@ -358,6 +350,58 @@ def _one_is_late(rank: int, size: int) -> float:
 
 def test_a_late_rank_hears_at_once_and_the_next_construction_works():
     assert run(2, _one_is_late)[1] < 5.0
+
+
+def _one_misses(rank: int, size: int, missing: int) -> None:
+    """The others construct without the rank `missing`. Then all retry together: either side is the first to come."""
+    store = c10d._get_default_store()
+    for turn in range(5):
+        for _ in range(0 if rank == missing else turn + 1):
+            with pytest.raises((PeerTimeout, PeerAborted), match="for rank"):
+                Exchange(timeout_s=0.5).barrier("construct")
+        dist.barrier()
+        again, come = Exchange(timeout_s=60.0), f"come {turn}"
+        if (rank == missing) == (turn % 2 == 1):
+            again.watch = functools.partial(store.set, come, "")
+        else:
+            _told(store, come)
+        began = time.monotonic()
+        assert again.all_gather("again", [turn, rank]) == [[turn, other] for other in range(size)]
+        assert time.monotonic() - began < 20
+        again.watch = None
+        assert len(set(again.all_gather("names", again.name))) == 1
+        again.close()
+
+
+@pytest.mark.parametrize(("size", "missing"), [(2, 0), (2, 1), (3, 0), (3, 2)])
+def test_a_retry_works_after_one_rank_has_missed_constructions(size, missing):
+    run(size, _one_misses, missing)
+
+
+def _both_miss(rank: int, size: int) -> None:
+    """Each rank constructs alone, a different number of times. Then one fails in a retry that both make."""
+    for turn in range(4):
+        for one in range(size):
+            for _ in range(3 if rank == one == turn % 2 else rank == one):
+                with pytest.raises((PeerTimeout, PeerAborted)):
+                    Exchange(timeout_s=0.3).barrier("alone")
+            dist.barrier()
+        exchange = Exchange(timeout_s=60.0)
+        began = time.monotonic()
+        exchange.barrier("together")
+        exchange.close()
+        exchange = Exchange(timeout_s=60.0)
+        if rank == 1:
+            exchange.abort("a bad argument")
+        else:
+            with pytest.raises(PeerAborted, match="a bad argument"):
+                exchange.barrier("start")
+        assert time.monotonic() - began < 20
+        dist.barrier()
+
+
+def test_ranks_that_have_missed_each_other_count_alike_after_the_next_agreement():
+    run(2, _both_miss)
 
 
 def _fails_before_others_have_joined(rank: int, size: int) -> float:
