@@ -1,14 +1,18 @@
 """All-gather of small values between the ranks of a process group, with a deadline, over the group's own store.
 
-Ranks use it before they share memory. Each rank posts one key per exchange, ``ep_plugin/<nonce>/<n>/<rank>``, which
-names the step it belongs to. Rank 0 reads these posts and writes them together to ``<n>/all``, which the others read.
-So only rank 0 sends more requests where there are more ranks. If a post names another step, rank 0 writes what it has,
-and all ranks raise. A rank that fails says so under one key, which all ranks watch. A rank deletes its keys two
-exchanges later, when every peer has read them. The last rank to close deletes the rest.
+Ranks use it before they share memory. For each exchange a rank posts one key, ``ep_plugin/<nonce>/<n>/<rank>``, with
+the name of its step and its value. Rank 0 reads these posts and writes all of them to ``<n>/all``, which the others
+read. So more ranks mean more requests of rank 0 only. If a post names another step, rank 0 writes the posts that it
+has, and all ranks raise. A rank that fails writes one key, which all ranks watch. A rank deletes its keys two exchanges
+later, when every peer has read them. The last rank to close deletes the rest.
 
-Ranks agree on the nonce when an exchange is first used. Rank 0 of the exchange invites every rank that has posted a
-fresh token. So ranks neither read keys of an earlier process group on the same store, nor lose count when one of them
-missed a construction. The next agreement overwrites the keys of this one.
+Ranks agree on the nonce when they first use an exchange. Each rank posts a fresh token, and rank 0 of the exchange
+invites the tokens that it finds. So ranks never read keys of an earlier process group on the same store. The next
+agreement overwrites the keys of this one.
+
+A rank may miss a construction, for which the others then wait in vain. When it comes, it looks at them for at most 2 s.
+If they come again to the same step, all go on together. If they do not, the late rank raises their error. After an
+agreement, all ranks count the instances alike again.
 
 The file is long because agreement, exchanges and failures share these keys, and are right only together.
 """
@@ -43,7 +47,7 @@ _LEAVE_S = 1.0  # the longest that an abort, a close or an operation at the dead
 _RETRY_S = 2.0  # ranks that retry together come within this time of each other
 
 _polled: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""A second connection to each store, for threads that poll. Their requests do not delay the first."""
+"""By store, a second connection for threads that poll. Their requests do not delay those of the first."""
 os.register_at_fork(after_in_child=_polled.clear)
 _unanswered: weakref.WeakKeyDictionary[Any, SimpleQueue[Any]] = weakref.WeakKeyDictionary()
 """By store, where the answer to a request will be whose deadline has passed."""
@@ -109,7 +113,7 @@ class Exchange:
 
     @property
     def name(self) -> str:
-        """Tells the instances of a process apart in messages. The same on every rank after the first exchange."""
+        """The name of this instance in messages. It is the same on every rank after the first exchange."""
         return f"{self._group_name}.{self._number}"
 
     @property
@@ -119,18 +123,20 @@ class Exchange:
 
     @property
     def ident(self) -> str:
-        """The same on every rank after the first exchange, and of no other instance or job; "" before."""
+        """A name that no other instance or job has. It is the same on every rank. "" before the first exchange."""
         return self._nonce
 
     def store(self, name: str) -> Any:
-        """The group's store, for keys under `name` of this instance. Valid after the first exchange. Keys stay."""
+        """Returns the group's store, for keys under `name` of this instance, after the first exchange. Keys stay."""
         from torch.distributed import distributed_c10d as c10d
 
         return c10d.PrefixStore(f"ep_plugin/{self._nonce}/{name}", self._store)
 
     def polled_store(self, name: str) -> Any:
-        """Other keys of this instance, for a thread that polls, over a second connection to the store. All instances of
-        the process share it. PeerTimeout if the store does not answer."""
+        """Returns a store for other keys of this instance, for a thread that polls.
+
+        It is a second connection, which all instances of the process share. PeerTimeout: the store does not answer.
+        """
         from torch.distributed import distributed_c10d as c10d
 
         polled = _polled.get(self._below)
@@ -186,7 +192,10 @@ class Exchange:
                 )
 
     def abort(self, reason: str) -> None:
-        """Makes every peer's next exchange that is not over here raise the error of ``reason``. Waits for no peer."""
+        """Makes every peer's next exchange that is not over here raise the error of ``reason``. Waits for no peer.
+
+        reason: what `reason_of` or `text_of` returns.
+        """
         with self._lock:
             if self._error is not None:
                 return
@@ -220,8 +229,10 @@ class Exchange:
         return [posts[rank]["value"] for rank in range(self.size)]
 
     def _collect(self, turn: int, own: dict[str, Any], deadline: float) -> Posts:
-        """On rank 0: the posts of all ranks for exchange `turn`, which the others then get. Some are missing if one
-        belongs to another step."""
+        """Collects on rank 0 the posts of all ranks for exchange `turn`, and passes them on.
+
+        It returns them by rank. Some are missing if one belongs to another step.
+        """
         step, posts = own["step"], {0: own}
 
         def missing() -> list[int]:
@@ -241,7 +252,7 @@ class Exchange:
         return posts
 
     def _receive(self, turn: int, step: str, deadline: float) -> Posts:
-        """On another rank: the posts that rank 0 has collected for exchange `turn`."""
+        """Returns on another rank the posts that rank 0 has collected for exchange `turn`, by rank."""
         posts: Posts = {}
 
         def poll() -> bool:
@@ -267,7 +278,7 @@ class Exchange:
             raise self._heard(failure)
 
     def _heard(self, failure: dict[str, Any]) -> EpPluginError:
-        """The error of a peer's failure, of which this rank then tells nobody: all ranks can see it."""
+        """Returns the error of a peer's failure. This rank does not publish it again, since all ranks can see it."""
         self._has_heard = True
         return error_of_peer(self.ranks[failure["rank"]], failure["abort"], self.group_rank)
 
@@ -283,7 +294,7 @@ class Exchange:
     def _agree_on_nonce(self, step: str, deadline: float) -> None:
         """Every rank posts its token, rank 0 invites the tokens that it finds, each rank accepts, and rank 0 seals.
 
-        Any rank may leave the attempt before, and begin another one: then its token is gone, or rank 0's nonce is.
+        A rank may leave the attempt before that and begin another one. Then its token is gone, or rank 0's nonce is.
         """
         others = [rank for rank in range(self.size) if rank != self.rank]
         missing = list(others) if self.rank == 0 else [0]
@@ -402,7 +413,7 @@ class Exchange:
         self._leave(self._write, posts)
 
     def _withdraw(self) -> None:
-        """Leaves an attempt to agree on a nonce. Nobody invites this token any more."""
+        """Leaves an attempt to agree on a nonce: rank 0 does not invite this token any more."""
         self._leave(self._write, {f"{self._scope}/join/{self.rank}": {"token": ""}})
 
     # -- the store -------------------------------------------------------------------------------------------------
@@ -461,17 +472,17 @@ class Exchange:
         return f"ep_plugin/{nonce}/failure"
 
     def _get(self, step: str, deadline: float, key: str) -> Any:
-        """What is under the key; None: it does not exist."""
+        """Returns the value of the key. None: it does not exist."""
         return self._ask(step, deadline, self._read, {0: key}).get(0)
 
     def _read(self, keys: dict[int, str]) -> dict[int, Any]:
-        """What is under the keys that exist."""
+        """Returns the values of the keys that exist."""
         there = self._existing(list(keys.items()))
         texts = self._store.multi_get([key for _, key in there]) if there else []
         return {rank: json.loads(text) for (rank, _), text in zip(there, texts, strict=True)}
 
     def _existing(self, keys: list[tuple[int, str]]) -> list[tuple[int, str]]:
-        """Those of `keys` that exist: one request if all do, otherwise halves are asked for in turn."""
+        """Returns the keys that exist. It makes one request if all do, and otherwise looks at each half in turn."""
         if not keys or self._store.check([key for _, key in keys]):
             return keys
         half = len(keys) // 2

@@ -1,4 +1,4 @@
-"""A stopped process that serves the group's store: the others, which grow a pool of MoECommunicator, say so in time."""
+"""A stopped process that serves the group's store: pools that grow raise in time, and close does not wait for long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ep_plugin import MoECommunicator
 from ep_plugin.errors import PeerTimeout
-from tests.faults.fault_cases import nothing_left_behind, open_with_deadline, round_trip, tokens_for
+from tests.faults.fault_cases import nothing_left_behind, open_with_deadline, round_trip, tokens_for, wait_until_stopped
 from tests.ranks import run_ranks, values
 
 SIZE = 3
@@ -90,3 +90,37 @@ def test_a_store_that_stops_while_a_pool_grows_is_an_error_by_the_deadline(pool:
     assert outcomes[SERVES].exitcode == -signal.SIGKILL
     waited = values([outcome for rank, outcome in enumerate(outcomes) if rank != SERVES])
     assert all(DEADLINE_S / 2 < seconds < DEADLINE_S + GRACE_S for seconds in waited), waited
+
+
+def _closes(rank: int) -> list[float]:
+    """How long an abort and the closing of two communicators of three nodes take."""
+    outer = dist.distributed_c10d._get_default_store()
+    _serve_the_store(rank, outer)
+    comms = [open_with_deadline(SIZE, DEADLINE_S) for _ in range(2)]
+    for comm in comms:
+        round_trip(comm)
+    if rank == SERVES:
+        outer.set("pid", str(os.getpid()))
+    pid = int(outer.get("pid"))
+    dist.barrier()
+    if rank == SERVES:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until_stopped(pid)
+        took = []
+        for act in (lambda: comms[0].abort("no room"), comms[0].close, comms[1].close):
+            began = time.monotonic()
+            act()
+            took.append(time.monotonic() - began)
+    finally:
+        if outer.add("survivors", 1) == SIZE - 1:
+            os.kill(pid, signal.SIGKILL)
+    nothing_left_behind()
+    return took
+
+
+def test_close_waits_once_for_a_stopped_store() -> None:
+    outcomes = run_ranks(SIZE, _closes, env={"EP_PLUGIN_RANKS_PER_NODE": "1"})
+    assert outcomes[SERVES].exitcode == -signal.SIGKILL
+    for aborted, first, second in values([outcome for rank, outcome in enumerate(outcomes) if rank != SERVES]):
+        assert aborted < 2 and first < 2 and second < 0.9, (aborted, first, second)
