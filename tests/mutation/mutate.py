@@ -21,6 +21,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -112,7 +113,19 @@ def load() -> list[Mutation]:
     """All mutations, in the order of the file."""
     with (HERE / "mutations.toml").open("rb") as file:
         entries = tomllib.load(file)["mutation"]
-    return [Mutation(**(entry | {"tests": tuple(entry["tests"])})) for entry in entries]
+    return [mutation for entry in entries for mutation in mutations_of(entry)]
+
+
+def mutations_of(entry: dict[str, Any]) -> list[Mutation]:
+    """The mutations of an entry of the file: one, or one for each of its `places`.
+
+    A place has fields of its own, which replace those of the entry, and `at`, which ends the mutation's name.
+    """
+    shared = {name: value for name, value in entry.items() if name != "places"}
+    fields = [shared | place for place in entry.get("places", [{}])]
+    for one in fields:
+        one["name"] = ": ".join([one["name"], *([one.pop("at")] if "places" in entry else [])])
+    return [Mutation(**(one | {"tests": tuple(one["tests"])})) for one in fields]
 
 
 def copy_tree(to: Path) -> None:
