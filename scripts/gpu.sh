@@ -10,6 +10,7 @@ scripts/gpu.sh [step]...    default: build tests bench
 build     the extension with its CUDA kernels
 tests     the GPU tests, and tests/gpu/receipt.json
 sanitize  a small case under compute-sanitizer
+part      the GPU tests in TESTS, and an entry under also_passed in tests/gpu/receipt.json
 stress    the tests once under each of three settings
 evidence  all of these tests on one, two and four of four GPUs
 bench     ep-bench moe
@@ -21,6 +22,7 @@ deepseek  DeepSeek-V3 of transformers and of Megatron-core, a dense model of Meg
 
 PYTHON    the interpreter (.venv/bin/python where there is one)
 OUT       a folder that gets what is written, too
+TESTS     what `part` runs: files below tests/gpu, and options of pytest without blanks in them
 LAYERS    decoder layers of what trains, in place of 36 (more: fsdp2), 4 (train, deepseek), 1 (deepseek: DeepSeek-V3
           of Megatron-core); its dense model always has 24
 STEPS     optimizer steps of train and deepseek, in place of their presets'
@@ -33,7 +35,7 @@ END
 read -ra steps <<<"${*:-build tests bench}"
 for step in "${steps[@]}"; do
   case $step in
-    build | tests | sanitize | stress | evidence | bench | links | more | nodes | train | deepseek) ;;
+    build | tests | sanitize | part | stress | evidence | bench | links | more | nodes | train | deepseek) ;;
     -h | --help) usage; exit 0 ;;
     *) echo "gpu.sh: expected a step, got '$step'" >&2; usage >&2; exit 2 ;;
   esac
@@ -56,39 +58,22 @@ stress() {
   done
 }
 
-# Each rank under a sanitizer of its own: the tool does not follow the processes that a test starts. PyTorch's symmetric
-# memory finds out by a failing call whether the machine has fabric handles: failing calls are not reported. NCCL's
-# kernels, in which racecheck finds hazards, are left out.
-sanitize() {
-  local tool shape size nodes what rank pids
-  for tool in memcheck racecheck; do
-    for shape in "1 1" "2 1" "4 2"; do
-      read -r size nodes <<<"$shape"
-      what="$size rank(s)"
-      if [ "$nodes" != 1 ]; then what+=" on $nodes nodes"; fi
-      echo "== compute-sanitizer --tool $tool, $what"
-      local store; store=$(mktemp -u)
-      pids=()
-      for ((rank = 0; rank < size; rank++)); do
-        compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 9 \
-          --kernel-name-exclude kernel_substring=ncclDevKernel $PYTHON tests/gpu/small_case.py $rank $size "$store" $nodes &
-        pids+=($!)
-      done
-      for pid in "${pids[@]}"; do wait "$pid"; done
-      $PYTHON tests/gpu/receipt.py --passed "compute-sanitizer --tool $tool: small_case.py, $what"
-    done
-  done
-}
+sanitize() { $PYTHON tests/gpu/sanitize.py; }
+
+# A part of the suite, such as the tests of Megatron with another version of it, or DeepEP's own scripts.
+part() { $PYTHON -m pytest -m gpu ${TESTS:?expected files below tests/gpu} -v -n 4 --dist loadgroup --also-passed; }
 
 # On four GPUs: what one and two of them show, the stress settings and the sanitizers, side by side, each in a copy of
 # the tree, since a run writes its own receipt; then four GPUs together.
 evidence() {
-  local place; place=$(mktemp -d)
+  local place commit; place=$(mktemp -d)
+  commit=${EP_PLUGIN_COMMIT:-$(git rev-parse HEAD 2> /dev/null || true)}
   in_copy() {  # name, setting..., command
     local name=$1; shift
     mkdir -p "$place/$name" && cp -r ep_plugin integrations tests scripts examples pyproject.toml "$place/$name/"
     rm -f "$place/$name/tests/gpu/receipt.json"
-    (cd "$place/$name" && env PYTHONPATH="$PWD" OUT= PYTHON="$PYTHON" "$@" > "$place/$name.txt" 2>&1) ||
+    (cd "$place/$name" && env PYTHONPATH="$PWD" EP_PLUGIN_COMMIT="$commit" OUT= PYTHON="$PYTHON" "$@" \
+      > "$place/$name.txt" 2>&1) ||
       echo "failed: $name" | tee -a "$place/failed"
     tail -1 "$place/$name.txt"
   }

@@ -119,23 +119,11 @@ def test_one_gpu_has_the_tests_over_nodes(tree: Path) -> None:
     assert done.returncode == 0 and calls == [TESTS_OVER_NODES], done.stderr
 
 
-def test_sanitizers_watch_ranks_of_one_and_of_two_nodes(tree: Path) -> None:
-    sanitizer = tree / "bin" / "compute-sanitizer"
-    sanitizer.write_text('#!/bin/sh\necho "sanitizer $@" >> "$CALLS"\n')
-    sanitizer.chmod(0o755)
-    done, calls = run(tree, "sanitize")
+def test_a_part_of_the_suite_is_noted_in_the_receipt(tree: Path) -> None:
+    files = "tests/gpu/test_megatron.py tests/gpu/test_megatron_optimizer.py"
+    done, (call,) = run(tree, "part", TESTS=files)
     assert done.returncode == 0, done.stderr
-    ranks = [call.split("small_case.py ")[1].split() for call in calls if call.startswith("sanitizer")]
-    for size, nodes in (("1", "1"), ("2", "1"), ("4", "2")):
-        chosen = [rank for rank, of, _, on in ranks if (of, on) == (size, nodes)]
-        assert sorted(chosen) == sorted(2 * [str(rank) for rank in range(int(size))])
-    passed = [call.split("--passed ")[1] for call in calls if "--passed" in call]
-    shapes = ("1 rank(s)", "2 rank(s)", "4 rank(s) on 2 nodes")
-    assert passed == [
-        f"compute-sanitizer --tool {tool}: small_case.py, {shape}"
-        for tool in ("memcheck", "racecheck")
-        for shape in shapes
-    ]
+    assert f" -m gpu {files} " in call and call.endswith(" --also-passed")
 
 
 @pytest.mark.parametrize(
