@@ -42,14 +42,18 @@ def fail_by_itself_later() -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
+    victim = torch.tensor([os.getpid()])
     try:
+        dist.broadcast(victim, 1)
         dist.barrier()  # nobody dies before all are through with the line above
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.ones(1))
     except RuntimeError:
         say({"raised": dist.get_rank()})
-        time.sleep(1)  # the launcher has seen rank 1's end by then
+        until = time.monotonic() + 30
+        while os.path.exists(f"/proc/{victim.item()}") and time.monotonic() < until:
+            time.sleep(0.01)  # it goes when the launcher has seen rank 1's end
         sys.exit(1)
 
 

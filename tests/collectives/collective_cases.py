@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,3 +97,18 @@ def scatter_ones(comm: Collective, count: int) -> torch.Tensor:
     out = torch.empty(count)
     comm(out, torch.ones(comm.group.size() * count))
     return out
+
+
+def tell_when_it_closes(engine: Any) -> None:
+    """Lets `await_close_of_a_peer` return on other ranks when close() of this engine has begun to wait."""
+    drained = engine._drained
+
+    def told() -> Exception | None:
+        dist.distributed_c10d._get_default_store().set("closes", "")
+        return drained()
+
+    engine._drained = told
+
+
+def await_close_of_a_peer() -> None:
+    dist.distributed_c10d._get_default_store().wait(["closes"], datetime.timedelta(seconds=30))

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import EpPluginError, PeerAborted, PeerTimeout, Receive, Send, SendReceive
+from tests.collectives.collective_cases import await_close_of_a_peer, tell_when_it_closes
 from tests.faults.fault_cases import nothing_left_behind, set_deadline
 from tests.ranks import run_ranks, values
 
@@ -255,12 +256,13 @@ def _closes_across_nodes(rank: int) -> bool:
     got = torch.zeros(MIB)
     p2p = SendReceive()
     if rank == 1:
+        tell_when_it_closes(p2p._engine)
         work = p2p.send(torch.ones(MIB), 0)
         p2p.close()
         assert work.wait() and work.is_success()
         del p2p, work
     else:
-        time.sleep(0.3)  # the sender closes first
+        await_close_of_a_peer()
         p2p.receive(got, 1).wait()
         unanswered = p2p.receive(torch.zeros(1), 1)
         p2p.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import unittest.mock
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from ep_plugin.collectives import send_receive
 from tests.collectives import test_send_receive as cases
+from tests.collectives.collective_cases import await_close_of_a_peer, tell_when_it_closes
 from tests.gpu import messages
 from tests.ranks import Outcome, run_ranks, values
 
@@ -64,13 +64,14 @@ def _closes_ahead_of_the_device(rank: int) -> bool:
     """The host closes while the message that a stream of its waits for is still to come, as it may on GPUs."""
     p2p, got = cases.SendReceive(), torch.zeros(100_000)
     if rank == 0:
-        time.sleep(0.5)
+        await_close_of_a_peer()
         p2p.send(torch.ones_like(got), 1)
     else:
         work = p2p.receive(got, 0)
         with unittest.mock.patch.object(work._started.tickets[0].mark, "join", lambda: None):
             send_receive.MessageWork.wait(work, None)
         assert not work.is_completed()
+        tell_when_it_closes(p2p._engine)
     p2p.close()
     return rank == 0 or bool((got == 1).all())
 

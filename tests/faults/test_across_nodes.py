@@ -178,8 +178,9 @@ def _aborts(rank: int, during: str, own_thread: bool) -> tuple[float, PeerAborte
     if rank == 1 and not own_thread:
         comm.abort("MemoryError: no room")
     elif rank == 1:
-        threading.Timer(0.2, comm.abort, ["MemoryError: no room"]).start()
-        time.sleep(0.2)
+        timer = threading.Timer(0.2, comm.abort, ["MemoryError: no room"])
+        timer.start()
+        timer.join()
     with pytest.raises(PeerAborted, match="rank 1 aborted: MemoryError: no room") as caught:
         if during == "combine":
             comm.combine(out.tokens, handle, weights=out.weights)

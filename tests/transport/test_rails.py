@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ep_plugin import HierarchicalAllGather, HierarchicalReduceScatter, MoECommunicator, MoECommunicatorConfig
 from ep_plugin.errors import DisagreementError, EpPluginError, PeerAborted
-from ep_plugin.transport import rail
+from ep_plugin.transport import rail, threads
 from tests.faults.fault_cases import open_communicator, open_with_deadline, round_trip, signal_self, tokens_for
 from tests.ranks import run_ranks, values
 
@@ -62,8 +62,10 @@ def _leaves_no_keys(rank: int) -> list[int]:
     for _ in range(3):
         with open_communicator(4) as comm:
             round_trip(comm)
-        dist.barrier()
-        time.sleep(0.5)  # the last to close deletes keys in a thread of its own
+        until = time.monotonic() + 20
+        while len(threads._idle) < sum(one.name == "ep_plugin calls" for one in threading.enumerate()):
+            assert time.monotonic() < until  # a thread deletes keys
+            time.sleep(0.01)
         dist.barrier()
         counts.append(store.num_keys())
         dist.barrier()
