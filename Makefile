@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(SUPPORTED)' 2>/dev/null && { echo $$python; break; }; done)
 CSRC = $(shell find ep_plugin/csrc tests/emulation -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: venv build test test-megatron test-huggingface demo lint docs format mutate gpu wheel clean
+.PHONY: venv build check test test-megatron test-huggingface demo lint docs format mutate gpu wheel clean
 .DELETE_ON_ERROR:
 
 venv: $(VENV)/requirements.stamp
@@ -32,9 +32,14 @@ build: $(VENV)/install.stamp
 
 # In the order of the folders, which end with short files. xdist would end with the files of few and long tests, and
 # leave a worker without work.
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+check: build
+	$(PYTEST) -m "not deadline and not slow and not gpu" $(PYTEST_FLAGS)
+
 test: build
 	@if test -f tests/gpu/receipt.py; then $(PY) tests/gpu/receipt.py --check || true; fi
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+	$(PYTEST) $(PYTEST_FLAGS)
 
 # The newest Megatron-core needs Python 3.12, and is installed beside a PyTorch that is not for CPUs only: 5 GB.
 $(MEGATRON)/install.stamp: requirements/megatron.txt requirements/constraints.txt setup.py pyproject.toml

@@ -16,7 +16,8 @@ SLOW_TIMEOUT_S = 900
 
 MARKERS = (
     "gpu(n=1): needs n CUDA devices; skipped where there are fewer",
-    f"slow: takes minutes; its time limit is {SLOW_TIMEOUT_S} s unless the test sets one",
+    "deadline: waits until a deadline has passed, or for a rank that must be slower than one; not in `make check`",
+    f"slow: takes long, so it is not in `make check`; its time limit is {SLOW_TIMEOUT_S} s unless the test sets one",
 )
 
 

@@ -145,6 +145,7 @@ def _fail(comm: Any, how: str, delay: float) -> None:
             engine.run("all-gather", broken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_fault_leaves_a_wrong_result_behind(kind: str) -> None:
     rounds = 30

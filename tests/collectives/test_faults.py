@@ -72,6 +72,7 @@ class _Held:
         self.engine = engine
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_rank_killed_in_an_operation_is_named_by_every_survivor(name: str) -> None:
     victim = 1
@@ -136,6 +137,7 @@ def _killed_before_allocate(rank: int) -> PeerTimeout:
     return caught.value
 
 
+@pytest.mark.deadline
 def test_a_rank_that_dies_before_it_allocates_is_named() -> None:
     outcomes = run_ranks(SIZE, _killed_before_allocate)
     for error in values([outcomes[0], outcomes[2]]):
@@ -159,6 +161,7 @@ def _killed_on_another_node(rank: int, name: str) -> EpPluginError:
     return caught.value
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_rank_that_dies_on_another_node_ends_the_operation(name: str) -> None:
     outcomes = run_ranks(4, _killed_on_another_node, name, env={"EP_PLUGIN_RANKS_PER_NODE": "2"})
@@ -300,6 +303,7 @@ def _works_as_on_gpus(rank: int) -> None:
     gather.close()
 
 
+@pytest.mark.deadline
 def test_a_work_keeps_its_timeout_and_says_how_the_operation_ended() -> None:
     values(run_ranks(2, _works_as_on_gpus))
 

@@ -121,6 +121,7 @@ def _over_gloo(ops: list[Send | Receive]) -> int:
     return sum(not torch.equal(ours, theirs) for ours, theirs in received)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "rounds", "largest", "least"),
     [(2, 1200, 64 * MIB, 4800), (3, 600, 5 * MIB, 3500), (8, 150, 2 * MIB, 2300)],
@@ -378,6 +379,7 @@ def _loses_a_peer(rank: int, what: str) -> tuple[int | None, float]:
     return caught.value.rank, seconds
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("what", ["send", "receive"])
 def test_a_dead_peer_is_named_within_the_deadline(what: str) -> None:
     outcomes = run_ranks(3, _loses_a_peer, what)
@@ -421,6 +423,7 @@ def _times_out_softly(rank: int) -> None:
             p2p.send(torch.ones(4), 0).wait()
 
 
+@pytest.mark.deadline
 def test_a_timeout_of_the_caller_is_no_fault() -> None:
     values(run_ranks(2, _times_out_softly))
 
@@ -466,6 +469,7 @@ def _closes_in_vain(rank: int) -> int | None:
     return caught.value.rank
 
 
+@pytest.mark.deadline
 def test_a_send_that_nobody_receives_is_not_lost_silently() -> None:
     assert values(run_ranks(2, _closes_in_vain))[0] == 1
 

@@ -52,6 +52,7 @@ def _hears_others(rank: int) -> tuple[int | None, float]:
     return caught.value.rank, seconds
 
 
+@pytest.mark.deadline
 def test_other_messages_do_not_put_off_a_deadline() -> None:
     peer, seconds = values(run_ranks(3, _hears_others)[:1])[0]
     assert peer == 1 and seconds < 6
@@ -83,6 +84,7 @@ def _moved_by_others(rank: int) -> None:
         assert got.tolist() == list(range(12))
 
 
+@pytest.mark.deadline
 def test_progress_by_other_threads_counts() -> None:
     values(run_ranks(2, _moved_by_others))
 
@@ -294,5 +296,6 @@ def _waits_for_a_silent_rank(rank: int) -> int | None:
     return None if found is None else order[found]
 
 
+@pytest.mark.deadline
 def test_a_silent_rank_of_another_node_is_named() -> None:
     assert values(run_ranks(4, _waits_for_a_silent_rank, env={"EP_PLUGIN_RANKS_PER_NODE": "2"}))[:3] == [3, 3, 3]

@@ -40,6 +40,7 @@ def _on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     return values(run_ranks(size, function, size, *args, timeout_s=240, env=SIMT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*low_latency.WHOLE, *low_latency.HALVES])
 def test_cases(name: str) -> None:
     size = low_latency.RANKS.get(name, 2)
@@ -54,12 +55,14 @@ def _on_ctas(rank: int, size: int, ctas: int) -> None:
                 cases.round_trip(comm, make_inputs(dataclasses.replace(whole.SHAPES[name], seed=seed)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ctas", [1, 7, 20])
 def test_numbers_of_ctas(ctas: int) -> None:
     """Fewer than the ranks, and more."""
     _on_ranks(3, _on_ctas, ctas)
 
 
+@pytest.mark.slow
 def test_no_word_of_a_pair_grows_old() -> None:
     _on_ranks(2, halves._words_stay_young, True)
 
@@ -102,6 +105,7 @@ def _forms(rank: int, size: int, rounds: int) -> None:
                     cases.check_sums(one, rank, y[i], sums[i][0])
 
 
+@pytest.mark.slow
 def test_ranks_run_operations_in_different_forms() -> None:
     _on_ranks(3, _forms, 8)
 
@@ -111,6 +115,7 @@ def test_routings(size: int) -> None:
     _on_ranks(size, low_latency.run_case, "routings")
 
 
+@pytest.mark.slow
 def test_load_statistics() -> None:
     _on_ranks(4, statistics._low_latency)
 
@@ -119,19 +124,23 @@ def test_half_precision() -> None:
     _on_ranks(2, low_latency.half_precision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [halves._counters, halves._logfmt, halves._bytes_of_logfmt, halves._epochs_of_32_bits])
 def test_parts_of_the_protocol(case: Callable[[int, int], None]) -> None:
     _on_ranks(3, case)
 
 
+@pytest.mark.slow
 def test_every_row_of_many_operations() -> None:
     _on_ranks(3, low_latency.many, 30)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_device() -> None:
     test_stand_in.check_rows(_on_ranks(1, test_stand_in.measure)[0])
 
 
+@pytest.mark.slow
 def test_the_steps_that_graphs_replay() -> None:
     assert _on_ranks(2, low_latency_graphs.replayed, 9) == [9, 9]
     assert _on_ranks(2, low_latency_graphs.compared, 6) == [6, 6]
@@ -143,10 +152,12 @@ def _options(rank: int, size: int) -> None:
             low_latency_graphs.replayed_options(rank, size, name, 2)
 
 
+@pytest.mark.slow
 def test_options_that_graphs_replay() -> None:
     _on_ranks(2, _options)
 
 
+@pytest.mark.slow
 def test_statistics_that_graphs_add_to() -> None:
     added = _on_ranks(3, low_latency_graphs.counted, 2)
     del added[low_latency_graphs.LATE]
@@ -157,6 +168,7 @@ def test_no_kernel_waits_between_the_halves() -> None:
     _on_ranks(3, low_latency_graphs.sent_alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3])
 def test_deepeps_calls(size: int) -> None:
     _on_ranks(size, test_deep_ep.every_low_latency_call)
@@ -172,6 +184,7 @@ def _killed(rank: int, gate: str, victim: int) -> PeerTimeout:
     return _slowly(rank, faults._killed, gate, victim)
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize(("gate", "victim"), [(gate, number % 3) for number, gate in enumerate(faults.GATES)])
 def test_survivors_name_the_dead(gate: str, victim: int) -> None:
     outcomes = run_ranks(3, _killed, gate, victim, timeout_s=120, env=SIMT)
@@ -184,6 +197,7 @@ def _left(rank: int, gate: str) -> None:
     _slowly(rank, faults._left_by_a_fault, gate)
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("gate", ["ll_dispatch_send", "ll_combine_send"])
 def test_no_results_after_a_fault(gate: str) -> None:
     outcomes = run_ranks(3, _left, gate, timeout_s=120, env=SIMT)
@@ -195,6 +209,7 @@ def _survive(rank: int, gate: str, victim: int) -> list[int]:
     return _slowly(rank, fault_masks._survive, gate, victim)
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize(("gate", "victim"), [("ll_dispatch_send", 3), ("ll_combine_send", 1)])
 def test_survivors_mask_the_dead_and_go_on(gate: str, victim: int) -> None:
     outcomes = run_ranks(4, _survive, gate, victim, timeout_s=200, env=SIMT)
@@ -202,6 +217,7 @@ def test_survivors_mask_the_dead_and_go_on(gate: str, victim: int) -> None:
     assert masks == [[int(rank == victim) for rank in range(4)]] * 3
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize(("case", "place"), [(hooks.masked, hooks.BETWEEN[0]), (hooks.killed, hooks.BETWEEN[1])])
 def test_two_ranks_that_die_before_their_hooks(case: Callable[..., Any], place: str) -> None:
     outcomes = run_ranks(4, _slowly, case, hooks.OF_FOUR, place, (1, 2), timeout_s=200, env=SIMT)
@@ -213,10 +229,12 @@ def _slow_survivor(rank: int) -> list[int]:
     return _slowly(rank, fault_masks._slow_survivor)
 
 
+@pytest.mark.deadline
 def test_a_rank_that_has_waited_for_a_dead_one_is_not_masked() -> None:
     assert values(run_ranks(3, _slow_survivor, timeout_s=120, env=SIMT)[:2]) == [[0, 0, 1]] * 2
 
 
+@pytest.mark.deadline
 def test_a_masked_rank_that_goes_on_changes_no_later_sum(tmp_path: Path) -> None:
     outcomes = run_ranks(3, _late, tmp_path, timeout_s=100, env=SIMT)
     assert values(outcomes) == [([3.0], [0, 0, 1]), None, None]

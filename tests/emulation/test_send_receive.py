@@ -21,6 +21,7 @@ def _run(size: int, case: Callable[..., Any], *args: Any, plain: bool = False) -
     return run_ranks(size, messages.on_device, case, *args, timeout_s=120, env=env)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "rounds", "plain"), [(2, 8, False), (3, 4, False), (2, 3, True)])
 def test_random_operations_arrive_bit_for_bit(size: int, rounds: int, plain: bool) -> None:
     for count, wrong in values(_run(size, cases._random_operations, size, 3 + size, rounds, 100, plain=plain)):
@@ -31,6 +32,7 @@ def test_two_ranks_that_send_first_do_not_block_each_other() -> None:
     assert values(_run(2, cases._both_ways)) == [True, True]
 
 
+@pytest.mark.slow
 def test_everyone_sends_to_everyone_before_it_receives() -> None:
     values(_run(3, cases._everyone_to_everyone, 3, 1))
 
@@ -45,6 +47,7 @@ def test_ends_that_disagree(what: str, count: int) -> None:
     assert first == second and what in second and "on rank 0" in second and "on rank 1" in second
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("what", ["send", "receive"])
 def test_a_dead_peer_is_named_within_the_deadline(what: str) -> None:
     outcomes = _run(3, cases._loses_a_peer, what)
@@ -56,6 +59,7 @@ def test_an_abort_ends_the_waits_of_peers() -> None:
     assert max(values(_run(3, cases._aborts))) < 3
 
 
+@pytest.mark.deadline
 def test_a_timeout_of_the_caller_is_no_fault() -> None:
     values(_run(2, cases._times_out_softly))
 
@@ -81,6 +85,7 @@ def test_close_lets_a_message_end_that_a_stream_waits_for() -> None:
     assert values(outcomes) == [True, True]
 
 
+@pytest.mark.slow
 def test_a_pipeline_has_the_losses_and_parameters_of_pytorch() -> None:
     names = ["ScheduleInterleaved1F1B"]
     outcomes = run_ranks(2, messages.pipelines, 2, names, env={"EP_TEST_KERNELS": "simt"}, timeout_s=120)

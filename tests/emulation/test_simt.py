@@ -80,11 +80,13 @@ def _over_nodes(rank: int, size: int) -> None:
             assert same_bits(*sums) and same_bits(comm.combine(again.tokens, handle), sums[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "per_node"), [(4, 2), (3, 1)])
 def test_over_nodes(size: int, per_node: int) -> None:
     _on_ranks(size, _over_nodes, EP_PLUGIN_RANKS_PER_NODE=str(per_node))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, checks.ONE_KERNEL], ids=["two kernels", "one kernel"])
 def test_load_statistics(settings: dict[str, int]) -> None:
     _on_ranks(4, statistics._one_node, settings)
@@ -107,17 +109,19 @@ def _rounds(rank: int, size: int, names: Sequence[str], settings: dict[str, int]
     return done
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 3, 5))])
 def test_cases(size: int) -> None:
     names = list(CASES) if size <= 2 else ["token_major", "aligned", "empty_ranks", "pieces"]
     assert len(_on_ranks(size, _rounds, names, {})[0]) >= len(names) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", ["0", "1"])
 def test_cases_in_one_kernel(plain: str) -> None:
     assert len(_on_ranks(2, _rounds, list(CASES), checks.ONE_KERNEL, EP_PLUGIN_PLAIN_KERNELS=plain)[0]) == len(CASES)
 
 
+@pytest.mark.slow
 def test_plain_kernels() -> None:
     assert len(_on_ranks(2, _rounds, list(CASES), {}, EP_PLUGIN_PLAIN_KERNELS="1")[0]) == len(CASES)
 
@@ -133,6 +137,7 @@ def _features(rank: int, size: int) -> None:
     gradients.gradients(rank, size)
 
 
+@pytest.mark.slow
 def test_features() -> None:
     _on_ranks(2, _features)
 
@@ -141,6 +146,7 @@ def _deep_ep(rank: int, size: int) -> None:
     test_deep_ep._all_calls(rank, size, test_deep_ep.CASES[size][-1:])
 
 
+@pytest.mark.slow
 def test_deep_eps_interface() -> None:
     _on_ranks(3, _deep_ep)
 
@@ -154,6 +160,7 @@ def _survive(rank: int, size: int, gate: str) -> tuple[str, int | None, str, flo
         return faults.survive(rank, size, gate)
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("gate", ["notify", "dispatch_send", "combine_send"])
 def test_survivors_name_the_dead(gate: str) -> None:
     outcomes = run_ranks(3, _survive, 3, gate, timeout_s=90, env=SIMT)
@@ -176,6 +183,7 @@ def test_bad_ids() -> None:
     _on_ranks(2, _bad_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", ["0", "1"])
 @pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
 def test_contents_of_handles(layout: DispatchLayout, plain: str) -> None:
@@ -188,6 +196,7 @@ def test_pairs_of_a_slot_name_one_row() -> None:
     _on_ranks(2, handle_cases.rows_apart_are_refused)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
 def test_random_words_in_handles(layout: DispatchLayout) -> None:
     assert _on_ranks(3, handle_cases.anything_goes, layout, 9, 20)[0] > 5
@@ -213,6 +222,7 @@ def test_node_kernels(case: Callable[..., None]) -> None:
     _on_ranks(1, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", ["0", "1"])
 @pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
 def test_dispatches_fill_one_output(layout: DispatchLayout, plain: str) -> None:
@@ -220,12 +230,15 @@ def test_dispatches_fill_one_output(layout: DispatchLayout, plain: str) -> None:
         _on_ranks(3, one_output.fills_one_output, layout, one_kernel, EP_PLUGIN_PLAIN_KERNELS=plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [DispatchLayout.FLAT, DispatchLayout.TOKEN_MAJOR])
 def test_rewritten_bases_are_checked(layout: DispatchLayout) -> None:
     _on_ranks(2, one_output.refuses_bases_outside, layout)
 
 
 # -- all-gather and reduce-scatter ---------------------------------------------------------------------------------
+
+WAYS = [(2, "auto"), *(pytest.param(*way, marks=pytest.mark.slow) for way in [(3, "auto"), (3, "sm"), (5, "auto")])]
 
 
 def _gathers(rank: int, size: int, path: str) -> None:
@@ -239,7 +252,7 @@ def _gathers(rank: int, size: int, path: str) -> None:
                 assert same_bits(whole, expected), f"{count} elements from {offset} on"
 
 
-@pytest.mark.parametrize(("size", "path"), [(2, "auto"), (3, "auto"), (3, "sm"), (5, "auto")])
+@pytest.mark.parametrize(("size", "path"), WAYS)
 def test_gathers(size: int, path: str) -> None:
     _on_ranks(size, _gathers, path)
 
@@ -256,6 +269,7 @@ def _numbers_come_round(rank: int, size: int) -> list[list[int]]:
         ]
 
 
+@pytest.mark.slow
 def test_numbers_of_small_operations_come_round() -> None:
     """The flag of the 2048th operation after is the same: what the first one left must not be taken for it."""
     assert _on_ranks(2, _numbers_come_round) == [[[], []]] * 2
@@ -267,6 +281,7 @@ def _found_by_kernels(rank: int, size: int, name: str, odd: int) -> str:
     return small_operations.told_by_kernels(made, name, rank == odd, torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", small_operations.DIFFERENT)
 def test_kernels_find_small_operations_that_differ(name: str) -> None:
     for said in _on_ranks(3, _found_by_kernels, name, 1):
@@ -283,7 +298,7 @@ def _sums(rank: int, size: int, path: str) -> None:
             assert same_bits(out, reduced(whole, rank, size, 1 / size)), f"{count} of {dtype}"
 
 
-@pytest.mark.parametrize(("size", "path"), [(2, "auto"), (3, "auto"), (3, "sm"), (5, "auto")])
+@pytest.mark.parametrize(("size", "path"), WAYS)
 def test_sums(size: int, path: str) -> None:
     _on_ranks(size, _sums, path)
 
@@ -317,6 +332,7 @@ def test_what_no_gpu_promises_ends_the_process(name: str, tmp_path: Path) -> Non
     assert WRONG[name] in said.read_text()
 
 
+@pytest.mark.slow
 def test_copies_take_as_long_as_they_may() -> None:
     read, filled, signalled = (_on_ranks(1, _goes_wrong, f"{what} early")[0] for what in ("reads", "fills", "signals"))
     assert read[128] != 7, "a stage was full before anybody waited for it"

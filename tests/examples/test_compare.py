@@ -204,6 +204,7 @@ def exchange_is_timed(metrics: dict[str, Any]) -> None:
     assert all(0 < took["alone"] <= took["with_waiting"] for took in metrics["exchange_ms"].values())
 
 
+@pytest.mark.slow
 def test_qwen3_moe_in_two_rounds(tmp_path: Path) -> None:
     metrics = compared(tmp_path, "qwen3_moe", *SMALL, builtin="all_to_all")
     assert (metrics["steps"], metrics["rounds"]) == (4, 2)
@@ -212,6 +213,7 @@ def test_qwen3_moe_in_two_rounds(tmp_path: Path) -> None:
     exchange_is_timed(metrics)
 
 
+@pytest.mark.slow
 def test_qwen3_moe_over_two_nodes(tmp_path: Path) -> None:
     arguments = [*SMALL, "--nodes", "2", "--rounds", "1"]
     metrics = compared(tmp_path, "qwen3_moe", *arguments, builtin="all_to_all")
@@ -220,6 +222,7 @@ def test_qwen3_moe_over_two_nodes(tmp_path: Path) -> None:
     exchange_is_timed(metrics)
 
 
+@pytest.mark.slow
 def test_dense_qwen3(tmp_path: Path) -> None:
     metrics = compared(tmp_path, "qwen3", *SMALL, "--rounds", "1", builtin="stock")
     assert metrics["rounds"] == 1
@@ -227,6 +230,7 @@ def test_dense_qwen3(tmp_path: Path) -> None:
     assert "exchange_ms" not in metrics
 
 
+@pytest.mark.slow
 def test_deepseek_v3_with_overlap(tmp_path: Path) -> None:
     arguments = [*SMALL, "--layers", "2", "--rounds", "1", "--overlap"]
     metrics = compared(tmp_path, "deepseek_v3", *arguments, builtin="all_to_all")
@@ -236,6 +240,7 @@ def test_deepseek_v3_with_overlap(tmp_path: Path) -> None:
     assert "exchange_ms" not in metrics, "shared experts would be in it"
 
 
+@pytest.mark.slow
 def test_deepseek_v3_of_a_checkpoint_on_a_text_without_overlap(tmp_path: Path) -> None:
     _save_checkpoint(tmp_path / "model")
     (tmp_path / "text.txt").write_text("to be, or not to be, that is the question. " * 50)
@@ -248,6 +253,7 @@ def test_deepseek_v3_of_a_checkpoint_on_a_text_without_overlap(tmp_path: Path) -
     exchange_is_timed(metrics)
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("short")
     result = run("qwen3_moe", *SMALL, "--text", tmp_path / "text.txt", "--out", tmp_path)
@@ -256,6 +262,7 @@ def test_a_rank_that_raises_ends_the_run(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics.json").exists()
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize(
     ("victim", "signum", "status", "nodes"), [("rank", signal.SIGKILL, 1, 2), ("launcher", signal.SIGTERM, 143, 1)]
 )

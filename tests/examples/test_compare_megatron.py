@@ -41,6 +41,7 @@ def results() -> list[dict[str, Any]]:
     return values(run_ranks(WORLD, _run_rank, timeout_s=240, framework="megatron"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "dtype"), CASES)
 def test_both_arms_have_the_same_losses(results: list[dict[str, Any]], model: str, dtype: str) -> None:
     for found in results:
@@ -50,6 +51,7 @@ def test_both_arms_have_the_same_losses(results: list[dict[str, Any]], model: st
         assert ours == pytest.approx(stock, rel=TOLERANCE[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "dtype"), CASES)
 def test_every_exchange_gather_and_sum_is_ours_and_none_in_the_other_arm(
     results: list[dict[str, Any]], model: str, dtype: str
@@ -63,6 +65,7 @@ def test_every_exchange_gather_and_sum_is_ours_and_none_in_the_other_arm(
         assert stock["served"] == {} and not stock["calls"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", BUILT_IN)
 def test_gradients_are_of_the_mean_loss_over_ranks_and_batches(results: list[dict[str, Any]], model: str) -> None:
     for found in results:
@@ -70,6 +73,7 @@ def test_gradients_are_of_the_mean_loss_over_ranks_and_batches(results: list[dic
         assert found[model]["micro batches"] < 1e-5 < found[model]["without the first"]
 
 
+@pytest.mark.slow
 def test_arms_that_would_not_be_ours_are_refused(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert found["refused"] == [

@@ -64,6 +64,7 @@ def losses_in(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"""loss'?:? '?(\d+\.\d+)""", output)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_runs_as_printed(path: Path) -> None:
     needed = NEEDS.get(path.stem)
@@ -97,6 +98,7 @@ def test_runs_as_printed(path: Path) -> None:
         assert counts["reduce_scatters"] == 20 * counts["parameter_groups"]
 
 
+@pytest.mark.slow
 def test_the_accelerate_loop_has_the_losses_of_stock_fsdp2(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     (tmp_path / "stock.py").write_text(
@@ -111,6 +113,7 @@ def test_the_accelerate_loop_has_the_losses_of_stock_fsdp2(tmp_path: Path) -> No
     assert losses_in(ours) == pytest.approx(losses_in(stock), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_megatron_example_has_the_losses_of_stock(tmp_path: Path) -> None:
     pytest.importorskip("megatron")
     compare_megatron_with_stock(tmp_path, functools.partial(on_ranks, *ON_CPUS, ranks=4))

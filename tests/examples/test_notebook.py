@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.scripts_on_ranks import run_code
 
 NOTEBOOK = Path(__file__).parents[2] / "examples/walkthrough.ipynb"
 END = "-- end of a cell --"
 
 
+@pytest.mark.slow
 def test_the_notebook_prints_what_it_shows(tmp_path: Path) -> None:
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     sources = ["".join(cell["source"]) for cell in cells]

@@ -153,6 +153,7 @@ if LONG:
     ]
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize(("num_nodes", "per_node", "victim", "when"), KILLED)
 def test_a_rank_killed_on_another_node_is_named_by_every_survivor(
     num_nodes: int, per_node: int, victim: int, when: str
@@ -161,6 +162,7 @@ def test_a_rank_killed_on_another_node_is_named_by_every_survivor(
     _assert_all_name(size, victim, run_ranks(size, _loses, size, victim, when, env=env))
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("when", ["before combine", "combine_send", "while sums return"])
 def test_a_rank_that_stops_during_combine_is_named_in_time(when: str) -> None:
     _assert_all_name(4, 2, run_ranks(4, _loses, 4, 2, when, signal.SIGSTOP, env=TWO_NODES))
@@ -293,6 +295,7 @@ def _disagrees(rank: int, odd_ranks: tuple[int, ...]) -> dict[str, tuple[str, st
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd_ranks", [(1,), (2, 3)])
 def test_ranks_that_disagree_across_nodes_all_say_so(odd_ranks: tuple[int, ...]) -> None:
     for said in values(run_ranks(4, _disagrees, odd_ranks, env=TWO_NODES)):

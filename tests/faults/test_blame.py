@@ -46,6 +46,7 @@ def _loses(rank: int, kind: str, victim: int, how: str, count: int) -> EpPluginE
     return caught.value
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 @pytest.mark.parametrize(("victim", "count"), [(0, 10), (3, 600_000)])
 @pytest.mark.parametrize("kind", KINDS)

@@ -98,6 +98,7 @@ def of(findings: list[Finding], subject: str, level: str) -> str:
     return found.what
 
 
+@pytest.mark.deadline
 def test_a_killed_rank_left_no_file_and_the_others_say_where_it_was(tmp_path: Path) -> None:
     files = dumped(tmp_path, SIZE, _killed)
     assert set(files) == {"rank0.json", "rank2.json"}
@@ -131,6 +132,7 @@ def test_a_rank_that_fails_by_itself_comes_first(tmp_path: Path) -> None:
     assert not [one for one in findings if one.level != OK and one.subject != "rank 1"]
 
 
+@pytest.mark.deadline
 def test_a_late_rank_is_behind_though_it_goes_on_when_the_others_have_failed(tmp_path: Path) -> None:
     assert len(dumped(tmp_path, SIZE, _one_is_late)) == SIZE
     findings = merge(tmp_path)
@@ -139,6 +141,7 @@ def test_a_late_rank_is_behind_though_it_goes_on_when_the_others_have_failed(tmp
     assert of(findings, name, FAILURE) == "behind: rank 1 after combine 1, while ranks 0, 2 came further"
 
 
+@pytest.mark.deadline
 def test_messages_say_what_is_waited_for(tmp_path: Path) -> None:
     files = dumped(tmp_path, 2, _messages)
     last = files["rank0.json"]["calls"][-1]
@@ -179,6 +182,7 @@ def _never_answers(rank: int) -> tuple[str, list[str], float]:
     return text, records, time.monotonic() - began
 
 
+@pytest.mark.deadline
 def test_a_folder_that_never_answers_delays_the_error_a_little(tmp_path: Path) -> None:
     for text, records, took in values(
         run_ranks(2, _never_answers, env={"EP_PLUGIN_DUMP": str(tmp_path)}, timeout_s=30)

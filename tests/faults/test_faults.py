@@ -91,6 +91,7 @@ def _refuses_everything(comm: Any, error: EpPluginError, x: Any, ids: Any) -> No
     assert time.monotonic() - began < 1
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize(("gate", "count", "victim", "operation", "step"), HELD)
 def test_a_rank_killed_at_a_gate_is_named_by_every_survivor(
     gate: str, count: int, victim: int, operation: str, step: str
@@ -119,6 +120,7 @@ def _with_block(rank: int, victim: int) -> PeerTimeout:
     raise AssertionError(f"the round trip passed without rank {victim}")
 
 
+@pytest.mark.deadline
 def test_survivors_that_leave_a_with_block_still_name_the_dead_rank() -> None:
     outcomes = run_ranks(SIZE, _with_block, 2)
     assert [(error.rank, error.step) for error in values(outcomes[:2])] == [(2, "notify")] * 2
@@ -147,6 +149,7 @@ def _waits_for_work(rank: int, victim: int) -> tuple[PeerTimeout, bool]:
     return said, payload() is None
 
 
+@pytest.mark.deadline
 def test_an_asynchronous_operation_raises_in_wait_and_keeps_nothing_alive() -> None:
     for error, freed in values(run_ranks(SIZE, _waits_for_work, 2)[:2]):
         assert (error.rank, error.step) == (2, "notify")
@@ -175,12 +178,14 @@ def _stays_away(rank: int) -> tuple[PeerTimeout | None, float]:
     return error, took
 
 
+@pytest.mark.deadline
 def test_a_fault_leaves_another_communicator_of_the_same_ranks_usable() -> None:
     (error, took), _ = values(run_ranks(2, _stays_away))
     assert error is not None and error.rank == 1
     assert DEADLINE_S <= took < DEADLINE_S + GRACE_S
 
 
+@pytest.mark.deadline
 def test_different_order_on_two_ranks_is_a_timeout_that_says_so() -> None:
     assert_says_different_order(values(run_ranks(2, different_order, DEADLINE_S)))
 
@@ -199,6 +204,7 @@ def _dies_before_growing(rank: int) -> PeerTimeout | None:
     return caught.value
 
 
+@pytest.mark.deadline
 def test_a_rank_that_dies_before_a_pool_grows_is_named() -> None:
     outcomes = run_ranks(SIZE, _dies_before_growing)
     for error in values([outcomes[0], outcomes[2]]):
@@ -225,6 +231,7 @@ def _ends_without_close(rank: int, how: str) -> None:
 _kept: tuple[Any, ...] = ()
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("how", ["nothing", "asynchronous operation", "fault"])
 def test_a_process_that_never_closes_ends_by_itself(how: str) -> None:
     began = time.monotonic()

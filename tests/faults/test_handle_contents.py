@@ -26,6 +26,7 @@ def test_pairs_of_a_slot_name_one_row() -> None:
     values(run_ranks(cases.SIZE, cases.rows_apart_are_refused, cases.SIZE, timeout_s=60))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_random_words_end_in_a_result_or_an_error(size: int, layout: DispatchLayout) -> None:

@@ -57,6 +57,7 @@ def _killed(rank: int, gate: str, *victims: int, case: Case = CASE) -> PeerTimeo
     return caught.value
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize(("gate", "victim"), [(gate, number % SIZE) for number, gate in enumerate(GATES)])
 def test_a_killed_rank_is_named(gate: str, victim: int) -> None:
     outcomes = run_ranks(SIZE, _killed, gate, victim)
@@ -75,6 +76,7 @@ def _two_killed(rank: int, gate: str, victims: tuple[int, int]) -> PeerTimeout:
 TWO = {"ll_dispatch_send": (0, 2), "ll_combine_recv": (1, 3)}
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("gate", TWO)
 def test_one_of_two_killed_ranks_is_named(gate: str) -> None:
     outcomes = run_ranks(4, _two_killed, gate, TWO[gate])
@@ -118,6 +120,7 @@ def _fails(comm: MoECommunicator, operation: Any, gate: str) -> None:
         finish(comm)
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("gate", ["ll_dispatch_send", "ll_combine_send"])
 def test_no_results_after_a_fault(gate: str) -> None:
     outcomes = run_ranks(SIZE, _left_by_a_fault, gate)

@@ -117,6 +117,7 @@ def masked(rank: int, case: Case, place: str, victims: tuple[int, ...], device: 
     return status.tolist()
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("place", PLACES)
 def test_a_killed_rank_is_named(place: str) -> None:
     victim = PLACES[place]
@@ -126,6 +127,7 @@ def test_a_killed_rank_is_named(place: str) -> None:
         assert named_rank == victim and seconds < faults.DEADLINE_S + faults.GRACE_S
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("place", PLACES)
 def test_survivors_mask_a_killed_rank_and_go_on(place: str) -> None:
     victim = PLACES[place]
@@ -134,6 +136,7 @@ def test_survivors_mask_a_killed_rank_and_go_on(place: str) -> None:
     assert values(outcomes) == [[int(rank == victim) for rank in range(3)]] * 2
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("place", BETWEEN)
 def test_two_ranks_that_die_at_once(place: str) -> None:
     dead = values_of_survivors(run_ranks(4, killed, OF_FOUR, place, (1, 2)), (1, 2))

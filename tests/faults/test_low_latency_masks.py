@@ -69,6 +69,7 @@ def _survive(rank: int, gate: str, *victims: int) -> list[int]:
     return mask
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize(("gate", "victim"), [(gate, 3 - number) for number, gate in enumerate(GATES)])
 def test_survivors_mask_a_killed_rank_and_go_on(gate: str, victim: int) -> None:
     outcomes = run_ranks(4, _survive, gate, victim, timeout_s=90)
@@ -79,6 +80,7 @@ def test_survivors_mask_a_killed_rank_and_go_on(gate: str, victim: int) -> None:
             assert outcome.value == expected
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("gate", TWO)
 def test_survivors_mask_two_killed_ranks_and_go_on(gate: str) -> None:
     outcomes = run_ranks(4, _survive, gate, *TWO[gate], timeout_s=90)
@@ -105,6 +107,7 @@ def _slow_survivor(rank: int) -> list[int]:
     return mask
 
 
+@pytest.mark.deadline
 def test_a_rank_that_has_waited_for_a_dead_one_is_not_masked() -> None:
     assert values(run_ranks(SIZE, _slow_survivor)[:2]) == [[0, 0, 1]] * 2
 
@@ -162,6 +165,7 @@ def _late(rank: int, flags: Path) -> tuple[list[float], list[int]] | None:
     return work.wait().unique().tolist(), comm.rank_mask.tolist()
 
 
+@pytest.mark.deadline
 def test_a_masked_rank_that_goes_on_changes_no_later_sum(tmp_path: Path) -> None:
     assert values(run_ranks(SIZE, _late, tmp_path, timeout_s=60)) == [([3.0], [0, 0, 1]), None, None]
 
@@ -186,5 +190,6 @@ def _masked_by_hand(rank: int, size: int) -> None:
         assert comm.rank_mask.tolist() == [0, 0, 1]
 
 
+@pytest.mark.deadline
 def test_masks_travel() -> None:
     values(run_ranks(SIZE, _masked_by_hand, SIZE))

@@ -104,6 +104,7 @@ def _overdue(rank: int) -> tuple[EpPluginError, float] | None:
     return error, took
 
 
+@pytest.mark.deadline
 def test_overdue_messages_end_the_rail_and_are_named() -> None:
     error, took = values(run_ranks(2, _overdue, env=ONE_EACH))[0]
     assert isinstance(error, PeerTimeout) and (error.rank, error.step) == (1, "rail")
@@ -158,6 +159,7 @@ def _shared_by_failed(rank: int) -> str | None:
     return str(error)
 
 
+@pytest.mark.deadline
 def test_whoever_shares_an_ended_rail_knows_it_before_the_end() -> None:
     for said in values(run_ranks(2, _shared_by_failed, env=ONE_EACH)):
         assert "which shares a rail with this one, has failed" in said
@@ -180,6 +182,7 @@ def _others_messages(rank: int) -> None:
     other.close()
 
 
+@pytest.mark.deadline
 def test_a_deadline_is_that_of_the_communicator_whose_messages_cross() -> None:
     values(run_ranks(2, _others_messages, env=ONE_EACH))
 
@@ -197,6 +200,7 @@ def _gathers(rank: int) -> None:
     gather.close()
 
 
+@pytest.mark.deadline
 def test_a_gather_ends_by_the_same_deadline() -> None:
     values(run_ranks(2, _gathers, env=ONE_EACH))
 
@@ -268,6 +272,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
 
+@pytest.mark.deadline
 @pytest.mark.usefixtures("nccl")
 def test_a_rank_that_does_not_connect_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     late = threading.Event()

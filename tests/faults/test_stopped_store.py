@@ -84,6 +84,7 @@ def _fails_in_time(
     return waited
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("pool", ["dispatch pool", "combine pool"])
 def test_a_store_that_stops_while_a_pool_grows_is_an_error_by_the_deadline(pool: str) -> None:
     outcomes = run_ranks(SIZE, _grows, pool)

@@ -62,6 +62,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["script", "thread", "process", "process of a rank"])
 def test_an_uncaught_exception_reaches_peers(how: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -83,6 +83,7 @@ subprocess.run([sys.executable, "-c", sys.orig_argv[2], "child"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "child"),
     [
@@ -166,6 +167,7 @@ def test_what_a_script_without_a_launcher_starts(
     assert {state for who, state in found.items() if who not in off} == {"waiting"}
 
 
+@pytest.mark.slow
 def test_transformers_is_switched_on_when_the_script_gets_there_and_not_before() -> None:
     code = """
 import json, sys
@@ -219,6 +221,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_the_first_rank_says_which_switch_served_nothing(tmp_path: Path) -> None:
     """Once, though the launcher and both ranks have the variable."""
     (tmp_path / "train.py").write_text(TRAIN)
@@ -231,6 +234,7 @@ def test_the_first_rank_says_which_switch_served_nothing(tmp_path: Path) -> None
     assert said == [f"{IDLE} megatron ({waiting})"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "warns"),
     [("", True), ("torch.distributed.destroy_process_group()", True), ("raise ValueError", False)],

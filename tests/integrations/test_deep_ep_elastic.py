@@ -41,6 +41,7 @@ def test_every_call_gives_what_the_oracle_says(size: int) -> None:
     on_ranks(size, _all_calls, CASES[size])
 
 
+@pytest.mark.slow
 def test_over_two_nodes() -> None:
     on_nodes(2, 2, _all_calls, CASES[4])
 

@@ -437,6 +437,7 @@ def _reserved(rank: int, size: int) -> list[int]:
     return status.tolist()
 
 
+@pytest.mark.deadline
 def test_a_rank_may_leave_before_its_first_call() -> None:
     assert values(run_ranks(3, _reserved, 3, timeout_s=90)) == [[0, 0, 1], [0, 0, 1], [0, 0, 0]]
 
@@ -466,6 +467,7 @@ def _shrinks(rank: int, size: int) -> list[list[int]]:
     return statuses
 
 
+@pytest.mark.deadline
 def test_ranks_that_leave_are_masked_by_the_next_call() -> None:
     outcomes = run_ranks(4, _shrinks, 4, timeout_s=90)
     for rank in (0, 3):

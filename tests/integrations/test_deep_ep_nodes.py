@@ -32,6 +32,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_every_call_gives_what_the_oracle_says(shape: tuple[int, int]) -> None:
     on_nodes(*shape, test_deep_ep._all_calls, SHAPES[shape])
@@ -232,6 +233,7 @@ def _fused_a2a(rank: int, size: int) -> float:
     return test_megatron._run_fused_a2a(rank)
 
 
+@pytest.mark.slow
 def test_megatrons_deepep_functions_work_over_nodes() -> None:
     from tests.integrations.test_megatron import LIMIT
 
@@ -246,6 +248,7 @@ def _deepep_backend(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_megatrons_own_deepep_backend_trains_over_nodes() -> None:
     from tests.integrations.test_megatron import LIMIT
 

@@ -53,6 +53,7 @@ def _qwen(rank: int) -> dict[str, Any]:
     return over_nodes.losses(rank, SIZE, "qwen3_moe", served=False)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_in_fsdp2_trains_as_without() -> None:
     pytest.importorskip("transformers")
     outcomes = run_ranks(
@@ -79,6 +80,7 @@ def _megatron_layer(rank: int) -> dict[str, Any]:
     return run_case(rank, Case(), dispatcher="StockTokenDispatcher")
 
 
+@pytest.mark.slow
 def test_a_layer_of_megatron_is_as_with_its_all_to_all() -> None:
     pytest.importorskip("megatron.core")
     outcomes = run_ranks(SIZE, _on_unequal_nodes, _megatron_layer, timeout_s=200, framework="megatron")
@@ -128,6 +130,7 @@ def _experts_of_torchtitan(rank: int) -> dict[str, Any]:
     return {"difference": test_torchtitan._run_experts(rank)}
 
 
+@pytest.mark.slow
 def test_experts_of_torchtitan_are_as_with_its_all_to_all() -> None:
     pytest.importorskip("torchtitan.distributed.utils")
     outcomes = run_ranks(SIZE, _on_unequal_nodes, _experts_of_torchtitan, timeout_s=200)
@@ -182,6 +185,7 @@ def _runs_on_a_shared_batch(size: int) -> torch.Tensor:
         return model(input_ids=torch.arange(8).unsqueeze(0)).logits
 
 
+@pytest.mark.slow
 def test_without_the_variable_all_ranks_refuse_before_weights_are_loaded() -> None:
     pytest.importorskip("transformers")
     values(run_ranks(SIZE, _refuses, SIZE, timeout_s=200, env={"EP_TEST_DEVICE": "cpu"}, framework="transformers"))

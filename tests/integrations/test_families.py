@@ -69,6 +69,7 @@ def results() -> list[dict[str, Any]]:
     return found_on_ranks(*TRIED, "llama4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRIED)
 def test_a_step_is_that_of_the_built_in_exchange(results: list[dict[str, Any]], name: str) -> None:
     check(results, name)

@@ -217,6 +217,7 @@ def _switched_on(rank: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "kept after forward", "checkpointed", "mixed precision", "large embedding"])
 def test_memory_is_at_most_four_buffers_above_stock(name: str) -> None:
     """Two of what a layer gathers and two of what it reduces, also beside a larger module. Stock holds up to three of
@@ -288,6 +289,7 @@ def _many_models(rank: int, models: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.deadline
 def test_a_rank_that_dies_makes_the_others_raise() -> None:
     victim, deadline_s = 1, 8.0
     outcomes = run_ranks(3, _die_in_backward, victim, deadline_s, timeout_s=120)
@@ -314,6 +316,7 @@ def _die_in_backward(rank: int, victim: int, deadline_s: float) -> tuple[int, fl
     return caught.value.rank, time.monotonic() - began
 
 
+@pytest.mark.slow
 def test_over_two_nodes() -> None:
     """Emulated: in network namespaces where this machine allows them."""
     script = str(Path(__file__).parents[1] / "node_ranks.py")
@@ -329,6 +332,7 @@ def test_over_two_nodes() -> None:
         assert all(sent > 0 for sent in rank["rails"])
 
 
+@pytest.mark.slow
 def test_after_accelerate_has_wrapped_the_model() -> None:
     pytest.importorskip("accelerate")
     for result in values(run_ranks(2, _prepared_by_accelerate)):

@@ -33,6 +33,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_tokens_are_those_of_one_rank_alone(checkpoints: Path, size: int) -> None:
     kinds = cases.KINDS if size == 2 else ("even",)  # the others' 8 experts do not go into 3
@@ -45,6 +46,7 @@ def test_tokens_are_those_of_one_rank_alone(checkpoints: Path, size: int) -> Non
             assert len({tuple(row) for row in tokens}) == len(tokens)  # not all alike
 
 
+@pytest.mark.slow
 def test_groups_that_each_have_all_experts(checkpoints: Path) -> None:
     for difference in values(run_ranks(4, _two_groups, checkpoints, timeout_s=240, framework="transformers")):
         assert difference < LIMIT

@@ -91,6 +91,7 @@ def test_every_exchange_is_ours(results, name: str) -> None:
         assert (found[name]["theirs"]["stock"] > 0) == (CASES[name].tp < WORLD)  # over tensor parallel ranks it gathers
 
 
+@pytest.mark.slow
 def test_matches_alltoall_over_two_nodes() -> None:
     names = ["ep4", "tp2-ep2", "capacity-tp2", "deepseek"]
     for rank, found in enumerate(
@@ -201,6 +202,7 @@ def test_megatrons_deepep_functions_work_on_our_deep_ep(results) -> None:
         assert found["fused_a2a"] <= LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ep4", "tp2-ep2", "capacity", "recompute", "fp64-router"])
 def test_megatrons_own_deepep_backend_trains_on_our_deep_ep(deepep_results, name: str) -> None:
     for rank, found in enumerate(deepep_results()):

@@ -72,6 +72,7 @@ def results() -> list[dict[str, Any]]:
     return values(run_ranks(WORLD, _run_rank, timeout_s=280, framework="megatron"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_gathers_and_sums_are_the_references_to_the_bit(results, name: str) -> None:
     for rank, found in enumerate(results):
@@ -79,6 +80,7 @@ def test_gathers_and_sums_are_the_references_to_the_bit(results, name: str) -> N
         assert found[name]["differ"] == [], f"rank {rank}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_gather_and_sum_is_ours(results, name: str) -> None:
     case = CASES[name]
@@ -90,12 +92,14 @@ def test_every_gather_and_sum_is_ours(results, name: str) -> None:
         assert found[name]["parameters are mapped"]
 
 
+@pytest.mark.slow
 def test_float32_accumulation_is_megatrons_own(results) -> None:
     """That Megatron's own function for it, which ours replaces, gives the same bits."""
     for found in results:
         assert found["float32 accumulation, both overlap"]["differ from stock"] == []
 
 
+@pytest.mark.slow
 def test_disable_restores_the_very_objects(results) -> None:
     for found in results:
         assert len(found["replaced"]) == 6
@@ -131,6 +135,7 @@ def test_memory_that_nccl_registers_stays_megatrons() -> None:
         assert found["left"] == 2 and found["served"] == 2
 
 
+@pytest.mark.slow
 def test_offloading_mapped_parameters_is_refused(results) -> None:
     for found in results:
         with pytest.raises(NotSupported, match="offload_to_cpu.move_params=True.: expected parameters in memory that"):
@@ -138,6 +143,7 @@ def test_offloading_mapped_parameters_is_refused(results) -> None:
         assert found["gradients are offloaded"]
 
 
+@pytest.mark.deadline
 def test_a_dead_peer_raises() -> None:
     victim, deadline_s = 1, 6.0
     outcomes = run_ranks(3, _die_between_steps, victim, deadline_s, timeout_s=100, framework="megatron")

@@ -128,6 +128,7 @@ def results() -> Callable[[], list[dict[str, Any]]]:
     return functools.cache(lambda: values(run_ranks(WORLD, _run_rank, timeout_s=240, framework="megatron")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_matches_alltoall(results, name: str) -> None:
     limit = BF16_LIMIT if CASES[name].options.get("bf16") else LIMIT
@@ -139,6 +140,7 @@ def test_matches_alltoall(results, name: str) -> None:
         assert difference[worst] <= limit, f"rank {rank}: {worst} differs by {difference[worst]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMS)
 def test_the_option_for_sms_fixes_those_of_both_kernels(results, name: str) -> None:
     asked = SMS[name][1]
@@ -146,12 +148,14 @@ def test_the_option_for_sms_fixes_those_of_both_kernels(results, name: str) -> N
         assert found["sms"][name] == ([None] * 4 if asked is None else [asked, 0, asked, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALIGNMENTS)
 def test_the_alignment_is_what_the_experts_products_need(results, name: str) -> None:
     for found in results():
         assert found["alignments"][name] == ALIGNMENTS[name][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("fuse", FUSED, ids=["plain", "op-fuser"][: len(FUSED)])
 def test_experts_get_bf16_rows_padded_as_their_products_need(results, backend: str, fuse: bool) -> None:
@@ -163,6 +167,7 @@ def test_experts_get_bf16_rows_padded_as_their_products_need(results, backend: s
         assert seen["padding is zero"] and sum(seen["routed"]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_building_a_layer_refuses(results, name: str) -> None:
     for found in results():
@@ -170,6 +175,7 @@ def test_building_a_layer_refuses(results, name: str) -> None:
             raise found["refused"][name]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(RELEASE < (0, 18), reason="before 0.18 Megatron refuses it for flex")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shared_experts_run_beside_both_halves_of_the_exchange(results, backend: str) -> None:
@@ -179,12 +185,14 @@ def test_shared_experts_run_beside_both_halves_of_the_exchange(results, backend:
         assert found["calls"][backend] == first + then
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(RELEASE >= (0, 18), reason="from 0.18 on it is served")
 def test_overlapped_shared_experts_are_refused_by_megatron_itself(results) -> None:
     for found in results():
         assert "moe_shared_expert_overlap only works with alltoall" in found["overlap refused"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(RELEASE < (0, 18), reason="Megatron asks from 0.18 on")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_megatron_finds_no_layer_over_its_budget(results, backend: str) -> None:

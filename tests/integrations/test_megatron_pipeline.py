@@ -195,6 +195,7 @@ def _loses_a_stage(rank: int) -> tuple[int | None, float]:
     return caught.value.rank, time.monotonic() - began
 
 
+@pytest.mark.deadline
 def test_a_dead_stage_is_named() -> None:
     peer, seconds = values(run_ranks(2, _loses_a_stage, timeout_s=120, framework="megatron")[:1])[0]
     assert peer == 1 and seconds < 6.5

@@ -41,6 +41,7 @@ def _run_rank(rank: int) -> dict[str, Any]:
     return megatron_schedule.run(rank, WORLD, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_layers_overlapped_over_a_pipeline_are_as_with_alltoall() -> None:
     """Our dispatcher and our messages, under the schedule of two stages with two chunks each."""
     ranks = megatron_schedule.PIPELINE**2

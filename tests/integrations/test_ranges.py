@@ -146,6 +146,7 @@ def _transformers(rank: int) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_transformers_numbers_its_moe_layers_and_still_compiles() -> None:
     for names in values(run_ranks(2, _transformers, env=RANGES, timeout_s=120, framework="transformers")):
@@ -177,6 +178,7 @@ def _megatron(rank: int) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_megatron_names_the_layer() -> None:
     for names in values(run_ranks(2, _megatron, env=RANGES, timeout_s=120, framework="megatron")):
@@ -203,6 +205,7 @@ def _torchtitan(rank: int) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan")
 def test_torchtitan_numbers_its_moe_layers() -> None:
     expected = [one for layer in range(2) for name in OPERATIONS for one in (f"torchtitan MoE layer {layer}", name)]

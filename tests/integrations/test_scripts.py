@@ -118,6 +118,7 @@ def trained(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Call
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["train_trainer.py", "train_accelerate.py"])
 def test_transformers_scripts_exchange_through_us(trained, script: str) -> None:
     every_exchange_is_ours(trained(script, "transformers"), "transformers", fsdp2=False)
@@ -125,6 +126,7 @@ def test_transformers_scripts_exchange_through_us(trained, script: str) -> None:
         assert counts.keys() == {"stock", "fsdp2"} and min(counts.values()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("script", ["train_trainer.py", "train_accelerate.py"])
 def test_losses_are_those_of_the_built_in_exchange(trained, script: str, model: str) -> None:
@@ -133,6 +135,7 @@ def test_losses_are_those_of_the_built_in_exchange(trained, script: str, model: 
         assert abs(mine - other) <= LOSS_LIMIT * other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_an_evaluation_with_a_short_last_batch_has_the_loss_of_the_built_in_exchange(trained, model: str) -> None:
     runs = (trained("train_trainer.py", name).out / model for name in ("transformers", ""))
@@ -140,6 +143,7 @@ def test_an_evaluation_with_a_short_last_batch_has_the_loss_of_the_built_in_exch
     assert ours == pytest.approx(theirs, rel=LOSS_LIMIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("script", ["train_trainer.py", "train_accelerate.py"])
 def test_stock_transformers_reads_the_checkpoint(trained, checkpoints: Path, script: str, model: str) -> None:
@@ -156,6 +160,7 @@ def test_stock_transformers_reads_the_checkpoint(trained, checkpoints: Path, scr
     assert (before - logits).abs().max() > 1e-2  # it was trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_trainer_goes_on_from_a_checkpoint(checkpoints: Path, tmp_path: Path, model: str) -> None:
     """It is loaded as a new model: transformers refuses the rest, as docs/transformers.md says."""
@@ -169,6 +174,7 @@ def test_trainer_goes_on_from_a_checkpoint(checkpoints: Path, tmp_path: Path, mo
     assert "Error" in found["resuming"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("ep_plugin.integrations.fsdp2") is None, reason="needs ep_plugin.integrations.fsdp2"
 )
@@ -185,6 +191,7 @@ def test_losses_are_the_same_with_the_collectives_of_fsdp_replaced_too(trained, 
 # -- Megatron and torchtitan -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_a_megatron_script_trains_as_with_alltoall(tmp_path: Path) -> None:
     theirs = launch(tmp_path / "stock", "train_megatron.py", tmp_path / "stock", "alltoall")
@@ -197,6 +204,7 @@ def test_a_megatron_script_trains_as_with_alltoall(tmp_path: Path) -> None:
         assert losses_of(ours, name) == pytest.approx(losses_of(theirs, name), rel=LOSS_LIMIT)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_callers_of_megatron_train_as_with_alltoall(tmp_path: Path) -> None:
     name = "train_megatron_callers.py"
@@ -213,6 +221,7 @@ def test_callers_of_megatron_train_as_with_alltoall(tmp_path: Path) -> None:
                 assert len(set(losses)) == STEPS, case
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan")
 def test_a_torchtitan_script_trains_as_with_the_all_to_all(tmp_path: Path) -> None:
     theirs = launch(tmp_path / "stock", "train_torchtitan.py", tmp_path / "stock")
@@ -259,6 +268,7 @@ def every_rank_refuses(out: Path, script: str, *arguments: str | Path, switched_
     assert all(re.search(f"NotSupported: .*{REASON}", log.splitlines()[-1]) for log in logs), logs
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_a_megatron_script_over_unequal_nodes_trains_through_its_own_exchange(tmp_path: Path) -> None:
     name, ranks = "train_megatron.py", RANKS_OF_UNEQUAL_NODES
@@ -273,6 +283,7 @@ def test_a_megatron_script_over_unequal_nodes_trains_through_its_own_exchange(tm
     every_rank_refuses(tmp_path / "refused", name, tmp_path / "refused", "flex", switched_on="megatron")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="needs torchtitan")
 def test_a_torchtitan_script_over_unequal_nodes_trains_through_its_own_exchange(tmp_path: Path) -> None:
     name, ranks, switches = "train_torchtitan.py", RANKS_OF_UNEQUAL_NODES, "torchtitan,fsdp2"

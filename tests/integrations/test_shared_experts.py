@@ -177,6 +177,7 @@ def _modes(rank: int, checkpoints: Path) -> dict[str, tuple[list[str], list[str]
     return found
 
 
+@pytest.mark.slow
 def test_checkpointed_and_compiled_models(checkpoints: Path) -> None:
     for found in _on_two_ranks(_modes, checkpoints, timeout_s=280):
         assert found == dict.fromkeys(MODES, ([], ["shared", "dispatched"] * cases.LAYERS))

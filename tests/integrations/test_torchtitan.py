@@ -41,6 +41,7 @@ def test_dispatch_and_combine_match_the_all_to_all(results, tokens: tuple[int, .
         assert max(difference.values()) <= EXACT, f"rank {rank}: {difference}"
 
 
+@pytest.mark.slow
 def test_they_match_over_two_nodes() -> None:
     for found in values(run_ranks(WORLD, _run_rank, timeout_s=200, env={"EP_PLUGIN_RANKS_PER_NODE": "2"})):
         assert found["padded"]["nodes"] == 2
@@ -69,6 +70,7 @@ def test_each_layer_has_its_own_load(results) -> None:
     assert tokens == [WORLD * 9 * 3, 2 * WORLD * 9 * 3]
 
 
+@pytest.mark.slow
 def test_the_override_reaches_every_layer_of_the_debug_model() -> None:
     from torchtitan.config.override import OverrideConfig, apply_overrides
     from torchtitan.models.qwen3 import model_registry
@@ -85,6 +87,7 @@ def test_the_override_reaches_every_layer_of_the_debug_model() -> None:
         assert (config.num_experts, config.top_k) == (64, 8)
 
 
+@pytest.mark.slow
 def test_the_variable_alone_switches_it_on(tmp_path: Path) -> None:
     code = """
 import json, torch

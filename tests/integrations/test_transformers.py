@@ -117,6 +117,7 @@ def test_nothing_is_sorted(run_world, world: int, name: str) -> None:
         assert results[name]["sorts"]["all_to_all"] >= LAYERS  # or such a sort would not be seen
 
 
+@pytest.mark.slow
 def test_a_group_over_two_nodes_matches_the_built_in_exchange(checkpoints: Path) -> None:
     env = {"EP_PLUGIN_RANKS_PER_NODE": "2"}
     for rank, results in enumerate(
@@ -145,11 +146,13 @@ def test_two_models_in_one_process(run_world) -> None:
         assert max(difference.values()) <= LIMITS[torch.float32], difference
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_the_loss_and_gradients_of_the_built_in_exchange(checkpoints: Path) -> None:
     for difference in values(run_ranks(2, _run_compiled, checkpoints, timeout_s=280, framework="transformers")):
         assert max(difference.values()) <= LIMITS[torch.float32], difference
 
 
+@pytest.mark.slow
 def test_losses_of_training_in_bf16_stay_within_a_hundredth(checkpoints: Path) -> None:
     """Of the losses with the built-in exchange, as README.md says."""
     outcomes = run_ranks(2, _train_in_bf16, checkpoints, timeout_s=200, framework="transformers")

@@ -66,6 +66,7 @@ def _chunks_of_few(rank: int, size: int) -> None:
         same_bits("sums", z, without)
 
 
+@pytest.mark.slow
 def test_padding_has_room_for_every_number_of_tokens():
     on_nodes(2, 1, _chunks_of_few)
     on_nodes(3, 1, _chunks_of_few)
@@ -108,6 +109,7 @@ ONE_NODE_CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "num_nodes", "per_node"),
     [
@@ -234,6 +236,7 @@ def _fuzzed(rank: int, size: int, calls: int) -> None:
                     round_trip(comm, inputs, inputs.expected(layout))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_random_calls() -> None:
     on_nodes(2, 2, _fuzzed, 2000 if LONG else 200, timeout_s=1150)

@@ -75,10 +75,12 @@ def _compiled(rank: int, size: int, backend: str, tokens_of_steps: list[int]) ->
                 torch.testing.assert_close(compiled(x), layer(x))
 
 
+@pytest.mark.slow
 def test_whole_layer_in_one_graph() -> None:
     on_ranks(2, _compiled, "aot_eager", [20, 37, 3, 64])
 
 
+@pytest.mark.slow
 def test_whole_layer_through_the_code_generator() -> None:
     """Rank 1 takes part in the first step, in which it has no tokens."""
     on_ranks(2, _compiled, "inductor", [3, 20])
@@ -107,6 +109,7 @@ def _independent(rank: int, size: int) -> None:
         torch.testing.assert_close(*results)
 
 
+@pytest.mark.slow
 def test_exchanges_that_do_not_depend_on_each_other_keep_their_order() -> None:
     """Inductor would order those of the backward by the memory that they free."""
     on_ranks(2, _independent)
@@ -140,6 +143,7 @@ def _compiled_in_parts(rank: int, size: int, backend: str, way: str) -> None:
         torch.testing.assert_close(*results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "way"), [("eager", "plain"), ("aot_eager", "cut"), ("eager", "asynchronous")])
 def test_a_layer_is_compiled_in_parts(backend: str, way: str) -> None:
     on_ranks(2, _compiled_in_parts, backend, way)
@@ -227,6 +231,7 @@ def _round_trip_in_a_graph(rank: int, size: int, num_experts: int) -> None:
         torch.testing.assert_close(compiled(x, ids), x * (ids >= 0).sum(1, keepdim=True))
 
 
+@pytest.mark.slow
 def test_code_kept_on_disk_is_not_taken_for_a_communicator_of_other_sizes(tmp_path: Path) -> None:
     """Each process makes its first communicator and compiles the same function."""
     on_disk = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
@@ -234,6 +239,7 @@ def test_code_kept_on_disk_is_not_taken_for_a_communicator_of_other_sizes(tmp_pa
         values(run_ranks(1, _round_trip_in_a_graph, 1, num_experts, timeout_s=120, env=on_disk))
 
 
+@pytest.mark.slow
 def test_the_same_program_finds_its_code_again(tmp_path: Path) -> None:
     numbers = [values(run_ranks(2, _numbers))[0] for _ in range(2)]
     assert numbers[0] == numbers[1] and len(set(numbers[0])) == 3

@@ -256,6 +256,7 @@ def _killed_while_sending(rank: int, size: int) -> tuple[PeerTimeout, list[bool]
     return raised.value, kernels.early, bool((made[0].view(torch.uint8) == 0xFF).all())
 
 
+@pytest.mark.deadline
 def test_a_peer_killed_while_it_sends_ends_an_early_receive() -> None:
     ranks = run_ranks(2, _killed_while_sending, 2)
     assert ranks[1].exitcode == -signal.SIGKILL

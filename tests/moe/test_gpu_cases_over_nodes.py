@@ -19,6 +19,7 @@ def _run(function: Callable[..., Any], *args: Any) -> list[Outcome]:
     return run_ranks(SIZE, over_nodes.on_nodes, function, SIZE, *args, timeout_s=250, env=env)
 
 
+@pytest.mark.slow
 def test_layouts_types_and_empty_ranks() -> None:
     assert values(_run(over_nodes.grid, over_nodes.GRID)) == [over_nodes.GRID] * SIZE
 
@@ -33,6 +34,7 @@ def test_an_abort_and_a_close_leave_room_for_another(function: Callable[[int, in
     values(_run(function))
 
 
+@pytest.mark.deadline
 def test_survivors_name_the_dead() -> None:
     victim = SIZE - 1
     outcomes = _run(over_nodes.survive, victim)
@@ -42,6 +44,7 @@ def test_survivors_name_the_dead() -> None:
         assert took < over_nodes.LONGEST_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe", "megatron"])
 def test_a_model_has_the_losses_of_the_built_in_exchange(name: str) -> None:
     pytest.importorskip("megatron.core" if name == "megatron" else "transformers")

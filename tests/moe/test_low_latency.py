@@ -88,6 +88,7 @@ def test_routings(size: int) -> None:
     on_ranks(size, _all_routings)
 
 
+@pytest.mark.slow
 def test_eight_ranks() -> None:
     on_ranks(8, _all_routings, timeout_s=200)
 

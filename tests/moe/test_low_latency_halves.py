@@ -131,6 +131,7 @@ def _many(rank: int, size: int, count: int) -> None:
             assert torch.equal(sums, x[rank]), number
 
 
+@pytest.mark.slow
 def test_thousands_of_operations() -> None:
     on_ranks(3, _many, 1500)
 

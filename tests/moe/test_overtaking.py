@@ -62,6 +62,7 @@ def _dispatch_over_a_reader(rank: int, layout: DispatchLayout) -> None:
     assert torch.equal(out.tokens[:, 1:], out.tokens[:, :1] + torch.arange(1.0, 8.0))
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_send_waits_for_the_reader_of_the_rows_before(layout: DispatchLayout) -> None:
     values(run_ranks(SIZE, _dispatch_over_a_reader, layout))
@@ -84,6 +85,7 @@ def _combine_over_a_reader(rank: int, layout: DispatchLayout) -> None:
     torch.testing.assert_close(z, x)
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_combine_send_waits_for_the_reader_of_the_partial_rows_before(layout: DispatchLayout) -> None:
     values(run_ranks(SIZE, _combine_over_a_reader, layout))

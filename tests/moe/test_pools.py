@@ -175,6 +175,7 @@ def _many_rounds(rank: int, size: int) -> tuple[int, int]:
     return grown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2])
 def test_rounds_leave_nothing_behind(size: int) -> None:
     # The rows of a round take at least 256 KiB. If each round kept one copy, that would be 50 MiB.
@@ -212,5 +213,6 @@ def _beyond_31_bits(rank: int, size: int) -> None:
         same_bits("rows far apart", out.tokens, far)
 
 
+@pytest.mark.slow
 def test_more_than_2_to_the_31_bytes_of_rows() -> None:
     on_ranks(1, _beyond_31_bits)

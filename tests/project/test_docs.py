@@ -271,6 +271,7 @@ def check_output(snippet: Snippet, printed: str) -> None:
     assert not missing, f"{snippet}: not printed, or not in this order: {missing[0]}\n{printed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snippet", [snippet for snippet in snippets("python") if runs(snippet)], ids=str)
 def test_python_runs_as_printed(snippet: Snippet, tmp_path: Path) -> None:
     options = options_of(snippet, "ranks", "files")
@@ -285,6 +286,7 @@ def test_python_runs_as_printed(snippet: Snippet, tmp_path: Path) -> None:
         check_output(output, printed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snippet", [snippet for snippet in snippets("shell") if runs(snippet)], ids=str)
 def test_shell_runs_as_printed(snippet: Snippet, tmp_path: Path) -> None:
     options = options_of(snippet, "run", "files")
@@ -295,6 +297,7 @@ def test_shell_runs_as_printed(snippet: Snippet, tmp_path: Path) -> None:
         check_output(output, printed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snippet", [one for one in snippets("text") if one.how.startswith("output=")], ids=str)
 def test_output_is_as_printed(snippet: Snippet, tmp_path: Path) -> None:
     check_output(snippet, OUTPUTS[options_of(snippet, "output", "columns")["output"]](tmp_path))

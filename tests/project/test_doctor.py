@@ -443,6 +443,7 @@ def test_a_limit_on_the_size_of_files() -> None:
     assert "`ulimit -f`" in said
 
 
+@pytest.mark.deadline
 def test_a_rank_that_does_not_come_is_named() -> None:
     port = str(41000 + os.getpid() % 9000)
     began = time.monotonic()
@@ -463,6 +464,7 @@ def test_a_network_device_that_is_not_there() -> None:
     assert "GLOO_SOCKET_IFNAME" in finding["do"]
 
 
+@pytest.mark.deadline
 def test_a_store_that_nobody_serves_is_named() -> None:
     exit_status, _, printed = doctor("--timeout", "1", RANK="1", WORLD_SIZE="2", MASTER_PORT="1")
     assert "ep-doctor: ranks: rank 1 cannot reach the store at 127.0.0.1:1" in printed
@@ -588,6 +590,7 @@ def test_gpus_that_copy_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install '.[bench]' in the repository's root" in problems([*rates.describe(node, 25.0, device)])[0].do
 
 
+@pytest.mark.deadline
 def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     first, last = run_ranks(2, _examine, "dead rank", tmp_path, timeout_s=60)
     assert last.exitcode == 3

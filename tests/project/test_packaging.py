@@ -103,12 +103,14 @@ def expected_modules() -> set[str]:
     return package | integrations
 
 
+@pytest.mark.slow
 def test_build_without_nvcc_says_once_that_it_is_for_cpu_only(wheel: tuple[Path, str]) -> None:
     said = [line.strip() for line in wheel[1].splitlines() if CPU_ONLY in line]
     assert len(said) == 1, wheel[1]
     assert "nvcc" in said[0]
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_module_and_one_extension(wheel_names: set[str]) -> None:
     modules = {name for name in wheel_names if name.endswith(".py")}
     assert modules == expected_modules()
@@ -118,6 +120,7 @@ def test_wheel_holds_every_module_and_one_extension(wheel_names: set[str]) -> No
     assert extensions[0].startswith("ep_plugin/_C.")
 
 
+@pytest.mark.slow
 def test_wheel_holds_types_and_no_sources(wheel_names: set[str]) -> None:
     stubs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ep_plugin").rglob("*.pyi")}
     outside = {name for name in wheel_names if ".dist-info/" not in name}
@@ -126,6 +129,7 @@ def test_wheel_holds_types_and_no_sources(wheel_names: set[str]) -> None:
     assert all(name.startswith("ep_plugin/") for name in outside)
 
 
+@pytest.mark.slow
 def test_wheel_metadata(wheel: tuple[Path, str]) -> None:
     with zipfile.ZipFile(wheel[0]) as archive:
         texts = {Path(name).name: archive.read(name).decode() for name in archive.namelist() if "-info/" in name}
@@ -141,6 +145,7 @@ def test_wheel_metadata(wheel: tuple[Path, str]) -> None:
     assert "Apache License" in texts["LICENSE"]
 
 
+@pytest.mark.slow
 def test_sdist_holds_what_its_pages_point_to(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     unwanted = shutil.ignore_patterns(".*", "*.egg-info", "*.so", "__pycache__", "build", "dist", "runs")
@@ -157,6 +162,7 @@ def test_sdist_holds_what_its_pages_point_to(tmp_path: Path) -> None:
     assert (pointed | {"Makefile"}) - names == set()
 
 
+@pytest.mark.slow
 def test_installed_wheel_imports(wheel: tuple[Path, str], tmp_path: Path) -> None:
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel[0]) as archive:
@@ -167,6 +173,7 @@ def test_installed_wheel_imports(wheel: tuple[Path, str], tmp_path: Path) -> Non
     assert Path(extension).parent == site / "ep_plugin"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wheel")
 def test_make_wheel_makes_one_that_any_linux_loads(tree: Path, tmp_path: Path) -> None:
     """Without nvcc, and without the download of what builds it: the script, its flags for the linker and auditwheel."""
@@ -194,6 +201,7 @@ def test_make_wheel_makes_one_that_any_linux_loads(tree: Path, tmp_path: Path) -
     assert in_site(site, "import ep_plugin._C as c; print(c.max_ranks)", cwd=tmp_path).isdecimal()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wheel")
 def test_editable_install_imports_from_the_tree(tree: Path, without_nvcc: str, tmp_path: Path) -> None:
     # The wheel's objects are taken over: only the link is repeated.
@@ -230,6 +238,7 @@ def test_import_is_cheap(tmp_path: Path) -> None:
     assert "transformers" in run(sys.executable, "-c", code, cwd=tmp_path).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 def test_kernels_compile_for_gpus_without_bulk_copies(tmp_path: Path) -> None:
     """The default build is for those too, CI's only for those with them."""

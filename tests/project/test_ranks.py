@@ -18,6 +18,7 @@ def _wait_for_nobody(rank: int) -> None:
         dist.recv(torch.empty(1), 0)
 
 
+@pytest.mark.deadline
 def test_ranks_that_wait_until_the_deadline_have_failed() -> None:
     with pytest.raises(AssertionError) as caught:
         values(run_ranks(2, _wait_for_nobody, timeout_s=4))

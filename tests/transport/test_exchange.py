@@ -147,6 +147,7 @@ def _rank_two_is_missing(rank: int, size: int) -> float:
     return waited
 
 
+@pytest.mark.deadline
 def test_dead_rank_is_named_with_the_step_at_the_deadline():
     waited = run(4, _rank_two_is_missing, killed=(2,))
     assert 1.0 <= max(waited) < 6.0  # a rank that came later hears of the first one's deadline
@@ -173,6 +174,7 @@ def _leader_comes_last(rank: int, size: int) -> None:
             store.set("given up", "")
 
 
+@pytest.mark.deadline
 def test_a_leader_hears_that_its_peers_have_given_up():
     run(3, _leader_comes_last)
 
@@ -210,6 +212,7 @@ def _two_are_missing(rank: int, size: int) -> None:
             exchange.barrier("alone here")
 
 
+@pytest.mark.deadline
 def test_all_missing_ranks_are_named():
     run(3, _two_are_missing)
 
@@ -306,6 +309,7 @@ def _store_stops(rank: int, size: int, port: int, pid: int) -> float:
     return waited
 
 
+@pytest.mark.deadline
 def test_a_stopped_store_is_an_error_by_the_deadline_and_can_be_interrupted():
     ours, theirs = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(target=_stopped_store, args=(theirs,), daemon=True)
@@ -349,6 +353,7 @@ def _one_is_late(rank: int, size: int) -> float:
     return waited
 
 
+@pytest.mark.deadline
 def test_a_late_rank_hears_at_once_and_the_next_construction_works():
     assert run(2, _one_is_late)[1] < 5.0
 
@@ -506,6 +511,7 @@ def _part_of_a_group(rank: int, size: int) -> None:
     assert late.value.rank == 2
 
 
+@pytest.mark.deadline
 def test_errors_of_a_part_name_ranks_of_the_group():
     run(3, _part_of_a_group)
 

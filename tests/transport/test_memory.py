@@ -117,5 +117,6 @@ def _die_with_memory(rank: int, size: int, open_memory: Open) -> None:
     memory.close()
 
 
+@pytest.mark.deadline
 def test_a_dead_rank_is_named_and_its_memory_stays(open_memory: Open) -> None:
     run(3, _die_with_memory, open_memory, killed=(1,))

@@ -63,6 +63,7 @@ def test_ranks_know_their_places(network) -> None:
         assert set(networks) == {os.readlink("/proc/self/ns/net")}
 
 
+@pytest.mark.slow
 def test_memory_of_peers_ends_at_the_node(network) -> None:
     for rank in results(launch(*network, run="topology")):
         assert rank["nodes"] == [[0, 1], [2, 3]]
@@ -82,6 +83,7 @@ def test_the_cases_of_one_node_between_namespaces(num_nodes: int, per_node: int)
         assert rank["passed"] == len(ONE_NODE_CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_namespaces())
 def test_the_rate_bounds_the_link_and_only_the_link() -> None:
     times = {}
@@ -99,6 +101,7 @@ def test_a_rank_that_fails_ends_the_run(network, how: str, status: int) -> None:
     assert "nodes: rank 2 " in done.stderr
 
 
+@pytest.mark.deadline
 def test_the_others_have_time_to_find_out(network) -> None:
     done = launch("--grace", "60", *network, run="fail_by_itself_later")
     assert done.returncode == 137
@@ -163,6 +166,7 @@ def _bench(suite: str, *options: str, out: Path) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_bench_runs_on_the_ranks_of_its_launcher(tmp_path: Path) -> None:
     done = _bench("allgather", "--ranks", "4", "--nodes", "2", "--size", "64", out=tmp_path / "found.json")
     assert done.returncode == 0, done.stderr
@@ -178,6 +182,7 @@ def test_a_bench_runs_on_the_ranks_of_its_launcher(tmp_path: Path) -> None:
     assert {row["impl"] for row in found["rows"]} == {"ep_plugin", "ep_plugin, foreign output", "gloo"}
 
 
+@pytest.mark.slow
 def test_a_bench_of_dispatch_and_combine_over_nodes(tmp_path: Path) -> None:
     sizes = "--ranks 4 --nodes 2 --tokens 24 --hidden 64 --topk 6 --experts 16 --dtype bfloat16 --layout flat"
     done = _bench("moe", *sizes.split(), out=tmp_path / "found.json")
@@ -193,6 +198,7 @@ def test_a_bench_of_dispatch_and_combine_over_nodes(tmp_path: Path) -> None:
     assert cases["roundtrip_flat_bf16"]["ep_plugin"] == 2 * cases["combine_flat_bf16"]["ep_plugin"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suite", ["allgather", "moe"])
 def test_a_bench_refuses_other_nodes(suite: str, tmp_path: Path) -> None:
     done = _bench(suite, "--ranks", "4", "--nodes", "1", out=tmp_path / "found.json")
@@ -201,6 +207,7 @@ def test_a_bench_refuses_other_nodes(suite: str, tmp_path: Path) -> None:
     assert not (tmp_path / "found.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suite", ["allgather", "moe"])
 def test_a_bench_refuses_another_number_of_ranks(suite: str, tmp_path: Path) -> None:
     """The command of one of four ranks, which refuses before it meets the others."""

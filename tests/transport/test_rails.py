@@ -149,6 +149,7 @@ def _dies(rank: int) -> int:
     return int(found)
 
 
+@pytest.mark.deadline
 def test_survivors_keep_their_group() -> None:
     outcomes = run_ranks(4, _dies, env=TWO_NODES)
     assert values(outcomes[:3]) == [1, 2, 0] and outcomes[3].exitcode == -signal.SIGKILL

@@ -171,6 +171,7 @@ def _die_with_memory(rank: int, size: int, prefix: str, victims: tuple[int, ...]
     assert num_mapped(prefix) == 0
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("victims", [(1,), (0, 1, 2)], ids=["one dies", "all die"])
 def test_nothing_stays_when_ranks_are_killed(prefix, victims):
     run(3, _die_with_memory, prefix, victims, killed=victims)
@@ -189,6 +190,7 @@ def _die_while_sharing(rank: int, size: int, prefix: str, moment: str, victims: 
     memory.close()
 
 
+@pytest.mark.deadline
 @pytest.mark.parametrize("moment", ["_reserve", "_map_all", "_opened"])
 def test_survivors_remove_the_names_of_the_dead(prefix, moment):
     run(3, _die_while_sharing, prefix, moment, (1,), killed=(1,))
