@@ -150,7 +150,7 @@ def launcher() -> Launcher:
 
 def master() -> tuple[str, int]:
     """The launcher's ``MASTER_ADDR`` and ``MASTER_PORT``; without them, the loopback address and port 8361."""
-    return _value("MASTER_ADDR") or "127.0.0.1", _integer("MASTER_PORT", at_least=1) or 8361
+    return _value("MASTER_ADDR") or "127.0.0.1", _integer("MASTER_PORT", at_least=1, at_most=65535) or 8361
 
 
 def has_agent_store() -> bool:
@@ -241,10 +241,11 @@ def _boolean(name: str, *, default: bool = False) -> bool:
     return _BOOLEANS[value.lower()]
 
 
-def _integer(name: str, *, at_least: int) -> int | None:
+def _integer(name: str, *, at_least: int, at_most: int | None = None) -> int | None:
     value = _value(name)
     if value is None:
         return None
-    if not (value.isascii() and value.isdigit()) or int(value) < at_least:
-        raise ValueError(f"{name}: expected an integer of at least {at_least}, got {value!r}")
+    if not (value.isascii() and value.isdigit()) or not at_least <= int(value) <= (at_most or int(value)):
+        expected = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise ValueError(f"{name}: expected an integer {expected}, got {value!r}")
     return int(value)

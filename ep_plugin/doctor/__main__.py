@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ep_plugin import env
 from ep_plugin.doctor import dumps, machine, software
-from ep_plugin.doctor.findings import FAILURE, OK, Finding, collect, render, status
+from ep_plugin.doctor.findings import FAILURE, OK, Finding, collect, printable, render, status
 
 _EPILOG = """\
 Exit status: 0 if nothing would stop a job (warnings may be there), 1 if there is a failure that would, 2 for a wrong
@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not prints:
         for finding in findings:
             if finding.level == FAILURE:
-                print(f"ep-doctor: {finding.subject}: {finding.what}; to do: {finding.do}", file=sys.stderr)
+                text = f"ep-doctor: {finding.subject}: {finding.what}; to do: {finding.do}"
+                print(printable(text), file=sys.stderr)
         return 0  # a launcher would end rank 0 before it has printed
     return _show(findings, options.json)
 
@@ -52,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _show(findings: Sequence[Finding], as_json: bool) -> int:
     shown = [finding._asdict() for finding in findings]
     text = json.dumps({"status": status(findings), "findings": shown}, indent=2) if as_json else render(findings)
+    encoding = sys.stdout.encoding or "utf-8"
     try:
-        print(text, flush=True)
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:  # as in `ep-doctor | head`; Python flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status(findings)

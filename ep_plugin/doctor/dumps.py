@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ep_plugin.doctor.findings import FAILURE, OK, WARNING, Finding
+from ep_plugin.doctor.findings import FAILURE, OK, WARNING, Finding, ranks_said
 
 _FORMAT = 1
 _MOST_RANKS = 2**20
+_MOST_BYTES = 64 * 2**20  # of a file; one of 1000 calls has some 300 kB
 _BLAME_OTHERS = ("PeerTimeout", "PeerAborted")
 
 
@@ -80,7 +83,7 @@ def merge(folder: Path) -> list[Finding]:
     dumps: dict[int, Dump] = {}
     for path in sorted(folder.glob("rank*")):
         try:
-            dump = _dump_of(json.loads(path.read_text()))
+            dump = _dump_of(json.loads(_read(path)))
         except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
             what = f"{path.name} cannot be used: {type(error).__name__}: {error}"
             findings.append(Finding(WARNING, "files", what, "its rank may have died while it wrote; the rest is used"))
@@ -94,6 +97,18 @@ def merge(folder: Path) -> list[Finding]:
         do = "set EP_PLUGIN_DUMP to a folder that all ranks can write to, and run the job again"
         return [*findings, Finding(FAILURE, "files", f"{folder} has no file of any rank", do)]
     return [*findings, *_strangers(dumps), *_failures(dumps), *_missing(dumps), *_places(dumps)]
+
+
+def _read(path: Path) -> bytes:
+    """The content of a file. ValueError for a pipe or a device, which might never end, and for a file too large."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+            raise ValueError(
+                f"expected a regular file of at most {_MOST_BYTES} bytes, got mode {found.st_mode:o}, "
+                f"{found.st_size} bytes"
+            )
+        return file.read(_MOST_BYTES)
 
 
 def _dump_of(content: Any) -> Dump:
@@ -167,26 +182,30 @@ def _is_own(rank: int, failure: Failure) -> bool:
 
 
 def _missing(dumps: dict[int, Dump]) -> Iterator[Finding]:
-    """Ranks that left no file, with the last that others have seen of them."""
-    for rank in sorted(set(range(max(dump.world_size for dump in dumps.values()))) - set(dumps)):
-        seen = [
-            (failure.time, f"rank {other} saw it last {last or 'in no operation'}")
-            for other, dump in dumps.items()
-            if dump.failure is not None
-            for failure in [dump.failure[1]]
-            for last in [failure.boards.get(rank)]
-            if last is not None
-        ]
-        blamed = _said(other for other, dump in dumps.items() if dump.failure and dump.failure[1].rank == rank)
-        what = f"left no file; {max(seen)[1] if seen else 'no rank of its node has left one that mentions it'}"
-        if blamed:
-            yield Finding(FAILURE, f"rank {rank}", f"{what}; {blamed} waited for it in vain", _LOOK.format(rank=rank))
-        else:
-            yield Finding(WARNING, f"rank {rank}", what, _LOOK.format(rank=rank))
+    """Ranks that left no file. Each rank that another file mentions has a finding with where others saw it last."""
+    missing = set(range(max(dump.world_size for dump in dumps.values()))) - dumps.keys()
+    seen: dict[int, list[tuple[float, str]]] = defaultdict(list)
+    waiting: dict[int, list[int]] = defaultdict(list)
+    for other, failure in ((other, dump.failure[1]) for other, dump in dumps.items() if dump.failure is not None):
+        for rank, last in failure.boards.items():
+            seen[rank].append((failure.time, f"rank {other} saw it last {last or 'in no operation'}"))
+        if failure.rank is not None:
+            waiting[failure.rank].append(other)
+    for rank in sorted(missing & (seen.keys() | waiting.keys())):
+        what = f"left no file; {max(seen[rank])[1] if seen[rank] else _NOT_SEEN}"
+        if waiting[rank]:
+            what = f"{what}; {ranks_said(waiting[rank])} waited for it in vain"
+        yield Finding(FAILURE if waiting[rank] else WARNING, f"rank {rank}", what, _LOOK.format(f"rank {rank}"))
+    others = missing - seen.keys() - waiting.keys()
+    if others:  # one finding for all: they may be a million
+        them = "it" if len(others) == 1 else "them"
+        what = f"{ranks_said(others)} left no file, and no other file mentions {them}"
+        yield Finding(WARNING, "ranks", what, _LOOK.format("such a rank"))
 
 
+_NOT_SEEN = "no rank of its node has left one that mentions it"
 _LOOK = (
-    "look at the end of rank {rank}'s output and at its exit code: it was killed, or it hangs outside of ep_plugin "
+    "look at the end of {}'s output and at its exit code: it was killed, or it hangs outside of ep_plugin "
     "(`py-spy dump --pid PID` on its host shows where), or it could not write its file"
 )
 
@@ -240,8 +259,8 @@ def _out_of_step(
         do = "all ranks must call the same operations in the same order: look for a condition that differs among them"
         yield Finding(FAILURE, one.name, what, do)
     elif behind:
-        what = f"behind: {'; '.join(_grouped(behind))}, while {_said(set(last) - apart)} came further"
-        do = f"look at what {_said(behind)} did then: its output, and its calls of other communicators"
+        what = f"behind: {'; '.join(_grouped(behind))}, while {ranks_said(set(last) - apart)} came further"
+        do = f"look at what {ranks_said(behind)} did then: its output, and its calls of other communicators"
         yield Finding(FAILURE, one.name, what, do)
     elif len(last) == len(one.ranks) and not apart:
         do = "look at the rank and the step in the first error above; a larger timeout helps if that rank is only slow"
@@ -253,10 +272,4 @@ def _grouped(texts: dict[int, str]) -> list[str]:
     ranks = defaultdict(list)
     for rank, text in sorted(texts.items()):
         ranks[text].append(rank)
-    return [f"{_said(those)} {text}" for text, those in ranks.items()]
-
-
-def _said(ranks: Iterable[int | None]) -> str:
-    """ "rank 1" or "ranks 0, 2"; "" for none."""
-    known = sorted(rank for rank in set(ranks) if rank is not None)
-    return f"rank{'s'[: len(known) != 1]} {', '.join(map(str, known))}" if known else ""
+    return [f"{ranks_said(those)} {text}" for text, those in ranks.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +37,19 @@ def collect(checks: Iterable[Callable[[], Iterator[Finding]]]) -> list[Finding]:
     return found
 
 
+def ranks_said(ranks: Iterable[int]) -> str:
+    """Names ranks in ascending order: "rank 3", "ranks 1, 3" or "ranks 0 to 3, 7"; "" for none."""
+    known = sorted(set(ranks))
+    runs = [[rank for _, rank in run] for _, run in itertools.groupby(enumerate(known), lambda one: one[1] - one[0])]
+    said = (f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return f"rank{'s'[: len(known) != 1]} {', '.join(said)}" if known else ""
+
+
+def printable(text: str) -> str:
+    """`text` with escapes such as ``\\x1b`` for what a terminal would obey and for what no encoding has."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text)
+
+
 def status(findings: Sequence[Finding]) -> int:
     """The exit status: 1 if there is a failure."""
     return int(any(finding.level == FAILURE for finding in findings))
@@ -44,10 +58,10 @@ def status(findings: Sequence[Finding]) -> int:
 def render(findings: Sequence[Finding]) -> str:
     """A table of level, subject and sentence, with what to do below each, and a last line that counts."""
     width = max(80, min(shutil.get_terminal_size((120, 24)).columns, 120))
-    subjects = max((len(finding.subject) for finding in findings), default=0)
+    subjects = max((len(printable(finding.subject)) for finding in findings), default=0)
     margin = " " * (len(FAILURE) + subjects + 4)
     lines = []
-    for level, subject, what, do in findings:
+    for level, subject, what, do in ([printable(text) for text in finding] for finding in findings):
         start = f"{level:<{len(FAILURE)}}  {subject:<{subjects}}  "
         lines += textwrap.wrap(what, width, initial_indent=start, subsequent_indent=margin, break_long_words=False)
         if do:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ep_plugin import env
 from ep_plugin.doctor import machine, rates, software
-from ep_plugin.doctor.findings import FAILURE, OK, WARNING, Finding
+from ep_plugin.doctor.findings import FAILURE, OK, WARNING, Finding, ranks_said
 from ep_plugin.errors import EpPluginError
 from ep_plugin.transport import topology
 
@@ -55,7 +55,11 @@ def connect(timeout_s: float) -> Finding | None:
 
     if dist.is_initialized():
         return None
-    started, (address, port) = env.launcher(), env.master()
+    started = env.launcher()
+    try:
+        address, port = env.master()
+    except ValueError as error:
+        return Finding(FAILURE, "ranks", str(error), "correct the variable or unset it")
     assert started.rank is not None and started.world_size is not None
     timeout = datetime.timedelta(seconds=timeout_s)
     serves = started.rank == 0 and not env.has_agent_store()
@@ -71,7 +75,7 @@ def connect(timeout_s: float) -> Finding | None:
         store.wait(keys, timeout)
     except RuntimeError:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        what = f"{_ranks(missing)} did not come within {timeout_s:g} s"
+        what = f"{ranks_said(missing)} did not come within {timeout_s:g} s"
         return Finding(FAILURE, "ranks", what, "see what they printed; start as many ranks as WORLD_SIZE says")
     try:
         dist.init_process_group("gloo", None, timeout, started.world_size, started.rank, store)
@@ -135,7 +139,7 @@ def merge(of_ranks: Sequence[Sequence[Finding]]) -> list[Finding]:
                 problems.setdefault(finding, []).append(rank)
     for finding, ranks in problems.items():
         everywhere = len(ranks) == len(of_ranks)
-        found.append(finding if everywhere else finding._replace(what=f"{_ranks(ranks)}: {finding.what}"))
+        found.append(finding if everywhere else finding._replace(what=f"{ranks_said(ranks)}: {finding.what}"))
     return found
 
 
@@ -148,11 +152,11 @@ def compare(of_ranks: Sequence[dict[str, str]]) -> Iterator[Finding]:
             holders.setdefault(theirs[name], []).append(rank)
         if len(holders) > 1:
             differs = True
-            values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items())
+            values = ", ".join(f"{value} on {ranks_said(ranks)}" for value, ranks in holders.items())
             level = WARNING if name in _MAY_DIFFER else FAILURE
             yield Finding(level, "same on ranks", f"ranks differ in {name}: {values}", "make it the same on every host")
     if not differs:
-        yield Finding(OK, "same on ranks", f"versions, build and EP_PLUGIN of {_ranks(range(len(of_ranks)))}")
+        yield Finding(OK, "same on ranks", f"versions, build and EP_PLUGIN of {ranks_said(range(len(of_ranks)))}")
 
 
 def same_names(hosts: Sequence[Sequence[str]]) -> Iterator[Finding]:
@@ -162,7 +166,7 @@ def same_names(hosts: Sequence[Sequence[str]]) -> Iterator[Finding]:
         machines.setdefault(name, {}).setdefault(identity, []).append(rank)
     for name, identities in machines.items():
         if len(identities) > 1:
-            where = " and ".join(_ranks(ranks) for ranks in identities.values())
+            where = " and ".join(ranks_said(ranks) for ranks in identities.values())
             what = f"{len(identities)} hosts claim the name {name!r}: those of {where}; gloo finds hosts by their names"
             yield Finding(WARNING, "host", what, "give each host a name of its own (hostnamectl set-hostname)")
 
@@ -179,7 +183,7 @@ def map_nodes(reports: Sequence[topology.RankReport]) -> tuple[list[Finding], to
         do = "start as many ranks on every node, on GPUs that reach each other; a group inside the job may still fit"
         return [Finding(FAILURE, "nodes", str(error), do)], None
     found = [
-        Finding(OK, "nodes", f"node {node} is {_ranks(ranks)} on {reports[ranks[0]].host}")
+        Finding(OK, "nodes", f"node {node} is {ranks_said(ranks)} on {reports[ranks[0]].host}")
         for node, ranks in enumerate(node_map.nodes)
     ]
     most = software.extension().max_ranks if software.extension() else node_map.ranks_per_node
@@ -204,15 +208,6 @@ def share_memory(node_map: topology.NodeMap, exchange: Any, device: Any) -> tupl
             do = "ranks of one node must run on one machine, as one user, in one container or pod, and see the same "
             do += "/proc; if two machines have one identity, set EP_PLUGIN_HOST to another name on each"
             return [Finding(FAILURE, "peer memory", f"ranks cannot share memory: {error}", do)], 0.0
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0 to 3" or "ranks 1, 3"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from ep_plugin import env
 from ep_plugin.errors import PeerAborted, PeerTimeout, text_of, type_and_text
 from ep_plugin.log import logger
+from ep_plugin.transport.peer import undo_on_error
 from ep_plugin.transport.threads import call_in_thread
 
 FORMAT = 1
@@ -159,9 +161,13 @@ def _content(rank: int) -> dict[str, Any]:
 
 def _write(folder: Path, rank: int, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"rank{rank}.json.unfinished"
-    unfinished.write_text(text)
-    unfinished.replace(folder / f"rank{rank}.json")
+    # In a folder that others can write to, a file or link may have any name that can be known before.
+    unfinished = folder / f"rank{rank}.json.{secrets.token_hex(8)}.unfinished"
+    with undo_on_error() as made:
+        with open(unfinished, "x") as file:
+            made.callback(unfinished.unlink)
+            file.write(text)
+        unfinished.replace(folder / f"rank{rank}.json")
 
 
 def _forget() -> None:

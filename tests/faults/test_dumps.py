@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -174,8 +176,8 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_hides_no_error(tmp_pat
 
 
 def _never_answers(rank: int) -> tuple[str, list[str], float]:
-    """The folder's file for this rank is a pipe that nobody reads."""
-    os.mkfifo(Path(os.environ["EP_PLUGIN_DUMP"]) / f"rank{rank}.json.unfinished")
+    """The folder is on a server that is gone, so no write to it returns."""
+    calls._write = lambda *_: threading.Event().wait()
     calls._WRITE_S = 0.5
     began = time.monotonic()
     text, records = _into_a_file(rank, "")
@@ -203,6 +205,29 @@ def test_a_failure_during_a_write_is_written_too(tmp_path: Path, monkeypatch: py
     calls.failed(calls.Calls((0,), 0, True, "outer"), EpPluginError("first"), boards)
     content = json.loads((tmp_path / "rank0.json").read_text())
     assert sorted(one["name"] for one in content["communicators"] if one["failures"]) == ["inner", "outer"]
+
+
+def test_links_in_a_shared_folder_lead_no_file_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user knows the names of the files, and has put links in their places."""
+    shared, elsewhere = tmp_path / "shared", tmp_path / "elsewhere"
+    shared.mkdir()
+    elsewhere.write_text("of the user")
+    for name in ("rank0.json", "rank0.json.unfinished"):
+        (shared / name).symlink_to(elsewhere)
+    monkeypatch.setenv("EP_PLUGIN_DUMP", str(shared))
+    monkeypatch.setattr(calls, "_failures", [])
+    calls.failed(calls.Calls((0,), 0, True, "communicator"), EpPluginError("first"), dict)
+    assert elsewhere.read_text() == "of the user"
+    assert not (shared / "rank0.json").is_symlink()
+    assert json.loads((shared / "rank0.json").read_text())["rank"] == 0
+    assert {path.name for path in shared.iterdir()} == {"rank0.json", "rank0.json.unfinished"}
+
+
+def test_a_file_that_cannot_be_finished_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "rank0.json").mkdir()  # which no file can replace
+    with pytest.raises(OSError):
+        calls._write(tmp_path, 0, "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["rank0.json"]
 
 
 def _count(rank: int) -> tuple[int, list[str]]:
@@ -277,7 +302,8 @@ def test_files_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
     said = [one.what for one in findings if one.level == WARNING and one.subject == "files"]
     assert said == [f"the file of rank {rank} is of an earlier job, and left out" for rank in (2, 3)]
     assert of(findings, "communicator 0.1", OK) == "ranks 0, 1 in dispatch 1"
-    assert all("left no file" in of(findings, f"rank {rank}", level) for rank, level in ((2, FAILURE), (3, WARNING)))
+    assert "left no file" in of(findings, "rank 2", FAILURE)
+    assert of(findings, "ranks", WARNING) == "rank 3 left no file, and no other file mentions it"
 
 
 def test_files_of_groups_that_share_no_rank_are_of_one_job(tmp_path: Path) -> None:
@@ -306,6 +332,91 @@ BAD = {
     "not text": "\udcff",
     "nested": "[" * 100_000,
 }
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def a_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def a_huge_file(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 20 << 30)  # without a block on the disk
+
+
+@pytest.mark.parametrize("make", [a_pipe, a_device, a_folder, a_huge_file])
+def test_what_is_no_file_of_a_rank_is_named_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "rank1.json")
+    (tmp_path / "rank0.json").write_text(json.dumps(dump(0, ["dispatch"])))
+    done = doctor(tmp_path)
+    assert "rank1.json cannot be used: " in said(done) and "rank 1 left no file" in said(done)
+    assert "rank 0 in dispatch 1" in said(done) and done.stderr == ""
+
+
+def doctor(folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`ep-doctor --merge` in a process of its own, with little memory and little time."""
+    limit = 2 << 30
+    return subprocess.run(
+        [sys.executable, "-m", "ep_plugin.doctor", "--merge", str(folder), *options],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )  # fmt: skip
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    return " ".join(done.stdout.split())
+
+
+def test_many_ranks_without_a_file_are_one_line(tmp_path: Path) -> None:
+    """A job of a million ranks, of which one has left a file that mentions two others."""
+    seen = {"1": {"last": "in dispatch of communicator 0.1"}, "3": {"last": ""}}
+    content = dump(0, ["dispatch"], size=4, failure={"rank": 1, "error": "PeerTimeout", "text": "late", "boards": seen})
+    began = time.monotonic()
+    findings = merged(tmp_path, content | {"world_size": 2**20})
+    missing = {one.subject: one.what for one in findings if "left no file" in one.what}
+    assert missing == {
+        "rank 1": "left no file; rank 0 saw it last in dispatch of communicator 0.1; rank 0 waited for it in vain",
+        "rank 3": "left no file; rank 0 saw it last in no operation",
+        "ranks": "ranks 2, 4 to 1048575 left no file, and no other file mentions them",
+    }
+    assert doctor(tmp_path).returncode == 1 and time.monotonic() - began < 30
+
+
+TEXTS = {
+    "half of a pair": "caf\udce9",
+    "a title for the terminal": "\x1b]0;title\x07\x1b[2J",
+    "one byte for two": "\x9b31m",
+    "letters from right to left": "abc\u202edef",
+}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_only_what_can_be_printed_reaches_the_terminal(tmp_path: Path, text: str, encoding: str) -> None:
+    failure = {"rank": 1, "error": f"E{text}", "text": f"naïve {text}", "boards": {"1": {"last": text}}}
+    content = dump(0, ["dispatch"], failure=failure)
+    content["communicators"][0]["name"] = f"communicator {text}"
+    content["calls"][0]["kind"] = text
+    (tmp_path / "rank0.json").write_text(json.dumps(content))
+    done = doctor(tmp_path, PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert all(letter.isprintable() or letter == "\n" for letter in done.stdout)
+    assert ascii(text)[1:-1] in said(done)
+    assert json.loads(doctor(tmp_path, "--json", PYTHONIOENCODING=encoding).stdout)["status"] == 1
+
+
+def test_only_what_can_be_printed_of_a_name_reaches_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "rank1.json\x1b[2J\udcff").write_text("")
+    done = doctor(tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "rank1.json\\x1b[2J\\udcff cannot be used" in said(done)
 
 
 @pytest.mark.parametrize("content", BAD.values(), ids=BAD)

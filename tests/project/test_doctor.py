@@ -471,6 +471,15 @@ def test_a_store_that_nobody_serves_is_named() -> None:
     assert exit_status == 0
 
 
+@pytest.mark.parametrize("port", ["99999999", "0", "tcp"])
+def test_a_port_that_is_none_is_named(port: str) -> None:
+    exit_status, found, _ = doctor(RANK="0", WORLD_SIZE="2", MASTER_PORT=port)
+    (finding,) = [finding for finding in problems(found) if finding.subject == "ranks"]
+    assert finding.what == f"MASTER_PORT: expected an integer from 1 to 65535, got '{port}'"
+    assert finding.do == "correct the variable or unset it"
+    assert exit_status == 1
+
+
 @pytest.mark.parametrize("option", [["--timeout", "0"], ["--timeout", "soon"], ["--no-such"]])
 def test_a_wrong_option_ends_with_status_2(option: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
