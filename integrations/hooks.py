@@ -102,7 +102,7 @@ class Status(list[Row]):
 class _Replacement:
     """An object of ours in the place of another, under the name that `status` shows.
 
-    serves: False after a `restore` that found something else there, such as a wrapper of ours.
+    serves: False after a `restore` or a `replace` that found something else there, such as a wrapper of ours.
     """
 
     owner: Any
@@ -153,6 +153,8 @@ def replace(name: str, owner: Any, attribute: str, ours: Any, said: str = "") ->
     """
     present = _members(owner)[attribute]
     if present is not ours:
+        for one in _of(name, owner):
+            one.serves &= one.attribute != attribute  # what stands between may call it: one call would count twice
         _put(owner, attribute, ours)
         said = said or f"{owner.__name__.rpartition('.')[2]}.{attribute}"
         _replaced.setdefault(name, []).append(_Replacement(owner, attribute, ours, present, said))
@@ -182,6 +184,11 @@ def restore(name: str, *owners: Any) -> None:
 def is_enabled(name: str, owner: Any) -> bool:
     """Whether attributes of `owner` are replaced. Not after `restore`, when somebody's wrapper may still call ours."""
     return any(one.serves and one.owner is owner for one in _replaced.get(name, ()))
+
+
+def serves(name: str, owner: Any, ours: Any) -> bool:
+    """Whether `ours` is what serves in its place. Not if a later `replace` has put another object over it."""
+    return any(one.serves and one.owner is owner and one.ours is ours for one in _replaced.get(name, ()))
 
 
 def replaces(name: str, owner: Any, attribute: str) -> bool:

@@ -99,7 +99,7 @@ def _manage(stock: Callable[..., Any]) -> Callable[..., Any]:
             finally:
                 _thread.manager = outer
             num_theirs = max(1, len(collected.get(key, ())))
-        if manager.ep_plugin_calls == 0 and hooks.is_enabled("megatron", buffers):
+        if manager.ep_plugin_calls == 0 and hooks.serves("megatron", buffers, managed):
             _leave("all-reduces of gradients", num_theirs)
 
     return managed
@@ -123,7 +123,7 @@ def _serve(kind: str, form: Callable[..., None], stock: Callable[..., Any]) -> C
     first, second, *_ = signature.parameters
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not hooks.is_enabled("megatron", buffers):
+        if not hooks.serves("megatron", buffers, call):
             return stock(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments  # TypeError for what stock does not take
         output, shards = given.pop(first), given.pop(second)

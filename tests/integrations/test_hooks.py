@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,33 @@ def test_ours_is_known_again_when_a_wrapper_is_taken_away(framework: Path, enabl
         assert hooks.is_enabled("toy", layer) and state() == ("ready", "replaced layer.layer")
     hooks.disable(["toy"])
     assert layer.layer == "stock"
+
+
+def test_only_the_latest_of_ours_serves(framework: Path) -> None:
+    """A wrapper between two of ours calls the earlier one, which leaves the call as it is."""
+    layer = importlib.import_module("toyframe.layer")
+    layer.call = stock = lambda: "stock"
+
+    def over(present: Callable[[], str]) -> Callable[[], str]:
+        def call() -> str:
+            if hooks.serves("toy", layer, call):
+                hooks.left("toy")
+            return present()
+
+        return call
+
+    hooks.replace("toy", layer, "call", first := over(layer.call))
+    layer.call = wrapper = lambda: first()
+    hooks.restore("toy", layer)
+    hooks.replace("toy", layer, "call", over(layer.call))
+    assert layer.call() == "stock" and counts.num_left["toy"] == 1
+    hooks.restore("toy", layer)
+    assert layer.call is wrapper and layer.call() == "stock" and counts.num_left["toy"] == 1
+    layer.call = first
+    hooks.replace("toy", layer, "call", first)
+    assert layer.call() == "stock" and counts.num_left["toy"] == 2
+    hooks.restore("toy", layer)
+    assert layer.call is stock
 
 
 def test_a_module_that_is_there_already_is_served_at_once(framework: Path) -> None:

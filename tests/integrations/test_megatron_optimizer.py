@@ -448,6 +448,35 @@ def test_calls_of_any_form_are_served_until_ours_is_disabled() -> None:
     values(run_ranks(2, _outlives_a_wrapper, framework="megatron"))
 
 
+def _wrapped_twice(rank: int) -> None:
+    """Somebody wraps ours, which then is disabled and enabled, so that a second one of ours stands over the wrapper."""
+    make_distributed_optimizer_run_here()
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+
+    from ep_plugin.integrations.megatron import optimizer
+
+    optimizer.enable()
+    for name in (GATHERED, SUMMED, "_coalescing_manager"):
+        wrapped = getattr(buffers, name)
+        setattr(buffers, name, functools.partial(wrapped))
+    optimizer.disable()
+    optimizer.enable()
+    total, group = torch.empty(1, dtype=torch.int32), dist.group.WORLD
+    getattr(buffers, SUMMED)(total, torch.arange(2, dtype=torch.int32), dist.ReduceOp.SUM, group)
+    assert total.item() == 2 * rank and (counts.num_served["megatron"], counts.num_left["megatron"]) == (0, 1)
+    with buffers._coalescing_manager(group, async_ops=True) as manager:
+        dist.all_reduce(total.fill_(1))
+    manager.wait()
+    assert total.item() == 2 and counts.num_left["megatron"] == 2
+    whole = torch.empty(2)
+    getattr(buffers, GATHERED)(whole, torch.tensor([float(rank)]), group)
+    assert whole.tolist() == [0.0, 1.0] and counts.num_served["megatron"] == 1
+
+
+def test_a_call_that_comes_to_ours_twice_counts_once() -> None:
+    values(run_ranks(2, _wrapped_twice, framework="megatron"))
+
+
 def _odd_calls(rank: int) -> None:
     """A wrapper that hides parameters was there first; operations are objects; a group is not the rank's own."""
     make_distributed_optimizer_run_here()
