@@ -273,13 +273,17 @@ def _unmap(ptrs: list[int], nbytes: int) -> None:
 
 
 def _sweep() -> None:
-    """Removes names whose owners died before everyone had mapped their blocks: a live owner holds a lock."""
+    """Removes names whose owners died before everyone had mapped their blocks: a live owner holds a lock.
+
+    Any user may put links, pipes and devices into the folder. They stay as they are.
+    """
     for path in glob.glob(f"{_DIRECTORY}/{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
+                if stat.S_ISREG(os.fstat(fd).st_mode):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(path)
             finally:
                 os.close(fd)
 

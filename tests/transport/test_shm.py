@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import glob
 import mmap
 import os
 import secrets
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -208,6 +211,23 @@ def test_the_next_to_come_removes_the_names_of_those_who_all_died(prefix):
     run(2, _die_while_sharing, prefix, "_map_all", (0, 1), killed=(0, 1))
     assert len(names(prefix)) == 2
     run(2, _share_once, prefix)
+
+
+def test_names_of_others_are_neither_opened_nor_removed(prefix, tmp_path):
+    target, block, pipe = tmp_path / "target", f"/dev/shm/{prefix}block", f"/dev/shm/{prefix}pipe"
+    target.touch()
+    Path(block).touch()
+    os.mkfifo(pipe)
+    links = [f"/dev/shm/{prefix}link", f"/dev/shm/{prefix}device"]
+    for link, to in zip(links, (target, "/dev/null"), strict=True):
+        os.symlink(to, link)
+    try:
+        with mock.patch.object(shm, "_PREFIX", prefix), mock.patch("fcntl.flock", wraps=fcntl.flock) as locked:
+            shm._sweep()
+        assert sorted(names(prefix)) == sorted([pipe, *links]) and locked.call_count == 1
+    finally:
+        for path in names(prefix):
+            os.unlink(path)
 
 
 def _open(rank: int, size: int) -> None:
