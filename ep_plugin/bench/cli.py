@@ -68,9 +68,9 @@ def _plan(plot: Path | None = None, **options: Any) -> None:
         if plot is not None and asked.nodes < 2:
             raise ValueError(f"nodes: expected at least 2 for --plot, got {asked.nodes}")
         _check_writable("plot", plot)
-    typer.echo(plan.markdown(asked))
-    if plot is not None:
-        plan.plot(asked, plot)
+        typer.echo(plan.markdown(asked))
+        if plot is not None:
+            plan.plot(asked, plot)
 
 
 Plot = Annotated[Path | None, typer.Option(help="The file of a PNG with the bytes over 2 to N nodes.")]

@@ -30,6 +30,7 @@ DISPATCH, CACHED, COMBINE = "dispatch", "cached dispatch", "combine"
 _ELEMENT_BYTES = {"bf16": (2, 2), "fp32": (4, 4), "fp8": (1, 2)}  # of rows in dispatch and in combine
 RAIL, LINKS = "rail", "links"
 _COUNTED = 256  # tokens per rank in the routing of the picture
+_MOST_DRAWN, _MOST_DRAWN_BY_NODES = 2**29, 2**36  # random numbers: of a rank, 2 GiB, and of its rail, some minutes
 _NOTES = """\
 - formula: each token draws M of the N nodes evenly (M: the node limit, else N), then K of their e = E M / N experts.
   It needs a place with n experts with probability q(n) = M / N p(n), p(n) = 1 - C(e - n, K) / C(e, K). Rows per token:
@@ -223,10 +224,22 @@ def rows_of(operation: str, path: str, rows: Rows) -> float:
 def rows_by_source(plan: Plan, most: int | None = None) -> dict[str, dict[str, Rows]]:
     """The rows of rank 0, by formula, and counted in a random routing. most: tokens that are counted, and scaled."""
     few = replace(plan, tokens=min(plan.tokens, most or plan.tokens))
+    _check_countable(few)
     generator, scale = torch.Generator().manual_seed(0), plan.tokens / few.tokens
     counted = counted_rows(few, [random_routing(few, generator) for _ in range(plan.nodes)])
     scaled = {way: Rows(*(number * scale for number in rows)) for way, rows in counted.items()}
     return {"formula": expected_rows(plan), "counted": scaled}
+
+
+def _check_countable(plan: Plan) -> None:
+    """ValueError for a routing that needs too much memory or time to be drawn and counted."""
+    drawn = plan.tokens * plan.experts
+    if drawn > _MOST_DRAWN or drawn * plan.nodes > _MOST_DRAWN_BY_NODES:
+        most = min(_MOST_DRAWN, _MOST_DRAWN_BY_NODES // plan.nodes)
+        raise ValueError(
+            f"tokens: expected at most {most} / experts for {plan.nodes} nodes, whose routing is counted, got "
+            f"{plan.tokens} tokens and {plan.experts} experts"
+        )
 
 
 def markdown(plan: Plan) -> str:
