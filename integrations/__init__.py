@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ep_plugin.integrations.hooks import Status
+    from ep_plugin.integrations.rows import Status
 
 
 def enable(*names: str) -> None:
@@ -37,10 +37,11 @@ def disable(*names: str) -> None:
 
 
 def status() -> Status:
-    """The state of every integration in this process, what it replaced, and how much it served and left.
+    """The state of every integration in this process, what it replaced, how much it served, left and holds in memory.
 
     Returns:
-        Rows (name, state, detail, served, left), as `ep_plugin.integrations.hooks.Row`. Printed, they are a table.
+        Rows (name, state, detail, served, left, peer_bytes), as `ep_plugin.integrations.rows.Row`. Printed, they are a
+        table, with the memory in MiB.
     """
     from ep_plugin.integrations import hooks
 

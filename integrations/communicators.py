@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_plugin import MoECommunicator
+from ep_plugin import MoECommunicator, counts
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.moe.in_flight import untraced
@@ -24,6 +24,7 @@ def communicator_of(name: str, group: dist.ProcessGroup | None, **settings: Any)
     """
     comm = MoECommunicator.shared(group, **settings)
     comm.in_flight.serves = name
+    counts.holds(name, comm)
     return comm
 
 

@@ -30,7 +30,7 @@ _NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor")
 for _name in (*_NAMES, "_reduce_op"):
     hooks.check_signatures("deepspeed", TorchBackend, [_name])  # a decorator of DeepSpeed's hides their arguments
 _stock: dict[str, Callable[..., Any]] = {_name: getattr(TorchBackend, _name) for _name in _NAMES}
-_user = PairUser()
+_user = PairUser("deepspeed")
 
 
 def enable() -> None:

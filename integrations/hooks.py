@@ -28,6 +28,7 @@ from ep_plugin.counts import served as served
 from ep_plugin.errors import EpPluginError, NotSupported
 from ep_plugin.integrations.fallback import falls_back, has_fallen_back
 from ep_plugin.integrations.finder import Finder
+from ep_plugin.integrations.rows import Row, Status
 from ep_plugin.log import log
 
 
@@ -68,36 +69,6 @@ HOMES = {"deep_ep": "ep_plugin.deep_ep", "deep_ep_cpp": "ep_plugin.deep_ep.cpp"}
 ALONG = {"deep_ep": ("deep_ep_cpp",)}  # modules that are ours where the integration's is
 
 
-class Row(NamedTuple):
-    """One integration.
-
-    state: "off"; "waiting" for its framework; "ready", replaced but without an operation yet; "on", has served some;
-        "stock", left to the framework (EP_PLUGIN_FALLBACK); or "failed".
-    detail: what is replaced, or the reason. First the number of each kind that was served, if there are several.
-    served, left: operations that ran through ep_plugin, and that it left to the framework's own code.
-    """
-
-    name: str
-    state: str
-    detail: str
-    served: int = 0
-    left: int = 0
-
-
-class Status(list[Row]):
-    """A row for each integration; printed, a table."""
-
-    def __repr__(self) -> str:
-        cells = [("integration", "state", "served", "left", "detail")]
-        cells += [(row.name, row.state, str(row.served), str(row.left), row.detail) for row in self]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        one, two, *numbers, _ = widths
-        return "\n".join(
-            f"{name:<{one}}  {state:<{two}}  {served:>{numbers[0]}}  {left:>{numbers[1]}}  {detail}"
-            for name, state, served, left, detail in cells
-        )
-
-
 @dataclasses.dataclass
 class _Replacement:
     """An object of ours in the place of another, under the name that `status` shows.
@@ -134,7 +105,8 @@ def _row_of(name: str) -> Row:
     state = "on" if row.state == "ready" and num_served else row.state
     kinds = [(n, kind) for (of, kind), n in list(counts.num_served_of_kind.items()) if of == name]
     served_each = f"served {', '.join(f'{n} {kind}' for n, kind in kinds)}; " if len(kinds) > 1 else ""
-    return row._replace(state=state, detail=served_each + row.detail, served=num_served, left=counts.num_left[name])
+    row = row._replace(state=state, detail=served_each + row.detail)
+    return row._replace(served=num_served, left=counts.num_left[name], peer_bytes=counts.peer_bytes(name))
 
 
 def record(name: str, state: str, detail: str) -> None:

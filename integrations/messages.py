@@ -8,6 +8,7 @@ import threading
 import torch
 import torch.distributed as dist
 
+from ep_plugin import counts
 from ep_plugin.collectives.send_receive import SendReceive
 from ep_plugin.errors import NotSupported
 from ep_plugin.integrations.fallback import falls_back, warn_once
@@ -78,6 +79,7 @@ def _made(name: str, group: dist.ProcessGroup, device: torch.device) -> SendRece
         made.close()
         _warn(name, group, f"expected GPUs of one node, got those of {made.num_nodes} nodes")
         return None
+    counts.holds(name, made)
     return made
 
 

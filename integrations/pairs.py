@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_plugin import _C
+from ep_plugin import _C, counts
 from ep_plugin.collectives import HierarchicalAllGather, HierarchicalReduceScatter
 from ep_plugin.errors import NotSupported
 from ep_plugin.runtime.streams import current_stream, on_stream, record_stream
 from ep_plugin.transport.groups import is_alive, timeout_of
+from ep_plugin.transport.peer import PeerBuffer
 
 # By device, the gathered bytes from which PyTorch's own collective gathers into memory that peers have not mapped. On
 # GPUs such a gather costs ours one more copy, by SMs that the model wants: on 4 H200s NCCL is faster from this size on
@@ -91,6 +92,10 @@ class Pair:
         with on_stream(stream):
             return collective(output, shards, async_op=True, **options)
 
+    def peer_buffers(self) -> list[PeerBuffer]:
+        """The open blocks of peer memory that both hold on this rank."""
+        return [*self.all_gather.peer_buffers(), *self.reduce_scatter.peer_buffers()]
+
     def close(self) -> None:
         """Closes both, also if one raises."""
         with contextlib.closing(self.all_gather), contextlib.closing(self.reduce_scatter):
@@ -110,7 +115,9 @@ _lock = threading.Lock()  # backward runs in a thread of autograd's
 class PairUser:
     """Whoever uses pairs. Each stays open for it until it leaves or the group is destroyed."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        """name: the integration, which counts the memory of its pairs."""
+        self._name = name
         self._keys: set[_Key] = set()
 
     def pair(self, group: dist.ProcessGroup, device: torch.device, model: Any = None) -> Pair:
@@ -130,6 +137,7 @@ class PairUser:
                 _pairs[key] = Pair(group, device)
             pair = _pairs[key]
             if key not in self._keys:
+                counts.holds(self._name, pair)
                 self._keys = (self._keys & _pairs.keys()) | {key}
                 pair.num_users += 1
             return pair

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
 from ep_plugin.collectives.engine import CollectiveEngine
+from ep_plugin.counts import held_bytes
 from ep_plugin.errors import CommunicatorClosed, EpPluginError, PeerTimeout
 from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import caller_stream, resolve_device
 from ep_plugin.runtime.tensors import KnownCalls
 from ep_plugin.transport.groups import Group, checked_group, name_of
+from ep_plugin.transport.peer import PeerBuffer
 
 PATHS = ("auto", "copy_engine", "sm")
 _MOST_BYTES = 1 << 47  # a process can address no more
@@ -104,6 +106,16 @@ class Collective:
     def rail_bytes_sent(self) -> int:
         """Bytes of shards that this rank has sent to other nodes, over all operations so far."""
         return 0 if self._engine is None else self._engine.rail_bytes_sent
+
+    @property
+    def peer_bytes(self) -> int:
+        """Bytes of memory that this rank holds for the object, and that peers map: blocks of `allocate`, staging and
+        control memory, which the collectives of a group share. 0 before the first `allocate` or operation."""
+        return held_bytes([self])
+
+    def peer_buffers(self) -> list[PeerBuffer]:
+        """The open blocks of that memory."""
+        return [] if self._engine is None else self._engine.peer_buffers()
 
     def check(self) -> None:
         """Raises the first error of this object, if there is one. Costs no synchronisation."""

@@ -43,6 +43,7 @@ class ControlSet:
 
     board, requests, calls, stream_words: host memory, zeroed, each on pages of its own.
     block: the control block of the kernels, zeroed, in the device's memory.
+    buffers: the blocks that have all of this, and the other sets.
     close: gives the set back. May be called again.
     """
 
@@ -51,6 +52,7 @@ class ControlSet:
     calls: tuple[int, ...]
     stream_words: tuple[int, ...]
     block: tuple[int, ...]
+    buffers: tuple[PeerBuffer, ...]
     close: Callable[[], None]
 
 
@@ -133,7 +135,7 @@ class _ControlMemory:
         block = tuple(ptr + number * self._block_bytes for ptr in self._blocks.ptrs)
         leaving = contextlib.ExitStack()
         leaving.callback(self.release)
-        return ControlSet(**parts, block=block, close=leaving.close)
+        return ControlSet(**parts, block=block, buffers=(self._host, self._blocks), close=leaving.close)
 
 
 def _pages(nbytes: int) -> int:

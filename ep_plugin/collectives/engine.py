@@ -50,10 +50,10 @@ class CollectiveEngine(GroupEngine):
     def _construct_node(self, group: dist.ProcessGroup) -> None:
         device, within = self.device, self.within
         streams = self.streams = Streams() if device.type == "cpu" else CallerStreams(device)
-        self.memory = open_memory(within, device)
-        self._resources.callback(self.memory.close)
+        self.memory = self._own(open_memory(within, device))
         self.control = take_set(group, within, self.memory)
         self._resources.callback(self.control.close)
+        self.shared = self.control.buffers
         self._make_boards(self.control.board)
         self.blocks = Blocks(self, self.num_buffers)
         self._resources.callback(self.blocks.close)

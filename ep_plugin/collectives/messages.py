@@ -95,10 +95,10 @@ class MessageEngine(GroupEngine):
 
     def _construct_node(self) -> None:
         by_kernels = _moves_by_kernels(self.device)
-        self.memory = open_memory(self.within, self.device)
-        self._resources.callback(self.memory.close)
+        self.memory = self._own(open_memory(self.within, self.device))
         control = take_set(self._group, self.within, self.memory)  # lanes are used in place of its block
         self._resources.callback(control.close)
+        self.shared = control.buffers
         self._make_boards(control.board)
         memory_bytes = _C.device_message_memory_bytes if by_kernels else _C.message_memory_bytes
         block = self.memory.allocate(memory_bytes(self.node_size, self.num_channels), "messages")

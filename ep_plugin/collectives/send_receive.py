@@ -21,10 +21,12 @@ from ep_plugin import _C
 from ep_plugin.collectives.base import check_timeout
 from ep_plugin.collectives.messages import MessageEngine, Posted
 from ep_plugin.collectives.shards import as_bytes_in_order
+from ep_plugin.counts import held_bytes
 from ep_plugin.errors import CommunicatorClosed, PeerTimeout
 from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import resolve_device
 from ep_plugin.transport.groups import Group, checked_group
+from ep_plugin.transport.peer import PeerBuffer
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +99,16 @@ class SendReceive:
     def num_nodes(self) -> int:
         """The number of nodes that the group spans."""
         return 1 if self._engine is None else self._engine.node_map.num_nodes
+
+    @property
+    def peer_bytes(self) -> int:
+        """Bytes of memory that this rank holds for the object, and that peers map: lanes, and control memory, which the
+        collectives of a group share."""
+        return held_bytes([self])
+
+    def peer_buffers(self) -> list[PeerBuffer]:
+        """The open blocks of that memory."""
+        return [] if self._engine is None else self._engine.peer_buffers()
 
     def send(self, tensor: torch.Tensor, dst: int, channel: int = 0) -> MessageWork:
         """Sends `tensor` to rank `dst`. The `Work` is done when the tensor may change."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ep_plugin import counts
 from ep_plugin.collectives.all_gather import HierarchicalAllGather
 from ep_plugin.collectives.send_receive import MessageWork, SendReceive
 from ep_plugin.deep_ep import arguments
@@ -37,6 +38,7 @@ class PipelineMessages:
         rank, size = group.rank(), group.size()
         self._neighbours = {(rank + 1) % size, (rank - 1) % size} - {rank}
         self._messages = SendReceive(group)
+        counts.holds("deep_ep", self._messages)
         self._sends: defaultdict[int, deque[MessageWork]] = defaultdict(deque)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
@@ -69,6 +71,7 @@ class GatherSessions:
         """Collective. most_bytes: of all gathered tensors of a session."""
         self._group, self._most_gathers = group, most_gathers
         self._gather = HierarchicalAllGather(group)
+        counts.holds("deep_ep", self._gather)
         self._memory = self._gather.allocate(most_bytes, dtype=torch.uint8, device=resolve_device(group, None))
         self._begun = False
         self._used = self._count = 0

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 import torch.distributed as dist
 
+from ep_plugin import counts
 from ep_plugin.config import MoECommunicatorConfig, in_one_kernel
 from ep_plugin.deep_ep.utils.event import comm_stream
 from ep_plugin.errors import CommunicatorClosed, NotSupported
@@ -96,6 +97,7 @@ class SharedCommunicators(metaclass=RefusesByName):
         comm = MoECommunicator.shared(self.group, config, device=device)
         comm.in_flight.serves = "deep_ep"
         if comm.number not in self._numbers:
+            counts.holds("deep_ep", comm)
             self._numbers.add(comm.number)
             _users[comm.number] += 1
         return comm

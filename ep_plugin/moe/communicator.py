@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ep_plugin import _C
 from ep_plugin.config import DispatchLayout, MoECommunicatorConfig
+from ep_plugin.counts import held_bytes
 from ep_plugin.moe import operators as ops
 from ep_plugin.moe.across_nodes.combine import CombineAcrossNodes
 from ep_plugin.moe.across_nodes.dispatch import DispatchAcrossNodes
@@ -37,6 +38,7 @@ from ep_plugin.moe.statistics import LoadStats, Sums
 from ep_plugin.runtime.base import leave
 from ep_plugin.runtime.streams import resolve_device
 from ep_plugin.transport.groups import Group, checked_group
+from ep_plugin.transport.peer import PeerBuffer
 
 _NUM_RESULTS = len(DispatchResult._fields)
 _NUM_ROUTING = len(DispatchHandle._fields) - 1  # tensors of a handle
@@ -164,6 +166,16 @@ class MoECommunicator:
         """Bytes that this rank has sent to other nodes, over all operations so far: rows, what travels beside them,
         expert ids and counts. 0 where the group has one node."""
         return self.engine.rails.bytes_sent
+
+    @property
+    def peer_bytes(self) -> int:
+        """Bytes of memory that this rank holds for the communicator, and that peers map: pools, the control block and
+        the board. Pools grow with the rows of an operation; in mode="ll" the first operation makes the memory."""
+        return held_bytes([self])
+
+    def peer_buffers(self) -> list[PeerBuffer]:
+        """The open blocks of that memory."""
+        return self.engine.peer_buffers()
 
     @property
     def rank_mask(self) -> torch.Tensor:

@@ -23,6 +23,7 @@ from ep_plugin.runtime.failures import GroupBoards
 from ep_plugin.runtime.faults import GRACE_S, aborted_error, error_of, gave_up
 from ep_plugin.runtime.poller import Poller
 from ep_plugin.transport.exchange import Exchange
+from ep_plugin.transport.peer import PeerBuffer, PeerMemory
 from ep_plugin.transport.rails import Rails, check_backend
 from ep_plugin.transport.shm import ShmMemory
 from ep_plugin.transport.topology import NodeMap, RankReport, check_hosts, check_peer_access, discover
@@ -79,8 +80,11 @@ class GroupEngine(BaseEngine):
 
     kernels: Any
     group_boards: GroupBoards | None = None
+    shared: Sequence[PeerBuffer] = ()
+    """Blocks that this communicator shares with others of its group."""
 
     def _construct(self, group: dist.ProcessGroup, *given: Any) -> None:
+        self._memories: list[PeerMemory] = []
         self.node_map, reports = find_nodes(self.exchange, group, self.device)
         mine = reports[self.rank]
         self.sharing = sum((one.host, one.device_id) == (mine.host, mine.device_id) for one in reports)
@@ -113,14 +117,23 @@ class GroupEngine(BaseEngine):
     def _construct_node(self, *given: Any) -> None:
         """Makes the memory that the ranks of this node share. Collective among them."""
 
+    def _own(self, memory: PeerMemory) -> PeerMemory:
+        """Keeps `memory` until `close`, which closes it, and returns it."""
+        self._resources.callback(memory.close)
+        self._memories.append(memory)
+        return memory
+
+    def peer_buffers(self) -> list[PeerBuffer]:
+        """Returns this rank's open blocks that the communicator holds, also the blocks that it shares."""
+        own = [buffer for memory in self._memories for buffer in memory.buffers()]
+        return own if self.closed else [*own, *self.shared]
+
     def _allocate_boards(self, local_experts: int) -> tuple[int, ...]:
         """Allocates the boards of this communicator in host memory. Collective.
 
         Returns the address of each rank's board, by local rank. This object frees the memory.
         """
-        memory = ShmMemory(self.within)
-        self._resources.callback(memory.close)
-        return memory.allocate(_C.board_bytes(local_experts), "board").ptrs
+        return self._own(ShmMemory(self.within)).allocate(_C.board_bytes(local_experts), "board").ptrs
 
     def _make_boards(self, boards: Sequence[int], local_experts: int = 0) -> None:
         """Makes `boards` from the address of each rank's board. The caller frees their memory after `close`."""

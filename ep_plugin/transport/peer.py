@@ -99,6 +99,10 @@ class PeerMemory(ABC):
         self._open = [*(other for other in self._open if not other.closed), buffer]
         return buffer
 
+    def buffers(self) -> list[PeerBuffer]:
+        """The open blocks that belong to this object."""
+        return [buffer for buffer in self._open if not buffer.closed]
+
     def disown(self, buffer: PeerBuffer) -> None:
         """Leaves `buffer` open when this object is closed: its user closes it."""
         self._open = [other for other in self._open if other is not buffer]

@@ -38,7 +38,7 @@ class Adapter(PairUser):
     """The attribute of a Pair that serves."""
 
     def __init__(self, parameter_group: Any, replaced: Any) -> None:
-        super().__init__()
+        super().__init__("fsdp2")
         self.parameter_group, self.replaced, self.launches = parameter_group, replaced, 0
         self._range = opener()
 

@@ -45,7 +45,7 @@ hooks.check_signatures(
 )
 
 _SUM, _ACCUMULATED = "dist_reduce_scatter_func", "reduce_scatter_with_fp32_accumulation"
-_user = PairUser()
+_user = PairUser("megatron")
 _thread = threading.local()  # .manager: the innermost that is open in this thread
 
 

@@ -215,7 +215,7 @@ def inputs_that_are_freed(rank: int, size: int) -> int:
     """Asynchronous calls whose inputs nobody keeps, while rank 1 is late. Returns how many were right."""
     device, count, right = device_of(rank), 1 << 20, 0
     torch.cuda.set_device(device)
-    pair = PairUser().pair(dist.group.WORLD, device)
+    pair = PairUser("fsdp2").pair(dist.group.WORLD, device)
     wholes, parts = torch.empty(size * count, device=device), torch.empty(count, device=device)
     expected = torch.arange(1.0, size + 1, device=device)
     for _ in range(4):  # in the first the memory is made

@@ -157,7 +157,7 @@ def _bucket(
     stack: contextlib.ExitStack, device: torch.device, name: str, dtype: torch.dtype
 ) -> tuple[Callable[..., Any], torch.Tensor, torch.Tensor, slice]:
     """Our collective `name` beside the stream, a bucket for NCCL and one for ours, and this rank's part of both."""
-    pair = PairUser().pair(dist.group.WORLD, device)
+    pair = PairUser("fsdp2").pair(dist.group.WORLD, device)
     stack.callback(pair.close)
     count = 8 * MESSAGE // dtype.itemsize
     theirs = torch.zeros(count, dtype=dtype, device=device)

@@ -266,7 +266,7 @@ def _of_their_own_timeout(rank: int) -> tuple[list[float], bool]:
     from ep_plugin.integrations.pairs import PairUser
 
     first, again, other = (dist.new_group(timeout=datetime.timedelta(seconds=seconds)) for seconds in (50, 50, 3))
-    user, timeouts, model = PairUser(), [], torch.nn.Module()
+    user, timeouts, model = PairUser("fsdp2"), [], torch.nn.Module()
     for group in (first, other):
         pair = user.pair(group, torch.device("cpu"), model)
         pair.all_gather(torch.empty(2), torch.ones(1))

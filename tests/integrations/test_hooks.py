@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ep_plugin import counts
 from ep_plugin.errors import EpPluginError, NotSupported
 from ep_plugin.integrations import hooks
 from ep_plugin.integrations.finder import Finder
+from ep_plugin.transport.peer import PeerBuffer
 
 
 @pytest.fixture
@@ -27,6 +29,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(counts, "num_served", Counter())
     monkeypatch.setattr(counts, "num_left", Counter())
     monkeypatch.setattr(counts, "num_served_of_kind", Counter())
+    monkeypatch.setattr(counts, "_holders", {})
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setitem(hooks.INTEGRATIONS, "toy", hooks.Integration("toyframe.layer", "toyframe", "1.2"))
     monkeypatch.setitem(hooks.HOMES, "toy", "toyhook")
@@ -170,20 +173,20 @@ def test_on_is_what_has_served(framework: Path) -> None:
     hooks.left("toy", 3)
     assert state()[0] == "ready"
     hooks.served("toy")
-    assert hooks.status()[-1][1:] == ("on", "replaced layer.layer", 1, 3)
+    assert hooks.status()[-1][1:] == ("on", "replaced layer.layer", 1, 3, 0)
     hooks.disable(["toy"])
-    assert hooks.status()[-1][1:] == ("off", "disabled", 1, 3)
+    assert hooks.status()[-1][1:] == ("off", "disabled", 1, 3, 0)
     hooks.enable(["toy"])
-    assert hooks.status()[-1][1:] == ("on", "replaced layer.layer", 1, 3)
+    assert hooks.status()[-1][1:] == ("on", "replaced layer.layer", 1, 3, 0)
 
 
 def test_several_kinds_are_counted_apart(framework: Path) -> None:
     importlib.import_module("toyframe.layer")
     hooks.enable(["toy"])
     hooks.served("toy", 2, "messages")
-    assert hooks.status()[-1][1:] == ("on", "replaced layer.layer", 2, 0)
+    assert hooks.status()[-1][1:] == ("on", "replaced layer.layer", 2, 0, 0)
     hooks.served("toy", 1, "gathers")
-    assert hooks.status()[-1][1:] == ("on", "served 2 messages, 1 gathers; replaced layer.layer", 3, 0)
+    assert hooks.status()[-1][1:] == ("on", "served 2 messages, 1 gathers; replaced layer.layer", 3, 0, 0)
 
 
 def test_an_old_framework_is_refused_with_both_versions(framework: Path) -> None:
@@ -263,12 +266,34 @@ def test_another_package_of_an_aliased_name_is_refused(framework: Path, monkeypa
         hooks.enable(["toyframe"])
 
 
+@dataclass(eq=False)
+class Holder:
+    """A communicator with these blocks of peer memory."""
+
+    blocks: tuple[PeerBuffer, ...]
+
+    def peer_buffers(self) -> tuple[PeerBuffer, ...]:
+        return self.blocks
+
+
+def test_memory_that_communicators_share_counts_once(framework: Path) -> None:
+    shared, own = (PeerBuffer(nbytes=mib << 20, ptrs=(0,), what="block", release=lambda: None) for mib in (3, 2))
+    first, second = holders = [Holder((shared,)), Holder((shared, own))]
+    for holder in holders:
+        counts.holds("toy", holder)
+        counts.holds("toy", holder)  # again
+    assert hooks.status()[-1].peer_bytes == 5 << 20
+    assert repr(hooks.status()).splitlines()[-1].split()[:5] == ["toy", "off", "0", "0", "5.0"]
+    del second, holders, holder
+    assert hooks.status()[-1].peer_bytes == 3 << 20 and first.blocks == (shared,)
+
+
 def test_status_is_a_table(framework: Path) -> None:
     from ep_plugin.integrations import status
 
     hooks.enable(["toy"])
     lines = repr(status()).splitlines()
     assert len(lines) == 1 + len(hooks.INTEGRATIONS)
-    assert lines[0].split() == ["integration", "state", "served", "left", "detail"]
-    assert [line.split()[:4] for line in lines[1:]][-1] == ["toy", "waiting", "0", "0"]
+    assert lines[0].split() == ["integration", "state", "served", "left", "MiB", "detail"]
+    assert [line.split()[:5] for line in lines[1:]][-1] == ["toy", "waiting", "0", "0", "0"]
     assert len({line.index(row.state) for line, row in zip(lines[1:], status(), strict=True)}) == 1

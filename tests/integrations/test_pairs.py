@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def _in_another_order(rank: int) -> None:
     groups = [dist.new_group(timeout=datetime.timedelta(seconds=2)) for _ in range(2)]
-    user, output = pairs.PairUser(), torch.empty(2)
+    user, output = pairs.PairUser("fsdp2"), torch.empty(2)
     for number, group in enumerate(groups):
         user.pair(group, CPU).all_gather(output, torch.full((1,), float(number)))
         assert output.tolist() == [number, number]
@@ -32,7 +32,7 @@ def test_a_gather_of_one_group_never_meets_another_groups() -> None:
 
 
 def _destroyed(rank: int) -> None:
-    user, other = pairs.PairUser(), pairs.PairUser()
+    user, other = pairs.PairUser("fsdp2"), pairs.PairUser("fsdp2")
     first, model = dist.new_group(), torch.nn.Module()
     gone = user.pair(first, CPU, model)
     assert other.pair(first, CPU) is gone and gone.num_users == 2
@@ -56,7 +56,7 @@ def test_collectives_of_destroyed_groups_are_closed() -> None:
 
 def _alone(rank: int) -> None:
     alone = [dist.new_group([one]) for one in range(2)][rank]
-    user, output, mine = pairs.PairUser(), torch.empty(4), torch.arange(4.0)
+    user, output, mine = pairs.PairUser("fsdp2"), torch.empty(4), torch.arange(4.0)
     pair = user.pair(alone, CPU)
     with mock.patch.dict(pairs.STOCK_FROM_BYTES, {"cpu": 1}):  # as on GPUs
         assert pair.why_left("all_gather", output) is None

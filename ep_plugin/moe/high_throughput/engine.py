@@ -88,8 +88,7 @@ class HighThroughputEngine(GroupEngine):
         self.meta_words = self.meta_layout.words
         self.load = HighThroughputLoad(self, self.meta_layout, self.local_experts)
         self._make_boards(self._allocate_boards(self.local_experts), self.local_experts)
-        self.memory = open_memory(self.within, device)
-        self._resources.callback(self.memory.close)
+        self.memory = self._own(open_memory(self.within, device))
         self._control = self.memory.allocate(_C.control_bytes(self.node_size, self.node_experts), "control")
         self.comm = self._comm_struct(self._control.ptrs, self.node_experts, plain=env.settings().plain_kernels)
 

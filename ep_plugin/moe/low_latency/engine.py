@@ -85,8 +85,7 @@ class LowLatencyEngine(GroupEngine):
         check_one_node(self.node_map)
         self._make_boards(self._allocate_boards(self.local_experts), self.local_experts)
         self.num_sms = sms.for_device(self.device, self.sharing)
-        self.memory = open_memory(self.within, self.device)
-        self._resources.callback(self.memory.close)
+        self.memory = self._own(open_memory(self.within, self.device))
         self.load = LowLatencyLoad(self, self.local_experts)
         self.ll_state = torch.zeros(_C.ll_state_bytes, dtype=torch.uint8, device=self.device)
         begin = _C.ll_mask_offset
