@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ep_plugin.bench import load, plan, provenance, report
+from ep_plugin.bench import bars, load, plan, provenance, report
 from ep_plugin.bench.suite import Suite, WrongResult, take_fields
 from ep_plugin.bench.suites.collectives import AllGatherSuite, ReduceScatterSuite, SendReceiveSuite
 from ep_plugin.bench.suites.fsdp2 import Fsdp2Suite
@@ -80,9 +80,12 @@ main.command("plan", help=plan.Plan.__doc__)(_plan)
 
 @main.command("report")
 def report_command(
-    files: Annotated[list[Path], typer.Argument(help="Results that ep-bench wrote.", exists=True, dir_okay=False)],
-    plot: Annotated[Path | None, typer.Option(help="The PNG's file, with a panel per result.")] = None,
+    files: Annotated[
+        list[Path], typer.Argument(help="Results of ep-bench or examples.compare.", exists=True, dir_okay=False)
+    ],
+    plot: Annotated[Path | None, typer.Option(help="The PNG's file: bars of tokens per second, and of times.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Pattern of case names, as a shell's; repeatable.")] = None,
+    impl: Annotated[list[str] | None, typer.Option(help="Pattern of implementations' names; repeatable.")] = None,
 ) -> None:
     """Prints results as markdown tables with ratios. Exit status 2 when a file was none, which is named."""
     loaded, refused = [], []
@@ -93,8 +96,8 @@ def report_command(
             refused.append(str(error))
     with _refusals():
         _check_writable("plot", plot)
-        results = report.of_cases(loaded, case or []) if loaded else []
-    _print(report, results, plot)
+        results = report.of_cases(loaded, case or [], impl or []) if loaded else []
+    _print(report.markdown, bars.plot, results, plot)
     if refused:
         typer.echo("\n".join(refused), err=True)
         raise typer.Exit(2)
@@ -109,15 +112,17 @@ def load_command(
     with _refusals():
         loads = load.load(files)
         _check_writable("plot", plot)
-    _print(load, loads, plot)
+    _print(load.markdown, load.plot, loads, plot)
 
 
-def _print(how: Any, results: list[Any], plot: Path | None) -> None:
-    """Prints each result, and draws all of them if `plot` is given. how: the module with `markdown` and `plot`."""
+def _print(
+    markdown: Callable[[Any], str], draw: Callable[[list[Any], Path], None], results: list[Any], plot: Path | None
+) -> None:
+    """Prints each result, and draws all of them into the file `plot` if it is given."""
     for result in results:
-        typer.echo(how.markdown(result))
+        typer.echo(markdown(result))
     if plot is not None and results:
-        how.plot(results, plot)
+        draw(results, plot)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Results as tables and pictures. Ratios compare rows of one run: with the floor, with ep_plugin, or with a base case.
+"""Results as tables. Ratios compare rows of one run: with the floor, with ep_plugin, or with a base case.
 
 Results of earlier versions, whose suites had other names, are read too.
 """
@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ep_plugin.bench import training
 from ep_plugin.bench.suite import FLOOR, OURS, Row, matching
 
 _KEYS = {"suite", "hardware", "versions", "code_hash", "command", "rows"}
@@ -22,11 +23,13 @@ _ROW_KEYS = {"case", "impl", "median_us", "p10_us", "p90_us", "bytes_wire", "gb_
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A result as `ep-bench` wrote it; ValueError when it is something else."""
+    """A result as `ep-bench` or `examples.compare` wrote it; ValueError when it is something else."""
     try:
         result = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path}: expected a result that ep-bench wrote, got no JSON: {error}") from error
+    if training.is_training(result):
+        return dict(result)
     missing = ", ".join(sorted(_KEYS - result.keys() if isinstance(result, dict) else _KEYS))
     if missing:
         raise ValueError(f"{path}: expected a result that ep-bench wrote, got JSON without {missing}")
@@ -36,20 +39,34 @@ def load(path: Path) -> dict[str, Any]:
     return result
 
 
-def of_cases(results: list[dict[str, Any]], patterns: list[str]) -> list[dict[str, Any]]:
-    """The results that have such cases, with only these and the base case. ValueError when a pattern matches none."""
-    if not patterns:
-        return results
-    wanted = set(matching([row["case"] for result in results for row in result["rows"]], patterns))
-    return [
-        {**result, "rows": [row for row in result["rows"] if row["case"] in wanted | {result.get("base_case")}]}
-        for result in results
-        if any(row["case"] in wanted for row in result["rows"])
-    ]
+def of_cases(results: list[dict[str, Any]], patterns: list[str], impls: list[str]) -> list[dict[str, Any]]:
+    """The results that have such cases, with only these and the base case.
+
+    patterns, impls: of the cases and of the implementations to keep; [] keeps all. A training result is one case, its
+    model, and keeps both arms. ValueError when a pattern matches none.
+    """
+    wanted = set(matching([case for result in results for case in _cases(result)], patterns))
+    all_rows = [row for result in results for row in result.get("rows", [])]
+    kept = set(matching([row["impl"] for row in all_rows], impls, "impl"))
+    found = []
+    for result in results:
+        if "rows" not in result:
+            found += [result] if result["model"] in wanted else []
+            continue
+        rows = [row for row in result["rows"] if row["case"] in wanted and row["impl"] in kept]
+        base = [row for row in result["rows"] if row["case"] == result.get("base_case") and row not in rows]
+        found += [{**result, "rows": base + rows}] if rows else []
+    return found
+
+
+def _cases(result: dict[str, Any]) -> list[str]:
+    return [row["case"] for row in result["rows"]] if "rows" in result else [result["model"]]
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Title, table and notes, with command, versions and commit."""
+    if "rows" not in result:
+        return training.markdown(result)
     emulated = [f"emulated: {result['emulation']}"] if "emulation" in result else []
     notes = [f"- {note}" for note in (*emulated, *result.get("notes", []), *result.get("left_out", []))]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
@@ -80,7 +97,7 @@ def markdown_table(lines: list[dict[str, str]], left: Collection[str]) -> str:
 
 
 def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
-    base = _base(result)
+    base = base_us(result)
     medians = {(row["case"], row["impl"]): row["median_us"] for row in result["rows"]}
 
     def ratio(row: Row, impl: str, start: float = 0.0) -> str:
@@ -110,7 +127,7 @@ def _columns(result: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
     return columns
 
 
-def _base(result: dict[str, Any]) -> float:
+def base_us(result: dict[str, Any]) -> float:
     """The median of the base case; 0 where there is none."""
     return next((row["median_us"] for row in result["rows"] if row["case"] == result.get("base_case")), 0.0)
 
@@ -127,34 +144,3 @@ def picture(path: Path, rows: int, columns: int = 1, **options: Any) -> Iterator
     yield figure, list(panels.flat)
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """A PNG with one panel per result: a bar per implementation and case, whiskers from p10 to p90."""
-    heights = [1 + 0.3 * len(result["rows"]) for result in results]
-    with picture(path, len(results), figsize=(9, 1 + sum(heights)), height_ratios=heights) as (_, panels):
-        for axes, result in zip(panels, results, strict=True):
-            base = _base(result)
-            rows = [row for row in result["rows"] if row["case"] != result.get("base_case")]
-            above = f"above {result['base_case']}, " if base else ""
-            _draw(axes, rows, base)
-            axes.set_title(f"{result['suite']} on {result['hardware']}")
-            axes.set_xlabel(f"µs {above}median and p10 to p90 (lower is better)")
-            axes.grid(alpha=0.3)
-
-
-def _draw(axes: Any, rows: list[Row], base: float) -> None:
-    cases = [row["case"] for row in rows]
-    impls = sorted({row["impl"] for row in rows}, key=lambda impl: (impl != OURS, impl))
-    for index, impl in enumerate(impls):
-        positions = [position for position, row in enumerate(rows) if row["impl"] == impl]
-        mine = [rows[position] for position in positions]
-        medians = [row["median_us"] - base for row in mine]
-        whiskers = [
-            [row["median_us"] - row["p10_us"] for row in mine],
-            [row["p90_us"] - row["median_us"] for row in mine],
-        ]
-        axes.barh(positions, medians, xerr=whiskers, label=impl, color=f"C{index}", error_kw={"linewidth": 1})
-    axes.set_yticks(range(len(rows)), [case if cases.index(case) == i else "" for i, case in enumerate(cases)])
-    axes.invert_yaxis()
-    axes.legend(fontsize="small")

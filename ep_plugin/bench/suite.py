@@ -189,13 +189,13 @@ def row(case: str, impl: str, timing: Timing, bytes_wire: int, sms: int | None =
     return {"case": case, "impl": impl, **asdict(timing), "bytes_wire": bytes_wire, "gb_s": gb_s, "sms": sms}
 
 
-def matching(cases: Iterable[str], patterns: list[str]) -> list[str]:
-    """The cases that match any shell pattern; all without patterns. ValueError when a pattern matches none."""
-    cases = list(dict.fromkeys(cases))
+def matching(names: Iterable[str], patterns: list[str], option: str = "case") -> list[str]:
+    """The names that match any shell pattern; all without patterns. ValueError when a pattern matches none."""
+    names = list(dict.fromkeys(names))
     for pattern in patterns:
-        if not fnmatch.filter(cases, pattern):
-            raise ValueError(f"case: expected a pattern for {', '.join(cases)}, got {pattern!r}")
-    return [case for case in cases if not patterns or any(fnmatch.fnmatchcase(case, each) for each in patterns)]
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(f"{option}: expected a pattern for {', '.join(names)}, got {pattern!r}")
+    return [name for name in names if not patterns or any(fnmatch.fnmatchcase(name, each) for each in patterns)]
 
 
 def require_module(module: str, option: str, use: str) -> None:

@@ -76,7 +76,8 @@ class Fsdp2Suite(Suite):
         rows = [row(case, name, timing, 0) for name, timing in timings.items()]
         medians = {name: timing.median_us for name, timing in timings.items()}
         notes = notes_of(medians, self.tokens * self.ranks, losses, peaks)
-        return {"rows": rows, "notes": notes, "losses": losses}
+        speeds = {name: round(1e6 * self.tokens * self.ranks / took) for name, took in medians.items()}
+        return {"rows": rows, "notes": notes, "losses": losses, "tokens_per_s": speeds}
 
 
 def notes_of(
