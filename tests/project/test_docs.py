@@ -25,9 +25,8 @@ import pytest
 from tests.scripts_on_ranks import run_script, run_until_end
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
-    (ROOT / "docs").rglob("*.md")
-)
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/notes.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 FENCE = re.compile(r"(?:<!-- snippet: (?P<how>[^>]*) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 FOLDERS = ("benchmarks", "docs", "ep_plugin", "examples", "integrations", "requirements", "scripts", "tests")
