@@ -33,6 +33,13 @@ from ep_plugin.transport.threads import call_in_thread
 
 MOST_CTAS = 8  # of a kernel of NCCL: SMs that dispatch and combine leave to it
 _NEVER_S = 24 * 3600.0  # PyTorch's watchdog would end the process
+# PyTorch's backends over NCCL, and the backend that a rail makes where the user has it. ProcessGroupNCCLLazy connects
+# each pair of ranks when they first exchange a message; a rail connects all of its ranks at once.
+_NCCL = {
+    "ProcessGroupNCCL": "ProcessGroupNCCL",
+    "ProcessGroupNCCL2": "ProcessGroupNCCL2",
+    "ProcessGroupNCCLLazy": "ProcessGroupNCCL2",
+}
 _GRAPHS_S = 1.0  # how long the abort of a rail waits for CUDA graphs; kernels of NCCL end sooner
 
 
@@ -157,6 +164,9 @@ class GroupRail:
         self._group, self._ranks, self.together = group, ranks, together
 
     def begin(self, legs: Sequence[Leg]) -> list[Any]:
+        if type(self._group) is not dist.ProcessGroup:
+            # A class of Python has no backends below it, and batch_isend_irecv of PyTorch 2.15 asks for one.
+            return [self._one(leg) for leg in legs]
         operations = [
             dist.P2POp(
                 dist.isend if leg.sent else dist.irecv,
@@ -168,6 +178,12 @@ class GroupRail:
             for leg in legs
         ]
         return list(dist.batch_isend_irecv(operations))
+
+    def _one(self, leg: Leg) -> Any:
+        peer = self._ranks[leg.node]
+        if leg.sent:
+            return dist.isend(leg.tensor, group=self._group, tag=leg.tag, group_dst=peer)
+        return dist.irecv(leg.tensor, group=self._group, tag=leg.tag, group_src=peer)
 
     def gather(self, everyones: torch.Tensor, part: torch.Tensor) -> Any:
         raise NotImplementedError("a group's legs are sent and received")
@@ -248,12 +264,12 @@ def _connected(
     """A rail over a backend like `theirs`, the user's; None for one that a rail shares with its user."""
     theirs = getattr(theirs, "wrapped_pg", theirs)  # torch.distributed wraps it where it debugs
     store = c10d.PrefixStore(f"rail {ident}", store)
-    if device.type == "cuda" and c10d.is_nccl_available() and isinstance(theirs, c10d.ProcessGroupNCCL):
-        with env.rail_variables():
-            # A connection of its own to the store: a rank that is late blocks it.
-            backend = c10d.ProcessGroupNCCL(store.clone(), node, num_nodes, _nccl_options(theirs))
-        _connect_nccl(backend, device, timeout_s)  # when it returns, all ranks have read its key
-        rail, keys = Rail(backend, ident, Progress(device)), ["0"] if node == 0 else []
+    kind = _nccl_kind(theirs) if device.type == "cuda" else None
+    if kind is not None:
+        # A connection of its own to the store: a rank that is late blocks it.
+        backend = _connect_nccl(kind, store.clone(), node, num_nodes, _nccl_options(theirs), device, timeout_s)
+        # When it is connected, all ranks have read the keys, of which each class of PyTorch sets one.
+        rail, keys = Rail(backend, ident, Progress(device)), ["0", "nccl2/nccl_storekey_0"] if node == 0 else []
     elif device.type == "cpu" and c10d.is_gloo_available() and isinstance(theirs, c10d.ProcessGroupGloo):
         options = _gloo_options(theirs, timeout_s)
         rail = Rail(c10d.ProcessGroupGloo(store, node, num_nodes, options), ident)
@@ -276,29 +292,52 @@ def _gloo_options(theirs: Any, timeout_s: float) -> Any:
     return options
 
 
+def _nccl_kind(theirs: Any) -> Any | None:
+    """Returns the class of PyTorch for a rail of a user's NCCL backend, None for any other backend."""
+    for name, own in _NCCL.items():
+        if isinstance(theirs, getattr(c10d, name, ())):
+            return getattr(c10d, own)
+    return None
+
+
 def _nccl_options(theirs: Any) -> Any:
-    options = c10d.ProcessGroupNCCL.Options()
+    options: Any = c10d.ProcessGroupNCCL.Options()  # all classes take these
     options._timeout = datetime.timedelta(seconds=_NEVER_S)
     options.config = theirs.options.config
+    if options.config.net_name is not None:
+        options.config.net_name = options.config.net_name  # a copy, since NCCL may free a communicator's name
     asked = options.config.max_ctas
     options.config.max_ctas = min(asked, MOST_CTAS) if asked > 0 else MOST_CTAS  # below 1: not set
     options.config.min_ctas = min(options.config.min_ctas, options.config.max_ctas)
     return options
 
 
-def _connect_nccl(backend: Any, device: torch.device, timeout_s: float) -> None:
-    """RuntimeError when ranks do not come: NCCL itself waits for them without an end."""
+def _connect_nccl(
+    kind: Any, store: Any, node: int, num_nodes: int, options: Any, device: torch.device, timeout_s: float
+) -> Any:
+    """Returns a backend of class `kind`, connected.
 
-    def connect() -> None:
+    RuntimeError when ranks do not come: NCCL itself waits for them without an end.
+    """
+
+    def connect() -> Any:
         with torch.cuda.device(device):
+            try:
+                # From PyTorch 2.15 on ProcessGroupNCCL2 connects here, and without a device would choose one.
+                backend = kind(store, node, num_nodes, options, device)
+            except TypeError:  # of an older version or class, which takes no device
+                backend = kind(store, node, num_nodes, options)
             backend.eager_connect_single_device(device)
+            return backend
 
     try:
-        _, error = call_in_thread(connect).get(timeout=timeout_s)
+        with env.rail_variables():
+            backend, error = call_in_thread(connect).get(timeout=timeout_s)
     except Empty:
         raise RuntimeError(f"NCCL has not connected within {timeout_s:g} s") from None
     if error is not None:
         raise error
+    return backend
 
 
 def _greet(rail: Rail, node: int, num_nodes: int, timeout_s: float) -> None:

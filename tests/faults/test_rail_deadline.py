@@ -250,11 +250,15 @@ def test_progress_says_what_runs_and_tells_replays_apart(monkeypatch: pytest.Mon
     assert kept not in [made.begin("one", "") for _ in range(4)]
 
 
+def _config(max_ctas: int, min_ctas: int) -> SimpleNamespace:
+    return SimpleNamespace(max_ctas=max_ctas, min_ctas=min_ctas, net_name=None)
+
+
 class _Nccl:
     """torch's backend, which notes how it was made."""
 
     def __init__(self, store: Any = None, node: int = 0, size: int = 2, options: Any = None) -> None:
-        self.store, self.options = store, options or SimpleNamespace(config=SimpleNamespace(max_ctas=-9, min_ctas=-9))
+        self.store, self.options = store, options or SimpleNamespace(config=_config(-9, -9))
         self.made_with = [os.environ.get(f"TORCH_NCCL_{name}") for name in ("BLOCKING_WAIT", "ASYNC_ERROR_HANDLING")]
 
     Options = SimpleNamespace
@@ -291,7 +295,7 @@ def test_nccl_of_a_rail_outlives_its_peers_and_leaves_room(
 ) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     theirs, store = _Nccl(), dist.HashStore()
-    theirs.options.config = SimpleNamespace(max_ctas=asked, min_ctas=16)
+    theirs.options.config = _config(asked, 16)
     made = rail._connected(torch.device("cuda", 0), theirs, 2, 0, "name", store, 5.0)
     assert made is not None and made.together and made.captures and made.gathers and not store.check(["0"])
     backend = made._backend

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
 import queue
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -214,6 +217,121 @@ def _over_the_group(rank: int) -> None:
 
 def test_other_backends_carry_rows_over_the_group() -> None:
     values(run_ranks(4, _over_the_group, env=TWO_NODES))
+
+
+class _Nccl2:
+    """ProcessGroupNCCL2 as PyTorch 2.14 publishes it: no ProcessGroupNCCL, but with its options. Gloo sends."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
+        self.options, self.made_with = options, os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
+        self.device: torch.device | None = None
+        self._made_of = store, rank, size
+        self._batch: list[Any] | None = None
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        if self.device is None:
+            store, rank, size = self._made_of
+            dist.PrefixStore("nccl2", store).add("nccl_storekey_0", 1)
+            self._gloo, self.device = dist.ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=20)), device
+        assert self.device == device, "bound to another device"
+
+    def _start_coalescing(self) -> None:
+        assert self._batch is None, "startCoalescing called while a batch is already active"
+        self._batch = []
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> None:
+        assert self._batch is not None
+        self._batch.append((self._gloo.send, tensors, to, tag))
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> None:
+        assert self._batch is not None
+        self._batch.append((self._gloo.recv, tensors, source, tag))
+
+    def _end_coalescing(self) -> Any:
+        assert self._batch is not None
+        batch, self._batch = self._batch, None
+        return _as_on_a_stream([call(*args) for call, *args in batch])
+
+    def _allgather_base(self, output: torch.Tensor, part: torch.Tensor) -> Any:
+        return _as_on_a_stream([self._gloo._allgather_base(output, part)])
+
+    def abort(self) -> None:
+        self._gloo.abort()
+
+    def shutdown(self) -> None:
+        self._gloo.shutdown()
+
+
+class _Nccl2Of215(_Nccl2):
+    """From 2.15 on it connects in the constructor, to the device that it is given or to one of its own choice."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, options: Any, device_id: torch.device | None = None
+    ) -> None:
+        super().__init__(store, rank, size, options)
+        self.eager_connect_single_device(device_id or torch.device("cuda", 1))
+
+
+class _Lazy:
+    """ProcessGroupNCCLLazy, as a user has it."""
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+
+def _as_on_a_stream(works: list[Any]) -> SimpleNamespace:
+    """A work that only `synchronize` waits for: `wait` would block the host, since a rail has no watchdog."""
+    return SimpleNamespace(synchronize=lambda: [work.wait() for work in works])
+
+
+def _over_nccl2(rank: int, kind: type[_Nccl2], lazy: bool) -> None:
+    config = SimpleNamespace(max_ctas=-9, min_ctas=-9, net_name="fabric")
+    theirs: Any = _Lazy(SimpleNamespace(config=config)) if lazy else kind.__new__(kind)
+    theirs.options = SimpleNamespace(config=config)
+    c10d = dist.distributed_c10d
+    names = {"ProcessGroupNCCL": type("ProcessGroupNCCL", (), {"Options": SimpleNamespace})}
+    names |= {"ProcessGroupNCCL2": kind, "ProcessGroupNCCLLazy": _Lazy, "PrefixStore": dist.PrefixStore}
+    rail.c10d = SimpleNamespace(**names, is_gloo_available=c10d.is_gloo_available)  # type: ignore[attr-defined]
+    rail.Progress = lambda device: SimpleNamespace()  # type: ignore[assignment, misc]
+    torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment, misc]
+    store = c10d._get_default_store()
+    made = rail._connected(torch.device("cuda", 0), theirs, 2, rank, "name", store, 20.0)
+    assert made is not None and type(made._backend) is kind and made.together and made.captures
+    backend = made._backend
+    assert backend.made_with == "1" and backend.device == torch.device("cuda", 0)
+    assert backend.options._timeout > datetime.timedelta(hours=1) and backend.options.config.max_ctas == rail.MOST_CTAS
+    sent, received = torch.full((3,), rank, dtype=torch.uint8), torch.empty(3, dtype=torch.uint8)
+    (work,) = made.begin([rail.Leg(1 - rank, sent, True, 0), rail.Leg(1 - rank, received, False, 0)])
+    work.wait()
+    everyones = torch.empty(6, dtype=torch.uint8)
+    made.gather(everyones, sent).wait()
+    assert received.tolist() == [1 - rank] * 3 and everyones.tolist() == [0, 0, 0, 1, 1, 1]
+    dist.barrier()
+    assert not store.check(["rail name/nccl2/nccl_storekey_0"])
+    made.close()
+    with pytest.raises(RuntimeError, match="the rail has ended"):
+        made.begin([])
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["nccl2", "nccl-lazy"])
+@pytest.mark.parametrize("kind", [_Nccl2, _Nccl2Of215], ids=["2.14", "2.15"])
+def test_a_rail_over_nccl2_is_of_that_kind(kind: type[_Nccl2], lazy: bool) -> None:
+    values(run_ranks(2, _over_nccl2, kind, lazy))
+
+
+@pytest.mark.parametrize("name", rail._NCCL)
+def test_pytorch_has_what_rails_over_nccl_use(name: str) -> None:
+    theirs = getattr(dist.distributed_c10d, name, None)
+    if theirs is None:
+        pytest.skip(f"PyTorch {torch.__version__} has no {name}")
+    own = rail._nccl_kind(theirs.__new__(theirs))
+    assert own.__name__ == rail._NCCL[name]
+    used = ("eager_connect_single_device", "_allgather_base", "abort", "shutdown", "options")
+    assert all(hasattr(own, method) for method in (*used, "_start_coalescing", "send", "recv", "_end_coalescing"))
+    config = dist.ProcessGroupNCCL.Options().config
+    config.net_name = "fabric"
+    options = rail._nccl_options(SimpleNamespace(options=SimpleNamespace(config=config)))
+    assert (options.config.net_name, options.config.max_ctas) == ("fabric", rail.MOST_CTAS)
 
 
 class _HeldByAGraph:
