@@ -28,6 +28,7 @@ from ep_plugin.integrations import hooks
 from ep_plugin.integrations.fallback import falls_back
 from ep_plugin.integrations.pairs import Pair, PairUser, can_sum
 from ep_plugin.ranges import NOTHING, opener
+from ep_plugin.runtime.tensors import PLAIN
 
 
 class Adapter(PairUser):
@@ -46,7 +47,8 @@ class Adapter(PairUser):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any
     ) -> dist.Work | None:
         pair = self.pair(group, output_tensor.device, self.parameter_group.comm_ctx)
-        if not (self._is_ours(pair, output_tensor) and self._is_served(pair)):
+        is_ours = _is_memory(output_tensor) and _is_memory(input_tensor) and self._is_ours(pair, output_tensor)
+        if not (is_ours and self._is_served(pair)):
             hooks.left("fsdp2")
             return self.replaced(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
         self.launches += 1
@@ -121,6 +123,15 @@ class PluginReduceScatter(Adapter, ReduceScatter):  # type: ignore[misc]
 
     def _is_ours(self, pair: Pair, output: torch.Tensor) -> bool:
         return can_sum(output)
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values are its memory.
+
+    A class with operators of its own, such as one that wraps two tensors, has its values elsewhere. FSDP2 passes
+    tensors of the class of a parameter that has no ``fsdp_pre_all_gather``. The class is the same on all ranks.
+    """
+    return type(tensor) in PLAIN or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def _numel(size: Sequence[int | torch.SymInt]) -> int:

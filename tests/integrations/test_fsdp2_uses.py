@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 from ep_plugin import _C
@@ -141,6 +142,35 @@ def _fp8_weights(enabled: bool) -> Gradients:
     return _step(model) + _step(model, 1)
 
 
+def _wrapped_weights(enabled: bool) -> Gradients:
+    """Weights that wrap two tensors, of which FSDP2 knows nothing. Only the layer without such weights is served."""
+    from ep_plugin.integrations import fsdp2
+
+    model = _build(False, wrap=lambda weight: TwoTensor(weight, weight.clone()))
+    model.append(nn.Linear(8, 8))
+    fully_shard(model[-1])
+    if enabled:
+        fsdp2.enable(model)
+    gradients = _step(model) + _step(model, 1)
+    assert not enabled or fsdp2.launches(model).all_gathers == 2 * 2, "in forward and backward of two steps"
+    return gradients
+
+
+def _newer_settings(enabled: bool) -> Gradients:
+    """FSDP2's settings that came with PyTorch 2.14 and 2.15, as far as this version has them."""
+    model = _build(enabled, layers=4)
+    settings = {
+        "set_reduce_scatter_max_input_buffers": 3,
+        "set_reduce_scatter_unused_params": True,
+        "set_keep_unsharded_storage": True,
+        "set_separate_reduce_scatter_group": True,
+    }
+    for name, value in settings.items():
+        if hasattr(model, name):
+            getattr(model, name)(value)
+    return _step(model) + _step(model, 1)
+
+
 def _two_models_in_turns(enabled: bool) -> Gradients:
     models = [_build(enabled, layers=4, width=width) for width in (8, 12)]
     gradients = []
@@ -173,6 +203,8 @@ USES: dict[str, Callable[[bool], Gradients]] = {
     "everything unsharded ahead": _everything_unsharded_ahead,
     "inference first": _inference_first,
     "weights that travel as fp8": _fp8_weights,
+    "weights that wrap tensors": _wrapped_weights,
+    "newer settings": _newer_settings,
     "two models in turns": _two_models_in_turns,
     "disabled with work outstanding": _disabled_with_work_outstanding,
 }
