@@ -1,6 +1,11 @@
 """The engine of one SendReceive object: lanes inside a node, and the group's backend to other nodes.
 
 Shapes: R ranks in the group, N nodes of G ranks each, R = N * G.
+
+Messages between CPUs of different nodes. Both ends send each other a header and compare it with their own, so a
+disagreement raises on both. Gloo matches a receive with a send by the tag, and ends the process of a rank that gets
+more bytes than it expects. So the tag of data says how many bytes it has: a message goes in parts of 1 to 1023 bytes,
+KiB, MiB or GiB, and only parts of equal size meet.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ import datetime
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +36,18 @@ from ep_plugin.transport.exchange import Exchange
 _KEPT = 16  # calls whose tensors are kept, at least, before the finished ones are looked for
 _OVERDUE = 3  # of _C.CpuMessages.wait
 _LONGEST_NS = 2**62
-# Tags of our messages to other nodes are _TAGS and more, and below 2**31. Two sizes have the same if they differ by a
-# multiple of the prime number _SIZES.
-_TAGS, _OBJECTS, _SIZES = 2**30, 2**9, 2**17 - 1
+# A tag is below 2**31: _TAGS + [object][channel][unit][count]. Objects share it whose numbers differ by a multiple of
+# _OBJECTS: the header has the whole number. A count of 0 marks headers, of the sender or of the receiver.
+_TAGS, _OBJECTS, _UNITS, _COUNTS = 2**30, 2**14, 4, 2**10
+_OF_SENDER, _OF_RECEIVER = (0, 0), (1, 0)
+_BYTES, _DTYPE, _OBJECT = 0, 1, 3  # fields on which both ends agree: MessageField of csrc, and one more
+_HEADER_FIELDS = _OBJECT, _BYTES, _DTYPE
 # Ranks compare positions in this list.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _DTYPE_BITS, _DIM_BITS = 8, 4  # of the number that stands for a dtype and an order of dimensions
+# Of messages with CPUs of other nodes, the calls that were open when their object was closed.
+_open_at_close: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Started]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class Posted:
 
 @dataclass
 class Transfer:
-    """What the group's backend moves for one operation: its header, int64 ``[2]``, or its tensor."""
+    """What the group's backend moves for one operation. header: the peer's, int64 ``[3]``, if that is what it moves."""
 
     op: Posted
     work: dist.Work
@@ -111,7 +121,7 @@ class MessageEngine(GroupEngine):
             self.streams, self.messages = lanes, CudaMessages(self, lanes)
         else:
             self.streams, self.messages = Streams(), _C.CpuMessages(self.comm, list(block.ptrs), self.num_channels)
-        self._resources.callback(self._kept.clear)
+        self._resources.callback(self._let_go)
         # Also at the end of the process: its thread must not use tensors that the interpreter frees.
         self._resources.callback(weakref.finalize(self, self.messages.close))
         self._places = {rank: index for index, rank in enumerate(self.node_ranks)}
@@ -137,8 +147,8 @@ class MessageEngine(GroupEngine):
         return started
 
     def _post_to_nodes(self, ops: Sequence[Posted], started: Started) -> None:
-        """Starts messages with ranks of other nodes. NCCL knows no tags, and moves those of one call together. Over
-        gloo a header goes before each, which both ends compare; NCCL's would have to be read by the host."""
+        """Starts messages with ranks of other nodes. NCCL has no tags: the messages of one call move together. Their
+        ends compare nothing, because the host would have to wait for the headers."""
         if self.device.type == "cuda":
             calls = [
                 dist.P2POp(dist.irecv if op.receives else dist.isend, op.tensor, group=self._group, group_peer=op.peer)
@@ -147,15 +157,22 @@ class MessageEngine(GroupEngine):
             started.transfers += [Transfer(ops[0], work) for work in dist.batch_isend_irecv(calls)] if ops else []
             return
         for op in ops:
-            header = torch.tensor(_header(op), device="cpu")
-            started.transfers.append(Transfer(op, self._transfer(op, header, 0), header))
-            started.transfers.append(Transfer(op, self._transfer(op, op.tensor, 1 + sum(_header(op)) % _SIZES)))
-        # Headers first: they arrive in any case. A tensor of another size or dtype has another tag, and never does.
-        started.transfers.sort(key=lambda one: one.header is None or not one.op.receives)
+            mine = torch.tensor(self._header(op), device="cpu")
+            theirs = torch.empty_like(mine)
+            tags = (_OF_RECEIVER, _OF_SENDER) if op.receives else (_OF_SENDER, _OF_RECEIVER)
+            # The receive goes first: when the peer gets this rank's header, its own is on its way.
+            started.transfers.append(Transfer(op, self._transfer(op, theirs, True, tags[1]), theirs))
+            started.transfers.append(Transfer(op, self._transfer(op, mine, False, tags[0])))
+            for part, tag in _parts(op.tensor):
+                started.transfers.append(Transfer(op, self._transfer(op, part, op.receives, tag)))
+        started.transfers.sort(key=lambda one: one.header is None)  # data arrives only if the ends agree
 
-    def _transfer(self, op: Posted, tensor: torch.Tensor, place: int) -> dist.Work:
-        begin = dist.irecv if op.receives else dist.isend
-        work = begin(tensor, group=self._group, tag=self._tag(op, place), **self._peer(op))
+    def _transfer(self, op: Posted, tensor: torch.Tensor, receives: bool, place: tuple[int, int]) -> dist.Work:
+        """place: the unit and the count of the tag."""
+        lane = self.exchange.number % _OBJECTS * _C.max_message_channels + op.channel
+        tag = _TAGS + (lane * _UNITS + place[0]) * _COUNTS + place[1]
+        begin, peer = (dist.irecv, "group_src") if receives else (dist.isend, "group_dst")
+        work = begin(tensor, group=self._group, tag=tag, **{peer: op.peer})
         assert work is not None
         return work
 
@@ -231,8 +248,10 @@ class MessageEngine(GroupEngine):
         return CommunicatorClosed(f"{self.name}: closed before its messages were over")
 
     def described(self, field: int, value: int) -> tuple[str, str]:
-        if field == 0:
+        if field == _BYTES:
             return "bytes of the message", str(value)
+        if field == _OBJECT:
+            return "the SendReceive object", f"number {value}"
         code, digits = value & (1 << _DTYPE_BITS) - 1, value >> _DTYPE_BITS
         if value < 0 or code >= len(_DTYPES):
             return "dtype", f"number {value}"
@@ -252,15 +271,9 @@ class MessageEngine(GroupEngine):
         low, high = sorted((self.rank, op.peer))
         return low, high, op.receives == (self.rank == low), op.channel
 
-    def _peer(self, op: Posted) -> dict[str, int]:
-        return {"group_src" if op.receives else "group_dst": op.peer}
-
-    def _tag(self, op: Posted, place: int) -> int:
-        """Tells the messages of this object from those of others of its group, and from the caller's. place: 0 for
-        headers. Tensors of other sizes or dtypes have other places, since gloo ends the process of a rank that receives
-        more than it expects."""
-        number = self.exchange.number % _OBJECTS
-        return _TAGS + (number * _C.max_message_channels + op.channel) * (_SIZES + 1) + place
+    def _header(self, op: Posted) -> list[int]:
+        """What both ends of a message compare, in the order of _HEADER_FIELDS."""
+        return [self.exchange.number, op.tensor.numel(), _dtype_and_order(op)]
 
     def _wait_for(self, transfer: Transfer, until: float | None = None) -> None:
         """until: a time.monotonic(); None: the group's timeout."""
@@ -279,8 +292,9 @@ class MessageEngine(GroupEngine):
                     op.peer,
                     "send-receive",
                 ) from None
-        if transfer.header is not None and op.receives:
-            for field_, (mine, theirs) in enumerate(zip(_header(op), transfer.header.tolist(), strict=True)):
+        if transfer.header is not None:
+            both = zip(_HEADER_FIELDS, self._header(op), transfer.header.tolist(), strict=True)
+            for field_, mine, theirs in both:
                 if mine != theirs:
                     raise disagreement(self, "send-receive", op.peer, field_, mine, theirs)
 
@@ -292,6 +306,14 @@ class MessageEngine(GroupEngine):
                     self._kept.pop(key, None)
             self._sweep_at = max(_KEPT, 2 * len(self._kept))
         self._kept[id(started)] = started, tensors
+
+    def _let_go(self) -> None:
+        """Keeps no tensors from here on. The group keeps those of open messages with other nodes' CPUs: if data came
+        for a receive that is gone, gloo would move nothing more between the two ranks."""
+        if self.device.type == "cpu":
+            open_ones = [started for started, _ in self._kept.values() if started.transfers]
+            _open_at_close.setdefault(self._group, []).extend(open_ones)
+        self._kept.clear()
 
     def _drained(self) -> Exception | None:
         if self._error is None and self.boards.quiet():
@@ -316,9 +338,15 @@ class MessageEngine(GroupEngine):
     def record(self, *tensors: Any) -> None: ...
 
 
-def _header(op: Posted) -> list[int]:
-    """What both ends of a message compare, in the order of `MessageEngine.described`."""
-    return [op.tensor.numel(), _dtype_and_order(op)]
+def _parts(data: torch.Tensor) -> Iterator[tuple[torch.Tensor, tuple[int, int]]]:
+    """The parts of `data`, uint8 ``[bytes]``, each with the unit (0: bytes, 1: KiB, 2: MiB, 3: GiB) and the count of
+    its size."""
+    begin = 0
+    for unit in reversed(range(_UNITS)):
+        unit_bytes = _COUNTS**unit
+        while count := min((len(data) - begin) // unit_bytes, _COUNTS - 1):
+            yield data[begin : begin + count * unit_bytes], (unit, count)
+            begin += count * unit_bytes
 
 
 def _dtype_and_order(op: Posted) -> int:

@@ -319,25 +319,6 @@ def _disagrees(rank: int, what: str, count: int) -> str:
     return str(caught.value)
 
 
-def _disagrees_across_nodes(rank: int, what: str, count: int) -> str:
-    p2p = SendReceive()
-    if rank == 0:
-        p2p.send(torch.ones(10), 1)
-        with contextlib.suppress(PeerTimeout):  # gloo ends its connections where sizes differ
-            p2p.close()
-        return ""
-    got = torch.ones(count, dtype=torch.int32 if what == "dtype" else torch.float32)
-    with torch.device("meta"):
-        work, other = p2p.receive(got, 0), p2p.receive(torch.ones(1, device="cpu"), 0, 1)
-    with pytest.raises(DisagreementError) as caught:
-        work.wait()
-    for again in (work.wait, other.wait, lambda: p2p.send(torch.ones(10), 0)):
-        with pytest.raises(DisagreementError):
-            again()
-    p2p.close()
-    return str(caught.value)
-
-
 DISAGREE = [("bytes of the message", 11), ("bytes of the message", 9), ("dtype", 10)]
 
 
@@ -350,12 +331,6 @@ def _names_both_ends(said: str, what: str, count: int) -> bool:
 def test_ends_that_disagree(what: str, count: int) -> None:
     first, second = values(run_ranks(2, _disagrees, what, count))
     assert first == second and _names_both_ends(second, what, count), second
-
-
-@pytest.mark.parametrize(("what", "count"), [*DISAGREE, ("bytes of the message", 3)])
-def test_ends_on_two_nodes_that_disagree(what: str, count: int) -> None:
-    said = values(run_ranks(2, _disagrees_across_nodes, what, count, env=ONE_PER_NODE))[1]
-    assert _names_both_ends(said, what, count), said
 
 
 def _loses_a_peer(rank: int, what: str) -> tuple[int | None, float]:
