@@ -6,7 +6,6 @@ judged here; kernels, streams and handshakes are judged in tests/gpu.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -118,21 +117,31 @@ def _captured(rank: int, size: int, path: str) -> None:
 
 
 def _refuses(rank: int) -> None:
-    """Rank 0 holds a block that rank 1 asks about late: after rank 0, unless they meet, has refused so many captures
-    that its answer is written over."""
+    """Rank 0 holds a block that rank 1 asks about late: when rank 0 waits for it or, if they do not meet, has refused
+    so many captures that its answer is written over."""
     gather = HierarchicalAllGather()
     engine = gather.engine_on(torch.device("cpu"))
     engine.timeout_s = 10.0
     first, second = (gather.allocate(100, FP32) for _ in range(2))
     held = [first] if rank == 0 else []
     del first, second
+    store, wait_requests = dist.distributed_c10d._get_default_store(), _C.wait_requests
+
+    def says_that_it_waits(*args: Any) -> int:
+        store.set("rank 0 waits", "")
+        return wait_requests(*args)
+
     dist.barrier()
-    time.sleep(0.5 * rank)
+    if rank == 0:
+        setattr(_C, "wait_requests", says_that_it_waits)  # noqa: B010  # the stub has a function
+    else:
+        store.wait(["rank 0 waits"])
     held.append(gather.allocate(100, FP32))
     engine.streams.capturing = lambda: True  # type: ignore[method-assign]
     for _ in range(200):
         with pytest.raises(CaptureRefused):
             gather.allocate(100, FP32)
+    store.set("rank 0 waits", "")
     engine.streams.capturing = lambda: False  # type: ignore[method-assign]
     assert len(gather.allocate(100, FP32)) == 100
     gather.close()

@@ -362,14 +362,31 @@ def test_a_dead_peer_is_named_within_the_deadline(what: str) -> None:
         assert peer == 1 and seconds < DEADLINE_S + GRACE_S
 
 
+def _say_when_it_waits(p2p: SendReceive, key: str) -> None:
+    """Sets `key` in the store as soon as this rank is in a wait of `p2p`."""
+    store, engine = _store(), p2p._engine
+    assert engine is not None
+
+    def look() -> None:
+        while not engine._waiters:
+            time.sleep(0.001)
+        store.set(key, "")
+
+    threading.Thread(target=look, daemon=True).start()
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
 def _aborts(rank: int) -> float:
     p2p = SendReceive()
-    dist.barrier()
     if rank == 1:
-        time.sleep(0.3)
+        _store().wait(["rank 0 waits", "rank 2 waits"])
         p2p.abort("no room")
         p2p.close()
         return 0.0
+    _say_when_it_waits(p2p, f"rank {rank} waits")
     began = time.monotonic()
     with pytest.raises(PeerAborted, match="rank 1 aborted: no room"):
         p2p.receive(torch.ones(3), 1).wait()
@@ -409,8 +426,9 @@ def _closes_early(rank: int) -> bool:
     got = torch.zeros(4 * LANE, dtype=torch.uint8)
     if rank == 0:
         p2p.send(torch.ones_like(got), 1)
+        _store().set("rank 0 closes", "")
     else:
-        time.sleep(0.2)
+        _store().wait(["rank 0 closes"])
         p2p.receive(got, 0).wait()
         unanswered = p2p.receive(torch.zeros(1), 0)
     p2p.close()
