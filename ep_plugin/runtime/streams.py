@@ -1,8 +1,8 @@
 """The streams of a communicator's kernels, and their order. A stream is a raw handle (int), which kernels take.
 
 - `Streams` serves CPUs. A kernel is done when its launch returns, so nothing needs ordering.
-- `SendReceiveStreams` serves dispatch and combine on GPUs. All communicators share one send and one receive stream per
-  device, so at most one sending and one receiving kernel are resident. The send stream has the higher priority. The
+- `HighThroughputStreams` serves dispatch and combine on GPUs. All communicators share one send and one receive stream
+  per device, so at most one sending and one receiving kernel are resident. The send stream has the higher priority. The
   code that enqueues a kernel keeps its memory alive until `join`. If `join` may come on another stream, or never, it
   calls `record`. Otherwise the allocator would reuse memory that kernels still use.
 - `LaneStreams` serves messages on GPUs: a stream for each lane and direction, so that no message waits for one of
@@ -73,7 +73,7 @@ class Streams:
         return 0
 
 
-class SendReceiveStreams(Streams):
+class HighThroughputStreams(Streams):
     """One stream for sending kernels and one for receiving kernels, beside the caller's stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -213,9 +213,9 @@ class CallerStreams(Streams):
 
 
 @functools.cache
-def send_receive_streams(device: torch.device) -> Streams:
+def high_throughput_streams(device: torch.device) -> Streams:
     """The streams of dispatch and combine on `device`, which all communicators of the process share."""
-    return Streams() if device.type == "cpu" else SendReceiveStreams(device)
+    return Streams() if device.type == "cpu" else HighThroughputStreams(device)
 
 
 @functools.cache
@@ -253,11 +253,11 @@ def on_stream(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[An
     """Makes `stream` the current one, as torch.cuda.stream does, which makes several objects for it."""
     if torch._C._cuda_getDevice() != stream.device_index:
         return torch.cuda.stream(stream)
-    return _OnStream(stream)
+    return _StreamSwitch(stream)
 
 
-class _OnStream:
-    """For a stream of the current device."""
+class _StreamSwitch:
+    """Makes a stream of the current device the current one."""
 
     __slots__ = ("_before", "_stream")
 

@@ -146,7 +146,7 @@ def serve_cpus() -> None:
     for name in KERNELS:
         setattr(_C.cpu, name, getattr(module, name))
     streams = EmulatedStreams(module)
-    engine.send_receive_streams = lambda device: streams
+    engine.high_throughput_streams = lambda device: streams
     torch.cuda.synchronize = lambda device=None: streams.drain()
     messages._moves_by_kernels = lambda device: True
     messages.LaneStreams = lambda device: EmulatedLanes(module)  # type: ignore[assignment,misc]

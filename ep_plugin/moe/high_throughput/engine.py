@@ -22,7 +22,7 @@ from ep_plugin.moe.high_throughput.load import HighThroughputLoad
 from ep_plugin.moe.layout import DispatchHandle, Routing
 from ep_plugin.runtime.faults import DISAGREE_ON
 from ep_plugin.runtime.group import GroupEngine, weakly
-from ep_plugin.runtime.streams import kernels_for, send_receive_streams
+from ep_plugin.runtime.streams import high_throughput_streams, kernels_for
 from ep_plugin.runtime.tensors import KnownCalls
 from ep_plugin.transport import open_memory
 from ep_plugin.transport.exchange import Exchange
@@ -61,7 +61,7 @@ class HighThroughputEngine(GroupEngine):
         self._usable_sms = sms.usable_sms(device)
         self.asked_sms: dict[str, int | None] = {}
         self._sms = sms.asked_of(config, self._usable_sms)
-        self.streams = send_receive_streams(device)
+        self.streams = high_throughput_streams(device)
         check_group(self.exchange, config, device)
         self.local_experts = config.num_experts // self.size
         self.num_totals = _C.num_totals + self.local_experts
