@@ -116,15 +116,21 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 class _SecondName(importlib.abc.Loader):
-    """Puts a module into sys.modules under a second name, and then calls `given`."""
+    """Gives an existing module a second name in sys.modules, and then calls `given`."""
 
     def __init__(self, module: str, given: Callable[[], None] | None) -> None:
         self._module, self._given = module, given
 
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """The complete module, so that no thread ever finds an empty one under the second name."""
+        module = importlib.import_module(self._module)
+        self._spec = module.__spec__  # the import system replaces it by `spec`
+        return module
+
     def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = importlib.import_module(self._module)
         if self._given is not None:
             self._given()
+        module.__spec__ = self._spec
 
 
 def _exists(module: str) -> bool:

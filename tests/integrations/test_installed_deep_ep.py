@@ -78,6 +78,26 @@ def test_what_our_extension_does_not_have_is_that_of_an_installed_one(tmp_path: 
     run(USES_EXTENSION, EP_PLUGIN="deep_ep", PYTHONPATH=str(tmp_path))
 
 
+THREADS = """
+import threading, torch
+together, found = threading.Barrier(4), {}
+def imports(number):
+    together.wait()
+    import deep_ep, deep_ep.utils.math, deep_ep_cpp
+    found[number] = deep_ep.Buffer, deep_ep.utils.math.calc_diff, deep_ep_cpp.Config
+threads = [threading.Thread(target=imports, args=(number,)) for number in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+import ep_plugin.deep_ep, deep_ep
+assert len(found) == 4 and len(set(found.values())) == 1, found
+assert deep_ep is ep_plugin.deep_ep and deep_ep.__spec__.name == 'ep_plugin.deep_ep'
+"""
+
+
+def test_threads_that_import_it_at_the_same_time_all_get_it() -> None:
+    run(THREADS, EP_PLUGIN="deep_ep")
+
+
 MISSES = """
 import torch, deep_ep
 try:
