@@ -150,7 +150,8 @@ def check_combine(
     extra: torch.Tensor | None,
     routing: Routing,
 ) -> None:
-    """y [N,H] of a summable dtype, weights and extra as dispatch returned them, bias [T,H]."""
+    """ValueError unless y is [N,H] of a summable dtype, weights and extra are as dispatch returned them, and bias is
+    [T,H] of y's dtype or, in mode="ht", of the sums' dtype."""
     _check_rows(engine, "y", y, y.dtype)
     if y.dtype not in ELEMENTS or (y.dtype is torch.float64 and engine.device.type == "cuda"):
         known = ", ".join(str(dtype) for dtype in ELEMENTS if engine.device.type == "cpu" or dtype is not torch.float64)
@@ -170,8 +171,10 @@ def check_combine(
                 raise ValueError(f"{name}: expected {weight_dtype(y.dtype)}, got {beside.dtype}")
     if bias is not None:
         check_beside("bias", bias, (routing.struct.num_tokens, y.shape[1]), engine)
-        if bias.dtype is not y.dtype:
-            raise ValueError(f"bias: expected the dtype {y.dtype} of y, got {bias.dtype}")
+        sums = y.dtype if engine.config.mode == "ll" else weight_dtype(y.dtype)
+        if bias.dtype not in (y.dtype, sums):
+            wanted = f"the dtype {y.dtype} of y" + (f" or {sums}" if sums is not y.dtype else "")
+            raise ValueError(f"bias: expected {wanted}, got {bias.dtype}")
 
 
 def rows_of(engine: Engine, routing: Routing) -> int:

@@ -126,7 +126,8 @@ def save_combine(ctx: Any, inputs: tuple[Any, ...], outputs: tuple[Any, ...]) ->
     ctx.save_for_backward(*routing, *saved)
     ctx.num_routing, ctx.comm, ctx.num_rows = len(routing), comm, y.shape[0]
     ctx.expert_major = y.dim() == 3
-    ctx.weighted, ctx.has_bias, ctx.has_extra = weights is not None, bias is not None, extra is not None and not per_row
+    ctx.weighted, ctx.has_extra = weights is not None, extra is not None and not per_row
+    ctx.bias_dtype = None if bias is None else bias.dtype
     if per_row and outputs[1] is not None:
         ctx.mark_non_differentiable(outputs[1])
     ctx.rows_need_grad = any(tensor is not None and tensor.requires_grad for tensor in (y, weights, extra))
@@ -140,7 +141,7 @@ def combine_backward(
     grad_extra: torch.Tensor | None,
 ) -> Gradients:
     """Gradients of (y, weights, bias, extra): the outputs' gradients, by `dispatch` over the same routing."""
-    grad_bias = grad_out if ctx.has_bias else None
+    grad_bias = None if ctx.bias_dtype is None else grad_out.to(ctx.bias_dtype)
     if not ctx.rows_need_grad:
         return None, None, grad_bias
     saved = list(ctx.saved_tensors)

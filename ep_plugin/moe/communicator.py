@@ -253,7 +253,7 @@ class MoECommunicator:
             weights: as dispatch returned them, ``[N]`` or, in TOKEN_MAJOR, ``[N, K]``; factors of the rows. In
                 TOKEN_MAJOR a row's weights are summed over its local experts. In EXPERT_MAJOR ``[T, K]``, those of this
                 rank's own tokens. None: a plain sum.
-            bias: ``[T, H]`` of y's dtype, added to the result.
+            bias: ``[T, H]`` of y's dtype or, in mode="ht", of float32 (float64 for float64 rows): where the sum starts.
 
         Returns:
             ``[T, H]`` of y's dtype; the caller owns it.

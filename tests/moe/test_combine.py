@@ -77,6 +77,38 @@ def test_bias_is_added_once_to_every_token(size: int) -> None:
     on_ranks(size, _bias)
 
 
+def _starts_from_the_bias(rank: int, size: int) -> None:
+    """Each rank holds one expert of each token, so a sum has one term of each rank, in their order."""
+    T, H = 37, 1032
+    ids = torch.arange(size).expand(T, size).contiguous()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        case = Case(tokens=(T,) * size, num_experts=size, topk=size, hidden=H, dtype=dtype)
+        generator = torch.Generator().manual_seed(5)
+        rows = torch.randn((size, size, T, H), generator=generator).to(dtype)  # by rank of the expert, by owner
+        rows *= torch.tensor(2.0).pow(torch.randint(-12, 3, rows.shape, generator=generator)).to(dtype)
+        biases = torch.randn((size, T, H), generator=generator, dtype=wide)
+        with communicator(case, TOKEN_MAJOR) as comm, named(dtype), poisoned():
+            _, handle = comm.dispatch(torch.zeros((T, H), dtype=dtype), ids)
+            for bias in (biases[rank], biases[rank].to(dtype)):
+                sums = bias.to(wide)
+                for term in rows[:, rank]:
+                    sums = sums + term.to(wide)
+                same_bits("sums", comm.combine(rows[rank].flatten(0, 1), handle, bias=bias), sums.to(dtype))
+            leaf = biases[rank].clone().requires_grad_()
+            comm.combine(rows[rank].flatten(0, 1), handle, bias=leaf).sum().backward()
+            assert leaf.grad is not None
+            same_bits("gradient", leaf.grad, torch.ones_like(leaf))
+            other = torch.float16 if dtype is not torch.float16 else torch.bfloat16
+            with pytest.raises(ValueError, match=f"bias: expected the dtype {dtype} of y.*, got {other}"):
+                comm.combine(rows[rank].flatten(0, 1), handle, bias=biases[rank].to(other))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_sum_starts_from_the_bias_which_may_be_as_wide_as_sums(size: int) -> None:
+    on_ranks(size, _starts_from_the_bias)
+
+
 def _weights_of_absent_experts(rank: int, size: int) -> None:
     """In TOKEN_MAJOR a row carries all K weights, but only those of local experts count."""
     case = Case(tokens=ragged(size, 25, 2), num_experts=2 * size, topk=min(4, 2 * size), seed=2)

@@ -189,6 +189,7 @@ void bind_combine_args(py::module_& m) {
       .field("hidden", &CombineRecvArgs::hidden)
       .field("element", &CombineRecvArgs::element)
       .field("num_sms", &CombineRecvArgs::num_sms)
+      .field("wide_bias", &CombineRecvArgs::wide_bias)
       .field("stream", &CombineRecvArgs::stream);
   Struct<WeightGradArgs>(m, "WeightGradArgs")
       .field("y", &WeightGradArgs::y)
@@ -251,6 +252,7 @@ void bind_node_args(py::module_& m) {
       .field("num_nodes", &CombineAddArgs::num_nodes)
       .field("node", &CombineAddArgs::node)
       .field("num_sms", &CombineAddArgs::num_sms)
+      .field("wide_bias", &CombineAddArgs::wide_bias)
       .field("stream", &CombineAddArgs::stream);
   Struct<AddCountsArgs>(m, "AddCountsArgs")
       .field("sums", &AddCountsArgs::sums)

@@ -143,7 +143,8 @@ struct CombineSendArgs {
   Address stream;
 };
 
-// Sums the partial rows of each token in the order of the ranks that sent them, then adds the bias.
+// Sums the partial rows of each token, in the order of the ranks that sent them, and rounds once. A sum starts from the
+// bias.
 struct CombineRecvArgs {
   Comm comm;
   Routing routing;
@@ -153,7 +154,9 @@ struct CombineRecvArgs {
   Address extra;  // out: [T,K], the sums of the extra values in the order of the ranks; or 0
   int64_t hidden;
   int32_t element;
-  int32_t num_sms;  // CUDA
+  int32_t num_sms;    // CUDA
+  int32_t wide_bias;  // 1: the bias is float32 where elements are of 16 bits; 0: it is of the elements' type
+  int32_t reserved;
   Address stream;
 };
 
@@ -211,8 +214,8 @@ struct PackArgs {
   Address stream;
 };
 
-// Adds the sums of a token's nodes, in the order of the nodes, then the bias: the last step of a combine over several
-// nodes. A place outside [-1, num_rows) is recorded as kBadHandle (field: the token).
+// Adds the sums of a token's nodes, in the order of the nodes, to the bias, and rounds once: the last step of a combine
+// over several nodes. A place outside [-1, num_rows) is recorded as kBadHandle (field: the token).
 struct CombineAddArgs {
   Comm comm;
   Address own;           // [num_tokens, hidden] contiguous: the sums of this rank's node
@@ -229,8 +232,10 @@ struct CombineAddArgs {
   int32_t element;
   int32_t num_tokens;
   int32_t num_nodes;
-  int32_t node;     // this rank's
-  int32_t num_sms;  // CUDA
+  int32_t node;       // this rank's
+  int32_t num_sms;    // CUDA
+  int32_t wide_bias;  // as in CombineRecvArgs
+  int32_t reserved;
   Address stream;
 };
 

@@ -2,7 +2,7 @@
 
 Every segment's rows are combined inside the node, by the rank that has forwarded their tokens: it adds the partial rows
 of the node's ranks, in the order of local ranks, in float32, and rounds once. The sums of other nodes' tokens return
-over the rail. The owner adds one row per node, in the order of nodes, and the bias.
+over the rail. The owner adds one row per node to the bias, in the order of nodes.
 
 Shapes: T tokens, K experts per token, N rows of the dispatch's output, H hidden size, T_m tokens of a segment.
 """
@@ -21,7 +21,7 @@ from ep_plugin.moe.across_nodes.routing import routing_of
 from ep_plugin.moe.arguments import address, bulk_ready, check_combine
 from ep_plugin.moe.high_throughput.combine import extra_bytes
 from ep_plugin.moe.high_throughput.engine import COMBINE_POOL
-from ep_plugin.moe.high_throughput.kernels import combine_recv_args, combine_send_args
+from ep_plugin.moe.high_throughput.kernels import combine_recv_args, combine_send_args, is_wide
 from ep_plugin.moe.in_flight import Operation, Tensors
 from ep_plugin.moe.layout import DispatchHandle
 from ep_plugin.transport.rails import UnderWay
@@ -136,6 +136,7 @@ class CombineAcrossNodes(Operation):
             landed=self._landed.data_ptr(),
             rail_rows=routing.rail_rows.data_ptr(),
             bias=address(self._bias),
+            wide_bias=is_wide(self._bias, out),
             out=out.data_ptr(),
             own_extra=address(own_extra),
             landed_extra=address(landed_extra),

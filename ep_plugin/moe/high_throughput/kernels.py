@@ -85,5 +85,16 @@ def combine_recv_args(
 ) -> _C.CombineRecvArgs:
     """Partial rows are added to out ``[T, H]``, extra values to extra ``[T, K]``."""
     return _C.CombineRecvArgs(
-        out=out.data_ptr(), bias=address(bias), extra=address(extra), num_sms=num_sms, stream=stream, **common
+        out=out.data_ptr(),
+        bias=address(bias),
+        wide_bias=is_wide(bias, out),
+        extra=address(extra),
+        num_sms=num_sms,
+        stream=stream,
+        **common,
     )
+
+
+def is_wide(bias: torch.Tensor | None, rows: torch.Tensor) -> int:
+    """1 if a bias of rows is of a larger dtype than they are, else 0."""
+    return int(bias is not None and bias.dtype is not rows.dtype)

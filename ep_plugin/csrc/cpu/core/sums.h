@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 
+#include "common/views.h"
 #include "cpu/core/elements.h"
 
 namespace ep::cpu {
@@ -47,13 +48,33 @@ void narrow_all(const typename Sum<T>::type* sum, int count, T* out) {
   });
 }
 
-// Writes the sum of `num_rows` rows of `hidden` elements; zeros if there are none.
+// The row at which sums start: `from` is null, or a row of T or, with `wide`, of sums.
+struct Start {
+  const void* from = nullptr;
+  bool wide = false;
+};
+
+// The row of a [T, hidden] bias for one token. bias: 0: there is none.
 template <class T>
-void sum_rows(const T* const* rows, int num_rows, int64_t hidden, T* out) {
-  typename Sum<T>::type sum[kSumBlock];
+Start start_of(Address bias, bool wide, int64_t token, int64_t hidden) {
+  if (bias == 0) return {};
+  const int64_t first = token * hidden;
+  if (wide) return {at<const typename Sum<T>::type>(bias) + first, true};
+  return {at<const T>(bias) + first, false};
+}
+
+// Writes the sum of the start and `num_rows` rows of `hidden` elements; zeros if there are none.
+template <class T>
+void sum_rows(const T* const* rows, int num_rows, int64_t hidden, T* out, Start start = {}) {
+  using S = typename Sum<T>::type;
+  S sum[kSumBlock];
   for (int64_t h = 0; h < hidden; h += kSumBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kSumBlock, hidden - h));
-    std::fill_n(sum, count, 0);
+    if (start.wide)
+      std::copy_n(static_cast<const S*>(start.from) + h, count, sum);
+    else
+      std::fill_n(sum, count, 0);
+    if (start.from != nullptr && !start.wide) accumulate<T>(sum, static_cast<const T*>(start.from) + h, count);
     for (int i = 0; i < num_rows; ++i) accumulate<T>(sum, rows[i] + h, count);
     narrow_all(sum, count, out + h);
   }

@@ -1,5 +1,5 @@
 // Combine send reduces the expert rows of each received slot to one partial row, and stores it in the combine pool of
-// the token's owner. Combine receive sums the partial rows of each token in rank order, then adds the bias.
+// the token's owner. Combine receive adds the partial rows of each token to the bias, in rank order.
 //
 // Both sum in the element's Sum type and in a fixed order, so the result does not depend on the order of arrival. A
 // send waits for consumed words only. A slot of the combine pool is [row | extra[K]], see PartialLayout. A chunk's
@@ -140,12 +140,12 @@ bool find_partials(const Run& run, const CombineRecvArgs& args, const Meta& meta
 template <class T>
 void receive_token(const CombineRecvArgs& args, const PartialLayout& lay, const int64_t* slot, int t) {
   const Comm& comm = args.comm;
-  const T* rows[kMaxRanks + 1];
+  const T* rows[kMaxRanks];
   int count = 0;
   for (int d = 0; d < comm.num_ranks; ++d)
     if (slot[d] >= 0) rows[count++] = at<const T>(comm.pool[kCombinePool][comm.rank], slot[d] * lay.bytes);
-  if (args.bias != 0) rows[count++] = at<const T>(args.bias) + t * args.hidden;
-  sum_rows<T>(rows, count, args.hidden, at<T>(args.out) + t * args.hidden);
+  const Start bias = start_of<T>(args.bias, args.wide_bias != 0, t, args.hidden);
+  sum_rows<T>(rows, count, args.hidden, at<T>(args.out) + t * args.hidden, bias);
 }
 
 template <class S>

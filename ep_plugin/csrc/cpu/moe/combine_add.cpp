@@ -1,4 +1,4 @@
-// Combine add: adds the sums of a token's nodes, in the order of the nodes, then the bias.
+// Combine add: adds the sums of a token's nodes to the bias, in the order of the nodes.
 //
 // It touches this rank's memory only, and waits for nothing. A sum is rounded once. After a fault, the outputs are
 // filled with 0xFF bytes.
@@ -38,8 +38,8 @@ bool add_all(const CombineAddArgs& args) {
   std::vector<const S*> extra;
   for (int64_t t = 0; t < args.num_tokens; ++t) {
     if (!list_rows(args, t, args.own, args.landed, args.hidden, &rows)) return false;
-    if (args.bias != 0) rows.push_back(at<const T>(args.bias) + t * args.hidden);
-    sum_rows(rows.data(), static_cast<int>(rows.size()), args.hidden, at<T>(args.out) + t * args.hidden);
+    const Start bias = start_of<T>(args.bias, args.wide_bias != 0, t, args.hidden);
+    sum_rows(rows.data(), static_cast<int>(rows.size()), args.hidden, at<T>(args.out) + t * args.hidden, bias);
     if (args.own_extra == 0) continue;
     if (!list_rows(args, t, args.own_extra, args.landed_extra, args.topk, &extra)) return false;
     sum_rows(extra.data(), static_cast<int>(extra.size()), args.topk, at<S>(args.extra_out) + t * args.topk);

@@ -1,4 +1,4 @@
-// Combine add: adds the sums of a token's nodes, in the order of the nodes, then the bias.
+// Combine add: adds the sums of a token's nodes to the bias, in the order of the nodes.
 //
 // Roles. The warps of the grid share the pieces of the tokens' rows. A piece's sums stay in registers (reduce.cuh), and
 // are rounded once. The warp with a token's first piece also adds the values beside the row.
@@ -46,10 +46,13 @@ __device__ void add_piece(const CombineAddArgs& args, int64_t token, int64_t row
   const int64_t left = row_bytes - begin;
   const int vectors = static_cast<int>((left < kPieceBytes ? left : kPieceBytes) / kVectorBytes);
   Sums<Element, 0> sums;
-  sums.clear();
+  const Bias bias = bias_of(args.bias, args.wide_bias != 0, token, args.hidden, row_bytes);
+  if (bias.from == nullptr)
+    sums.clear();
+  else
+    sums.start(bias, begin, vectors);
   add_nodes(args, token, args.own, args.landed, row_bytes,
             [&](const char* row) { sums.template add<true>(row + begin, vectors, 1.0f); });
-  if (args.bias != 0) sums.template add<true>(at<char>(args.bias, token * row_bytes + begin), vectors, 1.0f);
   sums.store(at<char>(args.out, token * row_bytes + begin), vectors);
 }
 

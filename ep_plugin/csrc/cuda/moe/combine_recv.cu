@@ -1,4 +1,4 @@
-// Combine receive: sums the partial rows of a token in the order of the ranks that sent them, then adds the bias.
+// Combine receive: adds the partial rows of a token to the bias, in the order of the ranks that sent them.
 //
 // Roles. Warps share the tokens (rows.cuh). A token's chunk must have arrived from every rank. The last CTA signals to
 // the ranks that their rows have been read. The kernel follows ep_wait_for_sender.

@@ -57,8 +57,8 @@ class CombineRecvJob {
     return at<char>(peer::pool(run_.comm, kCombinePool, run_.comm.rank),
                     int64_t{slot} * static_cast<int32_t>(partial_layout_of(args_.header).bytes));
   }
-  __device__ const char* bias(const Row& row) const {
-    return args_.bias == 0 ? nullptr : at<char>(args_.bias, row.token * args_.header.row_bytes);
+  __device__ Bias bias(const Row& row) const {
+    return bias_of(args_.bias, args_.wide_bias != 0, row.token, args_.hidden, args_.header.row_bytes);
   }
   __device__ char* target(const Row& row) const { return at<char>(args_.out, row.token * args_.header.row_bytes); }
 

@@ -123,7 +123,7 @@ class CombineSendJob {
   __device__ const char* source(int32_t term_row) const {
     return at<char>(args_.y, int64_t{term_row} * static_cast<int32_t>(args_.header.row_bytes));
   }
-  __device__ const char* bias(const Row&) const { return nullptr; }
+  __device__ Bias bias(const Row&) const { return {nullptr, false}; }
   __device__ char* target(const Row& row) const { return row.target; }
 
   __device__ void finish(const Row& row) const {

@@ -7,7 +7,7 @@
 //   int list_terms(const Row& row, Term* terms)     lists its terms in summing order; returns how many
 //   const char* source(int32_t term_row)             the address of a term's row
 //   char* target(const Row& row)                     the address of the result
-//   const char* bias(const Row& row)                 a row to add last, or null
+//   Bias bias(const Row& row)                        the row at which the sum starts
 //   void set_factors(const Row& row, Term* terms)   the last chance to set the factors of its terms
 //   void prefetch(int unit, int units)              bulk path, before each piece: may find the next result
 //   void finish(const Row& row)                      the result is written; writes the values beside it
@@ -45,6 +45,17 @@ inline Cut cut_for_sums(int64_t row_bytes, int num_tokens, int warps, int list_e
   return cut;
 }
 
+// A row of elements, or of float32 with `wide`; null: there is none.
+struct Bias {
+  const char* from;
+  bool wide;
+};
+// The row of a [T, hidden] bias for one token. `base`: 0: there is none.
+__device__ __forceinline__ Bias bias_of(Address base, bool wide, int64_t token, int64_t hidden, int64_t row_bytes) {
+  if (base == 0) return {nullptr, false};
+  return {at<const char>(base, token * (wide ? hidden * 4 : row_bytes)), wide};
+}
+
 struct Term {
   int32_t row;
   float factor;
@@ -75,6 +86,19 @@ struct Sums {
 #pragma unroll
     for (int v = 0; v < kMaxVectors; ++v) Element::template add<kFirst>(of[v], held[v], factor);
   }
+  // Starts from `vectors` vectors of the bias, which begins `begin` bytes into a row of elements.
+  __device__ __forceinline__ void start(const Bias& bias, int64_t begin, int vectors) {
+    if (!bias.wide) return add<true, true>(bias.from + begin, vectors, 1.0f);
+    constexpr int kParts = Element::kPerVector / Float32::kPerVector;  // vectors of float32 for one of elements
+    const int4* row = reinterpret_cast<const int4*>(bias.from + begin * kParts);
+#pragma unroll
+    for (int v = 0; v < kMaxVectors; ++v)
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const int4* from = row + (v * kWarp + lane_id()) * kParts + part;
+        Float32::widen(of[v] + part * Float32::kPerVector, has(v, vectors) ? ptx::ld_coherent(from) : int4{});
+      }
+  }
   __device__ __forceinline__ void store(char* to, int vectors) const {
 #pragma unroll
     for (int v = 0; v < kMaxVectors; ++v)
@@ -94,14 +118,20 @@ struct Sums {
   }
 };
 
-// Adds the bias and writes a piece.
+// Starts the sums of a piece from the bias. False if there is none.
+template <class Element, int kExact, class Job>
+__device__ __forceinline__ bool start_from_bias(const Job& job, const typename Job::Row& row, const Cut& cut, int piece,
+                                                Sums<Element, kExact>& sums) {
+  const Bias bias = job.bias(row);
+  if (bias.from == nullptr) return false;
+  sums.start(bias, cut.piece_begin(piece), cut.piece_size(piece) / kVectorBytes);
+  return true;
+}
+
 template <class Element, int kExact, class Job>
 __device__ __forceinline__ void write_piece(const Job& job, const typename Job::Row& row, const Cut& cut, int piece,
-                                            Sums<Element, kExact>& sums) {
-  const int vectors = cut.piece_size(piece) / kVectorBytes;
-  const char* bias = job.bias(row);
-  if (bias != nullptr) sums.template add<true>(bias + cut.piece_begin(piece), vectors, 1.0f);
-  sums.store(job.target(row) + cut.piece_begin(piece), vectors);
+                                            const Sums<Element, kExact>& sums) {
+  sums.store(job.target(row) + cut.piece_begin(piece), cut.piece_size(piece) / kVectorBytes);
 }
 
 // A warp's two lists of terms, used in turns.
@@ -166,11 +196,14 @@ class BulkReducer {
     Sums<Element, kExact> sums;
     const int vectors = cut_.piece_size(piece) / kVectorBytes;
     const Term* terms = lists_.of(turn_);
-    if (count_ == 0)
-      sums.clear();
-    else if (!take_term<true>(sums, vectors, terms[0].factor))
-      return false;
-    for (int t = 1; t < count_; ++t) {
+    const bool has_bias = start_from_bias(job_, row_, cut_, piece, sums);
+    if (!has_bias) {
+      if (count_ == 0)
+        sums.clear();
+      else if (!take_term<true>(sums, vectors, terms[0].factor))
+        return false;
+    }
+    for (int t = has_bias ? 0 : 1; t < count_; ++t) {
       // Two or more at a time, because the whole warp computes the addresses. Before all loads in flight are summed.
       if (load_left_ > 0 && ring_.in_flight() <= kReduceStages / 2) fill_stages();
       if (!take_term<false>(sums, vectors, terms[t].factor)) return false;
@@ -249,7 +282,7 @@ __device__ void reduce_rows_plain(Job& job, const Cut& cut) {
     __syncwarp();
     for (int piece = row.piece; piece < row.piece + cut.units(); ++piece) {
       Sums<Element, 0> sums;
-      sums.clear();
+      if (!start_from_bias(job, row, cut, piece, sums)) sums.clear();
       const int vectors = cut.piece_size(piece) / kVectorBytes;
       for (int t = 0; t < count; ++t)
         sums.template add<true>(job.source(terms[t].row) + cut.piece_begin(piece), vectors, terms[t].factor);
