@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C, env
-from ep_plugin.config import MAX_TOPK
+from ep_plugin.config import MAX_LL_TOKENS, MAX_TOPK
 from ep_plugin.deep_ep.handles import LowLatencyHandle
 from ep_plugin.dtypes import weight_dtype
 from ep_plugin.errors import NotSupported
@@ -26,7 +26,7 @@ Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
 
 def rows_of(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The rows and scales of dispatch's `x`."""
+    """Split dispatch's `x` into rows and scales. The scales are None without a pair."""
     rows, scales = x if _is_pair(x) else (x, None)
     if not isinstance(rows, torch.Tensor):
         raise ValueError(f"x: expected a tensor, or a tuple of rows and scales, got {_described(x)}")
@@ -39,7 +39,7 @@ def rows_of(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def biases_of(bias: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """No, one or two biases, of x's dtype and one shape."""
+    """Return no, one or two biases. ValueError unless they have x's dtype and one shape."""
     biases: Any = bias if _is_pair(bias) else () if bias is None else (bias,)
     for one in biases:
         if not isinstance(one, torch.Tensor):
@@ -49,15 +49,15 @@ def biases_of(bias: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def sum_of(biases: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-    """The bias that combine adds; the sum of two in float32 (float64), rounded."""
+    """Return the bias from which combine's sums start. Two are added up in float32 (float64)."""
     if len(biases) < 2:
         return biases[0].contiguous() if biases else None
     first, second = (bias.to(weight_dtype(bias.dtype)) for bias in biases)
-    return (first + second).to(biases[0].dtype)
+    return first + second
 
 
 def check_tensor(name: str, given: torch.Tensor, dtypes: tuple[torch.dtype, ...], *shape: int | str) -> None:
-    """`given` must be dense, of one of the dtypes, and of this shape. A name in it stands for any size."""
+    """ValueError unless `given` is dense, of one of the dtypes, and of this shape. A name in it allows any size."""
     _check_dense(name, given)
     sizes = zip(shape, given.shape, strict=False)
     fits = given.dim() == len(shape) and all(isinstance(wanted, str) or wanted == size for wanted, size in sizes)
@@ -82,14 +82,14 @@ def check_at_least(least: int, **given: object) -> None:
 
 
 def check_kind(kind: type, **given: object) -> None:
-    """Each must be of `kind`, or None."""
+    """ValueError unless each value is of `kind` or None."""
     for name, value in given.items():
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name}: expected None or an instance of {kind.__name__}, got {type(value).__name__}")
 
 
 def check_layout(per_rank: Any, per_node: Any, in_rank: Any, per_expert: Any, tokens: int, nodes: NodeMap) -> None:
-    """All must be as `get_dispatch_layout` returns them for so many tokens. `per_node` is not used on one node."""
+    """ValueError unless all are as `get_dispatch_layout` returns them. `per_node` is not used on one node."""
     size = nodes.num_nodes * nodes.ranks_per_node
     layout: dict[str, Any] = {
         "num_tokens_per_rank": (per_rank, torch.int32, size),
@@ -109,13 +109,13 @@ def check_layout(per_rank: Any, per_node: Any, in_rank: Any, per_expert: Any, to
 
 
 def check_experts(num_experts: int, size: int) -> None:
-    """A positive multiple of R."""
+    """ValueError unless `num_experts` is a positive multiple of R."""
     if not isinstance(num_experts, int) or num_experts < 1 or num_experts % size:
         raise ValueError(f"num_experts: expected a positive multiple of the group's {size} ranks, got {num_experts}")
 
 
 def check_sizes(num_worst_tokens: Any, expert_alignment: Any, tokens: int, size: int) -> None:
-    """num_worst_tokens: 0, or at least R times the tokens here."""
+    """ValueError unless num_worst_tokens is 0 or at least R times the tokens, and expert_alignment at least 1."""
     least = size * max(tokens, 1)
     if type(num_worst_tokens) is not int or (num_worst_tokens and num_worst_tokens < least):
         raise ValueError(
@@ -127,7 +127,7 @@ def check_sizes(num_worst_tokens: Any, expert_alignment: Any, tokens: int, size:
 
 
 def check_topk(topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None = None) -> None:
-    """ids of shape [T, K] or None, and their weights or None."""
+    """ValueError unless ids are [T, K] or None, and their weights [T, K] or None."""
     check_kind(torch.Tensor, topk_idx=topk_idx, topk_weights=topk_weights)
     if topk_idx is not None:
         check_tensor("topk_idx", topk_idx, (torch.int64, torch.int32), "T", "K")
@@ -150,8 +150,12 @@ def _described(value: Any) -> str:
 def layout_of(
     topk_idx: torch.Tensor, num_experts: int, nodes: NodeMap
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """num_tokens_per_rank int32 ``[R]``, num_tokens_per_rdma_rank int32 ``[N]`` or None on one node,
-    num_tokens_per_expert int32 ``[E]``, is_token_in_rank ``[T, R]``."""
+    """Count the tokens of each rank, node and expert.
+
+    Returns:
+        num_tokens_per_rank int32 ``[R]``; num_tokens_per_rdma_rank int32 ``[N]``, or None on one node;
+        num_tokens_per_expert int32 ``[E]``; is_token_in_rank bool ``[T, R]``.
+    """
     ids, size = topk_idx.long(), nodes.num_nodes * nodes.ranks_per_node
     check_ids(ids, num_experts)
     dropped = (ids < 0) | (ids >= num_experts)  # dispatch refuses ids that no expert has
@@ -166,7 +170,7 @@ def layout_of(
 
 
 def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
-    """Ids from -1 to E - 1, on CPUs and, with EP_PLUGIN_CHECK_IDS=1, on GPUs."""
+    """ValueError unless ids are from -1 to E - 1. GPUs check only with EP_PLUGIN_CHECK_IDS=1."""
     if topk_idx.numel() and (topk_idx.device.type == "cpu" or env.check_ids()):
         least, most = int(topk_idx.min()), int(topk_idx.max())
         if least < -1 or most >= num_experts:
@@ -175,12 +179,12 @@ def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _ranks_by_node(nodes: NodeMap, device: torch.device) -> torch.Tensor:
-    """int64 ``[R]``: the ranks of the first node, then those of the next."""
+    """Return all ranks, node by node, as int64 ``[R]``."""
     return torch.tensor(list(itertools.chain(*nodes.nodes)), device=device)
 
 
 def check_agreement(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_experts: int, nodes: NodeMap) -> None:
-    """Refuse an `is_token_in_rank` that differs from `topk_idx`, by which tokens are sent."""
+    """ValueError if `is_token_in_rank` differs from `topk_idx`, by which tokens are sent."""
     expected = layout_of(topk_idx, num_experts, nodes)[3]
     differ = (expected != is_token_in_rank).nonzero()
     if len(differ):
@@ -192,7 +196,7 @@ def check_agreement(topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, num_
 
 
 def ranks_as_experts(is_token_in_rank: torch.Tensor) -> torch.Tensor:
-    """int32 ``[T, R]``: routing by rank alone equals routing to R experts, one on each rank."""
+    """Return ids int32 ``[T, R]`` that route by rank alone: each rank counts as one expert."""
     size = is_token_in_rank.shape[1]
     if size > MAX_TOPK:
         raise NotSupported(f"topk_idx: expected expert ids in groups of more than {MAX_TOPK} ranks, got None of {size}")
@@ -201,7 +205,7 @@ def ranks_as_experts(is_token_in_rank: torch.Tensor) -> torch.Tensor:
 
 
 def received_per_expert(num_tokens_per_expert: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Pairs that all ranks send to each local expert, for dispatches that carry no expert ids. Collective."""
+    """Count the pairs that all ranks send to each local expert, for dispatches without expert ids. Collective."""
     total = num_tokens_per_expert.clone()
     dist.all_reduce(total, group=group)
     return total.view(group.size(), -1)[group.rank()]
@@ -211,7 +215,7 @@ def received_per_expert(num_tokens_per_expert: torch.Tensor, group: dist.Process
 
 
 def quantized_as(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> str | None:
-    """MoECommunicator's `quantize`."""
+    """Return MoECommunicator's `quantize` for DeepEP's three arguments."""
     if use_ue8m0 and not round_scale:
         raise ValueError("use_ue8m0: expected False without round_scale=True, got True")
     if not use_fp8:
@@ -219,8 +223,14 @@ def quantized_as(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> str | Non
     return "e4m3_ue8m0" if use_ue8m0 else "e4m3_pow2" if round_scale else "e4m3"
 
 
+def check_max_tokens(max_tokens: Any) -> None:
+    """ValueError unless this is a T_max that low-latency calls serve."""
+    if type(max_tokens) is not int or not 0 < max_tokens <= MAX_LL_TOKENS:
+        raise ValueError(f"num_max_dispatch_tokens_per_rank: expected 1 to {MAX_LL_TOKENS}, got {max_tokens!r}")
+
+
 def check_low_latency_dispatch(x: Any, topk_idx: Any, max_tokens: int, num_experts: int, use_fp8: bool) -> None:
-    """x bfloat16 [T, H], ids [T, K], T at most T_max."""
+    """ValueError unless x is bfloat16 [T, H], ids are [T, K], and T is at most T_max."""
     check_tensors(x=x, topk_idx=topk_idx)
     check_tensor("x", x, (torch.bfloat16,), "T", "H")
     _check_pairs(topk_idx, None, x.shape[0], max_tokens, num_experts)
@@ -233,7 +243,7 @@ def check_low_latency_dispatch(x: Any, topk_idx: Any, max_tokens: int, num_exper
 def check_low_latency_combine(
     x: Any, topk_idx: Any, topk_weights: Any, out: Any, handle: LowLatencyHandle, use_logfmt: bool
 ) -> None:
-    """x bfloat16 [E_l, N, H], ids and weights [T, K], out bfloat16 [T, H]."""
+    """ValueError unless x is bfloat16 [E_l, N, H], ids and weights are [T, K], and out is bfloat16 [T, H] or None."""
     check_tensors({"out": out}, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
     src_info, _, max_tokens, hidden, num_experts = handle
     check_tensor("x", x, (torch.bfloat16,), *src_info.shape, hidden)

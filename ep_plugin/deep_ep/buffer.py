@@ -7,7 +7,7 @@ received, ordered by (source rank, source token).
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -43,13 +43,11 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         comm (MPI): not supported. The other arguments are DeepEP's and have no effect.
 
     Raises:
-        NotSupported: an argument that is not supported, nodes with different numbers of ranks, or low latency over
-            several nodes.
+        NotSupported: an argument that is not supported; nodes with different numbers of ranks; on several nodes low
+            latency, or a group whose backend cannot send the memory of the process's GPU to other nodes.
         ValueError: a wrong argument, before anything is launched.
         PeerTimeout, PeerAborted: as MoECommunicator.
     """
-
-    not_served: ClassVar = {"get_local_buffer_tensor": "callers do not get communication memory"}
 
     num_sms: int = 20
     """DeepEP's default, for callers that compute with it. Until `set_num_sms`, calls use as many as fill the links."""
@@ -100,21 +98,21 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The default config of a dispatch or a combine, for any number of ranks."""
+        """Return the default config of a dispatch or a combine. It does not depend on the number of ranks."""
         return Config(Buffer._asked_sms)
 
     get_combine_config = get_dispatch_config
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Whether this build has CUDA kernels; they include those for compute capability 9.0."""
+        """Return whether this build has CUDA kernels. They include kernels for compute capability 9.0."""
         from ep_plugin import _C
 
         return hasattr(_C, "cuda")
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event on the current stream."""
+        """Record an event on the current stream."""
         return EventOverlap(EventHandle())
 
     @torch.no_grad()
@@ -213,7 +211,7 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
             x: ``[N, H]``, one row for each row that dispatch returned.
             topk_weights: float32 ``[N, K]``, or ``[N, R]`` after a dispatch without topk_idx, summed over the same
                 ranks. A rank without them sends zeros.
-            bias: ``[T, H]`` or two of them, added to the result. Two are added up and rounded first.
+            bias: ``[T, H]`` or two of them, of x's dtype. Sums start from the bias, and are rounded once.
 
         Returns:
             ``[T, H]`` of x's dtype, the weights float32 ``[T, K]`` or None, and the event.
@@ -274,7 +272,10 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
         num_worst_tokens: int,
         device: torch.device,
     ) -> tuple[MoECommunicator, torch.Tensor]:
-        """The communicator, and the ids that it sends by: those of ranks where there are none of experts."""
+        """Return the communicator, and the ids to dispatch by.
+
+        Without `topk_idx` each rank counts as one expert, and the ids are ranks.
+        """
         num_experts, bound = per_expert.numel(), num_worst_tokens // self.group_size
         if topk_idx is None:
             ids, num_experts = arguments.ranks_as_experts(in_rank), self.group_size
@@ -293,7 +294,7 @@ class Buffer(LowLatencyCalls, SharedCommunicators):
 
 
 def _sms_of(config: Config | None) -> dict[str, int]:
-    """SM counts for `MoECommunicator.set_sms`: one kernel sends and receives on the config's SMs."""
+    """Return the SM counts for `MoECommunicator.set_sms`: one kernel sends and receives on the config's SMs."""
     arguments.check_kind(Config, config=config)
     sending = Buffer._asked_sms if config is None else config.num_sms
     return sms_of(sending)

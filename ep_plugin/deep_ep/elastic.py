@@ -7,6 +7,7 @@ them on this rank, R ranks, N rows received: one per token, or with do_expand on
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,8 @@ from ep_plugin.deep_ep.elastic_handles import (
     check_handle,
 )
 from ep_plugin.deep_ep.elastic_messages import SIZE_ALIGNMENT, ElasticMessages
-from ep_plugin.deep_ep.shared import MOST_HIDDEN, SharedCommunicators, least_bound, sms_of
+from ep_plugin.deep_ep.one_reduction import reduce_once
+from ep_plugin.deep_ep.shared import MOST_HIDDEN, SharedCommunicators, column_major, least_bound, sms_of
 from ep_plugin.deep_ep.tuning import sms_that_fill
 from ep_plugin.deep_ep.utils.event import EventHandle, EventOverlap, ordered
 from ep_plugin.deep_ep.utils.math import align
@@ -48,6 +50,9 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
             reserves nothing: pools grow when an operation needs them.
         num_max_tokens_per_rank: the default of dispatch.
         num_cpu_bytes: Engram's; expected 0.
+        allow_multiple_reduction: whether combine may round a sum also on the ranks that hold several of the token's
+            experts, and on each node. If False, every expert's row returns by itself. This takes more traffic and, in a
+            handle's first combine, a dispatch of rows without contents.
         explicitly_destroy: whether `destroy` will be called.
         The other arguments are DeepEP's and have no effect.
 
@@ -93,7 +98,8 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
         self.allow_hybrid_mode, self.allow_multiple_reduction = allow_hybrid_mode, allow_multiple_reduction
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
-        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
+        self.scaleout_rank_idx = self._nodes.node_of(self.rank_idx)
+        self.scaleup_rank_idx = self._nodes.local_rank_of(self.rank_idx)
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
 
     def destroy(self) -> None:
@@ -111,8 +117,10 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes of the rows, ids and weights that R * T_max tokens have at most, 2-byte elements in combine: a multiple
-        of 2 MiB, and larger for larger sizes."""
+        """Return the most bytes of the rows, ids and weights of R * T_max tokens, rounded up to 2 MiB.
+
+        Combine counts 2 bytes per element.
+        """
         arguments.check_at_least(0, num_max_tokens_per_rank=num_max_tokens_per_rank, hidden=hidden, num_topk=num_topk)
         row = hidden * (3 if use_fp8_dispatch else 4) + num_topk * 12  # a row of dispatch, one of combine
         return align(group.size() * num_max_tokens_per_rank * row, SIZE_ALIGNMENT)
@@ -127,7 +135,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
         sm_read_gbs: float = 0,
         sm_write_gbs: float = 0,
     ) -> int:
-        """The number of SMs with which one kernel, which sends and receives, fills the links of a node's GPUs.
+        """Return the number of SMs on which one kernel that sends and receives fills the links of a node's GPUs.
 
         Experts are taken as drawn at random. As `num_sms`, 0 is a choice of its own: then sending and receiving run on
         SMs of their own, as many as the rows' shape asks for.
@@ -151,24 +159,24 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
         return sms_that_fill(self.num_nvlink_ranks, num_experts, num_topk, rates, most)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """0: there are no queue pairs to choose."""
+        """Return 0, since there are no queue pairs to choose."""
         return 0
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """(1, R): every rank is one step away for callers."""
-        return 1, self.num_ranks
+        """Return how `combine` adds up: over the ranks of each node, then over nodes. Always the physical size."""
+        return self.get_physical_domain_size()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """The number of nodes, and of ranks on each."""
+        """Return the number of nodes, and the number of ranks on each."""
         return self._nodes.num_nodes, self._nodes.ranks_per_node
 
     @staticmethod
     def capture() -> EventHandle:
-        """An event on the current stream."""
+        """Record an event on the current stream."""
         return EventHandle()
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """The group's own barrier, on the current stream or the communication stream. Collective."""
+        """Run the group's own barrier, on the current stream or the communication stream. Collective."""
         self._check_open()
         on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         stream = torch.cuda.stream(self.get_comm_stream()) if on_gpu and use_comm_stream else contextlib.nullcontext()
@@ -217,6 +225,8 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
                 every rank may need. The rows after the last valid one are undefined. None: True without a handle.
             do_expand: one row per (token, local expert), grouped by expert, each group padded with zero rows to
                 expert_alignment, whether or not do_zero_padding is set.
+            use_tma_aligned_col_major_sf: whether scales are stored column by column, each column padded to a multiple
+                of 16 bytes.
             allocate_on_comm_stream, num_qps: no effect.
 
         Returns:
@@ -227,8 +237,6 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
         before, later = _overlaps(previous_event, previous_event_before_epilogue)
         rows, scales = arguments.rows_of(x)
         stats = cumulative_local_expert_recv_stats
-        if use_tma_aligned_col_major_sf:
-            raise NotSupported("use_tma_aligned_col_major_sf: expected False, got True; scales are row-major")
         if do_zero_padding and not do_expand:
             raise ValueError("do_zero_padding: expected False without do_expand=True, got True")
         arguments.check_topk(topk_idx, topk_weights if handle is None else None)
@@ -265,7 +273,9 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
             dtype = result.topk_idx.dtype
             recv_idx = None if out.topk_ids is None else out.topk_ids.to(dtype)
             weights = None if out.weights is None else out.weights.float()  # float64 beside float64 rows
-            received = out.tokens if out.scales is None else (out.tokens, out.scales)
+            received: Rows = out.tokens
+            if out.scales is not None:
+                received = out.tokens, column_major(out.scales) if use_tma_aligned_col_major_sf else out.scales
             return received, recv_idx, weights, result, result.tensors()
 
         *results, _, event = ordered(send, rows.device, reads, before, async_with_compute_stream, False)
@@ -291,7 +301,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
             x: ``[N, H]``, one row for each row that dispatch returned.
             topk_weights: float32 ``[N, K]``, with do_expand ``[N]``. They are summed like the rows. A rank without
                 them sends zeros.
-            bias: ``[T, H]`` or two of them, added to the result. Two are added up and rounded first.
+            bias: ``[T, H]`` or two of them, of x's dtype. Sums start from the bias, and are rounded once.
             num_sms: 0: as in the dispatch.
             previous_event, previous_event_before_epilogue: as in `dispatch`.
             allocate_on_comm_stream, num_qps: no effect.
@@ -313,10 +323,14 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
 
         def add() -> tuple[torch.Tensor, torch.Tensor | None]:
             later.current_stream_wait()
-            comm = communicator(handle.routing.comm)
+            comm, bias = communicator(handle.routing.comm), arguments.sum_of(biases)
             comm.set_sms(**sms)
-            given = rows.contiguous(), handle.routing, topk_weights, arguments.sum_of(biases)
-            out, weights = comm.combine_with_values(*given)
+            if self.allow_multiple_reduction or (not handle.do_expand and self._nodes.num_nodes == 1):
+                out, weights = comm.combine_with_values(rows.contiguous(), handle.routing, topk_weights, bias)
+            else:
+                by_pair = self._comm_of_pairs(handle, rows.device)
+                by_pair.set_sms(**sms)
+                out, weights = reduce_once(by_pair, rows.contiguous(), handle, topk_weights, bias)
             return out, None if weights is None else weights.float()  # float64 beside float64 rows
 
         reads = (rows, handle.routing, topk_weights, biases)
@@ -331,7 +345,7 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
         alignment: int | None,
         stats: torch.Tensor | None,
     ) -> tuple[int, int, int]:
-        """E, T_max and the alignment of a dispatch without a handle."""
+        """Check a dispatch without a handle. Returns E, T_max and the alignment."""
         most = self.num_max_tokens_per_rank if most is None else most
         alignment = 1 if alignment is None else alignment
         if num_experts is None:
@@ -358,6 +372,14 @@ class ElasticBuffer(ElasticMessages, SharedCommunicators):
         )
         return self._communicator(config, device)
 
+    def _comm_of_pairs(self, handle: EPHandle, device: torch.device) -> MoECommunicator:
+        """Return the communicator of a combine in which each pair of a token and an expert counts as a token."""
+        config = communicator(handle.routing.comm).config
+        if config.max_tokens_per_rank is not None:
+            most = least_bound(handle.num_max_tokens_per_rank * handle.topk_idx.shape[1])
+            config = dataclasses.replace(config, max_tokens_per_rank=most)
+        return self._communicator(config, device)
+
 
 def _checked_sms(num_sms: int) -> int | None:
     if type(num_sms) is not int or num_sms < 0 or num_sms % 2:
@@ -368,7 +390,7 @@ def _checked_sms(num_sms: int) -> int | None:
 def _overlaps(
     previous: EventHandle | EventOverlap | None, later: EventHandle | EventOverlap | None
 ) -> tuple[EventOverlap | None, EventOverlap]:
-    """`previous_event` and `previous_event_before_epilogue`, whichever of DeepEP's two classes they are of."""
+    """Check `previous_event` and `previous_event_before_epilogue`. Both of DeepEP's event classes are served."""
     first, second = (EventOverlap(event) if isinstance(event, EventHandle) else event for event in (previous, later))
     arguments.check_kind(EventOverlap, previous_event=first, previous_event_before_epilogue=second)
     return first, second or EventOverlap()

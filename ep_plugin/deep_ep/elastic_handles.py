@@ -5,6 +5,7 @@ Shapes as in elastic.py.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -15,9 +16,11 @@ from ep_plugin.deep_ep.shared import refuse
 from ep_plugin.deep_ep.utils.math import align
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.layout import DispatchHandle, DispatchOutput
+from ep_plugin.moe.registry import communicator
 
 STATS = "cumulative_local_expert_recv_stats"
-_PRIVATE = ("recv_src_metadata", "dst_buffer_slot_idx", "token_metadata_at_forward", "channel_linked_list")
+_PRIVATE = ("token_metadata_at_forward", "channel_linked_list")
+_LEAST_WORDS = 4  # int32 of a row that can be sent
 NOT_SERVED = dict.fromkeys(("engram_", "get_engram_"), "Engram is not served")
 NOT_SERVED |= dict.fromkeys(_PRIVATE, "it is the state of DeepEP's kernels")
 
@@ -31,7 +34,8 @@ class EPHandle:
     num_recv_tokens: tokens received, each counted once. Without do_cpu_sync: R * T_max.
     num_expanded_tokens: the rows of the result.
     num_recv_tokens_per_expert_list: each local expert's rows, rounded up. Empty without do_cpu_sync.
-    psum_num_recv_tokens_per_scaleup_rank: int32 ``[R]``, the tokens received from ranks 0 to i.
+    psum_num_recv_tokens_per_scaleup_rank: int32 ``[R]``, the tokens received from ranks 0 to i. On several nodes
+        int32 ``[ranks of a node]``: the tokens received from all ranks whose local rank is at most i.
     psum_num_recv_tokens_per_expert: int32 ``[E_l]``, the end of each expert's rows: with do_expand without its own
         padding, else of counts rounded up.
     num_unaligned_recv_tokens_per_expert: int32 ``[E_l]``, rows without padding; None without do_expand.
@@ -50,9 +54,26 @@ class EPHandle:
     psum_num_recv_tokens_per_expert: torch.Tensor
     num_unaligned_recv_tokens_per_expert: torch.Tensor | None
     routing: DispatchHandle = field(repr=False)
+    pairs: DispatchHandle | None = field(default=None, repr=False)
+    """The routing of one_reduction.py, from the first combine that needs it on."""
+
+    @property
+    def dst_buffer_slot_idx(self) -> torch.Tensor:
+        """Return the plan of the routing. Its contents are private."""
+        return self.routing.plan
+
+    @functools.cached_property
+    def recv_src_metadata(self) -> torch.Tensor:
+        """Tell where each received token comes from: int32 ``[num_recv_tokens, 2 + K]``. Collective at its first use.
+
+        Column 0 is ``source rank * num_max_tokens_per_rank + source token``. Column 1 has no meaning. Column 2 + k is
+        the row of the result for the token's choice k, -1: not here. Rows are in the order of the result or, with
+        do_expand, of column 0. Without do_cpu_sync, rows after the last received token are undefined.
+        """
+        return _sources(self)
 
     def tensors(self) -> tuple[Any, ...]:
-        """Its tensors; those of the routing are in a tuple."""
+        """Return the handle's tensors. The tensors of the routing are nested in a tuple."""
         return tuple(value for value in vars(self).values() if isinstance(value, (torch.Tensor, tuple)))
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -72,7 +93,7 @@ class Call:
     copy: bool
 
     def capacity(self, size: int, topk: int) -> int:
-        """Rows that T_max tokens of every rank may need here."""
+        """Return the most rows that T_max tokens of every rank may need here."""
         if not self.expand:
             return size * self.most
         local = self.num_experts // size
@@ -97,11 +118,35 @@ class Call:
             num_recv_tokens_per_expert_list=[]
             if cpu is None
             else [align(count, self.alignment) for count in cpu.tolist()],
-            psum_num_recv_tokens_per_scaleup_rank=handles.received_from(comm, routing),
+            psum_num_recv_tokens_per_scaleup_rank=handles.received_by_local_rank(comm, routing),
             psum_num_recv_tokens_per_expert=ends,
             num_unaligned_recv_tokens_per_expert=counts if self.expand else None,
             routing=routing,
         )
+
+
+def _sources(handle: EPHandle) -> torch.Tensor:
+    """Send the tokens' numbers along the handle's routing, with the number of each choice in place of its weight."""
+    comm, ids = communicator(handle.routing.comm), handle.routing.topk_ids
+    T, K = ids.shape
+    first = comm.rank * handle.num_max_tokens_per_rank
+    numbers = torch.arange(first, first + T, dtype=torch.int32, device=ids.device)
+    choices = torch.arange(K, dtype=torch.float32, device=ids.device).repeat(T, 1)
+    capacity = handles.worst_tokens_of(handle.routing) or None
+    x = numbers.unsqueeze(1).repeat(1, _LEAST_WORDS)
+    out, _ = comm.dispatch(x, ids, choices, None, handle.routing, capacity)
+    rows = torch.arange(len(out.tokens), dtype=torch.int32, device=ids.device)
+    found = ids.new_full((handle.num_recv_tokens, 2 + K), -1)
+    if out.topk_ids is not None:
+        found[:, 0] = out.tokens[:, 0]
+        found[:, 2:] = torch.where(out.topk_ids < 0, -1, rows.unsqueeze(1))
+        return found
+    assert out.row_expert_ids is not None and out.weights is not None
+    is_used = out.row_expert_ids >= 0
+    tokens, places = out.tokens[is_used, 0].unique(return_inverse=True)
+    found[: len(tokens), 0] = tokens
+    found[places, 2 + out.weights[is_used].long()] = rows[is_used]
+    return found
 
 
 def check_handle(handle: object) -> None:
@@ -110,7 +155,7 @@ def check_handle(handle: object) -> None:
 
 
 def check_cached(handle: EPHandle, given: tuple[Any, ...], weights: Any, stats: Any) -> None:
-    """What is given beside a handle must be None, or as it was."""
+    """ValueError unless each argument beside a handle is None or equals the handle's own value."""
     check_handle(handle)
     topk_idx, num_experts, most, alignment, sync, expand = given
     for name, value in {"topk_idx": topk_idx, STATS: stats}.items():

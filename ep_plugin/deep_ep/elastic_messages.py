@@ -18,8 +18,8 @@ from ep_plugin import counts
 from ep_plugin.collectives.all_gather import HierarchicalAllGather
 from ep_plugin.collectives.send_receive import MessageWork, SendReceive
 from ep_plugin.deep_ep import arguments
+from ep_plugin.deep_ep.shared import device_of
 from ep_plugin.deep_ep.utils.math import align
-from ep_plugin.runtime.streams import resolve_device
 
 SIZE_ALIGNMENT = 2 << 20
 _PART_ALIGNMENT = 128  # of the tensors in a session's memory
@@ -65,14 +65,14 @@ class PipelineMessages:
 
 
 class GatherSessions:
-    """All-gathers into memory that peers have mapped. A session takes it from its start, and gives all of it back."""
+    """All-gathers into memory that peers have mapped. Each session uses this memory again from its start."""
 
     def __init__(self, group: dist.ProcessGroup, most_bytes: int, most_gathers: int) -> None:
         """Collective. most_bytes: of all gathered tensors of a session."""
         self._group, self._most_gathers = group, most_gathers
         self._gather = HierarchicalAllGather(group)
         counts.holds("deep_ep", self._gather)
-        self._memory = self._gather.allocate(most_bytes, dtype=torch.uint8, device=resolve_device(group, None))
+        self._memory = self._gather.allocate(most_bytes, dtype=torch.uint8, device=device_of(group))
         self._begun = False
         self._used = self._count = 0
         self._in_place: dict[int, torch.Tensor] = {}  # by the address of this rank's part
@@ -89,7 +89,7 @@ class GatherSessions:
         self._in_place.clear()
 
     def in_place(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """This rank's part of memory for a gather."""
+        """Return this rank's part of the memory of the next gather."""
         self._check_begun("agrs_get_inplace_tensor()")
         gathered = self._take(shape, dtype)
         mine = gathered[self._group.rank()]
@@ -97,7 +97,7 @@ class GatherSessions:
         return mine
 
     def gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any]]:
-        """``[R, *shape]``, and a function that makes the current stream wait for it."""
+        """Start a gather. Returns ``[R, *shape]``, and a function that makes the current stream wait for it."""
         self._check_begun("all_gather()")
         if not isinstance(tensor, torch.Tensor) or not tensor.is_contiguous():
             raise ValueError(f"t: expected contiguous tensors, got {type(tensor).__name__}")
@@ -132,7 +132,7 @@ class GatherSessions:
 
 
 class ElasticMessages:
-    """The calls of ElasticBuffer for both. Nothing is differentiable, and numbers of SMs and queues have no effect."""
+    """ElasticBuffer's calls for messages and for sessions. Not differentiable. `num_sms`, `num_qps`: no effect."""
 
     group: dist.ProcessGroup
     num_pp_qps = 0
@@ -141,16 +141,22 @@ class ElasticMessages:
 
     @staticmethod
     def get_pp_buffer_size_hint(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
-        """Bytes for the tensors under way to and from both neighbours, a multiple of 2 MiB."""
+        """Return the bytes of the tensors under way to and from both neighbours, rounded up to 2 MiB."""
         return align(4 * num_max_tensor_bytes * num_max_inflight_tensors, SIZE_ALIGNMENT)
 
     @staticmethod
+    def get_agrs_num_max_session_bytes(group: dist.ProcessGroup, shapes: Any, dtype: torch.dtype) -> int:
+        """Return the bytes of a session that gathers tensors of these shapes: one shape, or a sequence of shapes."""
+        each = shapes if len(shapes) and isinstance(shapes[0], Sequence) else (shapes,)
+        return sum(align(group.size() * math.prod(shape) * dtype.itemsize, _PART_ALIGNMENT) for shape in each)
+
+    @staticmethod
     def get_agrs_buffer_size_hint(group: dist.ProcessGroup, num_max_session_bytes: int) -> int:
-        """Bytes for the gathered tensors of a session, a multiple of 2 MiB."""
+        """Return the bytes of the gathered tensors of a session, rounded up to 2 MiB."""
         return align(num_max_session_bytes, SIZE_ALIGNMENT)
 
     def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int, num_qps: int = 0) -> None:
-        """Prepares `pp_send` and `pp_recv`. Collective. No message may be under way."""
+        """Prepare `pp_send` and `pp_recv`. Collective. No message may be under way."""
         arguments.check_at_least(
             1, num_max_tensor_bytes=num_max_tensor_bytes, num_max_inflight_tensors=num_max_inflight_tensors
         )
@@ -159,15 +165,15 @@ class ElasticMessages:
         self._pipeline = PipelineMessages(self.group, num_max_tensor_bytes, num_max_inflight_tensors)
 
     def pp_send(self, t: torch.Tensor, dst_rank_idx: int, num_sms: int = 0) -> None:
-        """Sends a contiguous tensor to the next or the previous rank. It may change afterwards, in stream order."""
+        """Send a contiguous tensor to the next or the previous rank. It may change afterwards, in stream order."""
         _made(self._pipeline, "pp_set_config").send(t, dst_rank_idx)
 
     def pp_recv(self, t: torch.Tensor, src_rank_idx: int, num_sms: int = 0) -> None:
-        """Receives the next tensor of the next or the previous rank into `t`, in stream order."""
+        """Receive the next tensor of the next or the previous rank into `t`, in stream order."""
         _made(self._pipeline, "pp_set_config").receive(t, src_rank_idx)
 
     def agrs_set_config(self, num_max_session_bytes: int, num_max_all_gathers_per_session: int) -> None:
-        """Makes the memory of sessions. Collective. No session may be open."""
+        """Make the memory of sessions. Collective. No session may be open."""
         sizes = {"num_max_session_bytes": num_max_session_bytes}
         sizes["num_max_all_gathers_per_session"] = num_max_all_gathers_per_session
         arguments.check_at_least(1, **sizes)
@@ -176,16 +182,16 @@ class ElasticMessages:
         self._sessions = GatherSessions(self.group, num_max_session_bytes, num_max_all_gathers_per_session)
 
     def create_agrs_session(self) -> None:
-        """Begins a session. Tensors of the session before are not valid any more."""
+        """Begin a session. Tensors of the session before are not valid any more."""
         _made(self._sessions, "agrs_set_config").begin()
 
     def destroy_agrs_session(self) -> None:
-        """Ends the session."""
+        """End the session."""
         _made(self._sessions, "agrs_set_config").end()
 
     @contextlib.contextmanager
     def agrs_new_session(self, enabled: bool = True) -> Iterator[None]:
-        """A session for a block. enabled=False: nothing."""
+        """Open a session for a ``with`` block. enabled=False: open none."""
         if not enabled:
             yield
             return
@@ -196,14 +202,14 @@ class ElasticMessages:
             self.destroy_agrs_session()
 
     def agrs_get_inplace_tensor(self, shapes: Any, dtype: torch.dtype) -> Any:
-        """A tensor that `all_gather` need not copy; for a sequence of shapes a tuple of them. Valid in this session."""
+        """Return a tensor that `all_gather` need not copy, or a tuple for several shapes. Valid in this session."""
         sessions = _made(self._sessions, "agrs_set_config")
         if len(shapes) and isinstance(shapes[0], Sequence):
             return tuple(sessions.in_place(shape, dtype) for shape in shapes)
         return sessions.in_place(shapes, dtype)
 
     def all_gather(self, t: torch.Tensor | Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """Gathers a contiguous tensor, or several, of every rank. Collective, in a session.
+        """Gather a contiguous tensor, or several, of every rank. Collective, in a session.
 
         Returns:
             ``[R, *shape]`` of each tensor, valid in this session, and a function. After its call the current stream

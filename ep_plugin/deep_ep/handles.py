@@ -47,7 +47,7 @@ class Handle(tuple[torch.Tensor, ...]):
 
 
 def handle_of(comm: MoECommunicator, routing: DispatchHandle, is_token_in_rank: torch.Tensor) -> Handle:
-    """The handle of a dispatch that has run. Prefix sums are made of the plan."""
+    """Make the handle of a dispatch that has run. Prefix sums are read from the plan."""
     private = routing.plan, routing.topk_ids, routing.recv_rows
     kept = torch.cat([_number(routing.comm), routing.totals])
     if comm.nodes is None:
@@ -61,7 +61,7 @@ def handle_of(comm: MoECommunicator, routing: DispatchHandle, is_token_in_rank: 
 
 
 def routing_of(handle: object) -> DispatchHandle:
-    """The routing of a handle, or of a tuple or list of its parts. ValueError for anything else."""
+    """Return the routing of a handle, or of a tuple or list of its parts. ValueError for anything else."""
     if isinstance(handle, Handle):
         return handle.routing
     if not isinstance(handle, (tuple, list)):
@@ -81,7 +81,7 @@ def routing_of(handle: object) -> DispatchHandle:
 
 
 def worst_tokens_of(routing: DispatchHandle) -> int:
-    """The num_worst_tokens of the dispatch that made the routing."""
+    """Return the num_worst_tokens of the dispatch that made the routing."""
     return int(routing.totals[0]) if len(routing.totals) == 1 else 0
 
 
@@ -91,14 +91,27 @@ def _number(comm: int) -> torch.Tensor:
 
 
 def received_from(comm: MoECommunicator, routing: DispatchHandle) -> torch.Tensor:
-    """int32 ``[R]``, the caller's own: the tokens that ranks 0 to i send to this rank."""
+    """Return int32 ``[R]``: the tokens that ranks 0 to i send to this rank. The caller owns it."""
     if comm.nodes is None:
         return routing.plan[: comm.size**2].view(comm.size, comm.size)[:, comm.rank].clone()
     return _received_through(comm, routing)
 
 
+def received_by_local_rank(comm: MoECommunicator, routing: DispatchHandle) -> torch.Tensor:
+    """Return int32 ``[ranks of a node]``: the tokens that local ranks 0 to i of all nodes send here.
+
+    The caller owns it.
+    """
+    through = received_from(comm, routing)
+    if comm.nodes is None:
+        return through
+    ranks = torch.tensor(comm.engine.node_map.nodes, device=through.device)  # [N, G]
+    counts = through.diff(prepend=through.new_zeros(1))
+    return counts[ranks].sum(0).cumsum(0, dtype=torch.int32)
+
+
 def _received_through(comm: MoECommunicator, routing: DispatchHandle) -> torch.Tensor:
-    """int32 ``[R]``: the rows that ranks 0 to i send to this rank."""
+    """Return int32 ``[R]``: the rows that ranks 0 to i send to this rank."""
     nodes, T = comm.nodes, routing.topk_ids.shape[0]
     assert nodes is not None
     G, words, first = comm.engine.node_size, nodes.layout.words, nodes.layout.token_base
@@ -113,7 +126,7 @@ _last: weakref.WeakKeyDictionary[MoECommunicator, torch.Tensor] = weakref.WeakKe
 
 
 def _last_sources(comm: MoECommunicator) -> torch.Tensor:
-    """A rank of this node is one source. A rank of another node is as many as its tokens cross in chunks."""
+    """Return each rank's last source. A rank of another node has one source for each chunk, a rank of this node one."""
     if comm not in _last:
         nodes, engine = comm.nodes, comm.engine
         assert nodes is not None
@@ -127,7 +140,7 @@ def _last_sources(comm: MoECommunicator) -> torch.Tensor:
 
 
 def low_latency_parts(layout: Any, plan: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """src_info and layout_range of a plan. layout: its _C.LlPlanLayout. rows: of each expert."""
+    """Return src_info and layout_range of a plan. layout: the plan's _C.LlPlanLayout. rows: rows of each expert."""
     local = (layout.rows - layout.src_info) // rows
     words = (layout.src_tokens - layout.layout_range) // local
     ranges = plan.as_strided((local, words), (words, 1), layout.layout_range)
@@ -135,7 +148,7 @@ def low_latency_parts(layout: Any, plan: torch.Tensor, rows: int) -> tuple[torch
 
 
 def parts_of(handle: Any) -> LowLatencyHandle:
-    """The parts of a low-latency handle. ValueError for anything else."""
+    """Return the parts of a low-latency handle. ValueError for anything else."""
     parts = tuple(handle) if isinstance(handle, (tuple, list)) else ()
     kinds = (torch.Tensor, torch.Tensor, int, int, int)
     if len(parts) != len(kinds) or not all(map(isinstance, parts, kinds)):
@@ -147,7 +160,7 @@ def parts_of(handle: Any) -> LowLatencyHandle:
 
 
 def check_low_latency(handle: LowLatencyHandle, size: int) -> None:
-    """ValueError unless the parts of a handle are those of a group of `size` ranks."""
+    """ValueError unless a handle's parts have the shapes of a group of `size` ranks."""
     src_info, layout_range, max_tokens, hidden, num_experts = handle
     if max_tokens < 1 or hidden < 1 or num_experts < 1 or num_experts % size:
         raise ValueError(
@@ -168,7 +181,7 @@ def check_low_latency(handle: LowLatencyHandle, size: int) -> None:
 
 
 def plan_behind(src_info: torch.Tensor, layout: Any) -> torch.Tensor:
-    """The plan that src_info is a view of. layout: its _C.LlPlanLayout, for T_max and K of the call."""
+    """Return the plan that src_info is a view of. layout: the plan's _C.LlPlanLayout, for T_max and K of the call."""
     words = src_info.untyped_storage().nbytes() // src_info.element_size()
     if words != layout.words or src_info.storage_offset() != layout.src_info or not src_info.is_contiguous():
         raise ValueError(

@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 
 from ep_plugin import _C
-from ep_plugin.config import MAX_LL_TOKENS, MAX_TOPK, MoECommunicatorConfig
+from ep_plugin.config import MAX_TOPK, MoECommunicatorConfig
 from ep_plugin.deep_ep import arguments, handles
 from ep_plugin.deep_ep.handles import LowLatencyHandle
-from ep_plugin.deep_ep.shared import least_bound
+from ep_plugin.deep_ep.shared import device_of, least_bound
 from ep_plugin.deep_ep.utils.event import EventOverlap, ordered
+from ep_plugin.errors import NotSupported
 from ep_plugin.moe.arguments import check_tensors
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.in_flight import Operation, Work, untraced
 from ep_plugin.moe.layout import DispatchResult
 from ep_plugin.moe.low_latency.engine import LowLatencyEngine, slots_of
-from ep_plugin.runtime.streams import resolve_device
 from ep_plugin.runtime.tensors import KnownCalls, call_of
 from ep_plugin.transport.exchange import Exchange
 from ep_plugin.transport.groups import timeout_of
@@ -48,7 +48,7 @@ class _CombineBuffers:
 
 
 class LowLatencyCalls:
-    """What a Buffer with ``low_latency_mode=True`` has beside dispatch and combine.
+    """The low-latency calls of a Buffer with ``low_latency_mode=True``.
 
     The constructor makes the memory for the sizes whose `get_low_latency_rdma_size_hint` is its `num_rdma_bytes`. Other
     memory is made by the first call with a new E, H or bound of T_max (a power of two, at least 128), which is then
@@ -74,9 +74,9 @@ class LowLatencyCalls:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of peer memory that low-latency calls of these sizes use on each rank. A Buffer with so many
-        num_rdma_bytes makes it in the constructor if all ranks have called this."""
-        _check_max_tokens(num_max_dispatch_tokens_per_rank)
+        """Return the bytes of peer memory that calls of these sizes use on each rank. If all ranks have called this, a
+        Buffer with these num_rdma_bytes makes the memory in its constructor."""
+        arguments.check_max_tokens(num_max_dispatch_tokens_per_rank)
         arguments.check_at_least(1, hidden=hidden, num_ranks=num_ranks)
         arguments.check_experts(num_experts, num_ranks)
         config = _config_of(num_max_dispatch_tokens_per_rank, hidden, num_experts)
@@ -93,9 +93,9 @@ class LowLatencyCalls:
         that do not take part.
         """
         self._check_low_latency("clean_low_latency_buffer")
-        _check_max_tokens(num_max_dispatch_tokens_per_rank)
+        arguments.check_max_tokens(num_max_dispatch_tokens_per_rank)
         made = next(iter(self._low_latency.values()), None)
-        device = resolve_device(self.group, None) if made is None else made.engine.device
+        device = device_of(self.group) if made is None else made.engine.device
         comm = self._open(num_max_dispatch_tokens_per_rank, hidden, num_experts, device)
         x = torch.empty((0, hidden), dtype=torch.bfloat16, device=device)
         ids = torch.empty((0, 1), dtype=torch.int64, device=device)
@@ -146,7 +146,7 @@ class LowLatencyCalls:
         form = _C.form_of(x, topk_idx, *stats.values())
         call = call_of(form, "dispatch", max_tokens, num_experts, use_fp8, round_scale, use_ue8m0)
         if not self._known.find(call):
-            _check_max_tokens(max_tokens)
+            arguments.check_max_tokens(max_tokens)
             arguments.check_experts(num_experts, self.group_size)
             arguments.check_low_latency_dispatch(x, topk_idx, max_tokens, num_experts, use_fp8)
             self._check_stats(
@@ -231,11 +231,26 @@ class LowLatencyCalls:
 
     @untraced
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
-        """bfloat16 ``[E_l, N, H]``: rows for the next combine with ``zero_copy=True``. Two tensors take turns, which
-        this Buffer keeps. Fill it before that combine."""
+        """Return bfloat16 ``[E_l, N, H]`` for the rows of the next combine with ``zero_copy=True``. Two tensors take
+        turns, which this Buffer keeps."""
         self._check_low_latency("get_next_low_latency_combine_buffer")
         handles.check_low_latency(handles.parts_of(handle), self.group_size)
         return self._combine_buffer(handle, sends=False)
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> torch.Tensor:
+        """Return an empty tensor, for engines that zero DeepEP's low-latency memory after a fault.
+
+        Nothing needs to be zeroed here. NotSupported for any other memory: callers get no communication memory.
+        """
+        self._check_low_latency("get_local_buffer_tensor")
+        if not use_rdma_buffer or size is not None or offset:
+            raise NotSupported(
+                "get_local_buffer_tensor: expected use_rdma_buffer=True without size and offset, got "
+                f"use_rdma_buffer={use_rdma_buffer}, size={size}, offset={offset}; callers get no communication memory"
+            )
+        return torch.empty(0, dtype=dtype, device=device_of(self.group))
 
     # -- masks ---------------------------------------------------------------------------------------------------
 
@@ -270,12 +285,13 @@ class LowLatencyCalls:
     # -- memory --------------------------------------------------------------------------------------------------
 
     def _reserve(self, num_rdma_bytes: int) -> None:
-        """Make the memory of the sizes that this is the hint of. Collective. A rank may then be late in every call."""
-        sizes = _hinted.get((self.group_size, num_rdma_bytes))
+        """Make the memory of the sizes whose hint this is. Collective. A rank may then be late in every call."""
+        sizes, device = _hinted.get((self.group_size, num_rdma_bytes)), device_of(self.group)
+        mine = [sizes and list(sizes), device.type]
         with contextlib.closing(Exchange(self.group)) as exchange:
-            of_all = exchange.all_gather("low-latency sizes", sizes)
-        if sizes is not None and all(theirs == list(sizes) for theirs in of_all):
-            engine = self._open(*sizes, resolve_device(self.group, None)).engine
+            of_all = exchange.all_gather("low-latency sizes", mine)
+        if sizes is not None and all(theirs == mine for theirs in of_all):
+            engine = self._open(*sizes, device).engine
             engine.run("low-latency memory", LowLatencyEngine.ensure_memory)
 
     # -- what the calls share ------------------------------------------------------------------------------------
@@ -301,7 +317,7 @@ class LowLatencyCalls:
                 raise ValueError(f"{name}: expected a contiguous tensor, got strides {given.stride()}")
 
     def _open(self, max_tokens: int, hidden: int, num_experts: int, device: torch.device) -> MoECommunicator:
-        """The communicator of calls of these sizes, made if there is none. It then knows of all masked ranks."""
+        """Return the communicator of calls of these sizes, or make it. It then knows of all masked ranks."""
         config = _config_of(max_tokens, hidden, num_experts)
         assert config.max_tokens_per_rank is not None
         key = num_experts, hidden, config.max_tokens_per_rank, device
@@ -320,7 +336,7 @@ class LowLatencyCalls:
         return comm
 
     def _combine_buffer(self, handle: LowLatencyHandle, sends: bool) -> torch.Tensor:
-        """The next buffer of a combine. sends: a combine sends it now; the other one is then the next."""
+        """Return the next buffer of a combine. sends: a combine sends it now, so the other one is the next."""
         src_info, _, max_tokens, hidden, num_experts = handle
         key = max_tokens, hidden, num_experts, src_info.device
         buffers = self._combine_buffers.setdefault(key, _CombineBuffers())
@@ -339,7 +355,7 @@ class LowLatencyCalls:
 
 @functools.lru_cache(maxsize=64)
 def _config_of(max_tokens: int, hidden: int, num_experts: int) -> MoECommunicatorConfig:
-    """For calls of at most `max_tokens` tokens per rank, rounded up, and any K."""
+    """Return the config of calls of at most `max_tokens` tokens per rank, rounded up, and any K."""
     return MoECommunicatorConfig(
         mode="ll",
         num_experts=num_experts,
@@ -352,7 +368,10 @@ def _config_of(max_tokens: int, hidden: int, num_experts: int) -> MoECommunicato
 def _run(
     comm: MoECommunicator, make: Callable[[], Operation], reads: tuple[Any, ...], async_finish: bool, halves: bool
 ) -> tuple[Any, EventOverlap, Hook | None]:
-    """The results of the operation that `make` makes, the event, and the hook of its receive half if asked for."""
+    """Run the operation that `make` makes, with `halves` only its send half.
+
+    Returns its results, the event, and with `halves` the hook of the receive half.
+    """
     device: torch.device = comm.engine.device
     if not halves:
         *results, event = ordered(lambda: comm.in_flight.run(make()), device, reads, None, async_finish, False)
@@ -362,7 +381,7 @@ def _run(
 
 
 def _hook(comm: MoECommunicator, started: Operation) -> Hook:
-    """Receives `started` on the current stream when it is called first. Several threads may call it."""
+    """Return a function whose first call receives `started` on the current stream. Several threads may call it."""
 
     def receive() -> bool:
         comm.in_flight.collect(started.number)
@@ -379,9 +398,3 @@ def _hook(comm: MoECommunicator, started: Operation) -> Hook:
 def _check_async(async_finish: bool, return_recv_hook: bool) -> None:
     if async_finish and return_recv_hook:
         raise ValueError("async_finish: expected False with return_recv_hook=True, got True")
-
-
-def _check_max_tokens(max_tokens: Any) -> int:
-    if type(max_tokens) is not int or not 0 < max_tokens <= MAX_LL_TOKENS:
-        raise ValueError(f"num_max_dispatch_tokens_per_rank: expected 1 to {MAX_LL_TOKENS}, got {max_tokens!r}")
-    return max_tokens

@@ -1,9 +1,8 @@
-"""What Buffer and ElasticBuffer share: their group's communicators, and settings for them."""
+"""Communicators that all buffers of a group share, and their settings."""
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import Counter
 from typing import Any, ClassVar, NoReturn
 
@@ -12,13 +11,15 @@ import torch.distributed as dist
 
 from ep_plugin import counts
 from ep_plugin.config import MoECommunicatorConfig, in_one_kernel
+from ep_plugin.deep_ep.nodes import nodes_of
 from ep_plugin.deep_ep.utils.event import comm_stream
+from ep_plugin.deep_ep.utils.math import align
 from ep_plugin.errors import CommunicatorClosed, NotSupported
 from ep_plugin.moe.communicator import MoECommunicator
 from ep_plugin.moe.registry import communicator
-from ep_plugin.transport.exchange import Exchange
+from ep_plugin.runtime.streams import resolve_device
 from ep_plugin.transport.groups import Group, checked_group
-from ep_plugin.transport.topology import NodeMap, discover
+from ep_plugin.transport.rails import check_backend
 
 # A limit of the communicators, not a size: memory is allocated for the rows that are sent.
 MOST_HIDDEN = 1 << 24
@@ -26,10 +27,11 @@ MOST_HIDDEN = 1 << 24
 # another number at every call, or at every rank, then share a few communicators.
 _LEAST_BOUND = 128
 
+_COLUMN_BYTES = 16  # what TMA asks of a column's address
+
 # How many buffers use a communicator, by its number. Ranks must close communicators alike, but collect garbage at
 # different times: so a buffer leaves by destroy() alone. One that is never destroyed keeps its communicators open.
 _users: Counter[int] = Counter()
-_node_maps: weakref.WeakKeyDictionary[dist.ProcessGroup, NodeMap] = weakref.WeakKeyDictionary()
 
 
 class _NotInBuffer(NotSupported, AttributeError):
@@ -37,7 +39,7 @@ class _NotInBuffer(NotSupported, AttributeError):
 
 
 def refuse(owner: str, name: str, reasons: dict[str, str]) -> NoReturn:
-    """Refuses an attribute by name. reasons: why DeepEP's are not served, by the begin of their names."""
+    """Refuse an attribute by name. reasons: why it is not served, by the first letters of its name."""
     for begin, reason in reasons.items():
         if name.startswith(begin):
             raise _NotInBuffer(f"{owner}.{name} is not supported: {reason}")
@@ -60,10 +62,12 @@ class SharedCommunicators(metaclass=RefusesByName):
     """As in `refuse`."""
 
     def _join(self, group: Group, explicitly_destroy: bool) -> None:
-        """Collective for the first buffer of the group."""
+        """Find the group's nodes and check its backend. Collective for the first buffer of the group."""
         self.group = checked_group(group)
         self.explicitly_destroy = explicitly_destroy
-        self._nodes = _nodes_of(self.group)
+        self._nodes = nodes_of(self.group)
+        if self._nodes.num_nodes > 1:
+            check_backend(self.group, device_of(self.group))
         self._numbers: set[int] = set()  # of the communicators that it uses
         self._destroyed = False
 
@@ -83,7 +87,7 @@ class SharedCommunicators(metaclass=RefusesByName):
         self._numbers.clear()
 
     def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream on which asynchronous calls run, on the current GPU."""
+        """Return the stream on which asynchronous calls run, on the current GPU."""
         if not torch.cuda.is_available():
             raise ValueError("get_comm_stream(): expected a GPU, got a machine without one, where calls have no stream")
         return comm_stream(torch.device("cuda", torch.cuda.current_device()))
@@ -93,7 +97,7 @@ class SharedCommunicators(metaclass=RefusesByName):
             raise CommunicatorClosed(f"{type(self).__name__}: expected one that is in use, got one after destroy()")
 
     def _communicator(self, config: MoECommunicatorConfig, device: torch.device) -> MoECommunicator:
-        """The shared communicator of this configuration, which this buffer uses until `destroy`."""
+        """Return the shared communicator of this configuration. This buffer uses it until `destroy`."""
         comm = MoECommunicator.shared(self.group, config, device=device)
         comm.in_flight.serves = "deep_ep"
         if comm.number not in self._numbers:
@@ -106,19 +110,26 @@ class SharedCommunicators(metaclass=RefusesByName):
         return getattr(type(self), name)
 
 
-def _nodes_of(group: dist.ProcessGroup) -> NodeMap:
-    """The nodes of a group. Collective for the first buffer of the group."""
-    if group not in _node_maps:
-        with contextlib.closing(Exchange(group)) as exchange:
-            _node_maps[group], _ = discover(exchange, torch.device("cpu"))
-    return _node_maps[group]
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return the device whose tensors calls are expected to get: the current GPU if the process uses one.
+
+    So a group whose backend serves CPUs alone, such as an engine's gloo group, does not mean tensors on CPUs.
+    """
+    return resolve_device(group, "cuda" if torch.cuda.is_initialized() else None)
+
+
+def column_major(scales: torch.Tensor) -> torch.Tensor:
+    """Copy scales ``[N, S]`` into memory by columns, each padded to a multiple of 16 bytes."""
+    rows, columns = scales.shape
+    stored = scales.new_empty((columns, align(rows, _COLUMN_BYTES // scales.element_size())))
+    return stored[:, :rows].t().copy_(scales)
 
 
 def least_bound(tokens: int) -> int:
-    """`max_tokens_per_rank` of the communicator that serves calls with at most so many tokens per rank."""
+    """Return `max_tokens_per_rank` of the communicator for calls with at most `tokens` tokens per rank."""
     return max(_LEAST_BOUND, 1 << (tokens - 1).bit_length())
 
 
 def sms_of(num_sms: int | None) -> dict[str, int]:
-    """SM counts for `MoECommunicator.set_sms`: one kernel sends and receives. None: those that fill the links."""
+    """Return the SM counts for `MoECommunicator.set_sms`: one kernel sends and receives. None: the default."""
     return {} if num_sms is None else in_one_kernel(num_sms)

@@ -28,14 +28,14 @@ class Config:
             raise ValueError(f"num_sms: expected an integer of at least 1 or None, got {self.num_sms!r}")
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """0: memory is allocated when an operation needs it."""
+        """Return 0, since memory is allocated when an operation needs it."""
         return 0
 
     get_rdma_buffer_size_hint = get_nvl_buffer_size_hint
 
 
 def sms_that_fill(ranks: int, num_experts: int, topk: int, rates: tuple[float, float, float], most: int) -> int:
-    """The SMs on which one kernel, which sends and receives, moves rows as fast as the links take them.
+    """Return the number of SMs on which one kernel that sends and receives moves rows as fast as the links take them.
 
     A row of a token that goes to D ranks is loaded 1 + D times and stored 2 D times: in D slots, and in the output of
     each of the D ranks. D (R - 1) / R rows cross the links. So the number does not depend on a row's bytes.

@@ -17,7 +17,7 @@ from ep_plugin import MoECommunicator, deep_ep
 from ep_plugin.deep_ep.shared import _users
 from ep_plugin.deep_ep.tuning import sms_that_fill
 from ep_plugin.errors import CommunicatorClosed, NotSupported
-from tests.integrations.deep_ep_cases import Case, Received, Sent, combined, make, on, received
+from tests.integrations.deep_ep_cases import Case, Received, Sent, combined, make, nodes_of, on, received
 from tests.integrations.on_cpus import run_torchtitans_deepep_here
 from tests.moe.moe_cases import named, on_ranks, poisoned
 from tests.moe.test_across_nodes import on_nodes
@@ -125,7 +125,7 @@ def _round_trip(
         assert ids is not None and ids.dtype is case.id_dtype
         assert torch.equal(ids[:n], mine.ids) and bool((ids[n:] == -1).all())
         assert torch.equal(weights[:n], mine.weights)
-    _check_handle(case, handle, mine, exact, sync, len(out[0] if isinstance(x, tuple) else out))
+    _check_handle(case, handle, mine, exact, sync, len(out[0] if isinstance(x, tuple) else out), where)
 
     cached, _, again, same, _ = buffer.dispatch(x, topk_weights=sent.weights[rank], handle=handle, do_expand=expand)
     assert same is handle and again is not None and torch.equal(again[:n], weights[:n])
@@ -159,8 +159,6 @@ def _round_trip(
     torch.testing.assert_close(plain.double(), total, **tolerance)
     torch.testing.assert_close(sums.double(), total + bias.double(), **tolerance)
     torch.testing.assert_close(paired.double(), total + bias.double() + other.double(), **tolerance)
-    one, _, _ = buffer.combine(y, handle, bias=(bias.float() + other.float()).to(case.dtype))
-    assert torch.equal(paired, one)  # two are added up and rounded first
     close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
     close(sum_weights, _combined(case, everyone, by_choice, rank).float())
     _, sum_weights, _ = buffer.combine(y, handle, topk_weights=None if rank == 0 else w)
@@ -177,11 +175,18 @@ def _combined(case: Case, everyone: list[Received], mine: torch.Tensor, rank: in
 
 
 def _check_handle(
-    case: Case, handle: deep_ep.EPHandle, mine: Received, exact: list[int], sync: bool, rows: int
+    case: Case,
+    handle: deep_ep.EPHandle,
+    mine: Received,
+    exact: list[int],
+    sync: bool,
+    rows: int,
+    where: list[tuple[int, int] | None],
 ) -> None:
     size, most = len(case.tokens), max(case.tokens)
-    from_ranks = [sum(origin <= other for origin, _ in mine.source) for other in range(size)]
-    assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == from_ranks
+    places = {rank: place for node in nodes_of(size) for place, rank in enumerate(node)}
+    through = [sum(places[origin] <= place for origin, _ in mine.source) for place in range(max(places.values()) + 1)]
+    assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == through
     aligned = torch.tensor(mine.counts).cumsum(0)
     ends = aligned - torch.tensor(mine.counts) + torch.tensor(exact) if handle.do_expand else aligned
     assert handle.psum_num_recv_tokens_per_expert.tolist() == ends.tolist()
@@ -190,8 +195,41 @@ def _check_handle(
     assert handle.num_expanded_tokens == rows
     kept = [one for one in handle.tensors() if isinstance(one, torch.Tensor)]
     assert len(kept) == 3 + handle.do_expand and any(one is handle.routing for one in handle.tensors())
+    metadata = handle.recv_src_metadata
+    assert metadata.dtype is torch.int32 and metadata.shape == (handle.num_recv_tokens, 2 + case.topk)
+    metadata = metadata[: len(mine.x)]
+    assert metadata[:, 0].tolist() == [origin * most + token for origin, token in mine.source]
+    expected = torch.full((len(mine.x), case.topk), -1)
+    for row, pair in enumerate(where):
+        if pair is not None and handle.do_expand:
+            expected[pair] = row
+    if not handle.do_expand:
+        expected = torch.where(mine.ids >= 0, torch.arange(len(mine.x)).unsqueeze(1), -1)
+    assert torch.equal(metadata[:, 2:].long(), expected.to(metadata.device).long())
+    assert handle.dst_buffer_slot_idx is handle.routing.plan
     unaligned = handle.num_unaligned_recv_tokens_per_expert
     assert (None if unaligned is None else unaligned.tolist()) == (exact if handle.do_expand else None)
+
+
+def _columns(rank: int, size: int) -> None:
+    buffer = deep_ep.ElasticBuffer(cast(Any, dist.group.WORLD), num_max_tokens_per_rank=4)
+    x = torch.ones((3, 384)).to(torch.float8_e4m3fn)
+    scales = torch.rand((3, 3), generator=torch.Generator().manual_seed(rank))
+    ids = torch.zeros((3, 1), dtype=torch.int64)
+    given: dict[str, Any] = {"num_experts": 2, "do_expand": True}
+    for handle in (None, buffer.dispatch((x, scales), ids, **given)[3]):
+        routed = {"topk_idx": ids, **given} if handle is None else {"handle": handle, "do_expand": True}
+        plain = buffer.dispatch((x, scales), **routed)[0]
+        columns = buffer.dispatch((x, scales), **routed, use_tma_aligned_col_major_sf=True)[0]
+        assert torch.equal(columns[1], plain[1])
+        if len(plain[0]):
+            assert columns[1].stride() == (1, -(-len(plain[0]) // 4) * 4)
+    rows = buffer.dispatch(torch.ones(3, 64), ids, **given, use_tma_aligned_col_major_sf=True)[0]
+    assert torch.equal(rows, torch.ones((3 * size if rank == 0 else 0, 64)))  # there are no scales
+
+
+def test_scales_may_be_stored_by_columns() -> None:
+    on_ranks(2, _columns)
 
 
 def test_size_hints_grow_with_the_sizes_and_domains_are_named() -> None:
@@ -206,6 +244,8 @@ def _hints(rank: int, size: int) -> None:
     buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=128, hidden=4096, num_topk=8)
     assert buffer.num_bytes == small
     assert (buffer.get_logical_domain_size(), buffer.get_physical_domain_size()) == ((1, size), (1, size))
+    assert deep_ep.get_logical_domain_size(group, allow_hybrid_mode=False) == (1, size)
+    assert deep_ep.get_physical_domain_size(group) == (1, size)
     assert buffer.get_theoretical_num_qps(20) == 0
     with mock.patch.object(torch.cuda, "is_available", return_value=False):
         assert buffer.get_theoretical_num_sms(64, 8) == 0
@@ -305,8 +345,8 @@ def _refusals(rank: int, size: int) -> None:
     x, ids = torch.ones((3, 64)), torch.zeros((3, 1), dtype=torch.int64)
     _, _, _, handle, _ = buffer.dispatch(x, ids, num_experts=2, num_sms=4)
     assert handle.num_sms == 4
-    with pytest.raises(NotSupported, match="recv_src_metadata"):
-        handle.recv_src_metadata  # noqa: B018
+    with pytest.raises(NotSupported, match="channel_linked_list"):
+        handle.channel_linked_list  # noqa: B018
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("topk_idx: expected None with a handle", {"handle": handle, "topk_idx": ids}),
         ("do_cpu_sync: expected None or False", {"handle": handle, "do_cpu_sync": True}),
@@ -338,8 +378,6 @@ def _refusals(rank: int, size: int) -> None:
                 buffer.combine(*given)
         with pytest.raises(ValueError, match=f"bias: {got}"):
             buffer.combine(rows, handle, bias=(x, change(x)))
-    with pytest.raises(NotSupported, match="use_tma_aligned_col_major_sf"):
-        buffer.dispatch(x, ids, num_experts=2, use_tma_aligned_col_major_sf=True)
     with pytest.raises(ValueError, match="explicitly_destroy"):
         buffer.destroy()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any, cast
 
@@ -63,7 +64,10 @@ def test_neighbours_on_other_nodes() -> None:
 def every_session(rank: int, size: int, device: str = "cpu", group: Any = None) -> None:
     buffer = deep_ep.ElasticBuffer(group, explicitly_destroy=True)
     assert deep_ep.ElasticBuffer.get_agrs_buffer_size_hint(cast(Any, dist.group.WORLD), 5) == 2 << 20
-    buffer.agrs_set_config(1 << 20, 5)
+    bytes_of = functools.partial(deep_ep.ElasticBuffer.get_agrs_num_max_session_bytes, cast(Any, dist.group.WORLD))
+    most = bytes_of([(3, 5)] * 3, torch.float32) + bytes_of((4096,), torch.bfloat16)
+    most += bytes_of(torch.Size([7]), torch.int64) + bytes_of(((0, 2),), torch.half)
+    buffer.agrs_set_config(most, 5)
 
     def of(rank: int, session: int, number: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(100 * session + 10 * rank + number)

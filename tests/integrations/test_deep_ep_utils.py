@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from packaging.version import Version
 
+from ep_plugin import deep_ep
 from ep_plugin.deep_ep.utils import check_nvlink_connections, envs, math, testing
 from ep_plugin.deep_ep.utils.envs import init_dist
 from ep_plugin.errors import NotSupported
 from ep_plugin.testing.nodes import held_port
 from ep_plugin.transport import topology
+from tests.moe.test_across_nodes import on_nodes
 from tests.ranks import run_ranks, values
 
 
@@ -163,6 +168,49 @@ def test_output_is_silenced(capfd: pytest.CaptureFixture[str]) -> None:
         os.write(2, b"hidden\n")
     os.write(1, b"after\n")
     assert capfd.readouterr() == ("before\nafter\n", "")
+
+
+def test_an_event_calls_its_hook_once_and_is_dropped_when_asked() -> None:
+    event, called = deep_ep.EventOverlap(deep_ep.EventHandle()), []
+    event.register_hook_after_wait(lambda: called.append("hook"))
+    with pytest.raises(ValueError, match="hook_after_wait: expected no hook"):
+        event.register_hook_after_wait(print)
+    event.current_stream_wait()
+    event.current_stream_wait()
+    assert called == ["hook"] and event.event is not None
+    with event(release_handle=True) as entered:
+        assert entered is event and event.event is not None
+    assert event.event is None
+    event.event = deep_ep.EventHandle()
+    with event:  # the call counts for one block
+        pass
+    assert event.event is not None
+    event.current_stream_wait(release_handle=True)
+    assert event.event is None
+
+
+def test_the_rate_of_an_adapter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert envs.get_rdma_gbs("no such adapter") == 0
+    (tmp_path / "mlx5_7/ports/1").mkdir(parents=True)
+    (tmp_path / "mlx5_7/ports/1/rate").write_text("400 Gb/sec (4X NDR)\n")
+    monkeypatch.setattr(envs, "Path", lambda _, *parts: tmp_path.joinpath(*parts))
+    assert envs.get_rdma_gbs("mlx5_7") == 50
+
+
+def _prints(rank: int, size: int) -> list[str]:
+    envs.init_seed(7)
+    assert (envs.get_global_seed(), envs.get_local_seed()) == (7, 7 + rank)
+    assert torch.initial_seed() == 7 + rank
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        envs.dist_print("once", once_in_node=True)
+        envs.dist_print(f"rank {rank}")
+        envs.dist_print()
+    return said.getvalue().splitlines()
+
+
+def test_each_node_prints_once() -> None:
+    assert on_nodes(2, 2, _prints) == [["once"] * (rank % 2 == 0) + [f"rank {rank}", ""] for rank in range(4)]
 
 
 def _init(number: int, port: int, results: multiprocessing.Queue) -> None:

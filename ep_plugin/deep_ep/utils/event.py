@@ -34,21 +34,41 @@ class EventOverlap:
     """An event, and tensors that must live until it has passed. As a context manager it is waited for at the end.
 
     event: None where there is nothing to wait for, as after a call without ``async_finish``.
+    hook_after_wait: called once, after the next wait; see `register_hook_after_wait`.
     """
 
     event: EventHandle | None = None
     extra_tensors: tuple[Any, ...] | None = None
+    hook_after_wait: Callable[[], object] | None = None
+    _releases: bool = False  # at the end of the next ``with``
 
-    def current_stream_wait(self) -> None:
-        """Let the current stream wait for the event."""
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Let the current stream wait for the event, then call the hook. release_handle: whether to drop the event."""
         if self.event is not None:
             self.event.current_stream_wait()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = None
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
+        """Call `hook_after_wait` after the next wait. Only one hook may be registered at a time."""
+        if self.hook_after_wait is not None:
+            raise ValueError("hook_after_wait: expected no hook that has not been called yet, got one")
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """Set whether the next ``with`` drops the event when it ends. Returns this object."""
+        self._releases = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.current_stream_wait()
+        release, self._releases = self._releases, False
+        self.current_stream_wait(release)
 
 
 def ordered(
@@ -59,7 +79,7 @@ def ordered(
     async_finish: bool,
     allocate_on_comm_stream: bool,
 ) -> Any:
-    """The results of `operation`, run after `previous_event` or the current stream, and the event after it.
+    """Run `operation` after `previous_event` or the current stream. Returns its results and the event after it.
 
     With `async_finish` on a GPU it runs on the communication stream, and the current stream does not wait for it. The
     allocator keeps the memory of `reads`, tensors nested in tuples, and of the results for both streams.
@@ -90,5 +110,5 @@ def ordered(
 
 @functools.cache
 def comm_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of asynchronous operations on `device`, one per process."""
+    """Return the stream of asynchronous operations on `device`. A process has one."""
     return torch.cuda.Stream(device)

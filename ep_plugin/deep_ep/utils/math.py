@@ -16,7 +16,7 @@ _FLOAT_MANTISSA_BITS = 23
 
 
 def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
-    """``1 - 2ab / (aa + bb)`` with ``a = x + 1`` and ``b = y + 1``, each product summed up; 0.0 if both are empty."""
+    """Return ``1 - 2ab / (aa + bb)`` with ``a = x + 1`` and ``b = y + 1``, products summed; 0.0 if both are empty."""
     if x.numel() == 0 and y.numel() == 0:
         return 0.0
     a, b = x.double() + 1, y.double() + 1
@@ -24,22 +24,22 @@ def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def safe_div(a: Any, b: Any) -> Any:
-    """a / b, and 0 for 0 / 0."""
+    """Return a / b, and 0 for 0 / 0."""
     return 0 if a == 0 and b == 0 else a / b
 
 
 def ceil_div(x: int, y: int) -> int:
-    """x / y, rounded up."""
+    """Return x / y, rounded up."""
     return -(-x // y)
 
 
 def align(x: int, y: int) -> int:
-    """x, rounded up to a multiple of y."""
+    """Round x up to a multiple of y."""
     return ceil_div(x, y) * y
 
 
 def per_token_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``[T, H]`` as float8_e4m3fn, and their float32 scales ``[T, S]``, by which they are multiplied back."""
+    """Cast rows ``[T, H]`` to float8_e4m3fn. Returns them, and float32 scales ``[T, S]`` to multiply them by."""
     T, H = _shape_of(x)
     blocks = _blocks(x.float())
     amax = blocks.abs().amax(dim=2).clamp(min=_LEAST_AMAX)
@@ -48,7 +48,7 @@ def per_token_cast_to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def per_token_cast_back(x_fp8: torch.Tensor, x_scales: torch.Tensor) -> torch.Tensor:
-    """FP8 rows ``[T, H]`` times their scales, as bfloat16.
+    """Multiply FP8 rows ``[T, H]`` by their scales. Returns bfloat16.
 
     x_scales: T rows in any shape: float32 ``[T, S]``, or int32 ``[T, ceil(S / 4)]`` of four exponent bytes each.
     """
@@ -76,20 +76,20 @@ def inplace_unique(x: torch.Tensor, num_slots: int) -> None:
 
 
 def create_grouped_scores(scores: torch.Tensor, group_idx: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Scores ``[T, E]``, 0 for the experts outside of the groups ``[T, chosen groups]`` of each token."""
+    """Return scores ``[T, E]`` with 0 for experts outside of each token's groups, ``[T, chosen groups]``."""
     T, E = _shape_of(scores)
     chosen = torch.zeros((T, num_groups), dtype=torch.bool, device=scores.device).scatter_(1, group_idx, True)
     return scores * chosen.repeat_interleave(E // num_groups, dim=1)
 
 
 def hash_tensor(t: torch.Tensor) -> int:
-    """A number that follows from the bytes of `t`: equal tensors have equal numbers."""
+    """Return a number that depends on the bytes of `t` alone, so equal tensors have equal numbers."""
     data = t.contiguous().flatten().view(torch.uint8)
     return int((data.view(torch.int32) if data.numel() % 4 == 0 else data).sum())
 
 
 def hash_tensors(*tensors: Any) -> int:
-    """The numbers of all tensors, nested in tuples and lists, combined by exclusive or."""
+    """Combine the numbers of all tensors, nested in tuples and lists, by exclusive or."""
     value = 0
     for tensor in _flat(tensors):
         value ^= hash_tensor(tensor)
@@ -97,7 +97,7 @@ def hash_tensors(*tensors: Any) -> int:
 
 
 def count_bytes(*tensors: Any) -> int:
-    """The bytes of all tensors, nested in tuples and lists."""
+    """Return the bytes of all tensors, nested in tuples and lists."""
     return sum(tensor.numel() * tensor.element_size() for tensor in _flat(tensors))
 
 
@@ -114,6 +114,6 @@ def _shape_of(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _blocks(x: torch.Tensor) -> torch.Tensor:
-    """``[T, S, 128]``, with zeros after the last element."""
+    """Return ``[T, S, 128]``, with zeros after the last element."""
     T, H = x.shape
     return torch.nn.functional.pad(x, (0, -H % _BLOCK)).view(T, ceil_div(H, _BLOCK), _BLOCK)

@@ -34,7 +34,7 @@ def bench(
     post_fn: Callable[[], Any] | None = None,
     flush_l2: bool = True,
 ) -> tuple[float, float, float]:
-    """The mean, the least and the most seconds of `fn`, without its first timed run. By CUDA events on a GPU.
+    """Time `fn`. Returns the mean, the least and the most seconds, without the first timed run. GPUs use CUDA events.
 
     post_fn: called after each timed run. flush_l2: whether the L2 cache is overwritten before each run.
     """
@@ -56,7 +56,7 @@ def bench_kineto(
     num_kernels_per_period: int = 1,
     barrier: Callable[[], Any] | None = None,
 ) -> Any:
-    """The mean seconds of kernels that `fn` launches, by PyTorch's profiler. For GPUs.
+    """Time kernels that `fn` launches, by PyTorch's profiler. For GPUs.
 
     Args:
         kernel_names: a part of each kernel's name. The names of exactly one kernel may contain it.

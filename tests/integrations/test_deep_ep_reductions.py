@@ -1,0 +1,94 @@
+"""How often ElasticBuffer's combine rounds a sum: with allow_multiple_reduction=False once, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ep_plugin import deep_ep
+from ep_plugin.deep_ep.shared import _users
+from tests.integrations.deep_ep_cases import nodes_of
+from tests.moe.moe_cases import on_ranks
+from tests.moe.test_across_nodes import on_nodes
+
+
+def _reduced_once(rank: int, size: int) -> None:
+    """Every expert's row counts as it is, in the order of the token's choices, and a sum is rounded once."""
+    T, H, local, K = 21, 64, 6, 7
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.rand((size, T, local * size), generator=generator).topk(K, 2).indices
+    ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
+    weights = torch.rand((size, T, K), generator=generator)
+    answers = torch.randn((size, T, K, H), generator=generator).bfloat16()  # of each choice's expert
+    biases = [torch.randn((T, H), generator=generator).bfloat16() for _ in range(2)]
+    group = cast(Any, dist.group.WORLD)
+    most = T + 3
+    buffer = deep_ep.ElasticBuffer(group, allow_multiple_reduction=False, explicitly_destroy=True)
+    for expand in (False, True):
+        for sync in (True, False):
+            x = torch.arange(rank * T, (rank + 1) * T).view(T, 1).expand(T, 8).float()  # a row says its token
+            given = {"num_experts": local * size, "num_max_tokens_per_rank": most, "do_cpu_sync": sync}
+            rows, _, got, handle, _ = buffer.dispatch(
+                x, ids[rank], weights[rank], **given, do_expand=expand, expert_alignment=4
+            )
+            y = torch.full((len(rows), H), float("nan"), dtype=torch.bfloat16)
+            valid = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+            for number, _, *places in handle.recv_src_metadata[:valid].tolist():
+                answer = answers[number // most, number % most]
+                for choice, place in enumerate(places):
+                    if place >= 0 and expand:
+                        y[place] = answer[choice]
+                here = ids[number // most, number % most] // local == rank
+                if not expand:  # the rank's experts' sum, which the caller rounds
+                    y[max(places)] = answer[here].float().sum(0).bfloat16()
+            # The terms of a token without do_expand: a rank's sum in the place of its last choice.
+            terms = answers[rank].masked_fill(ids[rank].unsqueeze(2) < 0, 0)
+            if not expand:
+                terms = _summed_by_rank(terms, ids[rank] // local)
+            for bias, start in ((None, 0.0), (biases[0], biases[0].float()), (tuple(biases), sum(map(_wide, biases)))):
+                for _ in range(2):  # the second time over the same pairs
+                    sums, returned, _ = buffer.combine(y, handle, topk_weights=got, bias=bias)
+                    expected = torch.zeros((T, H)) + start
+                    for choice in range(K):
+                        expected += terms[:, choice].float()
+                    assert torch.equal(sums, expected.bfloat16()), (expand, sync, bias is None)
+                    assert returned is not None
+                    assert torch.equal(returned, weights[rank].masked_fill(ids[rank] < 0, 0))
+            assert (handle.pairs is None) == (not expand and len(nodes_of(size)) == 1)
+    buffer.destroy()
+    assert not _users
+
+
+def _wide(bias: torch.Tensor) -> torch.Tensor:
+    return bias.float()
+
+
+def _summed_by_rank(terms: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+    """Terms ``[T, K, H]`` of each rank added up, rounded, and put in the place of its last choice; zeros elsewhere."""
+    found = torch.zeros_like(terms)
+    for token, of_token in enumerate(ranks.tolist()):
+        for rank in set(of_token) - {-1}:
+            choices = [choice for choice, other in enumerate(of_token) if other == rank]
+            found[token, choices[-1]] = terms[token, choices].float().sum(0).bfloat16()
+    return found
+
+
+def test_without_multiple_reductions_every_row_counts_as_it_is() -> None:
+    on_ranks(2, _reduced_once)
+    on_nodes(2, 2, _reduced_once)
+
+
+def _domains_over_nodes(rank: int, size: int) -> None:
+    group: Any = dist.group.WORLD
+    nodes = nodes_of(size)
+    domains = len(nodes), len(nodes[0])
+    buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=128)
+    assert buffer.get_logical_domain_size() == buffer.get_physical_domain_size() == domains
+    assert deep_ep.get_logical_domain_size(group) == deep_ep.get_physical_domain_size(group) == domains
+    assert rank == nodes[buffer.scaleout_rank_idx][buffer.scaleup_rank_idx]
+
+
+def test_the_logical_domain_says_how_sums_are_made_over_nodes() -> None:
+    on_nodes(2, 2, _domains_over_nodes)
